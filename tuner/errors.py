@@ -1,0 +1,53 @@
+"""Every error the tuner raises.
+
+::
+
+    TunerError
+    ├── ConfigError (ValueError)   a problem, configuration or option that is not allowed
+    ├── RenderError                a template that could not be rendered
+    ├── CompileError               nvcc missing or refusing; carries ``command`` and ``log``
+    ├── BenchmarkError             a kernel that could not be run or timed; carries ``status``
+    ├── StoreError                 a database that cannot be opened, read or written
+    └── NoValidConfigError         no candidate passed
+
+A cache miss is None and a failed candidate is a measurement with a status: neither is an error.
+"""
+
+from __future__ import annotations
+
+
+class TunerError(Exception):
+    """Root of every error this package raises on purpose."""
+
+
+class ConfigError(TunerError, ValueError):
+    """A problem, configuration, setting or option that is not allowed; says what is."""
+
+
+class RenderError(TunerError):
+    """A template could not be rendered."""
+
+
+class CompileError(TunerError):
+    """The compiler is missing or refused the source."""
+
+    def __init__(self, message: str, *, command: str = "", log: str = "") -> None:
+        super().__init__(message)
+        self.command = command
+        self.log = log
+
+
+class BenchmarkError(TunerError):
+    """A kernel could not be launched, checked or timed; `status` is a `measurement.Status` value."""
+
+    def __init__(self, message: str, *, status: str = "launch_error") -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class StoreError(TunerError):
+    """The database cannot be opened, read or written."""
+
+
+class NoValidConfigError(TunerError):
+    """No candidate passed for a problem."""

@@ -1,0 +1,151 @@
+"""The contract of a kernel family.
+
+A family is one file here and, unless it is a vendor's, one template. It knows its space, its one
+legality predicate, which kernels a config needs, how they are launched, and what they should
+cost. It is pure: no GPU, no compiler, nothing heavier than the standard library at import.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from tuner.config import Config
+from tuner.hardware import Gpu
+from tuner.problem import Problem
+
+SCRATCH = "scratch"
+"""Name of the family's own temporary buffer among the tensors of a `Launch`."""
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """The compile-time half of a kernel: a template and the variables that render it."""
+
+    template: str
+    """File name under ``templates/``."""
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        """Canonical text: equal specs compile to the same kernel."""
+        return self.template + json.dumps(dict(self.variables), sort_keys=True, separators=(",", ":"))
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, KernelSpec) and self.key == other.key
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A device pointer: a problem's operand (or `SCRATCH`) plus an offset in bytes."""
+
+    operand: str
+    offset_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One call of a compiled kernel.
+
+    Every template exports the same C interface, with ID the artifact's key::
+
+        int tuner_ID_workspace(const int64_t* integers, int64_t* bytes);
+        int tuner_ID_launch(void* const* tensors, const int64_t* integers,
+                            const double* scalars, void* workspace, void* stream);
+
+    Both return 0, a positive cudaError_t, or a negative cutlass::Status. The template's opening
+    comment lists the order of tensors, integers and scalars.
+    """
+
+    kernel: str
+    """Key of `Family.kernels`."""
+    tensors: tuple[Ref, ...]
+    integers: tuple[int, ...]
+    scalars: tuple[float, ...] = ()
+
+
+class Family(ABC):
+    """A kernel family; instances are stateless."""
+
+    name: ClassVar[str]
+    op: ClassVar[str]
+    """The `Problem.op` it serves."""
+    is_vendor: ClassVar[bool] = False
+    """A vendor's kernel is a baseline: nothing to compile, called through `vendor_call`."""
+    runtime_parameters: ClassVar[frozenset[str]] = frozenset()
+    """Parameters that do not change the compiled kernels."""
+
+    @abstractmethod
+    def violations(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
+        """Why `config` cannot serve `problem` on `gpu`; empty when it is legal.
+
+        The family's only legality predicate: pure, total (never raises on a config of this
+        family) and complete (an illegal config says every reason found).
+        """
+
+    @abstractmethod
+    def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
+        """Every candidate worth measuring, all legal, in a fixed order; empty when the family
+        cannot serve the problem. A composite family reads its stages from `with_stages`."""
+
+    def supports(self, problem: Problem, gpu: Gpu) -> str:
+        """Empty when the family serves the problem, else the reason that it does not."""
+        return "" if self.op == problem.op else f"{self.name} serves {self.op}, not {problem.op}"
+
+    def stages(self, problem: Problem) -> Mapping[str, Problem]:
+        """Sub-problems that a composite family tunes first, by stage name; empty for others."""
+        return {}
+
+    def with_stages(self, winners: Mapping[str, Sequence[Config]]) -> Family:
+        """A composite family whose `space` is built from the best configs of each stage."""
+        return self
+
+    def kernels(self, problem: Problem, config: Config) -> dict[str, KernelSpec]:
+        """The kernels that `config` needs, by name within the family."""
+        return {}
+
+    def launches(self, problem: Problem, config: Config, scale: float) -> list[Launch]:
+        """The calls that compute `problem`, in order, on one stream.
+
+        Args:
+            problem: what is computed; strides are those of `Problem.operands`.
+            config: a legal config of this family.
+            scale: the softmax scale of attention and softmax; alpha of a GEMM.
+        """
+        return []
+
+    def scratch_bytes(self, problem: Problem, config: Config) -> int:
+        """Bytes of `SCRATCH`; kernels' own workspaces come on top."""
+        return 0
+
+    def vendor_call(self, problem: Problem, config: Config, scale: float) -> Callable[..., Any] | str:
+        """A vendor's kernel as ``call(*inputs) -> output`` over torch tensors shaped as the
+        problem's operands, or the reason why this machine cannot run it. May import torch."""
+        return f"{self.name} is compiled, not called"
+
+    def environment(self) -> Mapping[str, str]:
+        """Versions that a vendor's time depends on, by name; may import torch."""
+        return {}
+
+    @abstractmethod
+    def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
+        """Estimated time, microseconds: seeds the search and ranks where no GPU is."""
+
+    def compile_digest(self, config: Config) -> str:
+        """Equal for configs that share every compiled kernel."""
+        params = {k: v for k, v in config.params.items() if k not in self.runtime_parameters}
+        return Config(self.name, params, config.stages).digest
+
+
+def group_by_kernels(family: Family, configs: Iterable[Config]) -> list[list[Config]]:
+    """Candidates that share their compiled kernels, in first-seen order: the unit of search."""
+    groups: dict[str, list[Config]] = {}
+    for config in configs:
+        groups.setdefault(family.compile_digest(config), []).append(config)
+    return list(groups.values())

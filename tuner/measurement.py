@@ -1,0 +1,198 @@
+"""What was seen: status, latencies, error against the reference, log, environment."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
+from typing import Any
+
+from tuner.config import Config
+from tuner.errors import ConfigError
+from tuner.hardware import Gpu
+from tuner.problem import Problem, problem_from_json
+
+
+class Status(StrEnum):
+    """How an evaluation ended. Only OK has a latency that may win."""
+
+    OK = "ok"
+    COMPILE_ERROR = "compile_error"
+    LAUNCH_ERROR = "launch_error"
+    OUT_OF_MEMORY = "out_of_memory"
+    TIMEOUT = "timeout"
+    WORKER_DIED = "worker_died"
+    ILLEGAL_ACCESS = "illegal_access"
+    WRONG_RESULT = "wrong_result"
+    NOT_FINITE = "not_finite"
+    OUT_OF_BOUNDS = "out_of_bounds"
+    TOO_FAST = "too_fast"
+    UNAVAILABLE = "unavailable"
+    """A vendor kernel that this machine does not have or that refuses the problem."""
+
+
+class Provenance(StrEnum):
+    """Where a latency comes from. The runtime launches MEASURED entries only."""
+
+    MEASURED = "measured"
+    REPLAYED = "replayed"
+    PREDICTED = "predicted"
+
+
+@dataclass(frozen=True)
+class Regime:
+    """How a kernel is timed: launched from a CUDA graph or eagerly, inputs warm or cold in L2."""
+
+    launch: str = "graph"
+    l2: str = "warm"
+
+    def __post_init__(self) -> None:
+        if self.launch not in ("graph", "eager"):
+            raise ConfigError(f"regime={self.launch} is not known (allowed: graph, eager)")
+        if self.l2 not in ("warm", "cold"):
+            raise ConfigError(f"l2={self.l2} is not known (allowed: warm, cold)")
+
+    @classmethod
+    def default(cls, op: str) -> Regime:
+        """Warm for attention and softmax, whose inputs were just written; cold (rotated buffers)
+        for GEMM, whose weights were not."""
+        return cls("graph", "cold" if op == "gemm" else "warm")
+
+    @classmethod
+    def parse(cls, text: str) -> Regime:
+        """Read ``graph-warm``, the text of `str(regime)`."""
+        launch, _, l2 = text.partition("-")
+        return cls(launch, l2)
+
+    def __str__(self) -> str:
+        return f"{self.launch}-{self.l2}"
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What the measuring machine was: versions and limits by name (driver, cuda, torch, cudnn,
+    cublas, nvcc, cutlass, clock_max_mhz, power_limit_w, peers). Equal facts, equal `digest`."""
+
+    facts: Mapping[str, str | int | float] = field(default_factory=dict)
+
+    @property
+    def digest(self) -> str:
+        text = json.dumps(dict(self.facts), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What ptxas reported for one kernel."""
+
+    registers: int
+    spill_store_bytes: int
+    spill_load_bytes: int
+    stack_bytes: int
+    smem_bytes: int = 0
+    """Static shared memory; dynamic shared memory is the launch's."""
+
+
+@dataclass(frozen=True)
+class Clocks:
+    """State of the chip while timing, read through NVML."""
+
+    sm_mhz: int = 0
+    memory_mhz: int = 0
+    temperature_c: int = 0
+    power_w: float = 0.0
+    throttle: tuple[str, ...] = ()
+    """Names of the throttle reasons seen during the accepted rounds."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One evaluation of one config on one problem, GPU, environment and regime. Immutable."""
+
+    problem: Problem
+    config: Config
+    gpu: Gpu
+    regime: Regime
+    status: Status
+    provenance: Provenance = Provenance.MEASURED
+    environment: Environment = field(default_factory=Environment)
+    latency_us: float | None = None
+    """Median of the rounds, microseconds a call; None unless `status` is OK."""
+    std_us: float | None = None
+    rounds: int = 0
+    is_final: bool = False
+    """True for the interleaved pass beside the baselines; only final ones are served."""
+    flags: tuple[str, ...] = ()
+    """Doubts that survived re-timing: ``noisy`` (deviation >= 2 %), ``throttled``."""
+    error: float | None = None
+    """Relative Frobenius error against the reference, worst over the gate's inputs."""
+    workspace_bytes: int = 0
+    artifacts: Mapping[str, str] = field(default_factory=dict)
+    """Kernel name within the family -> artifact key. Empty for vendor kernels."""
+    resources: Mapping[str, Resources] = field(default_factory=dict)
+    compile_cpu_s: float | None = None
+    """CPU-seconds spent compiling for this evaluation; 0 when every artifact was cached."""
+    clocks: Clocks = field(default_factory=Clocks)
+    log: str = ""
+    sweep: str = ""
+    """Identity of the sweep that made it."""
+    created_at: str = ""
+    """UTC, ISO 8601."""
+
+    @property
+    def ok(self) -> bool:
+        return self.status is Status.OK and self.latency_us is not None
+
+    @property
+    def tflops(self) -> float | None:
+        return None if self.latency_us is None else self.problem.flops / self.latency_us / 1e6
+
+    def but(self, **changes: Any) -> Measurement:
+        """A copy with some fields changed."""
+        return replace(self, **changes)
+
+    def to_json(self) -> dict[str, Any]:
+        data = {
+            **asdict(self),
+            "problem": self.problem.to_json(),
+            "config": self.config.to_json(),
+            "gpu": asdict(self.gpu),
+            "regime": str(self.regime),
+            "status": self.status.value,
+            "provenance": self.provenance.value,
+            "environment": dict(self.environment.facts),
+        }
+        data["flags"] = list(self.flags)
+        data["clocks"]["throttle"] = list(self.clocks.throttle)
+        return data
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Measurement:
+        """The inverse of `to_json`.
+
+        Raises:
+            ConfigError: when a field is missing, unknown or of the wrong type.
+        """
+        try:
+            values = dict(data)
+            clocks = dict(values.pop("clocks", {}))
+            clocks["throttle"] = tuple(clocks.get("throttle", ()))
+            return cls(
+                problem=problem_from_json(values.pop("problem")),
+                config=Config.from_json(values.pop("config")),
+                gpu=Gpu(**values.pop("gpu")),
+                regime=Regime.parse(values.pop("regime")),
+                status=Status(values.pop("status")),
+                provenance=Provenance(values.pop("provenance", "measured")),
+                environment=Environment(values.pop("environment", {})),
+                flags=tuple(values.pop("flags", ())),
+                resources={k: Resources(**v) for k, v in values.pop("resources", {}).items()},
+                clocks=Clocks(**clocks),
+                **values,
+            )
+        except (KeyError, TypeError, ValueError) as exc:
+            if isinstance(exc, ConfigError):
+                raise
+            raise ConfigError(f"not a measurement: {type(exc).__name__} {exc}") from exc

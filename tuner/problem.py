@@ -1,0 +1,419 @@
+"""What is asked: one frozen dataclass an operation, parsed from ``S=1024,D=64``.
+
+A problem is the first of the three identities (problem, artifact, environment). It holds the
+operation, data types, layouts, mask and shape; the GPU is named beside it by `hardware.Gpu`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, ClassVar, Literal, Self
+
+from tuner.errors import ConfigError
+
+DType = Literal["float16", "bfloat16", "float32"]
+Layout = Literal["bhsd", "bshd"]
+Major = Literal["row", "col"]
+
+DTYPE_BYTES: dict[str, int] = {"float16": 2, "bfloat16": 2, "float32": 4}
+DTYPE_ALIASES: dict[str, str] = {
+    "fp16": "float16",
+    "half": "float16",
+    "bf16": "bfloat16",
+    "fp32": "float32",
+    **{name: name for name in DTYPE_BYTES},
+}
+#: Head dimensions above this have no instance on Hopper (a 64 x 256 output fills the registers).
+MAX_HEAD_DIM = 256
+#: Largest extent of one dimension: CUTLASS's TMA coordinates are 32-bit signed.
+MAX_EXTENT = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One tensor of a problem: logical `shape`, `strides` in elements, and its data type."""
+
+    name: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: DType
+    is_output: bool = False
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the tensor; problems are dense, so elements x width."""
+        return self.elements * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Base of all problems. Subclasses set `op` and `keys` (text key -> field)."""
+
+    op: ClassVar[str]
+    keys: ClassVar[Mapping[str, str]]
+    required: ClassVar[tuple[str, ...]]
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read ``KEY=VALUE,...``.
+
+        Raises:
+            ConfigError: on an unknown, repeated or missing key or a value out of range.
+        """
+        values: dict[str, str] = {}
+        for item in filter(None, (part.strip() for part in text.split(","))):
+            key, separator, value = item.partition("=")
+            key, value = key.strip(), value.strip()
+            if not separator or not value:
+                raise ConfigError(f"'{item}' is not KEY=VALUE (allowed keys: {', '.join(cls.keys)})")
+            if key not in cls.keys:
+                raise ConfigError(f"unknown key '{key}' for {cls.op} (allowed: {', '.join(cls.keys)})")
+            if key in values:
+                raise ConfigError(f"key '{key}' is given twice")
+            values[key] = value
+        return cls.from_keys(values)
+
+    @classmethod
+    def from_keys(cls, values: Mapping[str, Any]) -> Self:
+        """Build from the textual keys (`keys`) with string or typed values."""
+        unknown = set(values) - set(cls.keys)
+        if unknown:
+            raise ConfigError(
+                f"unknown key '{sorted(unknown)[0]}' for {cls.op} (allowed: {', '.join(cls.keys)})"
+            )
+        types = {field.name: str(field.type) for field in fields(cls)}
+        parsed: dict[str, Any] = {}
+        for key, value in values.items():
+            name = cls.keys[key]
+            for target in name.split("+"):
+                if target in parsed:
+                    raise ConfigError(f"key '{key}' sets {target}, which another key sets already")
+                parsed[target] = _convert(key, value, types[target])
+        missing = [key for key in cls.required if not all(f in parsed for f in cls.keys[key].split("+"))]
+        if missing:
+            raise ConfigError(f"{cls.op} needs {' and '.join(missing)} (allowed keys: {', '.join(cls.keys)})")
+        return cls(**parsed)
+
+    def to_json(self) -> dict[str, Any]:
+        """A flat dict with `op` and every field; `problem_from_json` reads it back."""
+        return {"op": self.op, **asdict(self)}
+
+    @property
+    def key(self) -> str:
+        """Canonical JSON text: equal problems have equal keys."""
+        return json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
+
+    def label(self) -> str:
+        """Short text for people, in the syntax of `parse`."""
+        raise NotImplementedError
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of the operation itself; a causal mask counts half."""
+        raise NotImplementedError
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        """Inputs in order, then the output."""
+        raise NotImplementedError
+
+    @property
+    def output(self) -> Operand:
+        return self.operands[-1]
+
+    @property
+    def bytes(self) -> int:
+        """Fewest bytes moved: each input read once, each output written once."""
+        return sum(operand.bytes for operand in self.operands)
+
+
+def _convert(key: str, value: Any, annotation: str) -> Any:
+    if annotation == "int":
+        if isinstance(value, bool) or not isinstance(value, int | str):
+            raise ConfigError(f"{key}={value!r} is not a whole number")
+        try:
+            return int(value)
+        except ValueError:
+            raise ConfigError(f"{key}={value} is not a whole number") from None
+    if annotation == "bool":
+        if isinstance(value, bool):
+            return value
+        text = str(value).lower()
+        if text in ("1", "true", "yes"):
+            return True
+        if text in ("0", "false", "no"):
+            return False
+        raise ConfigError(f"{key}={value} is not a truth value (allowed: 0, 1, true, false)")
+    text = str(value).lower()
+    return DTYPE_ALIASES.get(text, text) if key.startswith("dtype") else text
+
+
+def _check_extent(key: str, value: int, minimum: int = 1) -> None:
+    if not minimum <= value <= MAX_EXTENT:
+        raise ConfigError(f"{key}={value} is out of range (allowed: {minimum} to {MAX_EXTENT})")
+
+
+def _check_choice(key: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{key}={value} is not known (allowed: {', '.join(allowed)})")
+
+
+_SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
+
+
+@dataclass(frozen=True)
+class AttentionProblem(Problem):
+    """softmax(scale * Q K^T + mask) V; Q is (B, H, SQ, D), K and V are (B, HKV, SKV, D).
+
+    The causal mask is PyTorch's SDPA's: query i sees keys 0..i (top-left). The default scale is
+    1/sqrt(D); it is a run-time argument and no part of the problem.
+    """
+
+    op: ClassVar[str] = "attention"
+    keys: ClassVar[Mapping[str, str]] = {
+        "B": "batch",
+        "H": "heads_q",
+        "HKV": "heads_kv",
+        "S": "seqlen_q+seqlen_kv",
+        "SQ": "seqlen_q",
+        "SKV": "seqlen_kv",
+        "D": "head_dim",
+        "causal": "is_causal",
+        "dtype": "dtype",
+        "layout": "layout",
+    }
+    required: ClassVar[tuple[str, ...]] = ("S", "D")
+
+    seqlen_q: int
+    seqlen_kv: int
+    head_dim: int
+    batch: int = 1
+    heads_q: int = 16
+    heads_kv: int = 0
+    is_causal: bool = False
+    dtype: DType = "float16"
+    layout: Layout = "bhsd"
+
+    def __post_init__(self) -> None:
+        if self.heads_kv == 0:
+            object.__setattr__(self, "heads_kv", self.heads_q)
+        _check_extent("B", self.batch)
+        _check_extent("H", self.heads_q)
+        _check_extent("HKV", self.heads_kv)
+        _check_extent("SQ" if self.seqlen_q != self.seqlen_kv else "S", self.seqlen_q)
+        _check_extent("SKV", self.seqlen_kv)
+        _check_extent("D", self.head_dim)
+        if self.head_dim % 8 or self.head_dim > MAX_HEAD_DIM:
+            raise ConfigError(
+                f"D={self.head_dim} has no tuned kernel (allowed: a multiple of 8 up to {MAX_HEAD_DIM})"
+            )
+        if self.heads_q % self.heads_kv:
+            raise ConfigError(
+                f"H={self.heads_q},HKV={self.heads_kv}: HKV must divide H "
+                f"(allowed: {', '.join(str(d) for d in _divisors(self.heads_q))})"
+            )
+        _check_choice("dtype", self.dtype, ("float16", "bfloat16"))
+        _check_choice("layout", self.layout, ("bhsd", "bshd"))
+
+    @classmethod
+    def from_keys(cls, values: Mapping[str, Any]) -> Self:
+        if "HKV" in values and str(values["HKV"]).strip() == "0":
+            raise ConfigError(f"HKV=0 is out of range (allowed: 1 to {MAX_EXTENT})")
+        return super().from_keys(values)
+
+    def label(self) -> str:
+        heads = f"H={self.heads_q}" + (
+            "" if self.heads_kv == self.heads_q else f",HKV={self.heads_kv}"
+        )
+        length = (
+            f"S={self.seqlen_q}"
+            if self.seqlen_q == self.seqlen_kv
+            else f"SQ={self.seqlen_q},SKV={self.seqlen_kv}"
+        )
+        tail = (",causal=1" if self.is_causal else "") + f",dtype={_SHORT[self.dtype]}"
+        tail += "" if self.layout == "bhsd" else f",layout={self.layout}"
+        return f"B={self.batch},{heads},{length},D={self.head_dim}{tail}"
+
+    @property
+    def flops(self) -> int:
+        full = 4 * self.batch * self.heads_q * self.seqlen_q * self.seqlen_kv * self.head_dim
+        return full // 2 if self.is_causal else full
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        def tensor(name: str, heads: int, seqlen: int, is_output: bool = False) -> Operand:
+            shape = (self.batch, heads, seqlen, self.head_dim)
+            if self.layout == "bhsd":
+                strides = (heads * seqlen * self.head_dim, seqlen * self.head_dim, self.head_dim, 1)
+            else:
+                strides = (seqlen * heads * self.head_dim, self.head_dim, heads * self.head_dim, 1)
+            return Operand(name, shape, strides, self.dtype, is_output)
+
+        return (
+            tensor("query", self.heads_q, self.seqlen_q),
+            tensor("key", self.heads_kv, self.seqlen_kv),
+            tensor("value", self.heads_kv, self.seqlen_kv),
+            tensor("out", self.heads_q, self.seqlen_q, is_output=True),
+        )
+
+
+@dataclass(frozen=True)
+class GemmProblem(Problem):
+    """D[b] = A[b] @ B[b], fp32 accumulation; A is (M, K), B is (K, N), D is (M, N) row-major.
+
+    `layout_a` and `layout_b` are the storage order of A and B: ``row`` makes A K-major and B
+    N-major, ``col`` makes A M-major and B K-major. The default (row, col) is
+    `torch.nn.functional.linear`'s, cuBLAS's TN.
+    """
+
+    op: ClassVar[str] = "gemm"
+    keys: ClassVar[Mapping[str, str]] = {
+        "M": "m",
+        "N": "n",
+        "K": "k",
+        "B": "batch",
+        "dtype": "dtype",
+        "dtype_d": "dtype_d",
+        "layout_a": "layout_a",
+        "layout_b": "layout_b",
+    }
+    required: ClassVar[tuple[str, ...]] = ("M", "N", "K")
+
+    m: int
+    n: int
+    k: int
+    batch: int = 1
+    dtype: DType = "float16"
+    dtype_d: DType | Literal[""] = ""
+    layout_a: Major = "row"
+    layout_b: Major = "col"
+
+    def __post_init__(self) -> None:
+        if self.dtype_d == "":
+            object.__setattr__(self, "dtype_d", self.dtype)
+        for key, value in (("M", self.m), ("N", self.n), ("K", self.k), ("B", self.batch)):
+            _check_extent(key, value)
+        _check_choice("dtype", self.dtype, ("float16", "bfloat16"))
+        _check_choice("dtype_d", self.dtype_d, (self.dtype, "float32"))
+        _check_choice("layout_a", self.layout_a, ("row", "col"))
+        _check_choice("layout_b", self.layout_b, ("row", "col"))
+
+    def label(self) -> str:
+        text = f"M={self.m},N={self.n},K={self.k}" + ("" if self.batch == 1 else f",B={self.batch}")
+        text += f",dtype={_SHORT[self.dtype]}"
+        text += "" if self.dtype_d == self.dtype else f",dtype_d={_SHORT[self.dtype_d]}"
+        text += "" if self.layout_a == "row" else f",layout_a={self.layout_a}"
+        return text + ("" if self.layout_b == "col" else f",layout_b={self.layout_b}")
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.batch * self.m * self.n * self.k
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        def matrix(name: str, rows: int, cols: int, major: str, dtype: Any, out: bool) -> Operand:
+            strides = (rows * cols, cols, 1) if major == "row" else (rows * cols, 1, rows)
+            return Operand(name, (self.batch, rows, cols), strides, dtype, out)
+
+        return (
+            matrix("a", self.m, self.k, self.layout_a, self.dtype, False),
+            matrix("b", self.k, self.n, self.layout_b, self.dtype, False),
+            matrix("d", self.m, self.n, "row", self.dtype_d, True),
+        )
+
+
+@dataclass(frozen=True)
+class SoftmaxProblem(Problem):
+    """P = softmax(scale * scores + mask) over rows; scores are (batch, rows, cols) fp32.
+
+    `query_rows` is the period of the causal mask: row r of a matrix is query r % query_rows and
+    sees columns 0..r % query_rows (grouped query heads stack their rows over one key head).
+    """
+
+    op: ClassVar[str] = "softmax"
+    keys: ClassVar[Mapping[str, str]] = {
+        "B": "batch",
+        "M": "rows",
+        "N": "cols",
+        "SQ": "query_rows",
+        "causal": "is_causal",
+        "dtype": "dtype",
+    }
+    required: ClassVar[tuple[str, ...]] = ("M", "N")
+
+    rows: int
+    cols: int
+    batch: int = 1
+    query_rows: int = 0
+    is_causal: bool = False
+    dtype: DType = "float16"
+
+    def __post_init__(self) -> None:
+        if self.query_rows == 0:
+            object.__setattr__(self, "query_rows", self.rows)
+        for key, value in (("M", self.rows), ("N", self.cols), ("B", self.batch), ("SQ", self.query_rows)):
+            _check_extent(key, value)
+        if self.rows % self.query_rows:
+            raise ConfigError(f"SQ={self.query_rows} does not divide M={self.rows}")
+        _check_choice("dtype", self.dtype, ("float16", "bfloat16"))
+
+    def label(self) -> str:
+        text = f"M={self.rows},N={self.cols}" + ("" if self.batch == 1 else f",B={self.batch}")
+        text += "" if self.query_rows == self.rows else f",SQ={self.query_rows}"
+        return text + (",causal=1" if self.is_causal else "") + f",dtype={_SHORT[self.dtype]}"
+
+    @property
+    def flops(self) -> int:
+        """Five operations an element: scale, maximum, subtract, exponential, divide."""
+        full = 5 * self.batch * self.rows * self.cols
+        return full // 2 if self.is_causal else full
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        shape = (self.batch, self.rows, self.cols)
+        strides = (self.rows * self.cols, self.cols, 1)
+        return (
+            Operand("scores", shape, strides, "float32"),
+            Operand("probabilities", shape, strides, self.dtype, True),
+        )
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+PROBLEMS: dict[str, type[Problem]] = {
+    cls.op: cls for cls in (AttentionProblem, GemmProblem, SoftmaxProblem)
+}
+
+
+def problem_from_json(data: Mapping[str, Any]) -> Problem:
+    """The inverse of `Problem.to_json`.
+
+    Raises:
+        ConfigError: when `op` or a field is unknown, missing or of the wrong type.
+    """
+    values = dict(data)
+    op = values.pop("op", None)
+    if op not in PROBLEMS:
+        raise ConfigError(f"op={op!r} is not known (allowed: {', '.join(PROBLEMS)})")
+    cls = PROBLEMS[op]
+    types = {field.name: str(field.type) for field in fields(cls)}
+    unknown = set(values) - set(types)
+    if unknown:
+        raise ConfigError(f"unknown field '{sorted(unknown)[0]}' for {op} (allowed: {', '.join(types)})")
+    for name, value in values.items():
+        expected = {"int": int, "bool": bool}.get(types[name], str)
+        if type(value) is not expected:
+            raise ConfigError(f"{op}.{name}={value!r} is not of type {expected.__name__}")
+    try:
+        return cls(**values)
+    except TypeError as exc:
+        raise ConfigError(f"{op}: {exc}") from exc

@@ -1,0 +1,64 @@
+"""Every ``TUNER_*`` variable in one place, read when asked so that tests can set them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+VARIABLES: dict[str, str] = {
+    "TUNER_CACHE_DIR": "folder of the live database and the artifacts (default: the user cache folder)",
+    "TUNER_STORE": "SQLAlchemy URL of the store for tuning (default: SQLite in TUNER_CACHE_DIR)",
+    "TUNER_NVCC": "path of nvcc, before CUDA_HOME, PATH and the PyPI packages",
+    "TUNER_CUTLASS_DIR": "a CUTLASS checkout to use instead of the nvidia-cutlass wheel",
+    "TUNER_PEERS_PATH": "folder with fa3.py, fa4.py or flash-attention packages to measure against",
+    "TUNER_SAMPLER": "tpe or gp (default: gp where torch is installed, else tpe)",
+    "TUNER_DISABLE": "1 sends every call of the runtime to PyTorch",
+}
+
+
+def _text(name: str) -> str | None:
+    return os.environ.get(name) or None
+
+
+def cache_dir() -> Path:
+    """Folder of the live store and the artifacts; not created here."""
+    if given := _text("TUNER_CACHE_DIR"):
+        return Path(given).expanduser()
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "cutlass-tuner"
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "cutlass-tuner"
+
+
+def artifacts_dir() -> Path:
+    return cache_dir() / "artifacts"
+
+
+def store_path() -> Path:
+    """The default SQLite file, the one that the runtime reads."""
+    return cache_dir() / "store.sqlite"
+
+
+def store_url() -> str:
+    return _text("TUNER_STORE") or f"sqlite:///{store_path()}"
+
+
+def nvcc() -> Path | None:
+    return Path(p).expanduser() if (p := _text("TUNER_NVCC")) else None
+
+
+def cutlass_dir() -> Path | None:
+    return Path(p).expanduser() if (p := _text("TUNER_CUTLASS_DIR")) else None
+
+
+def peers_path() -> Path | None:
+    return Path(p).expanduser() if (p := _text("TUNER_PEERS_PATH")) else None
+
+
+def sampler() -> str | None:
+    return _text("TUNER_SAMPLER")
+
+
+def disabled() -> bool:
+    return os.environ.get("TUNER_DISABLE", "") not in ("", "0")
