@@ -62,7 +62,9 @@ class Config:
             raise ConfigError("'params' and 'stages' of a config must be objects")
         for name, value in params.items():
             if not isinstance(value, str | int | bool):
-                raise ConfigError(f"parameter {name}={value!r} is not text, a whole number or a truth value")
+                raise ConfigError(
+                    f"parameter {name}={value!r} is not text, a whole number or true/false"
+                )
         return cls(data["family"], dict(params), {k: cls.from_json(v) for k, v in stages.items()})
 
     @cached_property

@@ -38,7 +38,7 @@ class CompileError(TunerError):
 
 
 class BenchmarkError(TunerError):
-    """A kernel could not be launched, checked or timed; `status` is a `measurement.Status` value."""
+    """A kernel could not be launched, checked or timed; `status` is a `Status` value."""
 
     def __init__(self, message: str, *, status: str = "launch_error") -> None:
         super().__init__(message)

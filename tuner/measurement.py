@@ -33,6 +33,23 @@ class Status(StrEnum):
     """A vendor kernel that this machine does not have or that refuses the problem."""
 
 
+#: driver_types.h, enum cudaError, and cuda.h, enum CUresult: the same numbers in both. Memory
+#: allocation; launch timeout; and what a bad access or instruction on the device leaves behind, of
+#: which an earlier kernel of the same context may be the cause: illegal address, hardware stack,
+#: illegal instruction, misaligned address, invalid address space, invalid program counter, launch
+#: failed.
+_CUDA_STATUS = {
+    2: Status.OUT_OF_MEMORY,
+    702: Status.TIMEOUT,
+    **dict.fromkeys((700, 714, 715, 716, 717, 718, 719), Status.ILLEGAL_ACCESS),
+}
+
+
+def status_of(cuda_error: int) -> Status:
+    """The status that an error code of CUDA's runtime or driver stands for."""
+    return _CUDA_STATUS.get(cuda_error, Status.LAUNCH_ERROR)
+
+
 class Provenance(StrEnum):
     """Where a latency comes from. The runtime launches MEASURED entries only."""
 
@@ -57,7 +74,8 @@ class Regime:
     @classmethod
     def default(cls, op: str) -> Regime:
         """Warm for attention and softmax, whose inputs were just written; cold (rotated buffers)
-        for GEMM, whose weights were not."""
+        for GEMM, whose weights were not.
+        """
         return cls("graph", "cold" if op == "gemm" else "warm")
 
     @classmethod
@@ -73,7 +91,8 @@ class Regime:
 @dataclass(frozen=True)
 class Environment:
     """What the measuring machine was: versions and limits by name (driver, cuda, torch, cudnn,
-    cublas, nvcc, cutlass, clock_max_mhz, power_limit_w, peers). Equal facts, equal `digest`."""
+    cublas, nvcc, cutlass, clock_max_mhz, power_limit_w, peers). Equal facts, equal `digest`.
+    """
 
     facts: Mapping[str, str | int | float] = field(default_factory=dict)
 

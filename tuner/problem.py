@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, Literal, Self
@@ -53,7 +54,7 @@ class Operand:
 
 
 @dataclass(frozen=True)
-class Problem:
+class Problem(ABC):
     """Base of all problems. Subclasses set `op` and `keys` (text key -> field)."""
 
     op: ClassVar[str]
@@ -72,11 +73,15 @@ class Problem:
             key, separator, value = item.partition("=")
             key, value = key.strip(), value.strip()
             if not separator or not value:
-                raise ConfigError(f"'{item}' is not KEY=VALUE (allowed keys: {', '.join(cls.keys)})")
+                raise ConfigError(
+                    f"'{item}' is not KEY=VALUE (allowed keys: {', '.join(cls.keys)})"
+                )
             if key not in cls.keys:
-                raise ConfigError(f"unknown key '{key}' for {cls.op} (allowed: {', '.join(cls.keys)})")
+                raise ConfigError(
+                    f"unknown key '{key}' for {cls.op} (allowed: {', '.join(cls.keys)})"
+                )
             if key in values:
-                raise ConfigError(f"key '{key}' is given twice")
+                raise ConfigError(f"key '{key}' is given twice (allowed: once)")
             values[key] = value
         return cls.from_keys(values)
 
@@ -96,10 +101,19 @@ class Problem:
                 if target in parsed:
                     raise ConfigError(f"key '{key}' sets {target}, which another key sets already")
                 parsed[target] = _convert(key, value, types[target])
-        missing = [key for key in cls.required if not all(f in parsed for f in cls.keys[key].split("+"))]
-        if missing:
-            raise ConfigError(f"{cls.op} needs {' and '.join(missing)} (allowed keys: {', '.join(cls.keys)})")
+        if missing := [text for key in cls.required if (text := cls._missing(key, parsed))]:
+            allowed = ", ".join(cls.keys)
+            raise ConfigError(f"{cls.op} needs {' and '.join(missing)} (allowed keys: {allowed})")
         return cls(**parsed)
+
+    @classmethod
+    def _missing(cls, key: str, parsed: Mapping[str, Any]) -> str:
+        """What is to be given for a required key: itself, or the parts of it that are left."""
+        names = cls.keys[key].split("+")
+        absent = [name for name in names if name not in parsed]
+        if absent and len(absent) < len(names):
+            return " and ".join(k for k, name in cls.keys.items() if name in absent)
+        return key if absent else ""
 
     def to_json(self) -> dict[str, Any]:
         """A flat dict with `op` and every field; `problem_from_json` reads it back."""
@@ -110,19 +124,19 @@ class Problem:
         """Canonical JSON text: equal problems have equal keys."""
         return json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
 
+    @abstractmethod
     def label(self) -> str:
         """Short text for people, in the syntax of `parse`."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def flops(self) -> int:
         """Floating-point operations of the operation itself; a causal mask counts half."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def operands(self) -> tuple[Operand, ...]:
         """Inputs in order, then the output."""
-        raise NotImplementedError
 
     @property
     def output(self) -> Operand:
@@ -137,11 +151,13 @@ class Problem:
 def _convert(key: str, value: Any, annotation: str) -> Any:
     if annotation == "int":
         if isinstance(value, bool) or not isinstance(value, int | str):
-            raise ConfigError(f"{key}={value!r} is not a whole number")
+            raise ConfigError(f"{key}={value!r} is not a whole number (allowed: as in {key}=1024)")
         try:
             return int(value)
         except ValueError:
-            raise ConfigError(f"{key}={value} is not a whole number") from None
+            raise ConfigError(
+                f"{key}={value} is not a whole number (allowed: as in {key}=1024)"
+            ) from None
     if annotation == "bool":
         if isinstance(value, bool):
             return value
@@ -212,7 +228,7 @@ class AttentionProblem(Problem):
         _check_extent("D", self.head_dim)
         if self.head_dim % 8 or self.head_dim > MAX_HEAD_DIM:
             raise ConfigError(
-                f"D={self.head_dim} has no tuned kernel (allowed: a multiple of 8 up to {MAX_HEAD_DIM})"
+                f"D={self.head_dim} has no tuned kernel (allowed: multiples of 8 to {MAX_HEAD_DIM})"
             )
         if self.heads_q % self.heads_kv:
             raise ConfigError(
@@ -358,7 +374,12 @@ class SoftmaxProblem(Problem):
     def __post_init__(self) -> None:
         if self.query_rows == 0:
             object.__setattr__(self, "query_rows", self.rows)
-        for key, value in (("M", self.rows), ("N", self.cols), ("B", self.batch), ("SQ", self.query_rows)):
+        for key, value in (
+            ("M", self.rows),
+            ("N", self.cols),
+            ("B", self.batch),
+            ("SQ", self.query_rows),
+        ):
             _check_extent(key, value)
         if self.rows % self.query_rows:
             raise ConfigError(f"SQ={self.query_rows} does not divide M={self.rows}")
@@ -408,7 +429,9 @@ def problem_from_json(data: Mapping[str, Any]) -> Problem:
     types = {field.name: str(field.type) for field in fields(cls)}
     unknown = set(values) - set(types)
     if unknown:
-        raise ConfigError(f"unknown field '{sorted(unknown)[0]}' for {op} (allowed: {', '.join(types)})")
+        raise ConfigError(
+            f"unknown field '{sorted(unknown)[0]}' for {op} (allowed: {', '.join(types)})"
+        )
     for name, value in values.items():
         expected = {"int": int, "bool": bool}.get(types[name], str)
         if type(value) is not expected:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 VARIABLES: dict[str, str] = {
-    "TUNER_CACHE_DIR": "folder of the live database and the artifacts (default: the user cache folder)",
+    "TUNER_CACHE_DIR": "folder of the store and the artifacts (default: the user cache folder)",
     "TUNER_STORE": "SQLAlchemy URL of the store for tuning (default: SQLite in TUNER_CACHE_DIR)",
     "TUNER_NVCC": "path of nvcc, before CUDA_HOME, PATH and the PyPI packages",
     "TUNER_CUTLASS_DIR": "a CUTLASS checkout to use instead of the nvidia-cutlass wheel",
@@ -32,6 +32,7 @@ def cache_dir() -> Path:
 
 
 def artifacts_dir() -> Path:
+    """Folder of the compiled kernels."""
     return cache_dir() / "artifacts"
 
 
@@ -41,24 +42,30 @@ def store_path() -> Path:
 
 
 def store_url() -> str:
+    """Where tuning writes."""
     return _text("TUNER_STORE") or f"sqlite:///{store_path()}"
 
 
 def nvcc() -> Path | None:
+    """The compiler the user named."""
     return Path(p).expanduser() if (p := _text("TUNER_NVCC")) else None
 
 
 def cutlass_dir() -> Path | None:
+    """The CUTLASS checkout the user named."""
     return Path(p).expanduser() if (p := _text("TUNER_CUTLASS_DIR")) else None
 
 
 def peers_path() -> Path | None:
+    """Folder of modules to measure against."""
     return Path(p).expanduser() if (p := _text("TUNER_PEERS_PATH")) else None
 
 
 def sampler() -> str | None:
+    """The Optuna sampler the user named."""
     return _text("TUNER_SAMPLER")
 
 
 def disabled() -> bool:
+    """Whether the runtime stands aside."""
     return os.environ.get("TUNER_DISABLE", "") not in ("", "0")

@@ -1,0 +1,108 @@
+"""Configs, measurements, regimes and the chip's description: equality, JSON, and the floor."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tuner.config import Config
+from tuner.errors import ConfigError
+from tuner.hardware import DEFAULT_GPU, GPUS, gpu_by_name
+from tuner.measurement import (
+    Clocks,
+    Environment,
+    Measurement,
+    Provenance,
+    Regime,
+    Resources,
+    Status,
+)
+from tuner.problem import GemmProblem
+
+CONFIG = Config("outer", {"pdl": True, "heads": 2}, {"qk": Config("gemm", {"tile_m": 64})})
+MEASUREMENT = Measurement(
+    GemmProblem(4096, 4096, 4096),
+    CONFIG,
+    DEFAULT_GPU,
+    Regime("graph", "cold"),
+    Status.OK,
+    Provenance.MEASURED,
+    Environment({"driver": "580", "power_limit_w": 700}),
+    latency_us=200.0,
+    std_us=1.0,
+    rounds=20,
+    is_final=True,
+    flags=("noisy",),
+    artifacts={"qk.gemm": "ab" * 16},
+    resources={"qk.gemm": Resources(168, 0, 0, 0, 1024)},
+    clocks=Clocks(1500, 3201, 60, 690.0, ("sw_power_cap",)),
+)
+
+
+def test_a_measurement_survives_json() -> None:
+    again = Measurement.from_json(json.loads(json.dumps(MEASUREMENT.to_json())))
+    assert again == MEASUREMENT
+    assert again.config.stages["qk"]["tile_m"] == 64
+    assert again.tflops == pytest.approx(2 * 4096**3 / 200e-6 / 1e12)
+
+
+def test_order_of_parameters_does_not_matter_and_values_do() -> None:
+    same = Config("outer", {"heads": 2, "pdl": True}, dict(CONFIG.stages))
+    assert same == CONFIG and hash(same) == hash(CONFIG)
+    assert Config("outer", {"heads": 2, "pdl": 1}, dict(CONFIG.stages)) != CONFIG
+    assert Config("outer", dict(CONFIG.params)) != CONFIG
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        None,
+        {"params": {}},
+        {"family": "gemm", "params": {"tile": 1.5}},
+        {"family": "gemm", "params": [], "stages": {}},
+        {"family": "gemm", "params": {}, "more": 1},
+    ],
+)
+def test_what_is_no_config_is_refused(data: object) -> None:
+    with pytest.raises(ConfigError):
+        Config.from_json(data)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("field", ["problem", "config", "gpu", "regime", "status"])
+def test_what_is_no_measurement_is_refused(field: str) -> None:
+    data = MEASUREMENT.to_json()
+    del data[field]
+    with pytest.raises(ConfigError):
+        Measurement.from_json(data)
+
+
+def test_regimes() -> None:
+    assert str(Regime.default("gemm")) == "graph-cold"
+    assert str(Regime.default("attention")) == "graph-warm"
+    assert Regime.parse("eager-cold") == Regime("eager", "cold")
+    for text in ("graph", "graph-hot", "lazy-warm"):
+        with pytest.raises(ConfigError, match="allowed"):
+            Regime.parse(text)
+
+
+def test_environments_are_equal_by_facts() -> None:
+    assert Environment({"a": 1, "b": 2}).digest == Environment({"b": 2, "a": 1}).digest
+    assert Environment({"a": 1}).digest != Environment({"a": 2}).digest
+
+
+def test_nothing_beats_the_floor() -> None:
+    gpu = GPUS["H200"]
+    problem = GemmProblem(4096, 4096, 4096)
+    # 137 GFLOP at 1070 TFLOP/s, H200 at 1980 MHz; the fastest measured is 178 us.
+    assert gpu.floor_us(problem.flops, problem.bytes) == pytest.approx(128.4, abs=0.1)
+    # A gigabyte, less what L2 may hold, at 4.8 TB/s.
+    assert gpu.floor_us(0, 10**9) == pytest.approx((10**9 - gpu.l2_bytes) / 4.8e6)
+    assert gpu.floor_us(0, gpu.l2_bytes) == 0
+
+
+def test_gpus_by_name() -> None:
+    assert gpu_by_name("h200") is gpu_by_name("NVIDIA H200") is GPUS["H200"]
+    assert len({gpu.identity for gpu in GPUS.values()}) == len(GPUS)
+    with pytest.raises(ConfigError, match=r"'B200' is not known \(allowed: H200, H100"):
+        gpu_by_name("B200")

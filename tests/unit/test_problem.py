@@ -1,0 +1,123 @@
+"""Problems: what is parsed, what is refused and how, and what they count."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tuner.errors import ConfigError
+from tuner.problem import (
+    PROBLEMS,
+    AttentionProblem,
+    GemmProblem,
+    Problem,
+    SoftmaxProblem,
+    problem_from_json,
+)
+
+EXAMPLES: list[Problem] = [
+    AttentionProblem.parse("S=1024,D=64"),
+    AttentionProblem.parse("B=2,H=8,HKV=2,SQ=384,SKV=1536,D=128,causal=1,dtype=bf16,layout=bshd"),
+    GemmProblem.parse("M=4096,N=512,K=64"),
+    GemmProblem.parse("M=8,N=16,K=24,B=3,dtype=bf16,dtype_d=fp32,layout_a=col,layout_b=row"),
+    SoftmaxProblem.parse("M=64,N=128,B=2,SQ=32,causal=true"),
+]
+
+
+@pytest.mark.parametrize("problem", EXAMPLES, ids=lambda p: p.label())
+def test_text_and_json_lead_back(problem: Problem) -> None:
+    assert type(problem).parse(problem.label()) == problem
+    assert problem_from_json(problem.to_json()) == problem
+    assert problem.key == problem_from_json(problem.to_json()).key
+
+
+def test_defaults() -> None:
+    problem = AttentionProblem.parse("S=1024,D=64")
+    assert (problem.batch, problem.heads_q, problem.heads_kv) == (1, 16, 16)
+    assert (problem.seqlen_q, problem.seqlen_kv, problem.is_causal) == (1024, 1024, False)
+    assert (problem.dtype, problem.layout) == ("float16", "bhsd")
+    gemm = GemmProblem.parse("M=1,N=2,K=3")
+    assert (gemm.dtype_d, gemm.layout_a, gemm.layout_b) == ("float16", "row", "col")
+
+
+@pytest.mark.parametrize(
+    ("op", "text", "named", "allowed"),
+    [
+        ("attention", "S=0,D=64", "S=0", "1 to"),
+        ("attention", "S=-1,D=64", "S=-1", "1 to"),
+        ("attention", "S=1024,D=63", "D=63", "multiples of 8"),
+        ("attention", "S=1024,D=264", "D=264", "256"),
+        ("attention", "S=1024,D=64,Q=1", "'Q'", "HKV"),
+        ("attention", "S=1024,S=512,D=64", "'S'", "twice"),
+        ("attention", "S=1024,SQ=512,D=64", "seqlen_q", "already"),
+        ("attention", "H=10,HKV=3,S=64,D=64", "HKV=3", "1, 2, 5, 10"),
+        ("attention", "HKV=0,S=64,D=64", "HKV=0", "1 to"),
+        ("attention", "S=many,D=64", "S=many", "whole number"),
+        ("attention", "S=1.5,D=64", "S=1.5", "whole number"),
+        ("attention", "S=64,D=64,causal=maybe", "causal=maybe", "true"),
+        ("attention", "S=64,D=64,dtype=fp8", "dtype=fp8", "bfloat16"),
+        ("attention", "S=64,D=64,layout=bsd", "layout=bsd", "bshd"),
+        ("attention", "S,D=64", "'S'", "KEY=VALUE"),
+        ("attention", "D=64", "needs S", "SKV"),
+        ("attention", "SQ=1,D=64", "needs SKV", "SKV"),
+        ("attention", "", "needs S and D", "SKV"),
+        ("gemm", "M=1,N=1", "needs K", "layout_a"),
+        ("gemm", "M=1,N=1,K=1,dtype_d=bf16", "dtype_d=bfloat16", "float32"),
+        ("softmax", "M=10,N=4,SQ=3", "SQ=3", "divide"),
+    ],
+)
+def test_bad_text_is_one_line_that_names_it(op: str, text: str, named: str, allowed: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        PROBLEMS[op].parse(text)
+    message = str(caught.value)
+    assert named in message
+    assert allowed in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {},
+        {"op": "conv"},
+        {"op": "gemm", "m": 1, "n": 1},
+        {"op": "gemm", "m": 1, "n": 1, "k": "1"},
+        {"op": "gemm", "m": True, "n": 1, "k": 1},
+        {"op": "gemm", "m": 1, "n": 1, "k": 1, "extra": 1},
+    ],
+)
+def test_bad_json_is_refused(data: dict[str, object]) -> None:
+    with pytest.raises(ConfigError):
+        problem_from_json(data)
+
+
+def test_counts() -> None:
+    full = AttentionProblem.parse("B=2,H=4,S=128,D=64")
+    assert full.flops == 4 * 2 * 4 * 128 * 128 * 64
+    assert AttentionProblem.parse("B=2,H=4,S=128,D=64,causal=1").flops == full.flops // 2
+    assert full.bytes == 4 * (2 * 4 * 128 * 64) * 2
+    gemm = GemmProblem.parse("M=2,N=3,K=5,B=7,dtype_d=fp32")
+    assert gemm.flops == 2 * 7 * 2 * 3 * 5
+    assert gemm.bytes == 7 * (2 * (2 * 5 + 5 * 3) + 4 * 2 * 3)
+
+
+@given(
+    batch=st.integers(1, 3),
+    heads=st.sampled_from([1, 2, 6]),
+    seqlen=st.integers(1, 9),
+    layout=st.sampled_from(["bhsd", "bshd"]),
+)
+def test_operands_are_dense(batch: int, heads: int, seqlen: int, layout: str) -> None:
+    problem = AttentionProblem.parse(f"B={batch},H={heads},S={seqlen},D=8,layout={layout}")
+    for operand in problem.operands:
+        last = sum((n - 1) * s for n, s in zip(operand.shape, operand.strides, strict=True))
+        assert last == math.prod(operand.shape) - 1 == operand.elements - 1
+    assert [o.is_output for o in problem.operands] == [False, False, False, True]
+
+
+def test_gemm_majors() -> None:
+    a, b, d = GemmProblem.parse("M=2,N=3,K=5,layout_a=col,layout_b=row").operands
+    assert (a.strides, b.strides, d.strides) == ((10, 1, 2), (15, 3, 1), (6, 3, 1))
