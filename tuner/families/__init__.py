@@ -1,11 +1,15 @@
 """One file a kernel family. Every module here that defines a concrete `Family` is registered by
-being there: a new family is one file and one template, and nothing else changes."""
+being there: a new family is one file and one template, and nothing else changes.
+"""
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import pkgutil
 from functools import cache
+from pathlib import Path
+from types import ModuleType
 
 from tuner.errors import ConfigError
 from tuner.families.base import Family
@@ -16,16 +20,36 @@ def families() -> dict[str, Family]:
     """All families by name, own ones and vendors', in alphabetical order."""
     found: dict[str, Family] = {}
     for module in pkgutil.iter_modules(__path__):
-        loaded = importlib.import_module(f"{__name__}.{module.name}")
-        for value in vars(loaded).values():
-            if (
-                isinstance(value, type)
-                and issubclass(value, Family)
-                and value.__module__ == loaded.__name__
-                and not value.__abstractmethods__
-            ):
-                found[value.name] = value()
+        found |= _defined_in(importlib.import_module(f"{__name__}.{module.name}"))
     return dict(sorted(found.items()))
+
+
+def families_in(path: Path) -> dict[str, Family]:
+    """Families that a file outside the package defines, by name; not registered by this.
+
+    Raises:
+        ConfigError: when it cannot be imported.
+    """
+    spec = importlib.util.spec_from_file_location(f"tuner_families_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"'{path}' is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except (ImportError, OSError, SyntaxError) as exc:
+        raise ConfigError(f"'{path}' cannot be imported: {exc}") from exc
+    return _defined_in(module)
+
+
+def _defined_in(module: ModuleType) -> dict[str, Family]:
+    return {
+        value.name: value()
+        for value in vars(module).values()
+        if isinstance(value, type)
+        and issubclass(value, Family)
+        and value.__module__ == module.__name__
+        and not value.__abstractmethods__
+    }
 
 
 def family(name: str) -> Family:

@@ -8,12 +8,13 @@ cost. It is pure: no GPU, no compiler, nothing heavier than the standard library
 from __future__ import annotations
 
 import json
+import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from tuner.config import Config
+from tuner.config import Config, Value
 from tuner.hardware import Gpu
 from tuner.problem import Problem
 
@@ -32,7 +33,9 @@ class KernelSpec:
     @property
     def key(self) -> str:
         """Canonical text: equal specs compile to the same kernel."""
-        return self.template + json.dumps(dict(self.variables), sort_keys=True, separators=(",", ":"))
+        return self.template + json.dumps(
+            dict(self.variables), sort_keys=True, separators=(",", ":")
+        )
 
     def __hash__(self) -> int:
         return hash(self.key)
@@ -80,6 +83,8 @@ class Family(ABC):
     """A vendor's kernel is a baseline: nothing to compile, called through `vendor_call`."""
     runtime_parameters: ClassVar[frozenset[str]] = frozenset()
     """Parameters that do not change the compiled kernels."""
+    domains: ClassVar[Mapping[str, tuple[Value, ...]]] = {}
+    """Values of each parameter, legal or not, from which `draw` takes."""
 
     @abstractmethod
     def violations(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
@@ -92,7 +97,8 @@ class Family(ABC):
     @abstractmethod
     def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
         """Every candidate worth measuring, all legal, in a fixed order; empty when the family
-        cannot serve the problem. A composite family reads its stages from `with_stages`."""
+        cannot serve the problem. A composite family reads its stages from `with_stages`.
+        """
 
     def supports(self, problem: Problem, gpu: Gpu) -> str:
         """Empty when the family serves the problem, else the reason that it does not."""
@@ -124,9 +130,12 @@ class Family(ABC):
         """Bytes of `SCRATCH`; kernels' own workspaces come on top."""
         return 0
 
-    def vendor_call(self, problem: Problem, config: Config, scale: float) -> Callable[..., Any] | str:
+    def vendor_call(
+        self, problem: Problem, config: Config, scale: float
+    ) -> Callable[..., Any] | str:
         """A vendor's kernel as ``call(*inputs) -> output`` over torch tensors shaped as the
-        problem's operands, or the reason why this machine cannot run it. May import torch."""
+        problem's operands, or the reason why this machine cannot run it. May import torch.
+        """
         return f"{self.name} is compiled, not called"
 
     def environment(self) -> Mapping[str, str]:
@@ -136,6 +145,37 @@ class Family(ABC):
     @abstractmethod
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
         """Estimated time, microseconds: seeds the search and ranks where no GPU is."""
+
+    def seeds(
+        self, problem: Problem, gpu: Gpu, space: Sequence[Config], count: int
+    ) -> list[Config]:
+        """Members of `space` to measure first, most promising first, at most `count`.
+
+        The default ranks `space` by `predict_us` and takes different compiled kernels before a
+        second candidate of the same one.
+        """
+        ranked = sorted(space, key=lambda config: self.predict_us(problem, config, gpu))
+        first: dict[str, Config] = {}
+        for config in ranked:
+            first.setdefault(self.compile_digest(config), config)
+        chosen = list(first.values())[:count]
+        taken = set(chosen)
+        return chosen + [c for c in ranked if c not in taken][: count - len(chosen)]
+
+    def draw(
+        self, problem: Problem, gpu: Gpu, members: Sequence[Config], rng: random.Random
+    ) -> Config:
+        """A random config around the space, legal or not: what `tuner legality` samples.
+
+        One of `members`, the problem's space, with one to three parameters drawn anew from
+        `domains`.
+        """
+        member = rng.choice(members)
+        params = dict(member.params)
+        names = [name for name in params if name in self.domains]
+        for name in rng.sample(names, min(len(names), rng.randint(1, 3))):
+            params[name] = rng.choice(self.domains[name])
+        return Config(self.name, params, member.stages)
 
     def compile_digest(self, config: Config) -> str:
         """Equal for configs that share every compiled kernel."""

@@ -1,0 +1,131 @@
+"""The contract of `tuner.families.base.Family`, run over every family that is registered."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tuner.config import Config
+from tuner.families import families, family
+from tuner.families.base import SCRATCH, Family, group_by_kernels
+from tuner.hardware import DEFAULT_GPU
+from tuner.problem import PROBLEMS, Problem
+from tuner.render import render
+
+SHAPES: dict[str, tuple[str, ...]] = {
+    "attention": (
+        "S=1024,D=64",
+        "S=1024,D=64,causal=1,dtype=bf16",
+        "B=2,H=4,S=1000,D=128,layout=bshd",
+        "B=2,H=8,HKV=2,SQ=384,SKV=1536,D=128",
+        "B=2,H=4,S=640,D=256",
+    ),
+    "gemm": (
+        "M=4096,N=4096,K=4096",
+        "M=512,N=768,K=256,layout_a=col,layout_b=row,B=4,dtype=bf16",
+        "M=1024,N=1024,K=64,B=16,dtype_d=fp32",
+        "M=16,N=4096,K=4096",
+    ),
+    "softmax": ("M=1024,N=1024,B=16", "M=333,N=1000,B=3,causal=1"),
+}
+PAIRS = [
+    pytest.param(member, PROBLEMS[member.op].parse(shape), id=f"{name}-{shape}")
+    for name, member in families().items()
+    for shape in SHAPES[member.op]
+]
+OWN = [pair for pair in PAIRS if not pair.values[0].is_vendor]  # type: ignore[union-attr]
+
+
+def sample(member: Family, problem: Problem, count: int = 40) -> list[Config]:
+    space = list(member.space(problem, DEFAULT_GPU))
+    return random.Random(1).sample(space, min(count, len(space)))
+
+
+@pytest.mark.parametrize(("member", "problem"), PAIRS)
+def test_space_is_legal_distinct_and_repeatable(member: Family, problem: Problem) -> None:
+    space = member.space(problem, DEFAULT_GPU)
+    reason = member.supports(problem, DEFAULT_GPU)
+    assert bool(space) != bool(reason), "either a space or a reason for having none"
+    assert len({config.digest for config in space}) == len(space)
+    assert all(config.family == member.name for config in space)
+    assert list(member.space(problem, DEFAULT_GPU)) == list(space)
+    for config in sample(member, problem):
+        assert member.violations(problem, config, DEFAULT_GPU) == []
+        assert Config.from_json(config.to_json()) == config
+
+
+@pytest.mark.parametrize(("member", "problem"), PAIRS)
+def test_predictions_and_seeds(member: Family, problem: Problem) -> None:
+    space = member.space(problem, DEFAULT_GPU)
+    for config in sample(member, problem):
+        predicted = member.predict_us(problem, config, DEFAULT_GPU)
+        floor = 0.0 if member.op == "softmax" else DEFAULT_GPU.floor_us(problem.flops, 0)
+        assert predicted > floor
+    seeds = member.seeds(problem, DEFAULT_GPU, space, 8)
+    assert len(seeds) == min(8, len(space))
+    assert set(seeds) <= set(space)
+    assert len(set(seeds)) == len(seeds)
+
+
+@pytest.mark.parametrize(("member", "problem"), OWN)
+def test_kernels_render_and_launches_name_what_exists(member: Family, problem: Problem) -> None:
+    operands = {operand.name for operand in problem.operands}
+    for config in sample(member, problem, 6):
+        kernels = member.kernels(problem, config)
+        for spec in kernels.values():
+            text = render(spec, "0123456789abcdef")
+            assert "tuner_0123456789abcdef_launch" in text
+            assert "tuner_0123456789abcdef_workspace" in text
+        launches = member.launches(problem, config, 0.125)
+        assert {launch.kernel for launch in launches} == set(kernels)
+        scratch = member.scratch_bytes(problem, config)
+        for launch in launches:
+            for ref in launch.tensors:
+                assert ref.operand in operands | {SCRATCH}
+                limit = scratch
+                if ref.operand != SCRATCH:
+                    limit = next(o.bytes for o in problem.operands if o.name == ref.operand)
+                assert 0 <= ref.offset_bytes < limit
+
+
+@pytest.mark.parametrize(("member", "problem"), OWN)
+def test_run_time_parameters_share_kernels(member: Family, problem: Problem) -> None:
+    groups = group_by_kernels(member, sample(member, problem, 60))
+    for group in groups:
+        specs = {tuple(sorted(s.key for s in member.kernels(problem, c).values())) for c in group}
+        assert len(specs) == 1
+    compiled = {
+        tuple(sorted(s.key for s in member.kernels(problem, group[0]).values())) for group in groups
+    }
+    assert len(compiled) == len(groups)
+
+
+@pytest.mark.parametrize(("member", "problem"), OWN)
+def test_draws_are_judged_without_raising(member: Family, problem: Problem) -> None:
+    if member.supports(problem, DEFAULT_GPU):
+        pytest.skip(member.supports(problem, DEFAULT_GPU))
+    rng = random.Random(7)
+    members = member.space(problem, DEFAULT_GPU)
+    verdicts = [
+        bool(
+            member.violations(problem, member.draw(problem, DEFAULT_GPU, members, rng), DEFAULT_GPU)
+        )
+        for _ in range(200)
+    ]
+    assert any(verdicts), "no illegal config drawn: the domains are too narrow"
+    assert not all(verdicts), "no legal config drawn"
+
+
+@pytest.mark.parametrize("member", list(families().values()), ids=list(families()))
+def test_other_operations_are_refused_with_a_reason(member: Family) -> None:
+    for op, shapes in SHAPES.items():
+        if op != member.op:
+            other = PROBLEMS[op].parse(shapes[0])
+            assert op in member.supports(other, DEFAULT_GPU)
+            assert list(member.space(other, DEFAULT_GPU)) == []
+
+
+def test_unknown_family_is_one_line_that_names_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"'gem' is not known \(allowed: .*gemm"):
+        family("gem")

@@ -1,0 +1,449 @@
+"""The family `gemm`: its legality, its space, its launches, its estimate and its text."""
+
+from __future__ import annotations
+
+import importlib
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tuner.config import Config
+from tuner.errors import ConfigError
+from tuner.families import family, gemm_cost
+from tuner.families.base import Ref, group_by_kernels
+from tuner.families.gemm import Gemm, gemm_launch
+from tuner.families.gemm_shape import smem_bytes, tile_blocks
+from tuner.families.gemm_space import Shape
+from tuner.hardware import DEFAULT_GPU, GPUS, SMEM_PER_BLOCK_BYTES
+from tuner.problem import AttentionProblem, GemmProblem
+from tuner.render import render
+
+GEMM = Gemm()
+GOLDEN = Path(__file__).parents[1] / "golden"
+SQUARE = GemmProblem(4096, 4096, 4096)
+PROBLEMS = {
+    "square": SQUARE,
+    "scores": GemmProblem(1024, 1024, 64, batch=16, dtype_d="float32"),
+    "values": GemmProblem(1024, 64, 1024, batch=16, layout_b="row"),
+    "one row": GemmProblem(1, 4096, 4096),
+    "few rows": GemmProblem(16, 14336, 4096, dtype="bfloat16"),
+    "odd": GemmProblem(1000, 1016, 1032, layout_a="col", layout_b="row"),
+    "short k": GemmProblem(512, 512, 32),
+    "tiny": GemmProblem(8, 8, 8),
+}
+
+
+def ping(**changes: Any) -> Config:
+    params = {
+        "tile_m": 128,
+        "tile_n": 128,
+        "tile_k": 64,
+        "cluster_m": 2,
+        "cluster_n": 1,
+        "kernel_schedule": "TmaWarpSpecializedPingpong",
+        "epilogue_schedule": "TmaWarpSpecialized",
+        "raster_order": "AlongM",
+        "max_swizzle_size": 4,
+        "swap_ab": False,
+        **changes,
+    }
+    return Config("gemm", {k: v for k, v in params.items() if v is not None})
+
+
+def coop(**changes: Any) -> Config:
+    return ping(
+        **{
+            "tile_n": 256,
+            "kernel_schedule": "TmaWarpSpecializedCooperative",
+            "epilogue_schedule": "TmaWarpSpecializedCooperative",
+            "tile_scheduler": "Persistent",
+            **changes,
+        }
+    )
+
+
+def plain(**changes: Any) -> Config:
+    return ping(
+        **{
+            "kernel_schedule": "TmaWarpSpecialized",
+            "raster_order": None,
+            "max_swizzle_size": None,
+            **changes,
+        }
+    )
+
+
+def stream_k(**changes: Any) -> Config:
+    return coop(
+        **{
+            "tile_scheduler": "StreamK",
+            "decomposition_mode": "SplitK",
+            "splits": 3,
+            "max_swizzle_size": 1,
+            **changes,
+        }
+    )
+
+
+def test_the_family_is_found() -> None:
+    assert isinstance(family("gemm"), Gemm)
+    assert GEMM.op == "gemm"
+
+
+@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
+def test_the_space_is_legal_distinct_and_in_a_fixed_order(problem: GemmProblem) -> None:
+    space = GEMM.space(problem, DEFAULT_GPU)
+    assert space
+    assert [GEMM.violations(problem, c, DEFAULT_GPU) for c in space] == [[]] * len(space)
+    assert len(set(space)) == len(space)
+    assert list(space) == list(GEMM.space(problem, DEFAULT_GPU))
+
+
+def test_the_space_of_a_square_is_wide_and_shows_every_choice() -> None:
+    space = GEMM.space(SQUARE, DEFAULT_GPU)
+    assert len(group_by_kernels(GEMM, space)) >= 120
+    seen = {name: {c.get(name) for c in space} for name in GEMM.domains}
+    assert seen["kernel_schedule"] == set(GEMM.domains["kernel_schedule"])
+    assert seen["epilogue_schedule"] == set(GEMM.domains["epilogue_schedule"])
+    assert seen["max_swizzle_size"] == {1, 2, 4, 8, None}
+    assert seen["raster_order"] == {"AlongM", "AlongN", None}
+    assert {c.get("decomposition_mode") for c in space} == {None, "StreamK", "SplitK"}
+
+
+def test_a_short_side_is_also_offered_swapped() -> None:
+    def swaps(problem: GemmProblem) -> set[Any]:
+        return {c["swap_ab"] for c in GEMM.space(problem, DEFAULT_GPU)}
+
+    assert swaps(SQUARE) == {False}
+    assert swaps(PROBLEMS["few rows"]) == swaps(PROBLEMS["values"]) == {False, True}
+
+
+def test_few_rows_are_split_along_k() -> None:
+    space = GEMM.space(GemmProblem(16, 4096, 4096), DEFAULT_GPU)
+    assert {c.get("splits") for c in space} >= {2, 4, 8}
+
+
+def test_run_time_choices_share_one_kernel() -> None:
+    problem = SQUARE
+    for group in group_by_kernels(GEMM, GEMM.space(problem, DEFAULT_GPU)):
+        assert len({GEMM.kernels(problem, c)["gemm"].key for c in group}) == 1
+        launches = {GEMM.launches(problem, c, 1.0)[0].integers for c in group}
+        assert len(launches) == len(group)
+
+
+def test_different_binaries_differ_in_their_text() -> None:
+    for problem in (SQUARE, PROBLEMS["values"]):
+        groups = group_by_kernels(GEMM, GEMM.space(problem, DEFAULT_GPU))
+        assert len({GEMM.kernels(problem, g[0])["gemm"].key for g in groups}) == len(groups)
+
+
+def test_no_candidate_is_mostly_padding() -> None:
+    problem = PROBLEMS["values"]
+    shape = Shape(1024, 64, 1024, 16, "row", "row", "row")
+    for config in GEMM.space(problem, DEFAULT_GPU):
+        if not config["swap_ab"]:
+            _, blocks_n = tile_blocks(shape, config)
+            assert blocks_n * config["tile_n"] <= 128
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (ping(tile_m=96), "tile_m=96 is not a multiple of 64"),
+        (coop(tile_m=192), "tile_m=192 is not a multiple of 128"),
+        (ping(tile_n=24), "tile_n=24 is not a multiple of 16"),
+        (ping(tile_k=24), "tile_k=24 is not a multiple of 16"),
+        (ping(tile_m=64, tile_n=320), "exceeds 256"),
+        (ping(tile_n=256), "256 accumulator registers"),
+        (coop(tile_m=256), "256 accumulator registers"),
+        (ping(cluster_m=3), "not a power of two"),
+        (ping(cluster_m=4, cluster_n=4), "over 8 blocks"),
+        (ping(tile_n=16, cluster_m=4), "not multiples of 8"),
+        (ping(epilogue_schedule="TmaWarpSpecializedCooperative"), "does not go with"),
+        (coop(epilogue_schedule="TmaWarpSpecialized"), "does not go with"),
+        (coop(stages=6), "bytes of shared memory at 6 stages"),
+        (ping(stages=1), "stages=1 are too few"),
+        (ping(tile_scheduler="StreamK"), "tile_scheduler does not apply"),
+        (coop(tile_scheduler=None), "tile_scheduler is missing"),
+        (plain(raster_order="AlongM"), "raster_order does not apply"),
+        (stream_k(decomposition_mode=None, splits=None), "decomposition_mode is missing"),
+        (stream_k(decomposition_mode="StreamK"), "splits does not apply"),
+        (stream_k(splits=None), "splits is missing"),
+        (ping(max_swizzle_size=3), "max_swizzle_size=3 is not one of 1, 2, 4, 8"),
+        (ping(swap_ab="yes"), "not of type bool"),
+        (ping(stages=0), "stages=0 is below 1"),
+        (ping(warps=4), "parameter warps is not known"),
+        (ping(tile_k=None), "parameter tile_k is missing"),
+    ],
+)
+def test_what_is_illegal_says_why(config: Config, reason: str) -> None:
+    reasons = GEMM.violations(SQUARE, config, DEFAULT_GPU)
+    assert any(reason in given for given in reasons), reasons
+
+
+@pytest.mark.parametrize("config", [ping(), coop(), plain(), stream_k(), coop(stages=4)])
+def test_what_is_legal_has_no_reasons(config: Config) -> None:
+    assert GEMM.violations(SQUARE, config, DEFAULT_GPU) == []
+
+
+@pytest.mark.parametrize(
+    ("problem", "reason"),
+    [
+        (GemmProblem(128, 128, 100), "a's contiguous extent 100 is not a multiple of 8"),
+        (GemmProblem(100, 128, 128, layout_a="col"), "a's contiguous extent 100"),
+        (GemmProblem(128, 132, 128, layout_b="row"), "b's contiguous extent 132"),
+        (GemmProblem(128, 132, 128), "d's contiguous extent 132 is not a multiple of 8"),
+        (GemmProblem(128, 130, 128, dtype_d="float32"), "d's contiguous extent 130 is not a"),
+        (GemmProblem(2**20, 2**20, 2**20), "stride of 2^40 bytes"),
+        (GemmProblem(2**31 - 1, 2**20, 8), "tiles exceed 2^31 - 1"),
+    ],
+)
+def test_what_a_problem_forbids(problem: GemmProblem, reason: str) -> None:
+    reasons = GEMM.violations(problem, ping(), DEFAULT_GPU)
+    assert any(reason in given for given in reasons), reasons
+    assert not GEMM.space(problem, DEFAULT_GPU)
+
+
+def test_wide_outputs_need_half_the_alignment() -> None:
+    problem = GemmProblem(128, 132, 128, dtype_d="float32")
+    assert GEMM.violations(problem, ping(), DEFAULT_GPU) == []
+
+
+def test_only_a_persistent_kernel_takes_many_batches() -> None:
+    problem = GemmProblem(64, 64, 64, batch=70_000)
+    assert GEMM.violations(problem, ping(), DEFAULT_GPU) == []
+    assert "65535" in GEMM.violations(problem, plain(), DEFAULT_GPU)[0]
+
+
+def test_other_problems_are_refused() -> None:
+    attention = AttentionProblem(1024, 1024, 64)
+    assert GEMM.violations(attention, ping(), DEFAULT_GPU) == ["gemm serves gemm, not attention"]
+    assert GEMM.supports(attention, DEFAULT_GPU)
+    with pytest.raises(ConfigError, match="not attention"):
+        GEMM.kernels(attention, ping())
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from([*ping().params, "stages", "splits", "tile_scheduler", "x"]),
+        st.one_of(st.integers(-4, 600), st.booleans(), st.sampled_from(["StreamK", "AlongM", ""])),
+    ),
+    st.sampled_from([ping(), coop(), plain(), stream_k()]),
+)
+def test_the_predicate_is_total(changes: dict[str, Any], base: Config) -> None:
+    reasons = GEMM.violations(SQUARE, Config("gemm", {**base.params, **changes}), DEFAULT_GPU)
+    assert all(isinstance(reason, str) and reason for reason in reasons)
+
+
+def test_draws_are_repeatable_and_on_both_sides_of_the_predicate() -> None:
+    space = GEMM.space(SQUARE, DEFAULT_GPU)
+
+    def draw(seed: int) -> Config:
+        return GEMM.draw(SQUARE, DEFAULT_GPU, space, random.Random(seed))
+
+    draws = [draw(seed) for seed in range(60)]
+    assert draws == [draw(seed) for seed in range(60)]
+    reasons = [GEMM.violations(SQUARE, config, DEFAULT_GPU) for config in draws]
+    assert 10 < sum(map(bool, reasons)) < 50
+    # A field too many is no test of the predicate: the kernel would work.
+    assert not [r for given in reasons for r in given if "apply" in r or "missing" in r]
+
+
+#: sizeof(SharedStorage) and stages of kernels compiled with nvcc 13.0 and CUTLASS 4.2:
+#: dtype_d, stages asked for (0: automatic), config, stages, bytes.
+COMPILED = [
+    ("float16", ping(), 6, 205824),
+    ("float16", ping(tile_m=64, tile_n=256), 5, 214016),
+    ("float16", coop(), 4, 214016),
+    ("float16", stream_k(tile_n=128), 6, 214016),
+    ("float16", plain(tile_m=64, tile_n=64, stages=4), 4, 66048),
+    ("float16", ping(tile_m=64, tile_n=16, tile_k=128, swap_ab=True), 11, 229376),
+    ("float16", coop(tile_m=256, tile_n=192, swap_ab=True), 3, 190464),
+    ("float16", stream_k(tile_n=16, swap_ab=True), 12, 227328),
+    ("float16", ping(tile_m=64, tile_n=16), 22, 228096),
+    ("float32", ping(), 6, 215040),
+    ("float32", plain(stages=7), 7, 230400),
+    ("float32", plain(tile_m=64, tile_n=256, tile_k=32, stages=2), 2, 41984),
+    ("float32", stream_k(), 4, 231424),
+    ("float32", ping(tile_m=64, tile_n=256, epilogue_schedule="NoSmemWarpSpecialized"), 5, 205184),
+    (
+        "float16",
+        coop(tile_n=64, tile_k=128, epilogue_schedule="NoSmemWarpSpecialized"),
+        4,
+        196864,
+    ),
+]
+
+
+@pytest.mark.parametrize(("dtype_d", "config", "stages", "size"), COMPILED)
+def test_shared_memory_is_what_the_compiler_says(
+    dtype_d: Any, config: Config, stages: int, size: int
+) -> None:
+    problem = GemmProblem(1024, 1024, 1024, dtype_d=dtype_d)
+    assert smem_bytes(problem, config) == (stages, size)
+    assert size <= SMEM_PER_BLOCK_BYTES
+
+
+def test_a_launch_says_extents_strides_and_order() -> None:
+    problem = GemmProblem(256, 512, 128, batch=3, layout_b="row")
+    launch = GEMM.launches(problem, stream_k(raster_order="AlongN"), 0.5)[0]
+    assert launch.kernel == "gemm"
+    assert launch.tensors == (Ref("a"), Ref("b"), Ref("d"))
+    assert launch.integers == (
+        *(256, 512, 128, 3),
+        *(128, 512, 512),
+        *(256 * 128, 128 * 512, 256 * 512),
+        *(1, 2, 2, 3),
+        *(0, 0),
+    )
+    assert launch.scalars == (0.5,)
+
+
+def test_a_swapped_launch_exchanges_operands() -> None:
+    problem = GemmProblem(256, 512, 128, layout_a="col")
+    launch = GEMM.launches(problem, ping(swap_ab=True), 1.0)[0]
+    assert launch.tensors == (Ref("b"), Ref("a"), Ref("d"))
+    assert launch.integers[:10] == (
+        *(512, 256, 128, 1),
+        *(128, 256, 512),
+        *(512 * 128, 256 * 128, 256 * 512),
+    )
+
+
+@pytest.mark.parametrize(
+    ("layouts", "swapped"),
+    [
+        (("row", "col"), ("row", "col", "col")),
+        (("row", "row"), ("col", "col", "col")),
+        (("col", "col"), ("row", "row", "col")),
+        (("col", "row"), ("col", "row", "col")),
+    ],
+)
+def test_swapped_layouts(layouts: tuple[Any, Any], swapped: tuple[str, ...]) -> None:
+    problem = GemmProblem(256, 256, 256, layout_a=layouts[0], layout_b=layouts[1])
+
+    def seen(config: Config) -> tuple[Any, ...]:
+        variables = GEMM.kernels(problem, config)["gemm"].variables
+        return tuple(variables[f"layout_{x}"] for x in "abd")
+
+    assert seen(ping()) == (*layouts, "row")
+    assert seen(ping(swap_ab=True)) == swapped
+
+
+def test_another_family_gives_its_own_operands() -> None:
+    problem = GemmProblem(1024, 1024, 64, batch=16, dtype_d="float32")
+    launch = gemm_launch(
+        problem,
+        plain(tile_m=64),
+        kernel="qk.gemm",
+        a=Ref("query", 256),
+        b=Ref("key"),
+        d=Ref("scratch", 1024),
+        lda=1024,
+        ldb=512,
+        ldd=2048,
+        batch_a=64,
+        batch_b=32,
+        batch_d=4096,
+        alpha=0.125,
+        pdl=True,
+        batch=4,
+    )
+    assert launch.kernel == "qk.gemm"
+    assert launch.tensors == (Ref("query", 256), Ref("key"), Ref("scratch", 1024))
+    assert launch.integers[3:10] == (4, 1024, 512, 2048, 64, 32, 4096)
+    assert launch.integers[10:] == (1, 0, 0, 1, 0, 1)
+
+
+@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
+def test_the_estimate_is_above_what_the_chip_can_do(problem: GemmProblem) -> None:
+    floor = DEFAULT_GPU.floor_us(problem.flops, problem.bytes)
+    for config in GEMM.space(problem, DEFAULT_GPU):
+        assert floor < GEMM.predict_us(problem, config, DEFAULT_GPU) < 1e6
+
+
+@pytest.mark.parametrize(
+    ("problem", "measured_us"),
+    [
+        (SQUARE, 220),
+        (GemmProblem(1024, 1024, 64, batch=16), 13.9),
+        (GemmProblem(1024, 64, 1024, batch=16, layout_b="row"), 8.5),
+    ],
+)
+def test_the_best_estimate_is_near_the_best_measured(
+    problem: GemmProblem, measured_us: float
+) -> None:
+    space = GEMM.space(problem, DEFAULT_GPU)
+    best = min(GEMM.predict_us(problem, config, DEFAULT_GPU) for config in space)
+    assert measured_us / 1.5 < best < measured_us * 1.5
+
+
+def test_the_estimate_sees_padding_and_starving() -> None:
+    assert cost(ping(tile_m=64, tile_n=16)) > 2 * cost(ping())
+    assert cost(coop(cluster_m=1)) > cost(coop())
+    assert cost(stream_k(splits=8)) > cost(coop())
+
+
+def cost(config: Config) -> float:
+    return GEMM.predict_us(SQUARE, config, DEFAULT_GPU)
+
+
+@pytest.fixture
+def no_heuristics(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def missing(name: str) -> Any:
+        raise ImportError(name)
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    gemm_cost._interface.cache_clear()
+    yield
+    gemm_cost._interface.cache_clear()
+
+
+def test_seeds_without_the_heuristics_follow_the_estimate(no_heuristics: None) -> None:
+    space = GEMM.space(SQUARE, DEFAULT_GPU)
+    assert gemm_cost.heuristic_seeds(SQUARE, DEFAULT_GPU, space, 8) == []
+    seeds = GEMM.seeds(SQUARE, DEFAULT_GPU, space, 8)
+    assert len({GEMM.compile_digest(c) for c in seeds}) == 8
+    assert seeds[0] == min(space, key=cost)
+
+
+@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
+def test_seeds_are_distinct_members_of_the_space(problem: GemmProblem) -> None:
+    space = GEMM.space(problem, DEFAULT_GPU)
+    seeds = GEMM.seeds(problem, DEFAULT_GPU, space, 12)
+    assert len(seeds) == len(set(seeds)) == min(12, len(space))
+    assert set(seeds) <= set(space)
+
+
+def test_the_heuristics_name_large_tiles_for_a_square() -> None:
+    pytest.importorskip("nvMatmulHeuristics", reason="nvidia-matmul-heuristics is not installed")
+    space = GEMM.space(SQUARE, DEFAULT_GPU)
+    seeds = gemm_cost.heuristic_seeds(SQUARE, DEFAULT_GPU, space, 4)
+    assert len(seeds) == 4
+    assert {(c["tile_m"], c["tile_n"]) for c in seeds} >= {(128, 256), (256, 128)}
+    other = GPUS["H200"].__class__("A100", "8.0", 108, 1410, 1555.0, 40 << 20)
+    assert gemm_cost.heuristic_seeds(SQUARE, other, space, 4) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "problem", "config"),
+    [
+        ("pingpong", SQUARE, ping()),
+        ("stream_k", GemmProblem(512, 512, 512, dtype="bfloat16", layout_a="col"), stream_k()),
+        ("plain", PROBLEMS["scores"], plain(tile_m=64, tile_n=128, stages=2)),
+        ("swapped", PROBLEMS["one row"], ping(tile_m=64, tile_n=16, swap_ab=True)),
+    ],
+)
+def test_golden_text(name: str, problem: GemmProblem, config: Config) -> None:
+    assert GEMM.violations(problem, config, DEFAULT_GPU) == []
+    text = render(GEMM.kernels(problem, config)["gemm"], "golden")
+    golden = GOLDEN / f"gemm_{name}.cu"
+    if not golden.exists():
+        golden.write_text(text)
+        pytest.fail(f"wrote {golden.name}: read it, and run again")
+    assert text == golden.read_text(), f"if this is meant, delete {golden.name} and run again"

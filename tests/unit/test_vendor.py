@@ -1,0 +1,298 @@
+"""Vendor families: their space, their reasons, and the adapters, against PyTorch on the CPU."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tuner.config import Config
+from tuner.families import families, family
+from tuner.families import vendor_sdpa as sdpa
+from tuner.families.vendor import Vendor, tried
+from tuner.families.vendor_blas import matmul
+from tuner.families.vendor_softmax import softmax
+from tuner.hardware import DEFAULT_GPU
+from tuner.problem import AttentionProblem, GemmProblem, Problem, SoftmaxProblem
+
+PROBLEMS: dict[str, Problem] = {
+    "vendor_sdpa": AttentionProblem.parse("S=1024,D=64"),
+    "vendor_blas": GemmProblem.parse("M=4096,N=4096,K=4096"),
+    "vendor_softmax": SoftmaxProblem.parse("M=1024,N=1024,B=16"),
+}
+PEER_MODULES = ("flash_attn_interface", "flash_attn", "flash_attn.cute")
+needs_torch = pytest.mark.skipif(
+    importlib.util.find_spec("torch") is None, reason="torch is not installed"
+)
+
+
+@pytest.fixture(autouse=True)
+def forget_peers() -> Iterator[None]:
+    """No test sees a peer that another one made, nor one that is installed."""
+    path = list(sys.path)
+    modules = {name: sys.modules.pop(name, None) for name in PEER_MODULES}
+    for cached in (sdpa._load_peer, sdpa._peer_version):
+        cached.cache_clear()
+    yield
+    sys.path[:] = path
+    for name, module in modules.items():
+        sys.modules.pop(name, None)
+        if module is not None:
+            sys.modules[name] = module
+    for cached in (sdpa._load_peer, sdpa._peer_version):
+        cached.cache_clear()
+
+
+def tensors(problem: Problem) -> list[Any]:
+    """Random inputs with the problem's shapes and strides."""
+    import torch
+
+    made = []
+    for operand in problem.operands[:-1]:
+        tensor = torch.empty_strided(
+            operand.shape, operand.strides, dtype=getattr(torch, operand.dtype)
+        )
+        made.append(tensor.copy_(torch.randn(operand.shape)))
+    return made
+
+
+def test_vendors_are_registered() -> None:
+    found = {name for name, member in families().items() if member.is_vendor}
+    assert found == set(PROBLEMS)
+    assert all(isinstance(family(name), Vendor) for name in found)
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_space_is_legal_and_priced(name: str) -> None:
+    member, problem = family(name), PROBLEMS[name]
+    space = member.space(problem, DEFAULT_GPU)
+    assert [config["kernel"] for config in space] == list(member.offered)  # type: ignore[attr-defined]
+    for config in space:
+        assert member.violations(problem, config, DEFAULT_GPU) == []
+        floor = DEFAULT_GPU.floor_us(problem.flops, problem.bytes)
+        assert floor < member.predict_us(problem, config, DEFAULT_GPU) < 1e4
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_violations_name_what_is_wrong(name: str) -> None:
+    member, problem = family(name), PROBLEMS[name]
+    other = next(p for n, p in PROBLEMS.items() if n != name)
+    good = Config(name, {"kernel": member.offered[0]})  # type: ignore[attr-defined]
+    assert f"serves {problem.op}" in member.violations(other, good, DEFAULT_GPU)[0]
+    assert member.space(other, DEFAULT_GPU) == []
+    wrong = Config(name, {"kernel": "flash9", "tile_m": 128})
+    text = "; ".join(member.violations(problem, wrong, DEFAULT_GPU))
+    assert "kernel=flash9" in text and member.offered[0] in text and "tile_m" in text  # type: ignore[attr-defined]
+    assert isinstance(member.vendor_call(problem, wrong, 1.0), str)
+
+
+def test_predictions_follow_the_measured_order() -> None:
+    """The fastest and the slowest of (16,16,2048,64) and (4,16,2048,128) on the H200."""
+    member = family("vendor_sdpa")
+    for shape, first in (("B=16,S=2048,D=64", "flash4"), ("B=4,S=2048,D=128,causal=1", "flash3")):
+        problem = AttentionProblem.parse(shape)
+        space = member.space(problem, DEFAULT_GPU)
+        ranked = sorted(space, key=lambda c: member.predict_us(problem, c, DEFAULT_GPU))
+        assert ranked[0]["kernel"] == first
+        assert ranked[-1]["kernel"] == "efficient"
+
+
+def test_bottom_right_masks_are_kept_out() -> None:
+    problem = AttentionProblem.parse("SQ=128,SKV=256,D=64,causal=1")
+    kernels = [c["kernel"] for c in family("vendor_sdpa").space(problem, DEFAULT_GPU)]
+    assert kernels == ["cudnn", "efficient"]
+    call = family("vendor_sdpa").vendor_call(
+        problem, Config("vendor_sdpa", {"kernel": "flash3"}), 1.0
+    )
+    assert isinstance(call, str) and "bottom-right" in call
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_without_a_gpu_the_reason_is_text(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    member, problem = family(name), PROBLEMS[name]
+    if importlib.util.find_spec("torch"):
+        import torch
+
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for config in member.space(problem, DEFAULT_GPU):
+        reason = member.vendor_call(problem, config, 0.125)
+        assert isinstance(reason, str) and "torch" in reason
+
+
+@needs_torch
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_environment_is_text(name: str) -> None:
+    facts = family(name).environment()
+    assert facts["torch"] == importlib.metadata.version("torch")
+    assert all(isinstance(value, str) and value for value in facts.values())
+
+
+PEER = """
+import torch
+
+def fwd(q, k, v, causal=False, scale=None):
+    assert q.stride(-1) == 1
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    grouped = q.shape[1] != k.shape[1]
+    out = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped
+    )
+    return out.transpose(1, 2)
+"""
+PACKAGE = (
+    PEER.replace("scale=None", "softmax_scale=None")
+    .replace("scale=scale", "scale=softmax_scale")
+    .replace("def fwd", "def flash_attn_func")
+    .replace("return out.transpose(1, 2)", "return out.transpose(1, 2), None")
+)
+
+
+def reference(problem: AttentionProblem, scale: float, inputs: list[Any]) -> Any:
+    """Attention in float64, written out."""
+    import torch
+
+    query, key, value = (t.double() for t in inputs)
+    group = problem.heads_q // problem.heads_kv
+    key, value = (t.repeat_interleave(group, dim=1) for t in (key, value))
+    scores = scale * query @ key.mT
+    if problem.is_causal:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+        scores = scores.masked_fill(~seen, -torch.inf)
+    return scores.softmax(-1) @ value
+
+
+def close(out: Any, wanted: Any) -> bool:
+    return bool((out.double() - wanted).norm() / wanted.norm() < 2e-3)
+
+
+@needs_torch
+@pytest.mark.parametrize("kind", ["module", "package in the folder"])
+@pytest.mark.parametrize("kernel", ["flash3", "flash4"])
+@pytest.mark.parametrize(
+    "shape", ["S=96,D=64,H=4", "S=64,D=32,H=4,HKV=2,causal=1,layout=bshd", "SQ=32,SKV=80,D=64,H=2"]
+)
+def test_peers_agree_with_fp64(
+    kind: str, kernel: str, shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, package, _ = sdpa.PEERS[kernel]
+    if kind == "module":
+        (tmp_path / f"{module}.py").write_text(PEER)
+    else:
+        file = tmp_path / f"{package.replace('.', '/')}.py"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(PACKAGE)
+    monkeypatch.setenv("TUNER_PEERS_PATH", str(tmp_path))
+    attend = sdpa.peer(kernel)
+    assert not isinstance(attend, str), attend
+    problem = AttentionProblem.parse(shape)
+    call = tried(sdpa.peer_call(attend, problem, 0.3), problem, kernel, "cpu")
+    assert not isinstance(call, str), call
+    inputs = tensors(problem)
+    out = call(*inputs)
+    assert out.shape == problem.output.shape
+    assert close(out, reference(problem, 0.3, inputs))
+    assert sdpa.peer_version(kernel)
+
+
+@pytest.mark.parametrize("kernel", sdpa.PEERS)
+def test_a_missing_peer_is_a_reason(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, sdpa.PEERS[kernel][1], None)  # as if not installed
+    monkeypatch.setattr(importlib.metadata, "distributions", lambda **_: [])
+    reason = sdpa.peer(kernel)
+    assert isinstance(reason, str) and "TUNER_PEERS_PATH" in reason
+    assert sdpa.peer_version(kernel) == ""
+    assert kernel not in family("vendor_sdpa").environment()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["import nowhere_to_be_found", "raise OSError('libcudart.so.12')", "x = 1", "next(iter(()))"],
+)
+def test_a_broken_peer_is_a_reason(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "fa3.py").write_text(text)
+    monkeypatch.setenv("TUNER_PEERS_PATH", str(tmp_path))
+    reason = sdpa.peer("flash3")
+    assert isinstance(reason, str) and reason.startswith("flash3 cannot be loaded")
+
+
+def test_a_module_peer_is_named_by_its_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TUNER_PEERS_PATH", str(tmp_path))
+    versions = set()
+    for text in ("a = 1", "a = 2"):
+        (tmp_path / "fa3.py").write_text(text)
+        sdpa._peer_version.cache_clear()
+        versions.add(sdpa.peer_version("flash3"))
+    (tmp_path / "fa3.so.xz").write_bytes(b"library")
+    sdpa._peer_version.cache_clear()
+    versions.add(sdpa.peer_version("flash3"))
+    assert len(versions) == 3 and "" not in versions
+
+
+@needs_torch
+def test_a_refusal_is_a_reason_with_torch_s_warnings() -> None:
+    import warnings
+
+    def refuse(*inputs: Any) -> Any:
+        warnings.warn("Head dims differ (Triggered internally at x.cpp:1)", stacklevel=1)
+        raise RuntimeError("No available kernel. Aborting execution.\nmore")
+
+    problem = AttentionProblem.parse("S=16,D=8,H=1")
+    reason = tried(refuse, problem, "cudnn", "cpu")
+    assert reason == "cudnn refuses: No available kernel. Aborting execution.; Head dims differ"
+
+
+@needs_torch
+def test_a_wrong_shape_is_a_reason() -> None:
+    problem = AttentionProblem.parse("S=16,D=8,H=2")
+    reason = tried(lambda q, k, v: q.transpose(1, 2), problem, "flash3", "cpu")
+    assert isinstance(reason, str) and "returned float16 (1, 16, 2, 8)" in reason
+
+
+@needs_torch
+@pytest.mark.parametrize(
+    "shape",
+    [
+        "M=48,N=32,K=64",
+        "M=48,N=32,K=64,layout_a=col,layout_b=row",
+        "M=48,N=32,K=64,layout_a=col,layout_b=col,B=3,dtype=bf16",
+        "M=1,N=32,K=64,layout_a=row,layout_b=row,B=2",
+    ],
+)
+def test_matmul_agrees_with_fp64(shape: str) -> None:
+    problem = GemmProblem.parse(shape)
+    call = tried(matmul(problem), problem, "cublas", "cpu")
+    assert not isinstance(call, str), call
+    a, b = tensors(problem)
+    out = call(a, b)
+    wanted = a.double() @ b.double()
+    assert out.shape == problem.output.shape
+    assert (out.double() - wanted).norm() / wanted.norm() < (8e-3 if "bf16" in shape else 1e-3)
+
+
+@needs_torch
+@pytest.mark.parametrize("shape", ["M=64,N=48,B=2", "M=64,N=32,SQ=32,B=2,causal=1,dtype=bf16"])
+def test_softmax_agrees_with_fp64(shape: str) -> None:
+    import torch
+
+    problem = SoftmaxProblem.parse(shape)
+    call = tried(softmax(problem, 0.25, "cpu"), problem, "torch", "cpu")
+    assert not isinstance(call, str), call
+    (scores,) = tensors(problem)
+    before = scores.clone()
+    wanted = scores.double() * 0.25
+    if problem.is_causal:
+        for row in range(problem.rows):
+            wanted[:, row, row % problem.query_rows + 1 :] = -torch.inf
+    wanted = wanted.softmax(-1)
+    out = call(scores)
+    assert (out.double() - wanted).norm() / wanted.norm() < (8e-3 if "bf16" in shape else 1e-3)
+    assert torch.equal(scores, before)

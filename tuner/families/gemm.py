@@ -1,0 +1,389 @@
+"""GEMM through CUTLASS's CollectiveBuilder for Sm90: TMA, WGMMA, warp-specialised schedules.
+
+Rules read in CUTLASS 4.2's headers name the file under ``include/cutlass`` that holds them; [c]
+was compiled with nvcc 13.0. A swapped config computes D^T = B^T A^T: M and N, the operands and
+their layouts change places and D is written column-major. Tables and formulas are in
+`gemm_shape`, the candidates in `gemm_space`, the estimate of their time in `gemm_cost`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from tuner.config import Config, Value
+from tuner.errors import ConfigError
+from tuner.families import gemm_cost, gemm_space
+from tuner.families.base import Family, KernelSpec, Launch, Ref
+from tuner.families.gemm_shape import (
+    CONSUMERS,
+    COOPERATIVE,
+    DECOMPOSITIONS,
+    NO_SMEM,
+    PLAIN,
+    RASTER_ORDERS,
+    SWIZZLES,
+    TMA_EPILOGUE,
+    oriented,
+    smem_bytes,
+    tile_blocks,
+)
+from tuner.hardware import (
+    MAX_PORTABLE_CLUSTER,
+    SMEM_PER_BLOCK_BYTES,
+    TMA_ALIGNMENT_BYTES,
+    WARP_GROUP,
+    Gpu,
+)
+from tuner.problem import DTYPE_BYTES, GemmProblem, Problem
+
+KERNEL = "gemm"
+"""Name of the one kernel."""
+TEMPLATE = "gemm.cu.j2"
+#: Accumulator registers a thread may hold: 192 of 232 compile without a spill, 256 spill 4.5 KB
+#: and serialise WGMMA [c].
+MAX_ACCUMULATORS = 192
+#: Largest box of a TMA copy in any mode (CUDA driver API, cuTensorMapEncodeTiled).
+MAX_TMA_BOX = 256
+#: Byte strides of a tensor map stay below 2^40 (same place).
+MAX_TMA_STRIDE_BYTES = 2**40
+#: Blocks of a grid in y and z [CUDA C++ Programming Guide]; only the plain schedule has one block
+#: a tile, the others are persistent.
+MAX_GRID_YZ = 65535
+
+_ALWAYS: dict[str, type] = {
+    "tile_m": int,
+    "tile_n": int,
+    "tile_k": int,
+    "cluster_m": int,
+    "cluster_n": int,
+    "kernel_schedule": str,
+    "epilogue_schedule": str,
+    "swap_ab": bool,
+}
+_SOMETIMES: dict[str, type] = {
+    "stages": int,
+    "tile_scheduler": str,
+    "raster_order": str,
+    "max_swizzle_size": int,
+    "decomposition_mode": str,
+    "splits": int,
+}
+
+
+class Gemm(Family):
+    """CollectiveBuilder GEMMs: tiles, clusters, schedules, stages, schedulers, swapped operands."""
+
+    name = "gemm"
+    op = "gemm"
+    runtime_parameters: ClassVar[frozenset[str]] = frozenset(
+        {"raster_order", "max_swizzle_size", "decomposition_mode", "splits"}
+    )
+    domains: ClassVar[Mapping[str, tuple[Value, ...]]] = {
+        "tile_m": (32, 64, 96, 128, 160),
+        "tile_n": (16, 32, 64, 96, 128, 192, 256, 512),
+        "tile_k": (8, 32, 64, 128, 256),
+        "cluster_m": (1, 2, 4, 8),
+        "cluster_n": (1, 2, 4, 8),
+        "kernel_schedule": tuple(CONSUMERS),
+        "epilogue_schedule": (PLAIN, COOPERATIVE, NO_SMEM),
+        "stages": (1, 2, 3, 4, 6, 8, 12),
+        "raster_order": tuple(RASTER_ORDERS),
+        "max_swizzle_size": SWIZZLES,
+        "splits": (2, 3, 4, 6, 8),
+    }
+
+    def violations(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
+        if not isinstance(problem, GemmProblem):
+            return [f"gemm serves gemm, not {problem.op}"]
+        malformed = _malformed(config)
+        if malformed:
+            return malformed
+        return [
+            *_tile_violations(config),
+            *_cluster_violations(config),
+            *_smem_violations(problem, config),
+            *_problem_violations(problem, config, gpu),
+        ]
+
+    def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
+        if self.supports(problem, gpu):
+            return []
+        configs: list[Config] = []
+        for group in gemm_space.candidates(_gemm(problem), gpu):
+            # Candidates of one binary differ in run-time choices, which are legal by construction.
+            if group and not self.violations(problem, group[0], gpu):
+                configs += group
+        return list(dict.fromkeys(configs))
+
+    def kernels(self, problem: Problem, config: Config) -> dict[str, KernelSpec]:
+        problem = _gemm(problem)
+        shape = oriented(problem, config["swap_ab"])
+        variables = {
+            **{name: config[name] for name in _ALWAYS if name != "swap_ab"},
+            "dtype": problem.dtype,
+            "dtype_d": problem.dtype_d,
+            "layout_a": shape.layout_a,
+            "layout_b": shape.layout_b,
+            "layout_d": shape.layout_d,
+            "stages": config.get("stages", 0),
+            "tile_scheduler": config.get("tile_scheduler", "Persistent"),
+        }
+        return {KERNEL: KernelSpec(TEMPLATE, variables)}
+
+    def launches(self, problem: Problem, config: Config, scale: float) -> list[Launch]:
+        problem = _gemm(problem)
+        a, b, d = problem.operands
+        return [
+            gemm_launch(
+                problem,
+                config,
+                kernel=KERNEL,
+                a=Ref(a.name),
+                b=Ref(b.name),
+                d=Ref(d.name),
+                lda=problem.k if problem.layout_a == "row" else problem.m,
+                ldb=problem.n if problem.layout_b == "row" else problem.k,
+                ldd=problem.n,
+                batch_a=a.strides[0],
+                batch_b=b.strides[0],
+                batch_d=d.strides[0],
+                alpha=scale,
+            )
+        ]
+
+    def seeds(
+        self, problem: Problem, gpu: Gpu, space: Sequence[Config], count: int
+    ) -> list[Config]:
+        """Up to half from NVIDIA's heuristics, where they are installed; the rest by cost."""
+        suggested = gemm_cost.heuristic_seeds(_gemm(problem), gpu, space, (count + 1) // 2)
+        ranked = super().seeds(problem, gpu, space, count)
+        return list(dict.fromkeys([*suggested, *ranked]))[:count]
+
+    def draw(
+        self, problem: Problem, gpu: Gpu, members: Sequence[Config], rng: random.Random
+    ) -> Config:
+        """As drawn, but with the fields that go with the drawn schedule and no others.
+
+        A superfluous field makes a config illegal, but not its kernel.
+        """
+        params = dict(super().draw(problem, gpu, members, rng).params)
+        if params["epilogue_schedule"] != NO_SMEM:
+            # The other TMA epilogue is this one under another name where the tile has 64 rows.
+            params["epilogue_schedule"] = TMA_EPILOGUE[str(params["kernel_schedule"])]
+        defaults: dict[str, Value] = {
+            "tile_scheduler": "Persistent",
+            "raster_order": "AlongN",
+            "max_swizzle_size": 1,
+            "decomposition_mode": "StreamK",
+            "splits": 2,
+        }
+        for name, default in defaults.items():
+            if not _applies(name, params):
+                params.pop(name, None)
+            else:
+                params.setdefault(name, default)
+        return Config(self.name, params)
+
+    def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
+        return gemm_cost.predict_us(_gemm(problem), config, gpu)
+
+
+def _gemm(problem: Problem) -> GemmProblem:
+    if isinstance(problem, GemmProblem):
+        return problem
+    raise ConfigError(f"gemm serves gemm, not {problem.op}")
+
+
+def _malformed(config: Config) -> list[str]:
+    """What keeps the other rules from being read: missing, unknown or meaningless parameters."""
+    problems = []
+    for name, value in config.params.items():
+        kind = {**_ALWAYS, **_SOMETIMES}.get(name)
+        if kind is None:
+            problems.append(f"parameter {name} is not known")
+        elif type(value) is not kind:
+            problems.append(f"{name}={value!r} is not of type {kind.__name__}")
+        elif kind is int and int(value) < 1:
+            problems.append(f"{name}={value} is below 1")
+    problems += [f"parameter {name} is missing" for name in _ALWAYS if name not in config.params]
+    choices: dict[str, Sequence[Value]] = {
+        "kernel_schedule": tuple(CONSUMERS),
+        "epilogue_schedule": (PLAIN, COOPERATIVE, NO_SMEM),
+        "tile_scheduler": ("Persistent", "StreamK"),
+        "raster_order": tuple(RASTER_ORDERS),
+        "max_swizzle_size": SWIZZLES,
+        "decomposition_mode": tuple(DECOMPOSITIONS),
+    }
+    for name, allowed in choices.items():
+        if name in config.params and config[name] not in allowed:
+            problems.append(f"{name}={config[name]} is not one of {', '.join(map(str, allowed))}")
+    if problems:
+        return problems
+    for name in _SOMETIMES:
+        present = name in config.params
+        if present and not _applies(name, config.params):
+            problems.append(f"parameter {name} does not apply")
+        elif not present and name != "stages" and _applies(name, config.params):
+            problems.append(f"parameter {name} is missing")
+    return problems
+
+
+def _applies(name: str, params: Mapping[str, Value]) -> bool:
+    """Whether a parameter of `_SOMETIMES` means something beside the others."""
+    match name:
+        case "tile_scheduler":  # stream-K exists for cooperative kernels only
+            return params["kernel_schedule"] == COOPERATIVE
+        case "raster_order" | "max_swizzle_size":  # the plain schedule has a block a tile
+            return params["kernel_schedule"] != PLAIN
+        case "decomposition_mode":
+            return params.get("tile_scheduler") == "StreamK"
+        case "splits":
+            return params.get("decomposition_mode") == "SplitK"
+        case _:
+            return True
+
+
+def _tile_violations(config: Config) -> list[str]:
+    tile_m, tile_n, tile_k = config["tile_m"], config["tile_n"], config["tile_k"]
+    schedule, epilogue = config["kernel_schedule"], config["epilogue_schedule"]
+    consumers = CONSUMERS[schedule]
+    reasons = []
+    # An instruction covers 64 rows a warp group (cute/arch/mma_sm90.hpp).
+    if tile_m % (64 * consumers):
+        reasons.append(f"tile_m={tile_m} is not a multiple of {64 * consumers} ({schedule})")
+    # 8 columns an instruction, but the epilogue's stores need 16 [c].
+    if tile_n % 16:
+        reasons.append(f"tile_n={tile_n} is not a multiple of 16")
+    # 16 elements of K an instruction (cute/arch/mma_sm90.hpp, 16-bit types).
+    if tile_k % 16:
+        reasons.append(f"tile_k={tile_k} is not a multiple of 16")
+    if max(tile_m, tile_n) > MAX_TMA_BOX or tile_k > MAX_TMA_BOX:
+        reasons.append(f"tile {tile_m}x{tile_n}x{tile_k} exceeds {MAX_TMA_BOX} in one extent")
+    accumulators = tile_m * tile_n // (WARP_GROUP * consumers)
+    if accumulators > MAX_ACCUMULATORS:
+        reasons.append(
+            f"tile {tile_m}x{tile_n} needs {accumulators} accumulator registers a thread "
+            f"(at most {MAX_ACCUMULATORS})"
+        )
+    if epilogue not in (TMA_EPILOGUE[schedule], NO_SMEM):
+        reasons.append(f"epilogue {epilogue} does not go with {schedule}")
+    return reasons
+
+
+def _cluster_violations(config: Config) -> list[str]:
+    cluster_m, cluster_n = config["cluster_m"], config["cluster_n"]
+    reasons = []
+    # The schedulers shift and mask by the cluster's extents (tile_scheduler_params.h).
+    if cluster_m & (cluster_m - 1) or cluster_n & (cluster_n - 1):
+        reasons.append(f"cluster {cluster_m}x{cluster_n} is not a power of two in each extent")
+    if cluster_m * cluster_n > MAX_PORTABLE_CLUSTER:
+        reasons.append(f"cluster {cluster_m}x{cluster_n} has over {MAX_PORTABLE_CLUSTER} blocks")
+    # Each block of a cluster loads its share of a multicast tile; 8 rows are a swizzle atom.
+    if config["tile_m"] % (8 * cluster_n) or config["tile_n"] % (8 * cluster_m):
+        reasons.append(
+            f"cluster {cluster_m}x{cluster_n} splits tile {config['tile_m']}x{config['tile_n']} "
+            "into parts that are not multiples of 8"
+        )
+    return reasons
+
+
+def _smem_violations(problem: GemmProblem, config: Config) -> list[str]:
+    stages, used = smem_bytes(problem, config)
+    # The pipeline needs a buffer to fill while another is read
+    # (gemm/collective/sm90_mma_tma_gmma_ss_warpspecialized.hpp).
+    if stages < 2:
+        return [f"stages={stages} are too few (at least 2 must fit)"]
+    if used > SMEM_PER_BLOCK_BYTES:
+        return [f"{used} bytes of shared memory at {stages} stages exceed {SMEM_PER_BLOCK_BYTES}"]
+    return []
+
+
+def _problem_violations(problem: GemmProblem, config: Config, gpu: Gpu) -> list[str]:
+    reasons = []
+    if gpu.compute_capability != "9.0":
+        reasons.append(f"needs compute capability 9.0, not {gpu.compute_capability}")
+    for operand, major in zip(
+        problem.operands, (problem.layout_a, problem.layout_b, "row"), strict=True
+    ):
+        contiguous = operand.shape[2] if major == "row" else operand.shape[1]
+        width = DTYPE_BYTES[operand.dtype]
+        if contiguous * width % TMA_ALIGNMENT_BYTES:
+            reasons.append(
+                f"{operand.name}'s contiguous extent {contiguous} is not a multiple of "
+                f"{TMA_ALIGNMENT_BYTES // width} (TMA alignment)"
+            )
+        if max(operand.strides) * width >= MAX_TMA_STRIDE_BYTES:
+            reasons.append(f"{operand.name} has a stride of 2^40 bytes or more")
+    shape = oriented(problem, config["swap_ab"])
+    blocks_m, blocks_n = tile_blocks(shape, config)
+    if blocks_m * blocks_n * shape.batch >= 2**31:
+        reasons.append(f"{blocks_m}x{blocks_n}x{shape.batch} tiles exceed 2^31 - 1")
+    if config["kernel_schedule"] == PLAIN and max(blocks_n, shape.batch) > MAX_GRID_YZ:
+        reasons.append(f"{PLAIN} has at most {MAX_GRID_YZ} tiles along N and batches")
+    return reasons
+
+
+def gemm_launch(
+    problem: GemmProblem,
+    config: Config,
+    *,
+    kernel: str,
+    a: Ref,
+    b: Ref,
+    d: Ref,
+    lda: int,
+    ldb: int,
+    ldd: int,
+    batch_a: int,
+    batch_b: int,
+    batch_d: int,
+    alpha: float,
+    pdl: bool = False,
+    batch: int | None = None,
+) -> Launch:
+    """One call of a compiled GEMM on operands of the caller's choice.
+
+    Args:
+        problem: extents, data types and layouts; its dense strides are not used.
+        config: a legal config of the family `gemm` for `problem`.
+        kernel: key of the kernel in the calling family's `kernels`.
+        a: the (M, K) operand of the first batch.
+        b: the (K, N) operand.
+        d: the (M, N) result.
+        lda: stride of `a` in elements between rows (layout row) or columns (col).
+        ldb: the same of `b`.
+        ldd: elements between the rows of `d`.
+        batch_a: elements between two batches of `a`.
+        batch_b: the same of `b`.
+        batch_d: the same of `d`.
+        alpha: factor of the product.
+        pdl: start before the kernel in front ends, and wait for it on the device.
+        batch: batches of this call; all of the problem's by default.
+
+    Byte offsets, strides and batch strides are multiples of 16 bytes, else the launch fails.
+    """
+    shape = oriented(problem, config["swap_ab"])
+    tensors, leading, strides = [a, b], [lda, ldb], [batch_a, batch_b]
+    if config["swap_ab"]:
+        tensors, leading, strides = tensors[::-1], leading[::-1], strides[::-1]
+    scheduler = (
+        config.get("max_swizzle_size", 1),
+        RASTER_ORDERS.get(config.get("raster_order", ""), 0),
+        DECOMPOSITIONS.get(config.get("decomposition_mode", ""), 0),
+        config.get("splits", 1),
+    )
+    batches = problem.batch if batch is None else batch
+    return Launch(
+        kernel=kernel,
+        tensors=(*tensors, d),
+        integers=(
+            *(shape.m, shape.n, shape.k, batches),
+            *(*leading, ldd),
+            *(*strides, batch_d),
+            *scheduler,
+            *(0, int(pdl)),
+        ),
+        scalars=(alpha,),
+    )

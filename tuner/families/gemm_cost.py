@@ -1,0 +1,222 @@
+"""What a CollectiveBuilder GEMM should cost, and NVIDIA's opinion on what to try first.
+
+The estimate ranks candidates. Its constants come from data sheets where they exist; those marked
+[fit] were set so that three measured H200 times come out: 1024x1024x64 in 16 batches (13.9 us
+with 64x256x64 ping-pong), 1024x64x1024 in 16 batches (8.5 us with 128x64x128 ping-pong) and
+4096^3 (220 us).
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import zip_longest
+from math import ceil
+from typing import Any
+
+from tuner.config import Config
+from tuner.families.gemm_shape import (
+    COOPERATIVE,
+    NO_SMEM,
+    PLAIN,
+    Shape,
+    oriented,
+    smem_bytes,
+    tile_blocks,
+)
+from tuner.hardware import (
+    GRAPH_LAUNCH_US,
+    SMEM_PER_SM_BYTES,
+    SMEM_RESERVED_PER_BLOCK_BYTES,
+    TENSOR_FLOPS_PER_CLOCK_SM,
+    Gpu,
+)
+from tuner.problem import DTYPE_BYTES, GemmProblem
+
+#: Columns of one WGMMA instruction (cute/arch/mma_sm90.hpp): the largest that divides tile_n.
+INSTRUCTION_N = (256, 192, 128, 96, 64, 32, 16)
+#: Shared memory that one multiprocessor reads a clock [CUDA C++ Programming Guide 13.0].
+SMEM_BYTES_PER_CLOCK = 128
+#: L2 reads that one multiprocessor takes a clock [NVIDIA A100 whitepaper; Hopper's is no lower].
+L2_READ_BYTES_PER_CLOCK = 64
+#: Writes of one multiprocessor a clock, all writing [fit].
+L2_WRITE_BYTES_PER_CLOCK = 14
+#: Share of the L2's part in a K step that the tensor cores do not hide [fit].
+EXPOSED_LOADS = 0.1
+#: Launch to first product: descriptors, barriers, one load from memory [fit].
+STARTUP_CYCLES = 2500
+#: A tile's part that does not grow with it: waits, barriers, store set-up [fit].
+EPILOGUE_CYCLES = 600
+#: A store that skips shared memory writes 8 or 16 bytes a thread in place of whole lines [fit].
+NO_SMEM_STORES = 1.3
+#: Reduction between the blocks of one output tile, besides its traffic [fit].
+FIXUP_CYCLES = 1500
+#: Memory bandwidth reached over the datasheet's: 4.3 of 4.8 TB/s measured on one H200.
+MEMORY_EFFICIENCY = 0.9
+#: Above this work the power limit holds the clock: 610 to 640 TFLOP/s measured of a peak of 1070.
+POWER_LIMITED_FLOPS = 2e10
+POWER_LIMITED_CLOCK = 0.65
+#: Part of the L2 that inputs can keep.
+L2_SHARE = 0.7
+
+_GPU_NAMES = {
+    "NVIDIA H200": "H200_SXM",
+    "NVIDIA H100 80GB HBM3": "H100_SXM",
+    "NVIDIA H100 PCIe": "H100_PCIE",
+    "NVIDIA H100 NVL": "H100_NVL",
+}
+
+
+def predict_us(problem: GemmProblem, config: Config, gpu: Gpu) -> float:
+    """Estimated time of one call, microseconds."""
+    shape = oriented(problem, config["swap_ab"])
+    power_limited = problem.flops > POWER_LIMITED_FLOPS
+    clock_mhz = gpu.clock_max_mhz * (POWER_LIMITED_CLOCK if power_limited else 1.0)
+    compute_us = _busy_cycles(problem, shape, config, gpu) / clock_mhz
+    bandwidth = gpu.memory_gbs * MEMORY_EFFICIENCY * 1e3
+    memory_us = _memory_bytes(problem, shape, config, gpu) / bandwidth
+    return GRAPH_LAUNCH_US + STARTUP_CYCLES / clock_mhz + max(compute_us, memory_us)
+
+
+def _mainloop_cycles(shape: Shape, config: Config, steps: float) -> float:
+    """Cycles of `steps` K steps of one tile with a multiprocessor to itself."""
+    tile_m, tile_n, tile_k = (int(config[f"tile_{mode}"]) for mode in "mnk")
+    columns = next(n for n in INSTRUCTION_N if tile_n % n == 0)
+    # One instruction multiplies 64 x 16 by 16 x columns, and reads both from shared memory.
+    multiply = 2 * 64 * columns * 16 / TENSOR_FLOPS_PER_CLOCK_SM
+    operands = 2 * 16 * (64 + columns) / SMEM_BYTES_PER_CLOCK
+    instructions = (tile_m // 64) * (tile_n // columns) * (tile_k // 16)
+    tensor = instructions * max(multiply, operands)
+    # Multicast: a block loads its share of a tile and gets the rest from its cluster.
+    loaded: float = 2 * tile_k * (tile_m / config["cluster_n"] + tile_n / config["cluster_m"])
+    loads = loaded / L2_READ_BYTES_PER_CLOCK
+    return steps * (max(tensor, loads) + EXPOSED_LOADS * loads)
+
+
+def _busy_cycles(problem: GemmProblem, shape: Shape, config: Config, gpu: Gpu) -> float:
+    """Cycles of the multiprocessor that has most to do."""
+    blocks_m, blocks_n = tile_blocks(shape, config)
+    tiles = blocks_m * blocks_n * shape.batch
+    steps = ceil(shape.k / config["tile_k"])
+    area = int(config["tile_m"] * config["tile_n"])
+    stores = area * DTYPE_BYTES[problem.dtype_d] / L2_WRITE_BYTES_PER_CLOCK
+    epilogue = EPILOGUE_CYCLES + stores * (
+        NO_SMEM_STORES if config["epilogue_schedule"] == NO_SMEM else 1.0
+    )
+    cluster = int(config["cluster_m"] * config["cluster_n"])
+    workers = gpu.sm_count // cluster * cluster
+    schedule = config["kernel_schedule"]
+    # Partial sums cross the L2 once each way.
+    fixup = FIXUP_CYCLES + 2 * 4 * area / L2_WRITE_BYTES_PER_CLOCK
+    if config.get("decomposition_mode") == "SplitK":
+        splits = int(config["splits"])
+        rounds = ceil(tiles * splits / workers)
+        part = _mainloop_cycles(shape, config, ceil(steps / splits))
+        return rounds * (part + fixup) + epilogue
+    main = _mainloop_cycles(shape, config, steps)
+    if config.get("decomposition_mode") == "StreamK":
+        return tiles / workers * (main + epilogue) + 2 * fixup
+    if schedule == COOPERATIVE:
+        return ceil(tiles / workers) * (main + epilogue)
+    if schedule == PLAIN:
+        # Blocks that share a multiprocessor hide each other's start and end.
+        _, used = smem_bytes(problem, config)
+        shared = max(1, min(4, SMEM_PER_SM_BYTES // (used + SMEM_RESERVED_PER_BLOCK_BYTES)))
+        alone = STARTUP_CYCLES / 2 + main + epilogue
+        return ceil(tiles / (workers * shared)) * max(alone, shared * max(main, stores))
+    # Ping-pong: one warp group's epilogue runs under the other's products.
+    rounds = ceil(tiles / workers)
+    return main + epilogue + (rounds - 1) * max(main, stores, (main + epilogue) / 2)
+
+
+def _memory_bytes(problem: GemmProblem, shape: Shape, config: Config, gpu: Gpu) -> float:
+    """Bytes through memory: inputs again for each wave of tiles when the L2 cannot hold them."""
+    width = DTYPE_BYTES[problem.dtype]
+    written = problem.m * problem.n * problem.batch * DTYPE_BYTES[problem.dtype_d]
+    inputs = width * problem.batch * problem.k * (problem.m + problem.n)
+    if inputs <= L2_SHARE * gpu.l2_bytes:
+        return inputs + written
+    blocks_m, blocks_n = tile_blocks(shape, config)
+    tiles = blocks_m * blocks_n * shape.batch
+    wave = min(gpu.sm_count, blocks_m * blocks_n)
+    # The scheduler walks the major mode, `swizzle` clusters of the minor mode at a time.
+    along_n = config.get("raster_order", "AlongN") == "AlongN"
+    major, minor = (blocks_n, blocks_m) if along_n else (blocks_m, blocks_n)
+    band = config["cluster_m" if along_n else "cluster_n"] * config.get("max_swizzle_size", 1)
+    band = max(min(band, minor), ceil(wave / major))
+    rows, columns = (band, ceil(wave / band)) if along_n else (ceil(wave / band), band)
+    loaded: int = width * shape.k * (rows * config["tile_m"] + columns * config["tile_n"])
+    return max(inputs, tiles / wave * loaded) + written
+
+
+def heuristic_seeds(
+    problem: GemmProblem, gpu: Gpu, space: Sequence[Config], count: int
+) -> list[Config]:
+    """Members of `space` that nvidia-matmul-heuristics suggests, best first.
+
+    It names a tile and a cluster, seldom a schedule: of the members that match, the cheapest by
+    `predict_us` stands for them; where the cluster is not in the space the tile alone decides.
+    Empty where the package is missing or does not know the GPU.
+    """
+    by_tile: dict[tuple[object, ...], list[Config]] = {}
+    for config in space:
+        tile = (config["swap_ab"], config["tile_m"], config["tile_n"], config["tile_k"])
+        by_tile.setdefault(tile, []).append(config)
+    seeds: dict[Config, None] = {}
+    for swap_ab, kernel in _suggestions(
+        problem, gpu, {bool(tile[0]) for tile in by_tile}, 4 * count
+    ):
+        tile = (swap_ab, kernel.cta_tile_m, kernel.cta_tile_n, kernel.cta_tile_k)
+        members = by_tile.get(tile, [])
+        cluster = (kernel.cluster_m, kernel.cluster_n)
+        exact = [c for c in members if (c["cluster_m"], c["cluster_n"]) == cluster]
+        if members:
+            best = min(exact or members, key=lambda c: predict_us(problem, c, gpu))
+            seeds.setdefault(best)
+    return list(seeds)[:count]
+
+
+def _suggestions(
+    problem: GemmProblem, gpu: Gpu, swaps: set[bool], count: int
+) -> Iterator[tuple[bool, Any]]:
+    """(swapped, kernel) in the library's order, alternating between orientations in the space."""
+    interface = _interface(_GPU_NAMES.get(gpu.name, ""))
+    if interface is None or count < 1:
+        return
+    library, handle, backend = interface
+    letter = {"float16": "H", "bfloat16": "T", "float32": "S"}
+    precision = letter[problem.dtype] + "S" + letter[problem.dtype_d]
+    answers: list[list[tuple[bool, Any]]] = []
+    for swap_ab in sorted(swaps):
+        shape = oriented(problem, swap_ab)
+        # The library names layouts as BLAS does: T is a row-major input.
+        inputs = "".join("T" if x == "row" else "N" for x in (shape.layout_a, shape.layout_b))
+        layout = library.NvMatmulHeuristicsMatmulLayout[f"{inputs}_{shape.layout_d.upper()}_MAJOR"]
+        query = handle.makeNvMatmulHeuristicsProblem(shape.m, shape.n, shape.k, layout, shape.batch)
+        found = handle.getEx(query, count, backend, precision=precision)
+        answers.append([(swap_ab, answer["kernel"]) for answer in found])
+    for ranked in zip_longest(*answers):
+        yield from (suggestion for suggestion in ranked if suggestion is not None)
+
+
+@lru_cache(maxsize=4)
+def _interface(gpu_name: str) -> tuple[Any, Any, Any] | None:
+    """The heuristics library, an interface to it and its CUTLASS 3 backend; None without it."""
+    if not gpu_name:
+        return None
+    try:
+        library: Any = importlib.import_module("nvMatmulHeuristics")
+        target = library.NvMatmulHeuristicsTarget["CUTLASS3"]
+        handle = library.NvMatmulHeuristicsInterfaceEx(
+            backend=target,
+            flags=library.NvMatmulHeuristicsFlags.PERF_MODEL_BASED_AUTO_TUNING,
+            load_discovery_implicitly=True,
+            gpu=library.NvMatmulHeuristicsNvidiaGpu[gpu_name],
+        )
+        # Its destructor calls into the library: too late once the interpreter takes modules down.
+        atexit.register(_interface.cache_clear)
+        return library, handle, handle.createBackend(target)
+    except (ImportError, OSError, KeyError, RuntimeError):
+        return None

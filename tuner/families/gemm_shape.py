@@ -1,0 +1,106 @@
+"""What the families that run CollectiveBuilder GEMMs share: words, shapes, sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil, gcd
+
+from tuner.config import Config
+from tuner.hardware import SMEM_PER_BLOCK_BYTES
+from tuner.problem import DTYPE_BYTES, GemmProblem
+
+PLAIN = "TmaWarpSpecialized"
+PINGPONG = "TmaWarpSpecializedPingpong"
+COOPERATIVE = "TmaWarpSpecializedCooperative"
+NO_SMEM = "NoSmemWarpSpecialized"
+#: Warp groups that share one tile (gemm/kernel/sm90_gemm_tma_warpspecialized*.hpp).
+CONSUMERS = {PLAIN: 1, PINGPONG: 1, COOPERATIVE: 2}
+#: The epilogue through shared memory that belongs to each schedule. Others either fail (a
+#: cooperative mainloop with TmaWarpSpecialized) or compile silently into wrong ones
+#: (ping-pong with TmaWarpSpecializedCooperative) [c].
+TMA_EPILOGUE = {PLAIN: PLAIN, PINGPONG: PLAIN, COOPERATIVE: COOPERATIVE}
+RASTER_ORDERS = {"AlongM": 1, "AlongN": 2}
+#: "Heuristic" and "DataParallel" are left out: the first picks one of these or plain persistent
+#: scheduling, which is the second (gemm/kernel/tile_scheduler_params.h).
+DECOMPOSITIONS = {"SplitK": 2, "StreamK": 3}
+SWIZZLES = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A problem as the kernel sees it: after the swap."""
+
+    m: int
+    n: int
+    k: int
+    batch: int
+    layout_a: str
+    layout_b: str
+    layout_d: str
+
+
+def oriented(problem: GemmProblem, swap_ab: bool) -> Shape:
+    """The problem as the kernel computes it: itself, or transposed."""
+    if not swap_ab:
+        a, b = problem.layout_a, problem.layout_b
+        return Shape(problem.m, problem.n, problem.k, problem.batch, a, b, "row")
+    flip = {"row": "col", "col": "row"}
+    layout_a, layout_b = flip[problem.layout_b], flip[problem.layout_a]
+    return Shape(problem.n, problem.m, problem.k, problem.batch, layout_a, layout_b, "col")
+
+
+def smem_bytes(problem: GemmProblem, config: Config) -> tuple[int, int]:
+    """Stages and shared memory of the compiled kernel, bytes.
+
+    The sizes of SharedStorage in gemm/kernel/sm90_gemm_tma_warpspecialized*.hpp and
+    epilogue/collective/sm90_epilogue_tma_warpspecialized.hpp, the automatic stage count of
+    gemm/collective/builders/sm90_gmma_builder.inl; equal to sizeof in every kernel compiled [c].
+    """
+    tile_m, tile_n, schedule = config["tile_m"], config["tile_n"], config["kernel_schedule"]
+    width = DTYPE_BYTES[problem.dtype_d]
+    stage = DTYPE_BYTES[problem.dtype] * (tile_m + tile_n) * config["tile_k"]
+    buffer = carveout = 0
+    loads = 1  # a pipeline that is not there still takes a slot
+    alignment = 128
+    if config["epilogue_schedule"] != NO_SMEM:
+        rows = min(64 * CONSUMERS[schedule], tile_m)
+        columns = gcd(32, tile_n)
+        pieces = (tile_m // rows) * (tile_n // columns)
+        contiguous = width * (rows if config["swap_ab"] else columns)
+        alignment = 8 * min(contiguous, 128)
+        buffer = min(pieces, 2) * rows * columns * width
+        loads = min(pieces, 4)
+        carveout = buffer + 2 * alignment
+    stages = config.get("stages") or (SMEM_PER_BLOCK_BYTES - round_up(max(carveout, 1), 128)) // (
+        round_up(stage, 128) + 16
+    )
+    barriers = 16 * stages + 16 * loads
+    tiles = stages * stage
+    if schedule == PLAIN:
+        return stages, round_up(round_up(max(tiles, buffer), alignment) + barriers, alignment)
+    return stages, round_up(barriers + 48, alignment) + round_up(buffer + 1, alignment) + tiles
+
+
+def round_up(value: int, multiple: int) -> int:
+    """`value` rounded up to a multiple of `multiple`."""
+    return -(-value // multiple) * multiple
+
+
+def tile_blocks(shape: Shape, config: Config) -> tuple[int, int]:
+    """Tiles along M and N, rounded up to the cluster and the swizzle, as the scheduler does."""
+    swizzle = config.get("max_swizzle_size", 1)
+    blocks_m = round_up(ceil(shape.m / config["tile_m"]), config["cluster_m"])
+    blocks_n = round_up(ceil(shape.n / config["tile_n"]), config["cluster_n"])
+    effective = effective_swizzle(blocks_m, blocks_n, swizzle)
+    return (
+        round_up(blocks_m, effective * config["cluster_m"]),
+        round_up(blocks_n, effective * config["cluster_n"]),
+    )
+
+
+def effective_swizzle(blocks_m: int, blocks_n: int, swizzle: int) -> int:
+    """The swizzle that the scheduler uses where `swizzle` is allowed (tile_scheduler_params.h)."""
+    least = min(blocks_m, blocks_n)
+    return next(
+        s for s, needed in ((8, 6), (4, 3), (2, 2), (1, 0)) if swizzle >= s and least >= needed
+    )

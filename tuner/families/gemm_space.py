@@ -1,0 +1,229 @@
+"""The candidates of a CollectiveBuilder GEMM: a table of binaries and their run-time choices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import ceil
+
+from tuner.config import Config, Value
+from tuner.families.gemm_shape import (
+    CONSUMERS,
+    COOPERATIVE,
+    NO_SMEM,
+    PINGPONG,
+    PLAIN,
+    RASTER_ORDERS,
+    SWIZZLES,
+    TMA_EPILOGUE,
+    Shape,
+    effective_swizzle,
+    oriented,
+    round_up,
+    smem_bytes,
+    tile_blocks,
+)
+from tuner.hardware import (
+    SMEM_PER_BLOCK_BYTES,
+    SMEM_PER_SM_BYTES,
+    SMEM_RESERVED_PER_BLOCK_BYTES,
+    WARP_GROUP,
+    Gpu,
+)
+from tuner.problem import GemmProblem
+
+#: K steps that a stream-K unit gets at least (gemm/kernel/tile_scheduler_params.h).
+STREAM_K_MIN_STEPS = 8
+
+_TILES = (
+    *((COOPERATIVE, m, n) for m, n in ((128, 64), (128, 128), (128, 192), (128, 256))),
+    *((COOPERATIVE, m, n) for m, n in ((256, 64), (256, 128))),
+    *((PINGPONG, 64, n) for n in (16, 32, 64, 96, 128, 192, 256)),
+    *((PINGPONG, 128, n) for n in (64, 128)),
+)
+_CLUSTERS = ((1, 1), (2, 1), (1, 2), (1, 4))
+_WIDE_CLUSTERS = ((4, 1), (2, 2))
+_WIDE_CLUSTER_TILES = {
+    *((COOPERATIVE, 128, n) for n in (128, 192, 256)),
+    (COOPERATIVE, 256, 128),
+    (PINGPONG, 128, 128),
+}
+#: Tiles near the register limit, and a width between two powers of two.
+_MORE_TILES = (
+    (COOPERATIVE, 256, 192),
+    (COOPERATIVE, 256, 96),
+    (COOPERATIVE, 128, 96),
+    (PINGPONG, 192, 128),
+    (PINGPONG, 128, 192),
+    (PINGPONG, 128, 96),
+)
+_MORE_CLUSTERS = ((1, 1), (2, 1), (1, 2))
+_DEEP_TILES = (
+    *((PINGPONG, 64, n) for n in (16, 32, 64, 128)),
+    (PINGPONG, 128, 64),
+    *((COOPERATIVE, 128, n) for n in (64, 128, 192, 256)),
+    (COOPERATIVE, 256, 128),
+)
+_PLAIN_TILES = ((64, 16), (64, 32), (64, 64), (64, 128), (64, 256), (128, 64), (128, 128))
+_STREAM_K_TILES = ((128, 16), (128, 32), (128, 64), (128, 128), (128, 256), (256, 128))
+_NO_SMEM_TILES = (
+    (COOPERATIVE, 128, 128),
+    (COOPERATIVE, 128, 256),
+    (COOPERATIVE, 256, 128),
+    (PINGPONG, 64, 64),
+    (PINGPONG, 64, 128),
+    (PINGPONG, 64, 256),
+    (PINGPONG, 128, 64),
+    (PINGPONG, 128, 128),
+)
+_SPLITS = (2, 3, 4, 6, 8)
+#: A swap pays where one side is short: tile_m is at least 64, tile_n may be 16.
+_SHORT_SIDE = 128
+#: Output tiles x splits above this many waves only add traffic.
+_MAX_SPLIT_WAVES = 8
+
+
+def _swaps(problem: GemmProblem) -> tuple[bool, ...]:
+    return (False, True) if min(problem.m, problem.n) <= _SHORT_SIDE else (False,)
+
+
+def candidates(problem: GemmProblem, gpu: Gpu) -> Iterator[list[Config]]:
+    """Candidates of one binary at a time, in a fixed order; their legality is not looked at."""
+    for swap_ab in _swaps(problem):
+        shape = oriented(problem, swap_ab)
+        for compiled in _compiled(problem, shape, swap_ab):
+            yield list(_scheduled(shape, compiled, gpu))
+
+
+def _compiled(problem: GemmProblem, shape: Shape, swap_ab: bool) -> Iterator[dict[str, Value]]:
+    """Compile-time parameters worth a binary for a shape, in a fixed order."""
+    for schedule, tile_m, tile_n, tile_k, cluster, extra in _binaries(shape):
+        base: dict[str, Value] = {
+            "tile_m": tile_m,
+            "tile_n": tile_n,
+            "tile_k": tile_k,
+            "cluster_m": cluster[0],
+            "cluster_n": cluster[1],
+            "kernel_schedule": schedule,
+            "epilogue_schedule": TMA_EPILOGUE[schedule],
+            "swap_ab": swap_ab,
+        }
+        if schedule == COOPERATIVE:
+            base["tile_scheduler"] = "Persistent"
+        params = {**base, **extra}
+        if not _fits(shape, params):
+            continue
+        if schedule != PLAIN:
+            yield params
+        else:
+            for stages in _plain_stages(problem, shape, params):
+                yield {**params, "stages": stages}
+
+
+_Binary = tuple[str, int, int, int, tuple[int, int], dict[str, Value]]
+
+
+def _binaries(shape: Shape) -> Iterator[_Binary]:
+    # 64 elements of K fill a 128-byte swizzle atom; 32 only where 64 would mostly be padding.
+    tile_k = 32 if shape.k <= 32 else 64
+    for schedule, m, n in _TILES:
+        wide = _WIDE_CLUSTERS if (schedule, m, n) in _WIDE_CLUSTER_TILES else ()
+        for cluster in (*_CLUSTERS, *wide):
+            yield schedule, m, n, tile_k, cluster, {}
+    for schedule, m, n in _DEEP_TILES:
+        for cluster in _MORE_CLUSTERS:
+            yield schedule, m, n, 128, cluster, {}
+    if 64 < shape.k < 128 and shape.k % 64 <= 32:
+        for schedule, m, n in _TILES:
+            yield schedule, m, n, 32, (1, 1), {}
+    for m, n in _STREAM_K_TILES:
+        for cluster in ((1, 1), (2, 1)):
+            yield COOPERATIVE, m, n, tile_k, cluster, {"tile_scheduler": "StreamK"}
+    for schedule, m, n in _MORE_TILES:
+        for cluster in _MORE_CLUSTERS:
+            yield schedule, m, n, tile_k, cluster, {}
+    for m, n in _PLAIN_TILES:
+        for cluster in ((1, 1), (2, 1)):
+            yield PLAIN, m, n, tile_k, cluster, {}
+    for schedule, m, n in _NO_SMEM_TILES:
+        yield schedule, m, n, tile_k, (2, 1), {"epilogue_schedule": NO_SMEM}
+
+
+def _fits(shape: Shape, params: dict[str, Value]) -> bool:
+    """Whether no smaller tile or cluster does the same: the rest would be padding."""
+    m, n, k = (int(params[f"tile_{x}"]) for x in "mnk")
+    least_m = 64 * CONSUMERS[str(params["kernel_schedule"])]
+    if (m > least_m and m >= 2 * shape.m) or (n > 16 and n >= 2 * round_up(shape.n, 8)):
+        return False
+    if k > 64 and k >= 2 * shape.k:
+        return False
+    return int(params["cluster_m"]) <= ceil(shape.m / m) and int(params["cluster_n"]) <= ceil(
+        shape.n / n
+    )
+
+
+def _plain_stages(problem: GemmProblem, shape: Shape, params: dict[str, Value]) -> list[int]:
+    """Stages that let one, two or three blocks share a multiprocessor: their phases overlap."""
+    accumulators = int(params["tile_m"]) * int(params["tile_n"]) // WARP_GROUP
+    useful = max(2, ceil(shape.k / int(params["tile_k"])))
+    found: list[int] = []
+    for blocks in range(1, 4 if accumulators <= 32 else 3 if accumulators <= 64 else 2):
+        budget = min(
+            SMEM_PER_BLOCK_BYTES, SMEM_PER_SM_BYTES // blocks - SMEM_RESERVED_PER_BLOCK_BYTES
+        )
+        stages = useful
+        while (
+            stages > 2
+            and smem_bytes(problem, Config("gemm", {**params, "stages": stages}))[1] > budget
+        ):
+            stages -= 1
+        found.append(stages)
+    return list(dict.fromkeys(found))
+
+
+def _scheduled(shape: Shape, compiled: dict[str, Value], gpu: Gpu) -> Iterator[Config]:
+    """The run-time choices of one binary that differ from one another for this shape."""
+    if compiled["kernel_schedule"] == PLAIN:
+        yield Config("gemm", compiled)
+        return
+    plain = Config("gemm", compiled)
+    clusters_m = ceil(shape.m / (plain["tile_m"] * plain["cluster_m"]))
+    clusters_n = ceil(shape.n / (plain["tile_n"] * plain["cluster_n"]))
+    rasters = tuple(RASTER_ORDERS) if min(clusters_m, clusters_n) > 1 else ("AlongN",)
+    if compiled.get("tile_scheduler") == "StreamK":
+        for mode in _decompositions(shape, plain, gpu):
+            for raster in rasters:
+                yield Config(
+                    "gemm", {**compiled, **mode, "raster_order": raster, "max_swizzle_size": 1}
+                )
+        return
+    for swizzle in _swizzles(shape, plain, gpu):
+        for raster in rasters:
+            yield Config("gemm", {**compiled, "raster_order": raster, "max_swizzle_size": swizzle})
+
+
+def _swizzles(shape: Shape, config: Config, gpu: Gpu) -> Iterator[int]:
+    blocks_m, blocks_n = tile_blocks(shape, config)
+    for swizzle in SWIZZLES:
+        if swizzle == 1:
+            yield 1
+            continue
+        padded_m, padded_n = tile_blocks(
+            shape, Config("gemm", {**config.params, "max_swizzle_size": swizzle})
+        )
+        one_wave = blocks_m * blocks_n * shape.batch <= gpu.sm_count
+        same = effective_swizzle(blocks_m, blocks_n, swizzle) != swizzle
+        # Padding tiles are computed like others: above an eighth they cannot pay.
+        if not one_wave and not same and 8 * padded_m * padded_n <= 9 * blocks_m * blocks_n:
+            yield swizzle
+
+
+def _decompositions(shape: Shape, config: Config, gpu: Gpu) -> Iterator[dict[str, Value]]:
+    blocks_m, blocks_n = tile_blocks(shape, config)
+    tiles = blocks_m * blocks_n * shape.batch
+    steps = ceil(shape.k / config["tile_k"])
+    # Without a partial wave, or with too little K to divide, it falls back to plain scheduling.
+    if tiles % gpu.sm_count and steps > STREAM_K_MIN_STEPS:
+        yield {"decomposition_mode": "StreamK"}
+    for splits in _SPLITS:
+        if 2 * splits <= steps and tiles * splits <= _MAX_SPLIT_WAVES * gpu.sm_count:
+            yield {"decomposition_mode": "SplitK", "splits": splits}

@@ -1,0 +1,221 @@
+"""Softmax over rows of fp32 scores, written as 16-bit probabilities: one memory-bound kernel.
+
+The threads of a row read it once into registers (`passes` 1), or twice with an online maximum and
+sum, or three times as in the textbook. Statistics are fp32; the scale is folded with log2(e) into
+exp2. Every config may also be launched in place, that is with the probabilities over the scores'
+own memory (see `softmax_launch`): a row's threads meet at a barrier between reading columns and
+writing over them, so no config needs to be excluded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import ceil
+from typing import ClassVar
+
+from tuner.config import Config, Value
+from tuner.errors import ConfigError
+from tuner.families.base import Family, KernelSpec, Launch, Ref
+from tuner.hardware import GRAPH_LAUNCH_US, REGISTERS_PER_SM, WARP, Gpu
+from tuner.problem import DTYPE_BYTES, MAX_EXTENT, Problem, SoftmaxProblem
+
+KERNEL = "softmax"
+"""Name of the one kernel."""
+#: Most threads of a block [CUDA C++ Programming Guide 13.0, "Compute Capabilities"].
+MAX_BLOCK_THREADS = 1024
+MAX_THREADS_PER_SM = 2048
+#: Elements a thread keeps at most, and the registers it needs besides them. Compiled with nvcc
+#: 13.0: 1024 threads hold 48 elements without a spill and spill at 56; 512 threads hold 112.
+MAX_ELEMENTS = 128
+OTHER_REGISTERS = 16
+#: Elements in flight in a thread that reads its row more than once.
+ELEMENTS_IN_FLIGHT = 16
+#: Columns of a row, so that a 32-bit column index cannot overflow.
+MAX_COLS = 2**30
+
+#: Share of the datasheet's bandwidth that a copy of 33.5 MB reached on one H200 (17.7 us).
+MEMORY_SHARE = 0.79
+#: Bandwidth of reads that hit the L2 against memory's: an estimate, ranking only.
+L2_SPEEDUP = 1.5
+#: Bytes in flight that keep one multiprocessor's share of the bandwidth busy: 4.8 TB/s x 0.8 us
+#: of latency / 132, an estimate.
+BYTES_IN_FLIGHT = 30_000
+#: Time of one element in the thread that owns it, which the last wave cannot hide: an estimate.
+ELEMENT_US = 0.005
+#: Least time of a kernel that loads, reduces and stores, besides its launch; an estimate.
+LATENCY_US = 1.5
+
+
+class Softmax(Family):
+    """One kernel; every parameter is compiled in."""
+
+    name: ClassVar[str] = "softmax"
+    op: ClassVar[str] = SoftmaxProblem.op
+    domains: ClassVar[Mapping[str, tuple[Value, ...]]] = {
+        "threads_per_row": (16, 32, 64, 128, 256, 512, 1024),
+        "vector_width": (1, 2, 4, 8),
+        "rows_per_block": (1, 2, 4, 8, 16, 32, 64),
+        "passes": (1, 2, 3),
+    }
+
+    def violations(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
+        if not isinstance(problem, SoftmaxProblem):
+            return [self.supports(problem, gpu)]
+        found = [
+            f"{name}={config.get(name)!r} is not known (allowed: {', '.join(map(str, allowed))})"
+            for name, allowed in self.domains.items()
+            if config.get(name) not in allowed
+        ]
+        unknown = set(config.params) - set(self.domains)
+        found += [f"parameter '{name}' is not known" for name in sorted(unknown)]
+        if problem.batch * problem.rows > MAX_EXTENT:
+            found.append(f"{problem.batch * problem.rows} rows exceed {MAX_EXTENT}")
+        if problem.cols > MAX_COLS:
+            found.append(f"{problem.cols} columns exceed {MAX_COLS}")
+        return found or _geometry_violations(problem, config)
+
+    def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
+        if not isinstance(problem, SoftmaxProblem):
+            return []
+        return [c for c in _candidates(problem) if not self.violations(problem, c, gpu)]
+
+    def kernels(self, problem: Problem, config: Config) -> dict[str, KernelSpec]:
+        problem = _softmax(problem)
+        variables = {name: config[name] for name in self.domains}
+        variables |= {
+            "vectors": vectors_per_thread(problem, config),
+            "dtype": problem.dtype,
+            "is_causal": problem.is_causal,
+        }
+        return {KERNEL: KernelSpec("softmax.cu.j2", variables)}
+
+    def launches(self, problem: Problem, config: Config, scale: float) -> list[Launch]:
+        return [softmax_launch(_softmax(problem), scale, Ref("scores"), Ref("probabilities"))]
+
+    def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
+        problem = _softmax(problem)
+        rows, passes = problem.batch * problem.rows, config["passes"]
+        read = 4 * rows * problem.cols // (2 if problem.is_causal else 1)
+        written = DTYPE_BYTES[problem.dtype] * rows * problem.cols
+        bandwidth = MEMORY_SHARE * gpu.memory_gbs * 1e3
+        if read + written <= gpu.l2_bytes:
+            bandwidth *= L2_SPEEDUP
+        # A later pass finds most of its row in the caches.
+        moved_us = (read * (1 + 0.15 * (passes - 1)) + written) / bandwidth
+        own_us = passes * ceil(problem.cols / config["threads_per_row"]) * ELEMENT_US
+        total_us = GRAPH_LAUNCH_US + LATENCY_US + own_us
+        return float(total_us + moved_us * _slowdown(problem, config, gpu))
+
+
+def softmax_launch(
+    problem: SoftmaxProblem,
+    scale: float,
+    scores: Ref,
+    probabilities: Ref,
+    *,
+    kernel: str = KERNEL,
+    stride_scores: int = 0,
+    stride_probabilities: int = 0,
+    factor: float = 1.0,
+    pdl: bool = False,
+) -> Launch:
+    """One launch over all matrices of `problem`, whose rows follow each other at one stride.
+
+    In place is `probabilities` equal to `scores` with `stride_probabilities` twice
+    `stride_scores`: each row of 16-bit elements then begins where its row of fp32 scores did.
+
+    Args:
+        problem: sizes and mask.
+        scale: softmax scale.
+        scores: fp32 input.
+        probabilities: 16-bit output.
+        kernel: key of the kernel in the caller's `Family.kernels`.
+        stride_scores: elements from row to row; 0 means dense.
+        stride_probabilities: the same of the output.
+        factor: of every probability.
+        pdl: launch with programmatic stream serialization, after a kernel that allows it.
+    """
+    integers = (
+        problem.batch * problem.rows,
+        problem.cols,
+        stride_scores or problem.cols,
+        stride_probabilities or problem.cols,
+        problem.query_rows,
+        int(pdl),
+    )
+    return Launch(kernel, (scores, probabilities), integers, (scale, factor))
+
+
+def vectors_per_thread(problem: SoftmaxProblem, config: Config) -> int:
+    """Vectors that a thread holds at once: the whole row when it is read once."""
+    width = config["vector_width"]
+    needed = ceil(problem.cols / int(config["threads_per_row"] * width))
+    return needed if config["passes"] == 1 else min(needed, ELEMENTS_IN_FLIGHT // width)
+
+
+def _slowdown(problem: SoftmaxProblem, config: Config, gpu: Gpu) -> float:
+    """Estimated time over that of a copy: too little in flight, idle lanes, narrow accesses,
+    barriers, too few blocks.
+    """
+    block, width = _block_threads(config), config["vector_width"]
+    elements = vectors_per_thread(problem, config) * width
+    registers = elements + 2 * OTHER_REGISTERS
+    resident = min(MAX_THREADS_PER_SM, REGISTERS_PER_SM // registers) // block * block
+    in_flight = 4 * max(resident, block) * min(elements, problem.cols)
+    covered = config["threads_per_row"] * width
+    blocks = ceil(problem.batch * problem.rows / config["rows_per_block"])
+    starved = max(1.0, BYTES_IN_FLIGHT / in_flight)
+    idle = ceil(problem.cols / covered) * covered / problem.cols
+    narrow = 1 + 0.1 * (16 / min(16, 4 * width) - 1)
+    barrier = 1.0 if config["threads_per_row"] <= WARP else 1.02 + 0.02 * (block > 256)
+    return float(starved * idle * narrow * barrier * max(1.0, gpu.sm_count / blocks))
+
+
+def _softmax(problem: Problem) -> SoftmaxProblem:
+    if not isinstance(problem, SoftmaxProblem):
+        raise ConfigError(f"{Softmax.name} serves {Softmax.op}, not {problem.op}")
+    return problem
+
+
+def _block_threads(config: Config) -> int:
+    return int(config["threads_per_row"] * config["rows_per_block"])
+
+
+def _geometry_violations(problem: SoftmaxProblem, config: Config) -> list[str]:
+    found = []
+    block, width = _block_threads(config), config["vector_width"]
+    if block > MAX_BLOCK_THREADS:
+        found.append(f"threads_per_row x rows_per_block = {block} exceeds {MAX_BLOCK_THREADS}")
+    if block % WARP:
+        found.append(f"threads_per_row x rows_per_block = {block} is not a multiple of {WARP}")
+    if problem.cols % width:
+        found.append(f"rows of {problem.cols} columns do not align vectors of {width}")
+    elements = vectors_per_thread(problem, config) * width
+    registers = REGISTERS_PER_SM // min(block, MAX_BLOCK_THREADS)
+    allowed = min(MAX_ELEMENTS, registers - OTHER_REGISTERS)
+    if elements > allowed:
+        found.append(f"{elements} elements a thread exceed {allowed} with {block} threads a block")
+    return found
+
+
+def _candidates(problem: SoftmaxProblem) -> Iterator[Config]:
+    """The domains without what cannot win: narrow vectors where wide ones are aligned, threads
+    without a column, blocks under two warps or above 512 threads where one row needs fewer.
+    """
+    widths = [w for w in Softmax.domains["vector_width"] if problem.cols % int(w) == 0]
+    for passes in Softmax.domains["passes"]:
+        for threads in map(int, Softmax.domains["threads_per_row"]):
+            for width in map(int, widths[-2:]):
+                if threads * width > max(problem.cols, 32 * width):
+                    continue
+                for rows in map(int, Softmax.domains["rows_per_block"]):
+                    if 64 <= threads * rows <= max(512, threads):
+                        yield Config(
+                            Softmax.name,
+                            {
+                                "threads_per_row": threads,
+                                "vector_width": width,
+                                "rows_per_block": rows,
+                                "passes": passes,
+                            },
+                        )

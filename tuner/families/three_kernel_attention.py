@@ -1,0 +1,376 @@
+"""Attention as three kernels: Q K^T, softmax, P V, over a few heads a launch.
+
+The scores between the first two kernels are fp32 on purpose. fp16 scores halve the traffic and
+fail the numerics gate once scores are scaled by 30: fp16's spacing at 128 is 0.125, an error of
+12 % after the exponential.
+
+Few heads a launch keep the scores in L2, many fill the GPU and save launches. With `pdl` each
+kernel after the first starts before its predecessor ends and waits for it on the device; with
+`in_place` the softmax writes its 16-bit probabilities over the fp32 scores, so that P V reads them
+with twice the row stride. The causal mask is applied by the softmax alone: both GEMMs are full.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain, product, zip_longest
+from typing import ClassVar, NamedTuple, Self
+
+from tuner.config import Config
+from tuner.errors import ConfigError
+from tuner.families.base import SCRATCH, Family, KernelSpec, Launch, Ref, group_by_kernels
+from tuner.families.gemm import Gemm, gemm_launch
+from tuner.families.softmax import Softmax, softmax_launch
+from tuner.hardware import GRAPH_LAUNCH_US, TMA_ALIGNMENT_BYTES, Gpu
+from tuner.problem import (
+    DTYPE_BYTES,
+    AttentionProblem,
+    GemmProblem,
+    Operand,
+    Problem,
+    SoftmaxProblem,
+)
+
+STAGES: Mapping[str, Family] = {"qk": Gemm(), "softmax": Softmax(), "pv": Gemm()}
+"""The family of each stage, in order of launch."""
+#: Best configs of each stage that are combined, and combinations that are compiled at most.
+BEST_OF_STAGE = 3
+MAX_COMBINATIONS = 12
+#: Most launches of each stage worth trying: what follows is bound by launching.
+MAX_CHUNKS = 256
+#: Share of a launch that programmatic dependent launch hides: an estimate, ranking only.
+PDL_HIDDEN_SHARE = 0.6
+SCORE_BYTES = 4
+#: The probabilities are stored times this and P V divides by it: a power of two, so exact. Rows of
+#: 32768 equal keys have probabilities of 3e-5, where fp16 is subnormal and loses digits.
+PROBABILITY_FACTOR = 4096.0
+
+
+class ThreeKernelAttention(Family):
+    """Immutable; `with_stages` gives another instance whose space is built from the winners.
+
+    Args:
+        winners: best configs of each stage, best first; configs of other families (a vendor's) are
+            passed over, and a stage without any takes its family's seeds.
+    """
+
+    name: ClassVar[str] = "three_kernel_attention"
+    op: ClassVar[str] = AttentionProblem.op
+    runtime_parameters: ClassVar[frozenset[str]] = frozenset(
+        {"heads_per_launch", "pdl", "in_place"}
+    )
+
+    def __init__(self, winners: Mapping[str, Sequence[Config]] | None = None) -> None:
+        self._winners = {
+            name: tuple(config for config in configs if config.family == STAGES[name].name)
+            for name, configs in (winners or {}).items()
+        }
+
+    def supports(self, problem: Problem, gpu: Gpu) -> str:
+        if not isinstance(problem, AttentionProblem):
+            return super().supports(problem, gpu)
+        elements = TMA_ALIGNMENT_BYTES // DTYPE_BYTES[problem.dtype]
+        if problem.seqlen_kv % elements:
+            return (
+                f"seqlen_kv={problem.seqlen_kv}: the probabilities are read by TMA, which needs a "
+                f"multiple of {elements}"
+            )
+        try:
+            _all_heads(problem)
+        except ConfigError as exc:
+            return f"the scores of all heads are too many: {exc}"
+        return ""
+
+    def stages(self, problem: Problem) -> Mapping[str, Problem]:
+        problem = _attention(problem)
+        return _all_heads(problem)._asdict()
+
+    def with_stages(self, winners: Mapping[str, Sequence[Config]]) -> Self:
+        return type(self)(winners)
+
+    def violations(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
+        reason = self.supports(problem, gpu)
+        if reason or not isinstance(problem, AttentionProblem):
+            return [reason]
+        found = _malformed(config) or _heads_violations(problem, config["heads_per_launch"])
+        if found:
+            return found
+        problems = _chunk_problems(problem, config["heads_per_launch"])._asdict()
+        return [
+            f"{name}: {violation}"
+            for name, family in STAGES.items()
+            for violation in family.violations(problems[name], config.stages[name], gpu)
+        ]
+
+    def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
+        if not isinstance(problem, AttentionProblem) or self.supports(problem, gpu):
+            return []
+        configs: list[Config] = []
+        for stages in self._combinations(problem, gpu):
+            for heads in launchable_heads(problem):
+                variants = [
+                    Config(
+                        self.name,
+                        {"heads_per_launch": heads, "pdl": pdl, "in_place": in_place},
+                        stages,
+                    )
+                    for pdl in (True, False)
+                    for in_place in (True, False)
+                ]
+                # Neither changes what is legal.
+                if not self.violations(problem, variants[0], gpu):
+                    configs += variants
+        return configs
+
+    def draw(
+        self, problem: Problem, gpu: Gpu, members: Sequence[Config], rng: random.Random
+    ) -> Config:
+        """A member of the space with one stage drawn anew by that stage's family."""
+        member = rng.choice(members)
+        name = rng.choice(list(STAGES))
+        stage = self.stages(problem)[name]
+        drawn = STAGES[name].draw(stage, gpu, _stage_space(name, stage, gpu), rng)
+        return Config(self.name, member.params, {**member.stages, name: drawn})
+
+    def seeds(
+        self, problem: Problem, gpu: Gpu, space: Sequence[Config], count: int
+    ) -> list[Config]:
+        """Each combination's fastest launch by estimate, in the order of `space`: the ranks of
+        measured stages say more of a combination than the estimate does.
+        """
+        ranked = [
+            sorted(group, key=lambda config: self.predict_us(problem, config, gpu))
+            for group in group_by_kernels(self, space)
+        ]
+        rounds = chain.from_iterable(zip_longest(*ranked))
+        return [config for config in rounds if config is not None][:count]
+
+    def kernels(self, problem: Problem, config: Config) -> dict[str, KernelSpec]:
+        problems = self.stages(problem)
+        return {
+            f"{name}.{kernel}": spec
+            for name, family in STAGES.items()
+            for kernel, spec in family.kernels(problems[name], config.stages[name]).items()
+        }
+
+    def launches(self, problem: Problem, config: Config, scale: float) -> list[Launch]:
+        problem = _attention(problem)
+        return [
+            launch
+            for chunk in _chunks(problem, config["heads_per_launch"])
+            for launch in _chunk_launches(problem, config, scale, chunk)
+        ]
+
+    def scratch_bytes(self, problem: Problem, config: Config) -> int:
+        """The scores of one launch's heads and, if not in place, their probabilities."""
+        problem = _attention(problem)
+        heads: int = config["heads_per_launch"]
+        width = SCORE_BYTES + (0 if config["in_place"] else DTYPE_BYTES[problem.dtype])
+        return heads * problem.seqlen_q * problem.seqlen_kv * width
+
+    def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
+        problem = _attention(problem)
+        heads: int = config["heads_per_launch"]
+        problems = _chunk_problems(problem, heads)._asdict()
+        chunk_us = sum(
+            family.predict_us(problems[name], config.stages[name], gpu)
+            for name, family in STAGES.items()
+        )
+        chunks = problem.batch * problem.heads_q // heads
+        hidden_us = PDL_HIDDEN_SHARE * GRAPH_LAUNCH_US * (len(STAGES) * chunks - 1)
+        return chunks * chunk_us - (hidden_us if config["pdl"] else 0.0)
+
+    def compile_digest(self, config: Config) -> str:
+        stages = {name: STAGES[name].compile_digest(stage) for name, stage in config.stages.items()}
+        return Config(self.name, stages).digest
+
+    def _combinations(self, problem: AttentionProblem, gpu: Gpu) -> list[dict[str, Config]]:
+        """Best first: by the sum of ranks, so that each stage's second comes before thirds."""
+        ranked = []
+        for name, stage in self.stages(problem).items():
+            best = self._winners.get(name, ())
+            if not best:
+                space = _stage_space(name, stage, gpu)
+                best = tuple(STAGES[name].seeds(stage, gpu, space, BEST_OF_STAGE))
+            ranked.append(best[:BEST_OF_STAGE])
+        combinations = product(*(range(len(best)) for best in ranked))
+        ranks = sorted(combinations, key=lambda combination: (sum(combination), max(combination)))
+        return [
+            {name: best[rank] for name, best, rank in zip(STAGES, ranked, combination, strict=True)}
+            for combination in ranks[:MAX_COMBINATIONS]
+        ]
+
+
+def _attention(problem: Problem) -> AttentionProblem:
+    if not isinstance(problem, AttentionProblem):
+        raise ConfigError(f"{ThreeKernelAttention.name} serves attention, not {problem.op}")
+    return problem
+
+
+class _Stages(NamedTuple):
+    """The problem of each stage, in the order of `STAGES`."""
+
+    qk: GemmProblem
+    softmax: SoftmaxProblem
+    pv: GemmProblem
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """The heads of one launch: `problems` of its stages and where its operands begin."""
+
+    problems: _Stages
+    batch_index: int
+    head: int
+    is_first: bool
+
+
+def launchable_heads(problem: AttentionProblem) -> list[int]:
+    """Query heads a launch worth trying: all that one launch can take, then at most half as many
+    each time, down to `MAX_CHUNKS` launches.
+    """
+    total = problem.batch * problem.heads_q
+    chosen: list[int] = []
+    for heads in range(total, 0, -1):
+        if chosen and (2 * heads > chosen[-1] or heads * MAX_CHUNKS < total):
+            continue
+        if not _heads_violations(problem, heads):
+            chosen.append(heads)
+    return chosen
+
+
+def _heads_violations(problem: AttentionProblem, heads: int) -> list[str]:
+    """A launch's heads are one batch of matrices at constant strides.
+
+    Query heads of one group follow each other in (B, H, S, D), so a group, or a part of one,
+    stacks its rows over its key head. In (B, S, H, D) neither stacking nor a step from one batch
+    element to the next has a constant stride.
+    """
+    total, group = problem.batch * problem.heads_q, problem.heads_q // problem.heads_kv
+    if heads < 1 or total % heads:
+        return [f"heads_per_launch={heads} does not divide B x H = {total}"]
+    if problem.layout == "bshd":
+        if group > 1 and heads > 1:
+            return [
+                f"heads_per_launch={heads}: grouped heads in layout bshd are launched one by one"
+            ]
+        if problem.heads_q % heads:
+            return [f"heads_per_launch={heads} does not divide H={problem.heads_q} (layout bshd)"]
+    elif heads % group and group % heads:
+        return [f"heads_per_launch={heads} neither divides nor is a multiple of a group of {group}"]
+    return []
+
+
+def _malformed(config: Config) -> list[str]:
+    types = {"heads_per_launch": int, "pdl": bool, "in_place": bool}
+    found = [
+        f"{name}={config.get(name)!r} is not of type {expected.__name__}"
+        for name, expected in types.items()
+        if type(config.get(name)) is not expected
+    ]
+    found += [f"parameter '{name}' is not known" for name in config.params if name not in types]
+    if set(config.stages) != set(STAGES):
+        return [*found, f"stages are {sorted(config.stages)} (needed: {', '.join(STAGES)})"]
+    return found + [
+        f"stage {name} is of family {config.stages[name].family} (allowed: {family.name})"
+        for name, family in STAGES.items()
+        if config.stages[name].family != family.name
+    ]
+
+
+def _stage_problems(problem: AttentionProblem, batch: int, heads: int) -> _Stages:
+    """`batch` matrices of `heads` stacked query heads each."""
+    rows, cols, depth = heads * problem.seqlen_q, problem.seqlen_kv, problem.head_dim
+    dtype = problem.dtype
+    return _Stages(
+        qk=GemmProblem(rows, cols, depth, batch, dtype, "float32", "row", "col"),
+        softmax=SoftmaxProblem(rows, cols, batch, problem.seqlen_q, problem.is_causal, dtype),
+        pv=GemmProblem(rows, depth, cols, batch, dtype, dtype, "row", "row"),
+    )
+
+
+def _all_heads(problem: AttentionProblem) -> _Stages:
+    group = problem.heads_q // problem.heads_kv
+    return _stage_problems(problem, problem.batch * problem.heads_kv, group)
+
+
+def _chunk_problems(problem: AttentionProblem, heads: int) -> _Stages:
+    stacked = min(heads, problem.heads_q // problem.heads_kv)
+    return _stage_problems(problem, heads // stacked, stacked)
+
+
+def _chunks(problem: AttentionProblem, heads: int) -> Iterator[_Chunk]:
+    problems = _chunk_problems(problem, heads)
+    for first in range(0, problem.batch * problem.heads_q, heads):
+        yield _Chunk(problems, *divmod(first, problem.heads_q), is_first=first == 0)
+
+
+def _chunk_launches(
+    problem: AttentionProblem, config: Config, scale: float, chunk: _Chunk
+) -> Iterator[Launch]:
+    qk, softmax, pv = chunk.problems
+    query, key, value, out = problem.operands
+    group = problem.heads_q // problem.heads_kv
+    stacked = qk.m // problem.seqlen_q
+    key_head = chunk.head // group
+    scores = Ref(SCRATCH)
+    in_place, score_elements = config["in_place"], qk.batch * qk.m * qk.n
+    # Rows of 16-bit elements at the stride of the fp32 rows they lie in.
+    stride = 2 * qk.n if in_place else qk.n
+    probabilities = scores if in_place else Ref(SCRATCH, SCORE_BYTES * score_elements)
+    yield gemm_launch(
+        qk,
+        config.stages["qk"],
+        kernel="qk.gemm",
+        a=_head(query, chunk.batch_index, chunk.head),
+        b=_head(key, chunk.batch_index, key_head),
+        d=scores,
+        lda=query.strides[2],
+        ldb=key.strides[2],
+        ldd=qk.n,
+        batch_a=query.strides[1] * stacked,
+        batch_b=key.strides[1],
+        batch_d=qk.m * qk.n,
+        alpha=1.0,
+        # What runs before this call need not know of programmatic launches.
+        pdl=config["pdl"] and not chunk.is_first,
+    )
+    yield softmax_launch(
+        softmax,
+        scale,
+        scores,
+        probabilities,
+        kernel="softmax.softmax",
+        stride_probabilities=stride,
+        factor=PROBABILITY_FACTOR,
+        pdl=config["pdl"],
+    )
+    yield gemm_launch(
+        pv,
+        config.stages["pv"],
+        kernel="pv.gemm",
+        a=probabilities,
+        b=_head(value, chunk.batch_index, key_head),
+        d=_head(out, chunk.batch_index, chunk.head),
+        lda=stride,
+        ldb=value.strides[2],
+        ldd=out.strides[2],
+        batch_a=pv.m * stride,
+        batch_b=value.strides[1],
+        batch_d=out.strides[1] * stacked,
+        alpha=1.0 / PROBABILITY_FACTOR,
+        pdl=config["pdl"],
+    )
+
+
+def _head(operand: Operand, batch_index: int, head: int) -> Ref:
+    offset = batch_index * operand.strides[0] + head * operand.strides[1]
+    return Ref(operand.name, offset * DTYPE_BYTES[operand.dtype])
+
+
+@lru_cache(maxsize=8)
+def _stage_space(name: str, stage: Problem, gpu: Gpu) -> Sequence[Config]:
+    return STAGES[name].space(stage, gpu)
