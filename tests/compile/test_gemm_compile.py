@@ -1,0 +1,88 @@
+"""GEMM kernels through the real nvcc: each schedule, layout pair, output type and scheduler."""
+
+from __future__ import annotations
+
+import pytest
+
+from tuner.artifacts import load
+from tuner.compiler import Compiler
+from tuner.config import Config, Value
+from tuner.errors import BenchmarkError
+from tuner.families.gemm import Gemm
+from tuner.hardware import DEFAULT_GPU
+from tuner.problem import GemmProblem
+
+pytestmark = [pytest.mark.compile, pytest.mark.timeout(900)]
+
+GEMM = Gemm()
+
+
+def config(schedule: str, tile: tuple[int, int, int], **more: Value) -> Config:
+    params: dict[str, Value] = {
+        **dict(zip(("tile_m", "tile_n", "tile_k"), tile, strict=True)),
+        "cluster_m": 2,
+        "cluster_n": 1,
+        "kernel_schedule": schedule,
+        "epilogue_schedule": schedule.removesuffix("Pingpong"),
+        "swap_ab": False,
+        **more,
+    }
+    if schedule != "TmaWarpSpecialized":
+        params |= {"raster_order": "AlongM", "max_swizzle_size": 1}
+    return Config("gemm", params)
+
+
+#: One translation unit: together they take every branch of the template.
+SAMPLE = [
+    (
+        GemmProblem(1024, 1024, 64, batch=16, dtype_d="float32", layout_a="col"),
+        config("TmaWarpSpecialized", (64, 128, 64), stages=2),
+    ),
+    (
+        GemmProblem(16, 4096, 4096),
+        config("TmaWarpSpecializedPingpong", (64, 16, 128), swap_ab=True),
+    ),
+    (
+        GemmProblem(2048, 2048, 2048, dtype="bfloat16", layout_b="row"),
+        config(
+            "TmaWarpSpecializedCooperative",
+            (128, 256, 64),
+            tile_scheduler="StreamK",
+            decomposition_mode="StreamK",
+        ),
+    ),
+    (
+        GemmProblem(2048, 2048, 2048, layout_a="col", layout_b="row"),
+        config(
+            "TmaWarpSpecializedCooperative",
+            (256, 128, 64),
+            tile_scheduler="Persistent",
+            epilogue_schedule="NoSmemWarpSpecialized",
+        ),
+    ),
+]
+
+
+SPECS = [GEMM.kernels(problem, candidate)["gemm"] for problem, candidate in SAMPLE]
+
+
+def test_every_branch_of_the_template_compiles_without_spills(compiler: Compiler) -> None:
+    for problem, candidate in SAMPLE:
+        assert GEMM.violations(problem, candidate, DEFAULT_GPU) == []
+    built = [future.result() for _, future in compiler.submit(SPECS)]
+
+    for artifact, (problem, candidate) in zip(built, SAMPLE, strict=True):
+        assert artifact.resources is not None
+        assert artifact.resources.registers > 0
+        assert artifact.resources.spill_store_bytes == artifact.resources.spill_load_bytes == 0
+        kernel = load(artifact)
+        launch = GEMM.launches(problem, candidate, 1.0)[0]
+        if "decomposition_mode" not in candidate.params:
+            assert kernel.workspace_bytes(launch.integers) == 0
+        for position, value in ((0, 0), (4, launch.integers[4] + 1), (11, 9)):
+            bad = [*launch.integers]
+            bad[position] = value
+            with pytest.raises(BenchmarkError):
+                kernel.workspace_bytes(bad)
+        with pytest.raises(BenchmarkError, match="Misaligned"):
+            kernel.launch([256, 257, 512], launch.integers, launch.scalars, 0, 0)

@@ -1,0 +1,503 @@
+"""The compiler over a fake nvcc: a script that builds in no time and can be told to fail."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tuner import artifacts, compiler, resources
+from tuner.artifacts import ArtifactCache
+from tuner.compiler import Compiler, Toolchain
+from tuner.errors import CompileError, RenderError, StoreError
+from tuner.families.base import KernelSpec
+from tuner.measurement import Resources
+from tuner.processes import ProcessPool
+
+AVAILABLE_BYTES = compiler.available_bytes
+
+NVCC = r"""#!{python} -SE
+import os, re, subprocess, sys, time
+arguments = sys.argv[1:]
+source = next(a for a in arguments if a.endswith(".cu"))
+output = arguments[arguments.index("-o") + 1]
+text = open(source).read()
+ids = re.findall(r"kernel_(\w+)", text)
+with open({runs!r}, "a") as file:
+    file.write(" ".join(ids) + "\n")
+if "CHILD" in text:
+    child = subprocess.Popen([sys.executable, "-SE", "-c", "import time; time.sleep(600)"])
+    open({runs!r} + ".child", "w").write(str(child.pid))
+if "SLEEP" in text:
+    open(os.environ["TMPDIR"] + "/tmpxft", "w").close()
+    time.sleep(float(re.search(r"SLEEP(\d+(?:\.\d+)?)", text)[1]))
+if "FULL" in text:
+    sys.exit("fatal error: error writing to unit.o: No space left on device")
+if "CRASH" in text:
+    os.kill(os.getpid(), 9)
+if "BROKEN" in text:
+    print("unit.cu(3): warning: take care")
+    print("unit.cu(7): error: identifier is undefined")
+    sys.exit(2)
+for i in ids:
+    print(f"ptxas info    : Compiling entry function '_Z39kernel_{{i}}v' for 'sm_90a'")
+    print(f"ptxas info    : Function properties for _Z39kernel_{{i}}v")
+    print("    16 bytes stack frame, 4 bytes spill stores, 8 bytes spill loads")
+    print(f"ptxas info    : Used {{text.count('kernel_')}} registers, used 1 barriers")
+open(output, "w").write(" ".join(ids))
+"""
+
+
+class Fake:
+    """A toolchain whose nvcc notes its runs, and two templates."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.log = folder / "runs"
+        nvcc = folder / "nvcc"
+        nvcc.write_text(NVCC.format(python=sys.executable, runs=str(self.log)))
+        nvcc.chmod(0o755)
+        self.templates = folder / "templates"
+        self.templates.mkdir()
+        for name in ("a.cu.j2", "b.cu.j2"):
+            (self.templates / name).write_text(
+                "{% include 'part.j2' %}struct kernel_{{ id }} {{ n }};"
+            )
+        (self.templates / "part.j2").write_text('#include "header.h"\n')
+        (self.templates / "header.h").write_text("// header\n")
+        self.toolchain = Toolchain(
+            nvcc, "13.0.88", Path("/usr/bin/c++"), "c++ 12", folder / "cutlass", "4.2.0"
+        )
+        self.cache = ArtifactCache(folder / "cache")
+
+    @property
+    def runs(self) -> list[int]:
+        """Kernels of each run of nvcc, in order."""
+        lines = self.log.read_text().splitlines() if self.log.exists() else []
+        return [len(line.split()) for line in lines]
+
+    def compiler(self, **options: int | float) -> Compiler:
+        return Compiler(self.toolchain, self.cache, **options)
+
+    def leftovers(self) -> list[Path]:
+        return [p for d in (".building", ".locks") for p in (self.cache.root / d).glob("*")]
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
+    fake = Fake(tmp_path)
+    monkeypatch.setattr(resources, "templates", lambda: fake.templates)
+    monkeypatch.setattr(compiler, "available_bytes", lambda: 1 << 40)
+    for variable in ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"):
+        monkeypatch.delenv(variable, raising=False)
+    return fake
+
+
+def spec(n: object, template: str = "a.cu.j2") -> KernelSpec:
+    return KernelSpec(template, {"n": n})
+
+
+def specs(count: int, template: str = "a.cu.j2") -> list[KernelSpec]:
+    return [spec(n, template) for n in range(count)]
+
+
+def test_kernels_are_built_in_units(fake: Fake) -> None:
+    with fake.compiler(jobs=1, batch=4) as made:
+        submitted = made.submit(specs(8))
+        built = [future.result() for _, future in submitted]
+    assert [s for s, _ in submitted] == specs(8)
+    assert fake.runs == [4, 4]
+    assert [a.key for a in built] == [made.key(s) for s in specs(8)]
+    assert built[0].resources == Resources(4, 4, 8, 16, 0)
+    assert built[0].facts["kernels_in_unit"] == 4
+    assert built[0].compile_cpu_s > 0
+    assert built[0].library.samefile(built[3].library)
+    assert not built[0].library.samefile(built[4].library)
+    source = (built[2].library.parent / "kernel.cu").read_text()
+    assert source.endswith(f"struct kernel_{built[2].key} 2;")
+    assert fake.leftovers() == []
+
+
+@pytest.mark.parametrize(
+    ("jobs", "count", "expected"),
+    [(4, 4, [1, 1, 1, 1]), (4, 3, [1, 1, 1, 0]), (2, 4, [2, 2]), (2, 8, [4, 4]), (3, 5, [2, 2, 1])],
+)
+def test_few_kernels_are_spread_over_the_cores(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch, jobs: int, count: int, expected: list[int]
+) -> None:
+    made = fake.compiler(jobs=jobs)
+    monkeypatch.setattr(made, "_wake", lambda times: None)
+    made.submit(specs(count))
+    assert [len(made._take()) for _ in range(jobs)] == expected  # as `jobs` threads would
+    assert made._take() == []
+    made.close(cancel=True)
+
+
+def test_a_core_that_becomes_free_takes_a_full_unit(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = fake.compiler(jobs=2)
+    monkeypatch.setattr(made, "_wake", lambda times: None)
+    for one in specs(9):
+        made.submit([one])
+    made._take(), made._take()
+    made._busy -= 1
+    assert len(made._take()) == 1
+    made.submit([spec(n) for n in range(10, 16)])
+    made._busy -= 1
+    assert [len(made._take())] == [4]
+    made.close(cancel=True)
+
+
+def test_a_unit_holds_one_template(fake: Fake) -> None:
+    with fake.compiler(jobs=1) as made:
+        mixed = [s for pair in zip(specs(3), specs(3, "b.cu.j2"), strict=True) for s in pair]
+        for _, future in made.submit(mixed):
+            future.result()
+    assert fake.runs == [3, 3]
+
+
+def test_a_bad_kernel_never_costs_its_neighbours(fake: Fake) -> None:
+    with fake.compiler(jobs=1) as made:
+        futures = [f for _, f in made.submit([*specs(3), spec("BROKEN")])]
+        for future in futures[:3]:
+            assert future.result().facts["kernels_in_unit"] == 1
+        with pytest.raises(CompileError) as raised:
+            futures[3].result()
+    assert sorted(fake.runs) == [1, 1, 1, 1, 4]
+    assert str(raised.value) == "a.cu.j2: unit.cu(7): error: identifier is undefined"
+    assert str(fake.toolchain.nvcc) in raised.value.command
+    assert "take care" in raised.value.log
+    assert fake.leftovers() == []
+
+
+def test_work_that_failed_is_counted(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel whose unit was built twice costs its share of both."""
+    run = ProcessPool.run
+    monkeypatch.setattr(ProcessPool, "run", lambda *a: replace(run(*a), cpu_s=8.0))
+    with fake.compiler(jobs=1) as made:
+        (_, good), _ = made.submit([spec(1), spec("BROKEN")])
+        assert good.result().compile_cpu_s == 4.0 + 8.0
+        futures = [future for _, future in made.submit(specs(4)[2:])]
+        assert [f.result().compile_cpu_s for f in futures] == [4.0, 4.0]
+
+
+def test_the_compiler_killed_in_a_unit_is_tried_alone(fake: Fake) -> None:
+    with fake.compiler(jobs=1) as made:
+        (_, good), (_, bad) = made.submit([spec(1), spec("CRASH")])
+        assert good.result().key == made.key(spec(1))
+        with pytest.raises(CompileError, match="killed by signal 9"):
+            bad.result()
+
+
+def test_what_nvcc_rejected_is_not_tried_again(fake: Fake) -> None:
+    with fake.compiler(jobs=1) as made:
+        for _ in range(2):
+            with pytest.raises(CompileError, match="is undefined"):
+                made.submit([spec("BROKEN")])[0][1].result()
+    assert fake.runs == [1]
+
+
+def test_closing_waits_for_what_was_submitted_even_when_it_is_retried(fake: Fake) -> None:
+    made = fake.compiler(jobs=1)
+    futures = [f for _, f in made.submit([*specs(5), spec("BROKEN")])]
+    made.close()
+    assert [f.exception() is None for f in futures] == [True] * 5 + [False]
+
+
+def test_what_is_built_is_found_again(fake: Fake) -> None:
+    with fake.compiler() as made:
+        assert made.cached(spec(1)) is None
+        first = made.submit([spec(1)])[0][1].result()
+        assert made.cached(spec(1)) == first
+    with fake.compiler() as made:
+        (_, future) = made.submit([spec(1)])[0]
+        assert future.done()
+        assert future.result() == first
+    assert fake.runs == [1]
+
+
+def test_a_corrupt_artifact_is_built_again(fake: Fake) -> None:
+    with fake.compiler() as made:
+        artifact = made.submit([spec(1)])[0][1].result()
+        artifact.library.unlink()
+        artifact.library.write_text("damaged")
+        assert made.cached(spec(1)) is None
+        again = made.submit([spec(1)])[0][1].result()
+    assert (again.key, again.sha256) == (artifact.key, artifact.sha256)
+    assert fake.runs == [1, 1]
+
+
+def test_equal_specs_in_flight_are_one_compile(fake: Fake) -> None:
+    with fake.compiler(jobs=1) as made:
+        (_, first), (_, second) = made.submit([spec("SLEEP0.2"), spec("SLEEP0.2")])
+        ((_, third),) = made.submit([spec("SLEEP0.2")])
+        assert first is second is third
+        first.result()
+    assert fake.runs == [1]
+
+
+def test_submitting_does_not_wait(fake: Fake) -> None:
+    made = fake.compiler(jobs=1)
+    futures = [f for _, f in made.submit([spec(f"{n} SLEEP600") for n in range(9)])]
+    assert not any(f.done() for f in futures)
+    made.close(cancel=True)
+    assert all(isinstance(f.exception() if not f.cancelled() else CancelledError(), CancelledError)
+               for f in futures)  # fmt: skip
+
+
+def test_a_future_can_be_cancelled_before_it_starts(fake: Fake) -> None:
+    with fake.compiler(jobs=1) as made:
+        ((_, running),) = made.submit([spec("SLEEP0.3")])
+        (_, unwanted), (_, wanted) = made.submit([spec(1), spec(2)])
+        assert unwanted.cancel()
+        wanted.result()
+        running.result()
+        ((_, again),) = made.submit([spec(1)])
+        assert again.result().key == made.key(spec(1))
+    assert fake.runs == [1, 1, 1]
+
+
+def change_toolchain(field: str, value: object) -> Callable[[Fake, pytest.MonkeyPatch], None]:
+    def change(fake: Fake, _: pytest.MonkeyPatch) -> None:
+        fake.toolchain = replace(fake.toolchain, **{field: value})
+
+    return change
+
+
+def write(name: str, text: str) -> Callable[[Fake, pytest.MonkeyPatch], None]:
+    return lambda fake, _: (fake.templates / name).write_text(text)
+
+
+INGREDIENTS: dict[str, Callable[[Fake, pytest.MonkeyPatch], object]] = {
+    "nvcc": change_toolchain("nvcc_version", "13.1.0"),
+    "cutlass": change_toolchain("cutlass_version", "4.3.0"),
+    "cutlass headers": change_toolchain("cutlass_digest", "edited"),
+    "template": write(
+        "a.cu.j2", "{% include 'part.j2' %}{# says nothing #}struct kernel_{{ id }} {{ n }};"
+    ),
+    "include": write("part.j2", '{# new #}#include "header.h"\n'),
+    "header": write("header.h", "// changed\n"),
+    "flags": lambda _, patch: patch.setattr(compiler, "FLAGS", ("-O2",)),
+    "append": lambda _, patch: patch.setenv("NVCC_APPEND_FLAGS", "-O1"),
+    "prepend": lambda _, patch: patch.setenv("NVCC_PREPEND_FLAGS", "-O1"),
+}
+
+
+@pytest.mark.parametrize("ingredient", INGREDIENTS)
+def test_the_key_changes_with(fake: Fake, monkeypatch: pytest.MonkeyPatch, ingredient: str) -> None:
+    before = fake.compiler().key(spec(1))
+    INGREDIENTS[ingredient](fake, monkeypatch)
+    after = fake.compiler().key(spec(1))
+    assert len(before) == len(after) == 32
+    assert before != after
+
+
+def test_the_key_changes_with_the_variables_and_not_with_paths(fake: Fake, tmp_path: Path) -> None:
+    made = fake.compiler()
+    assert made.key(spec(1)) != made.key(spec(2))
+    elsewhere = replace(
+        fake.toolchain,
+        nvcc=tmp_path / "other",
+        cutlass=tmp_path / "other",
+        library_dirs=(tmp_path,),
+    )
+    assert Compiler(elsewhere, fake.cache).key(spec(1)) == made.key(spec(1))
+
+
+PROCESS = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+from tuner import resources
+from tuner.artifacts import ArtifactCache
+from tuner.compiler import Compiler, Toolchain
+from tuner.families.base import KernelSpec
+folder, values = Path(sys.argv[1]), sys.argv[2:]
+resources.templates = lambda: folder / "templates"
+host = Path("/usr/bin/c++")
+tools = Toolchain(folder / "nvcc", "13.0.88", host, "c++ 12", folder / "cutlass", "4.2.0")
+with Compiler(tools, ArtifactCache(folder / "cache"), jobs=1) as made:
+    for _, future in made.submit([KernelSpec("a.cu.j2", {"n": v}) for v in values]):
+        print(future.result().key)
+"""
+
+
+def start(fake: Fake, *values: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", PROCESS, str(fake.folder), *values],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(compiler.__file__).parents[1])},
+    )
+
+
+def test_two_processes_build_a_kernel_once(fake: Fake) -> None:
+    first, second = start(fake, "1 SLEEP1", "2"), start(fake, "2", "1 SLEEP1", "3")
+    outputs = [process.communicate()[0].split() for process in (first, second)]
+    assert (first.returncode, second.returncode) == (0, 0)
+    assert outputs[0] == [outputs[1][1], outputs[1][0]]
+    assert sum(fake.runs) == 3
+    assert fake.leftovers() == []
+
+
+def wait_for_a_run(fake: Fake) -> None:
+    for _ in range(1000):
+        if fake.runs and list((fake.cache.root / ".building").glob("*/tmpxft")):
+            return
+        time.sleep(0.01)
+    pytest.fail("nvcc was not started")
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def test_cancelling_kills_nvcc_and_its_children_and_leaves_nothing(fake: Fake) -> None:
+    made = fake.compiler(jobs=1)
+    (_, running), (_, waiting) = made.submit([spec("CHILD SLEEP600"), spec(1, "b.cu.j2")])
+    wait_for_a_run(fake)
+    child = int(Path(f"{fake.log}.child").read_text())
+    assert alive(child)
+    made.close(cancel=True)
+    for future in (running, waiting):
+        with pytest.raises(CancelledError):
+            future.result()
+    for _ in range(1000):  # SIGKILL is sent; a busy machine takes its time to deliver it
+        if not alive(child):
+            break
+        time.sleep(0.01)
+    assert not alive(child)
+    assert fake.cache.keys() == []
+    assert fake.leftovers() == []
+    assert made.submit([spec(5)])[0][1].cancelled()
+
+
+def test_a_killed_process_leaves_nothing_that_counts(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = start(fake, "SLEEP2")
+    wait_for_a_run(fake)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert fake.cache.keys() == []
+    monkeypatch.setattr(artifacts, "_SWEEP_AGE_S", -1.0)
+    with fake.compiler(jobs=1) as made:
+        assert made.submit([spec(1)])[0][1].result()
+    assert list((fake.cache.root / ".building").glob("*")) == []
+
+
+def test_nvcc_is_stopped_when_it_takes_too_long(fake: Fake) -> None:
+    with fake.compiler(jobs=1, timeout_s=0.5) as made:
+        (_, good), (_, bad) = made.submit([spec(1), spec("SLEEP600")])
+        assert good.result()
+        with pytest.raises(CompileError, match=r"nvcc was stopped after \d+ s"):
+            bad.result()
+
+
+def test_a_full_disk_is_no_fault_of_the_kernel(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake.compiler(jobs=1) as made:
+        for _ in range(2):  # and is tried again
+            with pytest.raises(StoreError, match=r"the disk under .* is full"):
+                made.submit([spec("FULL")])[0][1].result()
+        assert fake.runs == [1, 1]
+
+        def full(*_: object, **__: object) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(Path, "mkdir", full)
+        with pytest.raises(StoreError, match="is full: free some space"):
+            made.submit([spec(1)])[0][1].result()
+
+
+def test_a_cache_that_cannot_be_written_is_said_by_the_future(fake: Fake) -> None:
+    (fake.folder / "file").write_text("")
+    fake.cache = ArtifactCache(fake.folder / "file" / "cache")
+    with (
+        fake.compiler() as made,
+        pytest.raises(StoreError, match="cannot be written"),
+    ):
+        made.submit([spec(1)])[0][1].result()
+
+
+def test_an_nvcc_that_cannot_start_is_said_by_the_future(fake: Fake) -> None:
+    fake.toolchain = replace(fake.toolchain, nvcc=fake.folder / "gone")
+    with fake.compiler() as made, pytest.raises(CompileError, match=r"gone cannot be started"):
+        made.submit([spec(1)])[0][1].result()
+
+
+def test_a_spec_that_does_not_render_costs_itself_alone(fake: Fake) -> None:
+    with fake.compiler(jobs=1) as made:
+        (_, bad), (_, good) = made.submit([KernelSpec("a.cu.j2"), spec(1)])
+        assert good.result()
+        with pytest.raises(RenderError, match="'n' is undefined"):
+            bad.result()
+
+
+@pytest.mark.parametrize(
+    ("memory", "jobs", "expected"),
+    [(1 << 40, 16, 16), (12 << 30, 16, 2), (1 << 30, 16, 1), (1 << 40, 1, 1)],
+)
+def test_memory_limits_the_units_at_a_time(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch, memory: int, jobs: int, expected: int
+) -> None:
+    monkeypatch.setattr(compiler, "available_bytes", lambda: memory)
+    assert fake.compiler(jobs=jobs).jobs == expected
+
+
+@pytest.mark.parametrize(
+    ("limit", "current", "expected"),
+    [("max", 900, 1000), (None, 900, 1000), (1500, 900, 700), (5000, 900, 1000), (500, 900, 0)],
+)
+def test_available_memory_is_the_machines_or_the_control_groups(
+    tmp_path: Path, limit: object, current: int, expected: int
+) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal: 99 kB\nMemAvailable:   1000 kB\n")
+    if limit is not None:
+        kib = f"{limit * 1024}" if isinstance(limit, int) else limit
+        (tmp_path / "memory.max").write_text(f"{kib}\n")
+        (tmp_path / "memory.current").write_text(f"{current * 1024}\n")
+        (tmp_path / "memory.stat").write_text(f"anon 5\ninactive_file {100 * 1024}\n")
+    assert AVAILABLE_BYTES(tmp_path, tmp_path) == expected * 1024
+
+
+def test_the_command_holds_what_cutlass_needs(fake: Fake) -> None:
+    fake.toolchain = replace(fake.toolchain, library_dirs=(Path("/cu13/lib"),))
+    command = fake.compiler()._command(fake.folder)
+    cutlass = fake.toolchain.cutlass
+    for part in (
+        "-std=c++17",
+        "-gencode=arch=compute_90a,code=sm_90a",
+        "-DCUTLASS_ENABLE_GDC_FOR_SM90",
+        "-cudart=static",
+        "-L/cu13/lib",
+        f"-ccbin={fake.toolchain.host_compiler}",
+        f"-I{cutlass}/include",
+        f"-I{cutlass}/tools/util/include",
+        f"-I{cutlass}/examples/88_hopper_fmha",
+        f"-I{fake.templates}",
+    ):
+        assert part in command
+
+
+def test_facts_are_kept_with_the_artifact(fake: Fake) -> None:
+    with fake.compiler() as made:
+        artifact = made.submit([spec(7)])[0][1].result()
+    facts = json.loads((artifact.library.parent / "meta.json").read_text())["facts"]
+    assert facts["template"] == "a.cu.j2"
+    assert facts["variables"] == {"n": 7}
+    assert (facts["nvcc"], facts["cutlass"]) == ("13.0.88", "4.2.0")

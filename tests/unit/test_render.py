@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tuner import resources
+from tuner.errors import RenderError
+from tuner.families.base import KernelSpec
+from tuner.render import render, template_digest
+
+
+@pytest.fixture
+def templates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(resources, "templates", lambda: tmp_path)
+    return tmp_path
+
+
+def test_variables_and_id_are_filled_in_and_blocks_leave_no_lines(templates: Path) -> None:
+    (templates / "a.cu.j2").write_text(
+        "{# tile: 64 #}\nint k_{{ id }} = {{ tile }};\n"
+        "  {% if tile > 1 %}\nbig\n  {% endif %}\nend\n"
+    )
+    assert render(KernelSpec("a.cu.j2", {"tile": 64}), "abc") == "int k_abc = 64;\nbig\nend\n"
+
+
+def test_text_is_not_escaped(templates: Path) -> None:
+    (templates / "a.cu.j2").write_text("{{ name }}")
+    assert render(KernelSpec("a.cu.j2", {"name": "Shape<_1, 'x'>"}), "i") == "Shape<_1, 'x'>"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{{ tile_m }}", r"template a\.cu\.j2: variable 'tile_m' is undefined"),
+        ("{% if tile_m %}{% endif %}", r"template a\.cu\.j2: variable 'tile_m' is undefined"),
+        ("x\n{% if %}", r"template a\.cu\.j2, line 2: "),
+        ("{% include 'gone.cu.j2' %}", r"template gone\.cu\.j2 is not in "),
+        ("{{ 1 // zero }}", r"template a\.cu\.j2: ZeroDivisionError"),
+        ("{{ 1 + word }}", r"template a\.cu\.j2: TypeError"),
+    ],
+)
+def test_what_cannot_be_rendered_is_named(templates: Path, text: str, message: str) -> None:
+    (templates / "a.cu.j2").write_text(text)
+    with pytest.raises(RenderError, match=message):
+        render(KernelSpec("a.cu.j2", {"zero": 0, "word": "x"}), "i")
+
+
+def test_a_missing_template_is_named(templates: Path) -> None:
+    with pytest.raises(RenderError, match=r"template b\.cu\.j2 is not in "):
+        render(KernelSpec("b.cu.j2"), "i")
+
+
+def test_a_family_cannot_set_the_id(templates: Path) -> None:
+    (templates / "a.cu.j2").write_text("{{ id }}")
+    with pytest.raises(RenderError, match="'id' is set by the tuner"):
+        render(KernelSpec("a.cu.j2", {"id": "x"}), "i")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{% include 'part.j2' %}",
+        "{% import 'part.j2' as part %}",
+        "{% from 'part.j2' import name %}",
+        "{% extends 'part.j2' %}",
+        '#include "part.j2"',
+        "#  include <part.j2>",
+    ],
+)
+def test_the_digest_covers_what_a_template_pulls_in(templates: Path, line: str) -> None:
+    (templates / "a.cu.j2").write_text(f"{line}\n")
+    (templates / "part.j2").write_text("{% include 'deep.j2' %}\n#include <vector>\n")
+    (templates / "deep.j2").write_text('#include "sub/header.h"\n')
+    (templates / "sub").mkdir()
+    (templates / "sub" / "header.h").write_text('#include "beside.h"\n#include "../a.cu.j2"\n')
+    (templates / "sub" / "beside.h").write_text("one")
+    (templates / "unrelated.j2").write_text("one")
+    before = template_digest("a.cu.j2")
+
+    (templates / "unrelated.j2").write_text("three")
+    assert template_digest("a.cu.j2") == before
+    (templates / "sub" / "beside.h").write_text("three")
+    assert template_digest("a.cu.j2") != before
+
+
+def test_the_digest_depends_on_text_not_on_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digests = set()
+    for name in ("one", "two"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "a.cu.j2").write_text("same")
+        monkeypatch.setattr(resources, "templates", lambda folder=folder: folder)
+        digests.add(template_digest("a.cu.j2"))
+    assert len(digests) == 1
+
+
+def test_an_include_by_variable_is_refused(templates: Path) -> None:
+    (templates / "a.cu.j2").write_text("{% include name %}")
+    with pytest.raises(RenderError, match="not by a variable"):
+        template_digest("a.cu.j2")
+
+
+def test_a_missing_include_is_named_by_the_digest(templates: Path) -> None:
+    (templates / "a.cu.j2").write_text("{% include 'gone.j2' %}")
+    with pytest.raises(RenderError, match=r"template gone\.j2 cannot be read"):
+        template_digest("a.cu.j2")

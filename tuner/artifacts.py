@@ -1,0 +1,464 @@
+"""Compiled kernels: a content-addressed folder each, and the C calls into one.
+
+::
+
+    <root>/<key>/kernel.so    shared library; kernels of one translation unit are hard links
+                 meta.json    sha256, ptxas resources, CPU-seconds, facts of the build
+                 kernel.cu    the rendered source, for inspection
+    <root>/.building/         built aside here, then renamed; a dead process's leftovers are swept
+    <root>/.locks/            one file a key while somebody builds it
+    <root>/.quarantine/       folders whose library does not match its recorded hash
+
+A miss is None. What is wrong with a folder makes it a miss, never an error; only a cache that
+cannot be written is one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tuner import settings
+from tuner.errors import BenchmarkError, StoreError
+from tuner.measurement import Resources, status_of
+
+FORMAT = 1
+"""Version of meta.json; another one is a miss."""
+SAFE_AGE_S = 60.0
+"""`prune` leaves what was made or used within this time: somebody may be about to load it."""
+_TOUCH_EVERY_S = 10.0
+_SWEEP_AGE_S = 10.0
+_LOCK_POLL_S = 0.05
+
+_File = tuple[int, int]
+"""Device and inode."""
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """One compiled kernel in the cache."""
+
+    key: str
+    library: Path
+    sha256: str
+    resources: Resources | None
+    """None when ptxas reported nothing under the kernel's id."""
+    compile_cpu_s: float
+    """CPU-seconds its build took: its share of the translation unit's."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """How it was built: template, variables, versions, `advice` of ptxas."""
+
+
+class ArtifactCache:
+    """The artifacts under one folder; safe between threads and processes of one machine."""
+
+    def __init__(self, root: Path | None = None) -> None:
+        self.root = settings.artifacts_dir() if root is None else root
+        self._verified: dict[tuple[str, int, int], str] = {}
+
+    def find(self, key: str) -> Artifact | None:
+        """The artifact of `key`, its library's hash verified, or None.
+
+        A corrupt folder is moved to quarantine and is a miss. Finding one counts as using it.
+        """
+        folder = self.root / key
+        try:
+            text = (folder / "meta.json").read_text(encoding="utf-8")
+        except FileNotFoundError:
+            if folder.is_dir():  # created by rename, so never seen half made: damaged
+                self._quarantine(folder)
+            return None
+        except (OSError, UnicodeDecodeError):
+            self._quarantine(folder)
+            return None
+        try:
+            artifact = _read_meta(key, folder, text)
+            intact = self._hash(artifact.library) == artifact.sha256
+        except (OSError, ValueError, TypeError, KeyError):
+            intact = False
+        if not intact:
+            self._quarantine(folder)
+            return None
+        _touch(folder / "meta.json")
+        return artifact
+
+    def put(
+        self,
+        key: str,
+        library: Path,
+        *,
+        resources: Resources | None,
+        compile_cpu_s: float,
+        source: str,
+        facts: Mapping[str, Any],
+    ) -> Artifact:
+        """Add a built library; `library` is hard-linked where the file system allows, else copied.
+
+        Raises:
+            StoreError: when the cache folder cannot be written or the disk is full.
+        """
+        try:
+            with self.workspace() as aside:
+                made = aside / key
+                made.mkdir()
+                target = made / "kernel.so"
+                try:
+                    os.link(library, target)
+                except OSError:
+                    shutil.copyfile(library, target)
+                meta = {
+                    "format": FORMAT,
+                    "sha256": _sha256(target),
+                    "resources": None if resources is None else asdict(resources),
+                    "compile_cpu_s": round(compile_cpu_s, 3),
+                    "facts": dict(facts),
+                }
+                (made / "meta.json").write_text(json.dumps(meta, indent=1, sort_keys=True))
+                (made / "kernel.cu").write_text(source)
+                for file in (target, made / "meta.json", made / "kernel.cu", made):
+                    _fsync(file)
+                self._publish(made, self.root / key)
+        except OSError as exc:
+            raise self.write_error(exc) from exc
+        found = self.find(key)
+        if found is None:
+            raise StoreError(f"artifact {key} was damaged while it was written under {self.root}")
+        return found
+
+    def _publish(self, made: Path, folder: Path) -> None:
+        """Rename into place; what another process put there first stays if it is good."""
+        for _ in range(2):
+            try:
+                made.rename(folder)
+            except OSError as exc:
+                if exc.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                    raise
+                if self.find(folder.name) is not None:  # a bad one is moved away by this
+                    return
+            else:
+                _fsync(self.root)
+                return
+
+    @contextlib.contextmanager
+    def workspace(self) -> Iterator[Path]:
+        """A folder on the cache's file system, removed at the end however that comes.
+
+        Raises:
+            StoreError: when the cache folder cannot be written.
+        """
+        building = self.root / ".building"
+        try:
+            building.mkdir(parents=True, exist_ok=True)
+            folder = Path(tempfile.mkdtemp(dir=building))
+            # Held while we live: a folder whose lock is free belongs to a dead process.
+            lock = os.open(folder, os.O_RDONLY)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as exc:
+            raise self.write_error(exc) from exc
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
+
+    @contextlib.contextmanager
+    def lock(self, key: str, stop: threading.Event | None = None) -> Iterator[bool]:
+        """Hold the lock of `key` between processes and threads; waits for it.
+
+        Yields:
+            True when it is held; False only when `stop` was set while waiting.
+
+        Raises:
+            StoreError: when the cache folder cannot be written.
+        """
+        descriptor = None
+        while descriptor is None and not (stop and stop.is_set()):
+            descriptor = self._try_lock(key)
+            if descriptor is None:
+                time.sleep(_LOCK_POLL_S)
+        try:
+            yield descriptor is not None
+        finally:
+            if descriptor is not None:
+                # Unlinked while held; a waiter on the old file notices (`_try_lock`).
+                (self.root / ".locks" / key).unlink(missing_ok=True)
+                os.close(descriptor)
+
+    def _try_lock(self, key: str) -> int | None:
+        path = self.root / ".locks" / key
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as exc:
+            raise self.write_error(exc) from exc
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(descriptor).st_ino == path.stat().st_ino:
+                return descriptor
+        except (BlockingIOError, FileNotFoundError):
+            pass
+        os.close(descriptor)
+        return None
+
+    def sweep(self) -> None:
+        """Remove what dead processes left in ``.building``."""
+        for folder in _folders(self.root / ".building"):
+            try:
+                lock = os.open(folder, os.O_RDONLY)
+            except OSError:
+                continue
+            with contextlib.suppress(OSError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # Between its mkdir and its lock a live one looks dead too: leave young ones.
+                if time.time() - folder.stat().st_mtime > _SWEEP_AGE_S:
+                    shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
+
+    def keys(self) -> list[str]:
+        """Every key in the cache, sorted; not verified."""
+        return sorted(f.name for f in _folders(self.root) if not f.name.startswith("."))
+
+    def total_bytes(self) -> int:
+        """Bytes of all artifacts and of the quarantine, a library shared by links counted once."""
+        return sum(_union(_files(folder) for folder in self._all_folders()).values())
+
+    def prune(self, max_bytes: int) -> tuple[int, int]:
+        """Remove the quarantine, then the least recently used artifacts, down to `max_bytes`.
+
+        Artifacts made or used within `SAFE_AGE_S`, or locked, stay. Space is freed when the last
+        of a library's hard links goes.
+
+        Returns:
+            How many artifacts (quarantined ones too) were removed, and the bytes freed.
+
+        Raises:
+            StoreError: when the cache folder cannot be written.
+        """
+        self.sweep()
+        files = {folder: _files(folder) for folder in self._all_folders()}
+        links = Counter(file for held in files.values() for file in held)
+        total = sum(_union(files.values()).values())
+        removed = freed = 0
+        for folder in sorted(files, key=lambda f: (self._is_artifact(f), _last_used(f))):
+            if total - freed <= max_bytes:
+                break
+            if time.time() - _last_used(folder) <= SAFE_AGE_S or not self._remove(folder):
+                continue
+            removed += 1
+            links.subtract(list(files[folder]))
+            freed += sum(size for file, size in files[folder].items() if links[file] == 0)
+        return removed, freed
+
+    def _all_folders(self) -> list[Path]:
+        return [self.root / key for key in self.keys()] + _folders(self.root / ".quarantine")
+
+    def _is_artifact(self, folder: Path) -> bool:
+        return folder.parent == self.root
+
+    def _remove(self, folder: Path) -> bool:
+        descriptor = self._try_lock(folder.name)
+        if descriptor is None:
+            return False
+        try:
+            with self.workspace() as aside:
+                folder.rename(aside / folder.name)  # readers see all of it or nothing
+        except OSError as exc:
+            raise self.write_error(exc) from exc
+        finally:
+            (self.root / ".locks" / folder.name).unlink(missing_ok=True)
+            os.close(descriptor)
+        return True
+
+    def _quarantine(self, folder: Path) -> None:
+        target = self.root / ".quarantine" / f"{folder.name}-{time.time_ns()}"
+        with contextlib.suppress(OSError):  # read-only cache, or another process was faster
+            target.parent.mkdir(parents=True, exist_ok=True)
+            folder.rename(target)
+
+    def _hash(self, library: Path) -> str:
+        """SHA-256 of the library, computed once per (path, mtime, size) in this process."""
+        stat = library.stat()
+        state = (str(library), stat.st_mtime_ns, stat.st_size)
+        if state not in self._verified:
+            self._verified[state] = _sha256(library)
+        return self._verified[state]
+
+    def write_error(self, exc: OSError) -> StoreError:
+        """One clear line for a cache that cannot be written."""
+        if exc.errno in (errno.ENOSPC, errno.EDQUOT):
+            return StoreError(
+                f"the disk of the artifact cache {self.root} is full: free some space, "
+                "'tuner cache prune --max-size 2GB', or set TUNER_CACHE_DIR"
+            )
+        reason = exc.strerror or str(exc)
+        return StoreError(
+            f"the artifact cache {self.root} cannot be written ({reason}): "
+            "set TUNER_CACHE_DIR to a folder that can"
+        )
+
+
+class LoadedKernel:
+    """The C interface of one artifact; see `tuner.families.base.Launch`."""
+
+    def __init__(self, key: str, library: Path) -> None:
+        self.key = key
+        try:
+            self._library = ctypes.CDLL(str(library))
+            self._workspace = self._library[f"tuner_{key}_workspace"]
+            self._launch = self._library[f"tuner_{key}_launch"]
+        except (OSError, AttributeError) as exc:
+            raise BenchmarkError(f"kernel {key} cannot be loaded: {exc}") from exc
+        for function in (self._workspace, self._launch):
+            function.restype = ctypes.c_int
+        self._workspace.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+        self._launch.argtypes = [ctypes.c_void_p] * 5
+
+    def workspace_bytes(self, integers: Sequence[int]) -> int:
+        """Bytes of workspace that a launch with `integers` needs.
+
+        Raises:
+            BenchmarkError: when the kernel refuses these arguments.
+        """
+        needed = ctypes.c_int64(0)
+        values = (ctypes.c_int64 * len(integers))(*integers)
+        self._check("workspace", self._workspace(values, ctypes.byref(needed)))
+        return needed.value
+
+    def launch(
+        self,
+        tensors: Sequence[int],
+        integers: Sequence[int],
+        scalars: Sequence[float],
+        workspace: int,
+        stream: int,
+    ) -> None:
+        """Enqueue the kernel: device addresses, then its arguments, on a CUstream handle.
+
+        Raises:
+            BenchmarkError: when CUDA or CUTLASS refuses; `status` says which kind.
+        """
+        code = self._launch(
+            (ctypes.c_void_p * len(tensors))(*tensors),
+            (ctypes.c_int64 * len(integers))(*integers),
+            (ctypes.c_double * len(scalars))(*scalars),
+            workspace,
+            stream,
+        )
+        self._check("launch", code)
+
+    def _check(self, what: str, code: int) -> None:
+        if code == 0:
+            return
+        if code < 0:
+            name = _CUTLASS_STATUS.get(-code, "unknown")
+            raise BenchmarkError(f"{what} of {self.key}: cutlass::Status {-code} ({name})")
+        status = status_of(code).value
+        raise BenchmarkError(f"{what} of {self.key}: cudaError {code}", status=status)
+
+
+#: cutlass/cutlass.h, enum class Status.
+_CUTLASS_STATUS = {
+    1: "kErrorMisalignedOperand",
+    2: "kErrorInvalidDataType",
+    3: "kErrorInvalidLayout",
+    4: "kErrorInvalidProblem",
+    5: "kErrorNotSupported",
+    6: "kErrorWorkspaceNull",
+    7: "kErrorInternal",
+    8: "kErrorArchMismatch",
+    9: "kErrorInsufficientDriver",
+    10: "kErrorMemoryAllocation",
+    11: "kInvalid",
+}
+
+_loaded: dict[str, LoadedKernel] = {}
+
+
+def load(artifact: Artifact) -> LoadedKernel:
+    """The kernel of `artifact`, loaded once a process (a loaded library is never unloaded).
+
+    Raises:
+        BenchmarkError: when the library cannot be loaded or lacks the interface.
+    """
+    kernel = _loaded.get(artifact.key)
+    if kernel is None:
+        kernel = _loaded.setdefault(artifact.key, LoadedKernel(artifact.key, artifact.library))
+    return kernel
+
+
+def _read_meta(key: str, folder: Path, text: str) -> Artifact:
+    meta = json.loads(text)
+    if meta["format"] != FORMAT:
+        raise ValueError(f"format {meta['format']}")
+    resources = meta["resources"]
+    return Artifact(
+        key=key,
+        library=folder / "kernel.so",
+        sha256=meta["sha256"],
+        resources=None if resources is None else Resources(**resources),
+        compile_cpu_s=float(meta["compile_cpu_s"]),
+        facts=meta["facts"],
+    )
+
+
+def _touch(path: Path) -> None:
+    """Mark as used; a cache that is read only is still a cache."""
+    with contextlib.suppress(OSError):
+        if time.time() - path.stat().st_mtime > _TOUCH_EVERY_S:
+            os.utime(path)
+
+
+def _last_used(folder: Path) -> float:
+    for path in (folder / "meta.json", folder):
+        with contextlib.suppress(OSError):
+            return path.stat().st_mtime
+    return 0.0
+
+
+def _folders(parent: Path) -> list[Path]:
+    try:
+        return [entry for entry in parent.iterdir() if entry.is_dir()]
+    except OSError:
+        return []
+
+
+def _files(folder: Path) -> dict[_File, int]:
+    """Size of each file of a folder, by what hard links share."""
+    sizes: dict[_File, int] = {}
+    for file in folder.rglob("*"):
+        with contextlib.suppress(OSError):
+            stat = file.stat()
+            if file.is_file():
+                sizes[stat.st_dev, stat.st_ino] = stat.st_size
+    return sizes
+
+
+def _union(maps: Iterable[Mapping[_File, int]]) -> dict[_File, int]:
+    return {file: size for held in maps for file, size in held.items()}
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,371 @@
+"""From kernel specs to artifacts: translation units built by nvcc, several at a time.
+
+A unit holds up to `Compiler.batch` kernels of one template: most of a compile is reading CUTLASS's
+headers, so a further kernel costs a fraction of the first. A unit that fails is taken apart and
+its kernels are built alone, so one bad kernel never costs its neighbours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shlex
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from tuner import resources
+from tuner.artifacts import Artifact, ArtifactCache
+from tuner.errors import CompileError, StoreError, TunerError
+from tuner.families.base import KernelSpec
+from tuner.processes import Finished, ProcessPool
+from tuner.ptxas import parse_advice, parse_resources
+from tuner.render import render, template_digest
+from tuner.toolchain import Toolchain, find_toolchain, include_dirs
+
+__all__ = ["Compiler", "Toolchain", "find_toolchain"]
+
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-gencode=arch=compute_90a,code=sm_90a",
+    "-shared",
+    "-cudart=static",
+    "-Xcompiler=-fPIC",
+    "--expt-relaxed-constexpr",
+    "--expt-extended-lambda",
+    "-DNDEBUG",
+    "-DCUTLASS_ENABLE_GDC_FOR_SM90",
+    "-Xptxas=-v",
+)
+UNIT_BYTES = 5 << 30
+"""Memory that one unit of four CUTLASS kernels takes: 5.1 GB at its peak, nvcc 13.0."""
+NVCC_TIMEOUT_S = 900.0
+_LOG_LIMIT = 20_000
+_PLACEHOLDER = "KERNEL_ID"
+"""Stands for the id in the text that a key is made of."""
+
+
+@dataclass
+class _Job:
+    spec: KernelSpec
+    key: str
+    future: Future[Artifact]
+    alone: bool = False
+    """Set when its unit failed: build it by itself."""
+    cpu_s: float = 0.0
+    """Its share of the units that failed."""
+
+
+class Compiler:
+    """Compiles kernel specs in the background; one per process is enough.
+
+    Args:
+        toolchain: see `find_toolchain`.
+        artifacts: where what is built is kept and looked for first.
+        jobs: nvcc processes at a time (default: one a core); fewer where memory is short, by
+            `UNIT_BYTES` each.
+        batch: most kernels in a translation unit.
+        timeout_s: after which one nvcc is killed.
+    """
+
+    def __init__(
+        self,
+        toolchain: Toolchain,
+        artifacts: ArtifactCache,
+        jobs: int | None = None,
+        batch: int = 4,
+        timeout_s: float = NVCC_TIMEOUT_S,
+    ) -> None:
+        self.toolchain = toolchain
+        self.artifacts = artifacts
+        wanted = jobs or len(os.sched_getaffinity(0))
+        self.jobs = max(1, min(wanted, available_bytes() // UNIT_BYTES))
+        self.batch = max(1, batch)
+        self._processes = ProcessPool(timeout_s)
+        self._threads = ThreadPoolExecutor(self.jobs, thread_name_prefix="compile")
+        self._lock = threading.Lock()
+        self._pending: list[_Job] = []
+        self._in_flight: dict[str, Future[Artifact]] = {}
+        self._rejected: dict[str, CompileError] = {}
+        self._busy = 0
+        self._stop = threading.Event()
+        artifacts.sweep()
+
+    def __enter__(self) -> Compiler:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close(cancel=kind is not None)
+
+    def key(self, spec: KernelSpec) -> str:
+        """The artifact's identity, 32 hex digits: equal keys are the same device code.
+
+        The host compiler is no part of it, so that a machine without a GPU can build for one
+        that has another: it only compiles the function that fills in the launch.
+
+        Raises:
+            RenderError: when the spec does not render.
+        """
+        tools = self.toolchain
+        ingredients = {
+            "nvcc": tools.nvcc_version,
+            "flags": FLAGS,
+            # nvcc reads these by itself
+            "environment": [os.environ.get(f"NVCC_{w}_FLAGS", "") for w in ("PREPEND", "APPEND")],
+            "cutlass": [tools.cutlass_version, tools.cutlass_digest],
+            "template": template_digest(spec.template),
+            "text": render(spec, _PLACEHOLDER),
+        }
+        return hashlib.sha256(json.dumps(ingredients, sort_keys=True).encode()).hexdigest()[:32]
+
+    def cached(self, spec: KernelSpec) -> Artifact | None:
+        """The artifact of `spec` where it is built already."""
+        return self.artifacts.find(self.key(spec))
+
+    def submit(self, specs: Sequence[KernelSpec]) -> list[tuple[KernelSpec, Future[Artifact]]]:
+        """Have `specs` compiled; returns at once, in the same order.
+
+        A spec that is cached, or compiling already, is not compiled again. Kernels that wait
+        together are grouped into units when a core becomes free, smaller ones where that keeps
+        more cores busy.
+
+        Returns:
+            Futures that give the artifact, or raise CompileError (nvcc refused, with `command`
+            and `log`), RenderError (the spec does not render), StoreError (the cache cannot be
+            written, the disk is full) or concurrent.futures.CancelledError (after `close`).
+        """
+        futures: list[tuple[KernelSpec, Future[Artifact]]] = []
+        added = 0
+        for spec in specs:
+            future: Future[Artifact] = Future()
+            try:
+                key = self.key(spec)
+                artifact = self.artifacts.find(key)
+            except TunerError as exc:
+                future.set_exception(exc)
+                futures.append((spec, future))
+                continue
+            with self._lock:
+                if artifact is not None:
+                    future.set_result(artifact)
+                elif self._stop.is_set():
+                    future.cancel()
+                elif key in self._rejected:
+                    future.set_exception(self._rejected[key])
+                elif key in self._in_flight:
+                    future = self._in_flight[key]
+                else:
+                    self._in_flight[key] = future
+                    self._pending.append(_Job(spec, key, future))
+                    added += 1
+            futures.append((spec, future))
+        self._wake(added)
+        return futures
+
+    def close(self, cancel: bool = False) -> None:
+        """End: wait for what was submitted, or with `cancel` kill it and leave nothing behind."""
+        if cancel:
+            with self._lock:
+                self._stop.set()
+                dropped, self._pending = self._pending, []
+            for job in dropped:
+                if not job.future.cancel():
+                    self._fail([job], CancelledError())
+            self._processes.kill()
+        self._threads.shutdown(wait=True)
+        self._stop.set()
+
+    def _wake(self, times: int) -> None:
+        with contextlib.suppress(RuntimeError):  # closed: the threads at work take what is left
+            for _ in range(times):
+                self._threads.submit(self._work)
+
+    def _work(self) -> None:
+        while jobs := self._take():
+            try:
+                self._build(jobs)
+            except (TunerError, CancelledError) as exc:
+                self._fail(jobs, exc)
+            except OSError as exc:
+                self._fail(jobs, self.artifacts.write_error(exc))
+            except Exception as exc:  # a fault of ours must not leave a future waiting forever
+                self._fail(jobs, exc)
+            finally:
+                with self._lock:
+                    self._busy -= 1
+
+    def _take(self) -> list[_Job]:
+        """The next unit: the oldest job and others of its template, fairly to idle threads."""
+        with self._lock:
+            self._pending = [job for job in self._pending if self._starts(job)]
+            if not self._pending:
+                return []
+            first = self._pending[0]
+            alike = [
+                job
+                for job in self._pending
+                if job.spec.template == first.spec.template and not job.alone
+            ]
+            idle = self.jobs - self._busy
+            size = min(self.batch, -(-len(self._pending) // idle))
+            unit = [first] if first.alone else alike[:size]
+            self._pending = [job for job in self._pending if job not in unit]
+            self._busy += 1
+        return unit
+
+    def _starts(self, job: _Job) -> bool:
+        """Past this point a future cannot be cancelled from outside; one that was is dropped."""
+        if job.future.running() or job.future.set_running_or_notify_cancel():
+            return True
+        self._in_flight.pop(job.key, None)
+        return False
+
+    def _build(self, jobs: Sequence[_Job]) -> None:
+        """Compile one unit and settle its futures, or put its jobs back to be built alone."""
+        with contextlib.ExitStack() as stack:
+            # In one order everywhere, so that two processes never wait for each other.
+            for job in sorted(jobs, key=lambda j: j.key):
+                stack.enter_context(self.artifacts.lock(job.key, self._stop))
+            if self._stop.is_set():
+                raise CancelledError
+            todo = [job for job in jobs if not self._settle_found(job)]
+            if not todo:
+                return
+            folder = stack.enter_context(self.artifacts.workspace())
+            sources = {job.key: render(job.spec, job.key) for job in todo}
+            (folder / "unit.cu").write_text("\n".join(sources.values()), encoding="utf-8")
+            command = self._command(folder)
+            done = self._processes.run(command, folder)
+            for job in todo:
+                job.cpu_s += done.cpu_s / len(todo)
+            if self._stop.is_set():
+                raise CancelledError
+            elif done.returncode == 0:
+                self._store(todo, folder / "kernel.so", sources, done.log)
+            elif _disk_full(done.log):
+                raise StoreError(
+                    f"the disk under {self.artifacts.root} is full: nvcc could not write"
+                )
+            elif len(todo) > 1:
+                for job in todo:
+                    job.alone = True
+                with self._lock:
+                    self._pending[:0] = todo
+                self._wake(len(todo))
+            else:
+                raise _compile_error(todo[0], command, done)
+
+    def _store(
+        self, jobs: Sequence[_Job], library: Path, sources: dict[str, str], log: str
+    ) -> None:
+        used = parse_resources(log, sources)
+        advice = parse_advice(log, sources)
+        tools = self.toolchain
+        for job in jobs:
+            artifact = self.artifacts.put(
+                job.key,
+                library,
+                resources=used.get(job.key),
+                compile_cpu_s=job.cpu_s,
+                source=sources[job.key],
+                facts={
+                    "template": job.spec.template,
+                    "variables": dict(job.spec.variables),
+                    "nvcc": tools.nvcc_version,
+                    "host_compiler": tools.host_version,
+                    "cutlass": tools.cutlass_version,
+                    "kernels_in_unit": len(jobs),
+                    "advice": list(advice.get(job.key, ())),
+                },
+            )
+            self._settle(job, artifact)
+
+    def _command(self, folder: Path) -> list[str]:
+        tools = self.toolchain
+        includes = (*include_dirs(tools.cutlass), resources.templates())
+        return [
+            str(tools.nvcc),
+            *FLAGS,
+            f"-ccbin={tools.host_compiler}",
+            *(f"-I{path}" for path in includes),
+            *(f"-L{path}" for path in tools.library_dirs),
+            str(folder / "unit.cu"),
+            "-o",
+            str(folder / "kernel.so"),
+        ]
+
+    def _settle_found(self, job: _Job) -> bool:
+        """Another process may have built it while this one waited for the lock."""
+        artifact = self.artifacts.find(job.key)
+        if artifact is not None:
+            self._settle(job, artifact)
+        return artifact is not None
+
+    def _settle(self, job: _Job, artifact: Artifact) -> None:
+        with self._lock:
+            self._in_flight.pop(job.key, None)
+        job.future.set_result(artifact)
+
+    def _fail(self, jobs: Sequence[_Job], exc: Exception) -> None:
+        with self._lock:
+            for job in jobs:
+                self._in_flight.pop(job.key, None)
+                if isinstance(exc, CompileError) and exc.command:
+                    self._rejected[job.key] = exc
+        for job in jobs:
+            if not job.future.done():
+                job.future.set_exception(exc)
+
+
+def available_bytes(proc: Path = Path("/proc"), group: Path = Path("/sys/fs/cgroup")) -> int:
+    """Memory that can be used now: the machine's, or the control group's where that is less."""
+    machine = _table(proc / "meminfo").get("MemAvailable:", 64 << 20) * 1024
+    limit, used = (next(_lines(group / f"memory.{n}"), "") for n in ("max", "current"))
+    if not (limit.isdigit() and used.isdigit()):
+        return machine
+    held = _table(group / "memory.stat")  # the page cache counts as used and can be dropped
+    cached = held.get("inactive_file", 0) + held.get("active_file", 0)
+    return max(0, min(machine, int(limit) - int(used) + cached))
+
+
+def _table(path: Path) -> dict[str, int]:
+    rows = (line.split() for line in _lines(path))
+    return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
+
+
+def _lines(path: Path) -> Iterator[str]:
+    try:
+        yield from path.read_text().splitlines()
+    except OSError:
+        return
+
+
+def _disk_full(log: str) -> bool:
+    return "No space left on device" in log or "Disk quota exceeded" in log
+
+
+def _compile_error(job: _Job, command: Sequence[str], done: Finished) -> CompileError:
+    if done.timed_out:
+        reason = f"nvcc was stopped after {done.wall_s:.0f} s"
+    elif done.returncode < 0:
+        reason = f"nvcc was killed by signal {-done.returncode} (too little memory?)"
+    else:
+        errors = (line for line in done.log.splitlines() if re.search(r"\b(error|fatal)\b", line))
+        reason = next(errors, f"nvcc ended with {done.returncode}").strip()
+    log = done.log
+    if len(log) > _LOG_LIMIT:
+        half = _LOG_LIMIT // 2
+        log = f"{log[:half]}\n... {len(log) - 2 * half} characters left out ...\n{log[-half:]}"
+    return CompileError(f"{job.spec.template}: {reason}", command=shlex.join(command), log=log)

@@ -1,0 +1,73 @@
+"""What `ptxas -v` says about each kernel of a translation unit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from tuner.measurement import Resources
+
+_FUNCTION = re.compile(r"(?:Compiling entry function '|Function properties for )([\w$.]+)")
+_FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+_REGISTERS = re.compile(r"Used (\d+) registers")
+_SMEM = re.compile(r"(\d+) bytes smem")
+#: Advice that costs time and is easily missed: (C7506) to (C7519), such as wgmma instructions
+#: that were serialised or a `setmaxnreg` that was ignored; "Potential Performance Loss".
+_ADVICE = re.compile(r"\(C75\d\d\)|Potential Performance Loss")
+
+
+def parse_resources(log: str, ids: Iterable[str]) -> dict[str, Resources]:
+    """Resources by kernel id, for the ids whose functions the log names.
+
+    An id is recognised inside the mangled function name. The worst of an id's functions counts
+    (the one with the most registers, spills, stack).
+    """
+    found: dict[str, Resources] = {}
+    wanted = tuple(ids)
+    current: str | None = None
+    for line in log.splitlines():
+        if name := _FUNCTION.search(line):
+            current = _owner(name[1], wanted)
+        if current is None:
+            continue
+        seen = found.get(current, Resources(0, 0, 0, 0))
+        if frame := _FRAME.search(line):
+            stack, stores, loads = map(int, frame.groups())
+            found[current] = Resources(
+                seen.registers,
+                max(seen.spill_store_bytes, stores),
+                max(seen.spill_load_bytes, loads),
+                max(seen.stack_bytes, stack),
+                seen.smem_bytes,
+            )
+        elif used := _REGISTERS.search(line):
+            smem = _SMEM.search(line)
+            found[current] = Resources(
+                max(seen.registers, int(used[1])),
+                seen.spill_store_bytes,
+                seen.spill_load_bytes,
+                seen.stack_bytes,
+                max(seen.smem_bytes, int(smem[1]) if smem else 0),
+            )
+    return found
+
+
+def parse_advice(log: str, ids: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """Performance warnings of ptxas by kernel id, the kernel's name shortened to "the kernel"."""
+    found: dict[str, dict[str, None]] = {}
+    wanted = tuple(ids)
+    current: str | None = None
+    for line in log.splitlines():
+        if name := _FUNCTION.search(line):
+            current = _owner(name[1], wanted)
+        if not _ADVICE.search(line):
+            continue
+        owner = _owner(line, wanted) or current
+        if owner is not None:
+            text = re.sub(r"'?[\w$]*" + re.escape(owner) + r"[\w$]*'?", "the kernel", line.strip())
+            found.setdefault(owner, {})[text] = None
+    return {owner: tuple(lines) for owner, lines in found.items()}
+
+
+def _owner(text: str, ids: tuple[str, ...]) -> str | None:
+    return next((i for i in ids if i in text), None)

@@ -1,0 +1,116 @@
+"""From a kernel spec to CUDA text; an unknown variable is an error, never an empty string."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from functools import lru_cache
+from pathlib import Path
+
+import jinja2
+from jinja2 import meta
+
+from tuner import resources
+from tuner.errors import RenderError
+from tuner.families.base import KernelSpec
+
+_INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"\n]+)[>"]', re.MULTILINE)
+
+_digests: dict[tuple[Path, str], tuple[tuple[tuple[Path, int], ...], str]] = {}
+"""(folder, template) -> the files it was made of with their mtime_ns, and the digest."""
+
+
+def render(spec: KernelSpec, kernel_id: str) -> str:
+    """Render one kernel.
+
+    Args:
+        spec: the template and its variables.
+        kernel_id: the suffix of every global name of the kernel; the template sees it as `id`.
+
+    Raises:
+        RenderError: names the template and what is wrong in it: a missing file, a syntax error
+            with its line, or the variable that `spec` does not give.
+    """
+    if "id" in spec.variables:
+        raise RenderError(f"template {spec.template}: 'id' is set by the tuner, not by a family")
+    try:
+        template = _environment(resources.templates()).get_template(spec.template)
+        return template.render(id=kernel_id, **spec.variables)
+    except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as exc:
+        raise _render_error(spec.template, exc) from exc
+
+
+def template_digest(template: str) -> str:
+    """SHA-256 of a template and of all that it pulls in.
+
+    Followed transitively: Jinja's include, import and extends, and the `#include` of headers
+    that lie under ``templates/`` (CUTLASS's own headers are the toolchain's part of a key).
+
+    Raises:
+        RenderError: when a file is missing, or named by an expression that only rendering knows.
+    """
+    folder = resources.templates()
+    known = _digests.get((folder, template))
+    if known and all(_mtime(path) == mtime for path, mtime in known[0]):
+        return known[1]
+    texts: dict[str, str] = {}
+    _gather(folder, template, texts)
+    digest = hashlib.sha256()
+    for name in sorted(texts):
+        digest.update(f"{name}\0{len(texts[name])}\0{texts[name]}".encode())
+    files = tuple((folder / name, _mtime(folder / name)) for name in texts)
+    _digests[folder, template] = (files, digest.hexdigest())
+    return digest.hexdigest()
+
+
+@lru_cache(maxsize=8)
+def _environment(folder: Path) -> jinja2.Environment:
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(str(folder)),
+        undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        autoescape=False,  # CUDA, not HTML
+    )
+
+
+def _gather(folder: Path, name: str, texts: dict[str, str]) -> None:
+    """Add `name` and everything it pulls in to `texts`."""
+    if name in texts:
+        return
+    try:
+        texts[name] = text = (folder / name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as exc:
+        raise RenderError(f"template {name} cannot be read in {folder}: {exc}") from exc
+    try:
+        tree = _environment(folder).parse(text, name)
+    except jinja2.TemplateError as exc:
+        raise _render_error(name, exc) from exc
+    for referenced in meta.find_referenced_templates(tree):
+        if referenced is None:
+            raise RenderError(f"template {name}: includes must be named by text, not by a variable")
+        _gather(folder, referenced, texts)
+    for header in _INCLUDE.findall(text):
+        beside = (folder / name).parent / header
+        for path in (beside, folder / header):
+            if path.is_file() and path.resolve().is_relative_to(folder.resolve()):
+                _gather(folder, str(path.resolve().relative_to(folder.resolve())), texts)
+                break
+
+
+def _mtime(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return -1
+
+
+def _render_error(template: str, exc: Exception) -> RenderError:
+    if isinstance(exc, jinja2.TemplateNotFound):
+        return RenderError(f"template {exc.name} is not in {resources.templates()}")
+    if isinstance(exc, jinja2.TemplateSyntaxError):
+        return RenderError(f"template {exc.name or template}, line {exc.lineno}: {exc.message}")
+    if isinstance(exc, jinja2.UndefinedError):
+        return RenderError(f"template {template}: variable {exc.message}")
+    return RenderError(f"template {template}: {type(exc).__name__}: {exc}")

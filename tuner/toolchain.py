@@ -1,0 +1,271 @@
+"""Finding nvcc, the host compiler and CUTLASS, and checking that they are new enough."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tuner import settings
+from tuner.errors import CompileError
+
+#: include/cutlass/arch/config.h of CUTLASS 4.2 switches on the last feature of Sm90 (TMA maps
+#: modified on the device) from 12.3; older compilers are not tried here.
+MIN_NVCC = (12, 3)
+#: CUTLASS's README: "recommended" for performance.
+GOOD_NVCC = (12, 8)
+#: The first release whose wheel and examples this project is written against.
+MIN_CUTLASS = (4, 2)
+
+NVCC_HELP = (
+    "install it with pip install 'cutlass-tuner[nvcc]', or set TUNER_NVCC to the nvcc of a "
+    "CUDA toolkit"
+)
+HOST_HELP = "install g++ (Debian, Ubuntu: apt install g++), or set NVCC_CCBIN or CXX"
+CUTLASS_HELP = (
+    "install it with pip install nvidia-cutlass==4.2.0.0, or set TUNER_CUTLASS_DIR to a checkout"
+)
+
+
+@dataclass(frozen=True)
+class Toolchain:
+    """What compiles a kernel; every field but the paths is part of an artifact's key."""
+
+    nvcc: Path
+    nvcc_version: str
+    """As in ``13.0.88``."""
+    host_compiler: Path
+    host_version: str
+    """First line of its ``--version``."""
+    cutlass: Path
+    """Folder with ``include/``, ``tools/`` and ``examples/``."""
+    cutlass_version: str
+    library_dirs: tuple[Path, ...] = ()
+    """Where the static CUDA runtime lies when nvcc does not know by itself."""
+    cutlass_digest: str = ""
+    """SHA-256 over the CUTLASS headers that a kernel can include: a checkout may be edited."""
+
+
+def find_toolchain() -> Toolchain:
+    """Find everything that compiling needs.
+
+    Raises:
+        CompileError: names each thing that is missing or too old, every place searched, and how
+            to get it.
+    """
+    missing: list[str] = []
+    found: dict[str, tuple[Path, str]] = {}
+    for name, find in (
+        ("nvcc", find_nvcc),
+        ("host", find_host_compiler),
+        ("cutlass", find_cutlass),
+    ):
+        try:
+            found[name] = find()
+        except CompileError as exc:
+            missing.append(str(exc))
+    if missing:
+        raise CompileError("; ".join(missing))
+    nvcc, cutlass = found["nvcc"][0], found["cutlass"][0]
+    return Toolchain(
+        nvcc, found["nvcc"][1], *found["host"], cutlass, found["cutlass"][1],
+        library_dirs(nvcc), headers_digest(cutlass),
+    )  # fmt: skip
+
+
+def find_nvcc() -> tuple[Path, str]:
+    """Path and version of the first nvcc that is new enough.
+
+    Order: TUNER_NVCC (which is not passed over: a wrong one is an error), CUDA_HOME, CUDA_PATH,
+    PATH, the PyPI packages.
+
+    Raises:
+        CompileError: when there is none.
+    """
+    looked: list[str] = []
+    for place, path in _nvcc_places():
+        if path is None or not path.is_file():
+            looked.append(f"{place}: {'none' if path is None else f'{path} does not exist'}")
+        else:
+            version = nvcc_version(path)
+            if version and _numbers(version) >= MIN_NVCC:
+                return path, version
+            looked.append(f"{place}: {path} is {version or 'not a working nvcc'}")
+        if place == "TUNER_NVCC":
+            break
+    raise CompileError(
+        f"no nvcc >= {_dotted(MIN_NVCC)} was found (looked in {', '.join(looked)}): {NVCC_HELP}"
+    )
+
+
+def nvcc_version(nvcc: Path) -> str:
+    """As in ``13.0.88``; empty when `nvcc` does not run or is something else."""
+    match = re.search(r"release [\d.]+, V([\d.]+)", _output(nvcc, "--version"))
+    return match[1] if match else ""
+
+
+def is_old(version: str) -> bool:
+    """Whether this nvcc compiles, but makes slower kernels than newer ones."""
+    return _numbers(version) < GOOD_NVCC
+
+
+def find_host_compiler() -> tuple[Path, str]:
+    """Path and version line of the C++ compiler: NVCC_CCBIN, CXX, g++ on PATH.
+
+    Raises:
+        CompileError: when there is none, or when a variable names something that does not run.
+    """
+    for variable in ("NVCC_CCBIN", "CXX"):
+        if named := os.environ.get(variable):
+            path = _executable(named)
+            if path is None or not (version := _output(path, "--version")):
+                raise CompileError(
+                    f"{variable}={named} is not a program that runs (wanted: the name or path "
+                    f"of a C++ compiler, without arguments): {HOST_HELP}"
+                )
+            return path, version.splitlines()[0]
+    path = _executable("g++")
+    if path is not None and (version := _output(path, "--version")):
+        return path, version.splitlines()[0]
+    raise CompileError(
+        f"no host C++ compiler was found (looked in NVCC_CCBIN, CXX, g++ on PATH): {HOST_HELP}"
+    )
+
+
+def find_cutlass() -> tuple[Path, str]:
+    """Folder and version of CUTLASS: TUNER_CUTLASS_DIR, else the nvidia-cutlass wheel.
+
+    Raises:
+        CompileError: when there is none or it is too old.
+    """
+    if given := settings.cutlass_dir():
+        place, root = "TUNER_CUTLASS_DIR", given.absolute()
+    else:
+        # find_spec does not import the package, which would cost a second.
+        spec = importlib.util.find_spec("cutlass_library")
+        if spec is None or not spec.submodule_search_locations:
+            raise CompileError(
+                "CUTLASS was not found (looked in TUNER_CUTLASS_DIR: none, the nvidia-cutlass "
+                f"package: not installed): {CUTLASS_HELP}"
+            )
+        place, root = "nvidia-cutlass", Path(spec.submodule_search_locations[0]) / "source"
+    header = root / "include" / "cutlass" / "version.h"
+    try:
+        text = header.read_text(encoding="utf-8", errors="replace")
+    except OSError as exc:
+        raise CompileError(f"CUTLASS was not found ({place}: no {header}): {CUTLASS_HELP}") from exc
+    parts = [re.search(rf"#define CUTLASS_{p}\s+(\d+)", text) for p in ("MAJOR", "MINOR", "PATCH")]
+    version = ".".join(m[1] if m else "0" for m in parts)
+    if _numbers(version) < MIN_CUTLASS:
+        raise CompileError(
+            f"CUTLASS {version} of {place} ({root}) is too old (allowed: >= "
+            f"{_dotted(MIN_CUTLASS)}): {CUTLASS_HELP}"
+        )
+    return root, version
+
+
+def include_dirs(cutlass: Path) -> tuple[Path, ...]:
+    """What kernels may include of CUTLASS, the Hopper FMHA example's collectives among it."""
+    return (
+        cutlass / "include",
+        cutlass / "tools" / "util" / "include",
+        cutlass / "examples" / "common",
+        cutlass / "examples" / "88_hopper_fmha",
+    )
+
+
+def headers_digest(cutlass: Path) -> str:
+    """SHA-256 over names and contents of every file in `include_dirs`; takes about 0.2 s."""
+    digest = hashlib.sha256()
+    for folder in include_dirs(cutlass):
+        for file in sorted(f for f in folder.rglob("*") if f.is_file()):
+            content = file.read_bytes()
+            digest.update(f"{file.relative_to(cutlass)}\0{len(content)}\0".encode() + content)
+    return digest.hexdigest()
+
+
+def library_dirs(nvcc: Path) -> tuple[Path, ...]:
+    """Folders to add to the linker's path.
+
+    The PyPI packages put the CUDA runtime into ``lib``, while the nvcc among them looks in
+    ``lib64`` (its nvcc.profile).
+    """
+    root = nvcc.resolve().parent.parent
+    lib = root / "lib"
+    has_own = any((root / name).exists() for name in ("lib64", "targets"))
+    return (lib,) if not has_own and (lib / "libcudart_static.a").is_file() else ()
+
+
+def probe(toolchain: Toolchain) -> str:
+    """Compile an empty kernel (2 s): empty when that works, else what the compiler said.
+
+    Finds what looking at versions cannot: a PyPI package missing beside nvcc, a host compiler
+    that this nvcc refuses.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "probe.cu"
+        source.write_text(
+            "#include <cuda_fp16.h>\n#include <cuda/std/cstdint>\n"
+            "__global__ void probe(__half* p) { *p = __half(1); }\n"
+            'extern "C" int run(__half* p) { probe<<<1, 1>>>(p); return cudaGetLastError(); }\n'
+        )
+        command = [
+            str(toolchain.nvcc), "-std=c++17", "-gencode=arch=compute_90a,code=sm_90a", "-shared",
+            "-Xcompiler", "-fPIC", "-ccbin", str(toolchain.host_compiler),
+            *(f"-L{d}" for d in toolchain.library_dirs), str(source), "-o", f"{folder}/probe.so",
+        ]  # fmt: skip
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=folder)
+        except (OSError, subprocess.TimeoutExpired) as exc:
+            return str(exc)
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        errors = [line for line in lines if "error" in line or "fatal" in line]
+        return "" if done.returncode == 0 else (errors or lines or ["no message"])[0].strip()
+
+
+def _nvcc_places() -> Iterator[tuple[str, Path | None]]:
+    if given := settings.nvcc():
+        yield "TUNER_NVCC", given.absolute()
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        home = os.environ.get(variable)
+        yield variable, Path(home).absolute() / "bin" / "nvcc" if home else None
+    yield "PATH", _executable("nvcc")
+    yield "PyPI packages", next(_packaged_nvcc(), None)
+
+
+def _packaged_nvcc() -> Iterator[Path]:
+    """Where nvidia-cuda-nvcc puts nvcc: ``nvidia/cu13/bin``, the newest major version first."""
+    spec = importlib.util.find_spec("nvidia")
+    for location in (spec and spec.submodule_search_locations) or ():
+        yield from sorted(Path(location).glob("cu[0-9]*/bin/nvcc"), reverse=True)
+
+
+def _executable(name: str) -> Path | None:
+    found = shutil.which(name)
+    return Path(found).absolute() if found else None
+
+
+def _output(program: Path, *arguments: str) -> str:
+    """What the program prints, or nothing when it cannot be run."""
+    try:
+        done = subprocess.run(
+            [str(program), *arguments], capture_output=True, text=True, timeout=60, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in re.findall(r"\d+", version)[:2])
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
