@@ -1,0 +1,1 @@
+"""Where evaluations happen: on a GPU, in a recording, or by estimate."""

@@ -1,0 +1,68 @@
+"""What the tests on a GPU share: one compiler, with the planted templates beside the real ones."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tuner import resources
+from tuner.artifacts import ArtifactCache
+from tuner.compiler import Compiler
+from tuner.toolchain import find_toolchain
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="session")
+def compiler(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    shared_cache: Path,
+    missing_gpu: str,
+    missing_compiler: str,
+) -> Iterator[Compiler]:
+    """One for all, at work from the start on what the modules of this run name in `kernels`.
+
+    One after the other, kernels of CUTLASS take most of a minute each; on all cores at once, and
+    beside the tests of the earlier modules, their time is that of the slowest.
+    """
+    if reason := missing_gpu or missing_compiler:
+        pytest.skip(reason)
+    folder = tmp_path_factory.mktemp("templates") / "templates"
+    shutil.copytree(resources.templates(), folder)
+    for template in HERE.glob("*.cu.j2"):
+        shutil.copy(template, folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(resources, "templates", lambda: folder)
+        made = Compiler(find_toolchain(), ArtifactCache(shared_cache / "artifacts"))
+        try:
+            for module in modules(request.session):
+                made.submit(getattr(module, "kernels", list)())
+            yield made
+        finally:
+            made.close(cancel=True)  # nobody waits for what no test asked for
+
+
+def modules(session: pytest.Session) -> list[Any]:
+    """This folder's modules of which a test was selected, in the order in which they run."""
+    found = dict.fromkeys(
+        item.module
+        for item in session.items
+        if isinstance(item, pytest.Function) and item.path.parent == HERE
+    )
+    return list(found)
+
+
+@pytest.fixture(scope="session")
+def planted() -> Any:
+    """The module ``planted.py``, as the worker imports it."""
+    spec = importlib.util.spec_from_file_location("planted", HERE / "planted.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

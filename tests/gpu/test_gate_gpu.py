@@ -1,0 +1,192 @@
+"""The gate's kernels against numpy in float64, and the stopwatch against a copy of known size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tuner import benchmark
+from tuner.artifacts import load
+from tuner.benchmark import Entrant, Stopwatch, Subject
+from tuner.compiler import Compiler
+from tuner.device import Device, Pool, detect, read_clocks
+from tuner.families.base import KernelSpec
+from tuner.gate import KINDS, REFERENCE, Gate, scale_of
+from tuner.measurement import Regime, Status
+from tuner.problem import AttentionProblem, GemmProblem, Operand, Problem, SoftmaxProblem
+
+np = pytest.importorskip("numpy", reason="numpy is not installed")
+pytestmark = pytest.mark.gpu
+
+PROBLEMS = [
+    AttentionProblem(200, 300, 72, batch=2, heads_q=4, heads_kv=2),
+    AttentionProblem(190, 190, 128, 1, 4, 1, True, "bfloat16", "bshd"),
+    AttentionProblem(130, 60, 8, heads_q=2, is_causal=True, layout="bshd"),
+    AttentionProblem(1, 700, 256, heads_q=2),
+    GemmProblem(m=200, n=150, k=300, batch=2),
+    GemmProblem(200, 150, 300, 2, "bfloat16", "float32", "col", "row"),
+    GemmProblem(m=65, n=130, k=33, layout_b="row"),
+    GemmProblem(m=1, n=64, k=7, layout_a="col"),
+    SoftmaxProblem(rows=120, cols=700, batch=2, query_rows=60, is_causal=True),
+    SoftmaxProblem(rows=33, cols=1000, dtype="bfloat16"),
+]
+
+
+def kernels() -> list[KernelSpec]:
+    """Compiled from the start; see `conftest.compiler`."""
+    return [REFERENCE]
+
+
+@pytest.fixture(scope="module")
+def device(missing_gpu: str) -> Device:
+    if missing_gpu:
+        pytest.skip(missing_gpu)
+    return Device()
+
+
+@pytest.fixture(scope="module")
+def gate(device: Device, compiler: Compiler) -> Iterator[Gate]:
+    [(_, future)] = compiler.submit([REFERENCE])
+    made = Gate(device, load(future.result()))
+    yield made
+    made.close()
+
+
+def read(device: Device, pointer: int, operand: Operand, dtype: str | None = None) -> Any:
+    """An operand as float64, in its logical shape."""
+    name = dtype or operand.dtype
+    raw = {"float16": np.float16, "bfloat16": np.uint16, "float32": np.float32}[name]
+    width = np.dtype(raw).itemsize
+    flat = np.frombuffer(device.read(pointer, operand.elements * width), raw)
+    strides = [stride * width for stride in operand.strides]
+    array = np.lib.stride_tricks.as_strided(flat, operand.shape, strides)
+    if name == "bfloat16":
+        array = (array.astype(np.uint32) << 16).view(np.float32)
+    return array.astype(np.float64)
+
+
+def write(device: Device, pointer: int, operand: Operand, values: Any) -> None:
+    """The inverse of `read`: rounded to the operand's type."""
+    if operand.dtype == "bfloat16":
+        bits = values.astype(np.float32).view(np.uint32)
+        values = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    else:
+        values = values.astype(operand.dtype)
+    memory = np.empty(operand.elements, values.dtype)
+    strides = [stride * values.itemsize for stride in operand.strides]
+    np.lib.stride_tricks.as_strided(memory, operand.shape, strides)[...] = values
+    device.write(pointer, memory.tobytes())
+
+
+def expected(problem: Any, inputs: list[Any], scale: float) -> Any:
+    if problem.op == "gemm":
+        return inputs[0] @ inputs[1] * scale
+    if problem.op == "softmax":
+        scores, columns = inputs[0] * scale, np.arange(problem.cols)
+        rows = np.arange(problem.rows) % problem.query_rows
+    else:
+        repeat = problem.heads_q // problem.heads_kv
+        key, value = (np.repeat(x, repeat, axis=1) for x in inputs[1:])
+        scores = inputs[0] @ key.swapaxes(2, 3) * scale
+        rows, columns = np.arange(problem.seqlen_q), np.arange(problem.seqlen_kv)
+    if problem.is_causal:
+        scores = np.where(columns > rows[:, None], -np.inf, scores)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    return weights if problem.op == "softmax" else weights @ value
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: f"{problem.op} {problem.label()}")
+def test_the_reference_is_numpy_s(device: Device, gate: Gate, problem: Problem) -> None:
+    gate.open(problem, 11)
+    output = problem.output
+    for kind in KINDS[problem.op]:
+        gate.load(kind)
+        inputs = [read(device, gate.pointers[o.name], o) for o in problem.operands[:-1]]
+        wanted = expected(problem, inputs, scale_of(problem, kind))
+        got = read(device, gate.reference(kind), output, "float32")
+        error = np.linalg.norm(got - wanted) / np.linalg.norm(wanted)
+        assert error < 1e-5, kind
+
+        gate.arm()
+        assert "never written" in gate.examine().log
+        write(device, gate.pointers[output.name], output, wanted)
+        verdict = gate.examine()
+        assert verdict.status is Status.OK, verdict.log
+        middle = tuple(extent // 2 for extent in output.shape)
+        for value, status in ((3e4, Status.WRONG_RESULT), (np.nan, Status.NOT_FINITE)):
+            spoiled = wanted.copy()
+            spoiled[middle] = value
+            write(device, gate.pointers[output.name], output, spoiled)
+            verdict = gate.examine()
+            assert verdict.status is status
+            assert str(middle) in verdict.log
+
+
+def test_a_stray_byte_is_seen_on_both_sides(device: Device, gate: Gate) -> None:
+    problem = GemmProblem(m=64, n=64, k=64)
+    gate.open(problem, 3)
+    gate.load("random")
+    for offset in (-2, problem.output.bytes):
+        gate.arm()
+        device.write(gate.pointers["d"] + offset, b"\1\1")
+        verdict = gate.examine()
+        assert verdict.status is Status.OUT_OF_BOUNDS
+        assert verdict.log == "random inputs: 2 bytes beside 'd' were written"
+
+
+def test_inputs_are_normal_fresh_and_repeatable(device: Device, gate: Gate) -> None:
+    problem = GemmProblem(m=512, n=512, k=512)
+    operand = problem.operands[0]
+
+    def draw(seed: int) -> Any:
+        gate.open(problem, seed)
+        gate.load("random")
+        return read(device, gate.pointers["a"], operand)
+
+    first, second = draw(1), draw(2)
+    assert abs(first.mean()) < 0.01 and abs(first.std() - 1) < 0.01
+    assert abs((first**4).mean() - 3) < 0.1  # normal, not uniform
+    assert abs((first * second).mean()) < 0.01
+    assert (draw(1) == first).all()
+
+
+class Copy(Subject):
+    """A copy on the device: bytes and bandwidth are known."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def bind(self, buffers: Any, scale: float, *, deliver: bool = False) -> Callable[[], None]:
+        return lambda: self._device.copy(buffers["to"], buffers["from"], buffers["bytes"])
+
+    def capture(self, calls: Any) -> Any:
+        return self._device.capture(lambda: benchmark._all(calls))
+
+
+@pytest.mark.parametrize("launch", ["graph", "eager"])
+def test_a_copy_takes_as_long_as_its_bytes(device: Device, launch: str) -> None:
+    gpu = detect()
+    assert gpu is not None
+    size = 1 << 30
+    with Pool(device) as pool:
+        buffers = {"from": pool.allocate(size), "to": pool.allocate(size), "bytes": size}
+        subject = Copy(device)
+        watch = Stopwatch(device, Regime(launch, "warm"))
+        burst = watch.prepare(Entrant(subject, [subject.bind(buffers, 1.0)]))
+        quick, _ = watch.quick(burst)
+        [final], clocks = watch.final([burst], 20, lambda index: None, careful=False)
+        burst.close()
+        watch.close()
+    for timing in (quick, final):
+        rate = 2 * size / timing.median_us / 1e3  # GB/s, read and written
+        assert 0.05 * gpu.memory_gbs < rate < 1.02 * gpu.memory_gbs
+    assert final.rounds >= 20
+    assert clocks.sm_mhz > 0
+
+
+def test_clocks_are_readable() -> None:
+    seen = read_clocks()
+    assert 100 < seen.sm_mhz < 4000 and 0 < seen.temperature_c < 120 and seen.power_w > 10

@@ -1,0 +1,287 @@
+"""How bursts are sized, interleaved, taken again and judged; on a device whose clock is ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tuner import benchmark, device
+from tuner.benchmark import Burst, Stopwatch, Timing, count_calls, count_sets, summarize
+from tuner.config import Config
+from tuner.errors import BenchmarkError
+from tuner.families.base import Family, Launch, Ref
+from tuner.hardware import DEFAULT_GPU
+from tuner.measurement import Clocks, Regime
+from tuner.problem import GemmProblem
+
+WARM, COLD = Regime("graph", "warm"), Regime("graph", "cold")
+SMALL, LARGE = GemmProblem(m=512, n=512, k=512), GemmProblem(m=8192, n=8192, k=8192)
+PLENTY = 100 << 30
+
+
+class FakeDevice:
+    """Time passes only where a burst says so."""
+
+    index, stream = 0, 0
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.waits = 0
+
+    def event(self) -> list[float]:
+        return [0.0]
+
+    def destroy_event(self, event: list[float]) -> None:
+        event.clear()
+
+    def record(self, event: list[float]) -> None:
+        event[0] = self.now
+
+    def elapsed_us(self, start: list[float], end: list[float]) -> float:
+        return end[0] - start[0]
+
+    def wait(self) -> None:
+        self.waits += 1
+
+
+class FakeBurst:
+    def __init__(self, clock: FakeDevice, name: str, cost: Callable[[], float], n: int = 4) -> None:
+        self.clock, self.name, self.cost, self.n = clock, name, cost, n
+        self.order: list[str] = []
+
+    def enqueue(self) -> None:
+        self.order.append(self.name)
+        self.clock.now += self.cost() * self.n
+
+
+@pytest.fixture
+def clocks(monkeypatch: pytest.MonkeyPatch) -> list[Clocks]:
+    """What the chip reports, round by round; then nothing unusual."""
+    planned: list[Clocks] = []
+
+    def read(index: int) -> Clocks:
+        return planned.pop(0) if planned else Clocks(sm_mhz=1900, power_w=500.0)
+
+    monkeypatch.setattr(device, "read_clocks", read)
+    return planned
+
+
+def test_one_set_when_warm() -> None:
+    assert count_sets(SMALL, DEFAULT_GPU, WARM, PLENTY) == 1
+
+
+def test_cold_sets_exceed_the_l2_three_times() -> None:
+    count = count_sets(SMALL, DEFAULT_GPU, COLD, PLENTY)
+    assert (count - 1) * SMALL.bytes < 3 * DEFAULT_GPU.l2_bytes <= count * SMALL.bytes
+    assert count_sets(LARGE, DEFAULT_GPU, COLD, PLENTY) == 1  # evicts itself
+
+
+def test_cold_sets_fit_the_memory() -> None:
+    assert count_sets(SMALL, DEFAULT_GPU, COLD, 10 * SMALL.bytes) == 6
+    assert count_sets(SMALL, DEFAULT_GPU, COLD, 0) == 1
+
+
+@pytest.mark.parametrize(
+    ("estimate", "sets"), [(2.0, 1), (7.0, 1), (13.0, 1), (1800.0, 1), (5, 7), (5, 150), (5, 900)]
+)
+def test_bursts_are_long_and_use_every_set_equally(estimate: float, sets: int) -> None:
+    n = count_calls(estimate, sets)
+    assert n >= 2 and n % sets == 0
+    assert n * estimate >= 100
+    assert n <= max(benchmark.MOST_CALLS + sets, sets)
+
+
+def test_timing_is_the_median_and_its_deviation() -> None:
+    timing = Timing.of([10.0, 11.0, 30.0])
+    assert (timing.median_us, timing.rounds) == (11.0, 3)
+    assert timing.std_us == pytest.approx(11.27, abs=0.01)
+    assert timing.is_noisy and not Timing.of([10.0, 10.1]).is_noisy
+    assert Timing.of([10.0]).std_us == 0.0
+
+
+def test_quick_is_time_a_call(clocks: list[Clocks]) -> None:
+    clock = FakeDevice()
+    burst: Any = FakeBurst(clock, "a", lambda: 7.5, n=20)
+    timing, seen = Stopwatch(clock, WARM).quick(burst)  # type: ignore[arg-type]
+    assert (timing.median_us, timing.rounds, seen.sm_mhz) == (7.5, benchmark.QUICK_REPLAYS, 1900)
+    assert len(burst.order) == benchmark.QUICK_REPLAYS + 1
+
+
+def interleave(
+    costs: list[Callable[[], float]], rounds: int, careful: bool = False
+) -> tuple[list[Timing], Clocks, list[str], list[int]]:
+    clock, order, told = FakeDevice(), list[str](), list[int]()
+    bursts: list[Any] = [FakeBurst(clock, chr(97 + i), cost) for i, cost in enumerate(costs)]
+    for burst in bursts:
+        burst.order = order
+    stopwatch = Stopwatch(clock, WARM)  # type: ignore[arg-type]
+    timings, seen = stopwatch.final(bursts, rounds, told.append, careful=careful)
+    return timings, seen, order, told
+
+
+def test_finalists_take_turns_in_a_rotating_order(clocks: list[Clocks]) -> None:
+    timings, _, order, told = interleave([lambda: 3.0, lambda: 5.0, lambda: 4.0], 20)
+    assert [t.median_us for t in timings] == [3.0, 5.0, 4.0]
+    assert {t.rounds for t in timings} == {20} and {t.flags for t in timings} == {()}
+    firsts = "".join(order)[:: 3 * (benchmark.REPLAYS_A_ROUND + 1)]
+    assert firsts == ("abc" * 7)[:20]
+    assert told == [-1] * 20
+
+
+def test_a_careful_round_names_each_before_it_runs(clocks: list[Clocks]) -> None:
+    *_, told = interleave([lambda: 3.0, lambda: 5.0], 2, careful=True)
+    assert told == [-1, 0, 1, -1, 1, 0]
+
+
+def test_rounds_under_a_slowdown_are_taken_again(clocks: list[Clocks]) -> None:
+    hot = Clocks(sm_mhz=900, throttle=("sw_thermal_slowdown",))
+    clocks += [Clocks(1900), hot, hot]
+    timings, seen, _, told = interleave([lambda: 3.0], 5)
+    assert timings[0].rounds == 5 and len(told) == 7
+    assert seen.throttle == () and seen.sm_mhz == 1900
+
+
+def test_the_power_cap_is_only_recorded(clocks: list[Clocks]) -> None:
+    clocks += [Clocks(1700, throttle=("sw_power_cap",))] * 5
+    timings, seen, _, told = interleave([lambda: 3.0], 5)
+    assert len(told) == 5 and timings[0].flags == ()
+    assert seen.throttle == ("sw_power_cap",)
+
+
+def test_a_lasting_slowdown_is_flagged_not_waited_for(clocks: list[Clocks]) -> None:
+    clocks += [Clocks(900, throttle=("hw_slowdown",))] * 100
+    timings, _, _, told = interleave([lambda: 3.0], 5)
+    assert timings[0].flags == ("throttled",) and len(told) == 10
+
+
+def test_noise_is_timed_again_with_more_rounds(clocks: list[Clocks]) -> None:
+    calls = iter(range(10_000))
+    settling = lambda: 3.0 if next(calls) > 20 * 4 else 3.0 + next(calls) % 5  # noqa: E731
+    timings, _, _, told = interleave([settling], 20)
+    assert len(told) == 20 + 40
+    assert timings[0] == Timing(3.0, 0.0, 40)
+
+
+def test_noise_that_stays_is_flagged(clocks: list[Clocks]) -> None:
+    calls = iter(range(10_000))
+    timings, *_ = interleave([lambda: 3.0 + (next(calls) // 4) % 2, lambda: 4.0], 20)
+    assert timings[0].flags == ("noisy",) and timings[1].flags == ()
+
+
+def test_preparing_sizes_and_warms_a_burst(clocks: list[Clocks]) -> None:
+    clock = FakeDevice()
+
+    def call() -> None:
+        clock.now += 10.0
+
+    class Eager(benchmark.Subject):
+        def bind(self, buffers: Any, scale: float, *, deliver: bool = False) -> Any:
+            return call
+
+        def capture(self, calls: Any) -> Any:
+            raise AssertionError("an eager burst is not captured")
+
+    watch = Stopwatch(clock, Regime("eager", "warm"))  # type: ignore[arg-type]
+    burst = watch.prepare(benchmark.Entrant(Eager(), [call]))
+    assert burst.n == 40
+    assert clock.now >= benchmark.WARM_UP_US
+    assert watch.quick(burst)[0].median_us == 10.0
+
+
+def test_a_graph_burst_rotates_over_the_sets() -> None:
+    made: list[str] = []
+
+    class Recorded(benchmark.Subject):
+        def bind(self, buffers: Any, scale: float, *, deliver: bool = False) -> Any:
+            raise AssertionError
+
+        def capture(self, calls: Any) -> Any:
+            for call in calls:
+                call()
+            return self
+
+        def replay(self) -> None:
+            made.append("replay")
+
+    calls = [lambda: made.append("x"), lambda: made.append("y")]
+    burst = Burst(Recorded(), calls, 4, "graph")
+    burst.enqueue()
+    assert made == ["x", "y", "x", "y", "replay"]
+
+
+class Toy(Family):
+    name, op = "toy", "gemm"
+
+    def violations(self, problem: Any, config: Any, gpu: Any) -> list[str]:
+        return []
+
+    def space(self, problem: Any, gpu: Any) -> list[Config]:
+        return []
+
+    def predict_us(self, problem: Any, config: Any, gpu: Any) -> float:
+        return 1.0
+
+    def launches(self, problem: Any, config: Any, scale: float) -> list[Launch]:
+        return [
+            Launch("one", (Ref("a"), Ref("scratch", 16)), (7,), (scale,)),
+            Launch("one", (Ref("d"),), (9,)),
+        ][: config.get("launches", 2)]
+
+    def scratch_bytes(self, problem: Any, config: Any) -> int:
+        return 32
+
+
+class FakeKernel:
+    def __init__(self) -> None:
+        self.launched: list[Any] = []
+
+    def workspace_bytes(self, integers: Any) -> int:
+        return 300
+
+    def launch(self, *arguments: Any) -> None:
+        self.launched.append(arguments)
+
+
+def subject(config: Config, kernel: FakeKernel) -> benchmark.CompiledSubject:
+    where: Any = FakeDevice()
+    kernels: Any = {"one": kernel}
+    return benchmark.CompiledSubject(where, Toy(), SMALL, config, kernels, 1.0)
+
+
+def test_each_launch_has_a_workspace_of_its_own() -> None:
+    kernel = FakeKernel()
+    made = subject(Config("toy"), kernel)
+    assert (made.workspace_bytes, made.scratch_bytes) == (1024, 32)
+    made.bind({"a": 100, "d": 200, "scratch": 300, "workspace": 4096}, 0.5)()
+    assert kernel.launched == [
+        ([100, 316], (7,), (0.5,), 4096, 0),
+        ([200], (9,), (), 4096 + 512, 0),
+    ]
+
+
+def test_a_family_that_launches_nothing_is_an_error() -> None:
+    with pytest.raises(BenchmarkError, match="launches nothing"):
+        subject(Config("toy", {"launches": 0}), FakeKernel())
+
+
+def test_clocks_are_summarized() -> None:
+    seen = summarize([Clocks(1000, 3000, 40, 100.0, ("b",)), Clocks(1200, 3000, 50, 300.0, ("a",))])
+    assert seen == Clocks(1100, 3000, 50, 200.0, ("a", "b"))
+    assert summarize([]) == Clocks()
+
+
+def test_throttle_reasons_have_names() -> None:
+    assert device.throttle_names(0x1) == ()
+    assert device.throttle_names(0x4 | 0x40) == ("sw_power_cap", "hw_thermal_slowdown")
+    assert set(device.THROTTLE_REASONS.values()) > device.SLOWDOWNS
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [(700, "illegal_access"), (716, "illegal_access"), (719, "illegal_access"),
+     (2, "out_of_memory"), (702, "timeout"), (1, "launch_error"), (999, "launch_error")],
+)  # fmt: skip
+def test_cuda_errors_have_statuses(code: int, status: str) -> None:
+    assert device.status_of(code) == status

@@ -1,0 +1,236 @@
+"""The verdicts of the numerics gate and what it asks its kernels for; the kernels themselves are
+compared with numpy in tests/gpu/test_gate_gpu.py."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import pytest
+
+from tuner import gate, resources
+from tuner.errors import BenchmarkError
+from tuner.gate import KINDS, LIMITS, POISON, Comparison, Gate, border_columns, judge, scale_of
+from tuner.hardware import DEFAULT_GPU
+from tuner.measurement import Status
+from tuner.problem import AttentionProblem, GemmProblem, Problem, SoftmaxProblem
+
+GEMM = GemmProblem(m=4, n=8, k=64)
+ATTENTION = AttentionProblem(seqlen_q=70, seqlen_kv=90, head_dim=64, heads_q=2, layout="bshd")
+GOOD = Comparison(elements=32, error_squares=32e-8, reference_squares=32.0)
+
+
+def test_a_good_result_passes_with_its_error() -> None:
+    verdict = judge(GOOD, GEMM.output, {"d": 0}, [])
+    assert verdict.status is Status.OK
+    assert verdict.error == pytest.approx(1e-4)
+    assert verdict.log == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "words"),
+    [
+        ({"error_squares": 32 * 1.1e-3**2}, Status.WRONG_RESULT, "relative error 1.10e-03"),
+        ({"beyond": 1, "first": 9, "worst": 0.5}, Status.WRONG_RESULT, "first at (0, 1, 1)"),
+        ({"poisoned": 3, "first": 31}, Status.WRONG_RESULT, "3 of 32 elements were never written"),
+        ({"not_finite": 2}, Status.NOT_FINITE, "2 of 32 elements are NaN or infinite"),
+    ],
+)
+def test_a_bad_result_says_what_and_where(
+    changes: dict[str, Any], status: Status, words: str
+) -> None:
+    values = {"elements": 32, "error_squares": 0.0, "reference_squares": 32.0, **changes}
+    verdict = judge(Comparison(**values), GEMM.output, {}, [])
+    assert verdict.status is status
+    assert words in verdict.log
+
+
+def test_a_stray_write_outweighs_everything() -> None:
+    verdict = judge(Comparison(elements=32, not_finite=4), GEMM.output, {"a": 0, "d": 2}, ["b"])
+    assert verdict.status is Status.OUT_OF_BOUNDS
+    assert verdict.log == "4 bytes beside 'd' were written; input 'b' was changed"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "error", "passes"),
+    [
+        ("float16", 0.9e-3, True),
+        ("float16", 2e-3, False),
+        ("bfloat16", 7e-3, True),
+        ("bfloat16", 9e-3, False),
+    ],
+)
+def test_limits_by_type(dtype: Any, error: float, passes: bool) -> None:
+    output = GemmProblem(m=4, n=8, k=64, dtype=dtype).output
+    seen = Comparison(elements=32, error_squares=32 * error**2, reference_squares=32.0)
+    assert (judge(seen, output, {}, []).status is Status.OK) == passes
+
+
+def test_values_that_fp16_cannot_hold_better_are_no_error() -> None:
+    """Probabilities of 131072 columns are subnormal: their rounding is no fault of a kernel."""
+    output = SoftmaxProblem(rows=1, cols=131072).output
+    squares = 131072 * (1 / 131072) ** 2
+    rounding = 131072 * (2**-24) ** 2 / 12
+    assert (rounding / squares) ** 0.5 > LIMITS["float16"].frobenius
+    seen = Comparison(131072, error_squares=rounding * 1.001, reference_squares=squares)
+    assert judge(seen, output, {}, []).status is Status.OK
+
+
+def test_a_zero_reference_does_not_divide_by_zero() -> None:
+    verdict = judge(Comparison(4, error_squares=1.0), GEMM.output, {}, [])
+    assert verdict.status is Status.WRONG_RESULT
+
+
+def test_unpacks_what_the_kernel_writes() -> None:
+    data = struct.pack("<2d3Qd2Q", 1.5, 2.5, 3, 4, 5, 6.5, 2**64 - 1 - 77, 0)
+    assert len(data) == 64
+    assert Comparison.unpack(data, 9) == Comparison(9, 1.5, 2.5, 3, 4, 5, 6.5, 77)
+
+
+def test_position_follows_the_strides() -> None:
+    operand = ATTENTION.output  # bshd: position (b, h, s, d) lies at ((b * S + s) * H + h) * D + d
+    assert gate._position((5 * 2 + 1) * 64 + 7, operand) == (0, 1, 5, 7)
+
+
+def test_the_template_and_the_gate_agree_on_the_poison() -> None:
+    text = (resources.templates() / "reference.cu.j2").read_text()
+    assert f"kPoison = 0x{POISON:X}" in text
+    assert POISON & 0x7C00 == 0x7C00 and POISON & 0x3FF  # a NaN in fp16
+    assert POISON & 0x7F80 == 0x7F80 and POISON & 0x7F  # and in bf16, so in the upper half of fp32
+
+
+@pytest.mark.parametrize("k", [1, 8, 16, 17, 64, 129, 4096])
+def test_border_columns_are_distinct_and_inside(k: int) -> None:
+    for seed in range(20):
+        columns = border_columns(k, seed)
+        assert len(set(columns)) == len(columns) <= 16
+        assert min(columns) == 0 and max(columns) == k - 1
+    if k > 128:
+        assert any(c % 128 == 0 for c in border_columns(k, 3)[1:])
+
+
+def test_random_inputs_come_last_because_timing_uses_them() -> None:
+    assert {kinds[-1] for kinds in KINDS.values()} == {"random"}
+
+
+def test_a_kernel_that_ignores_its_scale_is_seen() -> None:
+    assert scale_of(ATTENTION) == pytest.approx(64**-0.5)
+    assert scale_of(ATTENTION, "dominant") != scale_of(ATTENTION)
+
+
+class FakeDevice:
+    """Memory as numbers, and what was done with it."""
+
+    stream = 0
+
+    def __init__(self) -> None:
+        self.free_at, self.live, self.filled = 1 << 20, set[int](), list[tuple[int, int]]()
+
+    def allocate(self, size: int) -> int:
+        pointer, self.free_at = self.free_at, self.free_at + size + 4096
+        self.live.add(pointer)
+        return pointer
+
+    def free(self, pointer: int) -> None:
+        self.live.remove(pointer)
+
+    def fill16(self, pointer: int, pattern: int, size: int) -> None:
+        assert pattern == POISON and size % 2 == 0
+        self.filled.append((pointer, size))
+
+    def fill8(self, pointer: int, value: int, size: int) -> None:
+        pass
+
+    def read(self, pointer: int, size: int) -> bytes:
+        return struct.pack("<2d6Q", 0.0, 1.0, 0, 0, 0, 0, 0, 0)[:size]
+
+    def wait(self) -> None:
+        pass
+
+
+class FakeKernel:
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, int, int, int]] = []
+
+    def launch(
+        self, tensors: Any, integers: Any, scalars: Any, workspace: int, stream: int
+    ) -> None:
+        assert all(isinstance(i, int) and -(2**63) <= i < 2**63 for i in integers)
+        self.calls.append((integers[0], len(tensors), len(integers), len(scalars)))
+
+
+def opened(problem: Problem) -> tuple[Gate, FakeDevice, FakeKernel]:
+    device, kernel = FakeDevice(), FakeKernel()
+    made = Gate(device, kernel)  # type: ignore[arg-type]
+    made.open(problem, 7)
+    return made, device, kernel
+
+
+#: Command, tensors, integers and scalars as the template's opening comment lists them.
+COMMANDS = {
+    "gemm": [*[(0, 1, 4, 2)] * 2, (2, 1, None, 1), (5, 3, 15, 1), *[(9, 2, 2, 0)] * 2],
+    "attention": [
+        *[(0, 1, 4, 2)] * 3, (1, 2, 16, 1), (4, 5, 21, 1), *[(9, 2, 2, 0)] * 3,
+    ],
+    "softmax": [(0, 1, 4, 2), (3, 1, 6, 1), (6, 2, 5, 1), (9, 2, 2, 0)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("problem", [GEMM, ATTENTION, SoftmaxProblem(rows=6, cols=9)])
+def test_arguments_have_the_template_s_lengths(problem: Problem) -> None:
+    made, _, kernel = opened(problem)
+    made.load(KINDS[problem.op][0])
+    assert len(kernel.calls) == len(COMMANDS[problem.op])
+    for seen, wanted in zip(kernel.calls, COMMANDS[problem.op], strict=True):
+        assert [s for s, w in zip(seen, wanted, strict=True) if w is not None and s != w] == []
+
+
+def test_a_reference_is_computed_once_a_kind_and_seed() -> None:
+    made, device, kernel = opened(GEMM)
+    for _ in range(2):
+        made.load("random")
+    assert [call[0] for call in kernel.calls].count(5) == 1
+    made.open(GEMM, 8)
+    made.load("random")
+    assert [call[0] for call in kernel.calls].count(5) == 2
+    made.close()
+    assert len(device.live) == 1  # the result words
+
+
+def test_everything_is_armed() -> None:
+    made, device, _ = opened(GEMM)
+    made.load("random")
+    device.filled.clear()
+    made.arm()
+    output = made.pointers["d"]
+    assert (output, GEMM.output.bytes) in device.filled
+    for operand in GEMM.operands:
+        pointer = made.pointers[operand.name]
+        assert (pointer - gate.GUARD_BYTES, gate.GUARD_BYTES) in device.filled
+        assert (pointer + operand.bytes, gate.GUARD_BYTES) in device.filled
+    assert (made.pointers["a"], GEMM.operands[0].bytes) not in device.filled
+
+
+def test_a_gate_without_a_problem_says_so() -> None:
+    made = Gate(FakeDevice(), FakeKernel())  # type: ignore[arg-type]
+    with pytest.raises(BenchmarkError, match="no problem open"):
+        made.load("random")
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(5, 5), (3, 8), (8, 3), (1, 16)])
+def test_a_causal_floor_counts_the_visible_pairs(queries: int, keys: int) -> None:
+    problem = AttentionProblem(queries, keys, 64, heads_q=2, is_causal=True)
+    flops, moved = gate.floor_work(problem)
+    pairs = sum(min(query + 1, keys) for query in range(queries))
+    assert flops == 4 * 2 * 64 * pairs
+    seen = min(queries, keys)
+    assert moved == 2 * 64 * 2 * (2 * queries + 2 * seen)
+
+
+def test_the_floor() -> None:
+    problem = GemmProblem(m=8192, n=8192, k=8192)
+    floor = DEFAULT_GPU.floor_us(problem.flops, problem.bytes)
+    assert "below" in gate.too_fast(problem, DEFAULT_GPU, floor * 0.99)
+    assert gate.too_fast(problem, DEFAULT_GPU, floor * 1.01) == ""
+    # No tensor-core work: 5 operations an element at the tensor cores' rate would be no floor.
+    assert gate.floor_work(SoftmaxProblem(rows=64, cols=64))[0] == 0

@@ -1,0 +1,191 @@
+"""The local runner's order of work; compiler, worker and device are scripted."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tuner import device
+from tuner.artifacts import Artifact
+from tuner.config import Config
+from tuner.errors import BenchmarkError, ConfigError
+from tuner.families import families_in
+from tuner.families.base import KernelSpec
+from tuner.gate import REFERENCE
+from tuner.hardware import DEFAULT_GPU
+from tuner.measurement import Environment, Regime, Status
+from tuner.problem import GemmProblem
+from tuner.runners.local import LocalRunner
+from tuner.worker import Outcome
+from tuner.worker_client import Ask
+
+PROBLEM = GemmProblem(m=64, n=64, k=64)
+FAMILY = """
+from tuner.families.base import Family, KernelSpec
+
+class Planted(Family):
+    name, op = "planted", "gemm"
+    def violations(self, problem, config, gpu): return []
+    def space(self, problem, gpu): return []
+    def predict_us(self, problem, config, gpu): return 1.0
+    def kernels(self, problem, config):
+        return {"main": KernelSpec("planted.cu.j2", {"tile": config["tile"]})}
+
+class Half(Planted):
+    name, is_vendor = "ready", True
+    def kernels(self, problem, config): return {}
+"""
+
+
+class FakeCompiler:
+    jobs, batch = 8, 2
+    toolchain = SimpleNamespace(nvcc_version="13.0.88", cutlass_version="4.2.0")
+
+    def __init__(self) -> None:
+        self.futures: dict[KernelSpec, Future[Artifact]] = {}
+        self.submit([REFERENCE])
+        self.build(REFERENCE)
+
+    def submit(self, specs: Sequence[KernelSpec]) -> list[tuple[KernelSpec, Future[Artifact]]]:
+        return [(spec, self.futures.setdefault(spec, Future())) for spec in specs]
+
+    def build(self, spec: KernelSpec) -> None:
+        self.futures[spec].set_result(Artifact(spec.key, Path("/k.so"), "0" * 64, None, 2.0))
+
+    def build_tile(self, tile: int) -> None:
+        self.build(KernelSpec("planted.cu.j2", {"tile": tile}))
+
+
+class FakeWorker:
+    def __init__(self) -> None:
+        self.asked: list[Ask] = []
+        self.closed = 0
+
+    def measure(self, ask: Ask) -> list[Outcome]:
+        self.asked.append(ask)
+        return [Outcome(Status.OK, 10.0, 0.1, ask.rounds or 7) for _ in ask.candidates]
+
+    def facts(self) -> dict[str, str]:
+        return {"torch": "2.11"}
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+Made = tuple[LocalRunner, FakeCompiler, FakeWorker]
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Made]:
+    (tmp_path / "planted.py").write_text(FAMILY)
+    facts = Environment({"driver": "580"})
+    monkeypatch.setattr(device, "environment", lambda index: facts)
+
+    def runner() -> Made:
+        compiler, worker = FakeCompiler(), FakeWorker()
+        parts: Any = (compiler, worker)
+        made = LocalRunner(
+            0,
+            Regime("graph", "warm"),
+            parts[0],
+            family_modules=[tmp_path / "planted.py"],
+            gpu=DEFAULT_GPU,
+            worker=parts[1],
+        )
+        return made, compiler, worker
+
+    return runner
+
+
+def config(tile: int) -> Config:
+    return Config("planted", {"tile": tile})
+
+
+def tiles(measurements: Any) -> list[int]:
+    return [m.config["tile"] for m in measurements]
+
+
+def test_what_is_compiled_first_is_timed_first(make: Callable[[], Made]) -> None:
+    runner, compiler, _ = make()
+    for tile in (64, 128, 256):
+        runner.submit(PROBLEM, [config(tile)])
+    compiler.build_tile(128)
+    assert tiles(runner.collect()) == [128]
+    compiler.build_tile(256)
+    compiler.build_tile(64)
+    assert tiles(runner.collect()) + tiles(runner.collect()) == [64, 256]
+
+
+def test_a_vendor_s_group_waits_for_no_compiler(make: Callable[[], Made]) -> None:
+    runner, _, worker = make()
+    runner.submit(PROBLEM, [config(64)])
+    runner.submit(PROBLEM, [Config("ready")])
+    (seen,) = runner.collect()
+    assert seen.config == Config("ready") and seen.ok
+    assert len(worker.asked) == 1
+
+
+def test_collect_waits_for_the_compiler(make: Callable[[], Made]) -> None:
+    runner, compiler, _ = make()
+    runner.submit(PROBLEM, [config(64)])
+    later = threading.Timer(0.1, compiler.build_tile, [64])
+    later.start()
+    started = time.monotonic()
+    assert tiles(runner.collect()) == [64]
+    assert time.monotonic() - started >= 0.05
+    later.join()
+
+
+def test_collecting_nothing_is_an_error(make: Callable[[], Made]) -> None:
+    with pytest.raises(BenchmarkError, match="nothing was submitted"):
+        make()[0].collect()
+
+
+def test_retiming_is_one_final_request(make: Callable[[], Made]) -> None:
+    runner, compiler, worker = make()
+    runner.prefetch(PROBLEM, [[config(64)], [config(128)]])
+    compiler.build_tile(64)
+    compiler.build_tile(128)
+    seen = runner.retime(PROBLEM, [config(64), config(128), Config("ready")], 20)
+    assert [m.is_final for m in seen] == [True] * 3 and [m.rounds for m in seen] == [20] * 3
+    assert [(ask.mode, len(ask.candidates)) for ask in worker.asked] == [("final", 3)]
+
+
+def test_the_environment_joins_machine_compiler_and_vendors(make: Callable[[], Made]) -> None:
+    facts = make()[0].environment.facts
+    assert facts == {"driver": "580", "nvcc": "13.0.88", "cutlass": "4.2.0", "torch": "2.11"}
+
+
+def test_capacity_follows_the_compiler(make: Callable[[], Made]) -> None:
+    assert make()[0].capacity == 16
+
+
+def test_close_ends_the_worker(make: Callable[[], Made]) -> None:
+    runner, _, worker = make()
+    runner.submit(PROBLEM, [config(64)])
+    runner.close()
+    assert worker.closed == 1
+    with pytest.raises(BenchmarkError):
+        runner.collect()
+
+
+def test_a_machine_without_the_device_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "detect", lambda index: None)
+    compiler: Any = FakeCompiler()
+    with pytest.raises(BenchmarkError, match="CUDA device 3 is not there"):
+        LocalRunner(3, Regime(), compiler)
+
+
+def test_families_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "planted.py").write_text(FAMILY)
+    assert set(families_in(tmp_path / "planted.py")) == {"planted", "ready"}
+    (tmp_path / "broken.py").write_text("import no_such_module")
+    with pytest.raises(ConfigError, match="cannot be imported"):
+        families_in(tmp_path / "broken.py")

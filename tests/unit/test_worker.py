@@ -1,0 +1,513 @@
+"""The worker process and its client, without a GPU: the client against scripted processes, the
+worker's loop against a scripted device."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tuner import worker as worker_room
+from tuner.artifacts import Artifact
+from tuner.benchmark import Timing
+from tuner.config import Config
+from tuner.errors import BenchmarkError
+from tuner.families.base import Family
+from tuner.gate import Verdict
+from tuner.hardware import DEFAULT_GPU
+from tuner.measurement import Clocks, Regime, Status
+from tuner.problem import GemmProblem
+from tuner.worker import Outcome, Worker
+from tuner.worker_client import Ask, WorkerClient
+
+PROBLEM = GemmProblem(m=512, n=512, k=512)
+KERNEL = Artifact("k" * 32, Path("/nowhere/kernel.so"), "0" * 64, None, 0.0)
+
+#: A process that speaks the protocol; what a candidate does is its parameter `act`.
+SCRIPT = """
+import json, os, signal, subprocess, sys, time
+requests, answers = (int(sys.argv[sys.argv.index(f) + 1]) for f in ("--requests", "--answers"))
+
+def say(**event):
+    os.write(answers, (json.dumps(event) + "\\n").encode())
+
+def result(index, fatal=False, **outcome):
+    outcome = {"status": "ok", "latency_us": 1.0 + index, "log": str(os.getpid()), **outcome}
+    say(event="result", index=index, outcome=outcome, fatal=fatal)
+
+if "--broken" in sys.argv:
+    print("no such library")
+    sys.exit(3)
+if "--mute" in sys.argv:
+    time.sleep(60)
+say(event="ready")
+for line in os.fdopen(requests):
+    request = json.loads(line)
+    if request["mode"] == "environment":
+        say(event="facts", facts={"torch": "2.11"})
+    for candidate in request.get("candidates", ()):
+        index, act = candidate["index"], candidate["config"]["params"]["act"]
+        say(event="phase", index=index, what="check, random", allow_s=0)
+        if act == "hang":
+            time.sleep(60)
+        if act == "hang with a child":
+            child = subprocess.Popen(["sleep", "60"])
+            open(os.environ["CHILD_FILE"], "w").write(str(child.pid))
+            time.sleep(60)
+        if act == "slow":
+            say(event="phase", index=index, what="reference", allow_s=30)
+            time.sleep(1.5)
+        if act == "abort":
+            print("kernel printed this", flush=True)
+            os.abort()
+        if act == "exit":
+            os._exit(7)
+        if act == "sticky":
+            result(index, fatal=True, status="illegal_access", log="CUDA error 700")
+            sys.exit(0)
+        if act == "gate":
+            say(event="failed", status="launch_error", log="bad reference")
+            break
+        if act == "full":
+            say(event="failed", status="out_of_memory", log="no memory for operands")
+            break
+        if act == "blameless" and not request["careful"]:
+            say(event="phase", index=None, what="interleaved timing", allow_s=0)
+            time.sleep(60)
+        if act == "blameless":
+            os._exit(1)
+        if act != "forget":
+            result(index)
+    else:
+        say(event="done")
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "fake_worker.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+@pytest.fixture
+def client(script: Path) -> Iterator[WorkerClient]:
+    made = WorkerClient(command=[sys.executable, str(script)], timeout_s=0.7)
+    yield made
+    made.close()
+
+
+def ask(*acts: str, mode: str = "quick") -> Ask:
+    candidates = [(Config("toy", {"act": act}), {"main": KERNEL}) for act in acts]
+    return Ask(PROBLEM, Regime(), mode, 1, KERNEL, candidates)
+
+
+def gone(pid: int) -> bool:
+    """Dead, be it still a zombie that nobody has reaped."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        if state == "Z":
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_outcomes_come_in_order_from_one_process(client: WorkerClient) -> None:
+    first, second = client.measure(ask("ok", "ok"))
+    (third,) = client.measure(ask("ok"))
+    assert [first.latency_us, second.latency_us] == [1.0, 2.0]
+    assert first.log == second.log == third.log == str(client.pid)
+
+
+@pytest.mark.parametrize(
+    ("act", "status", "words"),
+    [
+        ("hang", Status.TIMEOUT, "no sign of life for 1 s during: check, random"),
+        ("abort", Status.WORKER_DIED, "killed by SIGABRT during: check, random\nkernel printed"),
+        ("exit", Status.WORKER_DIED, "ended with exit code 7"),
+        ("sticky", Status.ILLEGAL_ACCESS, "CUDA error 700"),
+    ],
+)
+def test_what_kills_a_worker_costs_its_neighbours_nothing(
+    client: WorkerClient, act: str, status: Status, words: str
+) -> None:
+    outcomes = client.measure(ask("ok", act, "ok"))
+    assert [o.status for o in outcomes] == [Status.OK, status, Status.OK]
+    assert words in outcomes[1].log
+    assert outcomes[0].log != outcomes[2].log, "the same process went on"
+    assert gone(int(outcomes[0].log))
+
+
+def test_several_faults_in_one_group(client: WorkerClient) -> None:
+    outcomes = client.measure(ask("abort", "sticky", "exit", "ok"))
+    wanted = [Status.WORKER_DIED, Status.ILLEGAL_ACCESS, Status.WORKER_DIED, Status.OK]
+    assert [o.status for o in outcomes] == wanted
+
+
+def test_an_announced_phase_may_take_longer(client: WorkerClient) -> None:
+    assert client.measure(ask("slow"))[0].status is Status.OK
+
+
+def test_a_timeout_kills_the_whole_group(
+    client: WorkerClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CHILD_FILE", str(tmp_path / "child"))
+    assert client.measure(ask("hang with a child"))[0].status is Status.TIMEOUT
+    assert gone(int((tmp_path / "child").read_text()))
+
+
+def test_nobody_s_fault_is_tried_again_with_care(client: WorkerClient) -> None:
+    outcomes = client.measure(ask("ok", "blameless", "ok", mode="final"))
+    # Without care nobody was at work; with care the second candidate was.
+    assert [o.status for o in outcomes] == [Status.OK, Status.WORKER_DIED, Status.OK]
+
+
+def test_a_result_that_never_comes_is_a_failure(client: WorkerClient) -> None:
+    outcomes = client.measure(ask("ok", "forget"))
+    assert [o.status for o in outcomes] == [Status.OK, Status.WORKER_DIED]
+    assert "no result" in outcomes[1].log
+
+
+def test_operands_that_do_not_fit_fail_every_candidate(client: WorkerClient) -> None:
+    outcomes = client.measure(ask("full", "ok"))
+    assert {o.status for o in outcomes} == {Status.OUT_OF_MEMORY}
+    assert outcomes[1].log == "no memory for operands"
+
+
+def test_a_broken_gate_is_an_error_not_a_status(client: WorkerClient) -> None:
+    with pytest.raises(BenchmarkError, match="numerics gate failed: bad reference"):
+        client.measure(ask("gate"))
+
+
+def test_facts(client: WorkerClient) -> None:
+    assert client.facts() == {"torch": "2.11"}
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [("--broken", "exit code 3 while starting\nno such library"), ("--mute", "did not start")],
+)
+def test_a_worker_that_cannot_start_is_an_error(script: Path, flag: str, words: str) -> None:
+    command = [sys.executable, str(script), flag]
+    client = WorkerClient(command=command, start_timeout_s=1.5)
+    with pytest.raises(BenchmarkError, match=words):
+        client.measure(ask("ok"))
+    assert client.pid is None
+
+
+def test_a_missing_program_is_an_error() -> None:
+    with pytest.raises(BenchmarkError, match="cannot be started"):
+        WorkerClient(command=["/nowhere/python"]).measure(ask("ok"))
+
+
+def test_close_kills(client: WorkerClient) -> None:
+    client.measure(ask("ok"))
+    pid = client.pid
+    assert pid is not None
+    client.close()
+    client.close()
+    assert gone(pid) and client.pid is None
+
+
+def test_an_interrupted_request_leaves_no_stale_answers(
+    client: WorkerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client.measure(ask("ok"))
+
+    def interrupt(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("tuner.worker_client.select.select", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            client.measure(ask("ok"))
+    assert client.pid is None
+    assert client.measure(ask("ok", "ok"))[1].latency_us == 2.0
+
+
+def test_the_real_worker_says_why_it_cannot_start() -> None:
+    client = WorkerClient(device_index=99)
+    with pytest.raises(BenchmarkError, match="CUDA device 99 is not there"):
+        client.facts()
+    client.close()
+
+
+def test_a_worker_ends_with_its_driver_even_while_busy(tmp_path: Path) -> None:
+    """The driver is killed with SIGKILL: nothing tells the worker but the end of the pipe."""
+    busy = tmp_path / "busy.py"
+    busy.write_text(
+        "import os, sys, time\nfrom tuner.worker import read_requests\n"
+        "read_requests(int(sys.argv[1]))\nprint(os.getpid(), flush=True)\ntime.sleep(60)\n"
+    )
+    driver = tmp_path / "driver.py"
+    driver.write_text(
+        "import os, subprocess, sys, time\nr, w = os.pipe()\n"
+        f"subprocess.Popen([sys.executable, {str(busy)!r}, str(r)], pass_fds=[r],"
+        " start_new_session=True)\ntime.sleep(60)\n"
+    )
+    root = str(Path(worker_room.__file__).parents[1])
+    process = subprocess.Popen(
+        [sys.executable, str(driver)],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": root},
+    )
+    assert process.stdout is not None
+    pid = int(process.stdout.readline())
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    assert gone(pid)
+
+
+def test_an_outcome_survives_the_pipe() -> None:
+    outcome = Outcome(
+        Status.OK, 3.5, 0.1, 20, ("noisy",), 1e-4, 512, Clocks(1900, throttle=("a", "b")), "text"
+    )
+    from dataclasses import asdict
+
+    assert Outcome.from_json(json.loads(json.dumps(asdict(outcome)))) == outcome
+
+
+class Toy(Family):
+    name, op = "toy", "gemm"
+
+    def violations(self, problem: Any, config: Any, gpu: Any) -> list[str]:
+        return []
+
+    def space(self, problem: Any, gpu: Any) -> list[Config]:
+        return []
+
+    def predict_us(self, problem: Any, config: Any, gpu: Any) -> float:
+        return 1.0
+
+
+class Vendor(Toy):
+    name, is_vendor = "vendor", True
+
+    def environment(self) -> dict[str, str]:
+        return {"cudnn": "9.19"}
+
+
+class FakeDevice:
+    index = 0
+    stream = 0
+
+    def __init__(self) -> None:
+        self.sticky = False
+
+    def synchronize(self) -> None:
+        if self.sticky:
+            raise BenchmarkError("CUDA error 700", status=Status.ILLEGAL_ACCESS)
+
+    def healthy(self) -> bool:
+        return not self.sticky
+
+    def wait(self) -> None:
+        pass
+
+    def allocate(self, size: int) -> int:
+        return 1 << 20
+
+    def free(self, pointer: int) -> None:
+        pass
+
+    def free_bytes(self) -> int:
+        return 1 << 30
+
+
+class FakeGate:
+    verdicts: list[Verdict]
+
+    def __init__(self, device: FakeDevice, kernel: Any) -> None:
+        self.device = device
+        self.pointers = {"a": 1, "b": 2, "d": 3}
+        self.examined = 0
+
+    def open(self, problem: Any, seed: int) -> None:
+        pass
+
+    def load(self, kind: str) -> None:
+        pass
+
+    def allocate(self, pool: Any, name: str, size: int) -> Any:
+        return worker_room.Guarded(name, 4096, size)
+
+    def arm(self, extra: Any = ()) -> None:
+        pass
+
+    def examine(self, extra: Any = ()) -> Verdict:
+        self.device.synchronize()
+        self.examined += 1
+        return FakeGate.verdicts.pop(0) if FakeGate.verdicts else Verdict(Status.OK, 1e-4)
+
+
+class FakeSubject:
+    scratch_bytes, workspace_bytes = 64, 256
+
+    def __init__(
+        self, device: FakeDevice, family: Any, problem: Any, config: Config, *_: Any
+    ) -> None:
+        self.device, self.act = device, config.get("act", "ok")
+
+    def bind(self, buffers: Any, scale: float, *, deliver: bool = False) -> Any:
+        if self.act == "sticky":
+            self.device.sticky = True
+        if self.act == "raises":
+            raise KeyError("tile_q")
+        return lambda: None
+
+    def close(self) -> None:
+        pass
+
+
+class FakeBurst:
+    def enqueue(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class FakeStopwatch:
+    latency_us = 50.0
+
+    def __init__(self, device: Any, regime: Any) -> None:
+        pass
+
+    def prepare(self, entrant: Any) -> FakeBurst:
+        return FakeBurst()
+
+    def quick(self, burst: Any) -> tuple[Timing, Clocks]:
+        return Timing(self.latency_us, 0.1, 7), Clocks(1900)
+
+    def final(self, bursts: Any, rounds: int, progress: Any, *, careful: bool) -> Any:
+        progress(-1)
+        return [Timing(self.latency_us, 0.1, rounds) for _ in bursts], Clocks(1900)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    FakeGate.verdicts = []
+    for name, fake in {
+        "Gate": FakeGate,
+        "CompiledSubject": FakeSubject,
+        "Stopwatch": FakeStopwatch,
+        "load": lambda artifact: None,
+        "entrant": lambda *_: None,
+    }.items():
+        monkeypatch.setattr(worker_room, name, fake)
+    return []
+
+
+def answer(
+    events: list[dict[str, Any]], *acts: str, mode: str = "quick", limit: int | None = None
+) -> bool:
+    made = Ask(
+        PROBLEM,
+        Regime(),
+        mode,
+        1,
+        KERNEL,
+        [(Config("toy", {"act": act}), {"main": KERNEL}) for act in acts],
+        rounds=20,
+        max_workspace=limit,
+    )
+    device: Any = FakeDevice()
+    members = {"toy": Toy(), "vendor": Vendor()}
+    served = Worker(device, DEFAULT_GPU, members, lambda event: events.append(dict(event)))
+    return served.answer(made.to_json(range(len(acts)), careful=False))
+
+
+def results(events: list[dict[str, Any]]) -> list[Outcome]:
+    return [Outcome.from_json(e["outcome"]) for e in events if e["event"] == "result"]
+
+
+def test_a_quick_request(events: list[dict[str, Any]]) -> None:
+    assert answer(events, "ok", "ok")
+    assert [r.latency_us for r in results(events)] == [50.0, 50.0]
+    assert results(events)[0].workspace_bytes == 320 and results(events)[0].error == 1e-4
+    assert events[-1] == {"event": "done"}
+    phases = [e["what"] for e in events if e["event"] == "phase" and e["index"] == 1]
+    assert phases == [
+        "loading",
+        *("reference, planted", "check, planted", "reference, random", "check, random"),
+        *("timing", "check after timing"),
+    ]
+
+
+def test_a_probe_is_not_timed(events: list[dict[str, Any]]) -> None:
+    answer(events, "ok", mode="probe")
+    assert results(events)[0].status is Status.OK and results(events)[0].latency_us is None
+
+
+def test_a_failed_check_ends_a_candidate(events: list[dict[str, Any]]) -> None:
+    FakeGate.verdicts = [Verdict(Status.OK, 1e-4), Verdict(Status.WRONG_RESULT, 0.3, "off")]
+    answer(events, "ok", "ok")
+    assert [r.status for r in results(events)] == [Status.WRONG_RESULT, Status.OK]
+    assert (results(events)[0].error, results(events)[0].log) == (0.3, "off")
+
+
+def test_a_result_that_goes_wrong_under_load_is_wrong(events: list[dict[str, Any]]) -> None:
+    good = Verdict(Status.OK, 1e-4)
+    FakeGate.verdicts = [good, good, Verdict(Status.WRONG_RESULT, 0.3, "off")]
+    answer(events, "ok")
+    (outcome,) = results(events)
+    assert outcome.status is Status.WRONG_RESULT and outcome.latency_us is None
+    assert outcome.log == "when launched repeatedly, off"
+
+
+def test_too_fast_is_a_failure(
+    events: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeStopwatch, "latency_us", 0.01)
+    answer(events, "ok")
+    assert results(events)[0].status is Status.TOO_FAST
+    assert results(events)[0].latency_us is None
+
+
+def test_a_sticky_error_ends_the_process(events: list[dict[str, Any]]) -> None:
+    assert not answer(events, "ok", "sticky", "ok")
+    assert [r.status for r in results(events)] == [Status.OK, Status.ILLEGAL_ACCESS]
+    assert events[-1]["fatal"] and {"event": "done"} not in events
+
+
+def test_any_exception_is_a_status_with_its_trace(events: list[dict[str, Any]]) -> None:
+    assert answer(events, "raises", "ok")
+    assert [r.status for r in results(events)] == [Status.LAUNCH_ERROR, Status.OK]
+    assert "KeyError: 'tile_q'" in results(events)[0].log
+
+
+def test_workspace_has_a_limit(events: list[dict[str, Any]]) -> None:
+    answer(events, "ok", limit=319)
+    assert results(events)[0].status is Status.OUT_OF_MEMORY
+    assert results(events)[0].log == "320 bytes of workspace are needed, 319 are allowed"
+
+
+def test_finalists_are_timed_together(events: list[dict[str, Any]]) -> None:
+    FakeGate.verdicts = [Verdict(Status.NOT_FINITE, None, "NaN")]
+    assert answer(events, "ok", "ok", "ok", mode="final")
+    assert [r.status for r in results(events)] == [Status.NOT_FINITE, Status.OK, Status.OK]
+    assert [r.rounds for r in results(events)] == [0, 20, 20]
+    assert events[-1] == {"event": "done"}
+
+
+def test_vendors_tell_their_versions(events: list[dict[str, Any]]) -> None:
+    device: Any = FakeDevice()
+    served = Worker(device, DEFAULT_GPU, {"v": Vendor()}, lambda e: events.append(dict(e)))
+    assert served.answer({"mode": "environment"})
+    assert {"event": "facts", "facts": {"cudnn": "9.19"}} in events

@@ -1,0 +1,463 @@
+"""The compulsory numerics check, wholly on the GPU: inputs, reference, comparison, guards.
+
+Every check runs a candidate on freshly drawn inputs into a poisoned output between guard bands
+and compares all of it with a reference computed in fp64 (products of up to 32 elements summed in
+fp32 first) by the kernels of ``templates/reference.cu.j2``. PyTorch and numpy take no part. A time
+that the chip cannot reach is a failure too (`too_fast`).
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tuner.artifacts import LoadedKernel
+from tuner.device import Device, Pool
+from tuner.errors import BenchmarkError
+from tuner.families.base import KernelSpec
+from tuner.hardware import Gpu
+from tuner.measurement import Status
+from tuner.problem import AttentionProblem, GemmProblem, Operand, Problem, SoftmaxProblem
+
+REFERENCE = KernelSpec("reference.cu.j2")
+"""The kernels that this module runs; compiled like a candidate's."""
+
+POISON = 0x7FA5
+"""A NaN in fp16 and bf16, and twice over in fp32, with a payload that arithmetic never makes."""
+GUARD_BYTES = 1 << 20
+"""Poisoned on both sides of every buffer; a stray tile (at most 256 x 256 x 4 bytes) fits."""
+
+#: Kinds of inputs. `random` comes last: its inputs stay in the buffers for the timing.
+KINDS: dict[str, tuple[str, ...]] = {
+    "attention": ("dominant", "large_scores", "random"),
+    "gemm": ("planted", "random"),
+    "softmax": ("dominant", "large_scores", "random"),
+}
+#: `large_scores`: standard deviation of the scaled scores, which random inputs have at 1.
+LARGE = 30.0
+#: `dominant`: a query is this many times its key, so that with D = 64 its score stands 32 above
+#: the mean of the others, whose deviation is 4.5; or minus this where every score is to be low.
+DOMINANCE = 4.0
+#: Mean of the keys under `dominant`, which makes all scores of a negative query negative.
+KEY_MEAN = 0.5
+#: `planted`: what the columns of A at the borders of k-tiles are multiplied by.
+COLUMN_FACTOR = 16.0
+#: A softmax alone works on scores of deviation 8, as raw scores of D = 64 have.
+SOFTMAX_SCALE = 0.125
+#: `dominant` uses a scale other than the default, so that a kernel ignoring its scale is seen.
+SCALE_FACTOR = 0.75
+
+_DTYPES = {"float16": 0, "bfloat16": 1, "float32": 2}
+_FILL, _PLANT_ATTENTION, _SCALE_COLUMNS, _PLANT_SOFTMAX = 0, 1, 2, 3
+_ATTENTION, _GEMM, _SOFTMAX, _COMPARE, _COUNT_CHANGED, _CHECKSUM = 4, 5, 6, 7, 8, 9
+_RESULT_BYTES = 64
+#: Spacing of fp16 below its normal numbers: values there cannot be rounded any better.
+_FP16_SUBNORMAL_STEP = 2.0**-24
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What an output may be off by."""
+
+    frobenius: float
+    """Relative Frobenius norm of the error."""
+    absolute: float
+    relative: float
+    """Every element: ``absolute + relative * |reference|``."""
+
+
+#: By the output's type. bf16 has 3 mantissa bits fewer than fp16: 8 times as much. fp32 results
+#: of 16-bit operands differ from the reference by accumulation only and meet fp16's with ease.
+LIMITS = {
+    "float16": Limits(1e-3, 2e-3, 2e-3),
+    "bfloat16": Limits(8e-3, 1.6e-2, 1.6e-2),
+    "float32": Limits(1e-3, 2e-3, 2e-3),
+}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """An output against its reference."""
+
+    elements: int
+    error_squares: float = 0.0
+    reference_squares: float = 0.0
+    beyond: int = 0
+    not_finite: int = 0
+    poisoned: int = 0
+    worst: float = 0.0
+    first: int = 0
+
+    @classmethod
+    def unpack(cls, data: bytes, elements: int) -> Comparison:
+        """Read the eight words that the compare command of the template fills."""
+        error, reference, beyond, not_finite, poisoned, worst, last, _ = struct.unpack(
+            "<2d3Qd2Q", data
+        )
+        first = ~last & (2**64 - 1)
+        return cls(elements, error, reference, beyond, not_finite, poisoned, worst, first)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a check found; `status` OK passes."""
+
+    status: Status
+    error: float | None = None
+    """Relative Frobenius error of the finite elements."""
+    log: str = ""
+
+
+def judge(
+    comparison: Comparison,
+    operand: Operand,
+    strayed: Mapping[str, int],
+    changed: Sequence[str],
+) -> Verdict:
+    """Turn what was seen into a verdict.
+
+    Args:
+        comparison: the output against the reference.
+        operand: the output.
+        strayed: 16-bit words of each buffer's guard bands that were written.
+        changed: inputs whose contents changed.
+    """
+    limits = LIMITS[operand.dtype]
+    error = math.sqrt(comparison.error_squares / max(comparison.reference_squares, 1e-300))
+    if any(strayed.values()) or changed:
+        texts = [f"{2 * n} bytes beside '{name}' were written" for name, n in strayed.items() if n]
+        texts += [f"input '{name}' was changed" for name in changed]
+        return Verdict(Status.OUT_OF_BOUNDS, error, "; ".join(texts))
+    where = f"first at {_position(comparison.first, operand)} of {operand.shape}"
+    if comparison.not_finite:
+        text = f"{comparison.not_finite} of {comparison.elements} elements are NaN or infinite"
+        return Verdict(Status.NOT_FINITE, None, f"{text}, {where}")
+    if comparison.poisoned:
+        text = (
+            f"{comparison.poisoned} of {comparison.elements} elements were never written, {where}"
+        )
+        return Verdict(Status.WRONG_RESULT, None, text)
+    allowed = limits.frobenius * math.sqrt(comparison.reference_squares)
+    if operand.dtype == "float16":
+        allowed += _FP16_SUBNORMAL_STEP / math.sqrt(12) * math.sqrt(comparison.elements)
+    if comparison.beyond or math.sqrt(comparison.error_squares) > allowed:
+        text = (
+            f"relative error {error:.2e} (allowed {limits.frobenius:.0e}), {comparison.beyond} of "
+            f"{comparison.elements} elements beyond {limits.absolute} + {limits.relative} x "
+            f"|reference|, worst {comparison.worst:.2e}"
+        )
+        return Verdict(
+            Status.WRONG_RESULT, error, f"{text}, {where}" if comparison.beyond else text
+        )
+    return Verdict(Status.OK, error)
+
+
+def floor_work(problem: Problem) -> tuple[int, int]:
+    """Tensor-core operations and bytes that no kernel can avoid.
+
+    Under a causal mask only the visible pairs count, exactly, and keys beyond the last query are
+    never read. A softmax has no tensor-core work.
+    """
+    if isinstance(problem, GemmProblem):
+        return problem.flops, problem.bytes
+    if not isinstance(problem, AttentionProblem):
+        return 0, 0 if getattr(problem, "is_causal", False) else problem.bytes
+    queries, keys = problem.seqlen_q, problem.seqlen_kv
+    if not problem.is_causal:
+        return problem.flops, problem.bytes
+    seen = min(queries, keys)
+    pairs = seen * (seen + 1) // 2 + (queries - seen) * keys
+    unread = (keys - seen) * problem.head_dim * problem.heads_kv * problem.batch * 2 * 2
+    return (
+        4 * problem.batch * problem.heads_q * problem.head_dim * pairs,
+        problem.bytes - unread,
+    )
+
+
+def too_fast(problem: Problem, gpu: Gpu, latency_us: float) -> str:
+    """Why a time cannot be true, or an empty text."""
+    floor = gpu.floor_us(*floor_work(problem))
+    if latency_us >= floor:
+        return ""
+    return f"{latency_us:.3f} us is below {floor:.3f} us, the floor of {gpu.name}"
+
+
+def _position(index: int, operand: Operand) -> tuple[int, ...]:
+    """Logical position of element `index` of a dense tensor's memory."""
+    position = {}
+    for axis in sorted(range(len(operand.shape)), key=lambda axis: -operand.strides[axis]):
+        if operand.shape[axis] > 1:
+            position[axis], index = divmod(index, operand.strides[axis])
+    return tuple(position.get(axis, 0) for axis in range(len(operand.shape)))
+
+
+def scale_of(problem: Problem, kind: str = "random") -> float:
+    """The scale (alpha of a GEMM) that a problem is checked with; `random`'s is the timed one."""
+    if isinstance(problem, GemmProblem):
+        return 1.0
+    base = SOFTMAX_SCALE
+    if isinstance(problem, AttentionProblem):
+        base = 1 / math.sqrt(problem.head_dim)
+    return base * SCALE_FACTOR if kind == "dominant" else base
+
+
+def reference_seconds(problem: Problem) -> float:
+    """Upper estimate of a reference's time, to allow for: 1 TFLOP/s of three products."""
+    return 3 * problem.flops * (2 if getattr(problem, "is_causal", False) else 1) / 1e12
+
+
+def border_columns(k: int, seed: int) -> list[int]:
+    """Up to ten distinct columns of A: the first, the last, and both sides of tile borders."""
+    draw = random.Random(f"{seed}:columns")
+    columns = {0, k - 1}
+    for tile in (16, 32, 64, 128):
+        if k > tile:
+            border = tile * draw.randint(1, (k - 1) // tile)
+            columns |= {border - 1, border}
+    return sorted(columns)
+
+
+@dataclass(frozen=True)
+class Guarded:
+    """A buffer between two guard bands."""
+
+    name: str
+    pointer: int
+    bytes: int
+
+
+class Gate:
+    """Checks candidates on one device.
+
+    The operands' buffers belong to the gate and are allocated once a problem; references are kept
+    for the latest problem and seed.
+    """
+
+    def __init__(self, device: Device, kernel: LoadedKernel) -> None:
+        """Args: device: where to run; kernel: `REFERENCE`, compiled and loaded."""
+        self._device, self._kernel = device, kernel
+        self._result = device.allocate(_RESULT_BYTES)
+        self._problem: Problem | None = None
+        self._seed: int | None = None
+        self._buffers = Pool(device)
+        self._references = Pool(device)
+        self._operands: dict[str, Guarded] = {}
+        self._known: dict[str, tuple[int, dict[str, int]]] = {}
+        self._kind = ""
+
+    @property
+    def pointers(self) -> dict[str, int]:
+        """Device address of each operand."""
+        return {name: guarded.pointer for name, guarded in self._operands.items()}
+
+    def open(self, problem: Problem, seed: int) -> None:
+        """Allocate a problem's buffers and forget the references of another problem or seed."""
+        if (problem, seed) != (self._problem, self._seed):
+            self._references.close()
+            self._known.clear()
+            self._kind = ""
+        if problem != self._problem:
+            self.close()
+            self._operands = {
+                operand.name: self.allocate(self._buffers, operand.name, operand.bytes)
+                for operand in problem.operands
+            }
+        self._problem, self._seed = problem, seed
+
+    def close(self) -> None:
+        """Free everything that depends on the problem."""
+        self._references.close()
+        self._buffers.close()
+        self._known.clear()
+        self._operands, self._problem, self._kind = {}, None, ""
+
+    def allocate(self, pool: Pool, name: str, size: int) -> Guarded:
+        """A buffer of `pool` with guard bands, 256-byte aligned, an even number of bytes."""
+        size += size % 2
+        return Guarded(name, pool.allocate(size + 2 * GUARD_BYTES) + GUARD_BYTES, size)
+
+    def load(self, kind: str) -> None:
+        """Put the inputs of `kind` into the buffers; computes the reference when it is new."""
+        problem, seed = self._opened()
+        self._fill(problem, kind, seed)
+        if kind not in self._known:
+            reference = self._references.allocate(4 * problem.output.elements)
+            self._compute(problem, kind, reference)
+            sums = {operand.name: self._checksum(operand) for operand in problem.operands[:-1]}
+            self._known[kind] = (reference, sums)
+        self._kind = kind
+
+    def arm(self, extra: Sequence[Guarded] = ()) -> None:
+        """Poison the output, the candidate's own buffers, and every guard band."""
+        problem, _ = self._opened()
+        output = self._operands[problem.output.name]
+        for buffer in (output, *extra):
+            self._device.fill16(buffer.pointer, POISON, buffer.bytes)
+        for buffer in (*self._operands.values(), *extra):
+            self._device.fill16(buffer.pointer - GUARD_BYTES, POISON, GUARD_BYTES)
+            self._device.fill16(buffer.pointer + buffer.bytes, POISON, GUARD_BYTES)
+
+    def examine(self, extra: Sequence[Guarded] = ()) -> Verdict:
+        """Wait for the candidate and judge what it left.
+
+        Raises:
+            BenchmarkError: when the candidate's work failed on the device.
+        """
+        self._device.wait()
+        problem, _ = self._opened()
+        reference, sums = self._known[self._kind]
+        strayed = {
+            buffer.name: self._count(buffer.pointer - GUARD_BYTES)
+            + self._count(buffer.pointer + buffer.bytes)
+            for buffer in (*self._operands.values(), *extra)
+        }
+        changed = [
+            operand.name
+            for operand in problem.operands[:-1]
+            if self._checksum(operand) != sums[operand.name]
+        ]
+        comparison = self.compare(
+            self._operands[problem.output.name].pointer, reference, problem.output
+        )
+        verdict = judge(comparison, problem.output, strayed, changed)
+        log = verdict.log and f"{self._kind} inputs: {verdict.log}"
+        return Verdict(verdict.status, verdict.error, log)
+
+    def compare(self, output: int, reference: int, operand: Operand) -> Comparison:
+        """Compare an output's memory with fp32 reference memory of the same order."""
+        limits = LIMITS[operand.dtype]
+        data = self._ask(
+            (output, reference, self._result),
+            (_COMPARE, _DTYPES[operand.dtype], operand.elements),
+            (limits.absolute, limits.relative),
+        )
+        return Comparison.unpack(data, operand.elements)
+
+    def reference(self, kind: str) -> int:
+        """Address of the fp32 reference of inputs that were loaded before."""
+        return self._known[kind][0]
+
+    def _opened(self) -> tuple[Problem, int]:
+        if self._problem is None or self._seed is None:
+            raise BenchmarkError("the numerics gate has no problem open")
+        return self._problem, self._seed
+
+    def _run(
+        self, tensors: Sequence[int], integers: Sequence[int], scalars: Sequence[float] = ()
+    ) -> None:
+        self._kernel.launch(tensors, integers, scalars, 0, self._device.stream)
+
+    def _ask(
+        self, tensors: Sequence[int], integers: Sequence[int], scalars: Sequence[float] = ()
+    ) -> bytes:
+        self._device.fill8(self._result, 0, _RESULT_BYTES)
+        self._run(tensors, integers, scalars)
+        return self._device.read(self._result, _RESULT_BYTES)
+
+    def _count(self, band: int) -> int:
+        data = self._ask((band, self._result), (_COUNT_CHANGED, GUARD_BYTES))
+        return int.from_bytes(data[:8], "little")
+
+    def _checksum(self, operand: Operand) -> int:
+        pointer = self._operands[operand.name].pointer
+        data = self._ask((pointer, self._result), (_CHECKSUM, operand.bytes))
+        return int.from_bytes(data[:8], "little")
+
+    def _fill(self, problem: Problem, kind: str, seed: int) -> None:
+        means, deviations = _moments(problem, kind)
+        draw = random.Random(f"{seed}:{kind}")
+        for operand in problem.operands[:-1]:
+            self._run(
+                (self._operands[operand.name].pointer,),
+                (_FILL, _DTYPES[operand.dtype], operand.elements, draw.getrandbits(62)),
+                (means.get(operand.name, 0.0), deviations.get(operand.name, 1.0)),
+            )
+        if kind == "dominant" or kind == "planted":
+            self._plant(problem, seed, draw.getrandbits(62))
+
+    def _plant(self, problem: Problem, seed: int, row_seed: int) -> None:
+        at = self.pointers
+        if isinstance(problem, AttentionProblem):
+            self._run(
+                (at["query"], at["key"]),
+                (
+                    _PLANT_ATTENTION,
+                    _DTYPES[problem.dtype],
+                    *_attention_integers(problem, 2),
+                    int(problem.is_causal),
+                    row_seed,
+                ),
+                (DOMINANCE,),
+            )
+        elif isinstance(problem, GemmProblem):
+            columns = border_columns(problem.k, seed)
+            strides = problem.operands[0].strides
+            self._run(
+                (at["a"],),
+                (
+                    *(_SCALE_COLUMNS, _DTYPES[problem.dtype], problem.batch, problem.m),
+                    *(*strides, len(columns), *columns),
+                ),
+                (COLUMN_FACTOR,),
+            )
+        else:
+            self._run(
+                (at["scores"],),
+                (_PLANT_SOFTMAX, *_softmax_integers(problem), row_seed),
+                (LARGE / SOFTMAX_SCALE,),
+            )
+
+    def _compute(self, problem: Problem, kind: str, reference: int) -> None:
+        inputs = [self._operands[operand.name].pointer for operand in problem.operands[:-1]]
+        scale = scale_of(problem, kind)
+        if isinstance(problem, GemmProblem):
+            strides = [s for operand in problem.operands for s in operand.strides]
+            extents = (problem.batch, problem.m, problem.n, problem.k)
+            integers = (_GEMM, _DTYPES[problem.dtype], *extents, *strides)
+            self._run((*inputs, reference), integers, (scale,))
+        elif isinstance(problem, AttentionProblem):
+            with Pool(self._device) as pool:
+                rows = problem.batch * problem.heads_q * problem.seqlen_q
+                self._run(
+                    (*inputs, reference, pool.allocate(16 * rows)),
+                    (
+                        _ATTENTION,
+                        _DTYPES[problem.dtype],
+                        *_attention_integers(problem, 4),
+                        int(problem.is_causal),
+                    ),
+                    (scale,),
+                )
+                self._device.wait()
+        else:
+            integers = (_SOFTMAX, *_softmax_integers(problem))
+            self._run((*inputs, reference), integers, (scale,))
+        self._device.wait()
+
+
+def _moments(problem: Problem, kind: str) -> tuple[dict[str, float], dict[str, float]]:
+    """Mean and standard deviation of each input that are not 0 and 1."""
+    large = LARGE if kind == "large_scores" else 1.0
+    if isinstance(problem, AttentionProblem):
+        return ({"key": KEY_MEAN} if kind == "dominant" else {}), {"query": large}
+    if isinstance(problem, GemmProblem):
+        # Outputs of deviation 1: the bound of 2e-3 an element then speaks of rounding, while with
+        # N(0,1) operands it would judge how a sum of size sqrt(K) is accumulated in fp32.
+        return {}, {"b": 1 / math.sqrt(problem.k)}
+    return {}, {"scores": large / SOFTMAX_SCALE}
+
+
+def _attention_integers(problem: AttentionProblem, tensors: int) -> list[int]:
+    strides = [s for operand in problem.operands[:tensors] for s in operand.strides[:3]]
+    extents = [problem.batch, problem.heads_q, problem.heads_kv]
+    return [*extents, problem.seqlen_q, problem.seqlen_kv, problem.head_dim, *strides]
+
+
+def _softmax_integers(problem: Problem) -> list[int]:
+    if not isinstance(problem, SoftmaxProblem):
+        raise BenchmarkError(f"the numerics gate has no reference for '{problem.op}'")
+    rows = problem.batch * problem.rows
+    return [rows, problem.cols, problem.query_rows, int(problem.is_causal)]

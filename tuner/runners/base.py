@@ -1,0 +1,63 @@
+"""The contract of a runner: where evaluations happen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from tuner.config import Config
+from tuner.families.base import Family
+from tuner.hardware import Gpu
+from tuner.measurement import Environment, Measurement, Provenance
+from tuner.problem import Problem
+
+
+class Runner(Protocol):
+    """Evaluates groups of candidates. A group shares its compiled kernels.
+
+    A failed candidate is a measurement with a status; only what makes every evaluation
+    impossible (no disk space, no compiler) raises.
+    """
+
+    gpu: Gpu
+    provenance: Provenance
+    capacity: int
+    """Groups worth having in flight."""
+
+    @property
+    def building(self) -> int:
+        """Submitted groups that are not compiled yet. May be asked from another thread."""
+        ...
+
+    @property
+    def environment(self) -> Environment:
+        """What the machine is; may take seconds to find out the first time."""
+        ...
+
+    def restrict(
+        self, problem: Problem, family: Family, space: Sequence[Config]
+    ) -> Sequence[Config]:
+        """The candidates that can be evaluated here; all of `space` unless it is a replay."""
+        ...
+
+    def prefetch(self, problem: Problem, groups: Sequence[Sequence[Config]]) -> None:
+        """Start compiling for later; groups given together may share translation units."""
+        ...
+
+    def submit(self, problem: Problem, group: Sequence[Config]) -> None:
+        """Start evaluating a group."""
+        ...
+
+    def collect(self) -> list[Measurement]:
+        """Wait until a submitted group is done; one measurement a config."""
+        ...
+
+    def retime(
+        self, problem: Problem, finalists: Sequence[Config], rounds: int
+    ) -> list[Measurement]:
+        """Time finalists interleaved in one run: one measurement each, `is_final`."""
+        ...
+
+    def close(self) -> None:
+        """End everything that was started."""
+        ...

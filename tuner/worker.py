@@ -1,0 +1,490 @@
+"""The process that measures: ``python -m tuner.worker``, started and killed by `worker_client`.
+
+Requests and answers are JSON lines over two pipes of their own; standard output and error are the
+log. One request at a time. Answers are streamed, so that what is finished survives what hangs::
+
+    {"event": "ready"}                                       once
+    {"event": "phase", "index": 3 | null, "what": "...", "allow_s": 2.0}
+    {"event": "result", "index": 3, "outcome": {...}, "fatal": false}
+    {"event": "failed", "status": "...", "log": "..."}       the request, not a candidate
+    {"event": "done"}
+
+After a result that is `fatal` the process ends: its CUDA context is lost. When the pipe of
+requests closes, as it does when the driver is killed, it ends its whole process group at once,
+whatever it is doing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import json
+import os
+import queue
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tuner import device as device_room
+from tuner.artifacts import Artifact, load
+from tuner.benchmark import (
+    WORKSPACE,
+    Burst,
+    CompiledSubject,
+    Sets,
+    Stopwatch,
+    Subject,
+    Timing,
+    VendorSubject,
+    count_sets,
+    entrant,
+)
+from tuner.config import Config
+from tuner.device import Device, Pool
+from tuner.errors import BenchmarkError, TunerError
+from tuner.families import families, families_in
+from tuner.families.base import SCRATCH, Family
+from tuner.gate import KINDS, Gate, Guarded, Verdict, reference_seconds, scale_of, too_fast
+from tuner.hardware import Gpu
+from tuner.measurement import Clocks, Regime, Status
+from tuner.problem import Problem, problem_from_json
+
+#: Importing torch, loading cuDNN, choosing algorithms and compiling (FlashAttention-4 does) may
+#: take this much longer than a launch.
+VENDOR_ALLOWANCE_S = 120.0
+#: A round of many finalists, some of them slow, may take this much longer than a launch.
+_ROUND_ALLOWANCE_S = 10.0
+
+Emit = Callable[[Mapping[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one candidate; the part of a `Measurement` that only the GPU knows."""
+
+    status: Status
+    latency_us: float | None = None
+    std_us: float | None = None
+    rounds: int = 0
+    flags: tuple[str, ...] = ()
+    error: float | None = None
+    workspace_bytes: int = 0
+    clocks: Clocks = field(default_factory=Clocks)
+    log: str = ""
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Outcome:
+        """The inverse of `dataclasses.asdict` through JSON."""
+        values = dict(data)
+        clocks = dict(values.pop("clocks", {}))
+        clocks["throttle"] = tuple(clocks.get("throttle", ()))
+        return cls(
+            status=Status(values.pop("status")),
+            flags=tuple(values.pop("flags", ())),
+            clocks=Clocks(**clocks),
+            **values,
+        )
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One config of a request."""
+
+    index: int
+    """Its place among the configs of the driver."""
+    config: Config
+    artifacts: Mapping[str, Artifact]
+    """By the kernel's name within the family; empty for a vendor's."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One request, read."""
+
+    problem: Problem
+    regime: Regime
+    mode: str
+    """quick: check and time each; final: interleave all; probe: check only."""
+    seed: int
+    rounds: int
+    careful: bool
+    max_workspace: int | None
+    reference: Artifact
+    candidates: Sequence[Candidate]
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Job:
+        artifacts = {
+            key: Artifact(key, Path(library), sha256, None, 0.0)
+            for key, (library, sha256) in data["artifacts"].items()
+        }
+        return cls(
+            problem=problem_from_json(data["problem"]),
+            regime=Regime.parse(data["regime"]),
+            mode=data["mode"],
+            seed=data["seed"],
+            rounds=data.get("rounds", 0),
+            careful=data.get("careful", False),
+            max_workspace=data.get("max_workspace"),
+            reference=artifacts[data["reference"]],
+            candidates=[
+                Candidate(
+                    item["index"],
+                    Config.from_json(item["config"]),
+                    {name: artifacts[key] for name, key in item["kernels"].items()},
+                )
+                for item in data["candidates"]
+            ],
+        )
+
+
+@dataclass
+class _Prepared:
+    """A candidate that can run: what to call and the buffers that are its own."""
+
+    index: int
+    subject: Subject
+    own: Sequence[Guarded]
+    verdict: Verdict = field(default_factory=lambda: Verdict(Status.OK))
+    burst: Burst | None = None
+
+    @property
+    def buffers(self) -> dict[str, int]:
+        return {guarded.name: guarded.pointer for guarded in self.own}
+
+    @property
+    def workspace_bytes(self) -> int:
+        return self.subject.scratch_bytes + self.subject.workspace_bytes
+
+    def close(self) -> None:
+        if self.burst is not None:
+            self.burst.close()
+        self.subject.close()
+
+    def outcome(self, verdict: Verdict, timing: Timing | None = None, **more: Any) -> Outcome:
+        """A latency only where the verdict is OK."""
+        timed = timing is not None and verdict.status is Status.OK
+        return Outcome(
+            status=verdict.status,
+            latency_us=timing.median_us if timing and timed else None,
+            std_us=timing.std_us if timing and timed else None,
+            rounds=timing.rounds if timing and timed else 0,
+            flags=timing.flags if timing and timed else (),
+            error=verdict.error,
+            workspace_bytes=self.workspace_bytes,
+            log=verdict.log,
+            **more,
+        )
+
+
+class Worker:
+    """Answers requests on one device."""
+
+    def __init__(self, device: Device, gpu: Gpu, members: Mapping[str, Family], emit: Emit) -> None:
+        self._device, self._gpu, self._members, self._emit = device, gpu, members, emit
+        self._gate: Gate | None = None
+
+    def answer(self, request: Mapping[str, Any]) -> bool:
+        """Handle one request to its last event; False when the process has to end."""
+        try:
+            if request["mode"] == "environment":
+                self._emit({"event": "facts", "facts": self._facts()})
+                alive = True
+            else:
+                alive = self._measure(Job.from_json(request))
+        except BenchmarkError as exc:
+            self._emit({"event": "failed", "status": str(exc.status), "log": str(exc)})
+            return self._device.healthy()
+        if alive:
+            self._emit({"event": "done"})
+        return alive
+
+    def _facts(self) -> dict[str, str]:
+        """What the vendor families say of this machine; torch is imported for it."""
+        self._phase(None, "versions of the vendors' libraries", VENDOR_ALLOWANCE_S)
+        facts: dict[str, str] = {}
+        for member in self._members.values():
+            if member.is_vendor:
+                facts |= member.environment()
+        return facts
+
+    def _phase(self, index: int | None, what: str, allow_s: float = 0.0) -> None:
+        self._emit({"event": "phase", "index": index, "what": what, "allow_s": round(allow_s, 3)})
+
+    def _measure(self, job: Job) -> bool:
+        self._phase(None, f"buffers of {job.problem.label()}")
+        if self._gate is None:
+            self._gate = Gate(self._device, load(job.reference))
+        self._gate.open(job.problem, job.seed)
+        if job.mode == "final":
+            return self._measure_together(job, self._gate)
+        with _Rotation(self, job, self._gate) as rotation:
+            for candidate in job.candidates:
+                with Pool(self._device) as pool:
+                    work = partial(self._one, job, rotation, pool, candidate)
+                    if not self._guarded(candidate.index, work):
+                        return False
+        return True
+
+    def _guarded(self, index: int, work: Callable[[], Outcome | None]) -> bool:
+        """Turn whatever `work` does into a result; False when the context is lost."""
+        try:
+            outcome = work()
+        except Exception as exc:  # the worker's loop: a candidate may fail in any way
+            outcome = self._explain(exc)
+        healthy = self._device.healthy()
+        if outcome is not None or not healthy:
+            outcome = outcome or Outcome(Status.ILLEGAL_ACCESS, log="the CUDA context is lost")
+            self._result(index, outcome, fatal=not healthy)
+        return healthy
+
+    def _result(self, index: int, outcome: Outcome, fatal: bool = False) -> None:
+        self._emit({"event": "result", "index": index, "outcome": asdict(outcome), "fatal": fatal})
+
+    def _explain(self, exc: Exception) -> Outcome:
+        """The status of a failure; the device's own error says more than a caller's."""
+        if isinstance(exc, BenchmarkError) and exc.status != Status.LAUNCH_ERROR:
+            return Outcome(Status(exc.status), log=str(exc))
+        try:
+            self._device.synchronize()
+        except BenchmarkError as sticky:
+            return Outcome(Status(sticky.status), log=f"{exc}\n{sticky}")
+        if type(exc).__name__ == "OutOfMemoryError":  # torch's
+            return Outcome(Status.OUT_OF_MEMORY, log=str(exc))
+        if isinstance(exc, TunerError):
+            return Outcome(Status.LAUNCH_ERROR, log=str(exc))
+        return Outcome(Status.LAUNCH_ERROR, log=traceback.format_exc())
+
+    def _one(self, job: Job, rotation: _Rotation, pool: Pool, candidate: Candidate) -> Outcome:
+        """Check one candidate and time it quickly."""
+        prepared = self._prepare(job, pool, candidate)
+        stopwatch = Stopwatch(self._device, job.regime)
+        try:
+            self._check(job, prepared)
+            if prepared.verdict.status is not Status.OK or job.mode == "probe":
+                return prepared.outcome(prepared.verdict)
+            burst = self._burst(job, rotation, stopwatch, prepared)
+            timing, clocks = stopwatch.quick(burst)
+            verdict = self._recheck(job, prepared, timing)
+            return prepared.outcome(verdict, timing, clocks=clocks)
+        finally:
+            prepared.close()
+            stopwatch.close()
+
+    def _prepare(self, job: Job, pool: Pool, candidate: Candidate) -> _Prepared:
+        index, config = candidate.index, candidate.config
+        family = self._members.get(config.family)
+        if family is None:
+            raise BenchmarkError(f"the worker knows no family '{config.family}'")
+        subject: Subject
+        if family.is_vendor:
+            self._phase(index, "loading the vendor's library", VENDOR_ALLOWANCE_S)
+            subject = VendorSubject(self._device, family, job.problem, config)
+        else:
+            self._phase(index, "loading")
+            kernels = {name: load(artifact) for name, artifact in candidate.artifacts.items()}
+            scale = scale_of(job.problem)
+            subject = CompiledSubject(self._device, family, job.problem, config, kernels, scale)
+        wanted = subject.scratch_bytes + subject.workspace_bytes
+        if job.max_workspace is not None and wanted > job.max_workspace:
+            raise BenchmarkError(
+                f"{wanted} bytes of workspace are needed, {job.max_workspace} are allowed",
+                status=Status.OUT_OF_MEMORY,
+            )
+        gate = self._opened()
+        own = [
+            gate.allocate(pool, SCRATCH, subject.scratch_bytes),
+            gate.allocate(pool, WORKSPACE, subject.workspace_bytes),
+        ]
+        return _Prepared(index, subject, own)
+
+    def _burst(
+        self, job: Job, rotation: _Rotation, stopwatch: Stopwatch, prepared: _Prepared
+    ) -> Burst:
+        vendor = isinstance(prepared.subject, VendorSubject)
+        self._phase(prepared.index, "timing", VENDOR_ALLOWANCE_S if vendor else 0.0)
+        scale = scale_of(job.problem)
+        entered = entrant(prepared.subject, rotation.sets(), prepared.buffers, scale)
+        prepared.burst = stopwatch.prepare(entered)
+        return prepared.burst
+
+    def _opened(self) -> Gate:
+        if self._gate is None:
+            raise BenchmarkError("the worker has no numerics gate yet")
+        return self._gate
+
+    def _check(self, job: Job, prepared: _Prepared) -> None:
+        """Run the candidate on every kind of inputs; keeps the worst error, or the first fault."""
+        gate = self._opened()
+        worst = 0.0
+        for kind in KINDS[job.problem.op]:
+            self._phase(prepared.index, f"reference, {kind}", reference_seconds(job.problem))
+            gate.load(kind)
+            vendor = isinstance(prepared.subject, VendorSubject)
+            allowance = VENDOR_ALLOWANCE_S if vendor else 0.0
+            self._phase(prepared.index, f"check, {kind}", allowance)
+            scale = scale_of(job.problem, kind)
+            buffers = {**gate.pointers, **prepared.buffers}
+            call = prepared.subject.bind(buffers, scale, deliver=True)
+            gate.arm(prepared.own)
+            call()
+            verdict = gate.examine(prepared.own)
+            if verdict.status is not Status.OK:
+                prepared.verdict = verdict
+                return
+            worst = max(worst, verdict.error or 0.0)
+        prepared.verdict = Verdict(Status.OK, worst)
+
+    def _recheck(self, job: Job, prepared: _Prepared, timing: Timing) -> Verdict:
+        """The time against the floor, and once more the result, as the timed burst makes it."""
+        if reason := too_fast(job.problem, self._gpu, timing.median_us):
+            return Verdict(Status.TOO_FAST, prepared.verdict.error, reason)
+        if prepared.burst is None or isinstance(prepared.subject, VendorSubject):
+            return prepared.verdict  # a vendor's output stays in memory of its own
+        gate = self._opened()
+        self._phase(prepared.index, "check after timing")
+        gate.arm(prepared.own)
+        prepared.burst.enqueue()
+        verdict = gate.examine(prepared.own)
+        if verdict.status is Status.OK:
+            return prepared.verdict
+        return Verdict(verdict.status, verdict.error, f"when launched repeatedly, {verdict.log}")
+
+    def _measure_together(self, job: Job, gate: Gate) -> bool:
+        """Check all finalists, then time those that pass interleaved."""
+        ready: list[_Prepared] = []
+        stopwatch = Stopwatch(self._device, job.regime)
+        with Pool(self._device) as pool, _Rotation(self, job, gate) as rotation:
+
+            def enter(candidate: Candidate) -> Outcome | None:
+                prepared = self._prepare(job, pool, candidate)
+                self._check(job, prepared)
+                if prepared.verdict.status is not Status.OK:
+                    return prepared.outcome(prepared.verdict)
+                self._burst(job, rotation, stopwatch, prepared)
+                ready.append(prepared)
+                return None
+
+            for candidate in job.candidates:
+                if not self._guarded(candidate.index, partial(enter, candidate)):
+                    return False
+            alive = not ready or self._interleave(job, gate, ready, stopwatch)
+            for prepared in ready if alive else ():
+                prepared.close()
+        return alive
+
+    def _interleave(
+        self, job: Job, gate: Gate, ready: Sequence[_Prepared], stopwatch: Stopwatch
+    ) -> bool:
+        def progress(which: int) -> None:
+            index = ready[which].index if which >= 0 else None
+            self._phase(index, "interleaved timing", _ROUND_ALLOWANCE_S)
+
+        def conclude(prepared: _Prepared, timing: Timing) -> Outcome:
+            verdict = self._recheck(job, prepared, timing)
+            return prepared.outcome(verdict, timing, clocks=clocks)
+
+        gate.load("random")
+        bursts = [prepared.burst for prepared in ready if prepared.burst is not None]
+        timings, clocks = stopwatch.final(bursts, job.rounds, progress, careful=job.careful)
+        stopwatch.close()
+        return all(
+            self._guarded(prepared.index, partial(conclude, prepared, timing))
+            for prepared, timing in zip(ready, timings, strict=True)
+        )
+
+
+class _Rotation:
+    """The sets of operands of a request, made when the first candidate is timed."""
+
+    def __init__(self, worker: Worker, job: Job, gate: Gate) -> None:
+        self._worker, self._job, self._gate = worker, job, gate
+        self._sets: Sets | None = None
+
+    def sets(self) -> Sets:
+        if self._sets is None:
+            device, problem = self._worker._device, self._job.problem
+            count = count_sets(problem, self._worker._gpu, self._job.regime, device.free_bytes())
+            self._gate.load("random")
+            self._sets = Sets(device, problem, self._gate.pointers, count)
+        return self._sets
+
+    def __enter__(self) -> _Rotation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._sets is not None:
+            self._sets.close()
+
+
+def read_requests(descriptor: int) -> Iterator[Mapping[str, Any]]:
+    """Requests from a pipe.
+
+    A thread reads it from now on, all the time: the pipe's end is the end of the process.
+    """
+    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def read() -> None:
+        with os.fdopen(descriptor, encoding="utf-8") as pipe:
+            for line in pipe:
+                lines.put(line)
+        end_group()
+
+    threading.Thread(target=read, daemon=True, name="requests").start()
+    return (json.loads(line) for line in iter(lines.get, None))
+
+
+def end_group() -> None:
+    """End this process and what it started at once: a hung kernel lets nothing end in order."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+    os._exit(0)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until the pipe of requests closes or the CUDA context is lost."""
+    parser = argparse.ArgumentParser(prog="python -m tuner.worker")
+    parser.add_argument("--requests", type=int, required=True, help="file descriptor to read")
+    parser.add_argument("--answers", type=int, required=True, help="file descriptor to write")
+    parser.add_argument("--device", type=int, default=0, help="CUDA device")
+    parser.add_argument(
+        "--family-module", type=Path, action="append", default=[], help="more families"
+    )
+    options = parser.parse_args(argv)
+    faulthandler.enable()
+    requests = read_requests(options.requests)
+
+    def emit(event: Mapping[str, Any]) -> None:
+        data = (json.dumps(event) + "\n").encode()
+        while data:
+            data = data[os.write(options.answers, data) :]
+
+    try:
+        gpu = device_room.detect(options.device)
+        if gpu is None:
+            raise BenchmarkError(f"CUDA device {options.device} is not there")
+        members = dict(families())
+        for path in options.family_module:
+            members |= families_in(path)
+        worker = Worker(Device(options.device), gpu, members, emit)
+    except TunerError as exc:
+        emit({"event": "failed", "status": Status.UNAVAILABLE, "log": str(exc)})
+        return 1
+    emit({"event": "ready"})
+    for request in requests:
+        if not worker.answer(request):
+            return 0
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stderr.flush()
+    # After a lost context the libraries' own clean-up can hang or abort.
+    os._exit(code)

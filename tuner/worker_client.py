@@ -1,0 +1,365 @@
+"""The driver's side of `worker`: start it, ask it, kill it, and say what became of each candidate.
+
+A candidate may hang, corrupt the CUDA context or take the process down. Whatever it does, it gets
+a status and the others of its group are measured, in a fresh process if need be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import tuner
+from tuner.artifacts import Artifact
+from tuner.config import Config
+from tuner.errors import BenchmarkError
+from tuner.measurement import Regime, Status
+from tuner.problem import Problem
+from tuner.worker import Outcome
+
+#: Longest silence of a worker, beyond what it says that a phase may take.
+TIMEOUT_S = 20.0
+#: Start-up: importing, and creating the CUDA context, on a machine that is busy compiling.
+START_TIMEOUT_S = 120.0
+#: A killed process whose kernel hangs leaves the GPU within this time.
+KILL_TIMEOUT_S = 60.0
+#: How much of the worker's output ends up in a measurement's log.
+LOG_TAIL_BYTES = 2000
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What a worker is asked to do with candidates of one problem."""
+
+    problem: Problem
+    regime: Regime
+    mode: str
+    """quick, final or probe; see `worker.Job`."""
+    seed: int
+    reference: Artifact
+    """The gate's kernels."""
+    candidates: Sequence[tuple[Config, Mapping[str, Artifact]]]
+    rounds: int = 0
+    max_workspace: int | None = None
+
+    def to_json(self, indices: Sequence[int], careful: bool) -> dict[str, Any]:
+        """The request for some of the candidates."""
+        used = [self.reference]
+        for index in indices:
+            used += self.candidates[index][1].values()
+        return {
+            "problem": self.problem.to_json(),
+            "regime": str(self.regime),
+            "mode": self.mode,
+            "seed": self.seed,
+            "rounds": self.rounds,
+            "careful": careful,
+            "max_workspace": self.max_workspace,
+            "reference": self.reference.key,
+            "artifacts": {a.key: [str(a.library), a.sha256] for a in used},
+            "candidates": [
+                {
+                    "index": index,
+                    "config": self.candidates[index][0].to_json(),
+                    "kernels": {name: a.key for name, a in self.candidates[index][1].items()},
+                }
+                for index in indices
+            ],
+        }
+
+
+@dataclass(frozen=True)
+class _Ending:
+    """How an attempt ended before every candidate had its result."""
+
+    status: Status
+    log: str
+    culprit: int | None
+    """The candidate that was at work; None when it was none's turn."""
+
+
+class WorkerClient:
+    """Owns at most one worker process, started when it is first needed.
+
+    Args:
+        device_index: CUDA device.
+        family_modules: Python files that define further families, for tests.
+        timeout_s: longest silence beyond what a phase announces.
+        start_timeout_s: until the process is ready.
+        command: what to run instead of this interpreter's ``-m tuner.worker``.
+    """
+
+    def __init__(
+        self,
+        device_index: int = 0,
+        *,
+        family_modules: Sequence[Path] = (),
+        timeout_s: float = TIMEOUT_S,
+        start_timeout_s: float = START_TIMEOUT_S,
+        command: Sequence[str] | None = None,
+    ) -> None:
+        self._arguments = ["--device", str(device_index)]
+        for path in family_modules:
+            self._arguments += ["--family-module", str(path)]
+        self._command = list(command or (sys.executable, "-m", "tuner.worker"))
+        self._timeout_s, self._start_timeout_s = timeout_s, start_timeout_s
+        self._process: _Process | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the worker, None while there is none."""
+        return None if self._process is None else self._process.pid
+
+    def facts(self) -> dict[str, str]:
+        """What the vendor families say about their libraries' versions.
+
+        Raises:
+            BenchmarkError: when the worker cannot say.
+        """
+        found: dict[str, str] = {}
+        ending = None
+        for event in self._events({"mode": "environment"}):
+            if isinstance(event, _Ending):
+                ending = event
+            elif event["event"] == "facts":
+                found = dict(event["facts"])
+        if ending is not None:
+            raise BenchmarkError(f"the worker failed: {ending.log}", status=ending.status)
+        return found
+
+    def measure(self, ask: Ask) -> list[Outcome]:
+        """One outcome a candidate, in their order.
+
+        Raises:
+            BenchmarkError: when no worker can be started, or the gate itself fails.
+        """
+        outcomes: dict[int, Outcome] = {}
+        careful, blameless = False, 0
+        while remaining := [i for i in range(len(ask.candidates)) if i not in outcomes]:
+            ending = self._attempt(ask.to_json(remaining, careful), outcomes)
+            if ending is None:
+                continue
+            if ending.culprit is not None:
+                outcomes.setdefault(ending.culprit, Outcome(ending.status, log=ending.log))
+                continue
+            # Nobody's turn: once more, waiting for each candidate; then it is everybody's.
+            careful, blameless = True, blameless + 1
+            if blameless > 1:
+                for index in range(len(ask.candidates)):
+                    outcomes.setdefault(index, Outcome(ending.status, log=ending.log))
+        return [outcomes[index] for index in range(len(ask.candidates))]
+
+    def close(self) -> None:
+        """Kill the worker and all that it started."""
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+
+    def _attempt(self, request: Mapping[str, Any], outcomes: dict[int, Outcome]) -> _Ending | None:
+        """Ask once; adds what was finished to `outcomes`."""
+        wanted = [candidate["index"] for candidate in request["candidates"]]
+        for event in self._events(request):
+            if isinstance(event, _Ending):
+                return event
+            if event["event"] == "result":
+                outcomes[event["index"]] = Outcome.from_json(event["outcome"])
+                if event["fatal"]:
+                    self.close()
+                    return None
+            elif event["event"] == "failed":
+                if event["status"] != Status.OUT_OF_MEMORY:
+                    raise BenchmarkError(f"the numerics gate failed: {event['log']}")
+                for index in wanted:
+                    outcomes.setdefault(index, Outcome(Status.OUT_OF_MEMORY, log=event["log"]))
+                return None
+        missing = [index for index in wanted if index not in outcomes]
+        if missing:
+            self.close()
+            return _Ending(Status.WORKER_DIED, "the worker gave no result", None)
+        return None
+
+    def _events(self, request: Mapping[str, Any]) -> Iterator[Any]:
+        """Send a request and yield its events; the last may be an `_Ending` instead."""
+        if self._process is None or not self._process.alive():
+            self.close()
+            self._process = _Process(self._command + self._arguments)
+            self._await_ready(self._process)
+        process = self._process
+        culprit, what, allowed = None, "starting the request", 0.0
+        try:
+            process.send(request)
+            while True:
+                event = process.receive(self._timeout_s + allowed)
+                if event["event"] == "phase":
+                    culprit, what, allowed = event["index"], event["what"], event["allow_s"]
+                    continue
+                if event["event"] == "result":
+                    culprit, what, allowed = None, "between candidates", 0.0
+                if event["event"] != "done":
+                    yield event
+                if event["event"] in ("done", "failed"):
+                    return
+        except KeyboardInterrupt:
+            self.close()  # what it still says belongs to a request that nobody waits for
+            raise
+        except TimeoutError:
+            text = f"no sign of life for {self._timeout_s + allowed:.0f} s during: {what}"
+            ending = _Ending(Status.TIMEOUT, _with_tail(text, process.tail()), culprit)
+        except EOFError:
+            process.kill()
+            text = f"the worker {process.death()} during: {what}"
+            ending = _Ending(Status.WORKER_DIED, _with_tail(text, process.tail()), culprit)
+        self.close()
+        yield ending
+
+    def _await_ready(self, process: _Process) -> None:
+        try:
+            event = process.receive(self._start_timeout_s)
+        except TimeoutError:
+            self.close()
+            raise BenchmarkError(
+                f"the worker did not start within {self._start_timeout_s:.0f} s",
+                status=Status.TIMEOUT,
+            ) from None
+        except EOFError:
+            process.kill()
+            text = _with_tail(f"the worker {process.death()} while starting", process.tail())
+            self.close()
+            raise BenchmarkError(text, status=Status.WORKER_DIED) from None
+        if event["event"] != "ready":
+            self.close()
+            raise BenchmarkError(f"the worker cannot start: {event['log']}", status=event["status"])
+
+
+def _with_tail(text: str, tail: str) -> str:
+    return f"{text}\n{tail}" if tail else text
+
+
+class _Process:
+    """One worker process, its two pipes and its log."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        requests, self._requests = os.pipe()
+        self._answers, answers = os.pipe()
+        # Unlinked at once; read back through the descriptor, also after the process is dead.
+        self._log: IO[bytes] = tempfile.TemporaryFile()
+        package = str(Path(tuner.__file__).resolve().parent.parent)
+        path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
+        try:
+            self._popen = subprocess.Popen(
+                [*command, "--requests", str(requests), "--answers", str(answers)],
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=subprocess.STDOUT,
+                pass_fds=(requests, answers),
+                start_new_session=True,
+                env={**os.environ, "PYTHONPATH": path},
+            )
+        except OSError as exc:
+            self._close_pipes()
+            self._log.close()
+            raise BenchmarkError(f"the worker cannot be started: {exc}") from exc
+        finally:
+            os.close(requests)
+            os.close(answers)
+        self._pending = b""
+        self._killed = False
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    def alive(self) -> bool:
+        return self._popen.poll() is None
+
+    def send(self, request: Mapping[str, Any]) -> None:
+        """Write a request.
+
+        Raises:
+            EOFError: when the process is gone.
+        """
+        data = (json.dumps(request) + "\n").encode()
+        try:
+            while data:
+                data = data[os.write(self._requests, data) :]
+        except BrokenPipeError:
+            raise EOFError from None
+
+    def receive(self, timeout_s: float) -> dict[str, Any]:
+        """The next event.
+
+        Raises:
+            TimeoutError: when none comes in time.
+            EOFError: when the process is gone.
+        """
+        deadline = time.monotonic() + timeout_s
+        while b"\n" not in self._pending:
+            ready, _, _ = select.select(
+                [self._answers], [], [], max(0.0, deadline - time.monotonic())
+            )
+            if not ready:
+                raise TimeoutError
+            chunk = os.read(self._answers, 1 << 16)
+            if not chunk:
+                raise EOFError
+            self._pending += chunk
+        line, _, self._pending = self._pending.partition(b"\n")
+        event: dict[str, Any] = json.loads(line)
+        return event
+
+    def kill(self) -> None:
+        """Kill the process group and wait until it is gone.
+
+        Raises:
+            BenchmarkError: when it does not go: the driver holds it.
+        """
+        if self._killed:
+            return
+        self._killed = True
+        # The group outlives its leader where the worker has started something.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._popen.pid, signal.SIGKILL)
+        self._close_pipes()
+        try:
+            self._popen.wait(KILL_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            raise BenchmarkError(
+                f"the worker (pid {self._popen.pid}) was killed {KILL_TIMEOUT_S:.0f} s ago and is "
+                "still there: the GPU driver holds it"
+            ) from None
+
+    def close(self) -> None:
+        """Kill it and forget its log."""
+        try:
+            self.kill()
+        finally:
+            self._log.close()
+
+    def death(self) -> str:
+        """How it ended, in words."""
+        code = self._popen.returncode
+        if code is None or code >= 0:
+            return f"ended with exit code {code}"
+        return f"was killed by {signal.Signals(-code).name}"
+
+    def tail(self) -> str:
+        """The end of its standard output and error."""
+        size = self._log.seek(0, os.SEEK_END)
+        self._log.seek(max(0, size - LOG_TAIL_BYTES))
+        return self._log.read().decode(errors="replace").strip()
+
+    def _close_pipes(self) -> None:
+        for descriptor in (self._requests, self._answers):
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
