@@ -1,0 +1,440 @@
+"""The read path: what is decided for a problem, from the user's store, then from what ships.
+
+Needs the standard library only. A dict stands in front of SQLite; it is good as long as
+``PRAGMA data_version`` and the file itself stay the same (under write-ahead logging the file's
+time does not change on a commit). Safe to call from several threads and after a fork.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sqlite3
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, NoReturn
+from urllib.parse import quote
+
+from tuner import resources, settings
+from tuner.errors import ConfigError, StoreError
+from tuner.hardware import DEFAULT_GPU, Gpu, gpu_by_name
+from tuner.measurement import Environment, Measurement, Regime
+from tuner.problem import Problem
+from tuner.store.base import REVISION, sqlite_file
+from tuner.store.entry import BEST_COLUMNS, PROVENANCES, Entry, entries_from_rows, sort_key
+from tuner.store.exchange import trusted_entries
+from tuner.store.faults import newer_schema, store_error, unreadable_row
+
+__all__ = [
+    "Answer",
+    "Entry",
+    "close",
+    "entries",
+    "find_gpu",
+    "lookup",
+    "shipped",
+    "store_file",
+    "with_shipped",
+]
+
+SHIPPED = "shipped"
+"""`Entry.origin` of the decisions under ``cache/tuned/``."""
+
+BUSY_TIMEOUT_S = 1.0
+"""Under write-ahead logging readers wait for nobody but a recovery after a crash."""
+
+_MAX_ANSWERS = 65536
+"""Answers kept, misses among them, so that a server of ever new shapes stays small."""
+
+_SELECT = f"SELECT {', '.join(BEST_COLUMNS)} FROM best"
+_ORDER = " ORDER BY winner_id, position"
+_BUILDS = (
+    "SELECT b.config_digest, b.artifacts FROM builds b JOIN problems p ON p.id = b.problem_id "
+    "WHERE p.key = ?"
+)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What `lookup` found."""
+
+    entry: Entry
+    exact: bool
+    """False when the entry is of another GPU, or of another environment than the caller's."""
+    notes: tuple[str, ...] = ()
+    """What the caller should know: not measured, another environment, another GPU, shipped."""
+
+
+def lookup(
+    problem: Problem,
+    *,
+    gpu: Gpu | str | None = None,
+    regime: Regime | None = None,
+    path: Path | None = None,
+    allow_other_gpu: bool = False,
+    environment: Environment | None = None,
+    among: Sequence[Entry] | None = None,
+) -> Answer | None:
+    """What is decided for `problem`, or None.
+
+    A measured decision comes before a replayed and a predicted one; of equals the user's store
+    comes before what ships with the package.
+
+    Args:
+        problem: what is asked.
+        gpu: the GPU or its name; default: `hardware.DEFAULT_GPU`, which the answer notes.
+        regime: default: `Regime.default`.
+        path: the SQLite file; default: `store_file`.
+        allow_other_gpu: answer a miss from another GPU of the same compute capability, the one
+            with the nearest count of multiprocessors; the answer notes it.
+        environment: the caller's; an answer from another one notes what differs.
+        among: choose from these in place of a file's, as from a store that is not SQLite.
+
+    Raises:
+        StoreError: when the file exists and cannot be read.
+        ConfigError: when the GPU's name is not known.
+    """
+    if isinstance(gpu, str):
+        gpu = find_gpu(gpu, entries(path) if among is None else among)
+    regime = regime or Regime.default(problem.op)
+    asked = gpu or DEFAULT_GPU
+    if among is None:
+        reader = _reader(path or store_file())
+        answer = reader.answer(problem, asked.identity, regime, allow_other_gpu)
+    else:
+        matching = [e for e in among if (e.problem, e.regime) == (problem, regime)]
+        answer = _choose(matching, asked.identity, allow_other_gpu)
+    if answer is None:
+        return None
+    if gpu is None:
+        answer = _noted(answer, f"no GPU named: this is the answer for {asked.name}")
+    if environment is not None and (differences := _differences(answer.entry, environment)):
+        note = f"{answer.entry.provenance} in another environment ({'; '.join(differences)})"
+        answer = replace(_noted(answer, note), exact=False)
+    return answer
+
+
+def entries(path: Path | None = None) -> list[Entry]:
+    """Every decision in the user's store, and those shipped ones that it does not have itself.
+
+    Raises:
+        StoreError: when the file exists and cannot be read.
+    """
+    return with_shipped(_reader(path or store_file()).all())
+
+
+def with_shipped(stored: Iterable[Entry]) -> list[Entry]:
+    """A store's entries and the shipped ones that it lacks, in a fixed order."""
+    found = {sort_key(entry): entry for entry in shipped()}
+    found.update((sort_key(entry), entry) for entry in stored)
+    return [found[key] for key in sorted(found)]
+
+
+def _tuned() -> Path:
+    return resources.cache() / "tuned"
+
+
+@cache
+def shipped() -> tuple[Entry, ...]:
+    """The decisions that ship with the package, under ``cache/tuned/``.
+
+    Raises:
+        StoreError: when such a file is damaged.
+    """
+    found: list[Entry] = []
+    for path in sorted(_tuned().glob("*.json")):
+        try:
+            found += trusted_entries(json.loads(path.read_text(encoding="utf-8")), SHIPPED)
+        except (OSError, ValueError, KeyError, IndexError, TypeError) as exc:
+            raise StoreError(f"the shipped file {path} cannot be read: {exc}") from exc
+    return tuple(found)
+
+
+@cache
+def _shipped_index() -> Mapping[tuple[Problem, Regime], list[Entry]]:
+    index: dict[tuple[Problem, Regime], list[Entry]] = {}
+    for entry in shipped():
+        index.setdefault((entry.problem, entry.regime), []).append(entry)
+    return index
+
+
+def store_file() -> Path:
+    """The SQLite file that is read: `settings.store_url`'s, else the default one."""
+    return sqlite_file(settings.store_url()) or settings.store_path()
+
+
+def find_gpu(name: str, known: Iterable[Entry] = ()) -> Gpu:
+    """A GPU by short or full name, of the shipped descriptions or of some entries.
+
+    Raises:
+        ConfigError: when the name is not known; says which are.
+    """
+    stored = {entry.gpu.name: entry.gpu for entry in known}
+    for gpu in stored.values():
+        if name.casefold() == gpu.name.casefold():
+            return gpu
+    try:
+        return gpu_by_name(name)
+    except ConfigError as exc:
+        raise ConfigError(f"{exc}; in the store: {', '.join(stored) or 'none'}") from exc
+
+
+def _noted(answer: Answer, note: str) -> Answer:
+    return replace(answer, notes=(*answer.notes, note))
+
+
+def _differences(entry: Entry, environment: Environment) -> list[str]:
+    """Facts that both environments have and that differ; a fact that one lacks says nothing."""
+    theirs = entry.winner.environment.facts
+    return [
+        f"{name} {theirs[name]}, here {value}"
+        for name, value in sorted(environment.facts.items())
+        if name in theirs and theirs[name] != value
+    ]
+
+
+def _choose(candidates: Sequence[Entry], identity: str, allow_other_gpu: bool) -> Answer | None:
+    """The first by provenance, then by GPU, then by source (the order of `candidates`)."""
+    _, capability, sms = identity.rsplit("|", 2)
+    others = [
+        e
+        for e in candidates
+        if e.gpu.identity != identity and e.gpu.compute_capability == capability
+    ]
+    others.sort(key=lambda e: (abs(e.gpu.sm_count - int(sms)), e.gpu.identity))
+    own = [e for e in candidates if e.gpu.identity == identity]
+    for provenance in PROVENANCES:
+        for entry in own + (others if allow_other_gpu else []):
+            if entry.provenance is provenance:
+                return _answer(entry, identity)
+    return None
+
+
+def _answer(entry: Entry, identity: str) -> Answer:
+    notes = []
+    if entry.gpu.identity != identity:
+        name = identity.partition("|")[0]
+        notes.append(
+            f"{entry.provenance} on {entry.gpu.name}, not on {name}: another GPU was allowed"
+        )
+    if entry.provenance is not PROVENANCES[0]:
+        notes.append(f"{entry.provenance}, not measured")
+    if entry.origin:
+        notes.append(entry.origin)
+    return Answer(entry, entry.gpu.identity == identity, tuple(notes))
+
+
+class _Reader:
+    """One SQLite file, read through one connection that stays open."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._connection: sqlite3.Connection | None = None
+        self._file: tuple[int, ...] = ()
+        self._is_immutable = False
+        self._version = -1
+        self._has_tables = False
+        self._answers: dict[tuple[Problem, str, Regime, bool], Answer | None] = {}
+
+    def answer(
+        self, problem: Problem, identity: str, regime: Regime, allow_other_gpu: bool
+    ) -> Answer | None:
+        key = (problem, identity, regime, allow_other_gpu)
+        with self._lock:
+            self._refresh()
+            if key not in self._answers:
+                if len(self._answers) >= _MAX_ANSWERS:
+                    self._answers.clear()
+                candidates = self._candidates(problem, regime)
+                self._answers[key] = _choose(candidates, identity, allow_other_gpu)
+            return self._answers[key]
+
+    def all(self) -> list[Entry]:
+        with self._lock:
+            self._refresh()
+            return self._entries("", ())
+
+    def close(self) -> sqlite3.Connection | None:
+        """Forget everything; returns the connection, still open."""
+        connection, self._connection = self._connection, None
+        self._file = ()
+        self._is_immutable = False
+        self._version = -1
+        self._has_tables = False
+        self._answers.clear()
+        return connection
+
+    def _candidates(self, problem: Problem, regime: Regime) -> list[Entry]:
+        shipped_ones = _shipped_index().get((problem, regime), [])
+        if not self._has_tables:
+            return shipped_ones
+        stored = self._entries(" WHERE problem = ? AND regime = ?", (problem.key, str(regime)))
+        builds = self._select(_BUILDS, (problem.key,)) if shipped_ones else []
+        return stored + _with_builds(shipped_ones, {k: json.loads(v) for k, v in builds})
+
+    def _entries(self, where: str, values: tuple[str, ...]) -> list[Entry]:
+        if not self._has_tables:
+            return []
+        rows = self._select(_SELECT + where + _ORDER, values)
+        try:
+            return entries_from_rows(dict(zip(BEST_COLUMNS, row, strict=True)) for row in rows)
+        except (ValueError, TypeError, KeyError) as exc:
+            raise unreadable_row(str(self._path), exc) from exc
+
+    def _select(self, query: str, values: tuple[str, ...] = ()) -> list[tuple[Any, ...]]:
+        if self._connection is None:
+            return []
+        try:
+            return self._connection.execute(query, values).fetchall()
+        except sqlite3.Error as exc:
+            self._fail(exc)
+
+    def _fail(self, exc: sqlite3.Error) -> NoReturn:
+        # The next call opens the file again: it may have been mended or replaced.
+        if connection := self.close():
+            connection.close()
+        raise store_error(str(self._path), exc) from exc
+
+    def _refresh(self) -> None:
+        """Open, reopen or close the file as it comes and goes; drop what a commit made old."""
+        try:
+            status = self._path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            if connection := self.close():
+                connection.close()
+            return
+        except OSError as exc:
+            raise StoreError(f"store {self._path} cannot be read: {exc.strerror}") from exc
+        # While the old file is held open its number cannot be given to a new one.
+        if self._connection is None or self._file != self._stamp(status):
+            if connection := self.close():
+                connection.close()
+            if self._path.is_dir():
+                raise StoreError(f"store {self._path} is a folder; name a file in it")
+            self._connection = self._open()
+            self._file = self._stamp(status)
+        version = self._select("PRAGMA data_version")[0][0]
+        if version != self._version:
+            self._answers.clear()
+            self._has_tables = self._check_schema()
+            self._version = version
+
+    def _stamp(self, status: os.stat_result) -> tuple[int, ...]:
+        """What must stay the same for the open connection to be good."""
+        if not self._is_immutable:
+            return status.st_dev, status.st_ino
+        # SQLite does not look whether such a file changes: its own times must tell.
+        has_wal = self._wal.exists()
+        return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size, has_wal
+
+    @property
+    def _wal(self) -> Path:
+        return Path(f"{self._path}-wal")
+
+    def _open(self) -> sqlite3.Connection:
+        address = f"file:{quote(str(self._path.resolve()))}?mode=ro"
+        try:
+            return _connect(address)
+        except sqlite3.Error as exc:
+            # On a read-only medium SQLite cannot make the files beside a database in WAL mode;
+            # where none lies there nothing is missed by reading the file alone.
+            if os.access(self._path, os.R_OK) and not self._wal.exists():
+                with contextlib.suppress(sqlite3.Error):
+                    connection = _connect(f"{address}&immutable=1")
+                    self._is_immutable = True
+                    return connection
+            raise store_error(str(self._path), exc) from exc
+
+    def _check_schema(self) -> bool:
+        """Whether there are tables; false in a file that is being made just now.
+
+        Raises:
+            StoreError: when they are another program's or of another revision.
+        """
+        tables = {name for (name,) in self._select("SELECT name FROM sqlite_master")}
+        if not tables:
+            return False
+        where = str(self._path)
+        if "tuner_version" not in tables:
+            raise StoreError(f"store {where} is the database of another program; name another file")
+        rows = self._select("SELECT version_num FROM tuner_version")
+        revision = rows[0][0] if rows else ""
+        if revision > REVISION:
+            raise newer_schema(where, revision, REVISION)
+        if revision < REVISION:
+            raise StoreError(
+                f"store {where} has schema {revision}, this program reads {REVISION}: "
+                "any `tuner export`, `tuner import` or `tuner sweep` upgrades it"
+            )
+        return True
+
+
+def _connect(address: str) -> sqlite3.Connection:
+    connection = sqlite3.connect(
+        address, uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
+    )
+    try:
+        # The file is opened by the first statement that reads it.
+        connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    except sqlite3.Error:
+        connection.close()
+        raise
+    return connection
+
+
+def _with_builds(found: Iterable[Entry], builds: Mapping[str, Mapping[str, str]]) -> list[Entry]:
+    """Shipped entries with the artifacts that were built here (`Store.record_build`)."""
+
+    def built(m: Measurement) -> Measurement:
+        artifacts = builds.get(m.config.digest)
+        return m if artifacts is None else m.but(artifacts=artifacts)
+
+    return [
+        replace(
+            entry,
+            winner=built(entry.winner),
+            ranking=tuple(map(built, entry.ranking)),
+            best_own=built(entry.best_own) if entry.best_own else None,
+        )
+        for entry in found
+    ]
+
+
+_readers: dict[str, _Reader] = {}
+_readers_lock = threading.Lock()
+#: Connections of a parent process: SQLite must not use nor close them in the child.
+_inherited: list[sqlite3.Connection] = []
+
+
+def _reader(path: Path) -> _Reader:
+    with _readers_lock:
+        # As text: a path is hashed and compared slowly.
+        reader = _readers.get(str(path))
+        if reader is None:
+            reader = _readers[str(path)] = _Reader(path)
+        return reader
+
+
+def close() -> None:
+    """Close every connection; the next lookup opens its own."""
+    with _readers_lock:
+        for reader in _readers.values():
+            if connection := reader.close():
+                connection.close()
+        _readers.clear()
+
+
+def _after_fork() -> None:
+    global _readers_lock
+    _readers_lock = threading.Lock()
+    _inherited.extend(c for reader in _readers.values() if (c := reader.close()))
+    _readers.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

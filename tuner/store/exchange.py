@@ -1,0 +1,305 @@
+"""Export and import: a JSON document of measurements and the decisions that rank them.
+
+A document holds data only. `read` is for documents from outside: it checks everything and takes
+all or nothing. `trusted_entries` is for the documents that ship with the package.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tuner import resources
+from tuner.errors import ConfigError, StoreError
+from tuner.measurement import Measurement, Provenance, Status
+from tuner.store.entry import Entry, digest_of, to_row
+
+if TYPE_CHECKING:
+    from jsonschema import Draft202012Validator
+
+FORMAT = "cutlass-tuner-entries"
+VERSION = 1
+
+#: Most of a row's faults are consequences of the first ones.
+_FAULTS_PER_ROW = 3
+
+
+@dataclass
+class Decision:
+    """A ranking by measurement number: a row of the document, or an id of a store."""
+
+    ranking: list[int]
+    pinned: int | None
+    sweep: str
+    decided_at: str
+
+    def renumbered(self, ids: Sequence[int] | Mapping[int, int]) -> Decision:
+        """The same decision by other numbers."""
+        pinned = None if self.pinned is None else ids[self.pinned]
+        return Decision([ids[n] for n in self.ranking], pinned, self.sweep, self.decided_at)
+
+
+def write(measured: Mapping[int, Measurement], decisions: Iterable[Decision]) -> dict[str, Any]:
+    """The document of some measurements and decisions; equal content, equal document."""
+    order = sorted(measured, key=lambda id: _order(measured[id]))
+    row = {id: number for number, id in enumerate(order)}
+    entries = sorted((d.renumbered(row) for d in decisions), key=lambda d: d.ranking)
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "measurements": [_row(measured[id]) for id in order],
+        "entries": [asdict(decision) for decision in entries],
+    }
+
+
+def _order(measurement: Measurement) -> tuple[Any, ...]:
+    """By what was asked, then final ones first and the fastest first; the digest ends ties."""
+    m = measurement
+    asked = (m.problem.op, m.problem.key, m.gpu.identity, str(m.regime), m.provenance.value)
+    time = math.inf if m.latency_us is None else m.latency_us
+    return *asked, not m.is_final, time, digest_of(m)
+
+
+def _row(measurement: Measurement) -> dict[str, Any]:
+    row = measurement.to_json()
+    # The numbers as the store keeps them: 14 and 14.0 are one latency.
+    row.update({k: v for k, v in to_row(measurement).items() if isinstance(v, float)})
+    return {"config_digest": measurement.config.digest, **row}
+
+
+def ranking_fault(ranking: Sequence[Measurement]) -> str:
+    """Why a ranking cannot be a decision; empty when it can."""
+    if not ranking:
+        return "its ranking is empty"
+    first = ranking[0]
+    for measurement in ranking:
+        name = f"{measurement.config.family} {measurement.config.digest}"
+        if not measurement.ok:
+            return f"{name} did not pass ({measurement.status})"
+        if not measurement.is_final:
+            return f"{name} is not a final measurement"
+        of = (measurement.problem, measurement.gpu.identity, measurement.regime)
+        if of != (first.problem, first.gpu.identity, first.regime):
+            return f"{name} is of another problem, GPU or regime than the first of the ranking"
+        if measurement.provenance is not first.provenance:
+            return (
+                f"{name} is {measurement.provenance}, the first of the ranking {first.provenance}"
+            )
+    return ""
+
+
+def parse(text: str) -> Any:
+    """Strict JSON: no NaN or infinity, no repeated key.
+
+    Raises:
+        ConfigError: says where the text stops being JSON.
+    """
+    try:
+        return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_unique)
+    except json.JSONDecodeError as exc:
+        raise ConfigError(f"not JSON: {exc.msg} at line {exc.lineno}, column {exc.colno}") from exc
+    except RecursionError as exc:
+        raise ConfigError("not a document of entries: it is nested too deeply") from exc
+    except ConfigError:
+        raise
+    except ValueError as exc:  # a whole number of thousands of digits
+        raise ConfigError(f"not JSON: {exc}") from exc
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ConfigError(f"{name} is not allowed: every number must be finite")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise ConfigError(f"the key '{repeated}' is given twice in one object")
+    return found
+
+
+def load(path: Path) -> Any:
+    """Parse a file of JSON.
+
+    Raises:
+        ConfigError: when it cannot be read or is not strict JSON.
+    """
+    try:
+        return parse(path.read_text(encoding="utf-8"))
+    except OSError as exc:
+        raise ConfigError(f"{path} cannot be read: {exc.strerror}") from exc
+    except UnicodeDecodeError as exc:
+        raise ConfigError(f"{path} is not UTF-8 text") from exc
+    except ConfigError as exc:
+        raise ConfigError(f"{path}: {exc}") from exc
+
+
+@cache
+def _validators() -> dict[str, Draft202012Validator]:
+    from jsonschema import Draft202012Validator
+
+    path = resources.cache() / "schema" / "entries.schema.json"
+    try:
+        schema = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as exc:
+        raise StoreError(f"the schema of imports is missing: {path}") from exc
+    # The document's own schema looks at its outline; rows are looked at one by one.
+    outline = {**schema, "properties": {**schema["properties"]}}
+    for name in ("measurements", "entries"):
+        outline["properties"][name] = {"type": "array"}
+    parts = {"outline": outline}
+    for name in ("measurement", "entry"):
+        parts[name] = {"$defs": schema["$defs"], "$ref": f"#/$defs/{name}"}
+    return {name: Draft202012Validator(part) for name, part in parts.items()}
+
+
+def _schema_faults(kind: str, value: Any) -> Iterator[str]:
+    errors = sorted(_validators()[kind].iter_errors(value), key=lambda e: str(e.absolute_path))
+    for error in errors:
+        path = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in error.absolute_path)
+        message = error.message if len(error.message) <= 160 else error.message[:157] + "..."
+        yield f"{path.removeprefix('.')}: {message}" if path else message
+
+
+def read(
+    document: Any, check: Callable[[Measurement], Sequence[str]] | None = None
+) -> tuple[list[Measurement], list[Decision]]:
+    """Check a document from outside and take its content.
+
+    Args:
+        document: parsed JSON.
+        check: further reasons to refuse a measurement that a decision serves.
+
+    Raises:
+        ConfigError: when anything does not fit; names every such row with its reasons.
+    """
+    if isinstance(document, Mapping) and document.get("format") == FORMAT:
+        version = document.get("version")
+        if isinstance(version, int) and version > VERSION:
+            raise ConfigError(
+                f"the document has version {version}, this program reads {VERSION}: "
+                "update cutlass-tuner"
+            )
+    if outline := list(_schema_faults("outline", document)):
+        raise ConfigError(f"not a document of entries: {'; '.join(outline[:_FAULTS_PER_ROW])}")
+    faults: list[str] = []
+    measured: list[Measurement | None] = []
+    for number, row in enumerate(document["measurements"]):
+        measurement, reasons = _measurement(row)
+        faults += [f"measurements[{number}]: {reason}" for reason in reasons[:_FAULTS_PER_ROW]]
+        measured.append(measurement)
+    decisions = []
+    for number, row in enumerate(document["entries"]):
+        reasons = list(_schema_faults("entry", row)) or _entry_faults(row, measured)
+        faults += [f"entries[{number}]: {reason}" for reason in reasons[:_FAULTS_PER_ROW]]
+        if not reasons:
+            decisions.append(Decision(**row))
+    faults += _repeated(decisions, measured)
+    if check is not None:
+        served = {n for d in decisions for n in (*d.ranking, d.pinned) if n is not None}
+        for number in sorted(served):
+            if measurement := measured[number]:
+                faults += [f"measurements[{number}]: {r}" for r in check(measurement)]
+    if faults:
+        count = len({fault.partition(":")[0] for fault in faults})
+        rows = "row does" if count == 1 else "rows do"
+        raise ConfigError("\n  ".join([f"nothing was imported, {count} {rows} not fit:", *faults]))
+    return [m for m in measured if m is not None], decisions
+
+
+def _measurement(row: Any) -> tuple[Measurement | None, list[str]]:
+    try:
+        reasons = list(_schema_faults("measurement", row))
+        if reasons:
+            return None, reasons
+        values = dict(row)
+        digest = values.pop("config_digest")
+        measurement = Measurement.from_json(values)
+        # JSON can escape half a character; no database takes one.
+        json.dumps(row, ensure_ascii=False).encode()
+    except RecursionError:
+        return None, ["config: it is nested too deeply"]
+    except (ConfigError, UnicodeEncodeError) as exc:
+        return None, [str(exc)]
+    if measurement.config.digest != digest:
+        reasons.append(f"config_digest: {digest} given, the config has {measurement.config.digest}")
+    if (measurement.status is Status.OK) != (measurement.latency_us is not None):
+        reasons.append(
+            f"latency_us: {measurement.latency_us} does not go with status {measurement.status}"
+        )
+    reasons += [f"{name}: it is not finite" for name in _infinite(row)]
+    return measurement, reasons
+
+
+def _infinite(value: Any, name: str = "") -> Iterator[str]:
+    """Numbers such as 1e999, which JSON allows and no float holds."""
+    if isinstance(value, int | float) and not abs(value) <= sys.float_info.max:
+        yield name
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _infinite(inner, f"{name}.{key}".removeprefix("."))
+
+
+def _entry_faults(row: Mapping[str, Any], measured: Sequence[Measurement | None]) -> list[str]:
+    pinned = row["pinned"]
+    numbers = [*row["ranking"], *([] if pinned is None else [pinned])]
+    if missing := [n for n in numbers if n >= len(measured)]:
+        return [f"there is no measurements[{missing[0]}]"]
+    if unfit := [n for n in numbers if measured[n] is None]:
+        return [f"measurements[{unfit[0]}] does not fit"]
+    ranking = [m for n in row["ranking"] if (m := measured[n]) is not None]
+    if fault := ranking_fault(ranking):
+        return [f"ranking: {fault}"]
+    pin = None if pinned is None else measured[pinned]
+    if pin is None:
+        return []
+    if not pin.ok or pin.provenance is not Provenance.MEASURED:
+        return ["pinned: it is not a measurement that passed"]
+    if fault := ranking_fault([ranking[0], pin.but(is_final=True)]):
+        return [f"pinned: {fault}"]
+    return []
+
+
+def _repeated(decisions: Sequence[Decision], measured: Sequence[Measurement | None]) -> list[str]:
+    seen: set[tuple[Any, ...]] = set()
+    faults = []
+    for decision in decisions:
+        m = measured[decision.ranking[0]]
+        if m is None:
+            continue
+        of = (m.problem, m.gpu.identity, m.regime, m.provenance)
+        if of in seen:
+            faults.append(
+                f"entries: {m.problem.label()} on {m.gpu.name} ({m.regime}) is decided twice"
+            )
+        seen.add(of)
+    return faults
+
+
+def trusted_entries(document: Mapping[str, Any], origin: str) -> list[Entry]:
+    """The entries of a document that ships with the package; standard library only.
+
+    Raises:
+        ConfigError, KeyError, IndexError: when the file is damaged.
+    """
+    rows = [
+        {k: v for k, v in row.items() if k != "config_digest"} for row in document["measurements"]
+    ]
+    measured = [Measurement.from_json(row) for row in rows]
+    return [
+        Entry.of(
+            [measured[n] for n in row["ranking"]],
+            pin=None if row["pinned"] is None else measured[row["pinned"]],
+            origin=origin,
+            sweep=row["sweep"],
+            decided_at=row["decided_at"],
+        )
+        for row in document["entries"]
+    ]

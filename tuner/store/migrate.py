@@ -1,0 +1,72 @@
+"""Brings a database to the schema of this program, with Alembic, in one transaction."""
+
+from __future__ import annotations
+
+import threading
+
+import sqlalchemy as sa
+
+from tuner import resources
+from tuner.errors import StoreError
+from tuner.store.base import REVISION
+from tuner.store.faults import newer_schema
+from tuner.store.models import metadata
+
+VERSION_TABLE = "tuner_version"
+
+#: Any fixed number: PostgreSQL's advisory lock under which one process migrates at a time.
+_LOCK = 88_200_001
+
+#: Alembic keeps the migration that runs in module globals.
+_one_at_a_time = threading.Lock()
+
+
+def revision(connection: sa.Connection, where: str) -> str | None:
+    """The schema revision of a database; None when it is empty.
+
+    Raises:
+        StoreError: when the database is another program's.
+    """
+    tables = sa.inspect(connection).get_table_names()
+    if VERSION_TABLE in tables:
+        version: str | None = connection.scalar(sa.text(f"SELECT version_num FROM {VERSION_TABLE}"))
+        return version
+    # A schema of a server may be shared, a file may not.
+    taken = tables if connection.dialect.name == "sqlite" else set(tables) & set(metadata.tables)
+    if taken:
+        raise StoreError(
+            f"store {where} is the database of another program (its tables: "
+            f"{', '.join(sorted(taken)[:4])}); name another file"
+        )
+    return None
+
+
+def upgrade(connection: sa.Connection, where: str) -> None:
+    """Apply the missing revisions inside the open write transaction of `connection`.
+
+    Raises:
+        StoreError: when the schema is newer than this program.
+    """
+    from alembic import command
+    from alembic.config import Config
+    from alembic.script import ScriptDirectory
+    from alembic.util import CommandError
+
+    if connection.dialect.name == "postgresql":
+        connection.execute(sa.text(f"SELECT pg_advisory_xact_lock({_LOCK})"))
+    # Another process may have migrated between the first look and this lock.
+    current = revision(connection, where)
+    if current == REVISION:
+        return
+    config = Config()
+    folder = resources.cache() / "migrations"
+    config.set_main_option("script_location", str(folder).replace("%", "%%"))
+    config.attributes["connection"] = connection
+    try:
+        known = {script.revision for script in ScriptDirectory.from_config(config).walk_revisions()}
+        if current is not None and current not in known:
+            raise newer_schema(where, current, REVISION)
+        with _one_at_a_time:
+            command.upgrade(config, REVISION)
+    except CommandError as exc:
+        raise StoreError(f"store {where} cannot be migrated with {folder}: {exc}") from exc

@@ -1,0 +1,325 @@
+"""The store over SQLAlchemy Core: SQLite in WAL mode, PostgreSQL, any other URL."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+
+from tuner.config import Config
+from tuner.errors import ConfigError, StoreError
+from tuner.hardware import Gpu
+from tuner.measurement import Measurement, Provenance, Regime, Status
+from tuner.problem import Problem
+from tuner.store import exchange, models
+from tuner.store import statements as run
+from tuner.store.base import SWEEP_STATES, Check, ImportReport, Store, SweepRecord
+from tuner.store.engine import connect
+from tuner.store.entry import (
+    PINNED,
+    Entry,
+    canonical,
+    entries_from_rows,
+    from_row,
+    sort_key,
+)
+from tuner.store.faults import store_error, unreadable_row
+
+_P, _G, _E, _M = models.problems, models.gpus, models.environments, models.measurements
+_S, _W, _R, _B = models.sweeps, models.winners, models.rankings, models.builds
+
+
+def now() -> str:
+    """The time as the store writes it: UTC, ISO 8601, milliseconds."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+class SqlStore(Store):
+    """A store in a database that SQLAlchemy speaks to."""
+
+    def __init__(self, url: str, *, create: bool = True) -> None:
+        self._engine, self.where = connect(url, create=create)
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+    @contextmanager
+    def _transaction(self, *, write: bool) -> Iterator[sa.Connection]:
+        try:
+            with (
+                self._engine.connect().execution_options(tuner_write=write) as connection,
+                connection.begin(),
+            ):
+                yield connection
+        except DBAPIError as exc:
+            raise store_error(self.where, exc.orig or exc) from exc
+        except (SQLAlchemyError, sqlite3.Error) as exc:
+            raise store_error(self.where, exc) from exc
+
+    def add(self, measurements: Iterable[Measurement]) -> list[int]:
+        with self._transaction(write=True) as connection:
+            return [run.insert(connection, m, "")[0] for m in measurements]
+
+    def measurements(
+        self,
+        *,
+        problem: Problem | None = None,
+        gpu: Gpu | None = None,
+        regime: Regime | None = None,
+        environment: str | None = None,
+        provenance: Provenance | None = None,
+        final: bool | None = None,
+    ) -> list[Measurement]:
+        query = run.matching(run.MEASUREMENTS, _G.c.identity, _M, problem, gpu, regime, provenance)
+        if environment is not None:
+            query = query.where(_E.c.digest == environment)
+        if final is not None:
+            query = query.where(_M.c.is_final == final)
+        with self._transaction(write=False) as connection:
+            return [m for _, m in self._read(connection.execute(query.order_by(_M.c.id)))]
+
+    def _read(self, rows: sa.CursorResult[Any]) -> list[tuple[int, Measurement]]:
+        try:
+            return [(row["id"], from_row(row)) for row in map(dict, rows.mappings())]
+        except (ValueError, TypeError, KeyError) as exc:
+            raise unreadable_row(self.where, exc) from exc
+
+    def decide(
+        self,
+        problem: Problem,
+        gpu: Gpu,
+        regime: Regime,
+        ranking: Sequence[Measurement],
+        sweep: str,
+    ) -> None:
+        fault = exchange.ranking_fault(ranking)
+        if not fault and run.identity(ranking[0]) != (problem, gpu.identity, regime):
+            fault = "it ranks another problem, GPU or regime"
+        if fault:
+            raise StoreError(f"a decision for {problem.label()} cannot be stored: {fault}")
+        with self._transaction(write=True) as connection:
+            ids = [run.insert(connection, m, "")[0] for m in ranking]
+            winner, _ = run.ensure_winner(connection, ranking[0])
+            run.rank(connection, winner, ids, sweep, now())
+            # These artifacts ran a moment ago: older builds give way.
+            connection.execute(
+                _B.delete().where(
+                    _B.c.problem_id == run.problem_id(connection, problem),
+                    _B.c.config_digest.in_([m.config.digest for m in ranking]),
+                )
+            )
+            run.renew_pin(connection, winner, ids)
+
+    def best(self, problem: Problem, gpu: Gpu, regime: Regime) -> Entry | None:
+        found = self.entries(problem=problem, gpu=gpu, regime=regime)
+        return found[0] if found else None
+
+    def entries(
+        self,
+        *,
+        op: str | None = None,
+        problem: Problem | None = None,
+        gpu: Gpu | None = None,
+        regime: Regime | None = None,
+        provenance: Provenance | None = None,
+    ) -> list[Entry]:
+        view = models.best
+        query = sa.select(view)
+        for column, value in (
+            (view.c.op, op),
+            (view.c.problem, problem.key if problem else None),
+            (view.c.gpu_identity, gpu.identity if gpu else None),
+            (view.c.regime, str(regime) if regime else None),
+            (view.c.provenance, provenance.value if provenance else None),
+        ):
+            if value is not None:
+                query = query.where(column == value)
+        query = query.order_by(view.c.winner_id, view.c.position)
+        with self._transaction(write=False) as connection:
+            rows = [dict(row) for row in connection.execute(query).mappings()]
+        try:
+            return sorted(entries_from_rows(rows), key=sort_key)
+        except (ValueError, TypeError, KeyError) as exc:
+            raise unreadable_row(self.where, exc) from exc
+
+    def begin_sweep(self, sweep: SweepRecord) -> SweepRecord:
+        with self._transaction(write=True) as connection:
+            stored = connection.scalar(sa.select(_S.c.created_at).where(_S.c.id == sweep.id))
+            sweep = sweep.but(
+                state="running", created_at=stored or sweep.created_at or now(), finished_at=""
+            )
+            if stored is not None:
+                change = _S.update().where(_S.c.id == sweep.id)
+                connection.execute(change.values(state="running", finished_at=""))
+                return sweep
+            connection.execute(
+                _S.insert().values(
+                    id=sweep.id,
+                    problem_id=run.problem_id(connection, sweep.problem),
+                    gpu_id=run.gpu_id(connection, sweep.gpu),
+                    regime=str(sweep.regime),
+                    environment=sweep.environment,
+                    settings=sweep.settings,
+                    state=sweep.state,
+                    created_at=sweep.created_at,
+                    finished_at="",
+                )
+            )
+            return sweep
+
+    def end_sweep(self, id: str, state: str) -> None:
+        if state not in SWEEP_STATES[1:]:
+            raise StoreError(
+                f"sweep state {state} is not known (allowed: {', '.join(SWEEP_STATES[1:])})"
+            )
+        with self._transaction(write=True) as connection:
+            change = _S.update().where(_S.c.id == id).values(state=state, finished_at=now())
+            if connection.execute(change).rowcount == 0:
+                raise StoreError(f"store {self.where} has no sweep {id}")
+
+    def find_sweep(
+        self, problem: Problem, gpu: Gpu, regime: Regime, environment: str, settings: str
+    ) -> SweepRecord | None:
+        query: sa.Select[Any] = sa.select(_S).join(_P).join(_G)
+        query = run.matching(query, _G.c.identity, _S, problem, gpu, regime, None)
+        query = query.where(_S.c.environment == environment, _S.c.settings == settings)
+        with self._transaction(write=False) as connection:
+            row = (
+                connection.execute(query.order_by(_S.c.created_at.desc(), _S.c.id))
+                .mappings()
+                .first()
+            )
+        if row is None:
+            return None
+        names = ("id", "environment", "settings", "state", "created_at", "finished_at")
+        values = {name: row[name] for name in names}
+        return SweepRecord(problem=problem, gpu=gpu, regime=regime, **values)
+
+    def pin(self, problem: Problem, gpu: Gpu, regime: Regime, config: Config) -> Entry:
+        query = run.matching(
+            sa.select(_M.c.id).select_from(_M.join(_P).join(_G)),
+            _G.c.identity, _M, problem, gpu, regime, Provenance.MEASURED,
+        )  # fmt: skip
+        query = query.where(_M.c.config_digest == config.digest, _M.c.status == Status.OK.value)
+        query = query.order_by(_M.c.is_final.desc(), _M.c.id.desc())
+        with self._transaction(write=True) as connection:
+            winner = run.find_winner(connection, problem, gpu, regime)
+            if winner is None:
+                raise StoreError(
+                    f"nothing measured is decided for {problem.label()} on {gpu.name} ({regime}): "
+                    "run `tuner sweep` first"
+                )
+            measured = connection.scalar(query)
+            if measured is None:
+                raise ConfigError(
+                    f"config {config.digest} ({config.family}) has no measurement that passed "
+                    f"for {problem.label()} on {gpu.name} ({regime}): only such a one can be pinned"
+                )
+            run.set_pin(connection, winner, measured)
+        entry = self.best(problem, gpu, regime)
+        if entry is None:
+            raise StoreError(f"the decision for {problem.label()} was forgotten meanwhile")
+        return entry
+
+    def unpin(self, problem: Problem, gpu: Gpu, regime: Regime) -> bool:
+        with self._transaction(write=True) as connection:
+            winner = run.find_winner(connection, problem, gpu, regime)
+            if winner is None:
+                return False
+            gone = _R.delete().where(_R.c.winner_id == winner, _R.c.position == PINNED)
+            return connection.execute(gone).rowcount > 0
+
+    def record_build(self, problem: Problem, config: Config, artifacts: Mapping[str, str]) -> None:
+        with self._transaction(write=True) as connection:
+            key = {
+                "problem_id": run.problem_id(connection, problem),
+                "config_digest": config.digest,
+            }
+            connection.execute(_B.delete().filter_by(**key))
+            connection.execute(_B.insert().values(**key, artifacts=canonical(dict(artifacts))))
+
+    def forget(self, problem: Problem, gpu: Gpu | None = None, regime: Regime | None = None) -> int:
+        with self._transaction(write=True) as connection:
+            found = connection.scalar(sa.select(_P.c.id).where(_P.c.key == problem.key))
+            if found is None:
+                return 0
+            winners = _W.delete().where(_W.c.problem_id == found)
+            sweeps = _S.delete().where(_S.c.problem_id == found)
+            measurements = _M.delete().where(_M.c.problem_id == found)
+            if gpu is not None:
+                models_of = sa.select(_G.c.id).where(_G.c.identity == gpu.identity)
+                winners = winners.where(_W.c.gpu == gpu.identity)
+                sweeps = sweeps.where(_S.c.gpu_id.in_(models_of))
+                measurements = measurements.where(_M.c.gpu_id.in_(models_of))
+            if regime is not None:
+                winners = winners.where(_W.c.regime == str(regime))
+                sweeps = sweeps.where(_S.c.regime == str(regime))
+                measurements = measurements.where(_M.c.regime == str(regime))
+            connection.execute(winners)
+            connection.execute(sweeps)
+            return connection.execute(measurements).rowcount
+
+    def export(
+        self,
+        *,
+        op: str | None = None,
+        problem: Problem | None = None,
+        gpu: Gpu | None = None,
+        regime: Regime | None = None,
+        provenance: Provenance | None = None,
+        trials: bool = False,
+    ) -> dict[str, Any]:
+        # The tables, not the view: a document holds what was measured, not what was built since.
+        chosen: sa.Select[Any] = sa.select(
+            _W.c.id, _W.c.sweep, _W.c.decided_at, _R.c.position, _R.c.measurement_id
+        ).select_from(_W.join(_R).join(_P))
+        chosen = run.matching(chosen, _W.c.gpu, _W, problem, gpu, regime, provenance)
+        rows = run.matching(run.MEASUREMENTS, _G.c.identity, _M, problem, gpu, regime, provenance)
+        if op is not None:
+            chosen, rows = chosen.where(_P.c.op == op), rows.where(_P.c.op == op)
+        if not trials:
+            rows = rows.where(_M.c.id.in_(sa.select(_R.c.measurement_id)))
+        with self._transaction(write=False) as connection:
+            measured = dict(self._read(connection.execute(rows)))
+            places = connection.execute(chosen.order_by(_W.c.id, _R.c.position)).mappings().all()
+        decisions: dict[int, exchange.Decision] = {}
+        for place in places:
+            decision = decisions.setdefault(
+                place["id"], exchange.Decision([], None, place["sweep"], place["decided_at"])
+            )
+            if place["position"] == PINNED:
+                decision.pinned = place["measurement_id"]
+            else:
+                decision.ranking.append(place["measurement_id"])
+        return exchange.write(measured, decisions.values())
+
+    def import_(
+        self, document: Mapping[str, Any], *, origin: str = "imported", check: Check | None = None
+    ) -> ImportReport:
+        measured, decisions = exchange.read(document, check)
+        with self._transaction(write=True) as connection:
+            stored = [run.insert(connection, m, origin) for m in measured]
+            ids = [id for id, _ in stored]
+            added = sum(is_new for _, is_new in stored)
+            done = {"added": 0, "known": 0, "replaced": 0}
+            kept = []
+            for decision in decisions:
+                first = measured[decision.ranking[0]]
+                outcome = run.adopt(connection, decision.renumbered(ids), first)
+                if outcome == "kept":
+                    kept.append(f"{first.problem.label()} on {first.gpu.name} ({first.regime})")
+                else:
+                    done[outcome] += 1
+        return ImportReport(
+            measurements_added=added,
+            measurements_known=len(measured) - added,
+            entries_added=done["added"],
+            entries_known=done["known"],
+            entries_replaced=done["replaced"],
+            entries_kept=tuple(kept),
+        )

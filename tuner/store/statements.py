@@ -1,0 +1,222 @@
+"""The statements of the SQL store: each works on an open connection."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict
+from typing import Any, cast
+
+import sqlalchemy as sa
+from sqlalchemy.exc import IntegrityError
+
+from tuner.errors import StoreError
+from tuner.hardware import Gpu
+from tuner.measurement import Measurement, Provenance, Regime, Status
+from tuner.problem import Problem
+from tuner.store import models
+from tuner.store.entry import MEASUREMENT_COLUMNS, PINNED, canonical, digest_of, to_row
+from tuner.store.exchange import Decision
+
+_P, _G, _E, _M = models.problems, models.gpus, models.environments, models.measurements
+_S, _W, _R, _B = models.sweeps, models.winners, models.rankings, models.builds
+
+_JOINED: dict[str, sa.ColumnElement[Any]] = {
+    "problem": _P.c.key,
+    "gpu": _G.c.facts,
+    "environment": _E.c.facts,
+}
+#: Every measurement as `entry.from_row` reads it, with its id.
+MEASUREMENTS: sa.Select[Any] = sa.select(
+    _M.c.id,
+    *(
+        (_JOINED[name] if name in _JOINED else _M.c[name]).label(name)
+        for name in MEASUREMENT_COLUMNS
+    ),
+).select_from(_M.join(_P).join(_G).join(_E))
+
+
+def identity(measurement: Measurement) -> tuple[Problem, str, Regime]:
+    """What a decision is about."""
+    return measurement.problem, measurement.gpu.identity, measurement.regime
+
+
+def matching(
+    query: sa.Select[Any],
+    identity: sa.ColumnElement[Any],
+    table: sa.Table,
+    problem: Problem | None,
+    gpu: Gpu | None,
+    regime: Regime | None,
+    provenance: Provenance | None,
+) -> sa.Select[Any]:
+    """Narrow a query that joins `problems`.
+
+    Args:
+        query: what is narrowed.
+        identity: its column of GPU identities.
+        table: its table that has a regime and a provenance.
+        problem: only of this problem.
+        gpu: only of this GPU identity.
+        regime: only of this regime.
+        provenance: only of this provenance.
+    """
+    if problem is not None:
+        query = query.where(_P.c.key == problem.key)
+    if gpu is not None:
+        query = query.where(identity == gpu.identity)
+    if regime is not None:
+        query = query.where(table.c.regime == str(regime))
+    if provenance is not None:
+        query = query.where(table.c.provenance == provenance.value)
+    return query
+
+
+def ensure(
+    connection: sa.Connection, table: sa.Table, key: Mapping[str, Any], rest: Mapping[str, Any]
+) -> tuple[int, bool]:
+    """The id of the row with this unique key, and whether it was inserted just now."""
+    query = sa.select(table.c.id).filter_by(**key)
+    found = connection.scalar(query)
+    if found is not None:
+        return found, False
+    # SQLite has one writer at a time, and rolls back by itself when the disk is full.
+    is_alone = connection.dialect.name == "sqlite"
+    try:
+        with nullcontext() if is_alone else connection.begin_nested():
+            result = connection.execute(table.insert().values(**key, **rest))
+            return int(cast("sa.Row[Any]", result.inserted_primary_key)[0]), True
+    except IntegrityError:
+        # On a server another writer may have inserted it meanwhile.
+        found = None if is_alone else connection.scalar(query)
+        if found is None:
+            raise
+        return found, False
+
+
+def problem_id(connection: sa.Connection, problem: Problem) -> int:
+    """The id of a problem, stored if it is new."""
+    return ensure(connection, _P, {"key": problem.key}, {"op": problem.op})[0]
+
+
+def gpu_id(connection: sa.Connection, gpu: Gpu) -> int:
+    """The id of a GPU's description, stored if it is new."""
+    return ensure(connection, _G, {"facts": canonical(asdict(gpu))}, {"identity": gpu.identity})[0]
+
+
+def insert(connection: sa.Connection, measurement: Measurement, origin: str) -> tuple[int, bool]:
+    """The id of a measurement, and whether it is new.
+
+    Raises:
+        StoreError: when its status and its latency contradict each other.
+    """
+    latency = measurement.latency_us
+    if (measurement.status is Status.OK) != (latency is not None):
+        raise StoreError(f"status {measurement.status} does not go with the latency {latency} us")
+    if latency is not None and not (math.isfinite(latency) and latency > 0):
+        raise StoreError(f"a measurement cannot have the latency {latency} us")
+    row = to_row(measurement)
+    environment = {"digest": measurement.environment.digest}
+    key = {"digest": digest_of(measurement)}
+    found = connection.scalar(sa.select(_M.c.id).filter_by(**key))
+    if found is not None:
+        return found, False
+    references = {
+        "problem_id": problem_id(connection, measurement.problem),
+        "gpu_id": gpu_id(connection, measurement.gpu),
+        "environment_id": ensure(connection, _E, environment, {"facts": row["environment"]})[0],
+    }
+    values = {name: value for name, value in row.items() if name not in _JOINED}
+    config = measurement.config
+    extra = {"family": config.family, "config_digest": config.digest, "origin": origin}
+    return ensure(connection, _M, key, {**references, **values, **extra})
+
+
+def find_winner(
+    connection: sa.Connection, problem: Problem, gpu: Gpu, regime: Regime
+) -> int | None:
+    """The id of the measured decision, the one that can be pinned."""
+    query: sa.Select[Any] = sa.select(_W.c.id).select_from(_W.join(_P))
+    query = matching(query, _W.c.gpu, _W, problem, gpu, regime, Provenance.MEASURED)
+    found: int | None = connection.scalar(query)
+    return found
+
+
+def ensure_winner(connection: sa.Connection, first: Measurement) -> tuple[int, bool]:
+    """The id of the decision that a ranking led by `first` makes, and whether it is new."""
+    key = {
+        "problem_id": problem_id(connection, first.problem),
+        "gpu": first.gpu.identity,
+        "regime": str(first.regime),
+        "provenance": first.provenance.value,
+    }
+    return ensure(connection, _W, key, {"sweep": "", "decided_at": ""})
+
+
+def rank(
+    connection: sa.Connection, winner: int, ids: Sequence[int], sweep: str, decided_at: str
+) -> None:
+    """Give a decision its ranking; a pin stays."""
+    # The update comes first: on a server it locks the row against another decision.
+    change = _W.update().where(_W.c.id == winner)
+    connection.execute(change.values(sweep=sweep, decided_at=decided_at))
+    connection.execute(_R.delete().where(_R.c.winner_id == winner, _R.c.position != PINNED))
+    connection.execute(
+        _R.insert(),
+        [{"winner_id": winner, "position": i, "measurement_id": id} for i, id in enumerate(ids)],
+    )
+
+
+def set_pin(connection: sa.Connection, winner: int, measurement: int) -> None:
+    """Pin a measurement in place of the pinned one, if any."""
+    connection.execute(_R.delete().where(_R.c.winner_id == winner, _R.c.position == PINNED))
+    connection.execute(
+        _R.insert().values(winner_id=winner, position=PINNED, measurement_id=measurement)
+    )
+
+
+def renew_pin(connection: sa.Connection, winner: int, ids: Sequence[int]) -> None:
+    """Move a pin to the newest measurement of its config."""
+    pinned = (
+        sa.select(_M.c.config_digest)
+        .join(_R, _R.c.measurement_id == _M.c.id)
+        .where(_R.c.winner_id == winner, _R.c.position == PINNED)
+    )
+    query = sa.select(_M.c.id).where(_M.c.id.in_(ids), _M.c.config_digest.in_(pinned))
+    newer = connection.scalar(query)
+    if newer is not None:
+        set_pin(connection, winner, newer)
+
+
+def adopt(connection: sa.Connection, decision: Decision, first: Measurement) -> str:
+    """Take over an imported decision.
+
+    Args:
+        connection: an open write transaction.
+        decision: by measurement ids.
+        first: the first measurement of its ranking.
+
+    Returns:
+        ``added``, ``known`` (equal to the stored one), ``replaced`` (newer than the stored one,
+        which was imported too) or ``kept`` (the stored one stands).
+    """
+    winner, is_new = ensure_winner(connection, first)
+    if not is_new:
+        places = connection.execute(
+            sa.select(_R.c.position, _R.c.measurement_id, _M.c.origin, _W.c.decided_at)
+            .select_from(_R.join(_M).join(_W))
+            .where(_R.c.winner_id == winner)
+            .order_by(_R.c.position)
+        ).all()
+        pinned = [p.measurement_id for p in places if p.position == PINNED]
+        old = [p for p in places if p.position != PINNED]
+        same_pin = pinned == ([] if decision.pinned is None else [decision.pinned])
+        if [p.measurement_id for p in old] == decision.ranking and same_pin:
+            return "known"
+        if pinned or not old[0].origin or old[0].decided_at >= decision.decided_at:
+            return "kept"
+    rank(connection, winner, decision.ranking, decision.sweep, decision.decided_at)
+    if decision.pinned is not None:
+        set_pin(connection, winner, decision.pinned)
+    return "added" if is_new else "replaced"
