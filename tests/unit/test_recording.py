@@ -1,0 +1,231 @@
+"""Recordings: both ways without loss, equal bytes, one clear error for what is damaged."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tuner import recording
+from tuner.config import Config
+from tuner.errors import ConfigError
+from tuner.families.softmax import Softmax
+from tuner.hardware import DEFAULT_GPU, GPUS, Gpu
+from tuner.measurement import (
+    Clocks,
+    Environment,
+    Measurement,
+    Provenance,
+    Regime,
+    Resources,
+    Status,
+)
+from tuner.problem import AttentionProblem, GemmProblem, SoftmaxProblem
+from tuner.recording import Recording
+from tuner.store import open_store
+
+PROBLEM = AttentionProblem.parse("S=512,D=64")
+STAGE = GemmProblem(512, 512, 64)
+REGIME = Regime("graph", "warm")
+ENVIRONMENT = Environment({"driver": "580.1", "clock_max_mhz": 1980, "power_limit_w": 700.5})
+
+
+def made(config: Config, problem: Any = PROBLEM, **changes: Any) -> Measurement:
+    base = Measurement(
+        problem,
+        config,
+        DEFAULT_GPU,
+        REGIME,
+        Status.OK,
+        environment=ENVIRONMENT,
+        latency_us=13.25,
+        std_us=0.0625,
+        rounds=7,
+    )
+    return base.but(**changes)
+
+
+QK = Config("gemm", {"tile_m": 128, "swap_ab": True, "schedule": "pingpong"})
+PV = Config("gemm", {"tile_m": 64, "swap_ab": False})
+WHOLE = Recording(
+    PROBLEM,
+    DEFAULT_GPU,
+    REGIME,
+    ENVIRONMENT,
+    (
+        made(Config("three_kernel_attention", {"pdl": True}, {"qk": QK, "pv": PV})),
+        made(
+            Config("cutlass_fmha", {"tile_m": 128, "stages": 4}),
+            error=2.5e-4,
+            workspace_bytes=1 << 20,
+            compile_cpu_s=55.25,
+            resources={"main": Resources(168, 0, 0, 16, 1024)},
+            clocks=Clocks(1755, 3201, 45, 512.5, ("sw_power_cap",)),
+            flags=("noisy",),
+            created_at="2026-10-01T10:00:00+00:00",
+            is_final=True,
+        ),
+        made(Config("cutlass_fmha", {"tile_m": 64}), status=Status.TIMEOUT, latency_us=None,
+             std_us=None, rounds=0, log="no sign of life for 5 s"),
+        made(Config("vendor_sdpa", {"backend": "cudnn"})),
+    ),
+    (Recording(STAGE, DEFAULT_GPU, REGIME, ENVIRONMENT, (made(QK, STAGE), made(PV, STAGE))),),
+)  # fmt: skip
+
+
+def test_both_ways_without_loss(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "a.json.gz"
+    recording.write(path, WHOLE)
+    assert recording.read(path) == WHOLE
+
+
+def test_equal_recordings_are_equal_bytes(tmp_path: Path) -> None:
+    one, other = tmp_path / "a.json.gz", tmp_path / "b.json.gz"
+    recording.write(one, WHOLE)
+    recording.write(other, recording.read(one))
+    assert one.read_bytes() == other.read_bytes()
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_types_of_parameters_survive(tmp_path: Path) -> None:
+    path = tmp_path / "a.json.gz"
+    recording.write(path, WHOLE)
+    stage = recording.read(path).stages[0].measurements[0].config
+    assert stage["swap_ab"] is True
+    assert stage.digest == QK.digest
+
+
+def test_find_goes_by_content(tmp_path: Path) -> None:
+    recording.write(tmp_path / "whatever.json.gz", WHOLE)
+    assert recording.find(PROBLEM, DEFAULT_GPU, REGIME, [tmp_path]) == WHOLE
+    assert recording.find(STAGE, DEFAULT_GPU, REGIME, [tmp_path]) is None
+    assert recording.find(PROBLEM, GPUS["H100-PCIe"], REGIME, [tmp_path]) is None
+    assert recording.find(PROBLEM, DEFAULT_GPU, Regime("graph", "cold"), [tmp_path]) is None
+    assert recording.find(PROBLEM, DEFAULT_GPU, REGIME, [tmp_path / "none"]) is None
+
+
+def test_shipped_recordings_are_whole_and_named_alike() -> None:
+    for path in recording.folder().glob(f"*{recording.SUFFIX}"):
+        found = recording.read(path)
+        assert path.name == recording.file_name(found.problem, found.gpu, found.regime)
+        assert any(m.is_final and m.ok for m in found.measurements), path.name
+        assert found.kernels() > 0
+        known = {m.config.digest for part in found.walk() for m in part.measurements}
+        for m in found.measurements:
+            assert all(stage.digest in known for stage in m.config.stages.values()), path.name
+
+
+def test_file_name_holds_no_odd_characters() -> None:
+    name = recording.file_name(PROBLEM, Gpu("NVIDIA H100 80GB HBM3", "9.0", 132, 1, 1.0, 1), REGIME)
+    assert name == "attention-B1_H16_S512_D64_dtypefp16-H100_80GB_HBM3-graph-warm.json.gz"
+
+
+def damaged(change: Callable[[dict[str, Any]], None]) -> bytes:
+    data = recording._encode(WHOLE)
+    change(data)
+    return gzip.compress(json.dumps(data).encode())
+
+
+def row(data: dict[str, Any], number: int, column: str, value: Any) -> None:
+    data["rows"][number][recording.ROW.index(column)] = value
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is damaged"),
+        (b"not gzip", "is damaged"),
+        (gzip.compress(b"{"), "is damaged"),
+        (gzip.compress(b"\xff"), "is damaged"),
+        (gzip.compress(b"[]"), "is not a recording"),
+        (gzip.compress(b"{}"), "is not a recording"),
+        (damaged(lambda d: d.update(version=2)), r"has version 2 \(this tuner reads 1\)"),
+        (damaged(lambda d: d.pop("gpu")), "is damaged: KeyError: 'gpu'"),
+        (damaged(lambda d: d.update(regime="graph-hot")), "l2=hot is not known"),
+        (damaged(lambda d: d["problem"].update(head_dim=63)), "D=63 has no tuned kernel"),
+        (damaged(lambda d: row(d, 0, "status", "fine")), "'fine' is not a valid Status"),
+        (damaged(lambda d: row(d, 0, "config", 99)), "names config 99 of 6"),
+        (damaged(lambda d: row(d, 0, "config", -1)), "names config -1 of 6"),
+        (damaged(lambda d: row(d, 0, "latency_us", None)), "has status ok and latency_us None"),
+        (damaged(lambda d: row(d, 0, "latency_us", -1.0)), "has status ok and latency_us -1.0"),
+        (damaged(lambda d: row(d, 2, "latency_us", 5.0)), "has status timeout and latency_us 5.0"),
+        (damaged(lambda d: row(d, 0, "latency_us", "5")), "has status ok and latency_us '5'"),
+        (damaged(lambda d: d["rows"][0].pop()), "is damaged"),
+        (damaged(lambda d: d["columns"].pop()), "columns are"),
+        (damaged(lambda d: d["configs"][0]["rows"].append([1])), "is damaged"),
+        (damaged(lambda d: d.update(rows=7)), "is damaged"),
+        (damaged(lambda d: d.update(stages=[{}])), "is damaged"),
+    ],
+)
+def test_damage_is_one_clear_error(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "bad.json.gz"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=message) as caught:
+        recording.read(path)
+    assert "bad.json.gz" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_cut_short(tmp_path: Path) -> None:
+    path = tmp_path / "a.json.gz"
+    recording.write(path, WHOLE)
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(ConfigError, match="is damaged"):
+        recording.read(path)
+    with pytest.raises(ConfigError, match="is damaged"):
+        recording.find(PROBLEM, DEFAULT_GPU, REGIME, [tmp_path])
+
+
+def test_missing_and_unwritable(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        recording.read(tmp_path / "none.json.gz")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        recording.write(tmp_path / "file" / "a.json.gz", WHOLE)
+
+
+class TestFromStore:
+    """A recording is what a store holds of one environment."""
+
+    problem = SoftmaxProblem(64, 64)
+
+    def measured(self, position: int, us: float, **changes: Any) -> Measurement:
+        config = Softmax().space(self.problem, DEFAULT_GPU)[position]
+        return made(config, self.problem, latency_us=us, **changes)
+
+    def test_newest_of_each_and_the_decided_finals(self, tmp_path: Path) -> None:
+        with open_store(f"sqlite:///{tmp_path}/s.sqlite") as store:
+            store.add([self.measured(0, 5.0), self.measured(1, 6.0), self.measured(0, 5.5)])
+            store.add([self.measured(2, 1.0, provenance=Provenance.PREDICTED)])
+            store.add([self.measured(3, 1.0, environment=Environment({"driver": "old"}))])
+            finals = [self.measured(0, 5.2, is_final=True), self.measured(1, 6.1, is_final=True)]
+            store.decide(self.problem, DEFAULT_GPU, REGIME, finals, "sweep")
+            found = recording.from_store(store, self.problem, DEFAULT_GPU, REGIME)
+        assert [(m.latency_us, m.is_final) for m in found.measurements] == [
+            (5.5, False),
+            (6.0, False),
+            (5.2, True),
+            (6.1, True),
+        ]
+        assert found.environment == ENVIRONMENT
+        assert found.kernels() == 2
+
+    def test_stages_come_along(self, tmp_path: Path) -> None:
+        with open_store(f"sqlite:///{tmp_path}/s.sqlite") as store:
+            from tuner.families.three_kernel_attention import ThreeKernelAttention
+
+            stage = ThreeKernelAttention().stages(PROBLEM)["qk"]
+            store.add([made(Config("vendor_sdpa", {"backend": "cudnn"})), made(QK, stage)])
+            found = recording.from_store(store, PROBLEM, DEFAULT_GPU, REGIME)
+        assert [part.problem for part in found.walk()] == [PROBLEM, stage]
+
+    def test_nothing_measured(self, tmp_path: Path) -> None:
+        with (
+            open_store(f"sqlite:///{tmp_path}/s.sqlite") as store,
+            pytest.raises(ConfigError, match="nothing was measured for M=64,N=64"),
+        ):
+            recording.from_store(store, self.problem, DEFAULT_GPU, REGIME)

@@ -1,0 +1,268 @@
+"""What is evaluated next: seeds, enumeration, suggestions, shares, resumption."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import product
+
+import pytest
+
+from tuner import search as module
+from tuner.config import Config
+from tuner.errors import ConfigError
+from tuner.families.base import Family
+from tuner.hardware import DEFAULT_GPU, Gpu
+from tuner.measurement import Measurement, Regime, Status
+from tuner.problem import GemmProblem, Problem
+from tuner.search import ABSENT, FamilySearch, Search, sampler_name
+
+PROBLEM = GemmProblem(512, 512, 512)
+REGIME = Regime.default("gemm")
+
+
+class Toy(Family):
+    """A space with a conditional parameter (`splits`), an optional one (`stages`), a run-time one
+    (`raster`) and a rule across parameters."""
+
+    name = "toy"
+    op = "gemm"
+    runtime_parameters = frozenset({"raster"})
+
+    def violations(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
+        return ["too large"] if config["m"] * config["n"] > 128 * 128 else []
+
+    def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
+        found = []
+        for m, n, schedule, stages, raster in product(
+            (32, 64, 128, 256), (32, 64, 128, 256), ("a", "b"), (None, 2, 3, 4), ("m", "n")
+        ):
+            for splits in (1, 2) if schedule == "b" else (None,):
+                params = {"m": m, "n": n, "schedule": schedule, "raster": raster}
+                params |= {} if stages is None else {"stages": stages}
+                params |= {} if splits is None else {"splits": splits}
+                found.append(Config(self.name, params))
+        return [c for c in found if not self.violations(problem, c, gpu)]
+
+    def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
+        return 10 + abs(math.log2(config["m"] / 64))
+
+
+class Small(Toy):
+    name = "small"
+
+    def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
+        return [Config(self.name, {"m": m, "n": 32}) for m in (32, 64, 128)]
+
+
+def latency(config: Config) -> float:
+    """Fastest at m=128, n=64, schedule b, splits 2, stages 3, raster n."""
+    off = abs(math.log2(config["m"] / 128)) + abs(math.log2(config["n"] / 64))
+    off += 0.5 * (config.get("schedule") != "b") + 0.3 * (config.get("splits") != 2)
+    off += 0.2 * abs(config.get("stages", 6) - 3) + 0.1 * (config.get("raster") != "n")
+    return 10 * (1 + 0.3 * off)
+
+
+def measure(group: Sequence[Config], status: Status = Status.OK) -> list[Measurement]:
+    ok = status is Status.OK
+    return [
+        Measurement(PROBLEM, c, DEFAULT_GPU, REGIME, status, latency_us=latency(c) if ok else None)
+        for c in group
+    ]
+
+
+def member(family: Family, *, seeds: int = 4, sampler: str = "tpe", seed: int = 0) -> FamilySearch:
+    space = family.space(PROBLEM, DEFAULT_GPU)
+    return FamilySearch(
+        family, PROBLEM, DEFAULT_GPU, space, seeds=seeds, sampler=sampler, seed=seed
+    )
+
+
+def run(search: Search) -> list[list[Config]]:
+    """Ask and tell one by one until the end."""
+    asked = []
+    while (group := search.ask()) is not None:
+        asked.append(group)
+        search.tell(measure(group))
+    return asked
+
+
+def test_groups_are_sets_of_compiled_kernels() -> None:
+    groups = member(Toy()).groups
+    assert all({c["raster"] for c in group} == {"m", "n"} for group in groups.values())
+    assert sum(map(len, groups.values())) == len(Toy().space(PROBLEM, DEFAULT_GPU))
+
+
+def test_a_space_that_fits_is_enumerated_once_without_optuna(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(sampler: str, seed: int) -> None:
+        raise AssertionError("no study is needed")
+
+    monkeypatch.setattr(module, "create_study", refuse)
+    toy = member(Toy())
+    asked = run(Search([toy], total=500, seeds=4))
+    digests = [config.digest for group in asked for config in group]
+    assert sorted(digests) == sorted(c.digest for c in Toy().space(PROBLEM, DEFAULT_GPU))
+    assert toy.best_us == pytest.approx(10.0)
+
+
+def test_seeds_come_first_and_in_order() -> None:
+    toy = member(Toy(), seeds=5)
+    asked = run(Search([toy], total=5, seeds=5))
+    wanted = Toy().seeds(PROBLEM, DEFAULT_GPU, Toy().space(PROBLEM, DEFAULT_GPU), 5)
+    assert [Toy().compile_digest(g[0]) for g in asked] == [Toy().compile_digest(c) for c in wanted]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_suggestions_are_legal_distinct_and_find_the_optimum(seed: int) -> None:
+    toy = member(Toy(), seed=seed)
+    assert len(toy.groups) > 100
+    asked = run(Search([toy], total=60, seeds=4))
+    digests = [Toy().compile_digest(group[0]) for group in asked]
+    assert len(asked) == len(set(digests)) == 60
+    assert set(digests) <= set(toy.groups)
+    assert toy.best_us <= 10.0 * 1.05
+
+
+def test_equal_seeds_ask_equally() -> None:
+    first, second = (run(Search([member(Toy(), seed=7)], total=25, seeds=4)) for _ in range(2))
+    assert first == second
+
+
+def test_model_reads_conditions_from_the_space() -> None:
+    features = [module._features(c) for c in Toy().space(PROBLEM, DEFAULT_GPU)]
+    choices = module._choices(features)
+    assert choices["stages"] == (2, 3, 4, ABSENT)  # nothing else says whether it is there
+    assert choices["splits"] == (1, 2)  # the schedule does
+
+
+def test_infeasible_suggestions_are_told_and_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[float | None] = []
+    original = module.Model.tell
+
+    def tell(self: module.Model, trial: object, value: float | None) -> None:
+        told.append(value)
+        original(self, trial, value)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(module.Model, "tell", tell)
+    toy = member(Toy())
+    asked = run(Search([toy], total=40, seeds=4))
+    assert len(asked) == 40
+    assert None in told, "256 x 256 is illegal and must have been suggested in 34 trials"
+    study = toy._model._study  # type: ignore[union-attr]
+    infeasible = [t for t in study.trials if t.constraints.get("runs", 0) > 0]
+    worst = max(math.log(latency(c)) for group in asked for c in group)
+    assert infeasible
+    assert all(t.value <= worst for t in infeasible), "no huge sentinel"
+
+
+def test_failures_are_told_as_infeasible() -> None:
+    toy = member(Toy())
+    search = Search([toy], total=30, seeds=4)
+    statuses = [Status.TIMEOUT, Status.OK]
+    failed = 0
+    while (group := search.ask()) is not None:
+        status = statuses[search.spent % 2]
+        failed += status is Status.TIMEOUT
+        search.tell(measure(group, status))
+    study = toy._model._study  # type: ignore[union-attr]
+    complete = [t for t in study.trials if t.value is not None]
+    assert sum(t.constraints["runs"] > 0 for t in complete) >= failed
+    assert all(t.value < 5 for t in complete)
+
+
+def test_known_groups_are_not_asked_again_and_count() -> None:
+    toy = member(Toy())
+    first = run(Search([toy], total=20, seeds=4))
+    known = [m for group in first for m in measure(group)]
+    again = member(Toy())
+    search = Search([again], total=30, seeds=4)
+    search.tell_known(known)
+    assert search.told == search.spent == 20
+    more = run(search)
+    assert len(more) == 10
+    assert not {c.digest for g in first for c in g} & {c.digest for g in more for c in g}
+
+
+def test_a_half_known_group_is_asked_for_its_rest() -> None:
+    toy = member(Small())
+    group = next(iter(member(Toy()).groups.values()))
+    toy = member(Toy())
+    toy.tell(measure(group[:1]))
+    asked = run(Search([toy], total=500, seeds=4))
+    assert group[1:] in asked
+    assert group not in asked
+
+
+def test_foreign_measurements_are_ignored() -> None:
+    toy = member(Toy())
+    toy.tell(measure([Config("toy", {"m": 8, "n": 8, "schedule": "z", "raster": "m"})]))
+    assert toy.started == 0
+    assert math.isinf(toy.best_us)
+
+
+def test_every_family_gets_its_seeds_and_the_faster_one_the_rest() -> None:
+    class Slow(Toy):
+        name = "slow"
+
+    def tell(group: Sequence[Config]) -> list[Measurement]:
+        factor = 2.0 if group[0].family == "slow" else 1.0
+        return [m.but(latency_us=factor * latency(m.config)) for m in measure(group)]
+
+    toy, slow = member(Toy()), member(Slow())
+    search = Search([slow, toy], total=40, seeds=4)
+    while (group := search.ask()) is not None:
+        search.tell(tell(group))
+    assert slow.started >= 4
+    assert toy.started > 3 * slow.started
+
+
+def test_a_small_family_is_enumerated_beside_a_large_one() -> None:
+    toy, small = member(Toy()), member(Small())
+    run(Search([small, toy], total=20, seeds=4))
+    assert small.started == 3
+    assert toy.started == 17
+
+
+def test_ahead_is_what_will_be_asked_first() -> None:
+    search = Search([member(Toy())], total=20, seeds=4)
+    ahead = search.ahead()
+    assert [search.ask() for _ in range(4)] == ahead
+    assert search.ahead() == []
+
+
+def test_budget_of_one_and_no_family() -> None:
+    assert len(run(Search([member(Toy()), member(Small())], total=1, seeds=4))) == 1
+    empty = Search([], total=10, seeds=4)
+    assert empty.ask() is None
+    assert empty.goal == 0
+    assert empty.ahead() == []
+
+
+def test_sampler_is_one_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sampler_name("tpe") == "tpe"
+    monkeypatch.setenv("TUNER_SAMPLER", "tpe")
+    assert sampler_name(None) == "tpe"
+    with pytest.raises(ConfigError, match=r"sampler=cma is not known \(allowed: tpe, gp\)"):
+        sampler_name("cma")
+
+
+def test_sampler_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
+    assert sampler_name(None) == "tpe"
+    with pytest.raises(ConfigError, match="sampler=gp needs torch and scipy"):
+        sampler_name("gp")
+
+
+def test_gp_sampler_where_torch_is() -> None:
+    pytest.importorskip("torch", reason="GPSampler needs torch")
+    pytest.importorskip("scipy", reason="GPSampler needs scipy")
+    toy = member(Toy(), sampler="gp")
+    asked = run(Search([toy], total=10, seeds=4))
+    assert len({Toy().compile_digest(g[0]) for g in asked}) == 10
+
+
+def test_unknown_effort() -> None:
+    with pytest.raises(ConfigError, match=r"effort=max is not known \(allowed: quick, full\)"):
+        module.effort("max")

@@ -1,0 +1,258 @@
+"""Sweep many problems: compile for the next while timing the present one, skip what is tuned."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tuner.errors import ConfigError, StoreError, TunerError
+from tuner.families import families_of
+from tuner.measurement import Regime
+from tuner.outcome import Outcome
+from tuner.problem import PROBLEMS, Problem
+from tuner.runners.base import Runner
+from tuner.runners.choose import Runners
+from tuner.store import Store
+from tuner.sweep import Catalogue, Sweep, SweepOptions, check_families
+from tuner.watch import Interruption, Watcher
+
+DEFAULT_OP = "attention"
+
+
+@dataclass(frozen=True)
+class JobOptions:
+    """What is common to all problems of a job."""
+
+    sweep: SweepOptions = field(default_factory=SweepOptions)
+    launch: str | None = None
+    """Launch regime, in place of the operation's default."""
+    l2: str | None = None
+    """L2 regime, in place of the operation's default."""
+    skip_tuned: bool = True
+    """Skip a problem whose sweep with equal settings ended in this environment."""
+
+    def regime(self, problem: Problem) -> Regime:
+        default = Regime.default(problem.op)
+        return Regime(self.launch or default.launch, self.l2 or default.l2)
+
+
+@dataclass
+class JobResult:
+    """How the problems of a job ended."""
+
+    outcomes: list[Outcome] = field(default_factory=list)
+    skipped: list[Problem] = field(default_factory=list)
+    failed: list[tuple[Problem, TunerError]] = field(default_factory=list)
+    interrupted: bool = False
+
+
+class Job:
+    """A job over many problems. One that fails does not end the others.
+
+    Raises:
+        ConfigError: when a family that the options name does not serve one of them.
+    """
+
+    def __init__(
+        self,
+        problems: Sequence[Problem],
+        runners: Runners,
+        store: Store,
+        options: JobOptions,
+        *,
+        watcher: Watcher | None = None,
+        interruption: Interruption | None = None,
+        catalogue: Catalogue = families_of,
+    ) -> None:
+        for op in sorted({problem.op for problem in problems}):
+            check_families(options.sweep.families, op, catalogue(op))
+        self._problems = list(dict.fromkeys(problems))
+        self._runners = runners
+        self._store = store
+        self._options = options
+        self._watcher = watcher or Watcher()
+        self._interruption = interruption or Interruption()
+        self._catalogue = catalogue
+        self._sweeps: dict[Problem, Sweep] = {}
+
+    def run(self) -> JobResult:
+        """Sweep one problem after the other.
+
+        Raises:
+            ConfigError: when the device that was chosen is not there.
+            StoreError: when the store fails: nothing after it would be kept.
+        """
+        _ = self._runners.gpu  # What is said of it comes before anything starts.
+        result = JobResult()
+        for position, problem in enumerate(self._problems):
+            if self._interruption.requested:
+                result.interrupted = True
+                break
+            try:
+                sweep = self._prepare(problem)
+                if sweep is None:
+                    result.skipped.append(problem)
+                    continue
+                following = self._problems[position + 1 :]
+                outcome = sweep.run(partial(self._ahead, following))
+                result.outcomes.append(outcome)
+                self._watcher.finished(outcome)
+            except StoreError:
+                raise
+            except TunerError as exc:
+                result.failed.append((problem, exc))
+            finally:
+                self._sweeps.pop(problem, None)
+        result.interrupted |= any(outcome.interrupted for outcome in result.outcomes)
+        return result
+
+    def _prepare(self, problem: Problem) -> Sweep | None:
+        """The sweep of a problem, None when it is tuned already."""
+        if problem not in self._sweeps:
+            regime = self._options.regime(problem)
+            runner = self._runners.of(problem, regime)
+            if self._options.skip_tuned and self._is_tuned(problem, regime, runner):
+                return None
+            self._sweeps[problem] = Sweep(
+                problem,
+                regime,
+                runner,
+                self._store,
+                self._options.sweep,
+                watcher=self._watcher,
+                interruption=self._interruption,
+                catalogue=self._catalogue,
+            )
+        return self._sweeps[problem]
+
+    def _ahead(self, problems: Sequence[Problem]) -> None:
+        """Start compiling for the next problem that is not tuned; its errors wait for its turn."""
+        for problem in problems:
+            try:
+                sweep = self._prepare(problem)
+                if sweep is not None:
+                    sweep.prefetch()
+                    return
+            except StoreError:
+                raise
+            except TunerError:
+                self._sweeps.pop(problem, None)
+
+    def _is_tuned(self, problem: Problem, regime: Regime, runner: Runner) -> bool:
+        found = self._store.find_sweep(
+            problem,
+            runner.gpu,
+            regime,
+            runner.environment.digest,
+            self._options.sweep.digest(runner.provenance),
+        )
+        return found is not None and found.state == "done"
+
+
+def read_problems(path: Path, op: str = DEFAULT_OP) -> list[Problem]:
+    """Read a YAML or JSON list of problems.
+
+    An entry is text (``S=1024,D=64``, with ``op=gemm`` for another operation) or an object of the
+    same keys.
+
+    Args:
+        path: the file.
+        op: operation of entries that name none.
+
+    Raises:
+        ConfigError: names every entry that is wrong.
+    """
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"problems file {path} cannot be read: {exc}") from exc
+    entries = _load(path, text)
+    if not isinstance(entries, list) or not entries:
+        raise ConfigError(f"problems file {path} must hold a list of problems that is not empty")
+    problems: list[Problem] = []
+    errors: list[str] = []
+    for number, entry in enumerate(entries, 1):
+        try:
+            problems.append(parse_problem(entry, op))
+        except ConfigError as exc:
+            errors.append(f"entry {number}: {exc}")
+    if errors:
+        raise ConfigError(
+            f"{len(errors)} of the {len(entries)} problems in {path} are wrong; "
+            "nothing was started\n" + "\n".join(errors)
+        )
+    return problems
+
+
+def parse_problem(entry: Any, op: str = DEFAULT_OP) -> Problem:
+    """One problem from text or from an object of keys.
+
+    Raises:
+        ConfigError: when it is neither, or the problem is wrong.
+    """
+    if isinstance(entry, str):
+        parts = [part.strip() for part in entry.split(",")]
+        named = [part.removeprefix("op=") for part in parts if part.startswith("op=")]
+        if len(named) > 1:
+            raise ConfigError("key 'op' is given twice")
+        rest = ",".join(part for part in parts if not part.startswith("op="))
+        return _problem_class(named[0] if named else op).parse(rest)
+    if isinstance(entry, dict):
+        values = {str(key): value for key, value in entry.items()}
+        return _problem_class(values.pop("op", op)).from_keys(values)
+    raise ConfigError(f"{entry!r} is neither text like S=1024,D=64 nor an object of such keys")
+
+
+def _problem_class(op: Any) -> type[Problem]:
+    if op not in PROBLEMS:
+        raise ConfigError(f"op={op} is not known (allowed: {', '.join(PROBLEMS)})")
+    return PROBLEMS[op]
+
+
+def _load(path: Path, text: str) -> Any:
+    if path.suffix == ".json":
+        try:
+            return json.loads(text, object_pairs_hook=_unrepeated)
+        except ConfigError as exc:
+            raise ConfigError(f"problems file {path}: {exc}") from exc
+        except ValueError as exc:
+            raise ConfigError(f"problems file {path} is not JSON: {exc}") from exc
+    import yaml
+
+    try:
+        return yaml.load(text, Loader=_strict_loader())
+    except ConfigError as exc:
+        raise ConfigError(f"problems file {path}: {exc}") from exc
+    except yaml.YAMLError as exc:
+        reason = " ".join(str(exc).split())
+        raise ConfigError(f"problems file {path} is not YAML: {reason}") from exc
+
+
+def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ConfigError(f"key '{key}' is given twice")
+        found[key] = value
+    return found
+
+
+def _strict_loader() -> Any:
+    """YAML's safe loader, which silently keeps the last of two equal keys, made to refuse them."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        pass
+
+    def mapping(loader: Loader, node: yaml.MappingNode) -> dict[str, Any]:
+        pairs = [
+            (str(loader.construct_object(k)), loader.construct_object(v)) for k, v in node.value
+        ]
+        return _unrepeated(pairs)
+
+    Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, mapping)
+    return Loader

@@ -1,0 +1,87 @@
+"""How a sweep of one problem ended."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tuner.hardware import Gpu
+from tuner.measurement import Environment, Measurement, Provenance, Regime
+from tuner.problem import Problem
+from tuner.store import Entry
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a sweep decided, and what it cost."""
+
+    problem: Problem
+    gpu: Gpu
+    regime: Regime
+    environment: Environment
+    provenance: Provenance
+    sweep: str
+    ranking: tuple[Measurement, ...]
+    """Final measurements that passed, best first; empty only when it was interrupted."""
+    candidates: int
+    """Own candidates with a measurement, those of stages counted."""
+    kernels: int
+    """Groups of them: sets of compiled kernels."""
+    resumed: int
+    """Groups, own and vendors', that the store held before."""
+    failures: Mapping[str, int]
+    """Own candidates that failed, by status."""
+    unavailable: Mapping[str, str]
+    """Vendors' kernels that could not be measured, with the reason."""
+    interrupted: bool
+    elapsed_s: float
+    notes: tuple[str, ...] = ()
+
+    @property
+    def entry(self) -> Entry | None:
+        """The decision as the store answers it."""
+        return Entry.of(self.ranking, sweep=self.sweep) if self.ranking else None
+
+    def to_json(self) -> dict[str, Any]:
+        entry = self.entry
+        own = entry.best_own if entry else None
+        return {
+            "problem": self.problem.to_json(),
+            "label": self.problem.label(),
+            "gpu": asdict(self.gpu),
+            "regime": str(self.regime),
+            "environment": dict(self.environment.facts),
+            "provenance": self.provenance.value,
+            "sweep": self.sweep,
+            "winner": entry.winner.to_json() if entry else None,
+            "best_own": own.to_json() if own else None,
+            "ranking": [m.to_json() for m in self.ranking],
+            "own_over_vendor": entry.ratios if entry else {},
+            "candidates": self.candidates,
+            "kernels": self.kernels,
+            "resumed": self.resumed,
+            "failures": dict(self.failures),
+            "unavailable": dict(self.unavailable),
+            "interrupted": self.interrupted,
+            "elapsed_s": round(self.elapsed_s, 3),
+            "notes": list(self.notes),
+        }
+
+
+def summary(measurements: Sequence[Measurement]) -> str:
+    """Failures by reason, each with the first line of one log."""
+    failed = [m for m in measurements if not m.ok]
+    counts = Counter(m.status.value for m in failed)
+    lines = {m.status.value: first_line(m.log) for m in failed if m.log.strip()}
+    return ", ".join(
+        f"{count} {status}" + (f" (as: {lines[status]})" if status in lines else "")
+        for status, count in counts.most_common()
+    )
+
+
+def first_line(log: str) -> str:
+    """First line of a log that is not empty, cut to 200 characters."""
+    stripped = log.strip()
+    return stripped.splitlines()[0][:200] if stripped else ""

@@ -1,0 +1,98 @@
+"""Who is timed again, and in which order the candidates stand. Pure functions on measurements."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from tuner.config import Config
+from tuner.measurement import Measurement
+from tuner.store.entry import is_vendor
+
+TIE = 0.01
+"""Largest relative difference that can be a tie."""
+NOISY = 0.02
+"""A winner whose deviation is above this part of its time is timed again, then flagged."""
+FAMILY_REACH = 1.3
+"""The best candidate of every own family within this factor of the best own one is a finalist."""
+LEAST_OWN = 3
+"""Distinct own kernels in the final pass, where as many passed."""
+
+
+def finalists(
+    measurements: Sequence[Measurement], count: int, kernel: Callable[[Config], str]
+) -> list[Measurement]:
+    """The quick pass's candidates to time again: the best own ones and every vendor's kernel.
+
+    Args:
+        measurements: of the quick pass, any status.
+        count: own candidates wanted; those of other families within reach come on top.
+        kernel: identity of the compiled kernels of a config.
+    """
+    passed = sorted((m for m in measurements if m.ok), key=by_latency)
+    own = [m for m in passed if not is_vendor(m.config)]
+    kernels: dict[str, Measurement] = {}
+    families: dict[str, Measurement] = {}
+    for measurement in own:
+        kernels.setdefault(kernel(measurement.config), measurement)
+        if _us(measurement) <= FAMILY_REACH * _us(own[0]):
+            families.setdefault(measurement.config.family, measurement)
+    chosen = list(kernels.values())[: min(count, LEAST_OWN)]
+    chosen += [m for m in own if m not in chosen][: count - len(chosen)]
+    chosen += [m for m in families.values() if m not in chosen]
+    return chosen + [m for m in passed if is_vendor(m.config)]
+
+
+def rank(finals: Sequence[Measurement]) -> list[Measurement]:
+    """Final measurements that passed, best first; a tie is always broken the same way.
+
+    Again and again the fastest of what is left is taken together with all that equal it within
+    the noise of the two (at most `TIE`); of these the first is an own kernel before a vendor's,
+    then the smaller workspace, then the smaller digest.
+    """
+    left = sorted((m for m in finals if m.ok), key=_us)
+    ranking: list[Measurement] = []
+    while left:
+        tied = [m for m in left if is_tie(left[0], m)]
+        first = min(tied, key=_tie_order)
+        ranking.append(first)
+        left.remove(first)
+    return ranking
+
+
+def is_tie(one: Measurement, other: Measurement) -> bool:
+    """Whether two times are equal within their measured noise, at most `TIE`."""
+    fast, slow = sorted((_us(one), _us(other)))
+    noise = math.hypot(deviation(one), deviation(other))
+    return slow <= fast * (1 + min(TIE, noise))
+
+
+def deviation(measurement: Measurement) -> float:
+    """Standard deviation over the rounds as a part of the median."""
+    return (measurement.std_us or 0.0) / _us(measurement)
+
+
+def is_noisy(measurement: Measurement) -> bool:
+    """Whether a time is too unsteady to be served without a flag."""
+    return deviation(measurement) >= NOISY
+
+
+def flagged(measurement: Measurement) -> Measurement:
+    """With ``noisy`` where it is too unsteady."""
+    if is_noisy(measurement) and "noisy" not in measurement.flags:
+        return measurement.but(flags=(*measurement.flags, "noisy"))
+    return measurement
+
+
+def _us(measurement: Measurement) -> float:
+    """Latency of a measurement that is known to have passed."""
+    return measurement.latency_us if measurement.latency_us is not None else float("inf")
+
+
+def by_latency(measurement: Measurement) -> tuple[float, str]:
+    """Sorts by time; equal times by the config's digest."""
+    return _us(measurement), measurement.config.digest
+
+
+def _tie_order(measurement: Measurement) -> tuple[bool, int, str]:
+    return is_vendor(measurement.config), measurement.workspace_bytes, measurement.config.digest

@@ -1,0 +1,360 @@
+"""Recorded sweeps: real measurements in one compact file a problem, read where no GPU is.
+
+The format is described in ``cache/README.md``. Reading checks everything it uses, so that a
+damaged or foreign file is one clear error and never a wrong answer.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tuner import resources
+from tuner.config import Config
+from tuner.errors import ConfigError
+from tuner.families import families, families_of
+from tuner.hardware import Gpu
+from tuner.measurement import (
+    Clocks,
+    Environment,
+    Measurement,
+    Provenance,
+    Regime,
+    Resources,
+    Status,
+)
+from tuner.problem import Problem, problem_from_json
+from tuner.store import Store
+
+FORMAT = "cutlass-tuner recording"
+VERSION = 1
+SUFFIX = ".json.gz"
+LOG_CHARACTERS = 400
+"""Of a failure's log; its end is kept, where compilers and CUDA say what was wrong."""
+ROW = (
+    "config",
+    "status",
+    "latency_us",
+    "std_us",
+    "rounds",
+    "is_final",
+    "flags",
+    "error",
+    "workspace_bytes",
+    "compile_cpu_s",
+    "resources",
+    "clocks",
+    "log",
+    "created_at",
+)
+"""Columns of a measurement; `config` is a position in the file's list of configs."""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """Measurements of one problem on one GPU, environment and regime, and of its stages."""
+
+    problem: Problem
+    gpu: Gpu
+    regime: Regime
+    environment: Environment
+    measurements: tuple[Measurement, ...]
+    """The quick pass, then the final pass (`is_final`)."""
+    stages: tuple[Recording, ...] = field(default=())
+    """Recordings of the sub-problems of composite families."""
+
+    def walk(self) -> Iterator[Recording]:
+        """This recording, then those of its stages."""
+        yield self
+        for stage in self.stages:
+            yield from stage.walk()
+
+    def kernels(self) -> int:
+        """Distinct compiled kernels that were measured, stages' included."""
+        known = families()
+        found = {
+            spec
+            for part in self.walk()
+            for m in part.measurements
+            if m.config.family in known
+            for spec in known[m.config.family].kernels(part.problem, m.config).values()
+        }
+        return len(found)
+
+
+def file_name(problem: Problem, gpu: Gpu, regime: Regime) -> str:
+    """Name under ``cache/recordings/``, for people: `find` goes by what the file holds."""
+    label = re.sub(r"[^A-Za-z0-9]+", "_", problem.label().replace("=", ""))
+    chip = gpu.name.removeprefix("NVIDIA ").replace(" ", "_")
+    return f"{problem.op}-{label}-{chip}-{regime}{SUFFIX}"
+
+
+def folder() -> Path:
+    """Where the shipped recordings lie."""
+    return resources.cache() / "recordings"
+
+
+def find(
+    problem: Problem, gpu: Gpu, regime: Regime, where: Sequence[Path] | None = None
+) -> Recording | None:
+    """The recording of a problem, None when there is none.
+
+    Args:
+        problem: what was recorded.
+        gpu: on which GPU model.
+        regime: timed how.
+        where: folders to look in; the shipped recordings by default.
+
+    Raises:
+        ConfigError: when a file of the operation is damaged.
+    """
+    for path in sorted(p for place in where or [folder()] for p in place.glob(f"*{SUFFIX}")):
+        header = _read_json(path)
+        wanted = {"problem": problem.to_json(), "regime": str(regime)}
+        if all(header.get(name) == value for name, value in wanted.items()):
+            recording = _decode(path, header)
+            if recording.gpu.identity == gpu.identity:
+                return recording
+    return None
+
+
+def from_store(store: Store, problem: Problem, gpu: Gpu, regime: Regime) -> Recording:
+    """What a store holds of the sweeps of a problem: the environment of the newest decision (or
+    of the newest measurement), each config's newest quick time, the final pass of the decision.
+
+    Raises:
+        ConfigError: when nothing was measured.
+    """
+    entries = store.entries(problem=problem, gpu=gpu, regime=regime, provenance=Provenance.MEASURED)
+    measured = store.measurements(
+        problem=problem, gpu=gpu, regime=regime, provenance=Provenance.MEASURED
+    )
+    finals = entries[0].ranking if entries else ()
+    if not measured:
+        raise ConfigError(f"nothing was measured for {problem.label()} on {gpu.name}, {regime}")
+    newest = (finals or measured)[-1]
+    return _from_store(store, problem, newest, finals)
+
+
+def _from_store(
+    store: Store, problem: Problem, like: Measurement, finals: Sequence[Measurement]
+) -> Recording:
+    quick = store.measurements(
+        problem=problem,
+        gpu=like.gpu,
+        regime=like.regime,
+        environment=like.environment.digest,
+        provenance=Provenance.MEASURED,
+        final=False,
+    )
+    newest = {m.config: m for m in quick}
+    stages = {
+        sub: _from_store(store, sub, like, ())
+        for family in families_of(problem.op).values()
+        for sub in family.stages(problem).values()
+        if not family.supports(problem, like.gpu)
+    }
+    return Recording(
+        problem,
+        like.gpu,
+        like.regime,
+        like.environment,
+        (*newest.values(), *finals),
+        tuple(stage for stage in stages.values() if stage.measurements),
+    )
+
+
+def read(path: Path) -> Recording:
+    """Read and check a recording.
+
+    Raises:
+        ConfigError: when it cannot be read, is not a recording, or a field is wrong.
+    """
+    return _decode(path, _read_json(path))
+
+
+def write(path: Path, recording: Recording) -> None:
+    """Write a recording, aside first; equal recordings make equal bytes.
+
+    Raises:
+        ConfigError: when the file cannot be written.
+    """
+    text = json.dumps(_encode(recording), sort_keys=True, separators=(",", ":"))
+    partial = path.with_name(path.name + ".partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_bytes(gzip.compress(text.encode(), compresslevel=9, mtime=0))
+        partial.replace(path)
+    except OSError as exc:
+        raise ConfigError(f"recording {path} cannot be written: {exc.strerror}") from exc
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = path.read_bytes()
+    except OSError as exc:
+        raise ConfigError(f"recording {path} cannot be read: {exc.strerror}") from exc
+    try:
+        data = json.loads(gzip.decompress(content))
+    except (gzip.BadGzipFile, EOFError, zlib.error, ValueError) as exc:
+        raise ConfigError(f"recording {path} is damaged: {exc}") from exc
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise ConfigError(f"{path} is not a recording (its 'format' is not '{FORMAT}')")
+    if data.get("version") != VERSION:
+        raise ConfigError(
+            f"recording {path} has version {data.get('version')!r} (this tuner reads {VERSION})"
+        )
+    return data
+
+
+def _decode(path: Path, data: Mapping[str, Any]) -> Recording:
+    try:
+        gpu, environment = Gpu(**data["gpu"]), Environment(dict(data["environment"]))
+        return _decode_part(data, gpu, environment, Regime.parse(data["regime"]))
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as exc:
+        raise ConfigError(f"recording {path} is damaged: {type(exc).__name__}: {exc}") from exc
+
+
+def _decode_part(
+    data: Mapping[str, Any], gpu: Gpu, environment: Environment, regime: Regime
+) -> Recording:
+    problem = problem_from_json(data["problem"])
+    configs = _decode_configs(data["configs"])
+    if tuple(data["columns"]) != ROW:
+        raise ConfigError(f"columns are {data['columns']} (allowed: {list(ROW)})")
+    measurements = tuple(
+        _decode_row(dict(zip(ROW, row, strict=True)), configs, problem, gpu, environment, regime)
+        for row in data["rows"]
+    )
+    stages = tuple(_decode_part(part, gpu, environment, regime) for part in data["stages"])
+    return Recording(problem, gpu, regime, environment, measurements, stages)
+
+
+def _decode_row(
+    row: Mapping[str, Any],
+    configs: Sequence[Config],
+    problem: Problem,
+    gpu: Gpu,
+    environment: Environment,
+    regime: Regime,
+) -> Measurement:
+    if not 0 <= row["config"] < len(configs):
+        raise ConfigError(f"a measurement names config {row['config']} of {len(configs)}")
+    status, latency = Status(row["status"]), row["latency_us"]
+    if (status is Status.OK) != (isinstance(latency, int | float) and latency > 0):
+        raise ConfigError(f"a measurement has status {status} and latency_us {latency!r}")
+    clocks = dict(zip(asdict(Clocks()), row["clocks"] or asdict(Clocks()).values(), strict=True))
+    return Measurement(
+        problem=problem,
+        config=configs[row["config"]],
+        gpu=gpu,
+        regime=regime,
+        status=status,
+        provenance=Provenance.MEASURED,
+        environment=environment,
+        latency_us=latency,
+        std_us=row["std_us"],
+        rounds=int(row["rounds"]),
+        is_final=bool(row["is_final"]),
+        flags=tuple(row["flags"]),
+        error=row["error"],
+        workspace_bytes=int(row["workspace_bytes"]),
+        compile_cpu_s=row["compile_cpu_s"],
+        resources={name: Resources(*values) for name, values in row["resources"].items()},
+        clocks=Clocks(**{**clocks, "throttle": tuple(clocks["throttle"])}),
+        log=str(row["log"]),
+        created_at=str(row["created_at"]),
+    )
+
+
+def _decode_configs(tables: Sequence[Mapping[str, Any]]) -> list[Config]:
+    """Configs in order; a composite one names its stages by positions before its own."""
+    configs: list[Config] = []
+    for table in tables:
+        for row in table["rows"]:
+            values = dict(zip(table["names"], row, strict=True))
+            stages = {name: values.pop(f"stage {name}") for name in table["stages"]}
+            if any(not 0 <= position < len(configs) for position in stages.values()):
+                raise ConfigError("a composite config names a stage that is not before it")
+            params = {name: value for name, value in values.items() if value is not None}
+            chosen = {name: configs[position].to_json() for name, position in stages.items()}
+            configs.append(
+                Config.from_json({"family": table["family"], "params": params, "stages": chosen})
+            )
+    return configs
+
+
+def _encode(recording: Recording) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "gpu": asdict(recording.gpu),
+        "environment": dict(recording.environment.facts),
+        "regime": str(recording.regime),
+        **_encode_part(recording),
+    }
+
+
+def _encode_part(recording: Recording) -> dict[str, Any]:
+    configs: dict[Config, int] = {}
+    for measurement in recording.measurements:
+        _number(measurement.config, configs)
+    return {
+        "problem": recording.problem.to_json(),
+        "configs": _encode_configs(configs),
+        "columns": list(ROW),
+        "rows": [_encode_row(m, configs[m.config]) for m in recording.measurements],
+        "stages": [_encode_part(stage) for stage in recording.stages],
+    }
+
+
+def _number(config: Config, configs: dict[Config, int]) -> None:
+    """Number a config after its stages."""
+    for name in sorted(config.stages):
+        _number(config.stages[name], configs)
+    configs.setdefault(config, len(configs))
+
+
+def _encode_configs(configs: Mapping[Config, int]) -> list[dict[str, Any]]:
+    """Runs of configs of one kind as tables: the names once, then a row of values each."""
+    tables: list[dict[str, Any]] = []
+    for config in configs:
+        stages = sorted(config.stages)
+        names = [*sorted(config.params), *(f"stage {name}" for name in stages)]
+        kind = {"family": config.family, "stages": stages, "names": names}
+        if not tables or {k: tables[-1][k] for k in kind} != kind:
+            tables.append({**kind, "rows": []})
+        row = [config.params[name] for name in sorted(config.params)]
+        tables[-1]["rows"].append(row + [configs[config.stages[name]] for name in stages])
+    return tables
+
+
+def _encode_row(measurement: Measurement, position: int) -> list[Any]:
+    clocks = asdict(measurement.clocks)
+    values = {
+        "config": position,
+        "status": measurement.status.value,
+        "latency_us": _round(measurement.latency_us),
+        "std_us": _round(measurement.std_us),
+        "rounds": measurement.rounds,
+        "is_final": measurement.is_final,
+        "flags": list(measurement.flags),
+        "error": None if measurement.error is None else float(f"{measurement.error:.3g}"),
+        "workspace_bytes": measurement.workspace_bytes,
+        "compile_cpu_s": _round(measurement.compile_cpu_s, 2),
+        "resources": {n: list(asdict(r).values()) for n, r in measurement.resources.items()},
+        "clocks": None if measurement.clocks == Clocks() else list(clocks.values()),
+        "log": measurement.log[-LOG_CHARACTERS:],
+        "created_at": measurement.created_at,
+    }
+    return [values[name] for name in ROW]
+
+
+def _round(value: float | None, digits: int = 4) -> float | None:
+    return None if value is None else round(value, digits)

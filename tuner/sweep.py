@@ -1,0 +1,510 @@
+"""Sweep one problem: baselines, stages, search, final pass, decision.
+
+The driver alone writes the store, and writes each group as soon as it is collected: a sweep that
+is killed at any moment goes on from there, because the search is told what the store holds before
+it asks for anything.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+
+from tuner import ranking
+from tuner.config import Config
+from tuner.errors import ConfigError, NoValidConfigError
+from tuner.families import families_of
+from tuner.families.base import Family
+from tuner.measurement import Measurement, Provenance, Regime, Status
+from tuner.outcome import Outcome, first_line, summary
+from tuner.problem import Problem
+from tuner.runners.base import Runner
+from tuner.runners.choose import Machine, Runners
+from tuner.search import DEFAULT_TRIALS, FamilySearch, Search, effort, sampler_name
+from tuner.store import Store, SweepRecord, open_store
+from tuner.store.entry import is_vendor, vendor_name
+from tuner.watch import Interruption, SweepState, Watcher
+
+_LOG = logging.getLogger(__name__)
+
+Catalogue = Callable[[str], Mapping[str, Family]]
+"""The families of an operation by name."""
+
+STAGES_TIME = 0.5
+"""Part of the time limit that the stages of composite families may use."""
+FINAL_ATTEMPTS = 3
+"""Final passes before a winner whose time stays unsteady is flagged."""
+INTERRUPTED_FINALISTS = 2
+LEAST_ROUNDS = 20
+
+
+@dataclass(frozen=True)
+class SweepOptions:
+    """What decides what a sweep measures."""
+
+    families: tuple[str, ...] = ()
+    """Own families to try; empty means all. Vendors' kernels are always measured beside them."""
+    effort: str = "quick"
+    trials: int | None = None
+    """Groups of candidates, in place of the effort's; those in the store count."""
+    time_limit_s: float | None = None
+    """After this no group is started; the final pass follows."""
+    max_workspace: int | None = None
+    """Bytes that a candidate may use beside its operands."""
+    seed: int = 0
+    sampler: str | None = None
+
+    def __post_init__(self) -> None:
+        effort(self.effort)
+        sampler_name(self.sampler)
+        for name, value, least in (
+            ("trials", self.trials, 1),
+            ("max-workspace", self.max_workspace, 0),
+        ):
+            if value is not None and value < least:
+                raise ConfigError(f"{name}={value} is out of range (allowed: {least} or more)")
+        limit = self.time_limit_s
+        if limit is not None and not (limit > 0 and math.isfinite(limit)):
+            raise ConfigError(f"time-limit={limit} is out of range (allowed: above 0 seconds)")
+
+    def digest(self, provenance: Provenance) -> str:
+        """Equal for sweeps that would measure the same."""
+        facts = {
+            **asdict(self),
+            "families": sorted(self.families),
+            "sampler": sampler_name(self.sampler),
+            "provenance": provenance.value,
+        }
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+class Sweep:
+    """One sweep. `prefetch` may come long before `run`."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        regime: Regime,
+        runner: Runner,
+        store: Store,
+        options: SweepOptions,
+        *,
+        watcher: Watcher | None = None,
+        interruption: Interruption | None = None,
+        catalogue: Catalogue = families_of,
+    ) -> None:
+        self.problem = problem
+        self.regime = regime
+        self.runner = runner
+        self.store = store
+        self.options = options
+        self._effort = effort(options.effort)
+        self._sampler = sampler_name(options.sampler)
+        self._watcher = watcher or Watcher()
+        self._interruption = interruption or Interruption()
+        self._catalogue = catalogue
+        self._notes: list[str] = []
+        self._own, self._vendors = self._competitors()
+        self._members: dict[tuple[str, str], FamilySearch] = {}
+        self._record = self._sweep_record()
+        self._state = SweepState(
+            problem,
+            runner.gpu,
+            regime,
+            runner.provenance,
+            started=time.monotonic(),
+            building=lambda: runner.building,
+        )
+
+    def prefetch(self) -> None:
+        """Start compiling what the search is certain to ask for."""
+        plain = []
+        for family in self._own:
+            stages = family.stages(self.problem)
+            plain += [] if stages else [family]
+            for sub in stages.values():
+                self.runner.prefetch(sub, self._stage_search(sub).ahead())
+        if plain:
+            self.runner.prefetch(self.problem, self._main_search(plain).ahead())
+
+    def run(self, on_drained: Callable[[], None] | None = None) -> Outcome:
+        """Sweep, decide, store.
+
+        Args:
+            on_drained: called once, when nothing is left to compile for this problem.
+
+        Raises:
+            NoValidConfigError: when no candidate passed; says what failed how often.
+            StoreError: when the store cannot be written.
+        """
+        state = self._state
+        state.started = time.monotonic()
+        limit = self.options.time_limit_s
+        state.deadline = None if limit is None else state.started + limit
+        self.store.begin_sweep(self._record)
+        ended = "interrupted"
+        try:
+            self.prefetch()
+            outcome = self._run(on_drained)
+            ended = "interrupted" if outcome.interrupted else "done"
+            return outcome
+        finally:
+            self.store.end_sweep(self._record.id, ended)
+
+    def _run(self, on_drained: Callable[[], None] | None) -> Outcome:
+        state = self._state
+        self._drive("baselines", self.problem, self._vendor_search(), state.deadline)
+        half = (
+            None
+            if state.deadline is None
+            else state.started + STAGES_TIME * (state.deadline - state.started)
+        )
+        resolved = [self._resolve(family, self.problem, half) for family in self._own]
+        families = [family for family in resolved if family is not None]
+        self._drive("search", self.problem, self._main_search(families), state.deadline)
+        if on_drained is not None and not self._interruption.requested:
+            on_drained()
+        return self._outcome(self._finals())
+
+    # What competes
+
+    def _competitors(self) -> tuple[list[Family], list[Family]]:
+        """Own families as asked for, and vendors'; only vendors' when only those are named."""
+        known = self._catalogue(self.problem.op)
+        check_families(self.options.families, self.problem.op, known)
+        named = set(self.options.families)
+        own = [f for f in known.values() if not f.is_vendor and (not named or f.name in named)]
+        vendors = [f for f in known.values() if f.is_vendor]
+        if named and not own:
+            vendors = [f for f in vendors if f.name in named]
+        return self._serving(own, self.problem), self._serving(vendors, self.problem)
+
+    def _serving(self, families: Sequence[Family], problem: Problem) -> list[Family]:
+        found = []
+        for family in families:
+            reason = family.supports(problem, self.runner.gpu)
+            if reason:
+                self._note(f"{family.name} does not compete: {reason}")
+            else:
+                found.append(family)
+        return found
+
+    def _resolve(self, family: Family, problem: Problem, deadline: float | None) -> Family | None:
+        """A family ready to be searched: a composite one from the best configs of its stages."""
+        winners: dict[str, list[Config]] = {}
+        for name, sub in family.stages(problem).items():
+            families = [self._resolve(f, sub, deadline) for f in self._stage_families(sub)]
+            search = self._stage_search(sub, [f for f in families if f is not None])
+            self._drive(f"{family.name}: stage {name}", sub, search, deadline)
+            winners[name] = self._best_configs(search)
+            if not winners[name]:
+                self._note(f"{family.name} is left out: nothing passed for its stage {name}")
+                return None
+        return family.with_stages(winners) if winners else family
+
+    def _stage_families(self, sub: Problem) -> list[Family]:
+        own = [f for f in self._catalogue(sub.op).values() if not f.is_vendor]
+        return self._serving(own, sub)
+
+    def _best_configs(self, search: Search) -> list[Config]:
+        """The best config of each of the best kernels."""
+        best: dict[str, Measurement] = {}
+        passed = [
+            (m, member.family) for member in search.members for m in member.seen.values() if m.ok
+        ]
+        for m, family in sorted(passed, key=lambda pair: ranking.by_latency(pair[0])):
+            best.setdefault(family.compile_digest(m.config), m)
+        return [m.config for m in best.values()][: self._effort.stage_keep]
+
+    # Searches
+
+    def _vendor_search(self) -> Search:
+        members = self._competing(self.problem, self._vendors)
+        return self._start(self.problem, members, sum(len(m.groups) for m in members))
+
+    def _main_search(self, families: Sequence[Family]) -> Search:
+        members = self._competing(self.problem, families)
+        each = self._effort.trials.get(self.problem.op, DEFAULT_TRIALS)
+        return self._start(self.problem, members, self.options.trials or each * len(members))
+
+    def _stage_search(self, sub: Problem, families: Sequence[Family] | None = None) -> Search:
+        if families is None:
+            families = [f for f in self._stage_families(sub) if not f.stages(sub)]
+        return self._start(sub, self._competing(sub, families), self._effort.stage_trials)
+
+    def _start(self, problem: Problem, members: list[FamilySearch], total: int) -> Search:
+        """A search that has been told what the store holds."""
+        if self.runner.provenance is Provenance.PREDICTED:
+            total = min(total, self._effort.predicted * len(members))
+        search = Search(members, total, self._effort.seeds)
+        search.tell_known(
+            self.store.measurements(
+                problem=problem,
+                gpu=self.runner.gpu,
+                regime=self.regime,
+                environment=self.runner.environment.digest,
+                provenance=self.runner.provenance,
+                final=False,
+            )
+        )
+        return search
+
+    def _competing(self, problem: Problem, families: Sequence[Family]) -> list[FamilySearch]:
+        members = [self._member(problem, family) for family in families]
+        return [member for member in members if member.groups]
+
+    def _member(self, problem: Problem, family: Family) -> FamilySearch:
+        """The search of a family, kept from `prefetch` to `run`; a composite family's is new."""
+        key = (problem.key, family.name)
+        if key not in self._members or family.stages(problem):
+            self._members[key] = FamilySearch(
+                family,
+                problem,
+                self.runner.gpu,
+                self._space(problem, family),
+                seeds=self._effort.seeds,
+                sampler=self._sampler,
+                seed=self.options.seed,
+            )
+        return self._members[key]
+
+    def _space(self, problem: Problem, family: Family) -> Sequence[Config]:
+        space = family.space(problem, self.runner.gpu)
+        most = self.options.max_workspace
+        if most is not None:
+            space = [c for c in space if family.scratch_bytes(problem, c) <= most]
+        return self.runner.restrict(problem, family, space)
+
+    # Evaluating
+
+    def _drive(self, phase: str, problem: Problem, search: Search, deadline: float | None) -> None:
+        """Evaluate what `search` asks for until it ends, the time is over or Ctrl-C.
+
+        At most half of the budget is in flight, so that the other half knows results.
+        """
+        state = self._state
+        state.phase, state.goal, state.phase_started = phase, search.goal, time.monotonic()
+        state.resumed += search.told
+        state.done_before = search.told
+        limit = min(self.runner.capacity, max(1, math.ceil(search.total / 2)))
+        while True:
+            burst: list[list[Config]] = []
+            while search.pending < limit and not self._stopped(deadline):
+                group = search.ask()
+                if group is None:
+                    break
+                burst.append(group)
+            if len(burst) > 1:
+                self.runner.prefetch(problem, burst)
+            for group in burst:
+                self.runner.submit(problem, group)
+            state.in_flight += len(burst)
+            state.done = search.spent - search.pending
+            self._show()
+            if not search.pending or self._stopped(deadline):
+                return
+            self._collect()
+
+    def _stopped(self, deadline: float | None) -> bool:
+        late = deadline is not None and time.monotonic() >= deadline
+        return late or self._interruption.requested
+
+    def _collect(self) -> None:
+        """Wait for one group; store it before anything else happens."""
+        collected: list[Measurement] = []
+        with self._interruption.waiting():
+            collected = self.runner.collect()
+        if not collected:
+            return
+        measured = [self._signed(m) for m in collected]
+        self.store.add(measured)
+        member = self._members.get((measured[0].problem.key, measured[0].config.family))
+        if member is None:
+            return  # Left over from the problem before, whose time was over: kept, nothing more.
+        member.tell(measured)
+        self._state.in_flight -= 1
+        for m in measured:
+            self._count(m)
+
+    def _signed(self, m: Measurement) -> Measurement:
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        return m.but(sweep=self._record.id, created_at=m.created_at or now)
+
+    def _count(self, m: Measurement) -> None:
+        if m.status is not Status.UNAVAILABLE:
+            self._state.candidates += 1
+            self._state.failures.update([] if m.ok else [m.status.value])
+
+    def _show(self) -> None:
+        passed = sorted((m for m in self._seen(self.problem) if m.ok), key=ranking.by_latency)
+        self._state.best_own = next((m for m in passed if not is_vendor(m.config)), None)
+        self._state.best_vendor = next((m for m in passed if is_vendor(m.config)), None)
+        self._watcher.changed(self._state)
+
+    # Deciding
+
+    def _finals(self) -> list[Measurement]:
+        """Time the finalists side by side until the winner's time is steady; best first."""
+        interrupted = self._interruption.requested
+        count = INTERRUPTED_FINALISTS if interrupted else self._effort.finalists
+        rounds = LEAST_ROUNDS if interrupted else self._effort.rounds
+        chosen = ranking.finalists(self._seen(self.problem), count, self._kernel)
+        chosen = [m for m in chosen if self._fits(m)]
+        if not chosen:
+            if interrupted:
+                return []
+            raise NoValidConfigError(self._why_nothing())
+        self._state.phase = f"final pass of {len(chosen)}"
+        self._state.goal = self._state.done = self._state.done_before = 0
+        self._show()
+        finals, ranked = self._time_finals([m.config for m in chosen], rounds)
+        if not finals and not interrupted:
+            return self._finals()  # The first Ctrl-C came during it: once more, briefly.
+        self.store.add([m for m in finals if not m.ok])
+        if not ranked:
+            raise NoValidConfigError(
+                f"none of the {len(chosen)} finalists for {self.problem.label()} passed again: "
+                + summary(finals)
+            )
+        return [ranking.flagged(m) for m in ranked]
+
+    def _time_finals(
+        self, configs: Sequence[Config], rounds: int
+    ) -> tuple[list[Measurement], list[Measurement]]:
+        """All final measurements, and the ranking of those that passed."""
+        for _ in range(FINAL_ATTEMPTS):
+            finals = self._retime(configs, rounds)
+            ranked = ranking.rank([m for m in finals if self._fits(m)])
+            steady = not ranked or not ranking.is_noisy(ranked[0])
+            if steady or self._interruption.requested:
+                break
+        return finals, ranked
+
+    def _retime(self, configs: Sequence[Config], rounds: int) -> list[Measurement]:
+        """One final pass; empty when the first Ctrl-C came during it."""
+        if self._interruption.requested:
+            return [self._signed(m) for m in self.runner.retime(self.problem, configs, rounds)]
+        finals: list[Measurement] = []
+        with self._interruption.waiting():
+            finals = self.runner.retime(self.problem, configs, rounds)
+        return [self._signed(m) for m in finals]
+
+    def _seen(self, problem: Problem | None = None) -> list[Measurement]:
+        """Every quick measurement told to the searches, of one problem or of all."""
+        return [
+            m
+            for (key, _), member in self._members.items()
+            for m in member.seen.values()
+            if problem is None or key == problem.key
+        ]
+
+    def _kernel(self, config: Config) -> str:
+        return self._members[self.problem.key, config.family].family.compile_digest(config)
+
+    def _fits(self, m: Measurement) -> bool:
+        most = self.options.max_workspace
+        return most is None or m.workspace_bytes <= most
+
+    def _why_nothing(self) -> str:
+        seen = self._seen()
+        if not seen:
+            reasons = "; ".join(self._notes) or "the search had no candidate"
+            return f"no candidate for {self.problem.label()}: {reasons}"
+        return f"no candidate for {self.problem.label()} passed: {summary(seen)}"
+
+    def _outcome(self, ranked: Sequence[Measurement]) -> Outcome:
+        if ranked:
+            self.store.decide(self.problem, self.runner.gpu, self.regime, ranked, self._record.id)
+        seen = self._seen()
+        own = [m for m in seen if not is_vendor(m.config)]
+        return Outcome(
+            problem=self.problem,
+            gpu=self.runner.gpu,
+            regime=self.regime,
+            environment=self.runner.environment,
+            provenance=self.runner.provenance,
+            sweep=self._record.id,
+            ranking=tuple(ranked),
+            candidates=len(own),
+            kernels=sum(
+                member.finished for member in self._members.values() if not member.family.is_vendor
+            ),
+            resumed=self._state.resumed,
+            failures=Counter(m.status.value for m in own if not m.ok),
+            unavailable={
+                vendor_name(m.config): first_line(m.log) or m.status.value
+                for m in seen
+                if is_vendor(m.config) and not m.ok
+            },
+            interrupted=self._interruption.requested,
+            elapsed_s=time.monotonic() - self._state.started,
+            notes=tuple(self._notes),
+        )
+
+    def _sweep_record(self) -> SweepRecord:
+        """A new record, or that of the sweep with the same settings that did not end."""
+        digest = self.options.digest(self.runner.provenance)
+        environment = self.runner.environment.digest
+        found = self.store.find_sweep(
+            self.problem, self.runner.gpu, self.regime, environment, digest
+        )
+        if found is not None and found.state != "done":
+            return found
+        return SweepRecord(
+            uuid.uuid4().hex[:16], self.problem, self.runner.gpu, self.regime, environment, digest
+        )
+
+    def _note(self, text: str) -> None:
+        if text not in self._notes:
+            self._notes.append(text)
+            self._watcher.note(text)
+
+
+def sweep(
+    problem: Problem,
+    *,
+    regime: Regime | None = None,
+    options: SweepOptions | None = None,
+    machine: Machine | None = None,
+    store: str | None = None,
+    note: Callable[[str], None] = _LOG.warning,
+) -> Outcome:
+    """Tune one problem, as ``tuner sweep`` does: on the GPU, else replayed, else predicted.
+
+    Args:
+        problem: what to tune.
+        regime: how to time; the operation's default, which is what the runtime serves.
+        options: budgets and families.
+        machine: GPU, compile jobs.
+        store: SQLAlchemy URL or path; default: `settings.store_url()`.
+        note: told once what a person should know.
+
+    Raises:
+        NoValidConfigError: when no candidate passed.
+        CompileError: when there is a GPU and no compiler.
+        StoreError: when the store cannot be opened or written.
+    """
+    chosen = regime or Regime.default(problem.op)
+    settings = options or SweepOptions()
+    place = replace(machine or Machine(), max_workspace=settings.max_workspace)
+    with open_store(store) as opened, Runners(place, note) as runners:
+        return Sweep(problem, chosen, runners.of(problem, chosen), opened, settings).run()
+
+
+def check_families(names: Sequence[str], op: str, known: Mapping[str, Family]) -> None:
+    """See that every named family serves an operation.
+
+    Raises:
+        ConfigError: when one does not; says which do.
+    """
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"family '{name}' does not serve {op} (allowed: {', '.join(known)})")
