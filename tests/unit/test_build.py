@@ -1,0 +1,147 @@
+"""`tuner build` with a compiler that is not there: what it compiles and what it records."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tuner import compiler, settings, toolchain
+from tuner.artifacts import Artifact
+from tuner.cli import build
+from tuner.config import Config
+from tuner.errors import CompileError, ConfigError, NoValidConfigError
+from tuner.families import family
+from tuner.families.base import KernelSpec
+from tuner.hardware import DEFAULT_GPU
+from tuner.lookup import lookup
+from tuner.measurement import Measurement, Provenance, Regime, Status
+from tuner.problem import GemmProblem
+from tuner.store import open_store
+
+PROBLEM = GemmProblem.parse("M=512,N=512,K=512")
+REGIME = Regime.default("gemm")
+VENDOR = Config("vendor_blas", {"kernel": "cublas"})
+
+
+class FakeCompiler:
+    """Names artifacts after their specs; refuses when told to."""
+
+    refuses = False
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.closed = False
+
+    def __enter__(self) -> FakeCompiler:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.closed = True
+
+    def submit(self, specs: Sequence[KernelSpec]) -> list[tuple[KernelSpec, Future[Artifact]]]:
+        made = []
+        for number, spec in enumerate(specs):
+            future: Future[Artifact] = Future()
+            if self.refuses:
+                future.set_exception(CompileError("nvcc refused", command="nvcc", log="log"))
+            else:
+                future.set_result(Artifact(f"built-{number}", Path("kernel.so"), "", None, 1.0))
+            made.append((spec, future))
+        return made
+
+
+@pytest.fixture(autouse=True)
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings.cache_dir().mkdir(parents=True, exist_ok=True)
+    monkeypatch.setattr(compiler, "Compiler", FakeCompiler)
+    monkeypatch.setattr(toolchain, "find_toolchain", lambda: None)
+    monkeypatch.setattr(FakeCompiler, "refuses", False)
+
+
+#: The problem of these tests, beside the shipped ones.
+ONLY = ("--op", "gemm", "--shape", "M=512,N=512,K=512")
+
+
+def run(*arguments: str) -> int:
+    parser = argparse.ArgumentParser()
+    build.register(parser.add_subparsers())
+    args = parser.parse_args(["build", *arguments])
+    return int(args.run(args))
+
+
+def own(**changes: Any) -> Measurement:
+    config = family("gemm").space(PROBLEM, DEFAULT_GPU)[0]
+    base = Measurement(
+        problem=PROBLEM,
+        config=config,
+        gpu=DEFAULT_GPU,
+        regime=REGIME,
+        status=Status.OK,
+        latency_us=10.0,
+        std_us=0.1,
+        rounds=20,
+        is_final=True,
+        error=1e-4,
+        artifacts={"gemm": "made-elsewhere"},
+        created_at="2026-01-01T00:00:00+00:00",
+    )
+    return base.but(**changes)
+
+
+def decide(*ranking: Measurement) -> None:
+    with open_store() as store:
+        store.decide(PROBLEM, DEFAULT_GPU, REGIME, ranking, "sweep")
+
+
+def test_the_best_own_kernel_is_built_behind_a_vendor(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    decide(own(config=VENDOR, artifacts={}, latency_us=9.0), own())
+    assert run(*ONLY, "--gpu", "H200") == 0
+    assert "gemm" in capsys.readouterr().out
+    answer = lookup(PROBLEM, gpu=DEFAULT_GPU)
+    assert answer is not None and answer.entry.best_own is not None
+    kernels = family("gemm").kernels(PROBLEM, answer.entry.best_own.config)
+    assert dict(answer.entry.best_own.artifacts) == {n: f"built-{i}" for i, n in enumerate(kernels)}
+
+
+def test_a_refusal_is_told_and_ends_in_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    decide(own())
+    monkeypatch.setattr(FakeCompiler, "refuses", True)
+    assert run(*ONLY, "--json") == 1
+    (failed,) = json.loads(capsys.readouterr().out)["failed"]
+    assert "nvcc refused" in failed["reason"]
+    answer = lookup(PROBLEM, gpu=DEFAULT_GPU)
+    assert answer is not None
+    assert dict(answer.entry.winner.artifacts) == {"gemm": "made-elsewhere"}
+
+
+def test_an_illegal_config_is_not_compiled(capsys: pytest.CaptureFixture[str]) -> None:
+    config = own().config
+    decide(own(config=Config("gemm", {**config.params, "tile_m": 7})))
+    assert run(*ONLY, "--json") == 1
+    (failed,) = json.loads(capsys.readouterr().out)["failed"]
+    assert "not legal here" in failed["reason"]
+
+
+@pytest.mark.parametrize("provenance", [Provenance.PREDICTED, Provenance.REPLAYED])
+def test_nothing_unmeasured_is_built(provenance: Provenance) -> None:
+    decide(own(provenance=provenance))
+    with pytest.raises(NoValidConfigError, match="nothing to build"):
+        run(*ONLY)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--jobs", "0"], ["--op", "conv"], ["--shape", "S=0,D=64"], ["--gpu", "TPU"]],
+)
+def test_wrong_input_is_named(arguments: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"allowed"):
+        run(*arguments)

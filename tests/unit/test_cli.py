@@ -1,0 +1,509 @@
+"""The command line: exit codes, one clear line for wrong input, what a sweep prints."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import tuner
+from tuner import cli, recording
+from tuner.cli.display import Display, LiveDisplay, facts_of
+from tuner.cli.result import outcome_text
+from tuner.config import Config
+from tuner.errors import CompileError, ConfigError, NoValidConfigError, StoreError
+from tuner.families.softmax import Softmax
+from tuner.hardware import DEFAULT_GPU
+from tuner.measurement import Environment, Measurement, Provenance, Regime, Status
+from tuner.outcome import Outcome
+from tuner.problem import AttentionProblem, SoftmaxProblem
+from tuner.recording import Recording
+from tuner.watch import SweepState
+
+PROBLEM = SoftmaxProblem(256, 512)
+SHAPE = ["--op", "softmax", "--shape", "M=256,N=512"]
+REGIME = Regime.default("softmax")
+ENVIRONMENT = Environment({"driver": "580"})
+
+
+def recorded(problem: SoftmaxProblem = PROBLEM) -> Recording:
+    """Every candidate; the last of the space is the fastest; every fifth failed."""
+    measured = []
+    for position, config in enumerate(Softmax().space(problem, DEFAULT_GPU)):
+        failed = position % 5 == 0
+        measured.append(
+            Measurement(
+                problem,
+                config,
+                DEFAULT_GPU,
+                REGIME,
+                Status.TIMEOUT if failed else Status.OK,
+                environment=ENVIRONMENT,
+                latency_us=None if failed else 50.0 - 0.1 * position,
+                std_us=None if failed else 0.01,
+                rounds=0 if failed else 20,
+            )
+        )
+    return Recording(problem, DEFAULT_GPU, REGIME, ENVIRONMENT, tuple(measured))
+
+
+@pytest.fixture
+def recordings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in place of the shipped recordings, with one of `PROBLEM`."""
+    folder = tmp_path / "recordings"
+    recording.write(folder / "one.json.gz", recorded())
+    monkeypatch.setattr(recording, "folder", lambda: folder)
+    monkeypatch.setenv("TUNER_SAMPLER", "tpe")  # a tenth of the time of gp
+    return folder
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tuner.device.detect", lambda index=0: None)
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise CompileError("no nvcc was found")
+
+    monkeypatch.setattr("tuner.toolchain.find_toolchain", refuse)
+
+
+@pytest.mark.usefixtures("recordings", "no_gpu")
+class TestReplayedSweep:
+    """A machine without a GPU and a shape with a recording."""
+
+    def test_it_says_so_and_shows_the_table(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["sweep", *SHAPE, "--trials", "500", "--seed", "1"]) == 0
+        out, err = capsys.readouterr()
+        assert "no GPU found: nothing is measured here" in err
+        assert "replaying the recorded sweep of M=256,N=512" in err
+        assert "REPLAYED from a recorded sweep: measured on NVIDIA H200" in out
+        assert "winner, best own" in out
+        assert "runner-up" in out
+        assert "failed: " in out
+        assert " timeout" in out
+        assert "stored as replayed in sqlite:///" in out
+
+    def test_json_is_one_document_and_nothing_else(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert cli.main(["sweep", *SHAPE, "--trials", "20", "--json"]) == 0
+        document = json.loads(capsys.readouterr().out)
+        assert document["provenance"] == "replayed"
+        assert document["winner"]["provenance"] == "replayed"
+        assert document["winner"]["latency_us"] == document["ranking"][0]["latency_us"]
+        assert document["kernels"] <= 20
+        assert document["store"].startswith("sqlite:///")
+
+    def test_the_store_option_and_a_second_sweep(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        url = f"sqlite:///{tmp_path}/other.sqlite"
+        arguments = ["sweep", *SHAPE, "--trials", "10", "--json", "--store", url]
+        assert cli.main(arguments) == 0
+        first = json.loads(capsys.readouterr().out)
+        assert cli.main(arguments) == 0
+        second = json.loads(capsys.readouterr().out)
+        assert (tmp_path / "other.sqlite").is_file()
+        assert (first["resumed"], second["resumed"]) == (0, 10)
+        assert first["winner"]["config"] == second["winner"]["config"]
+
+    def test_problems_goes_on_and_reports_at_the_end(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        file = tmp_path / "p.yaml"
+        file.write_text("- M=256,N=512\n- op=gemm,M=7,N=7,K=7\n")
+        arguments = ["sweep", "--op", "softmax", "--problems", str(file), "--trials", "9"]
+        assert cli.main(arguments) == 1
+        out, err = capsys.readouterr()
+        assert "softmax M=256,N=512" in out
+        assert "tuner: gemm M=7,N=7,K=7,dtype=fp16: no candidate for" in err
+        assert cli.main([*arguments, "--json"]) == 1
+        out, err = capsys.readouterr()
+        document = json.loads(out)
+        assert [p["cols"] for p in document["skipped"]] == [512]
+        assert len(document["failed"]) == 1
+        assert "M=256,N=512,dtype=fp16 is tuned already" in err
+
+    def test_a_damaged_recording_is_one_line(
+        self, recordings: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (recordings / "one.json.gz").write_bytes(b"\x1f\x8b")
+        assert cli.main(["sweep", *SHAPE]) == 2
+        (last,) = [line for line in capsys.readouterr().err.splitlines() if "damaged" in line]
+        assert last.startswith("tuner: recording ")
+
+
+@pytest.mark.usefixtures("recordings", "no_gpu", "no_compiler")
+def test_without_a_recording_it_predicts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["sweep", "--op", "softmax", "--shape", "M=64,N=64"]) == 0
+    out, err = capsys.readouterr()
+    assert "nothing is compiled: no nvcc was found" in err
+    assert "no recording of M=64,N=64" in err
+    assert "PREDICTED for NVIDIA H200: estimates, nothing was measured" in out
+    assert "stored as predicted in" in out
+
+
+@pytest.mark.usefixtures("recordings", "no_gpu")
+class TestWrongInput:
+    """Exit code 2, one line on standard error that names what was wrong."""
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ([], "arguments are required: COMMAND"),
+            (["tune"], "invalid choice: 'tune' (choose from "),
+            (["sweep"], "one of the arguments --shape --problems is required"),
+            (["sweep", "--shape", "S=0,D=64"], "S=0 is out of range"),
+            (["sweep", "--shape", "S=1024,D=63"], "D=63 has no tuned kernel"),
+            (["sweep", "--shape", "S=1024,D=64,X=1"], "unknown key 'X' for attention"),
+            (["sweep", "--shape", "S=1024,D=64,S=2"], "key 'S' is given twice (allowed: once)"),
+            (["sweep", "--shape", "S=8,D=8,H=10,HKV=3"], "H"),
+            (
+                ["sweep", "--shape", "S=abc,D=64"],
+                "S=abc is not a whole number (allowed: as in S=1024)",
+            ),
+            (["sweep", "--shape", "S=1024"], "attention needs D"),
+            (["sweep", "--op", "conv", "--shape", "M=1"], "invalid choice: 'conv'"),
+            (["sweep", *SHAPE, "--trials", "x"], "argument --trials: invalid int value: 'x'"),
+            (["sweep", *SHAPE, "--trials", "0"], "trials=0 is out of range"),
+            (["sweep", *SHAPE, "--time-limit", "-1"], "time-limit=-1.0 is out of range"),
+            (["sweep", *SHAPE, "--jobs", "0"], "jobs=0 is out of range"),
+            (["sweep", *SHAPE, "--device", "-1"], "device=-1 is out of range"),
+            (["sweep", *SHAPE, "--device", "9"], "device=9 is no CUDA device"),
+            (["sweep", *SHAPE, "--family", "gemm"], "family 'gemm' does not serve softmax"),
+            (["sweep", *SHAPE, "--sampler", "cma"], "sampler=cma is not known"),
+            (["sweep", *SHAPE, "--effort", "huge"], "invalid choice: 'huge'"),
+            (["sweep", *SHAPE, "--max-workspace", "much"], "--max-workspace much is not a size"),
+            (["sweep", *SHAPE, "--store", "nothing://x"], "nothing"),
+            (["sweep", "--problems", "/none.yaml"], "problems file /none.yaml cannot be read"),
+            (["record", "out", *SHAPE, "--gpu", "B200"], "B200"),
+        ],
+    )
+    def test_one_clear_line(
+        self, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        if arguments[:1] == ["record"]:
+            assert cli.main(["sweep", *SHAPE, "--trials", "2"]) == 0
+            capsys.readouterr()
+        try:
+            code = cli.main(arguments)
+        except SystemExit as exc:  # argparse's own
+            code = int(exc.code or 0)
+        err = capsys.readouterr().err.strip()
+        assert code == 2
+        assert message in err
+        assert len(err.splitlines()) == 1
+        assert err.startswith("tuner")
+
+    def test_all_bad_entries_of_a_list(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        file = tmp_path / "p.json"
+        file.write_text('["S=1,D=63", "S=8,D=8", "Q=1"]')
+        assert cli.main(["sweep", "--problems", str(file)]) == 2
+        err = capsys.readouterr().err
+        assert "entry 1: D=63" in err
+        assert "entry 3: unknown key 'Q'" in err
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError("a"), 2),
+        (CompileError("a"), 1),
+        (NoValidConfigError("a"), 1),
+        (StoreError("a"), 1),
+        (OSError(28, "No space left on device"), 1),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_exit_codes(
+    error: BaseException,
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(args: object) -> int:
+        raise error
+
+    monkeypatch.setattr("tuner.cli.sweep.run", fail)
+    assert cli.main(["sweep", *SHAPE]) == code
+    err = capsys.readouterr().err
+    assert err.startswith("tuner: ")
+    assert len(err.splitlines()) == 1
+
+
+def test_a_store_that_is_no_database(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "corrupt.sqlite"
+    file.write_bytes(b"this is not a database" * 100)
+    before = file.read_bytes()
+    assert cli.main(["sweep", *SHAPE, "--replay", "--store", f"sqlite:///{file}"]) == 1
+    err = capsys.readouterr().err.strip()
+    assert len(err.splitlines()) == 1
+    assert "corrupt.sqlite" in err
+    assert file.read_bytes() == before
+
+
+def test_help_names_the_exit_codes_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--help"])
+    assert ended.value.code == 0
+    out = capsys.readouterr().out
+    assert all(f"\n  {code:<5}" in out for code in (0, 1, 2, 130))
+    assert "TUNER_STORE" in out
+    with pytest.raises(SystemExit):
+        cli.main(["--version"])
+    assert capsys.readouterr().out.strip() == f"cutlass-tuner {tuner.__version__}"
+
+
+def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
+    commands = cli.parser()._subparsers._group_actions[0].choices  # type: ignore[union-attr]
+    assert {"sweep", "record", "lookup", "build", "cache", "doctor"} <= set(commands or ())
+    for name in commands or ():
+        with pytest.raises(SystemExit) as ended:
+            cli.main([name, "--help"])
+        assert ended.value.code == 0
+        assert "usage: tuner" in capsys.readouterr().out
+
+
+SLOW = """
+import sys, time
+from pathlib import Path
+from tuner import cli, device, recording
+from tuner.runners.replay import ReplayRunner
+device.detect = lambda index=0: None
+recording.folder = lambda: Path(sys.argv[1])
+collect = ReplayRunner.collect
+def slowly(self):
+    print("collecting", file=sys.stderr, flush=True)
+    time.sleep(0.05)
+    return collect(self)
+ReplayRunner.collect = slowly
+sys.exit(cli.main(sys.argv[2:]))
+"""
+
+
+def test_ctrl_c_ends_with_130_and_the_best_so_far(recordings: Path, tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/c.sqlite"
+    arguments = ["sweep", *SHAPE, "--trials", "400", "--store", url]
+    root = Path(__file__).resolve().parents[2]
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW, str(recordings), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )
+    assert process.stderr is not None
+    seen = 0
+    for line in process.stderr:
+        seen += line.startswith("collecting")
+        if seen == 8:
+            process.send_signal(signal.SIGINT)
+            break
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "interrupted: this is the best so far" in out
+    assert "tuner: interrupted; the best so far is stored" in err
+    assert "Traceback" not in err
+    found = tuner.lookup(PROBLEM, path=tmp_path / "c.sqlite")
+    assert found is not None
+    assert found.entry.provenance is Provenance.REPLAYED
+
+
+class TestRecord:
+    """From a store to a file."""
+
+    def test_what_was_measured_is_written_and_replays(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        from tuner.store import open_store
+
+        folder = tmp_path / "out"
+        folder.mkdir()
+        url = f"sqlite:///{tmp_path}/m.sqlite"
+        with open_store(url) as store:
+            store.add(recorded().measurements)
+        arguments = ["record", str(folder), *SHAPE, "--store", url]
+        assert cli.main([*arguments, "--json"]) == 0
+        facts = json.loads(capsys.readouterr().out)
+        assert facts["measurements"] == len(recorded().measurements)
+        assert recording.read(Path(facts["path"])) == recorded()
+        assert cli.main(arguments) == 0
+        assert f"{facts['kernels']} kernels" in capsys.readouterr().out
+
+    def test_nothing_measured(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        from tuner.store import open_store
+
+        url = f"sqlite:///{tmp_path}/m.sqlite"
+        open_store(url).close()
+        assert cli.main(["record", str(tmp_path), *SHAPE, "--store", url]) == 2
+        assert "nothing was measured for M=256,N=512" in capsys.readouterr().err
+
+
+ATTENTION = AttentionProblem.parse("S=1024,D=64")
+
+
+def attention(config: Config, us: float, **changes: object) -> Measurement:
+    return Measurement(
+        ATTENTION,
+        config,
+        DEFAULT_GPU,
+        Regime(),
+        Status.OK,
+        latency_us=us,
+        std_us=us / 200,
+        rounds=20,
+        is_final=True,
+    ).but(**changes)
+
+
+OWN = attention(Config("cutlass_fmha", {"tile_m": 128}), 13.5, workspace_bytes=2_500_000)
+OTHER = attention(Config("cutlass_fmha", {"tile_m": 64}), 13.9, flags=("noisy",))
+CUDNN = attention(Config("vendor_sdpa", {"backend": "cudnn"}), 14.4)
+FLASH = attention(Config("vendor_sdpa", {"backend": "flash"}), 21.6)
+
+
+def outcome(*ranked: Measurement, **changes: object) -> Outcome:
+    fields: dict[str, object] = {
+        "problem": ATTENTION,
+        "gpu": DEFAULT_GPU,
+        "regime": Regime(),
+        "environment": ENVIRONMENT,
+        "provenance": Provenance.MEASURED,
+        "sweep": "s",
+        "ranking": ranked,
+        "candidates": 40,
+        "kernels": 30,
+        "resumed": 0,
+        "failures": {"timeout": 2, "wrong_result": 3},
+        "unavailable": {"fa3": "not installed"},
+        "interrupted": False,
+        "elapsed_s": 125.0,
+    }
+    return Outcome(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+class TestResult:
+    """The table at the end."""
+
+    def test_measured(self) -> None:
+        text = outcome_text(outcome(OWN, OTHER, CUDNN, FLASH), "sqlite:///x")
+        lines = {line.split("  ")[0]: line for line in text.splitlines()}
+        winner = lines["winner, best own"].split()
+        assert "13.5" in winner  # us
+        assert "0.844" in winner  # us a head: 13.5 / 16
+        assert "318" in winner  # TFLOP/s: 4.295e9 / 13.5e-6
+        assert winner[-2:] == ["2.5", "MB"]
+        assert f"flagged: cutlass_fmha {OTHER.config.digest[:6]}: noisy" in text
+        assert f"\ncutlass_fmha {OWN.config.digest[:6]} (winner, best own)\n" in text
+        assert "\n  cutlass_fmha tile_m=128\n" in text
+        assert "cudnn" in text
+        assert "own / vendor: 0.938 of cudnn, 0.625 of flash" in text
+        assert "not measured: fa3: not installed" in text
+        assert "failed: 3 wrong_result, 2 timeout" in text
+        assert "in 2 min 05 s" in text
+        assert "REPLAYED" not in text
+
+    def test_long_configs_fit_the_width_and_are_complete(self) -> None:
+        stage = Config("gemm", {f"parameter_number_{i}": i for i in range(12)})
+        stages = {"qk": stage, "softmax": Config("softmax", {"passes": 1}), "pv": stage}
+        params = {f"heads_a_launch_{i}": 16384 for i in range(8)}
+        own = attention(
+            Config("three_kernel_attention", params, stages), 123456.7, workspace_bytes=123_400_000
+        )
+        slower = attention(Config("three_kernel_attention", params), 123456.9)
+        reasons = {f"fa{i}": "not installed " * 9 for i in range(2)}
+        text = outcome_text(outcome(own, slower, CUDNN, unavailable=reasons), "sqlite:///x")
+        assert max(map(len, text.splitlines())) <= 100
+        assert all(line == line.rstrip() for line in text.splitlines())
+        words = text.split()
+        assert all(words.count(f"parameter_number_{i}={i}") == 2 for i in range(12))
+        assert all(words.count(f"{name}=16384") == 2 for name in params)
+
+    def test_vendor_wins(self) -> None:
+        text = outcome_text(outcome(CUDNN, FLASH, OWN), "sqlite:///x")
+        assert "winner, baseline" in text
+        assert "runner-up, baseline" in text
+        assert "\nbest own" in text
+        assert "0.938 of cudnn" in text
+
+    def test_no_own_kernel(self) -> None:
+        assert "no own kernel passed" in outcome_text(outcome(CUDNN), "x")
+
+    def test_nothing_yet(self) -> None:
+        text = outcome_text(outcome(interrupted=True), "x")
+        assert "interrupted before any candidate passed" in text
+
+
+def state(**changes: object) -> SweepState:
+    found = SweepState(
+        ATTENTION, DEFAULT_GPU, Regime(), Provenance.MEASURED, started=time.monotonic() - 30
+    )
+    for name, value in changes.items():
+        setattr(found, name, value)
+    return found
+
+
+class TestDisplay:
+    """Progress while it runs."""
+
+    def test_facts(self) -> None:
+        now = time.monotonic()
+        facts = facts_of(
+            state(
+                phase="search",
+                goal=40,
+                done=20,
+                done_before=10,
+                phase_started=now - 10,
+                in_flight=8,
+                building=lambda: 5,
+                candidates=12,
+                best_own=OWN,
+                best_vendor=CUDNN,
+            )
+        )
+        assert facts["phase"] == "search 20/40"
+        assert facts["compiling"] == "5"
+        assert facts["compiled and waiting"] == "3"
+        assert facts["best own"] == "13.5 us cutlass_fmha (0.938 of cudnn)"
+        assert facts["time"] == "0:30, 0:20 left"
+        assert facts["failed"] == ""
+
+    def test_time_limit_comes_first(self) -> None:
+        facts = facts_of(state(deadline=time.monotonic() + 7.2))
+        assert facts["time"] == "0:30, 0:07 left"
+
+    def test_plain_lines_are_few(self, capsys: pytest.CaptureFixture[str]) -> None:
+        display = Display("x", show_results=True)
+        for done in range(50):
+            display.changed(state(phase="search", goal=50, done=done))
+        display.changed(state(phase="final pass"))
+        err = capsys.readouterr().err.splitlines()
+        assert len(err) == 2
+
+    @pytest.mark.parametrize("create", [Display, LiveDisplay])
+    def test_results_go_to_standard_output_alone(
+        self, create: Callable[..., Display], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with create("x", show_results=True) as display:
+            display.note("[a note] of 3")
+            display.changed(state(phase="search", goal=50, done=3, best_own=OWN))
+            display.finished(outcome(OWN, CUDNN))
+        out, err = capsys.readouterr()
+        assert "winner, best own" in out
+        assert "[a note] of 3" in err
+        with create("x", show_results=False) as display:
+            display.finished(outcome(OWN, CUDNN))
+        assert capsys.readouterr().out == ""

@@ -1,0 +1,247 @@
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from tuner import device, toolchain
+from tuner.artifacts import ArtifactCache
+from tuner.cli import artifacts, doctor
+from tuner.errors import BenchmarkError, CompileError, ConfigError
+from tuner.hardware import GPUS, Gpu
+from tuner.measurement import Environment
+from tuner.toolchain import Toolchain
+
+
+@pytest.fixture(autouse=True)
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine where everything is there."""
+    tools = Toolchain(Path("/cuda/nvcc"), "13.0.88", Path("/g++"), "g++ 12", Path("/c"), "4.2.0")
+    monkeypatch.setenv("TUNER_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("TUNER_STORE", raising=False)
+    monkeypatch.setattr(device, "detect", lambda index: GPUS["H200"])
+    facts = {"driver": "580.1", "cuda": "13.0"}
+    monkeypatch.setattr(device, "environment", lambda index: Environment(facts))
+    monkeypatch.setattr(device, "occupants", lambda index: [])
+    monkeypatch.setattr(doctor, "_version", lambda name: "1.0")
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(toolchain, "find_nvcc", lambda: (tools.nvcc, tools.nvcc_version))
+    monkeypatch.setattr(
+        toolchain, "find_host_compiler", lambda: (tools.host_compiler, tools.host_version)
+    )
+    monkeypatch.setattr(toolchain, "find_cutlass", lambda: (tools.cutlass, tools.cutlass_version))
+    monkeypatch.setattr(toolchain, "find_toolchain", lambda: tools)
+    monkeypatch.setattr(toolchain, "probe", lambda tools: "")
+    return tmp_path
+
+
+def tuner(*words: str) -> int:
+    parser = argparse.ArgumentParser()
+    commands = parser.add_subparsers()
+    doctor.register(commands)
+    artifacts.register(commands)
+    args = parser.parse_args(words)
+    return int(args.run(args))
+
+
+def lines(capsys: pytest.CaptureFixture[str], code: int) -> dict[str, str]:
+    """Run the doctor; its lines by name."""
+    assert tuner("doctor") == code
+    rows = capsys.readouterr().out.splitlines()
+    named = {row[8:24].strip(): row[:8].strip() + ": " + row[24:] for row in rows[:-1]}
+    return {**named, "verdict": rows[-1]}
+
+
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "detect", lambda index: None)
+
+
+def no_nvcc(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> tuple[Path, str]:
+        raise CompileError(
+            f"no nvcc >= 12.3 was found (looked in PATH: none): {toolchain.NVCC_HELP}"
+        )
+
+    monkeypatch.setattr(toolchain, "find_nvcc", fail)
+    monkeypatch.setattr(toolchain, "find_toolchain", fail)
+
+
+def test_a_complete_machine_can_measure(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    said = lines(capsys, 0)
+    assert said["verdict"] == "A sweep can measure here."
+    assert said["GPU"].startswith("ok: NVIDIA H200, compute capability 9.0")
+    assert said["driver"] == "ok: 580.1 (CUDA 13.0)"
+    assert said["nvcc"] == "ok: 13.0.88 (/cuda/nvcc)"
+    assert said["torch"].startswith("note: not installed")
+    assert "pip install 'cutlass-tuner[torch]'" in said["torch"]
+
+
+def test_json_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    assert tuner("doctor", "--json") == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["can_measure"] is True
+    by_name = {row["name"]: row for row in data["findings"]}
+    assert by_name["CUTLASS"]["state"] == "ok"
+    assert by_name["torch"]["state"] == "note"
+
+
+def test_without_a_gpu_the_job_that_is_left_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_gpu(monkeypatch)
+    said = lines(capsys, 1)
+    assert said["GPU"].startswith("missing: no CUDA device 0")
+    assert "cannot measure here without:" in said["verdict"]
+    assert "ranks by predicted time" in said["verdict"]
+
+
+def test_without_a_compiler_and_a_gpu(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_gpu(monkeypatch)
+    no_nvcc(monkeypatch)
+    said = lines(capsys, 1)
+    assert said["nvcc"] == (
+        f"missing: no nvcc >= 12.3 was found (looked in PATH: none) - {toolchain.NVCC_HELP}"
+    )
+    assert "compiling" not in said
+    assert "replays recordings" in said["verdict"]
+    assert "predicted" not in said["verdict"]
+
+
+def test_without_a_compiler(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_nvcc(monkeypatch)
+    assert "lookup answers" in lines(capsys, 1)["verdict"]
+
+
+def test_another_gpu_is_not_enough(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = Gpu("NVIDIA A100", "8.0", 108, 1410, 1555.0, 1 << 25)
+    monkeypatch.setattr(device, "detect", lambda index: gpu)
+    said = lines(capsys, 1)["GPU"]
+    assert said.startswith("missing: NVIDIA A100, compute capability 8.0")
+    assert "allowed: compute capability 9.0" in said
+
+
+def test_a_driver_that_is_too_old_for_nvcc(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = {"driver": "550.54", "cuda": "12.4"}
+    monkeypatch.setattr(device, "environment", lambda index: Environment(facts))
+    assert "nvcc 13.0.88 needs a newer driver" in lines(capsys, 1)["driver"]
+
+
+def test_a_driver_that_fails_is_a_finding(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(index: int) -> Gpu:
+        raise BenchmarkError("cuInit: CUDA_ERROR_UNKNOWN")
+
+    monkeypatch.setattr(device, "detect", fail)
+    assert "cuInit: CUDA_ERROR_UNKNOWN" in lines(capsys, 1)["GPU"]
+
+
+def test_a_busy_gpu_is_noted(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "occupants", lambda index: ["pid 7 (train), 512 MiB"])
+    assert lines(capsys, 0)["GPU use"].startswith("note: pid 7 (train), 512 MiB")
+
+
+def test_missing_cuda_python(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_version", lambda name: None)
+    assert lines(capsys, 1)["cuda-python"] == "missing: not installed - pip install cuda-core"
+
+
+def test_a_compiler_that_does_not_compile(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(toolchain, "probe", lambda tools: "fatal error: crt/host_config.h")
+    assert "crt/host_config.h" in lines(capsys, 1)["compiling"]
+
+
+def test_an_old_compiler_is_noted(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(toolchain, "find_nvcc", lambda: (Path("/nvcc"), "12.4.131"))
+    assert lines(capsys, 0)["nvcc"].startswith("note: 12.4.131 (/nvcc) - 12.8 or newer")
+
+
+def test_a_store_that_is_no_database(capsys: pytest.CaptureFixture[str], machine: Path) -> None:
+    (machine / "cache").mkdir()
+    (machine / "cache" / "store.sqlite").write_bytes(b"not a database" * 100)
+    said = lines(capsys, 1)
+    assert "file is not a database" in said["store"]
+    assert "nothing can be stored" in said["verdict"]
+
+
+def test_a_cache_that_cannot_be_written(
+    capsys: pytest.CaptureFixture[str], machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (machine / "file").write_text("")
+    monkeypatch.setenv("TUNER_CACHE_DIR", str(machine / "file"))
+    said = lines(capsys, 1)
+    assert said["artifact cache"].startswith("missing: ")
+    assert said["store"].startswith("missing: ")
+
+
+def test_looking_makes_nothing(machine: Path) -> None:
+    tuner("doctor")
+    tuner("cache", "info")
+    assert list(machine.iterdir()) == []
+
+
+def test_a_password_is_not_shown(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TUNER_STORE", "postgresql+psycopg://me:secret@host/db")
+    assert tuner("doctor") == 0
+    said = capsys.readouterr().out
+    assert "postgresql" in said
+    assert "secret" not in said
+
+
+def test_cache_info_and_prune(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tuner.artifacts.SAFE_AGE_S", -1.0)
+    cache = ArtifactCache()
+    with cache.workspace() as folder:
+        (folder / "a.so").write_bytes(bytes(5_000))
+        cache.put("k1", folder / "a.so", resources=None, compile_cpu_s=0, source="", facts={})
+    assert tuner("cache", "info", "--json") == 0
+    info = json.loads(capsys.readouterr().out)
+    assert info == {"folder": str(cache.root), "artifacts": 1, "bytes": cache.total_bytes()}
+    assert tuner("cache", "prune") == 0
+    assert capsys.readouterr().out.startswith("0 kernels removed, 0 B freed, 5.")
+    assert tuner("cache", "prune", "--max-size", "1KB", "--json") == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "removed": 1,
+        "freed_bytes": info["bytes"],
+        "bytes": 0,
+    }
+    assert tuner("cache", "info") == 0
+    assert capsys.readouterr().out == f"{cache.root}: 0 kernels, 0 B\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("2GB", 2 * 10**9), ("1.5 MiB", 3 << 19), ("0", 0), ("7b", 7), ("10kb", 10_000)],
+)
+def test_sizes_are_read(text: str, size: int) -> None:
+    assert artifacts.parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "2 apples", "-1GB", "1e3", "2GB2"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"is not a size \(allowed: .* as in 2GB\)"):
+        artifacts.parse_size(text)

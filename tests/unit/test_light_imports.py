@@ -1,0 +1,68 @@
+"""`import tuner` and the quick commands load none of the heavy libraries."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = {
+    "alembic",
+    "cuda",
+    "cutlass_library",
+    "jinja2",
+    "jsonschema",
+    "numpy",
+    "nvMatmulHeuristics",
+    "optuna",
+    "rich",
+    "scipy",
+    "sqlalchemy",
+    "torch",
+    "yaml",
+}
+
+
+def loaded_by(code: str) -> set[str]:
+    """Top-level modules that a fresh interpreter holds after `code`."""
+    script = f"import contextlib, io, json, sys\n{code}\nprint(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    modules = json.loads(done.stdout.splitlines()[-1])
+    return {name.partition(".")[0] for name in modules}
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import tuner",
+        "import tuner; tuner.AttentionProblem.parse('S=1024,D=64')",
+        "import tuner; tuner.lookup, tuner.Config, tuner.Measurement, tuner.TunerError",
+        "import tuner.families; tuner.families.families()",
+        "import tuner.artifacts",
+    ],
+)
+def test_importing_is_light(code: str) -> None:
+    loaded = loaded_by(code)
+    assert "tuner" in loaded
+    assert not loaded & HEAVY
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["lookup", "--shape", "S=1024,D=64", "--gpu", "H200"]]
+)
+def test_quick_commands_are_light(arguments: list[str]) -> None:
+    loaded = loaded_by(
+        "from tuner.cli import main\n"
+        "with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):\n"
+        f"    main({arguments!r})"
+    )
+    assert "tuner" in loaded
+    assert not loaded & HEAVY
+
+
+def test_the_probe_sees_a_heavy_import() -> None:
+    assert "jinja2" in loaded_by("import tuner.render")

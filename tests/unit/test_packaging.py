@@ -1,0 +1,138 @@
+"""A wheel carries everything that a checkout has, and reads it from inside the package."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import tuner
+from tuner import resources
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+DATA = ("templates", "cache")
+
+
+def data_files(folder: Path) -> set[str]:
+    """Relative names of the data files, without what running Python leaves."""
+    files = (f for f in folder.rglob("*") if f.is_file() and "__pycache__" not in f.parts)
+    return {f.relative_to(folder).as_posix() for f in files}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of this checkout, built from a copy: a build leaves files in its tree."""
+    try:
+        from setuptools import __version__ as version
+    except ImportError:
+        pytest.skip("setuptools is not installed")
+    if int(version.partition(".")[0]) < 77:
+        pytest.skip(f"setuptools {version} is older than the 77 that pyproject.toml asks for")
+    tree, out = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("wheel")
+    skipped = shutil.ignore_patterns("__pycache__")
+    for name in ("tuner", *DATA):
+        shutil.copytree(ROOT / name, tree / name, ignore=skipped)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    code = f"from setuptools import build_meta; print(build_meta.build_wheel({str(out)!r}))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tree, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return out / done.stdout.splitlines()[-1]
+
+
+def test_the_wheel_holds_the_whole_tree(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    for name in DATA:
+        wanted = {f"tuner/_data/{name}/{file}" for file in data_files(ROOT / name)}
+        assert wanted <= names, f"left out: {sorted(wanted - names)}"
+    code = {f"tuner/{f.relative_to(ROOT / 'tuner')}" for f in (ROOT / "tuner").rglob("*.py")}
+    assert code <= names, f"left out: {sorted(code - names)}"
+    tops = {name.partition("/")[0] for name in names}
+    assert tops == {"tuner", f"cutlass_tuner-{tuner.__version__}.dist-info"}
+
+
+def test_an_installed_wheel_reads_its_own_data(wheel: Path, tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    zipfile.ZipFile(wheel).extractall(site)
+    code = (
+        "import json, sys; sys.path.insert(0, sys.argv[1])\n"
+        "from tuner import resources\n"
+        "print(json.dumps([str(resources.templates()), str(resources.cache())]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", code, str(site)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for name, found in zip(DATA, json.loads(done.stdout), strict=True):
+        assert Path(found) == site / "tuner" / "_data" / name
+        assert data_files(Path(found)) == data_files(ROOT / name)
+
+
+def test_a_checkout_reads_the_data_where_it_lies() -> None:
+    assert resources.templates() == ROOT / "templates"
+    assert resources.cache() == ROOT / "cache"
+
+
+def test_every_folder_of_code_is_packaged() -> None:
+    folders = {f.parent.relative_to(ROOT) for f in (ROOT / "tuner").rglob("*.py")}
+    found = {".".join(folder.parts) for folder in folders}
+    listed = set(PROJECT["tool"]["setuptools"]["packages"])
+    assert listed == found | {f"tuner._data.{name}" for name in DATA}
+
+
+def test_every_foreign_import_is_declared() -> None:
+    names = {"yaml": "pyyaml", "cuda": "cuda-bindings", "cutlass_library": "nvidia-cutlass"}
+    names |= {"nvMatmulHeuristics": "nvidia-matmul-heuristics"}
+    extras = PROJECT["project"]["optional-dependencies"]
+    declared = {
+        re.match(r"[\w-]+", line)[0]  # type: ignore[index]
+        for line in [*PROJECT["project"]["dependencies"], *extras["torch"]]
+    }
+    for file in (ROOT / "tuner").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                modules = [node.module or ""]
+            for package in {module.partition(".")[0] for module in modules}:
+                if package not in sys.stdlib_module_names and package != "tuner":
+                    assert names.get(package, package) in declared, f"{file}: {package}"
+
+
+def test_versions_of_tools_are_pinned() -> None:
+    tools = PROJECT["project"]["optional-dependencies"]["dev"]
+    loose = [tool for tool in tools if "==" not in tool and not tool.startswith("setuptools>=")]
+    assert not loose
+    compiler = PROJECT["project"]["optional-dependencies"]["nvcc"]
+    assert all("==13.0." in package for package in compiler)
+
+
+@pytest.mark.parametrize("script", ["setup", "check", "test", "test-gpu", "tuner", "wheelhouse"])
+def test_scripts_are_sound(script: str) -> None:
+    file = ROOT / "scripts" / script
+    text = file.read_text()
+    assert text.startswith("#!/usr/bin/env bash\n") and "set -euo pipefail" in text
+    assert file.stat().st_mode & 0o111, "not executable"
+    subprocess.run(["bash", "-n", str(file)], check=True)
+
+
+def test_ci_runs_the_same_commands() -> None:
+    text = (ROOT / ".ci" / "run").read_text()
+    assert [line for line in text.splitlines() if line.startswith("scripts/")] == [
+        "scripts/check",
+        "scripts/test",
+    ]
+    assert (ROOT / ".ci" / "run").stat().st_mode & 0o111

@@ -1,0 +1,88 @@
+"""An autotuner for CUTLASS kernels on Hopper GPUs, and the runtime that uses what it found.
+
+The names below resolve when first used: ``import tuner`` loads nothing heavier than the standard
+library.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tuner.config import Config as Config
+    from tuner.errors import BenchmarkError as BenchmarkError
+    from tuner.errors import CompileError as CompileError
+    from tuner.errors import ConfigError as ConfigError
+    from tuner.errors import NoValidConfigError as NoValidConfigError
+    from tuner.errors import RenderError as RenderError
+    from tuner.errors import StoreError as StoreError
+    from tuner.errors import TunerError as TunerError
+    from tuner.hardware import Gpu as Gpu
+    from tuner.lookup import Answer as Answer
+    from tuner.lookup import Entry as Entry
+    from tuner.lookup import lookup as lookup
+    from tuner.measurement import Measurement as Measurement
+    from tuner.measurement import Provenance as Provenance
+    from tuner.measurement import Regime as Regime
+    from tuner.measurement import Status as Status
+    from tuner.problem import AttentionProblem as AttentionProblem
+    from tuner.problem import GemmProblem as GemmProblem
+    from tuner.problem import SoftmaxProblem as SoftmaxProblem
+    from tuner.runtime.attention import attention as attention
+    from tuner.sweep import sweep as sweep
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Answer": "tuner.lookup",
+    "AttentionProblem": "tuner.problem",
+    "BenchmarkError": "tuner.errors",
+    "CompileError": "tuner.errors",
+    "Config": "tuner.config",
+    "ConfigError": "tuner.errors",
+    "Entry": "tuner.lookup",
+    "GemmProblem": "tuner.problem",
+    "Gpu": "tuner.hardware",
+    "Measurement": "tuner.measurement",
+    "NoValidConfigError": "tuner.errors",
+    "Provenance": "tuner.measurement",
+    "Regime": "tuner.measurement",
+    "RenderError": "tuner.errors",
+    "SoftmaxProblem": "tuner.problem",
+    "Status": "tuner.measurement",
+    "StoreError": "tuner.errors",
+    "TunerError": "tuner.errors",
+    "attention": "tuner.runtime",
+    "lookup": "tuner.lookup",
+    "sweep": "tuner.sweep",
+}
+
+__all__ = ["__version__", *_HOMES]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'tuner' has no attribute '{name}'")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})
+
+
+class _Package(ModuleType):
+    """`tuner.lookup` and `tuner.sweep` are the functions, whoever imports the modules of these
+    names: an import binds a submodule to its package, and that is turned down here.
+    """
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (name in _HOMES and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -1,0 +1,92 @@
+"""``tuner cache``: how much the compiled kernels take, and making that less."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from typing import Any
+
+from tuner.errors import ConfigError
+
+DEFAULT_MAX_SIZE = "2GB"
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_BINARY = {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+
+
+def register(subparsers: Any) -> None:
+    """Add the command."""
+    parser = subparsers.add_parser("cache", help="size of the compiled kernels; make it less")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    info = actions.add_parser("info", help="where the artifacts are, how many, how large")
+    prune = actions.add_parser("prune", help="remove the least recently used artifacts")
+    prune.add_argument(
+        "--max-size",
+        default=DEFAULT_MAX_SIZE,
+        metavar="SIZE",
+        help=f"what may stay, as in 500MB or 2GB (default {DEFAULT_MAX_SIZE})",
+    )
+    for action, function in ((info, show), (prune, shrink)):
+        action.add_argument("--json", action="store_true", help="one JSON object")
+        action.set_defaults(run=function)
+
+
+def show(args: argparse.Namespace) -> int:
+    """Print where the artifacts are and what they take."""
+    from tuner.artifacts import ArtifactCache
+
+    cache = ArtifactCache()
+    facts = {
+        "folder": str(cache.root),
+        "artifacts": len(cache.keys()),
+        "bytes": cache.total_bytes(),
+    }
+    if args.json:
+        print(json.dumps(facts))
+    else:
+        print(f"{facts['folder']}: {facts['artifacts']} kernels, {text(cache.total_bytes())}")
+    return 0
+
+
+def shrink(args: argparse.Namespace) -> int:
+    """Prune and print what that freed.
+
+    Raises:
+        ConfigError: when the size cannot be read.
+        StoreError: when the cache cannot be written.
+    """
+    from tuner.artifacts import ArtifactCache
+
+    limit = parse_size(args.max_size)
+    cache = ArtifactCache()
+    removed, freed = cache.prune(limit)
+    left = cache.total_bytes()
+    if args.json:
+        print(json.dumps({"removed": removed, "freed_bytes": freed, "bytes": left}))
+    else:
+        print(f"{removed} kernels removed, {text(freed)} freed, {text(left)} left")
+    return 0
+
+
+def parse_size(size: str, option: str = "--max-size") -> int:
+    """Bytes of ``2GB`` (10^9) or ``2GiB`` (2^30).
+
+    Raises:
+        ConfigError: when it is not a number with a known unit.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", size.strip())
+    units = _UNITS | _BINARY
+    if match is None or match[2].upper() not in units:
+        raise ConfigError(
+            f"{option} {size} is not a size (allowed: a number and B, KB, MB, GB, TB, KiB, MiB, "
+            "GiB or TiB, as in 2GB)"
+        )
+    return int(float(match[1]) * units[match[2].upper()])
+
+
+def text(size: int) -> str:
+    """As in ``1.5 GB``."""
+    for unit in ("GB", "MB", "KB"):
+        if size >= _UNITS[unit]:
+            return f"{size / _UNITS[unit]:.1f} {unit}"
+    return f"{size} B"

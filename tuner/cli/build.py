@@ -1,0 +1,179 @@
+"""``tuner build``: compile what the cache names, so that the runtime can launch it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from tuner.errors import NoValidConfigError, TunerError
+
+if TYPE_CHECKING:
+    from tuner.artifacts import Artifact
+    from tuner.compiler import Compiler
+    from tuner.families.base import KernelSpec
+    from tuner.measurement import Measurement
+    from tuner.store import Entry, Store
+
+
+@dataclass
+class Target:
+    """One own config of an entry and the kernels it needs."""
+
+    measurement: Measurement
+    kernels: dict[str, Future[Artifact]] = field(default_factory=dict)
+    cached: int = 0
+    reason: str = ""
+    """Why it cannot be built; empty when it can."""
+
+    @property
+    def label(self) -> str:
+        found = self.measurement
+        return f"{found.problem.op} {found.problem.label()} {found.regime}: {found.config.family}"
+
+
+def register(subparsers: Any) -> None:
+    """Add the command."""
+    parser = subparsers.add_parser(
+        "build",
+        help="compile the kernels that the cache names",
+        description=(
+            "Compiles the best own kernel of every measured entry, imported and shipped ones "
+            "too, with this machine's compiler. Nothing is timed."
+        ),
+    )
+    parser.add_argument("--op", default="attention", help="operation of --shape")
+    parser.add_argument("--shape", metavar="KEY=VALUE,...", help="only this problem")
+    parser.add_argument("--gpu", help="only entries of this GPU, as in H200")
+    parser.add_argument("--jobs", type=int, metavar="N", help="nvcc processes (default: the cores)")
+    parser.add_argument("--store", metavar="URL", help="SQLAlchemy URL or SQLite file")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Build; 0 if every kernel named is there at the end, else 1.
+
+    Raises:
+        ConfigError: when the shape or the GPU cannot be read.
+        NoValidConfigError: when the cache names nothing to build.
+        CompileError: when there is no compiler.
+        StoreError: when the store or the artifact cache cannot be opened or written.
+    """
+    from tuner.artifacts import ArtifactCache
+    from tuner.compiler import Compiler
+    from tuner.store import open_store
+    from tuner.toolchain import find_toolchain
+
+    with open_store(args.store) as store:
+        targets = [Target(m) for e in _entries(store, args) for m in _own(e)]
+        if not targets:
+            raise NoValidConfigError(
+                "nothing to build: the cache names no measured own kernel"
+                + (f" for {args.shape}" if args.shape else "")
+                + (f" on {args.gpu}" if args.gpu else "")
+            )
+        with Compiler(find_toolchain(), ArtifactCache(), jobs=args.jobs) as compiler:
+            _submit(targets, compiler)
+            missing = sum(not f.done() for t in targets for f in t.kernels.values())
+            print(f"{len(targets)} configurations; compiling {missing} kernels", file=sys.stderr)
+            for target in targets:
+                _finish(target, store)
+                if not args.json:
+                    print(f"{target.label}: {_said(target)}")
+    failed = [target for target in targets if target.reason]
+    if args.json:
+        rows = [
+            {"label": t.label, "config": t.measurement.config.to_json(), "reason": t.reason}
+            for t in failed
+        ]
+        print(json.dumps({"built": len(targets) - len(failed), "failed": rows}))
+    return 1 if failed else 0
+
+
+def _entries(store: Store, args: argparse.Namespace) -> Iterable[Entry]:
+    """Measured decisions of the store, and the shipped ones that it does not have itself."""
+    from tuner.errors import ConfigError
+    from tuner.lookup import find_gpu, shipped
+    from tuner.measurement import Provenance
+    from tuner.problem import PROBLEMS
+    from tuner.store.entry import sort_key
+
+    if args.jobs is not None and args.jobs < 1:
+        raise ConfigError(f"--jobs {args.jobs} is out of range (allowed: 1 and more)")
+    if args.op not in PROBLEMS:
+        raise ConfigError(f"--op {args.op} is not known (allowed: {', '.join(PROBLEMS)})")
+    problem = PROBLEMS[args.op].parse(args.shape) if args.shape else None
+    gpu = find_gpu(args.gpu) if args.gpu else None
+    found = {sort_key(entry): entry for entry in [*shipped(), *store.entries()]}
+    return [
+        entry
+        for _, entry in sorted(found.items())
+        if entry.provenance is Provenance.MEASURED
+        and (problem is None or entry.problem == problem)
+        and (gpu is None or entry.gpu.identity == gpu.identity)
+    ]
+
+
+def _own(entry: Entry) -> Iterator[Measurement]:
+    """What the runtime may launch of an entry: a pinned or winning own config, the best own."""
+    from tuner.store.entry import is_vendor
+
+    if not is_vendor(entry.winner.config):
+        yield entry.winner
+    if entry.best_own is not None and entry.best_own.config != entry.winner.config:
+        yield entry.best_own
+
+
+def _submit(targets: list[Target], compiler: Compiler) -> None:
+    """Have every kernel of all targets compiled at once, so that units can be shared."""
+    from tuner.families import family
+
+    wanted: list[tuple[Target, str, KernelSpec]] = []
+    for target in targets:
+        found = target.measurement
+        try:
+            member = family(found.config.family)
+            if reasons := member.violations(found.problem, found.config, found.gpu):
+                target.reason = f"not legal here: {'; '.join(reasons)}"
+                continue
+            kernels = member.kernels(found.problem, found.config)
+        except TunerError as exc:
+            target.reason = str(exc)
+            continue
+        wanted += [(target, name, spec) for name, spec in kernels.items()]
+    futures = compiler.submit([spec for _, _, spec in wanted])
+    for (target, name, _), (_, future) in zip(wanted, futures, strict=True):
+        target.kernels[name] = future
+        target.cached += future.done()
+
+
+def _finish(target: Target, store: Store) -> None:
+    """Wait for a target's kernels, and tell the store where they are."""
+    from tuner.errors import StoreError
+
+    if target.reason:
+        return
+    artifacts: dict[str, str] = {}
+    for name, future in target.kernels.items():
+        try:
+            artifacts[name] = future.result().key
+        except StoreError:  # no disk: the others fail too
+            raise
+        except TunerError as exc:
+            target.reason = f"{name}: {exc}"
+            return
+    found = target.measurement
+    if artifacts != dict(found.artifacts):
+        store.record_build(found.problem, found.config, artifacts)
+
+
+def _said(target: Target) -> str:
+    if target.reason:
+        return f"failed, {target.reason}"
+    made = len(target.kernels) - target.cached
+    return f"{made} compiled, {target.cached} there already"

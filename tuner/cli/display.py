@@ -1,0 +1,167 @@
+"""What a sweep shows while it runs: a live panel on a terminal, else plain lines.
+
+Progress goes to standard error and results to standard output, so that either can be kept.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from tuner.cli.describe import kernel_name, microseconds
+from tuner.cli.result import outcome_text
+from tuner.outcome import Outcome
+from tuner.watch import SweepState, Watcher
+
+if TYPE_CHECKING:
+    from rich.live import Live
+    from rich.table import Table
+
+PLAIN_INTERVAL_S = 5.0
+"""Between two plain lines of one phase."""
+
+
+class Display(Watcher):
+    """Plain lines.
+
+    Args:
+        store: where outcomes are stored, as shown.
+        show_results: print each outcome on standard output when it is there.
+    """
+
+    def __init__(self, store: str, *, show_results: bool) -> None:
+        self._store = store
+        self._show_results = show_results
+        self._last = ("", 0.0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Nothing to end."""
+
+    def changed(self, state: SweepState) -> None:
+        """One line for each new phase, and at most one every `PLAIN_INTERVAL_S`."""
+        phase = f"{state.problem.label()} {state.phase}"
+        now = time.monotonic()
+        if self._last[0] != phase or now - self._last[1] >= PLAIN_INTERVAL_S:
+            self._last = (phase, now)
+            facts = [f"{name} {value}" for name, value in facts_of(state).items() if value]
+            print(f"{state.problem.label()}: {', '.join(facts)}", file=sys.stderr, flush=True)
+
+    def note(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    def finished(self, outcome: Outcome) -> None:
+        if self._show_results:
+            print(outcome_text(outcome, self._store), flush=True)
+
+
+class LiveDisplay(Display):
+    """A panel that is drawn anew while the sweep waits."""
+
+    def __enter__(self) -> Self:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._state: SweepState | None = None
+        self._console: Any = Console(stderr=True)
+        self._live: Live = Live(
+            get_renderable=self._render, console=self._console, refresh_per_second=2, transient=True
+        )
+        self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._live.stop()
+
+    def changed(self, state: SweepState) -> None:
+        self._state = state
+
+    def note(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def finished(self, outcome: Outcome) -> None:
+        self._state = None
+        if self._show_results:
+            self._live.stop()
+            super().finished(outcome)
+            self._live.start()
+
+    def _render(self) -> Table:
+        from rich.table import Table
+
+        table = Table.grid(padding=(0, 2))
+        if self._state is not None:
+            state = self._state
+            where = f"{state.problem.label()} on {state.gpu.name}, {state.regime}"
+            table.add_row(str(state.provenance), where)
+            for name, value in facts_of(state).items():
+                if value:
+                    table.add_row(name, value)
+        return table
+
+
+def create_display(store: str, *, show_results: bool) -> Display:
+    """A live display where standard error is a terminal, unless only JSON is wanted.
+
+    Args:
+        store: where outcomes are stored, as shown.
+        show_results: False where standard output is for a JSON document alone.
+    """
+    live = show_results and sys.stderr.isatty() and sys.stdout.isatty()
+    return (LiveDisplay if live else Display)(store, show_results=show_results)
+
+
+def facts_of(state: SweepState) -> dict[str, str]:
+    """Name and text of each fact; empty text where there is nothing to say."""
+    failed = ", ".join(f"{count} {status}" for status, count in state.failures.most_common())
+    own, vendor = state.best_own, state.best_vendor
+    ratio = ""
+    if own and vendor and own.latency_us and vendor.latency_us:
+        ratio = f" ({own.latency_us / vendor.latency_us:.3f} of {kernel_name(vendor)})"
+    best = f"{microseconds(own.latency_us)} us {kernel_name(own)}{ratio}" if own else ""
+    building = state.building()
+    waiting = state.in_flight - building
+    return {
+        "phase": f"{state.phase} {state.done}/{state.goal}" if state.goal else state.phase,
+        "compiling": str(building) if building else "",
+        "compiled and waiting": str(waiting) if waiting > 0 else "",
+        "candidates": str(state.candidates) if state.candidates else "",
+        "known before": str(state.resumed) if state.resumed else "",
+        "best own": best,
+        "best vendor": f"{microseconds(vendor.latency_us)} us {kernel_name(vendor)}"
+        if vendor
+        else "",
+        "failed": failed,
+        "time": f"{_clock(time.monotonic() - state.started)}{_left(state)}",
+    }
+
+
+def _left(state: SweepState) -> str:
+    """Time left of the phase at its pace so far, or of the time limit if that comes first."""
+    now = time.monotonic()
+    estimates = []
+    if state.deadline is not None:
+        estimates.append(max(0.0, state.deadline - now))
+    if state.done > state.done_before:
+        pace = (now - state.phase_started) / (state.done - state.done_before)
+        estimates.append(pace * (state.goal - state.done))
+    return f", {_clock(min(estimates))} left" if estimates else ""
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}:{rest:02d}"

@@ -1,0 +1,268 @@
+"""``tuner doctor``: what is found of all that a sweep needs, what is missing, how to get it."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import importlib.util
+import json
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+OK, MISSING, NOTE = "ok", "missing", "note"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked for."""
+
+    name: str
+    state: str
+    """ok; missing: a sweep cannot measure without it; note: it can, with something left out."""
+    found: str
+    advice: str = ""
+    """What to do where the state is not ok."""
+
+
+def register(subparsers: Any) -> None:
+    """Add the command."""
+    parser = subparsers.add_parser(
+        "doctor",
+        help="what is found of GPU, driver, compilers, CUTLASS and torch, and what is missing",
+    )
+    parser.add_argument("--device", type=int, default=0, help="CUDA device (default 0)")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the findings; 0 if a sweep could measure here, else 1."""
+    findings = examine(args.device)
+    missing = {f.name for f in findings if f.state == MISSING}
+    verdict = conclude(missing)
+    if args.json:
+        rows = [asdict(f) for f in findings]
+        print(json.dumps({"can_measure": not missing, "verdict": verdict, "findings": rows}))
+    else:
+        width = max(len(f.name) for f in findings)
+        for f in findings:
+            advice = f" - {f.advice}" if f.advice else ""
+            print(f"{f.state:<8}{f.name:<{width + 2}}{f.found}{advice}")
+        print(verdict)
+    return 1 if missing else 0
+
+
+def examine(device: int = 0) -> list[Finding]:
+    """Look for everything, in the order in which a sweep meets it."""
+    return [
+        *_gpu(device),
+        *_compiling(),
+        *_torch_and_peers(),
+        _store(),
+        _cache(),
+    ]
+
+
+def conclude(missing: set[str]) -> str:
+    """One line: can a sweep measure here, and if not, what can still be done."""
+    if not missing:
+        return "A sweep can measure here."
+    gpu = missing & {"GPU", "driver", "cuda-python"}
+    compiling = missing & {"nvcc", "host compiler", "CUTLASS", "compiling"}
+    stored = missing & {"store", "artifact cache"}
+    if stored:
+        still = "nothing can be stored"
+    elif gpu and compiling:
+        still = "a sweep replays recordings, and lookup answers"
+    elif gpu:
+        still = (
+            "a sweep replays recordings, or compiles and ranks by predicted time; lookup and "
+            "build work"
+        )
+    else:
+        still = "lookup answers, and kernels that are compiled already run"
+    return f"A sweep cannot measure here without: {', '.join(sorted(missing))}. Still: {still}."
+
+
+def _gpu(index: int) -> Iterator[Finding]:
+    packages = [_version(name) for name in ("cuda-core", "cuda-bindings")]
+    if None in packages:
+        yield Finding("cuda-python", MISSING, "not installed", "pip install cuda-core")
+        return
+    yield Finding("cuda-python", OK, "cuda-core {}, cuda-bindings {}".format(*packages))
+
+    from tuner import device
+    from tuner.errors import TunerError
+
+    try:
+        gpu = device.detect(index)
+        facts = device.environment(index).facts if gpu else {}
+        others = device.occupants(index) if gpu else []
+    except (TunerError, RuntimeError, OSError) as exc:
+        yield Finding("GPU", MISSING, f"cannot be asked: {exc}", "check the NVIDIA driver")
+        return
+    if gpu is None:
+        yield _no_driver() or Finding("driver", OK, "libcuda.so.1 is there")
+        advice = "a Hopper GPU is needed: H100 or H200"
+        yield Finding("GPU", MISSING, f"no CUDA device {index}", advice)
+        return
+    found = f"{gpu.name}, compute capability {gpu.compute_capability}, {gpu.sm_count} SMs"
+    if gpu.compute_capability == "9.0":
+        yield Finding("GPU", OK, found)
+    else:
+        yield Finding("GPU", MISSING, found, "allowed: compute capability 9.0 (H100, H200)")
+    yield _driver(str(facts.get("driver", "version unknown")), str(facts.get("cuda", "0")))
+    if others:
+        yield Finding("GPU use", NOTE, "; ".join(others), "others are using it: times may be off")
+
+
+def _no_driver() -> Finding | None:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return Finding("driver", MISSING, "no libcuda.so.1", "install NVIDIA's driver")
+    return None
+
+
+def _driver(version: str, cuda: str) -> Finding:
+    """A driver runs kernels of its own CUDA major version and older ones."""
+    from tuner import toolchain
+    from tuner.errors import CompileError
+
+    found = f"{version} (CUDA {cuda})"
+    try:
+        compiler = toolchain.find_nvcc()[1]
+    except CompileError:
+        return Finding("driver", OK, found)
+    if int(cuda.partition(".")[0]) < int(compiler.partition(".")[0]):
+        advice = (
+            f"nvcc {compiler} needs a newer driver: update it, or set TUNER_NVCC to an older nvcc"
+        )
+        return Finding("driver", MISSING, found, advice)
+    return Finding("driver", OK, found)
+
+
+def _compiling() -> Iterator[Finding]:
+    from tuner import toolchain
+    from tuner.errors import CompileError
+
+    broken = False
+    for name, find in (
+        ("nvcc", toolchain.find_nvcc),
+        ("host compiler", toolchain.find_host_compiler),
+        ("CUTLASS", toolchain.find_cutlass),
+    ):
+        try:
+            path, version = find()
+        except CompileError as exc:
+            broken = True
+            what, _, how = str(exc).rpartition("): ")
+            yield Finding(name, MISSING, what + ")", how)
+            continue
+        if name == "nvcc" and toolchain.is_old(version):
+            advice = "12.8 or newer makes faster kernels"
+            yield Finding(name, NOTE, f"{version} ({path})", advice)
+        else:
+            yield Finding(name, OK, f"{version} ({path})")
+    if not broken:
+        problem = toolchain.probe(toolchain.find_toolchain())
+        if problem:
+            yield Finding("compiling", MISSING, problem, toolchain.NVCC_HELP)
+        else:
+            yield Finding("compiling", OK, "an empty kernel compiles and links")
+
+
+def _torch_and_peers() -> Iterator[Finding]:
+    if importlib.util.find_spec("torch") is None:
+        yield Finding(
+            "torch",
+            NOTE,
+            "not installed: no vendor kernels to measure against, no tuner.attention",
+            "pip install 'cutlass-tuner[torch]'",
+        )
+        return
+    from tuner.families import families
+    from tuner.families.vendor_sdpa import PEERS
+
+    facts: dict[str, str] = {}
+    try:
+        import torch
+
+        build = torch.version.cuda
+        for family in families().values():
+            if family.is_vendor:
+                facts.update(family.environment())
+    except (ImportError, OSError, RuntimeError) as exc:
+        yield Finding(
+            "torch", NOTE, f"cannot be imported: {exc}", "pip install 'cutlass-tuner[torch]'"
+        )
+        return
+    if build is None:
+        advice = "vendor kernels need a CUDA build of torch"
+        yield Finding("torch", NOTE, f"{torch.__version__}, without CUDA", advice)
+    else:
+        yield Finding("torch", OK, f"{torch.__version__}, CUDA {build}")
+    peers = ", ".join(f"{name} {facts[name]}" for name in PEERS if name in facts)
+    advice = "FlashAttention-3 and -4 are measured where installed or under TUNER_PEERS_PATH"
+    yield Finding("peers", OK, peers) if peers else Finding("peers", NOTE, "none", advice)
+
+
+def _store() -> Finding:
+    import sqlite3
+
+    from tuner import settings
+
+    url = settings.store_url()
+    if not url.startswith("sqlite:///"):
+        scheme = url.partition("://")[0]
+        return Finding("store", OK, f"{scheme} (not opened: the URL may hold a password)")
+    path = Path(url.removeprefix("sqlite:///")).expanduser()
+    if not path.exists():
+        problem = _unwritable(path.parent)
+        if problem:
+            return Finding("store", MISSING, f"{path}: {problem}", "set TUNER_STORE")
+        return Finding("store", OK, f"{path} (made when first needed)")
+    try:
+        connection = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
+        try:
+            tables = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+        finally:
+            connection.close()
+    except sqlite3.Error as exc:
+        return Finding(
+            "store", MISSING, f"{path}: {exc}", "move the file away, or set TUNER_STORE to another"
+        )
+    return Finding("store", OK, f"{path} ({tables} tables, views and indices)")
+
+
+def _cache() -> Finding:
+    from tuner.artifacts import ArtifactCache
+
+    cache = ArtifactCache()
+    if problem := _unwritable(cache.root):
+        return Finding("artifact cache", MISSING, f"{cache.root}: {problem}", "set TUNER_CACHE_DIR")
+    kernels, size = len(cache.keys()), cache.total_bytes() / 1e6
+    return Finding("artifact cache", OK, f"{cache.root} ({kernels} kernels, {size:.1f} MB)")
+
+
+def _unwritable(folder: Path) -> str:
+    """Why nothing can be made in `folder`, or in the nearest parent that exists; or empty."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return ""
+    except OSError as exc:
+        return f"{folder} cannot be written ({exc.strerror})"
+
+
+def _version(distribution: str) -> str | None:
+    import importlib.metadata
+
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,436 @@
+"""``tuner lookup, list, show, export, import, pin, unpin, forget``: what the store knows.
+
+Looking needs the standard library only; the commands that change a store load SQLAlchemy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tuner import settings
+from tuner.cli import describe
+from tuner.config import Config
+from tuner.errors import ConfigError, NoValidConfigError, StoreError
+from tuner.hardware import DEFAULT_GPU, Gpu
+from tuner.lookup import Answer, Entry, entries, find_gpu, lookup, with_shipped
+from tuner.measurement import Environment, Measurement, Provenance, Regime
+from tuner.problem import PROBLEMS, Problem
+from tuner.store import open_store
+from tuner.store.base import sqlite_file
+
+if TYPE_CHECKING:
+    from tuner.store import Store
+
+_MIN_DIGEST = 4
+"""Shortest beginning of a digest that names a config."""
+
+
+def register(subparsers: Any) -> None:
+    """Add the commands."""
+    parser = _add(subparsers, "lookup", look_up, "what serves a shape, from the store")
+    _shape(parser)
+    _other_gpu(parser)
+    parser = _add(subparsers, "list", list_all, "all entries of the store, and the shipped ones")
+    _filters(parser)
+    parser = _add(subparsers, "show", show, "one entry in full: ranking, resources, source")
+    _shape(parser)
+    _other_gpu(parser)
+    parser.add_argument("--source", action="store_true", help="the winner's rendered CUDA source")
+    parser = _add(subparsers, "export", export, "write entries as JSON", has_json=False)
+    parser.add_argument("file", nargs="?", type=Path, help="default: standard output")
+    _filters(parser)
+    parser.add_argument(
+        "--trials", action="store_true", help="every measurement, not only the final rankings"
+    )
+    parser = _add(subparsers, "import", import_file, "take over the entries of an exported file")
+    parser.add_argument("file", type=Path)
+    parser = _add(subparsers, "pin", pin, "serve one measured config whatever sweeps decide")
+    _shape(parser)
+    parser.add_argument(
+        "--config", required=True, help="its digest, the beginning of that, or its JSON"
+    )
+    parser = _add(subparsers, "unpin", unpin, "serve the decided winner again")
+    _shape(parser)
+    parser = _add(subparsers, "forget", forget, "delete all that is stored of a shape")
+    _shape(parser)
+
+
+def _add(
+    subparsers: Any,
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    about: str,
+    *,
+    has_json: bool = True,
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = subparsers.add_parser(name, help=about, description=about)
+    parser.set_defaults(run=run)
+    parser.add_argument("--store", metavar="URL", help="SQLAlchemy URL or SQLite file")
+    if has_json:
+        parser.add_argument("--json", action="store_true", help="JSON on standard output")
+    return parser
+
+
+def _shape(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--op", choices=sorted(PROBLEMS), default="attention")
+    parser.add_argument("--shape", required=True, metavar="KEY=VALUE,...", help="as S=1024,D=64")
+    _place(parser)
+
+
+def _filters(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--op", choices=sorted(PROBLEMS))
+    parser.add_argument("--shape", metavar="KEY=VALUE,...", help="of --op, default attention")
+    _place(parser)
+    parser.add_argument("--provenance", choices=[str(p) for p in Provenance])
+
+
+def _place(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--gpu", metavar="NAME", help="as H200; default: this machine's")
+    parser.add_argument("--regime", choices=("graph", "eager"), help="how it is launched")
+    parser.add_argument("--l2", choices=("warm", "cold"), help="state of the inputs")
+
+
+def _other_gpu(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--allow-other-gpu",
+        action="store_true",
+        help="answer from another GPU of the same compute capability where there is nothing else",
+    )
+
+
+def look_up(args: argparse.Namespace) -> int:
+    """Print what serves a shape; 1 when nothing is known of it."""
+    answer = _answer(args)
+    if answer is None:
+        return 1
+    if args.json:
+        print(json.dumps(describe.answer_json(answer, ranking=False)))
+    else:
+        print(describe.answer_text(answer, _source(args)))
+    return 0
+
+
+def list_all(args: argparse.Namespace) -> int:
+    """Print a table of all entries."""
+    found = _entries(args)
+    wanted = _wanted(args, found)
+    found = [
+        e
+        for e in found
+        if wanted["op"] in (None, e.problem.op)
+        and wanted["problem"] in (None, e.problem)
+        and (wanted["gpu"] is None or wanted["gpu"].identity == e.gpu.identity)
+        and wanted["regime"] in (None, e.regime)
+        and wanted["provenance"] in (None, e.provenance)
+    ]
+    if args.json:
+        print(json.dumps([describe.entry_json(entry) for entry in found]))
+    elif found:
+        print(describe.list_text(found))
+    else:
+        print(f"no entries in {_source(args)}")
+    return 0
+
+
+def show(args: argparse.Namespace) -> int:
+    """Print one entry in full; 1 when nothing is known of the shape."""
+    answer = _answer(args)
+    if answer is None:
+        return 1
+    winner = answer.entry.winner
+    sources = _sources(winner) if args.source else {}
+    if args.json:
+        data = describe.answer_json(answer, ranking=True)
+        print(json.dumps({**data, "source": sources} if args.source else data))
+        return 0
+    if args.source:
+        print("\n".join(sources.values()))
+        return 0
+    print(describe.answer_text(answer, _source(args)))
+    print(f"{'digest':<12} {winner.config.digest}")
+    print(f"{'sweep':<12} {answer.entry.sweep or '-'}")
+    print(f"{'workspace':<12} {winner.workspace_bytes} bytes")
+    clocks = winner.clocks
+    throttle = ", ".join(clocks.throttle) or "none"
+    seen = f"{clocks.sm_mhz} MHz, {clocks.power_w:.0f} W, throttle reasons: {throttle}"
+    print(f"{'clocks':<12} {seen if clocks.sm_mhz else 'not recorded'}")
+    print(f"\n{describe.ranking_text(answer.entry)}")
+    if winner.artifacts or winner.resources:
+        print(f"\n{describe.kernels_text(winner)}")
+    return 0
+
+
+def _sources(winner: Measurement) -> dict[str, str]:
+    """The rendered source of each of the winner's kernels."""
+    from tuner.families import family
+    from tuner.render import render
+
+    kernels = family(winner.config.family).kernels(winner.problem, winner.config)
+    if not kernels:
+        raise ConfigError(f"{describe.config_text(winner.config)} is a vendor's: it has no source")
+    return {
+        name: render(spec, winner.artifacts.get(name, winner.config.digest))
+        for name, spec in kernels.items()
+    }
+
+
+def export(args: argparse.Namespace) -> int:
+    """Write entries as JSON to a file or to standard output."""
+    with open_store(_url(args), create=False) as store:
+        found = store.entries()
+        wanted = _wanted(args, found)
+        document = store.export(**wanted, trials=args.trials)
+    text = json.dumps(document, indent=1, allow_nan=False) + "\n"
+    if args.file is None:
+        sys.stdout.write(text)
+        return 0
+    _write(args.file, text)
+    print(
+        f"{len(document['entries'])} entries with {len(document['measurements'])} measurements "
+        f"written to {args.file}"
+    )
+    return 0
+
+
+def _write(path: Path, text: str) -> None:
+    """Write beside the file and rename, so that an older one is never half overwritten."""
+    name = ""
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
+        ) as file:
+            name = file.name
+            file.write(text)
+        Path(name).chmod(0o644)
+        Path(name).replace(path)
+    except OSError as exc:
+        if name:
+            with contextlib.suppress(OSError):
+                Path(name).unlink()
+        raise StoreError(f"{path} cannot be written: {exc.strerror}") from exc
+
+
+def import_file(args: argparse.Namespace) -> int:
+    """Take over an exported file, all of it or nothing."""
+    from tuner.store.exchange import load
+
+    document = load(args.file)
+    with open_store(_url(args)) as store:
+        try:
+            report = store.import_(document, check=unservable)
+        except ConfigError as exc:
+            raise ConfigError(f"{args.file}: {exc}") from exc
+    if args.json:
+        print(json.dumps(vars(report)))
+        return 0
+    print(
+        f"{report.entries_added} entries added, {report.entries_replaced} replaced, "
+        f"{report.entries_known} known already, {len(report.entries_kept)} not taken; "
+        f"{report.measurements_added} measurements added, {report.measurements_known} known already"
+    )
+    for label in report.entries_kept:
+        print(f"not taken: {label}: this store has its own or a newer decision")
+    if report.entries_added + report.entries_replaced:
+        print("their kernels are not compiled here yet: `tuner build` makes them")
+    return 0
+
+
+def unservable(measurement: Measurement) -> Sequence[str]:
+    """Why a measurement from outside must not be served: its family's legality predicate."""
+    from tuner.families import family
+
+    try:
+        member = family(measurement.config.family)
+        if member.op != measurement.problem.op:
+            return [f"config: {member.name} serves {member.op}, not {measurement.problem.op}"]
+        reasons = member.violations(measurement.problem, measurement.config, measurement.gpu)
+    except ConfigError as exc:
+        return [f"config: {exc}"]
+    except (KeyError, TypeError, ValueError, AttributeError) as exc:
+        # The predicate is total on its family's configs only, and this came from outside.
+        return [f"config: not one of {measurement.config.family} ({type(exc).__name__}: {exc})"]
+    return [f"config: {reason}" for reason in reasons]
+
+
+def pin(args: argparse.Namespace) -> int:
+    """Pin a measured config."""
+    with open_store(_url(args), create=False) as store:
+        problem, gpu, regime = _one(args, store)
+        config = _config(args.config, store, problem, gpu, regime)
+        entry = store.pin(problem, gpu, regime, config)
+    if args.json:
+        print(json.dumps(describe.entry_json(entry)))
+    else:
+        print(
+            f"pinned for {problem.label()} on {gpu.name} ({regime}): "
+            f"{describe.config_text(config)}, {describe.microseconds(entry.winner.latency_us)} us"
+        )
+    return 0
+
+
+def _config(text: str, store: Store, problem: Problem, gpu: Gpu, regime: Regime) -> Config:
+    if text.lstrip().startswith("{"):
+        from tuner.store.exchange import parse
+
+        try:
+            return Config.from_json(parse(text))
+        except ConfigError as exc:
+            raise ConfigError(f"--config {text}: {exc}") from exc
+    measured = store.measurements(
+        problem=problem, gpu=gpu, regime=regime, provenance=Provenance.MEASURED
+    )
+    passed = {m.config.digest: m.config for m in measured if m.ok}
+    if not passed:
+        raise NoValidConfigError(
+            f"nothing to pin: no config is measured for {problem.op} {problem.label()} on "
+            f"{gpu.name} ({regime})"
+        )
+    found = [digest for digest in passed if digest.startswith(text.lower())]
+    if len(text) < _MIN_DIGEST or len(found) != 1:
+        kind = "names several" if len(found) > 1 else "names none"
+        known = ", ".join(sorted(passed)[:6]) + (", ..." if len(passed) > 6 else "")
+        raise ConfigError(
+            f"--config {text} {kind} of the {len(passed)} configs that passed for "
+            f"{problem.label()} on {gpu.name} ({regime}) (allowed: {_MIN_DIGEST} or more digits of "
+            f"{known})"
+        )
+    return passed[found[0]]
+
+
+def unpin(args: argparse.Namespace) -> int:
+    """Take a pin back; 1 when there was none."""
+    with open_store(_url(args), create=False) as store:
+        problem, gpu, regime = _one(args, store)
+        done = store.unpin(problem, gpu, regime)
+    text = "no longer pinned" if done else "nothing was pinned"
+    if args.json:
+        print(json.dumps({"unpinned": done}))
+    else:
+        print(f"{text} for {problem.label()} on {gpu.name} ({regime})")
+    return 0 if done else 1
+
+
+def forget(args: argparse.Namespace) -> int:
+    """Delete a shape's decisions, sweeps and measurements; 1 when there were none."""
+    with open_store(_url(args), create=False) as store:
+        found = store.entries()
+        wanted = _wanted(args, found)
+        place = {"gpu": wanted["gpu"], "regime": wanted["regime"]}
+        decisions = len(store.entries(problem=wanted["problem"], **place))
+        measurements = store.forget(wanted["problem"], **place)
+    if args.json:
+        print(json.dumps({"entries": decisions, "measurements": measurements}))
+    else:
+        print(
+            f"{decisions} entries and {measurements} measurements of "
+            f"{wanted['problem'].label()} deleted"
+        )
+    return 0 if decisions or measurements else 1
+
+
+def _url(args: argparse.Namespace) -> str:
+    return args.store or settings.store_url()
+
+
+def _source(args: argparse.Namespace) -> str:
+    path = sqlite_file(_url(args))
+    return "store" if path is None else str(path)
+
+
+def _entries(args: argparse.Namespace) -> list[Entry]:
+    """Every entry; an SQLite file is read with the standard library and never made."""
+    path = sqlite_file(_url(args))
+    if path is None:
+        with open_store(_url(args)) as store:
+            return with_shipped(store.entries())
+    if args.store and not path.exists():
+        raise StoreError(f"store {path} does not exist (a sweep or an import makes it)")
+    return entries(path)
+
+
+def _problem(args: argparse.Namespace) -> Problem | None:
+    if args.shape is None:
+        return None
+    return PROBLEMS[args.op or "attention"].parse(args.shape)
+
+
+def _regime(args: argparse.Namespace, problem: Problem | None) -> Regime | None:
+    """What the options name; half of one is completed from the problem's default."""
+    if args.regime is None and args.l2 is None:
+        return None
+    op = problem.op if problem else (args.op or "attention")
+    default = Regime.default(op)
+    return Regime(args.regime or default.launch, args.l2 or default.l2)
+
+
+def _wanted(args: argparse.Namespace, known: Sequence[Entry]) -> dict[str, Any]:
+    """The filters of `Store.entries` and `Store.export` that the options name."""
+    problem = _problem(args)
+    provenance = getattr(args, "provenance", None)
+    return {
+        "op": args.op,
+        "problem": problem,
+        "gpu": find_gpu(args.gpu, known) if args.gpu else None,
+        "regime": _regime(args, problem),
+        "provenance": Provenance(provenance) if provenance else None,
+    }
+
+
+def _one(args: argparse.Namespace, store: Store) -> tuple[Problem, Gpu, Regime]:
+    """The problem, GPU and regime of a command that changes one entry."""
+    problem = PROBLEMS[args.op].parse(args.shape)
+    gpu = find_gpu(args.gpu, store.entries()) if args.gpu else _detected()
+    return problem, gpu or DEFAULT_GPU, _regime(args, problem) or Regime.default(problem.op)
+
+
+def _detected() -> Gpu | None:
+    from tuner.device import detect
+
+    return detect()
+
+
+def _environment() -> Environment:
+    """What a sweep would record of this machine, as far as it is known without torch."""
+    from tuner.device import environment
+    from tuner.families.vendor import installed_versions
+
+    return Environment({**environment().facts, **installed_versions()})
+
+
+def _answer(args: argparse.Namespace) -> Answer | None:
+    """Look a shape up; on a miss say so on standard error."""
+    problem = PROBLEMS[args.op].parse(args.shape)
+    regime = _regime(args, problem) or Regime.default(problem.op)
+    known = _entries(args)
+    gpu = find_gpu(args.gpu, known) if args.gpu else _detected()
+    here = None
+    if gpu and not args.gpu:
+        here = _environment()
+    path = sqlite_file(_url(args))
+    answer = lookup(
+        problem,
+        gpu=gpu,
+        regime=regime,
+        path=path,
+        allow_other_gpu=args.allow_other_gpu,
+        environment=here,
+        among=known if path is None else None,
+    )
+    if answer is None:
+        name = (gpu or DEFAULT_GPU).name
+        others = sorted({f"{e.gpu.name} ({e.regime})" for e in known if e.problem == problem})
+        hint = f"; known for {', '.join(others)}" if others else ""
+        message = (
+            f"tuner: nothing known for {problem.op} {problem.label()} on {name} ({regime}){hint}"
+        )
+        print(message, file=sys.stderr)
+        if args.json:
+            print("null")
+    return answer

@@ -1,0 +1,230 @@
+"""``tuner legality``: does a family's legality predicate agree with the compiler and the GPU?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tuner.config import Config
+    from tuner.families.base import Family
+    from tuner.hardware import Gpu
+    from tuner.measurement import Measurement, Resources
+    from tuner.problem import Problem
+    from tuner.runners.base import Runner
+
+#: What is drawn from: every mask, data type and layout of the operation, tails among the lengths.
+SHAPES: dict[str, tuple[str, ...]] = {
+    "attention": (
+        "S=1024,D=64",
+        "S=1024,D=64,causal=1",
+        "B=2,H=4,S=1000,D=64,dtype=bf16",
+        "B=2,H=8,S=512,D=128,layout=bshd",
+        "B=1,H=8,SQ=384,SKV=1536,D=128,causal=1",
+        "B=2,H=4,S=640,D=256",
+        "B=2,H=4,S=768,D=32",
+    ),
+    "gemm": (
+        "M=4096,N=4096,K=4096",
+        "M=2048,N=1536,K=1024,layout_a=row,layout_b=row",
+        "M=1024,N=2048,K=512,layout_a=col,layout_b=col,dtype=bf16",
+        "M=512,N=768,K=256,layout_a=col,layout_b=row,B=4",
+        "M=1024,N=1024,K=64,B=16,dtype_d=fp32",
+        "M=16,N=4096,K=4096",
+        "M=1000,N=1016,K=1032",
+    ),
+    "softmax": (
+        "M=1024,N=1024,B=16",
+        "M=1024,N=1024,B=16,causal=1",
+        "M=512,N=4096,B=4,dtype=bf16",
+        "M=333,N=1000,B=3",
+        "M=2048,N=130,B=2,SQ=1024,causal=1",
+    ),
+}
+_MAX_DRAWS = 100_000
+#: Kernels of a unit: most rejected configs fail, and would cost their neighbours a second compile.
+_UNIT, _REJECTED_UNIT = 4, 1
+#: A rejected config whose accumulators spill keeps ptxas busy for many minutes. A kernel that takes
+#: longer than this is not worth having: it counts as one that does not compile.
+REJECTED_TIMEOUT_S = 120.0
+_PROGRESS_EVERY = 10
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One drawn config, and what the predicate says of it."""
+
+    problem: Problem
+    config: Config
+    violations: tuple[str, ...]
+
+
+def register(subparsers: Any) -> None:
+    """Add the command."""
+    parser = subparsers.add_parser(
+        "legality",
+        help="measure how well a family's legality predicate predicts the compiler and the GPU",
+    )
+    parser.add_argument("--family", required=True, help="a kernel family that is compiled")
+    parser.add_argument("--legal", type=int, default=60, help="legal configs to draw (default 60)")
+    parser.add_argument("--rejected", type=int, default=40, help="rejected ones (default 40)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=None, help="parallel compiles")
+    parser.add_argument("--output", type=Path, help="write every draw's outcome as JSON")
+    parser.set_defaults(run=run)
+
+
+def draw(
+    family: Family, gpu: Gpu, legal: int, rejected: int, rng: random.Random
+) -> tuple[list[Draw], list[Draw]]:
+    """Draw distinct configs until there are enough legal and enough rejected ones.
+
+    Gives up, with fewer, after 100,000 draws: a small space has no more.
+    """
+    from tuner.problem import PROBLEMS
+
+    problems = [PROBLEMS[family.op].parse(text) for text in SHAPES[family.op]]
+    spaces = [(p, space) for p in problems if (space := family.space(p, gpu))]
+    accepted: dict[str, Draw] = {}
+    refused: dict[str, Draw] = {}
+    for _ in range(_MAX_DRAWS if spaces else 0):
+        if len(accepted) >= legal and len(refused) >= rejected:
+            break
+        problem, space = rng.choice(spaces)
+        config = family.draw(problem, gpu, space, rng)
+        found = Draw(problem, config, tuple(family.violations(problem, config, gpu)))
+        pool, wanted = (refused, rejected) if found.violations else (accepted, legal)
+        if len(pool) < wanted:
+            pool.setdefault(problem.key + config.digest, found)
+    return list(accepted.values()), list(refused.values())
+
+
+def evaluate(runner: Runner, draws: Sequence[Draw]) -> Iterator[tuple[Draw, Measurement]]:
+    """Compile, check and time every draw; each is given when it is done, in the runner's order."""
+    by_identity = {d.problem.key + d.config.digest: d for d in draws}
+    waiting = list(by_identity.values())
+    in_flight = 0
+    while waiting or in_flight:
+        while waiting and in_flight < runner.capacity:
+            item = waiting.pop(0)
+            runner.submit(item.problem, [item.config])
+            in_flight += 1
+        collected = runner.collect()
+        in_flight -= 1
+        for seen in collected:
+            yield by_identity[seen.problem.key + seen.config.digest], seen
+
+
+def summary(outcomes: Sequence[tuple[Draw, Measurement]]) -> dict[str, Any]:
+    """Counts and the shares that a predicate is judged by."""
+    legal = [m for d, m in outcomes if not d.violations]
+    refused = [m for d, m in outcomes if d.violations]
+    compiled = [m for m in legal if m.status != "compile_error"]
+    passed = [m for m in compiled if m.ok]
+    # A kernel that spills runs, many times slower: the register budgets are there to reject it.
+    spilling = [m for m in refused if m.ok and any(_spills(r) for r in m.resources.values())]
+    worked = [m for m in refused if m.ok and m not in spilling]
+    return {
+        "legal": len(legal),
+        "compiled": len(compiled),
+        "compiled_share": len(compiled) / len(legal) if legal else None,
+        "passed": len(passed),
+        "passed_share": len(passed) / len(compiled) if compiled else None,
+        "rejected": len(refused),
+        "rejected_that_work": len(worked),
+        "rejected_that_work_share": len(worked) / len(refused) if refused else None,
+        "rejected_that_spill": len(spilling),
+        "legal_that_spill": sum(any(_spills(r) for r in m.resources.values()) for m in passed),
+        "legal_statuses": dict(Counter(m.status.value for m in legal)),
+        "rejected_statuses": dict(Counter(m.status.value for m in refused)),
+    }
+
+
+def _spills(used: Resources) -> bool:
+    return used.spill_store_bytes + used.spill_load_bytes > 0
+
+
+def report(
+    family: Family, gpu: Gpu, seed: int, drawn: int, outcomes: Sequence[tuple[Draw, Measurement]]
+) -> dict[str, Any]:
+    """What the command writes: `summary`, and every outcome so far of the `drawn` ones."""
+    return {
+        "family": family.name,
+        "gpu": gpu.name,
+        "seed": seed,
+        "drawn": drawn,
+        **summary(outcomes),
+        "draws": [
+            {
+                "problem": d.problem.label(),
+                "config": d.config.to_json(),
+                "violations": list(d.violations),
+                "status": m.status.value,
+                "error": m.error,
+                "log": m.log[-400:] if not m.ok else "",
+            }
+            for d, m in outcomes
+        ],
+    }
+
+
+def save(path: Path, content: dict[str, Any]) -> None:
+    """Write beside and rename: a run that is cut off leaves what it had last."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(json.dumps(content, indent=1) + "\n")
+    partial.replace(path)
+
+
+def progress(outcomes: Sequence[tuple[Draw, Measurement]], drawn: int) -> str:
+    """One line, as ``20 of 100: 17 ok, 3 compile_error``."""
+    counts = Counter(m.status.value for _, m in outcomes).most_common()
+    return f"{len(outcomes)} of {drawn}: " + ", ".join(f"{n} {status}" for status, n in counts)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Draw, evaluate, print the shares; the exit code does not judge them."""
+    from tuner.artifacts import ArtifactCache
+    from tuner.compiler import NVCC_TIMEOUT_S, Compiler, find_toolchain
+    from tuner.device import detect
+    from tuner.errors import BenchmarkError, ConfigError
+    from tuner.families import family as find_family
+    from tuner.measurement import Regime
+    from tuner.runners.local import LocalRunner
+
+    family = find_family(args.family)
+    if family.is_vendor:
+        raise ConfigError(f"{family.name} is a vendor's kernel: nothing is compiled")
+    gpu = detect(args.device)
+    if gpu is None:
+        raise BenchmarkError("no GPU found: legality is measured on a Hopper GPU")
+    legal, rejected = draw(family, gpu, args.legal, args.rejected, random.Random(args.seed))
+    drawn = len(legal) + len(rejected)
+    outcomes: list[tuple[Draw, Measurement]] = []
+    if args.output:  # at once: a path that cannot be written should not cost the whole run
+        save(args.output, report(family, gpu, args.seed, drawn, outcomes))
+    parts = ((legal, _UNIT, NVCC_TIMEOUT_S), (rejected, _REJECTED_UNIT, REJECTED_TIMEOUT_S))
+    for draws, unit, timeout_s in parts:
+        tools, cache = find_toolchain(), ArtifactCache()
+        with Compiler(tools, cache, args.jobs, unit, timeout_s) as compiler:
+            runner = LocalRunner(args.device, Regime.default(family.op), compiler)
+            try:
+                for outcome in evaluate(runner, draws):
+                    outcomes.append(outcome)
+                    if len(outcomes) % _PROGRESS_EVERY == 0:
+                        print(progress(outcomes, drawn), file=sys.stderr, flush=True)
+                    if args.output:
+                        save(args.output, report(family, gpu, args.seed, drawn, outcomes))
+            finally:
+                runner.close()
+    result = report(family, gpu, args.seed, drawn, outcomes)
+    shown = {key: value for key, value in result.items() if key != "draws"}
+    sys.stdout.write(json.dumps(shown, indent=1) + "\n")
+    return 0

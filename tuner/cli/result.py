@@ -1,0 +1,120 @@
+"""What a sweep prints at its end."""
+
+from __future__ import annotations
+
+from tuner.cli.describe import (
+    WIDTH,
+    config_lines,
+    microseconds,
+    ratio_text,
+    short_name,
+    table,
+    wrapped,
+)
+from tuner.measurement import Measurement, Provenance
+from tuner.outcome import Outcome
+from tuner.problem import AttentionProblem
+from tuner.store.entry import Entry, is_vendor
+
+CAVEATS = {
+    Provenance.REPLAYED: "REPLAYED from a recorded sweep: measured on {gpu}, not on this machine",
+    Provenance.PREDICTED: "PREDICTED for {gpu}: estimates, nothing was measured",
+}
+
+
+def outcome_text(outcome: Outcome, store: str) -> str:
+    """The table of a sweep and what belongs under it.
+
+    Args:
+        outcome: how it ended.
+        store: where it was stored.
+    """
+    head = f"{outcome.problem.op} {outcome.problem.label()} on {outcome.gpu.name}, {outcome.regime}"
+    lines = [head]
+    if outcome.provenance in CAVEATS:
+        lines.append(CAVEATS[outcome.provenance].format(gpu=outcome.gpu.name))
+    entry = outcome.entry
+    if entry is None:
+        return "\n".join([*lines, "interrupted before any candidate passed"])
+    configs = _config_lines(entry)
+    lines += ["", _ranking_table(entry), "", *configs, *([""] if configs else [])]
+    if entry.ratios:
+        lines += wrapped(f"own / vendor: {ratio_text(entry)}")
+    elif entry.best_own is None:
+        lines.append("own / vendor: no own kernel passed")
+    else:
+        lines.append("own / vendor: no vendor kernel was measured")
+    lines += [f"flagged: {short_name(m)}: {', '.join(m.flags)}" for m in _shown(entry) if m.flags]
+    for name, why in outcome.unavailable.items():
+        lines += wrapped(f"not measured: {name}: {why}")
+    lines.append(_effort_text(outcome))
+    if outcome.failures:
+        counts = sorted(outcome.failures.items(), key=lambda item: (-item[1], item[0]))
+        lines += wrapped("failed: " + ", ".join(f"{n} {status}" for status, n in counts))
+    if outcome.interrupted:
+        lines.append("interrupted: this is the best so far")
+    lines.append(f"stored as {outcome.provenance} in {store}")
+    return "\n".join(lines)
+
+
+def _effort_text(outcome: Outcome) -> str:
+    minutes, seconds = divmod(round(outcome.elapsed_s), 60)
+    known = f", {outcome.resumed} sets known before" if outcome.resumed else ""
+    return (
+        f"{outcome.candidates} own candidates of {outcome.kernels} sets of kernels in "
+        f"{minutes} min {seconds:02d} s{known}"
+    )
+
+
+def _ranking_table(entry: Entry) -> str:
+    """Winner, runner-up, best own kernel and every baseline, each once."""
+    heading = ("role", "kernel", "us", "us/head", "TFLOP/s", "deviation", "workspace")
+    rows: list[tuple[str, ...]] = [heading]
+    rows += [(_roles(entry, m), short_name(m), *_numbers(m)) for m in _shown(entry)]
+    if not isinstance(entry.problem, AttentionProblem):
+        rows = [row[:3] + row[4:] for row in rows]
+    return table(rows, right=frozenset(range(2, len(rows[0]))))
+
+
+def _config_lines(entry: Entry) -> list[str]:
+    """The own configs of the table in full, each under the name that the table gives it."""
+    lines = []
+    for m in _shown(entry):
+        if not is_vendor(m.config):
+            lines.append(f"{short_name(m)} ({_roles(entry, m)})")
+            lines += [f"  {line}" for line in config_lines(m.config, WIDTH - 2)]
+    return lines
+
+
+def _shown(entry: Entry) -> list[Measurement]:
+    return [m for m in entry.ranking if _roles(entry, m)]
+
+
+def _roles(entry: Entry, m: Measurement) -> str:
+    roles = []
+    if m is entry.ranking[0]:
+        roles.append("winner")
+    elif m is entry.ranking[1]:
+        roles.append("runner-up")
+    if m is entry.best_own:
+        roles.append("best own")
+    if is_vendor(m.config):
+        roles.append("baseline")
+    return ", ".join(roles)
+
+
+def _numbers(m: Measurement) -> tuple[str, str, str, str, str]:
+    problem, latency = m.problem, m.latency_us or 0.0
+    heads = problem.batch * problem.heads_q if isinstance(problem, AttentionProblem) else 1
+    deviation = "-" if m.std_us is None or not latency else f"{100 * m.std_us / latency:.1f} %"
+    return (
+        microseconds(m.latency_us),
+        f"{latency / heads:.3f}",
+        "-" if m.tflops is None else f"{m.tflops:.0f}",
+        deviation,
+        _bytes(m.workspace_bytes),
+    )
+
+
+def _bytes(size: int) -> str:
+    return f"{size / 1e6:.1f} MB" if size >= 1_000_000 else f"{size} B"

@@ -1,0 +1,173 @@
+"""``tuner sweep``: tune one problem or many."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tuner import settings
+from tuner.cli.artifacts import parse_size
+from tuner.errors import ConfigError
+from tuner.problem import PROBLEMS
+
+if TYPE_CHECKING:
+    from tuner.job import JobOptions, JobResult
+    from tuner.problem import Problem
+
+DESCRIPTION = """Searches the fastest kernel of a problem among every family that serves it and the
+vendors' kernels, verifies it, and stores the decision. Candidates that the store holds from this
+environment are not measured again, so a killed sweep goes on where it stopped. Without a GPU the
+recorded sweep of the problem is replayed, or candidates are ranked by predicted time; either is
+stored and shown as what it is."""
+
+
+def register(subparsers: Any) -> None:
+    """Add the command."""
+    parser = subparsers.add_parser(
+        "sweep", help="tune one problem or many", description=DESCRIPTION
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument(
+        "--shape",
+        metavar="KEY=VALUE,...",
+        help="; ".join(f"{name}: {', '.join(cls.keys)}" for name, cls in PROBLEMS.items()),
+    )
+    what.add_argument(
+        "--problems",
+        type=Path,
+        metavar="FILE",
+        help="YAML or JSON list of shapes; skips what is tuned for this environment",
+    )
+    parser.add_argument("--op", choices=sorted(PROBLEMS), default="attention")
+    _budget(parser)
+    _how(parser)
+    parser.add_argument("--store", metavar="URL", help="SQLAlchemy URL or SQLite file")
+    parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
+    parser.set_defaults(run=run)
+
+
+def _budget(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--family", action="append", metavar="NAME", help="own family to try; may be repeated"
+    )
+    parser.add_argument(
+        "--effort",
+        choices=("quick", "full"),
+        default="quick",
+        help="quick: under 5 minutes on 16 cores (default); full: 200 kernels a family",
+    )
+    parser.add_argument(
+        "--trials", type=int, metavar="N", help="sets of compiled kernels, those known included"
+    )
+    parser.add_argument(
+        "--time-limit", type=float, metavar="SECONDS", help="start no candidate after this"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the search (default 0)")
+    parser.add_argument("--sampler", help="tpe or gp (default: gp where torch is installed)")
+
+
+def _how(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--regime", choices=("graph", "eager"), help="how it is launched (default graph)"
+    )
+    parser.add_argument(
+        "--l2",
+        choices=("warm", "cold"),
+        help="state of the inputs (default: cold for gemm, else warm)",
+    )
+    parser.add_argument(
+        "--max-workspace", metavar="SIZE", help="memory beside the operands, as in 512MB"
+    )
+    parser.add_argument("--device", type=int, default=0, help="CUDA device (default 0)")
+    parser.add_argument(
+        "--jobs", type=int, metavar="N", help="nvcc processes at a time (default: the cores)"
+    )
+    parser.add_argument(
+        "--replay", action="store_true", help="replay or predict even where a GPU is"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Sweep; 0 when everything was decided."""
+    from tuner.cli.display import create_display
+    from tuner.job import Job
+    from tuner.runners.choose import Machine, Runners
+    from tuner.store import open_store
+    from tuner.watch import Interruption
+
+    problems, options = _problems(args), _options(args)
+    for name, value, least in (("device", args.device, 0), ("jobs", args.jobs, 1)):
+        if value is not None and value < least:
+            raise ConfigError(f"{name}={value} is out of range (allowed: {least} or more)")
+    machine = Machine(args.device, args.jobs, options.sweep.max_workspace, args.replay)
+    url = args.store or settings.store_url()
+    with (
+        open_store(url) as store,
+        Interruption() as interruption,
+        create_display(url, show_results=not args.json) as display,
+        Runners(machine, display.note) as runners,
+    ):
+        job = Job(problems, runners, store, options, watcher=display, interruption=interruption)
+        result = job.run()
+    if args.shape and result.failed:
+        raise result.failed[0][1]
+    if args.json:
+        print(json.dumps(_document(args, result, url)))
+    return _report(result)
+
+
+def _problems(args: argparse.Namespace) -> list[Problem]:
+    from tuner.job import parse_problem, read_problems
+
+    if args.problems is not None:
+        return read_problems(args.problems, args.op)
+    return [parse_problem(args.shape, args.op)]
+
+
+def _options(args: argparse.Namespace) -> JobOptions:
+    from tuner.job import JobOptions
+    from tuner.sweep import SweepOptions
+
+    size = args.max_workspace
+    sweep = SweepOptions(
+        families=tuple(args.family or ()),
+        effort=args.effort,
+        trials=args.trials,
+        time_limit_s=args.time_limit,
+        max_workspace=None if size is None else parse_size(size, "--max-workspace"),
+        seed=args.seed,
+        sampler=args.sampler,
+    )
+    return JobOptions(sweep, args.regime, args.l2, skip_tuned=args.problems is not None)
+
+
+def _document(args: argparse.Namespace, result: JobResult, url: str) -> dict[str, Any]:
+    """One problem's outcome, or those of a job."""
+    outcomes = [{**outcome.to_json(), "store": url} for outcome in result.outcomes]
+    if args.shape and outcomes:
+        return outcomes[0]
+    return {
+        "outcomes": outcomes,
+        "skipped": [problem.to_json() for problem in result.skipped],
+        "failed": [{"problem": p.to_json(), "error": str(exc)} for p, exc in result.failed],
+        "interrupted": result.interrupted,
+    }
+
+
+def _report(result: JobResult) -> int:
+    """Say on standard error what did not end well; the exit code."""
+    from tuner.cli import DONE, FAILED, INTERRUPTED
+
+    for problem in result.skipped:
+        print(f"tuner: {problem.op} {problem.label()} is tuned already", file=sys.stderr)
+    for problem, exc in result.failed:
+        print(f"tuner: {problem.op} {problem.label()}: {exc}", file=sys.stderr)
+    if result.interrupted:
+        found = any(outcome.ranking for outcome in result.outcomes)
+        kept = "the best so far is stored" if found else "no candidate had passed yet"
+        print(f"tuner: interrupted; {kept}", file=sys.stderr)
+        return INTERRUPTED
+    return FAILED if result.failed else DONE
