@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import pwd
+import shutil
+import subprocess
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
+import sqlalchemy as sa
 
 from tuner import settings
 from tuner.errors import TunerError
@@ -71,3 +79,100 @@ def needs(request: pytest.FixtureRequest, isolated: None) -> Iterator[None]:
             if reason := request.getfixturevalue(fixture):
                 pytest.skip(reason)
     yield
+
+
+def postgres_program(name: str) -> str | None:
+    """A program of PostgreSQL's server; distributions keep them out of PATH."""
+    places = sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
+    path = os.pathsep.join([os.environ.get("PATH", ""), *map(str, places)])
+    return shutil.which(name, path=path)
+
+
+class PostgresServer:
+    """A server of this run's own, reached through a socket in its folder."""
+
+    def __init__(self) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="tuner-pg-"))
+        # The server refuses to run as root: then it runs as a user that may do less.
+        self._user: dict[str, Any] = {}
+        if os.geteuid() == 0:
+            names = {entry.pw_name for entry in pwd.getpwall()}
+            user = "postgres" if "postgres" in names else "nobody"
+            shutil.chown(self._folder, user)
+            self._user = {"user": user, "group": pwd.getpwnam(user).pw_gid, "extra_groups": []}
+        options = ["-D", str(self._data), "-U", "tuner", "-A", "trust", "-E", "UTF8", "--no-sync"]
+        self._run([postgres_program("initdb"), *options])
+        self.start()
+
+    @property
+    def _data(self) -> Path:
+        return self._folder / "data"
+
+    @property
+    def url(self) -> str:
+        return f"postgresql+psycopg://tuner@/postgres?host={self._folder}"
+
+    def _run(self, command: list[Any]) -> None:
+        subprocess.run(command, check=True, capture_output=True, cwd=self._folder, **self._user)
+
+    def start(self) -> None:
+        """After `kill` too: children of the killed server may hold its memory for a moment."""
+        quick = ["-c", "fsync=off", "-c", "listen_addresses=", "-k", str(self._folder)]
+        command = [str(postgres_program("postgres")), "-D", str(self._data), *quick]
+        engine = sa.create_engine(self.url, poolclass=sa.NullPool)
+        deadline = time.monotonic() + 60
+        self._process = self._launch(command)
+        while True:
+            try:
+                engine.connect().close()
+                return
+            except sa.exc.OperationalError:
+                if time.monotonic() > deadline:
+                    raise
+            if self._process.poll() is not None:
+                self._process = self._launch(command)
+            time.sleep(0.1)
+
+    def _launch(self, command: list[str]) -> subprocess.Popen[bytes]:
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        options = {**quiet, "cwd": self._folder, "start_new_session": True, **self._user}
+        return subprocess.Popen(command, **options)
+
+    def kill(self) -> None:
+        """As ``kill -9`` of the server: its children end when they see that it is gone."""
+        self._process.kill()
+        self._process.wait()
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator[PostgresServer]:
+    """A PostgreSQL server that the tests start themselves."""
+    missing = [name for name in ("initdb", "postgres") if postgres_program(name) is None]
+    if missing:
+        pytest.skip(f"PostgreSQL's {' and '.join(missing)} not found (Debian: postgresql)")
+    server = PostgresServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def create_postgres_url(postgres_server: PostgresServer) -> Iterator[Callable[[], str]]:
+    """Gives the URL of a fresh, empty schema with each call."""
+    engine = sa.create_engine(postgres_server.url, poolclass=sa.NullPool)
+    schemas = []
+
+    def create() -> str:
+        schemas.append(f"tuner_{uuid.uuid4().hex[:12]}")
+        with engine.begin() as connection:
+            connection.execute(sa.text(f"CREATE SCHEMA {schemas[-1]}"))
+        return f"{postgres_server.url}&options=-csearch_path%3D{schemas[-1]}"
+
+    yield create
+    with engine.begin() as connection:
+        for schema in schemas:
+            connection.execute(sa.text(f"DROP SCHEMA {schema} CASCADE"))

@@ -32,6 +32,12 @@ if TYPE_CHECKING:
     from tuner.problem import GemmProblem as GemmProblem
     from tuner.problem import SoftmaxProblem as SoftmaxProblem
     from tuner.runtime.attention import attention as attention
+    from tuner.runtime.counters import stats as stats
+    from tuner.runtime.enable import disable as disable
+    from tuner.runtime.enable import enable as enable
+    from tuner.runtime.enable import enabled as enabled
+    from tuner.runtime.products import linear as linear
+    from tuner.runtime.products import matmul as matmul
     from tuner.sweep import sweep as sweep
 
 __version__ = "0.1.0"
@@ -56,7 +62,13 @@ _HOMES = {
     "StoreError": "tuner.errors",
     "TunerError": "tuner.errors",
     "attention": "tuner.runtime",
+    "disable": "tuner.runtime",
+    "enable": "tuner.runtime",
+    "enabled": "tuner.runtime",
+    "linear": "tuner.runtime",
     "lookup": "tuner.lookup",
+    "matmul": "tuner.runtime",
+    "stats": "tuner.runtime",
     "sweep": "tuner.sweep",
 }
 

@@ -27,7 +27,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -263,6 +263,14 @@ class ArtifactCache:
             freed += sum(size for file, size in files[folder].items() if links[file] == 0)
         return removed, freed
 
+    def remove(self, key: str) -> bool:
+        """Remove one artifact; False when it is locked.
+
+        Raises:
+            StoreError: when the cache folder cannot be written.
+        """
+        return self._remove(self.root / key)
+
     def _all_folders(self) -> list[Path]:
         return [self.root / key for key in self.keys()] + _folders(self.root / ".quarantine")
 
@@ -327,6 +335,11 @@ class LoadedKernel:
         self._workspace.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
         self._launch.argtypes = [ctypes.c_void_p] * 5
 
+    @property
+    def address(self) -> int:
+        """Where the launch function lies in this process."""
+        return int(ctypes.cast(self._launch, ctypes.c_void_p).value or 0)
+
     def workspace_bytes(self, integers: Sequence[int]) -> int:
         """Bytes of workspace that a launch with `integers` needs.
 
@@ -351,14 +364,22 @@ class LoadedKernel:
         Raises:
             BenchmarkError: when CUDA or CUTLASS refuses; `status` says which kind.
         """
-        code = self._launch(
-            (ctypes.c_void_p * len(tensors))(*tensors),
+        self.bind(integers, scalars)(tensors, workspace, stream)
+
+    def bind(
+        self, integers: Sequence[int], scalars: Sequence[float]
+    ) -> Callable[[Sequence[int], int, int], None]:
+        """`launch` with these arguments made ready: call(tensors, workspace, stream)."""
+        arguments = (
             (ctypes.c_int64 * len(integers))(*integers),
             (ctypes.c_double * len(scalars))(*scalars),
-            workspace,
-            stream,
         )
-        self._check("launch", code)
+
+        def launch(tensors: Sequence[int], workspace: int, stream: int) -> None:
+            pointers = (ctypes.c_void_p * len(tensors))(*tensors)
+            self._check("launch", self._launch(pointers, *arguments, workspace, stream))
+
+        return launch
 
     def _check(self, what: str, code: int) -> None:
         if code == 0:

@@ -21,7 +21,7 @@ from tuner.artifacts import LoadedKernel
 from tuner.config import Config
 from tuner.device import Device, Graph, Pool
 from tuner.errors import BenchmarkError
-from tuner.families.base import Family
+from tuner.families.base import LSE, Family, Ref
 from tuner.hardware import Gpu
 from tuner.measurement import Clocks, Regime, Status
 from tuner.problem import Operand, Problem
@@ -76,6 +76,8 @@ class Subject(ABC):
     """Its own temporary buffers: the family's scratch."""
     workspace_bytes = 0
     """Its kernels' workspaces together."""
+    temporary_bytes = 0
+    """What a call allocates by itself beside its output, seen when it was checked."""
 
     @abstractmethod
     def bind(self, buffers: Mapping[str, int], scale: float, *, deliver: bool = False) -> Call:
@@ -126,7 +128,7 @@ class CompiledSubject(Subject):
         prepared = [
             (
                 self._kernels[launch.kernel],
-                [buffers[ref.operand] + ref.offset_bytes for ref in launch.tensors],
+                [_address(buffers, ref) for ref in launch.tensors],
                 launch.integers,
                 launch.scalars,
                 buffers[WORKSPACE] + offset,
@@ -146,6 +148,13 @@ class CompiledSubject(Subject):
                 call()
 
         return self._device.capture(work)
+
+
+def _address(buffers: Mapping[str, int], ref: Ref) -> int:
+    """Where a launch finds a tensor; null for the log-sum-exp where nobody wants it."""
+    if ref.operand == LSE and LSE not in buffers:
+        return 0
+    return buffers[ref.operand] + ref.offset_bytes
 
 
 class _CudaArray:
@@ -169,17 +178,21 @@ class VendorSubject(Subject):
     def __init__(self, device: Device, family: Family, problem: Problem, config: Config) -> None:
         """Imports torch, and makes the device's stream its current one.
 
+        A vendor that wants another layout than the problem's (`Family.handed_over`) gets copies
+        of the inputs, made when a call is bound and no part of it.
+
         Raises:
             BenchmarkError: with status UNAVAILABLE where there is no torch; `bind` raises it
                 where the vendor cannot serve the problem.
         """
         self._device, self._family, self._problem, self._config = device, family, problem, config
+        self._wanted = family.handed_over(problem, config)
         self._torch = import_torch(device)
         self._callables: dict[float, Callable[..., Any]] = {}
 
     def _callable(self, scale: float) -> Callable[..., Any]:
         if scale not in self._callables:
-            made = self._family.vendor_call(self._problem, self._config, scale)
+            made = self._family.vendor_call(self._wanted, self._config, scale)
             if isinstance(made, str):
                 raise BenchmarkError(made, status=Status.UNAVAILABLE)
             self._callables[scale] = made
@@ -190,27 +203,49 @@ class VendorSubject(Subject):
         tensor = self._torch.as_tensor(array, device=f"cuda:{self._device.index}")
         return tensor.view(getattr(self._torch, operand.dtype))
 
+    def _input(self, pointer: int, here: Operand, wanted: Operand) -> Any:
+        """An input as the vendor wants it: the buffer itself, or a copy with other strides."""
+        tensor = self._tensor(pointer, here)
+        if here.strides == wanted.strides:
+            return tensor
+        empty = self._torch.empty_strided
+        made = empty(wanted.shape, wanted.strides, dtype=tensor.dtype, device=tensor.device)
+        return made.copy_(tensor)
+
     def bind(self, buffers: Mapping[str, int], scale: float, *, deliver: bool = False) -> Call:
         function = self._callable(scale)
-        *inputs, output = (
-            self._tensor(buffers[operand.name], operand) for operand in self._problem.operands
-        )
+        *here, last = self._problem.operands
+        *wanted, _ = self._wanted.operands
+        inputs = [
+            self._input(buffers[one.name], one, other)
+            for one, other in zip(here, wanted, strict=True)
+        ]
+        output = self._tensor(buffers[last.name], last)
         torch = self._torch
 
         def call() -> Any:
             with torch.no_grad():
-                result = function(*inputs)
-                if deliver:
-                    if tuple(result.shape) != tuple(output.shape):
-                        raise BenchmarkError(
-                            f"{self._family.name} returned shape {tuple(result.shape)}, "
-                            f"wanted {tuple(output.shape)}",
-                            status=Status.WRONG_RESULT,
-                        )
-                    output.copy_(result)
-            return result
+                return function(*inputs)
 
-        return call
+        def call_and_deliver() -> None:
+            torch.cuda.reset_peak_memory_stats()
+            before = self._requested("current")
+            result = call()
+            used = self._requested("peak") - before - last.bytes
+            self.temporary_bytes = max(self.temporary_bytes, used)
+            if tuple(result.shape) != tuple(output.shape):
+                raise BenchmarkError(
+                    f"{self._family.name} returned shape {tuple(result.shape)}, "
+                    f"wanted {tuple(output.shape)}",
+                    status=Status.WRONG_RESULT,
+                )
+            output.copy_(result)
+
+        return call_and_deliver if deliver else call
+
+    def _requested(self, which: str) -> int:
+        """Bytes that were asked of torch's allocator, now or at the peak."""
+        return int(self._torch.cuda.memory_stats()[f"requested_bytes.all.{which}"])
 
     def capture(self, calls: Iterable[Call]) -> Any:
         torch = self._torch

@@ -8,6 +8,7 @@
     ├── CompileError               nvcc missing or refusing; carries ``command`` and ``log``
     ├── BenchmarkError             a kernel that could not be run or timed; carries ``status``
     ├── StoreError                 a database that cannot be opened, read or written
+    │   └── LeaseLostError         a job's problem that another controller works on by now
     └── NoValidConfigError         no candidate passed
 
 A cache miss is None and a failed candidate is a measurement with a status: neither is an error.
@@ -47,6 +48,10 @@ class BenchmarkError(TunerError):
 
 class StoreError(TunerError):
     """The database cannot be opened, read or written."""
+
+
+class LeaseLostError(StoreError):
+    """The lease on a job's problem is gone: whoever held it must not write."""
 
 
 class NoValidConfigError(TunerError):

@@ -1,22 +1,27 @@
-"""Sweep many problems: compile for the next while timing the present one, skip what is tuned."""
+"""Many problems with one set of options: what a job is, and `Job`, which sweeps them here and now.
+
+While one problem's finalists are timed the next one's kernels compile; what is tuned is skipped. A
+job that is stored instead (`tuner.store.jobs`) is worked off by controllers (`tuner.controller`).
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from tuner.errors import ConfigError, StoreError, TunerError
 from tuner.families import families_of
-from tuner.measurement import Regime
+from tuner.measurement import Provenance, Regime
 from tuner.outcome import Outcome
 from tuner.problem import PROBLEMS, Problem
+from tuner.revalidate import widen
 from tuner.runners.base import Runner
 from tuner.runners.choose import Runners
-from tuner.store import Store
+from tuner.store import Store, SweepRecord
 from tuner.sweep import Catalogue, Sweep, SweepOptions, check_families
 from tuner.watch import Interruption, Watcher
 
@@ -34,10 +39,56 @@ class JobOptions:
     """L2 regime, in place of the operation's default."""
     skip_tuned: bool = True
     """Skip a problem whose sweep with equal settings ended in this environment."""
+    widen: bool = True
+    """Check what a sweep measured at shapes around its problem's (`revalidate.widen`); never
+    under a time limit."""
 
     def regime(self, problem: Problem) -> Regime:
         default = Regime.default(problem.op)
         return Regime(self.launch or default.launch, self.l2 or default.l2)
+
+    def check(self, problems: Iterable[Problem], catalogue: Catalogue = families_of) -> None:
+        """See that these options suit some problems.
+
+        Raises:
+            ConfigError: when a family that they name does not serve one of them.
+        """
+        Regime(self.launch or "graph", self.l2 or "warm")
+        for op in sorted({problem.op for problem in problems}):
+            check_families(self.sweep.families, op, catalogue(op))
+
+    def find_tuned(self, problem: Problem, runner: Runner, store: Store) -> SweepRecord | None:
+        """The sweep that tuned a problem already: with equal settings, in this environment."""
+        if not self.skip_tuned:
+            return None
+        found = store.find_sweep(
+            problem,
+            runner.gpu,
+            self.regime(problem),
+            runner.environment.digest,
+            self.sweep.digest(runner.provenance),
+        )
+        return found if found is not None and found.state == "done" else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Names and numbers only."""
+        data = asdict(self)
+        return {**data.pop("sweep"), **data}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """The inverse of `to_json`.
+
+        Raises:
+            ConfigError: when an option is unknown or out of range.
+        """
+        own = {name: data[name] for name in ("launch", "l2", "skip_tuned", "widen") if name in data}
+        rest = {name: value for name, value in data.items() if name not in own}
+        rest["families"] = tuple(rest.get("families", ()))
+        try:
+            return cls(SweepOptions(**rest), **own)
+        except TypeError as exc:
+            raise ConfigError(f"options of a job: {exc}") from exc
 
 
 @dataclass
@@ -68,8 +119,7 @@ class Job:
         interruption: Interruption | None = None,
         catalogue: Catalogue = families_of,
     ) -> None:
-        for op in sorted({problem.op for problem in problems}):
-            check_families(options.sweep.families, op, catalogue(op))
+        options.check(problems, catalogue)
         self._problems = list(dict.fromkeys(problems))
         self._runners = runners
         self._store = store
@@ -101,6 +151,14 @@ class Job:
                 outcome = sweep.run(partial(self._ahead, following))
                 result.outcomes.append(outcome)
                 self._watcher.finished(outcome)
+                widen_winner(
+                    outcome,
+                    self._runners.of(problem, outcome.regime),
+                    self._store,
+                    self._options,
+                    note=self._watcher.note,
+                    stopped=lambda: self._interruption.requested,
+                )
             except StoreError:
                 raise
             except TunerError as exc:
@@ -115,7 +173,7 @@ class Job:
         if problem not in self._sweeps:
             regime = self._options.regime(problem)
             runner = self._runners.of(problem, regime)
-            if self._options.skip_tuned and self._is_tuned(problem, regime, runner):
+            if self._options.find_tuned(problem, runner, self._store) is not None:
                 return None
             self._sweeps[problem] = Sweep(
                 problem,
@@ -142,15 +200,33 @@ class Job:
             except TunerError:
                 self._sweeps.pop(problem, None)
 
-    def _is_tuned(self, problem: Problem, regime: Regime, runner: Runner) -> bool:
-        found = self._store.find_sweep(
-            problem,
-            runner.gpu,
-            regime,
-            runner.environment.digest,
-            self._options.sweep.digest(runner.provenance),
-        )
-        return found is not None and found.state == "done"
+
+def widen_winner(
+    outcome: Outcome,
+    runner: Runner,
+    store: Store,
+    options: JobOptions,
+    *,
+    note: Callable[[str], None],
+    stopped: Callable[[], bool],
+) -> None:
+    """Let what a sweep decided serve the shapes around it; a fault there takes nothing from it.
+
+    Raises:
+        StoreError: when the store fails.
+    """
+    entry = outcome.entry
+    is_wanted = options.widen and options.sweep.time_limit_s is None and not outcome.interrupted
+    if not is_wanted or entry is None or outcome.provenance is not Provenance.MEASURED:
+        return
+    label = f"{outcome.problem.op} {outcome.problem.label()}"
+    note(f"{label}: checking the winner at the shapes around it")
+    try:
+        widen(entry, runner, store, stopped=stopped)
+    except StoreError:
+        raise
+    except TunerError as exc:
+        note(f"{label}: the winner serves no other shape: {exc}")
 
 
 def read_problems(path: Path, op: str = DEFAULT_OP) -> list[Problem]:

@@ -1,5 +1,8 @@
 """The read path: what is decided for a problem, from the user's store, then from what ships.
 
+A problem that nobody tuned is answered from the nearest tuned one, where the rule of
+`tuner.nearest` allows it.
+
 Needs the standard library only. A dict stands in front of SQLite; it is good as long as
 ``PRAGMA data_version`` and the file itself stay the same (under write-ahead logging the file's
 time does not change on a commit). Safe to call from several threads and after a fork.
@@ -12,7 +15,7 @@ import json
 import os
 import sqlite3
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -25,7 +28,16 @@ from tuner.hardware import DEFAULT_GPU, Gpu, gpu_by_name
 from tuner.measurement import Environment, Measurement, Regime
 from tuner.problem import Problem
 from tuner.store.base import REVISION, sqlite_file
-from tuner.store.entry import BEST_COLUMNS, PROVENANCES, Entry, entries_from_rows, sort_key
+from tuner.store.entry import (
+    BEST_COLUMNS,
+    MEASUREMENT_COLUMNS,
+    PROVENANCES,
+    Entry,
+    entries_from_rows,
+    from_row,
+    problem_from_row,
+    sort_key,
+)
 from tuner.store.exchange import trusted_entries
 from tuner.store.faults import newer_schema, store_error, unreadable_row
 
@@ -33,6 +45,8 @@ __all__ = [
     "Answer",
     "Entry",
     "close",
+    "decided",
+    "differences",
     "entries",
     "find_gpu",
     "lookup",
@@ -44,8 +58,9 @@ __all__ = [
 SHIPPED = "shipped"
 """`Entry.origin` of the decisions under ``cache/tuned/``."""
 
-BUSY_TIMEOUT_S = 1.0
-"""Under write-ahead logging readers wait for nobody but a recovery after a crash."""
+BUSY_TIMEOUT_S = 0.2
+"""Under write-ahead logging readers wait for nobody but a recovery after a crash, and a call of a
+model must not wait longer."""
 
 _MAX_ANSWERS = 65536
 """Answers kept, misses among them, so that a server of ever new shapes stays small."""
@@ -56,6 +71,29 @@ _BUILDS = (
     "SELECT b.config_digest, b.artifacts FROM builds b JOIN problems p ON p.id = b.problem_id "
     "WHERE p.key = ?"
 )
+_ALL_BUILDS = (
+    "SELECT p.key, b.config_digest, b.artifacts FROM builds b JOIN problems p "
+    "ON p.id = b.problem_id"
+)
+_DECIDED = (
+    "SELECT p.key, 'w', w.id, w.decided_at, count(*), sum((r.position + 2) * r.measurement_id) "
+    "FROM winners w JOIN problems p ON p.id = w.problem_id JOIN rankings r ON r.winner_id = w.id "
+    "GROUP BY w.id "
+    "UNION ALL SELECT p.key, 'b', b.config_digest, b.artifacts, 0, 0 "
+    "FROM builds b JOIN problems p ON p.id = b.problem_id"
+)
+_OF_CLASS = (
+    "SELECT p.key FROM winners w JOIN problems p ON p.id = w.problem_id "
+    "WHERE p.key GLOB ? AND w.gpu = ? AND w.regime = ? AND w.provenance = 'measured'"
+)
+_JOINED = {"problem": "p.key", "gpu": "g.facts", "environment": "e.facts"}
+_QUICK = (
+    f"SELECT {', '.join(_JOINED.get(name, f'm.{name}') for name in MEASUREMENT_COLUMNS)} "
+    "FROM measurements m JOIN problems p ON p.id = m.problem_id JOIN gpus g ON g.id = m.gpu_id "
+    "JOIN environments e ON e.id = m.environment_id WHERE p.key IN ({problems}) "
+    "AND m.config_digest IN ({configs}) AND g.identity = ? AND m.regime = ? "
+    "AND m.provenance = 'measured' AND NOT m.is_final ORDER BY m.id"
+)
 
 
 @dataclass(frozen=True)
@@ -63,10 +101,33 @@ class Answer:
     """What `lookup` found."""
 
     entry: Entry
+    """Of the problem itself, or of the nearest one that was tuned (`kind`)."""
     exact: bool
-    """False when the entry is of another GPU, or of another environment than the caller's."""
+    """False when the entry is of another problem, of another GPU, or of another environment than
+    the caller's."""
     notes: tuple[str, ...] = ()
-    """What the caller should know: not measured, another environment, another GPU, shipped."""
+    """What the caller should know: another problem's, not measured, another environment, another
+    GPU, shipped."""
+    lent: tuple[Measurement, ...] = ()
+    """Of the nearest problem's own configs those that may serve the one asked for, best first;
+    empty where the entry is the problem's own."""
+
+    @property
+    def kind(self) -> str:
+        """``exact`` or ``nearest``."""
+        return "nearest" if self.lent else "exact"
+
+    @property
+    def candidates(self) -> tuple[Measurement, ...]:
+        """What may be launched, best first: what is lent, else the winner and the ranking.
+
+        Each is a measurement of ``entry.problem``; its config and artifacts serve the problem
+        asked for.
+        """
+        if self.lent:
+            return self.lent
+        winner = self.entry.winner
+        return (winner, *(m for m in self.entry.ranking if m.config != winner.config))
 
 
 def lookup(
@@ -82,7 +143,9 @@ def lookup(
     """What is decided for `problem`, or None.
 
     A measured decision comes before a replayed and a predicted one; of equals the user's store
-    comes before what ships with the package.
+    comes before what ships with the package. Where nothing is measured for the problem itself, the
+    nearest measured one may lend its configs (`tuner.nearest`; `Answer.kind` says so); that comes
+    before what is not measured, and before another GPU.
 
     Args:
         problem: what is asked.
@@ -92,7 +155,8 @@ def lookup(
         allow_other_gpu: answer a miss from another GPU of the same compute capability, the one
             with the nearest count of multiprocessors; the answer notes it.
         environment: the caller's; an answer from another one notes what differs.
-        among: choose from these in place of a file's, as from a store that is not SQLite.
+        among: choose from these in place of a file's, as from a store that is not SQLite; they
+            lend nothing, for they do not tell what passed elsewhere.
 
     Raises:
         StoreError: when the file exists and cannot be read.
@@ -112,8 +176,8 @@ def lookup(
         return None
     if gpu is None:
         answer = _noted(answer, f"no GPU named: this is the answer for {asked.name}")
-    if environment is not None and (differences := _differences(answer.entry, environment)):
-        note = f"{answer.entry.provenance} in another environment ({'; '.join(differences)})"
+    if environment is not None and (differing := differences(answer.entry, environment)):
+        note = f"{answer.entry.provenance} in another environment ({'; '.join(differing)})"
         answer = replace(_noted(answer, note), exact=False)
     return answer
 
@@ -124,12 +188,23 @@ def entries(path: Path | None = None) -> list[Entry]:
     Raises:
         StoreError: when the file exists and cannot be read.
     """
-    return with_shipped(_reader(path or store_file()).all())
+    return _reader(path or store_file()).all()
 
 
-def with_shipped(stored: Iterable[Entry]) -> list[Entry]:
-    """A store's entries and the shipped ones that it lacks, in a fixed order."""
-    found = {sort_key(entry): entry for entry in shipped()}
+def with_shipped(
+    stored: Iterable[Entry], builds: Mapping[str, Mapping[str, Mapping[str, str]]] | None = None
+) -> list[Entry]:
+    """A store's entries and the shipped ones that it lacks, in a fixed order.
+
+    Args:
+        stored: the store's.
+        builds: artifacts made here of shipped configs, by problem key and config digest.
+    """
+    found = {
+        sort_key(entry): entry
+        for one in shipped()
+        for entry in _with_builds([one], (builds or {}).get(one.problem.key, {}))
+    }
     found.update((sort_key(entry), entry) for entry in stored)
     return [found[key] for key in sorted(found)]
 
@@ -162,6 +237,17 @@ def _shipped_index() -> Mapping[tuple[Problem, Regime], list[Entry]]:
     return index
 
 
+def decided(path: Path | None = None) -> Mapping[str, Hashable]:
+    """What the user's store decides, by problem key: equal values are equal decisions.
+
+    The same object as before while nothing is decided anew, which costs microseconds to see.
+
+    Raises:
+        StoreError: when the file exists and cannot be read.
+    """
+    return _reader(path or store_file()).decided()
+
+
 def store_file() -> Path:
     """The SQLite file that is read: `settings.store_url`'s, else the default one."""
     return sqlite_file(settings.store_url()) or settings.store_path()
@@ -187,7 +273,7 @@ def _noted(answer: Answer, note: str) -> Answer:
     return replace(answer, notes=(*answer.notes, note))
 
 
-def _differences(entry: Entry, environment: Environment) -> list[str]:
+def differences(entry: Entry, environment: Environment) -> list[str]:
     """Facts that both environments have and that differ; a fact that one lacks says nothing."""
     theirs = entry.winner.environment.facts
     return [
@@ -239,7 +325,13 @@ class _Reader:
         self._is_immutable = False
         self._version = -1
         self._has_tables = False
+        self._decided: Mapping[str, Hashable] = {}
+        self._is_decided_fresh = False
         self._answers: dict[tuple[Problem, str, Regime, bool], Answer | None] = {}
+        self._classes: dict[tuple[str, str, Regime], list[Problem]] = {}
+        self._lenders: dict[
+            tuple[Problem, str, Regime], tuple[Answer | None, list[Measurement]]
+        ] = {}
 
     def answer(
         self, problem: Problem, identity: str, regime: Regime, allow_other_gpu: bool
@@ -251,13 +343,32 @@ class _Reader:
                 if len(self._answers) >= _MAX_ANSWERS:
                     self._answers.clear()
                 candidates = self._candidates(problem, regime)
-                self._answers[key] = _choose(candidates, identity, allow_other_gpu)
+                found = _choose(candidates, identity, allow_other_gpu)
+                if found is None or not found.exact or found.entry.provenance != PROVENANCES[0]:
+                    found = self._nearest(problem, identity, regime) or found
+                self._answers[key] = found
             return self._answers[key]
 
     def all(self) -> list[Entry]:
         with self._lock:
             self._refresh()
-            return self._entries("", ())
+            builds: dict[str, dict[str, dict[str, str]]] = {}
+            for problem, config, artifacts in self._select(_ALL_BUILDS) if self._has_tables else ():
+                builds.setdefault(problem, {})[config] = json.loads(artifacts)
+            return with_shipped(self._entries("", ()), builds)
+
+    def decided(self) -> Mapping[str, Hashable]:
+        with self._lock:
+            self._refresh()
+            if not self._is_decided_fresh:
+                found: dict[str, list[Any]] = {}
+                for key, *what in self._select(_DECIDED) if self._has_tables else ():
+                    found.setdefault(key, []).append(tuple(what))
+                made = {key: tuple(sorted(values)) for key, values in found.items()}
+                if made != self._decided:
+                    self._decided = made
+                self._is_decided_fresh = True
+            return self._decided
 
     def close(self) -> sqlite3.Connection | None:
         """Forget everything; returns the connection, still open."""
@@ -266,8 +377,15 @@ class _Reader:
         self._is_immutable = False
         self._version = -1
         self._has_tables = False
-        self._answers.clear()
+        self._forget()
         return connection
+
+    def _forget(self) -> None:
+        """Drop what was read from the file."""
+        self._is_decided_fresh = False
+        self._answers.clear()
+        self._classes.clear()
+        self._lenders.clear()
 
     def _candidates(self, problem: Problem, regime: Regime) -> list[Entry]:
         shipped_ones = _shipped_index().get((problem, regime), [])
@@ -276,6 +394,65 @@ class _Reader:
         stored = self._entries(" WHERE problem = ? AND regime = ?", (problem.key, str(regime)))
         builds = self._select(_BUILDS, (problem.key,)) if shipped_ones else []
         return stored + _with_builds(shipped_ones, {k: json.loads(v) for k, v in builds})
+
+    def _nearest(self, problem: Problem, identity: str, regime: Regime) -> Answer | None:
+        """What the nearest tuned problem lends, None where none lends anything."""
+        if not self._has_tables:  # nothing has passed anywhere but where it was tuned
+            return None
+        from tuner import nearest
+
+        tuned = self._tuned(nearest.class_pattern(problem), identity, regime)
+        for other in nearest.nearest_first(problem, tuned):
+            found, evidence = self._lender(other, identity, regime)
+            if found is not None and (lent := nearest.lend(problem, found.entry, evidence)):
+                note = f"nearest: tuned for {other.label()}, checked around it"
+                return replace(found, exact=False, notes=(note, *found.notes), lent=lent)
+        return None
+
+    def _tuned(self, pattern: str, identity: str, regime: Regime) -> list[Problem]:
+        """The problems of a class with a measured decision, shipped ones too."""
+        key = (pattern, identity, regime)
+        if key not in self._classes:
+            rows = self._select(_OF_CLASS, (pattern, identity, str(regime)))
+            try:
+                known = [problem_from_row(text) for (text,) in rows]
+            except (ValueError, TypeError, KeyError) as exc:
+                raise unreadable_row(str(self._path), exc) from exc
+            known += [
+                entry.problem
+                for entry in shipped()
+                if entry.gpu.identity == identity and entry.regime == regime
+            ]
+            self._classes[key] = list(dict.fromkeys(known))
+        return self._classes[key]
+
+    def _lender(
+        self, problem: Problem, identity: str, regime: Regime
+    ) -> tuple[Answer | None, list[Measurement]]:
+        """A tuned problem's measured answer, and what its configs did around it."""
+        key = (problem, identity, regime)
+        if key not in self._lenders:
+            from tuner.nearest import drawn
+
+            found = _choose(self._candidates(problem, regime), identity, allow_other_gpu=False)
+            if found is None or found.entry.provenance != PROVENANCES[0]:
+                self._lenders[key] = None, []
+            else:
+                self._lenders[key] = found, self._evidence(found.entry, drawn(problem))
+        return self._lenders[key]
+
+    def _evidence(self, entry: Entry, problems: Sequence[Problem]) -> list[Measurement]:
+        """What an entry's configs did at other problems, oldest first."""
+        keys = [problem.key for problem in problems]
+        digests = [m.config.digest for m in entry.ranking]
+        query = _QUICK.format(
+            problems=", ".join("?" * len(keys)), configs=", ".join("?" * len(digests))
+        )
+        rows = self._select(query, (*keys, *digests, entry.gpu.identity, str(entry.regime)))
+        try:
+            return [from_row(dict(zip(MEASUREMENT_COLUMNS, row, strict=True))) for row in rows]
+        except (ValueError, TypeError, KeyError) as exc:
+            raise unreadable_row(str(self._path), exc) from exc
 
     def _entries(self, where: str, values: tuple[str, ...]) -> list[Entry]:
         if not self._has_tables:
@@ -320,7 +497,7 @@ class _Reader:
             self._file = self._stamp(status)
         version = self._select("PRAGMA data_version")[0][0]
         if version != self._version:
-            self._answers.clear()
+            self._forget()
             self._has_tables = self._check_schema()
             self._version = version
 

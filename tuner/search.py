@@ -1,23 +1,27 @@
-"""What to evaluate next: budgets, one study a family, and the share of each family.
+"""What to evaluate next: budgets, one search a family, and the share of each family.
 
 The unit of search is a *group*: candidates that share their compiled kernels, so that what costs
 time (compiling) is spent once. A group's value is the logarithm of the best latency among its
-run-time variants. A family whose groups fit its share of the budget is enumerated; a larger one
-starts from the family's own seeds and goes on with Optuna's ask and tell, in memory: what was
-measured before is told again from the store, which alone is durable.
+run-time variants. The sampler `model` takes the group with the largest expected gain over all
+families (`surrogate`: each family's cost model, corrected by what was measured here and on like
+problems), and ends when no gain worth its compile is expected. The others stand beside it to be
+compared (`scripts/bench search`): random, the cost models' order, and Optuna's ask and tell from
+the families' seeds on.
+All is in memory: what was measured before is told again from the store, which alone is durable.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import math
+import random
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tuner import settings
-from tuner.config import Config, Value
+from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families.base import Family, group_by_kernels
 from tuner.hardware import Gpu
@@ -25,7 +29,8 @@ from tuner.measurement import Measurement
 from tuner.problem import Problem
 
 if TYPE_CHECKING:
-    import optuna
+    from tuner.optuna_sampler import OptunaSampler
+    from tuner.surrogate import Features, Past, Surrogate
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,15 @@ class Effort:
     stage_keep: int
     """Best configs of each stage that a composite family is built from."""
     seeds: int
-    """Trials every family gets before its results decide its share."""
+    """Trials every family gets before its results decide its share; with `model`, trials for each
+    family that may be compiled before any result."""
+    least_gain: float
+    """Share of the time that a trial must be expected to save; below, `model` ends."""
+    hopeless: float
+    """A family whose best estimate is so many times the best of all is left out unless named."""
+    heat: int
+    """Candidates of a trial timed first; the others only where one of these comes within
+    `RACE_MARGIN` of its family's best. 0 times all."""
     finalists: int
     """Own candidates timed again beside the vendors' kernels."""
     rounds: int
@@ -48,15 +61,19 @@ class Effort:
     """Trials compiled and ranked where nothing can be timed."""
 
 
-#: Quick: on 16 cores about 24 fused and 12 stage kernels of attention, or 40 GEMM kernels, build
-#: in under four minutes (50-65 s a fused kernel, 7-25 s a GEMM). Full: 200 groups a family, which
-#: enumerates every space that is not larger.
+#: Quick: at most 16 kernels a family of attention or 40 of GEMM (50-65 s a fused kernel, 7-25 s a
+#: GEMM); on the recordings the expected gain ends a search after 7 to 21 of them, within 1.4 % of
+#: the best one (`scripts/bench search`). Full: 200 groups a family, which enumerates every space
+#: that is not larger.
 EFFORTS: dict[str, Effort] = {
     "quick": Effort(
         trials={"attention": 16, "gemm": 40, "softmax": 16},
         stage_trials=4,
         stage_keep=2,
         seeds=6,
+        least_gain=0.001,
+        hopeless=2.5,
+        heat=2,
         finalists=4,
         rounds=20,
         predicted=2,
@@ -66,6 +83,9 @@ EFFORTS: dict[str, Effort] = {
         stage_trials=48,
         stage_keep=4,
         seeds=12,
+        least_gain=0.0,
+        hopeless=math.inf,
+        heat=0,
         finalists=8,
         rounds=40,
         predicted=16,
@@ -73,14 +93,12 @@ EFFORTS: dict[str, Effort] = {
 }
 DEFAULT_TRIALS = 40
 
-SAMPLERS = ("tpe", "gp")
-ABSENT = "(absent)"
-"""Choice that stands for a parameter which a config does not have."""
+SAMPLERS = ("model", "tpe", "gp", "cost", "random")
 STARTUP = 6
-"""Results of a family before its model is asked; until then the family's ranking goes on."""
-MISSES = {"tpe": 12, "gp": 3}
-"""Suggestions outside the legal space or already explored before the ranking decides. TPE draws
-anew each time, for 1 to 35 ms; the GP comes back to the same place, for 70 to 350 ms."""
+"""Results of a family before Optuna is asked; until then the family's ranking goes on."""
+RACE_MARGIN = 0.1
+"""Of 173 recorded GEMM kernels the first 2 of up to 8 run-time variants come within 0.5 % of the
+best variant in the median and 7 % in nine of ten; racing them times 40 % and loses no winner."""
 PROMISE_EXPONENT = 4
 """A family twice as slow as the best one gets 1/16 of its share."""
 HOPELESS = 0.01
@@ -99,149 +117,47 @@ def effort(name: str) -> Effort:
 
 
 def sampler_name(given: str | None) -> str:
-    """Which sampler searches: as given, else as set, else gp where torch is installed.
+    """Which sampler searches: as given, else as set, else `model`.
 
     Raises:
         ConfigError: when it is not known, or needs a package that is not installed.
     """
-    name = given or settings.sampler()
-    missing = [m for m in ("torch", "scipy") if importlib.util.find_spec(m) is None]
-    if name is None:
-        return "tpe" if missing else "gp"
+    name = given or settings.sampler() or "model"
     if name not in SAMPLERS:
         raise ConfigError(f"sampler={name} is not known (allowed: {', '.join(SAMPLERS)})")
+    missing = [m for m in ("torch", "scipy") if importlib.util.find_spec(m) is None]
     if name == "gp" and missing:
-        raise ConfigError(f"sampler=gp needs {' and '.join(missing)} (or use sampler=tpe)")
+        raise ConfigError(f"sampler=gp needs {' and '.join(missing)} (or use sampler=model)")
     return name
 
 
-def create_study(sampler: str, seed: int) -> optuna.Study:
-    """A study in memory that minimises the logarithm of microseconds."""
-    import optuna
+def least_estimate_us(
+    family: Family, problem: Problem, gpu: Gpu, catalogue: Callable[[str], Mapping[str, Family]]
+) -> float:
+    """The least estimated time of a family's configs; of a composite one, its stages' sum.
 
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    chosen: optuna.samplers.BaseSampler
-    if sampler == "gp":
-        chosen = optuna.samplers.GPSampler(
-            seed=seed, n_startup_trials=STARTUP, warn_independent_sampling=False
-        )
-    else:
-        chosen = optuna.samplers.TPESampler(
-            seed=seed,
-            n_startup_trials=STARTUP,
-            multivariate=True,
-            constant_liar=True,
-        )
-    return optuna.create_study(sampler=chosen, direction="minimize")
-
-
-class Model:
-    """Optuna over the groups of one family: categoricals, each the union of the values that the
-    family's space holds; a parameter that does not apply to the values chosen so far is not
-    suggested.
+    Args:
+        family: an own one that serves the problem.
+        problem: what is computed.
+        gpu: where.
+        catalogue: the families of an operation, for stages.
     """
-
-    def __init__(self, groups: Mapping[str, Config], sampler: str, seed: int) -> None:
-        """Build the distributions.
-
-        Args:
-            groups: a representative config of each group, with compile-time parameters only.
-            sampler: one of `SAMPLERS`.
-            seed: of the sampler.
-        """
-        self._features = {key: _features(config) for key, config in groups.items()}
-        self._choices = _choices(list(self._features.values()))
-        self._study = create_study(sampler, seed)
-        self._worst = 0.0
-
-    def suggest(self) -> tuple[optuna.Trial, str | None]:
-        """Ask for one trial; the key of its group, or None when no config is like it."""
-        trial = self._study.ask()
-        left, legal = list(self._features), True
-        for name, choices in self._choices.items():
-            if all(name not in self._features[key] for key in left):
-                continue
-            choice = trial.suggest_categorical(name, choices)
-            kept = [key for key in left if self._features[key].get(name, ABSENT) == choice]
-            left, legal = kept or left, legal and bool(kept)
-        return trial, left[0] if legal else None
-
-    def tell(self, trial: optuna.Trial, value: float | None) -> None:
-        """Tell a trial's value; None when it is infeasible: outside the legal space or failed."""
-        trial.set_constraint("runs", _constraint(value))
-        self._study.tell(trial, self._impute(value))
-
-    def skip(self, trial: optuna.Trial) -> None:
-        """A trial whose group is already explored: nothing to learn from it."""
-        import optuna
-
-        self._study.tell(trial, state=optuna.trial.TrialState.FAIL)
-
-    def add(self, key: str, value: float | None) -> None:
-        """Tell a group that the model did not suggest itself."""
-        import optuna
-
-        params = {
-            name: self._features[key].get(name, ABSENT)
-            for name, choices in self._choices.items()
-            if name in self._features[key] or ABSENT in choices
-        }
-        distributions: dict[str, optuna.distributions.BaseDistribution] = {
-            name: optuna.distributions.CategoricalDistribution(self._choices[name])
-            for name in params
-        }
-        self._study.add_trial(
-            optuna.trial.create_trial(
-                params=params,
-                distributions=distributions,
-                value=self._impute(value),
-                constraints={"runs": _constraint(value)},
+    stages = family.stages(problem).values()
+    if stages:
+        return sum(
+            min(
+                least_estimate_us(member, stage, gpu, catalogue)
+                for member in catalogue(stage.op).values()
+                if not member.is_vendor and not member.supports(stage, gpu)
             )
+            for stage in stages
         )
-
-    def _impute(self, value: float | None) -> float:
-        """The GP learns from values only, so an infeasible trial counts as the worst one seen."""
-        if value is None:
-            return self._worst
-        self._worst = max(self._worst, value)
-        return value
-
-
-def _constraint(value: float | None) -> float:
-    """Optuna: feasible at or below zero."""
-    return 1.0 if value is None else -1.0
-
-
-def _features(config: Config) -> dict[str, Value]:
-    return {**config.params, **{f"stage {n}": c.digest for n, c in config.stages.items()}}
-
-
-def _choices(features: Sequence[Mapping[str, Value]]) -> dict[str, tuple[Value, ...]]:
-    """Values of each parameter; those that every config has come first, so that what applies is
-    known when a conditional one's turn comes. `ABSENT` is a choice only where the parameters
-    before leave open whether it applies.
-    """
-    counts: dict[str, int] = {}
-    for row in features:
-        for name in row:
-            counts[name] = counts.get(name, 0) + 1
-    names = sorted(counts, key=lambda name: -counts[name])
-    choices: dict[str, tuple[Value, ...]] = {}
-    for position, name in enumerate(names):
-        values = {row[name] for row in features if name in row}
-        ordered: list[Value] = sorted(values, key=lambda v: (isinstance(v, str), v))
-        presence: dict[tuple[Any, ...], set[bool]] = {}
-        for row in features:
-            context = tuple(row.get(earlier, ABSENT) for earlier in names[:position])
-            presence.setdefault(context, set()).add(name in row)
-        if any(len(seen) == 2 for seen in presence.values()):
-            ordered.append(ABSENT)
-        choices[name] = tuple(ordered)
-    return choices
+    space = family.space(problem, gpu)
+    return min((family.predict_us(problem, c, gpu) for c in space), default=math.inf)
 
 
 class FamilySearch:
-    """Which group of one family comes next. Deterministic for equal results and seed."""
+    """What is known of one family's groups. Deterministic for equal results and seed."""
 
     def __init__(
         self,
@@ -253,63 +169,111 @@ class FamilySearch:
         seeds: int,
         sampler: str,
         seed: int,
+        heat: int = 0,
+        history: Iterable[Measurement] = (),
     ) -> None:
+        """Group and rank the space.
+
+        Args:
+            family: whose configs they are.
+            problem: what is computed.
+            gpu: where.
+            space: the candidates.
+            seeds: of the family's own suggestions that lead the ranking.
+            sampler: one of `SAMPLERS`.
+            seed: of what is drawn.
+            heat: as `Effort.heat`.
+            history: measurements of other problems, which `model` learns from.
+        """
         self.family = family
         self.groups: dict[str, list[Config]] = {
             family.compile_digest(group[0]): group for group in group_by_kernels(family, space)
         }
         self.best_us = math.inf
         self.finished = 0
-        self.pending: dict[str, optuna.Trial | None] = {}
+        self.pending: set[str] = set()
         self.seen: dict[str, Measurement] = {}
         """Measurements by the digest of their config."""
-        self._open = dict.fromkeys(self._ranked(problem, gpu, space, seeds))
+        self.surrogate: Surrogate | None = None
+        self._heat = heat
+        self._survivors: list[str] = []
         self._sampler = sampler
         self._seed = seed + zlib.crc32(family.name.encode())
+        self._optuna: OptunaSampler | None = None
         self._values: dict[str, float | None] = {}
-        self._model: Model | None = None
-
-    def _ranked(self, problem: Problem, gpu: Gpu, space: Sequence[Config], seeds: int) -> list[str]:
-        """Groups by promise: the family's seeds, then by the best predicted time."""
-        first = [
-            self.family.compile_digest(c) for c in self.family.seeds(problem, gpu, space, seeds)
-        ]
-        predicted = {
-            key: min(self.family.predict_us(problem, config, gpu) for config in group)
-            for key, group in self.groups.items()
+        estimates = {
+            config.digest: family.predict_us(problem, config, gpu)
+            for group in self.groups.values()
+            for config in group
         }
-        rest = sorted(self.groups, key=lambda key: predicted[key])
-        return [key for key in dict.fromkeys(first + rest) if key in self.groups]
+        for group in self.groups.values():
+            group.sort(key=lambda config: estimates[config.digest])
+        predicted = {key: estimates[group[0].digest] for key, group in self.groups.items()}
+        if sampler == "model":
+            from tuner import surrogate
+
+            past = _past(family, gpu, history)
+            self.surrogate = surrogate.Surrogate(problem, self._features(), predicted, past)
+            order = sorted(self.groups, key=self.surrogate.mean)
+        elif sampler == "random":
+            order = random.Random(self._seed).sample(list(self.groups), len(self.groups))
+        else:
+            first = [family.compile_digest(c) for c in family.seeds(problem, gpu, space, seeds)]
+            rest = sorted(self.groups, key=lambda key: predicted[key])
+            order = [key for key in dict.fromkeys(first + rest) if key in self.groups]
+        self._open = dict.fromkeys(order)
 
     @property
     def started(self) -> int:
-        return self.finished + len(self.pending)
+        return self.finished + len(self.pending) + len(self._survivors)
 
     @property
-    def open(self) -> int:
-        return len(self._open)
+    def underway(self) -> list[str]:
+        """Keys of the groups that are started and not finished."""
+        return [*self.pending, *self._survivors]
 
-    def ranked(self, count: int) -> list[list[Config]]:
-        """The next groups by rank, without taking them: what may be compiled ahead."""
-        return [self._missing(key) for key in list(self._open)[:count]]
+    @property
+    def open(self) -> list[str]:
+        """Keys of the groups that are neither finished nor pending, most promising first."""
+        return list(self._open)
 
-    def ask(self, *, by_rank: bool) -> list[Config] | None:
-        """Take a group; its candidates that have no measurement yet. None when none is left.
+    def missing(self, key: str) -> list[Config]:
+        """What is to be measured next of a group: a first heat, or all that is left."""
+        left = [config for config in self.groups[key] if config.digest not in self.seen]
+        is_first = self._heat > 0 and len(left) == len(self.groups[key])
+        return left[: self._heat] if is_first else left
 
-        Args:
-            by_rank: take the most promising one instead of asking the model.
-        """
-        if not self._open:
-            return None
-        trial, key = None, next(iter(self._open))
-        if not by_rank and self.finished >= STARTUP:
-            trial, key = self._suggest(key)
+    def suggest(self) -> str:
+        """The open group that Optuna, or before it knows enough the ranking, has next."""
+        first = next(iter(self._open))
+        if self._sampler in ("random", "cost") or self.finished < STARTUP:
+            return first
+        if self._optuna is None:
+            from tuner.optuna_sampler import OptunaSampler
+
+            self._optuna = OptunaSampler(self._features(), self._sampler, self._seed)
+            # Values first: an infeasible one is told as the worst of them.
+            for key, value in sorted(self._values.items(), key=lambda item: item[1] is None):
+                self._optuna.tell(key, value)
+        return self._optuna.suggest(self._open) or first
+
+    def take(self, key: str) -> list[Config]:
+        """Start an open group; what is to be measured of it."""
         del self._open[key]
-        self.pending[key] = trial
-        return self._missing(key)
+        self.pending.add(key)
+        return self.missing(key)
+
+    def take_survivor(self) -> list[Config] | None:
+        """What is left of a group whose first heat did well; it is compiled already."""
+        if not self._survivors:
+            return None
+        key = self._survivors.pop(0)
+        self.pending.add(key)
+        return self.missing(key)
 
     def tell(self, measurements: Iterable[Measurement]) -> None:
         """Take in measurements; those of configs outside the space are ignored."""
+        touched: dict[str, None] = {}
         for measurement in measurements:
             key = self.family.compile_digest(measurement.config)
             if key not in self.groups or measurement.config not in self.groups[key]:
@@ -317,72 +281,88 @@ class FamilySearch:
             self.seen[measurement.config.digest] = measurement
             if measurement.latency_us is not None and measurement.ok:
                 self.best_us = min(self.best_us, measurement.latency_us)
-            if key not in self._values and not self._missing(key):
+            touched.setdefault(key)
+        for key in touched:
+            if key in self._values:
+                continue
+            if not self.missing(key) or self._has_lost(key):
                 self._finish(key)
+            elif key in self.pending:
+                self.pending.discard(key)
+                self._survivors.append(key)
+
+    def _has_lost(self, key: str) -> bool:
+        """Whether a first heat was timed, and none of it is worth timing the rest for."""
+        seen = [self.seen[c.digest] for c in self.groups[key] if c.digest in self.seen]
+        if not self._heat or len(seen) < self._heat:
+            return False
+        value = _value(seen)
+        return value is None or value > math.log((1 + RACE_MARGIN) * self.best_us)
 
     def _finish(self, key: str) -> None:
-        latencies = [
-            m.latency_us
-            for m in (self.seen[config.digest] for config in self.groups[key])
-            if m.ok and m.latency_us is not None
-        ]
-        value = math.log(min(latencies)) if latencies else None
+        seen = [self.seen[c.digest] for c in self.groups[key] if c.digest in self.seen]
+        value = _value(seen)
         self._values[key] = value
         self.finished += 1
         self._open.pop(key, None)
-        trial = self.pending.pop(key, None)
-        if self._model is None:
-            return
-        if trial is None:
-            self._model.add(key, value)
-        else:
-            self._model.tell(trial, value)
+        self.pending.discard(key)
+        if self._optuna is not None:
+            self._optuna.tell(key, value)
+        if self.surrogate is not None:
+            # A group of which nothing passed is as bad as the worst that did.
+            values = [v for v in self._values.values() if v is not None]
+            if values:
+                self.surrogate.observe(key, max(values) if value is None else value)
 
-    def _missing(self, key: str) -> list[Config]:
-        return [config for config in self.groups[key] if config.digest not in self.seen]
+    def _features(self) -> dict[str, Features]:
+        from tuner.surrogate import features_of
 
-    def _suggest(self, fallback: str) -> tuple[optuna.Trial | None, str]:
-        if self._model is None:
-            self._model = self._create_model()
-        for _ in range(MISSES[self._sampler]):
-            trial, key = self._model.suggest()
-            if key in self._open:
-                return trial, key
-            if key is None:
-                self._model.tell(trial, None)
-            else:
-                self._model.skip(trial)
-        return None, fallback
+        return {key: features_of(self.family, group[0]) for key, group in self.groups.items()}
 
-    def _create_model(self) -> Model:
-        ignored = self.family.runtime_parameters
-        compiled = {
-            key: Config(
-                self.family.name,
-                {k: v for k, v in group[0].params.items() if k not in ignored},
-                group[0].stages,
-            )
-            for key, group in self.groups.items()
-        }
-        model = Model(compiled, self._sampler, self._seed)
-        # Values first: an infeasible one is told as the worst of them.
-        for key, value in sorted(self._values.items(), key=lambda item: item[1] is None):
-            model.add(key, value)
-        return model
+
+def _value(measurements: Iterable[Measurement]) -> float | None:
+    """The logarithm of the best time; None where nothing passed."""
+    times = [m.latency_us for m in measurements if m.ok and m.latency_us is not None]
+    return math.log(min(times)) if times else None
+
+
+def _past(family: Family, gpu: Gpu, history: Iterable[Measurement]) -> list[Past]:
+    """What other problems' measurements say of the family's cost model, a problem each."""
+    from tuner.surrogate import Past, features_of
+
+    problems: dict[Problem, list[Measurement]] = {}
+    for m in history:
+        if m.config.family == family.name:
+            problems.setdefault(m.problem, []).append(m)
+    found = []
+    for problem, measured in problems.items():
+        by_config = {m.config: m for m in measured}
+        features, errors = [], []
+        for group in group_by_kernels(family, by_config):
+            value = _value(by_config[config] for config in group)
+            if value is not None:
+                predicted = min(family.predict_us(problem, config, gpu) for config in group)
+                features.append(features_of(family, group[0]))
+                errors.append(value - math.log(predicted))
+        found.append(Past(problem, features, errors))
+    return found
 
 
 @dataclass
 class Search:
     """The families of one problem over one budget.
 
-    Every family gets its seeds; a family whose groups fit its equal share of the budget is
-    enumerated; the rest goes one by one to the family with the largest promise / (trials + 1),
+    With `model`, the group of largest expected gain is next, of whichever family. With another
+    sampler every family gets its seeds; a family whose groups fit its equal share of the budget
+    is enumerated; the rest goes one by one to the family with the largest promise / (trials + 1),
     promise being (best latency of all / best latency of the family) ** `PROMISE_EXPONENT`.
     """
 
     members: list[FamilySearch]
     total: int
     seeds: int
+    least_gain: float = 0.0
+    """Share of the time that a group must be expected to save; below, `model` ends."""
     told: int = field(default=0, init=False)
     """Trials that came from the store."""
 
@@ -397,17 +377,25 @@ class Search:
 
     @property
     def goal(self) -> int:
-        """Trials after which the search ends."""
+        """Trials after which the search ends at the latest."""
         return min(self.total, sum(len(member.groups) for member in self.members))
 
     def ask(self) -> list[Config] | None:
-        """Take the next group; None when the budget or every space is used up."""
+        """Take the next group, or the rest of one that did well in its first heat; None when the
+        budget or every space is used up, or no gain worth its compile is expected.
+        """
+        for member in self.members:
+            if (rest := member.take_survivor()) is not None:
+                return rest
         if self.spent >= self.total:
             return None
-        member = self._next()
-        if member is None:
+        if any(member.surrogate is None for member in self.members):
+            return self._ask_in_turn()
+        chosen = self._most_gain({})
+        if chosen is None:
             return None
-        return member.ask(by_rank=member.started < self.seeds or self._is_enumerated(member))
+        member, key = chosen
+        return member.take(key)
 
     def tell(self, measurements: Sequence[Measurement]) -> None:
         for member in self.members:
@@ -419,14 +407,70 @@ class Search:
         self.told = self.spent
 
     def ahead(self) -> list[list[Config]]:
-        """Groups that are certain to be asked for: what may be compiled before the search."""
+        """Groups that will be asked for first: what may be compiled before the search."""
         left = self.total - self.spent
-        share = self._share if self.members else 0
         groups: list[list[Config]] = []
-        for member in self.members:
-            wanted = len(member.groups) if self._is_enumerated(member) else min(self.seeds, share)
-            groups += member.ranked(max(0, min(wanted - member.started, left - len(groups))))
+        if any(member.surrogate is None for member in self.members):
+            for member in self.members:
+                wanted = self._wanted(member) - member.started
+                taken = member.open[: max(0, min(wanted, left - len(groups)))]
+                groups += [member.missing(key) for key in taken]
+            return groups
+        taken_of: dict[str, list[str]] = {}
+        while len(groups) < min(left, self.seeds * len(self.members)):
+            chosen = self._most_gain(taken_of)
+            if chosen is None:
+                break
+            member, key = chosen
+            taken_of.setdefault(member.family.name, []).append(key)
+            groups.append(member.missing(key))
         return groups
+
+    # By expected gain
+
+    def _most_gain(self, taken: Mapping[str, Sequence[str]]) -> tuple[FamilySearch, str] | None:
+        """The open group that is expected to gain most, and its family.
+
+        Args:
+            taken: groups to think of as pending, by family.
+        """
+        if not self.members:
+            return None
+        best = self._best()
+        found: tuple[float, str, FamilySearch, str] | None = None
+        for member in self.members:
+            assumed = taken.get(member.family.name, ())
+            keys = [key for key in member.open if key not in assumed]
+            if not keys or member.surrogate is None:
+                continue
+            gains = member.surrogate.gains(keys, best, [*member.underway, *assumed])
+            key = max(keys, key=lambda key: gains[key])
+            if found is None or gains[key] > found[0]:
+                found = gains[key], member.family.name, member, key
+        if found is None or found[0] < self.least_gain:
+            return None
+        return found[2], found[3]
+
+    def _best(self) -> float:
+        """Logarithm of the best time so far; before there is one, of the best expected."""
+        best_us = min(member.best_us for member in self.members)
+        if math.isfinite(best_us):
+            return math.log(best_us)
+        return min(
+            member.surrogate.mean(key)
+            for member in self.members
+            if member.surrogate is not None
+            for key in member.groups
+        )
+
+    # In turn
+
+    def _ask_in_turn(self) -> list[Config] | None:
+        member = self._next()
+        if member is None:
+            return None
+        by_rank = member.started < self.seeds or self._is_enumerated(member)
+        return member.take(member.open[0] if by_rank else member.suggest())
 
     @property
     def _share(self) -> int:
@@ -434,6 +478,10 @@ class Search:
 
     def _is_enumerated(self, member: FamilySearch) -> bool:
         return len(member.groups) <= self._share
+
+    def _wanted(self, member: FamilySearch) -> int:
+        """Groups that a family is certain to get."""
+        return len(member.groups) if self._is_enumerated(member) else min(self.seeds, self._share)
 
     def _next(self) -> FamilySearch | None:
         available = [member for member in self.members if member.open]

@@ -12,8 +12,11 @@ VARIABLES: dict[str, str] = {
     "TUNER_NVCC": "path of nvcc, before CUDA_HOME, PATH and the PyPI packages",
     "TUNER_CUTLASS_DIR": "a CUTLASS checkout to use instead of the nvidia-cutlass wheel",
     "TUNER_PEERS_PATH": "folder with fa3.py, fa4.py or flash-attention packages to measure against",
-    "TUNER_SAMPLER": "tpe or gp (default: gp where torch is installed, else tpe)",
+    "TUNER_SAMPLER": "what searches: model (default), tpe, gp, cost or random",
+    "TUNER_READ_TOKEN": "bearer token to look things up in a service (`tuner serve`, `tuner sync`)",
+    "TUNER_WRITE_TOKEN": "bearer token to submit and cancel jobs, too (`tuner serve`)",
     "TUNER_DISABLE": "1 sends every call of the runtime to PyTorch",
+    "TUNER_BUILD_ON_MISS": "1 lets the runtime have missing kernels compiled, in the background",
 }
 
 
@@ -62,10 +65,25 @@ def peers_path() -> Path | None:
 
 
 def sampler() -> str | None:
-    """The Optuna sampler the user named."""
+    """The sampler the user named."""
     return _text("TUNER_SAMPLER")
+
+
+def read_token() -> str:
+    """The bearer token for looking; empty where none is set."""
+    return os.environ.get("TUNER_READ_TOKEN", "")
+
+
+def write_token() -> str:
+    """The bearer token for submitting and cancelling; empty where none is set."""
+    return os.environ.get("TUNER_WRITE_TOKEN", "")
 
 
 def disabled() -> bool:
     """Whether the runtime stands aside."""
     return os.environ.get("TUNER_DISABLE", "") not in ("", "0")
+
+
+def build_on_miss() -> bool:
+    """Whether the runtime may start `tuner build` for a kernel that is not there."""
+    return os.environ.get("TUNER_BUILD_ON_MISS", "") not in ("", "0")

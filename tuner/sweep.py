@@ -28,7 +28,14 @@ from tuner.outcome import Outcome, first_line, summary
 from tuner.problem import Problem
 from tuner.runners.base import Runner
 from tuner.runners.choose import Machine, Runners
-from tuner.search import DEFAULT_TRIALS, FamilySearch, Search, effort, sampler_name
+from tuner.search import (
+    DEFAULT_TRIALS,
+    FamilySearch,
+    Search,
+    effort,
+    least_estimate_us,
+    sampler_name,
+)
 from tuner.store import Store, SweepRecord, open_store
 from tuner.store.entry import is_vendor, vendor_name
 from tuner.watch import Interruption, SweepState, Watcher
@@ -107,13 +114,16 @@ class Sweep:
         self.store = store
         self.options = options
         self._effort = effort(options.effort)
-        self._sampler = sampler_name(options.sampler)
+        is_predicted = runner.provenance is Provenance.PREDICTED
+        # Estimates can only be ranked: nothing is learned from what the cost model says itself.
+        self._sampler = "cost" if is_predicted else sampler_name(options.sampler)
         self._watcher = watcher or Watcher()
         self._interruption = interruption or Interruption()
         self._catalogue = catalogue
         self._notes: list[str] = []
         self._own, self._vendors = self._competitors()
         self._members: dict[tuple[str, str], FamilySearch] = {}
+        self._histories: dict[Problem, Sequence[Measurement]] = {}
         self._record = self._sweep_record()
         self._state = SweepState(
             problem,
@@ -123,6 +133,11 @@ class Sweep:
             started=time.monotonic(),
             building=lambda: runner.building,
         )
+
+    @property
+    def id(self) -> str:
+        """Identity of this sweep in the store."""
+        return self._record.id
 
     def prefetch(self) -> None:
         """Start compiling what the search is certain to ask for."""
@@ -185,7 +200,22 @@ class Sweep:
         vendors = [f for f in known.values() if f.is_vendor]
         if named and not own:
             vendors = [f for f in vendors if f.name in named]
-        return self._serving(own, self.problem), self._serving(vendors, self.problem)
+        serving = self._serving(own, self.problem)
+        kept = serving if named else self._without_hopeless(serving)
+        return kept, self._serving(vendors, self.problem)
+
+    def _without_hopeless(self, families: list[Family]) -> list[Family]:
+        """Those that may win by their estimates: a composite family costs its stages' kernels."""
+        gpu, problem = self.runner.gpu, self.problem
+        if len(families) < 2 or math.isinf(self._effort.hopeless):
+            return families
+        estimates = [least_estimate_us(f, problem, gpu, self._catalogue) for f in families]
+        limit = self._effort.hopeless * min(estimates)
+        for family, estimate in zip(families, estimates, strict=True):
+            if estimate > limit:
+                ratio = estimate / min(estimates)
+                self._note(f"{family.name} is left out: {ratio:.1f} times the best estimate")
+        return [f for f, estimate in zip(families, estimates, strict=True) if estimate <= limit]
 
     def _serving(self, families: Sequence[Family], problem: Problem) -> list[Family]:
         found = []
@@ -233,18 +263,22 @@ class Sweep:
     def _main_search(self, families: Sequence[Family]) -> Search:
         members = self._competing(self.problem, families)
         each = self._effort.trials.get(self.problem.op, DEFAULT_TRIALS)
-        return self._start(self.problem, members, self.options.trials or each * len(members))
+        total = self.options.trials or each * len(members)
+        return self._start(self.problem, members, total, self._effort.least_gain)
 
     def _stage_search(self, sub: Problem, families: Sequence[Family] | None = None) -> Search:
         if families is None:
             families = [f for f in self._stage_families(sub) if not f.stages(sub)]
-        return self._start(sub, self._competing(sub, families), self._effort.stage_trials)
+        members = self._competing(sub, families)
+        return self._start(sub, members, self._effort.stage_trials, self._effort.least_gain)
 
-    def _start(self, problem: Problem, members: list[FamilySearch], total: int) -> Search:
+    def _start(
+        self, problem: Problem, members: list[FamilySearch], total: int, least_gain: float = 0.0
+    ) -> Search:
         """A search that has been told what the store holds."""
         if self.runner.provenance is Provenance.PREDICTED:
             total = min(total, self._effort.predicted * len(members))
-        search = Search(members, total, self._effort.seeds)
+        search = Search(members, total, self._effort.seeds, least_gain)
         search.tell_known(
             self.store.measurements(
                 problem=problem,
@@ -273,8 +307,23 @@ class Sweep:
                 seeds=self._effort.seeds,
                 sampler=self._sampler,
                 seed=self.options.seed,
+                heat=0 if family.is_vendor else self._effort.heat,
+                history=() if family.is_vendor else self._history(problem),
             )
         return self._members[key]
+
+    def _history(self, problem: Problem) -> Sequence[Measurement]:
+        """What was measured of other problems, read once; for the sampler that learns from it."""
+        if self._sampler != "model":
+            return ()
+        if problem not in self._histories:
+            from tuner.transfer import history
+
+            environment = self.runner.environment.digest
+            self._histories[problem] = history(
+                problem, self.runner.gpu, self.regime, environment, self.store
+            )
+        return self._histories[problem]
 
     def _space(self, problem: Problem, family: Family) -> Sequence[Config]:
         space = family.space(problem, self.runner.gpu)

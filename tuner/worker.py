@@ -160,7 +160,8 @@ class _Prepared:
 
     @property
     def workspace_bytes(self) -> int:
-        return self.subject.scratch_bytes + self.subject.workspace_bytes
+        subject = self.subject
+        return subject.scratch_bytes + subject.workspace_bytes + subject.temporary_bytes
 
     def close(self) -> None:
         if self.burst is not None:

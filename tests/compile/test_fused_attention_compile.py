@@ -11,7 +11,7 @@ import pytest
 from tuner.artifacts import load
 from tuner.compiler import Compiler
 from tuner.config import Config, Value
-from tuner.families.fused_attention import FusedAttention
+from tuner.families.fused_attention import FusedAttention, launch_registers
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import AttentionProblem
 from tuner.render import render
@@ -27,22 +27,31 @@ def make(groups: int, tile_n: int, **more: Value) -> Config:
         "warp_groups": groups,
         "tile_n": tile_n,
         "kv_stages": 2,
-        "overlap": True,
-        "poly_every": 0,
+        "score_buffers": 1,
+        "q_in_registers": False,
         "lazy_rescale": 0,
+        "persistent": False,
         "blocks_per_sm": 1,
+        "splits": 1,
+        "pdl": False,
+        **more,
     }
-    if groups > 1:
-        params["ping_pong"] = True
-    return Config("fused_attention", {**params, **more})
+    if params["score_buffers"] == 1:
+        params.setdefault("early_exp", 0)
+        if groups > 1:
+            params.setdefault("ping_pong", True)
+    return Config("fused_attention", params)
 
 
-#: Both types, both masks; the groups' turns, the polynomial and the lazy rescale on and off.
+#: Between them both values of every lever; the second one hands out its tiles by a counter.
 KERNELS = [
     (AttentionProblem.parse(text), config)
     for text, config in (
-        ("S=1024,D=64", make(2, 128, poly_every=4, lazy_rescale=8)),
-        ("S=1000,D=128,causal=1,dtype=bf16", make(2, 80, overlap=False, ping_pong=False)),
+        ("S=1024,D=64", make(2, 128, q_in_registers=True, early_exp=50, lazy_rescale=8)),
+        (
+            "B=2,H=16,HKV=4,S=1000,D=128,causal=1,dtype=bf16",
+            make(2, 64, score_buffers=2, packed_heads=4, persistent=True),
+        ),
     )
 ]
 SPECS = [FAMILY.kernels(problem, config)["attention"] for problem, config in KERNELS]
@@ -51,7 +60,7 @@ SIZES = [
     *KERNELS,
     (AttentionProblem.parse("S=1024,D=40"), make(1, 176, kv_stages=1)),
     (AttentionProblem.parse("S=1024,D=96"), make(2, 112, kv_stages=3)),
-    (AttentionProblem.parse("S=1024,D=192"), make(1, 64, kv_stages=2)),
+    (AttentionProblem.parse("S=1024,D=192"), make(1, 64)),
     (AttentionProblem.parse("S=1024,D=256"), make(2, 80)),
     (AttentionProblem.parse("S=1024,D=64"), make(3, 96, kv_stages=5)),
 ]
@@ -64,17 +73,41 @@ INCLUDES = """
 """
 
 
-def test_a_sample_compiles_without_spills_and_loads(compiler: Compiler) -> None:
+def test_a_sample_compiles_without_spills_or_advice(compiler: Compiler) -> None:
+    """ptxas advises where it serializes WGMMAs or ignores setmaxnreg: C7504 to C7515."""
     for (problem, config), (_, future) in zip(KERNELS, compiler.submit(SPECS), strict=True):
         assert FAMILY.violations(problem, config, DEFAULT_GPU) == []
         artifact = future.result()
         used = artifact.resources
         assert used is not None
         assert (used.spill_store_bytes, used.spill_load_bytes) == (0, 0), config
-        threads = 128 * (config["warp_groups"] + 1)
-        assert 0 < used.registers * threads <= 65536, config
-        launch = FAMILY.launches(problem, config, 0.125)[0]
-        assert load(artifact).workspace_bytes(launch.integers) == 0
+        assert artifact.facts["advice"] == [], config
+
+
+def test_a_block_is_launched_with_the_registers_that_setmaxnreg_shares_out(
+    compiler: Compiler,
+) -> None:
+    for (_, config), (spec, future) in zip(KERNELS, compiler.submit(SPECS), strict=True):
+        used = future.result().resources
+        assert used is not None
+        groups = config["warp_groups"]
+        launched = used.registers * 128 * (groups + 1)
+        assert launched <= launch_registers(groups, config["blocks_per_sm"])
+        of_groups = groups * spec.variables["consumer_registers"]
+        assert 128 * (spec.variables["producer_registers"] + of_groups) <= launched
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_workspace_is_the_counter_and_the_partial_results(compiler: Compiler, splits: int) -> None:
+    counters = []
+    for (problem, config), (_, future) in zip(KERNELS, compiler.submit(SPECS), strict=True):
+        split = Config(config.family, {**config.params, "splits": splits})
+        assert FAMILY.violations(problem, split, DEFAULT_GPU) == []
+        (launch,) = FAMILY.launches(problem, split, 0.125)
+        rows = problem.batch * problem.heads_q * problem.seqlen_q
+        partial = 4 * splits * rows * (problem.head_dim + 1) if splits > 1 else 0
+        counters.append(load(future.result()).workspace_bytes(launch.integers) - partial)
+    assert counters == [0, 256]  # persistent and causal: one counter
 
 
 def test_shared_memory_is_what_the_predicate_counts(tmp_path: Path) -> None:
@@ -83,10 +116,13 @@ def test_shared_memory_is_what_the_predicate_counts(tmp_path: Path) -> None:
     for number, (problem, config) in enumerate(SIZES):
         text = render(FAMILY.kernels(problem, config)["attention"], str(number))
         _, body = text.split(f"namespace k_{number} {{")
+        # Of a tile only its members: what it is computed from needs CUDA.
+        tile = re.search(r"^struct Tile \{\n.*?;$", body, re.MULTILINE)
         storage = re.search(r"^struct Storage \{.*?^\};$", body, re.MULTILINE | re.DOTALL)
+        assert tile is not None
         assert storage is not None
         layouts = body.split("using SmemLayoutVt")[0]
-        parts.append(f"namespace k_{number} {{{layouts}{storage[0]}}}\n")
+        parts.append(f"namespace k_{number} {{{layouts}{tile[0]} }};\n{storage[0]}}}\n")
         expected.append(FAMILY.smem_bytes(problem, config))
     sizes = ", ".join(f"sizeof(k_{number}::Storage)" for number in range(len(SIZES)))
     main = f'int main() {{ for (auto size : {{{sizes}}}) std::printf("%zu\\n", size); }}\n'

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from tuner.errors import BenchmarkError
 from tuner.families.base import Family, Launch, Ref
 from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Clocks, Regime
-from tuner.problem import GemmProblem
+from tuner.problem import AttentionProblem, GemmProblem
 
 WARM, COLD = Regime("graph", "warm"), Regime("graph", "cold")
 SMALL, LARGE = GemmProblem(m=512, n=512, k=512), GemmProblem(m=8192, n=8192, k=8192)
@@ -264,6 +266,60 @@ def test_each_launch_has_a_workspace_of_its_own() -> None:
 def test_a_family_that_launches_nothing_is_an_error() -> None:
     with pytest.raises(BenchmarkError, match="launches nothing"):
         subject(Config("toy", {"launches": 0}), FakeKernel())
+
+
+class Seen(Toy):
+    """A vendor that wants (B, S, H, D) and keeps what it was given."""
+
+    name, op, is_vendor = "vendor_seen", "attention", True
+
+    def __init__(self) -> None:
+        self.served: list[Any] = []
+        self.given: list[Any] = []
+
+    def handed_over(self, problem: Any, config: Any) -> Any:
+        return replace(problem, layout="bshd")
+
+    def vendor_call(self, problem: Any, config: Any, scale: float) -> Any:
+        self.served.append(problem)
+
+        def call(query: Any, key: Any, value: Any) -> Any:
+            self.given.append((query, key, value))
+            return scale * (query + value)
+
+        return call
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
+def test_a_vendor_gets_its_layout_and_delivers_in_the_problem_s(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import torch
+
+    problem = AttentionProblem.parse("B=2,H=3,S=5,D=8")
+    memory = {100 + i: torch.randn(o.shape).half() for i, o in enumerate(problem.operands)}
+    buffers = dict(zip((o.name for o in problem.operands), memory, strict=True))
+    used = iter((1000, 1000 + problem.output.bytes + 77))
+    stats = ("requested_bytes.all.current", "requested_bytes.all.peak")
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: dict.fromkeys(stats, next(used)))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(benchmark, "import_torch", lambda device: torch)
+    monkeypatch.setattr(
+        benchmark.VendorSubject, "_tensor", lambda self, pointer, operand: memory[pointer]
+    )
+    vendor, where = Seen(), FakeDevice()
+    made = benchmark.VendorSubject(where, vendor, problem, Config(vendor.name))  # type: ignore[arg-type]
+    query, _, value, out = memory.values()
+    made.bind(buffers, 0.5, deliver=True)()
+    assert vendor.served == [replace(problem, layout="bshd")]
+    for given, original in zip(vendor.given[0], memory.values(), strict=False):
+        assert torch.equal(given, original)
+        assert given.stride() == replace(problem, layout="bshd").operands[0].strides
+    assert torch.equal(out, 0.5 * (query + value)) and out.is_contiguous()
+    assert made.temporary_bytes == 77
+    call = made.bind(buffers, 0.5)
+    value.zero_()
+    assert not torch.equal(call(), 0.5 * query), "copied when bound, not when called"
 
 
 def test_clocks_are_summarized() -> None:

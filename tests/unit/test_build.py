@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tuner import compiler, settings, toolchain
+from tuner import compiler, dispatcher, settings, toolchain
 from tuner.artifacts import Artifact
 from tuner.cli import build
 from tuner.config import Config
@@ -61,6 +61,7 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "Compiler", FakeCompiler)
     monkeypatch.setattr(toolchain, "find_toolchain", lambda: None)
     monkeypatch.setattr(FakeCompiler, "refuses", False)
+    monkeypatch.setattr(dispatcher, "build", lambda artifacts: None)
 
 
 #: The problem of these tests, beside the shipped ones.
@@ -145,3 +146,19 @@ def test_nothing_unmeasured_is_built(provenance: Provenance) -> None:
 def test_wrong_input_is_named(arguments: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"allowed"):
         run(*arguments)
+
+
+def test_the_runtime_s_dispatcher_is_built_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuses(artifacts: object) -> None:
+        raise CompileError("no C++ compiler")
+
+    with open_store() as store:
+        store.decide(PROBLEM, DEFAULT_GPU, REGIME, [own()], "test")
+    monkeypatch.setattr(dispatcher, "find", lambda artifacts: None)
+    assert run(*ONLY) == 0
+    assert "dispatcher: compiled" in capsys.readouterr().err
+    monkeypatch.setattr(dispatcher, "build", refuses)
+    assert run(*ONLY) == 0, "calls go through Python then"
+    assert "dispatcher: not built, no C++ compiler" in capsys.readouterr().err

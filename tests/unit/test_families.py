@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
 
 from tuner.config import Config
 from tuner.families import families, family
-from tuner.families.base import SCRATCH, Family, group_by_kernels
+from tuner.families.base import LSE, SCRATCH, Family, group_by_kernels
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import PROBLEMS, Problem
 from tuner.render import render
@@ -70,7 +71,6 @@ def test_predictions_and_seeds(member: Family, problem: Problem) -> None:
 
 @pytest.mark.parametrize(("member", "problem"), OWN)
 def test_kernels_render_and_launches_name_what_exists(member: Family, problem: Problem) -> None:
-    operands = {operand.name for operand in problem.operands}
     for config in sample(member, problem, 6):
         kernels = member.kernels(problem, config)
         for spec in kernels.values():
@@ -79,14 +79,13 @@ def test_kernels_render_and_launches_name_what_exists(member: Family, problem: P
             assert "tuner_0123456789abcdef_workspace" in text
         launches = member.launches(problem, config, 0.125)
         assert {launch.kernel for launch in launches} == set(kernels)
-        scratch = member.scratch_bytes(problem, config)
-        for launch in launches:
-            for ref in launch.tensors:
-                assert ref.operand in operands | {SCRATCH}
-                limit = scratch
-                if ref.operand != SCRATCH:
-                    limit = next(o.bytes for o in problem.operands if o.name == ref.operand)
-                assert 0 <= ref.offset_bytes < limit
+        sizes = {operand.name: operand.bytes for operand in problem.operands}
+        sizes[SCRATCH] = member.scratch_bytes(problem, config)
+        if member.writes_lse:
+            sizes[LSE] = 4 * math.prod(problem.output.shape[:-1])
+        named = [ref for launch in launches for ref in launch.tensors]
+        assert all(0 <= ref.offset_bytes < sizes[ref.operand] for ref in named)
+        assert (LSE in {ref.operand for ref in named}) == member.writes_lse
 
 
 @pytest.mark.parametrize(("member", "problem"), OWN)
@@ -115,6 +114,20 @@ def test_draws_are_judged_without_raising(member: Family, problem: Problem) -> N
     ]
     assert any(verdicts), "no illegal config drawn: the domains are too narrow"
     assert not all(verdicts), "no legal config drawn"
+
+
+@pytest.mark.parametrize(("member", "problem"), OWN)
+def test_what_a_store_may_hold_is_judged_without_raising(member: Family, problem: Problem) -> None:
+    """A config of another version: parameters that are missing, or that say something else."""
+    if member.supports(problem, DEFAULT_GPU):
+        pytest.skip(member.supports(problem, DEFAULT_GPU))
+    config = member.space(problem, DEFAULT_GPU)[0]
+    assert member.accepts(problem, config, DEFAULT_GPU)
+    for name in config.params:
+        less = {k: v for k, v in config.params.items() if k != name}
+        for params in (less, {**less, name: 0}, {**less, name: "x"}):
+            member.accepts(problem, Config(member.name, params, config.stages), DEFAULT_GPU)
+    assert not member.accepts(problem, Config(member.name), DEFAULT_GPU)
 
 
 @pytest.mark.parametrize("member", list(families().values()), ids=list(families()))

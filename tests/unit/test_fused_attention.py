@@ -1,36 +1,73 @@
-"""Our own attention kernel: its predicate, its variables and the arguments of its launch."""
+"""Our own attention kernel: its predicate, its space, its variables and its launches."""
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tuner.config import Config, Value
-from tuner.families.fused_attention import INSTANCES, REGISTERS, FusedAttention, instance
-from tuner.hardware import DEFAULT_GPU
+from tuner.families.base import group_by_kernels
+from tuner.families.fused_attention import (
+    ALWAYS,
+    INSTANCES,
+    REGISTERS,
+    FusedAttention,
+    instance,
+    launch_registers,
+)
+from tuner.hardware import (
+    DEFAULT_GPU,
+    SMEM_PER_BLOCK_BYTES,
+    SMEM_PER_SM_BYTES,
+    SMEM_RESERVED_PER_BLOCK_BYTES,
+)
 from tuner.problem import AttentionProblem
 from tuner.render import render
 
 FAMILY = FusedAttention()
 GOLDEN = Path(__file__).parents[1] / "golden"
 PROBLEM = AttentionProblem.parse("S=1024,D=64")
+GROUPED = AttentionProblem.parse("H=16,HKV=4,S=1024,D=64")
+#: A config as the family's first version wrote it.
+OLD = Config(
+    "fused_attention",
+    {
+        "warp_groups": 2,
+        "tile_n": 128,
+        "kv_stages": 2,
+        "overlap": True,
+        "poly_every": 4,
+        "lazy_rescale": 8,
+        "blocks_per_sm": 1,
+        "ping_pong": True,
+    },
+)
 
 
 def make(groups: int, tile_n: int, **more: Value) -> Config:
-    """A well-formed config; `ping_pong` off where it applies."""
+    """A well-formed config for heads that are not grouped; what may be off is off."""
     params: dict[str, Value] = {
         "warp_groups": groups,
         "tile_n": tile_n,
         "kv_stages": 2,
-        "overlap": True,
-        "poly_every": 0,
+        "score_buffers": 1,
+        "q_in_registers": False,
         "lazy_rescale": 0,
+        "persistent": False,
         "blocks_per_sm": 1,
+        "splits": 1,
+        "pdl": False,
+        **more,
     }
-    if groups > 1:
-        params["ping_pong"] = False
-    return Config("fused_attention", {**params, **more})
+    if params["score_buffers"] == 1:
+        params.setdefault("early_exp", 0)
+        if groups > 1:
+            params.setdefault("ping_pong", False)
+    return Config("fused_attention", params)
 
 
 def without(config: Config, name: str) -> Config:
@@ -41,81 +78,128 @@ def problem_of(head_dim: int) -> AttentionProblem:
     return AttentionProblem(seqlen_q=1024, seqlen_kv=1024, head_dim=head_dim)
 
 
+PING_PONG = "ping_pong is for two warp groups or more with one score buffer, only"
+EARLY_EXP = "early_exp is for one score buffer, only"
+PACKED = "packed_heads is for several query heads to a KV head, only"
+
+
 @pytest.mark.parametrize(
-    ("head_dim", "config", "reason"),
+    ("text", "config", "reason"),
     [
-        (64, make(2, 72), "tile_n=72 is not a multiple of 16"),
-        (64, make(2, 64, kv_stages=0), "kv_stages=0 is less than 1"),
-        (64, make(1, 64, ping_pong=False), "ping_pong is for two warp groups or more"),
-        (64, without(make(2, 64), "ping_pong"), "ping_pong is for two warp groups or more"),
-        (64, make(2, 128, kv_stages=7), "246784 bytes of shared memory exceed 232448"),
-        (64, make(1, 96, kv_stages=5, blocks_per_sm=2), "132096 bytes of shared memory exceed"),
-        (64, make(2, 80, blocks_per_sm=2), "92 accumulator registers + 24 exceed 112"),
-        (64, make(3, 160), "152 accumulator registers + 24 exceed 160"),
-        (128, make(2, 224, kv_stages=1), "232 accumulator registers + 24 exceed 240"),
-        (64, make(4, 64), "warp_groups=4 at blocks_per_sm=1 has no register budget"),
-        (64, make(1, 64, blocks_per_sm=3), "warp_groups=1 at blocks_per_sm=3 has no register"),
+        ("D=64", make(2, 72), "tile_n=72 is not a multiple of 16"),
+        ("D=64", make(2, 64, kv_stages=0), "kv_stages=0 is less than score_buffers=1"),
+        ("D=64", make(2, 64, kv_stages=1, score_buffers=2), "kv_stages=1 is less than score_bu"),
+        ("D=64", make(1, 64, ping_pong=False), PING_PONG),
+        ("D=64", make(2, 64, score_buffers=2, ping_pong=False), PING_PONG),
+        ("D=64", without(make(2, 64), "ping_pong"), PING_PONG),
+        ("D=64", make(2, 64, score_buffers=2, early_exp=0), EARLY_EXP),
+        ("D=64", without(make(1, 64), "early_exp"), EARLY_EXP),
+        (
+            "D=192",
+            make(2, 64, score_buffers=2),
+            "score_buffers=2 spills where head_dim is over 128",
+        ),
+        ("D=64,causal=1", make(2, 64, persistent=True, pdl=True), "pdl is not for persistent"),
+        ("D=64", make(2, 64, packed_heads=1), PACKED),
+        ("H=8,HKV=2,D=64", make(2, 64), PACKED),
+        ("H=8,HKV=2,D=64", make(3, 64, packed_heads=3), "packed_heads=3 does not divide the 4"),
+        ("H=6,HKV=2,D=64", make(2, 64, packed_heads=3), "packed_heads=3 does not divide tile_m"),
+        ("D=64", make(2, 64, splits=0), "splits=0 is not between 1 and the 16 tiles"),
+        ("D=64", make(2, 80, splits=14), "splits=14 is not between 1 and the 13 tiles"),
+        ("D=64", make(2, 128, kv_stages=7), "246784 bytes of shared memory exceed 232448"),
+        ("D=64", make(1, 96, kv_stages=5, blocks_per_sm=2), "132096 bytes of shared memory exceed"),
+        ("D=64", make(2, 80, blocks_per_sm=2), "92 accumulator registers + 24 exceed 104"),
+        ("D=64", make(3, 160), "152 accumulator registers + 24 exceed 160"),
+        ("D=128", make(2, 128, score_buffers=2), "224 accumulator registers + 24 exceed 240"),
+        ("D=256", make(2, 80, q_in_registers=True), "252 accumulator registers + 24 exceed 240"),
+        ("D=64", make(4, 64), "warp_groups=4 at blocks_per_sm=1 has no register budget"),
+        ("D=64", make(1, 64, blocks_per_sm=3), "warp_groups=1 at blocks_per_sm=3 has no register"),
     ],
 )
-def test_one_violation_at_a_time(head_dim: int, config: Config, reason: str) -> None:
-    found = FAMILY.violations(problem_of(head_dim), config, DEFAULT_GPU)
+def test_one_violation_at_a_time(text: str, config: Config, reason: str) -> None:
+    found = FAMILY.violations(AttentionProblem.parse(f"S=1024,{text}"), config, DEFAULT_GPU)
     assert len(found) == 1, found
     assert found[0].startswith(reason)
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "config"),
+    ("text", "config"),
     [
-        (64, make(2, 128, kv_stages=6)),
-        (64, make(1, 80, kv_stages=4, blocks_per_sm=2)),
-        (64, make(2, 48, blocks_per_sm=2)),
-        (64, make(3, 128, kv_stages=5)),
-        (128, make(2, 192)),
-        (256, make(2, 80)),
+        ("D=64", make(2, 128, kv_stages=6)),
+        ("D=64", make(1, 80, kv_stages=4, blocks_per_sm=2)),
+        ("D=64", make(2, 64, blocks_per_sm=2)),
+        ("D=64", make(3, 128, kv_stages=5)),
+        ("D=64", make(2, 80, splits=13)),
+        ("D=128", make(2, 192)),
+        ("D=128", make(2, 96, score_buffers=2, q_in_registers=True)),
+        ("D=256", make(2, 80)),
+        ("D=64,causal=1", make(2, 64, persistent=True, splits=2)),
+        ("D=64", make(2, 64, persistent=True, pdl=True)),
+        ("H=8,HKV=2,D=64", make(2, 64, packed_heads=4)),
     ],
 )
-def test_legal_near_the_limits(head_dim: int, config: Config) -> None:
-    assert FAMILY.violations(problem_of(head_dim), config, DEFAULT_GPU) == []
+def test_legal_near_the_limits(text: str, config: Config) -> None:
+    problem = AttentionProblem.parse(f"S=1024,{text}")
+    assert FAMILY.violations(problem, config, DEFAULT_GPU) == []
 
 
 def test_every_reason_is_said() -> None:
-    found = FAMILY.violations(PROBLEM, make(1, 264, kv_stages=8, ping_pong=True), DEFAULT_GPU)
-    assert [text.split()[0] for text in found] == [
+    config = make(1, 264, kv_stages=8, ping_pong=True, packed_heads=2, splits=9)
+    assert [text.split()[0] for text in FAMILY.violations(PROBLEM, config, DEFAULT_GPU)] == [
         "tile_n=264",
         "tile_n=264",
         "ping_pong",
+        "packed_heads",
+        "splits=9",
         "549888",
         "230",
     ]
 
 
-def test_a_grid_has_its_limits() -> None:
-    problem = AttentionProblem(seqlen_q=64, seqlen_kv=64, head_dim=64, batch=65536, heads_q=1)
-    assert "65535" in FAMILY.supports(problem, DEFAULT_GPU)
-    assert FAMILY.space(problem, DEFAULT_GPU) == []
+@pytest.mark.parametrize("name", ALWAYS)
+def test_a_config_that_lacks_a_parameter_is_refused(name: str) -> None:
+    (reason,) = FAMILY.violations(PROBLEM, without(make(2, 128), name), DEFAULT_GPU)
+    assert reason == f"{name} missing: a config of another version"
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "columns"),
-    [(8, 64), (64, 64), (72, 96), (96, 96), (104, 128), (136, 192), (200, 256), (256, 256)],
-)
-def test_a_head_is_padded_to_the_next_instance(head_dim: int, columns: int) -> None:
+def test_a_config_of_the_first_version_is_refused() -> None:
+    (reason,) = FAMILY.violations(PROBLEM, OLD, DEFAULT_GPU)
+    assert reason.startswith("score_buffers, q_in_registers, persistent, splits, pdl missing")
+
+
+@pytest.mark.parametrize("head_dim", range(8, 257, 8))
+def test_a_head_is_padded_to_the_next_instance(head_dim: int) -> None:
+    columns = instance(head_dim)
+    assert columns in INSTANCES
+    assert not any(head_dim <= smaller < columns for smaller in INSTANCES)
     problem = problem_of(head_dim)
-    assert instance(head_dim) == columns in INSTANCES
     spec = FAMILY.kernels(problem, make(1, 64))["attention"]
     assert spec.variables["head_dim"] == columns
     (launch,) = FAMILY.launches(problem, make(1, 64), 0.5)
     assert launch.integers[5] == head_dim  # TMA pads: it is told the columns that exist
 
 
-def test_registers_of_the_resident_blocks_fit_the_file() -> None:
-    for (groups, blocks), (producer, consumer) in REGISTERS.items():
-        assert producer % 8 == consumer % 8 == 0
-        assert 24 <= producer <= consumer <= 256
-        assert blocks * 128 * (producer + groups * consumer) <= 65536
-        spec = FAMILY.kernels(PROBLEM, make(groups, 64, blocks_per_sm=blocks))["attention"]
-        assert spec.variables["producer_registers"] == producer
-        assert spec.variables["consumer_registers"] == consumer
+@pytest.mark.parametrize(("shape", "registers"), REGISTERS.items())
+def test_setmaxnreg_asks_for_no_more_than_a_block_has(
+    shape: tuple[int, int], registers: tuple[int, int]
+) -> None:
+    """A group that asks for more than its block was launched with waits for ever."""
+    (groups, blocks), (producer, consumer) = shape, registers
+    assert producer % 8 == consumer % 8 == 0
+    assert 24 <= producer <= consumer <= 256
+    assert 128 * (producer + groups * consumer) <= launch_registers(groups, blocks)
+    spec = FAMILY.kernels(PROBLEM, make(groups, 64, blocks_per_sm=blocks))["attention"]
+    assert spec.variables["producer_registers"] == producer
+    assert spec.variables["consumer_registers"] == consumer
+
+
+@pytest.mark.parametrize(
+    ("groups", "blocks", "a_thread"),
+    [(1, 1, 248), (1, 2, 128), (2, 1, 168), (2, 2, 80), (3, 1, 128), (3, 2, 64)],
+)
+def test_registers_at_launch(groups: int, blocks: int, a_thread: int) -> None:
+    """The register file among the resident blocks' threads, in eights; no thread has over 255."""
+    assert launch_registers(groups, blocks) == a_thread * 128 * (groups + 1)
 
 
 @pytest.mark.parametrize(
@@ -131,32 +215,159 @@ def test_registers_of_the_resident_blocks_fit_the_file() -> None:
         ),
     ],
 )
-def test_one_launch_with_extents_and_strides(
+def test_one_launch_with_extents_strides_and_schedule(
     text: str, strides: tuple[tuple[int, int, int], ...]
 ) -> None:
     problem = AttentionProblem.parse(text)
-    (launch,) = FAMILY.launches(problem, make(2, 64), 0.125)
+    config = make(2, 64, packed_heads=4, splits=3, pdl=True)
+    (launch,) = FAMILY.launches(problem, config, 0.125)
     assert launch.kernel == "attention"
-    assert [ref.operand for ref in launch.tensors] == ["query", "key", "value", "out"]
+    assert [ref.operand for ref in launch.tensors] == ["query", "key", "value", "out", "lse"]
     assert all(ref.offset_bytes == 0 for ref in launch.tensors)
     assert launch.integers[:6] == (3, 8, 2, 64, 256, 40)
-    assert launch.integers[6:] == tuple(s for group in strides for s in group)
+    assert launch.integers[6:18] == tuple(s for group in strides for s in group)
+    assert launch.integers[18:] == (3, 1)
     assert launch.scalars == (0.125,)
-    assert FAMILY.scratch_bytes(problem, make(2, 64)) == 0
+    assert FAMILY.scratch_bytes(problem, config) == 0
 
 
-def test_space_has_different_kernels_of_both_orders() -> None:
-    space = FAMILY.space(PROBLEM, DEFAULT_GPU)
-    assert len({FAMILY.kernels(PROBLEM, c)["attention"].key for c in space}) == len(space)
-    assert {c["warp_groups"] for c in space} == {1, 2, 3}
-    assert {c.params.get("ping_pong") for c in space} == {None, False, True}
+def test_splits_and_pdl_share_a_kernel_and_nothing_else_does() -> None:
+    config = make(2, 64, packed_heads=2)
+    spec = FAMILY.kernels(GROUPED, config)["attention"]
+    others: dict[str, Value] = {
+        "warp_groups": 3,
+        "tile_n": 80,
+        "kv_stages": 3,
+        "score_buffers": 2,
+        "q_in_registers": True,
+        "packed_heads": 4,
+        "ping_pong": True,
+        "early_exp": 50,
+        "lazy_rescale": 8,
+        "persistent": True,
+        "blocks_per_sm": 2,
+        "splits": 2,
+        "pdl": True,
+    }
+    assert set(others) == set(config.params) == set(FAMILY.domains)
+    for name, value in others.items():
+        other = Config(config.family, {**config.params, name: value})
+        is_shared = name in ("splits", "pdl")
+        assert (FAMILY.kernels(GROUPED, other)["attention"] == spec) == is_shared, name
+        assert (len(group_by_kernels(FAMILY, [config, other])) == 1) == is_shared, name
+        launched = [FAMILY.launches(GROUPED, c, 1.0)[0].integers for c in (config, other)]
+        assert (launched[0] != launched[1]) == is_shared, name
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> AttentionProblem:
+    heads_kv = draw(st.integers(1, 8))
+    length = st.one_of(st.integers(1, 300), st.integers(1, 2**18))
+    return AttentionProblem(
+        seqlen_q=draw(length),
+        seqlen_kv=draw(length),
+        head_dim=8 * draw(st.integers(1, 32)),
+        batch=draw(st.integers(1, 64)),
+        heads_q=heads_kv * draw(st.integers(1, 72)),
+        heads_kv=heads_kv,
+        is_causal=draw(st.booleans()),
+    )
+
+
+def check(problem: AttentionProblem, config: Config) -> None:
+    """What the template and the chip need of a legal config, counted without the predicate."""
+    groups, tile_n, stages = config["warp_groups"], config["tile_n"], config["kv_stages"]
+    blocks, buffers, splits = config["blocks_per_sm"], config["score_buffers"], config["splits"]
+    variables = FAMILY.kernels(problem, config)["attention"].variables
+    columns = variables["head_dim"]
+    assert columns >= problem.head_dim
+    # Shared memory: Q, the rings of K and V, their mbarriers (8 bytes) and two tiles (24 bytes).
+    tiles = 2 * columns * (64 * groups + 2 * stages * tile_n)
+    needed = tiles + 8 * (2 + 4 * stages + 5) + 2 * 24
+    assert needed <= SMEM_PER_BLOCK_BYTES
+    assert blocks * (needed + SMEM_RESERVED_PER_BLOCK_BYTES) <= SMEM_PER_SM_BYTES
+    # Registers: both roles' within the block's, the blocks' within the file.
+    producer, consumer = variables["producer_registers"], variables["consumer_registers"]
+    assert 128 * (producer + groups * consumer) <= launch_registers(groups, blocks)
+    assert blocks * launch_registers(groups, blocks) <= 65536
+    # A consumer thread: scores and O in fp32, P and Q in 16 bits, of 64 rows in 128 threads.
+    of_q = 64 * columns * 2 if config["q_in_registers"] else 0
+    held = 64 * (4 * buffers * tile_n + 2 * tile_n + 4 * columns) + of_q
+    assert held / (128 * 4) < consumer
+    # A kernel that runs ahead by two Q K^T needs both keys' stages.
+    assert stages >= buffers >= 1
+    assert ("ping_pong" in config.params) == (groups > 1 and buffers == 1)
+    assert ("early_exp" in config.params) == (buffers == 1)
+    # Rows of a packed tile are whole groups of heads of one KV head.
+    packed = variables["packed_heads"]
+    assert ("packed_heads" in config.params) == (problem.heads_q > problem.heads_kv)
+    assert problem.heads_q // problem.heads_kv % packed == 0
+    assert 64 * groups % packed == 0
+    # Every split of an unmasked row has keys.
+    assert 1 <= splits <= -(-problem.seqlen_kv // tile_n)
+    # Clearing the counter of a dynamic schedule is a launch of its own, before the kernel's.
+    assert not (problem.is_causal and config["persistent"] and config["pdl"])
+
+
+@settings(max_examples=60)
+@given(problems(), st.randoms(use_true_random=False))
+def test_space_and_legal_draws_are_what_the_kernel_needs(
+    problem: AttentionProblem, rng: random.Random
+) -> None:
+    space = FAMILY.space(problem, DEFAULT_GPU)
+    assert space
+    for config in space:
+        check(problem, config)
+        per_head = -(-problem.seqlen_q // (64 * config["warp_groups"]))
+        if config["persistent"]:
+            assert config["splits"] == 1
+            assert per_head * problem.batch * problem.heads_q > DEFAULT_GPU.sm_count
+    for _ in range(30):
+        config = FAMILY.draw(problem, DEFAULT_GPU, space, rng)
+        if not FAMILY.violations(problem, config, DEFAULT_GPU):
+            check(problem, config)
+    config = rng.choice(space)
+    assert 0 < FAMILY.predict_us(problem, config, DEFAULT_GPU) < 1e9
+
+
+@pytest.mark.parametrize("heads", ["H=16", "H=32,HKV=8", "H=28,HKV=4", "H=24,HKV=8", "H=71,HKV=1"])
+def test_no_candidate_comes_twice(heads: str) -> None:
+    """Whatever packs of the heads to a KV head: all of them, some, or one alone."""
+    problem = AttentionProblem.parse(f"{heads},S=512,D=128")
+    space = FAMILY.space(problem, DEFAULT_GPU)
+    assert len(space) == len(set(space)) > 0
+
+
+def test_space_uses_every_lever_where_it_pays() -> None:
+    def space(text: str) -> list[Config]:
+        return list(FAMILY.space(AttentionProblem.parse(text), DEFAULT_GPU))
+
+    def values(found: list[Config], name: str) -> set[Value | None]:
+        return {config.params.get(name) for config in found}
+
+    small, large = space("S=1024,D=64"), space("B=16,S=2048,D=64")
+    decoding = space("H=32,HKV=8,SQ=1,SKV=8192,D=128")
+    assert values(small, "warp_groups") == {1, 2, 3}
+    assert values(small, "ping_pong") == {None, False, True}
+    assert values(small, "early_exp") == {None, 0, 50}
+    assert values(small, "q_in_registers") == values(small, "pdl") == {False, True}
+    assert values(small, "persistent") == {False}
+    assert values(large, "persistent") == {True}
+    assert values(large, "splits") == {1}
+    assert values(decoding, "warp_groups") == {1}
+    assert values(decoding, "packed_heads") == {1, 4}
+    assert values(decoding, "splits") >= {1, 8, 32}
 
 
 @pytest.mark.parametrize(
     ("name", "text", "config"),
     [
-        ("plain", "S=1024,D=64", make(2, 128, ping_pong=True, poly_every=4, lazy_rescale=8)),
-        ("causal", "S=1000,D=128,causal=1,dtype=bf16", make(2, 80, overlap=False)),
+        ("plain", "S=1024,D=64", make(2, 128, ping_pong=True, early_exp=50, lazy_rescale=8)),
+        (
+            "causal",
+            "H=16,HKV=4,S=1000,D=128,causal=1,dtype=bf16",
+            make(2, 64, score_buffers=2, q_in_registers=True, packed_heads=4, persistent=True),
+        ),
     ],
 )
 def test_golden_text(name: str, text: str, config: Config) -> None:

@@ -12,15 +12,22 @@ HEAVY = {
     "alembic",
     "cuda",
     "cutlass_library",
+    "fastapi",
     "jinja2",
     "jsonschema",
     "numpy",
     "nvMatmulHeuristics",
     "optuna",
+    "prometheus_client",
+    "psycopg",
+    "pydantic",
     "rich",
     "scipy",
+    "sklearn",
     "sqlalchemy",
+    "transformers",
     "torch",
+    "vl_convert",
     "yaml",
 }
 
@@ -32,7 +39,7 @@ def loaded_by(code: str) -> set[str]:
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
     modules = json.loads(done.stdout.splitlines()[-1])
-    return {name.partition(".")[0] for name in modules}
+    return {name.partition(".")[0] for name in modules} | (HEAVY & set(modules))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import pytest
 from tuner.config import Config
 from tuner.errors import ConfigError, StoreError
 from tuner.hardware import DEFAULT_GPU, GPUS, Gpu
-from tuner.lookup import Answer, entries, find_gpu, lookup
+from tuner.lookup import Answer, decided, entries, find_gpu, lookup
 from tuner.measurement import Environment, Measurement, Provenance, Regime, Status
 from tuner.problem import AttentionProblem, GemmProblem
 from tuner.store import Entry, Store, open_store
@@ -456,3 +456,33 @@ def test_the_package_shows_the_function() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_what_is_decided_changes_with_decisions_alone(store: Store, path: Path) -> None:
+    assert decided(path) == {}
+    seen = [decided(path)]
+
+    def is_as_before() -> bool:
+        seen.append(decided(path))
+        assert (seen[-1] is seen[-2]) is (seen[-1] == seen[-2])
+        return seen[-1] is seen[-2]
+
+    decide(store, measured(), measured(14.0, CUDNN))
+    assert not is_as_before() and list(seen[-1]) == [PROBLEM.key]
+    assert is_as_before()
+    store.add([measured(20.0, is_final=False)])
+    assert is_as_before(), "a sweep in the making is none"
+    for change in (
+        lambda: decide(store, measured(9.0), sweep="t"),
+        lambda: decide(store, measured(8.0, problem=AttentionProblem(2048, 2048, 64))),
+        lambda: store.pin(PROBLEM, H200, WARM, OWN),
+        lambda: store.record_build(PROBLEM, OWN, {"main": "b" * 32}),
+        lambda: store.record_build(PROBLEM, OWN, {"main": "c" * 32}),
+    ):
+        change()
+        assert not is_as_before()
+        assert is_as_before()
+    store.close()
+    for file in path.parent.glob("s.sqlite*"):
+        file.unlink()
+    assert decided(path) == {}

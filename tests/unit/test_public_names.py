@@ -31,7 +31,13 @@ NAMES = {
     "TunerError",
     "__version__",
     "attention",
+    "disable",
+    "enable",
+    "enabled",
+    "linear",
     "lookup",
+    "matmul",
+    "stats",
     "sweep",
 }
 
@@ -51,7 +57,8 @@ def test_name_resolves_to_the_thing_itself(name: str) -> None:
 def test_attention_or_how_to_get_it() -> None:
     if importlib.util.find_spec("torch"):
         parameters = inspect.signature(tuner.attention).parameters
-        assert list(parameters) == ["query", "key", "value", "is_causal", "scale"]
+        names = "query key value attn_mask dropout_p is_causal scale enable_gqa"
+        assert list(parameters) == names.split(), "as PyTorch's scaled_dot_product_attention"
     else:
         with pytest.raises(ImportError, match=r"cutlass-tuner\[torch\]"):
             tuner.attention  # noqa: B018

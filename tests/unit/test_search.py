@@ -8,14 +8,17 @@ from itertools import product
 
 import pytest
 
+from tuner import optuna_sampler
 from tuner import search as module
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families.base import Family
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.measurement import Measurement, Regime, Status
+from tuner.optuna_sampler import ABSENT
 from tuner.problem import GemmProblem, Problem
-from tuner.search import ABSENT, FamilySearch, Search, sampler_name
+from tuner.search import SAMPLERS, FamilySearch, Search, sampler_name
+from tuner.surrogate import features_of
 
 PROBLEM = GemmProblem(512, 512, 512)
 REGIME = Regime.default("gemm")
@@ -71,10 +74,25 @@ def measure(group: Sequence[Config], status: Status = Status.OK) -> list[Measure
     ]
 
 
-def member(family: Family, *, seeds: int = 4, sampler: str = "tpe", seed: int = 0) -> FamilySearch:
-    space = family.space(PROBLEM, DEFAULT_GPU)
+def member(
+    family: Family,
+    *,
+    seeds: int = 4,
+    sampler: str = "tpe",
+    seed: int = 0,
+    problem: Problem = PROBLEM,
+    history: Sequence[Measurement] = (),
+) -> FamilySearch:
+    space = family.space(problem, DEFAULT_GPU)
     return FamilySearch(
-        family, PROBLEM, DEFAULT_GPU, space, seeds=seeds, sampler=sampler, seed=seed
+        family,
+        problem,
+        DEFAULT_GPU,
+        space,
+        seeds=seeds,
+        sampler=sampler,
+        seed=seed,
+        history=history,
     )
 
 
@@ -99,7 +117,7 @@ def test_a_space_that_fits_is_enumerated_once_without_optuna(
     def refuse(sampler: str, seed: int) -> None:
         raise AssertionError("no study is needed")
 
-    monkeypatch.setattr(module, "create_study", refuse)
+    monkeypatch.setattr(optuna_sampler, "create_study", refuse)
     toy = member(Toy())
     asked = run(Search([toy], total=500, seeds=4))
     digests = [config.digest for group in asked for config in group]
@@ -114,9 +132,9 @@ def test_seeds_come_first_and_in_order() -> None:
     assert [Toy().compile_digest(g[0]) for g in asked] == [Toy().compile_digest(c) for c in wanted]
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_suggestions_are_legal_distinct_and_find_the_optimum(seed: int) -> None:
-    toy = member(Toy(), seed=seed)
+@pytest.mark.parametrize(("sampler", "seed"), [("tpe", 0), ("tpe", 1), ("model", 0)])
+def test_suggestions_are_legal_distinct_and_find_the_optimum(sampler: str, seed: int) -> None:
+    toy = member(Toy(), sampler=sampler, seed=seed)
     assert len(toy.groups) > 100
     asked = run(Search([toy], total=60, seeds=4))
     digests = [Toy().compile_digest(group[0]) for group in asked]
@@ -125,32 +143,36 @@ def test_suggestions_are_legal_distinct_and_find_the_optimum(seed: int) -> None:
     assert toy.best_us <= 10.0 * 1.05
 
 
-def test_equal_seeds_ask_equally() -> None:
-    first, second = (run(Search([member(Toy(), seed=7)], total=25, seeds=4)) for _ in range(2))
+@pytest.mark.parametrize("sampler", [name for name in SAMPLERS if name != "gp"])
+def test_equal_seeds_ask_equally(sampler: str) -> None:
+    first, second = (
+        run(Search([member(Toy(), sampler=sampler, seed=7)], total=25, seeds=4)) for _ in range(2)
+    )
+    assert len(first) == 25
     assert first == second
 
 
 def test_model_reads_conditions_from_the_space() -> None:
-    features = [module._features(c) for c in Toy().space(PROBLEM, DEFAULT_GPU)]
-    choices = module._choices(features)
+    features = [features_of(Toy(), c) for c in Toy().space(PROBLEM, DEFAULT_GPU)]
+    choices = optuna_sampler._choices(features)
     assert choices["stages"] == (2, 3, 4, ABSENT)  # nothing else says whether it is there
     assert choices["splits"] == (1, 2)  # the schedule does
 
 
 def test_infeasible_suggestions_are_told_and_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[float | None] = []
-    original = module.Model.tell
+    original = optuna_sampler.OptunaSampler._complete
 
-    def tell(self: module.Model, trial: object, value: float | None) -> None:
+    def complete(self: optuna_sampler.OptunaSampler, trial: object, value: float | None) -> None:
         told.append(value)
         original(self, trial, value)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(module.Model, "tell", tell)
+    monkeypatch.setattr(optuna_sampler.OptunaSampler, "_complete", complete)
     toy = member(Toy())
     asked = run(Search([toy], total=40, seeds=4))
     assert len(asked) == 40
     assert None in told, "256 x 256 is illegal and must have been suggested in 34 trials"
-    study = toy._model._study  # type: ignore[union-attr]
+    study = toy._optuna._study  # type: ignore[union-attr]
     infeasible = [t for t in study.trials if t.constraints.get("runs", 0) > 0]
     worst = max(math.log(latency(c)) for group in asked for c in group)
     assert infeasible
@@ -166,7 +188,7 @@ def test_failures_are_told_as_infeasible() -> None:
         status = statuses[search.spent % 2]
         failed += status is Status.TIMEOUT
         search.tell(measure(group, status))
-    study = toy._model._study  # type: ignore[union-attr]
+    study = toy._optuna._study  # type: ignore[union-attr]
     complete = [t for t in study.trials if t.value is not None]
     assert sum(t.constraints["runs"] > 0 for t in complete) >= failed
     assert all(t.value < 5 for t in complete)
@@ -244,15 +266,91 @@ def test_sampler_is_one_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sampler_name("tpe") == "tpe"
     monkeypatch.setenv("TUNER_SAMPLER", "tpe")
     assert sampler_name(None) == "tpe"
-    with pytest.raises(ConfigError, match=r"sampler=cma is not known \(allowed: tpe, gp\)"):
+    with pytest.raises(
+        ConfigError, match=r"sampler=cma is not known \(allowed: model, tpe, gp, cost, random\)"
+    ):
         sampler_name("cma")
 
 
 def test_sampler_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
-    assert sampler_name(None) == "tpe"
+    assert sampler_name(None) == "model"
     with pytest.raises(ConfigError, match="sampler=gp needs torch and scipy"):
         sampler_name("gp")
+
+
+def test_the_cost_models_order_and_nothing_else() -> None:
+    asked = run(Search([member(Toy(), sampler="cost")], total=40, seeds=4))
+    predicted = [min(Toy().predict_us(PROBLEM, c, DEFAULT_GPU) for c in group) for group in asked]
+    assert predicted == sorted(predicted)
+
+
+def test_random_knows_no_seeds() -> None:
+    first = [
+        run(Search([member(Toy(), sampler="random", seed=s)], total=1, seeds=4)) for s in range(3)
+    ]
+    assert len({group[0][0].digest for group in first}) > 1
+
+
+def test_model_goes_on_where_the_cost_model_is_wrong() -> None:
+    """The toy's estimate knows m alone and has its optimum elsewhere."""
+    toy = member(Toy(), sampler="model")
+    asked = run(Search([toy], total=24, seeds=4))
+    assert toy.best_us <= 10.0 * 1.05
+    assert asked[0][0]["m"] == 64, "the estimate leads"
+
+
+def test_model_learns_from_like_problems() -> None:
+    near = GemmProblem(1024, 512, 512)
+    history = [
+        m.but(problem=near)
+        for group in member(Toy(), problem=near).groups.values()
+        for m in measure(group)
+    ]
+    asked = run(Search([member(Toy(), sampler="model", history=history)], total=1, seeds=4))
+    assert min(latency(c) for c in asked[0]) <= 10.0 * 1.05
+    untaught = run(Search([member(Toy(), sampler="model")], total=1, seeds=4))
+    assert min(latency(c) for c in untaught[0]) > 10.0 * 1.05
+
+
+def test_model_ends_when_no_gain_is_expected() -> None:
+    endless, frugal = (member(Toy(), sampler="model") for _ in range(2))
+    assert len(run(Search([endless], total=200, seeds=4))) == len(endless.groups)
+    asked = run(Search([frugal], total=200, seeds=4, least_gain=0.005))
+    assert len(asked) < len(endless.groups) / 2
+    assert frugal.best_us <= 10.0 * 1.05
+
+
+def test_model_spends_nothing_on_a_family_without_hope() -> None:
+    class Slow(Toy):
+        name = "slow"
+
+        def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
+            return 4 * super().predict_us(problem, config, gpu)
+
+    toy, slow = member(Toy(), sampler="model"), member(Slow(), sampler="model")
+    run(Search([slow, toy], total=60, seeds=4, least_gain=0.001))
+    assert slow.started == 0
+    assert toy.started > 10
+
+
+def test_model_spreads_what_is_compiled_at_once() -> None:
+    search = Search([member(Toy(), sampler="model")], total=40, seeds=6)
+    ahead = search.ahead()
+    assert [search.ask() for _ in range(6)] == ahead
+    assert len({group[0].digest for group in ahead}) == 6
+    assert len({group[0]["n"] for group in ahead}) > 1, "not six of the same kind"
+
+
+def test_model_takes_failures_for_the_worst() -> None:
+    toy = member(Toy(), sampler="model")
+    search = Search([toy], total=20, seeds=4)
+    while (group := search.ask()) is not None:
+        failed = group[0]["schedule"] == "a"
+        search.tell(measure(group, Status.TIMEOUT if failed else Status.OK))
+    tried = [toy.seen[c.digest] for g in toy.groups.values() for c in g if c.digest in toy.seen]
+    assert any(not m.ok for m in tried)
+    assert sum(m.ok for m in tried) > 2 * sum(not m.ok for m in tried)
 
 
 def test_gp_sampler_where_torch_is() -> None:
@@ -266,3 +364,68 @@ def test_gp_sampler_where_torch_is() -> None:
 def test_unknown_effort() -> None:
     with pytest.raises(ConfigError, match=r"effort=max is not known \(allowed: quick, full\)"):
         module.effort("max")
+
+
+class Wide(Toy):
+    """One kernel a pair of m and n, many run-time variants of each."""
+
+    name = "wide"
+    runtime_parameters = frozenset({"raster", "schedule", "stages", "splits"})
+
+
+def race(heat: int) -> tuple[FamilySearch, list[list[Config]]]:
+    space = Wide().space(PROBLEM, DEFAULT_GPU)
+    wide = FamilySearch(
+        Wide(), PROBLEM, DEFAULT_GPU, space, seeds=4, sampler="cost", seed=0, heat=heat
+    )
+    return wide, run(Search([wide], total=100, seeds=4))
+
+
+def test_a_race_times_less_and_finds_the_same() -> None:
+    everything, _ = race(0)
+    raced, asked = race(3)
+    assert raced.best_us == everything.best_us
+    assert len(raced.seen) < len(everything.seen) / 2
+    assert raced.finished == everything.finished == len(raced.groups)
+    assert max(map(len, asked)) > 3, "survivors are timed in full"
+
+
+def test_a_race_compiles_nothing_twice() -> None:
+    wide = race(3)[0]
+    search = Search([wide], total=100, seeds=4)
+    assert search.spent == len(wide.groups)
+    assert search.ask() is None
+
+
+def test_what_survived_a_heat_counts_until_it_is_finished() -> None:
+    space = Wide().space(PROBLEM, DEFAULT_GPU)
+    wide = FamilySearch(
+        Wide(), PROBLEM, DEFAULT_GPU, space, seeds=4, sampler="model", seed=0, heat=3
+    )
+    search = Search([wide], total=1, seeds=4)
+    first = search.ask()
+    assert first is not None and len(first) == 3
+    search.tell(measure(first))
+    assert (search.pending, search.spent) == (0, 1)
+    rest = search.ask()
+    assert rest is not None and len(rest) > 3
+    assert {Wide().compile_digest(c) for c in (*first, *rest)} == {Wide().compile_digest(first[0])}
+    search.tell(measure(rest))
+    assert (wide.finished, search.ask()) == (1, None)
+
+
+def test_a_lost_heat_stays_lost_after_a_restart() -> None:
+    raced, _ = race(3)
+    again = FamilySearch(
+        Wide(),
+        PROBLEM,
+        DEFAULT_GPU,
+        Wide().space(PROBLEM, DEFAULT_GPU),
+        seeds=4,
+        sampler="cost",
+        seed=0,
+        heat=3,
+    )
+    search = Search([again], total=100, seeds=4)
+    search.tell_known(sorted(raced.seen.values(), key=lambda m: m.latency_us or 0))
+    assert search.ask() is None

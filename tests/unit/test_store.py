@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import os
 import shutil
 import sqlite3
 import subprocess
 import sys
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -41,7 +39,6 @@ OTHER = AttentionProblem(1024, 1024, 64, is_causal=True)
 OWN = Config("cutlass_fmha", {"tile_m": 128, "kernel_schedule": "KernelTma"})
 SLOWER = Config("cutlass_fmha", {"tile_m": 64, "kernel_schedule": "KernelTma"})
 CUDNN = Config("vendor_sdpa", {"backend": "cudnn"})
-POSTGRES = os.environ.get("TUNER_TEST_POSTGRES", "")
 
 
 def measured(
@@ -87,27 +84,11 @@ def full() -> Measurement:
 @pytest.fixture(params=["file", "memory", "postgresql"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     if request.param == "postgresql":
-        yield from postgresql()
-        return
-    with open_store(str(tmp_path / "s.sqlite") if request.param == "file" else "sqlite://") as made:
+        url = request.getfixturevalue("create_postgres_url")()
+    else:
+        url = str(tmp_path / "s.sqlite") if request.param == "file" else "sqlite://"
+    with open_store(url) as made:
         yield made
-
-
-def postgresql() -> Iterator[Store]:
-    """A store in a schema of its own."""
-    if not POSTGRES:
-        pytest.skip("TUNER_TEST_POSTGRES names no database")
-    engine = sa.create_engine(POSTGRES)
-    schema = f"tuner_{uuid.uuid4().hex[:12]}"
-    with engine.begin() as connection:
-        connection.execute(sa.text(f"CREATE SCHEMA {schema}"))
-    try:
-        with open_store(f"{POSTGRES}?options=-csearch_path%3D{schema}") as made:
-            yield made
-    finally:
-        with engine.begin() as connection:
-            connection.execute(sa.text(f"DROP SCHEMA {schema} CASCADE"))
-        engine.dispose()
 
 
 class TestContract:
@@ -119,6 +100,13 @@ class TestContract:
         assert len(set(ids)) == 3
         assert store.measurements() == given
         assert [m.to_json() for m in store.measurements()] == [m.to_json() for m in given]
+
+    def test_a_log_may_hold_anything(self, store: Store) -> None:
+        store.add([failed(log="\0\x01\x7f ünï \U0001f680")])
+        (kept,) = store.measurements()
+        assert kept.log == "\N{REPLACEMENT CHARACTER}\x01\x7f ünï \U0001f680"
+        store.add([failed(log="\0\x01\x7f ünï \U0001f680"), kept])
+        assert store.measurements() == [kept]
 
     def test_an_equal_measurement_is_stored_once(self, store: Store) -> None:
         first, repeated, other = store.add([measured(), measured(), measured(latency_us=13.1)])

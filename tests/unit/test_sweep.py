@@ -217,6 +217,35 @@ def test_optuna_finds_the_optimum_of_what_does_not_fit(store: Store) -> None:
     assert outcome.ranking[0].latency_us == pytest.approx(10.0, rel=0.06)
 
 
+def test_the_cost_models_sampler_ends_early_and_near_the_optimum(store: Store) -> None:
+    outcome = sweep(ReplayRunner(recording()), store, trials=27, sampler="model").run()
+    assert outcome.kernels < 27
+    assert outcome.ranking[0].latency_us == pytest.approx(10.0, rel=0.06)
+
+
+def test_a_hopeless_family_is_left_out_unless_named_or_all_are_wanted(store: Store) -> None:
+    class Slow(Toy):
+        name = "slow"
+
+        def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
+            return 3 * super().predict_us(problem, config, gpu)
+
+    slow = Slow()
+
+    def both(op: str) -> Mapping[str, Family]:
+        return {**catalogue(op), **({slow.name: slow} if op == slow.op else {})}
+
+    def left_out(**options: object) -> bool:
+        chosen = SweepOptions(**{"sampler": "tpe", "trials": 4, **options})  # type: ignore[arg-type]
+        runner = ReplayRunner(recording())
+        made = Sweep(GEMM, REGIME, runner, store, chosen, catalogue=both)
+        return any("slow is left out: 3.0 times" in note for note in made.run().notes)
+
+    assert left_out()
+    assert not left_out(families=("slow", "toy"))
+    assert not left_out(effort="full")
+
+
 def test_nothing_replayed_is_stored_as_measured(store: Store) -> None:
     sweep(ReplayRunner(recording()), store, trials=10).run()
     kinds = {m.provenance for m in store.measurements()}

@@ -106,6 +106,9 @@ def test_bottom_right_masks_are_kept_out() -> None:
     problem = AttentionProblem.parse("SQ=128,SKV=256,D=64,causal=1")
     kernels = [c["kernel"] for c in family("vendor_sdpa").space(problem, DEFAULT_GPU)]
     assert kernels == ["cudnn", "efficient"]
+    for kernel in ("flash3_splits", "flash4"):
+        config = Config("vendor_sdpa", {"kernel": kernel})
+        assert "bottom-right" in family("vendor_sdpa").violations(problem, config, DEFAULT_GPU)[0]
     call = family("vendor_sdpa").vendor_call(
         problem, Config("vendor_sdpa", {"kernel": "flash3"}), 1.0
     )
@@ -197,6 +200,54 @@ def test_peers_agree_with_fp64(
     assert out.shape == problem.output.shape
     assert close(out, reference(problem, 0.3, inputs))
     assert sdpa.peer_version(kernel)
+
+
+@needs_torch
+def test_a_variant_is_its_peer_with_further_arguments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taking = PEER.replace("scale=None", "scale=None, num_splits=1")
+    noting = taking.replace("    return", "    fwd.splits = num_splits\n    return")
+    (tmp_path / "fa3.py").write_text(noting)
+    monkeypatch.setenv("TUNER_PEERS_PATH", str(tmp_path))
+    problem = AttentionProblem.parse("S=32,D=8,H=2")
+    splits = []
+    for kernel in ("flash3", "flash3_splits"):
+        call = sdpa.VendorSdpa().connect(problem, kernel, 0.3)
+        assert not isinstance(call, str), call
+        call(*tensors(problem))
+        splits.append(sys.modules["tuner_peer_fa3"].fwd.splits)
+    assert splits == [1, 0]
+
+
+@needs_torch
+@pytest.mark.parametrize("shape", ["S=24,D=16,H=4", "S=24,D=16,H=4,HKV=2,causal=1,B=2"])
+def test_naive_agrees_with_fp64(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    plain = torch.bmm
+
+    def bmm(a: Any, b: Any, out_dtype: Any = None) -> Any:  # torch has out_dtype on CUDA alone
+        return plain(a, b) if out_dtype is None else plain(a.to(out_dtype), b.to(out_dtype))
+
+    monkeypatch.setattr(torch, "bmm", bmm)
+    problem = AttentionProblem.parse(shape)
+    call = tried(sdpa.naive_call(problem, 0.3), problem, "naive", "cpu")
+    assert not isinstance(call, str), call
+    inputs = tensors(problem)
+    assert close(call(*inputs), reference(problem, 0.3, inputs))
+
+
+def test_a_layout_of_its_own_changes_the_strides_alone() -> None:
+    problem, member = AttentionProblem.parse("S=1024,D=64,H=8"), family("vendor_sdpa")
+    config = Config("vendor_sdpa", {"kernel": "flash3", "layout": "bshd"})
+    assert member.violations(problem, config, DEFAULT_GPU) == []
+    given = member.handed_over(problem, config)
+    assert [o.shape for o in given.operands] == [o.shape for o in problem.operands]
+    assert given.operands[0].strides == (64 * 8 * 1024, 64, 64 * 8, 1)
+    assert member.handed_over(problem, Config("vendor_sdpa", {"kernel": "flash3"})) == problem
+    wrong = Config("vendor_sdpa", {"kernel": "flash3", "layout": "sbhd"})
+    assert "allowed: bhsd, bshd" in member.violations(problem, wrong, DEFAULT_GPU)[0]
 
 
 @pytest.mark.parametrize("kernel", sdpa.PEERS)

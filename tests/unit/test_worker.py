@@ -354,7 +354,7 @@ class FakeGate:
 
 
 class FakeSubject:
-    scratch_bytes, workspace_bytes = 64, 256
+    scratch_bytes, workspace_bytes, temporary_bytes = 64, 256, 16
 
     def __init__(
         self, device: FakeDevice, family: Any, problem: Any, config: Config, *_: Any
@@ -440,7 +440,7 @@ def results(events: list[dict[str, Any]]) -> list[Outcome]:
 def test_a_quick_request(events: list[dict[str, Any]]) -> None:
     assert answer(events, "ok", "ok")
     assert [r.latency_us for r in results(events)] == [50.0, 50.0]
-    assert results(events)[0].workspace_bytes == 320 and results(events)[0].error == 1e-4
+    assert results(events)[0].workspace_bytes == 336 and results(events)[0].error == 1e-4
     assert events[-1] == {"event": "done"}
     phases = [e["what"] for e in events if e["event"] == "phase" and e["index"] == 1]
     assert phases == [

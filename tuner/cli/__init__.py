@@ -13,7 +13,28 @@ import tuner
 from tuner.errors import ConfigError, TunerError
 from tuner.settings import VARIABLES
 
-COMMANDS = ("sweep", "record", "entries", "build", "artifacts", "doctor", "legality")
+COMMANDS = (
+    "sweep",
+    "bench",
+    "record",
+    "report",
+    "explain",
+    "compare",
+    "shapes",
+    "fit",
+    "entries",
+    "build",
+    "revalidate",
+    "bundle",
+    "artifacts",
+    "doctor",
+    "legality",
+    "store",
+    "jobs",
+    "worker",
+    "serve",
+    "sync",
+)
 """Modules of this package with a `register`."""
 
 DONE, FAILED, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
+import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -13,11 +15,14 @@ from typing import TYPE_CHECKING, Any
 from tuner.errors import NoValidConfigError, TunerError
 
 if TYPE_CHECKING:
-    from tuner.artifacts import Artifact
+    from tuner.artifacts import Artifact, ArtifactCache
     from tuner.compiler import Compiler
     from tuner.families.base import KernelSpec
     from tuner.measurement import Measurement
     from tuner.store import Entry, Store
+
+
+_TOLD_AFTER_S = 1.0
 
 
 @dataclass
@@ -43,7 +48,8 @@ def register(subparsers: Any) -> None:
         help="compile the kernels that the cache names",
         description=(
             "Compiles the best own kernel of every measured entry, imported and shipped ones "
-            "too, with this machine's compiler. Nothing is timed."
+            "too, with this machine's compiler. Nothing is timed. A machine runs one build at a "
+            "time; another waits."
         ),
     )
     parser.add_argument("--op", default="attention", help="operation of --shape")
@@ -77,7 +83,11 @@ def run(args: argparse.Namespace) -> int:
                 + (f" for {args.shape}" if args.shape else "")
                 + (f" on {args.gpu}" if args.gpu else "")
             )
-        with Compiler(find_toolchain(), ArtifactCache(), jobs=args.jobs) as compiler:
+        artifacts = ArtifactCache()
+        with (
+            _alone(artifacts),
+            Compiler(find_toolchain(), artifacts, jobs=args.jobs) as compiler,
+        ):
             _submit(targets, compiler)
             missing = sum(not f.done() for t in targets for f in t.kernels.values())
             print(f"{len(targets)} configurations; compiling {missing} kernels", file=sys.stderr)
@@ -85,6 +95,7 @@ def run(args: argparse.Namespace) -> int:
                 _finish(target, store)
                 if not args.json:
                     print(f"{target.label}: {_said(target)}")
+            print(f"the runtime's dispatcher: {_dispatcher(artifacts)}", file=sys.stderr)
     failed = [target for target in targets if target.reason]
     if args.json:
         rows = [
@@ -93,6 +104,35 @@ def run(args: argparse.Namespace) -> int:
         ]
         print(json.dumps({"built": len(targets) - len(failed), "failed": rows}))
     return 1 if failed else 0
+
+
+@contextlib.contextmanager
+def _alone(artifacts: ArtifactCache) -> Iterator[None]:
+    """Hold the machine's one place for a build; says so where another has it."""
+    told = threading.Timer(
+        _TOLD_AFTER_S, print, ["waiting for another build of this machine"], {"file": sys.stderr}
+    )
+    told.daemon = True
+    told.start()
+    try:
+        with artifacts.lock("build"):
+            told.cancel()
+            yield
+    finally:
+        told.cancel()
+
+
+def _dispatcher(artifacts: ArtifactCache) -> str:
+    """Compile what the runtime loads beside the kernels; without it calls go through Python."""
+    from tuner import dispatcher
+
+    try:
+        if dispatcher.find(artifacts):
+            return "there already"
+        dispatcher.build(artifacts)
+    except TunerError as exc:
+        return f"not built, {exc}"
+    return "compiled"
 
 
 def _entries(store: Store, args: argparse.Namespace) -> Iterable[Entry]:
@@ -108,8 +148,9 @@ def _entries(store: Store, args: argparse.Namespace) -> Iterable[Entry]:
     if args.op not in PROBLEMS:
         raise ConfigError(f"--op {args.op} is not known (allowed: {', '.join(PROBLEMS)})")
     problem = PROBLEMS[args.op].parse(args.shape) if args.shape else None
-    gpu = find_gpu(args.gpu) if args.gpu else None
-    found = {sort_key(entry): entry for entry in [*shipped(), *store.entries()]}
+    stored = store.entries()
+    gpu = find_gpu(args.gpu, stored) if args.gpu else None
+    found = {sort_key(entry): entry for entry in [*shipped(), *stored]}
     return [
         entry
         for _, entry in sorted(found.items())

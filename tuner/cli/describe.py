@@ -112,14 +112,17 @@ def answer_text(answer: Answer, source: str) -> str:
     """A few lines: what serves the problem, how fast, against what, and where that is known from.
 
     Args:
-        answer: what was found.
+        answer: what was found; a nearest one shows the tuned problem's entry, and first the
+            configs that it lends.
         source: the store's name.
     """
     entry = answer.entry
     winner, own = entry.winner, entry.best_own
     width = WIDTH - _LABEL
     head = f"{entry.problem.op} {entry.problem.label()} on {entry.gpu.name}, {entry.regime}"
-    rows = [("winner", config_lines(winner.config, width)), ("time", [_time(winner)])]
+    rows = [("answer", [answer.kind])]
+    rows += [("lends", config_lines(m.config, width)) for m in answer.lent]
+    rows += [("winner", config_lines(winner.config, width)), ("time", [_time(winner)])]
     if own and own.config != winner.config:
         rows.append(("best own", [*config_lines(own.config, width), _time(own)]))
     if entry.ratios:
@@ -226,7 +229,13 @@ def entry_json(entry: Entry) -> dict[str, Any]:
 
 def answer_json(answer: Answer, *, ranking: bool) -> dict[str, Any]:
     """An answer as one JSON object."""
-    data = {**entry_json(answer.entry), "exact": answer.exact, "notes": list(answer.notes)}
+    data = {
+        **entry_json(answer.entry),
+        "kind": answer.kind,
+        "lent": [m.config.to_json() for m in answer.lent],
+        "exact": answer.exact,
+        "notes": list(answer.notes),
+    }
     if ranking:
         data["winner"] = answer.entry.winner.to_json()
         data["ranking"] = [m.to_json() for m in answer.entry.ranking]

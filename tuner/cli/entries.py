@@ -119,7 +119,7 @@ def look_up(args: argparse.Namespace) -> int:
 
 def list_all(args: argparse.Namespace) -> int:
     """Print a table of all entries."""
-    found = _entries(args)
+    found = known_entries(args)
     wanted = _wanted(args, found)
     found = [
         e
@@ -344,7 +344,7 @@ def _source(args: argparse.Namespace) -> str:
     return "store" if path is None else str(path)
 
 
-def _entries(args: argparse.Namespace) -> list[Entry]:
+def known_entries(args: argparse.Namespace) -> list[Entry]:
     """Every entry; an SQLite file is read with the standard library and never made."""
     path = sqlite_file(_url(args))
     if path is None:
@@ -408,7 +408,7 @@ def _answer(args: argparse.Namespace) -> Answer | None:
     """Look a shape up; on a miss say so on standard error."""
     problem = PROBLEMS[args.op].parse(args.shape)
     regime = _regime(args, problem) or Regime.default(problem.op)
-    known = _entries(args)
+    known = known_entries(args)
     gpu = find_gpu(args.gpu, known) if args.gpu else _detected()
     here = None
     if gpu and not args.gpu:

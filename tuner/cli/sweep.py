@@ -16,6 +16,7 @@ from tuner.problem import PROBLEMS
 if TYPE_CHECKING:
     from tuner.job import JobOptions, JobResult
     from tuner.problem import Problem
+    from tuner.runners.choose import Machine
 
 DESCRIPTION = """Searches the fastest kernel of a problem among every family that serves it and the
 vendors' kernels, verifies it, and stores the decision. Candidates that the store holds from this
@@ -42,14 +43,16 @@ def register(subparsers: Any) -> None:
         help="YAML or JSON list of shapes; skips what is tuned for this environment",
     )
     parser.add_argument("--op", choices=sorted(PROBLEMS), default="attention")
-    _budget(parser)
-    _how(parser)
+    add_budget(parser)
+    add_regime(parser)
+    add_machine(parser)
     parser.add_argument("--store", metavar="URL", help="SQLAlchemy URL or SQLite file")
     parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
     parser.set_defaults(run=run)
 
 
-def _budget(parser: argparse.ArgumentParser) -> None:
+def add_budget(parser: argparse.ArgumentParser) -> None:
+    """Arguments that `options_of` reads, with those of `add_regime`."""
     parser.add_argument(
         "--family", action="append", metavar="NAME", help="own family to try; may be repeated"
     )
@@ -66,10 +69,16 @@ def _budget(parser: argparse.ArgumentParser) -> None:
         "--time-limit", type=float, metavar="SECONDS", help="start no candidate after this"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the search (default 0)")
-    parser.add_argument("--sampler", help="tpe or gp (default: gp where torch is installed)")
+    parser.add_argument("--sampler", help="model (default), tpe, gp, cost or random")
+    parser.add_argument(
+        "--no-widen",
+        action="store_true",
+        help="do not check the winner at the shapes around its own, which then it cannot serve",
+    )
 
 
-def _how(parser: argparse.ArgumentParser) -> None:
+def add_regime(parser: argparse.ArgumentParser) -> None:
+    """How it is timed, and within which memory."""
     parser.add_argument(
         "--regime", choices=("graph", "eager"), help="how it is launched (default graph)"
     )
@@ -81,6 +90,10 @@ def _how(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-workspace", metavar="SIZE", help="memory beside the operands, as in 512MB"
     )
+
+
+def add_machine(parser: argparse.ArgumentParser) -> None:
+    """Arguments that `machine_of` reads."""
     parser.add_argument("--device", type=int, default=0, help="CUDA device (default 0)")
     parser.add_argument(
         "--jobs", type=int, metavar="N", help="nvcc processes at a time (default: the cores)"
@@ -94,15 +107,12 @@ def run(args: argparse.Namespace) -> int:
     """Sweep; 0 when everything was decided."""
     from tuner.cli.display import create_display
     from tuner.job import Job
-    from tuner.runners.choose import Machine, Runners
+    from tuner.runners.choose import Runners
     from tuner.store import open_store
     from tuner.watch import Interruption
 
-    problems, options = _problems(args), _options(args)
-    for name, value, least in (("device", args.device, 0), ("jobs", args.jobs, 1)):
-        if value is not None and value < least:
-            raise ConfigError(f"{name}={value} is out of range (allowed: {least} or more)")
-    machine = Machine(args.device, args.jobs, options.sweep.max_workspace, args.replay)
+    problems, options = problems_of(args), options_of(args)
+    machine = machine_of(args, options.sweep.max_workspace)
     url = args.store or settings.store_url()
     with (
         open_store(url) as store,
@@ -119,7 +129,26 @@ def run(args: argparse.Namespace) -> int:
     return _report(result)
 
 
-def _problems(args: argparse.Namespace) -> list[Problem]:
+def machine_of(args: argparse.Namespace, max_workspace: int | None) -> Machine:
+    """Where to evaluate.
+
+    Raises:
+        ConfigError: when a number is out of range.
+    """
+    from tuner.runners.choose import Machine
+
+    for name, value, least in (("device", args.device, 0), ("jobs", args.jobs, 1)):
+        if value is not None and value < least:
+            raise ConfigError(f"{name}={value} is out of range (allowed: {least} or more)")
+    return Machine(args.device, args.jobs, max_workspace, args.replay)
+
+
+def problems_of(args: argparse.Namespace) -> list[Problem]:
+    """The problems that were named.
+
+    Raises:
+        ConfigError: names every one that is wrong.
+    """
     from tuner.job import parse_problem, read_problems
 
     if args.problems is not None:
@@ -127,7 +156,12 @@ def _problems(args: argparse.Namespace) -> list[Problem]:
     return [parse_problem(args.shape, args.op)]
 
 
-def _options(args: argparse.Namespace) -> JobOptions:
+def options_of(args: argparse.Namespace) -> JobOptions:
+    """What decides how they are tuned.
+
+    Raises:
+        ConfigError: when one is out of range.
+    """
     from tuner.job import JobOptions
     from tuner.sweep import SweepOptions
 
@@ -141,7 +175,13 @@ def _options(args: argparse.Namespace) -> JobOptions:
         seed=args.seed,
         sampler=args.sampler,
     )
-    return JobOptions(sweep, args.regime, args.l2, skip_tuned=args.problems is not None)
+    return JobOptions(
+        sweep,
+        args.regime,
+        args.l2,
+        skip_tuned=args.problems is not None,
+        widen=not args.no_widen,
+    )
 
 
 def _document(args: argparse.Namespace, result: JobResult, url: str) -> dict[str, Any]:

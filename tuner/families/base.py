@@ -7,19 +7,26 @@ cost. It is pure: no GPU, no compiler, nothing heavier than the standard library
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from functools import cache
+from typing import Any, ClassVar, Self
 
+from tuner import resources
 from tuner.config import Config, Value
 from tuner.hardware import Gpu
 from tuner.problem import Problem
 
 SCRATCH = "scratch"
 """Name of the family's own temporary buffer among the tensors of a `Launch`."""
+LSE = "lse"
+"""Name of attention's log-sum-exp among the tensors of a `Launch`: (B, H, SQ) contiguous fp32,
+natural logarithm of the sum of exp(scaled score), -inf where a query sees no key. Optional: a
+caller that does not want it passes a null pointer."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +92,12 @@ class Family(ABC):
     """Parameters that do not change the compiled kernels."""
     domains: ClassVar[Mapping[str, tuple[Value, ...]]] = {}
     """Values of each parameter, legal or not, from which `draw` takes."""
+    writes_lse: ClassVar[bool] = False
+    """An attention family whose launches name `LSE` among their tensors."""
+    cost_constants: ClassVar[Mapping[str, float]] = {}
+    """What `predict_us` takes from measurements, by name, all positive: where their fit starts.
+    Empty where nothing is fitted."""
+    _refit: Mapping[str, float] | None = None
 
     @abstractmethod
     def violations(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
@@ -93,6 +106,15 @@ class Family(ABC):
         The family's only legality predicate: pure, total (never raises on a config of this
         family) and complete (an illegal config says every reason found).
         """
+
+    def accepts(self, problem: Problem, config: Config, gpu: Gpu) -> bool:
+        """Whether a config that came from a store or a recording is legal. One of another version
+        of the family, whose parameters `violations` cannot read, is not.
+        """
+        try:
+            return not self.violations(problem, config, gpu)
+        except (ArithmeticError, KeyError, TypeError, ValueError):
+            return False
 
     @abstractmethod
     def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
@@ -138,6 +160,12 @@ class Family(ABC):
         """
         return f"{self.name} is compiled, not called"
 
+    def handed_over(self, problem: Problem, config: Config) -> Problem:
+        """`problem` in the layout in which a vendor's kernel wants its operands; by default its
+        own. Only the layout may differ.
+        """
+        return problem
+
     def environment(self) -> Mapping[str, str]:
         """Versions that a vendor's time depends on, by name; may import torch."""
         return {}
@@ -145,6 +173,18 @@ class Family(ABC):
     @abstractmethod
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
         """Estimated time, microseconds: seeds the search and ranks where no GPU is."""
+
+    @property
+    def constants(self) -> Mapping[str, float]:
+        """`cost_constants` as the shipped fit left them, or those given to `refitted`."""
+        fitted = self._refit if self._refit is not None else fitted_constants(self.name)
+        return {**self.cost_constants, **fitted}
+
+    def refitted(self, constants: Mapping[str, float]) -> Self:
+        """This family with other `constants`."""
+        other = copy.copy(self)
+        other._refit = dict(constants)
+        return other
 
     def seeds(
         self, problem: Problem, gpu: Gpu, space: Sequence[Config], count: int
@@ -189,3 +229,13 @@ def group_by_kernels(family: Family, configs: Iterable[Config]) -> list[list[Con
     for config in configs:
         groups.setdefault(family.compile_digest(config), []).append(config)
     return list(groups.values())
+
+
+@cache
+def fitted_constants(family: str) -> Mapping[str, float]:
+    """The constants that `scripts/bench cost` fitted and wrote for a family; empty without."""
+    path = resources.cache() / "cost" / f"{family}.json"
+    if not path.is_file():
+        return {}
+    found: dict[str, float] = json.loads(path.read_text())["constants"]
+    return found

@@ -18,8 +18,8 @@ from itertools import product
 from typing import ClassVar
 
 from tuner.config import Config, Value
+from tuner.families import cutlass_fmha_cost
 from tuner.families.base import Family, KernelSpec, Launch, Ref
-from tuner.families.cutlass_fmha_cost import predict_us
 from tuner.families.cutlass_fmha_shape import (
     COOPERATIVE,
     DESCENDING,
@@ -69,6 +69,7 @@ class CutlassFmha(Family):
 
     name: ClassVar[str] = "cutlass_fmha"
     op: ClassVar[str] = "attention"
+    cost_constants = cutlass_fmha_cost.CONSTANTS
     domains: ClassVar[Mapping[str, tuple[Value, ...]]] = {
         "kernel_schedule": SCHEDULES,
         "tile_m": (64, 128, 192, 256),
@@ -212,7 +213,9 @@ class CutlassFmha(Family):
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
         problem = attention(problem)
         calls = 1 if _nests(problem) else problem.batch
-        return predict_us(problem, Shape.of(problem, config), gpu, calls)
+        return cutlass_fmha_cost.predict_us(
+            problem, Shape.of(problem, config), gpu, self.constants, calls
+        )
 
     def draw(
         self, problem: Problem, gpu: Gpu, members: Sequence[Config], rng: random.Random

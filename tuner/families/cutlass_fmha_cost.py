@@ -2,71 +2,127 @@
 
 from __future__ import annotations
 
-from tuner.families.cutlass_fmha_shape import TMA, Shape
-from tuner.hardware import EXP_PER_CLOCK_SM, TENSOR_FLOPS_PER_CLOCK_SM, Gpu
+from collections.abc import Mapping
+from math import ceil
+
+from tuner.families.cutlass_fmha_shape import TMA, WIDTH, Shape
+from tuner.hardware import (
+    EXP_PER_CLOCK_SM,
+    REGISTERS_PER_SM,
+    SMEM_PER_SM_BYTES,
+    SMEM_RESERVED_PER_BLOCK_BYTES,
+    TENSOR_FLOPS_PER_CLOCK_SM,
+    Gpu,
+)
 from tuner.problem import AttentionProblem
 
-#: Sustained clock against the highest: 1.755 of 1.98 GHz, under load on one H200.
+#: Clock under load against the highest: 1.755 of 1.98 GHz on one H200.
 SUSTAINED_CLOCK = 1.755 / 1.98
-#: Launch, first loads and last stores, microseconds.
-FIXED_US = 3.5
-#: Host and device time between the calls of one problem in a graph, microseconds.
-CALL_US = 2.0
-#: Clocks of one K/V step that nothing hides: a lone warp group, and two or more of them.
-STEP_CLOCKS_ALONE = 640
-STEP_CLOCKS = 150
-#: Clocks more a step where the ring is too short to load ahead: about one trip to the L2.
-SHALLOW_CLOCKS = 640
-#: Clocks a block spends outside its steps; a persistent one loads its next tile meanwhile.
-BLOCK_CLOCKS = 700
-PERSISTENT_CLOCKS = 400
-#: Share of the longest tile by which the last multiprocessor ends after the average one.
-IMBALANCE = {False: 0.45, True: 0.15}
+#: What only measurements say: where their fit by `scripts/bench cost` starts. Clocks and bytes a
+#: clock are of one multiprocessor.
+CONSTANTS: Mapping[str, float] = {
+    # Launch, first loads and last stores, microseconds; and between two calls.
+    "fixed_us": 3.5,
+    "call_us": 2.0,
+    # A score's part beside product and exponential: scaling, maximum, sum, conversion.
+    "score_clocks": 0.03,
+    # Comparing a score's column with the end of the row, where the last tile is cut.
+    "residual_clocks": 0.01,
+    # A step's waits that nothing hides: barriers, the start of a product; and of a lone group,
+    # which issues its own loads.
+    "step_clocks": 400.0,
+    "lone_step_clocks": 600.0,
+    # From a free slot of the ring to its next tile, and the L2's bytes a clock meanwhile.
+    "load_clocks": 250.0,
+    "l2_bytes_per_clock": 50.0,
+    # Part of a block's first step that no other group's work fills; a block outside its steps; of
+    # a persistent one, which loads its next tile meanwhile.
+    "fill_steps": 0.4,
+    "block_clocks": 700.0,
+    "persistent_clocks": 400.0,
+    # Share of a step that an ordered group waits for each other one.
+    "locked": 0.1,
+    # Share of the longest block by which the last multiprocessor ends after the average one.
+    "imbalance_ascending": 0.45,
+    "imbalance_descending": 0.15,
+    # Memory bandwidth reached over the data sheet's.
+    "memory_efficiency": 0.85,
+}
+#: Exponent of the mean that stands for the longest of times that overlap but not quite.
+SHARPNESS = 4
 
 
-def predict_us(problem: AttentionProblem, shape: Shape, gpu: Gpu, calls: int = 1) -> float:
-    """Steps of the busiest multiprocessor, each its tensor-core and exponential clocks in turn.
+def predict_us(
+    problem: AttentionProblem,
+    shape: Shape,
+    gpu: Gpu,
+    constants: Mapping[str, float],
+    calls: int = 1,
+) -> float:
+    """Rounds of the busiest multiprocessor, each the steps of the blocks that share it.
 
-    The collectives wait for S before the softmax and queue no other product behind it, so the two
-    hardly overlap: measured times fit their plain sum. One H200 (fp16, CUDA graphs) took, and the
-    estimate is off by: (1,16,512,64) 64x128 KernelTma 7.3 us, +5 %; (1,16,1024,64) 128x128
-    Cooperative 13.5 us with 4 stages and 16.4 with 3, both +3 %; (16,16,2048,64) 192x128 683 us,
-    -4 %; and, if 128x128 was what ran, (1,8,8192,64) 318 us, +2 %; (4,16,2048,128) 236 us, +2 %;
-    (2,16,8192,128) 1893 us, 0 %; causal (1,32,1024,128) Pingpong 27.2 us, -2 %. Its constants
-    were chosen on these points; nothing else has been compared.
+    The collectives wait for S before the softmax and queue no other product behind it, so within
+    a warp group product and softmax take turns, and only other groups fill the gaps.
 
     Args:
         problem: what is computed.
         shape: the config's numbers.
         gpu: where.
+        constants: as `CONSTANTS`.
         calls: launches that share the work.
     """
     row_blocks = -(-problem.seqlen_q // shape.tile_m)
-    heads = problem.batch * problem.heads_q
     visits = [_visits(problem, shape, block) for block in _blocks(row_blocks)]
     longest, mean = max(visits), sum(visits) / len(visits)
-    step = shape.tile_m * shape.tile_n * _clocks_a_score(shape)
-    waiting = STEP_CLOCKS_ALONE if shape.schedule == TMA else STEP_CLOCKS
-    if shape.schedule != TMA and shape.kv_stages < 4:
-        waiting += SHALLOW_CLOCKS
-    own = PERSISTENT_CLOCKS if shape.is_persistent else BLOCK_CLOCKS
-    rounds = -(-row_blocks * heads // (calls * gpu.sm_count))
-    batches = -(-rounds // shape.resident_blocks)
+    blocks = row_blocks * problem.batch * problem.heads_q / (calls * gpu.sm_count)
+    rounds = ceil(blocks)
+    resident = min(_resident_blocks(shape), rounds)
+    batches = ceil(rounds / resident)
+    step = _step_clocks(problem, shape, resident, constants)
     if problem.is_causal:
-        average = mean * row_blocks * heads / (calls * gpu.sm_count)
-        steps = max(longest, average + IMBALANCE[shape.is_descending] * longest)
-        waits = max(longest, steps / shape.resident_blocks)
+        order = "descending" if shape.is_descending else "ascending"
+        tail = constants[f"imbalance_{order}"] * longest
+        clocks = max(longest, mean * blocks / resident + tail) * step
     else:
-        steps, waits = rounds * mean, batches * mean
-    clocks = steps * step + waits * waiting + BLOCK_CLOCKS + (batches - 1) * own
+        left = rounds - (batches - 1) * resident
+        last = _step_clocks(problem, shape, left, constants)
+        clocks = (batches - 1) * mean * step + mean * last
+    own = constants["persistent_clocks" if shape.is_persistent else "block_clocks"]
+    clocks += constants["fill_steps"] * step + constants["block_clocks"] + (batches - 1) * own
+    between = (calls - 1) * constants["call_us"]
     clock_mhz = gpu.clock_max_mhz * SUSTAINED_CLOCK
-    return FIXED_US + (calls - 1) * CALL_US + calls * clocks / clock_mhz
+    memory_us = gpu.floor_us(0, problem.bytes) / constants["memory_efficiency"]
+    return constants["fixed_us"] + between + max(memory_us, calls * clocks / clock_mhz)
 
 
-def _clocks_a_score(shape: Shape) -> float:
-    """Tensor-core clocks of both products plus the exponential's, of one multiprocessor."""
-    tensor = 4 * shape.head_tile / TENSOR_FLOPS_PER_CLOCK_SM
-    return tensor + 1 / EXP_PER_CLOCK_SM
+def _step_clocks(
+    problem: AttentionProblem, shape: Shape, resident: int, constants: Mapping[str, float]
+) -> float:
+    """Clocks of one K/V tile in each of the blocks that share a multiprocessor."""
+    scores = shape.group_rows * shape.tile_n
+    product = scores * 4 * shape.head_tile / TENSOR_FLOPS_PER_CLOCK_SM
+    each = 1 / EXP_PER_CLOCK_SM + constants["score_clocks"]
+    if problem.seqlen_kv % shape.tile_n:
+        each += constants["residual_clocks"]
+    softmax = scores * each
+    groups = shape.warp_groups * resident
+    waits = constants["lone_step_clocks" if shape.schedule == TMA else "step_clocks"]
+    in_turn = product + softmax + waits
+    if shape.is_mainloop_locked:
+        in_turn *= 1 + constants["locked"] * (shape.warp_groups - 1)
+    slot = shape.tile_n * shape.head_tile * WIDTH * resident / constants["l2_bytes_per_clock"]
+    # Two slots are read and a third waits for the slower group; a lone group loads by itself.
+    ahead = max(0.5, shape.kv_stages - 3)
+    refill = 0.0 if shape.schedule == TMA else 2 * (constants["load_clocks"] + slot) / ahead
+    parts = (in_turn, groups * product, groups * softmax, refill)
+    return float(sum(part**SHARPNESS for part in parts) ** (1 / SHARPNESS))
+
+
+def _resident_blocks(shape: Shape) -> int:
+    """Blocks that fit a multiprocessor, whatever the launch bounds ask for."""
+    by_smem = SMEM_PER_SM_BYTES // (shape.smem_bytes + SMEM_RESERVED_PER_BLOCK_BYTES)
+    by_registers = REGISTERS_PER_SM // (shape.launch_registers * shape.threads)
+    return max(1, min(by_smem, by_registers))
 
 
 def _blocks(row_blocks: int) -> range:

@@ -83,6 +83,7 @@ class Shape:
     blocks_per_sm: int
     is_persistent: bool
     is_descending: bool
+    is_mainloop_locked: bool
 
     @classmethod
     def of(cls, problem: AttentionProblem, config: Config) -> Self:
@@ -99,6 +100,7 @@ class Shape:
             blocks_per_sm=config.get("blocks_per_sm", 1),
             is_persistent=schedule == PINGPONG or config.get("tile_scheduler") == PERSISTENT,
             is_descending=config.get("tile_order") == DESCENDING,
+            is_mainloop_locked=config.get("is_mainloop_locked", False),
         )
 
     @property

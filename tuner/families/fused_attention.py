@@ -9,13 +9,12 @@ from itertools import product
 from typing import ClassVar
 
 from tuner.config import Config, Value
-from tuner.families.base import Family, KernelSpec, Launch, Ref
+from tuner.families import fused_attention_cost
+from tuner.families.base import LSE, Family, KernelSpec, Launch, Ref
 from tuner.hardware import (
-    EXP_PER_CLOCK_SM,
     SMEM_PER_BLOCK_BYTES,
     SMEM_PER_SM_BYTES,
     SMEM_RESERVED_PER_BLOCK_BYTES,
-    TENSOR_FLOPS_PER_CLOCK_SM,
     Gpu,
 )
 from tuner.problem import AttentionProblem, Problem
@@ -23,38 +22,47 @@ from tuner.problem import AttentionProblem, Problem
 #: Columns of Q, K and V that the template is instantiated for; a smaller D is padded by TMA.
 INSTANCES = (64, 96, 128, 192, 256)
 #: (producer, consumer) registers after setmaxnreg, by (warp groups, blocks an SM): multiples of 8
-#: whose sum over the threads of the resident blocks fits 65536 (PTX ISA, setmaxnreg).
+#: (PTX ISA, setmaxnreg). Their sum over a block's threads stays within what the block gets at its
+#: launch (`launch_registers`); a thread that asked for more would wait for ever.
 REGISTERS: Mapping[tuple[int, int], tuple[int, int]] = {
     (1, 1): (56, 240),
-    (1, 2): (24, 224),
+    (1, 2): (32, 224),
     (2, 1): (24, 240),
-    (2, 2): (24, 112),
+    (2, 2): (32, 104),
     (3, 1): (32, 160),
-    (3, 2): (24, 72),
+    (3, 2): (32, 72),
 }
+#: Parameters that every config has; the others are absent where they do not apply.
+ALWAYS = (
+    "warp_groups",
+    "tile_n",
+    "kv_stages",
+    "score_buffers",
+    "q_in_registers",
+    "lazy_rescale",
+    "persistent",
+    "blocks_per_sm",
+    "splits",
+    "pdl",
+)
 #: Registers a consumer thread needs beside its accumulators: addresses, row statistics, loop
 #: state. Found by compiling: above it ptxas spills.
 OVERHEAD_REGISTERS = 24
-#: mbarriers at the end of the shared memory, rounded to the alignment of the tiles.
+#: Blocks of a one-dimensional grid, with room for a last uneven tile a head and for splits.
+MOST_BLOCKS = 2**24
+#: (warp groups, blocks an SM) worth trying.
+SHAPES = ((1, 1), (1, 2), (2, 1), (3, 1))
+#: Keys of one split: fewer do not pay for the combining kernel.
+LEAST_SPLIT_KEYS = 128
+#: mbarriers and two tiles' coordinates at the end of the shared memory, rounded to the alignment
+#: of the tiles.
 BARRIER_BYTES = 1024
-#: Clocks that one step over a K/V tile costs beside its arithmetic; tile_n 64 against 128.
-STEP_CLOCKS = 75
-#: Clocks a score beside tensor cores and exponentials, by (warp groups, blocks an SM): what nothing
-#: hides, less what overlaps. Fitted to 181 kernels on an H200 (cache/recordings, November 2026);
-#: (2, 2) and (3, 2) were not among them.
-EXPOSED_CLOCKS: Mapping[tuple[int, int], float] = {
-    (1, 1): 0.075,
-    (1, 2): -0.004,
-    (2, 1): 0.012,
-    (2, 2): 0.012,
-    (3, 1): -0.008,
-    (3, 2): -0.008,
-}
-#: Time without `overlap`, without `ping_pong` where there are groups to order, and with part of
-#: the exponentials on the FMA units, as factors of the time with, with and without; same fit.
-NO_OVERLAP, NO_PING_PONG, POLYNOMIAL = 1.05, 1.06, 1.03
-#: Launch, prologue and epilogue, microseconds; fitted to the smallest problems.
-FIXED_US = 3.5
+
+
+def launch_registers(warp_groups: int, blocks_per_sm: int) -> int:
+    """Registers of a block at its launch: what `__launch_bounds__` leaves a thread, in eights."""
+    threads = 128 * (warp_groups + 1)
+    return min(255, 65536 // (threads * blocks_per_sm)) // 8 * 8 * threads
 
 
 def instance(head_dim: int) -> int:
@@ -67,46 +75,60 @@ class FusedAttention(Family):
 
     name = "fused_attention"
     op = "attention"
+    writes_lse = True
+    cost_constants = fused_attention_cost.CONSTANTS
+    runtime_parameters = frozenset({"splits", "pdl"})
     domains: ClassVar[Mapping[str, tuple[Value, ...]]] = {
         "warp_groups": (1, 2, 3),
         "tile_n": (32, 64, 80, 96, 112, 128, 144, 160, 176, 192, 224, 256),
         "kv_stages": (1, 2, 3, 4, 5),
+        "score_buffers": (1, 2),
+        "packed_heads": (1, 2, 3, 4, 8),
         "ping_pong": (False, True),
-        "overlap": (False, True),
-        "poly_every": (0, 2, 4, 8),
+        "q_in_registers": (False, True),
+        "early_exp": (0, 50),
         "lazy_rescale": (0, 8),
+        "persistent": (False, True),
         "blocks_per_sm": (1, 2),
+        "splits": (1, 2, 8, 64),
+        "pdl": (False, True),
     }
-
-    def supports(self, problem: Problem, gpu: Gpu) -> str:
-        if not isinstance(problem, AttentionProblem):
-            return f"{self.name} serves {self.op}, not {problem.op}"
-        if problem.heads_q > 65535 or problem.batch > 65535:
-            return "more than 65535 heads or batch elements do not fit the grid"
-        return ""
 
     def violations(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
         found = [reason] if (reason := self.supports(problem, gpu)) else []
         if not isinstance(problem, AttentionProblem):
             return found
+        if missing := [name for name in ALWAYS if name not in config.params]:
+            return [*found, f"{', '.join(missing)} missing: a config of another version"]
         head_dim = instance(problem.head_dim)
         groups, tile_n, stages = config["warp_groups"], config["tile_n"], config["kv_stages"]
-        blocks = config["blocks_per_sm"]
+        blocks, buffers, splits = config["blocks_per_sm"], config["score_buffers"], config["splits"]
         if tile_n % 16:
             found.append(f"tile_n={tile_n} is not a multiple of 16, the K extent of one WGMMA")
         if tile_n > 256:
             found.append(f"tile_n={tile_n} exceeds 256, the N extent of one WGMMA")
-        if stages < 1:
-            found.append(f"kv_stages={stages} is less than 1")
-        if ("ping_pong" in config.params) != (groups > 1):
-            found.append("ping_pong is for two warp groups or more, and theirs to choose")
+        if stages < buffers:
+            found.append(f"kv_stages={stages} is less than score_buffers={buffers}")
+        if ("ping_pong" in config.params) != (groups > 1 and buffers == 1):
+            found.append("ping_pong is for two warp groups or more with one score buffer, only")
+        if buffers > 1 and head_dim > 128:
+            found.append(f"score_buffers={buffers} spills where head_dim is over 128")
+        if ("early_exp" in config.params) != (buffers == 1):
+            found.append("early_exp is for one score buffer, only")
+        if problem.is_causal and config["persistent"] and config["pdl"]:
+            found.append("pdl is not for persistent causal: clearing its counter comes before it")
+        found += self._packing(problem, config)
+        steps = -(-problem.seqlen_kv // tile_n)
+        if not 1 <= splits <= steps:
+            found.append(f"splits={splits} is not between 1 and the {steps} tiles of keys")
         smem = self.smem_bytes(problem, config)
         limit = SMEM_PER_BLOCK_BYTES
         if blocks > 1:
             limit = SMEM_PER_SM_BYTES // blocks - SMEM_RESERVED_PER_BLOCK_BYTES
         if smem > limit:
             found.append(f"{smem} bytes of shared memory exceed {limit}")
-        accumulators = tile_n // 2 + tile_n // 4 + head_dim // 2
+        accumulators = buffers * tile_n // 2 + tile_n // 4 + head_dim // 2
+        accumulators += head_dim // 4 if config["q_in_registers"] else 0
         if (groups, blocks) not in REGISTERS:
             found.append(
                 f"warp_groups={groups} at blocks_per_sm={blocks} has no register budget (allowed: "
@@ -122,45 +144,83 @@ class FusedAttention(Family):
         return found
 
     @staticmethod
+    def _packing(problem: AttentionProblem, config: Config) -> list[str]:
+        """What is wrong with `packed_heads`."""
+        group = problem.heads_q // problem.heads_kv
+        if ("packed_heads" in config.params) != (group > 1):
+            return ["packed_heads is for several query heads to a KV head, only"]
+        packed = config.get("packed_heads", 1)
+        found = []
+        if group % packed:
+            found.append(f"packed_heads={packed} does not divide the {group} heads to a KV head")
+        tile_m = 64 * config["warp_groups"]
+        if tile_m % packed:
+            found.append(f"packed_heads={packed} does not divide tile_m={tile_m}")
+        return found
+
+    @staticmethod
     def smem_bytes(problem: AttentionProblem, config: Config) -> int:
         """Dynamic shared memory: one Q tile, the K and the V ring, the barriers."""
         rows = 64 * config["warp_groups"] + 2 * config["kv_stages"] * config["tile_n"]
         return int(rows * instance(problem.head_dim) * 2 + BARRIER_BYTES)
 
     def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
-        if self.supports(problem, gpu):
+        if not isinstance(problem, AttentionProblem):
             return []
-        return [c for c in self._grid() if not self.violations(problem, c, gpu)]
+        return [c for c in self._grid(problem, gpu) if not self.violations(problem, c, gpu)]
 
-    def _grid(self) -> Iterator[Config]:
-        for (groups, blocks), tile_n in product(
-            ((1, 1), (1, 2), (2, 1), (2, 2), (3, 1)), (64, 80, 96, 128, 176)
-        ):
-            ordered = (False, True) if groups > 1 else (None,)
-            for ping_pong, overlap, (poly, lazy) in product(
-                ordered, (False, True), ((0, 0), (4, 0), (0, 8))
+    def _grid(self, problem: AttentionProblem, gpu: Gpu) -> Iterator[Config]:
+        """What can pay: one block a tile where all tiles find room at once, else persistent
+        blocks; one group at an SM only where there are no more tiles than SMs; wide tiles and
+        several groups only where they have rows.
+        """
+        packings = _packings(problem)
+        rows = problem.seqlen_q * max(packings)
+        heads = problem.batch * problem.heads_q
+        levers = product(SHAPES, (64, 80, 96, 128), (1, 2), packings, (False, True), (0, 8))
+        for (groups, blocks), tile_n, buffers, packed, in_registers, lazy in levers:
+            tiles = -(-problem.seqlen_q * packed // (64 * groups)) * heads // packed
+            if rows <= 64 * (groups - 1) or (
+                groups == 1 and (tiles > gpu.sm_count) != (blocks > 1)
+            ):
+                continue
+            for depth, ping_pong, early, splits, pdl in product(
+                (2, 4) if rows <= 64 else (2,),
+                (False, True) if groups > 1 and buffers == 1 else (None,),
+                (0, 50) if buffers == 1 else (None,),
+                _splits(problem, tiles, gpu),
+                (False, True),
             ):
                 params: dict[str, Value] = {
                     "warp_groups": groups,
                     "tile_n": tile_n,
-                    "kv_stages": 2,
-                    "overlap": overlap,
-                    "poly_every": poly,
+                    "kv_stages": depth,
+                    "score_buffers": buffers,
+                    "q_in_registers": in_registers,
                     "lazy_rescale": lazy,
+                    "persistent": tiles > gpu.sm_count * blocks and splits == 1,
                     "blocks_per_sm": blocks,
+                    "splits": splits,
+                    "pdl": pdl,
                 }
                 if ping_pong is not None:
                     params["ping_pong"] = ping_pong
+                if early is not None:
+                    params["early_exp"] = early
+                if len(packings) > 1:
+                    params["packed_heads"] = packed
                 yield Config(self.name, params)
 
     def draw(
         self, problem: Problem, gpu: Gpu, members: Sequence[Config], rng: random.Random
     ) -> Config:
-        """As drawn, with `ping_pong` where there are groups to order and nowhere else."""
+        """As drawn, with `ping_pong` and `early_exp` where they apply and nowhere else."""
         params = dict(super().draw(problem, gpu, members, rng).params)
-        ping_pong = params.pop("ping_pong", False)
-        if params["warp_groups"] != 1:
-            params["ping_pong"] = ping_pong
+        ping_pong, early = params.pop("ping_pong", False), params.pop("early_exp", 0)
+        if params["score_buffers"] == 1:
+            params["early_exp"] = early
+            if params["warp_groups"] != 1:
+                params["ping_pong"] = ping_pong
         return Config(self.name, params)
 
     def kernels(self, problem: Problem, config: Config) -> dict[str, KernelSpec]:
@@ -171,7 +231,9 @@ class FusedAttention(Family):
                 "fused_attention.cu.j2",
                 {
                     "ping_pong": False,
-                    **config.params,
+                    "packed_heads": 1,
+                    "early_exp": 0,
+                    **{k: v for k, v in config.params.items() if k not in self.runtime_parameters},
                     "dtype": attention.dtype,
                     "head_dim": instance(attention.head_dim),
                     "is_causal": attention.is_causal,
@@ -192,30 +254,26 @@ class FusedAttention(Family):
             attention.seqlen_kv,
             attention.head_dim,
         )
-        tensors = tuple(Ref(operand.name) for operand in problem.operands)
-        return [Launch("attention", tensors, (*extents, *strides), (scale,))]
+        tensors = (*(Ref(operand.name) for operand in problem.operands), Ref(LSE))
+        schedule = (config["splits"], int(config["pdl"]))
+        return [Launch("attention", tensors, (*extents, *strides, *schedule), (scale,))]
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
-        """Tensor-core, exponential and exposed clocks of the busiest multiprocessor.
-
-        Its share is its rounds of blocks or, under a causal mask, half of them but no less than
-        the longest block.
-        """
         attention = _attention(problem)
-        tile_m, tile_n = 64 * config["warp_groups"], config["tile_n"]
-        blocks = -(-attention.seqlen_q // tile_m) * attention.heads_q * attention.batch
-        resident = config["blocks_per_sm"]
-        rounds = -(-blocks // (gpu.sm_count * resident)) * resident
-        if attention.is_causal:
-            rounds = max(resident, math.ceil(rounds / 2))
-        columns = -(-attention.seqlen_kv // tile_n) * tile_n
-        per_score = 4 * instance(attention.head_dim) / TENSOR_FLOPS_PER_CLOCK_SM
-        per_score += 1 / EXP_PER_CLOCK_SM + STEP_CLOCKS / (tile_m * tile_n)
-        per_score += EXPOSED_CLOCKS[config["warp_groups"], resident]
-        per_score *= 1 if config["overlap"] else NO_OVERLAP
-        per_score *= 1 if config.get("ping_pong", True) else NO_PING_PONG
-        per_score *= POLYNOMIAL if config["poly_every"] else 1
-        return float(FIXED_US + rounds * tile_m * columns * per_score / gpu.clock_max_mhz)
+        head_tile = instance(attention.head_dim)
+        return fused_attention_cost.predict_us(attention, config, head_tile, gpu, self.constants)
+
+
+def _packings(problem: AttentionProblem) -> tuple[int, ...]:
+    """Query heads of one KV head that share the rows of a tile: one, or all that can."""
+    group = problem.heads_q // problem.heads_kv
+    return (1,) if group == 1 else (1, math.gcd(group, 64))
+
+
+def _splits(problem: AttentionProblem, tiles: int, gpu: Gpu) -> tuple[int, ...]:
+    """One, and the powers of two by which `tiles` fill an idle chip up to twice."""
+    most = min(2 * gpu.sm_count // tiles, problem.seqlen_kv // LEAST_SPLIT_KEYS)
+    return tuple(2**i for i in range(max(1, most).bit_length()))
 
 
 def _attention(problem: Problem) -> AttentionProblem:

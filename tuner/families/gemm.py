@@ -77,6 +77,7 @@ class Gemm(Family):
 
     name = "gemm"
     op = "gemm"
+    cost_constants = gemm_cost.CONSTANTS
     runtime_parameters: ClassVar[frozenset[str]] = frozenset(
         {"raster_order", "max_swizzle_size", "decomposition_mode", "splits"}
     )
@@ -157,7 +158,8 @@ class Gemm(Family):
         self, problem: Problem, gpu: Gpu, space: Sequence[Config], count: int
     ) -> list[Config]:
         """Up to half from NVIDIA's heuristics, where they are installed; the rest by cost."""
-        suggested = gemm_cost.heuristic_seeds(_gemm(problem), gpu, space, (count + 1) // 2)
+        half = (count + 1) // 2
+        suggested = gemm_cost.heuristic_seeds(_gemm(problem), gpu, space, half, self.constants)
         ranked = super().seeds(problem, gpu, space, count)
         return list(dict.fromkeys([*suggested, *ranked]))[:count]
 
@@ -188,7 +190,7 @@ class Gemm(Family):
         return Config(self.name, params)
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
-        return gemm_cost.predict_us(_gemm(problem), config, gpu)
+        return gemm_cost.predict_us(_gemm(problem), config, gpu, self.constants)
 
 
 def _gemm(problem: Problem) -> GemmProblem:

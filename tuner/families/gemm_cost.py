@@ -1,16 +1,14 @@
 """What a CollectiveBuilder GEMM should cost, and NVIDIA's opinion on what to try first.
 
-The estimate ranks candidates. Its constants come from data sheets where they exist; those marked
-[fit] were set so that three measured H200 times come out: 1024x1024x64 in 16 batches (13.9 us
-with 64x256x64 ping-pong), 1024x64x1024 in 16 batches (8.5 us with 128x64x128 ping-pong) and
-4096^3 (220 us).
+The estimate ranks candidates. Constants of the hardware are in `hardware`; what only measurements
+say is in `CONSTANTS`, fitted by `scripts/bench cost`.
 """
 
 from __future__ import annotations
 
 import atexit
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import zip_longest
 from math import ceil
@@ -39,27 +37,37 @@ from tuner.problem import DTYPE_BYTES, GemmProblem
 INSTRUCTION_N = (256, 192, 128, 96, 64, 32, 16)
 #: Shared memory that one multiprocessor reads a clock [CUDA C++ Programming Guide 13.0].
 SMEM_BYTES_PER_CLOCK = 128
-#: L2 reads that one multiprocessor takes a clock [NVIDIA A100 whitepaper; Hopper's is no lower].
-L2_READ_BYTES_PER_CLOCK = 64
-#: Writes of one multiprocessor a clock, all writing [fit].
-L2_WRITE_BYTES_PER_CLOCK = 14
-#: Share of the L2's part in a K step that the tensor cores do not hide [fit].
-EXPOSED_LOADS = 0.1
-#: Launch to first product: descriptors, barriers, one load from memory [fit].
-STARTUP_CYCLES = 2500
-#: A tile's part that does not grow with it: waits, barriers, store set-up [fit].
-EPILOGUE_CYCLES = 600
-#: A store that skips shared memory writes 8 or 16 bytes a thread in place of whole lines [fit].
-NO_SMEM_STORES = 1.3
-#: Reduction between the blocks of one output tile, besides its traffic [fit].
-FIXUP_CYCLES = 1500
-#: Memory bandwidth reached over the datasheet's: 4.3 of 4.8 TB/s measured on one H200.
-MEMORY_EFFICIENCY = 0.9
-#: Above this work the power limit holds the clock: 610 to 640 TFLOP/s measured of a peak of 1070.
-POWER_LIMITED_FLOPS = 2e10
-POWER_LIMITED_CLOCK = 0.65
+#: Blocks that run at once where they come in clusters of this size, of 132 multiprocessors: a
+#: cluster stays within a GPC of at most 18 (hw_info.hpp of CUTLASS 4.2 models it so).
+CLUSTERED_BLOCKS = {1: 132, 2: 132, 4: 116, 8: 112}
 #: Part of the L2 that inputs can keep.
 L2_SHARE = 0.7
+#: Where the fit starts; clocks and bytes a clock are of one multiprocessor.
+CONSTANTS: Mapping[str, float] = {
+    # Memory bandwidth reached over the data sheet's: 4.3 of 4.8 TB/s measured on one H200.
+    "memory_efficiency": 0.9,
+    # From launch to the first product: descriptors, barriers, one load from memory.
+    "startup_clocks": 2500.0,
+    # Rate at which products alone would exhaust the power limit, and the energy of what they read
+    # of shared memory and of the L2 beside theirs, for a byte a product.
+    "power_tflops": 900.0,
+    "smem_energy": 3.0,
+    "l2_energy": 20.0,
+    # The L2's bytes a clock, all multiprocessors loading; from a free stage to its next tile.
+    "l2_bytes_per_clock": 64.0,
+    "load_clocks": 900.0,
+    # Barriers of one K step.
+    "step_clocks": 30.0,
+    # Bytes stored a clock, all multiprocessors storing; an epilogue's part that does not grow.
+    "store_bytes_per_clock": 14.0,
+    "epilogue_clocks": 600.0,
+    # A store that skips shared memory writes 8 or 16 bytes a thread in place of whole lines.
+    "no_smem_stores": 1.3,
+    # Reduction between the blocks of one output tile, besides its traffic.
+    "fixup_clocks": 1500.0,
+}
+#: Exponent of the mean that stands for the longest of times that overlap but not quite.
+SHARPNESS = 6
 
 _GPU_NAMES = {
     "NVIDIA H200": "H200_SXM",
@@ -69,21 +77,48 @@ _GPU_NAMES = {
 }
 
 
-def predict_us(problem: GemmProblem, config: Config, gpu: Gpu) -> float:
-    """Estimated time of one call, microseconds."""
+def predict_us(
+    problem: GemmProblem, config: Config, gpu: Gpu, constants: Mapping[str, float]
+) -> float:
+    """Estimated time of one call, microseconds.
+
+    The busiest multiprocessor's clocks, memory's time and, for long calls, the time that the
+    power limit allows for the energy; nearly the longest of them.
+    """
     shape = oriented(problem, config["swap_ab"])
-    power_limited = problem.flops > POWER_LIMITED_FLOPS
-    clock_mhz = gpu.clock_max_mhz * (POWER_LIMITED_CLOCK if power_limited else 1.0)
-    compute_us = _busy_cycles(problem, shape, config, gpu) / clock_mhz
-    bandwidth = gpu.memory_gbs * MEMORY_EFFICIENCY * 1e3
+    compute_us = _busy_cycles(problem, shape, config, gpu, constants) / gpu.clock_max_mhz
+    bandwidth = gpu.memory_gbs * constants["memory_efficiency"] * 1e3
     memory_us = _memory_bytes(problem, shape, config, gpu) / bandwidth
-    return GRAPH_LAUNCH_US + STARTUP_CYCLES / clock_mhz + max(compute_us, memory_us)
+    power_us = _energy(problem, shape, config, constants)
+    longest = sum(t**SHARPNESS for t in (compute_us, memory_us, power_us)) ** (1 / SHARPNESS)
+    return float(GRAPH_LAUNCH_US + constants["startup_clocks"] / gpu.clock_max_mhz + longest)
 
 
-def _mainloop_cycles(shape: Shape, config: Config, steps: float) -> float:
-    """Cycles of `steps` K steps of one tile with a multiprocessor to itself."""
+def _energy(
+    problem: GemmProblem, shape: Shape, config: Config, constants: Mapping[str, float]
+) -> float:
+    """Microseconds for the call's energy at the power limit: products, shared memory, L2."""
+    tile_m, tile_n = int(config["tile_m"]), int(config["tile_n"])
+    blocks_m, blocks_n = tile_blocks(shape, config)
+    flops = 2.0 * blocks_m * tile_m * blocks_n * tile_n * shape.k * shape.batch
+    columns = _columns(tile_n)
+    operands = (64 + columns) / (64 * columns)
+    loads: float = 1 / (tile_m * config["cluster_m"]) + 1 / (tile_n * config["cluster_n"])
+    # Relative to a product's energy: bytes a product reads of shared memory, and of the L2.
+    relative = 1 + constants["smem_energy"] * operands + constants["l2_energy"] * loads
+    return flops * relative / (constants["power_tflops"] * 1e6)
+
+
+def _columns(tile_n: int) -> int:
+    return next(n for n in INSTRUCTION_N if tile_n % n == 0)
+
+
+def _step_cycles(
+    problem: GemmProblem, config: Config, blocks: int, constants: Mapping[str, float]
+) -> float:
+    """Cycles of one K step of one tile, `blocks` of which share a multiprocessor."""
     tile_m, tile_n, tile_k = (int(config[f"tile_{mode}"]) for mode in "mnk")
-    columns = next(n for n in INSTRUCTION_N if tile_n % n == 0)
+    columns = _columns(tile_n)
     # One instruction multiplies 64 x 16 by 16 x columns, and reads both from shared memory.
     multiply = 2 * 64 * columns * 16 / TENSOR_FLOPS_PER_CLOCK_SM
     operands = 2 * 16 * (64 + columns) / SMEM_BYTES_PER_CLOCK
@@ -91,41 +126,48 @@ def _mainloop_cycles(shape: Shape, config: Config, steps: float) -> float:
     tensor = instructions * max(multiply, operands)
     # Multicast: a block loads its share of a tile and gets the rest from its cluster.
     loaded: float = 2 * tile_k * (tile_m / config["cluster_n"] + tile_n / config["cluster_m"])
-    loads = loaded / L2_READ_BYTES_PER_CLOCK
-    return steps * (max(tensor, loads) + EXPOSED_LOADS * loads)
+    loads = loaded / constants["l2_bytes_per_clock"]
+    # A stage that is free again has the others' steps to be loaded in.
+    stages, _ = smem_bytes(problem, config)
+    refill = (constants["load_clocks"] + loads) / max(1, blocks * stages - 1)
+    longest = sum(t**SHARPNESS for t in (tensor, loads, refill)) ** (1 / SHARPNESS)
+    return float(longest + constants["step_clocks"])
 
 
-def _busy_cycles(problem: GemmProblem, shape: Shape, config: Config, gpu: Gpu) -> float:
+def _busy_cycles(
+    problem: GemmProblem, shape: Shape, config: Config, gpu: Gpu, constants: Mapping[str, float]
+) -> float:
     """Cycles of the multiprocessor that has most to do."""
     blocks_m, blocks_n = tile_blocks(shape, config)
-    tiles = blocks_m * blocks_n * shape.batch
-    steps = ceil(shape.k / config["tile_k"])
+    tiles: int = blocks_m * blocks_n * shape.batch
+    steps = ceil(shape.k / int(config["tile_k"]))
     area = int(config["tile_m"] * config["tile_n"])
-    stores = area * DTYPE_BYTES[problem.dtype_d] / L2_WRITE_BYTES_PER_CLOCK
-    epilogue = EPILOGUE_CYCLES + stores * (
-        NO_SMEM_STORES if config["epilogue_schedule"] == NO_SMEM else 1.0
+    stores = area * DTYPE_BYTES[problem.dtype_d] / constants["store_bytes_per_clock"]
+    epilogue = constants["epilogue_clocks"] + stores * (
+        constants["no_smem_stores"] if config["epilogue_schedule"] == NO_SMEM else 1.0
     )
     cluster = int(config["cluster_m"] * config["cluster_n"])
-    workers = gpu.sm_count // cluster * cluster
+    workers: int = gpu.sm_count * CLUSTERED_BLOCKS[cluster] // CLUSTERED_BLOCKS[1]
     schedule = config["kernel_schedule"]
     # Partial sums cross the L2 once each way.
-    fixup = FIXUP_CYCLES + 2 * 4 * area / L2_WRITE_BYTES_PER_CLOCK
+    fixup = constants["fixup_clocks"] + 2 * 4 * area / constants["store_bytes_per_clock"]
+    step = _step_cycles(problem, config, 1, constants)
     if config.get("decomposition_mode") == "SplitK":
         splits = int(config["splits"])
         rounds = ceil(tiles * splits / workers)
-        part = _mainloop_cycles(shape, config, ceil(steps / splits))
-        return rounds * (part + fixup) + epilogue
-    main = _mainloop_cycles(shape, config, steps)
+        return rounds * (ceil(steps / splits) * step + fixup) + epilogue
+    main = steps * step
     if config.get("decomposition_mode") == "StreamK":
-        return tiles / workers * (main + epilogue) + 2 * fixup
+        return max(1.0, tiles / workers) * (main + epilogue) + 2 * fixup
     if schedule == COOPERATIVE:
         return ceil(tiles / workers) * (main + epilogue)
     if schedule == PLAIN:
         # Blocks that share a multiprocessor hide each other's start and end.
         _, used = smem_bytes(problem, config)
         shared = max(1, min(4, SMEM_PER_SM_BYTES // (used + SMEM_RESERVED_PER_BLOCK_BYTES)))
-        alone = STARTUP_CYCLES / 2 + main + epilogue
-        return ceil(tiles / (workers * shared)) * max(alone, shared * max(main, stores))
+        alone = constants["startup_clocks"] / 2 + main + epilogue
+        together = steps * _step_cycles(problem, config, shared, constants)
+        return ceil(tiles / (workers * shared)) * max(alone, shared * max(together, stores))
     # Ping-pong: one warp group's epilogue runs under the other's products.
     rounds = ceil(tiles / workers)
     return main + epilogue + (rounds - 1) * max(main, stores, (main + epilogue) / 2)
@@ -152,7 +194,11 @@ def _memory_bytes(problem: GemmProblem, shape: Shape, config: Config, gpu: Gpu) 
 
 
 def heuristic_seeds(
-    problem: GemmProblem, gpu: Gpu, space: Sequence[Config], count: int
+    problem: GemmProblem,
+    gpu: Gpu,
+    space: Sequence[Config],
+    count: int,
+    constants: Mapping[str, float],
 ) -> list[Config]:
     """Members of `space` that nvidia-matmul-heuristics suggests, best first.
 
@@ -173,7 +219,7 @@ def heuristic_seeds(
         cluster = (kernel.cluster_m, kernel.cluster_n)
         exact = [c for c in members if (c["cluster_m"], c["cluster_n"]) == cluster]
         if members:
-            best = min(exact or members, key=lambda c: predict_us(problem, c, gpu))
+            best = min(exact or members, key=lambda c: predict_us(problem, c, gpu, constants))
             seeds.setdefault(best)
     return list(seeds)[:count]
 

@@ -33,17 +33,25 @@ ELEMENTS_IN_FLIGHT = 16
 #: Columns of a row, so that a 32-bit column index cannot overflow.
 MAX_COLS = 2**30
 
-#: Share of the datasheet's bandwidth that a copy of 33.5 MB reached on one H200 (17.7 us).
-MEMORY_SHARE = 0.79
-#: Bandwidth of reads that hit the L2 against memory's: an estimate, ranking only.
-L2_SPEEDUP = 1.5
-#: Bytes in flight that keep one multiprocessor's share of the bandwidth busy: 4.8 TB/s x 0.8 us
-#: of latency / 132, an estimate.
-BYTES_IN_FLIGHT = 30_000
-#: Time of one element in the thread that owns it, which the last wave cannot hide: an estimate.
-ELEMENT_US = 0.005
-#: Least time of a kernel that loads, reduces and stores, besides its launch; an estimate.
-LATENCY_US = 1.5
+#: What only measurements say of a time: where its fit by `scripts/bench cost` starts.
+CONSTANTS: Mapping[str, float] = {
+    # Share of the data sheet's bandwidth: a copy of 33.5 MB took 17.7 us on one H200.
+    "memory_share": 0.79,
+    # Bandwidth of reads that hit the L2 against memory's.
+    "l2_speedup": 1.5,
+    # Bytes in flight that keep a multiprocessor's share busy: 4.8 TB/s x 0.8 us of latency / 132.
+    "bytes_in_flight": 30_000.0,
+    # Time of one element in the thread that owns it, which the last wave cannot hide.
+    "element_us": 0.005,
+    # Least time of a kernel that loads, reduces and stores, besides its launch.
+    "latency_us": 1.5,
+    # What a later pass over the row reads again from memory, as a share.
+    "reread": 0.15,
+    # Time that narrow accesses, a barrier of several warps and one of more than 256 threads add.
+    "narrow": 0.1,
+    "barrier": 0.02,
+    "wide_barrier": 0.02,
+}
 
 
 class Softmax(Family):
@@ -51,6 +59,7 @@ class Softmax(Family):
 
     name: ClassVar[str] = "softmax"
     op: ClassVar[str] = SoftmaxProblem.op
+    cost_constants = CONSTANTS
     domains: ClassVar[Mapping[str, tuple[Value, ...]]] = {
         "threads_per_row": (16, 32, 64, 128, 256, 512, 1024),
         "vector_width": (1, 2, 4, 8),
@@ -93,18 +102,19 @@ class Softmax(Family):
         return [softmax_launch(_softmax(problem), scale, Ref("scores"), Ref("probabilities"))]
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
-        problem = _softmax(problem)
+        problem, constants = _softmax(problem), self.constants
         rows, passes = problem.batch * problem.rows, config["passes"]
         read = 4 * rows * problem.cols // (2 if problem.is_causal else 1)
         written = DTYPE_BYTES[problem.dtype] * rows * problem.cols
-        bandwidth = MEMORY_SHARE * gpu.memory_gbs * 1e3
+        bandwidth = constants["memory_share"] * gpu.memory_gbs * 1e3
         if read + written <= gpu.l2_bytes:
-            bandwidth *= L2_SPEEDUP
+            bandwidth *= constants["l2_speedup"]
         # A later pass finds most of its row in the caches.
-        moved_us = (read * (1 + 0.15 * (passes - 1)) + written) / bandwidth
-        own_us = passes * ceil(problem.cols / config["threads_per_row"]) * ELEMENT_US
-        total_us = GRAPH_LAUNCH_US + LATENCY_US + own_us
-        return float(total_us + moved_us * _slowdown(problem, config, gpu))
+        moved_us = (read * (1 + constants["reread"] * (passes - 1)) + written) / bandwidth
+        elements = passes * ceil(problem.cols / config["threads_per_row"])
+        own_us = constants["latency_us"] + elements * constants["element_us"]
+        slowdown = _slowdown(problem, config, gpu, constants)
+        return float(GRAPH_LAUNCH_US + own_us + moved_us * slowdown)
 
 
 def softmax_launch(
@@ -153,7 +163,9 @@ def vectors_per_thread(problem: SoftmaxProblem, config: Config) -> int:
     return needed if config["passes"] == 1 else min(needed, ELEMENTS_IN_FLIGHT // width)
 
 
-def _slowdown(problem: SoftmaxProblem, config: Config, gpu: Gpu) -> float:
+def _slowdown(
+    problem: SoftmaxProblem, config: Config, gpu: Gpu, constants: Mapping[str, float]
+) -> float:
     """Estimated time over that of a copy: too little in flight, idle lanes, narrow accesses,
     barriers, too few blocks.
     """
@@ -164,10 +176,12 @@ def _slowdown(problem: SoftmaxProblem, config: Config, gpu: Gpu) -> float:
     in_flight = 4 * max(resident, block) * min(elements, problem.cols)
     covered = config["threads_per_row"] * width
     blocks = ceil(problem.batch * problem.rows / config["rows_per_block"])
-    starved = max(1.0, BYTES_IN_FLIGHT / in_flight)
+    starved = max(1.0, constants["bytes_in_flight"] / in_flight)
     idle = ceil(problem.cols / covered) * covered / problem.cols
-    narrow = 1 + 0.1 * (16 / min(16, 4 * width) - 1)
-    barrier = 1.0 if config["threads_per_row"] <= WARP else 1.02 + 0.02 * (block > 256)
+    narrow = 1 + constants["narrow"] * (16 / min(16, 4 * width) - 1)
+    barrier = 1.0
+    if config["threads_per_row"] > WARP:
+        barrier += constants["barrier"] + constants["wide_barrier"] * (block > 256)
     return float(starved * idle * narrow * barrier * max(1.0, gpu.sm_count / blocks))
 
 

@@ -49,6 +49,9 @@ class Vendor(Family):
     is_vendor: ClassVar[bool] = True
     offered: ClassVar[tuple[str, ...]]
     """Values of ``kernel``, in the order of the space."""
+    on_request: ClassVar[tuple[str, ...]] = ()
+    """Values of ``kernel`` that are no part of the space: too slow to win, timed when named."""
+    parameters: ClassVar[frozenset[str]] = frozenset({"kernel"})
 
     def refusal(self, problem: Problem, kernel: str) -> str:
         """Why `kernel` would compute something else than `problem`; empty when it would not."""
@@ -65,12 +68,12 @@ class Vendor(Family):
 
     def violations(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
         found = [reason] if (reason := self.supports(problem, gpu)) else []
-        kernel = config.get("kernel")
-        if kernel not in self.offered:
-            found.append(f"kernel={kernel} is not known (allowed: {', '.join(self.offered)})")
+        kernel, known = config.get("kernel"), (*self.offered, *self.on_request)
+        if kernel not in known:
+            found.append(f"kernel={kernel} is not known (allowed: {', '.join(known)})")
         found += [
             f"{name} is no parameter of {self.name}"
-            for name in sorted(set(config.params) - {"kernel"})
+            for name in sorted(set(config.params) - self.parameters)
         ]
         if not found and (reason := self.refusal(problem, kernel)):
             found.append(reason)
@@ -80,11 +83,15 @@ class Vendor(Family):
         configs = [Config(self.name, {"kernel": kernel}) for kernel in self.offered]
         return [config for config in configs if not self.violations(problem, config, gpu)]
 
+    def preferred(self, problem: Problem, kernel: str) -> Config:
+        """`kernel` with its operands in the layout that it is fastest on."""
+        return Config(self.name, {"kernel": kernel})
+
     def vendor_call(
         self, problem: Problem, config: Config, scale: float
     ) -> Callable[..., Any] | str:
         kernel = config.get("kernel")
-        if problem.op != self.op or kernel not in self.offered:
+        if problem.op != self.op or kernel not in (*self.offered, *self.on_request):
             return f"{self.name} has no kernel '{kernel}' for {problem.op}"
         if reason := self.refusal(problem, kernel):
             return reason

@@ -1,4 +1,6 @@
-"""PyTorch's fused attention backends, and FlashAttention-3 and -4 where the user has them."""
+"""PyTorch's fused attention backends, FlashAttention-3 and -4 where the user has them, and on
+request the three steps one by one.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,9 @@ import importlib
 import importlib.metadata
 import importlib.util
 import sys
+import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,29 +20,47 @@ from tuner import settings
 from tuner.config import Config
 from tuner.families.vendor import FAILURES, Vendor
 from tuner.hardware import DEFAULT_GPU, Gpu
-from tuner.problem import AttentionProblem, Problem
+from tuner.problem import AttentionProblem, Layout, Problem
 
-#: torch.nn.attention.SDPBackend member of each kernel that torch carries.
-BACKENDS = {
-    "cudnn": "CUDNN_ATTENTION",
-    "flash2": "FLASH_ATTENTION",
-    "efficient": "EFFICIENT_ATTENTION",
-}
+#: kernel that torch carries -> its check of tensors in torch.backends.cuda, its operator, and the
+#: operator's arguments between the tensors and dropout: no bias, no log-sum-exp.
+BACKENDS: dict[str, tuple[str, str, tuple[Any, ...]]] = {
+    "cudnn": (
+        "can_use_cudnn_attention", "_scaled_dot_product_cudnn_attention", (None, False)
+    ),
+    "flash2": ("can_use_flash_attention", "_scaled_dot_product_flash_attention", ()),
+    "efficient": (
+        "can_use_efficient_attention", "_scaled_dot_product_efficient_attention", (None, False)
+    ),
+}  # fmt: skip
 #: kernel -> (module under TUNER_PEERS_PATH, package, its distributions)
 PEERS = {
     "flash3": ("fa3", "flash_attn_interface", ("flash-attn-3", "flash_attn_3")),
     "flash4": ("fa4", "flash_attn.cute", ("flash-attn-4", "flash_attn_4")),
 }
+#: kernel -> (peer, further arguments). Zero splits let FlashAttention-3 choose how many parts the
+#: keys are cut into; by default it takes one.
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "flash3_splits": ("flash3", {"num_splits": 0}),
+}
+#: The layout that each kernel likes best: the one that it was written for.
+LAYOUTS: dict[str, Layout] = {
+    "cudnn": "bhsd",
+    "naive": "bhsd",
+    **dict.fromkeys(("flash2", "efficient", *PEERS, *VARIANTS), "bshd"),
+}
 #: kernel -> microseconds of a tiny call, then TFLOP/s of a large one: full and causal at D <= 64,
 #: full and causal above. From one H200, CUDA 13.0, torch 2.11, cuDNN 9.19: (16,16,2048,64) and
 #: (4,16,2048,128), and (1,16,1024,64) for the first. `efficient` was not measured: taken at 0.6
-#: of flash2.
+#: of flash2; `naive` at 0.1: its scores go through memory three times.
 RATES: dict[str, tuple[float, float, float, float, float]] = {
     "cudnn": (5.0, 463, 378, 623, 462),
     "flash2": (7.0, 296, 250, 344, 254),
     "efficient": (7.0, 178, 150, 206, 152),
     "flash3": (10.0, 488, 409, 653, 568),
+    "flash3_splits": (10.0, 488, 409, 653, 568),
     "flash4": (6.5, 499, 373, 640, 528),
+    "naive": (15.0, 30, 15, 34, 17),
 }
 
 Attend = Callable[..., Any]
@@ -46,25 +68,51 @@ Attend = Callable[..., Any]
 
 
 class VendorSdpa(Vendor):
-    """``kernel``: a backend of torch (cudnn, flash2, efficient) or a peer (flash3, flash4)."""
+    """``kernel``: a backend of torch (cudnn, flash2, efficient), a peer (flash3, flash4) or a
+    variant of one; naive on request. ``layout``, if given: how it gets its operands, whatever the
+    problem's layout is.
+    """
 
     name: ClassVar[str] = "vendor_sdpa"
     op: ClassVar[str] = AttentionProblem.op
-    offered: ClassVar[tuple[str, ...]] = (*BACKENDS, *PEERS)
+    offered: ClassVar[tuple[str, ...]] = (*BACKENDS, "flash3", *VARIANTS, "flash4")
+    on_request: ClassVar[tuple[str, ...]] = ("naive",)
+    parameters: ClassVar[frozenset[str]] = frozenset({"kernel", "layout"})
+
+    def violations(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
+        found = super().violations(problem, config, gpu)
+        layout = config.get("layout", "bhsd")
+        if layout not in ("bhsd", "bshd"):
+            found.append(f"layout={layout} is not known (allowed: bhsd, bshd)")
+        return found
+
+    def preferred(self, problem: Problem, kernel: str) -> Config:
+        layout = LAYOUTS[kernel]
+        if not isinstance(problem, AttentionProblem) or layout == problem.layout:
+            return super().preferred(problem, kernel)
+        return Config(self.name, {"kernel": kernel, "layout": layout})
+
+    def handed_over(self, problem: Problem, config: Config) -> Problem:
+        if not isinstance(problem, AttentionProblem):
+            return problem
+        return replace(problem, layout=config.get("layout", problem.layout))
 
     def refusal(self, problem: Problem, kernel: str) -> str:
         if not isinstance(problem, AttentionProblem):
             return ""
         square = problem.seqlen_q == problem.seqlen_kv
-        if problem.is_causal and not square and kernel in ("flash2", *PEERS):
+        if problem.is_causal and not square and kernel in ("flash2", *PEERS, *VARIANTS):
             return f"{kernel} aligns a causal mask bottom-right: SQ and SKV must be equal"
         return ""
 
     def connect(self, problem: AttentionProblem, kernel: str, scale: float) -> Attend | str:
         if kernel in BACKENDS:
-            return _backend_call(problem, BACKENDS[kernel], scale)
-        attend = peer(kernel)
-        return attend if isinstance(attend, str) else peer_call(attend, problem, scale)
+            return _backend_call(problem, kernel, scale)
+        if kernel == "naive":
+            return naive_call(problem, scale)
+        name, options = VARIANTS.get(kernel, (kernel, {}))
+        attend = peer(name)
+        return attend if isinstance(attend, str) else peer_call(attend, problem, scale, **options)
 
     def environment(self) -> Mapping[str, str]:
         peers = {kernel: version for kernel in PEERS if (version := peer_version(kernel))}
@@ -80,28 +128,67 @@ class VendorSdpa(Vendor):
         return start_us + max(problem.flops / rate / 1e6, problem.bytes / gpu.memory_gbs / 1e3)
 
 
-def _backend_call(problem: AttentionProblem, backend: str, scale: float) -> Attend:
-    import torch
-    from torch.nn.attention import SDPBackend, sdpa_kernel
+def _backend_call(problem: AttentionProblem, kernel: str, scale: float) -> Attend:
+    """A backend's operator. Choosing the backend of `scaled_dot_product_attention` instead would
+    choose it for the whole process, calls of other threads among them, and cost a call more time.
 
-    chosen = getattr(SDPBackend, backend)
-    options: dict[str, Any] = {"is_causal": problem.is_causal, "scale": scale}
-    if problem.heads_q != problem.heads_kv:
-        options["enable_gqa"] = True
+    Raises:
+        RuntimeError: when PyTorch says that the backend does not take such tensors; and why.
+    """
+    import torch
+
+    check, operator, further = BACKENDS[kernel]
+    causal, is_grouped = problem.is_causal, problem.heads_q != problem.heads_kv
+    tensors = [
+        torch.empty_strided(o.shape, o.strides, dtype=getattr(torch, o.dtype), device="cuda")
+        for o in problem.operands[:3]
+    ]
+    asked = torch.backends.cuda.SDPAParams(*tensors, None, 0.0, causal, is_grouped)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        if not getattr(torch.backends.cuda, check)(asked, True):
+            reasons = [str(w.message).partition("(Triggered internally")[0].strip() for w in said]
+            raise RuntimeError("; ".join(reasons) or f"{check} says no")
+    attend = getattr(torch.ops.aten, operator).default
 
     def call(query: Any, key: Any, value: Any) -> Any:
-        with sdpa_kernel(chosen):
-            return torch.nn.functional.scaled_dot_product_attention(query, key, value, **options)
+        return attend(query, key, value, *further, 0.0, causal, scale=scale)[0]
 
     return call
 
 
-def peer_call(attend: Attend, problem: AttentionProblem, scale: float) -> Attend:
+def naive_call(problem: AttentionProblem, scale: float) -> Attend:
+    """Three steps through torch: scores, softmax, product. The scores are fp32: large ones in fp16
+    are wrong by more than the numerics gate allows.
+    """
+    import torch
+
+    group = problem.heads_q // problem.heads_kv
+    hidden: Any = None
+
+    def call(query: Any, key: Any, value: Any) -> Any:
+        nonlocal hidden
+        if group > 1:
+            key, value = (t.repeat_interleave(group, dim=1) for t in (key, value))
+        query, key, value = (t.flatten(0, 1) for t in (query, key, value))
+        scores = torch.bmm(query, key.mT, out_dtype=torch.float32).mul_(scale)
+        if problem.is_causal:
+            if hidden is None:
+                hidden = torch.ones_like(scores[0], dtype=torch.bool).triu_(1)
+            scores.masked_fill_(hidden, -torch.inf)
+        out = torch.bmm(scores.softmax(-1).to(value.dtype), value)
+        return out.unflatten(0, (problem.batch, problem.heads_q))
+
+    return call
+
+
+def peer_call(attend: Attend, problem: AttentionProblem, scale: float, **options: Any) -> Attend:
     """A peer's (B, S, H, D) kernel over the problem's (B, H, S, D) tensors, by views alone."""
 
     def call(query: Any, key: Any, value: Any) -> Any:
         tensors = (tensor.transpose(1, 2) for tensor in (query, key, value))
-        return attend(*tensors, causal=problem.is_causal, scale=scale).transpose(1, 2)
+        out = attend(*tensors, causal=problem.is_causal, scale=scale, **options)
+        return out.transpose(1, 2)
 
     return call
 
@@ -146,8 +233,10 @@ def _load_file(name: str, file: Path) -> Any:
 def _only_output(function: Callable[..., Any], scale_name: str) -> Attend:
     """One signature for all peers; some return the log-sum-exp too."""
 
-    def attend(query: Any, key: Any, value: Any, *, causal: bool, scale: float) -> Any:
-        result = function(query, key, value, causal=causal, **{scale_name: scale})
+    def attend(
+        query: Any, key: Any, value: Any, *, causal: bool, scale: float, **options: Any
+    ) -> Any:
+        result = function(query, key, value, causal=causal, **{scale_name: scale}, **options)
         return result[0] if isinstance(result, tuple | list) else result
 
     return attend

@@ -19,6 +19,7 @@ from tuner.runners.replay import ReplayRunner
 
 if TYPE_CHECKING:
     from tuner.compiler import Compiler
+    from tuner.worker_client import WorkerClient
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,8 @@ class Machine:
 
 
 class Runners:
-    """The runners of one job, made when first needed; runners of one regime are shared.
+    """The runners of one job, made when first needed; runners of one regime are shared, and all
+    that measure on the GPU share one worker process.
 
     Args:
         machine: where to evaluate.
@@ -49,6 +51,7 @@ class Runners:
         self._local: dict[str, Runner] = {}
         self._others: list[Runner] = []
         self._compiler: Compiler | None = None
+        self._worker: WorkerClient | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -113,12 +116,16 @@ class Runners:
 
     def _create_local(self, regime: Regime) -> Runner:
         from tuner.runners.local import LocalRunner
+        from tuner.worker_client import WorkerClient
 
+        if self._worker is None:
+            self._worker = WorkerClient(self._machine.device)
         return LocalRunner(
             self._machine.device,
             regime,
-            self._find_compiler(),
+            self.compiler(),
             max_workspace=self._machine.max_workspace,
+            worker=self._worker,
         )
 
     def _create_other(self, problem: Problem, regime: Regime) -> Runner:
@@ -128,14 +135,14 @@ class Runners:
             self._note(f"replaying the recorded sweep of {label}")
             return ReplayRunner(found)
         try:
-            compiler: Compiler | None = self._find_compiler()
+            compiler: Compiler | None = self.compiler()
         except CompileError as exc:
             compiler = None
             self._note(f"nothing is compiled: {exc}")
         self._note(f"no recording of {label}: ranking by predicted time")
         return PredictRunner(DEFAULT_GPU, regime, compiler)
 
-    def _find_compiler(self) -> Compiler:
+    def compiler(self) -> Compiler:
         """One compiler for the whole job.
 
         Raises:

@@ -44,7 +44,7 @@ class ReplayRunner:
         recorded = self._configs.get((problem.key, family.name), [])
         members = set(recorded)
         kept = [config for config in space if config in members]
-        return kept or [c for c in recorded if not family.violations(problem, c, self.gpu)]
+        return kept or [c for c in recorded if family.accepts(problem, c, self.gpu)]
 
     def prefetch(self, problem: Problem, groups: Sequence[Sequence[Config]]) -> None:
         """Nothing to compile."""

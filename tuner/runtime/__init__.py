@@ -9,6 +9,10 @@ except ImportError as exc:
         f"tuner.attention needs PyTorch ({exc}): pip install 'cutlass-tuner[torch]'"
     ) from exc
 
+from tuner.runtime import operators as _operators  # noqa: F401  (defines them)
 from tuner.runtime.attention import attention
+from tuner.runtime.counters import Stats, stats
+from tuner.runtime.enable import disable, enable, enabled
+from tuner.runtime.products import linear, matmul
 
-__all__ = ["attention"]
+__all__ = ["Stats", "attention", "disable", "enable", "enabled", "linear", "matmul", "stats"]

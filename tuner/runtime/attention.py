@@ -2,213 +2,192 @@
 
 from __future__ import annotations
 
-import logging
 import math
-import threading
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from tuner import settings
-from tuner.config import Config
-from tuner.errors import BenchmarkError, ConfigError, TunerError
-from tuner.hardware import GPUS, TMA_ALIGNMENT_BYTES, Gpu
-from tuner.lookup import Answer, lookup
-from tuner.problem import AttentionProblem, DType, Layout
-from tuner.runtime.plan import Plan, resolve
+from tuner.errors import ConfigError
+from tuner.problem import AttentionProblem, Layout
+from tuner.runtime import counters, devices, dispatch, guards, native
+from tuner.runtime.autograd import has_backward
+from tuner.runtime.plan import Plan
+from tuner.runtime.table import table
 
-_log = logging.getLogger("tuner.runtime")
-
-_DTYPES: dict[torch.dtype, DType] = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _LAYOUTS: tuple[Layout, ...] = ("bhsd", "bshd")
-#: Plans kept; more shapes than this start over, so that a server of any shape stays small.
-_MAX_KNOWN = 4096
-
-
-@dataclass
-class _Known:
-    """What was found out about one kind of call; good as long as `answer` is the store's."""
-
-    problem: AttentionProblem
-    answer: Answer | None
-    plan: Plan | str
-    """A text says why there is no plan."""
-
-
-_known: dict[tuple[Any, ...], _Known] = {}
-_withdrawn: dict[str, set[Config]] = {}
-_gpus: dict[int, Gpu] = {}
-_said: set[str] = set()
-_lock = threading.Lock()
 
 
 def attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
+    enable_gqa: bool = False,
 ) -> torch.Tensor:
     """softmax(scale * Q K^T + mask) V by the fastest kernel measured on this GPU.
 
-    Without a measured winner that this machine can run (other shapes, gradients, CPU tensors,
-    autocast to another type, `TUNER_DISABLE=1`, ...) the call is PyTorch's
-    `scaled_dot_product_attention`, and the reason is logged once to ``tuner.runtime``. Predicted
-    and replayed entries are never launched. The first call of a shape loads its kernel: make one
-    before capturing a CUDA graph.
+    Has the signature and the meaning of `torch.nn.functional.scaled_dot_product_attention`, which
+    answers, with these same arguments, whatever no tuned kernel can: masks, dropout, other shapes,
+    CPU tensors, `TUNER_DISABLE=1`, ... Each such call is counted by its reason (`tuner.stats`),
+    and the reason is logged once to ``tuner.runtime``. Predicted and replayed entries are never
+    launched. The first call of a shape loads its kernel: make one before capturing a CUDA graph.
+
+    A gradient is computed by PyTorch's backward kernels from the tuned kernel's output and
+    log-sum-exp, where it writes one. Autocast casts the inputs, as it does PyTorch's.
 
     Args:
         query: (B, H, SQ, D), fp16 or bf16; contiguous, or a view of a contiguous (B, SQ, H, D).
-        key: (B, HKV, SKV, D), laid out as `query`; HKV divides H.
+        key: (B, HKV, SKV, D), laid out as `query`.
         value: (B, HKV, SKV, D), laid out as `query`.
+        attn_mask: as in PyTorch; no tuned kernel takes one.
+        dropout_p: as in PyTorch; no tuned kernel takes one.
         is_causal: query i sees keys 0..i.
         scale: of the scores; 1/sqrt(D) when None.
+        enable_gqa: let HKV be a divisor of H.
 
     Returns:
         (B, H, SQ, D), of the inputs' type; laid out as `query` where a tuned kernel ran.
 
     Raises:
-        Whatever `scaled_dot_product_attention` raises on tensors that it refuses.
+        Whatever `scaled_dot_product_attention` raises on arguments that it refuses, and what CUDA
+        reports of an earlier kernel.
     """
-    if torch.compiler.is_compiling() or settings.disabled():
-        return _pytorch(query, key, value, is_causal, scale)
-    reason = _unserved(query, key, value)
-    if not reason:
-        served = _serve(query, key, value, is_causal, scale)
+    if not torch.compiler.is_compiling():
+        out = dispatch.attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+        )
+        if out is not None:
+            return out
+    query, key, value = guards.autocast(devices.TYPE, query, key, value)
+    arguments = query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+    if not torch.compiler.is_compiling():
+        out = answer(*arguments)
+        return native.attend(*arguments) if out is None else out
+    from tuner.runtime.operators import operate
+
+    out = operate(*arguments)
+    if out is not None:
+        return out
+    return scaled_dot_product_attention(*arguments[:6], scale=scale, enable_gqa=enable_gqa)
+
+
+def answer(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> torch.Tensor | None:
+    """The tuned kernel's output, or None, counted by its reason, where PyTorch must answer."""
+    if attn_mask is not None:
+        reason = "attn_mask is given"
+    elif dropout_p:
+        reason = "dropout_p is not 0"
+    else:
+        served = serve(query, key, value, is_causal, scale, enable_gqa)
         if not isinstance(served, str):
             return served
         reason = served
-    _say(reason)
-    return _pytorch(query, key, value, is_causal, scale)
+    counters.count_fallback(reason)
+    return None
 
 
-def _pytorch(
+def serve(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     is_causal: bool,
     scale: float | None,
-) -> torch.Tensor:
-    grouped = query.dim() == key.dim() == 4 and query.shape[1] != key.shape[1]
-    options = {"enable_gqa": True} if grouped else {}
-    return scaled_dot_product_attention(
-        query, key, value, is_causal=is_causal, scale=scale, **options
-    )
-
-
-def _say(reason: str) -> None:
-    with _lock:
-        if reason in _said:
-            return
-        _said.add(reason)
-    _log.warning("attention by PyTorch: %s", reason)
-
-
-def _unserved(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> str:
-    """Why no tuned kernel may take these tensors, whatever the store holds; else empty."""
-    tensors = (query, key, value)
-    if not all(type(t) in (torch.Tensor, torch.nn.Parameter) for t in tensors):
-        return "an input is not a plain tensor"
-    if any(t.dim() != 4 or t.numel() == 0 for t in tensors):
-        return "the tensors are not 4-D (B, H, S, D), or are empty"
-    if not all(_on_gpu(t) for t in tensors):
-        return "the tensors are not on a CUDA device"
-    if len({t.device for t in tensors}) > 1 or len({t.dtype for t in tensors}) > 1:
-        return "the tensors differ in device or type"
-    if query.dtype not in _DTYPES:
-        return f"{query.dtype} is not tuned (fp16 and bf16 are)"
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        return "a gradient is wanted: tuned kernels have no backward pass"
-    if torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") != query.dtype:
-        return "autocast wants another type than the tensors'"
-    if any(t.data_ptr() % TMA_ALIGNMENT_BYTES for t in tensors):
-        return f"a tensor does not start at a multiple of {TMA_ALIGNMENT_BYTES} bytes"
-    return ""
-
-
-def _on_gpu(tensor: torch.Tensor) -> bool:
-    return bool(tensor.is_cuda)
-
-
-def _serve(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    is_causal: bool,
-    scale: float | None,
+    enable_gqa: bool,
 ) -> torch.Tensor | str:
-    """The tuned kernel's output, or why there is none."""
-    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
-    try:
-        known = _find(query, key, value, bool(is_causal), scale)
-    except TunerError as exc:
-        return str(exc)
-    plan = known.plan
+    """The tuned kernel's output, or why there is none; counts hits, and no fallback."""
+    plan = find_plan(query, key, value, is_causal, scale, enable_gqa)
     if isinstance(plan, str):
         return plan
-    try:
-        with torch.cuda.device(query.device):
-            return plan.run(query, key, value)
-    except torch.OutOfMemoryError:  # for this call only: the next may have more
-        return f"out of memory for {plan.config.family} at {known.problem.label()}"
-    except (BenchmarkError, RuntimeError) as exc:
-        with _lock:
-            _withdrawn.setdefault(known.problem.key, set()).add(plan.config)
-            _known.clear()
-        return f"{plan.config.family} failed and is withdrawn: {exc}"
+    if not guards.wants_gradient(query, key, value):
+        return table.run(plan, query, key, value)
+    if not plan.has_lse:
+        return f"a gradient is wanted: {plan.config.family} does not write the log-sum-exp"
+    if not has_backward(query, key, is_causal):
+        return "a gradient is wanted: PyTorch has no fused backward kernel for such shapes"
+    out: torch.Tensor = torch.ops.tuner.attention_with_lse(query, key, value, is_causal, scale)[0]
+    return out
 
 
-def _find(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, scale: float
-) -> _Known:
-    """What to do with such tensors, found out anew when the store has changed."""
-    device = query.device.index
+def find_plan(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool = True,
+) -> Plan | str:
+    """What serves such tensors, or the reason that nothing does; runs and counts nothing.
+
+    Looks neither at gradients nor at autocast: the caller does.
+    """
+    if reason := guards.unserved(query, key, value):
+        return reason
+    if scale is not None and not scale > 0:  # NaN too
+        return "scale is not positive: tuned kernels take the maxima of the scores before scaling"
     kind = (
-        *(part for t in (query, key, value) for part in (t.shape, t.stride())),
+        query.shape,
+        key.shape,
+        value.shape,
+        query.stride(),
+        key.stride(),
+        value.stride(),
         query.dtype,
-        device,
+        key.dtype,
+        value.dtype,
+        query.device,
+        key.device,
+        value.device,
         is_causal,
         scale,
+        enable_gqa,
     )
-    known = _known.get(kind)
-    problem = known.problem if known else problem_of(query, key, value, is_causal)
-    answer = lookup(problem, gpu=gpu_of(device))
-    if known and known.answer == answer:
-        return known
-    if answer is None:
-        plan: Plan | str = f"no measured winner for {problem.label()}"
-    elif torch.cuda.is_current_stream_capturing():
-        return _Known(problem, answer, "a kernel cannot be loaded inside a graph capture")
-    else:
-        with torch.cuda.device(device):
-            plan = resolve(problem, answer, scale, _withdrawn.get(problem.key, ()))
-        if isinstance(plan, str):
-            plan = f"nothing of {problem.label()} can run here: {plan}"
-        for note in answer.notes:
-            _log.info("%s: %s", problem.label(), note)
-    known = _Known(problem, answer, plan)
-    with _lock:
-        if len(_known) >= _MAX_KNOWN:
-            _known.clear()
-        _known[kind] = known
-    return known
+    plan = table.get(kind)
+    if plan is None:
+        plan = table.find_out(
+            kind,
+            ("attention", (query, key, value, is_causal, scale, enable_gqa)),
+            lambda: problem_of(query, key, value, bool(is_causal), enable_gqa),
+            1 / math.sqrt(query.shape[-1] or 1) if scale is None else float(scale),
+            query.get_device(),
+        )
+    return plan if isinstance(plan, str) else guards.misaligned(query, key, value) or plan
 
 
 def problem_of(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    is_causal: bool,
+    enable_gqa: bool = True,
 ) -> AttentionProblem:
     """The problem that these tensors pose.
 
     Raises:
-        ConfigError: when these 4-D tensors pose none: sizes or strides that no tuned kernel has.
+        ConfigError: when they pose none: types, sizes or strides that no tuned kernel has.
     """
+    tensors = (query, key, value)
+    if any(t.dim() != 4 or t.numel() == 0 for t in tensors):
+        raise ConfigError("they are not 4-D (B, H, S, D), or are empty")
+    guards.check_alike(*tensors)
     if key.shape != value.shape or query.shape[::3] != key.shape[::3]:
         raise ConfigError(
             f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} "
             "are not (B, H, SQ, D) and twice (B, HKV, SKV, D)"
         )
+    if query.shape[1] != key.shape[1] and not enable_gqa:
+        raise ConfigError("heads are grouped without enable_gqa")
     for layout in _LAYOUTS:
         problem = AttentionProblem(
             seqlen_q=query.shape[2],
@@ -218,30 +197,10 @@ def problem_of(
             heads_q=query.shape[1],
             heads_kv=key.shape[1],
             is_causal=is_causal,
-            dtype=_DTYPES[query.dtype],
+            dtype=guards.DTYPES[query.dtype],
             layout=layout,
         )
-        operands = zip(problem.operands[:3], (query, key, value), strict=True)
-        if all(_lies(tensor, operand.strides) for operand, tensor in operands):
+        operands = zip(problem.operands[:3], tensors, strict=True)
+        if all(guards.lies(tensor, operand.strides) for operand, tensor in operands):
             return problem
-    raise ConfigError("the tensors are contiguous neither as (B, H, S, D) nor as (B, S, H, D)")
-
-
-def _lies(tensor: torch.Tensor, strides: tuple[int, ...]) -> bool:
-    """True when `tensor` has these strides where they matter: in dimensions longer than one."""
-    return all(
-        size == 1 or stride == wanted
-        for size, stride, wanted in zip(tensor.shape, tensor.stride(), strides, strict=True)
-    )
-
-
-def gpu_of(index: int) -> Gpu:
-    """The store's identity of a CUDA device; what lookup does not need of it is left at 0."""
-    if index not in _gpus:
-        found = torch.cuda.get_device_properties(index)
-        gpu = Gpu(
-            found.name, f"{found.major}.{found.minor}", found.multi_processor_count, 0, 0.0, 0
-        )
-        shipped = (known for known in GPUS.values() if known.identity == gpu.identity)
-        _gpus[index] = next(shipped, gpu)
-    return _gpus[index]
+    raise ConfigError("they are contiguous neither as (B, H, S, D) nor as (B, S, H, D)")

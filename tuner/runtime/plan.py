@@ -3,137 +3,278 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from tuner import build_on_miss
 from tuner.artifacts import ArtifactCache, LoadedKernel, load
 from tuner.config import Config
 from tuner.errors import BenchmarkError, ConfigError
 from tuner.families import family
-from tuner.families.base import SCRATCH, Family, Launch
+from tuner.families.base import LSE, SCRATCH, Family, Launch
 from tuner.lookup import Answer
-from tuner.measurement import Measurement, Provenance
-from tuner.problem import Operand, Problem
+from tuner.measurement import Measurement, Provenance, Status
+from tuner.problem import GemmProblem, Problem
+from tuner.runtime import counters, devices, native
 
+PYTORCHS = "PyTorch's own kernel was the fastest"
+#: What a family raises on a config of another version of itself.
+_FOREIGN = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 #: Workspaces start at multiples of this, as an allocation of their own would.
 _ALIGNMENT = 256
 
 
-@dataclass(frozen=True)
-class Plan:
-    """A resolved call for one problem, scale and device."""
+@dataclass(frozen=True, eq=False)
+class Plan(ABC):
+    """What serves the calls of one problem and scale on one device."""
 
+    problem: Problem
     config: Config
-    run: Callable[..., torch.Tensor]
-    """run(*inputs) -> output, on the current stream of the current device."""
+    device: int
+    is_nearest: bool
+    """The configuration was measured for a neighbouring problem."""
+
+    @property
+    def has_lse(self) -> bool:
+        """Whether `run_with_lse` can be called."""
+        return False
+
+    def run(self, *inputs: torch.Tensor) -> torch.Tensor:
+        """Enqueue the call on the current stream of the plan's device, and count it.
+
+        Args:
+            inputs: tensors as `problem.operands` has them, on the plan's device.
+
+        Returns:
+            The output, newly allocated, laid out as `problem.output`.
+
+        Raises:
+            BenchmarkError: when the launch is refused; nothing was enqueued.
+            RuntimeError: torch's own, or an asynchronous CUDA error that showed here: the CUDA
+                context is lost, whatever is called next.
+        """
+        out = self._on_device(inputs, None)
+        counters.count_hit(self.is_nearest)
+        return out
+
+    def run_with_lse(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `run`, with attention's log-sum-exp: (B, H, SQ) fp32, natural logarithm."""
+        batch, heads, rows, _ = self.problem.output.shape
+        lse = torch.empty((batch, heads, rows), dtype=torch.float32, device=inputs[0].device)
+        out = self._on_device(inputs, lse)
+        counters.count_hit(self.is_nearest)
+        return out, lse
+
+    def _on_device(self, inputs: Sequence[torch.Tensor], lse: torch.Tensor | None) -> torch.Tensor:
+        if devices.current() == self.device:
+            return self._enqueue(inputs, lse)
+        with devices.use(self.device):
+            return self._enqueue(inputs, lse)
+
+    @abstractmethod
+    def _enqueue(
+        self, inputs: Sequence[torch.Tensor], lse: torch.Tensor | None
+    ) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, eq=False)
+class VendorPlan(Plan):
+    """A vendor's kernel, called through torch."""
+
+    call: Callable[..., torch.Tensor]
+
+    def _enqueue(self, inputs: Sequence[torch.Tensor], lse: torch.Tensor | None) -> torch.Tensor:
+        before, native.thread.is_native = native.thread.is_native, True
+        try:
+            return self.call(*inputs)
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            raise
+        except RuntimeError as exc:
+            raise BenchmarkError(str(exc)) from exc
+        finally:
+            native.thread.is_native = before
 
 
 @dataclass(frozen=True)
-class _Step:
+class Step:
+    """One launch of a kernel, as far as it is the same for all calls of a plan."""
+
     kernel: LoadedKernel
-    launch: Launch
+    launch: Callable[[Sequence[int], int, int], None]
+    """The kernel with `integers` and `scalars` bound to it."""
+    tensors: tuple[tuple[int, int], ...]
+    """Of each tensor: which of the call's addresses, and the offset in bytes from it. Addresses
+    are the inputs, the output, the workspace, the log-sum-exp."""
+    integers: tuple[int, ...]
+    scalars: tuple[float, ...]
     workspace_at: int
     """Offset in the call's workspace."""
 
 
+@dataclass(frozen=True, eq=False)
+class KernelPlan(Plan):
+    """Own kernels, launched one after the other."""
+
+    shape: tuple[int, ...]
+    """Of the output."""
+    strides: tuple[int, ...]
+    steps: tuple[Step, ...]
+    workspace_bytes: int
+    dtype: torch.dtype
+    writes_lse: bool
+
+    @property
+    def has_lse(self) -> bool:
+        return self.writes_lse
+
+    def _enqueue(self, inputs: Sequence[torch.Tensor], lse: torch.Tensor | None) -> torch.Tensor:
+        device = inputs[0].device
+        out = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
+        base = 0
+        if self.workspace_bytes:
+            workspace = torch.empty(self.workspace_bytes, dtype=torch.uint8, device=device)
+            base = workspace.data_ptr()
+        addresses = [
+            *(tensor.data_ptr() for tensor in inputs),
+            out.data_ptr(),
+            base,
+            0 if lse is None else lse.data_ptr(),
+        ]
+        stream = devices.stream_of(self.device)
+        for step in self.steps:
+            # A null address stays null: it says that the tensor is not wanted.
+            tensors = [(at := addresses[which]) and at + offset for which, offset in step.tensors]
+            try:
+                step.launch(tensors, base + step.workspace_at, stream)
+            except BenchmarkError as exc:
+                if exc.status in (Status.ILLEGAL_ACCESS, Status.TIMEOUT):
+                    raise RuntimeError(
+                        f"CUDA error at {self.config.family}, of it or of an earlier kernel: {exc}"
+                    ) from exc
+                raise
+        return out
+
+
 def resolve(
-    problem: Problem, answer: Answer, scale: float, withdrawn: Collection[Config]
+    problem: Problem,
+    answer: Answer,
+    scale: float,
+    device: int,
+    shape: tuple[int, ...],
+    withdrawn: Collection[Config],
 ) -> Plan | str:
     """The best measured entry of `answer` that this machine can run, or why there is none.
 
     Predicted and replayed entries, failed ones and `withdrawn` configs are never taken.
+
+    Args:
+        problem: what is asked.
+        answer: what the store says of it.
+        scale: of attention's scores; alpha of a product.
+        device: index of the device, the current one.
+        shape: of the output, contiguous; the problem's own where it is empty.
+        withdrawn: configs that this process must not launch.
     """
     reasons: list[str] = []
-    for measurement in _candidates(answer):
+    wanted = answer.entry.problem if answer.kind == "nearest" else problem
+    for measurement in answer.candidates:
         config = measurement.config
         if measurement.provenance is not Provenance.MEASURED:
             reasons.append(f"{config.family} is {measurement.provenance}, not measured")
-        elif not measurement.ok or measurement.problem != problem:
+        elif not measurement.ok or measurement.problem != wanted:
             reasons.append(f"{config.family} did not pass for this problem")
         elif config in withdrawn:
             reasons.append(f"{config.family} failed in this process")
         else:
-            run = _connect(problem, measurement, scale)
-            if not isinstance(run, str):
-                return Plan(config, run)
-            reasons.append(run)
-    return "; ".join(dict.fromkeys(reasons)) or "the entry has no candidates"
+            plan = _plan(problem, measurement, scale, device, shape)
+            if isinstance(plan, Plan):
+                return plan
+            if plan == PYTORCHS:
+                return f"{PYTORCHS}: {problem.label()}"
+            reasons.append(plan)
+    why = "; ".join(dict.fromkeys(reasons)) or "the entry has no candidates"
+    return f"nothing of the entry can run here: {problem.label()}: {why}"
 
 
-def _candidates(answer: Answer) -> Iterator[Measurement]:
-    """The winner (the pinned one, if any), then the ranking."""
-    yield answer.entry.winner
-    yield from (m for m in answer.entry.ranking if m.config != answer.entry.winner.config)
-
-
-def _connect(
-    problem: Problem, measurement: Measurement, scale: float
-) -> Callable[..., torch.Tensor] | str:
+def _plan(
+    problem: Problem, measurement: Measurement, scale: float, device: int, shape: tuple[int, ...]
+) -> Plan | str:
+    config = measurement.config
     try:
-        member = family(measurement.config.family)
-        if member.is_vendor:
-            return member.vendor_call(problem, measurement.config, scale)
-        return _own_call(problem, member, measurement, scale)
+        member = family(config.family)
+        if not member.is_vendor:
+            return _own(problem, member, measurement, scale, device, shape)
+        if problem.op == GemmProblem.op:
+            # cuBLAS and cuBLASLt are chosen for the whole process, not for a call: PyTorch's
+            # own choice is the vendor's kernel.
+            return PYTORCHS
+        call = member.vendor_call(problem, config, scale)
     except (BenchmarkError, ConfigError) as exc:
         return str(exc)
+    except _FOREIGN as exc:
+        return f"{config.family} here is another version than the entry's ({exc!r})"
+    if isinstance(call, str):
+        return call
+    is_nearest = measurement.problem != problem
+    return VendorPlan(problem, config, device, is_nearest=is_nearest, call=call)
 
 
-def _own_call(
-    problem: Problem, member: Family, measurement: Measurement, scale: float
-) -> Callable[..., torch.Tensor] | str:
+def _own(
+    problem: Problem,
+    member: Family,
+    measurement: Measurement,
+    scale: float,
+    device: int,
+    shape: tuple[int, ...],
+) -> KernelPlan | str:
     """The launches of an own config; a reason when one of its artifacts is not here."""
     cache = ArtifactCache()
     kernels: dict[str, LoadedKernel] = {}
     for name, key in measurement.artifacts.items():
         artifact = cache.find(key)
         if artifact is None:
+            build_on_miss.request(measurement)
             return f"artifact {key} of {member.name} is not in the cache (tuner build makes it)"
         kernels[name] = load(artifact)
-    config = measurement.config
-    steps: list[_Step] = []
+    config, output = measurement.config, problem.output
+    steps: list[Step] = []
     offset = _aligned(member.scratch_bytes(problem, config))
     for launch in member.launches(problem, config, scale):
         if launch.kernel not in kernels:
             return f"{member.name} names no artifact for its kernel '{launch.kernel}'"
         kernel = kernels[launch.kernel]
         # One workspace a launch: with programmatic dependent launch two are alive at once.
-        steps.append(_Step(kernel, launch, offset))
+        steps.append(_step(problem, kernel, launch, offset))
         offset += _aligned(kernel.workspace_bytes(launch.integers))
     if not steps:
         return f"{member.name} has no launches for {problem.label()}"
-    return _caller(problem, steps, offset)
+    return KernelPlan(
+        problem,
+        config,
+        device,
+        is_nearest=measurement.problem != problem,
+        shape=shape or output.shape,
+        strides=_contiguous(shape) if shape else output.strides,
+        steps=tuple(steps),
+        workspace_bytes=offset,
+        dtype=getattr(torch, output.dtype),
+        writes_lse=member.writes_lse,
+    )
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
+def _step(problem: Problem, kernel: LoadedKernel, launch: Launch, workspace_at: int) -> Step:
+    names = [*(operand.name for operand in problem.operands), SCRATCH, LSE]
+    tensors = tuple((names.index(ref.operand), ref.offset_bytes) for ref in launch.tensors)
+    call = kernel.bind(launch.integers, launch.scalars)
+    return Step(kernel, call, tensors, launch.integers, launch.scalars, workspace_at)
 
 
 def _aligned(size: int) -> int:
     return math.ceil(size / _ALIGNMENT) * _ALIGNMENT
-
-
-def _caller(
-    problem: Problem, steps: list[_Step], workspace_bytes: int
-) -> Callable[..., torch.Tensor]:
-    output: Operand = problem.output
-    names = [operand.name for operand in problem.operands]
-    dtype = getattr(torch, output.dtype)
-
-    def run(*inputs: torch.Tensor) -> torch.Tensor:
-        device = inputs[0].device
-        out = torch.empty_strided(output.shape, output.strides, dtype=dtype, device=device)
-        workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=device)
-        base = workspace.data_ptr()
-        addresses = dict(zip(names, (t.data_ptr() for t in (*inputs, out)), strict=True))
-        addresses[SCRATCH] = base
-        stream = torch.cuda.current_stream(device).cuda_stream
-        for step in steps:
-            tensors = [addresses[r.operand] + r.offset_bytes for r in step.launch.tensors]
-            step.kernel.launch(
-                tensors,
-                step.launch.integers,
-                step.launch.scalars,
-                base + step.workspace_at,
-                stream,
-            )
-        return out
-
-    return run

@@ -14,8 +14,9 @@ from tuner.hardware import Gpu
 from tuner.measurement import Measurement, Provenance, Regime
 from tuner.problem import Problem
 from tuner.store.entry import Entry
+from tuner.store.jobs import Jobs, Lease
 
-REVISION = "0001"
+REVISION = "0002"
 """Newest schema revision under ``cache/migrations/versions``: the one this program reads."""
 
 SWEEP_STATES = ("running", "done", "interrupted")
@@ -60,6 +61,10 @@ class ImportReport:
     """Older imported decisions that a newer one replaced."""
     entries_kept: tuple[str, ...] = field(default=())
     """Decisions of this store that were kept in place of the file's, by label."""
+    entries_dropped: int = 0
+    """Mirrored decisions that the service no longer has."""
+    entries_refused: tuple[str, ...] = field(default=())
+    """Decisions of the service that cannot be served here, by label, each with the reason."""
 
 
 class Store(ABC):
@@ -218,6 +223,44 @@ class Store(ABC):
         Raises:
             ConfigError: when a row does not fit; names every such row with its reason.
         """
+
+    @abstractmethod
+    def mirror(
+        self, document: Mapping[str, Any], *, url: str, etag: str, check: Check
+    ) -> ImportReport:
+        """Hold just those decisions of a service that its snapshot holds, all or none.
+
+        What was mirrored from there before follows the service, pins included, and what it no
+        longer has is dropped. A decision of this store's own, or from elsewhere and newer, stands.
+
+        Args:
+            document: the snapshot, as `export` writes it.
+            url: of the service.
+            etag: of the snapshot; `mirrored` gives it back.
+            check: reasons why a measurement must not be served here.
+
+        Raises:
+            ConfigError: when a row does not fit; names every such row with its reason.
+        """
+
+    @abstractmethod
+    def mirrored(self, url: str) -> str | None:
+        """The ETag of the snapshot that was mirrored last from a service."""
+
+    @property
+    @abstractmethod
+    def jobs(self) -> Jobs:
+        """The jobs that this store holds."""
+
+    @abstractmethod
+    def under(self, lease: Lease) -> Store:
+        """This store for the holder of a lease: once it is lost, each method that writes raises
+        `LeaseLostError` and writes nothing.
+        """
+
+    @abstractmethod
+    def decisions_version(self) -> int:
+        """A number that every change of what is decided, pinned or built raises."""
 
     @abstractmethod
     def close(self) -> None:

@@ -87,7 +87,7 @@ class Entry:
     pinned: bool
     provenance: Provenance
     origin: str = ""
-    """Empty where it was made here; else ``imported`` or ``shipped``."""
+    """Empty where it was made here; else ``imported``, ``bundle`` or ``shipped``."""
     sweep: str = ""
     decided_at: str = ""
     """UTC, ISO 8601."""
@@ -179,6 +179,8 @@ def to_row(measurement: Measurement) -> dict[str, Any]:
         row[name] = canonical(data[name])
     for name in ("latency_us", "std_us", "error", "compile_cpu_s"):
         row[name] = _float(data[name])
+    # A kernel may print anything; PostgreSQL takes no NUL in a text.
+    row["log"] = row["log"].replace("\0", "\N{REPLACEMENT CHARACTER}")
     return row
 
 
@@ -188,8 +190,9 @@ def digest_of(measurement: Measurement) -> str:
 
 
 # Many rows share these: each distinct text is parsed once.
-@lru_cache(1024)
-def _problem(text: str) -> Problem:
+@lru_cache(16384)
+def problem_from_row(text: str) -> Problem:
+    """The problem of a row's key."""
     return problem_from_json(json.loads(text))
 
 
@@ -211,7 +214,7 @@ def from_row(row: Mapping[str, Any]) -> Measurement:
     """
     clocks = json.loads(row["clocks"])
     return Measurement(
-        problem=_problem(row["problem"]),
+        problem=problem_from_row(row["problem"]),
         config=Config.from_json(json.loads(row["config"])),
         gpu=_gpu(row["gpu"]),
         regime=Regime.parse(row["regime"]),

@@ -283,6 +283,24 @@ def _repeated(decisions: Sequence[Decision], measured: Sequence[Measurement | No
     return faults
 
 
+def servable(
+    measured: Sequence[Measurement],
+    decisions: Iterable[Decision],
+    check: Callable[[Measurement], Sequence[str]],
+) -> tuple[list[Decision], list[str]]:
+    """The decisions all of whose measurements may be served, and the others' labels and reasons."""
+    allowed, refused = [], []
+    for decision in decisions:
+        numbers = [*decision.ranking, *([] if decision.pinned is None else [decision.pinned])]
+        if reasons := [reason for n in numbers for reason in check(measured[n])]:
+            first = measured[numbers[0]]
+            label = f"{first.problem.label()} on {first.gpu.name} ({first.regime})"
+            refused.append(f"{label}: {reasons[0]}")
+        else:
+            allowed.append(decision)
+    return allowed, refused
+
+
 def trusted_entries(document: Mapping[str, Any], origin: str) -> list[Entry]:
     """The entries of a document that ships with the package; standard library only.
 

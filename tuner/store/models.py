@@ -10,6 +10,9 @@ import sqlalchemy as sa
 
 from tuner.store.entry import BEST_COLUMNS
 
+ORIGIN_CHARACTERS = 64
+"""Longest name of where an imported measurement comes from."""
+
 metadata = sa.MetaData()
 
 problems = sa.Table(
@@ -64,9 +67,10 @@ measurements = sa.Table(
     sa.Column("clocks", sa.Text, nullable=False),
     sa.Column("log", sa.Text, nullable=False),
     sa.Column("sweep", sa.String(64), nullable=False),
-    sa.Column("origin", sa.String(64), nullable=False),
+    sa.Column("origin", sa.String(ORIGIN_CHARACTERS), nullable=False),
     sa.Column("created_at", sa.String(40), nullable=False),
     sa.Index("ix_measurements_of", "problem_id", "regime", "is_final"),
+    sa.Index("ix_measurements_sweep", "sweep"),
 )
 
 sweeps = sa.Table(
@@ -118,6 +122,73 @@ builds = sa.Table(
     sa.Column("problem_id", sa.Integer, sa.ForeignKey("problems.id"), primary_key=True),
     sa.Column("config_digest", sa.String(16), primary_key=True),
     sa.Column("artifacts", sa.Text, nullable=False),
+)
+
+jobs = sa.Table(
+    "jobs",
+    metadata,
+    sa.Column("id", sa.String(16), primary_key=True),
+    sa.Column("priority", sa.Integer, nullable=False),
+    # How often each of its problems may be tried.
+    sa.Column("attempts", sa.Integer, nullable=False),
+    sa.Column("options", sa.Text, nullable=False),
+    sa.Column("created_at", sa.String(40), nullable=False),
+)
+
+#: One problem of one job each.
+tasks = sa.Table(
+    "tasks",
+    metadata,
+    sa.Column("id", sa.Integer, primary_key=True),
+    sa.Column("job_id", sa.String(16), sa.ForeignKey("jobs.id"), nullable=False, index=True),
+    sa.Column("problem_id", sa.Integer, sa.ForeignKey("problems.id"), nullable=False),
+    sa.Column("state", sa.String(16), nullable=False, index=True),
+    sa.Column("attempt", sa.Integer, nullable=False),
+    # Why the last attempt ended without a decision.
+    sa.Column("reason", sa.Text, nullable=False),
+    # The lease: its number, which every claim raises, who has it and until when (seconds since
+    # 1970 on the database's clock).
+    sa.Column("token", sa.Integer, nullable=False),
+    sa.Column("holder", sa.String(128), nullable=False),
+    sa.Column("expires_at", sa.Double, nullable=False),
+    # A retry waits until then.
+    sa.Column("not_before", sa.Double, nullable=False),
+    sa.Column("sweep", sa.String(64), nullable=False, index=True),
+    sa.Column("progress", sa.Text, nullable=False),
+    sa.Index(
+        "uq_tasks_running",
+        "problem_id",
+        unique=True,
+        sqlite_where=sa.text("state = 'running'"),
+        postgresql_where=sa.text("state = 'running'"),
+    ),
+)
+
+job_events = sa.Table(
+    "job_events",
+    metadata,
+    sa.Column("id", sa.Integer, primary_key=True),
+    sa.Column("job_id", sa.String(16), sa.ForeignKey("jobs.id"), nullable=False, index=True),
+    sa.Column("task_id", sa.Integer, sa.ForeignKey("tasks.id")),
+    sa.Column("at", sa.String(40), nullable=False),
+    sa.Column("text", sa.Text, nullable=False),
+)
+
+#: Services whose decisions `Store.mirror` has taken over.
+mirrors = sa.Table(
+    "mirrors",
+    metadata,
+    sa.Column("url", sa.String(512), primary_key=True),
+    sa.Column("etag", sa.String(80), nullable=False),
+    sa.Column("synced_at", sa.String(40), nullable=False),
+)
+
+#: ``decisions`` is raised by triggers whenever what is served may have changed.
+versions = sa.Table(
+    "versions",
+    metadata,
+    sa.Column("name", sa.String(32), primary_key=True),
+    sa.Column("number", sa.Integer, nullable=False),
 )
 
 #: The view, which the migrations make.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import sqlite3
+import copy
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import UTC, datetime
+from dataclasses import replace
 from typing import Any
 
 import sqlalchemy as sa
@@ -29,14 +30,13 @@ from tuner.store.entry import (
     sort_key,
 )
 from tuner.store.faults import store_error, unreadable_row
+from tuner.store.jobs import Jobs, Lease
+from tuner.store.sql_jobs import SqlJobs, check
+from tuner.store.statements import now
 
 _P, _G, _E, _M = models.problems, models.gpus, models.environments, models.measurements
 _S, _W, _R, _B = models.sweeps, models.winners, models.rankings, models.builds
-
-
-def now() -> str:
-    """The time as the store writes it: UTC, ISO 8601, milliseconds."""
-    return datetime.now(UTC).isoformat(timespec="milliseconds")
+_MIRRORS = models.mirrors
 
 
 class SqlStore(Store):
@@ -44,26 +44,53 @@ class SqlStore(Store):
 
     def __init__(self, url: str, *, create: bool = True) -> None:
         self._engine, self.where = connect(url, create=create)
+        self._lease: Lease | None = None
+
+    @property
+    def jobs(self) -> Jobs:
+        is_server = self._engine.dialect.name != "sqlite"
+        return SqlJobs(self.transaction, is_server=is_server)
+
+    def under(self, lease: Lease) -> Store:
+        fenced = copy.copy(self)
+        fenced._lease = lease
+        return fenced
+
+    def decisions_version(self) -> int:
+        query = sa.select(models.versions.c.number).where(models.versions.c.name == "decisions")
+        with self.transaction(write=False) as connection:
+            return int(connection.scalar(query) or 0)
 
     def close(self) -> None:
         self._engine.dispose()
 
     @contextmanager
-    def _transaction(self, *, write: bool) -> Iterator[sa.Connection]:
+    def transaction(self, *, write: bool) -> Iterator[sa.Connection]:
+        """An open transaction; one that only reads sees one moment of the database.
+
+        Raises:
+            StoreError: when the database fails.
+            LeaseLostError: when it writes, and this store is under a lease that is lost.
+        """
+        options: dict[str, Any] = {"tuner_write": write}
+        if not write and self._engine.dialect.name == "postgresql":
+            options["isolation_level"] = "REPEATABLE READ"
         try:
             with (
-                self._engine.connect().execution_options(tuner_write=write) as connection,
+                self._engine.connect().execution_options(**options) as connection,
                 connection.begin(),
             ):
+                if write and self._lease is not None:
+                    check(connection, self._lease)
                 yield connection
         except DBAPIError as exc:
             raise store_error(self.where, exc.orig or exc) from exc
-        except (SQLAlchemyError, sqlite3.Error) as exc:
+        except (SQLAlchemyError, self._engine.dialect.loaded_dbapi.Error) as exc:
             raise store_error(self.where, exc) from exc
 
     def add(self, measurements: Iterable[Measurement]) -> list[int]:
-        with self._transaction(write=True) as connection:
-            return [run.insert(connection, m, "")[0] for m in measurements]
+        with self.transaction(write=True) as connection:
+            return [id for id, _ in run.insert(connection, list(measurements), "")]
 
     def measurements(
         self,
@@ -80,7 +107,7 @@ class SqlStore(Store):
             query = query.where(_E.c.digest == environment)
         if final is not None:
             query = query.where(_M.c.is_final == final)
-        with self._transaction(write=False) as connection:
+        with self.transaction(write=False) as connection:
             return [m for _, m in self._read(connection.execute(query.order_by(_M.c.id)))]
 
     def _read(self, rows: sa.CursorResult[Any]) -> list[tuple[int, Measurement]]:
@@ -102,8 +129,8 @@ class SqlStore(Store):
             fault = "it ranks another problem, GPU or regime"
         if fault:
             raise StoreError(f"a decision for {problem.label()} cannot be stored: {fault}")
-        with self._transaction(write=True) as connection:
-            ids = [run.insert(connection, m, "")[0] for m in ranking]
+        with self.transaction(write=True) as connection:
+            ids = [id for id, _ in run.insert(connection, ranking, "")]
             winner, _ = run.ensure_winner(connection, ranking[0])
             run.rank(connection, winner, ids, sweep, now())
             # These artifacts ran a moment ago: older builds give way.
@@ -140,7 +167,7 @@ class SqlStore(Store):
             if value is not None:
                 query = query.where(column == value)
         query = query.order_by(view.c.winner_id, view.c.position)
-        with self._transaction(write=False) as connection:
+        with self.transaction(write=False) as connection:
             rows = [dict(row) for row in connection.execute(query).mappings()]
         try:
             return sorted(entries_from_rows(rows), key=sort_key)
@@ -148,7 +175,7 @@ class SqlStore(Store):
             raise unreadable_row(self.where, exc) from exc
 
     def begin_sweep(self, sweep: SweepRecord) -> SweepRecord:
-        with self._transaction(write=True) as connection:
+        with self.transaction(write=True) as connection:
             stored = connection.scalar(sa.select(_S.c.created_at).where(_S.c.id == sweep.id))
             sweep = sweep.but(
                 state="running", created_at=stored or sweep.created_at or now(), finished_at=""
@@ -177,7 +204,7 @@ class SqlStore(Store):
             raise StoreError(
                 f"sweep state {state} is not known (allowed: {', '.join(SWEEP_STATES[1:])})"
             )
-        with self._transaction(write=True) as connection:
+        with self.transaction(write=True) as connection:
             change = _S.update().where(_S.c.id == id).values(state=state, finished_at=now())
             if connection.execute(change).rowcount == 0:
                 raise StoreError(f"store {self.where} has no sweep {id}")
@@ -188,7 +215,7 @@ class SqlStore(Store):
         query: sa.Select[Any] = sa.select(_S).join(_P).join(_G)
         query = run.matching(query, _G.c.identity, _S, problem, gpu, regime, None)
         query = query.where(_S.c.environment == environment, _S.c.settings == settings)
-        with self._transaction(write=False) as connection:
+        with self.transaction(write=False) as connection:
             row = (
                 connection.execute(query.order_by(_S.c.created_at.desc(), _S.c.id))
                 .mappings()
@@ -207,7 +234,7 @@ class SqlStore(Store):
         )  # fmt: skip
         query = query.where(_M.c.config_digest == config.digest, _M.c.status == Status.OK.value)
         query = query.order_by(_M.c.is_final.desc(), _M.c.id.desc())
-        with self._transaction(write=True) as connection:
+        with self.transaction(write=True) as connection:
             winner = run.find_winner(connection, problem, gpu, regime)
             if winner is None:
                 raise StoreError(
@@ -227,7 +254,7 @@ class SqlStore(Store):
         return entry
 
     def unpin(self, problem: Problem, gpu: Gpu, regime: Regime) -> bool:
-        with self._transaction(write=True) as connection:
+        with self.transaction(write=True) as connection:
             winner = run.find_winner(connection, problem, gpu, regime)
             if winner is None:
                 return False
@@ -235,7 +262,7 @@ class SqlStore(Store):
             return connection.execute(gone).rowcount > 0
 
     def record_build(self, problem: Problem, config: Config, artifacts: Mapping[str, str]) -> None:
-        with self._transaction(write=True) as connection:
+        with self.transaction(write=True) as connection:
             key = {
                 "problem_id": run.problem_id(connection, problem),
                 "config_digest": config.digest,
@@ -244,7 +271,7 @@ class SqlStore(Store):
             connection.execute(_B.insert().values(**key, artifacts=canonical(dict(artifacts))))
 
     def forget(self, problem: Problem, gpu: Gpu | None = None, regime: Regime | None = None) -> int:
-        with self._transaction(write=True) as connection:
+        with self.transaction(write=True) as connection:
             found = connection.scalar(sa.select(_P.c.id).where(_P.c.key == problem.key))
             if found is None:
                 return 0
@@ -284,7 +311,7 @@ class SqlStore(Store):
             chosen, rows = chosen.where(_P.c.op == op), rows.where(_P.c.op == op)
         if not trials:
             rows = rows.where(_M.c.id.in_(sa.select(_R.c.measurement_id)))
-        with self._transaction(write=False) as connection:
+        with self.transaction(write=False) as connection:
             measured = dict(self._read(connection.execute(rows)))
             places = connection.execute(chosen.order_by(_W.c.id, _R.c.position)).mappings().all()
         decisions: dict[int, exchange.Decision] = {}
@@ -302,24 +329,32 @@ class SqlStore(Store):
         self, document: Mapping[str, Any], *, origin: str = "imported", check: Check | None = None
     ) -> ImportReport:
         measured, decisions = exchange.read(document, check)
-        with self._transaction(write=True) as connection:
-            stored = [run.insert(connection, m, origin) for m in measured]
-            ids = [id for id, _ in stored]
-            added = sum(is_new for _, is_new in stored)
-            done = {"added": 0, "known": 0, "replaced": 0}
-            kept = []
-            for decision in decisions:
-                first = measured[decision.ranking[0]]
-                outcome = run.adopt(connection, decision.renumbered(ids), first)
-                if outcome == "kept":
-                    kept.append(f"{first.problem.label()} on {first.gpu.name} ({first.regime})")
-                else:
-                    done[outcome] += 1
-        return ImportReport(
-            measurements_added=added,
-            measurements_known=len(measured) - added,
-            entries_added=done["added"],
-            entries_known=done["known"],
-            entries_replaced=done["replaced"],
-            entries_kept=tuple(kept),
-        )
+        with self.transaction(write=True) as connection:
+            return run.adopt_all(connection, measured, decisions, origin)[0]
+
+    def mirror(
+        self, document: Mapping[str, Any], *, url: str, etag: str, check: Check
+    ) -> ImportReport:
+        measured, decisions = exchange.read(document)
+        allowed, refused = exchange.servable(measured, decisions, check)
+        origin = mirror_origin(url)
+        with self.transaction(write=True) as connection:
+            report, winners = run.adopt_all(connection, measured, allowed, origin, follows=True)
+            dropped = run.drop_others(connection, origin, winners)
+            connection.execute(_MIRRORS.delete().where(_MIRRORS.c.url == url))
+            connection.execute(_MIRRORS.insert().values(url=url, etag=etag, synced_at=now()))
+        return replace(report, entries_dropped=dropped, entries_refused=tuple(refused))
+
+    def mirrored(self, url: str) -> str | None:
+        with self.transaction(write=False) as connection:
+            query = sa.select(_MIRRORS.c.etag).where(_MIRRORS.c.url == url)
+            etag: str | None = connection.scalar(query)
+            return etag
+
+
+def mirror_origin(url: str) -> str:
+    """The origin of what is mirrored from a service: its URL, as far as the column holds it."""
+    if len(url) <= models.ORIGIN_CHARACTERS:
+        return url
+    digest = hashlib.sha256(url.encode()).hexdigest()[:12]
+    return f"{url[: models.ORIGIN_CHARACTERS - 13]}#{digest}"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
+from datetime import UTC, datetime
+from functools import cache, partial
 from typing import Any, cast
 
 import sqlalchemy as sa
@@ -16,6 +18,7 @@ from tuner.hardware import Gpu
 from tuner.measurement import Measurement, Provenance, Regime, Status
 from tuner.problem import Problem
 from tuner.store import models
+from tuner.store.base import ImportReport
 from tuner.store.entry import MEASUREMENT_COLUMNS, PINNED, canonical, digest_of, to_row
 from tuner.store.exchange import Decision
 
@@ -35,6 +38,15 @@ MEASUREMENTS: sa.Select[Any] = sa.select(
         for name in MEASUREMENT_COLUMNS
     ),
 ).select_from(_M.join(_P).join(_G).join(_E))
+
+
+_PARAMETERS = 500
+"""Of one statement; SQLite takes 999 at least."""
+
+
+def now() -> str:
+    """The time as the store writes it: UTC, ISO 8601, milliseconds."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 def identity(measurement: Measurement) -> tuple[Problem, str, Regime]:
@@ -105,32 +117,63 @@ def gpu_id(connection: sa.Connection, gpu: Gpu) -> int:
     return ensure(connection, _G, {"facts": canonical(asdict(gpu))}, {"identity": gpu.identity})[0]
 
 
-def insert(connection: sa.Connection, measurement: Measurement, origin: str) -> tuple[int, bool]:
-    """The id of a measurement, and whether it is new.
+def insert(
+    connection: sa.Connection, measured: Sequence[Measurement], origin: str
+) -> list[tuple[int, bool]]:
+    """The id of each measurement, and whether it is new.
 
     Raises:
-        StoreError: when its status and its latency contradict each other.
+        StoreError: when a status and its latency contradict each other.
     """
-    latency = measurement.latency_us
-    if (measurement.status is Status.OK) != (latency is not None):
-        raise StoreError(f"status {measurement.status} does not go with the latency {latency} us")
+    digests = [digest_of(m) for m in measured]
+    known: dict[str, int] = {}
+    for start in range(0, len(digests), _PARAMETERS):
+        some = digests[start : start + _PARAMETERS]
+        query = sa.select(_M.c.digest, _M.c.id).where(_M.c.digest.in_(some))
+        known.update((digest, id) for digest, id in connection.execute(query))
+    references = _References(connection)
+    done = []
+    for measurement, digest in zip(measured, digests, strict=True):
+        if digest in known:
+            done.append((known[digest], False))
+            continue
+        done.append(_insert_one(connection, measurement, digest, origin, references))
+        known[digest] = done[-1][0]
+    return done
+
+
+class _References:
+    """Ids of what measurements refer to, asked for once each."""
+
+    def __init__(self, connection: sa.Connection) -> None:
+        self.problem = cache(partial(problem_id, connection))
+        self.gpu = cache(partial(gpu_id, connection))
+        self.environment = cache(partial(_environment_id, connection))
+
+
+def _environment_id(connection: sa.Connection, digest: str, facts: str) -> int:
+    return ensure(connection, _E, {"digest": digest}, {"facts": facts})[0]
+
+
+def _insert_one(
+    connection: sa.Connection, m: Measurement, digest: str, origin: str, references: _References
+) -> tuple[int, bool]:
+    latency = m.latency_us
+    if (m.status is Status.OK) != (latency is not None):
+        raise StoreError(f"status {m.status} does not go with the latency {latency} us")
     if latency is not None and not (math.isfinite(latency) and latency > 0):
         raise StoreError(f"a measurement cannot have the latency {latency} us")
-    row = to_row(measurement)
-    environment = {"digest": measurement.environment.digest}
-    key = {"digest": digest_of(measurement)}
-    found = connection.scalar(sa.select(_M.c.id).filter_by(**key))
-    if found is not None:
-        return found, False
-    references = {
-        "problem_id": problem_id(connection, measurement.problem),
-        "gpu_id": gpu_id(connection, measurement.gpu),
-        "environment_id": ensure(connection, _E, environment, {"facts": row["environment"]})[0],
+    row = to_row(m)
+    values = {
+        "problem_id": references.problem(m.problem),
+        "gpu_id": references.gpu(m.gpu),
+        "environment_id": references.environment(m.environment.digest, row["environment"]),
+        "family": m.config.family,
+        "config_digest": m.config.digest,
+        "origin": origin,
+        **{name: value for name, value in row.items() if name not in _JOINED},
     }
-    values = {name: value for name, value in row.items() if name not in _JOINED}
-    config = measurement.config
-    extra = {"family": config.family, "config_digest": config.digest, "origin": origin}
-    return ensure(connection, _M, key, {**references, **values, **extra})
+    return ensure(connection, _M, {"digest": digest}, values)
 
 
 def find_winner(
@@ -189,17 +232,66 @@ def renew_pin(connection: sa.Connection, winner: int, ids: Sequence[int]) -> Non
         set_pin(connection, winner, newer)
 
 
-def adopt(connection: sa.Connection, decision: Decision, first: Measurement) -> str:
+def adopt_all(
+    connection: sa.Connection,
+    measured: Sequence[Measurement],
+    decisions: Iterable[Decision],
+    origin: str,
+    *,
+    follows: bool = False,
+) -> tuple[ImportReport, list[int]]:
+    """Store measurements and take over decisions about them.
+
+    Args:
+        connection: an open write transaction.
+        measured: what was measured.
+        decisions: by position in `measured`.
+        origin: where they come from.
+        follows: see `adopt`.
+
+    Returns:
+        What was done, and the ids of the decisions that are now as given.
+    """
+    stored = insert(connection, measured, origin)
+    ids = [id for id, _ in stored]
+    added = sum(is_new for _, is_new in stored)
+    done = {"added": 0, "known": 0, "replaced": 0}
+    kept, winners = [], []
+    for decision in decisions:
+        first = measured[decision.ranking[0]]
+        outcome, winner = adopt(
+            connection, decision.renumbered(ids), first, origin if follows else None
+        )
+        if outcome == "kept":
+            kept.append(f"{first.problem.label()} on {first.gpu.name} ({first.regime})")
+        else:
+            done[outcome] += 1
+            winners.append(winner)
+    report = ImportReport(
+        measurements_added=added,
+        measurements_known=len(measured) - added,
+        entries_added=done["added"],
+        entries_known=done["known"],
+        entries_replaced=done["replaced"],
+        entries_kept=tuple(kept),
+    )
+    return report, winners
+
+
+def adopt(
+    connection: sa.Connection, decision: Decision, first: Measurement, follows: str | None
+) -> tuple[str, int]:
     """Take over an imported decision.
 
     Args:
         connection: an open write transaction.
         decision: by measurement ids.
         first: the first measurement of its ranking.
+        follows: a decision from this origin is replaced whatever its age and pin.
 
     Returns:
         ``added``, ``known`` (equal to the stored one), ``replaced`` (newer than the stored one,
-        which was imported too) or ``kept`` (the stored one stands).
+        which was imported too) or ``kept`` (the stored one stands); and the decision's id.
     """
     winner, is_new = ensure_winner(connection, first)
     if not is_new:
@@ -213,10 +305,21 @@ def adopt(connection: sa.Connection, decision: Decision, first: Measurement) -> 
         old = [p for p in places if p.position != PINNED]
         same_pin = pinned == ([] if decision.pinned is None else [decision.pinned])
         if [p.measurement_id for p in old] == decision.ranking and same_pin:
-            return "known"
-        if pinned or not old[0].origin or old[0].decided_at >= decision.decided_at:
-            return "kept"
+            return "known", winner
+        stands = pinned or not old[0].origin or old[0].decided_at >= decision.decided_at
+        if stands and old[0].origin != follows:
+            return "kept", winner
+        connection.execute(_R.delete().where(_R.c.winner_id == winner))
     rank(connection, winner, decision.ranking, decision.sweep, decision.decided_at)
     if decision.pinned is not None:
         set_pin(connection, winner, decision.pinned)
-    return "added" if is_new else "replaced"
+    return "added" if is_new else "replaced", winner
+
+
+def drop_others(connection: sa.Connection, origin: str, kept: Iterable[int]) -> int:
+    """Delete the decisions from an origin but for some; returns how many."""
+    first = sa.select(_R.c.winner_id).join(_M).where(_R.c.position == 0, _M.c.origin == origin)
+    gone = sorted(set(connection.scalars(first)) - set(kept))
+    for id in gone:
+        connection.execute(_W.delete().where(_W.c.id == id))
+    return len(gone)

@@ -1,0 +1,17 @@
+"""What proves the fused attention kernels on a GPU.
+
+::
+
+    cases.py      which problems and inputs, drawn once and for all
+    plan.py       which kernels, and which of them compute which case
+    binding.py    a plan's config as a kernel that can be launched
+    reference.py  inputs, attention in fp64 and the comparison, over torch tensors
+    prover.py     runs one kernel on one case and says what is wrong with it
+    child.py      the process that does it, and can be killed
+    parent.py     compiles, starts and restarts the child
+    report.py     what was found, as JSON and a table
+    sanitizer.py  the same kernels on tiny problems under compute-sanitizer
+    tiny.py       the process that it watches
+
+Everything goes through the contract of a family: no parameter of a kernel is named here.
+"""

@@ -1,0 +1,106 @@
+"""What tests of the runtime share: CPU tensors in a GPU's place, and a process that forgets."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import importlib
+import importlib.util
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tuner.config import Config
+from tuner.errors import ConfigError
+from tuner.hardware import DEFAULT_GPU
+
+STREAM = 77
+
+
+@ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p))
+def _stream(device: int, handle: Any) -> int:
+    handle[0] = STREAM
+    return 0
+
+
+@pytest.fixture
+def runtime() -> Iterator[SimpleNamespace]:
+    """The runtime's modules, whose names the package gives to functions; all forget at the end."""
+    if not importlib.util.find_spec("torch"):
+        pytest.skip("torch is not installed")
+    names = ("attention", "counters", "devices", "dispatch", "plan", "products", "table")
+    modules = {name: importlib.import_module(f"tuner.runtime.{name}") for name in names}
+
+    def forget() -> None:
+        modules["table"].table.forget()
+        modules["counters"].stats(reset=True)
+        modules["dispatch"].use(None)
+        modules["dispatch"]._thread = None
+        modules["counters"]._counts.said.clear()
+        modules["devices"]._gpus.clear()
+
+    forget()
+    yield SimpleNamespace(**modules, forget=forget)
+    forget()
+
+
+@pytest.fixture
+def on_cpu(runtime: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The runtime, with CPU tensors served as an H200's; every call goes through Python."""
+    devices = runtime.devices
+    monkeypatch.setattr(devices, "TYPE", "cpu")
+    monkeypatch.setattr(devices, "gpu_of", lambda index: DEFAULT_GPU)
+    monkeypatch.setattr(devices, "stream_of", lambda index: STREAM)
+    monkeypatch.setattr(devices, "stream_function", lambda: _stream)
+    monkeypatch.setattr(devices, "current", lambda: -1)
+    monkeypatch.setattr(devices, "use", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(devices, "is_capturing", lambda: False)
+    monkeypatch.setattr(runtime.dispatch, "prepare", lambda then: None)
+    return runtime
+
+
+@pytest.fixture
+def tuned(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A tuned kernel for every attention problem: exact, and counted as a hit.
+
+    `writes_lse` says whether it writes the log-sum-exp, `problems` which it was given.
+    """
+    import torch
+
+    @dataclasses.dataclass(frozen=True, eq=False)
+    class Exact(on_cpu.plan.Plan):  # type: ignore[name-defined,misc]
+        scale: float
+
+        @property
+        def has_lse(self) -> bool:
+            return bool(made.writes_lse)
+
+        def _enqueue(self, inputs: Any, lse: Any) -> Any:
+            made.problems.append(self.problem)
+            query, key, value = (t.detach().float() for t in inputs)
+            group = query.shape[1] // key.shape[1]
+            key, value = (t.repeat_interleave(group, 1) for t in (key, value))
+            scores = self.scale * query @ key.mT
+            if self.problem.is_causal:
+                seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+                scores = scores.masked_fill(~seen, -torch.inf)
+            if lse is not None:
+                lse.copy_(scores.logsumexp(-1))
+            operand = self.problem.output
+            out = torch.empty_strided(operand.shape, operand.strides, dtype=inputs[0].dtype)
+            return out.copy_(scores.softmax(-1) @ value)
+
+    def find_out(*arguments: Any) -> Any:
+        *_, pose, scale, device = arguments
+        try:
+            return Exact(pose(), Config("exact", {}), device, False, scale)
+        except ConfigError as exc:
+            return f"no kernel takes such tensors: {exc}"
+
+    made = SimpleNamespace(**vars(on_cpu), writes_lse=True, problems=[])
+    monkeypatch.setattr(on_cpu.table.table, "get", lambda kind: None)
+    monkeypatch.setattr(on_cpu.table.table, "find_out", find_out)
+    return made

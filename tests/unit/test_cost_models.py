@@ -1,0 +1,204 @@
+"""The families' estimates: constants, their fit, and the order that they give recorded sweeps."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import pytest
+
+from tuner import recording, resources
+from tuner.bench import cost
+from tuner.config import Config
+from tuner.families import families, families_of
+from tuner.families.base import Family
+from tuner.hardware import DEFAULT_GPU, Gpu
+from tuner.measurement import Environment, Measurement, Regime, Status
+from tuner.problem import AttentionProblem, GemmProblem, Problem, SoftmaxProblem
+from tuner.recording import Recording
+
+FITTED = {name: f for name, f in families().items() if f.cost_constants}
+PROBLEMS: dict[str, list[Problem]] = {
+    "attention": [
+        AttentionProblem.parse(text)
+        for text in ("S=1024,D=64", "S=4096,D=128,causal=1", "B=4,H=32,HKV=8,SQ=1,SKV=8192,D=128")
+    ],
+    "gemm": [GemmProblem(4096, 4096, 4096), GemmProblem(16, 14336, 4096)],
+    "softmax": [SoftmaxProblem(1024, 1024, 16)],
+}
+WIDE = 100
+FILES = sorted(recording.folder().glob(f"*{recording.SUFFIX}"))
+
+
+@pytest.mark.parametrize("name", FITTED)
+def test_estimates_lie_above_the_floor(name: str) -> None:
+    family = FITTED[name]
+    for problem in PROBLEMS[family.op]:
+        space = family.space(problem, DEFAULT_GPU)
+        floor = DEFAULT_GPU.floor_us(problem.flops, problem.bytes)
+        assert space
+        for config in space:
+            assert floor < family.predict_us(problem, config, DEFAULT_GPU) < 1e6
+
+
+@pytest.mark.parametrize("name", FITTED)
+def test_every_constant_counts_somewhere(name: str) -> None:
+    """A constant that changes no estimate is not one of the estimate's."""
+    family = FITTED[name]
+    samples = [
+        (problem, config)
+        for problem in [*PROBLEMS[family.op], *MORE.get(family.op, ())]
+        for config in family.space(problem, DEFAULT_GPU)
+    ]
+    assert all(value > 0 for value in family.constants.values())
+    for constant, value in family.constants.items():
+        other = family.refitted({**family.constants, constant: 100 * value})
+        less = family.refitted({**family.constants, constant: value / 100})
+        assert any(
+            len({f.predict_us(p, c, DEFAULT_GPU) for f in (family, other, less)}) > 1
+            for p, c in samples
+        ), constant
+
+
+#: A call a batch, which grouped heads of a strided layout need.
+MORE: dict[str, list[Problem]] = {
+    "attention": [
+        AttentionProblem.parse("B=3,H=8,HKV=2,S=1024,D=64,layout=bshd"),
+        AttentionProblem.parse("S=1000,D=64"),
+    ],
+    "gemm": [GemmProblem(512, 512, 16384), GemmProblem(8192, 8192, 128, dtype_d="float32")],
+    "softmax": [SoftmaxProblem(64, 65536, 1), SoftmaxProblem(512, 999, 1)],
+}
+
+
+def test_shipped_fits_name_the_constants_that_there_are() -> None:
+    files = sorted((resources.cache() / "cost").glob("*.json"))
+    assert files
+    for file in files:
+        document = json.loads(file.read_text())
+        assert set(document["constants"]) == set(FITTED[file.stem].cost_constants), file.name
+        assert document["judged_left_out"]
+
+
+def wide() -> list[Any]:
+    found = []
+    for part in cost.parts([recording.read(file) for file in FILES]):
+        for name in sorted({m.config.family for m in part.measurements} & set(FITTED)):
+            measured = [m for m in cost.quick_pass(part) if m.ok and m.config.family == name]
+            if len(measured) >= WIDE:
+                label = f"{name}-{part.problem.label()}"
+                found.append(pytest.param(name, part, measured, id=label))
+    return found
+
+
+@pytest.mark.parametrize(("name", "part", "measured"), wide())
+def test_wide_recordings_are_put_in_order(
+    name: str, part: Recording, measured: list[Measurement]
+) -> None:
+    correlation = cost.rank_correlation(FITTED[name], part, measured)
+    assert correlation is not None and correlation >= 0.75
+
+
+class Toy(Family):
+    name = "toy"
+    op = "gemm"
+    cost_constants: ClassVar[Mapping[str, float]] = {"slope": 1.0, "fixed": 1.0}
+
+    def violations(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
+        return []
+
+    def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
+        return [Config(self.name, {"x": x}) for x in range(1, 60)]
+
+    def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
+        return self.constants["fixed"] + self.constants["slope"] * config["x"]
+
+
+def recorded(problem: Problem, slope: float, fixed: float) -> Recording:
+    regime = Regime.default(problem.op)
+    return Recording(
+        problem,
+        DEFAULT_GPU,
+        regime,
+        Environment({"driver": "1"}),
+        tuple(
+            Measurement(
+                problem, c, DEFAULT_GPU, regime, Status.OK, latency_us=fixed + slope * c["x"]
+            )
+            for c in Toy().space(problem, DEFAULT_GPU)
+        ),
+    )
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch) -> Toy:
+    pytest.importorskip("scipy", reason="fits need scipy")
+    toy = Toy()
+    monkeypatch.setattr(cost, "families", lambda: {"toy": toy})
+    monkeypatch.setattr(cost, "families_of", lambda op: {"toy": toy})
+    return toy
+
+
+def test_a_fit_finds_what_was_planted(toy: Toy) -> None:
+    parts = [recorded(GemmProblem(size, size, size), 2.0, 3.0) for size in (256, 512)]
+    found = cost.Fit(parts).constants(toy)
+    assert found["slope"] == pytest.approx(2.0, rel=0.05)
+    assert found["fixed"] == pytest.approx(3.0, rel=0.05)
+
+
+def test_what_is_left_out_has_no_say(toy: Toy) -> None:
+    first, second = (recorded(GemmProblem(size, size, size), 2.0, 3.0) for size in (256, 512))
+    strange = recorded(second.problem, 9.0, 0.1)
+    one, other = cost.Fit([first, second]), cost.Fit([first, strange])
+    assert one.constants(toy, second) == other.constants(toy, strange)
+    assert one.constants(toy) != other.constants(toy)
+    (family,) = other.without(strange)
+    assert family.constants == other.constants(toy, strange)
+
+
+def test_the_judgement_is_of_problems_left_out(toy: Toy) -> None:
+    fit = cost.Fit([recorded(GemmProblem(s, s, s), 2.0, 3.0) for s in (256, 512)])
+    rows = cost.judge(fit, toy)
+    assert [row["measurements"] for row in rows] == [59, 59]
+    for row in rows:
+        assert row["spearman"] == pytest.approx(1.0)
+        assert row["best_over_lowest"] == 1.0
+        assert abs(row["bias"]) < 0.1
+
+
+def test_another_regime_is_another_thing(toy: Toy) -> None:
+    from dataclasses import replace
+
+    part = recorded(GemmProblem(256, 256, 256), 2.0, 3.0)
+    fit = cost.Fit([replace(part, regime=Regime("graph", "warm"))])
+    assert fit.parts == []
+    assert fit.constants(toy) == dict(toy.cost_constants)
+
+
+def test_families_of_one_operation_share_no_fit() -> None:
+    found = [f.constants for f in families_of("attention").values() if f.cost_constants]
+    assert len({id(c) for c in found}) == len(found)
+    assert math.isfinite(sum(sum(c.values()) for c in found))
+
+
+def test_a_family_with_other_constants_leaves_itself_alone() -> None:
+    gemm = FITTED["gemm"]
+    before = dict(gemm.constants)
+    other = gemm.refitted({**before, "load_clocks": 1.0})
+    assert other.constants["load_clocks"] == 1.0
+    assert dict(gemm.constants) == before
+
+
+def test_configs_of_another_version_are_not_accepted() -> None:
+    gemm, problem = FITTED["gemm"], PROBLEMS["gemm"][0]
+    legal = gemm.space(problem, DEFAULT_GPU)[0]
+    assert gemm.accepts(problem, legal, DEFAULT_GPU)
+    assert not gemm.accepts(problem, Config("gemm", {"tile": 1}), DEFAULT_GPU)
+
+    class Raising(Toy):
+        def violations(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
+            return ["too large"] if config["y"] > 3 else []
+
+    assert not Raising().accepts(problem, Config("toy", {"x": 1}), DEFAULT_GPU)

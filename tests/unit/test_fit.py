@@ -1,0 +1,184 @@
+"""Rules for untuned shapes: what they answer, and how they are judged."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tuner.cli import main
+from tuner.config import Config
+from tuner.errors import ConfigError
+from tuner.families import family
+from tuner.fit import Rule, Sample, fit
+from tuner.hardware import DEFAULT_GPU
+from tuner.measurement import Measurement, Regime, Status
+from tuner.problem import GemmProblem
+from tuner.store import open_store
+
+REGIME = Regime.default("gemm")
+GEMM = family("gemm")
+CUBLAS = Config("vendor_blas", {"kernel": "cublas"})
+
+
+def tile(tile_m: int, tile_n: int) -> Config:
+    return Config(
+        "gemm",
+        {
+            "tile_m": tile_m,
+            "tile_n": tile_n,
+            "tile_k": 64,
+            "cluster_m": 1,
+            "cluster_n": 1,
+            "kernel_schedule": "TmaWarpSpecializedPingpong",
+            "epilogue_schedule": "TmaWarpSpecialized",
+            "swap_ab": False,
+            "raster_order": "AlongN",
+            "max_swizzle_size": 1,
+        },
+    )
+
+
+SMALL, LARGE = tile(64, 64), tile(128, 128)
+
+
+def sample(size: int, small_us: float, large_us: float, vendor_us: float = 50.0) -> Sample:
+    return Sample(
+        GemmProblem(size, size, size), {SMALL: small_us, LARGE: large_us, CUBLAS: vendor_us}
+    )
+
+
+#: The small tile is best up to 512, the large one from 1024 on.
+SAMPLES = [
+    sample(256, 10, 15),
+    sample(512, 10, 12),
+    sample(1024, 15, 10),
+    sample(2048, 20, 10),
+    sample(4096, 20, 10),
+]
+
+
+def test_shapes_are_answered_on_their_side() -> None:
+    rule = fit(SAMPLES, DEFAULT_GPU, REGIME)
+    for size, wanted in ((128, SMALL), (384, SMALL), (1536, LARGE), (16384, LARGE)):
+        answer = rule.answer(GemmProblem(size, size, size))
+        assert answer is not None
+        assert answer.config == wanted
+        assert answer.source
+
+
+def test_each_problem_is_judged_by_the_others() -> None:
+    rule = fit(SAMPLES, DEFAULT_GPU, REGIME)
+    # Without 1024 its nearest neighbours disagree; any answer there costs 0 or 50 %.
+    found = {row["problem"]: row["regret"] for row in rule.regret.each}
+    assert found["M=256,N=256,K=256,dtype=fp16"] == 0
+    assert found["M=1024,N=1024,K=1024,dtype=fp16"] in (0, 0.5)
+    assert rule.regret.answered == 5
+    assert rule.regret.mean == pytest.approx(sum(found.values()) / 5)
+    assert rule.regret.worst == pytest.approx(max(found.values()))
+
+
+def test_what_was_left_out_does_not_answer_itself() -> None:
+    """The odd one's own best config is bad at all others, so only it could name it."""
+    odd = sample(8192, 10, 100)
+    rule = fit([*SAMPLES[2:], odd], DEFAULT_GPU, REGIME)
+    found = {row["problem"]: row["regret"] for row in rule.regret.each}
+    assert found["M=8192,N=8192,K=8192,dtype=fp16"] > 1
+
+
+def test_an_answer_that_was_not_measured_is_not_judged() -> None:
+    lacking = Sample(GemmProblem(8192, 8192, 8192), {SMALL: 10.0})
+    rule = fit([*SAMPLES[2:], lacking], DEFAULT_GPU, REGIME)
+    assert (rule.regret.answered, rule.regret.unmeasured) == (3, 1)
+    row = next(r for r in rule.regret.each if r["problem"].startswith("M=8192"))
+    assert row["regret"] is None
+
+
+def test_the_vendors_kernel_answers_where_nothing_else_is_legal() -> None:
+    samples = [
+        Sample(s.problem, s.times) for s in (sample(256, 10, 15, 99), sample(512, 10, 12, 99))
+    ]
+    rule = fit(samples, DEFAULT_GPU, REGIME)
+    odd = GemmProblem(256, 257, 256)  # rows of 257 elements are not aligned for TMA
+    assert GEMM.violations(odd, SMALL, DEFAULT_GPU)
+    answer = rule.answer(odd)
+    assert answer is not None and answer.config == CUBLAS
+
+
+def test_a_package_of_its_own_is_never_the_answer_but_can_be_the_best() -> None:
+    flash = Config("vendor_sdpa", {"kernel": "flash3"})
+    samples = [replace(s, times={**s.times, flash: 5.0}) for s in SAMPLES]
+    rule = fit(samples, DEFAULT_GPU, REGIME)
+    answer = rule.answer(GemmProblem(4096, 4096, 4096))
+    assert answer is not None and answer.config == LARGE
+    assert rule.regret.mean >= 1
+
+
+def test_a_failed_config_is_the_worst() -> None:
+    measured = [
+        Measurement(SAMPLES[0].problem, SMALL, DEFAULT_GPU, REGIME, Status.OK, latency_us=3.0),
+        Measurement(SAMPLES[0].problem, LARGE, DEFAULT_GPU, REGIME, Status.TIMEOUT),
+    ]
+    found = Sample.of(SAMPLES[0].problem, measured)
+    assert found.regret(SMALL) == 0
+    assert found.regret(LARGE) == math.log(4)
+    assert found.regret(CUBLAS) is None
+
+
+def test_one_problem_makes_no_rule() -> None:
+    with pytest.raises(ConfigError, match="1 problems were measured: a rule needs 2 or more"):
+        fit(SAMPLES[:1], DEFAULT_GPU, REGIME)
+
+
+def test_a_rule_is_what_was_written(tmp_path: Path) -> None:
+    rule = fit(SAMPLES, DEFAULT_GPU, REGIME)
+    rule.write(tmp_path / "rule.json")
+    again = Rule.read(tmp_path / "rule.json")
+    assert again.to_json() == rule.to_json()
+    problem = GemmProblem(700, 900, 800)
+    first, second = rule.answer(problem), again.answer(problem)
+    assert first is not None and second is not None
+    assert (first.config, first.source) == (second.config, second.source)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": "x"}, "not a rule"),
+        ({"version": 9}, "version 9"),
+        ({"kind": "forest"}, r"kind=forest \(allowed: nearest, tree\)"),
+        ({"regret": {}}, "damaged"),
+    ],
+)
+def test_a_foreign_rule_is_refused(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    file = tmp_path / "rule.json"
+    file.write_text(json.dumps({**fit(SAMPLES, DEFAULT_GPU, REGIME).to_json(), **change}))
+    with pytest.raises(ConfigError, match=message):
+        Rule.read(file)
+
+
+def test_from_the_store_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    url = f"sqlite:///{tmp_path}/s.sqlite"
+    with open_store(url) as store:
+        for one in SAMPLES:
+            quick = [
+                Measurement(one.problem, c, DEFAULT_GPU, REGIME, Status.OK, latency_us=us)
+                for c, us in one.times.items()
+            ]
+            store.add(quick)
+            finals = [m.but(is_final=True) for m in quick]
+            store.decide(one.problem, DEFAULT_GPU, REGIME, finals, "sweep")
+    out = tmp_path / "rule.json"
+    arguments = ["fit", "--op", "gemm", "--store", url, "--output", str(out)]
+    assert main(arguments) == 0
+    assert "mean regret" in capsys.readouterr().out
+    named = {row["problem"] for row in Rule.read(out).regret.each}
+    assert {s.problem.label() for s in SAMPLES} <= named
+    assert main(["fit", "--rule", str(out), "--shape", "M=300,N=300,K=304", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["config"]["family"] in ("gemm", "vendor_blas")
+    assert answer["kind"] in ("nearest", "tree")
+    assert main(["fit", "--rule", str(out)]) == 2

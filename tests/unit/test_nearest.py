@@ -1,0 +1,322 @@
+"""What serves a shape that nobody tuned: the rule itself, and what `lookup` makes of it."""
+
+from __future__ import annotations
+
+import fnmatch
+import importlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tuner import nearest
+from tuner.cli import main
+from tuner.config import Config
+from tuner.families import families
+from tuner.families.base import Family, KernelSpec
+from tuner.hardware import GPUS, Gpu
+from tuner.lookup import lookup
+from tuner.measurement import Environment, Measurement, Provenance, Regime, Status
+from tuner.nearest import LEAST_PASSED, REACH, distance, drawn, lend
+from tuner.problem import AttentionProblem, GemmProblem, Problem, SoftmaxProblem
+from tuner.store import Entry, Store, open_store
+
+MODULE = importlib.import_module("tuner.lookup")
+H200, WARM = GPUS["H200"], Regime("graph", "warm")
+PROBLEM = AttentionProblem.parse("S=1024,D=64")
+NEAR = AttentionProblem.parse("S=1100,D=64")
+DRAWN: Any = drawn(PROBLEM)[0]
+"""One of the shapes that are measured, and a shape that it is the nearest of."""
+BESIDE = replace(DRAWN, seqlen_kv=DRAWN.seqlen_kv + 1)
+CUDNN, FLASH4 = (Config("vendor_sdpa", {"kernel": name}) for name in ("cudnn", "flash4"))
+
+
+class Toy(Family):
+    """Legal everywhere, one kernel a config, as fast as there is work."""
+
+    name = "toy_attention"
+    op = "attention"
+
+    def violations(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
+        return [] if "tile" in config.params else ["no tile"]
+
+    def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
+        return []
+
+    def kernels(self, problem: Problem, config: Config) -> dict[str, KernelSpec]:
+        return {"attention": KernelSpec("toy.cu.j2", config.params)}
+
+    def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
+        return problem.flops / 1e9
+
+
+@pytest.fixture(autouse=True)
+def toy(monkeypatch: pytest.MonkeyPatch) -> None:
+    members = {**families(), Toy.name: Toy()}
+    monkeypatch.setattr(nearest, "families", lambda: members)
+
+
+OWN = [Config(Toy.name, {"tile": tile}) for tile in range(6)]
+
+
+def measured(config: Config, us: float, problem: Problem = PROBLEM, **changes: Any) -> Measurement:
+    return Measurement(
+        problem=problem,
+        config=config,
+        gpu=H200,
+        regime=WARM,
+        status=Status.OK,
+        environment=Environment({"driver": "1"}),
+        latency_us=us,
+        is_final=problem == PROBLEM,
+        artifacts={} if config.family.startswith("vendor") else {"attention": "a" * 32},
+    ).but(**changes)
+
+
+def around(config: Config, us: float = 10.0, count: int = 99, **changes: Any) -> list[Measurement]:
+    """`config` at the shapes drawn around the problem."""
+    return [measured(config, us, p, is_final=False, **changes) for p in drawn(PROBLEM)[:count]]
+
+
+def failed(m: Measurement, status: Status) -> Measurement:
+    return m.but(status=status, latency_us=None)
+
+
+ENTRY = Entry.of([measured(OWN[0], 12.0), measured(OWN[1], 12.1), measured(CUDNN, 14.0)])
+
+
+def lent(entry: Entry, evidence: list[Measurement], problem: Problem = NEAR) -> list[Config]:
+    return [m.config for m in lend(problem, entry, evidence)]
+
+
+class TestDistance:
+    def test_it_is_octaves_over_the_axes(self) -> None:
+        assert distance(PROBLEM, AttentionProblem.parse("S=2048,D=64")) == 2
+        assert distance(PROBLEM, AttentionProblem.parse("SQ=1024,SKV=512,D=64")) == 1
+        assert distance(PROBLEM, AttentionProblem.parse("S=1024,D=64,HKV=4")) == 2
+        assert distance(GemmProblem(64, 64, 64), GemmProblem(64, 128, 16)) == 3
+        assert distance(SoftmaxProblem(64, 64, 2), SoftmaxProblem(128, 64, 1)) == 0
+
+    def test_batch_and_heads_are_one(self) -> None:
+        assert distance(PROBLEM, AttentionProblem.parse("B=2,H=8,S=1024,D=64")) == 0
+
+    @pytest.mark.parametrize(
+        "other", ["D=128", "D=64,causal=1", "D=64,dtype=bf16", "D=64,layout=bshd"]
+    )
+    def test_classes_are_apart(self, other: str) -> None:
+        assert distance(PROBLEM, AttentionProblem.parse(f"S=1024,{other}")) == math.inf
+
+    def test_operations_are_apart(self) -> None:
+        assert distance(GemmProblem(64, 64, 64), SoftmaxProblem(64, 64)) == math.inf
+
+    def test_the_pattern_finds_the_class_and_nothing_else(self) -> None:
+        pattern = nearest.class_pattern(PROBLEM)
+        assert fnmatch.fnmatchcase(AttentionProblem.parse("B=3,H=6,HKV=2,S=7,D=64").key, pattern)
+        for other in ("S=64,D=128", "S=1024,D=64,causal=1", "S=1024,D=64,dtype=bf16"):
+            assert not fnmatch.fnmatchcase(AttentionProblem.parse(other).key, pattern)
+        longer = PROBLEM.key.replace('"head_dim":64', '"head_dim":640')
+        assert not fnmatch.fnmatchcase(longer, pattern)
+
+
+class TestDrawn:
+    @given(
+        st.builds(
+            AttentionProblem,
+            seqlen_q=st.integers(1, 20000),
+            seqlen_kv=st.integers(1, 20000),
+            head_dim=st.sampled_from((64, 128)),
+            batch=st.integers(1, 40),
+            heads_q=st.sampled_from((8, 12)),
+            heads_kv=st.sampled_from((1, 4)),
+            is_causal=st.booleans(),
+        )
+        | st.builds(GemmProblem, *[st.integers(1, 2000).map(lambda n: 8 * n)] * 3)
+        | st.builds(SoftmaxProblem, st.integers(1, 3000), st.integers(1, 3000))
+    )
+    def test_shapes_of_the_class_within_reach(self, problem: Problem) -> None:
+        shapes = drawn(problem)
+        assert LEAST_PASSED <= len(shapes) == len(set(shapes)) <= nearest.DRAWN
+        assert problem not in shapes
+        assert all(distance(problem, shape) <= REACH for shape in shapes)
+        assert drawn(problem) == shapes
+
+    def test_tiles_divide_some_and_others_not(self) -> None:
+        shapes = [s for s in drawn(PROBLEM) if isinstance(s, AttentionProblem)]
+        rest = [shape.seqlen_kv % 128 for shape in shapes]
+        assert 0 in rest
+        assert any(rest)
+        assert any(s.heads_q != s.heads_kv for s in shapes)
+        assert any(s.seqlen_q != s.seqlen_kv for s in shapes)
+
+
+class TestLend:
+    def test_what_passed_around_is_lent(self) -> None:
+        assert lent(ENTRY, around(OWN[0])) == [OWN[0]]
+
+    def test_nothing_is_lent_without_evidence(self) -> None:
+        assert lent(ENTRY, []) == []
+        assert lent(ENTRY, around(OWN[0], count=LEAST_PASSED - 1)) == []
+        assert lent(ENTRY, around(OWN[0], count=LEAST_PASSED)) == [OWN[0]]
+
+    @pytest.mark.parametrize("status", [Status.WRONG_RESULT, Status.TIMEOUT, Status.TOO_FAST])
+    def test_one_fault_anywhere_is_enough(self, status: Status) -> None:
+        evidence = around(OWN[0])
+        assert lent(ENTRY, [*evidence, failed(evidence[0], status)]) == []
+
+    @pytest.mark.parametrize("status", [Status.OUT_OF_MEMORY, Status.UNAVAILABLE])
+    def test_a_full_machine_says_nothing(self, status: Status) -> None:
+        evidence = around(OWN[0])
+        assert lent(ENTRY, [*evidence, failed(evidence[0], status)]) == [OWN[0]]
+
+    def test_the_newest_measurement_counts(self) -> None:
+        evidence = around(OWN[0])
+        fault = failed(evidence[0], Status.TIMEOUT)
+        assert lent(ENTRY, [fault, *evidence]) == [OWN[0]]
+
+    def test_other_kernels_prove_nothing(self) -> None:
+        assert lent(ENTRY, around(OWN[0], artifacts={"attention": "b" * 32})) == []
+
+    def test_beyond_reach(self) -> None:
+        evidence = around(OWN[0])
+        assert lent(ENTRY, evidence, AttentionProblem.parse("S=2048,D=64")) == [OWN[0]]
+        assert lent(ENTRY, evidence, AttentionProblem.parse("S=2056,D=64")) == []
+
+    def test_slower_than_pytorch_nearby(self) -> None:
+        evidence = [*around(OWN[0], 10.0), measured(CUDNN, 9.9, DRAWN, is_final=False)]
+        assert lent(ENTRY, evidence, BESIDE) == []
+        assert lent(ENTRY, evidence, NEAR) == [OWN[0]]
+        evidence[-1] = evidence[-1].but(latency_us=10.1)
+        assert lent(ENTRY, evidence, BESIDE) == [OWN[0]]
+
+    def test_a_peer_is_no_rival(self) -> None:
+        evidence = [*around(OWN[0]), measured(FLASH4, 5.0, DRAWN, is_final=False)]
+        assert lent(ENTRY, evidence, BESIDE) == [OWN[0]]
+
+    def test_vendors_are_not_lent(self) -> None:
+        entry = Entry.of([measured(CUDNN, 9.0), measured(OWN[0], 12.0)])
+        assert lent(entry, around(CUDNN)) == []
+
+    def test_the_least_estimate_comes_first(self) -> None:
+        evidence = [*around(OWN[0], 10.0), *around(OWN[1], 5.0)]
+        assert lent(ENTRY, evidence, BESIDE) == [OWN[1], OWN[0]]
+        assert lent(ENTRY, evidence, PROBLEM) == [OWN[0], OWN[1]]
+
+    def test_a_pin_lends_alone(self) -> None:
+        entry = Entry.of(ENTRY.ranking, pin=ENTRY.ranking[1])
+        evidence = [*around(OWN[0]), *around(OWN[1])]
+        assert lent(entry, evidence) == [OWN[1]]
+
+    def test_a_config_that_needs_another_kernel_there(self) -> None:
+        """CUTLASS's kernel without the residual mask is right only where no tile is cut."""
+        member = families()["cutlass_fmha"]
+        config = next(
+            c for c in member.space(PROBLEM, H200) if PROBLEM.seqlen_kv % c["tile_n"] == 0
+        )
+        whole = AttentionProblem.parse("SQ=1100,SKV=2048,D=64")
+        entry = Entry.of([measured(config, 12.0)])
+        assert lent(entry, around(config), whole) == [config]
+        assert lent(entry, around(config), NEAR) == []
+
+    def test_a_config_of_another_version(self) -> None:
+        odd = Config(Toy.name, {"size": 3})
+        assert lent(Entry.of([measured(odd, 12.0)]), around(odd)) == []
+        gone = Config("family_that_was", {})
+        assert lent(Entry.of([measured(gone, 12.0)]), around(gone)) == []
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "s.sqlite"
+
+
+@pytest.fixture
+def store(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    monkeypatch.setattr(MODULE, "_tuned", lambda: tmp_path / "nothing shipped")
+    MODULE.close()
+    MODULE.shipped.cache_clear()
+    MODULE._shipped_index.cache_clear()
+    with open_store(str(path)) as made:
+        yield made
+    MODULE.close()
+    MODULE.shipped.cache_clear()
+    MODULE._shipped_index.cache_clear()
+
+
+def decide(store: Store, entry: Entry = ENTRY) -> None:
+    store.decide(entry.problem, H200, WARM, entry.ranking, "s")
+
+
+class TestLookup:
+    def test_the_answer_says_of_which_problem(self, store: Store, path: Path) -> None:
+        decide(store)
+        assert lookup(NEAR, gpu=H200, path=path) is None
+        store.add(around(OWN[0]))
+        answer = lookup(NEAR, gpu=H200, path=path)
+        assert answer is not None
+        assert (answer.kind, answer.exact, answer.entry.problem) == ("nearest", False, PROBLEM)
+        assert [m.config for m in answer.candidates] == [OWN[0]]
+        assert any("nearest: tuned for B=1,H=16,S=1024" in note for note in answer.notes)
+
+    def test_the_problem_itself_is_exact(self, store: Store, path: Path) -> None:
+        decide(store)
+        store.add(around(OWN[0]))
+        answer = lookup(PROBLEM, gpu=H200, path=path)
+        assert answer is not None
+        assert (answer.kind, answer.exact, answer.lent) == ("exact", True, ())
+        assert answer.candidates == ENTRY.ranking
+
+    def test_a_measured_neighbour_comes_before_a_prediction(self, store: Store, path: Path) -> None:
+        predicted = measured(OWN[2], 1.0, NEAR, provenance=Provenance.PREDICTED, is_final=True)
+        decide(store, Entry.of([predicted]))
+        exact = lookup(NEAR, gpu=H200, path=path)
+        assert exact is not None and exact.kind == "exact"
+        decide(store)
+        store.add(around(OWN[0]))
+        answer = lookup(NEAR, gpu=H200, path=path)
+        assert answer is not None and answer.kind == "nearest"
+
+    @pytest.mark.parametrize("provenance", [Provenance.PREDICTED, Provenance.REPLAYED])
+    def test_what_is_not_measured_lends_nothing(
+        self, store: Store, path: Path, provenance: Provenance
+    ) -> None:
+        decide(store, Entry.of([m.but(provenance=provenance) for m in ENTRY.ranking]))
+        store.add(around(OWN[0]))
+        assert lookup(NEAR, gpu=H200, path=path) is None
+        decide(store)
+        store.add([m.but(provenance=provenance) for m in around(OWN[1])])
+        answer = lookup(NEAR, gpu=H200, path=path)
+        assert answer is not None
+        assert [m.config for m in answer.lent] == [OWN[0]]
+
+    def test_another_gpu_or_regime_lends_nothing(self, store: Store, path: Path) -> None:
+        decide(store)
+        store.add(around(OWN[0]))
+        assert lookup(NEAR, gpu="H100", path=path) is None
+        assert lookup(NEAR, gpu=H200, regime=Regime("eager", "warm"), path=path) is None
+
+    def test_the_nearest_that_can_lends(self, store: Store, path: Path) -> None:
+        closer = AttentionProblem.parse("S=1090,D=64")
+        decide(store)
+        decide(store, Entry.of([m.but(problem=closer) for m in ENTRY.ranking]))
+        store.add(around(OWN[0]))
+        answer = lookup(NEAR, gpu=H200, path=path)
+        assert answer is not None and answer.entry.problem == PROBLEM
+        store.add(measured(OWN[0], 10.0, p, is_final=False) for p in drawn(closer))
+        answer = lookup(NEAR, gpu=H200, path=path)
+        assert answer is not None and answer.entry.problem == closer
+
+    def test_the_command_says_so(
+        self, store: Store, path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        decide(store)
+        store.add(around(OWN[0]))
+        arguments = ["lookup", "--shape", "S=1100,D=64", "--gpu", "H200", "--store", str(path)]
+        assert main(arguments) == 0
+        shown = capsys.readouterr().out
+        assert "nearest: tuned for" in shown
+        assert "toy_attention tile=0" in shown

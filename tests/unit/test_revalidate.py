@@ -1,0 +1,429 @@
+"""Timing stored entries again, and at the shapes around them; the runner is scripted."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tuner import nearest
+from tuner.cli import main
+from tuner.config import Config
+from tuner.errors import NoValidConfigError
+from tuner.families import families
+from tuner.families.base import Family, KernelSpec
+from tuner.hardware import GPUS, Gpu
+from tuner.job import JobOptions, widen_winner
+from tuner.lookup import close, lookup
+from tuner.measurement import Environment, Measurement, Provenance, Regime, Status
+from tuner.nearest import DRAWN, LEAST_PASSED, drawn
+from tuner.outcome import Outcome
+from tuner.problem import AttentionProblem, Problem
+from tuner.revalidate import LENDERS, revalidate, widen
+from tuner.runners import choose
+from tuner.store import Entry, Store, open_store
+from tuner.store.entry import is_vendor
+from tuner.sweep import SweepOptions
+
+LOOKUP = importlib.import_module("tuner.lookup")
+H200, WARM = GPUS["H200"], Regime("graph", "warm")
+PROBLEM = AttentionProblem.parse("S=1024,D=64")
+BEFORE, NOW = Environment({"driver": "1"}), Environment({"driver": "2"})
+CUDNN = Config("vendor_sdpa", {"kernel": "cudnn"})
+
+
+class Toy(Family):
+    """Legal everywhere, one kernel a config, as fast as there is work."""
+
+    name = "toy_attention"
+    op = "attention"
+
+    def violations(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
+        return [] if "tile" in config.params else ["no tile"]
+
+    def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
+        return []
+
+    def kernels(self, problem: Problem, config: Config) -> dict[str, KernelSpec]:
+        return {"attention": KernelSpec("toy.cu.j2", config.params)}
+
+    def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
+        return problem.flops / 1e9
+
+
+@pytest.fixture(autouse=True)
+def toy(monkeypatch: pytest.MonkeyPatch) -> None:
+    members = {**families(), Toy.name: Toy()}
+    monkeypatch.setattr(nearest, "families", lambda: members)
+
+
+OWN = [Config(Toy.name, {"tile": tile}) for tile in range(6)]
+
+
+def measured(config: Config, us: float, **changes: Any) -> Measurement:
+    return Measurement(
+        problem=PROBLEM,
+        config=config,
+        gpu=H200,
+        regime=WARM,
+        status=Status.OK,
+        environment=BEFORE,
+        latency_us=us,
+        std_us=us / 1000,
+        rounds=20,
+        is_final=True,
+        artifacts={} if is_vendor(config) else {"attention": config.digest * 2},
+    ).but(**changes)
+
+
+class FakeRunner:
+    """Answers with `latency_us` of each config, None being a fault."""
+
+    gpu, provenance, environment = H200, Provenance.MEASURED, NOW
+    capacity, building = 1, 0
+
+    def __init__(self, latency_us: Callable[[Problem, Config], float | None]) -> None:
+        self.latency_us = latency_us
+        self.retimed: list[list[Config]] = []
+        self.submitted: list[tuple[Problem, list[Config]]] = []
+        self.deviation = 0.001
+
+    def _measure(self, problem: Problem, config: Config, is_final: bool) -> Measurement:
+        us = self.latency_us(problem, config)
+        found = measured(config, us or 1.0, problem=problem, environment=NOW, is_final=is_final)
+        if us is None:
+            return found.but(status=Status.WRONG_RESULT, latency_us=None, log="element 3 is off")
+        return found.but(std_us=us * self.deviation)
+
+    def retime(
+        self, problem: Problem, finalists: Sequence[Config], rounds: int
+    ) -> list[Measurement]:
+        self.retimed.append(list(finalists))
+        return [self._measure(problem, config, True) for config in finalists]
+
+    def submit(self, problem: Problem, group: Sequence[Config]) -> None:
+        self.submitted.append((problem, list(group)))
+
+    def collect(self) -> list[Measurement]:
+        problem, group = self.submitted[-1]
+        return [self._measure(problem, config, False) for config in group]
+
+    def close(self) -> None: ...
+
+
+def runner_of(times: dict[Config, float | None], other: float | None = 20.0) -> Any:
+    return FakeRunner(lambda problem, config: times.get(config, other))
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    """The default store, and nothing shipped beside it."""
+    caches = (LOOKUP.shipped, LOOKUP._shipped_index)
+    monkeypatch.setattr(LOOKUP, "_tuned", lambda: tmp_path / "nothing")
+    for cached in caches:
+        cached.cache_clear()
+    with open_store() as made:
+        yield made
+    close()
+    for cached in caches:
+        cached.cache_clear()
+
+
+def decide(store: Store, *ranking: Measurement) -> Entry:
+    store.decide(PROBLEM, H200, WARM, ranking, "sweep")
+    found = store.best(PROBLEM, H200, WARM)
+    assert found is not None
+    return found
+
+
+class TestRevalidate:
+    def test_a_winner_that_lost_is_replaced(self, store: Store) -> None:
+        entry = decide(store, measured(OWN[0], 12.0), measured(OWN[1], 12.5))
+        result = revalidate(entry, runner_of({OWN[0]: 13.0, OWN[1]: 12.5}), store)
+        assert result.is_replaced
+        best = store.best(PROBLEM, H200, WARM)
+        assert best is not None
+        assert (best.winner.config, best.winner.environment) == (OWN[1], NOW)
+        assert result.after == best
+
+    def test_one_that_holds_is_kept_with_its_new_time(self, store: Store) -> None:
+        entry = decide(store, measured(OWN[0], 12.0), measured(OWN[1], 12.5))
+        result = revalidate(entry, runner_of({OWN[0]: 11.0, OWN[1]: 12.5}), store)
+        assert not result.is_replaced
+        assert result.after.winner.latency_us == 11.0
+
+    def test_nothing_but_the_stored_and_the_vendors_is_timed(self, store: Store) -> None:
+        entry = decide(store, measured(OWN[0], 12.0), measured(CUDNN, 14.0))
+        runner = runner_of({})
+        revalidate(entry, runner, store)
+        (timed,) = runner.retimed
+        assert [c for c in timed if not c.family.startswith("vendor")] == [OWN[0]]
+        assert {c["kernel"] for c in timed[1:]} >= {"cudnn", "flash2", "flash3", "flash4"}
+
+    def test_a_vendor_can_win(self, store: Store) -> None:
+        entry = decide(store, measured(OWN[0], 12.0))
+        result = revalidate(entry, runner_of({OWN[0]: 12.0, CUDNN: 9.0}), store)
+        assert result.after.winner.config == CUDNN
+
+    def test_what_fails_now_is_stored_and_said(self, store: Store) -> None:
+        entry = decide(store, measured(OWN[0], 12.0), measured(OWN[1], 12.5))
+        result = revalidate(entry, runner_of({OWN[0]: None, OWN[1]: 12.5}), store)
+        assert [m.config for m in result.failed] == [OWN[0]]
+        assert [m.config for m in store.measurements(final=True) if not m.ok] == [OWN[0]]
+
+    def test_the_entry_stays_where_nothing_passes(self, store: Store) -> None:
+        entry = decide(store, measured(OWN[0], 12.0))
+        with pytest.raises(NoValidConfigError, match=r"its entry stays: .*wrong_result"):
+            revalidate(entry, runner_of({}, other=None), store)
+        assert store.best(PROBLEM, H200, WARM) == entry
+
+    def test_a_pin_stays(self, store: Store) -> None:
+        decide(store, measured(OWN[0], 12.0), measured(OWN[1], 12.5))
+        pinned = store.pin(PROBLEM, H200, WARM, OWN[1])
+        result = revalidate(pinned, runner_of({OWN[0]: 12.0, OWN[1]: 13.0}), store)
+        assert result.after.pinned
+        assert result.after.winner.latency_us == 13.0
+
+    def test_an_unsteady_winner_is_timed_again_then_flagged(self, store: Store) -> None:
+        entry = decide(store, measured(OWN[0], 12.0))
+        runner = runner_of({OWN[0]: 12.0})
+        runner.deviation = 0.05
+        result = revalidate(entry, runner, store)
+        assert len(runner.retimed) == 3
+        assert "noisy" in result.after.winner.flags
+
+
+class TestWiden:
+    def test_what_passes_around_may_serve_there(self, store: Store) -> None:
+        entry = decide(store, measured(OWN[0], 12.0), measured(CUDNN, 14.0))
+        near = AttentionProblem.parse("S=1000,D=64")
+        assert lookup(near, gpu=H200) is None
+        seen: list[tuple[int, int]] = []
+        (lender,) = widen(
+            entry,
+            runner_of({OWN[0]: 10.0, CUDNN: 20.0}),
+            store,
+            progress=lambda *at: seen.append(at),
+        )
+        assert (lender.lends, lender.passed, lender.failed) == (True, DRAWN, ())
+        assert lender.over_pytorch == pytest.approx(0.5)
+        assert seen[0] == (0, DRAWN) and seen[-1] == (DRAWN, DRAWN)
+        answer = lookup(near, gpu=H200)
+        assert answer is not None
+        assert (answer.kind, [m.config for m in answer.lent]) == ("nearest", [OWN[0]])
+
+    def test_one_fault_keeps_it_at_home(self, store: Store) -> None:
+        entry = decide(store, measured(OWN[0], 12.0))
+        bad = drawn(PROBLEM)[5]
+        runner: Any = FakeRunner(lambda problem, config: None if problem == bad else 10.0)
+        (lender,) = widen(entry, runner, store)
+        assert not lender.lends
+        assert [m.problem for m in lender.failed] == [bad]
+        assert lookup(AttentionProblem.parse("S=1000,D=64"), gpu=H200) is None
+
+    def test_the_best_few_and_pytorchs_two(self, store: Store) -> None:
+        rivals = [Config("vendor_sdpa", {"kernel": k}) for k in ("flash4", "cudnn", "flash2")]
+        ranking = [measured(config, 12.0 + i) for i, config in enumerate(OWN[:5])]
+        ranking += [measured(c, 30.0 + i) for i, c in enumerate(rivals)]
+        runner = runner_of({})
+        assert len(widen(decide(store, *ranking), runner, store)) == LENDERS
+        for _, group in runner.submitted:
+            assert group == [*OWN[:LENDERS], *rivals[1:]]
+
+    def test_it_goes_on_where_it_stopped(self, store: Store) -> None:
+        entry = decide(store, measured(OWN[0], 12.0))
+        first, asked = runner_of({}), iter([False] * LEAST_PASSED + [True])
+        (lender,) = widen(entry, first, store, stopped=lambda: next(asked))
+        assert lender.passed == len(first.submitted) == LEAST_PASSED
+        second = runner_of({})
+        (lender,) = widen(entry, second, store)
+        assert lender.passed == DRAWN
+        assert len(second.submitted) == DRAWN - LEAST_PASSED
+        third = runner_of({})
+        widen(entry, third, store)
+        assert third.submitted == []
+
+    def test_kernels_of_another_compiler_prove_nothing(self, store: Store) -> None:
+        entry = decide(store, measured(OWN[0], 12.0, artifacts={"attention": "f" * 32}))
+        runner = runner_of({})
+        with pytest.raises(NoValidConfigError, match="tuner revalidate --op attention --shape"):
+            widen(entry, runner, store)
+        assert len(runner.submitted) == 1
+
+    def test_an_entry_of_vendors_lends_nothing(self, store: Store) -> None:
+        runner = runner_of({})
+        assert widen(decide(store, measured(CUDNN, 14.0)), runner, store) == []
+        assert runner.submitted == []
+
+
+class TestTheEndOfASweep:
+    def outcome(self, store: Store, **changes: Any) -> Outcome:
+        ranking = (measured(OWN[0], 12.0),)
+        decide(store, *ranking)
+        facts: dict[str, Any] = {
+            "problem": PROBLEM,
+            "gpu": H200,
+            "regime": WARM,
+            "environment": NOW,
+            "provenance": Provenance.MEASURED,
+            "sweep": "s",
+            "ranking": ranking,
+            "candidates": 1,
+            "kernels": 1,
+            "resumed": 0,
+            "failures": {},
+            "unavailable": {},
+            "interrupted": False,
+            "elapsed_s": 1.0,
+        }
+        return Outcome(**{**facts, **changes})
+
+    def run(self, store: Store, outcome: Outcome, options: JobOptions, runner: Any) -> list[str]:
+        notes: list[str] = []
+        widen_winner(outcome, runner, store, options, note=notes.append, stopped=lambda: False)
+        return notes
+
+    def test_it_widens(self, store: Store) -> None:
+        runner = runner_of({})
+        notes = self.run(store, self.outcome(store), JobOptions(), runner)
+        assert len(runner.submitted) == DRAWN
+        assert len(notes) == 1
+
+    @pytest.mark.parametrize(
+        ("changes", "options"),
+        [
+            ({"provenance": Provenance.REPLAYED}, JobOptions()),
+            ({"interrupted": True}, JobOptions()),
+            ({"ranking": ()}, JobOptions()),
+            ({}, JobOptions(widen=False)),
+            ({}, JobOptions(SweepOptions(time_limit_s=60.0))),
+        ],
+    )
+    def test_and_when_it_does_not(
+        self, store: Store, changes: dict[str, Any], options: JobOptions
+    ) -> None:
+        runner = runner_of({})
+        assert self.run(store, self.outcome(store, **changes), options, runner) == []
+        assert runner.submitted == []
+
+    def test_a_fault_takes_nothing_from_the_sweep(self, store: Store) -> None:
+        ranking = (measured(OWN[0], 12.0, artifacts={"attention": "f" * 32}),)
+        notes = self.run(store, self.outcome(store, ranking=ranking), JobOptions(), runner_of({}))
+        assert "serves no other shape" in notes[-1]
+
+    def test_the_option_survives_a_queue(self) -> None:
+        options = JobOptions(widen=False)
+        assert JobOptions.from_json(json.loads(json.dumps(options.to_json()))) == options
+
+
+class FakeRunners:
+    """Stands in for `Runners`: the GPU is there, and one runner measures all."""
+
+    gpu: Any = H200
+    runner = runner_of({})
+
+    def __init__(self, *_: Any) -> None: ...
+
+    def __enter__(self) -> FakeRunners:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def of(self, problem: Problem, regime: Regime) -> Any:
+        return self.runner
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> type[FakeRunners]:
+    monkeypatch.setattr(choose, "Runners", FakeRunners)
+    monkeypatch.setattr(FakeRunners, "gpu", H200)
+    monkeypatch.setattr(FakeRunners, "runner", runner_of({OWN[0]: 13.0, OWN[1]: 12.5}))
+    return FakeRunners
+
+
+SHAPE = ("--shape", "S=1024,D=64")
+
+
+class TestCommands:
+    def test_only_what_another_environment_measured(
+        self, store: Store, machine: type[FakeRunners], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        decide(store, measured(OWN[0], 12.0), measured(OWN[1], 12.5))
+        other = AttentionProblem.parse("S=512,D=64")
+        fresh = measured(OWN[0], 7.0, problem=other, environment=NOW)
+        store.decide(other, H200, WARM, [fresh], "sweep")
+        assert main(["revalidate", "--json"]) == 0
+        document = json.loads(capsys.readouterr().out)
+        (row,) = document["entries"]
+        assert (row["shape"], row["replaced"]) == (PROBLEM.label(), True)
+        assert row["before"]["config_digest"] == OWN[0].digest
+        assert row["after"] == {
+            "config": OWN[1].to_json(),
+            "config_digest": OWN[1].digest,
+            "latency_us": 12.5,
+        }
+
+    def test_what_changed_is_printed(
+        self, store: Store, machine: type[FakeRunners], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        decide(store, measured(OWN[0], 12.0), measured(OWN[1], 12.5))
+        assert main(["revalidate", *SHAPE]) == 0
+        shown = capsys.readouterr().out
+        old, new = OWN[0].digest[:6], OWN[1].digest[:6]
+        assert f"replaced toy_attention {old}, 12.0 us by toy_attention {new}, 12.5 us" in shown
+
+    def test_one_that_fails_does_not_end_the_others(
+        self, store: Store, machine: type[FakeRunners], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        decide(store, measured(OWN[0], 12.0))
+        other = AttentionProblem.parse("S=512,D=64")
+        store.decide(other, H200, WARM, [measured(OWN[0], 7.0, problem=other)], "sweep")
+        machine.runner = FakeRunner(lambda problem, c: None if problem == other else 9.0)
+        assert main(["revalidate", "--all", "--json"]) == 1
+        document = json.loads(capsys.readouterr().out)
+        assert [e["shape"] for e in document["failed"]] == [other.label()]
+        assert [e["shape"] for e in document["entries"]] == [PROBLEM.label()]
+
+    def test_widen_says_where_it_stands(
+        self, store: Store, machine: type[FakeRunners], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        decide(store, measured(OWN[0], 12.0))
+        assert main(["widen", *SHAPE]) == 0
+        out, err = capsys.readouterr()
+        assert f"serves shapes around: passed at {DRAWN}" in out
+        assert f"3 of {DRAWN} shapes" in err
+
+    def test_without_a_gpu(
+        self, store: Store, machine: type[FakeRunners], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        machine.gpu = None
+        assert main(["revalidate", "--all"]) == 1
+        assert "without a GPU" in capsys.readouterr().err
+
+    def test_a_shape_that_nobody_tuned(
+        self, store: Store, machine: type[FakeRunners], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(["widen", "--shape", "S=77,D=64"]) == 1
+        assert "nothing is measured for attention" in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            ["widen"],
+            ["widen", "--all", *SHAPE],
+            ["revalidate", "--shape", "S=0,D=64"],
+            ["revalidate", "--jobs", "0"],
+            ["revalidate", "--device", "-1"],
+        ],
+    )
+    def test_wrong_input(self, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+        try:
+            code = main(arguments)
+        except SystemExit as exc:
+            code = int(str(exc.code))
+        assert code == 2
+        assert len(capsys.readouterr().err.strip().splitlines()) == 1

@@ -1,0 +1,173 @@
+"""Gradients of tuned calls, against PyTorch's."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from torch.nn.attention import SDPBackend  # noqa: E402
+
+from tuner.runtime import autograd  # noqa: E402  (and the operators)
+
+SDPA = torch.nn.functional.scaled_dot_product_attention
+OPERATORS = {
+    "attention": lambda *arguments: torch.ops.tuner.attention(*arguments),
+    "attention_with_lse": lambda *arguments: torch.ops.tuner.attention_with_lse(*arguments)[0],
+}
+
+
+def tensors(
+    heads_kv: int = 4,
+    lengths: tuple[int, int] = (6, 6),
+    layout: str = "bhsd",
+    dtype: Any = torch.float16,
+) -> list[Any]:
+    """Leaves: query, key and value of two batches, four query heads, D=8."""
+    made = []
+    for heads, length in ((4, lengths[0]), (heads_kv, lengths[1]), (heads_kv, lengths[1])):
+        if layout == "bhsd":
+            tensor = torch.randn(2, heads, length, 8)
+        else:
+            tensor = torch.randn(2, length, heads, 8).transpose(1, 2)
+        made.append(tensor.to(dtype).requires_grad_())
+    return made
+
+
+def gradients(out: Any, inputs: list[Any], grad_out: Any) -> list[Any]:
+    return list(torch.autograd.grad(out, inputs, grad_out))
+
+
+def close(found: list[Any], wanted: list[Any]) -> bool:
+    pairs = zip(found, wanted, strict=True)
+    return all(torch.allclose(a.float(), b.float(), rtol=1e-2, atol=1e-2) for a, b in pairs)
+
+
+@pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("heads_kv,lengths", [(4, (3, 5)), (2, (4, 4)), (1, (5, 3))])
+def test_derivatives_are_those_of_the_numbers(
+    operator: Any, heads_kv: int, lengths: tuple[int, int], is_causal: bool
+) -> None:
+    inputs = tensors(heads_kv, lengths, dtype=torch.float64)
+
+    def attend(*inputs: Any) -> Any:
+        return operator(*inputs, is_causal, 0.3)
+
+    assert torch.autograd.gradcheck(attend, inputs, fast_mode=True)
+    assert torch.autograd.gradgradcheck(attend, inputs, fast_mode=True)
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("heads_kv,is_causal", [(4, False), (4, True), (2, True)])
+def test_a_tuned_kernel_answers_and_its_gradient_is_right(
+    tuned: SimpleNamespace, heads_kv: int, is_causal: bool, layout: str
+) -> None:
+    inputs = tensors(heads_kv, layout=layout)
+    options = {"is_causal": is_causal, "scale": 0.3, "enable_gqa": heads_kv != 4}
+    out, wanted = tuned.attention.attention(*inputs, **options), SDPA(*inputs, **options)
+    grad = torch.randn_like(out)
+    assert close([out], [wanted])
+    assert close(gradients(out, inputs, grad), gradients(wanted, inputs, grad))
+    assert (len(tuned.problems), tuned.counters.stats().hits) == (1, 1)
+
+
+def test_only_some_inputs_want_a_gradient(tuned: SimpleNamespace) -> None:
+    q, k, v = tensors()
+    k.requires_grad_(False)
+    out = tuned.attention.attention(q, k, v)
+    out.sum().backward()
+    found, q.grad = q.grad, None
+    SDPA(q, k, v).sum().backward()
+    assert close([found], [q.grad]) and k.grad is None
+    assert len(tuned.problems) == 1
+
+
+@pytest.mark.parametrize(
+    "writes_lse,lengths,is_causal,reason",
+    [
+        (False, (6, 6), False, "exact does not write the log-sum-exp"),
+        (True, (6, 9), True, "no fused backward kernel"),
+    ],
+)
+def test_where_no_kernel_differentiates_pytorch_does_all(
+    tuned: SimpleNamespace,
+    writes_lse: bool,
+    lengths: tuple[int, int],
+    is_causal: bool,
+    reason: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tuned.writes_lse = writes_lse
+    inputs = tensors(lengths=lengths)
+    out, wanted = (
+        tuned.attention.attention(*inputs, None, 0.0, is_causal),
+        SDPA(*inputs, is_causal=is_causal),
+    )
+    assert torch.equal(out, wanted) and type(out.grad_fn) is type(wanted.grad_fn)
+    assert tuned.counters.stats().fallbacks == {"a gradient is wanted": 1}
+    assert reason in caplog.text
+    with torch.no_grad():
+        tuned.attention.attention(*inputs, None, 0.0, is_causal)
+    assert len(tuned.problems) == 1
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_training(tuned: SimpleNamespace, dynamic: bool) -> None:
+    torch._dynamo.reset()
+    attention = tuned.attention.attention
+    compiled = torch.compile(attention, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for length in (8, 12):
+        inputs = tensors(2, (length, length))
+        out = compiled(*inputs, is_causal=True, enable_gqa=True)
+        wanted = SDPA(*inputs, is_causal=True, enable_gqa=True)
+        grad = torch.randn_like(out)
+        assert close(gradients(out, inputs, grad), gradients(wanted, inputs, grad))
+    assert tuned.counters.stats().hits == 2
+
+
+def test_scores_are_recomputed_a_block_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = tensors(2, (50, 50), dtype=torch.float64)
+    out, lse = torch.ops.tuner.attention_with_lse(*inputs, True)
+    grad = torch.randn_like(out)
+    wanted = gradients(out, inputs, grad)
+    monkeypatch.setattr(autograd, "_SCORES_BYTES", 7 * 8 * 2 * 4 * 50)  # seven rows
+    assert len(list(autograd._scores(*inputs[:2], True, None))) == 8
+    again, lse_again = torch.ops.tuner.attention_with_lse(*inputs, True)
+    assert torch.allclose(lse, lse_again)
+    found = gradients(again, inputs, grad)
+    assert all(torch.allclose(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("backend", [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION])
+def test_pytorch_s_kernels_accept_what_they_are_given(
+    monkeypatch: pytest.MonkeyPatch, backend: Any
+) -> None:
+    """By their schemas and shape functions: the kernels themselves need a GPU."""
+    monkeypatch.setattr(autograd, "_backend", lambda *arguments: int(backend.value))
+    inputs = [t.detach().to("meta") for t in tensors(2, (6, 6), "bshd")]
+    out, lse = autograd.forward_with_lse(*inputs, True, 0.3)
+    assert (out.shape, lse.shape, lse.dtype) == (inputs[0].shape, (2, 4, 6), torch.float32)
+    grads = autograd.backward(torch.empty_like(out), *inputs, out, lse, True, 0.3)
+    assert [g.shape for g in grads] == [t.shape for t in inputs]
+
+
+@pytest.mark.parametrize(
+    "lengths,head_dim,is_causal,has_one",
+    [
+        ((64, 64), 64, True, True),
+        ((64, 96), 64, False, True),
+        ((64, 96), 64, True, False),
+        ((64, 64), 256, False, True),
+        ((64, 64), 264, False, False),
+        ((64, 64), 36, False, False),
+    ],
+)
+def test_which_shapes_have_a_backward_kernel(
+    lengths: tuple[int, int], head_dim: int, is_causal: bool, has_one: bool
+) -> None:
+    query, key = (torch.empty(1, 1, n, head_dim, device="meta") for n in lengths)
+    assert autograd.has_backward(query, key, is_causal) is has_one

@@ -1,0 +1,465 @@
+"""The C++ dispatcher over CPU tensors: a real store and artifacts, kernels that write a pattern.
+
+The kernel fills the output with the first element of the query (or of a product's first matrix)
+plus the count of its rows, so a result says which tensors and which plan it came from.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tuner import dispatcher
+from tuner.artifacts import ArtifactCache
+from tuner.config import Config
+from tuner.errors import CompileError
+from tuner.families.base import Family, Launch, Ref
+from tuner.hardware import DEFAULT_GPU, Gpu
+from tuner.measurement import Measurement, Regime, Status
+from tuner.problem import AttentionProblem, GemmProblem, Problem
+from tuner.store import open_store
+from tuner.toolchain import find_host_compiler
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+SDPA = torch.nn.functional.scaled_dot_product_attention
+KEY = "0123456789abcdef0123456789abcdef"
+KERNEL = """
+#include <atomic>
+#include <cstdint>
+extern "C" {
+std::atomic<int64_t> launches{0}, code{0};
+int tuner_KEY_workspace(int64_t const*, int64_t* bytes) { *bytes = 64; return 0; }
+int tuner_KEY_launch(void* const* tensors, int64_t const* n, double const*, void* workspace,
+                     void*) {
+  ++launches;
+  if (code) return int(code);
+  *static_cast<char*>(workspace) = 1;
+  auto const first = *static_cast<_Float16 const*>(tensors[0]);
+  auto* const out = static_cast<_Float16*>(tensors[1]);
+  for (int64_t i = 0; i < n[0]; ++i) out[i] = first + static_cast<_Float16>(n[1]);
+  return 0;
+}
+}
+"""
+
+
+class Toy(Family):
+    """One kernel, the same for all problems."""
+
+    name, op = "toy", "attention"
+
+    def violations(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
+        return []
+
+    def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
+        return [Config("toy", {"n": 1})]
+
+    def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
+        return 1.0
+
+    def launches(self, problem: Problem, config: Config, scale: float) -> list[Launch]:
+        output = problem.output
+        tensors = (Ref(problem.operands[0].name), Ref(output.name))
+        return [Launch("main", tensors, (output.elements, output.shape[-2]), (scale,))]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """The dispatcher (13 CPU-seconds) and the fake kernel, compiled once."""
+    cache = ArtifactCache(tmp_path_factory.mktemp("artifacts"))
+    try:
+        made = dispatcher.build(cache)
+    except CompileError as exc:
+        if exc.command:
+            raise
+        pytest.skip(str(exc))
+    folder = tmp_path_factory.mktemp("kernel")
+    source, library = folder / "kernel.cpp", folder / "kernel.so"
+    source.write_text(KERNEL.replace("KEY", KEY))
+    command = [find_host_compiler()[0], "-std=c++20", "-O2", "-shared", "-fPIC", source]
+    subprocess.run([*command, "-o", library], check=True)
+    cache.put(KEY, library, resources=None, compile_cpu_s=0.0, source="", facts={})
+    return SimpleNamespace(cache=cache, dispatcher=made)
+
+
+class Server:
+    """The runtime with its dispatcher, a store of its own, and the counters of the kernel."""
+
+    def __init__(self, runtime: SimpleNamespace, built: SimpleNamespace) -> None:
+        self.runtime = runtime
+        runtime.dispatch.use(runtime.dispatch.load(built.dispatcher))
+        library = ctypes.CDLL(str(built.cache.find(KEY).library))
+        self._launches = ctypes.c_int64.in_dll(library, "launches")
+        self.code = ctypes.c_int64.in_dll(library, "code")
+        self.code.value = 0
+        self._python = 0
+        get = runtime.table.table.get
+
+        def counted(kind: Any) -> Any:
+            self._python += 1
+            return get(kind)
+
+        self.get = counted
+
+    def decide(self, *problems: Problem, latency_us: float = 10.0) -> None:
+        with open_store() as store:
+            for problem in problems:
+                made = measured(problem, latency_us)
+                store.decide(problem, DEFAULT_GPU, made.regime, [made], "test")
+        self.time_passes()
+
+    def time_passes(self) -> None:
+        self.runtime.table.table._look_at = 0.0
+        self.runtime.dispatch.serve_until(0.0)
+
+    def attention(self, *arguments: Any, **options: Any) -> Any:
+        return self.runtime.attention.attention(*arguments, **options)
+
+    def went(self, call: Callable[[], Any]) -> tuple[Any, bool, bool]:
+        """The result of a call, whether Python was asked, and whether the kernel ran."""
+        python, launches = self._python, self._launches.value
+        out = call()
+        return out, self._python > python, self._launches.value > launches
+
+
+@pytest.fixture
+def server(
+    on_cpu: SimpleNamespace, built: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Server]:
+    made = Server(on_cpu, built)
+    monkeypatch.setattr(on_cpu.plan, "family", lambda name: Toy())
+    monkeypatch.setattr(on_cpu.plan, "ArtifactCache", lambda: built.cache)
+    monkeypatch.setattr(on_cpu.table.table, "get", made.get)
+    yield made
+
+
+def measured(problem: Problem, latency_us: float = 10.0) -> Measurement:
+    return Measurement(
+        problem=problem,
+        config=Config("toy", {"n": 1}),
+        gpu=DEFAULT_GPU,
+        regime=Regime.default(problem.op),
+        status=Status.OK,
+        latency_us=latency_us,
+        is_final=True,
+        artifacts={"main": KEY},
+        created_at="2026-01-01T00:00:00+00:00",
+    )
+
+
+PROBLEM = AttentionProblem.parse("S=16,D=8,H=2")
+
+
+def inputs(problem: Problem = PROBLEM) -> list[Any]:
+    return [
+        torch.empty_strided(o.shape, o.strides, dtype=torch.float16).normal_()
+        for o in problem.operands
+        if not o.is_output
+    ]
+
+
+def by_kernel(out: Any, first: Any, rows: int) -> bool:
+    return bool((out == first.flatten()[0] + rows).all())
+
+
+def test_what_is_known_is_answered_without_python(server: Server) -> None:
+    server.decide(PROBLEM)
+    q, k, v = inputs()
+    out, by_python, launched = server.went(lambda: server.attention(q, k, v))
+    assert by_python and launched and by_kernel(out, q, 16), "the first call makes the plan"
+    for options in ({}, {"is_causal": False, "scale": None}):
+        q.normal_()
+        out, by_python, launched = server.went(
+            lambda options=options: server.attention(q, k, v, **options)
+        )
+        assert launched and not by_python
+        assert by_kernel(out, q, 16)
+        assert (out.shape, out.stride(), out.dtype) == (q.shape, q.stride(), q.dtype)
+        assert not out.requires_grad
+    stats = server.runtime.counters.stats(reset=True)
+    assert (stats.hits, stats.nearest_hits, stats.fallbacks) == (3, 0, {})
+    assert server.runtime.counters.stats().hits == 0
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_layouts_are_told_apart(server: Server, layout: str) -> None:
+    problem = AttentionProblem.parse(f"S=16,D=8,H=2,layout={layout}")
+    server.decide(problem)
+    q, k, v = inputs(problem)
+    for _ in range(2):
+        out, by_python, launched = server.went(lambda: server.attention(q, k, v))
+        assert launched and out.stride() == problem.output.strides
+    assert not by_python
+    others = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)]
+    if layout == "bshd":
+        others = [t.contiguous() for t in (q, k, v)]
+    out, _, launched = server.went(lambda: server.attention(*others))
+    assert not launched and torch.equal(out, SDPA(*others))
+
+
+CHANGES: dict[str, Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]] = {
+    "a mask": lambda q, k, v: ((q, k, v, torch.ones(16, 16).half()), {}),
+    "causal": lambda q, k, v: ((q, k, v), {"is_causal": True}),
+    "a gradient": lambda q, k, v: ((q.clone().requires_grad_(), k, v), {}),
+    "a longer key": lambda q, k, v: ((q, torch.cat([k, k], 2), torch.cat([v, v], 2)), {}),
+    "another type": lambda q, k, v: ((q.float(), k.float(), v.float()), {}),
+    "rows apart": lambda q, k, v: ((torch.cat([q, q], 3)[..., :8], k, v), {}),
+    "misaligned": lambda q, k, v: ((misaligned(q), k, v), {}),
+    "3-D": lambda q, k, v: ((q[0], k[0], v[0]), {}),
+}
+
+
+def misaligned(tensor: Any) -> Any:
+    room = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape)
+    return room.copy_(tensor)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_the_plan_is_not_for_is_python_s(server: Server, change: str) -> None:
+    server.decide(PROBLEM)
+    q, k, v = inputs()
+    server.attention(q, k, v)
+    arguments, options = CHANGES[change](q, k, v)
+    for _ in range(2):
+        out, _, launched = server.went(lambda: server.attention(*arguments, **options))
+        assert not launched
+        assert torch.equal(out, SDPA(*arguments, **options))
+
+
+def test_dropout_and_other_scales_are_python_s(server: Server) -> None:
+    server.decide(PROBLEM)
+    q, k, v = inputs()
+    server.attention(q, k, v)
+    _, _, launched = server.went(lambda: server.attention(q, k, v, dropout_p=0.5))
+    assert not launched
+    for scale, served_by_python in ((0.5, True), (0.5, False), (1, True), (1, True)):
+        _, by_python, launched = server.went(
+            lambda scale=scale: server.attention(q, k, v, scale=scale)
+        )
+        assert launched and by_python is served_by_python
+
+
+def test_autocast_to_the_tensors_type_is_served(server: Server) -> None:
+    server.decide(PROBLEM)
+    q, k, v = inputs()
+    server.attention(q, k, v)
+    with torch.autocast("cpu", torch.float16):
+        out, by_python, launched = server.went(lambda: server.attention(q, k, v))
+    assert launched and not by_python and out.dtype == torch.float16
+    with torch.autocast("cpu", torch.bfloat16):
+        out, _, launched = server.went(lambda: server.attention(q, k, v))
+    assert not launched and out.dtype == torch.bfloat16
+
+
+def test_modes_of_autograd_are_served(server: Server) -> None:
+    server.decide(PROBLEM)
+    q, k, v = (torch.nn.Parameter(t) for t in inputs())
+    with torch.no_grad():
+        server.attention(q, k, v)
+        out, by_python, launched = server.went(lambda: server.attention(q, k, v))
+    assert launched and not by_python and not out.requires_grad
+    with torch.inference_mode():
+        out, by_python, launched = server.went(lambda: server.attention(q, k, v))
+    assert launched and not by_python and out.is_inference()
+
+
+class Subclass(torch.Tensor):
+    """A tensor with a mind of its own."""
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_subclasses_and_transforms_are_python_s(server: Server) -> None:
+    server.decide(PROBLEM)
+    q, k, v = inputs()
+    server.attention(q, k, v)
+    _, _, launched = server.went(lambda: server.attention(q.as_subclass(Subclass), k, v))
+    assert not launched
+    stacked = torch.stack([q, q])
+    mapped = torch.vmap(server.attention, in_dims=(0, None, None))
+    out, _, launched = server.went(lambda: mapped(stacked, k, v))
+    assert not launched and out.shape == (2, *q.shape)
+
+
+def test_products(server: Server) -> None:
+    linear, matmul = server.runtime.products.linear, server.runtime.products.matmul
+    layouts = [("row", "col"), ("row", "row"), ("col", "col")]
+    problems = [GemmProblem(m=8, n=16, k=32, layout_a=a, layout_b=b) for a, b in layouts]
+    batched = GemmProblem(m=8, n=16, k=32, batch=3, layout_b="row")
+    server.decide(*problems, batched)
+    a, b = (t[0] for t in inputs(problems[0]))
+    for call in (
+        lambda: linear(a, b.t()),
+        lambda: linear(a.view(2, 4, 32), b.t()),
+        lambda: matmul(a, b),
+        lambda: matmul(a, b.contiguous()),
+        lambda: matmul(a.t().contiguous().t(), b),
+        lambda: matmul(a.view(2, 4, 32), b),
+    ):
+        for by_python_wanted in (True, False):
+            out, by_python, launched = server.went(call)
+            assert launched and by_python is by_python_wanted
+            assert by_kernel(out, a, 8) and out.is_contiguous()
+            assert out.shape[-1] == 16 and out.numel() == 8 * 16
+    left, right = inputs(batched)
+    out, _, launched = server.went(lambda: matmul(left, right))
+    assert launched and out.shape == (3, 8, 16)
+    out, _, launched = server.went(lambda: matmul(left, right[:1]))
+    assert not launched and torch.equal(out, torch.matmul(left, right[:1]))
+
+
+def test_a_new_decision_is_taken_up(server: Server) -> None:
+    q, k, v = inputs()
+    assert torch.equal(server.attention(q, k, v), SDPA(q, k, v))
+    server.decide(PROBLEM)
+    for _ in range(2):
+        _, by_python, launched = server.went(lambda: server.attention(q, k, v))
+        assert launched
+    assert not by_python
+    server.decide(AttentionProblem.parse("S=32,D=8,H=2"))
+    _, by_python, launched = server.went(lambda: server.attention(q, k, v))
+    assert launched and by_python, "everything is asked for anew"
+    _, by_python, _ = server.went(lambda: server.attention(q, k, v))
+    assert not by_python
+
+
+def test_a_deleted_and_a_corrupt_store(server: Server, tmp_path: Path) -> None:
+    from tuner import settings
+
+    server.decide(PROBLEM)
+    q, k, v = inputs()
+    server.attention(q, k, v)
+    for file in settings.store_path().parent.glob("store.sqlite*"):
+        file.unlink()
+    server.time_passes()
+    out, _, launched = server.went(lambda: server.attention(q, k, v))
+    assert not launched and torch.equal(out, SDPA(q, k, v)), "the decision went with the store"
+    settings.store_path().write_bytes(b"no database" * 1000)
+    server.time_passes()
+    assert torch.equal(server.attention(q, k, v), SDPA(q, k, v))
+    assert server.runtime.counters.stats().errors == {"the store cannot be read": 1}
+
+
+def test_a_refused_launch_withdraws_the_kernel(server: Server) -> None:
+    server.decide(PROBLEM)
+    q, k, v = inputs()
+    server.attention(q, k, v)
+    server.code.value = 701
+    out, by_python, launched = server.went(lambda: server.attention(q, k, v))
+    assert launched and by_python and torch.equal(out, SDPA(q, k, v))
+    server.code.value = 0
+    for _ in range(3):
+        out, _, launched = server.went(lambda: server.attention(q, k, v))
+        assert not launched and torch.equal(out, SDPA(q, k, v))
+    assert server.runtime.counters.stats().errors == {"a launch was refused": 1}
+
+
+def test_an_asynchronous_error_is_not_hidden(server: Server) -> None:
+    server.decide(PROBLEM)
+    q, k, v = inputs()
+    server.attention(q, k, v)
+    server.code.value = 700
+    with pytest.raises(RuntimeError, match="or of an earlier kernel"):
+        server.attention(q, k, v)
+
+
+def test_switched_off(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.decide(PROBLEM)
+    q, k, v = inputs()
+    server.attention(q, k, v)
+    monkeypatch.setenv("TUNER_DISABLE", "1")
+    server.time_passes()
+    for _ in range(2):
+        _, _, launched = server.went(lambda: server.attention(q, k, v))
+        assert not launched
+    monkeypatch.setenv("TUNER_DISABLE", "0")
+    server.time_passes()
+    for _ in range(2):
+        _, by_python, launched = server.went(lambda: server.attention(q, k, v))
+        assert launched
+    assert not by_python
+
+
+@pytest.fixture
+def one_thread_an_operator() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread_an_operator")
+def test_threads_over_many_shapes_with_a_writer_beside_them(server: Server) -> None:
+    """8 threads, 10,000 calls each, over 200 shapes; the store changes all the time."""
+    shapes = [
+        AttentionProblem.parse(f"S={rows},D=8,H={heads}")
+        for rows in range(1, 26)
+        for heads in range(1, 9)
+    ]
+    untuned = set(range(0, 200, 10))
+    tuned = [which for which in range(200) if which not in untuned]
+    server.decide(*(shapes[which] for which in tuned))
+    wrong: list[str] = []
+    done = threading.Event()
+
+    def serve(seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        order = torch.randint(0, 200, (10_000,), generator=generator).tolist()
+        queries = [
+            torch.full(shape.output.shape, float(seed), dtype=torch.float16) for shape in shapes
+        ]
+        for which in order:
+            q = queries[which]
+            out = server.attention(q, q, q)
+            # Attention over equal values is the value; the kernel adds the count of rows.
+            wanted = seed + (0 if which in untuned else q.shape[2])
+            if out[0, 0, 0, 0].item() != wanted or out[0, -1, -1, -1].item() != wanted:
+                wrong.append(f"{tuple(q.shape)}: {out}, not {wanted}")
+
+    def write() -> None:
+        step = 0
+        while not done.wait(0.1):
+            step += 1
+            made = measured(shapes[tuned[step % len(tuned)]], 10.0 + step)
+            with open_store() as store:
+                store.decide(made.problem, DEFAULT_GPU, made.regime, [made], "test")
+
+    writer = threading.Thread(target=write)
+    threads = [threading.Thread(target=serve, args=(seed,)) for seed in range(8)]
+    for thread in (writer, *threads):
+        thread.start()
+    for thread in threads:
+        thread.join()
+    done.set()
+    writer.join()
+    assert not wrong, wrong[:3]
+    stats = server.runtime.counters.stats()
+    assert stats.calls == 80_000 and stats.errors == {}
+    assert set(stats.fallbacks) == {"no measured winner"}
+    assert 7_000 < sum(stats.fallbacks.values()) < 9_000, "a tenth of the shapes is not tuned"
+
+
+def test_it_is_built_once_for_a_torch_and_a_python(
+    built: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert dispatcher.find(built.cache) == built.dispatcher
+    assert dispatcher.build(built.cache) == built.dispatcher
+    monkeypatch.setattr(dispatcher.importlib.metadata, "version", lambda name: "0.0")
+    assert dispatcher.find(built.cache) is None
+
+
+def test_what_cannot_be_built_leaves_python_s_path(
+    on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    caplog.set_level("INFO", "tuner.runtime")
+    on_cpu.dispatch._prepare(then=lambda: pytest.fail("nothing was loaded"))
+    assert "calls go through Python" in caplog.text and "no-such-compiler" in caplog.text
+    assert on_cpu.dispatch.attention(*inputs(), None, 0.0, False, None, False) is None

@@ -1,0 +1,328 @@
+"""The switch: what it puts before PyTorch's attention, and that nothing of it stays."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from torch.nn import attention as registry  # noqa: E402
+
+import tuner  # noqa: E402
+from tuner.config import Config  # noqa: E402
+from tuner.errors import TunerError  # noqa: E402
+from tuner.problem import AttentionProblem  # noqa: E402
+from tuner.runtime import autograd, native  # noqa: E402
+
+FLASH, CUDNN = "_scaled_dot_product_flash_attention", "_scaled_dot_product_cudnn_attention"
+
+
+def tensors(dtype: Any = torch.float16, requires_grad: bool = False) -> list[Any]:
+    return [torch.randn(2, 4, 6, 8).to(dtype).requires_grad_(requires_grad) for _ in range(3)]
+
+
+def close(out: Any, wanted: Any) -> bool:
+    return bool(torch.allclose(out.float(), wanted.float(), rtol=1e-2, atol=1e-2))
+
+
+def flash(q: Any, k: Any, v: Any, is_causal: bool = False, **options: Any) -> Any:
+    """Attention by PyTorch's flash operator, as a compiled model calls it."""
+    return getattr(torch.ops.aten, FLASH)(q, k, v, 0.0, is_causal, **options)[0]
+
+
+def cudnn(q: Any, k: Any, v: Any, is_causal: bool = False, **options: Any) -> Any:
+    wants_lse = any(t.requires_grad for t in (q, k, v))
+    return getattr(torch.ops.aten, CUDNN)(q, k, v, None, wants_lse, 0.0, is_causal, **options)[0]
+
+
+@pytest.fixture
+def backends() -> Iterator[list[str]]:
+    """Kernels of the two backends on CPU tensors, where PyTorch has none; the names of the calls
+    that reach them."""
+    calls: list[str] = []
+
+    def forward(name: str) -> Any:
+        def kernel(q: Any, k: Any, v: Any, *options: Any, scale: float | None = None) -> Any:
+            calls.append(name)
+            wants_lse = options[1] if name == CUDNN else True
+            options = options[2:] if name == CUDNN else options
+            is_causal = len(options) > 1 and options[1]
+            out, lse = autograd.forward_with_lse(q, k, v, is_causal, scale)
+            lse = (lse[..., None] if name == CUDNN else lse) if wants_lse else None
+            state = [torch.empty(2), torch.empty(()), torch.empty(0)]
+            return out, lse, None, None, q.shape[2], k.shape[2], *state
+
+        return kernel
+
+    def backward(name: str) -> Any:
+        def kernel(
+            grad: Any,
+            q: Any,
+            k: Any,
+            v: Any,
+            out: Any,
+            lse: Any,
+            *rest: Any,
+            scale: float | None = None,
+        ) -> Any:
+            calls.append(name + "_backward")
+            lse = lse.squeeze(-1) if name == CUDNN else lse
+            is_causal = rest[-1] if name == CUDNN else rest[-3]
+            return autograd.backward(grad, q, k, v, out, lse, is_causal, scale)
+
+        return kernel
+
+    library = torch.library.Library("aten", "IMPL")
+    for name in (FLASH, CUDNN):
+        library.impl(name, forward(name), "CPU")
+        library.impl(name + "_backward", backward(name), "CPU")
+    yield calls
+    library._destroy()
+
+
+def state() -> tuple[Any, ...]:
+    """Everything of the process that enabling may touch."""
+    operators = (FLASH, CUDNN, "scaled_dot_product_attention", FLASH + "_backward")
+    return (
+        *(torch._C._dispatch_dump_table(f"aten::{name}") for name in operators),
+        torch._C._get_sdp_priority_order(),
+        registry.current_flash_attention_impl(),
+    )
+
+
+@pytest.fixture(autouse=True)
+def restored(request: pytest.FixtureRequest) -> Iterator[None]:
+    if "backends" in request.fixturenames:
+        request.getfixturevalue("backends")
+    before = state()
+    yield
+    tuner.disable()
+    assert state() == before
+
+
+def test_it_is_not_enabled_by_importing() -> None:
+    code = (
+        "import torch, tuner; tuner.attention, tuner.enable\n"
+        "import tuner.runtime.enable, torch.nn.attention as registry\n"
+        "assert registry.current_flash_attention_impl() is None\n"
+        f"assert 'tuner' not in torch._C._dispatch_dump('aten::{FLASH}')"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("backend", [flash, cudnn])
+def test_it_stands_before_both_backends(
+    tuned: SimpleNamespace, backends: list[str], backend: Any
+) -> None:
+    q, k, v = tensors()
+    wanted = backend(q, k, v, is_causal=True, scale=0.3)
+    del backends[:]
+    with tuner.enabled():
+        found = backend(q, k, v, is_causal=True, scale=0.3)
+    assert close(found, wanted) and found.stride() == q.stride()
+    assert backends == [] and len(tuned.problems) == 1
+    backend(q, k, v)
+    assert len(backends) == 1 and len(tuned.problems) == 1
+
+
+@pytest.mark.parametrize("backend", [flash, cudnn])
+def test_what_has_no_tuned_kernel_is_the_backend_s(
+    tuned: SimpleNamespace, backends: list[str], backend: Any
+) -> None:
+    q, k, v = tensors(torch.float32)
+    wanted = backend(q, k, v, is_causal=True, scale=0.3)
+    with tuner.enabled():
+        assert torch.equal(backend(q, k, v, is_causal=True, scale=0.3), wanted)
+    assert len(backends) == 2 and tuned.problems == []
+    assert tuned.counters.stats().fallbacks == {"no kernel takes such tensors": 1}
+
+
+def test_masks_and_dropout_are_the_backend_s(tuned: SimpleNamespace, backends: list[str]) -> None:
+    q, k, v = tensors()
+    bias = torch.zeros(6, 6)
+    with tuner.enabled():
+        getattr(torch.ops.aten, CUDNN)(q, k, v, bias, False)
+        getattr(torch.ops.aten, CUDNN)(q, k, v, None, False, 0.5)
+        getattr(torch.ops.aten, FLASH)(q, k, v, 0.5)
+    assert backends == [CUDNN, CUDNN, FLASH] and tuned.problems == []
+    fallbacks = tuned.counters.stats().fallbacks
+    assert fallbacks == {"dropout_p is not 0": 2, "attn_mask is given": 1}
+
+
+@pytest.mark.parametrize("backend,name", [(flash, FLASH), (cudnn, CUDNN)])
+def test_gradients_are_the_backend_s_from_what_the_kernel_wrote(
+    tuned: SimpleNamespace, backends: list[str], backend: Any, name: str
+) -> None:
+    inputs = tensors(requires_grad=True)
+    grad = torch.randn(2, 4, 6, 8).half()
+    wanted = torch.autograd.grad(backend(*inputs, is_causal=True), inputs, grad)
+    del backends[:]
+    with tuner.enabled():
+        out = backend(*inputs, is_causal=True)
+    found = torch.autograd.grad(out, inputs, grad)
+    assert backends == [name + "_backward"] and len(tuned.problems) == 1
+    assert all(close(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_a_kernel_without_log_sum_exp(tuned: SimpleNamespace, backends: list[str]) -> None:
+    """cuDNN's operator says whether it is wanted; flash's returns it always."""
+    tuned.writes_lse = False
+    with tuner.enabled():
+        cudnn(*tensors())
+        cudnn(*tensors(requires_grad=True))
+        flash(*tensors())
+    assert backends == [CUDNN, FLASH] and len(tuned.problems) == 1
+    assert tuned.counters.stats().fallbacks == {"PyTorch wants the log-sum-exp": 2}
+
+
+def test_each_call_is_counted_once(tuned: SimpleNamespace, backends: list[str]) -> None:
+    with tuner.enabled():
+        flash(*tensors())
+        native.call(flash, *tensors())
+        tuned.attention.attention(*tensors(torch.float32))
+    stats = tuned.counters.stats()
+    assert (stats.hits, sum(stats.fallbacks.values())) == (1, 1)
+
+
+def test_a_vendor_s_kernel_that_is_pytorch_s_own_is_not_answered_by_itself(
+    tuned: SimpleNamespace, backends: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = tuned.plan.VendorPlan(
+        AttentionProblem.parse("B=2,H=4,S=6,D=8"), Config("vendor_sdpa", {}), 0, False, flash
+    )
+    monkeypatch.setattr(tuned.table.table, "get", lambda kind: plan)
+    q, k, v = tensors()
+    wanted = flash(q, k, v)
+    with tuner.enabled():
+        assert torch.equal(cudnn(q, k, v), wanted)
+    assert backends == [FLASH, FLASH]
+    assert tuned.counters.stats().hits == 1
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_what_is_compiled_follows_the_switch(
+    tuned: SimpleNamespace, backends: list[str], mode: Any
+) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *t: 2 * cudnn(*t), fullgraph=True, backend="aot_eager")
+    with mode():
+        inputs = tensors(requires_grad=mode is torch.enable_grad)
+        wanted = compiled(*inputs)
+        with tuner.enabled():
+            assert close(compiled(*inputs), wanted)
+        assert torch.equal(compiled(*inputs), wanted)
+    assert backends == [CUDNN, CUDNN] and len(tuned.problems) == 1
+
+
+def test_without_kernels_to_stand_before_it_does_nothing() -> None:
+    q, k, v = tensors()
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    wanted = sdpa(q, k, v)
+    with tuner.enabled():
+        assert is_on() and torch.equal(sdpa(q, k, v), wanted)
+
+
+def is_on() -> bool:
+    return registry.current_flash_attention_impl() == "tuner"
+
+
+def test_nesting() -> None:
+    with tuner.enabled():
+        with tuner.enabled():
+            tuner.disable()
+            assert is_on()
+        assert is_on()
+    assert not is_on()
+    tuner.enable()
+    tuner.enable()
+    with tuner.enabled():
+        pass
+    assert is_on()
+    tuner.disable()
+    assert not is_on()
+    tuner.disable()
+    with tuner.enabled():
+        tuner.enable()
+    assert is_on()
+
+
+def test_an_error_inside_restores() -> None:
+    with pytest.raises(KeyError), tuner.enabled():
+        raise KeyError
+    assert not is_on()
+
+
+def test_threads_that_overlap() -> None:
+    inside, leave = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with tuner.enabled():
+            inside.set()
+            leave.wait(30)
+
+    with tuner.enabled():
+        thread = threading.Thread(target=hold)
+        thread.start()
+        assert inside.wait(30)
+    assert is_on()
+    leave.set()
+    thread.join()
+    assert not is_on()
+
+
+class Other:
+    """Another provider of flash attention."""
+
+    active = 0
+
+    def __init__(self) -> None:
+        Other.active += 1
+
+    def remove(self) -> None:
+        Other.active -= 1
+
+
+@pytest.fixture
+def other(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    registry.register_flash_attention_impl("other", register_fn=Other)
+    yield "other"
+    if registry.current_flash_attention_impl() == "other":
+        registry.restore_flash_attention_impl()
+    from torch.nn.attention import _registry
+
+    monkeypatch.delitem(_registry._FLASH_ATTENTION_IMPLS, "other")
+    assert Other.active == 0
+
+
+def test_a_provider_that_was_active_is_again(other: str) -> None:
+    registry.activate_flash_attention_impl(other)
+    with tuner.enabled():
+        assert is_on() and Other.active == 0
+    assert registry.current_flash_attention_impl() == other and Other.active == 1
+
+
+def test_a_provider_activated_meanwhile_stays(
+    tuned: SimpleNamespace, backends: list[str], other: str
+) -> None:
+    with tuner.enabled():
+        registry.activate_flash_attention_impl(other)
+        flash(*tensors())
+        assert tuned.problems == [] and backends == [FLASH]
+    assert registry.current_flash_attention_impl() == other
+
+
+def test_a_pytorch_without_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(registry, "register_flash_attention_impl")
+    with pytest.raises(TunerError, match=r"needs .* PyTorch 2\.11"):
+        tuner.enable()
+    monkeypatch.undo()
+    with tuner.enabled():
+        assert is_on()
+    assert not is_on()

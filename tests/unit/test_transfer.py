@@ -1,0 +1,112 @@
+"""What a new problem's search is told of others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tuner import recording, transfer
+from tuner.config import Config
+from tuner.families import family
+from tuner.hardware import DEFAULT_GPU, GPUS
+from tuner.measurement import Environment, Measurement, Regime, Status
+from tuner.problem import GemmProblem, Problem
+from tuner.recording import Recording
+from tuner.store import Store, open_store
+
+REGIME = Regime.default("gemm")
+HERE, BEFORE = Environment({"driver": "2"}), Environment({"driver": "1"})
+NEW, NEAR, FAR = (GemmProblem(m, 1024, 1024) for m in (1024, 2048, 65536))
+CONFIGS = list(family("gemm").space(NEW, DEFAULT_GPU))[:3]
+CUBLAS = Config("vendor_blas", {"kernel": "cublas"})
+
+
+def measured(problem: Problem, config: Config, environment: Environment = HERE) -> Measurement:
+    return Measurement(
+        problem, config, DEFAULT_GPU, REGIME, Status.OK, environment=environment, latency_us=9.0
+    )
+
+
+def tuned(store: Store, problem: Problem, environment: Environment = HERE) -> None:
+    quick = [measured(problem, config, environment) for config in (*CONFIGS, CUBLAS)]
+    store.add(quick)
+    store.decide(problem, DEFAULT_GPU, REGIME, [m.but(is_final=True) for m in quick], "sweep")
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    folder = tmp_path / "recordings"
+    folder.mkdir()
+    monkeypatch.setattr(recording, "folder", lambda: folder)
+    transfer._shipped.cache_clear()
+    with open_store(f"sqlite:///{tmp_path}/s.sqlite") as opened:
+        yield opened
+    transfer._shipped.cache_clear()
+
+
+def ship(problem: Problem, *configs: Config) -> None:
+    quick = tuple(measured(problem, config) for config in configs)
+    whole = Recording(problem, DEFAULT_GPU, REGIME, HERE, (*quick, quick[0].but(is_final=True)))
+    recording.write(recording.folder() / f"{problem.label()}{recording.SUFFIX}", whole)
+
+
+def told(store: Store) -> list[Measurement]:
+    return transfer.history(NEW, DEFAULT_GPU, REGIME, HERE.digest, store)
+
+
+def test_other_problems_of_the_store(store: Store) -> None:
+    tuned(store, NEAR)
+    tuned(store, FAR)
+    found = told(store)
+    assert {m.problem for m in found} == {NEAR, FAR}
+    assert {m.config for m in found} == set(CONFIGS), "own kernels alone"
+    assert not any(m.is_final for m in found)
+
+
+def test_the_nearest_where_there_are_many(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "MOST_PROBLEMS", 1)
+    tuned(store, FAR)
+    tuned(store, NEAR)
+    assert {m.problem for m in told(store)} == {NEAR}
+
+
+def test_its_own_results_of_another_environment_alone(store: Store) -> None:
+    tuned(store, NEW, BEFORE)
+    store.add([measured(NEW, config, HERE) for config in CONFIGS])
+    found = told(store)
+    assert {m.problem for m in found} == {NEW}
+    assert {m.environment.digest for m in found} == {BEFORE.digest}
+
+
+def test_shipped_recordings_of_problems_that_the_store_lacks(store: Store) -> None:
+    tuned(store, NEAR)
+    for problem in (NEW, NEAR, FAR):
+        ship(problem, CONFIGS[0])
+    found = told(store)
+    assert {m.problem for m in found} == {NEAR, FAR}, "its own recording is never told"
+    assert sum(m.problem == NEAR for m in found) == len(CONFIGS)
+    assert not any(m.is_final for m in found)
+
+
+def test_another_chip_or_regime_says_nothing(store: Store) -> None:
+    ship(FAR, CONFIGS[0])
+    assert transfer.history(NEW, GPUS["H100"], REGIME, HERE.digest, store) == []
+    warm = Regime("graph", "warm")
+    assert transfer.history(NEW, DEFAULT_GPU, warm, HERE.digest, store) == []
+
+
+def test_a_config_of_another_version_of_its_family_is_passed_over(store: Store) -> None:
+    ship(FAR, Config("gemm", {"tile": 3}), CONFIGS[0], Config("gone", {"x": 1}))
+    assert [m.config for m in told(store)] == [CONFIGS[0]]
+
+
+def test_a_rule_is_made_from_everything_measured(store: Store) -> None:
+    tuned(store, NEW)
+    ship(NEW, CONFIGS[0])
+    ship(FAR, CONFIGS[0], CUBLAS)
+    found = transfer.measured("gemm", DEFAULT_GPU, REGIME, store)
+    assert set(found) == {NEW, FAR}
+    assert {m.config for m in found[NEW]} == {*CONFIGS, CUBLAS}
+    assert {m.config for m in found[FAR]} == {CONFIGS[0], CUBLAS}

@@ -1,0 +1,26 @@
+"""``python -m tuner.bench NAME``: one benchmark of this room, by ``main(argv) -> int``."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from tuner.errors import ConfigError, TunerError
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one benchmark; the exit codes are the command line's."""
+    name, *rest = argv
+    try:
+        return int(importlib.import_module(f"tuner.bench.{name}").main(rest))
+    except TunerError as exc:
+        print(f"{name}: {exc}", file=sys.stderr)
+        return 2 if isinstance(exc, ConfigError) else 1
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

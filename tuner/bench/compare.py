@@ -1,0 +1,222 @@
+"""Own kernels and peers side by side: compile what is missing, then time row by row."""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
+from typing import Protocol
+
+from tuner.bench.contenders import Lineup, line_up
+from tuner.bench.results import Results, Row, Timed
+from tuner.bench.suites import Named, none_named
+from tuner.compiler import Compiler
+from tuner.errors import BenchmarkError, ConfigError, StoreError, TunerError
+from tuner.families import family
+from tuner.families.base import KernelSpec
+from tuner.hardware import Gpu
+from tuner.lookup import Entry
+from tuner.measurement import Regime
+from tuner.problem import Problem
+from tuner.runners.base import Runner
+
+#: Between two words on how compiling goes on.
+_PROGRESS_S = 5.0
+
+
+@dataclass(frozen=True)
+class Task:
+    """One row to fill."""
+
+    suite: str
+    problem: Problem
+    regime: Regime
+    rounds: int
+    against: tuple[str, ...]
+    """Of `contenders.peers_named`."""
+    named: Named = none_named
+
+    @property
+    def label(self) -> str:
+        return f"{self.problem.op} {self.problem.label()}, {self.regime}"
+
+
+class Machines(Protocol):
+    """What `runners.choose.Runners` is to a comparison."""
+
+    @property
+    def gpu(self) -> Gpu | None:
+        """The GPU to measure on."""
+
+    def of(self, problem: Problem, regime: Regime) -> Runner:
+        """The runner of a problem."""
+
+    def compiler(self) -> Compiler:
+        """What compiles for all of them."""
+
+
+class Comparison:
+    """A run over many rows. One that fails does not end the others.
+
+    Args:
+        tasks: the rows, in order.
+        machines: where.
+        entries: the cache's decisions.
+        own: own kernels to take from each decision.
+        with_untuned: time what the cost model picks beside what was tuned.
+        note: told how it goes on.
+    """
+
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        machines: Machines,
+        entries: Sequence[Entry],
+        *,
+        own: int = 3,
+        with_untuned: bool = False,
+        note: Callable[[str], None],
+    ) -> None:
+        self._tasks, self._machines, self._entries = tasks, machines, entries
+        self._own, self._with_untuned, self._note = own, with_untuned, note
+
+    def run(self, save: Callable[[Results], None], earlier: Results | None = None) -> Results:
+        """Fill every row; `save` is given what is there after each.
+
+        Args:
+            save: keeps intermediate results.
+            earlier: rows of another run. Those of other tasks stay; that of a task is taken over
+                where the same kernels were timed, else filled anew.
+
+        Raises:
+            BenchmarkError: when there is no GPU.
+            ConfigError: when `earlier` comes from another environment.
+            CompileError: when there is no compiler.
+            StoreError: when the disk is full.
+        """
+        gpu = self._machines.gpu
+        if gpu is None:
+            raise BenchmarkError("a bench times kernels on a Hopper GPU, and there is none here")
+        lineups = [self._lineup(task, gpu) for task in self._tasks]
+        first = self._tasks[0]
+        environment = self._machines.of(first.problem, first.regime).environment
+        base = Results(gpu, environment)
+        filled: dict[int, Row] = {}
+        if earlier is not None:
+            _check_same(earlier, base)
+            base = _others(earlier, self._tasks)
+            known = map(partial(_known, earlier), self._tasks, lineups)
+            filled = {number: row for number, row in enumerate(known) if row is not None}
+            self._note(f"{len(filled)} of {len(self._tasks)} rows known before")
+        left = [number for number in range(len(self._tasks)) if number not in filled]
+        self._compile([(self._tasks[number].problem, lineups[number]) for number in left])
+        results = base.with_rows(filled)
+        for done, number in enumerate(left, 1):
+            filled[number] = self._row(self._tasks[number], lineups[number])
+            results = base.with_rows(filled)
+            save(results)
+            said = f"{self._tasks[number].label}: {_said(filled[number])}"
+            self._note(f"{done}/{len(left)} {said}")
+        return results
+
+    def _lineup(self, task: Task, gpu: Gpu) -> Lineup:
+        return line_up(
+            task.problem,
+            gpu,
+            task.regime,
+            self._entries,
+            task.against,
+            own=self._own,
+            with_untuned=self._with_untuned,
+            named=task.named(task.problem, gpu),
+        )
+
+    def _compile(self, wanted: Sequence[tuple[Problem, Lineup]]) -> None:
+        """Have every kernel built before anything is timed; one that fails is its row's affair."""
+        specs: dict[KernelSpec, None] = {}
+        for problem, lineup in wanted:
+            for contender in lineup.contenders:
+                kernels = family(contender.config.family).kernels(problem, contender.config)
+                specs.update(dict.fromkeys(kernels.values()))
+        futures = [future for _, future in self._machines.compiler().submit(list(specs))]
+        left = [future for future in futures if not future.done()]
+        total = len(left)
+        while left:
+            self._note(f"compiling: {total - len(left)} of {total} kernels")
+            _, waiting = concurrent.futures.wait(left, timeout=_PROGRESS_S)
+            left = list(waiting)
+
+    def _row(self, task: Task, lineup: Lineup) -> Row:
+        """Time a lineup; what makes all of it impossible is the row's failure."""
+        empty = Row(
+            task.suite,
+            task.problem,
+            task.regime,
+            notes=lineup.notes,
+            created_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+        if not lineup.contenders:
+            return replace(empty, failure="no kernel serves it")
+        configs = [contender.config for contender in lineup.contenders]
+        try:
+            runner = self._machines.of(task.problem, task.regime)
+            seen = runner.retime(task.problem, configs, task.rounds)
+        except StoreError:
+            raise
+        except TunerError as exc:
+            return replace(empty, failure=str(exc))
+        timed = tuple(Timed.of(c, m) for c, m in zip(lineup.contenders, seen, strict=True))
+        clocks = next((m.clocks for m in seen if m.ok), empty.clocks)
+        return replace(empty, timed=timed, clocks=clocks)
+
+
+def _check_same(earlier: Results, here: Results) -> None:
+    """See that rows of an earlier run may stand beside those of this one.
+
+    Raises:
+        ConfigError: when it ran elsewhere; names what differs.
+    """
+    theirs = {"gpu": earlier.gpu.name, **earlier.environment.facts}
+    ours = {"gpu": here.gpu.name, **here.environment.facts}
+    differing = [
+        f"{name} {theirs.get(name, 'absent')}, here {ours.get(name, 'absent')}"
+        for name in sorted({*theirs, *ours})
+        if theirs.get(name) != ours.get(name)
+    ]
+    if differing:
+        raise ConfigError(
+            f"the earlier rows were measured in another environment ({'; '.join(differing)}): "
+            "begin anew without --resume"
+        )
+
+
+def _others(earlier: Results, tasks: Sequence[Task]) -> Results:
+    """The earlier rows that no task asks for."""
+    asked = {(task.suite, task.problem, task.regime) for task in tasks}
+    kept = [r for r in earlier.rows if (r.suite, r.problem, r.regime) not in asked]
+    return replace(earlier, rows=tuple(kept))
+
+
+def _known(earlier: Results, task: Task, lineup: Lineup) -> Row | None:
+    """The earlier row of a task, if it timed these kernels over as many rounds."""
+    configs = {contender.config for contender in lineup.contenders}
+    for row in earlier.rows:
+        if (
+            (row.suite, row.problem, row.regime) == (task.suite, task.problem, task.regime)
+            and not row.failure
+            and {timed.config for timed in row.timed} == configs
+            and all(timed.rounds >= task.rounds for timed in row.timed if timed.latency_us)
+        ):
+            return row
+    return None
+
+
+def _said(row: Row) -> str:
+    """A row in a few words."""
+    if row.failure:
+        return row.failure
+    parts = [f"{t.name} {t.latency_us:.4g} us" for t in (row.own, row.peer) if t and t.latency_us]
+    ratio = [f"ratio {row.ratio:.3f}"] if row.ratio is not None else []
+    return ", ".join([*parts, *ratio]) or "no kernel passed"

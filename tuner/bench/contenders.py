@@ -1,0 +1,179 @@
+"""Who takes part for a problem: what the cache holds of it, and the kernels to measure against."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from tuner.config import Config
+from tuner.errors import ConfigError
+from tuner.evaluate import INEXPRESSIBLE
+from tuner.families import families_of, family
+from tuner.families.base import Family
+from tuner.families.vendor import Vendor
+from tuner.hardware import Gpu
+from tuner.lookup import Entry
+from tuner.measurement import Provenance, Regime
+from tuner.problem import Problem
+from tuner.store.entry import is_vendor
+
+
+class Role(StrEnum):
+    """Why a kernel takes part."""
+
+    OWN = "own"
+    """From the cache."""
+    UNTUNED = "untuned"
+    """An own kernel that the cost model picks; competes only where nothing was tuned."""
+    NAMED = "named"
+    """An own kernel that was asked for by its config; shown, and no part of a ratio."""
+    PEER = "peer"
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One kernel of a row."""
+
+    role: Role
+    config: Config
+    label: str = ""
+
+    @property
+    def name(self) -> str:
+        """Its label, a peer's kernel, or a family and the beginning of a config's digest."""
+        if self.role is Role.PEER:
+            return str(self.config["kernel"])
+        return self.label or f"{self.config.family} {self.config.digest[:6]}"
+
+
+@dataclass(frozen=True)
+class Lineup:
+    """Who takes part for one problem under one regime."""
+
+    contenders: tuple[Contender, ...]
+    notes: tuple[str, ...] = ()
+
+
+def line_up(
+    problem: Problem,
+    gpu: Gpu,
+    regime: Regime,
+    entries: Iterable[Entry],
+    against: Sequence[str],
+    *,
+    own: int,
+    with_untuned: bool,
+    named: Mapping[str, Config] | None = None,
+) -> Lineup:
+    """The best own kernels of the cache, those that are named, and the peers.
+
+    Args:
+        problem: what is computed.
+        gpu: where.
+        regime: decisions of this regime come first, those of others follow.
+        entries: the cache's decisions; only measured ones of this GPU are used.
+        against: kernels to measure against, of `peers_named`.
+        own: own kernels to take from each decision.
+        with_untuned: time what the cost model picks beside what was tuned.
+        named: further legal configs, by what they are called.
+    """
+    notes: list[str] = []
+    cached = [
+        entry
+        for entry in entries
+        if (entry.problem, entry.gpu.identity) == (problem, gpu.identity)
+        and entry.provenance is Provenance.MEASURED
+    ]
+    cached.sort(key=lambda entry: entry.regime != regime)
+    chosen: dict[Config, None] = {}
+    for entry in cached:
+        chosen.update(dict.fromkeys(_best(entry, gpu, own, notes)))
+    untuned = [] if chosen and not with_untuned else predicted(problem, gpu, own)
+    if not chosen:
+        notes.append("not tuned: own kernels are the cost model's first choices")
+    roles = dict.fromkeys(chosen, Role.OWN)
+    for config in untuned[: 1 if chosen else own]:
+        roles.setdefault(config, Role.UNTUNED)
+    contenders = [Contender(role, config) for config, role in roles.items()]
+    contenders += [
+        Contender(Role.NAMED, config, label)
+        for label, config in (named or {}).items()
+        if config not in roles
+    ]
+    return Lineup((*contenders, *_peers(problem, gpu, against)), tuple(notes))
+
+
+def _best(entry: Entry, gpu: Gpu, count: int, notes: list[str]) -> Iterator[Config]:
+    """The winner where it is an own kernel, then the best own ones, as far as they are legal."""
+    ranked = [m.config for m in (entry.winner, *entry.ranking) if not is_vendor(m.config)]
+    left = count
+    for config in dict.fromkeys(ranked):
+        if reason := _illegal(entry.problem, config, gpu):
+            notes.append(f"{config.family} {config.digest[:6]} of the cache is left out: {reason}")
+        elif left:
+            left -= 1
+            yield config
+
+
+def _illegal(problem: Problem, config: Config, gpu: Gpu) -> str:
+    """Why a stored config cannot serve today; empty when it can."""
+    try:
+        member = family(config.family)
+        found = member.violations(problem, config, gpu)
+        if not found:
+            member.kernels(problem, config)
+    except INEXPRESSIBLE as exc:  # an older version of its family had other parameters
+        return f"{type(exc).__name__}: {exc}"
+    return "; ".join(found)
+
+
+def predicted(problem: Problem, gpu: Gpu, count: int) -> list[Config]:
+    """The cost model's first choices over all own families, best first.
+
+    Families that are put together from tuned stages have no space before those are tuned.
+    """
+    found: list[tuple[float, str, Config]] = []
+    for member in families_of(problem.op).values():
+        if member.is_vendor or member.stages(problem):
+            continue
+        space = member.space(problem, gpu)
+        for config in member.seeds(problem, gpu, space, count) if space else ():
+            found.append((member.predict_us(problem, config, gpu), config.digest, config))
+    return [config for *_, config in sorted(found, key=lambda item: item[:2])][:count]
+
+
+def peers_named(op: str, names: Sequence[str] = ()) -> list[str]:
+    """Kernels of the vendors and peers of an operation; without names, all of their space.
+
+    A name takes its variants along: ``flash3`` is ``flash3`` and ``flash3_splits``.
+
+    Raises:
+        ConfigError: when a name is not known; says which are.
+    """
+    vendors = _vendors(op)
+    if not names:
+        return [kernel for member in vendors for kernel in member.offered]
+    known = [k for member in vendors for k in (*member.offered, *member.on_request)]
+    chosen: dict[str, None] = {}
+    for name in names:
+        matching = [k for k in known if k == name or k.startswith(f"{name}_")]
+        if not matching:
+            raise ConfigError(f"'{name}' is no peer of {op} (allowed: {', '.join(known)})")
+        chosen.update(dict.fromkeys(matching))
+    return [kernel for kernel in known if kernel in chosen]
+
+
+def _peers(problem: Problem, gpu: Gpu, names: Sequence[str]) -> list[Contender]:
+    found = []
+    for member in _vendors(problem.op):
+        for kernel in (*member.offered, *member.on_request):
+            config = member.preferred(problem, kernel)
+            if kernel in names and not member.violations(problem, config, gpu):
+                found.append(Contender(Role.PEER, config))
+    return found
+
+
+def _vendors(op: str) -> list[Vendor]:
+    members: Iterable[Family] = families_of(op).values()
+    return [member for member in members if isinstance(member, Vendor)]

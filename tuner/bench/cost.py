@@ -1,0 +1,263 @@
+"""``scripts/bench cost``: fits the families' cost models to the recordings and judges the fit.
+
+A family's constants are fitted to the logarithm of the recorded quick times, all problems at
+once; what counts most is the order within a problem. Judged is each problem by the constants
+fitted without it. ``--write`` stores the fit to all problems as ``cache/cost/FAMILY.json``, which
+is what `Family.constants` reads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tuner import recording, resources
+from tuner.cli import DONE
+from tuner.cli.describe import table
+from tuner.errors import ConfigError
+from tuner.families import families, families_of
+from tuner.families.base import Family
+from tuner.measurement import Measurement, Regime
+from tuner.recording import Recording
+
+#: Deviation, in natural logarithms, from which a time counts as an outlier; of a problem's mean;
+#: and of a constant from where its fit starts.
+SCATTER = 0.05
+BIAS = 0.1
+PRIOR = 0.3
+#: Measurements from which on more do not give a problem more weight.
+FULL_WEIGHT = 50
+#: Evaluations at most; a fit has settled after 10 to 30.
+STEPS = 40
+#: Measurements from which on a problem's rank correlation says something.
+RANKED = 10
+
+
+def read(folder: Path) -> list[Recording]:
+    """Every recording of a folder, in the order of their names.
+
+    Raises:
+        ConfigError: when there is none, or one is damaged.
+    """
+    paths = sorted(folder.glob(f"*{recording.SUFFIX}"))
+    if not paths:
+        raise ConfigError(f"{folder} holds no recording (*{recording.SUFFIX})")
+    return [recording.read(path) for path in paths]
+
+
+def parts(recordings: Sequence[Recording]) -> list[Recording]:
+    """The recordings and those of their stages, the widest of each problem."""
+    found: dict[tuple[str, str, str], Recording] = {}
+    for one in recordings:
+        for part in one.walk():
+            key = _key(part)
+            if key not in found or len(part.measurements) > len(found[key].measurements):
+                found[key] = part
+    return list(found.values())
+
+
+def _key(part: Recording) -> tuple[str, str, str]:
+    return part.problem.key, part.gpu.identity, str(part.regime)
+
+
+def quick_pass(part: Recording) -> tuple[Measurement, ...]:
+    """The quick measurements of own candidates that are legal still."""
+    known = families()
+    return tuple(
+        m
+        for m in part.measurements
+        if not m.is_final
+        and m.config.family in known
+        and not known[m.config.family].is_vendor
+        and known[m.config.family].accepts(part.problem, m.config, part.gpu)
+    )
+
+
+class Fit:
+    """The fits of one set of recordings: each left-out problem is fitted once.
+
+    An estimate stands for its operation's default regime, and is fitted and judged in that alone:
+    a GEMM whose inputs are in the L2 is another thing.
+    """
+
+    def __init__(self, recordings: Sequence[Recording]) -> None:
+        self.parts = [p for p in parts(recordings) if p.regime == Regime.default(p.problem.op)]
+        self._quick = {_key(part): quick_pass(part) for part in self.parts}
+        self._constants = cache(self._fit)
+
+    def quick(self, part: Recording) -> tuple[Measurement, ...]:
+        """The quick pass of a problem."""
+        return self._quick[_key(part)]
+
+    def measured(self, family: str, part: Recording) -> list[Measurement]:
+        """What passed of one family in the quick pass of a problem."""
+        return [m for m in self.quick(part) if m.ok and m.config.family == family]
+
+    def constants(self, family: Family, without: Recording | None = None) -> dict[str, float]:
+        """Of a fit to all problems but one's."""
+        return self._constants(family.name, None if without is None else without.problem.key)
+
+    def without(self, part: Recording) -> list[Family]:
+        """The own families that were recorded of a problem, fitted without it."""
+        recorded = {m.config.family for m in self.quick(part)}
+        return [
+            family.refitted(self.constants(family, part)) if family.cost_constants else family
+            for name, family in families_of(part.problem.op).items()
+            if name in recorded
+        ]
+
+    def _fit(self, name: str, left_out: str | None) -> dict[str, float]:
+        try:
+            import numpy as np
+            from scipy.optimize import least_squares
+        except ImportError as exc:
+            raise ConfigError(
+                f"a fit needs scipy ({exc}): pip install 'cutlass-tuner[fit]'"
+            ) from exc
+
+        family = families()[name]
+        start = family.cost_constants
+        used = [
+            (part, measured)
+            for part in self.parts
+            if part.problem.key != left_out and (measured := self.measured(name, part))
+        ]
+        if not used:
+            return dict(start)
+
+        def constants(steps: Sequence[float]) -> dict[str, float]:
+            return {n: v * math.exp(s) for (n, v), s in zip(start.items(), steps, strict=True)}
+
+        def residuals(steps: Any) -> Any:
+            fitted = family.refitted(constants(steps))
+            found: list[Any] = [np.asarray(steps) / PRIOR]
+            for part, measured in used:
+                errors = np.array(
+                    [
+                        math.log(fitted.predict_us(part.problem, m.config, part.gpu) / time)
+                        for m in measured
+                        if (time := m.latency_us) is not None
+                    ]
+                )
+                share = min(1.0, FULL_WEIGHT / len(errors))
+                found += [math.sqrt(share) * (errors - errors.mean()) / SCATTER]
+                found += [[errors.mean() / BIAS]]
+            return np.concatenate(found)
+
+        answer = least_squares(
+            residuals, np.zeros(len(start)), loss="soft_l1", diff_step=1e-2, max_nfev=STEPS
+        )
+        return {n: float(f"{v:.4g}") for n, v in constants(answer.x).items()}
+
+
+def rank_correlation(
+    family: Family, part: Recording, measured: Sequence[Measurement]
+) -> float | None:
+    """Spearman's, of predicted and measured times; None where too few were measured."""
+    if len(measured) < RANKED:
+        return None
+    from scipy.stats import spearmanr
+
+    predicted = [family.predict_us(part.problem, m.config, part.gpu) for m in measured]
+    return float(spearmanr(predicted, [m.latency_us for m in measured]).statistic)
+
+
+def judge(fit: Fit, family: Family) -> list[dict[str, Any]]:
+    """How a family's estimate does on each problem, by a fit without and with it."""
+    rows = []
+    for part in fit.parts:
+        measured = fit.measured(family.name, part)
+        if not measured:
+            continue
+        left_out = family.refitted(fit.constants(family, part))
+        fitted = family.refitted(fit.constants(family))
+        predicted = {
+            m.config: left_out.predict_us(part.problem, m.config, part.gpu) for m in measured
+        }
+        best = min(measured, key=lambda m: m.latency_us or math.inf)
+        ratios = [predicted[m.config] / m.latency_us for m in measured if m.latency_us]
+        rows.append(
+            {
+                "problem": f"{part.problem.op} {part.problem.label()}",
+                "measurements": len(measured),
+                "spearman": rank_correlation(left_out, part, measured),
+                "spearman_in_fit": rank_correlation(fitted, part, measured),
+                "bias": math.exp(sum(map(math.log, ratios)) / len(ratios)) - 1,
+                "best_over_lowest": predicted[best.config] / min(predicted.values()),
+            }
+        )
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Fit, judge, and with ``--write`` store.
+
+    Raises:
+        ConfigError: when an argument or a recording is wrong.
+    """
+    parser = argparse.ArgumentParser(
+        prog="bench cost",
+        description="Fits the cost models to the recordings; each problem is judged by the fit "
+        "that left it out.",
+    )
+    parser.add_argument("--recordings", type=Path, default=recording.folder(), metavar="DIR")
+    parser.add_argument("--family", action="append", metavar="NAME")
+    parser.add_argument("--write", action="store_true", help="store the constants in cache/cost")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    args = parser.parse_args(argv)
+    known = {name: f for name, f in families().items() if f.cost_constants}
+    for name in args.family or ():
+        if name not in known:
+            raise ConfigError(f"family '{name}' has no fit (allowed: {', '.join(known)})")
+    fit = Fit(read(args.recordings))
+    document = {}
+    for name in args.family or known:
+        family = known[name]
+        judged = judge(fit, family)
+        constants = fit.constants(family)
+        document[name] = {"constants": constants, "judged": judged}
+        print(f"\n{name}: " + ", ".join(f"{n}={v:g}" for n, v in constants.items()))
+        print(_table(judged))
+        if args.write and any(row["spearman"] is not None for row in judged):
+            _write(name, constants, judged)
+    if args.json is not None:
+        args.json.write_text(json.dumps(document, indent=1) + "\n")
+    return DONE
+
+
+def _table(judged: Sequence[Mapping[str, Any]]) -> str:
+    def text(value: float | None) -> str:
+        return "" if value is None else f"{value:.2f}"
+
+    head = ("problem", "measured", "Spearman left out", "in fit", "bias", "best / lowest")
+    rows = [
+        (
+            row["problem"],
+            str(row["measurements"]),
+            text(row["spearman"]),
+            text(row["spearman_in_fit"]),
+            f"{100 * row['bias']:+.0f} %",
+            f"{row['best_over_lowest']:.3f}",
+        )
+        for row in judged
+    ]
+    return table([head, *rows], frozenset(range(1, len(head))))
+
+
+def _write(name: str, constants: Mapping[str, float], judged: Sequence[Mapping[str, Any]]) -> None:
+    folder = resources.cache() / "cost"
+    folder.mkdir(exist_ok=True)
+    document = {
+        "fit": "scripts/bench cost --write",
+        "constants": dict(constants),
+        "judged_left_out": [
+            {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}
+            for row in judged
+        ],
+    }
+    (folder / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")

@@ -1,0 +1,141 @@
+"""What this project's design documents measured, kernel by kernel, on this machine.
+
+They tried tiles of the GEMMs of three-kernel attention and threads of its softmax, compared the
+fused kernels on four workloads, and one GEMM tile with CUTLASS's default. Each named tile takes the
+schedule, stages and order of blocks that the cost model likes best with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tuner.bench.suites import Suite
+from tuner.config import Config, Value
+from tuner.errors import ConfigError
+from tuner.families import family
+from tuner.hardware import Gpu
+from tuner.measurement import Regime
+from tuner.problem import AttentionProblem, GemmProblem, Problem, SoftmaxProblem
+
+#: tile_m, tile_n, tile_k.
+Tile = tuple[int, int, int]
+TILES: tuple[Tile, ...] = (
+    (64, 128, 64),
+    (64, 64, 32),
+    (64, 128, 32),
+    (64, 256, 32),
+    (128, 64, 32),
+    (128, 256, 64),
+)
+THREADS = (16, 32, 256)
+"""Softmax threads a row."""
+TILED = AttentionProblem(1024, 1024, 64)
+"""The workload of the tiles."""
+#: The documents' best GEMM, and what CUTLASS's examples begin with: tile, cluster_m, cluster_n.
+GEMMS: tuple[tuple[Tile, int, int], ...] = (((128, 256, 64), 2, 1), ((128, 128, 64), 1, 1))
+NAME = "design-documents"
+
+
+def three_kernels(problem: Problem, gpu: Gpu) -> dict[str, Config]:
+    """Every tile with 32 softmax threads a row, and the first tile with the other counts.
+
+    The product with V has tiles no wider than its output, the head dimension.
+    """
+    if problem != TILED:
+        return {}
+    wanted = [(tile, 32) for tile in TILES] + [(TILES[0], n) for n in THREADS if n != 32]
+    found = {}
+    for (m, n, k), threads in wanted:
+        label = f"three kernels {m}x{n}x{k}, softmax {threads}"
+        found[label] = _three_kernels(TILED, gpu, (m, n, k), threads)
+    return {label: config for label, config in found.items() if config is not None}
+
+
+def _three_kernels(problem: AttentionProblem, gpu: Gpu, tile: Tile, threads: int) -> Config | None:
+    """All heads a launch, each kernel begun before its predecessor ends; None where illegal."""
+    member = family("three_kernel_attention")
+    stages: dict[str, Config] = {}
+    for name, stage in member.stages(problem).items():
+        if isinstance(stage, SoftmaxProblem):
+            found = _cheapest(stage, gpu, {"threads_per_row": threads})
+        elif isinstance(stage, GemmProblem):
+            m, n, k = tile
+            found = _cheapest(stage, gpu, _tile((m, min(n, stage.n), k)))
+        if found is None:
+            return None
+        stages[name] = found
+    heads = problem.batch * problem.heads_q
+    params = {"heads_per_launch": heads, "pdl": True, "in_place": True}
+    config = Config(member.name, params, stages)
+    return None if member.violations(problem, config, gpu) else config
+
+
+def gemms(problem: Problem, gpu: Gpu) -> dict[str, Config]:
+    """The documents' tile and the usual first one."""
+    found = {}
+    for (m, n, k), cluster_m, cluster_n in GEMMS:
+        cluster = {"cluster_m": cluster_m, "cluster_n": cluster_n}
+        label = f"gemm {m}x{n}x{k} cluster {cluster_m}x{cluster_n}"
+        found[label] = _cheapest(problem, gpu, {**_tile((m, n, k)), **cluster})
+    return {label: config for label, config in found.items() if config is not None}
+
+
+def _tile(tile: Tile) -> dict[str, Value]:
+    return dict(zip(("tile_m", "tile_n", "tile_k"), tile, strict=True))
+
+
+def _cheapest(problem: Problem, gpu: Gpu, wanted: Mapping[str, Value]) -> Config | None:
+    """Of the configs of the space, given these parameters, the legal one with the least estimate;
+    None where none is legal.
+    """
+    member = family(problem.op)
+    changed = {
+        Config(member.name, {**config.params, **wanted})
+        for config in member.space(problem, gpu)
+        if not config.get("swap_ab", False)
+    }
+    legal = [config for config in changed if not member.violations(problem, config, gpu)]
+    return min(legal, key=lambda c: (member.predict_us(problem, c, gpu), c.digest), default=None)
+
+
+_LAUNCHED = (Regime("graph", "warm"), Regime("eager", "warm"))
+PRESETS: dict[str, tuple[Suite, ...]] = {
+    NAME: (
+        Suite(
+            NAME,
+            "the workloads of the design documents; graphs against plain launches",
+            (
+                TILED,
+                AttentionProblem(2048, 2048, 64, 16),
+                AttentionProblem(512, 512, 64),
+                AttentionProblem(8192, 8192, 64, 1, 8),
+            ),
+            _LAUNCHED,
+            against=("cudnn", "flash2", "efficient", "flash3", "flash4", "naive"),
+            named=three_kernels,
+        ),
+        Suite(
+            NAME,
+            "their GEMM tile",
+            (GemmProblem(4096, 4096, 4096), GemmProblem(8192, 8192, 8192)),
+            (Regime("graph", "cold"), Regime("eager", "cold")),
+            against=(),
+            named=gemms,
+        ),
+    )
+}
+
+
+def preset(name: str, op: str) -> Suite:
+    """The part of a preset that an operation has.
+
+    Raises:
+        ConfigError: when there is none; says which there are.
+    """
+    if name not in PRESETS:
+        raise ConfigError(f"preset '{name}' is not known (allowed: {', '.join(PRESETS)})")
+    for suite in PRESETS[name]:
+        if suite.op == op:
+            return suite
+    allowed = ", ".join(suite.op for suite in PRESETS[name])
+    raise ConfigError(f"preset '{name}' has nothing for {op} (allowed: {allowed})")

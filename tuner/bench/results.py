@@ -1,0 +1,320 @@
+"""What a comparison saw: rows of timed kernels, what follows from them, JSON both ways."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Self
+
+from tuner.bench.contenders import Contender, Role
+from tuner.config import Config
+from tuner.errors import ConfigError, StoreError
+from tuner.hardware import Gpu
+from tuner.measurement import Clocks, Environment, Measurement, Regime, Resources, Status
+from tuner.outcome import first_line
+from tuner.problem import AttentionProblem, Problem, problem_from_json
+
+FORMAT = 1
+#: Half the width of a median's 95 % confidence interval in standard errors of the mean: 1.96 for
+#: normally distributed rounds, and a median spreads sqrt(pi / 2) as wide as a mean.
+_MEDIAN_95 = 1.96 * math.sqrt(math.pi / 2)
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One kernel of a row."""
+
+    role: Role
+    name: str
+    config: Config
+    status: Status
+    latency_us: float | None = None
+    """Median over the rounds; None where it was not timed."""
+    std_us: float | None = None
+    rounds: int = 0
+    error: float | None = None
+    """Relative Frobenius error against the fp64 reference, the worst kind of inputs."""
+    workspace_bytes: int = 0
+    flags: tuple[str, ...] = ()
+    resources: Mapping[str, Resources] = field(default_factory=dict)
+    log: str = ""
+
+    @classmethod
+    def of(cls, contender: Contender, seen: Measurement) -> Self:
+        return cls(
+            contender.role,
+            contender.name,
+            contender.config,
+            seen.status,
+            seen.latency_us,
+            seen.std_us,
+            seen.rounds,
+            seen.error,
+            seen.workspace_bytes,
+            seen.flags,
+            seen.resources,
+            seen.log,
+        )
+
+    @property
+    def half_width_us(self) -> float | None:
+        """The median is known to plus or minus this, 95 % confidence."""
+        if self.std_us is None or self.rounds < 2:
+            return None
+        return _MEDIAN_95 * self.std_us / math.sqrt(self.rounds)
+
+    @property
+    def reason(self) -> str:
+        """Why it has no time; empty when it has one."""
+        if self.latency_us is not None:
+            return ""
+        return f"{self.status}: {said}" if (said := first_line(self.log)) else str(self.status)
+
+
+@dataclass(frozen=True)
+class Row:
+    """All kernels of one problem under one regime, timed interleaved in one run."""
+
+    suite: str
+    problem: Problem
+    regime: Regime
+    timed: tuple[Timed, ...] = ()
+    clocks: Clocks = field(default_factory=Clocks)
+    notes: tuple[str, ...] = ()
+    failure: str = ""
+    """Why nothing was timed; empty when something was."""
+    created_at: str = ""
+    """UTC, ISO 8601."""
+
+    @property
+    def own(self) -> Timed | None:
+        """The fastest own kernel: of the tuned ones, or of the untuned where none is tuned."""
+        tuned = [t for t in self.timed if t.role is Role.OWN]
+        return _fastest(tuned or [t for t in self.timed if t.role is Role.UNTUNED])
+
+    @property
+    def peer(self) -> Timed | None:
+        """The fastest peer."""
+        return _fastest([t for t in self.timed if t.role is Role.PEER])
+
+    @property
+    def ratio(self) -> float | None:
+        """Time of the fastest peer over that of the fastest own kernel; above 1 ours is faster."""
+        own, peer = self.own, self.peer
+        if own is None or peer is None or not own.latency_us or not peer.latency_us:
+            return None
+        return peer.latency_us / own.latency_us
+
+    def figures(self, timed: Timed, gpu: Gpu) -> dict[str, float]:
+        """What follows from a time, by name; empty without one.
+
+        ``tb_per_s`` counts the keys and values of attention, every operand of other operations.
+        """
+        us = timed.latency_us
+        if us is None:
+            return {}
+        problem, memory = self.problem, self.problem.bytes + timed.workspace_bytes
+        moved = problem.bytes
+        found: dict[str, float] = {}
+        if isinstance(problem, AttentionProblem):
+            _, key, value, _ = problem.operands
+            moved = key.bytes + value.bytes
+            tokens = problem.batch * problem.seqlen_q * 1e6 / us
+            found = {
+                "us_per_head": us / (problem.batch * problem.heads_q),
+                "tokens_per_s": tokens,
+                "tokens_per_s_per_mb": tokens / (memory / 1e6),
+            }
+        tflops = problem.flops / us / 1e6
+        found |= {
+            "tflops": tflops,
+            "share_of_peak": tflops / gpu.peak_tflops,
+            "tb_per_s": moved / us / 1e6,
+            "memory_mb": memory / 1e6,
+        }
+        if timed.half_width_us is not None:
+            found["half_width_us"] = timed.half_width_us
+        return found
+
+    def to_json(self, gpu: Gpu) -> dict[str, Any]:
+        """Every field, and beside them what follows, for people and other programs to read."""
+        own, peer = self.own, self.peer
+        return {
+            "suite": self.suite,
+            "label": self.problem.label(),
+            "problem": self.problem.to_json(),
+            "regime": str(self.regime),
+            "own": own and own.name,
+            "own_us": own and own.latency_us,
+            "fastest_peer": peer and peer.name,
+            "fastest_peer_us": peer and peer.latency_us,
+            "peer_over_own": self.ratio,
+            "kernels": [
+                {
+                    **asdict(timed),
+                    "role": str(timed.role),
+                    "status": str(timed.status),
+                    "config": timed.config.to_json(),
+                    "figures": self.figures(timed, gpu),
+                }
+                for timed in self.timed
+            ],
+            "clocks": asdict(self.clocks),
+            "notes": list(self.notes),
+            "failure": self.failure,
+            "created_at": self.created_at,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """The inverse of `to_json`."""
+        clocks = dict(data["clocks"])
+        return cls(
+            suite=data["suite"],
+            problem=problem_from_json(data["problem"]),
+            regime=Regime.parse(data["regime"]),
+            timed=tuple(_timed_from_json(item) for item in data["kernels"]),
+            clocks=Clocks(**{**clocks, "throttle": tuple(clocks["throttle"])}),
+            notes=tuple(data["notes"]),
+            failure=data["failure"],
+            created_at=data["created_at"],
+        )
+
+
+def _timed_from_json(data: Mapping[str, Any]) -> Timed:
+    values = {name: value for name, value in data.items() if name != "figures"}
+    return Timed(
+        **{
+            **values,
+            "role": Role(values["role"]),
+            "status": Status(values["status"]),
+            "config": Config.from_json(values["config"]),
+            "flags": tuple(values["flags"]),
+            "resources": {k: Resources(**v) for k, v in values["resources"].items()},
+        }
+    )
+
+
+def _fastest(timed: Sequence[Timed]) -> Timed | None:
+    passed = [t for t in timed if t.latency_us is not None]
+    return min(passed, key=lambda t: t.latency_us or 0.0, default=None)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A suite under one regime."""
+
+    suite: str
+    regime: Regime
+    count: int
+    """Problems with both an own time and a peer's."""
+    missing: int
+    """Problems without."""
+    geometric_mean: float | None
+    """Of peer's time over own time."""
+    worst: float | None
+    worst_label: str
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> Self:
+        """Args: rows: of one suite and regime, at least one."""
+        ratios = {row.problem.label(): row.ratio for row in rows if row.ratio is not None}
+        worst = min(ratios, key=lambda label: ratios[label], default="")
+        return cls(
+            suite=rows[0].suite,
+            regime=rows[0].regime,
+            count=len(ratios),
+            missing=len(rows) - len(ratios),
+            geometric_mean=statistics.geometric_mean(ratios.values()) if ratios else None,
+            worst=ratios.get(worst),
+            worst_label=worst,
+        )
+
+
+@dataclass(frozen=True)
+class Results:
+    """A run of `compare.Comparison`, finished or not."""
+
+    gpu: Gpu
+    environment: Environment
+    rows: tuple[Row, ...] = ()
+
+    def with_rows(self, numbered: Mapping[int, Row]) -> Results:
+        """These and further ones, in the order of their numbers."""
+        return replace(self, rows=(*self.rows, *(numbered[i] for i in sorted(numbered))))
+
+    @property
+    def sections(self) -> list[list[Row]]:
+        """Rows of one suite and regime each, in the order in which those first came."""
+        order = {key: i for i, key in reversed([*enumerate(map(_section, self.rows))])}
+        ranked = sorted(self.rows, key=lambda row: order[_section(row)])
+        return [list(group) for _, group in groupby(ranked, key=_section)]
+
+    @property
+    def summaries(self) -> list[Summary]:
+        return [Summary.of(rows) for rows in self.sections]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "gpu": asdict(self.gpu),
+            "environment": dict(self.environment.facts),
+            "summaries": [{**asdict(s), "regime": str(s.regime)} for s in self.summaries],
+            "rows": [row.to_json(self.gpu) for row in self.rows],
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """The inverse of `to_json`.
+
+        Raises:
+            ConfigError: when it is something else.
+        """
+        try:
+            if data["format"] != FORMAT:
+                raise ConfigError(f"format {data['format']} is not known (allowed: {FORMAT})")
+            return cls(
+                Gpu(**data["gpu"]),
+                Environment(data["environment"]),
+                tuple(Row.from_json(row) for row in data["rows"]),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as exc:
+            if isinstance(exc, ConfigError):
+                raise
+            raise ConfigError(f"not the results of a bench: {type(exc).__name__} {exc}") from exc
+
+    def write(self, path: Path) -> None:
+        """Write beside the file and rename: a killed run leaves the rows that it had.
+
+        Raises:
+            StoreError: when it cannot be written.
+        """
+        partial = path.with_name(f".{path.name}.partial")
+        try:
+            partial.write_text(json.dumps(self.to_json(), indent=1) + "\n")
+            partial.replace(path)
+        except OSError as exc:
+            raise StoreError(f"{path} cannot be written: {exc.strerror}") from exc
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """The inverse of `write`.
+
+        Raises:
+            ConfigError: when it cannot be read or is something else.
+        """
+        try:
+            return cls.from_json(json.loads(path.read_text()))
+        except OSError as exc:
+            raise ConfigError(f"{path} cannot be read: {exc.strerror}") from exc
+        except ValueError as exc:
+            raise ConfigError(f"{path}: {exc}") from exc
+
+
+def _section(row: Row) -> tuple[str, str]:
+    return row.suite, str(row.regime)

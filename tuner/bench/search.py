@@ -1,0 +1,356 @@
+"""``scripts/bench search``: what each sampler finds on recorded sweeps after how many compiles.
+
+Every recorded sweep is replayed through the real search (`tuner.search`). Nothing of a problem's
+own results reaches what searches it: the cost models are fitted again without them, and `model`
+learns from the other problems' recordings alone. A seed decides what a sampler draws, and draws
+each timing anew from the deviation that was recorded with it; regret is judged by the recorded
+time of what then looks best, against the recorded best.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import os
+import random
+import statistics
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tuner import recording
+from tuner.bench import cost
+from tuner.cli import DONE, INTERRUPTED
+from tuner.cli.describe import table
+from tuner.config import Config
+from tuner.errors import ConfigError
+from tuner.families.base import Family, group_by_kernels
+from tuner.hardware import Gpu
+from tuner.measurement import Measurement
+from tuner.problem import Problem
+from tuner.search import EFFORTS, SAMPLERS, FamilySearch, Search
+
+COMPILED = (1, 2, 4, 8, 12, 16, 40)
+"""Compiled groups after which the regret is read."""
+SEEDS = 30
+EFFORT = "quick"
+STOPPED = "model-stopping"
+"""The sampler `model` as a sweep uses it: it ends when no gain is expected."""
+METHODS = (*SAMPLERS, STOPPED)
+WIDE = 120
+"""Groups from which on a recording counts in the summary: the best of few is soon found."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One recorded problem and all that may be known when it is searched."""
+
+    problem: Problem
+    gpu: Gpu
+    recorded: Mapping[Config, Measurement]
+    """The quick pass, own candidates that are legal still."""
+    families: tuple[Family, ...]
+    """With the constants of a fit that left this problem out."""
+    history: tuple[Measurement, ...]
+    """Quick passes of the other problems on this chip in this regime."""
+
+    @property
+    def label(self) -> str:
+        return f"{self.problem.op} {self.problem.label()}"
+
+    @property
+    def groups(self) -> int:
+        return sum(len(group_by_kernels(f, self.space(f))) for f in self.families)
+
+    @property
+    def best_us(self) -> float:
+        return min(m.latency_us for m in self.recorded.values() if m.latency_us is not None)
+
+    def space(self, family: Family) -> list[Config]:
+        return [config for config in self.recorded if config.family == family.name]
+
+
+def cases(recordings: Sequence[recording.Recording]) -> list[Case]:
+    """A case for each recorded problem that own kernels passed for; stages are history only."""
+    fit = cost.Fit(recordings)
+    found = []
+    for one in fit.parts:
+        recorded = {m.config: m for m in fit.quick(one)}
+        is_stage = not any(one is whole for whole in recordings)
+        if is_stage or not any(m.ok for m in recorded.values()):
+            continue
+        history = tuple(
+            m
+            for other in fit.parts
+            if other.problem != one.problem
+            and (other.gpu.identity, other.regime) == (one.gpu.identity, one.regime)
+            for m in fit.quick(other)
+        )
+        families = tuple(fit.without(one))
+        found.append(Case(one.problem, one.gpu, recorded, families, history))
+        _say(f"fitted without {found[-1].label}")
+    return found
+
+
+@dataclass(frozen=True)
+class Run:
+    """One replay."""
+
+    regrets: list[float]
+    """After each compiled group, as a share of the recorded best."""
+    timed: int
+    """Candidates that were timed."""
+
+
+def replay(case: Case, method: str, seed: int, *, in_flight: int = 1) -> Run:
+    """Search a recorded problem.
+
+    Args:
+        case: what is searched.
+        method: one of `METHODS`.
+        seed: of the sampler and of the timings' noise.
+        in_flight: groups that are asked for before the first one's result is told.
+    """
+    rng = random.Random(seed)
+    effort = EFFORTS[EFFORT]
+    members = {
+        family.name: FamilySearch(
+            family,
+            case.problem,
+            case.gpu,
+            case.space(family),
+            seeds=effort.seeds,
+            sampler="model" if method == STOPPED else method,
+            seed=seed,
+            heat=effort.heat,
+            history=case.history,
+        )
+        for family in case.families
+    }
+    stop = effort.least_gain if method == STOPPED else 0.0
+    search = Search(list(members.values()), COMPILED[-1], effort.seeds, stop)
+    leader: tuple[float, float] = (math.inf, math.inf)
+    regrets: dict[int, float] = {}
+    compiled: set[str] = set()
+    timed = 0
+    queue: list[list[Config]] = []
+    while True:
+        while len(queue) < in_flight and (group := search.ask()) is not None:
+            queue.append(group)
+        if not queue:
+            return Run(list(regrets.values()), timed)
+        told = [_timed_again(case.recorded[config], rng) for config in queue.pop(0)]
+        search.tell(told)
+        timed += len(told)
+        compiled.add(members[told[0].config.family].family.compile_digest(told[0].config))
+        for m in told:
+            recorded_us = case.recorded[m.config].latency_us
+            if m.latency_us is not None and recorded_us is not None:
+                leader = min(leader, (m.latency_us, recorded_us))
+        regrets[len(compiled)] = leader[1] / case.best_us - 1
+
+
+def _timed_again(m: Measurement, rng: random.Random) -> Measurement:
+    """A timing drawn from the recorded median and deviation."""
+    if m.latency_us is None:
+        return m
+    deviation = (m.std_us or 0.0) / m.latency_us
+    return m.but(latency_us=m.latency_us * math.exp(rng.gauss(0, deviation)))
+
+
+_CASES: list[Case] = []
+"""What the child processes inherit."""
+
+
+def _run(position: int, method: str, seeds: Iterable[int], in_flight: int) -> list[Run]:
+    if method == "gp":
+        import torch
+
+        torch.set_num_threads(1)
+    return [replay(_CASES[position], method, seed, in_flight=in_flight) for seed in seeds]
+
+
+def summarise(runs: Sequence[Run]) -> dict[str, Any]:
+    """Median, 90th percentile and worst of the regret after k groups, over the seeds' runs."""
+    regrets: dict[str, dict[str, float]] = {}
+    for k in COMPILED:
+        values = sorted(run.regrets[min(k, len(run.regrets)) - 1] for run in runs)
+        regrets[str(k)] = {
+            "median": statistics.median(values),
+            "p90": values[math.ceil(0.9 * len(values)) - 1],
+            "worst": values[-1],
+        }
+    return {
+        "seeds": len(runs),
+        "compiled": statistics.median(len(run.regrets) for run in runs),
+        "timed": statistics.median(run.timed for run in runs),
+        "regret": regrets,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Replay, write the JSON after every result, print the table.
+
+    Raises:
+        ConfigError: when an argument or a recording is wrong.
+    """
+    args = _parser().parse_args(argv)
+    methods = args.samplers.split(",")
+    for method in methods:
+        if method not in METHODS:
+            raise ConfigError(f"sampler={method} is not known (allowed: {', '.join(METHODS)})")
+    if args.seeds < 1 or args.in_flight < 1:
+        raise ConfigError("seeds and in-flight must be 1 or more")
+    _CASES[:] = cases(cost.read(args.recordings))
+    document = _resumed(args) or {
+        "seeds": args.seeds,
+        "in_flight": args.in_flight,
+        "cases": {
+            case.label: {
+                "groups": case.groups,
+                "candidates": len(case.recorded),
+                "best_us": case.best_us,
+                "samplers": {},
+            }
+            for case in _CASES
+        },
+    }
+    code = DONE
+    try:
+        for position, method, runs in _results(document, methods, args):
+            label = _CASES[position].label
+            document["cases"][label]["samplers"][method] = summarise(runs)
+            _say(f"{method}: {label}")
+            _write(args.json, document)
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    document["summary"] = summary(document, methods)
+    _write(args.json, document)
+    _show(document, methods)
+    return code
+
+
+def _results(
+    document: Mapping[str, Any], methods: Sequence[str], args: argparse.Namespace
+) -> Iterator[tuple[int, str, list[Run]]]:
+    """Every case and method that the document lacks, as they end."""
+    wanted = [
+        (position, method)
+        for method in methods
+        for position, case in enumerate(_CASES)
+        if method not in document["cases"][case.label]["samplers"]
+    ]
+    seeds = range(args.seeds)
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(args.jobs, mp_context=context) as pool:
+        futures = {pool.submit(_run, p, m, seeds, args.in_flight): (p, m) for p, m in wanted}
+        try:
+            for future in as_completed(futures):
+                position, method = futures[future]
+                yield position, method, future.result()
+        except KeyboardInterrupt:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def summary(document: Mapping[str, Any], methods: Sequence[str]) -> dict[str, Any]:
+    """Over the wide recordings of an operation: median of the medians, worst of them, worst p90."""
+    found: dict[str, Any] = {}
+    for label, case in document["cases"].items():
+        if case["groups"] < WIDE:
+            continue
+        for method in methods:
+            if method not in case["samplers"]:
+                continue
+            rows = found.setdefault(label.split()[0], {}).setdefault(method, {})
+            for k, regret in case["samplers"][method]["regret"].items():
+                rows.setdefault(k, []).append(regret)
+    return {
+        op: {
+            method: {
+                k: {
+                    "median": statistics.median(r["median"] for r in regrets),
+                    "worst_median": max(r["median"] for r in regrets),
+                    "worst_p90": max(r["p90"] for r in regrets),
+                }
+                for k, regrets in rows.items()
+            }
+            for method, rows in by_method.items()
+        }
+        for op, by_method in found.items()
+    }
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="bench search",
+        description="Replays the recorded sweeps through the search and says how far from the "
+        "recorded best each sampler is after how many compiled groups.",
+    )
+    parser.add_argument("--recordings", type=Path, default=recording.folder(), metavar="DIR")
+    parser.add_argument("--samplers", default=",".join(METHODS), metavar="NAME,...")
+    parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument(
+        "--in-flight", type=int, default=1, metavar="N", help="groups compiled at once"
+    )
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--resume", action="store_true", help="keep what FILE holds already")
+    return parser
+
+
+def _resumed(args: argparse.Namespace) -> dict[str, Any] | None:
+    if not (args.resume and args.json and args.json.is_file()):
+        return None
+    try:
+        document = json.loads(args.json.read_text())
+        same = (document["seeds"], document["in_flight"]) == (args.seeds, args.in_flight)
+        labels = set(document["cases"])
+    except (ValueError, KeyError, TypeError) as exc:
+        raise ConfigError(f"{args.json} is not a result of this benchmark: {exc}") from exc
+    if not same or labels != {case.label for case in _CASES}:
+        raise ConfigError(f"{args.json} is of other recordings or settings: run without --resume")
+    return dict(document)
+
+
+def _write(path: Path | None, document: Mapping[str, Any]) -> None:
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def _show(document: Mapping[str, Any], methods: Sequence[str]) -> None:
+    after = [*(f"after {k}" for k in COMPILED), "p90 after 16"]
+    for label, case in document["cases"].items():
+        size = f"{case['candidates']} candidates in {case['groups']} groups"
+        print(f"\n{label}: {size}, best {case['best_us']:.4g} us")
+        rows = [
+            [method, f"{found['compiled']:.0f}", f"{found['timed']:.0f}"]
+            + [f"{100 * found['regret'][str(k)]['median']:.1f}" for k in COMPILED]
+            + [f"{100 * found['regret']['16']['p90']:.1f}"]
+            for method in methods
+            if (found := case["samplers"].get(method))
+        ]
+        print(_table(["median regret, %", "compiled", "timed", *after], rows))
+    for op, by_method in document["summary"].items():
+        print(f"\n{op}: worst problem of the recordings with {WIDE} groups or more")
+        rows = [
+            [method]
+            + [f"{100 * found[str(k)]['worst_median']:.1f}" for k in COMPILED]
+            + [f"{100 * found['16']['worst_p90']:.1f}"]
+            for method, found in by_method.items()
+        ]
+        print(_table(["median regret, %", *after], rows))
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return table([head, *rows], frozenset(range(1, len(head))))
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,274 @@
+"""What the HTTP service answers a second: lookups, batches, snapshots; and what a mirror costs.
+
+The service runs as ``tuner serve`` does, in a process of its own on loopback; the requests come
+from this one, over connections that stay open, so both share the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gzip
+import json
+import os
+import platform
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from tuner.cli.describe import table
+from tuner.config import Config
+from tuner.errors import BenchmarkError, ConfigError
+from tuner.hardware import DEFAULT_GPU
+from tuner.measurement import Environment, Measurement, Regime, Status
+from tuner.mirror import pull
+from tuner.problem import GemmProblem
+from tuner.store import open_store
+from tuner.store.exchange import Decision, write
+
+BATCH = 100
+CONNECTIONS = 4
+"""Requests at a time."""
+REPEATS = 30
+"""Of what is timed alone; the median is told."""
+#: What the service is meant to reach on loopback with 2 cores.
+GOALS = {
+    "single lookups a second": (1_000, "at least"),
+    "batched lookups a second": (50_000, "at least"),
+    "snapshot, ms": (100, "under"),
+    "snapshot not changed (304), ms": (2, "under"),
+}
+
+
+class Connection:
+    """One connection that stays open; reads no more of an answer than its length."""
+
+    def __init__(self, port: int) -> None:
+        self._socket = socket.create_connection(("127.0.0.1", port), timeout=60)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def ask(self, request: bytes) -> tuple[int, dict[str, str], bytes]:
+        """Status, headers and body of the answer."""
+        self._socket.sendall(request)
+        data = b""
+        while (end := data.find(b"\r\n\r\n")) < 0:
+            data += self._receive()
+        first, *lines = data[:end].decode("latin-1").split("\r\n")
+        headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
+        parts, missing = [data[end + 4 :]], int(headers.get("content-length", 0)) - len(data) + end
+        missing += 4
+        while missing > 0:
+            parts.append(self._receive())
+            missing -= len(parts[-1])
+        return int(first.split()[1]), headers, b"".join(parts)
+
+    def _receive(self) -> bytes:
+        data = self._socket.recv(1 << 20)
+        if not data:
+            raise BenchmarkError("the service closed the connection")
+        return data
+
+
+def request(method: str, path: str, body: Any = None, **headers: str) -> bytes:
+    """The bytes of a request."""
+    data = b"" if body is None else json.dumps(body).encode()
+    lines = [f"{method} {path} HTTP/1.1", "host: 127.0.0.1", f"content-length: {len(data)}"]
+    lines += ["content-type: application/json"] if data else []
+    lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+    return ("\r\n".join(lines) + "\r\n\r\n").encode() + data
+
+
+def problem(number: int) -> GemmProblem:
+    """One of the drawn problems; all differ."""
+    return GemmProblem(8 * (number + 1), 4096, 4096)
+
+
+def document(count: int) -> dict[str, Any]:
+    """Decisions that look like real ones: an own kernel and two vendors' each."""
+    configs = [
+        Config("gemm", {"tile_m": 128, "tile_n": 256, "tile_k": 64, "cluster_m": 2}),
+        *(Config("vendor_blas", {"kernel": name}) for name in ("cublaslt", "cublas")),
+    ]
+    measured = [
+        Measurement(
+            problem(number),
+            config,
+            DEFAULT_GPU,
+            Regime.default("gemm"),
+            Status.OK,
+            environment=Environment({"driver": "580.159.04", "cuda": "13.0", "torch": "2.11.0"}),
+            latency_us=10.0 + number / 7 + place,
+            std_us=0.1,
+            rounds=20,
+            is_final=True,
+            error=2.1e-4,
+            sweep=f"{number:016x}",
+        )
+        for number in range(count)
+        for place, config in enumerate(configs)
+    ]
+    decisions = [
+        Decision([n, n + 1, n + 2], None, f"{n:016x}", "2026-01-01T00:00:00.000+00:00")
+        for n in range(0, len(measured), len(configs))
+    ]
+    return write(dict(enumerate(measured)), decisions)
+
+
+@contextlib.contextmanager
+def running(store: Path) -> Iterator[int]:
+    """A service over a store, and its port."""
+    command = [sys.executable, "-m", "tuner", "serve", "--port", "0", "--store", str(store)]
+    # Whatever protects the user's own service is not what is measured.
+    environment = {k: v for k, v in os.environ.items() if not k.endswith("_TOKEN")}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    try:
+        assert process.stderr is not None
+        line = process.stderr.readline()
+        if not line.startswith("serving on "):
+            raise BenchmarkError(f"the service did not start: {line + process.stderr.read()}")
+        yield int(line.rsplit(":", 1)[1])
+    finally:
+        process.terminate()
+        process.communicate()
+
+
+def rate(port: int, requests: Sequence[bytes], seconds: float) -> float:
+    """Answers a second over `CONNECTIONS` connections, each asking the requests in turn."""
+    counts = [0] * CONNECTIONS
+    started = threading.Barrier(CONNECTIONS + 1)
+
+    def ask(number: int) -> None:
+        with contextlib.closing(Connection(port)) as connection:
+            connection.ask(requests[number % len(requests)])
+            started.wait()
+            end = time.perf_counter() + seconds
+            position = number
+            while time.perf_counter() < end:
+                position += CONNECTIONS
+                status, _, _ = connection.ask(requests[position % len(requests)])
+                if status != 200:
+                    raise BenchmarkError(f"a lookup was answered {status}")
+                counts[number] += 1
+
+    threads = [threading.Thread(target=ask, args=(n,)) for n in range(CONNECTIONS)]
+    for thread in threads:
+        thread.start()
+    started.wait()
+    begun = time.perf_counter()
+    for thread in threads:
+        thread.join()
+    return sum(counts) / (time.perf_counter() - begun)
+
+
+def median_ms(act: Callable[[], object]) -> float:
+    """Median time of a call, the first one left out."""
+    act()
+    times = []
+    for _ in range(REPEATS):
+        begun = time.perf_counter()
+        act()
+        times.append(time.perf_counter() - begun)
+    return 1000 * statistics.median(times)
+
+
+def measure(entries: int, seconds: float) -> dict[str, float]:
+    """Every figure by name."""
+    known = document(entries)
+    with tempfile.TemporaryDirectory() as folder:
+        served, mirrored = Path(folder, "served.sqlite"), Path(folder, "mirrored.sqlite")
+        begun = time.perf_counter()
+        with open_store(str(served)) as store:
+            store.import_(known)
+        figures = {"import into an empty store, s": time.perf_counter() - begun}
+        with running(served) as port:
+            figures |= _lookups(port, entries, seconds)
+            figures |= _snapshots(port)
+            address = f"http://127.0.0.1:{port}"
+            with open_store(str(mirrored)) as store:
+                for name in ("first sync, s", "sync of nothing new, s"):
+                    begun = time.perf_counter()
+                    pull(store, address, lambda measurement: ())
+                    figures[name] = time.perf_counter() - begun
+    return figures
+
+
+def _lookups(port: int, entries: int, seconds: float) -> dict[str, float]:
+    asked = [{"op": "gemm", "shape": problem(n).label()} for n in range(entries)]
+    path = "/v1/configs:lookup"
+    single = [request("POST", path, {"items": [item]}) for item in asked]
+    batches = [
+        request("POST", path, {"items": asked[n : n + BATCH]}) for n in range(0, entries, BATCH)
+    ]
+    # Each question is worked out when it is first asked: that is a figure of its own.
+    with contextlib.closing(Connection(port)) as connection:
+        begun = time.perf_counter()
+        for batch in batches:
+            if b"null" in connection.ask(batch)[2]:
+                raise BenchmarkError("the service does not know what it was given")
+        first = len(asked) / (time.perf_counter() - begun)
+    return {
+        "lookups a second, each for the first time": first,
+        "single lookups a second": rate(port, single, seconds),
+        "batched lookups a second": BATCH * rate(port, batches, seconds),
+    }
+
+
+def _snapshots(port: int) -> dict[str, float]:
+    with contextlib.closing(Connection(port)) as connection:
+        packed = request("GET", "/v1/snapshot", accept_encoding="gzip")
+        plain = request("GET", "/v1/snapshot", accept_encoding="identity")
+        _, headers, body = connection.ask(packed)
+        again = request("GET", "/v1/snapshot", if_none_match=headers["etag"])
+        if connection.ask(again)[0] != 304:
+            raise BenchmarkError("an unchanged snapshot was sent again")
+        return {
+            "snapshot, MB": len(gzip.decompress(body)) / 1e6,
+            "snapshot under gzip, MB": len(body) / 1e6,
+            "snapshot, ms": median_ms(lambda: connection.ask(packed)),
+            "snapshot without gzip, ms": median_ms(lambda: connection.ask(plain)),
+            "snapshot not changed (304), ms": median_ms(lambda: connection.ask(again)),
+        }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print the table, write the JSON.
+
+    Raises:
+        ConfigError: when an argument is out of range.
+        BenchmarkError: when the service fails.
+    """
+    parser = argparse.ArgumentParser(prog="scripts/bench service", description=__doc__)
+    parser.add_argument("--entries", type=int, default=10_000, help="of the table (10000)")
+    parser.add_argument("--seconds", type=float, default=5.0, help="for each rate (5)")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the figures there")
+    args = parser.parse_args(argv)
+    if args.entries < BATCH or not args.seconds > 0:
+        raise ConfigError(f"entries must be {BATCH} or more, and seconds above 0")
+    figures = measure(args.entries, args.seconds)
+    if args.json:
+        facts = {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "python": platform.python_version(),
+            "cores": os.cpu_count(),
+            "entries": args.entries,
+            "figures": figures,
+        }
+        args.json.write_text(json.dumps(facts, indent=1) + "\n")
+    rows = [("figure", "value", "goal")]
+    for name, value in figures.items():
+        goal, sense = GOALS.get(name, (None, ""))
+        rows.append((name, f"{value:,.4g}" if value < 1000 else f"{value:,.0f}",
+                     f"{sense} {goal:,}" if goal else ""))  # fmt: skip
+    print(table(rows, right=frozenset({1})))
+    return 0

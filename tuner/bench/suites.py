@@ -1,0 +1,120 @@
+"""The problems that kernels are judged by, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+
+from tuner.config import Config
+from tuner.errors import ConfigError
+from tuner.hardware import Gpu
+from tuner.measurement import Regime
+from tuner.problem import AttentionProblem, Problem
+
+_K = 1024
+_WARM, _COLD = Regime("graph", "warm"), Regime("graph", "cold")
+
+Named = Callable[[Problem, Gpu], Mapping[str, Config]]
+"""Configs to time whatever the cache holds, by the name that they are shown under."""
+
+
+def none_named(problem: Problem, gpu: Gpu) -> Mapping[str, Config]:
+    """No config but the cache's."""
+    return {}
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Problems that are summed up together."""
+
+    name: str
+    about: str
+    problems: tuple[Problem, ...]
+    regimes: tuple[Regime, ...]
+    rounds: int = 20
+    """Of the interleaved timing."""
+    against: tuple[str, ...] = ("cudnn", "flash2", "flash3", "flash4")
+    """Peers that lead somewhere; see `contenders.peers_named`."""
+    named: Named = none_named
+
+    @property
+    def op(self) -> str:
+        """Of all its problems."""
+        return self.problems[0].op
+
+
+def _both_masks(problem: AttentionProblem) -> tuple[AttentionProblem, AttentionProblem]:
+    return problem, replace(problem, is_causal=True)
+
+
+#: (batch, query heads, key heads, sequence length, head dimension).
+_ACCEPTANCE = (
+    (1, 16, 16, 512, 64),
+    (1, 16, 16, 1024, 64),
+    (16, 16, 16, 2048, 64),
+    (1, 8, 8, 8192, 64),
+    (4, 16, 16, 4096, 64),
+    (1, 32, 32, 1024, 128),
+    (4, 16, 16, 2048, 128),
+    (2, 16, 16, 8192, 128),
+    (1, 32, 32, 4096, 128),
+    (4, 8, 8, 4096, 256),
+    (2, 32, 8, 4096, 128),
+)
+
+SUITES: dict[str, Suite] = {
+    suite.name: suite
+    for suite in (
+        Suite(
+            "acceptance",
+            "prefill from small to large, full and causal",
+            tuple(
+                problem
+                for batch, heads, heads_kv, seqlen, head_dim in _ACCEPTANCE
+                for problem in _both_masks(
+                    AttentionProblem(seqlen, seqlen, head_dim, batch, heads, heads_kv)
+                )
+            ),
+            (_WARM, _COLD),
+        ),
+        Suite(
+            "decoding",
+            "few queries against many keys, 32 heads over 8; buffers rotated",
+            tuple(
+                AttentionProblem(seqlen_q, seqlen_kv, 128, batch, 32, 8)
+                for seqlen_q, batch, seqlen_kv in product(
+                    (1, 4, 16), (1, 16, 64), (_K, 8 * _K, 32 * _K)
+                )
+            ),
+            (_COLD,),
+        ),
+        Suite(
+            "long",
+            "long context, causal; too long to stay in L2",
+            tuple(
+                AttentionProblem(seqlen, seqlen, head_dim, 1, 8, is_causal=True)
+                for head_dim, seqlen in product((64, 128), (32 * _K, 64 * _K, 128 * _K))
+            ),
+            (_WARM,),
+            rounds=6,  # of up to a second a kernel
+        ),
+    )
+}
+ALL = "all"
+
+
+def suites_named(name: str, op: str) -> list[Suite]:
+    """One suite of an operation, or all of them.
+
+    Raises:
+        ConfigError: when there is none of that name; says which there are.
+    """
+    known = {suite.name: suite for suite in SUITES.values() if suite.op == op}
+    if not known:
+        raise ConfigError(f"{op} has no suite of its own (allowed: --shape)")
+    if name == ALL:
+        return list(known.values())
+    if name not in known:
+        raise ConfigError(f"suite '{name}' is not known (allowed: {', '.join((*known, ALL))})")
+    return [known[name]]

@@ -1,0 +1,111 @@
+"""Has the kernels that the runtime misses compiled beside it: ``TUNER_BUILD_ON_MISS=1``.
+
+Off by default: serving compiles nothing. Switched on, a kernel of a measured entry whose artifact
+is not here (imported, shipped or pruned) is built by ``tuner build``, a process of its own that
+outlives this one and of which a machine runs one at a time. The calling thread never waits, and
+nothing is tuned.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+
+from tuner import settings
+from tuner.measurement import Measurement, Provenance
+from tuner.problem import Problem
+
+_log = logging.getLogger("tuner.runtime")
+
+_LOG_CHARACTERS = 500
+
+_Wanted = tuple[Problem, str]
+"""A problem and the GPU's name: what ``tuner build`` is called with."""
+
+
+class Builder:
+    """One of a process: builds one problem after the other, each at most once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._asked: set[_Wanted] = set()
+        self._queue: queue.SimpleQueue[_Wanted] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def request(self, missing: Measurement) -> bool:
+        """Have the kernels of an entry built; returns at once. Whoever wants them looks again.
+
+        Args:
+            missing: the measurement that cannot be launched for want of its artifacts.
+
+        Returns:
+            Whether this call started it: not when it is switched off, when the measurement is not
+            to be served, and when the problem was asked for before.
+        """
+        if not settings.build_on_miss() or missing.provenance is not Provenance.MEASURED:
+            return False
+        wanted = (missing.problem, missing.gpu.name)
+        with self._lock:
+            if wanted in self._asked:
+                return False
+            self._asked.add(wanted)
+            self._queue.put(wanted)
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._work, daemon=True, name="tuner-build-on-miss"
+                )
+                self._thread.start()
+        return True
+
+    def _work(self) -> None:
+        while True:
+            problem, gpu = self._queue.get()
+            label = f"{problem.op} {problem.label()}"
+            _log.info("building the kernels of %s in the background", label)
+            if fault := build(problem, gpu):
+                _log.warning("the kernels of %s were not built: %s", label, fault)
+
+
+def build(problem: Problem, gpu: str) -> str:
+    """Run ``tuner build`` for a problem and wait for it; empty, or what it said when it failed."""
+    command = [sys.executable, "-m", "tuner", "build", "--op", problem.op]
+    command += ["--shape", problem.label(), "--gpu", gpu]
+    # A file and a session of its own: neither this process's end nor its Ctrl-C stops the build.
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as said:
+        try:
+            done = subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                check=False,
+            )
+        except OSError as exc:
+            return f"{sys.executable} cannot be started: {exc.strerror}"
+        said.seek(0)
+        text = said.read().strip()[-_LOG_CHARACTERS:]
+        return "" if done.returncode == 0 else text or f"it ended with {done.returncode}"
+
+
+_builder = Builder()
+
+
+def request(missing: Measurement) -> bool:
+    """`Builder.request` of this process's builder."""
+    return _builder.request(missing)
+
+
+def _after_fork() -> None:
+    """A child has no thread yet, and may need what its parent asked for."""
+    global _builder
+    _builder = Builder()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,224 @@
+"""``tuner bench``: own kernels and the strongest of the field side by side, in one run."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tuner.errors import ConfigError, StoreError
+from tuner.problem import PROBLEMS
+
+if TYPE_CHECKING:
+    from tuner.bench.compare import Task
+    from tuner.bench.results import Results
+    from tuner.bench.suites import Suite
+    from tuner.measurement import Regime
+
+DEFAULT_SUITE = "acceptance"
+SHAPES = "shapes"
+"""`bench.results.Row.suite` of problems that were named one by one."""
+
+DESCRIPTION = """Times the best own kernels that the cache holds for each problem beside the
+vendors' and peers' kernels: checked against the reference, interleaved in one run, each peer in the
+layout that it likes best. What is not compiled yet is compiled first. A kernel that hangs or
+crashes costs its own time, never the run. Nothing is stored in the cache."""
+
+
+def register(subparsers: Any) -> None:
+    """Add the command."""
+    parser = subparsers.add_parser(
+        "bench", help="time own kernels beside the vendors' and peers'", description=DESCRIPTION
+    )
+    parser.add_argument("op", choices=sorted(PROBLEMS), help="operation")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument(
+        "--suite",
+        metavar="NAME",
+        help="acceptance, decoding, long or all (default for attention: acceptance)",
+    )
+    what.add_argument(
+        "--preset",
+        metavar="NAME",
+        help="design-documents: the workloads, tiles and launches that those compared",
+    )
+    what.add_argument(
+        "--shape",
+        action="append",
+        metavar="KEY=VALUE,...",
+        help="a problem, as S=1024,D=64; may be repeated",
+    )
+    parser.add_argument(
+        "--against",
+        metavar="NAME,...",
+        help="peers, as cudnn,flash2,flash3,flash4,efficient,naive (default: all but naive; in a "
+        "suite all but efficient and naive)",
+    )
+    parser.add_argument(
+        "--l2",
+        choices=("warm", "cold", "both"),
+        help="state of the inputs (default: the suite's; for --shape cold for gemm, else warm)",
+    )
+    parser.add_argument("--rounds", type=int, metavar="N", help="interleaved rounds at least")
+    parser.add_argument(
+        "--own", type=int, default=3, metavar="N", help="own kernels a decision (default 3)"
+    )
+    parser.add_argument(
+        "--untuned",
+        action="store_true",
+        help="also time the kernel that the cost model picks, to see what tuning gained",
+    )
+    parser.add_argument(
+        "--list-problems",
+        action="store_true",
+        help="only print the problems, as YAML for `tuner sweep --problems`",
+    )
+    _output(parser)
+    parser.add_argument("--device", type=int, default=0, help="CUDA device (default 0)")
+    parser.add_argument("--jobs", type=int, metavar="N", help="nvcc processes (default: the cores)")
+    parser.add_argument("--store", metavar="URL", help="SQLAlchemy URL or SQLite file")
+    parser.set_defaults(run=run)
+
+
+def _output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="everything, written after every row"
+    )
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="one line a kernel")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="the tables")
+    parser.add_argument(
+        "--resume", action="store_true", help="take over the rows that --json FILE holds already"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Bench; 0 when every problem has a time of its own kernels, else 1."""
+    from tuner.bench.compare import Comparison
+    from tuner.cli import DONE, FAILED, INTERRUPTED, bench_tables
+    from tuner.lookup import with_shipped
+    from tuner.runners.choose import Machine, Runners
+    from tuner.store import open_store
+
+    tasks = list(_tasks(args))
+    if args.list_problems:
+        for problem in dict.fromkeys(task.problem for task in tasks):
+            print(f"- op={problem.op},{problem.label()}")
+        return DONE
+    earlier = _earlier(args)
+    _check_writable(args)
+    with open_store(args.store) as store:
+        entries = with_shipped(store.entries())
+    kept: list[Results] = []
+
+    def save(results: Results) -> None:
+        kept[:] = [results]
+        if args.json is not None:
+            results.write(args.json)
+
+    interrupted = False
+    try:
+        with Runners(Machine(args.device, args.jobs), _note) as runners:
+            comparison = Comparison(
+                tasks, runners, entries, own=args.own, with_untuned=args.untuned, note=_note
+            )
+            save(comparison.run(save, earlier))
+    except KeyboardInterrupt:
+        interrupted = True
+    if not kept:
+        raise KeyboardInterrupt
+    (results,) = kept
+    if args.csv is not None:
+        _write(args.csv, bench_tables.csv_text(results))
+    if args.markdown is not None:
+        _write(args.markdown, bench_tables.markdown(results))
+    print(bench_tables.text(results, details={SHAPES, args.preset}))
+    if interrupted:
+        done = " (--resume goes on from there)" if args.json is not None else ""
+        print(f"tuner: interrupted after {len(results.rows)} rows{done}", file=sys.stderr)
+        return INTERRUPTED
+    return DONE if all(row.own is not None for row in results.rows) else FAILED
+
+
+def _tasks(args: argparse.Namespace) -> Iterator[Task]:
+    """The rows that the options ask for.
+
+    Raises:
+        ConfigError: when an option is wrong.
+    """
+    from tuner.bench.compare import Task
+    from tuner.bench.contenders import peers_named
+
+    for name, value, least in (
+        ("device", args.device, 0),
+        ("jobs", args.jobs, 1),
+        ("own", args.own, 1),
+        ("rounds", args.rounds, 2),
+    ):
+        if value is not None and value < least:
+            raise ConfigError(f"{name}={value} is out of range (allowed: {least} or more)")
+    if args.resume and args.json is None:
+        raise ConfigError("--resume needs --json FILE, the file to go on with")
+    named = tuple(filter(None, (args.against or "").split(",")))
+    for suite in _suites(args):
+        against = tuple(peers_named(args.op, named or suite.against))
+        rounds = args.rounds or suite.rounds
+        for problem in dict.fromkeys(suite.problems):
+            for regime in _regimes(args, suite):
+                yield Task(suite.name, problem, regime, rounds, against, suite.named)
+
+
+def _suites(args: argparse.Namespace) -> list[Suite]:
+    from tuner.bench.presets import preset
+    from tuner.bench.suites import Suite, suites_named
+    from tuner.measurement import Regime
+
+    if args.shape:
+        shapes = tuple(PROBLEMS[args.op].parse(text) for text in args.shape)
+        return [Suite(SHAPES, "", shapes, (Regime.default(args.op),), against=())]
+    if args.preset:
+        return [preset(args.preset, args.op)]
+    return suites_named(args.suite or DEFAULT_SUITE, args.op)
+
+
+def _regimes(args: argparse.Namespace, suite: Suite) -> list[Regime]:
+    """The suite's, with the state of the inputs that --l2 asks for."""
+    from tuner.measurement import Regime
+
+    if args.l2 is None:
+        return list(suite.regimes)
+    states = ("warm", "cold") if args.l2 == "both" else (args.l2,)
+    return list(dict.fromkeys(Regime(r.launch, l2) for r in suite.regimes for l2 in states))
+
+
+def _earlier(args: argparse.Namespace) -> Results | None:
+    from tuner.bench.results import Results
+
+    if not args.resume or not args.json.exists():
+        return None
+    return Results.read(args.json)
+
+
+def _check_writable(args: argparse.Namespace) -> None:
+    """See before the run, not after it, that its results have a place.
+
+    Raises:
+        ConfigError: names the folder that is not there.
+    """
+    for path in (args.json, args.csv, args.markdown):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ConfigError(f"{path}: there is no folder {path.absolute().parent}")
+        if path is not None and path.is_dir():
+            raise ConfigError(f"{path} is a folder; name a file in it")
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as exc:
+        raise StoreError(f"{path} cannot be written: {exc.strerror}") from exc

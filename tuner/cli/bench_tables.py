@@ -1,0 +1,203 @@
+"""The results of a bench as text, as Markdown and as CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Collection, Sequence
+
+from tuner.bench.contenders import Role
+from tuner.bench.results import Results, Row, Summary, Timed
+from tuner.cli.describe import config_lines, microseconds, table, wrapped
+from tuner.hardware import Gpu
+from tuner.measurement import Resources
+from tuner.problem import AttentionProblem
+
+FIGURES = (
+    "half_width_us",
+    "us_per_head",
+    "tflops",
+    "share_of_peak",
+    "tb_per_s",
+    "tokens_per_s",
+    "memory_mb",
+    "tokens_per_s_per_mb",
+)
+"""Columns of the CSV that follow from a time, in the order of `Row.figures`' names."""
+
+
+def text(results: Results, details: Collection[str | None]) -> str:
+    """Tables for a terminal.
+
+    Args:
+        results: of a run.
+        details: suites whose rows are shown kernel by kernel first.
+    """
+    parts = [_environment(results)]
+    for rows in results.sections:
+        if rows[0].suite in details:
+            parts += [_kernels(row, results.gpu) for row in rows]
+        parts.append(f"{_heading(rows)}\n{table(_cells(rows, results.gpu), _numbers(rows))}")
+        parts += ["\n".join(missing)] if (missing := _missing(rows)) else []
+    parts.append("\n".join(summary_text(summary) for summary in results.summaries))
+    return "\n\n".join(parts)
+
+
+def markdown(results: Results) -> str:
+    """The same tables as Markdown."""
+    parts = [_environment(results)]
+    for rows, summary in zip(results.sections, results.summaries, strict=True):
+        heading, *lines = _cells(rows, results.gpu)
+        right = _numbers(rows)
+        rule = ["--:" if i in right else "---" for i in range(len(heading))]
+        grid = "\n".join(f"| {' | '.join(cells)} |" for cells in (heading, rule, *lines))
+        parts += [f"## {_heading(rows)}", grid, summary_text(summary)]
+        parts += ["\n".join(f"- {line}" for line in missing)] if (missing := _missing(rows)) else []
+    return "\n\n".join(parts) + "\n"
+
+
+def csv_text(results: Results) -> str:
+    """One line a kernel, numbers in full."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    heading = ("suite", "problem", "regime", "role", "kernel", "config", "status", "latency_us")
+    writer.writerow((*heading, "rounds", "error", "workspace_bytes", *FIGURES))
+    for row in results.rows:
+        for timed in row.timed:
+            figures = row.figures(timed, results.gpu)
+            what = (row.suite, row.problem.label(), row.regime, timed.role, timed.name)
+            seen = (timed.config.digest, timed.status, timed.latency_us, timed.rounds, timed.error)
+            numbers = (timed.workspace_bytes, *(figures.get(name) for name in FIGURES))
+            writer.writerow((*what, *seen, *numbers))
+    return out.getvalue()
+
+
+def summary_text(summary: Summary) -> str:
+    """One line: how the own kernels stand in a suite."""
+    count = f"{summary.count} problem{'' if summary.count == 1 else 's'}"
+    head = f"{summary.suite}, {summary.regime}: {count}"
+    head += f", {summary.missing} without a ratio" if summary.missing else ""
+    if summary.geometric_mean is None or summary.worst is None:
+        return head
+    return (
+        f"{head}, fastest peer / own: geometric mean {summary.geometric_mean:.3f}, "
+        f"worst {summary.worst:.3f} at {summary.worst_label}"
+    )
+
+
+def _environment(results: Results) -> str:
+    facts = ", ".join(f"{name} {value}" for name, value in results.environment.facts.items())
+    return "\n".join(wrapped(f"{results.gpu.name}: {facts}"))
+
+
+def _heading(rows: Sequence[Row]) -> str:
+    return f"{rows[0].suite}, {rows[0].regime}, microseconds"
+
+
+def _peers(rows: Sequence[Row]) -> list[str]:
+    """Columns: every peer of any row, in the order of the rows."""
+    return list(dict.fromkeys(t.name for row in rows for t in row.timed if t.role is Role.PEER))
+
+
+def _is_decoding(rows: Sequence[Row]) -> bool:
+    """Whether reading keys and values, not arithmetic, is what counts."""
+    return all(
+        isinstance(row.problem, AttentionProblem)
+        and 8 * row.problem.seqlen_q < row.problem.seqlen_kv
+        for row in rows
+    )
+
+
+def _numbers(rows: Sequence[Row]) -> frozenset[int]:
+    return frozenset(range(1, len(_peers(rows)) + 6))
+
+
+def _cells(rows: Sequence[Row], gpu: Gpu) -> list[list[str]]:
+    """One row a problem under a heading: first text, then numbers, then the kernel's name."""
+    peers = _peers(rows)
+    speed, name = ("TB/s", "tb_per_s") if _is_decoding(rows) else ("TFLOP/s", "tflops")
+    heading = ["problem", "own", *peers, "peer / own", speed, "us/head", "error", "own kernel"]
+    return [heading, *(_line(row, gpu, peers, name) for row in rows)]
+
+
+def _line(row: Row, gpu: Gpu, peers: Sequence[str], speed: str) -> list[str]:
+    own = row.own
+    figures = row.figures(own, gpu) if own else {}
+    found = {timed.name: timed for timed in row.timed}
+    return [
+        row.problem.label().replace(",dtype=fp16", ""),
+        microseconds(own.latency_us if own else None),
+        *(_cell(found.get(name)) for name in peers),
+        "-" if row.ratio is None else f"{row.ratio:.3f}",
+        f"{figures[speed]:.{2 if speed == 'tb_per_s' else 0}f}" if figures else "-",
+        f"{figures['us_per_head']:.3f}" if "us_per_head" in figures else "-",
+        f"{own.error:.1e}" if own and own.error is not None else "-",
+        own.name if own else "-",
+    ]
+
+
+def _cell(timed: Timed | None) -> str:
+    return "-" if timed is None or timed.latency_us is None else microseconds(timed.latency_us)
+
+
+def _missing(rows: Sequence[Row]) -> list[str]:
+    """What has no time and why, each reason once; what else should be known."""
+    said: dict[str, list[str]] = {}
+    for row in rows:
+        label = row.problem.label()
+        for note in row.notes:
+            said.setdefault(note, []).append(label)
+        if row.failure:
+            said.setdefault(row.failure, []).append(label)
+        for timed in row.timed:
+            if timed.reason:
+                said.setdefault(f"{timed.name}: {timed.reason}", []).append(label)
+            for flag in timed.flags:
+                said.setdefault(f"{timed.name} is {flag}", []).append(label)
+    return [
+        f"{reason} ({labels[0]}{f' and {len(labels) - 1} more' if labels[1:] else ''})"
+        for reason, labels in said.items()
+    ]
+
+
+def _kernels(row: Row, gpu: Gpu) -> str:
+    """Every kernel of one problem, fastest first."""
+    attention = isinstance(row.problem, AttentionProblem)
+    heading = ["kernel", "role", "us", "+- 95 %", "TFLOP/s", "of peak", "MB", "error"]
+    heading += ["us/head", "Mtokens/s", "tokens/s/MB"] if attention else []
+    lines = [heading]
+    for timed in sorted(row.timed, key=lambda t: (t.latency_us is None, t.latency_us or 0.0)):
+        figures = row.figures(timed, gpu)
+        if not figures:
+            lines.append([timed.name, str(timed.role), *["-"] * (len(heading) - 2)])
+            continue
+        half = figures.get("half_width_us")
+        cells = [
+            timed.name,
+            str(timed.role),
+            microseconds(timed.latency_us),
+            "-" if half is None else f"{half:.2g}",
+            f"{figures['tflops']:.0f}",
+            f"{100 * figures['share_of_peak']:.1f} %",
+            f"{figures['memory_mb']:.1f}",
+            "-" if timed.error is None else f"{timed.error:.1e}",
+        ]
+        if attention:
+            cells += [
+                f"{figures['us_per_head']:.3f}",
+                f"{figures['tokens_per_s'] / 1e6:.2f}",
+                f"{figures['tokens_per_s_per_mb']:.0f}",
+            ]
+        lines.append(cells)
+    clocks = f"{row.clocks.sm_mhz} MHz, {row.clocks.power_w:.0f} W"
+    head = f"{row.problem.op} {row.problem.label()}, {row.regime}; {clocks}"
+    parts = [head, table(lines, frozenset(range(2, len(heading))))]
+    if row.own is not None:
+        parts += config_lines(row.own.config)
+        parts += [f"  {name}: {_said(seen)}" for name, seen in row.own.resources.items()]
+    return "\n".join(parts)
+
+
+def _said(seen: Resources) -> str:
+    spilled = seen.spill_store_bytes + seen.spill_load_bytes
+    return f"{seen.registers} registers, {spilled} bytes spilled"

@@ -1,0 +1,142 @@
+"""``tuner bundle``: entries and their compiled kernels in one file, and back."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tuner.errors import ConfigError, NoValidConfigError
+from tuner.problem import PROBLEMS
+
+if TYPE_CHECKING:
+    from tuner.store import Entry
+
+INSTALL = "install"
+
+DESCRIPTION = """Packs measured entries with their compiled kernels, for machines and containers
+without a compiler, and prints the file's SHA-256. `tuner bundle install FILE` verifies such a file
+and adds what it holds to this user's store and artifact cache: all of it or nothing. It is the
+only way in for a compiled kernel: install what you or your machines have packed, and compare the
+hash (--sha256) where the file came over a way that you do not trust."""
+
+
+def register(subparsers: Any) -> None:
+    """Add the command."""
+    parser = subparsers.add_parser(
+        "bundle",
+        help="pack entries with their compiled kernels; install such a file",
+        usage="tuner bundle [-h] OUT.tar (--shape KEY=VALUE,... | --all) [--op OP] [--gpu NAME]\n"
+        "       tuner bundle [-h] install FILE [--sha256 HEX]\n"
+        "       both: [--store URL] [--json]",
+        description=DESCRIPTION,
+    )
+    parser.add_argument("words", nargs="+", metavar="OUT.tar | install FILE")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--shape", metavar="KEY=VALUE,...", help="pack the entries of this problem")
+    which.add_argument("--all", action="store_true", help="pack every entry whose kernels are here")
+    parser.add_argument("--op", choices=sorted(PROBLEMS), default="attention", help="of --shape")
+    parser.add_argument("--gpu", metavar="NAME", help="pack only this GPU's entries, as in H200")
+    parser.add_argument("--sha256", metavar="HEX", help="install only a file of this hash")
+    parser.add_argument("--store", metavar="URL", help="SQLAlchemy URL or SQLite file")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Pack or install.
+
+    Raises:
+        ConfigError: when the arguments, or the file to install, are wrong.
+        NoValidConfigError: when there is nothing to pack.
+        StoreError: when the file, the store or the artifact cache cannot be read or written.
+    """
+    if args.words[0] == INSTALL:
+        return _install(args)
+    if len(args.words) != 1:
+        raise ConfigError(f"'{args.words[1]}' is too many (allowed: OUT.tar, or install FILE)")
+    if not args.shape and not args.all:
+        raise ConfigError("nothing is chosen to pack (allowed: --shape KEY=VALUE,... or --all)")
+    if args.sha256:
+        raise ConfigError("--sha256 is for an installation (allowed: tuner bundle install FILE)")
+    return _pack(args)
+
+
+def _pack(args: argparse.Namespace) -> int:
+    from tuner import settings
+    from tuner.artifacts import ArtifactCache
+    from tuner.bundle import pack
+    from tuner.store import open_store
+
+    out = Path(args.words[0])
+    with open_store(args.store or settings.store_url()) as store:
+        entries = _chosen(args)
+        packed = pack(entries, store, ArtifactCache(), out, leave_out=args.all)
+    if args.json:
+        print(json.dumps({**vars(packed), "file": str(out)}))
+        return 0
+    for reason in packed.left_out:
+        print(f"left out: {reason}", file=sys.stderr)
+    print(
+        f"{packed.entries} entries with {packed.kernels} kernels in {out}, {packed.bytes} bytes\n"
+        f"sha256 {packed.sha256}"
+    )
+    return 0
+
+
+def _chosen(args: argparse.Namespace) -> list[Entry]:
+    from tuner.cli.entries import known_entries
+    from tuner.lookup import find_gpu
+    from tuner.measurement import Provenance
+
+    problem = PROBLEMS[args.op].parse(args.shape) if args.shape else None
+    known = known_entries(args)
+    gpu = find_gpu(args.gpu, known) if args.gpu else None
+    found = [
+        entry
+        for entry in known
+        if entry.provenance is Provenance.MEASURED
+        and problem in (None, entry.problem)
+        and (gpu is None or gpu.identity == entry.gpu.identity)
+    ]
+    if not found:
+        raise NoValidConfigError(
+            "nothing to pack: nothing is measured"
+            + (f" for {problem.op} {problem.label()}" if problem else "")
+            + (f" on {gpu.name}" if gpu else "")
+        )
+    return found
+
+
+def _install(args: argparse.Namespace) -> int:
+    from tuner import settings
+    from tuner.artifacts import ArtifactCache
+    from tuner.bundle import install
+    from tuner.cli.entries import unservable
+    from tuner.store import open_store
+
+    if len(args.words) != 2:
+        raise ConfigError("one file is to be named (allowed: tuner bundle install FILE)")
+    if args.shape or args.all or args.gpu:
+        raise ConfigError("a bundle is installed as it is (allowed beside FILE: --sha256 HEX)")
+    wanted = (args.sha256 or "").lower()
+    if wanted and not re.fullmatch(r"[0-9a-f]{64}", wanted):
+        raise ConfigError(f"--sha256 {args.sha256} is no SHA-256 (allowed: 64 hex digits)")
+    with open_store(args.store or settings.store_url()) as store:
+        done = install(Path(args.words[1]), store, ArtifactCache(), check=unservable, sha256=wanted)
+    report = done.report
+    if args.json:
+        kernels = {"kernels_added": done.kernels_added, "kernels_known": done.kernels_known}
+        print(json.dumps({**vars(report), **kernels}))
+        return 0
+    print(
+        f"{report.entries_added} entries added, {report.entries_replaced} replaced, "
+        f"{report.entries_known} known already, {len(report.entries_kept)} not taken; "
+        f"{done.kernels_added} kernels added, {done.kernels_known} known already"
+    )
+    for label in report.entries_kept:
+        print(f"not taken: {label}: this store has its own or a newer decision")
+    return 0

@@ -1,0 +1,112 @@
+"""``tuner compare``: two stores, exported files or recordings against each other."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+from tuner.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tuner.report.compare import Comparison
+
+DESCRIPTION = """Compares what two sources decided for the same problems, GPUs and regimes: the
+kernel that is served and the best own one. A source is a store (SQLAlchemy URL or SQLite file), an
+exported .json, a recording .json.gz, a folder of recordings, or the word 'shipped'. A time is
+faster or slower if it differs by more than the tolerance and by more than the noise of both."""
+
+EXIT_CODES = """exit codes:
+  0  nothing got slower
+  1  something got slower
+  2  wrong input, or nothing in common"""
+
+
+def register(subparsers: Any) -> None:
+    """Add the command."""
+    parser = subparsers.add_parser(
+        "compare",
+        help="what got faster, slower or changed between two stores or recordings",
+        description=DESCRIPTION,
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("a", metavar="A", help="before")
+    parser.add_argument("b", metavar="B", help="after")
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        metavar="PERCENT",
+        help="least difference that counts (default 3)",
+    )
+    parser.add_argument(
+        "--relative",
+        action="store_true",
+        help="judge times as parts of the vendors' that both measured: takes out clocks and power",
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compare; 1 when something got slower.
+
+    Raises:
+        ConfigError: when a source cannot be read, or the two have nothing in common.
+    """
+    from tuner.cli import DONE, FAILED
+    from tuner.errors import StoreError
+    from tuner.report.compare import TOLERANCE, compare, load_entries
+
+    tolerance = TOLERANCE if args.tolerance is None else args.tolerance / 100
+    if not (0 <= tolerance < 1 and math.isfinite(tolerance)):
+        raise ConfigError(f"tolerance={args.tolerance} is out of range (allowed: 0 to below 100)")
+    try:
+        before, after = load_entries(args.a), load_entries(args.b)
+    except StoreError as exc:
+        # What cannot be read is wrong input here: 1 says that something got slower.
+        raise ConfigError(str(exc)) from exc
+    found = compare(before, after, tolerance=tolerance, is_relative=args.relative)
+    print(json.dumps(found.to_json()) if args.json else comparison_text(found))
+    return FAILED if any(pair.is_slower for pair in found.pairs) else DONE
+
+
+def comparison_text(found: Comparison) -> str:
+    """A table of all pairs, and what only one side has."""
+    from tuner.cli.describe import kernel_name, microseconds, table, wrapped
+
+    rows = [("problem", "GPU", "regime", "kernel", "A us", "B us", "change", "vendors", "verdict")]
+    lines = []
+    for pair in found.pairs:
+        drift = "-" if pair.drift is None else f"{100 * (pair.drift - 1):+.1f} %"
+        roles = [("served", pair.served)]
+        if pair.own and pair.own != pair.served:
+            roles.append(("best own", pair.own))
+        for role, times in roles:
+            rows.append(
+                (
+                    f"{pair.a.problem.op} {pair.a.problem.label()}",
+                    pair.a.gpu.name.removeprefix("NVIDIA "),
+                    str(pair.a.regime),
+                    f"{role}: {kernel_name(times[1])}",
+                    microseconds(times[0].latency_us),
+                    microseconds(times[1].latency_us),
+                    f"{100 * (pair.ratio(times) - 1):+.1f} %",
+                    drift,
+                    pair.change(times).value,
+                )
+            )
+        if pair.new_winner:
+            name = f"{pair.a.problem.op} {pair.a.problem.label()}"
+            lines += wrapped(f"new winner: {name}: {pair.new_winner}")
+    for side, entries in (("A", found.only_a), ("B", found.only_b)):
+        for e in entries:
+            name = f"{e.problem.op} {e.problem.label()} on {e.gpu.name}, {e.regime}"
+            lines += wrapped(f"only in {side}: {name}")
+    if found.environment:
+        changed = (f"{name} {a} -> {b}" for name, (a, b) in found.environment.items())
+        lines += wrapped(f"environment: {', '.join(changed)}")
+    slower = sum(pair.is_slower for pair in found.pairs)
+    lines.append(f"{len(found.pairs)} compared, {slower} slower")
+    return "\n".join([table(rows, right=frozenset({4, 5, 6, 7})), "", *lines])

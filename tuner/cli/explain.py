@@ -1,0 +1,78 @@
+"""``tuner explain``: why a configuration won, in plain words."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from tuner.cli.describe import config_lines, wrapped
+from tuner.cli.subject import add_subject, subject_of
+from tuner.errors import NoValidConfigError
+
+if TYPE_CHECKING:
+    from tuner.report.explain import Claim, Explanation
+    from tuner.report.subject import Subject
+
+DESCRIPTION = """Says what the best own kernel has that the runner-up and the default have not,
+what that does to waves, occupancy, bytes and instructions, what changing one parameter alone did,
+and what limits it. Every sentence says whether its numbers were measured or computed."""
+
+
+def register(subparsers: Any) -> None:
+    """Add the command."""
+    parser = subparsers.add_parser(
+        "explain", help="why a configuration won, in plain words", description=DESCRIPTION
+    )
+    add_subject(parser)
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the account.
+
+    Raises:
+        NoValidConfigError: when no own kernel passed.
+    """
+    from tuner.report.explain import explain
+
+    subject = subject_of(args)
+    found = explain(subject)
+    if found is None:
+        raise NoValidConfigError(f"no own kernel passed for {subject.label} ({subject.source})")
+    if args.json:
+        facts = {"subject": subject.label, "source": subject.source}
+        print(json.dumps({**facts, **found.to_json()}))
+    else:
+        print(explanation_text(subject, found))
+    return 0
+
+
+def explanation_text(subject: Subject, found: Explanation) -> str:
+    """The account in paragraphs."""
+    lines = [
+        f"{subject.label}: measured {subject.measured_on}, {subject.source}",
+        "",
+        *wrapped(found.headline),
+        *(f"  {line}" for line in config_lines(found.config.config, 98)),
+    ]
+    for contrast in found.contrasts:
+        lines += ["", contrast.title]
+        if contrast.changes:
+            lines += _item("changed: " + "; ".join(contrast.changes))
+        lines += _claims(contrast.claims)
+    if found.single:
+        lines += ["", "Changing one parameter alone", *_claims(found.single)]
+    lines += ["", "What limits it", *_claims(found.limits)]
+    return "\n".join(lines)
+
+
+def _claims(claims: Iterable[Claim]) -> list[str]:
+    return [line for claim in claims for line in _item(f"{claim.text} [{claim.source}]")]
+
+
+def _item(text: str) -> list[str]:
+    first, *more = wrapped(text, 96)
+    return [f"  - {first}", *(f"  {line}" for line in more)]

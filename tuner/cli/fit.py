@@ -1,0 +1,108 @@
+"""``tuner fit``: a rule for shapes that nobody tuned, from what was measured."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from tuner.problem import PROBLEMS
+
+DESCRIPTION = """Makes a rule that answers any shape of an operation from the problems that the
+store and the shipped recordings hold: the nearest measured problem's best configs, or a small
+decision tree, whichever answers problems better that were left out when it was made. The rule is
+JSON; the regret that was found so stands in it. With --rule, asks such a file."""
+
+
+def register(subparsers: Any) -> None:
+    """Add the command."""
+    parser = subparsers.add_parser(
+        "fit", help="make or ask a rule for shapes nobody tuned", description=DESCRIPTION
+    )
+    parser.add_argument("--op", choices=sorted(PROBLEMS), default="attention")
+    parser.add_argument("--gpu", metavar="NAME", help="as H200 (default)")
+    parser.add_argument("--regime", choices=("graph", "eager"), help="how it is launched")
+    parser.add_argument("--l2", choices=("warm", "cold"), help="state of the inputs")
+    parser.add_argument("--store", metavar="URL", help="SQLAlchemy URL or SQLite file")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="where to write the rule")
+    parser.add_argument("--rule", type=Path, metavar="FILE", help="a rule to ask about --shape")
+    parser.add_argument("--shape", metavar="KEY=VALUE,...", help="as S=1500,D=64")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Make a rule, or ask one.
+
+    Raises:
+        ConfigError: when there is too little to make a rule from, or one cannot be read.
+    """
+    from tuner.errors import ConfigError
+
+    if (args.rule is None) != (args.shape is None):
+        raise ConfigError("--rule and --shape go together")
+    return _make(args) if args.rule is None else _ask(args)
+
+
+def _make(args: argparse.Namespace) -> int:
+    from tuner import fit
+    from tuner.hardware import DEFAULT_GPU
+    from tuner.lookup import find_gpu
+    from tuner.measurement import Regime
+    from tuner.store import open_store
+    from tuner.transfer import measured
+
+    default = Regime.default(args.op)
+    regime = Regime(args.regime or default.launch, args.l2 or default.l2)
+    with open_store(args.store) as store:
+        gpu = find_gpu(args.gpu, store.entries()) if args.gpu else DEFAULT_GPU
+        found = measured(args.op, gpu, regime, store)
+    samples = [fit.Sample.of(problem, quick) for problem, quick in found.items()]
+    rule = fit.fit(samples, gpu, regime)
+    if args.output is not None:
+        rule.write(args.output)
+    if args.json:
+        print(json.dumps(rule.to_json()))
+        return 0
+    regret = rule.regret
+    others = ", ".join(f"{kind} {100 * mean:.1f} %" for kind, mean in rule.others.items())
+    print(
+        f"{rule.op} on {gpu.name}, {regime}: {rule.kind} from {len(samples)} problems; left out, "
+        f"mean regret {100 * regret.mean:.1f} %, worst {100 * regret.worst:.1f} % over "
+        f"{regret.answered} problems ({regret.unmeasured} more got an answer that was not measured "
+        f"there); otherwise {others}"
+    )
+    for row in regret.each:
+        text = "not measured" if row["regret"] is None else f"{100 * row['regret']:.1f} %"
+        print(f"  {row['problem']}: {text}")
+    return 0
+
+
+def _ask(args: argparse.Namespace) -> int:
+    from tuner.fit import Rule
+
+    rule = Rule.read(args.rule)
+    problem = PROBLEMS[rule.op].parse(args.shape)
+    answer = rule.answer(problem)
+    if answer is None:
+        print(f"no config of the rule is legal for {problem.label()}")
+        return 1
+    facts = {
+        "problem": problem.label(),
+        "config": answer.config.to_json(),
+        "kind": answer.kind,
+        "mean_regret": answer.mean_regret,
+        "worst_regret": answer.worst_regret,
+        "source": answer.source,
+    }
+    if args.json:
+        print(json.dumps(facts))
+    else:
+        params = " ".join(f"{k}={v}" for k, v in sorted(answer.config.params.items()))
+        print(f"{problem.label()}: {answer.config.family} {params}")
+        print(
+            f"by the rule ({answer.kind}: {answer.source}); regret left out: mean "
+            f"{100 * answer.mean_regret:.1f} %, worst {100 * answer.worst_regret:.1f} %"
+        )
+    return 0

@@ -1,0 +1,206 @@
+"""``tuner jobs submit, list, show, cancel, retry, logs``: what the workers are to do."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tuner.cli.describe import microseconds, table
+from tuner.cli.sweep import add_budget, add_regime, options_of, problems_of
+from tuner.errors import ConfigError
+from tuner.problem import PROBLEMS
+from tuner.store import open_store
+
+if TYPE_CHECKING:
+    from tuner.store import Store
+    from tuner.store.jobs import Event, JobRecord, Task
+
+FOLLOW_S = 0.5
+"""Between two looks for new events."""
+
+
+def register(subparsers: Any) -> None:
+    """Add the commands."""
+    about = "jobs for `tuner worker`: submit, list, show, cancel, retry, logs"
+    parser = subparsers.add_parser("jobs", help=about, description=about)
+    commands = parser.add_subparsers(dest="job_command", required=True, metavar="COMMAND")
+    _register_submit(commands)
+    _add(commands, "list", list_all, "all jobs, newest first")
+    for name, run, text in (
+        ("show", show, "one job: its problems, how far they are, and why they failed"),
+        ("cancel", cancel, "end a job; what was measured is kept, nothing more is decided"),
+        ("retry", retry, "put the failed and cancelled problems of a job into the queue again"),
+        ("logs", logs, "what happened to a job"),
+    ):
+        one = _add(commands, name, run, text)
+        one.add_argument("id", metavar="JOB", help="its id or the beginning of it")
+        if name == "logs":
+            one.add_argument("--follow", action="store_true", help="go on until the job ends")
+
+
+def _add(
+    commands: Any, name: str, run: Callable[[argparse.Namespace], int], about: str
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=about, description=about)
+    parser.add_argument("--store", metavar="URL", help="SQLAlchemy URL or SQLite file")
+    parser.add_argument("--json", action="store_true", help="JSON on standard output")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _register_submit(commands: Any) -> None:
+    parser = _add(commands, "submit", submit, "add a job; prints its id")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument(
+        "problems", type=Path, nargs="?", metavar="FILE", help="YAML or JSON list of shapes"
+    )
+    what.add_argument("--shape", metavar="KEY=VALUE,...", help="one shape, as S=1024,D=64")
+    parser.add_argument("--op", choices=sorted(PROBLEMS), default="attention")
+    parser.add_argument(
+        "--priority", type=int, default=0, metavar="N", help="higher ones are taken first"
+    )
+    parser.add_argument(
+        "--attempts", type=int, default=3, metavar="N", help="for each problem (default 3)"
+    )
+    add_budget(parser)
+    add_regime(parser)
+
+
+def submit(args: argparse.Namespace) -> int:
+    """Add a job."""
+    problems = problems_of(args)
+    options = replace(options_of(args), skip_tuned=True)
+    options.check(problems)
+    with open_store(args.store) as store:
+        id = store.jobs.submit(
+            problems, options.to_json(), priority=args.priority, attempts=args.attempts
+        )
+        job = _find(store, id)
+    if args.json:
+        print(json.dumps(job.to_json()))
+    else:
+        print(id)
+        print(f"{_problems_text(sum(job.counts.values()))} queued", file=sys.stderr)
+    return 0
+
+
+def list_all(args: argparse.Namespace) -> int:
+    """Print a table of all jobs."""
+    with open_store(args.store, create=False) as store:
+        jobs = store.jobs.all()
+    if args.json:
+        print(json.dumps([job.to_json() for job in jobs]))
+        return 0
+    rows = [("job", "state", "priority", "done", "failed", "problems", "effort", "submitted")]
+    for job in jobs:
+        counts = job.counts
+        rows.append(
+            (
+                job.id,
+                job.state,
+                str(job.priority),
+                str(counts.get("done", 0)),
+                str(counts.get("failed", 0)),
+                str(sum(counts.values())),
+                str(job.options.get("effort", "")),
+                job.created_at[:19],
+            )
+        )
+    print(table(rows, right=frozenset({2, 3, 4, 5})) if jobs else "no jobs")
+    return 0
+
+
+def show(args: argparse.Namespace) -> int:
+    """Print one job and its problems."""
+    with open_store(args.store, create=False) as store:
+        job = _find(store, args.id)
+        tasks = store.jobs.tasks(job.id)
+    if args.json:
+        print(json.dumps({**job.to_json(), "problems": [task.to_json() for task in tasks]}))
+        return 0
+    options = ", ".join(f"{k} {v}" for k, v in job.options.items() if v not in (None, [], ""))
+    print(f"job {job.id}: {job.state}, priority {job.priority}, submitted {job.created_at[:19]}")
+    print(f"options: {options}\n")
+    rows = [("op", "shape", "state", "attempt", "trials", "progress")]
+    for task in tasks:
+        counts = (f"{task.attempt}/{job.attempts}", str(task.trials))
+        label = (task.problem.op, task.problem.label())
+        rows.append((*label, task.state, *counts, _progress_text(task)))
+    print(table(rows, right=frozenset({3, 4})))
+    for task in tasks:
+        if task.reason:
+            print(f"\n{task.problem.op} {task.problem.label()}: {task.reason}")
+    return 0
+
+
+def _progress_text(task: Task) -> str:
+    facts = task.progress
+    if task.state != "running" or "phase" not in facts:
+        return task.holder
+    goal = f" {facts['done']}/{facts['goal']}" if facts["goal"] else ""
+    own = facts["best_own_us"]
+    best = f", best own {microseconds(own)} us" if own else ""
+    return f"{facts['phase']}{goal}{best} on {task.holder}"
+
+
+def cancel(args: argparse.Namespace) -> int:
+    """End a job; 1 when it had ended already."""
+    return _change(args, "cancelled", lambda store, id: store.jobs.cancel(id))
+
+
+def retry(args: argparse.Namespace) -> int:
+    """Queue what failed again; 1 when nothing had."""
+    return _change(args, "queued", lambda store, id: store.jobs.retry(id))
+
+
+def _change(args: argparse.Namespace, what: str, change: Callable[[Store, str], int]) -> int:
+    with open_store(args.store, create=False) as store:
+        job = _find(store, args.id)
+        count = change(store, job.id)
+    if args.json:
+        print(json.dumps({what: count}))
+    else:
+        print(f"{_problems_text(count)} of job {job.id} {what}")
+    return 0 if count else 1
+
+
+def _problems_text(count: int) -> str:
+    return "1 problem" if count == 1 else f"{count} problems"
+
+
+def logs(args: argparse.Namespace) -> int:
+    """Print a job's events."""
+    last = 0
+    with open_store(args.store, create=False) as store:
+        job = _find(store, args.id)
+        while True:
+            # The state first: what happened before it ended is then among the events.
+            is_open = _find(store, job.id).is_open
+            while events := store.jobs.events(job.id, after=last):
+                _print_events(events, as_json=args.json)
+                last = events[-1].id
+            if not (args.follow and is_open):
+                return 0
+            time.sleep(FOLLOW_S)
+
+
+def _print_events(events: Sequence[Event], *, as_json: bool) -> None:
+    for event in events:
+        if as_json:
+            print(json.dumps(event.to_json()), flush=True)
+        else:
+            about = f"{event.problem.op} {event.problem.label()}: " if event.problem else ""
+            print(f"{event.at[:19]}  {about}{event.text}", flush=True)
+
+
+def _find(store: Store, id: str) -> JobRecord:
+    job = store.jobs.find(id)
+    if job is None:
+        raise ConfigError(f"there is no job {id} (`tuner jobs list` names them)")
+    return job

@@ -1,0 +1,58 @@
+"""``tuner report``: a sweep as one page that needs no network."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from tuner.cli.subject import add_subject, subject_of
+from tuner.errors import ConfigError
+
+DESCRIPTION = """Writes one self-contained HTML page of a measured sweep: the verdict, the kernel
+against its peers, what limits it and why it won, the course and the cost of the search, its space,
+which parameters matter, a roofline, memory, and scaling where enough lengths are known. Of the
+store, else of the shipped recordings; no GPU is needed."""
+
+
+def register(subparsers: Any) -> None:
+    """Add the command."""
+    parser = subparsers.add_parser(
+        "report", help="a sweep as one HTML page", description=DESCRIPTION
+    )
+    add_subject(parser)
+    parser.add_argument("-o", "--out", type=Path, default=Path("report.html"), metavar="FILE")
+    parser.add_argument("--json", action="store_true", help="say what was written as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the page.
+
+    Raises:
+        ConfigError: when the extra is not installed or the file cannot be written.
+        NoValidConfigError: when nothing was measured.
+    """
+    from tuner.report.analysis import verdict
+    from tuner.report.page import render
+
+    path: Path = args.out
+    if path.is_dir():
+        raise ConfigError(f"report {path} cannot be written: it is a folder; name a file in it")
+    if not path.parent.is_dir():
+        raise ConfigError(f"report {path} cannot be written: no folder {path.parent}")
+    subject = subject_of(args)
+    partial = path.with_name(path.name + ".partial")
+    try:
+        partial.write_text(render(subject), encoding="utf-8")
+        partial.replace(path)
+    except OSError as exc:
+        raise ConfigError(f"report {path} cannot be written: {exc.strerror}") from exc
+    if args.json:
+        facts = {"path": str(path), "bytes": path.stat().st_size, "source": subject.source}
+        print(json.dumps({**facts, "verdict": verdict(subject)}))
+    else:
+        print(verdict(subject))
+        print(f"{path}: {path.stat().st_size / 1e6:.1f} MB, from {subject.source}")
+    return 0

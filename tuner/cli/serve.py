@@ -1,0 +1,86 @@
+"""``tuner serve``: the HTTP service."""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import socket
+import sys
+from typing import Any
+
+from tuner import settings
+from tuner.errors import ConfigError
+
+DESCRIPTION = """Serves the store over HTTP: configurations, a snapshot for `tuner sync`, jobs and
+their progress; GET /openapi.json describes it. It listens on this machine only unless --host says
+otherwise, and elsewhere than on loopback it asks for bearer tokens: TUNER_READ_TOKEN to look,
+TUNER_WRITE_TOKEN to submit and cancel jobs, too. It speaks plain HTTP: put a proxy with TLS before
+it where the network is not trusted."""
+
+
+def register(subparsers: Any) -> None:
+    """Add the command."""
+    parser = subparsers.add_parser(
+        "serve", help="serve the store over HTTP", description=DESCRIPTION
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address (default 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8265, help="default 8265; 0 takes a free one")
+    parser.add_argument("--store", metavar="URL", help="SQLAlchemy URL or SQLite file")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until Ctrl-C or SIGTERM."""
+    if not 0 <= args.port <= 65535:
+        raise ConfigError(f"port={args.port} is out of range (allowed: 0 to 65535)")
+    try:
+        import uvicorn
+
+        from tuner.service.app import create_app
+        from tuner.service.guard import Tokens
+    except ImportError as exc:
+        raise ConfigError(
+            f"{exc.name} is missing: install it with pip install 'cutlass-tuner[service]'"
+        ) from exc
+    from tuner.store import open_store
+
+    tokens = Tokens(settings.read_token(), settings.write_token())
+    if not tokens and not _is_loopback(args.host):
+        raise ConfigError(
+            f"host={args.host} can be reached from elsewhere: set TUNER_READ_TOKEN and "
+            "TUNER_WRITE_TOKEN, or leave --host out"
+        )
+    with open_store(args.store) as store:
+        server = uvicorn.Server(
+            uvicorn.Config(
+                create_app(store, tokens),
+                host=args.host,
+                port=args.port,
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                limit_concurrency=1024,
+                timeout_graceful_shutdown=2,
+            )
+        )
+        listening = _listen(args.host, args.port)
+        host, port = listening.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        print(f"serving on http://{shown}:{port}", file=sys.stderr, flush=True)
+        server.run(sockets=[listening])
+    return 0
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=1024)
+    except OSError as exc:
+        raise ConfigError(f"{host}:{port} cannot be listened on: {exc.strerror}") from exc
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

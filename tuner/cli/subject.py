@@ -1,0 +1,45 @@
+"""Which sweep ``tuner report`` and ``tuner explain`` speak of."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tuner.problem import PROBLEMS
+
+if TYPE_CHECKING:
+    from tuner.report.subject import Subject
+
+
+def add_subject(parser: argparse.ArgumentParser) -> None:
+    """Add the options that `subject_of` reads."""
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--shape", metavar="KEY=VALUE,...", help="as S=1024,D=64")
+    what.add_argument("--recording", type=Path, metavar="FILE", help="a recorded sweep")
+    parser.add_argument("--op", choices=sorted(PROBLEMS), default="attention")
+    parser.add_argument("--gpu", metavar="NAME", help="as H200; default: this machine's, or H200")
+    parser.add_argument("--regime", choices=("graph", "eager"), help="how it is launched")
+    parser.add_argument("--l2", choices=("warm", "cold"), help="state of the inputs")
+    parser.add_argument("--store", metavar="URL", help="SQLAlchemy URL or SQLite file")
+
+
+def subject_of(args: argparse.Namespace) -> Subject:
+    """Read the sweep that the options name.
+
+    Raises:
+        ConfigError: when a name is wrong or the recording cannot be read.
+        NoValidConfigError: when nothing was measured.
+    """
+    from tuner.device import detect
+    from tuner.hardware import DEFAULT_GPU
+    from tuner.job import JobOptions
+    from tuner.lookup import find_gpu
+    from tuner.report import subject
+
+    if args.recording is not None:
+        return subject.from_file(args.recording)
+    problem = PROBLEMS[args.op].parse(args.shape)
+    regime = JobOptions(launch=args.regime, l2=args.l2).regime(problem)
+    gpu = find_gpu(args.gpu) if args.gpu else detect() or DEFAULT_GPU
+    return subject.from_known(problem, gpu, regime, args.store)

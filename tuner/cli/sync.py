@@ -1,0 +1,79 @@
+"""``tuner sync``: mirror a service's decisions in the local store."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from tuner.cli.entries import unservable
+from tuner.errors import ConfigError, StoreError
+from tuner.store import open_store
+
+if TYPE_CHECKING:
+    from tuner.store import ImportReport
+
+DESCRIPTION = """Pulls the decisions of a service (`tuner serve`) into the local store, where
+lookup and the runtime find them without it. What came from there follows it: changed decisions are
+replaced and withdrawn ones dropped; this machine's own decisions stand. A snapshot that did not
+change is not sent again. Kernels are not pulled: `tuner build` makes them. TUNER_READ_TOKEN is sent
+if it is set."""
+
+
+def register(subparsers: Any) -> None:
+    """Add the command."""
+    parser = subparsers.add_parser(
+        "sync", help="mirror a service's decisions in the local store", description=DESCRIPTION
+    )
+    parser.add_argument("url", metavar="URL", help="of the service, as http://host:8265")
+    parser.add_argument(
+        "--every", type=float, metavar="SECONDS", help="go on, with this pause; else once"
+    )
+    parser.add_argument("--store", metavar="URL", help="SQLAlchemy URL or SQLite file")
+    parser.add_argument("--json", action="store_true", help="one JSON object for each pull")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Pull once, or until Ctrl-C; a service that does not answer is asked again at the next turn.
+
+    Raises:
+        ConfigError: when the URL or the pause is wrong, or the snapshot does not fit.
+        StoreError: when the service does not answer and there is no next turn.
+    """
+    from tuner.mirror import checked, pull
+
+    url = checked(args.url)
+    if args.every is not None and not args.every >= 1:
+        raise ConfigError(f"every={args.every} is out of range (allowed: 1 second or more)")
+    with open_store(args.store) as store:
+        while True:
+            try:
+                _say(pull(store, url, unservable), url, as_json=args.json)
+            except (ConfigError, StoreError) as exc:
+                if args.every is None:
+                    raise
+                print(f"tuner: {exc}", file=sys.stderr, flush=True)
+            if args.every is None:
+                return 0
+            time.sleep(args.every)
+
+
+def _say(report: ImportReport | None, url: str, *, as_json: bool) -> None:
+    if as_json:
+        facts = asdict(report) if report else {}
+        print(json.dumps({"changed": report is not None, **facts}), flush=True)
+    elif report is None:
+        print(f"{url}: nothing new", flush=True)
+    else:
+        print(
+            f"{url}: {report.entries_added} entries added, {report.entries_replaced} replaced, "
+            f"{report.entries_dropped} dropped, {report.entries_known} as before, "
+            f"{len(report.entries_kept)} kept of this machine's own",
+            flush=True,
+        )
+        for text in report.entries_refused:
+            print(f"not taken: {text}", flush=True)

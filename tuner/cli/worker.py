@@ -1,0 +1,47 @@
+"""``tuner worker``: works off the jobs of a store."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from tuner import settings
+from tuner.cli.sweep import add_machine, machine_of
+
+DESCRIPTION = """Takes one problem after the other from the jobs of the store, those of the highest
+priority first, and tunes it on this machine's GPU. Several workers may share a store. Each holds a
+lease on its problem: one that dies gives it back to the queue within half a minute, and whoever
+takes it goes on after the last finished trial. Ctrl-C and SIGTERM give it back at once."""
+
+
+def register(subparsers: Any) -> None:
+    """Add the command."""
+    parser = subparsers.add_parser(
+        "worker", help="work off the jobs of the store", description=DESCRIPTION
+    )
+    parser.add_argument(
+        "--drain", action="store_true", help="end when no problem is queued or running"
+    )
+    add_machine(parser)
+    parser.add_argument("--store", metavar="URL", help="SQLAlchemy URL or SQLite file")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Work; 0 when the queue is drained, 130 when it was stopped."""
+    from tuner.cli import DONE, INTERRUPTED
+    from tuner.cli.display import create_display
+    from tuner.controller import Controller
+    from tuner.store import open_store
+
+    machine = machine_of(args, None)
+    url = args.store or settings.store_url()
+    with (
+        open_store(url) as store,
+        create_display(url, show_results=True) as display,
+        Controller(store, machine, watcher=display) as controller,
+    ):
+        decided = controller.run(drain=args.drain)
+    print(f"tuner: {decided} problems decided", file=sys.stderr)
+    return INTERRUPTED if controller.was_stopped else DONE

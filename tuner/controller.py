@@ -1,0 +1,444 @@
+"""Works off the jobs of a store: takes one problem at a time under a lease and sweeps it.
+
+The controller owns the search of its problem and is that problem's only writer: all it writes is
+fenced by the lease. A thread extends the lease and sees when it is lost, be it that the job was
+cancelled or that this process was stopped for so long that another one took over; the sweep is
+then abandoned at once. Ctrl-C and SIGTERM put the problem back into the queue. What was measured
+is in the store in every case, and whoever takes the problem next goes on from there.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+from tuner.errors import (
+    BenchmarkError,
+    ConfigError,
+    LeaseLostError,
+    NoValidConfigError,
+    StoreError,
+    TunerError,
+)
+from tuner.families import families_of
+from tuner.job import JobOptions, widen_winner
+from tuner.outcome import Outcome
+from tuner.runners.choose import Machine, Runners
+from tuner.store import Store
+from tuner.store.entry import is_vendor, vendor_name
+from tuner.store.jobs import LEASE_S, Claim, Lease
+from tuner.sweep import Catalogue, Sweep
+from tuner.watch import SweepState, Watcher
+
+_LOG = logging.getLogger(__name__)
+
+EXTEND_S = 2.0
+"""Between two extensions of a lease: how soon a cancelled sweep is abandoned, too."""
+POLL_S = 1.0
+"""Between two looks into an empty queue."""
+STORE_WAIT_S = 5.0
+"""After the store failed, before it is tried again."""
+
+
+class Abandoned(BaseException):
+    """Raised in the main thread, wherever it is, when it must leave the sweep at once. Not an
+    `Exception`: nothing on the way may take it for a failure of a candidate.
+    """
+
+
+@dataclass
+class Turn:
+    """A claimed problem and, once it is prepared, its sweep."""
+
+    claim: Claim
+    options: JobOptions
+    sweep: Sweep | None = None
+
+
+class Controller:
+    """Takes problems from the queue of a store until it is stopped. Belongs in the main thread.
+
+    Args:
+        store: holds the jobs, and takes the measurements and decisions.
+        machine: where to evaluate; each job says how much workspace it allows.
+        watcher: told of every change.
+        lease_s: how long this process may stay silent before another takes over.
+        catalogue: finds the families of an operation.
+        create_runners: what evaluates, for a machine and a sink of notes.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        machine: Machine,
+        *,
+        watcher: Watcher | None = None,
+        lease_s: float = LEASE_S,
+        catalogue: Catalogue = families_of,
+        create_runners: Callable[[Machine, Callable[[str], None]], Runners] = Runners,
+    ) -> None:
+        self._store = store
+        self._machine = machine
+        self._create_runners = create_runners
+        self._watcher = watcher or Watcher()
+        self._catalogue = catalogue
+        self._holder = f"{socket.gethostname()[:100]}:{os.getpid()}"
+        self._leases = _Leases(store, lease_s)
+        self._runners: Runners | None = None
+        self._ahead: Turn | None = None
+        self._finished = 0
+
+    def __enter__(self) -> Self:
+        self._leases.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._close_runners()
+        self._leases.stop()
+
+    @property
+    def was_stopped(self) -> bool:
+        """Whether Ctrl-C or SIGTERM ended it."""
+        return self._leases.stopping
+
+    def run(self, *, drain: bool = False) -> int:
+        """Work until Ctrl-C or SIGTERM; returns how many problems were decided.
+
+        Args:
+            drain: end when no problem is queued or running any more.
+
+        Raises:
+            BenchmarkError: when there is no GPU and a replay was not asked for.
+        """
+        if not self._machine.replay and self._runners_for(None).gpu is None:
+            raise BenchmarkError(
+                "no Hopper GPU found, and a job's answers must be measured: "
+                "`tuner worker --replay` replays recorded sweeps, or predicts"
+            )
+        while not self._leases.stopping:
+            try:
+                turn = self._next()
+                if turn is not None:
+                    self._work(turn)
+                elif drain and not self._is_work_left():
+                    break
+                else:
+                    time.sleep(POLL_S)
+            except LeaseLostError as exc:
+                self._watcher.note(str(exc))
+            except StoreError as exc:
+                self._watcher.note(f"{exc}; trying again in {STORE_WAIT_S:.0f} s")
+                time.sleep(STORE_WAIT_S)
+        if self._ahead is not None:
+            self._give_back(self._ahead)
+        return self._finished
+
+    def _is_work_left(self) -> bool:
+        counts = self._store.jobs.counts()
+        return bool(counts.get("queued") or counts.get("running"))
+
+    # One problem
+
+    def _next(self) -> Turn | None:
+        """The problem that was claimed ahead, else the first of the queue."""
+        turn, self._ahead = self._ahead, None
+        return turn or self._claim()
+
+    def _claim(self) -> Turn | None:
+        jobs = self._store.jobs
+        claim = jobs.claim(self._holder, self._leases.lease_s)
+        if claim is None:
+            return None
+        self._leases.add(claim.lease)
+        try:
+            return Turn(claim, JobOptions.from_json(claim.options))
+        except ConfigError as exc:
+            self._leases.remove(claim.lease)
+            jobs.fail(claim.lease, str(exc), is_final=True)
+            return None
+
+    def _work(self, turn: Turn) -> None:
+        """Sweep a problem, and say in the queue how it ended."""
+        lease = turn.claim.lease
+        try:
+            with self._leases.armed(lease):
+                try:
+                    self._sweep(turn)
+                except StoreError:
+                    raise
+                except Exception as exc:  # Even a defect must not keep the others from their turn.
+                    self._forget_all_but_ahead()
+                    self._fail(turn, exc)
+        except StoreError:
+            self._forget_all_but_ahead()
+            raise
+        except Abandoned:
+            self._forget_all_but_ahead()
+            if self._leases.stopping:
+                self._give_back(turn)
+            else:
+                label = turn.claim.problem.label()
+                self._watcher.note(f"{label}: left, for its job was cancelled or taken over")
+
+    def _forget_all_but_ahead(self) -> None:
+        """After a sweep was left anywhere: what evaluates may be half way through something, and
+        a lease that was just claimed must not be extended without anybody at work.
+        """
+        self._close_runners()
+        self._leases.keep(self._ahead.claim.lease if self._ahead else None)
+
+    def _sweep(self, turn: Turn) -> None:
+        jobs, lease, problem = self._store.jobs, turn.claim.lease, turn.claim.problem
+        sweep = self._prepare(turn)
+        if sweep is None:
+            return
+        self._watcher.note(f"{problem.op} {problem.label()} of job {turn.claim.job}")
+        outcome = sweep.run(self._claim_ahead)
+        widen_winner(
+            outcome,
+            sweep.runner,
+            self._store.under(lease),
+            turn.options,
+            note=self._watcher.note,
+            stopped=lambda: self._leases.stopping,
+        )
+        self._leases.remove(lease)
+        jobs.finish(lease, _said(outcome))
+        self._finished += 1
+        self._watcher.finished(outcome)
+
+    def _prepare(self, turn: Turn) -> Sweep | None:
+        """The sweep of a turn; None when the problem is tuned already, which ends the turn."""
+        if turn.sweep is not None:
+            return turn.sweep
+        claim, options = turn.claim, turn.options
+        options.check([claim.problem], self._catalogue)
+        runner = self._runners_for(options).of(claim.problem, options.regime(claim.problem))
+        tuned = options.find_tuned(claim.problem, runner, self._store)
+        jobs = self._store.jobs
+        if tuned is not None:
+            jobs.begin(claim.lease, tuned.id)
+            self._leases.remove(claim.lease)
+            jobs.finish(claim.lease, "it was tuned already")
+            return None
+        turn.sweep = Sweep(
+            claim.problem,
+            options.regime(claim.problem),
+            runner,
+            self._store.under(claim.lease),
+            options.sweep,
+            watcher=_Reporter(self._watcher, self._store, claim, self._leases),
+            catalogue=self._catalogue,
+        )
+        jobs.begin(claim.lease, turn.sweep.id)
+        return turn.sweep
+
+    def _claim_ahead(self) -> None:
+        """Have the next problem's kernels compiled while this one's finalists are timed."""
+        turn = self._ahead = self._claim()
+        if turn is None or turn.options.sweep.max_workspace != self._machine.max_workspace:
+            return  # Where it needs runners of its own, nothing is compiled ahead.
+        try:
+            sweep = self._prepare(turn)
+            if sweep is None:
+                self._ahead = None
+            else:
+                sweep.prefetch()
+        except StoreError:
+            raise
+        except Exception as exc:
+            self._ahead = None
+            self._fail(turn, exc)
+
+    def _fail(self, turn: Turn, exc: Exception) -> None:
+        """End an attempt with its reason; it is tried again unless that must end the same way."""
+        self._leases.remove(turn.claim.lease)
+        is_final = isinstance(exc, ConfigError | NoValidConfigError)
+        reason = str(exc)
+        if not isinstance(exc, TunerError):
+            reason = f"defect: {type(exc).__name__}: {exc}"
+            _LOG.error("%s", turn.claim.problem.label(), exc_info=exc)
+        is_retried = self._store.jobs.fail(turn.claim.lease, reason, is_final=is_final)
+        label = f"{turn.claim.problem.op} {turn.claim.problem.label()}"
+        self._watcher.note(f"{label}: {reason}{'; it will be tried again' if is_retried else ''}")
+
+    def _give_back(self, turn: Turn) -> None:
+        self._leases.remove(turn.claim.lease)
+        try:
+            self._store.jobs.release(turn.claim.lease, f"{self._holder} was stopped")
+        except LeaseLostError:
+            pass  # It ended at that moment, or was cancelled.
+        except StoreError as exc:
+            self._watcher.note(str(exc))  # The lease runs out by itself.
+
+    # What evaluates
+
+    def _runners_for(self, options: JobOptions | None) -> Runners:
+        most = options.sweep.max_workspace if options else self._machine.max_workspace
+        if self._runners is None or self._machine.max_workspace != most:
+            self._close_runners()
+            self._machine = replace(self._machine, max_workspace=most)
+            self._runners = self._create_runners(self._machine, self._watcher.note)
+        return self._runners
+
+    def _close_runners(self) -> None:
+        if self._runners is not None:
+            self._runners.__exit__(None, None, None)
+        self._runners = None
+        if self._ahead is not None:
+            self._ahead.sweep = None  # Its compiling ended with them.
+
+
+class _Leases:
+    """The leases that this process holds: extends them, and interrupts the main thread.
+
+    `Abandoned` is raised only inside `armed`, once, by the handler of the signal that the thread
+    sends when the lease is lost, or of SIGINT and SIGTERM.
+    """
+
+    def __init__(self, store: Store, lease_s: float) -> None:
+        self.lease_s = lease_s
+        self.stopping = False
+        self._store = store
+        self._progress: dict[Lease, Mapping[str, Any]] = {}
+        self._confirmed: dict[Lease, float] = {}
+        self._lost: set[Lease] = set()
+        self._armed: Lease | None = None
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._extend_all, name="leases", daemon=True)
+        self._previous: dict[int, Any] = {}
+
+    def start(self) -> None:
+        """Take over the signals and begin to extend."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._previous[number] = signal.signal(number, self._on_stop)
+        self._previous[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._on_lost)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Give the signals back and extend nothing any more."""
+        self._ended.set()
+        self._thread.join()
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def add(self, lease: Lease) -> None:
+        self._progress[lease] = {}
+        self._confirmed[lease] = time.monotonic()
+
+    def remove(self, lease: Lease) -> None:
+        self._progress.pop(lease, None)
+        self._confirmed.pop(lease, None)
+        self._lost.discard(lease)
+
+    def keep(self, lease: Lease | None) -> None:
+        """Extend no lease but this one."""
+        for held in list(self._progress):
+            if held != lease:
+                self.remove(held)
+
+    def report(self, lease: Lease, progress: Mapping[str, Any]) -> None:
+        """What the next extension tells of a task."""
+        if lease in self._progress:
+            self._progress[lease] = progress
+
+    @contextmanager
+    def armed(self, lease: Lease) -> Iterator[None]:
+        """While in here `Abandoned` is raised when this lease is lost or the process is to end."""
+        self._armed = lease
+        if self.stopping or lease in self._lost:
+            self._armed = None
+            raise Abandoned
+        try:
+            yield
+        finally:
+            self._armed = None
+
+    def _on_stop(self, number: int, frame: FrameType | None) -> None:
+        if self.stopping and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.stopping = True
+        self._abandon()
+
+    def _on_lost(self, number: int, frame: FrameType | None) -> None:
+        if self._armed in self._lost:
+            self._abandon()
+
+    def _abandon(self) -> None:
+        if self._armed is not None:
+            self._armed = None
+            raise Abandoned
+
+    def _extend_all(self) -> None:
+        while not self._ended.wait(min(EXTEND_S, self.lease_s / 3)):
+            for lease, progress in list(self._progress.items()):
+                if lease not in self._lost and not self._is_held(lease, progress):
+                    self._lost.add(lease)
+                    main = threading.main_thread().ident
+                    if main is not None:
+                        signal.pthread_kill(main, signal.SIGUSR1)
+
+    def _is_held(self, lease: Lease, progress: Mapping[str, Any]) -> bool:
+        try:
+            held = self._store.jobs.extend(lease, progress, self.lease_s)
+        except StoreError:
+            # The store may come back before the lease runs out.
+            confirmed = self._confirmed.get(lease, time.monotonic())
+            return time.monotonic() - confirmed < self.lease_s
+        if held:
+            self._confirmed[lease] = time.monotonic()
+        return held or lease not in self._progress
+
+
+class _Reporter(Watcher):
+    """Tells the job's rows what the display is told."""
+
+    def __init__(self, watcher: Watcher, store: Store, claim: Claim, leases: _Leases) -> None:
+        self._watcher, self._store, self._claim, self._leases = watcher, store, claim, leases
+
+    def changed(self, state: SweepState) -> None:
+        self._leases.report(self._claim.lease, progress_of(state))
+        self._watcher.changed(state)
+
+    def note(self, text: str) -> None:
+        self._store.jobs.log(self._claim.job, text, self._claim.lease.task)
+        self._watcher.note(text)
+
+
+def progress_of(state: SweepState) -> dict[str, Any]:
+    """What a job's row says of a sweep that is running."""
+    own, vendor = state.best_own, state.best_vendor
+    return {
+        "phase": state.phase,
+        "done": state.done,
+        "goal": state.goal,
+        "candidates": state.candidates,
+        "known_before": state.resumed,
+        "failures": dict(state.failures),
+        "best_own_us": own.latency_us if own else None,
+        "best_vendor_us": vendor.latency_us if vendor else None,
+    }
+
+
+def _said(outcome: Outcome) -> str:
+    """What was decided, on one line."""
+    entry = outcome.entry
+    if entry is None:
+        return "nothing was decided"
+    config = entry.winner.config
+    name = vendor_name(config) if is_vendor(config) else f"{config.family} {config.digest}"
+    return f"{name}, {entry.winner.latency_us:.2f} us, {entry.provenance}"

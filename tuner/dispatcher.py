@@ -1,0 +1,110 @@
+"""Compiles the runtime's dispatcher, once for a torch and a Python, and keeps it like a kernel.
+
+It is an extension module of CPython against torch's own headers: 13 CPU-seconds to compile, and
+0.5 us a call with the output's allocation, where an operator of torch's stable ABI takes 2.8.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import shlex
+import sysconfig
+from pathlib import Path
+
+from tuner import resources
+from tuner.artifacts import Artifact, ArtifactCache
+from tuner.errors import CompileError
+from tuner.processes import ProcessPool
+from tuner.toolchain import find_host_compiler
+
+MODULE = "tuner_dispatcher"
+SOURCE = "dispatcher.cpp"
+"""File name under ``templates/``."""
+FLAGS = ("-std=c++20", "-O2", "-DNDEBUG", "-shared", "-fPIC", "-fvisibility=hidden", "-w")
+LIBRARIES = ("-ltorch_python", "-ltorch_cpu", "-lc10")
+TIMEOUT_S = 300.0
+_LOG_LIMIT = 4000
+
+
+def find(artifacts: ArtifactCache) -> Artifact | None:
+    """The dispatcher for the installed torch and this Python, where it is built already.
+
+    Raises:
+        CompileError: when torch is not installed.
+    """
+    return artifacts.find(_key())
+
+
+def build(artifacts: ArtifactCache, processes: ProcessPool | None = None) -> Artifact:
+    """Find the dispatcher or compile it; one process of the machine does, the others wait.
+
+    Args:
+        artifacts: where it is kept.
+        processes: what runs the compiler, so that a caller can end it.
+
+    Raises:
+        CompileError: when torch, Python's headers or a C++ compiler is missing, or it refuses.
+        StoreError: when the cache cannot be written.
+    """
+    key = _key()
+    with artifacts.lock(key):
+        if found := artifacts.find(key):
+            return found
+        compiler, version = find_host_compiler()
+        source = resources.templates() / SOURCE
+        with artifacts.workspace() as folder:
+            library = folder / "kernel.so"
+            command = [str(compiler), *FLAGS, *_places(), str(source), "-o", str(library)]
+            command += LIBRARIES
+            done = (processes or ProcessPool(TIMEOUT_S)).run(command, folder)
+            if done.returncode != 0:
+                lines = [line for line in done.log.splitlines() if "error" in line]
+                reason = (lines or ["no message"])[0].strip()
+                raise CompileError(
+                    f"{SOURCE}: {'stopped: too slow' if done.timed_out else reason}",
+                    command=shlex.join(command),
+                    log=done.log[:_LOG_LIMIT],
+                )
+            return artifacts.put(
+                key,
+                library,
+                resources=None,
+                compile_cpu_s=done.cpu_s,
+                source=source.read_text(encoding="utf-8"),
+                facts={"template": SOURCE, "host_compiler": version, **_facts()},
+            )
+
+
+def _key() -> str:
+    source = (resources.templates() / SOURCE).read_bytes()
+    ingredients = [hashlib.sha256(source).hexdigest(), FLAGS, LIBRARIES, _facts()]
+    return hashlib.sha256(json.dumps(ingredients).encode()).hexdigest()[:32]
+
+
+def _facts() -> dict[str, str]:
+    """What the binary interface depends on."""
+    try:
+        torch = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError as exc:
+        raise CompileError(
+            "the dispatcher needs torch: pip install 'cutlass-tuner[torch]'"
+        ) from exc
+    return {"torch": torch, "python": str(sysconfig.get_config_var("SOABI"))}
+
+
+def _places() -> list[str]:
+    """Options that say where headers and libraries are."""
+    spec = importlib.util.find_spec("torch")
+    locations = (spec and spec.submodule_search_locations) or [""]
+    torch = Path(locations[0])
+    python = Path(sysconfig.get_path("include"))
+    for header, help in (
+        (torch / "include" / "torch" / "csrc" / "autograd" / "python_variable.h", "pip's torch"),
+        (python / "Python.h", "Debian, Ubuntu: apt install python3-dev"),
+    ):
+        if not header.is_file():
+            raise CompileError(f"the dispatcher needs {header}, which is not there ({help})")
+    return [f"-isystem{torch / 'include'}", f"-isystem{python}", f"-L{torch / 'lib'}"]

@@ -1,0 +1,285 @@
+"""What serves a shape that nobody tuned: the nearest tuned problem's kernels, where they passed.
+
+The rule. Problems of one *class* differ in their sizes only: operation, types, layout, mask and
+head dimension are equal. Between two of a class lies a `distance` in octaves. A tuned problem
+lends an own config to a shape within `REACH` of it if
+
+1. the config is legal there and needs the very kernels that were compiled for the tuned problem;
+2. these kernels passed the gate at `LEAST_PASSED` or more of the shapes that `drawn` names around
+   the tuned problem, and failed at none (`tuner sweep` and `tuner widen` run them there);
+3. at the nearest of the measured shapes it was not slower than PyTorch's own kernels, which answer
+   where nothing is lent.
+
+Of several configs the one with the least estimated time comes first: its time at the nearest
+measured shape, scaled by what the family's cost estimate makes of the difference. From the recorded
+GEMM of 4096 to that of 8192 this is 0.6 % off and puts the best of three first; the estimate alone
+is 8 % off and calls them equal. Nothing is lent farther than `REACH`: what is best at
+(16,16,2048,64) takes 1.25 times the best time at (1,16,1024,64), six octaves away, and longer than
+cuDNN (cache/recordings).
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import math
+import random
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, replace
+from functools import cache, lru_cache
+from typing import Any
+
+from tuner.errors import ConfigError, TunerError
+from tuner.families import families
+from tuner.families.vendor_sdpa import PEERS
+from tuner.measurement import Measurement, Status
+from tuner.problem import AttentionProblem, GemmProblem, Problem, SoftmaxProblem
+from tuner.store.entry import Entry, is_vendor
+
+REACH = 2.0
+"""Octaves: sequences twice as long, or four times as many heads."""
+DRAWN = 16
+"""Shapes that `drawn` names."""
+LEAST_PASSED = 4
+"""A config whose kernels fit fewer of the drawn shapes stays where it was tuned."""
+
+ASKED = 8
+"""Tuned problems that are asked in turn whether they lend something."""
+
+_ATTEMPTS = 1000
+#: Say nothing of a kernel: the machine was full, or a vendor's library was not there.
+_NO_VERDICT = (Status.OUT_OF_MEMORY, Status.UNAVAILABLE)
+FOREIGN = (
+    TunerError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    StopIteration,
+    TypeError,
+    ValueError,
+)
+"""What a family raises on a config of another version of itself."""
+
+#: Fields that are sizes; all others make the class.
+_SIZES: Mapping[str, frozenset[str]] = {
+    AttentionProblem.op: frozenset({"batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_kv"}),
+    GemmProblem.op: frozenset({"m", "n", "k", "batch"}),
+    SoftmaxProblem.op: frozenset({"rows", "cols", "batch", "query_rows"}),
+}
+
+
+def class_pattern(problem: Problem) -> str:
+    """A problem's key with ``*`` for each size: equal within a class, and a GLOB that finds it.
+
+    An operation without a rule is a class of its own for each problem.
+    """
+    kept = _kept(type(problem))
+    parts = [
+        f"{json.dumps(name)}:{json.dumps(value) if name == 'op' or name in kept else '*'}"
+        for name, value in sorted(problem.to_json().items())
+    ]
+    return f"{{{','.join(parts)}}}"
+
+
+@cache
+def _kept(kind: type[Problem]) -> tuple[str, ...]:
+    """The fields that are equal within a class."""
+    sizes = _SIZES.get(kind.op, frozenset())
+    return tuple(field.name for field in fields(kind) if field.name not in sizes)
+
+
+def distance(one: Problem, other: Problem) -> float:
+    """Octaves between two problems: the sum over the axes; infinite between classes."""
+    (class_one, here), (class_other, there) = _place(one), _place(other)
+    if class_one != class_other:
+        return math.inf
+    return sum(abs(a - b) for a, b in zip(here, there, strict=True))
+
+
+@lru_cache(1 << 16)
+def _place(problem: Problem) -> tuple[tuple[Any, ...], tuple[float, ...]]:
+    """A problem's class and its place there, in octaves along each axis."""
+    kept = tuple(getattr(problem, name) for name in _kept(type(problem)))
+    return (type(problem), *kept), tuple(map(math.log2, _axes(problem)))
+
+
+def _axes(problem: Problem) -> tuple[float, ...]:
+    """What a kernel sees of the sizes; batch and heads are one, its number of matrices."""
+    if isinstance(problem, AttentionProblem):
+        group = problem.heads_q / problem.heads_kv
+        return problem.batch * problem.heads_q, problem.seqlen_q, problem.seqlen_kv, group
+    if isinstance(problem, GemmProblem):
+        return problem.m, problem.n, problem.k, problem.batch
+    if isinstance(problem, SoftmaxProblem):
+        return problem.batch * problem.rows, problem.cols
+    return ()
+
+
+def drawn(problem: Problem) -> tuple[Problem, ...]:
+    """The shapes at which a tuned problem's kernels are checked before they serve others.
+
+    Up to `DRAWN` of its class within `REACH`: doubled, halved and odd sizes, groups of heads and
+    unequal sequences. The same for the same problem, so that the store tells who passed.
+    """
+    rng = random.Random(problem.key)
+    draw = _DRAWS.get(problem.op)
+    found: dict[Problem, None] = {}
+    for _ in range(_ATTEMPTS if draw else 0):
+        if len(found) == DRAWN:
+            break
+        try:
+            candidate = replace(problem, **draw(problem, rng)) if draw else problem
+        except ConfigError:
+            continue
+        if candidate != problem and distance(problem, candidate) <= REACH:
+            found[candidate] = None
+    return tuple(found)
+
+
+def _size(rng: random.Random, size: int, step: int = 1) -> int:
+    """Doubled, halved or kept half of the time, so that tiles still divide it; else anything."""
+    if rng.random() < 0.5:
+        return max(step, rng.choice((size, 2 * size, size // 2)))
+    return max(step, round(size * 2 ** rng.uniform(-1, 1) / step) * step)
+
+
+def _draw_attention(problem: Any, rng: random.Random) -> dict[str, int]:
+    batch, heads_q, heads_kv = problem.batch, problem.heads_q, problem.heads_kv
+    match rng.randrange(6):
+        case 0:
+            batch = _size(rng, batch)
+        case 1:
+            heads_q, heads_kv = 2 * heads_q, 2 * heads_kv
+        case 2:
+            heads_q, heads_kv = heads_q // 2, heads_kv // 2
+        case 3:
+            heads_kv = rng.choice((2 * heads_kv, heads_kv // 2))
+    seqlen_q = _size(rng, problem.seqlen_q)
+    is_self = problem.seqlen_q == problem.seqlen_kv and rng.random() < 0.5
+    seqlen_kv = seqlen_q if is_self else _size(rng, problem.seqlen_kv)
+    return {
+        "batch": batch,
+        "heads_q": heads_q,
+        # 0 would mean as many as there are query heads.
+        "heads_kv": heads_kv or 1,
+        "seqlen_q": seqlen_q,
+        "seqlen_kv": seqlen_kv,
+    }
+
+
+def _draw_gemm(problem: Any, rng: random.Random) -> dict[str, int]:
+    """M counts tokens and is anything; N and K are a model's, multiples of 8 at least."""
+    sizes = {"m": _size(rng, problem.m), "n": problem.n, "k": problem.k}
+    name = rng.choice(("n", "k"))
+    sizes[name] = _size(rng, sizes[name], rng.choice((8, 64)))
+    return sizes
+
+
+def _draw_softmax(problem: Any, rng: random.Random) -> dict[str, int]:
+    group = problem.rows // problem.query_rows
+    query_rows = _size(rng, problem.query_rows)
+    return {
+        "rows": group * query_rows,
+        "query_rows": query_rows,
+        "cols": _size(rng, problem.cols),
+        "batch": rng.choice((problem.batch, 2 * problem.batch)),
+    }
+
+
+_DRAWS: Mapping[str, Callable[[Any, random.Random], dict[str, int]]] = {
+    AttentionProblem.op: _draw_attention,
+    GemmProblem.op: _draw_gemm,
+    SoftmaxProblem.op: _draw_softmax,
+}
+
+
+def lenders(entry: Entry) -> list[Measurement]:
+    """The own kernels that an entry may lend, best first: a pin lets itself alone through."""
+    ranked = (entry.winner,) if entry.pinned else entry.ranking
+    return [m for m in ranked if not is_vendor(m.config)]
+
+
+def is_pytorchs(measurement: Measurement) -> bool:
+    """Whether a vendor's kernel is one that PyTorch calls by itself."""
+    config = measurement.config
+    return is_vendor(config) and config.get("kernel") not in PEERS
+
+
+def is_fault(measurement: Measurement) -> bool:
+    """Whether it speaks against its kernels: they ran and did not pass."""
+    return not measurement.ok and measurement.status not in _NO_VERDICT
+
+
+def fits(problem: Problem, measurement: Measurement) -> bool:
+    """Whether an own config is legal for a problem with the kernels that it was measured with."""
+    config = measurement.config
+    member = families().get(config.family)
+    if member is None or member.is_vendor:
+        return False
+    try:
+        if member.violations(problem, config, measurement.gpu):
+            return False
+        return member.kernels(problem, config) == member.kernels(measurement.problem, config)
+    except FOREIGN:
+        return False
+
+
+def lend(
+    problem: Problem, entry: Entry, evidence: Iterable[Measurement]
+) -> tuple[Measurement, ...]:
+    """The configs that a tuned problem's entry lends to `problem`, best first.
+
+    Args:
+        problem: what nobody tuned.
+        entry: of a tuned problem, measured.
+        evidence: quick measurements at `drawn(entry.problem)` on the entry's GPU and under its
+            regime, oldest first; of equal ones the newest counts.
+
+    Returns:
+        Measurements at the entry's problem; empty when it lends nothing.
+    """
+    if distance(problem, entry.problem) > REACH:
+        return ()
+    seen: dict[tuple[Problem, str], Measurement] = {}
+    for m in [*evidence, *entry.ranking]:
+        if m.ok or is_fault(m):
+            seen[m.problem, m.config.digest] = m
+    estimated = []
+    for m in lenders(entry):
+        if fits(problem, m) and (home := _home(problem, m, seen)) is not None:
+            member = families()[m.config.family]
+            here, there = (member.predict_us(p, m.config, m.gpu) for p in (problem, home.problem))
+            estimate = (home.latency_us or math.inf) * here / there
+            estimated.append((estimate, m.config.digest, m))
+    return tuple(m for _, _, m in sorted(estimated, key=lambda item: item[:2]))
+
+
+def _home(
+    problem: Problem, lender: Measurement, seen: Mapping[tuple[Problem, str], Measurement]
+) -> Measurement | None:
+    """The config's measurement nearest to `problem`; None where it must not serve there."""
+    own = [
+        m
+        for m in seen.values()
+        if m.config == lender.config
+        and m.problem != lender.problem
+        and dict(m.artifacts) == dict(lender.artifacts)
+    ]
+    if len(own) < LEAST_PASSED or not all(m.ok for m in own):
+        return None
+    home = min([lender, *own], key=lambda m: (distance(problem, m.problem), m.problem.key))
+    rivals = [
+        m.latency_us
+        for m in seen.values()
+        if m.problem == home.problem and m.latency_us is not None and is_pytorchs(m)
+    ]
+    if home.latency_us is None or home.latency_us > min(rivals, default=math.inf):
+        return None
+    return home
+
+
+def nearest_first(problem: Problem, others: Iterable[Problem]) -> list[Problem]:
+    """The `ASKED` nearest within reach, nearest first; equally near ones in the order of keys."""
+    near = [(away, other) for other in others if (away := distance(problem, other)) <= REACH]
+    near = heapq.nsmallest(ASKED, near, key=lambda item: (item[0], item[1].key))
+    return [other for _, other in near]

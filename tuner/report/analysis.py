@@ -1,0 +1,431 @@
+"""What follows from the measurements of a sweep; every number from one that was measured."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Any
+
+from tuner.cli.describe import kernel_name, microseconds, short_name
+from tuner.config import Config, Value
+from tuner.families import families
+from tuner.lookup import Entry
+from tuner.measurement import Measurement
+from tuner.problem import AttentionProblem, Problem
+from tuner.ranking import is_tie
+from tuner.report.subject import Subject
+from tuner.store.entry import is_vendor
+
+LEAST_CANDIDATES = 20
+"""Passed candidates of a family below which the importance of its parameters is not told."""
+TREES, DEPTH = 16, 6
+"""Of the forest that shares are read from: a tenth of the time of Optuna's 64 and 64, and no share
+of the shipped recordings changes by 0.05."""
+LEAST_LENGTHS = 3
+"""Sequence lengths that make a curve."""
+#: Axes of a heat map: the first of these that a family has; a family with none is drawn over the
+#: two parameters with the most values.
+ROWS = ("tile_m", "warp_groups", "rows_per_block", "heads_per_launch")
+COLUMNS = ("tile_n", "threads_per_row", "in_place")
+PANELS = ("kernel_schedule", "blocks_per_sm", "passes", "pdl")
+
+
+def latency(measurement: Measurement) -> float:
+    """Microseconds of a measurement that passed; infinite for others."""
+    return math.inf if measurement.latency_us is None else measurement.latency_us
+
+
+def verdict(subject: Subject) -> str:
+    """Who won, by how much, in one sentence."""
+    entry = subject.entry
+    own, first = entry.best_own, entry.ranking[0]
+    name = f"{subject.problem.op} {subject.problem.label()}"
+    if not subject.has_finals:
+        return (
+            f"Not decided: the sweep of {name} ended before its final pass; the fastest so far is "
+            f"{short_name(first)} with {microseconds(first.latency_us)} us."
+        )
+    vendors = sorted(entry.vendors.items(), key=lambda item: latency(item[1]))
+    if own is None:
+        return f"No own kernel passed for {name}; {vendors[0][0]} takes {_us(vendors[0][1])}."
+    if not vendors:
+        return f"{short_name(own)} computes {name} in {_us(own)}; no vendor's kernel was measured."
+    vendor, fastest = vendors[0]
+    ratio = latency(own) / latency(fastest)
+    rest = f"{vendor} ({_us(fastest)}), the fastest of {len(vendors)} vendors' kernels"
+    if len(vendors) == 1:
+        rest = f"{vendor} ({_us(fastest)}), the one vendor's kernel measured"
+    if is_tie(own, fastest):
+        return f"{short_name(own)} computes {name} in {_us(own)}, as fast as {rest}."
+    if ratio < 1:
+        share = f"{100 * (1 - ratio):.1f} % less time than"
+        return f"{short_name(own)} computes {name} in {_us(own)}: {share} {rest}."
+    return (
+        f"{vendor} stays the fastest for {name} with {_us(fastest)}; the best own kernel, "
+        f"{short_name(own)}, takes {_us(own)}, {100 * (ratio - 1):.1f} % more."
+    )
+
+
+def _us(measurement: Measurement) -> str:
+    return f"{microseconds(measurement.latency_us)} us"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One candidate of the quick pass in the order of time."""
+
+    number: int
+    """From 1."""
+    measurement: Measurement
+    best_us: float
+    """Fastest so far; infinite before the first that passed."""
+
+
+def progress(subject: Subject) -> list[Step]:
+    """The quick pass as the search went through it."""
+    steps: list[Step] = []
+    best = math.inf
+    for number, measurement in enumerate(subject.quick, 1):
+        best = min(best, latency(measurement))
+        steps.append(Step(number, measurement, best))
+    return steps
+
+
+def stopping(steps: Sequence[Step]) -> list[tuple[int, float, float]]:
+    """What stopping after some of the candidates would have lost.
+
+    Returns:
+        (candidates, fastest so far in microseconds, loss against the fastest of all as a part).
+    """
+    if not steps or math.isinf(steps[-1].best_us):
+        return []
+    total = len(steps)
+    series = (step * 10**power for power in range(6) for step in (1, 2, 5))
+    counts = [count for count in series if count < total] + [total]
+    rows = [(n, steps[n - 1].best_us) for n in counts]
+    return [(n, us, us / steps[-1].best_us - 1) for n, us in rows if not math.isinf(us)]
+
+
+def found_at(steps: Sequence[Step]) -> int:
+    """Number of the first candidate with the fastest quick time."""
+    return next(step.number for step in steps if step.best_us == steps[-1].best_us)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a sweep cost, stages included."""
+
+    candidates: int
+    kernel_sets: int
+    """Groups of candidates that share their compiled kernels."""
+    failures: dict[str, int]
+    compiled: int
+    """Candidates that something was compiled for."""
+    compile_cpu_s: float
+    span_s: float
+    """From the first measurement to the last, wall clock."""
+
+
+def cost(subject: Subject) -> Cost:
+    """What the search cost, of what the measurements say."""
+    every = [m for part in subject.recording.walk() for m in part.measurements]
+    own = [m for m in every if not m.is_final and not is_vendor(m.config)]
+    spent = [m.compile_cpu_s for m in own if m.compile_cpu_s]
+    times = sorted(datetime.fromisoformat(m.created_at) for m in every if m.created_at)
+    known = families()
+    digests = {
+        (m.problem, known[m.config.family].compile_digest(m.config))
+        for m in own
+        if m.config.family in known
+    }
+    return Cost(
+        candidates=len(own),
+        kernel_sets=len(digests),
+        failures=dict(Counter(m.status.value for m in own if not m.ok).most_common()),
+        compiled=len(spent),
+        compile_cpu_s=sum(spent),
+        span_s=(times[-1] - times[0]).total_seconds() if times else 0.0,
+    )
+
+
+def differences(one: Config, other: Config) -> dict[str, tuple[Value | None, Value | None]]:
+    """Parameters that two configs of one family do not share, stages' as ``stage.name``."""
+    found = {
+        name: (one.get(name), other.get(name))
+        for name in sorted({*one.params, *other.params})
+        if one.get(name) != other.get(name)
+    }
+    for stage in sorted({*one.stages, *other.stages}):
+        mine, theirs = (c.stages.get(stage) or Config("") for c in (one, other))
+        inner = differences(mine, theirs)
+        found |= {f"{stage}.{name}": values for name, values in inner.items()}
+    return found
+
+
+@dataclass(frozen=True)
+class Change:
+    """What changing one parameter alone did, quick pass against quick pass."""
+
+    name: str
+    winner: Value | None
+    other: Value | None
+    ratio: float
+    """Time of the changed config over the winner's."""
+    measurement: Measurement
+
+
+def one_change(subject: Subject, winner: Measurement) -> list[Change]:
+    """Measured candidates that differ from the winner in one parameter, least loss first."""
+    quick = {m.config: m for m in subject.quick if m.ok}
+    base = quick.get(winner.config)
+    if base is None:
+        return []
+    changes = []
+    for config, measurement in quick.items():
+        if config.family == winner.config.family:
+            found = differences(winner.config, config)
+            if len(found) == 1:
+                ((name, (mine, theirs)),) = found.items()
+                ratio = latency(measurement) / latency(base)
+                changes.append(Change(name, mine, theirs, ratio, measurement))
+    return sorted(changes, key=lambda change: (change.ratio, change.name))
+
+
+def default_of(subject: Subject, winner: Measurement) -> Measurement | None:
+    """The candidate that the cost estimate alone would have chosen among the measured ones of the
+    winner's family: what one has without measuring. Its quick time.
+    """
+    found: dict[str, tuple[float, Measurement]] = {}
+    for m in subject.quick:
+        if m.ok and m.config.family == winner.config.family:
+            predicted = predicted_us(m)
+            if predicted is not None:
+                found[m.config.digest] = predicted, m
+    return found[min(found, key=lambda digest: (found[digest][0], digest))][1] if found else None
+
+
+def predicted_us(measurement: Measurement) -> float | None:
+    """The cost estimate; None for a config that this version's families do not know."""
+    m, member = measurement, families().get(measurement.config.family)
+    if member is None:
+        return None
+    try:
+        return member.predict_us(m.problem, m.config, m.gpu)
+    except KeyError:  # a parameter that came later
+        return None
+
+
+def quick_of(subject: Subject, config: Config) -> Measurement | None:
+    """A config's quick time: comparable with those of candidates that were no finalists."""
+    return next((m for m in subject.quick if m.ok and m.config == config), None)
+
+
+@dataclass(frozen=True)
+class Importance:
+    """How much of the spread of a family's times each parameter explains by itself."""
+
+    family: str
+    candidates: int
+    shares: dict[str, float]
+    """Of the variance of the times' logarithm that single parameters explain; they add up to 1,
+    largest first.
+    """
+
+
+def importances(subject: Subject) -> list[Importance]:
+    """Functional analysis of variance (Optuna's fANOVA) of each family with enough candidates."""
+    by_family: dict[str, list[Measurement]] = {}
+    for measurement in subject.quick:
+        if measurement.ok:
+            by_family.setdefault(measurement.config.family, []).append(measurement)
+    return [
+        Importance(name, len(measured), shares)
+        for name, measured in sorted(by_family.items())
+        if len(measured) >= LEAST_CANDIDATES and (shares := _importance(measured))
+    ]
+
+
+def _importance(measured: Sequence[Measurement]) -> dict[str, float]:
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    values = {
+        name: sorted({_choice(m.config, name) for m in measured}) for name in parameters(measured)
+    }
+    varied = {name: choices for name, choices in values.items() if len(choices) > 1}
+    if not varied:
+        return {}
+    study = optuna.create_study(storage=optuna.storages.InMemoryStorage())
+    distributions: dict[str, Any] = {
+        name: optuna.distributions.CategoricalDistribution(choices)
+        for name, choices in varied.items()
+    }
+    trials = [
+        optuna.trial.create_trial(
+            params={name: _choice(m.config, name) for name in varied},
+            distributions=distributions,
+            value=math.log(latency(m)),
+        )
+        for m in measured
+    ]
+    study.add_trials(trials)
+    evaluator = optuna.importance.FanovaImportanceEvaluator(n_trees=TREES, max_depth=DEPTH, seed=0)
+    shares = optuna.importance.get_param_importances(study, evaluator=evaluator)
+    return {name: float(share) for name, share in shares.items()}
+
+
+def _choice(config: Config, name: str) -> str:
+    """A value as a category; a parameter that does not apply is one of its own."""
+    return str(config.get(name, "-"))
+
+
+def parameters(measured: Iterable[Measurement]) -> list[str]:
+    """Names of all parameters, sorted."""
+    return sorted({name for m in measured for name in m.config.params})
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Candidates of one place of a heat map."""
+
+    row: Value
+    column: Value
+    panel: Value | None
+    passed: tuple[Measurement, ...]
+    """Fastest first."""
+    failed: tuple[Measurement, ...]
+
+
+@dataclass(frozen=True)
+class HeatMap:
+    """The space of one family over two parameters, a panel for each value of a third."""
+
+    problem: Problem
+    family: str
+    row: str
+    column: str
+    panel: str | None
+    cells: tuple[Cell, ...]
+    best_us: float
+
+    @property
+    def panels(self) -> list[Value | None]:
+        return sorted({cell.panel for cell in self.cells}, key=str)
+
+
+def heat_maps(subject: Subject) -> Iterator[HeatMap]:
+    """The space of every family of the problem, then of its stages'."""
+    for part in subject.recording.walk():
+        by_family: dict[str, list[Measurement]] = {}
+        for m in part.measurements:
+            if not m.is_final and not is_vendor(m.config):
+                by_family.setdefault(m.config.family, []).append(m)
+        for name, measured in sorted(by_family.items()):
+            if found := _heat_map(part.problem, name, measured):
+                yield found
+
+
+def _heat_map(problem: Problem, name: str, measured: Sequence[Measurement]) -> HeatMap | None:
+    counts = {p: len({_choice(m.config, p) for m in measured}) for p in parameters(measured)}
+    varied = sorted((p for p in counts if counts[p] > 1), key=lambda p: (-counts[p], p))
+    row = _first(ROWS, varied)
+    column = _first(COLUMNS, [p for p in varied if p != row])
+    if row is None or column is None:
+        return None
+    panel = next((p for p in PANELS if p in varied and p not in (row, column)), None)
+    places: dict[tuple[Value, Value, Value | None], list[Measurement]] = {}
+    for m in measured:
+        place = (
+            m.config.get(row, "-"),
+            m.config.get(column, "-"),
+            m.config.get(panel, "-") if panel else None,
+        )
+        places.setdefault(place, []).append(m)
+    cells = tuple(
+        Cell(
+            *place,
+            passed=tuple(sorted((m for m in found if m.ok), key=latency)),
+            failed=tuple(m for m in found if not m.ok),
+        )
+        for place, found in places.items()
+    )
+    best = min(map(latency, measured))
+    return HeatMap(problem, name, row, column, panel, cells, best)
+
+
+def _first(preferred: Sequence[str], varied: Sequence[str]) -> str | None:
+    return next((name for name in preferred if name in varied), next(iter(varied), None))
+
+
+@dataclass(frozen=True)
+class Length:
+    """The fastest of one kernel at one sequence length."""
+
+    seqlen: int
+    kernel: str
+    """A vendor's kernel or an own family."""
+    is_vendor: bool
+    measurement: Measurement
+
+
+def scaling(subject: Subject) -> list[Length]:
+    """Problems that differ from this one in their sequence length only; empty when there are
+    fewer than `LEAST_LENGTHS` of them.
+    """
+    entries = [e for e in subject.known if _is_sibling(subject, e)]
+    found: list[Length] = []
+    for entry in sorted(entries, key=lambda e: _length(e.problem)):
+        kernels: dict[str, Measurement] = {}
+        for m in entry.ranking:
+            kernels.setdefault(kernel_name(m), m)
+        found += [
+            Length(_length(entry.problem), name, is_vendor(m.config), m)
+            for name, m in kernels.items()
+        ]
+    return found if len({length.seqlen for length in found}) >= LEAST_LENGTHS else []
+
+
+def _length(problem: Problem) -> int:
+    return problem.seqlen_kv if isinstance(problem, AttentionProblem) else 0
+
+
+def _is_sibling(subject: Subject, entry: Entry) -> bool:
+    mine, theirs = subject.problem, entry.problem
+    if not isinstance(mine, AttentionProblem) or not isinstance(theirs, AttentionProblem):
+        return False
+    if (subject.gpu.identity, subject.regime) != (entry.gpu.identity, entry.regime):
+        return False
+    # Self-attention at another length, or as many queries over another length.
+    square = mine.seqlen_q == mine.seqlen_kv
+    queries = theirs.seqlen_kv if square else mine.seqlen_q
+    return theirs == replace(mine, seqlen_q=queries, seqlen_kv=theirs.seqlen_kv)
+
+
+def crossings(lengths: Sequence[Length]) -> list[tuple[float, str, str]]:
+    """Where another kernel becomes the fastest.
+
+    Returns:
+        (sequence length, the one before, the one after); between two measured lengths it is
+        where straight lines through their logarithms meet.
+    """
+    times: dict[int, dict[str, float]] = {}
+    for length in lengths:
+        times.setdefault(length.seqlen, {})[length.kernel] = latency(length.measurement)
+    found = []
+    for (short, at_short), (long, at_long) in zip(
+        list(times.items())[:-1], list(times.items())[1:], strict=True
+    ):
+        before, after = (min(at, key=at.__getitem__) for at in (at_short, at_long))
+        if before == after:
+            continue
+        place = float(long)
+        if after in at_short and before in at_long:
+            start = math.log(at_short[after] / at_short[before])
+            end = math.log(at_long[after] / at_long[before])
+            share = start / (start - end)
+            place = math.exp(math.log(short) + share * math.log(long / short))
+        found.append((place, before, after))
+    return found

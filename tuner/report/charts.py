@@ -1,0 +1,411 @@
+"""The pictures of the ranking, the search, the roofline, memory and scaling (see `spec`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from tuner.cli.describe import config_text, microseconds, short_name
+from tuner.measurement import Measurement, Status
+from tuner.report import analysis
+from tuner.report.analysis import Importance, Length, Step, latency
+from tuner.report.explain import limits
+from tuner.report.spec import (
+    BEST,
+    CROSS,
+    FAILED,
+    INK,
+    SERIES,
+    Spec,
+    channel,
+    log_scale,
+    picture,
+    series_of,
+    tips,
+)
+from tuner.report.subject import Subject
+from tuner.report.work import l2_bytes_per_us, total, works
+from tuner.store.entry import is_vendor
+
+
+def ranking(subject: Subject) -> Spec:
+    """Bars of the final pass against the peers; whiskers are one standard deviation."""
+    values = [
+        {
+            "kernel": short_name(m),
+            "who": "vendor" if is_vendor(m.config) else "own",
+            "us": m.latency_us,
+            "low": latency(m) - (m.std_us or 0.0),
+            "high": latency(m) + (m.std_us or 0.0),
+            "text": f"{microseconds(m.latency_us)} us",
+            "config": config_text(m.config),
+        }
+        for m in subject.ranking
+    ]
+    y = channel("kernel", "", "nominal", sort=None, axis={"title": None, "labelLimit": 170})
+    who = {
+        "field": "who",
+        "type": "nominal",
+        "scale": {"domain": ["own", "vendor"], "range": [SERIES[0], SERIES[7]]},
+        "legend": {"orient": "top", "title": None},
+    }
+    top = 1.3 * max(latency(m) for m in subject.ranking)
+    x = channel("us", "microseconds a call", scale={"domain": [0, top], "nice": False})
+    tooltip = tips(("kernel", "kernel"), ("text", "time"), ("config", "config"))
+    return picture(
+        values,
+        "Time of every kernel of the final pass, in order of rank.",
+        height=28 * len(values),
+        encoding={"y": y, "x": x},
+        layer=[
+            {"mark": {"type": "bar", "height": 16}, "encoding": {"color": who, "tooltip": tooltip}},
+            {
+                "mark": {"type": "rule", "color": INK, "strokeWidth": 2},
+                "encoding": {"x": channel("low", "microseconds a call"), "x2": {"field": "high"}},
+            },
+            {
+                "mark": {"type": "text", "align": "left", "dx": 6, "color": INK},
+                "encoding": {
+                    "x": channel("high", "microseconds a call"),
+                    "text": {"field": "text"},
+                },
+            },
+        ],
+    )
+
+
+def progress(steps: Sequence[Step]) -> Spec:
+    """Every candidate in the order of time, and the best so far."""
+    slowest = max(latency(s.measurement) for s in steps if s.measurement.ok)
+    values = [
+        {
+            "number": s.number,
+            # A failure has no time: it is drawn above the slowest.
+            "us": s.measurement.latency_us if s.measurement.ok else 1.25 * slowest,
+            "series": s.measurement.config.family,
+            "text": f"{microseconds(s.measurement.latency_us)} us",
+            "status": s.measurement.status.value,
+            "config": config_text(s.measurement.config),
+        }
+        for s in steps
+    ]
+    failed = [value for value in values if value["status"] != Status.OK.value]
+    best = [{"number": s.number, "us": s.best_us} for s in steps if not math.isinf(s.best_us)]
+    tooltip = tips(
+        ("number", "candidate"), ("text", "time"), ("status", "status"), ("config", "config")
+    )
+    layers: list[Spec] = [
+        {
+            "transform": [{"filter": "datum.status == 'ok'"}],
+            "mark": {"type": "point", "filled": True, "size": 28, "opacity": 0.75},
+            "encoding": {
+                **series_of(sorted({s.measurement.config.family for s in steps})),
+                "tooltip": tooltip,
+            },
+        },
+        {
+            "data": {"values": best},
+            "mark": {
+                "type": "line",
+                "interpolate": "step-after",
+                "color": BEST,
+                "strokeWidth": 2.5,
+            },
+        },
+    ]
+    if failed:
+        cross = {"type": "text", "text": CROSS, "color": FAILED}
+        layers.append({"data": {"values": failed}, "mark": cross, "encoding": {"tooltip": tooltip}})
+    return picture(
+        values,
+        "Time of every candidate in the order in which it was measured, and the best so far.",
+        height=300,
+        encoding={
+            "x": channel("number", "candidate", scale={"nice": False}),
+            "y": channel("us", "microseconds, quick pass", **log_scale(padding=8)),
+        },
+        layer=layers,
+    )
+
+
+def importance(found: Importance) -> Spec:
+    """Bars of each parameter's share."""
+    values = [
+        {"parameter": name, "share": share, "text": f"{100 * share:.0f} %"}
+        for name, share in found.shares.items()
+    ]
+    return picture(
+        values,
+        f"Share of the spread of {found.family}'s times that each parameter explains.",
+        height=24 * len(values),
+        encoding={
+            "y": channel("parameter", "", "nominal", sort=None, axis={"title": None}),
+            "x": channel(
+                "share",
+                "share of the spread",
+                axis={"format": "%", "tickCount": 5},
+                scale={"domain": [0, 1.25], "nice": False},
+            ),
+        },
+        layer=[
+            {"mark": {"type": "bar", "height": 14, "color": SERIES[0]}},
+            {
+                "mark": {"type": "text", "align": "left", "dx": 5, "color": INK},
+                "encoding": {"text": {"field": "text"}},
+            },
+        ],
+    )
+
+
+def roofline(subject: Subject) -> Spec | None:
+    """Every own candidate under the roofs of the L2 and of the tensor cores; None where nothing
+    is computed of any.
+    """
+    values = _rates(subject)
+    if not values:
+        return None
+    peak, l2 = subject.gpu.peak_tflops, l2_bytes_per_us(subject.gpu) / 1e6
+    ridge = peak / l2
+    low = min(v["intensity"] for v in values) / 2
+    high = 2 * max(ridge, max(v["intensity"] for v in values))
+    roof = [(low, low * l2), (ridge, peak), (high, peak)]
+    words = [
+        (math.sqrt(low * ridge), math.sqrt(low * ridge) * l2, "L2"),
+        (math.sqrt(ridge * high), peak, "tensor cores"),
+    ]
+    best = [v for v in values if v["best"]]
+    names = sorted({v["series"] for v in values})
+    x = channel(
+        "intensity", "FLOP a byte between L2 and multiprocessors", **log_scale(domain=[low, high])
+    )
+    ring = {"type": "point", "shape": "circle", "size": 220, "strokeWidth": 2.5, "color": BEST}
+    points: Spec = {
+        "mark": {"type": "point", "filled": True, "size": 30, "opacity": 0.75},
+        "encoding": {
+            **series_of(names),
+            "tooltip": tips(("text", "rate"), ("pass", "pass"), ("config", "config")),
+        },
+    }
+    return picture(
+        values,
+        "Rate of every own candidate over its operations a byte from the L2, below the roofs.",
+        height=320,
+        encoding={"x": x, "y": channel("tflops", "TFLOP/s", **log_scale(padding=8))},
+        layer=[
+            {
+                "data": {"values": [{"intensity": at, "tflops": rate} for at, rate in roof]},
+                "mark": {"type": "line", "color": INK, "strokeWidth": 2},
+            },
+            {
+                "data": {
+                    "values": [
+                        {"intensity": at, "tflops": rate, "text": text} for at, rate, text in words
+                    ]
+                },
+                "mark": {"type": "text", "dy": -9, "color": INK},
+                "encoding": {"text": {"field": "text"}},
+            },
+            points,
+            {"data": {"values": best}, "mark": ring},
+        ],
+    )
+
+
+def _rates(subject: Subject) -> list[dict[str, Any]]:
+    """Own candidates whose work is known: operations a byte, computed, and rate, measured."""
+    final = {m.config: m for m in subject.ranking}
+    own = subject.entry.best_own
+    values = []
+    for config, m in {**{m.config: m for m in subject.quick if m.ok}, **final}.items():
+        found = works(m.problem, config, subject.gpu)
+        if found:
+            values.append(
+                {
+                    "intensity": m.problem.flops / total(found, "l2_bytes"),
+                    "tflops": m.tflops,
+                    "series": config.family,
+                    "text": f"{microseconds(m.latency_us)} us, {m.tflops:.0f} TFLOP/s",
+                    "pass": "final" if config in final else "quick",
+                    "best": own is not None and config == own.config,
+                    "config": config_text(config),
+                }
+            )
+    return values
+
+
+def busy(subject: Subject, measurement: Measurement) -> Spec:
+    """What each unit needs at the least, against the measured time."""
+    values = [
+        {
+            "unit": name,
+            "share": us / latency(measurement),
+            "text": f"{100 * us / latency(measurement):.0f} % ({us:.2f} us)",
+        }
+        for name, us in limits(subject, measurement).items()
+    ]
+    return picture(
+        values,
+        "Share of the measured time that each unit is busy at the least.",
+        height=28 * len(values),
+        layer=[
+            {
+                "mark": {"type": "bar", "height": 16, "color": SERIES[0]},
+                "encoding": {
+                    "y": channel("unit", "", "nominal", sort=None, axis={"title": None}),
+                    "x": channel(
+                        "share",
+                        "share of the measured time",
+                        axis={"format": "%", "tickCount": 5},
+                        scale={"domain": [0, 1.35], "nice": False},
+                    ),
+                },
+            },
+            {
+                "mark": {"type": "text", "align": "left", "dx": 5, "color": INK},
+                "encoding": {
+                    "y": channel("unit", "", "nominal", sort=None),
+                    "x": channel("share", "share of the measured time"),
+                    "text": {"field": "text"},
+                },
+            },
+            {
+                "data": {"values": [{"share": 1}]},
+                "mark": {"type": "rule", "color": BEST, "strokeWidth": 2, "strokeDash": [5, 4]},
+                "encoding": {"x": channel("share", "share of the measured time")},
+            },
+        ],
+    )
+
+
+def memory(subject: Subject) -> Spec:
+    """Operands and what a kernel uses beside them."""
+    values = [
+        {
+            "kernel": short_name(m),
+            "part": part,
+            "MB": count / 1e6,
+            "order": order,
+        }
+        for m in subject.ranking
+        for order, (part, count) in enumerate(
+            (("operands", m.problem.bytes), ("beside them", m.workspace_bytes))
+        )
+    ]
+    return picture(
+        values,
+        "Memory of each kernel of the final pass: the operands, and what it uses beside them.",
+        height=24 * len(subject.ranking),
+        mark={"type": "bar", "height": 14},
+        encoding={
+            "y": channel(
+                "kernel", "", "nominal", sort=None, axis={"title": None, "labelLimit": 170}
+            ),
+            "x": channel("MB", "MB (10^6 bytes)", stack="zero"),
+            "order": {"field": "order"},
+            "color": {
+                "field": "part",
+                "type": "nominal",
+                "scale": {"domain": ["operands", "beside them"], "range": [SERIES[7], SERIES[1]]},
+                "legend": {"orient": "top", "title": None},
+            },
+            "tooltip": tips(("kernel", "kernel"), ("part", "part"), ("MB", "MB")),
+        },
+    )
+
+
+def scaling(lengths: Sequence[Length]) -> Spec:
+    """Rate of the fastest of each kernel over the sequence length; crossings marked."""
+    marks = [
+        {"seqlen": place, "text": f"{after} from here"}
+        for place, _, after in analysis.crossings(lengths)
+    ]
+    spec = _over_length(
+        lengths,
+        "TFLOP/s",
+        "Rate of the fastest of each kernel over the sequence length.",
+        [length.measurement.tflops or 0.0 for length in lengths],
+    )
+    x = _length_axis(lengths)
+    spec["layer"] += [
+        {
+            "data": {"values": marks},
+            "mark": {"type": "rule", "color": INK, "strokeDash": [4, 4]},
+            "encoding": {"x": x},
+        },
+        {
+            "data": {"values": marks},
+            "mark": {"type": "text", "align": "left", "angle": 90, "dy": -5, "color": INK},
+            "encoding": {"x": x, "y": {"value": 4}, "text": {"field": "text"}},
+        },
+    ]
+    return spec
+
+
+def memory_scaling(lengths: Sequence[Length]) -> Spec:
+    """Memory beside the operands, and with them, over the sequence length."""
+    sizes = [
+        (length.measurement.problem.bytes + length.measurement.workspace_bytes) / 1e6
+        for length in lengths
+    ]
+    description = "Memory of a call over the sequence length, operands counted."
+    return _over_length(lengths, "MB (10^6 bytes)", description, sizes, is_log=True)
+
+
+def _length_axis(lengths: Sequence[Length]) -> Spec:
+    measured = sorted({length.seqlen for length in lengths})
+    axis = {"values": measured, "format": "d"}
+    return channel("seqlen", "sequence length", axis=axis, **log_scale(base=2, padding=16))
+
+
+def _over_length(
+    lengths: Sequence[Length],
+    title: str,
+    description: str,
+    numbers: Sequence[float],
+    *,
+    is_log: bool = False,
+) -> Spec:
+    values = [
+        {
+            "seqlen": length.seqlen,
+            "y": number,
+            "series": length.kernel,
+            "who": "vendor" if length.is_vendor else "own",
+            "text": f"{microseconds(length.measurement.latency_us)} us",
+            "config": config_text(length.measurement.config),
+        }
+        for length, number in zip(lengths, numbers, strict=True)
+    ]
+    names = sorted({length.kernel for length in lengths})
+    series = series_of(names)
+    x = _length_axis(lengths)
+    y = channel("y", title, **(log_scale() if is_log else {}))
+    tooltip = tips(
+        ("seqlen", "length"),
+        ("series", "kernel"),
+        ("text", "time"),
+        ("y", title),
+        ("config", "config"),
+    )
+    dashes = {
+        "field": "who",
+        "type": "nominal",
+        "scale": {"domain": ["own", "vendor"], "range": [[1, 0], [5, 4]]},
+        "legend": {"orient": "top", "title": None},
+    }
+    return picture(
+        values,
+        description,
+        height=320,
+        layer=[
+            {
+                "mark": "line",
+                "encoding": {"x": x, "y": y, "color": series["color"], "strokeDash": dashes},
+            },
+            {
+                "mark": {"type": "point", "filled": True, "size": 50},
+                "encoding": {"x": x, "y": y, **series, "tooltip": tooltip},
+            },
+        ],
+    )

@@ -1,0 +1,277 @@
+"""Two sets of decisions against each other: what got faster, slower, and changed its winner.
+
+Times of two runs move together by some percent with clocks and temperature, and each has its own
+noise; a difference counts beyond both (`limit`). `Pair.drift` shows what the vendors' kernels that
+both measured did meanwhile: they did not change with this program.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from tuner import recording
+from tuner.cli.describe import short_name
+from tuner.errors import ConfigError
+from tuner.lookup import SHIPPED, Entry, shipped
+from tuner.lookup import entries as stored_entries
+from tuner.measurement import Measurement, Provenance
+from tuner.ranking import deviation, is_tie, rank
+from tuner.report.analysis import latency
+from tuner.store import open_store
+from tuner.store.base import sqlite_file
+from tuner.store.exchange import load, read
+
+TOLERANCE = 0.03
+"""Least difference that counts. The same kernel differed by up to 2.1 % between two sweeps of one
+H200 (cudnn at (1,16,1024,64): 14.4 and 14.1 us, November 2026)."""
+
+
+class Change(StrEnum):
+    """What became of a time."""
+
+    FASTER = "faster"
+    SLOWER = "slower"
+    SAME = "same"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One problem on one GPU and regime in both sets."""
+
+    a: Entry
+    b: Entry
+    tolerance: float = TOLERANCE
+    is_relative: bool = False
+    """Judge times as parts of the vendors' that both measured."""
+
+    @property
+    def drift(self) -> float | None:
+        """Geometric mean of B's over A's times of the vendors' kernels of both; None without."""
+        ratios = [
+            latency(self.b.vendors[name]) / latency(measurement)
+            for name, measurement in self.a.vendors.items()
+            if name in self.b.vendors
+        ]
+        return math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else None
+
+    @property
+    def served(self) -> tuple[Measurement, Measurement]:
+        return self.a.winner, self.b.winner
+
+    @property
+    def own(self) -> tuple[Measurement, Measurement] | None:
+        """The best own kernels; None unless both have one."""
+        one, other = self.a.best_own, self.b.best_own
+        return None if one is None or other is None else (one, other)
+
+    def ratio(self, pair: tuple[Measurement, Measurement]) -> float:
+        """B's time over A's, less the drift where that is asked for."""
+        plain = latency(pair[1]) / latency(pair[0])
+        return plain / self.drift if self.is_relative and self.drift else plain
+
+    def limit(self, pair: tuple[Measurement, Measurement]) -> float:
+        """Difference, as a part, up to which two times are the same."""
+        return max(self.tolerance, math.hypot(deviation(pair[0]), deviation(pair[1])))
+
+    def change(self, pair: tuple[Measurement, Measurement]) -> Change:
+        """Whether the second of two times is another one beyond noise."""
+        ratio, limit = self.ratio(pair), 1 + self.limit(pair)
+        if ratio > limit:
+            return Change.SLOWER
+        return Change.FASTER if ratio * limit < 1 else Change.SAME
+
+    @property
+    def new_winner(self) -> str:
+        """What B serves in place of A's winner; empty where that is still as good in B."""
+        before, after = self.served
+        if before.config == after.config:
+            return ""
+        again = next((m for m in self.b.ranking if m.config == before.config), None)
+        if again is not None and is_tie(again, after):
+            return ""
+        return f"{short_name(before)} -> {short_name(after)}"
+
+    @property
+    def is_slower(self) -> bool:
+        """Whether what is served or the best own kernel got slower."""
+        pairs = [self.served, *([self.own] if self.own else [])]
+        return any(self.change(pair) is Change.SLOWER for pair in pairs)
+
+    def to_json(self) -> dict[str, Any]:
+        """The pair as one JSON object."""
+        return {
+            "op": self.a.problem.op,
+            "shape": self.a.problem.label(),
+            "problem": self.a.problem.to_json(),
+            "gpu": self.a.gpu.name,
+            "regime": str(self.a.regime),
+            "served": self._times(self.served),
+            "own": None if self.own is None else self._times(self.own),
+            "drift": self.drift,
+            "new_winner": self.new_winner or None,
+            "slower": self.is_slower,
+        }
+
+    def _times(self, pair: tuple[Measurement, Measurement]) -> dict[str, Any]:
+        return {
+            "a_us": pair[0].latency_us,
+            "b_us": pair[1].latency_us,
+            "a_config": pair[0].config.to_json(),
+            "b_config": pair[1].config.to_json(),
+            "ratio": self.ratio(pair),
+            "limit": self.limit(pair),
+            "change": self.change(pair).value,
+        }
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All that two sets have in common, and what only one has."""
+
+    pairs: tuple[Pair, ...]
+    only_a: tuple[Entry, ...]
+    only_b: tuple[Entry, ...]
+    environment: Mapping[str, tuple[str, str]]
+    """Facts that differ between the newest measurements of the two: A's and B's."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The comparison as one JSON object."""
+        return {
+            "pairs": [pair.to_json() for pair in self.pairs],
+            "only_a": [_label(entry) for entry in self.only_a],
+            "only_b": [_label(entry) for entry in self.only_b],
+            "environment": {name: list(values) for name, values in self.environment.items()},
+            "slower": sum(pair.is_slower for pair in self.pairs),
+        }
+
+
+def _label(entry: Entry) -> str:
+    return f"{entry.problem.op} {entry.problem.label()} on {entry.gpu.name}, {entry.regime}"
+
+
+def load_entries(text: str) -> list[Entry]:
+    """Measured decisions of a source.
+
+    Args:
+        text: a store (SQLAlchemy URL or SQLite file), an exported file (``.json``), a recording
+            (``.json.gz``), a folder of recordings, or ``shipped``.
+
+    Raises:
+        ConfigError: when it does not exist, cannot be read, or nothing measured is in it.
+        StoreError: when a database cannot be read.
+    """
+    path = Path(text)
+    if text == SHIPPED:
+        found: Iterable[Entry] = shipped()
+    elif "://" in text:
+        found = _stored(text)
+    elif not path.exists():
+        raise ConfigError(
+            f"'{text}' does not exist (allowed: a store, an exported .json, a recording .json.gz, "
+            f"a folder of recordings, '{SHIPPED}')"
+        )
+    elif path.is_dir():
+        found = [_recorded(file) for file in sorted(path.glob(f"*{recording.SUFFIX}"))]
+    elif path.name.endswith(recording.SUFFIX):
+        found = [_recorded(path)]
+    elif path.suffix == ".json":
+        found = _exported(path)
+    else:
+        found = _stored(text)
+    measured = [e for e in found if e.provenance is Provenance.MEASURED]
+    if not measured:
+        raise ConfigError(f"'{text}' holds nothing that was measured and decided")
+    return measured
+
+
+def _stored(url: str) -> list[Entry]:
+    file = sqlite_file(url)
+    if file is None:
+        with open_store(url) as store:
+            return store.entries()
+    if not file.exists():
+        raise ConfigError(f"store {file} does not exist")
+    # Read only: opening it as a store would upgrade a file that an older version made.
+    return [entry for entry in stored_entries(file) if entry.origin != SHIPPED]
+
+
+def _recorded(path: Path) -> Entry:
+    found = recording.read(path)
+    finals = rank([m for m in found.measurements if m.is_final])
+    if not finals:
+        raise ConfigError(f"recording {path} has no final pass: nothing was decided")
+    return Entry.of(finals)
+
+
+def _exported(path: Path) -> list[Entry]:
+    try:
+        measurements, decisions = read(load(path))
+    except ConfigError as exc:
+        raise ConfigError(str(exc) if str(path) in str(exc) else f"{path}: {exc}") from exc
+    return [
+        Entry.of(
+            [measurements[n] for n in decision.ranking],
+            pin=None if decision.pinned is None else measurements[decision.pinned],
+            sweep=decision.sweep,
+            decided_at=decision.decided_at,
+        )
+        for decision in decisions
+    ]
+
+
+def compare(
+    a: Sequence[Entry],
+    b: Sequence[Entry],
+    *,
+    tolerance: float = TOLERANCE,
+    is_relative: bool = False,
+) -> Comparison:
+    """Compare what two sets decided for the same problems, GPUs and regimes.
+
+    Args:
+        a: decisions before.
+        b: decisions after.
+        tolerance: least difference, as a part, that counts.
+        is_relative: judge times as parts of the vendors' that both measured.
+
+    Raises:
+        ConfigError: when the two have nothing in common.
+    """
+    before, after = _keyed(a), _keyed(b)
+    common = sorted(set(before) & set(after))
+    pairs = tuple(Pair(before[key], after[key], tolerance, is_relative) for key in common)
+    if not pairs:
+        raise ConfigError(
+            f"nothing to compare: A holds {_labels(before.values())}; "
+            f"B holds {_labels(after.values())}"
+        )
+    return Comparison(
+        pairs,
+        tuple(before[key] for key in sorted(set(before) - set(after))),
+        tuple(after[key] for key in sorted(set(after) - set(before))),
+        _environment(pairs),
+    )
+
+
+def _keyed(entries: Iterable[Entry]) -> dict[tuple[str, str, str], Entry]:
+    return {(e.problem.op + e.problem.key, e.gpu.identity, str(e.regime)): e for e in entries}
+
+
+def _labels(entries: Iterable[Entry]) -> str:
+    return "; ".join(_label(entry) for entry in entries)
+
+
+def _environment(pairs: Sequence[Pair]) -> dict[str, tuple[str, str]]:
+    newest = (max((p.served[i] for p in pairs), key=lambda m: m.created_at) for i in (0, 1))
+    one, other = (measurement.environment.facts for measurement in newest)
+    return {
+        name: (str(one.get(name, "-")), str(other.get(name, "-")))
+        for name in sorted({*one, *other})
+        if json.dumps(one.get(name)) != json.dumps(other.get(name))
+    }

@@ -1,0 +1,286 @@
+"""Why a configuration won, in plain words; every claim from a number that it names.
+
+Times, registers and memory beside the operands were measured (by the stopwatch and by ptxas);
+tiles, waves, occupancy, bytes and instructions are computed (`work`). Computed numbers say what a
+config asks of the chip, not what that cost: only times do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tuner.cli.describe import microseconds, short_name
+from tuner.config import Value
+from tuner.measurement import Measurement
+from tuner.ranking import deviation, is_tie
+from tuner.report import analysis
+from tuner.report.analysis import latency
+from tuner.report.subject import Subject
+from tuner.report.work import Work, floors, total, works
+from tuner.store.entry import is_vendor
+
+MEASURED, COMPUTED = "measured", "computed"
+BUSY = 0.75
+"""Share of the time from which on a unit is said to be what limits a kernel."""
+MOST_CHANGES = 8
+"""Single changes that are told."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One sentence and where its numbers come from."""
+
+    text: str
+    source: str
+    """`MEASURED` or `COMPUTED`."""
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """The winner against another candidate."""
+
+    title: str
+    changes: tuple[str, ...]
+    """Parameters that differ, winner's value first."""
+    claims: tuple[Claim, ...]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The whole account."""
+
+    headline: str
+    config: Measurement
+    """The best own kernel: what is explained."""
+    contrasts: tuple[Contrast, ...]
+    single: tuple[Claim, ...]
+    """What changing one parameter alone did."""
+    limits: tuple[Claim, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The account as one JSON object."""
+        return {
+            "headline": self.headline,
+            "config": self.config.config.to_json(),
+            "latency_us": self.config.latency_us,
+            "contrasts": [
+                {
+                    "title": contrast.title,
+                    "changes": list(contrast.changes),
+                    "claims": [vars(claim) for claim in contrast.claims],
+                }
+                for contrast in self.contrasts
+            ],
+            "single_changes": [vars(claim) for claim in self.single],
+            "limits": [vars(claim) for claim in self.limits],
+        }
+
+
+def explain(subject: Subject) -> Explanation | None:
+    """Account for the best own kernel; None where no own kernel passed."""
+    entry = subject.entry
+    own = entry.best_own
+    if own is None:
+        return None
+    rivals: list[tuple[str, Measurement, Measurement]] = []
+    runner_up = next(
+        (m for m in entry.ranking if not is_vendor(m.config) and m.config != own.config), None
+    )
+    if runner_up is not None:
+        rivals.append(("the runner-up", own, runner_up))
+    quick, default = analysis.quick_of(subject, own.config), analysis.default_of(subject, own)
+    # Against the default quick time stands against quick time: the final pass runs at lower clocks.
+    if quick is not None and default is not None and default.config != own.config:
+        rivals.append(("the default, which the cost estimate alone would choose", quick, default))
+    contrasts = [_contrast(subject, *rival) for rival in rivals]
+    if default is None or default.config == own.config:
+        text = "The cost estimate alone, without measuring, would have chosen this configuration."
+        if default is None:
+            text = "None is known: nothing of this family was measured whose cost can be estimated."
+        contrasts.append(Contrast("Against the default", (), (Claim(text, COMPUTED),)))
+    return Explanation(
+        analysis.verdict(subject),
+        own,
+        tuple(contrasts),
+        tuple(_single(subject, own)),
+        tuple(_limits(subject, own)),
+    )
+
+
+def _contrast(subject: Subject, name: str, own: Measurement, other: Measurement) -> Contrast:
+    pass_ = "final" if own.is_final else "quick"
+    ratio = latency(other) / latency(own)
+    if is_tie(own, other):
+        how = (
+            "equal within the noise of the two, and of equals the one with less memory beside the "
+            "operands, then the one with the smaller digest, stands first"
+        )
+    else:
+        how = f"{abs(100 * (ratio - 1)):.1f} % {'slower' if ratio > 1 else 'faster'}"
+    claims = [
+        Claim(
+            f"{short_name(other)} takes {microseconds(other.latency_us)} us in the {pass_} pass, "
+            f"this one {microseconds(own.latency_us)} us: it is {how}.",
+            MEASURED,
+        )
+    ]
+    mine, theirs = (works(m.problem, m.config, subject.gpu) for m in (own, other))
+    claims += _compiled(own, other)
+    if mine and theirs:
+        claims += _computed(mine, theirs)
+    return Contrast(
+        f"Against {name}, {short_name(other)}", tuple(_changes(own, other)), tuple(claims)
+    )
+
+
+def _changes(own: Measurement, other: Measurement) -> list[str]:
+    found = [
+        f"{name} {_value(mine)} instead of {_value(theirs)}"
+        for name, (mine, theirs) in analysis.differences(own.config, other.config).items()
+    ]
+    if own.config.family != other.config.family:
+        return [f"family {own.config.family} instead of {other.config.family}"]
+    return found
+
+
+def _value(value: Value | None) -> str:
+    return "not set" if value is None else str(value)
+
+
+def _compiled(own: Measurement, other: Measurement) -> list[Claim]:
+    """What ptxas and the launch reported."""
+    claims = []
+    for kernel in sorted(set(own.resources) & set(other.resources)):
+        mine, theirs = own.resources[kernel], other.resources[kernel]
+        spills = [r.spill_store_bytes + r.spill_load_bytes for r in (mine, theirs)]
+        if mine.registers != theirs.registers or spills[0] != spills[1]:
+            claims.append(
+                Claim(
+                    f"Registers: {mine.registers} a thread at launch, {spills[0]} bytes spilled, "
+                    f"against {theirs.registers} and {spills[1]} ({kernel}, by ptxas).",
+                    MEASURED,
+                )
+            )
+    if own.workspace_bytes != other.workspace_bytes:
+        claims.append(
+            Claim(
+                f"Memory beside the operands: {size(own.workspace_bytes)} against "
+                f"{size(other.workspace_bytes)}.",
+                MEASURED,
+            )
+        )
+    return claims
+
+
+def _computed(mine: Sequence[Work], theirs: Sequence[Work]) -> list[Claim]:
+    """Waves, occupancy, bytes and instructions, where they differ."""
+    texts = []
+    if [w.kernel for w in mine] == [w.kernel for w in theirs]:
+        for one, other in zip(mine, theirs, strict=True):
+            texts += _placed(one, other, f" ({one.kernel})" if len(mine) > 1 else "")
+    launches = [sum(w.launches for w in found) for found in (mine, theirs)]
+    if launches[0] != launches[1]:
+        texts.append(f"Launches of a call: {launches[0]} against {launches[1]}.")
+    quantities: Mapping[str, tuple[str, Callable[[float], str]]] = {
+        "l2_bytes": ("Between the L2 and the multiprocessors", size),
+        "wgmma": ("Tensor-core instructions (WGMMA)", _count),
+        "tensor_flops": ("Tensor-core operations, padding counted", _count),
+        "exponentials": ("Exponentials on the special-function units", _count),
+    }
+    for name, (title, text) in quantities.items():
+        here, there = total(mine, name), total(theirs, name)
+        if here != there:
+            more = f", {100 * (here / there - 1):+.0f} %" if there else ""
+            texts.append(f"{title}: {text(here)} against {text(there)}{more}.")
+    if not texts:
+        texts = [
+            "Waves, occupancy, bytes and instructions are the same for both: what differs is the "
+            "order of the work inside a block."
+        ]
+    return [Claim(text, COMPUTED) for text in texts]
+
+
+def _placed(one: Work, other: Work, where: str) -> list[str]:
+    texts = []
+    if (one.tiles, one.slots) != (other.tiles, other.slots):
+        mine, theirs = (
+            f"{w.tiles} tiles on {w.slots} places, {w.waves:.2f} waves"
+            + (f" ({100 * w.fill:.0f} % full)" if w.is_even else "")
+            for w in (one, other)
+        )
+        texts.append(f"Waves{where}: {mine}, against {theirs}.")
+    if one.warps_per_sm != other.warps_per_sm or one.blocks_per_sm != other.blocks_per_sm:
+        mine, theirs = (
+            f"{w.warps_per_sm} warps in {w.blocks_per_sm} block{'s' * (w.blocks_per_sm > 1)}"
+            for w in (one, other)
+        )
+        texts.append(
+            f"Occupancy{where}: {mine} on a multiprocessor ({100 * one.occupancy:.0f} % of 64 "
+            f"warps), against {theirs} ({100 * other.occupancy:.0f} %)."
+        )
+    if one.smem_bytes != other.smem_bytes:
+        texts.append(
+            f"Shared memory of a block{where}: {size(one.smem_bytes)} against "
+            f"{size(other.smem_bytes)}."
+        )
+    return texts
+
+
+def _single(subject: Subject, own: Measurement) -> list[Claim]:
+    claims = []
+    for change in analysis.one_change(subject, own)[:MOST_CHANGES]:
+        how = "slower" if change.ratio > 1 else "faster"
+        claims.append(
+            Claim(
+                f"{change.name} {_value(change.other)} instead of {_value(change.winner)}: "
+                f"{microseconds(change.measurement.latency_us)} us, "
+                f"{abs(100 * (change.ratio - 1)):.1f} % {how} in the quick pass "
+                f"(deviation {100 * deviation(change.measurement):.1f} %).",
+                MEASURED,
+            )
+        )
+    return claims
+
+
+def limits(subject: Subject, measurement: Measurement) -> dict[str, float]:
+    """`work.floors` of a candidate at the clock of the subject's final pass."""
+    found = works(measurement.problem, measurement.config, subject.gpu)
+    return floors(measurement, subject.gpu, found, subject.clock_mhz)
+
+
+def _limits(subject: Subject, own: Measurement) -> list[Claim]:
+    busy = {name: us / latency(own) for name, us in limits(subject, own).items()}
+    unit = max(busy, key=busy.__getitem__)
+    shares = ", ".join(f"{name} {100 * share:.0f} %" for name, share in busy.items())
+    claims = [
+        Claim(
+            f"Busy at least, of the measured time, at {subject.clock_mhz} MHz: {shares}.",
+            COMPUTED,
+        )
+    ]
+    if busy[unit] >= BUSY:
+        left = 100 * (1 - busy[unit])
+        text = f"Limited by: {unit}. With the same work no more than {left:.0f} % could be gained."
+    else:
+        text = (
+            f"Limited by no single unit; nearest: {unit}. The rest is waiting: latency, what does "
+            "not overlap, and multiprocessors without work."
+        )
+    return [*claims, Claim(text, COMPUTED)]
+
+
+def size(count: float) -> str:
+    """Bytes for people."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= scale:
+            return f"{count / scale:.1f} {unit}"
+    return f"{count:.0f} B"
+
+
+def _count(number: float) -> str:
+    for unit, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= scale:
+            return f"{number / scale:.3g} {unit}"
+    return f"{number:.0f}"

@@ -1,0 +1,360 @@
+"""The page: one file that needs no network, made of the specifications and of tables."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import tuner
+from tuner.cli.describe import config_text, facts_text, microseconds, short_name
+from tuner.errors import ConfigError
+from tuner.measurement import Measurement
+from tuner.report import analysis, charts
+from tuner.report.explain import Explanation, explain, size
+from tuner.report.heat import heat_panels
+from tuner.report.spec import Spec
+from tuner.report.subject import Subject
+from tuner.store.entry import is_vendor
+
+TEMPLATE = Path(__file__).with_name("page.html.j2")
+EXTRA = "`pip install 'cutlass-tuner[report]'`"
+MOST_ROWS = 1000
+"""Candidates in the table of all; the fastest."""
+
+Row = Sequence[str]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A picture and the numbers under it."""
+
+    name: str
+    title: str
+    spec: Spec
+
+
+@dataclass(frozen=True)
+class Table:
+    """A heading and rows."""
+
+    columns: Row
+    rows: Sequence[Row]
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page."""
+
+    name: str
+    title: str
+    words: Sequence[str] = ()
+    figures: Sequence[Figure] = ()
+    table: Table | None = None
+    table_title: str = "The numbers"
+    is_table_open: bool = False
+    explanation: Explanation | None = None
+    level: int = 2
+    """Of its heading; 3 belongs to the 2 before it."""
+
+
+def render(subject: Subject) -> str:
+    """The page's HTML.
+
+    Raises:
+        ConfigError: when the extra ``report`` is not installed.
+    """
+    from jinja2 import Environment, StrictUndefined
+
+    script = library()
+    sections = list(_sections(subject))
+    specs = {figure.name: figure.spec for s in sections for figure in s.figures}
+    environment = Environment(
+        undefined=StrictUndefined, autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
+    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+    return template.render(
+        title=subject.label,
+        verdict=analysis.verdict(subject),
+        facts=_facts(subject),
+        sections=sections,
+        library=script,
+        specs=_in_script(specs),
+        data=_in_script(data(subject)),
+        version=tuner.__version__,
+    )
+
+
+@cache
+def library() -> str:
+    """Vega, Vega-Lite and Vega-Embed as one script.
+
+    Raises:
+        ConfigError: when they are not installed.
+    """
+    try:
+        import sklearn  # noqa: F401  # what Optuna's fANOVA stands on
+        import vl_convert
+    except ImportError as exc:
+        raise ConfigError(f"a report needs the extra 'report' ({exc.name}): {EXTRA}") from exc
+    script = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
+    return str(script).replace("</script", "<\\/script")
+
+
+def _in_script(value: Any) -> str:
+    """JSON that can stand inside a script element."""
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c")
+
+
+def data(subject: Subject) -> dict[str, Any]:
+    """Every number that the page draws from, with its environment."""
+    return {
+        "source": subject.source,
+        "problem": subject.problem.to_json(),
+        "gpu": asdict(subject.gpu),
+        "regime": str(subject.regime),
+        "environment": dict(subject.environment.facts),
+        "measurements": [
+            {
+                "problem": part.problem.label(),
+                "config": m.config.to_json(),
+                "status": m.status.value,
+                "latency_us": m.latency_us,
+                "std_us": m.std_us,
+                "rounds": m.rounds,
+                "is_final": m.is_final,
+                "flags": list(m.flags),
+                "error": m.error,
+                "workspace_bytes": m.workspace_bytes,
+                "compile_cpu_s": m.compile_cpu_s,
+                "clocks": asdict(m.clocks),
+                "created_at": m.created_at,
+            }
+            for part in subject.recording.walk()
+            for m in part.measurements
+        ],
+    }
+
+
+def _facts(subject: Subject) -> list[tuple[str, str]]:
+    cost = analysis.cost(subject)
+    return [
+        ("problem", f"{subject.problem.op} {subject.problem.label()}"),
+        ("GPU", f"{subject.gpu.name}, {subject.gpu.sm_count} multiprocessors"),
+        ("timed", f"{subject.regime}, measured {subject.measured_on}"),
+        ("from", subject.source),
+        ("candidates", f"{cost.candidates} own, {cost.kernel_sets} sets of kernels"),
+    ]
+
+
+def _sections(subject: Subject) -> Iterable[Section]:
+    yield _peers(subject)
+    if (account := explain(subject)) is not None:
+        own = account.config
+        yield Section(
+            "limits",
+            "What limits it",
+            [
+                f"What {short_name(own)} must do over what the chip can do, as a share of the "
+                f"{microseconds(own.latency_us)} us measured. The units work side by side: the "
+                "longest bar is nearest to a limit, and their sum means nothing. Computed, not "
+                f"counted by a profiler; clock of the multiprocessors {subject.clock_mhz} MHz.",
+                account.limits[-1].text,
+            ],
+            [Figure("limits", "Busy at the least", charts.busy(subject, own))],
+        )
+        yield Section("why", "Why this configuration", explanation=account)
+    yield from _search(subject)
+    yield from _space(subject)
+    if (roofline := charts.roofline(subject)) is not None:
+        intensity = subject.problem.flops / subject.problem.bytes
+        allowed = intensity * subject.gpu.memory_gbs / 1e3
+        yield Section(
+            "roofline",
+            "Roofline",
+            [
+                "Each point is a candidate: how many operations of the problem it does for a byte "
+                "between the L2 and the multiprocessors (computed from its tiles), and how fast it "
+                "was (measured). The ring marks the best own kernel.",
+                f"The memory's roof is not drawn: the operands alone allow {intensity:.0f} FLOP a "
+                f"byte, which at {subject.gpu.memory_gbs:.0f} GB/s is {allowed:.0f} TFLOP/s if "
+                "nothing was in the L2 before.",
+            ],
+            [Figure("roofline", "TFLOP/s over FLOP a byte", roofline)],
+        )
+    yield from _scaling(subject)
+    yield Section(
+        "memory",
+        "Memory",
+        [f"The operands take {size(subject.problem.bytes)}; a kernel may need memory beside them."],
+        [Figure("memory", "Memory of the finalists", charts.memory(subject))],
+    )
+    yield _all(subject)
+
+
+def _peers(subject: Subject) -> Section:
+    columns = ("kernel", "us", "deviation", "TFLOP/s", "of peak", "error", "beside the operands")
+    rows = [
+        (
+            short_name(m),
+            microseconds(m.latency_us),
+            f"{100 * (m.std_us or 0) / analysis.latency(m):.1f} %",
+            f"{m.tflops or 0:.0f}",
+            f"{100 * (m.tflops or 0) / subject.gpu.peak_tflops:.0f} %",
+            "-" if m.error is None else f"{m.error:.1e}",
+            size(m.workspace_bytes),
+        )
+        for m in subject.ranking
+    ]
+    rounds = max(m.rounds for m in subject.ranking)
+    words = [
+        f"One interleaved run of up to {rounds} rounds; whiskers are one standard deviation. In "
+        "order of rank: times equal within their noise, at most 1 %, are a tie, and of these own "
+        "kernels stand first."
+    ]
+    if not subject.has_finals:
+        words = ["Quick times only: there was no final pass, in which all are timed side by side."]
+    if flagged := [f"{short_name(m)}: {', '.join(m.flags)}" for m in subject.ranking if m.flags]:
+        words.append(f"Flagged: {'; '.join(flagged)}.")
+    figure = Figure("ranking", "Microseconds a call", charts.ranking(subject))
+    return Section("peers", "Against the peers", words, [figure], Table(columns, rows))
+
+
+def _search(subject: Subject) -> Iterable[Section]:
+    steps = analysis.progress(subject)
+    stopping = analysis.stopping(steps)
+    if not stopping:
+        return
+    cost = analysis.cost(subject)
+    failed = ", ".join(f"{count} {status}" for status, count in cost.failures.items())
+    words = [
+        f"The fastest of the quick pass was candidate {analysis.found_at(steps)} of {len(steps)}."
+        f"{_passes(subject)}",
+        f"Compiling took {cost.compile_cpu_s:.0f} CPU-seconds for {cost.compiled} candidates "
+        f"(others shared their kernels or found them compiled); from the first measurement to the "
+        f"last {cost.span_s:.0f} s went by, breaks counted. "
+        f"Failed: {failed or 'none'}.",
+    ]
+    rows = [(str(count), microseconds(us), f"{100 * loss:.1f} %") for count, us, loss in stopping]
+    table = Table(("stopped after", "best so far, us", "lost"), rows)
+    figure = Figure("progress", "Time over trial", charts.progress(steps))
+    title = "What stopping earlier would have lost"
+    yield Section("search", "The search", words, [figure], table, title, is_table_open=True)
+
+
+def _passes(subject: Subject) -> str:
+    """How the best own kernel's two times differ; empty where it has one."""
+    own = subject.entry.best_own
+    quick = own and analysis.quick_of(subject, own.config)
+    if own is None or quick is None or not own.is_final:
+        return ""
+    return (
+        f" Compare within a pass: {short_name(own)} took {microseconds(quick.latency_us)} us in "
+        f"the quick pass and {microseconds(own.latency_us)} us in the final one, which runs longer "
+        "and beside the vendors' kernels."
+    )
+
+
+def _space(subject: Subject) -> Iterable[Section]:
+    heats = list(analysis.heat_maps(subject))
+    if heats:
+        words = (
+            "The best quick time, microseconds, of each place; brighter is faster, the darkest is "
+            "twice the family's best or slower. An empty place was not measured; crosses count "
+            "failures. Everything beside the parameters named is the best that was tried."
+        )
+        yield Section("space", "The space", [words])
+    for number, heat in enumerate(heats):
+        panels = heat_panels(heat)
+        of = "" if heat.problem == subject.problem else f", stage {heat.problem.label()}"
+        columns = (heat.row, heat.column, heat.panel or "-", "best us", "passed", "failed")
+        rows = [
+            (
+                str(cell.row),
+                str(cell.column),
+                "-" if cell.panel is None else str(cell.panel),
+                microseconds(cell.passed[0].latency_us) if cell.passed else "-",
+                str(len(cell.passed)),
+                str(len(cell.failed)),
+            )
+            for cell in sorted(heat.cells, key=lambda c: (str(c.panel), str(c.row), str(c.column)))
+        ]
+        yield Section(
+            f"space-{number}",
+            f"{heat.family}{of}",
+            level=3,
+            figures=[
+                Figure(f"space-{number}-{place}", title, spec)
+                for place, (title, spec) in enumerate(panels)
+            ],
+            table=Table(columns, rows),
+        )
+    if found := analysis.importances(subject):
+        yield Section(
+            "importance",
+            "Which parameters matter",
+            [
+                "Share of the spread of times (their logarithm) that a parameter explains by "
+                "itself, of what single parameters explain (fANOVA, a forest fitted to the "
+                "measured candidates; what only combinations explain is left out)."
+            ],
+            [
+                Figure(
+                    f"importance-{i.family}",
+                    f"{i.family}, {i.candidates} candidates",
+                    charts.importance(i),
+                )
+                for i in found
+            ],
+        )
+
+
+def _scaling(subject: Subject) -> Iterable[Section]:
+    lengths = analysis.scaling(subject)
+    if not lengths:
+        return
+    crossings = analysis.crossings(lengths)
+    words = [
+        "Problems that differ in their sequence length only; each point is the fastest of its "
+        "kernel in that problem's own final pass.",
+        "The fastest changes: "
+        + "; ".join(f"{a} to {b} near {place:.0f}" for place, a, b in crossings)
+        + "."
+        if crossings
+        else "One kernel is the fastest at every length.",
+    ]
+    rows = [(str(le.seqlen), le.kernel, microseconds(le.measurement.latency_us)) for le in lengths]
+    figures = [
+        Figure("scaling", "TFLOP/s over sequence length", charts.scaling(lengths)),
+        Figure("memory-scaling", "Memory over sequence length", charts.memory_scaling(lengths)),
+    ]
+    table = Table(("sequence length", "kernel", "us"), rows)
+    yield Section("scaling", "Sequence length", words, figures, table)
+
+
+def _all(subject: Subject) -> Section:
+    measured: list[Measurement] = sorted(
+        subject.recording.measurements, key=lambda m: (not m.is_final, analysis.latency(m))
+    )
+    rows = [
+        (
+            "final" if m.is_final else "quick",
+            microseconds(m.latency_us),
+            m.status.value,
+            "vendor" if is_vendor(m.config) else "own",
+            config_text(m.config),
+        )
+        for m in measured[:MOST_ROWS]
+    ]
+    words = [
+        f"Environment: {facts_text(subject.ranking[0])}.",
+        "The page holds all of it, stages included, as JSON in its element with the id data.",
+    ]
+    if len(measured) > MOST_ROWS:
+        words.append(f"The table shows {MOST_ROWS} of {len(measured)} measurements.")
+    table = Table(("pass", "us", "status", "whose", "config"), rows)
+    return Section("all", "Every measurement", words, table=table)

@@ -1,0 +1,151 @@
+"""What is reported on: one problem's measurements, from a store, a recording or what ships."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tuner import recording, settings
+from tuner.errors import ConfigError, NoValidConfigError
+from tuner.hardware import Gpu
+from tuner.lookup import Entry, entries, shipped, with_shipped
+from tuner.measurement import Clocks, Environment, Measurement, Provenance, Regime
+from tuner.problem import Problem
+from tuner.ranking import rank
+from tuner.recording import Recording
+from tuner.store import Store, open_store
+from tuner.store.base import sqlite_file
+from tuner.store.entry import is_vendor
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Real measurements of one problem on one GPU, in one environment and regime."""
+
+    recording: Recording
+    source: str
+    """Where they were read, for people."""
+    known: tuple[Entry, ...] = ()
+    """Measured decisions of every problem, this one's too: what scaling is drawn from."""
+
+    def __post_init__(self) -> None:
+        if not self.ranking:
+            raise NoValidConfigError(
+                f"no kernel passed for {self.label} ({self.source}): there is nothing to report"
+            )
+
+    @property
+    def problem(self) -> Problem:
+        return self.recording.problem
+
+    @property
+    def gpu(self) -> Gpu:
+        return self.recording.gpu
+
+    @property
+    def regime(self) -> Regime:
+        return self.recording.regime
+
+    @property
+    def environment(self) -> Environment:
+        return self.recording.environment
+
+    @property
+    def label(self) -> str:
+        return f"{self.problem.op} {self.problem.label()} on {self.gpu.name}, {self.regime}"
+
+    @property
+    def has_finals(self) -> bool:
+        """False for a sweep that was stopped before its final pass."""
+        return any(m.is_final and m.ok for m in self.recording.measurements)
+
+    @property
+    def ranking(self) -> tuple[Measurement, ...]:
+        """The final pass, best first; the quick pass where there was no final one."""
+        measured = self.recording.measurements
+        return tuple(rank([m for m in measured if m.is_final]) or rank(measured))
+
+    @property
+    def entry(self) -> Entry:
+        return Entry.of(self.ranking)
+
+    @property
+    def quick(self) -> tuple[Measurement, ...]:
+        """Own candidates of the quick pass, whatever came of them, in the order of time."""
+        return quick_pass(self.recording)
+
+    @property
+    def clock_mhz(self) -> int:
+        """Clock of the multiprocessors during the final pass, or the highest where not read."""
+        return (self.ranking[0].clocks or Clocks()).sm_mhz or self.gpu.clock_max_mhz
+
+    @property
+    def measured_on(self) -> str:
+        """Day of the newest measurement, UTC."""
+        return max(m.created_at for m in self.recording.measurements)[:10]
+
+
+def quick_pass(part: Recording) -> tuple[Measurement, ...]:
+    """Own candidates of a recording's quick pass in the order of time."""
+    own = (m for m in part.measurements if not m.is_final and not is_vendor(m.config))
+    return tuple(sorted(own, key=lambda m: m.created_at))
+
+
+def from_file(path: Path) -> Subject:
+    """A recorded sweep.
+
+    Raises:
+        ConfigError: when it cannot be read or is no recording.
+    """
+    return Subject(recording.read(path), f"recording {path.name}", _measured(shipped()))
+
+
+def from_known(problem: Problem, gpu: Gpu, regime: Regime, url: str | None = None) -> Subject:
+    """The newest sweep of a problem: of the store, else a shipped recording, else what ships.
+
+    Args:
+        problem: what was swept.
+        gpu: where.
+        regime: timed how.
+        url: the store; default: `settings.store_url`, which need not exist.
+
+    Raises:
+        NoValidConfigError: when nothing was measured; names what was.
+        StoreError: when the store cannot be read.
+    """
+    known, found = _measured(shipped()), None
+    address = url or settings.store_url()
+    file = sqlite_file(address)
+    if url or file is None or file.exists():
+        if file is not None and file.exists():
+            entries(file)  # refuses a file of another version, which opening would upgrade
+        with open_store(address, create=False) as store:
+            known = _measured(with_shipped(store.entries()))
+            found = _in_store(store, problem, gpu, regime)
+    if found is not None:
+        return Subject(found, f"store {file or 'database'}", known)
+    if (recorded := recording.find(problem, gpu, regime)) is not None:
+        name = recording.file_name(problem, gpu, regime)
+        return Subject(recorded, f"shipped recording {name}", known)
+    for entry in known:
+        if (entry.problem, entry.gpu.identity, entry.regime) == (problem, gpu.identity, regime):
+            environment = entry.winner.environment
+            decided = Recording(problem, entry.gpu, regime, environment, entry.ranking)
+            return Subject(decided, "shipped decisions", known)
+    labels = sorted({e.problem.label() for e in known if e.problem.op == problem.op})
+    raise NoValidConfigError(
+        f"nothing was measured for {problem.op} {problem.label()} on {gpu.name} ({regime}): "
+        f"`tuner sweep` measures it (measured for {problem.op}: {'; '.join(labels) or 'none'})"
+    )
+
+
+def _in_store(store: Store, problem: Problem, gpu: Gpu, regime: Regime) -> Recording | None:
+    try:
+        return recording.from_store(store, problem, gpu, regime)
+    except ConfigError:
+        return None  # nothing was measured
+
+
+def _measured(found: Sequence[Entry]) -> tuple[Entry, ...]:
+    return tuple(e for e in found if e.provenance is Provenance.MEASURED)

@@ -1,0 +1,342 @@
+"""What a config asks of the chip: tiles, waves, occupancy, bytes, instructions.
+
+Computed from the config and the problem, never measured, for the families named in `works`; a
+family that is not there has none, and what is shown of it ends at its measurements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+
+from tuner.config import Config
+from tuner.families import family
+from tuner.families.cutlass_fmha_shape import Shape
+from tuner.families.fused_attention import FusedAttention, instance
+from tuner.families.gemm_shape import CONSUMERS, PINGPONG, PLAIN, oriented, smem_bytes
+from tuner.hardware import (
+    EXP_PER_CLOCK_SM,
+    GRAPH_LAUNCH_US,
+    REGISTERS_PER_SM,
+    SMEM_PER_SM_BYTES,
+    SMEM_RESERVED_PER_BLOCK_BYTES,
+    TENSOR_FLOPS_PER_CLOCK_SM,
+    WARP,
+    WARP_GROUP,
+    Gpu,
+)
+from tuner.measurement import Measurement, Regime
+from tuner.problem import DTYPE_BYTES, AttentionProblem, GemmProblem, Problem, SoftmaxProblem
+
+#: Bytes that the whole L2 gives a clock [NVIDIA A100 whitepaper, "L2 cache": 5120; taken for
+#: Hopper, whose recorded sweeps reach up to 7.6 TB/s]. At the highest clock: the L2 has its own,
+#: which does not fall with the multiprocessors' under a power limit.
+L2_BYTES_PER_CLOCK = 5120
+#: Rows, columns and depth of the largest WGMMA of 16-bit operands (PTX ISA, wgmma).
+WGMMA_M, WGMMA_N, WGMMA_K = 64, 256, 16
+#: Warps that one multiprocessor holds [CUDA C++ Programming Guide 13.0, "Compute Capabilities"].
+WARPS_PER_SM = 64
+#: Exponentials an element in each way to compute a softmax: with the row in registers, with an
+#: online maximum, in three passes.
+EXPONENTIALS = {1: 1, 2: 2, 3: 2}
+
+TENSOR, EXPONENTIAL, L2, MEMORY, LAUNCH = (
+    "tensor cores",
+    "special-function units",
+    "L2 cache",
+    "memory",
+    "launching",
+)
+
+
+@dataclass(frozen=True)
+class Work:
+    """One launch of one kernel."""
+
+    kernel: str
+    launches: int
+    """Such launches in a call."""
+    tiles: int
+    """Pieces of work that the multiprocessors take one after the other."""
+    slots: int
+    """Pieces that the chip holds at once."""
+    is_even: bool
+    """Whether the pieces are equal; under a causal mask they are not."""
+    threads: int
+    """Of a block."""
+    smem_bytes: int
+    """Of a block."""
+    blocks_per_sm: int
+    tensor_flops: float
+    """Executed by tensor cores, padding and masked elements of visited tiles counted."""
+    wgmma: float
+    """Warp-group instructions, at most 64 x 256 x 16 each."""
+    exponentials: float
+    """Evaluated by the special-function units."""
+    l2_bytes: float
+    """Between the L2 and the multiprocessors."""
+
+    @property
+    def waves(self) -> float:
+        return self.tiles / self.slots
+
+    @property
+    def fill(self) -> float:
+        """Share of the multiprocessors' time that has work, if equal pieces take equal time."""
+        return self.waves / ceil(self.waves)
+
+    @property
+    def warps_per_sm(self) -> int:
+        return self.blocks_per_sm * self.threads // WARP
+
+    @property
+    def occupancy(self) -> float:
+        """Resident warps over the most that a multiprocessor holds."""
+        return self.warps_per_sm / WARPS_PER_SM
+
+
+def works(problem: Problem, config: Config, gpu: Gpu) -> tuple[Work, ...]:
+    """The kernels of a call in order; empty for a family that is not known here, and for a config
+    that lacks a parameter, as one that another version measured.
+    """
+    try:
+        return _works(problem, config, gpu)
+    except KeyError:
+        return ()
+
+
+def _works(problem: Problem, config: Config, gpu: Gpu) -> tuple[Work, ...]:
+    match problem, config.family:
+        case AttentionProblem(), "fused_attention":
+            return (_fused_attention(problem, config, gpu),)
+        case AttentionProblem(), "cutlass_fmha":
+            return (_cutlass_fmha(problem, config, gpu),)
+        case AttentionProblem(), "three_kernel_attention":
+            return _three_kernels(problem, config, gpu)
+        case GemmProblem(), "gemm":
+            return (_gemm(problem, config, gpu),)
+        case SoftmaxProblem(), "softmax":
+            return (_softmax(problem, config, gpu),)
+        case _:
+            return ()
+
+
+def total(found: Iterable[Work], name: str) -> float:
+    """A quantity of `Work` over all launches of a call."""
+    return float(sum(work.launches * getattr(work, name) for work in found))
+
+
+def floors(
+    measurement: Measurement, gpu: Gpu, found: Sequence[Work], clock_mhz: int
+) -> dict[str, float]:
+    """Microseconds that each unit is busy at the least, by its name.
+
+    The units can work at the same time: the largest is what nothing could beat, and their sum
+    says nothing. Without `found` (a vendor's kernel) it is the problem's own work.
+
+    Args:
+        measurement: of which call.
+        gpu: where.
+        found: its `works`.
+        clock_mhz: clock of the multiprocessors.
+    """
+    problem = measurement.problem
+    clocks = gpu.sm_count * clock_mhz
+    flops = total(found, "tensor_flops") if found else _least_flops(problem)
+    exponentials = total(found, "exponentials") if found else _least_exponentials(problem)
+    moved = total(found, "l2_bytes") if found else problem.bytes
+    launches = sum(work.launches for work in found) or 1
+    return {
+        TENSOR: flops / (TENSOR_FLOPS_PER_CLOCK_SM * clocks),
+        EXPONENTIAL: exponentials / (EXP_PER_CLOCK_SM * clocks),
+        L2: moved / l2_bytes_per_us(gpu),
+        MEMORY: memory_bytes(problem, gpu, measurement.regime) / (gpu.memory_gbs * 1e3),
+        LAUNCH: launches * GRAPH_LAUNCH_US,
+    }
+
+
+def l2_bytes_per_us(gpu: Gpu) -> float:
+    """Most that the L2 gives."""
+    return L2_BYTES_PER_CLOCK * float(gpu.clock_max_mhz)
+
+
+def memory_bytes(problem: Problem, gpu: Gpu, regime: Regime) -> int:
+    """Bytes that must cross the memory bus: all operands, or what the L2 cannot keep of them."""
+    return problem.bytes if regime.l2 == "cold" else max(0, problem.bytes - gpu.l2_bytes)
+
+
+def _least_flops(problem: Problem) -> float:
+    return 0.0 if isinstance(problem, SoftmaxProblem) else float(problem.flops)
+
+
+def _least_exponentials(problem: Problem) -> float:
+    if isinstance(problem, AttentionProblem):
+        return problem.flops / (4 * problem.head_dim)
+    return problem.flops / 5 if isinstance(problem, SoftmaxProblem) else 0.0
+
+
+def _wgmmas(tile_m: int, tile_n: int, depth: int) -> int:
+    return ceil(tile_m / WGMMA_M) * ceil(tile_n / WGMMA_N) * ceil(depth / WGMMA_K)
+
+
+def _attention(
+    problem: AttentionProblem,
+    gpu: Gpu,
+    *,
+    tile_m: int,
+    tile_n: int,
+    columns: int,
+    threads: int,
+    smem: int,
+    blocks_per_sm: int,
+    on_sfu: float = 1.0,
+    packed: int = 1,
+    splits: int = 1,
+    launches: int = 1,
+) -> Work:
+    """A fused kernel: a tile of queries visits the tiles of keys and values it may see.
+
+    Args:
+        problem: what is computed.
+        gpu: where.
+        tile_m: queries of a block.
+        tile_n: keys of a step.
+        columns: of Q, K and V as instantiated.
+        threads: of a block.
+        smem: bytes of a block.
+        blocks_per_sm: resident ones.
+        on_sfu: share of the exponentials on the special-function units.
+        packed: query heads of one key head that share the rows of a tile.
+        splits: blocks that share the keys of a tile; their parts are combined in fp32.
+        launches: calls that share the batch.
+    """
+    row_blocks = ceil(problem.seqlen_q * packed / tile_m)
+    heads = problem.batch * problem.heads_q // packed // launches
+    visits = [ceil(problem.seqlen_kv / tile_n)] * row_blocks
+    if problem.is_causal:
+        queries = (
+            min(problem.seqlen_q, ceil((b + 1) * tile_m / packed)) for b in range(row_blocks)
+        )
+        visits = [ceil(min(problem.seqlen_kv, q) / tile_n) for q in queries]
+    steps = heads * sum(visits)
+    width = DTYPE_BYTES[problem.dtype] * problem.head_dim
+    rows = heads * packed * problem.seqlen_q
+    parts = 2 * 4 * problem.head_dim * rows * splits if splits > 1 else 0
+    return Work(
+        kernel="attention",
+        launches=launches,
+        tiles=row_blocks * heads * splits,
+        slots=gpu.sm_count * blocks_per_sm,
+        is_even=not problem.is_causal,
+        threads=threads,
+        smem_bytes=smem,
+        blocks_per_sm=blocks_per_sm,
+        tensor_flops=4.0 * tile_m * tile_n * columns * steps,
+        wgmma=steps * (_wgmmas(tile_m, tile_n, columns) + _wgmmas(tile_m, columns, tile_n)),
+        exponentials=on_sfu * tile_m * tile_n * steps,
+        # Q in and the output out once a tile, a tile of K and one of V a step.
+        l2_bytes=width * (2 * rows + 2.0 * tile_n * steps) + parts,
+    )
+
+
+def _fused_attention(problem: AttentionProblem, config: Config, gpu: Gpu) -> Work:
+    groups, poly = config["warp_groups"], config.get("poly_every", 0)
+    return _attention(
+        problem,
+        gpu,
+        tile_m=WGMMA_M * groups,
+        tile_n=config["tile_n"],
+        columns=instance(problem.head_dim),
+        threads=WARP_GROUP * (groups + 1),
+        smem=FusedAttention.smem_bytes(problem, config),
+        blocks_per_sm=config.get("blocks_per_sm", 1),
+        on_sfu=1 - 1 / poly if poly else 1.0,
+        packed=config.get("packed_heads", 1),
+        splits=config.get("splits", 1),
+    )
+
+
+def _cutlass_fmha(problem: AttentionProblem, config: Config, gpu: Gpu) -> Work:
+    shape = Shape.of(problem, config)
+    return _attention(
+        problem,
+        gpu,
+        tile_m=shape.tile_m,
+        tile_n=shape.tile_n,
+        columns=shape.head_tile,
+        threads=shape.threads,
+        smem=shape.smem_bytes,
+        blocks_per_sm=shape.resident_blocks,
+        launches=len(family(config.family).launches(problem, config, 1.0)),
+    )
+
+
+def _gemm(problem: GemmProblem, config: Config, gpu: Gpu) -> Work:
+    shape = oriented(problem, config["swap_ab"])
+    tile_m, tile_n, tile_k = config["tile_m"], config["tile_n"], config["tile_k"]
+    cluster_m, cluster_n = config["cluster_m"], config["cluster_n"]
+    schedule = config["kernel_schedule"]
+    blocks = ceil(shape.m / tile_m) * ceil(shape.n / tile_n) * shape.batch
+    steps = blocks * ceil(shape.k / tile_k)
+    _, smem = smem_bytes(problem, config)
+    resident = 1
+    threads = WARP_GROUP * (3 if schedule == PINGPONG else 1 + CONSUMERS[schedule])
+    if schedule == PLAIN:
+        by_smem = SMEM_PER_SM_BYTES // (smem + SMEM_RESERVED_PER_BLOCK_BYTES)
+        resident = max(1, min(by_smem, WARPS_PER_SM * WARP // threads))
+    cluster = cluster_m * cluster_n
+    width = DTYPE_BYTES[problem.dtype]
+    return Work(
+        kernel="gemm",
+        launches=1,
+        tiles=blocks * config.get("splits", 1),
+        slots=gpu.sm_count // cluster * cluster * resident,
+        is_even=config.get("decomposition_mode") != "StreamK",
+        threads=threads,
+        smem_bytes=smem,
+        blocks_per_sm=resident,
+        tensor_flops=2.0 * tile_m * tile_n * tile_k * steps,
+        wgmma=steps * _wgmmas(tile_m, tile_n, tile_k),
+        exponentials=0.0,
+        # Multicast: a block reads its share of a tile and has the rest from its cluster.
+        l2_bytes=width * tile_k * (tile_m / cluster_n + tile_n / cluster_m) * steps
+        + problem.output.bytes,
+    )
+
+
+def _softmax(problem: SoftmaxProblem, config: Config, gpu: Gpu) -> Work:
+    scores, probabilities = problem.operands
+    part = 0.5 if problem.is_causal else 1.0
+    threads = config["threads_per_row"] * config["rows_per_block"]
+    # Registers are the least that hold a row; the compiler's own number is in the measurement.
+    held = ceil(problem.cols / config["threads_per_row"]) if config["passes"] == 1 else 0
+    by_registers = REGISTERS_PER_SM // (threads * max(32, held))
+    resident = max(1, min(by_registers, WARPS_PER_SM * WARP // threads))
+    return Work(
+        kernel="softmax",
+        launches=1,
+        tiles=ceil(problem.batch * problem.rows / config["rows_per_block"]),
+        slots=gpu.sm_count * resident,
+        is_even=not problem.is_causal,
+        threads=threads,
+        smem_bytes=0,
+        blocks_per_sm=resident,
+        tensor_flops=0.0,
+        wgmma=0.0,
+        exponentials=part * EXPONENTIALS[config["passes"]] * scores.elements,
+        l2_bytes=part * config["passes"] * scores.bytes + probabilities.bytes,
+    )
+
+
+def _three_kernels(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Work, ...]:
+    heads = config["heads_per_launch"]
+    chunks = problem.batch * problem.heads_q // heads
+    # The heads of one launch, as a problem of their own.
+    key_heads = max(1, heads * problem.heads_kv // problem.heads_q)
+    chunk = replace(problem, batch=1, heads_q=heads, heads_kv=key_heads)
+    found = []
+    for name, part in family(config.family).stages(chunk).items():
+        (work,) = works(part, config.stages[name], gpu)
+        found.append(replace(work, kernel=name, launches=chunks))
+    return tuple(found)

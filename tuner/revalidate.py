@@ -1,0 +1,217 @@
+"""Measure again what is stored: in another environment, and around the shape that was tuned.
+
+Neither searches. `revalidate` times the stored best configs and the vendors' kernels side by side
+and decides anew. `widen` checks the stored best at the shapes that `nearest.drawn` names, so that
+they may serve what nobody tuned. Each entry, and each shape, is stored before the next begins.
+"""
+
+from __future__ import annotations
+
+import math
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from tuner import nearest, ranking
+from tuner.config import Config
+from tuner.errors import NoValidConfigError
+from tuner.families import families_of
+from tuner.measurement import Measurement
+from tuner.outcome import summary
+from tuner.problem import Problem
+from tuner.runners.base import Runner
+from tuner.search import effort
+from tuner.store import Store
+from tuner.store.entry import Entry, is_vendor
+from tuner.sweep import FINAL_ATTEMPTS
+
+LENDERS = 3
+"""Own configs of an entry that `widen` checks."""
+RIVALS = 2
+"""PyTorch's own kernels that it times beside them."""
+
+
+@dataclass(frozen=True)
+class Revalidation:
+    """What became of one entry."""
+
+    before: Entry
+    after: Entry
+    failed: tuple[Measurement, ...]
+    """Own configs of the entry that passed once and do not any more."""
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether another config wins now; a pin is not the tuner's to replace."""
+        return self.before.ranking[0].config != self.after.ranking[0].config
+
+
+def revalidate(entry: Entry, runner: Runner, store: Store) -> Revalidation:
+    """Time an entry's own configs and every vendor's kernel again, and store the new decision.
+
+    Args:
+        entry: measured on the runner's GPU.
+        runner: of the entry's regime.
+        store: where the decision goes; an imported or shipped entry becomes the store's own.
+
+    Raises:
+        NoValidConfigError: when nothing passed; the entry stays as it was.
+        StoreError: when the store cannot be written.
+    """
+    problem = entry.problem
+    stored = [m for m in (entry.winner, *entry.ranking) if nearest.fits(problem, m)]
+    vendors = [
+        config
+        for member in families_of(problem.op).values()
+        if member.is_vendor and not member.supports(problem, runner.gpu)
+        for config in member.space(problem, runner.gpu)
+    ]
+    configs = list(dict.fromkeys([*(m.config for m in stored), *vendors]))
+    finals, ranked = _time(problem, configs, runner)
+    store.add([m for m in finals if not m.ok])
+    if not ranked:
+        raise NoValidConfigError(
+            f"nothing passed for {problem.op} {problem.label()}, its entry stays: "
+            + (summary(finals) or "its configs are not legal any more, and no vendor serves it")
+        )
+    store.decide(problem, runner.gpu, entry.regime, ranked, finals[0].sweep)
+    after = store.entries(
+        problem=problem, gpu=runner.gpu, regime=entry.regime, provenance=runner.provenance
+    )
+    failed = tuple(m for m in finals if not m.ok and not is_vendor(m.config))
+    return Revalidation(entry, after[0], failed)
+
+
+def _time(
+    problem: Problem, configs: Sequence[Config], runner: Runner
+) -> tuple[list[Measurement], list[Measurement]]:
+    """All final measurements and the ranking of those that passed; again while unsteady."""
+    if not configs:
+        return [], []
+    sweep = uuid.uuid4().hex[:16]
+    for _ in range(FINAL_ATTEMPTS):
+        timed = runner.retime(problem, configs, effort("quick").rounds)
+        finals = [_signed(m, sweep) for m in timed]
+        ranked = ranking.rank(finals)
+        if not ranked or not ranking.is_noisy(ranked[0]):
+            break
+    return finals, [ranking.flagged(m) for m in ranked]
+
+
+@dataclass(frozen=True)
+class Lender:
+    """How one own config of an entry did at the shapes drawn around it."""
+
+    measurement: Measurement
+    """At the tuned problem."""
+    passed: int
+    failed: tuple[Measurement, ...]
+    over_pytorch: float | None
+    """Geometric mean of its time over the fastest of PyTorch's; None where none was timed."""
+
+    @property
+    def lends(self) -> bool:
+        """Whether it may serve shapes that nobody tuned (`tuner.nearest`)."""
+        return self.passed >= nearest.LEAST_PASSED and not self.failed
+
+
+def widen(
+    entry: Entry,
+    runner: Runner,
+    store: Store,
+    progress: Callable[[int, int], None] = lambda done, goal: None,
+    stopped: Callable[[], bool] = lambda: False,
+) -> list[Lender]:
+    """Check an entry's best own configs, and time them beside PyTorch's, at drawn shapes.
+
+    What the store holds from this environment is not measured again.
+
+    Args:
+        entry: measured on the runner's GPU.
+        runner: of the entry's regime.
+        store: where the measurements go; `tuner.nearest` reads them there.
+        progress: told how many of the shapes are done.
+        stopped: asked before each shape whether to leave it at what is known.
+
+    Raises:
+        NoValidConfigError: when the entry's kernels are others than those that are built here.
+        StoreError: when the store cannot be written.
+    """
+    lenders = [m for m in nearest.lenders(entry) if nearest.fits(entry.problem, m)][:LENDERS]
+    rivals = [m for m in entry.ranking if nearest.is_pytorchs(m)][:RIVALS]
+    shapes = nearest.drawn(entry.problem) if lenders else ()
+    sweep = uuid.uuid4().hex[:16]
+    seen: list[Measurement] = []
+    for done, problem in enumerate(shapes):
+        progress(done, len(shapes))
+        if stopped():
+            return [_lender(m, seen) for m in lenders]
+        fitting = [m for m in lenders if nearest.fits(problem, m)]
+        wanted = {m.config.digest: m for m in (*fitting, *(rivals if fitting else ()))}
+        known = _known(store, runner, entry, problem, list(wanted.values()))
+        missing = [m.config for digest, m in wanted.items() if digest not in known]
+        if missing:
+            runner.submit(problem, missing)
+            measured = [_signed(m, sweep) for m in runner.collect()]
+            store.add(measured)
+            _check_kernels(measured, wanted)
+            known |= {m.config.digest: m for m in measured}
+        seen += known.values()
+    progress(len(shapes), len(shapes))
+    return [_lender(m, seen) for m in lenders]
+
+
+def _known(
+    store: Store,
+    runner: Runner,
+    entry: Entry,
+    problem: Problem,
+    wanted: Sequence[Measurement],
+) -> dict[str, Measurement]:
+    """What the store holds of these kernels at a drawn shape, from this environment."""
+    artifacts = {m.config.digest: dict(m.artifacts) for m in wanted}
+    found = store.measurements(
+        problem=problem,
+        gpu=runner.gpu,
+        regime=entry.regime,
+        environment=runner.environment.digest,
+        provenance=runner.provenance,
+        final=False,
+    )
+    return {
+        m.config.digest: m
+        for m in found
+        if m.config.digest in artifacts and dict(m.artifacts) == artifacts[m.config.digest]
+    }
+
+
+def _check_kernels(measured: Sequence[Measurement], wanted: dict[str, Measurement]) -> None:
+    for m in measured:
+        if m.ok and dict(m.artifacts) != dict(wanted[m.config.digest].artifacts):
+            stored = wanted[m.config.digest].problem
+            raise NoValidConfigError(
+                f"the stored kernels of {stored.op} {stored.label()} were built by another "
+                f"compiler: `tuner revalidate --op {stored.op} --shape {stored.label()}` first"
+            )
+
+
+def _lender(measurement: Measurement, seen: Sequence[Measurement]) -> Lender:
+    mine = [m for m in seen if m.config == measurement.config]
+    logs = []
+    for m in mine:
+        theirs = [r.latency_us for r in seen if r.problem == m.problem and is_vendor(r.config)]
+        fastest = min((us for us in theirs if us is not None), default=None)
+        if m.latency_us is not None and fastest is not None:
+            logs.append(math.log(m.latency_us / fastest))
+    return Lender(
+        measurement,
+        passed=sum(m.ok for m in mine),
+        failed=tuple(m for m in mine if nearest.is_fault(m)),
+        over_pytorch=math.exp(sum(logs) / len(logs)) if logs else None,
+    )
+
+
+def _signed(measurement: Measurement, sweep: str) -> Measurement:
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    return measurement.but(sweep=sweep, created_at=measurement.created_at or now)

@@ -1,0 +1,185 @@
+"""Attention's gradients from its output and log-sum-exp, by the backward kernels of PyTorch.
+
+FlashAttention-2's and cuDNN's backward kernels take the output and the log-sum-exp of any forward
+kernel: natural logarithm, fp32, (B, H, SQ) for the one and (B, H, SQ, 1) for the other. Their
+random state is read for dropout only, which no tuned kernel has. The one that runs is the one that
+PyTorch would choose for these tensors; where it would choose neither, the scores are recomputed a
+block of rows at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from tuner.runtime import native
+
+_FLASH, _CUDNN = (int(b.value) for b in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION))
+#: Bytes of scores that are alive at once where PyTorch has no kernel.
+_SCORES_BYTES = 1 << 28
+Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def has_backward(query: torch.Tensor, key: torch.Tensor, is_causal: bool) -> bool:
+    """Whether PyTorch has a fused backward kernel for half-precision tensors of such shapes.
+
+    FlashAttention-2 aligns a causal mask bottom-right, so SQ and SKV must be equal under one.
+    """
+    head_dim = query.shape[-1]
+    square = query.shape[-2] == key.shape[-2]
+    return head_dim <= 256 and head_dim % 8 == 0 and (square or not is_causal)
+
+
+def forward_with_lse(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    is_causal: bool,
+    scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """PyTorch's attention with its log-sum-exp, (B, H, SQ) in at least single precision."""
+    backend = _backend(query, key, value, is_causal, scale)
+    if backend == _FLASH:
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        out, lse, *_ = native.call(flash, query, key, value, 0.0, is_causal, scale=scale)
+        return out, lse
+    if backend == _CUDNN:
+        cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
+        options = None, True, 0.0, is_causal
+        out, lse, *_ = native.call(cudnn, query, key, value, *options, scale=scale)
+        return out, lse.squeeze(-1)
+    grouped = query.shape[1] != key.shape[1]
+    out = native.attend(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=grouped)
+    blocks = _scores(query, key, is_causal, scale)
+    return out, torch.cat([scores.logsumexp(-1) for _, scores in blocks], dim=-1)
+
+
+def backward(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    is_causal: bool,
+    scale: float | None,
+) -> Three:
+    """Gradients of query, key and value; `lse` is (B, H, SQ)."""
+    backend = _backend(query, key, value, is_causal, scale)
+    lengths = query.shape[2], key.shape[2]
+    if backend == _FLASH:
+        unused = _random_state(query)
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            grad_out, query, key, value, out, lse, None, None, *lengths, 0.0, is_causal,
+            *unused, scale=scale,
+        )  # fmt: skip
+    elif backend == _CUDNN:
+        unused = _random_state(query)
+        grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            grad_out, query, key, value, out, lse.unsqueeze(-1), *unused, None, None, None,
+            *lengths, 0.0, is_causal, scale=scale,
+        )  # fmt: skip
+    else:
+        grads = _recomputed(grad_out, query, key, value, out, lse, is_causal, scale)
+    grad_query, grad_key, grad_value = grads
+    return grad_query, grad_key, grad_value
+
+
+def second_backward(
+    grads: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    is_causal: bool,
+    scale: float | None,
+) -> tuple[torch.Tensor, ...]:
+    """Gradients of the output's gradient, query, key and value, the `inputs`, from those of the
+    results of `backward`.
+
+    No fused kernel has them: attention is recomputed by PyTorch's plain operations.
+    """
+    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+        grad_out, query, key, value = (t.detach().requires_grad_() for t in inputs)
+        grouped = bool(query.shape[1] != key.shape[1])
+        out = scaled_dot_product_attention(
+            query, key, value, is_causal=is_causal, scale=scale, enable_gqa=grouped
+        )
+        firsts = torch.autograd.grad(out, (query, key, value), grad_out, create_graph=True)
+        return tuple(torch.autograd.grad(firsts, (grad_out, query, key, value), grads))
+
+
+def _backend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    is_causal: bool,
+    scale: float | None,
+) -> int:
+    """The `SDPBackend` that PyTorch would choose; ERROR, which is none, off the GPU."""
+    if not query.is_cuda:
+        return int(SDPBackend.ERROR.value)
+    grouped = query.shape[1] != key.shape[1]
+    return int(
+        torch._fused_sdp_choice(
+            query, key, value, None, 0.0, is_causal, scale=scale, enable_gqa=grouped
+        )
+    )
+
+
+def _random_state(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the backward kernels take as the state of dropout's generator, and never read."""
+    return (
+        torch.empty(2, dtype=torch.uint64, device=query.device),
+        torch.empty((), dtype=torch.uint64, device=query.device),
+    )
+
+
+def _scores(
+    query: torch.Tensor, key: torch.Tensor, is_causal: bool, scale: float | None
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Masked scores, a block of query rows at a time, in at least single precision."""
+    batch, heads, length, head_dim = query.shape
+    wide = torch.promote_types(query.dtype, torch.float32)
+    key_t = key.to(wide).repeat_interleave(heads // key.shape[1], 1).mT
+    factor = 1 / math.sqrt(head_dim) if scale is None else scale
+    columns = torch.arange(key.shape[2], device=query.device)
+    step = max(1, _SCORES_BYTES // max(1, batch * heads * key.shape[2] * wide.itemsize))
+    for start in range(0, length, step):
+        rows = slice(start, min(start + step, length))
+        scores = (query[:, :, rows].to(wide) * factor) @ key_t
+        if is_causal:
+            ahead = columns > torch.arange(rows.start, rows.stop, device=query.device)[:, None]
+            scores = scores.masked_fill(ahead, -math.inf)
+        yield rows, scores
+
+
+def _recomputed(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    is_causal: bool,
+    scale: float | None,
+) -> Three:
+    wide = torch.promote_types(query.dtype, torch.float32)
+    batch, heads, _, head_dim = query.shape
+    factor = 1 / math.sqrt(head_dim) if scale is None else scale
+    grad_query = torch.empty_like(query)
+    repeats = heads // key.shape[1]
+    key_wide, value_wide = (t.to(wide).repeat_interleave(repeats, 1) for t in (key, value))
+    grad_key, grad_value = torch.zeros_like(key_wide), torch.zeros_like(value_wide)
+    for rows, scores in _scores(query, key, is_causal, scale):
+        grad = grad_out[:, :, rows].to(wide)
+        weights = scores.sub_(lse[:, :, rows, None]).exp_()
+        grad_value += weights.mT @ grad
+        inner = (grad * out[:, :, rows]).sum(-1, keepdim=True)
+        grad_scores = weights * (grad @ value_wide.mT - inner) * factor
+        grad_query[:, :, rows] = (grad_scores @ key_wide).to(query.dtype)
+        grad_key += grad_scores.mT @ query[:, :, rows].to(wide)
+    groups = (batch, key.shape[1], repeats, key.shape[2], head_dim)
+    grad_key, grad_value = (t.view(groups).sum(2) for t in (grad_key, grad_value))
+    return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype)

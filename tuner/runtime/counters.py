@@ -1,0 +1,129 @@
+"""What the runtime did: calls by what answered them, counted in every thread, said once.
+
+A *reason* is one line that says why no tuned kernel ran: a kind, of which there are few, and after
+a colon what it was about. Counts go by kind. Each whole reason is logged once, the first of its
+kind as a warning, the others as information.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+_log = logging.getLogger("tuner.runtime")
+
+#: Reasons and kinds remembered as logged; a server of ever new shapes says no more after so many.
+_MAX_SAID = 1024
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Calls since the process started or `stats(reset=True)` was called."""
+
+    hits: int = 0
+    """Calls that a tuned kernel, own or a vendor's, answered."""
+    nearest_hits: int = 0
+    """Those of them answered by the configuration of a neighbouring shape."""
+    fallbacks: Mapping[str, int] = field(default_factory=dict)
+    """Calls that PyTorch answered, by kind of reason, most frequent first."""
+    errors: Mapping[str, int] = field(default_factory=dict)
+    """What went wrong meanwhile, by kind: a refused launch, a store that cannot be read."""
+
+    @property
+    def calls(self) -> int:
+        """All calls."""
+        return self.hits + sum(self.fallbacks.values())
+
+
+class _Counts:
+    """The counters and what guards them."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.hits = 0
+        self.nearest_hits = 0
+        self.fallbacks: Counter[str] = Counter()
+        self.errors: Counter[str] = Counter()
+        self.said: set[str] = set()
+
+
+_counts = _Counts()
+_sources: list[Callable[[bool], tuple[int, int]]] = []
+
+
+def stats(reset: bool = False) -> Stats:
+    """Calls of `tuner.attention`, `linear` and `matmul` by what answered them.
+
+    Args:
+        reset: start again from zero after this.
+    """
+    with _counts.lock:
+        hits, nearest = _counts.hits, _counts.nearest_hits
+        for source in _sources:
+            more, more_nearest = source(reset)
+            hits, nearest = hits + more, nearest + more_nearest
+        found = Stats(
+            hits,
+            nearest,
+            dict(_counts.fallbacks.most_common()),
+            dict(_counts.errors.most_common()),
+        )
+        if reset:
+            _counts.hits = _counts.nearest_hits = 0
+            _counts.fallbacks.clear()
+            _counts.errors.clear()
+    return found
+
+
+def count_hit(is_nearest: bool) -> None:
+    """A tuned kernel answered a call."""
+    with _counts.lock:
+        _counts.hits += 1
+        _counts.nearest_hits += is_nearest
+
+
+def count_fallback(reason: str) -> None:
+    """PyTorch answers a call, for this reason."""
+    with _counts.lock:
+        _counts.fallbacks[kind_of(reason)] += 1
+    _say("answered by PyTorch: ", reason)
+
+
+def count_error(reason: str) -> None:
+    """Something went wrong that a call must not suffer from."""
+    with _counts.lock:
+        _counts.errors[kind_of(reason)] += 1
+    _say("", reason)
+
+
+def add_source(source: Callable[[bool], tuple[int, int]]) -> None:
+    """Have hits and nearest hits that are counted elsewhere added; its argument is `reset`."""
+    _sources.append(source)
+
+
+def kind_of(reason: str) -> str:
+    """What a reason is counted under."""
+    return reason.partition(":")[0]
+
+
+def _say(what: str, reason: str) -> None:
+    if reason in _counts.said:
+        return
+    with _counts.lock:
+        if reason in _counts.said or len(_counts.said) >= _MAX_SAID:
+            return
+        is_first = kind_of(reason) not in _counts.said
+        _counts.said |= {reason, kind_of(reason)}
+    _log.log(logging.WARNING if is_first else logging.INFO, "%s%s", what, reason)
+
+
+def _after_fork() -> None:
+    _counts.lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,70 @@
+"""The seam to torch's accelerator: everything that a test on CPU tensors swaps is here."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tuner.families.vendor import installed_versions
+from tuner.hardware import GPUS, Gpu
+from tuner.measurement import Environment
+
+TYPE = "cuda"
+"""Device type whose tensors are served."""
+
+_gpus: dict[int, Gpu] = {}
+
+
+def gpu_of(index: int) -> Gpu:
+    """The store's identity of a CUDA device; what lookup does not need of it is left at 0."""
+    if index not in _gpus:
+        found = torch.cuda.get_device_properties(index)
+        gpu = Gpu(
+            found.name, f"{found.major}.{found.minor}", found.multi_processor_count, 0, 0.0, 0
+        )
+        shipped = (known for known in GPUS.values() if known.identity == gpu.identity)
+        _gpus[index] = next(shipped, gpu)
+    return _gpus[index]
+
+
+def stream_of(index: int) -> int:
+    """The CUstream handle of the current stream of a device."""
+    return int(torch._C._cuda_getCurrentRawStream(index))
+
+
+def stream_function() -> Any:
+    """The same in C: ``int stream(int32_t device, void** handle)``, of torch's stable interface."""
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"
+    return ctypes.CDLL(str(library)).aoti_torch_get_current_cuda_stream
+
+
+def current() -> int:
+    """Index of the current device."""
+    return int(torch._C._cuda_getDevice())
+
+
+def use(index: int) -> contextlib.AbstractContextManager[Any]:
+    """Make a device the current one for a while."""
+    context: contextlib.AbstractContextManager[Any] = torch.cuda.device(index)
+    return context
+
+
+def is_capturing() -> bool:
+    """Whether the current stream records a CUDA graph."""
+    return bool(torch.cuda.is_current_stream_capturing())
+
+
+@cache
+def environment() -> Environment:
+    """What times depend on, as far as it is known without asking the GPU: driver, torch, cuDNN,
+    cuBLAS.
+    """
+    facts: dict[str, str | int | float] = dict(installed_versions())
+    with contextlib.suppress(OSError):
+        facts["driver"] = Path("/sys/module/nvidia/version").read_text().strip()
+    return Environment(facts)

@@ -1,0 +1,47 @@
+"""PyTorch's own attention, also while `tuner.enable` stands before it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+
+class _Thread(threading.local):
+    is_native = False
+
+
+thread = _Thread()
+"""`is_native` is true where a call of PyTorch's attention must stay PyTorch's: a fallback, or a
+vendor's kernel that a plan calls."""
+
+
+def call(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """What `function` returns where all attention that it calls stays PyTorch's."""
+    before = thread.is_native
+    thread.is_native = True
+    try:
+        return function(*arguments, **options)
+    finally:
+        thread.is_native = before
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """`scaled_dot_product_attention` as it is without this project."""
+    arguments = query, key, value, attn_mask, dropout_p, is_causal
+    out: torch.Tensor = call(
+        scaled_dot_product_attention, *arguments, scale=scale, enable_gqa=enable_gqa
+    )
+    return out

@@ -1,0 +1,259 @@
+"""Attention as operators of torch, so that whatever traces a model sees one node.
+
+`tuner::attention` and `tuner::attention_with_lse` decide when they run: the tuned kernel where
+there is one, PyTorch's elsewhere, on every device. They are defined on a bare `Library`, whose
+dispatch costs a fraction of that of `torch.library.custom_op`; eager calls of `tuner.attention`
+that want no gradient pass them by all the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.library import Library, register_autograd, register_fake
+
+from tuner.errors import ConfigError
+from tuner.runtime import autograd, counters, devices, dispatch, guards, native
+from tuner.runtime.attention import find_plan
+from tuner.runtime.table import table
+
+_INPUTS = "Tensor query, Tensor key, Tensor value"
+_OPTIONS = "bool is_causal=False, float? scale=None"
+_SCHEMAS = {
+    "attention": f"({_INPUTS}, {_OPTIONS}) -> Tensor",
+    "attention_with_lse": f"({_INPUTS}, {_OPTIONS}) -> (Tensor out, Tensor lse)",
+    "attention_backward": f"(Tensor grad_out, {_INPUTS}, Tensor out, Tensor lse, {_OPTIONS})"
+    " -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)",
+}
+_library = Library("tuner", "FRAGMENT")
+for _name, _schema in _SCHEMAS.items():
+    _library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+def operate(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> torch.Tensor | None:
+    """Attention through the operators, or None where a graph is better off with PyTorch's: no
+    tuned kernel takes such tensors, or no fused kernel computes the gradient that is wanted.
+
+    Looks at what is the same in all calls of a graph; what serves is decided in each.
+    """
+    if attn_mask is not None or dropout_p or not _is_operable(query, key, value, enable_gqa):
+        return None
+    out: torch.Tensor | None = None
+    if not guards.wants_gradient(query, key, value):
+        out = torch.ops.tuner.attention(query, key, value, is_causal, scale)
+    elif autograd.has_backward(query, key, is_causal):
+        out, _ = torch.ops.tuner.attention_with_lse(query, key, value, is_causal, scale)
+    return out
+
+
+def _is_operable(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool
+) -> bool:
+    if any(t.dim() != 4 or t.device.type != devices.TYPE for t in (query, key, value)):
+        return False
+    heads, heads_kv = query.shape[1], key.shape[1]
+    return (
+        query.dtype in guards.DTYPES
+        and query.dtype == key.dtype == value.dtype
+        and key.shape == value.shape
+        and query.shape[0] == key.shape[0]
+        and query.shape[3] == key.shape[3]
+        and (heads == heads_kv or (enable_gqa and heads % heads_kv == 0))
+    )
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> torch.Tensor:
+    _check(query, key, value)
+    out = dispatch.attention(query, key, value, None, 0.0, is_causal, scale, True)
+    if out is None:
+        plan = find_plan(query, key, value, is_causal, scale)
+        out = plan if isinstance(plan, str) else table.run(plan, query, key, value)
+    if isinstance(out, str):
+        counters.count_fallback(out)
+        grouped = query.shape[1] != key.shape[1]
+        out = native.attend(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=grouped)
+    return guards.laid_out_as(query, out)
+
+
+def _attention_with_lse(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    _check(query, key, value)
+    plan = find_plan(query, key, value, is_causal, scale)
+    if isinstance(plan, str):
+        found: Any = plan
+    elif not plan.has_lse:
+        found = f"a gradient is wanted: {plan.config.family} does not write the log-sum-exp"
+    else:
+        found = table.run_with_lse(plan, query, key, value)
+    if isinstance(found, str):
+        counters.count_fallback(found)
+        found = autograd.forward_with_lse(query, key, value, is_causal, scale)
+    out, lse = found
+    return guards.laid_out_as(query, out), lse.contiguous()
+
+
+def _attention_backward(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensors:
+    _check(query, key, value)
+    grads = autograd.backward(grad_out, query, key, value, out, lse, is_causal, scale)
+    return tuple(guards.laid_out_as(t, g) for t, g in zip((query, key, value), grads, strict=True))
+
+
+def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    """Refuse what no attention over (B, H, S, D) is.
+
+    Raises:
+        ConfigError: says what came and what is allowed.
+    """
+    sizes = query.shape, key.shape, value.shape
+    if (
+        any(len(size) != 4 for size in sizes)
+        or sizes[1] != sizes[2]
+        or sizes[0][::3] != sizes[1][::3]
+        or sizes[0][1] % max(1, sizes[1][1])
+    ):
+        raise ConfigError(
+            f"query {tuple(sizes[0])}, key {tuple(sizes[1])} and value {tuple(sizes[2])} are not "
+            "(B, H, SQ, D) and twice (B, HKV, SKV, D) with HKV a divisor of H"
+        )
+
+
+def _fake_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> torch.Tensor:
+    return torch.empty_like(query)
+
+
+def _fake_attention_with_lse(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    wide = torch.promote_types(query.dtype, torch.float32)
+    return torch.empty_like(query), query.new_empty(query.shape[:3], dtype=wide)
+
+
+def _fake_attention_backward(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensors:
+    return tuple(torch.empty_like(t) for t in (query, key, value))
+
+
+for _name, _real, _fake in (
+    ("attention", _attention, _fake_attention),
+    ("attention_with_lse", _attention_with_lse, _fake_attention_with_lse),
+    ("attention_backward", _attention_backward, _fake_attention_backward),
+):
+    _library.impl(_name, _real, "CompositeExplicitAutograd")
+    register_fake(f"tuner::{_name}", _fake, lib=_library)
+
+
+def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    *tensors, ctx.is_causal, ctx.scale = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _recompute(ctx: Any, grad_out: torch.Tensor) -> tuple[Any, ...]:
+    """Of `tuner::attention`, which keeps no log-sum-exp: a second forward pass writes one."""
+    options = ctx.is_causal, ctx.scale
+    out, lse = torch.ops.tuner.attention_with_lse(*ctx.saved_tensors, *options)
+    grads = torch.ops.tuner.attention_backward(grad_out, *ctx.saved_tensors, out, lse, *options)
+    return (*grads, None, None)
+
+
+def _keep_outputs(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
+    *tensors, ctx.is_causal, ctx.scale = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _differentiate(ctx: Any, grad_out: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]:
+    options = ctx.is_causal, ctx.scale
+    grads = torch.ops.tuner.attention_backward(grad_out, *ctx.saved_tensors, *options)
+    return (*grads, None, None)
+
+
+def _keep_for_second(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
+    grad_out, query, key, value, _, _, ctx.is_causal, ctx.scale = inputs
+    ctx.save_for_backward(grad_out, query, key, value)
+
+
+def _differentiate_twice(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+    options = ctx.is_causal, ctx.scale
+    seconds = autograd.second_backward(grads, ctx.saved_tensors, *options)
+    # The output and its log-sum-exp are functions of the inputs, whose derivative has it all.
+    return (*seconds, None, None, None, None)
+
+
+register_autograd("tuner::attention", _recompute, setup_context=_keep_inputs, lib=_library)
+register_autograd(
+    "tuner::attention_with_lse", _differentiate, setup_context=_keep_outputs, lib=_library
+)
+register_autograd(
+    "tuner::attention_backward", _differentiate_twice, setup_context=_keep_for_second, lib=_library
+)
+
+
+def _autocast(name: str, device: str) -> None:
+    """Have autocast cast the inputs of an operator, as it does those of PyTorch's attention."""
+    operator = getattr(torch.ops.tuner, name).default
+    key = f"Autocast{device.upper()}"
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+
+    def cast(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *options: Any
+    ) -> torch.Tensor | Tensors:
+        inputs = guards.autocast(device, query, key, value)
+        with torch._C._ExcludeDispatchKeyGuard(keys):
+            return operator(*inputs, *options)
+
+    _library.impl(name, cast, key)
+
+
+for _name in ("attention", "attention_with_lse"):
+    for _device in ("cuda", "cpu"):
+        _autocast(_name, _device)

@@ -1,0 +1,286 @@
+"""What serves each kind of call: a dict that is as good as the store's last look is old.
+
+The store is looked at when a call comes and `LOOK_EVERY_S` have passed, so an update is seen
+within a second and a call costs no look-up. A store that cannot be read changes nothing: what is
+known goes on serving, and what is not known is PyTorch's.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+
+from tuner import settings
+from tuner.config import Config
+from tuner.errors import BenchmarkError, ConfigError, StoreError
+from tuner.lookup import Answer, decided, differences, lookup
+from tuner.nearest import class_pattern
+from tuner.problem import Problem, problem_from_json
+from tuner.runtime import counters, devices, dispatch
+from tuner.runtime.plan import KernelPlan, Plan, resolve
+
+_log = logging.getLogger("tuner.runtime")
+
+LOOK_EVERY_S = 0.5
+"""A call later than this after the last look at the store looks again."""
+RETRY_EVERY_S = 5.0
+"""What of an entry cannot run, for want of an artifact say, is tried again after this."""
+MISS_EVERY_S = 60.0
+"""A problem that nothing is decided for is looked up again after this: kernels may have passed
+the gate around it. A decision within its class is seen at once."""
+#: Kinds of call kept; more start over, so that a server of ever new shapes stays small.
+_MAX_KNOWN = 4096
+
+OFF = "switched off: TUNER_DISABLE is set"
+CAPTURING = "a kernel cannot be loaded inside a graph capture: call once before"
+
+
+_Output = TypeVar("_Output")
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What was found out about one kind of call."""
+
+    until: float
+    """It is good up to this time (`time.monotonic`)."""
+    problem: Problem | None
+    plan: Plan | str
+    """A text says why there is no plan."""
+    is_stale: bool = False
+    """The store may say something else by now."""
+
+
+class Table:
+    """From a kind of call to its plan; safe between threads and after a fork."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, _Known] = {}
+        self._withdrawn: dict[str, set[Config]] = {}
+        self._lock = threading.RLock()
+        self._look_at = 0.0
+        self._decided: Mapping[str, Hashable] = {}
+        """What the store decided when it was last looked at."""
+        self._is_off = False
+        self._fault = ""
+        self._flagged: set[str] = set()
+
+    def get(self, kind: Hashable) -> Plan | str | None:
+        """What is known of a kind of call: its plan, why there is none, or None.
+
+        Args:
+            kind: everything that tells this call from others: equal kinds pose equal problems.
+        """
+        now = time.monotonic()
+        if now >= self._look_at:
+            self._look()
+        if self._is_off:
+            return OFF
+        known = self._known.get(kind)
+        return known.plan if known is not None and now < known.until else None
+
+    def find_out(
+        self,
+        kind: Hashable,
+        call: tuple[str, tuple[Any, ...]],
+        pose: Callable[[], Problem],
+        scale: float,
+        device: int,
+        shape: tuple[int, ...] = (),
+    ) -> Plan | str:
+        """Ask the store about a kind of call that `get` does not know.
+
+        Args:
+            kind: as in `get`.
+            call: operation and arguments, as `dispatch.put` takes them.
+            pose: the problem; raises ConfigError where no tuned kernel could serve.
+            scale: of attention's scores; alpha of a product.
+            device: index of the device that the tensors are on.
+            shape: of the output, contiguous, where it is not the problem's.
+        """
+        old = self._known.get(kind)
+        if devices.is_capturing():  # what was loaded may be captured, whatever the store says now
+            return CAPTURING if old is None else old.plan
+        # While another thread asks, what was known a moment ago is good enough.
+        if not self._lock.acquire(blocking=old is None):
+            return old.plan if old else ""
+        try:
+            found = self._ask(pose, scale, device, shape, self._known.get(kind))
+            if isinstance(found, str):
+                return found
+            if len(self._known) >= _MAX_KNOWN:
+                self._clear()
+            self._known[kind] = found
+            if isinstance(found.plan, KernelPlan):
+                dispatch.prepare(then=self._renew)
+                dispatch.put(*call, found.plan)
+            return found.plan
+        finally:
+            self._lock.release()
+
+    def run(self, plan: Plan, *inputs: torch.Tensor) -> torch.Tensor | str:
+        """The plan's output, or the reason that there is none: it is withdrawn where it was
+        refused.
+
+        Raises:
+            RuntimeError: what CUDA reports of an earlier kernel.
+        """
+        return self._attempt(plan, plan.run, inputs)
+
+    def run_with_lse(
+        self, plan: Plan, *inputs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor] | str:
+        """As `run`, of a plan that has the log-sum-exp."""
+        return self._attempt(plan, plan.run_with_lse, inputs)
+
+    def _attempt(
+        self, plan: Plan, call: Callable[..., _Output], inputs: tuple[torch.Tensor, ...]
+    ) -> _Output | str:
+        try:
+            return call(*inputs)
+        except torch.OutOfMemoryError:  # for this call only: the next may have more
+            return f"out of memory: {plan.config.family} at {plan.problem.label()}"
+        except BenchmarkError as exc:
+            return self.withdraw(plan, exc)
+
+    def withdraw(self, plan: Plan, exc: BenchmarkError) -> str:
+        """Never launch a plan's config for its problem again in this process; returns why."""
+        problem, config = plan.problem, plan.config
+        with self._lock:
+            self._withdrawn.setdefault(problem.key, set()).add(config)
+            self._known = {k: v for k, v in self._known.items() if v.problem != problem}
+            self._renew()
+        reason = f"a launch was refused: {config.family} at {problem.label()}: {exc}"
+        counters.count_error(reason)
+        return reason
+
+    def forget(self) -> None:
+        """Know nothing, as a new process does."""
+        with self._lock:
+            self._clear()
+            self._withdrawn = {}
+            self._look_at = 0.0
+
+    def _clear(self) -> None:
+        self._known = {}
+        dispatch.clear()
+
+    def _renew(self) -> None:
+        """Have the dispatcher given every plan anew, each when it is called for."""
+        with self._lock:
+            self._known = {kind: replace(known, until=0.0) for kind, known in self._known.items()}
+            dispatch.clear()
+            dispatch.serve_until(self._look_at)
+
+    def _look(self) -> None:
+        """See whether the store has changed; another thread's look is as good."""
+        if devices.is_capturing() or not self._lock.acquire(blocking=False):
+            return
+        try:
+            self._fault = ""
+            wait = LOOK_EVERY_S
+            try:
+                before, self._decided = self._decided, decided()
+                if before is not self._decided:
+                    self._drop(before)
+            except StoreError as exc:
+                self._blame(exc)
+                wait = RETRY_EVERY_S
+            if self._is_off != settings.disabled():
+                self._is_off = not self._is_off
+                self._clear()
+        finally:
+            self._look_at = time.monotonic() + wait
+            dispatch.serve_until(self._look_at)
+            self._lock.release()
+
+    def _drop(self, before: Mapping[str, Hashable]) -> None:
+        """Forget what the decisions that are not as they were `before` are about, and distrust
+        what they may be about: shapes near theirs.
+        """
+        if not self._known:
+            return
+        now = self._decided
+        changed = {key for key in {*before, *now} if before.get(key) != now.get(key)}
+        classes = {class_pattern(problem_from_json(json.loads(key))) for key in changed}
+        kept: dict[Hashable, _Known] = {}
+        for kind, known in self._known.items():
+            problem, plan = known.problem, known.plan
+            if problem is not None and problem.key in changed:
+                continue
+            is_exact = isinstance(plan, Plan) and not plan.is_nearest
+            if problem is not None and not is_exact and class_pattern(problem) in classes:
+                known = replace(known, until=0.0, is_stale=True)
+            kept[kind] = known
+        if kept != self._known:
+            self._known = kept
+            self._renew()
+
+    def _ask(
+        self,
+        pose: Callable[[], Problem],
+        scale: float,
+        device: int,
+        shape: tuple[int, ...],
+        old: _Known | None,
+    ) -> _Known | str:
+        """What the store says now; a text, not to be kept, when it cannot be read."""
+        if old and isinstance(old.plan, Plan) and not old.is_stale:
+            return replace(old, until=math.inf)  # only the dispatcher must be told again
+        try:
+            problem = old.problem if old and old.problem else pose()
+        except ConfigError as exc:
+            return _Known(math.inf, None, f"no kernel takes such tensors: {exc}")
+        if self._fault:
+            return self._fault
+        try:
+            answer = lookup(problem, gpu=devices.gpu_of(device))
+        except StoreError as exc:
+            return self._blame(exc)
+        if answer is None:
+            until = time.monotonic() + MISS_EVERY_S
+            return _Known(until, problem, f"no measured winner: {problem.label()}")
+        with devices.use(device):
+            withdrawn = self._withdrawn.get(problem.key, ())
+            plan = resolve(problem, answer, scale, device, shape, withdrawn)
+        for note in answer.notes:
+            _log.info("%s: %s", problem.label(), note)
+        self._flag(answer)
+        is_plan = isinstance(plan, Plan)
+        return _Known(math.inf if is_plan else time.monotonic() + RETRY_EVERY_S, problem, plan)
+
+    def _flag(self, answer: Answer) -> None:
+        """Say once that entries are served which another environment measured."""
+        found = "; ".join(differences(answer.entry, devices.environment()))
+        if found and found not in self._flagged:
+            self._flagged.add(found)
+            _log.warning(
+                "served as measured in another environment (%s): tuner revalidate times it here",
+                found,
+            )
+
+    def _blame(self, exc: StoreError) -> str:
+        """Remember, up to the next look, that the store cannot be read."""
+        self._fault = f"the store cannot be read: {exc}"
+        counters.count_error(self._fault)
+        return self._fault
+
+
+table = Table()
+
+
+def _after_fork() -> None:
+    table._lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,144 @@
+"""What answers look like, for the OpenAPI document. Objects may hold more than is named here."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from tuner.service.bodies import Op
+
+TaskState = Literal["queued", "running", "done", "failed", "cancelled"]
+
+
+class Answer(BaseModel):
+    """An answer; new keys may be added to it."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class Error(Answer):
+    """Why there is no other answer: one line that names what was wrong and what is allowed."""
+
+    error: str
+
+
+class Configuration(Answer):
+    """One decision."""
+
+    op: Op
+    shape: str
+    problem: dict[str, Any]
+    gpu: str
+    regime: str
+    provenance: Literal["measured", "replayed", "predicted"]
+    origin: str
+    pinned: bool
+    config: dict[str, Any]
+    config_digest: str
+    latency_us: float | None
+    own_us: float | None
+    vendors_us: dict[str, float | None]
+    own_over_vendor: dict[str, float]
+    environment: dict[str, str | int | float]
+    sweep: str
+    decided_at: str
+
+
+class Configurations(Answer):
+    """Some of the decisions that match, and how many do."""
+
+    total: int
+    entries: list[Configuration]
+
+
+class Found(Configuration):
+    """What serves a problem."""
+
+    exact: bool
+    notes: list[str]
+
+
+class Lookups(Answer):
+    """In the order of the questions; null where nothing is known."""
+
+    answers: list[Found | None]
+
+
+class Snapshot(Answer):
+    """The document that `tuner export` writes and `tuner import` reads."""
+
+    format: Literal["cutlass-tuner-entries"]
+    version: int
+    measurements: list[dict[str, Any]]
+    entries: list[dict[str, Any]]
+
+
+class Job(Answer):
+    """One job."""
+
+    id: str
+    state: TaskState
+    priority: int
+    attempts: int
+    options: dict[str, Any]
+    created_at: str
+    counts: dict[TaskState, int]
+
+
+class Jobs(Answer):
+    """Some of the jobs, and how many there are."""
+
+    total: int
+    jobs: list[Job]
+
+
+class Task(Answer):
+    """One problem of a job."""
+
+    op: Op
+    shape: str
+    problem: dict[str, Any]
+    state: TaskState
+    attempt: int
+    reason: str
+    holder: str
+    sweep: str
+    trials: int
+    progress: dict[str, Any]
+
+
+class Trial(Answer):
+    """One measurement of a job."""
+
+    id: int
+    op: Op
+    shape: str
+    config: dict[str, Any]
+    config_digest: str
+    status: str
+    provenance: str
+    latency_us: float | None
+    is_final: bool
+    reason: str
+    created_at: str
+
+
+class JobDetail(Job):
+    """A job with its problems and trials."""
+
+    problems: list[Task]
+    trials: list[Trial]
+
+
+class Cancelled(Answer):
+    """How many problems were open."""
+
+    cancelled: int
+
+
+class Health(Answer):
+    """Whether the store could be read a moment ago."""
+
+    status: Literal["ok", "stale"]
+    age_s: float

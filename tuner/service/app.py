@@ -1,0 +1,372 @@
+"""The routes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Annotated, Any
+
+from fastapi import FastAPI, Header, HTTPException, Query, Request, Response
+from fastapi.concurrency import run_in_threadpool
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import StreamingResponse
+from starlette.exceptions import HTTPException as StarletteHTTPException
+
+import tuner
+from tuner.errors import ConfigError, StoreError
+from tuner.job import JobOptions, parse_problem
+from tuner.measurement import Measurement, Provenance
+from tuner.outcome import first_line
+from tuner.service import answers
+from tuner.service.bodies import (
+    L2,
+    GpuName,
+    JobId,
+    JobRequest,
+    Launch,
+    LookupBatch,
+    Op,
+    Shape,
+)
+from tuner.service.guard import Guard, Tokens
+from tuner.service.metrics import CONTENT_TYPE, Metrics
+from tuner.service.served import Question, Served, entries_json
+from tuner.store import Store
+from tuner.store.jobs import JobRecord
+from tuner.sweep import SweepOptions
+
+EVENT_POLL_S = 0.5
+"""Between two looks for what a stream should tell."""
+KEEP_ALIVE_S = 15.0
+"""A stream with nothing to tell says that it is there."""
+MAX_STREAMS = 64
+
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"description": text, "model": answers.Error}
+    for status, text in {
+        400: "Not JSON",
+        401: "No valid token",
+        403: "Not allowed with this token, or from there",
+        404: "Not found",
+        413: "Body too large",
+        415: "Not application/json",
+        422: "Wrong input; the error names what is allowed",
+        503: "The store cannot be used at the moment",
+    }.items()
+}
+
+
+class Json(Response):
+    """JSON that was encoded already, or is now; ASCII, so that any text can be told."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return content if isinstance(content, bytes) else json.dumps(content).encode()
+
+
+def create_app(store: Store, tokens: Tokens) -> Guard:
+    """The service over a store.
+
+    Args:
+        store: what is served; the caller closes it.
+        tokens: without them only requests from this machine, by its own name, are let in.
+    """
+    served = Served(store)
+    metrics = Metrics(
+        tasks=store.jobs.counts,
+        entries=lambda: len(served.table.entries),
+        age_s=lambda: served.age_s,
+    )
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        with served:
+            yield
+
+    app = FastAPI(
+        title="cutlass-tuner",
+        version=tuner.__version__,
+        description="Tuned kernel configurations, and the jobs that find them.",
+        lifespan=lifespan,
+        docs_url=None,  # their pages load scripts from elsewhere
+        redoc_url=None,
+        responses=_ERRORS,
+    )
+    _add_error_handlers(app)
+    _add_configs(app, served, metrics)
+    _add_jobs(app, store)
+    _add_state(app, served, metrics)
+    if tokens:
+        _describe_tokens(app)
+    return Guard(app, tokens=tokens, metrics=metrics)
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    def error(status: int, detail: str, headers: Any = None) -> Json:
+        return Json({"error": detail}, status_code=status, headers=headers)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, exc: RequestValidationError) -> Json:
+        # What came is not repeated: it may be anything.
+        texts = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in exc.errors()[:4]]
+        return error(422, "; ".join(texts))
+
+    @app.exception_handler(ConfigError)
+    async def wrong(request: Request, exc: ConfigError) -> Json:
+        return error(422, str(exc))
+
+    @app.exception_handler(StoreError)
+    async def unavailable(request: Request, exc: StoreError) -> Json:
+        return error(503, str(exc), {"retry-after": "5"})
+
+    @app.exception_handler(StarletteHTTPException)
+    async def refused(request: Request, exc: StarletteHTTPException) -> Json:
+        return error(exc.status_code, str(exc.detail), exc.headers)
+
+    @app.exception_handler(Exception)
+    async def defect(request: Request, exc: Exception) -> Json:
+        return error(500, "a defect of the service; its log says more")
+
+
+def _add_configs(app: FastAPI, served: Served, metrics: Metrics) -> None:
+    @app.get(
+        "/v1/configs",
+        summary="Decisions that match every filter given",
+        response_model=answers.Configurations,
+    )
+    async def configs(
+        op: Annotated[Op | None, Query()] = None,
+        shape: Annotated[Shape | None, Query(description="of `op`, default attention")] = None,
+        gpu: Annotated[GpuName | None, Query()] = None,
+        regime: Annotated[Launch | None, Query()] = None,
+        l2: Annotated[L2 | None, Query()] = None,
+        provenance: Annotated[Provenance | None, Query()] = None,
+        limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+        offset: Annotated[int, Query(ge=0, lt=1 << 31)] = 0,
+    ) -> Response:
+        found = served.table.matching(
+            op=op, shape=shape, gpu=gpu, regime=regime, l2=l2, provenance=provenance
+        )
+        return Json(entries_json(found[offset : offset + limit], total=len(found)))
+
+    @app.post(
+        "/v1/configs:lookup",
+        summary="What serves each of some problems",
+        response_model=answers.Lookups,
+    )
+    async def look_up(batch: LookupBatch) -> Response:
+        table = served.table
+        found = []
+        for number, item in enumerate(batch.items):
+            try:
+                found.append(table.answer(Question(**dict(item))))
+            except ConfigError as exc:
+                raise ConfigError(f"items.{number}: {exc}") from exc
+        misses = found.count(b"null")
+        metrics.count_lookups(len(found) - misses, misses)
+        return Json(b'{"answers":[' + b",".join(found) + b"]}")
+
+    @app.get(
+        "/v1/snapshot",
+        summary="All of the store's decisions, as `tuner export` writes them",
+        response_model=answers.Snapshot,
+        responses={304: {"description": "Not changed since the ETag that was named"}},
+    )
+    async def snapshot(
+        if_none_match: Annotated[str | None, Header()] = None,
+        accept_encoding: Annotated[str, Header()] = "",
+    ) -> Response:
+        table = served.table
+        headers = {"etag": table.etag, "vary": "accept-encoding", "cache-control": "no-cache"}
+        wanted = [tag.strip() for tag in (if_none_match or "").split(",")]
+        if table.etag in wanted or "*" in wanted:
+            return Response(status_code=304, headers=headers)
+        if "gzip" in accept_encoding.lower():
+            return Json(table.packed, headers={**headers, "content-encoding": "gzip"})
+        return Json(table.snapshot, headers=headers)
+
+
+def _add_jobs(app: FastAPI, store: Store) -> None:
+    def find(id: str) -> JobRecord:
+        job = store.jobs.find(id)
+        if job is None:
+            raise HTTPException(404, f"there is no job {id}")
+        return job
+
+    @app.post("/v1/jobs", status_code=201, summary="Submit a job", response_model=answers.Job)
+    def submit(request: JobRequest) -> Json:
+        options = options_of(request)
+        problems = []
+        for number, entry in enumerate(request.problems):
+            try:
+                problems.append(parse_problem(entry, request.op))
+            except ConfigError as exc:
+                raise ConfigError(f"problems.{number}: {exc}") from exc
+        options.check(problems)
+        id = store.jobs.submit(
+            problems, options.to_json(), priority=request.priority, attempts=request.attempts
+        )
+        return Json(find(id).to_json(), status_code=201, headers={"location": f"/v1/jobs/{id}"})
+
+    @app.get("/v1/jobs", summary="All jobs, newest first", response_model=answers.Jobs)
+    def jobs(
+        limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+        offset: Annotated[int, Query(ge=0, lt=1 << 31)] = 0,
+    ) -> Json:
+        found = store.jobs.all()
+        some = [job.to_json() for job in found[offset : offset + limit]]
+        return Json({"total": len(found), "jobs": some})
+
+    @app.get(
+        "/v1/jobs/{id}",
+        summary="A job, its problems and its trials",
+        response_model=answers.JobDetail,
+    )
+    def show(
+        id: JobId,
+        trials: Annotated[int, Query(ge=0, le=1000, description="how many, at most")] = 100,
+        after: Annotated[int, Query(ge=0, lt=1 << 31, description="trials after this id")] = 0,
+    ) -> Json:
+        job = find(id)
+        problems = [task.to_json() for task in store.jobs.tasks(id)]
+        measured = store.jobs.trials(id, after=after, limit=trials) if trials else []
+        rows = [trial_json(number, m) for number, m in measured]
+        return Json({**job.to_json(), "problems": problems, "trials": rows})
+
+    @app.post(
+        "/v1/jobs/{id}/cancel",
+        summary="End a job; what was measured is kept",
+        response_model=answers.Cancelled,
+    )
+    def cancel(id: JobId) -> Json:
+        find(id)
+        return Json({"cancelled": store.jobs.cancel(id)})
+
+    streams = asyncio.Semaphore(MAX_STREAMS)
+
+    @app.get(
+        "/v1/jobs/{id}/events",
+        summary="What happens to a job, as it happens (server-sent events)",
+        response_class=StreamingResponse,
+        responses={200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}},
+    )
+    async def events(
+        id: JobId, last_event_id: Annotated[int, Header(ge=0, lt=1 << 31)] = 0
+    ) -> Response:
+        await run_in_threadpool(find, id)
+        if streams.locked():
+            raise HTTPException(503, f"{MAX_STREAMS} streams are open already")
+        return StreamingResponse(
+            _stream(store, id, last_event_id, streams),
+            media_type="text/event-stream",
+            headers={"cache-control": "no-cache", "x-accel-buffering": "no"},
+        )
+
+
+async def _stream(
+    store: Store, id: str, last: int, streams: asyncio.Semaphore
+) -> AsyncIterator[bytes]:
+    """Log lines as they come (with ids to go on after), the state whenever it changes, the end."""
+
+    def look(after: int) -> tuple[dict[str, Any], list[Any]]:
+        # The state first: what happened before the job ended is then among the events.
+        job = store.jobs.find(id)
+        running = store.jobs.tasks(id, state="running")
+        state = {**(job.to_json() if job else {}), "running": [t.to_json() for t in running]}
+        return state, store.jobs.events(id, after=after)
+
+    told: dict[str, Any] = {}
+    quiet_s = 0.0
+    async with streams:
+        while True:
+            state, events = await run_in_threadpool(look, last)
+            lines = [_event("log", e.to_json(), e.id) for e in events]
+            last = events[-1].id if events else last
+            if state != told:
+                told = state
+                lines.append(_event("state", state))
+            quiet_s = 0.0 if lines else quiet_s + EVENT_POLL_S
+            if quiet_s >= KEEP_ALIVE_S:
+                lines, quiet_s = [b": still here\n\n"], 0.0
+            if lines:
+                yield b"".join(lines)
+            if state.get("state") not in ("queued", "running") and not events:
+                yield _event("end", {"state": state.get("state")})
+                return
+            await asyncio.sleep(EVENT_POLL_S)
+
+
+def _event(kind: str, data: Any, id: int | None = None) -> bytes:
+    number = "" if id is None else f"id: {id}\n"
+    return f"{number}event: {kind}\ndata: {json.dumps(data)}\n\n".encode()
+
+
+def _add_state(app: FastAPI, served: Served, metrics: Metrics) -> None:
+    @app.get("/healthz", summary="Whether the store can be read", response_model=answers.Health)
+    async def health() -> Json:
+        state = {"status": "ok" if served.is_healthy else "stale", "age_s": round(served.age_s, 1)}
+        return Json(state, status_code=200 if served.is_healthy else 503)
+
+    @app.get(
+        "/metrics",
+        summary="Counters for Prometheus",
+        response_class=Response,
+        responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
+    )
+    def metrics_text() -> Response:
+        return Response(metrics.text(), media_type=CONTENT_TYPE)
+
+
+def _describe_tokens(app: FastAPI) -> None:
+    """Say in the OpenAPI document that the guard asks for a bearer token."""
+    plain = app.openapi
+
+    def described() -> dict[str, Any]:
+        document = plain()
+        schemes = document.setdefault("components", {}).setdefault("securitySchemes", {})
+        schemes["bearer"] = {"type": "http", "scheme": "bearer"}
+        document["security"] = [{"bearer": []}]
+        return document
+
+    app.openapi = described  # type: ignore[method-assign]
+
+
+def options_of(request: JobRequest) -> JobOptions:
+    """The options of a job.
+
+    Raises:
+        ConfigError: when one is not allowed.
+    """
+    sweep = SweepOptions(
+        families=tuple(request.families),
+        effort=request.effort,
+        trials=request.trials,
+        time_limit_s=request.time_limit_s,
+        max_workspace=request.max_workspace,
+        seed=request.seed,
+        sampler=request.sampler,
+    )
+    return JobOptions(sweep, request.regime, request.l2)
+
+
+def trial_json(id: int, m: Measurement) -> dict[str, Any]:
+    """A measurement of a job; its source and its artifacts stay here."""
+    return {
+        "id": id,
+        "op": m.problem.op,
+        "shape": m.problem.label(),
+        "gpu": m.gpu.name,
+        "regime": str(m.regime),
+        "config": m.config.to_json(),
+        "config_digest": m.config.digest,
+        "status": m.status.value,
+        "provenance": m.provenance.value,
+        "latency_us": m.latency_us,
+        "is_final": m.is_final,
+        "compile_cpu_s": m.compile_cpu_s,
+        "reason": first_line(m.log) if not m.ok else "",
+        "created_at": m.created_at,
+    }

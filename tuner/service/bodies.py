@@ -1,0 +1,70 @@
+"""What requests may hold: names and numbers, each within bounds. Nothing else is taken."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+MAX_BATCH = 1000
+MAX_PROBLEMS = 10_000
+
+Op = Literal["attention", "gemm", "softmax"]
+Launch = Literal["graph", "eager"]
+L2 = Literal["warm", "cold"]
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_]{1,64}$")]
+GpuName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9 ._()-]{1,64}$")]
+Shape = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_=, ]{1,256}$")]
+JobId = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{12}$")]
+
+
+class Body(BaseModel):
+    """Takes no key that it does not name, and converts nothing."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Lookup(Body):
+    """One question."""
+
+    op: Op = "attention"
+    shape: Shape = Field(examples=["S=1024,D=64"])
+    gpu: GpuName | None = Field(None, description="As H200; the default is noted in the answer.")
+    regime: Launch | None = None
+    l2: L2 | None = None
+    allow_other_gpu: bool = False
+
+
+class LookupBatch(Body):
+    """Questions; the answers come in the same order."""
+
+    items: Annotated[list[Lookup], Field(min_length=1, max_length=MAX_BATCH)]
+
+
+ShapeValue = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_]{1,32}$")] | int | bool
+ShapeKeys = Annotated[dict[Name, ShapeValue], Field(min_length=1, max_length=16)]
+
+
+class JobRequest(Body):
+    """Problems to be tuned with the same options, as ``tuner jobs submit`` takes them."""
+
+    problems: Annotated[
+        list[Shape | ShapeKeys],
+        Field(
+            min_length=1,
+            max_length=MAX_PROBLEMS,
+            examples=[["S=1024,D=64", {"op": "gemm", "M": 4096, "N": 4096, "K": 4096}]],
+        ),
+    ]
+    op: Op = Field("attention", description="Of problems that name none.")
+    families: Annotated[list[Name], Field(max_length=32)] = []
+    effort: Name = "quick"
+    trials: Annotated[int, Field(ge=1, le=100_000)] | None = None
+    time_limit_s: Annotated[float, Field(gt=0, le=604_800, strict=False)] | None = None
+    max_workspace: Annotated[int, Field(ge=0, le=1 << 40)] | None = None
+    seed: Annotated[int, Field(ge=0, lt=1 << 31)] = 0
+    sampler: Name | None = None
+    regime: Launch | None = None
+    l2: L2 | None = None
+    priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
+    attempts: Annotated[int, Field(ge=1, le=10)] = 3

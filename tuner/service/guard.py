@@ -1,0 +1,190 @@
+"""What every request passes before anything reads it: host, token, content type, size.
+
+Plain ASGI, so that a refused request costs microseconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+from tuner.errors import ConfigError
+from tuner.service.metrics import Metrics
+
+Message = MutableMapping[str, Any]
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+MAX_BODY_BYTES = 1 << 20
+BODY_TIMEOUT_S = 10.0
+"""For the whole body."""
+MIN_TOKEN_CHARACTERS = 16
+
+OPEN_PATHS = ("/healthz", "/openapi.json")
+"""They tell nothing about what is stored."""
+LOOKUP_PATH = "/v1/configs:lookup"
+"""The one POST that changes nothing."""
+_LOCAL_NAMES = ("127.0.0.1", "localhost", "[::1]")
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Who may read and who may write, too; empty ones ask nobody."""
+
+    read: str = ""
+    write: str = ""
+
+    def __post_init__(self) -> None:
+        for name, token in (("read", self.read), ("write", self.write)):
+            if token and (len(token) < MIN_TOKEN_CHARACTERS or not token.isascii()):
+                raise ConfigError(
+                    f"the {name} token is not good enough "
+                    f"(allowed: {MIN_TOKEN_CHARACTERS} or more ASCII characters)"
+                )
+        if bool(self.read) != bool(self.write):
+            raise ConfigError("one token alone is not enough: give one to read and one to write")
+        if self.read and self.read == self.write:
+            raise ConfigError("the tokens to read and to write must differ")
+
+    def __bool__(self) -> bool:
+        return bool(self.read)
+
+    def allows(self, given: bytes, *, writes: bool) -> bool:
+        """Whether a token suffices; who may write may read."""
+        # Both are compared, always: the time tells nothing.
+        may_read = hmac.compare_digest(given, self.read.encode())
+        may_write = hmac.compare_digest(given, self.write.encode())
+        return may_write or (may_read and not writes)
+
+
+class Refused(Exception):
+    """A request that is not let in."""
+
+    def __init__(self, status: int, detail: str, headers: tuple[tuple[str, str], ...] = ()) -> None:
+        super().__init__(detail)
+        self.status, self.detail, self.headers = status, detail, headers
+
+
+class Guard:
+    """Lets only sound requests through, and counts all.
+
+    Args:
+        app: what answers.
+        tokens: without them only requests to this machine by its own names are let in.
+        metrics: where requests are counted.
+    """
+
+    def __init__(self, app: App, *, tokens: Tokens, metrics: Metrics) -> None:
+        self._app, self._tokens, self._metrics = app, tokens, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started = time.perf_counter()
+        status = 500
+
+        async def observed(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            try:
+                body = await self._check(scope, receive)
+            except Refused as exc:
+                await _refuse(exc, observed)
+            else:
+                await self._app(scope, _replay(body, receive), observed)
+        finally:
+            route = getattr(scope.get("route"), "path", "none")
+            self._metrics.count(scope["method"], route, status, time.perf_counter() - started)
+
+    async def _check(self, scope: Scope, receive: Receive) -> bytes:
+        """The whole body, if the request may come in.
+
+        Raises:
+            Refused: when it may not.
+        """
+        headers = {name: value for name, value in scope["headers"]}
+        if self._tokens:
+            self._check_token(scope, headers.get(b"authorization", b""))
+        else:
+            # A web page must not reach a service that asks for no token by a name of its own.
+            host = headers.get(b"host", b"").decode("latin-1").lower()
+            if host not in _LOCAL_NAMES and host.rpartition(":")[0] not in _LOCAL_NAMES:
+                raise Refused(403, "without tokens only this machine is answered, by its own name")
+        return await _read_body(scope["method"], headers, receive)
+
+    def _check_token(self, scope: Scope, authorization: bytes) -> None:
+        path = scope["path"]
+        if path in OPEN_PATHS:
+            return
+        writes = scope["method"] not in ("GET", "HEAD") and path != LOOKUP_PATH
+        scheme, _, given = authorization.partition(b" ")
+        if scheme.lower() != b"bearer" or not self._tokens.allows(given.strip(), writes=False):
+            challenge = (("www-authenticate", "Bearer"),)
+            raise Refused(401, "a bearer token is needed", challenge)
+        if not self._tokens.allows(given.strip(), writes=writes):
+            raise Refused(403, "this token may only read")
+
+
+async def _read_body(method: str, headers: dict[bytes, bytes], receive: Receive) -> bytes:
+    declared = headers.get(b"content-length", b"0")
+    if not declared.isdigit() or len(declared) > 15:
+        raise Refused(400, "content-length is not a number")
+    if int(declared) > MAX_BODY_BYTES:
+        raise _too_large()
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            while True:
+                message = await receive()
+                body += message.get("body", b"")
+                if len(body) > MAX_BODY_BYTES:
+                    raise _too_large()
+                if not message.get("more_body", False):
+                    break
+    except TimeoutError:
+        raise Refused(408, f"the body did not come within {BODY_TIMEOUT_S:.0f} s") from None
+    kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+    if body and kind != b"application/json":
+        # A form of a web page would need no permission for another type.
+        raise Refused(415, "the body must be application/json")
+    return bytes(body)
+
+
+def _too_large() -> Refused:
+    return Refused(413, f"the body is too large (allowed: {MAX_BODY_BYTES} bytes)")
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """Gives the body that was read; after it whatever comes (that the client has gone)."""
+    is_given = False
+
+    async def replayed() -> Message:
+        nonlocal is_given
+        if is_given:
+            return await receive()
+        is_given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replayed
+
+
+async def _refuse(refused: Refused, send: Send) -> None:
+    body = json.dumps({"error": refused.detail}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    headers += [(name.encode(), value.encode()) for name, value in refused.headers]
+    if refused.status in (408, 413):
+        headers.append((b"connection", b"close"))
+    await send({"type": "http.response.start", "status": refused.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,195 @@
+"""What is served: every decision of a store, in memory, kept up to date by a thread."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+from tuner.cli.describe import answer_json, entry_json
+from tuner.errors import StoreError
+from tuner.lookup import Entry, find_gpu, lookup, with_shipped
+from tuner.measurement import Regime
+from tuner.problem import PROBLEMS, Problem
+from tuner.store import Store
+
+_LOG = logging.getLogger(__name__)
+
+REFRESH_S = 1.0
+"""Between two looks for new decisions; ten times as long as the last reading took, if that is
+more."""
+STALE_S = 15.0
+"""Without a successful look the service calls itself unhealthy after this."""
+_MAX_ANSWERS = 65536
+_COMPRESSION = 1
+"""Of the snapshot: a table of 10,000 entries shrinks to a twentieth already at the fastest."""
+
+
+class Question(NamedTuple):
+    """One lookup, as it came."""
+
+    op: str
+    shape: str
+    gpu: str | None
+    regime: str | None
+    l2: str | None
+    allow_other_gpu: bool
+
+
+@dataclass(frozen=True)
+class Table:
+    """The decisions at one moment."""
+
+    version: int
+    entries: Sequence[Entry]
+    """The store's and those shipped that it lacks, in a fixed order."""
+    index: dict[tuple[Problem, Regime], list[Entry]]
+    gpus: Sequence[Entry]
+    """One entry of each GPU."""
+    snapshot: bytes
+    """The store's own decisions as `Store.export` writes them, as JSON."""
+    packed: bytes
+    """The snapshot under gzip."""
+    etag: str
+    answers: dict[Question, bytes] = field(default_factory=dict)
+    """Each question's answer as JSON, once it was asked."""
+
+    @classmethod
+    def read(cls, store: Store) -> Table:
+        """Read every decision."""
+        # The version first: what changes meanwhile is read again.
+        version = store.decisions_version()
+        entries = with_shipped(store.entries())
+        index: dict[tuple[Problem, Regime], list[Entry]] = {}
+        for entry in entries:
+            index.setdefault((entry.problem, entry.regime), []).append(entry)
+        snapshot = json.dumps(store.export(), separators=(",", ":"), allow_nan=False).encode()
+        digest = hashlib.sha256(snapshot).hexdigest()[:32]
+        packed = gzip.compress(snapshot, _COMPRESSION, mtime=0)
+        # Weak, for the bytes differ by their encoding.
+        gpus = list({entry.gpu: entry for entry in entries}.values())
+        return cls(version, entries, index, gpus, snapshot, packed, f'W/"{digest}"')
+
+    def answer(self, question: Question) -> bytes:
+        """The answer as JSON, ``null`` where nothing is known.
+
+        Raises:
+            ConfigError: when the question is wrong; says what is allowed.
+        """
+        found = self.answers.get(question)
+        if found is None:
+            found = self._find(question)
+            if len(self.answers) >= _MAX_ANSWERS:
+                self.answers.clear()
+            self.answers[question] = found
+        return found
+
+    def _find(self, question: Question) -> bytes:
+        problem = PROBLEMS[question.op].parse(question.shape)
+        default = Regime.default(question.op)
+        regime = Regime(question.regime or default.launch, question.l2 or default.l2)
+        answer = lookup(
+            problem,
+            gpu=find_gpu(question.gpu, self.gpus) if question.gpu else None,
+            regime=regime,
+            allow_other_gpu=question.allow_other_gpu,
+            among=self.index.get((problem, regime), []),
+        )
+        return b"null" if answer is None else _encode(answer_json(answer, ranking=False))
+
+    def matching(
+        self,
+        *,
+        op: str | None,
+        shape: str | None,
+        gpu: str | None,
+        regime: str | None,
+        l2: str | None,
+        provenance: str | None,
+    ) -> list[Entry]:
+        """The entries that match every filter that is given.
+
+        Raises:
+            ConfigError: when the shape or the GPU is wrong.
+        """
+        problem = PROBLEMS[op or "attention"].parse(shape) if shape is not None else None
+        wanted = find_gpu(gpu, self.gpus) if gpu is not None else None
+        return [
+            entry
+            for entry in self.entries
+            if op in (None, entry.problem.op)
+            and problem in (None, entry.problem)
+            and (wanted is None or wanted.identity == entry.gpu.identity)
+            and regime in (None, entry.regime.launch)
+            and l2 in (None, entry.regime.l2)
+            and provenance in (None, str(entry.provenance))
+        ]
+
+
+def _encode(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def entries_json(entries: Sequence[Entry], total: int) -> bytes:
+    """Some of the entries that match, as JSON."""
+    return _encode({"total": total, "entries": [entry_json(entry) for entry in entries]})
+
+
+class Served:
+    """Holds the newest `Table` of a store; a thread renews it when a decision changes."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.table = Table.read(store)
+        self._checked = time.monotonic()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="served", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    @property
+    def age_s(self) -> float:
+        """Since the store was last asked with success."""
+        return time.monotonic() - self._checked
+
+    @property
+    def is_healthy(self) -> bool:
+        return self.age_s < STALE_S
+
+    def refresh(self) -> None:
+        """Read the decisions again if they changed.
+
+        Raises:
+            StoreError: when the store cannot be read.
+        """
+        if self._store.decisions_version() != self.table.version:
+            self.table = Table.read(self._store)
+        self._checked = time.monotonic()
+
+    def _renew(self) -> None:
+        pause = REFRESH_S
+        while not self._ended.wait(pause):
+            started = time.monotonic()
+            try:
+                self.refresh()
+            except StoreError as exc:
+                _LOG.warning("the decisions could not be read again: %s", exc)
+            pause = max(REFRESH_S, 10 * (time.monotonic() - started))

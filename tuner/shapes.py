@@ -1,0 +1,206 @@
+"""The problems that a dense Transformers model poses, from its ``config.json``.
+
+A layer is one attention and the GEMMs around it, as Transformers computes them: each projection
+by itself, the weights of `nn.Linear` as (N, K), those of GPT-2's `Conv1D` as (K, N).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tuner.errors import ConfigError
+from tuner.problem import DTYPE_ALIASES, AttentionProblem, GemmProblem, Problem
+
+#: Encoders: every token sees every other.
+ENCODERS = ("bert", "roberta", "xlm-roberta")
+#: Causal decoders of one layout: separate projections, grouped keys, a gate of the shape of the
+#: projection that it gates.
+GATED = ("gemma", "llama", "mistral", "qwen2", "qwen3")
+#: A causal decoder with one projection for queries, keys and values.
+GPT2 = "gpt2"
+KINDS = (*ENCODERS, GPT2, *GATED)
+#: Names of one quantity in different models, the common one first.
+NAMES: Mapping[str, tuple[str, ...]] = {
+    "hidden_size": ("hidden_size", "n_embd"),
+    "heads": ("num_attention_heads", "n_head"),
+    "intermediate_size": ("intermediate_size", "n_inner"),
+    "positions": ("max_position_embeddings", "n_positions"),
+}
+
+
+@dataclass(frozen=True)
+class Model:
+    """What decides the shapes of a dense Transformer."""
+
+    kind: str
+    hidden_size: int
+    heads_q: int
+    heads_kv: int
+    head_dim: int
+    intermediate_size: int
+    vocabulary: int
+    positions: int
+    """Longest sequence that the model was made for; 0 where its configuration does not say."""
+    window: int
+    """Keys that a query sees at most; 0 for all."""
+    dtype: str
+
+    @classmethod
+    def read(cls, path: Path) -> Model:
+        """Read a ``config.json``; of a model of several parts, its text part.
+
+        Raises:
+            ConfigError: when it cannot be read, lacks a size, or is of a kind whose layers are not
+                known here.
+        """
+        try:
+            data = json.loads(path.read_text())
+        except (OSError, ValueError) as exc:
+            raise ConfigError(f"model {path} cannot be read: {exc}") from exc
+        if not isinstance(data, dict):
+            raise ConfigError(f"model {path} is not a configuration of Transformers (an object)")
+        text = data.get("text_config")
+        return cls.of({**data, **text} if isinstance(text, dict) else data)
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> Model:
+        """From the fields of a configuration.
+
+        Raises:
+            ConfigError: as `read`.
+        """
+        kind = data.get("model_type")
+        if kind not in KINDS:
+            raise ConfigError(f"model_type={kind} is not known (allowed: {', '.join(KINDS)})")
+        hidden, heads = _size(data, "hidden_size"), _size(data, "heads")
+        head_dim = data.get("head_dim") or hidden // heads
+        windowed = data.get("use_sliding_window", True) and kind not in ENCODERS
+        window = data.get("sliding_window") if windowed else None
+        return cls(
+            kind=kind,
+            hidden_size=hidden,
+            heads_q=heads,
+            heads_kv=_whole("num_key_value_heads", data.get("num_key_value_heads") or heads),
+            head_dim=_whole("head_dim", head_dim),
+            intermediate_size=_size(data, "intermediate_size", 4 * hidden),
+            vocabulary=_whole("vocab_size", data.get("vocab_size", 0), least=0),
+            positions=_size(data, "positions", 0),
+            window=_whole("sliding_window", window or 0, least=0),
+            dtype=str(data.get("dtype") or data.get("torch_dtype") or "float16"),
+        )
+
+    @property
+    def is_causal(self) -> bool:
+        return self.kind not in ENCODERS
+
+
+def problems(
+    model: Model,
+    batches: Sequence[int],
+    seqlens: Sequence[int],
+    *,
+    decode: bool = False,
+    dtype: str | None = None,
+    ops: Sequence[str] = ("attention", "gemm"),
+) -> list[Problem]:
+    """Every distinct problem of a forward pass.
+
+    Args:
+        model: whose.
+        batches: sequences at a time.
+        seqlens: tokens of a sequence; with `decode`, those in the cache.
+        decode: one new token a sequence instead of all of them.
+        dtype: in place of the model's own.
+        ops: operations to list.
+
+    Raises:
+        ConfigError: when a shape has no problem here.
+    """
+    name = DTYPE_ALIASES.get(dtype or model.dtype, "")
+    if name not in ("float16", "bfloat16"):
+        raise ConfigError(
+            f"dtype={dtype or model.dtype} has no kernels (allowed: float16, bfloat16; name one)"
+        )
+    found: dict[Problem, None] = {}
+    for batch in batches:
+        for seqlen in seqlens:
+            if "attention" in ops and not 0 < model.window < seqlen:
+                found[_attention(model, batch, seqlen, decode, name)] = None
+            if "gemm" in ops:
+                rows = batch if decode else batch * seqlen
+                found |= dict.fromkeys(_gemms(model, batch, rows, name))
+    return list(found)
+
+
+def _attention(model: Model, batch: int, seqlen: int, decode: bool, dtype: str) -> Problem:
+    return AttentionProblem.from_keys(
+        {
+            "B": batch,
+            "H": model.heads_q,
+            "HKV": model.heads_kv,
+            "SQ": 1 if decode else seqlen,
+            "SKV": seqlen,
+            "D": model.head_dim,
+            # A single new query sees every key: the mask counts from the top.
+            "causal": model.is_causal and not decode,
+            "dtype": dtype,
+        }
+    )
+
+
+def _gemms(model: Model, batch: int, rows: int, dtype: str) -> Iterator[Problem]:
+    heads, keys = model.heads_q * model.head_dim, model.heads_kv * model.head_dim
+    hidden, inner = model.hidden_size, model.intermediate_size
+    is_conv1d = model.kind == GPT2
+    layers = [(heads, hidden), (keys, hidden)]
+    if is_conv1d:  # one projection for queries, keys and values
+        layers = [(heads + 2 * keys, hidden)]
+    layers += [(hidden, heads), (inner, hidden), (hidden, inner)]
+    layout = "row" if is_conv1d else "col"
+    for n, k in layers:
+        yield GemmProblem.from_keys({"M": rows, "N": n, "K": k, "dtype": dtype, "layout_b": layout})
+    if model.vocabulary and model.is_causal:  # the logits of each sequence's last token
+        yield GemmProblem.from_keys(
+            {"M": batch, "N": model.vocabulary, "K": hidden, "dtype": dtype}
+        )
+
+
+def numbers(name: str, text: str) -> list[int]:
+    """``1,8,32`` as it says, ``128:4096`` by doubling.
+
+    Raises:
+        ConfigError: when it is neither.
+    """
+    found: list[int] = []
+    for part in text.split(","):
+        first, colon, last = part.partition(":")
+        try:
+            low, high = int(first), int(last if colon else first)
+        except ValueError:
+            low, high = 0, 0
+        if not 1 <= low <= high:
+            raise ConfigError(f"{name}={text} is no list of sizes (allowed: as 1,8,32 or 128:4096)")
+        while low <= high:
+            found.append(low)
+            low *= 2
+    return list(dict.fromkeys(found))
+
+
+def _size(data: Mapping[str, Any], quantity: str, default: int | None = None) -> int:
+    """A quantity by whichever of its names the configuration has."""
+    for name in NAMES[quantity]:
+        if data.get(name) is not None:
+            return _whole(name, data[name])
+    if default is None:
+        raise ConfigError(f"the model's configuration lacks {' or '.join(NAMES[quantity])}")
+    return default
+
+
+def _whole(name: str, value: Any, least: int = 1) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{name}={value!r} of the model is not a whole number from {least} up")
+    return value

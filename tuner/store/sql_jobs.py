@@ -1,0 +1,370 @@
+"""The jobs of an SQL store.
+
+Times are the database's own on a server, so that the clocks of its clients do not matter; a clock
+that is set back or forward costs a change of controllers at most.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.exc import IntegrityError
+
+from tuner.errors import ConfigError, LeaseLostError
+from tuner.measurement import Measurement
+from tuner.problem import Problem
+from tuner.store import models
+from tuner.store import statements as run
+from tuner.store.entry import canonical, from_row, problem_from_row
+from tuner.store.jobs import LEASE_S, OPEN_STATES, Claim, Event, JobRecord, Jobs, Lease, Task
+from tuner.store.statements import now
+
+_P, _M, _J, _T, _E = (
+    models.problems,
+    models.measurements,
+    models.jobs,
+    models.tasks,
+    models.job_events,
+)
+
+BACKOFF_S = 5.0
+"""Before the second attempt; doubled for each further one."""
+LONGEST_BACKOFF_S = 300.0
+
+Transaction = Callable[..., AbstractContextManager[sa.Connection]]
+
+
+class SqlJobs(Jobs):
+    """The jobs of an SQL store.
+
+    Args:
+        transaction: opens one on the store, given ``write``.
+        is_server: whether several processes write at a time.
+    """
+
+    def __init__(self, transaction: Transaction, *, is_server: bool) -> None:
+        self._transaction = transaction
+        self._is_server = is_server
+
+    # Submitting and watching
+
+    def submit(
+        self,
+        problems: Sequence[Problem],
+        options: Mapping[str, Any],
+        *,
+        priority: int = 0,
+        attempts: int = 3,
+    ) -> str:
+        for name, value, least in (
+            ("problems", len(problems), 1),
+            ("attempts", attempts, 1),
+        ):
+            if value < least:
+                raise ConfigError(f"{name}={value} is out of range (allowed: {least} or more)")
+        id = uuid.uuid4().hex[:12]
+        distinct = list(dict.fromkeys(problems))
+        with self._transaction(write=True) as connection:
+            connection.execute(
+                _J.insert().values(
+                    id=id,
+                    priority=priority,
+                    attempts=attempts,
+                    options=canonical(dict(options)),
+                    created_at=now(),
+                )
+            )
+            blank: dict[str, Any] = {"reason": "", "holder": "", "sweep": "", "progress": "{}"}
+            blank |= {"attempt": 0, "token": 0, "expires_at": 0.0, "not_before": 0.0}
+            connection.execute(
+                _T.insert(),
+                [
+                    {
+                        "job_id": id,
+                        "problem_id": run.problem_id(connection, problem),
+                        "state": "queued",
+                        **blank,
+                    }
+                    for problem in distinct
+                ],
+            )
+            self._log(connection, id, None, f"submitted, problems: {len(distinct)}")
+        return id
+
+    def all(self) -> list[JobRecord]:
+        with self._transaction(write=False) as connection:
+            return self._records(connection, sa.true())
+
+    def _records(
+        self, connection: sa.Connection, wanted: sa.ColumnElement[bool]
+    ) -> list[JobRecord]:
+        query = sa.select(_J).where(wanted).order_by(_J.c.created_at.desc(), _J.c.id)
+        rows = connection.execute(query).mappings().all()
+        counts = sa.select(_T.c.job_id, _T.c.state, sa.func.count()).select_from(_T.join(_J))
+        counts = counts.where(wanted).group_by(_T.c.job_id, _T.c.state)
+        found: dict[str, dict[str, int]] = {}
+        for job, state, count in connection.execute(counts):
+            found.setdefault(job, {})[state] = count
+        return [
+            JobRecord(
+                id=row["id"],
+                priority=row["priority"],
+                attempts=row["attempts"],
+                options=json.loads(row["options"]),
+                created_at=row["created_at"],
+                counts=found.get(row["id"], {}),
+            )
+            for row in rows
+        ]
+
+    def find(self, id: str) -> JobRecord | None:
+        with self._transaction(write=False) as connection:
+            found = self._records(connection, _J.c.id.startswith(id, autoescape=True))
+        if len(found) > 1:
+            raise ConfigError(f"job {id} names {len(found)} jobs: give more of its digits")
+        return found[0] if found else None
+
+    def tasks(self, job: str, *, state: str | None = None) -> list[Task]:
+        trials = (
+            sa.select(sa.func.count())
+            .where(_M.c.sweep == _T.c.sweep, _T.c.sweep != "", _M.c.is_final.is_(False))
+            .scalar_subquery()
+        )
+        query = (
+            sa.select(_T, _P.c.key.label("key"), trials.label("trials"))
+            .select_from(_T.join(_P))
+            .where(_T.c.job_id == job)
+            .order_by(_T.c.id)
+        )
+        if state is not None:
+            query = query.where(_T.c.state == state)
+        names = ("id", "state", "attempt", "reason", "holder", "sweep", "trials")
+        with self._transaction(write=False) as connection:
+            return [
+                Task(
+                    problem=problem_from_row(row["key"]),
+                    progress=json.loads(row["progress"]),
+                    **{name: row[name] for name in names},
+                )
+                for row in connection.execute(query).mappings()
+            ]
+
+    def trials(
+        self, job: str, *, after: int = 0, limit: int = 1000
+    ) -> list[tuple[int, Measurement]]:
+        sweeps = sa.select(_T.c.sweep).where(_T.c.job_id == job, _T.c.sweep != "")
+        query = (
+            run.MEASUREMENTS.where(_M.c.sweep.in_(sweeps), _M.c.id > after)
+            .order_by(_M.c.id)
+            .limit(limit)
+        )
+        with self._transaction(write=False) as connection:
+            rows = connection.execute(query).mappings().all()
+        return [(row["id"], from_row(dict(row))) for row in rows]
+
+    def events(self, job: str, *, after: int = 0, limit: int = 1000) -> list[Event]:
+        query = (
+            sa.select(_E.c.id, _E.c.at, _E.c.text, _P.c.key)
+            .select_from(_E.outerjoin(_T, _E.c.task_id == _T.c.id).outerjoin(_P))
+            .where(_E.c.job_id == job, _E.c.id > after)
+            .order_by(_E.c.id)
+            .limit(limit)
+        )
+        with self._transaction(write=False) as connection:
+            return [
+                Event(id, at, text, problem_from_row(key) if key else None)
+                for id, at, text, key in connection.execute(query)
+            ]
+
+    def cancel(self, job: str) -> int:
+        with self._transaction(write=True) as connection:
+            query = _T.update().where(_T.c.job_id == job, _T.c.state.in_(OPEN_STATES))
+            count = connection.execute(query.values(state="cancelled", holder="")).rowcount
+            if count:
+                self._log(connection, job, None, f"cancelled, problems: {count}")
+            return count
+
+    def retry(self, job: str) -> int:
+        with self._transaction(write=True) as connection:
+            query = _T.update().where(_T.c.job_id == job, _T.c.state.in_(("failed", "cancelled")))
+            change = query.values(state="queued", attempt=0, not_before=0.0)
+            count = connection.execute(change).rowcount
+            if count:
+                self._log(connection, job, None, f"queued again, problems: {count}")
+            return count
+
+    def counts(self) -> dict[str, int]:
+        with self._transaction(write=False) as connection:
+            query = sa.select(_T.c.state, sa.func.count()).group_by(_T.c.state)
+            return {state: count for state, count in connection.execute(query)}
+
+    # Working
+
+    def claim(self, holder: str, lease_s: float = LEASE_S) -> Claim | None:
+        with self._transaction(write=True) as connection:
+            clock = self._clock(connection)
+            self._requeue_lost(connection, clock)
+            others = _T.alias()
+            is_taken = sa.exists().where(
+                others.c.problem_id == _T.c.problem_id, others.c.state == "running"
+            )
+            # A time further ahead than any wait means that the clock was set back.
+            is_due = sa.or_(_T.c.not_before <= clock, _T.c.not_before > clock + LONGEST_BACKOFF_S)
+            query = (
+                sa.select(_T, _J.c.options, _P.c.key)
+                .select_from(_T.join(_J).join(_P))
+                .where(_T.c.state == "queued", is_due, ~is_taken)
+                .order_by(_J.c.priority.desc(), _T.c.id)
+                .limit(1)
+                .with_for_update(of=_T, skip_locked=True)
+            )
+            row = connection.execute(query).mappings().first()
+            if row is None:
+                return None
+            lease = Lease(row["id"], row["token"] + 1)
+            change = _T.update().where(_T.c.id == lease.task).values(
+                state="running",
+                token=lease.token,
+                attempt=row["attempt"] + 1,
+                holder=holder,
+                expires_at=clock + lease_s,
+                progress="{}",
+            )  # fmt: skip
+            try:
+                with connection.begin_nested() if self._is_server else nullcontext():
+                    connection.execute(change)
+            except IntegrityError:
+                return None  # Another job's task of this problem was claimed at this moment.
+            attempt = row["attempt"] + 1
+            self._log(connection, row["job_id"], row["id"], f"attempt {attempt} by {holder}")
+        return Claim(
+            lease=lease,
+            job=row["job_id"],
+            problem=problem_from_row(row["key"]),
+            options=json.loads(row["options"]),
+            attempt=attempt,
+        )
+
+    def extend(self, lease: Lease, progress: Mapping[str, Any], lease_s: float = LEASE_S) -> bool:
+        with self._transaction(write=True) as connection:
+            values = {
+                "expires_at": self._clock(connection) + lease_s,
+                "progress": canonical(dict(progress)),
+            }
+            return connection.execute(self._held(lease).values(**values)).rowcount > 0
+
+    def begin(self, lease: Lease, sweep: str) -> None:
+        with self._transaction(write=True) as connection:
+            if connection.execute(self._held(lease).values(sweep=sweep)).rowcount == 0:
+                raise lost(lease)
+
+    def finish(self, lease: Lease, text: str) -> None:
+        with self._transaction(write=True) as connection:
+            row = check(connection, lease)
+            done = self._held(lease).values(state="done", holder="", reason="")
+            connection.execute(done)
+            self._log(connection, row.job_id, lease.task, f"done: {text}")
+
+    def fail(self, lease: Lease, reason: str, *, is_final: bool = False) -> bool:
+        with self._transaction(write=True) as connection:
+            row = check(connection, lease)
+            return self._fail(connection, row, reason, is_final)
+
+    def release(self, lease: Lease, reason: str) -> None:
+        with self._transaction(write=True) as connection:
+            row = check(connection, lease)
+            back = self._held(lease).values(
+                state="queued", holder="", attempt=_T.c.attempt - 1, reason=reason
+            )
+            connection.execute(back)
+            self._log(connection, row.job_id, lease.task, f"back in the queue: {reason}")
+
+    def log(self, job: str, text: str, task: int | None = None) -> None:
+        with self._transaction(write=True) as connection:
+            self._log(connection, job, task, text)
+
+    # Inside a transaction
+
+    def _clock(self, connection: sa.Connection) -> float:
+        """Seconds since 1970: one clock for all who use this database."""
+        if connection.dialect.name == "postgresql":
+            return float(
+                connection.scalar(sa.text("SELECT extract(epoch FROM clock_timestamp())")) or 0.0
+            )
+        return time.time()
+
+    def _held(self, lease: Lease) -> sa.Update:
+        return _T.update().where(
+            _T.c.id == lease.task, _T.c.token == lease.token, _T.c.state == "running"
+        )
+
+    def _requeue_lost(self, connection: sa.Connection, clock: float) -> None:
+        """Put what nobody works on any more back into the queue."""
+        is_lost = sa.or_(_T.c.expires_at < clock, _T.c.expires_at > clock + LEASE_S)
+        query = (
+            sa.select(_T)
+            .where(_T.c.state == "running", is_lost)
+            .order_by(_T.c.id)
+            .with_for_update(skip_locked=True)
+        )
+        for row in connection.execute(query).all():
+            self._fail(connection, row, f"{row.holder} stopped answering", is_final=False)
+
+    def _fail(
+        self, connection: sa.Connection, row: sa.Row[Any], reason: str, is_final: bool
+    ) -> bool:
+        """Retry later or give up, with the reason kept; returns whether it is retried."""
+        most = connection.scalar(sa.select(_J.c.attempts).where(_J.c.id == row.job_id)) or 0
+        is_retried = not is_final and row.attempt < most
+        wait = min(LONGEST_BACKOFF_S, BACKOFF_S * 2 ** (row.attempt - 1))
+        connection.execute(
+            _T.update()
+            .where(_T.c.id == row.id)
+            .values(
+                state="queued" if is_retried else "failed",
+                holder="",
+                reason=reason,
+                not_before=self._clock(connection) + wait,
+            )
+        )
+        text = f"attempt {row.attempt} failed: {reason}"
+        text += f"; next in {wait:.0f} s" if is_retried else "; given up"
+        self._log(connection, row.job_id, row.id, text)
+        return is_retried
+
+    def _log(self, connection: sa.Connection, job: str, task: int | None, text: str) -> None:
+        # Under the job's lock, numbers are committed in their order: a reader that goes on after
+        # the last one it saw misses none.
+        connection.execute(sa.select(_J.c.id).where(_J.c.id == job).with_for_update())
+        connection.execute(_E.insert().values(job_id=job, task_id=task, at=now(), text=text))
+
+
+def check(connection: sa.Connection, lease: Lease) -> sa.Row[Any]:
+    """The task of a lease, kept from changing until the transaction ends.
+
+    Raises:
+        LeaseLostError: when the lease is no longer held.
+    """
+    query = (
+        sa.select(_T)
+        .where(_T.c.id == lease.task, _T.c.token == lease.token, _T.c.state == "running")
+        .with_for_update()
+    )
+    row = connection.execute(query).first()
+    if row is None:
+        raise lost(lease)
+    return row
+
+
+def lost(lease: Lease) -> LeaseLostError:
+    """What a former holder is told."""
+    return LeaseLostError(
+        f"lease {lease.token} on task {lease.task} is lost: the job was cancelled, or another "
+        "controller took over; nothing was written"
+    )

@@ -1,0 +1,151 @@
+"""Copies a whole store into an empty one of another kind: SQLite to PostgreSQL and back.
+
+What grows only (measurements and what they refer to) goes over in chunks, each durable, and a copy
+that was cut short goes on after the last; the rest (decisions, sweeps, jobs), which may change,
+goes over in one transaction at the end. Then every row is read back and compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+
+import sqlalchemy as sa
+
+from tuner.errors import StoreError
+from tuner.store import models
+from tuner.store.sql import SqlStore
+
+CHUNK = 1000
+"""Rows that one transaction writes."""
+
+#: Rows of these are never changed, and get rising ids.
+_GROWING = (models.problems, models.gpus, models.environments, models.measurements)
+#: `versions` counts the changes of one database: it is no content.
+_OTHERS = tuple(
+    table
+    for table in models.metadata.sorted_tables
+    if table not in _GROWING and table is not models.versions
+)
+
+Progress = Callable[[str, int, int], None]
+"""Told a table's name, how many of its rows are there, and how many there will be."""
+
+
+def copy(source: SqlStore, target: SqlStore, progress: Progress) -> dict[str, int]:
+    """Make `target` hold just what `source` holds; returns the rows of each table.
+
+    Args:
+        source: read in one transaction: what comes later is not copied.
+        target: empty, or holding what an earlier copy of `source` left there.
+        progress: told of every chunk.
+
+    Raises:
+        StoreError: when the target holds anything else, or differs afterwards.
+    """
+    with source.transaction(write=False) as reading:
+        with target.transaction(write=False) as there:
+            is_done = _check(reading, there, source, target)
+        if not is_done:
+            for table in _GROWING:
+                _copy_growing(reading, target, table, progress)
+            with target.transaction(write=True) as writing:
+                for table in _OTHERS:
+                    _copy_rows(reading, writing, table)
+                    count = _count(writing, table)
+                    progress(table.name, count, count)
+                _set_sequences(writing)
+        with target.transaction(write=False) as there:
+            for table in (*_GROWING, *_OTHERS):
+                if _fingerprint(reading, table) != _fingerprint(there, table):
+                    raise StoreError(
+                        f"table {table.name} of {target.where} differs from that of "
+                        f"{source.where} after copying: something else writes to one of them"
+                    )
+        return {table.name: _count(reading, table) for table in (*_GROWING, *_OTHERS)}
+
+
+def _check(
+    reading: sa.Connection, there: sa.Connection, source: SqlStore, target: SqlStore
+) -> bool:
+    """Whether the copy is complete already.
+
+    Raises:
+        StoreError: when the target holds what the source does not.
+    """
+    own = StoreError(
+        f"store {target.where} holds other rows than {source.where}; name an empty one, or bring "
+        "decisions over with `tuner export` and `tuner import`"
+    )
+    for table in _GROWING:
+        if _fingerprint(there, table) != _fingerprint(reading, table, _last_id(there, table)):
+            raise own
+    if not any(_count(there, table) for table in _OTHERS):
+        return False
+    if any(_fingerprint(there, t) != _fingerprint(reading, t) for t in (*_GROWING, *_OTHERS)):
+        raise own
+    return True
+
+
+def _copy_growing(
+    reading: sa.Connection, target: SqlStore, table: sa.Table, progress: Progress
+) -> None:
+    total = _count(reading, table)
+    with target.transaction(write=False) as there:
+        last, done = _last_id(there, table), _count(there, table)
+    progress(table.name, done, total)
+    while True:
+        query = sa.select(table).where(table.c.id > last).order_by(table.c.id).limit(CHUNK)
+        rows = [dict(row) for row in reading.execute(query).mappings()]
+        if not rows:
+            return
+        with target.transaction(write=True) as writing:
+            writing.execute(table.insert(), rows)
+        last, done = rows[-1]["id"], done + len(rows)
+        progress(table.name, done, total)
+
+
+def _copy_rows(reading: sa.Connection, writing: sa.Connection, table: sa.Table) -> None:
+    rows = reading.execute(sa.select(table).order_by(*table.primary_key.columns)).mappings()
+    for some in rows.partitions(CHUNK):
+        writing.execute(table.insert(), [dict(row) for row in some])
+
+
+def _set_sequences(writing: sa.Connection) -> None:
+    """New rows get ids above those that were copied; SQLite does so by itself."""
+    if writing.dialect.name != "postgresql":
+        return
+    for table in (*_GROWING, *_OTHERS):
+        if "id" in table.c and isinstance(table.c.id.type, sa.Integer):
+            sequence = sa.func.pg_get_serial_sequence(table.name, "id")
+            writing.execute(
+                sa.select(sa.func.setval(sequence, sa.func.max(table.c.id))).having(
+                    sa.func.max(table.c.id).is_not(None)
+                )
+            )
+
+
+def _count(connection: sa.Connection, table: sa.Table) -> int:
+    return connection.scalar(sa.select(sa.func.count()).select_from(table)) or 0
+
+
+def _last_id(connection: sa.Connection, table: sa.Table) -> int:
+    return connection.scalar(sa.select(sa.func.max(table.c.id))) or 0
+
+
+def _fingerprint(
+    connection: sa.Connection, table: sa.Table, last: int | None = None
+) -> tuple[int, int]:
+    """Count and content of a table, or of its rows with ids up to `last`.
+
+    The content is the sum of the rows' SHA-256, so that the databases' ways to sort do not matter.
+    """
+    query = sa.select(table)
+    if last is not None:
+        query = query.where(table.c.id <= last)
+    total, count = 0, 0
+    rows = connection.execute(query, execution_options={"yield_per": CHUNK})
+    for row in rows:
+        digest = hashlib.sha256(repr(tuple(row)).encode()).digest()
+        total, count = (total + int.from_bytes(digest)) % 2**256, count + 1
+    return count, total

@@ -1,0 +1,209 @@
+"""What is believed of a family's groups: its cost model, corrected by what was measured.
+
+The logarithm of a group's time is the cost model's plus an error, and errors of like configs and
+of like problems are alike: a Gaussian process over the family's finite list of groups, whose
+covariance falls with the distance of two configs and of two problems. Results of other problems
+condition it once, each result of this problem by one rank-one update.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tuner.config import Config, Value
+from tuner.families.base import Family
+from tuner.problem import Problem
+
+Features = Mapping[str, Value]
+Array = NDArray[np.float64]
+
+#: Deviations of the error, in natural logarithms: of a whole problem, of a config within it, and
+#: of two timings of one config. Chosen with the two lengths by `scripts/bench search` on recorded
+#: sweeps, each problem's own results kept from it; factors of two in any of them change little.
+PROBLEM_ERROR = 0.2
+CONFIG_ERROR = 0.15
+NOISE = 0.01
+#: Results that weigh as much as these deviations do.
+CONFIDENCE = 8.0
+#: Distances over which likeness falls by e. Between configs: a parameter doubled, or another
+#: choice, is 1. Between problems: an extent doubled, another mask, type or layout, is 1.
+CONFIG_LENGTH = 3.0
+PROBLEM_LENGTH = 10.0
+#: Likeness of one problem measured in two environments.
+SAME_PROBLEM = 0.97
+#: Results of other problems that are used, the nearest problems' first: conditioning takes their
+#: cube, half a second at this many.
+MOST_PAST = 1500
+
+
+@dataclass(frozen=True)
+class Past:
+    """What was measured of one other problem, or of this one in another environment."""
+
+    problem: Problem
+    features: Sequence[Features]
+    """Of each group that passed."""
+    errors: Sequence[float]
+    """Logarithm of its time over the cost model's."""
+
+
+def features_of(family: Family, config: Config) -> dict[str, Value]:
+    """What tells groups apart: compile-time parameters, and the stages of a composite config."""
+    stages = {f"stage {name}": stage.digest for name, stage in config.stages.items()}
+    params = {k: v for k, v in config.params.items() if k not in family.runtime_parameters}
+    return {**params, **stages}
+
+
+class Surrogate:
+    """Mean and covariance of the logarithm of the time, over the groups of one family."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        features: Mapping[str, Features],
+        predicted: Mapping[str, float],
+        past: Iterable[Past] = (),
+    ) -> None:
+        """Believe the cost model, then condition on the past.
+
+        Args:
+            problem: what is computed.
+            features: of each group, by its key.
+            predicted: the cost model's time of each group, microseconds.
+            past: other problems' results.
+        """
+        self._row = {key: row for row, key in enumerate(features)}
+        rows = list(features.values())
+        self._mean: Array = np.log([predicted[key] for key in features])
+        self._covariance = _config_covariance(rows, rows)
+        self._surprises: list[float] = []
+        chosen = _nearest(problem, past)
+        if chosen:
+            self._condition(problem, rows, chosen)
+
+    def _condition(self, problem: Problem, rows: Sequence[Features], past: Sequence[Past]) -> None:
+        known = [row for one in past for row in one.features]
+        owner = np.repeat(np.arange(len(past)), [len(one.features) for one in past])
+        between = np.array([[_likeness(a.problem, b.problem) for b in past] for a in past])
+        among = SAME_PROBLEM * np.array([_likeness(problem, one.problem) for one in past])
+        covariance = _config_covariance(known, known) * between[np.ix_(owner, owner)]
+        covariance[np.diag_indices_from(covariance)] += NOISE**2
+        shared = _config_covariance(rows, known) * among[owner]
+        root = np.linalg.cholesky(covariance)
+        half = np.linalg.solve(root, shared.T)
+        errors = np.concatenate([one.errors for one in past])
+        self._mean = self._mean + half.T @ np.linalg.solve(root, errors)
+        self._covariance = self._covariance - half.T @ half
+
+    def observe(self, key: str, value: float) -> None:
+        """Learn the logarithm of a group's time."""
+        row = self._row[key]
+        expected = float(self._covariance[row, row]) + NOISE**2
+        self._surprises.append((value - float(self._mean[row])) ** 2 / expected)
+        gain = self._gain(self._covariance, row)
+        self._mean = self._mean + gain * (value - self._mean[row])
+        self._covariance = self._covariance - np.outer(gain, self._covariance[row])
+
+    @staticmethod
+    def _gain(covariance: Array, row: int) -> Array:
+        gain: Array = covariance[:, row] / (covariance[row, row] + NOISE**2)
+        return gain
+
+    @property
+    def _inflation(self) -> float:
+        """Variance that results showed over the variance that was believed."""
+        return (CONFIDENCE + sum(self._surprises)) / (CONFIDENCE + len(self._surprises))
+
+    def mean(self, key: str) -> float:
+        """Expected logarithm of a group's time."""
+        return float(self._mean[self._row[key]])
+
+    def gains(
+        self, keys: Sequence[str], best: float, pending: Iterable[str] = ()
+    ) -> dict[str, float]:
+        """Expected improvement on `best`, a logarithm, of each of `keys`: about the share of the
+        time that it saves. Pending groups are taken to turn out as expected.
+        """
+        covariance = self._covariance
+        for key in pending:
+            row = self._row[key]
+            covariance = covariance - np.outer(self._gain(covariance, row), covariance[row])
+        rows = [self._row[key] for key in keys]
+        deviations = np.sqrt(np.maximum(self._inflation * covariance[rows, rows], 1e-12))
+        improvements = best - self._mean[rows]
+        return {
+            key: _expected_improvement(float(improvement), float(deviation))
+            for key, improvement, deviation in zip(keys, improvements, deviations, strict=True)
+        }
+
+
+def _expected_improvement(improvement: float, deviation: float) -> float:
+    z = improvement / deviation
+    density = math.exp(-z * z / 2) / math.sqrt(2 * math.pi)
+    return improvement * (1 + math.erf(z / math.sqrt(2))) / 2 + deviation * density
+
+
+def _config_covariance(first: Sequence[Features], second: Sequence[Features]) -> Array:
+    distance = np.zeros((len(first), len(second)))
+    for name in sorted({name for row in (*first, *second) for name in row}):
+        distance += _parameter_distance(
+            [row.get(name) for row in first], [row.get(name) for row in second]
+        )
+    covariance: Array = PROBLEM_ERROR**2 + CONFIG_ERROR**2 * np.exp(-distance / CONFIG_LENGTH)
+    return covariance
+
+
+def _parameter_distance(first: Sequence[Value | None], second: Sequence[Value | None]) -> Array:
+    """Doublings between numbers, 1 between other choices; a parameter that a config does not have
+    is a choice too. Sums of absolute differences, so that the covariance is one.
+    """
+    values = [*first, *second]
+    present = [value for value in values if value is not None]
+    if all(_is_number(value) for value in present):
+        middle = float(np.mean([math.log2(1 + int(value)) for value in present]))
+        sizes = np.array([middle if v is None else math.log2(1 + int(v)) for v in values])
+        absent = np.array([value is None for value in values])
+        numbers: Array = _differences(sizes, len(first)) + _differences(absent, len(first))
+        return numbers
+    codes = {value: code for code, value in enumerate(dict.fromkeys(values))}
+    distance: Array = 1.0 * (_differences([codes[value] for value in values], len(first)) != 0)
+    return distance
+
+
+def _is_number(value: Value) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _differences(values: Sequence[float] | Array, split: int) -> Array:
+    array = np.asarray(values, dtype=float)
+    difference: Array = np.abs(array[:split, None] - array[None, split:])
+    return difference
+
+
+def distance(first: Problem, second: Problem) -> float:
+    """Doublings between two problems' extents, and one for every other difference."""
+    a, b = first.to_json(), second.to_json()
+    return sum(
+        abs(math.log2(a[name] / b[name])) if _is_number(a[name]) else float(a[name] != b[name])
+        for name in a
+    )
+
+
+def _likeness(first: Problem, second: Problem) -> float:
+    return math.exp(-distance(first, second) / PROBLEM_LENGTH)
+
+
+def _nearest(problem: Problem, past: Iterable[Past]) -> list[Past]:
+    """The nearest problems' results, `MOST_PAST` at most."""
+    chosen: list[Past] = []
+    left = MOST_PAST
+    for one in sorted(past, key=lambda one: (distance(problem, one.problem), one.problem.key)):
+        if one.errors and len(one.errors) <= left:
+            chosen.append(one)
+            left -= len(one.errors)
+    return chosen
