@@ -421,6 +421,11 @@ def load(artifact: Artifact) -> LoadedKernel:
     return kernel
 
 
+def loaded(key: str) -> LoadedKernel | None:
+    """The kernel of an artifact that this process has verified and loaded before."""
+    return _loaded.get(key)
+
+
 def _read_meta(key: str, folder: Path, text: str) -> Artifact:
     meta = json.loads(text)
     if meta["format"] != FORMAT:

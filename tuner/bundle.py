@@ -525,7 +525,7 @@ def _kernel(key: str, text: bytes, source: str, aside: Path) -> _Kernel:
         )
     except (TunerError, UnicodeDecodeError, KeyError, TypeError, ValueError) as exc:
         raise ConfigError(f"what is said of kernel {key} cannot be read: {exc}") from exc
-    if library.name not in {file.name for file in aside.iterdir()}:
+    if library not in aside.iterdir():  # as a path: the name may say `../`
         raise ConfigError(f"the library of kernel {key} is missing")
     with library.open("rb") as file:
         if file.read(4) != b"\x7fELF":

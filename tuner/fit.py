@@ -21,7 +21,6 @@ from tuner import nearest
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families import families
-from tuner.families.vendor_sdpa import PEERS
 from tuner.hardware import Gpu
 from tuner.measurement import Measurement, Regime
 from tuner.problem import Problem, problem_from_json
@@ -268,7 +267,7 @@ def _best(samples: Sequence[Sample]) -> tuple[list[Config], float]:
 
 def _serves(config: Config) -> bool:
     """A vendor's kernel from a package of its own is not everywhere."""
-    return not is_vendor(config) or config.get("kernel") not in PEERS
+    return not is_vendor(config) or nearest.is_pytorchs(config)
 
 
 # The nearest measured problem

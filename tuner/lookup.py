@@ -46,6 +46,7 @@ __all__ = [
     "Entry",
     "close",
     "decided",
+    "decided_stamp",
     "differences",
     "entries",
     "find_gpu",
@@ -81,6 +82,11 @@ _DECIDED = (
     "GROUP BY w.id "
     "UNION ALL SELECT p.key, 'b', b.config_digest, b.artifacts, 0, 0 "
     "FROM builds b JOIN problems p ON p.id = b.problem_id"
+)
+_STAMP = (
+    "SELECT (SELECT max(decided_at) FROM winners), (SELECT count(*) FROM winners), "
+    "count(*), sum(winner_id * (position + 2) * measurement_id % 2147483647), "
+    "(SELECT group_concat(artifacts) FROM builds) FROM rankings"
 )
 _OF_CLASS = (
     "SELECT p.key FROM winners w JOIN problems p ON p.id = w.problem_id "
@@ -240,12 +246,22 @@ def _shipped_index() -> Mapping[tuple[Problem, Regime], list[Entry]]:
 def decided(path: Path | None = None) -> Mapping[str, Hashable]:
     """What the user's store decides, by problem key: equal values are equal decisions.
 
-    The same object as before while nothing is decided anew, which costs microseconds to see.
-
     Raises:
         StoreError: when the file exists and cannot be read.
     """
     return _reader(path or store_file()).decided()
+
+
+def decided_stamp(path: Path | None = None) -> Hashable:
+    """Another value once something was decided anew.
+
+    Costs microseconds while nothing is committed, and 3 ms after a commit to a store of 10,000
+    entries, where `decided` takes 50: a sweep beside a server commits every trial.
+
+    Raises:
+        StoreError: when the file exists and cannot be read.
+    """
+    return _reader(path or store_file()).decided_stamp()
 
 
 def store_file() -> Path:
@@ -325,8 +341,7 @@ class _Reader:
         self._is_immutable = False
         self._version = -1
         self._has_tables = False
-        self._decided: Mapping[str, Hashable] = {}
-        self._is_decided_fresh = False
+        self._stamp: Hashable = None
         self._answers: dict[tuple[Problem, str, Regime, bool], Answer | None] = {}
         self._classes: dict[tuple[str, str, Regime], list[Problem]] = {}
         self._lenders: dict[
@@ -360,15 +375,17 @@ class _Reader:
     def decided(self) -> Mapping[str, Hashable]:
         with self._lock:
             self._refresh()
-            if not self._is_decided_fresh:
-                found: dict[str, list[Any]] = {}
-                for key, *what in self._select(_DECIDED) if self._has_tables else ():
-                    found.setdefault(key, []).append(tuple(what))
-                made = {key: tuple(sorted(values)) for key, values in found.items()}
-                if made != self._decided:
-                    self._decided = made
-                self._is_decided_fresh = True
-            return self._decided
+            found: dict[str, list[Any]] = {}
+            for key, *what in self._select(_DECIDED) if self._has_tables else ():
+                found.setdefault(key, []).append(tuple(what))
+            return {key: tuple(sorted(values)) for key, values in found.items()}
+
+    def decided_stamp(self) -> Hashable:
+        with self._lock:
+            self._refresh()
+            if self._stamp is None:
+                self._stamp = self._select(_STAMP)[0] if self._has_tables else ()
+            return self._stamp
 
     def close(self) -> sqlite3.Connection | None:
         """Forget everything; returns the connection, still open."""
@@ -382,7 +399,7 @@ class _Reader:
 
     def _forget(self) -> None:
         """Drop what was read from the file."""
-        self._is_decided_fresh = False
+        self._stamp = None
         self._answers.clear()
         self._classes.clear()
         self._lenders.clear()
@@ -488,20 +505,20 @@ class _Reader:
         except OSError as exc:
             raise StoreError(f"store {self._path} cannot be read: {exc.strerror}") from exc
         # While the old file is held open its number cannot be given to a new one.
-        if self._connection is None or self._file != self._stamp(status):
+        if self._connection is None or self._file != self._identify(status):
             if connection := self.close():
                 connection.close()
             if self._path.is_dir():
                 raise StoreError(f"store {self._path} is a folder; name a file in it")
             self._connection = self._open()
-            self._file = self._stamp(status)
+            self._file = self._identify(status)
         version = self._select("PRAGMA data_version")[0][0]
         if version != self._version:
             self._forget()
             self._has_tables = self._check_schema()
             self._version = version
 
-    def _stamp(self, status: os.stat_result) -> tuple[int, ...]:
+    def _identify(self, status: os.stat_result) -> tuple[int, ...]:
         """What must stay the same for the open connection to be good."""
         if not self._is_immutable:
             return status.st_dev, status.st_ino

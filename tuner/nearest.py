@@ -29,9 +29,10 @@ from dataclasses import fields, replace
 from functools import cache, lru_cache
 from typing import Any
 
+from tuner.config import Config
 from tuner.errors import ConfigError, TunerError
 from tuner.families import families
-from tuner.families.vendor_sdpa import PEERS
+from tuner.families.vendor_sdpa import PEERS, VARIANTS
 from tuner.measurement import Measurement, Status
 from tuner.problem import AttentionProblem, GemmProblem, Problem, SoftmaxProblem
 from tuner.store.entry import Entry, is_vendor
@@ -199,10 +200,9 @@ def lenders(entry: Entry) -> list[Measurement]:
     return [m for m in ranked if not is_vendor(m.config)]
 
 
-def is_pytorchs(measurement: Measurement) -> bool:
+def is_pytorchs(config: Config) -> bool:
     """Whether a vendor's kernel is one that PyTorch calls by itself."""
-    config = measurement.config
-    return is_vendor(config) and config.get("kernel") not in PEERS
+    return is_vendor(config) and config.get("kernel") not in {*PEERS, *VARIANTS}
 
 
 def is_fault(measurement: Measurement) -> bool:
@@ -271,7 +271,7 @@ def _home(
     rivals = [
         m.latency_us
         for m in seen.values()
-        if m.problem == home.problem and m.latency_us is not None and is_pytorchs(m)
+        if m.problem == home.problem and m.latency_us is not None and is_pytorchs(m.config)
     ]
     if home.latency_us is None or home.latency_us > min(rivals, default=math.inf):
         return None

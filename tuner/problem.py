@@ -11,12 +11,16 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, get_args
 
 from tuner.errors import ConfigError
 
 DType = Literal["float16", "bfloat16", "float32"]
-Layout = Literal["bhsd", "bshd"]
+Layout = Literal["bhsd", "bshd", "bshd_bhsd"]
+"""Order of the dimensions in memory. ``bshd_bhsd``: queries and output bshd, keys and values bhsd,
+as Transformers' models have them that fill a cache.
+"""
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 Major = Literal["row", "col"]
 
 DTYPE_BYTES: dict[str, int] = {"float16": 2, "bfloat16": 2, "float32": 4}
@@ -236,7 +240,7 @@ class AttentionProblem(Problem):
                 f"(allowed: {', '.join(str(d) for d in _divisors(self.heads_q))})"
             )
         _check_choice("dtype", self.dtype, ("float16", "bfloat16"))
-        _check_choice("layout", self.layout, ("bhsd", "bshd"))
+        _check_choice("layout", self.layout, LAYOUTS)
 
     @classmethod
     def from_keys(cls, values: Mapping[str, Any]) -> Self:
@@ -264,19 +268,21 @@ class AttentionProblem(Problem):
 
     @property
     def operands(self) -> tuple[Operand, ...]:
-        def tensor(name: str, heads: int, seqlen: int, is_output: bool = False) -> Operand:
+        of_queries, _, of_keys = self.layout.partition("_")
+
+        def tensor(name: str, heads: int, seqlen: int, layout: str) -> Operand:
             shape = (self.batch, heads, seqlen, self.head_dim)
-            if self.layout == "bhsd":
+            if layout == "bhsd":
                 strides = (heads * seqlen * self.head_dim, seqlen * self.head_dim, self.head_dim, 1)
             else:
                 strides = (seqlen * heads * self.head_dim, self.head_dim, heads * self.head_dim, 1)
-            return Operand(name, shape, strides, self.dtype, is_output)
+            return Operand(name, shape, strides, self.dtype, is_output=name == "out")
 
         return (
-            tensor("query", self.heads_q, self.seqlen_q),
-            tensor("key", self.heads_kv, self.seqlen_kv),
-            tensor("value", self.heads_kv, self.seqlen_kv),
-            tensor("out", self.heads_q, self.seqlen_q, is_output=True),
+            tensor("query", self.heads_q, self.seqlen_q, of_queries),
+            tensor("key", self.heads_kv, self.seqlen_kv, of_keys or of_queries),
+            tensor("value", self.heads_kv, self.seqlen_kv, of_keys or of_queries),
+            tensor("out", self.heads_q, self.seqlen_q, of_queries),
         )
 
 

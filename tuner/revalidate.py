@@ -139,7 +139,7 @@ def widen(
         StoreError: when the store cannot be written.
     """
     lenders = [m for m in nearest.lenders(entry) if nearest.fits(entry.problem, m)][:LENDERS]
-    rivals = [m for m in entry.ranking if nearest.is_pytorchs(m)][:RIVALS]
+    rivals = [m for m in entry.ranking if nearest.is_pytorchs(m.config)][:RIVALS]
     shapes = nearest.drawn(entry.problem) if lenders else ()
     sweep = uuid.uuid4().hex[:16]
     seen: list[Measurement] = []

@@ -1,7 +1,8 @@
 """The problems that a dense Transformers model poses, from its ``config.json``.
 
-A layer is one attention and the GEMMs around it, as Transformers computes them: each projection
-by itself, the weights of `nn.Linear` as (N, K), those of GPT-2's `Conv1D` as (K, N).
+A layer is one attention and the GEMMs around it, as Transformers computes them: a decoder fills a
+cache, whose keys lie head by head; each projection by itself, the weights of `nn.Linear` as (N, K),
+those of GPT-2's `Conv1D` as (K, N).
 """
 
 from __future__ import annotations
@@ -148,8 +149,14 @@ def _attention(model: Model, batch: int, seqlen: int, decode: bool, dtype: str) 
             # A single new query sees every key: the mask counts from the top.
             "causal": model.is_causal and not decode,
             "dtype": dtype,
+            "layout": "bhsd" if decode else _layout(model),
         }
     )
+
+
+def _layout(model: Model) -> str:
+    """A single head lies either way: then the runtime reads off the first that fits."""
+    return "bshd_bhsd" if model.is_causal and model.heads_kv > 1 else "bshd"
 
 
 def _gemms(model: Model, batch: int, rows: int, dtype: str) -> Iterator[Problem]:

@@ -47,10 +47,10 @@ def make(groups: int, tile_n: int, **more: Value) -> Config:
 KERNELS = [
     (AttentionProblem.parse(text), config)
     for text, config in (
-        ("S=1024,D=64", make(2, 128, q_in_registers=True, early_exp=50, lazy_rescale=8)),
+        ("S=1024,D=128", make(2, 128, q_in_registers=True, early_exp=50, lazy_rescale=8)),
         (
-            "B=2,H=16,HKV=4,S=1000,D=128,causal=1,dtype=bf16",
-            make(2, 64, score_buffers=2, packed_heads=4, persistent=True),
+            "B=2,H=16,HKV=4,S=1000,D=64,causal=1,dtype=bf16",
+            make(2, 128, score_buffers=2, packed_heads=4, persistent=True),
         ),
     )
 ]

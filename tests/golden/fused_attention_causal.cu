@@ -17,7 +17,7 @@ constexpr int kTileN = 64, kD = 128, kPack = 4;
 constexpr int kGroups = 2, kStages = 2, kTileM = 64 * kGroups;
 constexpr int kScoreBuffers = 2, kBlocksPerSm = 1;
 constexpr bool kCausal = true;
-constexpr bool kQInRegisters = true;
+constexpr bool kQInRegisters = false;
 constexpr bool kPingPong = false;
 constexpr bool kPersistent = true;
 // Tiles of unlike lengths are handed out by a counter, tiles of one length by their index.

@@ -8,18 +8,18 @@ TUNER_TEST_CONFIGS one with further configs (see `plan.given`).
 from __future__ import annotations
 
 import os
+from functools import cache
 from pathlib import Path
 
 import pytest
 from fused_attention_proof import cases, parent, plan
 from fused_attention_proof.report import Report
 
-from tuner.artifacts import ArtifactCache
 from tuner.compiler import Compiler
 from tuner.device import detect
 from tuner.families import family
+from tuner.families.base import KernelSpec
 from tuner.hardware import DEFAULT_GPU
-from tuner.toolchain import find_toolchain
 
 pytest.importorskip("torch", reason="torch is not installed")
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]
@@ -27,15 +27,28 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]
 SECTIONS = list(dict.fromkeys(case.section for case in cases.drawn()))
 
 
-@pytest.fixture(scope="module")
-def report(missing_gpu: str, missing_compiler: str, shared_cache: Path) -> Report:
-    if reason := missing_gpu or missing_compiler:
-        pytest.skip(reason)
-    member, gpu, drawn = family("fused_attention"), detect() or DEFAULT_GPU, cases.drawn()
+@cache
+def proven() -> list[plan.Kernel]:
     further = os.environ.get("TUNER_TEST_CONFIGS")
-    kernels = plan.everything(member, gpu, drawn, Path(further) if further else None)
-    with Compiler(find_toolchain(), ArtifactCache(shared_cache / "artifacts")) as compiler:
-        found = parent.prove(member, gpu, kernels, drawn, compiler)
+    return plan.everything(
+        family("fused_attention"),
+        detect() or DEFAULT_GPU,
+        cases.drawn(),
+        Path(further) if further else None,
+    )
+
+
+def kernels() -> list[KernelSpec]:
+    """Compiled from the start; see `conftest.compiler`."""
+    member, gpu = family("fused_attention"), detect() or DEFAULT_GPU
+    trials = plan.trials(member, gpu, proven(), cases.drawn())
+    return plan.specs(member, [(trial.case.problem, trial.config) for trial in trials])
+
+
+@pytest.fixture(scope="module")
+def report(compiler: Compiler) -> Report:
+    member, gpu = family("fused_attention"), detect() or DEFAULT_GPU
+    found = parent.prove(member, gpu, proven(), cases.drawn(), compiler)
     if path := os.environ.get("TUNER_TEST_REPORT"):
         found.write(Path(path))
     parent.say(found.table())

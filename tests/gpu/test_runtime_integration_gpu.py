@@ -25,6 +25,7 @@ from tuner.families.base import KernelSpec
 from tuner.hardware import Gpu
 from tuner.measurement import Measurement, Regime, Status
 from tuner.problem import AttentionProblem
+from tuner.store import Store, open_store
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytestmark = [
@@ -39,16 +40,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
 SDPA = torch.nn.functional.scaled_dot_product_attention
 FAMILY = "fused_attention"
-FULL, CAUSAL, GROUPED = (
+FULL, CAUSAL, GROUPED, CACHED = (
     AttentionProblem.parse(shape)
     for shape in (
         "H=8,S=1024,D=64",
         "H=8,S=1024,D=64,causal=1",
         "B=2,H=4,HKV=2,S=256,D=64,causal=1,layout=bshd",
+        "B=2,H=4,HKV=2,S=256,D=64,causal=1,layout=bshd_bhsd",
     )
 )
 BERT = AttentionProblem.parse("B=2,H=4,S=256,D=64,layout=bshd")
-TUNED = (FULL, CAUSAL, GROUPED, BERT)
+TUNED = (FULL, CAUSAL, GROUPED, CACHED, BERT)
 TOLERANCE = 1e-3
 
 
@@ -80,8 +82,6 @@ def this_gpu() -> Gpu:
 @pytest.fixture(autouse=True)
 def decided(compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The problems of `TUNED` have a winner, and nothing else has."""
-    from tuner.store import open_store
-
     monkeypatch.setenv("TUNER_STORE", f"sqlite:///{tmp_path / 'store.sqlite'}")
     monkeypatch.delenv("TUNER_DISABLE", raising=False)
     gpu = this_gpu()
@@ -91,25 +91,31 @@ def decided(compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             specs = family(FAMILY).kernels(problem, config)
             futures = compiler.submit(list(specs.values()))
             keys = [future.result().key for _, future in futures]
-            measured = Measurement(
-                problem=problem,
-                config=config,
-                gpu=gpu,
-                regime=Regime.default("attention"),
-                status=Status.OK,
-                latency_us=1.0,
-                rounds=20,
-                is_final=True,
-                artifacts=dict(zip(specs, keys, strict=True)),
-                created_at="2026-01-01T00:00:00+00:00",
-            )
-            opened.decide(problem, gpu, measured.regime, [measured], "test")
+            decide(opened, problem, config, dict(zip(specs, keys, strict=True)))
     importlib.import_module("tuner.runtime.table").table.forget()
     importlib.import_module("tuner.runtime.counters").stats(reset=True)
     torch._dynamo.reset()
     yield
     tuner.disable()
     importlib.import_module("tuner.runtime.table").table.forget()
+
+
+def decide(
+    opened: Store, problem: AttentionProblem, config: Config, artifacts: dict[str, str]
+) -> None:
+    measured = Measurement(
+        problem=problem,
+        config=config,
+        gpu=this_gpu(),
+        regime=Regime.default("attention"),
+        status=Status.OK,
+        latency_us=1.0,
+        rounds=20,
+        is_final=True,
+        artifacts=artifacts,
+        created_at="2026-01-01T00:00:00+00:00",
+    )
+    opened.decide(problem, measured.gpu, measured.regime, [measured], "test")
 
 
 def stats(reset: bool = False) -> Any:
@@ -402,6 +408,20 @@ def test_what_inductor_compiled_follows_the_switch(trains: bool) -> None:
             assert all(error(a, b) < 5e-3 for a, b in zip(found, wanted, strict=True))
 
 
+@pytest.mark.parametrize("kernel", ["cudnn", "flash2"])
+@torch.no_grad()
+def test_a_vendor_that_won_answers_behind_pytorch_s_attention(kernel: str) -> None:
+    """Its first call tries the kernel, which is PyTorch's own: not through the switch again."""
+    problem = AttentionProblem.parse("H=8,S=512,D=64")
+    with open_store() as opened:
+        decide(opened, problem, Config("vendor_sdpa", {"kernel": kernel}), {})
+    tensors = inputs(problem)
+    with tuner.enabled(), sdpa_kernel(SDPBackend.CUDNN_ATTENTION):  # wants no log-sum-exp
+        for _ in range(2):
+            check(problem, SDPA(*tensors), tensors)
+    assert (stats().hits, stats().calls, stats().errors) == (2, 2, {})
+
+
 def test_captured_behind_pytorch_s_attention() -> None:
     tensors, graph = inputs(FULL), torch.cuda.CUDAGraph()
     with torch.no_grad(), tuner.enabled():
@@ -486,3 +506,5 @@ def test_transformers_generation(name: str, cache: str) -> None:
         }
         found = model.generate(ids, **call)
         assert found.shape == (2, 272) and torch.equal(found, other.generate(ids, **call))
+    if cache == "dynamic" and ARCHITECTURES[name][2] == GROUPED:
+        assert stats().hits == 2, "the prompt without padding poses `CACHED` to both layers"

@@ -1,6 +1,7 @@
 """From a sweep to a shape that nobody tuned, a revalidation and a machine without a compiler.
 
-Every step is a process of its own, as users run them, over a cache folder of the test's own.
+Every step is a process of its own, as users run them, over a store of the test's own; what other
+tests compiled is not compiled again.
 """
 
 from __future__ import annotations
@@ -56,12 +57,17 @@ def call(cache: Path, length: int) -> tuple[float, int, int, dict[str, int]]:
 
 @pytest.fixture(scope="module")
 def cache(
-    tmp_path_factory: pytest.TempPathFactory, missing_gpu: str, missing_compiler: str
+    tmp_path_factory: pytest.TempPathFactory,
+    shared_cache: Path,
+    missing_gpu: str,
+    missing_compiler: str,
 ) -> Path:
     """A cache in which one shape was swept, and what it decided checked around it."""
     if reason := missing_gpu or missing_compiler:
         pytest.skip(reason)
     folder = tmp_path_factory.mktemp("serving")
+    (shared_cache / "artifacts").mkdir(parents=True, exist_ok=True)
+    (folder / "artifacts").symlink_to((shared_cache / "artifacts").resolve())
     tuner(folder, "sweep", "--shape", TUNED, "--family", "fused_attention", "--trials", "4")
     return folder
 

@@ -9,7 +9,7 @@ import pytest
 
 from tuner.bench import dispatch
 from tuner.bench.decoder import Decoder, Sizes
-from tuner.errors import BenchmarkError
+from tuner.errors import BenchmarkError, ConfigError
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -75,3 +75,15 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         dispatch.main(["--parts", "host"])
     with pytest.raises(SystemExit):
         dispatch.main(["--parts", "hosts"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        (["--layers", "0"], "layers=0 is out of range"),
+        (["--json", "/nonexistent/x.json"], "there is no folder /nonexistent"),
+    ],
+)
+def test_wrong_input_is_said_before_anything_runs(arguments: list[str], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        dispatch.main(arguments)

@@ -346,6 +346,13 @@ def swap_kernels(document: Any) -> None:
 LIB = f"libraries/{hashlib.sha256(LIBRARY).hexdigest()}.so"
 META = f"artifacts/{KEYS[0]}.json"
 
+
+def lies_outside(members: dict[str, bytes]) -> None:
+    facts = json.loads(members[META])
+    members[META] = json.dumps({**facts, "sha256": f"../{facts['sha256']}"}).encode()
+    resealed(members)
+
+
 FOREIGN: dict[str, tuple[Edit, str]] = {
     "a path out of it": (changed("../evil", b""), r"'\.\./evil' is none of a bundle's"),
     "an absolute path": (changed("/etc/passwd", b""), "none of a bundle's"),
@@ -359,6 +366,7 @@ FOREIGN: dict[str, tuple[Edit, str]] = {
     "a foreign kernel": (changed(f"artifacts/{'f' * 32}.json", b"{}"), "belongs to no entry"),
     "other templates": (changed(f"artifacts/{KEYS[0]}.cu", b"// old"), "of other templates"),
     "kernels that are each other's": (of_entries(swap_kernels), "of other templates"),
+    "a library beside the others": (lies_outside, "library of kernel a+ is missing"),
     "no library": (without(LIB), "library of kernel a+ is missing"),
     "a member too few": (without(META, reseal=False), "of its manifest is missing"),
     "no entries": (without("entries.json"), "holds no entries.json"),

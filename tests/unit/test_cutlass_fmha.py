@@ -262,7 +262,7 @@ def test_residual_mask_follows_from_the_problem() -> None:
 
 def test_grouped_heads_take_one_launch_where_batch_and_head_nest() -> None:
     config = make(COOPERATIVE, (128, 128, 2), 4)
-    for layout, calls in (("bhsd", 1), ("bshd", 3)):
+    for layout, calls in (("bhsd", 1), ("bshd", 3), ("bshd_bhsd", 3)):
         problem = AttentionProblem.parse(f"B=3,H=8,HKV=2,SQ=64,SKV=256,D=64,layout={layout}")
         launches = FAMILY.launches(problem, config, 0.125)
         assert len(launches) == calls

@@ -18,7 +18,7 @@ import pytest
 from tuner.config import Config
 from tuner.errors import ConfigError, StoreError
 from tuner.hardware import DEFAULT_GPU, GPUS, Gpu
-from tuner.lookup import Answer, decided, entries, find_gpu, lookup
+from tuner.lookup import Answer, decided, decided_stamp, entries, find_gpu, lookup
 from tuner.measurement import Environment, Measurement, Provenance, Regime, Status
 from tuner.problem import AttentionProblem, GemmProblem
 from tuner.store import Entry, Store, open_store
@@ -460,15 +460,16 @@ def test_the_package_shows_the_function() -> None:
 
 def test_what_is_decided_changes_with_decisions_alone(store: Store, path: Path) -> None:
     assert decided(path) == {}
-    seen = [decided(path)]
+    seen: list[Any] = [({}, decided_stamp(path))]
 
     def is_as_before() -> bool:
-        seen.append(decided(path))
-        assert (seen[-1] is seen[-2]) is (seen[-1] == seen[-2])
-        return seen[-1] is seen[-2]
+        seen.append((decided(path), decided_stamp(path)))
+        decisions, stamps = zip(*seen[-2:], strict=True)
+        assert (stamps[0] == stamps[1]) is (decisions[0] == decisions[1])
+        return bool(stamps[0] == stamps[1])
 
     decide(store, measured(), measured(14.0, CUDNN))
-    assert not is_as_before() and list(seen[-1]) == [PROBLEM.key]
+    assert not is_as_before() and list(seen[-1][0]) == [PROBLEM.key]
     assert is_as_before()
     store.add([measured(20.0, is_final=False)])
     assert is_as_before(), "a sweep in the making is none"

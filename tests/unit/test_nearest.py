@@ -33,7 +33,7 @@ NEAR = AttentionProblem.parse("S=1100,D=64")
 DRAWN: Any = drawn(PROBLEM)[0]
 """One of the shapes that are measured, and a shape that it is the nearest of."""
 BESIDE = replace(DRAWN, seqlen_kv=DRAWN.seqlen_kv + 1)
-CUDNN, FLASH4 = (Config("vendor_sdpa", {"kernel": name}) for name in ("cudnn", "flash4"))
+CUDNN = Config("vendor_sdpa", {"kernel": "cudnn"})
 
 
 class Toy(Family):
@@ -193,8 +193,10 @@ class TestLend:
         evidence[-1] = evidence[-1].but(latency_us=10.1)
         assert lent(ENTRY, evidence, BESIDE) == [OWN[0]]
 
-    def test_a_peer_is_no_rival(self) -> None:
-        evidence = [*around(OWN[0]), measured(FLASH4, 5.0, DRAWN, is_final=False)]
+    @pytest.mark.parametrize("kernel", ["flash3", "flash3_splits", "flash4"])
+    def test_a_peer_is_no_rival(self, kernel: str) -> None:
+        peer = Config("vendor_sdpa", {"kernel": kernel})
+        evidence = [*around(OWN[0]), measured(peer, 5.0, DRAWN, is_final=False)]
         assert lent(ENTRY, evidence, BESIDE) == [OWN[0]]
 
     def test_vendors_are_not_lent(self) -> None:

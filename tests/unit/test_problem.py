@@ -21,6 +21,7 @@ from tuner.problem import (
 EXAMPLES: list[Problem] = [
     AttentionProblem.parse("S=1024,D=64"),
     AttentionProblem.parse("B=2,H=8,HKV=2,SQ=384,SKV=1536,D=128,causal=1,dtype=bf16,layout=bshd"),
+    AttentionProblem.parse("S=256,D=64,layout=bshd_bhsd"),
     GemmProblem.parse("M=4096,N=512,K=64"),
     GemmProblem.parse("M=8,N=16,K=24,B=3,dtype=bf16,dtype_d=fp32,layout_a=col,layout_b=row"),
     SoftmaxProblem.parse("M=64,N=128,B=2,SQ=32,causal=true"),
@@ -108,7 +109,7 @@ def test_counts() -> None:
     batch=st.integers(1, 3),
     heads=st.sampled_from([1, 2, 6]),
     seqlen=st.integers(1, 9),
-    layout=st.sampled_from(["bhsd", "bshd"]),
+    layout=st.sampled_from(["bhsd", "bshd", "bshd_bhsd"]),
 )
 def test_operands_are_dense(batch: int, heads: int, seqlen: int, layout: str) -> None:
     problem = AttentionProblem.parse(f"B={batch},H={heads},S={seqlen},D=8,layout={layout}")
@@ -116,6 +117,14 @@ def test_operands_are_dense(batch: int, heads: int, seqlen: int, layout: str) ->
         last = sum((n - 1) * s for n, s in zip(operand.shape, operand.strides, strict=True))
         assert last == math.prod(operand.shape) - 1 == operand.elements - 1
     assert [o.is_output for o in problem.operands] == [False, False, False, True]
+
+
+def test_a_layout_of_the_queries_and_one_of_the_keys() -> None:
+    mixed, bshd, bhsd = (
+        AttentionProblem.parse(f"B=2,H=4,S=16,D=8,layout={layout}").operands
+        for layout in ("bshd_bhsd", "bshd", "bhsd")
+    )
+    assert mixed == (bshd[0], bhsd[1], bhsd[2], bshd[3])
 
 
 def test_gemm_majors() -> None:

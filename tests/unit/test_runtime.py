@@ -102,7 +102,7 @@ class Machine:
         self.fails: Exception | None = None
         self.broken: Exception | None = None
         self.version = 0
-        self.seen: dict[str, int] = {}
+        self.foreign: list[str] = []
         self.lookups = 0
         self.loads = 0
         self.vendor: Callable[..., Any] | str = "no such kernel"
@@ -115,12 +115,13 @@ class Machine:
         self.loads += 1
         return Kernel(artifact.key, self)
 
-    def decided(self) -> dict[str, int]:
+    def decided_stamp(self) -> int:
         if self.broken:
             raise self.broken
-        if self.version != self.seen.get(PROBLEM.key):
-            self.seen = {problem.key: self.version for problem in (PROBLEM, OTHER)}
-        return self.seen
+        return self.version
+
+    def decided(self) -> dict[str, int]:
+        return {key: self.version for key in (PROBLEM.key, OTHER.key, *self.foreign)}
 
     def lookup(self, problem: Problem, *, gpu: Gpu) -> Answer | None:
         self.lookups += 1
@@ -157,6 +158,7 @@ def machine(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Machine
     made = Machine(on_cpu)
     monkeypatch.setattr(on_cpu.table, "lookup", made.lookup)
     monkeypatch.setattr(on_cpu.table, "decided", made.decided)
+    monkeypatch.setattr(on_cpu.table, "decided_stamp", made.decided_stamp)
     monkeypatch.setattr(on_cpu.plan, "load", made.load)
     monkeypatch.setattr(on_cpu.plan, "ArtifactCache", lambda: made)
     monkeypatch.setattr(on_cpu.plan, "family", made.family)
@@ -436,6 +438,24 @@ def test_a_withdrawn_kernel_makes_way_for_the_next(machine: Machine) -> None:
     assert (machine.attention(*inputs()) == 3.0).all()
 
 
+def test_a_vendor_s_kernel_is_tried_as_pytorch_s_own(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else `tuner.enable` would answer the trial by looking for the plan that is being made."""
+    native = importlib.import_module("tuner.runtime.native")
+    seen: list[bool] = []
+
+    def vendor_call(*arguments: Any) -> Any:
+        seen.append(native.thread.is_native)
+        return lambda q, k, v: torch.full_like(q, 3.0)
+
+    vendor = SimpleNamespace(name="vendor_sdpa", is_vendor=True, vendor_call=vendor_call)
+    monkeypatch.setattr(machine.runtime.plan, "family", lambda name: vendor)
+    machine.decide(measured("vendor_sdpa"))
+    assert bool((machine.attention(*inputs()) == 3.0).all())
+    assert seen == [True] and not native.thread.is_native
+
+
 def test_a_vendor_s_refusal_withdraws_it(machine: Machine) -> None:
     def refuses(*inputs: Any) -> None:
         raise RuntimeError("No available kernel")
@@ -501,6 +521,24 @@ def test_a_store_that_breaks_stops_nothing_that_is_known(machine: Machine) -> No
     machine.broken = None
     machine.decide(measured().but(problem=OTHER))
     assert was_tuned(machine.attention(*longer))
+
+
+def test_a_store_that_breaks_right_after_a_change(machine: Machine) -> None:
+    machine.decide(measured())
+    known = machine.attention(*inputs())
+    machine.decide(measured(latency_us=9.0))
+    machine.runtime.table.table._look()
+    machine.broken = StoreError("store.sqlite is not a database")
+    assert same(machine.attention(*inputs()), known)
+
+
+def test_decisions_of_another_version_stop_nothing(machine: Machine) -> None:
+    machine.decide(measured())
+    machine.attention(*inputs())
+    for machine.foreign in ([], ["no JSON", "[1]", '{"op": "fft", "n": 8}']):
+        machine.decide(measured(config=Config("toy", {"n": 2})))
+        assert was_tuned(machine.attention(*inputs()))
+    assert machine.stats().errors == {}
 
 
 def test_a_store_that_cannot_be_read_from_the_start(machine: Machine) -> None:
@@ -598,8 +636,8 @@ def test_what_stands_between_the_caller_and_the_kernel_sees_the_call(
     assert was_tuned(machine.attention(q, k, v))
 
 
-@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
-@pytest.mark.parametrize("shape", ["S=16,D=8,H=2", "B=2,H=4,HKV=2,SQ=1,SKV=32,D=64,causal=1"])
+@pytest.mark.parametrize("layout", ["bhsd", "bshd", "bshd_bhsd"])
+@pytest.mark.parametrize("shape", ["S=16,D=8,H=2", "B=2,H=4,HKV=2,SQ=3,SKV=32,D=64,causal=1"])
 def test_a_problem_is_read_off_its_tensors(
     runtime: SimpleNamespace, shape: str, layout: str
 ) -> None:

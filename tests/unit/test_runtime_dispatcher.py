@@ -7,7 +7,9 @@ plus the count of its rows, so a result says which tensors and which plan it cam
 from __future__ import annotations
 
 import ctypes
+import os
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -286,6 +288,34 @@ def test_subclasses_and_transforms_are_python_s(server: Server) -> None:
     mapped = torch.vmap(server.attention, in_dims=(0, None, None))
     out, _, launched = server.went(lambda: mapped(stacked, k, v))
     assert not launched and out.shape == (2, *q.shape)
+
+
+def test_a_library_is_hashed_once_for_many_shapes(
+    server: Server, built: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A generation poses a new length with every token."""
+    server.decide(PROBLEM, OTHER := AttentionProblem.parse("S=32,D=8,H=2"))
+    server.attention(*inputs())
+    monkeypatch.setattr(built.cache, "find", lambda key: pytest.fail("hashed again"))
+    out, _, launched = server.went(lambda: server.attention(*inputs(OTHER)))
+    assert launched and out.shape == OTHER.output.shape
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_a_forked_child_waits_for_no_thread_of_its_parent() -> None:
+    script = (
+        "import importlib, os, threading\n"
+        "dispatch = importlib.import_module('tuner.runtime.dispatch')\n"
+        "dispatch._thread = threading.current_thread()\n"
+        "with dispatch._lock:\n"
+        "    child = os.fork()\n"
+        "    if child == 0:\n"
+        "        free = dispatch._lock.acquire(timeout=5)\n"
+        "        os._exit(0 if free and dispatch._thread is None else 1)\n"
+        "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_products(server: Server) -> None:

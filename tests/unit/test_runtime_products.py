@@ -87,7 +87,11 @@ def test_what_is_not_covered_is_pytorch_s(on_cpu: SimpleNamespace) -> None:
 def test_gradients_are_pytorch_s(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     def plan(*_: Any) -> Any:
         return on_cpu.plan.VendorPlan(
-            GemmProblem(m=8, n=16, k=32), Config("own", {}), -1, False, lambda a, b: a.new_zeros(8, 16)
+            GemmProblem(m=8, n=16, k=32),
+            Config("own", {}),
+            -1,
+            False,
+            lambda a, b: a.new_zeros(8, 16),
         )
 
     monkeypatch.setattr(on_cpu.table.table, "find_out", plan)

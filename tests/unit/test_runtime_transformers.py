@@ -14,6 +14,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
+from tuner import shapes  # noqa: E402
 from tuner.runtime import transformers as tuned_attention  # noqa: E402
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -42,10 +43,9 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 CAUSAL = [name for name in ARCHITECTURES if name != "BertForMaskedLM"]
 
 
-def pair(name: str, dtype: Any = torch.float32, **changes: Any) -> tuple[Any, Any]:
+def pair(name: str, dtype: Any = torch.float32) -> tuple[Any, Any]:
     """The same model twice, by `tuner` and by `sdpa`."""
     config, values = ARCHITECTURES[name]
-    values = {**values, **changes}
     made = []
     for implementation in ("tuner", "sdpa"):
         torch.manual_seed(0)
@@ -114,14 +114,25 @@ def test_a_tuned_kernel_answers_every_layer(tuned: SimpleNamespace, name: str) -
 
 
 def test_generation_through_tuned_kernels(tuned: SimpleNamespace) -> None:
-    """With one head the keys in a cache lie as the query does."""
-    heads = {"num_attention_heads": 1, "num_key_value_heads": 1}
-    model, reference = pair("LlamaForCausalLM", torch.float16, **heads)
+    """The cache's keys lie head by head, the prompt's queries token by token."""
+    model, reference = pair("LlamaForCausalLM", torch.float16)
     ids = torch.arange(2, 2 + LENGTH)[None]
     options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
     assert torch.equal(model.generate(ids, **options), reference.generate(ids, **options))
+    assert tuned.problems[0].layout == "bshd_bhsd"
     lengths = [(p.seqlen_q, p.seqlen_kv, p.is_causal) for p in tuned.problems[::2]]
     assert lengths == [(LENGTH, LENGTH, True), *((1, LENGTH + n, False) for n in (1, 2, 3))]
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Qwen3ForCausalLM", "BertForMaskedLM"])
+@torch.no_grad()
+def test_what_a_layer_poses_is_what_shapes_lists(tuned: SimpleNamespace, name: str) -> None:
+    model, _ = pair(name, torch.float16)
+    listed = shapes.Model.of(model.config.to_dict())
+    ids, _ = tokens()
+    model(ids)
+    wanted = shapes.problems(listed, [2], [LENGTH], dtype="fp16", ops=("attention",))
+    assert set(tuned.problems) == set(wanted)
 
 
 def attend(**changes: Any) -> Any:

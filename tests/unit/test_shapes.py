@@ -43,7 +43,7 @@ def listed(config: dict[str, Any], **options: Any) -> list[str]:
 
 def test_a_grouped_decoder() -> None:
     assert listed(LLAMA) == [
-        "attention B=2,H=32,HKV=8,S=1024,D=128,causal=1,dtype=bf16",
+        "attention B=2,H=32,HKV=8,S=1024,D=128,causal=1,dtype=bf16,layout=bshd_bhsd",
         "gemm M=2048,N=4096,K=4096,dtype=bf16",
         "gemm M=2048,N=1024,K=4096,dtype=bf16",
         "gemm M=2048,N=14336,K=4096,dtype=bf16",
@@ -67,7 +67,7 @@ def test_a_head_dimension_that_is_not_a_quotient() -> None:
 
 def test_one_projection_with_weights_in_rows() -> None:
     found = problems(Model.of(GPT2), [1], [1024], dtype="fp16")
-    assert found[0] == AttentionProblem.parse("H=12,S=1024,D=64,causal=1")
+    assert found[0] == AttentionProblem.parse("H=12,S=1024,D=64,causal=1,layout=bshd_bhsd")
     assert GemmProblem(1024, 2304, 768, layout_b="row") in found
     assert GemmProblem(1024, 3072, 768, layout_b="row") in found
     assert found[-1] == GemmProblem(1, 50257, 768)
@@ -75,7 +75,7 @@ def test_one_projection_with_weights_in_rows() -> None:
 
 def test_an_encoder_sees_everything_and_predicts_no_token() -> None:
     found = problems(Model.of(BERT), [8], [512])
-    assert found[0] == AttentionProblem.parse("B=8,H=12,S=512,D=64")
+    assert found[0] == AttentionProblem.parse("B=8,H=12,S=512,D=64,layout=bshd")
     assert all(not (isinstance(p, GemmProblem) and p.n == 30522) for p in found)
 
 

@@ -224,6 +224,8 @@ PROBLEMS = [
     "SQ=7,SKV=16,D=8,H=6,HKV=2,B=2,causal=1",
     "SQ=16,SKV=24,D=8,H=4,HKV=1,B=3,causal=1,dtype=bf16",
     "SQ=16,SKV=24,D=8,H=4,HKV=2,B=2,causal=1,layout=bshd",
+    "S=32,D=16,H=4,B=2,causal=1,layout=bshd_bhsd",
+    "SQ=16,SKV=24,D=8,H=4,HKV=2,B=2,causal=1,layout=bshd_bhsd",
     "SQ=1,SKV=64,D=32,H=8,HKV=2,B=2",
     "SQ=48,SKV=16,D=16,H=2,causal=1,dtype=bf16",
 ]

@@ -9,7 +9,6 @@ is what `Family.constants` reads.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tuner import recording, resources
+from tuner.bench.results import check_place, write_json
 from tuner.cli import DONE
 from tuner.cli.describe import table
 from tuner.errors import ConfigError
@@ -214,6 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in args.family or ():
         if name not in known:
             raise ConfigError(f"family '{name}' has no fit (allowed: {', '.join(known)})")
+    check_place(args.json)
     fit = Fit(read(args.recordings))
     document = {}
     for name in args.family or known:
@@ -226,7 +227,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.write and any(row["spearman"] is not None for row in judged):
             _write(name, constants, judged)
     if args.json is not None:
-        args.json.write_text(json.dumps(document, indent=1) + "\n")
+        write_json(args.json, document)
     return DONE
 
 
@@ -260,4 +261,4 @@ def _write(name: str, constants: Mapping[str, float], judged: Sequence[Mapping[s
             for row in judged
         ],
     }
-    (folder / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
+    write_json(folder / f"{name}.json", document)

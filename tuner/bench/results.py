@@ -289,17 +289,12 @@ class Results:
             raise ConfigError(f"not the results of a bench: {type(exc).__name__} {exc}") from exc
 
     def write(self, path: Path) -> None:
-        """Write beside the file and rename: a killed run leaves the rows that it had.
+        """`write_json` of everything.
 
         Raises:
             StoreError: when it cannot be written.
         """
-        partial = path.with_name(f".{path.name}.partial")
-        try:
-            partial.write_text(json.dumps(self.to_json(), indent=1) + "\n")
-            partial.replace(path)
-        except OSError as exc:
-            raise StoreError(f"{path} cannot be written: {exc.strerror}") from exc
+        write_json(path, self.to_json())
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -314,6 +309,34 @@ class Results:
             raise ConfigError(f"{path} cannot be read: {exc.strerror}") from exc
         except ValueError as exc:
             raise ConfigError(f"{path}: {exc}") from exc
+
+
+def check_place(path: Path | None) -> None:
+    """See before a run, not after it, that its results have a place.
+
+    Raises:
+        ConfigError: names the folder that is not there.
+    """
+    if path is None:
+        return
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"{path}: there is no folder {path.absolute().parent}")
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder; name a file in it")
+
+
+def write_json(path: Path, document: Any) -> None:
+    """Write beside the file and rename: a killed run leaves what it had.
+
+    Raises:
+        StoreError: when it cannot be written.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_text(json.dumps(document, indent=1) + "\n")
+        partial.replace(path)
+    except OSError as exc:
+        raise StoreError(f"{path} cannot be written: {exc.strerror}") from exc
 
 
 def _section(row: Row) -> tuple[str, str]:

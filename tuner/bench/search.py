@@ -25,6 +25,7 @@ from typing import Any
 
 from tuner import recording
 from tuner.bench import cost
+from tuner.bench.results import check_place, write_json
 from tuner.cli import DONE, INTERRUPTED
 from tuner.cli.describe import table
 from tuner.config import Config
@@ -206,6 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(f"sampler={method} is not known (allowed: {', '.join(METHODS)})")
     if args.seeds < 1 or args.in_flight < 1:
         raise ConfigError("seeds and in-flight must be 1 or more")
+    check_place(args.json)
     _CASES[:] = cases(cost.read(args.recordings))
     document = _resumed(args) or {
         "seeds": args.seeds,
@@ -226,11 +228,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             label = _CASES[position].label
             document["cases"][label]["samplers"][method] = summarise(runs)
             _say(f"{method}: {label}")
-            _write(args.json, document)
+            if args.json is not None:
+                write_json(args.json, document)
     except KeyboardInterrupt:
         code = INTERRUPTED
     document["summary"] = summary(document, methods)
-    _write(args.json, document)
+    if args.json is not None:
+        write_json(args.json, document)
     _show(document, methods)
     return code
 
@@ -316,12 +320,6 @@ def _resumed(args: argparse.Namespace) -> dict[str, Any] | None:
     if not same or labels != {case.label for case in _CASES}:
         raise ConfigError(f"{args.json} is of other recordings or settings: run without --resume")
     return dict(document)
-
-
-def _write(path: Path | None, document: Mapping[str, Any]) -> None:
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(document, indent=1) + "\n")
 
 
 def _show(document: Mapping[str, Any], methods: Sequence[str]) -> None:

@@ -24,6 +24,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from tuner.bench.results import check_place, write_json
 from tuner.cli.describe import table
 from tuner.config import Config
 from tuner.errors import BenchmarkError, ConfigError
@@ -255,6 +256,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.entries < BATCH or not args.seconds > 0:
         raise ConfigError(f"entries must be {BATCH} or more, and seconds above 0")
+    check_place(args.json)
     figures = measure(args.entries, args.seconds)
     if args.json:
         facts = {
@@ -264,7 +266,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "entries": args.entries,
             "figures": figures,
         }
-        args.json.write_text(json.dumps(facts, indent=1) + "\n")
+        write_json(args.json, facts)
     rows = [("figure", "value", "goal")]
     for name, value in figures.items():
         goal, sense = GOALS.get(name, (None, ""))

@@ -96,6 +96,7 @@ def _output(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Bench; 0 when every problem has a time of its own kernels, else 1."""
     from tuner.bench.compare import Comparison
+    from tuner.bench.results import check_place
     from tuner.cli import DONE, FAILED, INTERRUPTED, bench_tables
     from tuner.lookup import with_shipped
     from tuner.runners.choose import Machine, Runners
@@ -107,7 +108,8 @@ def run(args: argparse.Namespace) -> int:
             print(f"- op={problem.op},{problem.label()}")
         return DONE
     earlier = _earlier(args)
-    _check_writable(args)
+    for path in (args.json, args.csv, args.markdown):
+        check_place(path)
     with open_store(args.store) as store:
         entries = with_shipped(store.entries())
     kept: list[Results] = []
@@ -198,19 +200,6 @@ def _earlier(args: argparse.Namespace) -> Results | None:
     if not args.resume or not args.json.exists():
         return None
     return Results.read(args.json)
-
-
-def _check_writable(args: argparse.Namespace) -> None:
-    """See before the run, not after it, that its results have a place.
-
-    Raises:
-        ConfigError: names the folder that is not there.
-    """
-    for path in (args.json, args.csv, args.markdown):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ConfigError(f"{path}: there is no folder {path.absolute().parent}")
-        if path is not None and path.is_dir():
-            raise ConfigError(f"{path} is a folder; name a file in it")
 
 
 def _note(text: str) -> None:

@@ -47,9 +47,9 @@ ALWAYS = (
 )
 #: Registers a consumer thread needs beside its accumulators: addresses, row statistics, loop
 #: state. Found by compiling: above it ptxas spills.
-OVERHEAD_REGISTERS = 24
-#: Blocks of a one-dimensional grid, with room for a last uneven tile a head and for splits.
-MOST_BLOCKS = 2**24
+OVERHEAD_REGISTERS = 28
+#: Query heads that share a tile's rows at most.
+MOST_PACKED = 32
 #: (warp groups, blocks an SM) worth trying.
 SHAPES = ((1, 1), (1, 2), (2, 1), (3, 1))
 #: Keys of one split: fewer do not pay for the combining kernel.
@@ -83,14 +83,14 @@ class FusedAttention(Family):
         "tile_n": (32, 64, 80, 96, 112, 128, 144, 160, 176, 192, 224, 256),
         "kv_stages": (1, 2, 3, 4, 5),
         "score_buffers": (1, 2),
-        "packed_heads": (1, 2, 3, 4, 8),
+        "packed_heads": (1, 2, 4, 8, 16),
         "ping_pong": (False, True),
         "q_in_registers": (False, True),
         "early_exp": (0, 50),
         "lazy_rescale": (0, 8),
         "persistent": (False, True),
         "blocks_per_sm": (1, 2),
-        "splits": (1, 2, 8, 64),
+        "splits": (1, 2, 8, MOST_PACKED),
         "pdl": (False, True),
     }
 
@@ -113,6 +113,9 @@ class FusedAttention(Family):
             found.append("ping_pong is for two warp groups or more with one score buffer, only")
         if buffers > 1 and head_dim > 128:
             found.append(f"score_buffers={buffers} spills where head_dim is over 128")
+        if config["q_in_registers"] and problem.is_causal and head_dim > 96:
+            if not config.get("ping_pong", False):
+                found.append("q_in_registers spills under causal masks without ping_pong at D > 96")
         if ("early_exp" in config.params) != (buffers == 1):
             found.append("early_exp is for one score buffer, only")
         if problem.is_causal and config["persistent"] and config["pdl"]:
@@ -177,11 +180,12 @@ class FusedAttention(Family):
         packings = _packings(problem)
         rows = problem.seqlen_q * max(packings)
         heads = problem.batch * problem.heads_q
+        shares_sm = instance(problem.head_dim) <= 128  # two blocks of the smallest tiles fit
         levers = product(SHAPES, (64, 80, 96, 128), (1, 2), packings, (False, True), (0, 8))
         for (groups, blocks), tile_n, buffers, packed, in_registers, lazy in levers:
             tiles = -(-problem.seqlen_q * packed // (64 * groups)) * heads // packed
             if rows <= 64 * (groups - 1) or (
-                groups == 1 and (tiles > gpu.sm_count) != (blocks > 1)
+                groups == 1 and shares_sm and (tiles > gpu.sm_count) != (blocks > 1)
             ):
                 continue
             for depth, ping_pong, early, splits, pdl in product(
@@ -207,7 +211,7 @@ class FusedAttention(Family):
                     params["ping_pong"] = ping_pong
                 if early is not None:
                     params["early_exp"] = early
-                if len(packings) > 1:
+                if problem.heads_q > problem.heads_kv:
                     params["packed_heads"] = packed
                 yield Config(self.name, params)
 
@@ -266,8 +270,8 @@ class FusedAttention(Family):
 
 def _packings(problem: AttentionProblem) -> tuple[int, ...]:
     """Query heads of one KV head that share the rows of a tile: one, or all that can."""
-    group = problem.heads_q // problem.heads_kv
-    return (1,) if group == 1 else (1, math.gcd(group, 64))
+    most = math.gcd(problem.heads_q // problem.heads_kv, MOST_PACKED)
+    return (1, most) if most > 1 else (1,)
 
 
 def _splits(problem: AttentionProblem, tiles: int, gpu: Gpu) -> tuple[int, ...]:

@@ -246,19 +246,23 @@ def _heads_violations(problem: AttentionProblem, heads: int) -> list[str]:
     """A launch's heads are one batch of matrices at constant strides.
 
     Query heads of one group follow each other in (B, H, S, D), so a group, or a part of one,
-    stacks its rows over its key head. In (B, S, H, D) neither stacking nor a step from one batch
-    element to the next has a constant stride.
+    stacks its rows over its key head. With queries in (B, S, H, D) neither stacking nor a step
+    from one batch element to the next has a constant stride.
     """
     total, group = problem.batch * problem.heads_q, problem.heads_q // problem.heads_kv
     if heads < 1 or total % heads:
         return [f"heads_per_launch={heads} does not divide B x H = {total}"]
-    if problem.layout == "bshd":
+    if problem.layout != "bhsd":
         if group > 1 and heads > 1:
             return [
-                f"heads_per_launch={heads}: grouped heads in layout bshd are launched one by one"
+                f"heads_per_launch={heads}: grouped heads in layout {problem.layout} are launched "
+                "one by one"
             ]
         if problem.heads_q % heads:
-            return [f"heads_per_launch={heads} does not divide H={problem.heads_q} (layout bshd)"]
+            return [
+                f"heads_per_launch={heads} does not divide H={problem.heads_q} "
+                f"(layout {problem.layout})"
+            ]
     elif heads % group and group % heads:
         return [f"heads_per_launch={heads} neither divides nor is a multiple of a group of {group}"]
     return []

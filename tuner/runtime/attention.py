@@ -8,13 +8,11 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from tuner.errors import ConfigError
-from tuner.problem import AttentionProblem, Layout
+from tuner.problem import LAYOUTS, AttentionProblem
 from tuner.runtime import counters, devices, dispatch, guards, native
 from tuner.runtime.autograd import has_backward
 from tuner.runtime.plan import Plan
 from tuner.runtime.table import table
-
-_LAYOUTS: tuple[Layout, ...] = ("bhsd", "bshd")
 
 
 def attention(
@@ -40,8 +38,8 @@ def attention(
 
     Args:
         query: (B, H, SQ, D), fp16 or bf16; contiguous, or a view of a contiguous (B, SQ, H, D).
-        key: (B, HKV, SKV, D), laid out as `query`.
-        value: (B, HKV, SKV, D), laid out as `query`.
+        key: (B, HKV, SKV, D), laid out as `query`, or contiguous.
+        value: (B, HKV, SKV, D), laid out as `key`.
         attn_mask: as in PyTorch; no tuned kernel takes one.
         dropout_p: as in PyTorch; no tuned kernel takes one.
         is_causal: query i sees keys 0..i.
@@ -188,7 +186,7 @@ def problem_of(
         )
     if query.shape[1] != key.shape[1] and not enable_gqa:
         raise ConfigError("heads are grouped without enable_gqa")
-    for layout in _LAYOUTS:
+    for layout in LAYOUTS:
         problem = AttentionProblem(
             seqlen_q=query.shape[2],
             seqlen_kv=key.shape[2],
@@ -203,4 +201,4 @@ def problem_of(
         operands = zip(problem.operands[:3], tensors, strict=True)
         if all(guards.lies(tensor, operand.strides) for operand, tensor in operands):
             return problem
-    raise ConfigError("they are contiguous neither as (B, H, S, D) nor as (B, S, H, D)")
+    raise ConfigError(f"their strides are of no layout (allowed: {', '.join(LAYOUTS)})")

@@ -12,6 +12,7 @@ import ctypes
 import importlib.machinery
 import importlib.util
 import logging
+import os
 import threading
 from collections.abc import Callable
 from types import ModuleType
@@ -137,3 +138,15 @@ def _take_counts(reset: bool) -> tuple[int, int]:
 
 
 counters.add_source(_take_counts)
+
+
+def _after_fork() -> None:
+    """A child has none of its parent's threads: what that had not loaded is prepared anew."""
+    global _lock, _thread
+    _lock = threading.Lock()
+    if _module is None:
+        _thread = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from tuner import build_on_miss
-from tuner.artifacts import ArtifactCache, LoadedKernel, load
+from tuner.artifacts import ArtifactCache, LoadedKernel, load, loaded
 from tuner.config import Config
 from tuner.errors import BenchmarkError, ConfigError
 from tuner.families import family
@@ -87,15 +87,13 @@ class VendorPlan(Plan):
     call: Callable[..., torch.Tensor]
 
     def _enqueue(self, inputs: Sequence[torch.Tensor], lse: torch.Tensor | None) -> torch.Tensor:
-        before, native.thread.is_native = native.thread.is_native, True
         try:
-            return self.call(*inputs)
+            out: torch.Tensor = native.call(self.call, *inputs)
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except RuntimeError as exc:
             raise BenchmarkError(str(exc)) from exc
-        finally:
-            native.thread.is_native = before
+        return out
 
 
 @dataclass(frozen=True)
@@ -211,7 +209,8 @@ def _plan(
             # cuBLAS and cuBLASLt are chosen for the whole process, not for a call: PyTorch's
             # own choice is the vendor's kernel.
             return PYTORCHS
-        call = member.vendor_call(problem, config, scale)
+        # It tries its kernel, which while `tuner.enable` holds would ask for this plan again.
+        call = native.call(member.vendor_call, problem, config, scale)
     except (BenchmarkError, ConfigError) as exc:
         return str(exc)
     except _FOREIGN as exc:
@@ -234,11 +233,14 @@ def _own(
     cache = ArtifactCache()
     kernels: dict[str, LoadedKernel] = {}
     for name, key in measurement.artifacts.items():
-        artifact = cache.find(key)
-        if artifact is None:
-            build_on_miss.request(measurement)
-            return f"artifact {key} of {member.name} is not in the cache (tuner build makes it)"
-        kernels[name] = load(artifact)
+        kernel = loaded(key)  # without hashing it again for each new length of a generation
+        if kernel is None:
+            artifact = cache.find(key)
+            if artifact is None:
+                build_on_miss.request(measurement)
+                return f"artifact {key} of {member.name} is not in the cache (tuner build makes it)"
+            kernel = load(artifact)
+        kernels[name] = kernel
     config, output = measurement.config, problem.output
     steps: list[Step] = []
     offset = _aligned(member.scratch_bytes(problem, config))

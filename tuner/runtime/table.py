@@ -7,13 +7,14 @@ known goes on serving, and what is not known is PyTorch's.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
 import os
 import threading
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -22,7 +23,7 @@ import torch
 from tuner import settings
 from tuner.config import Config
 from tuner.errors import BenchmarkError, ConfigError, StoreError
-from tuner.lookup import Answer, decided, differences, lookup
+from tuner.lookup import Answer, decided, decided_stamp, differences, lookup
 from tuner.nearest import class_pattern
 from tuner.problem import Problem, problem_from_json
 from tuner.runtime import counters, devices, dispatch
@@ -68,8 +69,10 @@ class Table:
         self._withdrawn: dict[str, set[Config]] = {}
         self._lock = threading.RLock()
         self._look_at = 0.0
-        self._decided: Mapping[str, Hashable] = {}
-        """What the store decided when it was last looked at."""
+        self._stamp: Hashable = None
+        """Of the store's decisions, at the last look."""
+        self._decided: Mapping[str, Hashable] | None = None
+        """They themselves, from the first change on."""
         self._is_off = False
         self._fault = ""
         self._flagged: set[str] = set()
@@ -116,7 +119,7 @@ class Table:
         try:
             found = self._ask(pose, scale, device, shape, self._known.get(kind))
             if isinstance(found, str):
-                return found
+                return old.plan if old and isinstance(old.plan, Plan) else found
             if len(self._known) >= _MAX_KNOWN:
                 self._clear()
             self._known[kind] = found
@@ -189,9 +192,10 @@ class Table:
             self._fault = ""
             wait = LOOK_EVERY_S
             try:
-                before, self._decided = self._decided, decided()
-                if before is not self._decided:
-                    self._drop(before)
+                stamp = decided_stamp()
+                if stamp != self._stamp:
+                    self._drop()
+                    self._stamp = stamp
             except StoreError as exc:
                 self._blame(exc)
                 wait = RETRY_EVERY_S
@@ -203,15 +207,21 @@ class Table:
             dispatch.serve_until(self._look_at)
             self._lock.release()
 
-    def _drop(self, before: Mapping[str, Hashable]) -> None:
-        """Forget what the decisions that are not as they were `before` are about, and distrust
-        what they may be about: shapes near theirs.
+    def _drop(self) -> None:
+        """Forget what was decided anew, and distrust what the new decisions may be about: shapes
+        near theirs. At the first change everything is distrusted.
         """
         if not self._known:
+            self._decided = None
+            return
+        before, self._decided = self._decided, decided()
+        if before is None:
+            self._known = {k: replace(v, is_stale=True) for k, v in self._known.items()}
+            self._renew()
             return
         now = self._decided
         changed = {key for key in {*before, *now} if before.get(key) != now.get(key)}
-        classes = {class_pattern(problem_from_json(json.loads(key))) for key in changed}
+        classes = set(_classes(changed))
         kept: dict[Hashable, _Known] = {}
         for kind, known in self._known.items():
             problem, plan = known.problem, known.plan
@@ -273,6 +283,13 @@ class Table:
         self._fault = f"the store cannot be read: {exc}"
         counters.count_error(self._fault)
         return self._fault
+
+
+def _classes(keys: Iterable[str]) -> Iterator[str]:
+    """The classes of problems, by key; those that another version wrote are nobody's here."""
+    for key in keys:
+        with contextlib.suppress(TypeError, ValueError):
+            yield class_pattern(problem_from_json(json.loads(key)))
 
 
 table = Table()
