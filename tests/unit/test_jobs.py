@@ -19,6 +19,7 @@ from tuner.measurement import Environment, Measurement, Provenance, Regime, Stat
 from tuner.problem import AttentionProblem, GemmProblem
 from tuner.store import Store, SweepRecord, open_store
 from tuner.store.jobs import Claim
+from tuner.store.sql_jobs import SqlJobs
 
 H200, WARM = GPUS["H200"], Regime("graph", "warm")
 ONE, TWO, THREE = (GemmProblem(size, size, size) for size in (128, 256, 512))
@@ -134,6 +135,16 @@ class TestContract:
         assert store.jobs.claim("host:2") is None
         (task,) = store.jobs.tasks(job)
         assert (task.state, task.holder, task.progress["done"]) == ("running", "host:1", 3)
+
+    def test_a_lease_by_a_clock_that_was_read_later_is_kept(
+        self, store: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        job = store.jobs.submit([ONE], {})
+        claimed(store)
+        late = SqlJobs._clock
+        monkeypatch.setattr(SqlJobs, "_clock", lambda self, connection: late(self, connection) - 1)
+        assert store.jobs.claim("host:2") is None
+        assert state(store, job) == ["running"]
 
     # A time further ahead than any lease lasts: the clock was set back.
     @pytest.mark.parametrize("expires_at", [PAST, FUTURE])

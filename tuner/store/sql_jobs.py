@@ -36,6 +36,9 @@ _P, _M, _J, _T, _E = (
 BACKOFF_S = 5.0
 """Before the second attempt; doubled for each further one."""
 LONGEST_BACKOFF_S = 300.0
+#: Another transaction may have read the clock, and written a time by it, so much later than this
+#: one, which finds that time: it is no sign of a clock that was set back.
+SKEW_S = LEASE_S
 
 Transaction = Callable[..., AbstractContextManager[sa.Connection]]
 
@@ -215,7 +218,8 @@ class SqlJobs(Jobs):
                 others.c.problem_id == _T.c.problem_id, others.c.state == "running"
             )
             # A time further ahead than any wait means that the clock was set back.
-            is_due = sa.or_(_T.c.not_before <= clock, _T.c.not_before > clock + LONGEST_BACKOFF_S)
+            set_back = clock + LONGEST_BACKOFF_S + SKEW_S
+            is_due = sa.or_(_T.c.not_before <= clock, _T.c.not_before > set_back)
             query = (
                 sa.select(_T, _J.c.options, _P.c.key)
                 .select_from(_T.join(_J).join(_P))
@@ -306,7 +310,7 @@ class SqlJobs(Jobs):
 
     def _requeue_lost(self, connection: sa.Connection, clock: float) -> None:
         """Put what nobody works on any more back into the queue."""
-        is_lost = sa.or_(_T.c.expires_at < clock, _T.c.expires_at > clock + LEASE_S)
+        is_lost = sa.or_(_T.c.expires_at < clock, _T.c.expires_at > clock + LEASE_S + SKEW_S)
         query = (
             sa.select(_T)
             .where(_T.c.state == "running", is_lost)
