@@ -278,7 +278,10 @@ def test_grouped_heads_take_one_launch_where_batch_and_head_nest() -> None:
 @pytest.mark.parametrize(
     ("text", "config", "measured_us"),
     [
-        ("S=512,D=64", make(TMA, (64, 128, 1), 4, blocks_per_sm=2), 7.3),
+        pytest.param(
+            *("S=512,D=64", make(TMA, (64, 128, 1), 4, blocks_per_sm=2), 7.3),
+            marks=pytest.mark.xfail(strict=True, reason="8.3 us: the fit has no sweep of S=512"),
+        ),
         ("S=1024,D=64", make(COOPERATIVE, (128, 128, 2), 4), 13.5),
         ("S=1024,D=64", make(COOPERATIVE, (128, 128, 2), 3), 16.4),
         ("B=16,S=2048,D=64", make(COOPERATIVE, (192, 128, 3), 4), 683),
@@ -287,7 +290,7 @@ def test_grouped_heads_take_one_launch_where_batch_and_head_nest() -> None:
 )
 def test_estimate_is_near_what_was_measured(text: str, config: Config, measured_us: float) -> None:
     problem = AttentionProblem.parse(text)
-    assert FAMILY.predict_us(problem, config, DEFAULT_GPU) == pytest.approx(measured_us, rel=0.2)
+    assert FAMILY.predict_us(problem, config, DEFAULT_GPU) == pytest.approx(measured_us, rel=0.1)
 
 
 @pytest.mark.parametrize(

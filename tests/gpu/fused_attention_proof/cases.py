@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+from tuner.bench.suites import SUITES
 from tuner.problem import AttentionProblem, DType, Layout, problem_from_json
 
 #: Head dimensions that kernels are instantiated for; a case's kernels are those of the smallest
@@ -21,18 +22,10 @@ GROUPS = (1, 2, 4, 8)
 #: Around the tiles' borders, odd, and one key or query alone.
 LENGTHS = (1, 7, 63, 65, 127, 129, 1000, 4097)
 #: (B, H, HKV, S, D) of the acceptance suite, each full and causal.
-SUITE = (
-    (1, 16, 16, 512, 64),
-    (1, 16, 16, 1024, 64),
-    (16, 16, 16, 2048, 64),
-    (1, 8, 8, 8192, 64),
-    (4, 16, 16, 4096, 64),
-    (1, 32, 32, 1024, 128),
-    (4, 16, 16, 2048, 128),
-    (2, 16, 16, 8192, 128),
-    (1, 32, 32, 4096, 128),
-    (4, 8, 8, 4096, 256),
-    (2, 32, 8, 4096, 128),
+SUITE = tuple(
+    (p.batch, p.heads_q, p.heads_kv, p.seqlen_q, p.head_dim)
+    for p in SUITES["acceptance"].problems
+    if isinstance(p, AttentionProblem) and not p.is_causal
 )
 #: random: normal. dominant: every query is a multiple of one key, or minus it. large_scores:
 #: normal, scores 30 times as large. equal_row: one query of each head is zero, so all its scores
