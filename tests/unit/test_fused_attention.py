@@ -63,6 +63,8 @@ def make(groups: int, tile_n: int, **more: Value) -> Config:
         "pdl": False,
         **more,
     }
+    if params["splits"] > 1:
+        params.setdefault("combine", "kernel")
     if params["score_buffers"] == 1:
         params.setdefault("early_exp", 0)
         if groups > 1:
@@ -107,6 +109,14 @@ PACKED = "packed_heads is for several query heads to a KV head, only"
         ("H=6,HKV=2,D=64", make(2, 64, packed_heads=3), "packed_heads=3 does not divide tile_m"),
         ("D=64", make(2, 64, splits=0), "splits=0 is not between 1 and the 16 tiles"),
         ("D=64", make(2, 80, splits=14), "splits=14 is not between 1 and the 13 tiles"),
+        ("D=64", make(2, 64, splits=2, persistent=True), "splits=2 is for one block a tile"),
+        ("D=64", make(2, 64, combine="kernel"), "combine is for splits > 1, only"),
+        ("D=64", without(make(2, 64, splits=2), "combine"), "combine is for splits > 1, only"),
+        (
+            "D=64",
+            make(2, 32, splits=17, combine="cluster"),
+            "splits=17 exceed the 16 blocks of a cluster",
+        ),
         ("D=64", make(2, 128, kv_stages=7), "246784 bytes of shared memory exceed 232448"),
         ("D=64", make(1, 96, kv_stages=5, blocks_per_sm=2), "132096 bytes of shared memory exceed"),
         ("D=64", make(2, 80, blocks_per_sm=2), "92 accumulator registers + 28 exceed 104"),
@@ -136,7 +146,9 @@ def test_one_violation_at_a_time(text: str, config: Config, reason: str) -> None
         ("D=128,causal=1", make(2, 64, q_in_registers=True, ping_pong=True)),
         ("D=96,causal=1", make(2, 64, q_in_registers=True)),
         ("D=256", make(2, 80)),
-        ("D=64,causal=1", make(2, 64, persistent=True, splits=2)),
+        ("D=64,causal=1", make(2, 64, splits=2)),
+        ("D=64", make(2, 64, splits=16, combine="cluster")),
+        ("D=64", make(2, 32, splits=17)),
         ("D=64", make(2, 64, persistent=True, pdl=True)),
         ("H=8,HKV=2,D=64", make(2, 64, packed_heads=4)),
     ],
@@ -229,13 +241,15 @@ def test_one_launch_with_extents_strides_and_schedule(
     assert all(ref.offset_bytes == 0 for ref in launch.tensors)
     assert launch.integers[:6] == (3, 8, 2, 64, 256, 40)
     assert launch.integers[6:18] == tuple(s for group in strides for s in group)
-    assert launch.integers[18:] == (3, 1)
+    assert launch.integers[18:] == (3, 1, 0)
     assert launch.scalars == (0.125,)
     assert FAMILY.scratch_bytes(problem, config) == 0
+    clustered = make(2, 64, packed_heads=4, splits=3, combine="cluster")
+    assert FAMILY.launches(problem, clustered, 0.125)[0].integers[18:] == (3, 0, 1)
 
 
 def test_splits_and_pdl_share_a_kernel_and_nothing_else_does() -> None:
-    config = make(2, 64, packed_heads=2)
+    config = make(2, 64, packed_heads=2, splits=3)
     spec = FAMILY.kernels(GROUPED, config)["attention"]
     others: dict[str, Value] = {
         "warp_groups": 3,
@@ -251,11 +265,12 @@ def test_splits_and_pdl_share_a_kernel_and_nothing_else_does() -> None:
         "blocks_per_sm": 2,
         "splits": 2,
         "pdl": True,
+        "combine": "cluster",
     }
     assert set(others) == set(config.params) == set(FAMILY.domains)
     for name, value in others.items():
         other = Config(config.family, {**config.params, name: value})
-        is_shared = name in ("splits", "pdl")
+        is_shared = name in ("splits", "pdl", "combine")
         assert (FAMILY.kernels(GROUPED, other)["attention"] == spec) == is_shared, name
         assert (len(group_by_kernels(FAMILY, [config, other])) == 1) == is_shared, name
         launched = [FAMILY.launches(GROUPED, c, 1.0)[0].integers for c in (config, other)]

@@ -15,10 +15,11 @@ SUSTAINED_CLOCK = 1.755 / 1.98
 #: clock are of one multiprocessor.
 CONSTANTS: Mapping[str, float] = {
     # Launch, first loads and last stores, microseconds; what is left of it after another kernel
-    # that it may overlap; and the kernel that combines splits.
+    # that it may overlap; and what combines splits: a kernel, or the blocks of a cluster.
     "fixed_us": 3.0,
     "pdl": 0.95,
     "combine_us": 2.0,
+    "cluster_us": 1.0,
     # A score's part beside product and exponential: scaling, maximum, sum, conversion; and a
     # comparison more where the row's last tile is cut or the mask's edge passes.
     "score_clocks": 0.03,
@@ -87,7 +88,8 @@ def predict_us(
     own = constants["persistent_clocks" if config["persistent"] else "block_clocks"]
     clocks += constants["fill_steps"] * step + constants["block_clocks"] + (batches - 1) * own
     fixed_us = constants["fixed_us"] * (constants["pdl"] if config["pdl"] else 1)
-    fixed_us += constants["combine_us"] if splits > 1 else 0
+    if splits > 1:
+        fixed_us += constants["combine_us" if config["combine"] == "kernel" else "cluster_us"]
     memory_us = gpu.floor_us(0, problem.bytes) / constants["memory_efficiency"]
     return float(fixed_us + max(memory_us, clocks / (gpu.clock_max_mhz * SUSTAINED_CLOCK)))
 
