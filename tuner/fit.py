@@ -329,7 +329,8 @@ def _questions(samples: Sequence[Sample]) -> list[tuple[str, Any]]:
     for name in {name: None for known in facts for name in known}:
         # None where a feature is off: before all choices, and beyond every size.
         values = sorted({f.get(name) for f in facts}, key=lambda v: (str(type(v)), v))
-        if sizes := [value for value in values if _is_size(value)]:
+        sizes: list[Any] = [value for value in values if _is_size(value)]
+        if sizes:
             middles = [math.isqrt(a * b) for a, b in pairwise(sizes)]
             found += [(name, middle) for middle in middles]
             found += [(name, sizes[-1])] if None in values else []

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -189,7 +190,7 @@ def distance(first: Problem, second: Problem) -> float:
     """Doublings between two problems' extents, and one for every other difference."""
     a, b = first.to_json(), second.to_json()
 
-    def between(one: Any, other: Any) -> float:  # None: a feature that only one of them has
+    def between(one: Any, other: Any) -> float:  # None where only one of them has a feature
         if _is_number(one) and _is_number(other) and one and other:
             return abs(math.log2(one / other))
         return float(one != other)

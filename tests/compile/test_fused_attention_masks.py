@@ -71,7 +71,9 @@ struct FastDivmod {
   int divisor = 1;
   FastDivmod() = default;
   explicit FastDivmod(int divisor) : divisor(divisor) {}
-  void operator()(int& quotient, int& remainder, int x) const { quotient = x / divisor, remainder = x % divisor; }
+  void operator()(int& quotient, int& remainder, int x) const {
+    quotient = x / divisor, remainder = x % divisor;
+  }
 };
 }  // namespace cutlass
 // 64 rows of a warp group, as the accumulators of its threads hold them.

@@ -284,7 +284,7 @@ struct Softmax {
 };
 
 // With a soft cap: tanh(scale / softcap * score) of every score. From an exponential and a
-// reciprocal it is wrong by about 1e-7; tanh.approx is by 2^-11 of itself, which a cap of 50 makes
+// reciprocal it is wrong by 4e-7 at most; tanh.approx is by 2^-11 of itself, which a cap of 50 makes
 // 2 % of a probability.
 template <class Scores>
 CUTE_DEVICE void cap(Scores& scores, Params const& p) {

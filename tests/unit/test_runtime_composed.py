@@ -127,6 +127,19 @@ def test_gradients_are_those_of_the_definition() -> None:
             assert torch.allclose(one.grad, other.grad, atol=1e-5)
 
 
+def test_a_graph_holds_what_is_composed() -> None:
+    """One graph, without a break."""
+    attend = importlib.import_module("tuner.runtime.attention").attention
+
+    def model(*tensors: Any) -> Any:
+        one = attend(*tensors, window=(4, 1), softcap=1.5)
+        return one + attend(*tensors, window=(7, -1), is_causal=True)
+
+    tensors = inputs()
+    out = torch.compile(model, backend="eager", fullgraph=True)(*tensors)
+    assert torch.allclose(out, model(*tensors), atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

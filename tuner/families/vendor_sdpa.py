@@ -166,7 +166,7 @@ def _backend_call(problem: AttentionProblem, kernel: str, scale: float) -> Atten
 
 
 def flash2_window_call(problem: AttentionProblem, scale: float) -> Attend:
-    """FlashAttention-2 under a sliding window, which the operator in `BACKENDS` does not pass on."""
+    """FlashAttention-2 under a sliding window, which its operator in `BACKENDS` cannot be given."""
     import torch
 
     attend = torch.ops.aten._flash_attention_forward.default
