@@ -51,7 +51,8 @@ int main() {
         bool const is_empty = first > last;
         if (is_empty != (inside == 0) || (!is_empty && (!at_first || !at_last))) return 2;
         if (is_empty && (before || after)) return 3;
-        if (!is_empty && ((first > 0) != (before > 0) || (last + 1 < cols) != (after > 0))) return 4;
+        if (!is_empty && (first > 0) != (before > 0)) return 4;
+        if (!is_empty && (last + 1 < cols) != (after > 0)) return 5;
       }
     }
   }
