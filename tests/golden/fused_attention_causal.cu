@@ -20,6 +20,7 @@ constexpr int kTileN = 64, kD = 128, kPack = 4;
 constexpr int kGroups = 2, kStages = 2, kTileM = 64 * kGroups;
 constexpr int kScoreBuffers = 2, kBlocksPerSm = 1;
 constexpr bool kCausal = true;
+constexpr bool kWindowed = false;
 constexpr bool kQInRegisters = false;
 constexpr bool kPingPong = false;
 constexpr bool kPersistent = true;
@@ -89,8 +90,16 @@ struct Params {
   bool is_clustered;
   int m_blocks, tiles, section;
   cutlass::FastDivmod by_m_blocks, by_splits, by_heads;
-  float scale_log2;
+  float scale_log2;  // of the scores, or of what the soft cap makes of them
 };
+
+// Queries from..to see none but keys [first_key(from), end_key(to)).
+CUTE_DEVICE int first_key(Params const& p, int from) {
+  return 0;
+}
+CUTE_DEVICE int end_key(Params const& p, int to) {
+  return kCausal ? min(p.seqlen_kv, to + 1) : p.seqlen_kv;
+}
 
 // What a block works on: rows m_block * kTileM .. of one (packed) head, keys [first, last) in tiles.
 struct Tile {
@@ -116,9 +125,9 @@ struct Tile {
     }
     p.by_heads(t.batch, t.head, lane);
     int const last_row = ((t.m_block + 1) * kTileM - 1) / kPack;
-    int const keys = kCausal ? min(p.seqlen_kv, last_row + 1) : p.seqlen_kv;
-    t.last = (keys + kTileN - 1) / kTileN;
-    t.first = 0;
+    t.last = (end_key(p, last_row) + kTileN - 1) / kTileN;
+    // Beyond the last key lies nothing: where the window has passed it, there are no tiles.
+    t.first = kWindowed ? min(first_key(p, t.m_block * kTileM / kPack) / kTileN, t.last) : 0;
     if (!kPersistent && p.splits > 1) {
       int const share = (t.last + p.splits - 1) / p.splits;
       t.first = min(t.split * share, t.last);
@@ -302,18 +311,26 @@ struct Softmax {
   }
 };
 
+// With a soft cap: tanh(scale / softcap * score) of every score. From an exponential and a
+// reciprocal it is wrong by 4e-7 at most; tanh.approx is by 2^-11 of itself, which a cap of 50 makes
+// 2 % of a probability.
 template <class Scores>
-CUTE_DEVICE void mask(Scores& scores, int row0, int col0, int seqlen_kv) {
+CUTE_DEVICE void cap(Scores& scores, Params const& p) {
+}
+
+template <class Scores>
+CUTE_DEVICE void mask(Scores& scores, Params const& p, int row0, int col0) {
   int const lane = threadIdx.x % 32;
   CUTE_UNROLL
   for (int r = 0; r < 2; ++r) {
-    int const limit = kCausal ? min(seqlen_kv, (row0 + 8 * r) / kPack + 1) : seqlen_kv;
+    int const row = (row0 + 8 * r) / kPack, begin = first_key(p, row), limit = end_key(p, row);
     int const first = col0 + 2 * (lane % 4);
     CUTE_UNROLL
     for (int j = 0; j < kTileN / 8; ++j) {
       CUTE_UNROLL
       for (int c = 0; c < 2; ++c) {
-        if (first + 8 * j + c >= limit) scores(make_coord(c, r, j), 0, 0) = -INFINITY;
+        int const key = first + 8 * j + c;
+        if (key >= limit || (kWindowed && key < begin)) scores(make_coord(c, r, j), 0, 0) = -INFINITY;
       }
     }
   }
@@ -434,8 +451,9 @@ struct Consumer {
       }
       warpgroup_commit_batch();
     };
-    // Blocks of keys below this one are seen whole by every row of the group.
-    int const unmasked = (kCausal ? min(p.seqlen_kv, group_row / kPack + 1) : p.seqlen_kv) / kTileN;
+    // Blocks of keys from `opened` on and below `unmasked` are seen whole by every row of the group.
+    int const unmasked = end_key(p, group_row / kPack) / kTileN;
+    int const opened = (first_key(p, (group_row + 63) / kPack) + kTileN - 1) / kTileN;
     auto values_read = [&] {
       warpgroup_fence_operand(tOrO);
       release(&s.v_empty[v.stage]);
@@ -471,7 +489,8 @@ struct Consumer {
 
     constexpr int kOctets = kTileN / 8;
     auto first_step = [&](auto& scores, int n) {
-      if (n >= unmasked) mask(scores, row0, n * kTileN, p.seqlen_kv);
+      cap(scores, p);
+      if (n >= unmasked || (kWindowed && n < opened)) mask(scores, p, row0, n * kTileN);
       softmax.template maxima<true>(scores, p.scale_log2);
       softmax.template exponentials<0, kOctets>(scores, p.scale_log2);
       to_p(scores);
@@ -504,7 +523,8 @@ struct Consumer {
           turn_pass(group);
           warpgroup_wait<1>();
           warpgroup_fence_operand(tSrS);
-          if constexpr (decltype(is_masked)::value) mask(tSrS, row0, n * kTileN, p.seqlen_kv);
+          cap(tSrS, p);
+          if constexpr (decltype(is_masked)::value) mask(tSrS, p, row0, n * kTileN);
           // The maxima and kEarly of the exponentials run under the GEMM that is in flight; the
           // rest is mixed with the conversions.
           bool const grew = softmax.template maxima<false>(tSrS, p.scale_log2);
@@ -524,10 +544,15 @@ struct Consumer {
         warpgroup_fence_operand(tSrS);
         release_keys();
         first_step(tSrS, n);
-        if constexpr (kCausal) {
+        if constexpr (kCausal || kWindowed) {
           while (n > max(first, unmasked)) step(true_type{});
         }
-        while (n > first) step(false_type{});
+        if constexpr (kWindowed) {
+          while (n > max(first, opened)) step(false_type{});
+          while (n > first) step(true_type{});
+        } else {
+          while (n > first) step(false_type{});
+        }
       } else {
         // Q K^T of the block after next is issued before this block's softmax. At the end there is
         // none: the last block's is computed once more and dropped, which keeps what is in flight
@@ -554,7 +579,8 @@ struct Consumer {
           warpgroup_wait<2>();
           warpgroup_fence_operand(scores);
           release_stage(stage);
-          if (n >= unmasked) mask(scores, row0, n * kTileN, p.seqlen_kv);
+          cap(scores, p);
+          if (n >= unmasked || (kWindowed && n < opened)) mask(scores, p, row0, n * kTileN);
           bool const grew = softmax.template maxima<false>(scores, p.scale_log2);
           softmax.template exponentials<0, kOctets>(scores, p.scale_log2);
           warpgroup_wait<1>();
@@ -867,7 +893,7 @@ inline int64_t partial_rows(int64_t const* n) { return n[18] > 1 && !n[20] ? n[1
 struct Call {
   void const* tensors[5];
   int64_t n[21];
-  double scale;
+  double scalars[1];
   void* workspace;
 
   bool operator==(Call const& other) const { return std::memcmp(this, &other, sizeof(Call)) == 0; }
@@ -904,7 +930,7 @@ inline Params params_of(Call const& call) {
   p.by_m_blocks = cutlass::FastDivmod(p.m_blocks);
   p.by_splits = cutlass::FastDivmod(p.splits);
   p.by_heads = cutlass::FastDivmod(heads);
-  p.scale_log2 = float(call.scale) * kLog2E;
+  p.scale_log2 = float(call.scalars[0]) * kLog2E;
   return p;
 }
 
@@ -921,9 +947,10 @@ inline Params const& parameters(Call const& call) {
 inline int launch(void* const* tensors, int64_t const* n, double const* scalars, void* workspace, cudaStream_t stream) {
   if (kPersistent && n[18] != 1) return cudaErrorInvalidValue;
   Call call;
-  std::copy_n(tensors, 5, call.tensors);
-  std::copy_n(n, 21, call.n);
-  call.scale = scalars[0], call.workspace = workspace;
+  std::copy_n(tensors, std::size(call.tensors), call.tensors);
+  std::copy_n(n, std::size(call.n), call.n);
+  std::copy_n(scalars, std::size(call.scalars), call.scalars);
+  call.workspace = workspace;
   Params const& p = parameters(call);
   int multiprocessors;
   if (int e = prepare(multiprocessors)) return e;

@@ -123,6 +123,12 @@ PACKED = "packed_heads is for several query heads to a KV head, only"
         ("D=64", make(3, 160), "152 accumulator registers + 28 exceed 160"),
         ("D=128", make(2, 128, score_buffers=2), "224 accumulator registers + 28 exceed 240"),
         ("D=256", make(2, 80, q_in_registers=True), "252 accumulator registers + 28 exceed 240"),
+        ("D=64,window=64", make(2, 64, splits=2), "splits=2 is not for a sliding window"),
+        (
+            "D=64,window=64",
+            make(2, 128, score_buffers=2),
+            "192 accumulator registers + 52 exceed 240",
+        ),
         ("D=64", make(4, 64), "warp_groups=4 at blocks_per_sm=1 has no register budget"),
         ("D=64", make(1, 64, blocks_per_sm=3), "warp_groups=1 at blocks_per_sm=3 has no register"),
     ],
@@ -151,6 +157,9 @@ def test_one_violation_at_a_time(text: str, config: Config, reason: str) -> None
         ("D=64", make(2, 32, splits=17)),
         ("D=64", make(2, 64, persistent=True, pdl=True)),
         ("H=8,HKV=2,D=64", make(2, 64, packed_heads=4)),
+        ("D=64,window=64", make(2, 112, score_buffers=2)),
+        ("D=64,causal=1,window=64,softcap=30", make(2, 128, persistent=True)),
+        ("D=128,softcap=30", make(2, 128, q_in_registers=True, splits=2)),
     ],
 )
 def test_legal_near_the_limits(text: str, config: Config) -> None:
@@ -379,6 +388,44 @@ def test_space_uses_every_lever_where_it_pays() -> None:
     assert values(decoding, "warp_groups") == {1}
     assert values(decoding, "packed_heads") == {1, 4}
     assert values(decoding, "splits") >= {1, 8, 32}
+
+
+def test_windows_and_soft_caps_are_compiled_in_and_their_sizes_are_not() -> None:
+    config = make(2, 64)
+    texts = ("", ",window=64", ",window=65", ",softcap=30", ",softcap=50", ",left=9,softcap=5")
+    problems = [AttentionProblem.parse(f"S=1024,D=64{text}") for text in texts]
+    specs = [FAMILY.kernels(problem, config)["attention"] for problem in problems]
+    assert [(s.variables["is_windowed"], s.variables["has_softcap"]) for s in specs] == [
+        (False, False), (True, False), (True, False), (False, True), (False, True), (True, True),
+    ]  # fmt: skip
+    assert specs[1] == specs[2] and specs[3] == specs[4]
+    launches = [FAMILY.launches(problem, config, 0.125)[0] for problem in problems]
+    plain = launches[0]
+    assert [launch.integers[len(plain.integers) :] for launch in launches] == [
+        (), (64, 64), (65, 65), (), (), (9, 1024),
+    ]  # fmt: skip
+    assert all(x.integers[: len(plain.integers)] == plain.integers for x in launches)
+    assert [launch.scalars[1:] for launch in launches] == [(), (), (), (30.0,), (50.0,), (5.0,)]
+    causal = AttentionProblem.parse("S=1024,D=64,causal=1,window=64")
+    assert FAMILY.launches(causal, config, 0.125)[0].integers[-2:] == (64, 0)
+
+
+def test_a_window_is_estimated_by_the_keys_that_it_shows() -> None:
+    config = make(2, 128, ping_pong=True, persistent=True)
+    times = [
+        FAMILY.predict_us(AttentionProblem.parse(f"S=16384,D=64{text}"), config, DEFAULT_GPU)
+        for text in (
+            ",causal=1,window=256",
+            ",causal=1,window=4096",
+            ",causal=1",
+            "",
+            ",softcap=30",
+        )
+    ]
+    assert times == sorted(times)
+    assert times[0] < times[2] / 8
+    unseen = AttentionProblem.parse("SQ=16384,SKV=128,D=64,causal=1,window=64")
+    assert 0 < FAMILY.predict_us(unseen, config, DEFAULT_GPU) < times[0]
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,9 @@ ALWAYS = (
 #: Registers a consumer thread needs beside its accumulators: addresses, row statistics, loop
 #: state. Found by compiling: above it ptxas spills.
 OVERHEAD_REGISTERS = 28
+#: Further ones beside two score buffers under a sliding window, whose mask has two edges; with
+#: tile_n=128 at D=64, 192 accumulators, ptxas spills 28 bytes.
+WINDOW_REGISTERS = 24
 #: Query heads that share a tile's rows at most.
 MOST_PACKED = 32
 #: (warp groups, blocks an SM) worth trying.
@@ -124,6 +127,8 @@ class FusedAttention(Family):
         if problem.is_causal and config["persistent"] and config["pdl"]:
             found.append("pdl is not for persistent causal: clearing its counter comes before it")
         found += self._packing(problem, config)
+        if problem.is_windowed and splits > 1:
+            found.append(f"splits={splits} is not for a sliding window, whose tiles have few keys")
         steps = -(-problem.seqlen_kv // tile_n)
         if not 1 <= splits <= steps:
             found.append(f"splits={splits} is not between 1 and the {steps} tiles of keys")
@@ -149,10 +154,10 @@ class FusedAttention(Family):
             )
             return found
         consumer = REGISTERS[groups, blocks][1]
-        if accumulators + OVERHEAD_REGISTERS > consumer:
-            found.append(
-                f"{accumulators} accumulator registers + {OVERHEAD_REGISTERS} exceed {consumer}"
-            )
+        overhead = OVERHEAD_REGISTERS
+        overhead += WINDOW_REGISTERS if problem.is_windowed and buffers > 1 else 0
+        if accumulators + overhead > consumer:
+            found.append(f"{accumulators} accumulator registers + {overhead} exceed {consumer}")
         return found
 
     @staticmethod
@@ -257,6 +262,8 @@ class FusedAttention(Family):
                     "dtype": attention.dtype,
                     "head_dim": instance(attention.head_dim),
                     "is_causal": attention.is_causal,
+                    "is_windowed": attention.is_windowed,
+                    "has_softcap": attention.softcap > 0,
                     "producer_registers": producer,
                     "consumer_registers": consumer,
                 },
@@ -277,7 +284,10 @@ class FusedAttention(Family):
         tensors = (*(Ref(operand.name) for operand in problem.operands), Ref(LSE))
         clustered = config.get("combine", "kernel") == "cluster"
         schedule = (config["splits"], int(config["pdl"]), int(clustered))
-        return [Launch("attention", tensors, (*extents, *strides, *schedule), (scale,))]
+        window = attention.visible if attention.is_windowed else ()
+        cap = (attention.softcap,) if attention.softcap else ()
+        integers = (*extents, *strides, *schedule, *window)
+        return [Launch("attention", tensors, integers, (scale, *cap))]
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
         attention = _attention(problem)
@@ -293,6 +303,8 @@ def _packings(problem: AttentionProblem) -> tuple[int, ...]:
 
 def _splits(problem: AttentionProblem, tiles: int, gpu: Gpu) -> tuple[tuple[int, str | None], ...]:
     """One, and the powers of two by which `tiles` fill an idle chip up to twice; how combined."""
+    if problem.is_windowed:
+        return ((1, None),)
     most = min(2 * gpu.sm_count // tiles, problem.seqlen_kv // LEAST_SPLIT_KEYS)
     several = [2**i for i in range(1, max(1, most).bit_length())]
     clustered = [(splits, "cluster") for splits in several if splits <= MOST_CLUSTERED]

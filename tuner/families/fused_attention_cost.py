@@ -106,8 +106,10 @@ def _step_clocks(
     scores = 64 * tile_n
     product = scores * 4 * head_tile / TENSOR_FLOPS_PER_CLOCK_SM
     each = 1 / EXP_PER_CLOCK_SM + constants["score_clocks"]
-    if problem.is_causal or problem.seqlen_kv % tile_n:
+    if problem.is_causal or problem.is_windowed or problem.seqlen_kv % tile_n:
         each += constants["edge_clocks"]
+    if problem.softcap:  # an exponential and a reciprocal more
+        each += 2 / EXP_PER_CLOCK_SM
     lazy = "lazy_rescale_clocks" if config["lazy_rescale"] else "rescale_clocks"
     softmax = scores * each + 64 * head_tile * constants[lazy]
     shorter, longer = sorted((product, softmax))
@@ -131,7 +133,7 @@ def _sample(tiles: int) -> range:
 
 def _visits(problem: AttentionProblem, config: Config, rows: int, tile: int) -> int:
     """K/V tiles of one split of one block, which covers `rows` queries of each of its heads."""
-    columns = problem.seqlen_kv
-    if problem.is_causal:
-        columns = min(columns, (tile + 1) * rows, problem.seqlen_q)
-    return ceil(columns / int(config["tile_n"] * config["splits"]))
+    keys, tile_n = problem.keys_of(tile * rows, (tile + 1) * rows - 1), int(config["tile_n"])
+    if not keys:  # a window that has passed the last one
+        return 0
+    return ceil((ceil(keys.stop / tile_n) - keys.start // tile_n) / int(config["splits"]))
