@@ -256,7 +256,7 @@ def _best(samples: Sequence[Sample]) -> tuple[list[Config], float]:
     which is legal where no own one is; and the regret of the first.
     """
     scores: dict[Config, float] = {}
-    for config in {c for sample in samples for c in sample.times if _serves(c)}:
+    for config in {c for sample in samples for c in sample.times if answers_everywhere(c)}:
         found = [sample.regret(config) for sample in samples]
         scores[config] = sum(UNMEASURED if r is None else r for r in found) / len(found)
     ranked = sorted(scores, key=lambda config: (scores[config], config.digest))
@@ -265,8 +265,10 @@ def _best(samples: Sequence[Sample]) -> tuple[list[Config], float]:
     return list(kept), scores[ranked[0]]
 
 
-def _serves(config: Config) -> bool:
-    """A vendor's kernel from a package of its own is not everywhere."""
+def answers_everywhere(config: Config) -> bool:
+    """Whether a config can be an answer: a vendor's kernel from a package of its own is not
+    everywhere.
+    """
     return not is_vendor(config) or nearest.is_pytorchs(config)
 
 

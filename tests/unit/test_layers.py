@@ -35,7 +35,7 @@ LAYERS: tuple[set[str], ...] = (
     {"gate", "benchmark", "worker", "worker_client"},
     {"evaluate"},
     {"runners"},
-    {"surrogate", "optuna_sampler", "transfer", "search", "fit", "shapes"},
+    {"surrogate", "optuna_sampler", "transfer", "search", "fit", "plan", "shapes"},
     {"ranking", "outcome", "watch", "sweep", "job", "controller", "revalidate", "bundle"},
     {"bench", "cli", "report", "service", "__main__"},
 )

@@ -22,6 +22,7 @@ COMMANDS = (
     "compare",
     "shapes",
     "fit",
+    "plan",
     "entries",
     "build",
     "revalidate",
