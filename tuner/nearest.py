@@ -97,6 +97,19 @@ def distance(one: Problem, other: Problem) -> float:
     return sum(abs(a - b) for a, b in zip(here, there, strict=True))
 
 
+def doublings(one: Problem, other: Problem) -> float:
+    """Doublings between two problems' sizes, and one for every other difference: finite between
+    the classes of an operation too.
+    """
+    here, there = one.to_json(), other.to_json()
+    return sum(
+        abs(math.log2(here[name] / there[name]))
+        if isinstance(here[name], int) and not isinstance(here[name], bool)
+        else float(here[name] != there[name])
+        for name in here
+    )
+
+
 @lru_cache(1 << 16)
 def _place(problem: Problem) -> tuple[tuple[Any, ...], tuple[float, ...]]:
     """A problem's class and its place there, in octaves along each axis."""

@@ -30,6 +30,7 @@ LAYERS: tuple[set[str], ...] = (
         "ptxas",
         "recording",
         "render",
+        "rule",
         "toolchain",
     },
     {"gate", "benchmark", "worker", "worker_client"},

@@ -8,8 +8,9 @@ from itertools import product
 import numpy as np
 import pytest
 
+from tuner.nearest import doublings
 from tuner.problem import GemmProblem
-from tuner.surrogate import Past, Surrogate, distance
+from tuner.surrogate import Past, Surrogate
 
 PROBLEM = GemmProblem(1024, 1024, 1024)
 FEATURES = {
@@ -65,7 +66,7 @@ def test_near_problems_teach_more_than_far_ones() -> None:
         return believe([Past(by, [FEATURES["64 a 2"]], [0.5])]).mean("64 a 2")
 
     near, far = GemmProblem(2048, 1024, 1024), GemmProblem(64, 65536, 64)
-    assert distance(PROBLEM, near) == 1
+    assert doublings(PROBLEM, near) == 1
     assert math.log(10) < taught(far) < taught(near) < math.log(10) + 0.5
 
 

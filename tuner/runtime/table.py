@@ -256,7 +256,7 @@ class Table:
             answer = lookup(problem, gpu=devices.gpu_of(device))
         except StoreError as exc:
             return self._blame(exc)
-        if answer is None:
+        if answer is None or answer.kind == "rule":  # nobody has checked what a rule names
             until = time.monotonic() + MISS_EVERY_S
             return _Known(until, problem, f"no measured winner: {problem.label()}")
         with devices.use(device):
