@@ -19,6 +19,7 @@ COMMANDS = (
     "record",
     "report",
     "explain",
+    "profile",
     "compare",
     "shapes",
     "fit",

@@ -8,7 +8,7 @@ from typing import Any
 
 from tuner.config import Config
 from tuner.lookup import Answer, Entry
-from tuner.measurement import Measurement
+from tuner.measurement import Environment, Measurement
 from tuner.rule import Choice
 from tuner.store.entry import is_vendor, vendor_name
 
@@ -135,7 +135,7 @@ def answer_text(answer: Answer, source: str) -> str:
     decided = f", {entry.decided_at}" if entry.decided_at else ""
     rows += [
         ("provenance", [where_from(entry) + decided]),
-        ("environment", wrapped(facts_text(winner), width)),
+        ("environment", wrapped(facts_text(winner.environment), width)),
         ("from", [entry.origin if entry.origin == "shipped" else source]),
         *(("note", wrapped(note, width)) for note in answer.notes),
     ]
@@ -157,9 +157,9 @@ def _time(measurement: Measurement) -> str:
     return text + (f", {', '.join(measurement.flags)}" if measurement.flags else "")
 
 
-def facts_text(measurement: Measurement) -> str:
+def facts_text(environment: Environment) -> str:
     """The environment's facts on one line."""
-    facts = sorted(measurement.environment.facts.items())
+    facts = sorted(environment.facts.items())
     return ", ".join(f"{name} {value}" for name, value in facts) or "not recorded"
 
 

@@ -351,7 +351,7 @@ def _all(subject: Subject) -> Section:
         for m in measured[:MOST_ROWS]
     ]
     words = [
-        f"Environment: {facts_text(subject.ranking[0])}.",
+        f"Environment: {facts_text(subject.environment)}.",
         "The page holds all of it, stages included, as JSON in its element with the id data.",
     ]
     if len(measured) > MOST_ROWS:
