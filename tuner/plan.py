@@ -157,19 +157,17 @@ def _times(
     if predict:
         past = [m for other, ms in measured.items() if other != problem for m in ms]
         for family in families_of(problem.op).values():
-            found |= _predicted(family, problem, gpu, past, quick)
+            found |= _predicted(family, problem, gpu, past, sample)
     for config, us in sample.times.items():
         family_of = known.get(config.family)
         if family_of and answers_everywhere(config) and family_of.accepts(problem, config, gpu):
             found[config] = Time(us, Provenance.MEASURED)
     for config in sample.failed:
         found.pop(config, None)
-    times = Times(problem, found)
-    others = [(us, c) for c, us in sample.times.items() if is_vendor(c) and c not in found]
-    us, config = min(others, key=lambda item: item[0], default=(math.inf, None))
-    if config is not None and us < times.best_us:
-        times = Times(problem, found, (vendor_name(config), us))
-    return times
+    known_best = Times(problem, found).best_us
+    peers = [(us, vendor_name(c)) for c, us in sample.times.items() if is_vendor(c)]
+    us, name = min(peers, default=(math.inf, ""))
+    return Times(problem, found, (name, us) if us < known_best else None)
 
 
 def _predicted(
@@ -177,9 +175,9 @@ def _predicted(
     problem: Problem,
     gpu: Gpu,
     past: Sequence[Measurement],
-    quick: Sequence[Measurement],
+    sample: Sample,
 ) -> dict[Config, Time]:
-    """A family's space as the search believes it, given what it was told; nothing of a vendor's
+    """A family's space as the search believes it, given what was measured; nothing of a vendor's
     kernels, which have no estimate, nor of composite ones, whose stages are tuned first.
     """
     if family.is_vendor or family.supports(problem, gpu) or family.stages(problem):
@@ -192,16 +190,18 @@ def _predicted(
     search = FamilySearch(
         family, problem, gpu, space, seeds=0, sampler="model", seed=0, history=own
     )
-    search.tell(quick)
     if search.surrogate is None:
         return {}
+    for key, group in search.groups.items():
+        if us := [sample.times[config] for config in group if config in sample.times]:
+            search.surrogate.observe(key, math.log(min(us)))
     found = {}
     for key, group in search.groups.items():
         # The belief is about a group's best variant; the others stand to it as the model says.
         factor = math.exp(search.surrogate.mean(key)) / family.predict_us(problem, group[0], gpu)
         for config in group:
-            us = factor * family.predict_us(problem, config, gpu)
-            found[config] = Time(us, Provenance.PREDICTED)
+            estimate = factor * family.predict_us(problem, config, gpu)
+            found[config] = Time(estimate, Provenance.PREDICTED)
     return found
 
 

@@ -218,3 +218,10 @@ def test_a_plan_is_for_one_operation(tmp_path: Path, capsys: pytest.CaptureFixtu
     file.write_text(json.dumps(["op=gemm,M=512,N=512,K=512", "S=512,D=64"]))
     assert main(["plan", "--problems", str(file)]) == 2
     assert "a plan is for one operation" in capsys.readouterr().err
+
+
+def test_the_command_says_what_is_only_predicted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--shape", "S=1024,2048,D=64"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "loss predicted, not measured" in out or "losses predicted, not measured" in out
+    assert "tuner plan --measured" in out

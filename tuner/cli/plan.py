@@ -17,6 +17,11 @@ loss of the best known one there: by greedy set cover over measured times, and, 
 configuration was not measured, over what the search would expect (marked predicted). Ranges double:
 S=128:131072; lists are S=512,1024."""
 
+_TUNE = (
+    "an estimate can be off by more than the loss that it promises; `tuner sweep` measures, and "
+    "`tuner plan --measured` counts on nothing else"
+)
+
 
 def register(subparsers: Any) -> None:
     """Add the command."""
@@ -113,6 +118,8 @@ def plan_text(head: str, made: Plan) -> str:
     ]
     if shapes:
         lines += ["", table(rows, right=frozenset({2, 3}))]
+    if predicted := shapes - sum(choice.measured for choice in choices):
+        lines += ["", *wrapped(f"{_count(predicted, 'loss')} predicted, not measured: {_TUNE}")]
     lines += [f"nothing is known of {problem.label()}" for problem in made.unserved]
     return "\n".join(lines)
 
@@ -131,4 +138,4 @@ def _elsewhere(served: Served) -> str:
 
 
 def _count(number: int, name: str) -> str:
-    return f"{number} {name}" + ("" if number == 1 else "s")
+    return f"{number} {name}" + ("" if number == 1 else "es" if name.endswith("s") else "s")

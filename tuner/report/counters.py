@@ -44,7 +44,7 @@ def stalls(kernel: KernelCounters) -> Spec:
         }
         for counter, value in shown
     ]
-    top = 1.25 * max(value["warps"] for value in values)
+    top = 1.25 * max(value.value for _, value in shown)
     return _bars(
         values,
         "unit",
