@@ -101,7 +101,7 @@ def profile(
         asked = [counter.metric for counter in COUNTERS]
         ended = _run([*command(ncu, table, regime, asked), str(request)], folder, timeout_s)
         said = _said(table, ended)
-        if refused := [metric for metric in asked if metric in said] if ended.returncode else []:
+        if refused := _refused(asked, said) if ended.returncode else []:
             # Another version of ncu, or another chip: what it does not know is left out.
             asked = [metric for metric in asked if metric not in refused]
             ended = _run([*command(ncu, table, regime, asked), str(request)], folder, timeout_s)
@@ -139,6 +139,12 @@ def _run(arguments: Sequence[str], folder: Path, timeout_s: float) -> Finished:
         return ProcessPool(timeout_s).run(arguments, folder)
     except CompileError as exc:  # it knows compilers only
         raise BenchmarkError(str(exc), status=Status.UNAVAILABLE) from exc
+
+
+def _refused(metrics: Sequence[str], said: str) -> list[str]:
+    """Metrics that the profiler's own errors name."""
+    errors = "\n".join(line for line in said.splitlines() if line.startswith("==ERROR=="))
+    return [metric for metric in metrics if metric in errors]
 
 
 def _said(table: Path, ended: Finished) -> str:

@@ -100,6 +100,16 @@ class TestStanding:
         assert "standing" not in names
 
 
+def test_too_few_lengths_are_said_with_what_adds_some(subject: Subject) -> None:
+    two = replace(subject, known=subject.known[:2])
+    (section,) = (s for s in page.sections(two) if s.name == "scaling")
+    assert "it takes 3 tuned problems" in section.words[0]
+    assert "(tuned: 1024, 2048)" in section.words[0]
+    assert not section.figures
+    (section,) = (s for s in page.sections(subject) if s.name == "scaling")
+    assert [figure.name for figure in section.figures] == ["scaling", "memory-scaling"]
+
+
 class TestCounters:
     def test_nothing_is_said_where_nothing_was_counted(self, subject: Subject) -> None:
         account = explain(subject)

@@ -172,6 +172,14 @@ class TestRunning:
         )
         assert profiled_by(ncu).kernels == counted().kernels
 
+    def test_a_call_that_fails_is_not_taken_for_an_unknown_counter(self, tmp_path: Path) -> None:
+        """The table's heading names every counter; only the profiler's errors refuse one."""
+        runs = tmp_path / "runs"
+        body = f'echo run >> {runs}; cp {shlex.quote(str(ASSET))} $table; echo "boom"; exit 3'
+        with pytest.raises(BenchmarkError, match="failed with code 3"):
+            profiled_by(fake(tmp_path, body))
+        assert runs.read_text() == "run\n"
+
     @pytest.mark.parametrize(
         ("body", "status", "message"),
         [

@@ -388,6 +388,11 @@ def scaling(subject: Subject) -> list[Length]:
     return found if len({length.seqlen for length in found}) >= LEAST_LENGTHS else []
 
 
+def lengths_known(subject: Subject) -> list[int]:
+    """Sequence lengths at which problems that differ in nothing else are tuned; this one's too."""
+    return sorted({_length(e.problem) for e in subject.known if _is_sibling(subject, e)})
+
+
 def _length(problem: Problem) -> int:
     return problem.seqlen_kv if isinstance(problem, AttentionProblem) else 0
 

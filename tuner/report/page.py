@@ -14,6 +14,7 @@ import tuner
 from tuner.cli.describe import config_text, facts_text, microseconds, short_name
 from tuner.errors import ConfigError
 from tuner.measurement import Measurement
+from tuner.problem import AttentionProblem
 from tuner.profile import COUNTERS, STALLS
 from tuner.report import analysis, charts, counters
 from tuner.report.explain import Explanation, explain, size
@@ -359,6 +360,14 @@ def _space(subject: Subject) -> Iterable[Section]:
 def _scaling(subject: Subject) -> Iterable[Section]:
     lengths = analysis.scaling(subject)
     if not lengths:
+        if isinstance(subject.problem, AttentionProblem):
+            known = ", ".join(map(str, analysis.lengths_known(subject))) or "none"
+            text = (
+                f"Not drawn: it takes {analysis.LEAST_LENGTHS} tuned problems that differ in their "
+                f"sequence length only (tuned: {known}). `tuner sweep` of other lengths, the rest "
+                "as here, adds them, with memory over length and where one kernel overtakes another."
+            )
+            yield Section("scaling", "Sequence length", [text])
         return
     crossings = analysis.crossings(lengths)
     words = [
