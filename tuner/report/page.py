@@ -365,7 +365,7 @@ def _scaling(subject: Subject) -> Iterable[Section]:
             text = (
                 f"Not drawn: it takes {analysis.LEAST_LENGTHS} tuned problems that differ in their "
                 f"sequence length only (tuned: {known}). `tuner sweep` of other lengths, the rest "
-                "as here, adds them, with memory over length and where one kernel overtakes another."
+                "as here, adds them, with memory and with where one kernel overtakes another."
             )
             yield Section("scaling", "Sequence length", [text])
         return
