@@ -130,6 +130,12 @@ class Rule:
         judged = self.regret.answered
         if judged < LEAST_JUDGED:
             found.append(f"judged on {judged} problems only: too few to rely on its regret")
+        facts = problem.to_json()
+        for name, value in facts.items():
+            seen = {known.get(name) for known in self.problems}
+            is_known_size = is_size(value) and any(is_size(other) for other in seen)
+            if value not in seen and not is_known_size:
+                found.append(f"no problem that it was made from has {name}={value}")
         home = min(self._known, key=lambda known: (nearest.doublings(problem, known), known.key))
         away = nearest.doublings(problem, home)
         if away > self.regret.farthest:
@@ -264,9 +270,13 @@ def _find_in_tree(body: Any, problem: Problem) -> tuple[list[Config], str]:
 
 
 def holds(problem: Problem, name: str, limit: Any) -> bool:
-    """Whether a tree's question is answered with yes: at most a size, or equal to a choice."""
-    value = problem.to_json()[name]
-    return bool(value <= limit) if is_size(limit) else bool(value == limit)
+    """Whether a tree's question is answered with yes: at most a size, or equal to a choice. A
+    feature that is off has no size.
+    """
+    value = problem.to_json().get(name)
+    if is_size(limit):
+        return value is not None and bool(value <= limit)
+    return bool(value == limit)
 
 
 def is_size(value: Any) -> bool:

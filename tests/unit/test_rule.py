@@ -93,6 +93,17 @@ def test_what_the_regret_does_not_reach_is_said(ships: Rule) -> None:
     assert doublings(near, far) == 8
 
 
+def test_a_feature_that_was_never_measured_is_said(ships: Rule) -> None:
+    plain = {d for d in ships.answer(UNTUNED).doubts}  # type: ignore[union-attr]
+    for extra, wanted in (
+        (",dtype=bf16", "has dtype=bfloat16"),
+        (",causal=1,window=256", "has window_left=256"),
+    ):
+        asked = AttentionProblem.parse(f"S=1999,D=64{extra}")
+        doubts = {d for d in ships.answer(asked).doubts}  # type: ignore[union-attr]
+        assert any(d.endswith(wanted) for d in doubts - plain), doubts
+
+
 def test_the_command_says_it(ships: Rule, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["lookup", "--shape", "S=1999,D=64", "--gpu", "H200"]) == 0
     out = capsys.readouterr().out

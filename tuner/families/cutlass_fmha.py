@@ -87,6 +87,8 @@ class CutlassFmha(Family):
     def supports(self, problem: Problem, gpu: Gpu) -> str:
         if not isinstance(problem, AttentionProblem):
             return f"{self.name} serves {self.op}, not {problem.op}"
+        if problem.extras:
+            return f"{self.name} has no {problem.extras}"
         # Strides are 32-bit in the collectives (cute::tuple<int, _1, tuple<int, int>>), and so is
         # the offset into the log-sum-exp.
         if any(stride > MAX_EXTENT for o in problem.operands for stride in o.strides):

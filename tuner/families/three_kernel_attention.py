@@ -72,6 +72,8 @@ class ThreeKernelAttention(Family):
     def supports(self, problem: Problem, gpu: Gpu) -> str:
         if not isinstance(problem, AttentionProblem):
             return super().supports(problem, gpu)
+        if problem.extras:
+            return f"{self.name} has no {problem.extras}"
         elements = TMA_ALIGNMENT_BYTES // DTYPE_BYTES[problem.dtype]
         if problem.seqlen_kv % elements:
             return (
