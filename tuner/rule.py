@@ -136,8 +136,9 @@ class Rule:
             is_known_size = is_size(value) and any(is_size(other) for other in seen)
             if value not in seen and not is_known_size:
                 found.append(f"no problem that it was made from has {name}={value}")
-        home = min(self._known, key=lambda known: (nearest.doublings(problem, known), known.key))
-        away = nearest.doublings(problem, home)
+        distances = [nearest.doublings(problem, known) for known in self._known]
+        away = min(distances)
+        home = self._known[distances.index(away)]
         if away > self.regret.farthest:
             found.append(
                 f"{away:.1f} doublings from the nearest measured problem, {home.label()}; the "
