@@ -99,6 +99,25 @@ def distance(one: Problem, other: Problem) -> float:
     return sum(abs(a - b) for a, b in zip(here, there, strict=True))
 
 
+def doublings(one: Problem, other: Problem) -> float:
+    """Doublings between two problems' sizes, and one for every other difference: finite between
+    the classes of an operation too.
+    """
+    here, there = _facts(one), _facts(other)
+
+    def between(a: Any, b: Any) -> float:  # None where only one of them has a feature
+        if type(a) is int and type(b) is int and a and b:
+            return abs(math.log2(a / b))
+        return float(a != b)
+
+    return sum(between(here.get(name), there.get(name)) for name in {**here, **there})
+
+
+@lru_cache(1 << 12)
+def _facts(problem: Problem) -> Mapping[str, Any]:
+    return problem.to_json()
+
+
 @lru_cache(1 << 16)
 def _place(problem: Problem) -> tuple[tuple[Any, ...], tuple[float, ...]]:
     """A problem's class and its place there, in octaves along each axis."""

@@ -162,3 +162,12 @@ def test_the_runtime_s_dispatcher_is_built_too(
     monkeypatch.setattr(dispatcher, "build", refuses)
     assert run(*ONLY) == 0, "calls go through Python then"
     assert "dispatcher: not built, no C++ compiler" in capsys.readouterr().err
+
+
+def test_what_the_rule_chooses_is_built_where_nothing_is_measured(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run("--shape", "S=1999,D=64", "--gpu", "H200") == 0
+    captured = capsys.readouterr()
+    assert "nothing is measured there: by a rule (" in captured.err
+    assert "fused_attention: 1 compiled" in captured.out or "1 there already" in captured.out

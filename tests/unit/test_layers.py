@@ -27,15 +27,18 @@ LAYERS: tuple[set[str], ...] = (
         "mirror",
         "nearest",
         "processes",
+        "profile",
         "ptxas",
+        "ranges",
         "recording",
         "render",
+        "rule",
         "toolchain",
     },
-    {"gate", "benchmark", "worker", "worker_client"},
+    {"gate", "benchmark", "worker", "worker_client", "profiled", "profiler"},
     {"evaluate"},
     {"runners"},
-    {"surrogate", "optuna_sampler", "transfer", "search", "fit", "shapes"},
+    {"surrogate", "optuna_sampler", "transfer", "search", "fit", "plan", "shapes"},
     {"ranking", "outcome", "watch", "sweep", "job", "controller", "revalidate", "bundle"},
     {"bench", "cli", "report", "service", "__main__"},
 )
@@ -50,6 +53,7 @@ RUNTIME_ALLOWED = {
     "families",
     "nearest",
     "processes",
+    "ranges",
     *LAYERS[0],
 }
 #: Rooms that share a layer and know nothing of each other.

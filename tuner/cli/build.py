@@ -48,8 +48,8 @@ def register(subparsers: Any) -> None:
         help="compile the kernels that the cache names",
         description=(
             "Compiles the best own kernel of every measured entry, imported and shipped ones "
-            "too, with this machine's compiler. Nothing is timed. A machine runs one build at a "
-            "time; another waits."
+            "too, with this machine's compiler; for a --shape that has none, what the shipped rule "
+            "chooses. Nothing is timed. A machine runs one build at a time; another waits."
         ),
     )
     parser.add_argument("--op", default="attention", help="operation of --shape")
@@ -136,9 +136,11 @@ def _dispatcher(artifacts: ArtifactCache) -> str:
 
 
 def _entries(store: Store, args: argparse.Namespace) -> Iterable[Entry]:
-    """Measured decisions of the store, and the shipped ones that it does not have itself."""
+    """Measured decisions of the store, and the shipped ones that it does not have itself; for one
+    problem without any, a shipped rule's choice.
+    """
     from tuner.errors import ConfigError
-    from tuner.lookup import find_gpu, shipped
+    from tuner.lookup import find_gpu, lookup, shipped
     from tuner.measurement import Provenance
     from tuner.problem import PROBLEMS
     from tuner.store.entry import sort_key
@@ -151,13 +153,19 @@ def _entries(store: Store, args: argparse.Namespace) -> Iterable[Entry]:
     stored = store.entries()
     gpu = find_gpu(args.gpu, stored) if args.gpu else None
     found = {sort_key(entry): entry for entry in [*shipped(), *stored]}
-    return [
+    chosen = [
         entry
         for _, entry in sorted(found.items())
         if entry.provenance is Provenance.MEASURED
         and (problem is None or entry.problem == problem)
         and (gpu is None or entry.gpu.identity == gpu.identity)
     ]
+    if problem is not None and not chosen:
+        answer = lookup(problem, gpu=gpu, among=())
+        if answer is not None:
+            print(f"nothing is measured there: {answer.notes[0]}", file=sys.stderr)
+            chosen = [answer.entry]
+    return chosen
 
 
 def _own(entry: Entry) -> Iterator[Measurement]:

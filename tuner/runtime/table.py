@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from tuner import settings
+from tuner import ranges, settings
 from tuner.config import Config
 from tuner.errors import BenchmarkError, ConfigError, StoreError
 from tuner.lookup import Answer, decided, decided_stamp, differences, lookup
@@ -124,7 +124,8 @@ class Table:
             if len(self._known) >= _MAX_KNOWN:
                 self._clear()
             self._known[kind] = found
-            if call is not None and isinstance(found.plan, KernelPlan):
+            # Marked calls go through Python: the dispatcher opens no ranges.
+            if call is not None and isinstance(found.plan, KernelPlan) and not ranges.ON:
                 dispatch.prepare(then=self._renew)
                 dispatch.put(*call, found.plan)
             return found.plan
@@ -150,7 +151,10 @@ class Table:
         self, plan: Plan, call: Callable[..., _Output], inputs: tuple[torch.Tensor, ...]
     ) -> _Output | str:
         try:
-            return call(*inputs)
+            if not ranges.ON:
+                return call(*inputs)
+            with ranges.named(f"tuner {plan.config.family} {plan.problem.label()}"):
+                return call(*inputs)
         except torch.OutOfMemoryError:  # for this call only: the next may have more
             return f"out of memory: {plan.config.family} at {plan.problem.label()}"
         except BenchmarkError as exc:
@@ -257,7 +261,7 @@ class Table:
             answer = lookup(problem, gpu=devices.gpu_of(device))
         except StoreError as exc:
             return self._blame(exc)
-        if answer is None:
+        if answer is None or answer.kind == "rule":  # nobody has checked what a rule names
             until = time.monotonic() + MISS_EVERY_S
             return _Known(until, problem, f"no measured winner: {problem.label()}")
         with devices.use(device):
