@@ -201,7 +201,7 @@ class Sweep:
         if named and not own:
             vendors = [f for f in vendors if f.name in named]
         serving = self._serving(own, self.problem)
-        kept = serving if named else self._without_hopeless(serving)
+        kept = serving if named else self._without_hopeless(_without_spare(serving))
         return kept, self._serving(vendors, self.problem)
 
     def _without_hopeless(self, families: list[Family]) -> list[Family]:
@@ -221,6 +221,8 @@ class Sweep:
         found = []
         for family in families:
             reason = family.supports(problem, self.runner.gpu)
+            if not reason and self.runner.provenance is Provenance.MEASURED:
+                reason = family.lacks()
             if reason:
                 self._note(f"{family.name} does not compete: {reason}")
             else:
@@ -546,6 +548,11 @@ def sweep(
     place = replace(machine or Machine(), max_workspace=settings.max_workspace)
     with open_store(store) as opened, Runners(place, note) as runners:
         return Sweep(problem, chosen, runners.of(problem, chosen), opened, settings).run()
+
+
+def _without_spare(serving: list[Family]) -> list[Family]:
+    """Those that were made for this GPU; where there are none, the spare ones."""
+    return [family for family in serving if not family.is_spare] or serving
 
 
 def check_families(names: Sequence[str], op: str, known: Mapping[str, Family]) -> None:

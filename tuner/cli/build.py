@@ -36,6 +36,11 @@ class Target:
     """Why it cannot be built; empty when it can."""
 
     @property
+    def capability(self) -> str:
+        """Compute capability that it is compiled for."""
+        return self.measurement.gpu.compute_capability
+
+    @property
     def label(self) -> str:
         found = self.measurement
         return f"{found.problem.op} {found.problem.label()} {found.regime}: {found.config.family}"
@@ -84,11 +89,12 @@ def run(args: argparse.Namespace) -> int:
                 + (f" on {args.gpu}" if args.gpu else "")
             )
         artifacts = ArtifactCache()
-        with (
-            _alone(artifacts),
-            Compiler(find_toolchain(), artifacts, jobs=args.jobs) as compiler,
-        ):
-            _submit(targets, compiler)
+        with _alone(artifacts), contextlib.ExitStack() as compilers:
+            tools = find_toolchain()
+            for capability in sorted({target.capability for target in targets}):
+                compiler = Compiler(tools, artifacts, jobs=args.jobs, capability=capability)
+                compilers.enter_context(compiler)
+                _submit([t for t in targets if t.capability == capability], compiler)
             missing = sum(not f.done() for t in targets for f in t.kernels.values())
             print(f"{len(targets)} configurations; compiling {missing} kernels", file=sys.stderr)
             for target in targets:

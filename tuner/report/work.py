@@ -21,7 +21,6 @@ from tuner.hardware import (
     REGISTERS_PER_SM,
     SMEM_PER_SM_BYTES,
     SMEM_RESERVED_PER_BLOCK_BYTES,
-    TENSOR_FLOPS_PER_CLOCK_SM,
     WARP,
     WARP_GROUP,
     Gpu,
@@ -148,7 +147,7 @@ def floors(
     moved = total(found, "l2_bytes") if found else problem.bytes
     launches = sum(work.launches for work in found) or 1
     return {
-        TENSOR: flops / (TENSOR_FLOPS_PER_CLOCK_SM * clocks),
+        TENSOR: flops / (gpu.tensor_flops_per_clock_sm * clocks),
         EXPONENTIAL: exponentials / (EXP_PER_CLOCK_SM * clocks),
         L2: moved / l2_bytes_per_us(gpu),
         MEMORY: memory_bytes(problem, gpu, measurement.regime) / (gpu.memory_gbs * 1e3),
