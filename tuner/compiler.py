@@ -354,7 +354,7 @@ class Compiler:
 
 
 def flags(capability: str) -> tuple[str, ...]:
-    """nvcc's options for a compute capability; Hopper's are those of `FLAGS`."""
+    """Nvcc's options for a compute capability; Hopper's are those of `FLAGS`."""
     if capability == HOPPER:
         return FLAGS
     number = capability.replace(".", "")

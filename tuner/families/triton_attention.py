@@ -36,6 +36,8 @@ LEAST_COLUMNS = 16
 #: fp32 accumulators (scores, outputs) of a thread, above which nothing is tried. Compiled for 8.0
 #: and 9.0 by Triton 3.6: 128 spill nothing or a few dozen registers, 192 hundreds.
 MOST_ACCUMULATORS = 144
+#: Fewest and most rows worth trying, by the number of warps that share them.
+ROWS_OF_WARPS = {2: (16, 32), 4: (16, 128), 8: (64, 128)}
 #: Compute capabilities, from and up to, whose tensor cores read operands from shared memory
 #: (WGMMA, tcgen05): there Triton holds a tile of K and V a stage, elsewhere one fewer.
 FROM_SHARED = ((9, 0), (12, 0))
@@ -121,7 +123,7 @@ class TritonAttention(Family):
         """
         columns = padded(problem.head_dim)
         for packed, block_m, block_n, warps, stages in product(
-            _packings(problem), (16, 32, 64, 128), (32, 64, 128), (2, 4, 8), (2, 3, 4)
+            _packings(problem), (16, 32, 64, 128), (32, 64, 128), ROWS_OF_WARPS, (2, 3, 4)
         ):
             rows = problem.seqlen_q * packed
             heads = problem.batch * problem.heads_q // packed
@@ -132,7 +134,7 @@ class TritonAttention(Family):
                 continue
             if warps * WARP * MOST_ACCUMULATORS < block_m * (block_n + columns):
                 continue
-            if warps > 4 and block_m < 64 or warps < 4 and block_m > 32:
+            if not ROWS_OF_WARPS[warps][0] <= block_m <= ROWS_OF_WARPS[warps][1]:
                 continue
             params: dict[str, Value] = {
                 "block_m": block_m,
