@@ -22,7 +22,7 @@ from tuner import ranking
 from tuner.config import Config
 from tuner.errors import ConfigError, NoValidConfigError
 from tuner.families import families_of
-from tuner.families.base import Family
+from tuner.families.base import Family, without_spare
 from tuner.measurement import Measurement, Provenance, Regime, Status
 from tuner.outcome import Outcome, first_line, summary
 from tuner.problem import Problem
@@ -201,7 +201,7 @@ class Sweep:
         if named and not own:
             vendors = [f for f in vendors if f.name in named]
         serving = self._serving(own, self.problem)
-        kept = serving if named else self._without_hopeless(_without_spare(serving))
+        kept = serving if named else self._without_hopeless(without_spare(serving))
         return kept, self._serving(vendors, self.problem)
 
     def _without_hopeless(self, families: list[Family]) -> list[Family]:
@@ -548,11 +548,6 @@ def sweep(
     place = replace(machine or Machine(), max_workspace=settings.max_workspace)
     with open_store(store) as opened, Runners(place, note) as runners:
         return Sweep(problem, chosen, runners.of(problem, chosen), opened, settings).run()
-
-
-def _without_spare(serving: list[Family]) -> list[Family]:
-    """Those that were made for this GPU; where there are none, the spare ones."""
-    return [family for family in serving if not family.is_spare] or serving
 
 
 def check_families(names: Sequence[str], op: str, known: Mapping[str, Family]) -> None:

@@ -174,6 +174,81 @@ def test_the_unit_says_types_and_divisors() -> None:
         compile(text, "unit.py", "exec")
 
 
+#: The kernel's own text in Triton's interpreter, on the CPU, against SDPA in fp64. Its argument is
+#: the rendered unit; prints the errors of output and log-sum-exp.
+INTERPRET = r"""
+import importlib.util, json, math, sys, torch
+spec = importlib.util.spec_from_file_location("unit", sys.argv[1])
+unit = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(unit)
+facts = json.loads(sys.argv[2])
+batch, heads, heads_kv, seqlen_q, seqlen_kv, head_dim, causal, programs, bshd = facts
+build, scale = unit.BUILD_00, 0.75 / math.sqrt(head_dim)
+
+def tensor(heads, rows):
+    if bshd:
+        return torch.randn(batch, rows, heads, head_dim).half().transpose(1, 2)
+    return torch.randn(batch, heads, rows, head_dim).half()
+
+torch.manual_seed(1)
+query = tensor(heads, seqlen_q)
+key, value = (tensor(heads_kv, seqlen_kv) for _ in range(2))
+out = torch.full_like(query, math.nan)
+lse = torch.full(query.shape[:3], math.nan)
+strides = [s for t in (query, key, value, out) for s in t.stride()[:3]]
+build["kernel"][(programs,)](
+    query, key, value, out, lse, heads, heads_kv, seqlen_q, seqlen_kv, *strides, scale,
+    **build["constants"],
+)
+key, value = (t.repeat_interleave(heads // heads_kv, 1).double() for t in (key, value))
+scores = scale * query.double() @ key.mT
+if causal:
+    scores.masked_fill_(torch.ones(seqlen_q, seqlen_kv, dtype=torch.bool).triu(1), -math.inf)
+wanted = scores.softmax(-1) @ value
+error = ((out.double() - wanted).norm() / wanted.norm()).item()
+print(json.dumps([error, (lse.double() - scores.logsumexp(-1)).abs().max().item()]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("shape", "params"),
+    [
+        ("H=2,S=70,D=64", {"block_n": 32}),
+        ("B=2,H=4,HKV=2,SQ=33,SKV=50,D=40", {"block_m": 32, "block_n": 16, "packed_heads": 2}),
+        ("H=4,HKV=2,SQ=90,SKV=60,D=32,causal=1", {"block_m": 32, "block_n": 16, "packed_heads": 2}),
+        ("H=2,SQ=50,SKV=90,D=96,causal=1,layout=bshd", {"block_m": 16}),
+        ("H=4,HKV=1,SQ=1,SKV=90,D=8", {"block_m": 16, "packed_heads": 4}),
+    ],
+)
+def test_the_kernels_text_computes_attention(
+    shape: str, params: dict[str, Any], tmp_path: Path
+) -> None:
+    for module in ("torch", "triton"):
+        pytest.importorskip(module, reason=f"{module} is not installed")
+    if tuple(map(int, importlib.metadata.version("numpy").split(".")[:2])) >= (2, 4):
+        pytest.skip("Triton 3.6's interpreter needs a numpy older than 2.4")
+    problem, chosen = AttentionProblem.parse(shape), config(**params)
+    assert FAMILY.violations(problem, chosen, A100) == []
+    [spec] = FAMILY.kernels(problem, chosen).values()
+    unit = tmp_path / "unit.py"
+    unit.write_text(render(spec, "00"))
+    facts = [
+        problem.batch, problem.heads_q, problem.heads_kv, problem.seqlen_q, problem.seqlen_kv,
+        problem.head_dim, problem.is_causal, programs(problem, chosen), problem.layout == "bshd",
+    ]  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRET, str(unit), json.dumps(facts)],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    error, of_lse = json.loads(done.stdout)
+    assert error < 1e-3
+    assert of_lse < 1e-5
+
+
 class FakeRunner:
     """A runner that only says where it is."""
 

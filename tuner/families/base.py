@@ -240,6 +240,11 @@ class Family(ABC):
         return Config(self.name, params, config.stages).digest
 
 
+def without_spare(serving: Sequence[Family]) -> list[Family]:
+    """Of families that serve a problem those made for its GPU; where there are none, all."""
+    return [family for family in serving if not family.is_spare] or list(serving)
+
+
 def group_by_kernels(family: Family, configs: Iterable[Config]) -> list[list[Config]]:
     """Candidates that share their compiled kernels, in first-seen order: the unit of search."""
     groups: dict[str, list[Config]] = {}
