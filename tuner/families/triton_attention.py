@@ -33,9 +33,10 @@ TRITON_HELP = "pip install 'cutlass-tuner[triton]'"
 MOST_PACKED = 16
 #: Fewest columns of an operand of Triton's `dot`: the K extent of one 16-bit MMA.
 LEAST_COLUMNS = 16
-#: fp32 accumulators (scores, outputs) of a thread, above which nothing is tried. Compiled for 8.0
-#: and 9.0 by Triton 3.6: 128 spill nothing or a few dozen registers, 192 hundreds.
-MOST_ACCUMULATORS = 144
+#: Registers that a thread's parts of the scores, the outputs and a tile of keys take, above which
+#: nothing is tried. Compiled for 8.0 by Triton 3.6: 144 spill nothing, 176 spill 72 bytes, 224
+#: spill 304, 352 spill 2936.
+MOST_REGISTERS = 176
 #: Fewest and most rows worth trying, by the number of warps that share them.
 ROWS_OF_WARPS = {2: (16, 32), 4: (16, 128), 8: (64, 128)}
 #: Compute capabilities, from and up to, whose tensor cores read operands from shared memory
@@ -58,6 +59,8 @@ CONSTANTS: Mapping[str, float] = {
     "program_clocks": 1000.0,
     # Clocks of a load that other stages and programs of the multiprocessor hide.
     "load_clocks": 600.0,
+    # Bytes of keys and values that the L2 gives a multiprocessor a clock.
+    "l2_bytes_per_clock": 50.0,
     # Part of the shorter of product and softmax that other programs cannot fill.
     "exposed": 0.6,
 }
@@ -132,7 +135,7 @@ class TritonAttention(Family):
                 continue
             if block_m < (32 if idle else 64) and block_m < rows:
                 continue
-            if warps * WARP * MOST_ACCUMULATORS < block_m * (block_n + columns):
+            if _registers(block_m, block_n, columns, warps) > MOST_REGISTERS:
                 continue
             if not ROWS_OF_WARPS[warps][0] <= block_m <= ROWS_OF_WARPS[warps][1]:
                 continue
@@ -175,7 +178,7 @@ class TritonAttention(Family):
         attention, c = _attention(problem), self.constants
         block_m, block_n = config["block_m"], config["block_n"]
         columns, threads = padded(attention.head_dim), config["num_warps"] * WARP
-        registers = min(255, block_m * (block_n + columns) // threads + 80)
+        registers = min(255, 64 + _registers(block_m, block_n, columns, config["num_warps"]))
         smem = smem_bytes(attention, config, gpu) + SMEM_RESERVED_PER_BLOCK_BYTES
         room = smem_per_block_bytes(gpu.compute_capability) + SMEM_RESERVED_PER_BLOCK_BYTES
         resident = max(1, min(room // smem, REGISTERS_PER_SM // (threads * registers)))
@@ -193,7 +196,8 @@ class TritonAttention(Family):
             waves = math.ceil(waves)
         filled = min(1.0, count / (gpu.sm_count * resident))
         alone = longer + shorter + c["step_clocks"]
-        step = max(alone, filled * busy) + wait
+        loads = resident * 2 * block_n * columns * DTYPE_BYTES[attention.dtype]
+        step = max(alone, filled * busy, filled * loads / c["l2_bytes_per_clock"]) + wait
         clocks = waves * (c["program_clocks"] + steps * step)
         compute_us = clocks / (SUSTAINED_CLOCK * gpu.clock_max_mhz)
         memory_us = attention.bytes / (c["memory_share"] * gpu.memory_gbs * 1e3)
@@ -232,6 +236,11 @@ def smem_bytes(problem: AttentionProblem, config: Config, gpu: Gpu) -> int:
     tiles = 2 * (stages if wide else stages - 1) if stages > 1 else 1
     rows = config["block_m"] + tiles * config["block_n"]
     return int(rows * padded(problem.head_dim) * DTYPE_BYTES[problem.dtype])
+
+
+def _registers(block_m: int, block_n: int, columns: int, warps: int) -> int:
+    """Of a thread: fp32 scores and outputs, 16-bit keys."""
+    return (block_m * (block_n + columns) + block_n * columns // 2) // (warps * WARP)
 
 
 def _steps(problem: AttentionProblem, config: Config) -> float:
