@@ -37,6 +37,8 @@ LEAST_COLUMNS = 16
 #: nothing is tried. Compiled for 8.0 by Triton 3.6: 144 spill nothing, 176 spill 72 bytes, 224
 #: spill 304, 352 spill 2936.
 MOST_REGISTERS = 176
+#: Registers beside these: addresses, statistics, loop state.
+OTHER_REGISTERS = 64
 #: Fewest and most rows worth trying, by the number of warps that share them.
 ROWS_OF_WARPS = {2: (16, 32), 4: (16, 128), 8: (64, 128)}
 #: Compute capabilities, from and up to, whose tensor cores read operands from shared memory
@@ -177,11 +179,7 @@ class TritonAttention(Family):
         """Waves of equal programs, or the bytes; product, softmax and waits of each step."""
         attention, c = _attention(problem), self.constants
         block_m, block_n = config["block_m"], config["block_n"]
-        columns, threads = padded(attention.head_dim), config["num_warps"] * WARP
-        registers = min(255, 64 + _registers(block_m, block_n, columns, config["num_warps"]))
-        smem = smem_bytes(attention, config, gpu) + SMEM_RESERVED_PER_BLOCK_BYTES
-        room = smem_per_block_bytes(gpu.compute_capability) + SMEM_RESERVED_PER_BLOCK_BYTES
-        resident = max(1, min(room // smem, REGISTERS_PER_SM // (threads * registers)))
+        columns, resident = padded(attention.head_dim), blocks_per_sm(attention, config, gpu)
 
         scores = block_m * block_n
         product_clocks = 4 * scores * columns / gpu.tensor_flops_per_clock_sm / c["tensor_share"]
@@ -221,7 +219,7 @@ def padded(head_dim: int) -> int:
 def programs(problem: AttentionProblem, config: Config) -> int:
     """Blocks of the grid."""
     packed = config.get("packed_heads", 1)
-    tiles = math.ceil(problem.seqlen_q * packed / config["block_m"])
+    tiles = math.ceil(problem.seqlen_q * packed / int(config["block_m"]))
     return int(problem.batch * problem.heads_q // packed * tiles)
 
 
@@ -243,15 +241,25 @@ def _registers(block_m: int, block_n: int, columns: int, warps: int) -> int:
     return (block_m * (block_n + columns) + block_n * columns // 2) // (warps * WARP)
 
 
+def blocks_per_sm(problem: AttentionProblem, config: Config, gpu: Gpu) -> int:
+    """Programs that find room on a multiprocessor at once, by estimate."""
+    extents = config["block_m"], config["block_n"], padded(problem.head_dim), config["num_warps"]
+    registers = min(255, OTHER_REGISTERS + _registers(*extents))
+    smem = smem_bytes(problem, config, gpu) + SMEM_RESERVED_PER_BLOCK_BYTES
+    room = smem_per_block_bytes(gpu.compute_capability) + SMEM_RESERVED_PER_BLOCK_BYTES
+    threads = WARP * int(config["num_warps"])
+    return max(1, min(room // smem, REGISTERS_PER_SM // (threads * registers)))
+
+
 def _steps(problem: AttentionProblem, config: Config) -> float:
     """Steps of a program, the average of all."""
-    whole = math.ceil(problem.seqlen_kv / config["block_n"])
+    block_n = int(config["block_n"])
     if not problem.is_causal:
-        return whole
-    rows = max(1, config["block_m"] // config.get("packed_heads", 1))
+        return math.ceil(problem.seqlen_kv / block_n)
+    rows = max(1, int(config["block_m"]) // int(config.get("packed_heads", 1)))
     tiles = math.ceil(problem.seqlen_q / rows)
     seen = (min(problem.seqlen_kv, (tile + 1) * rows) for tile in range(tiles))
-    return sum(math.ceil(keys / config["block_n"]) for keys in seen) / tiles
+    return sum(math.ceil(keys / block_n) for keys in seen) / tiles
 
 
 def _packings(problem: AttentionProblem) -> tuple[int, ...]:
