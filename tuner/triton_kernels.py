@@ -77,6 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Read by Triton when it is imported. What it caches goes with the folder; line information
     # is most of a cubin, and holds the folder's name.
     folder = Path.cwd()
+    os.environ.pop("TRITON_INTERPRET", None)  # compiles nothing
     os.environ |= {
         "TRITON_CACHE_DIR": str(folder / "made"),
         "TRITON_DUMP_PTXAS_LOG": "1",

@@ -133,7 +133,7 @@ class TritonAttention(Family):
             rows = problem.seqlen_q * packed
             heads = problem.batch * problem.heads_q // packed
             idle = math.ceil(rows / 64) * heads < gpu.sm_count
-            if block_m > max(16, 2 ** (rows - 1).bit_length()):
+            if block_m > max(16, 1 << (rows - 1).bit_length()):
                 continue
             if block_m < (32 if idle else 64) and block_m < rows:
                 continue
@@ -213,7 +213,7 @@ def triton_version() -> str:
 
 def padded(head_dim: int) -> int:
     """Columns of a tile: Triton's extents are powers of two."""
-    return max(LEAST_COLUMNS, 2 ** (head_dim - 1).bit_length())
+    return max(LEAST_COLUMNS, 1 << (head_dim - 1).bit_length())
 
 
 def programs(problem: AttentionProblem, config: Config) -> int:
