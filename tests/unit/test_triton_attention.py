@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tuner import triton_kernels
+from tuner import device, triton_kernels
 from tuner.artifacts import ArtifactCache
 from tuner.compiler import Compiler
 from tuner.config import Config
@@ -38,6 +38,7 @@ from tuner.hardware import DEFAULT_GPU, Gpu, smem_per_block_bytes
 from tuner.measurement import Provenance, Regime
 from tuner.problem import LAYOUTS, AttentionProblem
 from tuner.render import render
+from tuner.runners.choose import Machine, Runners
 from tuner.sweep import Sweep, SweepOptions
 from tuner.toolchain import Toolchain
 
@@ -294,6 +295,30 @@ def test_without_triton_it_says_so_and_does_not_compete(monkeypatch: pytest.Monk
     # What was compiled elsewhere is legal, and what was recorded is replayed.
     assert FAMILY.accepts(PLAIN, config(), A100)
     assert competitors(A100, provenance=Provenance.REPLAYED)[0] == ["triton_attention"]
+
+
+def test_a_machine_measures_from_capability_8_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And its compiler compiles for the GPU that is there."""
+    monkeypatch.setattr(device, "occupants", lambda index: [])
+    monkeypatch.setattr("tuner.toolchain.find_toolchain", lambda: tools(tmp_path))
+    for capability in ("8.0", "9.0", "12.0"):
+        gpu = replace(A100, compute_capability=capability)
+        monkeypatch.setattr(device, "detect", lambda index, gpu=gpu: gpu)
+        notes: list[str] = []
+        with Runners(Machine(), notes.append) as runners:
+            assert runners.gpu == gpu
+            assert runners.compiler().capability == capability
+        assert notes == []
+    old = replace(A100, name="Tesla T4", compute_capability="7.5")
+    monkeypatch.setattr(device, "detect", lambda index: old)
+    with Runners(Machine(), notes.append) as runners:
+        assert runners.gpu is None
+    assert notes == [
+        "Tesla T4 has compute capability 7.5, the kernels need 8.0 or newer: "
+        "nothing is measured here"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,7 @@ def run(args: argparse.Namespace) -> int:
         artifacts = ArtifactCache()
         with _alone(artifacts), contextlib.ExitStack() as compilers:
             tools = find_toolchain()
+            _refuse_second_gpus(targets)
             for capability in sorted({target.capability for target in targets}):
                 compiler = Compiler(tools, artifacts, jobs=args.jobs, capability=capability)
                 compilers.enter_context(compiler)
@@ -176,12 +177,29 @@ def _own(entry: Entry) -> Iterator[Measurement]:
         yield entry.best_own
 
 
+def _refuse_second_gpus(targets: list[Target]) -> None:
+    """The store names the kernels built for a problem and a config once, for whatever GPU: of two
+    that need other kernels the second would take the first's place.
+    """
+    first: dict[tuple[str, str], str] = {}
+    for target in targets:
+        found = target.measurement
+        capability = first.setdefault((found.problem.key, found.config.digest), target.capability)
+        if capability != target.capability:
+            target.reason = (
+                f"built for compute capability {capability} in the same store, which holds one "
+                f"build of a config: choose the GPU with --gpu, as in --gpu '{found.gpu.name}'"
+            )
+
+
 def _submit(targets: list[Target], compiler: Compiler) -> None:
     """Have every kernel of all targets compiled at once, so that units can be shared."""
     from tuner.families import family
 
     wanted: list[tuple[Target, str, KernelSpec]] = []
     for target in targets:
+        if target.reason:
+            continue
         found = target.measurement
         try:
             member = family(found.config.family)
