@@ -57,6 +57,9 @@ SMEM_KIB_BY_CAPABILITY: Mapping[str, int] = {
     "12.0": 99,
     "12.1": 99,
 }
+#: Memory bandwidth of a part whose driver does not say its clock: the most that any has (B200,
+#: datasheet), for a floor is made of it.
+MOST_MEMORY_GBS = 8000.0
 #: exp2 results of one SM's special-function units a clock [CPG, "Arithmetic Instructions"].
 EXP_PER_CLOCK_SM = 16
 #: One empty kernel inside a CUDA graph, microseconds [M].
