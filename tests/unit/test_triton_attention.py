@@ -124,6 +124,15 @@ def test_violations_say_what_is_wrong(
     assert [v for v in FAMILY.violations(problem, config(**params), A100) if reason in v]
 
 
+@pytest.mark.parametrize("extra", ["window=64", "causal=1,left=64", "softcap=30"])
+def test_windows_and_soft_caps_are_refused(extra: str) -> None:
+    problem = AttentionProblem.parse(f"S=1024,D=64,{extra}")
+    wanted = "soft cap" if "softcap" in extra else "sliding window"
+    assert FAMILY.supports(problem, A100) == f"triton_attention has no {wanted}"
+    assert FAMILY.violations(problem, config(), A100) == [f"triton_attention has no {wanted}"]
+    assert FAMILY.space(problem, A100) == []
+
+
 def test_a_config_of_another_version_is_no_crash() -> None:
     less = Config(FAMILY.name, {"block_m": 64})
     assert "block_n, num_stages, num_warps missing" in FAMILY.violations(PLAIN, less, A100)[0]

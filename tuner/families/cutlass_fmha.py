@@ -89,6 +89,8 @@ class CutlassFmha(Family):
         reason = super().supports(problem, gpu)
         if reason or not isinstance(problem, AttentionProblem):
             return reason
+        if problem.extras:
+            return f"{self.name} has no {problem.extras}"
         # Strides are 32-bit in the collectives (cute::tuple<int, _1, tuple<int, int>>), and so is
         # the offset into the log-sum-exp.
         if any(stride > MAX_EXTENT for o in problem.operands for stride in o.strides):

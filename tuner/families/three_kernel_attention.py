@@ -74,6 +74,8 @@ class ThreeKernelAttention(Family):
         reason = super().supports(problem, gpu)
         if reason or not isinstance(problem, AttentionProblem):
             return reason
+        if problem.extras:
+            return f"{self.name} has no {problem.extras}"
         elements = TMA_ALIGNMENT_BYTES // DTYPE_BYTES[problem.dtype]
         if problem.seqlen_kv % elements:
             return (

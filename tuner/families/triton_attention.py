@@ -84,6 +84,12 @@ class TritonAttention(Family):
         "num_stages": (1, 2, 3, 4, 6),
     }
 
+    def supports(self, problem: Problem, gpu: Gpu) -> str:
+        reason = super().supports(problem, gpu)
+        if not reason and isinstance(problem, AttentionProblem) and problem.extras:
+            reason = f"{self.name} has no {problem.extras}"
+        return reason
+
     def lacks(self) -> str:
         if triton_version():
             return ""
