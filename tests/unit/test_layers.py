@@ -34,6 +34,7 @@ LAYERS: tuple[set[str], ...] = (
         "render",
         "rule",
         "toolchain",
+        "triton_kernels",
     },
     {"gate", "benchmark", "worker", "worker_client", "profiled", "profiler"},
     {"evaluate"},
@@ -77,6 +78,7 @@ HOMES: dict[str, set[str]] = {
     "sqlalchemy": {"store"},
     "transformers": {"runtime"},
     "torch": {"families", "runtime", "gate", "benchmark", "worker", "device", "bench", "cli"},
+    "triton": {"triton_kernels"},
     "vl_convert": {"report"},
 }
 #: Imported when their room is: every other foreign import waits inside a function.

@@ -36,6 +36,11 @@ class Target:
     """Why it cannot be built; empty when it can."""
 
     @property
+    def capability(self) -> str:
+        """Compute capability that it is compiled for."""
+        return self.measurement.gpu.compute_capability
+
+    @property
     def label(self) -> str:
         found = self.measurement
         return f"{found.problem.op} {found.problem.label()} {found.regime}: {found.config.family}"
@@ -84,11 +89,13 @@ def run(args: argparse.Namespace) -> int:
                 + (f" on {args.gpu}" if args.gpu else "")
             )
         artifacts = ArtifactCache()
-        with (
-            _alone(artifacts),
-            Compiler(find_toolchain(), artifacts, jobs=args.jobs) as compiler,
-        ):
-            _submit(targets, compiler)
+        with _alone(artifacts), contextlib.ExitStack() as compilers:
+            tools = find_toolchain()
+            _refuse_second_gpus(targets)
+            for capability in sorted({target.capability for target in targets}):
+                compiler = Compiler(tools, artifacts, jobs=args.jobs, capability=capability)
+                compilers.enter_context(compiler)
+                _submit([t for t in targets if t.capability == capability], compiler)
             missing = sum(not f.done() for t in targets for f in t.kernels.values())
             print(f"{len(targets)} configurations; compiling {missing} kernels", file=sys.stderr)
             for target in targets:
@@ -178,12 +185,29 @@ def _own(entry: Entry) -> Iterator[Measurement]:
         yield entry.best_own
 
 
+def _refuse_second_gpus(targets: list[Target]) -> None:
+    """The store names the kernels built for a problem and a config once, for whatever GPU: of two
+    that need other kernels the second would take the first's place.
+    """
+    first: dict[tuple[str, str], str] = {}
+    for target in targets:
+        found = target.measurement
+        capability = first.setdefault((found.problem.key, found.config.digest), target.capability)
+        if capability != target.capability:
+            target.reason = (
+                f"built for compute capability {capability} in the same store, which holds one "
+                f"build of a config: choose the GPU with --gpu, as in --gpu '{found.gpu.name}'"
+            )
+
+
 def _submit(targets: list[Target], compiler: Compiler) -> None:
     """Have every kernel of all targets compiled at once, so that units can be shared."""
     from tuner.families import family
 
     wanted: list[tuple[Target, str, KernelSpec]] = []
     for target in targets:
+        if target.reason:
+            continue
         found = target.measurement
         try:
             member = family(found.config.family)

@@ -206,7 +206,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"{family.name} is a vendor's kernel: nothing is compiled")
     gpu = detect(args.device)
     if gpu is None:
-        raise BenchmarkError("no GPU found: legality is measured on a Hopper GPU")
+        raise BenchmarkError("no GPU found: legality is measured on a GPU")
     legal, rejected = draw(family, gpu, args.legal, args.rejected, random.Random(args.seed))
     drawn = len(legal) + len(rejected)
     outcomes: list[tuple[Draw, Measurement]] = []
@@ -215,7 +215,8 @@ def run(args: argparse.Namespace) -> int:
     parts = ((legal, _UNIT, NVCC_TIMEOUT_S), (rejected, _REJECTED_UNIT, REJECTED_TIMEOUT_S))
     for draws, unit, timeout_s in parts:
         tools, cache = find_toolchain(), ArtifactCache()
-        with Compiler(tools, cache, args.jobs, unit, timeout_s) as compiler:
+        capability = gpu.compute_capability
+        with Compiler(tools, cache, args.jobs, unit, timeout_s, capability) as compiler:
             runner = LocalRunner(args.device, Regime.default(family.op), compiler)
             try:
                 for outcome in evaluate(runner, draws):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from tuner.config import Config
-from tuner.families import family
+from tuner.families import family, triton_attention
 from tuner.families.cutlass_fmha_shape import Shape
 from tuner.families.fused_attention import FusedAttention, instance
 from tuner.families.gemm_shape import CONSUMERS, PINGPONG, PLAIN, oriented, smem_bytes
@@ -21,7 +21,6 @@ from tuner.hardware import (
     REGISTERS_PER_SM,
     SMEM_PER_SM_BYTES,
     SMEM_RESERVED_PER_BLOCK_BYTES,
-    TENSOR_FLOPS_PER_CLOCK_SM,
     WARP,
     WARP_GROUP,
     Gpu,
@@ -110,6 +109,8 @@ def _works(problem: Problem, config: Config, gpu: Gpu) -> tuple[Work, ...]:
     match problem, config.family:
         case AttentionProblem(), "fused_attention":
             return (_fused_attention(problem, config, gpu),)
+        case AttentionProblem(), "triton_attention":
+            return (_triton_attention(problem, config, gpu),)
         case AttentionProblem(), "cutlass_fmha":
             return (_cutlass_fmha(problem, config, gpu),)
         case AttentionProblem(), "three_kernel_attention":
@@ -148,7 +149,7 @@ def floors(
     moved = total(found, "l2_bytes") if found else problem.bytes
     launches = sum(work.launches for work in found) or 1
     return {
-        TENSOR: flops / (TENSOR_FLOPS_PER_CLOCK_SM * clocks),
+        TENSOR: flops / (gpu.tensor_flops_per_clock_sm * clocks),
         EXPONENTIAL: exponentials / (EXP_PER_CLOCK_SM * clocks),
         L2: moved / l2_bytes_per_us(gpu),
         MEMORY: memory_bytes(problem, gpu, measurement.regime) / (gpu.memory_gbs * 1e3),
@@ -254,6 +255,21 @@ def _fused_attention(problem: AttentionProblem, config: Config, gpu: Gpu) -> Wor
         packed=config.get("packed_heads", 1),
         splits=config.get("splits", 1),
     )
+
+
+def _triton_attention(problem: AttentionProblem, config: Config, gpu: Gpu) -> Work:
+    work = _attention(
+        problem,
+        gpu,
+        tile_m=config["block_m"],
+        tile_n=config["block_n"],
+        columns=triton_attention.padded(problem.head_dim),
+        threads=WARP * config["num_warps"],
+        smem=triton_attention.smem_bytes(problem, config, gpu),
+        blocks_per_sm=triton_attention.blocks_per_sm(problem, config, gpu),
+        packed=config.get("packed_heads", 1),
+    )
+    return replace(work, wgmma=0)  # which instructions Triton chooses is not known here
 
 
 def _cutlass_fmha(problem: AttentionProblem, config: Config, gpu: Gpu) -> Work:
