@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -325,9 +325,9 @@ def _tree(samples: Sequence[Sample], depth: int = DEPTH) -> Any:
 def _questions(samples: Sequence[Sample]) -> list[tuple[str, Any]]:
     """(field, limit) that divide the problems: between two sizes, or one of several choices."""
     found: list[tuple[str, Any]] = []
-    for name in samples[0].problem.to_json():
+    for name in [one.name for one in fields(samples[0].problem)]:
         values = sorted(
-            {s.problem.to_json()[name] for s in samples}, key=lambda v: (str(type(v)), v)
+            {getattr(s.problem, name) for s in samples}, key=lambda v: (str(type(v)), v)
         )
         if _is_size(values[0]):
             middles = [math.isqrt(a * b) for a, b in pairwise(values)]
@@ -338,7 +338,7 @@ def _questions(samples: Sequence[Sample]) -> list[tuple[str, Any]]:
 
 
 def _holds(problem: Problem, name: str, limit: Any) -> bool:
-    value = problem.to_json()[name]
+    value = getattr(problem, name)
     return bool(value <= limit) if _is_size(limit) else bool(value == limit)
 
 

@@ -20,7 +20,14 @@ from tuner.errors import BenchmarkError
 from tuner.families.base import KernelSpec
 from tuner.hardware import Gpu
 from tuner.measurement import Status
-from tuner.problem import AttentionProblem, GemmProblem, Operand, Problem, SoftmaxProblem
+from tuner.problem import (
+    ACTIVATIONS,
+    AttentionProblem,
+    GemmProblem,
+    Operand,
+    Problem,
+    SoftmaxProblem,
+)
 
 REFERENCE = KernelSpec("reference.cu.j2")
 """The kernels that this module runs; compiled like a candidate's."""
@@ -411,13 +418,19 @@ class Gate:
             )
 
     def _compute(self, problem: Problem, kind: str, reference: int) -> None:
-        inputs = [self._operands[operand.name].pointer for operand in problem.operands[:-1]]
+        at = self.pointers
+        inputs = [at[operand.name] for operand in problem.operands[:-1]]
         scale = scale_of(problem, kind)
         if isinstance(problem, GemmProblem):
-            strides = [s for operand in problem.operands for s in operand.strides]
+            a, b, *_, d = problem.operands
             extents = (problem.batch, problem.m, problem.n, problem.k)
-            integers = (_GEMM, _DTYPES[problem.dtype], *extents, *strides)
-            self._run((*inputs, reference), integers, (scale,))
+            activation = ("", *ACTIVATIONS).index(problem.activation)
+            integers = (
+                *(_GEMM, _DTYPES[problem.dtype], *extents, *a.strides, *b.strides, *d.strides),
+                *(activation, _DTYPES[d.dtype]),
+            )
+            tensors = (at["a"], at["b"], reference, at.get("bias", 0), at.get("residual", 0))
+            self._run(tensors, integers, (scale, 1.0))
         elif isinstance(problem, AttentionProblem):
             with Pool(self._device) as pool:
                 rows = problem.batch * problem.heads_q * problem.seqlen_q
@@ -446,7 +459,8 @@ def _moments(problem: Problem, kind: str) -> tuple[dict[str, float], dict[str, f
     if isinstance(problem, GemmProblem):
         # Outputs of deviation 1: the bound of 2e-3 an element then speaks of rounding, while with
         # N(0,1) operands it would judge how a sum of size sqrt(K) is accumulated in fp32.
-        return {}, {"b": 1 / math.sqrt(problem.k)}
+        # What is added to them is smaller: a sum must not cancel a product which a vendor rounded.
+        return {}, {"b": 1 / math.sqrt(problem.k), "bias": 0.5, "residual": 0.5}
     return {}, {"scores": large / SOFTMAX_SCALE}
 
 

@@ -22,6 +22,15 @@ as Transformers' models have them that fill a cache.
 """
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 Major = Literal["row", "col"]
+Activation = Literal["", "relu", "gelu", "gelu_tanh", "silu"]
+"""``gelu`` is by erf, ``gelu_tanh`` its approximation; no text is none."""
+ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)[1:]
+EPILOGUES = (
+    *("bias", "residual", "bias_residual"),
+    *ACTIVATIONS,
+    *(f"bias_{activation}" for activation in ACTIVATIONS),
+)
+"""What a GEMM may do with its product besides storing it."""
 
 DTYPE_BYTES: dict[str, int] = {"float16": 2, "bfloat16": 2, "float32": 4}
 DTYPE_ALIASES: dict[str, str] = {
@@ -290,6 +299,9 @@ class AttentionProblem(Problem):
 class GemmProblem(Problem):
     """D[b] = A[b] @ B[b], fp32 accumulation; A is (M, K), B is (K, N), D is (M, N) row-major.
 
+    `epilogue` is one of `EPILOGUES`: D = activation(A @ B + bias) or A @ B + bias + residual, with
+    what it names of them. The bias is (N), of A's type; the residual is (M, N), of D's.
+
     `layout_a` and `layout_b` are the storage order of A and B: ``row`` makes A K-major and B
     N-major, ``col`` makes A M-major and B K-major. The default (row, col) is
     `torch.nn.functional.linear`'s, cuBLAS's TN.
@@ -305,6 +317,7 @@ class GemmProblem(Problem):
         "dtype_d": "dtype_d",
         "layout_a": "layout_a",
         "layout_b": "layout_b",
+        "epilogue": "epilogue",
     }
     required: ClassVar[tuple[str, ...]] = ("M", "N", "K")
 
@@ -316,6 +329,7 @@ class GemmProblem(Problem):
     dtype_d: DType | Literal[""] = ""
     layout_a: Major = "row"
     layout_b: Major = "col"
+    epilogue: str = ""
 
     def __post_init__(self) -> None:
         if self.dtype_d == "":
@@ -326,13 +340,39 @@ class GemmProblem(Problem):
         _check_choice("dtype_d", self.dtype_d, (self.dtype, "float32"))
         _check_choice("layout_a", self.layout_a, ("row", "col"))
         _check_choice("layout_b", self.layout_b, ("row", "col"))
+        if self.epilogue:
+            _check_choice("epilogue", self.epilogue, EPILOGUES)
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether a vector is added to every row."""
+        return self.epilogue.startswith("bias")
+
+    @property
+    def has_residual(self) -> bool:
+        """Whether a matrix is added."""
+        return self.epilogue.endswith("residual")
+
+    @property
+    def activation(self) -> Activation:
+        """What is applied to the sum, if anything."""
+        text = self.epilogue.removeprefix("bias").removeprefix("_")
+        return next((known for known in ACTIVATIONS if known == text), "")
+
+    def to_json(self) -> dict[str, Any]:
+        """As every problem's; without an epilogue it is not mentioned, so that plain ones keep the
+        keys that they had before there were any.
+        """
+        values = super().to_json()
+        return values if self.epilogue else {k: v for k, v in values.items() if k != "epilogue"}
 
     def label(self) -> str:
         text = f"M={self.m},N={self.n},K={self.k}" + ("" if self.batch == 1 else f",B={self.batch}")
         text += f",dtype={_SHORT[self.dtype]}"
         text += "" if self.dtype_d == self.dtype else f",dtype_d={_SHORT[self.dtype_d]}"
         text += "" if self.layout_a == "row" else f",layout_a={self.layout_a}"
-        return text + ("" if self.layout_b == "col" else f",layout_b={self.layout_b}")
+        text += "" if self.layout_b == "col" else f",layout_b={self.layout_b}"
+        return text + (f",epilogue={self.epilogue}" if self.epilogue else "")
 
     @property
     def flops(self) -> int:
@@ -344,11 +384,15 @@ class GemmProblem(Problem):
             strides = (rows * cols, cols, 1) if major == "row" else (rows * cols, 1, rows)
             return Operand(name, (self.batch, rows, cols), strides, dtype, out)
 
-        return (
+        found = [
             matrix("a", self.m, self.k, self.layout_a, self.dtype, False),
             matrix("b", self.k, self.n, self.layout_b, self.dtype, False),
-            matrix("d", self.m, self.n, "row", self.dtype_d, True),
-        )
+        ]
+        if self.has_bias:
+            found.append(Operand("bias", (self.n,), (1,), self.dtype))
+        if self.has_residual:
+            found.append(matrix("residual", self.m, self.n, "row", self.dtype_d, False))
+        return (*found, matrix("d", self.m, self.n, "row", self.dtype_d, True))
 
 
 @dataclass(frozen=True)

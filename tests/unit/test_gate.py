@@ -168,7 +168,7 @@ def opened(problem: Problem) -> tuple[Gate, FakeDevice, FakeKernel]:
 
 #: Command, tensors, integers and scalars as the template's opening comment lists them.
 COMMANDS = {
-    "gemm": [*[(0, 1, 4, 2)] * 2, (2, 1, None, 1), (5, 3, 15, 1), *[(9, 2, 2, 0)] * 2],
+    "gemm": [*[(0, 1, 4, 2)] * 2, (2, 1, None, 1), (5, 5, 17, 2), *[(9, 2, 2, 0)] * 2],
     "attention": [
         *[(0, 1, 4, 2)] * 3, (1, 2, 16, 1), (4, 5, 21, 1), *[(9, 2, 2, 0)] * 3,
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -10,6 +11,8 @@ from hypothesis import strategies as st
 
 from tuner.errors import ConfigError
 from tuner.problem import (
+    ACTIVATIONS,
+    EPILOGUES,
     PROBLEMS,
     AttentionProblem,
     GemmProblem,
@@ -24,6 +27,7 @@ EXAMPLES: list[Problem] = [
     AttentionProblem.parse("S=256,D=64,layout=bshd_bhsd"),
     GemmProblem.parse("M=4096,N=512,K=64"),
     GemmProblem.parse("M=8,N=16,K=24,B=3,dtype=bf16,dtype_d=fp32,layout_a=col,layout_b=row"),
+    GemmProblem.parse("M=8,N=16,K=24,epilogue=bias_gelu_tanh"),
     SoftmaxProblem.parse("M=64,N=128,B=2,SQ=32,causal=true"),
 ]
 
@@ -67,6 +71,9 @@ def test_defaults() -> None:
         ("attention", "", "needs S and D", "SKV"),
         ("gemm", "M=1,N=1", "needs K", "layout_a"),
         ("gemm", "M=1,N=1,K=1,dtype_d=bf16", "dtype_d=bfloat16", "float32"),
+        ("gemm", "M=1,N=1,K=1,epilogue=bias_elu", "epilogue=bias_elu", "bias_gelu"),
+        ("gemm", "M=1,N=1,K=1,epilogue=relu_bias", "epilogue=relu_bias", "bias_relu"),
+        ("gemm", "M=1,N=1,K=1,epilogue=", "epilogue=", "KEY=VALUE"),
         ("softmax", "M=10,N=4,SQ=3", "SQ=3", "divide"),
     ],
 )
@@ -130,3 +137,33 @@ def test_a_layout_of_the_queries_and_one_of_the_keys() -> None:
 def test_gemm_majors() -> None:
     a, b, d = GemmProblem.parse("M=2,N=3,K=5,layout_a=col,layout_b=row").operands
     assert (a.strides, b.strides, d.strides) == ((10, 1, 2), (15, 3, 1), (6, 3, 1))
+
+
+def test_a_plain_gemm_reads_as_it_did_before_there_were_epilogues() -> None:
+    problem = GemmProblem.parse("M=1,N=2,K=3")
+    assert problem.key == (
+        '{"batch":1,"dtype":"float16","dtype_d":"float16","k":3,"layout_a":"row",'
+        '"layout_b":"col","m":1,"n":2,"op":"gemm"}'
+    )
+    assert problem.label() == "M=1,N=2,K=3,dtype=fp16"
+    assert (problem.has_bias, problem.has_residual, problem.activation) == (False, False, "")
+
+
+@pytest.mark.parametrize("epilogue", EPILOGUES)
+def test_an_epilogue_names_its_parts_and_operands(epilogue: str) -> None:
+    problem = GemmProblem.parse(f"M=2,N=3,K=5,B=7,dtype=bf16,dtype_d=fp32,epilogue={epilogue}")
+    parts = [
+        *(["bias"] if problem.has_bias else []),
+        *([problem.activation] if problem.activation else []),
+        *(["residual"] if problem.has_residual else []),
+    ]
+    assert "_".join(parts) == epilogue
+    others = {operand.name: operand for operand in problem.operands[2:-1]}
+    assert list(others) == [part for part in parts if part not in ACTIVATIONS]
+    if problem.has_bias:
+        assert (others["bias"].shape, others["bias"].dtype) == ((3,), "bfloat16")
+    if problem.has_residual:
+        assert replace(others["residual"], name="d", is_output=True) == problem.output
+    plain = replace(problem, epilogue="")
+    extra = (3 * 2 if problem.has_bias else 0) + (7 * 2 * 3 * 4 if problem.has_residual else 0)
+    assert problem.bytes == plain.bytes + extra and problem.flops == plain.flops

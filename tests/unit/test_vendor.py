@@ -15,10 +15,10 @@ from tuner.config import Config
 from tuner.families import families, family
 from tuner.families import vendor_sdpa as sdpa
 from tuner.families.vendor import Vendor, tried
-from tuner.families.vendor_blas import matmul
+from tuner.families.vendor_blas import addmm, addmm_activation, matmul, unfused
 from tuner.families.vendor_softmax import softmax
 from tuner.hardware import DEFAULT_GPU
-from tuner.problem import AttentionProblem, GemmProblem, Problem, SoftmaxProblem
+from tuner.problem import EPILOGUES, AttentionProblem, GemmProblem, Problem, SoftmaxProblem
 
 PROBLEMS: dict[str, Problem] = {
     "vendor_sdpa": AttentionProblem.parse("S=1024,D=64"),
@@ -71,7 +71,8 @@ def test_vendors_are_registered() -> None:
 def test_space_is_legal_and_priced(name: str) -> None:
     member, problem = family(name), PROBLEMS[name]
     space = member.space(problem, DEFAULT_GPU)
-    assert [config["kernel"] for config in space] == list(member.offered)  # type: ignore[attr-defined]
+    offered = [k for k in member.offered if not member.refusal(problem, k)]  # type: ignore[attr-defined]
+    assert [config["kernel"] for config in space] == offered
     for config in space:
         assert member.violations(problem, config, DEFAULT_GPU) == []
         floor = DEFAULT_GPU.floor_us(problem.flops, problem.bytes)
@@ -327,6 +328,43 @@ def test_matmul_agrees_with_fp64(shape: str) -> None:
     wanted = a.double() @ b.double()
     assert out.shape == problem.output.shape
     assert (out.double() - wanted).norm() / wanted.norm() < (8e-3 if "bf16" in shape else 1e-3)
+
+
+@needs_torch
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("epilogue", EPILOGUES)
+def test_every_way_of_an_epilogue_agrees_with_fp64(epilogue: str, dtype: Any) -> None:
+    import torch
+
+    problem = GemmProblem(48, 32, 64, dtype=dtype, epilogue=epilogue)
+    member = family("vendor_blas")
+    ways = {"cublas": unfused, "addmm": addmm, "addmm_activation": addmm_activation}
+    offered = {config["kernel"] for config in member.space(problem, DEFAULT_GPU)}
+    assert ("addmm" in offered) == (problem.has_bias or problem.has_residual)
+    assert ("addmm_activation" in offered) == (epilogue in ("bias_relu", "bias_gelu_tanh"))
+    if epilogue == "bias_gelu_tanh":
+        offered -= {"addmm_activation"}  # cuBLASLt's GELU is by tanh, that of the CPU by erf
+    inputs = tensors(problem)
+    before = [tensor.clone() for tensor in inputs]
+    a, b, *others = (tensor.double() for tensor in inputs)
+    functional = torch.nn.functional
+    wanted = a @ b + (others[0] if problem.has_bias else 0)
+    wanted = {
+        "": lambda x: x,
+        "relu": functional.relu,
+        "gelu": functional.gelu,
+        "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+        "silu": functional.silu,
+    }[problem.activation](wanted)
+    wanted = wanted + (others[-1] if problem.has_residual else 0)
+    for kernel in offered & set(ways):
+        call = tried(ways[kernel](problem), problem, kernel, "cpu")
+        assert not isinstance(call, str), call
+        error = (call(*inputs).double() - wanted).norm() / wanted.norm()
+        assert error < (8e-3 if dtype == "bfloat16" else 1e-3), kernel
+        assert all(map(torch.equal, inputs, before)), f"{kernel} changes its inputs"
+    costs = [member.predict_us(problem, c, DEFAULT_GPU) for c in member.space(problem, DEFAULT_GPU)]
+    assert costs == sorted(costs, reverse=True), "the fewer kernels, the less time"
 
 
 @needs_torch

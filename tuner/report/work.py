@@ -301,7 +301,7 @@ def _gemm(problem: GemmProblem, config: Config, gpu: Gpu) -> Work:
         exponentials=0.0,
         # Multicast: a block reads its share of a tile and has the rest from its cluster.
         l2_bytes=width * tile_k * (tile_m / cluster_n + tile_n / cluster_m) * steps
-        + problem.output.bytes,
+        + sum(operand.bytes for operand in problem.operands[2:]),
     )
 
 
