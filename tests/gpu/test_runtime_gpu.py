@@ -43,6 +43,7 @@ SHAPES = [
 VENDORS = ("cudnn", "flash2", "efficient", "flash3", "flash4")
 OWN = [name for name, member in families_of("attention").items() if not member.is_vendor]
 PRODUCTS = ["M=512,N=768,K=256", "M=256,N=512,K=512,layout_b=row,B=3"]
+LAYERS = ["M=300,N=768,K=256,epilogue=bias", "M=300,N=768,K=256,dtype=bf16,epilogue=bias_gelu"]
 TOLERANCE = {"float16": 1e-3, "bfloat16": 8e-3}
 
 
@@ -54,7 +55,7 @@ def kernels() -> list[KernelSpec]:
             problem = AttentionProblem.parse(shape)
             for config in promising(problem, this_gpu(), name)[:1]:
                 needed += family(name).kernels(problem, config).values()
-        for shape in PRODUCTS:
+        for shape in (*PRODUCTS, *LAYERS):
             product = GemmProblem.parse(shape)
             for config in promising(product, this_gpu(), "gemm")[:1]:
                 needed += family("gemm").kernels(product, config).values()
@@ -254,6 +255,26 @@ def test_a_product_is_launched_and_right(
     assert (out.double() - wanted).norm() / wanted.norm() < 1e-3
     if problem.batch == 1:
         assert torch.equal(tuner.linear(a, b.t()), out)
+    assert tuner.stats().fallbacks == {}
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("shape", LAYERS)
+def test_a_layer_is_launched_and_right(shape: str, path: str, compiler: Compiler, gpu: Gpu) -> None:
+    import tuner
+
+    problem = GemmProblem.parse(shape)
+    config, artifacts = compiled(compiler, problem, gpu, "gemm")
+    store(problem, gpu, config, artifacts=artifacts)
+    a, b, bias = inputs(problem)
+    activation = problem.activation or None
+    for _ in range(2):
+        out = tuner.linear(a.view(3, 100, -1), b[0].t(), bias, activation=activation)
+    wanted = a.double() @ b.double() + bias.double()
+    wanted = torch.nn.functional.gelu(wanted) if activation else wanted
+    assert out.shape == (3, 100, problem.n)
+    error = (out.double() - wanted.view_as(out)).norm() / wanted.norm()
+    assert error < (8e-3 if problem.dtype == "bfloat16" else 1e-3)
     assert tuner.stats().fallbacks == {}
 
 

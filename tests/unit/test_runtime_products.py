@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -75,13 +76,54 @@ def test_what_is_not_covered_is_pytorch_s(on_cpu: SimpleNamespace) -> None:
     assert torch.equal(matmul(A[0], B), A[0] @ B)
     assert torch.equal(linear(A, weight), A @ weight.t())
     assert on_cpu.counters.stats().fallbacks == {
-        "a bias is given": 1,
         "out is given": 1,
         "no kernel takes such tensors": 1,
-        "no measured winner": 1,
+        "no measured winner": 2,
     }
     with pytest.raises(RuntimeError):
         matmul(A, A)
+
+
+@pytest.mark.parametrize("activation", [None, "relu", "gelu", "gelu_tanh", "silu"])
+def test_a_bias_and_an_activation_are_part_of_the_problem(
+    on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, activation: str | None
+) -> None:
+    weight, bias = B.t().contiguous(), torch.randn(16).half()
+    asked: list[Problem] = []
+    monkeypatch.setattr(on_cpu.table, "lookup", lambda problem, *, gpu: asked.append(problem))
+    linear = on_cpu.products.linear
+    for given in (None, bias):
+        wanted = torch.nn.functional.linear(A, weight, given)
+        wanted = {
+            None: lambda x: x,
+            "relu": torch.relu,
+            "gelu": torch.nn.functional.gelu,
+            "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+            "silu": torch.nn.functional.silu,
+        }[activation](wanted)
+        assert torch.equal(linear(A, weight, given, activation=activation), wanted)
+    plain = GemmProblem(m=8, n=16, k=32)
+    biased = "bias" if activation is None else f"bias_{activation}"
+    assert asked == [replace(plain, epilogue=e) for e in (activation or "", biased)]
+
+
+@pytest.mark.parametrize(
+    ("bias", "reason"),
+    [
+        (torch.zeros(8).half(), "no contiguous vector"),
+        (torch.zeros(32).half()[::2], "no contiguous vector"),
+        (torch.zeros(1, 16).half(), "no contiguous vector"),
+        (torch.zeros(16), "differ in device or type"),
+    ],
+)
+def test_what_is_no_bias(runtime: SimpleNamespace, bias: Any, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        runtime.products.problem_of(A, B, bias)
+
+
+def test_an_unknown_activation_is_told(on_cpu: SimpleNamespace) -> None:
+    with pytest.raises(ConfigError, match=r"activation=elu is not known \(allowed: relu, gelu"):
+        on_cpu.products.linear(A, B.t().contiguous(), activation="elu")
 
 
 def test_gradients_are_pytorch_s(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +133,7 @@ def test_gradients_are_pytorch_s(on_cpu: SimpleNamespace, monkeypatch: pytest.Mo
             Config("own", {}),
             -1,
             False,
-            lambda a, b: a.new_zeros(8, 16),
+            lambda *tensors: tensors[0].new_zeros(8, 16),
         )
 
     monkeypatch.setattr(on_cpu.table.table, "find_out", plan)
@@ -100,6 +142,9 @@ def test_gradients_are_pytorch_s(on_cpu: SimpleNamespace, monkeypatch: pytest.Mo
     assert weight.grad is not None and weight.grad.any()
     with torch.no_grad():
         assert not on_cpu.products.linear(A, weight).any(), "the plan ran"
+    bias = torch.zeros(16).half().requires_grad_()
+    on_cpu.products.linear(A, weight.detach(), bias).sum().backward()
+    assert bias.grad is not None and bias.grad.eq(8).all()
 
 
 def test_where_cublas_won_pytorch_s_own_call_answers(
