@@ -23,6 +23,7 @@ from tuner.problem import (
     Operand,
     Problem,
     SoftmaxProblem,
+    SwigluProblem,
 )
 
 np = pytest.importorskip("numpy", reason="numpy is not installed")
@@ -40,6 +41,8 @@ PROBLEMS = [
     *(GemmProblem(70, 90, 40, epilogue=epilogue) for epilogue in EPILOGUES),
     GemmProblem(33, 50, 40, 2, "bfloat16", "float32", epilogue="bias_residual"),
     GemmProblem(33, 50, 40, 2, "bfloat16", epilogue="bias_gelu"),
+    SwigluProblem(70, 96, 40),
+    SwigluProblem(33, 64, 72, dtype="bfloat16", weights="concatenated"),
     SoftmaxProblem(rows=120, cols=700, batch=2, query_rows=60, is_causal=True),
     SoftmaxProblem(rows=33, cols=1000, dtype="bfloat16"),
 ]
@@ -110,6 +113,9 @@ def expected(problem: Any, inputs: list[Any], scale: float) -> Any:
         product = inputs[0] @ inputs[1] * scale + (inputs[2] if problem.has_bias else 0)
         residual = inputs[-1] if problem.has_residual else 0
         return activated(problem.activation, product) + residual
+    if problem.op == "swiglu":
+        gate, up = (inputs[0] @ half.reshape(problem.n, problem.k).T for half in inputs[1])
+        return activated("silu", gate) * up
     if problem.op == "softmax":
         scores, columns = inputs[0] * scale, np.arange(problem.cols)
         rows = np.arange(problem.rows) % problem.query_rows

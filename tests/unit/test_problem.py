@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from hypothesis import given
@@ -13,11 +14,14 @@ from tuner.errors import ConfigError
 from tuner.problem import (
     ACTIVATIONS,
     EPILOGUES,
+    PAIRINGS,
     PROBLEMS,
     AttentionProblem,
     GemmProblem,
+    Pairing,
     Problem,
     SoftmaxProblem,
+    SwigluProblem,
     problem_from_json,
 )
 
@@ -28,6 +32,8 @@ EXAMPLES: list[Problem] = [
     GemmProblem.parse("M=4096,N=512,K=64"),
     GemmProblem.parse("M=8,N=16,K=24,B=3,dtype=bf16,dtype_d=fp32,layout_a=col,layout_b=row"),
     GemmProblem.parse("M=8,N=16,K=24,epilogue=bias_gelu_tanh"),
+    SwigluProblem.parse("M=8,N=64,K=24"),
+    SwigluProblem.parse("M=8,N=64,K=24,dtype=bf16,weights=concatenated"),
     SoftmaxProblem.parse("M=64,N=128,B=2,SQ=32,causal=true"),
 ]
 
@@ -74,6 +80,8 @@ def test_defaults() -> None:
         ("gemm", "M=1,N=1,K=1,epilogue=bias_elu", "epilogue=bias_elu", "bias_gelu"),
         ("gemm", "M=1,N=1,K=1,epilogue=relu_bias", "epilogue=relu_bias", "bias_relu"),
         ("gemm", "M=1,N=1,K=1,epilogue=", "epilogue=", "KEY=VALUE"),
+        ("swiglu", "M=1,N=16,K=8", "N=16", "multiples of 32"),
+        ("swiglu", "M=1,N=32,K=8,weights=mixed", "weights=mixed", "interleaved"),
         ("softmax", "M=10,N=4,SQ=3", "SQ=3", "divide"),
     ],
 )
@@ -167,3 +175,19 @@ def test_an_epilogue_names_its_parts_and_operands(epilogue: str) -> None:
     plain = replace(problem, epilogue="")
     extra = (3 * 2 if problem.has_bias else 0) + (7 * 2 * 3 * 4 if problem.has_residual else 0)
     assert problem.bytes == plain.bytes + extra and problem.flops == plain.flops
+
+
+@pytest.mark.parametrize("weights", PAIRINGS)
+def test_pairs_of_weights_cover_their_memory_once(weights: Pairing) -> None:
+    problem = SwigluProblem(8, 96, 5, weights=weights)
+    _, operand, out = problem.operands
+    places = {
+        sum(i * s for i, s in zip(index, operand.strides, strict=True))
+        for index in product(*map(range, operand.shape))
+    }
+    assert places == set(range(operand.elements)) and operand.elements == 2 * 96 * 5
+    assert (out.shape, problem.flops) == ((8, 96), 2 * 2 * 8 * 96 * 5)
+    # Gate and up of output column 41: group 1, lane 1, chunk 1.
+    gate = sum(i * s for i, s in zip((0, 1, 1, 1, 0), operand.strides, strict=True)) // 5
+    up = sum(i * s for i, s in zip((1, 1, 1, 1, 0), operand.strides, strict=True)) // 5
+    assert (gate, up) == ((74, 75) if weights == "interleaved" else (41, 41 + 96))

@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,22 @@ from tuner.families import vendor_sdpa as sdpa
 from tuner.families.vendor import Vendor, tried
 from tuner.families.vendor_blas import addmm, addmm_activation, matmul, unfused
 from tuner.families.vendor_softmax import softmax
+from tuner.families.vendor_swiglu import swiglu
 from tuner.hardware import DEFAULT_GPU
-from tuner.problem import EPILOGUES, AttentionProblem, GemmProblem, Problem, SoftmaxProblem
+from tuner.problem import (
+    EPILOGUES,
+    AttentionProblem,
+    GemmProblem,
+    Problem,
+    SoftmaxProblem,
+    SwigluProblem,
+)
 
 PROBLEMS: dict[str, Problem] = {
     "vendor_sdpa": AttentionProblem.parse("S=1024,D=64"),
     "vendor_blas": GemmProblem.parse("M=4096,N=4096,K=4096"),
     "vendor_softmax": SoftmaxProblem.parse("M=1024,N=1024,B=16"),
+    "vendor_swiglu": SwigluProblem.parse("M=4096,N=14336,K=4096"),
 }
 PEER_MODULES = ("flash_attn_interface", "flash_attn", "flash_attn.cute")
 needs_torch = pytest.mark.skipif(
@@ -365,6 +375,28 @@ def test_every_way_of_an_epilogue_agrees_with_fp64(epilogue: str, dtype: Any) ->
         assert all(map(torch.equal, inputs, before)), f"{kernel} changes its inputs"
     costs = [member.predict_us(problem, c, DEFAULT_GPU) for c in member.space(problem, DEFAULT_GPU)]
     assert costs == sorted(costs, reverse=True), "the fewer kernels, the less time"
+
+
+@needs_torch
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_swiglu_agrees_with_fp64_on_weights_in_its_own_order(dtype: Any) -> None:
+    import torch
+
+    problem = SwigluProblem(24, 64, 48, dtype=dtype)
+    member, config = family("vendor_swiglu"), Config("vendor_swiglu", {"kernel": "torch"})
+    wanted = member.handed_over(problem, config)
+    assert wanted == replace(problem, weights="concatenated")
+    assert [o.shape for o in wanted.operands] == [o.shape for o in problem.operands]
+    a, weights = tensors(problem)
+    theirs = torch.empty_strided(
+        wanted.operands[1].shape, wanted.operands[1].strides, dtype=weights.dtype
+    ).copy_(weights)
+    call = tried(swiglu(wanted), wanted, "torch", "cpu")
+    assert not isinstance(call, str), call
+    out = call(a, theirs)
+    gate, up = (half.reshape(64, 48).double() for half in weights)
+    exact = torch.nn.functional.silu(a.double() @ gate.T) * (a.double() @ up.T)
+    assert (out.double() - exact).norm() / exact.norm() < (8e-3 if dtype == "bfloat16" else 1e-3)
 
 
 @needs_torch

@@ -10,7 +10,7 @@ from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.hardware import Gpu
 from tuner.measurement import Regime
-from tuner.problem import AttentionProblem, DType, GemmProblem, Problem
+from tuner.problem import AttentionProblem, DType, GemmProblem, Problem, SwigluProblem
 
 _K = 1024
 _WARM, _COLD = Regime("graph", "warm"), Regime("graph", "cold")
@@ -141,6 +141,18 @@ SUITES: dict[str, Suite] = {
             ),
             (_COLD,),
             against=("cublas", "cublaslt", "addmm", "inductor"),
+        ),
+        Suite(
+            "gated",
+            "both up projections of a 7-8 B model's MLP and SwiGLU; buffers rotated",
+            tuple(
+                SwigluProblem(tokens, between, hidden, dtype=dtype)
+                for dtype in _TYPES
+                for tokens in (4096, 512)
+                for hidden, between in _MLPS
+            ),
+            (_COLD,),
+            against=("torch", "inductor"),
         ),
     )
 }

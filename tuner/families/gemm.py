@@ -135,6 +135,7 @@ class Gemm(Family):
             "bias": ("m" if config["swap_ab"] else "n") if problem.has_bias else "",
             "activation": problem.activation,
             "residual": problem.has_residual,
+            "gated": False,
         }
         return {KERNEL: KernelSpec(TEMPLATE, variables)}
 
