@@ -1,4 +1,4 @@
-"""`linear` and `matmul`: what problem a product poses, and what stays PyTorch's."""
+"""`linear`, `matmul` and `swiglu`: what problem a product poses, and what stays PyTorch's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tuner.errors import ConfigError
 from tuner.hardware import DEFAULT_GPU
 from tuner.lookup import Answer, Entry
 from tuner.measurement import Measurement, Regime, Status
-from tuner.problem import GemmProblem, Problem
+from tuner.problem import GemmProblem, Problem, SwigluProblem
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -170,3 +170,71 @@ def test_where_cublas_won_pytorch_s_own_call_answers(
     monkeypatch.setattr(on_cpu.table, "lookup", lookup)
     assert torch.equal(on_cpu.products.matmul(A, B), A @ B)
     assert on_cpu.counters.stats().fallbacks == {on_cpu.plan.PYTORCHS: 1}
+
+
+def test_interleaved_weights_lie_as_the_problem_says(runtime: SimpleNamespace) -> None:
+    problem = SwigluProblem(8, 96, 32)
+    gate, up = torch.randn(96, 32).half(), torch.randn(96, 32).half()
+    weights = runtime.products.interleave(gate, up)
+    operand = problem.operands[1]
+    assert weights.is_contiguous() and weights.shape == (192, 32)
+    seen = weights.as_strided(operand.shape, operand.strides)
+    assert torch.equal(seen[0].reshape(96, 32), gate)
+    assert torch.equal(seen[1].reshape(96, 32), up)
+    for wrong in (gate[:40], gate[:, :16], gate[None]):
+        with pytest.raises(ConfigError, match="cannot be interleaved"):
+            runtime.products.interleave(wrong, up)
+
+
+def test_swiglu_is_the_two_projections_and_asks_for_one_problem(
+    on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Problem] = []
+    monkeypatch.setattr(on_cpu.table, "lookup", lambda problem, *, gpu: asked.append(problem))
+    gate, up = torch.randn(64, 32).half(), torch.randn(64, 32).half()
+    weights = on_cpu.products.interleave(gate, up)
+    linear = torch.nn.functional.linear
+    for a in (A, A.view(2, 4, 32)):
+        wanted = torch.nn.functional.silu(linear(a, gate)) * linear(a, up)
+        got = on_cpu.products.swiglu(a, weights)
+        assert got.shape == wanted.shape and torch.equal(got, wanted)
+    assert asked == [SwigluProblem(8, 64, 32)] * 2
+    a = A.clone().requires_grad_()
+    on_cpu.products.swiglu(a, weights).sum().backward()
+    assert a.grad is not None and a.grad.any()
+
+
+@pytest.mark.parametrize(
+    ("a", "weights", "reason"),
+    [
+        (A[0], torch.zeros(64, 32).half(), "not matrices"),
+        (A, torch.zeros(64, 16).half(), "no pairs of rows of 32"),
+        (A, torch.zeros(65, 32).half(), "no pairs of rows of 32"),
+        (A, torch.zeros(40, 32).half(), "N=20 cannot be interleaved"),
+        (A, torch.zeros(32, 64).half().t(), "not contiguous"),
+        (A, torch.zeros(64, 32), "differ in device or type"),
+    ],
+)
+def test_what_poses_no_swiglu(runtime: SimpleNamespace, a: Any, weights: Any, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        runtime.products.swiglu_problem_of(a, weights)
+
+
+def test_a_tuned_swiglu_is_run_with_both_tensors(
+    on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+
+    def plan(kind: Any, call: Any, pose: Any, scale: float, device: int, shape: Any) -> Any:
+        assert call is None and shape == (8, 64)
+
+        def run(*tensors: Any) -> Any:
+            seen.append(tensors)
+            return tensors[0].new_zeros(shape)
+
+        return on_cpu.plan.VendorPlan(pose(), Config("own", {}), -1, False, run)
+
+    monkeypatch.setattr(on_cpu.table.table, "find_out", plan)
+    weights = torch.randn(128, 32).half()
+    assert not on_cpu.products.swiglu(A, weights).any()
+    assert [t is wanted for t, wanted in zip(seen[0], (A, weights), strict=True)] == [True, True]

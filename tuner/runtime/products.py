@@ -1,4 +1,6 @@
-"""`linear` and `matmul`: the tuned GEMM where one was measured fastest, PyTorch's elsewhere."""
+"""`linear`, `matmul` and `swiglu`: the tuned GEMM where one was measured fastest, PyTorch's
+elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import torch
 from torch.nn import functional
 
 from tuner.errors import ConfigError
-from tuner.problem import ACTIVATIONS, GemmProblem, Major
+from tuner.problem import ACTIVATIONS, GemmProblem, Major, SwigluProblem
 from tuner.runtime import counters, dispatch, guards
 from tuner.runtime.plan import Plan
 from tuner.runtime.table import table
@@ -84,6 +86,89 @@ def matmul(
             return served
         counters.count_fallback(served)
     return torch.matmul(input, other, out=out)
+
+
+def interleave(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """The weights of `swiglu` from those of both projections; for when they are loaded.
+
+    Args:
+        gate: (N, K), N a multiple of 32.
+        up: (N, K), as `gate`.
+
+    Returns:
+        (2 N, K), contiguous, in the order of `SwigluProblem`.
+
+    Raises:
+        ConfigError: when they are no such matrices.
+    """
+    if gate.dim() != 2 or gate.shape != up.shape or gate.shape[0] % 32:
+        shapes = f"{tuple(gate.shape)} and {tuple(up.shape)}"
+        raise ConfigError(f"{shapes} cannot be interleaved (allowed: twice (N, K), N in 32s)")
+    n, k = gate.shape
+    both = torch.stack((gate, up)).view(2, n // 32, 4, 8, k)
+    return both.permute(1, 3, 2, 0, 4).reshape(2 * n, k)
+
+
+def swiglu(input: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """silu(input @ gate^T) * (input @ up^T) by the fastest kernel measured on this GPU.
+
+    One kernel where that was tuned and won, else PyTorch's product and its element-wise kernels,
+    counted by the reason (`tuner.stats`).
+
+    Args:
+        input: (..., K), fp16 or bf16, contiguous.
+        weights: (2 N, K), of `interleave`.
+
+    Returns:
+        (..., N)
+    """
+    if not torch.compiler.is_compiling():
+        served = _serve_swiglu(input, weights)
+        if not isinstance(served, str):
+            return served
+        counters.count_fallback(served)
+    groups = functional.linear(input, weights).unflatten(-1, (-1, 8, 4, 2))
+    gate, up = groups.transpose(-3, -2).unbind(-1)
+    return (functional.silu(gate) * up).flatten(-3)
+
+
+def _serve_swiglu(a: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | str:
+    """The tuned kernel's result, or why there is none."""
+    if reason := guards.unserved(a, weights):
+        return reason
+    kind = ("swiglu", *((t.shape, t.stride(), t.dtype, t.device) for t in (a, weights)))
+    plan = table.get(kind)
+    if plan is None:
+        shape = (*a.shape[:-1], weights.shape[0] // 2)
+
+        def pose() -> SwigluProblem:
+            return swiglu_problem_of(a, weights)
+
+        plan = table.find_out(kind, None, pose, 1.0, a.get_device(), shape)
+    if not isinstance(plan, Plan):
+        return plan
+    return (
+        guards.misaligned(a, weights) or guards.deferred(a, weights) or table.run(plan, a, weights)
+    )
+
+
+def swiglu_problem_of(a: torch.Tensor, weights: torch.Tensor) -> SwigluProblem:
+    """The problem of `swiglu`.
+
+    Raises:
+        ConfigError: when they pose none: types, sizes or strides that no tuned kernel has.
+    """
+    if a.dim() < 2 or weights.dim() != 2 or a.numel() == 0 or weights.numel() == 0:
+        raise ConfigError("they are not matrices, or are empty")
+    guards.check_alike(a, weights)
+    k = a.shape[-1]
+    if weights.shape[1] != k or weights.shape[0] % 2:
+        raise ConfigError(f"{tuple(weights.shape)} are no pairs of rows of {k}")
+    if not (a.is_contiguous() and weights.is_contiguous()):
+        raise ConfigError("the rows are not contiguous")
+    return SwigluProblem(
+        m=a.numel() // k, n=weights.shape[0] // 2, k=k, dtype=guards.DTYPES[a.dtype]
+    )
 
 
 def _serve(
