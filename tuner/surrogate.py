@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -187,7 +187,7 @@ def _differences(values: Sequence[float] | Array, split: int) -> Array:
 
 def distance(first: Problem, second: Problem) -> float:
     """Doublings between two problems' extents, and one for every other difference."""
-    a, b = first.to_json(), second.to_json()
+    a, b = asdict(first), asdict(second)
     return sum(
         abs(math.log2(a[name] / b[name])) if _is_number(a[name]) else float(a[name] != b[name])
         for name in a

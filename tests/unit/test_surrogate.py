@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -67,6 +68,12 @@ def test_near_problems_teach_more_than_far_ones() -> None:
     near, far = GemmProblem(2048, 1024, 1024), GemmProblem(64, 65536, 64)
     assert distance(PROBLEM, near) == 1
     assert math.log(10) < taught(far) < taught(near) < math.log(10) + 0.5
+
+
+def test_an_epilogue_is_one_difference_either_way() -> None:
+    other = replace(PROBLEM, epilogue="bias_gelu")
+    assert distance(PROBLEM, other) == distance(other, PROBLEM) == 1
+    assert distance(other, replace(other, epilogue="bias_silu")) == 1
 
 
 def test_gain_is_where_the_mean_is_low_or_nothing_is_known() -> None:
