@@ -64,6 +64,14 @@ SAMPLE = [
         GemmProblem(4096, 14336, 4096, epilogue="bias_gelu"),
         config("TmaWarpSpecializedPingpong", (128, 128, 64)),
     ),
+    (
+        GemmProblem(16, 4096, 4096, dtype="bfloat16", dtype_d="float32", epilogue="bias_silu"),
+        config("TmaWarpSpecializedPingpong", (64, 16, 64), swap_ab=True),
+    ),
+    (
+        GemmProblem(2048, 2048, 2048, epilogue="residual"),
+        config("TmaWarpSpecializedCooperative", (128, 256, 64), tile_scheduler="Persistent"),
+    ),
 ]
 
 

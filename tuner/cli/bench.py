@@ -59,7 +59,8 @@ def register(subparsers: Any) -> None:
     parser.add_argument(
         "--l2",
         choices=("warm", "cold", "both"),
-        help="state of the inputs (default: the suite's; for --shape cold for gemm, else warm)",
+        help="state of the inputs (default: the suite's; for --shape cold for gemm and swiglu, "
+        "else warm)",
     )
     parser.add_argument("--rounds", type=int, metavar="N", help="interleaved rounds at least")
     parser.add_argument(

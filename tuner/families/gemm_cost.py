@@ -66,10 +66,11 @@ CONSTANTS: Mapping[str, float] = {
     # Reduction between the blocks of one output tile, besides its traffic.
     "fixup_clocks": 1500.0,
 }
-#: Instructions of an activation's evaluation, an element: a first guess read off CUTLASS's
-#: thread/activation.h (erff is a polynomial of two ranges; a division is a reciprocal and its
-#: refinement), to be replaced by measurements; a multiprocessor issues 128 lanes a clock.
-ACTIVATION_INSTRUCTIONS = {"": 0, "relu": 1, "gelu": 25, "gelu_tanh": 8, "silu": 14}
+#: Instructions of an activation's evaluation, an element: a first guess read off the source, to be
+#: replaced by measurements. erff is a polynomial of two ranges; exponential and reciprocal count
+#: eight each, the rate of their unit.
+ACTIVATION_INSTRUCTIONS = {"": 0, "relu": 1, "gelu": 25, "gelu_tanh": 22, "silu": 19}
+#: Of a multiprocessor [CUDA C++ Programming Guide 13.0].
 LANES_PER_CLOCK = 128
 #: Exponent of the mean that stands for the longest of times that overlap but not quite.
 SHARPNESS = 6

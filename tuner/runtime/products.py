@@ -55,13 +55,13 @@ def linear(
     Raises:
         ConfigError: when there is no such activation.
     """
+    if activation not in _PYTORCHS:
+        allowed = ", ".join(ACTIVATIONS)
+        raise ConfigError(f"activation={activation} is not known (allowed: {allowed}, None)")
     if not torch.compiler.is_compiling():
         product = dispatch.linear(input, weight, bias, activation)
         if product is not None:
             return product
-        if activation not in _PYTORCHS:
-            allowed = ", ".join(ACTIVATIONS)
-            raise ConfigError(f"activation={activation} is not known (allowed: {allowed}, None)")
         served = _serve("linear", input, weight, bias, activation)
         if not isinstance(served, str):
             return served
