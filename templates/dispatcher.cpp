@@ -42,6 +42,7 @@ constexpr int kMaxDims = 8;
 
 using Launch = int (*)(void* const*, int64_t const*, double const*, void*, void*);
 using CurrentStream = int (*)(int32_t, void**);
+using Bind = int (*)(int32_t);
 
 struct Step {
   Launch launch;
@@ -86,6 +87,7 @@ struct State {
   long long hits = 0, nearest_hits = 0;
   c10::DeviceType device = c10::DeviceType::CUDA;
   CurrentStream current_stream = nullptr;
+  Bind bind = nullptr;
   uint64_t plain = 0, autocast = 0;  // keys as bits
 };
 
@@ -189,11 +191,19 @@ bool read_matmul(Call& call, PyObject* const* arguments) {
   return true;
 }
 
+// A thread that has called nothing of CUDA yet has no current context; an output from the
+// allocator's cache needs none, but a kernel's launch function encodes TMA descriptors in it.
+void bind_thread(int32_t device) {
+  static thread_local bool is_bound = false;
+  if (!is_bound) is_bound = state.bind(device) == 0;  // if not: the launch says why
+}
+
 // Undefined when a launch was refused.
 at::Tensor enqueue(Plan const& plan, Call const& call) {
   at::AutoDispatchBelowADInplaceOrView below;
   at::Tensor const& first = *call.tensors[0];
   c10::DeviceGuard guard(first.device());
+  bind_thread(first.device().index());
   at::Tensor out = at::empty_strided(plan.sizes, plan.strides, first.options());
   at::Tensor workspace;
   if (plan.workspace_bytes)
@@ -353,13 +363,14 @@ PyObject* take_counts(PyObject*, PyObject* reset) {
 }
 
 PyObject* start(PyObject*, PyObject* arguments) {
-  // (device type, address of the function that gives the current stream)
+  // (device type, addresses of the functions that give the current stream and bind a thread)
   char const* device;
-  PyObject* stream;
-  if (!PyArg_ParseTuple(arguments, "sO", &device, &stream)) return nullptr;
+  PyObject *stream, *bind;
+  if (!PyArg_ParseTuple(arguments, "sOO", &device, &stream, &bind)) return nullptr;
   bool const is_cuda = !std::strcmp(device, "cuda");
   state.device = is_cuda ? c10::DeviceType::CUDA : c10::DeviceType::CPU;
   state.current_stream = reinterpret_cast<CurrentStream>(PyLong_AsVoidPtr(stream));
+  state.bind = reinterpret_cast<Bind>(PyLong_AsVoidPtr(bind));
   if (PyErr_Occurred()) return nullptr;
   auto const bits = [](DispatchKey key) { return DispatchKeySet(key).raw_repr(); };
   state.plain = bits(DispatchKey::ADInplaceOrView) | bits(DispatchKey::BackendSelect) |

@@ -351,6 +351,52 @@ def test_streams_and_their_order(path: str, compiler: Compiler, gpu: Gpu) -> Non
 
 
 @pytest.mark.compile
+def test_the_first_thing_of_cuda_that_a_thread_does(
+    path: str, compiler: Compiler, gpu: Gpu
+) -> None:
+    """A plan that is known and an output from the allocator's cache: a launch, with no context."""
+    problem = AttentionProblem.parse(SHAPES[0])
+    config, artifacts = compiled(compiler, problem, gpu, OWN[0])
+    store(problem, gpu, config, artifacts=artifacts)
+    child = subprocess.run(
+        [sys.executable, "-c", COLD_THREAD, SHAPES[0], path],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert child.returncode == 0, f"{child.returncode}: {child.stderr}"
+    assert "TMA" not in child.stderr, "a descriptor was refused"
+
+
+COLD_THREAD = """
+import importlib, sys, threading
+import torch, tuner
+from tuner.problem import AttentionProblem
+problem = AttentionProblem.parse(sys.argv[1])
+table = importlib.import_module("tuner.runtime.table").table
+dispatch = importlib.import_module("tuner.runtime.dispatch")
+if sys.argv[2] == "python":
+    dispatch.prepare = lambda then: None
+else:
+    dispatch.prepare(then=table._renew).join(300)
+    assert dispatch._module is not None
+tensors = [torch.randn(o.shape, device="cuda").half() for o in problem.operands[:3]]
+wanted = torch.nn.functional.scaled_dot_product_attention(*tensors)
+tuner.attention(*tensors)  # the plan is known from here on, and its output's memory is free
+torch.cuda.synchronize()
+found = []
+for _ in range(4):
+    table._look_at = float("inf")  # nor does a look at the store touch CUDA
+    dispatch.serve_until(float("inf"))
+    thread = threading.Thread(target=lambda: found.append(tuner.attention(*tensors)))
+    thread.start()
+    thread.join()
+    torch.testing.assert_close(found.pop(), wanted, atol=5e-3, rtol=0)
+assert tuner.stats().hits == 5 and not tuner.stats().fallbacks, tuner.stats()
+"""
+
+
+@pytest.mark.compile
 def test_threads_over_many_shapes_with_a_writer_beside_them(
     path: str, compiler: Compiler, gpu: Gpu
 ) -> None:

@@ -89,7 +89,8 @@ def load(artifact: Artifact) -> ModuleType:
         raise ImportError(f"{artifact.library} is no extension module")
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
-    module.start(devices.TYPE, ctypes.cast(devices.stream_function(), ctypes.c_void_p).value)
+    functions = devices.stream_function(), devices.bind_function()
+    module.start(devices.TYPE, *(ctypes.cast(each, ctypes.c_void_p).value for each in functions))
     return module
 
 

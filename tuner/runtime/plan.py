@@ -130,6 +130,7 @@ class KernelPlan(Plan):
 
     def _enqueue(self, inputs: Sequence[torch.Tensor], lse: torch.Tensor | None) -> torch.Tensor:
         device = inputs[0].device
+        devices.bind(self.device)
         out = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
         base = 0
         if self.workspace_bytes:
