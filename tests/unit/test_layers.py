@@ -63,7 +63,7 @@ HOMES: dict[str, set[str]] = {
     "starlette": {"service"},
     "uvicorn": {"cli"},
     "cuda": {"device", "benchmark", "worker", "gate", "runners", "cli"},
-    "jinja2": {"render", "report"},
+    "jinja2": {"render", "report", "service"},
     "numpy": {"surrogate", "bench", "report"},
     "nvMatmulHeuristics": {"families"},
     "optuna": {"optuna_sampler", "report"},

@@ -35,7 +35,7 @@ from tuner.measurement import Environment, Measurement, Provenance, Regime, Stat
 from tuner.problem import PROBLEMS, AttentionProblem, GemmProblem, Problem
 from tuner.service import bodies, guard
 from tuner.service.app import create_app
-from tuner.service.guard import Tokens
+from tuner.service.tokens import Tokens
 from tuner.store import Store, open_store
 
 H200, WARM = GPUS["H200"], Regime("graph", "warm")

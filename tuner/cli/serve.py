@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
         import uvicorn
 
         from tuner.service.app import create_app
-        from tuner.service.guard import Tokens
+        from tuner.service.tokens import Tokens
     except ImportError as exc:
         raise ConfigError(
             f"{exc.name} is missing: install it with pip install 'cutlass-tuner[service]'"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import tuner
 from tuner.cli.describe import config_text, facts_text, microseconds, short_name
 from tuner.errors import ConfigError
 from tuner.measurement import Measurement
-from tuner.report import analysis, charts
+from tuner.report import analysis, assets, charts
 from tuner.report.explain import Explanation, explain, size
 from tuner.report.heat import heat_panels
 from tuner.report.spec import Spec
@@ -69,7 +68,7 @@ def render(subject: Subject) -> str:
     """
     from jinja2 import Environment, StrictUndefined
 
-    script = library()
+    script = _library()
     sections = list(_sections(subject))
     specs = {figure.name: figure.spec for s in sections for figure in s.figures}
     environment = Environment(
@@ -81,27 +80,22 @@ def render(subject: Subject) -> str:
         verdict=analysis.verdict(subject),
         facts=_facts(subject),
         sections=sections,
+        palette=assets.palette(),
         library=script,
+        figures=assets.figures(),
         specs=_in_script(specs),
         data=_in_script(data(subject)),
         version=tuner.__version__,
     )
 
 
-@cache
-def library() -> str:
-    """Vega, Vega-Lite and Vega-Embed as one script.
-
-    Raises:
-        ConfigError: when they are not installed.
-    """
+def _library() -> str:
     try:
         import sklearn  # noqa: F401  # what Optuna's fANOVA stands on
-        import vl_convert
+        import vl_convert  # noqa: F401
     except ImportError as exc:
         raise ConfigError(f"a report needs the extra 'report' ({exc.name}): {EXTRA}") from exc
-    script = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
-    return str(script).replace("</script", "<\\/script")
+    return assets.library().replace("</script", "<\\/script")
 
 
 def _in_script(value: Any) -> str:

@@ -16,6 +16,9 @@ Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_]{1,64}$")]
 GpuName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9 ._()-]{1,64}$")]
 Shape = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_=, ]{1,256}$")]
 JobId = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{12}$")]
+RunKey = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{12}$")]
+Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
+Words = Annotated[str, StringConstraints(max_length=200)]
 
 
 class Body(BaseModel):

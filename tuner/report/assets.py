@@ -1,0 +1,41 @@
+"""What pictures need in a browser: the drawing library, the colours, and how the two meet.
+
+The report carries them inside its one file; the service hands them out beside its pages.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+from tuner.errors import ConfigError
+
+_FOLDER = Path(__file__).parent
+
+
+@cache
+def palette() -> str:
+    """CSS variables of the colours, light and dark."""
+    return (_FOLDER / "palette.css").read_text(encoding="utf-8")
+
+
+@cache
+def figures() -> str:
+    """JavaScript that exports ``draw(place, spec)``; it calls `library`'s ``vegaEmbed``."""
+    return (_FOLDER / "figures.js").read_text(encoding="utf-8")
+
+
+@cache
+def library() -> str:
+    """Vega, Vega-Lite and Vega-Embed as one script.
+
+    Raises:
+        ConfigError: when vl-convert-python is not installed.
+    """
+    try:
+        import vl_convert
+    except ImportError as exc:
+        raise ConfigError(
+            "pictures need vl-convert-python: `pip install vl-convert-python`"
+        ) from exc
+    return str(vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;"))
