@@ -1,0 +1,112 @@
+"""The service as a process with real sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the extra [service] is not installed")
+
+from serving import SHAPE, eventually, request, service
+
+from tuner.errors import ConfigError
+
+
+class TestProcess:
+    """Over real sockets."""
+
+    def test_a_killed_service_loses_nothing_and_the_job_ends(self, tmp_path: Path) -> None:
+        """Submitted over HTTP, worked off by a process, the service killed in the middle."""
+        url = str(tmp_path / "s.sqlite")
+        body = {
+            "problems": ["M=4096,N=4096,K=4096", "M=8192,N=8192,K=8192"],
+            "op": "gemm",
+            "trials": 6,
+            "sampler": "tpe",
+        }
+        with service(url) as (address, process):
+            status, job = request(address, "POST", "/v1/jobs", body)
+            assert status == 201
+            worker = subprocess.Popen(
+                [sys.executable, "-m", "tuner", "worker", "--drain", "--replay", "--store", url],
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+            path = f"/v1/jobs/{job['id']}"
+            eventually(lambda: request(address, "GET", path)[1]["trials"] != [])
+            process.kill()
+        with service(url) as (address, _):
+            eventually(lambda: request(address, "GET", path)[1]["state"] == "done")
+            assert worker.wait(60) == 0
+            found = request(address, "GET", f"{path}?trials=1000")[1]["trials"]
+        trials = [(t["shape"], t["config_digest"]) for t in found if not t["is_final"]]
+        assert len(trials) == len(set(trials)) > 6
+
+    def test_it_ends_when_it_is_told_even_while_someone_listens(self, tmp_path: Path) -> None:
+        with service(str(tmp_path / "s.sqlite")) as (address, process):
+            job = request(address, "POST", "/v1/jobs", {"problems": [SHAPE]})[1]
+            connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=30)
+            with contextlib.closing(connection):
+                connection.request("GET", f"/v1/jobs/{job['id']}/events")
+                assert connection.getresponse().readline().startswith(b"id: ")
+                process.send_signal(signal.SIGINT)
+                assert process.wait(20) == 130
+
+    def test_a_client_that_says_nothing_holds_up_nobody(self, tmp_path: Path) -> None:
+        with service(str(tmp_path / "s.sqlite")) as (address, _):
+            host, port = address.removeprefix("http://").split(":")
+            with contextlib.ExitStack() as stack:
+                for _ in range(50):
+                    silent = stack.enter_context(socket.create_connection((host, int(port))))
+                    silent.sendall(b"POST /v1/jobs HTTP/1.1\r\nhost: localhost\r\n")
+                assert request(address, "GET", "/healthz")[0] == 200
+
+    def test_nothing_that_the_document_allows_or_forbids_breaks_it(self, tmp_path: Path) -> None:
+        """Schemathesis draws requests from the OpenAPI document, valid and not."""
+        if importlib.util.find_spec("schemathesis") is None:
+            pytest.skip("schemathesis is not installed")
+        with service(str(tmp_path / "s.sqlite")) as (address, _):
+            done = subprocess.run(
+                [
+                    *(sys.executable, "-m", "schemathesis.cli", "run", f"{address}/openapi.json"),
+                    *("--max-examples", "5", "--seed", "7", "--no-color"),
+                    *("--phases", "examples,coverage,fuzzing"),
+                    # A stream does not end; what fits the schema may still be no known shape; the
+                    # router answers OPTIONS for one of a path's methods.
+                    *("--exclude-path-regex", "events"),
+                    *("--exclude-checks", "positive_data_acceptance,allow_header_conformance"),
+                ],
+                capture_output=True,
+                text=True,
+                cwd=tmp_path,
+                env={**os.environ, "PYTHONWARNINGS": "default"},
+                timeout=120,
+            )
+            assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
+            assert request(address, "GET", "/healthz")[0] == 200
+
+
+def test_the_benchmark_tells_every_figure_that_has_a_goal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tuner.bench import service as benchmark
+
+    out = tmp_path / "figures.json"
+    arguments = ["--entries", "100", "--seconds", "0.1", "--json", str(out)]
+    assert benchmark.main(arguments) == 0
+    figures = json.loads(out.read_text())["figures"]
+    assert min(figures[name] for name in benchmark.GOALS) > 0
+    told = capsys.readouterr().out
+    assert all(name in told for name in figures)
+    with pytest.raises(ConfigError, match="entries must be"):
+        benchmark.main(["--entries", "1"])
