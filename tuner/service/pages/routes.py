@@ -193,7 +193,7 @@ def _add_problem(app: FastAPI, store: Store) -> None:
         )
         if chosen is None and run is not None:
             raise HTTPException(404, f"there is no run {run} of {op} {problem.label()}")
-        if task is not None and chosen is not None and chosen.sweep != task.sweep:
+        if task is not None and chosen is not None and chosen.sweep != (task.sweep or None):
             chosen = None  # nothing of its sweep yet: what another one found is not its
         values = {"problem": problem, "runs": found, "run": chosen, "job": job, "task": task}
         return page(request, "trials", **values)
