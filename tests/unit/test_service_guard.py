@@ -118,6 +118,12 @@ class TestGuard:
         headers = {"content-type": "application/json"}
         error(client.post("/v1/configs:lookup", content=endless(), headers=headers), 413)
 
+    def test_headers_are_limited_together(self, client: TestClient) -> None:
+        many = {f"x-{number}": "a" * 1000 for number in range(60)}
+        assert client.get("/v1/jobs", headers=many).status_code == 200
+        more = {**many, "y": "a" * 10_000}
+        assert error(client.get("/v1/jobs", headers=more), 431).startswith("the headers are")
+
     @pytest.mark.parametrize(
         ("item", "message"),
         [

@@ -7,10 +7,12 @@ import http.client
 import importlib.util
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -70,6 +72,44 @@ class TestProcess:
                     silent = stack.enter_context(socket.create_connection((host, int(port))))
                     silent.sendall(b"POST /v1/jobs HTTP/1.1\r\nhost: localhost\r\n")
                 assert request(address, "GET", "/healthz")[0] == 200
+
+    @pytest.mark.parametrize(
+        "request_bytes",
+        [
+            b"GET /v1/jobs/../../etc/passwd HTTP/1.1\r\nhost: localhost\r\n\r\n",
+            b"GET /v1/jobs/\xff\xfe HTTP/1.1\r\nhost: localhost\r\n\r\n",
+            b"GET /v1/jobs/%ff%00 HTTP/1.1\r\nhost: localhost\r\n\r\n",
+            b"GET /cache?q=%ff%00&first=%ff HTTP/1.1\r\nhost: localhost\r\n\r\n",
+            b"GET /static/..%2f..%2fapp.py HTTP/1.1\r\nhost: localhost\r\n\r\n",
+            b"GET http://evil.example/v1/jobs HTTP/1.1\r\nhost: evil.example\r\n\r\n",
+            b"GET /" + b"a" * 200_000 + b" HTTP/1.1\r\nhost: localhost\r\n\r\n",
+            b"GET /v1/jobs HTTP/1.1\r\nhost: localhost\r\nx: " + b"a" * 200_000 + b"\r\n\r\n",
+            b"GET /v1/jobs HTTP/1.1\r\nhost: \xff\r\n\r\n",
+            b"POST /v1/jobs HTTP/1.1\r\nhost: localhost\r\ncontent-length: -1\r\n\r\n",
+            b"POST /v1/jobs HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99999999\r\n\r\n",
+            b"POST /v1/jobs HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n"
+            b"content-type: application/json\r\n\r\nzz\r\n",
+            b"POST /v1/jobs HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+            b"content-length: 2\r\n\r\n\xff\xfe",
+            b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\0" * 64,
+            b"\0" * 1000 + b"\r\n\r\n",
+        ],
+        ids=range(15),
+    )
+    def test_bytes_that_are_no_request(self, running: str, request_bytes: bytes) -> None:
+        """Each is refused with 4xx, and what comes after is answered."""
+        host, port = running.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=10) as connection:
+            connection.sendall(request_bytes)
+            answer = connection.recv(65536)
+        assert re.match(rb"HTTP/1\.1 4\d\d ", answer), answer[:200]
+        assert request(running, "GET", "/healthz")[0] == 200
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def running(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+        with service(str(tmp_path_factory.mktemp("running") / "s.sqlite")) as (address, _):
+            yield address
 
     def test_nothing_that_the_document_allows_or_forbids_breaks_it(self, tmp_path: Path) -> None:
         """Schemathesis draws requests from the OpenAPI document, valid and not."""

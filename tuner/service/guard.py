@@ -21,6 +21,8 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
+MAX_HEADER_BYTES = 1 << 16
+"""Of all names and values together."""
 MAX_BODY_BYTES = 1 << 20
 BODY_TIMEOUT_S = 10.0
 """For the whole body."""
@@ -89,6 +91,8 @@ class Guard:
             Refused: when it may not.
         """
         headers = {name: value for name, value in scope["headers"]}
+        if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:
+            raise Refused(431, f"the headers are too large (allowed: {MAX_HEADER_BYTES} bytes)")
         if self._tokens:
             self._check_token(scope, headers)
         else:
@@ -177,7 +181,7 @@ async def _refuse(refused: Refused, send: Send) -> None:
     body = json.dumps({"error": refused.detail}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     headers += [(name.encode(), value.encode()) for name, value in refused.headers]
-    if refused.status in (408, 413):
+    if refused.status in (408, 413, 431):
         headers.append((b"connection", b"close"))
     await send({"type": "http.response.start", "status": refused.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
