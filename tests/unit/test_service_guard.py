@@ -73,6 +73,7 @@ class TestGuard:
         assert guarded.get("/healthz").status_code == 200
         document = guarded.get("/openapi.json").json()
         assert document["security"] == [{"bearer": []}]
+        assert document["paths"]["/healthz"]["get"]["security"] == []
 
     def test_without_tokens_only_own_names_of_the_machine_are_answered(
         self, client: TestClient

@@ -19,7 +19,7 @@ import pytest
 
 pytest.importorskip("fastapi", reason="the extra [service] is not installed")
 
-from serving import SHAPE, eventually, request, service
+from serving import READ, SHAPE, WRITE, eventually, request, service
 
 from tuner.errors import ConfigError
 
@@ -111,14 +111,20 @@ class TestProcess:
         with service(str(tmp_path_factory.mktemp("running") / "s.sqlite")) as (address, _):
             yield address
 
-    def test_nothing_that_the_document_allows_or_forbids_breaks_it(self, tmp_path: Path) -> None:
-        """Schemathesis draws requests from the OpenAPI document, valid and not."""
+    def test_nothing_that_the_document_allows_or_forbids_breaks_it(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Schemathesis draws requests from the OpenAPI document, valid and not, with and without
+        a token."""
         if importlib.util.find_spec("schemathesis") is None:
             pytest.skip("schemathesis is not installed")
+        monkeypatch.setenv("TUNER_READ_TOKEN", READ)
+        monkeypatch.setenv("TUNER_WRITE_TOKEN", WRITE)
         with service(str(tmp_path / "s.sqlite")) as (address, _):
             done = subprocess.run(
                 [
                     *(sys.executable, "-m", "schemathesis.cli", "run", f"{address}/openapi.json"),
+                    *("--header", f"Authorization: Bearer {WRITE}"),
                     *("--max-examples", "5", "--seed", "7", "--no-color"),
                     *("--phases", "examples,coverage,fuzzing"),
                     # A stream does not end; what fits the schema may still be no known shape; the

@@ -30,7 +30,7 @@ from tuner.service.bodies import (
     Op,
     Shape,
 )
-from tuner.service.guard import Guard
+from tuner.service.guard import OPEN_PATHS, Guard
 from tuner.service.metrics import CONTENT_TYPE, Metrics
 from tuner.service.pages.render import error_page, wants_page
 from tuner.service.pages.routes import add_pages
@@ -335,6 +335,9 @@ def _describe_tokens(app: FastAPI) -> None:
         schemes = document.setdefault("components", {}).setdefault("securitySchemes", {})
         schemes["bearer"] = {"type": "http", "scheme": "bearer"}
         document["security"] = [{"bearer": []}]
+        for path in OPEN_PATHS:
+            for operation in document["paths"].get(path, {}).values():
+                operation["security"] = []
         return document
 
     app.openapi = described  # type: ignore[method-assign]
