@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from tuner.lookup import Entry, shipped
 from tuner.measurement import Environment, Measurement, Provenance
 from tuner.ranking import rank
-from tuner.report.compare import Change, Comparison, compare
+from tuner.report.compare import Change, Comparison, Pair, compare
 from tuner.service.pages.trials import Run
 from tuner.store import Store
 from tuner.store.entry import sort_key
@@ -93,23 +94,45 @@ def _shipped() -> list[Entry]:
 class Sides:
     """Two environments and how they compare."""
 
-    a: Known
-    b: Known
     comparison: Comparison
-
-    @property
-    def counts(self) -> Mapping[Change, int]:
-        """How many served winners became faster, slower, or neither."""
-        changes = [pair.change(pair.served) for pair in self.comparison.pairs]
-        return {change: changes.count(change) for change in Change}
+    pairs: Sequence[Pair]
+    """What both measured: slower winners first, then faster ones, the largest change first."""
+    counts: Mapping[Change, int]
+    """How many served winners became slower, faster, or neither."""
 
 
-def sides(store: Store, a: Known, b: Known, *, is_relative: bool) -> Sides:
-    """Compare two environments.
+class Comparer:
+    """Compares two environments of a store; keeps the last comparison, to page through it."""
 
-    Raises:
-        ConfigError: when they have no problem, GPU and regime in common.
-        StoreError: when the store cannot be read.
-    """
-    before, after = (entries_in(store, one.digest) for one in (a, b))
-    return Sides(a, b, compare(before, after, is_relative=is_relative))
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._kept: tuple[object, Sides] | None = None
+
+    def sides(self, a: Known, b: Known, *, is_relative: bool) -> Sides:
+        """Compare two environments.
+
+        Raises:
+            ConfigError: when they have no problem, GPU and regime in common.
+            StoreError: when the store cannot be read.
+        """
+        # The version first: what changes meanwhile is read again.
+        asked = (self._store.decisions_version(), a, b, is_relative)
+        kept = self._kept
+        if kept is None or kept[0] != asked:
+            before, after = (entries_in(self._store, one.digest) for one in (a, b))
+            kept = (asked, _sides(compare(before, after, is_relative=is_relative)))
+            self._kept = kept
+        return kept[1]
+
+
+def _sides(found: Comparison) -> Sides:
+    order = (Change.SLOWER, Change.FASTER, Change.SAME)
+    changes = {id(pair): pair.change(pair.served) for pair in found.pairs}
+    pairs = sorted(
+        found.pairs,
+        key=lambda pair: (
+            order.index(changes[id(pair)]),
+            -abs(math.log(pair.ratio(pair.served))),
+        ),
+    )
+    return Sides(found, pairs, {change: [*changes.values()].count(change) for change in order})

@@ -47,22 +47,22 @@ HEADERS = {
 def page(
     request: Request,
     template: str,
+    values: Mapping[str, Any],
     *,
     status: int = 200,
     headers: Mapping[str, str] | None = None,
-    **values: Any,
 ) -> HTMLResponse:
     """A template's page.
 
     Args:
         request: what is answered.
         template: its file name without ``.html.j2``.
+        values: what the template names.
         status: of the answer.
         headers: beside those of every page.
-        **values: what the template names.
     """
-    values |= {"path": request.url.path, "has_session": COOKIE in request.cookies}
-    text = _environment().get_template(f"{template}.html.j2").render(values)
+    frame = {"path": request.url.path, "has_session": COOKIE in request.cookies}
+    text = _environment().get_template(f"{template}.html.j2").render({**frame, **values})
     return HTMLResponse(text, status, {**HEADERS, **(headers or {})})
 
 
@@ -75,7 +75,8 @@ def error_page(
     request: Request, status: int, detail: str, headers: Mapping[str, str] | None = None
 ) -> HTMLResponse:
     """What went wrong, in the frame of the other pages."""
-    return page(request, "error", status=status, headers=headers, detail=detail, code=status)
+    values = {"detail": detail, "code": status}
+    return page(request, "error", values, status=status, headers=headers)
 
 
 @cache

@@ -118,10 +118,15 @@ def _add_cache(app: FastAPI, served: Served) -> None:
         first: First = 0,
     ) -> Response:
         found = searcher.find(served.table, q, order=order, first=first)
-        pages = _neighbours("/cache", found.first, ROWS, found.total, q=q, order=order)
-        ratios = [nearest(entry) for entry in found.entries]
-        values = {"found": found, "q": q, "order": order, "pages": pages, "ratios": ratios}
-        return page(request, "cache", known=len(served.table.entries), **values)
+        values = {
+            "found": found,
+            "known": len(served.table.entries),
+            "q": q,
+            "order": order,
+            "pages": _neighbours("/cache", found.first, ROWS, found.total, q=q, order=order),
+            "ratios": [nearest(entry) for entry in found.entries],
+        }
+        return page(request, "cache", values)
 
 
 def _neighbours(path: str, first: int, rows: int, total: int, **query: Any) -> dict[str, str]:
@@ -144,7 +149,7 @@ def _add_jobs(app: FastAPI, store: Store) -> None:
             "states": TASK_STATES,
             "pages": _neighbours("/jobs", first, JOB_ROWS, len(found)),
         }
-        return page(request, "jobs", **values)
+        return page(request, "jobs", values)
 
     @app.get("/jobs/{id}", include_in_schema=False)
     def job(
@@ -161,10 +166,14 @@ def _add_jobs(app: FastAPI, store: Store) -> None:
             # What happens now, and what needs eyes, before what waits or is over.
             order = ("running", "failed", "queued", "done", "cancelled")
             tasks.sort(key=lambda task: order.index(task.state))
-        pages = _neighbours(f"/jobs/{id}", first, TASK_ROWS, len(tasks), state=state)
-        shown = tasks[first : first + TASK_ROWS]
-        values = {"job": found, "tasks": shown, "state": state, "states": TASK_STATES}
-        return page(request, "job", pages=pages, total=len(tasks), **values)
+        values = {
+            "job": found,
+            "tasks": tasks[first : first + TASK_ROWS],
+            "state": state,
+            "states": TASK_STATES,
+            "pages": _neighbours(f"/jobs/{id}", first, TASK_ROWS, len(tasks), state=state),
+        }
+        return page(request, "job", values)
 
 
 def _add_problem(app: FastAPI, store: Store) -> None:
@@ -196,7 +205,7 @@ def _add_problem(app: FastAPI, store: Store) -> None:
         if task is not None and chosen is not None and chosen.sweep != (task.sweep or None):
             chosen = None  # nothing of its sweep yet: what another one found is not its
         values = {"problem": problem, "runs": found, "run": chosen, "job": job, "task": task}
-        return page(request, "trials", **values)
+        return page(request, "trials", values)
 
     @app.get("/kernel", include_in_schema=False)
     def kernel(
@@ -212,7 +221,7 @@ def _add_problem(app: FastAPI, store: Store) -> None:
                 404, f"nothing was measured of configuration {config} for {op} {problem.label()}"
             )
         differing = environments.differing([m.environment for m in found.measurements])
-        return page(request, "kernel", subject=found, differing=differing)
+        return page(request, "kernel", {"subject": found, "differing": differing})
 
 
 def _task(store: Store, job: str, problem: Problem) -> Task:
@@ -225,12 +234,15 @@ def _task(store: Store, job: str, problem: Problem) -> Task:
 
 
 def _add_compare(app: FastAPI, store: Store) -> None:
+    comparer = environments.Comparer(store)
+
     @app.get("/compare", include_in_schema=False)
     def compare(
         request: Request,
         a: Annotated[Digest | None, Query()] = None,
         b: Annotated[Digest | None, Query()] = None,
         relative: Annotated[bool, Query()] = False,
+        first: First = 0,
     ) -> Response:
         known = environments.known(store)
         by_digest = {one.digest: one for one in known}
@@ -238,16 +250,19 @@ def _add_compare(app: FastAPI, store: Store) -> None:
             raise HTTPException(404, f"nothing was measured in environment {missing[0]}")
         values: dict[str, Any] = {"known": known, "labels": _labels(known), "relative": relative}
         values |= {"a": a, "b": b, "sides": None, "fault": ""}
-        if a and b and a != b:
+        if a and b and a == b:
+            values["fault"] = "These are the same environment."
+        elif a and b:
             try:
-                values["sides"] = environments.sides(
-                    store, by_digest[a], by_digest[b], is_relative=relative
-                )
+                sides = comparer.sides(by_digest[a], by_digest[b], is_relative=relative)
             except ConfigError:
                 values["fault"] = "These two have no problem, GPU and regime in common."
-        elif a and b:
-            values["fault"] = "These are the same environment."
-        return page(request, "compare", **values)
+            else:
+                query = {"a": a, "b": b, "relative": "true" if relative else None}
+                pages = _neighbours("/compare", first, ROWS, len(sides.pairs), **query)
+                values |= {"sides": sides, "pairs": sides.pairs[first : first + ROWS]}
+                values["pages"] = pages
+        return page(request, "compare", values)
 
 
 def _labels(known: Sequence[environments.Known]) -> dict[str, str]:
@@ -260,7 +275,7 @@ def _add_login(app: FastAPI, sessions: Sessions) -> None:
     async def form(
         request: Request, next: Annotated[str, Query(max_length=2048)] = "/"
     ) -> Response:
-        return page(request, "login", next=_within(next), fault="")
+        return page(request, "login", {"next": _within(next), "fault": ""})
 
     @app.post(LOGIN_PATH, include_in_schema=False)
     async def log_in(request: Request) -> Response:
@@ -271,8 +286,8 @@ def _add_login(app: FastAPI, sessions: Sessions) -> None:
         given, next = (fields.get(name, [""])[0] for name in ("token", "next"))
         session = sessions.begin(given)
         if session is None:
-            fault = "This is none of the service's tokens."
-            return page(request, "login", status=401, next=_within(next), fault=fault)
+            values = {"next": _within(next), "fault": "This is none of the service's tokens."}
+            return page(request, "login", values, status=401)
         answer = RedirectResponse(_within(next), 303)
         answer.set_cookie(
             COOKIE,
