@@ -61,7 +61,7 @@ HOMES: dict[str, set[str]] = {
     "prometheus_client": {"service"},
     "pydantic": {"service"},
     "starlette": {"service"},
-    "uvicorn": {"cli"},
+    "uvicorn": {"cli", "service"},
     "cuda": {"device", "benchmark", "worker", "gate", "runners", "cli"},
     "jinja2": {"render", "report", "service"},
     "numpy": {"surrogate", "bench", "report"},
@@ -87,6 +87,7 @@ AT_ONCE = {
     "starlette": "service",
     "torch": "runtime",
     "transformers": "runtime",
+    "uvicorn": "service",
 }
 
 

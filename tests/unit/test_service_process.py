@@ -22,6 +22,7 @@ pytest.importorskip("fastapi", reason="the extra [service] is not installed")
 from serving import READ, SHAPE, WRITE, eventually, request, service
 
 from tuner.errors import ConfigError
+from tuner.service.protocol import MAX_HEAD_BYTES
 
 
 class TestProcess:
@@ -104,6 +105,41 @@ class TestProcess:
             answer = connection.recv(65536)
         assert re.match(rb"HTTP/1\.1 4\d\d ", answer), answer[:200]
         assert request(running, "GET", "/healthz")[0] == 200
+
+    @pytest.mark.parametrize("start", [b"GET /", b"GET / HTTP/1.1\r\nhost: localhost\r\nx: "])
+    def test_a_head_without_an_end_is_cut_off(self, running: str, start: bytes) -> None:
+        host, port = running.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=10) as connection:
+            sent = connection.send(start)
+            # It is closed long before; what was sent into nothing may have thrown the answer away.
+            with contextlib.suppress(ConnectionError):
+                while sent < 64 << 20:
+                    sent += connection.send(b"a" * 65536)
+        assert sent < 32 << 20
+        assert request(running, "GET", "/healthz")[0] == 200
+
+    def test_a_large_body_is_no_head(self, running: str) -> None:
+        """Several requests over one connection, each larger than a head may be."""
+        with contextlib.closing(
+            http.client.HTTPConnection(running.removeprefix("http://"), timeout=30)
+        ) as connection:
+            body = json.dumps({"items": [{"shape": SHAPE + " " * 200}] * 1000})
+            assert len(body) > MAX_HEAD_BYTES
+            for _ in range(3):
+                headers = {"content-type": "application/json"}
+                connection.request("POST", "/v1/configs:lookup", body, headers)
+                answer = connection.getresponse()
+                assert (answer.status, len(json.loads(answer.read())["answers"])) == (200, 1000)
+
+    def test_requests_may_follow_without_waiting(self, running: str) -> None:
+        host, port = running.removeprefix("http://").split(":")
+        one = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\nx: " + b"a" * 1000 + b"\r\n\r\n"
+        with socket.create_connection((host, int(port)), timeout=30) as connection:
+            connection.sendall(
+                one * 400 + one.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n")
+            )
+            with connection.makefile("rb") as answers:
+                assert answers.read().count(b"HTTP/1.1 200 ") == 401
 
     @pytest.fixture(scope="class")
     @classmethod

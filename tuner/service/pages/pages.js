@@ -94,6 +94,7 @@ function listen() {
     say("not current: the service does not answer; trying again");
     if (stream.readyState !== EventSource.CLOSED) return;
     stop();
+    quietly(); // where the session has ended, this leads to the login
     timer = setTimeout(start, 5000); // it was refused, which a browser does not try again by itself
   });
 }
