@@ -413,6 +413,17 @@ class TestTrials:
         (run,) = trials.runs(store, PROBLEM)
         assert (run.picture, run.best, run.entry) == (None, None, None)
 
+    def test_replayed_trials_keep_the_order_of_the_search(self, store: Store) -> None:
+        """Their times are those of the recording."""
+        changes = {"provenance": Provenance.REPLAYED, "sweep": "r"}
+        store.add([quick(number, 20.0 - number, **changes) for number in (5, 1, 3)])
+        run = trials.choose(trials.runs(store, PROBLEM), sweep="r")
+        assert run is not None
+        assert [step.best_us for step in run.steps] == [15.0, 15.0, 15.0]
+        store.add([quick(5, 15.0, **{**changes, "sweep": "later"})])
+        newest = trials.runs(store, PROBLEM)[0]
+        assert newest.sweep == "later"
+
     def test_what_ships_is_shown_too(self, client: TestClient) -> None:
         page = show(client, "/trials", shape="S=1024,D=64")
         assert "from the shipped recording" in page.said

@@ -42,7 +42,7 @@ class Run:
     """What one sweep measured of a problem, on one GPU, in one environment and regime."""
 
     measurements: Sequence[Measurement]
-    """In the order of time; not empty."""
+    """In the order in which they were stored: a replayed one has the time of its recording."""
     source: str
     """Where they lie: ``store``, or what ships."""
 
@@ -156,9 +156,9 @@ def choose(
 
 def _grouped(measurements: Iterable[Measurement], source: str) -> list[Run]:
     groups: dict[str, list[Measurement]] = defaultdict(list)
-    for m in sorted(measurements, key=lambda m: m.created_at):
+    for m in measurements:
         groups[_key(m, source)].append(m)
-    made = [Run(group, source) for group in groups.values()]
+    made = [Run(group, source) for group in reversed(groups.values())]
     return sorted(made, key=lambda run: run.newest, reverse=True)
 
 
@@ -169,10 +169,14 @@ def _key(m: Measurement, source: str) -> str:
 
 def _shipped(problem: Problem) -> list[Run]:
     recorded = [part for whole in _recordings() for part in whole.walk() if part.problem == problem]
-    found = [run for r in recorded for run in _grouped(r.measurements, "shipped recording")]
+    found = [run for r in recorded for run in _grouped(_in_time(r), "shipped recording")]
     known = {(run.gpu, run.regime) for run in found}
     decided = [e for e in shipped() if e.problem == problem and (e.gpu, e.regime) not in known]
     return found + [run for e in decided for run in _grouped(e.ranking, "shipped decision")]
+
+
+def _in_time(recorded: recording.Recording) -> list[Measurement]:
+    return sorted(recorded.measurements, key=lambda m: m.created_at)
 
 
 @cache
