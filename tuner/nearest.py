@@ -72,7 +72,9 @@ _SIZES: Mapping[str, frozenset[str]] = {
 def class_pattern(problem: Problem) -> str:
     """A problem's key with ``*`` for each size: equal within a class, and a GLOB that finds it.
 
-    An operation without a rule is a class of its own for each problem.
+    The GLOB of plain attention finds problems with a window or a soft cap too, whose keys have
+    more fields: `distance` tells them apart. An operation without a rule is a class of its own for
+    each problem.
     """
     kept = _kept(type(problem))
     parts = [
@@ -95,6 +97,25 @@ def distance(one: Problem, other: Problem) -> float:
     if class_one != class_other:
         return math.inf
     return sum(abs(a - b) for a, b in zip(here, there, strict=True))
+
+
+def doublings(one: Problem, other: Problem) -> float:
+    """Doublings between two problems' sizes, and one for every other difference: finite between
+    the classes of an operation too.
+    """
+    here, there = _facts(one), _facts(other)
+
+    def between(a: Any, b: Any) -> float:  # None where only one of them has a feature
+        if type(a) is int and type(b) is int and a and b:
+            return abs(math.log2(a / b))
+        return float(a != b)
+
+    return sum(between(here.get(name), there.get(name)) for name in {**here, **there})
+
+
+@lru_cache(1 << 12)
+def _facts(problem: Problem) -> Mapping[str, Any]:
+    return problem.to_json()
 
 
 @lru_cache(1 << 16)

@@ -170,7 +170,7 @@ def opened(problem: Problem) -> tuple[Gate, FakeDevice, FakeKernel]:
 COMMANDS = {
     "gemm": [*[(0, 1, 4, 2)] * 2, (2, 1, None, 1), (5, 3, 15, 1), *[(9, 2, 2, 0)] * 2],
     "attention": [
-        *[(0, 1, 4, 2)] * 3, (1, 2, 16, 1), (4, 5, 21, 1), *[(9, 2, 2, 0)] * 3,
+        *[(0, 1, 4, 2)] * 3, (1, 2, 17, 1), (4, 5, 22, 2), *[(9, 2, 2, 0)] * 3,
     ],
     "softmax": [(0, 1, 4, 2), (3, 1, 6, 1), (6, 2, 5, 1), (9, 2, 2, 0)],
 }  # fmt: skip
@@ -225,6 +225,14 @@ def test_a_causal_floor_counts_the_visible_pairs(queries: int, keys: int) -> Non
     assert flops == 4 * 2 * 64 * pairs
     seen = min(queries, keys)
     assert moved == 2 * 64 * 2 * (2 * queries + 2 * seen)
+
+
+def test_a_window_s_floor_counts_what_it_lets_through() -> None:
+    problem = AttentionProblem(40, 64, 64, heads_q=2, window_left=3, window_right=5)
+    flops, moved = gate.floor_work(problem)
+    pairs = sum(min(query + 5, 63) - max(query - 3, 0) + 1 for query in range(40))
+    assert flops == 4 * 2 * 64 * pairs
+    assert moved == 2 * 64 * 2 * (2 * 40 + 2 * 45)
 
 
 def test_the_floor() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from tuner.config import Config
 from tuner.measurement import Environment, Measurement, Provenance, Regime, Resources, Status
 from tuner.problem import AttentionProblem, GemmProblem
 from tuner.report import assets
+from tuner.report.palette import DARK, LIGHT, colours
+from tuner.report.spec import CONFIG
 from tuner.service.app import create_app
 from tuner.service.pages import environments, render, table, trials
 from tuner.service.served import Table
@@ -156,6 +159,17 @@ class TestFrame:
         assert plain.text == answer.text
         again = client.get(f"/static/{name}", headers={"if-none-match": answer.headers["etag"]})
         assert (again.status_code, again.content) == (304, b"")
+
+    def test_their_colours_are_the_report_s(self, client: TestClient) -> None:
+        sheet = client.get("/static/pages.css").text
+        assert sheet.startswith(colours())
+        own = {"state-done", "state-running", "state-idle"}
+        assert set(re.findall(r"var\(--([a-z0-9-]+)\)", sheet)) <= set(LIGHT) | own
+
+    def test_their_pictures_are_configured_as_the_report_s(self, client: TestClient) -> None:
+        first = client.get("/static/figures.js").text.partition("\n")[0]
+        config = first.removeprefix("const config = ").removesuffix(";")
+        assert json.loads(config) == CONFIG
 
     def test_no_other_file_is_served(self, client: TestClient) -> None:
         for name in ("routes.py", "..%2froutes.py", "base.html.j2", "%2fetc%2fpasswd", ""):
@@ -547,10 +561,9 @@ def luminance(colour: str) -> float:
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-@pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
-def test_words_can_be_read(scheme: int) -> None:
+@pytest.mark.parametrize("colours", [LIGHT, DARK], ids=["light", "dark"])
+def test_words_can_be_read(colours: Mapping[str, str]) -> None:
     """Contrast of every colour of text with both backgrounds: at least WCAG's 4.5."""
-    colours = dict(re.findall(r"--([a-z-]+): (#\w+);", assets.palette().split("@media")[scheme]))
     for name in ("ink", "soft", "link", "failed", "done-ink"):
         for ground in ("paper", "panel"):
             low, high = sorted((luminance(colours[name]), luminance(colours[ground])))

@@ -30,6 +30,7 @@ from tuner.families.gemm_shape import (
     tile_blocks,
 )
 from tuner.hardware import (
+    HOPPER,
     MAX_PORTABLE_CLUSTER,
     SMEM_PER_BLOCK_BYTES,
     TMA_ALIGNMENT_BYTES,
@@ -77,6 +78,7 @@ class Gemm(Family):
 
     name = "gemm"
     op = "gemm"
+    capabilities = (HOPPER,)
     cost_constants = gemm_cost.CONSTANTS
     runtime_parameters: ClassVar[frozenset[str]] = frozenset(
         {"raster_order", "max_swizzle_size", "decomposition_mode", "splits"}
@@ -105,7 +107,8 @@ class Gemm(Family):
             *_tile_violations(config),
             *_cluster_violations(config),
             *_smem_violations(problem, config),
-            *_problem_violations(problem, config, gpu),
+            *_problem_violations(problem, config),
+            *filter(None, [self.supports(problem, gpu)]),
         ]
 
     def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
@@ -303,10 +306,8 @@ def _smem_violations(problem: GemmProblem, config: Config) -> list[str]:
     return []
 
 
-def _problem_violations(problem: GemmProblem, config: Config, gpu: Gpu) -> list[str]:
+def _problem_violations(problem: GemmProblem, config: Config) -> list[str]:
     reasons = []
-    if gpu.compute_capability != "9.0":
-        reasons.append(f"needs compute capability 9.0, not {gpu.compute_capability}")
     for operand, major in zip(
         problem.operands, (problem.layout_a, problem.layout_b, "row"), strict=True
     ):

@@ -1,28 +1,24 @@
-"""What pictures need in a browser: the drawing library, the colours, and how the two meet.
+"""What pictures need in a browser: the drawing library, and how it is called.
 
 The report carries them inside its one file; the service hands them out beside its pages.
 """
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from pathlib import Path
 
 from tuner.errors import ConfigError
+from tuner.report.spec import CONFIG
 
-_FOLDER = Path(__file__).parent
-
-
-@cache
-def palette() -> str:
-    """CSS variables of the colours, light and dark."""
-    return (_FOLDER / "palette.css").read_text(encoding="utf-8")
+_FIGURES = Path(__file__).with_name("figures.js")
 
 
 @cache
 def figures() -> str:
     """JavaScript that exports ``draw(place, spec)``; it calls `library`'s ``vegaEmbed``."""
-    return (_FOLDER / "figures.js").read_text(encoding="utf-8")
+    return f"const config = {json.dumps(CONFIG)};\n{_FIGURES.read_text(encoding='utf-8')}"
 
 
 @cache

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from tuner.config import Config
-from tuner.families import family
+from tuner.families import family, triton_attention
 from tuner.families.cutlass_fmha_shape import Shape
 from tuner.families.fused_attention import FusedAttention, instance
 from tuner.families.gemm_shape import CONSUMERS, PINGPONG, PLAIN, oriented, smem_bytes
@@ -21,7 +21,6 @@ from tuner.hardware import (
     REGISTERS_PER_SM,
     SMEM_PER_SM_BYTES,
     SMEM_RESERVED_PER_BLOCK_BYTES,
-    TENSOR_FLOPS_PER_CLOCK_SM,
     WARP,
     WARP_GROUP,
     Gpu,
@@ -110,6 +109,8 @@ def _works(problem: Problem, config: Config, gpu: Gpu) -> tuple[Work, ...]:
     match problem, config.family:
         case AttentionProblem(), "fused_attention":
             return (_fused_attention(problem, config, gpu),)
+        case AttentionProblem(), "triton_attention":
+            return (_triton_attention(problem, config, gpu),)
         case AttentionProblem(), "cutlass_fmha":
             return (_cutlass_fmha(problem, config, gpu),)
         case AttentionProblem(), "three_kernel_attention":
@@ -148,7 +149,7 @@ def floors(
     moved = total(found, "l2_bytes") if found else problem.bytes
     launches = sum(work.launches for work in found) or 1
     return {
-        TENSOR: flops / (TENSOR_FLOPS_PER_CLOCK_SM * clocks),
+        TENSOR: flops / (gpu.tensor_flops_per_clock_sm * clocks),
         EXPONENTIAL: exponentials / (EXP_PER_CLOCK_SM * clocks),
         L2: moved / l2_bytes_per_us(gpu),
         MEMORY: memory_bytes(problem, gpu, measurement.regime) / (gpu.memory_gbs * 1e3),
@@ -213,13 +214,11 @@ def _attention(
     """
     row_blocks = ceil(problem.seqlen_q * packed / tile_m)
     heads = problem.batch * problem.heads_q // packed // launches
-    visits = [ceil(problem.seqlen_kv / tile_n)] * row_blocks
-    if problem.is_causal:
-        queries = (
-            min(problem.seqlen_q, ceil((b + 1) * tile_m / packed)) for b in range(row_blocks)
-        )
-        visits = [ceil(min(problem.seqlen_kv, q) / tile_n) for q in queries]
-    steps = heads * sum(visits)
+    seen = (
+        problem.keys_of(b * tile_m // packed, ceil((b + 1) * tile_m / packed) - 1)
+        for b in range(row_blocks)
+    )
+    steps = heads * sum(ceil(k.stop / tile_n) - k.start // tile_n for k in seen if k)
     width = DTYPE_BYTES[problem.dtype] * problem.head_dim
     rows = heads * packed * problem.seqlen_q
     parts = 2 * 4 * problem.head_dim * rows * splits if splits > 1 else 0
@@ -234,7 +233,8 @@ def _attention(
         blocks_per_sm=blocks_per_sm,
         tensor_flops=4.0 * tile_m * tile_n * columns * steps,
         wgmma=steps * (_wgmmas(tile_m, tile_n, columns) + _wgmmas(tile_m, columns, tile_n)),
-        exponentials=on_sfu * tile_m * tile_n * steps,
+        # A soft cap takes an exponential and a reciprocal more.
+        exponentials=(on_sfu + (2 if problem.softcap else 0)) * tile_m * tile_n * steps,
         # Q in and the output out once a tile, a tile of K and one of V a step.
         l2_bytes=width * (2 * rows + 2.0 * tile_n * steps) + parts,
     )
@@ -255,6 +255,21 @@ def _fused_attention(problem: AttentionProblem, config: Config, gpu: Gpu) -> Wor
         packed=config.get("packed_heads", 1),
         splits=config.get("splits", 1),
     )
+
+
+def _triton_attention(problem: AttentionProblem, config: Config, gpu: Gpu) -> Work:
+    work = _attention(
+        problem,
+        gpu,
+        tile_m=config["block_m"],
+        tile_n=config["block_n"],
+        columns=triton_attention.padded(problem.head_dim),
+        threads=WARP * config["num_warps"],
+        smem=triton_attention.smem_bytes(problem, config, gpu),
+        blocks_per_sm=triton_attention.blocks_per_sm(problem, config, gpu),
+        packed=config.get("packed_heads", 1),
+    )
+    return replace(work, wgmma=0)  # which instructions Triton chooses is not known here
 
 
 def _cutlass_fmha(problem: AttentionProblem, config: Config, gpu: Gpu) -> Work:

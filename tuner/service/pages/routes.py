@@ -17,6 +17,7 @@ from tuner.errors import ConfigError
 from tuner.measurement import Regime
 from tuner.problem import PROBLEMS, Problem
 from tuner.report import assets
+from tuner.report.palette import colours
 from tuner.service.bodies import L2, Digest, GpuName, JobId, Launch, Op, RunKey, Shape, Words
 from tuner.service.guard import LOGIN_PATH, LOGOUT_PATH
 from tuner.service.pages import environments, kernels, trials
@@ -90,7 +91,7 @@ def _add_static(app: FastAPI) -> None:
 def _static(name: str) -> tuple[bytes, bytes, str]:
     """A file plain and under gzip, and its weak ETag: the two differ in their bytes."""
     if name == "pages.css":
-        text = assets.palette() + _read(name)
+        text = f"{colours()}\n{_read(name)}"
     elif name == "pages.js":
         text = _read(name)
     else:
