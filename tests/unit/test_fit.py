@@ -71,6 +71,17 @@ def test_shapes_are_answered_on_their_side() -> None:
         assert answer.source
 
 
+def test_plain_products_and_epilogues_are_told_apart() -> None:
+    fused = [
+        Sample(replace(s.problem, epilogue="bias_gelu"), {SMALL: 10.0, LARGE: 30.0})
+        for s in SAMPLES
+    ]
+    rule = fit([*SAMPLES, *fused], DEFAULT_GPU, REGIME)
+    for epilogue, wanted in (("", LARGE), ("bias_gelu", SMALL)):
+        answer = rule.answer(GemmProblem(2000, 2000, 2000, epilogue=epilogue))
+        assert answer is not None and answer.config == wanted
+
+
 def test_each_problem_is_judged_by_the_others() -> None:
     rule = fit(SAMPLES, DEFAULT_GPU, REGIME)
     # Without 1024 its nearest neighbours disagree; any answer there costs 0 or 50 %.

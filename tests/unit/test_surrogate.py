@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -79,6 +80,12 @@ def test_a_window_is_a_difference_and_its_width_a_size() -> None:
     assert doublings(narrow, wide) == 2
     nothing = AttentionProblem.parse("S=1024,D=64,causal=1,window=0")
     assert doublings(nothing, wide) == doublings(wide, nothing) == 1
+
+
+def test_an_epilogue_is_one_difference_either_way() -> None:
+    other = replace(PROBLEM, epilogue="bias_gelu")
+    assert doublings(PROBLEM, other) == doublings(other, PROBLEM) == 1
+    assert doublings(other, replace(other, epilogue="bias_silu")) == 1
 
 
 def test_gain_is_where_the_mean_is_low_or_nothing_is_known() -> None:

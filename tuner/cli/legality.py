@@ -41,7 +41,10 @@ SHAPES: dict[str, tuple[str, ...]] = {
         "M=1024,N=1024,K=64,B=16,dtype_d=fp32",
         "M=16,N=4096,K=4096",
         "M=1000,N=1016,K=1032",
+        "M=1024,N=768,K=512,epilogue=bias_gelu",
+        "M=64,N=768,K=512,dtype=bf16,epilogue=bias_residual",
     ),
+    "swiglu": ("M=4096,N=14336,K=4096", "M=200,N=96,K=136,dtype=bf16"),
     "softmax": (
         "M=1024,N=1024,B=16",
         "M=1024,N=1024,B=16,causal=1",

@@ -15,6 +15,7 @@ from tuner.families import family, triton_attention
 from tuner.families.cutlass_fmha_shape import Shape
 from tuner.families.fused_attention import FusedAttention, instance
 from tuner.families.gemm_shape import CONSUMERS, PINGPONG, PLAIN, oriented, smem_bytes
+from tuner.families.gemm_swiglu import product_of
 from tuner.hardware import (
     EXP_PER_CLOCK_SM,
     GRAPH_LAUNCH_US,
@@ -26,7 +27,14 @@ from tuner.hardware import (
     Gpu,
 )
 from tuner.measurement import Measurement, Regime
-from tuner.problem import DTYPE_BYTES, AttentionProblem, GemmProblem, Problem, SoftmaxProblem
+from tuner.problem import (
+    DTYPE_BYTES,
+    AttentionProblem,
+    GemmProblem,
+    Problem,
+    SoftmaxProblem,
+    SwigluProblem,
+)
 
 #: Bytes that the whole L2 gives a clock [NVIDIA A100 whitepaper, "L2 cache": 5120; taken for
 #: Hopper, whose recorded sweeps reach up to 7.6 TB/s]. At the highest clock: the L2 has its own,
@@ -117,6 +125,8 @@ def _works(problem: Problem, config: Config, gpu: Gpu) -> tuple[Work, ...]:
             return _three_kernels(problem, config, gpu)
         case GemmProblem(), "gemm":
             return (_gemm(problem, config, gpu),)
+        case SwigluProblem(), "gemm_swiglu":
+            return (_gemm_swiglu(problem, config, gpu),)
         case SoftmaxProblem(), "softmax":
             return (_softmax(problem, config, gpu),)
         case _:
@@ -316,7 +326,18 @@ def _gemm(problem: GemmProblem, config: Config, gpu: Gpu) -> Work:
         exponentials=0.0,
         # Multicast: a block reads its share of a tile and has the rest from its cluster.
         l2_bytes=width * tile_k * (tile_m / cluster_n + tile_n / cluster_m) * steps
-        + problem.output.bytes,
+        + sum(operand.bytes for operand in problem.operands[2:]),
+    )
+
+
+def _gemm_swiglu(problem: SwigluProblem, config: Config, gpu: Gpu) -> Work:
+    """The product of both projections; half of its columns are stored, an exponential each."""
+    found = _gemm(product_of(problem), config, gpu)
+    return replace(
+        found,
+        kernel="gemm_swiglu",
+        exponentials=float(problem.output.elements),
+        l2_bytes=found.l2_bytes - problem.output.bytes,
     )
 
 
