@@ -8,6 +8,7 @@ import threading
 import time
 import typing
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,20 @@ class TestConfigs:
             "total": 0,
             "entries": [],
         }
+
+    @pytest.mark.parametrize("softcap", [0.5, 1e-05, 3e06])
+    def test_a_shape_is_asked_for_as_it_is_written(
+        self, client: TestClient, store: Store, softcap: float
+    ) -> None:
+        problem = replace(PROBLEM, window_left=128, softcap=softcap)
+        decide(store, measured(problem=problem))
+        asked = {"shape": problem.label(), "gpu": "H200"}
+        eventually(lambda: self.look_up(client, asked) != [None])
+        keys = {"S": 640, "D": 64, "softcap": softcap, "left": 128, "right": -1}
+        job = client.post("/v1/jobs", json={"problems": [problem.label(), keys]})
+        assert job.status_code == 201, job.text
+        (task,) = store.jobs.tasks(job.json()["id"])
+        assert task.problem == problem
 
     def test_operations_are_those_of_the_program(self) -> None:
         assert set(typing.get_args(bodies.Op)) == set(PROBLEMS)

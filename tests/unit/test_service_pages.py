@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,11 @@ class TestFrame:
     def test_programs_are_told_errors_as_before(self, client: TestClient) -> None:
         assert client.get("/v1/jobs/x").json().keys() == {"error"}
         assert client.get("/nowhere", headers={"accept": "*/*"}).json().keys() == {"error"}
+
+    def test_every_shape_has_its_page(self, client: TestClient, store: Store) -> None:
+        problem = replace(PROBLEM, window_left=128, softcap=1e6)
+        decide(store, measured(problem=problem))
+        assert "softcap=1e+06" in show(client, render.trials_url(problem)).said
 
     def test_errors_are_pages(self, client: TestClient) -> None:
         assert "there is no job 000000000000" in show(client, f"/jobs/{'0' * 12}", 404).said
