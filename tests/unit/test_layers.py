@@ -66,9 +66,9 @@ HOMES: dict[str, set[str]] = {
     "prometheus_client": {"service"},
     "pydantic": {"service"},
     "starlette": {"service"},
-    "uvicorn": {"cli"},
+    "uvicorn": {"cli", "service"},
     "cuda": {"device", "benchmark", "worker", "gate", "runners", "cli"},
-    "jinja2": {"render", "report"},
+    "jinja2": {"render", "report", "service"},
     "numpy": {"surrogate", "bench", "report"},
     "nvMatmulHeuristics": {"families"},
     "optuna": {"optuna_sampler", "report"},
@@ -93,6 +93,7 @@ AT_ONCE = {
     "starlette": "service",
     "torch": "runtime",
     "transformers": "runtime",
+    "uvicorn": "service",
 }
 
 

@@ -19,7 +19,7 @@ from tuner.profile import Profile
 from tuner.recording import Recording
 from tuner.report import analysis, counters, page, pictures
 from tuner.report.explain import COUNTED, explain
-from tuner.report.spec import DARK, LIGHT
+from tuner.report.palette import DARK, LIGHT, colours
 from tuner.report.subject import Subject
 from tuner.store import Entry
 
@@ -159,12 +159,14 @@ class TestFiles:
             used = set(re.findall(r"var\(--([a-z0-9-]+)\)", svg))
             assert used and used <= set(LIGHT)
             style = root[0].text or ""
+            assert style == colours(used)
             assert "prefers-color-scheme: dark" in style
             assert DARK["ink"] in style and LIGHT["ink"] in style
             assert "http://" not in svg.replace("http://www.w3.org/", "")
 
     def test_one_palette_for_both(self) -> None:
         assert set(LIGHT) == set(DARK)
+        assert set(re.findall(r"--([a-z0-9-]+):", colours())) == set(LIGHT)
 
     def test_the_command(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         arguments = ["report", "--shape", "S=512,D=64", "--gpu", "H200"]

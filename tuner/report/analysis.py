@@ -86,9 +86,14 @@ class Step:
 
 def progress(subject: Subject) -> list[Step]:
     """The quick pass as the search went through it."""
+    return steps_of(subject.quick)
+
+
+def steps_of(measurements: Iterable[Measurement]) -> list[Step]:
+    """Candidates, in the order of time, each with the fastest so far."""
     steps: list[Step] = []
     best = math.inf
-    for number, measurement in enumerate(subject.quick, 1):
+    for number, measurement in enumerate(measurements, 1):
         best = min(best, latency(measurement))
         steps.append(Step(number, measurement, best))
     return steps

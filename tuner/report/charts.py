@@ -79,7 +79,7 @@ def ranking(subject: Subject) -> Spec:
 
 
 def progress(steps: Sequence[Step]) -> Spec:
-    """Every candidate in the order of time, and the best so far."""
+    """Every candidate in the order of time, and the best so far; one passed at least."""
     slowest = max(latency(s.measurement) for s in steps if s.measurement.ok)
     values = [
         {

@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,11 @@ from tuner.errors import ConfigError
 from tuner.measurement import Measurement
 from tuner.problem import AttentionProblem
 from tuner.profile import COUNTERS, STALLS
-from tuner.report import analysis, charts, counters
+from tuner.report import analysis, assets, charts, counters
 from tuner.report.explain import Explanation, explain, size
 from tuner.report.heat import heat_panels
-from tuner.report.spec import CONFIG, Spec, colours
+from tuner.report.palette import colours
+from tuner.report.spec import Spec
 from tuner.report.subject import Subject
 from tuner.store.entry import is_vendor
 
@@ -72,7 +72,7 @@ def render(subject: Subject) -> str:
     """
     from jinja2 import Environment, StrictUndefined
 
-    script = library()
+    script = _library()
     parts = sections(subject)
     specs = {figure.name: figure.spec for s in parts for figure in s.figures}
     environment = Environment(
@@ -84,9 +84,9 @@ def render(subject: Subject) -> str:
         verdict=analysis.verdict(subject),
         facts=_facts(subject),
         sections=parts,
-        library=script,
         colours=colours(),
-        config=_in_script(CONFIG),
+        library=script,
+        figures=assets.figures(),
         specs=_in_script(specs),
         data=_in_script(data(subject)),
         version=tuner.__version__,
@@ -98,20 +98,13 @@ def sections(subject: Subject) -> list[Section]:
     return list(_sections(subject))
 
 
-@cache
-def library() -> str:
-    """Vega, Vega-Lite and Vega-Embed as one script.
-
-    Raises:
-        ConfigError: when they are not installed.
-    """
+def _library() -> str:
     try:
         import sklearn  # noqa: F401  # what Optuna's fANOVA stands on
-        import vl_convert
+        import vl_convert  # noqa: F401
     except ImportError as exc:
         raise ConfigError(f"a report needs the extra 'report' ({exc.name}): {EXTRA}") from exc
-    script = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
-    return str(script).replace("</script", "<\\/script")
+    return assets.library().replace("</script", "<\\/script")
 
 
 def _in_script(value: Any) -> str:

@@ -9,11 +9,13 @@ from xml.sax.saxutils import escape, quoteattr
 
 from tuner.errors import ConfigError
 from tuner.report.page import EXTRA, sections
-from tuner.report.spec import CONFIG, Spec, colours
+from tuner.report.palette import colours
+from tuner.report.spec import CONFIG, Spec
 from tuner.report.subject import Subject
 
 #: What Vega tells of each mark to those who hear a page: in a file of its own, nine tenths of it.
 _OF_MARKS = re.compile(r' (?:role|aria-[a-z]+)="[^"]*"')
+_VARIABLE = re.compile(r"var\(--([a-z0-9-]+)\)")
 WIDTH = 560
 """Of the area in which is drawn; axes and labels come beside it."""
 
@@ -48,7 +50,8 @@ def svg(spec: Spec) -> str:
     head, _, body = text.partition(">")
     body = _OF_MARKS.sub("", body)
     label = f'{head} role="img" aria-label={quoteattr(spec["description"])}>'
-    return f"{label}<style>{escape(colours())}</style>{body}\n"
+    style = colours(set(_VARIABLE.findall(body)))  # a colour that it lacks does not change it
+    return f"{label}<style>{escape(style)}</style>{body}\n"
 
 
 def write(pictures: Mapping[str, Spec], folder: Path) -> list[Path]:

@@ -202,7 +202,8 @@ def _gpu(text: str) -> Gpu:
 
 
 @lru_cache(64)
-def _environment(text: str) -> Environment:
+def environment_from_row(text: str) -> Environment:
+    """The environment of a row's facts."""
     return Environment(json.loads(text))
 
 
@@ -220,7 +221,7 @@ def from_row(row: Mapping[str, Any]) -> Measurement:
         regime=Regime.parse(row["regime"]),
         status=Status(row["status"]),
         provenance=Provenance(row["provenance"]),
-        environment=_environment(row["environment"]),
+        environment=environment_from_row(row["environment"]),
         latency_us=row["latency_us"],
         std_us=row["std_us"],
         rounds=row["rounds"],
