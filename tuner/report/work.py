@@ -148,7 +148,7 @@ def floors(
     moved = total(found, "l2_bytes") if found else problem.bytes
     launches = sum(work.launches for work in found) or 1
     return {
-        TENSOR: flops / (TENSOR_FLOPS_PER_CLOCK_SM * clocks),
+        TENSOR: flops / (TENSOR_FLOPS_PER_CLOCK_SM * problem.tensor_rate * clocks),
         EXPONENTIAL: exponentials / (EXP_PER_CLOCK_SM * clocks),
         L2: moved / l2_bytes_per_us(gpu),
         MEMORY: memory_bytes(problem, gpu, measurement.regime) / (gpu.memory_gbs * 1e3),
@@ -233,7 +233,10 @@ def _attention(
         smem_bytes=smem,
         blocks_per_sm=blocks_per_sm,
         tensor_flops=4.0 * tile_m * tile_n * columns * steps,
-        wgmma=steps * (_wgmmas(tile_m, tile_n, columns) + _wgmmas(tile_m, columns, tile_n)),
+        # A WGMMA of 8-bit operands is twice as deep.
+        wgmma=steps
+        * (_wgmmas(tile_m, tile_n, columns) + _wgmmas(tile_m, columns, tile_n))
+        // problem.tensor_rate,
         exponentials=on_sfu * tile_m * tile_n * steps,
         # Q in and the output out once a tile, a tile of K and one of V a step.
         l2_bytes=width * (2 * rows + 2.0 * tile_n * steps) + parts,
