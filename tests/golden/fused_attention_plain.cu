@@ -12,7 +12,8 @@
 
 namespace k_golden {
 using namespace cute;
-using Element = cutlass::half_t;
+using Element = cutlass::half_t;  // of Q, K, V and P
+using Out = Element;
 constexpr int kTileN = 128, kD = 64, kPack = 1;
 constexpr int kGroups = 2, kStages = 2, kTileM = 64 * kGroups;
 constexpr int kScoreBuffers = 1, kBlocksPerSm = 1;
@@ -24,6 +25,8 @@ constexpr bool kPersistent = false;
 constexpr bool kDynamic = kPersistent && kCausal;
 constexpr int kCounterBytes = kDynamic ? 256 : 0;
 constexpr float kLazy = 8;
+// Probabilities times 2^kLift: the largest is 256 of e4m3's 448, and 2^-14 is still a normal number.
+constexpr float kLift = 0;
 // Of two groups that take turns the first alone asks whether K and V are there: the other follows.
 constexpr bool kFirstPolls = kPingPong && kGroups == 2;
 constexpr int kThreads = 128 * (kGroups + 1);
@@ -32,9 +35,12 @@ constexpr float kLog2E = 1.44269504f, kLn2 = 0.693147181f;
 // Keys and values of the heads that are worked on together under a causal mask: they stay in L2.
 constexpr int64_t kSectionBytes = 32 << 20;
 
-using SmemAtom = cute::conditional_t<kD % 64 == 0, GMMA::Layout_K_SW128_Atom<Element>, GMMA::Layout_K_SW64_Atom<Element>>;
-using SmemLayoutQ = decltype(tile_to_shape(SmemAtom{}, Shape<Int<kTileM>, Int<kD>>{}));
-using SmemLayoutKV = decltype(tile_to_shape(SmemAtom{}, Shape<Int<kTileN>, Int<kD>, Int<kStages>>{}));
+// The widest swizzle that divides rows of kColumns elements.
+template <int kColumns, int kBytes = kColumns * int(sizeof(Element))>
+using SmemAtom = cute::conditional_t<kBytes % 128 == 0, GMMA::Layout_K_SW128_Atom<Element>,
+    cute::conditional_t<kBytes % 64 == 0, GMMA::Layout_K_SW64_Atom<Element>, GMMA::Layout_K_SW32_Atom<Element>>>;
+using SmemLayoutQ = decltype(tile_to_shape(SmemAtom<kD>{}, Shape<Int<kTileM>, Int<kD>>{}));
+using SmemLayoutKV = decltype(tile_to_shape(SmemAtom<kD>{}, Shape<Int<kTileN>, Int<kD>, Int<kStages>>{}));
 using SmemLayoutVt = decltype(composition(
     SmemLayoutKV{}, make_layout(Shape<Int<kD>, Int<kTileN>, Int<kStages>>{},
                                 Stride<Int<kTileN>, _1, Int<kTileN * kD>>{})));
@@ -48,6 +54,7 @@ using MmaQK = decltype(make_tiled_mma(mma_qk_atom<kQInRegisters>(), GroupLayout{
 using MmaPV = decltype(make_tiled_mma(
     GMMA::rs_op_selector<Element, Element, float, Shape<Int<kTileM>, Int<kD>, Int<kTileN>>,
                          GMMA::Major::K, GMMA::Major::MN>(), GroupLayout{}));
+inline int64_t image_bytes(int64_t const*) { return 0; }
 
 // Rows of Q: the sequence, or (packed heads, sequence), heads running faster.
 template <class Rows, class Stride>
@@ -76,7 +83,7 @@ using TmaKV = decltype(make_tma_copy(SM90_TMA_LOAD{}, GmemKV{}, SmemLayoutKV{}(_
 struct Params {
   TmaQ q;
   TmaKV k, v;
-  Element* out;
+  Out* out;
   int64_t out_batch, out_head, out_row;
   float* lse;
   int* counter;        // of tiles handed out, beyond each block's first
@@ -122,6 +129,14 @@ struct Tile {
     return t;
   }
 };
+
+// What scores are multiplied by, to base 2, and outputs; one head's for all rows of a thread.
+CUTE_DEVICE float score_scale(Params const& p, Tile const& t, int row) {
+  return p.scale_log2;
+}
+CUTE_DEVICE float value_scale(Params const& p, Tile const& t) {
+  return 1.f;
+}
 
 struct Storage {
   alignas(1024) cute::array_aligned<Element, cosize_v<SmemLayoutQ>, 1024> q;
@@ -185,19 +200,14 @@ struct Producer {
     }();
     Tensor gQ = local_tile(p.q.get_tma_tensor(shape_q)(_, _, t.head, t.batch), tile_q(), at);
     Tensor gK = local_tile(p.k.get_tma_tensor(shape_kv)(_, _, head_kv, t.batch), tile_kv, make_coord(_, 0));
-    Tensor gV = local_tile(p.v.get_tma_tensor(shape_kv)(_, _, head_kv, t.batch), tile_kv, make_coord(_, 0));
     Tensor sQ = make_tensor(make_smem_ptr(s.q.data()), SmemLayoutQ{});
     Tensor sK = make_tensor(make_smem_ptr(s.k.data()), SmemLayoutKV{});
-    Tensor sV = make_tensor(make_smem_ptr(s.v.data()), SmemLayoutKV{});
     auto slice_q = p.q.get_slice(0);
     auto slice_k = p.k.get_slice(0);
-    auto slice_v = p.v.get_slice(0);
     Tensor tQg = group_modes<1, 3>(slice_q.partition_S(gQ));
     Tensor tQs = group_modes<1, 3>(slice_q.partition_D(sQ));
     Tensor tKg = slice_k.partition_S(gK);
     Tensor tKs = slice_k.partition_D(sK);
-    Tensor tVg = slice_v.partition_S(gV);
-    Tensor tVs = slice_v.partition_D(sV);
     constexpr uint32_t q_bytes = kTileM * kD * sizeof(Element), kv_bytes = kTileN * kD * sizeof(Element);
 
     auto load = [&](auto const& tma, auto const& source, auto const& target, uint64_t* full, uint64_t* empty, Ring& at, int n) {
@@ -206,6 +216,12 @@ struct Producer {
       copy(tma.with(full[at.stage], 0, TMA::CacheHintSm90::EVICT_LAST), source(_, _, _, n), target(_, _, _, at.stage));
       at.next();
     };
+    Tensor gV = local_tile(p.v.get_tma_tensor(shape_kv)(_, _, head_kv, t.batch), tile_kv, make_coord(_, 0));
+    Tensor sV = make_tensor(make_smem_ptr(s.v.data()), SmemLayoutKV{});
+    auto slice_v = p.v.get_slice(0);
+    Tensor tVg = slice_v.partition_S(gV);
+    Tensor tVs = slice_v.partition_D(sV);
+    auto load_values = [&](int n) { load(p.v, tVg, tVs, s.v_full, s.v_empty, v, n); };
     prefetch(p.q, tQg);
     int n = t.last - 1;
     load(p.k, tKg, tKs, s.k_full, s.k_empty, k, n);
@@ -215,10 +231,10 @@ struct Producer {
     copy(p.q.with(s.q_full, 0, TMA::CacheHintSm90::EVICT_FIRST), tQg, tQs);
     for (; n > t.first; --n) {
       load(p.k, tKg, tKs, s.k_full, s.k_empty, k, n - 1);
-      load(p.v, tVg, tVs, s.v_full, s.v_empty, v, n);
+      load_values(n);
     }
     if constexpr (kDynamic) Empty::arrive(&s.tile_wanted);
-    load(p.v, tVg, tVs, s.v_full, s.v_empty, v, n);
+    load_values(n);
   }
 };
 
@@ -251,7 +267,7 @@ struct Softmax {
         sum[r] *= factor[r];
       }
       maximum[r] = top;
-      shift[r] = top == -INFINITY ? 0.f : top * scale_log2;
+      shift[r] = top == -INFINITY ? 0.f : top * scale_log2 - kLift;
     }
     return grew;
   }
@@ -308,15 +324,16 @@ CUTE_DEVICE void transpose_quad(uint32_t (&word)[4]) {
 }
 
 // O and the log-sum-exp of a thread's two rows, straight from registers.
-template <class Out>
-CUTE_DEVICE void store(Params const& p, Tile const& t, Out const& out, int row0, Softmax const& softmax, float const (&norm)[2]) {
+template <class Fragment>
+CUTE_DEVICE void store(Params const& p, Tile const& t, Fragment const& out, int row0, Softmax const& softmax, float scale_log2, float const (&norm)[2]) {
   int const q = threadIdx.x % 4;
   CUTE_UNROLL
   for (int r = 0; r < 2; ++r) {
     int const row = row0 + 8 * r, seq = row / kPack, head = t.head * kPack + row % kPack;
     bool const is_row = seq < p.seqlen_q;
-    float const shift = softmax.maximum[r] == -INFINITY ? 0.f : softmax.maximum[r] * p.scale_log2;
-    float const lse = shift + log2f(softmax.sum[r]);  // -inf where no key was seen
+    float const shift = softmax.maximum[r] == -INFINITY ? 0.f : softmax.maximum[r] * scale_log2;
+    float lse = shift + log2f(softmax.sum[r]);  // -inf where no key was seen
+    if constexpr (kLift > 0.f) lse -= kLift;
     int64_t const at = (int64_t(t.batch) * p.heads + head) * p.seqlen_q + seq;
     if (p.splits > 1) {
       int64_t const partial = int64_t(t.split) * p.batch * p.heads * p.seqlen_q + at;
@@ -331,7 +348,7 @@ CUTE_DEVICE void store(Params const& p, Tile const& t, Out const& out, int row0,
       continue;
     }
     if (is_row && q == 0 && p.lse) p.lse[at] = lse * kLn2;
-    Element* const target = p.out + t.batch * p.out_batch + head * p.out_head + seq * p.out_row;
+    Out* const target = p.out + t.batch * p.out_batch + head * p.out_head + seq * p.out_row;
     CUTE_UNROLL
     for (int g = 0; g < kD / 32; ++g) {
       uint32_t word[4];
@@ -340,7 +357,7 @@ CUTE_DEVICE void store(Params const& p, Tile const& t, Out const& out, int row0,
         cutlass::Array<float, 2> pair;
         pair[0] = out(make_coord(0, r, 4 * g + i), 0, 0) * norm[r];
         pair[1] = out(make_coord(1, r, 4 * g + i), 0, 0) * norm[r];
-        auto const packed = cutlass::NumericArrayConverter<Element, float, 2>{}(pair);
+        auto const packed = cutlass::NumericArrayConverter<Out, float, 2>{}(pair);
         word[i] = reinterpret_cast<uint32_t const&>(packed);
       }
       transpose_quad(word);
@@ -377,6 +394,7 @@ struct Consumer {
 
     int const group_row = t.m_block * kTileM + group * 64;
     int const row0 = group_row + (tid % 128) / 32 * 16 + (tid % 32) / 4;
+    float const scale_log2 = score_scale(p, t, row0);
     Softmax softmax;
 
     auto release = [&](uint64_t* empty) {
@@ -445,10 +463,11 @@ struct Consumer {
     constexpr int kOctets = kTileN / 8;
     auto first_step = [&](auto& scores, int n) {
       if (n >= unmasked) mask(scores, row0, n * kTileN, p.seqlen_kv);
-      softmax.template maxima<true>(scores, p.scale_log2);
-      softmax.template exponentials<0, kOctets>(scores, p.scale_log2);
+      softmax.template maxima<true>(scores, scale_log2);
+      softmax.template exponentials<0, kOctets>(scores, scale_log2);
       to_p(scores);
     };
+    float out_scale = 1.f;
     int const first = t.first;
     if (first < t.last) {
       int n = t.last - 1;  // the block of keys whose probabilities are in P, or about to be
@@ -480,15 +499,15 @@ struct Consumer {
           if constexpr (decltype(is_masked)::value) mask(tSrS, row0, n * kTileN, p.seqlen_kv);
           // The maxima and kEarly of the exponentials run under the GEMM that is in flight; the
           // rest is mixed with the conversions.
-          bool const grew = softmax.template maxima<false>(tSrS, p.scale_log2);
+          bool const grew = softmax.template maxima<false>(tSrS, scale_log2);
           constexpr int kEarly = kOctets * 50 / 100;
-          softmax.template exponentials<0, kEarly>(tSrS, p.scale_log2);
+          softmax.template exponentials<0, kEarly>(tSrS, scale_log2);
           warpgroup_fence_operand(tSrS);
           asm volatile("" : "+f"(softmax.shift[0]), "+f"(softmax.shift[1]));
           release_keys();
           warpgroup_wait<0>();
           values_read();
-          softmax.template exponentials<kEarly, kOctets>(tSrS, p.scale_log2);
+          softmax.template exponentials<kEarly, kOctets>(tSrS, scale_log2);
           to_p(tSrS);
           rescale_o(grew);
         };
@@ -528,8 +547,8 @@ struct Consumer {
           warpgroup_fence_operand(scores);
           release_stage(stage);
           if (n >= unmasked) mask(scores, row0, n * kTileN, p.seqlen_kv);
-          bool const grew = softmax.template maxima<false>(scores, p.scale_log2);
-          softmax.template exponentials<0, kOctets>(scores, p.scale_log2);
+          bool const grew = softmax.template maxima<false>(scores, scale_log2);
+          softmax.template exponentials<0, kOctets>(scores, scale_log2);
           warpgroup_wait<1>();
           values_read();
           to_p(scores);
@@ -556,6 +575,7 @@ struct Consumer {
       }
       Full::wait(&s.v_full[v.stage], v.phase);
       issue_pv();
+      out_scale = value_scale(p, t);
       warpgroup_wait<0>();
       values_read();
       if constexpr (kScoreBuffers == 2) {
@@ -568,9 +588,9 @@ struct Consumer {
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       softmax.sum[r] = quad_sum(softmax.sum[r]);
-      norm[r] = softmax.sum[r] > 0.f ? 1.f / softmax.sum[r] : 0.f;
+      norm[r] = softmax.sum[r] > 0.f ? out_scale / softmax.sum[r] : 0.f;
     }
-    store(p, t, tOrO, row0, softmax, norm);
+    store(p, t, tOrO, row0, softmax, scale_log2, norm);
   }
 };
 
@@ -696,14 +716,14 @@ __global__ void __launch_bounds__(128) combine(CUTE_GRID_CONSTANT Params const p
   float const norm = total > 0.f ? 1.f / total : 0.f;
   int64_t const seq = row % p.seqlen_q, head = row / p.seqlen_q % p.heads, batch = row / p.seqlen_q / p.heads;
   if (lane == 0 && p.lse) p.lse[row] = (shift + log2f(total)) * kLn2;
-  Element* const target = p.out + batch * p.out_batch + head * p.out_head + seq * p.out_row;
+  Out* const target = p.out + batch * p.out_batch + head * p.out_head + seq * p.out_row;
   CUTE_UNROLL
   for (int c = 0; c < (kD + 127) / 128; ++c) {
     int const column = 4 * lane + 128 * c;
     if (column >= p.head_dim) break;
     cutlass::Array<float, 4> four;
     four[0] = sum[c].x * norm, four[1] = sum[c].y * norm, four[2] = sum[c].z * norm, four[3] = sum[c].w * norm;
-    auto const packed = cutlass::NumericArrayConverter<Element, float, 4>{}(four);
+    auto const packed = cutlass::NumericArrayConverter<Out, float, 4>{}(four);
     *reinterpret_cast<uint2*>(target + column) = reinterpret_cast<uint2 const&>(packed);
   }
 }
@@ -748,17 +768,17 @@ inline int launch(void* const* tensors, int64_t const* n, double const* scalars,
   };
   p.k = keys(1, n + 9);
   p.v = keys(2, n + 12);
-  p.out = static_cast<Element*>(tensors[3]);
+  p.out = static_cast<Out*>(tensors[3]);
   p.out_batch = n[15], p.out_head = n[16], p.out_row = n[17];
   p.lse = static_cast<float*>(tensors[4]);
   p.splits = n[18];
   p.counter = static_cast<int*>(workspace);
-  p.partial = reinterpret_cast<float*>(static_cast<char*>(workspace) + kCounterBytes);
+  p.partial = reinterpret_cast<float*>(static_cast<char*>(workspace) + kCounterBytes + image_bytes(n));
   p.partial_lse = p.partial + partial_rows(n) * p.head_dim;
   int const heads = p.heads / kPack, lanes = p.batch * heads * p.splits;
   p.m_blocks = (p.seqlen_q * kPack + kTileM - 1) / kTileM;
   p.tiles = p.m_blocks * lanes;
-  int64_t const kv_bytes = int64_t(4) * p.seqlen_kv * p.head_dim;
+  int64_t const kv_bytes = int64_t(2 * sizeof(Element)) * p.seqlen_kv * p.head_dim;
   p.section = int(std::min<int64_t>(lanes, std::max<int64_t>(1, kSectionBytes / kv_bytes) * (heads / p.heads_kv) * p.splits));
   p.by_m_blocks = cutlass::FastDivmod(p.m_blocks);
   p.by_splits = cutlass::FastDivmod(p.splits);
@@ -777,7 +797,7 @@ inline int launch(void* const* tensors, int64_t const* n, double const* scalars,
 }  // namespace k_golden
 
 extern "C" int tuner_golden_workspace(int64_t const* integers, int64_t* bytes) {
-  *bytes = k_golden::kCounterBytes + k_golden::partial_rows(integers) * (integers[5] + 1) * int64_t(sizeof(float));
+  *bytes = k_golden::kCounterBytes + k_golden::image_bytes(integers) + k_golden::partial_rows(integers) * (integers[5] + 1) * int64_t(sizeof(float));
   return 0;
 }
 extern "C" int tuner_golden_launch(void* const* tensors, int64_t const* integers, double const* scalars, void* workspace, void* stream) {

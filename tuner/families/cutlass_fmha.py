@@ -36,7 +36,7 @@ from tuner.families.cutlass_fmha_shape import (
     fields,
 )
 from tuner.hardware import SMEM_PER_BLOCK_BYTES, Gpu
-from tuner.problem import DTYPE_BYTES, MAX_EXTENT, AttentionProblem, Problem
+from tuner.problem import DTYPE_BYTES, E4M3, MAX_EXTENT, AttentionProblem, Problem
 
 KERNEL = "attention"
 #: Extents of the grid's y and z dimensions, where the upstream scheduler puts batch and heads
@@ -87,6 +87,8 @@ class CutlassFmha(Family):
     def supports(self, problem: Problem, gpu: Gpu) -> str:
         if not isinstance(problem, AttentionProblem):
             return f"{self.name} serves {self.op}, not {problem.op}"
+        if problem.dtype == E4M3:
+            return f"{self.name} takes no descale factors: fp16 and bf16 alone, not {E4M3}"
         # Strides are 32-bit in the collectives (cute::tuple<int, _1, tuple<int, int>>), and so is
         # the offset into the log-sum-exp.
         if any(stride > MAX_EXTENT for o in problem.operands for stride in o.strides):

@@ -17,7 +17,7 @@ from tuner.hardware import (
     SMEM_RESERVED_PER_BLOCK_BYTES,
     Gpu,
 )
-from tuner.problem import AttentionProblem, Problem
+from tuner.problem import DTYPE_BYTES, E4M3, AttentionProblem, Problem
 
 #: Columns of Q, K and V that the template is instantiated for; a smaller D is padded by TMA.
 INSTANCES = (64, 96, 128, 192, 256)
@@ -50,6 +50,8 @@ ALWAYS = (
 OVERHEAD_REGISTERS = 28
 #: Query heads that share a tile's rows at most.
 MOST_PACKED = 32
+#: The same with e4m3: a thread's two rows are 8 apart and have one factor, that of one head.
+MOST_PACKED_E4M3 = 8
 #: (warp groups, blocks an SM) worth trying.
 SHAPES = ((1, 1), (1, 2), (2, 1), (3, 1))
 #: Keys of one split: fewer do not pay for the combining kernel.
@@ -103,8 +105,12 @@ class FusedAttention(Family):
         head_dim = instance(problem.head_dim)
         groups, tile_n, stages = config["warp_groups"], config["tile_n"], config["kv_stages"]
         blocks, buffers, splits = config["blocks_per_sm"], config["score_buffers"], config["splits"]
-        if tile_n % 16:
-            found.append(f"tile_n={tile_n} is not a multiple of 16, the K extent of one WGMMA")
+        width = DTYPE_BYTES[problem.dtype]
+        extent = 32 // width
+        if tile_n % extent:
+            found.append(
+                f"tile_n={tile_n} is not a multiple of {extent}, the K extent of one WGMMA"
+            )
         if tile_n > 256:
             found.append(f"tile_n={tile_n} exceeds 256, the N extent of one WGMMA")
         if stages < buffers:
@@ -118,7 +124,12 @@ class FusedAttention(Family):
                 found.append("q_in_registers spills under causal masks without ping_pong at D > 96")
         if ("early_exp" in config.params) != (buffers == 1):
             found.append("early_exp is for one score buffer, only")
-        if problem.is_causal and config["persistent"] and config["pdl"]:
+        if problem.dtype == E4M3 and config["lazy_rescale"]:
+            found.append(
+                f"lazy_rescale={config['lazy_rescale']} carries e4m3 probabilities beyond 448"
+            )
+        clears_counter = problem.is_causal and config["persistent"] and problem.dtype != E4M3
+        if clears_counter and config["pdl"]:
             found.append("pdl is not for persistent causal: clearing its counter comes before it")
         found += self._packing(problem, config)
         steps = -(-problem.seqlen_kv // tile_n)
@@ -130,8 +141,8 @@ class FusedAttention(Family):
             limit = SMEM_PER_SM_BYTES // blocks - SMEM_RESERVED_PER_BLOCK_BYTES
         if smem > limit:
             found.append(f"{smem} bytes of shared memory exceed {limit}")
-        accumulators = buffers * tile_n // 2 + tile_n // 4 + head_dim // 2
-        accumulators += head_dim // 4 if config["q_in_registers"] else 0
+        accumulators = buffers * tile_n // 2 + width * tile_n // 8 + head_dim // 2
+        accumulators += width * head_dim // 8 if config["q_in_registers"] else 0
         if (groups, blocks) not in REGISTERS:
             found.append(
                 f"warp_groups={groups} at blocks_per_sm={blocks} has no register budget (allowed: "
@@ -159,13 +170,19 @@ class FusedAttention(Family):
         tile_m = 64 * config["warp_groups"]
         if tile_m % packed:
             found.append(f"packed_heads={packed} does not divide tile_m={tile_m}")
+        if problem.dtype == E4M3 and packed > MOST_PACKED_E4M3:
+            found.append(
+                f"packed_heads={packed} exceeds {MOST_PACKED_E4M3}: a thread's rows would have "
+                "different descale_q"
+            )
         return found
 
     @staticmethod
     def smem_bytes(problem: AttentionProblem, config: Config) -> int:
         """Dynamic shared memory: one Q tile, the K and the V ring, the barriers."""
         rows = 64 * config["warp_groups"] + 2 * config["kv_stages"] * config["tile_n"]
-        return int(rows * instance(problem.head_dim) * 2 + BARRIER_BYTES)
+        width = DTYPE_BYTES[problem.dtype]
+        return int(rows * instance(problem.head_dim) * width + BARRIER_BYTES)
 
     def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
         if not isinstance(problem, AttentionProblem):
@@ -181,7 +198,10 @@ class FusedAttention(Family):
         rows = problem.seqlen_q * max(packings)
         heads = problem.batch * problem.heads_q
         shares_sm = instance(problem.head_dim) <= 128  # two blocks of the smallest tiles fit
-        levers = product(SHAPES, (64, 80, 96, 128), (1, 2), packings, (False, True), (0, 8))
+        is_e4m3 = problem.dtype == E4M3
+        widths = (64, 96, 128, 160, 192, 224) if is_e4m3 else (64, 80, 96, 128)
+        lazy_rescale = (0,) if is_e4m3 else (0, 8)
+        levers = product(SHAPES, widths, (1, 2), packings, (False, True), lazy_rescale)
         for (groups, blocks), tile_n, buffers, packed, in_registers, lazy in levers:
             tiles = -(-problem.seqlen_q * packed // (64 * groups)) * heads // packed
             if rows <= 64 * (groups - 1) or (
@@ -249,7 +269,7 @@ class FusedAttention(Family):
 
     def launches(self, problem: Problem, config: Config, scale: float) -> list[Launch]:
         attention = _attention(problem)
-        strides = [s for operand in problem.operands for s in operand.strides[:3]]
+        strides = [s for matrix in attention.matrices for s in matrix.strides[:3]]
         extents = (
             attention.batch,
             attention.heads_q,
@@ -258,7 +278,9 @@ class FusedAttention(Family):
             attention.seqlen_kv,
             attention.head_dim,
         )
-        tensors = (*(Ref(operand.name) for operand in problem.operands), Ref(LSE))
+        names = [matrix.name for matrix in attention.matrices]
+        descales = [operand.name for operand in problem.operands if operand.name not in names]
+        tensors = tuple(Ref(name) for name in (*names, LSE, *descales))
         schedule = (config["splits"], int(config["pdl"]))
         return [Launch("attention", tensors, (*extents, *strides, *schedule), (scale,))]
 
@@ -270,7 +292,8 @@ class FusedAttention(Family):
 
 def _packings(problem: AttentionProblem) -> tuple[int, ...]:
     """Query heads of one KV head that share the rows of a tile: one, or all that can."""
-    most = math.gcd(problem.heads_q // problem.heads_kv, MOST_PACKED)
+    limit = MOST_PACKED_E4M3 if problem.dtype == E4M3 else MOST_PACKED
+    most = math.gcd(problem.heads_q // problem.heads_kv, limit)
     return (1, most) if most > 1 else (1,)
 
 

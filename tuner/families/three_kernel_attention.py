@@ -27,6 +27,7 @@ from tuner.families.softmax import Softmax, softmax_launch
 from tuner.hardware import GRAPH_LAUNCH_US, TMA_ALIGNMENT_BYTES, Gpu
 from tuner.problem import (
     DTYPE_BYTES,
+    E4M3,
     AttentionProblem,
     GemmProblem,
     Operand,
@@ -72,6 +73,8 @@ class ThreeKernelAttention(Family):
     def supports(self, problem: Problem, gpu: Gpu) -> str:
         if not isinstance(problem, AttentionProblem):
             return super().supports(problem, gpu)
+        if problem.dtype == E4M3:
+            return f"{self.name} takes no descale factors: fp16 and bf16 alone, not {E4M3}"
         elements = TMA_ALIGNMENT_BYTES // DTYPE_BYTES[problem.dtype]
         if problem.seqlen_kv % elements:
             return (

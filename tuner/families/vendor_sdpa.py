@@ -20,7 +20,7 @@ from tuner import settings
 from tuner.config import Config
 from tuner.families.vendor import FAILURES, Vendor
 from tuner.hardware import DEFAULT_GPU, Gpu
-from tuner.problem import AttentionProblem, Layout, Problem
+from tuner.problem import E4M3, AttentionProblem, Layout, Problem
 
 #: kernel that torch carries -> its check of tensors in torch.backends.cuda, its operator, and the
 #: operator's arguments between the tensors and dropout: no bias, no log-sum-exp.
@@ -63,6 +63,10 @@ RATES: dict[str, tuple[float, float, float, float, float]] = {
     "naive": (15.0, 30, 15, 34, 17),
 }
 
+#: PyTorch's operators take 16-bit tensors. FlashAttention-3 built with fp8 takes one factor a KV
+#: head for Q, ours one a query head.
+_NO_E4M3 = f"vendor_sdpa takes fp16 and bf16 alone, not {E4M3} with descale factors"
+
 Attend = Callable[..., Any]
 """attend(query, key, value, causal=, scale=) over (B, S, H, D) tensors."""
 
@@ -78,6 +82,11 @@ class VendorSdpa(Vendor):
     offered: ClassVar[tuple[str, ...]] = (*BACKENDS, "flash3", *VARIANTS, "flash4")
     on_request: ClassVar[tuple[str, ...]] = ("naive",)
     parameters: ClassVar[frozenset[str]] = frozenset({"kernel", "layout"})
+
+    def supports(self, problem: Problem, gpu: Gpu) -> str:
+        if isinstance(problem, AttentionProblem) and problem.dtype == E4M3:
+            return _NO_E4M3
+        return super().supports(problem, gpu)
 
     def violations(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
         found = super().violations(problem, config, gpu)
@@ -100,6 +109,8 @@ class VendorSdpa(Vendor):
     def refusal(self, problem: Problem, kernel: str) -> str:
         if not isinstance(problem, AttentionProblem):
             return ""
+        if problem.dtype == E4M3:
+            return _NO_E4M3
         square = problem.seqlen_q == problem.seqlen_kv
         if problem.is_causal and not square and kernel in ("flash2", *PEERS, *VARIANTS):
             return f"{kernel} aligns a causal mask bottom-right: SQ and SKV must be equal"
