@@ -331,9 +331,8 @@ CUTE_DEVICE void store(Params const& p, Tile const& t, Fragment const& out, int 
   for (int r = 0; r < 2; ++r) {
     int const row = row0 + 8 * r, seq = row / kPack, head = t.head * kPack + row % kPack;
     bool const is_row = seq < p.seqlen_q;
-    float const shift = softmax.maximum[r] == -INFINITY ? 0.f : softmax.maximum[r] * scale_log2;
-    float lse = shift + log2f(softmax.sum[r]);  // -inf where no key was seen
-    if constexpr (kLift > 0.f) lse -= kLift;
+    float const shift = softmax.maximum[r] == -INFINITY ? 0.f : softmax.maximum[r] * p.scale_log2;
+    float const lse = shift + log2f(softmax.sum[r]);  // -inf where no key was seen
     int64_t const at = (int64_t(t.batch) * p.heads + head) * p.seqlen_q + seq;
     if (p.splits > 1) {
       int64_t const partial = int64_t(t.split) * p.batch * p.heads * p.seqlen_q + at;

@@ -58,7 +58,10 @@ def test_attention_or_how_to_get_it() -> None:
     if importlib.util.find_spec("torch"):
         parameters = inspect.signature(tuner.attention).parameters
         names = "query key value attn_mask dropout_p is_causal scale enable_gqa"
-        assert list(parameters) == names.split(), "as PyTorch's scaled_dot_product_attention"
+        further = [f"descale_{name}" for name in "qkv"]
+        assert list(parameters) == [*names.split(), *further], "as PyTorch's, and then our own"
+        kinds = {parameters[name].kind for name in further}
+        assert kinds == {inspect.Parameter.KEYWORD_ONLY}
     else:
         with pytest.raises(ImportError, match=r"cutlass-tuner\[torch\]"):
             tuner.attention  # noqa: B018

@@ -94,7 +94,7 @@ class Table:
     def find_out(
         self,
         kind: Hashable,
-        call: tuple[str, tuple[Any, ...]],
+        call: tuple[str, tuple[Any, ...]] | None,
         pose: Callable[[], Problem],
         scale: float,
         device: int,
@@ -104,7 +104,7 @@ class Table:
 
         Args:
             kind: as in `get`.
-            call: operation and arguments, as `dispatch.put` takes them.
+            call: operation and arguments, as `dispatch.put` takes them; None for what it cannot.
             pose: the problem; raises ConfigError where no tuned kernel could serve.
             scale: of attention's scores; alpha of a product.
             device: index of the device that the tensors are on.
@@ -123,7 +123,7 @@ class Table:
             if len(self._known) >= _MAX_KNOWN:
                 self._clear()
             self._known[kind] = found
-            if isinstance(found.plan, KernelPlan):
+            if call is not None and isinstance(found.plan, KernelPlan):
                 dispatch.prepare(then=self._renew)
                 dispatch.put(*call, found.plan)
             return found.plan
