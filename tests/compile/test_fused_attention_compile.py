@@ -115,7 +115,7 @@ def test_workspace_is_the_counter_and_the_partial_results(compiler: Compiler, sp
 #: What `transpose` asks of CUDA, a thread after the other; twice, for `__syncthreads`.
 EMULATED = """
 #define __shared__ static
-#define __align__(bytes) alignas(bytes)
+#define __align__(bytes) __attribute__((aligned(bytes)))
 struct Index { unsigned x; } threadIdx, blockIdx;
 void __syncthreads() {}
 uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
