@@ -89,7 +89,7 @@ class ThreeKernelAttention(Family):
 
     def stages(self, problem: Problem) -> Mapping[str, Problem]:
         problem = _attention(problem)
-        return _all_heads(problem)._asdict()
+        return {} if problem.dtype == E4M3 else _all_heads(problem)._asdict()
 
     def with_stages(self, winners: Mapping[str, Sequence[Config]]) -> Self:
         return type(self)(winners)
