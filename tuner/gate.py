@@ -367,9 +367,7 @@ class Gate:
         log = verdict.log and f"{self._kind} inputs: {verdict.log}"
         return Verdict(verdict.status, verdict.error, log)
 
-    def compare(
-        self, output: int, reference: int, operand: Operand, limits: Limits
-    ) -> Comparison:
+    def compare(self, output: int, reference: int, operand: Operand, limits: Limits) -> Comparison:
         """Compare an output's memory with fp32 reference memory of the same order."""
         data = self._ask(
             (output, reference, self._result),

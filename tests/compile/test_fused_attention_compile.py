@@ -121,7 +121,9 @@ void __syncthreads() {}
 uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
   uint64_t const bytes = uint64_t(b) << 32 | a;
   uint32_t result = 0;
-  for (int i = 0; i < 4; ++i) result |= uint32_t(bytes >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
+  for (int i = 0; i < 4; ++i) {
+    result |= uint32_t(bytes >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
+  }
   return result;
 }
 """
@@ -143,8 +145,8 @@ int wrong() {
   int faults = 0;
   Tensor scores = make_identity_tensor(Shape<Int<kTileM>, Int<kTileN>>{});
   for (int image = 0; image < 2 * heads; ++image) {
-    Tensor vt = make_tensor(make_smem_ptr(reinterpret_cast<Element*>(aligned + image * kImageBytes)),
-                            SmemLayoutVt{}(_, _, 0));
+    auto* data = reinterpret_cast<Element*>(aligned + image * kImageBytes);
+    Tensor vt = make_tensor(make_smem_ptr(data), SmemLayoutVt{}(_, _, 0));
     for (int thread = 0; thread < 128 * kGroups; ++thread) {
       Tensor of_s = MmaQK{}.get_slice(thread).partition_C(scores);
       Tensor of_p = MmaPV{}.get_slice(thread).partition_A(scores);

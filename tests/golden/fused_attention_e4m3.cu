@@ -393,7 +393,7 @@ CUTE_DEVICE void transpose_quad(uint32_t (&word)[4]) {
 
 // O and the log-sum-exp of a thread's two rows, straight from registers.
 template <class Fragment>
-CUTE_DEVICE void store(Params const& p, Tile const& t, Fragment const& out, int row0, Softmax const& softmax, float scale_log2, float const (&norm)[2]) {
+CUTE_DEVICE void store(Params const& p, Tile const& t, Fragment const& out, int row0, Softmax const& softmax, float const& scale_log2, float const (&norm)[2]) {
   int const q = threadIdx.x % 4;
   CUTE_UNROLL
   for (int r = 0; r < 2; ++r) {
@@ -461,7 +461,7 @@ struct Consumer {
 
     int const group_row = t.m_block * kTileM + group * 64;
     int const row0 = group_row + (tid % 128) / 32 * 16 + (tid % 32) / 4;
-    float const scale_log2 = score_scale(p, t, row0);
+    float const& scale_log2 = score_scale(p, t, row0);
     Softmax softmax;
 
     auto release = [&](uint64_t* empty) {

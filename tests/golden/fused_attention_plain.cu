@@ -131,7 +131,7 @@ struct Tile {
 };
 
 // What scores are multiplied by, to base 2, and outputs; one head's for all rows of a thread.
-CUTE_DEVICE float score_scale(Params const& p, Tile const& t, int row) {
+CUTE_DEVICE float const& score_scale(Params const& p, Tile const& t, int row) {
   return p.scale_log2;
 }
 CUTE_DEVICE float value_scale(Params const& p, Tile const& t) {
@@ -200,14 +200,19 @@ struct Producer {
     }();
     Tensor gQ = local_tile(p.q.get_tma_tensor(shape_q)(_, _, t.head, t.batch), tile_q(), at);
     Tensor gK = local_tile(p.k.get_tma_tensor(shape_kv)(_, _, head_kv, t.batch), tile_kv, make_coord(_, 0));
+    Tensor gV = local_tile(p.v.get_tma_tensor(shape_kv)(_, _, head_kv, t.batch), tile_kv, make_coord(_, 0));
     Tensor sQ = make_tensor(make_smem_ptr(s.q.data()), SmemLayoutQ{});
     Tensor sK = make_tensor(make_smem_ptr(s.k.data()), SmemLayoutKV{});
+    Tensor sV = make_tensor(make_smem_ptr(s.v.data()), SmemLayoutKV{});
     auto slice_q = p.q.get_slice(0);
     auto slice_k = p.k.get_slice(0);
+    auto slice_v = p.v.get_slice(0);
     Tensor tQg = group_modes<1, 3>(slice_q.partition_S(gQ));
     Tensor tQs = group_modes<1, 3>(slice_q.partition_D(sQ));
     Tensor tKg = slice_k.partition_S(gK);
     Tensor tKs = slice_k.partition_D(sK);
+    Tensor tVg = slice_v.partition_S(gV);
+    Tensor tVs = slice_v.partition_D(sV);
     constexpr uint32_t q_bytes = kTileM * kD * sizeof(Element), kv_bytes = kTileN * kD * sizeof(Element);
 
     auto load = [&](auto const& tma, auto const& source, auto const& target, uint64_t* full, uint64_t* empty, Ring& at, int n) {
@@ -216,12 +221,6 @@ struct Producer {
       copy(tma.with(full[at.stage], 0, TMA::CacheHintSm90::EVICT_LAST), source(_, _, _, n), target(_, _, _, at.stage));
       at.next();
     };
-    Tensor gV = local_tile(p.v.get_tma_tensor(shape_kv)(_, _, head_kv, t.batch), tile_kv, make_coord(_, 0));
-    Tensor sV = make_tensor(make_smem_ptr(s.v.data()), SmemLayoutKV{});
-    auto slice_v = p.v.get_slice(0);
-    Tensor tVg = slice_v.partition_S(gV);
-    Tensor tVs = slice_v.partition_D(sV);
-    auto load_values = [&](int n) { load(p.v, tVg, tVs, s.v_full, s.v_empty, v, n); };
     prefetch(p.q, tQg);
     int n = t.last - 1;
     load(p.k, tKg, tKs, s.k_full, s.k_empty, k, n);
@@ -231,10 +230,10 @@ struct Producer {
     copy(p.q.with(s.q_full, 0, TMA::CacheHintSm90::EVICT_FIRST), tQg, tQs);
     for (; n > t.first; --n) {
       load(p.k, tKg, tKs, s.k_full, s.k_empty, k, n - 1);
-      load_values(n);
+      load(p.v, tVg, tVs, s.v_full, s.v_empty, v, n);
     }
     if constexpr (kDynamic) Empty::arrive(&s.tile_wanted);
-    load_values(n);
+    load(p.v, tVg, tVs, s.v_full, s.v_empty, v, n);
   }
 };
 
@@ -325,13 +324,13 @@ CUTE_DEVICE void transpose_quad(uint32_t (&word)[4]) {
 
 // O and the log-sum-exp of a thread's two rows, straight from registers.
 template <class Fragment>
-CUTE_DEVICE void store(Params const& p, Tile const& t, Fragment const& out, int row0, Softmax const& softmax, float scale_log2, float const (&norm)[2]) {
+CUTE_DEVICE void store(Params const& p, Tile const& t, Fragment const& out, int row0, Softmax const& softmax, float const& scale_log2, float const (&norm)[2]) {
   int const q = threadIdx.x % 4;
   CUTE_UNROLL
   for (int r = 0; r < 2; ++r) {
     int const row = row0 + 8 * r, seq = row / kPack, head = t.head * kPack + row % kPack;
     bool const is_row = seq < p.seqlen_q;
-    float const shift = softmax.maximum[r] == -INFINITY ? 0.f : softmax.maximum[r] * p.scale_log2;
+    float const shift = softmax.maximum[r] == -INFINITY ? 0.f : softmax.maximum[r] * scale_log2;
     float const lse = shift + log2f(softmax.sum[r]);  // -inf where no key was seen
     int64_t const at = (int64_t(t.batch) * p.heads + head) * p.seqlen_q + seq;
     if (p.splits > 1) {
@@ -393,7 +392,7 @@ struct Consumer {
 
     int const group_row = t.m_block * kTileM + group * 64;
     int const row0 = group_row + (tid % 128) / 32 * 16 + (tid % 32) / 4;
-    float const scale_log2 = score_scale(p, t, row0);
+    float const& scale_log2 = score_scale(p, t, row0);
     Softmax softmax;
 
     auto release = [&](uint64_t* empty) {

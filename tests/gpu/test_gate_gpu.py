@@ -59,7 +59,9 @@ def gate(device: Device, compiler: Compiler) -> Iterator[Gate]:
 def read(device: Device, pointer: int, operand: Operand, dtype: str | None = None) -> Any:
     """An operand as float64, in its logical shape."""
     name = dtype or operand.dtype
-    raw = {"float16": np.float16, "bfloat16": np.uint16, "float32": np.float32, E4M3: np.uint8}[name]
+    raw = {"float16": np.float16, "bfloat16": np.uint16, "float32": np.float32, E4M3: np.uint8}[
+        name
+    ]
     width = np.dtype(raw).itemsize
     flat = np.frombuffer(device.read(pointer, operand.elements * width), raw)
     strides = [stride * width for stride in operand.strides]

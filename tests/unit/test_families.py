@@ -62,7 +62,11 @@ def test_predictions_and_seeds(member: Family, problem: Problem) -> None:
     space = member.space(problem, DEFAULT_GPU)
     for config in sample(member, problem):
         predicted = member.predict_us(problem, config, DEFAULT_GPU)
-        floor = 0.0 if member.op == "softmax" else DEFAULT_GPU.floor_us(problem.flops // problem.tensor_rate, 0)
+        floor = (
+            0.0
+            if member.op == "softmax"
+            else DEFAULT_GPU.floor_us(problem.flops // problem.tensor_rate, 0)
+        )
         assert predicted > floor
     seeds = member.seeds(problem, DEFAULT_GPU, space, 8)
     assert len(seeds) == min(8, len(space))

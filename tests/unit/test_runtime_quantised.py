@@ -29,9 +29,7 @@ def quantised(heads_kv: int = 4) -> tuple[list[Any], dict[str, Any]]:
 
 
 def exact(tensors: list[Any], factors: dict[str, Any], **options: Any) -> Any:
-    wide = [
-        t.float() * f[..., None, None] for t, f in zip(tensors, factors.values(), strict=True)
-    ]
+    wide = [t.float() * f[..., None, None] for t, f in zip(tensors, factors.values(), strict=True)]
     return SDPA(*(t.bfloat16() for t in wide), **options)
 
 

@@ -57,7 +57,8 @@ def attention(
         descale_v: fp32 (B, HKV).
 
     Returns:
-        (B, H, SQ, D), of the inputs' type; laid out as `query` where a tuned kernel ran.
+        (B, H, SQ, D), of the inputs' type, bf16 of e4m3; laid out as `query` where a tuned kernel
+        ran.
 
     Raises:
         ConfigError: on descale factors that do not fit the tensors, and with a mask or dropout.

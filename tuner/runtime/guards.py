@@ -70,9 +70,7 @@ def misaligned(*tensors: torch.Tensor) -> str:
     return ""
 
 
-def check_alike(
-    *tensors: torch.Tensor, dtypes: Mapping[torch.dtype, DType] = DTYPES
-) -> None:
+def check_alike(*tensors: torch.Tensor, dtypes: Mapping[torch.dtype, DType] = DTYPES) -> None:
     """Refuse tensors of different types, or of types that are not in `dtypes`.
 
     Raises:

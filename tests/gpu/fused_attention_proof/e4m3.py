@@ -1,4 +1,4 @@
-"""Quantised inputs, and attention as FlashAttention-3 computes it from them; on any torch device."""
+"""Quantised inputs, and attention as FlashAttention-3 computes it from them; on any device."""
 
 from __future__ import annotations
 
