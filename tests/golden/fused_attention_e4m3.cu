@@ -116,6 +116,14 @@ CUTE_DEVICE void transpose(Params const& p) {
   }
 }
 
+// Starts the copy of an image to shared memory; it stays in the L2 as K does.
+CUTE_DEVICE void load_image(Element const* image, Element* target, uint64_t* full) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
+      ::"r"(cast_smem_ptr_to_uint(target)), "l"(image), "r"(kImageBytes), "r"(cast_smem_ptr_to_uint(full)),
+      "l"(static_cast<uint64_t>(TMA::CacheHintSm90::EVICT_LAST)) : "memory");
+}
+
 inline int64_t image_bytes(int64_t const* n) {
   return n[0] * n[2] * ((n[4] + kTileN - 1) / kTileN) * kImageBytes;
 }
@@ -287,7 +295,7 @@ struct Producer {
     auto load_values = [&](int n) {
       Empty::wait(&s.v_empty[v.stage], v.phase ^ 1);
       Full::arrive_and_expect_tx(&s.v_full[v.stage], kv_bytes);
-      SM90_BULK_COPY_G2S::copy(images + int64_t(n) * kImageBytes, &s.v_full[v.stage], s.v.data() + v.stage * kImageBytes, kv_bytes);
+      load_image(images + int64_t(n) * kImageBytes, s.v.data() + v.stage * kImageBytes, &s.v_full[v.stage]);
       v.next();
     };
     prefetch(p.q, tQg);

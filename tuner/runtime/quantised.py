@@ -30,7 +30,7 @@ def attend(
 
     Args:
         tensors: query, key and value as `attention` takes them, float8_e4m3fn.
-        descales: contiguous fp32 factors, (B, H) of the query, (B, HKV) of key and value.
+        descales: positive fp32 factors, (B, H) of the query, (B, HKV) of key and value.
         is_causal: as in `attention`.
         scale: as in `attention`.
         enable_gqa: as in `attention`.
