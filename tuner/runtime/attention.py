@@ -50,9 +50,9 @@ def attention(
         is_causal: query i sees keys 0..i.
         scale: of the scores; 1/sqrt(D) when None.
         enable_gqa: let HKV be a divisor of H.
-        descale_q: positive fp32 (B, H), and with it the next two: query, key and value are float8_e4m3fn,
-            and stand for their elements times these factors. The output is bf16; where no tuned
-            kernel can, PyTorch computes it from bf16 copies. No mask, no dropout.
+        descale_q: positive fp32 (B, H), and with it the next two: query, key and value are
+            float8_e4m3fn, and stand for their elements times these factors. The output is bf16;
+            where no tuned kernel can, PyTorch computes it from bf16 copies. No mask, no dropout.
         descale_k: fp32 (B, HKV).
         descale_v: fp32 (B, HKV).
 
