@@ -325,21 +325,25 @@ def _tree(samples: Sequence[Sample], depth: int = DEPTH) -> Any:
 def _questions(samples: Sequence[Sample]) -> list[tuple[str, Any]]:
     """(field, limit) that divide the problems: between two sizes, or one of several choices."""
     found: list[tuple[str, Any]] = []
-    for name in samples[0].problem.to_json():
-        values = sorted(
-            {s.problem.to_json()[name] for s in samples}, key=lambda v: (str(type(v)), v)
-        )
-        if _is_size(values[0]):
-            middles = [math.isqrt(a * b) for a, b in pairwise(values)]
+    facts = [s.problem.to_json() for s in samples]
+    for name in {name: None for known in facts for name in known}:
+        # None where a feature is off: before all choices, and beyond every size.
+        values = sorted({f.get(name) for f in facts}, key=lambda v: (str(type(v)), v))
+        sizes: list[Any] = [value for value in values if _is_size(value)]
+        if sizes:
+            middles = [math.isqrt(a * b) for a, b in pairwise(sizes)]
             found += [(name, middle) for middle in middles]
+            found += [(name, sizes[-1])] if None in values else []
         elif len(values) > 1:
             found += [(name, value) for value in values[1:]]
     return found
 
 
 def _holds(problem: Problem, name: str, limit: Any) -> bool:
-    value = problem.to_json()[name]
-    return bool(value <= limit) if _is_size(limit) else bool(value == limit)
+    value = problem.to_json().get(name)
+    if _is_size(limit):
+        return value is not None and bool(value <= limit)
+    return bool(value == limit)
 
 
 def _is_size(value: Any) -> bool:

@@ -200,21 +200,19 @@ def judge(
 def floor_work(problem: Problem) -> tuple[int, int]:
     """Tensor-core operations, at the rate of 16-bit ones, and bytes that no kernel can avoid.
 
-    Under a causal mask only the visible pairs count, exactly, and keys beyond the last query are
-    never read. A softmax has no tensor-core work.
+    Under a mask only the visible pairs count, exactly, and keys that the last query does not reach
+    are never read. A softmax has no tensor-core work.
     """
     if isinstance(problem, GemmProblem):
         return problem.flops, problem.bytes
     if not isinstance(problem, AttentionProblem):
         return 0, 0 if getattr(problem, "is_causal", False) else problem.bytes
-    queries, keys = problem.seqlen_q, problem.seqlen_kv
-    if not problem.is_causal:
-        return problem.flops // problem.tensor_rate, problem.bytes
-    seen = min(queries, keys)
-    pairs = seen * (seen + 1) // 2 + (queries - seen) * keys
+    keys = problem.seqlen_kv
+    seen = min(problem.seqlen_q + problem.visible[1], keys)
     unread = (keys - seen) * problem.head_dim * problem.heads_kv * problem.batch
+    flops = 4 * problem.batch * problem.heads_q * problem.head_dim * problem.pairs
     return (
-        4 * problem.batch * problem.heads_q * problem.head_dim * pairs // problem.tensor_rate,
+        flops // problem.tensor_rate,
         problem.bytes - 2 * unread * DTYPE_BYTES[problem.dtype],
     )
 
@@ -427,7 +425,7 @@ class Gate:
                     _PLANT_ATTENTION,
                     _DTYPES[problem.dtype],
                     *_attention_integers(problem, 2),
-                    int(problem.is_causal),
+                    *problem.visible,
                     row_seed,
                 ),
                 (DOMINANCE,),
@@ -468,9 +466,9 @@ class Gate:
                         _ATTENTION,
                         _DTYPES[problem.dtype],
                         *_attention_integers(problem, 4),
-                        int(problem.is_causal),
+                        *problem.visible,
                     ),
-                    (scale,),
+                    (scale, problem.softcap),
                 )
                 self._device.wait()
         else:

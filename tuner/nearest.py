@@ -72,7 +72,9 @@ _SIZES: Mapping[str, frozenset[str]] = {
 def class_pattern(problem: Problem) -> str:
     """A problem's key with ``*`` for each size: equal within a class, and a GLOB that finds it.
 
-    An operation without a rule is a class of its own for each problem.
+    The GLOB of plain attention finds problems with a window or a soft cap too, whose keys have
+    more fields: `distance` tells them apart. An operation without a rule is a class of its own for
+    each problem.
     """
     kept = _kept(type(problem))
     parts = [

@@ -138,7 +138,9 @@ class Problem(ABC):
     @property
     @abstractmethod
     def flops(self) -> int:
-        """Floating-point operations of the operation itself; a causal mask counts half."""
+        """Floating-point operations of the operation itself; a causal mask counts half, a sliding
+        window what it lets through.
+        """
 
     @property
     @abstractmethod
@@ -179,8 +181,22 @@ def _convert(key: str, value: Any, annotation: str) -> Any:
         if text in ("0", "false", "no"):
             return False
         raise ConfigError(f"{key}={value} is not a truth value (allowed: 0, 1, true, false)")
+    if annotation == "float":
+        number = _to_float(value)
+        if number is None:
+            raise ConfigError(f"{key}={value} is not a number (allowed: as in {key}=50)")
+        return number
     text = str(value).lower()
     return DTYPE_ALIASES.get(text, text) if key.startswith("dtype") else text
+
+
+def _to_float(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        return float(value)
+    except ValueError:
+        return None
 
 
 def _check_extent(key: str, value: int, minimum: int = 1) -> None:
@@ -206,6 +222,15 @@ class AttentionProblem(Problem):
     With `dtype` e4m3 Q, K and V are quantised: what they stand for is their elements times fp32
     factors, `descale_q` (B, H) of each query head, `descale_k` and `descale_v` (B, HKV) of each
     key and value head. The output is bf16. D must be a multiple of 16, the bytes of TMA's pitch.
+
+    A sliding window is FlashAttention's ``window_size=(left, right)``, laid along the same
+    diagonal: query i sees keys i - left..i + right, its own among them, and -1 is no limit.
+    ``window=W`` sets both sides, ``left=`` and ``right=`` one. One form stands for each mask: under
+    a causal one the right side is -1, ``right=0`` alone is causal, and a side that cuts nothing off
+    is -1. A query that sees no key has zeros for its output.
+
+    A soft cap replaces each scaled score s by ``softcap * tanh(s / softcap)``, before the mask; 0
+    is none. Neither comes with e4m3.
     """
 
     op: ClassVar[str] = "attention"
@@ -218,6 +243,10 @@ class AttentionProblem(Problem):
         "SKV": "seqlen_kv",
         "D": "head_dim",
         "causal": "is_causal",
+        "window": "window_left+window_right",
+        "left": "window_left",
+        "right": "window_right",
+        "softcap": "softcap",
         "dtype": "dtype",
         "layout": "layout",
     }
@@ -232,6 +261,9 @@ class AttentionProblem(Problem):
     is_causal: bool = False
     dtype: DType = "float16"
     layout: Layout = "bhsd"
+    window_left: int = -1
+    window_right: int = -1
+    softcap: float = 0.0
 
     def __post_init__(self) -> None:
         if self.heads_kv == 0:
@@ -257,6 +289,71 @@ class AttentionProblem(Problem):
             )
         _check_choice("dtype", self.dtype, ("float16", "bfloat16", E4M3))
         _check_choice("layout", self.layout, LAYOUTS)
+        _check_extent("left", self.window_left, -1)
+        _check_extent("right", self.window_right, -1)
+        if not 0 <= self.softcap < math.inf:
+            raise ConfigError(f"softcap={self.softcap} is out of range (allowed: 0, none, or more)")
+        object.__setattr__(self, "softcap", float(self.softcap))
+        self._reduce_window()
+        if self.dtype == E4M3 and self.extras:
+            raise ConfigError(f"dtype=e4m3 has no {self.extras} (allowed: fp16 and bf16 with it)")
+
+    def _reduce_window(self) -> None:
+        """Give equal masks equal fields."""
+        left, right, is_causal = self.window_left, self.window_right, self.is_causal
+        if left >= self.seqlen_q - 1:  # the last query sees key 0
+            left = -1
+        if right == 0:
+            is_causal = True
+        if is_causal or right >= self.seqlen_kv - 1:  # the first query sees the last key
+            right = -1
+        object.__setattr__(self, "window_left", left)
+        object.__setattr__(self, "window_right", right)
+        object.__setattr__(self, "is_causal", is_causal)
+
+    @property
+    def is_windowed(self) -> bool:
+        """A sliding window hides keys beyond what the causal mask does."""
+        return self.window_left >= 0 or self.window_right >= 0
+
+    @property
+    def visible(self) -> tuple[int, int]:
+        """(left, right): query i sees keys i - left..i + right of those that there are."""
+        left = self.seqlen_q if self.window_left < 0 else self.window_left
+        right = self.seqlen_kv if self.window_right < 0 else self.window_right
+        return left, 0 if self.is_causal else right
+
+    def keys_of(self, first: int, last: int) -> range:
+        """The keys that queries first..last see; beyond the last query there is none."""
+        left, right = self.visible
+        end = min(self.seqlen_kv, min(last, self.seqlen_q - 1) + right + 1)
+        return range(max(0, first - left), end)
+
+    @property
+    def pairs(self) -> int:
+        """(query, key) pairs of one head that the mask lets through."""
+        left, right = self.visible
+        return self._keys_below(right + 1) - self._keys_below(-left)
+
+    def _keys_below(self, offset: int) -> int:
+        """Over all queries i, the sum of the numbers of keys below i + offset."""
+
+        def total(end: int) -> int:  # of x clamped to [0, seqlen_kv], over x < end
+            rising = max(0, min(end, self.seqlen_kv))
+            return rising * (rising - 1) // 2 + max(0, end - self.seqlen_kv) * self.seqlen_kv
+
+        return total(self.seqlen_q + offset) - total(offset)
+
+    @property
+    def extras(self) -> str:
+        """What a kernel of plain attention, full or causal, lacks for this problem; or empty."""
+        parts = ("sliding window", self.is_windowed), ("soft cap", self.softcap > 0)
+        return " or ".join(name for name, is_on in parts if is_on)
+
+    def to_json(self) -> dict[str, Any]:
+        """Window and soft cap are absent where they are off, as they were before there were any."""
+        absent = {name for name, off in _OFF.items() if getattr(self, name) == off}
+        return {name: value for name, value in super().to_json().items() if name not in absent}
 
     @classmethod
     def from_keys(cls, values: Mapping[str, Any]) -> Self:
@@ -273,12 +370,22 @@ class AttentionProblem(Problem):
             if self.seqlen_q == self.seqlen_kv
             else f"SQ={self.seqlen_q},SKV={self.seqlen_kv}"
         )
-        tail = (",causal=1" if self.is_causal else "") + f",dtype={_SHORT[self.dtype]}"
+        tail = (",causal=1" if self.is_causal else "") + self._window_label()
+        tail += f",softcap={self.softcap:g}" if self.softcap else ""
+        tail += f",dtype={_SHORT[self.dtype]}"
         tail += "" if self.layout == "bhsd" else f",layout={self.layout}"
         return f"B={self.batch},{heads},{length},D={self.head_dim}{tail}"
 
+    def _window_label(self) -> str:
+        left, right = self.window_left, self.window_right
+        if left >= 0 and (self.is_causal or left == right):
+            return f",window={left}"
+        return (f",left={left}" if left >= 0 else "") + (f",right={right}" if right >= 0 else "")
+
     @property
     def flops(self) -> int:
+        if self.is_windowed:
+            return 4 * self.batch * self.heads_q * self.head_dim * self.pairs
         full = 4 * self.batch * self.heads_q * self.seqlen_q * self.seqlen_kv * self.head_dim
         return full // 2 if self.is_causal else full
 
@@ -319,6 +426,10 @@ class AttentionProblem(Problem):
             tensor("value", self.heads_kv, self.seqlen_kv, of_keys or of_queries),
             tensor("out", self.heads_q, self.seqlen_q, of_queries),
         )
+
+
+#: Fields of `AttentionProblem` that its JSON leaves out where they have these values.
+_OFF: Mapping[str, Any] = {"window_left": -1, "window_right": -1, "softcap": 0.0}
 
 
 @dataclass(frozen=True)
@@ -474,7 +585,7 @@ def problem_from_json(data: Mapping[str, Any]) -> Problem:
             f"unknown field '{sorted(unknown)[0]}' for {op} (allowed: {', '.join(types)})"
         )
     for name, value in values.items():
-        expected = {"int": int, "bool": bool}.get(types[name], str)
+        expected = {"int": int, "bool": bool, "float": float}.get(types[name], str)
         if type(value) is not expected:
             raise ConfigError(f"{op}.{name}={value!r} is not of type {expected.__name__}")
     try:

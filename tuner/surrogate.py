@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -188,10 +189,13 @@ def _differences(values: Sequence[float] | Array, split: int) -> Array:
 def distance(first: Problem, second: Problem) -> float:
     """Doublings between two problems' extents, and one for every other difference."""
     a, b = first.to_json(), second.to_json()
-    return sum(
-        abs(math.log2(a[name] / b[name])) if _is_number(a[name]) else float(a[name] != b[name])
-        for name in a
-    )
+
+    def between(one: Any, other: Any) -> float:  # None where only one of them has a feature
+        if _is_number(one) and _is_number(other) and one and other:
+            return abs(math.log2(one / other))
+        return float(one != other)
+
+    return sum(between(a.get(name), b.get(name)) for name in {**a, **b})
 
 
 def _likeness(first: Problem, second: Problem) -> float:

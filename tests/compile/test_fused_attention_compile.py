@@ -13,7 +13,7 @@ from tuner.compiler import Compiler
 from tuner.config import Config, Value
 from tuner.families.fused_attention import FusedAttention, launch_registers
 from tuner.hardware import DEFAULT_GPU
-from tuner.problem import AttentionProblem
+from tuner.problem import E4M3, AttentionProblem
 from tuner.render import render
 from tuner.toolchain import find_toolchain, include_dirs
 
@@ -64,6 +64,10 @@ SIZES = [
     (AttentionProblem.parse("S=1024,D=192"), make(1, 64)),
     (AttentionProblem.parse("S=1024,D=256"), make(2, 80)),
     (AttentionProblem.parse("S=1024,D=64"), make(3, 96, kv_stages=5)),
+    # What a cluster shares is larger than the operands.
+    (AttentionProblem.parse("S=1024,D=64"), make(2, 32)),
+    (AttentionProblem.parse("S=1024,D=96,dtype=e4m3"), make(3, 64)),
+    (AttentionProblem.parse("S=1024,D=96,dtype=e4m3"), make(3, 64, persistent=True)),
 ]
 
 INCLUDES = """
@@ -98,18 +102,25 @@ def test_a_block_is_launched_with_the_registers_that_setmaxnreg_shares_out(
         assert 128 * (spec.variables["producer_registers"] + of_groups) <= launched
 
 
-@pytest.mark.parametrize("splits", [1, 3])
-def test_workspace_is_the_counter_and_the_partial_results(compiler: Compiler, splits: int) -> None:
-    counters = []
+def test_workspace_is_the_counter_the_values_and_the_partial_results(compiler: Compiler) -> None:
+    splits: tuple[dict[str, Value], ...] = (
+        {},
+        {"splits": 3, "combine": "kernel"},
+        {"splits": 3, "combine": "cluster"},
+    )
     for (problem, config), (_, future) in zip(KERNELS, compiler.submit(SPECS), strict=True):
-        split = Config(config.family, {**config.params, "splits": splits})
-        assert FAMILY.violations(problem, split, DEFAULT_GPU) == []
-        (launch,) = FAMILY.launches(problem, split, 0.125)
+        kernel = load(future.result())
         rows = problem.batch * problem.heads_q * problem.seqlen_q
-        partial = 4 * splits * rows * (problem.head_dim + 1) if splits > 1 else 0
-        counters.append(load(future.result()).workspace_bytes(launch.integers) - partial)
-    images = 2 * 2 * 5 * 224 * 128  # tiles of V^T, a byte an element
-    assert counters == [0, 256, images]  # persistent and causal: one counter
+        fixed = 256 if config["persistent"] and problem.is_causal else 0
+        if problem.dtype == E4M3:  # tiles of V^T, a byte an element
+            fixed += 2 * 2 * 5 * 224 * 128
+        for more in splits[:1] if config["persistent"] else splits:
+            split = Config(config.family, {**config.params, **more})
+            assert FAMILY.violations(problem, split, DEFAULT_GPU) == []
+            (launch,) = FAMILY.launches(problem, split, 0.125)
+            is_partial = more.get("combine") == "kernel"
+            partial = 4 * 3 * rows * (problem.head_dim + 1) if is_partial else 0
+            assert kernel.workspace_bytes(launch.integers) == fixed + partial
 
 
 #: What `transpose` asks of CUDA, a thread after the other; twice, for `__syncthreads`.
@@ -194,7 +205,7 @@ def test_shared_memory_is_what_the_predicate_counts(tmp_path: Path) -> None:
         _, body = text.split(f"namespace k_{number} {{")
         # Of a tile only its members: what it is computed from needs CUDA.
         tile = re.search(r"^struct Tile \{\n.*?;$", body, re.MULTILINE)
-        storage = re.search(r"^struct Storage \{.*?^\};$", body, re.MULTILINE | re.DOTALL)
+        storage = re.search(r"^struct Share \{.*^struct Storage \{.*?^\};$", body, re.M | re.S)
         assert tile is not None
         assert storage is not None
         layouts = body.split("using SmemLayoutVt")[0]

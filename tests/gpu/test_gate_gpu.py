@@ -27,6 +27,9 @@ PROBLEMS = [
     AttentionProblem(1, 700, 256, heads_q=2),
     AttentionProblem(200, 300, 80, batch=2, heads_q=4, heads_kv=2, dtype=E4M3),
     AttentionProblem(190, 190, 128, heads_q=2, is_causal=True, dtype=E4M3, layout="bshd"),
+    AttentionProblem.parse("B=2,H=4,HKV=2,SQ=300,SKV=200,D=64,left=70,right=9,softcap=20"),
+    AttentionProblem.parse("H=2,S=190,D=64,causal=1,window=65,dtype=bf16"),
+    AttentionProblem.parse("H=2,SQ=300,SKV=60,D=8,left=100"),
     GemmProblem(m=200, n=150, k=300, batch=2),
     GemmProblem(200, 150, 300, 2, "bfloat16", "float32", "col", "row"),
     GemmProblem(m=65, n=130, k=33, layout_b="row"),
@@ -108,10 +111,18 @@ def expected(problem: Any, inputs: list[Any], scale: float) -> Any:
         key, value = (np.repeat(x, repeat, axis=1) for x in inputs[1:])
         scores = inputs[0] @ key.swapaxes(2, 3) * scale
         rows, columns = np.arange(problem.seqlen_q), np.arange(problem.seqlen_kv)
+        if problem.softcap:
+            scores = problem.softcap * np.tanh(scores / problem.softcap)
+        if problem.window_left >= 0:
+            scores = np.where(columns < rows[:, None] - problem.window_left, -np.inf, scores)
+        if problem.window_right >= 0:
+            scores = np.where(columns > rows[:, None] + problem.window_right, -np.inf, scores)
     if problem.is_causal:
         scores = np.where(columns > rows[:, None], -np.inf, scores)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    weights /= weights.sum(-1, keepdims=True)
+    # A query that sees no key has zeros: not 0 / 0 of infinite scores.
+    top = scores.max(-1, keepdims=True)
+    weights = np.exp(scores - np.where(top == -np.inf, 0, top))
+    weights /= np.maximum(weights.sum(-1, keepdims=True), 1e-300)
     return weights if problem.op == "softmax" else weights @ value
 
 

@@ -13,10 +13,10 @@ from tuner.cli import main
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families import family
-from tuner.fit import Rule, Sample, fit
+from tuner.fit import Rule, Sample, _find_in_tree, _tree, fit
 from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Measurement, Regime, Status
-from tuner.problem import GemmProblem
+from tuner.problem import AttentionProblem, GemmProblem
 from tuner.store import open_store
 
 REGIME = Regime.default("gemm")
@@ -126,6 +126,24 @@ def test_a_failed_config_is_the_worst() -> None:
     assert found.regret(SMALL) == 0
     assert found.regret(LARGE) == math.log(4)
     assert found.regret(CUBLAS) is None
+
+
+def test_a_tree_asks_for_windows_that_some_problems_have() -> None:
+    """Narrow windows want the one config, wide ones and none the other."""
+    fused = family("fused_attention")
+    gpu = DEFAULT_GPU
+    texts = ("window=64", "window=128", "window=2048", "softcap=0")
+    problems = [AttentionProblem.parse(f"S=4096,D=64,causal=1,{text}") for text in texts]
+    spaces = [set(fused.space(problem, gpu)) for problem in problems]
+    one, other = sorted(set.intersection(*spaces), key=lambda config: config.digest)[:2]
+    samples = [
+        Sample(problem, {one: 1.0 + (i > 1), other: 2.0 - (i > 1)})
+        for i, problem in enumerate(problems)
+    ]
+    tree = _tree(samples)
+    for problem, wanted in zip(problems, (one, one, other, other), strict=True):
+        configs, path = _find_in_tree(tree, problem)
+        assert configs[0] == wanted, path
 
 
 def test_one_problem_makes_no_rule() -> None:

@@ -212,11 +212,11 @@ def opened(problem: Problem) -> tuple[Gate, FakeDevice, FakeKernel]:
 COMMANDS = {
     "gemm": [*[(0, 1, 4, 2)] * 2, (2, 1, None, 1), (5, 3, 15, 1), *[(9, 2, 2, 0)] * 2],
     "attention": [
-        *[(0, 1, 4, 2)] * 3, (1, 2, 16, 1), (4, 5, 21, 1), *[(9, 2, 2, 0)] * 3,
+        *[(0, 1, 4, 2)] * 3, (1, 2, 17, 1), (4, 5, 22, 2), *[(9, 2, 2, 0)] * 3,
     ],
     "softmax": [(0, 1, 4, 2), (3, 1, 6, 1), (6, 2, 5, 1), (9, 2, 2, 0)],
     "e4m3": [
-        *[(0, 1, 4, 2)] * 6, (1, 2, 16, 1), (4, 8, 21, 1), *[(9, 2, 2, 0)] * 6,
+        *[(0, 1, 4, 2)] * 6, (1, 2, 17, 1), (4, 8, 22, 2), *[(9, 2, 2, 0)] * 6,
     ],
 }  # fmt: skip
 
@@ -289,6 +289,14 @@ def test_the_floor_of_e4m3_is_that_of_its_rate_and_its_bytes() -> None:
         flops, moved = gate.floor_work(half)
         factors, out = 3 * 16 * 4, half.output.bytes
         assert gate.floor_work(quantised) == (flops // 2, (moved - out) // 2 + out + factors)
+
+
+def test_a_window_s_floor_counts_what_it_lets_through() -> None:
+    problem = AttentionProblem(40, 64, 64, heads_q=2, window_left=3, window_right=5)
+    flops, moved = gate.floor_work(problem)
+    pairs = sum(min(query + 5, 63) - max(query - 3, 0) + 1 for query in range(40))
+    assert flops == 4 * 2 * 64 * pairs
+    assert moved == 2 * 64 * 2 * (2 * 40 + 2 * 45)
 
 
 def test_the_floor() -> None:

@@ -23,6 +23,10 @@ EXAMPLES: list[Problem] = [
     AttentionProblem.parse("B=2,H=8,HKV=2,SQ=384,SKV=1536,D=128,causal=1,dtype=bf16,layout=bshd"),
     AttentionProblem.parse("S=256,D=64,layout=bshd_bhsd"),
     AttentionProblem.parse("H=8,HKV=2,S=256,D=80,layout=bshd,dtype=e4m3"),
+    AttentionProblem.parse("S=4096,D=128,causal=1,window=1024"),
+    AttentionProblem.parse("S=512,D=64,window=64,softcap=30"),
+    AttentionProblem.parse("S=512,D=64,left=7,right=100,softcap=12.5,layout=bshd"),
+    AttentionProblem.parse("SQ=100,SKV=512,D=64,right=7"),
     GemmProblem.parse("M=4096,N=512,K=64"),
     GemmProblem.parse("M=8,N=16,K=24,B=3,dtype=bf16,dtype_d=fp32,layout_a=col,layout_b=row"),
     SoftmaxProblem.parse("M=64,N=128,B=2,SQ=32,causal=true"),
@@ -62,8 +66,16 @@ def test_defaults() -> None:
         ("attention", "S=64,D=64,causal=maybe", "causal=maybe", "true"),
         ("attention", "S=64,D=64,dtype=fp8", "dtype=fp8", "bfloat16"),
         ("attention", "S=64,D=72,dtype=e4m3", "D=72", "multiples of 16"),
+        ("attention", "S=64,D=64,window=8,dtype=e4m3", "no sliding window", "bf16"),
+        ("attention", "S=64,D=64,softcap=8,dtype=e4m3", "no soft cap", "bf16"),
         ("gemm", "M=16,N=16,K=16,dtype=e4m3", "dtype=float8_e4m3fn", "bfloat16"),
         ("attention", "S=64,D=64,layout=bsd", "layout=bsd", "bshd"),
+        ("attention", "S=64,D=64,window=-2", "left=-2", "-1 to"),
+        ("attention", "S=64,D=64,window=8,left=4", "window_left", "already"),
+        ("attention", "S=64,D=64,softcap=-1", "softcap=-1", "or more"),
+        ("attention", "S=64,D=64,softcap=nan", "softcap=nan", "or more"),
+        ("attention", "S=64,D=64,softcap=inf", "softcap=inf", "or more"),
+        ("attention", "S=64,D=64,softcap=large", "softcap=large", "as in softcap=50"),
         ("attention", "S,D=64", "'S'", "KEY=VALUE"),
         ("attention", "D=64", "needs S", "SKV"),
         ("attention", "SQ=1,D=64", "needs SKV", "SKV"),
@@ -96,6 +108,78 @@ def test_bad_text_is_one_line_that_names_it(op: str, text: str, named: str, allo
 def test_bad_json_is_refused(data: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
         problem_from_json(data)
+
+
+def test_what_is_off_leaves_no_trace_in_a_key() -> None:
+    """Stored keys from before there were windows and soft caps stay what they were."""
+    plain = AttentionProblem.parse("S=1024,D=64,window=-1,softcap=0")
+    assert plain == AttentionProblem.parse("S=1024,D=64")
+    assert plain.key == (
+        '{"batch":1,"dtype":"float16","head_dim":64,"heads_kv":16,"heads_q":16,"is_causal":false,'
+        '"layout":"bhsd","op":"attention","seqlen_kv":1024,"seqlen_q":1024}'
+    )
+    both = AttentionProblem.parse("S=1024,D=64,causal=1,window=100,softcap=30").to_json()
+    assert (both["window_left"], both["softcap"]) == (100, 30.0)
+    assert "window_right" not in both
+
+
+@pytest.mark.parametrize(
+    ("text", "same"),
+    [
+        ("S=64,D=64,causal=1,window=8", "S=64,D=64,causal=1,left=8"),
+        ("S=64,D=64,causal=1,window=8", "S=64,D=64,left=8,right=0"),
+        ("S=64,D=64,right=0", "S=64,D=64,causal=1"),
+        ("S=64,D=64,window=63", "S=64,D=64"),
+        ("SQ=64,SKV=16,D=64,left=62,right=15", "SQ=64,SKV=16,D=64,left=62"),
+        ("SQ=1,SKV=16,D=64,window=15", "SQ=1,SKV=16,D=64"),
+        ("S=1,D=64,window=0", "S=1,D=64,causal=1"),
+    ],
+)
+def test_equal_masks_are_equal_problems(text: str, same: str) -> None:
+    assert AttentionProblem.parse(text) == AttentionProblem.parse(same)
+
+
+@pytest.mark.parametrize(
+    ("text", "extras"),
+    [
+        ("S=64,D=64,causal=1", ""),
+        ("S=64,D=64,causal=1,window=64", ""),
+        ("S=64,D=64,right=3", "sliding window"),
+        ("S=64,D=64,softcap=1", "soft cap"),
+        ("S=64,D=64,window=0,softcap=1", "sliding window or soft cap"),
+    ],
+)
+def test_what_a_plain_kernel_lacks(text: str, extras: str) -> None:
+    assert AttentionProblem.parse(text).extras == extras
+
+
+@given(
+    queries=st.integers(1, 12),
+    keys=st.integers(1, 12),
+    left=st.integers(-1, 14),
+    right=st.integers(-1, 14),
+    is_causal=st.booleans(),
+)
+def test_a_window_counts_the_pairs_that_it_lets_through(
+    queries: int, keys: int, left: int, right: int, is_causal: bool
+) -> None:
+    problem = AttentionProblem(
+        queries, keys, 8, 1, 2, is_causal=is_causal, window_left=left, window_right=right
+    )
+    seen = {
+        (i, j)
+        for i in range(queries)
+        for j in range(keys)
+        if (left < 0 or j >= i - left)
+        and (right < 0 or j <= i + right)
+        and not (is_causal and j > i)
+    }
+    assert problem.pairs == len(seen)
+    if problem.is_windowed:
+        assert problem.flops == 4 * 2 * 8 * len(seen)
+    for i in range(queries):
+        assert set(problem.keys_of(i, i)) == {j for row, j in seen if row == i}
+    assert {j for _, j in seen} <= set(problem.keys_of(0, queries + 5))
 
 
 def test_counts() -> None:

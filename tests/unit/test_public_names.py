@@ -58,10 +58,10 @@ def test_attention_or_how_to_get_it() -> None:
     if importlib.util.find_spec("torch"):
         parameters = inspect.signature(tuner.attention).parameters
         names = "query key value attn_mask dropout_p is_causal scale enable_gqa"
-        further = [f"descale_{name}" for name in "qkv"]
-        assert list(parameters) == [*names.split(), *further], "as PyTorch's, and then our own"
-        kinds = {parameters[name].kind for name in further}
-        assert kinds == {inspect.Parameter.KEYWORD_ONLY}
+        further = [n for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY]
+        assert further == ["window", "softcap", *(f"descale_{name}" for name in "qkv")]
+        plain = [name for name in parameters if name not in further]
+        assert plain == names.split(), "as PyTorch's scaled_dot_product_attention"
     else:
         with pytest.raises(ImportError, match=r"cutlass-tuner\[torch\]"):
             tuner.attention  # noqa: B018

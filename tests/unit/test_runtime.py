@@ -268,6 +268,40 @@ def test_a_measured_kernel_is_launched(machine: Machine) -> None:
     assert (machine.stats().hits, machine.stats().nearest_hits) == (1, 0)
 
 
+def test_a_window_has_a_plan_of_its_own(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never the plain one, and the dispatcher, which knows no windows, is not told of it."""
+    known: list[Problem] = []
+    told: list[Any] = []
+    windowed = AttentionProblem(16, 16, 8, 1, 2, window_left=4, window_right=2, softcap=30.0)
+
+    def lookup(problem: Problem, *, gpu: Gpu) -> Answer:
+        known.append(problem)
+        return answer(measured(problem=problem))
+
+    monkeypatch.setattr(machine.runtime.table, "lookup", lookup)
+    monkeypatch.setattr(machine.runtime.table.dispatch, "put", lambda *call: told.append(call))
+    tensors = inputs()
+    for _ in range(2):
+        assert was_tuned(machine.attention(*tensors, window=(4, 2), softcap=30.0))
+        assert was_tuned(machine.attention(*tensors))
+    assert known == [windowed, PROBLEM]
+    assert len(told) == 1
+    assert machine.stats().hits == 4
+    # One that hides nothing is plain attention.
+    assert was_tuned(machine.attention(*tensors, window=(15, 15)))
+    assert known[2] == PROBLEM
+
+
+def test_a_gradient_under_a_window_is_composed(machine: Machine) -> None:
+    machine.toy = ToyWithLse()
+    machine.decide(measured())
+    tensors = [t.requires_grad_() for t in inputs()]
+    out = machine.attention(*tensors, window=(15, 15))
+    assert torch.allclose(out, SDPA(*tensors), atol=2e-3)
+    assert machine.stats().fallbacks == {"a gradient is wanted": 1}
+    assert machine.launched == []
+
+
 def test_the_default_scale(machine: Machine) -> None:
     machine.decide(measured())
     machine.attention(*inputs())

@@ -98,6 +98,8 @@ def test_a_plan_s_addresses_follow_the_operands(runtime: SimpleNamespace) -> Non
         ({"descale_k": torch.ones(2, 4).half()}, r"descale_k is torch.float16 \(2, 4\)"),
         ({"attn_mask": torch.ones(8, 8, dtype=torch.bool)}, "no attn_mask"),
         ({"dropout_p": 0.1}, "no dropout_p"),
+        ({"window": (8, 8)}, "no window"),
+        ({"softcap": 30.0}, "no softcap"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_one_line(

@@ -8,7 +8,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from tuner.problem import GemmProblem
+from tuner.problem import AttentionProblem, GemmProblem
 from tuner.surrogate import Past, Surrogate, distance
 
 PROBLEM = GemmProblem(1024, 1024, 1024)
@@ -67,6 +67,17 @@ def test_near_problems_teach_more_than_far_ones() -> None:
     near, far = GemmProblem(2048, 1024, 1024), GemmProblem(64, 65536, 64)
     assert distance(PROBLEM, near) == 1
     assert math.log(10) < taught(far) < taught(near) < math.log(10) + 0.5
+
+
+def test_a_window_is_a_difference_and_its_width_a_size() -> None:
+    plain, narrow, wide = (
+        AttentionProblem.parse(f"S=1024,D=64,causal=1{window}")
+        for window in ("", ",window=64", ",window=256")
+    )
+    assert distance(plain, narrow) == distance(narrow, plain) == 1
+    assert distance(narrow, wide) == 2
+    nothing = AttentionProblem.parse("S=1024,D=64,causal=1,window=0")
+    assert distance(nothing, wide) == distance(wide, nothing) == 1
 
 
 def test_gain_is_where_the_mean_is_low_or_nothing_is_known() -> None:

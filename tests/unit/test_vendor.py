@@ -111,6 +111,35 @@ def test_quantised_attention_is_refused_with_a_reason() -> None:
         assert "float8_e4m3fn" in str(member.vendor_call(problem, config, 0.125))
 
 
+@pytest.mark.parametrize(
+    ("text", "kernels", "reason"),
+    [
+        (
+            "S=1024,D=64,causal=1,window=64",
+            {"flash2", "flash3", "flash3_splits", "flash4"},
+            "no sl",
+        ),
+        ("S=1024,D=64,softcap=30", {"flash3", "flash3_splits", "flash4"}, "has no soft cap"),
+        ("SQ=512,SKV=1024,D=64,window=64", set(), "bottom-right"),
+    ],
+)
+def test_windows_and_soft_caps_go_to_who_has_them(
+    text: str, kernels: set[str], reason: str
+) -> None:
+    problem, member = AttentionProblem.parse(text), family("vendor_sdpa")
+    assert {c["kernel"] for c in member.space(problem, DEFAULT_GPU)} == kernels
+    refused = [
+        member.violations(problem, Config(member.name, {"kernel": kernel}), DEFAULT_GPU)
+        for kernel in member.offered
+        if kernel not in kernels
+    ]
+    assert any(reason in found[0] for found in refused)
+    assert all(len(found) == 1 for found in refused)
+    for name in ("cutlass_fmha", "three_kernel_attention"):
+        assert family(name).space(problem, DEFAULT_GPU) == []
+        assert family(name).supports(problem, DEFAULT_GPU) == f"{name} has no {problem.extras}"
+
+
 def test_bottom_right_masks_are_kept_out() -> None:
     problem = AttentionProblem.parse("SQ=128,SKV=256,D=64,causal=1")
     kernels = [c["kernel"] for c in family("vendor_sdpa").space(problem, DEFAULT_GPU)]
@@ -172,10 +201,11 @@ def reference(problem: AttentionProblem, scale: float, inputs: list[Any]) -> Any
     group = problem.heads_q // problem.heads_kv
     key, value = (t.repeat_interleave(group, dim=1) for t in (key, value))
     scores = scale * query @ key.mT
-    if problem.is_causal:
-        seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
-        scores = scores.masked_fill(~seen, -torch.inf)
-    return scores.softmax(-1) @ value
+    if problem.softcap:
+        scores = problem.softcap * (scores / problem.softcap).tanh()
+    left, right = problem.visible
+    seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril(right).triu(-left)
+    return scores.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num(0) @ value
 
 
 def close(out: Any, wanted: Any) -> bool:
@@ -230,7 +260,35 @@ def test_a_variant_is_its_peer_with_further_arguments(
 
 
 @needs_torch
-@pytest.mark.parametrize("shape", ["S=24,D=16,H=4", "S=24,D=16,H=4,HKV=2,causal=1,B=2"])
+def test_a_peer_is_given_the_window_and_the_cap(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taking = PEER.replace("scale=None", "scale=None, window_size=(-1, -1), softcap=0.0")
+    (tmp_path / "fa3.py").write_text(
+        taking.replace("    return", "    fwd.given = window_size, softcap\n    return")
+    )
+    (tmp_path / "fa4.py").write_text(PEER)
+    monkeypatch.setenv("TUNER_PEERS_PATH", str(tmp_path))
+    problem = AttentionProblem.parse("S=32,D=8,H=2,causal=1,window=4,softcap=30")
+    call = sdpa.VendorSdpa().connect(problem, "flash3", 0.3)
+    assert not isinstance(call, str), call
+    call(*tensors(problem))
+    assert sys.modules["tuner_peer_fa3"].fwd.given == ((4, 0), 30.0)
+    call = sdpa.VendorSdpa().connect(problem, "flash4", 0.3)
+    assert not isinstance(call, str), call
+    reason = tried(call, problem, "flash4", "cpu")
+    assert isinstance(reason, str) and "window_size" in reason
+
+
+@needs_torch
+@pytest.mark.parametrize(
+    "shape",
+    [
+        "S=24,D=16,H=4",
+        "S=24,D=16,H=4,HKV=2,causal=1,B=2",
+        "SQ=40,SKV=24,D=16,H=2,left=3,right=5,softcap=2",
+    ],
+)
 def test_naive_agrees_with_fp64(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 

@@ -89,6 +89,8 @@ class CutlassFmha(Family):
             return f"{self.name} serves {self.op}, not {problem.op}"
         if problem.dtype == E4M3:
             return f"{self.name} takes no descale factors: fp16 and bf16 alone, not {E4M3}"
+        if problem.extras:
+            return f"{self.name} has no {problem.extras}"
         # Strides are 32-bit in the collectives (cute::tuple<int, _1, tuple<int, int>>), and so is
         # the offset into the log-sum-exp.
         if any(stride > MAX_EXTENT for o in problem.operands for stride in o.strides):

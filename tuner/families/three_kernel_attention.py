@@ -75,6 +75,8 @@ class ThreeKernelAttention(Family):
             return super().supports(problem, gpu)
         if problem.dtype == E4M3:
             return f"{self.name} takes no descale factors: fp16 and bf16 alone, not {E4M3}"
+        if problem.extras:
+            return f"{self.name} has no {problem.extras}"
         elements = TMA_ALIGNMENT_BYTES // DTYPE_BYTES[problem.dtype]
         if problem.seqlen_kv % elements:
             return (

@@ -213,13 +213,11 @@ def _attention(
     """
     row_blocks = ceil(problem.seqlen_q * packed / tile_m)
     heads = problem.batch * problem.heads_q // packed // launches
-    visits = [ceil(problem.seqlen_kv / tile_n)] * row_blocks
-    if problem.is_causal:
-        queries = (
-            min(problem.seqlen_q, ceil((b + 1) * tile_m / packed)) for b in range(row_blocks)
-        )
-        visits = [ceil(min(problem.seqlen_kv, q) / tile_n) for q in queries]
-    steps = heads * sum(visits)
+    seen = (
+        problem.keys_of(b * tile_m // packed, ceil((b + 1) * tile_m / packed) - 1)
+        for b in range(row_blocks)
+    )
+    steps = heads * sum(ceil(k.stop / tile_n) - k.start // tile_n for k in seen if k)
     width = DTYPE_BYTES[problem.dtype] * problem.head_dim
     rows = heads * packed * problem.seqlen_q
     parts = 2 * 4 * problem.head_dim * rows * splits if splits > 1 else 0
@@ -237,7 +235,8 @@ def _attention(
         wgmma=steps
         * (_wgmmas(tile_m, tile_n, columns) + _wgmmas(tile_m, columns, tile_n))
         // problem.tensor_rate,
-        exponentials=on_sfu * tile_m * tile_n * steps,
+        # A soft cap takes an exponential and a reciprocal more.
+        exponentials=(on_sfu + (2 if problem.softcap else 0)) * tile_m * tile_n * steps,
         # Q in and the output out once a tile, a tile of K and one of V a step.
         l2_bytes=width * (2 * rows + 2.0 * tile_n * steps) + parts,
     )

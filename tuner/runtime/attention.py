@@ -12,6 +12,7 @@ from tuner.errors import ConfigError
 from tuner.problem import LAYOUTS, AttentionProblem, DType
 from tuner.runtime import counters, devices, dispatch, guards, native, quantised
 from tuner.runtime.autograd import has_backward
+from tuner.runtime.composed import NONE, Extras, compose
 from tuner.runtime.plan import Plan
 from tuner.runtime.table import table
 
@@ -26,6 +27,8 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
+    window: tuple[int, int] | None = None,
+    softcap: float = 0.0,
     descale_q: torch.Tensor | None = None,
     descale_k: torch.Tensor | None = None,
     descale_v: torch.Tensor | None = None,
@@ -41,6 +44,10 @@ def attention(
     A gradient is computed by PyTorch's backward kernels from the tuned kernel's output and
     log-sum-exp, where it writes one. Autocast casts the inputs, as it does PyTorch's.
 
+    PyTorch's operator has no `window` and no `softcap`. With either, what no tuned kernel answers,
+    gradients and graphs of torch.compile among it, is composed of PyTorch's operations
+    (`tuner.runtime.composed`).
+
     Args:
         query: (B, H, SQ, D), fp16 or bf16; contiguous, or a view of a contiguous (B, SQ, H, D).
         key: (B, HKV, SKV, D), laid out as `query`, or contiguous.
@@ -50,9 +57,14 @@ def attention(
         is_causal: query i sees keys 0..i.
         scale: of the scores; 1/sqrt(D) when None.
         enable_gqa: let HKV be a divisor of H.
+        window: (left, right): query i sees keys i - left..i + right, -1 for no limit; under
+            `is_causal` none beyond i. A query that sees no key has zeros for its output.
+        softcap: each scaled score s becomes softcap * tanh(s / softcap), before the mask; 0: as
+            it is.
         descale_q: positive fp32 (B, H), and with it the next two: query, key and value are
             float8_e4m3fn, and stand for their elements times these factors. The output is bf16;
-            where no tuned kernel can, PyTorch computes it from bf16 copies. No mask, no dropout.
+            where no tuned kernel can, PyTorch computes it from bf16 copies. No mask, dropout,
+            window or soft cap.
         descale_k: fp32 (B, HKV).
         descale_v: fp32 (B, HKV).
 
@@ -61,15 +73,21 @@ def attention(
         ran.
 
     Raises:
-        ConfigError: on descale factors that do not fit the tensors, and with a mask or dropout.
+        ConfigError: when `window` or `softcap` is out of range; on descale factors that do not fit
+            the tensors, or come with a mask, dropout, a window or a soft cap.
         Whatever `scaled_dot_product_attention` raises on arguments that it refuses, and what CUDA
         reports of an earlier kernel.
     """
     if descale_q is not None or descale_k is not None or descale_v is not None:
-        if attn_mask is not None or dropout_p:
-            raise ConfigError("quantised attention takes no attn_mask and no dropout_p")
+        if attn_mask is not None or dropout_p or window is not None or softcap:
+            raise ConfigError(
+                "quantised attention takes no attn_mask, no dropout_p, no window and no softcap"
+            )
         descales = (descale_q, descale_k, descale_v)
         return quantised.attend((query, key, value), descales, is_causal, scale, enable_gqa)
+    if window is not None or softcap:
+        options = attn_mask, dropout_p, is_causal, scale, enable_gqa
+        return _composed(query, key, value, *options, Extras.of(window, softcap))
     if not torch.compiler.is_compiling():
         out = dispatch.attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
@@ -89,6 +107,28 @@ def attention(
     return scaled_dot_product_attention(*arguments[:6], scale=scale, enable_gqa=enable_gqa)
 
 
+def _composed(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    extras: Extras,
+) -> torch.Tensor:
+    """The tuned kernel's output under a window or a soft cap, or that of PyTorch's operations."""
+    query, key, value = guards.autocast(devices.TYPE, query, key, value)
+    arguments = query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+    if torch.compiler.is_compiling():
+        return compose(*arguments, extras)
+    out = answer(*arguments, extras)
+    if out is None:
+        out = native.call(compose, *arguments, extras)
+    return out
+
+
 def answer(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -98,6 +138,7 @@ def answer(
     is_causal: bool,
     scale: float | None,
     enable_gqa: bool,
+    extras: Extras = NONE,
 ) -> torch.Tensor | None:
     """The tuned kernel's output, or None, counted by its reason, where PyTorch must answer."""
     if attn_mask is not None:
@@ -105,7 +146,7 @@ def answer(
     elif dropout_p:
         reason = "dropout_p is not 0"
     else:
-        served = serve(query, key, value, is_causal, scale, enable_gqa)
+        served = serve(query, key, value, is_causal, scale, enable_gqa, extras)
         if not isinstance(served, str):
             return served
         reason = served
@@ -120,13 +161,16 @@ def serve(
     is_causal: bool,
     scale: float | None,
     enable_gqa: bool,
+    extras: Extras = NONE,
 ) -> torch.Tensor | str:
     """The tuned kernel's output, or why there is none; counts hits, and no fallback."""
-    plan = find_plan(query, key, value, is_causal, scale, enable_gqa)
+    plan = find_plan(query, key, value, is_causal, scale, enable_gqa, extras)
     if isinstance(plan, str):
         return plan
     if not guards.wants_gradient(query, key, value):
         return table.run(plan, query, key, value)
+    if extras != NONE:
+        return "a gradient is wanted: PyTorch has no backward kernel for a window or a soft cap"
     if not plan.has_lse:
         return f"a gradient is wanted: {plan.config.family} does not write the log-sum-exp"
     if not has_backward(query, key, is_causal):
@@ -142,6 +186,7 @@ def find_plan(
     is_causal: bool,
     scale: float | None,
     enable_gqa: bool = True,
+    extras: Extras = NONE,
 ) -> Plan | str:
     """What serves such tensors, or the reason that nothing does; runs and counts nothing.
 
@@ -167,13 +212,17 @@ def find_plan(
         is_causal,
         scale,
         enable_gqa,
+        extras,
     )
     plan = table.get(kind)
     if plan is None:
         plan = table.find_out(
             kind,
-            ("attention", (query, key, value, is_causal, scale, enable_gqa)),
-            lambda: problem_of(query, key, value, bool(is_causal), enable_gqa),
+            # The dispatcher knows of plain calls alone.
+            ("attention", (query, key, value, is_causal, scale, enable_gqa))
+            if extras == NONE
+            else None,
+            lambda: problem_of(query, key, value, bool(is_causal), enable_gqa, extras),
             1 / math.sqrt(query.shape[-1] or 1) if scale is None else float(scale),
             query.get_device(),
         )
@@ -186,6 +235,7 @@ def problem_of(
     value: torch.Tensor,
     is_causal: bool,
     enable_gqa: bool = True,
+    extras: Extras = NONE,
     dtypes: Mapping[torch.dtype, DType] = guards.DTYPES,
 ) -> AttentionProblem:
     """The problem that these tensors pose.
@@ -215,6 +265,9 @@ def problem_of(
             is_causal=is_causal,
             dtype=dtypes[query.dtype],
             layout=layout,
+            window_left=extras.left,
+            window_right=extras.right,
+            softcap=extras.softcap,
         )
         operands = zip(problem.matrices[:3], tensors, strict=True)
         if all(guards.lies(tensor, operand.strides) for operand, tensor in operands):

@@ -110,4 +110,4 @@ def _problem(
 
     if len({t.device for t in (*tensors, *factors)}) > 1:
         raise ConfigError("tensors and factors differ in device")
-    return problem_of(*tensors, bool(is_causal), enable_gqa, DTYPES)
+    return problem_of(*tensors, bool(is_causal), enable_gqa, dtypes=DTYPES)

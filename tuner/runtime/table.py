@@ -104,7 +104,8 @@ class Table:
 
         Args:
             kind: as in `get`.
-            call: operation and arguments, as `dispatch.put` takes them; None for what it cannot.
+            call: operation and arguments, as `dispatch.put` takes them; None where they do not
+                say everything that tells this call from others.
             pose: the problem; raises ConfigError where no tuned kernel could serve.
             scale: of attention's scores; alpha of a product.
             device: index of the device that the tensors are on.
