@@ -22,6 +22,17 @@ as Transformers' models have them that fill a cache.
 """
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 Major = Literal["row", "col"]
+Activation = Literal["", "relu", "gelu", "gelu_tanh", "silu"]
+"""``gelu`` is by erf, ``gelu_tanh`` its approximation; no text is none."""
+ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)[1:]
+Pairing = Literal["interleaved", "concatenated"]
+PAIRINGS: tuple[Pairing, ...] = get_args(Pairing)
+EPILOGUES = (
+    *("bias", "residual", "bias_residual"),
+    *ACTIVATIONS,
+    *(f"bias_{activation}" for activation in ACTIVATIONS),
+)
+"""What a GEMM may do with its product besides storing it."""
 
 E4M3: DType = "float8_e4m3fn"
 """Quantised attention: see `AttentionProblem`."""
@@ -436,6 +447,9 @@ _OFF: Mapping[str, Any] = {"window_left": -1, "window_right": -1, "softcap": 0.0
 class GemmProblem(Problem):
     """D[b] = A[b] @ B[b], fp32 accumulation; A is (M, K), B is (K, N), D is (M, N) row-major.
 
+    `epilogue` is one of `EPILOGUES`: D = activation(A @ B + bias) or A @ B + bias + residual, with
+    what it names of them. The bias is (N), of A's type; the residual is (M, N), of D's.
+
     `layout_a` and `layout_b` are the storage order of A and B: ``row`` makes A K-major and B
     N-major, ``col`` makes A M-major and B K-major. The default (row, col) is
     `torch.nn.functional.linear`'s, cuBLAS's TN.
@@ -451,6 +465,7 @@ class GemmProblem(Problem):
         "dtype_d": "dtype_d",
         "layout_a": "layout_a",
         "layout_b": "layout_b",
+        "epilogue": "epilogue",
     }
     required: ClassVar[tuple[str, ...]] = ("M", "N", "K")
 
@@ -462,6 +477,7 @@ class GemmProblem(Problem):
     dtype_d: DType | Literal[""] = ""
     layout_a: Major = "row"
     layout_b: Major = "col"
+    epilogue: str = ""
 
     def __post_init__(self) -> None:
         if self.dtype_d == "":
@@ -472,13 +488,39 @@ class GemmProblem(Problem):
         _check_choice("dtype_d", self.dtype_d, (self.dtype, "float32"))
         _check_choice("layout_a", self.layout_a, ("row", "col"))
         _check_choice("layout_b", self.layout_b, ("row", "col"))
+        if self.epilogue:
+            _check_choice("epilogue", self.epilogue, EPILOGUES)
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether a vector is added to every row."""
+        return self.epilogue.startswith("bias")
+
+    @property
+    def has_residual(self) -> bool:
+        """Whether a matrix is added."""
+        return self.epilogue.endswith("residual")
+
+    @property
+    def activation(self) -> Activation:
+        """What is applied to the sum, if anything."""
+        text = self.epilogue.removeprefix("bias").removeprefix("_")
+        return next((known for known in ACTIVATIONS if known == text), "")
+
+    def to_json(self) -> dict[str, Any]:
+        """As every problem's; without an epilogue it is not mentioned, so that plain ones keep the
+        keys that they had before there were any.
+        """
+        values = super().to_json()
+        return values if self.epilogue else {k: v for k, v in values.items() if k != "epilogue"}
 
     def label(self) -> str:
         text = f"M={self.m},N={self.n},K={self.k}" + ("" if self.batch == 1 else f",B={self.batch}")
         text += f",dtype={_SHORT[self.dtype]}"
         text += "" if self.dtype_d == self.dtype else f",dtype_d={_SHORT[self.dtype_d]}"
         text += "" if self.layout_a == "row" else f",layout_a={self.layout_a}"
-        return text + ("" if self.layout_b == "col" else f",layout_b={self.layout_b}")
+        text += "" if self.layout_b == "col" else f",layout_b={self.layout_b}"
+        return text + (f",epilogue={self.epilogue}" if self.epilogue else "")
 
     @property
     def flops(self) -> int:
@@ -490,10 +532,68 @@ class GemmProblem(Problem):
             strides = (rows * cols, cols, 1) if major == "row" else (rows * cols, 1, rows)
             return Operand(name, (self.batch, rows, cols), strides, dtype, out)
 
-        return (
+        found = [
             matrix("a", self.m, self.k, self.layout_a, self.dtype, False),
             matrix("b", self.k, self.n, self.layout_b, self.dtype, False),
-            matrix("d", self.m, self.n, "row", self.dtype_d, True),
+        ]
+        if self.has_bias:
+            found.append(Operand("bias", (self.n,), (1,), self.dtype))
+        if self.has_residual:
+            found.append(matrix("residual", self.m, self.n, "row", self.dtype_d, False))
+        return (*found, matrix("d", self.m, self.n, "row", self.dtype_d, True))
+
+
+@dataclass(frozen=True)
+class SwigluProblem(Problem):
+    """D = silu(A @ gate) * (A @ up); A is (M, K), gate and up are (K, N), D is (M, N), row-major.
+
+    The two weights are one operand ``weights`` of 2 N rows of K, in one of two `PAIRINGS`, with
+    axes (gate or up, N / 32, 4, 8, K): ``interleaved`` puts gate and up of output column
+    32 g + 8 t + c into the rows 64 g + 8 c + 2 t and the next one, so that one thread of a kernel
+    gets both, and those of eight neighbours; ``concatenated`` puts all of gate before all of up.
+    """
+
+    op: ClassVar[str] = "swiglu"
+    keys: ClassVar[Mapping[str, str]] = {
+        "M": "m",
+        "N": "n",
+        "K": "k",
+        "dtype": "dtype",
+        "weights": "weights",
+    }
+    required: ClassVar[tuple[str, ...]] = ("M", "N", "K")
+
+    m: int
+    n: int
+    k: int
+    dtype: DType = "float16"
+    weights: Pairing = "interleaved"
+
+    def __post_init__(self) -> None:
+        for key, value in (("M", self.m), ("N", self.n), ("K", self.k)):
+            _check_extent(key, value)
+        if self.n % 32:
+            raise ConfigError(f"N={self.n} cannot be interleaved (allowed: multiples of 32)")
+        _check_choice("dtype", self.dtype, ("float16", "bfloat16"))
+        _check_choice("weights", self.weights, PAIRINGS)
+
+    def label(self) -> str:
+        text = f"M={self.m},N={self.n},K={self.k},dtype={_SHORT[self.dtype]}"
+        return text + ("" if self.weights == "interleaved" else f",weights={self.weights}")
+
+    @property
+    def flops(self) -> int:
+        return 4 * self.m * self.n * self.k
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        k, n = self.k, self.n
+        rows = (1, 64, 2, 8) if self.weights == "interleaved" else (n, 32, 8, 1)
+        shape, strides = (2, n // 32, 4, 8, k), (*(row * k for row in rows), 1)
+        return (
+            Operand("a", (self.m, k), (k, 1), self.dtype),
+            Operand("weights", shape, strides, self.dtype),
+            Operand("d", (self.m, n), (n, 1), self.dtype, True),
         )
 
 
@@ -563,7 +663,7 @@ def _divisors(n: int) -> list[int]:
 
 
 PROBLEMS: dict[str, type[Problem]] = {
-    cls.op: cls for cls in (AttentionProblem, GemmProblem, SoftmaxProblem)
+    cls.op: cls for cls in (AttentionProblem, GemmProblem, SwigluProblem, SoftmaxProblem)
 }
 
 

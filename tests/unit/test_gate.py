@@ -24,7 +24,13 @@ from tuner.gate import (
 )
 from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Status
-from tuner.problem import AttentionProblem, GemmProblem, Problem, SoftmaxProblem
+from tuner.problem import (
+    AttentionProblem,
+    GemmProblem,
+    Problem,
+    SoftmaxProblem,
+    SwigluProblem,
+)
 
 GEMM = GemmProblem(m=4, n=8, k=64)
 ATTENTION = AttentionProblem(seqlen_q=70, seqlen_kv=90, head_dim=64, heads_q=2, layout="bshd")
@@ -210,9 +216,12 @@ def opened(problem: Problem) -> tuple[Gate, FakeDevice, FakeKernel]:
 
 #: Command, tensors, integers and scalars as the template's opening comment lists them.
 COMMANDS = {
-    "gemm": [*[(0, 1, 4, 2)] * 2, (2, 1, None, 1), (5, 3, 15, 1), *[(9, 2, 2, 0)] * 2],
+    "gemm": [*[(0, 1, 4, 2)] * 2, (2, 1, None, 1), (5, 5, 17, 2), *[(9, 2, 2, 0)] * 2],
     "attention": [
         *[(0, 1, 4, 2)] * 3, (1, 2, 17, 1), (4, 5, 22, 2), *[(9, 2, 2, 0)] * 3,
+    ],
+    "swiglu": [
+        *[(0, 1, 4, 2)] * 2, (2, 1, None, 1), (5, 5, 17, 2), (10, 2, 7, 0), *[(9, 2, 2, 0)] * 2,
     ],
     "softmax": [(0, 1, 4, 2), (3, 1, 6, 1), (6, 2, 5, 1), (9, 2, 2, 0)],
     "e4m3": [
@@ -225,6 +234,7 @@ COMMANDS = {
     ("problem", "name"),
     [
         (GEMM, "gemm"),
+        (SwigluProblem(4, 32, 64), "swiglu"),
         (ATTENTION, "attention"),
         (SoftmaxProblem(rows=6, cols=9), "softmax"),
         (QUANTISED, "e4m3"),

@@ -27,15 +27,19 @@ LAYERS: tuple[set[str], ...] = (
         "mirror",
         "nearest",
         "processes",
+        "profile",
         "ptxas",
+        "ranges",
         "recording",
         "render",
+        "rule",
         "toolchain",
+        "triton_kernels",
     },
-    {"gate", "benchmark", "worker", "worker_client"},
+    {"gate", "benchmark", "worker", "worker_client", "profiled", "profiler"},
     {"evaluate"},
     {"runners"},
-    {"surrogate", "optuna_sampler", "transfer", "search", "fit", "shapes"},
+    {"surrogate", "optuna_sampler", "transfer", "search", "fit", "plan", "shapes"},
     {"ranking", "outcome", "watch", "sweep", "job", "controller", "revalidate", "bundle"},
     {"bench", "cli", "report", "service", "__main__"},
 )
@@ -50,6 +54,7 @@ RUNTIME_ALLOWED = {
     "families",
     "nearest",
     "processes",
+    "ranges",
     *LAYERS[0],
 }
 #: Rooms that share a layer and know nothing of each other.
@@ -73,6 +78,7 @@ HOMES: dict[str, set[str]] = {
     "sqlalchemy": {"store"},
     "transformers": {"runtime"},
     "torch": {"families", "runtime", "gate", "benchmark", "worker", "device", "bench", "cli"},
+    "triton": {"triton_kernels"},
     "vl_convert": {"report"},
 }
 #: Imported when their room is: every other foreign import waits inside a function.

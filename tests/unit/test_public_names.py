@@ -28,17 +28,20 @@ NAMES = {
     "SoftmaxProblem",
     "Status",
     "StoreError",
+    "SwigluProblem",
     "TunerError",
     "__version__",
     "attention",
     "disable",
     "enable",
     "enabled",
+    "interleave",
     "linear",
     "lookup",
     "matmul",
     "stats",
     "sweep",
+    "swiglu",
 }
 
 

@@ -22,6 +22,7 @@ from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.lookup import Answer, Entry
 from tuner.measurement import Measurement, Provenance, Regime, Status
 from tuner.problem import AttentionProblem, Problem
+from tuner.rule import Choice, Regret
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 TorchDispatchMode = importlib.import_module("torch.utils._python_dispatch").TorchDispatchMode
@@ -221,6 +222,18 @@ def test_the_first_reason_of_a_kind_is_a_warning(
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO", "INFO"]
     assert "S=6" in caplog.records[1].getMessage()
     assert machine.stats().fallbacks == {"no measured winner": 4}
+
+
+def test_what_a_rule_names_is_a_miss(machine: Machine) -> None:
+    """Even if it were measured: nobody has checked it at this shape."""
+    regret = Regret(0.03, 0.07, 11, 0)
+    ruled = Choice(Config("toy", {"n": 1}), "tree", regret, "always")
+    machine.decide(measured())
+    assert machine.answer is not None
+    machine.answer = replace(machine.answer, ruled=ruled)
+    q, k, v = inputs()
+    assert same(machine.attention(q, k, v), SDPA(q, k, v))
+    assert machine.stats().fallbacks == {"no measured winner": 1}
 
 
 def test_arguments_of_pytorch_s_are_passed_on(machine: Machine) -> None:

@@ -12,6 +12,7 @@ from tuner.config import Config, Value
 from tuner.families import fused_attention_cost
 from tuner.families.base import LSE, Family, KernelSpec, Launch, Ref
 from tuner.hardware import (
+    HOPPER,
     SMEM_PER_BLOCK_BYTES,
     SMEM_PER_SM_BYTES,
     SMEM_RESERVED_PER_BLOCK_BYTES,
@@ -82,6 +83,7 @@ class FusedAttention(Family):
 
     name = "fused_attention"
     op = "attention"
+    capabilities = (HOPPER,)
     writes_lse = True
     cost_constants = fused_attention_cost.CONSTANTS
     runtime_parameters = frozenset({"splits", "pdl", "combine"})

@@ -85,9 +85,10 @@ class VendorSdpa(Vendor):
     parameters: ClassVar[frozenset[str]] = frozenset({"kernel", "layout"})
 
     def supports(self, problem: Problem, gpu: Gpu) -> str:
-        if isinstance(problem, AttentionProblem) and problem.dtype == E4M3:
+        reason = super().supports(problem, gpu)
+        if not reason and isinstance(problem, AttentionProblem) and problem.dtype == E4M3:
             return _NO_E4M3
-        return super().supports(problem, gpu)
+        return reason
 
     def violations(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
         found = super().violations(problem, config, gpu)

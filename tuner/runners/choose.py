@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Self
 
 from tuner import recording
 from tuner.errors import BenchmarkError, CompileError, ConfigError
-from tuner.hardware import DEFAULT_GPU, Gpu
+from tuner.hardware import DEFAULT_GPU, OLDEST_CAPABILITY, Gpu
 from tuner.measurement import Regime
 from tuner.problem import Problem
 from tuner.runners.base import Runner
@@ -101,10 +101,10 @@ class Runners:
         if gpu is None:
             self._note("no GPU found: nothing is measured here")
             return None
-        if gpu.compute_capability != "9.0":
+        if not gpu.is_served:
             self._note(
-                f"{gpu.name} has compute capability {gpu.compute_capability}, the kernels need 9.0:"
-                " nothing is measured here"
+                f"{gpu.name} has compute capability {gpu.compute_capability}, the kernels need "
+                f"{OLDEST_CAPABILITY} or newer: nothing is measured here"
             )
             return None
         try:
@@ -155,5 +155,8 @@ class Runners:
             from tuner.toolchain import find_toolchain
 
             artifacts = ArtifactCache(settings.artifacts_dir())
-            self._compiler = Compiler(find_toolchain(), artifacts, self._machine.jobs)
+            capability = (self.gpu or DEFAULT_GPU).compute_capability
+            self._compiler = Compiler(
+                find_toolchain(), artifacts, self._machine.jobs, capability=capability
+            )
         return self._compiler

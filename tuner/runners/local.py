@@ -14,7 +14,7 @@ from tuner.errors import BenchmarkError
 from tuner.evaluate import Evaluator, Pending
 from tuner.families import families, families_in
 from tuner.families.base import Family
-from tuner.hardware import Gpu
+from tuner.hardware import HOPPER, Gpu
 from tuner.measurement import Environment, Measurement, Provenance, Regime
 from tuner.problem import Problem
 from tuner.worker_client import TIMEOUT_S, WorkerClient
@@ -82,6 +82,9 @@ class LocalRunner:
         tools = self._compiler.toolchain
         facts = dict(device.environment(self._index).facts)
         facts |= {"nvcc": tools.nvcc_version, "cutlass": tools.cutlass_version}
+        if self.gpu.compute_capability != HOPPER and tools.triton_version:
+            # Where its kernels compete. Hopper's times have nothing of it.
+            facts["triton"] = tools.triton_version
         facts |= self._worker.facts()
         return Environment(facts)
 
