@@ -220,7 +220,7 @@ class FusedAttention(Family):
         head_dim = instance(problem.head_dim)
         shares_sm = head_dim <= 128  # two blocks of the smallest tiles fit
         is_e4m3 = problem.dtype == E4M3
-        tiles_n = (64, 80, 96, 128, 160) if head_dim == 128 else (64, 80, 96, 128)
+        tiles_n: tuple[int, ...] = (64, 80, 96, 128, 160) if head_dim == 128 else (64, 80, 96, 128)
         if is_e4m3:
             tiles_n = (64, 96, 128, 160, 192, 224)
         lazy_rescale = (0,) if is_e4m3 else (0, 8)
