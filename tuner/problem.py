@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, Literal, Self, get_args
 
 from tuner.errors import ConfigError
 
-DType = Literal["float16", "bfloat16", "float32"]
+DType = Literal["float16", "bfloat16", "float32", "float8_e4m3fn"]
 Layout = Literal["bhsd", "bshd", "bshd_bhsd"]
 """Order of the dimensions in memory. ``bshd_bhsd``: queries and output bshd, keys and values bhsd,
 as Transformers' models have them that fill a cache.
@@ -34,12 +34,15 @@ EPILOGUES = (
 )
 """What a GEMM may do with its product besides storing it."""
 
-DTYPE_BYTES: dict[str, int] = {"float16": 2, "bfloat16": 2, "float32": 4}
+E4M3: DType = "float8_e4m3fn"
+"""Quantised attention: see `AttentionProblem`."""
+DTYPE_BYTES: dict[str, int] = {"float16": 2, "bfloat16": 2, "float32": 4, E4M3: 1}
 DTYPE_ALIASES: dict[str, str] = {
     "fp16": "float16",
     "half": "float16",
     "bf16": "bfloat16",
     "fp32": "float32",
+    "e4m3": E4M3,
     **{name: name for name in DTYPE_BYTES},
 }
 #: Head dimensions above this have no instance on Hopper (a 64 x 256 output fills the registers).
@@ -160,6 +163,11 @@ class Problem(ABC):
         return self.operands[-1]
 
     @property
+    def tensor_rate(self) -> int:
+        """Operations a clock of the tensor cores, over those that 16-bit operands get."""
+        return 1
+
+    @property
     def bytes(self) -> int:
         """Fewest bytes moved: each input read once, each output written once."""
         return sum(operand.bytes for operand in self.operands)
@@ -212,7 +220,7 @@ def _check_choice(key: str, value: str, allowed: tuple[str, ...]) -> None:
         raise ConfigError(f"{key}={value} is not known (allowed: {', '.join(allowed)})")
 
 
-_SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
+_SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", E4M3: "e4m3"}
 
 
 @dataclass(frozen=True)
@@ -222,6 +230,10 @@ class AttentionProblem(Problem):
     The causal mask is PyTorch's SDPA's: query i sees keys 0..i (top-left). The default scale is
     1/sqrt(D); it is a run-time argument and no part of the problem.
 
+    With `dtype` e4m3 Q, K and V are quantised: what they stand for is their elements times fp32
+    factors, `descale_q` (B, H) of each query head, `descale_k` and `descale_v` (B, HKV) of each
+    key and value head. The output is bf16. D must be a multiple of 16, the bytes of TMA's pitch.
+
     A sliding window is FlashAttention's ``window_size=(left, right)``, laid along the same
     diagonal: query i sees keys i - left..i + right, its own among them, and -1 is no limit.
     ``window=W`` sets both sides, ``left=`` and ``right=`` one. One form stands for each mask: under
@@ -229,7 +241,7 @@ class AttentionProblem(Problem):
     is -1. A query that sees no key has zeros for its output.
 
     A soft cap replaces each scaled score s by ``softcap * tanh(s / softcap)``, before the mask; 0
-    is none.
+    is none. Neither comes with e4m3.
     """
 
     op: ClassVar[str] = "attention"
@@ -277,12 +289,16 @@ class AttentionProblem(Problem):
             raise ConfigError(
                 f"D={self.head_dim} has no tuned kernel (allowed: multiples of 8 to {MAX_HEAD_DIM})"
             )
+        if self.dtype == E4M3 and self.head_dim % 16:
+            raise ConfigError(
+                f"D={self.head_dim} has no e4m3 kernel (allowed: multiples of 16 to {MAX_HEAD_DIM})"
+            )
         if self.heads_q % self.heads_kv:
             raise ConfigError(
                 f"H={self.heads_q},HKV={self.heads_kv}: HKV must divide H "
                 f"(allowed: {', '.join(str(d) for d in _divisors(self.heads_q))})"
             )
-        _check_choice("dtype", self.dtype, ("float16", "bfloat16"))
+        _check_choice("dtype", self.dtype, ("float16", "bfloat16", E4M3))
         _check_choice("layout", self.layout, LAYOUTS)
         _check_extent("left", self.window_left, -1)
         _check_extent("right", self.window_right, -1)
@@ -290,6 +306,8 @@ class AttentionProblem(Problem):
             raise ConfigError(f"softcap={self.softcap} is out of range (allowed: 0, none, or more)")
         object.__setattr__(self, "softcap", float(self.softcap))
         self._reduce_window()
+        if self.dtype == E4M3 and self.extras:
+            raise ConfigError(f"dtype=e4m3 has no {self.extras} (allowed: fp16 and bf16 with it)")
 
     def _reduce_window(self) -> None:
         """Give equal masks equal fields."""
@@ -383,7 +401,24 @@ class AttentionProblem(Problem):
         return full // 2 if self.is_causal else full
 
     @property
+    def tensor_rate(self) -> int:
+        """8-bit operands are multiplied twice as fast (H100 whitepaper, table 2)."""
+        return 2 if self.dtype == E4M3 else 1
+
+    @property
     def operands(self) -> tuple[Operand, ...]:
+        if self.dtype != E4M3:
+            return self.matrices
+        *inputs, out = self.matrices
+        return (*inputs, *self._descales(), out)
+
+    def _descales(self) -> Iterator[Operand]:
+        for name, heads in (("q", self.heads_q), ("k", self.heads_kv), ("v", self.heads_kv)):
+            yield Operand(f"descale_{name}", (self.batch, heads), (heads, 1), "float32")
+
+    @property
+    def matrices(self) -> tuple[Operand, Operand, Operand, Operand]:
+        """Of the operands query, key, value and out, all (B, H, S, D)."""
         of_queries, _, of_keys = self.layout.partition("_")
 
         def tensor(name: str, heads: int, seqlen: int, layout: str) -> Operand:
@@ -392,7 +427,9 @@ class AttentionProblem(Problem):
                 strides = (heads * seqlen * self.head_dim, seqlen * self.head_dim, self.head_dim, 1)
             else:
                 strides = (seqlen * heads * self.head_dim, self.head_dim, heads * self.head_dim, 1)
-            return Operand(name, shape, strides, self.dtype, is_output=name == "out")
+            is_output = name == "out"
+            dtype: DType = "bfloat16" if is_output and self.dtype == E4M3 else self.dtype
+            return Operand(name, shape, strides, dtype, is_output)
 
         return (
             tensor("query", self.heads_q, self.seqlen_q, of_queries),

@@ -15,7 +15,8 @@
 
 namespace k_golden {
 using namespace cute;
-using Element = cutlass::bfloat16_t;
+using Element = cutlass::bfloat16_t;  // of Q, K, V and P
+using Out = Element;
 constexpr int kTileN = 64, kD = 128, kPack = 4;
 constexpr int kGroups = 2, kStages = 2, kTileM = 64 * kGroups;
 constexpr int kScoreBuffers = 2, kBlocksPerSm = 1;
@@ -28,6 +29,8 @@ constexpr bool kPersistent = true;
 constexpr bool kDynamic = kPersistent && kCausal;
 constexpr int kCounterBytes = kDynamic ? 256 : 0;
 constexpr float kLazy = 0;
+// Probabilities times 2^kLift: the largest is 256 of e4m3's 448, and 2^-14 is still a normal number.
+constexpr float kLift = 0;
 // Of two groups that take turns the first alone asks whether K and V are there: the other follows.
 constexpr bool kFirstPolls = kPingPong && kGroups == 2;
 constexpr int kThreads = 128 * (kGroups + 1);
@@ -36,9 +39,12 @@ constexpr float kLog2E = 1.44269504f, kLn2 = 0.693147181f;
 // Keys and values of the heads that are worked on together under a causal mask: they stay in L2.
 constexpr int64_t kSectionBytes = 32 << 20;
 
-using SmemAtom = cute::conditional_t<kD % 64 == 0, GMMA::Layout_K_SW128_Atom<Element>, GMMA::Layout_K_SW64_Atom<Element>>;
-using SmemLayoutQ = decltype(tile_to_shape(SmemAtom{}, Shape<Int<kTileM>, Int<kD>>{}));
-using SmemLayoutKV = decltype(tile_to_shape(SmemAtom{}, Shape<Int<kTileN>, Int<kD>, Int<kStages>>{}));
+// The widest swizzle that divides rows of kColumns elements.
+template <int kColumns, int kBytes = kColumns * int(sizeof(Element))>
+using SmemAtom = cute::conditional_t<kBytes % 128 == 0, GMMA::Layout_K_SW128_Atom<Element>,
+    cute::conditional_t<kBytes % 64 == 0, GMMA::Layout_K_SW64_Atom<Element>, GMMA::Layout_K_SW32_Atom<Element>>>;
+using SmemLayoutQ = decltype(tile_to_shape(SmemAtom<kD>{}, Shape<Int<kTileM>, Int<kD>>{}));
+using SmemLayoutKV = decltype(tile_to_shape(SmemAtom<kD>{}, Shape<Int<kTileN>, Int<kD>, Int<kStages>>{}));
 using SmemLayoutVt = decltype(composition(
     SmemLayoutKV{}, make_layout(Shape<Int<kD>, Int<kTileN>, Int<kStages>>{},
                                 Stride<Int<kTileN>, _1, Int<kTileN * kD>>{})));
@@ -52,6 +58,7 @@ using MmaQK = decltype(make_tiled_mma(mma_qk_atom<kQInRegisters>(), GroupLayout{
 using MmaPV = decltype(make_tiled_mma(
     GMMA::rs_op_selector<Element, Element, float, Shape<Int<kTileM>, Int<kD>, Int<kTileN>>,
                          GMMA::Major::K, GMMA::Major::MN>(), GroupLayout{}));
+inline int64_t image_bytes(int64_t const*) { return 0; }
 
 // Rows of Q: the sequence, or (packed heads, sequence), heads running faster.
 template <class Rows, class Stride>
@@ -80,7 +87,7 @@ using TmaKV = decltype(make_tma_copy(SM90_TMA_LOAD{}, GmemKV{}, SmemLayoutKV{}(_
 struct Params {
   TmaQ q;
   TmaKV k, v;
-  Element* out;
+  Out* out;
   int64_t out_batch, out_head, out_row;
   float* lse;
   int* counter;        // of tiles handed out, beyond each block's first
@@ -137,22 +144,35 @@ struct Tile {
   }
 };
 
+// What scores are multiplied by, to base 2, and outputs; one head's for all rows of a thread.
+CUTE_DEVICE float const& score_scale(Params const& p, Tile const& t, int row) {
+  return p.scale_log2;
+}
+CUTE_DEVICE float value_scale(Params const& p, Tile const& t) {
+  return 1.f;
+}
+
+// What a block of a cluster leaves to the others.
+struct Share {
+  static constexpr int kRow = kD + 8;  // padded: the rows of a warp lie in different banks
+  float out[kPersistent ? 1 : kTileM * kRow];
+  float lse[kPersistent ? 1 : kTileM];  // base 2
+};
+
 struct Storage {
-  alignas(1024) cute::array_aligned<Element, cosize_v<SmemLayoutQ>, 1024> q;
-  alignas(1024) cute::array_aligned<Element, cosize_v<SmemLayoutKV>, 1024> k;
-  alignas(1024) cute::array_aligned<Element, cosize_v<SmemLayoutKV>, 1024> v;
+  struct Operands {
+    alignas(1024) cute::array_aligned<Element, cosize_v<SmemLayoutQ>, 1024> q;
+    alignas(1024) cute::array_aligned<Element, cosize_v<SmemLayoutKV>, 1024> k;
+    alignas(1024) cute::array_aligned<Element, cosize_v<SmemLayoutKV>, 1024> v;
+  };
+  union {
+    Operands operands;
+    Share share;  // once nobody reads the operands any more
+  };
   uint64_t q_full, q_empty, k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
   uint64_t tile_full[2], tile_empty[2], tile_wanted;
   Tile tile[2];
 };
-
-// What a block of a cluster leaves to the others, over the operands that nobody reads any more.
-struct Share {
-  static constexpr int kRow = kD + 8;  // padded: the rows of a warp lie in different banks
-  float out[kTileM * kRow];
-  float lse[kTileM];  // base 2
-};
-static_assert(kPersistent || sizeof(Share) <= offsetof(Storage, q_full), "a share must fit over Q, K and V");
 
 using Full = cutlass::arch::ClusterTransactionBarrier;
 using Empty = cutlass::arch::ClusterBarrier;
@@ -208,9 +228,9 @@ struct Producer {
     Tensor gQ = local_tile(p.q.get_tma_tensor(shape_q)(_, _, t.head, t.batch), tile_q(), at);
     Tensor gK = local_tile(p.k.get_tma_tensor(shape_kv)(_, _, head_kv, t.batch), tile_kv, make_coord(_, 0));
     Tensor gV = local_tile(p.v.get_tma_tensor(shape_kv)(_, _, head_kv, t.batch), tile_kv, make_coord(_, 0));
-    Tensor sQ = make_tensor(make_smem_ptr(s.q.data()), SmemLayoutQ{});
-    Tensor sK = make_tensor(make_smem_ptr(s.k.data()), SmemLayoutKV{});
-    Tensor sV = make_tensor(make_smem_ptr(s.v.data()), SmemLayoutKV{});
+    Tensor sQ = make_tensor(make_smem_ptr(s.operands.q.data()), SmemLayoutQ{});
+    Tensor sK = make_tensor(make_smem_ptr(s.operands.k.data()), SmemLayoutKV{});
+    Tensor sV = make_tensor(make_smem_ptr(s.operands.v.data()), SmemLayoutKV{});
     auto slice_q = p.q.get_slice(0);
     auto slice_k = p.k.get_slice(0);
     auto slice_v = p.v.get_slice(0);
@@ -245,10 +265,11 @@ struct Producer {
 };
 
 using Pair = cutlass::Array<Element, 2>;
-CUTE_DEVICE Pair round_pair(float x, float y) {
+template <class To = Element>
+CUTE_DEVICE cutlass::Array<To, 2> round_pair(float x, float y) {
   cutlass::Array<float, 2> pair;
   pair[0] = x, pair[1] = y;
-  return cutlass::NumericArrayConverter<Element, float, 2>{}(pair);
+  return cutlass::NumericArrayConverter<To, float, 2>{}(pair);
 }
 
 // Statistics of a thread's two rows. Mode 0 of the scores is ((2 columns, 2 rows, N/8 octets)).
@@ -280,7 +301,7 @@ struct Softmax {
         sum[r] *= factor[r];
       }
       maximum[r] = top;
-      shift[r] = top == -INFINITY ? 0.f : top * scale_log2;
+      shift[r] = top == -INFINITY ? 0.f : top * scale_log2 - kLift;
     }
     return grew;
   }
@@ -353,22 +374,21 @@ CUTE_DEVICE void transpose_quad(uint32_t (&word)[4]) {
 }
 
 // O and the log-sum-exp of a thread's two rows, straight from registers.
-template <class Out>
-CUTE_DEVICE void store(Params const& p, Storage& s, Tile const& t, Out const& out, int row0, Softmax const& softmax, float const (&norm)[2]) {
+template <class Fragment>
+CUTE_DEVICE void store(Params const& p, Storage& s, Tile const& t, Fragment const& out, int row0, Softmax const& softmax, float const& scale_log2, float const (&norm)[2]) {
   int const q = threadIdx.x % 4;
   CUTE_UNROLL
   for (int r = 0; r < 2; ++r) {
     int const row = row0 + 8 * r, seq = row / kPack, head = t.head * kPack + row % kPack;
     bool const is_row = seq < p.seqlen_q;
-    float const shift = softmax.maximum[r] == -INFINITY ? 0.f : softmax.maximum[r] * p.scale_log2;
+    float const shift = softmax.maximum[r] == -INFINITY ? 0.f : softmax.maximum[r] * scale_log2;
     float const lse = shift + log2f(softmax.sum[r]);  // -inf where no key was seen
     int64_t const at = (int64_t(t.batch) * p.heads + head) * p.seqlen_q + seq;
     if (!kPersistent && p.splits > 1) {
-      Share& share = reinterpret_cast<Share&>(s);
       int const here = row - t.m_block * kTileM;
       int64_t const partial = int64_t(t.split) * p.batch * p.heads * p.seqlen_q + at;
-      float* const target = p.is_clustered ? share.out + here * Share::kRow : p.partial + partial * p.head_dim;
-      if (is_row && q == 0) *(p.is_clustered ? share.lse + here : p.partial_lse + partial) = lse;
+      float* const target = p.is_clustered ? s.share.out + here * Share::kRow : p.partial + partial * p.head_dim;
+      if (is_row && q == 0) *(p.is_clustered ? s.share.lse + here : p.partial_lse + partial) = lse;
       CUTE_UNROLL
       for (int j = 0; j < kD / 8; ++j) {
         if (is_row && 8 * j < p.head_dim) {
@@ -379,14 +399,14 @@ CUTE_DEVICE void store(Params const& p, Storage& s, Tile const& t, Out const& ou
       continue;
     }
     if (is_row && q == 0 && p.lse) p.lse[at] = lse * kLn2;
-    Element* const target = p.out + t.batch * p.out_batch + head * p.out_head + seq * p.out_row;
+    Out* const target = p.out + t.batch * p.out_batch + head * p.out_head + seq * p.out_row;
     CUTE_UNROLL
     for (int g = 0; g < kD / 32; ++g) {
       uint32_t word[4];
       CUTE_UNROLL
       for (int i = 0; i < 4; ++i) {
-        Pair const packed = round_pair(out(make_coord(0, r, 4 * g + i), 0, 0) * norm[r],
-                                       out(make_coord(1, r, 4 * g + i), 0, 0) * norm[r]);
+        auto const packed = round_pair<Out>(out(make_coord(0, r, 4 * g + i), 0, 0) * norm[r],
+                                            out(make_coord(1, r, 4 * g + i), 0, 0) * norm[r]);
         word[i] = reinterpret_cast<uint32_t const&>(packed);
       }
       transpose_quad(word);
@@ -406,9 +426,9 @@ struct Consumer {
   CUTE_DEVICE void work(Params const& p, Storage& s, Tile const& t) {
     int const group = cutlass::canonical_warp_group_idx() - 1;
     int const tid = threadIdx.x - 128;
-    Tensor sQ = make_tensor(make_smem_ptr(s.q.data()), SmemLayoutQ{});
-    Tensor sK = make_tensor(make_smem_ptr(s.k.data()), SmemLayoutKV{});
-    Tensor sVt = make_tensor(make_smem_ptr(s.v.data()), SmemLayoutVt{});
+    Tensor sQ = make_tensor(make_smem_ptr(s.operands.q.data()), SmemLayoutQ{});
+    Tensor sK = make_tensor(make_smem_ptr(s.operands.k.data()), SmemLayoutKV{});
+    Tensor sVt = make_tensor(make_smem_ptr(s.operands.v.data()), SmemLayoutVt{});
     MmaQK mma_qk;
     MmaPV mma_pv;
     auto group_qk = mma_qk.get_slice(group * 128);
@@ -423,6 +443,7 @@ struct Consumer {
 
     int const group_row = t.m_block * kTileM + group * 64;
     int const row0 = group_row + (tid % 128) / 32 * 16 + (tid % 32) / 4;
+    float const& scale_log2 = score_scale(p, t, row0);
     Softmax softmax;
 
     auto release = [&](uint64_t* empty) {
@@ -491,10 +512,11 @@ struct Consumer {
     auto first_step = [&](auto& scores, int n) {
       cap(scores, p);
       if (n >= unmasked || (kWindowed && n < opened)) mask(scores, p, row0, n * kTileN);
-      softmax.template maxima<true>(scores, p.scale_log2);
-      softmax.template exponentials<0, kOctets>(scores, p.scale_log2);
+      softmax.template maxima<true>(scores, scale_log2);
+      softmax.template exponentials<0, kOctets>(scores, scale_log2);
       to_p(scores);
     };
+    float out_scale = 1.f;
     int const first = t.first;
     if (first < t.last) {
       int n = t.last - 1;  // the block of keys whose probabilities are in P, or about to be
@@ -527,15 +549,15 @@ struct Consumer {
           if constexpr (decltype(is_masked)::value) mask(tSrS, p, row0, n * kTileN);
           // The maxima and kEarly of the exponentials run under the GEMM that is in flight; the
           // rest is mixed with the conversions.
-          bool const grew = softmax.template maxima<false>(tSrS, p.scale_log2);
+          bool const grew = softmax.template maxima<false>(tSrS, scale_log2);
           constexpr int kEarly = kOctets * 0 / 100;
-          softmax.template exponentials<0, kEarly>(tSrS, p.scale_log2);
+          softmax.template exponentials<0, kEarly>(tSrS, scale_log2);
           warpgroup_fence_operand(tSrS);
           asm volatile("" : "+f"(softmax.shift[0]), "+f"(softmax.shift[1]));
           release_keys();
           warpgroup_wait<0>();
           values_read();
-          softmax.template exponentials<kEarly, kOctets>(tSrS, p.scale_log2);
+          softmax.template exponentials<kEarly, kOctets>(tSrS, scale_log2);
           to_p(tSrS);
           rescale_o(grew);
         };
@@ -581,8 +603,8 @@ struct Consumer {
           release_stage(stage);
           cap(scores, p);
           if (n >= unmasked || (kWindowed && n < opened)) mask(scores, p, row0, n * kTileN);
-          bool const grew = softmax.template maxima<false>(scores, p.scale_log2);
-          softmax.template exponentials<0, kOctets>(scores, p.scale_log2);
+          bool const grew = softmax.template maxima<false>(scores, scale_log2);
+          softmax.template exponentials<0, kOctets>(scores, scale_log2);
           warpgroup_wait<1>();
           values_read();
           to_p(scores);
@@ -609,6 +631,7 @@ struct Consumer {
       }
       Full::wait(&s.v_full[v.stage], v.phase);
       issue_pv();
+      out_scale = value_scale(p, t);
       warpgroup_wait<0>();
       values_read();
       if constexpr (kScoreBuffers == 2) {
@@ -621,10 +644,10 @@ struct Consumer {
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       softmax.sum[r] = quad_sum(softmax.sum[r]);
-      norm[r] = softmax.sum[r] > 0.f ? 1.f / softmax.sum[r] : 0.f;
+      norm[r] = softmax.sum[r] > 0.f ? out_scale / softmax.sum[r] : 0.f;
     }
     if (!kPersistent && p.is_clustered) cutlass::arch::NamedBarrier::sync(128 * kGroups, kGroups);
-    store(p, s, t, tOrO, row0, softmax, norm);
+    store(p, s, t, tOrO, row0, softmax, scale_log2, norm);
   }
 };
 
@@ -672,7 +695,7 @@ CUTE_DEVICE void add(float4& sum, float weight, float4 const& x) {
 CUTE_DEVICE void store_four(Params const& p, int batch, int head, int seq, int column, float4 const& sum, float norm) {
   cutlass::Array<float, 4> four;
   four[0] = sum.x * norm, four[1] = sum.y * norm, four[2] = sum.z * norm, four[3] = sum.w * norm;
-  auto const packed = cutlass::NumericArrayConverter<Element, float, 4>{}(four);
+  auto const packed = cutlass::NumericArrayConverter<Out, float, 4>{}(four);
   *reinterpret_cast<uint2*>(p.out + batch * p.out_batch + head * p.out_head + seq * p.out_row + column) =
       reinterpret_cast<uint2 const&>(packed);
 }
@@ -697,7 +720,6 @@ CUTE_DEVICE T remote(T const& mine, int block) {
 // the tile, four columns a thread at a time.
 CUTE_DEVICE void combine_cluster(Params const& p, Storage& s) {
   constexpr int kMostSplits = 16;
-  Share const& share = reinterpret_cast<Share const&>(s);
   Tile const t = Tile::at(p, blockIdx.x);
   int const rows = min(kTileM, p.seqlen_q * kPack - t.m_block * kTileM), fours = p.head_dim / 4;
   int const part = (rows * fours + p.splits - 1) / p.splits, begin = t.split * part;
@@ -708,12 +730,12 @@ CUTE_DEVICE void combine_cluster(Params const& p, Storage& s) {
     // after the one before.
     CUTE_UNROLL
     for (int i = 0; i < kMostSplits; ++i) {
-      float const lse = remote(share.lse[here], min(i, p.splits - 1));
+      float const lse = remote(s.share.lse[here], min(i, p.splits - 1));
       weight[i] = i < p.splits ? lse : -INFINITY;
       top = fmaxf(top, weight[i]);
     }
     float const shift = top == -INFINITY ? 0.f : top;
-    float4 const& mine = reinterpret_cast<float4 const&>(share.out[here * Share::kRow + column]);
+    float4 const& mine = reinterpret_cast<float4 const&>(s.share.out[here * Share::kRow + column]);
     float4 sum{};
     CUTE_UNROLL
     for (int i = 0; i < kMostSplits; ++i) {
@@ -915,17 +937,17 @@ inline Params params_of(Call const& call) {
   };
   p.k = keys(1, n + 9);
   p.v = keys(2, n + 12);
-  p.out = static_cast<Element*>(const_cast<void*>(call.tensors[3]));
+  p.out = static_cast<Out*>(const_cast<void*>(call.tensors[3]));
   p.out_batch = n[15], p.out_head = n[16], p.out_row = n[17];
   p.lse = static_cast<float*>(const_cast<void*>(call.tensors[4]));
   p.splits = n[18], p.is_clustered = n[20];
   p.counter = static_cast<int*>(call.workspace);
-  p.partial = reinterpret_cast<float*>(static_cast<char*>(call.workspace) + kCounterBytes);
+  p.partial = reinterpret_cast<float*>(static_cast<char*>(call.workspace) + kCounterBytes + image_bytes(n));
   p.partial_lse = p.partial + partial_rows(n) * p.head_dim;
   int const heads = p.heads / kPack, lanes = p.batch * heads;
   p.m_blocks = (p.seqlen_q * kPack + kTileM - 1) / kTileM;
   p.tiles = p.m_blocks * lanes * p.splits;
-  int64_t const kv_bytes = int64_t(4) * p.seqlen_kv * p.head_dim;
+  int64_t const kv_bytes = int64_t(2 * sizeof(Element)) * p.seqlen_kv * p.head_dim;
   p.section = int(std::min<int64_t>(lanes, std::max<int64_t>(1, kSectionBytes / kv_bytes) * (heads / p.heads_kv)));
   p.by_m_blocks = cutlass::FastDivmod(p.m_blocks);
   p.by_splits = cutlass::FastDivmod(p.splits);
@@ -966,7 +988,7 @@ inline int launch(void* const* tensors, int64_t const* n, double const* scalars,
 }  // namespace k_golden
 
 extern "C" int tuner_golden_workspace(int64_t const* integers, int64_t* bytes) {
-  *bytes = k_golden::kCounterBytes + k_golden::partial_rows(integers) * (integers[5] + 1) * int64_t(sizeof(float));
+  *bytes = k_golden::kCounterBytes + k_golden::image_bytes(integers) + k_golden::partial_rows(integers) * (integers[5] + 1) * int64_t(sizeof(float));
   return 0;
 }
 extern "C" int tuner_golden_launch(void* const* tensors, int64_t const* integers, double const* scalars, void* workspace, void* stream) {

@@ -41,7 +41,7 @@ from tuner.measurement import (
     Resources,
     Status,
 )
-from tuner.problem import PROBLEMS, AttentionProblem, GemmProblem, Problem
+from tuner.problem import E4M3, PROBLEMS, AttentionProblem, GemmProblem, Problem
 from tuner.runners import choose
 from tuner.runners.local import LocalRunner
 from tuner.store import open_store
@@ -291,6 +291,13 @@ def test_each_peer_gets_the_layout_it_likes() -> None:
     assert layouts(PROBLEM) == {"cudnn": None, "naive": None, **flash}
     other = dict.fromkeys(("cudnn", "naive"), "bhsd")
     assert layouts(replace(PROBLEM, layout="bshd")) == {**other, **dict.fromkeys(flash)}
+
+
+def test_quantised_attention_has_own_kernels_and_no_peer() -> None:
+    problem = replace(PROBLEM, dtype=E4M3)
+    against = peers_named("attention")
+    found = line_up(problem, DEFAULT_GPU, WARM, [], against, own=3, with_untuned=False)
+    assert [c.config.family for c in found.contenders] == ["fused_attention"] * 3
 
 
 def test_peers_by_name() -> None:

@@ -22,6 +22,7 @@ SHAPES: dict[str, tuple[str, ...]] = {
         "B=2,H=4,S=1000,D=128,layout=bshd",
         "B=2,H=8,HKV=2,SQ=384,SKV=1536,D=128",
         "B=2,H=4,S=640,D=256",
+        "H=8,HKV=2,S=500,D=128,dtype=e4m3",
     ),
     "gemm": (
         "M=4096,N=4096,K=4096",
@@ -65,7 +66,11 @@ def test_predictions_and_seeds(member: Family, problem: Problem) -> None:
     space = member.space(problem, DEFAULT_GPU)
     for config in sample(member, problem):
         predicted = member.predict_us(problem, config, DEFAULT_GPU)
-        floor = 0.0 if member.op == "softmax" else DEFAULT_GPU.floor_us(problem.flops, 0)
+        floor = (
+            0.0
+            if member.op == "softmax"
+            else DEFAULT_GPU.floor_us(problem.flops // problem.tensor_rate, 0)
+        )
         assert predicted > floor
     seeds = member.seeds(problem, DEFAULT_GPU, space, 8)
     assert len(seeds) == min(8, len(space))

@@ -123,6 +123,15 @@ PACKED = "packed_heads is for several query heads to a KV head, only"
         ("D=64", make(3, 160), "152 accumulator registers + 28 exceed 160"),
         ("D=128", make(2, 128, score_buffers=2), "224 accumulator registers + 28 exceed 240"),
         ("D=256", make(2, 80, q_in_registers=True), "252 accumulator registers + 28 exceed 240"),
+        ("D=64,dtype=e4m3", make(2, 80), "tile_n=80 is not a multiple of 32"),
+        ("D=64,dtype=e4m3", make(2, 64, lazy_rescale=8), "lazy_rescale=8 carries e4m3"),
+        (
+            "H=16,HKV=1,D=64,dtype=e4m3",
+            make(1, 64, packed_heads=16),
+            "packed_heads=16 exceeds 8: a thread's rows would have different descale_q",
+        ),
+        ("D=128,dtype=e4m3", make(2, 224, kv_stages=4), "246784 bytes of shared memory exceed"),
+        ("D=128,dtype=e4m3", make(2, 256), "224 accumulator registers + 28 exceed 240"),
         ("D=64,window=64", make(2, 64, splits=2), "splits=2 is not for a sliding window"),
         (
             "D=64,window=64",
@@ -157,6 +166,11 @@ def test_one_violation_at_a_time(text: str, config: Config, reason: str) -> None
         ("D=64", make(2, 32, splits=17)),
         ("D=64", make(2, 64, persistent=True, pdl=True)),
         ("H=8,HKV=2,D=64", make(2, 64, packed_heads=4)),
+        ("D=128,dtype=e4m3", make(2, 224, kv_stages=3)),
+        ("D=64,dtype=e4m3", make(3, 160)),
+        ("D=256,dtype=e4m3", make(2, 128)),
+        ("D=128,causal=1,dtype=e4m3", make(2, 64, persistent=True, pdl=True)),
+        ("H=16,HKV=2,D=64,dtype=e4m3", make(1, 64, packed_heads=8)),
         ("D=64,window=64", make(2, 112, score_buffers=2)),
         ("D=64,causal=1,window=64,softcap=30", make(2, 128, persistent=True)),
         ("D=128,softcap=30", make(2, 128, q_in_registers=True, splits=2)),
@@ -310,7 +324,9 @@ def check(problem: AttentionProblem, config: Config) -> None:
     assert columns >= problem.head_dim
     # Shared memory: Q, the rings of K and V, their mbarriers (8 bytes) and two tiles (24 bytes).
     tiles = 2 * columns * (64 * groups + 2 * stages * tile_n)
-    needed = tiles + 8 * (2 + 4 * stages + 5) + 2 * 24
+    # Or in their place, without persistent blocks, what a cluster shares: O, padded, and the sums.
+    shared = 0 if config["persistent"] else 4 * 64 * groups * (columns + 8 + 1)
+    needed = max(tiles, shared) + 8 * (2 + 4 * stages + 5) + 2 * 24
     assert needed <= SMEM_PER_BLOCK_BYTES
     assert blocks * (needed + SMEM_RESERVED_PER_BLOCK_BYTES) <= SMEM_PER_SM_BYTES
     # Registers: both roles' within the block's, the blocks' within the file.
@@ -390,6 +406,30 @@ def test_space_uses_every_lever_where_it_pays() -> None:
     assert values(decoding, "splits") >= {1, 8, 32}
 
 
+def test_e4m3_is_launched_with_its_factors_last() -> None:
+    """As the template's opening comment lists tensors and integers."""
+    problem = AttentionProblem.parse("B=2,H=8,HKV=4,SQ=96,SKV=200,D=64,dtype=e4m3,layout=bshd")
+    config = make(2, 96, packed_heads=2, pdl=True)
+    (launch,) = FAMILY.launches(problem, config, 0.5)
+    assert [ref.operand for ref in launch.tensors] == [
+        *("query", "key", "value", "out", "lse", "descale_q", "descale_k", "descale_v")
+    ]
+    of_queries, of_keys = (96 * 8 * 64, 64, 8 * 64), (200 * 4 * 64, 64, 4 * 64)
+    strides = (*of_queries, *of_keys, *of_keys, *of_queries)
+    assert launch.integers == (2, 8, 4, 96, 200, 64, *strides, 1, 1, 0)
+
+
+def test_space_of_e4m3_takes_wider_tiles_and_no_lazy_rescaling() -> None:
+    problem = AttentionProblem.parse("B=2,S=8192,D=128,dtype=e4m3")
+    space = FAMILY.space(problem, DEFAULT_GPU)
+    assert {config["tile_n"] for config in space} == {64, 96, 128, 160, 192, 224}
+    assert {config["lazy_rescale"] for config in space} == {0}
+    half = AttentionProblem.parse("B=2,S=8192,D=128")
+    config = make(2, 128, ping_pong=True, persistent=True)
+    faster, slower = (FAMILY.predict_us(p, config, DEFAULT_GPU) for p in (problem, half))
+    assert faster < slower < 2 * faster
+
+
 def test_windows_and_soft_caps_are_compiled_in_and_their_sizes_are_not() -> None:
     config = make(2, 64)
     texts = ("", ",window=64", ",window=65", ",softcap=30", ",softcap=50", ",left=9,softcap=5")
@@ -437,6 +477,7 @@ def test_a_window_is_estimated_by_the_keys_that_it_shows() -> None:
             "H=16,HKV=4,S=1000,D=128,causal=1,dtype=bf16",
             make(2, 64, score_buffers=2, packed_heads=4, persistent=True),
         ),
+        ("e4m3", "S=1024,D=128,dtype=e4m3", make(2, 224, ping_pong=True, early_exp=50)),
     ],
 )
 def test_golden_text(name: str, text: str, config: Config) -> None:

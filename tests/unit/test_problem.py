@@ -29,6 +29,7 @@ EXAMPLES: list[Problem] = [
     AttentionProblem.parse("S=1024,D=64"),
     AttentionProblem.parse("B=2,H=8,HKV=2,SQ=384,SKV=1536,D=128,causal=1,dtype=bf16,layout=bshd"),
     AttentionProblem.parse("S=256,D=64,layout=bshd_bhsd"),
+    AttentionProblem.parse("H=8,HKV=2,S=256,D=80,layout=bshd,dtype=e4m3"),
     AttentionProblem.parse("S=4096,D=128,causal=1,window=1024"),
     AttentionProblem.parse("S=512,D=64,window=64,softcap=30"),
     AttentionProblem.parse("S=512,D=64,left=7,right=100,softcap=12.5,layout=bshd"),
@@ -74,6 +75,10 @@ def test_defaults() -> None:
         ("attention", "S=1.5,D=64", "S=1.5", "whole number"),
         ("attention", "S=64,D=64,causal=maybe", "causal=maybe", "true"),
         ("attention", "S=64,D=64,dtype=fp8", "dtype=fp8", "bfloat16"),
+        ("attention", "S=64,D=72,dtype=e4m3", "D=72", "multiples of 16"),
+        ("attention", "S=64,D=64,window=8,dtype=e4m3", "no sliding window", "bf16"),
+        ("attention", "S=64,D=64,softcap=8,dtype=e4m3", "no soft cap", "bf16"),
+        ("gemm", "M=16,N=16,K=16,dtype=e4m3", "dtype=float8_e4m3fn", "bfloat16"),
         ("attention", "S=64,D=64,layout=bsd", "layout=bsd", "bshd"),
         ("attention", "S=64,D=64,window=-2", "left=-2", "-1 to"),
         ("attention", "S=64,D=64,window=8,left=4", "window_left", "already"),
@@ -227,6 +232,29 @@ def test_a_layout_of_the_queries_and_one_of_the_keys() -> None:
 def test_gemm_majors() -> None:
     a, b, d = GemmProblem.parse("M=2,N=3,K=5,layout_a=col,layout_b=row").operands
     assert (a.strides, b.strides, d.strides) == ((10, 1, 2), (15, 3, 1), (6, 3, 1))
+
+
+def test_stored_keys_stay_what_they_are() -> None:
+    assert AttentionProblem.parse("S=1024,D=64").key == (
+        '{"batch":1,"dtype":"float16","head_dim":64,"heads_kv":16,"heads_q":16,"is_causal":false,'
+        '"layout":"bhsd","op":"attention","seqlen_kv":1024,"seqlen_q":1024}'
+    )
+
+
+def test_quantised_tensors_come_with_factors_and_give_bf16() -> None:
+    problem = AttentionProblem.parse("B=2,H=8,HKV=4,SQ=16,SKV=32,D=64,dtype=e4m3")
+    *inputs, out = problem.operands
+    assert [operand.name for operand in inputs] == [
+        *("query", "key", "value", "descale_q", "descale_k", "descale_v")
+    ]
+    assert {operand.dtype for operand in inputs[:3]} == {"float8_e4m3fn"}
+    assert [operand.shape for operand in inputs[3:]] == [(2, 8), (2, 4), (2, 4)]
+    assert {operand.dtype for operand in inputs[3:]} == {"float32"}
+    assert (out.dtype, out.is_output, problem.output) == ("bfloat16", True, problem.matrices[3])
+    half = AttentionProblem.parse("B=2,H=8,HKV=4,SQ=16,SKV=32,D=64")
+    assert half.operands == half.matrices
+    assert problem.bytes == sum(o.bytes for o in half.operands[:3]) // 2 + 4 * 32 + out.bytes
+    assert (problem.flops, problem.tensor_rate) == (half.flops, 2 * half.tensor_rate)
 
 
 def test_a_plain_gemm_reads_as_it_did_before_there_were_epilogues() -> None:

@@ -133,6 +133,12 @@ def test_windows_and_soft_caps_are_refused(extra: str) -> None:
     assert FAMILY.space(problem, A100) == []
 
 
+def test_quantised_tensors_are_refused() -> None:
+    problem = AttentionProblem.parse("S=1024,D=64,dtype=e4m3")
+    assert "takes no descale factors" in FAMILY.supports(problem, A100)
+    assert FAMILY.space(problem, A100) == []
+
+
 def test_a_config_of_another_version_is_no_crash() -> None:
     less = Config(FAMILY.name, {"block_m": 64})
     assert "block_n, num_stages, num_warps missing" in FAMILY.violations(PLAIN, less, A100)[0]

@@ -113,6 +113,15 @@ def test_predictions_follow_the_measured_order() -> None:
         assert ranked[-1]["kernel"] == "efficient"
 
 
+def test_quantised_attention_is_refused_with_a_reason() -> None:
+    member, problem = family("vendor_sdpa"), AttentionProblem.parse("S=64,D=64,dtype=e4m3")
+    assert "float8_e4m3fn" in member.supports(problem, DEFAULT_GPU)
+    for kernel in ("cudnn", "flash3", "flash3_splits", "naive"):
+        config = Config("vendor_sdpa", {"kernel": kernel})
+        assert len(member.violations(problem, config, DEFAULT_GPU)) == 1
+        assert "float8_e4m3fn" in str(member.vendor_call(problem, config, 0.125))
+
+
 @pytest.mark.parametrize(
     ("text", "kernels", "reason"),
     [

@@ -30,6 +30,7 @@ SHAPES: dict[str, tuple[str, ...]] = {
         "B=1,H=8,SQ=384,SKV=1536,D=128,causal=1",
         "B=2,H=4,S=640,D=256",
         "B=2,H=4,S=768,D=32",
+        "B=2,H=8,HKV=4,S=700,D=128,dtype=e4m3",
         "B=2,H=8,HKV=2,S=1000,D=64,left=100,right=64",
         "S=1024,D=128,causal=1,window=256,softcap=50",
     ),

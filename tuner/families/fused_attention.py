@@ -18,7 +18,7 @@ from tuner.hardware import (
     SMEM_RESERVED_PER_BLOCK_BYTES,
     Gpu,
 )
-from tuner.problem import AttentionProblem, Problem
+from tuner.problem import DTYPE_BYTES, E4M3, AttentionProblem, Problem
 
 #: Columns of Q, K and V that the template is instantiated for; a smaller D is padded by TMA.
 INSTANCES = (64, 96, 128, 192, 256)
@@ -54,6 +54,8 @@ OVERHEAD_REGISTERS = 28
 WINDOW_REGISTERS = 24
 #: Query heads that share a tile's rows at most.
 MOST_PACKED = 32
+#: The same with e4m3: a thread's two rows are 8 apart and have one factor, that of one head.
+MOST_PACKED_E4M3 = 8
 #: (warp groups, blocks an SM) worth trying.
 SHAPES = ((1, 1), (1, 2), (2, 1), (3, 1))
 #: Blocks of a cluster at most (CUDA's limit where non-portable sizes are allowed).
@@ -111,8 +113,12 @@ class FusedAttention(Family):
         head_dim = instance(problem.head_dim)
         groups, tile_n, stages = config["warp_groups"], config["tile_n"], config["kv_stages"]
         blocks, buffers, splits = config["blocks_per_sm"], config["score_buffers"], config["splits"]
-        if tile_n % 16:
-            found.append(f"tile_n={tile_n} is not a multiple of 16, the K extent of one WGMMA")
+        width = DTYPE_BYTES[problem.dtype]
+        extent = 32 // width
+        if tile_n % extent:
+            found.append(
+                f"tile_n={tile_n} is not a multiple of {extent}, the K extent of one WGMMA"
+            )
         if tile_n > 256:
             found.append(f"tile_n={tile_n} exceeds 256, the N extent of one WGMMA")
         if stages < buffers:
@@ -126,7 +132,12 @@ class FusedAttention(Family):
                 found.append("q_in_registers spills under causal masks without ping_pong at D > 96")
         if ("early_exp" in config.params) != (buffers == 1):
             found.append("early_exp is for one score buffer, only")
-        if problem.is_causal and config["persistent"] and config["pdl"]:
+        if problem.dtype == E4M3 and config["lazy_rescale"]:
+            found.append(
+                f"lazy_rescale={config['lazy_rescale']} carries e4m3 probabilities beyond 448"
+            )
+        clears_counter = problem.is_causal and config["persistent"] and problem.dtype != E4M3
+        if clears_counter and config["pdl"]:
             found.append("pdl is not for persistent causal: clearing its counter comes before it")
         found += self._packing(problem, config)
         if problem.is_windowed and splits > 1:
@@ -146,8 +157,8 @@ class FusedAttention(Family):
             limit = SMEM_PER_SM_BYTES // blocks - SMEM_RESERVED_PER_BLOCK_BYTES
         if smem > limit:
             found.append(f"{smem} bytes of shared memory exceed {limit}")
-        accumulators = buffers * tile_n // 2 + tile_n // 4 + head_dim // 2
-        accumulators += head_dim // 4 if config["q_in_registers"] else 0
+        accumulators = buffers * tile_n // 2 + width * tile_n // 8 + head_dim // 2
+        accumulators += width * head_dim // 8 if config["q_in_registers"] else 0
         if (groups, blocks) not in REGISTERS:
             found.append(
                 f"warp_groups={groups} at blocks_per_sm={blocks} has no register budget (allowed: "
@@ -175,13 +186,23 @@ class FusedAttention(Family):
         tile_m = 64 * config["warp_groups"]
         if tile_m % packed:
             found.append(f"packed_heads={packed} does not divide tile_m={tile_m}")
+        if problem.dtype == E4M3 and packed > MOST_PACKED_E4M3:
+            found.append(
+                f"packed_heads={packed} exceeds {MOST_PACKED_E4M3}: a thread's rows would have "
+                "different descale_q"
+            )
         return found
 
     @staticmethod
     def smem_bytes(problem: AttentionProblem, config: Config) -> int:
-        """Dynamic shared memory: one Q tile, the K and the V ring, the barriers."""
-        rows = 64 * config["warp_groups"] + 2 * config["kv_stages"] * config["tile_n"]
-        return int(rows * instance(problem.head_dim) * 2 + BARRIER_BYTES)
+        """Dynamic shared memory: one Q tile, the K and the V ring, or in their place what a block
+        leaves to its cluster, fp32 rows of O padded by 8 and their log-sum-exp; the barriers.
+        """
+        columns, tile_m = instance(problem.head_dim), 64 * config["warp_groups"]
+        rows = tile_m + 2 * config["kv_stages"] * config["tile_n"]
+        operands = rows * columns * DTYPE_BYTES[problem.dtype]
+        share = 0 if config["persistent"] else 4 * tile_m * (columns + 8 + 1)
+        return int(-(-max(operands, share) // 1024) * 1024 + BARRIER_BYTES)
 
     def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
         if not isinstance(problem, AttentionProblem):
@@ -198,8 +219,12 @@ class FusedAttention(Family):
         heads = problem.batch * problem.heads_q
         head_dim = instance(problem.head_dim)
         shares_sm = head_dim <= 128  # two blocks of the smallest tiles fit
-        tiles_n = (64, 80, 96, 128, 160) if head_dim == 128 else (64, 80, 96, 128)
-        levers = product(SHAPES, tiles_n, (1, 2), packings, (False, True), (0, 8))
+        is_e4m3 = problem.dtype == E4M3
+        tiles_n: tuple[int, ...] = (64, 80, 96, 128, 160) if head_dim == 128 else (64, 80, 96, 128)
+        if is_e4m3:
+            tiles_n = (64, 96, 128, 160, 192, 224)
+        lazy_rescale = (0,) if is_e4m3 else (0, 8)
+        levers = product(SHAPES, tiles_n, (1, 2), packings, (False, True), lazy_rescale)
         for (groups, blocks), tile_n, buffers, packed, in_registers, lazy in levers:
             tiles = -(-problem.seqlen_q * packed // (64 * groups)) * heads // packed
             if rows <= 64 * (groups - 1) or (
@@ -274,7 +299,7 @@ class FusedAttention(Family):
 
     def launches(self, problem: Problem, config: Config, scale: float) -> list[Launch]:
         attention = _attention(problem)
-        strides = [s for operand in problem.operands for s in operand.strides[:3]]
+        strides = [s for matrix in attention.matrices for s in matrix.strides[:3]]
         extents = (
             attention.batch,
             attention.heads_q,
@@ -283,7 +308,9 @@ class FusedAttention(Family):
             attention.seqlen_kv,
             attention.head_dim,
         )
-        tensors = (*(Ref(operand.name) for operand in problem.operands), Ref(LSE))
+        names = [matrix.name for matrix in attention.matrices]
+        descales = [operand.name for operand in problem.operands if operand.name not in names]
+        tensors = tuple(Ref(name) for name in (*names, LSE, *descales))
         clustered = config.get("combine", "kernel") == "cluster"
         schedule = (config["splits"], int(config["pdl"]), int(clustered))
         window = attention.visible if attention.is_windowed else ()
@@ -299,7 +326,8 @@ class FusedAttention(Family):
 
 def _packings(problem: AttentionProblem) -> tuple[int, ...]:
     """Query heads of one KV head that share the rows of a tile: one, or all that can."""
-    most = math.gcd(problem.heads_q // problem.heads_kv, MOST_PACKED)
+    limit = MOST_PACKED_E4M3 if problem.dtype == E4M3 else MOST_PACKED
+    most = math.gcd(problem.heads_q // problem.heads_kv, limit)
     return (1, most) if most > 1 else (1,)
 
 

@@ -27,6 +27,7 @@ from tuner.families.softmax import Softmax, softmax_launch
 from tuner.hardware import GRAPH_LAUNCH_US, HOPPER, TMA_ALIGNMENT_BYTES, Gpu
 from tuner.problem import (
     DTYPE_BYTES,
+    E4M3,
     AttentionProblem,
     GemmProblem,
     Operand,
@@ -74,6 +75,8 @@ class ThreeKernelAttention(Family):
         reason = super().supports(problem, gpu)
         if reason or not isinstance(problem, AttentionProblem):
             return reason
+        if problem.dtype == E4M3:
+            return f"{self.name} takes no descale factors: fp16 and bf16 alone, not {E4M3}"
         if problem.extras:
             return f"{self.name} has no {problem.extras}"
         elements = TMA_ALIGNMENT_BYTES // DTYPE_BYTES[problem.dtype]
@@ -90,7 +93,7 @@ class ThreeKernelAttention(Family):
 
     def stages(self, problem: Problem) -> Mapping[str, Problem]:
         problem = _attention(problem)
-        return _all_heads(problem)._asdict()
+        return {} if problem.dtype == E4M3 else _all_heads(problem)._asdict()
 
     def with_stages(self, winners: Mapping[str, Sequence[Config]]) -> Self:
         return type(self)(winners)

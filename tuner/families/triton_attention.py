@@ -23,7 +23,7 @@ from tuner.hardware import (
     capability_numbers,
     smem_per_block_bytes,
 )
-from tuner.problem import DTYPE_BYTES, MAX_EXTENT, AttentionProblem, Problem
+from tuner.problem import DTYPE_BYTES, E4M3, MAX_EXTENT, AttentionProblem, Problem
 
 KERNEL = "attention"
 #: The release whose compiler's interface `tuner.triton_kernels` is written against.
@@ -86,9 +86,11 @@ class TritonAttention(Family):
 
     def supports(self, problem: Problem, gpu: Gpu) -> str:
         reason = super().supports(problem, gpu)
-        if not reason and isinstance(problem, AttentionProblem) and problem.extras:
-            reason = f"{self.name} has no {problem.extras}"
-        return reason
+        if reason or not isinstance(problem, AttentionProblem):
+            return reason
+        if problem.dtype == E4M3:
+            return f"{self.name} takes no descale factors: fp16 and bf16 alone, not {E4M3}"
+        return f"{self.name} has no {problem.extras}" if problem.extras else ""
 
     def lacks(self) -> str:
         if triton_version():
@@ -298,7 +300,7 @@ def _extents(problem: AttentionProblem, config: Config) -> list[str]:
         found.append("more than 2^31 - 1 rows of queries or keys")
     if config["block_m"] >= 1 and programs(problem, config) > MAX_EXTENT:
         found.append("more than 2^31 - 1 programs")
-    if max(o.strides[2] for o in problem.operands) * 256 > MAX_EXTENT:
+    if max(o.strides[2] for o in problem.matrices) * 256 > MAX_EXTENT:
         found.append("rows are more than 2^23 elements apart")
     return found
 

@@ -168,7 +168,8 @@ def roofline(subject: Subject) -> Spec | None:
     values = _rates(subject)
     if not values:
         return None
-    peak, l2 = subject.gpu.peak_tflops, l2_bytes_per_us(subject.gpu) / 1e6
+    peak = subject.gpu.peak_tflops * subject.problem.tensor_rate
+    l2 = l2_bytes_per_us(subject.gpu) / 1e6
     ridge = peak / l2
     low = min(v["intensity"] for v in values) / 2
     high = 2 * max(ridge, max(v["intensity"] for v in values))

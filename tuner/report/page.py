@@ -206,13 +206,14 @@ def _sections(subject: Subject) -> Iterable[Section]:
 
 def _peers(subject: Subject) -> Section:
     columns = ("kernel", "us", "deviation", "TFLOP/s", "of peak", "error", "beside the operands")
+    peak = subject.gpu.peak_tflops * subject.problem.tensor_rate
     rows = [
         (
             short_name(m),
             microseconds(m.latency_us),
             f"{100 * (m.std_us or 0) / analysis.latency(m):.1f} %",
             f"{m.tflops or 0:.0f}",
-            f"{100 * (m.tflops or 0) / subject.gpu.peak_tflops:.0f} %",
+            f"{100 * (m.tflops or 0) / peak:.0f} %",
             "-" if m.error is None else f"{m.error:.1e}",
             size(m.workspace_bytes),
         )

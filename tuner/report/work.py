@@ -159,7 +159,7 @@ def floors(
     moved = total(found, "l2_bytes") if found else problem.bytes
     launches = sum(work.launches for work in found) or 1
     return {
-        TENSOR: flops / (gpu.tensor_flops_per_clock_sm * clocks),
+        TENSOR: flops / (gpu.tensor_flops_per_clock_sm * problem.tensor_rate * clocks),
         EXPONENTIAL: exponentials / (EXP_PER_CLOCK_SM * clocks),
         L2: moved / l2_bytes_per_us(gpu),
         MEMORY: memory_bytes(problem, gpu, measurement.regime) / (gpu.memory_gbs * 1e3),
@@ -242,7 +242,10 @@ def _attention(
         smem_bytes=smem,
         blocks_per_sm=blocks_per_sm,
         tensor_flops=4.0 * tile_m * tile_n * columns * steps,
-        wgmma=steps * (_wgmmas(tile_m, tile_n, columns) + _wgmmas(tile_m, columns, tile_n)),
+        # A WGMMA of 8-bit operands is twice as deep.
+        wgmma=steps
+        * (_wgmmas(tile_m, tile_n, columns) + _wgmmas(tile_m, columns, tile_n))
+        // problem.tensor_rate,
         # A soft cap takes an exponential and a reciprocal more.
         exponentials=(on_sfu + (2 if problem.softcap else 0)) * tile_m * tile_n * steps,
         # Q in and the output out once a tile, a tile of K and one of V a step.
