@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import tuner
 from tuner.problem import AttentionProblem
+from tuner.runtime.distributed import agree
 
 ROUNDS = 5
 ELEMENTS = 1 << 24
@@ -27,6 +28,7 @@ def main(shape: str) -> None:
     here = torch.device("cuda", rank)
     torch.cuda.set_device(here)
     dist.init_process_group("nccl", device_id=here, timeout=timedelta(seconds=120))
+    agreement = agree()
     problem = AttentionProblem.parse(shape)
     generator = torch.Generator().manual_seed(7)  # the same tensors in every rank
     whole = [
@@ -34,7 +36,8 @@ def main(shape: str) -> None:
         for operand in problem.operands[:-1]
     ]
     mine = [tensor.chunk(world, dim=1)[rank].contiguous() for tensor in whole]
-    seen = {"equal": True, "repeats": True, "reduced": True}
+    agreed = not agreement.refusal and agreement.ranks == tuple(range(world))
+    seen = {"agreed": agreed, "equal": True, "repeats": True, "reduced": True}
     for _ in range(ROUNDS):
         total = torch.full((ELEMENTS,), float(rank + 1), device=here)
         sum_up = dist.all_reduce(total, async_op=True)

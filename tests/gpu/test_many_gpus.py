@@ -174,7 +174,7 @@ def test_heads_split_over_nccl_equal_one_gpu_s(world: int, compiler: Compiler) -
     parts = heads(whole, world)
     decide(compiler, config_of(*attentions()), [whole, parts])
     for seen in ranks(world, WHOLE):
-        assert seen["equal"] and seen["repeats"] and seen["reduced"], seen
+        assert seen["agreed"] and seen["equal"] and seen["repeats"] and seen["reduced"], seen
         assert seen["hits"] == 3 * 5, "two calls of the part and one of the whole, five rounds"
         assert seen["error"] < 1e-3
 
