@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any
 
 from tuner.errors import BenchmarkError
-from tuner.hardware import GPUS, Gpu
+from tuner.hardware import GPUS, MOST_MEMORY_GBS, Gpu
 from tuner.measurement import Clocks, Environment, Status, status_of
 
 #: NVML clock event reasons, nvml.h nvmlClocksEventReason*. Idle is no doubt about a timing.
@@ -151,7 +151,7 @@ def detect(index: int = 0) -> Gpu | None:
         ),
         sm_count=attribute("MULTIPROCESSOR_COUNT"),
         clock_max_mhz=int(clock or attribute("CLOCK_RATE") // 1000),
-        memory_gbs=shipped.memory_gbs if shipped else round(bandwidth, 1),
+        memory_gbs=shipped.memory_gbs if shipped else round(bandwidth, 1) or MOST_MEMORY_GBS,
         l2_bytes=attribute("L2_CACHE_SIZE"),
     )
 

@@ -20,7 +20,15 @@ from tuner.errors import BenchmarkError
 from tuner.families.base import KernelSpec
 from tuner.hardware import Gpu
 from tuner.measurement import Status
-from tuner.problem import AttentionProblem, GemmProblem, Operand, Problem, SoftmaxProblem
+from tuner.problem import (
+    ACTIVATIONS,
+    AttentionProblem,
+    GemmProblem,
+    Operand,
+    Problem,
+    SoftmaxProblem,
+    SwigluProblem,
+)
 
 REFERENCE = KernelSpec("reference.cu.j2")
 """The kernels that this module runs; compiled like a candidate's."""
@@ -34,6 +42,7 @@ GUARD_BYTES = 1 << 20
 KINDS: dict[str, tuple[str, ...]] = {
     "attention": ("dominant", "large_scores", "random"),
     "gemm": ("planted", "random"),
+    "swiglu": ("planted", "random"),
     "softmax": ("dominant", "large_scores", "random"),
 }
 #: `large_scores`: standard deviation of the scaled scores, which random inputs have at 1.
@@ -53,6 +62,7 @@ SCALE_FACTOR = 0.75
 _DTYPES = {"float16": 0, "bfloat16": 1, "float32": 2}
 _FILL, _PLANT_ATTENTION, _SCALE_COLUMNS, _PLANT_SOFTMAX = 0, 1, 2, 3
 _ATTENTION, _GEMM, _SOFTMAX, _COMPARE, _COUNT_CHANGED, _CHECKSUM = 4, 5, 6, 7, 8, 9
+_GATE_PAIRS = 10
 _RESULT_BYTES = 64
 #: Spacing of fp16 below its normal numbers: values there cannot be rounded any better.
 _FP16_SUBNORMAL_STEP = 2.0**-24
@@ -158,21 +168,18 @@ def judge(
 def floor_work(problem: Problem) -> tuple[int, int]:
     """Tensor-core operations and bytes that no kernel can avoid.
 
-    Under a causal mask only the visible pairs count, exactly, and keys beyond the last query are
-    never read. A softmax has no tensor-core work.
+    Under a mask only the visible pairs count, exactly, and keys that the last query does not reach
+    are never read. A softmax has no tensor-core work.
     """
-    if isinstance(problem, GemmProblem):
+    if isinstance(problem, GemmProblem | SwigluProblem):
         return problem.flops, problem.bytes
     if not isinstance(problem, AttentionProblem):
         return 0, 0 if getattr(problem, "is_causal", False) else problem.bytes
-    queries, keys = problem.seqlen_q, problem.seqlen_kv
-    if not problem.is_causal:
-        return problem.flops, problem.bytes
-    seen = min(queries, keys)
-    pairs = seen * (seen + 1) // 2 + (queries - seen) * keys
+    keys = problem.seqlen_kv
+    seen = min(problem.seqlen_q + problem.visible[1], keys)
     unread = (keys - seen) * problem.head_dim * problem.heads_kv * problem.batch * 2 * 2
     return (
-        4 * problem.batch * problem.heads_q * problem.head_dim * pairs,
+        4 * problem.batch * problem.heads_q * problem.head_dim * problem.pairs,
         problem.bytes - unread,
     )
 
@@ -196,7 +203,7 @@ def _position(index: int, operand: Operand) -> tuple[int, ...]:
 
 def scale_of(problem: Problem, kind: str = "random") -> float:
     """The scale (alpha of a GEMM) that a problem is checked with; `random`'s is the timed one."""
-    if isinstance(problem, GemmProblem):
+    if isinstance(problem, GemmProblem | SwigluProblem):
         return 1.0
     base = SOFTMAX_SCALE
     if isinstance(problem, AttentionProblem):
@@ -387,18 +394,18 @@ class Gate:
                     _PLANT_ATTENTION,
                     _DTYPES[problem.dtype],
                     *_attention_integers(problem, 2),
-                    int(problem.is_causal),
+                    *problem.visible,
                     row_seed,
                 ),
                 (DOMINANCE,),
             )
-        elif isinstance(problem, GemmProblem):
+        elif isinstance(problem, GemmProblem | SwigluProblem):
             columns = border_columns(problem.k, seed)
-            strides = problem.operands[0].strides
+            batch, rows, strides = _matrices(problem.operands[0])
             self._run(
                 (at["a"],),
                 (
-                    *(_SCALE_COLUMNS, _DTYPES[problem.dtype], problem.batch, problem.m),
+                    *(_SCALE_COLUMNS, _DTYPES[problem.dtype], batch, rows),
                     *(*strides, len(columns), *columns),
                 ),
                 (COLUMN_FACTOR,),
@@ -411,13 +418,21 @@ class Gate:
             )
 
     def _compute(self, problem: Problem, kind: str, reference: int) -> None:
-        inputs = [self._operands[operand.name].pointer for operand in problem.operands[:-1]]
+        at = self.pointers
+        inputs = [at[operand.name] for operand in problem.operands[:-1]]
         scale = scale_of(problem, kind)
         if isinstance(problem, GemmProblem):
-            strides = [s for operand in problem.operands for s in operand.strides]
+            a, b, *_, d = problem.operands
             extents = (problem.batch, problem.m, problem.n, problem.k)
-            integers = (_GEMM, _DTYPES[problem.dtype], *extents, *strides)
-            self._run((*inputs, reference), integers, (scale,))
+            activation = ("", *ACTIVATIONS).index(problem.activation)
+            integers = (
+                *(_GEMM, _DTYPES[problem.dtype], *extents, *a.strides, *b.strides, *d.strides),
+                *(activation, _DTYPES[d.dtype]),
+            )
+            tensors = (at["a"], at["b"], reference, at.get("bias", 0), at.get("residual", 0))
+            self._run(tensors, integers, (scale, 1.0))
+        elif isinstance(problem, SwigluProblem):
+            self._compute_swiglu(problem, scale, reference)
         elif isinstance(problem, AttentionProblem):
             with Pool(self._device) as pool:
                 rows = problem.batch * problem.heads_q * problem.seqlen_q
@@ -427,9 +442,9 @@ class Gate:
                         _ATTENTION,
                         _DTYPES[problem.dtype],
                         *_attention_integers(problem, 4),
-                        int(problem.is_causal),
+                        *problem.visible,
                     ),
-                    (scale,),
+                    (scale, problem.softcap),
                 )
                 self._device.wait()
         else:
@@ -437,16 +452,40 @@ class Gate:
             self._run((*inputs, reference), integers, (scale,))
         self._device.wait()
 
+    def _compute_swiglu(self, problem: SwigluProblem, scale: float, reference: int) -> None:
+        """Both projections in the order of the weights' rows, then the pairs."""
+        m, n, k = problem.m, problem.n, problem.k
+        at = self.pointers
+        with Pool(self._device) as pool:
+            both = pool.allocate(4 * m * 2 * n)
+            extents = (1, m, 2 * n, k)
+            strides = (m * k, k, 1, 2 * n * k, 1, k, m * 2 * n, 2 * n, 1)
+            integers = (_GEMM, _DTYPES[problem.dtype], *extents, *strides, 0, 0)
+            self._run((at["a"], at["weights"], both, 0, 0), integers, (scale, 1.0))
+            steps = [stride // k for stride in problem.operands[1].strides[:-1]]
+            self._run((both, reference), (_GATE_PAIRS, m, n, *steps))
+            self._device.wait()
+
+
+def _matrices(operand: Operand) -> tuple[int, int, tuple[int, int, int]]:
+    """Batch, rows, and strides of batch, row and column of an operand with or without a batch."""
+    *batch, rows, _ = operand.shape
+    *outer, row, column = operand.strides
+    return math.prod(batch), rows, (outer[0] if outer else operand.elements, row, column)
+
 
 def _moments(problem: Problem, kind: str) -> tuple[dict[str, float], dict[str, float]]:
     """Mean and standard deviation of each input that are not 0 and 1."""
     large = LARGE if kind == "large_scores" else 1.0
     if isinstance(problem, AttentionProblem):
         return ({"key": KEY_MEAN} if kind == "dominant" else {}), {"query": large}
+    if isinstance(problem, SwigluProblem):
+        return {}, {"weights": 1 / math.sqrt(problem.k)}
     if isinstance(problem, GemmProblem):
         # Outputs of deviation 1: the bound of 2e-3 an element then speaks of rounding, while with
         # N(0,1) operands it would judge how a sum of size sqrt(K) is accumulated in fp32.
-        return {}, {"b": 1 / math.sqrt(problem.k)}
+        # What is added to them is smaller: a sum must not cancel a product which a vendor rounded.
+        return {}, {"b": 1 / math.sqrt(problem.k), "bias": 0.5, "residual": 0.5}
     return {}, {"scores": large / SOFTMAX_SCALE}
 
 

@@ -23,6 +23,17 @@ as Transformers' models have them that fill a cache.
 """
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 Major = Literal["row", "col"]
+Activation = Literal["", "relu", "gelu", "gelu_tanh", "silu"]
+"""``gelu`` is by erf, ``gelu_tanh`` its approximation; no text is none."""
+ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)[1:]
+Pairing = Literal["interleaved", "concatenated"]
+PAIRINGS: tuple[Pairing, ...] = get_args(Pairing)
+EPILOGUES = (
+    *("bias", "residual", "bias_residual"),
+    *ACTIVATIONS,
+    *(f"bias_{activation}" for activation in ACTIVATIONS),
+)
+"""What a GEMM may do with its product besides storing it."""
 
 DTYPE_BYTES: dict[str, int] = {"float16": 2, "bfloat16": 2, "float32": 4}
 DTYPE_ALIASES: dict[str, str] = {
@@ -136,7 +147,9 @@ class Problem(ABC):
     @property
     @abstractmethod
     def flops(self) -> int:
-        """Floating-point operations of the operation itself; a causal mask counts half."""
+        """Floating-point operations of the operation itself; a causal mask counts half, a sliding
+        window what it lets through.
+        """
 
     @property
     @abstractmethod
@@ -172,8 +185,22 @@ def _convert(key: str, value: Any, annotation: str) -> Any:
         if text in ("0", "false", "no"):
             return False
         raise ConfigError(f"{key}={value} is not a truth value (allowed: 0, 1, true, false)")
+    if annotation == "float":
+        number = _to_float(value)
+        if number is None:
+            raise ConfigError(f"{key}={value} is not a number (allowed: as in {key}=50)")
+        return number
     text = str(value).lower()
     return DTYPE_ALIASES.get(text, text) if key.startswith("dtype") else text
+
+
+def _to_float(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        return float(value)
+    except ValueError:
+        return None
 
 
 def _check_extent(key: str, value: int, minimum: int = 1) -> None:
@@ -195,6 +222,15 @@ class AttentionProblem(Problem):
 
     The causal mask is PyTorch's SDPA's: query i sees keys 0..i (top-left). The default scale is
     1/sqrt(D); it is a run-time argument and no part of the problem.
+
+    A sliding window is FlashAttention's ``window_size=(left, right)``, laid along the same
+    diagonal: query i sees keys i - left..i + right, its own among them, and -1 is no limit.
+    ``window=W`` sets both sides, ``left=`` and ``right=`` one. One form stands for each mask: under
+    a causal one the right side is -1, ``right=0`` alone is causal, and a side that cuts nothing off
+    is -1. A query that sees no key has zeros for its output.
+
+    A soft cap replaces each scaled score s by ``softcap * tanh(s / softcap)``, before the mask; 0
+    is none.
     """
 
     op: ClassVar[str] = "attention"
@@ -207,6 +243,10 @@ class AttentionProblem(Problem):
         "SKV": "seqlen_kv",
         "D": "head_dim",
         "causal": "is_causal",
+        "window": "window_left+window_right",
+        "left": "window_left",
+        "right": "window_right",
+        "softcap": "softcap",
         "dtype": "dtype",
         "layout": "layout",
     }
@@ -221,6 +261,9 @@ class AttentionProblem(Problem):
     is_causal: bool = False
     dtype: DType = "float16"
     layout: Layout = "bhsd"
+    window_left: int = -1
+    window_right: int = -1
+    softcap: float = 0.0
 
     def __post_init__(self) -> None:
         if self.heads_kv == 0:
@@ -242,6 +285,69 @@ class AttentionProblem(Problem):
             )
         _check_choice("dtype", self.dtype, ("float16", "bfloat16"))
         _check_choice("layout", self.layout, LAYOUTS)
+        _check_extent("left", self.window_left, -1)
+        _check_extent("right", self.window_right, -1)
+        if not 0 <= self.softcap < math.inf:
+            raise ConfigError(f"softcap={self.softcap} is out of range (allowed: 0, none, or more)")
+        object.__setattr__(self, "softcap", float(self.softcap))
+        self._reduce_window()
+
+    def _reduce_window(self) -> None:
+        """Give equal masks equal fields."""
+        left, right, is_causal = self.window_left, self.window_right, self.is_causal
+        if left >= self.seqlen_q - 1:  # the last query sees key 0
+            left = -1
+        if right == 0:
+            is_causal = True
+        if is_causal or right >= self.seqlen_kv - 1:  # the first query sees the last key
+            right = -1
+        object.__setattr__(self, "window_left", left)
+        object.__setattr__(self, "window_right", right)
+        object.__setattr__(self, "is_causal", is_causal)
+
+    @property
+    def is_windowed(self) -> bool:
+        """A sliding window hides keys beyond what the causal mask does."""
+        return self.window_left >= 0 or self.window_right >= 0
+
+    @property
+    def visible(self) -> tuple[int, int]:
+        """(left, right): query i sees keys i - left..i + right of those that there are."""
+        left = self.seqlen_q if self.window_left < 0 else self.window_left
+        right = self.seqlen_kv if self.window_right < 0 else self.window_right
+        return left, 0 if self.is_causal else right
+
+    def keys_of(self, first: int, last: int) -> range:
+        """The keys that queries first..last see; beyond the last query there is none."""
+        left, right = self.visible
+        end = min(self.seqlen_kv, min(last, self.seqlen_q - 1) + right + 1)
+        return range(max(0, first - left), end)
+
+    @property
+    def pairs(self) -> int:
+        """(query, key) pairs of one head that the mask lets through."""
+        left, right = self.visible
+        return self._keys_below(right + 1) - self._keys_below(-left)
+
+    def _keys_below(self, offset: int) -> int:
+        """Over all queries i, the sum of the numbers of keys below i + offset."""
+
+        def total(end: int) -> int:  # of x clamped to [0, seqlen_kv], over x < end
+            rising = max(0, min(end, self.seqlen_kv))
+            return rising * (rising - 1) // 2 + max(0, end - self.seqlen_kv) * self.seqlen_kv
+
+        return total(self.seqlen_q + offset) - total(offset)
+
+    @property
+    def extras(self) -> str:
+        """What a kernel of plain attention, full or causal, lacks for this problem; or empty."""
+        parts = ("sliding window", self.is_windowed), ("soft cap", self.softcap > 0)
+        return " or ".join(name for name, is_on in parts if is_on)
+
+    def to_json(self) -> dict[str, Any]:
+        """Window and soft cap are absent where they are off, as they were before there were any."""
+        absent = {name for name, off in _OFF.items() if getattr(self, name) == off}
+        return {name: value for name, value in super().to_json().items() if name not in absent}
 
     @classmethod
     def from_keys(cls, values: Mapping[str, Any]) -> Self:
@@ -258,12 +364,22 @@ class AttentionProblem(Problem):
             if self.seqlen_q == self.seqlen_kv
             else f"SQ={self.seqlen_q},SKV={self.seqlen_kv}"
         )
-        tail = (",causal=1" if self.is_causal else "") + f",dtype={_SHORT[self.dtype]}"
+        tail = (",causal=1" if self.is_causal else "") + self._window_label()
+        tail += f",softcap={self.softcap:g}" if self.softcap else ""
+        tail += f",dtype={_SHORT[self.dtype]}"
         tail += "" if self.layout == "bhsd" else f",layout={self.layout}"
         return f"B={self.batch},{heads},{length},D={self.head_dim}{tail}"
 
+    def _window_label(self) -> str:
+        left, right = self.window_left, self.window_right
+        if left >= 0 and (self.is_causal or left == right):
+            return f",window={left}"
+        return (f",left={left}" if left >= 0 else "") + (f",right={right}" if right >= 0 else "")
+
     @property
     def flops(self) -> int:
+        if self.is_windowed:
+            return 4 * self.batch * self.heads_q * self.head_dim * self.pairs
         full = 4 * self.batch * self.heads_q * self.seqlen_q * self.seqlen_kv * self.head_dim
         return full // 2 if self.is_causal else full
 
@@ -287,9 +403,16 @@ class AttentionProblem(Problem):
         )
 
 
+#: Fields of `AttentionProblem` that its JSON leaves out where they have these values.
+_OFF: Mapping[str, Any] = {"window_left": -1, "window_right": -1, "softcap": 0.0}
+
+
 @dataclass(frozen=True)
 class GemmProblem(Problem):
     """D[b] = A[b] @ B[b], fp32 accumulation; A is (M, K), B is (K, N), D is (M, N) row-major.
+
+    `epilogue` is one of `EPILOGUES`: D = activation(A @ B + bias) or A @ B + bias + residual, with
+    what it names of them. The bias is (N), of A's type; the residual is (M, N), of D's.
 
     `layout_a` and `layout_b` are the storage order of A and B: ``row`` makes A K-major and B
     N-major, ``col`` makes A M-major and B K-major. The default (row, col) is
@@ -306,6 +429,7 @@ class GemmProblem(Problem):
         "dtype_d": "dtype_d",
         "layout_a": "layout_a",
         "layout_b": "layout_b",
+        "epilogue": "epilogue",
     }
     required: ClassVar[tuple[str, ...]] = ("M", "N", "K")
 
@@ -317,6 +441,7 @@ class GemmProblem(Problem):
     dtype_d: DType | Literal[""] = ""
     layout_a: Major = "row"
     layout_b: Major = "col"
+    epilogue: str = ""
 
     def __post_init__(self) -> None:
         if self.dtype_d == "":
@@ -327,13 +452,39 @@ class GemmProblem(Problem):
         _check_choice("dtype_d", self.dtype_d, (self.dtype, "float32"))
         _check_choice("layout_a", self.layout_a, ("row", "col"))
         _check_choice("layout_b", self.layout_b, ("row", "col"))
+        if self.epilogue:
+            _check_choice("epilogue", self.epilogue, EPILOGUES)
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether a vector is added to every row."""
+        return self.epilogue.startswith("bias")
+
+    @property
+    def has_residual(self) -> bool:
+        """Whether a matrix is added."""
+        return self.epilogue.endswith("residual")
+
+    @property
+    def activation(self) -> Activation:
+        """What is applied to the sum, if anything."""
+        text = self.epilogue.removeprefix("bias").removeprefix("_")
+        return next((known for known in ACTIVATIONS if known == text), "")
+
+    def to_json(self) -> dict[str, Any]:
+        """As every problem's; without an epilogue it is not mentioned, so that plain ones keep the
+        keys that they had before there were any.
+        """
+        values = super().to_json()
+        return values if self.epilogue else {k: v for k, v in values.items() if k != "epilogue"}
 
     def label(self) -> str:
         text = f"M={self.m},N={self.n},K={self.k}" + ("" if self.batch == 1 else f",B={self.batch}")
         text += f",dtype={_SHORT[self.dtype]}"
         text += "" if self.dtype_d == self.dtype else f",dtype_d={_SHORT[self.dtype_d]}"
         text += "" if self.layout_a == "row" else f",layout_a={self.layout_a}"
-        return text + ("" if self.layout_b == "col" else f",layout_b={self.layout_b}")
+        text += "" if self.layout_b == "col" else f",layout_b={self.layout_b}"
+        return text + (f",epilogue={self.epilogue}" if self.epilogue else "")
 
     @property
     def flops(self) -> int:
@@ -345,10 +496,68 @@ class GemmProblem(Problem):
             strides = (rows * cols, cols, 1) if major == "row" else (rows * cols, 1, rows)
             return Operand(name, (self.batch, rows, cols), strides, dtype, out)
 
-        return (
+        found = [
             matrix("a", self.m, self.k, self.layout_a, self.dtype, False),
             matrix("b", self.k, self.n, self.layout_b, self.dtype, False),
-            matrix("d", self.m, self.n, "row", self.dtype_d, True),
+        ]
+        if self.has_bias:
+            found.append(Operand("bias", (self.n,), (1,), self.dtype))
+        if self.has_residual:
+            found.append(matrix("residual", self.m, self.n, "row", self.dtype_d, False))
+        return (*found, matrix("d", self.m, self.n, "row", self.dtype_d, True))
+
+
+@dataclass(frozen=True)
+class SwigluProblem(Problem):
+    """D = silu(A @ gate) * (A @ up); A is (M, K), gate and up are (K, N), D is (M, N), row-major.
+
+    The two weights are one operand ``weights`` of 2 N rows of K, in one of two `PAIRINGS`, with
+    axes (gate or up, N / 32, 4, 8, K): ``interleaved`` puts gate and up of output column
+    32 g + 8 t + c into the rows 64 g + 8 c + 2 t and the next one, so that one thread of a kernel
+    gets both, and those of eight neighbours; ``concatenated`` puts all of gate before all of up.
+    """
+
+    op: ClassVar[str] = "swiglu"
+    keys: ClassVar[Mapping[str, str]] = {
+        "M": "m",
+        "N": "n",
+        "K": "k",
+        "dtype": "dtype",
+        "weights": "weights",
+    }
+    required: ClassVar[tuple[str, ...]] = ("M", "N", "K")
+
+    m: int
+    n: int
+    k: int
+    dtype: DType = "float16"
+    weights: Pairing = "interleaved"
+
+    def __post_init__(self) -> None:
+        for key, value in (("M", self.m), ("N", self.n), ("K", self.k)):
+            _check_extent(key, value)
+        if self.n % 32:
+            raise ConfigError(f"N={self.n} cannot be interleaved (allowed: multiples of 32)")
+        _check_choice("dtype", self.dtype, ("float16", "bfloat16"))
+        _check_choice("weights", self.weights, PAIRINGS)
+
+    def label(self) -> str:
+        text = f"M={self.m},N={self.n},K={self.k},dtype={_SHORT[self.dtype]}"
+        return text + ("" if self.weights == "interleaved" else f",weights={self.weights}")
+
+    @property
+    def flops(self) -> int:
+        return 4 * self.m * self.n * self.k
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        k, n = self.k, self.n
+        rows = (1, 64, 2, 8) if self.weights == "interleaved" else (n, 32, 8, 1)
+        shape, strides = (2, n // 32, 4, 8, k), (*(row * k for row in rows), 1)
+        return (
+            Operand("a", (self.m, k), (k, 1), self.dtype),
+            Operand("weights", shape, strides, self.dtype),
+            Operand("d", (self.m, n), (n, 1), self.dtype, True),
         )
 
 
@@ -418,7 +627,7 @@ def _divisors(n: int) -> list[int]:
 
 
 PROBLEMS: dict[str, type[Problem]] = {
-    cls.op: cls for cls in (AttentionProblem, GemmProblem, SoftmaxProblem)
+    cls.op: cls for cls in (AttentionProblem, GemmProblem, SwigluProblem, SoftmaxProblem)
 }
 
 
@@ -440,7 +649,7 @@ def problem_from_json(data: Mapping[str, Any]) -> Problem:
             f"unknown field '{sorted(unknown)[0]}' for {op} (allowed: {', '.join(types)})"
         )
     for name, value in values.items():
-        expected = {"int": int, "bool": bool}.get(types[name], str)
+        expected = {"int": int, "bool": bool, "float": float}.get(types[name], str)
         if type(value) is not expected:
             raise ConfigError(f"{op}.{name}={value!r} is not of type {expected.__name__}")
     try:

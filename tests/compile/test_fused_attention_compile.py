@@ -97,17 +97,23 @@ def test_a_block_is_launched_with_the_registers_that_setmaxnreg_shares_out(
         assert 128 * (spec.variables["producer_registers"] + of_groups) <= launched
 
 
-@pytest.mark.parametrize("splits", [1, 3])
-def test_workspace_is_the_counter_and_the_partial_results(compiler: Compiler, splits: int) -> None:
-    counters = []
+def test_workspace_is_the_counter_and_the_partial_results(compiler: Compiler) -> None:
+    splits: tuple[dict[str, Value], ...] = (
+        {},
+        {"splits": 3, "combine": "kernel"},
+        {"splits": 3, "combine": "cluster"},
+    )
     for (problem, config), (_, future) in zip(KERNELS, compiler.submit(SPECS), strict=True):
-        split = Config(config.family, {**config.params, "splits": splits})
-        assert FAMILY.violations(problem, split, DEFAULT_GPU) == []
-        (launch,) = FAMILY.launches(problem, split, 0.125)
+        kernel = load(future.result())
         rows = problem.batch * problem.heads_q * problem.seqlen_q
-        partial = 4 * splits * rows * (problem.head_dim + 1) if splits > 1 else 0
-        counters.append(load(future.result()).workspace_bytes(launch.integers) - partial)
-    assert counters == [0, 256]  # persistent and causal: one counter
+        counter = 256 if config["persistent"] and problem.is_causal else 0
+        for more in splits[:1] if config["persistent"] else splits:
+            split = Config(config.family, {**config.params, **more})
+            assert FAMILY.violations(problem, split, DEFAULT_GPU) == []
+            (launch,) = FAMILY.launches(problem, split, 0.125)
+            is_partial = more.get("combine") == "kernel"
+            partial = 4 * 3 * rows * (problem.head_dim + 1) if is_partial else 0
+            assert kernel.workspace_bytes(launch.integers) == counter + partial
 
 
 def test_shared_memory_is_what_the_predicate_counts(tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
 #include <algorithm>
 #include <atomic>
+#include <cstring>
+#include <utility>
+#include <vector>
 #include <cuda_runtime.h>
 #include <cute/tensor.hpp>
 #include <cutlass/arch/barrier.h>
@@ -17,6 +20,7 @@ constexpr int kTileN = 64, kD = 128, kPack = 4;
 constexpr int kGroups = 2, kStages = 2, kTileM = 64 * kGroups;
 constexpr int kScoreBuffers = 2, kBlocksPerSm = 1;
 constexpr bool kCausal = true;
+constexpr bool kWindowed = false;
 constexpr bool kQInRegisters = false;
 constexpr bool kPingPong = false;
 constexpr bool kPersistent = true;
@@ -83,10 +87,19 @@ struct Params {
   float* partial;      // (splits, B, H, SQ, D)
   float* partial_lse;  // (splits, B, H, SQ), base 2
   int batch, heads, heads_kv, seqlen_q, seqlen_kv, head_dim, splits;
+  bool is_clustered;
   int m_blocks, tiles, section;
   cutlass::FastDivmod by_m_blocks, by_splits, by_heads;
-  float scale_log2;
+  float scale_log2;  // of the scores, or of what the soft cap makes of them
 };
+
+// Queries from..to see none but keys [first_key(from), end_key(to)).
+CUTE_DEVICE int first_key(Params const& p, int from) {
+  return 0;
+}
+CUTE_DEVICE int end_key(Params const& p, int to) {
+  return kCausal ? min(p.seqlen_kv, to + 1) : p.seqlen_kv;
+}
 
 // What a block works on: rows m_block * kTileM .. of one (packed) head, keys [first, last) in tiles.
 struct Tile {
@@ -96,10 +109,13 @@ struct Tile {
   CUTE_DEVICE static Tile at(Params const& p, int index) {
     if (index >= p.tiles) return none();
     Tile t;
-    int lane;  // a (batch, head, split)
+    // The splits of a tile are neighbours: they may be a cluster.
+    t.split = 0;
+    if constexpr (!kPersistent) p.by_splits(index, t.split, index);
+    int lane;  // a (batch, head)
     if constexpr (kCausal) {
       // Sections of heads that share the L2; in each the longest tiles of all heads come first.
-      int const lanes = p.tiles / p.m_blocks, per_section = p.section * p.m_blocks;
+      int const lanes = p.batch * (p.heads / kPack), per_section = p.section * p.m_blocks;
       int const section = index / per_section, within = index - section * per_section;
       int const here = min(p.section, lanes - section * p.section);
       t.m_block = p.m_blocks - 1 - within / here;
@@ -107,14 +123,12 @@ struct Tile {
     } else {
       p.by_m_blocks(lane, t.m_block, index);
     }
-    int batch_head;
-    p.by_splits(batch_head, t.split, lane);
-    p.by_heads(t.batch, t.head, batch_head);
+    p.by_heads(t.batch, t.head, lane);
     int const last_row = ((t.m_block + 1) * kTileM - 1) / kPack;
-    int const keys = kCausal ? min(p.seqlen_kv, last_row + 1) : p.seqlen_kv;
-    t.last = (keys + kTileN - 1) / kTileN;
-    t.first = 0;
-    if (p.splits > 1) {
+    t.last = (end_key(p, last_row) + kTileN - 1) / kTileN;
+    // Beyond the last key lies nothing: where the window has passed it, there are no tiles.
+    t.first = kWindowed ? min(first_key(p, t.m_block * kTileM / kPack) / kTileN, t.last) : 0;
+    if (!kPersistent && p.splits > 1) {
       int const share = (t.last + p.splits - 1) / p.splits;
       t.first = min(t.split * share, t.last);
       t.last = min(t.first + share, t.last);
@@ -131,6 +145,14 @@ struct Storage {
   uint64_t tile_full[2], tile_empty[2], tile_wanted;
   Tile tile[2];
 };
+
+// What a block of a cluster leaves to the others, over the operands that nobody reads any more.
+struct Share {
+  static constexpr int kRow = kD + 8;  // padded: the rows of a warp lie in different banks
+  float out[kTileM * kRow];
+  float lse[kTileM];  // base 2
+};
+static_assert(kPersistent || sizeof(Share) <= offsetof(Storage, q_full), "a share must fit over Q, K and V");
 
 using Full = cutlass::arch::ClusterTransactionBarrier;
 using Empty = cutlass::arch::ClusterBarrier;
@@ -222,6 +244,13 @@ struct Producer {
   }
 };
 
+using Pair = cutlass::Array<Element, 2>;
+CUTE_DEVICE Pair round_pair(float x, float y) {
+  cutlass::Array<float, 2> pair;
+  pair[0] = x, pair[1] = y;
+  return cutlass::NumericArrayConverter<Element, float, 2>{}(pair);
+}
+
 // Statistics of a thread's two rows. Mode 0 of the scores is ((2 columns, 2 rows, N/8 octets)).
 struct Softmax {
   float maximum[2] = {-INFINITY, -INFINITY};
@@ -263,29 +292,45 @@ struct Softmax {
     for (int j = kFrom; j < kTo; ++j) {
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) {
-        CUTE_UNROLL
-        for (int c = 0; c < 2; ++c) {
-          float& x = scores(make_coord(c, r, j), 0, 0);
-          x = exp2_mufu(fmaf(x, scale_log2, -shift[r]));
+        float& x = scores(make_coord(0, r, j), 0, 0);
+        float& y = scores(make_coord(1, r, j), 0, 0);
+        x = exp2_mufu(fmaf(x, scale_log2, -shift[r]));
+        y = exp2_mufu(fmaf(y, scale_log2, -shift[r]));
+        if constexpr (kLazy > 0.f) {
+          // Under an old maximum the leading probability is no exact 1. Its rounding must be in
+          // the sum too: where one key dominates, the error would be 1.4 times as large.
+          Pair const rounded = round_pair(x, y);
+          sum[r] += float(rounded[0]);
+          sum[r] += float(rounded[1]);
+        } else {
           sum[r] += x;
+          sum[r] += y;
         }
       }
     }
   }
 };
 
+// With a soft cap: tanh(scale / softcap * score) of every score. From an exponential and a
+// reciprocal it is wrong by 4e-7 at most; tanh.approx is by 2^-11 of itself, which a cap of 50 makes
+// 2 % of a probability.
 template <class Scores>
-CUTE_DEVICE void mask(Scores& scores, int row0, int col0, int seqlen_kv) {
+CUTE_DEVICE void cap(Scores& scores, Params const& p) {
+}
+
+template <class Scores>
+CUTE_DEVICE void mask(Scores& scores, Params const& p, int row0, int col0) {
   int const lane = threadIdx.x % 32;
   CUTE_UNROLL
   for (int r = 0; r < 2; ++r) {
-    int const limit = kCausal ? min(seqlen_kv, (row0 + 8 * r) / kPack + 1) : seqlen_kv;
+    int const row = (row0 + 8 * r) / kPack, begin = first_key(p, row), limit = end_key(p, row);
     int const first = col0 + 2 * (lane % 4);
     CUTE_UNROLL
     for (int j = 0; j < kTileN / 8; ++j) {
       CUTE_UNROLL
       for (int c = 0; c < 2; ++c) {
-        if (first + 8 * j + c >= limit) scores(make_coord(c, r, j), 0, 0) = -INFINITY;
+        int const key = first + 8 * j + c;
+        if (key >= limit || (kWindowed && key < begin)) scores(make_coord(c, r, j), 0, 0) = -INFINITY;
       }
     }
   }
@@ -309,7 +354,7 @@ CUTE_DEVICE void transpose_quad(uint32_t (&word)[4]) {
 
 // O and the log-sum-exp of a thread's two rows, straight from registers.
 template <class Out>
-CUTE_DEVICE void store(Params const& p, Tile const& t, Out const& out, int row0, Softmax const& softmax, float const (&norm)[2]) {
+CUTE_DEVICE void store(Params const& p, Storage& s, Tile const& t, Out const& out, int row0, Softmax const& softmax, float const (&norm)[2]) {
   int const q = threadIdx.x % 4;
   CUTE_UNROLL
   for (int r = 0; r < 2; ++r) {
@@ -318,13 +363,16 @@ CUTE_DEVICE void store(Params const& p, Tile const& t, Out const& out, int row0,
     float const shift = softmax.maximum[r] == -INFINITY ? 0.f : softmax.maximum[r] * p.scale_log2;
     float const lse = shift + log2f(softmax.sum[r]);  // -inf where no key was seen
     int64_t const at = (int64_t(t.batch) * p.heads + head) * p.seqlen_q + seq;
-    if (p.splits > 1) {
+    if (!kPersistent && p.splits > 1) {
+      Share& share = reinterpret_cast<Share&>(s);
+      int const here = row - t.m_block * kTileM;
       int64_t const partial = int64_t(t.split) * p.batch * p.heads * p.seqlen_q + at;
-      if (is_row && q == 0) p.partial_lse[partial] = lse;
+      float* const target = p.is_clustered ? share.out + here * Share::kRow : p.partial + partial * p.head_dim;
+      if (is_row && q == 0) *(p.is_clustered ? share.lse + here : p.partial_lse + partial) = lse;
       CUTE_UNROLL
       for (int j = 0; j < kD / 8; ++j) {
         if (is_row && 8 * j < p.head_dim) {
-          *reinterpret_cast<float2*>(p.partial + partial * p.head_dim + 8 * j + 2 * q) =
+          *reinterpret_cast<float2*>(target + 8 * j + 2 * q) =
               make_float2(out(make_coord(0, r, j), 0, 0) * norm[r], out(make_coord(1, r, j), 0, 0) * norm[r]);
         }
       }
@@ -337,10 +385,8 @@ CUTE_DEVICE void store(Params const& p, Tile const& t, Out const& out, int row0,
       uint32_t word[4];
       CUTE_UNROLL
       for (int i = 0; i < 4; ++i) {
-        cutlass::Array<float, 2> pair;
-        pair[0] = out(make_coord(0, r, 4 * g + i), 0, 0) * norm[r];
-        pair[1] = out(make_coord(1, r, 4 * g + i), 0, 0) * norm[r];
-        auto const packed = cutlass::NumericArrayConverter<Element, float, 2>{}(pair);
+        Pair const packed = round_pair(out(make_coord(0, r, 4 * g + i), 0, 0) * norm[r],
+                                       out(make_coord(1, r, 4 * g + i), 0, 0) * norm[r]);
         word[i] = reinterpret_cast<uint32_t const&>(packed);
       }
       transpose_quad(word);
@@ -405,8 +451,9 @@ struct Consumer {
       }
       warpgroup_commit_batch();
     };
-    // Blocks of keys below this one are seen whole by every row of the group.
-    int const unmasked = (kCausal ? min(p.seqlen_kv, group_row / kPack + 1) : p.seqlen_kv) / kTileN;
+    // Blocks of keys from `opened` on and below `unmasked` are seen whole by every row of the group.
+    int const unmasked = end_key(p, group_row / kPack) / kTileN;
+    int const opened = (first_key(p, (group_row + 63) / kPack) + kTileN - 1) / kTileN;
     auto values_read = [&] {
       warpgroup_fence_operand(tOrO);
       release(&s.v_empty[v.stage]);
@@ -420,10 +467,8 @@ struct Consumer {
         for (int half = 0; half < 2; ++half) {
           CUTE_UNROLL
           for (int r = 0; r < 2; ++r) {
-            cutlass::Array<float, 2> pair;
-            pair[0] = scores(make_coord(0, r, 2 * kk + half), 0, 0);
-            pair[1] = scores(make_coord(1, r, 2 * kk + half), 0, 0);
-            auto const packed = cutlass::NumericArrayConverter<Element, float, 2>{}(pair);
+            Pair const packed = round_pair(scores(make_coord(0, r, 2 * kk + half), 0, 0),
+                                           scores(make_coord(1, r, 2 * kk + half), 0, 0));
             tOrP(make_coord(0, r, half), 0, kk) = packed[0];
             tOrP(make_coord(1, r, half), 0, kk) = packed[1];
           }
@@ -444,7 +489,8 @@ struct Consumer {
 
     constexpr int kOctets = kTileN / 8;
     auto first_step = [&](auto& scores, int n) {
-      if (n >= unmasked) mask(scores, row0, n * kTileN, p.seqlen_kv);
+      cap(scores, p);
+      if (n >= unmasked || (kWindowed && n < opened)) mask(scores, p, row0, n * kTileN);
       softmax.template maxima<true>(scores, p.scale_log2);
       softmax.template exponentials<0, kOctets>(scores, p.scale_log2);
       to_p(scores);
@@ -477,7 +523,8 @@ struct Consumer {
           turn_pass(group);
           warpgroup_wait<1>();
           warpgroup_fence_operand(tSrS);
-          if constexpr (decltype(is_masked)::value) mask(tSrS, row0, n * kTileN, p.seqlen_kv);
+          cap(tSrS, p);
+          if constexpr (decltype(is_masked)::value) mask(tSrS, p, row0, n * kTileN);
           // The maxima and kEarly of the exponentials run under the GEMM that is in flight; the
           // rest is mixed with the conversions.
           bool const grew = softmax.template maxima<false>(tSrS, p.scale_log2);
@@ -497,10 +544,15 @@ struct Consumer {
         warpgroup_fence_operand(tSrS);
         release_keys();
         first_step(tSrS, n);
-        if constexpr (kCausal) {
+        if constexpr (kCausal || kWindowed) {
           while (n > max(first, unmasked)) step(true_type{});
         }
-        while (n > first) step(false_type{});
+        if constexpr (kWindowed) {
+          while (n > max(first, opened)) step(false_type{});
+          while (n > first) step(true_type{});
+        } else {
+          while (n > first) step(false_type{});
+        }
       } else {
         // Q K^T of the block after next is issued before this block's softmax. At the end there is
         // none: the last block's is computed once more and dropped, which keeps what is in flight
@@ -527,7 +579,8 @@ struct Consumer {
           warpgroup_wait<2>();
           warpgroup_fence_operand(scores);
           release_stage(stage);
-          if (n >= unmasked) mask(scores, row0, n * kTileN, p.seqlen_kv);
+          cap(scores, p);
+          if (n >= unmasked || (kWindowed && n < opened)) mask(scores, p, row0, n * kTileN);
           bool const grew = softmax.template maxima<false>(scores, p.scale_log2);
           softmax.template exponentials<0, kOctets>(scores, p.scale_log2);
           warpgroup_wait<1>();
@@ -570,7 +623,8 @@ struct Consumer {
       softmax.sum[r] = quad_sum(softmax.sum[r]);
       norm[r] = softmax.sum[r] > 0.f ? 1.f / softmax.sum[r] : 0.f;
     }
-    store(p, t, tOrO, row0, softmax, norm);
+    if (!kPersistent && p.is_clustered) cutlass::arch::NamedBarrier::sync(128 * kGroups, kGroups);
+    store(p, s, t, tOrO, row0, softmax, norm);
   }
 };
 
@@ -612,6 +666,76 @@ CUTE_DEVICE void for_each_tile(Params const& p, Storage& s, Work&& work) {
   }
 }
 
+CUTE_DEVICE void add(float4& sum, float weight, float4 const& x) {
+  sum.x += weight * x.x, sum.y += weight * x.y, sum.z += weight * x.z, sum.w += weight * x.w;
+}
+CUTE_DEVICE void store_four(Params const& p, int batch, int head, int seq, int column, float4 const& sum, float norm) {
+  cutlass::Array<float, 4> four;
+  four[0] = sum.x * norm, four[1] = sum.y * norm, four[2] = sum.z * norm, four[3] = sum.w * norm;
+  auto const packed = cutlass::NumericArrayConverter<Element, float, 4>{}(four);
+  *reinterpret_cast<uint2*>(p.out + batch * p.out_batch + head * p.out_head + seq * p.out_row + column) =
+      reinterpret_cast<uint2 const&>(packed);
+}
+
+// A value in the shared memory of another block of the cluster.
+template <class T>
+CUTE_DEVICE T remote(T const& mine, int block) {
+  uint32_t at;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(cast_smem_ptr_to_uint(&mine)), "r"(block));
+  if constexpr (sizeof(T) == 4) {
+    float x;
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(at));
+    return x;
+  } else {
+    float4 x;
+    asm volatile("ld.shared::cluster.v4.f32 { %0, %1, %2, %3 }, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(at));
+    return x;
+  }
+}
+
+// The outputs of a cluster's splits, weighted by exp of their log-sum-exp: each block its part of
+// the tile, four columns a thread at a time.
+CUTE_DEVICE void combine_cluster(Params const& p, Storage& s) {
+  constexpr int kMostSplits = 16;
+  Share const& share = reinterpret_cast<Share const&>(s);
+  Tile const t = Tile::at(p, blockIdx.x);
+  int const rows = min(kTileM, p.seqlen_q * kPack - t.m_block * kTileM), fours = p.head_dim / 4;
+  int const part = (rows * fours + p.splits - 1) / p.splits, begin = t.split * part;
+  for (int item = begin + threadIdx.x - 128; item < min(begin + part, rows * fours); item += 128 * kGroups) {
+    int const here = item / fours, column = item % fours * 4;
+    float weight[kMostSplits], top = -INFINITY, total = 0.f;
+    // Always as many loads as there may be splits, all in flight at once: a branch would put each
+    // after the one before.
+    CUTE_UNROLL
+    for (int i = 0; i < kMostSplits; ++i) {
+      float const lse = remote(share.lse[here], min(i, p.splits - 1));
+      weight[i] = i < p.splits ? lse : -INFINITY;
+      top = fmaxf(top, weight[i]);
+    }
+    float const shift = top == -INFINITY ? 0.f : top;
+    float4 const& mine = reinterpret_cast<float4 const&>(share.out[here * Share::kRow + column]);
+    float4 sum{};
+    CUTE_UNROLL
+    for (int i = 0; i < kMostSplits; ++i) {
+      float const w = exp2_mufu(weight[i] - shift);
+      total += w;
+      add(sum, w, remote(mine, min(i, p.splits - 1)));
+    }
+    int const row = t.m_block * kTileM + here, seq = row / kPack, head = t.head * kPack + row % kPack;
+    if (column == 0 && p.lse) {
+      p.lse[(int64_t(t.batch) * p.heads + head) * p.seqlen_q + seq] = (shift + log2f(total)) * kLn2;
+    }
+    store_four(p, t.batch, head, seq, column, sum, total > 0.f ? 1.f / total : 0.f);
+  }
+}
+
+// Every thread of the cluster comes here twice: when the shares stand, and when all were read.
+CUTE_DEVICE void cluster_meets() {
+  __syncwarp();
+  cluster_arrive();
+  cluster_wait();
+}
+
 struct kernel_golden {
   __device__ __forceinline__ static void run(Params const& p) {
     extern __shared__ __align__(1024) unsigned char raw[];
@@ -647,6 +771,10 @@ struct kernel_golden {
       } else if (kDynamic && threadIdx.x == 32) {
         schedule(p, s);
       }
+      if (!kPersistent && p.is_clustered) {
+        cluster_meets();
+        cluster_meets();
+      }
     } else {
       cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
       if constexpr (kPingPong) {
@@ -657,6 +785,11 @@ struct kernel_golden {
       if constexpr (kPingPong) {
         // Balances the last turn_pass to group 0, on which nobody waits any more.
         if (threadIdx.x / 128 == 1) cutlass::arch::NamedBarrier::sync(256, 0);
+      }
+      if (!kPersistent && p.is_clustered) {
+        cluster_meets();
+        combine_cluster(p, s);
+        cluster_meets();
       }
     }
   }
@@ -675,50 +808,70 @@ __global__ void __launch_bounds__(128) combine(CUTE_GRID_CONSTANT Params const p
   int64_t const rows = int64_t(p.batch) * p.heads * p.seqlen_q, row = int64_t(blockIdx.x) * 4 + threadIdx.x / 32;
   int const lane = threadIdx.x % 32;
   if (row >= rows) return;
-  float top = -INFINITY, total = 0.f;
+  float top = -INFINITY;
   for (int i = lane; i < p.splits; i += 32) top = fmaxf(top, p.partial_lse[i * rows + row]);
   CUTE_UNROLL
   for (int step = 16; step > 0; step /= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, step));
   float const shift = top == -INFINITY ? 0.f : top;
-  float4 sum[(kD + 127) / 128] = {};
-#pragma unroll 4
-  for (int i = 0; i < p.splits; ++i) {
-    float const weight = exp2_mufu(p.partial_lse[i * rows + row] - shift);
-    total += weight;
-    CUTE_UNROLL
-    for (int c = 0; c < (kD + 127) / 128; ++c) {
-      int const column = 4 * lane + 128 * c;
-      if (column >= p.head_dim) break;
-      float4 const x = *reinterpret_cast<float4 const*>(p.partial + (i * rows + row) * p.head_dim + column);
-      sum[c].x += weight * x.x, sum[c].y += weight * x.y, sum[c].z += weight * x.z, sum[c].w += weight * x.w;
+  constexpr int kFours = (kD + 127) / 128, kInFlight = 16 / kFours;
+  float4 sum[kFours] = {};
+  float total = 0.f;
+  for (int first = 0; first < p.splits; first += 32) {
+    int const here = min(32, p.splits - first);
+    float const own = lane < here ? exp2_mufu(p.partial_lse[(first + lane) * rows + row] - shift) : 0.f;
+    total += own;
+    for (int i = 0; i < here; i += kInFlight) {
+      float4 x[kInFlight][kFours];
+      CUTE_UNROLL
+      for (int j = 0; j < kInFlight; ++j) {
+        int64_t const at = (first + min(i + j, here - 1)) * rows + row;
+        CUTE_UNROLL
+        for (int c = 0; c < kFours; ++c) {
+          int const column = min(4 * lane + 128 * c, p.head_dim - 4);
+          x[j][c] = *reinterpret_cast<float4 const*>(p.partial + at * p.head_dim + column);
+        }
+      }
+      CUTE_UNROLL
+      for (int j = 0; j < kInFlight; ++j) {
+        float const weight = __shfl_sync(0xffffffffu, own, i + j);  // 0 beyond the last
+        CUTE_UNROLL
+        for (int c = 0; c < kFours; ++c) add(sum[c], weight, x[j][c]);
+      }
     }
   }
+  CUTE_UNROLL
+  for (int step = 16; step > 0; step /= 2) total += __shfl_xor_sync(0xffffffffu, total, step);
   float const norm = total > 0.f ? 1.f / total : 0.f;
-  int64_t const seq = row % p.seqlen_q, head = row / p.seqlen_q % p.heads, batch = row / p.seqlen_q / p.heads;
+  int const seq = row % p.seqlen_q, head = row / p.seqlen_q % p.heads, batch = row / p.seqlen_q / p.heads;
   if (lane == 0 && p.lse) p.lse[row] = (shift + log2f(total)) * kLn2;
-  Element* const target = p.out + batch * p.out_batch + head * p.out_head + seq * p.out_row;
   CUTE_UNROLL
   for (int c = 0; c < (kD + 127) / 128; ++c) {
     int const column = 4 * lane + 128 * c;
-    if (column >= p.head_dim) break;
-    cutlass::Array<float, 4> four;
-    four[0] = sum[c].x * norm, four[1] = sum[c].y * norm, four[2] = sum[c].z * norm, four[3] = sum[c].w * norm;
-    auto const packed = cutlass::NumericArrayConverter<Element, float, 4>{}(four);
-    *reinterpret_cast<uint2*>(target + column) = reinterpret_cast<uint2 const&>(packed);
+    if (column < p.head_dim) store_four(p, batch, head, seq, column, sum[c], norm);
   }
 }
 
-inline int launch_one(void (*kernel)(Params), int64_t blocks, int threads, int smem, bool is_dependent, Params const& p, cudaStream_t stream) {
-  cudaLaunchAttribute dependent;
-  dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  dependent.val.programmaticStreamSerializationAllowed = 1;
+inline int launch_one(void (*kernel)(Params), int64_t blocks, int cluster, int threads, int smem, bool is_dependent,
+                      Params const& p, cudaStream_t stream) {
+  cudaLaunchAttribute attributes[2];
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(unsigned(blocks)), config.blockDim = dim3(threads), config.dynamicSmemBytes = smem;
-  config.stream = stream, config.attrs = &dependent, config.numAttrs = is_dependent;
+  config.stream = stream, config.attrs = attributes;
+  if (is_dependent) {
+    auto& dependent = attributes[config.numAttrs++];
+    dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    dependent.val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (cluster > 1) {
+    auto& shape = attributes[config.numAttrs++];
+    shape.id = cudaLaunchAttributeClusterDimension;
+    shape.val.clusterDim.x = cluster, shape.val.clusterDim.y = shape.val.clusterDim.z = 1;
+  }
   return cudaLaunchKernelEx(&config, kernel, p);
 }
 
-// Multiprocessors of the current device; allows the kernel its shared memory there, once.
+// Multiprocessors of the current device; allows the kernel its shared memory and clusters of more
+// than 8 there, once.
 inline int prepare(int& multiprocessors) {
   static std::atomic<int> known[64];
   int device;
@@ -727,16 +880,30 @@ inline int prepare(int& multiprocessors) {
   if (multiprocessors) return 0;
   if (auto e = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device)) return e;
   if (auto e = cudaFuncSetAttribute(fused_attention<kernel_golden>, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Storage))) return e;
+  if constexpr (!kPersistent) {
+    if (auto e = cudaFuncSetAttribute(fused_attention<kernel_golden>, cudaFuncAttributeNonPortableClusterSizeAllowed, 1)) return e;
+  }
   if (device < 64) known[device].store(multiprocessors, std::memory_order_relaxed);
   return 0;
 }
 
-inline int64_t partial_rows(int64_t const* n) { return n[18] > 1 ? n[18] * n[0] * n[1] * n[3] : 0; }
+inline int64_t partial_rows(int64_t const* n) { return n[18] > 1 && !n[20] ? n[18] * n[0] * n[1] * n[3] : 0; }
 
-inline int launch(void* const* tensors, int64_t const* n, double const* scalars, void* workspace, cudaStream_t stream) {
+// What one call passes. Descriptors and parameters follow from it and from nothing else.
+struct Call {
+  void const* tensors[5];
+  int64_t n[21];
+  double scalars[1];
+  void* workspace;
+
+  bool operator==(Call const& other) const { return std::memcmp(this, &other, sizeof(Call)) == 0; }
+};
+
+inline Params params_of(Call const& call) {
+  int64_t const* n = call.n;
   Params p;
   p.batch = n[0], p.heads = n[1], p.heads_kv = n[2], p.seqlen_q = n[3], p.seqlen_kv = n[4], p.head_dim = n[5];
-  auto data = [&](int index) { return static_cast<Element const*>(tensors[index]); };
+  auto data = [&](int index) { return static_cast<Element const*>(call.tensors[index]); };
   p.q = make_tma_copy(SM90_TMA_LOAD{},
                       global_tensor(data(0), rows_q(p.seqlen_q), rows_q_stride(n[7], n[8]), p.head_dim, p.heads / kPack, p.batch,
                                     n[7] * kPack, n[6]),
@@ -748,31 +915,53 @@ inline int launch(void* const* tensors, int64_t const* n, double const* scalars,
   };
   p.k = keys(1, n + 9);
   p.v = keys(2, n + 12);
-  p.out = static_cast<Element*>(tensors[3]);
+  p.out = static_cast<Element*>(const_cast<void*>(call.tensors[3]));
   p.out_batch = n[15], p.out_head = n[16], p.out_row = n[17];
-  p.lse = static_cast<float*>(tensors[4]);
-  p.splits = n[18];
-  p.counter = static_cast<int*>(workspace);
-  p.partial = reinterpret_cast<float*>(static_cast<char*>(workspace) + kCounterBytes);
+  p.lse = static_cast<float*>(const_cast<void*>(call.tensors[4]));
+  p.splits = n[18], p.is_clustered = n[20];
+  p.counter = static_cast<int*>(call.workspace);
+  p.partial = reinterpret_cast<float*>(static_cast<char*>(call.workspace) + kCounterBytes);
   p.partial_lse = p.partial + partial_rows(n) * p.head_dim;
-  int const heads = p.heads / kPack, lanes = p.batch * heads * p.splits;
+  int const heads = p.heads / kPack, lanes = p.batch * heads;
   p.m_blocks = (p.seqlen_q * kPack + kTileM - 1) / kTileM;
-  p.tiles = p.m_blocks * lanes;
+  p.tiles = p.m_blocks * lanes * p.splits;
   int64_t const kv_bytes = int64_t(4) * p.seqlen_kv * p.head_dim;
-  p.section = int(std::min<int64_t>(lanes, std::max<int64_t>(1, kSectionBytes / kv_bytes) * (heads / p.heads_kv) * p.splits));
+  p.section = int(std::min<int64_t>(lanes, std::max<int64_t>(1, kSectionBytes / kv_bytes) * (heads / p.heads_kv)));
   p.by_m_blocks = cutlass::FastDivmod(p.m_blocks);
   p.by_splits = cutlass::FastDivmod(p.splits);
   p.by_heads = cutlass::FastDivmod(heads);
-  p.scale_log2 = float(scalars[0]) * kLog2E;
+  p.scale_log2 = float(call.scalars[0]) * kLog2E;
+  return p;
+}
+
+// The parameters of a call; those of this thread's last calls are kept: three descriptors cost the
+// host as much as the launch.
+inline Params const& parameters(Call const& call) {
+  static thread_local std::vector<std::pair<Call, Params>> kept(16);
+  uintptr_t const mixed = reinterpret_cast<uintptr_t>(call.tensors[0]) ^ reinterpret_cast<uintptr_t>(call.tensors[3]) * 31;
+  auto& [known, params] = kept[mixed * 0x9e3779b97f4a7c15u >> 60];
+  if (!(known == call)) params = params_of(call), known = call;
+  return params;
+}
+
+inline int launch(void* const* tensors, int64_t const* n, double const* scalars, void* workspace, cudaStream_t stream) {
+  if (kPersistent && n[18] != 1) return cudaErrorInvalidValue;
+  Call call;
+  std::copy_n(tensors, std::size(call.tensors), call.tensors);
+  std::copy_n(n, std::size(call.n), call.n);
+  std::copy_n(scalars, std::size(call.scalars), call.scalars);
+  call.workspace = workspace;
+  Params const& p = parameters(call);
   int multiprocessors;
   if (int e = prepare(multiprocessors)) return e;
   if constexpr (kDynamic) {
     if (auto e = cudaMemsetAsync(p.counter, 0, sizeof(int), stream)) return e;
   }
   int const blocks = kPersistent ? std::min(p.tiles, multiprocessors * kBlocksPerSm) : p.tiles;
-  if (int e = launch_one(fused_attention<kernel_golden>, blocks, kThreads, sizeof(Storage), n[19], p, stream)) return e;
-  if (p.splits == 1) return 0;
-  return launch_one(combine<kernel_golden>, (int64_t(p.batch) * p.heads * p.seqlen_q + 3) / 4, 128, 0, true, p, stream);
+  int const cluster = p.is_clustered ? p.splits : 1;
+  if (int e = launch_one(fused_attention<kernel_golden>, blocks, cluster, kThreads, sizeof(Storage), n[19], p, stream)) return e;
+  if (p.splits == 1 || p.is_clustered) return 0;
+  return launch_one(combine<kernel_golden>, (int64_t(p.batch) * p.heads * p.seqlen_q + 3) / 4, 1, 128, 0, true, p, stream);
 }
 }  // namespace k_golden
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +16,15 @@ from tuner.device import Device, Pool, detect, read_clocks
 from tuner.families.base import KernelSpec
 from tuner.gate import KINDS, REFERENCE, Gate, scale_of
 from tuner.measurement import Regime, Status
-from tuner.problem import AttentionProblem, GemmProblem, Operand, Problem, SoftmaxProblem
+from tuner.problem import (
+    EPILOGUES,
+    AttentionProblem,
+    GemmProblem,
+    Operand,
+    Problem,
+    SoftmaxProblem,
+    SwigluProblem,
+)
 
 np = pytest.importorskip("numpy", reason="numpy is not installed")
 pytestmark = pytest.mark.gpu
@@ -25,10 +34,18 @@ PROBLEMS = [
     AttentionProblem(190, 190, 128, 1, 4, 1, True, "bfloat16", "bshd"),
     AttentionProblem(130, 60, 8, heads_q=2, is_causal=True, layout="bshd"),
     AttentionProblem(1, 700, 256, heads_q=2),
+    AttentionProblem.parse("B=2,H=4,HKV=2,SQ=300,SKV=200,D=64,left=70,right=9,softcap=20"),
+    AttentionProblem.parse("H=2,S=190,D=64,causal=1,window=65,dtype=bf16"),
+    AttentionProblem.parse("H=2,SQ=300,SKV=60,D=8,left=100"),
     GemmProblem(m=200, n=150, k=300, batch=2),
     GemmProblem(200, 150, 300, 2, "bfloat16", "float32", "col", "row"),
     GemmProblem(m=65, n=130, k=33, layout_b="row"),
     GemmProblem(m=1, n=64, k=7, layout_a="col"),
+    *(GemmProblem(70, 90, 40, epilogue=epilogue) for epilogue in EPILOGUES),
+    GemmProblem(33, 50, 40, 2, "bfloat16", "float32", epilogue="bias_residual"),
+    GemmProblem(33, 50, 40, 2, "bfloat16", epilogue="bias_gelu"),
+    SwigluProblem(70, 96, 40),
+    SwigluProblem(33, 64, 72, dtype="bfloat16", weights="concatenated"),
     SoftmaxProblem(rows=120, cols=700, batch=2, query_rows=60, is_causal=True),
     SoftmaxProblem(rows=33, cols=1000, dtype="bfloat16"),
 ]
@@ -80,9 +97,28 @@ def write(device: Device, pointer: int, operand: Operand, values: Any) -> None:
     device.write(pointer, memory.tobytes())
 
 
+def activated(activation: str, x: Any) -> Any:
+    match activation:
+        case "relu":
+            return np.maximum(x, 0)
+        case "gelu":
+            return x * np.vectorize(statistics.NormalDist().cdf)(x)
+        case "gelu_tanh":
+            return x / (1 + np.exp(-np.sqrt(8 / np.pi) * (x + 0.044715 * x**3)))
+        case "silu":
+            return x / (1 + np.exp(-x))
+        case _:
+            return x
+
+
 def expected(problem: Any, inputs: list[Any], scale: float) -> Any:
     if problem.op == "gemm":
-        return inputs[0] @ inputs[1] * scale
+        product = inputs[0] @ inputs[1] * scale + (inputs[2] if problem.has_bias else 0)
+        residual = inputs[-1] if problem.has_residual else 0
+        return activated(problem.activation, product) + residual
+    if problem.op == "swiglu":
+        gate, up = (inputs[0] @ half.reshape(problem.n, problem.k).T for half in inputs[1])
+        return activated("silu", gate) * up
     if problem.op == "softmax":
         scores, columns = inputs[0] * scale, np.arange(problem.cols)
         rows = np.arange(problem.rows) % problem.query_rows
@@ -91,10 +127,18 @@ def expected(problem: Any, inputs: list[Any], scale: float) -> Any:
         key, value = (np.repeat(x, repeat, axis=1) for x in inputs[1:])
         scores = inputs[0] @ key.swapaxes(2, 3) * scale
         rows, columns = np.arange(problem.seqlen_q), np.arange(problem.seqlen_kv)
+        if problem.softcap:
+            scores = problem.softcap * np.tanh(scores / problem.softcap)
+        if problem.window_left >= 0:
+            scores = np.where(columns < rows[:, None] - problem.window_left, -np.inf, scores)
+        if problem.window_right >= 0:
+            scores = np.where(columns > rows[:, None] + problem.window_right, -np.inf, scores)
     if problem.is_causal:
         scores = np.where(columns > rows[:, None], -np.inf, scores)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    weights /= weights.sum(-1, keepdims=True)
+    # A query that sees no key has zeros: not 0 / 0 of infinite scores.
+    top = scores.max(-1, keepdims=True)
+    weights = np.exp(scores - np.where(top == -np.inf, 0, top))
+    weights /= np.maximum(weights.sum(-1, keepdims=True), 1e-300)
     return weights if problem.op == "softmax" else weights @ value
 
 

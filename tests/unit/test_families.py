@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -27,7 +28,10 @@ SHAPES: dict[str, tuple[str, ...]] = {
         "M=512,N=768,K=256,layout_a=col,layout_b=row,B=4,dtype=bf16",
         "M=1024,N=1024,K=64,B=16,dtype_d=fp32",
         "M=16,N=4096,K=4096",
+        "M=1024,N=768,K=512,epilogue=bias_gelu",
+        "M=64,N=768,K=512,dtype_d=fp32,epilogue=bias_residual",
     ),
+    "swiglu": ("M=4096,N=14336,K=4096", "M=200,N=96,K=136,dtype=bf16"),
     "softmax": ("M=1024,N=1024,B=16", "M=333,N=1000,B=3,causal=1"),
 }
 PAIRS = [
@@ -75,6 +79,9 @@ def test_kernels_render_and_launches_name_what_exists(member: Family, problem: P
         kernels = member.kernels(problem, config)
         for spec in kernels.values():
             text = render(spec, "0123456789abcdef")
+            if spec.template.endswith(".py.j2"):  # Triton's, whose library is made around it
+                assert "BUILD_0123456789abcdef = {" in text
+                continue
             assert "tuner_0123456789abcdef_launch" in text
             assert "tuner_0123456789abcdef_workspace" in text
         launches = member.launches(problem, config, 0.125)
@@ -128,6 +135,20 @@ def test_what_a_store_may_hold_is_judged_without_raising(member: Family, problem
         for params in (less, {**less, name: 0}, {**less, name: "x"}):
             member.accepts(problem, Config(member.name, params, config.stages), DEFAULT_GPU)
     assert not member.accepts(problem, Config(member.name), DEFAULT_GPU)
+
+
+@pytest.mark.parametrize(("member", "problem"), PAIRS)
+def test_gpus_that_a_family_is_not_written_for(member: Family, problem: Problem) -> None:
+    for capability in ("7.5", "8.0", "8.9", "10.0", "12.0"):
+        gpu = replace(DEFAULT_GPU, name="another", compute_capability=capability)
+        reason = member.supports(problem, gpu)
+        if capability in member.capabilities or (not member.capabilities and gpu.is_served):
+            assert "capability" not in reason
+        else:
+            assert f"not {capability}" in reason
+        assert bool(member.space(problem, gpu)) != bool(reason)
+        for config in sample(member, problem, 3):
+            assert bool(member.violations(problem, config, gpu)) >= bool(reason)
 
 
 @pytest.mark.parametrize("member", list(families().values()), ids=list(families()))

@@ -63,6 +63,8 @@ def make(groups: int, tile_n: int, **more: Value) -> Config:
         "pdl": False,
         **more,
     }
+    if params["splits"] > 1:
+        params.setdefault("combine", "kernel")
     if params["score_buffers"] == 1:
         params.setdefault("early_exp", 0)
         if groups > 1:
@@ -107,12 +109,26 @@ PACKED = "packed_heads is for several query heads to a KV head, only"
         ("H=6,HKV=2,D=64", make(2, 64, packed_heads=3), "packed_heads=3 does not divide tile_m"),
         ("D=64", make(2, 64, splits=0), "splits=0 is not between 1 and the 16 tiles"),
         ("D=64", make(2, 80, splits=14), "splits=14 is not between 1 and the 13 tiles"),
+        ("D=64", make(2, 64, splits=2, persistent=True), "splits=2 is for one block a tile"),
+        ("D=64", make(2, 64, combine="kernel"), "combine is for splits > 1, only"),
+        ("D=64", without(make(2, 64, splits=2), "combine"), "combine is for splits > 1, only"),
+        (
+            "D=64",
+            make(2, 32, splits=17, combine="cluster"),
+            "splits=17 exceed the 16 blocks of a cluster",
+        ),
         ("D=64", make(2, 128, kv_stages=7), "246784 bytes of shared memory exceed 232448"),
         ("D=64", make(1, 96, kv_stages=5, blocks_per_sm=2), "132096 bytes of shared memory exceed"),
         ("D=64", make(2, 80, blocks_per_sm=2), "92 accumulator registers + 28 exceed 104"),
         ("D=64", make(3, 160), "152 accumulator registers + 28 exceed 160"),
         ("D=128", make(2, 128, score_buffers=2), "224 accumulator registers + 28 exceed 240"),
         ("D=256", make(2, 80, q_in_registers=True), "252 accumulator registers + 28 exceed 240"),
+        ("D=64,window=64", make(2, 64, splits=2), "splits=2 is not for a sliding window"),
+        (
+            "D=64,window=64",
+            make(2, 128, score_buffers=2),
+            "192 accumulator registers + 52 exceed 240",
+        ),
         ("D=64", make(4, 64), "warp_groups=4 at blocks_per_sm=1 has no register budget"),
         ("D=64", make(1, 64, blocks_per_sm=3), "warp_groups=1 at blocks_per_sm=3 has no register"),
     ],
@@ -136,9 +152,14 @@ def test_one_violation_at_a_time(text: str, config: Config, reason: str) -> None
         ("D=128,causal=1", make(2, 64, q_in_registers=True, ping_pong=True)),
         ("D=96,causal=1", make(2, 64, q_in_registers=True)),
         ("D=256", make(2, 80)),
-        ("D=64,causal=1", make(2, 64, persistent=True, splits=2)),
+        ("D=64,causal=1", make(2, 64, splits=2)),
+        ("D=64", make(2, 64, splits=16, combine="cluster")),
+        ("D=64", make(2, 32, splits=17)),
         ("D=64", make(2, 64, persistent=True, pdl=True)),
         ("H=8,HKV=2,D=64", make(2, 64, packed_heads=4)),
+        ("D=64,window=64", make(2, 112, score_buffers=2)),
+        ("D=64,causal=1,window=64,softcap=30", make(2, 128, persistent=True)),
+        ("D=128,softcap=30", make(2, 128, q_in_registers=True, splits=2)),
     ],
 )
 def test_legal_near_the_limits(text: str, config: Config) -> None:
@@ -229,13 +250,15 @@ def test_one_launch_with_extents_strides_and_schedule(
     assert all(ref.offset_bytes == 0 for ref in launch.tensors)
     assert launch.integers[:6] == (3, 8, 2, 64, 256, 40)
     assert launch.integers[6:18] == tuple(s for group in strides for s in group)
-    assert launch.integers[18:] == (3, 1)
+    assert launch.integers[18:] == (3, 1, 0)
     assert launch.scalars == (0.125,)
     assert FAMILY.scratch_bytes(problem, config) == 0
+    clustered = make(2, 64, packed_heads=4, splits=3, combine="cluster")
+    assert FAMILY.launches(problem, clustered, 0.125)[0].integers[18:] == (3, 0, 1)
 
 
 def test_splits_and_pdl_share_a_kernel_and_nothing_else_does() -> None:
-    config = make(2, 64, packed_heads=2)
+    config = make(2, 64, packed_heads=2, splits=3)
     spec = FAMILY.kernels(GROUPED, config)["attention"]
     others: dict[str, Value] = {
         "warp_groups": 3,
@@ -251,11 +274,12 @@ def test_splits_and_pdl_share_a_kernel_and_nothing_else_does() -> None:
         "blocks_per_sm": 2,
         "splits": 2,
         "pdl": True,
+        "combine": "cluster",
     }
     assert set(others) == set(config.params) == set(FAMILY.domains)
     for name, value in others.items():
         other = Config(config.family, {**config.params, name: value})
-        is_shared = name in ("splits", "pdl")
+        is_shared = name in ("splits", "pdl", "combine")
         assert (FAMILY.kernels(GROUPED, other)["attention"] == spec) == is_shared, name
         assert (len(group_by_kernels(FAMILY, [config, other])) == 1) == is_shared, name
         launched = [FAMILY.launches(GROUPED, c, 1.0)[0].integers for c in (config, other)]
@@ -364,6 +388,44 @@ def test_space_uses_every_lever_where_it_pays() -> None:
     assert values(decoding, "warp_groups") == {1}
     assert values(decoding, "packed_heads") == {1, 4}
     assert values(decoding, "splits") >= {1, 8, 32}
+
+
+def test_windows_and_soft_caps_are_compiled_in_and_their_sizes_are_not() -> None:
+    config = make(2, 64)
+    texts = ("", ",window=64", ",window=65", ",softcap=30", ",softcap=50", ",left=9,softcap=5")
+    problems = [AttentionProblem.parse(f"S=1024,D=64{text}") for text in texts]
+    specs = [FAMILY.kernels(problem, config)["attention"] for problem in problems]
+    assert [(s.variables["is_windowed"], s.variables["has_softcap"]) for s in specs] == [
+        (False, False), (True, False), (True, False), (False, True), (False, True), (True, True),
+    ]  # fmt: skip
+    assert specs[1] == specs[2] and specs[3] == specs[4]
+    launches = [FAMILY.launches(problem, config, 0.125)[0] for problem in problems]
+    plain = launches[0]
+    assert [launch.integers[len(plain.integers) :] for launch in launches] == [
+        (), (64, 64), (65, 65), (), (), (9, 1024),
+    ]  # fmt: skip
+    assert all(x.integers[: len(plain.integers)] == plain.integers for x in launches)
+    assert [launch.scalars[1:] for launch in launches] == [(), (), (), (30.0,), (50.0,), (5.0,)]
+    causal = AttentionProblem.parse("S=1024,D=64,causal=1,window=64")
+    assert FAMILY.launches(causal, config, 0.125)[0].integers[-2:] == (64, 0)
+
+
+def test_a_window_is_estimated_by_the_keys_that_it_shows() -> None:
+    config = make(2, 128, ping_pong=True, persistent=True)
+    times = [
+        FAMILY.predict_us(AttentionProblem.parse(f"S=16384,D=64{text}"), config, DEFAULT_GPU)
+        for text in (
+            ",causal=1,window=256",
+            ",causal=1,window=4096",
+            ",causal=1",
+            "",
+            ",softcap=30",
+        )
+    ]
+    assert times == sorted(times)
+    assert times[0] < times[2] / 8
+    unseen = AttentionProblem.parse("SQ=16384,SKV=128,D=64,causal=1,window=64")
+    assert 0 < FAMILY.predict_us(unseen, config, DEFAULT_GPU) < times[0]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,13 @@ from tuner.errors import BenchmarkError
 from tuner.gate import KINDS, LIMITS, POISON, Comparison, Gate, border_columns, judge, scale_of
 from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Status
-from tuner.problem import AttentionProblem, GemmProblem, Problem, SoftmaxProblem
+from tuner.problem import (
+    AttentionProblem,
+    GemmProblem,
+    Problem,
+    SoftmaxProblem,
+    SwigluProblem,
+)
 
 GEMM = GemmProblem(m=4, n=8, k=64)
 ATTENTION = AttentionProblem(seqlen_q=70, seqlen_kv=90, head_dim=64, heads_q=2, layout="bshd")
@@ -168,15 +174,20 @@ def opened(problem: Problem) -> tuple[Gate, FakeDevice, FakeKernel]:
 
 #: Command, tensors, integers and scalars as the template's opening comment lists them.
 COMMANDS = {
-    "gemm": [*[(0, 1, 4, 2)] * 2, (2, 1, None, 1), (5, 3, 15, 1), *[(9, 2, 2, 0)] * 2],
+    "gemm": [*[(0, 1, 4, 2)] * 2, (2, 1, None, 1), (5, 5, 17, 2), *[(9, 2, 2, 0)] * 2],
     "attention": [
-        *[(0, 1, 4, 2)] * 3, (1, 2, 16, 1), (4, 5, 21, 1), *[(9, 2, 2, 0)] * 3,
+        *[(0, 1, 4, 2)] * 3, (1, 2, 17, 1), (4, 5, 22, 2), *[(9, 2, 2, 0)] * 3,
+    ],
+    "swiglu": [
+        *[(0, 1, 4, 2)] * 2, (2, 1, None, 1), (5, 5, 17, 2), (10, 2, 7, 0), *[(9, 2, 2, 0)] * 2,
     ],
     "softmax": [(0, 1, 4, 2), (3, 1, 6, 1), (6, 2, 5, 1), (9, 2, 2, 0)],
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("problem", [GEMM, ATTENTION, SoftmaxProblem(rows=6, cols=9)])
+@pytest.mark.parametrize(
+    "problem", [GEMM, SwigluProblem(4, 32, 64), ATTENTION, SoftmaxProblem(rows=6, cols=9)]
+)
 def test_arguments_have_the_template_s_lengths(problem: Problem) -> None:
     made, _, kernel = opened(problem)
     made.load(KINDS[problem.op][0])
@@ -225,6 +236,14 @@ def test_a_causal_floor_counts_the_visible_pairs(queries: int, keys: int) -> Non
     assert flops == 4 * 2 * 64 * pairs
     seen = min(queries, keys)
     assert moved == 2 * 64 * 2 * (2 * queries + 2 * seen)
+
+
+def test_a_window_s_floor_counts_what_it_lets_through() -> None:
+    problem = AttentionProblem(40, 64, 64, heads_q=2, window_left=3, window_right=5)
+    flops, moved = gate.floor_work(problem)
+    pairs = sum(min(query + 5, 63) - max(query - 3, 0) + 1 for query in range(40))
+    assert flops == 4 * 2 * 64 * pairs
+    assert moved == 2 * 64 * 2 * (2 * 40 + 2 * 45)
 
 
 def test_the_floor() -> None:

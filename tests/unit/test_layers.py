@@ -27,16 +27,20 @@ LAYERS: tuple[set[str], ...] = (
         "mirror",
         "nearest",
         "processes",
+        "profile",
         "ptxas",
+        "ranges",
         "recording",
         "render",
+        "rule",
         "snapshot",
         "toolchain",
+        "triton_kernels",
     },
-    {"gate", "benchmark", "worker", "worker_client"},
+    {"gate", "benchmark", "worker", "worker_client", "profiled", "profiler"},
     {"evaluate"},
     {"runners"},
-    {"surrogate", "optuna_sampler", "transfer", "search", "fit", "shapes"},
+    {"surrogate", "optuna_sampler", "transfer", "search", "fit", "plan", "shapes"},
     {"ranking", "outcome", "watch", "sweep", "job", "controller", "revalidate", "bundle"},
     {"bench", "cli", "report", "service", "__main__"},
 )
@@ -51,6 +55,7 @@ RUNTIME_ALLOWED = {
     "families",
     "nearest",
     "processes",
+    "ranges",
     "snapshot",
     *LAYERS[0],
 }
@@ -75,6 +80,7 @@ HOMES: dict[str, set[str]] = {
     "sqlalchemy": {"store"},
     "transformers": {"runtime"},
     "torch": {"families", "runtime", "gate", "benchmark", "worker", "device", "bench", "cli"},
+    "triton": {"triton_kernels"},
     "vl_convert": {"report"},
 }
 #: Imported when their room is: every other foreign import waits inside a function.

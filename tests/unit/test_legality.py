@@ -211,7 +211,9 @@ def test_loads_of_spilled_registers_count_too() -> None:
 class FakeCompiler:
     made: list[FakeCompiler]
 
-    def __init__(self, tools: Any, cache: Any, jobs: int, batch: int, timeout_s: float) -> None:
+    def __init__(
+        self, tools: Any, cache: Any, jobs: int, batch: int, timeout_s: float, capability: str
+    ) -> None:
         self.batch, self.timeout_s, self.ended = batch, timeout_s, False
         self.made.append(self)
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -164,6 +165,17 @@ def test_retiming_is_one_final_request(make: Callable[[], Made]) -> None:
 def test_the_environment_joins_machine_compiler_and_vendors(make: Callable[[], Made]) -> None:
     facts = make()[0].environment.facts
     assert facts == {"driver": "580", "nvcc": "13.0.88", "cutlass": "4.2.0", "torch": "2.11"}
+
+
+@pytest.mark.parametrize(("capability", "found"), [("9.0", None), ("8.0", "3.6.0")])
+def test_triton_is_a_fact_where_its_kernels_compete(
+    capability: str, found: str | None, make: Callable[[], Made]
+) -> None:
+    runner, compiler, _ = make()
+    tools: Any = SimpleNamespace(**vars(compiler.toolchain), triton_version="3.6.0")
+    compiler.toolchain = tools
+    runner.gpu = replace(DEFAULT_GPU, compute_capability=capability)
+    assert runner.environment.facts.get("triton") == found
 
 
 def test_capacity_follows_the_compiler(make: Callable[[], Made]) -> None:

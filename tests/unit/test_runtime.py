@@ -22,6 +22,7 @@ from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.lookup import Answer, Entry
 from tuner.measurement import Measurement, Provenance, Regime, Status
 from tuner.problem import AttentionProblem, Problem
+from tuner.rule import Choice, Regret
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 TorchDispatchMode = importlib.import_module("torch.utils._python_dispatch").TorchDispatchMode
@@ -242,6 +243,18 @@ def test_a_pinned_table_asks_its_file_and_launches_nothing_that_is_absent(
     assert was_tuned(machine.attention(*inputs())) and machine.asked[-1] is None
 
 
+def test_what_a_rule_names_is_a_miss(machine: Machine) -> None:
+    """Even if it were measured: nobody has checked it at this shape."""
+    regret = Regret(0.03, 0.07, 11, 0)
+    ruled = Choice(Config("toy", {"n": 1}), "tree", regret, "always")
+    machine.decide(measured())
+    assert machine.answer is not None
+    machine.answer = replace(machine.answer, ruled=ruled)
+    q, k, v = inputs()
+    assert same(machine.attention(q, k, v), SDPA(q, k, v))
+    assert machine.stats().fallbacks == {"no measured winner": 1}
+
+
 def test_arguments_of_pytorch_s_are_passed_on(machine: Machine) -> None:
     machine.decide(measured())
     q, k, v = inputs()
@@ -285,6 +298,40 @@ def test_a_measured_kernel_is_launched(machine: Machine) -> None:
     assert work_one - scratch >= 100 and work_two - work_one >= 300
     assert (work_one - scratch) % 256 == (work_two - scratch) % 256 == 0
     assert (machine.stats().hits, machine.stats().nearest_hits) == (1, 0)
+
+
+def test_a_window_has_a_plan_of_its_own(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never the plain one, and the dispatcher, which knows no windows, is not told of it."""
+    known: list[Problem] = []
+    told: list[Any] = []
+    windowed = AttentionProblem(16, 16, 8, 1, 2, window_left=4, window_right=2, softcap=30.0)
+
+    def lookup(problem: Problem, *, gpu: Gpu, path: Path | None) -> Answer:
+        known.append(problem)
+        return answer(measured(problem=problem))
+
+    monkeypatch.setattr(machine.runtime.table, "lookup", lookup)
+    monkeypatch.setattr(machine.runtime.table.dispatch, "put", lambda *call: told.append(call))
+    tensors = inputs()
+    for _ in range(2):
+        assert was_tuned(machine.attention(*tensors, window=(4, 2), softcap=30.0))
+        assert was_tuned(machine.attention(*tensors))
+    assert known == [windowed, PROBLEM]
+    assert len(told) == 1
+    assert machine.stats().hits == 4
+    # One that hides nothing is plain attention.
+    assert was_tuned(machine.attention(*tensors, window=(15, 15)))
+    assert known[2] == PROBLEM
+
+
+def test_a_gradient_under_a_window_is_composed(machine: Machine) -> None:
+    machine.toy = ToyWithLse()
+    machine.decide(measured())
+    tensors = [t.requires_grad_() for t in inputs()]
+    out = machine.attention(*tensors, window=(15, 15))
+    assert torch.allclose(out, SDPA(*tensors), atol=2e-3)
+    assert machine.stats().fallbacks == {"a gradient is wanted": 1}
+    assert machine.launched == []
 
 
 def test_the_default_scale(machine: Machine) -> None:

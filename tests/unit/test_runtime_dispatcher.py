@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -338,6 +339,26 @@ def test_products(server: Server) -> None:
             assert launched and by_python is by_python_wanted
             assert by_kernel(out, a, 8) and out.is_contiguous()
             assert out.shape[-1] == 16 and out.numel() == 8 * 16
+    biased = GemmProblem(m=8, n=16, k=32, epilogue="bias")
+    server.decide(biased, replace(biased, epilogue="gelu"), replace(biased, epilogue="bias_silu"))
+    bias = torch.zeros(16).half()
+    for given, activation in ((bias, None), (None, "gelu"), (bias, "silu")):
+        for by_python_wanted in (True, False):
+            out, by_python, launched = server.went(
+                lambda given=given, activation=activation: linear(
+                    a, b.t(), given, activation=activation
+                )
+            )
+            assert launched and by_python is by_python_wanted and by_kernel(out, a, 8)
+    for given, activation in ((bias, "gelu"), (bias[::1].expand(1, 16), None), (None, "relu")):
+        fallback = server.runtime.products._PYTORCHS[activation]
+        out, _, launched = server.went(
+            lambda given=given, activation=activation: linear(
+                a, b.t(), given, activation=activation
+            )
+        )
+        wanted = fallback(torch.nn.functional.linear(a, b.t(), given))
+        assert not launched and torch.equal(out, wanted)
     left, right = inputs(batched)
     out, _, launched = server.went(lambda: matmul(left, right))
     assert launched and out.shape == (3, 8, 16)

@@ -35,7 +35,7 @@ from tuner.families.cutlass_fmha_shape import (
     attention,
     fields,
 )
-from tuner.hardware import SMEM_PER_BLOCK_BYTES, Gpu
+from tuner.hardware import HOPPER, SMEM_PER_BLOCK_BYTES, Gpu
 from tuner.problem import DTYPE_BYTES, MAX_EXTENT, AttentionProblem, Problem
 
 KERNEL = "attention"
@@ -69,6 +69,7 @@ class CutlassFmha(Family):
 
     name: ClassVar[str] = "cutlass_fmha"
     op: ClassVar[str] = "attention"
+    capabilities = (HOPPER,)
     cost_constants = cutlass_fmha_cost.CONSTANTS
     domains: ClassVar[Mapping[str, tuple[Value, ...]]] = {
         "kernel_schedule": SCHEDULES,
@@ -85,8 +86,11 @@ class CutlassFmha(Family):
     }
 
     def supports(self, problem: Problem, gpu: Gpu) -> str:
-        if not isinstance(problem, AttentionProblem):
-            return f"{self.name} serves {self.op}, not {problem.op}"
+        reason = super().supports(problem, gpu)
+        if reason or not isinstance(problem, AttentionProblem):
+            return reason
+        if problem.extras:
+            return f"{self.name} has no {problem.extras}"
         # Strides are 32-bit in the collectives (cute::tuple<int, _1, tuple<int, int>>), and so is
         # the offset into the log-sum-exp.
         if any(stride > MAX_EXTENT for o in problem.operands for stride in o.strides):

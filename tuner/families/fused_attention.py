@@ -12,6 +12,7 @@ from tuner.config import Config, Value
 from tuner.families import fused_attention_cost
 from tuner.families.base import LSE, Family, KernelSpec, Launch, Ref
 from tuner.hardware import (
+    HOPPER,
     SMEM_PER_BLOCK_BYTES,
     SMEM_PER_SM_BYTES,
     SMEM_RESERVED_PER_BLOCK_BYTES,
@@ -48,10 +49,15 @@ ALWAYS = (
 #: Registers a consumer thread needs beside its accumulators: addresses, row statistics, loop
 #: state. Found by compiling: above it ptxas spills.
 OVERHEAD_REGISTERS = 28
+#: Further ones beside two score buffers under a sliding window, whose mask has two edges; with
+#: tile_n=128 at D=64, 192 accumulators, ptxas spills 28 bytes.
+WINDOW_REGISTERS = 24
 #: Query heads that share a tile's rows at most.
 MOST_PACKED = 32
 #: (warp groups, blocks an SM) worth trying.
 SHAPES = ((1, 1), (1, 2), (2, 1), (3, 1))
+#: Blocks of a cluster at most (CUDA's limit where non-portable sizes are allowed).
+MOST_CLUSTERED = 16
 #: Keys of one split: fewer do not pay for the combining kernel.
 LEAST_SPLIT_KEYS = 128
 #: mbarriers and two tiles' coordinates at the end of the shared memory, rounded to the alignment
@@ -75,9 +81,10 @@ class FusedAttention(Family):
 
     name = "fused_attention"
     op = "attention"
+    capabilities = (HOPPER,)
     writes_lse = True
     cost_constants = fused_attention_cost.CONSTANTS
-    runtime_parameters = frozenset({"splits", "pdl"})
+    runtime_parameters = frozenset({"splits", "pdl", "combine"})
     domains: ClassVar[Mapping[str, tuple[Value, ...]]] = {
         "warp_groups": (1, 2, 3),
         "tile_n": (32, 64, 80, 96, 112, 128, 144, 160, 176, 192, 224, 256),
@@ -92,6 +99,7 @@ class FusedAttention(Family):
         "blocks_per_sm": (1, 2),
         "splits": (1, 2, 8, MOST_PACKED),
         "pdl": (False, True),
+        "combine": ("cluster", "kernel"),
     }
 
     def violations(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
@@ -121,9 +129,17 @@ class FusedAttention(Family):
         if problem.is_causal and config["persistent"] and config["pdl"]:
             found.append("pdl is not for persistent causal: clearing its counter comes before it")
         found += self._packing(problem, config)
+        if problem.is_windowed and splits > 1:
+            found.append(f"splits={splits} is not for a sliding window, whose tiles have few keys")
         steps = -(-problem.seqlen_kv // tile_n)
         if not 1 <= splits <= steps:
             found.append(f"splits={splits} is not between 1 and the {steps} tiles of keys")
+        if splits > 1 and config["persistent"]:
+            found.append(f"splits={splits} is for one block a tile, not for persistent blocks")
+        if ("combine" in config.params) != (splits > 1):
+            found.append("combine is for splits > 1, only")
+        elif config.get("combine", "kernel") == "cluster" and splits > MOST_CLUSTERED:
+            found.append(f"splits={splits} exceed the {MOST_CLUSTERED} blocks of a cluster")
         smem = self.smem_bytes(problem, config)
         limit = SMEM_PER_BLOCK_BYTES
         if blocks > 1:
@@ -140,10 +156,10 @@ class FusedAttention(Family):
             )
             return found
         consumer = REGISTERS[groups, blocks][1]
-        if accumulators + OVERHEAD_REGISTERS > consumer:
-            found.append(
-                f"{accumulators} accumulator registers + {OVERHEAD_REGISTERS} exceed {consumer}"
-            )
+        overhead = OVERHEAD_REGISTERS
+        overhead += WINDOW_REGISTERS if problem.is_windowed and buffers > 1 else 0
+        if accumulators + overhead > consumer:
+            found.append(f"{accumulators} accumulator registers + {overhead} exceed {consumer}")
         return found
 
     @staticmethod
@@ -180,15 +196,17 @@ class FusedAttention(Family):
         packings = _packings(problem)
         rows = problem.seqlen_q * max(packings)
         heads = problem.batch * problem.heads_q
-        shares_sm = instance(problem.head_dim) <= 128  # two blocks of the smallest tiles fit
-        levers = product(SHAPES, (64, 80, 96, 128), (1, 2), packings, (False, True), (0, 8))
+        head_dim = instance(problem.head_dim)
+        shares_sm = head_dim <= 128  # two blocks of the smallest tiles fit
+        tiles_n = (64, 80, 96, 128, 160) if head_dim == 128 else (64, 80, 96, 128)
+        levers = product(SHAPES, tiles_n, (1, 2), packings, (False, True), (0, 8))
         for (groups, blocks), tile_n, buffers, packed, in_registers, lazy in levers:
             tiles = -(-problem.seqlen_q * packed // (64 * groups)) * heads // packed
             if rows <= 64 * (groups - 1) or (
                 groups == 1 and shares_sm and (tiles > gpu.sm_count) != (blocks > 1)
             ):
                 continue
-            for depth, ping_pong, early, splits, pdl in product(
+            for depth, ping_pong, early, (splits, combine), pdl in product(
                 (2, 4) if rows <= 64 else (2,),
                 (False, True) if groups > 1 and buffers == 1 else (None,),
                 (0, 50) if buffers == 1 else (None,),
@@ -207,6 +225,8 @@ class FusedAttention(Family):
                     "splits": splits,
                     "pdl": pdl,
                 }
+                if combine is not None:
+                    params["combine"] = combine
                 if ping_pong is not None:
                     params["ping_pong"] = ping_pong
                 if early is not None:
@@ -218,9 +238,12 @@ class FusedAttention(Family):
     def draw(
         self, problem: Problem, gpu: Gpu, members: Sequence[Config], rng: random.Random
     ) -> Config:
-        """As drawn, with `ping_pong` and `early_exp` where they apply and nowhere else."""
+        """As drawn, with `ping_pong`, `early_exp` and `combine` only where they apply."""
         params = dict(super().draw(problem, gpu, members, rng).params)
         ping_pong, early = params.pop("ping_pong", False), params.pop("early_exp", 0)
+        combine = params.pop("combine", "kernel")
+        if params["splits"] != 1:
+            params["combine"] = combine
         if params["score_buffers"] == 1:
             params["early_exp"] = early
             if params["warp_groups"] != 1:
@@ -241,6 +264,8 @@ class FusedAttention(Family):
                     "dtype": attention.dtype,
                     "head_dim": instance(attention.head_dim),
                     "is_causal": attention.is_causal,
+                    "is_windowed": attention.is_windowed,
+                    "has_softcap": attention.softcap > 0,
                     "producer_registers": producer,
                     "consumer_registers": consumer,
                 },
@@ -259,8 +284,12 @@ class FusedAttention(Family):
             attention.head_dim,
         )
         tensors = (*(Ref(operand.name) for operand in problem.operands), Ref(LSE))
-        schedule = (config["splits"], int(config["pdl"]))
-        return [Launch("attention", tensors, (*extents, *strides, *schedule), (scale,))]
+        clustered = config.get("combine", "kernel") == "cluster"
+        schedule = (config["splits"], int(config["pdl"]), int(clustered))
+        window = attention.visible if attention.is_windowed else ()
+        cap = (attention.softcap,) if attention.softcap else ()
+        integers = (*extents, *strides, *schedule, *window)
+        return [Launch("attention", tensors, integers, (scale, *cap))]
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
         attention = _attention(problem)
@@ -274,10 +303,14 @@ def _packings(problem: AttentionProblem) -> tuple[int, ...]:
     return (1, most) if most > 1 else (1,)
 
 
-def _splits(problem: AttentionProblem, tiles: int, gpu: Gpu) -> tuple[int, ...]:
-    """One, and the powers of two by which `tiles` fill an idle chip up to twice."""
+def _splits(problem: AttentionProblem, tiles: int, gpu: Gpu) -> tuple[tuple[int, str | None], ...]:
+    """One, and the powers of two by which `tiles` fill an idle chip up to twice; how combined."""
+    if problem.is_windowed:
+        return ((1, None),)
     most = min(2 * gpu.sm_count // tiles, problem.seqlen_kv // LEAST_SPLIT_KEYS)
-    return tuple(2**i for i in range(max(1, most).bit_length()))
+    several = [2**i for i in range(1, max(1, most).bit_length())]
+    clustered = [(splits, "cluster") for splits in several if splits <= MOST_CLUSTERED]
+    return ((1, None), *clustered, *((splits, "kernel") for splits in several))
 
 
 def _attention(problem: Problem) -> AttentionProblem:

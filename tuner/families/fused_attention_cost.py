@@ -15,10 +15,11 @@ SUSTAINED_CLOCK = 1.755 / 1.98
 #: clock are of one multiprocessor.
 CONSTANTS: Mapping[str, float] = {
     # Launch, first loads and last stores, microseconds; what is left of it after another kernel
-    # that it may overlap; and the kernel that combines splits.
+    # that it may overlap; and what combines splits: a kernel, or the blocks of a cluster.
     "fixed_us": 3.0,
     "pdl": 0.95,
     "combine_us": 2.0,
+    "cluster_us": 1.0,
     # A score's part beside product and exponential: scaling, maximum, sum, conversion; and a
     # comparison more where the row's last tile is cut or the mask's edge passes.
     "score_clocks": 0.03,
@@ -87,7 +88,8 @@ def predict_us(
     own = constants["persistent_clocks" if config["persistent"] else "block_clocks"]
     clocks += constants["fill_steps"] * step + constants["block_clocks"] + (batches - 1) * own
     fixed_us = constants["fixed_us"] * (constants["pdl"] if config["pdl"] else 1)
-    fixed_us += constants["combine_us"] if splits > 1 else 0
+    if splits > 1:
+        fixed_us += constants["combine_us" if config["combine"] == "kernel" else "cluster_us"]
     memory_us = gpu.floor_us(0, problem.bytes) / constants["memory_efficiency"]
     return float(fixed_us + max(memory_us, clocks / (gpu.clock_max_mhz * SUSTAINED_CLOCK)))
 
@@ -104,8 +106,10 @@ def _step_clocks(
     scores = 64 * tile_n
     product = scores * 4 * head_tile / TENSOR_FLOPS_PER_CLOCK_SM
     each = 1 / EXP_PER_CLOCK_SM + constants["score_clocks"]
-    if problem.is_causal or problem.seqlen_kv % tile_n:
+    if problem.is_causal or problem.is_windowed or problem.seqlen_kv % tile_n:
         each += constants["edge_clocks"]
+    if problem.softcap:  # an exponential and a reciprocal more
+        each += 2 / EXP_PER_CLOCK_SM
     lazy = "lazy_rescale_clocks" if config["lazy_rescale"] else "rescale_clocks"
     softmax = scores * each + 64 * head_tile * constants[lazy]
     shorter, longer = sorted((product, softmax))
@@ -129,7 +133,7 @@ def _sample(tiles: int) -> range:
 
 def _visits(problem: AttentionProblem, config: Config, rows: int, tile: int) -> int:
     """K/V tiles of one split of one block, which covers `rows` queries of each of its heads."""
-    columns = problem.seqlen_kv
-    if problem.is_causal:
-        columns = min(columns, (tile + 1) * rows, problem.seqlen_q)
-    return ceil(columns / int(config["tile_n"] * config["splits"]))
+    keys, tile_n = problem.keys_of(tile * rows, (tile + 1) * rows - 1), int(config["tile_n"])
+    if not keys:  # a window that has passed the last one
+        return 0
+    return ceil((ceil(keys.stop / tile_n) - keys.start // tile_n) / int(config["splits"]))

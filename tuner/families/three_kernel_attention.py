@@ -24,7 +24,7 @@ from tuner.errors import ConfigError
 from tuner.families.base import SCRATCH, Family, KernelSpec, Launch, Ref, group_by_kernels
 from tuner.families.gemm import Gemm, gemm_launch
 from tuner.families.softmax import Softmax, softmax_launch
-from tuner.hardware import GRAPH_LAUNCH_US, TMA_ALIGNMENT_BYTES, Gpu
+from tuner.hardware import GRAPH_LAUNCH_US, HOPPER, TMA_ALIGNMENT_BYTES, Gpu
 from tuner.problem import (
     DTYPE_BYTES,
     AttentionProblem,
@@ -59,6 +59,7 @@ class ThreeKernelAttention(Family):
 
     name: ClassVar[str] = "three_kernel_attention"
     op: ClassVar[str] = AttentionProblem.op
+    capabilities = (HOPPER,)
     runtime_parameters: ClassVar[frozenset[str]] = frozenset(
         {"heads_per_launch", "pdl", "in_place"}
     )
@@ -70,8 +71,11 @@ class ThreeKernelAttention(Family):
         }
 
     def supports(self, problem: Problem, gpu: Gpu) -> str:
-        if not isinstance(problem, AttentionProblem):
-            return super().supports(problem, gpu)
+        reason = super().supports(problem, gpu)
+        if reason or not isinstance(problem, AttentionProblem):
+            return reason
+        if problem.extras:
+            return f"{self.name} has no {problem.extras}"
         elements = TMA_ALIGNMENT_BYTES // DTYPE_BYTES[problem.dtype]
         if problem.seqlen_kv % elements:
             return (

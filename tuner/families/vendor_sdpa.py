@@ -64,7 +64,8 @@ RATES: dict[str, tuple[float, float, float, float, float]] = {
 }
 
 Attend = Callable[..., Any]
-"""attend(query, key, value, causal=, scale=) over (B, S, H, D) tensors."""
+"""attend(query, key, value, causal=, scale=) over (B, S, H, D) tensors; with ``window_size=(left,
+right)`` and ``softcap=`` where the problem has them."""
 
 
 class VendorSdpa(Vendor):
@@ -100,14 +101,21 @@ class VendorSdpa(Vendor):
     def refusal(self, problem: Problem, kernel: str) -> str:
         if not isinstance(problem, AttentionProblem):
             return ""
+        if problem.is_windowed and kernel in ("cudnn", "efficient"):
+            return f"{kernel} has no sliding window"
+        if problem.softcap and kernel in BACKENDS:
+            return f"{kernel} has no soft cap"
         square = problem.seqlen_q == problem.seqlen_kv
-        if problem.is_causal and not square and kernel in ("flash2", *PEERS, *VARIANTS):
-            return f"{kernel} aligns a causal mask bottom-right: SQ and SKV must be equal"
+        is_masked = problem.is_causal or problem.is_windowed
+        if is_masked and not square and kernel in ("flash2", *PEERS, *VARIANTS):
+            mask = "sliding window" if problem.is_windowed else "causal mask"
+            return f"{kernel} aligns a {mask} bottom-right: SQ and SKV must be equal"
         return ""
 
     def connect(self, problem: AttentionProblem, kernel: str, scale: float) -> Attend | str:
         if kernel in BACKENDS:
-            return _backend_call(problem, kernel, scale)
+            call = _backend_call(problem, kernel, scale)
+            return flash2_window_call(problem, scale) if problem.is_windowed else call
         if kernel == "naive":
             return naive_call(problem, scale)
         name, options = VARIANTS.get(kernel, (kernel, {}))
@@ -157,6 +165,23 @@ def _backend_call(problem: AttentionProblem, kernel: str, scale: float) -> Atten
     return call
 
 
+def flash2_window_call(problem: AttentionProblem, scale: float) -> Attend:
+    """FlashAttention-2 under a sliding window, which its operator in `BACKENDS` cannot be given."""
+    import torch
+
+    attend = torch.ops.aten._flash_attention_forward.default
+    left, right = problem.visible
+    lengths = problem.seqlen_q, problem.seqlen_kv
+
+    def call(query: Any, key: Any, value: Any) -> Any:
+        tensors = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        options = None, None, *lengths, 0.0, problem.is_causal, False
+        window = {"window_size_left": left, "window_size_right": right}
+        return attend(*tensors, *options, scale=scale, **window)[0].transpose(1, 2)
+
+    return call
+
+
 def naive_call(problem: AttentionProblem, scale: float) -> Attend:
     """Three steps through torch: scores, softmax, product. The scores are fp32: large ones in fp16
     are wrong by more than the numerics gate allows.
@@ -172,18 +197,32 @@ def naive_call(problem: AttentionProblem, scale: float) -> Attend:
             key, value = (t.repeat_interleave(group, dim=1) for t in (key, value))
         query, key, value = (t.flatten(0, 1) for t in (query, key, value))
         scores = torch.bmm(query, key.mT, out_dtype=torch.float32).mul_(scale)
-        if problem.is_causal:
+        if problem.softcap:
+            scores.div_(problem.softcap).tanh_().mul_(problem.softcap)
+        if problem.is_causal or problem.is_windowed:
             if hidden is None:
-                hidden = torch.ones_like(scores[0], dtype=torch.bool).triu_(1)
+                left, right = problem.visible
+                every = torch.ones_like(scores[0], dtype=torch.bool)
+                hidden = every.triu(right + 1) | every.tril(-left - 1)
             scores.masked_fill_(hidden, -torch.inf)
-        out = torch.bmm(scores.softmax(-1).to(value.dtype), value)
+        # A query that sees no key has NaN for its probabilities, and zeros for its output.
+        weights = scores.softmax(-1).nan_to_num_(0) if problem.is_windowed else scores.softmax(-1)
+        out = torch.bmm(weights.to(value.dtype), value)
         return out.unflatten(0, (problem.batch, problem.heads_q))
 
     return call
 
 
 def peer_call(attend: Attend, problem: AttentionProblem, scale: float, **options: Any) -> Attend:
-    """A peer's (B, S, H, D) kernel over the problem's (B, H, S, D) tensors, by views alone."""
+    """A peer's (B, S, H, D) kernel over the problem's (B, H, S, D) tensors, by views alone.
+
+    Only a problem with a window or a soft cap passes `window_size` or `softcap`: a peer that takes
+    neither says so.
+    """
+    if problem.is_windowed:
+        options["window_size"] = problem.visible
+    if problem.softcap:
+        options["softcap"] = problem.softcap
 
     def call(query: Any, key: Any, value: Any) -> Any:
         tensors = (tensor.transpose(1, 2) for tensor in (query, key, value))

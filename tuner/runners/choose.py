@@ -169,5 +169,8 @@ class Runners:
             from tuner.toolchain import find_toolchain
 
             artifacts = ArtifactCache(settings.artifacts_dir())
-            self._compiler = Compiler(find_toolchain(), artifacts, self._machine.jobs)
+            capability = (self.gpu or DEFAULT_GPU).compute_capability
+            self._compiler = Compiler(
+                find_toolchain(), artifacts, self._machine.jobs, capability=capability
+            )
         return self._compiler

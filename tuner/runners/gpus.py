@@ -6,9 +6,7 @@ from collections.abc import Callable
 
 from tuner import device
 from tuner.errors import BenchmarkError, ConfigError
-from tuner.hardware import Gpu
-
-COMPUTE_CAPABILITY = "9.0"
+from tuner.hardware import OLDEST_CAPABILITY, Gpu
 
 
 def parse_devices(text: str) -> tuple[int, ...] | None:
@@ -49,10 +47,10 @@ def choose(devices: tuple[int, ...] | None, note: Callable[[str], None]) -> tupl
     if missing:
         raise ConfigError(f"device={missing[0]} is no CUDA device of this machine")
     first = gpus[named[0]]
-    if first.compute_capability != COMPUTE_CAPABILITY:
+    if not first.is_served:
         note(
             f"{first.name} has compute capability {first.compute_capability}, the kernels need "
-            f"{COMPUTE_CAPABILITY}: nothing is measured here"
+            f"{OLDEST_CAPABILITY} or newer: nothing is measured here"
         )
         return ()
     alike = [named[0]]

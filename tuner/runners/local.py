@@ -17,7 +17,7 @@ from tuner.errors import BenchmarkError
 from tuner.evaluate import Evaluator, Pending
 from tuner.families import families, families_in
 from tuner.families.base import Family
-from tuner.hardware import Gpu
+from tuner.hardware import HOPPER, Gpu
 from tuner.measurement import Environment, Measurement, Provenance, Regime
 from tuner.problem import Problem
 from tuner.runners.pool import WorkerPool
@@ -89,6 +89,9 @@ class LocalRunner:
         tools = self._compiler.toolchain
         facts = dict(device.environment(self._index).facts)
         facts |= {"nvcc": tools.nvcc_version, "cutlass": tools.cutlass_version}
+        if self.gpu.compute_capability != HOPPER and tools.triton_version:
+            # Where its kernels compete. Hopper's times have nothing of it.
+            facts["triton"] = tools.triton_version
         facts |= self._pool.facts()
         return Environment(facts)
 

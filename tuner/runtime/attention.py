@@ -11,6 +11,7 @@ from tuner.errors import ConfigError
 from tuner.problem import LAYOUTS, AttentionProblem
 from tuner.runtime import counters, devices, dispatch, guards, native
 from tuner.runtime.autograd import has_backward
+from tuner.runtime.composed import NONE, Extras, compose
 from tuner.runtime.plan import Plan
 from tuner.runtime.table import table
 
@@ -24,6 +25,9 @@ def attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    *,
+    window: tuple[int, int] | None = None,
+    softcap: float = 0.0,
 ) -> torch.Tensor:
     """softmax(scale * Q K^T + mask) V by the fastest kernel measured on this GPU.
 
@@ -36,6 +40,10 @@ def attention(
     A gradient is computed by PyTorch's backward kernels from the tuned kernel's output and
     log-sum-exp, where it writes one. Autocast casts the inputs, as it does PyTorch's.
 
+    PyTorch's operator has no `window` and no `softcap`. With either, what no tuned kernel answers,
+    gradients and graphs of torch.compile among it, is composed of PyTorch's operations
+    (`tuner.runtime.composed`).
+
     Args:
         query: (B, H, SQ, D), fp16 or bf16; contiguous, or a view of a contiguous (B, SQ, H, D).
         key: (B, HKV, SKV, D), laid out as `query`, or contiguous.
@@ -45,14 +53,22 @@ def attention(
         is_causal: query i sees keys 0..i.
         scale: of the scores; 1/sqrt(D) when None.
         enable_gqa: let HKV be a divisor of H.
+        window: (left, right): query i sees keys i - left..i + right, -1 for no limit; under
+            `is_causal` none beyond i. A query that sees no key has zeros for its output.
+        softcap: each scaled score s becomes softcap * tanh(s / softcap), before the mask; 0: as
+            it is.
 
     Returns:
         (B, H, SQ, D), of the inputs' type; laid out as `query` where a tuned kernel ran.
 
     Raises:
+        ConfigError: when `window` or `softcap` is out of range.
         Whatever `scaled_dot_product_attention` raises on arguments that it refuses, and what CUDA
         reports of an earlier kernel.
     """
+    if window is not None or softcap:
+        options = attn_mask, dropout_p, is_causal, scale, enable_gqa
+        return _composed(query, key, value, *options, Extras.of(window, softcap))
     if not torch.compiler.is_compiling():
         out = dispatch.attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
@@ -72,6 +88,28 @@ def attention(
     return scaled_dot_product_attention(*arguments[:6], scale=scale, enable_gqa=enable_gqa)
 
 
+def _composed(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    extras: Extras,
+) -> torch.Tensor:
+    """The tuned kernel's output under a window or a soft cap, or that of PyTorch's operations."""
+    query, key, value = guards.autocast(devices.TYPE, query, key, value)
+    arguments = query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+    if torch.compiler.is_compiling():
+        return compose(*arguments, extras)
+    out = answer(*arguments, extras)
+    if out is None:
+        out = native.call(compose, *arguments, extras)
+    return out
+
+
 def answer(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -81,6 +119,7 @@ def answer(
     is_causal: bool,
     scale: float | None,
     enable_gqa: bool,
+    extras: Extras = NONE,
 ) -> torch.Tensor | None:
     """The tuned kernel's output, or None, counted by its reason, where PyTorch must answer."""
     if attn_mask is not None:
@@ -88,7 +127,7 @@ def answer(
     elif dropout_p:
         reason = "dropout_p is not 0"
     else:
-        served = serve(query, key, value, is_causal, scale, enable_gqa)
+        served = serve(query, key, value, is_causal, scale, enable_gqa, extras)
         if not isinstance(served, str):
             return served
         reason = served
@@ -103,13 +142,16 @@ def serve(
     is_causal: bool,
     scale: float | None,
     enable_gqa: bool,
+    extras: Extras = NONE,
 ) -> torch.Tensor | str:
     """The tuned kernel's output, or why there is none; counts hits, and no fallback."""
-    plan = find_plan(query, key, value, is_causal, scale, enable_gqa)
+    plan = find_plan(query, key, value, is_causal, scale, enable_gqa, extras)
     if isinstance(plan, str):
         return plan
     if not guards.wants_gradient(query, key, value):
         return table.run(plan, query, key, value)
+    if extras != NONE:
+        return "a gradient is wanted: PyTorch has no backward kernel for a window or a soft cap"
     if not plan.has_lse:
         return f"a gradient is wanted: {plan.config.family} does not write the log-sum-exp"
     if not has_backward(query, key, is_causal):
@@ -125,6 +167,7 @@ def find_plan(
     is_causal: bool,
     scale: float | None,
     enable_gqa: bool = True,
+    extras: Extras = NONE,
 ) -> Plan | str:
     """What serves such tensors, or the reason that nothing does; runs and counts nothing.
 
@@ -150,13 +193,17 @@ def find_plan(
         is_causal,
         scale,
         enable_gqa,
+        extras,
     )
     plan = table.get(kind)
     if plan is None:
         plan = table.find_out(
             kind,
-            ("attention", (query, key, value, is_causal, scale, enable_gqa)),
-            lambda: problem_of(query, key, value, bool(is_causal), enable_gqa),
+            # The dispatcher knows of plain calls alone.
+            ("attention", (query, key, value, is_causal, scale, enable_gqa))
+            if extras == NONE
+            else None,
+            lambda: problem_of(query, key, value, bool(is_causal), enable_gqa, extras),
             1 / math.sqrt(query.shape[-1] or 1) if scale is None else float(scale),
             query.get_device(),
         )
@@ -169,6 +216,7 @@ def problem_of(
     value: torch.Tensor,
     is_causal: bool,
     enable_gqa: bool = True,
+    extras: Extras = NONE,
 ) -> AttentionProblem:
     """The problem that these tensors pose.
 
@@ -197,6 +245,9 @@ def problem_of(
             is_causal=is_causal,
             dtype=guards.DTYPES[query.dtype],
             layout=layout,
+            window_left=extras.left,
+            window_right=extras.right,
+            softcap=extras.softcap,
         )
         operands = zip(problem.operands[:3], tensors, strict=True)
         if all(guards.lies(tensor, operand.strides) for operand, tensor in operands):

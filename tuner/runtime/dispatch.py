@@ -105,8 +105,8 @@ def put(operation: str, arguments: tuple[Any, ...], plan: KernelPlan) -> None:
 
     Args:
         operation: one of `OPERATIONS`.
-        arguments: attention's query, key, value, is_causal, scale and enable_gqa; a product's two
-            tensors.
+        arguments: attention's query, key, value, is_causal, scale and enable_gqa; linear's input,
+            weight, bias and activation; the two tensors of matmul.
         plan: what serves them.
     """
     if _module is None:

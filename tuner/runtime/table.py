@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from tuner import settings
+from tuner import ranges, settings
 from tuner.config import Config
 from tuner.errors import BenchmarkError, ConfigError, StoreError
 from tuner.lookup import Answer, decided, decided_stamp, differences, lookup
@@ -99,7 +99,7 @@ class Table:
     def find_out(
         self,
         kind: Hashable,
-        call: tuple[str, tuple[Any, ...]],
+        call: tuple[str, tuple[Any, ...]] | None,
         pose: Callable[[], Problem],
         scale: float,
         device: int,
@@ -109,7 +109,9 @@ class Table:
 
         Args:
             kind: as in `get`.
-            call: operation and arguments, as `dispatch.put` takes them.
+            call: operation and arguments, as `dispatch.put` takes them; None for an operation that
+                the dispatcher does not have, and where they do not say everything that tells this
+                call from others.
             pose: the problem; raises ConfigError where no tuned kernel could serve.
             scale: of attention's scores; alpha of a product.
             device: index of the device that the tensors are on.
@@ -128,7 +130,8 @@ class Table:
             if len(self._known) >= _MAX_KNOWN:
                 self._clear()
             self._known[kind] = found
-            if isinstance(found.plan, KernelPlan):
+            # Marked calls go through Python: the dispatcher opens no ranges.
+            if call is not None and isinstance(found.plan, KernelPlan) and not ranges.ON:
                 dispatch.prepare(then=self._renew)
                 dispatch.put(*call, found.plan)
             return found.plan
@@ -154,7 +157,10 @@ class Table:
         self, plan: Plan, call: Callable[..., _Output], inputs: tuple[torch.Tensor, ...]
     ) -> _Output | str:
         try:
-            return call(*inputs)
+            if not ranges.ON:
+                return call(*inputs)
+            with ranges.named(f"tuner {plan.config.family} {plan.problem.label()}"):
+                return call(*inputs)
         except torch.OutOfMemoryError:  # for this call only: the next may have more
             return f"out of memory: {plan.config.family} at {plan.problem.label()}"
         except BenchmarkError as exc:
@@ -274,7 +280,7 @@ class Table:
             answer = lookup(problem, gpu=devices.gpu_of(device), path=self._path)
         except StoreError as exc:
             return self._blame(exc)
-        if answer is None:
+        if answer is None or answer.kind == "rule":  # nobody has checked what a rule names
             until = time.monotonic() + MISS_EVERY_S
             return _Known(until, problem, f"no measured winner: {problem.label()}")
         with devices.use(device):

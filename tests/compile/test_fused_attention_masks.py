@@ -1,0 +1,219 @@
+"""Which keys the fused attention kernel lets each query see: the template's own tiles, loops and
+masks, run by the host compiler over small problems, against the definition of the window."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tuner.config import Config, Value
+from tuner.families.fused_attention import FusedAttention
+from tuner.problem import AttentionProblem
+from tuner.render import render
+from tuner.toolchain import find_toolchain
+
+pytestmark = [pytest.mark.compile, pytest.mark.timeout(300)]
+
+FAMILY = FusedAttention()
+LENGTHS = (1, 7, 63, 65, 129, 300)
+SIDES = (-1, 0, 1, 7, 64, 100)
+
+
+def make(groups: int, tile_n: int, buffers: int, **more: Value) -> Config:
+    params: dict[str, Value] = {
+        "warp_groups": groups,
+        "tile_n": tile_n,
+        "kv_stages": 2,
+        "score_buffers": buffers,
+        "q_in_registers": False,
+        "lazy_rescale": 0,
+        "persistent": False,
+        "blocks_per_sm": 1,
+        "splits": 1,
+        "pdl": False,
+        **({"early_exp": 0} if buffers == 1 else {}),
+        **({"ping_pong": True} if buffers == 1 and groups > 1 else {}),
+        **more,
+    }
+    return Config("fused_attention", params)
+
+
+#: Rendered by (windowed, causal, grouped heads); sizes and sides are arguments of a launch.
+CONFIGS = [
+    *((windowed, causal, make(2, 48, 1)) for windowed in (0, 1) for causal in (0, 1)),
+    *((1, causal, make(1, 64, 2, packed_heads=4)) for causal in (0, 1)),
+    (0, 1, make(2, 32, 2, packed_heads=4)),
+    (1, 1, make(3, 80, 1, packed_heads=2)),
+]
+
+PREAMBLE = """
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <type_traits>
+#include <vector>
+#define CUTE_DEVICE
+#define CUTE_UNROLL
+using std::max;
+using std::min;
+using std::true_type;
+using std::false_type;
+struct { int x; } threadIdx;
+struct Octets { int c, r, j; };
+Octets make_coord(int c, int r, int j) { return {c, r, j}; }
+namespace cutlass {
+struct FastDivmod {
+  int divisor = 1;
+  FastDivmod() = default;
+  explicit FastDivmod(int divisor) : divisor(divisor) {}
+  void operator()(int& quotient, int& remainder, int x) const {
+    quotient = x / divisor, remainder = x % divisor;
+  }
+};
+}  // namespace cutlass
+// 64 rows of a warp group, as the accumulators of its threads hold them.
+struct Scores {
+  std::vector<float> at;
+  int columns;
+  explicit Scores(int columns) : at(64 * columns), columns(columns) {}
+  float& operator()(Octets o, int, int) {
+    int const row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + 8 * o.r;
+    return at[row * columns + 8 * o.j + threadIdx.x % 4 * 2 + o.c];
+  }
+};
+"""
+
+#: What a launch does with one (batch, head): every tile, every group of it, every block of keys.
+CHECK = """
+struct Params {
+  int batch, heads, heads_kv, seqlen_q, seqlen_kv, head_dim, splits, m_blocks, tiles, section;
+  cutlass::FastDivmod by_m_blocks, by_splits, by_heads;
+  int left, right;
+};
+@ranges@
+@tile@
+@mask@
+bool holds(int queries, int keys, int left, int right) {
+  Params p{1, kPack, 1, queries, keys, 64, 1};
+  p.left = left, p.right = right;
+  p.m_blocks = p.tiles = (queries * kPack + kTileM - 1) / kTileM, p.section = 1;
+  p.by_m_blocks = cutlass::FastDivmod(p.m_blocks);
+  p.by_splits = p.by_heads = cutlass::FastDivmod(1);
+  std::vector<int> seen(queries * kPack * keys);
+  for (int index = 0; index < p.tiles; ++index) {
+    Tile const t = Tile::at(p, index);
+    if (t.first < 0 || t.first > t.last || t.last * kTileN >= keys + kTileN) return false;
+    for (int group = 0; group < kGroups && t.first < t.last; ++group) {
+      int const group_row = t.m_block * kTileM + group * 64;
+      @edges@
+      int const first = t.first;
+      int n = t.last - 1;
+      auto visit = [&](bool is_masked) {
+        Scores scores(kTileN);
+        if (is_masked) {
+          for (threadIdx.x = 0; threadIdx.x < 128; ++threadIdx.x) {
+            int const tid = threadIdx.x;
+            @row@
+            mask(scores, p, row0, n * kTileN);
+          }
+        }
+        for (int r = 0; r < 64; ++r) {
+          for (int c = 0; c < kTileN; ++c) {
+            int const row = group_row + r, key = n * kTileN + c;
+            if (row >= queries * kPack || scores.at[r * kTileN + c] != 0.f) continue;
+            if (key >= keys) return false;  // beyond the end, and not masked
+            ++seen[row * keys + key];
+          }
+        }
+        return true;
+      };
+      bool good = visit(@cut@);
+      auto step = [&](auto is_masked) {
+        --n;
+        good = good && visit(@stepped@);
+      };
+      @loop@
+      if (!good || n != first) return false;
+    }
+  }
+  for (int row = 0; row < queries * kPack; ++row) {
+    for (int key = 0; key < keys; ++key) {
+      int const query = row / kPack;
+      bool const is_seen = key >= query - left && key <= query + right;
+      if (seen[row * keys + key] != is_seen) return false;
+    }
+  }
+  return true;
+}
+"""
+
+
+def part(body: str, pattern: str) -> str:
+    found = re.search(pattern, body, re.MULTILINE | re.DOTALL)
+    assert found is not None, pattern
+    return found[0]
+
+
+def source(number: int, windowed: int, causal: int, config: Config) -> str:
+    """One kernel's tiles, loops and masks in a namespace of its own."""
+    heads = f"H={config.get('packed_heads', 1)},HKV=1"
+    text = f"{heads},S=1024,D=64,causal={causal}" + (",window=9" if windowed else "")
+    rendered = render(FAMILY.kernels(AttentionProblem.parse(text), config)["attention"], "x")
+    body = rendered.split("namespace k_x {")[1]
+    constants = [line for line in body.splitlines() if line.startswith("constexpr")]
+    loop = "while (n > first) step(true_type{});"
+    if config["score_buffers"] == 1:
+        loop = part(body, r"if constexpr \(kCausal \|\| kWindowed\) \{.*?(?=^      \} else \{)")
+    pieces = {
+        "ranges": part(body, r"^CUTE_DEVICE int first_key\(.*?^\}\nCUTE_DEVICE int end_key.*?^\}"),
+        "tile": part(body, r"^struct Tile \{.*?^\};"),
+        "mask": part(body, r"^template <class Scores>\nCUTE_DEVICE void mask\(.*?^\}"),
+        "edges": part(body, r"int const unmasked = .*?;\n *int const opened = .*?;"),
+        "row": part(body, r"int const row0 = .*?;"),
+        "loop": loop,
+        "stepped": "decltype(is_masked)::value" if config["score_buffers"] == 1 else "@cut@",
+        "cut": part(body, r"(?<=if \()n >= unmasked \|\| [^;]*?(?=\) mask\(scores)"),
+    }
+    checked = CHECK
+    for name, piece in pieces.items():
+        checked = checked.replace(f"@{name}@", piece)
+    return f"namespace k_{number} {{\n" + "\n".join(constants) + f"\n{checked}\n}}\n"
+
+
+def launches(windowed: int, causal: int) -> list[tuple[int, int, int, int]]:
+    """(queries, keys, left, right) as a family passes them."""
+    found = {}
+    for queries, keys in itertools.product(LENGTHS, LENGTHS):
+        for left, right in itertools.product(SIDES, (-1,) if causal else SIDES):
+            sides = {"window_left": left, "window_right": right}
+            problem = AttentionProblem(queries, keys, 64, is_causal=bool(causal), **sides)
+            if problem.is_windowed == windowed and problem.is_causal == causal:
+                found[queries, keys, *problem.visible] = True
+    return list(found)
+
+
+def test_each_query_sees_the_keys_of_its_window_once(tmp_path: Path) -> None:
+    kernels = [source(number, *config) for number, config in enumerate(CONFIGS)]
+    calls = []
+    for number, (windowed, causal, _) in enumerate(CONFIGS):
+        known = launches(windowed, causal)
+        assert len(known) >= len(LENGTHS) ** 2
+        rows = ", ".join(f"{{{q}, {k}, {left}, {right}}}" for q, k, left, right in known)
+        calls.append(
+            f"  {{ int cases[][4] = {{{rows}}};\n"
+            f"    for (auto& c : cases) if (!k_{number}::holds(c[0], c[1], c[2], c[3]))\n"
+            f'      std::printf("{number}: %d queries, %d keys, %d left, %d right\\n", '
+            "c[0], c[1], c[2], c[3]); }\n"
+        )
+    text = PREAMBLE + "".join(kernels) + "int main() {\n" + "".join(calls) + "}\n"
+    (tmp_path / "masks.cpp").write_text(text)
+    command = [str(find_toolchain().host_compiler), "-std=c++17", "-O2", "-w"]
+    command += ["-o", str(tmp_path / "masks"), str(tmp_path / "masks.cpp")]
+    subprocess.run(command, check=True, timeout=200)
+    done = subprocess.run([str(tmp_path / "masks")], check=True, capture_output=True, text=True)
+    assert done.stdout == ""

@@ -1,0 +1,255 @@
+"""Sliding windows and soft caps on the GPU against float64: our own kernel, its log-sum-exp, the
+vendors' kernels that have them, and `tuner.attention` with and without a tuned kernel."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tuner.artifacts import LoadedKernel, load
+from tuner.compiler import Compiler
+from tuner.config import Config, Value
+from tuner.families import family
+from tuner.families.base import KernelSpec
+from tuner.hardware import DEFAULT_GPU
+from tuner.measurement import Measurement, Regime, Status
+from tuner.problem import AttentionProblem
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+pytestmark = [pytest.mark.gpu, pytest.mark.compile]
+
+FAMILY = family("fused_attention")
+LIMITS = {"float16": 6e-4, "bfloat16": 5e-3}
+LENGTHS = [(1, 1), (7, 300), (63, 65), (129, 127), (300, 40), (1000, 1000), (1337, 999)]
+SIDES = (0, 1, 7, 64, 100, 1000)
+CAPS = (15.0, 30.0, 50.0)
+#: Standard deviation of the scaled scores.
+SPREADS = (1.0, 30.0)
+
+
+def make(groups: int, tile_n: int, buffers: int, **more: Value) -> Config:
+    params: dict[str, Value] = {
+        "warp_groups": groups,
+        "tile_n": tile_n,
+        "kv_stages": 2,
+        "score_buffers": buffers,
+        "q_in_registers": False,
+        "lazy_rescale": 0,
+        "persistent": False,
+        "blocks_per_sm": 1,
+        "splits": 1,
+        "pdl": False,
+        **({"early_exp": 50} if buffers == 1 else {}),
+        **({"ping_pong": True} if buffers == 1 and groups > 1 else {}),
+        **more,
+    }
+    return Config("fused_attention", params)
+
+
+#: Heads, head dimension, type and mask of a problem (what a kernel is compiled for), and a config.
+WINDOWED = {
+    "causal": (
+        "B=2,H=3,D=64,causal=1", make(2, 128, 1, persistent=True, lazy_rescale=8)
+    ),
+    "full, packed": (
+        "B=2,H=8,HKV=2,D=64,layout=bshd", make(2, 96, 2, packed_heads=4)
+    ),
+    "causal, packed, capped": (
+        "B=1,H=4,HKV=2,D=128,causal=1,softcap=30,dtype=bf16", make(1, 80, 1, packed_heads=2)
+    ),
+}  # fmt: skip
+CAPPED = {
+    "full": ("B=2,H=2,D=64", make(2, 128, 2)),
+    "causal": ("B=2,H=2,D=128,causal=1", make(2, 128, 1, persistent=True)),
+}
+
+
+def kernels() -> list[KernelSpec]:
+    """Compiled from the start; see `conftest.compiler`."""
+    found = [spec(f"S=4096,{text},window=9", config) for text, config in WINDOWED.values()]
+    return found + [spec(f"S=4096,{text},softcap=9", config) for text, config in CAPPED.values()]
+
+
+def spec(text: str, config: Config) -> KernelSpec:
+    return FAMILY.kernels(AttentionProblem.parse(text), config)["attention"]
+
+
+def compiled(compiler: Compiler, text: str, config: Config) -> LoadedKernel:
+    [(_, future)] = compiler.submit([spec(text, config)])
+    return load(future.result())
+
+
+def inputs(problem: AttentionProblem, spread: float = 1.0) -> list[Any]:
+    """Normal (B, H, S, D) views; queries times `spread`."""
+    generator = torch.Generator("cuda").manual_seed(problem.pairs)
+    made = []
+    for operand in problem.operands[:-1]:
+        tensor = torch.empty_strided(
+            operand.shape, operand.strides, dtype=getattr(torch, operand.dtype), device="cuda"
+        )
+        made.append(tensor.copy_(torch.randn(operand.shape, generator=generator, device="cuda")))
+    made[0] *= spread
+    return made
+
+
+def expected(problem: AttentionProblem, tensors: list[Any]) -> tuple[Any, Any]:
+    """Output and log-sum-exp in float64, at the default scale."""
+    query, key, value = (t.double() for t in tensors)
+    key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
+    scores = query @ key.mT * problem.head_dim**-0.5
+    if problem.softcap:
+        scores = problem.softcap * (scores / problem.softcap).tanh()
+    left, right = problem.visible
+    seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device="cuda").tril(right).triu(-left)
+    scores = scores.masked_fill(~seen, -math.inf)
+    return scores.softmax(-1).nan_to_num(0) @ value, scores.logsumexp(-1)
+
+
+def check(kernel: LoadedKernel, problem: AttentionProblem, config: Config, spread: float) -> None:
+    """One launch into poisoned memory, and a second one that must leave the same bits."""
+    assert FAMILY.violations(problem, config, DEFAULT_GPU) == []
+    tensors = inputs(problem, spread)
+    output = problem.output
+    (launch,) = FAMILY.launches(problem, config, problem.head_dim**-0.5)
+    size = max(1, kernel.workspace_bytes(launch.integers))
+    workspace = torch.empty(size, dtype=torch.uint8, device="cuda")
+    results = []
+    for _ in range(2):
+        out = torch.empty_strided(
+            output.shape, output.strides, dtype=getattr(torch, output.dtype), device="cuda"
+        ).fill_(math.nan)
+        lse = torch.full(output.shape[:3], math.nan, device="cuda")
+        addresses = [t.data_ptr() for t in (*tensors, out, lse)]
+        stream = torch.cuda.current_stream().cuda_stream
+        kernel.launch(addresses, launch.integers, launch.scalars, workspace.data_ptr(), stream)
+        results.append((out, lse))
+    (out, lse), again = results
+    assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
+    wanted, wanted_lse = expected(problem, tensors)
+    norm = wanted.norm()
+    error = float((out.double() - wanted).norm() / norm)
+    what = f"{problem.label()}, spread {spread:g}"
+    assert error <= LIMITS[problem.dtype], f"{what}: error {error:.1e}"
+    unseen = wanted_lse == -math.inf
+    assert (out[unseen] == 0).all(), f"{what}: a query without keys is not zero"
+    assert torch.equal(lse == -math.inf, unseen), what
+    wrong = (lse.double() - wanted_lse)[~unseen].abs()
+    allowed = torch.clamp(wanted_lse[~unseen].abs() / 32, min=1.0) * 1e-4
+    assert (wrong <= allowed).all(), f"{what}: log-sum-exp off by {float(wrong.max()):.1e}"
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_windows(name: str, compiler: Compiler) -> None:
+    text, config = WINDOWED[name]
+    kernel = compiled(compiler, f"S=4096,{text},window=9", config)
+    is_causal, count = "causal" in text, 0
+    for (queries, keys), left in itertools.product(LENGTHS, (-1, *SIDES)):
+        for right in (-1,) if is_causal else (-1, 7, left):
+            shape = f"SQ={queries},SKV={keys},{text},left={left},right={right}"
+            problem = AttentionProblem.parse(shape)
+            # What hides nothing, or nothing but what a causal mask does, is another kernel's.
+            if problem.is_windowed and problem.is_causal == is_causal:
+                check(kernel, problem, config, SPREADS[count % 2])
+                count += 1
+    assert count > 20
+
+
+@pytest.mark.parametrize("name", CAPPED)
+def test_soft_caps(name: str, compiler: Compiler) -> None:
+    text, config = CAPPED[name]
+    kernel = compiled(compiler, f"S=4096,{text},softcap=9", config)
+    for (queries, keys), softcap, spread in itertools.product(LENGTHS, CAPS, SPREADS):
+        problem = AttentionProblem.parse(f"SQ={queries},SKV={keys},{text},softcap={softcap}")
+        check(kernel, problem, config, spread)
+
+
+def test_a_soft_cap_over_split_keys(compiler: Compiler) -> None:
+    text, config = CAPPED["full"]
+    kernel = compiled(compiler, f"S=4096,{text},softcap=9", config)
+    split = Config(config.family, {**config.params, "splits": 3})
+    for softcap, spread in itertools.product(CAPS, SPREADS):
+        problem = AttentionProblem.parse(f"SQ=65,SKV=1000,{text},softcap={softcap}")
+        check(kernel, problem, split, spread)
+
+
+def test_tanh_of_every_size(compiler: Compiler) -> None:
+    """Scores from far below the cap to far above it, infinite powers of two among them."""
+    text, config = CAPPED["full"]
+    kernel = compiled(compiler, f"S=4096,{text},softcap=9", config)
+    for spread in (1e-3, 0.1, 300.0, 3000.0):
+        problem = AttentionProblem.parse(f"S=300,{text},softcap=2")
+        check(kernel, problem, config, spread)
+
+
+@pytest.mark.parametrize("kernel", ["flash2", "naive"])
+@pytest.mark.parametrize("window", ["causal=1,left=100", "left=64,right=7", "right=100"])
+def test_vendors_compute_the_same_window(kernel: str, window: str) -> None:
+    problem = AttentionProblem.parse(f"B=2,H=4,HKV=2,S=600,D=64,{window}")
+    call = family("vendor_sdpa").vendor_call(
+        problem, Config("vendor_sdpa", {"kernel": kernel}), problem.head_dim**-0.5
+    )
+    assert not isinstance(call, str), call
+    tensors = inputs(problem)
+    wanted, _ = expected(problem, tensors)
+    assert float((call(*tensors).double() - wanted).norm() / wanted.norm()) < 1e-3
+
+
+@pytest.fixture
+def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A store of the test's own, and a process that knows nothing."""
+    monkeypatch.setenv("TUNER_STORE", f"sqlite:///{tmp_path / 'store.sqlite'}")
+    monkeypatch.delenv("TUNER_DISABLE", raising=False)
+    table = importlib.import_module("tuner.runtime.table").table
+    table.forget()
+    importlib.import_module("tuner.runtime.counters").stats(reset=True)
+    yield
+    table.forget()
+
+
+def test_a_model_is_served_with_and_without_a_tuned_kernel(
+    own_store: None, compiler: Compiler
+) -> None:
+    import tuner
+    from tuner.store import open_store
+
+    text, config = WINDOWED["causal"]
+    problem = AttentionProblem.parse(f"S=1000,{text},window=100")
+    tensors = inputs(problem)
+    wanted, _ = expected(problem, tensors)
+    plain, _ = expected(AttentionProblem.parse(f"S=1000,{text}"), tensors)
+
+    def error(reference: Any, **options: Any) -> float:
+        out = tuner.attention(*tensors, is_causal=True, **options)
+        return float((out.double() - reference).norm() / reference.norm())
+
+    assert error(wanted, window=(100, 0)) < 1e-3  # composed
+    assert tuner.stats(reset=True).fallbacks == {"no measured winner": 1}
+
+    [(_, future)] = compiler.submit([spec(problem.label(), config)])
+    gpu = importlib.import_module("tuner.runtime.devices").gpu_of(torch.cuda.current_device())
+    regime = Regime.default(problem.op)
+    winner = Measurement(
+        problem=problem,
+        config=config,
+        gpu=gpu,
+        regime=regime,
+        status=Status.OK,
+        latency_us=1.0,
+        rounds=20,
+        is_final=True,
+        created_at="2026-01-01T00:00:00+00:00",
+        artifacts={"attention": future.result().key},
+    )
+    with open_store() as opened:
+        opened.decide(problem, gpu, regime, [winner], "test")
+    importlib.import_module("tuner.runtime.table").table.forget()
+    for _ in range(2):
+        assert error(wanted, window=(100, 0)) < 1e-3
+    assert tuner.stats(reset=True).hits == 2
+    assert error(plain) < 1e-3  # a plain call is not given the windowed kernel

@@ -1,0 +1,156 @@
+"""`tuner.attention` under a sliding window or a soft cap, off the GPU: what PyTorch's operations
+compose, against float64 written out."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from typing import Any
+
+import pytest
+
+from tuner.errors import ConfigError
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+
+def attention(*arguments: Any, **options: Any) -> Any:
+    module = importlib.import_module("tuner.runtime.attention")
+    return module.attention(*arguments, **options)
+
+
+@pytest.fixture
+def counters() -> Any:
+    module = importlib.import_module("tuner.runtime.counters")
+    module.stats(reset=True)
+    return module
+
+
+def inputs(
+    queries: int = 20, keys: int = 20, heads: int = 2, heads_kv: int = 2, dtype: Any = torch.float32
+) -> list[Any]:
+    generator = torch.Generator().manual_seed(3)
+    shapes = (heads, queries), (heads_kv, keys), (heads_kv, keys)
+    return [torch.randn(2, h, n, 16, generator=generator).to(dtype) for h, n in shapes]
+
+
+def expected(
+    tensors: list[Any],
+    window: tuple[int, int] | None = None,
+    softcap: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    hidden: Any = None,
+) -> Any:
+    query, key, value = (t.double() for t in tensors)
+    key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
+    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap:
+        scores = softcap * (scores / softcap).tanh()
+    left, right = window or (-1, -1)
+    rows, columns = torch.arange(query.shape[2])[:, None], torch.arange(key.shape[2])
+    seen = torch.ones(scores.shape[-2:], dtype=torch.bool)
+    if left >= 0:
+        seen &= columns >= rows - left
+    if right >= 0 or is_causal:
+        seen &= columns <= rows + (0 if is_causal else right)
+    if hidden is not None:
+        seen = seen & ~hidden
+    return scores.masked_fill(~seen, -math.inf).softmax(-1).nan_to_num(0) @ value
+
+
+def off(out: Any, wanted: Any) -> float:
+    assert out.shape == wanted.shape
+    return float((out.double() - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("softcap", [0.0, 0.5, 30.0])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("window", [None, (0, 0), (3, -1), (-1, 4), (3, 5), (50, 50)])
+@pytest.mark.parametrize(("queries", "keys"), [(20, 20), (5, 30), (30, 5)])
+def test_it_is_the_definition(
+    queries: int, keys: int, window: Any, is_causal: bool, softcap: float, counters: Any
+) -> None:
+    if window is None and not softcap:
+        return  # PyTorch's own
+    tensors = inputs(queries, keys)
+    options = {"is_causal": is_causal, "scale": 0.4}
+    out = attention(*tensors, window=window, softcap=softcap, **options)
+    assert off(out, expected(tensors, window, softcap, **options)) < 1e-6
+    assert counters.stats().fallbacks == {"the tensors are not on a CUDA device": 1}
+
+
+def test_queries_that_see_no_key_are_zero() -> None:
+    tensors = inputs(30, 5)
+    for softcap in (0.0, 2.0):
+        out = attention(*tensors, window=(3, 0), softcap=softcap)
+        assert (out[:, :, 8:] == 0).all()
+        assert (out[:, :, :8].abs().amax(-1) > 0).all()
+
+
+def test_grouped_heads_and_half_precision() -> None:
+    tensors = inputs(heads=4, heads_kv=2, dtype=torch.bfloat16)
+    for options in ({"window": (4, 0)}, {"softcap": 3.0}, {"window": (2, 3), "softcap": 3.0}):
+        out = attention(*tensors, enable_gqa=True, **options)
+        assert out.dtype == torch.bfloat16
+        assert off(out, expected(tensors, **options)) < 8e-3
+
+
+def test_masks_come_on_top_of_the_window(counters: Any) -> None:
+    tensors = inputs()
+    hidden = torch.zeros(20, 20, dtype=torch.bool)
+    hidden[:, ::3] = True
+    added = torch.zeros(20, 20).masked_fill(hidden, -math.inf)
+    for softcap in (0.0, 2.0):
+        wanted = expected(tensors, (6, 6), softcap, hidden=hidden)
+        for mask in (~hidden, added):
+            out = attention(*tensors, attn_mask=mask, window=(6, 6), softcap=softcap)
+            assert off(out, wanted) < 1e-6
+    assert counters.stats().fallbacks == {"attn_mask is given": 4}
+
+
+def test_long_rows_go_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    composed = importlib.import_module("tuner.runtime.composed")
+    tensors = inputs(23, 17)
+    whole = attention(*tensors, window=(9, 2), softcap=5.0)
+    monkeypatch.setattr(composed, "_SCORES_BYTES", 4 * 2 * 2 * 17 * 4)  # four rows
+    assert torch.allclose(attention(*tensors, window=(9, 2), softcap=5.0), whole, atol=1e-6)
+
+
+def test_gradients_are_those_of_the_definition() -> None:
+    for options in ({"window": (4, 1)}, {"softcap": 1.5}, {"window": (2, 0), "softcap": 1.5}):
+        tensors = [t.requires_grad_() for t in inputs(24, 12)]
+        attention(*tensors, **options).square().sum().backward()
+        copies = [t.detach().clone().requires_grad_() for t in tensors]
+        expected(copies, **options).square().sum().backward()
+        for one, other in zip(tensors, copies, strict=True):
+            assert torch.allclose(one.grad, other.grad, atol=1e-5)
+
+
+def test_a_graph_holds_what_is_composed() -> None:
+    """One graph, without a break."""
+    attend = importlib.import_module("tuner.runtime.attention").attention
+
+    def model(*tensors: Any) -> Any:
+        one = attend(*tensors, window=(4, 1), softcap=1.5)
+        return one + attend(*tensors, window=(7, -1), is_causal=True)
+
+    tensors = inputs()
+    out = torch.compile(model, backend="eager", fullgraph=True)(*tensors)
+    assert torch.allclose(out, model(*tensors), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"window": (1, 2, 3)}, "allowed: (left, right)"),
+        ({"window": (-2, 0)}, "allowed: (left, right)"),
+        ({"window": (1.5, 0)}, "allowed: (left, right)"),
+        ({"softcap": -1.0}, "softcap=-1.0 is out of range"),
+        ({"softcap": math.nan}, "softcap=nan is out of range"),
+    ],
+)
+def test_what_is_out_of_range_is_one_line(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        attention(*inputs(), **options)
+    assert words in str(caught.value) and "\n" not in str(caught.value)

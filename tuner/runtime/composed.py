@@ -1,0 +1,127 @@
+"""Attention under a sliding window or a soft cap, composed of PyTorch's operations: what answers
+where no tuned kernel does. `scaled_dot_product_attention` has neither.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch.nn.functional import dropout, scaled_dot_product_attention
+
+from tuner.errors import ConfigError
+
+#: Bytes of scores that are alive at once under a soft cap, where no gradient keeps them all.
+_SCORES_BYTES = 1 << 28
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What a call asks for beside plain attention; `AttentionProblem` says what it means."""
+
+    left: int = -1
+    right: int = -1
+    softcap: float = 0.0
+
+    @classmethod
+    def of(cls, window: Any, softcap: float) -> Self:
+        """From the arguments of `tuner.attention`.
+
+        Raises:
+            ConfigError: when one is out of range.
+        """
+        sides = (-1, -1) if window is None else tuple(window)
+        if len(sides) != 2 or not all(isinstance(side, int) and side >= -1 for side in sides):
+            raise ConfigError(
+                f"window={window} is not known (allowed: (left, right), each -1, no limit, or more)"
+            )
+        if not 0 <= softcap < math.inf:
+            raise ConfigError(f"softcap={softcap} is out of range (allowed: 0, none, or more)")
+        return cls(*sides, float(softcap))
+
+
+NONE = Extras()
+
+
+def compose(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    extras: Extras,
+) -> torch.Tensor:
+    """softmax(cap(scale * Q K^T) + mask) V; arguments as `tuner.attention` has them.
+
+    Queries that a window leaves no key have zeros for their output, whatever PyTorch makes of a
+    row that is masked throughout.
+    """
+    length, keys = query.shape[-2], key.shape[-2]
+    seen = length if extras.left < 0 else min(length, keys + extras.left)
+    mask = _mask(seen, keys, is_causal, extras, query.device)
+    if attn_mask is not None:
+        given = attn_mask if attn_mask.shape[-2] == 1 else attn_mask[..., :seen, :]
+        if given.dtype == torch.bool:
+            mask = given if mask is None else given & mask
+        else:
+            mask = given if mask is None else given.masked_fill(~mask, -math.inf)
+    rows = query[..., :seen, :]
+    if extras.softcap:
+        out = _capped(rows, key, value, mask, dropout_p, scale, enable_gqa, extras.softcap)
+    else:
+        out = scaled_dot_product_attention(
+            rows, key, value, mask, dropout_p, scale=scale, enable_gqa=enable_gqa
+        )
+    if seen == length:
+        return out
+    return torch.cat([out, out.new_zeros(*out.shape[:-2], length - seen, out.shape[-1])], dim=-2)
+
+
+def _mask(
+    queries: int, keys: int, is_causal: bool, extras: Extras, device: torch.device
+) -> torch.Tensor | None:
+    """(queries, keys), true where a query sees a key; None where it sees all."""
+    right = 0 if is_causal else extras.right
+    if extras.left < 0 and right < 0:
+        return None
+    away = torch.arange(keys, device=device) - torch.arange(queries, device=device)[:, None]
+    seen = torch.ones_like(away, dtype=torch.bool)
+    if extras.left >= 0:
+        seen = seen & (away >= -extras.left)
+    return seen & (away <= right) if right >= 0 else seen
+
+
+def _capped(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout_p: float,
+    scale: float | None,
+    enable_gqa: bool,
+    softcap: float,
+) -> torch.Tensor:
+    """A block of query rows at a time, in at least single precision."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    key, value = key.to(wide), value.to(wide)
+    if enable_gqa:
+        key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
+    factor = (1 / math.sqrt(query.shape[-1]) if scale is None else scale) / softcap
+    a_row = math.prod(query.shape[:-2]) * key.shape[-2] * wide.itemsize
+    blocks = []
+    for start in range(0, query.shape[-2], step := max(1, _SCORES_BYTES // max(1, a_row))):
+        rows = slice(start, start + step)
+        scores = torch.tanh((query[..., rows, :].to(wide) * factor) @ key.mT) * softcap
+        if mask is not None:
+            part = mask if mask.shape[-2] == 1 else mask[..., rows, :]
+            scores = (
+                scores.masked_fill(~part, -math.inf) if part.dtype == torch.bool else scores + part
+            )
+        weights = dropout(scores.softmax(-1), dropout_p)
+        blocks.append((weights @ value).to(query.dtype))
+    return torch.cat(blocks, dim=-2)
