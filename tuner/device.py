@@ -113,6 +113,15 @@ def _text(value: Any) -> str:
     return value.decode().split("\0", 1)[0] if isinstance(value, bytes) else str(value)
 
 
+def count() -> int:
+    """CUDA devices of this machine, as CUDA_VISIBLE_DEVICES leaves them; 0 without a driver."""
+    try:
+        call("cuInit", 0)
+        return int(call("cuDeviceGetCount"))
+    except (BenchmarkError, RuntimeError, OSError):
+        return 0
+
+
 def detect(index: int = 0) -> Gpu | None:
     """What CUDA device `index` is; None where there is no driver or no such device."""
     try:

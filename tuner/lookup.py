@@ -49,6 +49,7 @@ __all__ = [
     "Answer",
     "Entry",
     "close",
+    "copy_store",
     "decided",
     "decided_stamp",
     "differences",
@@ -280,6 +281,15 @@ def decided_stamp(path: Path | None = None) -> Hashable:
     return _reader(path or store_file()).decided_stamp()
 
 
+def copy_store(path: Path, target: sqlite3.Connection) -> bool:
+    """Copy the user's store, as one moment of it, into another database; False without a store.
+
+    Raises:
+        StoreError: when the file exists and cannot be read.
+    """
+    return _reader(path).copy_into(target)
+
+
 def store_file() -> Path:
     """The SQLite file that is read: `settings.store_url`'s, else the default one."""
     return sqlite_file(settings.store_url()) or settings.store_path()
@@ -423,6 +433,17 @@ class _Reader:
             if self._stamp is None:
                 self._stamp = self._select(_STAMP)[0] if self._has_tables else ()
             return self._stamp
+
+    def copy_into(self, target: sqlite3.Connection) -> bool:
+        with self._lock:
+            self._refresh()
+            if self._connection is None or not self._has_tables:
+                return False
+            try:
+                self._connection.backup(target)
+            except sqlite3.Error as exc:
+                self._fail(exc)
+            return True
 
     def close(self) -> sqlite3.Connection | None:
         """Forget everything; returns the connection, still open."""

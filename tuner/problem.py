@@ -11,6 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
+from functools import cached_property
 from typing import Any, ClassVar, Literal, Self, get_args
 
 from tuner.errors import ConfigError
@@ -137,7 +138,7 @@ class Problem(ABC):
         """A flat dict with `op` and every field; `problem_from_json` reads it back."""
         return {"op": self.op, **asdict(self)}
 
-    @property
+    @cached_property
     def key(self) -> str:
         """Canonical JSON text: equal problems have equal keys."""
         return json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))

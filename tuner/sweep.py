@@ -450,11 +450,12 @@ class Sweep:
 
     def _seen(self, problem: Problem | None = None) -> list[Measurement]:
         """Every quick measurement told to the searches, of one problem or of all."""
+        wanted = problem.key if problem is not None else None
         return [
             m
             for (key, _), member in self._members.items()
+            if wanted in (None, key)
             for m in member.seen.values()
-            if problem is None or key == problem.key
         ]
 
     def _kernel(self, config: Config) -> str:

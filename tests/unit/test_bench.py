@@ -44,6 +44,7 @@ from tuner.measurement import (
 from tuner.problem import E4M3, PROBLEMS, AttentionProblem, GemmProblem, Problem
 from tuner.runners import choose
 from tuner.runners.local import LocalRunner
+from tuner.runners.pool import WorkerPool
 from tuner.store import open_store
 from tuner.worker import Outcome
 from tuner.worker_client import Ask
@@ -136,7 +137,7 @@ class Machines:
         parts: Any = (self.made, self.worker)
         if str(regime) not in self.runners:
             self.runners[str(regime)] = LocalRunner(
-                0, regime, parts[0], gpu=DEFAULT_GPU, worker=parts[1]
+                0, regime, parts[0], gpu=DEFAULT_GPU, pool=WorkerPool([parts[1]])
             )
         return self.runners[str(regime)]
 

@@ -90,7 +90,7 @@ def test_a_bias_and_an_activation_are_part_of_the_problem(
 ) -> None:
     weight, bias = B.t().contiguous(), torch.randn(16).half()
     asked: list[Problem] = []
-    monkeypatch.setattr(on_cpu.table, "lookup", lambda problem, *, gpu: asked.append(problem))
+    monkeypatch.setattr(on_cpu.table, "lookup", lambda problem, **_: asked.append(problem))
     linear = on_cpu.products.linear
     for given in (None, bias):
         wanted = torch.nn.functional.linear(A, weight, given)
@@ -163,7 +163,7 @@ def test_where_cublas_won_pytorch_s_own_call_answers(
             is_final=True,
         )
 
-    def lookup(asked: Problem, *, gpu: Any) -> Answer:
+    def lookup(asked: Problem, *, gpu: Any, path: Any) -> Answer:
         assert asked == problem
         return Answer(Entry.of([made("vendor_blas", 1.0), made("gemm", 2.0)]), exact=True)
 
@@ -190,7 +190,7 @@ def test_swiglu_is_the_two_projections_and_asks_for_one_problem(
     on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Problem] = []
-    monkeypatch.setattr(on_cpu.table, "lookup", lambda problem, *, gpu: asked.append(problem))
+    monkeypatch.setattr(on_cpu.table, "lookup", lambda problem, **_: asked.append(problem))
     gate, up = torch.randn(64, 32).half(), torch.randn(64, 32).half()
     weights = on_cpu.products.interleave(gate, up)
     linear = torch.nn.functional.linear

@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
 
     interrupted = False
     try:
-        with Runners(Machine(args.device, args.jobs), _note) as runners:
+        with Runners(Machine((args.device,), args.jobs), _note) as runners:
             comparison = Comparison(
                 tasks, runners, entries, own=args.own, with_untuned=args.untuned, note=_note
             )

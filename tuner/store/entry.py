@@ -186,7 +186,12 @@ def to_row(measurement: Measurement) -> dict[str, Any]:
 
 def digest_of(measurement: Measurement) -> str:
     """SHA-256 of everything in a measurement: equal ones are stored once."""
-    return hashlib.sha256(canonical(to_row(measurement)).encode()).hexdigest()
+    return row_digest(to_row(measurement))
+
+
+def row_digest(row: Mapping[str, Any]) -> str:
+    """The same of what `to_row` made."""
+    return hashlib.sha256(canonical(row).encode()).hexdigest()
 
 
 # Many rows share these: each distinct text is parsed once.
