@@ -52,7 +52,10 @@ KERNELS = [
             "B=2,H=16,HKV=4,S=1000,D=64,causal=1,dtype=bf16",
             make(2, 128, score_buffers=2, packed_heads=4, persistent=True),
         ),
-        ("B=2,H=4,HKV=2,S=1000,D=128,dtype=e4m3", make(2, 224, early_exp=50, packed_heads=2)),
+        (
+            "B=2,H=4,HKV=2,S=1000,D=128,dtype=e4m3",
+            make(2, 224, early_exp=50, packed_heads=2, persistent=True),
+        ),
     )
 ]
 SPECS = [FAMILY.kernels(problem, config)["attention"] for problem, config in KERNELS]

@@ -24,7 +24,7 @@ constexpr bool kCausal = false;
 constexpr bool kWindowed = false;
 constexpr bool kQInRegisters = false;
 constexpr bool kPingPong = true;
-constexpr bool kPersistent = false;
+constexpr bool kPersistent = true;
 // Tiles of unlike lengths are handed out by a counter, tiles of one length by their index.
 constexpr bool kDynamic = kPersistent && kCausal;
 constexpr int kCounterBytes = kDynamic ? 256 : 0;

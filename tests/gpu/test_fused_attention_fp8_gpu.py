@@ -60,7 +60,10 @@ GROUPED = make(2, 224, persistent=True, packed_heads=1)
 CAUSAL = make(2, 128, persistent=True, pdl=True)
 DEEP = make(2, 128, score_buffers=2)
 THREE = make(3, 160, early_exp=0)
-PACKED = make(1, 64, kv_stages=4, blocks_per_sm=2, packed_heads=4, splits=3, pdl=True)
+PACKED = make(
+    1, 64, kv_stages=4, blocks_per_sm=2, packed_heads=4, splits=3, combine="kernel", pdl=True
+)
+CLUSTERED = Config(PACKED.family, {**PACKED.params, "combine": "cluster"})
 REGISTERS = make(2, 96, q_in_registers=True, kv_stages=3, ping_pong=False)
 
 #: Odd lengths, grouped heads, heads that TMA pads, keys that dominate, scores of deviation 30.
@@ -78,6 +81,7 @@ CASES = [
     ("B=1,H=3,SQ=193,SKV=161,D=48,layout=bshd_bhsd", "large_scores", THREE),
     ("B=2,H=8,HKV=2,SQ=7,SKV=1111,D=64", "random", PACKED),
     ("B=2,H=8,HKV=2,SQ=60,SKV=257,D=64", "dominant", PACKED),
+    ("B=2,H=8,HKV=2,SQ=7,SKV=1111,D=64", "random", CLUSTERED),
     ("B=1,H=2,SQ=200,SKV=900,D=96", "random", REGISTERS),
     ("B=1,H=2,S=511,D=192,causal=1", "random", make(2, 128)),
     ("B=1,H=2,SQ=300,SKV=1500,D=256", "dominant", make(2, 128, early_exp=0)),

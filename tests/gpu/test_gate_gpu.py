@@ -120,7 +120,7 @@ def activated(activation: str, x: Any) -> Any:
         case "gelu":
             return x * np.vectorize(statistics.NormalDist().cdf)(x)
         case "gelu_tanh":
-            return x / (1 + np.exp(-np.sqrt(8 / np.pi) * (x + 0.044715 * x**3)))
+            return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
         case "silu":
             return x / (1 + np.exp(-x))
         case _:

@@ -123,6 +123,7 @@ PACKED = "packed_heads is for several query heads to a KV head, only"
         ("D=64", make(3, 160), "152 accumulator registers + 28 exceed 160"),
         ("D=128", make(2, 128, score_buffers=2), "224 accumulator registers + 28 exceed 240"),
         ("D=256", make(2, 80, q_in_registers=True), "252 accumulator registers + 28 exceed 240"),
+        ("D=128,dtype=e4m3", make(2, 224), "tile_n=224 spills in what combines a cluster"),
         ("D=64,dtype=e4m3", make(2, 80), "tile_n=80 is not a multiple of 32"),
         ("D=64,dtype=e4m3", make(2, 64, lazy_rescale=8), "lazy_rescale=8 carries e4m3"),
         (
@@ -130,8 +131,16 @@ PACKED = "packed_heads is for several query heads to a KV head, only"
             make(1, 64, packed_heads=16),
             "packed_heads=16 exceeds 8: a thread's rows would have different descale_q",
         ),
-        ("D=128,dtype=e4m3", make(2, 224, kv_stages=4), "246784 bytes of shared memory exceed"),
-        ("D=128,dtype=e4m3", make(2, 256), "224 accumulator registers + 28 exceed 240"),
+        (
+            "D=128,dtype=e4m3",
+            make(2, 224, kv_stages=4, persistent=True),
+            "246784 bytes of shared memory exceed",
+        ),
+        (
+            "D=128,dtype=e4m3",
+            make(2, 256, persistent=True),
+            "224 accumulator registers + 28 exceed 240",
+        ),
         ("D=64,window=64", make(2, 64, splits=2), "splits=2 is not for a sliding window"),
         (
             "D=64,window=64",
@@ -166,7 +175,7 @@ def test_one_violation_at_a_time(text: str, config: Config, reason: str) -> None
         ("D=64", make(2, 32, splits=17)),
         ("D=64", make(2, 64, persistent=True, pdl=True)),
         ("H=8,HKV=2,D=64", make(2, 64, packed_heads=4)),
-        ("D=128,dtype=e4m3", make(2, 224, kv_stages=3)),
+        ("D=128,dtype=e4m3", make(2, 224, kv_stages=3, persistent=True)),
         ("D=64,dtype=e4m3", make(3, 160)),
         ("D=256,dtype=e4m3", make(2, 128)),
         ("D=128,causal=1,dtype=e4m3", make(2, 64, persistent=True, pdl=True)),
@@ -477,7 +486,11 @@ def test_a_window_is_estimated_by_the_keys_that_it_shows() -> None:
             "H=16,HKV=4,S=1000,D=128,causal=1,dtype=bf16",
             make(2, 64, score_buffers=2, packed_heads=4, persistent=True),
         ),
-        ("e4m3", "S=1024,D=128,dtype=e4m3", make(2, 224, ping_pong=True, early_exp=50)),
+        (
+            "e4m3",
+            "S=1024,D=128,dtype=e4m3",
+            make(2, 224, ping_pong=True, early_exp=50, persistent=True),
+        ),
     ],
 )
 def test_golden_text(name: str, text: str, config: Config) -> None:

@@ -136,6 +136,10 @@ class FusedAttention(Family):
             found.append(
                 f"lazy_rescale={config['lazy_rescale']} carries e4m3 probabilities beyond 448"
             )
+        if problem.dtype == E4M3 and tile_n > 192 and not config["persistent"]:
+            found.append(
+                f"tile_n={tile_n} spills in what combines a cluster: persistent blocks only"
+            )
         clears_counter = problem.is_causal and config["persistent"] and problem.dtype != E4M3
         if clears_counter and config["pdl"]:
             found.append("pdl is not for persistent causal: clearing its counter comes before it")

@@ -17,7 +17,7 @@ from tuner.families import gemm_cost, gemm_space
 from tuner.families.base import Family, KernelSpec, Launch, Ref
 from tuner.families.gemm import KERNEL, Gemm, gemm_launch
 from tuner.families.gemm_shape import NO_SMEM
-from tuner.hardware import Gpu
+from tuner.hardware import HOPPER, Gpu
 from tuner.problem import GemmProblem, Problem, SwigluProblem
 
 #: Columns that are interleaved as a group; an instruction's width is a multiple of it.
@@ -30,6 +30,7 @@ class GemmSwiglu(Family):
 
     name = "gemm_swiglu"
     op = SwigluProblem.op
+    capabilities = (HOPPER,)
     runtime_parameters: ClassVar[frozenset[str]] = Gemm.runtime_parameters
     domains: ClassVar[Mapping[str, tuple[Value, ...]]] = Gemm.domains
 
