@@ -57,8 +57,8 @@ SHAPES: dict[str, tuple[str, ...]] = {
 _MAX_DRAWS = 100_000
 #: Kernels of a unit: most rejected configs fail, and would cost their neighbours a second compile.
 _UNIT, _REJECTED_UNIT = 4, 1
-#: A rejected config whose accumulators spill keeps ptxas busy for many minutes. A legal kernel takes
-#: 15 to 30 s by itself; one that takes longer than this counts as one that does not compile.
+#: A rejected config whose accumulators spill keeps ptxas busy for minutes. A legal kernel takes 15
+#: to 30 s by itself; one that takes longer than this counts as one that does not compile.
 REJECTED_TIMEOUT_S = 60.0
 _PROGRESS_EVERY = 10
 
