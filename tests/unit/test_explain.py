@@ -196,6 +196,7 @@ class TestWork:
             "blocks_per_sm": 1,
             "ping_pong": True,
             "lazy_rescale": 0,
+            "persistent": False,
         }
         config = Config("fused_attention", params)
         found = self.one(AttentionProblem.parse("S=1024,D=64"), config)
@@ -214,7 +215,7 @@ class TestWork:
 
     def test_packed_heads_share_their_keys(self) -> None:
         problem = AttentionProblem.parse("SQ=1,SKV=1024,H=32,HKV=8,D=128")
-        params = {"warp_groups": 1, "tile_n": 64, "kv_stages": 2}
+        params = {"warp_groups": 1, "tile_n": 64, "kv_stages": 2, "persistent": False}
         apart = self.one(problem, Config("fused_attention", params))
         packed = self.one(problem, Config("fused_attention", {**params, "packed_heads": 4}))
         assert (apart.tiles, packed.tiles) == (32, 8)

@@ -67,8 +67,12 @@ def bind(index: int) -> None:
     A thread that has called nothing of CUDA has none, and memory from the allocator's cache asks
     for none: launch functions, which encode TMA descriptors in it, would find none either.
     """
-    if not _thread.is_bound:
+    if _thread.is_bound:
+        return
+    try:
         _thread.is_bound = bind_function()(index) == 0  # if not: the launch says why
+    except (AttributeError, OSError):  # a torch that keeps its CUDA runtime to itself
+        _thread.is_bound = True
 
 
 def current() -> int:
