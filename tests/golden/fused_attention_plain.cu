@@ -25,6 +25,8 @@ constexpr bool kWindowed = false;
 constexpr bool kQInRegisters = false;
 constexpr bool kPingPong = true;
 constexpr bool kPersistent = false;
+// Combining in a cluster takes registers that more groups do not have.
+constexpr bool kClusters = !kPersistent && kGroups == 1;
 // Tiles of unlike lengths are handed out by a counter, tiles of one length by their index.
 constexpr bool kDynamic = kPersistent && kCausal;
 constexpr int kCounterBytes = kDynamic ? 256 : 0;
@@ -155,8 +157,8 @@ CUTE_DEVICE float value_scale(Params const& p, Tile const& t) {
 // What a block of a cluster leaves to the others.
 struct Share {
   static constexpr int kRow = kD + 8;  // padded: the rows of a warp lie in different banks
-  float out[kPersistent ? 1 : kTileM * kRow];
-  float lse[kPersistent ? 1 : kTileM];  // base 2
+  float out[kClusters ? kTileM * kRow : 1];
+  float lse[kClusters ? kTileM : 1];  // base 2
 };
 
 struct Storage {
@@ -387,8 +389,9 @@ CUTE_DEVICE void store(Params const& p, Storage& s, Tile const& t, Fragment cons
     if (!kPersistent && p.splits > 1) {
       int const here = row - t.m_block * kTileM;
       int64_t const partial = int64_t(t.split) * p.batch * p.heads * p.seqlen_q + at;
-      float* const target = p.is_clustered ? s.share.out + here * Share::kRow : p.partial + partial * p.head_dim;
-      if (is_row && q == 0) *(p.is_clustered ? s.share.lse + here : p.partial_lse + partial) = lse;
+      bool const is_shared = kClusters && p.is_clustered;
+      float* const target = is_shared ? s.share.out + here * Share::kRow : p.partial + partial * p.head_dim;
+      if (is_row && q == 0) *(is_shared ? s.share.lse + here : p.partial_lse + partial) = lse;
       CUTE_UNROLL
       for (int j = 0; j < kD / 8; ++j) {
         if (is_row && 8 * j < p.head_dim) {
@@ -646,7 +649,7 @@ struct Consumer {
       softmax.sum[r] = quad_sum(softmax.sum[r]);
       norm[r] = softmax.sum[r] > 0.f ? out_scale / softmax.sum[r] : 0.f;
     }
-    if (!kPersistent && p.is_clustered) cutlass::arch::NamedBarrier::sync(128 * kGroups, kGroups);
+    if (kClusters && p.is_clustered) cutlass::arch::NamedBarrier::sync(128 * kGroups, kGroups);
     store(p, s, t, tOrO, row0, softmax, scale_log2, norm);
   }
 };
@@ -793,7 +796,7 @@ struct kernel_golden {
       } else if (kDynamic && threadIdx.x == 32) {
         schedule(p, s);
       }
-      if (!kPersistent && p.is_clustered) {
+      if (kClusters && p.is_clustered) {
         cluster_meets();
         cluster_meets();
       }
@@ -808,7 +811,7 @@ struct kernel_golden {
         // Balances the last turn_pass to group 0, on which nobody waits any more.
         if (threadIdx.x / 128 == 1) cutlass::arch::NamedBarrier::sync(256, 0);
       }
-      if (!kPersistent && p.is_clustered) {
+      if (kClusters && p.is_clustered) {
         cluster_meets();
         combine_cluster(p, s);
         cluster_meets();
@@ -902,7 +905,7 @@ inline int prepare(int& multiprocessors) {
   if (multiprocessors) return 0;
   if (auto e = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device)) return e;
   if (auto e = cudaFuncSetAttribute(fused_attention<kernel_golden>, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Storage))) return e;
-  if constexpr (!kPersistent) {
+  if constexpr (kClusters) {
     if (auto e = cudaFuncSetAttribute(fused_attention<kernel_golden>, cudaFuncAttributeNonPortableClusterSizeAllowed, 1)) return e;
   }
   if (device < 64) known[device].store(multiprocessors, std::memory_order_relaxed);
@@ -967,7 +970,7 @@ inline Params const& parameters(Call const& call) {
 }
 
 inline int launch(void* const* tensors, int64_t const* n, double const* scalars, void* workspace, cudaStream_t stream) {
-  if (kPersistent && n[18] != 1) return cudaErrorInvalidValue;
+  if ((kPersistent && n[18] != 1) || (!kClusters && n[20])) return cudaErrorInvalidValue;
   Call call;
   std::copy_n(tensors, std::size(call.tensors), call.tensors);
   std::copy_n(n, std::size(call.n), call.n);

@@ -181,7 +181,7 @@ def test_soft_caps(name: str, compiler: Compiler) -> None:
 def test_a_soft_cap_over_split_keys(compiler: Compiler) -> None:
     text, config = CAPPED["full"]
     kernel = compiled(compiler, f"S=4096,{text},softcap=9", config)
-    split = Config(config.family, {**config.params, "splits": 3, "combine": "cluster"})
+    split = Config(config.family, {**config.params, "splits": 3, "combine": "kernel"})
     for softcap, spread in itertools.product(CAPS, SPREADS):
         problem = AttentionProblem.parse(f"SQ=65,SKV=1000,{text},softcap={softcap}")
         check(kernel, problem, split, spread)

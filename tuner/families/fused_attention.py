@@ -136,10 +136,6 @@ class FusedAttention(Family):
             found.append(
                 f"lazy_rescale={config['lazy_rescale']} carries e4m3 probabilities beyond 448"
             )
-        if problem.dtype == E4M3 and tile_n > 192 and not config["persistent"]:
-            found.append(
-                f"tile_n={tile_n} spills in what combines a cluster: persistent blocks only"
-            )
         clears_counter = problem.is_causal and config["persistent"] and problem.dtype != E4M3
         if clears_counter and config["pdl"]:
             found.append("pdl is not for persistent causal: clearing its counter comes before it")
@@ -153,8 +149,11 @@ class FusedAttention(Family):
             found.append(f"splits={splits} is for one block a tile, not for persistent blocks")
         if ("combine" in config.params) != (splits > 1):
             found.append("combine is for splits > 1, only")
-        elif config.get("combine", "kernel") == "cluster" and splits > MOST_CLUSTERED:
-            found.append(f"splits={splits} exceed the {MOST_CLUSTERED} blocks of a cluster")
+        elif config.get("combine", "kernel") == "cluster":
+            if splits > MOST_CLUSTERED:
+                found.append(f"splits={splits} exceed the {MOST_CLUSTERED} blocks of a cluster")
+            if groups > 1:
+                found.append("combine=cluster spills with warp_groups > 1")
         smem = self.smem_bytes(problem, config)
         limit = SMEM_PER_BLOCK_BYTES
         if blocks > 1:
@@ -205,7 +204,8 @@ class FusedAttention(Family):
         columns, tile_m = instance(problem.head_dim), 64 * config["warp_groups"]
         rows = tile_m + 2 * config["kv_stages"] * config["tile_n"]
         operands = rows * columns * DTYPE_BYTES[problem.dtype]
-        share = 0 if config["persistent"] else 4 * tile_m * (columns + 8 + 1)
+        clusters = not config["persistent"] and config["warp_groups"] == 1
+        share = 4 * tile_m * (columns + 8 + 1) if clusters else 0
         return int(-(-max(operands, share) // 1024) * 1024 + BARRIER_BYTES)
 
     def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
