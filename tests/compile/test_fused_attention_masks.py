@@ -1,5 +1,8 @@
-"""Which keys the fused attention kernel lets each query see: the template's own tiles, loops and
-masks, run by the host compiler over small problems, against the definition of the window."""
+"""Sliding windows and soft caps of the fused attention kernel, as far as no GPU is needed.
+
+Which keys each query sees: the template's own tiles, loops and masks, built by the host compiler
+and run over small problems, against the definition of the window.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,15 @@ from pathlib import Path
 
 import pytest
 
+from tuner.compiler import Compiler
 from tuner.config import Config, Value
 from tuner.families.fused_attention import FusedAttention
+from tuner.hardware import DEFAULT_GPU
 from tuner.problem import AttentionProblem
 from tuner.render import render
 from tuner.toolchain import find_toolchain
 
-pytestmark = [pytest.mark.compile, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.compile, pytest.mark.timeout(900)]
 
 FAMILY = FusedAttention()
 LENGTHS = (1, 7, 63, 65, 129, 300)
@@ -49,6 +54,16 @@ CONFIGS = [
     (0, 1, make(2, 32, 2, packed_heads=4)),
     (1, 1, make(3, 80, 1, packed_heads=2)),
 ]
+
+#: One kernel with a window and one with a soft cap, for the whole way through nvcc.
+KERNELS = [
+    (AttentionProblem.parse(text), config)
+    for text, config in (
+        ("B=2,H=8,HKV=2,S=1000,D=64,left=64,right=7", make(2, 96, 2, packed_heads=4)),
+        ("S=1000,D=64,softcap=30", make(2, 128, 2)),
+    )
+]
+SPECS = [FAMILY.kernels(problem, config)["attention"] for problem, config in KERNELS]
 
 PREAMBLE = """
 #include <algorithm>
@@ -195,6 +210,16 @@ def launches(windowed: int, causal: int) -> list[tuple[int, int, int, int]]:
             if problem.is_windowed == windowed and problem.is_causal == causal:
                 found[queries, keys, *problem.visible] = True
     return list(found)
+
+
+def test_they_compile_without_spills_or_advice(compiler: Compiler) -> None:
+    for (problem, config), (_, future) in zip(KERNELS, compiler.submit(SPECS), strict=True):
+        assert FAMILY.violations(problem, config, DEFAULT_GPU) == []
+        artifact = future.result()
+        used = artifact.resources
+        assert used is not None
+        assert (used.spill_store_bytes, used.spill_load_bytes) == (0, 0), config
+        assert artifact.facts["advice"] == [], config
 
 
 def test_each_query_sees_the_keys_of_its_window_once(tmp_path: Path) -> None:
