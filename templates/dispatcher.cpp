@@ -42,6 +42,7 @@ constexpr int kMaxDims = 8;
 
 using Launch = int (*)(void* const*, int64_t const*, double const*, void*, void*);
 using CurrentStream = int (*)(int32_t, void**);
+using Bind = int (*)(int32_t);
 
 struct Step {
   Launch launch;
@@ -86,6 +87,7 @@ struct State {
   long long hits = 0, nearest_hits = 0;
   c10::DeviceType device = c10::DeviceType::CUDA;
   CurrentStream current_stream = nullptr;
+  Bind bind = nullptr;
   uint64_t plain = 0, autocast = 0;  // keys as bits
 };
 
@@ -161,12 +163,39 @@ bool read_attention(Call& call, PyObject* const* arguments) {
   return true;
 }
 
-bool read_product(Call& call, Operation operation, PyObject* const* arguments) {
-  call.head(operation, 0, 1);
+// (input, weight, bias, activation)
+bool read_linear(Call& call, PyObject* const* arguments) {
+  constexpr char const* kActivations[] = {"relu", "gelu", "gelu_tanh", "silu"};  // problem.ACTIVATIONS
+  uint64_t flags = arguments[2] != Py_None;
+  if (arguments[3] != Py_None) {
+    if (!PyUnicode_CheckExact(arguments[3])) return false;
+    uint64_t activation = 0;
+    for (uint64_t i = 0; i < 4; ++i)
+      if (!PyUnicode_CompareWithASCIIString(arguments[3], kActivations[i])) activation = i + 1;
+    if (!activation) return false;
+    flags |= activation << 1;
+  }
+  call.head(kLinear, flags, 1);
+  for (int i = 0; i < (flags & 1 ? 3 : 2); ++i)
+    if (!call.add(arguments[i])) return false;
+  call.tail();
+  return true;
+}
+
+// (input, other)
+bool read_matmul(Call& call, PyObject* const* arguments) {
+  call.head(kMatmul, 0, 1);
   for (int i = 0; i < 2; ++i)
     if (!call.add(arguments[i])) return false;
   call.tail();
   return true;
+}
+
+// A thread that has called nothing of CUDA yet has no current context; an output from the
+// allocator's cache needs none, but a kernel's launch function encodes TMA descriptors in it.
+void bind_thread(int32_t device) {
+  static thread_local bool is_bound = false;
+  if (!is_bound) is_bound = state.bind(device) == 0;  // if not: the launch says why
 }
 
 // Undefined when a launch was refused.
@@ -174,6 +203,7 @@ at::Tensor enqueue(Plan const& plan, Call const& call) {
   at::AutoDispatchBelowADInplaceOrView below;
   at::Tensor const& first = *call.tensors[0];
   c10::DeviceGuard guard(first.device());
+  bind_thread(first.device().index());
   at::Tensor out = at::empty_strided(plan.sizes, plan.strides, first.options());
   at::Tensor workspace;
   if (plan.workspace_bytes)
@@ -235,12 +265,17 @@ PyObject* attention(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   return answer(call);
 }
 
-template <Operation operation>
-PyObject* product(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  // two tensors, then the bias or the output
+PyObject* linear(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  Call call;
+  if (count != 4 || !read_linear(call, arguments)) Py_RETURN_NONE;
+  return answer(call);
+}
+
+PyObject* matmul(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  // two tensors, then the output
   if (count != 3 || arguments[2] != Py_None) Py_RETURN_NONE;
   Call call;
-  if (!read_product(call, operation, arguments)) Py_RETURN_NONE;
+  if (!read_matmul(call, arguments)) Py_RETURN_NONE;
   return answer(call);
 }
 
@@ -288,7 +323,7 @@ PyObject* put(PyObject*, PyObject* arguments) {
   if (!PyArg_ParseTuple(arguments, "iO!(OOLpO)", &operation, &PyTuple_Type, &inputs, &sizes,
                         &strides, &workspace_bytes, &is_nearest, &steps))
     return nullptr;
-  Py_ssize_t const wanted = operation == kAttention ? 6 : 2;
+  Py_ssize_t const wanted = operation == kAttention ? 6 : operation == kLinear ? 4 : 2;
   if (PyTuple_GET_SIZE(inputs) != wanted) {
     PyErr_SetString(PyExc_ValueError, "wrong number of arguments for the operation");
     return nullptr;
@@ -296,9 +331,9 @@ PyObject* put(PyObject*, PyObject* arguments) {
   PyObject* items[6];
   for (Py_ssize_t i = 0; i < wanted; ++i) items[i] = PyTuple_GET_ITEM(inputs, i);
   Call call;
-  bool const is_known = operation == kAttention
-                            ? read_attention(call, items)
-                            : read_product(call, static_cast<Operation>(operation), items);
+  bool const is_known = operation == kAttention ? read_attention(call, items)
+                        : operation == kLinear  ? read_linear(call, items)
+                                                : read_matmul(call, items);
   if (!is_known) Py_RETURN_FALSE;
   auto plan = std::make_shared<Plan>();
   plan->workspace_bytes = workspace_bytes;
@@ -328,13 +363,14 @@ PyObject* take_counts(PyObject*, PyObject* reset) {
 }
 
 PyObject* start(PyObject*, PyObject* arguments) {
-  // (device type, address of the function that gives the current stream)
+  // (device type, addresses of the functions that give the current stream and bind a thread)
   char const* device;
-  PyObject* stream;
-  if (!PyArg_ParseTuple(arguments, "sO", &device, &stream)) return nullptr;
+  PyObject *stream, *bind;
+  if (!PyArg_ParseTuple(arguments, "sOO", &device, &stream, &bind)) return nullptr;
   bool const is_cuda = !std::strcmp(device, "cuda");
   state.device = is_cuda ? c10::DeviceType::CUDA : c10::DeviceType::CPU;
   state.current_stream = reinterpret_cast<CurrentStream>(PyLong_AsVoidPtr(stream));
+  state.bind = reinterpret_cast<Bind>(PyLong_AsVoidPtr(bind));
   if (PyErr_Occurred()) return nullptr;
   auto const bits = [](DispatchKey key) { return DispatchKeySet(key).raw_repr(); };
   state.plain = bits(DispatchKey::ADInplaceOrView) | bits(DispatchKey::BackendSelect) |
@@ -352,8 +388,8 @@ PyCFunction as_c(Function* function) {
 PyMethodDef methods[] = {
     {"start", start, METH_VARARGS, nullptr},
     {"attention", as_c(attention), METH_FASTCALL, nullptr},
-    {"linear", as_c(product<kLinear>), METH_FASTCALL, nullptr},
-    {"matmul", as_c(product<kMatmul>), METH_FASTCALL, nullptr},
+    {"linear", as_c(linear), METH_FASTCALL, nullptr},
+    {"matmul", as_c(matmul), METH_FASTCALL, nullptr},
     {"put", put, METH_VARARGS, nullptr},
     {"clear", clear, METH_NOARGS, nullptr},
     {"serve_until", serve_until, METH_O, nullptr},

@@ -31,13 +31,16 @@ if TYPE_CHECKING:
     from tuner.problem import AttentionProblem as AttentionProblem
     from tuner.problem import GemmProblem as GemmProblem
     from tuner.problem import SoftmaxProblem as SoftmaxProblem
+    from tuner.problem import SwigluProblem as SwigluProblem
     from tuner.runtime.attention import attention as attention
     from tuner.runtime.counters import stats as stats
     from tuner.runtime.enable import disable as disable
     from tuner.runtime.enable import enable as enable
     from tuner.runtime.enable import enabled as enabled
+    from tuner.runtime.products import interleave as interleave
     from tuner.runtime.products import linear as linear
     from tuner.runtime.products import matmul as matmul
+    from tuner.runtime.products import swiglu as swiglu
     from tuner.sweep import sweep as sweep
 
 __version__ = "0.1.0"
@@ -60,16 +63,19 @@ _HOMES = {
     "SoftmaxProblem": "tuner.problem",
     "Status": "tuner.measurement",
     "StoreError": "tuner.errors",
+    "SwigluProblem": "tuner.problem",
     "TunerError": "tuner.errors",
     "attention": "tuner.runtime",
     "disable": "tuner.runtime",
     "enable": "tuner.runtime",
     "enabled": "tuner.runtime",
+    "interleave": "tuner.runtime",
     "linear": "tuner.runtime",
     "lookup": "tuner.lookup",
     "matmul": "tuner.runtime",
     "stats": "tuner.runtime",
     "sweep": "tuner.sweep",
+    "swiglu": "tuner.runtime",
 }
 
 __all__ = ["__version__", *_HOMES]

@@ -2,7 +2,8 @@
 
 A unit holds up to `Compiler.batch` kernels of one template: most of a compile is reading CUTLASS's
 headers, so a further kernel costs a fraction of the first. A unit that fails is taken apart and
-its kernels are built alone, so one bad kernel never costs its neighbours.
+its kernels are built alone, so one bad kernel never costs its neighbours. Kernels in Triton take
+the same way: another program builds their units (`tuner.triton_kernels`).
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
-from tuner import resources
+from tuner import resources, triton_kernels
 from tuner.artifacts import Artifact, ArtifactCache
 from tuner.errors import CompileError, StoreError, TunerError
 from tuner.families.base import KernelSpec
+from tuner.hardware import HOPPER
 from tuner.processes import Finished, ProcessPool
 from tuner.ptxas import parse_advice, parse_resources
 from tuner.render import render, template_digest
@@ -73,6 +76,7 @@ class Compiler:
             `UNIT_BYTES` each.
         batch: most kernels in a translation unit.
         timeout_s: after which one nvcc is killed.
+        capability: compute capability that it compiles for.
     """
 
     def __init__(
@@ -82,9 +86,11 @@ class Compiler:
         jobs: int | None = None,
         batch: int = 4,
         timeout_s: float = NVCC_TIMEOUT_S,
+        capability: str = HOPPER,
     ) -> None:
         self.toolchain = toolchain
         self.artifacts = artifacts
+        self.capability = capability
         wanted = jobs or len(os.sched_getaffinity(0))
         self.jobs = max(1, min(wanted, available_bytes() // UNIT_BYTES))
         self.batch = max(1, batch)
@@ -117,18 +123,27 @@ class Compiler:
 
         Raises:
             RenderError: when the spec does not render.
+            CompileError: when it is Triton's and there is none.
         """
-        tools = self.toolchain
         ingredients = {
-            "nvcc": tools.nvcc_version,
-            "flags": FLAGS,
-            # nvcc reads these by itself
-            "environment": [os.environ.get(f"NVCC_{w}_FLAGS", "") for w in ("PREPEND", "APPEND")],
-            "cutlass": [tools.cutlass_version, tools.cutlass_digest],
+            **self._ingredients(spec),
             "template": template_digest(spec.template),
             "text": render(spec, _PLACEHOLDER),
         }
         return hashlib.sha256(json.dumps(ingredients, sort_keys=True).encode()).hexdigest()[:32]
+
+    def _ingredients(self, spec: KernelSpec) -> dict[str, Any]:
+        """What a key holds of the compiler."""
+        tools = self.toolchain
+        if triton_kernels.compiles(spec.template):
+            return triton_kernels.ingredients(tools, self.capability)
+        return {
+            "nvcc": tools.nvcc_version,
+            "flags": flags(self.capability),
+            # nvcc reads these by itself
+            "environment": [os.environ.get(f"NVCC_{w}_FLAGS", "") for w in ("PREPEND", "APPEND")],
+            "cutlass": [tools.cutlass_version, tools.cutlass_digest],
+        }
 
     def cached(self, spec: KernelSpec) -> Artifact | None:
         """The artifact of `spec` where it is built already."""
@@ -245,8 +260,7 @@ class Compiler:
                 return
             folder = stack.enter_context(self.artifacts.workspace())
             sources = {job.key: render(job.spec, job.key) for job in todo}
-            (folder / "unit.cu").write_text("\n".join(sources.values()), encoding="utf-8")
-            command = self._command(folder)
+            command = self._write(folder, todo[0].spec.template, "\n".join(sources.values()))
             done = self._processes.run(command, folder)
             for job in todo:
                 job.cpu_s += done.cpu_s / len(todo)
@@ -256,7 +270,7 @@ class Compiler:
                 self._store(todo, folder / "kernel.so", sources, done.log)
             elif _disk_full(done.log):
                 raise StoreError(
-                    f"the disk under {self.artifacts.root} is full: nvcc could not write"
+                    f"the disk under {self.artifacts.root} is full: the compiler could not write"
                 )
             elif len(todo) > 1:
                 for job in todo:
@@ -283,21 +297,31 @@ class Compiler:
                 facts={
                     "template": job.spec.template,
                     "variables": dict(job.spec.variables),
-                    "nvcc": tools.nvcc_version,
+                    **self._versions(job.spec),
                     "host_compiler": tools.host_version,
-                    "cutlass": tools.cutlass_version,
                     "kernels_in_unit": len(jobs),
                     "advice": list(advice.get(job.key, ())),
                 },
             )
             self._settle(job, artifact)
 
-    def _command(self, folder: Path) -> list[str]:
+    def _versions(self, spec: KernelSpec) -> dict[str, str]:
         tools = self.toolchain
+        if triton_kernels.compiles(spec.template):
+            return {"triton": tools.triton_version, "capability": self.capability}
+        return {"nvcc": tools.nvcc_version, "cutlass": tools.cutlass_version}
+
+    def _write(self, folder: Path, template: str, text: str) -> list[str]:
+        """Put a unit's text into `folder`; returns the command that makes its library."""
+        tools = self.toolchain
+        if triton_kernels.compiles(template):
+            (folder / triton_kernels.UNIT).write_text(text, encoding="utf-8")
+            return triton_kernels.command(tools, self.capability)
+        (folder / "unit.cu").write_text(text, encoding="utf-8")
         includes = (*include_dirs(tools.cutlass), resources.templates())
         return [
             str(tools.nvcc),
-            *FLAGS,
+            *flags(self.capability),
             f"-ccbin={tools.host_compiler}",
             *(f"-I{path}" for path in includes),
             *(f"-L{path}" for path in tools.library_dirs),
@@ -329,6 +353,15 @@ class Compiler:
                 job.future.set_exception(exc)
 
 
+def flags(capability: str) -> tuple[str, ...]:
+    """Nvcc's options for a compute capability; Hopper's are those of `FLAGS`."""
+    if capability == HOPPER:
+        return FLAGS
+    number = capability.replace(".", "")
+    target = f"-gencode=arch=compute_{number},code=sm_{number}"
+    return tuple(target if flag.startswith("-gencode") else flag for flag in FLAGS)
+
+
 def available_bytes(proc: Path = Path("/proc"), group: Path = Path("/sys/fs/cgroup")) -> int:
     """Memory that can be used now: the machine's, or the control group's where that is less."""
     machine = _table(proc / "meminfo").get("MemAvailable:", 64 << 20) * 1024
@@ -357,13 +390,14 @@ def _disk_full(log: str) -> bool:
 
 
 def _compile_error(job: _Job, command: Sequence[str], done: Finished) -> CompileError:
+    name = "Triton" if triton_kernels.compiles(job.spec.template) else "nvcc"
     if done.timed_out:
-        reason = f"nvcc was stopped after {done.wall_s:.0f} s"
+        reason = f"{name} was stopped after {done.wall_s:.0f} s"
     elif done.returncode < 0:
-        reason = f"nvcc was killed by signal {-done.returncode} (too little memory?)"
+        reason = f"{name} was killed by signal {-done.returncode} (too little memory?)"
     else:
         errors = (line for line in done.log.splitlines() if re.search(r"\b(error|fatal)\b", line))
-        reason = next(errors, f"nvcc ended with {done.returncode}").strip()
+        reason = next(errors, f"{name} ended with {done.returncode}").strip()
     log = done.log
     if len(log) > _LOG_LIMIT:
         half = _LOG_LIMIT // 2

@@ -126,7 +126,7 @@ class Controller:
         """
         if not self._machine.replay and self._runners_for(None).gpu is None:
             raise BenchmarkError(
-                "no Hopper GPU found, and a job's answers must be measured: "
+                "no GPU found, and a job's answers must be measured: "
                 "`tuner worker --replay` replays recorded sweeps, or predicts"
             )
         while not self._leases.stopping:

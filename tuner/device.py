@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any
 
 from tuner.errors import BenchmarkError
-from tuner.hardware import GPUS, Gpu
+from tuner.hardware import GPUS, MOST_MEMORY_GBS, Gpu
 from tuner.measurement import Clocks, Environment, Status, status_of
 
 #: NVML clock event reasons, nvml.h nvmlClocksEventReason*. Idle is no doubt about a timing.
@@ -113,6 +113,15 @@ def _text(value: Any) -> str:
     return value.decode().split("\0", 1)[0] if isinstance(value, bytes) else str(value)
 
 
+def count() -> int:
+    """CUDA devices of this machine, as CUDA_VISIBLE_DEVICES leaves them; 0 without a driver."""
+    try:
+        call("cuInit", 0)
+        return int(call("cuDeviceGetCount"))
+    except (BenchmarkError, RuntimeError, OSError):
+        return 0
+
+
 def detect(index: int = 0) -> Gpu | None:
     """What CUDA device `index` is; None where there is no driver or no such device."""
     try:
@@ -142,7 +151,7 @@ def detect(index: int = 0) -> Gpu | None:
         ),
         sm_count=attribute("MULTIPROCESSOR_COUNT"),
         clock_max_mhz=int(clock or attribute("CLOCK_RATE") // 1000),
-        memory_gbs=shipped.memory_gbs if shipped else round(bandwidth, 1),
+        memory_gbs=shipped.memory_gbs if shipped else round(bandwidth, 1) or MOST_MEMORY_GBS,
         l2_bytes=attribute("L2_CACHE_SIZE"),
     )
 

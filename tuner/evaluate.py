@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
@@ -35,7 +37,7 @@ INEXPRESSIBLE = (
 )
 
 
-@dataclass
+@dataclass(eq=False)
 class Pending:
     """A group whose kernels are being compiled."""
 
@@ -52,15 +54,28 @@ class Pending:
         """Nothing is compiling any more."""
         return all(future.done() for future in self.futures.values())
 
+    def when_ready(self, then: Callable[[], None]) -> None:
+        """Call `then` once nothing is compiling any more: now, or in the compiler's thread."""
+        building = set(self.futures.values())
+        if not building:
+            then()
+        finished = itertools.count(1)
+
+        def count(_: Future[Artifact]) -> None:
+            if next(finished) == len(building):
+                then()
+
+        for future in building:
+            future.add_done_callback(count)
+
 
 class Evaluator:
-    """Evaluates on one GPU under one regime.
+    """Evaluates on GPUs of one kind under one regime; `finish` from any thread.
 
     Args:
-        gpu: what the worker measures on.
+        gpu: what the workers measure on.
         regime: how candidates are timed.
         compiler: for the candidates' kernels and the gate's.
-        worker: for the GPU.
         members: families by name.
         environment: stored with every measurement; asked for when the first is made.
         max_workspace: bytes that a candidate may use beside its operands; None: no limit.
@@ -71,25 +86,15 @@ class Evaluator:
         gpu: Gpu,
         regime: Regime,
         compiler: Compiler,
-        worker: WorkerClient,
         members: Mapping[str, Family],
         environment: Callable[[], Environment],
         max_workspace: int | None = None,
     ) -> None:
-        self._gpu, self._regime, self._compiler, self._worker = gpu, regime, compiler, worker
+        self._gpu, self._regime, self._compiler = gpu, regime, compiler
         self._members, self._environment, self._max_workspace = members, environment, max_workspace
         self._fresh: set[KernelSpec] = set()
+        self._lock = threading.Lock()
         [(_, self._reference)] = compiler.submit([REFERENCE])
-
-    def evaluate(self, problem: Problem, group: Sequence[Config]) -> list[Measurement]:
-        """One measurement a config, in order.
-
-        Raises:
-            CompileError: when the gate's own kernels cannot be compiled.
-            BenchmarkError: when no worker can be started.
-            StoreError: when the artifact cache cannot be written.
-        """
-        return self.finish(self.start(problem, group))
 
     def prefetch(self, problem: Problem, configs: Sequence[Config]) -> None:
         """Compile without waiting; what fails is reported by the evaluation that needs it."""
@@ -108,18 +113,26 @@ class Evaluator:
                 failures[index] = self._failed(problem, config, Status.COMPILE_ERROR, log)
         wanted = list(dict.fromkeys(spec for named in kernels for spec in named.values()))
         futures = dict(self._compiler.submit(wanted)) if wanted else {}
-        self._fresh |= {spec for spec, future in futures.items() if not future.done()}
+        with self._lock:
+            self._fresh |= {spec for spec, future in futures.items() if not future.done()}
         return Pending(problem, group, kernels, futures, failures)
 
     def finish(
-        self, pending: Pending, *, mode: str = "quick", rounds: int = 0
+        self, pending: Pending, worker: WorkerClient, *, mode: str = "quick", rounds: int = 0
     ) -> list[Measurement]:
-        """Wait for the compiler, then check and time; see `evaluate`.
+        """Wait for the compiler, then check and time: one measurement a config, in order.
 
         Args:
             pending: from `start`.
+            worker: of the GPU to measure on.
             mode: quick (one by one), final (interleaved over `rounds`), probe (checks only).
             rounds: of a final pass.
+
+        Raises:
+            CompileError: when the gate's own kernels cannot be compiled.
+            BenchmarkError: when no worker can be started.
+            StoreError: when the artifact cache cannot be written.
+            concurrent.futures.CancelledError: when the worker was interrupted.
         """
         found: dict[int, Measurement] = dict(pending.failures)
         ready: list[int] = []
@@ -143,7 +156,7 @@ class Evaluator:
                 rounds=rounds,
                 max_workspace=self._max_workspace,
             )
-            for index, outcome in zip(ready, self._worker.measure(ask), strict=True):
+            for index, outcome in zip(ready, worker.measure(ask), strict=True):
                 found[index] = self._measurement(pending, index, outcome, is_final=mode == "final")
         return [found[index] for index in range(len(pending.group))]
 
@@ -184,9 +197,10 @@ class Evaluator:
         compile_cpu_s = None
         if not self._members[config.family].is_vendor:
             # A kernel is paid for once, by the first measurement that uses it.
-            fresh = {spec for spec in specs.values() if spec in self._fresh}
+            with self._lock:
+                fresh = {spec for spec in specs.values() if spec in self._fresh}
+                self._fresh -= fresh
             compile_cpu_s = round(sum(pending.futures[s].result().compile_cpu_s for s in fresh), 3)
-            self._fresh -= fresh
         return Measurement(
             problem=pending.problem,
             config=config,

@@ -20,7 +20,17 @@ from tuner.errors import BenchmarkError
 from tuner.families.base import KernelSpec
 from tuner.hardware import Gpu
 from tuner.measurement import Status
-from tuner.problem import AttentionProblem, GemmProblem, Operand, Problem, SoftmaxProblem
+from tuner.problem import (
+    ACTIVATIONS,
+    DTYPE_BYTES,
+    E4M3,
+    AttentionProblem,
+    GemmProblem,
+    Operand,
+    Problem,
+    SoftmaxProblem,
+    SwigluProblem,
+)
 
 REFERENCE = KernelSpec("reference.cu.j2")
 """The kernels that this module runs; compiled like a candidate's."""
@@ -34,6 +44,7 @@ GUARD_BYTES = 1 << 20
 KINDS: dict[str, tuple[str, ...]] = {
     "attention": ("dominant", "large_scores", "random"),
     "gemm": ("planted", "random"),
+    "swiglu": ("planted", "random"),
     "softmax": ("dominant", "large_scores", "random"),
 }
 #: `large_scores`: standard deviation of the scaled scores, which random inputs have at 1.
@@ -50,9 +61,16 @@ SOFTMAX_SCALE = 0.125
 #: `dominant` uses a scale other than the default, so that a kernel ignoring its scale is seen.
 SCALE_FACTOR = 0.75
 
-_DTYPES = {"float16": 0, "bfloat16": 1, "float32": 2}
+#: Standard deviation of e4m3 elements: `dominant`, `DOMINANCE` times six deviations, stays below
+#: 448. Its inverse is the mean of the descale factors, so that what they stand for is as normal as
+#: other inputs; their deviation over their mean makes heads unlike.
+E4M3_DEVIATION = 16.0
+DESCALE_SPREAD = 1 / 8
+
+_DTYPES = {"float16": 0, "bfloat16": 1, "float32": 2, E4M3: 3}
 _FILL, _PLANT_ATTENTION, _SCALE_COLUMNS, _PLANT_SOFTMAX = 0, 1, 2, 3
 _ATTENTION, _GEMM, _SOFTMAX, _COMPARE, _COUNT_CHANGED, _CHECKSUM = 4, 5, 6, 7, 8, 9
+_GATE_PAIRS = 10
 _RESULT_BYTES = 64
 #: Spacing of fp16 below its normal numbers: values there cannot be rounded any better.
 _FP16_SUBNORMAL_STEP = 2.0**-24
@@ -76,6 +94,32 @@ LIMITS = {
     "bfloat16": Limits(8e-3, 1.6e-2, 1.6e-2),
     "float32": Limits(1e-3, 2e-3, 2e-3),
 }
+
+
+#: Relative error of a probability that is rounded to e4m3: uniform within a spacing of 2^-3 to
+#: 2^-4 of it, its logarithm uniform over an octave, 2^-3 / sqrt(12) * sqrt(3 / (8 ln 2)).
+E4M3_ROUNDING = 0.0266
+#: WGMMA adds the products of 8-bit operands to an accumulator of 13 mantissa bits and cuts off the
+#: rest: half a unit on average each time, once for every `E4M3_DEPTH` keys.
+E4M3_TRUNCATION, E4M3_DEPTH = 2.0**-14, 32
+#: What is allowed over what is expected of a sound kernel.
+E4M3_MARGIN = 1.25
+#: An element: a probability is off by 2^-4 of itself at most, a row's largest not at all, so that
+#: with two keys to a row an element is off by 2^-5 of a value; and no value exceeds 8 deviations.
+E4M3_ABSOLUTE = 2.0**-5 * 8
+
+
+def limits_of(problem: Problem) -> Limits:
+    """What the output of `problem` may be off by.
+
+    e4m3 attention is judged against the exact result of its quantised inputs: what is left is the
+    rounding of the probabilities and the accumulators' truncation, which grows with the keys.
+    """
+    if not isinstance(problem, AttentionProblem) or problem.dtype != E4M3:
+        return LIMITS[problem.output.dtype]
+    truncation = E4M3_TRUNCATION * math.ceil(problem.seqlen_kv / E4M3_DEPTH)
+    frobenius = E4M3_MARGIN * (E4M3_ROUNDING + truncation)
+    return Limits(frobenius, E4M3_ABSOLUTE, 2 * truncation)
 
 
 @dataclass(frozen=True)
@@ -116,6 +160,7 @@ def judge(
     operand: Operand,
     strayed: Mapping[str, int],
     changed: Sequence[str],
+    limits: Limits | None = None,
 ) -> Verdict:
     """Turn what was seen into a verdict.
 
@@ -124,8 +169,9 @@ def judge(
         operand: the output.
         strayed: 16-bit words of each buffer's guard bands that were written.
         changed: inputs whose contents changed.
+        limits: of the problem (`limits_of`); those of the output's type when None.
     """
-    limits = LIMITS[operand.dtype]
+    limits = limits or LIMITS[operand.dtype]
     error = math.sqrt(comparison.error_squares / max(comparison.reference_squares, 1e-300))
     if any(strayed.values()) or changed:
         texts = [f"{2 * n} bytes beside '{name}' were written" for name, n in strayed.items() if n]
@@ -156,21 +202,22 @@ def judge(
 
 
 def floor_work(problem: Problem) -> tuple[int, int]:
-    """Tensor-core operations and bytes that no kernel can avoid.
+    """Tensor-core operations, at the rate of 16-bit ones, and bytes that no kernel can avoid.
 
     Under a mask only the visible pairs count, exactly, and keys that the last query does not reach
     are never read. A softmax has no tensor-core work.
     """
-    if isinstance(problem, GemmProblem):
+    if isinstance(problem, GemmProblem | SwigluProblem):
         return problem.flops, problem.bytes
     if not isinstance(problem, AttentionProblem):
         return 0, 0 if getattr(problem, "is_causal", False) else problem.bytes
     keys = problem.seqlen_kv
     seen = min(problem.seqlen_q + problem.visible[1], keys)
-    unread = (keys - seen) * problem.head_dim * problem.heads_kv * problem.batch * 2 * 2
+    unread = (keys - seen) * problem.head_dim * problem.heads_kv * problem.batch
+    flops = 4 * problem.batch * problem.heads_q * problem.head_dim * problem.pairs
     return (
-        4 * problem.batch * problem.heads_q * problem.head_dim * problem.pairs,
-        problem.bytes - unread,
+        flops // problem.tensor_rate,
+        problem.bytes - 2 * unread * DTYPE_BYTES[problem.dtype],
     )
 
 
@@ -193,7 +240,7 @@ def _position(index: int, operand: Operand) -> tuple[int, ...]:
 
 def scale_of(problem: Problem, kind: str = "random") -> float:
     """The scale (alpha of a GEMM) that a problem is checked with; `random`'s is the timed one."""
-    if isinstance(problem, GemmProblem):
+    if isinstance(problem, GemmProblem | SwigluProblem):
         return 1.0
     base = SOFTMAX_SCALE
     if isinstance(problem, AttentionProblem):
@@ -316,16 +363,14 @@ class Gate:
             for operand in problem.operands[:-1]
             if self._checksum(operand) != sums[operand.name]
         ]
-        comparison = self.compare(
-            self._operands[problem.output.name].pointer, reference, problem.output
-        )
-        verdict = judge(comparison, problem.output, strayed, changed)
+        limits, output = limits_of(problem), problem.output
+        comparison = self.compare(self._operands[output.name].pointer, reference, output, limits)
+        verdict = judge(comparison, output, strayed, changed, limits)
         log = verdict.log and f"{self._kind} inputs: {verdict.log}"
         return Verdict(verdict.status, verdict.error, log)
 
-    def compare(self, output: int, reference: int, operand: Operand) -> Comparison:
+    def compare(self, output: int, reference: int, operand: Operand, limits: Limits) -> Comparison:
         """Compare an output's memory with fp32 reference memory of the same order."""
-        limits = LIMITS[operand.dtype]
         data = self._ask(
             (output, reference, self._result),
             (_COMPARE, _DTYPES[operand.dtype], operand.elements),
@@ -389,13 +434,13 @@ class Gate:
                 ),
                 (DOMINANCE,),
             )
-        elif isinstance(problem, GemmProblem):
+        elif isinstance(problem, GemmProblem | SwigluProblem):
             columns = border_columns(problem.k, seed)
-            strides = problem.operands[0].strides
+            batch, rows, strides = _matrices(problem.operands[0])
             self._run(
                 (at["a"],),
                 (
-                    *(_SCALE_COLUMNS, _DTYPES[problem.dtype], problem.batch, problem.m),
+                    *(_SCALE_COLUMNS, _DTYPES[problem.dtype], batch, rows),
                     *(*strides, len(columns), *columns),
                 ),
                 (COLUMN_FACTOR,),
@@ -408,18 +453,27 @@ class Gate:
             )
 
     def _compute(self, problem: Problem, kind: str, reference: int) -> None:
-        inputs = [self._operands[operand.name].pointer for operand in problem.operands[:-1]]
+        at = self.pointers
+        inputs = [at[operand.name] for operand in problem.operands[:-1]]
         scale = scale_of(problem, kind)
         if isinstance(problem, GemmProblem):
-            strides = [s for operand in problem.operands for s in operand.strides]
+            a, b, *_, d = problem.operands
             extents = (problem.batch, problem.m, problem.n, problem.k)
-            integers = (_GEMM, _DTYPES[problem.dtype], *extents, *strides)
-            self._run((*inputs, reference), integers, (scale,))
+            activation = ("", *ACTIVATIONS).index(problem.activation)
+            integers = (
+                *(_GEMM, _DTYPES[problem.dtype], *extents, *a.strides, *b.strides, *d.strides),
+                *(activation, _DTYPES[d.dtype]),
+            )
+            tensors = (at["a"], at["b"], reference, at.get("bias", 0), at.get("residual", 0))
+            self._run(tensors, integers, (scale, 1.0))
+        elif isinstance(problem, SwigluProblem):
+            self._compute_swiglu(problem, scale, reference)
         elif isinstance(problem, AttentionProblem):
             with Pool(self._device) as pool:
                 rows = problem.batch * problem.heads_q * problem.seqlen_q
+                matrices, descales = inputs[:3], inputs[3:]
                 self._run(
-                    (*inputs, reference, pool.allocate(16 * rows)),
+                    (*matrices, reference, pool.allocate(16 * rows), *descales),
                     (
                         _ATTENTION,
                         _DTYPES[problem.dtype],
@@ -434,21 +488,56 @@ class Gate:
             self._run((*inputs, reference), integers, (scale,))
         self._device.wait()
 
+    def _compute_swiglu(self, problem: SwigluProblem, scale: float, reference: int) -> None:
+        """Both projections in the order of the weights' rows, then the pairs."""
+        m, n, k = problem.m, problem.n, problem.k
+        at = self.pointers
+        with Pool(self._device) as pool:
+            both = pool.allocate(4 * m * 2 * n)
+            extents = (1, m, 2 * n, k)
+            strides = (m * k, k, 1, 2 * n * k, 1, k, m * 2 * n, 2 * n, 1)
+            integers = (_GEMM, _DTYPES[problem.dtype], *extents, *strides, 0, 0)
+            self._run((at["a"], at["weights"], both, 0, 0), integers, (scale, 1.0))
+            steps = [stride // k for stride in problem.operands[1].strides[:-1]]
+            self._run((both, reference), (_GATE_PAIRS, m, n, *steps))
+            self._device.wait()
+
+
+def _matrices(operand: Operand) -> tuple[int, int, tuple[int, int, int]]:
+    """Batch, rows, and strides of batch, row and column of an operand with or without a batch."""
+    *batch, rows, _ = operand.shape
+    *outer, row, column = operand.strides
+    return math.prod(batch), rows, (outer[0] if outer else operand.elements, row, column)
+
 
 def _moments(problem: Problem, kind: str) -> tuple[dict[str, float], dict[str, float]]:
     """Mean and standard deviation of each input that are not 0 and 1."""
     large = LARGE if kind == "large_scores" else 1.0
+    if isinstance(problem, AttentionProblem) and problem.dtype == E4M3:
+        return _e4m3_moments(kind == "dominant", large)
     if isinstance(problem, AttentionProblem):
         return ({"key": KEY_MEAN} if kind == "dominant" else {}), {"query": large}
+    if isinstance(problem, SwigluProblem):
+        return {}, {"weights": 1 / math.sqrt(problem.k)}
     if isinstance(problem, GemmProblem):
         # Outputs of deviation 1: the bound of 2e-3 an element then speaks of rounding, while with
         # N(0,1) operands it would judge how a sum of size sqrt(K) is accumulated in fp32.
-        return {}, {"b": 1 / math.sqrt(problem.k)}
+        # What is added to them is smaller: a sum must not cancel a product which a vendor rounded.
+        return {}, {"b": 1 / math.sqrt(problem.k), "bias": 0.5, "residual": 0.5}
     return {}, {"scores": large / SOFTMAX_SCALE}
 
 
+def _e4m3_moments(has_mean: bool, large: float) -> tuple[dict[str, float], dict[str, float]]:
+    """`_moments` of quantised tensors and their factors, which make them what others are."""
+    factors = {f"descale_{name}": 1 / E4M3_DEVIATION for name in "qkv"}
+    factors["descale_q"] *= large
+    means = {**factors, "key": KEY_MEAN * E4M3_DEVIATION if has_mean else 0.0}
+    deviations = {name: mean * DESCALE_SPREAD for name, mean in factors.items()}
+    return means, {**deviations, **dict.fromkeys(("query", "key", "value"), E4M3_DEVIATION)}
+
+
 def _attention_integers(problem: AttentionProblem, tensors: int) -> list[int]:
-    strides = [s for operand in problem.operands[:tensors] for s in operand.strides[:3]]
+    strides = [s for matrix in problem.matrices[:tensors] for s in matrix.strides[:3]]
     extents = [problem.batch, problem.heads_q, problem.heads_kv]
     return [*extents, problem.seqlen_q, problem.seqlen_kv, problem.head_dim, *strides]
 

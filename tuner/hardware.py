@@ -7,10 +7,15 @@ H200 (driver 580.159, CUDA 13.0, October 2026).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tuner.errors import ConfigError
 
+#: What the CUTLASS families' instructions (TMA, WGMMA) are compiled for: sm_90a.
+HOPPER = "9.0"
+#: The oldest compute capability served: cp.async, and bf16 in the tensor cores [CPG].
+OLDEST_CAPABILITY = "8.0"
 #: Shared memory one block may use on sm_90: 227 KiB [CPG]; CUTLASS's sm90_smem_capacity_bytes.
 SMEM_PER_BLOCK_BYTES = 232448
 #: Shared memory of one multiprocessor: 228 KiB, of which each resident block reserves 1 KiB [CPG].
@@ -28,6 +33,33 @@ MAX_PORTABLE_CLUSTER = 8
 TMA_ALIGNMENT_BYTES = 16
 #: Dense fp16/bf16 tensor-core operations of one SM a clock: 1024 FMA x 4 tensor cores / 2 [H100].
 TENSOR_FLOPS_PER_CLOCK_SM = 4096
+#: The same by compute capability: peak of a part's datasheet over its multiprocessors and boost
+#: clock, as a power of two (A100: 312 TFLOP/s, 108, 1.41 GHz; A40: 149.7, 84, 1.74; L40S: 362,
+#: 142, 2.52; B200: 2250, 148, 1.85; RTX PRO 6000: 504, 188, 2.62).
+TENSOR_FLOPS_BY_CAPABILITY: Mapping[str, int] = {
+    "8.0": 2048,
+    "8.6": 1024,
+    "8.9": 1024,
+    HOPPER: TENSOR_FLOPS_PER_CLOCK_SM,
+    "10.0": 8192,
+    "12.0": 1024,
+}
+#: KiB of shared memory one block may use [CPG]; the least of them for parts that are not listed.
+SMEM_KIB_BY_CAPABILITY: Mapping[str, int] = {
+    "8.0": 163,
+    "8.6": 99,
+    "8.7": 163,
+    "8.9": 99,
+    HOPPER: SMEM_PER_BLOCK_BYTES >> 10,
+    "10.0": 227,
+    "10.3": 227,
+    "11.0": 227,
+    "12.0": 99,
+    "12.1": 99,
+}
+#: Memory bandwidth of a part whose driver does not say its clock: the most that any has (B200,
+#: datasheet), for a floor is made of it.
+MOST_MEMORY_GBS = 8000.0
 #: exp2 results of one SM's special-function units a clock [CPG, "Arithmetic Instructions"].
 EXP_PER_CLOCK_SM = 16
 #: One empty kernel inside a CUDA graph, microseconds [M].
@@ -54,9 +86,22 @@ class Gpu:
         return f"{self.name}|{self.compute_capability}|{self.sm_count}"
 
     @property
+    def tensor_flops_per_clock_sm(self) -> int:
+        """Dense fp16; the most of all parts where this one's is not known: a floor, never a
+        ceiling, is made of it.
+        """
+        known = TENSOR_FLOPS_BY_CAPABILITY
+        return known.get(self.compute_capability, max(known.values()))
+
+    @property
     def peak_tflops(self) -> float:
         """Dense fp16 tensor-core peak at the highest clock: nothing runs faster."""
-        return TENSOR_FLOPS_PER_CLOCK_SM * self.sm_count * self.clock_max_mhz / 1e6
+        return self.tensor_flops_per_clock_sm * self.sm_count * self.clock_max_mhz / 1e6
+
+    @property
+    def is_served(self) -> bool:
+        """Whether some family has kernels for it."""
+        return capability_numbers(self.compute_capability) >= capability_numbers(OLDEST_CAPABILITY)
 
     def floor_us(self, flops: int, bytes_moved: int) -> float:
         """Time that no kernel can beat: tensor-core work at the highest clock, or the bytes that
@@ -79,6 +124,17 @@ GPUS: dict[str, Gpu] = {
 }
 #: What commands assume on a machine without a GPU.
 DEFAULT_GPU = GPUS["H200"]
+
+
+def capability_numbers(text: str) -> tuple[int, ...]:
+    """``8.6`` -> (8, 6), which compares as versions do."""
+    return tuple(map(int, text.split(".")))
+
+
+def smem_per_block_bytes(capability: str) -> int:
+    """Most shared memory of a block."""
+    known = SMEM_KIB_BY_CAPABILITY
+    return known.get(capability, min(known.values())) << 10
 
 
 def gpu_by_name(text: str) -> Gpu:

@@ -7,7 +7,9 @@ job that is stored instead (`tuner.store.jobs`) is worked off by controllers (`t
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -128,77 +130,153 @@ class Job:
         self._interruption = interruption or Interruption()
         self._catalogue = catalogue
         self._sweeps: dict[Problem, Sweep] = {}
+        self._beside: list[Runner] = []
+        self._lock = threading.Lock()
 
     def run(self) -> JobResult:
-        """Sweep one problem after the other.
+        """Sweep one problem after the other; with several GPUs, as many at a time: the others
+        go on with their searches while the finalists of one are timed on one GPU.
 
         Raises:
             ConfigError: when the device that was chosen is not there.
             StoreError: when the store fails: nothing after it would be kept.
         """
-        _ = self._runners.gpu  # What is said of it comes before anything starts.
+        # Asked first: what is said of the GPUs comes before anything starts.
+        together = len(self._runners.devices)
+        if together > 1 and len(self._problems) > 1:
+            return self._run_together(together)
         result = JobResult()
         for position, problem in enumerate(self._problems):
             if self._interruption.requested:
                 result.interrupted = True
                 break
-            try:
-                sweep = self._prepare(problem)
-                if sweep is None:
-                    result.skipped.append(problem)
-                    continue
-                following = self._problems[position + 1 :]
-                outcome = sweep.run(partial(self._ahead, following))
-                result.outcomes.append(outcome)
-                self._watcher.finished(outcome)
-                widen_winner(
-                    outcome,
-                    self._runners.of(problem, outcome.regime),
-                    self._store,
-                    self._options,
-                    note=self._watcher.note,
-                    stopped=lambda: self._interruption.requested,
-                )
-            except StoreError:
-                raise
-            except TunerError as exc:
-                result.failed.append((problem, exc))
-            finally:
-                self._sweeps.pop(problem, None)
-        result.interrupted |= any(outcome.interrupted for outcome in result.outcomes)
+            ahead = partial(self._ahead, self._problems[position + 1 :])
+            self._sweep(problem, self._runners.of, result, ahead)
+            self._sweeps.pop(problem, None)
         return result
 
-    def _prepare(self, problem: Problem) -> Sweep | None:
-        """The sweep of a problem, None when it is tuned already."""
-        if problem not in self._sweeps:
-            regime = self._options.regime(problem)
-            runner = self._runners.of(problem, regime)
-            if self._options.find_tuned(problem, runner, self._store) is not None:
-                return None
-            self._sweeps[problem] = Sweep(
-                problem,
-                regime,
-                runner,
+    def _run_together(self, count: int) -> JobResult:
+        """Sweep some problems at a time, a thread each; the first are the first to start."""
+        results = [JobResult() for _ in self._problems]
+        with ThreadPoolExecutor(count, thread_name_prefix="sweep") as threads:
+            futures = [
+                threads.submit(self._sweep_beside, problem, result)
+                for problem, result in zip(self._problems, results, strict=True)
+            ]
+            try:
+                self._wait(futures)
+            except BaseException:
+                # At once: nothing that the others still find would be kept, or be wanted.
+                threads.shutdown(wait=False, cancel_futures=True)
+                self._runners.close()
+                raise
+        return JobResult(
+            outcomes=[outcome for result in results for outcome in result.outcomes],
+            skipped=[problem for result in results for problem in result.skipped],
+            failed=[failure for result in results for failure in result.failed],
+            interrupted=any(result.interrupted for result in results),
+        )
+
+    def _wait(self, futures: Sequence[Future[None]]) -> None:
+        """Until all are done, one failed, or the second Ctrl-C; the first ends them early."""
+        with self._interruption.waiting():
+            wait(futures, return_when=FIRST_EXCEPTION)
+        if self._interruption.requested:
+            with self._lock:
+                beside = list(self._beside)
+            for runner in beside:
+                runner.cancel()
+        for future in wait(futures, return_when=FIRST_EXCEPTION).done:
+            future.result()
+
+    def _sweep_beside(self, problem: Problem, result: JobResult) -> None:
+        """Sweep a problem while others are swept, with a runner of its own."""
+        if self._interruption.requested:
+            result.interrupted = True
+            return
+        made: list[Runner] = []
+
+        def apart(problem: Problem, regime: Regime) -> Runner:
+            if not made:
+                made.append(self._runners.apart(problem, regime))
+                with self._lock:
+                    self._beside.append(made[0])
+            return made[0]
+
+        try:
+            self._sweep(problem, apart, result)
+        finally:
+            with self._lock:
+                self._beside = [runner for runner in self._beside if runner not in made]
+            for runner in made:
+                runner.close()
+
+    def _sweep(
+        self,
+        problem: Problem,
+        runner_of: Callable[[Problem, Regime], Runner],
+        result: JobResult,
+        on_drained: Callable[[], None] | None = None,
+    ) -> None:
+        """Sweep one problem, and add to the result how that ended."""
+        try:
+            sweep = self._prepare(problem, runner_of)
+            if sweep is None:
+                result.skipped.append(problem)
+                return
+            outcome = sweep.run(on_drained)
+            result.outcomes.append(outcome)
+            result.interrupted |= outcome.interrupted
+            with self._lock:
+                self._watcher.finished(outcome)
+            widen_winner(
+                outcome,
+                sweep.runner,
                 self._store,
-                self._options.sweep,
-                watcher=self._watcher,
-                interruption=self._interruption,
-                catalogue=self._catalogue,
+                self._options,
+                note=self._watcher.note,
+                stopped=lambda: self._interruption.requested,
             )
-        return self._sweeps[problem]
+        except StoreError:
+            raise
+        except TunerError as exc:
+            result.failed.append((problem, exc))
+            self._watcher.failed(problem)
+
+    def _prepare(
+        self, problem: Problem, runner_of: Callable[[Problem, Regime], Runner]
+    ) -> Sweep | None:
+        """The sweep of a problem, None when it is tuned already."""
+        if problem in self._sweeps:
+            return self._sweeps[problem]
+        regime = self._options.regime(problem)
+        runner = runner_of(problem, regime)
+        if self._options.find_tuned(problem, runner, self._store) is not None:
+            return None
+        return Sweep(
+            problem,
+            regime,
+            runner,
+            self._store,
+            self._options.sweep,
+            watcher=self._watcher,
+            interruption=self._interruption,
+            catalogue=self._catalogue,
+        )
 
     def _ahead(self, problems: Sequence[Problem]) -> None:
         """Start compiling for the next problem that is not tuned; its errors wait for its turn."""
         for problem in problems:
             try:
-                sweep = self._prepare(problem)
+                sweep = self._prepare(problem, self._runners.of)
                 if sweep is not None:
                     sweep.prefetch()
+                    self._sweeps[problem] = sweep
                     return
             except StoreError:
                 raise
             except TunerError:
-                self._sweeps.pop(problem, None)
+                continue
 
 
 def widen_winner(

@@ -1,7 +1,8 @@
 """The read path: what is decided for a problem, from the user's store, then from what ships.
 
 A problem that nobody tuned is answered from the nearest tuned one, where the rule of
-`tuner.nearest` allows it.
+`tuner.nearest` allows it, else by a shipped rule (`tuner.rule`), which names a configuration and
+its measured regret and is never launched.
 
 Needs the standard library only. A dict stands in front of SQLite; it is good as long as
 ``PRAGMA data_version`` and the file itself stay the same (under write-ahead logging the file's
@@ -19,13 +20,13 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import quote
 
 from tuner import resources, settings
 from tuner.errors import ConfigError, StoreError
 from tuner.hardware import DEFAULT_GPU, Gpu, gpu_by_name
-from tuner.measurement import Environment, Measurement, Regime
+from tuner.measurement import Environment, Measurement, Provenance, Regime, Status
 from tuner.problem import Problem
 from tuner.store.base import REVISION, sqlite_file
 from tuner.store.entry import (
@@ -41,10 +42,14 @@ from tuner.store.entry import (
 from tuner.store.exchange import trusted_entries
 from tuner.store.faults import newer_schema, store_error, unreadable_row
 
+if TYPE_CHECKING:
+    from tuner.rule import Choice
+
 __all__ = [
     "Answer",
     "Entry",
     "close",
+    "copy_store",
     "decided",
     "decided_stamp",
     "differences",
@@ -107,7 +112,8 @@ class Answer:
     """What `lookup` found."""
 
     entry: Entry
-    """Of the problem itself, or of the nearest one that was tuned (`kind`)."""
+    """Of the problem itself, or of the nearest one that was tuned; by a rule one without a time
+    (`kind`)."""
     exact: bool
     """False when the entry is of another problem, of another GPU, or of another environment than
     the caller's."""
@@ -117,10 +123,14 @@ class Answer:
     lent: tuple[Measurement, ...] = ()
     """Of the nearest problem's own configs those that may serve the one asked for, best first;
     empty where the entry is the problem's own."""
+    ruled: Choice | None = None
+    """What a rule says, and its regret, where nothing else is known."""
 
     @property
     def kind(self) -> str:
-        """``exact`` or ``nearest``."""
+        """``exact``, ``nearest`` or ``rule``."""
+        if self.ruled is not None:
+            return "rule"
         return "nearest" if self.lent else "exact"
 
     @property
@@ -151,7 +161,8 @@ def lookup(
     A measured decision comes before a replayed and a predicted one; of equals the user's store
     comes before what ships with the package. Where nothing is measured for the problem itself, the
     nearest measured one may lend its configs (`tuner.nearest`; `Answer.kind` says so); that comes
-    before what is not measured, and before another GPU.
+    before what is not measured, and before another GPU. Where nothing at all is known, a shipped
+    rule chooses; its answer is predicted, has no time, and tells the rule's regret.
 
     Args:
         problem: what is asked.
@@ -179,10 +190,16 @@ def lookup(
         matching = [e for e in among if (e.problem, e.regime) == (problem, regime)]
         answer = _choose(matching, asked.identity, allow_other_gpu)
     if answer is None:
+        answer = _ruled(problem, asked, regime, allow_other_gpu)
+    if answer is None:
         return None
     if gpu is None:
         answer = _noted(answer, f"no GPU named: this is the answer for {asked.name}")
-    if environment is not None and (differing := differences(answer.entry, environment)):
+    if (
+        environment is not None
+        and answer.ruled is None
+        and (differing := differences(answer.entry, environment))
+    ):
         note = f"{answer.entry.provenance} in another environment ({'; '.join(differing)})"
         answer = replace(_noted(answer, note), exact=False)
     return answer
@@ -264,6 +281,15 @@ def decided_stamp(path: Path | None = None) -> Hashable:
     return _reader(path or store_file()).decided_stamp()
 
 
+def copy_store(path: Path, target: sqlite3.Connection) -> bool:
+    """Copy the user's store, as one moment of it, into another database; False without a store.
+
+    Raises:
+        StoreError: when the file exists and cannot be read.
+    """
+    return _reader(path).copy_into(target)
+
+
 def store_file() -> Path:
     """The SQLite file that is read: `settings.store_url`'s, else the default one."""
     return sqlite_file(settings.store_url()) or settings.store_path()
@@ -330,6 +356,27 @@ def _answer(entry: Entry, identity: str) -> Answer:
     return Answer(entry, entry.gpu.identity == identity, tuple(notes))
 
 
+def _ruled(problem: Problem, gpu: Gpu, regime: Regime, allow_other_gpu: bool) -> Answer | None:
+    """What a shipped rule says; None where there is none, or none of its configs is legal."""
+    from tuner import rule
+
+    matching = [r for r in rule.shipped() if (r.op, r.regime) == (problem.op, regime)]
+    own = [r for r in matching if r.gpu.identity == gpu.identity]
+    others = [r for r in matching if r.gpu.compute_capability == gpu.compute_capability]
+    for one in own or (others if allow_other_gpu else []):
+        choice = one.answer(problem, gpu)
+        if choice is not None:
+            notes = [f"by a rule ({choice.kind}: {choice.source})"]
+            if one.gpu.identity != gpu.identity:
+                notes.append(f"made on {one.gpu.name}, not on {gpu.name}: another GPU was allowed")
+            config = Measurement(
+                problem, choice.config, gpu, regime, Status.OK, Provenance.PREDICTED
+            )
+            entry = Entry.of([config], origin=SHIPPED)
+            return Answer(entry, False, (*notes, *choice.doubts, SHIPPED), ruled=choice)
+    return None
+
+
 class _Reader:
     """One SQLite file, read through one connection that stays open."""
 
@@ -386,6 +433,17 @@ class _Reader:
             if self._stamp is None:
                 self._stamp = self._select(_STAMP)[0] if self._has_tables else ()
             return self._stamp
+
+    def copy_into(self, target: sqlite3.Connection) -> bool:
+        with self._lock:
+            self._refresh()
+            if self._connection is None or not self._has_tables:
+                return False
+            try:
+                self._connection.backup(target)
+            except sqlite3.Error as exc:
+                self._fail(exc)
+            return True
 
     def close(self) -> sqlite3.Connection | None:
         """Forget everything; returns the connection, still open."""

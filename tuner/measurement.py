@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any
 
@@ -76,7 +76,7 @@ class Regime:
         """Warm for attention and softmax, whose inputs were just written; cold (rotated buffers)
         for GEMM, whose weights were not.
         """
-        return cls("graph", "cold" if op == "gemm" else "warm")
+        return cls("graph", "cold" if op in ("gemm", "swiglu") else "warm")
 
     @classmethod
     def parse(cls, text: str) -> Regime:
@@ -173,8 +173,10 @@ class Measurement:
         return replace(self, **changes)
 
     def to_json(self) -> dict[str, Any]:
-        data = {
-            **asdict(self),
+        # Not `asdict` of the whole, which copies what follows only to be replaced: a controller
+        # writes every trial through here.
+        return {
+            **{field.name: getattr(self, field.name) for field in fields(self)},
             "problem": self.problem.to_json(),
             "config": self.config.to_json(),
             "gpu": asdict(self.gpu),
@@ -182,10 +184,11 @@ class Measurement:
             "status": self.status.value,
             "provenance": self.provenance.value,
             "environment": dict(self.environment.facts),
+            "flags": list(self.flags),
+            "artifacts": dict(self.artifacts),
+            "resources": {name: asdict(used) for name, used in self.resources.items()},
+            "clocks": {**asdict(self.clocks), "throttle": list(self.clocks.throttle)},
         }
-        data["flags"] = list(self.flags)
-        data["clocks"]["throttle"] = list(self.clocks.throttle)
-        return data
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Measurement:

@@ -34,7 +34,7 @@ from tuner.errors import ConfigError, TunerError
 from tuner.families import families
 from tuner.families.vendor_sdpa import PEERS, VARIANTS
 from tuner.measurement import Measurement, Status
-from tuner.problem import AttentionProblem, GemmProblem, Problem, SoftmaxProblem
+from tuner.problem import AttentionProblem, GemmProblem, Problem, SoftmaxProblem, SwigluProblem
 from tuner.store.entry import Entry, is_vendor
 
 REACH = 2.0
@@ -65,6 +65,7 @@ FOREIGN = (
 _SIZES: Mapping[str, frozenset[str]] = {
     AttentionProblem.op: frozenset({"batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_kv"}),
     GemmProblem.op: frozenset({"m", "n", "k", "batch"}),
+    SwigluProblem.op: frozenset({"m", "n", "k"}),
     SoftmaxProblem.op: frozenset({"rows", "cols", "batch", "query_rows"}),
 }
 
@@ -99,6 +100,25 @@ def distance(one: Problem, other: Problem) -> float:
     return sum(abs(a - b) for a, b in zip(here, there, strict=True))
 
 
+def doublings(one: Problem, other: Problem) -> float:
+    """Doublings between two problems' sizes, and one for every other difference: finite between
+    the classes of an operation too.
+    """
+    here, there = _facts(one), _facts(other)
+
+    def between(a: Any, b: Any) -> float:  # None where only one of them has a feature
+        if type(a) is int and type(b) is int and a and b:
+            return abs(math.log2(a / b))
+        return float(a != b)
+
+    return sum(between(here.get(name), there.get(name)) for name in {**here, **there})
+
+
+@lru_cache(1 << 12)
+def _facts(problem: Problem) -> Mapping[str, Any]:
+    return problem.to_json()
+
+
 @lru_cache(1 << 16)
 def _place(problem: Problem) -> tuple[tuple[Any, ...], tuple[float, ...]]:
     """A problem's class and its place there, in octaves along each axis."""
@@ -113,6 +133,8 @@ def _axes(problem: Problem) -> tuple[float, ...]:
         return problem.batch * problem.heads_q, problem.seqlen_q, problem.seqlen_kv, group
     if isinstance(problem, GemmProblem):
         return problem.m, problem.n, problem.k, problem.batch
+    if isinstance(problem, SwigluProblem):
+        return problem.m, problem.n, problem.k
     if isinstance(problem, SoftmaxProblem):
         return problem.batch * problem.rows, problem.cols
     return ()
@@ -178,6 +200,14 @@ def _draw_gemm(problem: Any, rng: random.Random) -> dict[str, int]:
     return sizes
 
 
+def _draw_swiglu(problem: Any, rng: random.Random) -> dict[str, int]:
+    """As of a GEMM; N in groups of 32, which are interleaved."""
+    sizes = {"m": _size(rng, problem.m), "n": problem.n, "k": problem.k}
+    name, step = rng.choice((("n", 32), ("k", 8), ("k", 64)))
+    sizes[name] = _size(rng, sizes[name], step)
+    return sizes
+
+
 def _draw_softmax(problem: Any, rng: random.Random) -> dict[str, int]:
     group = problem.rows // problem.query_rows
     query_rows = _size(rng, problem.query_rows)
@@ -192,6 +222,7 @@ def _draw_softmax(problem: Any, rng: random.Random) -> dict[str, int]:
 _DRAWS: Mapping[str, Callable[[Any, random.Random], dict[str, int]]] = {
     AttentionProblem.op: _draw_attention,
     GemmProblem.op: _draw_gemm,
+    SwigluProblem.op: _draw_swiglu,
     SoftmaxProblem.op: _draw_softmax,
 }
 

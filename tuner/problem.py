@@ -9,26 +9,41 @@ from __future__ import annotations
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
+from functools import cached_property
 from typing import Any, ClassVar, Literal, Self, get_args
 
 from tuner.errors import ConfigError
 
-DType = Literal["float16", "bfloat16", "float32"]
+DType = Literal["float16", "bfloat16", "float32", "float8_e4m3fn"]
 Layout = Literal["bhsd", "bshd", "bshd_bhsd"]
 """Order of the dimensions in memory. ``bshd_bhsd``: queries and output bshd, keys and values bhsd,
 as Transformers' models have them that fill a cache.
 """
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 Major = Literal["row", "col"]
+Activation = Literal["", "relu", "gelu", "gelu_tanh", "silu"]
+"""``gelu`` is by erf, ``gelu_tanh`` its approximation; no text is none."""
+ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)[1:]
+Pairing = Literal["interleaved", "concatenated"]
+PAIRINGS: tuple[Pairing, ...] = get_args(Pairing)
+EPILOGUES = (
+    *("bias", "residual", "bias_residual"),
+    *ACTIVATIONS,
+    *(f"bias_{activation}" for activation in ACTIVATIONS),
+)
+"""What a GEMM may do with its product besides storing it."""
 
-DTYPE_BYTES: dict[str, int] = {"float16": 2, "bfloat16": 2, "float32": 4}
+E4M3: DType = "float8_e4m3fn"
+"""Quantised attention: see `AttentionProblem`."""
+DTYPE_BYTES: dict[str, int] = {"float16": 2, "bfloat16": 2, "float32": 4, E4M3: 1}
 DTYPE_ALIASES: dict[str, str] = {
     "fp16": "float16",
     "half": "float16",
     "bf16": "bfloat16",
     "fp32": "float32",
+    "e4m3": E4M3,
     **{name: name for name in DTYPE_BYTES},
 }
 #: Head dimensions above this have no instance on Hopper (a 64 x 256 output fills the registers).
@@ -123,7 +138,7 @@ class Problem(ABC):
         """A flat dict with `op` and every field; `problem_from_json` reads it back."""
         return {"op": self.op, **asdict(self)}
 
-    @property
+    @cached_property
     def key(self) -> str:
         """Canonical JSON text: equal problems have equal keys."""
         return json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
@@ -147,6 +162,11 @@ class Problem(ABC):
     @property
     def output(self) -> Operand:
         return self.operands[-1]
+
+    @property
+    def tensor_rate(self) -> int:
+        """Operations a clock of the tensor cores, over those that 16-bit operands get."""
+        return 1
 
     @property
     def bytes(self) -> int:
@@ -201,7 +221,7 @@ def _check_choice(key: str, value: str, allowed: tuple[str, ...]) -> None:
         raise ConfigError(f"{key}={value} is not known (allowed: {', '.join(allowed)})")
 
 
-_SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
+_SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", E4M3: "e4m3"}
 
 
 @dataclass(frozen=True)
@@ -211,6 +231,10 @@ class AttentionProblem(Problem):
     The causal mask is PyTorch's SDPA's: query i sees keys 0..i (top-left). The default scale is
     1/sqrt(D); it is a run-time argument and no part of the problem.
 
+    With `dtype` e4m3 Q, K and V are quantised: what they stand for is their elements times fp32
+    factors, `descale_q` (B, H) of each query head, `descale_k` and `descale_v` (B, HKV) of each
+    key and value head. The output is bf16. D must be a multiple of 16, the bytes of TMA's pitch.
+
     A sliding window is FlashAttention's ``window_size=(left, right)``, laid along the same
     diagonal: query i sees keys i - left..i + right, its own among them, and -1 is no limit.
     ``window=W`` sets both sides, ``left=`` and ``right=`` one. One form stands for each mask: under
@@ -218,7 +242,7 @@ class AttentionProblem(Problem):
     is -1. A query that sees no key has zeros for its output.
 
     A soft cap replaces each scaled score s by ``softcap * tanh(s / softcap)``, before the mask; 0
-    is none.
+    is none. Neither comes with e4m3.
     """
 
     op: ClassVar[str] = "attention"
@@ -266,12 +290,16 @@ class AttentionProblem(Problem):
             raise ConfigError(
                 f"D={self.head_dim} has no tuned kernel (allowed: multiples of 8 to {MAX_HEAD_DIM})"
             )
+        if self.dtype == E4M3 and self.head_dim % 16:
+            raise ConfigError(
+                f"D={self.head_dim} has no e4m3 kernel (allowed: multiples of 16 to {MAX_HEAD_DIM})"
+            )
         if self.heads_q % self.heads_kv:
             raise ConfigError(
                 f"H={self.heads_q},HKV={self.heads_kv}: HKV must divide H "
                 f"(allowed: {', '.join(str(d) for d in _divisors(self.heads_q))})"
             )
-        _check_choice("dtype", self.dtype, ("float16", "bfloat16"))
+        _check_choice("dtype", self.dtype, ("float16", "bfloat16", E4M3))
         _check_choice("layout", self.layout, LAYOUTS)
         _check_extent("left", self.window_left, -1)
         _check_extent("right", self.window_right, -1)
@@ -279,6 +307,8 @@ class AttentionProblem(Problem):
             raise ConfigError(f"softcap={self.softcap} is out of range (allowed: 0, none, or more)")
         object.__setattr__(self, "softcap", float(self.softcap))
         self._reduce_window()
+        if self.dtype == E4M3 and self.extras:
+            raise ConfigError(f"dtype=e4m3 has no {self.extras} (allowed: fp16 and bf16 with it)")
 
     def _reduce_window(self) -> None:
         """Give equal masks equal fields."""
@@ -372,7 +402,24 @@ class AttentionProblem(Problem):
         return full // 2 if self.is_causal else full
 
     @property
+    def tensor_rate(self) -> int:
+        """8-bit operands are multiplied twice as fast (H100 whitepaper, table 2)."""
+        return 2 if self.dtype == E4M3 else 1
+
+    @property
     def operands(self) -> tuple[Operand, ...]:
+        if self.dtype != E4M3:
+            return self.matrices
+        *inputs, out = self.matrices
+        return (*inputs, *self._descales(), out)
+
+    def _descales(self) -> Iterator[Operand]:
+        for name, heads in (("q", self.heads_q), ("k", self.heads_kv), ("v", self.heads_kv)):
+            yield Operand(f"descale_{name}", (self.batch, heads), (heads, 1), "float32")
+
+    @property
+    def matrices(self) -> tuple[Operand, Operand, Operand, Operand]:
+        """Of the operands query, key, value and out, all (B, H, S, D)."""
         of_queries, _, of_keys = self.layout.partition("_")
 
         def tensor(name: str, heads: int, seqlen: int, layout: str) -> Operand:
@@ -381,7 +428,9 @@ class AttentionProblem(Problem):
                 strides = (heads * seqlen * self.head_dim, seqlen * self.head_dim, self.head_dim, 1)
             else:
                 strides = (seqlen * heads * self.head_dim, self.head_dim, heads * self.head_dim, 1)
-            return Operand(name, shape, strides, self.dtype, is_output=name == "out")
+            is_output = name == "out"
+            dtype: DType = "bfloat16" if is_output and self.dtype == E4M3 else self.dtype
+            return Operand(name, shape, strides, dtype, is_output)
 
         return (
             tensor("query", self.heads_q, self.seqlen_q, of_queries),
@@ -399,6 +448,9 @@ _OFF: Mapping[str, Any] = {"window_left": -1, "window_right": -1, "softcap": 0.0
 class GemmProblem(Problem):
     """D[b] = A[b] @ B[b], fp32 accumulation; A is (M, K), B is (K, N), D is (M, N) row-major.
 
+    `epilogue` is one of `EPILOGUES`: D = activation(A @ B + bias) or A @ B + bias + residual, with
+    what it names of them. The bias is (N), of A's type; the residual is (M, N), of D's.
+
     `layout_a` and `layout_b` are the storage order of A and B: ``row`` makes A K-major and B
     N-major, ``col`` makes A M-major and B K-major. The default (row, col) is
     `torch.nn.functional.linear`'s, cuBLAS's TN.
@@ -414,6 +466,7 @@ class GemmProblem(Problem):
         "dtype_d": "dtype_d",
         "layout_a": "layout_a",
         "layout_b": "layout_b",
+        "epilogue": "epilogue",
     }
     required: ClassVar[tuple[str, ...]] = ("M", "N", "K")
 
@@ -425,6 +478,7 @@ class GemmProblem(Problem):
     dtype_d: DType | Literal[""] = ""
     layout_a: Major = "row"
     layout_b: Major = "col"
+    epilogue: str = ""
 
     def __post_init__(self) -> None:
         if self.dtype_d == "":
@@ -435,13 +489,39 @@ class GemmProblem(Problem):
         _check_choice("dtype_d", self.dtype_d, (self.dtype, "float32"))
         _check_choice("layout_a", self.layout_a, ("row", "col"))
         _check_choice("layout_b", self.layout_b, ("row", "col"))
+        if self.epilogue:
+            _check_choice("epilogue", self.epilogue, EPILOGUES)
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether a vector is added to every row."""
+        return self.epilogue.startswith("bias")
+
+    @property
+    def has_residual(self) -> bool:
+        """Whether a matrix is added."""
+        return self.epilogue.endswith("residual")
+
+    @property
+    def activation(self) -> Activation:
+        """What is applied to the sum, if anything."""
+        text = self.epilogue.removeprefix("bias").removeprefix("_")
+        return next((known for known in ACTIVATIONS if known == text), "")
+
+    def to_json(self) -> dict[str, Any]:
+        """As every problem's; without an epilogue it is not mentioned, so that plain ones keep the
+        keys that they had before there were any.
+        """
+        values = super().to_json()
+        return values if self.epilogue else {k: v for k, v in values.items() if k != "epilogue"}
 
     def label(self) -> str:
         text = f"M={self.m},N={self.n},K={self.k}" + ("" if self.batch == 1 else f",B={self.batch}")
         text += f",dtype={_SHORT[self.dtype]}"
         text += "" if self.dtype_d == self.dtype else f",dtype_d={_SHORT[self.dtype_d]}"
         text += "" if self.layout_a == "row" else f",layout_a={self.layout_a}"
-        return text + ("" if self.layout_b == "col" else f",layout_b={self.layout_b}")
+        text += "" if self.layout_b == "col" else f",layout_b={self.layout_b}"
+        return text + (f",epilogue={self.epilogue}" if self.epilogue else "")
 
     @property
     def flops(self) -> int:
@@ -453,10 +533,68 @@ class GemmProblem(Problem):
             strides = (rows * cols, cols, 1) if major == "row" else (rows * cols, 1, rows)
             return Operand(name, (self.batch, rows, cols), strides, dtype, out)
 
-        return (
+        found = [
             matrix("a", self.m, self.k, self.layout_a, self.dtype, False),
             matrix("b", self.k, self.n, self.layout_b, self.dtype, False),
-            matrix("d", self.m, self.n, "row", self.dtype_d, True),
+        ]
+        if self.has_bias:
+            found.append(Operand("bias", (self.n,), (1,), self.dtype))
+        if self.has_residual:
+            found.append(matrix("residual", self.m, self.n, "row", self.dtype_d, False))
+        return (*found, matrix("d", self.m, self.n, "row", self.dtype_d, True))
+
+
+@dataclass(frozen=True)
+class SwigluProblem(Problem):
+    """D = silu(A @ gate) * (A @ up); A is (M, K), gate and up are (K, N), D is (M, N), row-major.
+
+    The two weights are one operand ``weights`` of 2 N rows of K, in one of two `PAIRINGS`, with
+    axes (gate or up, N / 32, 4, 8, K): ``interleaved`` puts gate and up of output column
+    32 g + 8 t + c into the rows 64 g + 8 c + 2 t and the next one, so that one thread of a kernel
+    gets both, and those of eight neighbours; ``concatenated`` puts all of gate before all of up.
+    """
+
+    op: ClassVar[str] = "swiglu"
+    keys: ClassVar[Mapping[str, str]] = {
+        "M": "m",
+        "N": "n",
+        "K": "k",
+        "dtype": "dtype",
+        "weights": "weights",
+    }
+    required: ClassVar[tuple[str, ...]] = ("M", "N", "K")
+
+    m: int
+    n: int
+    k: int
+    dtype: DType = "float16"
+    weights: Pairing = "interleaved"
+
+    def __post_init__(self) -> None:
+        for key, value in (("M", self.m), ("N", self.n), ("K", self.k)):
+            _check_extent(key, value)
+        if self.n % 32:
+            raise ConfigError(f"N={self.n} cannot be interleaved (allowed: multiples of 32)")
+        _check_choice("dtype", self.dtype, ("float16", "bfloat16"))
+        _check_choice("weights", self.weights, PAIRINGS)
+
+    def label(self) -> str:
+        text = f"M={self.m},N={self.n},K={self.k},dtype={_SHORT[self.dtype]}"
+        return text + ("" if self.weights == "interleaved" else f",weights={self.weights}")
+
+    @property
+    def flops(self) -> int:
+        return 4 * self.m * self.n * self.k
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        k, n = self.k, self.n
+        rows = (1, 64, 2, 8) if self.weights == "interleaved" else (n, 32, 8, 1)
+        shape, strides = (2, n // 32, 4, 8, k), (*(row * k for row in rows), 1)
+        return (
+            Operand("a", (self.m, k), (k, 1), self.dtype),
+            Operand("weights", shape, strides, self.dtype),
+            Operand("d", (self.m, n), (n, 1), self.dtype, True),
         )
 
 
@@ -526,7 +664,7 @@ def _divisors(n: int) -> list[int]:
 
 
 PROBLEMS: dict[str, type[Problem]] = {
-    cls.op: cls for cls in (AttentionProblem, GemmProblem, SoftmaxProblem)
+    cls.op: cls for cls in (AttentionProblem, GemmProblem, SwigluProblem, SoftmaxProblem)
 }
 
 

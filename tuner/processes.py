@@ -16,6 +16,8 @@ from tuner.errors import CompileError
 
 _NICE = 10
 """A compiler must not disturb the kernel that is being timed beside it."""
+_PACKAGES = str(Path(__file__).resolve().parent.parent)
+"""Where the package `tuner` lies."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,8 @@ class ProcessPool:
             self._kill_group(pid)
 
     def _start(self, command: Sequence[str], folder: Path, output: int) -> int:
+        # A compiler may be a module of this package, which a checkout has nowhere else.
+        path = os.pathsep.join(filter(None, (_PACKAGES, os.environ.get("PYTHONPATH"))))
         with self._lock:
             try:
                 process = subprocess.Popen(
@@ -97,7 +101,7 @@ class ProcessPool:
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     cwd=folder,
-                    env={**os.environ, "TMPDIR": str(folder)},
+                    env={**os.environ, "TMPDIR": str(folder), "PYTHONPATH": path},
                     start_new_session=True,
                 )
             except OSError as exc:

@@ -16,6 +16,7 @@ VARIABLES: dict[str, str] = {
     "TUNER_READ_TOKEN": "bearer token to look things up in a service (`tuner serve`, `tuner sync`)",
     "TUNER_WRITE_TOKEN": "bearer token to submit and cancel jobs, too (`tuner serve`)",
     "TUNER_DISABLE": "1 sends every call of the runtime to PyTorch",
+    "TUNER_NVTX": "1 marks calls and timings with NVTX ranges, for Nsight Systems",
     "TUNER_BUILD_ON_MISS": "1 lets the runtime have missing kernels compiled, in the background",
 }
 
@@ -82,6 +83,11 @@ def write_token() -> str:
 def disabled() -> bool:
     """Whether the runtime stands aside."""
     return os.environ.get("TUNER_DISABLE", "") not in ("", "0")
+
+
+def nvtx() -> bool:
+    """Whether what runs is marked for Nsight Systems."""
+    return os.environ.get("TUNER_NVTX", "") not in ("", "0")
 
 
 def build_on_miss() -> bool:

@@ -1,4 +1,5 @@
-"""The problems that a dense Transformers model poses, from its ``config.json``.
+"""Lists of problems: those that a dense Transformers model poses, from its ``config.json``, and
+those of a range of shapes.
 
 A layer is one attention and the GEMMs around it, as Transformers computes them: a decoder fills a
 cache, whose keys lie head by head; each projection by itself, the weights of `nn.Linear` as (N, K),
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +197,27 @@ def numbers(name: str, text: str) -> list[int]:
             found.append(low)
             low *= 2
     return list(dict.fromkeys(found))
+
+
+def expand(kind: type[Problem], text: str) -> list[Problem]:
+    """Every problem of ``S=512:8192,D=64,128,causal=0,1``: a key's values are those up to the next
+    key, sizes as `numbers` reads them; the last key varies fastest.
+
+    Raises:
+        ConfigError: when a key, a value or one of the problems is wrong.
+    """
+    values: dict[str, list[str]] = {}
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        key, separator, value = (part.strip() for part in item.partition("="))
+        if separator and key in values:
+            raise ConfigError(f"key '{key}' is given twice (allowed: once, as {key}=512,1024)")
+        if not separator and not values:
+            raise ConfigError(f"'{item}' is not KEY=VALUE (allowed keys: {', '.join(kind.keys)})")
+        name, found = (key, value) if separator else (next(reversed(values)), item)
+        several = [str(n) for n in numbers(name, found)] if ":" in found else [found]
+        values.setdefault(name, []).extend(several)
+    rows = (dict(zip(values, row, strict=True)) for row in product(*values.values()))
+    return list(dict.fromkeys(kind.from_keys(row) for row in rows))
 
 
 def _size(data: Mapping[str, Any], quantity: str, default: int | None = None) -> int:

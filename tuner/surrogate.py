@@ -11,13 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tuner.config import Config, Value
 from tuner.families.base import Family
+from tuner.nearest import doublings
 from tuner.problem import Problem
 
 Features = Mapping[str, Value]
@@ -186,27 +186,15 @@ def _differences(values: Sequence[float] | Array, split: int) -> Array:
     return difference
 
 
-def distance(first: Problem, second: Problem) -> float:
-    """Doublings between two problems' extents, and one for every other difference."""
-    a, b = first.to_json(), second.to_json()
-
-    def between(one: Any, other: Any) -> float:  # None where only one of them has a feature
-        if _is_number(one) and _is_number(other) and one and other:
-            return abs(math.log2(one / other))
-        return float(one != other)
-
-    return sum(between(a.get(name), b.get(name)) for name in {**a, **b})
-
-
 def _likeness(first: Problem, second: Problem) -> float:
-    return math.exp(-distance(first, second) / PROBLEM_LENGTH)
+    return math.exp(-doublings(first, second) / PROBLEM_LENGTH)
 
 
 def _nearest(problem: Problem, past: Iterable[Past]) -> list[Past]:
     """The nearest problems' results, `MOST_PAST` at most."""
     chosen: list[Past] = []
     left = MOST_PAST
-    for one in sorted(past, key=lambda one: (distance(problem, one.problem), one.problem.key)):
+    for one in sorted(past, key=lambda one: (doublings(problem, one.problem), one.problem.key)):
         if one.errors and len(one.errors) <= left:
             chosen.append(one)
             left -= len(one.errors)

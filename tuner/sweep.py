@@ -22,7 +22,7 @@ from tuner import ranking
 from tuner.config import Config
 from tuner.errors import ConfigError, NoValidConfigError
 from tuner.families import families_of
-from tuner.families.base import Family
+from tuner.families.base import Family, without_spare
 from tuner.measurement import Measurement, Provenance, Regime, Status
 from tuner.outcome import Outcome, first_line, summary
 from tuner.problem import Problem
@@ -201,7 +201,7 @@ class Sweep:
         if named and not own:
             vendors = [f for f in vendors if f.name in named]
         serving = self._serving(own, self.problem)
-        kept = serving if named else self._without_hopeless(serving)
+        kept = serving if named else self._without_hopeless(without_spare(serving))
         return kept, self._serving(vendors, self.problem)
 
     def _without_hopeless(self, families: list[Family]) -> list[Family]:
@@ -221,6 +221,8 @@ class Sweep:
         found = []
         for family in families:
             reason = family.supports(problem, self.runner.gpu)
+            if not reason and self.runner.provenance is Provenance.MEASURED:
+                reason = family.lacks()
             if reason:
                 self._note(f"{family.name} does not compete: {reason}")
             else:
@@ -448,11 +450,12 @@ class Sweep:
 
     def _seen(self, problem: Problem | None = None) -> list[Measurement]:
         """Every quick measurement told to the searches, of one problem or of all."""
+        wanted = problem.key if problem is not None else None
         return [
             m
             for (key, _), member in self._members.items()
+            if wanted in (None, key)
             for m in member.seen.values()
-            if problem is None or key == problem.key
         ]
 
     def _kernel(self, config: Config) -> str:

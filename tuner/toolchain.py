@@ -15,6 +15,7 @@ from pathlib import Path
 
 from tuner import settings
 from tuner.errors import CompileError
+from tuner.families.triton_attention import triton_version
 
 #: include/cutlass/arch/config.h of CUTLASS 4.2 switches on the last feature of Sm90 (TMA maps
 #: modified on the device) from 12.3; older compilers are not tried here.
@@ -51,6 +52,8 @@ class Toolchain:
     """Where the static CUDA runtime lies when nvcc does not know by itself."""
     cutlass_digest: str = ""
     """SHA-256 over the CUTLASS headers that a kernel can include: a checkout may be edited."""
+    triton_version: str = ""
+    """Empty where there is none: it is needed by Triton's kernels alone."""
 
 
 def find_toolchain() -> Toolchain:
@@ -76,7 +79,7 @@ def find_toolchain() -> Toolchain:
     nvcc, cutlass = found["nvcc"][0], found["cutlass"][0]
     return Toolchain(
         nvcc, found["nvcc"][1], *found["host"], cutlass, found["cutlass"][1],
-        library_dirs(nvcc), headers_digest(cutlass),
+        library_dirs(nvcc), headers_digest(cutlass), triton_version(),
     )  # fmt: skip
 
 

@@ -8,10 +8,10 @@ from tuner import recording
 from tuner.families import families
 from tuner.hardware import Gpu
 from tuner.measurement import Measurement, Provenance, Regime
+from tuner.nearest import doublings
 from tuner.problem import Problem
 from tuner.recording import Recording
 from tuner.store import Store
-from tuner.surrogate import distance
 
 MOST_PROBLEMS = 12
 """Problems of the store that are read, the nearest ones."""
@@ -31,7 +31,9 @@ def history(
         store: where to look.
     """
     decided = store.entries(op=problem.op, gpu=gpu, regime=regime, provenance=Provenance.MEASURED)
-    near = sorted({entry.problem for entry in decided}, key=lambda p: (distance(problem, p), p.key))
+    near = sorted(
+        {entry.problem for entry in decided}, key=lambda p: (doublings(problem, p), p.key)
+    )
     found = [
         m
         for one in [problem, *(p for p in near if p != problem)][: MOST_PROBLEMS + 1]

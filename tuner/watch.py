@@ -52,7 +52,12 @@ class Interruption:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around a wait that the first Ctrl-C should cut short."""
+        """Around a wait that the first Ctrl-C should cut short: the main thread's, for another's
+        is not reached by signals.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
         self._waiting = True
         try:
             yield
@@ -105,3 +110,6 @@ class Watcher:
 
     def finished(self, outcome: Outcome) -> None:
         """A sweep ended with this."""
+
+    def failed(self, problem: Problem) -> None:
+        """A sweep ended without an outcome."""

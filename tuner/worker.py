@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from tuner import device as device_room
+from tuner import ranges
 from tuner.artifacts import Artifact, load
 from tuner.benchmark import (
     WORKSPACE,
@@ -229,8 +230,9 @@ class Worker:
             for candidate in job.candidates:
                 with Pool(self._device) as pool:
                     work = partial(self._one, job, rotation, pool, candidate)
-                    if not self._guarded(candidate.index, work):
-                        return False
+                    with ranges.named(f"{job.mode}: {_name(candidate)}"):
+                        if not self._guarded(candidate.index, work):
+                            return False
         return True
 
     def _guarded(self, index: int, work: Callable[[], Outcome | None]) -> bool:
@@ -373,8 +375,9 @@ class Worker:
                 return None
 
             for candidate in job.candidates:
-                if not self._guarded(candidate.index, partial(enter, candidate)):
-                    return False
+                with ranges.named(f"check: {_name(candidate)}"):
+                    if not self._guarded(candidate.index, partial(enter, candidate)):
+                        return False
             alive = not ready or self._interleave(job, gate, ready, stopwatch)
             for prepared in ready if alive else ():
                 prepared.close()
@@ -393,7 +396,8 @@ class Worker:
 
         gate.load("random")
         bursts = [prepared.burst for prepared in ready if prepared.burst is not None]
-        timings, clocks = stopwatch.final(bursts, job.rounds, progress, careful=job.careful)
+        with ranges.named(f"interleaved timing of {len(bursts)}"):
+            timings, clocks = stopwatch.final(bursts, job.rounds, progress, careful=job.careful)
         stopwatch.close()
         return all(
             self._guarded(prepared.index, partial(conclude, prepared, timing))
@@ -422,6 +426,10 @@ class _Rotation:
     def __exit__(self, *_: object) -> None:
         if self._sets is not None:
             self._sets.close()
+
+
+def _name(candidate: Candidate) -> str:
+    return f"{candidate.config.family} {candidate.config.digest[:6]}"
 
 
 def read_requests(descriptor: int) -> Iterator[Mapping[str, Any]]:

@@ -14,8 +14,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -90,7 +92,8 @@ class _Ending:
 
 
 class WorkerClient:
-    """Owns at most one worker process, started when it is first needed.
+    """Owns at most one worker process, started when it is first needed. One thread at a time asks
+    it; `interrupt` may come from another.
 
     Args:
         device_index: CUDA device.
@@ -115,6 +118,8 @@ class WorkerClient:
         self._command = list(command or (sys.executable, "-m", "tuner.worker"))
         self._timeout_s, self._start_timeout_s = timeout_s, start_timeout_s
         self._process: _Process | None = None
+        self._lock = threading.Lock()
+        self._is_interrupted = False
 
     @property
     def pid(self) -> int | None:
@@ -126,7 +131,9 @@ class WorkerClient:
 
         Raises:
             BenchmarkError: when the worker cannot say.
+            concurrent.futures.CancelledError: after `interrupt`.
         """
+        self._begin()
         found: dict[str, str] = {}
         ending = None
         for event in self._events({"mode": "environment"}):
@@ -143,7 +150,9 @@ class WorkerClient:
 
         Raises:
             BenchmarkError: when no worker can be started, or the gate itself fails.
+            concurrent.futures.CancelledError: after `interrupt`.
         """
+        self._begin()
         outcomes: dict[int, Outcome] = {}
         careful, blameless = False, 0
         while remaining := [i for i in range(len(ask.candidates)) if i not in outcomes]:
@@ -160,11 +169,33 @@ class WorkerClient:
                     outcomes.setdefault(index, Outcome(ending.status, log=ending.log))
         return [outcomes[index] for index in range(len(ask.candidates))]
 
+    def interrupt(self) -> None:
+        """Kill the worker from another thread: the request that it is at ends in
+        `CancelledError`, and the next one is a fresh worker's.
+        """
+        with self._lock:
+            self._is_interrupted = True
+            if self._process is not None and self._process.alive():
+                self._process.signal()
+
     def close(self) -> None:
         """Kill the worker and all that it started."""
         if self._process is not None:
             self._process.close()
             self._process = None
+
+    def _begin(self) -> None:
+        """Forget an interruption that came when nothing was asked any more."""
+        if self._is_interrupted:
+            self.close()
+            self._is_interrupted = False
+
+    def _start(self) -> _Process:
+        with self._lock:
+            if self._is_interrupted:
+                raise CancelledError
+            self._process = _Process(self._command + self._arguments)
+            return self._process
 
     def _attempt(self, request: Mapping[str, Any], outcomes: dict[int, Outcome]) -> _Ending | None:
         """Ask once; adds what was finished to `outcomes`."""
@@ -191,11 +222,11 @@ class WorkerClient:
 
     def _events(self, request: Mapping[str, Any]) -> Iterator[Any]:
         """Send a request and yield its events; the last may be an `_Ending` instead."""
-        if self._process is None or not self._process.alive():
-            self.close()
-            self._process = _Process(self._command + self._arguments)
-            self._await_ready(self._process)
         process = self._process
+        if process is None or not process.alive():
+            self.close()
+            process = self._start()
+            self._await_ready(process)
         culprit, what, allowed = None, "starting the request", 0.0
         try:
             process.send(request)
@@ -210,14 +241,14 @@ class WorkerClient:
                     yield event
                 if event["event"] in ("done", "failed"):
                     return
-        except KeyboardInterrupt:
-            self.close()  # what it still says belongs to a request that nobody waits for
-            raise
         except TimeoutError:
             text = f"no sign of life for {self._timeout_s + allowed:.0f} s during: {what}"
             ending = _Ending(Status.TIMEOUT, _with_tail(text, process.tail()), culprit)
         except EOFError:
             process.kill()
+            if self._is_interrupted:
+                self.close()
+                raise CancelledError from None
             text = f"the worker {process.death()} during: {what}"
             ending = _Ending(Status.WORKER_DIED, _with_tail(text, process.tail()), culprit)
         self.close()
@@ -234,6 +265,9 @@ class WorkerClient:
             ) from None
         except EOFError:
             process.kill()
+            if self._is_interrupted:
+                self.close()
+                raise CancelledError from None
             text = _with_tail(f"the worker {process.death()} while starting", process.tail())
             self.close()
             raise BenchmarkError(text, status=Status.WORKER_DIED) from None
@@ -318,6 +352,12 @@ class _Process:
         event: dict[str, Any] = json.loads(line)
         return event
 
+    def signal(self) -> None:
+        """Kill the process group; whoever reads its answers sees their end."""
+        # The group outlives its leader where the worker has started something.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._popen.pid, signal.SIGKILL)
+
     def kill(self) -> None:
         """Kill the process group and wait until it is gone.
 
@@ -327,9 +367,7 @@ class _Process:
         if self._killed:
             return
         self._killed = True
-        # The group outlives its leader where the worker has started something.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._popen.pid, signal.SIGKILL)
+        self.signal()
         self._close_pipes()
         try:
             self._popen.wait(KILL_TIMEOUT_S)

@@ -13,7 +13,7 @@ from tuner.compiler import Compiler
 from tuner.config import Config, Value
 from tuner.families.fused_attention import FusedAttention, launch_registers
 from tuner.hardware import DEFAULT_GPU
-from tuner.problem import AttentionProblem
+from tuner.problem import E4M3, AttentionProblem
 from tuner.render import render
 from tuner.toolchain import find_toolchain, include_dirs
 
@@ -52,6 +52,10 @@ KERNELS = [
             "B=2,H=16,HKV=4,S=1000,D=64,causal=1,dtype=bf16",
             make(2, 128, score_buffers=2, packed_heads=4, persistent=True),
         ),
+        (
+            "B=2,H=4,HKV=2,S=1000,D=128,dtype=e4m3",
+            make(2, 224, early_exp=50, packed_heads=2, persistent=True),
+        ),
     )
 ]
 SPECS = [FAMILY.kernels(problem, config)["attention"] for problem, config in KERNELS]
@@ -63,6 +67,10 @@ SIZES = [
     (AttentionProblem.parse("S=1024,D=192"), make(1, 64)),
     (AttentionProblem.parse("S=1024,D=256"), make(2, 80)),
     (AttentionProblem.parse("S=1024,D=64"), make(3, 96, kv_stages=5)),
+    # What a cluster shares is larger than the operands.
+    (AttentionProblem.parse("S=1024,D=64"), make(2, 32)),
+    (AttentionProblem.parse("S=1024,D=96,dtype=e4m3"), make(3, 64)),
+    (AttentionProblem.parse("S=1024,D=96,dtype=e4m3"), make(3, 64, persistent=True)),
 ]
 
 INCLUDES = """
@@ -97,17 +105,99 @@ def test_a_block_is_launched_with_the_registers_that_setmaxnreg_shares_out(
         assert 128 * (spec.variables["producer_registers"] + of_groups) <= launched
 
 
-@pytest.mark.parametrize("splits", [1, 3])
-def test_workspace_is_the_counter_and_the_partial_results(compiler: Compiler, splits: int) -> None:
-    counters = []
+def test_workspace_is_the_counter_the_values_and_the_partial_results(compiler: Compiler) -> None:
+    splits: tuple[dict[str, Value], ...] = (
+        {},
+        {"splits": 3, "combine": "kernel"},
+        {"splits": 3, "combine": "cluster"},
+    )
     for (problem, config), (_, future) in zip(KERNELS, compiler.submit(SPECS), strict=True):
-        split = Config(config.family, {**config.params, "splits": splits})
-        assert FAMILY.violations(problem, split, DEFAULT_GPU) == []
-        (launch,) = FAMILY.launches(problem, split, 0.125)
+        kernel = load(future.result())
         rows = problem.batch * problem.heads_q * problem.seqlen_q
-        partial = 4 * splits * rows * (problem.head_dim + 1) if splits > 1 else 0
-        counters.append(load(future.result()).workspace_bytes(launch.integers) - partial)
-    assert counters == [0, 256]  # persistent and causal: one counter
+        fixed = 256 if config["persistent"] and problem.is_causal else 0
+        if problem.dtype == E4M3:  # tiles of V^T, a byte an element
+            fixed += 2 * 2 * 5 * 224 * 128
+        for more in splits[:1] if config["persistent"] else splits:
+            split = Config(config.family, {**config.params, **more})
+            assert FAMILY.violations(problem, split, DEFAULT_GPU) == []
+            (launch,) = FAMILY.launches(problem, split, 0.125)
+            is_partial = more.get("combine") == "kernel"
+            partial = 4 * 3 * rows * (problem.head_dim + 1) if is_partial else 0
+            assert kernel.workspace_bytes(launch.integers) == fixed + partial
+
+
+#: What `transpose` asks of CUDA, a thread after the other; twice, for `__syncthreads`.
+EMULATED = """
+#define __shared__ static
+#define __align__(bytes) __attribute__((aligned(bytes)))
+struct Index { unsigned x; } threadIdx, blockIdx;
+void __syncthreads() {}
+uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
+  uint64_t const bytes = uint64_t(b) << 32 | a;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; ++i) {
+    result |= uint32_t(bytes >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
+  }
+  return result;
+}
+"""
+#: Every probability that WGMMA multiplies, by its register, and the value that it meets.
+MEETINGS = """
+struct Source { Values values; int heads_kv, seqlen_kv, head_dim; };
+int wrong() {
+  int const keys = 2 * kTileN - 37, columns = kD - 16, heads = 2;
+  std::vector<uint8_t> v(keys * heads * columns), images(heads * 2 * kImageBytes + 2048, 0xAA);
+  for (size_t i = 0; i < v.size(); ++i) v[i] = uint8_t(i * 2654435761u >> 13 | 1);
+  auto* aligned = images.data() + (1024 - reinterpret_cast<uintptr_t>(images.data()) % 1024);
+  Source source{{reinterpret_cast<Element*>(v.data()), 0, columns, heads * columns,
+                 reinterpret_cast<Element*>(aligned), 2}, heads, keys, columns};
+  for (blockIdx.x = 0; blockIdx.x < unsigned(heads * 2 * (kD / kColumns)); ++blockIdx.x) {
+    for (int pass = 0; pass < 2; ++pass) {
+      for (threadIdx.x = 0; threadIdx.x < kTransposeThreads; ++threadIdx.x) transpose(source);
+    }
+  }
+  int faults = 0;
+  Tensor scores = make_identity_tensor(Shape<Int<kTileM>, Int<kTileN>>{});
+  for (int image = 0; image < 2 * heads; ++image) {
+    auto* data = reinterpret_cast<Element*>(aligned + image * kImageBytes);
+    Tensor vt = make_tensor(make_smem_ptr(data), SmemLayoutVt{}(_, _, 0));
+    for (int thread = 0; thread < 128 * kGroups; ++thread) {
+      Tensor of_s = MmaQK{}.get_slice(thread).partition_C(scores);
+      Tensor of_p = MmaPV{}.get_slice(thread).partition_A(scores);
+      for (int kk = 0; kk < kTileN / 32; ++kk) for (int half = 0; half < 2; ++half)
+        for (int r = 0; r < 2; ++r) for (int i = 0; i < 4; ++i) {
+          auto const has = of_s(make_coord(i % 2, r, 4 * kk + 2 * half + i / 2), 0, 0);
+          auto const at = of_p(make_coord(i, r, half), 0, kk);
+          faults += get<0>(has) != get<0>(at);
+          int const key = image % 2 * kTileN + get<1>(has);
+          for (int d = 0; d < kD; ++d) {
+            int const meets = reinterpret_cast<uint8_t const&>(vt(d, get<1>(at)));
+            bool const exists = key < keys && d < columns;
+            faults += meets != (exists ? v[(key * heads + image / 2) * columns + d] : 0);
+          }
+        }
+    }
+  }
+  return faults;
+}
+"""
+
+
+@pytest.mark.parametrize(("head_dim", "tile_n"), [(128, 224), (64, 128), (96, 64), (256, 192)])
+def test_probabilities_of_e4m3_meet_their_values(
+    tmp_path: Path, head_dim: int, tile_n: int
+) -> None:
+    """The order of the keys, and the image of V^T in shared memory, by CuTe's own layouts."""
+    problem = AttentionProblem.parse(f"S=1024,D={head_dim},dtype=e4m3")
+    text = render(FAMILY.kernels(problem, make(1, tile_n))["attention"], "0")
+    _, body = text.split("namespace k_0 {")
+    layouts = body.split("// Rows of Q:")[0]
+    main = 'int main() { std::printf("%d\\n", k_0::wrong()); }\n'
+    source = tmp_path / "meetings.cpp"
+    source.write_text(
+        f"{INCLUDES}#include <vector>\n{EMULATED}namespace k_0 {{{layouts}{MEETINGS}}}\n{main}"
+    )
+    assert _run_on_host(source) == [0]
 
 
 def test_shared_memory_is_what_the_predicate_counts(tmp_path: Path) -> None:
@@ -118,7 +208,7 @@ def test_shared_memory_is_what_the_predicate_counts(tmp_path: Path) -> None:
         _, body = text.split(f"namespace k_{number} {{")
         # Of a tile only its members: what it is computed from needs CUDA.
         tile = re.search(r"^struct Tile \{\n.*?;$", body, re.MULTILINE)
-        storage = re.search(r"^struct Storage \{.*?^\};$", body, re.MULTILINE | re.DOTALL)
+        storage = re.search(r"^struct Share \{.*^struct Storage \{.*?^\};$", body, re.M | re.S)
         assert tile is not None
         assert storage is not None
         layouts = body.split("using SmemLayoutVt")[0]
@@ -128,11 +218,17 @@ def test_shared_memory_is_what_the_predicate_counts(tmp_path: Path) -> None:
     main = f'int main() {{ for (auto size : {{{sizes}}}) std::printf("%zu\\n", size); }}\n'
     source = tmp_path / "sizes.cpp"
     source.write_text(INCLUDES + "".join(parts) + main)
+    assert _run_on_host(source) == expected
+
+
+def _run_on_host(source: Path) -> list[int]:
+    """The numbers that a program without CUDA prints."""
     tools = find_toolchain()
+    program = source.with_suffix("")
     command = [str(tools.nvcc), "-x=c++", f"-ccbin={tools.host_compiler}", "-std=c++17", "-w"]
     command += [f"-I{path}" for path in include_dirs(tools.cutlass)]
     command += [f"-L{path}" for path in tools.library_dirs]
-    command += ["-o", str(tmp_path / "sizes")]
+    command += ["-O1", "-o", str(program)]
     subprocess.run([*command, str(source)], check=True, timeout=300)
-    done = subprocess.run([str(tmp_path / "sizes")], check=True, capture_output=True, text=True)
-    assert [int(size) for size in done.stdout.split()] == expected
+    done = subprocess.run([str(program)], check=True, capture_output=True, text=True, timeout=60)
+    return [int(number) for number in done.stdout.split()]

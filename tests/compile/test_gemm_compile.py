@@ -32,7 +32,7 @@ def config(schedule: str, tile: tuple[int, int, int], **more: Value) -> Config:
     return Config("gemm", params)
 
 
-#: One translation unit: together they take every branch of the template.
+#: Together they take every branch of the template.
 SAMPLE = [
     (
         GemmProblem(1024, 1024, 64, batch=16, dtype_d="float32", layout_a="col"),
@@ -59,6 +59,18 @@ SAMPLE = [
             tile_scheduler="Persistent",
             epilogue_schedule="NoSmemWarpSpecialized",
         ),
+    ),
+    (
+        GemmProblem(4096, 14336, 4096, epilogue="bias_gelu"),
+        config("TmaWarpSpecializedPingpong", (128, 128, 64)),
+    ),
+    (
+        GemmProblem(16, 4096, 4096, dtype="bfloat16", dtype_d="float32", epilogue="bias_silu"),
+        config("TmaWarpSpecializedPingpong", (64, 16, 64), swap_ab=True),
+    ),
+    (
+        GemmProblem(2048, 2048, 2048, epilogue="residual"),
+        config("TmaWarpSpecializedCooperative", (128, 256, 64), tile_scheduler="Persistent"),
     ),
 ]
 

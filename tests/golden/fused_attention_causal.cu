@@ -2,6 +2,9 @@
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
 #include <algorithm>
 #include <atomic>
+#include <cstring>
+#include <utility>
+#include <vector>
 #include <cuda_runtime.h>
 #include <cute/tensor.hpp>
 #include <cutlass/arch/barrier.h>
@@ -12,7 +15,8 @@
 
 namespace k_golden {
 using namespace cute;
-using Element = cutlass::bfloat16_t;
+using Element = cutlass::bfloat16_t;  // of Q, K, V and P
+using Out = Element;
 constexpr int kTileN = 64, kD = 128, kPack = 4;
 constexpr int kGroups = 2, kStages = 2, kTileM = 64 * kGroups;
 constexpr int kScoreBuffers = 2, kBlocksPerSm = 1;
@@ -25,6 +29,8 @@ constexpr bool kPersistent = true;
 constexpr bool kDynamic = kPersistent && kCausal;
 constexpr int kCounterBytes = kDynamic ? 256 : 0;
 constexpr float kLazy = 0;
+// Probabilities times 2^kLift: the largest is 256 of e4m3's 448, and 2^-14 is still a normal number.
+constexpr float kLift = 0;
 // Of two groups that take turns the first alone asks whether K and V are there: the other follows.
 constexpr bool kFirstPolls = kPingPong && kGroups == 2;
 constexpr int kThreads = 128 * (kGroups + 1);
@@ -33,9 +39,12 @@ constexpr float kLog2E = 1.44269504f, kLn2 = 0.693147181f;
 // Keys and values of the heads that are worked on together under a causal mask: they stay in L2.
 constexpr int64_t kSectionBytes = 32 << 20;
 
-using SmemAtom = cute::conditional_t<kD % 64 == 0, GMMA::Layout_K_SW128_Atom<Element>, GMMA::Layout_K_SW64_Atom<Element>>;
-using SmemLayoutQ = decltype(tile_to_shape(SmemAtom{}, Shape<Int<kTileM>, Int<kD>>{}));
-using SmemLayoutKV = decltype(tile_to_shape(SmemAtom{}, Shape<Int<kTileN>, Int<kD>, Int<kStages>>{}));
+// The widest swizzle that divides rows of kColumns elements.
+template <int kColumns, int kBytes = kColumns * int(sizeof(Element))>
+using SmemAtom = cute::conditional_t<kBytes % 128 == 0, GMMA::Layout_K_SW128_Atom<Element>,
+    cute::conditional_t<kBytes % 64 == 0, GMMA::Layout_K_SW64_Atom<Element>, GMMA::Layout_K_SW32_Atom<Element>>>;
+using SmemLayoutQ = decltype(tile_to_shape(SmemAtom<kD>{}, Shape<Int<kTileM>, Int<kD>>{}));
+using SmemLayoutKV = decltype(tile_to_shape(SmemAtom<kD>{}, Shape<Int<kTileN>, Int<kD>, Int<kStages>>{}));
 using SmemLayoutVt = decltype(composition(
     SmemLayoutKV{}, make_layout(Shape<Int<kD>, Int<kTileN>, Int<kStages>>{},
                                 Stride<Int<kTileN>, _1, Int<kTileN * kD>>{})));
@@ -49,6 +58,7 @@ using MmaQK = decltype(make_tiled_mma(mma_qk_atom<kQInRegisters>(), GroupLayout{
 using MmaPV = decltype(make_tiled_mma(
     GMMA::rs_op_selector<Element, Element, float, Shape<Int<kTileM>, Int<kD>, Int<kTileN>>,
                          GMMA::Major::K, GMMA::Major::MN>(), GroupLayout{}));
+inline int64_t image_bytes(int64_t const*) { return 0; }
 
 // Rows of Q: the sequence, or (packed heads, sequence), heads running faster.
 template <class Rows, class Stride>
@@ -77,13 +87,14 @@ using TmaKV = decltype(make_tma_copy(SM90_TMA_LOAD{}, GmemKV{}, SmemLayoutKV{}(_
 struct Params {
   TmaQ q;
   TmaKV k, v;
-  Element* out;
+  Out* out;
   int64_t out_batch, out_head, out_row;
   float* lse;
   int* counter;        // of tiles handed out, beyond each block's first
   float* partial;      // (splits, B, H, SQ, D)
   float* partial_lse;  // (splits, B, H, SQ), base 2
   int batch, heads, heads_kv, seqlen_q, seqlen_kv, head_dim, splits;
+  bool is_clustered;
   int m_blocks, tiles, section;
   cutlass::FastDivmod by_m_blocks, by_splits, by_heads;
   float scale_log2;  // of the scores, or of what the soft cap makes of them
@@ -105,10 +116,13 @@ struct Tile {
   CUTE_DEVICE static Tile at(Params const& p, int index) {
     if (index >= p.tiles) return none();
     Tile t;
-    int lane;  // a (batch, head, split)
+    // The splits of a tile are neighbours: they may be a cluster.
+    t.split = 0;
+    if constexpr (!kPersistent) p.by_splits(index, t.split, index);
+    int lane;  // a (batch, head)
     if constexpr (kCausal) {
       // Sections of heads that share the L2; in each the longest tiles of all heads come first.
-      int const lanes = p.tiles / p.m_blocks, per_section = p.section * p.m_blocks;
+      int const lanes = p.batch * (p.heads / kPack), per_section = p.section * p.m_blocks;
       int const section = index / per_section, within = index - section * per_section;
       int const here = min(p.section, lanes - section * p.section);
       t.m_block = p.m_blocks - 1 - within / here;
@@ -116,14 +130,12 @@ struct Tile {
     } else {
       p.by_m_blocks(lane, t.m_block, index);
     }
-    int batch_head;
-    p.by_splits(batch_head, t.split, lane);
-    p.by_heads(t.batch, t.head, batch_head);
+    p.by_heads(t.batch, t.head, lane);
     int const last_row = ((t.m_block + 1) * kTileM - 1) / kPack;
     t.last = (end_key(p, last_row) + kTileN - 1) / kTileN;
     // Beyond the last key lies nothing: where the window has passed it, there are no tiles.
     t.first = kWindowed ? min(first_key(p, t.m_block * kTileM / kPack) / kTileN, t.last) : 0;
-    if (p.splits > 1) {
+    if (!kPersistent && p.splits > 1) {
       int const share = (t.last + p.splits - 1) / p.splits;
       t.first = min(t.split * share, t.last);
       t.last = min(t.first + share, t.last);
@@ -132,10 +144,31 @@ struct Tile {
   }
 };
 
+// What scores are multiplied by, to base 2, and outputs; one head's for all rows of a thread.
+CUTE_DEVICE float const& score_scale(Params const& p, Tile const& t, int row) {
+  return p.scale_log2;
+}
+CUTE_DEVICE float value_scale(Params const& p, Tile const& t) {
+  return 1.f;
+}
+
+// What a block of a cluster leaves to the others.
+struct Share {
+  static constexpr int kRow = kD + 8;  // padded: the rows of a warp lie in different banks
+  float out[kPersistent ? 1 : kTileM * kRow];
+  float lse[kPersistent ? 1 : kTileM];  // base 2
+};
+
 struct Storage {
-  alignas(1024) cute::array_aligned<Element, cosize_v<SmemLayoutQ>, 1024> q;
-  alignas(1024) cute::array_aligned<Element, cosize_v<SmemLayoutKV>, 1024> k;
-  alignas(1024) cute::array_aligned<Element, cosize_v<SmemLayoutKV>, 1024> v;
+  struct Operands {
+    alignas(1024) cute::array_aligned<Element, cosize_v<SmemLayoutQ>, 1024> q;
+    alignas(1024) cute::array_aligned<Element, cosize_v<SmemLayoutKV>, 1024> k;
+    alignas(1024) cute::array_aligned<Element, cosize_v<SmemLayoutKV>, 1024> v;
+  };
+  union {
+    Operands operands;
+    Share share;  // once nobody reads the operands any more
+  };
   uint64_t q_full, q_empty, k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
   uint64_t tile_full[2], tile_empty[2], tile_wanted;
   Tile tile[2];
@@ -195,9 +228,9 @@ struct Producer {
     Tensor gQ = local_tile(p.q.get_tma_tensor(shape_q)(_, _, t.head, t.batch), tile_q(), at);
     Tensor gK = local_tile(p.k.get_tma_tensor(shape_kv)(_, _, head_kv, t.batch), tile_kv, make_coord(_, 0));
     Tensor gV = local_tile(p.v.get_tma_tensor(shape_kv)(_, _, head_kv, t.batch), tile_kv, make_coord(_, 0));
-    Tensor sQ = make_tensor(make_smem_ptr(s.q.data()), SmemLayoutQ{});
-    Tensor sK = make_tensor(make_smem_ptr(s.k.data()), SmemLayoutKV{});
-    Tensor sV = make_tensor(make_smem_ptr(s.v.data()), SmemLayoutKV{});
+    Tensor sQ = make_tensor(make_smem_ptr(s.operands.q.data()), SmemLayoutQ{});
+    Tensor sK = make_tensor(make_smem_ptr(s.operands.k.data()), SmemLayoutKV{});
+    Tensor sV = make_tensor(make_smem_ptr(s.operands.v.data()), SmemLayoutKV{});
     auto slice_q = p.q.get_slice(0);
     auto slice_k = p.k.get_slice(0);
     auto slice_v = p.v.get_slice(0);
@@ -231,6 +264,14 @@ struct Producer {
   }
 };
 
+using Pair = cutlass::Array<Element, 2>;
+template <class To = Element>
+CUTE_DEVICE cutlass::Array<To, 2> round_pair(float x, float y) {
+  cutlass::Array<float, 2> pair;
+  pair[0] = x, pair[1] = y;
+  return cutlass::NumericArrayConverter<To, float, 2>{}(pair);
+}
+
 // Statistics of a thread's two rows. Mode 0 of the scores is ((2 columns, 2 rows, N/8 octets)).
 struct Softmax {
   float maximum[2] = {-INFINITY, -INFINITY};
@@ -260,7 +301,7 @@ struct Softmax {
         sum[r] *= factor[r];
       }
       maximum[r] = top;
-      shift[r] = top == -INFINITY ? 0.f : top * scale_log2;
+      shift[r] = top == -INFINITY ? 0.f : top * scale_log2 - kLift;
     }
     return grew;
   }
@@ -272,11 +313,19 @@ struct Softmax {
     for (int j = kFrom; j < kTo; ++j) {
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) {
-        CUTE_UNROLL
-        for (int c = 0; c < 2; ++c) {
-          float& x = scores(make_coord(c, r, j), 0, 0);
-          x = exp2_mufu(fmaf(x, scale_log2, -shift[r]));
+        float& x = scores(make_coord(0, r, j), 0, 0);
+        float& y = scores(make_coord(1, r, j), 0, 0);
+        x = exp2_mufu(fmaf(x, scale_log2, -shift[r]));
+        y = exp2_mufu(fmaf(y, scale_log2, -shift[r]));
+        if constexpr (kLazy > 0.f) {
+          // Under an old maximum the leading probability is no exact 1. Its rounding must be in
+          // the sum too: where one key dominates, the error would be 1.4 times as large.
+          Pair const rounded = round_pair(x, y);
+          sum[r] += float(rounded[0]);
+          sum[r] += float(rounded[1]);
+        } else {
           sum[r] += x;
+          sum[r] += y;
         }
       }
     }
@@ -325,39 +374,39 @@ CUTE_DEVICE void transpose_quad(uint32_t (&word)[4]) {
 }
 
 // O and the log-sum-exp of a thread's two rows, straight from registers.
-template <class Out>
-CUTE_DEVICE void store(Params const& p, Tile const& t, Out const& out, int row0, Softmax const& softmax, float const (&norm)[2]) {
+template <class Fragment>
+CUTE_DEVICE void store(Params const& p, Storage& s, Tile const& t, Fragment const& out, int row0, Softmax const& softmax, float const& scale_log2, float const (&norm)[2]) {
   int const q = threadIdx.x % 4;
   CUTE_UNROLL
   for (int r = 0; r < 2; ++r) {
     int const row = row0 + 8 * r, seq = row / kPack, head = t.head * kPack + row % kPack;
     bool const is_row = seq < p.seqlen_q;
-    float const shift = softmax.maximum[r] == -INFINITY ? 0.f : softmax.maximum[r] * p.scale_log2;
+    float const shift = softmax.maximum[r] == -INFINITY ? 0.f : softmax.maximum[r] * scale_log2;
     float const lse = shift + log2f(softmax.sum[r]);  // -inf where no key was seen
     int64_t const at = (int64_t(t.batch) * p.heads + head) * p.seqlen_q + seq;
-    if (p.splits > 1) {
+    if (!kPersistent && p.splits > 1) {
+      int const here = row - t.m_block * kTileM;
       int64_t const partial = int64_t(t.split) * p.batch * p.heads * p.seqlen_q + at;
-      if (is_row && q == 0) p.partial_lse[partial] = lse;
+      float* const target = p.is_clustered ? s.share.out + here * Share::kRow : p.partial + partial * p.head_dim;
+      if (is_row && q == 0) *(p.is_clustered ? s.share.lse + here : p.partial_lse + partial) = lse;
       CUTE_UNROLL
       for (int j = 0; j < kD / 8; ++j) {
         if (is_row && 8 * j < p.head_dim) {
-          *reinterpret_cast<float2*>(p.partial + partial * p.head_dim + 8 * j + 2 * q) =
+          *reinterpret_cast<float2*>(target + 8 * j + 2 * q) =
               make_float2(out(make_coord(0, r, j), 0, 0) * norm[r], out(make_coord(1, r, j), 0, 0) * norm[r]);
         }
       }
       continue;
     }
     if (is_row && q == 0 && p.lse) p.lse[at] = lse * kLn2;
-    Element* const target = p.out + t.batch * p.out_batch + head * p.out_head + seq * p.out_row;
+    Out* const target = p.out + t.batch * p.out_batch + head * p.out_head + seq * p.out_row;
     CUTE_UNROLL
     for (int g = 0; g < kD / 32; ++g) {
       uint32_t word[4];
       CUTE_UNROLL
       for (int i = 0; i < 4; ++i) {
-        cutlass::Array<float, 2> pair;
-        pair[0] = out(make_coord(0, r, 4 * g + i), 0, 0) * norm[r];
-        pair[1] = out(make_coord(1, r, 4 * g + i), 0, 0) * norm[r];
-        auto const packed = cutlass::NumericArrayConverter<Element, float, 2>{}(pair);
+        auto const packed = round_pair<Out>(out(make_coord(0, r, 4 * g + i), 0, 0) * norm[r],
+                                            out(make_coord(1, r, 4 * g + i), 0, 0) * norm[r]);
         word[i] = reinterpret_cast<uint32_t const&>(packed);
       }
       transpose_quad(word);
@@ -377,9 +426,9 @@ struct Consumer {
   CUTE_DEVICE void work(Params const& p, Storage& s, Tile const& t) {
     int const group = cutlass::canonical_warp_group_idx() - 1;
     int const tid = threadIdx.x - 128;
-    Tensor sQ = make_tensor(make_smem_ptr(s.q.data()), SmemLayoutQ{});
-    Tensor sK = make_tensor(make_smem_ptr(s.k.data()), SmemLayoutKV{});
-    Tensor sVt = make_tensor(make_smem_ptr(s.v.data()), SmemLayoutVt{});
+    Tensor sQ = make_tensor(make_smem_ptr(s.operands.q.data()), SmemLayoutQ{});
+    Tensor sK = make_tensor(make_smem_ptr(s.operands.k.data()), SmemLayoutKV{});
+    Tensor sVt = make_tensor(make_smem_ptr(s.operands.v.data()), SmemLayoutVt{});
     MmaQK mma_qk;
     MmaPV mma_pv;
     auto group_qk = mma_qk.get_slice(group * 128);
@@ -394,6 +443,7 @@ struct Consumer {
 
     int const group_row = t.m_block * kTileM + group * 64;
     int const row0 = group_row + (tid % 128) / 32 * 16 + (tid % 32) / 4;
+    float const& scale_log2 = score_scale(p, t, row0);
     Softmax softmax;
 
     auto release = [&](uint64_t* empty) {
@@ -438,10 +488,8 @@ struct Consumer {
         for (int half = 0; half < 2; ++half) {
           CUTE_UNROLL
           for (int r = 0; r < 2; ++r) {
-            cutlass::Array<float, 2> pair;
-            pair[0] = scores(make_coord(0, r, 2 * kk + half), 0, 0);
-            pair[1] = scores(make_coord(1, r, 2 * kk + half), 0, 0);
-            auto const packed = cutlass::NumericArrayConverter<Element, float, 2>{}(pair);
+            Pair const packed = round_pair(scores(make_coord(0, r, 2 * kk + half), 0, 0),
+                                           scores(make_coord(1, r, 2 * kk + half), 0, 0));
             tOrP(make_coord(0, r, half), 0, kk) = packed[0];
             tOrP(make_coord(1, r, half), 0, kk) = packed[1];
           }
@@ -464,10 +512,11 @@ struct Consumer {
     auto first_step = [&](auto& scores, int n) {
       cap(scores, p);
       if (n >= unmasked || (kWindowed && n < opened)) mask(scores, p, row0, n * kTileN);
-      softmax.template maxima<true>(scores, p.scale_log2);
-      softmax.template exponentials<0, kOctets>(scores, p.scale_log2);
+      softmax.template maxima<true>(scores, scale_log2);
+      softmax.template exponentials<0, kOctets>(scores, scale_log2);
       to_p(scores);
     };
+    float out_scale = 1.f;
     int const first = t.first;
     if (first < t.last) {
       int n = t.last - 1;  // the block of keys whose probabilities are in P, or about to be
@@ -500,15 +549,15 @@ struct Consumer {
           if constexpr (decltype(is_masked)::value) mask(tSrS, p, row0, n * kTileN);
           // The maxima and kEarly of the exponentials run under the GEMM that is in flight; the
           // rest is mixed with the conversions.
-          bool const grew = softmax.template maxima<false>(tSrS, p.scale_log2);
+          bool const grew = softmax.template maxima<false>(tSrS, scale_log2);
           constexpr int kEarly = kOctets * 0 / 100;
-          softmax.template exponentials<0, kEarly>(tSrS, p.scale_log2);
+          softmax.template exponentials<0, kEarly>(tSrS, scale_log2);
           warpgroup_fence_operand(tSrS);
           asm volatile("" : "+f"(softmax.shift[0]), "+f"(softmax.shift[1]));
           release_keys();
           warpgroup_wait<0>();
           values_read();
-          softmax.template exponentials<kEarly, kOctets>(tSrS, p.scale_log2);
+          softmax.template exponentials<kEarly, kOctets>(tSrS, scale_log2);
           to_p(tSrS);
           rescale_o(grew);
         };
@@ -554,8 +603,8 @@ struct Consumer {
           release_stage(stage);
           cap(scores, p);
           if (n >= unmasked || (kWindowed && n < opened)) mask(scores, p, row0, n * kTileN);
-          bool const grew = softmax.template maxima<false>(scores, p.scale_log2);
-          softmax.template exponentials<0, kOctets>(scores, p.scale_log2);
+          bool const grew = softmax.template maxima<false>(scores, scale_log2);
+          softmax.template exponentials<0, kOctets>(scores, scale_log2);
           warpgroup_wait<1>();
           values_read();
           to_p(scores);
@@ -582,6 +631,7 @@ struct Consumer {
       }
       Full::wait(&s.v_full[v.stage], v.phase);
       issue_pv();
+      out_scale = value_scale(p, t);
       warpgroup_wait<0>();
       values_read();
       if constexpr (kScoreBuffers == 2) {
@@ -594,9 +644,10 @@ struct Consumer {
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       softmax.sum[r] = quad_sum(softmax.sum[r]);
-      norm[r] = softmax.sum[r] > 0.f ? 1.f / softmax.sum[r] : 0.f;
+      norm[r] = softmax.sum[r] > 0.f ? out_scale / softmax.sum[r] : 0.f;
     }
-    store(p, t, tOrO, row0, softmax, norm);
+    if (!kPersistent && p.is_clustered) cutlass::arch::NamedBarrier::sync(128 * kGroups, kGroups);
+    store(p, s, t, tOrO, row0, softmax, scale_log2, norm);
   }
 };
 
@@ -638,6 +689,75 @@ CUTE_DEVICE void for_each_tile(Params const& p, Storage& s, Work&& work) {
   }
 }
 
+CUTE_DEVICE void add(float4& sum, float weight, float4 const& x) {
+  sum.x += weight * x.x, sum.y += weight * x.y, sum.z += weight * x.z, sum.w += weight * x.w;
+}
+CUTE_DEVICE void store_four(Params const& p, int batch, int head, int seq, int column, float4 const& sum, float norm) {
+  cutlass::Array<float, 4> four;
+  four[0] = sum.x * norm, four[1] = sum.y * norm, four[2] = sum.z * norm, four[3] = sum.w * norm;
+  auto const packed = cutlass::NumericArrayConverter<Out, float, 4>{}(four);
+  *reinterpret_cast<uint2*>(p.out + batch * p.out_batch + head * p.out_head + seq * p.out_row + column) =
+      reinterpret_cast<uint2 const&>(packed);
+}
+
+// A value in the shared memory of another block of the cluster.
+template <class T>
+CUTE_DEVICE T remote(T const& mine, int block) {
+  uint32_t at;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(cast_smem_ptr_to_uint(&mine)), "r"(block));
+  if constexpr (sizeof(T) == 4) {
+    float x;
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(at));
+    return x;
+  } else {
+    float4 x;
+    asm volatile("ld.shared::cluster.v4.f32 { %0, %1, %2, %3 }, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(at));
+    return x;
+  }
+}
+
+// The outputs of a cluster's splits, weighted by exp of their log-sum-exp: each block its part of
+// the tile, four columns a thread at a time.
+CUTE_DEVICE void combine_cluster(Params const& p, Storage& s) {
+  constexpr int kMostSplits = 16;
+  Tile const t = Tile::at(p, blockIdx.x);
+  int const rows = min(kTileM, p.seqlen_q * kPack - t.m_block * kTileM), fours = p.head_dim / 4;
+  int const part = (rows * fours + p.splits - 1) / p.splits, begin = t.split * part;
+  for (int item = begin + threadIdx.x - 128; item < min(begin + part, rows * fours); item += 128 * kGroups) {
+    int const here = item / fours, column = item % fours * 4;
+    float weight[kMostSplits], top = -INFINITY, total = 0.f;
+    // Always as many loads as there may be splits, all in flight at once: a branch would put each
+    // after the one before.
+    CUTE_UNROLL
+    for (int i = 0; i < kMostSplits; ++i) {
+      float const lse = remote(s.share.lse[here], min(i, p.splits - 1));
+      weight[i] = i < p.splits ? lse : -INFINITY;
+      top = fmaxf(top, weight[i]);
+    }
+    float const shift = top == -INFINITY ? 0.f : top;
+    float4 const& mine = reinterpret_cast<float4 const&>(s.share.out[here * Share::kRow + column]);
+    float4 sum{};
+    CUTE_UNROLL
+    for (int i = 0; i < kMostSplits; ++i) {
+      float const w = exp2_mufu(weight[i] - shift);
+      total += w;
+      add(sum, w, remote(mine, min(i, p.splits - 1)));
+    }
+    int const row = t.m_block * kTileM + here, seq = row / kPack, head = t.head * kPack + row % kPack;
+    if (column == 0 && p.lse) {
+      p.lse[(int64_t(t.batch) * p.heads + head) * p.seqlen_q + seq] = (shift + log2f(total)) * kLn2;
+    }
+    store_four(p, t.batch, head, seq, column, sum, total > 0.f ? 1.f / total : 0.f);
+  }
+}
+
+// Every thread of the cluster comes here twice: when the shares stand, and when all were read.
+CUTE_DEVICE void cluster_meets() {
+  __syncwarp();
+  cluster_arrive();
+  cluster_wait();
+}
+
 struct kernel_golden {
   __device__ __forceinline__ static void run(Params const& p) {
     extern __shared__ __align__(1024) unsigned char raw[];
@@ -673,6 +793,10 @@ struct kernel_golden {
       } else if (kDynamic && threadIdx.x == 32) {
         schedule(p, s);
       }
+      if (!kPersistent && p.is_clustered) {
+        cluster_meets();
+        cluster_meets();
+      }
     } else {
       cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
       if constexpr (kPingPong) {
@@ -683,6 +807,11 @@ struct kernel_golden {
       if constexpr (kPingPong) {
         // Balances the last turn_pass to group 0, on which nobody waits any more.
         if (threadIdx.x / 128 == 1) cutlass::arch::NamedBarrier::sync(256, 0);
+      }
+      if (!kPersistent && p.is_clustered) {
+        cluster_meets();
+        combine_cluster(p, s);
+        cluster_meets();
       }
     }
   }
@@ -701,50 +830,70 @@ __global__ void __launch_bounds__(128) combine(CUTE_GRID_CONSTANT Params const p
   int64_t const rows = int64_t(p.batch) * p.heads * p.seqlen_q, row = int64_t(blockIdx.x) * 4 + threadIdx.x / 32;
   int const lane = threadIdx.x % 32;
   if (row >= rows) return;
-  float top = -INFINITY, total = 0.f;
+  float top = -INFINITY;
   for (int i = lane; i < p.splits; i += 32) top = fmaxf(top, p.partial_lse[i * rows + row]);
   CUTE_UNROLL
   for (int step = 16; step > 0; step /= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, step));
   float const shift = top == -INFINITY ? 0.f : top;
-  float4 sum[(kD + 127) / 128] = {};
-#pragma unroll 4
-  for (int i = 0; i < p.splits; ++i) {
-    float const weight = exp2_mufu(p.partial_lse[i * rows + row] - shift);
-    total += weight;
-    CUTE_UNROLL
-    for (int c = 0; c < (kD + 127) / 128; ++c) {
-      int const column = 4 * lane + 128 * c;
-      if (column >= p.head_dim) break;
-      float4 const x = *reinterpret_cast<float4 const*>(p.partial + (i * rows + row) * p.head_dim + column);
-      sum[c].x += weight * x.x, sum[c].y += weight * x.y, sum[c].z += weight * x.z, sum[c].w += weight * x.w;
+  constexpr int kFours = (kD + 127) / 128, kInFlight = 16 / kFours;
+  float4 sum[kFours] = {};
+  float total = 0.f;
+  for (int first = 0; first < p.splits; first += 32) {
+    int const here = min(32, p.splits - first);
+    float const own = lane < here ? exp2_mufu(p.partial_lse[(first + lane) * rows + row] - shift) : 0.f;
+    total += own;
+    for (int i = 0; i < here; i += kInFlight) {
+      float4 x[kInFlight][kFours];
+      CUTE_UNROLL
+      for (int j = 0; j < kInFlight; ++j) {
+        int64_t const at = (first + min(i + j, here - 1)) * rows + row;
+        CUTE_UNROLL
+        for (int c = 0; c < kFours; ++c) {
+          int const column = min(4 * lane + 128 * c, p.head_dim - 4);
+          x[j][c] = *reinterpret_cast<float4 const*>(p.partial + at * p.head_dim + column);
+        }
+      }
+      CUTE_UNROLL
+      for (int j = 0; j < kInFlight; ++j) {
+        float const weight = __shfl_sync(0xffffffffu, own, i + j);  // 0 beyond the last
+        CUTE_UNROLL
+        for (int c = 0; c < kFours; ++c) add(sum[c], weight, x[j][c]);
+      }
     }
   }
+  CUTE_UNROLL
+  for (int step = 16; step > 0; step /= 2) total += __shfl_xor_sync(0xffffffffu, total, step);
   float const norm = total > 0.f ? 1.f / total : 0.f;
-  int64_t const seq = row % p.seqlen_q, head = row / p.seqlen_q % p.heads, batch = row / p.seqlen_q / p.heads;
+  int const seq = row % p.seqlen_q, head = row / p.seqlen_q % p.heads, batch = row / p.seqlen_q / p.heads;
   if (lane == 0 && p.lse) p.lse[row] = (shift + log2f(total)) * kLn2;
-  Element* const target = p.out + batch * p.out_batch + head * p.out_head + seq * p.out_row;
   CUTE_UNROLL
   for (int c = 0; c < (kD + 127) / 128; ++c) {
     int const column = 4 * lane + 128 * c;
-    if (column >= p.head_dim) break;
-    cutlass::Array<float, 4> four;
-    four[0] = sum[c].x * norm, four[1] = sum[c].y * norm, four[2] = sum[c].z * norm, four[3] = sum[c].w * norm;
-    auto const packed = cutlass::NumericArrayConverter<Element, float, 4>{}(four);
-    *reinterpret_cast<uint2*>(target + column) = reinterpret_cast<uint2 const&>(packed);
+    if (column < p.head_dim) store_four(p, batch, head, seq, column, sum[c], norm);
   }
 }
 
-inline int launch_one(void (*kernel)(Params), int64_t blocks, int threads, int smem, bool is_dependent, Params const& p, cudaStream_t stream) {
-  cudaLaunchAttribute dependent;
-  dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  dependent.val.programmaticStreamSerializationAllowed = 1;
+inline int launch_one(void (*kernel)(Params), int64_t blocks, int cluster, int threads, int smem, bool is_dependent,
+                      Params const& p, cudaStream_t stream) {
+  cudaLaunchAttribute attributes[2];
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(unsigned(blocks)), config.blockDim = dim3(threads), config.dynamicSmemBytes = smem;
-  config.stream = stream, config.attrs = &dependent, config.numAttrs = is_dependent;
+  config.stream = stream, config.attrs = attributes;
+  if (is_dependent) {
+    auto& dependent = attributes[config.numAttrs++];
+    dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    dependent.val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (cluster > 1) {
+    auto& shape = attributes[config.numAttrs++];
+    shape.id = cudaLaunchAttributeClusterDimension;
+    shape.val.clusterDim.x = cluster, shape.val.clusterDim.y = shape.val.clusterDim.z = 1;
+  }
   return cudaLaunchKernelEx(&config, kernel, p);
 }
 
-// Multiprocessors of the current device; allows the kernel its shared memory there, once.
+// Multiprocessors of the current device; allows the kernel its shared memory and clusters of more
+// than 8 there, once.
 inline int prepare(int& multiprocessors) {
   static std::atomic<int> known[64];
   int device;
@@ -753,16 +902,30 @@ inline int prepare(int& multiprocessors) {
   if (multiprocessors) return 0;
   if (auto e = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device)) return e;
   if (auto e = cudaFuncSetAttribute(fused_attention<kernel_golden>, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Storage))) return e;
+  if constexpr (!kPersistent) {
+    if (auto e = cudaFuncSetAttribute(fused_attention<kernel_golden>, cudaFuncAttributeNonPortableClusterSizeAllowed, 1)) return e;
+  }
   if (device < 64) known[device].store(multiprocessors, std::memory_order_relaxed);
   return 0;
 }
 
-inline int64_t partial_rows(int64_t const* n) { return n[18] > 1 ? n[18] * n[0] * n[1] * n[3] : 0; }
+inline int64_t partial_rows(int64_t const* n) { return n[18] > 1 && !n[20] ? n[18] * n[0] * n[1] * n[3] : 0; }
 
-inline int launch(void* const* tensors, int64_t const* n, double const* scalars, void* workspace, cudaStream_t stream) {
+// What one call passes. Descriptors and parameters follow from it and from nothing else.
+struct Call {
+  void const* tensors[5];
+  int64_t n[21];
+  double scalars[1];
+  void* workspace;
+
+  bool operator==(Call const& other) const { return std::memcmp(this, &other, sizeof(Call)) == 0; }
+};
+
+inline Params params_of(Call const& call) {
+  int64_t const* n = call.n;
   Params p;
   p.batch = n[0], p.heads = n[1], p.heads_kv = n[2], p.seqlen_q = n[3], p.seqlen_kv = n[4], p.head_dim = n[5];
-  auto data = [&](int index) { return static_cast<Element const*>(tensors[index]); };
+  auto data = [&](int index) { return static_cast<Element const*>(call.tensors[index]); };
   p.q = make_tma_copy(SM90_TMA_LOAD{},
                       global_tensor(data(0), rows_q(p.seqlen_q), rows_q_stride(n[7], n[8]), p.head_dim, p.heads / kPack, p.batch,
                                     n[7] * kPack, n[6]),
@@ -774,36 +937,58 @@ inline int launch(void* const* tensors, int64_t const* n, double const* scalars,
   };
   p.k = keys(1, n + 9);
   p.v = keys(2, n + 12);
-  p.out = static_cast<Element*>(tensors[3]);
+  p.out = static_cast<Out*>(const_cast<void*>(call.tensors[3]));
   p.out_batch = n[15], p.out_head = n[16], p.out_row = n[17];
-  p.lse = static_cast<float*>(tensors[4]);
-  p.splits = n[18];
-  p.counter = static_cast<int*>(workspace);
-  p.partial = reinterpret_cast<float*>(static_cast<char*>(workspace) + kCounterBytes);
+  p.lse = static_cast<float*>(const_cast<void*>(call.tensors[4]));
+  p.splits = n[18], p.is_clustered = n[20];
+  p.counter = static_cast<int*>(call.workspace);
+  p.partial = reinterpret_cast<float*>(static_cast<char*>(call.workspace) + kCounterBytes + image_bytes(n));
   p.partial_lse = p.partial + partial_rows(n) * p.head_dim;
-  int const heads = p.heads / kPack, lanes = p.batch * heads * p.splits;
+  int const heads = p.heads / kPack, lanes = p.batch * heads;
   p.m_blocks = (p.seqlen_q * kPack + kTileM - 1) / kTileM;
-  p.tiles = p.m_blocks * lanes;
-  int64_t const kv_bytes = int64_t(4) * p.seqlen_kv * p.head_dim;
-  p.section = int(std::min<int64_t>(lanes, std::max<int64_t>(1, kSectionBytes / kv_bytes) * (heads / p.heads_kv) * p.splits));
+  p.tiles = p.m_blocks * lanes * p.splits;
+  int64_t const kv_bytes = int64_t(2 * sizeof(Element)) * p.seqlen_kv * p.head_dim;
+  p.section = int(std::min<int64_t>(lanes, std::max<int64_t>(1, kSectionBytes / kv_bytes) * (heads / p.heads_kv)));
   p.by_m_blocks = cutlass::FastDivmod(p.m_blocks);
   p.by_splits = cutlass::FastDivmod(p.splits);
   p.by_heads = cutlass::FastDivmod(heads);
-  p.scale_log2 = float(scalars[0]) * kLog2E;
+  p.scale_log2 = float(call.scalars[0]) * kLog2E;
+  return p;
+}
+
+// The parameters of a call; those of this thread's last calls are kept: three descriptors cost the
+// host as much as the launch.
+inline Params const& parameters(Call const& call) {
+  static thread_local std::vector<std::pair<Call, Params>> kept(16);
+  uintptr_t const mixed = reinterpret_cast<uintptr_t>(call.tensors[0]) ^ reinterpret_cast<uintptr_t>(call.tensors[3]) * 31;
+  auto& [known, params] = kept[mixed * 0x9e3779b97f4a7c15u >> 60];
+  if (!(known == call)) params = params_of(call), known = call;
+  return params;
+}
+
+inline int launch(void* const* tensors, int64_t const* n, double const* scalars, void* workspace, cudaStream_t stream) {
+  if (kPersistent && n[18] != 1) return cudaErrorInvalidValue;
+  Call call;
+  std::copy_n(tensors, std::size(call.tensors), call.tensors);
+  std::copy_n(n, std::size(call.n), call.n);
+  std::copy_n(scalars, std::size(call.scalars), call.scalars);
+  call.workspace = workspace;
+  Params const& p = parameters(call);
   int multiprocessors;
   if (int e = prepare(multiprocessors)) return e;
   if constexpr (kDynamic) {
     if (auto e = cudaMemsetAsync(p.counter, 0, sizeof(int), stream)) return e;
   }
   int const blocks = kPersistent ? std::min(p.tiles, multiprocessors * kBlocksPerSm) : p.tiles;
-  if (int e = launch_one(fused_attention<kernel_golden>, blocks, kThreads, sizeof(Storage), n[19], p, stream)) return e;
-  if (p.splits == 1) return 0;
-  return launch_one(combine<kernel_golden>, (int64_t(p.batch) * p.heads * p.seqlen_q + 3) / 4, 128, 0, true, p, stream);
+  int const cluster = p.is_clustered ? p.splits : 1;
+  if (int e = launch_one(fused_attention<kernel_golden>, blocks, cluster, kThreads, sizeof(Storage), n[19], p, stream)) return e;
+  if (p.splits == 1 || p.is_clustered) return 0;
+  return launch_one(combine<kernel_golden>, (int64_t(p.batch) * p.heads * p.seqlen_q + 3) / 4, 1, 128, 0, true, p, stream);
 }
 }  // namespace k_golden
 
 extern "C" int tuner_golden_workspace(int64_t const* integers, int64_t* bytes) {
-  *bytes = k_golden::kCounterBytes + k_golden::partial_rows(integers) * (integers[5] + 1) * int64_t(sizeof(float));
+  *bytes = k_golden::kCounterBytes + k_golden::image_bytes(integers) + k_golden::partial_rows(integers) * (integers[5] + 1) * int64_t(sizeof(float));
   return 0;
 }
 extern "C" int tuner_golden_launch(void* const* tensors, int64_t const* integers, double const* scalars, void* workspace, void* stream) {

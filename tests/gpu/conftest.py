@@ -13,6 +13,8 @@ import pytest
 from tuner import resources
 from tuner.artifacts import ArtifactCache
 from tuner.compiler import Compiler
+from tuner.device import detect
+from tuner.hardware import DEFAULT_GPU
 from tuner.toolchain import find_toolchain
 
 HERE = Path(__file__).parent
@@ -39,7 +41,11 @@ def compiler(
         shutil.copy(template, folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(resources, "templates", lambda: folder)
-        made = Compiler(find_toolchain(), ArtifactCache(shared_cache / "artifacts"))
+        made = Compiler(
+            find_toolchain(),
+            ArtifactCache(shared_cache / "artifacts"),
+            capability=(detect() or DEFAULT_GPU).compute_capability,
+        )
         try:
             for module in modules(request.session):
                 made.submit(getattr(module, "kernels", list)())

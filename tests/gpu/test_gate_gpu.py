@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +16,16 @@ from tuner.device import Device, Pool, detect, read_clocks
 from tuner.families.base import KernelSpec
 from tuner.gate import KINDS, REFERENCE, Gate, scale_of
 from tuner.measurement import Regime, Status
-from tuner.problem import AttentionProblem, GemmProblem, Operand, Problem, SoftmaxProblem
+from tuner.problem import (
+    E4M3,
+    EPILOGUES,
+    AttentionProblem,
+    GemmProblem,
+    Operand,
+    Problem,
+    SoftmaxProblem,
+    SwigluProblem,
+)
 
 np = pytest.importorskip("numpy", reason="numpy is not installed")
 pytestmark = pytest.mark.gpu
@@ -25,6 +35,8 @@ PROBLEMS = [
     AttentionProblem(190, 190, 128, 1, 4, 1, True, "bfloat16", "bshd"),
     AttentionProblem(130, 60, 8, heads_q=2, is_causal=True, layout="bshd"),
     AttentionProblem(1, 700, 256, heads_q=2),
+    AttentionProblem(200, 300, 80, batch=2, heads_q=4, heads_kv=2, dtype=E4M3),
+    AttentionProblem(190, 190, 128, heads_q=2, is_causal=True, dtype=E4M3, layout="bshd"),
     AttentionProblem.parse("B=2,H=4,HKV=2,SQ=300,SKV=200,D=64,left=70,right=9,softcap=20"),
     AttentionProblem.parse("H=2,S=190,D=64,causal=1,window=65,dtype=bf16"),
     AttentionProblem.parse("H=2,SQ=300,SKV=60,D=8,left=100"),
@@ -32,6 +44,11 @@ PROBLEMS = [
     GemmProblem(200, 150, 300, 2, "bfloat16", "float32", "col", "row"),
     GemmProblem(m=65, n=130, k=33, layout_b="row"),
     GemmProblem(m=1, n=64, k=7, layout_a="col"),
+    *(GemmProblem(70, 90, 40, epilogue=epilogue) for epilogue in EPILOGUES),
+    GemmProblem(33, 50, 40, 2, "bfloat16", "float32", epilogue="bias_residual"),
+    GemmProblem(33, 50, 40, 2, "bfloat16", epilogue="bias_gelu"),
+    SwigluProblem(70, 96, 40),
+    SwigluProblem(33, 64, 72, dtype="bfloat16", weights="concatenated"),
     SoftmaxProblem(rows=120, cols=700, batch=2, query_rows=60, is_causal=True),
     SoftmaxProblem(rows=33, cols=1000, dtype="bfloat16"),
 ]
@@ -60,14 +77,27 @@ def gate(device: Device, compiler: Compiler) -> Iterator[Gate]:
 def read(device: Device, pointer: int, operand: Operand, dtype: str | None = None) -> Any:
     """An operand as float64, in its logical shape."""
     name = dtype or operand.dtype
-    raw = {"float16": np.float16, "bfloat16": np.uint16, "float32": np.float32}[name]
+    raw = {"float16": np.float16, "bfloat16": np.uint16, "float32": np.float32, E4M3: np.uint8}[
+        name
+    ]
     width = np.dtype(raw).itemsize
     flat = np.frombuffer(device.read(pointer, operand.elements * width), raw)
     strides = [stride * width for stride in operand.strides]
     array = np.lib.stride_tricks.as_strided(flat, operand.shape, strides)
     if name == "bfloat16":
         array = (array.astype(np.uint32) << 16).view(np.float32)
+    if name == E4M3:
+        array = e4m3_values()[array]
     return array.astype(np.float64)
+
+
+def e4m3_values() -> Any:
+    """Of each byte: sign, 4 bits of exponent biased by 7, 3 of mantissa; no infinity, one NaN."""
+    byte = np.arange(256)
+    sign, exponent, mantissa = byte >> 7, byte >> 3 & 15, byte & 7
+    normal = np.ldexp(1 + mantissa / 8, exponent - 7)
+    values = np.where(exponent == 0, np.ldexp(mantissa / 8, -6), normal)
+    return np.where(byte & 127 == 127, np.nan, np.where(sign, -values, values))
 
 
 def write(device: Device, pointer: int, operand: Operand, values: Any) -> None:
@@ -83,13 +113,34 @@ def write(device: Device, pointer: int, operand: Operand, values: Any) -> None:
     device.write(pointer, memory.tobytes())
 
 
+def activated(activation: str, x: Any) -> Any:
+    match activation:
+        case "relu":
+            return np.maximum(x, 0)
+        case "gelu":
+            return x * np.vectorize(statistics.NormalDist().cdf)(x)
+        case "gelu_tanh":
+            return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+        case "silu":
+            return x / (1 + np.exp(-x))
+        case _:
+            return x
+
+
 def expected(problem: Any, inputs: list[Any], scale: float) -> Any:
     if problem.op == "gemm":
-        return inputs[0] @ inputs[1] * scale
+        product = inputs[0] @ inputs[1] * scale + (inputs[2] if problem.has_bias else 0)
+        residual = inputs[-1] if problem.has_residual else 0
+        return activated(problem.activation, product) + residual
+    if problem.op == "swiglu":
+        gate, up = (inputs[0] @ half.reshape(problem.n, problem.k).T for half in inputs[1])
+        return activated("silu", gate) * up
     if problem.op == "softmax":
         scores, columns = inputs[0] * scale, np.arange(problem.cols)
         rows = np.arange(problem.rows) % problem.query_rows
     else:
+        if factors := inputs[3:]:
+            inputs = [x * f[..., None, None] for x, f in zip(inputs[:3], factors, strict=True)]
         repeat = problem.heads_q // problem.heads_kv
         key, value = (np.repeat(x, repeat, axis=1) for x in inputs[1:])
         scores = inputs[0] @ key.swapaxes(2, 3) * scale

@@ -17,6 +17,7 @@ from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Measurement, Regime, Status
 from tuner.problem import AttentionProblem, GemmProblem
 from tuner.runners.local import LocalRunner
+from tuner.runners.pool import WorkerPool
 from tuner.store import open_store
 from tuner.sweep import Sweep, SweepOptions
 from tuner.worker_client import WorkerClient
@@ -40,22 +41,22 @@ def kernels() -> list[KernelSpec]:
 
 
 @pytest.fixture(scope="module")
-def worker() -> Iterator[WorkerClient]:
-    """One for the module: a fresh process takes seconds to import torch.
+def pool() -> Iterator[WorkerPool]:
+    """One worker for the module: a fresh process takes seconds to import torch.
 
     The tests in which none dies come first, so that they all have the same process.
     """
-    made = WorkerClient(0, family_modules=[FAMILIES], timeout_s=6)
+    made = WorkerPool([WorkerClient(0, family_modules=[FAMILIES], timeout_s=6)])
     yield made
     made.close()
 
 
 @pytest.fixture(scope="module")
-def local(compiler: Compiler, worker: WorkerClient) -> Callable[..., LocalRunner]:
-    """Makes a runner on the module's worker; that is the worker's to close."""
+def local(compiler: Compiler, pool: WorkerPool) -> Callable[..., LocalRunner]:
+    """Makes a runner on the module's worker, which is not the runner's to close."""
 
     def made(regime: Regime, **options: Any) -> LocalRunner:
-        return LocalRunner(0, regime, compiler, family_modules=[FAMILIES], worker=worker, **options)
+        return LocalRunner(0, regime, compiler, family_modules=[FAMILIES], pool=pool, **options)
 
     return made
 

@@ -30,7 +30,7 @@ from tuner.families import families_of, family
 from tuner.families.base import KernelSpec
 from tuner.hardware import Gpu
 from tuner.measurement import Measurement, Provenance, Regime, Status
-from tuner.problem import AttentionProblem, GemmProblem, Problem
+from tuner.problem import AttentionProblem, GemmProblem, Problem, SwigluProblem
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytestmark = pytest.mark.gpu
@@ -41,8 +41,14 @@ SHAPES = [
     "B=2,H=8,HKV=2,S=512,D=64",
 ]
 VENDORS = ("cudnn", "flash2", "efficient", "flash3", "flash4")
-OWN = [name for name, member in families_of("attention").items() if not member.is_vendor]
+OWN = [
+    name
+    for name, member in families_of("attention").items()
+    if not (member.is_vendor or member.lacks())
+]
 PRODUCTS = ["M=512,N=768,K=256", "M=256,N=512,K=512,layout_b=row,B=3"]
+GATED = SwigluProblem(300, 768, 256)
+LAYERS = ["M=300,N=768,K=256,epilogue=bias", "M=300,N=768,K=256,dtype=bf16,epilogue=bias_gelu"]
 TOLERANCE = {"float16": 1e-3, "bfloat16": 8e-3}
 
 
@@ -54,10 +60,12 @@ def kernels() -> list[KernelSpec]:
             problem = AttentionProblem.parse(shape)
             for config in promising(problem, this_gpu(), name)[:1]:
                 needed += family(name).kernels(problem, config).values()
-        for shape in PRODUCTS:
+        for shape in (*PRODUCTS, *LAYERS):
             product = GemmProblem.parse(shape)
             for config in promising(product, this_gpu(), "gemm")[:1]:
                 needed += family("gemm").kernels(product, config).values()
+        for config in promising(GATED, this_gpu(), "gemm_swiglu")[:1]:
+            needed += family("gemm_swiglu").kernels(GATED, config).values()
     return list(dict.fromkeys(needed))
 
 
@@ -258,6 +266,41 @@ def test_a_product_is_launched_and_right(
 
 
 @pytest.mark.compile
+@pytest.mark.parametrize("shape", LAYERS)
+def test_a_layer_is_launched_and_right(shape: str, path: str, compiler: Compiler, gpu: Gpu) -> None:
+    import tuner
+
+    problem = GemmProblem.parse(shape)
+    config, artifacts = compiled(compiler, problem, gpu, "gemm")
+    store(problem, gpu, config, artifacts=artifacts)
+    a, b, bias = inputs(problem)
+    activation = problem.activation or None
+    for _ in range(2):
+        out = tuner.linear(a.view(3, 100, -1), b[0].t(), bias, activation=activation)
+    wanted = a.double() @ b.double() + bias.double()
+    wanted = torch.nn.functional.gelu(wanted) if activation else wanted
+    assert out.shape == (3, 100, problem.n)
+    error = (out.double() - wanted.view_as(out)).norm() / wanted.norm()
+    assert error < (8e-3 if problem.dtype == "bfloat16" else 1e-3)
+    assert tuner.stats().fallbacks == {}
+
+
+@pytest.mark.compile
+def test_a_gated_layer_is_launched_and_right(compiler: Compiler, gpu: Gpu) -> None:
+    import tuner
+
+    config, artifacts = compiled(compiler, GATED, gpu, "gemm_swiglu")
+    store(GATED, gpu, config, artifacts=artifacts)
+    a = torch.randn(3, 100, GATED.k, device="cuda").half()
+    gate, up = (torch.randn(GATED.n, GATED.k, device="cuda").half() / 16 for _ in range(2))
+    out = tuner.swiglu(a, tuner.interleave(gate, up))
+    wanted = torch.nn.functional.silu(a.double() @ gate.double().T) * (a.double() @ up.double().T)
+    assert out.shape == wanted.shape
+    assert (out.double() - wanted).norm() / wanted.norm() < 1e-3
+    assert tuner.stats().fallbacks == {}
+
+
+@pytest.mark.compile
 def test_an_own_kernel_inside_a_graph_on_a_stream_of_its_own(
     path: str, compiler: Compiler, gpu: Gpu
 ) -> None:
@@ -305,6 +348,52 @@ def test_streams_and_their_order(path: str, compiler: Compiler, gpu: Gpu) -> Non
     torch.cuda.synchronize()
     for out, mine in zip(outs, sets, strict=True):
         assert error(out, problem, mine, 0.125) < TOLERANCE["float16"]
+
+
+@pytest.mark.compile
+def test_the_first_thing_of_cuda_that_a_thread_does(
+    path: str, compiler: Compiler, gpu: Gpu
+) -> None:
+    """A plan that is known and an output from the allocator's cache: a launch, with no context."""
+    problem = AttentionProblem.parse(SHAPES[0])
+    config, artifacts = compiled(compiler, problem, gpu, OWN[0])
+    store(problem, gpu, config, artifacts=artifacts)
+    child = subprocess.run(
+        [sys.executable, "-c", COLD_THREAD, SHAPES[0], path],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert child.returncode == 0, f"{child.returncode}: {child.stderr}"
+    assert "TMA" not in child.stderr, "a descriptor was refused"
+
+
+COLD_THREAD = """
+import importlib, sys, threading
+import torch, tuner
+from tuner.problem import AttentionProblem
+problem = AttentionProblem.parse(sys.argv[1])
+table = importlib.import_module("tuner.runtime.table").table
+dispatch = importlib.import_module("tuner.runtime.dispatch")
+if sys.argv[2] == "python":
+    dispatch.prepare = lambda then: None
+else:
+    dispatch.prepare(then=table._renew).join(300)
+    assert dispatch._module is not None
+tensors = [torch.randn(o.shape, device="cuda").half() for o in problem.operands[:3]]
+wanted = torch.nn.functional.scaled_dot_product_attention(*tensors)
+tuner.attention(*tensors)  # the plan is known from here on, and its output's memory is free
+torch.cuda.synchronize()
+found = []
+for _ in range(4):
+    table._look_at = float("inf")  # nor does a look at the store touch CUDA
+    dispatch.serve_until(float("inf"))
+    thread = threading.Thread(target=lambda: found.append(tuner.attention(*tensors)))
+    thread.start()
+    thread.join()
+    torch.testing.assert_close(found.pop(), wanted, atol=5e-3, rtol=0)
+assert tuner.stats().hits == 5 and not tuner.stats().fallbacks, tuner.stats()
+"""
 
 
 @pytest.mark.compile
@@ -547,7 +636,7 @@ def test_nothing_unmeasured_is_launched(
 ) -> None:
     import tuner
 
-    problem = AttentionProblem.parse("S=1024,D=64")
+    problem = AttentionProblem.parse("H=3,S=200,D=64")  # far from everything that ships
     store(problem, gpu, Config("vendor_sdpa", {"kernel": "efficient"}), provenance=provenance)
     tensors = inputs(problem)
     with caplog.at_level(logging.INFO, "tuner.runtime"):

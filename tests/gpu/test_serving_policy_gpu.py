@@ -35,12 +35,13 @@ print(json.dumps([error, stats.hits, stats.nearest_hits, dict(stats.fallbacks)])
 
 def run(cache: Path, *arguments: str, **variables: str) -> str:
     """Standard output of a command that has to end well."""
+    inherited = {k: v for k, v in os.environ.items() if k != "TUNER_STORE"}
     done = subprocess.run(
         [sys.executable, *arguments],
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
-        env={**os.environ, "TUNER_CACHE_DIR": str(cache), **variables},
+        env={**inherited, "TUNER_CACHE_DIR": str(cache), **variables},
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -26,6 +26,11 @@ def _stream(device: int, handle: Any) -> int:
     return 0
 
 
+@ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int32)
+def _bind(device: int) -> int:
+    return 0
+
+
 @pytest.fixture
 def runtime() -> Iterator[SimpleNamespace]:
     """The runtime's modules, whose names the package gives to functions; all forget at the end."""
@@ -55,6 +60,7 @@ def on_cpu(runtime: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleN
     monkeypatch.setattr(devices, "gpu_of", lambda index: DEFAULT_GPU)
     monkeypatch.setattr(devices, "stream_of", lambda index: STREAM)
     monkeypatch.setattr(devices, "stream_function", lambda: _stream)
+    monkeypatch.setattr(devices, "bind_function", lambda: _bind)
     monkeypatch.setattr(devices, "current", lambda: -1)
     monkeypatch.setattr(devices, "use", lambda index: contextlib.nullcontext())
     monkeypatch.setattr(devices, "is_capturing", lambda: False)

@@ -41,9 +41,10 @@ from tuner.measurement import (
     Resources,
     Status,
 )
-from tuner.problem import PROBLEMS, AttentionProblem, GemmProblem, Problem
+from tuner.problem import E4M3, PROBLEMS, AttentionProblem, GemmProblem, Problem
 from tuner.runners import choose
 from tuner.runners.local import LocalRunner
+from tuner.runners.pool import WorkerPool
 from tuner.store import open_store
 from tuner.worker import Outcome
 from tuner.worker_client import Ask
@@ -136,7 +137,7 @@ class Machines:
         parts: Any = (self.made, self.worker)
         if str(regime) not in self.runners:
             self.runners[str(regime)] = LocalRunner(
-                0, regime, parts[0], gpu=DEFAULT_GPU, worker=parts[1]
+                0, regime, parts[0], gpu=DEFAULT_GPU, pool=WorkerPool([parts[1]])
             )
         return self.runners[str(regime)]
 
@@ -177,6 +178,9 @@ def test_suites_hold_what_they_are_named_for() -> None:
         "acceptance": 22,
         "decoding": 27,
         "long": 6,
+        "plain": 16,
+        "mlp": 12,
+        "gated": 8,
     }
     acceptance = SUITES["acceptance"].problems
     assert len(set(acceptance)) == 22
@@ -184,9 +188,14 @@ def test_suites_hold_what_they_are_named_for() -> None:
     assert sum(getattr(p, "is_causal", False) for p in acceptance) == 11
     assert all(p.is_causal for p in SUITES["long"].problems if isinstance(p, AttentionProblem))
     assert [s.name for s in suites_named(ALL, "attention")] == ["acceptance", "decoding", "long"]
+    assert [s.name for s in suites_named(ALL, "gemm")] == ["plain", "mlp"]
+    assert [s.name for s in suites_named("", "gemm")] == ["plain"]
+    assert GemmProblem(512, 14336, 4096, epilogue="bias_gelu") in SUITES["mlp"].problems
 
 
-@pytest.mark.parametrize(("name", "op"), [("nope", "attention"), ("acceptance", "gemm")])
+@pytest.mark.parametrize(
+    ("name", "op"), [("nope", "attention"), ("acceptance", "gemm"), ("", "softmax")]
+)
 def test_a_wrong_suite_is_told(name: str, op: str) -> None:
     with pytest.raises(ConfigError, match="allowed"):
         suites_named(name, op)
@@ -196,7 +205,8 @@ def test_a_wrong_suite_is_told(name: str, op: str) -> None:
 def test_a_listed_suite_can_be_swept(
     suite: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["bench", "attention", "--suite", suite, "--list-problems"]) == 0
+    op = SUITES[suite].op
+    assert main(["bench", op, "--suite", suite, "--list-problems"]) == 0
     file = tmp_path / "problems.yaml"
     file.write_text(capsys.readouterr().out)
     assert read_problems(file) == list(SUITES[suite].problems)
@@ -204,7 +214,10 @@ def test_a_listed_suite_can_be_swept(
 
 def test_every_suite_names_peers_that_exist() -> None:
     for suite in SUITES.values():
-        assert "flash3_splits" in peers_named("attention", suite.against)
+        known = peers_named(suite.op, suite.against)
+        wanted = {"attention": "flash3_splits", "gemm": "cublaslt", "swiglu": "inductor"}
+        assert wanted[suite.op] in known
+    assert {"addmm_activation", "inductor"} < set(peers_named("gemm", SUITES["mlp"].against))
 
 
 # Contenders
@@ -281,8 +294,15 @@ def test_each_peer_gets_the_layout_it_likes() -> None:
     assert layouts(replace(PROBLEM, layout="bshd")) == {**other, **dict.fromkeys(flash)}
 
 
+def test_quantised_attention_has_own_kernels_and_no_peer() -> None:
+    problem = replace(PROBLEM, dtype=E4M3)
+    against = peers_named("attention")
+    found = line_up(problem, DEFAULT_GPU, WARM, [], against, own=3, with_untuned=False)
+    assert [c.config.family for c in found.contenders] == ["fused_attention"] * 3
+
+
 def test_peers_by_name() -> None:
-    assert peers_named("gemm") == ["cublas", "cublaslt"]
+    assert peers_named("gemm") == ["cublas", "cublaslt", "addmm", "addmm_activation"]
     assert "naive" not in peers_named("attention")
     assert peers_named("attention", ["naive", "flash3"]) == ["flash3", "flash3_splits", "naive"]
     with pytest.raises(ConfigError, match=r"'flash9' is no peer of attention \(allowed: cudnn"):
@@ -646,12 +666,26 @@ def test_wrong_input_is_one_line(
     assert machines.worker.asked == []
 
 
-def test_gemm_has_peers_and_no_suite(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "gemm"]) == 2
+def test_an_operation_without_a_suite_wants_shapes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "softmax"]) == 2
     assert "--shape" in capsys.readouterr().err
-    problem = GemmProblem.parse("M=512,N=512,K=512")
-    found = line_up(problem, DEFAULT_GPU, COLD, [], peers_named("gemm"), own=1, with_untuned=False)
-    assert [c.name for c in found.contenders if c.role is Role.PEER] == ["cublas", "cublaslt"]
+
+
+@pytest.mark.parametrize(
+    ("epilogue", "further"),
+    [
+        ("", []),
+        ("gelu", []),
+        ("bias_gelu", ["addmm"]),
+        ("bias_relu", ["addmm", "addmm_activation"]),
+    ],
+)
+def test_the_peers_of_a_gemm_are_those_of_its_epilogue(epilogue: str, further: list[str]) -> None:
+    problem = GemmProblem(512, 512, 512, epilogue=epilogue)
+    against = peers_named("gemm", ["cublas", "cublaslt", "addmm"])
+    found = line_up(problem, DEFAULT_GPU, COLD, [], against, own=1, with_untuned=False)
+    peers = [c.name for c in found.contenders if c.role is Role.PEER]
+    assert peers == ["cublas", "cublaslt", *further]
     assert found.contenders[0].config.family == "gemm"
 
 
@@ -660,8 +694,8 @@ def test_the_script_names_what_it_can_run() -> None:
     done = subprocess.run([script, "nope"], capture_output=True, text=True, check=False)
     assert done.returncode == 1 and done.stderr.startswith("there is no benchmark 'nope'")
     offered = done.stderr.partition("one of: ")[2].split()
-    assert offered[:3] == sorted(PROBLEMS)
-    modules = [importlib.import_module(f"tuner.bench.{name}") for name in offered[3:]]
+    assert offered[: len(PROBLEMS)] == sorted(PROBLEMS)
+    modules = [importlib.import_module(f"tuner.bench.{name}") for name in offered[len(PROBLEMS) :]]
     assert all(callable(module.main) for module in modules)
 
 

@@ -46,6 +46,27 @@ def test_its_attention_is_of_a_kind_that_is_served(runtime: Any) -> None:
     assert seen == [shape.format("S=9,D=16,causal=1"), shape.format("SQ=1,SKV=10,D=16")]
 
 
+def test_decoding_feeds_the_same_tokens_to_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other from the context's end; the cache is filled by the way itself."""
+    monkeypatch.setattr(dispatch, "CONTEXT", 5)
+    monkeypatch.setattr(dispatch, "GENERATED", 3)
+    model = Decoder(Sizes(64, 4, 2, 16, 96, 50), 2, 32, torch.float32, "cpu")
+    tokens = torch.randint(50, (1, 8))
+    rows: list[int] = []
+
+    def attend(query: Any, *others: Any, **options: Any) -> Any:
+        rows.append(query.shape[2])
+        return SDPA(query, *others, **options)
+
+    with torch.inference_mode():
+        run = dispatch._generation(model, tokens, attend)
+        assert rows == [5, 5]  # of both layers
+        # `run` has its number of tokens from the module that was loaded.
+        last = run(attend, 3)
+        assert rows[2:] == [1] * 6
+        assert torch.allclose(model(tokens, 0, SDPA), last, atol=1e-4)
+
+
 def test_the_report_names_figures_and_their_limits() -> None:
     parts = {"host": {**HOST, "table": 0.1}, "wall": WALL, "decoder": {"failed": "no end"}}
     lines = dispatch.report({"environment": {"gpu": "a GPU"}, "parts": parts}).splitlines()

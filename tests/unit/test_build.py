@@ -6,8 +6,9 @@ import argparse
 import json
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -21,7 +22,7 @@ from tuner.families.base import KernelSpec
 from tuner.hardware import DEFAULT_GPU
 from tuner.lookup import lookup
 from tuner.measurement import Measurement, Provenance, Regime, Status
-from tuner.problem import GemmProblem
+from tuner.problem import AttentionProblem, GemmProblem
 from tuner.store import open_store
 
 PROBLEM = GemmProblem.parse("M=512,N=512,K=512")
@@ -33,8 +34,10 @@ class FakeCompiler:
     """Names artifacts after their specs; refuses when told to."""
 
     refuses = False
+    capabilities: ClassVar[list[str]] = []
 
-    def __init__(self, *_: Any, **__: Any) -> None:
+    def __init__(self, *_: Any, capability: str, **__: Any) -> None:
+        self.capabilities.append(capability)
         self.closed = False
 
     def __enter__(self) -> FakeCompiler:
@@ -61,6 +64,7 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "Compiler", FakeCompiler)
     monkeypatch.setattr(toolchain, "find_toolchain", lambda: None)
     monkeypatch.setattr(FakeCompiler, "refuses", False)
+    monkeypatch.setattr(FakeCompiler, "capabilities", [])
     monkeypatch.setattr(dispatcher, "build", lambda artifacts: None)
 
 
@@ -109,6 +113,28 @@ def test_the_best_own_kernel_is_built_behind_a_vendor(
     assert answer is not None and answer.entry.best_own is not None
     kernels = family("gemm").kernels(PROBLEM, answer.entry.best_own.config)
     assert dict(answer.entry.best_own.artifacts) == {n: f"built-{i}" for i, n in enumerate(kernels)}
+
+
+def test_each_gpu_has_the_compiler_of_its_capability(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two GPUs, whose kernels of one config are not alike: the store holds one build of it."""
+    problem = AttentionProblem.parse("S=320,D=64")
+    regime, member = Regime.default("attention"), family("triton_attention")
+    for name, capability in (("NVIDIA A100", "8.0"), ("NVIDIA L40S", "8.9")):
+        gpu = replace(DEFAULT_GPU, name=name, compute_capability=capability)
+        config = member.space(problem, gpu)[0]
+        found = own(problem=problem, config=config, gpu=gpu, regime=regime, artifacts={})
+        with open_store() as store:
+            store.decide(problem, gpu, regime, [found], "sweep")
+    shape = ("--op", "attention", "--shape", "S=320,D=64")
+    assert run(*shape, "--gpu", "NVIDIA L40S") == 0
+    assert FakeCompiler.capabilities == ["8.9"]
+    FakeCompiler.capabilities.clear()
+    capsys.readouterr()
+    assert run(*shape, "--json") == 1
+    assert FakeCompiler.capabilities == ["8.0", "8.9"]
+    said = json.loads(capsys.readouterr().out)
+    assert said["built"] == 1
+    assert "choose the GPU with --gpu" in said["failed"][0]["reason"]
 
 
 def test_a_refusal_is_told_and_ends_in_1(
@@ -162,3 +188,12 @@ def test_the_runtime_s_dispatcher_is_built_too(
     monkeypatch.setattr(dispatcher, "build", refuses)
     assert run(*ONLY) == 0, "calls go through Python then"
     assert "dispatcher: not built, no C++ compiler" in capsys.readouterr().err
+
+
+def test_what_the_rule_chooses_is_built_where_nothing_is_measured(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run("--shape", "S=1999,D=64", "--gpu", "H200") == 0
+    captured = capsys.readouterr()
+    assert "nothing is measured there: by a rule (" in captured.err
+    assert "fused_attention: 1 compiled" in captured.out or "1 there already" in captured.out

@@ -477,7 +477,7 @@ def test_available_memory_is_the_machines_or_the_control_groups(
 
 def test_the_command_holds_what_cutlass_needs(fake: Fake) -> None:
     fake.toolchain = replace(fake.toolchain, library_dirs=(Path("/cu13/lib"),))
-    command = fake.compiler()._command(fake.folder)
+    command = fake.compiler()._write(fake.folder, "a.cu.j2", "")
     cutlass = fake.toolchain.cutlass
     for part in (
         "-std=c++17",
@@ -492,6 +492,17 @@ def test_the_command_holds_what_cutlass_needs(fake: Fake) -> None:
         f"-I{fake.templates}",
     ):
         assert part in command
+
+
+def test_each_capability_has_its_flags_and_its_keys(fake: Fake) -> None:
+    hopper, ampere = fake.compiler(), fake.compiler(capability="8.0")
+    assert compiler.flags("9.0") == compiler.FLAGS
+    command = ampere._write(fake.folder, "a.cu.j2", "")
+    assert "-gencode=arch=compute_80,code=sm_80" in command
+    assert not [part for part in command if "90a" in part]
+    assert len(compiler.flags("12.0")) == len(compiler.FLAGS)
+    assert hopper.key(spec(1)) == fake.compiler(capability="9.0").key(spec(1))
+    assert hopper.key(spec(1)) != ampere.key(spec(1))
 
 
 def test_facts_are_kept_with_the_artifact(fake: Fake) -> None:

@@ -120,14 +120,28 @@ def test_without_a_compiler(
     assert "lookup answers" in lines(capsys, 1)["verdict"]
 
 
-def test_another_gpu_is_not_enough(
+def test_a_gpu_that_is_too_old_is_not_enough(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = Gpu("Tesla T4", "7.5", 40, 1590, 320.0, 1 << 22)
+    monkeypatch.setattr(device, "detect", lambda index: gpu)
+    said = lines(capsys, 1)["GPU"]
+    assert said.startswith("missing: Tesla T4, compute capability 7.5")
+    assert "allowed: compute capability 8.0 and newer" in said
+
+
+def test_another_gpu_than_hopper_has_tritons_attention(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu = Gpu("NVIDIA A100", "8.0", 108, 1410, 1555.0, 1 << 25)
     monkeypatch.setattr(device, "detect", lambda index: gpu)
-    said = lines(capsys, 1)["GPU"]
-    assert said.startswith("missing: NVIDIA A100, compute capability 8.0")
-    assert "allowed: compute capability 9.0" in said
+    monkeypatch.setattr("tuner.families.triton_attention.triton_version", lambda: "")
+    said = lines(capsys, 0)
+    assert said["GPU"].startswith("note: NVIDIA A100, compute capability 8.0")
+    assert said["Triton"].startswith("note: Triton 3.6 or newer is not installed, no attention")
+    assert "pip install 'cutlass-tuner[triton]'" in said["Triton"]
+    monkeypatch.setattr("tuner.families.triton_attention.triton_version", lambda: "3.7.0")
+    assert lines(capsys, 0)["Triton"].startswith("ok: 3.7.0")
 
 
 def test_a_driver_that_is_too_old_for_nvcc(

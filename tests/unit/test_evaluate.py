@@ -12,11 +12,11 @@ import pytest
 from tuner.artifacts import Artifact
 from tuner.config import Config
 from tuner.errors import BenchmarkError, CompileError, RenderError, StoreError
-from tuner.evaluate import LOG_LIMIT, Evaluator, trim
+from tuner.evaluate import LOG_LIMIT, Evaluator, Pending, trim
 from tuner.families.base import Family, KernelSpec
 from tuner.gate import REFERENCE
 from tuner.hardware import DEFAULT_GPU
-from tuner.measurement import Environment, Provenance, Regime, Resources, Status
+from tuner.measurement import Environment, Measurement, Provenance, Regime, Resources, Status
 from tuner.problem import GemmProblem
 from tuner.worker import Outcome
 from tuner.worker_client import Ask
@@ -107,11 +107,24 @@ class FakeWorker:
         self.closed = True
 
 
-def evaluator(compiler: FakeCompiler, worker: FakeWorker, limit: int | None = None) -> Evaluator:
-    parts: Any = (compiler, worker)
+class OnOne(Evaluator):
+    """An evaluator whose every group is one worker's."""
+
+    def __init__(self, worker: FakeWorker, *rest: Any) -> None:
+        super().__init__(DEFAULT_GPU, REGIME, *rest)
+        self.worker: Any = worker
+
+    def finish(self, pending: Pending, *_: Any, **how: Any) -> list[Measurement]:
+        return super().finish(pending, self.worker, **how)
+
+    def evaluate(self, problem: Any, group: Sequence[Config]) -> list[Measurement]:
+        return self.finish(self.start(problem, group))
+
+
+def evaluator(compiler: FakeCompiler, worker: FakeWorker, limit: int | None = None) -> OnOne:
     members = {"toy": Toy(), "vendor": Vendor()}
     facts = Environment({"driver": "580"})
-    return Evaluator(DEFAULT_GPU, REGIME, *parts, members, lambda: facts, limit)
+    return OnOne(worker, compiler, members, lambda: facts, limit)
 
 
 def toy(tile: int, **more: Any) -> Config:
@@ -201,11 +214,7 @@ def test_a_config_that_its_family_cannot_express_is_a_status(tile: Any, error: s
             failing.get(config["tile"], lambda: None)()
             return super().kernels(problem, config)
 
-    worker: Any = FakeWorker()
-    compiler: Any = FakeCompiler()
-    made = Evaluator(
-        DEFAULT_GPU, REGIME, compiler, worker, {"fragile": Fragile()}, lambda: Environment({})
-    )
+    made = OnOne(FakeWorker(), FakeCompiler(), {"fragile": Fragile()}, lambda: Environment({}))
     bad, good = made.evaluate(
         PROBLEM, [Config("fragile", {"tile": tile}), Config("fragile", {"tile": 64})]
     )

@@ -13,10 +13,11 @@ from tuner.cli import main
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families import family
-from tuner.fit import Rule, Sample, _find_in_tree, _tree, fit
+from tuner.fit import Sample, _tree, fit
 from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Measurement, Regime, Status
 from tuner.problem import AttentionProblem, GemmProblem
+from tuner.rule import Rule, find
 from tuner.store import open_store
 
 REGIME = Regime.default("gemm")
@@ -68,6 +69,17 @@ def test_shapes_are_answered_on_their_side() -> None:
         assert answer is not None
         assert answer.config == wanted
         assert answer.source
+
+
+def test_plain_products_and_epilogues_are_told_apart() -> None:
+    fused = [
+        Sample(replace(s.problem, epilogue="bias_gelu"), {SMALL: 10.0, LARGE: 30.0})
+        for s in SAMPLES
+    ]
+    rule = fit([*SAMPLES, *fused], DEFAULT_GPU, REGIME)
+    for epilogue, wanted in (("", LARGE), ("bias_gelu", SMALL)):
+        answer = rule.answer(GemmProblem(2000, 2000, 2000, epilogue=epilogue))
+        assert answer is not None and answer.config == wanted
 
 
 def test_each_problem_is_judged_by_the_others() -> None:
@@ -142,7 +154,7 @@ def test_a_tree_asks_for_windows_that_some_problems_have() -> None:
     ]
     tree = _tree(samples)
     for problem, wanted in zip(problems, (one, one, other, other), strict=True):
-        configs, path = _find_in_tree(tree, problem)
+        configs, path = find("tree", tree, problem)
         assert configs[0] == wanted, path
 
 
@@ -169,6 +181,7 @@ def test_a_rule_is_what_was_written(tmp_path: Path) -> None:
         ({"version": 9}, "version 9"),
         ({"kind": "forest"}, r"kind=forest \(allowed: nearest, tree\)"),
         ({"regret": {}}, "damaged"),
+        ({"problems": []}, "names no problem"),
     ],
 )
 def test_a_foreign_rule_is_refused(tmp_path: Path, change: dict[str, object], message: str) -> None:
@@ -192,7 +205,9 @@ def test_from_the_store_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[s
     out = tmp_path / "rule.json"
     arguments = ["fit", "--op", "gemm", "--store", url, "--output", str(out)]
     assert main(arguments) == 0
-    assert "mean regret" in capsys.readouterr().out
+    out_text = capsys.readouterr().out
+    assert "left out: mean" in out_text
+    assert "too few to rely on it" in out_text
     named = {row["problem"] for row in Rule.read(out).regret.each}
     assert {s.problem.label() for s in SAMPLES} <= named
     assert main(["fit", "--rule", str(out), "--shape", "M=300,N=300,K=304", "--json"]) == 0

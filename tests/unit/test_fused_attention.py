@@ -63,6 +63,8 @@ def make(groups: int, tile_n: int, **more: Value) -> Config:
         "pdl": False,
         **more,
     }
+    if params["splits"] > 1:
+        params.setdefault("combine", "kernel")
     if params["score_buffers"] == 1:
         params.setdefault("early_exp", 0)
         if groups > 1:
@@ -107,12 +109,38 @@ PACKED = "packed_heads is for several query heads to a KV head, only"
         ("H=6,HKV=2,D=64", make(2, 64, packed_heads=3), "packed_heads=3 does not divide tile_m"),
         ("D=64", make(2, 64, splits=0), "splits=0 is not between 1 and the 16 tiles"),
         ("D=64", make(2, 80, splits=14), "splits=14 is not between 1 and the 13 tiles"),
+        ("D=64", make(2, 64, splits=2, persistent=True), "splits=2 is for one block a tile"),
+        ("D=64", make(2, 64, combine="kernel"), "combine is for splits > 1, only"),
+        ("D=64", without(make(2, 64, splits=2), "combine"), "combine is for splits > 1, only"),
+        (
+            "D=64",
+            make(2, 32, splits=17, combine="cluster"),
+            "splits=17 exceed the 16 blocks of a cluster",
+        ),
         ("D=64", make(2, 128, kv_stages=7), "246784 bytes of shared memory exceed 232448"),
         ("D=64", make(1, 96, kv_stages=5, blocks_per_sm=2), "132096 bytes of shared memory exceed"),
         ("D=64", make(2, 80, blocks_per_sm=2), "92 accumulator registers + 28 exceed 104"),
         ("D=64", make(3, 160), "152 accumulator registers + 28 exceed 160"),
         ("D=128", make(2, 128, score_buffers=2), "224 accumulator registers + 28 exceed 240"),
         ("D=256", make(2, 80, q_in_registers=True), "252 accumulator registers + 28 exceed 240"),
+        ("D=128,dtype=e4m3", make(2, 224), "tile_n=224 spills in what combines a cluster"),
+        ("D=64,dtype=e4m3", make(2, 80), "tile_n=80 is not a multiple of 32"),
+        ("D=64,dtype=e4m3", make(2, 64, lazy_rescale=8), "lazy_rescale=8 carries e4m3"),
+        (
+            "H=16,HKV=1,D=64,dtype=e4m3",
+            make(1, 64, packed_heads=16),
+            "packed_heads=16 exceeds 8: a thread's rows would have different descale_q",
+        ),
+        (
+            "D=128,dtype=e4m3",
+            make(2, 224, kv_stages=4, persistent=True),
+            "246784 bytes of shared memory exceed",
+        ),
+        (
+            "D=128,dtype=e4m3",
+            make(2, 256, persistent=True),
+            "224 accumulator registers + 28 exceed 240",
+        ),
         ("D=64,window=64", make(2, 64, splits=2), "splits=2 is not for a sliding window"),
         (
             "D=64,window=64",
@@ -142,9 +170,16 @@ def test_one_violation_at_a_time(text: str, config: Config, reason: str) -> None
         ("D=128,causal=1", make(2, 64, q_in_registers=True, ping_pong=True)),
         ("D=96,causal=1", make(2, 64, q_in_registers=True)),
         ("D=256", make(2, 80)),
-        ("D=64,causal=1", make(2, 64, persistent=True, splits=2)),
+        ("D=64,causal=1", make(2, 64, splits=2)),
+        ("D=64", make(2, 64, splits=16, combine="cluster")),
+        ("D=64", make(2, 32, splits=17)),
         ("D=64", make(2, 64, persistent=True, pdl=True)),
         ("H=8,HKV=2,D=64", make(2, 64, packed_heads=4)),
+        ("D=128,dtype=e4m3", make(2, 224, kv_stages=3, persistent=True)),
+        ("D=64,dtype=e4m3", make(3, 160)),
+        ("D=256,dtype=e4m3", make(2, 128)),
+        ("D=128,causal=1,dtype=e4m3", make(2, 64, persistent=True, pdl=True)),
+        ("H=16,HKV=2,D=64,dtype=e4m3", make(1, 64, packed_heads=8)),
         ("D=64,window=64", make(2, 112, score_buffers=2)),
         ("D=64,causal=1,window=64,softcap=30", make(2, 128, persistent=True)),
         ("D=128,softcap=30", make(2, 128, q_in_registers=True, splits=2)),
@@ -238,13 +273,15 @@ def test_one_launch_with_extents_strides_and_schedule(
     assert all(ref.offset_bytes == 0 for ref in launch.tensors)
     assert launch.integers[:6] == (3, 8, 2, 64, 256, 40)
     assert launch.integers[6:18] == tuple(s for group in strides for s in group)
-    assert launch.integers[18:] == (3, 1)
+    assert launch.integers[18:] == (3, 1, 0)
     assert launch.scalars == (0.125,)
     assert FAMILY.scratch_bytes(problem, config) == 0
+    clustered = make(2, 64, packed_heads=4, splits=3, combine="cluster")
+    assert FAMILY.launches(problem, clustered, 0.125)[0].integers[18:] == (3, 0, 1)
 
 
 def test_splits_and_pdl_share_a_kernel_and_nothing_else_does() -> None:
-    config = make(2, 64, packed_heads=2)
+    config = make(2, 64, packed_heads=2, splits=3)
     spec = FAMILY.kernels(GROUPED, config)["attention"]
     others: dict[str, Value] = {
         "warp_groups": 3,
@@ -260,11 +297,12 @@ def test_splits_and_pdl_share_a_kernel_and_nothing_else_does() -> None:
         "blocks_per_sm": 2,
         "splits": 2,
         "pdl": True,
+        "combine": "cluster",
     }
     assert set(others) == set(config.params) == set(FAMILY.domains)
     for name, value in others.items():
         other = Config(config.family, {**config.params, name: value})
-        is_shared = name in ("splits", "pdl")
+        is_shared = name in ("splits", "pdl", "combine")
         assert (FAMILY.kernels(GROUPED, other)["attention"] == spec) == is_shared, name
         assert (len(group_by_kernels(FAMILY, [config, other])) == 1) == is_shared, name
         launched = [FAMILY.launches(GROUPED, c, 1.0)[0].integers for c in (config, other)]
@@ -295,7 +333,9 @@ def check(problem: AttentionProblem, config: Config) -> None:
     assert columns >= problem.head_dim
     # Shared memory: Q, the rings of K and V, their mbarriers (8 bytes) and two tiles (24 bytes).
     tiles = 2 * columns * (64 * groups + 2 * stages * tile_n)
-    needed = tiles + 8 * (2 + 4 * stages + 5) + 2 * 24
+    # Or in their place, without persistent blocks, what a cluster shares: O, padded, and the sums.
+    shared = 0 if config["persistent"] else 4 * 64 * groups * (columns + 8 + 1)
+    needed = max(tiles, shared) + 8 * (2 + 4 * stages + 5) + 2 * 24
     assert needed <= SMEM_PER_BLOCK_BYTES
     assert blocks * (needed + SMEM_RESERVED_PER_BLOCK_BYTES) <= SMEM_PER_SM_BYTES
     # Registers: both roles' within the block's, the blocks' within the file.
@@ -375,6 +415,30 @@ def test_space_uses_every_lever_where_it_pays() -> None:
     assert values(decoding, "splits") >= {1, 8, 32}
 
 
+def test_e4m3_is_launched_with_its_factors_last() -> None:
+    """As the template's opening comment lists tensors and integers."""
+    problem = AttentionProblem.parse("B=2,H=8,HKV=4,SQ=96,SKV=200,D=64,dtype=e4m3,layout=bshd")
+    config = make(2, 96, packed_heads=2, pdl=True)
+    (launch,) = FAMILY.launches(problem, config, 0.5)
+    assert [ref.operand for ref in launch.tensors] == [
+        *("query", "key", "value", "out", "lse", "descale_q", "descale_k", "descale_v")
+    ]
+    of_queries, of_keys = (96 * 8 * 64, 64, 8 * 64), (200 * 4 * 64, 64, 4 * 64)
+    strides = (*of_queries, *of_keys, *of_keys, *of_queries)
+    assert launch.integers == (2, 8, 4, 96, 200, 64, *strides, 1, 1, 0)
+
+
+def test_space_of_e4m3_takes_wider_tiles_and_no_lazy_rescaling() -> None:
+    problem = AttentionProblem.parse("B=2,S=8192,D=128,dtype=e4m3")
+    space = FAMILY.space(problem, DEFAULT_GPU)
+    assert {config["tile_n"] for config in space} == {64, 96, 128, 160, 192, 224}
+    assert {config["lazy_rescale"] for config in space} == {0}
+    half = AttentionProblem.parse("B=2,S=8192,D=128")
+    config = make(2, 128, ping_pong=True, persistent=True)
+    faster, slower = (FAMILY.predict_us(p, config, DEFAULT_GPU) for p in (problem, half))
+    assert faster < slower < 2 * faster
+
+
 def test_windows_and_soft_caps_are_compiled_in_and_their_sizes_are_not() -> None:
     config = make(2, 64)
     texts = ("", ",window=64", ",window=65", ",softcap=30", ",softcap=50", ",left=9,softcap=5")
@@ -421,6 +485,11 @@ def test_a_window_is_estimated_by_the_keys_that_it_shows() -> None:
             "causal",
             "H=16,HKV=4,S=1000,D=128,causal=1,dtype=bf16",
             make(2, 64, score_buffers=2, packed_heads=4, persistent=True),
+        ),
+        (
+            "e4m3",
+            "S=1024,D=128,dtype=e4m3",
+            make(2, 224, ping_pong=True, early_exp=50, persistent=True),
         ),
     ],
 )

@@ -131,7 +131,7 @@ def test_few_kernels_serve_every_case_and_every_lever(
     assert offered <= launched
     for name in FUSED.runtime_parameters:
         assert {value for known, value in launched if known == name} >= {
-            config[name] for p in probes for config in FUSED.space(p, DEFAULT_GPU)[:200]
+            config.params.get(name) for p in probes for config in FUSED.space(p, DEFAULT_GPU)[:200]
         } & set(FUSED.domains[name])
 
 

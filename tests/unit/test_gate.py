@@ -3,6 +3,7 @@ compared with numpy in tests/gpu/test_gate_gpu.py."""
 
 from __future__ import annotations
 
+import math
 import struct
 from typing import Any
 
@@ -10,13 +11,30 @@ import pytest
 
 from tuner import gate, resources
 from tuner.errors import BenchmarkError
-from tuner.gate import KINDS, LIMITS, POISON, Comparison, Gate, border_columns, judge, scale_of
+from tuner.gate import (
+    E4M3_ROUNDING,
+    KINDS,
+    LIMITS,
+    POISON,
+    Comparison,
+    Gate,
+    border_columns,
+    judge,
+    scale_of,
+)
 from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Status
-from tuner.problem import AttentionProblem, GemmProblem, Problem, SoftmaxProblem
+from tuner.problem import (
+    AttentionProblem,
+    GemmProblem,
+    Problem,
+    SoftmaxProblem,
+    SwigluProblem,
+)
 
 GEMM = GemmProblem(m=4, n=8, k=64)
 ATTENTION = AttentionProblem(seqlen_q=70, seqlen_kv=90, head_dim=64, heads_q=2, layout="bshd")
+QUANTISED = AttentionProblem.parse("H=4,HKV=2,SQ=70,SKV=90,D=64,dtype=e4m3")
 GOOD = Comparison(elements=32, error_squares=32e-8, reference_squares=32.0)
 
 
@@ -74,6 +92,36 @@ def test_values_that_fp16_cannot_hold_better_are_no_error() -> None:
     assert (rounding / squares) ** 0.5 > LIMITS["float16"].frobenius
     seen = Comparison(131072, error_squares=rounding * 1.001, reference_squares=squares)
     assert judge(seen, output, {}, []).status is Status.OK
+
+
+def test_e4m3_is_judged_by_its_own_limits() -> None:
+    # The spacing of 8 values an octave, rounded to nearest, by the square mean of 1 / x over it.
+    assert pytest.approx(2**-3 / 12**0.5 * (3 / 8 / math.log(2)) ** 0.5, rel=5e-3) == E4M3_ROUNDING
+    short, long = (
+        gate.limits_of(AttentionProblem.parse(f"SQ=64,SKV={keys},D=64,dtype=e4m3"))
+        for keys in (32, 8192)
+    )
+    assert E4M3_ROUNDING < short.frobenius < 1.3 * E4M3_ROUNDING
+    assert short.frobenius < long.frobenius < 2 * short.frobenius
+    assert gate.limits_of(ATTENTION) == LIMITS["float16"]
+    seen = Comparison(elements=32, error_squares=32 * 0.03**2, reference_squares=32.0)
+    assert judge(seen, QUANTISED.output, {}, [], short).status is Status.OK
+    assert judge(seen, QUANTISED.output, {}, []).status is Status.WRONG_RESULT  # for bf16
+
+
+@pytest.mark.parametrize("kind", KINDS["attention"])
+def test_quantised_inputs_stand_for_what_others_are(kind: str) -> None:
+    """Element times factor has the moments of the unquantised kind; nothing saturates."""
+    means, deviations = gate._moments(QUANTISED, kind)
+    plain_means, plain_deviations = gate._moments(ATTENTION, kind)
+    for name, short in (("query", "q"), ("key", "k"), ("value", "v")):
+        factor = means[f"descale_{short}"]
+        assert factor * deviations[name] == pytest.approx(plain_deviations.get(name, 1.0))
+        assert factor * means.get(name, 0.0) == pytest.approx(plain_means.get(name, 0.0))
+        assert 0 < deviations[f"descale_{short}"] < factor / 6  # positive, and not all alike
+        # Planted queries are DOMINANCE times a key of at most five and a half deviations.
+        most = gate.DOMINANCE * (means.get("key", 0.0) + 5.5 * deviations["key"])
+        assert most < 448
 
 
 def test_a_zero_reference_does_not_divide_by_zero() -> None:
@@ -168,20 +216,35 @@ def opened(problem: Problem) -> tuple[Gate, FakeDevice, FakeKernel]:
 
 #: Command, tensors, integers and scalars as the template's opening comment lists them.
 COMMANDS = {
-    "gemm": [*[(0, 1, 4, 2)] * 2, (2, 1, None, 1), (5, 3, 15, 1), *[(9, 2, 2, 0)] * 2],
+    "gemm": [*[(0, 1, 4, 2)] * 2, (2, 1, None, 1), (5, 5, 17, 2), *[(9, 2, 2, 0)] * 2],
     "attention": [
         *[(0, 1, 4, 2)] * 3, (1, 2, 17, 1), (4, 5, 22, 2), *[(9, 2, 2, 0)] * 3,
     ],
+    "swiglu": [
+        *[(0, 1, 4, 2)] * 2, (2, 1, None, 1), (5, 5, 17, 2), (10, 2, 7, 0), *[(9, 2, 2, 0)] * 2,
+    ],
     "softmax": [(0, 1, 4, 2), (3, 1, 6, 1), (6, 2, 5, 1), (9, 2, 2, 0)],
+    "e4m3": [
+        *[(0, 1, 4, 2)] * 6, (1, 2, 17, 1), (4, 8, 22, 2), *[(9, 2, 2, 0)] * 6,
+    ],
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("problem", [GEMM, ATTENTION, SoftmaxProblem(rows=6, cols=9)])
-def test_arguments_have_the_template_s_lengths(problem: Problem) -> None:
+@pytest.mark.parametrize(
+    ("problem", "name"),
+    [
+        (GEMM, "gemm"),
+        (SwigluProblem(4, 32, 64), "swiglu"),
+        (ATTENTION, "attention"),
+        (SoftmaxProblem(rows=6, cols=9), "softmax"),
+        (QUANTISED, "e4m3"),
+    ],
+)
+def test_arguments_have_the_template_s_lengths(problem: Problem, name: str) -> None:
     made, _, kernel = opened(problem)
     made.load(KINDS[problem.op][0])
-    assert len(kernel.calls) == len(COMMANDS[problem.op])
-    for seen, wanted in zip(kernel.calls, COMMANDS[problem.op], strict=True):
+    assert len(kernel.calls) == len(COMMANDS[name])
+    for seen, wanted in zip(kernel.calls, COMMANDS[name], strict=True):
         assert [s for s, w in zip(seen, wanted, strict=True) if w is not None and s != w] == []
 
 
@@ -225,6 +288,17 @@ def test_a_causal_floor_counts_the_visible_pairs(queries: int, keys: int) -> Non
     assert flops == 4 * 2 * 64 * pairs
     seen = min(queries, keys)
     assert moved == 2 * 64 * 2 * (2 * queries + 2 * seen)
+
+
+def test_the_floor_of_e4m3_is_that_of_its_rate_and_its_bytes() -> None:
+    for causal in ("", ",causal=1"):
+        half, quantised = (
+            AttentionProblem.parse(f"SQ=64,SKV=96,D=64{causal},dtype={dtype}")
+            for dtype in ("fp16", "e4m3")
+        )
+        flops, moved = gate.floor_work(half)
+        factors, out = 3 * 16 * 4, half.output.bytes
+        assert gate.floor_work(quantised) == (flops // 2, (moved - out) // 2 + out + factors)
 
 
 def test_a_window_s_floor_counts_what_it_lets_through() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,10 @@ from tuner.errors import ConfigError
 from tuner.families import family, gemm_cost
 from tuner.families.base import Ref, group_by_kernels
 from tuner.families.gemm import Gemm, gemm_launch
-from tuner.families.gemm_shape import smem_bytes, tile_blocks
+from tuner.families.gemm_shape import NO_SMEM, smem_bytes, tile_blocks
 from tuner.families.gemm_space import Shape
 from tuner.hardware import DEFAULT_GPU, GPUS, SMEM_PER_BLOCK_BYTES
-from tuner.problem import AttentionProblem, GemmProblem
+from tuner.problem import EPILOGUES, AttentionProblem, GemmProblem
 from tuner.render import render
 
 GEMM = Gemm()
@@ -35,6 +36,8 @@ PROBLEMS = {
     "odd": GemmProblem(1000, 1016, 1032, layout_a="col", layout_b="row"),
     "short k": GemmProblem(512, 512, 32),
     "tiny": GemmProblem(8, 8, 8),
+    "mlp": GemmProblem(4096, 14336, 4096, epilogue="bias_gelu"),
+    "residual": GemmProblem(64, 4096, 1024, dtype_d="float32", epilogue="bias_residual"),
 }
 
 
@@ -289,6 +292,68 @@ def test_shared_memory_is_what_the_compiler_says(
     assert size <= SMEM_PER_BLOCK_BYTES
 
 
+#: The same of epilogues: type of D, epilogue, config, stages, bytes.
+NARROW: dict[str, Any] = {"tile_m": 64, "tile_n": 16, "tile_k": 128}
+COMPILED_EPILOGUES = [
+    ("float16", "bias_gelu", coop(), 4, 214016),
+    ("float16", "bias", plain(tile_m=64, tile_n=256, stages=2), 2, 82432),
+    ("float16", "bias_gelu", ping(**NARROW, cluster_m=1), 11, 227840),
+    ("float16", "bias_gelu", ping(**NARROW, cluster_m=1, swap_ab=True), 11, 229376),
+    ("float16", "residual", ping(**NARROW, cluster_m=1), 11, 230144),
+    ("float16", "bias_residual", coop(), 4, 230400),
+    ("float32", "bias_residual", coop(), 3, 215040),
+    ("float32", "bias_residual", coop(tile_m=256, tile_n=96, swap_ab=True), 3, 202752),
+]
+
+
+@pytest.mark.parametrize(("dtype_d", "epilogue", "config", "stages", "size"), COMPILED_EPILOGUES)
+def test_shared_memory_of_an_epilogue_is_what_the_compiler_says(
+    dtype_d: Any, epilogue: str, config: Config, stages: int, size: int
+) -> None:
+    problem = GemmProblem(1024, 1024, 1024, dtype_d=dtype_d, epilogue=epilogue)
+    assert smem_bytes(problem, config) == (stages, size)
+
+
+def test_an_epilogue_s_operands_follow_the_output() -> None:
+    problem = GemmProblem(256, 512, 128, epilogue="bias_residual")
+    launch = GEMM.launches(problem, ping(), 0.5)[0]
+    assert launch.tensors == tuple(map(Ref, ("a", "b", "d", "bias", "residual")))
+    assert launch.scalars == (0.5, 1.0)
+    swapped = GEMM.launches(problem, ping(swap_ab=True), 0.5)[0]
+    assert swapped.tensors == tuple(map(Ref, ("b", "a", "d", "bias", "residual")))
+    only = GEMM.launches(GemmProblem(256, 512, 128, epilogue="bias_relu"), ping(), 0.5)[0]
+    assert (only.tensors[3:], only.scalars) == ((Ref("bias"),), (0.5,))
+
+
+@pytest.mark.parametrize("epilogue", EPILOGUES)
+def test_an_epilogue_goes_through_shared_memory(epilogue: str) -> None:
+    problem = GemmProblem(4096, 4096, 4096, epilogue=epilogue)
+    reasons = GEMM.violations(problem, ping(epilogue_schedule=NO_SMEM), DEFAULT_GPU)
+    assert reasons == [f"{NO_SMEM} has no epilogue={epilogue}"]
+    assert GEMM.violations(SQUARE, ping(epilogue_schedule=NO_SMEM), DEFAULT_GPU) == []
+    schedules = {c["epilogue_schedule"] for c in GEMM.space(problem, DEFAULT_GPU)}
+    assert NO_SMEM not in schedules and len(schedules) == 2
+
+
+def test_a_bias_follows_the_operands_that_are_swapped() -> None:
+    def along(problem: GemmProblem, swap_ab: bool) -> str:
+        text = render(GEMM.kernels(problem, ping(swap_ab=swap_ab))["gemm"], "x")
+        return "Row" if "LinCombPerRowBias" in text else "Col" if "PerColBias" in text else ""
+
+    biased = GemmProblem(4096, 4096, 4096, epilogue="bias_silu")
+    assert (along(biased, False), along(biased, True), along(SQUARE, False)) == ("Col", "Row", "")
+
+
+def test_an_activation_costs_time_that_ping_pong_hides() -> None:
+    def cost_of(epilogue: str, config: Config) -> float:
+        return GEMM.predict_us(replace(SQUARE, epilogue=epilogue), config, DEFAULT_GPU)
+
+    assert cost_of("", coop()) < cost_of("relu", coop()) < cost_of("gelu", coop())
+    assert cost_of("residual", coop()) > cost_of("", coop())
+    hidden = cost_of("gelu", ping()) / cost_of("", ping())
+    assert hidden < cost_of("gelu", coop()) / cost_of("", coop())
+
+
 def test_a_launch_says_extents_strides_and_order() -> None:
     problem = GemmProblem(256, 512, 128, batch=3, layout_b="row")
     launch = GEMM.launches(problem, stream_k(raster_order="AlongN"), 0.5)[0]
@@ -441,6 +506,12 @@ def test_the_heuristics_name_large_tiles_for_a_square() -> None:
         ("stream_k", GemmProblem(512, 512, 512, dtype="bfloat16", layout_a="col"), stream_k()),
         ("plain", PROBLEMS["scores"], plain(tile_m=64, tile_n=128, stages=2)),
         ("swapped", PROBLEMS["one row"], ping(tile_m=64, tile_n=16, swap_ab=True)),
+        ("bias_gelu", PROBLEMS["mlp"], ping()),
+        (
+            "bias_residual",
+            replace(PROBLEMS["residual"], dtype="bfloat16"),
+            stream_k(tile_n=64, swap_ab=True),
+        ),
     ],
 )
 def test_golden_text(name: str, problem: GemmProblem, config: Config) -> None:

@@ -50,6 +50,7 @@ def loaded_by(code: str) -> set[str]:
         "import tuner; tuner.lookup, tuner.Config, tuner.Measurement, tuner.TunerError",
         "import tuner.families; tuner.families.families()",
         "import tuner.artifacts",
+        "import tuner; tuner.lookup(tuner.AttentionProblem.parse('S=1999,D=64'), gpu='H200')",
     ],
 )
 def test_importing_is_light(code: str) -> None:

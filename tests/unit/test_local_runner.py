@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +26,7 @@ from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Environment, Regime, Status
 from tuner.problem import GemmProblem
 from tuner.runners.local import LocalRunner
+from tuner.runners.pool import WorkerPool
 from tuner.worker import Outcome
 from tuner.worker_client import Ask
 
@@ -97,7 +101,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Made]:
             parts[0],
             family_modules=[tmp_path / "planted.py"],
             gpu=DEFAULT_GPU,
-            worker=parts[1],
+            pool=WorkerPool([parts[1]]),
         )
         return made, compiler, worker
 
@@ -120,7 +124,7 @@ def test_what_is_compiled_first_is_timed_first(make: Callable[[], Made]) -> None
     assert tiles(runner.collect()) == [128]
     compiler.build_tile(256)
     compiler.build_tile(64)
-    assert tiles(runner.collect()) + tiles(runner.collect()) == [64, 256]
+    assert tiles(runner.collect()) + tiles(runner.collect()) == [256, 64]
 
 
 def test_a_vendor_s_group_waits_for_no_compiler(make: Callable[[], Made]) -> None:
@@ -163,17 +167,89 @@ def test_the_environment_joins_machine_compiler_and_vendors(make: Callable[[], M
     assert facts == {"driver": "580", "nvcc": "13.0.88", "cutlass": "4.2.0", "torch": "2.11"}
 
 
+@pytest.mark.parametrize(("capability", "found"), [("9.0", None), ("8.0", "3.6.0")])
+def test_triton_is_a_fact_where_its_kernels_compete(
+    capability: str, found: str | None, make: Callable[[], Made]
+) -> None:
+    runner, compiler, _ = make()
+    tools: Any = SimpleNamespace(**vars(compiler.toolchain), triton_version="3.6.0")
+    compiler.toolchain = tools
+    runner.gpu = replace(DEFAULT_GPU, compute_capability=capability)
+    assert runner.environment.facts.get("triton") == found
+
+
 def test_capacity_follows_the_compiler(make: Callable[[], Made]) -> None:
     assert make()[0].capacity == 16
 
 
-def test_close_ends_the_worker(make: Callable[[], Made]) -> None:
-    runner, _, worker = make()
+def test_close_drops_what_is_submitted_and_leaves_the_pool_to_others(
+    make: Callable[[], Made],
+) -> None:
+    runner, compiler, worker = make()
     runner.submit(PROBLEM, [config(64)])
     runner.close()
-    assert worker.closed == 1
+    compiler.build_tile(64)
+    assert worker.closed == 0 and worker.asked == []
     with pytest.raises(BenchmarkError):
         runner.collect()
+
+
+def test_close_ends_a_worker_of_its_own(make: Callable[[], Made]) -> None:
+    compiler: Any = FakeCompiler()
+    runner = LocalRunner(0, Regime(), compiler, gpu=DEFAULT_GPU)
+    pool = runner._pool
+    runner.close()
+    assert pool.submit(lambda worker: worker.pid).cancelled()
+
+
+class TestCuttingShort:
+    """A request that hangs until its worker is interrupted."""
+
+    @pytest.fixture
+    def hung(self, make: Callable[[], Made]) -> LocalRunner:
+        runner, compiler, worker = make()
+        self.begun, self.interrupted = threading.Event(), threading.Event()
+
+        def measure(ask: Ask) -> list[Outcome]:
+            self.begun.set()
+            assert self.interrupted.wait(30), "nobody gave it up"
+            raise CancelledError
+
+        fake: Any = worker
+        fake.measure, fake.interrupt = measure, self.interrupted.set
+        runner.submit(PROBLEM, [config(64)])
+        runner.submit(PROBLEM, [config(128)])
+        compiler.build_tile(64)
+        return runner
+
+    def test_ctrl_c_while_collecting_gives_up_what_is_timed(self, hung: LocalRunner) -> None:
+        assert self.begun.wait(30)
+        timer = threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGINT])
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            hung.collect()
+        assert self.interrupted.wait(30) and hung.building == 0
+
+    def test_ctrl_c_during_the_final_pass_gives_it_up(self, hung: LocalRunner) -> None:
+        assert self.begun.wait(30)
+        timer = threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGINT])
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            hung.retime(PROBLEM, [config(64)], 20)
+        hung.close()
+
+    @pytest.mark.parametrize("waits_in", ["collect", "retime"])
+    def test_another_thread_ends_the_wait(self, hung: LocalRunner, waits_in: str) -> None:
+        assert self.begun.wait(30)
+        timer = threading.Timer(0.1, hung.cancel)
+        timer.start()
+        if waits_in == "collect":
+            assert hung.collect() == []
+        else:
+            assert hung.retime(PROBLEM, [config(64)], 20) == []
+        assert self.interrupted.wait(30)
+        with pytest.raises(BenchmarkError, match="nothing was submitted"):
+            hung.collect()
 
 
 def test_a_machine_without_the_device_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

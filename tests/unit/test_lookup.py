@@ -66,7 +66,8 @@ def store(path: Path) -> Iterator[Store]:
 
 @pytest.fixture(autouse=True)
 def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder of shipped decisions, empty at first."""
+    """A folder of shipped decisions, empty at first; no rule ships."""
+    monkeypatch.setattr("tuner.rule.shipped", lambda: ())
     folder = tmp_path / "tuned"
     folder.mkdir()
     monkeypatch.setattr(MODULE, "_tuned", lambda: folder)

@@ -23,7 +23,7 @@ from tuner.hardware import GPUS, Gpu
 from tuner.lookup import lookup
 from tuner.measurement import Environment, Measurement, Provenance, Regime, Status
 from tuner.nearest import LEAST_PASSED, REACH, distance, drawn, lend
-from tuner.problem import AttentionProblem, GemmProblem, Problem, SoftmaxProblem
+from tuner.problem import AttentionProblem, GemmProblem, Problem, SoftmaxProblem, SwigluProblem
 from tuner.store import Entry, Store, open_store
 
 MODULE = importlib.import_module("tuner.lookup")
@@ -119,6 +119,14 @@ class TestDistance:
         assert fnmatch.fnmatchcase(AttentionProblem.parse("B=3,H=6,HKV=2,S=7,D=64").key, pattern)
         for other in ("S=64,D=128", "S=1024,D=64,causal=1", "S=1024,D=64,dtype=bf16"):
             assert not fnmatch.fnmatchcase(AttentionProblem.parse(other).key, pattern)
+        plain, fused = (GemmProblem(8, 64, 8, epilogue=epilogue) for epilogue in ("", "bias"))
+        assert fnmatch.fnmatchcase(GemmProblem(9, 8, 7).key, nearest.class_pattern(plain))
+        assert fnmatch.fnmatchcase(
+            GemmProblem(9, 8, 7, epilogue="bias").key, nearest.class_pattern(fused)
+        )
+        assert not fnmatch.fnmatchcase(fused.key, nearest.class_pattern(plain))
+        assert not fnmatch.fnmatchcase(plain.key, nearest.class_pattern(fused))
+        assert distance(plain, fused) == math.inf
         longer = PROBLEM.key.replace('"head_dim":64', '"head_dim":640')
         assert not fnmatch.fnmatchcase(longer, pattern)
 
@@ -136,6 +144,12 @@ class TestDrawn:
             is_causal=st.booleans(),
         )
         | st.builds(GemmProblem, *[st.integers(1, 2000).map(lambda n: 8 * n)] * 3)
+        | st.builds(
+            SwigluProblem,
+            st.integers(1, 2000),
+            st.integers(1, 500).map(lambda n: 32 * n),
+            st.integers(1, 2000).map(lambda n: 8 * n),
+        )
         | st.builds(SoftmaxProblem, st.integers(1, 3000), st.integers(1, 3000))
     )
     def test_shapes_of_the_class_within_reach(self, problem: Problem) -> None:
@@ -239,6 +253,7 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture
 def store(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     monkeypatch.setattr(MODULE, "_tuned", lambda: tmp_path / "nothing shipped")
+    monkeypatch.setattr("tuner.rule.shipped", lambda: ())
     MODULE.close()
     MODULE.shipped.cache_clear()
     MODULE._shipped_index.cache_clear()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from itertools import product
 
 import pytest
 from hypothesis import given
@@ -10,11 +12,16 @@ from hypothesis import strategies as st
 
 from tuner.errors import ConfigError
 from tuner.problem import (
+    ACTIVATIONS,
+    EPILOGUES,
+    PAIRINGS,
     PROBLEMS,
     AttentionProblem,
     GemmProblem,
+    Pairing,
     Problem,
     SoftmaxProblem,
+    SwigluProblem,
     problem_from_json,
 )
 
@@ -22,12 +29,16 @@ EXAMPLES: list[Problem] = [
     AttentionProblem.parse("S=1024,D=64"),
     AttentionProblem.parse("B=2,H=8,HKV=2,SQ=384,SKV=1536,D=128,causal=1,dtype=bf16,layout=bshd"),
     AttentionProblem.parse("S=256,D=64,layout=bshd_bhsd"),
+    AttentionProblem.parse("H=8,HKV=2,S=256,D=80,layout=bshd,dtype=e4m3"),
     AttentionProblem.parse("S=4096,D=128,causal=1,window=1024"),
     AttentionProblem.parse("S=512,D=64,window=64,softcap=30"),
     AttentionProblem.parse("S=512,D=64,left=7,right=100,softcap=12.5,layout=bshd"),
     AttentionProblem.parse("SQ=100,SKV=512,D=64,right=7"),
     GemmProblem.parse("M=4096,N=512,K=64"),
     GemmProblem.parse("M=8,N=16,K=24,B=3,dtype=bf16,dtype_d=fp32,layout_a=col,layout_b=row"),
+    GemmProblem.parse("M=8,N=16,K=24,epilogue=bias_gelu_tanh"),
+    SwigluProblem.parse("M=8,N=64,K=24"),
+    SwigluProblem.parse("M=8,N=64,K=24,dtype=bf16,weights=concatenated"),
     SoftmaxProblem.parse("M=64,N=128,B=2,SQ=32,causal=true"),
 ]
 
@@ -64,6 +75,10 @@ def test_defaults() -> None:
         ("attention", "S=1.5,D=64", "S=1.5", "whole number"),
         ("attention", "S=64,D=64,causal=maybe", "causal=maybe", "true"),
         ("attention", "S=64,D=64,dtype=fp8", "dtype=fp8", "bfloat16"),
+        ("attention", "S=64,D=72,dtype=e4m3", "D=72", "multiples of 16"),
+        ("attention", "S=64,D=64,window=8,dtype=e4m3", "no sliding window", "bf16"),
+        ("attention", "S=64,D=64,softcap=8,dtype=e4m3", "no soft cap", "bf16"),
+        ("gemm", "M=16,N=16,K=16,dtype=e4m3", "dtype=float8_e4m3fn", "bfloat16"),
         ("attention", "S=64,D=64,layout=bsd", "layout=bsd", "bshd"),
         ("attention", "S=64,D=64,window=-2", "left=-2", "-1 to"),
         ("attention", "S=64,D=64,window=8,left=4", "window_left", "already"),
@@ -77,6 +92,11 @@ def test_defaults() -> None:
         ("attention", "", "needs S and D", "SKV"),
         ("gemm", "M=1,N=1", "needs K", "layout_a"),
         ("gemm", "M=1,N=1,K=1,dtype_d=bf16", "dtype_d=bfloat16", "float32"),
+        ("gemm", "M=1,N=1,K=1,epilogue=bias_elu", "epilogue=bias_elu", "bias_gelu"),
+        ("gemm", "M=1,N=1,K=1,epilogue=relu_bias", "epilogue=relu_bias", "bias_relu"),
+        ("gemm", "M=1,N=1,K=1,epilogue=", "epilogue=", "KEY=VALUE"),
+        ("swiglu", "M=1,N=16,K=8", "N=16", "multiples of 32"),
+        ("swiglu", "M=1,N=32,K=8,weights=mixed", "weights=mixed", "interleaved"),
         ("softmax", "M=10,N=4,SQ=3", "SQ=3", "divide"),
     ],
 )
@@ -212,3 +232,72 @@ def test_a_layout_of_the_queries_and_one_of_the_keys() -> None:
 def test_gemm_majors() -> None:
     a, b, d = GemmProblem.parse("M=2,N=3,K=5,layout_a=col,layout_b=row").operands
     assert (a.strides, b.strides, d.strides) == ((10, 1, 2), (15, 3, 1), (6, 3, 1))
+
+
+def test_stored_keys_stay_what_they_are() -> None:
+    assert AttentionProblem.parse("S=1024,D=64").key == (
+        '{"batch":1,"dtype":"float16","head_dim":64,"heads_kv":16,"heads_q":16,"is_causal":false,'
+        '"layout":"bhsd","op":"attention","seqlen_kv":1024,"seqlen_q":1024}'
+    )
+
+
+def test_quantised_tensors_come_with_factors_and_give_bf16() -> None:
+    problem = AttentionProblem.parse("B=2,H=8,HKV=4,SQ=16,SKV=32,D=64,dtype=e4m3")
+    *inputs, out = problem.operands
+    assert [operand.name for operand in inputs] == [
+        *("query", "key", "value", "descale_q", "descale_k", "descale_v")
+    ]
+    assert {operand.dtype for operand in inputs[:3]} == {"float8_e4m3fn"}
+    assert [operand.shape for operand in inputs[3:]] == [(2, 8), (2, 4), (2, 4)]
+    assert {operand.dtype for operand in inputs[3:]} == {"float32"}
+    assert (out.dtype, out.is_output, problem.output) == ("bfloat16", True, problem.matrices[3])
+    half = AttentionProblem.parse("B=2,H=8,HKV=4,SQ=16,SKV=32,D=64")
+    assert half.operands == half.matrices
+    assert problem.bytes == sum(o.bytes for o in half.operands[:3]) // 2 + 4 * 32 + out.bytes
+    assert (problem.flops, problem.tensor_rate) == (half.flops, 2 * half.tensor_rate)
+
+
+def test_a_plain_gemm_reads_as_it_did_before_there_were_epilogues() -> None:
+    problem = GemmProblem.parse("M=1,N=2,K=3")
+    assert problem.key == (
+        '{"batch":1,"dtype":"float16","dtype_d":"float16","k":3,"layout_a":"row",'
+        '"layout_b":"col","m":1,"n":2,"op":"gemm"}'
+    )
+    assert problem.label() == "M=1,N=2,K=3,dtype=fp16"
+    assert (problem.has_bias, problem.has_residual, problem.activation) == (False, False, "")
+
+
+@pytest.mark.parametrize("epilogue", EPILOGUES)
+def test_an_epilogue_names_its_parts_and_operands(epilogue: str) -> None:
+    problem = GemmProblem.parse(f"M=2,N=3,K=5,B=7,dtype=bf16,dtype_d=fp32,epilogue={epilogue}")
+    parts = [
+        *(["bias"] if problem.has_bias else []),
+        *([problem.activation] if problem.activation else []),
+        *(["residual"] if problem.has_residual else []),
+    ]
+    assert "_".join(parts) == epilogue
+    others = {operand.name: operand for operand in problem.operands[2:-1]}
+    assert list(others) == [part for part in parts if part not in ACTIVATIONS]
+    if problem.has_bias:
+        assert (others["bias"].shape, others["bias"].dtype) == ((3,), "bfloat16")
+    if problem.has_residual:
+        assert replace(others["residual"], name="d", is_output=True) == problem.output
+    plain = replace(problem, epilogue="")
+    extra = (3 * 2 if problem.has_bias else 0) + (7 * 2 * 3 * 4 if problem.has_residual else 0)
+    assert problem.bytes == plain.bytes + extra and problem.flops == plain.flops
+
+
+@pytest.mark.parametrize("weights", PAIRINGS)
+def test_pairs_of_weights_cover_their_memory_once(weights: Pairing) -> None:
+    problem = SwigluProblem(8, 96, 5, weights=weights)
+    _, operand, out = problem.operands
+    places = {
+        sum(i * s for i, s in zip(index, operand.strides, strict=True))
+        for index in product(*map(range, operand.shape))
+    }
+    assert places == set(range(operand.elements)) and operand.elements == 2 * 96 * 5
+    assert (out.shape, problem.flops) == ((8, 96), 2 * 2 * 8 * 96 * 5)
+    # Gate and up of output column 41: group 1, lane 1, chunk 1.
+    gate = sum(i * s for i, s in zip((0, 1, 1, 1, 0), operand.strides, strict=True)) // 5
+    up = sum(i * s for i, s in zip((1, 1, 1, 1, 0), operand.strides, strict=True)) // 5
+    assert (gate, up) == ((74, 75) if weights == "interleaved" else (41, 41 + 96))

@@ -28,17 +28,20 @@ NAMES = {
     "SoftmaxProblem",
     "Status",
     "StoreError",
+    "SwigluProblem",
     "TunerError",
     "__version__",
     "attention",
     "disable",
     "enable",
     "enabled",
+    "interleave",
     "linear",
     "lookup",
     "matmul",
     "stats",
     "sweep",
+    "swiglu",
 }
 
 
@@ -59,7 +62,7 @@ def test_attention_or_how_to_get_it() -> None:
         parameters = inspect.signature(tuner.attention).parameters
         names = "query key value attn_mask dropout_p is_causal scale enable_gqa"
         further = [n for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY]
-        assert further == ["window", "softcap"]
+        assert further == ["window", "softcap", *(f"descale_{name}" for name in "qkv")]
         plain = [name for name in parameters if name not in further]
         assert plain == names.split(), "as PyTorch's scaled_dot_product_attention"
     else:

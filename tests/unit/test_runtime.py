@@ -22,6 +22,7 @@ from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.lookup import Answer, Entry
 from tuner.measurement import Measurement, Provenance, Regime, Status
 from tuner.problem import AttentionProblem, Problem
+from tuner.rule import Choice, Regret
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 TorchDispatchMode = importlib.import_module("torch.utils._python_dispatch").TorchDispatchMode
@@ -104,6 +105,7 @@ class Machine:
         self.version = 0
         self.foreign: list[str] = []
         self.lookups = 0
+        self.asked: list[Path | None] = []
         self.loads = 0
         self.vendor: Callable[..., Any] | str = "no such kernel"
         self.toy: Family = Toy()
@@ -115,16 +117,17 @@ class Machine:
         self.loads += 1
         return Kernel(artifact.key, self)
 
-    def decided_stamp(self) -> int:
+    def decided_stamp(self, path: Path | None) -> int:
         if self.broken:
             raise self.broken
         return self.version
 
-    def decided(self) -> dict[str, int]:
+    def decided(self, path: Path | None) -> dict[str, int]:
         return {key: self.version for key in (PROBLEM.key, OTHER.key, *self.foreign)}
 
-    def lookup(self, problem: Problem, *, gpu: Gpu) -> Answer | None:
+    def lookup(self, problem: Problem, *, gpu: Gpu, path: Path | None) -> Answer | None:
         self.lookups += 1
+        self.asked.append(path)
         assert gpu == DEFAULT_GPU
         if self.broken:
             raise self.broken
@@ -223,6 +226,35 @@ def test_the_first_reason_of_a_kind_is_a_warning(
     assert machine.stats().fallbacks == {"no measured winner": 4}
 
 
+def test_a_pinned_table_asks_its_file_and_launches_nothing_that_is_absent(
+    machine: Machine, on_cpu: SimpleNamespace, tmp_path: Path
+) -> None:
+    machine.decide(measured())
+    assert was_tuned(machine.attention(*inputs()))
+    absent, *_ = measured().artifacts.values()
+    on_cpu.table.table.pin(tmp_path / "agreed.sqlite", [absent])
+    assert not was_tuned(machine.attention(*inputs()))
+    assert machine.asked[-1] == tmp_path / "agreed.sqlite"
+    assert list(machine.stats().fallbacks) == ["nothing of the entry can run here"]
+    on_cpu.table.table.pin(None, refusal="the ranks did not agree")
+    assert not was_tuned(machine.attention(*inputs()))
+    assert machine.stats().fallbacks["the ranks did not agree"] == 1
+    on_cpu.table.table.pin(None)
+    assert was_tuned(machine.attention(*inputs())) and machine.asked[-1] is None
+
+
+def test_what_a_rule_names_is_a_miss(machine: Machine) -> None:
+    """Even if it were measured: nobody has checked it at this shape."""
+    regret = Regret(0.03, 0.07, 11, 0)
+    ruled = Choice(Config("toy", {"n": 1}), "tree", regret, "always")
+    machine.decide(measured())
+    assert machine.answer is not None
+    machine.answer = replace(machine.answer, ruled=ruled)
+    q, k, v = inputs()
+    assert same(machine.attention(q, k, v), SDPA(q, k, v))
+    assert machine.stats().fallbacks == {"no measured winner": 1}
+
+
 def test_arguments_of_pytorch_s_are_passed_on(machine: Machine) -> None:
     machine.decide(measured())
     q, k, v = inputs()
@@ -274,7 +306,7 @@ def test_a_window_has_a_plan_of_its_own(machine: Machine, monkeypatch: pytest.Mo
     told: list[Any] = []
     windowed = AttentionProblem(16, 16, 8, 1, 2, window_left=4, window_right=2, softcap=30.0)
 
-    def lookup(problem: Problem, *, gpu: Gpu) -> Answer:
+    def lookup(problem: Problem, *, gpu: Gpu, path: Path | None) -> Answer:
         known.append(problem)
         return answer(measured(problem=problem))
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,11 +38,14 @@ KERNEL = """
 #include <atomic>
 #include <cstdint>
 extern "C" {
-std::atomic<int64_t> launches{0}, code{0};
+std::atomic<int64_t> launches{0}, code{0}, unbound{0};
+thread_local bool is_bound = false;
+int bind(int) { is_bound = true; return 0; }
 int tuner_KEY_workspace(int64_t const*, int64_t* bytes) { *bytes = 64; return 0; }
 int tuner_KEY_launch(void* const* tensors, int64_t const* n, double const*, void* workspace,
                      void*) {
   ++launches;
+  unbound += !is_bound;
   if (code) return int(code);
   *static_cast<char*>(workspace) = 1;
   auto const first = *static_cast<_Float16 const*>(tensors[0]);
@@ -97,8 +101,10 @@ class Server:
 
     def __init__(self, runtime: SimpleNamespace, built: SimpleNamespace) -> None:
         self.runtime = runtime
-        runtime.dispatch.use(runtime.dispatch.load(built.dispatcher))
         library = ctypes.CDLL(str(built.cache.find(KEY).library))
+        runtime.devices.bind_function = lambda: library.bind
+        runtime.dispatch.use(runtime.dispatch.load(built.dispatcher))
+        self.unbound = ctypes.c_int64.in_dll(library, "unbound")
         self._launches = ctypes.c_int64.in_dll(library, "launches")
         self.code = ctypes.c_int64.in_dll(library, "code")
         self.code.value = 0
@@ -338,6 +344,26 @@ def test_products(server: Server) -> None:
             assert launched and by_python is by_python_wanted
             assert by_kernel(out, a, 8) and out.is_contiguous()
             assert out.shape[-1] == 16 and out.numel() == 8 * 16
+    biased = GemmProblem(m=8, n=16, k=32, epilogue="bias")
+    server.decide(biased, replace(biased, epilogue="gelu"), replace(biased, epilogue="bias_silu"))
+    bias = torch.zeros(16).half()
+    for given, activation in ((bias, None), (None, "gelu"), (bias, "silu")):
+        for by_python_wanted in (True, False):
+            out, by_python, launched = server.went(
+                lambda given=given, activation=activation: linear(
+                    a, b.t(), given, activation=activation
+                )
+            )
+            assert launched and by_python is by_python_wanted and by_kernel(out, a, 8)
+    for given, activation in ((bias, "gelu"), (bias[::1].expand(1, 16), None), (None, "relu")):
+        fallback = server.runtime.products._PYTORCHS[activation]
+        out, _, launched = server.went(
+            lambda given=given, activation=activation: linear(
+                a, b.t(), given, activation=activation
+            )
+        )
+        wanted = fallback(torch.nn.functional.linear(a, b.t(), given))
+        assert not launched and torch.equal(out, wanted)
     left, right = inputs(batched)
     out, _, launched = server.went(lambda: matmul(left, right))
     assert launched and out.shape == (3, 8, 16)
@@ -415,6 +441,29 @@ def test_switched_off(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
         _, by_python, launched = server.went(lambda: server.attention(q, k, v))
         assert launched
     assert not by_python
+
+
+@pytest.mark.parametrize("path", ["python", "dispatcher"])
+def test_a_thread_has_a_context_before_its_first_launch(server: Server, path: str) -> None:
+    """Its output may come from the allocator's cache: nothing else has touched CUDA by then."""
+    server.decide(PROBLEM)
+    tensors = inputs()
+    if path == "python":
+        server.runtime.dispatch.use(None)
+    server.attention(*tensors)  # threads then find the plan known
+    server.unbound.value = 0
+    went: list[tuple[Any, bool, bool]] = []
+    for _ in range(3):
+        thread = threading.Thread(
+            target=lambda: went.extend(
+                server.went(lambda: server.attention(*tensors)) for _ in range(2)
+            )
+        )
+        thread.start()
+        thread.join()
+    assert [(by_python, ran) for _, by_python, ran in went] == [(path == "python", True)] * 6
+    assert all(by_kernel(out, tensors[0], 16) for out, _, _ in went)
+    assert server.unbound.value == 0, "launches of threads that had no context"
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
-"""`linear` and `matmul`: what problem a product poses, and what stays PyTorch's."""
+"""`linear`, `matmul` and `swiglu`: what problem a product poses, and what stays PyTorch's."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ from tuner.errors import ConfigError
 from tuner.hardware import DEFAULT_GPU
 from tuner.lookup import Answer, Entry
 from tuner.measurement import Measurement, Regime, Status
-from tuner.problem import GemmProblem, Problem
+from tuner.problem import GemmProblem, Problem, SwigluProblem
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -75,13 +76,54 @@ def test_what_is_not_covered_is_pytorch_s(on_cpu: SimpleNamespace) -> None:
     assert torch.equal(matmul(A[0], B), A[0] @ B)
     assert torch.equal(linear(A, weight), A @ weight.t())
     assert on_cpu.counters.stats().fallbacks == {
-        "a bias is given": 1,
         "out is given": 1,
         "no kernel takes such tensors": 1,
-        "no measured winner": 1,
+        "no measured winner": 2,
     }
     with pytest.raises(RuntimeError):
         matmul(A, A)
+
+
+@pytest.mark.parametrize("activation", [None, "relu", "gelu", "gelu_tanh", "silu"])
+def test_a_bias_and_an_activation_are_part_of_the_problem(
+    on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, activation: str | None
+) -> None:
+    weight, bias = B.t().contiguous(), torch.randn(16).half()
+    asked: list[Problem] = []
+    monkeypatch.setattr(on_cpu.table, "lookup", lambda problem, **_: asked.append(problem))
+    linear = on_cpu.products.linear
+    for given in (None, bias):
+        wanted = torch.nn.functional.linear(A, weight, given)
+        wanted = {
+            None: lambda x: x,
+            "relu": torch.relu,
+            "gelu": torch.nn.functional.gelu,
+            "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+            "silu": torch.nn.functional.silu,
+        }[activation](wanted)
+        assert torch.equal(linear(A, weight, given, activation=activation), wanted)
+    plain = GemmProblem(m=8, n=16, k=32)
+    biased = "bias" if activation is None else f"bias_{activation}"
+    assert asked == [replace(plain, epilogue=e) for e in (activation or "", biased)]
+
+
+@pytest.mark.parametrize(
+    ("bias", "reason"),
+    [
+        (torch.zeros(8).half(), "no contiguous vector"),
+        (torch.zeros(32).half()[::2], "no contiguous vector"),
+        (torch.zeros(1, 16).half(), "no contiguous vector"),
+        (torch.zeros(16), "differ in device or type"),
+    ],
+)
+def test_what_is_no_bias(runtime: SimpleNamespace, bias: Any, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        runtime.products.problem_of(A, B, bias)
+
+
+def test_an_unknown_activation_is_told(on_cpu: SimpleNamespace) -> None:
+    with pytest.raises(ConfigError, match=r"activation=elu is not known \(allowed: relu, gelu"):
+        on_cpu.products.linear(A, B.t().contiguous(), activation="elu")
 
 
 def test_gradients_are_pytorch_s(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +133,7 @@ def test_gradients_are_pytorch_s(on_cpu: SimpleNamespace, monkeypatch: pytest.Mo
             Config("own", {}),
             -1,
             False,
-            lambda a, b: a.new_zeros(8, 16),
+            lambda *tensors: tensors[0].new_zeros(8, 16),
         )
 
     monkeypatch.setattr(on_cpu.table.table, "find_out", plan)
@@ -100,6 +142,9 @@ def test_gradients_are_pytorch_s(on_cpu: SimpleNamespace, monkeypatch: pytest.Mo
     assert weight.grad is not None and weight.grad.any()
     with torch.no_grad():
         assert not on_cpu.products.linear(A, weight).any(), "the plan ran"
+    bias = torch.zeros(16).half().requires_grad_()
+    on_cpu.products.linear(A, weight.detach(), bias).sum().backward()
+    assert bias.grad is not None and bias.grad.eq(8).all()
 
 
 def test_where_cublas_won_pytorch_s_own_call_answers(
@@ -118,10 +163,78 @@ def test_where_cublas_won_pytorch_s_own_call_answers(
             is_final=True,
         )
 
-    def lookup(asked: Problem, *, gpu: Any) -> Answer:
+    def lookup(asked: Problem, *, gpu: Any, path: Any) -> Answer:
         assert asked == problem
         return Answer(Entry.of([made("vendor_blas", 1.0), made("gemm", 2.0)]), exact=True)
 
     monkeypatch.setattr(on_cpu.table, "lookup", lookup)
     assert torch.equal(on_cpu.products.matmul(A, B), A @ B)
     assert on_cpu.counters.stats().fallbacks == {on_cpu.plan.PYTORCHS: 1}
+
+
+def test_interleaved_weights_lie_as_the_problem_says(runtime: SimpleNamespace) -> None:
+    problem = SwigluProblem(8, 96, 32)
+    gate, up = torch.randn(96, 32).half(), torch.randn(96, 32).half()
+    weights = runtime.products.interleave(gate, up)
+    operand = problem.operands[1]
+    assert weights.is_contiguous() and weights.shape == (192, 32)
+    seen = weights.as_strided(operand.shape, operand.strides)
+    assert torch.equal(seen[0].reshape(96, 32), gate)
+    assert torch.equal(seen[1].reshape(96, 32), up)
+    for wrong in (gate[:40], gate[:, :16], gate[None]):
+        with pytest.raises(ConfigError, match="cannot be interleaved"):
+            runtime.products.interleave(wrong, up)
+
+
+def test_swiglu_is_the_two_projections_and_asks_for_one_problem(
+    on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Problem] = []
+    monkeypatch.setattr(on_cpu.table, "lookup", lambda problem, **_: asked.append(problem))
+    gate, up = torch.randn(64, 32).half(), torch.randn(64, 32).half()
+    weights = on_cpu.products.interleave(gate, up)
+    linear = torch.nn.functional.linear
+    for a in (A, A.view(2, 4, 32)):
+        wanted = torch.nn.functional.silu(linear(a, gate)) * linear(a, up)
+        got = on_cpu.products.swiglu(a, weights)
+        assert got.shape == wanted.shape and torch.equal(got, wanted)
+    assert asked == [SwigluProblem(8, 64, 32)] * 2
+    a = A.clone().requires_grad_()
+    on_cpu.products.swiglu(a, weights).sum().backward()
+    assert a.grad is not None and a.grad.any()
+
+
+@pytest.mark.parametrize(
+    ("a", "weights", "reason"),
+    [
+        (A[0], torch.zeros(64, 32).half(), "not matrices"),
+        (A, torch.zeros(64, 16).half(), "no pairs of rows of 32"),
+        (A, torch.zeros(65, 32).half(), "no pairs of rows of 32"),
+        (A, torch.zeros(40, 32).half(), "N=20 cannot be interleaved"),
+        (A, torch.zeros(32, 64).half().t(), "not contiguous"),
+        (A, torch.zeros(64, 32), "differ in device or type"),
+    ],
+)
+def test_what_poses_no_swiglu(runtime: SimpleNamespace, a: Any, weights: Any, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        runtime.products.swiglu_problem_of(a, weights)
+
+
+def test_a_tuned_swiglu_is_run_with_both_tensors(
+    on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+
+    def plan(kind: Any, call: Any, pose: Any, scale: float, device: int, shape: Any) -> Any:
+        assert call is None and shape == (8, 64)
+
+        def run(*tensors: Any) -> Any:
+            seen.append(tensors)
+            return tensors[0].new_zeros(shape)
+
+        return on_cpu.plan.VendorPlan(pose(), Config("own", {}), -1, False, run)
+
+    monkeypatch.setattr(on_cpu.table.table, "find_out", plan)
+    weights = torch.randn(128, 32).half()
+    assert not on_cpu.products.swiglu(A, weights).any()
+    assert [t is wanted for t, wanted in zip(seen[0], (A, weights), strict=True)] == [True, True]

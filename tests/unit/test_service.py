@@ -1,22 +1,14 @@
-"""The HTTP service: in this process, then as a process with real sockets; and what mirrors it."""
+"""The HTTP service, in this process: configurations, snapshots, jobs, state."""
 
 from __future__ import annotations
 
-import contextlib
-import gzip
-import http.client
-import importlib.util
 import json
-import os
 import re
-import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,46 +16,16 @@ import pytest
 
 pytest.importorskip("fastapi", reason="the extra [service] is not installed")
 
+from serving import LOCAL, PROBLEM, SHAPE, decide, error, eventually, measured
 from starlette.testclient import TestClient
 
-from tuner.cli import main
-from tuner.config import Config
-from tuner.errors import ConfigError, StoreError
-from tuner.hardware import GPUS
-from tuner.lookup import close, lookup
-from tuner.measurement import Environment, Measurement, Provenance, Regime, Status
-from tuner.problem import PROBLEMS, AttentionProblem, GemmProblem, Problem
-from tuner.service import bodies, guard
+from tuner.errors import StoreError
+from tuner.measurement import Provenance, Status
+from tuner.problem import PROBLEMS, GemmProblem
+from tuner.service import bodies
 from tuner.service.app import create_app
-from tuner.service.guard import Tokens
+from tuner.service.tokens import Tokens
 from tuner.store import Store, open_store
-
-H200, WARM = GPUS["H200"], Regime("graph", "warm")
-PROBLEM = AttentionProblem.parse("S=640,D=64")
-SHAPE = "S=640,D=64"
-READ, WRITE = "r" * 20, "w" * 20
-LOCAL = "http://127.0.0.1"
-
-
-def measured(latency_us: float = 12.0, problem: Problem = PROBLEM, **changes: Any) -> Measurement:
-    return Measurement(
-        problem,
-        Config("vendor_sdpa", {"kernel": "cudnn"}),
-        H200,
-        WARM,
-        Status.OK,
-        environment=Environment({"driver": "580"}),
-        latency_us=latency_us,
-        std_us=0.1,
-        rounds=20,
-        is_final=True,
-        error=1e-4,
-    ).but(**changes)
-
-
-def decide(store: Store, *ranking: Measurement) -> None:
-    first = ranking[0]
-    store.decide(first.problem, first.gpu, first.regime, ranking, "sweep1")
 
 
 @pytest.fixture
@@ -77,19 +39,6 @@ def store(tmp_path: Path) -> Iterator[Store]:
 def client(store: Store) -> Iterator[TestClient]:
     with TestClient(create_app(store, Tokens()), base_url=LOCAL) as made:
         yield made
-
-
-def error(answer: Any, status: int) -> str:
-    assert answer.status_code == status, answer.text
-    assert list(answer.json()) == ["error"]
-    return str(answer.json()["error"])
-
-
-def eventually(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 class TestConfigs:
@@ -147,6 +96,20 @@ class TestConfigs:
             "total": 0,
             "entries": [],
         }
+
+    @pytest.mark.parametrize("softcap", [0.5, 1e-05, 3e06])
+    def test_a_shape_is_asked_for_as_it_is_written(
+        self, client: TestClient, store: Store, softcap: float
+    ) -> None:
+        problem = replace(PROBLEM, window_left=128, softcap=softcap)
+        decide(store, measured(problem=problem))
+        asked = {"shape": problem.label(), "gpu": "H200"}
+        eventually(lambda: self.look_up(client, asked) != [None])
+        keys = {"S": 640, "D": 64, "softcap": softcap, "left": 128, "right": -1}
+        job = client.post("/v1/jobs", json={"problems": [problem.label(), keys]})
+        assert job.status_code == 201, job.text
+        (task,) = store.jobs.tasks(job.json()["id"])
+        assert task.problem == problem
 
     def test_operations_are_those_of_the_program(self) -> None:
         assert set(typing.get_args(bodies.Op)) == set(PROBLEMS)
@@ -332,451 +295,6 @@ class TestState:
         assert "security" not in document
 
 
-class TestGuard:
-    """What does not come in."""
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def store(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
-        """One for all: nothing that is refused changes it."""
-        with open_store(str(tmp_path_factory.mktemp("guard") / "s.sqlite")) as made:
-            yield made
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def client(cls, store: Store) -> Iterator[TestClient]:
-        with TestClient(create_app(store, Tokens()), base_url=LOCAL) as made:
-            yield made
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def guarded(cls, store: Store) -> Iterator[TestClient]:
-        # By any name: with tokens it may be reached from elsewhere.
-        with TestClient(create_app(store, Tokens(READ, WRITE)), base_url="http://tuner") as made:
-            yield made
-
-    @pytest.mark.parametrize(
-        ("method", "path", "body", "writes"),
-        [
-            ("GET", "/v1/configs", None, False),
-            ("POST", "/v1/configs:lookup", {"items": [{"shape": SHAPE}]}, False),
-            ("GET", "/v1/snapshot", None, False),
-            ("GET", "/v1/jobs", None, False),
-            ("GET", "/metrics", None, False),
-            ("POST", "/v1/jobs", {"problems": [SHAPE]}, True),
-            ("POST", f"/v1/jobs/{'0' * 12}/cancel", None, True),
-        ],
-    )
-    def test_reading_and_writing_need_their_tokens(
-        self, guarded: TestClient, method: str, path: str, body: Any, writes: bool
-    ) -> None:
-        def status(authorization: str | None) -> int:
-            given = (authorization or "").encode("latin-1")
-            headers = {} if authorization is None else {"authorization": given}
-            return guarded.request(method, path, json=body, headers=headers).status_code
-
-        for wrong in (None, "", "Bearer", f"Basic {READ}", f"Bearer {READ}x", READ, "Bearer \xff"):
-            assert status(wrong) == 401
-        assert (status(f"Bearer {READ}") == 403) == writes
-        assert status(f"bearer {WRITE}") in (200, 201, 404)
-
-    def test_health_and_the_document_are_open(self, guarded: TestClient) -> None:
-        assert guarded.get("/healthz").status_code == 200
-        document = guarded.get("/openapi.json").json()
-        assert document["security"] == [{"bearer": []}]
-
-    def test_without_tokens_only_own_names_of_the_machine_are_answered(
-        self, client: TestClient
-    ) -> None:
-        for name in ("evil.example", "evil.example:8265", "127.0.0.1.evil.example", ""):
-            answer = client.get("/v1/jobs", headers={"host": name})
-            assert "only this machine" in error(answer, 403)
-        for name in ("localhost:1", "127.0.0.1:8265", "[::1]:8265", "LOCALHOST"):
-            assert client.get("/v1/jobs", headers={"host": name}).status_code == 200
-
-    @pytest.mark.parametrize(
-        ("body", "status"),
-        [
-            (b"\xff\xfe\x00", 400),
-            (b'{"items": "\xc3\x28"}', 400),
-            (b"[" * 100_000, 400),
-            (b'{"items":' * 50_000, 400),
-            (b'{"items":' + b"[" * 400 + b"]" * 400 + b"}", 422),
-            (b"not json", 422),
-            (b'{"items":[{"shape":"\\ud800"}]}', 422),
-            (b'{"items":[{"shape":"S=' + b"9" * 5000 + b',D=64"}]}', 422),
-            (b'{"items":' + b"9" * 5000 + b"}", 400),
-            (b'{"items":[{"shape":"' + b"A" * guard.MAX_BODY_BYTES + b'"}]}', 413),
-        ],
-        ids=lambda value: str(value)[:24],
-    )
-    def test_bodies_that_are_none(self, client: TestClient, body: bytes, status: int) -> None:
-        headers = {"content-type": "application/json"}
-        error(client.post("/v1/configs:lookup", content=body, headers=headers), status)
-
-    def test_other_types_of_content(self, client: TestClient) -> None:
-        for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
-            answer = client.post(
-                "/v1/jobs", content=b'{"problems":["S=64,D=64"]}', headers={"content-type": kind}
-            )
-            assert error(answer, 415) == "the body must be application/json"
-
-    def test_a_body_without_a_length_is_cut_off(self, client: TestClient) -> None:
-        def endless() -> Iterator[bytes]:
-            for _ in range(64):
-                yield b" " * (guard.MAX_BODY_BYTES // 32)
-
-        headers = {"content-type": "application/json"}
-        error(client.post("/v1/configs:lookup", content=endless(), headers=headers), 413)
-
-    @pytest.mark.parametrize(
-        ("item", "message"),
-        [
-            ({"shape": "S=64,D=7"}, "items.1: D=7 has no tuned kernel"),
-            ({"shape": "S=64,D=64", "gpu": "H300"}, "items.1: GPU 'H300' is not known"),
-            ({"shape": "S=64,D=64", "op": "sort"}, "body.items.1.op"),
-            ({"shape": "S=64,D=64", "source": "int main"}, "body.items.1.source"),
-            ({"shape": "S=64,D=64;rm -rf /"}, "body.items.1.shape"),
-            ({"shape": "S=64,D=64", "regime": "-O3"}, "body.items.1.regime"),
-            ({"shape": 7}, "body.items.1.shape"),
-            ({}, "body.items.1.shape"),
-        ],
-    )
-    def test_a_wrong_item_is_named(
-        self, client: TestClient, item: dict[str, Any], message: str
-    ) -> None:
-        body = {"items": [{"shape": SHAPE}, item]}
-        assert error(client.post("/v1/configs:lookup", json=body), 422).startswith(message)
-
-    def test_sizes_of_a_batch(self, client: TestClient) -> None:
-        for count in (0, bodies.MAX_BATCH + 1):
-            body = {"items": [{"shape": SHAPE}] * count}
-            assert "items" in error(client.post("/v1/configs:lookup", json=body), 422)
-
-    @pytest.mark.parametrize(
-        ("changes", "message"),
-        [
-            ({"problems": []}, "body.problems"),
-            ({"problems": ["S=64,D=7"]}, "problems.0: D=7 has no tuned kernel"),
-            ({"problems": [SHAPE, {"M": [1]}]}, "body.problems.1"),
-            ({"problems": [{"M": "../../etc"}]}, "body.problems.0"),
-            ({"problems": [7]}, "body.problems.0"),
-            ({"families": ["nope"]}, "family 'nope' does not serve attention"),
-            ({"families": ["a b"]}, "body.families.0"),
-            ({"effort": "heroic"}, "effort"),
-            ({"sampler": "dice"}, "sampler"),
-            ({"trials": 0}, "body.trials"),
-            ({"time_limit_s": -1}, "body.time_limit_s"),
-            ({"priority": 10**9}, "body.priority"),
-            ({"attempts": 99}, "body.attempts"),
-            ({"store": "sqlite:////etc/passwd"}, "body.store"),
-            ({"flags": ["-O3"]}, "body.flags"),
-        ],
-    )
-    def test_only_names_and_numbers_within_bounds_go_in(
-        self, client: TestClient, store: Store, changes: dict[str, Any], message: str
-    ) -> None:
-        before = store.jobs.all()
-        answer = client.post("/v1/jobs", json={"problems": [SHAPE], **changes})
-        assert error(answer, 422).startswith(message)
-        assert store.jobs.all() == before
-
-    @pytest.mark.parametrize(
-        "path",
-        [
-            "/v1/jobs/..%2f..%2fetc%2fpasswd",
-            "/v1/jobs/%00",
-            "/v1/jobs/%2e%2e/%2e%2e",
-            "/static/../../etc/passwd",
-            "//etc/passwd",
-            "/v1/configs?shape=../../etc",
-            "/v1/configs?limit=1e9",
-            "/v1/configs?offset=99999999999999999999",
-        ],
-    )
-    def test_path_tricks(self, client: TestClient, path: str) -> None:
-        assert client.get(path).status_code in (404, 422)
-
-    def test_bad_tokens_are_refused(self) -> None:
-        for read, write in (
-            (READ, ""),
-            ("", WRITE),
-            ("short", WRITE),
-            (READ, READ),
-            ("é" * 20, WRITE),
-        ):
-            with pytest.raises(ConfigError):
-                Tokens(read, write)
-
-    @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.7", "gpu-host"])
-    def test_elsewhere_than_on_loopback_tokens_are_needed(
-        self, host: str, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        assert main(["serve", "--host", host, "--port", "0"]) == 2
-        assert "set TUNER_READ_TOKEN and TUNER_WRITE_TOKEN" in capsys.readouterr().err
-
-    def test_a_port_that_is_taken(self, capsys: pytest.CaptureFixture[str]) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as taken:
-            port = str(taken.getsockname()[1])
-            assert main(["serve", "--port", port]) == 2
-        assert "cannot be listened on" in capsys.readouterr().err
-
-
-@contextlib.contextmanager
-def service(url: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """``tuner serve`` as a process, and where it listens."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tuner", "serve", "--port", "0", "--store", url],
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stderr is not None
-        line = process.stderr.readline()
-        assert line.startswith("serving on http://127.0.0.1:"), line + process.stderr.read()
-        yield line.split()[-1], process
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def request(address: str, method: str, path: str, body: Any = None) -> tuple[int, Any]:
-    connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=30)
-    with contextlib.closing(connection):
-        headers = {"content-type": "application/json"}
-        data = None if body is None else json.dumps(body)
-        connection.request(method, path, data, headers)
-        answer = connection.getresponse()
-        return answer.status, json.loads(answer.read() or b"null")
-
-
-class TestProcess:
-    """Over real sockets."""
-
-    def test_a_killed_service_loses_nothing_and_the_job_ends(self, tmp_path: Path) -> None:
-        """Submitted over HTTP, worked off by a process, the service killed in the middle."""
-        url = str(tmp_path / "s.sqlite")
-        body = {
-            "problems": ["M=4096,N=4096,K=4096", "M=8192,N=8192,K=8192"],
-            "op": "gemm",
-            "trials": 6,
-            "sampler": "tpe",
-        }
-        with service(url) as (address, process):
-            status, job = request(address, "POST", "/v1/jobs", body)
-            assert status == 201
-            worker = subprocess.Popen(
-                [sys.executable, "-m", "tuner", "worker", "--drain", "--replay", "--store", url],
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-            )
-            path = f"/v1/jobs/{job['id']}"
-            eventually(lambda: request(address, "GET", path)[1]["trials"] != [])
-            process.kill()
-        with service(url) as (address, _):
-            eventually(lambda: request(address, "GET", path)[1]["state"] == "done")
-            assert worker.wait(60) == 0
-            found = request(address, "GET", f"{path}?trials=1000")[1]["trials"]
-        trials = [(t["shape"], t["config_digest"]) for t in found if not t["is_final"]]
-        assert len(trials) == len(set(trials)) > 6
-
-    def test_it_ends_when_it_is_told_even_while_someone_listens(self, tmp_path: Path) -> None:
-        with service(str(tmp_path / "s.sqlite")) as (address, process):
-            job = request(address, "POST", "/v1/jobs", {"problems": [SHAPE]})[1]
-            connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=30)
-            with contextlib.closing(connection):
-                connection.request("GET", f"/v1/jobs/{job['id']}/events")
-                assert connection.getresponse().readline().startswith(b"id: ")
-                process.send_signal(signal.SIGINT)
-                assert process.wait(20) == 130
-
-    def test_a_client_that_says_nothing_holds_up_nobody(self, tmp_path: Path) -> None:
-        with service(str(tmp_path / "s.sqlite")) as (address, _):
-            host, port = address.removeprefix("http://").split(":")
-            with contextlib.ExitStack() as stack:
-                for _ in range(50):
-                    silent = stack.enter_context(socket.create_connection((host, int(port))))
-                    silent.sendall(b"POST /v1/jobs HTTP/1.1\r\nhost: localhost\r\n")
-                assert request(address, "GET", "/healthz")[0] == 200
-
-    def test_nothing_that_the_document_allows_or_forbids_breaks_it(self, tmp_path: Path) -> None:
-        """Schemathesis draws requests from the OpenAPI document, valid and not."""
-        if importlib.util.find_spec("schemathesis") is None:
-            pytest.skip("schemathesis is not installed")
-        with service(str(tmp_path / "s.sqlite")) as (address, _):
-            done = subprocess.run(
-                [
-                    *(sys.executable, "-m", "schemathesis.cli", "run", f"{address}/openapi.json"),
-                    *("--max-examples", "5", "--seed", "7", "--no-color"),
-                    *("--phases", "examples,coverage,fuzzing"),
-                    # A stream does not end; what fits the schema may still be no known shape; the
-                    # router answers OPTIONS for one of a path's methods.
-                    *("--exclude-path-regex", "events"),
-                    *("--exclude-checks", "positive_data_acceptance,allow_header_conformance"),
-                ],
-                capture_output=True,
-                text=True,
-                cwd=tmp_path,
-                env={**os.environ, "PYTHONWARNINGS": "default"},
-                timeout=120,
-            )
-            assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
-            assert request(address, "GET", "/healthz")[0] == 200
-
-
-class TestSync:
-    """``tuner sync``: a service mirrored in the local store."""
-
-    @pytest.fixture
-    def served(self, store: Store, tmp_path: Path) -> Iterator[str]:
-        with service(str(tmp_path / "served.sqlite")) as (address, _):
-            yield address
-
-    def sync(self, capsys: pytest.CaptureFixture[str], address: str) -> dict[str, Any]:
-        assert main(["sync", address, "--json"]) == 0
-        return dict(json.loads(capsys.readouterr().out))
-
-    def found(self, problem: Problem = PROBLEM) -> float | None:
-        answer = lookup(problem, gpu=H200)
-        close()
-        return answer.entry.winner.latency_us if answer else None
-
-    def test_lookup_finds_what_the_service_decided_and_follows_it(
-        self, served: str, store: Store, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        other = AttentionProblem.parse("S=704,D=64")
-        assert self.sync(capsys, served)["entries_added"] == 1
-        assert self.found() == 12.0
-        answer = lookup(PROBLEM, gpu=H200)
-        assert answer is not None
-        assert answer.entry.origin == served
-        close()
-        assert self.sync(capsys, served) == {"changed": False}
-
-        slower = measured(13.0, config=Config("vendor_sdpa", {"kernel": "flash2"}))
-        decide(store, measured(11.0), slower)
-        decide(store, measured(20.0, other))
-        store.pin(PROBLEM, H200, WARM, slower.config)
-        report: dict[str, Any] = {}
-        eventually(lambda: report.update(self.sync(capsys, served)) or self.found() == 13.0)
-        assert self.found(other) == 20.0
-
-        store.unpin(PROBLEM, H200, WARM)
-        store.forget(other)
-        eventually(lambda: report.update(self.sync(capsys, served)) or self.found() == 11.0)
-        eventually(lambda: report.update(self.sync(capsys, served)) or self.found(other) is None)
-
-    def test_own_decisions_stand(self, served: str, capsys: pytest.CaptureFixture[str]) -> None:
-        with open_store() as own:
-            decide(own, measured(99.0))
-        report = self.sync(capsys, served)
-        assert (report["entries_added"], len(report["entries_kept"])) == (0, 1)
-        assert self.found() == 99.0
-
-    def test_what_may_not_be_served_here_is_left_out_and_said(
-        self, served: str, store: Store, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        foreign = measured(5.0, GemmProblem(64, 64, 64), config=Config("of_the_future", {"x": 1}))
-        decide(store, foreign)
-        report: dict[str, Any] = {}
-        eventually(
-            lambda: report.update(self.sync(capsys, served)) or bool(report.get("entries_refused"))
-        )
-        assert "family 'of_the_future'" in report["entries_refused"][0]
-        assert self.found() == 12.0
-
-    def test_on_an_interval_it_outlives_a_service_that_is_away(
-        self, served: str, tmp_path: Path
-    ) -> None:
-        gone = subprocess.Popen(
-            [sys.executable, "-m", "tuner", "sync", "http://127.0.0.1:9", "--every", "1"],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert gone.stderr is not None
-        try:
-            for _ in range(2):
-                assert "does not answer" in gone.stderr.readline()
-            gone.send_signal(signal.SIGINT)
-            assert gone.wait(10) == 130
-        finally:
-            gone.kill()
-            gone.communicate()
-
-    @pytest.mark.parametrize(
-        ("url", "code", "message"),
-        [
-            ("ftp://host", 2, "is not the URL of a service"),
-            ("file:///etc/passwd", 2, "is not the URL of a service"),
-            ("http://user:pw@host", 2, "is not the URL of a service"),
-            ("http://127.0.0.1:9", 1, "does not answer"),
-        ],
-    )
-    def test_wrong_addresses(
-        self, url: str, code: int, message: str, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        assert main(["sync", url]) == code
-        assert message in capsys.readouterr().err
-
-
-class Impostor:
-    """Answers one request with given bytes."""
-
-    def __init__(self, answer: bytes) -> None:
-        self._socket = socket.create_server(("127.0.0.1", 0))
-        self.address = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
-        self.request = b""
-        self._answer = answer
-        self._thread = threading.Thread(target=self._serve)
-        self._thread.start()
-
-    def _serve(self) -> None:
-        connection, _ = self._socket.accept()
-        with connection:
-            self.request = connection.recv(65536)
-            connection.sendall(self._answer)
-
-    def close(self) -> None:
-        self._thread.join(10)
-        self._socket.close()
-
-
-def response(body: bytes, status: str = "200 OK", headers: str = "") -> bytes:
-    head = f"HTTP/1.1 {status}\r\ncontent-length: {len(body)}\r\nconnection: close\r\n{headers}\r\n"
-    return head.encode() + body
-
-
-@pytest.mark.parametrize(
-    ("answer", "message"),
-    [
-        (response(b"{}"), "not a document of entries"),
-        (response(b"\xff"), "not UTF-8"),
-        (response(b"nonsense"), "not JSON"),
-        (response(b"{}", headers="content-encoding: gzip\r\n"), "broke off"),
-        (
-            response(gzip.compress(b"{}" * 999)[:-9], headers="content-encoding: gzip\r\n"),
-            "broke off",
-        ),
-        (response(b'{"error": "a bearer token is needed"}', "401 Unauthorized"), "401: a bearer"),
-        (response(b"", "302 Found", "location: http://127.0.0.1:9/\r\n"), "answered 302"),
-        (response(b"{}" * 9)[:-5], "broke off"),
-        (b"junk\r\n\r\n", "broke off"),
-    ],
-    ids=range(9),
-)
-def test_whatever_answers_nothing_is_stored_but_a_sound_snapshot(
-    answer: bytes, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TUNER_READ_TOKEN", READ)
-    with contextlib.closing(Impostor(answer)) as impostor:
-        assert main(["sync", impostor.address]) in (1, 2)
-    assert message in capsys.readouterr().err
-    assert f"Bearer {READ}".encode() in impostor.request
-    with open_store() as store:
-        assert store.entries() == []
-        assert store.mirrored(impostor.address) is None
-
-
 def test_replayed_answers_stay_replayed(tmp_path: Path) -> None:
     with open_store(str(tmp_path / "s.sqlite")) as store:
         decide(store, measured(provenance=Provenance.REPLAYED))
@@ -785,19 +303,3 @@ def test_replayed_answers_stay_replayed(tmp_path: Path) -> None:
             (answer,) = client.post("/v1/configs:lookup", json=body).json()["answers"]
     assert answer["provenance"] == "replayed"
     assert "replayed, not measured" in answer["notes"]
-
-
-def test_the_benchmark_tells_every_figure_that_has_a_goal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from tuner.bench import service as benchmark
-
-    out = tmp_path / "figures.json"
-    arguments = ["--entries", "100", "--seconds", "0.1", "--json", str(out)]
-    assert benchmark.main(arguments) == 0
-    figures = json.loads(out.read_text())["figures"]
-    assert min(figures[name] for name in benchmark.GOALS) > 0
-    told = capsys.readouterr().out
-    assert all(name in told for name in figures)
-    with pytest.raises(ConfigError, match="entries must be"):
-        benchmark.main(["--entries", "1"])

@@ -12,7 +12,7 @@ from tuner.cli import main
 from tuner.errors import ConfigError
 from tuner.job import read_problems
 from tuner.problem import AttentionProblem, GemmProblem
-from tuner.shapes import Model, numbers, problems
+from tuner.shapes import Model, expand, numbers, problems
 
 LLAMA = {
     "model_type": "llama",
@@ -117,6 +117,34 @@ def test_numbers() -> None:
     for text in ("", "a", "0", "8:4", "1:2:3"):
         with pytest.raises(ConfigError, match="batch="):
             numbers("batch", text)
+
+
+def test_ranges_and_lists_of_values_are_every_problem_of_them() -> None:
+    text = "B=1,H=8,S=512:2048,D=64,128,causal=0,1"
+    wanted = [
+        AttentionProblem.parse(f"B=1,H=8,S={length},D={width},causal={mask}")
+        for length in (512, 1024, 2048)
+        for width in (64, 128)
+        for mask in (0, 1)
+    ]
+    assert expand(AttentionProblem, text) == wanted
+    assert expand(AttentionProblem, "S=1024,D=64") == [AttentionProblem.parse("S=1024,D=64")]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("512,S=1024,D=64", "'512' is not KEY=VALUE"),
+        ("S=512,S=1024,D=64", "key 'S' is given twice"),
+        ("S=1024:512,D=64", "S=1024:512 is no list of sizes"),
+        ("S=512:1024", "attention needs D"),
+        ("S=512,D=64,T=3", "unknown key 'T'"),
+        ("S=512,D=64,65", "D=65"),
+    ],
+)
+def test_a_range_that_is_none_is_named(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        expand(AttentionProblem, text)
 
 
 def test_the_list_is_what_a_sweep_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -101,6 +101,21 @@ class TestContract:
         assert store.measurements() == given
         assert [m.to_json() for m in store.measurements()] == [m.to_json() for m in given]
 
+    def test_environments_of_final_passes(self, store: Store) -> None:
+        later = {"environment": Environment({"driver": "590"}), "created_at": "2026-10-02"}
+        others = [
+            measured(environment=Environment({"driver": "1"}), is_final=False),
+            measured(environment=Environment({"driver": "2"}), provenance=Provenance.REPLAYED),
+        ]
+        assert store.environments() == []
+        store.add([measured(created_at="2026-10-01"), measured(created_at="2026-09-01")])
+        store.add([measured(**later), *others])
+        found = [(record.environment, record.newest) for record in store.environments()]
+        assert found == [
+            (later["environment"], "2026-10-02"),
+            (measured().environment, "2026-10-01"),
+        ]
+
     def test_a_log_may_hold_anything(self, store: Store) -> None:
         store.add([failed(log="\0\x01\x7f ünï \U0001f680")])
         (kept,) = store.measurements()

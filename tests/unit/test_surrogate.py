@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
 import pytest
 
+from tuner.nearest import doublings
 from tuner.problem import AttentionProblem, GemmProblem
-from tuner.surrogate import Past, Surrogate, distance
+from tuner.surrogate import Past, Surrogate
 
 PROBLEM = GemmProblem(1024, 1024, 1024)
 FEATURES = {
@@ -65,7 +67,7 @@ def test_near_problems_teach_more_than_far_ones() -> None:
         return believe([Past(by, [FEATURES["64 a 2"]], [0.5])]).mean("64 a 2")
 
     near, far = GemmProblem(2048, 1024, 1024), GemmProblem(64, 65536, 64)
-    assert distance(PROBLEM, near) == 1
+    assert doublings(PROBLEM, near) == 1
     assert math.log(10) < taught(far) < taught(near) < math.log(10) + 0.5
 
 
@@ -74,10 +76,16 @@ def test_a_window_is_a_difference_and_its_width_a_size() -> None:
         AttentionProblem.parse(f"S=1024,D=64,causal=1{window}")
         for window in ("", ",window=64", ",window=256")
     )
-    assert distance(plain, narrow) == distance(narrow, plain) == 1
-    assert distance(narrow, wide) == 2
+    assert doublings(plain, narrow) == doublings(narrow, plain) == 1
+    assert doublings(narrow, wide) == 2
     nothing = AttentionProblem.parse("S=1024,D=64,causal=1,window=0")
-    assert distance(nothing, wide) == distance(wide, nothing) == 1
+    assert doublings(nothing, wide) == doublings(wide, nothing) == 1
+
+
+def test_an_epilogue_is_one_difference_either_way() -> None:
+    other = replace(PROBLEM, epilogue="bias_gelu")
+    assert doublings(PROBLEM, other) == doublings(other, PROBLEM) == 1
+    assert doublings(other, replace(other, epilogue="bias_silu")) == 1
 
 
 def test_gain_is_where_the_mean_is_low_or_nothing_is_known() -> None:

@@ -629,7 +629,7 @@ class TestRanking:
 class OneRunner:
     """Stands for `Runners`: replays each problem's recording, or fails."""
 
-    gpu = None
+    devices = ()
 
     def __init__(self, runners: Mapping[Problem, ReplayRunner]) -> None:
         self.runners = runners

@@ -374,6 +374,7 @@ def test_stage_configs_that_share_a_kernel_share_the_digest() -> None:
         ("S=32,D=16,H=4,B=2,layout=bshd", 8, "does not divide H=4"),
         ("S=32,D=16,H=4,HKV=2,layout=bshd", 2, "are launched one by one"),
         ("S=33,D=16,H=4", 4, "seqlen_kv=33"),
+        ("S=32,D=16,H=4,dtype=e4m3", 4, "takes no descale factors"),
         ("SQ=2147483647,SKV=8,D=8,H=2,HKV=1", 1, "M=4294967294 is out of range"),
     ],
 )

@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,24 @@ from tuner.config import Config
 from tuner.families import families, family
 from tuner.families import vendor_sdpa as sdpa
 from tuner.families.vendor import Vendor, tried
-from tuner.families.vendor_blas import matmul
+from tuner.families.vendor_blas import addmm, addmm_activation, matmul, unfused
 from tuner.families.vendor_softmax import softmax
+from tuner.families.vendor_swiglu import swiglu
 from tuner.hardware import DEFAULT_GPU
-from tuner.problem import AttentionProblem, GemmProblem, Problem, SoftmaxProblem
+from tuner.problem import (
+    EPILOGUES,
+    AttentionProblem,
+    GemmProblem,
+    Problem,
+    SoftmaxProblem,
+    SwigluProblem,
+)
 
 PROBLEMS: dict[str, Problem] = {
     "vendor_sdpa": AttentionProblem.parse("S=1024,D=64"),
     "vendor_blas": GemmProblem.parse("M=4096,N=4096,K=4096"),
     "vendor_softmax": SoftmaxProblem.parse("M=1024,N=1024,B=16"),
+    "vendor_swiglu": SwigluProblem.parse("M=4096,N=14336,K=4096"),
 }
 PEER_MODULES = ("flash_attn_interface", "flash_attn", "flash_attn.cute")
 needs_torch = pytest.mark.skipif(
@@ -71,7 +81,8 @@ def test_vendors_are_registered() -> None:
 def test_space_is_legal_and_priced(name: str) -> None:
     member, problem = family(name), PROBLEMS[name]
     space = member.space(problem, DEFAULT_GPU)
-    assert [config["kernel"] for config in space] == list(member.offered)  # type: ignore[attr-defined]
+    offered = [k for k in member.offered if not member.refusal(problem, k)]  # type: ignore[attr-defined]
+    assert [config["kernel"] for config in space] == offered
     for config in space:
         assert member.violations(problem, config, DEFAULT_GPU) == []
         floor = DEFAULT_GPU.floor_us(problem.flops, problem.bytes)
@@ -100,6 +111,15 @@ def test_predictions_follow_the_measured_order() -> None:
         ranked = sorted(space, key=lambda c: member.predict_us(problem, c, DEFAULT_GPU))
         assert ranked[0]["kernel"] == first
         assert ranked[-1]["kernel"] == "efficient"
+
+
+def test_quantised_attention_is_refused_with_a_reason() -> None:
+    member, problem = family("vendor_sdpa"), AttentionProblem.parse("S=64,D=64,dtype=e4m3")
+    assert "float8_e4m3fn" in member.supports(problem, DEFAULT_GPU)
+    for kernel in ("cudnn", "flash3", "flash3_splits", "naive"):
+        config = Config("vendor_sdpa", {"kernel": kernel})
+        assert len(member.violations(problem, config, DEFAULT_GPU)) == 1
+        assert "float8_e4m3fn" in str(member.vendor_call(problem, config, 0.125))
 
 
 @pytest.mark.parametrize(
@@ -385,6 +405,65 @@ def test_matmul_agrees_with_fp64(shape: str) -> None:
     wanted = a.double() @ b.double()
     assert out.shape == problem.output.shape
     assert (out.double() - wanted).norm() / wanted.norm() < (8e-3 if "bf16" in shape else 1e-3)
+
+
+@needs_torch
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("epilogue", EPILOGUES)
+def test_every_way_of_an_epilogue_agrees_with_fp64(epilogue: str, dtype: Any) -> None:
+    import torch
+
+    problem = GemmProblem(48, 32, 64, dtype=dtype, epilogue=epilogue)
+    member = family("vendor_blas")
+    ways = {"cublas": unfused, "addmm": addmm, "addmm_activation": addmm_activation}
+    offered = {config["kernel"] for config in member.space(problem, DEFAULT_GPU)}
+    assert ("addmm" in offered) == (problem.has_bias or problem.has_residual)
+    assert ("addmm_activation" in offered) == (epilogue in ("bias_relu", "bias_gelu_tanh"))
+    if epilogue == "bias_gelu_tanh":
+        offered -= {"addmm_activation"}  # cuBLASLt's GELU is by tanh, that of the CPU by erf
+    inputs = tensors(problem)
+    before = [tensor.clone() for tensor in inputs]
+    a, b, *others = (tensor.double() for tensor in inputs)
+    functional = torch.nn.functional
+    wanted = a @ b + (others[0] if problem.has_bias else 0)
+    wanted = {
+        "": lambda x: x,
+        "relu": functional.relu,
+        "gelu": functional.gelu,
+        "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+        "silu": functional.silu,
+    }[problem.activation](wanted)
+    wanted = wanted + (others[-1] if problem.has_residual else 0)
+    for kernel in offered & set(ways):
+        call = tried(ways[kernel](problem), problem, kernel, "cpu")
+        assert not isinstance(call, str), call
+        error = (call(*inputs).double() - wanted).norm() / wanted.norm()
+        assert error < (8e-3 if dtype == "bfloat16" else 1e-3), kernel
+        assert all(map(torch.equal, inputs, before)), f"{kernel} changes its inputs"
+    costs = [member.predict_us(problem, c, DEFAULT_GPU) for c in member.space(problem, DEFAULT_GPU)]
+    assert costs == sorted(costs, reverse=True), "the fewer kernels, the less time"
+
+
+@needs_torch
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_swiglu_agrees_with_fp64_on_weights_in_its_own_order(dtype: Any) -> None:
+    import torch
+
+    problem = SwigluProblem(24, 64, 48, dtype=dtype)
+    member, config = family("vendor_swiglu"), Config("vendor_swiglu", {"kernel": "torch"})
+    wanted = member.handed_over(problem, config)
+    assert wanted == replace(problem, weights="concatenated")
+    assert [o.shape for o in wanted.operands] == [o.shape for o in problem.operands]
+    a, weights = tensors(problem)
+    theirs = torch.empty_strided(
+        wanted.operands[1].shape, wanted.operands[1].strides, dtype=weights.dtype
+    ).copy_(weights)
+    call = tried(swiglu(wanted), wanted, "torch", "cpu")
+    assert not isinstance(call, str), call
+    out = call(a, theirs)
+    gate, up = (half.reshape(64, 48).double() for half in weights)
+    exact = torch.nn.functional.silu(a.double() @ gate.T) * (a.double() @ up.T)
+    assert (out.double() - exact).norm() / exact.norm() < (8e-3 if dtype == "bfloat16" else 1e-3)
 
 
 @needs_torch

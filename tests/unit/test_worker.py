@@ -8,8 +8,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
 
@@ -221,20 +223,57 @@ def test_close_kills(client: WorkerClient) -> None:
     assert gone(pid) and client.pid is None
 
 
-def test_an_interrupted_request_leaves_no_stale_answers(
-    client: WorkerClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    client.measure(ask("ok"))
+class TestInterrupt:
+    """From another thread than the one that asks."""
 
-    def interrupt(*_: Any) -> Any:
-        raise KeyboardInterrupt
+    @staticmethod
+    def interrupted(client: WorkerClient, *acts: str, after_s: float) -> None:
+        timer = threading.Timer(after_s, client.interrupt)
+        timer.start()
+        with pytest.raises(CancelledError):
+            client.measure(ask(*acts))
+        timer.join()
 
-    with monkeypatch.context() as patched:
-        patched.setattr("tuner.worker_client.select.select", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            client.measure(ask("ok"))
-    assert client.pid is None
-    assert client.measure(ask("ok", "ok"))[1].latency_us == 2.0
+    def test_a_running_request_ends_at_once_and_no_stale_answer_is_left(self, script: Path) -> None:
+        client = WorkerClient(command=[sys.executable, str(script)], timeout_s=60)
+        started = time.monotonic()
+        self.interrupted(client, "ok", "hang with a child", "ok", after_s=0.5)
+        assert time.monotonic() - started < 30 and client.pid is None
+        assert client.measure(ask("ok", "ok"))[1].latency_us == 2.0
+        client.close()
+
+    @pytest.fixture(autouse=True)
+    def child(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("CHILD_FILE", str(tmp_path / "child"))
+
+    def test_a_worker_that_is_starting_ends_too(self, script: Path) -> None:
+        client = WorkerClient(command=[sys.executable, str(script), "--mute"])
+        self.interrupted(client, "ok", after_s=0.3)
+        assert client.pid is None
+
+    def test_one_that_comes_too_late_costs_the_next_request_nothing(
+        self, client: WorkerClient
+    ) -> None:
+        client.measure(ask("ok"))
+        pid = client.pid
+        client.interrupt()
+        assert client.measure(ask("ok"))[0].status is Status.OK
+        assert client.pid not in (None, pid)
+
+    def test_nothing_is_started_for_a_request_that_is_given_up(self, script: Path) -> None:
+        """Between two attempts at its candidates."""
+        client = WorkerClient(command=[sys.executable, str(script)], timeout_s=0.7)
+        attempt = client._attempt
+
+        def give_up(*arguments: Any) -> Any:
+            ending = attempt(*arguments)
+            client.interrupt()
+            return ending
+
+        client._attempt = give_up  # type: ignore[method-assign]
+        with pytest.raises(CancelledError):
+            client.measure(ask("exit", "ok"))
+        assert client.pid is None
 
 
 def test_the_real_worker_says_why_it_cannot_start() -> None:

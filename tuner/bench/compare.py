@@ -98,7 +98,7 @@ class Comparison:
         """
         gpu = self._machines.gpu
         if gpu is None:
-            raise BenchmarkError("a bench times kernels on a Hopper GPU, and there is none here")
+            raise BenchmarkError("a bench times kernels on a GPU, and there is none here")
         lineups = [self._lineup(task, gpu) for task in self._tasks]
         first = self._tasks[0]
         environment = self._machines.of(first.problem, first.regime).environment

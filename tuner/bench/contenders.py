@@ -10,7 +10,7 @@ from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.evaluate import INEXPRESSIBLE
 from tuner.families import families_of, family
-from tuner.families.base import Family
+from tuner.families.base import Family, without_spare
 from tuner.families.vendor import Vendor
 from tuner.hardware import Gpu
 from tuner.lookup import Entry
@@ -134,9 +134,12 @@ def predicted(problem: Problem, gpu: Gpu, count: int) -> list[Config]:
     Families that are put together from tuned stages have no space before those are tuned.
     """
     found: list[tuple[float, str, Config]] = []
-    for member in families_of(problem.op).values():
-        if member.is_vendor or member.stages(problem):
-            continue
+    serving = [
+        member
+        for member in families_of(problem.op).values()
+        if not (member.is_vendor or member.supports(problem, gpu) or member.stages(problem))
+    ]
+    for member in without_spare(serving):
         space = member.space(problem, gpu)
         for config in member.seeds(problem, gpu, space, count) if space else ():
             found.append((member.predict_us(problem, config, gpu), config.digest, config))

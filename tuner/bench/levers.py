@@ -123,7 +123,7 @@ def main(argv: Sequence[str]) -> int:
     problems = [PROBLEMS[args.op].parse(text) for text in args.shape]
     regime = Regime.default(args.op)
     tasks = [Task("levers", p, regime, args.rounds, (), named) for p in problems]
-    with Runners(Machine(args.device, args.jobs), _note) as runners:
+    with Runners(Machine((args.device,), args.jobs), _note) as runners:
         if (gpu := runners.gpu) is not None:
             for problem in problems:
                 _best_own(entries, problem, gpu)

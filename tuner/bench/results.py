@@ -122,7 +122,7 @@ class Row:
         moved = problem.bytes
         found: dict[str, float] = {}
         if isinstance(problem, AttentionProblem):
-            _, key, value, _ = problem.operands
+            _, key, value, _ = problem.matrices
             moved = key.bytes + value.bytes
             tokens = problem.batch * problem.seqlen_q * 1e6 / us
             found = {
@@ -133,7 +133,7 @@ class Row:
         tflops = problem.flops / us / 1e6
         found |= {
             "tflops": tflops,
-            "share_of_peak": tflops / gpu.peak_tflops,
+            "share_of_peak": tflops / (gpu.peak_tflops * problem.tensor_rate),
             "tb_per_s": moved / us / 1e6,
             "memory_mb": memory / 1e6,
         }

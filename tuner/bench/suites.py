@@ -10,7 +10,7 @@ from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.hardware import Gpu
 from tuner.measurement import Regime
-from tuner.problem import AttentionProblem, Problem
+from tuner.problem import AttentionProblem, DType, GemmProblem, Problem, SwigluProblem
 
 _K = 1024
 _WARM, _COLD = Regime("graph", "warm"), Regime("graph", "cold")
@@ -63,6 +63,31 @@ _ACCEPTANCE = (
     (2, 32, 8, 4096, 128),
 )
 
+#: M, N, K: squares, a model's projections over many and few tokens.
+_PLAIN = (
+    (4096, 4096, 4096),
+    (8192, 8192, 8192),
+    (4096, 14336, 4096),
+    (4096, 4096, 14336),
+    (2048, 11008, 4096),
+    (8192, 5120, 5120),
+    (512, 4096, 4096),
+    (128, 14336, 4096),
+)
+_TYPES: tuple[DType, ...] = ("float16", "bfloat16")
+#: Hidden and intermediate size of Llama 3 8B and of Llama 2 7B.
+_MLPS = ((4096, 14336), (4096, 11008))
+
+
+def _mlp(tokens: int, hidden: int, between: int) -> tuple[Problem, ...]:
+    """Up with a bias and a GELU of either kind, down with a bias and onto the residual."""
+    return (
+        GemmProblem(tokens, between, hidden, epilogue="bias_gelu"),
+        GemmProblem(tokens, between, hidden, epilogue="bias_gelu_tanh"),
+        GemmProblem(tokens, hidden, between, epilogue="bias_residual"),
+    )
+
+
 SUITES: dict[str, Suite] = {
     suite.name: suite
     for suite in (
@@ -99,13 +124,43 @@ SUITES: dict[str, Suite] = {
             (_WARM,),
             rounds=6,  # of up to a second a kernel
         ),
+        Suite(
+            "plain",
+            "products of two matrices, as they are; buffers rotated",
+            tuple(GemmProblem(*size, dtype=dtype) for dtype in _TYPES for size in _PLAIN),
+            (_COLD,),
+            against=("cublas", "cublaslt"),
+        ),
+        Suite(
+            "mlp",
+            "both products of a 7-8 B model's MLP with their epilogues; buffers rotated",
+            tuple(
+                problem
+                for tokens, mlp in product((4096, 512), _MLPS)
+                for problem in _mlp(tokens, *mlp)
+            ),
+            (_COLD,),
+            against=("cublas", "cublaslt", "addmm", "inductor"),
+        ),
+        Suite(
+            "gated",
+            "both up projections of a 7-8 B model's MLP and SwiGLU; buffers rotated",
+            tuple(
+                SwigluProblem(tokens, between, hidden, dtype=dtype)
+                for dtype in _TYPES
+                for tokens in (4096, 512)
+                for hidden, between in _MLPS
+            ),
+            (_COLD,),
+            against=("torch", "inductor"),
+        ),
     )
 }
 ALL = "all"
 
 
 def suites_named(name: str, op: str) -> list[Suite]:
-    """One suite of an operation, or all of them.
+    """One suite of an operation, or all of them; the first where the name is empty.
 
     Raises:
         ConfigError: when there is none of that name; says which there are.
@@ -115,6 +170,7 @@ def suites_named(name: str, op: str) -> list[Suite]:
         raise ConfigError(f"{op} has no suite of its own (allowed: --shape)")
     if name == ALL:
         return list(known.values())
+    name = name or next(iter(known))
     if name not in known:
         raise ConfigError(f"suite '{name}' is not known (allowed: {', '.join((*known, ALL))})")
     return [known[name]]

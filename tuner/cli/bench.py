@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from tuner.bench.suites import Suite
     from tuner.measurement import Regime
 
-DEFAULT_SUITE = "acceptance"
 SHAPES = "shapes"
 """`bench.results.Row.suite` of problems that were named one by one."""
 
@@ -37,7 +36,8 @@ def register(subparsers: Any) -> None:
     what.add_argument(
         "--suite",
         metavar="NAME",
-        help="acceptance, decoding, long or all (default for attention: acceptance)",
+        help="of attention: acceptance, decoding, long; of gemm: plain, mlp; of swiglu: gated; or "
+        "all (default: the first)",
     )
     what.add_argument(
         "--preset",
@@ -53,13 +53,14 @@ def register(subparsers: Any) -> None:
     parser.add_argument(
         "--against",
         metavar="NAME,...",
-        help="peers, as cudnn,flash2,flash3,flash4,efficient,naive (default: all but naive; in a "
-        "suite all but efficient and naive)",
+        help="peers, as cudnn,flash2,flash3,flash4,efficient,naive or cublas,addmm,inductor "
+        "(default: all but naive and inductor; in a suite its own)",
     )
     parser.add_argument(
         "--l2",
         choices=("warm", "cold", "both"),
-        help="state of the inputs (default: the suite's; for --shape cold for gemm, else warm)",
+        help="state of the inputs (default: the suite's; for --shape cold for gemm and swiglu, "
+        "else warm)",
     )
     parser.add_argument("--rounds", type=int, metavar="N", help="interleaved rounds at least")
     parser.add_argument(
@@ -121,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
 
     interrupted = False
     try:
-        with Runners(Machine(args.device, args.jobs), _note) as runners:
+        with Runners(Machine((args.device,), args.jobs), _note) as runners:
             comparison = Comparison(
                 tasks, runners, entries, own=args.own, with_untuned=args.untuned, note=_note
             )
@@ -181,7 +182,7 @@ def _suites(args: argparse.Namespace) -> list[Suite]:
         return [Suite(SHAPES, "", shapes, (Regime.default(args.op),), against=())]
     if args.preset:
         return [preset(args.preset, args.op)]
-    return suites_named(args.suite or DEFAULT_SUITE, args.op)
+    return suites_named(args.suite or "", args.op)
 
 
 def _regimes(args: argparse.Namespace, suite: Suite) -> list[Regime]:

@@ -36,6 +36,11 @@ class Target:
     """Why it cannot be built; empty when it can."""
 
     @property
+    def capability(self) -> str:
+        """Compute capability that it is compiled for."""
+        return self.measurement.gpu.compute_capability
+
+    @property
     def label(self) -> str:
         found = self.measurement
         return f"{found.problem.op} {found.problem.label()} {found.regime}: {found.config.family}"
@@ -48,8 +53,8 @@ def register(subparsers: Any) -> None:
         help="compile the kernels that the cache names",
         description=(
             "Compiles the best own kernel of every measured entry, imported and shipped ones "
-            "too, with this machine's compiler. Nothing is timed. A machine runs one build at a "
-            "time; another waits."
+            "too, with this machine's compiler; for a --shape that has none, what the shipped rule "
+            "chooses. Nothing is timed. A machine runs one build at a time; another waits."
         ),
     )
     parser.add_argument("--op", default="attention", help="operation of --shape")
@@ -84,11 +89,13 @@ def run(args: argparse.Namespace) -> int:
                 + (f" on {args.gpu}" if args.gpu else "")
             )
         artifacts = ArtifactCache()
-        with (
-            _alone(artifacts),
-            Compiler(find_toolchain(), artifacts, jobs=args.jobs) as compiler,
-        ):
-            _submit(targets, compiler)
+        with _alone(artifacts), contextlib.ExitStack() as compilers:
+            tools = find_toolchain()
+            _refuse_second_gpus(targets)
+            for capability in sorted({target.capability for target in targets}):
+                compiler = Compiler(tools, artifacts, jobs=args.jobs, capability=capability)
+                compilers.enter_context(compiler)
+                _submit([t for t in targets if t.capability == capability], compiler)
             missing = sum(not f.done() for t in targets for f in t.kernels.values())
             print(f"{len(targets)} configurations; compiling {missing} kernels", file=sys.stderr)
             for target in targets:
@@ -136,9 +143,11 @@ def _dispatcher(artifacts: ArtifactCache) -> str:
 
 
 def _entries(store: Store, args: argparse.Namespace) -> Iterable[Entry]:
-    """Measured decisions of the store, and the shipped ones that it does not have itself."""
+    """Measured decisions of the store, and the shipped ones that it does not have itself; for one
+    problem without any, a shipped rule's choice.
+    """
     from tuner.errors import ConfigError
-    from tuner.lookup import find_gpu, shipped
+    from tuner.lookup import find_gpu, lookup, shipped
     from tuner.measurement import Provenance
     from tuner.problem import PROBLEMS
     from tuner.store.entry import sort_key
@@ -151,13 +160,19 @@ def _entries(store: Store, args: argparse.Namespace) -> Iterable[Entry]:
     stored = store.entries()
     gpu = find_gpu(args.gpu, stored) if args.gpu else None
     found = {sort_key(entry): entry for entry in [*shipped(), *stored]}
-    return [
+    chosen = [
         entry
         for _, entry in sorted(found.items())
         if entry.provenance is Provenance.MEASURED
         and (problem is None or entry.problem == problem)
         and (gpu is None or entry.gpu.identity == gpu.identity)
     ]
+    if problem is not None and not chosen:
+        answer = lookup(problem, gpu=gpu, among=())
+        if answer is not None:
+            print(f"nothing is measured there: {answer.notes[0]}", file=sys.stderr)
+            chosen = [answer.entry]
+    return chosen
 
 
 def _own(entry: Entry) -> Iterator[Measurement]:
@@ -170,12 +185,29 @@ def _own(entry: Entry) -> Iterator[Measurement]:
         yield entry.best_own
 
 
+def _refuse_second_gpus(targets: list[Target]) -> None:
+    """The store names the kernels built for a problem and a config once, for whatever GPU: of two
+    that need other kernels the second would take the first's place.
+    """
+    first: dict[tuple[str, str], str] = {}
+    for target in targets:
+        found = target.measurement
+        capability = first.setdefault((found.problem.key, found.config.digest), target.capability)
+        if capability != target.capability:
+            target.reason = (
+                f"built for compute capability {capability} in the same store, which holds one "
+                f"build of a config: choose the GPU with --gpu, as in --gpu '{found.gpu.name}'"
+            )
+
+
 def _submit(targets: list[Target], compiler: Compiler) -> None:
     """Have every kernel of all targets compiled at once, so that units can be shared."""
     from tuner.families import family
 
     wanted: list[tuple[Target, str, KernelSpec]] = []
     for target in targets:
+        if target.reason:
+            continue
         found = target.measurement
         try:
             member = family(found.config.family)

@@ -8,7 +8,8 @@ from typing import Any
 
 from tuner.config import Config
 from tuner.lookup import Answer, Entry
-from tuner.measurement import Measurement
+from tuner.measurement import Environment, Measurement
+from tuner.rule import Choice
 from tuner.store.entry import is_vendor, vendor_name
 
 WIDTH = 100
@@ -113,7 +114,7 @@ def answer_text(answer: Answer, source: str) -> str:
 
     Args:
         answer: what was found; a nearest one shows the tuned problem's entry, and first the
-            configs that it lends.
+            configs that it lends; a rule's choice has a regret in a time's place.
         source: the store's name.
     """
     entry = answer.entry
@@ -122,7 +123,11 @@ def answer_text(answer: Answer, source: str) -> str:
     head = f"{entry.problem.op} {entry.problem.label()} on {entry.gpu.name}, {entry.regime}"
     rows = [("answer", [answer.kind])]
     rows += [("lends", config_lines(m.config, width)) for m in answer.lent]
-    rows += [("winner", config_lines(winner.config, width)), ("time", [_time(winner)])]
+    rows.append(("winner", config_lines(winner.config, width)))
+    if answer.ruled is not None:
+        rows.append(("regret", [answer.ruled.regret.text()]))
+    else:
+        rows.append(("time", [_time(winner)]))
     if own and own.config != winner.config:
         rows.append(("best own", [*config_lines(own.config, width), _time(own)]))
     if entry.ratios:
@@ -130,7 +135,7 @@ def answer_text(answer: Answer, source: str) -> str:
     decided = f", {entry.decided_at}" if entry.decided_at else ""
     rows += [
         ("provenance", [where_from(entry) + decided]),
-        ("environment", wrapped(facts_text(winner), width)),
+        ("environment", wrapped(facts_text(winner.environment), width)),
         ("from", [entry.origin if entry.origin == "shipped" else source]),
         *(("note", wrapped(note, width)) for note in answer.notes),
     ]
@@ -152,9 +157,9 @@ def _time(measurement: Measurement) -> str:
     return text + (f", {', '.join(measurement.flags)}" if measurement.flags else "")
 
 
-def facts_text(measurement: Measurement) -> str:
+def facts_text(environment: Environment) -> str:
     """The environment's facts on one line."""
-    facts = sorted(measurement.environment.facts.items())
+    facts = sorted(environment.facts.items())
     return ", ".join(f"{name} {value}" for name, value in facts) or "not recorded"
 
 
@@ -227,6 +232,13 @@ def entry_json(entry: Entry) -> dict[str, Any]:
     }
 
 
+def _rule_json(choice: Choice) -> dict[str, Any]:
+    regret = choice.regret.to_json()
+    del regret["each"]
+    facts = {"kind": choice.kind, "source": choice.source, "doubts": list(choice.doubts)}
+    return {**facts, "regret": regret}
+
+
 def answer_json(answer: Answer, *, ranking: bool) -> dict[str, Any]:
     """An answer as one JSON object."""
     data = {
@@ -236,6 +248,8 @@ def answer_json(answer: Answer, *, ranking: bool) -> dict[str, Any]:
         "exact": answer.exact,
         "notes": list(answer.notes),
     }
+    if answer.ruled is not None:
+        data["rule"] = _rule_json(answer.ruled)
     if ranking:
         data["winner"] = answer.entry.winner.to_json()
         data["ranking"] = [m.to_json() for m in answer.entry.ranking]

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from rich.live import Live
     from rich.table import Table
 
+    from tuner.problem import Problem
+
 PLAIN_INTERVAL_S = 5.0
 """Between two plain lines of one phase."""
 
@@ -34,7 +36,7 @@ class Display(Watcher):
     def __init__(self, store: str, *, show_results: bool) -> None:
         self._store = store
         self._show_results = show_results
-        self._last = ("", 0.0)
+        self._last: dict[Problem, tuple[str, float]] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -48,18 +50,22 @@ class Display(Watcher):
         """Nothing to end."""
 
     def changed(self, state: SweepState) -> None:
-        """One line for each new phase, and at most one every `PLAIN_INTERVAL_S`."""
-        phase = f"{state.problem.label()} {state.phase}"
+        """One line for each new phase, and a problem at most one every `PLAIN_INTERVAL_S`."""
+        phase, last = self._last.get(state.problem, ("", 0.0))
         now = time.monotonic()
-        if self._last[0] != phase or now - self._last[1] >= PLAIN_INTERVAL_S:
-            self._last = (phase, now)
+        if phase != state.phase or now - last >= PLAIN_INTERVAL_S:
+            self._last[state.problem] = (state.phase, now)
             facts = [f"{name} {value}" for name, value in facts_of(state).items() if value]
             print(f"{state.problem.label()}: {', '.join(facts)}", file=sys.stderr, flush=True)
 
     def note(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
+    def failed(self, problem: Problem) -> None:
+        self._last.pop(problem, None)
+
     def finished(self, outcome: Outcome) -> None:
+        self._last.pop(outcome.problem, None)
         if self._show_results:
             print(outcome_text(outcome, self._store), flush=True)
 
@@ -71,7 +77,7 @@ class LiveDisplay(Display):
         from rich.console import Console
         from rich.live import Live
 
-        self._state: SweepState | None = None
+        self._states: dict[Problem, SweepState] = {}
         self._console: Any = Console(stderr=True)
         self._live: Live = Live(
             get_renderable=self._render, console=self._console, refresh_per_second=2, transient=True
@@ -88,13 +94,16 @@ class LiveDisplay(Display):
         self._live.stop()
 
     def changed(self, state: SweepState) -> None:
-        self._state = state
+        self._states[state.problem] = state
+
+    def failed(self, problem: Problem) -> None:
+        self._states.pop(problem, None)
 
     def note(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def finished(self, outcome: Outcome) -> None:
-        self._state = None
+        self._states.pop(outcome.problem, None)
         if self._show_results:
             self._live.stop()
             super().finished(outcome)
@@ -104,8 +113,7 @@ class LiveDisplay(Display):
         from rich.table import Table
 
         table = Table.grid(padding=(0, 2))
-        if self._state is not None:
-            state = self._state
+        for state in list(self._states.values()):
             where = f"{state.problem.label()} on {state.gpu.name}, {state.regime}"
             table.add_row(str(state.provenance), where)
             for name, value in facts_of(state).items():

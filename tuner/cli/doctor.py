@@ -96,6 +96,7 @@ def _gpu(index: int) -> Iterator[Finding]:
 
     from tuner import device
     from tuner.errors import TunerError
+    from tuner.hardware import HOPPER, OLDEST_CAPABILITY
 
     try:
         gpu = device.detect(index)
@@ -106,14 +107,18 @@ def _gpu(index: int) -> Iterator[Finding]:
         return
     if gpu is None:
         yield _no_driver() or Finding("driver", OK, "libcuda.so.1 is there")
-        advice = "a Hopper GPU is needed: H100 or H200"
+        advice = f"a GPU of compute capability {OLDEST_CAPABILITY} or newer is needed"
         yield Finding("GPU", MISSING, f"no CUDA device {index}", advice)
         return
     found = f"{gpu.name}, compute capability {gpu.compute_capability}, {gpu.sm_count} SMs"
-    if gpu.compute_capability == "9.0":
+    if gpu.compute_capability == HOPPER:
         yield Finding("GPU", OK, found)
+    elif gpu.is_served:
+        advice = "CUTLASS's kernels need Hopper: Triton's attention and vendors' kernels compete"
+        yield Finding("GPU", NOTE, found, advice)
     else:
-        yield Finding("GPU", MISSING, found, "allowed: compute capability 9.0 (H100, H200)")
+        allowed = f"allowed: compute capability {OLDEST_CAPABILITY} and newer"
+        yield Finding("GPU", MISSING, found, allowed)
     yield _driver(str(facts.get("driver", "version unknown")), str(facts.get("cuda", "0")))
     if others:
         yield Finding("GPU use", NOTE, "; ".join(others), "others are using it: times may be off")
@@ -167,12 +172,24 @@ def _compiling() -> Iterator[Finding]:
             yield Finding(name, NOTE, f"{version} ({path})", advice)
         else:
             yield Finding(name, OK, f"{version} ({path})")
+    yield _triton()
     if not broken:
         problem = toolchain.probe(toolchain.find_toolchain())
         if problem:
             yield Finding("compiling", MISSING, problem, toolchain.NVCC_HELP)
         else:
             yield Finding("compiling", OK, "an empty kernel compiles and links")
+
+
+def _triton() -> Finding:
+    """What the attention of GPUs other than Hopper is compiled with."""
+    from tuner.families.triton_attention import TRITON_HELP, TritonAttention, triton_version
+
+    lacks = TritonAttention().lacks()
+    if not lacks:
+        return Finding("Triton", OK, triton_version())
+    what = lacks.removesuffix(f": {TRITON_HELP}")
+    return Finding("Triton", NOTE, f"{what}, no attention on other GPUs than Hopper", TRITON_HELP)
 
 
 def _torch_and_peers() -> Iterator[Finding]:

@@ -50,6 +50,7 @@ def _make(args: argparse.Namespace) -> int:
     from tuner.hardware import DEFAULT_GPU
     from tuner.lookup import find_gpu
     from tuner.measurement import Regime
+    from tuner.rule import LEAST_JUDGED
     from tuner.store import open_store
     from tuner.transfer import measured
 
@@ -68,11 +69,11 @@ def _make(args: argparse.Namespace) -> int:
     regret = rule.regret
     others = ", ".join(f"{kind} {100 * mean:.1f} %" for kind, mean in rule.others.items())
     print(
-        f"{rule.op} on {gpu.name}, {regime}: {rule.kind} from {len(samples)} problems; left out, "
-        f"mean regret {100 * regret.mean:.1f} %, worst {100 * regret.worst:.1f} % over "
-        f"{regret.answered} problems ({regret.unmeasured} more got an answer that was not measured "
-        f"there); otherwise {others}"
+        f"{rule.op} on {gpu.name}, {regime}: {rule.kind} from {len(samples)} problems; "
+        f"{regret.text()}; otherwise {others}"
     )
+    if regret.answered < LEAST_JUDGED:
+        print(f"  too few to rely on it: {LEAST_JUDGED} problems or more make a regret")
     for row in regret.each:
         text = "not measured" if row["regret"] is None else f"{100 * row['regret']:.1f} %"
         print(f"  {row['problem']}: {text}")
@@ -80,7 +81,7 @@ def _make(args: argparse.Namespace) -> int:
 
 
 def _ask(args: argparse.Namespace) -> int:
-    from tuner.fit import Rule
+    from tuner.rule import Rule
 
     rule = Rule.read(args.rule)
     problem = PROBLEMS[rule.op].parse(args.shape)
@@ -92,8 +93,9 @@ def _ask(args: argparse.Namespace) -> int:
         "problem": problem.label(),
         "config": answer.config.to_json(),
         "kind": answer.kind,
-        "mean_regret": answer.mean_regret,
-        "worst_regret": answer.worst_regret,
+        "mean_regret": answer.regret.mean,
+        "worst_regret": answer.regret.worst,
+        "doubts": list(answer.doubts),
         "source": answer.source,
     }
     if args.json:
@@ -101,8 +103,7 @@ def _ask(args: argparse.Namespace) -> int:
     else:
         params = " ".join(f"{k}={v}" for k, v in sorted(answer.config.params.items()))
         print(f"{problem.label()}: {answer.config.family} {params}")
-        print(
-            f"by the rule ({answer.kind}: {answer.source}); regret left out: mean "
-            f"{100 * answer.mean_regret:.1f} %, worst {100 * answer.worst_regret:.1f} %"
-        )
+        print(f"by the rule ({answer.kind}: {answer.source}); {answer.regret.text()}")
+        for doubt in answer.doubts:
+            print(doubt)
     return 0

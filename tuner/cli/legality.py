@@ -30,6 +30,7 @@ SHAPES: dict[str, tuple[str, ...]] = {
         "B=1,H=8,SQ=384,SKV=1536,D=128,causal=1",
         "B=2,H=4,S=640,D=256",
         "B=2,H=4,S=768,D=32",
+        "B=2,H=8,HKV=4,S=700,D=128,dtype=e4m3",
         "B=2,H=8,HKV=2,S=1000,D=64,left=100,right=64",
         "S=1024,D=128,causal=1,window=256,softcap=50",
     ),
@@ -41,7 +42,10 @@ SHAPES: dict[str, tuple[str, ...]] = {
         "M=1024,N=1024,K=64,B=16,dtype_d=fp32",
         "M=16,N=4096,K=4096",
         "M=1000,N=1016,K=1032",
+        "M=1024,N=768,K=512,epilogue=bias_gelu",
+        "M=64,N=768,K=512,dtype=bf16,epilogue=bias_residual",
     ),
+    "swiglu": ("M=4096,N=14336,K=4096", "M=200,N=96,K=136,dtype=bf16"),
     "softmax": (
         "M=1024,N=1024,B=16",
         "M=1024,N=1024,B=16,causal=1",
@@ -53,9 +57,9 @@ SHAPES: dict[str, tuple[str, ...]] = {
 _MAX_DRAWS = 100_000
 #: Kernels of a unit: most rejected configs fail, and would cost their neighbours a second compile.
 _UNIT, _REJECTED_UNIT = 4, 1
-#: A rejected config whose accumulators spill keeps ptxas busy for many minutes. A kernel that takes
-#: longer than this is not worth having: it counts as one that does not compile.
-REJECTED_TIMEOUT_S = 120.0
+#: A rejected config whose accumulators spill keeps ptxas busy for minutes. A legal kernel takes 15
+#: to 30 s by itself; one that takes longer than this counts as one that does not compile.
+REJECTED_TIMEOUT_S = 60.0
 _PROGRESS_EVERY = 10
 
 
@@ -206,7 +210,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"{family.name} is a vendor's kernel: nothing is compiled")
     gpu = detect(args.device)
     if gpu is None:
-        raise BenchmarkError("no GPU found: legality is measured on a Hopper GPU")
+        raise BenchmarkError("no GPU found: legality is measured on a GPU")
     legal, rejected = draw(family, gpu, args.legal, args.rejected, random.Random(args.seed))
     drawn = len(legal) + len(rejected)
     outcomes: list[tuple[Draw, Measurement]] = []
@@ -215,7 +219,8 @@ def run(args: argparse.Namespace) -> int:
     parts = ((legal, _UNIT, NVCC_TIMEOUT_S), (rejected, _REJECTED_UNIT, REJECTED_TIMEOUT_S))
     for draws, unit, timeout_s in parts:
         tools, cache = find_toolchain(), ArtifactCache()
-        with Compiler(tools, cache, args.jobs, unit, timeout_s) as compiler:
+        capability = gpu.compute_capability
+        with Compiler(tools, cache, args.jobs, unit, timeout_s, capability) as compiler:
             runner = LocalRunner(args.device, Regime.default(family.op), compiler)
             try:
                 for outcome in evaluate(runner, draws):

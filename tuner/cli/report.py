@@ -23,6 +23,12 @@ def register(subparsers: Any) -> None:
     )
     add_subject(parser)
     parser.add_argument("-o", "--out", type=Path, default=Path("report.html"), metavar="FILE")
+    parser.add_argument(
+        "--pictures", type=Path, metavar="DIR", help="write the pictures as SVG instead of the page"
+    )
+    parser.add_argument(
+        "--only", metavar="NAMES", help="of --pictures these, as standing,ranking,progress"
+    )
     parser.add_argument("--json", action="store_true", help="say what was written as JSON")
     parser.set_defaults(run=run)
 
@@ -37,6 +43,10 @@ def run(args: argparse.Namespace) -> int:
     from tuner.report.analysis import verdict
     from tuner.report.page import render
 
+    if args.pictures is not None:
+        return _pictures(args)
+    if args.only is not None:
+        raise ConfigError("--only chooses among --pictures DIR")
     path: Path = args.out
     if path.is_dir():
         raise ConfigError(f"report {path} cannot be written: it is a folder; name a file in it")
@@ -55,4 +65,19 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(verdict(subject))
         print(f"{path}: {path.stat().st_size / 1e6:.1f} MB, from {subject.source}")
+    return 0
+
+
+def _pictures(args: argparse.Namespace) -> int:
+    from tuner.report import pictures
+
+    if args.pictures.exists() and not args.pictures.is_dir():
+        raise ConfigError(f"--pictures {args.pictures} is a file; name a folder")
+    only = [name.strip() for name in (args.only or "").split(",") if name.strip()]
+    subject = subject_of(args)
+    written = pictures.write(pictures.specs(subject, only), args.pictures)
+    if args.json:
+        print(json.dumps({"paths": [str(path) for path in written], "source": subject.source}))
+    else:
+        print(f"{len(written)} pictures in {args.pictures}, from {subject.source}")
     return 0

@@ -101,7 +101,7 @@ def _each(args: argparse.Namespace, work: Work) -> int:
     failed: list[dict[str, Any]] = []
     with (
         open_store(args.store or settings.store_url()) as store,
-        Runners(Machine(args.device, args.jobs), _note) as runners,
+        Runners(Machine((args.device,), args.jobs), _note) as runners,
     ):
         for entry in _chosen(args, runners):
             try:

@@ -12,10 +12,10 @@ from tuner import settings
 from tuner.errors import ConfigError
 
 DESCRIPTION = """Serves the store over HTTP: configurations, a snapshot for `tuner sync`, jobs and
-their progress; GET /openapi.json describes it. It listens on this machine only unless --host says
-otherwise, and elsewhere than on loopback it asks for bearer tokens: TUNER_READ_TOKEN to look,
-TUNER_WRITE_TOKEN to submit and cancel jobs, too. It speaks plain HTTP: put a proxy with TLS before
-it where the network is not trusted."""
+their progress; GET /openapi.json describes it, and a browser is shown pages. It listens on this
+machine only unless --host says otherwise, and elsewhere than on loopback it asks for bearer tokens:
+TUNER_READ_TOKEN to look, TUNER_WRITE_TOKEN to submit and cancel jobs, too. It speaks plain HTTP:
+put a proxy with TLS before it where the network is not trusted."""
 
 
 def register(subparsers: Any) -> None:
@@ -37,7 +37,8 @@ def run(args: argparse.Namespace) -> int:
         import uvicorn
 
         from tuner.service.app import create_app
-        from tuner.service.guard import Tokens
+        from tuner.service.protocol import Protocol
+        from tuner.service.tokens import Tokens
     except ImportError as exc:
         raise ConfigError(
             f"{exc.name} is missing: install it with pip install 'cutlass-tuner[service]'"
@@ -56,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
                 create_app(store, tokens),
                 host=args.host,
                 port=args.port,
+                http=Protocol,
                 log_level="warning",
                 access_log=False,
                 server_header=False,

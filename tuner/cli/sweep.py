@@ -45,7 +45,7 @@ def register(subparsers: Any) -> None:
     parser.add_argument("--op", choices=sorted(PROBLEMS), default="attention")
     add_budget(parser)
     add_regime(parser)
-    add_machine(parser)
+    add_machine(parser, "all")
     parser.add_argument("--store", metavar="URL", help="SQLAlchemy URL or SQLite file")
     parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
     parser.set_defaults(run=run)
@@ -85,16 +85,27 @@ def add_regime(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--l2",
         choices=("warm", "cold"),
-        help="state of the inputs (default: cold for gemm, else warm)",
+        help="state of the inputs (default: cold for gemm and swiglu, else warm)",
     )
     parser.add_argument(
         "--max-workspace", metavar="SIZE", help="memory beside the operands, as in 512MB"
     )
 
 
-def add_machine(parser: argparse.ArgumentParser) -> None:
-    """Arguments that `machine_of` reads."""
-    parser.add_argument("--device", type=int, default=0, help="CUDA device (default 0)")
+def add_machine(parser: argparse.ArgumentParser, devices: str) -> None:
+    """Arguments that `machine_of` reads.
+
+    Args:
+        parser: the command's.
+        devices: CUDA devices where none is named.
+    """
+    parser.add_argument(
+        "--device",
+        default=devices,
+        metavar="N,...",
+        help="CUDA devices of one kind, as in 0 or 0,1, or all: those that are like the first and "
+        f"that nobody else uses (default {devices})",
+    )
     parser.add_argument(
         "--jobs", type=int, metavar="N", help="nvcc processes at a time (default: the cores)"
     )
@@ -133,14 +144,14 @@ def machine_of(args: argparse.Namespace, max_workspace: int | None) -> Machine:
     """Where to evaluate.
 
     Raises:
-        ConfigError: when a number is out of range.
+        ConfigError: when a number or a device is out of range.
     """
     from tuner.runners.choose import Machine
+    from tuner.runners.gpus import parse_devices
 
-    for name, value, least in (("device", args.device, 0), ("jobs", args.jobs, 1)):
-        if value is not None and value < least:
-            raise ConfigError(f"{name}={value} is out of range (allowed: {least} or more)")
-    return Machine(args.device, args.jobs, max_workspace, args.replay)
+    if args.jobs is not None and args.jobs < 1:
+        raise ConfigError(f"jobs={args.jobs} is out of range (allowed: 1 or more)")
+    return Machine(parse_devices(args.device), args.jobs, max_workspace, args.replay)
 
 
 def problems_of(args: argparse.Namespace) -> list[Problem]:

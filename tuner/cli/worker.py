@@ -23,7 +23,7 @@ def register(subparsers: Any) -> None:
     parser.add_argument(
         "--drain", action="store_true", help="end when no problem is queued or running"
     )
-    add_machine(parser)
+    add_machine(parser, "0")
     parser.add_argument("--store", metavar="URL", help="SQLAlchemy URL or SQLite file")
     parser.set_defaults(run=run)
 

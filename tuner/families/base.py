@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Self
 
 from tuner import resources
 from tuner.config import Config, Value
-from tuner.hardware import Gpu
+from tuner.hardware import OLDEST_CAPABILITY, Gpu
 from tuner.problem import Problem
 
 SCRATCH = "scratch"
@@ -86,6 +86,10 @@ class Family(ABC):
     name: ClassVar[str]
     op: ClassVar[str]
     """The `Problem.op` it serves."""
+    capabilities: ClassVar[tuple[str, ...]] = ()
+    """Compute capabilities that its kernels are written for; empty: all that are served."""
+    is_spare: ClassVar[bool] = False
+    """It competes where no other own family serves the GPU, elsewhere when it is named."""
     is_vendor: ClassVar[bool] = False
     """A vendor's kernel is a baseline: nothing to compile, called through `vendor_call`."""
     runtime_parameters: ClassVar[frozenset[str]] = frozenset()
@@ -124,7 +128,20 @@ class Family(ABC):
 
     def supports(self, problem: Problem, gpu: Gpu) -> str:
         """Empty when the family serves the problem, else the reason that it does not."""
-        return "" if self.op == problem.op else f"{self.name} serves {self.op}, not {problem.op}"
+        if self.op != problem.op:
+            return f"{self.name} serves {self.op}, not {problem.op}"
+        wanted = " or ".join(self.capabilities)
+        if wanted and gpu.compute_capability not in self.capabilities:
+            return f"needs compute capability {wanted}, not {gpu.compute_capability}"
+        if not gpu.is_served:
+            return f"needs compute capability {OLDEST_CAPABILITY}, not {gpu.compute_capability}"
+        return ""
+
+    def lacks(self) -> str:
+        """What this machine needs to compile its kernels and has not, and how to get it; empty
+        when nothing. No part of legality: what is compiled already runs without.
+        """
+        return ""
 
     def stages(self, problem: Problem) -> Mapping[str, Problem]:
         """Sub-problems that a composite family tunes first, by stage name; empty for others."""
@@ -221,6 +238,11 @@ class Family(ABC):
         """Equal for configs that share every compiled kernel."""
         params = {k: v for k, v in config.params.items() if k not in self.runtime_parameters}
         return Config(self.name, params, config.stages).digest
+
+
+def without_spare(serving: Sequence[Family]) -> list[Family]:
+    """Of families that serve a problem those made for its GPU; where there are none, all."""
+    return [family for family in serving if not family.is_spare] or list(serving)
 
 
 def group_by_kernels(family: Family, configs: Iterable[Config]) -> list[list[Config]]:

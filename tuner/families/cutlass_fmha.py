@@ -35,8 +35,8 @@ from tuner.families.cutlass_fmha_shape import (
     attention,
     fields,
 )
-from tuner.hardware import SMEM_PER_BLOCK_BYTES, Gpu
-from tuner.problem import DTYPE_BYTES, MAX_EXTENT, AttentionProblem, Problem
+from tuner.hardware import HOPPER, SMEM_PER_BLOCK_BYTES, Gpu
+from tuner.problem import DTYPE_BYTES, E4M3, MAX_EXTENT, AttentionProblem, Problem
 
 KERNEL = "attention"
 #: Extents of the grid's y and z dimensions, where the upstream scheduler puts batch and heads
@@ -69,6 +69,7 @@ class CutlassFmha(Family):
 
     name: ClassVar[str] = "cutlass_fmha"
     op: ClassVar[str] = "attention"
+    capabilities = (HOPPER,)
     cost_constants = cutlass_fmha_cost.CONSTANTS
     domains: ClassVar[Mapping[str, tuple[Value, ...]]] = {
         "kernel_schedule": SCHEDULES,
@@ -85,8 +86,11 @@ class CutlassFmha(Family):
     }
 
     def supports(self, problem: Problem, gpu: Gpu) -> str:
-        if not isinstance(problem, AttentionProblem):
-            return f"{self.name} serves {self.op}, not {problem.op}"
+        reason = super().supports(problem, gpu)
+        if reason or not isinstance(problem, AttentionProblem):
+            return reason
+        if problem.dtype == E4M3:
+            return f"{self.name} takes no descale factors: fp16 and bf16 alone, not {E4M3}"
         if problem.extras:
             return f"{self.name} has no {problem.extras}"
         # Strides are 32-bit in the collectives (cute::tuple<int, _1, tuple<int, int>>), and so is

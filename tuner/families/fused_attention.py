@@ -12,12 +12,13 @@ from tuner.config import Config, Value
 from tuner.families import fused_attention_cost
 from tuner.families.base import LSE, Family, KernelSpec, Launch, Ref
 from tuner.hardware import (
+    HOPPER,
     SMEM_PER_BLOCK_BYTES,
     SMEM_PER_SM_BYTES,
     SMEM_RESERVED_PER_BLOCK_BYTES,
     Gpu,
 )
-from tuner.problem import AttentionProblem, Problem
+from tuner.problem import DTYPE_BYTES, E4M3, AttentionProblem, Problem
 
 #: Columns of Q, K and V that the template is instantiated for; a smaller D is padded by TMA.
 INSTANCES = (64, 96, 128, 192, 256)
@@ -53,8 +54,12 @@ OVERHEAD_REGISTERS = 28
 WINDOW_REGISTERS = 24
 #: Query heads that share a tile's rows at most.
 MOST_PACKED = 32
+#: The same with e4m3: a thread's two rows are 8 apart and have one factor, that of one head.
+MOST_PACKED_E4M3 = 8
 #: (warp groups, blocks an SM) worth trying.
 SHAPES = ((1, 1), (1, 2), (2, 1), (3, 1))
+#: Blocks of a cluster at most (CUDA's limit where non-portable sizes are allowed).
+MOST_CLUSTERED = 16
 #: Keys of one split: fewer do not pay for the combining kernel.
 LEAST_SPLIT_KEYS = 128
 #: mbarriers and two tiles' coordinates at the end of the shared memory, rounded to the alignment
@@ -78,9 +83,10 @@ class FusedAttention(Family):
 
     name = "fused_attention"
     op = "attention"
+    capabilities = (HOPPER,)
     writes_lse = True
     cost_constants = fused_attention_cost.CONSTANTS
-    runtime_parameters = frozenset({"splits", "pdl"})
+    runtime_parameters = frozenset({"splits", "pdl", "combine"})
     domains: ClassVar[Mapping[str, tuple[Value, ...]]] = {
         "warp_groups": (1, 2, 3),
         "tile_n": (32, 64, 80, 96, 112, 128, 144, 160, 176, 192, 224, 256),
@@ -95,6 +101,7 @@ class FusedAttention(Family):
         "blocks_per_sm": (1, 2),
         "splits": (1, 2, 8, MOST_PACKED),
         "pdl": (False, True),
+        "combine": ("cluster", "kernel"),
     }
 
     def violations(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
@@ -106,8 +113,12 @@ class FusedAttention(Family):
         head_dim = instance(problem.head_dim)
         groups, tile_n, stages = config["warp_groups"], config["tile_n"], config["kv_stages"]
         blocks, buffers, splits = config["blocks_per_sm"], config["score_buffers"], config["splits"]
-        if tile_n % 16:
-            found.append(f"tile_n={tile_n} is not a multiple of 16, the K extent of one WGMMA")
+        width = DTYPE_BYTES[problem.dtype]
+        extent = 32 // width
+        if tile_n % extent:
+            found.append(
+                f"tile_n={tile_n} is not a multiple of {extent}, the K extent of one WGMMA"
+            )
         if tile_n > 256:
             found.append(f"tile_n={tile_n} exceeds 256, the N extent of one WGMMA")
         if stages < buffers:
@@ -121,7 +132,16 @@ class FusedAttention(Family):
                 found.append("q_in_registers spills under causal masks without ping_pong at D > 96")
         if ("early_exp" in config.params) != (buffers == 1):
             found.append("early_exp is for one score buffer, only")
-        if problem.is_causal and config["persistent"] and config["pdl"]:
+        if problem.dtype == E4M3 and config["lazy_rescale"]:
+            found.append(
+                f"lazy_rescale={config['lazy_rescale']} carries e4m3 probabilities beyond 448"
+            )
+        if problem.dtype == E4M3 and tile_n > 192 and not config["persistent"]:
+            found.append(
+                f"tile_n={tile_n} spills in what combines a cluster: persistent blocks only"
+            )
+        clears_counter = problem.is_causal and config["persistent"] and problem.dtype != E4M3
+        if clears_counter and config["pdl"]:
             found.append("pdl is not for persistent causal: clearing its counter comes before it")
         found += self._packing(problem, config)
         if problem.is_windowed and splits > 1:
@@ -129,14 +149,20 @@ class FusedAttention(Family):
         steps = -(-problem.seqlen_kv // tile_n)
         if not 1 <= splits <= steps:
             found.append(f"splits={splits} is not between 1 and the {steps} tiles of keys")
+        if splits > 1 and config["persistent"]:
+            found.append(f"splits={splits} is for one block a tile, not for persistent blocks")
+        if ("combine" in config.params) != (splits > 1):
+            found.append("combine is for splits > 1, only")
+        elif config.get("combine", "kernel") == "cluster" and splits > MOST_CLUSTERED:
+            found.append(f"splits={splits} exceed the {MOST_CLUSTERED} blocks of a cluster")
         smem = self.smem_bytes(problem, config)
         limit = SMEM_PER_BLOCK_BYTES
         if blocks > 1:
             limit = SMEM_PER_SM_BYTES // blocks - SMEM_RESERVED_PER_BLOCK_BYTES
         if smem > limit:
             found.append(f"{smem} bytes of shared memory exceed {limit}")
-        accumulators = buffers * tile_n // 2 + tile_n // 4 + head_dim // 2
-        accumulators += head_dim // 4 if config["q_in_registers"] else 0
+        accumulators = buffers * tile_n // 2 + width * tile_n // 8 + head_dim // 2
+        accumulators += width * head_dim // 8 if config["q_in_registers"] else 0
         if (groups, blocks) not in REGISTERS:
             found.append(
                 f"warp_groups={groups} at blocks_per_sm={blocks} has no register budget (allowed: "
@@ -164,13 +190,23 @@ class FusedAttention(Family):
         tile_m = 64 * config["warp_groups"]
         if tile_m % packed:
             found.append(f"packed_heads={packed} does not divide tile_m={tile_m}")
+        if problem.dtype == E4M3 and packed > MOST_PACKED_E4M3:
+            found.append(
+                f"packed_heads={packed} exceeds {MOST_PACKED_E4M3}: a thread's rows would have "
+                "different descale_q"
+            )
         return found
 
     @staticmethod
     def smem_bytes(problem: AttentionProblem, config: Config) -> int:
-        """Dynamic shared memory: one Q tile, the K and the V ring, the barriers."""
-        rows = 64 * config["warp_groups"] + 2 * config["kv_stages"] * config["tile_n"]
-        return int(rows * instance(problem.head_dim) * 2 + BARRIER_BYTES)
+        """Dynamic shared memory: one Q tile, the K and the V ring, or in their place what a block
+        leaves to its cluster, fp32 rows of O padded by 8 and their log-sum-exp; the barriers.
+        """
+        columns, tile_m = instance(problem.head_dim), 64 * config["warp_groups"]
+        rows = tile_m + 2 * config["kv_stages"] * config["tile_n"]
+        operands = rows * columns * DTYPE_BYTES[problem.dtype]
+        share = 0 if config["persistent"] else 4 * tile_m * (columns + 8 + 1)
+        return int(-(-max(operands, share) // 1024) * 1024 + BARRIER_BYTES)
 
     def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
         if not isinstance(problem, AttentionProblem):
@@ -185,15 +221,21 @@ class FusedAttention(Family):
         packings = _packings(problem)
         rows = problem.seqlen_q * max(packings)
         heads = problem.batch * problem.heads_q
-        shares_sm = instance(problem.head_dim) <= 128  # two blocks of the smallest tiles fit
-        levers = product(SHAPES, (64, 80, 96, 128), (1, 2), packings, (False, True), (0, 8))
+        head_dim = instance(problem.head_dim)
+        shares_sm = head_dim <= 128  # two blocks of the smallest tiles fit
+        is_e4m3 = problem.dtype == E4M3
+        tiles_n: tuple[int, ...] = (64, 80, 96, 128, 160) if head_dim == 128 else (64, 80, 96, 128)
+        if is_e4m3:
+            tiles_n = (64, 96, 128, 160, 192, 224)
+        lazy_rescale = (0,) if is_e4m3 else (0, 8)
+        levers = product(SHAPES, tiles_n, (1, 2), packings, (False, True), lazy_rescale)
         for (groups, blocks), tile_n, buffers, packed, in_registers, lazy in levers:
             tiles = -(-problem.seqlen_q * packed // (64 * groups)) * heads // packed
             if rows <= 64 * (groups - 1) or (
                 groups == 1 and shares_sm and (tiles > gpu.sm_count) != (blocks > 1)
             ):
                 continue
-            for depth, ping_pong, early, splits, pdl in product(
+            for depth, ping_pong, early, (splits, combine), pdl in product(
                 (2, 4) if rows <= 64 else (2,),
                 (False, True) if groups > 1 and buffers == 1 else (None,),
                 (0, 50) if buffers == 1 else (None,),
@@ -212,6 +254,8 @@ class FusedAttention(Family):
                     "splits": splits,
                     "pdl": pdl,
                 }
+                if combine is not None:
+                    params["combine"] = combine
                 if ping_pong is not None:
                     params["ping_pong"] = ping_pong
                 if early is not None:
@@ -223,9 +267,12 @@ class FusedAttention(Family):
     def draw(
         self, problem: Problem, gpu: Gpu, members: Sequence[Config], rng: random.Random
     ) -> Config:
-        """As drawn, with `ping_pong` and `early_exp` where they apply and nowhere else."""
+        """As drawn, with `ping_pong`, `early_exp` and `combine` only where they apply."""
         params = dict(super().draw(problem, gpu, members, rng).params)
         ping_pong, early = params.pop("ping_pong", False), params.pop("early_exp", 0)
+        combine = params.pop("combine", "kernel")
+        if params["splits"] != 1:
+            params["combine"] = combine
         if params["score_buffers"] == 1:
             params["early_exp"] = early
             if params["warp_groups"] != 1:
@@ -256,7 +303,7 @@ class FusedAttention(Family):
 
     def launches(self, problem: Problem, config: Config, scale: float) -> list[Launch]:
         attention = _attention(problem)
-        strides = [s for operand in problem.operands for s in operand.strides[:3]]
+        strides = [s for matrix in attention.matrices for s in matrix.strides[:3]]
         extents = (
             attention.batch,
             attention.heads_q,
@@ -265,8 +312,11 @@ class FusedAttention(Family):
             attention.seqlen_kv,
             attention.head_dim,
         )
-        tensors = (*(Ref(operand.name) for operand in problem.operands), Ref(LSE))
-        schedule = (config["splits"], int(config["pdl"]))
+        names = [matrix.name for matrix in attention.matrices]
+        descales = [operand.name for operand in problem.operands if operand.name not in names]
+        tensors = tuple(Ref(name) for name in (*names, LSE, *descales))
+        clustered = config.get("combine", "kernel") == "cluster"
+        schedule = (config["splits"], int(config["pdl"]), int(clustered))
         window = attention.visible if attention.is_windowed else ()
         cap = (attention.softcap,) if attention.softcap else ()
         integers = (*extents, *strides, *schedule, *window)
@@ -280,16 +330,19 @@ class FusedAttention(Family):
 
 def _packings(problem: AttentionProblem) -> tuple[int, ...]:
     """Query heads of one KV head that share the rows of a tile: one, or all that can."""
-    most = math.gcd(problem.heads_q // problem.heads_kv, MOST_PACKED)
+    limit = MOST_PACKED_E4M3 if problem.dtype == E4M3 else MOST_PACKED
+    most = math.gcd(problem.heads_q // problem.heads_kv, limit)
     return (1, most) if most > 1 else (1,)
 
 
-def _splits(problem: AttentionProblem, tiles: int, gpu: Gpu) -> tuple[int, ...]:
-    """One, and the powers of two by which `tiles` fill an idle chip up to twice."""
+def _splits(problem: AttentionProblem, tiles: int, gpu: Gpu) -> tuple[tuple[int, str | None], ...]:
+    """One, and the powers of two by which `tiles` fill an idle chip up to twice; how combined."""
     if problem.is_windowed:
-        return (1,)
+        return ((1, None),)
     most = min(2 * gpu.sm_count // tiles, problem.seqlen_kv // LEAST_SPLIT_KEYS)
-    return tuple(2**i for i in range(max(1, most).bit_length()))
+    several = [2**i for i in range(1, max(1, most).bit_length())]
+    clustered = [(splits, "cluster") for splits in several if splits <= MOST_CLUSTERED]
+    return ((1, None), *clustered, *((splits, "kernel") for splits in several))
 
 
 def _attention(problem: Problem) -> AttentionProblem:

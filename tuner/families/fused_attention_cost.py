@@ -7,7 +7,7 @@ from math import ceil
 
 from tuner.config import Config
 from tuner.hardware import EXP_PER_CLOCK_SM, TENSOR_FLOPS_PER_CLOCK_SM, Gpu
-from tuner.problem import DTYPE_BYTES, AttentionProblem
+from tuner.problem import DTYPE_BYTES, E4M3, AttentionProblem
 
 #: Clock under load against the highest: 1.755 of 1.98 GHz on one H200.
 SUSTAINED_CLOCK = 1.755 / 1.98
@@ -15,10 +15,11 @@ SUSTAINED_CLOCK = 1.755 / 1.98
 #: clock are of one multiprocessor.
 CONSTANTS: Mapping[str, float] = {
     # Launch, first loads and last stores, microseconds; what is left of it after another kernel
-    # that it may overlap; and the kernel that combines splits.
+    # that it may overlap; and what combines splits: a kernel, or the blocks of a cluster.
     "fixed_us": 3.0,
     "pdl": 0.95,
     "combine_us": 2.0,
+    "cluster_us": 1.0,
     # A score's part beside product and exponential: scaling, maximum, sum, conversion; and a
     # comparison more where the row's last tile is cut or the mask's edge passes.
     "score_clocks": 0.03,
@@ -46,6 +47,9 @@ CONSTANTS: Mapping[str, float] = {
     # Memory bandwidth reached over the data sheet's.
     "memory_efficiency": 0.85,
 }
+#: The kernel that transposes V beside its bytes. No measurement: an empty one's 0.86, and a wave of
+#: loads and stores.
+TRANSPOSE_US = 1.5
 #: Exponent of the mean that stands for the longest of times that overlap but not quite.
 SHARPNESS = 4
 
@@ -87,7 +91,11 @@ def predict_us(
     own = constants["persistent_clocks" if config["persistent"] else "block_clocks"]
     clocks += constants["fill_steps"] * step + constants["block_clocks"] + (batches - 1) * own
     fixed_us = constants["fixed_us"] * (constants["pdl"] if config["pdl"] else 1)
-    fixed_us += constants["combine_us"] if splits > 1 else 0
+    if splits > 1:
+        fixed_us += constants["combine_us" if config["combine"] == "kernel" else "cluster_us"]
+    if problem.dtype == E4M3:  # V is read and written once more
+        fixed_us += TRANSPOSE_US
+        fixed_us += gpu.floor_us(0, 2 * problem.matrices[2].bytes) / constants["memory_efficiency"]
     memory_us = gpu.floor_us(0, problem.bytes) / constants["memory_efficiency"]
     return float(fixed_us + max(memory_us, clocks / (gpu.clock_max_mhz * SUSTAINED_CLOCK)))
 
@@ -102,7 +110,7 @@ def _step_clocks(
     """Clocks of one K/V tile in each of the blocks that share a multiprocessor."""
     tile_n, groups = config["tile_n"], config["warp_groups"]
     scores = 64 * tile_n
-    product = scores * 4 * head_tile / TENSOR_FLOPS_PER_CLOCK_SM
+    product = scores * 4 * head_tile / (TENSOR_FLOPS_PER_CLOCK_SM * problem.tensor_rate)
     each = 1 / EXP_PER_CLOCK_SM + constants["score_clocks"]
     if problem.is_causal or problem.is_windowed or problem.seqlen_kv % tile_n:
         each += constants["edge_clocks"]

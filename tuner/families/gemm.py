@@ -2,8 +2,9 @@
 
 Rules read in CUTLASS 4.2's headers name the file under ``include/cutlass`` that holds them; [c]
 was compiled with nvcc 13.0. A swapped config computes D^T = B^T A^T: M and N, the operands and
-their layouts change places and D is written column-major. Tables and formulas are in
-`gemm_shape`, the candidates in `gemm_space`, the estimate of their time in `gemm_cost`.
+their layouts change places and D is written column-major; a bias of the columns is then one of the
+rows. Epilogues are CUTLASS's stock fusion operations. Tables and formulas are in `gemm_shape`, the
+candidates in `gemm_space`, the estimate of their time in `gemm_cost`.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from tuner.families.gemm_shape import (
     tile_blocks,
 )
 from tuner.hardware import (
+    HOPPER,
     MAX_PORTABLE_CLUSTER,
     SMEM_PER_BLOCK_BYTES,
     TMA_ALIGNMENT_BYTES,
@@ -77,6 +79,7 @@ class Gemm(Family):
 
     name = "gemm"
     op = "gemm"
+    capabilities = (HOPPER,)
     cost_constants = gemm_cost.CONSTANTS
     runtime_parameters: ClassVar[frozenset[str]] = frozenset(
         {"raster_order", "max_swizzle_size", "decomposition_mode", "splits"}
@@ -105,7 +108,9 @@ class Gemm(Family):
             *_tile_violations(config),
             *_cluster_violations(config),
             *_smem_violations(problem, config),
-            *_problem_violations(problem, config, gpu),
+            *_epilogue_violations(problem, config),
+            *_problem_violations(problem, config),
+            *filter(None, [self.supports(problem, gpu)]),
         ]
 
     def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
@@ -130,12 +135,16 @@ class Gemm(Family):
             "layout_d": shape.layout_d,
             "stages": config.get("stages", 0),
             "tile_scheduler": config.get("tile_scheduler", "Persistent"),
+            "bias": ("m" if config["swap_ab"] else "n") if problem.has_bias else "",
+            "activation": problem.activation,
+            "residual": problem.has_residual,
+            "gated": False,
         }
         return {KERNEL: KernelSpec(TEMPLATE, variables)}
 
     def launches(self, problem: Problem, config: Config, scale: float) -> list[Launch]:
         problem = _gemm(problem)
-        a, b, d = problem.operands
+        a, b, *_, d = problem.operands
         return [
             gemm_launch(
                 problem,
@@ -151,6 +160,8 @@ class Gemm(Family):
                 batch_b=b.strides[0],
                 batch_d=d.strides[0],
                 alpha=scale,
+                extra=tuple(Ref(operand.name) for operand in problem.operands[2:-1]),
+                beta=1.0,
             )
         ]
 
@@ -303,14 +314,21 @@ def _smem_violations(problem: GemmProblem, config: Config) -> list[str]:
     return []
 
 
-def _problem_violations(problem: GemmProblem, config: Config, gpu: Gpu) -> list[str]:
+def _epilogue_violations(problem: GemmProblem, config: Config) -> list[str]:
+    # CollectiveBuilder's epilogue without shared memory is a linear combination and nothing else
+    # (epilogue/collective/builders/sm90_builder.inl).
+    if problem.epilogue and config["epilogue_schedule"] == NO_SMEM:
+        return [f"{NO_SMEM} has no epilogue={problem.epilogue}"]
+    return []
+
+
+def _problem_violations(problem: GemmProblem, config: Config) -> list[str]:
     reasons = []
-    if gpu.compute_capability != "9.0":
-        reasons.append(f"needs compute capability 9.0, not {gpu.compute_capability}")
-    for operand, major in zip(
-        problem.operands, (problem.layout_a, problem.layout_b, "row"), strict=True
-    ):
-        contiguous = operand.shape[2] if major == "row" else operand.shape[1]
+    majors = {"a": problem.layout_a, "b": problem.layout_b}
+    for operand in problem.operands:
+        if operand.name == "bias":  # read by ordinary loads, an element each
+            continue
+        contiguous = operand.shape[1 if majors.get(operand.name) == "col" else 2]
         width = DTYPE_BYTES[operand.dtype]
         if contiguous * width % TMA_ALIGNMENT_BYTES:
             reasons.append(
@@ -345,6 +363,8 @@ def gemm_launch(
     alpha: float,
     pdl: bool = False,
     batch: int | None = None,
+    extra: tuple[Ref, ...] = (),
+    beta: float = 0.0,
 ) -> Launch:
     """One call of a compiled GEMM on operands of the caller's choice.
 
@@ -364,6 +384,9 @@ def gemm_launch(
         alpha: factor of the product.
         pdl: start before the kernel in front ends, and wait for it on the device.
         batch: batches of this call; all of the problem's by default.
+        extra: what the problem's epilogue reads, in the order of its operands: bias, residual. The
+            residual has the strides of `d`.
+        beta: factor of the residual.
 
     Byte offsets, strides and batch strides are multiples of 16 bytes, else the launch fails.
     """
@@ -380,7 +403,7 @@ def gemm_launch(
     batches = problem.batch if batch is None else batch
     return Launch(
         kernel=kernel,
-        tensors=(*tensors, d),
+        tensors=(*tensors, d, *extra),
         integers=(
             *(shape.m, shape.n, shape.k, batches),
             *(*leading, ldd),
@@ -388,5 +411,5 @@ def gemm_launch(
             *scheduler,
             *(0, int(pdl)),
         ),
-        scalars=(alpha,),
+        scalars=(alpha, beta) if problem.has_residual else (alpha,),
     )

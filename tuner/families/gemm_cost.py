@@ -66,6 +66,12 @@ CONSTANTS: Mapping[str, float] = {
     # Reduction between the blocks of one output tile, besides its traffic.
     "fixup_clocks": 1500.0,
 }
+#: Instructions of an activation's evaluation, an element: a first guess read off the source, to be
+#: replaced by measurements. erff is a polynomial of two ranges; exponential and reciprocal count
+#: eight each, the rate of their unit.
+ACTIVATION_INSTRUCTIONS = {"": 0, "relu": 1, "gelu": 25, "gelu_tanh": 22, "silu": 19}
+#: Of a multiprocessor [CUDA C++ Programming Guide 13.0].
+LANES_PER_CLOCK = 128
 #: Exponent of the mean that stands for the longest of times that overlap but not quite.
 SHARPNESS = 6
 
@@ -143,9 +149,12 @@ def _busy_cycles(
     steps = ceil(shape.k / int(config["tile_k"]))
     area = int(config["tile_m"] * config["tile_n"])
     stores = area * DTYPE_BYTES[problem.dtype_d] / constants["store_bytes_per_clock"]
+    if problem.has_residual:  # read as fast as the result is written
+        stores *= 2
     epilogue = constants["epilogue_clocks"] + stores * (
         constants["no_smem_stores"] if config["epilogue_schedule"] == NO_SMEM else 1.0
     )
+    epilogue += area * ACTIVATION_INSTRUCTIONS[problem.activation] / LANES_PER_CLOCK
     cluster = int(config["cluster_m"] * config["cluster_n"])
     workers: int = gpu.sm_count * CLUSTERED_BLOCKS[cluster] // CLUSTERED_BLOCKS[1]
     schedule = config["kernel_schedule"]
@@ -177,6 +186,7 @@ def _memory_bytes(problem: GemmProblem, shape: Shape, config: Config, gpu: Gpu) 
     """Bytes through memory: inputs again for each wave of tiles when the L2 cannot hold them."""
     width = DTYPE_BYTES[problem.dtype]
     written = problem.m * problem.n * problem.batch * DTYPE_BYTES[problem.dtype_d]
+    written += written if problem.has_residual else 0
     inputs = width * problem.batch * problem.k * (problem.m + problem.n)
     if inputs <= L2_SHARE * gpu.l2_bytes:
         return inputs + written

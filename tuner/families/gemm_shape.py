@@ -52,15 +52,16 @@ def oriented(problem: GemmProblem, swap_ab: bool) -> Shape:
 def smem_bytes(problem: GemmProblem, config: Config) -> tuple[int, int]:
     """Stages and shared memory of the compiled kernel, bytes.
 
-    The sizes of SharedStorage in gemm/kernel/sm90_gemm_tma_warpspecialized*.hpp and
+    A residual shares the output's buffers, as it has its type; a bias along N adds a tile's part of
+    it. The sizes of SharedStorage in gemm/kernel/sm90_gemm_tma_warpspecialized*.hpp and
     epilogue/collective/sm90_epilogue_tma_warpspecialized.hpp, the automatic stage count of
     gemm/collective/builders/sm90_gmma_builder.inl; equal to sizeof in every kernel compiled [c].
     """
     tile_m, tile_n, schedule = config["tile_m"], config["tile_n"], config["kernel_schedule"]
     width = DTYPE_BYTES[problem.dtype_d]
     stage = DTYPE_BYTES[problem.dtype] * (tile_m + tile_n) * config["tile_k"]
-    buffer = carveout = 0
-    loads = 1  # a pipeline that is not there still takes a slot
+    buffer, vector = 0, 1  # what is empty still takes a byte
+    carveout = loads = 1  # and a pipeline that is not there a slot
     alignment = 128
     if config["epilogue_schedule"] != NO_SMEM:
         rows = min(64 * CONSUMERS[schedule], tile_m)
@@ -68,17 +69,24 @@ def smem_bytes(problem: GemmProblem, config: Config) -> tuple[int, int]:
         pieces = (tile_m // rows) * (tile_n // columns)
         contiguous = width * (rows if config["swap_ab"] else columns)
         alignment = 8 * min(contiguous, 128)
-        buffer = min(pieces, 2) * rows * columns * width
-        loads = min(pieces, 4)
-        carveout = buffer + 2 * alignment
-    stages = config.get("stages") or (SMEM_PER_BLOCK_BYTES - round_up(max(carveout, 1), 128)) // (
+        buffers, loads = min(pieces, 2), min(pieces, 4)
+        if problem.has_residual:
+            loads = buffers = max(loads, buffers + 1)
+        if problem.has_bias and not config["swap_ab"]:
+            vector = tile_n * DTYPE_BYTES[problem.dtype]
+        buffer = buffers * rows * columns * width
+        carveout = round_up(buffer + vector, alignment) + alignment
+    stages = config.get("stages") or (SMEM_PER_BLOCK_BYTES - round_up(carveout, 128)) // (
         round_up(stage, 128) + 16
     )
     barriers = 16 * stages + 16 * loads
     tiles = stages * stage
     if schedule == PLAIN:
-        return stages, round_up(round_up(max(tiles, buffer), alignment) + barriers, alignment)
-    return stages, round_up(barriers + 48, alignment) + round_up(buffer + 1, alignment) + tiles
+        used = round_up(max(tiles, buffer + vector), alignment)
+        return stages, round_up(used + barriers, alignment)
+    # Barriers that order the loads, and ping-pong's warp groups; then the scheduler's one byte.
+    barriers += 49 if schedule == PINGPONG else 17
+    return stages, round_up(barriers, alignment) + round_up(buffer + vector, alignment) + tiles
 
 
 def round_up(value: int, multiple: int) -> int:

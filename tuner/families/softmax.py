@@ -16,7 +16,7 @@ from typing import ClassVar
 from tuner.config import Config, Value
 from tuner.errors import ConfigError
 from tuner.families.base import Family, KernelSpec, Launch, Ref
-from tuner.hardware import GRAPH_LAUNCH_US, REGISTERS_PER_SM, WARP, Gpu
+from tuner.hardware import GRAPH_LAUNCH_US, HOPPER, REGISTERS_PER_SM, WARP, Gpu
 from tuner.problem import DTYPE_BYTES, MAX_EXTENT, Problem, SoftmaxProblem
 
 KERNEL = "softmax"
@@ -59,6 +59,7 @@ class Softmax(Family):
 
     name: ClassVar[str] = "softmax"
     op: ClassVar[str] = SoftmaxProblem.op
+    capabilities = (HOPPER,)
     cost_constants = CONSTANTS
     domains: ClassVar[Mapping[str, tuple[Value, ...]]] = {
         "threads_per_row": (16, 32, 64, 128, 256, 512, 1024),
@@ -75,6 +76,8 @@ class Softmax(Family):
             for name, allowed in self.domains.items()
             if config.get(name) not in allowed
         ]
+        if reason := self.supports(problem, gpu):
+            found.append(reason)
         unknown = set(config.params) - set(self.domains)
         found += [f"parameter '{name}' is not known" for name in sorted(unknown)]
         if problem.batch * problem.rows > MAX_EXTENT:

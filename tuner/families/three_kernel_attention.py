@@ -24,9 +24,10 @@ from tuner.errors import ConfigError
 from tuner.families.base import SCRATCH, Family, KernelSpec, Launch, Ref, group_by_kernels
 from tuner.families.gemm import Gemm, gemm_launch
 from tuner.families.softmax import Softmax, softmax_launch
-from tuner.hardware import GRAPH_LAUNCH_US, TMA_ALIGNMENT_BYTES, Gpu
+from tuner.hardware import GRAPH_LAUNCH_US, HOPPER, TMA_ALIGNMENT_BYTES, Gpu
 from tuner.problem import (
     DTYPE_BYTES,
+    E4M3,
     AttentionProblem,
     GemmProblem,
     Operand,
@@ -59,6 +60,7 @@ class ThreeKernelAttention(Family):
 
     name: ClassVar[str] = "three_kernel_attention"
     op: ClassVar[str] = AttentionProblem.op
+    capabilities = (HOPPER,)
     runtime_parameters: ClassVar[frozenset[str]] = frozenset(
         {"heads_per_launch", "pdl", "in_place"}
     )
@@ -70,8 +72,11 @@ class ThreeKernelAttention(Family):
         }
 
     def supports(self, problem: Problem, gpu: Gpu) -> str:
-        if not isinstance(problem, AttentionProblem):
-            return super().supports(problem, gpu)
+        reason = super().supports(problem, gpu)
+        if reason or not isinstance(problem, AttentionProblem):
+            return reason
+        if problem.dtype == E4M3:
+            return f"{self.name} takes no descale factors: fp16 and bf16 alone, not {E4M3}"
         if problem.extras:
             return f"{self.name} has no {problem.extras}"
         elements = TMA_ALIGNMENT_BYTES // DTYPE_BYTES[problem.dtype]
@@ -88,7 +93,7 @@ class ThreeKernelAttention(Family):
 
     def stages(self, problem: Problem) -> Mapping[str, Problem]:
         problem = _attention(problem)
-        return _all_heads(problem)._asdict()
+        return {} if problem.dtype == E4M3 else _all_heads(problem)._asdict()
 
     def with_stages(self, winners: Mapping[str, Sequence[Config]]) -> Self:
         return type(self)(winners)

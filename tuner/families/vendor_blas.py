@@ -1,9 +1,10 @@
-"""cuBLAS and cuBLASLt, called through torch."""
+"""cuBLAS and cuBLASLt, called through torch; epilogues by their own, or by kernels behind them."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from tuner.config import Config
@@ -17,21 +18,48 @@ PEAK_TFLOPS = 640.0
 STREAM_GBS = 2400.0
 #: A small product's time inside a graph, microseconds: one launch and one wave's latency.
 START_US = 3.0
+LIBRARIES = ("cublas", "cublaslt")
+#: The argument of `torch._addmm_activation` by epilogue; cuBLASLt's GELU is the one by tanh.
+FUSED_ACTIVATIONS = {"bias_relu": False, "bias_gelu_tanh": True}
 
 
 class VendorBlas(Vendor):
-    """``kernel``: which library torch calls, cublas or cublaslt."""
+    """``kernel``: which library torch calls, cublas or cublaslt, each with the epilogue in kernels
+    of torch behind it; addmm, the product with a bias or onto a residual in one call, and the rest
+    behind it; addmm_activation, cuBLASLt's fused epilogue; on request inductor, what torch.compile
+    makes of it when it searches longest.
+    """
 
     name: ClassVar[str] = "vendor_blas"
     op: ClassVar[str] = GemmProblem.op
-    offered: ClassVar[tuple[str, ...]] = ("cublas", "cublaslt")
+    offered: ClassVar[tuple[str, ...]] = (*LIBRARIES, "addmm", "addmm_activation")
+    on_request: ClassVar[tuple[str, ...]] = ("inductor",)
+
+    def refusal(self, problem: Problem, kernel: str) -> str:
+        if not isinstance(problem, GemmProblem) or kernel not in ("addmm", "addmm_activation"):
+            return ""
+        if problem.batch > 1 or problem.dtype_d != problem.dtype:
+            return f"{kernel} makes one matrix of its operands' type"
+        if kernel == "addmm" and not (problem.has_bias or problem.has_residual):
+            return "addmm needs a bias or a residual"
+        if kernel == "addmm_activation" and problem.epilogue not in FUSED_ACTIVATIONS:
+            return f"addmm_activation is offered for {' and '.join(FUSED_ACTIVATIONS)}"
+        return ""
 
     def connect(self, problem: GemmProblem, kernel: str, scale: float) -> Callable[..., Any] | str:
         import torch
 
         if scale != 1.0:
             return f"{kernel} is offered with alpha 1, not {scale}"
-        product = matmul(problem)
+        if kernel == "inductor":
+            # Without graphs of its own: calls are captured into ours.
+            compiled: Callable[..., Any] = torch.compile(
+                unfused(problem), mode="max-autotune-no-cudagraphs", dynamic=False
+            )
+            return compiled
+        if kernel not in LIBRARIES:
+            return addmm(problem) if kernel == "addmm" else addmm_activation(problem)
+        product = unfused(problem)
         library = torch.backends.cuda.preferred_blas_library
         with warnings.catch_warnings():  # torch warns once that the choice is experimental
             warnings.simplefilter("ignore")
@@ -39,21 +67,28 @@ class VendorBlas(Vendor):
             library(kernel)
             library(before)
 
-        def call(a: Any, b: Any) -> Any:
+        def call(*inputs: Any) -> Any:
             previous = library()
             library(kernel)
             try:
-                return product(a, b)
+                return product(*inputs)
             finally:
                 library(previous)
 
         return call
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
-        """A fixed part, and the longer of the products and the bytes at cuBLAS's rates."""
+        """A fixed part, the longer of the products and the bytes at cuBLAS's rates, and for each
+        kernel behind it the result read and written once more.
+        """
         rate = PEAK_TFLOPS * gpu.peak_tflops / DEFAULT_GPU.peak_tflops
         stream = STREAM_GBS * gpu.memory_gbs / DEFAULT_GPU.memory_gbs
-        return START_US + max(problem.flops / rate / 1e6, problem.bytes / stream / 1e3)
+        product = START_US + max(problem.flops / rate / 1e6, problem.bytes / stream / 1e3)
+        if not isinstance(problem, GemmProblem):
+            return product
+        passes = problem.has_bias + problem.has_residual + bool(problem.activation)
+        passes -= {"addmm": 1, "addmm_activation": 2, "inductor": passes}.get(config["kernel"], 0)
+        return product + passes * (START_US + 2 * problem.output.bytes / stream / 1e3)
 
 
 def matmul(problem: GemmProblem) -> Callable[[Any, Any], Any]:
@@ -71,3 +106,61 @@ def matmul(problem: GemmProblem) -> Callable[[Any, Any], Any]:
         return torch.bmm(a, b, **options)
 
     return one if problem.batch == 1 else many
+
+
+def unfused(problem: GemmProblem) -> Callable[..., Any]:
+    """call(a, b, *bias, *residual) -> d: the product, and a kernel a part of the epilogue."""
+    product, finish = matmul(problem), epilogue(problem)
+
+    def call(a: Any, b: Any, *others: Any) -> Any:
+        return finish(product(a, b), *others)
+
+    return call
+
+
+def epilogue(problem: GemmProblem) -> Callable[..., Any]:
+    """finish(d, *bias, *residual) -> d with the problem's epilogue; changes its first argument."""
+    from torch.nn import functional
+
+    activations: dict[str, Callable[[Any], Any]] = {
+        "": lambda d: d,
+        "relu": functional.relu_,
+        "gelu": functional.gelu,
+        "gelu_tanh": lambda d: functional.gelu(d, approximate="tanh"),
+        "silu": lambda d: functional.silu(d, inplace=True),
+    }
+    activate, has_bias = activations[problem.activation], problem.has_bias
+
+    def finish(d: Any, *others: Any) -> Any:
+        if has_bias:
+            d = d.add_(others[0])
+        d = activate(d)
+        return d.add_(others[-1]) if problem.has_residual else d
+
+    return finish
+
+
+def addmm(problem: GemmProblem) -> Callable[..., Any]:
+    """As `unfused`, with the bias (else the residual) added by the product's own call."""
+    import torch
+
+    left = problem.epilogue.removeprefix("bias").removeprefix("_") if problem.has_bias else ""
+    finish = epilogue(replace(problem, epilogue=left))
+
+    def call(a: Any, b: Any, added: Any, *others: Any) -> Any:
+        first = added if problem.has_bias else added[0]
+        return finish(torch.addmm(first, a[0], b[0]).unsqueeze(0), *others)
+
+    return call
+
+
+def addmm_activation(problem: GemmProblem) -> Callable[..., Any]:
+    """call(a, b, bias) -> d in one kernel: cuBLASLt's epilogue of a bias and an activation."""
+    import torch
+
+    use_gelu = FUSED_ACTIVATIONS[problem.epilogue]
+
+    def call(a: Any, b: Any, bias: Any) -> Any:
+        return torch._addmm_activation(bias, a[0], b[0], use_gelu=use_gelu).unsqueeze(0)
+
+    return call

@@ -20,7 +20,7 @@ from tuner import settings
 from tuner.config import Config
 from tuner.families.vendor import FAILURES, Vendor
 from tuner.hardware import DEFAULT_GPU, Gpu
-from tuner.problem import AttentionProblem, Layout, Problem
+from tuner.problem import E4M3, AttentionProblem, Layout, Problem
 
 #: kernel that torch carries -> its check of tensors in torch.backends.cuda, its operator, and the
 #: operator's arguments between the tensors and dropout: no bias, no log-sum-exp.
@@ -63,6 +63,10 @@ RATES: dict[str, tuple[float, float, float, float, float]] = {
     "naive": (15.0, 30, 15, 34, 17),
 }
 
+#: PyTorch's operators take 16-bit tensors. FlashAttention-3 built with fp8 takes one factor a KV
+#: head for Q, ours one a query head.
+_NO_E4M3 = f"vendor_sdpa takes fp16 and bf16 alone, not {E4M3} with descale factors"
+
 Attend = Callable[..., Any]
 """attend(query, key, value, causal=, scale=) over (B, S, H, D) tensors; with ``window_size=(left,
 right)`` and ``softcap=`` where the problem has them."""
@@ -79,6 +83,12 @@ class VendorSdpa(Vendor):
     offered: ClassVar[tuple[str, ...]] = (*BACKENDS, "flash3", *VARIANTS, "flash4")
     on_request: ClassVar[tuple[str, ...]] = ("naive",)
     parameters: ClassVar[frozenset[str]] = frozenset({"kernel", "layout"})
+
+    def supports(self, problem: Problem, gpu: Gpu) -> str:
+        reason = super().supports(problem, gpu)
+        if not reason and isinstance(problem, AttentionProblem) and problem.dtype == E4M3:
+            return _NO_E4M3
+        return reason
 
     def violations(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
         found = super().violations(problem, config, gpu)
@@ -101,6 +111,8 @@ class VendorSdpa(Vendor):
     def refusal(self, problem: Problem, kernel: str) -> str:
         if not isinstance(problem, AttentionProblem):
             return ""
+        if problem.dtype == E4M3:
+            return _NO_E4M3
         if problem.is_windowed and kernel in ("cudnn", "efficient"):
             return f"{kernel} has no sliding window"
         if problem.softcap and kernel in BACKENDS:

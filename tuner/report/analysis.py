@@ -86,9 +86,14 @@ class Step:
 
 def progress(subject: Subject) -> list[Step]:
     """The quick pass as the search went through it."""
+    return steps_of(subject.quick)
+
+
+def steps_of(measurements: Iterable[Measurement]) -> list[Step]:
+    """Candidates, in the order of time, each with the fastest so far."""
     steps: list[Step] = []
     best = math.inf
-    for number, measurement in enumerate(subject.quick, 1):
+    for number, measurement in enumerate(measurements, 1):
         best = min(best, latency(measurement))
         steps.append(Step(number, measurement, best))
     return steps
@@ -388,6 +393,11 @@ def scaling(subject: Subject) -> list[Length]:
     return found if len({length.seqlen for length in found}) >= LEAST_LENGTHS else []
 
 
+def lengths_known(subject: Subject) -> list[int]:
+    """Sequence lengths at which problems that differ in nothing else are tuned; this one's too."""
+    return sorted({_length(e.problem) for e in subject.known if _is_sibling(subject, e)})
+
+
 def _length(problem: Problem) -> int:
     return problem.seqlen_kv if isinstance(problem, AttentionProblem) else 0
 
@@ -402,6 +412,38 @@ def _is_sibling(subject: Subject, entry: Entry) -> bool:
     square = mine.seqlen_q == mine.seqlen_kv
     queries = theirs.seqlen_kv if square else mine.seqlen_q
     return theirs == replace(mine, seqlen_q=queries, seqlen_kv=theirs.seqlen_kv)
+
+
+@dataclass(frozen=True)
+class Standing:
+    """The best own kernel and the fastest vendor's of one problem's final pass."""
+
+    problem: Problem
+    own: Measurement
+    vendor: Measurement
+
+    @property
+    def ratio(self) -> float:
+        """The vendor's time over the own one's: above 1 the own kernel is faster."""
+        return latency(self.vendor) / latency(self.own)
+
+
+def standing(subject: Subject) -> list[Standing]:
+    """Every measured problem of the operation with both, smallest first; under the subject's
+    regime, on its GPU. This one's numbers are the subject's own.
+    """
+    here = (subject.problem.op, subject.gpu.identity, subject.regime)
+    known = {
+        e.problem: e for e in subject.known if (e.problem.op, e.gpu.identity, e.regime) == here
+    }
+    if subject.has_finals:
+        known[subject.problem] = subject.entry
+    found = [
+        Standing(problem, entry.best_own, min(entry.vendors.values(), key=latency))
+        for problem, entry in known.items()
+        if entry.best_own is not None and entry.vendors
+    ]
+    return sorted(found, key=lambda s: (s.problem.flops, s.problem.key))
 
 
 def crossings(lengths: Sequence[Length]) -> list[tuple[float, str, str]]:

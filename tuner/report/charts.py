@@ -9,7 +9,7 @@ from typing import Any
 from tuner.cli.describe import config_text, microseconds, short_name
 from tuner.measurement import Measurement, Status
 from tuner.report import analysis
-from tuner.report.analysis import Importance, Length, Step, latency
+from tuner.report.analysis import Importance, Length, Standing, Step, latency
 from tuner.report.explain import limits
 from tuner.report.spec import (
     BEST,
@@ -27,6 +27,9 @@ from tuner.report.spec import (
 from tuner.report.subject import Subject
 from tuner.report.work import l2_bytes_per_us, total, works
 from tuner.store.entry import is_vendor
+
+_HERE = "\u25b8 "
+"""Marks the subject's own problem among others."""
 
 
 def ranking(subject: Subject) -> Spec:
@@ -50,7 +53,7 @@ def ranking(subject: Subject) -> Spec:
         "scale": {"domain": ["own", "vendor"], "range": [SERIES[0], SERIES[7]]},
         "legend": {"orient": "top", "title": None},
     }
-    top = 1.3 * max(latency(m) for m in subject.ranking)
+    top = 1.45 * max(latency(m) for m in subject.ranking)
     x = channel("us", "microseconds a call", scale={"domain": [0, top], "nice": False})
     tooltip = tips(("kernel", "kernel"), ("text", "time"), ("config", "config"))
     return picture(
@@ -76,7 +79,7 @@ def ranking(subject: Subject) -> Spec:
 
 
 def progress(steps: Sequence[Step]) -> Spec:
-    """Every candidate in the order of time, and the best so far."""
+    """Every candidate in the order of time, and the best so far; one passed at least."""
     slowest = max(latency(s.measurement) for s in steps if s.measurement.ok)
     values = [
         {
@@ -165,7 +168,8 @@ def roofline(subject: Subject) -> Spec | None:
     values = _rates(subject)
     if not values:
         return None
-    peak, l2 = subject.gpu.peak_tflops, l2_bytes_per_us(subject.gpu) / 1e6
+    peak = subject.gpu.peak_tflops * subject.problem.tensor_rate
+    l2 = l2_bytes_per_us(subject.gpu) / 1e6
     ridge = peak / l2
     low = min(v["intensity"] for v in values) / 2
     high = 2 * max(ridge, max(v["intensity"] for v in values))
@@ -273,6 +277,69 @@ def busy(subject: Subject, measurement: Measurement) -> Spec:
                 "data": {"values": [{"share": 1}]},
                 "mark": {"type": "rule", "color": BEST, "strokeWidth": 2, "strokeDash": [5, 4]},
                 "encoding": {"x": channel("share", "share of the measured time")},
+            },
+        ],
+    )
+
+
+def standing(found: Sequence[Standing], subject: Subject) -> Spec:
+    """The fastest vendor's time over the best own kernel's, from 1 to either side."""
+    labels = [s.problem.label() for s in found]
+    common = [part for part in labels[0].split(",") if all(part in x.split(",") for x in labels)]
+    values = [
+        {
+            "problem": (_HERE if s.problem == subject.problem else "")
+            + ",".join(part for part in label.split(",") if part not in common),
+            "ratio": s.ratio,
+            "even": 1,
+            "who": "own is faster" if s.ratio >= 1 else "vendor is faster",
+            "text": f"{s.ratio:.3f} {short_name(s.vendor)}",
+            "at": max(1.0, s.ratio),
+            "own": f"{microseconds(s.own.latency_us)} us {short_name(s.own)}",
+            "vendor": f"{microseconds(s.vendor.latency_us)} us {short_name(s.vendor)}",
+        }
+        for s, label in zip(found, labels, strict=True)
+    ]
+    low = min(0.95, *(s.ratio for s in found)) - 0.02
+    high = max(1.05, *(s.ratio for s in found))
+    x = channel(
+        "ratio",
+        "fastest vendor's time / best own kernel's" + (f", {','.join(common)}" if common else ""),
+        scale={"domain": [low, high + 0.35 * (high - low)], "nice": False},
+        axis={"tickCount": 6},
+    )
+    y = channel("problem", "", "nominal", sort=None, axis={"title": None, "labelLimit": 260})
+    who = {
+        "field": "who",
+        "type": "nominal",
+        "scale": {"domain": ["own is faster", "vendor is faster"], "range": [SERIES[0], SERIES[7]]},
+        "legend": {"orient": "top", "title": None},
+    }
+    tooltip = tips(("problem", "problem"), ("own", "own"), ("vendor", "fastest vendor"))
+    even = {"type": "rule", "color": INK, "strokeWidth": 1.5}
+    return picture(
+        values,
+        "The fastest vendor's time over the best own kernel's, of every tuned problem.",
+        height=26 * len(values),
+        layer=[
+            {
+                "mark": {"type": "bar", "height": 14},
+                "encoding": {
+                    "y": y,
+                    "x": x,
+                    "x2": {"field": "even"},
+                    "color": who,
+                    "tooltip": tooltip,
+                },
+            },
+            {
+                "mark": {"type": "text", "align": "left", "dx": 6, "color": INK},
+                "encoding": {"y": y, "x": {**x, "field": "at"}, "text": {"field": "text"}},
+            },
+            {
+                "data": {"values": [{"ratio": 1}]},
+                "mark": even,
+                "encoding": {"x": x},
             },
         ],
     )

@@ -1,8 +1,9 @@
 """Why a configuration won, in plain words; every claim from a number that it names.
 
 Times, registers and memory beside the operands were measured (by the stopwatch and by ptxas);
-tiles, waves, occupancy, bytes and instructions are computed (`work`). Computed numbers say what a
-config asks of the chip, not what that cost: only times do.
+tiles, waves, occupancy, bytes and instructions are computed (`work`); what Nsight Compute counted
+is told where `tuner profile` was run. Computed numbers say what a config asks of the chip, not what
+that cost: only times do.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 from tuner.cli.describe import microseconds, short_name
 from tuner.config import Value
 from tuner.measurement import Measurement
+from tuner.profile import CYCLES, CYCLES_ACTIVE, SHARES, STALLS, Profile
 from tuner.ranking import deviation, is_tie
 from tuner.report import analysis
 from tuner.report.analysis import latency
@@ -21,9 +23,11 @@ from tuner.report.subject import Subject
 from tuner.report.work import Work, floors, total, works
 from tuner.store.entry import is_vendor
 
-MEASURED, COMPUTED = "measured", "computed"
+MEASURED, COMPUTED, COUNTED = "measured", "computed", "counted"
 BUSY = 0.75
 """Share of the time from which on a unit is said to be what limits a kernel."""
+WAITS = 3
+"""Reasons to wait that are told, the most frequent ones."""
 MOST_CHANGES = 8
 """Single changes that are told."""
 
@@ -34,7 +38,7 @@ class Claim:
 
     text: str
     source: str
-    """`MEASURED` or `COMPUTED`."""
+    """`MEASURED`, `COMPUTED` or `COUNTED`."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,8 @@ class Explanation:
     single: tuple[Claim, ...]
     """What changing one parameter alone did."""
     limits: tuple[Claim, ...]
+    counted: tuple[Claim, ...] = ()
+    """What `tuner profile` counted; empty where it was not run."""
 
     def to_json(self) -> dict[str, Any]:
         """The account as one JSON object."""
@@ -75,6 +81,7 @@ class Explanation:
             ],
             "single_changes": [vars(claim) for claim in self.single],
             "limits": [vars(claim) for claim in self.limits],
+            "counted": [vars(claim) for claim in self.counted],
         }
 
 
@@ -106,6 +113,7 @@ def explain(subject: Subject) -> Explanation | None:
         tuple(contrasts),
         tuple(_single(subject, own)),
         tuple(_limits(subject, own)),
+        tuple(_counted(subject.profile_of(own.config))),
     )
 
 
@@ -269,6 +277,26 @@ def _limits(subject: Subject, own: Measurement) -> list[Claim]:
             "not overlap, and multiprocessors without work."
         )
     return [*claims, Claim(text, COMPUTED)]
+
+
+def _counted(found: Profile | None) -> list[Claim]:
+    """How busy the units were and what warps waited for, in the launch that took longest."""
+    if found is None:
+        return []
+    main = found.main
+    shares = ", ".join(f"{c.label} {v.value:.0f} %" for c, v in main.shown(SHARES))
+    texts = [f"Of what each can do at most, {main.kernel}: {shares}."] if shares else []
+    active, cycles = main.get(CYCLES_ACTIVE), main.get(CYCLES)
+    if active and cycles:
+        texts.append(
+            f"A multiprocessor is active in {100 * active / cycles:.0f} % of the "
+            f"{_count(cycles)} cycles from the kernel's start to its end."
+        )
+    waits = sorted(main.shown(STALLS), key=lambda item: -item[1].value)[:WAITS]
+    if waits:
+        named = ", ".join(f"{c.label} {v.value:.2f}" for c, v in waits)
+        texts.append(f"Warps waiting when an instruction is issued, by what for: {named}.")
+    return [Claim(text, COUNTED) for text in texts]
 
 
 def size(count: float) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,12 @@ import tuner
 from tuner.cli.describe import config_text, facts_text, microseconds, short_name
 from tuner.errors import ConfigError
 from tuner.measurement import Measurement
-from tuner.report import analysis, charts
+from tuner.problem import AttentionProblem
+from tuner.profile import COUNTERS, STALLS
+from tuner.report import analysis, assets, charts, counters
 from tuner.report.explain import Explanation, explain, size
 from tuner.report.heat import heat_panels
+from tuner.report.palette import colours
 from tuner.report.spec import Spec
 from tuner.report.subject import Subject
 from tuner.store.entry import is_vendor
@@ -69,9 +72,9 @@ def render(subject: Subject) -> str:
     """
     from jinja2 import Environment, StrictUndefined
 
-    script = library()
-    sections = list(_sections(subject))
-    specs = {figure.name: figure.spec for s in sections for figure in s.figures}
+    script = _library()
+    parts = sections(subject)
+    specs = {figure.name: figure.spec for s in parts for figure in s.figures}
     environment = Environment(
         undefined=StrictUndefined, autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
@@ -80,28 +83,28 @@ def render(subject: Subject) -> str:
         title=subject.label,
         verdict=analysis.verdict(subject),
         facts=_facts(subject),
-        sections=sections,
+        sections=parts,
+        colours=colours(),
         library=script,
+        figures=assets.figures(),
         specs=_in_script(specs),
         data=_in_script(data(subject)),
         version=tuner.__version__,
     )
 
 
-@cache
-def library() -> str:
-    """Vega, Vega-Lite and Vega-Embed as one script.
+def sections(subject: Subject) -> list[Section]:
+    """The parts of the page, in order."""
+    return list(_sections(subject))
 
-    Raises:
-        ConfigError: when they are not installed.
-    """
+
+def _library() -> str:
     try:
         import sklearn  # noqa: F401  # what Optuna's fANOVA stands on
-        import vl_convert
+        import vl_convert  # noqa: F401
     except ImportError as exc:
         raise ConfigError(f"a report needs the extra 'report' ({exc.name}): {EXTRA}") from exc
-    script = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
-    return str(script).replace("</script", "<\\/script")
+    return assets.library().replace("</script", "<\\/script")
 
 
 def _in_script(value: Any) -> str:
@@ -112,12 +115,15 @@ def _in_script(value: Any) -> str:
 
 def data(subject: Subject) -> dict[str, Any]:
     """Every number that the page draws from, with its environment."""
+    own = subject.entry.best_own
+    counted = subject.profile_of(own.config) if own else None
     return {
         "source": subject.source,
         "problem": subject.problem.to_json(),
         "gpu": asdict(subject.gpu),
         "regime": str(subject.regime),
         "environment": dict(subject.environment.facts),
+        "counted": counted and counted.to_json(),
         "measurements": [
             {
                 "problem": part.problem.label(),
@@ -167,6 +173,7 @@ def _sections(subject: Subject) -> Iterable[Section]:
             ],
             [Figure("limits", "Busy at the least", charts.busy(subject, own))],
         )
+        yield from _counted(subject, account)
         yield Section("why", "Why this configuration", explanation=account)
     yield from _search(subject)
     yield from _space(subject)
@@ -187,6 +194,7 @@ def _sections(subject: Subject) -> Iterable[Section]:
             [Figure("roofline", "TFLOP/s over FLOP a byte", roofline)],
         )
     yield from _scaling(subject)
+    yield from _standing(subject)
     yield Section(
         "memory",
         "Memory",
@@ -198,13 +206,14 @@ def _sections(subject: Subject) -> Iterable[Section]:
 
 def _peers(subject: Subject) -> Section:
     columns = ("kernel", "us", "deviation", "TFLOP/s", "of peak", "error", "beside the operands")
+    peak = subject.gpu.peak_tflops * subject.problem.tensor_rate
     rows = [
         (
             short_name(m),
             microseconds(m.latency_us),
             f"{100 * (m.std_us or 0) / analysis.latency(m):.1f} %",
             f"{m.tflops or 0:.0f}",
-            f"{100 * (m.tflops or 0) / subject.gpu.peak_tflops:.0f} %",
+            f"{100 * (m.tflops or 0) / peak:.0f} %",
             "-" if m.error is None else f"{m.error:.1e}",
             size(m.workspace_bytes),
         )
@@ -222,6 +231,35 @@ def _peers(subject: Subject) -> Section:
         words.append(f"Flagged: {'; '.join(flagged)}.")
     figure = Figure("ranking", "Microseconds a call", charts.ranking(subject))
     return Section("peers", "Against the peers", words, [figure], Table(columns, rows))
+
+
+def _counted(subject: Subject, account: Explanation) -> Iterable[Section]:
+    """What `tuner profile` counted of the best own kernel, a part of the section before."""
+    found = subject.profile_of(account.config.config)
+    if found is None:
+        return
+    rows = [
+        (kernel.kernel, counter.label, f"{value.value:,.6g}", value.unit, counter.says)
+        for kernel in found.kernels
+        for counter, value in kernel.shown(COUNTERS)
+    ]
+    ncu = found.environment.facts.get("ncu", "of an unknown version")
+    figures = [Figure("counters", "Share of what each can do", counters.shares(found.main))]
+    if found.main.shown(STALLS):
+        figures.append(Figure("stalls", "What warps wait for", counters.stalls(found.main)))
+    yield Section(
+        "counted",
+        "What the profiler counted",
+        [
+            f"One call under Nsight Compute {ncu}, {found.created_at[:10]}, clocks not locked; "
+            f"of {found.main.kernel}, the launch that takes longest. It ran by itself: times above "
+            "are the stopwatch's.",
+            *(claim.text for claim in account.counted[1:]),
+        ],
+        figures,
+        Table(("kernel", "counter", "value", "unit", "says"), rows),
+        level=3,
+    )
 
 
 def _search(subject: Subject) -> Iterable[Section]:
@@ -316,6 +354,14 @@ def _space(subject: Subject) -> Iterable[Section]:
 def _scaling(subject: Subject) -> Iterable[Section]:
     lengths = analysis.scaling(subject)
     if not lengths:
+        if isinstance(subject.problem, AttentionProblem):
+            known = ", ".join(map(str, analysis.lengths_known(subject))) or "none"
+            text = (
+                f"Not drawn: it takes {analysis.LEAST_LENGTHS} tuned problems that differ in their "
+                f"sequence length only (tuned: {known}). `tuner sweep` of other lengths, the rest "
+                "as here, adds them, with memory and with where one kernel overtakes another."
+            )
+            yield Section("scaling", "Sequence length", [text])
         return
     crossings = analysis.crossings(lengths)
     words = [
@@ -336,6 +382,34 @@ def _scaling(subject: Subject) -> Iterable[Section]:
     yield Section("scaling", "Sequence length", words, figures, table)
 
 
+def _standing(subject: Subject) -> Iterable[Section]:
+    """Every tuned problem of the operation, this one among them."""
+    found = analysis.standing(subject)
+    if len(found) < 2:
+        return
+    mean = math.exp(sum(math.log(s.ratio) for s in found) / len(found))
+    ahead = sum(s.ratio > 1 for s in found)
+    words = [
+        f"The fastest vendor's time over the best own kernel's, in each problem's final pass, of "
+        f"all {len(found)} that are known for {subject.gpu.name}, {subject.regime}: own kernels "
+        f"are ahead in {ahead}; geometric mean {mean:.3f}.",
+    ]
+    rows = [
+        (
+            s.problem.label(),
+            short_name(s.own),
+            microseconds(s.own.latency_us),
+            short_name(s.vendor),
+            microseconds(s.vendor.latency_us),
+            f"{s.ratio:.3f}",
+        )
+        for s in found
+    ]
+    columns = ("problem", "best own", "us", "fastest vendor", "us", "vendor / own")
+    figure = Figure("standing", "Fastest vendor / best own", charts.standing(found, subject))
+    yield Section("standing", "All tuned problems", words, [figure], Table(columns, rows))
+
+
 def _all(subject: Subject) -> Section:
     measured: list[Measurement] = sorted(
         subject.recording.measurements, key=lambda m: (not m.is_final, analysis.latency(m))
@@ -351,7 +425,7 @@ def _all(subject: Subject) -> Section:
         for m in measured[:MOST_ROWS]
     ]
     words = [
-        f"Environment: {facts_text(subject.ranking[0])}.",
+        f"Environment: {facts_text(subject.environment)}.",
         "The page holds all of it, stages included, as JSON in its element with the id data.",
     ]
     if len(measured) > MOST_ROWS:

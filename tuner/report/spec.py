@@ -1,6 +1,6 @@
 """The parts of which the pictures' Vega-Lite specifications are made.
 
-Colours are the page's CSS variables, so that one picture serves light and dark; what a colour
+Colours are CSS variables (`palette`), so that one picture serves light and dark; what a colour
 says is said by a shape, a position or a word too. Widths follow the page.
 """
 
@@ -10,6 +10,31 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 Spec = dict[str, Any]
+
+FONT = "system-ui, -apple-system, 'Segoe UI', sans-serif"
+_WORDS = {
+    "labelColor": "var(--ink)",
+    "titleColor": "var(--soft)",
+    "labelFont": FONT,
+    "titleFont": FONT,
+    "labelFontSize": 12,
+}
+#: Vega-Lite's configuration of every picture.
+CONFIG: Mapping[str, Any] = {
+    "background": "transparent",
+    "font": FONT,
+    "view": {"stroke": None},
+    "axis": {
+        **_WORDS,
+        "titleFontSize": 12,
+        "titleFontWeight": "normal",
+        "gridColor": "var(--line)",
+        "domainColor": "var(--soft)",
+        "tickColor": "var(--soft)",
+    },
+    "legend": _WORDS,
+    "text": {"fontSize": 12},
+}
 
 SERIES = tuple(f"var(--series-{number})" for number in range(1, 9))
 SHAPES = (

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tuner import recording, settings
+from tuner import profile, recording, settings
+from tuner.config import Config
 from tuner.errors import ConfigError, NoValidConfigError
 from tuner.hardware import Gpu
 from tuner.lookup import Entry, entries, shipped, with_shipped
 from tuner.measurement import Clocks, Environment, Measurement, Provenance, Regime
 from tuner.problem import Problem
+from tuner.profile import Profile
 from tuner.ranking import rank
 from tuner.recording import Recording
 from tuner.store import Store, open_store
@@ -79,6 +81,10 @@ class Subject:
     def clock_mhz(self) -> int:
         """Clock of the multiprocessors during the final pass, or the highest where not read."""
         return (self.ranking[0].clocks or Clocks()).sm_mhz or self.gpu.clock_max_mhz
+
+    def profile_of(self, config: Config) -> Profile | None:
+        """What was counted of a config on this GPU model; None where nobody did."""
+        return profile.find(self.problem, self.gpu, config)
 
     @property
     def measured_on(self) -> str:

@@ -11,23 +11,30 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from tuner.config import Config
-from tuner.families import family
+from tuner.families import family, triton_attention
 from tuner.families.cutlass_fmha_shape import Shape
 from tuner.families.fused_attention import FusedAttention, instance
 from tuner.families.gemm_shape import CONSUMERS, PINGPONG, PLAIN, oriented, smem_bytes
+from tuner.families.gemm_swiglu import product_of
 from tuner.hardware import (
     EXP_PER_CLOCK_SM,
     GRAPH_LAUNCH_US,
     REGISTERS_PER_SM,
     SMEM_PER_SM_BYTES,
     SMEM_RESERVED_PER_BLOCK_BYTES,
-    TENSOR_FLOPS_PER_CLOCK_SM,
     WARP,
     WARP_GROUP,
     Gpu,
 )
 from tuner.measurement import Measurement, Regime
-from tuner.problem import DTYPE_BYTES, AttentionProblem, GemmProblem, Problem, SoftmaxProblem
+from tuner.problem import (
+    DTYPE_BYTES,
+    AttentionProblem,
+    GemmProblem,
+    Problem,
+    SoftmaxProblem,
+    SwigluProblem,
+)
 
 #: Bytes that the whole L2 gives a clock [NVIDIA A100 whitepaper, "L2 cache": 5120; taken for
 #: Hopper, whose recorded sweeps reach up to 7.6 TB/s]. At the highest clock: the L2 has its own,
@@ -110,12 +117,16 @@ def _works(problem: Problem, config: Config, gpu: Gpu) -> tuple[Work, ...]:
     match problem, config.family:
         case AttentionProblem(), "fused_attention":
             return (_fused_attention(problem, config, gpu),)
+        case AttentionProblem(), "triton_attention":
+            return (_triton_attention(problem, config, gpu),)
         case AttentionProblem(), "cutlass_fmha":
             return (_cutlass_fmha(problem, config, gpu),)
         case AttentionProblem(), "three_kernel_attention":
             return _three_kernels(problem, config, gpu)
         case GemmProblem(), "gemm":
             return (_gemm(problem, config, gpu),)
+        case SwigluProblem(), "gemm_swiglu":
+            return (_gemm_swiglu(problem, config, gpu),)
         case SoftmaxProblem(), "softmax":
             return (_softmax(problem, config, gpu),)
         case _:
@@ -148,7 +159,7 @@ def floors(
     moved = total(found, "l2_bytes") if found else problem.bytes
     launches = sum(work.launches for work in found) or 1
     return {
-        TENSOR: flops / (TENSOR_FLOPS_PER_CLOCK_SM * clocks),
+        TENSOR: flops / (gpu.tensor_flops_per_clock_sm * problem.tensor_rate * clocks),
         EXPONENTIAL: exponentials / (EXP_PER_CLOCK_SM * clocks),
         L2: moved / l2_bytes_per_us(gpu),
         MEMORY: memory_bytes(problem, gpu, measurement.regime) / (gpu.memory_gbs * 1e3),
@@ -231,7 +242,10 @@ def _attention(
         smem_bytes=smem,
         blocks_per_sm=blocks_per_sm,
         tensor_flops=4.0 * tile_m * tile_n * columns * steps,
-        wgmma=steps * (_wgmmas(tile_m, tile_n, columns) + _wgmmas(tile_m, columns, tile_n)),
+        # A WGMMA of 8-bit operands is twice as deep.
+        wgmma=steps
+        * (_wgmmas(tile_m, tile_n, columns) + _wgmmas(tile_m, columns, tile_n))
+        // problem.tensor_rate,
         # A soft cap takes an exponential and a reciprocal more.
         exponentials=(on_sfu + (2 if problem.softcap else 0)) * tile_m * tile_n * steps,
         # Q in and the output out once a tile, a tile of K and one of V a step.
@@ -254,6 +268,21 @@ def _fused_attention(problem: AttentionProblem, config: Config, gpu: Gpu) -> Wor
         packed=config.get("packed_heads", 1),
         splits=config.get("splits", 1),
     )
+
+
+def _triton_attention(problem: AttentionProblem, config: Config, gpu: Gpu) -> Work:
+    work = _attention(
+        problem,
+        gpu,
+        tile_m=config["block_m"],
+        tile_n=config["block_n"],
+        columns=triton_attention.padded(problem.head_dim),
+        threads=WARP * config["num_warps"],
+        smem=triton_attention.smem_bytes(problem, config, gpu),
+        blocks_per_sm=triton_attention.blocks_per_sm(problem, config, gpu),
+        packed=config.get("packed_heads", 1),
+    )
+    return replace(work, wgmma=0)  # which instructions Triton chooses is not known here
 
 
 def _cutlass_fmha(problem: AttentionProblem, config: Config, gpu: Gpu) -> Work:
@@ -300,7 +329,18 @@ def _gemm(problem: GemmProblem, config: Config, gpu: Gpu) -> Work:
         exponentials=0.0,
         # Multicast: a block reads its share of a tile and has the rest from its cluster.
         l2_bytes=width * tile_k * (tile_m / cluster_n + tile_n / cluster_m) * steps
-        + problem.output.bytes,
+        + sum(operand.bytes for operand in problem.operands[2:]),
+    )
+
+
+def _gemm_swiglu(problem: SwigluProblem, config: Config, gpu: Gpu) -> Work:
+    """The product of both projections; half of its columns are stored, an exponential each."""
+    found = _gemm(product_of(problem), config, gpu)
+    return replace(
+        found,
+        kernel="gemm_swiglu",
+        exponentials=float(problem.output.elements),
+        l2_bytes=found.l2_bytes - problem.output.bytes,
     )
 
 

@@ -49,13 +49,21 @@ class Runner(Protocol):
         ...
 
     def collect(self) -> list[Measurement]:
-        """Wait until a submitted group is done; one measurement a config."""
+        """Wait until a submitted group is done; one measurement a config, none after `cancel`."""
         ...
 
     def retime(
         self, problem: Problem, finalists: Sequence[Config], rounds: int
     ) -> list[Measurement]:
-        """Time finalists interleaved in one run: one measurement each, `is_final`."""
+        """Time finalists interleaved in one run, on one GPU: one measurement each, `is_final`;
+        none after `cancel`.
+        """
+        ...
+
+    def cancel(self) -> None:
+        """Give up, at once, what is submitted and what is timed. From any thread; one that waits
+        in `collect` or `retime` returns.
+        """
         ...
 
     def close(self) -> None:

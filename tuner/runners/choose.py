@@ -1,7 +1,8 @@
-"""Which runner serves a problem: the GPU, else a recording, else prediction."""
+"""Which runner serves a problem: the GPUs, else a recording, else prediction."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from tuner import recording
-from tuner.errors import BenchmarkError, CompileError, ConfigError
+from tuner.errors import CompileError
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.measurement import Regime
 from tuner.problem import Problem
@@ -19,15 +20,15 @@ from tuner.runners.replay import ReplayRunner
 
 if TYPE_CHECKING:
     from tuner.compiler import Compiler
-    from tuner.worker_client import WorkerClient
+    from tuner.runners.pool import WorkerPool
 
 
 @dataclass(frozen=True)
 class Machine:
     """Where to evaluate."""
 
-    device: int = 0
-    """CUDA device."""
+    devices: tuple[int, ...] | None = (0,)
+    """CUDA devices of one kind; None: all that are alike and free (`gpus.choose`)."""
     jobs: int | None = None
     """nvcc processes at a time; by default one a core."""
     max_workspace: int | None = None
@@ -38,7 +39,7 @@ class Machine:
 
 class Runners:
     """The runners of one job, made when first needed; runners of one regime are shared, and all
-    that measure on the GPU share one worker process.
+    that measure share the GPUs' worker processes. Safe between threads.
 
     Args:
         machine: where to evaluate.
@@ -48,10 +49,11 @@ class Runners:
     def __init__(self, machine: Machine, note: Callable[[str], None]) -> None:
         self._machine = machine
         self._note = note
+        self._lock = threading.RLock()
         self._local: dict[str, Runner] = {}
         self._others: list[Runner] = []
         self._compiler: Compiler | None = None
-        self._worker: WorkerClient | None = None
+        self._pool: WorkerPool | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -62,8 +64,14 @@ class Runners:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End everything that was started; what waits for a result gets none. From any thread."""
         for runner in [*self._local.values(), *self._others]:
             runner.close()
+        if self._pool is not None:
+            self._pool.close()
         if self._compiler is not None:
             self._compiler.close(cancel=True)
 
@@ -73,59 +81,65 @@ class Runners:
         Raises:
             CompileError: when there is a GPU and no compiler.
         """
-        if self.gpu is not None:
-            if str(regime) not in self._local:
-                self._local[str(regime)] = self._create_local(regime)
-            return self._local[str(regime)]
-        runner = self._create_other(problem, regime)
-        self._others.append(runner)
-        return runner
+        with self._lock:
+            if self.gpu is not None:
+                if str(regime) not in self._local:
+                    self._local[str(regime)] = self._create_local(self.gpu, regime)
+                return self._local[str(regime)]
+            runner = self._create_other(problem, regime)
+            self._others.append(runner)
+            return runner
+
+    def apart(self, problem: Problem, regime: Regime) -> Runner:
+        """A runner for a sweep that runs beside others, whose results it must not collect. The
+        caller closes it.
+
+        Raises:
+            CompileError: when there is a GPU and no compiler.
+        """
+        with self._lock:
+            if self.gpu is not None:
+                return self._create_local(self.gpu, regime)
+            return self._create_other(problem, regime)
+
+    @cached_property
+    def devices(self) -> tuple[int, ...]:
+        """The GPUs to measure on, looked for when first asked; says what is wrong with them.
+
+        Raises:
+            ConfigError: when a device was chosen that is not there, or differs from the first.
+        """
+        if self._machine.replay:
+            return ()
+        from tuner.runners import gpus
+
+        return gpus.choose(self._machine.devices, self._note)
 
     @cached_property
     def gpu(self) -> Gpu | None:
-        """The GPU to measure on, looked for when first asked; says what is wrong with it.
+        """What the GPUs to measure on are; None where nothing is measured.
 
         Raises:
-            ConfigError: when a device was chosen that is not there.
+            ConfigError: as `devices`.
         """
-        if self._machine.replay:
-            return None
-        try:
-            from tuner import device
+        from tuner import device
 
-            gpu = device.detect(self._machine.device)
-        except ImportError:
-            gpu = None
-        if gpu is None and self._machine.device:
-            raise ConfigError(f"device={self._machine.device} is no CUDA device of this machine")
-        if gpu is None:
-            self._note("no GPU found: nothing is measured here")
-            return None
-        if gpu.compute_capability != "9.0":
-            self._note(
-                f"{gpu.name} has compute capability {gpu.compute_capability}, the kernels need 9.0:"
-                " nothing is measured here"
-            )
-            return None
-        try:
-            for occupant in device.occupants(self._machine.device):
-                self._note(f"the GPU is used by {occupant}: times will be unsteady")
-        except BenchmarkError as exc:
-            self._note(f"whether others use the GPU is not known: {exc}")
-        return gpu
+        return device.detect(self.devices[0]) if self.devices else None
 
-    def _create_local(self, regime: Regime) -> Runner:
+    def _create_local(self, gpu: Gpu, regime: Regime) -> Runner:
         from tuner.runners.local import LocalRunner
+        from tuner.runners.pool import WorkerPool
         from tuner.worker_client import WorkerClient
 
-        if self._worker is None:
-            self._worker = WorkerClient(self._machine.device)
+        if self._pool is None:
+            self._pool = WorkerPool([WorkerClient(index) for index in self.devices])
         return LocalRunner(
-            self._machine.device,
+            self.devices[0],
             regime,
             self.compiler(),
             max_workspace=self._machine.max_workspace,
-            worker=self._worker,
+            gpu=gpu,
+            pool=self._pool,
         )
 
     def _create_other(self, problem: Problem, regime: Regime) -> Runner:
@@ -155,5 +169,8 @@ class Runners:
             from tuner.toolchain import find_toolchain
 
             artifacts = ArtifactCache(settings.artifacts_dir())
-            self._compiler = Compiler(find_toolchain(), artifacts, self._machine.jobs)
+            capability = (self.gpu or DEFAULT_GPU).compute_capability
+            self._compiler = Compiler(
+                find_toolchain(), artifacts, self._machine.jobs, capability=capability
+            )
         return self._compiler

@@ -1,10 +1,13 @@
-"""Evaluate on this machine: compile in the background, time on its GPU."""
+"""Evaluate on this machine: compile in the background, time on its GPUs."""
 
 from __future__ import annotations
 
 import concurrent.futures
+import queue
+import threading
 from collections.abc import Sequence
-from functools import cached_property
+from concurrent.futures import CancelledError, Future
+from functools import cached_property, partial
 from pathlib import Path
 
 from tuner import device
@@ -14,24 +17,29 @@ from tuner.errors import BenchmarkError
 from tuner.evaluate import Evaluator, Pending
 from tuner.families import families, families_in
 from tuner.families.base import Family
-from tuner.hardware import Gpu
+from tuner.hardware import HOPPER, Gpu
 from tuner.measurement import Environment, Measurement, Provenance, Regime
 from tuner.problem import Problem
+from tuner.runners.pool import WorkerPool
 from tuner.worker_client import TIMEOUT_S, WorkerClient
+
+_Done = tuple[Pending, "Future[list[Measurement]]"]
 
 
 class LocalRunner:
-    """One GPU under one regime. The compiler is the caller's to close.
+    """GPUs of one kind under one regime. The compiler is the caller's to close.
+
+    A group goes to the GPUs when its kernels are compiled, whether or not anybody collects.
 
     Args:
-        device_index: CUDA device.
+        device_index: CUDA device; of several, the one that says what they all are.
         regime: how candidates are timed.
-        compiler: works in the background while `collect` times what is ready.
+        compiler: works in the background.
         max_workspace: bytes that a candidate may use beside its operands; None: no limit.
         timeout_s: longest silence of the worker beyond what a phase announces.
         family_modules: Python files that define further families, for tests.
         gpu: what the device is, where that is known (default: ask it).
-        worker: what measures (default: a worker process on the device).
+        pool: what measures, the caller's to close (default: a worker process on the device).
 
     Raises:
         BenchmarkError: when there is no such GPU.
@@ -49,45 +57,47 @@ class LocalRunner:
         timeout_s: float = TIMEOUT_S,
         family_modules: Sequence[Path] = (),
         gpu: Gpu | None = None,
-        worker: WorkerClient | None = None,
+        pool: WorkerPool | None = None,
     ) -> None:
         found = gpu or device.detect(device_index)
         if found is None:
             raise BenchmarkError(f"CUDA device {device_index} is not there")
         self.gpu = found
         self.regime = regime
-        # Full translation units on every core; a search that learns submits fewer.
-        self.capacity = compiler.batch * compiler.jobs
         self._index, self._compiler = device_index, compiler
         members: dict[str, Family] = dict(families())
         for path in family_modules:
             members |= families_in(path)
-        self._worker = worker or WorkerClient(
-            device_index, family_modules=family_modules, timeout_s=timeout_s
+        self._owns_pool = pool is None
+        self._pool = pool or WorkerPool(
+            [WorkerClient(device_index, family_modules=family_modules, timeout_s=timeout_s)]
         )
+        # Full translation units on every core, or two groups a GPU where the compiler is small;
+        # a search that learns submits fewer.
+        self.capacity = max(compiler.batch * compiler.jobs, 2 * len(self._pool))
         self._evaluator = Evaluator(
-            found,
-            regime,
-            compiler,
-            self._worker,
-            members,
-            lambda: self.environment,
-            max_workspace,
+            found, regime, compiler, members, lambda: self.environment, max_workspace
         )
-        self._pending: list[Pending] = []
+        self._lock = threading.Lock()
+        self._open: list[Pending] = []
+        self._timing: set[Future[list[Measurement]]] = set()
+        self._done: queue.SimpleQueue[_Done | None] = queue.SimpleQueue()
 
     @cached_property
     def environment(self) -> Environment:
-        """Facts of this machine, the compiler and the vendors' libraries; starts the worker."""
+        """Facts of this machine, the compiler and the vendors' libraries; starts a worker."""
         tools = self._compiler.toolchain
         facts = dict(device.environment(self._index).facts)
         facts |= {"nvcc": tools.nvcc_version, "cutlass": tools.cutlass_version}
-        facts |= self._worker.facts()
+        if self.gpu.compute_capability != HOPPER and tools.triton_version:
+            # Where its kernels compete. Hopper's times have nothing of it.
+            facts["triton"] = tools.triton_version
+        facts |= self._pool.facts()
         return Environment(facts)
 
     @property
     def building(self) -> int:
-        return sum(not pending.is_ready for pending in [*self._pending])
+        return sum(not pending.is_ready for pending in [*self._open])
 
     def restrict(
         self, problem: Problem, family: Family, space: Sequence[Config]
@@ -98,30 +108,79 @@ class LocalRunner:
         self._evaluator.prefetch(problem, [config for group in groups for config in group])
 
     def submit(self, problem: Problem, group: Sequence[Config]) -> None:
-        self._pending.append(self._evaluator.start(problem, group))
+        pending = self._start(problem, group)
+        with self._lock:
+            self._open.append(pending)
+            done = self._done
+        pending.when_ready(partial(self._measure, pending, done))
 
     def collect(self) -> list[Measurement]:
-        """Time whichever group is compiled first, while the others compile on.
+        """Wait for the group that is measured first; empty after `cancel`.
 
         Raises:
-            BenchmarkError: when nothing was submitted, or the GPU cannot be used.
+            BenchmarkError: when nothing was submitted, or a GPU cannot be used.
         """
-        if not self._pending:
+        if not self._open:
             raise BenchmarkError("nothing was submitted to collect")
-        while True:
-            for pending in self._pending:
-                if pending.is_ready:
-                    self._pending.remove(pending)
-                    return self._evaluator.finish(pending)
-            running = [f for p in self._pending for f in p.futures.values() if not f.done()]
-            concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
+        try:
+            done = self._done.get()
+        except BaseException:
+            self.cancel()
+            raise
+        if done is None:
+            return []
+        pending, timing = done
+        with self._lock:
+            self._open = [other for other in self._open if other is not pending]
+            self._timing.discard(timing)
+        try:
+            return timing.result()
+        except CancelledError:
+            return []
 
     def retime(
         self, problem: Problem, finalists: Sequence[Config], rounds: int
     ) -> list[Measurement]:
-        pending = self._evaluator.start(problem, finalists)
-        return self._evaluator.finish(pending, mode="final", rounds=rounds)
+        """One request, and so one GPU's times; empty after `cancel`."""
+        pending = self._start(problem, finalists)
+        # A GPU waits for no compiler.
+        concurrent.futures.wait(pending.futures.values())
+        work = partial(self._evaluator.finish, pending, mode="final", rounds=rounds)
+        timing = self._pool.submit(work, first=True)
+        with self._lock:
+            self._timing.add(timing)
+        try:
+            return timing.result()
+        except CancelledError:
+            return []
+        except BaseException:
+            self._pool.cancel([timing])
+            raise
+        finally:
+            with self._lock:
+                self._timing.discard(timing)
+
+    def cancel(self) -> None:
+        with self._lock:
+            timing, self._timing, self._open = self._timing, set(), []
+            waiting, self._done = self._done, queue.SimpleQueue()
+        self._pool.cancel(timing)
+        waiting.put(None)
 
     def close(self) -> None:
-        self._pending.clear()
-        self._worker.close()
+        self.cancel()
+        if self._owns_pool:
+            self._pool.close()
+
+    def _start(self, problem: Problem, group: Sequence[Config]) -> Pending:
+        _ = self.environment  # a thread of the pool that first asked would wait for itself
+        return self._evaluator.start(problem, group)
+
+    def _measure(self, pending: Pending, done: queue.SimpleQueue[_Done | None]) -> None:
+        """Hand a compiled group to the GPUs; in the compiler's thread, maybe."""
+        with self._lock:
+            if not any(pending is other for other in self._open):
+                return  # it was given up while it was compiled
+            timing = self._pool.submit(partial(self._evaluator.finish, pending))
+            self._timing.add(timing)
+        timing.add_done_callback(lambda timing: done.put((pending, timing)))

@@ -105,9 +105,12 @@ class PredictRunner:
             for c in finalists
         ]
 
-    def close(self) -> None:
-        """Drop what is queued; the compiler belongs to whoever made it."""
+    def cancel(self) -> None:
         self._queue.clear()
+
+    def close(self) -> None:
+        """The compiler belongs to whoever made it."""
+        self.cancel()
 
     def _specs(self, problem: Problem, config: Config) -> dict[str, KernelSpec]:
         return self._catalogue(config.family).kernels(problem, config)

@@ -71,6 +71,9 @@ class ReplayRunner:
             measured.append(final)
         return measured
 
+    def cancel(self) -> None:
+        """Nothing here ever waits."""
+
     def close(self) -> None:
         self._queue.clear()
 

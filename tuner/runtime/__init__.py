@@ -13,6 +13,17 @@ from tuner.runtime import operators as _operators  # noqa: F401  (defines them)
 from tuner.runtime.attention import attention
 from tuner.runtime.counters import Stats, stats
 from tuner.runtime.enable import disable, enable, enabled
-from tuner.runtime.products import linear, matmul
+from tuner.runtime.products import interleave, linear, matmul, swiglu
 
-__all__ = ["Stats", "attention", "disable", "enable", "enabled", "linear", "matmul", "stats"]
+__all__ = [
+    "Stats",
+    "attention",
+    "disable",
+    "enable",
+    "enabled",
+    "interleave",
+    "linear",
+    "matmul",
+    "stats",
+    "swiglu",
+]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from tuner.errors import ConfigError
-from tuner.problem import LAYOUTS, AttentionProblem
-from tuner.runtime import counters, devices, dispatch, guards, native
+from tuner.problem import LAYOUTS, AttentionProblem, DType
+from tuner.runtime import counters, devices, dispatch, guards, native, quantised
 from tuner.runtime.autograd import has_backward
 from tuner.runtime.composed import NONE, Extras, compose
 from tuner.runtime.plan import Plan
@@ -28,6 +29,9 @@ def attention(
     *,
     window: tuple[int, int] | None = None,
     softcap: float = 0.0,
+    descale_q: torch.Tensor | None = None,
+    descale_k: torch.Tensor | None = None,
+    descale_v: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """softmax(scale * Q K^T + mask) V by the fastest kernel measured on this GPU.
 
@@ -57,15 +61,30 @@ def attention(
             `is_causal` none beyond i. A query that sees no key has zeros for its output.
         softcap: each scaled score s becomes softcap * tanh(s / softcap), before the mask; 0: as
             it is.
+        descale_q: positive fp32 (B, H), and with it the next two: query, key and value are
+            float8_e4m3fn, and stand for their elements times these factors. The output is bf16;
+            where no tuned kernel can, PyTorch computes it from bf16 copies. No mask, dropout,
+            window or soft cap.
+        descale_k: fp32 (B, HKV).
+        descale_v: fp32 (B, HKV).
 
     Returns:
-        (B, H, SQ, D), of the inputs' type; laid out as `query` where a tuned kernel ran.
+        (B, H, SQ, D), of the inputs' type, bf16 of e4m3; laid out as `query` where a tuned kernel
+        ran.
 
     Raises:
-        ConfigError: when `window` or `softcap` is out of range.
+        ConfigError: when `window` or `softcap` is out of range; on descale factors that do not fit
+            the tensors, or come with a mask, dropout, a window or a soft cap.
         Whatever `scaled_dot_product_attention` raises on arguments that it refuses, and what CUDA
         reports of an earlier kernel.
     """
+    if descale_q is not None or descale_k is not None or descale_v is not None:
+        if attn_mask is not None or dropout_p or window is not None or softcap:
+            raise ConfigError(
+                "quantised attention takes no attn_mask, no dropout_p, no window and no softcap"
+            )
+        descales = (descale_q, descale_k, descale_v)
+        return quantised.attend((query, key, value), descales, is_causal, scale, enable_gqa)
     if window is not None or softcap:
         options = attn_mask, dropout_p, is_causal, scale, enable_gqa
         return _composed(query, key, value, *options, Extras.of(window, softcap))
@@ -217,6 +236,7 @@ def problem_of(
     is_causal: bool,
     enable_gqa: bool = True,
     extras: Extras = NONE,
+    dtypes: Mapping[torch.dtype, DType] = guards.DTYPES,
 ) -> AttentionProblem:
     """The problem that these tensors pose.
 
@@ -226,7 +246,7 @@ def problem_of(
     tensors = (query, key, value)
     if any(t.dim() != 4 or t.numel() == 0 for t in tensors):
         raise ConfigError("they are not 4-D (B, H, S, D), or are empty")
-    guards.check_alike(*tensors)
+    guards.check_alike(*tensors, dtypes=dtypes)
     if key.shape != value.shape or query.shape[::3] != key.shape[::3]:
         raise ConfigError(
             f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} "
@@ -243,13 +263,13 @@ def problem_of(
             heads_q=query.shape[1],
             heads_kv=key.shape[1],
             is_causal=is_causal,
-            dtype=guards.DTYPES[query.dtype],
+            dtype=dtypes[query.dtype],
             layout=layout,
             window_left=extras.left,
             window_right=extras.right,
             softcap=extras.softcap,
         )
-        operands = zip(problem.operands[:3], tensors, strict=True)
+        operands = zip(problem.matrices[:3], tensors, strict=True)
         if all(guards.lies(tensor, operand.strides) for operand, tensor in operands):
             return problem
     raise ConfigError(f"their strides are of no layout (allowed: {', '.join(LAYOUTS)})")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import threading
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,35 @@ def stream_of(index: int) -> int:
 
 def stream_function() -> Any:
     """The same in C: ``int stream(int32_t device, void** handle)``, of torch's stable interface."""
-    library = Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"
-    return ctypes.CDLL(str(library)).aoti_torch_get_current_cuda_stream
+    return _torch_cuda().aoti_torch_get_current_cuda_stream
+
+
+def bind_function() -> Any:
+    """``int bind(int device)`` makes a device's primary context the calling thread's: cudaSetDevice
+    of the runtime that torch is linked to. Torch's own leaves it out for the device it finds set.
+    """
+    return _torch_cuda().cudaSetDevice
+
+
+def _torch_cuda() -> ctypes.CDLL:
+    return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"))
+
+
+class _Thread(threading.local):
+    is_bound = False
+
+
+_thread = _Thread()
+
+
+def bind(index: int) -> None:
+    """Give this thread a current context, once, before it launches a kernel on a device.
+
+    A thread that has called nothing of CUDA has none, and memory from the allocator's cache asks
+    for none: launch functions, which encode TMA descriptors in it, would find none either.
+    """
+    if not _thread.is_bound:
+        _thread.is_bound = bind_function()(index) == 0  # if not: the launch says why
 
 
 def current() -> int:

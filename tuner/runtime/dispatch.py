@@ -89,7 +89,8 @@ def load(artifact: Artifact) -> ModuleType:
         raise ImportError(f"{artifact.library} is no extension module")
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
-    module.start(devices.TYPE, ctypes.cast(devices.stream_function(), ctypes.c_void_p).value)
+    functions = devices.stream_function(), devices.bind_function()
+    module.start(devices.TYPE, *(ctypes.cast(each, ctypes.c_void_p).value for each in functions))
     return module
 
 
@@ -105,8 +106,8 @@ def put(operation: str, arguments: tuple[Any, ...], plan: KernelPlan) -> None:
 
     Args:
         operation: one of `OPERATIONS`.
-        arguments: attention's query, key, value, is_causal, scale and enable_gqa; a product's two
-            tensors.
+        arguments: attention's query, key, value, is_causal, scale and enable_gqa; linear's input,
+            weight, bias and activation; the two tensors of matmul.
         plan: what serves them.
     """
     if _module is None:

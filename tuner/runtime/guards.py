@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from tuner.errors import ConfigError
@@ -68,15 +70,15 @@ def misaligned(*tensors: torch.Tensor) -> str:
     return ""
 
 
-def check_alike(*tensors: torch.Tensor) -> None:
-    """Refuse tensors of different or of other types.
+def check_alike(*tensors: torch.Tensor, dtypes: Mapping[torch.dtype, DType] = DTYPES) -> None:
+    """Refuse tensors of different types, or of types that are not in `dtypes`.
 
     Raises:
         ConfigError: says which rule they break.
     """
     if len({t.device for t in tensors}) > 1 or len({t.dtype for t in tensors}) > 1:
         raise ConfigError("they differ in device or type")
-    if tensors[0].dtype not in DTYPES:
+    if tensors[0].dtype not in dtypes:
         raise ConfigError(f"{tensors[0].dtype} is not tuned (fp16 and bf16 are)")
 
 

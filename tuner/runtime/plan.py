@@ -130,6 +130,7 @@ class KernelPlan(Plan):
 
     def _enqueue(self, inputs: Sequence[torch.Tensor], lse: torch.Tensor | None) -> torch.Tensor:
         device = inputs[0].device
+        devices.bind(self.device)
         out = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
         base = 0
         if self.workspace_bytes:
@@ -163,6 +164,7 @@ def resolve(
     device: int,
     shape: tuple[int, ...],
     withdrawn: Collection[Config],
+    absent: Collection[str] = (),
 ) -> Plan | str:
     """The best measured entry of `answer` that this machine can run, or why there is none.
 
@@ -175,6 +177,7 @@ def resolve(
         device: index of the device, the current one.
         shape: of the output, contiguous; the problem's own where it is empty.
         withdrawn: configs that this process must not launch.
+        absent: keys of artifacts that it must not launch, though they may be here.
     """
     reasons: list[str] = []
     wanted = answer.entry.problem if answer.kind == "nearest" else problem
@@ -186,6 +189,8 @@ def resolve(
             reasons.append(f"{config.family} did not pass for this problem")
         elif config in withdrawn:
             reasons.append(f"{config.family} failed in this process")
+        elif any(key in absent for key in measurement.artifacts.values()):
+            reasons.append(f"{config.family} is not compiled on every rank")
         else:
             plan = _plan(problem, measurement, scale, device, shape)
             if isinstance(plan, Plan):

@@ -1,14 +1,17 @@
-"""`linear` and `matmul`: the tuned GEMM where one was measured fastest, PyTorch's elsewhere."""
+"""`linear`, `matmul` and `swiglu`: the tuned GEMM where one was measured fastest, PyTorch's
+elsewhere.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
-from torch.nn.functional import linear as pytorch_linear
+from torch.nn import functional
 
 from tuner.errors import ConfigError
-from tuner.problem import GemmProblem, Major
+from tuner.problem import ACTIVATIONS, GemmProblem, Major, SwigluProblem
 from tuner.runtime import counters, dispatch, guards
 from tuner.runtime.plan import Plan
 from tuner.runtime.table import table
@@ -16,32 +19,54 @@ from tuner.runtime.table import table
 _Matrix = tuple[int, int, int, Major]
 """Batch, rows, columns and storage order."""
 
+_PYTORCHS: dict[str | None, Callable[[torch.Tensor], torch.Tensor]] = {
+    None: lambda product: product,
+    "relu": functional.relu,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda product: functional.gelu(product, approximate="tanh"),
+    "silu": functional.silu,
+}
+"""PyTorch's own activations."""
+
 
 def linear(
-    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    activation: str | None = None,
 ) -> torch.Tensor:
-    """`torch.nn.functional.linear` by the fastest kernel measured on this GPU.
+    """`torch.nn.functional.linear`, and an activation, by the fastest kernel measured on this GPU.
 
-    Whatever has no tuned kernel that won (a bias, other types, gradients, cuBLAS faster, ...) is
-    PyTorch's, with these same arguments, counted by its reason (`tuner.stats`).
+    A bias and an activation are parts of one kernel where that was tuned: each combination is a
+    problem of its own (`GemmProblem.epilogue`). Whatever has no tuned kernel that won (other types,
+    gradients, cuBLAS faster, ...) is PyTorch's `linear` with these same arguments, then its own
+    activation, counted by its reason (`tuner.stats`).
 
     Args:
         input: (..., K), fp16 or bf16, contiguous.
         weight: (N, K), contiguous.
-        bias: (N), as in PyTorch; no tuned kernel adds one.
+        bias: (N), contiguous.
+        activation: relu, gelu (by erf, PyTorch's default), gelu_tanh or silu.
 
     Returns:
         (..., N)
+
+    Raises:
+        ConfigError: when there is no such activation.
     """
+    if activation not in _PYTORCHS:
+        allowed = ", ".join(ACTIVATIONS)
+        raise ConfigError(f"activation={activation} is not known (allowed: {allowed}, None)")
     if not torch.compiler.is_compiling():
-        product = dispatch.linear(input, weight, bias)
+        product = dispatch.linear(input, weight, bias, activation)
         if product is not None:
             return product
-        served = _serve("linear", input, weight) if bias is None else "a bias is given"
+        served = _serve("linear", input, weight, bias, activation)
         if not isinstance(served, str):
             return served
         counters.count_fallback(served)
-    return pytorch_linear(input, weight, bias)
+    return _PYTORCHS[activation](functional.linear(input, weight, bias))
 
 
 def matmul(
@@ -63,25 +88,123 @@ def matmul(
     return torch.matmul(input, other, out=out)
 
 
-def _serve(name: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor | str:
-    """The tuned kernel's product, or why there is none."""
-    if reason := guards.unserved(a, b):
+def interleave(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """The weights of `swiglu` from those of both projections; for when they are loaded.
+
+    Args:
+        gate: (N, K), N a multiple of 32.
+        up: (N, K), as `gate`.
+
+    Returns:
+        (2 N, K), contiguous, in the order of `SwigluProblem`.
+
+    Raises:
+        ConfigError: when they are no such matrices.
+    """
+    if gate.dim() != 2 or gate.shape != up.shape or gate.shape[0] % 32:
+        shapes = f"{tuple(gate.shape)} and {tuple(up.shape)}"
+        raise ConfigError(f"{shapes} cannot be interleaved (allowed: twice (N, K), N in 32s)")
+    n, k = gate.shape
+    both = torch.stack((gate, up)).view(2, n // 32, 4, 8, k)
+    return both.permute(1, 3, 2, 0, 4).reshape(2 * n, k)
+
+
+def swiglu(input: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """silu(input @ gate^T) * (input @ up^T) by the fastest kernel measured on this GPU.
+
+    One kernel where that was tuned and won, else PyTorch's product and its element-wise kernels,
+    counted by the reason (`tuner.stats`).
+
+    Args:
+        input: (..., K), fp16 or bf16, contiguous.
+        weights: (2 N, K), of `interleave`.
+
+    Returns:
+        (..., N)
+    """
+    if not torch.compiler.is_compiling():
+        served = _serve_swiglu(input, weights)
+        if not isinstance(served, str):
+            return served
+        counters.count_fallback(served)
+    groups = functional.linear(input, weights).unflatten(-1, (-1, 8, 4, 2))
+    gate, up = groups.transpose(-3, -2).unbind(-1)
+    return (functional.silu(gate) * up).flatten(-3)
+
+
+def _serve_swiglu(a: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | str:
+    """The tuned kernel's result, or why there is none."""
+    if reason := guards.unserved(a, weights):
         return reason
-    kind = (name, a.shape, b.shape, a.stride(), b.stride(), a.dtype, b.dtype, a.device, b.device)
+    kind = ("swiglu", *((t.shape, t.stride(), t.dtype, t.device) for t in (a, weights)))
+    plan = table.get(kind)
+    if plan is None:
+        shape = (*a.shape[:-1], weights.shape[0] // 2)
+
+        def pose() -> SwigluProblem:
+            return swiglu_problem_of(a, weights)
+
+        plan = table.find_out(kind, None, pose, 1.0, a.get_device(), shape)
+    if not isinstance(plan, Plan):
+        return plan
+    return (
+        guards.misaligned(a, weights) or guards.deferred(a, weights) or table.run(plan, a, weights)
+    )
+
+
+def swiglu_problem_of(a: torch.Tensor, weights: torch.Tensor) -> SwigluProblem:
+    """The problem of `swiglu`.
+
+    Raises:
+        ConfigError: when they pose none: types, sizes or strides that no tuned kernel has.
+    """
+    if a.dim() < 2 or weights.dim() != 2 or a.numel() == 0 or weights.numel() == 0:
+        raise ConfigError("they are not matrices, or are empty")
+    guards.check_alike(a, weights)
+    k = a.shape[-1]
+    if weights.shape[1] != k or weights.shape[0] % 2:
+        raise ConfigError(f"{tuple(weights.shape)} are no pairs of rows of {k}")
+    if not (a.is_contiguous() and weights.is_contiguous()):
+        raise ConfigError("the rows are not contiguous")
+    return SwigluProblem(
+        m=a.numel() // k, n=weights.shape[0] // 2, k=k, dtype=guards.DTYPES[a.dtype]
+    )
+
+
+def _serve(
+    name: str,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+) -> torch.Tensor | str:
+    """The tuned kernel's product, or why there is none."""
+    tensors = (a, b) if bias is None else (a, b, bias)
+    if reason := guards.unserved(*tensors):
+        return reason
+    kind = (name, activation, *((t.shape, t.stride(), t.dtype, t.device) for t in tensors))
     plan = table.get(kind)
     if plan is None:
         second = b.t() if name == "linear" and b.dim() == 2 else b
         shape = (*a.shape[:-1], *second.shape[-1:])
-        plan = table.find_out(
-            kind, (name, (a, b)), lambda: problem_of(a, second), 1.0, a.get_device(), shape
-        )
+        arguments = (a, b, bias, activation) if name == "linear" else (a, b)
+
+        def pose() -> GemmProblem:
+            return problem_of(a, second, bias, activation)
+
+        plan = table.find_out(kind, (name, arguments), pose, 1.0, a.get_device(), shape)
     if not isinstance(plan, Plan):
         return plan
-    return guards.misaligned(a, b) or guards.deferred(a, b) or table.run(plan, a, b)
+    return guards.misaligned(*tensors) or guards.deferred(*tensors) or table.run(plan, *tensors)
 
 
-def problem_of(a: torch.Tensor, b: torch.Tensor) -> GemmProblem:
-    """The problem of a @ b.
+def problem_of(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+) -> GemmProblem:
+    """The problem of activation(a @ b + bias).
 
     Raises:
         ConfigError: when they pose none: types, sizes or strides that no tuned kernel has.
@@ -89,6 +212,10 @@ def problem_of(a: torch.Tensor, b: torch.Tensor) -> GemmProblem:
     if min(a.dim(), b.dim()) < 2 or a.numel() == 0 or b.numel() == 0:
         raise ConfigError("they are not matrices, or are empty")
     guards.check_alike(a, b)
+    if bias is not None:
+        guards.check_alike(a, bias)
+        if bias.shape != b.shape[-1:] or not bias.is_contiguous():
+            raise ConfigError("the bias is no contiguous vector of the output's columns")
     if b.dim() == 2 and a.dim() > 2:  # one matrix of all rows
         if not a.is_contiguous():
             raise ConfigError("the rows of all batches are not contiguous")
@@ -105,6 +232,7 @@ def problem_of(a: torch.Tensor, b: torch.Tensor) -> GemmProblem:
         dtype=guards.DTYPES[a.dtype],
         layout_a=layout_a,
         layout_b=layout_b,
+        epilogue="_".join(filter(None, ("" if bias is None else "bias", activation))),
     )
 
 

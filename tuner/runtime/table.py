@@ -14,13 +14,14 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from tuner import settings
+from tuner import ranges, settings
 from tuner.config import Config
 from tuner.errors import BenchmarkError, ConfigError, StoreError
 from tuner.lookup import Answer, decided, decided_stamp, differences, lookup
@@ -73,7 +74,11 @@ class Table:
         """Of the store's decisions, at the last look."""
         self._decided: Mapping[str, Hashable] | None = None
         """They themselves, from the first change on."""
-        self._is_off = False
+        self._off = ""
+        """Why nothing is served."""
+        self._path: Path | None = None
+        self._absent: frozenset[str] = frozenset()
+        self._refusal = ""
         self._fault = ""
         self._flagged: set[str] = set()
 
@@ -86,8 +91,8 @@ class Table:
         now = time.monotonic()
         if now >= self._look_at:
             self._look()
-        if self._is_off:
-            return OFF
+        if self._off:
+            return self._off
         known = self._known.get(kind)
         return known.plan if known is not None and now < known.until else None
 
@@ -104,8 +109,9 @@ class Table:
 
         Args:
             kind: as in `get`.
-            call: operation and arguments, as `dispatch.put` takes them; None where they do not
-                say everything that tells this call from others.
+            call: operation and arguments, as `dispatch.put` takes them; None for an operation that
+                the dispatcher does not have, and where they do not say everything that tells this
+                call from others.
             pose: the problem; raises ConfigError where no tuned kernel could serve.
             scale: of attention's scores; alpha of a product.
             device: index of the device that the tensors are on.
@@ -124,7 +130,8 @@ class Table:
             if len(self._known) >= _MAX_KNOWN:
                 self._clear()
             self._known[kind] = found
-            if call is not None and isinstance(found.plan, KernelPlan):
+            # Marked calls go through Python: the dispatcher opens no ranges.
+            if call is not None and isinstance(found.plan, KernelPlan) and not ranges.ON:
                 dispatch.prepare(then=self._renew)
                 dispatch.put(*call, found.plan)
             return found.plan
@@ -150,7 +157,10 @@ class Table:
         self, plan: Plan, call: Callable[..., _Output], inputs: tuple[torch.Tensor, ...]
     ) -> _Output | str:
         try:
-            return call(*inputs)
+            if not ranges.ON:
+                return call(*inputs)
+            with ranges.named(f"tuner {plan.config.family} {plan.problem.label()}"):
+                return call(*inputs)
         except torch.OutOfMemoryError:  # for this call only: the next may have more
             return f"out of memory: {plan.config.family} at {plan.problem.label()}"
         except BenchmarkError as exc:
@@ -167,12 +177,24 @@ class Table:
         counters.count_error(reason)
         return reason
 
+    def pin(self, path: Path | None, absent: Collection[str] = (), refusal: str = "") -> None:
+        """Serve what one file decides, whatever becomes of the user's store.
+
+        Args:
+            path: the SQLite file; None: the user's.
+            absent: keys of the artifacts that must not be launched, here though they may be.
+            refusal: why nothing at all is served; empty where something is.
+        """
+        with self._lock:
+            self._path, self._absent, self._refusal = path, frozenset(absent), refusal
+            self._clear()
+            self._look_at = 0.0
+
     def forget(self) -> None:
         """Know nothing, as a new process does."""
         with self._lock:
-            self._clear()
+            self.pin(None)
             self._withdrawn = {}
-            self._look_at = 0.0
 
     def _clear(self) -> None:
         self._known = {}
@@ -193,15 +215,16 @@ class Table:
             self._fault = ""
             wait = LOOK_EVERY_S
             try:
-                stamp = decided_stamp()
+                stamp = decided_stamp(self._path)
                 if stamp != self._stamp:
                     self._drop()
                     self._stamp = stamp
             except StoreError as exc:
                 self._blame(exc)
                 wait = RETRY_EVERY_S
-            if self._is_off != settings.disabled():
-                self._is_off = not self._is_off
+            off = OFF if settings.disabled() else self._refusal
+            if off != self._off:
+                self._off = off
                 self._clear()
         finally:
             self._look_at = time.monotonic() + wait
@@ -215,7 +238,7 @@ class Table:
         if not self._known:
             self._decided = None
             return
-        before, self._decided = self._decided, decided()
+        before, self._decided = self._decided, decided(self._path)
         if before is None:
             self._known = {k: replace(v, is_stale=True) for k, v in self._known.items()}
             self._renew()
@@ -254,15 +277,15 @@ class Table:
         if self._fault:
             return self._fault
         try:
-            answer = lookup(problem, gpu=devices.gpu_of(device))
+            answer = lookup(problem, gpu=devices.gpu_of(device), path=self._path)
         except StoreError as exc:
             return self._blame(exc)
-        if answer is None:
+        if answer is None or answer.kind == "rule":  # nobody has checked what a rule names
             until = time.monotonic() + MISS_EVERY_S
             return _Known(until, problem, f"no measured winner: {problem.label()}")
         with devices.use(device):
             withdrawn = self._withdrawn.get(problem.key, ())
-            plan = resolve(problem, answer, scale, device, shape, withdrawn)
+            plan = resolve(problem, answer, scale, device, shape, withdrawn, self._absent)
         for note in answer.notes:
             _log.info("%s: %s", problem.label(), note)
         self._flag(answer)

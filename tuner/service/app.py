@@ -30,9 +30,12 @@ from tuner.service.bodies import (
     Op,
     Shape,
 )
-from tuner.service.guard import Guard, Tokens
+from tuner.service.guard import OPEN_PATHS, Guard
 from tuner.service.metrics import CONTENT_TYPE, Metrics
+from tuner.service.pages.render import error_page, wants_page
+from tuner.service.pages.routes import add_pages
 from tuner.service.served import Question, Served, entries_json
+from tuner.service.tokens import Sessions, Tokens
 from tuner.store import Store
 from tuner.store.jobs import JobRecord
 from tuner.sweep import SweepOptions
@@ -74,7 +77,7 @@ def create_app(store: Store, tokens: Tokens) -> Guard:
         store: what is served; the caller closes it.
         tokens: without them only requests from this machine, by its own name, are let in.
     """
-    served = Served(store)
+    served, sessions = Served(store), Sessions(tokens)
     metrics = Metrics(
         tasks=store.jobs.counts,
         entries=lambda: len(served.table.entries),
@@ -99,36 +102,39 @@ def create_app(store: Store, tokens: Tokens) -> Guard:
     _add_configs(app, served, metrics)
     _add_jobs(app, store)
     _add_state(app, served, metrics)
+    add_pages(app, store, served, sessions)
     if tokens:
         _describe_tokens(app)
-    return Guard(app, tokens=tokens, metrics=metrics)
+    return Guard(app, tokens=tokens, sessions=sessions, metrics=metrics)
 
 
 def _add_error_handlers(app: FastAPI) -> None:
-    def error(status: int, detail: str, headers: Any = None) -> Json:
+    def error(request: Request, status: int, detail: str, headers: Any = None) -> Response:
+        if wants_page(request):
+            return error_page(request, status, detail, headers)
         return Json({"error": detail}, status_code=status, headers=headers)
 
     @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, exc: RequestValidationError) -> Json:
+    async def invalid(request: Request, exc: RequestValidationError) -> Response:
         # What came is not repeated: it may be anything.
         texts = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in exc.errors()[:4]]
-        return error(422, "; ".join(texts))
+        return error(request, 422, "; ".join(texts))
 
     @app.exception_handler(ConfigError)
-    async def wrong(request: Request, exc: ConfigError) -> Json:
-        return error(422, str(exc))
+    async def wrong(request: Request, exc: ConfigError) -> Response:
+        return error(request, 422, str(exc))
 
     @app.exception_handler(StoreError)
-    async def unavailable(request: Request, exc: StoreError) -> Json:
-        return error(503, str(exc), {"retry-after": "5"})
+    async def unavailable(request: Request, exc: StoreError) -> Response:
+        return error(request, 503, str(exc), {"retry-after": "5"})
 
     @app.exception_handler(StarletteHTTPException)
-    async def refused(request: Request, exc: StarletteHTTPException) -> Json:
-        return error(exc.status_code, str(exc.detail), exc.headers)
+    async def refused(request: Request, exc: StarletteHTTPException) -> Response:
+        return error(request, exc.status_code, str(exc.detail), exc.headers)
 
     @app.exception_handler(Exception)
-    async def defect(request: Request, exc: Exception) -> Json:
-        return error(500, "a defect of the service; its log says more")
+    async def defect(request: Request, exc: Exception) -> Response:
+        return error(request, 500, "a defect of the service; its log says more")
 
 
 def _add_configs(app: FastAPI, served: Served, metrics: Metrics) -> None:
@@ -329,6 +335,9 @@ def _describe_tokens(app: FastAPI) -> None:
         schemes = document.setdefault("components", {}).setdefault("securitySchemes", {})
         schemes["bearer"] = {"type": "http", "scheme": "bearer"}
         document["security"] = [{"bearer": []}]
+        for path in OPEN_PATHS:
+            for operation in document["paths"].get(path, {}).values():
+                operation["security"] = []
         return document
 
     app.openapi = described  # type: ignore[method-assign]

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, StringConstraints
 
 MAX_BATCH = 1000
 MAX_PROBLEMS = 10_000
 
-Op = Literal["attention", "gemm", "softmax"]
+Op = Literal["attention", "gemm", "softmax", "swiglu"]
 Launch = Literal["graph", "eager"]
 L2 = Literal["warm", "cold"]
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_]{1,64}$")]
 GpuName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9 ._()-]{1,64}$")]
-Shape = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_=, ]{1,256}$")]
+Shape = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_=,.+ -]{1,256}$")]
 JobId = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{12}$")]
+RunKey = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{12}$")]
+Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
+Words = Annotated[str, StringConstraints(max_length=200)]
 
 
 class Body(BaseModel):
@@ -41,7 +44,8 @@ class LookupBatch(Body):
     items: Annotated[list[Lookup], Field(min_length=1, max_length=MAX_BATCH)]
 
 
-ShapeValue = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_]{1,32}$")] | int | bool
+ShapeWord = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.+-]{1,32}$")]
+ShapeValue = ShapeWord | int | bool | FiniteFloat
 ShapeKeys = Annotated[dict[Name, ShapeValue], Field(min_length=1, max_length=16)]
 
 

@@ -6,15 +6,14 @@ Plain ASGI, so that a refused request costs microseconds.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
+from urllib.parse import quote, urlencode
 
-from tuner.errors import ConfigError
 from tuner.service.metrics import Metrics
+from tuner.service.tokens import Sessions, Tokens
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
@@ -22,46 +21,22 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
+MAX_HEADER_BYTES = 1 << 16
+"""Of all names and values together."""
 MAX_BODY_BYTES = 1 << 20
 BODY_TIMEOUT_S = 10.0
 """For the whole body."""
-MIN_TOKEN_CHARACTERS = 16
 
-OPEN_PATHS = ("/healthz", "/openapi.json")
+LOGIN_PATH, LOGOUT_PATH = "/login", "/logout"
+OPEN_PATHS = ("/healthz", "/openapi.json", LOGIN_PATH, LOGOUT_PATH)
 """They tell nothing about what is stored."""
+STATIC_PATH = "/static/"
+"""What pages are drawn with; the same for everybody."""
+API_PATH = "/v1/"
+"""Below it programs are answered, never with a page."""
 LOOKUP_PATH = "/v1/configs:lookup"
 """The one POST that changes nothing."""
 _LOCAL_NAMES = ("127.0.0.1", "localhost", "[::1]")
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """Who may read and who may write, too; empty ones ask nobody."""
-
-    read: str = ""
-    write: str = ""
-
-    def __post_init__(self) -> None:
-        for name, token in (("read", self.read), ("write", self.write)):
-            if token and (len(token) < MIN_TOKEN_CHARACTERS or not token.isascii()):
-                raise ConfigError(
-                    f"the {name} token is not good enough "
-                    f"(allowed: {MIN_TOKEN_CHARACTERS} or more ASCII characters)"
-                )
-        if bool(self.read) != bool(self.write):
-            raise ConfigError("one token alone is not enough: give one to read and one to write")
-        if self.read and self.read == self.write:
-            raise ConfigError("the tokens to read and to write must differ")
-
-    def __bool__(self) -> bool:
-        return bool(self.read)
-
-    def allows(self, given: bytes, *, writes: bool) -> bool:
-        """Whether a token suffices; who may write may read."""
-        # Both are compared, always: the time tells nothing.
-        may_read = hmac.compare_digest(given, self.read.encode())
-        may_write = hmac.compare_digest(given, self.write.encode())
-        return may_write or (may_read and not writes)
 
 
 class Refused(Exception):
@@ -78,11 +53,12 @@ class Guard:
     Args:
         app: what answers.
         tokens: without them only requests to this machine by its own names are let in.
+        sessions: let a browser read without a bearer token.
         metrics: where requests are counted.
     """
 
-    def __init__(self, app: App, *, tokens: Tokens, metrics: Metrics) -> None:
-        self._app, self._tokens, self._metrics = app, tokens, metrics
+    def __init__(self, app: App, *, tokens: Tokens, sessions: Sessions, metrics: Metrics) -> None:
+        self._app, self._tokens, self._sessions, self._metrics = app, tokens, sessions, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -115,29 +91,48 @@ class Guard:
             Refused: when it may not.
         """
         headers = {name: value for name, value in scope["headers"]}
+        if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:
+            raise Refused(431, f"the headers are too large (allowed: {MAX_HEADER_BYTES} bytes)")
         if self._tokens:
-            self._check_token(scope, headers.get(b"authorization", b""))
+            self._check_token(scope, headers)
         else:
             # A web page must not reach a service that asks for no token by a name of its own.
             host = headers.get(b"host", b"").decode("latin-1").lower()
             if host not in _LOCAL_NAMES and host.rpartition(":")[0] not in _LOCAL_NAMES:
                 raise Refused(403, "without tokens only this machine is answered, by its own name")
-        return await _read_body(scope["method"], headers, receive)
+        return await _read_body(scope["path"], headers, receive)
 
-    def _check_token(self, scope: Scope, authorization: bytes) -> None:
-        path = scope["path"]
-        if path in OPEN_PATHS:
+    def _check_token(self, scope: Scope, headers: Mapping[bytes, bytes]) -> None:
+        path, looks = scope["path"], scope["method"] in ("GET", "HEAD")
+        if path in OPEN_PATHS or path.startswith(STATIC_PATH):
             return
-        writes = scope["method"] not in ("GET", "HEAD") and path != LOOKUP_PATH
-        scheme, _, given = authorization.partition(b" ")
+        authorization = headers.get(b"authorization")
+        if authorization is None and looks and self._sessions.is_open(headers.get(b"cookie", b"")):
+            return
+        writes = not looks and path != LOOKUP_PATH
+        scheme, _, given = (authorization or b"").partition(b" ")
         if scheme.lower() != b"bearer" or not self._tokens.allows(given.strip(), writes=False):
+            if looks and is_for_people(path, headers.get(b"accept", b"")):
+                raise Refused(303, "log in first", (("location", _login_for(scope)),))
             challenge = (("www-authenticate", "Bearer"),)
             raise Refused(401, "a bearer token is needed", challenge)
         if not self._tokens.allows(given.strip(), writes=writes):
             raise Refused(403, "this token may only read")
 
 
-async def _read_body(method: str, headers: dict[bytes, bytes], receive: Receive) -> bytes:
+def is_for_people(path: str, accept: bytes) -> bool:
+    """Whether a request is answered with a page: a browser's, for no address of the API."""
+    return b"text/html" in accept and not path.startswith(API_PATH)
+
+
+def _login_for(scope: Scope) -> str:
+    """The login page, which leads back to what was asked for."""
+    query = scope.get("query_string", b"").decode("latin-1")
+    wanted = quote(scope["path"]) + (f"?{query}" if query else "")
+    return f"{LOGIN_PATH}?{urlencode({'next': wanted})}"
+
+
+async def _read_body(path: str, headers: Mapping[bytes, bytes], receive: Receive) -> bytes:
     declared = headers.get(b"content-length", b"0")
     if not declared.isdigit() or len(declared) > 15:
         raise Refused(400, "content-length is not a number")
@@ -156,9 +151,11 @@ async def _read_body(method: str, headers: dict[bytes, bytes], receive: Receive)
     except TimeoutError:
         raise Refused(408, f"the body did not come within {BODY_TIMEOUT_S:.0f} s") from None
     kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-    if body and kind != b"application/json":
-        # A form of a web page would need no permission for another type.
-        raise Refused(415, "the body must be application/json")
+    # A form of a foreign page needs no permission: but for the login, which changes nothing here,
+    # what a form can send is not taken.
+    allowed = "application/x-www-form-urlencoded" if path == LOGIN_PATH else "application/json"
+    if body and kind != allowed.encode():
+        raise Refused(415, f"the body must be {allowed}")
     return bytes(body)
 
 
@@ -184,7 +181,7 @@ async def _refuse(refused: Refused, send: Send) -> None:
     body = json.dumps({"error": refused.detail}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     headers += [(name.encode(), value.encode()) for name, value in refused.headers]
-    if refused.status in (408, 413):
+    if refused.status in (408, 413, 431):
         headers.append((b"connection", b"close"))
     await send({"type": "http.response.start", "status": refused.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

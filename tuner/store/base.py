@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from tuner.config import Config
 from tuner.hardware import Gpu
-from tuner.measurement import Measurement, Provenance, Regime
+from tuner.measurement import Environment, Measurement, Provenance, Regime
 from tuner.problem import Problem
 from tuner.store.entry import Entry
 from tuner.store.jobs import Jobs, Lease
@@ -45,6 +45,15 @@ class SweepRecord:
     def but(self, **changes: Any) -> SweepRecord:
         """A copy with some fields changed."""
         return replace(self, **changes)
+
+
+@dataclass(frozen=True)
+class EnvironmentRecord:
+    """An environment that final passes were measured in."""
+
+    environment: Environment
+    newest: str
+    """Time of its newest final measurement, UTC, ISO 8601."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +150,10 @@ class Store(ABC):
         provenance: Provenance | None = None,
     ) -> list[Entry]:
         """All decisions that match, of every provenance, in a fixed order."""
+
+    @abstractmethod
+    def environments(self) -> list[EnvironmentRecord]:
+        """Those of measured final passes, newest first."""
 
     @abstractmethod
     def begin_sweep(self, sweep: SweepRecord) -> SweepRecord:

@@ -186,7 +186,12 @@ def to_row(measurement: Measurement) -> dict[str, Any]:
 
 def digest_of(measurement: Measurement) -> str:
     """SHA-256 of everything in a measurement: equal ones are stored once."""
-    return hashlib.sha256(canonical(to_row(measurement)).encode()).hexdigest()
+    return row_digest(to_row(measurement))
+
+
+def row_digest(row: Mapping[str, Any]) -> str:
+    """The same of what `to_row` made."""
+    return hashlib.sha256(canonical(row).encode()).hexdigest()
 
 
 # Many rows share these: each distinct text is parsed once.
@@ -202,7 +207,8 @@ def _gpu(text: str) -> Gpu:
 
 
 @lru_cache(64)
-def _environment(text: str) -> Environment:
+def environment_from_row(text: str) -> Environment:
+    """The environment of a row's facts."""
     return Environment(json.loads(text))
 
 
@@ -220,7 +226,7 @@ def from_row(row: Mapping[str, Any]) -> Measurement:
         regime=Regime.parse(row["regime"]),
         status=Status(row["status"]),
         provenance=Provenance(row["provenance"]),
-        environment=_environment(row["environment"]),
+        environment=environment_from_row(row["environment"]),
         latency_us=row["latency_us"],
         std_us=row["std_us"],
         rounds=row["rounds"],

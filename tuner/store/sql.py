@@ -19,13 +19,21 @@ from tuner.measurement import Measurement, Provenance, Regime, Status
 from tuner.problem import Problem
 from tuner.store import exchange, models
 from tuner.store import statements as run
-from tuner.store.base import SWEEP_STATES, Check, ImportReport, Store, SweepRecord
+from tuner.store.base import (
+    SWEEP_STATES,
+    Check,
+    EnvironmentRecord,
+    ImportReport,
+    Store,
+    SweepRecord,
+)
 from tuner.store.engine import connect
 from tuner.store.entry import (
     PINNED,
     Entry,
     canonical,
     entries_from_rows,
+    environment_from_row,
     from_row,
     sort_key,
 )
@@ -109,6 +117,19 @@ class SqlStore(Store):
             query = query.where(_M.c.is_final == final)
         with self.transaction(write=False) as connection:
             return [m for _, m in self._read(connection.execute(query.order_by(_M.c.id)))]
+
+    def environments(self) -> list[EnvironmentRecord]:
+        newest = sa.func.max(_M.c.created_at)
+        query = (
+            sa.select(_E.c.facts, newest)
+            .select_from(_M.join(_E))
+            .where(_M.c.is_final, _M.c.provenance == Provenance.MEASURED.value)
+            .group_by(_E.c.id, _E.c.facts)
+            .order_by(newest.desc(), _E.c.id)
+        )
+        with self.transaction(write=False) as connection:
+            rows = connection.execute(query).all()
+        return [EnvironmentRecord(environment_from_row(text), at) for text, at in rows]
 
     def _read(self, rows: sa.CursorResult[Any]) -> list[tuple[int, Measurement]]:
         try:

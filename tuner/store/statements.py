@@ -19,7 +19,7 @@ from tuner.measurement import Measurement, Provenance, Regime, Status
 from tuner.problem import Problem
 from tuner.store import models
 from tuner.store.base import ImportReport
-from tuner.store.entry import MEASUREMENT_COLUMNS, PINNED, canonical, digest_of, to_row
+from tuner.store.entry import MEASUREMENT_COLUMNS, PINNED, canonical, row_digest, to_row
 from tuner.store.exchange import Decision
 
 _P, _G, _E, _M = models.problems, models.gpus, models.environments, models.measurements
@@ -89,19 +89,24 @@ def ensure(
     connection: sa.Connection, table: sa.Table, key: Mapping[str, Any], rest: Mapping[str, Any]
 ) -> tuple[int, bool]:
     """The id of the row with this unique key, and whether it was inserted just now."""
-    query = sa.select(table.c.id).filter_by(**key)
-    found = connection.scalar(query)
-    if found is not None:
-        return found, False
+    found = connection.scalar(sa.select(table.c.id).filter_by(**key))
+    return (found, False) if found is not None else _add(connection, table, key, rest)
+
+
+def _add(
+    connection: sa.Connection, table: sa.Table, key: Mapping[str, Any], rest: Mapping[str, Any]
+) -> tuple[int, bool]:
+    """As `ensure`, of a row that was not there just now."""
     # SQLite has one writer at a time, and rolls back by itself when the disk is full.
     is_alone = connection.dialect.name == "sqlite"
     try:
         with nullcontext() if is_alone else connection.begin_nested():
-            result = connection.execute(table.insert().values(**key, **rest))
+            # Values apart from the statement, which is built and compiled once then.
+            result = connection.execute(table.insert(), {**key, **rest})
             return int(cast("sa.Row[Any]", result.inserted_primary_key)[0]), True
     except IntegrityError:
         # On a server another writer may have inserted it meanwhile.
-        found = None if is_alone else connection.scalar(query)
+        found = None if is_alone else connection.scalar(sa.select(table.c.id).filter_by(**key))
         if found is None:
             raise
         return found, False
@@ -125,7 +130,8 @@ def insert(
     Raises:
         StoreError: when a status and its latency contradict each other.
     """
-    digests = [digest_of(m) for m in measured]
+    rows = [to_row(m) for m in measured]
+    digests = [row_digest(row) for row in rows]
     known: dict[str, int] = {}
     for start in range(0, len(digests), _PARAMETERS):
         some = digests[start : start + _PARAMETERS]
@@ -133,11 +139,11 @@ def insert(
         known.update((digest, id) for digest, id in connection.execute(query))
     references = _References(connection)
     done = []
-    for measurement, digest in zip(measured, digests, strict=True):
+    for measurement, row, digest in zip(measured, rows, digests, strict=True):
         if digest in known:
             done.append((known[digest], False))
             continue
-        done.append(_insert_one(connection, measurement, digest, origin, references))
+        done.append(_insert_one(connection, measurement, row, digest, origin, references))
         known[digest] = done[-1][0]
     return done
 
@@ -156,14 +162,18 @@ def _environment_id(connection: sa.Connection, digest: str, facts: str) -> int:
 
 
 def _insert_one(
-    connection: sa.Connection, m: Measurement, digest: str, origin: str, references: _References
+    connection: sa.Connection,
+    m: Measurement,
+    row: Mapping[str, Any],
+    digest: str,
+    origin: str,
+    references: _References,
 ) -> tuple[int, bool]:
     latency = m.latency_us
     if (m.status is Status.OK) != (latency is not None):
         raise StoreError(f"status {m.status} does not go with the latency {latency} us")
     if latency is not None and not (math.isfinite(latency) and latency > 0):
         raise StoreError(f"a measurement cannot have the latency {latency} us")
-    row = to_row(m)
     values = {
         "problem_id": references.problem(m.problem),
         "gpu_id": references.gpu(m.gpu),
@@ -173,7 +183,7 @@ def _insert_one(
         "origin": origin,
         **{name: value for name, value in row.items() if name not in _JOINED},
     }
-    return ensure(connection, _M, {"digest": digest}, values)
+    return _add(connection, _M, {"digest": digest}, values)
 
 
 def find_winner(

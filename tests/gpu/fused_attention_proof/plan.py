@@ -86,13 +86,19 @@ def candidates(family: Family, gpu: Gpu, combination: Combination) -> list[Kerne
 
 
 def with_settings(family: Family, kernel: Kernel) -> Kernel:
-    """`kernel` with every setting of the run-time parameters, that of other problems too."""
-    names = sorted(family.runtime_parameters)
+    """`kernel` with every setting of the run-time parameters, that of other problems too; one that
+    a member lacks may be absent.
+    """
+    domains = {
+        name: (*family.domains.get(name, ()), *({None} & {c.get(name) for c in kernel.members}))
+        for name in sorted(family.runtime_parameters)
+    }
     found = dict.fromkeys(kernel.members)
     for config in kernel.members:
-        for setting in product(*(family.domains.get(name, ()) for name in names)):
-            params = {**config.params, **dict(zip(names, setting, strict=True))}
-            found[Config(config.family, params, config.stages)] = None
+        for setting in product(*domains.values()):
+            params = {**config.params, **dict(zip(domains, setting, strict=True))}
+            present = {name: value for name, value in params.items() if value is not None}
+            found[Config(config.family, present, config.stages)] = None
     return Kernel(kernel.combination, tuple(found), kernel.origin)
 
 
@@ -164,7 +170,7 @@ def winners(family: Family, gpu: Gpu, known: Iterable[Kernel]) -> list[Kernel]:
     for (batch, heads, heads_kv, length, head_dim), causal in product(SUITE, (False, True)):
         problem = AttentionProblem(length, length, head_dim, batch, heads, heads_kv, causal)
         answer = lookup(problem, gpu=gpu)
-        ranking = answer.entry.ranking if answer is not None else ()
+        ranking = answer.entry.ranking if answer and answer.kind != "rule" else ()
         best = next((m.config for m in ranking if m.config.family == family.name), None)
         if best is not None and frozenset(best.params) in names:
             found[Kernel((head_dim, causal, problem.dtype), (best,), "winner")] = None
@@ -224,7 +230,7 @@ def trials(
 
 def _usual_settings(
     family: Family, gpu: Gpu, problem: AttentionProblem
-) -> set[tuple[Value, ...]] | None:
+) -> set[tuple[Value | None, ...]] | None:
     """Settings of the run-time parameters that a large problem's own space holds; None, for any,
     where the problem is small. 64 splits of a large one would fill the memory with workspace.
     """
@@ -233,8 +239,8 @@ def _usual_settings(
     return {_setting(family, config) for config in family.space(problem, gpu)}
 
 
-def _setting(family: Family, config: Config) -> tuple[Value, ...]:
-    return tuple(config[name] for name in sorted(family.runtime_parameters))
+def _setting(family: Family, config: Config) -> tuple[Value | None, ...]:
+    return tuple(config.get(name) for name in sorted(family.runtime_parameters))
 
 
 def specs(family: Family, wanted: Iterable[tuple[AttentionProblem, Config]]) -> list[KernelSpec]:

@@ -1,0 +1,197 @@
+"""The fused attention of e4m3 tensors on the GPU: against fp64, and against FlashAttention-3's
+arithmetic on the same inputs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from fused_attention_proof import binding
+from fused_attention_proof.cases import Case
+
+from tuner.benchmark import WORKSPACE, CompiledSubject, import_torch
+from tuner.compiler import Compiler
+from tuner.config import Config, Value
+from tuner.device import Device
+from tuner.families import family
+from tuner.families.base import LSE, KernelSpec
+from tuner.gate import E4M3_DEPTH, E4M3_TRUNCATION
+from tuner.hardware import DEFAULT_GPU
+from tuner.problem import AttentionProblem
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+from fused_attention_proof import e4m3, reference  # noqa: E402
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+
+FAMILY = family("fused_attention")
+#: Over the error of FlashAttention-3's arithmetic, beside what the accumulators cut off: both
+#: round probabilities alike, but tiles and so running maxima differ.
+PEER_MARGIN = 1.05
+
+
+def make(groups: int, tile_n: int, **more: Value) -> Config:
+    params: dict[str, Value] = {
+        "warp_groups": groups,
+        "tile_n": tile_n,
+        "kv_stages": 2,
+        "score_buffers": 1,
+        "q_in_registers": False,
+        "lazy_rescale": 0,
+        "persistent": False,
+        "blocks_per_sm": 1,
+        "splits": 1,
+        "pdl": False,
+        **more,
+    }
+    if params["score_buffers"] == 1:
+        params.setdefault("early_exp", 50)
+        if groups > 1:
+            params.setdefault("ping_pong", True)
+    return Config("fused_attention", params)
+
+
+WIDE = make(2, 224, persistent=True)
+GROUPED = make(2, 224, persistent=True, packed_heads=1)
+CAUSAL = make(2, 128, persistent=True, pdl=True)
+DEEP = make(2, 128, score_buffers=2)
+THREE = make(3, 160, early_exp=0)
+PACKED = make(
+    1, 64, kv_stages=4, blocks_per_sm=2, packed_heads=4, splits=3, combine="kernel", pdl=True
+)
+CLUSTERED = Config(PACKED.family, {**PACKED.params, "combine": "cluster"})
+REGISTERS = make(2, 96, q_in_registers=True, kv_stages=3, ping_pong=False)
+
+#: Odd lengths, grouped heads, heads that TMA pads, keys that dominate, scores of deviation 30.
+CASES = [
+    ("B=1,H=2,S=1024,D=128", "random", WIDE),
+    ("B=2,H=4,HKV=2,SQ=300,SKV=1000,D=128", "dominant", GROUPED),
+    ("B=1,H=2,SQ=129,SKV=4095,D=128,layout=bshd", "random", WIDE),
+    ("B=1,H=2,S=1,D=128", "random", WIDE),
+    ("B=3,H=16,S=777,D=128,causal=1", "random", CAUSAL),
+    ("B=1,H=4,S=640,D=128,causal=1,layout=bshd", "dominant", CAUSAL),
+    ("B=1,H=4,SQ=700,SKV=333,D=128,causal=1", "large_scores", CAUSAL),
+    ("B=1,H=2,S=1023,D=128,causal=1", "random", DEEP),
+    ("B=1,H=2,SQ=65,SKV=2050,D=112", "dominant", DEEP),
+    ("B=2,H=3,S=515,D=64", "random", THREE),
+    ("B=1,H=3,SQ=193,SKV=161,D=48,layout=bshd_bhsd", "large_scores", THREE),
+    ("B=2,H=8,HKV=2,SQ=7,SKV=1111,D=64", "random", PACKED),
+    ("B=2,H=8,HKV=2,SQ=60,SKV=257,D=64", "dominant", PACKED),
+    ("B=2,H=8,HKV=2,SQ=7,SKV=1111,D=64", "random", CLUSTERED),
+    ("B=1,H=2,SQ=200,SKV=900,D=96", "random", REGISTERS),
+    ("B=1,H=2,S=511,D=192,causal=1", "random", make(2, 128)),
+    ("B=1,H=2,SQ=300,SKV=1500,D=256", "dominant", make(2, 128, early_exp=0)),
+]  # fmt: skip
+DRAWN = [(Case("e4m3", AttentionProblem.parse(f"{t},dtype=e4m3"), k), c) for t, k, c in CASES]
+
+
+def kernels() -> list[KernelSpec]:
+    """Compiled from the start; see `conftest.compiler`."""
+    specs = [s for case, c in DRAWN for s in FAMILY.kernels(case.problem, c).values()]
+    return list(dict.fromkeys(specs))
+
+
+@dataclass
+class Inputs:
+    """Of one case: what the kernel gets, what it stands for, and the exact result."""
+
+    case: Case
+    given: dict[str, Any]
+    restored: dict[str, Any]
+    exact: Any
+
+
+@pytest.fixture(scope="module")
+def device(missing_gpu: str) -> Device:
+    if missing_gpu:
+        pytest.skip(missing_gpu)
+    made = Device()
+    import_torch(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def known(compiler: Compiler) -> Iterator[binding.Libraries]:
+    specs = kernels()
+    futures = [future for _, future in compiler.submit(specs)]
+    yield binding.libraries(
+        {spec: future.result() for spec, future in zip(specs, futures, strict=True)}
+    )
+
+
+def draw(case: Case, device: Device) -> Inputs:
+    where = torch.device("cuda", device.index)
+    matrices = case.problem.matrices[:3]
+    drawn = {m.name: torch.empty(m.shape, device=where) for m in matrices}
+    reference.draw_inputs(case, drawn)
+    given, restored = {}, {}
+    for matrix in matrices:
+        # Heads of unlike sizes: a factor of another head would show.
+        sizes = torch.linspace(0.7, 1.4, matrix.shape[1], device=where)
+        quantised, factors = e4m3.quantise(drawn[matrix.name] * sizes[:, None, None])
+        memory = torch.empty_strided(matrix.shape, matrix.strides, dtype=e4m3.E4M3, device=where)
+        given[matrix.name] = memory.copy_(quantised)
+        given[f"descale_{matrix.name[0]}"] = factors.contiguous()
+        restored[matrix.name] = e4m3.restored(quantised, factors)
+    return Inputs(case, given, restored, reference.attention(case, restored))
+
+
+def run(subject: CompiledSubject, inputs: Inputs, device: Device) -> tuple[Any, Any]:
+    """Output and log-sum-exp, written over NaNs, from a workspace of NaNs."""
+    where = torch.device("cuda", device.index)
+    output = inputs.case.problem.output
+    out = torch.empty_strided(output.shape, output.strides, dtype=torch.bfloat16, device=where)
+    lse = torch.full(output.shape[:3], math.nan, device=where)
+    size = max(subject.workspace_bytes, 1)
+    workspace = torch.full((size,), 0xFF, dtype=torch.uint8, device=where)
+    buffers = {name: tensor.data_ptr() for name, tensor in inputs.given.items()}
+    buffers |= {output.name: out.fill_(math.nan).data_ptr(), LSE: lse.data_ptr()}
+    buffers |= {WORKSPACE: workspace.data_ptr()}
+    subject.bind(buffers, inputs.case.scale)()
+    device.wait()
+    return out, lse
+
+
+@pytest.mark.parametrize(("case", "config"), DRAWN, ids=[case.label() for case, _ in DRAWN])
+def test_e4m3_is_right(
+    device: Device, known: binding.Libraries, case: Case, config: Config
+) -> None:
+    problem = case.problem
+    assert FAMILY.violations(problem, config, DEFAULT_GPU) == []
+    inputs = draw(case, device)
+    subject = binding.subject(device, problem, config, case.scale, known)
+    out, lse = run(subject, inputs, device)
+    found = reference.difference(out, inputs.exact)
+    assert found.not_finite == 0
+    peer = e4m3.flash_attention_3(case, inputs.restored, 128 if problem.is_causal else 224)
+    rounding = reference.difference(peer, inputs.exact).frobenius
+    print(f"{case.label()}: {found.frobenius:.2e}, FlashAttention-3's arithmetic {rounding:.2e}")
+    # What accumulators cut off: of the output at each step, of the scores, which move probabilities
+    # by as much, about twice.
+    largest = max(8.0, float(inputs.exact.lse.abs().max()))
+    steps = math.ceil(problem.seqlen_kv / E4M3_DEPTH)
+    assert found.frobenius <= PEER_MARGIN * rounding + E4M3_TRUNCATION * (steps + 2 * largest)
+    wrong, _ = reference.lse_difference(lse, inputs.exact)
+    assert wrong <= 16 * E4M3_TRUNCATION * largest  # 8 steps of 32 columns at most
+    for _ in range(3):
+        again, lse_again = run(subject, inputs, device)
+        assert torch.equal(again.view(torch.int16), out.view(torch.int16))
+        assert torch.equal(lse_again, lse)
+
+
+def test_the_output_of_a_head_follows_its_own_factors(
+    device: Device, known: binding.Libraries
+) -> None:
+    """A value head's factor times 2 is its outputs times 2, to the bit, and nobody else's."""
+    case, config = DRAWN[4]
+    inputs = draw(case, device)
+    subject = binding.subject(device, case.problem, config, case.scale, known)
+    out, _ = run(subject, inputs, device)
+    inputs.given["descale_v"][1, 3] *= 2
+    twice, _ = run(subject, inputs, device)
+    out[1, 3] *= 2
+    assert torch.equal(out, twice)

@@ -1,0 +1,194 @@
+"""GEMM epilogues against fp64: each one through the gate, at sizes that no tile divides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tuner.artifacts import LoadedKernel, load
+from tuner.benchmark import WORKSPACE, CompiledSubject
+from tuner.compiler import Compiler
+from tuner.config import Config, Value
+from tuner.device import Device, Pool
+from tuner.families.base import KernelSpec, Ref
+from tuner.families.gemm import Gemm, gemm_launch
+from tuner.gate import KINDS, REFERENCE, Gate
+from tuner.hardware import DEFAULT_GPU
+from tuner.measurement import Status
+from tuner.problem import EPILOGUES, GemmProblem
+
+np = pytest.importorskip("numpy", reason="numpy is not installed")
+pytestmark = pytest.mark.gpu
+
+GEMM = Gemm()
+PLAIN, PINGPONG = "TmaWarpSpecialized", "TmaWarpSpecializedPingpong"
+COOPERATIVE = "TmaWarpSpecializedCooperative"
+
+
+def config(schedule: str, tile: tuple[int, int, int], **more: Value) -> Config:
+    params: dict[str, Value] = {
+        **dict(zip(("tile_m", "tile_n", "tile_k"), tile, strict=True)),
+        "cluster_m": 1,
+        "cluster_n": 1,
+        "kernel_schedule": schedule,
+        "epilogue_schedule": schedule.removesuffix("Pingpong"),
+        "swap_ab": False,
+    }
+    if schedule != PLAIN:
+        params |= {"raster_order": "AlongN", "max_swizzle_size": 1}
+    if schedule == COOPERATIVE:
+        params["tile_scheduler"] = "Persistent"
+    return Config("gemm", {**params, **more})
+
+
+STREAM_K: dict[str, Value] = {
+    "tile_scheduler": "StreamK",
+    "decomposition_mode": "SplitK",
+    "splits": 2,
+}
+#: Every epilogue once, both types, every schedule, both orientations; a kernel each.
+CASES: dict[str, tuple[str, str, Config]] = {
+    "bias": ("float16", "float32", config(PINGPONG, (64, 96, 64))),
+    "residual": ("bfloat16", "float32", config(COOPERATIVE, (128, 128, 64), **STREAM_K)),
+    "bias_residual": ("float16", "float16", config(COOPERATIVE, (128, 256, 64), cluster_m=2)),
+    "relu": ("bfloat16", "bfloat16", config(PLAIN, (64, 64, 64), stages=3)),
+    "gelu": ("float16", "float16", config(COOPERATIVE, (256, 128, 64))),
+    "gelu_tanh": ("bfloat16", "float32", config(PINGPONG, (64, 128, 64), swap_ab=True)),
+    "silu": ("float16", "float16", config(PINGPONG, (128, 64, 64), cluster_n=2)),
+    "bias_relu": ("float16", "float32", config(COOPERATIVE, (128, 64, 64), swap_ab=True)),
+    "bias_gelu": ("bfloat16", "bfloat16", config(PINGPONG, (128, 128, 64), cluster_m=2)),
+    "bias_gelu_tanh": ("float16", "float16", config(PLAIN, (64, 128, 64), stages=2)),
+    "bias_silu": ("bfloat16", "bfloat16", config(PINGPONG, (64, 16, 64), swap_ab=True)),
+}
+#: M, N, K, batch.
+SIZES = ((200, 264, 136, 1), (1, 1000, 72, 1), (333, 136, 520, 3))
+
+
+def problem_of(epilogue: str, size: tuple[int, int, int, int] = SIZES[0]) -> GemmProblem:
+    m, n, k, batch = size
+    dtype, dtype_d, _ = CASES[epilogue]
+    return GemmProblem(m, n, k, batch, dtype, dtype_d, epilogue=epilogue)  # type: ignore[arg-type]
+
+
+def spec_of(epilogue: str) -> KernelSpec:
+    return GEMM.kernels(problem_of(epilogue), CASES[epilogue][2])["gemm"]
+
+
+def kernels() -> list[KernelSpec]:
+    """Compiled from the start; see `conftest.compiler`."""
+    return [REFERENCE, *map(spec_of, CASES)]
+
+
+@pytest.fixture(scope="module")
+def device(missing_gpu: str) -> Device:
+    if missing_gpu:
+        pytest.skip(missing_gpu)
+    return Device()
+
+
+@pytest.fixture(scope="module")
+def gate(device: Device, compiler: Compiler) -> Iterator[Gate]:
+    [(_, future)] = compiler.submit([REFERENCE])
+    made = Gate(device, load(future.result()))
+    yield made
+    made.close()
+
+
+def compiled(compiler: Compiler, epilogue: str) -> LoadedKernel:
+    [(_, future)] = compiler.submit([spec_of(epilogue)])
+    return load(future.result())
+
+
+def test_every_epilogue_has_a_case() -> None:
+    assert sorted(CASES) == sorted(EPILOGUES)
+    for epilogue, (*_, chosen) in CASES.items():
+        for size in SIZES:
+            assert GEMM.violations(problem_of(epilogue, size), chosen, DEFAULT_GPU) == []
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("epilogue", CASES)
+def test_the_gate_passes_it(
+    device: Device,
+    gate: Gate,
+    compiler: Compiler,
+    epilogue: str,
+    size: tuple[int, int, int, int],
+) -> None:
+    problem, chosen = problem_of(epilogue, size), CASES[epilogue][2]
+    loaded = {"gemm": compiled(compiler, epilogue)}
+    subject = CompiledSubject(device, GEMM, problem, chosen, loaded, 1.0)
+    gate.open(problem, 5)
+    with Pool(device) as pool:
+        own = gate.allocate(pool, WORKSPACE, subject.workspace_bytes)
+        for kind in KINDS[problem.op]:
+            gate.load(kind)
+            gate.arm([own])
+            subject.bind({**gate.pointers, WORKSPACE: own.pointer}, 1.0)()
+            verdict = gate.examine([own])
+            assert verdict.status is Status.OK, verdict.log
+
+
+def test_the_gate_misses_a_part_that_is_zero(
+    device: Device, gate: Gate, compiler: Compiler
+) -> None:
+    chosen = CASES["bias_residual"][2]
+    loaded = {"gemm": compiled(compiler, "bias_residual")}
+    both = problem_of("bias_residual")
+    gate.open(both, 5)
+    gate.load("random")
+    [launch] = GEMM.launches(both, chosen, 1.0)
+    at = gate.pointers
+    with Pool(device) as pool:
+        zeros = pool.allocate(both.output.bytes)
+        device.fill8(zeros, 0, both.output.bytes)
+        for missing in ("bias", "residual"):
+            gate.arm()
+            tensors = [
+                zeros if ref.operand == missing else at[ref.operand] for ref in launch.tensors
+            ]
+            loaded["gemm"].launch(tensors, launch.integers, launch.scalars, 0, device.stream)
+            assert gate.examine().status is Status.WRONG_RESULT, missing
+
+
+def read16(device: Device, pointer: int, shape: tuple[int, ...]) -> Any:
+    size = 2 * int(np.prod(shape))
+    return np.frombuffer(device.read(pointer, size), np.float16).reshape(shape).astype(np.float64)
+
+
+def test_alpha_beta_and_a_residual_in_place(device: Device, gate: Gate, compiler: Compiler) -> None:
+    """D = alpha A B + bias + beta C, with C and D one tensor."""
+    problem, chosen = problem_of("bias_residual"), CASES["bias_residual"][2]
+    gate.open(problem, 9)
+    gate.load("random")
+    m, n, k = problem.m, problem.n, problem.k
+    at = gate.pointers
+    a, b = read16(device, at["a"], (m, k)), read16(device, at["b"], (n, k)).T
+    bias, residual = read16(device, at["bias"], (n,)), read16(device, at["residual"], (m, n))
+    launch = gemm_launch(
+        problem,
+        chosen,
+        kernel="gemm",
+        a=Ref("a"),
+        b=Ref("b"),
+        d=Ref("d"),
+        lda=k,
+        ldb=k,
+        ldd=n,
+        batch_a=m * k,
+        batch_b=n * k,
+        batch_d=m * n,
+        alpha=0.5,
+        beta=-0.75,
+        extra=(Ref("bias"), Ref("d")),
+    )
+    device.copy(at["d"], at["residual"], problem.output.bytes)
+    kernel = compiled(compiler, "bias_residual")
+    tensors = [at[ref.operand] for ref in launch.tensors]
+    kernel.launch(tensors, launch.integers, launch.scalars, 0, device.stream)
+    device.wait()
+    wanted = 0.5 * (a @ b) + bias - 0.75 * residual
+    got = read16(device, at["d"], (m, n))
+    assert np.linalg.norm(got - wanted) / np.linalg.norm(wanted) < 1e-3

@@ -1,0 +1,86 @@
+"""What the tests of the service share: decisions to serve, a process that serves, and waiting."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from tuner.config import Config
+from tuner.hardware import GPUS
+from tuner.measurement import Environment, Measurement, Regime, Status
+from tuner.problem import AttentionProblem, Problem
+from tuner.store import Store
+
+H200, WARM = GPUS["H200"], Regime("graph", "warm")
+SHAPE = "S=640,D=64"
+PROBLEM = AttentionProblem.parse(SHAPE)
+READ, WRITE = "r" * 20, "w" * 20
+LOCAL = "http://127.0.0.1"
+
+
+def measured(latency_us: float = 12.0, problem: Problem = PROBLEM, **changes: Any) -> Measurement:
+    return Measurement(
+        problem,
+        Config("vendor_sdpa", {"kernel": "cudnn"}),
+        H200,
+        WARM,
+        Status.OK,
+        environment=Environment({"driver": "580"}),
+        latency_us=latency_us,
+        std_us=0.1,
+        rounds=20,
+        is_final=True,
+        error=1e-4,
+    ).but(**changes)
+
+
+def decide(store: Store, *ranking: Measurement) -> None:
+    first = ranking[0]
+    store.decide(first.problem, first.gpu, first.regime, ranking, "sweep1")
+
+
+def error(answer: Any, status: int) -> str:
+    assert answer.status_code == status, answer.text
+    assert list(answer.json()) == ["error"]
+    return str(answer.json()["error"])
+
+
+def eventually(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def service(url: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """``tuner serve`` as a process, and where it listens."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tuner", "serve", "--port", "0", "--store", url],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stderr is not None
+        line = process.stderr.readline()
+        assert line.startswith("serving on http://127.0.0.1:"), line + process.stderr.read()
+        yield line.split()[-1], process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def request(address: str, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+    connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=30)
+    with contextlib.closing(connection):
+        headers = {"content-type": "application/json"}
+        data = None if body is None else json.dumps(body)
+        connection.request(method, path, data, headers)
+        answer = connection.getresponse()
+        return answer.status, json.loads(answer.read() or b"null")

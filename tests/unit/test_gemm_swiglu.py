@@ -1,0 +1,101 @@
+"""The family `gemm_swiglu`: what it adds to `gemm`'s rules, its launch and its text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tuner.config import Config
+from tuner.errors import ConfigError
+from tuner.families import family
+from tuner.families.base import Ref
+from tuner.families.gemm_swiglu import GemmSwiglu, product_of
+from tuner.hardware import DEFAULT_GPU
+from tuner.problem import GemmProblem, SwigluProblem
+from tuner.render import render
+
+SWIGLU = GemmSwiglu()
+MLP = SwigluProblem(4096, 14336, 4096)
+GOLDEN = Path(__file__).parents[1] / "golden" / "gemm_swiglu.cu"
+
+
+def pingpong(**changes: Any) -> Config:
+    params = {
+        "tile_m": 128,
+        "tile_n": 128,
+        "tile_k": 64,
+        "cluster_m": 2,
+        "cluster_n": 1,
+        "kernel_schedule": "TmaWarpSpecializedPingpong",
+        "epilogue_schedule": "NoSmemWarpSpecialized",
+        "raster_order": "AlongM",
+        "max_swizzle_size": 1,
+        "swap_ab": False,
+        **changes,
+    }
+    return Config("gemm_swiglu", params)
+
+
+def test_the_family_is_found_and_computes_one_product() -> None:
+    assert isinstance(family("gemm_swiglu"), GemmSwiglu)
+    assert product_of(MLP) == GemmProblem(4096, 28672, 4096)
+    assert product_of(MLP).flops == MLP.flops
+    with pytest.raises(ConfigError, match="serves swiglu, not gemm"):
+        product_of(GemmProblem(8, 64, 8))
+
+
+def test_the_space_is_wide_and_has_whole_groups() -> None:
+    space = SWIGLU.space(MLP, DEFAULT_GPU)
+    assert len({SWIGLU.compile_digest(c) for c in space}) >= 60
+    assert {c["tile_n"] for c in space} == {64, 128, 192, 256}
+    assert {c["kernel_schedule"] for c in space} == set(SWIGLU.domains["kernel_schedule"])
+    few = SWIGLU.space(SwigluProblem(16, 14336, 4096), DEFAULT_GPU)
+    assert few and not any(c["swap_ab"] for c in few)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"swap_ab": True}, "different threads"),
+        ({"tile_n": 96}, "tile_n=96 is not a multiple of 64"),
+        ({"epilogue_schedule": "TmaWarpSpecialized"}, "NoSmemWarpSpecialized by itself"),
+        ({"tile_m": 96}, "tile_m=96 is not a multiple of 64"),
+        ({"warps": 4}, "parameter warps is not known"),
+    ],
+)
+def test_what_is_illegal_says_why(changes: dict[str, Any], reason: str) -> None:
+    assert SWIGLU.violations(MLP, pingpong(), DEFAULT_GPU) == []
+    reasons = SWIGLU.violations(MLP, pingpong(**changes), DEFAULT_GPU)
+    assert any(reason in given for given in reasons), reasons
+
+
+def test_weights_that_lie_apart_are_refused() -> None:
+    apart = SwigluProblem(4096, 14336, 4096, weights="concatenated")
+    reasons = SWIGLU.violations(apart, pingpong(), DEFAULT_GPU)
+    assert reasons == ["weights=concatenated are not interleaved"]
+    assert SWIGLU.space(apart, DEFAULT_GPU) == []
+
+
+def test_a_launch_has_the_product_s_extents_and_the_output_s_stride() -> None:
+    problem = SwigluProblem(200, 96, 136)
+    launch = SWIGLU.launches(problem, pingpong(), 1.0)[0]
+    assert launch.tensors == (Ref("a"), Ref("weights"), Ref("d"))
+    assert launch.integers[:7] == (200, 192, 136, 1, 136, 136, 96)
+
+
+def test_golden_text() -> None:
+    text = render(SWIGLU.kernels(MLP, pingpong())["gemm"], "golden")
+    if not GOLDEN.exists():
+        GOLDEN.write_text(text)
+        pytest.fail(f"wrote {GOLDEN.name}: read it, and run again")
+    assert text == GOLDEN.read_text(), f"if this is meant, delete {GOLDEN.name} and run again"
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_estimate_is_above_what_the_chip_can_do(dtype: Any) -> None:
+    problem = SwigluProblem(512, 14336, 4096, dtype=dtype)
+    floor = DEFAULT_GPU.floor_us(problem.flops, problem.bytes)
+    for config in SWIGLU.space(problem, DEFAULT_GPU)[::20]:
+        assert floor < SWIGLU.predict_us(problem, config, DEFAULT_GPU) < 1e4

@@ -1,0 +1,319 @@
+"""A job on several GPUs: sweeps side by side over one pool; compiler and workers are scripted."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import CancelledError, Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tuner import device
+from tuner.artifacts import Artifact
+from tuner.config import Config
+from tuner.errors import BenchmarkError, StoreError
+from tuner.families import families_in
+from tuner.families.base import Family
+from tuner.hardware import DEFAULT_GPU
+from tuner.job import Job, JobOptions
+from tuner.measurement import Environment, Provenance, Regime, Status
+from tuner.problem import GemmProblem, Problem
+from tuner.runners.local import LocalRunner
+from tuner.runners.pool import WorkerPool
+from tuner.store import Store, open_store
+from tuner.sweep import SweepOptions
+from tuner.watch import Interruption, Watcher
+from tuner.worker import Outcome
+from tuner.worker_client import Ask
+
+PATIENCE_S = 30.0
+PROBLEMS = [GemmProblem(m, 64, 64) for m in (64, 128, 192, 256, 320, 384)]
+FAMILY = """
+from tuner.config import Config
+from tuner.families.base import Family, KernelSpec
+
+class Toy(Family):
+    name, op = "toy", "gemm"
+    def violations(self, problem, config, gpu): return []
+    def space(self, problem, gpu): return [Config("toy", {"tile": t}) for t in range(1, 13)]
+    def predict_us(self, problem, config, gpu): return 10.0 + config.get("tile", 0)
+    def kernels(self, problem, config):
+        return {"main": KernelSpec("toy.cu.j2", {"tile": config["tile"]})}
+
+class ToyVendor(Toy):
+    name, is_vendor = "vendor_toy", True
+    def space(self, problem, gpu): return [Config("vendor_toy", {"library": "blas"})]
+    def kernels(self, problem, config): return {}
+"""
+OPTIONS = JobOptions(SweepOptions(trials=12, sampler="cost"), l2="warm", widen=False)
+
+
+class FakeCompiler:
+    jobs, batch = 2, 2
+    toolchain = SimpleNamespace(nvcc_version="13.0.88", cutlass_version="4.2.0")
+
+    def submit(self, specs: Any) -> list[Any]:
+        done: list[Any] = []
+        for spec in specs:
+            future: Future[Artifact] = Future()
+            future.set_result(Artifact(spec.key, Path("/k.so"), "0" * 64, None, 2.0))
+            done.append((spec, future))
+        return done
+
+
+class FakeWorker:
+    """The best tile is 5. `before` may block until `interrupt` comes."""
+
+    def __init__(self, before: Callable[[FakeWorker, Ask], None]) -> None:
+        self.before = before
+        self.asked: list[Ask] = []
+        self.interrupted = threading.Event()
+
+    def measure(self, ask: Ask) -> list[Outcome]:
+        self.interrupted.clear()
+        self.asked.append(ask)
+        self.before(self, ask)
+        if self.interrupted.is_set():
+            raise CancelledError
+        return [self._outcome(config, ask) for config, _ in ask.candidates]
+
+    def _outcome(self, config: Config, ask: Ask) -> Outcome:
+        us = 10.0 + abs(config["tile"] - 5) if config.family == "toy" else 12.5
+        return Outcome(Status.OK, us, us / 1000, ask.rounds or 7)
+
+    def facts(self) -> dict[str, str]:
+        return {"torch": "2.11"}
+
+    def interrupt(self) -> None:
+        self.interrupted.set()
+
+    def close(self) -> None:
+        self.interrupt()
+
+
+class Gpus:
+    """What `Runners` is on a machine with several GPUs."""
+
+    def __init__(self, count: int, module: Path, before: Callable[[FakeWorker, Ask], None]) -> None:
+        self.devices = tuple(range(count))
+        self.module = module
+        self.workers = [FakeWorker(before) for _ in self.devices]
+        parts: Any = self.workers
+        self.pool = WorkerPool(parts)
+        self.apart_count = self.closed = 0
+        self.refused: Problem | None = None
+        self.shared: dict[str, LocalRunner] = {}
+
+    def apart(self, problem: Problem, regime: Regime) -> LocalRunner:
+        if problem == self.refused:
+            raise BenchmarkError("no such GPU")
+        compiler: Any = FakeCompiler()
+        self.apart_count += 1
+        return LocalRunner(
+            0, regime, compiler, family_modules=[self.module], gpu=DEFAULT_GPU, pool=self.pool
+        )
+
+    def of(self, problem: Problem, regime: Regime) -> LocalRunner:
+        if str(regime) not in self.shared:
+            self.shared[str(regime)] = self.apart(problem, regime)
+        return self.shared[str(regime)]
+
+    def close(self) -> None:
+        self.closed += 1
+        self.pool.close()
+
+    @property
+    def asked(self) -> list[Ask]:
+        return [ask for worker in self.workers for ask in worker.asked]
+
+
+class Setting:
+    def __init__(self, tmp_path: Path, store: Store) -> None:
+        self.module = tmp_path / "toys.py"
+        self.module.write_text(FAMILY)
+        self.store = store
+        self.made: list[Gpus] = []
+
+    def gpus(
+        self, count: int, before: Callable[[FakeWorker, Ask], None] = lambda worker, ask: None
+    ) -> Gpus:
+        self.made.append(Gpus(count, self.module, before))
+        return self.made[-1]
+
+    def job(self, gpus: Any, problems: list[GemmProblem], **more: Any) -> Job:
+        families = families_in(self.module)
+
+        def catalogue(op: str) -> Mapping[str, Family]:
+            return {name: family for name, family in families.items() if family.op == op}
+
+        return Job(problems, gpus, self.store, OPTIONS, catalogue=catalogue, **more)
+
+    def winners(self) -> dict[str, Config]:
+        return {
+            entry.problem.key: entry.winner.config
+            for entry in self.store.entries(provenance=Provenance.MEASURED)
+        }
+
+    def repeated(self) -> list[Any]:
+        counts = Counter((m.problem, m.config) for m in self.store.measurements(final=False))
+        return [trial for trial, count in counts.items() if count > 1]
+
+
+@pytest.fixture
+def setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Setting]:
+    monkeypatch.setattr(device, "environment", lambda index=0: Environment({"driver": "580"}))
+    with open_store(f"sqlite:///{tmp_path}/s.sqlite") as store:
+        made = Setting(tmp_path, store)
+        yield made
+        for gpus in made.made:
+            gpus.pool.close()
+
+
+def both_busy() -> Callable[[FakeWorker, Ask], None]:
+    """The first two own candidates wait for each other: both GPUs are at work at a time."""
+    meeting, left = threading.Barrier(2), threading.Semaphore(2)
+
+    def before(worker: FakeWorker, ask: Ask) -> None:
+        if ask.candidates[0][0].family == "toy" and left.acquire(blocking=False):
+            meeting.wait(PATIENCE_S)
+
+    return before
+
+
+def test_one_problem_s_candidates_are_dealt_to_all_gpus(setting: Setting) -> None:
+    gpus = setting.gpus(2, both_busy())
+    result = setting.job(gpus, PROBLEMS[:1]).run()
+    assert len(result.outcomes) == 1 and setting.repeated() == []
+    assert all(worker.asked for worker in gpus.workers)
+    assert setting.winners() == {PROBLEMS[0].key: Config("toy", {"tile": 5})}
+
+
+def test_finalists_and_baselines_are_one_gpu_s(setting: Setting) -> None:
+    gpus = setting.gpus(4)
+    setting.job(gpus, PROBLEMS).run()
+    finals = [ask for ask in gpus.asked if ask.mode == "final"]
+    assert Counter(ask.problem for ask in finals) == dict.fromkeys(PROBLEMS, 1)
+    for ask in finals:
+        families = [config.family for config, _ in ask.candidates]
+        assert "vendor_toy" in families and families.count("toy") == 4
+
+
+def test_a_job_on_two_gpus_stores_each_trial_once_and_decides_as_on_one(setting: Setting) -> None:
+    gpus = setting.gpus(2, both_busy())
+    result = setting.job(gpus, PROBLEMS).run()
+    assert [o.problem for o in result.outcomes] == PROBLEMS, "in the order of the problems"
+    assert not result.failed and not result.interrupted
+    assert setting.repeated() == [] and gpus.apart_count == len(PROBLEMS)
+    assert len(setting.store.measurements(final=False)) == len(PROBLEMS) * 13
+    together = setting.winners()
+    with open_store("sqlite://") as other:
+        setting.store = other
+        setting.job(setting.gpus(1), PROBLEMS).run()
+        assert setting.winners() == together and len(together) == len(PROBLEMS)
+
+
+def test_another_search_goes_on_while_finalists_are_timed(setting: Setting) -> None:
+    """A final pass and a candidate of another problem that wait for each other."""
+    first, second = PROBLEMS[:2]
+    begun, measured = threading.Event(), threading.Event()
+
+    def before(worker: FakeWorker, ask: Ask) -> None:
+        if (ask.problem, ask.mode) == (second, "quick"):
+            assert begun.wait(PATIENCE_S)
+            measured.set()
+        if (ask.problem, ask.mode) == (first, "final"):
+            begun.set()
+            assert measured.wait(PATIENCE_S)
+
+    result = setting.job(setting.gpus(2, before), [first, second]).run()
+    assert len(result.outcomes) == 2 and measured.is_set()
+
+
+def test_one_that_fails_does_not_end_the_others(setting: Setting) -> None:
+    class Seen(Watcher):
+        failures: list[Problem] = []  # noqa: RUF012
+
+        def failed(self, problem: Problem) -> None:
+            self.failures.append(problem)
+
+    gpus = setting.gpus(2)
+    gpus.refused = PROBLEMS[1]
+    result = setting.job(gpus, PROBLEMS[:4], watcher=Seen()).run()
+    assert [p for p, _ in result.failed] == [PROBLEMS[1]] == Seen.failures
+    assert [o.problem for o in result.outcomes] == [PROBLEMS[0], *PROBLEMS[2:4]]
+    again = setting.job(setting.gpus(2), PROBLEMS[:4]).run()
+    assert again.skipped == [PROBLEMS[0], *PROBLEMS[2:4]], "what is tuned is skipped"
+
+
+def test_a_store_that_fails_ends_the_job_at_once(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hung = threading.Event()
+
+    def before(worker: FakeWorker, ask: Ask) -> None:
+        if ask.problem == PROBLEMS[1] and not hung.is_set():
+            hung.set()
+            assert worker.interrupted.wait(PATIENCE_S), "nobody gave it up"
+
+    gpus = setting.gpus(2, before)
+    add = setting.store.add
+
+    def fail(measurements: Any) -> Any:
+        if hung.is_set():
+            raise StoreError("the disk is full")
+        return add(measurements)
+
+    monkeypatch.setattr(setting.store, "add", fail)
+    with pytest.raises(StoreError, match="disk is full"):
+        setting.job(gpus, PROBLEMS).run()
+    assert gpus.closed == 1
+
+
+class TestInterruption:
+    """Ctrl-C through a real signal, which reaches the main thread while others sweep."""
+
+    @staticmethod
+    def hang(after: int, then: Callable[[], None]) -> Callable[[FakeWorker, Ask], None]:
+        """Every quick request hangs from the `after`-th on; the first that does calls `then`."""
+        count, lock, called = Counter[str](), threading.Lock(), threading.Event()
+
+        def before(worker: FakeWorker, ask: Ask) -> None:
+            with lock:
+                count["asked"] += 1
+                hangs = count["asked"] > after and ask.mode == "quick"
+            if hangs:
+                if not called.is_set():
+                    called.set()
+                    then()
+                assert worker.interrupted.wait(PATIENCE_S), "nobody gave it up"
+
+        return before
+
+    def test_the_first_keeps_the_best_so_far_of_each(self, setting: Setting) -> None:
+        press = lambda: os.kill(os.getpid(), signal.SIGINT)  # noqa: E731
+        gpus = setting.gpus(2, self.hang(20, press))
+        with Interruption() as interruption:
+            result = setting.job(gpus, PROBLEMS, interruption=interruption).run()
+        assert result.interrupted and len(result.outcomes) + len(result.failed) < len(PROBLEMS)
+        assert setting.winners(), "the best so far is decided"
+        assert setting.repeated() == []
+        ended = setting.job(setting.gpus(2), PROBLEMS).run()
+        assert len(ended.outcomes) + len(ended.skipped) == len(PROBLEMS)
+        assert setting.repeated() == [], "a resumed job measures nothing again"
+
+    def test_the_second_ends_at_once(self, setting: Setting) -> None:
+        def before(worker: FakeWorker, ask: Ask) -> None:
+            if ask.mode == "final":
+                os.kill(os.getpid(), signal.SIGINT)
+                worker.interrupted.wait(PATIENCE_S)
+
+        gpus = setting.gpus(2, before)
+        with Interruption() as interruption, pytest.raises(KeyboardInterrupt):
+            setting.job(gpus, PROBLEMS, interruption=interruption).run()
+        assert gpus.closed == 1 and setting.store.measurements(), "what was finished is kept"

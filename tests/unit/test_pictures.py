@@ -1,0 +1,191 @@
+"""The report's pictures as files, what `tuner profile` adds to it, and all tuned problems."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from tuner import cli, profile, resources
+from tuner.config import Config
+from tuner.hardware import DEFAULT_GPU, GPUS
+from tuner.measurement import Environment, Measurement, Regime, Status
+from tuner.problem import AttentionProblem
+from tuner.profile import Profile
+from tuner.recording import Recording
+from tuner.report import analysis, counters, page, pictures
+from tuner.report.explain import COUNTED, explain
+from tuner.report.palette import DARK, LIGHT, colours
+from tuner.report.subject import Subject
+from tuner.store import Entry
+
+ASSET = Path(__file__).parents[1] / "assets" / "ncu_attention.csv"
+REGIME = Regime.default("attention")
+SHORT, LONG, OTHER = (AttentionProblem.parse(f"S={n},D=64") for n in (1024, 2048, 512))
+OWN = Config("fused_attention", {"tile_n": 128})
+CUDNN, FLASH = (Config("vendor_sdpa", {"kernel": name}) for name in ("cudnn", "flash4"))
+
+
+def measured(problem: AttentionProblem, config: Config, us: float) -> Measurement:
+    return Measurement(
+        problem,
+        config,
+        DEFAULT_GPU,
+        REGIME,
+        Status.OK,
+        environment=Environment({"driver": "580"}),
+        latency_us=us,
+        std_us=0.01,
+        rounds=20,
+        is_final=True,
+        created_at="2026-11-21T10:00:00+00:00",
+    )
+
+
+def entry(problem: AttentionProblem, own: float, cudnn: float, flash: float) -> Entry:
+    times = {OWN: own, CUDNN: cudnn, FLASH: flash}
+    ranking = [measured(problem, config, us) for config, us in times.items()]
+    return Entry.of(sorted(ranking, key=lambda m: m.latency_us or 0))
+
+
+@pytest.fixture
+def subject() -> Subject:
+    known = (entry(LONG, 40, 38, 50), entry(SHORT, 99, 99, 99), entry(OTHER, 5, 9, 10))
+    ranking = entry(SHORT, 10, 15, 12).ranking
+    recorded = Recording(SHORT, DEFAULT_GPU, REGIME, Environment({"driver": "580"}), ranking)
+    return Subject(recorded, "a test", known)
+
+
+def counted(config: Config = OWN) -> Profile:
+    kernels = profile.read_csv(ASSET.read_text())
+    environment = Environment({"ncu": "2025.3"})
+    return Profile(SHORT, DEFAULT_GPU, REGIME, config, environment, kernels, "2026-11-21T12:00")
+
+
+class TestStanding:
+    def test_each_problem_by_its_own_fastest_vendor_smallest_first(self, subject: Subject) -> None:
+        """The subject's own measurements stand for what its store decided before."""
+        found = analysis.standing(subject)
+        assert [s.problem for s in found] == [OTHER, SHORT, LONG]
+        assert [round(s.ratio, 3) for s in found] == [1.8, 1.2, 0.95]
+        assert [s.vendor.config for s in found] == [CUDNN, FLASH, CUDNN]
+
+    def test_other_gpus_and_regimes_are_no_part(self, subject: Subject) -> None:
+        foreign = entry(OTHER, 1, 2, 3)
+        moved = replace(
+            foreign,
+            ranking=tuple(m.but(gpu=GPUS["H100"]) for m in foreign.ranking),
+        )
+        eager = replace(
+            foreign, ranking=tuple(m.but(regime=Regime("eager", "warm")) for m in foreign.ranking)
+        )
+        assert len(analysis.standing(replace(subject, known=(moved, eager)))) == 1
+
+    def test_the_page_says_it(self, subject: Subject) -> None:
+        (section,) = (s for s in page.sections(subject) if s.name == "standing")
+        assert "own kernels are ahead in 2" in section.words[0]
+        assert section.table is not None
+        assert [row[-1] for row in section.table.rows] == ["1.800", "1.200", "0.950"]
+        svg = pictures.svg(section.figures[0].spec)
+        for text in ("1.800 cudnn", "1.200 flash4", "0.950 cudnn", "\u25b8 S=1024"):
+            assert text in svg, "what all share stands at the axis, not in each label"
+        assert "undefined" not in svg
+
+    def test_alone_there_is_nothing_to_compare(self, subject: Subject) -> None:
+        names = [s.name for s in page.sections(replace(subject, known=()))]
+        assert "standing" not in names
+
+
+def test_too_few_lengths_are_said_with_what_adds_some(subject: Subject) -> None:
+    two = replace(subject, known=subject.known[:2])
+    (section,) = (s for s in page.sections(two) if s.name == "scaling")
+    assert "it takes 3 tuned problems" in section.words[0]
+    assert "(tuned: 1024, 2048)" in section.words[0]
+    assert not section.figures
+    (section,) = (s for s in page.sections(subject) if s.name == "scaling")
+    assert [figure.name for figure in section.figures] == ["scaling", "memory-scaling"]
+
+
+class TestCounters:
+    def test_nothing_is_said_where_nothing_was_counted(self, subject: Subject) -> None:
+        account = explain(subject)
+        assert account is not None and account.counted == ()
+        assert "counted" not in [s.name for s in page.sections(subject)]
+        assert page.data(subject)["counted"] is None
+
+    def test_the_account_names_what_was_counted(self, subject: Subject) -> None:
+        profile.keep(counted())
+        account = explain(subject)
+        assert account is not None
+        assert {claim.source for claim in account.counted} == {COUNTED}
+        busy, active, waits = (claim.text for claim in account.counted)
+        assert "tensor cores 37 %, special-function units 38 %" in busy
+        assert "active in 84 % of the 25.8 k cycles" in active
+        assert waits.endswith("arithmetic pipe busy 0.06.")
+
+    def test_another_config_s_counters_are_not_this_one_s(self, subject: Subject) -> None:
+        profile.keep(counted(CUDNN))
+        account = explain(subject)
+        assert account is not None and account.counted == ()
+
+    def test_the_page_shows_them(self, subject: Subject) -> None:
+        profile.keep(counted())
+        (section,) = (s for s in page.sections(subject) if s.name == "counted")
+        assert "Nsight Compute 2025.3" in section.words[0]
+        assert [figure.name for figure in section.figures] == ["counters", "stalls"]
+        assert section.table is not None
+        rows = {row[1]: row[2:4] for row in section.table.rows}
+        assert rows["tensor cores"] == ("36.65", "%")
+        assert rows["duration"] == ("14,560", "ns")
+        assert page.data(subject)["counted"] == counted().to_json()
+
+    def test_their_pictures_are_drawn(self) -> None:
+        (kernel,) = profile.read_csv(ASSET.read_text())
+        shares, stalls = (pictures.svg(f(kernel)) for f in (counters.shares, counters.stalls))
+        assert ">37 %</text>" in shares and "special-function units" in shares
+        assert ">0.06</text>" in stalls
+
+
+class TestFiles:
+    def test_light_and_dark_in_one(self, subject: Subject) -> None:
+        for spec in pictures.specs(subject).values():
+            svg = pictures.svg(spec)
+            root = ElementTree.fromstring(svg)
+            assert root.get("aria-label") == spec["description"]
+            used = set(re.findall(r"var\(--([a-z0-9-]+)\)", svg))
+            assert used and used <= set(LIGHT)
+            style = root[0].text or ""
+            assert style == colours(used)
+            assert "prefers-color-scheme: dark" in style
+            assert DARK["ink"] in style and LIGHT["ink"] in style
+            assert "http://" not in svg.replace("http://www.w3.org/", "")
+
+    def test_one_palette_for_both(self) -> None:
+        assert set(LIGHT) == set(DARK)
+        assert set(re.findall(r"--([a-z0-9-]+):", colours())) == set(LIGHT)
+
+    def test_the_command(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        arguments = ["report", "--shape", "S=512,D=64", "--gpu", "H200"]
+        out = tmp_path / "new" / "pictures"
+        only = ["--only", "standing,ranking"]
+        assert cli.main([*arguments, "--pictures", str(out), *only, "--json"]) == 0
+        written = json.loads(capsys.readouterr().out)["paths"]
+        assert [Path(path).name for path in written] == ["standing.svg", "ranking.svg"]
+        assert sorted(path.name for path in out.iterdir()) == ["ranking.svg", "standing.svg"]
+        assert cli.main([*arguments, "--pictures", str(out), "--only", "nothing"]) == 2
+        assert "no picture 'nothing' (allowed: ranking," in capsys.readouterr().err
+        assert cli.main([*arguments, *only]) == 2
+        assert "--only chooses among --pictures DIR" in capsys.readouterr().err
+
+    def test_those_of_the_readme_are_there_and_small(self) -> None:
+        readme = (Path(__file__).parents[2] / "README.md").read_text()
+        named = set(re.findall(r"\]\(cache/pictures/([a-z]+\.svg)\)", readme))
+        shipped = {path.name: path for path in (resources.cache() / "pictures").glob("*")}
+        assert named == set(shipped)
+        for path in shipped.values():
+            assert path.stat().st_size < 100_000
+            ElementTree.fromstring(path.read_text())

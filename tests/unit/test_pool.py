@@ -1,0 +1,145 @@
+"""Requests dealt to several workers; the workers are scripted."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, Future, wait
+from typing import Any
+
+import pytest
+
+from tuner.errors import BenchmarkError
+from tuner.runners.pool import WorkerPool
+
+PATIENCE_S = 30.0
+"""Longer than anything here takes; only a failure waits for it."""
+
+
+class FakeWorker:
+    """Its requests wait until they are let go, or it is interrupted."""
+
+    def __init__(self, number: int = 0) -> None:
+        self.number = number
+        self.go = threading.Event()
+        self.begun = threading.Event()
+        self.interrupted = self.closed = 0
+
+    def wait(self) -> int:
+        self.begun.set()
+        assert self.go.wait(PATIENCE_S)
+        if self.interrupted:
+            raise CancelledError
+        return self.number
+
+    def facts(self) -> dict[str, str]:
+        return {"torch": "2.11", "asked": str(self.number)}
+
+    def interrupt(self) -> None:
+        self.interrupted += 1
+        self.go.set()
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@pytest.fixture
+def create() -> Iterator[Callable[[int], tuple[WorkerPool, list[FakeWorker]]]]:
+    made: list[WorkerPool] = []
+
+    def pool(count: int) -> tuple[WorkerPool, list[FakeWorker]]:
+        workers: list[Any] = [FakeWorker(number) for number in range(count)]
+        made.append(WorkerPool(workers))
+        return made[-1], workers
+
+    yield pool
+    for each in made:
+        each.close()
+
+
+Create = Callable[[int], tuple[WorkerPool, list[FakeWorker]]]
+
+
+def waiting(worker: Any) -> int:
+    return int(worker.wait())
+
+
+def test_every_worker_has_its_own_request_at_the_same_time(create: Create) -> None:
+    pool, workers = create(3)
+    futures = [pool.submit(waiting) for _ in range(3)]
+    assert all(worker.begun.wait(PATIENCE_S) for worker in workers)
+    for worker in workers:
+        worker.go.set()
+    assert sorted(future.result(PATIENCE_S) for future in futures) == [0, 1, 2]
+
+
+def test_what_waits_goes_to_whichever_is_free(create: Create) -> None:
+    pool, workers = create(2)
+    for _ in range(2):
+        pool.submit(waiting)
+    assert all(worker.begun.wait(PATIENCE_S) for worker in workers)
+    third = pool.submit(lambda worker: worker)
+    assert not third.done()
+    workers[1].go.set()
+    assert third.result(PATIENCE_S) is workers[1]
+
+
+def test_order_is_that_of_submission_but_for_what_goes_first(create: Create) -> None:
+    pool, (worker,) = create(1)
+    pool.submit(waiting)
+    assert worker.begun.wait(PATIENCE_S)
+    order: list[str] = []
+    futures: list[Future[None]] = [
+        pool.submit(lambda _, name=name: order.append(name), first=name.isupper())
+        for name in ("a", "b", "F", "c", "G")
+    ]
+    worker.go.set()
+    wait(futures, PATIENCE_S)
+    assert order == ["F", "G", "a", "b", "c"]
+
+
+def test_what_a_request_raises_is_its_own(create: Create) -> None:
+    pool, _ = create(1)
+
+    def fail(worker: Any) -> None:
+        raise BenchmarkError("CUDA device 1 is not there")
+
+    with pytest.raises(BenchmarkError, match="not there"):
+        pool.submit(fail).result(PATIENCE_S)
+    assert pool.submit(lambda worker: 5).result(PATIENCE_S) == 5
+
+
+def test_cancelling_kills_the_worker_of_what_runs_and_drops_what_waits(create: Create) -> None:
+    pool, workers = create(2)
+    running = [pool.submit(waiting) for _ in workers]
+    assert all(worker.begun.wait(PATIENCE_S) for worker in workers)
+    queued = pool.submit(waiting)
+    workers[0].go.set()
+    done = {f for f in wait(running, PATIENCE_S, "FIRST_COMPLETED").done if f.done()}
+    (other,) = set(running) - done
+    pool.cancel([other, *done])
+    with pytest.raises(CancelledError):
+        other.result(PATIENCE_S)
+    assert [worker.interrupted for worker in workers] == [0, 1], "what is done stays done"
+    assert done.pop().result() == 0 and queued.result(PATIENCE_S) in (0, 1)
+
+
+def test_close_ends_all_of_it_and_may_be_repeated(create: Create) -> None:
+    pool, (worker,) = create(1)
+    running, queued = pool.submit(waiting), pool.submit(waiting)
+    assert worker.begun.wait(PATIENCE_S)
+    pool.close()
+    with pytest.raises(CancelledError):
+        running.result(PATIENCE_S)
+    assert queued.cancelled() and worker.closed
+    assert pool.submit(waiting).cancelled()
+    pool.close()
+
+
+def test_the_machine_s_facts_are_asked_for_once(create: Create) -> None:
+    pool, workers = create(2)
+    first = pool.facts()
+    assert first["torch"] == "2.11"
+    for worker in workers:
+        worker.facts = lambda: {}  # type: ignore[method-assign]
+    assert pool.facts() == first and len(pool) == 2

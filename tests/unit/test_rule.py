@@ -1,0 +1,144 @@
+"""Shipped rules: what they answer, what they say of their regret, and what is never launched."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tuner import recording, rule
+from tuner.cli import main
+from tuner.config import Config
+from tuner.errors import StoreError
+from tuner.families import families
+from tuner.fit import Sample, fit
+from tuner.hardware import DEFAULT_GPU, GPUS
+from tuner.lookup import close, lookup
+from tuner.measurement import Measurement, Provenance, Regime, Status
+from tuner.nearest import doublings
+from tuner.problem import AttentionProblem, problem_from_json
+from tuner.rule import LEAST_JUDGED, Rule
+from tuner.store import open_store
+
+LOOKUP = importlib.import_module("tuner.lookup")
+REGIME = Regime.default("attention")
+UNTUNED = AttentionProblem.parse("S=1999,D=64")
+CUDNN, FLASH = (Config("vendor_sdpa", {"kernel": name}) for name in ("cudnn", "flash2"))
+
+
+def sample(length: int, cudnn_us: float, flash_us: float) -> Sample:
+    return Sample(AttentionProblem.parse(f"S={length},D=64"), {CUDNN: cudnn_us, FLASH: flash_us})
+
+
+@pytest.fixture
+def ships(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rule]:
+    """A rule over four lengths, whose regret is the 50 % of the middle ones: alone in a folder."""
+    samples = [sample(256, 10, 15), sample(512, 10, 15), sample(2048, 15, 10), sample(4096, 15, 10)]
+    made = fit(samples, DEFAULT_GPU, REGIME)
+    folder = tmp_path / "rules"
+    folder.mkdir()
+    made.write(folder / "a.json")
+    monkeypatch.setattr(rule, "_folder", lambda: folder)
+    rule.shipped.cache_clear()
+    close()
+    yield made
+    rule.shipped.cache_clear()
+
+
+def test_a_shape_nobody_tuned_is_answered_with_kind_and_regret(ships: Rule, tmp_path: Path) -> None:
+    answer = lookup(UNTUNED, gpu="H200", path=tmp_path / "none")
+    assert answer is not None and answer.ruled is not None
+    assert (answer.kind, answer.exact) == ("rule", False)
+    assert answer.entry.problem == UNTUNED
+    assert answer.entry.provenance is Provenance.PREDICTED
+    assert answer.entry.winner.latency_us is None
+    assert answer.entry.winner.config == FLASH
+    assert answer.ruled.regret == ships.regret
+    assert any(note.startswith("by a rule (") for note in answer.notes)
+
+
+def test_what_is_decided_comes_before_a_rule(ships: Rule, tmp_path: Path) -> None:
+    path = tmp_path / "s.sqlite"
+    found = Measurement(
+        UNTUNED, CUDNN, DEFAULT_GPU, REGIME, Status.OK, latency_us=9.0, is_final=True
+    )
+    with open_store(str(path)) as store:
+        store.decide(UNTUNED, DEFAULT_GPU, REGIME, [found], "sweep")
+    answer = lookup(UNTUNED, gpu="H200", path=path)
+    assert answer is not None
+    assert (answer.kind, answer.entry.winner.config) == ("exact", CUDNN)
+
+
+def test_another_regime_operation_or_gpu_has_no_rule(ships: Rule, tmp_path: Path) -> None:
+    path = tmp_path / "none"
+    assert lookup(UNTUNED, gpu="H200", regime=Regime("eager", "warm"), path=path) is None
+    assert lookup(UNTUNED, gpu="H100", path=path) is None
+    answer = lookup(UNTUNED, gpu="H100", path=path, allow_other_gpu=True)
+    assert answer is not None
+    assert answer.entry.gpu == GPUS["H100"]
+    assert any("made on NVIDIA H200, not on" in note for note in answer.notes)
+
+
+def test_what_the_regret_does_not_reach_is_said(ships: Rule) -> None:
+    """Judged across 4 doublings at most (512 and 2048, in queries and in keys), on 4 problems."""
+    assert ships.regret.farthest == 2
+    near, far = (AttentionProblem.parse(f"S={length},D=64") for length in (4096, 65536))
+    few = "judged on 4 problems only"
+    assert [few in d for d in ships.answer(near).doubts] == [True]  # type: ignore[union-attr]
+    doubts = ships.answer(far).doubts  # type: ignore[union-attr]
+    assert "8.0 doublings from the nearest measured problem" in doubts[1]
+    assert doublings(near, far) == 8
+
+
+def test_a_feature_that_was_never_measured_is_said(ships: Rule) -> None:
+    plain = {d for d in ships.answer(UNTUNED).doubts}  # type: ignore[union-attr]
+    for extra, wanted in (
+        (",dtype=bf16", "has dtype=bfloat16"),
+        (",causal=1,window=256", "has window_left=256"),
+    ):
+        asked = AttentionProblem.parse(f"S=1999,D=64{extra}")
+        doubts = {d for d in ships.answer(asked).doubts}  # type: ignore[union-attr]
+        assert any(d.endswith(wanted) for d in doubts - plain), doubts
+
+
+def test_the_command_says_it(ships: Rule, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["lookup", "--shape", "S=1999,D=64", "--gpu", "H200"]) == 0
+    out = capsys.readouterr().out
+    assert "answer       rule" in out
+    assert "regret       left out: mean" in out
+    assert "time " not in out
+    assert main(["lookup", "--shape", "S=1999,D=64", "--gpu", "H200", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["kind"] == "rule"
+    assert answer["provenance"] == "predicted"
+    assert answer["rule"]["regret"]["mean"] == pytest.approx(ships.regret.mean, abs=1e-4)
+    assert answer["rule"]["doubts"]
+
+
+def test_a_damaged_rule_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bad.json").write_text("{")
+    monkeypatch.setattr(rule, "_folder", lambda: tmp_path)
+    rule.shipped.cache_clear()
+    with pytest.raises(StoreError, match=r"a shipped file cannot be read: rule .*bad\.json"):
+        rule.shipped()
+
+
+@pytest.mark.parametrize("path", sorted(rule._folder().glob("*.json")), ids=lambda p: p.stem)
+def test_what_ships_is_judged_on_enough_recorded_problems(path: Path) -> None:
+    """Made by `tuner fit` from the shipped recordings alone; its configs are this version's."""
+    shipped = Rule.read(path)
+    assert shipped.regret.answered >= LEAST_JUDGED
+    recorded = {recording.read(p).problem for p in recording.folder().glob("*.gz")}
+    problems = [problem_from_json(data) for data in shipped.problems]
+    assert set(problems) <= recorded
+    for problem in problems:
+        choice = shipped.answer(problem)
+        assert choice is not None
+        assert families()[choice.config.family].accepts(problem, choice.config, shipped.gpu)
+
+
+def test_something_ships() -> None:
+    assert any(r.op == "attention" for r in rule.shipped())

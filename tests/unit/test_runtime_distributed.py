@@ -1,0 +1,267 @@
+"""Ranks of a distributed program agree on their kernels: processes over gloo, CPU tensors in a
+GPU's place. Each has a store and a cache of its own, as hosts have.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tuner
+from tuner.artifacts import ArtifactCache
+from tuner.config import Config
+from tuner.errors import ConfigError
+from tuner.hardware import DEFAULT_GPU
+from tuner.measurement import Measurement, Regime, Status
+from tuner.problem import AttentionProblem
+from tuner.store import open_store
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+pytestmark = pytest.mark.skipif(
+    "not __import__('torch').distributed.is_available()", reason="this torch has no distributed"
+)
+
+PROBLEM = AttentionProblem.parse("S=64,D=64,H=2")
+PATIENCE_S = 120
+#: A rank: agrees, or not; then calls attention once, and says what was launched.
+RANK = """
+import contextlib, json, os, sys, time
+from datetime import timedelta
+import torch, torch.distributed as dist
+import tuner
+from tuner.hardware import DEFAULT_GPU
+from tuner.measurement import Environment
+from tuner.runtime import devices, dispatch, distributed, plan
+from tuner.store import open_store
+
+how = json.loads(sys.argv[1])
+launched = []
+
+def own(problem, member, measurement, scale, device, shape):
+    def call(*tensors):
+        launched.append(dict(measurement.config.params))
+        return torch.nn.functional.scaled_dot_product_attention(*tensors, scale=scale)
+    if plan.ArtifactCache().find(measurement.artifacts["attention"]) is None:
+        return "it is not in the cache"
+    return plan.VendorPlan(problem, measurement.config, device, is_nearest=False, call=call)
+
+plan._own = own
+devices.TYPE, devices.current = "cpu", lambda: -1
+devices.gpu_of = lambda index: DEFAULT_GPU
+devices.is_capturing = lambda: False
+devices.use = lambda index: contextlib.nullcontext()
+devices.environment = lambda: Environment({"torch": how.get("torch", "2.11")})
+dispatch.prepare = lambda then: None
+tuner.__version__ = how.get("version", tuner.__version__)
+torch.set_num_threads(1)
+dist.init_process_group("gloo", timeout=timedelta(seconds=100))
+
+def call():
+    launched.clear()
+    tensors = [torch.randn(1, 2, 64, 64, dtype=torch.float16) for _ in range(3)]
+    tuner.attention(*tensors)
+    return launched[-1] if launched else None
+
+dist.barrier()  # they start together, whatever importing took
+time.sleep(how.get("delay_s", 0))
+began, found = time.monotonic(), None
+if how.get("joins", True):
+    found = distributed.agree(timeout_s=how["timeout_s"])
+took_s = time.monotonic() - began
+first = call()
+dist.barrier()
+if "late" in how:  # long after the others
+    began = time.monotonic()
+    found = distributed.agree(timeout_s=how["timeout_s"])
+    took_s, first = time.monotonic() - began, call()
+assert found is None or distributed.agree() is found
+dist.barrier()
+dist.destroy_process_group()
+print(json.dumps({
+    "refusal": found.refusal if found else None,
+    "ranks": list(found.ranks) if found else None,
+    "absent": sorted(found.absent) if found else None,
+    "notes": list(found.notes) if found else None,
+    "launched": first,
+    "took_s": took_s,
+    "fallbacks": list(tuner.stats().fallbacks),
+}))
+"""
+
+
+def config(tile: int) -> Config:
+    return Config("fused_attention", {"tile_n": tile})
+
+
+def artifact(tile: int) -> str:
+    return f"{tile:032x}"
+
+
+@dataclass
+class Host:
+    """What a rank finds where it runs: its store's ranking, best first, and compiled kernels."""
+
+    ranking: tuple[int, ...] = (128, 64)
+    compiled: tuple[int, ...] = (128, 64, 32)
+    how: Mapping[str, Any] = field(default_factory=dict)
+
+    def furnish(self, folder: Path) -> dict[str, str]:
+        folder.mkdir()
+        library = folder / "kernel.so"
+        library.write_bytes(b"kernel")
+        cache = ArtifactCache(folder / "artifacts")
+        for tile in self.compiled:
+            cache.put(
+                artifact(tile), library, resources=None, compile_cpu_s=1.0, source="", facts={}
+            )
+        url = f"sqlite:///{folder}/store.sqlite"
+        if self.ranking:
+            ranked = [
+                Measurement(
+                    PROBLEM,
+                    config(tile),
+                    DEFAULT_GPU,
+                    Regime.default("attention"),
+                    Status.OK,
+                    latency_us=10.0 + place,
+                    is_final=True,
+                    artifacts={"attention": artifact(tile)},
+                )
+                for place, tile in enumerate(self.ranking)
+            ]
+            with open_store(url) as store:
+                store.decide(PROBLEM, DEFAULT_GPU, ranked[0].regime, ranked, "sweep")
+        return {"TUNER_CACHE_DIR": str(folder), "TUNER_STORE": url}
+
+
+Run = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """Runs a rank on each host; what each says."""
+
+    def ranks(*hosts: Host, timeout_s: float = 60.0) -> list[dict[str, Any]]:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        script = tmp_path / "rank.py"
+        script.write_text(RANK)
+        common = {
+            **os.environ,
+            "PYTHONPATH": str(Path(tuner.__file__).parent.parent),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "WORLD_SIZE": str(len(hosts)),
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+        processes = [
+            subprocess.Popen(
+                [sys.executable, str(script), json.dumps({"timeout_s": timeout_s, **host.how})],
+                env={**common, "RANK": str(rank), **host.furnish(tmp_path / f"host{rank}")},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank, host in enumerate(hosts)
+        ]
+        try:
+            ended = [process.communicate(timeout=PATIENCE_S) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+        for process, (out, err) in zip(processes, ended, strict=True):
+            assert process.returncode == 0, out + err
+        return [{**json.loads(out.splitlines()[-1]), "stderr": err} for out, err in ended]
+
+    return ranks
+
+
+def launched(seen: list[dict[str, Any]]) -> list[int | None]:
+    return [rank["launched"] and rank["launched"]["tile_n"] for rank in seen]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_rank_launches_what_rank_0_decides(run: Run, world: int) -> None:
+    others = [Host((64, 128)), Host((32,)), Host(())][: world - 1]
+    seen = run(Host((128, 64)), *others)
+    assert launched(seen) == [128] * world
+    assert all(rank["ranks"] == list(range(world)) and not rank["refusal"] for rank in seen)
+
+
+def test_without_an_agreement_they_would_not(run: Run) -> None:
+    apart = {"joins": False}
+    assert launched(run(Host((128,), how=apart), Host((64,), how=apart))) == [128, 64]
+
+
+def test_a_kernel_that_one_rank_lacks_is_launched_by_none(run: Run) -> None:
+    lacks = Host((64, 128), compiled=(64, 32), how={"torch": "2.12"})
+    seen = run(Host((128, 64)), lacks)
+    assert launched(seen) == [64, 64]
+    assert artifact(128) in seen[0]["absent"] and artifact(64) not in seen[0]["absent"]
+    note = "rank 1 has torch 2.12, rank 0 2.11"
+    assert all(rank["notes"] == [note] and note in rank["stderr"] for rank in seen)
+
+
+def test_a_rank_that_misses_holds_nobody_up_and_finds_what_they_agreed_on(run: Run) -> None:
+    late = Host((32,), compiled=(64,), how={"joins": False, "late": True})
+    seen = run(*[Host((128, 64))] * 3, late, timeout_s=6.0)
+    assert launched(seen) == [128, 128, 128, 64], "it came too late to say that it lacks one"
+    assert "lacks 1 of their kernels" in seen[3]["stderr"]
+    assert {tuple(rank["ranks"]) for rank in seen} == {(0, 1, 2)}
+    assert seen[0]["notes"] == ["rank 3 did not come in time"]
+    assert all(rank["took_s"] < 20 for rank in seen) and seen[3]["took_s"] < 3
+
+
+def test_where_rank_0_misses_all_call_pytorch_and_it_too(run: Run) -> None:
+    missing = Host((128,), how={"joins": False, "late": True})
+    seen = run(missing, Host((64,)), Host((64,)), timeout_s=4.0)
+    assert launched(seen) == [None] * 3
+    assert {rank["refusal"] for rank in seen} == {"rank 0 did not come in time"}
+    assert all(rank["took_s"] < 20 for rank in seen)
+    assert all("the ranks did not agree" in rank["fallbacks"][-1] for rank in seen)
+
+
+def test_ranks_of_two_versions_serve_nothing(run: Run) -> None:
+    seen = run(Host(), Host(how={"version": "0.0.9"}))
+    assert launched(seen) == [None, None]
+    assert {rank["refusal"] for rank in seen} == {
+        f"rank 1 runs tuner 0.0.9, rank 0 {tuner.__version__}"
+    }
+
+
+def test_what_agree_needs() -> None:
+    from tuner.runtime.distributed import agree
+
+    with pytest.raises(ConfigError, match="init_process_group first"):
+        agree()
+    with pytest.raises(ConfigError, match="timeout_s=0 is out of range"):
+        agree(timeout_s=0)
+
+
+def test_a_large_snapshot_travels_in_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone in its group, over a store whose messages are limited as TCPStore's are."""
+    import torch.distributed as dist
+
+    from tuner.runtime import distributed
+
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    data = os.urandom(distributed._CHUNK_BYTES * 2 + 5)
+    monkeypatch.setattr(distributed, "take", lambda: data)
+    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
+    meeting = distributed._Meeting(store, tmp_path, 5.0)
+    meeting._propose()
+    assert json.loads(meeting._store.get("proposal"))["chunks"] == 3
+    assert meeting._fetch(3) == data

@@ -1,0 +1,194 @@
+"""The service as a process with real sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import importlib.util
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the extra [service] is not installed")
+
+from serving import READ, SHAPE, WRITE, eventually, request, service
+
+from tuner.errors import ConfigError
+from tuner.service.protocol import MAX_HEAD_BYTES
+
+
+class TestProcess:
+    """Over real sockets."""
+
+    def test_a_killed_service_loses_nothing_and_the_job_ends(self, tmp_path: Path) -> None:
+        """Submitted over HTTP, worked off by a process, the service killed in the middle."""
+        url = str(tmp_path / "s.sqlite")
+        body = {
+            "problems": ["M=4096,N=4096,K=4096", "M=8192,N=8192,K=8192"],
+            "op": "gemm",
+            "trials": 6,
+            "sampler": "tpe",
+        }
+        with service(url) as (address, process):
+            status, job = request(address, "POST", "/v1/jobs", body)
+            assert status == 201
+            worker = subprocess.Popen(
+                [sys.executable, "-m", "tuner", "worker", "--drain", "--replay", "--store", url],
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+            path = f"/v1/jobs/{job['id']}"
+            eventually(lambda: request(address, "GET", path)[1]["trials"] != [])
+            process.kill()
+        with service(url) as (address, _):
+            eventually(lambda: request(address, "GET", path)[1]["state"] == "done")
+            assert worker.wait(60) == 0
+            found = request(address, "GET", f"{path}?trials=1000")[1]["trials"]
+        trials = [(t["shape"], t["config_digest"]) for t in found if not t["is_final"]]
+        assert len(trials) == len(set(trials)) > 6
+
+    def test_it_ends_when_it_is_told_even_while_someone_listens(self, tmp_path: Path) -> None:
+        with service(str(tmp_path / "s.sqlite")) as (address, process):
+            job = request(address, "POST", "/v1/jobs", {"problems": [SHAPE]})[1]
+            connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=30)
+            with contextlib.closing(connection):
+                connection.request("GET", f"/v1/jobs/{job['id']}/events")
+                assert connection.getresponse().readline().startswith(b"id: ")
+                process.send_signal(signal.SIGINT)
+                assert process.wait(20) == 130
+
+    def test_a_client_that_says_nothing_holds_up_nobody(self, tmp_path: Path) -> None:
+        with service(str(tmp_path / "s.sqlite")) as (address, _):
+            host, port = address.removeprefix("http://").split(":")
+            with contextlib.ExitStack() as stack:
+                for _ in range(50):
+                    silent = stack.enter_context(socket.create_connection((host, int(port))))
+                    silent.sendall(b"POST /v1/jobs HTTP/1.1\r\nhost: localhost\r\n")
+                assert request(address, "GET", "/healthz")[0] == 200
+
+    @pytest.mark.parametrize(
+        "request_bytes",
+        [
+            b"GET /v1/jobs/../../etc/passwd HTTP/1.1\r\nhost: localhost\r\n\r\n",
+            b"GET /v1/jobs/\xff\xfe HTTP/1.1\r\nhost: localhost\r\n\r\n",
+            b"GET /v1/jobs/%ff%00 HTTP/1.1\r\nhost: localhost\r\n\r\n",
+            b"GET /cache?q=%ff%00&first=%ff HTTP/1.1\r\nhost: localhost\r\n\r\n",
+            b"GET /static/..%2f..%2fapp.py HTTP/1.1\r\nhost: localhost\r\n\r\n",
+            b"GET http://evil.example/v1/jobs HTTP/1.1\r\nhost: evil.example\r\n\r\n",
+            b"GET /" + b"a" * 200_000 + b" HTTP/1.1\r\nhost: localhost\r\n\r\n",
+            b"GET /v1/jobs HTTP/1.1\r\nhost: localhost\r\nx: " + b"a" * 200_000 + b"\r\n\r\n",
+            b"GET /v1/jobs HTTP/1.1\r\nhost: \xff\r\n\r\n",
+            b"POST /v1/jobs HTTP/1.1\r\nhost: localhost\r\ncontent-length: -1\r\n\r\n",
+            b"POST /v1/jobs HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99999999\r\n\r\n",
+            b"POST /v1/jobs HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n"
+            b"content-type: application/json\r\n\r\nzz\r\n",
+            b"POST /v1/jobs HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+            b"content-length: 2\r\n\r\n\xff\xfe",
+            b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\0" * 64,
+            b"\0" * 1000 + b"\r\n\r\n",
+        ],
+        ids=range(15),
+    )
+    def test_bytes_that_are_no_request(self, running: str, request_bytes: bytes) -> None:
+        """Each is refused with 4xx, and what comes after is answered."""
+        host, port = running.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=10) as connection:
+            connection.sendall(request_bytes)
+            answer = connection.recv(65536)
+        assert re.match(rb"HTTP/1\.1 4\d\d ", answer), answer[:200]
+        assert request(running, "GET", "/healthz")[0] == 200
+
+    @pytest.mark.parametrize("start", [b"GET /", b"GET / HTTP/1.1\r\nhost: localhost\r\nx: "])
+    def test_a_head_without_an_end_is_cut_off(self, running: str, start: bytes) -> None:
+        host, port = running.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=10) as connection:
+            sent = connection.send(start)
+            # It is closed long before; what was sent into nothing may have thrown the answer away.
+            with contextlib.suppress(ConnectionError):
+                while sent < 64 << 20:
+                    sent += connection.send(b"a" * 65536)
+        assert sent < 32 << 20
+        assert request(running, "GET", "/healthz")[0] == 200
+
+    def test_a_large_body_is_no_head(self, running: str) -> None:
+        """Several requests over one connection, each larger than a head may be."""
+        with contextlib.closing(
+            http.client.HTTPConnection(running.removeprefix("http://"), timeout=30)
+        ) as connection:
+            body = json.dumps({"items": [{"shape": SHAPE + " " * 200}] * 1000})
+            assert len(body) > MAX_HEAD_BYTES
+            for _ in range(3):
+                headers = {"content-type": "application/json"}
+                connection.request("POST", "/v1/configs:lookup", body, headers)
+                answer = connection.getresponse()
+                assert (answer.status, len(json.loads(answer.read())["answers"])) == (200, 1000)
+
+    def test_requests_may_follow_without_waiting(self, running: str) -> None:
+        host, port = running.removeprefix("http://").split(":")
+        one = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\nx: " + b"a" * 1000 + b"\r\n\r\n"
+        with socket.create_connection((host, int(port)), timeout=30) as connection:
+            connection.sendall(
+                one * 400 + one.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n")
+            )
+            with connection.makefile("rb") as answers:
+                assert answers.read().count(b"HTTP/1.1 200 ") == 401
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def running(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+        with service(str(tmp_path_factory.mktemp("running") / "s.sqlite")) as (address, _):
+            yield address
+
+    def test_nothing_that_the_document_allows_or_forbids_breaks_it(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Schemathesis draws requests from the OpenAPI document, valid and not, with and without
+        a token."""
+        if importlib.util.find_spec("schemathesis") is None:
+            pytest.skip("schemathesis is not installed")
+        monkeypatch.setenv("TUNER_READ_TOKEN", READ)
+        monkeypatch.setenv("TUNER_WRITE_TOKEN", WRITE)
+        with service(str(tmp_path / "s.sqlite")) as (address, _):
+            done = subprocess.run(
+                [
+                    *(sys.executable, "-m", "schemathesis.cli", "run", f"{address}/openapi.json"),
+                    *("--header", f"Authorization: Bearer {WRITE}"),
+                    *("--max-examples", "5", "--seed", "7", "--no-color"),
+                    *("--phases", "examples,coverage,fuzzing"),
+                    # A stream does not end; what fits the schema may still be no known shape; the
+                    # router answers OPTIONS for one of a path's methods.
+                    *("--exclude-path-regex", "events"),
+                    *("--exclude-checks", "positive_data_acceptance,allow_header_conformance"),
+                ],
+                capture_output=True,
+                text=True,
+                cwd=tmp_path,
+                env={**os.environ, "PYTHONWARNINGS": "default"},
+                timeout=120,
+            )
+            assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
+            assert request(address, "GET", "/healthz")[0] == 200
+
+
+def test_the_benchmark_tells_every_figure_that_has_a_goal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tuner.bench import service as benchmark
+
+    out = tmp_path / "figures.json"
+    arguments = ["--entries", "100", "--seconds", "0.1", "--json", str(out)]
+    assert benchmark.main(arguments) == 0
+    figures = json.loads(out.read_text())["figures"]
+    assert min(figures[name] for name in benchmark.GOALS) > 0
+    told = capsys.readouterr().out
+    assert all(name in told for name in figures)
+    with pytest.raises(ConfigError, match="entries must be"):
+        benchmark.main(["--entries", "1"])

@@ -1,0 +1,154 @@
+"""A job on several GPUs against the same job on one: trials a minute, and whether times agree.
+
+``python -m tuner.bench gpus`` sweeps twelve problems of the acceptance suite with a fixed order of
+candidates, so that both runs measure the same ones: once on all GPUs to compile what is missing
+and to start the workers, then timed on all, then timed on the first alone. Stores are temporary.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tuner.bench.suites import SUITES
+from tuner.errors import BenchmarkError
+from tuner.hardware import Gpu
+from tuner.job import Job, JobOptions, JobResult, read_problems
+from tuner.outcome import Outcome
+from tuner.problem import Problem
+from tuner.runners.choose import Machine, Runners
+from tuner.runners.gpus import parse_devices
+from tuner.store import open_store
+from tuner.sweep import SweepOptions
+
+PROBLEMS = 12
+
+
+def swept(problems: Sequence[Problem], runners: Runners, options: JobOptions) -> dict[str, Any]:
+    """Run a job into a store of its own; its pace.
+
+    Raises:
+        BenchmarkError: when a problem of it failed.
+    """
+    with tempfile.TemporaryDirectory() as folder, open_store(f"{folder}/store.sqlite") as store:
+        started = time.monotonic()
+        result = Job(problems, runners, store, options).run()
+        wall_s = time.monotonic() - started
+    for problem, error in result.failed:
+        raise BenchmarkError(f"{problem.label()}: {error}")
+    return pace(result, wall_s)
+
+
+def pace(result: JobResult, wall_s: float) -> dict[str, Any]:
+    """Trials are groups of candidates, as the search counts them, and each baseline."""
+    trials = sum(outcome.kernels + len(_vendors(outcome)) for outcome in result.outcomes)
+    return {
+        "trials": trials,
+        "wall_s": round(wall_s, 3),
+        "trials_per_minute": round(60 * trials / wall_s, 2),
+        "final_us": {outcome.problem.label(): _finals(outcome) for outcome in result.outcomes},
+    }
+
+
+def _vendors(outcome: Outcome) -> set[str]:
+    vendors = outcome.entry.vendors if outcome.entry else {}
+    return {*outcome.unavailable, *vendors}
+
+
+def _finals(outcome: Outcome) -> dict[str, float]:
+    """Times of the final pass, best first, by family and digest."""
+    return {
+        f"{m.config.family} {m.config.digest}": m.latency_us
+        for m in outcome.ranking
+        if m.latency_us is not None
+    }
+
+
+def compared(one: dict[str, Any], several: dict[str, Any]) -> dict[str, Any]:
+    """Several GPUs' pace over one's, and how far the times of the same candidates differ."""
+    differences = {}
+    for label, alone in one["final_us"].items():
+        together = several["final_us"].get(label, {})
+        shared = alone.keys() & together.keys()
+        differences[label] = {
+            "same_winner": next(iter(alone), "") == next(iter(together), ""),
+            "winner_over_lone": round(min(together.values()) / min(alone.values()), 4),
+            "worst_over_lone": max(
+                (round(together[name] / alone[name], 4) for name in shared),
+                key=lambda ratio: abs(ratio - 1),
+                default=None,
+            ),
+        }
+    ratio = several["trials_per_minute"] / one["trials_per_minute"]
+    return {"pace_over_one": round(ratio, 3), "problems": differences}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Time both jobs.
+
+    Raises:
+        BenchmarkError: when there are no two GPUs of a kind, or a problem fails.
+    """
+    parser = argparse.ArgumentParser(prog="scripts/bench gpus", description=__doc__)
+    parser.add_argument("--device", default="all", metavar="N,...", help="as 0,1,2,3 (default all)")
+    parser.add_argument("--problems", type=Path, metavar="FILE", help="in place of the suite's")
+    parser.add_argument("--trials", type=int, default=16, help="groups a problem (default 16)")
+    parser.add_argument("--jobs", type=int, default=None, help="nvcc processes at a time")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    args = parser.parse_args(argv)
+
+    suite = list(SUITES["acceptance"].problems)[:PROBLEMS]
+    problems = read_problems(args.problems) if args.problems else suite
+    options = JobOptions(
+        SweepOptions(families=("fused_attention",), trials=args.trials, sampler="cost"),
+        widen=False,
+    )
+    with Runners(Machine(parse_devices(args.device), args.jobs), _note) as runners:
+        devices, gpu = runners.devices, runners.gpu
+        if gpu is None or len(devices) < 2:
+            raise BenchmarkError(f"two GPUs of a kind are needed, {len(devices)} found")
+        swept(problems, runners, options)
+        several = swept(problems, runners, options)
+    with Runners(Machine(devices[:1], args.jobs), _note) as runners:
+        swept(problems[:1], runners, options)
+        one = swept(problems, runners, options)
+    found = document(gpu, devices, one, several)
+    print(text(found))
+    if args.json is not None:
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+def document(
+    gpu: Gpu, devices: Sequence[int], one: dict[str, Any], several: dict[str, Any]
+) -> dict[str, Any]:
+    """All that was seen."""
+    both = {"one": one, "several": several, **compared(one, several)}
+    return {"gpu": asdict(gpu), "devices": list(devices), **both}
+
+
+def text(found: dict[str, Any]) -> str:
+    """The paces, then a line a problem."""
+    lines = [
+        f"{len(found['devices'])} of {found['gpu']['name']}: "
+        f"{found['several']['trials_per_minute']:.1f} trials a minute, one: "
+        f"{found['one']['trials_per_minute']:.1f}, ratio {found['pace_over_one']:.2f}"
+    ]
+    for label, seen in found["problems"].items():
+        winner = "the same winner" if seen["same_winner"] else "another winner"
+        lines.append(
+            f"  {label}: {winner}, its time {seen['winner_over_lone']:.3f} of the lone GPU's, "
+            f"worst of the same candidates {seen['worst_over_lone'] or float('nan'):.3f}"
+        )
+    return "\n".join(lines)
+
+
+def _note(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)

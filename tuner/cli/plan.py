@@ -1,0 +1,141 @@
+"""``tuner plan``: which few configurations serve a range of shapes within x %."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tuner.problem import PROBLEMS, Problem
+
+if TYPE_CHECKING:
+    from tuner.plan import Choice, Plan, Served
+
+DESCRIPTION = """Says which few configurations serve every shape of a list, each within a given
+loss of the best known one there: by greedy set cover over measured times, and, where a
+configuration was not measured, over what the search would expect (marked predicted). Ranges double:
+S=128:131072; lists are S=512,1024."""
+
+_TUNE = (
+    "an estimate can be off by more than the loss that it promises; `tuner sweep` measures, and "
+    "`tuner plan --measured` counts on nothing else"
+)
+
+
+def register(subparsers: Any) -> None:
+    """Add the command."""
+    parser = subparsers.add_parser(
+        "plan", help="few configurations for many shapes", description=DESCRIPTION
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--shape", metavar="KEY=VALUES,...", help="as S=128:131072,D=64,causal=0,1")
+    what.add_argument("--problems", type=Path, metavar="FILE", help="YAML or JSON list of shapes")
+    parser.add_argument("--op", choices=sorted(PROBLEMS), default="attention")
+    parser.add_argument(
+        "--within", type=float, default=3.0, metavar="PERCENT", help="loss allowed (default 3)"
+    )
+    parser.add_argument(
+        "--measured", action="store_true", help="count measured times only, predict none"
+    )
+    parser.add_argument("--gpu", metavar="NAME", help="as H200 (default)")
+    parser.add_argument("--regime", choices=("graph", "eager"), help="how it is launched")
+    parser.add_argument("--l2", choices=("warm", "cold"), help="state of the inputs")
+    parser.add_argument("--store", metavar="URL", help="SQLAlchemy URL or SQLite file")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plan; 1 when a shape is left that nothing is known of.
+
+    Raises:
+        ConfigError: when a shape, the loss or a name is wrong.
+    """
+    from tuner.errors import ConfigError
+    from tuner.hardware import DEFAULT_GPU
+    from tuner.lookup import find_gpu
+    from tuner.measurement import Regime
+    from tuner.plan import plan, times
+    from tuner.store import open_store
+    from tuner.transfer import measured
+
+    if not 0 <= args.within <= 1000:
+        raise ConfigError(f"--within {args.within:g} is out of range (allowed: 0 to 1000 percent)")
+    problems = _problems(args)
+    ops = sorted({problem.op for problem in problems})
+    if len(ops) > 1:
+        raise ConfigError(f"a plan is for one operation; the list has {' and '.join(ops)}")
+    default = Regime.default(ops[0])
+    regime = Regime(args.regime or default.launch, args.l2 or default.l2)
+    with open_store(args.store) as store:
+        gpu = find_gpu(args.gpu, store.entries()) if args.gpu else DEFAULT_GPU
+        found = measured(ops[0], gpu, regime, store)
+    made = plan(times(problems, gpu, found, predict=not args.measured), args.within / 100)
+    head = f"{ops[0]} on {gpu.name}, {regime}"
+    if args.json:
+        facts = {"op": ops[0], "gpu": gpu.name, "regime": str(regime)}
+        print(json.dumps({**facts, **made.to_json()}))
+    else:
+        print(plan_text(head, made))
+    return 1 if made.unserved else 0
+
+
+def _problems(args: argparse.Namespace) -> list[Problem]:
+    if args.problems is not None:
+        from tuner.job import read_problems
+
+        return read_problems(args.problems, args.op)
+    from tuner.shapes import expand
+
+    return expand(PROBLEMS[args.op], args.shape)
+
+
+def plan_text(head: str, made: Plan) -> str:
+    """The configurations, and a table of the shapes with where each number comes from."""
+    from tuner.cli.describe import config_text, microseconds, table, wrapped
+
+    choices = made.choices
+    shapes = sum(len(choice.served) for choice in choices)
+    lines = [
+        f"{head}: {_count(len(choices), 'configuration')} for {_count(shapes, 'shape')}, each "
+        f"within {100 * made.within:g} % of the best known"
+    ]
+    for number, choice in enumerate(choices, 1):
+        first, *more = wrapped(f"{number}  {config_text(choice.config)}")
+        lines += ["", first, *more, f"   {_sum(choice)}"]
+    rows = [("shape", "by", "us", "loss", "from")]
+    rows += [
+        (
+            served.problem.label(),
+            str(number),
+            microseconds(served.time.us),
+            f"{100 * served.loss:.1f} %",
+            str(served.time.provenance) + _elsewhere(served),
+        )
+        for number, choice in enumerate(choices, 1)
+        for served in choice.served
+    ]
+    if shapes:
+        lines += ["", table(rows, right=frozenset({2, 3}))]
+    if predicted := shapes - sum(choice.measured for choice in choices):
+        lines += ["", *wrapped(f"{_count(predicted, 'loss')} predicted, not measured: {_TUNE}")]
+    lines += [f"nothing is known of {problem.label()}" for problem in made.unserved]
+    return "\n".join(lines)
+
+
+def _sum(choice: Choice) -> str:
+    where = f"{_count(len(choice.served), 'shape')}, {choice.measured} of them measured"
+    kernels = _count(choice.kernels, "kernel") + " to compile, " if choice.kernels else ""
+    return f"{where}; {kernels}worst loss {100 * choice.worst_loss:.1f} %"
+
+
+def _elsewhere(served: Served) -> str:
+    if served.elsewhere is None:
+        return ""
+    kernel, us = served.elsewhere
+    return f"; {kernel} took {100 * (1 - us / served.time.us):.1f} % less"
+
+
+def _count(number: int, name: str) -> str:
+    return f"{number} {name}" + ("" if number == 1 else "es" if name.endswith("s") else "s")

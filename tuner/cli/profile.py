@@ -1,0 +1,167 @@
+"""``tuner profile``: what Nsight Compute counts of a shape's kernel."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tuner.problem import PROBLEMS
+
+if TYPE_CHECKING:
+    from tuner.config import Config
+    from tuner.hardware import Gpu
+    from tuner.lookup import Entry
+    from tuner.measurement import Regime
+    from tuner.problem import Problem
+    from tuner.profile import Profile
+
+DESCRIPTION = """Runs one call of a shape's best own kernel under Nsight Compute (ncu) and keeps
+what it counts: how busy each unit is, what warps wait for, bytes, clocks. `tuner explain` and
+`tuner report` show it from then on. Clocks are not locked, and nothing is timed."""
+
+
+def register(subparsers: Any) -> None:
+    """Add the command."""
+    parser = subparsers.add_parser(
+        "profile", help="count a kernel's work with Nsight Compute", description=DESCRIPTION
+    )
+    parser.add_argument("--op", choices=sorted(PROBLEMS), default="attention")
+    parser.add_argument("--shape", required=True, metavar="KEY=VALUE,...", help="as S=1024,D=64")
+    parser.add_argument(
+        "--kernel",
+        metavar="NAME",
+        help="another kernel of the ranking: a vendor's name, or the beginning of a digest",
+    )
+    parser.add_argument("--regime", choices=("graph", "eager"), help="whose decision to read")
+    parser.add_argument("--l2", choices=("warm", "cold"), help="cold flushes the caches before")
+    parser.add_argument("--store", metavar="URL", help="SQLAlchemy URL or SQLite file")
+    parser.add_argument("--ncu", type=Path, metavar="PATH", help="Nsight Compute's command")
+    parser.add_argument(
+        "--timeout", type=float, default=300.0, metavar="S", help="kill it after this (default 300)"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Profile, keep and print.
+
+    Raises:
+        ConfigError: when the shape, the kernel or a number is wrong.
+        NoValidConfigError: when nothing is measured for the shape on this GPU.
+        BenchmarkError: when there is no GPU or no ncu, or the counters cannot be read.
+        CompileError: when a kernel cannot be compiled.
+    """
+    from tuner import profiler
+    from tuner.cli.entries import known_entries
+    from tuner.device import detect
+    from tuner.errors import BenchmarkError, ConfigError
+    from tuner.measurement import Regime, Status
+    from tuner.profile import keep
+
+    if args.timeout <= 0:
+        raise ConfigError(f"--timeout {args.timeout:g} is out of range (allowed: above 0)")
+    problem = PROBLEMS[args.op].parse(args.shape)
+    default = Regime.default(problem.op)
+    regime = Regime(args.regime or default.launch, args.l2 or default.l2)
+    ncu = profiler.find_ncu(args.ncu)
+    gpu = detect()
+    if gpu is None:
+        raise BenchmarkError("there is no NVIDIA GPU to profile on", status=Status.UNAVAILABLE)
+    config = _chosen(known_entries(args), problem, gpu, regime, args.kernel)
+    counted = _profile(ncu, problem, config, gpu, regime, args.timeout)
+    path = keep(counted)
+    if args.json:
+        print(json.dumps(counted.to_json()))
+    else:
+        print(profile_text(counted))
+    print(f"kept in {path}", file=sys.stderr)
+    return 0
+
+
+def _chosen(
+    entries: list[Entry], problem: Problem, gpu: Gpu, regime: Regime, name: str | None
+) -> Config:
+    """The best own kernel of the shape's measured decision, or the one that is named."""
+    from tuner.errors import ConfigError, NoValidConfigError
+    from tuner.measurement import Provenance
+    from tuner.store.entry import is_vendor, vendor_name
+
+    entry = next(
+        (
+            e
+            for e in entries
+            if (e.problem, e.gpu.identity, e.regime) == (problem, gpu.identity, regime)
+            and e.provenance is Provenance.MEASURED
+        ),
+        None,
+    )
+    if entry is None:
+        raise NoValidConfigError(
+            f"nothing is measured for {problem.op} {problem.label()} on {gpu.name} ({regime}): "
+            "`tuner sweep` comes first"
+        )
+    ranked = list(dict.fromkeys(m.config for m in entry.ranking))
+    if name is None:
+        return (entry.best_own or entry.winner).config
+    names = [vendor_name(c) if is_vendor(c) else c.digest for c in ranked]
+    found = [
+        config
+        for config, known in zip(ranked, names, strict=True)
+        if (known == name if is_vendor(config) else known.startswith(name))
+    ]
+    if len(found) != 1:
+        raise ConfigError(
+            f"--kernel {name} names {len(found)} kernels of the ranking (allowed: "
+            f"{', '.join(names)})"
+        )
+    return found[0]
+
+
+def _profile(
+    ncu: Path, problem: Problem, config: Config, gpu: Gpu, regime: Regime, timeout_s: float
+) -> Profile:
+    from tuner import device, profiler
+    from tuner.artifacts import ArtifactCache
+    from tuner.compiler import Compiler
+    from tuner.families import family
+    from tuner.gate import REFERENCE
+    from tuner.measurement import Environment
+    from tuner.toolchain import find_toolchain
+
+    tools = find_toolchain()
+    with Compiler(tools, ArtifactCache()) as compiler:
+        specs = family(config.family).kernels(problem, config)
+        (_, reference), *others = compiler.submit([REFERENCE, *specs.values()])
+        made = {name: future.result() for name, (_, future) in zip(specs, others, strict=True)}
+        gate = reference.result()
+    facts = {"nvcc": tools.nvcc_version, "cutlass": tools.cutlass_version}
+    environment = Environment({**device.environment().facts, **facts})
+    return profiler.profile(
+        ncu, problem, config, gpu, regime, gate, made, environment, timeout_s=timeout_s
+    )
+
+
+def profile_text(counted: Profile) -> str:
+    """The counters as tables, a kernel after the other."""
+    from tuner.cli.describe import config_lines, facts_text, table, wrapped
+    from tuner.profile import FACTS, SHARES, STALLS
+
+    lines = [
+        f"{counted.problem.op} {counted.problem.label()} on {counted.gpu.name}, {counted.regime}, "
+        f"counted {counted.created_at[:10]}",
+        *config_lines(counted.config),
+    ]
+    for kernel in counted.kernels:
+        lines += ["", kernel.kernel]
+        rows = [("counter", "value", "unit", "says")]
+        stalls = sorted(kernel.shown(STALLS), key=lambda item: -item[1].value)
+        for counter, value in [*kernel.shown(SHARES), *kernel.shown(FACTS)]:
+            rows.append((counter.label, f"{value.value:,.6g}", value.unit, counter.says))
+        for counter, value in stalls:
+            rows.append((f"waits: {counter.label}", f"{value.value:.3g}", "warps", counter.says))
+        lines.append(table(rows, right=frozenset({1})))
+    return "\n".join([*lines, "", *wrapped(f"environment: {facts_text(counted.environment)}")])

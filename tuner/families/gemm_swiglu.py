@@ -1,0 +1,115 @@
+"""SwiGLU as one GEMM of twice as many columns, whose epilogue multiplies them in pairs.
+
+The kernel is `gemm`'s with another epilogue: columns of the gate and of the up projection come
+interleaved, so that each thread holds both of a result and stores eight neighbouring results by
+itself, without shared memory. Everything else of a config is `gemm`'s.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from tuner.config import Config, Value
+from tuner.errors import ConfigError
+from tuner.families import gemm_cost, gemm_space
+from tuner.families.base import Family, KernelSpec, Launch, Ref
+from tuner.families.gemm import KERNEL, Gemm, gemm_launch
+from tuner.families.gemm_shape import NO_SMEM
+from tuner.hardware import HOPPER, Gpu
+from tuner.problem import GemmProblem, Problem, SwigluProblem
+
+#: Columns that are interleaved as a group; an instruction's width is a multiple of it.
+GROUP = 64
+_GEMM = Gemm()
+
+
+class GemmSwiglu(Family):
+    """`gemm`'s tiles, clusters, schedules, stages and schedulers, over pairs of columns."""
+
+    name = "gemm_swiglu"
+    op = SwigluProblem.op
+    capabilities = (HOPPER,)
+    runtime_parameters: ClassVar[frozenset[str]] = Gemm.runtime_parameters
+    domains: ClassVar[Mapping[str, tuple[Value, ...]]] = Gemm.domains
+
+    def violations(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
+        if not isinstance(problem, SwigluProblem):
+            return [f"{self.name} serves {self.op}, not {problem.op}"]
+        reasons = _GEMM.violations(product_of(problem), config, gpu)
+        if problem.weights != "interleaved":
+            reasons.append(f"weights={problem.weights} are not interleaved")
+        if config.get("epilogue_schedule") != NO_SMEM:
+            reasons.append(f"the epilogue is {NO_SMEM} by itself")
+        if config.get("swap_ab"):
+            reasons.append("swap_ab=True puts the two of a pair into different threads")
+        tile_n = config.get("tile_n")
+        # The largest instruction that divides the tile is then a multiple of a group, too.
+        if isinstance(tile_n, int) and tile_n % GROUP:
+            reasons.append(f"tile_n={tile_n} is not a multiple of {GROUP}")
+        return reasons
+
+    def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
+        if self.supports(problem, gpu):
+            return []
+        found: dict[Config, None] = {}
+        for group in gemm_space.candidates(product_of(problem), gpu):
+            members = [
+                Config(self.name, {**config.params, "epilogue_schedule": NO_SMEM})
+                for config in group
+            ]
+            if members and not self.violations(problem, members[0], gpu):
+                found.update(dict.fromkeys(members))
+        return list(found)
+
+    def kernels(self, problem: Problem, config: Config) -> dict[str, KernelSpec]:
+        spec = _GEMM.kernels(product_of(problem), config)[KERNEL]
+        return {KERNEL: KernelSpec(spec.template, {**spec.variables, "gated": True})}
+
+    def launches(self, problem: Problem, config: Config, scale: float) -> list[Launch]:
+        product = product_of(problem)
+        a, weights, d = problem.operands
+        return [
+            gemm_launch(
+                product,
+                config,
+                kernel=KERNEL,
+                a=Ref(a.name),
+                b=Ref(weights.name),
+                d=Ref(d.name),
+                lda=product.k,
+                ldb=product.k,
+                ldd=product.n // 2,
+                batch_a=a.elements,
+                batch_b=weights.elements,
+                batch_d=d.elements,
+                alpha=scale,
+            )
+        ]
+
+    def draw(
+        self, problem: Problem, gpu: Gpu, members: Sequence[Config], rng: random.Random
+    ) -> Config:
+        """As `gemm` draws."""
+        params = dict(_GEMM.draw(product_of(problem), gpu, members, rng).params)
+        if rng.random() < 0.9:  # the others are illegal whatever else they say
+            params["epilogue_schedule"] = NO_SMEM
+        return Config(self.name, params)
+
+    def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
+        """The estimate of the product, by the constants fitted for it. It stores twice as much and
+        computes no activation: the one stands for the other until there are measurements.
+        """
+        return gemm_cost.predict_us(product_of(problem), config, gpu, _GEMM.constants)
+
+
+def product_of(problem: Problem) -> GemmProblem:
+    """The product that the kernel computes: of both projections, before their columns are paired.
+
+    Raises:
+        ConfigError: when the problem is another operation's.
+    """
+    if not isinstance(problem, SwigluProblem):
+        raise ConfigError(f"{GemmSwiglu.name} serves {GemmSwiglu.op}, not {problem.op}")
+    return GemmProblem(problem.m, 2 * problem.n, problem.k, dtype=problem.dtype)

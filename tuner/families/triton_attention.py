@@ -1,0 +1,311 @@
+"""Fused attention forward in Triton (`templates/triton_attention.py.j2`), for what is not Hopper.
+
+It runs on Hopper too, and competes there when it is named: our own kernel is faster.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from typing import ClassVar
+
+from tuner.config import Config, Value
+from tuner.families.base import LSE, Family, KernelSpec, Launch, Ref
+from tuner.hardware import (
+    EXP_PER_CLOCK_SM,
+    REGISTERS_PER_SM,
+    SMEM_RESERVED_PER_BLOCK_BYTES,
+    WARP,
+    Gpu,
+    capability_numbers,
+    smem_per_block_bytes,
+)
+from tuner.problem import DTYPE_BYTES, E4M3, MAX_EXTENT, AttentionProblem, Problem
+
+KERNEL = "attention"
+#: The release whose compiler's interface `tuner.triton_kernels` is written against.
+MIN_TRITON = (3, 6)
+TRITON_HELP = "pip install 'cutlass-tuner[triton]'"
+#: Query heads that share a program's rows at most.
+MOST_PACKED = 16
+#: Fewest columns of an operand of Triton's `dot`: the K extent of one 16-bit MMA.
+LEAST_COLUMNS = 16
+#: Registers that a thread's parts of the scores, the outputs and a tile of keys take, above which
+#: nothing is tried. Compiled for 8.0 by Triton 3.6: 144 spill nothing, 176 spill 72 bytes, 224
+#: spill 304, 352 spill 2936.
+MOST_REGISTERS = 176
+#: Registers beside these: addresses, statistics, loop state.
+OTHER_REGISTERS = 64
+#: Fewest and most rows worth trying, by the number of warps that share them.
+ROWS_OF_WARPS = {2: (16, 32), 4: (16, 128), 8: (64, 128)}
+#: Compute capabilities, from and up to, whose tensor cores read operands from shared memory
+#: (WGMMA, tcgen05): there Triton holds a tile of K and V a stage, elsewhere one fewer.
+FROM_SHARED = ((9, 0), (12, 0))
+#: Rows of one WGMMA; programs of fewer use the older instructions.
+WGMMA_ROWS = 64
+#: Clock under load against the highest, as on one H200 at full load.
+SUSTAINED_CLOCK = 0.89
+#: Estimates that order the space, until recordings of this family are there to fit them to.
+CONSTANTS: Mapping[str, float] = {
+    # Launch, first loads and last stores, microseconds.
+    "fixed_us": 4.0,
+    # Share of the tensor cores' peak and of the memory's bandwidth that is reached.
+    "tensor_share": 0.7,
+    "memory_share": 0.8,
+    # Clocks of a score beside product and exponential, of a step, and of a program.
+    "score_clocks": 0.04,
+    "step_clocks": 150.0,
+    "program_clocks": 1000.0,
+    # Clocks of a load that other stages and programs of the multiprocessor hide.
+    "load_clocks": 600.0,
+    # Bytes of keys and values that the L2 gives a multiprocessor a clock.
+    "l2_bytes_per_clock": 50.0,
+    # Part of the shorter of product and softmax that other programs cannot fill.
+    "exposed": 0.6,
+}
+
+
+class TritonAttention(Family):
+    """One kernel a call; every parameter is compiled in."""
+
+    name = "triton_attention"
+    op = "attention"
+    writes_lse = True
+    is_spare = True
+    cost_constants = CONSTANTS
+    domains: ClassVar[Mapping[str, tuple[Value, ...]]] = {
+        "block_m": (8, 16, 32, 64, 96, 128, 256),
+        "block_n": (8, 16, 32, 64, 128, 256),
+        "packed_heads": (1, 2, 3, 4, 8, MOST_PACKED),
+        "num_warps": (1, 2, 3, 4, 8, 16),
+        "num_stages": (1, 2, 3, 4, 6),
+    }
+
+    def supports(self, problem: Problem, gpu: Gpu) -> str:
+        reason = super().supports(problem, gpu)
+        if reason or not isinstance(problem, AttentionProblem):
+            return reason
+        if problem.dtype == E4M3:
+            return f"{self.name} takes no descale factors: fp16 and bf16 alone, not {E4M3}"
+        return f"{self.name} has no {problem.extras}" if problem.extras else ""
+
+    def lacks(self) -> str:
+        if triton_version():
+            return ""
+        return f"Triton {'.'.join(map(str, MIN_TRITON))} or newer is not installed: {TRITON_HELP}"
+
+    def violations(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
+        found = [reason] if (reason := self.supports(problem, gpu)) else []
+        if not isinstance(problem, AttentionProblem):
+            return found
+        wanted = {*self.domains} - {"packed_heads"}
+        if missing := sorted(wanted - {*config.params}):
+            return [*found, f"{', '.join(missing)} missing: a config of another version"]
+        for name, least, most in (
+            ("block_m", 16, 256),
+            ("block_n", 16, 256),
+            ("num_warps", 1, 32),
+        ):
+            value = config[name]
+            if value & (value - 1) or not least <= value <= most:
+                found.append(f"{name}={value} is no power of two from {least} to {most}")
+        if config["num_stages"] < 1:
+            found.append(f"num_stages={config['num_stages']} is less than 1")
+        found += _packing(problem, config) or _extents(problem, config)
+        if found:
+            return found
+        needed, most = (
+            smem_bytes(problem, config, gpu),
+            smem_per_block_bytes(gpu.compute_capability),
+        )
+        if needed > most:
+            return [f"{needed} bytes of shared memory exceed {most}"]
+        return []
+
+    def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
+        if not isinstance(problem, AttentionProblem):
+            return []
+        return [c for c in self._grid(problem, gpu) if not self.violations(problem, c, gpu)]
+
+    def _grid(self, problem: AttentionProblem, gpu: Gpu) -> Iterator[Config]:
+        """What can pay: programs of as many rows as there are, up to 128; fewer than 64 only for
+        short queries and chips that would idle; no more accumulators than registers.
+        """
+        columns = padded(problem.head_dim)
+        for packed, block_m, block_n, warps, stages in product(
+            _packings(problem), (16, 32, 64, 128), (32, 64, 128), ROWS_OF_WARPS, (2, 3, 4)
+        ):
+            rows = problem.seqlen_q * packed
+            heads = problem.batch * problem.heads_q // packed
+            idle = math.ceil(rows / 64) * heads < gpu.sm_count
+            if block_m > max(16, 1 << (rows - 1).bit_length()):
+                continue
+            if block_m < (32 if idle else 64) and block_m < rows:
+                continue
+            if _registers(block_m, block_n, columns, warps) > MOST_REGISTERS:
+                continue
+            if not ROWS_OF_WARPS[warps][0] <= block_m <= ROWS_OF_WARPS[warps][1]:
+                continue
+            params: dict[str, Value] = {
+                "block_m": block_m,
+                "block_n": block_n,
+                "num_warps": warps,
+                "num_stages": stages,
+            }
+            if problem.heads_q > problem.heads_kv:
+                params["packed_heads"] = packed
+            yield Config(self.name, params)
+
+    def kernels(self, problem: Problem, config: Config) -> dict[str, KernelSpec]:
+        attention = _attention(problem)
+        variables = {
+            "packed_heads": 1,
+            **config.params,
+            "dtype": attention.dtype,
+            "head_dim": attention.head_dim,
+            "is_causal": attention.is_causal,
+        }
+        return {KERNEL: KernelSpec("triton_attention.py.j2", variables)}
+
+    def launches(self, problem: Problem, config: Config, scale: float) -> list[Launch]:
+        attention = _attention(problem)
+        integers = (
+            programs(attention, config),
+            attention.heads_q,
+            attention.heads_kv,
+            attention.seqlen_q,
+            attention.seqlen_kv,
+            *(stride for operand in problem.operands for stride in operand.strides[:3]),
+        )
+        tensors = (*(Ref(operand.name) for operand in problem.operands), Ref(LSE))
+        return [Launch(KERNEL, tensors, integers, (scale,))]
+
+    def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
+        """Waves of equal programs, or the bytes; product, softmax and waits of each step."""
+        attention, c = _attention(problem), self.constants
+        block_m, block_n = config["block_m"], config["block_n"]
+        columns, resident = padded(attention.head_dim), blocks_per_sm(attention, config, gpu)
+
+        scores = block_m * block_n
+        product_clocks = 4 * scores * columns / gpu.tensor_flops_per_clock_sm / c["tensor_share"]
+        softmax_clocks = scores * (1 / EXP_PER_CLOCK_SM + c["score_clocks"])
+        longer, shorter = sorted((product_clocks, softmax_clocks), reverse=True)
+        busy = resident * longer + c["exposed"] * shorter + c["step_clocks"]
+        wait = c["load_clocks"] / (resident * config["num_stages"])
+        steps = _steps(attention, config)
+        count = programs(attention, config)
+        waves = max(1.0, count / (gpu.sm_count * resident))
+        if not attention.is_causal:
+            waves = math.ceil(waves)
+        filled = min(1.0, count / (gpu.sm_count * resident))
+        alone = longer + shorter + c["step_clocks"]
+        loads = resident * 2 * block_n * columns * DTYPE_BYTES[attention.dtype]
+        step = max(alone, filled * busy, filled * loads / c["l2_bytes_per_clock"]) + wait
+        clocks = waves * (c["program_clocks"] + steps * step)
+        compute_us = clocks / (SUSTAINED_CLOCK * gpu.clock_max_mhz)
+        memory_us = attention.bytes / (c["memory_share"] * gpu.memory_gbs * 1e3)
+        return float(c["fixed_us"] + max(compute_us, memory_us))
+
+
+def triton_version() -> str:
+    """As in ``3.6.0``, without importing it; empty when there is none, or one that is too old."""
+    try:
+        version = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+    return version if tuple(map(int, re.findall(r"\d+", version)[:2])) >= MIN_TRITON else ""
+
+
+def padded(head_dim: int) -> int:
+    """Columns of a tile: Triton's extents are powers of two."""
+    return max(LEAST_COLUMNS, 1 << (head_dim - 1).bit_length())
+
+
+def programs(problem: AttentionProblem, config: Config) -> int:
+    """Blocks of the grid."""
+    packed = config.get("packed_heads", 1)
+    tiles = math.ceil(problem.seqlen_q * packed / int(config["block_m"]))
+    return int(problem.batch * problem.heads_q // packed * tiles)
+
+
+def smem_bytes(problem: AttentionProblem, config: Config, gpu: Gpu) -> int:
+    """Least shared memory of a block: a tile of Q, and the stages of K and V. Where Triton needs
+    more, to change layouts, its compiler says so.
+    """
+    low, high = FROM_SHARED
+    from_shared = low <= capability_numbers(gpu.compute_capability) < high
+    wide = from_shared and config["block_m"] >= WGMMA_ROWS and config["num_warps"] >= 4
+    stages = config["num_stages"]
+    tiles = 2 * (stages if wide else stages - 1) if stages > 1 else 1
+    rows = config["block_m"] + tiles * config["block_n"]
+    return int(rows * padded(problem.head_dim) * DTYPE_BYTES[problem.dtype])
+
+
+def _registers(block_m: int, block_n: int, columns: int, warps: int) -> int:
+    """Of a thread: fp32 scores and outputs, 16-bit keys."""
+    return (block_m * (block_n + columns) + block_n * columns // 2) // (warps * WARP)
+
+
+def blocks_per_sm(problem: AttentionProblem, config: Config, gpu: Gpu) -> int:
+    """Programs that find room on a multiprocessor at once, by estimate."""
+    extents = config["block_m"], config["block_n"], padded(problem.head_dim), config["num_warps"]
+    registers = min(255, OTHER_REGISTERS + _registers(*extents))
+    smem = smem_bytes(problem, config, gpu) + SMEM_RESERVED_PER_BLOCK_BYTES
+    room = smem_per_block_bytes(gpu.compute_capability) + SMEM_RESERVED_PER_BLOCK_BYTES
+    threads = WARP * int(config["num_warps"])
+    return max(1, min(room // smem, REGISTERS_PER_SM // (threads * registers)))
+
+
+def _steps(problem: AttentionProblem, config: Config) -> float:
+    """Steps of a program, the average of all."""
+    block_n = int(config["block_n"])
+    if not problem.is_causal:
+        return math.ceil(problem.seqlen_kv / block_n)
+    rows = max(1, int(config["block_m"]) // int(config.get("packed_heads", 1)))
+    tiles = math.ceil(problem.seqlen_q / rows)
+    seen = (min(problem.seqlen_kv, (tile + 1) * rows) for tile in range(tiles))
+    return sum(math.ceil(keys / block_n) for keys in seen) / tiles
+
+
+def _packings(problem: AttentionProblem) -> tuple[int, ...]:
+    """Query heads of one KV head that share a program: all that can, where queries are few."""
+    most = math.gcd(problem.heads_q // problem.heads_kv, MOST_PACKED)
+    return (1, most) if most > 1 and problem.seqlen_q < 128 else (1,)
+
+
+def _packing(problem: AttentionProblem, config: Config) -> list[str]:
+    """What is wrong with `packed_heads`."""
+    group = problem.heads_q // problem.heads_kv
+    if ("packed_heads" in config.params) != (group > 1):
+        return ["packed_heads is for several query heads to a KV head, only"]
+    packed = config.get("packed_heads", 1)
+    found = []
+    if packed < 1 or packed & (packed - 1):
+        return [f"packed_heads={packed} is no power of two"]
+    if group % packed:
+        found.append(f"packed_heads={packed} does not divide the {group} heads to a KV head")
+    if packed > config["block_m"]:
+        found.append(f"packed_heads={packed} exceeds block_m={config['block_m']}")
+    return found
+
+
+def _extents(problem: AttentionProblem, config: Config) -> list[str]:
+    """What the kernel's 32-bit integers cannot hold: rows, programs, and offsets in a tile."""
+    found = []
+    rows = problem.seqlen_q * config.get("packed_heads", 1) + config["block_m"]
+    if max(rows, problem.seqlen_kv + config["block_n"]) > MAX_EXTENT:
+        found.append("more than 2^31 - 1 rows of queries or keys")
+    if config["block_m"] >= 1 and programs(problem, config) > MAX_EXTENT:
+        found.append("more than 2^31 - 1 programs")
+    if max(o.strides[2] for o in problem.matrices) * 256 > MAX_EXTENT:
+        found.append("rows are more than 2^23 elements apart")
+    return found
+
+
+def _attention(problem: Problem) -> AttentionProblem:
+    if not isinstance(problem, AttentionProblem):
+        raise TypeError(f"expected an attention problem, got {problem.op}")
+    return problem

@@ -1,0 +1,69 @@
+"""SwiGLU by PyTorch: one product of both projections, then silu and the product of the halves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from tuner.config import Config
+from tuner.families.vendor import Vendor
+from tuner.families.vendor_blas import START_US, STREAM_GBS, VendorBlas
+from tuner.hardware import DEFAULT_GPU, Gpu
+from tuner.problem import GemmProblem, Problem, SwigluProblem
+
+
+class VendorSwiglu(Vendor):
+    """``kernel``: torch, three kernels; on request inductor, what torch.compile makes of them when
+    it searches longest. Both get the weights concatenated.
+    """
+
+    name: ClassVar[str] = "vendor_swiglu"
+    op: ClassVar[str] = SwigluProblem.op
+    offered: ClassVar[tuple[str, ...]] = ("torch",)
+    on_request: ClassVar[tuple[str, ...]] = ("inductor",)
+
+    def handed_over(self, problem: Problem, config: Config) -> Problem:
+        if not isinstance(problem, SwigluProblem):
+            return problem
+        return replace(problem, weights="concatenated")
+
+    def connect(
+        self, problem: SwigluProblem, kernel: str, scale: float
+    ) -> Callable[..., Any] | str:
+        import torch
+
+        if scale != 1.0:
+            return f"{kernel} is offered with alpha 1, not {scale}"
+        if problem.weights != "concatenated":
+            return f"{kernel} wants the weights concatenated"
+        if kernel == "torch":
+            return swiglu(problem)
+        # Without graphs of its own: calls are captured into ours.
+        compiled: Callable[..., Any] = torch.compile(
+            swiglu(problem), mode="max-autotune-no-cudagraphs", dynamic=False
+        )
+        return compiled
+
+    def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
+        """The product as cuBLAS computes it, and twice a kernel of three passes over a half."""
+        if not isinstance(problem, SwigluProblem):
+            return float("inf")
+        product = GemmProblem(problem.m, 2 * problem.n, problem.k, dtype=problem.dtype)
+        blas = VendorBlas().predict_us(product, Config("vendor_blas", {"kernel": "cublas"}), gpu)
+        stream = STREAM_GBS * gpu.memory_gbs / DEFAULT_GPU.memory_gbs
+        kernels = 1 if config["kernel"] == "inductor" else 2
+        return blas + kernels * (START_US + 3 * problem.output.bytes / stream / 1e3)
+
+
+def swiglu(problem: SwigluProblem) -> Callable[[Any, Any], Any]:
+    """call(a, weights) -> d, the weights (2, N / 32, 4, 8, K) and concatenated."""
+    from torch.nn import functional
+
+    n, k = problem.n, problem.k
+
+    def call(a: Any, weights: Any) -> Any:
+        both = functional.linear(a, weights.view(2 * n, k))
+        return functional.silu(both[:, :n]).mul_(both[:, n:])
+
+    return call

@@ -1,0 +1,84 @@
+"""The process that is profiled: ``python -m tuner.profiled REQUEST.json``, started under ncu.
+
+It prepares a call as the numerics gate does (normal inputs), runs it a few times, and then once
+between the marks of the CUDA profiler; ncu counts what lies between them (``--profile-from-start
+off``), so neither the gate's own kernels nor the first call's.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tuner import device as device_room
+from tuner.artifacts import Artifact, load
+from tuner.benchmark import WORKSPACE, CompiledSubject, Subject, VendorSubject
+from tuner.config import Config
+from tuner.device import Device, Pool
+from tuner.families import family
+from tuner.families.base import SCRATCH
+from tuner.gate import Gate, scale_of
+from tuner.problem import Problem, problem_from_json
+
+CALLS_BEFORE = 2
+"""The first loads modules, the second finds the inputs in the L2."""
+
+
+def request(
+    problem: Problem, config: Config, reference: Artifact, kernels: Mapping[str, Artifact]
+) -> dict[str, Any]:
+    """What `main` reads."""
+    return {
+        "problem": problem.to_json(),
+        "config": config.to_json(),
+        "reference": _plain(reference),
+        "kernels": {name: _plain(artifact) for name, artifact in kernels.items()},
+    }
+
+
+def _plain(artifact: Artifact) -> list[str]:
+    return [artifact.key, str(artifact.library), artifact.sha256]
+
+
+def _artifact(data: Sequence[str]) -> Artifact:
+    key, library, sha256 = data
+    return Artifact(key, Path(library), sha256, None, 0.0)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the call that the request names."""
+    (path,) = sys.argv[1:] if argv is None else argv
+    asked = json.loads(Path(path).read_text())
+    problem, config = problem_from_json(asked["problem"]), Config.from_json(asked["config"])
+    member, scale = family(config.family), scale_of(problem)
+    device = Device(0)
+    gate = Gate(device, load(_artifact(asked["reference"])))
+    gate.open(problem, seed=0)
+    gate.load("random")
+    subject: Subject
+    if member.is_vendor:
+        subject = VendorSubject(device, member, problem, config)
+    else:
+        kernels = {name: load(_artifact(data)) for name, data in asked["kernels"].items()}
+        subject = CompiledSubject(device, member, problem, config, kernels, scale)
+    with Pool(device) as pool:
+        own = {
+            SCRATCH: gate.allocate(pool, SCRATCH, subject.scratch_bytes).pointer,
+            WORKSPACE: gate.allocate(pool, WORKSPACE, subject.workspace_bytes).pointer,
+        }
+        call = subject.bind({**gate.pointers, **own}, scale)
+        for _ in range(CALLS_BEFORE):
+            call()
+        device.synchronize()
+        device_room.call("cuProfilerStart")
+        call()
+        device.synchronize()
+        device_room.call("cuProfilerStop")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

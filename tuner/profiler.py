@@ -1,0 +1,179 @@
+"""Counts one call of a config with Nsight Compute, in a process that can be killed.
+
+Clocks are left as they are (``--clock-control none``): what is counted is what runs. The call is
+replayed once for each set of counters that the hardware can hold, so its duration here is no
+timing; times come from the stopwatch alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from tuner import profiled
+from tuner.artifacts import Artifact
+from tuner.config import Config
+from tuner.errors import BenchmarkError, CompileError
+from tuner.hardware import Gpu
+from tuner.measurement import Environment, Regime, Status
+from tuner.problem import Problem
+from tuner.processes import Finished, ProcessPool
+from tuner.profile import COUNTERS, Profile, read_csv
+
+TIMEOUT_S = 300.0
+"""Nsight Compute starts in seconds and replays a call some 30 times."""
+_PACKAGE = Path(__file__).resolve().parents[1]
+_CHILD = "import sys; sys.path.insert(0, sys.argv.pop(1)); from tuner.profiled import main; main()"
+_PLACES = ("/usr/local/cuda/bin/ncu", "/opt/nvidia/nsight-compute")
+#: What ncu says of a counter's reading that the driver keeps to administrators.
+NOT_PERMITTED = "ERR_NVGPUCTRPERM"
+
+
+def find_ncu(given: Path | None = None) -> Path:
+    """Nsight Compute's command: as given, in PATH, in CUDA_HOME, or where its packages put it.
+
+    Raises:
+        BenchmarkError: with status UNAVAILABLE; says where it was looked for and how to get it.
+    """
+    for path in [given] if given else _candidates():
+        if path.is_file() and os.access(path, os.X_OK):
+            return path
+    where = str(given) if given else f"PATH, CUDA_HOME, {', '.join(_PLACES)}"
+    raise BenchmarkError(
+        f"Nsight Compute (ncu) is not in {where}; it comes with the CUDA toolkit, or as the "
+        "package nsight-compute of NVIDIA's repositories; --ncu names another place",
+        status=Status.UNAVAILABLE,
+    )
+
+
+def _candidates() -> Iterator[Path]:
+    if found := shutil.which("ncu"):
+        yield Path(found)
+    if home := os.environ.get("CUDA_HOME"):
+        yield Path(home) / "bin" / "ncu"
+    toolkit, packages = map(Path, _PLACES)
+    yield toolkit
+    yield from sorted(packages.glob("*/ncu"), reverse=True)
+
+
+def profile(
+    ncu: Path,
+    problem: Problem,
+    config: Config,
+    gpu: Gpu,
+    regime: Regime,
+    reference: Artifact,
+    kernels: Mapping[str, Artifact],
+    environment: Environment,
+    *,
+    timeout_s: float = TIMEOUT_S,
+) -> Profile:
+    """Count one call.
+
+    Args:
+        ncu: Nsight Compute's command.
+        problem: what is computed.
+        config: an own config or a vendor's.
+        gpu: device 0.
+        regime: a cold one flushes the caches before each replay.
+        reference: the numerics gate's kernels, which make the inputs.
+        kernels: the config's, by name; empty for a vendor's.
+        environment: this machine's; ncu's version is added.
+        timeout_s: after which everything that was started is killed.
+
+    Raises:
+        BenchmarkError: when the counters may not be read, time is up, the call failed, or the
+            profiler's table cannot be read; with status UNAVAILABLE where it is the machine.
+    """
+    with tempfile.TemporaryDirectory(prefix="tuner-profile-") as name:
+        folder = Path(name)
+        request = folder / "request.json"
+        request.write_text(json.dumps(profiled.request(problem, config, reference, kernels)))
+        table = folder / "counters.csv"
+        asked = [counter.metric for counter in COUNTERS]
+        ended = _run([*command(ncu, table, regime, asked), str(request)], folder, timeout_s)
+        said = _said(table, ended)
+        if refused := _refused(asked, said) if ended.returncode else []:
+            # Another version of ncu, or another chip: what it does not know is left out.
+            asked = [metric for metric in asked if metric not in refused]
+            ended = _run([*command(ncu, table, regime, asked), str(request)], folder, timeout_s)
+            said = _said(table, ended)
+        _see_that_it_worked(ended, said, timeout_s)
+        counted = read_csv(_text(table))
+        facts = {**environment.facts, "ncu": _version(ncu, folder)}
+    now = datetime.now(UTC).isoformat(timespec="milliseconds")
+    return Profile(problem, gpu, regime, config, Environment(facts), counted, now)
+
+
+def command(ncu: Path, table: Path, regime: Regime, metrics: Sequence[str]) -> list[str]:
+    """The profiler's command line, up to the request's file."""
+    return [
+        str(ncu),
+        "--clock-control=none",
+        f"--cache-control={'all' if regime.l2 == 'cold' else 'none'}",
+        "--profile-from-start=off",
+        "--target-processes=all",
+        "--print-units=base",
+        "--print-kernel-base=function",
+        "--csv",
+        "--page=raw",
+        f"--log-file={table}",
+        f"--metrics={','.join(metrics)}",
+        sys.executable,
+        "-c",
+        _CHILD,
+        str(_PACKAGE),
+    ]
+
+
+def _run(arguments: Sequence[str], folder: Path, timeout_s: float) -> Finished:
+    try:
+        return ProcessPool(timeout_s).run(arguments, folder)
+    except CompileError as exc:  # it knows compilers only
+        raise BenchmarkError(str(exc), status=Status.UNAVAILABLE) from exc
+
+
+def _refused(metrics: Sequence[str], said: str) -> list[str]:
+    """Metrics that the profiler's own errors name."""
+    errors = "\n".join(line for line in said.splitlines() if line.startswith("==ERROR=="))
+    return [metric for metric in metrics if metric in errors]
+
+
+def _said(table: Path, ended: Finished) -> str:
+    """Everything that the profiler and the call wrote."""
+    return f"{_text(table)}\n{ended.log}"
+
+
+def _text(table: Path) -> str:
+    return table.read_text(encoding="utf-8", errors="replace") if table.is_file() else ""
+
+
+def _see_that_it_worked(ended: Finished, said: str, timeout_s: float) -> None:
+    if NOT_PERMITTED in said:
+        raise BenchmarkError(
+            f"the driver lets administrators alone read the GPU's counters ({NOT_PERMITTED}): run "
+            "as root, in a container with the capability SYS_ADMIN, or load the driver with "
+            "NVreg_RestrictProfilingToAdminUsers=0",
+            status=Status.UNAVAILABLE,
+        )
+    if ended.timed_out:
+        raise BenchmarkError(
+            f"profiling took longer than {timeout_s:g} s (--timeout)", status=Status.TIMEOUT
+        )
+    if ended.returncode:
+        errors = [line for line in said.splitlines() if "==ERROR==" in line or "Error" in line]
+        last = (errors or said.strip().splitlines() or ["it said nothing"])[-1]
+        raise BenchmarkError(f"profiling failed with code {ended.returncode}: {last.strip()}")
+
+
+def _version(ncu: Path, folder: Path) -> str:
+    found: Any = re.search(r"Version ([\d.]+)", _run([str(ncu), "--version"], folder, 60.0).log)
+    return found[1] if found else "unknown"

@@ -1,0 +1,73 @@
+"""The page's pictures as files: SVG that follows the reader's choice of light or dark."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from xml.sax.saxutils import escape, quoteattr
+
+from tuner.errors import ConfigError
+from tuner.report.page import EXTRA, sections
+from tuner.report.palette import colours
+from tuner.report.spec import CONFIG, Spec
+from tuner.report.subject import Subject
+
+#: What Vega tells of each mark to those who hear a page: in a file of its own, nine tenths of it.
+_OF_MARKS = re.compile(r' (?:role|aria-[a-z]+)="[^"]*"')
+_VARIABLE = re.compile(r"var\(--([a-z0-9-]+)\)")
+WIDTH = 560
+"""Of the area in which is drawn; axes and labels come beside it."""
+
+PADDING = {"left": 40, "right": 24, "top": 8, "bottom": 8}
+"""Text is laid out here and drawn with the reader's fonts, which may be wider."""
+
+
+def specs(subject: Subject, only: Sequence[str] = ()) -> dict[str, Spec]:
+    """The specifications of the page's pictures, by name.
+
+    Raises:
+        ConfigError: when a name in `only` is none of them; says which there are.
+    """
+    found = {figure.name: figure.spec for part in sections(subject) for figure in part.figures}
+    if unknown := [name for name in only if name not in found]:
+        raise ConfigError(f"no picture '{unknown[0]}' (allowed: {', '.join(found)})")
+    return {name: found[name] for name in only} if only else found
+
+
+def svg(spec: Spec) -> str:
+    """A picture as SVG text.
+
+    Raises:
+        ConfigError: when the extra ``report`` is not installed.
+    """
+    try:
+        import vl_convert
+    except ImportError as exc:
+        raise ConfigError(f"a picture needs the extra 'report' ({exc.name}): {EXTRA}") from exc
+    config = {**CONFIG, "background": "var(--paper)", "padding": PADDING}
+    text = str(vl_convert.vegalite_to_svg({**spec, "width": WIDTH}, config=config))
+    head, _, body = text.partition(">")
+    body = _OF_MARKS.sub("", body)
+    label = f'{head} role="img" aria-label={quoteattr(spec["description"])}>'
+    style = colours(set(_VARIABLE.findall(body)))  # a colour that it lacks does not change it
+    return f"{label}<style>{escape(style)}</style>{body}\n"
+
+
+def write(pictures: Mapping[str, Spec], folder: Path) -> list[Path]:
+    """Write pictures as ``NAME.svg``; returns their paths.
+
+    Raises:
+        ConfigError: when the extra is not installed or a file cannot be written.
+    """
+    written = []
+    for name, spec in pictures.items():
+        path = folder / f"{name}.svg"
+        text = svg(spec)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        except OSError as exc:
+            raise ConfigError(f"picture {path} cannot be written: {exc.strerror}") from exc
+        written.append(path)
+    return written

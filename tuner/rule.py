@@ -1,0 +1,292 @@
+"""A rule that answers any shape of an operation: what `tuner fit` makes, as readable data.
+
+Two kinds: `nearest`, what was best at the nearest measured problem, and `tree`, a small decision
+tree over the problem's fields. Either answers with a short list of configs, the vendors' kernels
+among them, of which the first legal one serves. A rule carries its measured regret: each problem
+that it was made from, answered by the rule of the others (`tuner.fit`). What ships lies under
+``cache/rules/``. Needs the standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+from tuner import nearest, resources
+from tuner.config import Config
+from tuner.errors import ConfigError, StoreError
+from tuner.families import families
+from tuner.hardware import Gpu
+from tuner.measurement import Regime
+from tuner.problem import Problem, problem_from_json
+
+FORMAT = "cutlass-tuner rule"
+VERSION = 2
+UNMEASURED = math.log(1.3)
+"""Regret that a config is taken to have at a problem where it was not measured."""
+LEAST_JUDGED = 8
+"""Problems below which a regret by leave-one-out is an anecdote."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a rule says of a shape."""
+
+    config: Config
+    kind: str
+    regret: Regret
+    source: str
+    """The branch or the problem that it comes from, for people."""
+    doubts: tuple[str, ...] = ()
+    """Why the regret may not hold for this shape."""
+
+
+@dataclass(frozen=True)
+class Regret:
+    """What leave-one-out found: time over the best measured, less 1."""
+
+    mean: float
+    worst: float
+    answered: int
+    """Problems whose answer had been measured there."""
+    unmeasured: int
+    """Problems whose answer had not: nothing is known of its regret."""
+    farthest: float = 0.0
+    """Doublings (`nearest.doublings`) from a problem to the nearest of the others, at most."""
+    each: Sequence[Mapping[str, Any]] = ()
+
+    @property
+    def expected(self) -> float:
+        """The mean, where an answer that was not measured counts as `UNMEASURED`."""
+        unknown = self.unmeasured * (math.exp(UNMEASURED) - 1)
+        known = self.mean * self.answered if self.answered else 0.0
+        return (known + unknown) / (self.answered + self.unmeasured)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "judged": "leave-one-out",
+            "mean": round(self.mean, 4),
+            "worst": round(self.worst, 4),
+            "answered": self.answered,
+            "unmeasured": self.unmeasured,
+            "farthest": round(self.farthest, 3),
+            "each": list(self.each),
+        }
+
+    def text(self) -> str:
+        """For people, in one line."""
+        unknown = f", {self.unmeasured} more unmeasured" if self.unmeasured else ""
+        return (
+            f"left out: mean {100 * self.mean:.1f} %, worst {100 * self.worst:.1f} % over "
+            f"{self.answered} problems{unknown}"
+        )
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule for an operation on a GPU in a regime."""
+
+    op: str
+    gpu: Gpu
+    regime: Regime
+    kind: str
+    body: Any
+    """JSON: of `tree` a node, of `nearest` a list of problems with their configs."""
+    problems: Sequence[Mapping[str, Any]]
+    """JSON of those that it was made from."""
+    regret: Regret = field(default_factory=lambda: Regret(0.0, 0.0, 0, 0))
+    others: Mapping[str, float] = field(default_factory=dict)
+    """Mean regret of the kinds that were not kept."""
+
+    def answer(self, problem: Problem, gpu: Gpu | None = None) -> Choice | None:
+        """The first config of the rule's list that is legal for a problem; None without one.
+
+        Args:
+            problem: what is asked.
+            gpu: where it is to be legal; the rule's own by default.
+
+        Raises:
+            ConfigError: when the problem is of another operation.
+        """
+        if problem.op != self.op:
+            raise ConfigError(f"op={problem.op} is not what the rule answers (allowed: {self.op})")
+        configs, source = find(self.kind, self.body, problem)
+        config = first_legal(configs, problem, gpu or self.gpu)
+        if config is None:
+            return None
+        return Choice(config, self.kind, self.regret, source, self._doubts(problem))
+
+    @cached_property
+    def _known(self) -> list[Problem]:
+        return [problem_from_json(data) for data in self.problems]
+
+    def _doubts(self, problem: Problem) -> tuple[str, ...]:
+        found = []
+        judged = self.regret.answered
+        if judged < LEAST_JUDGED:
+            found.append(f"judged on {judged} problems only: too few to rely on its regret")
+        facts = problem.to_json()
+        for name, value in facts.items():
+            seen = {known.get(name) for known in self.problems}
+            is_known_size = is_size(value) and any(is_size(other) for other in seen)
+            if value not in seen and not is_known_size:
+                found.append(f"no problem that it was made from has {name}={value}")
+        distances = [nearest.doublings(problem, known) for known in self._known]
+        away = min(distances)
+        home = self._known[distances.index(away)]
+        if away > self.regret.farthest:
+            found.append(
+                f"{away:.1f} doublings from the nearest measured problem, {home.label()}; the "
+                f"regret was judged up to {self.regret.farthest:.1f}"
+            )
+        return tuple(found)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "op": self.op,
+            "gpu": asdict(self.gpu),
+            "regime": str(self.regime),
+            "kind": self.kind,
+            "regret": self.regret.to_json(),
+            "mean_regret_of_other_kinds": dict(self.others),
+            "problems": list(self.problems),
+            "rule": self.body,
+        }
+
+    @classmethod
+    def from_json(cls, data: Any) -> Rule:
+        """The inverse of `to_json`.
+
+        Raises:
+            ConfigError: when it is no rule, or of another version.
+        """
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            raise ConfigError(f"not a rule (its 'format' is not '{FORMAT}')")
+        if data.get("version") != VERSION:
+            raise ConfigError(
+                f"the rule has version {data.get('version')!r} (this tuner reads {VERSION})"
+            )
+        try:
+            found = data["regret"]
+            regret = Regret(
+                float(found["mean"]),
+                float(found["worst"]),
+                int(found["answered"]),
+                int(found["unmeasured"]),
+                float(found["farthest"]),
+                found["each"],
+            )
+            if data["kind"] not in KINDS:
+                raise ConfigError(f"kind={data['kind']} (allowed: {', '.join(KINDS)})")
+            if not data["problems"]:
+                raise ConfigError("it names no problem that it was made from")
+            return cls(
+                str(data["op"]),
+                Gpu(**data["gpu"]),
+                Regime.parse(data["regime"]),
+                data["kind"],
+                data["rule"],
+                data["problems"],
+                regret,
+                data["mean_regret_of_other_kinds"],
+            )
+        except (KeyError, TypeError, ValueError) as exc:
+            raise ConfigError(f"the rule is damaged: {type(exc).__name__} {exc}") from exc
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(self.to_json(), indent=1) + "\n")
+
+    @classmethod
+    def read(cls, path: Path) -> Rule:
+        """Read what `write` wrote.
+
+        Raises:
+            ConfigError: when it cannot be read.
+        """
+        try:
+            return cls.from_json(json.loads(path.read_text()))
+        except (OSError, ValueError) as exc:
+            raise ConfigError(f"rule {path}: {exc}") from exc
+
+
+def _folder() -> Path:
+    return resources.cache() / "rules"
+
+
+@cache
+def shipped() -> tuple[Rule, ...]:
+    """The rules that ship with the package, under ``cache/rules/``.
+
+    Raises:
+        StoreError: when such a file is damaged.
+    """
+    try:
+        return tuple(Rule.read(path) for path in sorted(_folder().glob("*.json")))
+    except ConfigError as exc:
+        raise StoreError(f"a shipped file cannot be read: {exc}") from exc
+
+
+def first_legal(configs: Sequence[Config], problem: Problem, gpu: Gpu) -> Config | None:
+    """The first config that its family accepts; None without one."""
+    known = families()
+    for config in configs:
+        family = known.get(config.family)
+        if family is not None and family.accepts(problem, config, gpu):
+            return config
+    return None
+
+
+def find(kind: str, body: Any, problem: Problem) -> tuple[list[Config], str]:
+    """What a rule's body says of a problem: configs, best first, and where it says so."""
+    return KINDS[kind](body, problem)
+
+
+def _find_nearest(body: Any, problem: Problem) -> tuple[list[Config], str]:
+    known = [(problem_from_json(row["problem"]), row["configs"]) for row in body]
+    home, configs = min(known, key=lambda row: _away(problem, row[0]))
+    return [Config.from_json(c) for c in configs], f"as at {home.label()}"
+
+
+def _away(problem: Problem, other: Problem) -> tuple[float, float, str]:
+    """As `tuner.nearest` measures within a class, and any class before none."""
+    return nearest.distance(problem, other), nearest.doublings(problem, other), other.key
+
+
+def _find_in_tree(body: Any, problem: Problem) -> tuple[list[Config], str]:
+    node, path = body, []
+    while "field" in node:
+        limit = node.get("at_most", node.get("is"))
+        yes = holds(problem, node["field"], limit)
+        sign = ("<=" if yes else ">") if "at_most" in node else ("=" if yes else "is not")
+        path.append(f"{node['field']} {sign} {limit}")
+        node = node["yes" if yes else "no"]
+    return [Config.from_json(c) for c in node["configs"]], " and ".join(path) or "always"
+
+
+def holds(problem: Problem, name: str, limit: Any) -> bool:
+    """Whether a tree's question is answered with yes: at most a size, or equal to a choice. A
+    feature that is off has no size.
+    """
+    value = problem.to_json().get(name)
+    if is_size(limit):
+        return value is not None and bool(value <= limit)
+    return bool(value == limit)
+
+
+def is_size(value: Any) -> bool:
+    """Whether a problem's field is a size, of which there is more and less."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+KINDS: Mapping[str, Callable[[Any, Problem], tuple[list[Config], str]]] = {
+    "nearest": _find_nearest,
+    "tree": _find_in_tree,
+}
+"""What reads each kind of body."""

@@ -1,0 +1,138 @@
+"""Two environments against each other: the same problems before and after an update."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from tuner.lookup import Entry, shipped
+from tuner.measurement import Environment, Measurement, Provenance
+from tuner.ranking import rank
+from tuner.report.compare import Change, Comparison, Pair, compare
+from tuner.service.pages.trials import Run
+from tuner.store import Store
+from tuner.store.entry import sort_key
+
+
+@dataclass(frozen=True)
+class Known:
+    """An environment that something was decided in."""
+
+    environment: Environment
+    newest: str
+    """Time of its newest final measurement, UTC."""
+    is_shipped: bool
+    """Of what ships alone."""
+
+    @property
+    def digest(self) -> str:
+        return self.environment.digest
+
+
+def known(store: Store) -> list[Known]:
+    """Every environment, newest first, the store's before those that ship only.
+
+    Raises:
+        StoreError: when the store cannot be read.
+    """
+    found = {
+        record.environment.digest: Known(record.environment, record.newest, is_shipped=False)
+        for record in store.environments()
+    }
+    ours: dict[str, list[Entry]] = defaultdict(list)
+    for entry in _shipped():
+        ours[entry.winner.environment.digest].append(entry)
+    for digest, entries in ours.items():
+        newest = max(entry.winner.created_at for entry in entries)
+        found.setdefault(digest, Known(entries[0].winner.environment, newest, is_shipped=True))
+    ordered = sorted(found.values(), key=lambda one: one.newest, reverse=True)
+    return sorted(ordered, key=lambda one: one.is_shipped)
+
+
+def differing(environments: Sequence[Environment]) -> list[str]:
+    """Names of the facts that are not the same in all of them."""
+    names = sorted({name for one in environments for name in one.facts})
+    return [name for name in names if len({one.facts.get(name) for one in environments}) > 1]
+
+
+def label(one: Known, names: Iterable[str]) -> str:
+    """What tells an environment from the others: when, and the facts that differ."""
+    facts = [f"{name} {one.environment.facts.get(name, '-')}" for name in names]
+    marks = [one.newest[:10] or "undated", *(["shipped"] if one.is_shipped else [])]
+    return ", ".join([*marks, *facts])
+
+
+def entries_in(store: Store, digest: str) -> list[Entry]:
+    """What the newest final pass of each problem, GPU and regime in an environment ranks.
+
+    Raises:
+        StoreError: when the store cannot be read.
+    """
+    # A decision of the store is of the newest environment only; final passes stay.
+    finals = store.measurements(environment=digest, provenance=Provenance.MEASURED, final=True)
+    passes: dict[tuple[str, ...], list[Measurement]] = defaultdict(list)
+    for m in finals:
+        passes[m.problem.op, m.problem.key, m.gpu.identity, str(m.regime), m.sweep].append(m)
+    found: dict[tuple[str, ...], Entry] = {
+        sort_key(entry)[:4]: entry
+        for entry in _shipped()
+        if entry.winner.environment.digest == digest
+    }
+    for key, group in sorted(passes.items(), key=lambda item: Run(item[1], "store").newest):
+        if ranked := rank(group):
+            found[key[:4]] = Entry.of(ranked)
+    return list(found.values())
+
+
+def _shipped() -> list[Entry]:
+    return [entry for entry in shipped() if entry.provenance is Provenance.MEASURED]
+
+
+@dataclass(frozen=True)
+class Sides:
+    """Two environments and how they compare."""
+
+    comparison: Comparison
+    pairs: Sequence[Pair]
+    """What both measured: slower winners first, then faster ones, the largest change first."""
+    counts: Mapping[Change, int]
+    """How many served winners became slower, faster, or neither."""
+
+
+class Comparer:
+    """Compares two environments of a store; keeps the last comparison, to page through it."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._kept: tuple[object, Sides] | None = None
+
+    def sides(self, a: Known, b: Known, *, is_relative: bool) -> Sides:
+        """Compare two environments.
+
+        Raises:
+            ConfigError: when they have no problem, GPU and regime in common.
+            StoreError: when the store cannot be read.
+        """
+        # The version first: what changes meanwhile is read again.
+        asked = (self._store.decisions_version(), a, b, is_relative)
+        kept = self._kept
+        if kept is None or kept[0] != asked:
+            before, after = (entries_in(self._store, one.digest) for one in (a, b))
+            kept = (asked, _sides(compare(before, after, is_relative=is_relative)))
+            self._kept = kept
+        return kept[1]
+
+
+def _sides(found: Comparison) -> Sides:
+    order = (Change.SLOWER, Change.FASTER, Change.SAME)
+    changes = {id(pair): pair.change(pair.served) for pair in found.pairs}
+    pairs = sorted(
+        found.pairs,
+        key=lambda pair: (
+            order.index(changes[id(pair)]),
+            -abs(math.log(pair.ratio(pair.served))),
+        ),
+    )
+    return Sides(found, pairs, {change: [*changes.values()].count(change) for change in order})

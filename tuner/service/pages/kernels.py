@@ -1,0 +1,88 @@
+"""One configuration: the source of its kernels, what they use, and what was measured of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tuner.config import Config
+from tuner.errors import TunerError
+from tuner.families import families
+from tuner.measurement import Measurement, Resources
+from tuner.problem import Problem
+from tuner.render import render
+from tuner.service.pages.trials import runs
+from tuner.store import Store
+from tuner.store.entry import is_vendor
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One compiled kernel of a configuration."""
+
+    name: str
+    """Within its family."""
+    source: str
+    """CUDA text; empty where this version of the program cannot render it."""
+    resources: Resources | None
+    """What ptxas said; None where it was not recorded."""
+    artifact: str
+    """Empty where it was not built here."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A configuration of a problem."""
+
+    problem: Problem
+    config: Config
+    measurements: Sequence[Measurement]
+    """Of it, final ones first, the newest first; not empty."""
+    kernels: Sequence[Kernel]
+    silence: str
+    """Why there is no source; empty where there is."""
+
+    @property
+    def best(self) -> Measurement:
+        """The one that its time is told from."""
+        return next((m for m in self.measurements if m.ok), self.measurements[0])
+
+
+def find(store: Store, problem: Problem, digest: str) -> Subject | None:
+    """The configuration of a digest among all that was measured of a problem.
+
+    Raises:
+        StoreError: when the store cannot be read.
+    """
+    every = [m for run in runs(store, problem) for m in run.measurements]
+    measured = [m for m in every if m.config.digest == digest]
+    if not measured:
+        return None
+    measured.sort(key=lambda m: m.created_at, reverse=True)
+    measured.sort(key=lambda m: (not m.is_final, not m.ok))
+    config = measured[0].config
+    sources, silence = _sources(problem, measured)
+    resources = next((m.resources for m in measured if m.resources), {})
+    artifacts = next((m.artifacts for m in measured if m.artifacts), {})
+    kernels = [
+        Kernel(name, sources.get(name, ""), resources.get(name), artifacts.get(name, ""))
+        for name in sorted({*sources, *resources, *artifacts})
+    ]
+    return Subject(problem, config, measured, kernels, silence)
+
+
+def _sources(problem: Problem, measured: Sequence[Measurement]) -> tuple[Mapping[str, str], str]:
+    """The text of each kernel, or why there is none."""
+    first = measured[0]
+    if is_vendor(first.config):
+        return {}, "A vendor's kernel: called, not compiled; it has no source here."
+    family = families().get(first.config.family)
+    if family is None or not family.accepts(problem, first.config, first.gpu):
+        return {}, "This version of the program does not have this configuration."
+    # The name that the compiled text carries, where it was compiled here.
+    artifacts = next((m.artifacts for m in measured if m.artifacts), {})
+    try:
+        specs = family.kernels(problem, first.config)
+        return {n: render(s, artifacts.get(n, first.config.digest)) for n, s in specs.items()}, ""
+    except TunerError as exc:
+        return {}, f"It cannot be rendered: {exc}"

@@ -1,0 +1,311 @@
+"""The addresses of the pages. They only read; errors are told as pages too."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import re
+from collections.abc import Sequence
+from functools import cache
+from typing import Annotated, Any
+from urllib.parse import parse_qs
+
+from fastapi import FastAPI, Header, HTTPException, Query, Request, Response
+from fastapi.responses import RedirectResponse
+
+from tuner.errors import ConfigError
+from tuner.measurement import Regime
+from tuner.problem import PROBLEMS, Problem
+from tuner.report import assets
+from tuner.report.palette import colours
+from tuner.service.bodies import L2, Digest, GpuName, JobId, Launch, Op, RunKey, Shape, Words
+from tuner.service.guard import LOGIN_PATH, LOGOUT_PATH
+from tuner.service.pages import environments, kernels, trials
+from tuner.service.pages.render import FOLDER, page, url
+from tuner.service.pages.table import ROWS, Order, Searcher, nearest
+from tuner.service.served import Served
+from tuner.service.tokens import COOKIE, LIFETIME_S, Sessions
+from tuner.store import Store
+from tuner.store.jobs import TASK_STATES, Task
+
+JOB_ROWS = 50
+TASK_ROWS = 200
+_WITHIN = re.compile(r"/(?![/\\])[!-\[\]-~]*")
+"""An address of this service: one that begins with two slashes, or holds a backslash, may be
+another's to a browser."""
+
+_STATIC = {
+    "pages.css": "text/css",
+    "pages.js": "text/javascript",
+    "figures.js": "text/javascript",
+    "vega.js": "text/javascript",
+}
+"""All that is served beside the pages, by name: no path of a request reaches the file system."""
+STATIC_HEADERS = {
+    "cache-control": "no-cache",
+    "vary": "accept-encoding",
+    "x-content-type-options": "nosniff",
+}
+
+First = Annotated[int, Query(ge=0, lt=1 << 31)]
+
+
+def add_pages(app: FastAPI, store: Store, served: Served, sessions: Sessions) -> None:
+    """Add every page.
+
+    Args:
+        app: what they are added to.
+        store: what jobs, trials and environments are read from.
+        served: the decisions.
+        sessions: where tokens are asked for, who may log in.
+    """
+    _add_static(app)
+    _add_cache(app, served)
+    _add_jobs(app, store)
+    _add_problem(app, store)
+    _add_compare(app, store)
+    if sessions:
+        _add_login(app, sessions)
+
+
+def _add_static(app: FastAPI) -> None:
+    @app.get("/static/{name}", include_in_schema=False)
+    def static(
+        name: str,
+        if_none_match: Annotated[str, Header()] = "",
+        accept_encoding: Annotated[str, Header()] = "",
+    ) -> Response:
+        if name not in _STATIC:
+            raise HTTPException(404, "there is no such file")
+        plain, packed, etag = _static(name)
+        headers = {**STATIC_HEADERS, "etag": etag}
+        if etag in if_none_match:
+            return Response(status_code=304, headers=headers)
+        is_packed = "gzip" in accept_encoding.lower()
+        if is_packed:
+            headers["content-encoding"] = "gzip"
+        return Response(packed if is_packed else plain, media_type=_STATIC[name], headers=headers)
+
+
+@cache
+def _static(name: str) -> tuple[bytes, bytes, str]:
+    """A file plain and under gzip, and its weak ETag: the two differ in their bytes."""
+    if name == "pages.css":
+        text = f"{colours()}\n{_read(name)}"
+    elif name == "pages.js":
+        text = _read(name)
+    else:
+        text = assets.figures() if name == "figures.js" else assets.library()
+    plain = text.encode()
+    return plain, gzip.compress(plain, mtime=0), f'W/"{hashlib.sha256(plain).hexdigest()[:32]}"'
+
+
+def _read(name: str) -> str:
+    return (FOLDER / name).read_text(encoding="utf-8")
+
+
+def _add_cache(app: FastAPI, served: Served) -> None:
+    searcher = Searcher()
+
+    @app.get("/", include_in_schema=False)
+    async def start() -> Response:
+        return RedirectResponse("/cache", 303)
+
+    @app.get("/cache", include_in_schema=False)
+    def decisions(
+        request: Request,
+        q: Annotated[Words, Query()] = "",
+        order: Annotated[Order, Query()] = "problem",
+        first: First = 0,
+    ) -> Response:
+        found = searcher.find(served.table, q, order=order, first=first)
+        values = {
+            "found": found,
+            "known": len(served.table.entries),
+            "q": q,
+            "order": order,
+            "pages": _neighbours("/cache", found.first, ROWS, found.total, q=q, order=order),
+            "ratios": [nearest(entry) for entry in found.entries],
+        }
+        return page(request, "cache", values)
+
+
+def _neighbours(path: str, first: int, rows: int, total: int, **query: Any) -> dict[str, str]:
+    """Addresses of the page before and the page after; empty where there is none."""
+    before, after = max(0, first - rows), first + rows
+    return {
+        "before": url(path, **query, first=before or None) if first > 0 else "",
+        "after": url(path, **query, first=after) if after < total else "",
+    }
+
+
+def _add_jobs(app: FastAPI, store: Store) -> None:
+    @app.get("/jobs", include_in_schema=False)
+    def jobs(request: Request, first: First = 0) -> Response:
+        found = store.jobs.all()
+        values = {
+            "jobs": found[first : first + JOB_ROWS],
+            "total": len(found),
+            "counts": store.jobs.counts(),
+            "states": TASK_STATES,
+            "pages": _neighbours("/jobs", first, JOB_ROWS, len(found)),
+        }
+        return page(request, "jobs", values)
+
+    @app.get("/jobs/{id}", include_in_schema=False)
+    def job(
+        request: Request,
+        id: JobId,
+        state: Annotated[str | None, Query(pattern=f"^({'|'.join(TASK_STATES)})$")] = None,
+        first: First = 0,
+    ) -> Response:
+        found = store.jobs.find(id)
+        if found is None:
+            raise HTTPException(404, f"there is no job {id}")
+        tasks = store.jobs.tasks(id, state=state)
+        if state is None:
+            # What happens now, and what needs eyes, before what waits or is over.
+            order = ("running", "failed", "queued", "done", "cancelled")
+            tasks.sort(key=lambda task: order.index(task.state))
+        values = {
+            "job": found,
+            "tasks": tasks[first : first + TASK_ROWS],
+            "state": state,
+            "states": TASK_STATES,
+            "pages": _neighbours(f"/jobs/{id}", first, TASK_ROWS, len(tasks), state=state),
+        }
+        return page(request, "job", values)
+
+
+def _add_problem(app: FastAPI, store: Store) -> None:
+    @app.get("/trials", include_in_schema=False)
+    def show_trials(
+        request: Request,
+        shape: Annotated[Shape, Query()],
+        op: Annotated[Op, Query()] = "attention",
+        gpu: Annotated[GpuName | None, Query()] = None,
+        regime: Annotated[Launch | None, Query()] = None,
+        l2: Annotated[L2 | None, Query()] = None,
+        sweep: Annotated[Words | None, Query()] = None,
+        run: Annotated[RunKey | None, Query()] = None,
+        job: Annotated[JobId | None, Query()] = None,
+    ) -> Response:
+        problem = PROBLEMS[op].parse(shape)
+        task = None if job is None else _task(store, job, problem)
+        found = trials.runs(store, problem)
+        default = Regime.default(op)
+        chosen = trials.choose(
+            found,
+            key=run,
+            sweep=task.sweep if task else sweep,
+            gpu=gpu,
+            regime=Regime(regime or default.launch, l2 or default.l2) if regime or l2 else None,
+        )
+        if chosen is None and run is not None:
+            raise HTTPException(404, f"there is no run {run} of {op} {problem.label()}")
+        if task is not None and chosen is not None and chosen.sweep != (task.sweep or None):
+            chosen = None  # nothing of its sweep yet: what another one found is not its
+        values = {"problem": problem, "runs": found, "run": chosen, "job": job, "task": task}
+        return page(request, "trials", values)
+
+    @app.get("/kernel", include_in_schema=False)
+    def kernel(
+        request: Request,
+        shape: Annotated[Shape, Query()],
+        config: Annotated[Digest, Query()],
+        op: Annotated[Op, Query()] = "attention",
+    ) -> Response:
+        problem = PROBLEMS[op].parse(shape)
+        found = kernels.find(store, problem, config)
+        if found is None:
+            raise HTTPException(
+                404, f"nothing was measured of configuration {config} for {op} {problem.label()}"
+            )
+        differing = environments.differing([m.environment for m in found.measurements])
+        return page(request, "kernel", {"subject": found, "differing": differing})
+
+
+def _task(store: Store, job: str, problem: Problem) -> Task:
+    # Those that run first: a job may hold thousands.
+    for state in ("running", None):
+        for task in store.jobs.tasks(job, state=state):
+            if task.problem == problem:
+                return task
+    raise HTTPException(404, f"job {job} has no problem {problem.op} {problem.label()}")
+
+
+def _add_compare(app: FastAPI, store: Store) -> None:
+    comparer = environments.Comparer(store)
+
+    @app.get("/compare", include_in_schema=False)
+    def compare(
+        request: Request,
+        a: Annotated[Digest | None, Query()] = None,
+        b: Annotated[Digest | None, Query()] = None,
+        relative: Annotated[bool, Query()] = False,
+        first: First = 0,
+    ) -> Response:
+        known = environments.known(store)
+        by_digest = {one.digest: one for one in known}
+        if missing := [d for d in (a, b) if d is not None and d not in by_digest]:
+            raise HTTPException(404, f"nothing was measured in environment {missing[0]}")
+        values: dict[str, Any] = {"known": known, "labels": _labels(known), "relative": relative}
+        values |= {"a": a, "b": b, "sides": None, "fault": ""}
+        if a and b and a == b:
+            values["fault"] = "These are the same environment."
+        elif a and b:
+            try:
+                sides = comparer.sides(by_digest[a], by_digest[b], is_relative=relative)
+            except ConfigError:
+                values["fault"] = "These two have no problem, GPU and regime in common."
+            else:
+                query = {"a": a, "b": b, "relative": "true" if relative else None}
+                pages = _neighbours("/compare", first, ROWS, len(sides.pairs), **query)
+                values |= {"sides": sides, "pairs": sides.pairs[first : first + ROWS]}
+                values["pages"] = pages
+        return page(request, "compare", values)
+
+
+def _labels(known: Sequence[environments.Known]) -> dict[str, str]:
+    names = environments.differing([one.environment for one in known])
+    return {one.digest: environments.label(one, names) for one in known}
+
+
+def _add_login(app: FastAPI, sessions: Sessions) -> None:
+    @app.get(LOGIN_PATH, include_in_schema=False)
+    async def form(
+        request: Request, next: Annotated[str, Query(max_length=2048)] = "/"
+    ) -> Response:
+        return page(request, "login", {"next": _within(next), "fault": ""})
+
+    @app.post(LOGIN_PATH, include_in_schema=False)
+    async def log_in(request: Request) -> Response:
+        try:
+            fields = parse_qs((await request.body()).decode(errors="replace"), max_num_fields=8)
+        except ValueError as exc:
+            raise HTTPException(422, f"not the login's form: {exc}") from exc
+        given, next = (fields.get(name, [""])[0] for name in ("token", "next"))
+        session = sessions.begin(given)
+        if session is None:
+            values = {"next": _within(next), "fault": "This is none of the service's tokens."}
+            return page(request, "login", values, status=401)
+        answer = RedirectResponse(_within(next), 303)
+        answer.set_cookie(
+            COOKIE,
+            session,
+            max_age=LIFETIME_S,
+            httponly=True,
+            samesite="lax",
+            secure=request.url.scheme == "https",
+        )
+        return answer
+
+    @app.post(LOGOUT_PATH, include_in_schema=False)
+    async def log_out() -> Response:
+        answer = RedirectResponse(LOGIN_PATH, 303)
+        answer.delete_cookie(COOKIE, httponly=True, samesite="lax")
+        return answer
+
+
+def _within(address: str) -> str:
+    return address if _WITHIN.fullmatch(address) else "/"

@@ -1,0 +1,89 @@
+"""The cache as a table: which decisions match some words, in which order, and one page of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from tuner.cli.describe import config_text, kernel_name, where_from
+from tuner.lookup import Entry
+from tuner.service.served import Table
+
+ROWS = 100
+"""Of one page."""
+
+Order = Literal["problem", "us", "-tflops", "ratio", "-decided"]
+"""A leading minus begins with the largest."""
+
+
+def nearest(entry: Entry) -> tuple[float, str] | None:
+    """Time of the best own kernel over the fastest vendor's, and which that is; None without."""
+    return max(((ratio, name) for name, ratio in entry.ratios.items()), default=None)
+
+
+_KEYS: dict[str, Callable[[Entry], tuple[float | str, ...]]] = {
+    "us": lambda entry: (entry.winner.latency_us or math.inf,),
+    "tflops": lambda entry: (entry.winner.tflops or 0.0,),
+    "ratio": lambda entry: nearest(entry) or (math.inf,),
+    "decided": lambda entry: (entry.decided_at,),
+}
+
+
+@dataclass(frozen=True)
+class Found:
+    """One page of what matches."""
+
+    entries: Sequence[Entry]
+    total: int
+    first: int
+    """Position of the page's first entry, from 0."""
+
+    @property
+    def last(self) -> int:
+        return self.first + len(self.entries)
+
+
+class Searcher:
+    """Finds entries by words; prepares the text of each once a table."""
+
+    def __init__(self) -> None:
+        self._prepared: tuple[Table | None, list[tuple[str, Entry]]] = (None, [])
+
+    def find(self, table: Table, words: str, *, order: Order, first: int = 0) -> Found:
+        """The entries that hold every one of some words, in any case of letters.
+
+        Args:
+            table: what is served.
+            words: parts of the operation, shape, GPU, regime, winner or origin.
+            order: by which column.
+            first: how many to skip.
+        """
+        wanted = words.casefold().split()
+        found = [entry for text, entry in self._texts(table) if all(w in text for w in wanted)]
+        name = order.removeprefix("-")
+        if name in _KEYS:
+            found.sort(key=_KEYS[name], reverse=order != name)
+        return Found(found[first : first + ROWS], len(found), first)
+
+    def _texts(self, table: Table) -> list[tuple[str, Entry]]:
+        # Two requests may both prepare it: each then has the same.
+        known, texts = self._prepared
+        if known is not table:
+            texts = [(_text(entry), entry) for entry in table.entries]
+            self._prepared = (table, texts)
+        return texts
+
+
+def _text(entry: Entry) -> str:
+    parts = (
+        entry.problem.op,
+        entry.problem.label(),
+        entry.gpu.name,
+        str(entry.regime),
+        kernel_name(entry.winner),
+        config_text(entry.winner.config),
+        where_from(entry),
+    )
+    return " ".join(parts).casefold()

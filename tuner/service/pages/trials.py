@@ -1,0 +1,186 @@
+"""One problem's trials, run by run, from the store and from what ships."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from tuner import recording
+from tuner.hardware import Gpu
+from tuner.lookup import Entry, shipped
+from tuner.measurement import Environment, Measurement, Provenance, Regime, Status
+from tuner.outcome import first_line
+from tuner.problem import Problem
+from tuner.ranking import rank
+from tuner.report import charts
+from tuner.report.analysis import Step, latency, steps_of
+from tuner.store import Store
+from tuner.store.entry import is_vendor
+
+MOST_ROWS = 500
+"""Of the table of all trials; the fastest."""
+
+
+@dataclass(frozen=True)
+class Failures:
+    """Trials that failed with the same status and for the same reason."""
+
+    status: Status
+    reason: str
+    count: int
+    example: Measurement
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one sweep measured of a problem, on one GPU, in one environment and regime."""
+
+    measurements: Sequence[Measurement]
+    """In the order in which they were stored: a replayed one has the time of its recording."""
+    source: str
+    """Where they lie: ``store``, or what ships."""
+
+    @property
+    def key(self) -> str:
+        """12 hex digits that name it among the runs of its problem."""
+        return _key(self.measurements[0], self.source)
+
+    @property
+    def gpu(self) -> Gpu:
+        return self.measurements[0].gpu
+
+    @property
+    def regime(self) -> Regime:
+        return self.measurements[0].regime
+
+    @property
+    def environment(self) -> Environment:
+        return self.measurements[0].environment
+
+    @property
+    def provenance(self) -> Provenance:
+        return self.measurements[0].provenance
+
+    @property
+    def sweep(self) -> str:
+        return self.measurements[0].sweep
+
+    @property
+    def newest(self) -> str:
+        """Time of the last measurement, UTC."""
+        return max(m.created_at for m in self.measurements)
+
+    @property
+    def quick(self) -> list[Measurement]:
+        """Own candidates of the quick pass."""
+        return [m for m in self.measurements if not m.is_final and not is_vendor(m.config)]
+
+    @property
+    def entry(self) -> Entry | None:
+        """What the final pass ranks; None before there is one."""
+        ranked = rank([m for m in self.measurements if m.is_final])
+        return Entry.of(ranked) if ranked else None
+
+    @property
+    def steps(self) -> list[Step]:
+        return steps_of(self.quick)
+
+    @property
+    def best(self) -> Measurement | None:
+        """The fastest own candidate of the quick pass so far."""
+        return min((m for m in self.quick if m.ok), key=latency, default=None)
+
+    @property
+    def failures(self) -> list[Failures]:
+        """What failed, most frequent reason first; vendors' kernels too."""
+        groups: dict[tuple[Status, str], list[Measurement]] = defaultdict(list)
+        for m in self.measurements:
+            if not m.ok:
+                groups[m.status, first_line(m.log)].append(m)
+        rows = [Failures(*key, len(group), group[0]) for key, group in groups.items()]
+        return sorted(rows, key=lambda row: (-row.count, row.status, row.reason))
+
+    @property
+    def picture(self) -> dict[str, Any] | None:
+        """Time over trial and the best so far; None before something passed."""
+        steps = self.steps
+        passed = any(math.isfinite(step.best_us) for step in steps)
+        return charts.progress(steps) if passed else None
+
+    @property
+    def table(self) -> list[Measurement]:
+        """Every measurement, final ones first, the fastest first."""
+        ordered = sorted(self.measurements, key=lambda m: (not m.is_final, latency(m)))
+        return ordered[:MOST_ROWS]
+
+
+def runs(store: Store, problem: Problem) -> list[Run]:
+    """Every run of a problem that is known, newest first, the store's before what ships.
+
+    Raises:
+        StoreError: when the store cannot be read.
+    """
+    return [*_grouped(store.measurements(problem=problem), "store"), *_shipped(problem)]
+
+
+def choose(
+    found: Sequence[Run],
+    *,
+    key: str | None = None,
+    sweep: str | None = None,
+    gpu: str | None = None,
+    regime: Regime | None = None,
+) -> Run | None:
+    """The run of a key or sweep, else the newest of a GPU and regime; measured ones first.
+
+    Args:
+        found: newest first.
+        key: of the run; nothing else counts then.
+        sweep: which made it, where one of these did.
+        gpu: name of its GPU.
+        regime: its regime.
+    """
+    if key is not None:
+        return next((run for run in found if run.key == key), None)
+    fitting = [run for run in found if gpu in (None, run.gpu.name) and regime in (None, run.regime)]
+    fitting = [run for run in fitting if run.sweep == sweep] or fitting
+    measured = (run for run in fitting if run.provenance is Provenance.MEASURED)
+    return next(measured, fitting[0] if fitting else None)
+
+
+def _grouped(measurements: Iterable[Measurement], source: str) -> list[Run]:
+    groups: dict[str, list[Measurement]] = defaultdict(list)
+    for m in measurements:
+        groups[_key(m, source)].append(m)
+    made = [Run(group, source) for group in reversed(groups.values())]
+    return sorted(made, key=lambda run: run.newest, reverse=True)
+
+
+def _key(m: Measurement, source: str) -> str:
+    facts = [source, m.sweep, m.gpu.identity, str(m.regime), m.environment.digest, m.provenance]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
+
+
+def _shipped(problem: Problem) -> list[Run]:
+    recorded = [part for whole in _recordings() for part in whole.walk() if part.problem == problem]
+    found = [run for r in recorded for run in _grouped(_in_time(r), "shipped recording")]
+    known = {(run.gpu, run.regime) for run in found}
+    decided = [e for e in shipped() if e.problem == problem and (e.gpu, e.regime) not in known]
+    return found + [run for e in decided for run in _grouped(e.ranking, "shipped decision")]
+
+
+def _in_time(recorded: recording.Recording) -> list[Measurement]:
+    return sorted(recorded.measurements, key=lambda m: m.created_at)
+
+
+@cache
+def _recordings() -> list[recording.Recording]:
+    """All that ship: a few hundred kilobytes, which do not change while the program runs."""
+    files = sorted(recording.folder().glob(f"*{recording.SUFFIX}"))
+    return [recording.read(file) for file in files]

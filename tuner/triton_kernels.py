@@ -1,0 +1,194 @@
+"""From a unit of rendered Triton kernels to a shared library, without a GPU.
+
+The compiler runs this module as a process: ``python -m tuner.triton_kernels 8.0``, in a folder of
+its own. It imports ``unit.py`` there, has Triton compile each ``BUILD_<id>`` of it for the compute
+capability, and links the cubins into ``kernel.so`` with the C interface that every artifact has
+(`templates/triton_library.cpp.j2`). Triton prints what ptxas says to the log, where it is read
+like nvcc's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from tuner.errors import CompileError, TunerError
+from tuner.families.base import KernelSpec
+from tuner.families.triton_attention import TRITON_HELP
+from tuner.hardware import smem_per_block_bytes
+from tuner.render import render, template_digest
+from tuner.toolchain import Toolchain
+
+SUFFIX = ".py.j2"
+"""Of the templates that this module compiles."""
+LIBRARY = KernelSpec("triton_library.cpp.j2")
+UNIT, SOURCE = "unit.py", "library.cpp"
+FLAGS = ("-std=c++17", "-O2", "-DNDEBUG", "-shared", "-fPIC", "-fvisibility=hidden")
+LIBRARIES = ("-ldl",)
+#: Triton's types of arguments -> letters of the library's template.
+LETTERS: Mapping[str, str] = {"i32": "i", "i64": "l", "fp32": "f"}
+_SCRATCH_POINTERS = 2
+"""Parameters that Triton appends to a kernel's own."""
+
+
+def compiles(template: str) -> bool:
+    """Whether a template is one of Triton's."""
+    return template.endswith(SUFFIX)
+
+
+def ingredients(tools: Toolchain, capability: str) -> dict[str, Any]:
+    """What an artifact's key holds beside its template and text.
+
+    Raises:
+        CompileError: when there is no Triton.
+    """
+    if not tools.triton_version:
+        raise CompileError(f"Triton is not installed: {TRITON_HELP}")
+    return {
+        "triton": tools.triton_version,
+        "capability": capability,
+        "flags": FLAGS,
+        "library": template_digest(LIBRARY.template),
+    }
+
+
+def command(tools: Toolchain, capability: str) -> list[str]:
+    """What compiles the unit in the working folder."""
+    options = ["--host-compiler", str(tools.host_compiler)]
+    return [sys.executable, "-m", "tuner.triton_kernels", capability, *options]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compile the unit in the working folder; 1, with the reason in a line with ``error``."""
+    parser = argparse.ArgumentParser(prog="python -m tuner.triton_kernels", description=__doc__)
+    parser.add_argument("capability", help="compute capability, as in 8.0")
+    parser.add_argument("--host-compiler", default="g++")
+    args = parser.parse_args(arguments)
+    # Read by Triton when it is imported. What it caches goes with the folder; line information
+    # is most of a cubin, and holds the folder's name.
+    folder = Path.cwd()
+    os.environ.pop("TRITON_INTERPRET", None)  # compiles nothing
+    os.environ |= {
+        "TRITON_CACHE_DIR": str(folder / "made"),
+        "TRITON_DUMP_PTXAS_LOG": "1",
+        "TRITON_DISABLE_LINE_INFO": "1",
+    }
+    try:
+        kernels = [
+            compiled(name.removeprefix("BUILD_"), build, args.capability)
+            for name, build in vars(_load(folder / UNIT)).items()
+            if name.startswith("BUILD_")
+        ]
+        link(kernels, folder, args.host_compiler)
+    except TunerError as exc:
+        print(f"error: {exc}", flush=True)
+        return 1
+    except Exception as exc:  # Triton's passes raise whatever they like
+        reason = (str(exc).strip() or "no message").splitlines()[-1]
+        print(f"error: {type(exc).__name__}: {reason}", flush=True)
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def compiled(kernel_id: str, build: Mapping[str, Any], capability: str) -> dict[str, Any]:
+    """One kernel, as the library's template wants it.
+
+    Args:
+        kernel_id: suffix of its functions.
+        build: `kernel`, its run-time `arguments` in order as (name, type, what divides it), its
+            `constants` and Triton's `options`.
+        capability: as in ``8.0``.
+
+    Raises:
+        CompileError: when it needs what a block or the library cannot give it.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    function, arguments = build["kernel"], build["arguments"]
+    signature = {name: kind for name, kind, _ in arguments}
+    signature |= dict.fromkeys(build["constants"], "constexpr")
+    if list(signature) != function.arg_names:
+        raise CompileError(f"{function.__name__} has other arguments than its BUILD says")
+    divisors = {
+        (place,): [["tt.divisibility", divisor]]
+        for place, (_, _, divisor) in enumerate(arguments)
+        if divisor > 1
+    }
+    target = GPUTarget("cuda", int(capability.replace(".", "")), 32)
+    source = ASTSource(function, signature, build["constants"], divisors)
+    made = triton.compile(source, target=target, options=build["options"])
+    facts, ptx = made.metadata, made.asm["ptx"]
+    most = smem_per_block_bytes(capability)
+    if facts.shared > most:
+        raise CompileError(f"{facts.shared} bytes of shared memory exceed {most}")
+    if facts.global_scratch_size or facts.profile_scratch_size:
+        raise CompileError("it needs scratch memory on the device, which the library has not")
+    if _parameters(ptx, facts.name) != len(arguments) + _SCRATCH_POINTERS:
+        raise CompileError("its parameters are not its arguments and two pointers to scratch")
+    return {
+        "id": kernel_id,
+        "name": facts.name,
+        "threads": _threads(ptx),
+        "shared": facts.shared,
+        "types": "".join("p" if kind[0] == "*" else LETTERS[kind] for _, kind, _ in arguments),
+        "image": ",".join(map(str, made.asm["cubin"])),
+    }
+
+
+def link(kernels: Sequence[Mapping[str, Any]], folder: Path, host_compiler: str) -> None:
+    """Write and compile the library around the cubins.
+
+    Raises:
+        CompileError: when the host compiler refuses it.
+    """
+    spec = KernelSpec(LIBRARY.template, {"kernels": list(kernels)})
+    source = folder / SOURCE
+    source.write_text(render(spec, "unit"), encoding="utf-8")
+    line = [host_compiler, *FLAGS, str(source), "-o", str(folder / "kernel.so"), *LIBRARIES]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        lines = [text for text in done.stderr.splitlines() if "error" in text]
+        print(done.stderr)
+        raise CompileError((lines or [f"{host_compiler} ended with {done.returncode}"])[0])
+
+
+def _load(path: Path) -> ModuleType:
+    """The unit as a module: Triton reads the source of its functions from the file."""
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    spec = importlib.util.spec_from_file_location(f"tuner_unit_{digest}", path)
+    if spec is None or spec.loader is None:
+        raise CompileError(f"{path} is no Python module")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _parameters(ptx: str, name: str) -> int:
+    entry = re.search(rf"\.entry\s+{re.escape(name)}\s*\(([^)]*)\)", ptx)
+    return entry[1].count(".param") if entry else 0
+
+
+def _threads(ptx: str) -> int:
+    """Threads of a block: with specialised warps they are more than `num_warps` says."""
+    found = re.search(r"\.reqntid\s+(\d+)", ptx)
+    if found is None:
+        raise CompileError("the PTX does not say how many threads a block has")
+    return int(found[1])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
