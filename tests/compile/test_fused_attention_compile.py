@@ -69,6 +69,8 @@ SIZES = [
     (AttentionProblem.parse("S=1024,D=64"), make(3, 96, kv_stages=5)),
     # What a cluster shares is larger than the operands.
     (AttentionProblem.parse("S=1024,D=64"), make(2, 32)),
+    # No clusters there.
+    (AttentionProblem.parse("B=3,S=1024,D=64,varlen=1"), make(2, 32)),
     (AttentionProblem.parse("S=1024,D=96,dtype=e4m3"), make(3, 64)),
     (AttentionProblem.parse("S=1024,D=96,dtype=e4m3"), make(3, 64, persistent=True)),
 ]
