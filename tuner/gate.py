@@ -215,8 +215,8 @@ def floor_work(problem: Problem) -> tuple[int, int]:
     if not isinstance(problem, AttentionProblem):
         return 0, 0 if getattr(problem, "is_causal", False) else problem.bytes
     if problem.is_varlen:
-        flops, moved = zip(*map(floor_work, problem.sequences), strict=True)
-        return sum(flops), sum(moved)
+        each = [floor_work(sequence) for sequence in problem.sequences]
+        return sum(flops for flops, _ in each), sum(moved for _, moved in each)
     keys = problem.seqlen_kv
     seen = min(problem.seqlen_q + problem.visible[1], keys)
     unread = (keys - seen) * problem.head_dim * problem.heads_kv * problem.batch

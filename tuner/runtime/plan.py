@@ -61,7 +61,9 @@ class Plan(ABC):
         return out
 
     def run_with_lse(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `run`, with attention's log-sum-exp: (B, H, SQ) fp32, natural logarithm."""
+        """As `run`, with attention's log-sum-exp: fp32 (B, H, SQ), of packed sequences (1, H,
+        total_q), natural logarithm.
+        """
         batch, heads, rows, _ = self.problem.output.shape
         lse = torch.empty((batch, heads, rows), dtype=torch.float32, device=inputs[0].device)
         out = self._on_device(inputs, lse)

@@ -254,8 +254,7 @@ def _one_by_one(
     for (first, last), keys in zip(pairwise(of_queries), pairwise(of_keys), strict=True):
         rows, seen = query[first:last], slice(*keys)
         if len(rows) and keys[0] < keys[1]:
-            one = (t.transpose(0, 1)[None] for t in (rows, key[seen], value[seen]))
-            done.append(_attend(*one, asked)[0].transpose(0, 1))
+            done.append(_attend(rows, key[seen], value[seen], asked))
         else:
             done.append(torch.zeros_like(rows))
     return torch.cat([*done, torch.zeros_like(query[of_queries[-1] :])])
@@ -281,9 +280,13 @@ def _ends(starts: torch.Tensor, name: str, rows: int, longest: int) -> list[int]
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, asked: _Asked
 ) -> torch.Tensor:
+    """One sequence's, (S, H, D)."""
+    query, key, value = (t.transpose(0, 1)[None] for t in (query, key, value))
     arguments = query, key, value, None, 0.0, asked.is_causal
     if torch.compiler.is_compiling():
-        return scaled_dot_product_attention(
+        out = scaled_dot_product_attention(
             *arguments, scale=asked.scale, enable_gqa=asked.enable_gqa
         )
-    return native.attend(*arguments, asked.scale, asked.enable_gqa)
+    else:
+        out = native.attend(*arguments, asked.scale, asked.enable_gqa)
+    return out[0].transpose(0, 1)
