@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from tuner.runtime.products import linear as linear
     from tuner.runtime.products import matmul as matmul
     from tuner.runtime.products import swiglu as swiglu
+    from tuner.runtime.varlen import attention_varlen as attention_varlen
     from tuner.sweep import sweep as sweep
 
 __version__ = "0.1.0"
@@ -66,6 +67,7 @@ _HOMES = {
     "SwigluProblem": "tuner.problem",
     "TunerError": "tuner.errors",
     "attention": "tuner.runtime",
+    "attention_varlen": "tuner.runtime",
     "disable": "tuner.runtime",
     "enable": "tuner.runtime",
     "enabled": "tuner.runtime",

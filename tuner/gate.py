@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 import random
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from tuner.artifacts import LoadedKernel
 from tuner.device import Device, Pool
@@ -72,6 +73,8 @@ _FILL, _PLANT_ATTENTION, _SCALE_COLUMNS, _PLANT_SOFTMAX = 0, 1, 2, 3
 _ATTENTION, _GEMM, _SOFTMAX, _COMPARE, _COUNT_CHANGED, _CHECKSUM = 4, 5, 6, 7, 8, 9
 _GATE_PAIRS = 10
 _RESULT_BYTES = 64
+#: Operands that hold no data of a random kind.
+_STARTS = ("cu_seqlens_q", "cu_seqlens_kv")
 #: Spacing of fp16 below its normal numbers: values there cannot be rounded any better.
 _FP16_SUBNORMAL_STEP = 2.0**-24
 
@@ -211,6 +214,9 @@ def floor_work(problem: Problem) -> tuple[int, int]:
         return problem.flops, problem.bytes
     if not isinstance(problem, AttentionProblem):
         return 0, 0 if getattr(problem, "is_causal", False) else problem.bytes
+    if problem.is_varlen:
+        each = [floor_work(sequence) for sequence in problem.sequences]
+        return sum(flops for flops, _ in each), sum(moved for _, moved in each)
     keys = problem.seqlen_kv
     seen = min(problem.seqlen_q + problem.visible[1], keys)
     unread = (keys - seen) * problem.head_dim * problem.heads_kv * problem.batch
@@ -412,6 +418,9 @@ class Gate:
         means, deviations = _moments(problem, kind)
         draw = random.Random(f"{seed}:{kind}")
         for operand in problem.operands[:-1]:
+            if operand.name in _STARTS:
+                self._write_starts(problem, operand)
+                continue
             self._run(
                 (self._operands[operand.name].pointer,),
                 (_FILL, _DTYPES[operand.dtype], operand.elements, draw.getrandbits(62)),
@@ -423,17 +432,18 @@ class Gate:
     def _plant(self, problem: Problem, seed: int, row_seed: int) -> None:
         at = self.pointers
         if isinstance(problem, AttentionProblem):
-            self._run(
-                (at["query"], at["key"]),
-                (
-                    _PLANT_ATTENTION,
-                    _DTYPES[problem.dtype],
-                    *_attention_integers(problem, 2),
-                    *problem.visible,
-                    row_seed,
-                ),
-                (DOMINANCE,),
-            )
+            for one, shift in _parts(problem):
+                self._run(
+                    (at["query"] + shift["query"], at["key"] + shift["key"]),
+                    (
+                        _PLANT_ATTENTION,
+                        _DTYPES[one.dtype],
+                        *_attention_integers(one, 2),
+                        *one.visible,
+                        row_seed,
+                    ),
+                    (DOMINANCE,),
+                )
         elif isinstance(problem, GemmProblem | SwigluProblem):
             columns = border_columns(problem.k, seed)
             batch, rows, strides = _matrices(problem.operands[0])
@@ -469,24 +479,37 @@ class Gate:
         elif isinstance(problem, SwigluProblem):
             self._compute_swiglu(problem, scale, reference)
         elif isinstance(problem, AttentionProblem):
-            with Pool(self._device) as pool:
-                rows = problem.batch * problem.heads_q * problem.seqlen_q
-                matrices, descales = inputs[:3], inputs[3:]
-                self._run(
-                    (*matrices, reference, pool.allocate(16 * rows), *descales),
-                    (
-                        _ATTENTION,
-                        _DTYPES[problem.dtype],
-                        *_attention_integers(problem, 4),
-                        *problem.visible,
-                    ),
-                    (scale, problem.softcap),
-                )
-                self._device.wait()
+            self._compute_attention(problem, scale, reference)
         else:
             integers = (_SOFTMAX, *_softmax_integers(problem))
             self._run((*inputs, reference), integers, (scale,))
         self._device.wait()
+
+    def _compute_attention(self, problem: AttentionProblem, scale: float, reference: int) -> None:
+        """One sequence after the other where their lengths vary; else all at once."""
+        at = self.pointers
+        descales = [at[o.name] for o in problem.operands if o.name.startswith("descale_")]
+        with Pool(self._device) as pool:
+            rows = problem.batch * problem.heads_q * problem.seqlen_q
+            statistics = pool.allocate(16 * rows)
+            for one, shift in _parts(problem):
+                matrices = [at[name] + shift[name] for name in ("query", "key", "value")]
+                self._run(
+                    (*matrices, reference + shift["reference"], statistics, *descales),
+                    (
+                        _ATTENTION,
+                        _DTYPES[one.dtype],
+                        *_attention_integers(one, 4),
+                        *one.visible,
+                    ),
+                    (scale, one.softcap),
+                )
+            self._device.wait()
+
+    def _write_starts(self, problem: Problem, operand: Operand) -> None:
+        """Where each of the packed sequences starts, and the last one's end."""
+        starts = struct.pack(f"<{operand.elements}i", 0, *accumulate(_lengths(problem, operand)))
+        self._device.write(self._operands[operand.name].pointer, starts)
 
     def _compute_swiglu(self, problem: SwigluProblem, scale: float, reference: int) -> None:
         """Both projections in the order of the weights' rows, then the pairs."""
@@ -534,6 +557,29 @@ def _e4m3_moments(has_mean: bool, large: float) -> tuple[dict[str, float], dict[
     means = {**factors, "key": KEY_MEAN * E4M3_DEVIATION if has_mean else 0.0}
     deviations = {name: mean * DESCALE_SPREAD for name, mean in factors.items()}
     return means, {**deviations, **dict.fromkeys(("query", "key", "value"), E4M3_DEVIATION)}
+
+
+def _lengths(problem: Problem, starts: Operand) -> tuple[int, ...]:
+    if not isinstance(problem, AttentionProblem):
+        raise BenchmarkError(f"'{problem.op}' has no sequences of variable lengths")
+    return problem.lengths_q if starts.name == _STARTS[0] else problem.lengths_kv
+
+
+def _parts(problem: AttentionProblem) -> Iterator[tuple[AttentionProblem, Mapping[str, int]]]:
+    """What the reference is given at once, and where that lies: bytes beyond each tensor's start.
+
+    Sequences of variable lengths one by one; any other problem is whole.
+    """
+    starts = dict.fromkeys(("query", "key", "value", "reference"), 0)
+    if not problem.is_varlen:
+        yield problem, starts
+        return
+    for one in problem.sequences:
+        yield one, dict(starts)
+        query, key, value, out = one.matrices
+        for operand in (query, key, value):
+            starts[operand.name] += operand.bytes
+        starts["reference"] += 4 * out.elements
 
 
 def _attention_integers(problem: AttentionProblem, tensors: int) -> list[int]:

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal, Self, get_args
 
 from tuner.errors import ConfigError
 
-DType = Literal["float16", "bfloat16", "float32", "float8_e4m3fn"]
+DType = Literal["float16", "bfloat16", "float32", "float8_e4m3fn", "int32"]
 Layout = Literal["bhsd", "bshd", "bshd_bhsd"]
 """Order of the dimensions in memory. ``bshd_bhsd``: queries and output bshd, keys and values bhsd,
 as Transformers' models have them that fill a cache.
@@ -37,7 +38,7 @@ EPILOGUES = (
 
 E4M3: DType = "float8_e4m3fn"
 """Quantised attention: see `AttentionProblem`."""
-DTYPE_BYTES: dict[str, int] = {"float16": 2, "bfloat16": 2, "float32": 4, E4M3: 1}
+DTYPE_BYTES: dict[str, int] = {"float16": 2, "bfloat16": 2, "float32": 4, E4M3: 1, "int32": 4}
 DTYPE_ALIASES: dict[str, str] = {
     "fp16": "float16",
     "half": "float16",
@@ -243,6 +244,13 @@ class AttentionProblem(Problem):
 
     A soft cap replaces each scaled score s by ``softcap * tanh(s / softcap)``, before the mask; 0
     is none. Neither comes with e4m3.
+
+    With ``varlen=1`` the B sequences differ in length, SQ and SKV being the longest's, and lie one
+    after the other in packed tensors: query and out (total_q, H, D), key and value (total_kv, HKV,
+    D), whose layout is called bshd. Two int32 operands, `cu_seqlens_q` and `cu_seqlens_kv` (B + 1),
+    hold the rows where each sequence starts, and the last one's end. Each sequence is attention of
+    its own, a causal mask top-left in each. Tuned and measured on `lengths_q` and `lengths_kv`.
+    It comes with no window, no soft cap, and not with e4m3.
     """
 
     op: ClassVar[str] = "attention"
@@ -259,6 +267,7 @@ class AttentionProblem(Problem):
         "left": "window_left",
         "right": "window_right",
         "softcap": "softcap",
+        "varlen": "is_varlen",
         "dtype": "dtype",
         "layout": "layout",
     }
@@ -276,6 +285,7 @@ class AttentionProblem(Problem):
     window_left: int = -1
     window_right: int = -1
     softcap: float = 0.0
+    is_varlen: bool = False
 
     def __post_init__(self) -> None:
         if self.heads_kv == 0:
@@ -309,6 +319,15 @@ class AttentionProblem(Problem):
         self._reduce_window()
         if self.dtype == E4M3 and self.extras:
             raise ConfigError(f"dtype=e4m3 has no {self.extras} (allowed: fp16 and bf16 with it)")
+        if self.is_varlen:
+            self._check_varlen()
+
+    def _check_varlen(self) -> None:
+        if self.is_windowed or self.softcap:
+            raise ConfigError("varlen=1 has no sliding window and no soft cap (allowed: neither)")
+        if self.layout == "bshd_bhsd":
+            raise ConfigError(f"layout={self.layout} is not for varlen=1 (allowed: bshd)")
+        object.__setattr__(self, "layout", "bshd")
 
     def _reduce_window(self) -> None:
         """Give equal masks equal fields."""
@@ -359,11 +378,62 @@ class AttentionProblem(Problem):
     @property
     def extras(self) -> str:
         """What a kernel of plain attention, full or causal, lacks for this problem; or empty."""
-        parts = ("sliding window", self.is_windowed), ("soft cap", self.softcap > 0)
+        parts = (
+            ("sliding window", self.is_windowed),
+            ("soft cap", self.softcap > 0),
+            ("variable lengths", self.is_varlen),
+        )
         return " or ".join(name for name, is_on in parts if is_on)
 
+    @property
+    def lengths_q(self) -> tuple[int, ...]:
+        """Rows of each sequence of queries, as a problem of unlike lengths is measured."""
+        return self._lengths(self.seqlen_q)
+
+    @property
+    def lengths_kv(self) -> tuple[int, ...]:
+        """Rows of each sequence of keys, in the order of `lengths_q`."""
+        return self._lengths(self.seqlen_kv)
+
+    @property
+    def evened(self) -> AttentionProblem:
+        """As many sequences, all of the mean length, for estimates; itself where all are equal."""
+        if not self.is_varlen:
+            return self
+        queries, keys = (-(-total // self.batch) for total in (self.total_q, self.total_kv))
+        return replace(self, seqlen_q=queries, seqlen_kv=keys, is_varlen=False)
+
+    def _lengths(self, longest: int) -> tuple[int, ...]:
+        """Evenly spread from `longest` down to a quarter of it, in an order that is always the
+        same; all `longest` where lengths do not vary.
+        """
+        if not self.is_varlen:
+            return (longest,) * self.batch
+        step = (longest - -(-longest // 4)) / max(1, self.batch - 1)
+        spread = [longest - round(index * step) for index in range(self.batch)]
+        random.Random(_LENGTHS_SEED).shuffle(spread)
+        return tuple(spread)
+
+    @property
+    def total_q(self) -> int:
+        """Rows of queries over all sequences."""
+        return sum(self.lengths_q)
+
+    @property
+    def total_kv(self) -> int:
+        """Rows of keys over all sequences."""
+        return sum(self.lengths_kv)
+
+    @property
+    def sequences(self) -> tuple[AttentionProblem, ...]:
+        """Each sequence of a problem of unlike lengths as a problem of its own, in order."""
+        return tuple(
+            replace(self, batch=1, seqlen_q=queries, seqlen_kv=keys, is_varlen=False)
+            for queries, keys in zip(self.lengths_q, self.lengths_kv, strict=True)
+        )
+
     def to_json(self) -> dict[str, Any]:
-        """Window and soft cap are absent where they are off, as they were before there were any."""
+        """What is off is absent, as it was before there was any: window, soft cap, varlen."""
         absent = {name for name, off in _OFF.items() if getattr(self, name) == off}
         return {name: value for name, value in super().to_json().items() if name not in absent}
 
@@ -382,10 +452,12 @@ class AttentionProblem(Problem):
             if self.seqlen_q == self.seqlen_kv
             else f"SQ={self.seqlen_q},SKV={self.seqlen_kv}"
         )
-        tail = (",causal=1" if self.is_causal else "") + self._window_label()
+        tail = ",varlen=1" if self.is_varlen else ""
+        tail += (",causal=1" if self.is_causal else "") + self._window_label()
         tail += f",softcap={self.softcap:g}" if self.softcap else ""
         tail += f",dtype={_SHORT[self.dtype]}"
-        tail += "" if self.layout == "bhsd" else f",layout={self.layout}"
+        is_implied = self.is_varlen or self.layout == "bhsd"
+        tail += "" if is_implied else f",layout={self.layout}"
         return f"B={self.batch},{heads},{length},D={self.head_dim}{tail}"
 
     def _window_label(self) -> str:
@@ -396,6 +468,8 @@ class AttentionProblem(Problem):
 
     @property
     def flops(self) -> int:
+        if self.is_varlen:
+            return sum(sequence.flops for sequence in self.sequences)
         if self.is_windowed:
             return 4 * self.batch * self.heads_q * self.head_dim * self.pairs
         full = 4 * self.batch * self.heads_q * self.seqlen_q * self.seqlen_kv * self.head_dim
@@ -408,10 +482,14 @@ class AttentionProblem(Problem):
 
     @property
     def operands(self) -> tuple[Operand, ...]:
-        if self.dtype != E4M3:
-            return self.matrices
         *inputs, out = self.matrices
-        return (*inputs, *self._descales(), out)
+        if self.is_varlen:
+            return (*inputs, *self._starts(), out)
+        return (*inputs, *(self._descales() if self.dtype == E4M3 else ()), out)
+
+    def _starts(self) -> Iterator[Operand]:
+        for name in ("q", "kv"):
+            yield Operand(f"cu_seqlens_{name}", (self.batch + 1,), (1,), "int32")
 
     def _descales(self) -> Iterator[Operand]:
         for name, heads in (("q", self.heads_q), ("k", self.heads_kv), ("v", self.heads_kv)):
@@ -419,11 +497,16 @@ class AttentionProblem(Problem):
 
     @property
     def matrices(self) -> tuple[Operand, Operand, Operand, Operand]:
-        """Of the operands query, key, value and out, all (B, H, S, D)."""
+        """Of the operands query, key, value and out, all (B, H, S, D); packed sequences are a batch
+        of one.
+        """
+        batch, rows_q, rows_kv = self.batch, self.seqlen_q, self.seqlen_kv
+        if self.is_varlen:
+            batch, rows_q, rows_kv = 1, self.total_q, self.total_kv
         of_queries, _, of_keys = self.layout.partition("_")
 
         def tensor(name: str, heads: int, seqlen: int, layout: str) -> Operand:
-            shape = (self.batch, heads, seqlen, self.head_dim)
+            shape = (batch, heads, seqlen, self.head_dim)
             if layout == "bhsd":
                 strides = (heads * seqlen * self.head_dim, seqlen * self.head_dim, self.head_dim, 1)
             else:
@@ -433,15 +516,22 @@ class AttentionProblem(Problem):
             return Operand(name, shape, strides, dtype, is_output)
 
         return (
-            tensor("query", self.heads_q, self.seqlen_q, of_queries),
-            tensor("key", self.heads_kv, self.seqlen_kv, of_keys or of_queries),
-            tensor("value", self.heads_kv, self.seqlen_kv, of_keys or of_queries),
-            tensor("out", self.heads_q, self.seqlen_q, of_queries),
+            tensor("query", self.heads_q, rows_q, of_queries),
+            tensor("key", self.heads_kv, rows_kv, of_keys or of_queries),
+            tensor("value", self.heads_kv, rows_kv, of_keys or of_queries),
+            tensor("out", self.heads_q, rows_q, of_queries),
         )
 
 
 #: Fields of `AttentionProblem` that its JSON leaves out where they have these values.
-_OFF: Mapping[str, Any] = {"window_left": -1, "window_right": -1, "softcap": 0.0}
+_OFF: Mapping[str, Any] = {
+    "window_left": -1,
+    "window_right": -1,
+    "softcap": 0.0,
+    "is_varlen": False,
+}
+#: Of the order in which the sequences of unlike lengths lie.
+_LENGTHS_SEED = 0
 
 
 @dataclass(frozen=True)

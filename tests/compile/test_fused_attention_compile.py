@@ -70,6 +70,8 @@ SIZES = [
     # What a cluster shares is larger than the operands.
     (AttentionProblem.parse("S=1024,D=64"), make(1, 16)),
     (AttentionProblem.parse("S=1024,D=96,dtype=e4m3"), make(1, 32)),
+    # No clusters there.
+    (AttentionProblem.parse("B=3,S=1024,D=64,varlen=1"), make(1, 16)),
     (AttentionProblem.parse("S=1024,D=96,dtype=e4m3"), make(1, 32, persistent=True)),
 ]
 

@@ -1,5 +1,9 @@
-"""Which keys the fused attention kernel lets each query see: the template's own tiles, loops and
-masks, run by the host compiler over small problems, against the definition of the window."""
+"""Windows, soft caps and variable lengths of the fused attention kernel, as far as no GPU is
+needed.
+
+Which keys each query sees: the template's own tiles, loops and masks, built by the host compiler
+and run over small problems, against the definition of the window, in each of several sequences.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +14,15 @@ from pathlib import Path
 
 import pytest
 
+from tuner.compiler import Compiler
 from tuner.config import Config, Value
 from tuner.families.fused_attention import FusedAttention
+from tuner.hardware import DEFAULT_GPU
 from tuner.problem import AttentionProblem
 from tuner.render import render
 from tuner.toolchain import find_toolchain
 
-pytestmark = [pytest.mark.compile, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.compile, pytest.mark.timeout(900)]
 
 FAMILY = FusedAttention()
 LENGTHS = (1, 7, 63, 65, 129, 300)
@@ -49,6 +55,25 @@ CONFIGS = [
     (0, 1, make(2, 32, 2, packed_heads=4)),
     (1, 1, make(3, 80, 1, packed_heads=2)),
 ]
+
+#: Of variable lengths: (causal, config).
+VARLEN = [
+    *((causal, make(2, 48, 1, persistent=bool(causal))) for causal in (0, 1)),
+    (0, make(1, 64, 2, packed_heads=4)),
+    (1, make(3, 80, 1, packed_heads=2)),
+]
+
+#: One kernel each with a window, a soft cap and variable lengths, for the whole way through nvcc.
+KERNELS = [
+    (AttentionProblem.parse(text), config)
+    for text, config in (
+        ("B=2,H=8,HKV=2,S=1000,D=64,left=64,right=7", make(2, 96, 2, packed_heads=4)),
+        ("S=1000,D=64,softcap=30", make(2, 128, 2)),
+        ("B=3,H=8,HKV=2,S=1000,D=64,varlen=1", make(2, 96, 2, packed_heads=4)),
+        ("B=3,H=2,S=1000,D=128,varlen=1,causal=1", make(2, 128, 1, persistent=True)),
+    )
+]
+SPECS = [FAMILY.kernels(problem, config)["attention"] for problem, config in KERNELS]
 
 PREAMBLE = """
 #include <algorithm>
@@ -88,26 +113,41 @@ struct Scores {
 };
 """
 
-#: What a launch does with one (batch, head): every tile, every group of it, every block of keys.
+#: What a launch does with one head of each sequence: every tile, every group of it, every block of
+#: keys.
 CHECK = """
 struct Params {
   int batch, heads, heads_kv, seqlen_q, seqlen_kv, head_dim, splits, m_blocks, tiles, section;
   cutlass::FastDivmod by_m_blocks, by_splits, by_heads;
-  int left, right;
+  int const *starts_q, *starts_kv;
+  int total_q, total_kv, left, right;
 };
 @ranges@
 @tile@
 @mask@
-bool holds(int queries, int keys, int left, int right) {
-  Params p{1, kPack, 1, queries, keys, 64, 1};
+bool holds(std::vector<int> of_queries, std::vector<int> of_keys, int left, int right) {
+  int const batch = of_queries.size();
+  Params p{batch, kPack, 1, *std::max_element(of_queries.begin(), of_queries.end()),
+           *std::max_element(of_keys.begin(), of_keys.end()), 64, 1};
+  std::vector<int> starts_q(batch + 1), starts_kv(batch + 1);
+  for (int i = 0; i < batch; ++i) {
+    starts_q[i + 1] = starts_q[i] + of_queries[i], starts_kv[i + 1] = starts_kv[i] + of_keys[i];
+  }
+  p.starts_q = starts_q.data(), p.starts_kv = starts_kv.data();
   p.left = left, p.right = right;
-  p.m_blocks = p.tiles = (queries * kPack + kTileM - 1) / kTileM, p.section = 1;
+  p.m_blocks = (p.seqlen_q * kPack + kTileM - 1) / kTileM, p.section = 1;
+  p.tiles = p.m_blocks * batch;
   p.by_m_blocks = cutlass::FastDivmod(p.m_blocks);
   p.by_splits = p.by_heads = cutlass::FastDivmod(1);
-  std::vector<int> seen(queries * kPack * keys);
+  std::vector<std::vector<int>> all_seen(batch);
+  for (int i = 0; i < batch; ++i) all_seen[i].resize(of_queries[i] * kPack * of_keys[i]);
   for (int index = 0; index < p.tiles; ++index) {
     Tile const t = Tile::at(p, index);
-    if (t.first < 0 || t.first > t.last || t.last * kTileN >= keys + kTileN) return false;
+    int const rows = of_queries[t.batch] * kPack, there = of_keys[t.batch];
+    auto& seen = all_seen[t.batch];
+    if (t.first < 0 || t.first > t.last || t.last * kTileN >= there + kTileN) return false;
+    if (t.m_block * kTileM >= rows && t.first != t.last) return false;  // nothing is left to do
+    if (@astray@) return false;
     for (int group = 0; group < kGroups && t.first < t.last; ++group) {
       int const group_row = t.m_block * kTileM + group * 64;
       @edges@
@@ -119,15 +159,15 @@ bool holds(int queries, int keys, int left, int right) {
           for (threadIdx.x = 0; threadIdx.x < 128; ++threadIdx.x) {
             int const tid = threadIdx.x;
             @row@
-            mask(scores, p, row0, n * kTileN);
+            mask(scores, p, keys, row0, n * kTileN);
           }
         }
         for (int r = 0; r < 64; ++r) {
           for (int c = 0; c < kTileN; ++c) {
             int const row = group_row + r, key = n * kTileN + c;
-            if (row >= queries * kPack || scores.at[r * kTileN + c] != 0.f) continue;
-            if (key >= keys) return false;  // beyond the end, and not masked
-            ++seen[row * keys + key];
+            if (row >= rows || scores.at[r * kTileN + c] != 0.f) continue;
+            if (key >= there) return false;  // beyond the end, and not masked
+            ++seen[row * there + key];
           }
         }
         return true;
@@ -141,11 +181,13 @@ bool holds(int queries, int keys, int left, int right) {
       if (!good || n != first) return false;
     }
   }
-  for (int row = 0; row < queries * kPack; ++row) {
-    for (int key = 0; key < keys; ++key) {
-      int const query = row / kPack;
-      bool const is_seen = key >= query - left && key <= query + right;
-      if (seen[row * keys + key] != is_seen) return false;
+  for (int i = 0; i < batch; ++i) {
+    for (int row = 0; row < of_queries[i] * kPack; ++row) {
+      for (int key = 0; key < of_keys[i]; ++key) {
+        int const query = row / kPack;
+        bool const is_seen = key >= query - left && key <= query + right;
+        if (all_seen[i][row * of_keys[i] + key] != is_seen) return false;
+      }
     }
   }
   return true;
@@ -159,10 +201,18 @@ def part(body: str, pattern: str) -> str:
     return found[0]
 
 
-def source(number: int, windowed: int, causal: int, config: Config) -> str:
+#: A tile of packed sequences that is not its sequence's.
+ASTRAY = (
+    "t.start_q != starts_q[t.batch] || t.start_kv != starts_kv[t.batch] || "
+    "t.seqlen_q != of_queries[t.batch] || t.seqlen_kv != of_keys[t.batch]"
+)
+
+
+def source(number: int, windowed: int, causal: int, config: Config, varlen: int = 0) -> str:
     """One kernel's tiles, loops and masks in a namespace of its own."""
     heads = f"H={config.get('packed_heads', 1)},HKV=1"
-    text = f"{heads},S=1024,D=64,causal={causal}" + (",window=9" if windowed else "")
+    text = f"{heads},S=1024,D=64,causal={causal},varlen={varlen}"
+    text += ",window=9" if windowed else ""
     rendered = render(FAMILY.kernels(AttentionProblem.parse(text), config)["attention"], "x")
     body = rendered.split("namespace k_x {")[1]
     constants = [line for line in body.splitlines() if line.startswith("constexpr")]
@@ -173,7 +223,8 @@ def source(number: int, windowed: int, causal: int, config: Config) -> str:
         "ranges": part(body, r"^CUTE_DEVICE int first_key\(.*?^\}\nCUTE_DEVICE int end_key.*?^\}"),
         "tile": part(body, r"^struct Tile \{.*?^\};"),
         "mask": part(body, r"^template <class Scores>\nCUTE_DEVICE void mask\(.*?^\}"),
-        "edges": part(body, r"int const unmasked = .*?;\n *int const opened = .*?;"),
+        "edges": part(body, r"int const& keys = .*?;\n *int const opened = .*?;"),
+        "astray": ASTRAY if varlen else "false",
         "row": part(body, r"int const row0 = .*?;"),
         "loop": loop,
         "stepped": "decltype(is_masked)::value" if config["score_buffers"] == 1 else "@cut@",
@@ -197,6 +248,18 @@ def launches(windowed: int, causal: int) -> list[tuple[int, int, int, int]]:
     return list(found)
 
 
+@pytest.mark.parametrize("number", range(len(KERNELS)))
+def test_they_compile_without_spills_or_advice(number: int, compiler: Compiler) -> None:
+    problem, config = KERNELS[number]
+    assert FAMILY.violations(problem, config, DEFAULT_GPU) == []
+    [(_, future)] = compiler.submit([SPECS[number]])
+    artifact = future.result()
+    used = artifact.resources
+    assert used is not None
+    assert (used.spill_store_bytes, used.spill_load_bytes) == (0, 0), config
+    assert artifact.facts["advice"] == [], config
+
+
 def test_each_query_sees_the_keys_of_its_window_once(tmp_path: Path) -> None:
     kernels = [source(number, *config) for number, config in enumerate(CONFIGS)]
     calls = []
@@ -206,14 +269,39 @@ def test_each_query_sees_the_keys_of_its_window_once(tmp_path: Path) -> None:
         rows = ", ".join(f"{{{q}, {k}, {left}, {right}}}" for q, k, left, right in known)
         calls.append(
             f"  {{ int cases[][4] = {{{rows}}};\n"
-            f"    for (auto& c : cases) if (!k_{number}::holds(c[0], c[1], c[2], c[3]))\n"
+            f"    for (auto& c : cases) if (!k_{number}::holds({{c[0]}}, {{c[1]}}, c[2], c[3]))\n"
             f'      std::printf("{number}: %d queries, %d keys, %d left, %d right\\n", '
             "c[0], c[1], c[2], c[3]); }\n"
         )
+    assert said(tmp_path, kernels, calls) == ""
+
+
+def test_each_query_sees_the_keys_of_its_own_sequence_once(tmp_path: Path) -> None:
+    lengths = (0, *LENGTHS)
+    turned = [lengths[i:] + lengths[:i] for i in range(len(lengths))]
+    kernels = [source(number, 0, *config, 1) for number, config in enumerate(VARLEN)]
+    calls = []
+    for number, (causal, _) in enumerate(VARLEN):
+        for queries, keys in [
+            *((lengths, keys) for keys in turned),
+            ((5,), (0,)),
+            ((1, 1), (9, 300)),
+        ]:
+            of_queries, of_keys = (", ".join(map(str, sizes)) for sizes in (queries, keys))
+            arguments = f"{{{of_queries}}}, {{{of_keys}}}, 300, {0 if causal else 300}"
+            calls.append(
+                f"  if (!k_{number}::holds({arguments}))\n"
+                f'    std::printf("{number}: queries {of_queries}, keys {of_keys}\\n");\n'
+            )
+    assert said(tmp_path, kernels, calls) == ""
+
+
+def said(tmp_path: Path, kernels: list[str], calls: list[str]) -> str:
+    """What a program of these calls prints."""
     text = PREAMBLE + "".join(kernels) + "int main() {\n" + "".join(calls) + "}\n"
     (tmp_path / "masks.cpp").write_text(text)
     command = [str(find_toolchain().host_compiler), "-std=c++17", "-O2", "-w"]
     command += ["-o", str(tmp_path / "masks"), str(tmp_path / "masks.cpp")]
     subprocess.run(command, check=True, timeout=200)
     done = subprocess.run([str(tmp_path / "masks")], check=True, capture_output=True, text=True)
-    assert done.stdout == ""
+    return done.stdout

@@ -25,8 +25,10 @@ constexpr bool kWindowed = false;
 constexpr bool kQInRegisters = false;
 constexpr bool kPingPong = false;
 constexpr bool kPersistent = true;
-// Combining in a cluster takes registers that more groups do not have.
-constexpr bool kClusters = !kPersistent && kGroups == 1;
+// Whether blocks may share the keys of a tile.
+constexpr bool kSplits = !kPersistent;
+// Combining them in a cluster takes registers that more groups do not have.
+constexpr bool kClusters = kSplits && kGroups == 1;
 // Tiles of unlike lengths are handed out by a counter, tiles of one length by their index.
 constexpr bool kDynamic = kPersistent && kCausal;
 constexpr int kCounterBytes = kDynamic ? 256 : 0;
@@ -102,12 +104,12 @@ struct Params {
   float scale_log2;  // of the scores, or of what the soft cap makes of them
 };
 
-// Queries from..to see none but keys [first_key(from), end_key(to)).
+// Queries from..to see none but keys [first_key(from), end_key(to)) of those that there are.
 CUTE_DEVICE int first_key(Params const& p, int from) {
   return 0;
 }
-CUTE_DEVICE int end_key(Params const& p, int to) {
-  return kCausal ? min(p.seqlen_kv, to + 1) : p.seqlen_kv;
+CUTE_DEVICE int end_key(Params const& p, int const& keys, int to) {
+  return kCausal ? min(keys, to + 1) : keys;
 }
 
 // What a block works on: rows m_block * kTileM .. of one (packed) head, keys [first, last) in tiles.
@@ -120,7 +122,7 @@ struct Tile {
     Tile t;
     // The splits of a tile are neighbours: they may be a cluster.
     t.split = 0;
-    if constexpr (!kPersistent) p.by_splits(index, t.split, index);
+    if constexpr (kSplits) p.by_splits(index, t.split, index);
     int lane;  // a (batch, head)
     if constexpr (kCausal) {
       // Sections of heads that share the L2; in each the longest tiles of all heads come first.
@@ -134,10 +136,10 @@ struct Tile {
     }
     p.by_heads(t.batch, t.head, lane);
     int const last_row = ((t.m_block + 1) * kTileM - 1) / kPack;
-    t.last = (end_key(p, last_row) + kTileN - 1) / kTileN;
+    t.last = (end_key(p, p.seqlen_kv, last_row) + kTileN - 1) / kTileN;
     // Beyond the last key lies nothing: where the window has passed it, there are no tiles.
     t.first = kWindowed ? min(first_key(p, t.m_block * kTileM / kPack) / kTileN, t.last) : 0;
-    if (!kPersistent && p.splits > 1) {
+    if (kSplits && p.splits > 1) {
       int const share = (t.last + p.splits - 1) / p.splits;
       t.first = min(t.split * share, t.last);
       t.last = min(t.first + share, t.last);
@@ -342,11 +344,11 @@ CUTE_DEVICE void cap(Scores& scores, Params const& p) {
 }
 
 template <class Scores>
-CUTE_DEVICE void mask(Scores& scores, Params const& p, int row0, int col0) {
+CUTE_DEVICE void mask(Scores& scores, Params const& p, int const& keys, int row0, int col0) {
   int const lane = threadIdx.x % 32;
   CUTE_UNROLL
   for (int r = 0; r < 2; ++r) {
-    int const row = (row0 + 8 * r) / kPack, begin = first_key(p, row), limit = end_key(p, row);
+    int const row = (row0 + 8 * r) / kPack, begin = first_key(p, row), limit = end_key(p, keys, row);
     int const first = col0 + 2 * (lane % 4);
     CUTE_UNROLL
     for (int j = 0; j < kTileN / 8; ++j) {
@@ -386,7 +388,7 @@ CUTE_DEVICE void store(Params const& p, Storage& s, Tile const& t, Fragment cons
     float const shift = softmax.maximum[r] == -INFINITY ? 0.f : softmax.maximum[r] * scale_log2;
     float const lse = shift + log2f(softmax.sum[r]);  // -inf where no key was seen
     int64_t const at = (int64_t(t.batch) * p.heads + head) * p.seqlen_q + seq;
-    if (!kPersistent && p.splits > 1) {
+    if (kSplits && p.splits > 1) {
       int const here = row - t.m_block * kTileM;
       int64_t const partial = int64_t(t.split) * p.batch * p.heads * p.seqlen_q + at;
       bool const is_shared = kClusters && p.is_clustered;
@@ -476,7 +478,8 @@ struct Consumer {
       warpgroup_commit_batch();
     };
     // Blocks of keys from `opened` on and below `unmasked` are seen whole by every row of the group.
-    int const unmasked = end_key(p, group_row / kPack) / kTileN;
+    int const& keys = p.seqlen_kv;
+    int const unmasked = end_key(p, keys, group_row / kPack) / kTileN;
     int const opened = (first_key(p, (group_row + 63) / kPack) + kTileN - 1) / kTileN;
     auto values_read = [&] {
       warpgroup_fence_operand(tOrO);
@@ -514,7 +517,7 @@ struct Consumer {
     constexpr int kOctets = kTileN / 8;
     auto first_step = [&](auto& scores, int n) {
       cap(scores, p);
-      if (n >= unmasked || (kWindowed && n < opened)) mask(scores, p, row0, n * kTileN);
+      if (n >= unmasked || (kWindowed && n < opened)) mask(scores, p, keys, row0, n * kTileN);
       softmax.template maxima<true>(scores, scale_log2);
       softmax.template exponentials<0, kOctets>(scores, scale_log2);
       to_p(scores);
@@ -549,7 +552,7 @@ struct Consumer {
           warpgroup_wait<1>();
           warpgroup_fence_operand(tSrS);
           cap(tSrS, p);
-          if constexpr (decltype(is_masked)::value) mask(tSrS, p, row0, n * kTileN);
+          if constexpr (decltype(is_masked)::value) mask(tSrS, p, keys, row0, n * kTileN);
           // The maxima and kEarly of the exponentials run under the GEMM that is in flight; the
           // rest is mixed with the conversions.
           bool const grew = softmax.template maxima<false>(tSrS, scale_log2);
@@ -605,7 +608,7 @@ struct Consumer {
           warpgroup_fence_operand(scores);
           release_stage(stage);
           cap(scores, p);
-          if (n >= unmasked || (kWindowed && n < opened)) mask(scores, p, row0, n * kTileN);
+          if (n >= unmasked || (kWindowed && n < opened)) mask(scores, p, keys, row0, n * kTileN);
           bool const grew = softmax.template maxima<false>(scores, scale_log2);
           softmax.template exponentials<0, kOctets>(scores, scale_log2);
           warpgroup_wait<1>();
@@ -970,7 +973,7 @@ inline Params const& parameters(Call const& call) {
 }
 
 inline int launch(void* const* tensors, int64_t const* n, double const* scalars, void* workspace, cudaStream_t stream) {
-  if ((kPersistent && n[18] != 1) || (!kClusters && n[20])) return cudaErrorInvalidValue;
+  if ((!kSplits && n[18] != 1) || (!kClusters && n[20])) return cudaErrorInvalidValue;
   Call call;
   std::copy_n(tensors, std::size(call.tensors), call.tensors);
   std::copy_n(n, std::size(call.n), call.n);

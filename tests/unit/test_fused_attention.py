@@ -147,6 +147,7 @@ PACKED = "packed_heads is for several query heads to a KV head, only"
             make(2, 128, score_buffers=2),
             "192 accumulator registers + 52 exceed 240",
         ),
+        ("D=64,varlen=1", make(2, 64, splits=2), "splits=2 is not for variable lengths"),
         ("D=64", make(4, 64), "warp_groups=4 at blocks_per_sm=1 has no register budget"),
         ("D=64", make(1, 64, blocks_per_sm=3), "warp_groups=1 at blocks_per_sm=3 has no register"),
     ],
@@ -183,6 +184,7 @@ def test_one_violation_at_a_time(text: str, config: Config, reason: str) -> None
         ("D=64,window=64", make(2, 112, score_buffers=2)),
         ("D=64,causal=1,window=64,softcap=30", make(2, 128, persistent=True)),
         ("D=128,softcap=30", make(2, 128, q_in_registers=True, splits=2)),
+        ("B=3,H=8,HKV=2,D=64,causal=1,varlen=1", make(2, 64, packed_heads=4, persistent=True)),
     ],
 )
 def test_legal_near_the_limits(text: str, config: Config) -> None:
@@ -459,6 +461,37 @@ def test_windows_and_soft_caps_are_compiled_in_and_their_sizes_are_not() -> None
     assert FAMILY.launches(causal, config, 0.125)[0].integers[-2:] == (64, 0)
 
 
+def test_variable_lengths_are_launched_with_their_starts_and_totals_last() -> None:
+    """As the template's opening comment lists tensors and integers."""
+    problem = AttentionProblem.parse("B=3,H=8,HKV=4,SQ=96,SKV=200,D=64,varlen=1")
+    config = make(2, 96, packed_heads=2, pdl=True)
+    (launch,) = FAMILY.launches(problem, config, 0.5)
+    assert [ref.operand for ref in launch.tensors] == [
+        *("query", "key", "value", "out", "lse", "cu_seqlens_q", "cu_seqlens_kv")
+    ]
+    rows, keys = problem.total_q, problem.total_kv
+    of_queries, of_keys = (rows * 8 * 64, 64, 8 * 64), (keys * 4 * 64, 64, 4 * 64)
+    strides = (*of_queries, *of_keys, *of_keys, *of_queries)
+    assert launch.integers == (3, 8, 4, 96, 200, 64, *strides, 1, 1, 0, rows, keys)
+    plain = AttentionProblem.parse("B=3,H=8,HKV=4,SQ=96,SKV=200,D=64,layout=bshd")
+    specs = [FAMILY.kernels(p, config)["attention"] for p in (problem, plain)]
+    assert [spec.variables["is_varlen"] for spec in specs] == [True, False]
+
+
+def test_space_of_variable_lengths_has_no_splits_and_is_estimated_by_the_mean() -> None:
+    few, plain = (
+        AttentionProblem.parse(f"B=2,H=4,SQ=1,SKV=8192,D=64{text}") for text in (",varlen=1", "")
+    )
+    assert {config["splits"] for config in FAMILY.space(few, DEFAULT_GPU)} == {1}
+    assert {config["splits"] for config in FAMILY.space(plain, DEFAULT_GPU)} > {1}
+    config = make(2, 128, ping_pong=True, persistent=True)
+    packed, even = (
+        FAMILY.predict_us(AttentionProblem.parse(f"B=16,S=4096,D=64{text}"), config, DEFAULT_GPU)
+        for text in (",varlen=1", "")
+    )
+    assert 0.3 * even < packed < 0.6 * even  # of the pairs there are (5 / 8)^2
+
+
 def test_a_window_is_estimated_by_the_keys_that_it_shows() -> None:
     config = make(2, 128, ping_pong=True, persistent=True)
     times = [
@@ -490,6 +523,11 @@ def test_a_window_is_estimated_by_the_keys_that_it_shows() -> None:
             "e4m3",
             "S=1024,D=128,dtype=e4m3",
             make(2, 224, ping_pong=True, early_exp=50, persistent=True),
+        ),
+        (
+            "varlen",
+            "B=3,H=8,HKV=2,S=1000,D=64,varlen=1",
+            make(2, 96, score_buffers=2, packed_heads=4),
         ),
     ],
 )

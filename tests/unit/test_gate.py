@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import struct
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -35,6 +36,7 @@ from tuner.problem import (
 GEMM = GemmProblem(m=4, n=8, k=64)
 ATTENTION = AttentionProblem(seqlen_q=70, seqlen_kv=90, head_dim=64, heads_q=2, layout="bshd")
 QUANTISED = AttentionProblem.parse("H=4,HKV=2,SQ=70,SKV=90,D=64,dtype=e4m3")
+PACKED = AttentionProblem.parse("B=3,H=4,HKV=2,SQ=8,SKV=16,D=64,varlen=1")
 GOOD = Comparison(elements=32, error_squares=32e-8, reference_squares=32.0)
 
 
@@ -173,6 +175,7 @@ class FakeDevice:
 
     def __init__(self) -> None:
         self.free_at, self.live, self.filled = 1 << 20, set[int](), list[tuple[int, int]]()
+        self.written: dict[int, bytes] = {}
 
     def allocate(self, size: int) -> int:
         pointer, self.free_at = self.free_at, self.free_at + size + 4096
@@ -189,6 +192,9 @@ class FakeDevice:
     def fill8(self, pointer: int, value: int, size: int) -> None:
         pass
 
+    def write(self, pointer: int, data: bytes) -> None:
+        self.written[pointer] = data
+
     def read(self, pointer: int, size: int) -> bytes:
         return struct.pack("<2d6Q", 0.0, 1.0, 0, 0, 0, 0, 0, 0)[:size]
 
@@ -199,12 +205,14 @@ class FakeDevice:
 class FakeKernel:
     def __init__(self) -> None:
         self.calls: list[tuple[int, int, int, int]] = []
+        self.given: list[tuple[list[int], list[int]]] = []
 
     def launch(
         self, tensors: Any, integers: Any, scalars: Any, workspace: int, stream: int
     ) -> None:
         assert all(isinstance(i, int) and -(2**63) <= i < 2**63 for i in integers)
         self.calls.append((integers[0], len(tensors), len(integers), len(scalars)))
+        self.given.append((list(tensors), list(integers)))
 
 
 def opened(problem: Problem) -> tuple[Gate, FakeDevice, FakeKernel]:
@@ -227,6 +235,9 @@ COMMANDS = {
     "e4m3": [
         *[(0, 1, 4, 2)] * 6, (1, 2, 17, 1), (4, 8, 22, 2), *[(9, 2, 2, 0)] * 6,
     ],
+    "varlen": [
+        *[(0, 1, 4, 2)] * 3, *[(1, 2, 17, 1)] * 3, *[(4, 5, 22, 2)] * 3, *[(9, 2, 2, 0)] * 5,
+    ],
 }  # fmt: skip
 
 
@@ -238,6 +249,7 @@ COMMANDS = {
         (ATTENTION, "attention"),
         (SoftmaxProblem(rows=6, cols=9), "softmax"),
         (QUANTISED, "e4m3"),
+        (PACKED, "varlen"),
     ],
 )
 def test_arguments_have_the_template_s_lengths(problem: Problem, name: str) -> None:
@@ -246,6 +258,31 @@ def test_arguments_have_the_template_s_lengths(problem: Problem, name: str) -> N
     assert len(kernel.calls) == len(COMMANDS[name])
     for seen, wanted in zip(kernel.calls, COMMANDS[name], strict=True):
         assert [s for s, w in zip(seen, wanted, strict=True) if w is not None and s != w] == []
+
+
+def test_packed_sequences_are_planted_and_computed_one_by_one() -> None:
+    made, device, kernel = opened(PACKED)
+    made.load("dominant")
+    at = made.pointers
+    starts = {name: [0, *accumulate(PACKED.lengths_q)] for name in ("query", "cu_seqlens_q")}
+    starts |= {name: [0, *accumulate(PACKED.lengths_kv)] for name in ("key", "cu_seqlens_kv")}
+    for name in ("cu_seqlens_q", "cu_seqlens_kv"):
+        assert device.written[at[name]] == struct.pack("<4i", *starts[name])
+    of_queries, of_keys = 4 * 64, 2 * 64  # elements a row
+    for command in (1, 4):
+        given = [(t, n) for t, n in kernel.given if n[0] == command]
+        for i, (tensors, integers) in enumerate(given):
+            assert tensors[0] == at["query"] + 2 * of_queries * starts["query"][i]
+            assert tensors[1] == at["key"] + 2 * of_keys * starts["key"][i]
+            assert integers[2:8] == [1, 4, 2, PACKED.lengths_q[i], PACKED.lengths_kv[i], 64]
+            assert integers[9:11] == [64, of_queries]
+            if command == 4:
+                assert tensors[2] == at["value"] + 2 * of_keys * starts["key"][i]
+                reference = made.reference("dominant")
+                assert tensors[3] == reference + 4 * of_queries * starts["query"][i]
+    assert gate.floor_work(PACKED) == tuple(
+        map(sum, zip(*(gate.floor_work(one) for one in PACKED.sequences), strict=True))
+    )
 
 
 def test_a_reference_is_computed_once_a_kind_and_seed() -> None:

@@ -34,6 +34,7 @@ EXAMPLES: list[Problem] = [
     AttentionProblem.parse("S=512,D=64,window=64,softcap=30"),
     AttentionProblem.parse("S=512,D=64,left=7,right=100,softcap=12.5,layout=bshd"),
     AttentionProblem.parse("SQ=100,SKV=512,D=64,right=7"),
+    AttentionProblem.parse("B=5,H=8,HKV=2,SQ=100,SKV=512,D=64,varlen=1,causal=1"),
     GemmProblem.parse("M=4096,N=512,K=64"),
     GemmProblem.parse("M=8,N=16,K=24,B=3,dtype=bf16,dtype_d=fp32,layout_a=col,layout_b=row"),
     GemmProblem.parse("M=8,N=16,K=24,epilogue=bias_gelu_tanh"),
@@ -78,6 +79,10 @@ def test_defaults() -> None:
         ("attention", "S=64,D=72,dtype=e4m3", "D=72", "multiples of 16"),
         ("attention", "S=64,D=64,window=8,dtype=e4m3", "no sliding window", "bf16"),
         ("attention", "S=64,D=64,softcap=8,dtype=e4m3", "no soft cap", "bf16"),
+        ("attention", "S=64,D=64,varlen=1,dtype=e4m3", "no variable lengths", "bf16"),
+        ("attention", "S=64,D=64,varlen=1,window=8", "no sliding window", "neither"),
+        ("attention", "S=64,D=64,varlen=1,softcap=8", "no soft cap", "neither"),
+        ("attention", "S=64,D=64,varlen=1,layout=bshd_bhsd", "layout=bshd_bhsd", "bshd"),
         ("gemm", "M=16,N=16,K=16,dtype=e4m3", "dtype=float8_e4m3fn", "bfloat16"),
         ("attention", "S=64,D=64,layout=bsd", "layout=bsd", "bshd"),
         ("attention", "S=64,D=64,window=-2", "left=-2", "-1 to"),
@@ -162,6 +167,7 @@ def test_equal_masks_are_equal_problems(text: str, same: str) -> None:
         ("S=64,D=64,right=3", "sliding window"),
         ("S=64,D=64,softcap=1", "soft cap"),
         ("S=64,D=64,window=0,softcap=1", "sliding window or soft cap"),
+        ("S=64,D=64,varlen=1", "variable lengths"),
     ],
 )
 def test_what_a_plain_kernel_lacks(text: str, extras: str) -> None:
@@ -255,6 +261,54 @@ def test_quantised_tensors_come_with_factors_and_give_bf16() -> None:
     assert half.operands == half.matrices
     assert problem.bytes == sum(o.bytes for o in half.operands[:3]) // 2 + 4 * 32 + out.bytes
     assert (problem.flops, problem.tensor_rate) == (half.flops, 2 * half.tensor_rate)
+
+
+@given(batch=st.integers(1, 40), queries=st.integers(1, 500), keys=st.integers(1, 500))
+def test_lengths_are_spread_from_a_quarter_to_the_whole(
+    batch: int, queries: int, keys: int
+) -> None:
+    problem = AttentionProblem(queries, keys, 64, batch, 2, is_varlen=True)
+    for longest, lengths, total in (
+        (queries, problem.lengths_q, problem.total_q),
+        (keys, problem.lengths_kv, problem.total_kv),
+    ):
+        assert (len(lengths), max(lengths), sum(lengths)) == (batch, longest, total)
+        assert min(lengths) >= longest / 4
+    assert problem.lengths_q == AttentionProblem(queries, 7, 64, batch, is_varlen=True).lengths_q
+    if queries == keys:
+        assert problem.lengths_q == problem.lengths_kv
+
+
+def test_packed_sequences_are_a_batch_of_one_with_their_starts() -> None:
+    problem = AttentionProblem.parse("B=3,H=4,HKV=2,SQ=8,SKV=16,D=64,varlen=1,causal=1")
+    assert sorted(problem.lengths_q) == [2, 5, 8]
+    assert sorted(problem.lengths_kv) == [4, 10, 16]
+    query, key, value, starts_q, starts_kv, out = problem.operands
+    assert (query.shape, query.strides) == ((1, 4, 15, 64), (15 * 256, 64, 256, 1))
+    assert (key.shape, key.strides) == ((1, 2, 30, 64), (30 * 128, 64, 128, 1))
+    assert (value.shape, out.shape) == (key.shape, query.shape)
+    assert [o.name for o in (starts_q, starts_kv)] == ["cu_seqlens_q", "cu_seqlens_kv"]
+    assert {(o.shape, o.dtype, o.bytes) for o in (starts_q, starts_kv)} == {((4,), "int32", 16)}
+    assert problem.matrices == (query, key, value, out)
+    alone = problem.sequences
+    assert [(one.seqlen_q, one.seqlen_kv) for one in alone] == list(
+        zip(problem.lengths_q, problem.lengths_kv, strict=True)
+    )
+    assert {(one.batch, one.is_varlen, one.is_causal) for one in alone} == {(1, False, True)}
+    assert problem.flops == sum(one.flops for one in alone)
+    assert problem.bytes == sum(one.bytes for one in alone) + 2 * 16
+    assert problem.evened == AttentionProblem.parse(
+        "B=3,H=4,HKV=2,SQ=5,SKV=10,D=64,causal=1,layout=bshd"
+    )
+    assert problem.evened.evened == problem.evened
+
+
+def test_packed_sequences_have_one_layout() -> None:
+    packed = AttentionProblem.parse("S=64,D=64,varlen=1")
+    assert packed == AttentionProblem.parse("S=64,D=64,varlen=1,layout=bshd")
+    assert packed != AttentionProblem.parse("S=64,D=64,layout=bshd")
+    assert packed.to_json()["is_varlen"] is True
+    assert "is_varlen" not in AttentionProblem.parse("S=64,D=64,varlen=0").to_json()
 
 
 def test_a_plain_gemm_reads_as_it_did_before_there_were_epilogues() -> None:

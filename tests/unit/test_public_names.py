@@ -32,6 +32,7 @@ NAMES = {
     "TunerError",
     "__version__",
     "attention",
+    "attention_varlen",
     "disable",
     "enable",
     "enabled",

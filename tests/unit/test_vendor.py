@@ -113,6 +113,39 @@ def test_predictions_follow_the_measured_order() -> None:
         assert ranked[-1]["kernel"] == "efficient"
 
 
+def test_flash2_alone_is_called_with_variable_lengths() -> None:
+    member = family("vendor_sdpa")
+    problem = AttentionProblem.parse("B=3,S=64,D=64,varlen=1")
+    refusals = {k: member.refusal(problem, k) for k in (*member.offered, *member.on_request)}  # type: ignore[attr-defined]
+    assert refusals.pop("flash2") == ""
+    assert refusals == {k: f"{k} is not called with variable lengths" for k in refusals}
+    unequal = AttentionProblem.parse("B=3,SQ=8,SKV=64,D=64,varlen=1,causal=1")
+    assert "bottom-right" in member.refusal(unequal, "flash2")  # type: ignore[attr-defined]
+
+
+def test_flash2_is_given_packed_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    from tuner.families.vendor_sdpa import flash2_varlen_call
+
+    def attend(query: Any, *arguments: Any, **options: Any) -> Any:
+        seen.extend((query, *arguments))
+        return (query,)
+
+    seen: list[Any] = []
+    monkeypatch.setattr(torch.ops.aten._flash_attention_forward, "default", attend)
+    problem = AttentionProblem.parse("B=2,H=4,HKV=2,SQ=8,SKV=16,D=64,varlen=1,causal=1")
+    inputs = [
+        torch.empty_strided(o.shape, o.strides, dtype=getattr(torch, o.dtype))
+        for o in problem.operands[:-1]
+    ]
+    out = flash2_varlen_call(problem, 0.5)(*inputs)
+    assert (out.shape, out.stride()[1:]) == (problem.output.shape, problem.output.strides[1:])
+    assert [t.shape for t in seen[:3]] == [(10, 4, 64), (20, 2, 64), (20, 2, 64)]
+    assert all(t.is_contiguous() for t in seen[:3])
+    assert [t.dtype for t in seen[3:5]] == [torch.int32] * 2
+    assert seen[5:] == [8, 16, 0.0, True, False]
+
+
 def test_quantised_attention_is_refused_with_a_reason() -> None:
     member, problem = family("vendor_sdpa"), AttentionProblem.parse("S=64,D=64,dtype=e4m3")
     assert "float8_e4m3fn" in member.supports(problem, DEFAULT_GPU)

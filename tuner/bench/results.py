@@ -124,7 +124,7 @@ class Row:
         if isinstance(problem, AttentionProblem):
             _, key, value, _ = problem.matrices
             moved = key.bytes + value.bytes
-            tokens = problem.batch * problem.seqlen_q * 1e6 / us
+            tokens = problem.total_q * 1e6 / us
             found = {
                 "us_per_head": us / (problem.batch * problem.heads_q),
                 "tokens_per_s": tokens,

@@ -140,6 +140,8 @@ class FusedAttention(Family):
         if clears_counter and config["pdl"]:
             found.append("pdl is not for persistent causal: clearing its counter comes before it")
         found += self._packing(problem, config)
+        if problem.is_varlen and splits > 1:
+            found.append(f"splits={splits} is not for variable lengths (allowed: 1)")
         if problem.is_windowed and splits > 1:
             found.append(f"splits={splits} is not for a sliding window, whose tiles have few keys")
         steps = -(-problem.seqlen_kv // tile_n)
@@ -204,8 +206,8 @@ class FusedAttention(Family):
         columns, tile_m = instance(problem.head_dim), 64 * config["warp_groups"]
         rows = tile_m + 2 * config["kv_stages"] * config["tile_n"]
         operands = rows * columns * DTYPE_BYTES[problem.dtype]
-        clusters = not config["persistent"] and config["warp_groups"] == 1
-        share = 4 * tile_m * (columns + 8 + 1) if clusters else 0
+        is_split = not (config["persistent"] or problem.is_varlen)
+        share = 4 * tile_m * (columns + 8 + 1) if is_split and config["warp_groups"] == 1 else 0
         return int(-(-max(operands, share) // 1024) * 1024 + BARRIER_BYTES)
 
     def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
@@ -295,6 +297,7 @@ class FusedAttention(Family):
                     "is_causal": attention.is_causal,
                     "is_windowed": attention.is_windowed,
                     "has_softcap": attention.softcap > 0,
+                    "is_varlen": attention.is_varlen,
                     "producer_registers": producer,
                     "consumer_registers": consumer,
                 },
@@ -313,17 +316,18 @@ class FusedAttention(Family):
             attention.head_dim,
         )
         names = [matrix.name for matrix in attention.matrices]
-        descales = [operand.name for operand in problem.operands if operand.name not in names]
-        tensors = tuple(Ref(name) for name in (*names, LSE, *descales))
+        others = [operand.name for operand in problem.operands if operand.name not in names]
+        tensors = tuple(Ref(name) for name in (*names, LSE, *others))
         clustered = config.get("combine", "kernel") == "cluster"
         schedule = (config["splits"], int(config["pdl"]), int(clustered))
         window = attention.visible if attention.is_windowed else ()
         cap = (attention.softcap,) if attention.softcap else ()
-        integers = (*extents, *strides, *schedule, *window)
+        totals = (attention.total_q, attention.total_kv) if attention.is_varlen else ()
+        integers = (*extents, *strides, *schedule, *window, *totals)
         return [Launch("attention", tensors, integers, (scale, *cap))]
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
-        attention = _attention(problem)
+        attention = _attention(problem).evened
         head_tile = instance(attention.head_dim)
         return fused_attention_cost.predict_us(attention, config, head_tile, gpu, self.constants)
 
@@ -337,7 +341,7 @@ def _packings(problem: AttentionProblem) -> tuple[int, ...]:
 
 def _splits(problem: AttentionProblem, tiles: int, gpu: Gpu) -> tuple[tuple[int, str | None], ...]:
     """One, and the powers of two by which `tiles` fill an idle chip up to twice; how combined."""
-    if problem.is_windowed:
+    if problem.is_windowed or problem.is_varlen:
         return ((1, None),)
     most = min(2 * gpu.sm_count // tiles, problem.seqlen_kv // LEAST_SPLIT_KEYS)
     several = [2**i for i in range(1, max(1, most).bit_length())]

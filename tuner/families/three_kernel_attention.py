@@ -93,7 +93,9 @@ class ThreeKernelAttention(Family):
 
     def stages(self, problem: Problem) -> Mapping[str, Problem]:
         problem = _attention(problem)
-        return {} if problem.dtype == E4M3 else _all_heads(problem)._asdict()
+        if problem.dtype == E4M3 or problem.is_varlen:
+            return {}
+        return _all_heads(problem)._asdict()
 
     def with_stages(self, winners: Mapping[str, Sequence[Config]]) -> Self:
         return type(self)(winners)

@@ -113,6 +113,8 @@ class VendorSdpa(Vendor):
             return ""
         if problem.dtype == E4M3:
             return _NO_E4M3
+        if problem.is_varlen and kernel != "flash2":
+            return f"{kernel} is not called with variable lengths"
         if problem.is_windowed and kernel in ("cudnn", "efficient"):
             return f"{kernel} has no sliding window"
         if problem.softcap and kernel in BACKENDS:
@@ -125,6 +127,8 @@ class VendorSdpa(Vendor):
         return ""
 
     def connect(self, problem: AttentionProblem, kernel: str, scale: float) -> Attend | str:
+        if problem.is_varlen:
+            return flash2_varlen_call(problem, scale)
         if kernel in BACKENDS:
             call = _backend_call(problem, kernel, scale)
             return flash2_window_call(problem, scale) if problem.is_windowed else call
@@ -190,6 +194,21 @@ def flash2_window_call(problem: AttentionProblem, scale: float) -> Attend:
         options = None, None, *lengths, 0.0, problem.is_causal, False
         window = {"window_size_left": left, "window_size_right": right}
         return attend(*tensors, *options, scale=scale, **window)[0].transpose(1, 2)
+
+    return call
+
+
+def flash2_varlen_call(problem: AttentionProblem, scale: float) -> Attend:
+    """FlashAttention-2 over packed sequences, a batch of one as the problem's operands have it."""
+    import torch
+
+    attend = torch.ops.aten._flash_attention_forward.default
+    lengths = problem.seqlen_q, problem.seqlen_kv
+
+    def call(query: Any, key: Any, value: Any, starts_q: Any, starts_kv: Any) -> Any:
+        tensors = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        options = starts_q, starts_kv, *lengths, 0.0, problem.is_causal, False
+        return attend(*tensors, *options, scale=scale)[0].transpose(0, 1)[None]
 
     return call
 

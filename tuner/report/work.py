@@ -222,6 +222,7 @@ def _attention(
         splits: blocks that share the keys of a tile; their parts are combined in fp32.
         launches: calls that share the batch.
     """
+    problem = problem.evened
     row_blocks = ceil(problem.seqlen_q * packed / tile_m)
     heads = problem.batch * problem.heads_q // packed // launches
     seen = (

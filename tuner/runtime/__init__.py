@@ -14,10 +14,12 @@ from tuner.runtime.attention import attention
 from tuner.runtime.counters import Stats, stats
 from tuner.runtime.enable import disable, enable, enabled
 from tuner.runtime.products import interleave, linear, matmul, swiglu
+from tuner.runtime.varlen import attention_varlen
 
 __all__ = [
     "Stats",
     "attention",
+    "attention_varlen",
     "disable",
     "enable",
     "enabled",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -61,7 +61,9 @@ class Plan(ABC):
         return out
 
     def run_with_lse(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `run`, with attention's log-sum-exp: (B, H, SQ) fp32, natural logarithm."""
+        """As `run`, with attention's log-sum-exp: fp32 (B, H, SQ), of packed sequences (1, H,
+        total_q), natural logarithm.
+        """
         batch, heads, rows, _ = self.problem.output.shape
         lse = torch.empty((batch, heads, rows), dtype=torch.float32, device=inputs[0].device)
         out = self._on_device(inputs, lse)
@@ -127,6 +129,28 @@ class KernelPlan(Plan):
     @property
     def has_lse(self) -> bool:
         return self.writes_lse
+
+    def sized(self, problem: Problem, scale: float) -> KernelPlan:
+        """These kernels for the sizes of another problem, which are arguments of their launches.
+
+        Args:
+            problem: of the same class; one that the config is legal for. The plan's own remains
+                what it is known by.
+            scale: as it was resolved with.
+        """
+        launches = family(self.config.family).launches(problem, self.config, scale)
+        offset, steps = self.steps[0].workspace_at, []
+        for known, launch in zip(self.steps, launches, strict=True):
+            steps.append(_step(problem, known.kernel, launch, offset))
+            offset += _aligned(known.kernel.workspace_bytes(launch.integers))
+        output = problem.output
+        return replace(
+            self,
+            shape=output.shape,
+            strides=output.strides,
+            steps=tuple(steps),
+            workspace_bytes=offset,
+        )
 
     def _enqueue(self, inputs: Sequence[torch.Tensor], lse: torch.Tensor | None) -> torch.Tensor:
         device = inputs[0].device

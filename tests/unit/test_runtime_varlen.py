@@ -1,0 +1,223 @@
+"""Packed sequences: what a kernel is given, what PyTorch answers, what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tuner.errors import ConfigError
+from tuner.families.fused_attention import FusedAttention
+from tuner.hardware import DEFAULT_GPU
+from tuner.problem import AttentionProblem
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+SDPA = torch.nn.functional.scaled_dot_product_attention
+QUERIES, KEYS = (5, 0, 1, 7, 3), (9, 4, 0, 7, 1)
+LONGEST = max(QUERIES), max(KEYS)
+
+
+@pytest.fixture
+def varlen(runtime: SimpleNamespace) -> Any:
+    return importlib.import_module("tuner.runtime.varlen").attention_varlen
+
+
+def starts(lengths: Sequence[int]) -> Any:
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+def packed(heads_kv: int = 4, dtype: Any = torch.float32, spare: int = 0) -> list[Any]:
+    """Query, key, value and where their sequences start; `spare` queries belong to none."""
+    tensors = [
+        torch.randn(rows, heads, 16).to(dtype)
+        for rows, heads in (
+            (sum(QUERIES) + spare, 4), (sum(KEYS), heads_kv), (sum(KEYS), heads_kv)
+        )
+    ]  # fmt: skip
+    return [*tensors, starts(QUERIES), starts(KEYS)]
+
+
+def expected(inputs: list[Any], **options: Any) -> Any:
+    """Row by row of each sequence, by products and a softmax alone."""
+    query, key, value = inputs[:3]
+    key, value = (t.repeat_interleave(4 // t.shape[1], 1) for t in (key, value))
+    is_causal, scale = options.get("is_causal", False), options.get("scale", 0.25)
+    out, row, first = torch.zeros_like(query), 0, 0
+    for queries, keys in zip(QUERIES, KEYS, strict=True):
+        for i in range(queries if keys else 0):
+            seen = slice(first, first + (min(i + 1, keys) if is_causal else keys))
+            weights = (torch.einsum("hd,khd->hk", query[row + i], key[seen]) * scale).softmax(-1)
+            out[row + i] = torch.einsum("hk,khd->hd", weights, value[seen])
+        row, first = row + queries, first + keys
+    return out
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": 0.7, "is_causal": True}])
+def test_pytorch_answers_one_sequence_after_the_other(
+    runtime: SimpleNamespace, varlen: Any, options: dict[str, Any]
+) -> None:
+    inputs = packed(2, spare=2)
+    out = varlen(*inputs, *LONGEST, **options, enable_gqa=True)
+    torch.testing.assert_close(out, expected(inputs, **options))
+    assert runtime.counters.stats().fallbacks == {"the tensors are not on a CUDA device": 1}
+
+
+def test_gradients_flow_through_pytorch_s_answer(varlen: Any) -> None:
+    inputs = packed()
+    for tensor in inputs[:3]:
+        tensor.requires_grad_()
+    wanted = torch.autograd.grad(expected(inputs).square().sum(), inputs[:3])
+    found = torch.autograd.grad(varlen(*inputs, *LONGEST).square().sum(), inputs[:3])
+    torch.testing.assert_close(found, wanted)
+
+
+def test_no_tokens_at_all(varlen: Any) -> None:
+    empty = torch.zeros(0, 4, 16)
+    assert varlen(empty, empty, empty, starts([0]), starts([0]), 0, 0).shape == (0, 4, 16)
+
+
+@dataclasses.dataclass(frozen=True)
+class FakeKernel:
+    """Takes launches down, and writes nothing."""
+
+    launched: list[Any] = dataclasses.field(default_factory=list)
+
+    def bind(self, integers: Any, scalars: Any) -> Any:
+        return lambda tensors, workspace, stream: self.launched.append((tensors, integers, scalars))
+
+    def workspace_bytes(self, integers: Any) -> int:
+        return 0
+
+
+def serve(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Has the table find a fused attention kernel for whatever is posed."""
+    kernel, member, posed = FakeKernel(), FusedAttention(), []
+
+    def find_out(kind: Any, call: Any, pose: Any, scale: float, device: int) -> Any:
+        assert call is None, "the dispatcher in C++ knows no packed tensors"
+        try:
+            problem = pose()
+        except ConfigError as exc:
+            return str(exc)
+        posed.append((kind, problem))
+        config = member.space(problem, DEFAULT_GPU)[0]
+        plan = on_cpu.plan
+        (launch,) = member.launches(problem, config, scale)
+        return plan.KernelPlan(
+            problem, config, device, False,
+            shape=problem.output.shape,
+            strides=problem.output.strides,
+            steps=(plan._step(problem, kernel, launch, 0),),
+            workspace_bytes=0,
+            dtype=torch.float16,
+            writes_lse=True,
+        )  # fmt: skip
+
+    monkeypatch.setattr(on_cpu.table.table, "get", lambda kind: None)
+    monkeypatch.setattr(on_cpu.table.table, "find_out", find_out)
+    return SimpleNamespace(posed=posed, launched=kernel.launched)
+
+
+def test_a_kernel_is_given_the_sizes_of_the_call(
+    on_cpu: SimpleNamespace, varlen: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = serve(on_cpu, monkeypatch)
+    inputs = packed(2, torch.float16, spare=1)
+    out = varlen(*inputs, *LONGEST, is_causal=True, scale=0.5, enable_gqa=True)
+    assert (out.shape, out.is_contiguous(), out.dtype) == (inputs[0].shape, True, torch.float16)
+    # Looked up by powers of two ...
+    [(_, problem)] = served.posed
+    assert problem == AttentionProblem.parse("B=8,H=4,HKV=2,SQ=8,SKV=16,D=16,varlen=1,causal=1")
+    # ... and launched with what there is.
+    [(tensors, integers, scalars)] = served.launched
+    query, key, value, starts_q, starts_kv = (t.data_ptr() for t in inputs)
+    assert tensors == [query, key, value, out.data_ptr(), 0, starts_q, starts_kv]
+    assert integers[:6] == (5, 4, 2, 7, 9, 16)
+    assert integers[7:9] == integers[16:18] == (16, 64) and integers[10:12] == (16, 32)
+    assert integers[-2:] == (17, 21) and scalars == (0.5,)
+    assert on_cpu.counters.stats().hits == 1
+
+
+def test_calls_of_like_sizes_are_of_one_kind(
+    on_cpu: SimpleNamespace, varlen: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = serve(on_cpu, monkeypatch)
+    inputs = packed(4, torch.float16)
+    for longest, options in (((7, 9), {}), ((8, 16), {}), ((8, 17), {}), ((7, 9), {"scale": 2.0})):
+        varlen(*inputs, *longest, **options)
+    kinds = [kind for kind, _ in served.posed]
+    assert kinds[0] == kinds[1] and len(set(kinds)) == 3
+    assert [integers[3:5] for _, integers, _ in served.launched] == [
+        (7, 9),
+        (8, 16),
+        (8, 17),
+        (7, 9),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda i: i[0].requires_grad_(), "a gradient is wanted"),
+        (lambda i: i.__setitem__(0, i[0].mT.contiguous().mT), "packed tensors are not contiguous"),
+        (lambda i: i.__setitem__(slice(0, 3), [t.float() for t in i[:3]]), "torch.float32"),
+        (lambda i: i.__setitem__(slice(0, 3), [t[..., :12].contiguous() for t in i[:3]]), "D=12"),
+    ],
+)
+def test_what_a_kernel_cannot_take_is_pytorch_s(
+    on_cpu: SimpleNamespace,
+    varlen: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Any,
+    reason: str,
+) -> None:
+    served = serve(on_cpu, monkeypatch)
+    inputs = packed(4, torch.float16)
+    change(inputs)
+    assert varlen(*inputs, *LONGEST).shape == inputs[0].shape
+    [(said, count)] = on_cpu.counters.stats().fallbacks.items()
+    assert reason in said and count == 1 and not served.launched
+
+
+def test_a_scale_that_is_not_positive_and_grouped_heads_are_pytorch_s(
+    on_cpu: SimpleNamespace, varlen: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = serve(on_cpu, monkeypatch)
+    varlen(*packed(4, torch.float16), *LONGEST, scale=-1.0)
+    with pytest.raises(RuntimeError):
+        varlen(*packed(2, torch.float16), *LONGEST)
+    assert list(on_cpu.counters.stats().fallbacks) == [
+        "scale is not positive",
+        "heads are grouped without enable_gqa",
+    ]
+    assert not served.launched
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "words"),
+    [
+        (0, torch.zeros(16, 4, 1, 16), r"query \(16, 4, 1, 16\).*allowed: \(total_q, H, D\)"),
+        (1, torch.zeros(20, 4, 16), r"key \(20, 4, 16\), value \(21, 4, 16\)"),
+        (0, torch.zeros(16, 4, 8), "differ in D"),
+        (3, starts(QUERIES).long(), r"cu_seqlens_q is torch.int64 \(6,\) \(allowed: torch.int32"),
+        (4, starts([]), r"cu_seqlens_kv is torch.int32 \(1,\)"),
+        (4, starts([21]), "cu_seqlens_q has 6 entries, cu_seqlens_kv 2"),
+        (3, starts([5, 0, 1, 7, 4]), "cu_seqlens_q runs from 0 to 17 .allowed: from 0"),
+        (3, starts([5, -1, 1, 7, 3]), "falling on the way"),
+        (3, starts(QUERIES) + 1, "runs from 1 to 17"),
+        (5, 6, "cu_seqlens_q has a sequence of 7 .allowed: up to max_seqlen, 6"),
+        (6, -1, "max_seqlen_kv=-1 is out of range"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_line(
+    varlen: Any, place: int, value: Any, words: str
+) -> None:
+    arguments = [*packed(), *LONGEST]
+    arguments[place] = value
+    with pytest.raises(ConfigError, match=words) as caught:
+        varlen(*arguments)
+    assert "\n" not in str(caught.value)
