@@ -34,7 +34,7 @@ from tuner.sweep import Sweep, SweepOptions
 
 ray: Any = pytest.importorskip("ray", reason="Ray is not installed (the extra 'ray')")
 
-OPTIONS = SweepOptions(families=("fused_attention",), trials=100, sampler="random")
+OPTIONS = SweepOptions(("fused_attention",), "full", trials=100, sampler="random")
 TOOLS = toolchain.Toolchain(
     Path("/cuda/nvcc"), "13.0.88", Path("/g++"), "g++ 12", Path("/c"), "4.2.0"
 )
@@ -169,14 +169,13 @@ class TestSweep:
     """Whole sweeps, one GPU model."""
 
     def test_decides_as_the_replay_runner(self, setting: Setting) -> None:
+        tell("overlap")
         with setting.runners(gpu="H200") as runners:
             setting.check(setting.sweep(runners))
             kept = runners.compiler().artifacts
             keys = {key for m in setting.quick() for key in m.artifacts.values()}
             assert keys and all(kept.find(key) is not None for key in keys)
-        built, measured = fakes.events("built"), fakes.events("measured")
-        assert min(event["at"] for event in measured) < max(event["begun"] for event in built)
-        assert max(event["kernels"] for event in built) > 1, "kernels share units"
+        assert max(event["kernels"] for event in fakes.events("built")) > 1, "kernels share units"
         assert len(fakes.events("actor")) == 1
         assert setting.notes == ["measuring on a Ray cluster: 1 NVIDIA H200"]
 
