@@ -48,7 +48,9 @@ def told(name: str) -> str:
 
 def happened(what: str, **facts: Any) -> None:
     with (folder() / "events").open("a") as file:
-        file.write(json.dumps({"what": what, "pid": os.getpid(), "at": time.time(), **facts}) + "\n")
+        file.write(
+            json.dumps({"what": what, "pid": os.getpid(), "at": time.time(), **facts}) + "\n"
+        )
 
 
 def events(what: str) -> list[dict[str, Any]]:

@@ -142,9 +142,7 @@ def replayed() -> list[Measurement]:
 
 
 @pytest.fixture
-def setting(
-    nodes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Setting]:
+def setting(nodes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Setting]:
     for path in fakes.folder().iterdir():
         if path.is_file():
             path.unlink()
@@ -319,7 +317,9 @@ class TestPlacing:
                     catalogue=catalogue,
                     further=[second],
                 ).run()
-            with pytest.raises(ConfigError, match=r"several GPU models \(.*choose with --gpu-label"):
+            with pytest.raises(
+                ConfigError, match=r"several GPU models \(.*choose with --gpu-label"
+            ):
                 cluster.only(Machine(), setting.notes.append)
         assert not result.failed
         by_gpu = {outcome.gpu.name: outcome for outcome in result.outcomes}
@@ -360,9 +360,7 @@ class TestPlacing:
         ):
             pass
 
-    def test_gpus_that_others_took(
-        self, setting: Setting, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_gpus_that_others_took(self, setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": 4.0})
         with (
             pytest.raises(BenchmarkError, match="all 1 GPUs of the chosen nodes are taken"),
@@ -394,8 +392,6 @@ class TestPlacing:
         (["--runner", "ray", "--replay"], "--replay needs no cluster"),
     ],
 )
-def test_wrong_arguments(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_arguments(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sweep", "--shape", "S=512,D=64", *words]) == 2
     assert said in capsys.readouterr().err

@@ -42,9 +42,7 @@ def run(args: argparse.Namespace) -> int:
         open_store(url) as store,
         create_display(url, show_results=True) as display,
         open_creator(machine, display.note) as create_runners,
-        Controller(
-            store, machine, watcher=display, create_runners=create_runners
-        ) as controller,
+        Controller(store, machine, watcher=display, create_runners=create_runners) as controller,
     ):
         decided = controller.run(drain=args.drain)
     print(f"tuner: {decided} problems decided", file=sys.stderr)

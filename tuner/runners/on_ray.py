@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
+import socket
 import threading
 import time
 from collections import Counter, OrderedDict
@@ -36,6 +38,7 @@ Note = Callable[[str], None]
 
 ATTEMPTS = 3
 """At a task, or at bringing a library to an actor."""
+CONNECT_TIMEOUT_S = 10.0
 START_TIMEOUT_S = 180.0
 """For the first actors: a process, torch from a shared file system, a CUDA context."""
 REPLACE_TIMEOUT_S = 600.0
@@ -505,14 +508,26 @@ def _connect(address: str | None) -> Any:
             f"--runner ray needs Ray: pip install 'cutlass-tuner[ray]' ({exc})"
         ) from exc
     try:
+        _reach(address or os.environ.get("RAY_ADDRESS", ""))
         ray.init(address or "auto", log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, ValueError, RuntimeError, TimeoutError) as exc:
+    except (OSError, ValueError, RuntimeError) as exc:
         where = f"at {address}" if address else "here"
         raise ConfigError(
             f"no Ray cluster answers {where}: start one with `ray start --head`, or name one with "
             f"--ray-address HOST:PORT ({' '.join(str(exc).split())[:200]})"
         ) from exc
     return ray
+
+
+def _reach(address: str) -> None:
+    """See that somebody listens; Ray itself waits for minutes, then ends the process.
+
+    Raises:
+        OSError: when nobody does.
+    """
+    host, _, port = address.rpartition(":")
+    if host and port.isdecimal() and "//" not in address:
+        socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
 
 
 def _alive(ray: Any) -> list[Mapping[str, Any]]:
