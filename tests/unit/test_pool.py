@@ -145,7 +145,7 @@ def test_a_request_that_always_loses_its_worker_ends(create: Create) -> None:
         tries.append(1)
         raise WorkerLostError("the node is gone")
 
-    with pytest.raises(BenchmarkError, match="3 workers went away at one request.*node is gone"):
+    with pytest.raises(BenchmarkError, match=r"3 workers went away at one request.*node is gone"):
         pool.submit(lose).result(PATIENCE_S)
     assert len(tries) == 3 and pool.submit(lambda worker: 5).result(PATIENCE_S) == 5
 

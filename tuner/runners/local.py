@@ -1,5 +1,5 @@
-"""Evaluate on GPUs of one kind, those of this machine unless the pool is a cluster's: compile in the
-background, time what is compiled.
+"""Evaluate on GPUs of one kind: compile in the background, time what is compiled. The GPUs are this
+machine's, unless the compiler and the pool are a cluster's.
 """
 
 from __future__ import annotations
