@@ -225,6 +225,9 @@ class TestSweep:
             with setting.runners(gpu="H200") as runners:
                 assert runners.devices == (0, 1)
                 setting.check(setting.sweep(runners))
+                thread.join(PATIENCE_S)
+                # The next test is not to count on its GPU.
+                wait_for(lambda: sum(node["Alive"] for node in ray.nodes()) == 3)
         finally:
             thread.join(PATIENCE_S)
         assert lost.is_set()
