@@ -56,7 +56,9 @@ _PLACEHOLDER = "KERNEL_ID"
 
 
 @dataclass
-class _Job:
+class KernelJob:
+    """A kernel that is to be compiled."""
+
     spec: KernelSpec
     key: str
     future: Future[Artifact]
@@ -91,18 +93,22 @@ class Compiler:
         self.toolchain = toolchain
         self.artifacts = artifacts
         self.capability = capability
-        wanted = jobs or len(os.sched_getaffinity(0))
-        self.jobs = max(1, min(wanted, available_bytes() // UNIT_BYTES))
+        self.jobs = self._most_units(jobs)
         self.batch = max(1, batch)
         self._processes = ProcessPool(timeout_s)
         self._threads = ThreadPoolExecutor(self.jobs, thread_name_prefix="compile")
         self._lock = threading.Lock()
-        self._pending: list[_Job] = []
+        self._pending: list[KernelJob] = []
         self._in_flight: dict[str, Future[Artifact]] = {}
         self._rejected: dict[str, CompileError] = {}
         self._busy = 0
         self._stop = threading.Event()
         artifacts.sweep()
+
+    def _most_units(self, jobs: int | None) -> int:
+        """Units at a time."""
+        wanted = jobs or len(os.sched_getaffinity(0))
+        return max(1, min(wanted, available_bytes() // UNIT_BYTES))
 
     def __enter__(self) -> Compiler:
         return self
@@ -183,7 +189,7 @@ class Compiler:
                     future = self._in_flight[key]
                 else:
                     self._in_flight[key] = future
-                    self._pending.append(_Job(spec, key, future))
+                    self._pending.append(KernelJob(spec, key, future))
                     added += 1
             futures.append((spec, future))
         self._wake(added)
@@ -221,7 +227,7 @@ class Compiler:
                 with self._lock:
                     self._busy -= 1
 
-    def _take(self) -> list[_Job]:
+    def _take(self) -> list[KernelJob]:
         """The next unit: the oldest job and others of its template, fairly to idle threads."""
         with self._lock:
             self._pending = [job for job in self._pending if self._starts(job)]
@@ -240,14 +246,14 @@ class Compiler:
             self._busy += 1
         return unit
 
-    def _starts(self, job: _Job) -> bool:
+    def _starts(self, job: KernelJob) -> bool:
         """Past this point a future cannot be cancelled from outside; one that was is dropped."""
         if job.future.running() or job.future.set_running_or_notify_cancel():
             return True
         self._in_flight.pop(job.key, None)
         return False
 
-    def _build(self, jobs: Sequence[_Job]) -> None:
+    def _build(self, jobs: Sequence[KernelJob]) -> None:
         """Compile one unit and settle its futures, or put its jobs back to be built alone."""
         with contextlib.ExitStack() as stack:
             # In one order everywhere, so that two processes never wait for each other.
@@ -282,7 +288,7 @@ class Compiler:
                 raise _compile_error(todo[0], command, done)
 
     def _store(
-        self, jobs: Sequence[_Job], library: Path, sources: dict[str, str], log: str
+        self, jobs: Sequence[KernelJob], library: Path, sources: dict[str, str], log: str
     ) -> None:
         used = parse_resources(log, sources)
         advice = parse_advice(log, sources)
@@ -330,19 +336,19 @@ class Compiler:
             str(folder / "kernel.so"),
         ]
 
-    def _settle_found(self, job: _Job) -> bool:
+    def _settle_found(self, job: KernelJob) -> bool:
         """Another process may have built it while this one waited for the lock."""
         artifact = self.artifacts.find(job.key)
         if artifact is not None:
             self._settle(job, artifact)
         return artifact is not None
 
-    def _settle(self, job: _Job, artifact: Artifact) -> None:
+    def _settle(self, job: KernelJob, artifact: Artifact) -> None:
         with self._lock:
             self._in_flight.pop(job.key, None)
         job.future.set_result(artifact)
 
-    def _fail(self, jobs: Sequence[_Job], exc: Exception) -> None:
+    def _fail(self, jobs: Sequence[KernelJob], exc: Exception) -> None:
         with self._lock:
             for job in jobs:
                 self._in_flight.pop(job.key, None)
@@ -389,7 +395,7 @@ def _disk_full(log: str) -> bool:
     return "No space left on device" in log or "Disk quota exceeded" in log
 
 
-def _compile_error(job: _Job, command: Sequence[str], done: Finished) -> CompileError:
+def _compile_error(job: KernelJob, command: Sequence[str], done: Finished) -> CompileError:
     name = "Triton" if triton_kernels.compiles(job.spec.template) else "nvcc"
     if done.timed_out:
         reason = f"{name} was stopped after {done.wall_s:.0f} s"

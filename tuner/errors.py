@@ -7,6 +7,7 @@
     ├── RenderError                a template that could not be rendered
     ├── CompileError               nvcc missing or refusing; carries ``command`` and ``log``
     ├── BenchmarkError             a kernel that could not be run or timed; carries ``status``
+    │   └── WorkerLostError        what measured went away before it answered
     ├── StoreError                 a database that cannot be opened, read or written
     │   └── LeaseLostError         a job's problem that another controller works on by now
     └── NoValidConfigError         no candidate passed
@@ -44,6 +45,10 @@ class BenchmarkError(TunerError):
     def __init__(self, message: str, *, status: str = "launch_error") -> None:
         super().__init__(message)
         self.status = status
+
+
+class WorkerLostError(BenchmarkError):
+    """What measured went away before it answered, through no fault of a candidate."""
 
 
 class StoreError(TunerError):

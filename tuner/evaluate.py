@@ -20,7 +20,7 @@ from tuner.hardware import Gpu
 from tuner.measurement import Environment, Measurement, Regime, Status
 from tuner.problem import Problem
 from tuner.worker import Outcome
-from tuner.worker_client import Ask, WorkerClient
+from tuner.worker_client import AnyWorker, Ask
 
 #: Characters of a log that are stored with a measurement.
 LOG_LIMIT = 4096
@@ -118,7 +118,7 @@ class Evaluator:
         return Pending(problem, group, kernels, futures, failures)
 
     def finish(
-        self, pending: Pending, worker: WorkerClient, *, mode: str = "quick", rounds: int = 0
+        self, pending: Pending, worker: AnyWorker, *, mode: str = "quick", rounds: int = 0
     ) -> list[Measurement]:
         """Wait for the compiler, then check and time: one measurement a config, in order.
 

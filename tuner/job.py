@@ -106,6 +106,16 @@ class JobResult:
 class Job:
     """A job over many problems. One that fails does not end the others.
 
+    Args:
+        problems: to sweep, each once for every kind of GPU.
+        runners: of the GPUs, or of the first kind of them.
+        store: takes what is found.
+        options: common to all.
+        watcher: told of every change.
+        interruption: ends it early.
+        catalogue: finds the families of an operation.
+        further: runners of other kinds of GPU; times of two kinds never meet in one sweep.
+
     Raises:
         ConfigError: when a family that the options name does not serve one of them.
     """
@@ -120,10 +130,12 @@ class Job:
         watcher: Watcher | None = None,
         interruption: Interruption | None = None,
         catalogue: Catalogue = families_of,
+        further: Sequence[Runners] = (),
     ) -> None:
         options.check(problems, catalogue)
         self._problems = list(dict.fromkeys(problems))
         self._runners = runners
+        self._kinds = [runners, *further]
         self._store = store
         self._options = options
         self._watcher = watcher or Watcher()
@@ -142,8 +154,8 @@ class Job:
             StoreError: when the store fails: nothing after it would be kept.
         """
         # Asked first: what is said of the GPUs comes before anything starts.
-        together = len(self._runners.devices)
-        if together > 1 and len(self._problems) > 1:
+        together = sum(len(runners.devices) for runners in self._kinds)
+        if together > 1 and len(self._problems) * len(self._kinds) > 1:
             return self._run_together(together)
         result = JobResult()
         for position, problem in enumerate(self._problems):
@@ -157,18 +169,20 @@ class Job:
 
     def _run_together(self, count: int) -> JobResult:
         """Sweep some problems at a time, a thread each; the first are the first to start."""
-        results = [JobResult() for _ in self._problems]
+        turns = [(problem, runners) for problem in self._problems for runners in self._kinds]
+        results = [JobResult() for _ in turns]
         with ThreadPoolExecutor(count, thread_name_prefix="sweep") as threads:
             futures = [
-                threads.submit(self._sweep_beside, problem, result)
-                for problem, result in zip(self._problems, results, strict=True)
+                threads.submit(self._sweep_beside, problem, runners, result)
+                for (problem, runners), result in zip(turns, results, strict=True)
             ]
             try:
                 self._wait(futures)
             except BaseException:
                 # At once: nothing that the others still find would be kept, or be wanted.
                 threads.shutdown(wait=False, cancel_futures=True)
-                self._runners.close()
+                for runners in self._kinds:
+                    runners.close()
                 raise
         return JobResult(
             outcomes=[outcome for result in results for outcome in result.outcomes],
@@ -189,7 +203,7 @@ class Job:
         for future in wait(futures, return_when=FIRST_EXCEPTION).done:
             future.result()
 
-    def _sweep_beside(self, problem: Problem, result: JobResult) -> None:
+    def _sweep_beside(self, problem: Problem, runners: Runners, result: JobResult) -> None:
         """Sweep a problem while others are swept, with a runner of its own."""
         if self._interruption.requested:
             result.interrupted = True
@@ -198,7 +212,7 @@ class Job:
 
         def apart(problem: Problem, regime: Regime) -> Runner:
             if not made:
-                made.append(self._runners.apart(problem, regime))
+                made.append(runners.apart(problem, regime))
                 with self._lock:
                     self._beside.append(made[0])
             return made[0]

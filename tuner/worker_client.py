@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 import tuner
 from tuner.artifacts import Artifact
@@ -89,6 +89,18 @@ class _Ending:
     log: str
     culprit: int | None
     """The candidate that was at work; None when it was none's turn."""
+
+
+class AnyWorker(Protocol):
+    """What measures on one GPU: a process of this machine, or an actor of a cluster."""
+
+    def measure(self, ask: Ask) -> list[Outcome]: ...
+
+    def facts(self) -> dict[str, str]: ...
+
+    def interrupt(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class WorkerClient:

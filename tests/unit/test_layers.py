@@ -74,6 +74,7 @@ HOMES: dict[str, set[str]] = {
     "numpy": {"surrogate", "bench", "report"},
     "nvMatmulHeuristics": {"families"},
     "optuna": {"optuna_sampler", "report"},
+    "ray": {"runners"},
     "rich": {"cli"},
     "sklearn": {"report"},
     "scipy": {"bench", "report"},

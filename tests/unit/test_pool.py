@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tuner.errors import BenchmarkError
+from tuner.errors import BenchmarkError, WorkerLostError
 from tuner.runners.pool import WorkerPool
 
 PATIENCE_S = 30.0
@@ -122,6 +122,51 @@ def test_cancelling_kills_the_worker_of_what_runs_and_drops_what_waits(create: C
         other.result(PATIENCE_S)
     assert [worker.interrupted for worker in workers] == [0, 1], "what is done stays done"
     assert done.pop().result() == 0 and queued.result(PATIENCE_S) in (0, 1)
+
+
+def test_another_worker_takes_the_request_of_one_that_was_lost(create: Create) -> None:
+    pool, _ = create(2)
+    lost: list[Any] = []
+
+    def work(worker: Any) -> int:
+        if not lost:
+            lost.append(worker)
+            raise WorkerLostError("the node is gone")
+        return 5
+
+    assert pool.submit(work).result(PATIENCE_S) == 5 and len(lost) == 1
+
+
+def test_a_request_that_always_loses_its_worker_ends(create: Create) -> None:
+    pool, _ = create(1)
+    tries: list[int] = []
+
+    def lose(worker: Any) -> None:
+        tries.append(1)
+        raise WorkerLostError("the node is gone")
+
+    with pytest.raises(BenchmarkError, match=r"3 workers went away at one request.*node is gone"):
+        pool.submit(lose).result(PATIENCE_S)
+    assert len(tries) == 3 and pool.submit(lambda worker: 5).result(PATIENCE_S) == 5
+
+
+def test_a_lost_request_that_waits_again_can_be_cancelled(create: Create) -> None:
+    pool, (worker,) = create(1)
+    begun = threading.Event()
+
+    def lose(_: Any) -> None:
+        assert begun.wait(PATIENCE_S)
+        raise WorkerLostError("the node is gone")
+
+    lost = pool.submit(lose)
+    ahead = pool.submit(waiting, first=True)
+    begun.set()
+    assert worker.begun.wait(PATIENCE_S), "it was put back behind what goes first"
+    pool.cancel([lost])
+    with pytest.raises(CancelledError):
+        lost.result(PATIENCE_S)
+    worker.go.set()
+    assert ahead.result(PATIENCE_S) == 0
 
 
 def test_close_ends_all_of_it_and_may_be_repeated(create: Create) -> None:

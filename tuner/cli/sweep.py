@@ -16,7 +16,7 @@ from tuner.problem import PROBLEMS
 if TYPE_CHECKING:
     from tuner.job import JobOptions, JobResult
     from tuner.problem import Problem
-    from tuner.runners.choose import Machine
+    from tuner.runners.choose import ClusterPlace, Machine
 
 DESCRIPTION = """Searches the fastest kernel of a problem among every family that serves it and the
 vendors' kernels, verifies it, and stores the decision. Candidates that the store holds from this
@@ -112,13 +112,32 @@ def add_machine(parser: argparse.ArgumentParser, devices: str) -> None:
     parser.add_argument(
         "--replay", action="store_true", help="replay or predict even where a GPU is"
     )
+    add_cluster(parser)
+
+
+def add_cluster(parser: argparse.ArgumentParser) -> None:
+    """Arguments that `cluster_of` reads."""
+    group = parser.add_argument_group("on a Ray cluster")
+    group.add_argument(
+        "--runner", choices=("local", "ray"), default="local", help="where to evaluate"
+    )
+    group.add_argument("--ray-address", metavar="HOST:PORT", help="default: RAY_ADDRESS, else auto")
+    for name, which in (("gpu", "measure (one actor a GPU)"), ("compile", "compile")):
+        group.add_argument(
+            f"--{name}-label",
+            action="append",
+            default=[],
+            metavar="NAME=VALUE",
+            help=f"Ray label of the nodes that {which}; may be repeated",
+        )
+    group.add_argument("--gpus", type=int, metavar="N", help="GPUs to take at most (default: all)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Sweep; 0 when everything was decided."""
     from tuner.cli.display import create_display
     from tuner.job import Job
-    from tuner.runners.choose import Runners
+    from tuner.runners.choose import open_runners
     from tuner.store import open_store
     from tuner.watch import Interruption
 
@@ -129,9 +148,17 @@ def run(args: argparse.Namespace) -> int:
         open_store(url) as store,
         Interruption() as interruption,
         create_display(url, show_results=not args.json) as display,
-        Runners(machine, display.note) as runners,
+        open_runners(machine, display.note) as kinds,
     ):
-        job = Job(problems, runners, store, options, watcher=display, interruption=interruption)
+        job = Job(
+            problems,
+            kinds[0],
+            store,
+            options,
+            watcher=display,
+            interruption=interruption,
+            further=kinds[1:],
+        )
         result = job.run()
     if args.shape and result.failed:
         raise result.failed[0][1]
@@ -151,7 +178,44 @@ def machine_of(args: argparse.Namespace, max_workspace: int | None) -> Machine:
 
     if args.jobs is not None and args.jobs < 1:
         raise ConfigError(f"jobs={args.jobs} is out of range (allowed: 1 or more)")
-    return Machine(parse_devices(args.device), args.jobs, max_workspace, args.replay)
+    devices = parse_devices(args.device)
+    return Machine(devices, args.jobs, max_workspace, args.replay, cluster_of(args))
+
+
+def cluster_of(args: argparse.Namespace) -> ClusterPlace | None:
+    """The part of a cluster to evaluate on; None: this machine.
+
+    Raises:
+        ConfigError: when an argument is wrong, or belongs to the other runner.
+    """
+    from tuner.runners.choose import ClusterPlace
+
+    texts = {"--gpu-label": args.gpu_label, "--compile-label": args.compile_label}
+    if args.runner == "local":
+        given = {**texts, "--ray-address": args.ray_address, "--gpus": args.gpus}
+        for name, value in given.items():
+            if value:
+                raise ConfigError(f"{name} belongs to --runner ray")
+        return None
+    if args.replay:
+        raise ConfigError("--replay needs no cluster: leave --runner ray out")
+    if args.gpus is not None and args.gpus < 1:
+        raise ConfigError(f"gpus={args.gpus} is out of range (allowed: 1 or more)")
+    labels = {name: _labels(name, given) for name, given in texts.items()}
+    return ClusterPlace(
+        args.ray_address, labels["--gpu-label"], labels["--compile-label"], args.gpus
+    )
+
+
+def _labels(option: str, texts: list[str]) -> dict[str, str]:
+    """``["gpu=H200"]`` as a mapping."""
+    found: dict[str, str] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not (name and equals and value) or name in found:
+            raise ConfigError(f"{option} {text}: wanted is NAME=VALUE, each name once")
+        found[name] = value
+    return found
 
 
 def problems_of(args: argparse.Namespace) -> list[Problem]:
@@ -196,9 +260,9 @@ def options_of(args: argparse.Namespace) -> JobOptions:
 
 
 def _document(args: argparse.Namespace, result: JobResult, url: str) -> dict[str, Any]:
-    """One problem's outcome, or those of a job."""
+    """One problem's outcome, or those of a job or of several GPU models."""
     outcomes = [{**outcome.to_json(), "store": url} for outcome in result.outcomes]
-    if args.shape and outcomes:
+    if args.shape and len(outcomes) == 1:
         return outcomes[0]
     return {
         "outcomes": outcomes,

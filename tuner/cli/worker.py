@@ -33,6 +33,7 @@ def run(args: argparse.Namespace) -> int:
     from tuner.cli import DONE, INTERRUPTED
     from tuner.cli.display import create_display
     from tuner.controller import Controller
+    from tuner.runners.choose import open_creator
     from tuner.store import open_store
 
     machine = machine_of(args, None)
@@ -40,7 +41,8 @@ def run(args: argparse.Namespace) -> int:
     with (
         open_store(url) as store,
         create_display(url, show_results=True) as display,
-        Controller(store, machine, watcher=display) as controller,
+        open_creator(machine, display.note) as create_runners,
+        Controller(store, machine, watcher=display, create_runners=create_runners) as controller,
     ):
         decided = controller.run(drain=args.drain)
     print(f"tuner: {decided} problems decided", file=sys.stderr)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -19,8 +20,25 @@ from tuner.runners.predict import PredictRunner
 from tuner.runners.replay import ReplayRunner
 
 if TYPE_CHECKING:
+    from tuner.artifacts import ArtifactCache
     from tuner.compiler import Compiler
     from tuner.runners.pool import WorkerPool
+    from tuner.toolchain import Toolchain
+
+
+@dataclass(frozen=True)
+class ClusterPlace:
+    """Which part of which Ray cluster."""
+
+    address: str | None = None
+    """``HOST:PORT``, or ``local`` for one of this machine alone; None: ``RAY_ADDRESS``, else the
+    cluster that this machine belongs to."""
+    gpu_labels: Mapping[str, str] = field(default_factory=dict)
+    """Labels of the nodes that measure."""
+    compile_labels: Mapping[str, str] = field(default_factory=dict)
+    """Labels of the nodes that compile; empty: those without GPUs, all where there are none."""
+    gpus: int | None = None
+    """GPUs to take at most."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +53,8 @@ class Machine:
     """Bytes that a candidate may use beside its operands."""
     replay: bool = False
     """Replay or predict even where a GPU is."""
+    cluster: ClusterPlace | None = None
+    """Evaluate on a Ray cluster in this machine's place."""
 
 
 class Runners:
@@ -128,11 +148,9 @@ class Runners:
 
     def _create_local(self, gpu: Gpu, regime: Regime) -> Runner:
         from tuner.runners.local import LocalRunner
-        from tuner.runners.pool import WorkerPool
-        from tuner.worker_client import WorkerClient
 
         if self._pool is None:
-            self._pool = WorkerPool([WorkerClient(index) for index in self.devices])
+            self._pool = self._create_pool()
         return LocalRunner(
             self.devices[0],
             regime,
@@ -140,7 +158,18 @@ class Runners:
             max_workspace=self._machine.max_workspace,
             gpu=gpu,
             pool=self._pool,
+            facts=self._facts(),
         )
+
+    def _create_pool(self) -> WorkerPool:
+        from tuner.runners.pool import WorkerPool
+        from tuner.worker_client import WorkerClient
+
+        return WorkerPool([WorkerClient(index) for index in self.devices])
+
+    def _facts(self) -> Mapping[str, str | int | float] | None:
+        """Of the GPUs' environment, where this machine cannot be asked."""
+        return None
 
     def _create_other(self, problem: Problem, regime: Regime) -> Runner:
         found = recording.find(problem, DEFAULT_GPU, regime)
@@ -163,14 +192,55 @@ class Runners:
             CompileError: when nvcc, the host compiler or CUTLASS is missing.
         """
         if self._compiler is None:
-            from tuner import settings
+            from tuner import toolchain
             from tuner.artifacts import ArtifactCache
-            from tuner.compiler import Compiler
-            from tuner.toolchain import find_toolchain
 
-            artifacts = ArtifactCache(settings.artifacts_dir())
             capability = (self.gpu or DEFAULT_GPU).compute_capability
-            self._compiler = Compiler(
-                find_toolchain(), artifacts, self._machine.jobs, capability=capability
-            )
+            tools = toolchain.find_toolchain()
+            self._compiler = self._create_compiler(tools, ArtifactCache(), capability)
         return self._compiler
+
+    def _create_compiler(
+        self, tools: Toolchain, artifacts: ArtifactCache, capability: str
+    ) -> Compiler:
+        from tuner.compiler import Compiler
+
+        return Compiler(tools, artifacts, self._machine.jobs, capability=capability)
+
+
+@contextmanager
+def open_runners(machine: Machine, note: Callable[[str], None]) -> Iterator[Sequence[Runners]]:
+    """The runners of one job, for each kind of GPU: of a machine one, of a cluster perhaps more.
+
+    Raises:
+        ConfigError: when the cluster is not there, or no node of it has the labels.
+        BenchmarkError: when no GPU of the cluster can be used.
+    """
+    if machine.cluster is None:
+        with Runners(machine, note) as runners:
+            yield [runners]
+        return
+    from tuner.runners.on_ray import Cluster
+
+    with Cluster(machine.cluster, note) as cluster, ExitStack() as stack:
+        yield [stack.enter_context(runners) for runners in cluster.runners(machine, note)]
+
+
+@contextmanager
+def open_creator(
+    machine: Machine, note: Callable[[str], None]
+) -> Iterator[Callable[[Machine, Callable[[str], None]], Runners]]:
+    """What makes the runners of a controller, again and again, where there is one kind of GPU.
+
+    Raises:
+        ConfigError: as `open_runners`; and when the cluster has several kinds.
+        BenchmarkError: as `open_runners`.
+    """
+    if machine.cluster is None:
+        yield Runners
+        return
+    from tuner.runners.on_ray import Cluster
+
+    with Cluster(machine.cluster, note) as cluster:
+        cluster.only(machine, note)
+        yield cluster.only

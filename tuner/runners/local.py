@@ -1,11 +1,13 @@
-"""Evaluate on this machine: compile in the background, time on its GPUs."""
+"""Evaluate on GPUs of one kind: compile in the background, time what is compiled. The GPUs are this
+machine's, unless the compiler and the pool are a cluster's.
+"""
 
 from __future__ import annotations
 
 import concurrent.futures
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from functools import cached_property, partial
 from pathlib import Path
@@ -40,6 +42,7 @@ class LocalRunner:
         family_modules: Python files that define further families, for tests.
         gpu: what the device is, where that is known (default: ask it).
         pool: what measures, the caller's to close (default: a worker process on the device).
+        facts: of the GPUs' environment, where they are known (default: ask the device).
 
     Raises:
         BenchmarkError: when there is no such GPU.
@@ -58,13 +61,14 @@ class LocalRunner:
         family_modules: Sequence[Path] = (),
         gpu: Gpu | None = None,
         pool: WorkerPool | None = None,
+        facts: Mapping[str, str | int | float] | None = None,
     ) -> None:
         found = gpu or device.detect(device_index)
         if found is None:
             raise BenchmarkError(f"CUDA device {device_index} is not there")
         self.gpu = found
         self.regime = regime
-        self._index, self._compiler = device_index, compiler
+        self._index, self._compiler, self._facts = device_index, compiler, facts
         members: dict[str, Family] = dict(families())
         for path in family_modules:
             members |= families_in(path)
@@ -87,7 +91,8 @@ class LocalRunner:
     def environment(self) -> Environment:
         """Facts of this machine, the compiler and the vendors' libraries; starts a worker."""
         tools = self._compiler.toolchain
-        facts = dict(device.environment(self._index).facts)
+        known = device.environment(self._index).facts if self._facts is None else self._facts
+        facts = dict(known)
         facts |= {"nvcc": tools.nvcc_version, "cutlass": tools.cutlass_version}
         if self.gpu.compute_capability != HOPPER and tools.triton_version:
             # Where its kernels compete. Hopper's times have nothing of it.

@@ -12,20 +12,26 @@ import heapq
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from tuner.worker_client import WorkerClient
+from tuner.errors import BenchmarkError, WorkerLostError
+from tuner.worker_client import AnyWorker
 
 T = TypeVar("T")
+
+MOST_LOSSES = 3
+"""Workers that one request may cost: one that always loses its worker must end."""
 
 
 @dataclass(order=True)
 class _Request:
     order: tuple[bool, int]
-    work: Callable[[WorkerClient], Any] = field(compare=False)
+    work: Callable[[AnyWorker], Any] = field(compare=False)
     future: Future[Any] = field(compare=False)
+    losses: int = field(default=0, compare=False)
+    """Workers that went away at it."""
 
 
 class WorkerPool:
@@ -35,11 +41,11 @@ class WorkerPool:
         workers: one for each GPU; theirs is the first request of each, which starts its process.
     """
 
-    def __init__(self, workers: Sequence[WorkerClient]) -> None:
+    def __init__(self, workers: Sequence[AnyWorker]) -> None:
         self._workers = list(workers)
         self._changed = threading.Condition()
         self._waiting: list[_Request] = []
-        self._running: dict[Future[Any], WorkerClient] = {}
+        self._running: dict[Future[Any], AnyWorker] = {}
         self._threads: list[threading.Thread] = []
         self._numbers = itertools.count()
         self._facts: dict[str, str] | None = None
@@ -59,7 +65,7 @@ class WorkerPool:
             self._facts = self.submit(lambda worker: worker.facts(), first=True).result()
         return self._facts
 
-    def submit(self, work: Callable[[WorkerClient], T], *, first: bool = False) -> Future[T]:
+    def submit(self, work: Callable[[AnyWorker], T], *, first: bool = False) -> Future[T]:
         """Have the next worker that is free do something.
 
         Args:
@@ -83,8 +89,12 @@ class WorkerPool:
         """
         with self._changed:
             for future in futures:
-                if not future.cancel() and (worker := self._running.get(future)) is not None:
+                if future.cancel():
+                    continue
+                if (worker := self._running.get(future)) is not None:
                     worker.interrupt()
+                else:
+                    self._drop(future, CancelledError())
 
     def close(self) -> None:
         """Give everything up and end the processes."""
@@ -101,16 +111,18 @@ class WorkerPool:
         if not self._threads:
             for number, worker in enumerate(self._workers):
                 thread = threading.Thread(
-                    target=self._serve, args=(worker,), name=f"worker {number}", daemon=True
+                    target=self._serve, args=(number, worker), name=f"worker {number}", daemon=True
                 )
                 self._threads.append(thread)
                 thread.start()
 
-    def _serve(self, worker: WorkerClient) -> None:
-        while (request := self._take(worker)) is not None:
+    def _serve(self, number: int, worker: AnyWorker) -> None:
+        while self._prepare(number) and (request := self._take(worker)) is not None:
             future = request.future
             try:
                 result = request.work(worker)
+            except WorkerLostError as exc:
+                self._requeue(request, exc)
             except BaseException as exc:  # whoever waits for the request is to see it
                 self._release(future)
                 future.set_exception(exc)
@@ -118,17 +130,42 @@ class WorkerPool:
                 self._release(future)
                 future.set_result(result)
 
-    def _take(self, worker: WorkerClient) -> _Request | None:
+    def _take(self, worker: AnyWorker) -> _Request | None:
         """The next request, None after `close`."""
         with self._changed:
             while not self._is_closed:
                 while self._waiting:
                     request = heapq.heappop(self._waiting)
-                    if request.future.set_running_or_notify_cancel():
+                    if request.losses or request.future.set_running_or_notify_cancel():
                         self._running[request.future] = worker
                         return request
                 self._changed.wait()
         return None
+
+    def _prepare(self, number: int) -> bool:
+        """Have a worker ready for its next request; false when the pool was closed meanwhile."""
+        return True  # its first request starts the process
+
+    def _requeue(self, request: _Request, exc: WorkerLostError) -> None:
+        """Let another worker begin the request anew, in its old place in the queue."""
+        request.losses += 1
+        with self._changed:
+            del self._running[request.future]
+            heapq.heappush(self._waiting, request)
+            if self._is_closed:
+                self._drop(request.future, CancelledError())
+            elif request.losses >= MOST_LOSSES:
+                text = f"{request.losses} workers went away at one request, the last: {exc}"
+                self._drop(request.future, BenchmarkError(text, status=exc.status))
+            self._changed.notify()
+
+    def _drop(self, future: Future[Any], exc: Exception) -> None:
+        """End a request that waits though it was begun before; called with the lock."""
+        kept = [request for request in self._waiting if request.future is not future]
+        if len(kept) < len(self._waiting):
+            self._waiting = kept
+            heapq.heapify(self._waiting)
+            future.set_exception(exc)
 
     def _release(self, future: Future[Any]) -> None:
         with self._changed:
