@@ -286,6 +286,9 @@ CUTE_DEVICE void turn_pass(int group) {
   if constexpr (kPingPong) cutlass::arch::NamedBarrier::arrive(256, group + 1 == kGroups ? 0 : group + 1);
 }
 
+// CUTLASS's barriers alone do not keep the compiler from moving plain loads and stores past them.
+CUTE_DEVICE void keep_order() { asm volatile("" ::: "memory"); }
+
 // The producing thread's state, which runs on from tile to tile.
 struct Producer {
   Ring k, v;
@@ -731,7 +734,10 @@ struct Consumer {
       softmax.sum[r] = quad_sum(softmax.sum[r]);
       norm[r] = softmax.sum[r] > 0.f ? out_scale / softmax.sum[r] : 0.f;
     }
-    if (kClusters && p.is_clustered) cutlass::arch::NamedBarrier::sync(128 * kGroups, kGroups);
+    if (kClusters && p.is_clustered) {
+      cutlass::arch::NamedBarrier::sync(128 * kGroups, kGroups);
+      keep_order();
+    }
     store(p, s, t, tOrO, row0, softmax, scale_log2, norm);
   }
 };
@@ -839,8 +845,10 @@ CUTE_DEVICE void combine_cluster(Params const& p, Storage& s) {
 // Every thread of the cluster comes here twice: when the shares stand, and when all were read.
 CUTE_DEVICE void cluster_meets() {
   __syncwarp();
+  keep_order();
   cluster_arrive();
   cluster_wait();
+  keep_order();
 }
 
 struct kernel_golden {
