@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Self
 from tuner import resources
 from tuner.config import Config, Value
 from tuner.hardware import OLDEST_CAPABILITY, Gpu
-from tuner.problem import Problem
+from tuner.problem import E4M3, AttentionProblem, Problem
 
 SCRATCH = "scratch"
 """Name of the family's own temporary buffer among the tensors of a `Launch`."""
@@ -88,6 +88,8 @@ class Family(ABC):
     """The `Problem.op` it serves."""
     capabilities: ClassVar[tuple[str, ...]] = ()
     """Compute capabilities that its kernels are written for; empty: all that are served."""
+    takes_extras: ClassVar[bool] = True
+    """Whether it looks at e4m3 and at `AttentionProblem.extras` itself; else it refuses them."""
     is_spare: ClassVar[bool] = False
     """It competes where no other own family serves the GPU, elsewhere when it is named."""
     is_vendor: ClassVar[bool] = False
@@ -135,7 +137,11 @@ class Family(ABC):
             return f"needs compute capability {wanted}, not {gpu.compute_capability}"
         if not gpu.is_served:
             return f"needs compute capability {OLDEST_CAPABILITY}, not {gpu.compute_capability}"
-        return ""
+        if self.takes_extras or not isinstance(problem, AttentionProblem):
+            return ""
+        if problem.dtype == E4M3:
+            return f"{self.name} takes no descale factors: fp16 and bf16 alone, not {E4M3}"
+        return f"{self.name} has no {problem.extras}" if problem.extras else ""
 
     def lacks(self) -> str:
         """What this machine needs to compile its kernels and has not, and how to get it; empty

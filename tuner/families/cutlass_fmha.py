@@ -36,7 +36,7 @@ from tuner.families.cutlass_fmha_shape import (
     fields,
 )
 from tuner.hardware import HOPPER, SMEM_PER_BLOCK_BYTES, Gpu
-from tuner.problem import DTYPE_BYTES, E4M3, MAX_EXTENT, AttentionProblem, Problem
+from tuner.problem import DTYPE_BYTES, MAX_EXTENT, AttentionProblem, Problem
 
 KERNEL = "attention"
 #: Extents of the grid's y and z dimensions, where the upstream scheduler puts batch and heads
@@ -70,6 +70,7 @@ class CutlassFmha(Family):
     name: ClassVar[str] = "cutlass_fmha"
     op: ClassVar[str] = "attention"
     capabilities = (HOPPER,)
+    takes_extras = False
     cost_constants = cutlass_fmha_cost.CONSTANTS
     domains: ClassVar[Mapping[str, tuple[Value, ...]]] = {
         "kernel_schedule": SCHEDULES,
@@ -89,10 +90,6 @@ class CutlassFmha(Family):
         reason = super().supports(problem, gpu)
         if reason or not isinstance(problem, AttentionProblem):
             return reason
-        if problem.dtype == E4M3:
-            return f"{self.name} takes no descale factors: fp16 and bf16 alone, not {E4M3}"
-        if problem.extras:
-            return f"{self.name} has no {problem.extras}"
         # Strides are 32-bit in the collectives (cute::tuple<int, _1, tuple<int, int>>), and so is
         # the offset into the log-sum-exp.
         if any(stride > MAX_EXTENT for o in problem.operands for stride in o.strides):

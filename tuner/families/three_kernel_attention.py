@@ -61,6 +61,7 @@ class ThreeKernelAttention(Family):
     name: ClassVar[str] = "three_kernel_attention"
     op: ClassVar[str] = AttentionProblem.op
     capabilities = (HOPPER,)
+    takes_extras = False
     runtime_parameters: ClassVar[frozenset[str]] = frozenset(
         {"heads_per_launch", "pdl", "in_place"}
     )
@@ -75,10 +76,6 @@ class ThreeKernelAttention(Family):
         reason = super().supports(problem, gpu)
         if reason or not isinstance(problem, AttentionProblem):
             return reason
-        if problem.dtype == E4M3:
-            return f"{self.name} takes no descale factors: fp16 and bf16 alone, not {E4M3}"
-        if problem.extras:
-            return f"{self.name} has no {problem.extras}"
         elements = TMA_ALIGNMENT_BYTES // DTYPE_BYTES[problem.dtype]
         if problem.seqlen_kv % elements:
             return (

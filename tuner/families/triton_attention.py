@@ -23,7 +23,7 @@ from tuner.hardware import (
     capability_numbers,
     smem_per_block_bytes,
 )
-from tuner.problem import DTYPE_BYTES, E4M3, MAX_EXTENT, AttentionProblem, Problem
+from tuner.problem import DTYPE_BYTES, MAX_EXTENT, AttentionProblem, Problem
 
 KERNEL = "attention"
 #: The release whose compiler's interface `tuner.triton_kernels` is written against.
@@ -73,6 +73,7 @@ class TritonAttention(Family):
 
     name = "triton_attention"
     op = "attention"
+    takes_extras = False
     writes_lse = True
     is_spare = True
     cost_constants = CONSTANTS
@@ -83,14 +84,6 @@ class TritonAttention(Family):
         "num_warps": (1, 2, 3, 4, 8, 16),
         "num_stages": (1, 2, 3, 4, 6),
     }
-
-    def supports(self, problem: Problem, gpu: Gpu) -> str:
-        reason = super().supports(problem, gpu)
-        if reason or not isinstance(problem, AttentionProblem):
-            return reason
-        if problem.dtype == E4M3:
-            return f"{self.name} takes no descale factors: fp16 and bf16 alone, not {E4M3}"
-        return f"{self.name} has no {problem.extras}" if problem.extras else ""
 
     def lacks(self) -> str:
         if triton_version():
