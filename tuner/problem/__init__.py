@@ -1,0 +1,88 @@
+"""What is asked: one frozen dataclass an operation, parsed from ``S=1024,D=64``.
+
+A problem is the first of the three identities (problem, artifact, environment). It holds the
+operation, data types, layouts, mask and shape; the GPU is named beside it by `hardware.Gpu`.
+A new operation is one file here, entered in `PROBLEMS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from tuner.errors import ConfigError
+from tuner.problem.attention import LAYOUTS, AttentionProblem, Layout
+from tuner.problem.base import (
+    DTYPE_ALIASES,
+    DTYPE_BYTES,
+    E4M3,
+    MAX_EXTENT,
+    DType,
+    Operand,
+    Problem,
+)
+from tuner.problem.gemm import ACTIVATIONS, EPILOGUES, GemmProblem, Major
+from tuner.problem.softmax import SoftmaxProblem
+from tuner.problem.swiglu import PAIRINGS, Pairing, SwigluProblem
+
+__all__ = [
+    "ACTIVATIONS",
+    "DTYPE_ALIASES",
+    "DTYPE_BYTES",
+    "E4M3",
+    "EPILOGUES",
+    "LAYOUTS",
+    "MAX_EXTENT",
+    "PAIRINGS",
+    "PROBLEMS",
+    "AttentionProblem",
+    "DType",
+    "GemmProblem",
+    "Layout",
+    "Major",
+    "Operand",
+    "Pairing",
+    "Problem",
+    "SoftmaxProblem",
+    "SwigluProblem",
+    "problem_from_json",
+]
+
+#: By `op`, in the order that messages name them.
+PROBLEMS: dict[str, type[Problem]] = {
+    cls.op: cls
+    for cls in (
+        AttentionProblem,
+        GemmProblem,
+        SwigluProblem,
+        SoftmaxProblem,
+    )
+}
+
+
+def problem_from_json(data: Mapping[str, Any]) -> Problem:
+    """The inverse of `Problem.to_json`.
+
+    Raises:
+        ConfigError: when `op` or a field is unknown, missing or of the wrong type.
+    """
+    values = dict(data)
+    op = values.pop("op", None)
+    if op not in PROBLEMS:
+        raise ConfigError(f"op={op!r} is not known (allowed: {', '.join(PROBLEMS)})")
+    cls = PROBLEMS[op]
+    types = {field.name: str(field.type) for field in fields(cls)}
+    unknown = set(values) - set(types)
+    if unknown:
+        raise ConfigError(
+            f"unknown field '{sorted(unknown)[0]}' for {op} (allowed: {', '.join(types)})"
+        )
+    for name, value in values.items():
+        expected = {"int": int, "bool": bool, "float": float}.get(types[name], str)
+        if type(value) is not expected:
+            raise ConfigError(f"{op}.{name}={value!r} is not of type {expected.__name__}")
+    try:
+        return cls(**values)
+    except TypeError as exc:
+        raise ConfigError(f"{op}: {exc}") from exc

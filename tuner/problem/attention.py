@@ -1,0 +1,340 @@
+"""Attention: `AttentionProblem`."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, Self, get_args
+
+from tuner.errors import ConfigError
+from tuner.problem.base import (
+    DTYPE_SHORT,
+    E4M3,
+    MAX_EXTENT,
+    DType,
+    Operand,
+    Problem,
+    check_choice,
+    check_extent,
+)
+
+Layout = Literal["bhsd", "bshd", "bshd_bhsd"]
+"""Order of the dimensions in memory. ``bshd_bhsd``: queries and output bshd, keys and values bhsd,
+as Transformers' models have them that fill a cache.
+"""
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
+#: Head dimensions above this have no instance on Hopper (a 64 x 256 output fills the registers).
+MAX_HEAD_DIM = 256
+#: Fields of `AttentionProblem` that its JSON leaves out where they have these values.
+_OFF: Mapping[str, Any] = {
+    "window_left": -1,
+    "window_right": -1,
+    "softcap": 0.0,
+    "is_varlen": False,
+}
+#: Of the order in which the sequences of unlike lengths lie.
+_LENGTHS_SEED = 0
+
+
+@dataclass(frozen=True)
+class AttentionProblem(Problem):
+    """softmax(scale * Q K^T + mask) V; Q is (B, H, SQ, D), K and V are (B, HKV, SKV, D).
+
+    The causal mask is PyTorch's SDPA's: query i sees keys 0..i (top-left). The default scale is
+    1/sqrt(D); it is a run-time argument and no part of the problem.
+
+    With `dtype` e4m3 Q, K and V are quantised: what they stand for is their elements times fp32
+    factors, `descale_q` (B, H) of each query head, `descale_k` and `descale_v` (B, HKV) of each
+    key and value head. The output is bf16. D must be a multiple of 16, the bytes of TMA's pitch.
+
+    A sliding window is FlashAttention's ``window_size=(left, right)``, laid along the same
+    diagonal: query i sees keys i - left..i + right, its own among them, and -1 is no limit.
+    ``window=W`` sets both sides, ``left=`` and ``right=`` one. One form stands for each mask: under
+    a causal one the right side is -1, ``right=0`` alone is causal, and a side that cuts nothing off
+    is -1. A query that sees no key has zeros for its output.
+
+    A soft cap replaces each scaled score s by ``softcap * tanh(s / softcap)``, before the mask; 0
+    is none. Neither comes with e4m3.
+
+    With ``varlen=1`` the B sequences differ in length, SQ and SKV being the longest's, and lie one
+    after the other in packed tensors: query and out (total_q, H, D), key and value (total_kv, HKV,
+    D), whose layout is called bshd. Two int32 operands, `cu_seqlens_q` and `cu_seqlens_kv` (B + 1),
+    hold the rows where each sequence starts, and the last one's end. Each sequence is attention of
+    its own, a causal mask top-left in each. Tuned and measured on `lengths_q` and `lengths_kv`.
+    It comes with no window, no soft cap, and not with e4m3.
+    """
+
+    op: ClassVar[str] = "attention"
+    keys: ClassVar[Mapping[str, str]] = {
+        "B": "batch",
+        "H": "heads_q",
+        "HKV": "heads_kv",
+        "S": "seqlen_q+seqlen_kv",
+        "SQ": "seqlen_q",
+        "SKV": "seqlen_kv",
+        "D": "head_dim",
+        "causal": "is_causal",
+        "window": "window_left+window_right",
+        "left": "window_left",
+        "right": "window_right",
+        "softcap": "softcap",
+        "varlen": "is_varlen",
+        "dtype": "dtype",
+        "layout": "layout",
+    }
+    required: ClassVar[tuple[str, ...]] = ("S", "D")
+
+    seqlen_q: int
+    seqlen_kv: int
+    head_dim: int
+    batch: int = 1
+    heads_q: int = 16
+    heads_kv: int = 0
+    is_causal: bool = False
+    dtype: DType = "float16"
+    layout: Layout = "bhsd"
+    window_left: int = -1
+    window_right: int = -1
+    softcap: float = 0.0
+    is_varlen: bool = False
+
+    def __post_init__(self) -> None:
+        if self.heads_kv == 0:
+            object.__setattr__(self, "heads_kv", self.heads_q)
+        check_extent("B", self.batch)
+        check_extent("H", self.heads_q)
+        check_extent("HKV", self.heads_kv)
+        check_extent("SQ" if self.seqlen_q != self.seqlen_kv else "S", self.seqlen_q)
+        check_extent("SKV", self.seqlen_kv)
+        check_extent("D", self.head_dim)
+        if self.head_dim % 8 or self.head_dim > MAX_HEAD_DIM:
+            raise ConfigError(
+                f"D={self.head_dim} has no tuned kernel (allowed: multiples of 8 to {MAX_HEAD_DIM})"
+            )
+        if self.dtype == E4M3 and self.head_dim % 16:
+            raise ConfigError(
+                f"D={self.head_dim} has no e4m3 kernel (allowed: multiples of 16 to {MAX_HEAD_DIM})"
+            )
+        if self.heads_q % self.heads_kv:
+            raise ConfigError(
+                f"H={self.heads_q},HKV={self.heads_kv}: HKV must divide H "
+                f"(allowed: {', '.join(str(d) for d in _divisors(self.heads_q))})"
+            )
+        check_choice("dtype", self.dtype, ("float16", "bfloat16", E4M3))
+        check_choice("layout", self.layout, LAYOUTS)
+        check_extent("left", self.window_left, -1)
+        check_extent("right", self.window_right, -1)
+        if not 0 <= self.softcap < math.inf:
+            raise ConfigError(f"softcap={self.softcap} is out of range (allowed: 0, none, or more)")
+        object.__setattr__(self, "softcap", float(self.softcap))
+        self._reduce_window()
+        if self.dtype == E4M3 and self.extras:
+            raise ConfigError(f"dtype=e4m3 has no {self.extras} (allowed: fp16 and bf16 with it)")
+        if self.is_varlen:
+            self._check_varlen()
+
+    def _check_varlen(self) -> None:
+        if self.is_windowed or self.softcap:
+            raise ConfigError("varlen=1 has no sliding window and no soft cap (allowed: neither)")
+        if self.layout == "bshd_bhsd":
+            raise ConfigError(f"layout={self.layout} is not for varlen=1 (allowed: bshd)")
+        object.__setattr__(self, "layout", "bshd")
+
+    def _reduce_window(self) -> None:
+        """Give equal masks equal fields."""
+        left, right, is_causal = self.window_left, self.window_right, self.is_causal
+        if left >= self.seqlen_q - 1:  # the last query sees key 0
+            left = -1
+        if right == 0:
+            is_causal = True
+        if is_causal or right >= self.seqlen_kv - 1:  # the first query sees the last key
+            right = -1
+        object.__setattr__(self, "window_left", left)
+        object.__setattr__(self, "window_right", right)
+        object.__setattr__(self, "is_causal", is_causal)
+
+    @property
+    def is_windowed(self) -> bool:
+        """A sliding window hides keys beyond what the causal mask does."""
+        return self.window_left >= 0 or self.window_right >= 0
+
+    @property
+    def visible(self) -> tuple[int, int]:
+        """(left, right): query i sees keys i - left..i + right of those that there are."""
+        left = self.seqlen_q if self.window_left < 0 else self.window_left
+        right = self.seqlen_kv if self.window_right < 0 else self.window_right
+        return left, 0 if self.is_causal else right
+
+    def keys_of(self, first: int, last: int) -> range:
+        """The keys that queries first..last see; beyond the last query there is none."""
+        left, right = self.visible
+        end = min(self.seqlen_kv, min(last, self.seqlen_q - 1) + right + 1)
+        return range(max(0, first - left), end)
+
+    @property
+    def pairs(self) -> int:
+        """(query, key) pairs of one head that the mask lets through."""
+        left, right = self.visible
+        return self._keys_below(right + 1) - self._keys_below(-left)
+
+    def _keys_below(self, offset: int) -> int:
+        """Over all queries i, the sum of the numbers of keys below i + offset."""
+
+        def total(end: int) -> int:  # of x clamped to [0, seqlen_kv], over x < end
+            rising = max(0, min(end, self.seqlen_kv))
+            return rising * (rising - 1) // 2 + max(0, end - self.seqlen_kv) * self.seqlen_kv
+
+        return total(self.seqlen_q + offset) - total(offset)
+
+    @property
+    def extras(self) -> str:
+        """What a kernel of plain attention, full or causal, lacks for this problem; or empty."""
+        parts = (
+            ("sliding window", self.is_windowed),
+            ("soft cap", self.softcap > 0),
+            ("variable lengths", self.is_varlen),
+        )
+        return " or ".join(name for name, is_on in parts if is_on)
+
+    @property
+    def lengths_q(self) -> tuple[int, ...]:
+        """Rows of each sequence of queries, as a problem of unlike lengths is measured."""
+        return self._lengths(self.seqlen_q)
+
+    @property
+    def lengths_kv(self) -> tuple[int, ...]:
+        """Rows of each sequence of keys, in the order of `lengths_q`."""
+        return self._lengths(self.seqlen_kv)
+
+    @property
+    def evened(self) -> AttentionProblem:
+        """As many sequences, all of the mean length, for estimates; itself where all are equal."""
+        if not self.is_varlen:
+            return self
+        queries, keys = (-(-total // self.batch) for total in (self.total_q, self.total_kv))
+        return replace(self, seqlen_q=queries, seqlen_kv=keys, is_varlen=False)
+
+    def _lengths(self, longest: int) -> tuple[int, ...]:
+        """Evenly spread from `longest` down to a quarter of it, in an order that is always the
+        same; all `longest` where lengths do not vary.
+        """
+        if not self.is_varlen:
+            return (longest,) * self.batch
+        step = (longest - -(-longest // 4)) / max(1, self.batch - 1)
+        spread = [longest - round(index * step) for index in range(self.batch)]
+        random.Random(_LENGTHS_SEED).shuffle(spread)
+        return tuple(spread)
+
+    @property
+    def total_q(self) -> int:
+        """Rows of queries over all sequences."""
+        return sum(self.lengths_q)
+
+    @property
+    def total_kv(self) -> int:
+        """Rows of keys over all sequences."""
+        return sum(self.lengths_kv)
+
+    @property
+    def sequences(self) -> tuple[AttentionProblem, ...]:
+        """Each sequence of a problem of unlike lengths as a problem of its own, in order."""
+        return tuple(
+            replace(self, batch=1, seqlen_q=queries, seqlen_kv=keys, is_varlen=False)
+            for queries, keys in zip(self.lengths_q, self.lengths_kv, strict=True)
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """What is off is absent, as it was before there was any: window, soft cap, varlen."""
+        absent = {name for name, off in _OFF.items() if getattr(self, name) == off}
+        return {name: value for name, value in super().to_json().items() if name not in absent}
+
+    @classmethod
+    def from_keys(cls, values: Mapping[str, Any]) -> Self:
+        if "HKV" in values and str(values["HKV"]).strip() == "0":
+            raise ConfigError(f"HKV=0 is out of range (allowed: 1 to {MAX_EXTENT})")
+        return super().from_keys(values)
+
+    def label(self) -> str:
+        heads = f"H={self.heads_q}" + (
+            "" if self.heads_kv == self.heads_q else f",HKV={self.heads_kv}"
+        )
+        length = (
+            f"S={self.seqlen_q}"
+            if self.seqlen_q == self.seqlen_kv
+            else f"SQ={self.seqlen_q},SKV={self.seqlen_kv}"
+        )
+        tail = ",varlen=1" if self.is_varlen else ""
+        tail += (",causal=1" if self.is_causal else "") + self._window_label()
+        tail += f",softcap={self.softcap:g}" if self.softcap else ""
+        tail += f",dtype={DTYPE_SHORT[self.dtype]}"
+        is_implied = self.is_varlen or self.layout == "bhsd"
+        tail += "" if is_implied else f",layout={self.layout}"
+        return f"B={self.batch},{heads},{length},D={self.head_dim}{tail}"
+
+    def _window_label(self) -> str:
+        left, right = self.window_left, self.window_right
+        if left >= 0 and (self.is_causal or left == right):
+            return f",window={left}"
+        return (f",left={left}" if left >= 0 else "") + (f",right={right}" if right >= 0 else "")
+
+    @property
+    def flops(self) -> int:
+        if self.is_varlen:
+            return sum(sequence.flops for sequence in self.sequences)
+        if self.is_windowed:
+            return 4 * self.batch * self.heads_q * self.head_dim * self.pairs
+        full = 4 * self.batch * self.heads_q * self.seqlen_q * self.seqlen_kv * self.head_dim
+        return full // 2 if self.is_causal else full
+
+    @property
+    def tensor_rate(self) -> int:
+        """8-bit operands are multiplied twice as fast (H100 whitepaper, table 2)."""
+        return 2 if self.dtype == E4M3 else 1
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        *inputs, out = self.matrices
+        if self.is_varlen:
+            return (*inputs, *self._starts(), out)
+        return (*inputs, *(self._descales() if self.dtype == E4M3 else ()), out)
+
+    def _starts(self) -> Iterator[Operand]:
+        for name in ("q", "kv"):
+            yield Operand(f"cu_seqlens_{name}", (self.batch + 1,), (1,), "int32")
+
+    def _descales(self) -> Iterator[Operand]:
+        for name, heads in (("q", self.heads_q), ("k", self.heads_kv), ("v", self.heads_kv)):
+            yield Operand(f"descale_{name}", (self.batch, heads), (heads, 1), "float32")
+
+    @property
+    def matrices(self) -> tuple[Operand, Operand, Operand, Operand]:
+        """Of the operands query, key, value and out, all (B, H, S, D); packed sequences are a batch
+        of one.
+        """
+        batch, rows_q, rows_kv = self.batch, self.seqlen_q, self.seqlen_kv
+        if self.is_varlen:
+            batch, rows_q, rows_kv = 1, self.total_q, self.total_kv
+        of_queries, _, of_keys = self.layout.partition("_")
+
+        def tensor(name: str, heads: int, seqlen: int, layout: str) -> Operand:
+            shape = (batch, heads, seqlen, self.head_dim)
+            if layout == "bhsd":
+                strides = (heads * seqlen * self.head_dim, seqlen * self.head_dim, self.head_dim, 1)
+            else:
+                strides = (seqlen * heads * self.head_dim, self.head_dim, heads * self.head_dim, 1)
+            is_output = name == "out"
+            dtype: DType = "bfloat16" if is_output and self.dtype == E4M3 else self.dtype
+            return Operand(name, shape, strides, dtype, is_output)
+
+        return (
+            tensor("query", self.heads_q, rows_q, of_queries),
+            tensor("key", self.heads_kv, rows_kv, of_keys or of_queries),
+            tensor("value", self.heads_kv, rows_kv, of_keys or of_queries),
+            tensor("out", self.heads_q, rows_q, of_queries),
+        )
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]

@@ -1,0 +1,209 @@
+"""What every problem is: a frozen dataclass with textual keys, JSON, operands and its work."""
+
+from __future__ import annotations
+
+import json
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from typing import Any, ClassVar, Literal, Self
+
+from tuner.errors import ConfigError
+
+DType = Literal["float16", "bfloat16", "float32", "float8_e4m3fn", "int32"]
+E4M3: DType = "float8_e4m3fn"
+"""Quantised attention: see `AttentionProblem`."""
+DTYPE_BYTES: dict[str, int] = {"float16": 2, "bfloat16": 2, "float32": 4, E4M3: 1, "int32": 4}
+DTYPE_ALIASES: dict[str, str] = {
+    "fp16": "float16",
+    "half": "float16",
+    "bf16": "bfloat16",
+    "fp32": "float32",
+    "e4m3": E4M3,
+    **{name: name for name in DTYPE_BYTES},
+}
+#: As labels have them.
+DTYPE_SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", E4M3: "e4m3"}
+#: Largest extent of one dimension: CUTLASS's TMA coordinates are 32-bit signed.
+MAX_EXTENT = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One tensor of a problem: logical `shape`, `strides` in elements, and its data type."""
+
+    name: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: DType
+    is_output: bool = False
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the tensor; problems are dense, so elements x width."""
+        return self.elements * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Problem(ABC):
+    """Base of all problems. Subclasses set `op` and `keys` (text key -> field)."""
+
+    op: ClassVar[str]
+    keys: ClassVar[Mapping[str, str]]
+    required: ClassVar[tuple[str, ...]]
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read ``KEY=VALUE,...``.
+
+        Raises:
+            ConfigError: on an unknown, repeated or missing key or a value out of range.
+        """
+        values: dict[str, str] = {}
+        for item in filter(None, (part.strip() for part in text.split(","))):
+            key, separator, value = item.partition("=")
+            key, value = key.strip(), value.strip()
+            if not separator or not value:
+                raise ConfigError(
+                    f"'{item}' is not KEY=VALUE (allowed keys: {', '.join(cls.keys)})"
+                )
+            if key not in cls.keys:
+                raise ConfigError(
+                    f"unknown key '{key}' for {cls.op} (allowed: {', '.join(cls.keys)})"
+                )
+            if key in values:
+                raise ConfigError(f"key '{key}' is given twice (allowed: once)")
+            values[key] = value
+        return cls.from_keys(values)
+
+    @classmethod
+    def from_keys(cls, values: Mapping[str, Any]) -> Self:
+        """Build from the textual keys (`keys`) with string or typed values."""
+        unknown = set(values) - set(cls.keys)
+        if unknown:
+            raise ConfigError(
+                f"unknown key '{sorted(unknown)[0]}' for {cls.op} (allowed: {', '.join(cls.keys)})"
+            )
+        types = {field.name: str(field.type) for field in fields(cls)}
+        parsed: dict[str, Any] = {}
+        for key, value in values.items():
+            name = cls.keys[key]
+            for target in name.split("+"):
+                if target in parsed:
+                    raise ConfigError(f"key '{key}' sets {target}, which another key sets already")
+                parsed[target] = _convert(key, value, types[target])
+        if missing := [text for key in cls.required if (text := cls._missing(key, parsed))]:
+            allowed = ", ".join(cls.keys)
+            raise ConfigError(f"{cls.op} needs {' and '.join(missing)} (allowed keys: {allowed})")
+        return cls(**parsed)
+
+    @classmethod
+    def _missing(cls, key: str, parsed: Mapping[str, Any]) -> str:
+        """What is to be given for a required key: itself, or the parts of it that are left."""
+        names = cls.keys[key].split("+")
+        absent = [name for name in names if name not in parsed]
+        if absent and len(absent) < len(names):
+            return " and ".join(k for k, name in cls.keys.items() if name in absent)
+        return key if absent else ""
+
+    def to_json(self) -> dict[str, Any]:
+        """A flat dict with `op` and every field; `problem_from_json` reads it back."""
+        return {"op": self.op, **asdict(self)}
+
+    @cached_property
+    def key(self) -> str:
+        """Canonical JSON text: equal problems have equal keys."""
+        return json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
+
+    @abstractmethod
+    def label(self) -> str:
+        """Short text for people, in the syntax of `parse`."""
+
+    @property
+    @abstractmethod
+    def flops(self) -> int:
+        """Floating-point operations of the operation itself; a causal mask counts half, a sliding
+        window what it lets through.
+        """
+
+    @property
+    @abstractmethod
+    def operands(self) -> tuple[Operand, ...]:
+        """Inputs in order, then the output."""
+
+    @property
+    def output(self) -> Operand:
+        return self.operands[-1]
+
+    @property
+    def tensor_rate(self) -> int:
+        """Operations a clock of the tensor cores, over those that 16-bit operands get."""
+        return 1
+
+    @property
+    def bytes(self) -> int:
+        """Fewest bytes moved: each input read once, each output written once."""
+        return sum(operand.bytes for operand in self.operands)
+
+
+def _convert(key: str, value: Any, annotation: str) -> Any:
+    if annotation == "int":
+        if isinstance(value, bool) or not isinstance(value, int | str):
+            raise ConfigError(f"{key}={value!r} is not a whole number (allowed: as in {key}=1024)")
+        try:
+            return int(value)
+        except ValueError:
+            raise ConfigError(
+                f"{key}={value} is not a whole number (allowed: as in {key}=1024)"
+            ) from None
+    if annotation == "bool":
+        if isinstance(value, bool):
+            return value
+        text = str(value).lower()
+        if text in ("1", "true", "yes"):
+            return True
+        if text in ("0", "false", "no"):
+            return False
+        raise ConfigError(f"{key}={value} is not a truth value (allowed: 0, 1, true, false)")
+    if annotation == "float":
+        number = _to_float(value)
+        if number is None:
+            raise ConfigError(f"{key}={value} is not a number (allowed: as in {key}=50)")
+        return number
+    text = str(value).lower()
+    return DTYPE_ALIASES.get(text, text) if key.startswith("dtype") else text
+
+
+def _to_float(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        return float(value)
+    except ValueError:
+        return None
+
+
+def check_extent(key: str, value: int, minimum: int = 1) -> None:
+    """Refuse a dimension outside `minimum` to `MAX_EXTENT`.
+
+    Raises:
+        ConfigError: for one outside.
+    """
+    if not minimum <= value <= MAX_EXTENT:
+        raise ConfigError(f"{key}={value} is out of range (allowed: {minimum} to {MAX_EXTENT})")
+
+
+def check_choice(key: str, value: str, allowed: tuple[str, ...]) -> None:
+    """Refuse a value that is none of those allowed.
+
+    Raises:
+        ConfigError: for any other.
+    """
+    if value not in allowed:
+        raise ConfigError(f"{key}={value} is not known (allowed: {', '.join(allowed)})")
