@@ -29,7 +29,6 @@ def make(groups: int, tile_n: int, **more: Value) -> Config:
         "kv_stages": 2,
         "score_buffers": 1,
         "q_in_registers": False,
-        "lazy_rescale": 0,
         "persistent": False,
         "blocks_per_sm": 1,
         "splits": 1,
@@ -47,7 +46,7 @@ def make(groups: int, tile_n: int, **more: Value) -> Config:
 KERNELS = [
     (AttentionProblem.parse(text), config)
     for text, config in (
-        ("S=1024,D=128", make(2, 128, q_in_registers=True, early_exp=50, lazy_rescale=8)),
+        ("S=1024,D=128", make(2, 128, q_in_registers=True, early_exp=50)),
         (
             "B=2,H=16,HKV=4,S=1000,D=64,causal=1,dtype=bf16",
             make(2, 128, score_buffers=2, packed_heads=4, persistent=True),

@@ -32,7 +32,6 @@ constexpr bool kClusters = kSplits && kGroups == 1;
 // Tiles of unlike lengths are handed out by a counter, tiles of one length by their index.
 constexpr bool kDynamic = kPersistent && kCausal;
 constexpr int kCounterBytes = kDynamic ? 256 : 0;
-constexpr float kLazy = 0;
 // Probabilities times 2^kLift: the largest is 256 of e4m3's 448, and 2^-14 is still a normal number.
 constexpr float kLift = 0;
 // Of two groups that take turns the first alone asks whether K and V are there: the other follows.
@@ -286,10 +285,9 @@ struct Softmax {
   float shift[2];   // what is taken from the scaled scores
   float factor[2];  // what O must be multiplied by
 
-  // Takes up the maxima of new scores; true where they grew.
+  // Takes up the maxima of new scores.
   template <bool kFirst, class Scores>
-  CUTE_DEVICE bool maxima(Scores const& scores, float scale_log2) {
-    bool grew = kFirst;
+  CUTE_DEVICE void maxima(Scores const& scores, float scale_log2) {
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       float top = maximum[r];
@@ -299,18 +297,12 @@ struct Softmax {
       }
       top = quad_max(top);
       if constexpr (!kFirst) {
-        if constexpr (kLazy > 0.f) {
-          // Keeping the old maximum is exact: P grows to at most 2^kLazy and the sum with it.
-          if ((top - maximum[r]) * scale_log2 <= kLazy) top = maximum[r];
-        }
         factor[r] = maximum[r] == top ? 1.f : exp2_mufu((maximum[r] - top) * scale_log2);
-        grew |= maximum[r] != top;
         sum[r] *= factor[r];
       }
       maximum[r] = top;
       shift[r] = top == -INFINITY ? 0.f : top * scale_log2 - kLift;
     }
-    return grew;
   }
 
   // Turns the scores of octets [kFrom, kTo) into probabilities in place.
@@ -324,16 +316,8 @@ struct Softmax {
         float& y = scores(make_coord(1, r, j), 0, 0);
         x = exp2_mufu(fmaf(x, scale_log2, -shift[r]));
         y = exp2_mufu(fmaf(y, scale_log2, -shift[r]));
-        if constexpr (kLazy > 0.f) {
-          // Under an old maximum the leading probability is no exact 1. Its rounding must be in
-          // the sum too: where one key dominates, the error would be 1.4 times as large.
-          Pair const rounded = round_pair(x, y);
-          sum[r] += float(rounded[0]);
-          sum[r] += float(rounded[1]);
-        } else {
-          sum[r] += x;
-          sum[r] += y;
-        }
+        sum[r] += x;
+        sum[r] += y;
       }
     }
   }
@@ -505,8 +489,7 @@ struct Consumer {
         }
       }
     };
-    auto rescale_o = [&](bool grew) {
-      if (kLazy > 0.f && !__any_sync(0xffffffffu, grew)) return;
+    auto rescale_o = [&] {
       CUTE_UNROLL
       for (int j = 0; j < kD / 8; ++j) {
         CUTE_UNROLL
@@ -558,7 +541,7 @@ struct Consumer {
           if constexpr (decltype(is_masked)::value) mask(tSrS, p, keys, row0, n * kTileN);
           // The maxima and kEarly of the exponentials run under the GEMM that is in flight; the
           // rest is mixed with the conversions.
-          bool const grew = softmax.template maxima<false>(tSrS, scale_log2);
+          softmax.template maxima<false>(tSrS, scale_log2);
           constexpr int kEarly = kOctets * 0 / 100;
           softmax.template exponentials<0, kEarly>(tSrS, scale_log2);
           warpgroup_fence_operand(tSrS);
@@ -568,7 +551,7 @@ struct Consumer {
           values_read();
           softmax.template exponentials<kEarly, kOctets>(tSrS, scale_log2);
           to_p(tSrS);
-          rescale_o(grew);
+          rescale_o();
         };
         issue_qk(tSrS, k.stage);
         warpgroup_wait<0>();
@@ -612,12 +595,12 @@ struct Consumer {
           release_stage(stage);
           cap(scores, p);
           if (n >= unmasked || (kWindowed && n < opened)) mask(scores, p, keys, row0, n * kTileN);
-          bool const grew = softmax.template maxima<false>(scores, scale_log2);
+          softmax.template maxima<false>(scores, scale_log2);
           softmax.template exponentials<0, kOctets>(scores, scale_log2);
           warpgroup_wait<1>();
           values_read();
           to_p(scores);
-          rescale_o(grew);
+          rescale_o();
         };
         issue_qk(tSrS, k.stage);
         int const stage = issue_next(tSrT);

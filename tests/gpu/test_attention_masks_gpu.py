@@ -40,7 +40,6 @@ def make(groups: int, tile_n: int, buffers: int, **more: Value) -> Config:
         "kv_stages": 2,
         "score_buffers": buffers,
         "q_in_registers": False,
-        "lazy_rescale": 0,
         "persistent": False,
         "blocks_per_sm": 1,
         "splits": 1,
@@ -55,7 +54,7 @@ def make(groups: int, tile_n: int, buffers: int, **more: Value) -> Config:
 #: Heads, head dimension, type and mask of a problem (what a kernel is compiled for), and a config.
 WINDOWED = {
     "causal": (
-        "B=2,H=3,D=64,causal=1", make(2, 128, 1, persistent=True, lazy_rescale=8)
+        "B=2,H=3,D=64,causal=1", make(2, 128, 1, persistent=True)
     ),
     "full, packed": (
         "B=2,H=8,HKV=2,D=64,layout=bshd", make(2, 96, 2, packed_heads=4)

@@ -42,7 +42,6 @@ def make(groups: int, tile_n: int, buffers: int, **more: Value) -> Config:
         "kv_stages": 2,
         "score_buffers": buffers,
         "q_in_registers": False,
-        "lazy_rescale": 0,
         "persistent": False,
         "blocks_per_sm": 1,
         "splits": 1,
@@ -58,7 +57,7 @@ def make(groups: int, tile_n: int, buffers: int, **more: Value) -> Config:
 KERNELS = {
     "full": ("H=3,D=64", make(2, 128, 1, persistent=True)),
     "full, packed": ("H=8,HKV=2,D=64", make(2, 96, 2, packed_heads=4)),
-    "causal": ("H=3,D=64,causal=1", make(2, 128, 1, persistent=True, lazy_rescale=8)),
+    "causal": ("H=3,D=64,causal=1", make(2, 128, 1, persistent=True)),
     "causal, packed": (
         "H=4,HKV=2,D=128,causal=1,dtype=bf16", make(1, 80, 1, packed_heads=2)
     ),

@@ -41,7 +41,6 @@ def make(groups: int, tile_n: int, **more: Value) -> Config:
         "kv_stages": 2,
         "score_buffers": 1,
         "q_in_registers": False,
-        "lazy_rescale": 0,
         "persistent": False,
         "blocks_per_sm": 1,
         "splits": 1,

@@ -195,7 +195,6 @@ class TestWork:
             "kv_stages": 2,
             "blocks_per_sm": 1,
             "ping_pong": True,
-            "lazy_rescale": 0,
             "persistent": False,
         }
         config = Config("fused_attention", params)

@@ -56,7 +56,6 @@ def make(groups: int, tile_n: int, **more: Value) -> Config:
         "kv_stages": 2,
         "score_buffers": 1,
         "q_in_registers": False,
-        "lazy_rescale": 0,
         "persistent": False,
         "blocks_per_sm": 1,
         "splits": 1,
@@ -125,7 +124,6 @@ PACKED = "packed_heads is for several query heads to a KV head, only"
         ("D=256", make(2, 80, q_in_registers=True), "252 accumulator registers + 28 exceed 240"),
         ("D=64", make(2, 64, splits=4, combine="cluster"), "combine=cluster spills with"),
         ("D=64,dtype=e4m3", make(2, 80), "tile_n=80 is not a multiple of 32"),
-        ("D=64,dtype=e4m3", make(2, 64, lazy_rescale=8), "lazy_rescale=8 carries e4m3"),
         (
             "H=16,HKV=1,D=64,dtype=e4m3",
             make(1, 64, packed_heads=16),
@@ -294,7 +292,6 @@ def test_splits_and_pdl_share_a_kernel_and_nothing_else_does() -> None:
         "packed_heads": 4,
         "ping_pong": True,
         "early_exp": 50,
-        "lazy_rescale": 8,
         "persistent": True,
         "blocks_per_sm": 2,
         "splits": 2,
@@ -430,11 +427,10 @@ def test_e4m3_is_launched_with_its_factors_last() -> None:
     assert launch.integers == (2, 8, 4, 96, 200, 64, *strides, 1, 1, 0)
 
 
-def test_space_of_e4m3_takes_wider_tiles_and_no_lazy_rescaling() -> None:
+def test_space_of_e4m3_takes_wider_tiles() -> None:
     problem = AttentionProblem.parse("B=2,S=8192,D=128,dtype=e4m3")
     space = FAMILY.space(problem, DEFAULT_GPU)
     assert {config["tile_n"] for config in space} == {64, 96, 128, 160, 192, 224}
-    assert {config["lazy_rescale"] for config in space} == {0}
     half = AttentionProblem.parse("B=2,S=8192,D=128")
     config = make(2, 128, ping_pong=True, persistent=True)
     faster, slower = (FAMILY.predict_us(p, config, DEFAULT_GPU) for p in (problem, half))
@@ -513,7 +509,7 @@ def test_a_window_is_estimated_by_the_keys_that_it_shows() -> None:
 @pytest.mark.parametrize(
     ("name", "text", "config"),
     [
-        ("plain", "S=1024,D=64", make(2, 128, ping_pong=True, early_exp=50, lazy_rescale=8)),
+        ("plain", "S=1024,D=64", make(2, 128, ping_pong=True, early_exp=50)),
         (
             "causal",
             "H=16,HKV=4,S=1000,D=128,causal=1,dtype=bf16",

@@ -40,7 +40,6 @@ ALWAYS = (
     "kv_stages",
     "score_buffers",
     "q_in_registers",
-    "lazy_rescale",
     "persistent",
     "blocks_per_sm",
     "splits",
@@ -96,7 +95,6 @@ class FusedAttention(Family):
         "ping_pong": (False, True),
         "q_in_registers": (False, True),
         "early_exp": (0, 50),
-        "lazy_rescale": (0, 8),
         "persistent": (False, True),
         "blocks_per_sm": (1, 2),
         "splits": (1, 2, 8, MOST_PACKED),
@@ -110,6 +108,8 @@ class FusedAttention(Family):
             return found
         if missing := [name for name in ALWAYS if name not in config.params]:
             return [*found, f"{', '.join(missing)} missing: a config of another version"]
+        if unknown := [name for name in config.params if name not in self.domains]:
+            return [*found, f"{', '.join(unknown)} unknown: a config of another version"]
         head_dim = instance(problem.head_dim)
         groups, tile_n, stages = config["warp_groups"], config["tile_n"], config["kv_stages"]
         blocks, buffers, splits = config["blocks_per_sm"], config["score_buffers"], config["splits"]
@@ -132,10 +132,6 @@ class FusedAttention(Family):
                 found.append("q_in_registers spills under causal masks without ping_pong at D > 96")
         if ("early_exp" in config.params) != (buffers == 1):
             found.append("early_exp is for one score buffer, only")
-        if problem.dtype == E4M3 and config["lazy_rescale"]:
-            found.append(
-                f"lazy_rescale={config['lazy_rescale']} carries e4m3 probabilities beyond 448"
-            )
         clears_counter = problem.is_causal and config["persistent"] and problem.dtype != E4M3
         if clears_counter and config["pdl"]:
             found.append("pdl is not for persistent causal: clearing its counter comes before it")
@@ -229,9 +225,8 @@ class FusedAttention(Family):
         tiles_n: tuple[int, ...] = (64, 80, 96, 128, 160) if head_dim == 128 else (64, 80, 96, 128)
         if is_e4m3:
             tiles_n = (64, 96, 128, 160, 192, 224)
-        lazy_rescale = (0,) if is_e4m3 else (0, 8)
-        levers = product(SHAPES, tiles_n, (1, 2), packings, (False, True), lazy_rescale)
-        for (groups, blocks), tile_n, buffers, packed, in_registers, lazy in levers:
+        levers = product(SHAPES, tiles_n, (1, 2), packings, (False, True))
+        for (groups, blocks), tile_n, buffers, packed, in_registers in levers:
             tiles = -(-problem.seqlen_q * packed // (64 * groups)) * heads // packed
             if rows <= 64 * (groups - 1) or (
                 groups == 1 and shares_sm and (tiles > gpu.sm_count) != (blocks > 1)
@@ -250,7 +245,6 @@ class FusedAttention(Family):
                     "kv_stages": depth,
                     "score_buffers": buffers,
                     "q_in_registers": in_registers,
-                    "lazy_rescale": lazy,
                     "persistent": tiles > gpu.sm_count * blocks and splits == 1,
                     "blocks_per_sm": blocks,
                     "splits": splits,

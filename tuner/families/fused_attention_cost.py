@@ -24,9 +24,8 @@ CONSTANTS: Mapping[str, float] = {
     # comparison more where the row's last tile is cut or the mask's edge passes.
     "score_clocks": 0.03,
     "edge_clocks": 0.01,
-    # An element of the output that a new maximum rescales; with lazy rescaling, seldom.
+    # An element of the output that a new maximum rescales.
     "rescale_clocks": 0.008,
-    "lazy_rescale_clocks": 0.002,
     # A step's waits that nothing hides: barriers, the start of a product.
     "step_clocks": 200.0,
     # Share of a group's shorter part, of product and softmax, that a second score buffer leaves
@@ -116,8 +115,7 @@ def _step_clocks(
         each += constants["edge_clocks"]
     if problem.softcap:  # an exponential and a reciprocal more
         each += 2 / EXP_PER_CLOCK_SM
-    lazy = "lazy_rescale_clocks" if config["lazy_rescale"] else "rescale_clocks"
-    softmax = scores * each + 64 * head_tile * constants[lazy]
+    softmax = scores * each + 64 * head_tile * constants["rescale_clocks"]
     shorter, longer = sorted((product, softmax))
     overlaps = config["score_buffers"] > 1
     in_turn = longer + shorter * (constants["exposed"] if overlaps else 1)
