@@ -174,6 +174,7 @@ class _Runner:
                 self.progress(
                     f"checked {len(self.findings)} of {len(self.trials)}, {faulty} with faults, "
                     f"{now - self._started:.0f} s, {trial.case.label()}"
+                    + "".join(f"; {fault}" for fault in self.findings[trial].faults)
                 )
 
     def _lost(self, end: str) -> None:
