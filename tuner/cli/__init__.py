@@ -17,6 +17,7 @@ COMMANDS = (
     "sweep",
     "bench",
     "record",
+    "survey",
     "report",
     "explain",
     "profile",

@@ -1,0 +1,164 @@
+"""``tuner survey``: measure a random sample of problems' kernels, as recordings."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tuner.problem import PROBLEMS
+
+if TYPE_CHECKING:
+    from tuner.families.base import KernelSpec
+    from tuner.hardware import Gpu
+    from tuner.problem import Problem
+    from tuner.survey import Draw, Progress, Sample
+
+DESCRIPTION = """Draws kernels of each problem at random (the same arguments draw the same ones,
+whatever was measured before), compiles, checks and times them, and keeps one recording a problem,
+written while it goes on. The same command goes on where it stopped. What searches, cost models
+and rules are judged by should come from here: a sweep's recording holds what the sweep liked."""
+
+
+def register(subparsers: Any) -> None:
+    """Add the command."""
+    parser = subparsers.add_parser(
+        "survey", help="measure a random sample of kernels, to judge by", description=DESCRIPTION
+    )
+    parser.add_argument("out", type=Path, metavar="FOLDER", help="of the recordings")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--shape", metavar="KEY=VALUE,...", help="one problem, as S=1024,D=64")
+    what.add_argument(
+        "--problems", type=Path, metavar="FILE", help="YAML or JSON list (default: the one shipped)"
+    )
+    parser.add_argument("--op", choices=sorted(PROBLEMS), default="attention")
+    parser.add_argument("--kernels", type=int, default=120, help="of each problem (default 120)")
+    parser.add_argument("--variants", type=int, default=4, help="of each kernel (default 4)")
+    parser.add_argument("--seed", type=int, default=0, help="of the draw (default 0)")
+    parser.add_argument(
+        "--family", action="append", metavar="NAME", help="own family to draw; may be repeated"
+    )
+    parser.add_argument("--list", action="store_true", help="say what is drawn, measure nothing")
+    parser.add_argument(
+        "--time-limit", type=float, metavar="SECONDS", help="end after this, with what there is"
+    )
+    parser.add_argument("--regime", choices=("graph", "eager"), help="how it is launched")
+    parser.add_argument("--l2", choices=("warm", "cold"), help="state of the inputs")
+    parser.add_argument("--device", default="0", metavar="N,...", help="CUDA devices of one kind")
+    parser.add_argument("--jobs", type=int, metavar="N", help="nvcc processes at a time")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Say what is drawn, measure it, say what was found; 1 when something is left."""
+    from tuner.errors import ConfigError
+    from tuner.hardware import DEFAULT_GPU
+    from tuner.job import JobOptions
+    from tuner.runners.choose import Machine, Runners
+    from tuner.runners.gpus import parse_devices
+    from tuner.survey import Draw, Survey, draw
+    from tuner.watch import Interruption
+
+    if args.jobs is not None and args.jobs < 1:
+        raise ConfigError(f"jobs={args.jobs} is out of range (allowed: 1 or more)")
+    how = Draw(args.kernels, args.variants, args.seed, tuple(args.family or ()))
+    problems = _problems(args)
+    if args.list:
+        _list([draw(problem, DEFAULT_GPU, how) for problem in problems], how, DEFAULT_GPU)
+        return 0
+    machine = Machine(parse_devices(args.device), args.jobs)
+    with Interruption() as interruption, Runners(machine, _say) as runners:
+        gpu = runners.gpu or DEFAULT_GPU
+        samples = [draw(problem, gpu, how) for problem in problems]
+        _list(samples, how, gpu)
+        survey = Survey(
+            samples,
+            JobOptions(launch=args.regime, l2=args.l2).regime,
+            runners.of,
+            args.out,
+            changed=lambda progress: _say(progress_text(progress)),
+            interruption=interruption,
+            time_limit_s=args.time_limit,
+        )
+        found = survey.run()
+    for progress in found:
+        best = min((m.latency_us for m in progress.seen if m.latency_us), default=None)
+        shown = "nothing passed" if best is None else f"best {best:.4g} us"
+        print(f"{progress_text(progress)}, {shown}, {progress.path}")
+    return _code(found, interruption.requested)
+
+
+def _code(found: Sequence[Progress], interrupted: bool) -> int:
+    from tuner.cli import DONE, FAILED, INTERRUPTED
+
+    left = sum(not progress.is_complete for progress in found)
+    if left:
+        print(f"tuner: {left} of {len(found)} problems are not complete; the same command goes on",
+              file=sys.stderr)  # fmt: skip
+    if interrupted:
+        return INTERRUPTED
+    return FAILED if left else DONE
+
+
+def _problems(args: argparse.Namespace) -> list[Problem]:
+    from tuner import resources
+    from tuner.job import parse_problem, read_problems
+
+    if args.shape is not None:
+        return [parse_problem(args.shape, args.op)]
+    return read_problems(args.problems or resources.cache() / "survey.yaml", args.op)
+
+
+def _list(samples: Sequence[Sample], how: Draw, gpu: Gpu) -> None:
+    """What is drawn, problem by problem, and how many kernels that is in all."""
+    from tuner.families import families
+
+    known = families()
+    kernels: set[KernelSpec] = set()
+    for sample in samples:
+        own = {
+            spec
+            for group in sample.groups
+            for spec in known[group[0].family].kernels(sample.problem, group[0]).values()
+        }
+        _say(f"{sample_text(sample)}; {len(own - kernels)} kernels not drawn before")
+        kernels |= own
+    _say(
+        f"{len(samples)} problems on {gpu.name}, seed {how.seed}: {len(kernels)} distinct kernels, "
+        f"{sum(sample.candidates for sample in samples)} candidates"
+    )
+
+
+def sample_text(sample: Sample) -> str:
+    """What was drawn of a problem: how much of which family, and which values of parameters."""
+    kernels = sum(of_family for of_family, _ in sample.spaces.values())
+    candidates = sum(of_family for _, of_family in sample.spaces.values())
+    lines = [
+        f"{sample.problem.op} {sample.problem.label()}: {len(sample.groups)} of {kernels} kernels, "
+        f"{sample.candidates} of {candidates} candidates"
+    ]
+    for family, (of_family, _) in sample.spaces.items():
+        values = (
+            f"{name} " + " ".join(f"{value}:{count}" for value, count in counts.items())
+            for name, counts in sample.values(family).items()
+        )
+        lines.append(f"  {family} {sample.drawn(family)} of {of_family}: {', '.join(values)}")
+    return "\n".join(lines)
+
+
+def progress_text(progress: Progress) -> str:
+    """One line, as ``attention S=1024,D=64: 48 of 390 candidates, 30 resumed: 46 ok, ...``."""
+    from collections import Counter
+
+    seen, problem = progress.seen, progress.sample.problem
+    counts = Counter(m.status.value for m in seen).most_common()
+    statuses = ", ".join(f"{count} {status}" for status, count in counts)
+    text = f"{problem.op} {problem.label()}: {len(seen)} of {progress.sample.candidates} candidates"
+    text += f" ({progress.resumed} resumed)" if progress.resumed else ""
+    return f"{text}, {progress.elapsed_s:.0f} s: {statuses or 'none yet'}"
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

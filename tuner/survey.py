@@ -1,0 +1,303 @@
+"""Survey: measure a sample of a problem's space that was drawn before anything was measured.
+
+A sweep measures what looks good, so its recording flatters whatever chose it. A survey draws
+kernels at random, by a hash of the seed and of what is compiled: the same command draws the same
+ones, and problems whose spaces share kernels draw the same of them, so that each is compiled once.
+What is measured lies in one recording a problem, written after every request; what a recording
+holds of this environment is not measured again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from tuner import recording
+from tuner.config import Config, Value
+from tuner.errors import BenchmarkError, ConfigError
+from tuner.families import families_of
+from tuner.families.base import Family, group_by_kernels, without_spare
+from tuner.hardware import Gpu
+from tuner.measurement import Measurement, Provenance, Regime
+from tuner.problem import Problem
+from tuner.recording import Recording
+from tuner.runners.base import Runner
+from tuner.sweep import Catalogue, check_families
+from tuner.watch import Interruption
+
+REQUEST_KERNELS = 4
+"""Kernels that are timed in one request: as many as a translation unit holds, so that all are
+there at once; and each request computes the references of its problem anew."""
+
+
+@dataclass(frozen=True)
+class Draw:
+    """How much of every problem's space is measured."""
+
+    kernels: int = 120
+    """Distinct kernels of a problem at most; its families share them by the size of their space."""
+    variants: int = 4
+    """Run-time variants of each kernel at most."""
+    seed: int = 0
+    families: tuple[str, ...] = ()
+    """Own families; empty means all that compete and are no composite of others."""
+
+    def __post_init__(self) -> None:
+        for name in ("kernels", "variants"):
+            if (value := getattr(self, name)) < 1:
+                raise ConfigError(f"{name}={value} is out of range (allowed: 1 or more)")
+
+    def rank(self, text: str) -> str:
+        """Where a kernel or a variant stands among others; the first ones are drawn."""
+        return hashlib.sha256(f"{self.seed}:{text}".encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What was drawn of one problem."""
+
+    problem: Problem
+    groups: tuple[tuple[Config, ...], ...]
+    """Candidates that share a kernel, family by family."""
+    spaces: Mapping[str, tuple[int, int]]
+    """Kernels and candidates of each family's whole space."""
+
+    @property
+    def candidates(self) -> int:
+        return sum(map(len, self.groups))
+
+    def drawn(self, family: str) -> int:
+        """Kernels of a family."""
+        return sum(group[0].family == family for group in self.groups)
+
+    def values(self, family: str) -> dict[str, dict[Value, int]]:
+        """Kernels by the value of each parameter that tells a family's kernels apart."""
+        counts: dict[str, Counter[Value]] = {}
+        for group in self.groups:
+            params = group[0].params if group[0].family == family else {}
+            for name, value in params.items():
+                if all(config.get(name) == value for config in group):
+                    counts.setdefault(name, Counter())[value] += 1
+        kinds = sorted(name for name, seen in counts.items() if len(seen) > 1)
+        return {
+            name: dict(sorted(counts[name].items(), key=lambda item: (len(f"{item[0]}"), item)))
+            for name in kinds
+        }
+
+
+def draw(problem: Problem, gpu: Gpu, how: Draw, catalogue: Catalogue = families_of) -> Sample:
+    """The kernels and variants of a problem that a survey measures; nothing is measured for it.
+
+    Raises:
+        ConfigError: when no family serves the problem, or a named one does not.
+    """
+    known = catalogue(problem.op)
+    check_families(how.families, problem.op, known)
+    serving = [
+        family
+        for family in known.values()
+        if not family.is_vendor and not family.stages(problem) and not family.supports(problem, gpu)
+    ]
+    named = [family for family in serving if family.name in how.families]
+    kept = named if how.families else without_spare(serving)
+    spaces = {family: family.space(problem, gpu) for family in kept}
+    groups = {family: group_by_kernels(family, space) for family, space in spaces.items()}
+    sizes = {family.name: len(of_family) for family, of_family in groups.items()}
+    if not sum(sizes.values()):
+        raise ConfigError(f"no family has a kernel to draw for {problem.op} {problem.label()}")
+    drawn: list[tuple[Config, ...]] = []
+    for family, share in zip(groups, _shares(list(sizes.values()), how.kernels), strict=True):
+        ranked = sorted(groups[family], key=lambda group: how.rank(_kernel(family, problem, group)))
+        for group in ranked[:share]:
+            chosen = sorted(group, key=lambda config: how.rank(config.digest))[: how.variants]
+            drawn.append(tuple(chosen))
+    counts = {family.name: (sizes[family.name], len(space)) for family, space in spaces.items()}
+    return Sample(problem, tuple(drawn), counts)
+
+
+def _kernel(family: Family, problem: Problem, group: Sequence[Config]) -> str:
+    """What is compiled for a group, whatever problem it is for."""
+    return "\n".join(sorted(spec.key for spec in family.kernels(problem, group[0]).values()))
+
+
+def _shares(sizes: Sequence[int], total: int) -> list[int]:
+    """`total` split in proportion to `sizes`, each at most its size (largest remainders)."""
+    total = min(total, sum(sizes))
+    exact = [total * size / sum(sizes) for size in sizes]
+    shares = [math.floor(part) for part in exact]
+    by_remainder = sorted(range(len(sizes)), key=lambda i: (shares[i] - exact[i], i))
+    for i in by_remainder[: total - sum(shares)]:
+        shares[i] += 1
+    return shares
+
+
+@dataclass
+class Progress:
+    """How far the survey of one problem is."""
+
+    sample: Sample
+    path: Path
+    measurements: list[Measurement] = field(default_factory=list)
+    """Those of its recording."""
+    resumed: int = 0
+    """Drawn candidates that the recording held before."""
+    elapsed_s: float = 0.0
+
+    @property
+    def seen(self) -> list[Measurement]:
+        """The quick pass's measurements of what was drawn."""
+        drawn = {config for group in self.sample.groups for config in group}
+        return [m for m in self.measurements if not m.is_final and m.config in drawn]
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.seen) == self.sample.candidates
+
+
+class Survey:
+    """Measures samples on a GPU, one problem after the other; their kernels compile meanwhile.
+
+    Args:
+        samples: what was drawn, the most wanted problem first.
+        regime_of: how a problem is timed.
+        runner_of: the runner of a problem and regime.
+        folder: where the recordings lie.
+        changed: called with a problem's progress after every request.
+        interruption: ends it early; what was measured is kept.
+        time_limit_s: after which no result is waited for any more; None: no limit.
+    """
+
+    def __init__(
+        self,
+        samples: Sequence[Sample],
+        regime_of: Callable[[Problem], Regime],
+        runner_of: Callable[[Problem, Regime], Runner],
+        folder: Path,
+        *,
+        changed: Callable[[Progress], None] = lambda progress: None,
+        interruption: Interruption | None = None,
+        time_limit_s: float | None = None,
+    ) -> None:
+        if time_limit_s is not None and not (time_limit_s > 0 and math.isfinite(time_limit_s)):
+            raise ConfigError(
+                f"time-limit={time_limit_s} is out of range (allowed: above 0 seconds)"
+            )
+        self._samples, self._regime_of, self._runner_of = samples, regime_of, runner_of
+        self._folder, self._changed = folder, changed
+        self._interruption = interruption or Interruption()
+        self._limit_s = time_limit_s
+        self._deadline = math.inf
+        self._wholes: dict[Problem, Recording] = {}
+
+    @property
+    def _stopped(self) -> bool:
+        return self._interruption.requested or time.monotonic() >= self._deadline
+
+    def run(self) -> list[Progress]:
+        """Measure what is not measured yet; how far each problem is in the end.
+
+        Raises:
+            BenchmarkError: when there is no GPU, or it cannot be used.
+            ConfigError: when a recording is damaged, of another environment, or cannot be written.
+        """
+        if self._limit_s is not None:
+            self._deadline = time.monotonic() + self._limit_s
+        work = [(self._open(sample), self._runner(sample.problem)) for sample in self._samples]
+        for progress, runner in work:  # in the order in which they will be waited for
+            runner.prefetch(progress.sample.problem, _missing(progress))
+        for progress, runner in work:
+            if not self._stopped:
+                self._measure(progress, runner)
+        return [progress for progress, _ in work]
+
+    def _runner(self, problem: Problem) -> Runner:
+        runner = self._runner_of(problem, self._regime_of(problem))
+        if runner.provenance is not Provenance.MEASURED:
+            raise BenchmarkError("no GPU found: a survey is measured on a GPU")
+        return runner
+
+    def _open(self, sample: Sample) -> Progress:
+        """What a recording in the folder holds of the problem already."""
+        problem, regime = sample.problem, self._regime_of(sample.problem)
+        runner = self._runner(problem)
+        path = self._folder / recording.file_name(problem, runner.gpu, regime)
+        whole = Recording(problem, runner.gpu, regime, runner.environment, ())
+        if path.exists():
+            whole = recording.read(path)
+            if whole.environment.digest != runner.environment.digest:
+                raise ConfigError(f"{path} was measured in another environment: use another folder")
+        self._wholes[problem] = whole
+        progress = Progress(sample, path, list(whole.measurements))
+        progress.resumed = len(progress.seen)
+        return progress
+
+    def _measure(self, progress: Progress, runner: Runner) -> None:
+        """Request by request; each is in the recording before the next is waited for."""
+        started, problem = time.monotonic(), progress.sample.problem
+        requests = _requests(_missing(progress))
+        for request in requests:
+            runner.submit(problem, request)
+        left = len(requests)
+        with self._alarm(runner):
+            while left and not self._stopped:
+                found: list[Measurement] = []
+                with self._interruption.waiting():
+                    found = runner.collect()
+                left -= 1
+                progress.measurements += found
+                progress.elapsed_s = time.monotonic() - started
+                if found:
+                    self._write(progress)
+                    self._changed(progress)
+        if left:
+            runner.cancel()
+
+    def _alarm(self, runner: Runner) -> _Alarm:
+        """Wakes who waits for a result when the time is over."""
+        return _Alarm(self._deadline - time.monotonic(), runner.cancel)
+
+    def _write(self, progress: Progress) -> None:
+        whole = self._wholes[progress.sample.problem]
+        recording.write(progress.path, replace(whole, measurements=tuple(progress.measurements)))
+
+
+class _Alarm:
+    """A timer around a block; none where there is no limit."""
+
+    def __init__(self, seconds: float, then: Callable[[], None]) -> None:
+        self._timer = threading.Timer(max(0.0, seconds), then) if seconds < math.inf else None
+
+    def __enter__(self) -> None:
+        if self._timer is not None:
+            self._timer.daemon = True
+            self._timer.start()
+
+    def __exit__(self, *_: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+
+def _missing(progress: Progress) -> list[list[Config]]:
+    """What was drawn and is not measured, by kernel."""
+    seen = {m.config for m in progress.seen}
+    left = ([c for c in group if c not in seen] for group in progress.sample.groups)
+    return [group for group in left if group]
+
+
+def _requests(groups: Sequence[Sequence[Config]]) -> list[list[Config]]:
+    """Candidates of up to `REQUEST_KERNELS` kernels of one family each."""
+    requests: list[list[Config]] = []
+    families: dict[str, list[Sequence[Config]]] = {}
+    for group in groups:
+        families.setdefault(group[0].family, []).append(group)
+    for of_family in families.values():
+        for start in range(0, len(of_family), REQUEST_KERNELS):
+            together = of_family[start : start + REQUEST_KERNELS]
+            requests.append([config for group in together for config in group])
+    return requests
