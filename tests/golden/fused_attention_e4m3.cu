@@ -1,5 +1,3 @@
-// WGMMA widths beyond the powers of two and 96, 192: tile_n such as 80, 112, 160, 176.
-#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -12,6 +10,83 @@
 #include <cutlass/fast_math.h>
 #include <cutlass/numeric_conversion.h>
 #include <cutlass/numeric_types.h>
+
+#ifndef TUNER_64X224_E4M3_SS
+#define TUNER_64X224_E4M3_SS
+namespace cute::SM90::GMMA {
+struct tuner_64x224_e4m3_ss {
+  using DRegisters = void;
+  using ARegisters = uint64_t[1];
+  using BRegisters = uint64_t[1];
+  using CRegisters = float[112];
+  CUTE_HOST_DEVICE static void fma(uint64_t const& a0, uint64_t const& b,
+float& d0, float& d1, float& d2, float& d3, float& d4, float& d5, float& d6, float& d7, 
+float& d8, float& d9, float& d10, float& d11, float& d12, float& d13, float& d14, float& d15, 
+float& d16, float& d17, float& d18, float& d19, float& d20, float& d21, float& d22, float& d23, 
+float& d24, float& d25, float& d26, float& d27, float& d28, float& d29, float& d30, float& d31, 
+float& d32, float& d33, float& d34, float& d35, float& d36, float& d37, float& d38, float& d39, 
+float& d40, float& d41, float& d42, float& d43, float& d44, float& d45, float& d46, float& d47, 
+float& d48, float& d49, float& d50, float& d51, float& d52, float& d53, float& d54, float& d55, 
+float& d56, float& d57, float& d58, float& d59, float& d60, float& d61, float& d62, float& d63, 
+float& d64, float& d65, float& d66, float& d67, float& d68, float& d69, float& d70, float& d71, 
+float& d72, float& d73, float& d74, float& d75, float& d76, float& d77, float& d78, float& d79, 
+float& d80, float& d81, float& d82, float& d83, float& d84, float& d85, float& d86, float& d87, 
+float& d88, float& d89, float& d90, float& d91, float& d92, float& d93, float& d94, float& d95, 
+float& d96, float& d97, float& d98, float& d99, float& d100, float& d101, float& d102, float& d103, 
+float& d104, float& d105, float& d106, float& d107, float& d108, float& d109, float& d110, float& d111, 
+      ScaleOut const scale = ScaleOut::One) {
+#if defined(CUTE_ARCH_MMA_SM90A_ENABLED)
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.b32 p, %114, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n224k32.f32.e4m3.e4m3 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+        "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
+        "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
+        "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
+        "}, %112, %113, p, 1, 1;\n"
+        "}\n"
+        : "+f"(d0), "+f"(d1), "+f"(d2), "+f"(d3), "+f"(d4), "+f"(d5), "+f"(d6), "+f"(d7), 
+          "+f"(d8), "+f"(d9), "+f"(d10), "+f"(d11), "+f"(d12), "+f"(d13), "+f"(d14), "+f"(d15), 
+          "+f"(d16), "+f"(d17), "+f"(d18), "+f"(d19), "+f"(d20), "+f"(d21), "+f"(d22), "+f"(d23), 
+          "+f"(d24), "+f"(d25), "+f"(d26), "+f"(d27), "+f"(d28), "+f"(d29), "+f"(d30), "+f"(d31), 
+          "+f"(d32), "+f"(d33), "+f"(d34), "+f"(d35), "+f"(d36), "+f"(d37), "+f"(d38), "+f"(d39), 
+          "+f"(d40), "+f"(d41), "+f"(d42), "+f"(d43), "+f"(d44), "+f"(d45), "+f"(d46), "+f"(d47), 
+          "+f"(d48), "+f"(d49), "+f"(d50), "+f"(d51), "+f"(d52), "+f"(d53), "+f"(d54), "+f"(d55), 
+          "+f"(d56), "+f"(d57), "+f"(d58), "+f"(d59), "+f"(d60), "+f"(d61), "+f"(d62), "+f"(d63), 
+          "+f"(d64), "+f"(d65), "+f"(d66), "+f"(d67), "+f"(d68), "+f"(d69), "+f"(d70), "+f"(d71), 
+          "+f"(d72), "+f"(d73), "+f"(d74), "+f"(d75), "+f"(d76), "+f"(d77), "+f"(d78), "+f"(d79), 
+          "+f"(d80), "+f"(d81), "+f"(d82), "+f"(d83), "+f"(d84), "+f"(d85), "+f"(d86), "+f"(d87), 
+          "+f"(d88), "+f"(d89), "+f"(d90), "+f"(d91), "+f"(d92), "+f"(d93), "+f"(d94), "+f"(d95), 
+          "+f"(d96), "+f"(d97), "+f"(d98), "+f"(d99), "+f"(d100), "+f"(d101), "+f"(d102), "+f"(d103), 
+          "+f"(d104), "+f"(d105), "+f"(d106), "+f"(d107), "+f"(d108), "+f"(d109), "+f"(d110), "+f"(d111)
+        : "l"(a0), "l"(b), "r"(int32_t(scale)));
+#else
+    CUTE_INVALID_CONTROL_PATH("WGMMA needs sm_90a");
+#endif
+  }
+};
+}  // namespace cute::SM90::GMMA
+template <>
+struct cute::MMA_Traits<cute::SM90::GMMA::tuner_64x224_e4m3_ss> {
+  using ValTypeD = float;
+  using ValTypeA = float_e4m3_t;
+  using ValTypeB = float_e4m3_t;
+  using ValTypeC = float;
+  using FrgTypeA = SM90::GMMA::smem_desc<SM90::GMMA::Major::K>;
+  using FrgTypeB = SM90::GMMA::smem_desc<SM90::GMMA::Major::K>;
+  using Shape_MNK = Shape<_64, Int<224>, Int<32>>;
+  using ThrID = Layout<_128>;
+  using ALayout = SM90::GMMA::ABLayout<64, 32>;
+  using BLayout = SM90::GMMA::ABLayout<224, 32>;
+  using CLayout = SM90::GMMA::CLayout_64xN<224>;
+  SM90::GMMA::ScaleOut accumulate_ = SM90::GMMA::ScaleOut::One;
+};
+#endif
 
 namespace k_golden {
 using namespace cute;
@@ -50,12 +125,8 @@ using SmemLayoutQ = decltype(tile_to_shape(SmemAtom<kD>{}, Shape<Int<kTileM>, In
 using SmemLayoutKV = decltype(tile_to_shape(SmemAtom<kD>{}, Shape<Int<kTileN>, Int<kD>, Int<kStages>>{}));
 using SmemLayoutVt = decltype(tile_to_shape(SmemAtom<kTileN>{}, Shape<Int<kD>, Int<kTileN>, Int<kStages>>{}));
 using GroupLayout = Layout<Shape<Int<kGroups>, _1, _1>>;
-template <bool kRegisters>
-CUTE_HOST_DEVICE constexpr auto mma_qk_atom() {
-  if constexpr (kRegisters) return GMMA::rs_op_selector<Element, Element, float, Shape<Int<kTileM>, Int<kTileN>, Int<kD>>>();
-  else return GMMA::ss_op_selector<Element, Element, float, Shape<Int<kTileM>, Int<kTileN>, Int<kD>>>();
-}
-using MmaQK = decltype(make_tiled_mma(mma_qk_atom<kQInRegisters>(), GroupLayout{}));
+using AtomQK = SM90::GMMA::tuner_64x224_e4m3_ss;
+using MmaQK = decltype(make_tiled_mma(AtomQK{}, GroupLayout{}));
 using MmaPV = decltype(make_tiled_mma(
     GMMA::rs_op_selector<Element, Element, float, Shape<Int<kTileM>, Int<kD>, Int<kTileN>>,
                          GMMA::Major::K, GMMA::Major::K>(), GroupLayout{}));

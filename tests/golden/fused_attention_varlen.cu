@@ -1,5 +1,3 @@
-// WGMMA widths beyond the powers of two and 96, 192: tile_n such as 80, 112, 160, 176.
-#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -52,12 +50,8 @@ using SmemLayoutVt = decltype(composition(
     SmemLayoutKV{}, make_layout(Shape<Int<kD>, Int<kTileN>, Int<kStages>>{},
                                 Stride<Int<kTileN>, _1, Int<kTileN * kD>>{})));
 using GroupLayout = Layout<Shape<Int<kGroups>, _1, _1>>;
-template <bool kRegisters>
-CUTE_HOST_DEVICE constexpr auto mma_qk_atom() {
-  if constexpr (kRegisters) return GMMA::rs_op_selector<Element, Element, float, Shape<Int<kTileM>, Int<kTileN>, Int<kD>>>();
-  else return GMMA::ss_op_selector<Element, Element, float, Shape<Int<kTileM>, Int<kTileN>, Int<kD>>>();
-}
-using MmaQK = decltype(make_tiled_mma(mma_qk_atom<kQInRegisters>(), GroupLayout{}));
+using AtomQK = decltype(GMMA::ss_op_selector<Element, Element, float, Shape<Int<kTileM>, Int<kTileN>, Int<kD>>>());
+using MmaQK = decltype(make_tiled_mma(AtomQK{}, GroupLayout{}));
 using MmaPV = decltype(make_tiled_mma(
     GMMA::rs_op_selector<Element, Element, float, Shape<Int<kTileM>, Int<kD>, Int<kTileN>>,
                          GMMA::Major::K, GMMA::Major::MN>(), GroupLayout{}));

@@ -506,6 +506,28 @@ def test_a_window_is_estimated_by_the_keys_that_it_shows() -> None:
     assert 0 < FAMILY.predict_us(unseen, config, DEFAULT_GPU) < times[0]
 
 
+@pytest.mark.parametrize("tile_n", [16, 64, 80, 112, 128, 160, 224])
+def test_a_width_that_cute_has_not_is_written_out(tile_n: int) -> None:
+    """CuTe's macro for all widths would triple what every unit costs to compile."""
+    for dtype, name in (("fp16", "f16"), ("bf16", "bf16"), ("e4m3", "e4m3")):
+        problem = AttentionProblem.parse(f"S=1024,D=64,dtype={dtype}")
+        for in_registers, source in ((False, "ss"), (True, "rs")):
+            if tile_n % (32 if dtype == "e4m3" else 16):
+                continue
+            config = make(1, tile_n, q_in_registers=in_registers)
+            text = render(FAMILY.kernels(problem, config)["attention"], "id")
+            assert "EXTENDED_MMA" not in text
+            wide = f"tuner_64x{tile_n}_{name}_{source}"
+            is_written = f"struct {wide} {{" in text
+            assert is_written == (tile_n not in (16, 64, 128))
+            assert is_written == (f"AtomQK = SM90::GMMA::{wide};" in text)
+            if is_written:
+                assert f"float[{tile_n // 2}]" in text
+                assert text.count('"+f"(d') == tile_n // 2
+                depth = 32 if dtype == "e4m3" else 16
+                assert f"m64n{tile_n}k{depth}.f32.{name}.{name}" in text
+
+
 @pytest.mark.parametrize(
     ("name", "text", "config"),
     [
