@@ -82,7 +82,7 @@ def test_seeds_decide_and_nothing_else(cases: list[search.Case]) -> None:
 
 
 def test_several_in_flight_know_less_but_end_equally(cases: list[search.Case]) -> None:
-    regrets = search.replay(cases[0], "model", seed=0, in_flight=8).regrets
+    regrets = search.replay(cases[0], "model", 0, search.Pace(in_flight=8)).regrets
     assert len(regrets) == cases[0].groups
     assert regrets[-1] == 0
 

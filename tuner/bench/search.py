@@ -5,6 +5,9 @@ own results reaches what searches it: the cost models are fitted again without t
 learns from the other problems' recordings alone. A seed decides what a sampler draws, and draws
 each timing anew from the deviation that was recorded with it; regret is judged by the recorded
 time of what then looks best, against the recorded best.
+
+``--stopping`` judges what ends a search: each threshold of expected gain under a sweep's budget,
+with as many compiles at once as a sweep has on 16 cores.
 """
 
 from __future__ import annotations
@@ -17,11 +20,12 @@ import os
 import random
 import statistics
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tuner import recording
 from tuner.bench import cost
@@ -34,7 +38,7 @@ from tuner.families.base import Family, group_by_kernels
 from tuner.hardware import Gpu
 from tuner.measurement import Measurement
 from tuner.problem import Problem
-from tuner.search import EFFORTS, SAMPLERS, FamilySearch, Search
+from tuner.search import DEFAULT_TRIALS, EFFORTS, SAMPLERS, FamilySearch, Search
 
 COMPILED = (1, 2, 4, 8, 12, 16, 40)
 """Compiled groups after which the regret is read."""
@@ -43,6 +47,10 @@ EFFORT = "quick"
 STOPPED = "model-stopping"
 """The sampler `model` as a sweep uses it: it ends when no gain is expected."""
 METHODS = (*SAMPLERS, STOPPED)
+CORES = 16
+"""Compiles at once when what ends a search is judged."""
+GAINS = (0.0, 0.001, 0.002, 0.005, 0.01, 0.02)
+"""Thresholds of expected gain that are compared, and the effort's."""
 WIDE = 120
 """Groups from which on a recording counts in the summary: the best of few is soon found."""
 
@@ -106,21 +114,66 @@ class Run:
     """After each compiled group, as a share of the recorded best."""
     timed: int
     """Candidates that were timed."""
+    rounds: int = 0
+    """Compiles one after the other, where every group takes equally long."""
 
 
-def replay(case: Case, method: str, seed: int, *, in_flight: int = 1) -> Run:
+@dataclass(frozen=True)
+class Pace:
+    """How a replay goes on, and when it ends."""
+
+    in_flight: int = 1
+    """Groups that are asked for before the first one's result is told."""
+    trials: int | None = None
+    """Groups at most, a family; None: `COMPILED`'s last in all."""
+    least_gain: float | None = None
+    """Expected gain below which `STOPPED` ends; None: the effort's."""
+
+
+ONE_BY_ONE = Pace()
+
+
+def replay(case: Case, method: str, seed: int, pace: Pace = Pace()) -> Run:
     """Search a recorded problem.
 
     Args:
         case: what is searched.
         method: one of `METHODS`.
         seed: of the sampler and of the timings' noise.
-        in_flight: groups that are asked for before the first one's result is told.
+        pace: how many groups at once, and when it ends.
     """
     rng = random.Random(seed)
+    search = _search(case, method, seed, pace)
+    families = {family.name: family for family in case.families}
+    leader: tuple[float, float] = (math.inf, math.inf)
+    regrets: dict[int, float] = {}
+    compiled: set[str] = set()
+    timed = now = 0
+    queue: list[tuple[int, list[Config]]] = []
+    while True:
+        while len(queue) < pace.in_flight and (group := search.ask()) is not None:
+            # What is left of a group after its first heat is compiled already.
+            is_new = families[group[0].family].compile_digest(group[0]) not in compiled
+            queue.append((now + is_new, group))
+        if not queue:
+            return Run(list(regrets.values()), timed, now)
+        done, group = queue.pop(0)
+        now = max(now, done)
+        told = [_timed_again(case.recorded[config], rng) for config in group]
+        search.tell(told)
+        timed += len(told)
+        compiled.add(families[told[0].config.family].compile_digest(told[0].config))
+        for m in told:
+            recorded_us = case.recorded[m.config].latency_us
+            if m.latency_us is not None and recorded_us is not None:
+                leader = min(leader, (m.latency_us, recorded_us))
+        regrets[len(compiled)] = leader[1] / case.best_us - 1
+
+
+def _search(case: Case, method: str, seed: int, pace: Pace) -> Search:
     effort = EFFORTS[EFFORT]
-    members = {
-        family.name: FamilySearch(
+    members = [
+        FamilySearch(
             family,
             case.problem,
             case.gpu,
@@ -132,28 +185,10 @@ def replay(case: Case, method: str, seed: int, *, in_flight: int = 1) -> Run:
             history=case.history,
         )
         for family in case.families
-    }
-    stop = effort.least_gain if method == STOPPED else 0.0
-    search = Search(list(members.values()), COMPILED[-1], effort.seeds, stop)
-    leader: tuple[float, float] = (math.inf, math.inf)
-    regrets: dict[int, float] = {}
-    compiled: set[str] = set()
-    timed = 0
-    queue: list[list[Config]] = []
-    while True:
-        while len(queue) < in_flight and (group := search.ask()) is not None:
-            queue.append(group)
-        if not queue:
-            return Run(list(regrets.values()), timed)
-        told = [_timed_again(case.recorded[config], rng) for config in queue.pop(0)]
-        search.tell(told)
-        timed += len(told)
-        compiled.add(members[told[0].config.family].family.compile_digest(told[0].config))
-        for m in told:
-            recorded_us = case.recorded[m.config].latency_us
-            if m.latency_us is not None and recorded_us is not None:
-                leader = min(leader, (m.latency_us, recorded_us))
-        regrets[len(compiled)] = leader[1] / case.best_us - 1
+    ]
+    least = effort.least_gain if pace.least_gain is None else pace.least_gain
+    total = COMPILED[-1] if pace.trials is None else pace.trials * len(members)
+    return Search(members, total, effort.seeds, least if method == STOPPED else 0.0)
 
 
 def _timed_again(m: Measurement, rng: random.Random) -> Measurement:
@@ -164,16 +199,17 @@ def _timed_again(m: Measurement, rng: random.Random) -> Measurement:
     return m.but(latency_us=m.latency_us * math.exp(rng.gauss(0, deviation)))
 
 
+Key = TypeVar("Key")
 _CASES: list[Case] = []
 """What the child processes inherit."""
 
 
-def _run(position: int, method: str, seeds: Iterable[int], in_flight: int) -> list[Run]:
+def _run(position: int, method: str, seeds: Iterable[int], pace: Pace) -> list[Run]:
     if method == "gp":
         import torch
 
         torch.set_num_threads(1)
-    return [replay(_CASES[position], method, seed, in_flight=in_flight) for seed in seeds]
+    return [replay(_CASES[position], method, seed, pace) for seed in seeds]
 
 
 def summarise(runs: Sequence[Run]) -> dict[str, Any]:
@@ -194,6 +230,18 @@ def summarise(runs: Sequence[Run]) -> dict[str, Any]:
     }
 
 
+def summarise_stops(runs: Sequence[Run]) -> dict[str, float]:
+    """What searches that ended by themselves found, and what they compiled for it."""
+    ends = sorted(run.regrets[-1] for run in runs)
+    return {
+        "compiled": statistics.median(len(run.regrets) for run in runs),
+        "rounds": statistics.median(run.rounds for run in runs),
+        "median": statistics.median(ends),
+        "p90": ends[math.ceil(0.9 * len(ends)) - 1],
+        "worst": ends[-1],
+    }
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Replay, write the JSON after every result, print the table.
 
@@ -209,6 +257,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError("seeds and in-flight must be 1 or more")
     check_place(args.json)
     _CASES[:] = cases(cost.read(args.recordings))
+    if args.stopping:
+        return _judge_stops(args)
     document = _resumed(args) or {
         "seeds": args.seeds,
         "in_flight": args.in_flight,
@@ -249,17 +299,56 @@ def _results(
         for position, case in enumerate(_CASES)
         if method not in document["cases"][case.label]["samplers"]
     ]
-    seeds = range(args.seeds)
+    pace = Pace(args.in_flight)
+    works = {(p, m): partial(_run, p, m, range(args.seeds), pace) for p, m in wanted}
+    for (position, method), runs in _together(works, args.jobs):
+        yield position, method, runs
+
+
+def _together(
+    works: Mapping[Key, Callable[[], list[Run]]], jobs: int
+) -> Iterator[tuple[Key, list[Run]]]:
+    """Replays in child processes, as they end."""
     context = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(args.jobs, mp_context=context) as pool:
-        futures = {pool.submit(_run, p, m, seeds, args.in_flight): (p, m) for p, m in wanted}
+    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        futures = {pool.submit(work): key for key, work in works.items()}
         try:
             for future in as_completed(futures):
-                position, method = futures[future]
-                yield position, method, future.result()
+                yield futures[future], future.result()
         except KeyboardInterrupt:
             pool.shutdown(cancel_futures=True)
             raise
+
+
+def _judge_stops(args: argparse.Namespace) -> int:
+    """Replay every problem with every threshold; write the JSON and print a table a problem."""
+    effort = EFFORTS[EFFORT]
+    gains = sorted({*GAINS, effort.least_gain})
+    works = {
+        (position, gain): partial(
+            _run, position, STOPPED, range(args.seeds),
+            Pace(CORES, effort.trials.get(case.problem.op, DEFAULT_TRIALS), gain),
+        )
+        for position, case in enumerate(_CASES)
+        for gain in gains
+    }  # fmt: skip
+    found: dict[int, dict[float, dict[str, float]]] = {}
+    for (position, gain), runs in _together(works, args.jobs):
+        found.setdefault(position, {})[gain] = summarise_stops(runs)
+    document: dict[str, Any] = {"seeds": args.seeds, "cores": CORES, "cases": {}}
+    for position, case in enumerate(_CASES):
+        by_gain = {str(gain): found[position][gain] for gain in gains}
+        document["cases"][case.label] = {"groups": case.groups, "least_gain": by_gain}
+        print(f"\n{case.label}: {case.groups} groups, best {case.best_us:.4g} us")
+        rows = [
+            [gain, f"{stop['compiled']:.0f}", f"{stop['rounds']:.0f}"]
+            + [f"{100 * stop[name]:.2f}" for name in ("median", "p90", "worst")]
+            for gain, stop in by_gain.items()
+        ]
+        print(_table(["least gain", "compiled", "rounds", "regret, %", "p90", "worst"], rows))
+    if args.json is not None:
+        write_json(args.json, document)
+    return DONE
 
 
 def summary(document: Mapping[str, Any], methods: Sequence[str]) -> dict[str, Any]:
@@ -301,6 +390,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument(
         "--in-flight", type=int, default=1, metavar="N", help="groups compiled at once"
+    )
+    parser.add_argument(
+        "--stopping", action="store_true", help="compare thresholds of expected gain instead"
     )
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--json", type=Path, metavar="FILE")
