@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fused_configs import maker
 
 from tuner.artifacts import LoadedKernel, load
 from tuner.compiler import Compiler
-from tuner.config import Config, Value
+from tuner.config import Config
 from tuner.families import family
 from tuner.families.base import KernelSpec
 from tuner.hardware import DEFAULT_GPU
@@ -33,25 +34,7 @@ LENGTHS = {
     "one": ((129,), (127,)),
     "many": ((1, 65, 7) * 50, (63, 7, 300) * 50),
 }
-
-
-def make(groups: int, tile_n: int, buffers: int, **more: Value) -> Config:
-    params: dict[str, Value] = {
-        "warp_groups": groups,
-        "tile_n": tile_n,
-        "kv_stages": 2,
-        "score_buffers": buffers,
-        "q_in_registers": False,
-        "persistent": False,
-        "blocks_per_sm": 1,
-        "splits": 1,
-        "pdl": False,
-        **({"early_exp": 50} if buffers == 1 else {}),
-        **({"ping_pong": True} if buffers == 1 and groups > 1 else {}),
-        **more,
-    }
-    return Config("fused_attention", params)
-
+make = maker(early_exp=50, ping_pong=True)
 
 #: What a kernel is compiled for, and a config: one block a tile, persistent, dynamic.
 KERNELS = {
