@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -79,21 +78,6 @@ def spec_of(epilogue: str) -> KernelSpec:
 def kernels() -> list[KernelSpec]:
     """Compiled from the start; see `conftest.compiler`."""
     return [REFERENCE, *map(spec_of, CASES)]
-
-
-@pytest.fixture(scope="module")
-def device(missing_gpu: str) -> Device:
-    if missing_gpu:
-        pytest.skip(missing_gpu)
-    return Device()
-
-
-@pytest.fixture(scope="module")
-def gate(device: Device, compiler: Compiler) -> Iterator[Gate]:
-    [(_, future)] = compiler.submit([REFERENCE])
-    made = Gate(device, load(future.result()))
-    yield made
-    made.close()
 
 
 def compiled(compiler: Compiler, epilogue: str) -> LoadedKernel:
