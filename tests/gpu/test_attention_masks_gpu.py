@@ -3,15 +3,13 @@ vendors' kernels that have them, and `tuner.attention` with and without a tuned 
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import math
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from fused_configs import maker
+from runtime_gpu import fresh_store, store, this_gpu
 
 from tuner.artifacts import LoadedKernel, load
 from tuner.compiler import Compiler
@@ -19,11 +17,11 @@ from tuner.config import Config
 from tuner.families import family
 from tuner.families.base import KernelSpec
 from tuner.hardware import DEFAULT_GPU
-from tuner.measurement import Measurement, Regime, Status
 from tuner.problem import AttentionProblem
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytestmark = [pytest.mark.gpu, pytest.mark.compile]
+own_store = fresh_store
 
 FAMILY = family("fused_attention")
 LIMITS = {"float16": 6e-4, "bfloat16": 5e-3}
@@ -191,23 +189,10 @@ def test_vendors_compute_the_same_window(kernel: str, window: str) -> None:
     assert float((call(*tensors).double() - wanted).norm() / wanted.norm()) < 1e-3
 
 
-@pytest.fixture
-def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A store of the test's own, and a process that knows nothing."""
-    monkeypatch.setenv("TUNER_STORE", f"sqlite:///{tmp_path / 'store.sqlite'}")
-    monkeypatch.delenv("TUNER_DISABLE", raising=False)
-    table = importlib.import_module("tuner.runtime.table").table
-    table.forget()
-    importlib.import_module("tuner.runtime.counters").stats(reset=True)
-    yield
-    table.forget()
-
-
 def test_a_model_is_served_with_and_without_a_tuned_kernel(
     own_store: None, compiler: Compiler
 ) -> None:
     import tuner
-    from tuner.store import open_store
 
     text, config = WINDOWED["causal"]
     problem = AttentionProblem.parse(f"S=1000,{text},window=100")
@@ -223,23 +208,7 @@ def test_a_model_is_served_with_and_without_a_tuned_kernel(
     assert tuner.stats(reset=True).fallbacks == {"no measured winner": 1}
 
     [(_, future)] = compiler.submit([spec(problem.label(), config)])
-    gpu = importlib.import_module("tuner.runtime.devices").gpu_of(torch.cuda.current_device())
-    regime = Regime.default(problem.op)
-    winner = Measurement(
-        problem=problem,
-        config=config,
-        gpu=gpu,
-        regime=regime,
-        status=Status.OK,
-        latency_us=1.0,
-        rounds=20,
-        is_final=True,
-        created_at="2026-01-01T00:00:00+00:00",
-        artifacts={"attention": future.result().key},
-    )
-    with open_store() as opened:
-        opened.decide(problem, gpu, regime, [winner], "test")
-    importlib.import_module("tuner.runtime.table").table.forget()
+    store(problem, this_gpu(), config, artifacts={"attention": future.result().key})
     for _ in range(2):
         assert error(wanted, window=(100, 0)) < 1e-3
     assert tuner.stats(reset=True).hits == 2
