@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from gating import pass_the_gate
 
 from tuner.artifacts import load
-from tuner.benchmark import WORKSPACE, CompiledSubject
+from tuner.benchmark import CompiledSubject
 from tuner.compiler import Compiler
 from tuner.config import Config, Value
-from tuner.device import Device, Pool
+from tuner.device import Device
 from tuner.families.base import KernelSpec
 from tuner.families.gemm_swiglu import GemmSwiglu
-from tuner.gate import KINDS, REFERENCE, Gate
+from tuner.gate import REFERENCE, Gate
 from tuner.hardware import DEFAULT_GPU
-from tuner.measurement import Status
 from tuner.problem import SwigluProblem
 
 pytestmark = pytest.mark.gpu
@@ -80,12 +80,4 @@ def test_the_gate_passes_it(
     built = compiler.submit(list(specs.values()))
     loaded = {name: load(future.result()) for name, (_, future) in zip(specs, built, strict=True)}
     subject = CompiledSubject(device, SWIGLU, problem, chosen, loaded, 1.0)
-    gate.open(problem, 5)
-    with Pool(device) as pool:
-        own = gate.allocate(pool, WORKSPACE, subject.workspace_bytes)
-        for kind in KINDS[problem.op]:
-            gate.load(kind)
-            gate.arm([own])
-            subject.bind({**gate.pointers, WORKSPACE: own.pointer}, 1.0)()
-            verdict = gate.examine([own])
-            assert verdict.status is Status.OK, verdict.log
+    pass_the_gate(device, gate, problem, subject)
