@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from fused_configs import maker
-from runtime_gpu import fresh_store, store, this_gpu
+from runtime_gpu import forget, fresh_store, store, this_gpu
 
 from tuner.artifacts import LoadedKernel, load
 from tuner.compiler import Compiler
@@ -209,6 +209,7 @@ def test_a_model_is_served_with_and_without_a_tuned_kernel(
 
     [(_, future)] = compiler.submit([spec(problem.label(), config)])
     store(problem, this_gpu(), config, artifacts={"attention": future.result().key})
+    forget()
     for _ in range(2):
         assert error(wanted, window=(100, 0)) < 1e-3
     assert tuner.stats(reset=True).hits == 2

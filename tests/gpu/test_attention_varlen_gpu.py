@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from fused_configs import maker
-from runtime_gpu import fresh_store, store, this_gpu
+from runtime_gpu import forget, fresh_store, store, this_gpu
 
 from tuner.artifacts import LoadedKernel, load
 from tuner.compiler import Compiler
@@ -181,6 +181,7 @@ def test_a_call_is_served_with_and_without_a_tuned_kernel(
 
     [(_, future)] = compiler.submit([spec(text, config)])
     store(problem, this_gpu(), config, artifacts={"attention": future.result().key})
+    forget()
     for _ in range(2):
         assert error() < 1e-3
     assert tuner.stats(reset=True).hits == 2

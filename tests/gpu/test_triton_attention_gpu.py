@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from runtime_gpu import TOLERANCE, fresh_store, inputs, part, store, this_gpu
+from runtime_gpu import TOLERANCE, forget, fresh_store, inputs, part, store, this_gpu
 
 from tuner.compiler import Compiler
 from tuner.config import Config
@@ -116,6 +116,7 @@ def decide(problem: AttentionProblem, compiler: Compiler) -> None:
     config = chosen(problem, detect() or DEFAULT_GPU)[0]
     futures = compiler.submit(list(FAMILY.kernels(problem, config).values()))
     store(problem, this_gpu(), config, artifacts={"attention": futures[0][1].result().key})
+    forget()
 
 
 def reference(problem: AttentionProblem, tensors: list[Any], scale: float) -> tuple[Any, Any]:
