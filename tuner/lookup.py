@@ -11,7 +11,6 @@ time does not change on a commit). Safe to call from several threads and after a
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import sqlite3
@@ -20,15 +19,14 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
-from urllib.parse import quote
+from typing import TYPE_CHECKING, Any
 
 from tuner import resources, settings
 from tuner.errors import ConfigError, StoreError
 from tuner.hardware import DEFAULT_GPU, Gpu, gpu_by_name
 from tuner.measurement import Environment, Measurement, Provenance, Regime, Status
 from tuner.problem import Problem
-from tuner.store.base import REVISION, sqlite_file
+from tuner.store.base import sqlite_file
 from tuner.store.entry import (
     BEST_COLUMNS,
     MEASUREMENT_COLUMNS,
@@ -40,7 +38,8 @@ from tuner.store.entry import (
     sort_key,
 )
 from tuner.store.exchange import trusted_entries
-from tuner.store.faults import newer_schema, store_error, unreadable_row
+from tuner.store.faults import unreadable_row
+from tuner.store.reading import StoreFile
 
 if TYPE_CHECKING:
     from tuner.rule import Choice
@@ -63,10 +62,6 @@ __all__ = [
 
 SHIPPED = "shipped"
 """`Entry.origin` of the decisions under ``cache/tuned/``."""
-
-BUSY_TIMEOUT_S = 0.2
-"""Under write-ahead logging readers wait for nobody but a recovery after a crash, and a call of a
-model must not wait longer."""
 
 _MAX_ANSWERS = 65536
 """Answers kept, misses among them, so that a server of ever new shapes stays small."""
@@ -378,16 +373,12 @@ def _ruled(problem: Problem, gpu: Gpu, regime: Regime, allow_other_gpu: bool) ->
 
 
 class _Reader:
-    """One SQLite file, read through one connection that stays open."""
+    """The answers of one SQLite file, kept until it changes."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._file = StoreFile(path, self._forget)
         self._lock = threading.Lock()
-        self._connection: sqlite3.Connection | None = None
-        self._file: tuple[int, ...] = ()
-        self._is_immutable = False
-        self._version = -1
-        self._has_tables = False
         self._stamp: Hashable = None
         self._answers: dict[tuple[Problem, str, Regime, bool], Answer | None] = {}
         self._classes: dict[tuple[str, str, Regime], list[Problem]] = {}
@@ -400,7 +391,7 @@ class _Reader:
     ) -> Answer | None:
         key = (problem, identity, regime, allow_other_gpu)
         with self._lock:
-            self._refresh()
+            self._file.refresh()
             if key not in self._answers:
                 if len(self._answers) >= _MAX_ANSWERS:
                     self._answers.clear()
@@ -413,47 +404,37 @@ class _Reader:
 
     def all(self) -> list[Entry]:
         with self._lock:
-            self._refresh()
+            self._file.refresh()
             builds: dict[str, dict[str, dict[str, str]]] = {}
-            for problem, config, artifacts in self._select(_ALL_BUILDS) if self._has_tables else ():
+            for problem, config, artifacts in (
+                self._file.select(_ALL_BUILDS) if self._file.has_tables else ()
+            ):
                 builds.setdefault(problem, {})[config] = json.loads(artifacts)
             return with_shipped(self._entries("", ()), builds)
 
     def decided(self) -> Mapping[str, Hashable]:
         with self._lock:
-            self._refresh()
+            self._file.refresh()
             found: dict[str, list[Any]] = {}
-            for key, *what in self._select(_DECIDED) if self._has_tables else ():
+            for key, *what in self._file.select(_DECIDED) if self._file.has_tables else ():
                 found.setdefault(key, []).append(tuple(what))
             return {key: tuple(sorted(values)) for key, values in found.items()}
 
     def decided_stamp(self) -> Hashable:
         with self._lock:
-            self._refresh()
+            self._file.refresh()
             if self._stamp is None:
-                self._stamp = self._select(_STAMP)[0] if self._has_tables else ()
+                self._stamp = self._file.select(_STAMP)[0] if self._file.has_tables else ()
             return self._stamp
 
     def copy_into(self, target: sqlite3.Connection) -> bool:
         with self._lock:
-            self._refresh()
-            if self._connection is None or not self._has_tables:
-                return False
-            try:
-                self._connection.backup(target)
-            except sqlite3.Error as exc:
-                self._fail(exc)
-            return True
+            self._file.refresh()
+            return self._file.copy_into(target)
 
     def close(self) -> sqlite3.Connection | None:
         """Forget everything; returns the connection, still open."""
-        connection, self._connection = self._connection, None
-        self._file = ()
-        self._is_immutable = False
-        self._version = -1
-        self._has_tables = False
-        self._forget()
-        return connection
+        return self._file.close()
 
     def _forget(self) -> None:
         """Drop what was read from the file."""
@@ -464,15 +445,15 @@ class _Reader:
 
     def _candidates(self, problem: Problem, regime: Regime) -> list[Entry]:
         shipped_ones = _shipped_index().get((problem, regime), [])
-        if not self._has_tables:
+        if not self._file.has_tables:
             return shipped_ones
         stored = self._entries(" WHERE problem = ? AND regime = ?", (problem.key, str(regime)))
-        builds = self._select(_BUILDS, (problem.key,)) if shipped_ones else []
+        builds = self._file.select(_BUILDS, (problem.key,)) if shipped_ones else []
         return stored + _with_builds(shipped_ones, {k: json.loads(v) for k, v in builds})
 
     def _nearest(self, problem: Problem, identity: str, regime: Regime) -> Answer | None:
         """What the nearest tuned problem lends, None where none lends anything."""
-        if not self._has_tables:  # nothing has passed anywhere but where it was tuned
+        if not self._file.has_tables:  # nothing has passed anywhere but where it was tuned
             return None
         from tuner import nearest
 
@@ -488,7 +469,7 @@ class _Reader:
         """The problems of a class with a measured decision, shipped ones too."""
         key = (pattern, identity, regime)
         if key not in self._classes:
-            rows = self._select(_OF_CLASS, (pattern, identity, str(regime)))
+            rows = self._file.select(_OF_CLASS, (pattern, identity, str(regime)))
             try:
                 known = [problem_from_row(text) for (text,) in rows]
             except (ValueError, TypeError, KeyError) as exc:
@@ -523,120 +504,20 @@ class _Reader:
         query = _QUICK.format(
             problems=", ".join("?" * len(keys)), configs=", ".join("?" * len(digests))
         )
-        rows = self._select(query, (*keys, *digests, entry.gpu.identity, str(entry.regime)))
+        rows = self._file.select(query, (*keys, *digests, entry.gpu.identity, str(entry.regime)))
         try:
             return [from_row(dict(zip(MEASUREMENT_COLUMNS, row, strict=True))) for row in rows]
         except (ValueError, TypeError, KeyError) as exc:
             raise unreadable_row(str(self._path), exc) from exc
 
     def _entries(self, where: str, values: tuple[str, ...]) -> list[Entry]:
-        if not self._has_tables:
+        if not self._file.has_tables:
             return []
-        rows = self._select(_SELECT + where + _ORDER, values)
+        rows = self._file.select(_SELECT + where + _ORDER, values)
         try:
             return entries_from_rows(dict(zip(BEST_COLUMNS, row, strict=True)) for row in rows)
         except (ValueError, TypeError, KeyError) as exc:
             raise unreadable_row(str(self._path), exc) from exc
-
-    def _select(self, query: str, values: tuple[str, ...] = ()) -> list[tuple[Any, ...]]:
-        if self._connection is None:
-            return []
-        try:
-            return self._connection.execute(query, values).fetchall()
-        except sqlite3.Error as exc:
-            self._fail(exc)
-
-    def _fail(self, exc: sqlite3.Error) -> NoReturn:
-        # The next call opens the file again: it may have been mended or replaced.
-        if connection := self.close():
-            connection.close()
-        raise store_error(str(self._path), exc) from exc
-
-    def _refresh(self) -> None:
-        """Open, reopen or close the file as it comes and goes; drop what a commit made old."""
-        try:
-            status = self._path.stat()
-        except (FileNotFoundError, NotADirectoryError):
-            if connection := self.close():
-                connection.close()
-            return
-        except OSError as exc:
-            raise StoreError(f"store {self._path} cannot be read: {exc.strerror}") from exc
-        # While the old file is held open its number cannot be given to a new one.
-        if self._connection is None or self._file != self._identify(status):
-            if connection := self.close():
-                connection.close()
-            if self._path.is_dir():
-                raise StoreError(f"store {self._path} is a folder; name a file in it")
-            self._connection = self._open()
-            self._file = self._identify(status)
-        version = self._select("PRAGMA data_version")[0][0]
-        if version != self._version:
-            self._forget()
-            self._has_tables = self._check_schema()
-            self._version = version
-
-    def _identify(self, status: os.stat_result) -> tuple[int, ...]:
-        """What must stay the same for the open connection to be good."""
-        if not self._is_immutable:
-            return status.st_dev, status.st_ino
-        # SQLite does not look whether such a file changes: its own times must tell.
-        has_wal = self._wal.exists()
-        return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size, has_wal
-
-    @property
-    def _wal(self) -> Path:
-        return Path(f"{self._path}-wal")
-
-    def _open(self) -> sqlite3.Connection:
-        address = f"file:{quote(str(self._path.resolve()))}?mode=ro"
-        try:
-            return _connect(address)
-        except sqlite3.Error as exc:
-            # On a read-only medium SQLite cannot make the files beside a database in WAL mode;
-            # where none lies there nothing is missed by reading the file alone.
-            if os.access(self._path, os.R_OK) and not self._wal.exists():
-                with contextlib.suppress(sqlite3.Error):
-                    connection = _connect(f"{address}&immutable=1")
-                    self._is_immutable = True
-                    return connection
-            raise store_error(str(self._path), exc) from exc
-
-    def _check_schema(self) -> bool:
-        """Whether there are tables; false in a file that is being made just now.
-
-        Raises:
-            StoreError: when they are another program's or of another revision.
-        """
-        tables = {name for (name,) in self._select("SELECT name FROM sqlite_master")}
-        if not tables:
-            return False
-        where = str(self._path)
-        if "tuner_version" not in tables:
-            raise StoreError(f"store {where} is the database of another program; name another file")
-        rows = self._select("SELECT version_num FROM tuner_version")
-        revision = rows[0][0] if rows else ""
-        if revision > REVISION:
-            raise newer_schema(where, revision, REVISION)
-        if revision < REVISION:
-            raise StoreError(
-                f"store {where} has schema {revision}, this program reads {REVISION}: "
-                "any `tuner export`, `tuner import` or `tuner sweep` upgrades it"
-            )
-        return True
-
-
-def _connect(address: str) -> sqlite3.Connection:
-    connection = sqlite3.connect(
-        address, uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
-    )
-    try:
-        # The file is opened by the first statement that reads it.
-        connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
-    except sqlite3.Error:
-        connection.close()
-        raise
-    return connection
 
 
 def _with_builds(found: Iterable[Entry], builds: Mapping[str, Mapping[str, str]]) -> list[Entry]:

@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from fused_configs import maker
 
 from tuner.artifacts import load
 from tuner.compiler import Compiler
@@ -20,27 +21,7 @@ from tuner.toolchain import find_toolchain, include_dirs
 pytestmark = [pytest.mark.compile, pytest.mark.timeout(900)]
 
 FAMILY = FusedAttention()
-
-
-def make(groups: int, tile_n: int, **more: Value) -> Config:
-    params: dict[str, Value] = {
-        "warp_groups": groups,
-        "tile_n": tile_n,
-        "kv_stages": 2,
-        "score_buffers": 1,
-        "q_in_registers": False,
-        "persistent": False,
-        "blocks_per_sm": 1,
-        "splits": 1,
-        "pdl": False,
-        **more,
-    }
-    if params["score_buffers"] == 1:
-        params.setdefault("early_exp", 0)
-        if groups > 1:
-            params.setdefault("ping_pong", True)
-    return Config("fused_attention", params)
-
+make = maker(ping_pong=True)
 
 #: Between them both values of every lever; the second one hands out its tiles by a counter, the
 #: others' WGMMAs are of widths that the template writes out.

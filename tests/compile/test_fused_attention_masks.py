@@ -13,9 +13,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from fused_configs import maker
 
 from tuner.compiler import Compiler
-from tuner.config import Config, Value
+from tuner.config import Config
 from tuner.families.fused_attention import FusedAttention
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import AttentionProblem
@@ -27,25 +28,7 @@ pytestmark = [pytest.mark.compile, pytest.mark.timeout(900)]
 FAMILY = FusedAttention()
 LENGTHS = (1, 7, 63, 65, 129, 300)
 SIDES = (-1, 0, 1, 7, 64, 100)
-
-
-def make(groups: int, tile_n: int, buffers: int, **more: Value) -> Config:
-    params: dict[str, Value] = {
-        "warp_groups": groups,
-        "tile_n": tile_n,
-        "kv_stages": 2,
-        "score_buffers": buffers,
-        "q_in_registers": False,
-        "persistent": False,
-        "blocks_per_sm": 1,
-        "splits": 1,
-        "pdl": False,
-        **({"early_exp": 0} if buffers == 1 else {}),
-        **({"ping_pong": True} if buffers == 1 and groups > 1 else {}),
-        **more,
-    }
-    return Config("fused_attention", params)
-
+make = maker(ping_pong=True)
 
 #: Rendered by (windowed, causal, grouped heads); sizes and sides are arguments of a launch.
 CONFIGS = [

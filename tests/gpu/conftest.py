@@ -1,4 +1,6 @@
-"""What the tests on a GPU share: one compiler, with the planted templates beside the real ones."""
+"""What the tests on a GPU share: one compiler, with the planted templates beside the real ones, and
+the gate on the GPU.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,10 @@ from typing import Any
 import pytest
 
 from tuner import resources
-from tuner.artifacts import ArtifactCache
+from tuner.artifacts import ArtifactCache, load
 from tuner.compiler import Compiler
-from tuner.device import detect
+from tuner.device import Device, detect
+from tuner.gate import REFERENCE, Gate
 from tuner.hardware import DEFAULT_GPU
 from tuner.toolchain import find_toolchain
 
@@ -62,6 +65,23 @@ def modules(session: pytest.Session) -> list[Any]:
         if isinstance(item, pytest.Function) and item.path.parent == HERE
     )
     return list(found)
+
+
+@pytest.fixture(scope="module")
+def device(missing_gpu: str) -> Device:
+    """The GPU."""
+    if missing_gpu:
+        pytest.skip(missing_gpu)
+    return Device()
+
+
+@pytest.fixture(scope="module")
+def gate(device: Device, compiler: Compiler) -> Iterator[Gate]:
+    """The gate on it."""
+    [(_, future)] = compiler.submit([REFERENCE])
+    made = Gate(device, load(future.result()))
+    yield made
+    made.close()
 
 
 @pytest.fixture(scope="session")

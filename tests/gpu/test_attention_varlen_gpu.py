@@ -3,26 +3,27 @@ log-sum-exp, FlashAttention-2, the gate, and `tuner.attention_varlen` with and w
 
 from __future__ import annotations
 
-import importlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
+from fused_configs import maker
+from runtime_gpu import forget, fresh_store, store, this_gpu
 
 from tuner.artifacts import LoadedKernel, load
 from tuner.compiler import Compiler
-from tuner.config import Config, Value
+from tuner.config import Config
 from tuner.families import family
 from tuner.families.base import KernelSpec
 from tuner.hardware import DEFAULT_GPU
-from tuner.measurement import Measurement, Regime, Status
+from tuner.measurement import Status
 from tuner.problem import AttentionProblem
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytestmark = [pytest.mark.gpu, pytest.mark.compile]
+own_store = fresh_store
 
 FAMILY = family("fused_attention")
 LIMITS = {"float16": 6e-4, "bfloat16": 5e-3}
@@ -33,25 +34,7 @@ LENGTHS = {
     "one": ((129,), (127,)),
     "many": ((1, 65, 7) * 50, (63, 7, 300) * 50),
 }
-
-
-def make(groups: int, tile_n: int, buffers: int, **more: Value) -> Config:
-    params: dict[str, Value] = {
-        "warp_groups": groups,
-        "tile_n": tile_n,
-        "kv_stages": 2,
-        "score_buffers": buffers,
-        "q_in_registers": False,
-        "persistent": False,
-        "blocks_per_sm": 1,
-        "splits": 1,
-        "pdl": False,
-        **({"early_exp": 50} if buffers == 1 else {}),
-        **({"ping_pong": True} if buffers == 1 and groups > 1 else {}),
-        **more,
-    }
-    return Config("fused_attention", params)
-
+make = maker(early_exp=50, ping_pong=True)
 
 #: What a kernel is compiled for, and a config: one block a tile, persistent, dynamic.
 KERNELS = {
@@ -177,23 +160,10 @@ def test_flash2_computes_the_same() -> None:
     assert float((out.double() - wanted).norm() / wanted.norm()) < 1e-3
 
 
-@pytest.fixture
-def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A store of the test's own, and a process that knows nothing."""
-    monkeypatch.setenv("TUNER_STORE", f"sqlite:///{tmp_path / 'store.sqlite'}")
-    monkeypatch.delenv("TUNER_DISABLE", raising=False)
-    table = importlib.import_module("tuner.runtime.table").table
-    table.forget()
-    importlib.import_module("tuner.runtime.counters").stats(reset=True)
-    yield
-    table.forget()
-
-
 def test_a_call_is_served_with_and_without_a_tuned_kernel(
     own_store: None, compiler: Compiler
 ) -> None:
     import tuner
-    from tuner.store import open_store
 
     text, config = KERNELS["causal"]
     lengths = LENGTHS["equal"]
@@ -210,23 +180,8 @@ def test_a_call_is_served_with_and_without_a_tuned_kernel(
     assert tuner.stats(reset=True).fallbacks == {"no measured winner": 1}
 
     [(_, future)] = compiler.submit([spec(text, config)])
-    gpu = importlib.import_module("tuner.runtime.devices").gpu_of(torch.cuda.current_device())
-    regime = Regime.default(problem.op)
-    winner = Measurement(
-        problem=problem,
-        config=config,
-        gpu=gpu,
-        regime=regime,
-        status=Status.OK,
-        latency_us=1.0,
-        rounds=20,
-        is_final=True,
-        created_at="2026-01-01T00:00:00+00:00",
-        artifacts={"attention": future.result().key},
-    )
-    with open_store() as opened:
-        opened.decide(problem, gpu, regime, [winner], "test")
-    importlib.import_module("tuner.runtime.table").table.forget()
+    store(problem, this_gpu(), config, artifacts={"attention": future.result().key})
+    forget()
     for _ in range(2):
         assert error() < 1e-3
     assert tuner.stats(reset=True).hits == 2

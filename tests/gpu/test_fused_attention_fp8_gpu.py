@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 from fused_attention_proof import binding
 from fused_attention_proof.cases import Case
+from fused_configs import maker
 
 from tuner.benchmark import WORKSPACE, CompiledSubject, import_torch
 from tuner.compiler import Compiler
-from tuner.config import Config, Value
+from tuner.config import Config
 from tuner.device import Device
 from tuner.families import family
 from tuner.families.base import LSE, KernelSpec
@@ -32,27 +33,7 @@ FAMILY = family("fused_attention")
 #: Over the error of FlashAttention-3's arithmetic, beside what the accumulators cut off: both
 #: round probabilities alike, but tiles and so running maxima differ.
 PEER_MARGIN = 1.05
-
-
-def make(groups: int, tile_n: int, **more: Value) -> Config:
-    params: dict[str, Value] = {
-        "warp_groups": groups,
-        "tile_n": tile_n,
-        "kv_stages": 2,
-        "score_buffers": 1,
-        "q_in_registers": False,
-        "persistent": False,
-        "blocks_per_sm": 1,
-        "splits": 1,
-        "pdl": False,
-        **more,
-    }
-    if params["score_buffers"] == 1:
-        params.setdefault("early_exp", 50)
-        if groups > 1:
-            params.setdefault("ping_pong", True)
-    return Config("fused_attention", params)
-
+make = maker(early_exp=50, ping_pong=True)
 
 WIDE = make(2, 224, persistent=True)
 GROUPED = make(2, 224, persistent=True, packed_heads=1)
@@ -105,12 +86,9 @@ class Inputs:
 
 
 @pytest.fixture(scope="module")
-def device(missing_gpu: str) -> Device:
-    if missing_gpu:
-        pytest.skip(missing_gpu)
-    made = Device()
-    import_torch(made)
-    return made
+def device(device: Device) -> Device:
+    import_torch(device)
+    return device
 
 
 @pytest.fixture(scope="module")

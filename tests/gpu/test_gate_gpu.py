@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from tuner import benchmark
-from tuner.artifacts import load
 from tuner.benchmark import Entrant, Stopwatch, Subject
-from tuner.compiler import Compiler
 from tuner.device import Device, Pool, detect, read_clocks
 from tuner.families.base import KernelSpec
 from tuner.gate import KINDS, REFERENCE, Gate, scale_of
@@ -57,21 +55,6 @@ PROBLEMS = [
 def kernels() -> list[KernelSpec]:
     """Compiled from the start; see `conftest.compiler`."""
     return [REFERENCE]
-
-
-@pytest.fixture(scope="module")
-def device(missing_gpu: str) -> Device:
-    if missing_gpu:
-        pytest.skip(missing_gpu)
-    return Device()
-
-
-@pytest.fixture(scope="module")
-def gate(device: Device, compiler: Compiler) -> Iterator[Gate]:
-    [(_, future)] = compiler.submit([REFERENCE])
-    made = Gate(device, load(future.result()))
-    yield made
-    made.close()
 
 
 def read(device: Device, pointer: int, operand: Operand, dtype: str | None = None) -> Any:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from gating import pass_the_gate
 
 from tuner.artifacts import LoadedKernel, load
-from tuner.benchmark import WORKSPACE, CompiledSubject
+from tuner.benchmark import CompiledSubject
 from tuner.compiler import Compiler
 from tuner.config import Config, Value
 from tuner.device import Device, Pool
 from tuner.families.base import KernelSpec, Ref
 from tuner.families.gemm import Gemm, gemm_launch
-from tuner.gate import KINDS, REFERENCE, Gate
+from tuner.gate import REFERENCE, Gate
 from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Status
 from tuner.problem import EPILOGUES, GemmProblem
@@ -81,21 +81,6 @@ def kernels() -> list[KernelSpec]:
     return [REFERENCE, *map(spec_of, CASES)]
 
 
-@pytest.fixture(scope="module")
-def device(missing_gpu: str) -> Device:
-    if missing_gpu:
-        pytest.skip(missing_gpu)
-    return Device()
-
-
-@pytest.fixture(scope="module")
-def gate(device: Device, compiler: Compiler) -> Iterator[Gate]:
-    [(_, future)] = compiler.submit([REFERENCE])
-    made = Gate(device, load(future.result()))
-    yield made
-    made.close()
-
-
 def compiled(compiler: Compiler, epilogue: str) -> LoadedKernel:
     [(_, future)] = compiler.submit([spec_of(epilogue)])
     return load(future.result())
@@ -120,15 +105,7 @@ def test_the_gate_passes_it(
     problem, chosen = problem_of(epilogue, size), CASES[epilogue][2]
     loaded = {"gemm": compiled(compiler, epilogue)}
     subject = CompiledSubject(device, GEMM, problem, chosen, loaded, 1.0)
-    gate.open(problem, 5)
-    with Pool(device) as pool:
-        own = gate.allocate(pool, WORKSPACE, subject.workspace_bytes)
-        for kind in KINDS[problem.op]:
-            gate.load(kind)
-            gate.arm([own])
-            subject.bind({**gate.pointers, WORKSPACE: own.pointer}, 1.0)()
-            verdict = gate.examine([own])
-            assert verdict.status is Status.OK, verdict.log
+    pass_the_gate(device, gate, problem, subject)
 
 
 def test_the_gate_misses_a_part_that_is_zero(

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from gating import pass_the_gate
 
 from tuner.artifacts import load
-from tuner.benchmark import WORKSPACE, CompiledSubject
+from tuner.benchmark import CompiledSubject
 from tuner.compiler import Compiler
 from tuner.config import Config, Value
-from tuner.device import Device, Pool
+from tuner.device import Device
 from tuner.families.base import KernelSpec
 from tuner.families.gemm_swiglu import GemmSwiglu
-from tuner.gate import KINDS, REFERENCE, Gate
+from tuner.gate import REFERENCE, Gate
 from tuner.hardware import DEFAULT_GPU
-from tuner.measurement import Status
 from tuner.problem import SwigluProblem
 
 pytestmark = pytest.mark.gpu
@@ -69,21 +68,6 @@ def kernels() -> list[KernelSpec]:
     return [REFERENCE, *specs]
 
 
-@pytest.fixture(scope="module")
-def device(missing_gpu: str) -> Device:
-    if missing_gpu:
-        pytest.skip(missing_gpu)
-    return Device()
-
-
-@pytest.fixture(scope="module")
-def gate(device: Device, compiler: Compiler) -> Iterator[Gate]:
-    [(_, future)] = compiler.submit([REFERENCE])
-    made = Gate(device, load(future.result()))
-    yield made
-    made.close()
-
-
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_the_gate_passes_it(
@@ -96,12 +80,4 @@ def test_the_gate_passes_it(
     built = compiler.submit(list(specs.values()))
     loaded = {name: load(future.result()) for name, (_, future) in zip(specs, built, strict=True)}
     subject = CompiledSubject(device, SWIGLU, problem, chosen, loaded, 1.0)
-    gate.open(problem, 5)
-    with Pool(device) as pool:
-        own = gate.allocate(pool, WORKSPACE, subject.workspace_bytes)
-        for kind in KINDS[problem.op]:
-            gate.load(kind)
-            gate.arm([own])
-            subject.bind({**gate.pointers, WORKSPACE: own.pointer}, 1.0)()
-            verdict = gate.examine([own])
-            assert verdict.status is Status.OK, verdict.log
+    pass_the_gate(device, gate, problem, subject)

@@ -6,13 +6,12 @@ compile.
 
 from __future__ import annotations
 
-import importlib
 import random
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
+from runtime_gpu import TOLERANCE, forget, fresh_store, inputs, part, store, this_gpu
 
 from tuner.compiler import Compiler
 from tuner.config import Config
@@ -20,7 +19,7 @@ from tuner.device import detect
 from tuner.families.base import KernelSpec
 from tuner.families.triton_attention import TritonAttention
 from tuner.hardware import DEFAULT_GPU, Gpu
-from tuner.measurement import Measurement, Regime, Status
+from tuner.measurement import Regime, Status
 from tuner.problem import AttentionProblem
 from tuner.runners.local import LocalRunner
 
@@ -30,6 +29,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(bool(FAMILY.lacks()), reason=FAMILY.lacks() or "Triton is here"),
 ]
+own_store = fresh_store
 
 #: Every head dimension's way (padded, divisible by 8 alone), masks, groups, lengths that fill no
 #: tile, one query, layouts, more keys than queries under a mask and fewer.
@@ -53,7 +53,6 @@ PROBLEMS = [
     )
 ]
 SERVED = [PROBLEMS[index] for index in (0, 3, 4, 9)]
-TOLERANCE = {"float16": 1e-3, "bfloat16": 8e-3}
 
 
 def chosen(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
@@ -112,57 +111,12 @@ def test_it_is_timed_beside_a_vendor(runner: LocalRunner) -> None:
     assert own.is_final and own.rounds > 0
 
 
-def part(name: str) -> Any:
-    """A module of the runtime; the package gives some of these names to functions."""
-    return importlib.import_module(f"tuner.runtime.{name}")
-
-
-@pytest.fixture
-def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A store of the test's own beside the shared artifacts, and a process that knows nothing."""
-    monkeypatch.setenv("TUNER_STORE", f"sqlite:///{tmp_path / 'store.sqlite'}")
-    monkeypatch.delenv("TUNER_DISABLE", raising=False)
-    forget()
-    yield
-    forget()
-
-
-def forget() -> None:
-    part("table").table.forget()
-    part("counters").stats(reset=True)
-
-
 def decide(problem: AttentionProblem, compiler: Compiler) -> None:
     """The family's most promising config won."""
-    from tuner.store import open_store
-
-    gpu = part("devices").gpu_of(torch.cuda.current_device())
     config = chosen(problem, detect() or DEFAULT_GPU)[0]
     futures = compiler.submit(list(FAMILY.kernels(problem, config).values()))
-    winner = Measurement(
-        problem=problem,
-        config=config,
-        gpu=gpu,
-        regime=Regime.default(problem.op),
-        status=Status.OK,
-        latency_us=1.0,
-        rounds=20,
-        is_final=True,
-        created_at="2026-01-01T00:00:00+00:00",
-        artifacts={"attention": futures[0][1].result().key},
-    )
-    with open_store() as store:
-        store.decide(problem, gpu, winner.regime, [winner], "test")
+    store(problem, this_gpu(), config, artifacts={"attention": futures[0][1].result().key})
     forget()
-
-
-def inputs(problem: AttentionProblem) -> list[Any]:
-    made = []
-    for operand in problem.operands[:-1]:
-        dtype = getattr(torch, operand.dtype)
-        tensor = torch.empty_strided(operand.shape, operand.strides, dtype=dtype, device="cuda")
-        made.append(tensor.copy_(torch.randn(operand.shape, device="cuda")))
-    return made
 
 
 def reference(problem: AttentionProblem, tensors: list[Any], scale: float) -> tuple[Any, Any]:

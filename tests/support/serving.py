@@ -9,13 +9,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tuner.config import Config
 from tuner.hardware import GPUS
 from tuner.measurement import Environment, Measurement, Regime, Status
 from tuner.problem import AttentionProblem, Problem
-from tuner.store import Store
+from tuner.store import Store, open_store
 
 H200, WARM = GPUS["H200"], Regime("graph", "warm")
 SHAPE = "S=640,D=64"
@@ -43,6 +46,14 @@ def measured(latency_us: float = 12.0, problem: Problem = PROBLEM, **changes: An
 def decide(store: Store, *ranking: Measurement) -> None:
     first = ranking[0]
     store.decide(first.problem, first.gpu, first.regime, ranking, "sweep1")
+
+
+@pytest.fixture
+def served_store(tmp_path: Path) -> Iterator[Store]:
+    """A store with one decision, in the test's folder."""
+    with open_store(str(tmp_path / "served.sqlite")) as made:
+        decide(made, measured())
+        yield made
 
 
 def error(answer: Any, status: int) -> str:

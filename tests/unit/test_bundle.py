@@ -17,7 +17,7 @@ import pytest
 
 from tuner import bundle
 from tuner.artifacts import ArtifactCache
-from tuner.bundle import install, pack
+from tuner.bundle import install, installing, pack
 from tuner.cli import main
 from tuner.cli.entries import unservable
 from tuner.config import Config
@@ -430,8 +430,8 @@ class TestWhatIsRefused:
     def test_a_member_too_large(
         self, packed: Path, user: Machine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        limits = [(names, min(most, 300)) for names, most in bundle._MEMBERS]
-        monkeypatch.setattr(bundle, "_MEMBERS", limits)
+        limits = [(names, min(most, 300)) for names, most in installing.MEMBERS]
+        monkeypatch.setattr(installing, "MEMBERS", limits)
         self.refused(user, packed, r"bytes \(allowed: 300\)")
 
     def test_a_library_that_is_none(self, maker: Machine, user: Machine, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from gemm_configs import tile
 
 from tuner.cli import main
 from tuner.config import Config
@@ -23,26 +24,6 @@ from tuner.store import open_store
 REGIME = Regime.default("gemm")
 GEMM = family("gemm")
 CUBLAS = Config("vendor_blas", {"kernel": "cublas"})
-
-
-def tile(tile_m: int, tile_n: int) -> Config:
-    return Config(
-        "gemm",
-        {
-            "tile_m": tile_m,
-            "tile_n": tile_n,
-            "tile_k": 64,
-            "cluster_m": 1,
-            "cluster_n": 1,
-            "kernel_schedule": "TmaWarpSpecializedPingpong",
-            "epilogue_schedule": "TmaWarpSpecialized",
-            "swap_ab": False,
-            "raster_order": "AlongN",
-            "max_swizzle_size": 1,
-        },
-    )
-
-
 SMALL, LARGE = tile(64, 64), tile(128, 128)
 
 

@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 
 import pytest
+from fused_configs import maker
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -47,28 +48,7 @@ OLD = Config(
     },
 )
 
-
-def make(groups: int, tile_n: int, **more: Value) -> Config:
-    """A well-formed config for heads that are not grouped; what may be off is off."""
-    params: dict[str, Value] = {
-        "warp_groups": groups,
-        "tile_n": tile_n,
-        "kv_stages": 2,
-        "score_buffers": 1,
-        "q_in_registers": False,
-        "persistent": False,
-        "blocks_per_sm": 1,
-        "splits": 1,
-        "pdl": False,
-        **more,
-    }
-    if params["splits"] > 1:
-        params.setdefault("combine", "kernel")
-    if params["score_buffers"] == 1:
-        params.setdefault("early_exp", 0)
-        if groups > 1:
-            params.setdefault("ping_pong", False)
-    return Config("fused_attention", params)
+make = maker()
 
 
 def without(config: Config, name: str) -> Config:

@@ -21,7 +21,7 @@ from tuner.hardware import DEFAULT_GPU, GPUS, Gpu
 from tuner.lookup import Answer, decided, decided_stamp, entries, find_gpu, lookup
 from tuner.measurement import Environment, Measurement, Provenance, Regime, Status
 from tuner.problem import AttentionProblem, GemmProblem
-from tuner.store import Entry, Store, open_store
+from tuner.store import Entry, Store, open_store, reading
 
 # The package shows the function under this name.
 MODULE = importlib.import_module("tuner.lookup")
@@ -277,7 +277,7 @@ class TestFreshness:
 
     def test_a_read_only_medium(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """There SQLite opens a database in WAL mode as an immutable file only."""
-        connect = MODULE._connect
+        connect = reading._connect
 
         def refuse(address: str) -> sqlite3.Connection:
             if "immutable" not in address:
@@ -285,7 +285,7 @@ class TestFreshness:
             connection: sqlite3.Connection = connect(address)
             return connection
 
-        monkeypatch.setattr(MODULE, "_connect", refuse)
+        monkeypatch.setattr(reading, "_connect", refuse)
         for latency in (13.0, 14.0):
             with open_store(str(path)) as store:
                 decide(store, measured(latency))
@@ -354,15 +354,15 @@ path = Path({str(path)!r})
 def ask():
     return lookup(AttentionProblem(1024, 1024, 64), gpu="H200", path=path).entry.winner.latency_us
 assert ask() == 13.0
-mine = module._reader(path)._connection
+mine = module._reader(path)._file._connection
 module._readers_lock.acquire()  # held by another thread, say
 child = os.fork()
 if child == 0:
-    right = ask() == 13.0 and module._reader(path)._connection is not mine
+    right = ask() == 13.0 and module._reader(path)._file._connection is not mine
     os._exit(0 if right else 1)
 module._readers_lock.release()
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-assert ask() == 13.0 and module._reader(path)._connection is mine
+assert ask() == 13.0 and module._reader(path)._file._connection is mine
 """
         done = subprocess.run(
             [sys.executable, "-c", script], capture_output=True, text=True, timeout=60

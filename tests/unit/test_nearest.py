@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import importlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from lenders import OWN, Toy, toy_family
 
 from tuner import nearest
 from tuner.cli import main
 from tuner.config import Config
 from tuner.families import families
-from tuner.families.base import Family, KernelSpec
-from tuner.hardware import GPUS, Gpu
+from tuner.hardware import GPUS
 from tuner.lookup import lookup
 from tuner.measurement import Environment, Measurement, Provenance, Regime, Status
 from tuner.nearest import LEAST_PASSED, REACH, distance, drawn, lend
@@ -35,33 +35,7 @@ DRAWN: Any = drawn(PROBLEM)[0]
 BESIDE = replace(DRAWN, seqlen_kv=DRAWN.seqlen_kv + 1)
 CUDNN = Config("vendor_sdpa", {"kernel": "cudnn"})
 
-
-class Toy(Family):
-    """Legal everywhere, one kernel a config, as fast as there is work."""
-
-    name = "toy_attention"
-    op = "attention"
-
-    def violations(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
-        return [] if "tile" in config.params else ["no tile"]
-
-    def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
-        return []
-
-    def kernels(self, problem: Problem, config: Config) -> dict[str, KernelSpec]:
-        return {"attention": KernelSpec("toy.cu.j2", config.params)}
-
-    def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
-        return problem.flops / 1e9
-
-
-@pytest.fixture(autouse=True)
-def toy(monkeypatch: pytest.MonkeyPatch) -> None:
-    members = {**families(), Toy.name: Toy()}
-    monkeypatch.setattr(nearest, "families", lambda: members)
-
-
-OWN = [Config(Toy.name, {"tile": tile}) for tile in range(6)]
+toy = toy_family  # for every test here
 
 
 def measured(config: Config, us: float, problem: Problem = PROBLEM, **changes: Any) -> Measurement:

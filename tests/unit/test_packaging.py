@@ -63,42 +63,43 @@ def test_the_wheel_holds_the_whole_tree(wheel: Path) -> None:
     assert tops == {"tuner", f"cutlass_tuner-{tuner.__version__}.dist-info"}
 
 
-def test_an_installed_wheel_answers_a_shape_that_nobody_tuned(wheel: Path, tmp_path: Path) -> None:
-    site = tmp_path / "site"
-    zipfile.ZipFile(wheel).extractall(site)
+@pytest.fixture
+def site(wheel: Path, tmp_path: Path) -> Path:
+    """A folder with the wheel's content, as pip lays it out."""
+    folder = tmp_path / "site"
+    zipfile.ZipFile(wheel).extractall(folder)
+    return folder
+
+
+def printed(code: str, site: Path) -> str:
+    """What a program prints that imports from `site` and not from the checkout."""
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", f"import sys; sys.path.insert(0, sys.argv[1])\n{code}", site],
+        cwd=site.parent,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout
+
+
+def test_an_installed_wheel_answers_a_shape_that_nobody_tuned(site: Path) -> None:
     code = (
-        "import sys; sys.path.insert(0, sys.argv[1])\n"
         "import tuner\n"
         "problem = tuner.AttentionProblem.parse('S=1999,D=64')\n"
         "answer = tuner.lookup(problem, gpu='H200')\n"
         "print(answer.kind, answer.ruled.regret.mean > 0, tuner.__file__)"
     )
-    done = subprocess.run(
-        [sys.executable, "-I", "-c", code, str(site)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.split() == ["rule", "True", str(site / "tuner" / "__init__.py")]
+    assert printed(code, site).split() == ["rule", "True", str(site / "tuner" / "__init__.py")]
 
 
-def test_an_installed_wheel_reads_its_own_data(wheel: Path, tmp_path: Path) -> None:
-    site = tmp_path / "site"
-    zipfile.ZipFile(wheel).extractall(site)
+def test_an_installed_wheel_reads_its_own_data(site: Path) -> None:
     code = (
-        "import json, sys; sys.path.insert(0, sys.argv[1])\n"
+        "import json\n"
         "from tuner import resources\n"
         "print(json.dumps([str(resources.templates()), str(resources.cache())]))"
     )
-    done = subprocess.run(
-        [sys.executable, "-I", "-c", code, str(site)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    for name, found in zip(DATA, json.loads(done.stdout), strict=True):
+    for name, found in zip(DATA, json.loads(printed(code, site)), strict=True):
         assert Path(found) == site / "tuner" / "_data" / name
         assert data_files(Path(found)) == data_files(ROOT / name)
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from gemm_configs import tile
 
 from tuner.cli import main
 from tuner.config import Config
@@ -21,26 +22,6 @@ from tuner.transfer import measured
 REGIME = Regime.default("gemm")
 CUBLAS = Config("vendor_blas", {"kernel": "cublas"})
 MEASURED, PREDICTED = Provenance.MEASURED, Provenance.PREDICTED
-
-
-def tile(tile_m: int, tile_n: int) -> Config:
-    return Config(
-        "gemm",
-        {
-            "tile_m": tile_m,
-            "tile_n": tile_n,
-            "tile_k": 64,
-            "cluster_m": 1,
-            "cluster_n": 1,
-            "kernel_schedule": "TmaWarpSpecializedPingpong",
-            "epilogue_schedule": "TmaWarpSpecialized",
-            "swap_ab": False,
-            "raster_order": "AlongN",
-            "max_swizzle_size": 1,
-        },
-    )
-
-
 SMALL, MIDDLE, LARGE = tile(64, 64), tile(64, 128), tile(128, 128)
 
 

@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lenders import OWN, toy_family
 
-from tuner import nearest
 from tuner.cli import main
 from tuner.config import Config
 from tuner.errors import NoValidConfigError
-from tuner.families import families
-from tuner.families.base import Family, KernelSpec
-from tuner.hardware import GPUS, Gpu
+from tuner.hardware import GPUS
 from tuner.job import JobOptions, widen_winner
 from tuner.lookup import close, lookup
 from tuner.measurement import Environment, Measurement, Provenance, Regime, Status
@@ -35,33 +33,7 @@ PROBLEM = AttentionProblem.parse("S=1024,D=64")
 BEFORE, NOW = Environment({"driver": "1"}), Environment({"driver": "2"})
 CUDNN = Config("vendor_sdpa", {"kernel": "cudnn"})
 
-
-class Toy(Family):
-    """Legal everywhere, one kernel a config, as fast as there is work."""
-
-    name = "toy_attention"
-    op = "attention"
-
-    def violations(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
-        return [] if "tile" in config.params else ["no tile"]
-
-    def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
-        return []
-
-    def kernels(self, problem: Problem, config: Config) -> dict[str, KernelSpec]:
-        return {"attention": KernelSpec("toy.cu.j2", config.params)}
-
-    def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
-        return problem.flops / 1e9
-
-
-@pytest.fixture(autouse=True)
-def toy(monkeypatch: pytest.MonkeyPatch) -> None:
-    members = {**families(), Toy.name: Toy()}
-    monkeypatch.setattr(nearest, "families", lambda: members)
-
-
-OWN = [Config(Toy.name, {"tile": tile}) for tile in range(6)]
+toy = toy_family  # for every test here
 
 
 def measured(config: Config, us: float, **changes: Any) -> Measurement:

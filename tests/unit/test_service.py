@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("fastapi", reason="the extra [service] is not installed")
 
-from serving import LOCAL, PROBLEM, SHAPE, decide, error, eventually, measured
+from serving import LOCAL, PROBLEM, SHAPE, decide, error, eventually, measured, served_store
 from starlette.testclient import TestClient
 
 from tuner.errors import StoreError
@@ -27,12 +27,7 @@ from tuner.service.app import create_app
 from tuner.service.tokens import Tokens
 from tuner.store import Store, open_store
 
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with open_store(str(tmp_path / "served.sqlite")) as made:
-        decide(made, measured())
-        yield made
+store = served_store
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ pytest.importorskip("fastapi", reason="the extra [service] is not installed")
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from serving import LOCAL, PROBLEM, READ, SHAPE, WRITE, decide, eventually, measured
+from serving import LOCAL, PROBLEM, READ, SHAPE, WRITE, decide, eventually, measured, served_store
 from starlette.testclient import TestClient
 
 from tuner.config import Config
@@ -36,12 +36,7 @@ OWN = Config("softmax", {"rows_per_block": 1})
 HOSTILE = "<script>alert('x')</script> & \"quoted\""
 PATHS = ("/cache", "/jobs", "/compare", "/trials", "/kernel", "/login", "/static/pages.js")
 
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with open_store(str(tmp_path / "served.sqlite")) as made:
-        decide(made, measured())
-        yield made
+store = served_store
 
 
 @pytest.fixture

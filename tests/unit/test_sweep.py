@@ -1,4 +1,4 @@
-"""Sweeps of toy families, defined here, over synthetic recordings with the replay runner."""
+"""Sweeps of toy families over synthetic recordings with the replay runner."""
 
 from __future__ import annotations
 
@@ -7,195 +7,44 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
 
 import pytest
+from toys import (
+    ATTENTION,
+    BEST,
+    ENVIRONMENT,
+    GEMM,
+    REGIME,
+    Composite,
+    CountingRunner,
+    Toy,
+    catalogue,
+    failed,
+    latency,
+    ok,
+    recording,
+    sweep,
+)
 
-from tuner import ranking
 from tuner.config import Config
 from tuner.errors import ConfigError, NoValidConfigError
 from tuner.families.base import Family
 from tuner.hardware import DEFAULT_GPU, Gpu
-from tuner.job import Job, JobOptions, parse_problem, read_problems
-from tuner.measurement import Environment, Measurement, Provenance, Regime, Status
-from tuner.problem import AttentionProblem, GemmProblem, Problem, SoftmaxProblem
+from tuner.measurement import Environment, Measurement, Provenance, Status
+from tuner.problem import Problem
 from tuner.recording import Recording
 from tuner.runners.replay import ReplayRunner
 from tuner.store import Store, open_store
 from tuner.sweep import Sweep, SweepOptions
-from tuner.watch import Interruption, SweepState, Watcher
-
-GEMM = GemmProblem(512, 512, 512)
-ATTENTION = AttentionProblem.parse("S=512,D=64")
-REGIME = Regime("graph", "warm")
-ENVIRONMENT = Environment({"driver": "1"})
-
-
-class Toy(Family):
-    """One file, one template: all that a family is."""
-
-    name = "toy"
-    op = "gemm"
-    runtime_parameters = frozenset({"raster"})
-
-    def violations(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
-        return []
-
-    def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
-        return [
-            Config(self.name, {"m": m, "n": n, "k": k, "raster": raster})
-            for m, n, k, raster in product((64, 128, 256), (64, 128, 256), (16, 32, 64), "mn")
-        ]
-
-    def scratch_bytes(self, problem: Problem, config: Config) -> int:
-        return config["m"] * 1000
-
-    def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
-        return 10.0 + config["m"] / 64
-
-
-class ToyVendor(Family):
-    name = "vendor_toy"
-    op = "gemm"
-    is_vendor = True
-
-    def violations(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
-        return []
-
-    def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
-        return [Config(self.name, {"library": name}) for name in ("blas", "absent")]
-
-    def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
-        return 10.0
-
-
-class Composite(Family):
-    """Two stages, both GEMMs, with one parameter of its own."""
-
-    name = "composite"
-    op = "attention"
-
-    def __init__(self, winners: Mapping[str, Sequence[Config]] | None = None) -> None:
-        self.winners = winners or {}
-
-    def violations(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
-        return []
-
-    def stages(self, problem: Problem) -> Mapping[str, Problem]:
-        return {"qk": GemmProblem(512, 512, 64), "pv": GemmProblem(512, 64, 512)}
-
-    def with_stages(self, winners: Mapping[str, Sequence[Config]]) -> Family:
-        return Composite(winners)
-
-    def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
-        return [
-            Config(self.name, {"pdl": pdl}, {"qk": qk, "pv": pv})
-            for qk in self.winners.get("qk", ())
-            for pv in self.winners.get("pv", ())
-            for pdl in (False, True)
-        ]
-
-    def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
-        return 20.0
-
-
-TOYS: dict[str, Family] = {f.name: f for f in (Toy(), ToyVendor(), Composite())}
-
-
-def catalogue(op: str) -> Mapping[str, Family]:
-    return {name: family for name, family in TOYS.items() if family.op == op}
-
-
-def latency(config: Config) -> float:
-    """Fastest at m=128, n=256, k=32, raster n: 10 us."""
-    slow = {"m": 128, "n": 256, "k": 32}
-    factor = sum(abs(config[name] / best - 1) for name, best in slow.items())
-    return round(10 * (1 + 0.5 * factor + 0.05 * (config["raster"] == "m")), 4)
-
-
-BEST = Config("toy", {"m": 128, "n": 256, "k": 32, "raster": "n"})
-
-
-def ok(config: Config, us: float, problem: Problem = GEMM, **changes: object) -> Measurement:
-    return Measurement(
-        problem,
-        config,
-        DEFAULT_GPU,
-        REGIME,
-        Status.OK,
-        environment=ENVIRONMENT,
-        latency_us=us,
-        std_us=us / 1000,
-        rounds=7,
-    ).but(**changes)
-
-
-def failed(config: Config, status: Status, log: str = "", problem: Problem = GEMM) -> Measurement:
-    return ok(config, 1.0, problem, status=status, latency_us=None, std_us=None, rounds=0, log=log)
-
-
-def vendors(us: float = 11.0, problem: Problem = GEMM) -> list[Measurement]:
-    present, absent = ToyVendor().space(problem, DEFAULT_GPU)
-    return [
-        ok(present, us, problem),
-        failed(absent, Status.UNAVAILABLE, "not installed", problem),
-    ]
-
-
-def recording(
-    problem: Problem = GEMM,
-    change: Callable[[Measurement], Measurement] = lambda m: m,
-    vendor_us: float = 11.0,
-) -> Recording:
-    own = [change(ok(c, latency(c), problem)) for c in Toy().space(problem, DEFAULT_GPU)]
-    measured = (*own, *vendors(vendor_us, problem))
-    return Recording(problem, DEFAULT_GPU, REGIME, ENVIRONMENT, measured)
-
-
-class CountingRunner(ReplayRunner):
-    """Counts what was submitted; calls `after` once a group is collected."""
-
-    def __init__(
-        self, recorded: Recording, after: Callable[[CountingRunner], None] = lambda runner: None
-    ) -> None:
-        super().__init__(recorded)
-        self.submitted: Counter[str] = Counter()
-        self.prefetched: list[Problem] = []
-        self.retimed: list[int] = []
-        self.collected = 0
-        self.after = after
-
-    def submit(self, problem: Problem, group: Sequence[Config]) -> None:
-        self.submitted.update(f"{problem.key} {config.digest}" for config in group)
-        super().submit(problem, group)
-
-    def prefetch(self, problem: Problem, groups: Sequence[Sequence[Config]]) -> None:
-        self.prefetched.append(problem)
-
-    def collect(self) -> list[Measurement]:
-        measured = super().collect()
-        self.collected += 1
-        self.after(self)
-        return measured
-
-    def retime(
-        self, problem: Problem, finalists: Sequence[Config], rounds: int
-    ) -> list[Measurement]:
-        self.retimed.append(rounds)
-        return super().retime(problem, finalists, rounds)
+from tuner.watch import Interruption
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
     return open_store(f"sqlite:///{tmp_path}/store.sqlite")
-
-
-def sweep(runner: ReplayRunner, store: Store, problem: Problem = GEMM, **options: object) -> Sweep:
-    chosen = SweepOptions(**{"sampler": "tpe", **options})  # type: ignore[arg-type]
-    return Sweep(problem, REGIME, runner, store, chosen, catalogue=catalogue)
 
 
 def test_a_toy_family_is_swept_to_its_optimum(store: Store) -> None:
@@ -332,31 +181,28 @@ def test_another_environment_is_measured_again(store: Store) -> None:
 
 
 KILLED = """
-import importlib.util, sys, time
-from pathlib import Path
-spec = importlib.util.spec_from_file_location("toys", sys.argv[1])
-toys = importlib.util.module_from_spec(spec)
-sys.modules["toys"] = toys
-spec.loader.exec_module(toys)
+import sys, time
+from toys import CountingRunner, recording, sweep
+from tuner.store import open_store
 
 def after(runner):
     print(runner.collected, flush=True)
     time.sleep(0.05)
 
-runner = toys.CountingRunner(toys.recording(), after)
-store = toys.open_store("sqlite:///" + sys.argv[2])
-toys.sweep(runner, store, trials=25).run()
+runner = CountingRunner(recording(), after)
+sweep(runner, open_store("sqlite:///" + sys.argv[1]), trials=25).run()
 """
 
 
 def test_a_killed_sweep_goes_on_where_it_stopped(tmp_path: Path) -> None:
     database = tmp_path / "killed.sqlite"
     root = Path(__file__).resolve().parents[2]
+    path = os.pathsep.join([str(root), str(root / "tests" / "support")])
     process = subprocess.Popen(
-        [sys.executable, "-c", KILLED, __file__, str(database)],
+        [sys.executable, "-c", KILLED, str(database)],
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(root)},
+        env={**os.environ, "PYTHONPATH": path},
     )
     assert process.stdout is not None
     for line in process.stdout:
@@ -585,223 +431,3 @@ def test_a_winner_that_stays_unsteady_is_flagged(store: Store) -> None:
     outcome = sweep(runner, store, trials=27).run()
     assert runner.runs == 3
     assert "noisy" in outcome.ranking[0].flags
-
-
-class TestRanking:
-    """Ties, finalists."""
-
-    def config(self, n: int, family: str = "toy") -> Config:
-        return Config(family, {"m": n, "n": 64, "k": 16, "raster": "m"})
-
-    def test_tie_goes_to_own_then_workspace_then_digest_whatever_the_order(self) -> None:
-        vendor = ok(Config("vendor_toy", {"library": "blas"}), 10.0, std_us=0.05)
-        large = ok(self.config(1), 10.02, std_us=0.05, workspace_bytes=100)
-        small = [ok(self.config(n), 10.05, std_us=0.05) for n in (2, 3)]
-        small.sort(key=lambda m: m.config.digest)
-        slower = ok(self.config(4), 10.2, std_us=0.05)
-        wanted = [*small, large, vendor, slower]
-        for order in (wanted, wanted[::-1], [slower, vendor, *small, large]):
-            assert ranking.rank(order) == wanted
-
-    def test_band_is_the_measured_noise_and_one_percent_at_most(self) -> None:
-        one, close, far = (ok(self.config(n), us) for n, us in ((1, 10.0), (2, 10.05), (3, 10.15)))
-        assert not ranking.is_tie(one, close), "0.1 % of noise each"
-        loud = [m.but(std_us=0.5) for m in (one, close, far)]
-        assert ranking.is_tie(loud[0], loud[1])
-        assert not ranking.is_tie(loud[0], loud[2])
-
-    def test_failed_finals_have_no_place(self) -> None:
-        assert ranking.rank([failed(BEST, Status.WRONG_RESULT)]) == []
-
-    def test_finalists_are_the_best_every_near_family_and_all_vendors(self) -> None:
-        near, far = ok(Config("near", {}), 12.9), ok(Config("far", {}), 13.1)
-        own = [ok(c, latency(c)) for c in Toy().space(GEMM, DEFAULT_GPU)]
-        chosen = ranking.finalists([far, near, *own, *vendors()], 4, lambda c: c.digest)
-        assert [m.config.family for m in chosen] == ["toy"] * 4 + ["near", "vendor_toy"]
-        assert chosen[0].config == BEST
-
-    def test_finalists_are_three_distinct_kernels_before_variants(self) -> None:
-        own = [ok(c, latency(c)) for c in Toy().space(GEMM, DEFAULT_GPU)]
-        chosen = ranking.finalists(own, 4, lambda c: str(c["m"]))
-        assert [m.config["m"] for m in chosen] == [128, 64, 256, 128]
-
-
-class OneRunner:
-    """Stands for `Runners`: replays each problem's recording, or fails."""
-
-    devices = ()
-
-    def __init__(self, runners: Mapping[Problem, ReplayRunner]) -> None:
-        self.runners = runners
-
-    def of(self, problem: Problem, regime: Regime) -> ReplayRunner:
-        if problem not in self.runners:
-            raise NoValidConfigError(f"no runner for {problem.label()}")
-        return self.runners[problem]
-
-
-class TestJob:
-    """Many problems."""
-
-    problems = (GemmProblem(64, 64, 64), GemmProblem(128, 64, 64), GemmProblem(256, 64, 64))
-
-    def job(self, store: Store, runners: Mapping[Problem, ReplayRunner], **changes: object) -> Job:
-        options = JobOptions(SweepOptions(trials=5, sampler="tpe"), l2="warm")
-        return Job(
-            self.problems,
-            OneRunner(runners),  # type: ignore[arg-type]
-            store,
-            options,
-            catalogue=catalogue,
-            **changes,  # type: ignore[arg-type]
-        )
-
-    def test_one_that_fails_does_not_end_the_others(self, store: Store) -> None:
-        first, second, third = self.problems
-        runners = {p: CountingRunner(recording(p)) for p in (first, third)}
-        result = self.job(store, runners).run()
-        assert [o.problem for o in result.outcomes] == [first, third]
-        assert [p for p, _ in result.failed] == [second]
-
-    def test_the_next_is_prefetched_before_the_final_pass(self, store: Store) -> None:
-        runners = {p: CountingRunner(recording(p)) for p in self.problems}
-        order: list[str] = []
-        for runner in runners.values():
-            runner.prefetch = lambda p, groups: order.append(f"prefetch {p.label()}")  # type: ignore[method-assign]
-            runner.retime = (  # type: ignore[method-assign]
-                lambda p, f, rounds, retime=runner.retime: (
-                    order.append(f"final {p.label()}") or retime(p, f, rounds)
-                )
-            )
-        self.job(store, runners).run()
-        labels = [p.label() for p in self.problems]
-        assert order.index(f"prefetch {labels[1]}") < order.index(f"final {labels[0]}")
-        assert order.index(f"prefetch {labels[2]}") < order.index(f"final {labels[1]}")
-
-    def test_what_a_time_limit_leaves_in_flight_is_kept(self, store: Store) -> None:
-        first, second, _ = self.problems
-        whole = Recording(
-            first,
-            DEFAULT_GPU,
-            REGIME,
-            ENVIRONMENT,
-            recording(first).measurements,
-            (recording(second),),
-        )
-        shared = CountingRunner(whole, lambda runner: time.sleep(0.06))
-        shared.capacity = 4
-        options = JobOptions(SweepOptions(time_limit_s=0.3, sampler="tpe"), l2="warm")
-        job = Job(
-            [first, second],
-            OneRunner({first: shared, second: shared}),  # type: ignore[arg-type]
-            store,
-            options,
-            catalogue=catalogue,
-        )
-        result = job.run()
-        assert [o.problem for o in result.outcomes] == [first, second]
-        collected = store.measurements(final=False)
-        assert len(collected) == sum(shared.submitted.values()) - sum(
-            len(group) for group in shared._queue
-        )
-        assert {m.sweep for m in collected if m.problem == second} == {result.outcomes[1].sweep}
-
-    def test_what_is_tuned_is_skipped(self, store: Store) -> None:
-        runners = {p: CountingRunner(recording(p)) for p in self.problems}
-        self.job(store, runners).run()
-        again = {p: CountingRunner(recording(p)) for p in self.problems}
-        result = self.job(store, again).run()
-        assert result.skipped == list(self.problems)
-        assert not any(runner.submitted or runner.retimed for runner in again.values())
-
-    def test_a_watcher_sees_each_outcome(self, store: Store) -> None:
-        class Seen(Watcher):
-            def __init__(self) -> None:
-                self.phases: set[str] = set()
-                self.ended: list[Problem] = []
-
-            def changed(self, state: SweepState) -> None:
-                self.phases.add(state.phase.split()[0])
-                assert 0 <= state.done <= max(state.goal, state.done_before)
-                assert state.in_flight >= 0
-
-            def finished(self, outcome: object) -> None:
-                self.ended.append(outcome.problem)  # type: ignore[attr-defined]
-
-        seen = Seen()
-        runners = {p: CountingRunner(recording(p)) for p in self.problems}
-        self.job(store, runners, watcher=seen).run()
-        assert seen.phases == {"baselines", "search", "final"}
-        assert seen.ended == list(self.problems)
-
-    def test_interruption_ends_the_job(self, store: Store) -> None:
-        def after(runner: CountingRunner) -> None:
-            if runner.collected == 4:
-                os.kill(os.getpid(), signal.SIGINT)
-
-        runners = {p: CountingRunner(recording(p), after) for p in self.problems}
-        with Interruption() as interruption:
-            result = self.job(store, runners, interruption=interruption).run()
-        assert result.interrupted
-        assert len(result.outcomes) == 1
-
-
-class TestProblems:
-    """The list of a job."""
-
-    def test_yaml_and_json_say_the_same(self, tmp_path: Path) -> None:
-        yaml = tmp_path / "p.yaml"
-        yaml.write_text(
-            "- S=1024,D=64\n- {S: 512, D: 128, causal: true}\n"
-            "- op=gemm,M=64,N=64,K=64\n- {op: softmax, M: 8, N: 16}\n"
-        )
-        json = tmp_path / "p.json"
-        json.write_text(
-            '["S=1024,D=64", {"S": 512, "D": 128, "causal": true},'
-            ' "op=gemm,M=64,N=64,K=64", {"op": "softmax", "M": 8, "N": 16}]'
-        )
-        wanted = [
-            AttentionProblem.parse("S=1024,D=64"),
-            AttentionProblem.parse("S=512,D=128,causal=1"),
-            GemmProblem(64, 64, 64),
-            SoftmaxProblem(8, 16),
-        ]
-        assert read_problems(yaml) == read_problems(json) == wanted
-
-    def test_every_bad_entry_is_named(self, tmp_path: Path) -> None:
-        file = tmp_path / "p.yaml"
-        file.write_text(
-            "- S=1024,D=63\n- S=512,D=64\n- {op: conv, M: 1}\n- 7\n- H=10,HKV=3,S=8,D=8\n"
-        )
-        with pytest.raises(ConfigError) as caught:
-            read_problems(file)
-        text = str(caught.value)
-        assert "4 of the 5 problems" in text
-        for part in ("entry 1: D=63", "entry 3: op=conv", "entry 4: 7 is neither", "entry 5: "):
-            assert part in text
-        assert "entry 2" not in text
-
-    @pytest.mark.parametrize(
-        ("name", "text", "message"),
-        [
-            ("a.yaml", "[", "is not YAML"),
-            ("a.json", "[", "is not JSON"),
-            ("a.yaml", "S: 1", "must hold a list"),
-            ("a.yaml", "[]", "must hold a list"),
-            ("a.yaml", "- {S: 1, S: 2, D: 8}", "key 'S' is given twice"),
-            ("a.json", '[{"S": 1, "S": 2}]', "key 'S' is given twice"),
-            ("a.yaml", "- op=gemm,op=gemm,M=1,N=1,K=1", "key 'op' is given twice"),
-        ],
-    )
-    def test_bad_files(self, tmp_path: Path, name: str, text: str, message: str) -> None:
-        file = tmp_path / name
-        file.write_text(text)
-        with pytest.raises(ConfigError, match=message):
-            read_problems(file)
-
-    def test_missing_file(self, tmp_path: Path) -> None:
-        with pytest.raises(ConfigError, match="cannot be read"):
-            read_problems(tmp_path / "none.yaml")
-
-    def test_operation_of_the_command_is_the_default(self) -> None:
-        assert parse_problem("M=8,N=8,K=8", "gemm") == GemmProblem(8, 8, 8)

@@ -18,7 +18,7 @@ import pytest
 
 pytest.importorskip("fastapi", reason="the extra [service] is not installed")
 
-from serving import H200, PROBLEM, READ, WARM, decide, eventually, measured, service
+from serving import H200, PROBLEM, READ, WARM, decide, eventually, measured, served_store, service
 
 from tuner.cli import main
 from tuner.config import Config
@@ -26,12 +26,7 @@ from tuner.lookup import close, lookup
 from tuner.problem import AttentionProblem, GemmProblem, Problem
 from tuner.store import Store, open_store
 
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with open_store(str(tmp_path / "served.sqlite")) as made:
-        decide(made, measured())
-        yield made
+store = served_store
 
 
 class TestSync:

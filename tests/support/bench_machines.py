@@ -1,0 +1,148 @@
+"""A machine with a GPU that is not there, for `tuner bench`: scripted compiler and worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tuner import device
+from tuner.artifacts import Artifact
+from tuner.bench.compare import Comparison, Task
+from tuner.bench.results import Results
+from tuner.config import Config
+from tuner.errors import CompileError
+from tuner.families import family
+from tuner.families.base import KernelSpec
+from tuner.hardware import DEFAULT_GPU
+from tuner.lookup import Entry
+from tuner.measurement import Clocks, Environment, Measurement, Regime, Status
+from tuner.problem import AttentionProblem, Problem
+from tuner.runners.local import LocalRunner
+from tuner.runners.pool import WorkerPool
+from tuner.worker import Outcome
+from tuner.worker_client import Ask
+
+PROBLEM = AttentionProblem.parse("H=8,S=384,D=64")
+CAUSAL = replace(PROBLEM, is_causal=True)
+WARM, COLD = Regime("graph", "warm"), Regime("graph", "cold")
+PEERS = ("cudnn", "flash3", "flash3_splits")
+OWN = family("fused_attention").space(PROBLEM, DEFAULT_GPU)
+OWN_CAUSAL = family("fused_attention").space(CAUSAL, DEFAULT_GPU)[0]
+Us = Callable[[Config], float]
+
+
+class FakeCompiler:
+    """Has everything at once, but for templates that it refuses."""
+
+    jobs, batch = 8, 2
+    toolchain = SimpleNamespace(nvcc_version="13.0.88", cutlass_version="4.2.0")
+
+    def __init__(self) -> None:
+        self.refused = ""
+        self.submitted: list[KernelSpec] = []
+
+    def submit(self, specs: Sequence[KernelSpec]) -> list[tuple[KernelSpec, Future[Artifact]]]:
+        self.submitted += specs
+        made = []
+        for spec in specs:
+            future: Future[Artifact] = Future()
+            if self.refused and spec.template.startswith(self.refused):
+                future.set_exception(CompileError("nvcc refused", command="nvcc", log=""))
+            else:
+                future.set_result(Artifact(spec.key, Path("/k.so"), "0" * 64, None, 2.0))
+            made.append((spec, future))
+        return made
+
+    def close(self, cancel: bool = False) -> None:
+        pass
+
+
+class FakeWorker:
+    """Times by rule: peers 20 us, own kernels 10 us and up by their place in `OWN`."""
+
+    def __init__(self) -> None:
+        self.asked: list[Ask] = []
+        self.us: Us = lambda config: (
+            20.0 if "kernel" in config.params else 10.0 + [*OWN, config].index(config) % len(OWN)
+        )
+        self.failing: dict[str, Status] = {}
+        self.before: Callable[[Ask], None] = lambda ask: None
+
+    def measure(self, ask: Ask) -> list[Outcome]:
+        self.asked.append(ask)
+        self.before(ask)
+        return [self._outcome(config, ask.rounds) for config, _ in ask.candidates]
+
+    def _outcome(self, config: Config, rounds: int) -> Outcome:
+        status = self.failing.get(config.get("kernel", config.digest))
+        if status is not None:
+            return Outcome(status, log="said why\nand more")
+        us = self.us(config)
+        return Outcome(Status.OK, us, us / 100, rounds, (), 3e-4, 4096, Clocks(1900, power_w=600.0))
+
+    def facts(self) -> dict[str, str]:
+        return {"torch": "2.11"}
+
+    def close(self) -> None:
+        pass
+
+
+class Machines:
+    """What `Runners` is on a machine with a GPU."""
+
+    gpu = DEFAULT_GPU
+
+    def __init__(self, *_: Any) -> None:
+        self.made, self.worker = FakeCompiler(), FakeWorker()
+        self.runners: dict[str, LocalRunner] = {}
+
+    def __enter__(self) -> Machines:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def compiler(self) -> Any:
+        return self.made
+
+    def of(self, problem: Problem, regime: Regime) -> LocalRunner:
+        parts: Any = (self.made, self.worker)
+        if str(regime) not in self.runners:
+            self.runners[str(regime)] = LocalRunner(
+                0, regime, parts[0], gpu=DEFAULT_GPU, pool=WorkerPool([parts[1]])
+            )
+        return self.runners[str(regime)]
+
+
+@pytest.fixture
+def fake_machines(monkeypatch: pytest.MonkeyPatch) -> Machines:
+    monkeypatch.setattr(device, "environment", lambda index: Environment({"driver": "580"}))
+    return Machines()
+
+
+def measured(config: Config, us: float, problem: Problem = PROBLEM, **but: Any) -> Measurement:
+    base = Measurement(
+        problem, config, DEFAULT_GPU, WARM, Status.OK, latency_us=us, std_us=0.01, is_final=True
+    )
+    return base.but(**but)
+
+
+def entry(*configs: Config, problem: Problem = PROBLEM, **but: Any) -> Entry:
+    return Entry.of([measured(c, 10.0 + i, problem, **but) for i, c in enumerate(configs)])
+
+
+def task(problem: Problem = PROBLEM, regime: Regime = WARM, rounds: int = 20) -> Task:
+    return Task("toy", problem, regime, rounds, PEERS)
+
+
+def compare(machines: Machines, *tasks: Task, entries: Sequence[Entry] = (), **more: Any) -> Any:
+    saved: list[Results] = []
+    notes: list[str] = []
+    made = Comparison(tasks, machines, entries, own=more.pop("own", 3), note=notes.append)
+    return made.run(saved.append, **more), saved, notes

@@ -1,0 +1,22 @@
+"""A compiled kernel through the gate, for the tests of families on a GPU."""
+
+from __future__ import annotations
+
+from tuner.benchmark import WORKSPACE, CompiledSubject
+from tuner.device import Device, Pool
+from tuner.gate import KINDS, Gate
+from tuner.measurement import Status
+from tuner.problem import Problem
+
+
+def pass_the_gate(device: Device, gate: Gate, problem: Problem, subject: CompiledSubject) -> None:
+    """Every kind of input, with a guarded workspace where the kernel wants one."""
+    gate.open(problem, 5)
+    with Pool(device) as pool:
+        own = gate.allocate(pool, WORKSPACE, subject.workspace_bytes)
+        for kind in KINDS[problem.op]:
+            gate.load(kind)
+            gate.arm([own])
+            subject.bind({**gate.pointers, WORKSPACE: own.pointer}, 1.0)()
+            verdict = gate.examine([own])
+            assert verdict.status is Status.OK, f"{kind}: {verdict.log}"

@@ -1,0 +1,43 @@
+"""A toy family whose configs may be lent to problems that nobody tuned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from tuner import nearest
+from tuner.config import Config
+from tuner.families import families
+from tuner.families.base import Family, KernelSpec
+from tuner.hardware import Gpu
+from tuner.problem import Problem
+
+
+class Toy(Family):
+    """Legal everywhere, one kernel a config, as fast as there is work."""
+
+    name = "toy_attention"
+    op = "attention"
+
+    def violations(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
+        return [] if "tile" in config.params else ["no tile"]
+
+    def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
+        return []
+
+    def kernels(self, problem: Problem, config: Config) -> dict[str, KernelSpec]:
+        return {"attention": KernelSpec("toy.cu.j2", config.params)}
+
+    def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
+        return problem.flops / 1e9
+
+
+@pytest.fixture(autouse=True)
+def toy_family(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is one of the families, for every test of a module that names this."""
+    members = {**families(), Toy.name: Toy()}
+    monkeypatch.setattr(nearest, "families", lambda: members)
+
+
+OWN = [Config(Toy.name, {"tile": tile}) for tile in range(6)]

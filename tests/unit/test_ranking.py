@@ -1,0 +1,49 @@
+"""The order of a final pass and who takes part in it: ties, finalists."""
+
+from __future__ import annotations
+
+from toys import BEST, GEMM, Toy, failed, latency, ok, vendors
+
+from tuner import ranking
+from tuner.config import Config
+from tuner.hardware import DEFAULT_GPU
+from tuner.measurement import Status
+
+
+class TestRanking:
+    """Ties, finalists."""
+
+    def config(self, n: int, family: str = "toy") -> Config:
+        return Config(family, {"m": n, "n": 64, "k": 16, "raster": "m"})
+
+    def test_tie_goes_to_own_then_workspace_then_digest_whatever_the_order(self) -> None:
+        vendor = ok(Config("vendor_toy", {"library": "blas"}), 10.0, std_us=0.05)
+        large = ok(self.config(1), 10.02, std_us=0.05, workspace_bytes=100)
+        small = [ok(self.config(n), 10.05, std_us=0.05) for n in (2, 3)]
+        small.sort(key=lambda m: m.config.digest)
+        slower = ok(self.config(4), 10.2, std_us=0.05)
+        wanted = [*small, large, vendor, slower]
+        for order in (wanted, wanted[::-1], [slower, vendor, *small, large]):
+            assert ranking.rank(order) == wanted
+
+    def test_band_is_the_measured_noise_and_one_percent_at_most(self) -> None:
+        one, close, far = (ok(self.config(n), us) for n, us in ((1, 10.0), (2, 10.05), (3, 10.15)))
+        assert not ranking.is_tie(one, close), "0.1 % of noise each"
+        loud = [m.but(std_us=0.5) for m in (one, close, far)]
+        assert ranking.is_tie(loud[0], loud[1])
+        assert not ranking.is_tie(loud[0], loud[2])
+
+    def test_failed_finals_have_no_place(self) -> None:
+        assert ranking.rank([failed(BEST, Status.WRONG_RESULT)]) == []
+
+    def test_finalists_are_the_best_every_near_family_and_all_vendors(self) -> None:
+        near, far = ok(Config("near", {}), 12.9), ok(Config("far", {}), 13.1)
+        own = [ok(c, latency(c)) for c in Toy().space(GEMM, DEFAULT_GPU)]
+        chosen = ranking.finalists([far, near, *own, *vendors()], 4, lambda c: c.digest)
+        assert [m.config.family for m in chosen] == ["toy"] * 4 + ["near", "vendor_toy"]
+        assert chosen[0].config == BEST
+
+    def test_finalists_are_three_distinct_kernels_before_variants(self) -> None:
+        own = [ok(c, latency(c)) for c in Toy().space(GEMM, DEFAULT_GPU)]
+        chosen = ranking.finalists(own, 4, lambda c: str(c["m"]))
+        assert [m.config["m"] for m in chosen] == [128, 64, 256, 128]

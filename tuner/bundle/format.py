@@ -1,0 +1,51 @@
+"""What a bundle holds: names, limits, hashes, and the sources of a config."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import re
+import sys
+from pathlib import Path
+
+from tuner import nearest
+from tuner.families import family
+from tuner.measurement import Measurement
+from tuner.render import render
+
+FORMAT = "cutlass-tuner-bundle"
+VERSION = 1
+ORIGIN = "bundle"
+"""`Entry.origin` of what was installed."""
+MANIFEST, ENTRIES = "manifest.json", "entries.json"
+#: Every name that a bundle may hold, with the most bytes that such a member may have.
+MEMBERS = (
+    (re.compile(r"manifest\.json"), 64 << 20),
+    (re.compile(r"entries\.json"), 512 << 20),
+    (re.compile(r"artifacts/[0-9a-f]{32}\.json"), 1 << 20),
+    (re.compile(r"artifacts/[0-9a-f]{32}\.cu"), 16 << 20),
+    (re.compile(r"libraries/[0-9a-f]{64}\.so"), 1 << 30),
+)
+
+
+def this_platform() -> str:
+    """What a compiled library runs on, as in ``linux-x86_64``."""
+    return f"{sys.platform}-{platform.machine()}"
+
+
+def sources_of(measurement: Measurement) -> dict[str, str]:
+    """What this program renders for each kernel that a measurement names; empty if it cannot."""
+    try:
+        member = family(measurement.config.family)
+        specs = member.kernels(measurement.problem, measurement.config)
+        return {
+            name: render(spec, measurement.artifacts.get(name, "")) for name, spec in specs.items()
+        }
+    except nearest.FOREIGN:
+        return {}
+
+
+def sha256_of(path: Path) -> str:
+    """Of a file, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,228 @@
+"""Writing a bundle."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import tarfile
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import tuner
+from tuner import nearest
+from tuner.artifacts import Artifact, ArtifactCache
+from tuner.bundle.format import (
+    ENTRIES,
+    FORMAT,
+    MANIFEST,
+    VERSION,
+    sha256_of,
+    sources_of,
+    this_platform,
+)
+from tuner.errors import NoValidConfigError, StoreError
+from tuner.measurement import Measurement, Provenance
+from tuner.store import Store
+from tuner.store.entry import Entry, canonical, digest_of, is_vendor
+from tuner.store.exchange import Decision, write
+
+
+@dataclass(frozen=True)
+class Packed:
+    """What was written."""
+
+    entries: int
+    kernels: int
+    bytes: int
+    sha256: str
+    """Of the whole file."""
+    left_out: tuple[str, ...]
+    """Why entries are not in it."""
+
+
+def pack(
+    entries: Sequence[Entry],
+    store: Store,
+    artifacts: ArtifactCache,
+    out: Path,
+    *,
+    leave_out: bool = False,
+) -> Packed:
+    """Write a bundle of measured entries, with every own config whose kernels are here.
+
+    Args:
+        entries: what is packed.
+        store: holds what was measured around them (`tuner widen`).
+        artifacts: holds the kernels.
+        out: the file; an older one is replaced at the end.
+        leave_out: leave out an entry whose best own kernel is not here, in place of an error.
+
+    Raises:
+        NoValidConfigError: when the kernels of an entry, or of all, are not here.
+        StoreError: when the file cannot be written or the store not be read.
+    """
+    taken: list[Entry] = []
+    kernels: dict[str, Artifact] = {}
+    left_out: list[str] = []
+    for entry in entries:
+        try:
+            kernels |= _kernels(entry, artifacts)
+            taken.append(entry)
+        except NoValidConfigError as exc:
+            if not leave_out:
+                raise
+            left_out.append(str(exc))
+    if not taken:
+        raise NoValidConfigError("; ".join(left_out) or "nothing to pack: no entry is measured")
+    members = _members(taken, store, kernels)
+    try:
+        size, digest = _write(out, members)
+    except OSError as exc:
+        raise StoreError(f"{out} cannot be written: {exc.strerror or exc}") from exc
+    return Packed(len(taken), len(kernels), size, digest, tuple(left_out))
+
+
+def _kernels(entry: Entry, artifacts: ArtifactCache) -> dict[str, Artifact]:
+    """The artifacts of an entry's own configs; those of the first ones have to be there."""
+    found: dict[str, Artifact] = {}
+    needed = {m.config for m in (entry.winner, entry.best_own) if m is not None}
+    for m in (entry.winner, *entry.ranking):
+        if is_vendor(m.config):
+            continue
+        try:
+            found |= _artifacts_of(m, artifacts)
+        except NoValidConfigError:
+            if m.config in needed:
+                raise
+    return found
+
+
+def _artifacts_of(measurement: Measurement, artifacts: ArtifactCache) -> dict[str, Artifact]:
+    problem = measurement.problem
+    what = f"{problem.op} {problem.label()} on {measurement.gpu.name}: {measurement.config.family}"
+    remedy = f"`tuner build --op {problem.op} --shape {problem.label()}` makes it"
+    found: dict[str, Artifact] = {}
+    sources = sources_of(measurement)
+    for name, key in measurement.artifacts.items():
+        artifact = artifacts.find(key)
+        if artifact is None:
+            raise NoValidConfigError(f"{what}: kernel {key} is not in the cache: {remedy}")
+        if sources.get(name) != _source(artifact):
+            raise NoValidConfigError(f"{what}: kernel {key} is of other templates: {remedy}")
+        found[key] = artifact
+    if set(measurement.artifacts) != set(sources):
+        raise NoValidConfigError(f"{what}: its kernels are not built: {remedy}")
+    return found
+
+
+def _source(artifact: Artifact) -> str:
+    try:
+        return (artifact.library.parent / "kernel.cu").read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _members(
+    entries: Sequence[Entry], store: Store, kernels: Mapping[str, Artifact]
+) -> dict[str, bytes | Path]:
+    """Name and content of every member but the manifest."""
+    document = _document(entries, store)
+    members: dict[str, bytes | Path] = {ENTRIES: canonical(document).encode()}
+    for key, artifact in sorted(kernels.items()):
+        facts = {
+            "sha256": artifact.sha256,
+            "resources": None if artifact.resources is None else asdict(artifact.resources),
+            "compile_cpu_s": artifact.compile_cpu_s,
+            "facts": dict(artifact.facts),
+        }
+        members[f"artifacts/{key}.json"] = canonical(facts).encode()
+        members[f"artifacts/{key}.cu"] = _source(artifact).encode()
+        members[f"libraries/{artifact.sha256}.so"] = artifact.library
+    return members
+
+
+def _document(entries: Sequence[Entry], store: Store) -> dict[str, Any]:
+    """The entries as they are served, with what speaks for their kernels elsewhere."""
+    measured: dict[int, Measurement] = {}
+    numbers: dict[str, int] = {}
+
+    def number(m: Measurement) -> int:
+        found = numbers.setdefault(digest_of(m), len(numbers))
+        measured[found] = m
+        return found
+
+    decisions = []
+    for entry in entries:
+        pinned = number(entry.winner) if entry.pinned else None
+        ranking = [number(m) for m in entry.ranking]
+        decisions.append(Decision(ranking, pinned, entry.sweep, entry.decided_at))
+        for m in _around(entry, store):
+            number(m)
+    return write(measured, decisions)
+
+
+def _around(entry: Entry, store: Store) -> Iterator[Measurement]:
+    ranked = {m.config for m in entry.ranking}
+    for problem in nearest.drawn(entry.problem):
+        yield from (
+            m
+            for m in store.measurements(
+                problem=problem,
+                gpu=entry.gpu,
+                regime=entry.regime,
+                provenance=Provenance.MEASURED,
+                final=False,
+            )
+            if m.config in ranked
+        )
+
+
+def _write(out: Path, members: Mapping[str, bytes | Path]) -> tuple[int, str]:
+    """Write beside the file and rename; returns the size and the hash of all of it."""
+    files = {name: _described(content) for name, content in members.items()}
+    manifest = {
+        "format": FORMAT,
+        "version": VERSION,
+        "tuner": tuner.__version__,
+        "platform": this_platform(),
+        "files": {name: {"sha256": sha, "bytes": size} for name, (sha, size) in files.items()},
+    }
+    with tempfile.NamedTemporaryFile(dir=out.parent, prefix=f".{out.name}.", delete=False) as file:
+        path = Path(file.name)
+        try:
+            with tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+                _add(tar, MANIFEST, canonical(manifest).encode())
+                for name, content in sorted(members.items()):
+                    _add(tar, name, content)
+            file.flush()
+            os.fsync(file.fileno())
+            path.chmod(0o644)
+            size, digest = path.stat().st_size, sha256_of(path)
+            path.replace(out)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+    return size, digest
+
+
+def _described(content: bytes | Path) -> tuple[str, int]:
+    if isinstance(content, bytes):
+        return hashlib.sha256(content).hexdigest(), len(content)
+    return sha256_of(content), content.stat().st_size
+
+
+def _add(tar: tarfile.TarFile, name: str, content: bytes | Path) -> None:
+    # No time, owner or mode of this machine: equal content, equal file.
+    info = tarfile.TarInfo(name)
+    info.mode = 0o644
+    if isinstance(content, bytes):
+        info.size = len(content)
+        tar.addfile(info, io.BytesIO(content))
+        return
+    info.size = content.stat().st_size
+    with content.open("rb") as file:
+        tar.addfile(info, file)

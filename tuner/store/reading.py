@@ -1,0 +1,158 @@
+"""A store's SQLite file, read through one connection that stays open. Standard library only."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+from urllib.parse import quote
+
+from tuner.errors import StoreError
+from tuner.store.base import REVISION
+from tuner.store.faults import newer_schema, store_error
+
+BUSY_TIMEOUT_S = 0.2
+"""Under write-ahead logging readers wait for nobody but a recovery after a crash, and a call of a
+model must not wait longer."""
+
+
+class StoreFile:
+    """One file as it comes, changes and goes; not for several threads at once.
+
+    Args:
+        path: need not exist.
+        forget: called when what was read before is good no more.
+    """
+
+    def __init__(self, path: Path, forget: Callable[[], None]) -> None:
+        self._path = path
+        self._forget = forget
+        self._connection: sqlite3.Connection | None = None
+        self._file: tuple[int, ...] = ()
+        self._is_immutable = False
+        self._version = -1
+        self.has_tables = False
+
+    def refresh(self) -> None:
+        """Open, reopen or close the file as it comes and goes; drop what a commit made old."""
+        try:
+            status = self._path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            if connection := self.close():
+                connection.close()
+            return
+        except OSError as exc:
+            raise StoreError(f"store {self._path} cannot be read: {exc.strerror}") from exc
+        # While the old file is held open its number cannot be given to a new one.
+        if self._connection is None or self._file != self._identify(status):
+            if connection := self.close():
+                connection.close()
+            if self._path.is_dir():
+                raise StoreError(f"store {self._path} is a folder; name a file in it")
+            self._connection = self._open()
+            self._file = self._identify(status)
+        version = self.select("PRAGMA data_version")[0][0]
+        if version != self._version:
+            self._forget()
+            self.has_tables = self._check_schema()
+            self._version = version
+
+    def select(self, query: str, values: tuple[str, ...] = ()) -> list[tuple[Any, ...]]:
+        """Every row; none without a file."""
+        if self._connection is None:
+            return []
+        try:
+            return self._connection.execute(query, values).fetchall()
+        except sqlite3.Error as exc:
+            self._fail(exc)
+
+    def copy_into(self, target: sqlite3.Connection) -> bool:
+        """Copy all of it, as of one moment; false where there is nothing."""
+        if self._connection is None or not self.has_tables:
+            return False
+        try:
+            self._connection.backup(target)
+        except sqlite3.Error as exc:
+            self._fail(exc)
+        return True
+
+    def close(self) -> sqlite3.Connection | None:
+        """Forget everything; returns the connection, still open."""
+        connection, self._connection = self._connection, None
+        self._file = ()
+        self._is_immutable = False
+        self._version = -1
+        self.has_tables = False
+        self._forget()
+        return connection
+
+    def _fail(self, exc: sqlite3.Error) -> NoReturn:
+        # The next call opens the file again: it may have been mended or replaced.
+        if connection := self.close():
+            connection.close()
+        raise store_error(str(self._path), exc) from exc
+
+    def _identify(self, status: os.stat_result) -> tuple[int, ...]:
+        """What must stay the same for the open connection to be good."""
+        if not self._is_immutable:
+            return status.st_dev, status.st_ino
+        # SQLite does not look whether such a file changes: its own times must tell.
+        has_wal = self._wal.exists()
+        return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size, has_wal
+
+    @property
+    def _wal(self) -> Path:
+        return Path(f"{self._path}-wal")
+
+    def _open(self) -> sqlite3.Connection:
+        address = f"file:{quote(str(self._path.resolve()))}?mode=ro"
+        try:
+            return _connect(address)
+        except sqlite3.Error as exc:
+            # On a read-only medium SQLite cannot make the files beside a database in WAL mode;
+            # where none lies there nothing is missed by reading the file alone.
+            if os.access(self._path, os.R_OK) and not self._wal.exists():
+                with contextlib.suppress(sqlite3.Error):
+                    connection = _connect(f"{address}&immutable=1")
+                    self._is_immutable = True
+                    return connection
+            raise store_error(str(self._path), exc) from exc
+
+    def _check_schema(self) -> bool:
+        """Whether there are tables; false in a file that is being made just now.
+
+        Raises:
+            StoreError: when they are another program's or of another revision.
+        """
+        tables = {name for (name,) in self.select("SELECT name FROM sqlite_master")}
+        if not tables:
+            return False
+        where = str(self._path)
+        if "tuner_version" not in tables:
+            raise StoreError(f"store {where} is the database of another program; name another file")
+        rows = self.select("SELECT version_num FROM tuner_version")
+        revision = rows[0][0] if rows else ""
+        if revision > REVISION:
+            raise newer_schema(where, revision, REVISION)
+        if revision < REVISION:
+            raise StoreError(
+                f"store {where} has schema {revision}, this program reads {REVISION}: "
+                "any `tuner export`, `tuner import` or `tuner sweep` upgrades it"
+            )
+        return True
+
+
+def _connect(address: str) -> sqlite3.Connection:
+    connection = sqlite3.connect(
+        address, uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
+    )
+    try:
+        # The file is opened by the first statement that reads it.
+        connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    except sqlite3.Error:
+        connection.close()
+        raise
+    return connection
