@@ -150,7 +150,8 @@ def reference(problem: AttentionProblem, tensors: list[Any]) -> Any:
 
 
 def error(found: Any, wanted: Any) -> float:
-    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+    found, wanted = found.detach().double(), wanted.detach().double()
+    return float((found - wanted).norm() / wanted.norm())
 
 
 def check(problem: AttentionProblem, out: Any, tensors: list[Any]) -> None:
@@ -187,6 +188,8 @@ def test_the_log_sum_exp_is_natural_and_pytorch_s(problem: AttentionProblem) -> 
     assert torch.allclose(lse, cudnn[1].squeeze(-1), atol=2e-3)
 
 
+#: PyTorch warms its graph trees up with an empty one.
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_by_inductor(mode: str, dynamic: bool) -> None:
@@ -313,11 +316,12 @@ def test_gradients_by_each_of_pytorch_s_kernels(problem: AttentionProblem, backe
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_training(dynamic: bool) -> None:
+    # A sum: the gradient of a mean is 2^-18 of it, among float16's subnormals.
     def loss(q: Any, k: Any, v: Any) -> Any:
-        return tuner.attention(q, k, v, is_causal=True).float().square().mean()
+        return tuner.attention(q, k, v, is_causal=True).float().square().sum()
 
     tensors = inputs(CAUSAL, requires_grad=True)
-    exact = torch.autograd.grad(reference(CAUSAL, tensors).square().mean(), tensors)
+    exact = torch.autograd.grad(reference(CAUSAL, tensors).square().sum(), tensors)
     value = torch.compile(loss, fullgraph=True, dynamic=dynamic)(*tensors)
     found = torch.autograd.grad(value, tensors)
     assert stats().hits == 1
@@ -388,11 +392,12 @@ def test_gradients_behind_pytorch_s_attention(problem: AttentionProblem, backend
 
 @pytest.mark.parametrize("trains", [False, True])
 def test_what_inductor_compiled_follows_the_switch(trains: bool) -> None:
+    # A sum: see `test_compiled_training`.
     def loss(q: Any, k: Any, v: Any) -> Any:
-        return SDPA(q, k, v, is_causal=True).float().square().mean()
+        return SDPA(q, k, v, is_causal=True).float().square().sum()
 
     tensors = inputs(CAUSAL, requires_grad=trains)
-    exact = reference(CAUSAL, tensors).square().mean()
+    exact = reference(CAUSAL, tensors).square().sum()
     compiled = torch.compile(loss, fullgraph=True)
     for is_on, hits in ((False, 0), (True, 1), (False, 1)):
         if is_on:

@@ -89,7 +89,7 @@ def test_a_shape_that_nobody_tuned(cache: Path, lender: dict[str, Any]) -> None:
     answer = tuner(cache, "lookup", "--shape", UNTUNED)
     error, hits, nearest, fallbacks = call(cache, 600)
     assert error < 1e-3
-    assert answer["kind"] == "nearest"
+    assert answer["kind"] == "nearest", f"{answer['notes']}; the lender: {lender}"
     assert (hits, nearest, fallbacks) == (1, 1, {})
 
 

@@ -22,15 +22,19 @@ from tuner.families.vendor import FAILURES, Vendor
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.problem import E4M3, AttentionProblem, Layout, Problem
 
-#: kernel that torch carries -> its check of tensors in torch.backends.cuda, its operator, and the
-#: operator's arguments between the tensors and dropout: no bias, no log-sum-exp.
-BACKENDS: dict[str, tuple[str, str, tuple[Any, ...]]] = {
+#: kernel that torch carries -> its switch and its check of tensors in torch.backends.cuda, its
+#: operator, and the operator's arguments between the tensors and dropout: no bias, no log-sum-exp.
+BACKENDS: dict[str, tuple[str, str, str, tuple[Any, ...]]] = {
     "cudnn": (
-        "can_use_cudnn_attention", "_scaled_dot_product_cudnn_attention", (None, False)
+        "cudnn_sdp_enabled", "can_use_cudnn_attention",
+        "_scaled_dot_product_cudnn_attention", (None, False),
     ),
-    "flash2": ("can_use_flash_attention", "_scaled_dot_product_flash_attention", ()),
+    "flash2": (
+        "flash_sdp_enabled", "can_use_flash_attention", "_scaled_dot_product_flash_attention", ()
+    ),
     "efficient": (
-        "can_use_efficient_attention", "_scaled_dot_product_efficient_attention", (None, False)
+        "mem_efficient_sdp_enabled", "can_use_efficient_attention",
+        "_scaled_dot_product_efficient_attention", (None, False),
     ),
 }  # fmt: skip
 #: kernel -> (module under TUNER_PEERS_PATH, package, its distributions)
@@ -161,16 +165,19 @@ def _backend_call(problem: AttentionProblem, kernel: str, scale: float) -> Atten
     """
     import torch
 
-    check, operator, further = BACKENDS[kernel]
+    switch, check, operator, further = BACKENDS[kernel]
     causal, is_grouped = problem.is_causal, problem.heads_q != problem.heads_kv
     tensors = [
         torch.empty_strided(o.shape, o.strides, dtype=getattr(torch, o.dtype), device="cuda")
         for o in problem.operands[:3]
     ]
-    asked = torch.backends.cuda.SDPAParams(*tensors, None, 0.0, causal, is_grouped)
+    backends = torch.backends.cuda
+    asked = backends.SDPAParams(*tensors, None, 0.0, causal, is_grouped)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        if not getattr(torch.backends.cuda, check)(asked, True):
+        # A check says no to everything while its backend is switched off, as in another thread's
+        # `sdpa_kernel`; what the operator does not take it then says itself, when it is tried.
+        if getattr(backends, switch)() and not getattr(backends, check)(asked, True):
             reasons = [str(w.message).partition("(Triggered internally")[0].strip() for w in said]
             raise RuntimeError("; ".join(reasons) or f"{check} says no")
     attend = getattr(torch.ops.aten, operator).default
