@@ -104,6 +104,19 @@ class TestProcess:
                 answer = connection.getresponse()
                 assert (answer.status, len(json.loads(answer.read())["answers"])) == (200, 1000)
 
+    @pytest.mark.parametrize("is_chunked", [False, True])
+    def test_who_sends_too_much_is_told_so(self, running: str, is_chunked: bool) -> None:
+        """Though it reads no answer before it has sent everything."""
+        body = iter([b" " * 65536] * 64) if is_chunked else b" " * (4 << 20)
+        with contextlib.closing(
+            http.client.HTTPConnection(running.removeprefix("http://"), timeout=30)
+        ) as connection:
+            headers = {"content-type": "application/json"}
+            connection.request("POST", "/v1/jobs", body, headers)
+            answer = connection.getresponse()
+            assert answer.status == 413
+            assert json.loads(answer.read())["error"].startswith("the body is too large")
+
     def test_requests_may_follow_without_waiting(self, running: str) -> None:
         host, port = running.removeprefix("http://").split(":")
         one = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\nx: " + b"a" * 1000 + b"\r\n\r\n"
