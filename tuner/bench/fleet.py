@@ -32,6 +32,7 @@ from unittest import mock
 
 from tuner import recording
 from tuner.bench.results import check_place, write_json
+from tuner.controller import BEAT_S, POLL_S, Pulse, longer_pause
 from tuner.errors import BenchmarkError, ConfigError, LeaseLostError, StoreError
 from tuner.families import families_of
 from tuner.families.base import group_by_kernels
@@ -52,7 +53,6 @@ RECORDED = AttentionProblem.parse("S=1024,D=64")
 FAMILIES = ("cutlass_fmha", "fused_attention")
 LEASE_S = 20.0
 """Shorter than a real one, so that a killed worker's problem waits a like part of the run."""
-EXTEND_S = 2.0
 LEAST_TRIAL_S = 2.0
 """Of a trial whose kernels were compiled before: checking and timing alone."""
 ATTEMPTS = 50
@@ -104,12 +104,13 @@ class Clock:
 class Worn(ReplayRunner):
     """Replays at a pace."""
 
-    def __init__(self, recorded: Recording, speed: float) -> None:
+    def __init__(self, recorded: Recording, speed: float, told: Callable[[], None]) -> None:
         super().__init__(recorded)
-        self._speed = speed
+        self._speed, self._told = speed, told
 
     def collect(self) -> list[Measurement]:
         measured = super().collect()
+        self._told()
         compile_s = sum(m.compile_cpu_s or 0.0 for m in measured)
         time.sleep((LEAST_TRIAL_S + compile_s) / self._speed)
         return measured
@@ -126,16 +127,17 @@ class Crew:
     report: Path
     """Where it tells, again and again, what it spent."""
     lease_s: float
-    extend_s: float
+    beat_s: float
 
     def run(self) -> None:
         """Work until no problem of the store is open."""
         self._lock, self._ended = threading.Lock(), threading.Event()
-        self._held: set[Lease] = set()
+        self._held: dict[Lease, Pulse] = {}
         self._clock, self._seen = Clock(), Counter[str]()
+        self._progress: dict[Lease, dict[str, int]] = {}
         self._recorded = recorded_sweep()
         with open_store(self.url) as self._store, counted_apart(self._clock):
-            beside = [self._extend_all, self._report_all]
+            beside = [self._keep_all, self._report_all]
             threads = [threading.Thread(target=target, daemon=True) for target in beside]
             workers = [
                 threading.Thread(target=self._worker, args=(number,), daemon=True)
@@ -155,32 +157,42 @@ class Crew:
             self._work(f"{os.getpid()}:{number}")
 
     def _work(self, name: str) -> None:
+        pause_s = POLL_S
         while True:
             try:
                 with self._clock.spent("queue"):
                     claim = self._store.jobs.claim(name, self.lease_s)
                     counts = self._store.jobs.counts() if claim is None else {}
                 if claim is not None:
+                    pause_s = POLL_S
                     self._sweep(claim)
                 elif not counts.get("queued") and not counts.get("running"):
                     return
                 else:
-                    time.sleep(self.extend_s / 2)
+                    time.sleep(pause_s)
+                    pause_s = longer_pause(pause_s)
             except LeaseLostError:
                 self._seen["lost_leases"] += 1
             except StoreError:
                 self._seen["store_errors"] += 1
-                time.sleep(self.extend_s)
+                time.sleep(self.beat_s)
 
     def _sweep(self, claim: Claim) -> None:
         """One problem, as `controller.Controller` does it."""
         lease = claim.lease
+        trials = 0
+
+        def count() -> None:
+            nonlocal trials
+            trials += 1
+            self._progress[lease] = {"done": trials}
+
         with self._lock:
-            self._held.add(lease)
+            self._held[lease] = Pulse(self._store.jobs, lease, self.lease_s)
         try:
             options = JobOptions.from_json(claim.options)
             with self._clock.spent("simulation"):
-                runner = Worn(retold(self._recorded, claim.problem), self.speed)
+                runner = Worn(retold(self._recorded, claim.problem), self.speed, count)
             regime = options.regime(claim.problem)
             sweep = Sweep(claim.problem, regime, runner, self._store.under(lease), options.sweep)
             self._store.jobs.begin(lease, sweep.id)
@@ -188,16 +200,17 @@ class Crew:
             self._store.jobs.finish(lease, f"{outcome.kernels} kernels")
         finally:
             with self._lock:
-                self._held.discard(lease)
+                del self._held[lease]
+                self._progress.pop(lease, None)
 
-    def _extend_all(self) -> None:
-        while not self._ended.wait(self.extend_s):
+    def _keep_all(self) -> None:
+        while not self._ended.wait(self.beat_s):
             with self._lock:
-                held = list(self._held)
+                held = list(self._held.items())
             with self._clock.spent("leases"):
-                for lease in held:
+                for lease, pulse in held:
                     try:
-                        self._store.jobs.extend(lease, {}, self.lease_s)
+                        pulse.beat(self._progress.get(lease, {}))
                     except StoreError:
                         self._seen["store_errors"] += 1
 
@@ -263,8 +276,8 @@ class Fleet:
         self._started += 1
         report = self._folder / f"{self._started}.json"
         lease_s = self._args.lease
-        extend_s = min(EXTEND_S, lease_s / 4)
-        crew = Crew(self._url, size, self._args.speed, report, lease_s, extend_s)
+        beat_s = min(BEAT_S, lease_s / 4)
+        crew = Crew(self._url, size, self._args.speed, report, lease_s, beat_s)
         process = self._context.Process(target=crew.run)
         process.start()
         return process

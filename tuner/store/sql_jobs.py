@@ -292,6 +292,10 @@ class SqlJobs(Jobs):
             }
             return connection.execute(self._held(lease).values(**values)).rowcount > 0
 
+    def is_held(self, lease: Lease) -> bool:
+        with self._transaction(write=False) as connection:
+            return connection.execute(_HELD, _named(lease)).first() is not None
+
     def begin(self, lease: Lease, sweep: str) -> None:
         with self._transaction(write=True) as connection:
             if connection.execute(self._held(lease).values(sweep=sweep)).rowcount == 0:
@@ -372,16 +376,17 @@ class SqlJobs(Jobs):
         connection.execute(_E.insert().values(job_id=job, task_id=task, at=now(), text=text))
 
 
-#: Built once: every write of a controller asks it.
-_HELD = (
-    sa.select(_T)
-    .where(
-        _T.c.id == sa.bindparam("task"),
-        _T.c.token == sa.bindparam("number"),
-        _T.c.state == "running",
-    )
-    .with_for_update()
+#: The task of a lease that is held.
+_HELD = sa.select(_T).where(
+    _T.c.id == sa.bindparam("task"),
+    _T.c.token == sa.bindparam("number"),
+    _T.c.state == "running",
 )
+_LOCKED = _HELD.with_for_update()
+
+
+def _named(lease: Lease) -> dict[str, int]:
+    return {"task": lease.task, "number": lease.token}
 
 
 def check(connection: sa.Connection, lease: Lease) -> sa.Row[Any]:
@@ -390,7 +395,7 @@ def check(connection: sa.Connection, lease: Lease) -> sa.Row[Any]:
     Raises:
         LeaseLostError: when the lease is no longer held.
     """
-    row = connection.execute(_HELD, {"task": lease.task, "number": lease.token}).first()
+    row = connection.execute(_LOCKED, _named(lease)).first()
     if row is None:
         raise lost(lease)
     return row
