@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,12 +16,13 @@ import sqlalchemy as sa
 from queue_toys import OPTIONS, REGIME, Replays, catalogue, repeated, states
 
 from tuner.cli import main
-from tuner.controller import Controller
+from tuner.controller import Controller, Pulse
 from tuner.errors import BenchmarkError, NoValidConfigError, StoreError
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import GemmProblem, Problem
 from tuner.runners.choose import Machine
 from tuner.store import Store, open_store
+from tuner.store.jobs import Lease
 
 ONE, TWO = (GemmProblem(size, size, size) for size in (128, 256))
 
@@ -38,6 +40,44 @@ def drained(store: Store, replays: Replays | None = None, **options: Any) -> int
         store, Machine(), catalogue=catalogue, create_runners=runners, **options
     ) as controller:
         return controller.run(drain=True)
+
+
+class TestPulse:
+    """What one lease costs the store."""
+
+    @pytest.fixture
+    def clock(self, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+        made = SimpleNamespace(now=100.0)
+        monkeypatch.setattr("tuner.controller.time.monotonic", lambda: made.now)
+        return made
+
+    def test_it_is_written_when_it_ages_or_has_something_to_tell(
+        self, clock: SimpleNamespace
+    ) -> None:
+        asked: list[str] = []
+
+        def extend(lease: Lease, progress: Mapping[str, Any], lease_s: float) -> bool:
+            asked.append(f"extend {dict(progress)}")
+            return True
+
+        jobs: Any = SimpleNamespace(extend=extend, is_held=lambda _: not asked.append("ask"))
+        pulse = Pulse(jobs, Lease(1, 1), 20.0)
+        for later, progress in ((2, {}), (2, {"done": 1}), (2, {"done": 1}), (4, {"done": 1})):
+            clock.now += later
+            assert pulse.beat(progress)
+        assert asked == ["ask", "extend {'done': 1}", "ask", "extend {'done': 1}"]
+
+    def test_it_lasts_from_its_last_writing_on(self, clock: SimpleNamespace) -> None:
+        jobs: Any = SimpleNamespace(extend=lambda *_: True, is_held=lambda _: True)
+        pulse = Pulse(jobs, Lease(1, 1), 20.0)
+        clock.now += 4
+        assert pulse.beat({})  # asked only
+        clock.now += 15
+        assert pulse.may_hold
+        clock.now += 2
+        assert not pulse.may_hold
+        assert pulse.beat({})
+        assert pulse.may_hold
 
 
 class TestController:
