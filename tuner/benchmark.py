@@ -124,9 +124,10 @@ class CompiledSubject(Subject):
 
     def bind(self, buffers: Mapping[str, int], scale: float, *, deliver: bool = False) -> Call:
         launches = self._family.launches(self._problem, self._config, scale)
-        stream = self._device.stream
+        device, lanes = self._device, 1 + max(launch.lane for launch in launches)
         prepared = [
             (
+                launch.lane,
                 self._kernels[launch.kernel],
                 [_address(buffers, ref) for ref in launch.tensors],
                 launch.integers,
@@ -137,10 +138,16 @@ class CompiledSubject(Subject):
         ]
 
         def call() -> None:
-            for kernel, tensors, integers, scalars, workspace in prepared:
-                kernel.launch(tensors, integers, scalars, workspace, stream)
+            for _, kernel, tensors, integers, scalars, workspace in prepared:
+                kernel.launch(tensors, integers, scalars, workspace, device.stream)
 
-        return call
+        def call_on_lanes() -> None:
+            streams = device.fork(lanes)
+            for lane, kernel, tensors, integers, scalars, workspace in prepared:
+                kernel.launch(tensors, integers, scalars, workspace, streams[lane])
+            device.join(lanes)
+
+        return call if lanes == 1 else call_on_lanes
 
     def capture(self, calls: Iterable[Call]) -> Graph:
         def work() -> None:

@@ -29,6 +29,8 @@ TILES: tuple[Tile, ...] = (
 )
 THREADS = (16, 32, 256)
 """Softmax threads a row."""
+STREAMS = (1, 4)
+"""Streams that heads, launched one by one, are dealt over."""
 TILED = AttentionProblem(1024, 1024, 64)
 """The workload of the tiles."""
 #: The documents' best GEMM, and what CUTLASS's examples begin with: tile, cluster_m, cluster_n.
@@ -37,22 +39,31 @@ NAME = "design-documents"
 
 
 def three_kernels(problem: Problem, gpu: Gpu) -> dict[str, Config]:
-    """Every tile with 32 softmax threads a row, and the first tile with the other counts.
+    """Every tile with 32 softmax threads a row, the first tile with the other counts, and the
+    first with each head launched by itself, on one stream and on several.
 
     The product with V has tiles no wider than its output, the head dimension.
     """
     if problem != TILED:
         return {}
     wanted = [(tile, 32) for tile in TILES] + [(TILES[0], n) for n in THREADS if n != 32]
-    found = {}
+    found: dict[str, Config | None] = {}
     for (m, n, k), threads in wanted:
         label = f"three kernels {m}x{n}x{k}, softmax {threads}"
         found[label] = _three_kernels(TILED, gpu, (m, n, k), threads)
+    for streams in STREAMS:
+        dealt = "one stream" if streams == 1 else f"{streams} streams"
+        label = f"three kernels {'x'.join(map(str, TILES[0]))}, a head a launch, {dealt}"
+        found[label] = _three_kernels(TILED, gpu, TILES[0], 32, streams)
     return {label: config for label, config in found.items() if config is not None}
 
 
-def _three_kernels(problem: AttentionProblem, gpu: Gpu, tile: Tile, threads: int) -> Config | None:
-    """All heads a launch, each kernel begun before its predecessor ends; None where illegal."""
+def _three_kernels(
+    problem: AttentionProblem, gpu: Gpu, tile: Tile, threads: int, streams: int = 0
+) -> Config | None:
+    """All heads a launch, each kernel begun before its predecessor ends, or with `streams` a head
+    a launch, dealt over these; None where illegal.
+    """
     member = family("three_kernel_attention")
     stages: dict[str, Config] = {}
     for name, stage in member.stages(problem).items():
@@ -64,8 +75,10 @@ def _three_kernels(problem: AttentionProblem, gpu: Gpu, tile: Tile, threads: int
         if found is None:
             return None
         stages[name] = found
-    heads = problem.batch * problem.heads_q
-    params = {"heads_per_launch": heads, "pdl": True, "in_place": True}
+    heads = 1 if streams else problem.batch * problem.heads_q
+    params: dict[str, Value] = {"heads_per_launch": heads, "pdl": not streams, "in_place": True}
+    if streams > 1:
+        params["streams"] = streams
     config = Config(member.name, params, stages)
     return None if member.violations(problem, config, gpu) else config
 
@@ -103,7 +116,7 @@ PRESETS: dict[str, tuple[Suite, ...]] = {
     NAME: (
         Suite(
             NAME,
-            "the workloads of the design documents; graphs against plain launches",
+            "the workloads of the design documents; graphs, plain launches, several streams",
             (
                 TILED,
                 AttentionProblem(2048, 2048, 64, 16),

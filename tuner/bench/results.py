@@ -43,6 +43,8 @@ class Timed:
     flags: tuple[str, ...] = ()
     resources: Mapping[str, Resources] = field(default_factory=dict)
     log: str = ""
+    stages_us: Mapping[str, float] = field(default_factory=dict)
+    """Medians of the kernels of one that launches several, each timed alone, in their order."""
 
     @classmethod
     def of(cls, contender: Contender, seen: Measurement) -> Self:
@@ -137,6 +139,9 @@ class Row:
             "tb_per_s": moved / us / 1e6,
             "memory_mb": memory / 1e6,
         }
+        if timed.stages_us:
+            # Below zero where a kernel begins before the one before it ends.
+            found["gaps_us"] = us - sum(timed.stages_us.values())
         if timed.half_width_us is not None:
             found["half_width_us"] = timed.half_width_us
         return found

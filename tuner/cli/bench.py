@@ -53,8 +53,8 @@ def register(subparsers: Any) -> None:
     parser.add_argument(
         "--against",
         metavar="NAME,...",
-        help="peers, as cudnn,flash2,flash3,flash4,efficient,naive or cublas,addmm,inductor "
-        "(default: all but naive and inductor; in a suite its own)",
+        help="peers, as cudnn,flash2,flash3,flash4,efficient,naive,triton or cublas,addmm,inductor "
+        "(default: all but naive, triton and inductor; in a suite its own)",
     )
     parser.add_argument(
         "--l2",
@@ -68,8 +68,9 @@ def register(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--untuned",
-        action="store_true",
-        help="also time the kernel that the cost model picks, to see what tuning gained",
+        action=argparse.BooleanOptionalAction,
+        help="also time the default, the kernel that the cost model picks: what one has without "
+        "tuning (of --shape it takes part unless told not to)",
     )
     parser.add_argument(
         "--list-problems",
@@ -124,7 +125,12 @@ def run(args: argparse.Namespace) -> int:
     try:
         with Runners(Machine((args.device,), args.jobs), _note) as runners:
             comparison = Comparison(
-                tasks, runners, entries, own=args.own, with_untuned=args.untuned, note=_note
+                tasks,
+                runners,
+                entries,
+                own=args.own,
+                with_untuned=bool(args.shape) if args.untuned is None else args.untuned,
+                note=_note,
             )
             save(comparison.run(save, earlier))
     except KeyboardInterrupt:
@@ -135,7 +141,7 @@ def run(args: argparse.Namespace) -> int:
     if args.csv is not None:
         _write(args.csv, bench_tables.csv_text(results))
     if args.markdown is not None:
-        _write(args.markdown, bench_tables.markdown(results))
+        _write(args.markdown, bench_tables.markdown(results, {SHAPES, args.preset}))
     print(bench_tables.text(results, details={SHAPES, args.preset}))
     if interrupted:
         done = " (--resume goes on from there)" if args.json is not None else ""
