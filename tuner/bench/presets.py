@@ -3,6 +3,8 @@
 They tried tiles of the GEMMs of three-kernel attention and threads of its softmax, compared the
 fused kernels on four workloads, and one GEMM tile with CUTLASS's default. Each named tile takes the
 schedule, stages and order of blocks that the cost model likes best with it.
+
+`LENGTHS_NAME` is their other question: which way of computing attention is best at which length.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ from collections.abc import Mapping
 from tuner.bench.suites import Suite
 from tuner.config import Config, Value
 from tuner.errors import ConfigError
-from tuner.families import family
+from tuner.families import families_of, family
+from tuner.families.base import without_spare
 from tuner.hardware import Gpu
 from tuner.measurement import Regime
 from tuner.problem import AttentionProblem, GemmProblem, Problem, SoftmaxProblem
@@ -36,6 +39,9 @@ TILED = AttentionProblem(1024, 1024, 64)
 #: The documents' best GEMM, and what CUTLASS's examples begin with: tile, cluster_m, cluster_n.
 GEMMS: tuple[tuple[Tile, int, int], ...] = (((128, 256, 64), 2, 1), ((128, 128, 64), 1, 1))
 NAME = "design-documents"
+LENGTHS_NAME = "sequence-lengths"
+LENGTHS = tuple(2**power for power in range(7, 16))
+"""128 to 32768."""
 
 
 def three_kernels(problem: Problem, gpu: Gpu) -> dict[str, Config]:
@@ -111,6 +117,21 @@ def _cheapest(problem: Problem, gpu: Gpu, wanted: Mapping[str, Value]) -> Config
     return min(legal, key=lambda c: (member.predict_us(problem, c, gpu), c.digest), default=None)
 
 
+def one_of_each(problem: Problem, gpu: Gpu) -> dict[str, Config]:
+    """The kernel of every own family that its estimate likes best at `TILED`, or at the problem
+    where that one cannot serve it: one kernel over all lengths, as far as there is one.
+    """
+    found = {}
+    serving = [m for m in families_of(problem.op).values() if not m.supports(problem, gpu)]
+    for member in without_spare([m for m in serving if not m.is_vendor]):
+        for place in (TILED, problem):
+            config = next(iter(member.seeds(place, gpu, member.space(place, gpu), 1)), None)
+            if config is not None and not member.violations(problem, config, gpu):
+                found[f"{member.name} of {place.label()}"] = config
+                break
+    return found
+
+
 _LAUNCHED = (Regime("graph", "warm"), Regime("eager", "warm"))
 PRESETS: dict[str, tuple[Suite, ...]] = {
     NAME: (
@@ -135,7 +156,18 @@ PRESETS: dict[str, tuple[Suite, ...]] = {
             against=(),
             named=gemms,
         ),
-    )
+    ),
+    LENGTHS_NAME: (
+        Suite(
+            LENGTHS_NAME,
+            "one problem at nine lengths: every way of computing it, the vendors' and ours",
+            tuple(AttentionProblem(n, n, TILED.head_dim) for n in LENGTHS),
+            _LAUNCHED[:1],
+            rounds=10,  # up to a tenth of a second a kernel
+            against=("cudnn", "flash2", "efficient", "flash3", "flash4", "naive"),
+            named=one_of_each,
+        ),
+    ),
 }
 
 

@@ -25,6 +25,13 @@ FORMAT = 1
 _MEDIAN_95 = 1.96 * math.sqrt(math.pi / 2)
 
 
+def half_width_us(std_us: float | None, rounds: int) -> float | None:
+    """A median is known to plus or minus this, 95 % confidence; None of fewer than two rounds."""
+    if std_us is None or rounds < 2:
+        return None
+    return _MEDIAN_95 * std_us / math.sqrt(rounds)
+
+
 @dataclass(frozen=True)
 class Timed:
     """One kernel of a row."""
@@ -65,10 +72,8 @@ class Timed:
 
     @property
     def half_width_us(self) -> float | None:
-        """The median is known to plus or minus this, 95 % confidence."""
-        if self.std_us is None or self.rounds < 2:
-            return None
-        return _MEDIAN_95 * self.std_us / math.sqrt(self.rounds)
+        """As the function of this name."""
+        return half_width_us(self.std_us, self.rounds)
 
     @property
     def reason(self) -> str:
@@ -145,6 +150,31 @@ class Row:
         if timed.half_width_us is not None:
             found["half_width_us"] = timed.half_width_us
         return found
+
+    def measurements(self, results: Results) -> list[Measurement]:
+        """The kernels as one final pass of a sweep would have stored them."""
+        return [
+            Measurement(
+                self.problem,
+                timed.config,
+                results.gpu,
+                self.regime,
+                timed.status,
+                environment=results.environment,
+                latency_us=timed.latency_us,
+                std_us=timed.std_us,
+                rounds=timed.rounds,
+                is_final=True,
+                flags=timed.flags,
+                error=timed.error,
+                workspace_bytes=timed.workspace_bytes,
+                resources=timed.resources,
+                clocks=self.clocks,
+                log=timed.log,
+                created_at=self.created_at,
+            )
+            for timed in self.timed
+        ]
 
     def to_json(self, gpu: Gpu) -> dict[str, Any]:
         """Every field, and beside them what follows, for people and other programs to read."""

@@ -42,7 +42,8 @@ def register(subparsers: Any) -> None:
     what.add_argument(
         "--preset",
         metavar="NAME",
-        help="design-documents: the workloads, tiles and launches that those compared",
+        help="design-documents: the workloads, tiles and launches that those compared; "
+        "sequence-lengths: one problem from 128 to 32768, what `tuner report --bench` draws",
     )
     what.add_argument(
         "--shape",

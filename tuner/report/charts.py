@@ -8,9 +8,10 @@ from typing import Any
 
 from tuner.cli.describe import config_text, microseconds, short_name
 from tuner.measurement import Measurement, Status
-from tuner.report import analysis
-from tuner.report.analysis import Importance, Length, Standing, Step, latency
+from tuner.report.analysis import Importance, Standing, latency
+from tuner.report.course import Step
 from tuner.report.explain import limits
+from tuner.report.lengths import Length, crossings
 from tuner.report.spec import (
     BEST,
     CROSS,
@@ -384,8 +385,7 @@ def memory(subject: Subject) -> Spec:
 def scaling(lengths: Sequence[Length]) -> Spec:
     """Rate of the fastest of each kernel over the sequence length; crossings marked."""
     marks = [
-        {"seqlen": place, "text": f"{after} from here"}
-        for place, _, after in analysis.crossings(lengths)
+        {"seqlen": place, "text": f"{after} from here"} for place, _, after in crossings(lengths)
     ]
     spec = _over_length(
         lengths,
