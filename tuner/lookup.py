@@ -150,6 +150,7 @@ def lookup(
     allow_other_gpu: bool = False,
     environment: Environment | None = None,
     among: Sequence[Entry] | None = None,
+    with_rules: bool = True,
 ) -> Answer | None:
     """What is decided for `problem`, or None.
 
@@ -172,6 +173,7 @@ def lookup(
         environment: the caller's; an answer from another one notes what differs.
         among: choose from these in place of a file's, as from a store that is not SQLite; they
             lend nothing, for they do not tell what passed elsewhere.
+        with_rules: False: ask no rule, for a caller that launches what it is answered.
 
     Raises:
         StoreError: when the file exists and cannot be read.
@@ -187,7 +189,7 @@ def lookup(
         second = _known(problem, asked.identity, other, path, allow_other_gpu, among)
         if second is not None and _rank(second) < rank:
             answer = _noted(second, f"timed {other}: nothing better is known {default}")
-    if answer is None:
+    if answer is None and with_rules:
         answer = _ruled(problem, asked, default, allow_other_gpu)
     if answer is None:
         return None

@@ -126,7 +126,7 @@ def progress(steps: Sequence[Step]) -> Spec:
         "Time of every candidate in the order in which it was measured, and the best so far.",
         height=300,
         encoding={
-            "x": channel("number", "candidate", scale={"nice": False}),
+            "x": channel("number", "candidate", scale={"nice": False}, axis={"tickCount": 8}),
             "y": channel("us", "microseconds, quick pass", **log_scale(padding=8)),
         },
         layer=layers,
@@ -444,8 +444,10 @@ def _over_length(
         }
         for length, number in zip(lengths, numbers, strict=True)
     ]
-    names = sorted({length.kernel for length in lengths})
-    series = series_of(names)
+    # Own kernels first: they have the strongest colours.
+    series = series_of(
+        [name for _, name in sorted({(length.is_vendor, length.kernel) for length in lengths})]
+    )
     x = _length_axis(lengths)
     y = channel("y", title, **(log_scale() if is_log else {}))
     tooltip = tips(
