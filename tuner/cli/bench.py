@@ -78,6 +78,11 @@ def register(subparsers: Any) -> None:
         action="store_true",
         help="only print the problems, as YAML for `tuner sweep --problems`",
     )
+    parser.add_argument(
+        "--compile-only",
+        action="store_true",
+        help="compile what is missing, without a GPU for an H200's, and time nothing",
+    )
     _output(parser)
     parser.add_argument("--device", type=int, default=0, help="CUDA device (default 0)")
     parser.add_argument("--jobs", type=int, metavar="N", help="nvcc processes (default: the cores)")
@@ -133,6 +138,10 @@ def run(args: argparse.Namespace) -> int:
                 with_untuned=bool(args.shape) if args.untuned is None else args.untuned,
                 note=_note,
             )
+            if args.compile_only:
+                failed = comparison.compile()
+                _note(f"compiled, but for {failed} kernels" if failed else "compiled")
+                return FAILED if failed else DONE
             save(comparison.run(save, earlier))
     except KeyboardInterrupt:
         interrupted = True
