@@ -7,6 +7,7 @@ the same buffers. A `Burst` is n calls of one subject, enqueued at once; times a
 
 from __future__ import annotations
 
+import copy
 import importlib
 import itertools
 import math
@@ -113,6 +114,7 @@ class CompiledSubject(Subject):
     ) -> None:
         self._device, self._family, self._problem = device, family, problem
         self._config, self._kernels = config, kernels
+        self._only = ""
         self._offsets: list[int] = []
         for launch in family.launches(problem, config, scale):
             self._offsets.append(self.workspace_bytes)
@@ -121,6 +123,16 @@ class CompiledSubject(Subject):
         self.scratch_bytes = family.scratch_bytes(problem, config)
         if not self._offsets:
             raise BenchmarkError(f"{family.name} launches nothing for {config.digest}")
+
+    def parts(self) -> dict[str, CompiledSubject]:
+        """Each kernel's launches as a subject of their own, in the order of the kernels. Timed on
+        the buffers of the whole, which has to have run before.
+        """
+        found = {}
+        for name in self._kernels:
+            found[name] = copy.copy(self)
+            found[name]._only = name
+        return found
 
     def bind(self, buffers: Mapping[str, int], scale: float, *, deliver: bool = False) -> Call:
         launches = self._family.launches(self._problem, self._config, scale)
@@ -135,6 +147,7 @@ class CompiledSubject(Subject):
                 buffers[WORKSPACE] + offset,
             )
             for launch, offset in zip(launches, self._offsets, strict=True)
+            if self._only in ("", launch.kernel)
         ]
 
         def call() -> None:

@@ -16,11 +16,12 @@ from tuner.bench.contenders import Role, line_up, peers_named
 from tuner.bench.results import Results, Timed
 from tuner.cli import bench_tables
 from tuner.config import Config
-from tuner.errors import BenchmarkError, ConfigError
+from tuner.errors import ConfigError
 from tuner.families.triton_attention import TritonAttention
 from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Environment, Measurement, Regime, Status
-from tuner.problem import GemmProblem, Problem, SoftmaxProblem
+from tuner.problem import Problem
+from tuner.stages import described, read
 
 WARM = Regime("graph", "warm")
 TILED = presets.TILED
@@ -29,29 +30,20 @@ FIRST = "three kernels 64x128x64, softmax 32"
 
 
 class Runner:
-    """Q K^T takes 20 us, the softmax 10, P V 8, a call of all three 36, any other one 50."""
+    """A call of all heads takes 36 us, one of a head at a time 50; their kernels as the worker says
+    it.
+    """
 
     environment = Environment({"driver": "580"})
 
-    def __init__(self) -> None:
-        self.asked: list[tuple[Problem, list[Config]]] = []
-        self.refuses: type[Problem] | None = None
-
     def retime(self, problem: Problem, configs: Sequence[Config], rounds: int) -> list[Measurement]:
-        self.asked.append((problem, list(configs)))
-        if self.refuses is not None and isinstance(problem, self.refuses):
-            raise BenchmarkError("no memory")
         return [self._measured(problem, config) for config in configs]
 
     def _measured(self, problem: Problem, config: Config) -> Measurement:
         us = 36.0 if config.get("heads_per_launch") == 16 else 50.0
-        if isinstance(problem, SoftmaxProblem):
-            us = 10.0
-        elif isinstance(problem, GemmProblem):
-            us = 20.0 if problem.dtype_d == "float32" else 8.0
-        return Measurement(
-            problem, config, DEFAULT_GPU, WARM, Status.OK, latency_us=us, std_us=0.1, rounds=20
-        )
+        parts = {"qk.gemm": 20.0, "softmax.softmax": 10.0, "pv.gemm": 8.0} if config.stages else {}
+        measured = Measurement(problem, config, DEFAULT_GPU, WARM, Status.OK)
+        return measured.but(latency_us=us, std_us=0.1, rounds=20, log=described(parts, us))
 
 
 class Machines:
@@ -80,26 +72,17 @@ def by_name(results: Results) -> dict[str, Timed]:
     return {timed.name: timed for timed in results.rows[0].timed}
 
 
-def test_each_stage_is_timed_alone_and_the_rest_are_gaps() -> None:
-    machines = Machines()
-    results = bench(machines)
+def test_each_kernel_alone_and_the_rest_are_gaps() -> None:
+    results = bench(Machines())
     found = by_name(results)[FIRST]
-    assert found.stages_us == {"qk": 20.0, "softmax": 10.0, "pv": 8.0}
+    assert found.stages_us == {"qk.gemm": 20.0, "softmax.softmax": 10.0, "pv.gemm": 8.0}
     assert results.rows[0].figures(found, DEFAULT_GPU)["gaps_us"] == pytest.approx(36 - 38)
     assert by_name(results)["cudnn"].stages_us == {}
-    # Of those that launch each head by itself no stage is timed: it would be one head's.
-    assert all(not t.stages_us for name, t in by_name(results).items() if "stream" in name)
-    problems = [problem for problem, _ in machines.runner.asked]
-    assert len(problems) == 4, "the row, and each stage once"
-    for _, configs in machines.runner.asked:
-        assert len(configs) == len(set(configs))
 
 
-def test_a_stage_that_cannot_be_timed_takes_nothing_from_the_row() -> None:
-    machines = Machines()
-    machines.runner.refuses = SoftmaxProblem
-    found = by_name(bench(machines))[FIRST]
-    assert (found.latency_us, found.stages_us) == (36.0, {})
+@pytest.mark.parametrize("line", ["", "nvcc refused", "alone", "alone a 1.00 us"])
+def test_another_line_says_nothing_of_kernels(line: str) -> None:
+    assert read(line) == {}
 
 
 def test_they_are_in_every_form_of_the_results() -> None:
@@ -107,7 +90,7 @@ def test_they_are_in_every_form_of_the_results() -> None:
     assert Results.from_json(results.to_json()) == results
     kernels = results.to_json()["rows"][0]["kernels"]
     (one,) = [k for k in kernels if k["name"] == FIRST]
-    assert one["stages_us"]["qk"] == 20.0 and one["figures"]["gaps_us"] == -2.0
+    assert one["stages_us"]["qk.gemm"] == 20.0 and one["figures"]["gaps_us"] == -2.0
     for text in (
         bench_tables.text(results, {presets.NAME}),
         bench_tables.markdown(results, {presets.NAME}),
@@ -116,7 +99,7 @@ def test_they_are_in_every_form_of_the_results() -> None:
         assert ["20.0", "10.0", "8.00", "-2.0", "36.0"] in [line[-5:] for line in lines]
     rows = list(csv.DictReader(io.StringIO(bench_tables.csv_text(results))))
     (row,) = [row for row in rows if row["kernel"] == FIRST]
-    assert row["stages_us"] == "qk=20.0;softmax=10.0;pv=8.0"
+    assert row["stages_us"] == "qk.gemm=20.0;softmax.softmax=10.0;pv.gemm=8.0"
     assert (row["gaps_us"], row["driver"], row["std_us"]) == ("-2.0", "580", "0.1")
 
 

@@ -291,6 +291,26 @@ def test_lanes_have_streams_of_their_own_between_a_fork_and_a_join() -> None:
     assert seen == [("fork", 2), (0, 10), (1, 11), (2, 10), ("join", 2)]
 
 
+def test_the_launches_of_one_kernel() -> None:
+    """Each with its place in the workspace of the whole."""
+
+    class Two(Toy):
+        def launches(self, problem: Any, config: Any, scale: float) -> list[Launch]:
+            return [Launch(name, (Ref("a"),), (n,)) for n, name in enumerate(("one", "two", "one"))]
+
+    one, two = FakeKernel(), FakeKernel()
+    where, kernels = FakeDevice(), {"one": one, "two": two}
+    whole = benchmark.CompiledSubject(where, Two(), SMALL, Config("toy"), kernels, 1.0)  # type: ignore[arg-type]
+    parts = whole.parts()
+    assert list(parts) == ["one", "two"]
+    buffers = {"a": 100, "scratch": 300, "workspace": 4096}
+    parts["one"].bind(buffers, 0.5)()
+    assert [(call[1], call[3]) for call in one.launched] == [((0,), 4096), ((2,), 4096 + 1024)]
+    assert two.launched == []
+    whole.bind(buffers, 0.5)()
+    assert (len(one.launched), len(two.launched)) == (4, 1)
+
+
 def test_a_family_that_launches_nothing_is_an_error() -> None:
     with pytest.raises(BenchmarkError, match="launches nothing"):
         subject(Config("toy", {"launches": 0}), FakeKernel())

@@ -13,7 +13,6 @@ from tuner.bench.contenders import Lineup, line_up
 from tuner.bench.results import Results, Row, Timed
 from tuner.bench.suites import Named, none_named
 from tuner.compiler import Compiler
-from tuner.config import Config
 from tuner.errors import BenchmarkError, ConfigError, StoreError, TunerError
 from tuner.families import family
 from tuner.families.base import KernelSpec
@@ -185,46 +184,9 @@ class Comparison:
             raise
         except TunerError as exc:
             return replace(empty, failure=str(exc))
-        timed = self._with_stages(
-            task, [Timed.of(c, m) for c, m in zip(lineup.contenders, seen, strict=True)]
-        )
+        timed = tuple(Timed.of(c, m) for c, m in zip(lineup.contenders, seen, strict=True))
         clocks = next((m.clocks for m in seen if m.ok), empty.clocks)
         return replace(empty, timed=timed, clocks=clocks)
-
-    def _with_stages(self, task: Task, timed: Sequence[Timed]) -> tuple[Timed, ...]:
-        """What passed and launches each of its stages once, with the time of each stage alone."""
-        wanted: dict[str, dict[Config, float | None]] = {}
-        of = {t.config: _stages(task.problem, t.config) for t in timed if t.latency_us}
-        for stages in of.values():
-            for name, (_, config) in stages.items():
-                wanted.setdefault(name, {})[config] = None
-        for name, configs in wanted.items():
-            problem = next(stages[name][0] for stages in of.values() if name in stages)
-            try:
-                runner = self._machines.of(problem, task.regime)
-                seen = runner.retime(problem, list(configs), task.rounds)
-            except StoreError:
-                raise
-            except TunerError:
-                continue
-            configs.update({m.config: m.latency_us for m in seen})
-        found = []
-        for one in timed:
-            times = {n: wanted[n][config] for n, (_, config) in of.get(one.config, {}).items()}
-            known = {name: us for name, us in times.items() if us is not None}
-            found.append(replace(one, stages_us=known if len(known) == len(times) else {}))
-        return tuple(found)
-
-
-def _stages(problem: Problem, config: Config) -> dict[str, tuple[Problem, Config]]:
-    """The problem and config of each stage, in order; empty where there is one kernel, or where a
-    stage is launched for a part of the heads at a time.
-    """
-    member = family(config.family)
-    problems = member.stages(problem) if config.stages else {}
-    if len(member.launches(problem, config, 1.0)) != len(problems):
-        return {}
-    return {name: (stage, config.stages[name]) for name, stage in problems.items()}
 
 
 def _check_same(earlier: Results, here: Results) -> None:

@@ -11,6 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Self
 
+from tuner import stages
 from tuner.bench.contenders import Contender, Role
 from tuner.config import Config
 from tuner.errors import ConfigError, StoreError
@@ -51,7 +52,7 @@ class Timed:
     resources: Mapping[str, Resources] = field(default_factory=dict)
     log: str = ""
     stages_us: Mapping[str, float] = field(default_factory=dict)
-    """Medians of the kernels of one that launches several, each timed alone, in their order."""
+    """Of a call of several kernels, each with the others left out, in their order."""
 
     @classmethod
     def of(cls, contender: Contender, seen: Measurement) -> Self:
@@ -68,6 +69,7 @@ class Timed:
             seen.flags,
             seen.resources,
             seen.log,
+            stages.read(seen.log) if seen.ok else {},
         )
 
     @property

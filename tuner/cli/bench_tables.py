@@ -177,8 +177,8 @@ def _missing(rows: Sequence[Row]) -> list[str]:
 
 
 STAGES_SAY = (
-    "Kernels of those that launch several, us, each alone; gaps: the call less their sum, below 0 "
-    "where a kernel begins before the one before it ends"
+    "Kernels of calls that launch several, us, each alone; gaps: the call less their sum, below 0 "
+    "where they overlap, or where one finds in the L2 what in the call it does not"
 )
 
 
