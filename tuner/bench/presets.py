@@ -10,6 +10,7 @@ schedule, stages and order of blocks that the cost model likes best with it.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 
 from tuner.bench.suites import Suite
 from tuner.config import Config, Value
@@ -125,11 +126,18 @@ def one_of_each(problem: Problem, gpu: Gpu) -> dict[str, Config]:
     serving = [m for m in families_of(problem.op).values() if not m.supports(problem, gpu)]
     for member in without_spare([m for m in serving if not m.is_vendor]):
         for place in (TILED, problem):
-            config = next(iter(member.seeds(place, gpu, member.space(place, gpu), 1)), None)
+            config = _first_choice(member.name, place, gpu)
             if config is not None and not member.violations(problem, config, gpu):
                 found[f"{member.name} of {place.label()}"] = config
                 break
     return found
+
+
+@cache
+def _first_choice(name: str, problem: Problem, gpu: Gpu) -> Config | None:
+    """What a family's estimate likes best; None where it has nothing."""
+    member = family(name)
+    return next(iter(member.seeds(problem, gpu, member.space(problem, gpu), 1)), None)
 
 
 _LAUNCHED = (Regime("graph", "warm"), Regime("eager", "warm"))
