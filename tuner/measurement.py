@@ -79,6 +79,11 @@ class Regime:
         """
         return cls("graph", "cold" if op in ("gemm", "swiglu") else "warm")
 
+    @property
+    def other_inputs(self) -> Regime:
+        """The same launch with the inputs in the other state."""
+        return replace(self, l2="cold" if self.l2 == "warm" else "warm")
+
     @classmethod
     def parse(cls, text: str) -> Regime:
         """Read ``graph-warm``, the text of `str(regime)`."""
