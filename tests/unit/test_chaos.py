@@ -18,8 +18,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import sqlalchemy as sa
 import queue_toys
+import sqlalchemy as sa
 from queue_toys import OPTIONS, REGIME, Replays, catalogue, repeated, states
 
 from tuner.artifacts import Artifact
