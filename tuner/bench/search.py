@@ -13,6 +13,7 @@ with as many compiles at once as a sweep has on 16 cores.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import math
 import multiprocessing
@@ -22,7 +23,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -67,6 +68,8 @@ class Case:
     """With the constants of a fit that left this problem out."""
     history: tuple[Measurement, ...]
     """Quick passes of the other problems on this chip in this regime."""
+    prepared: dict[str, list[FamilySearch]] = field(default_factory=dict, compare=False)
+    """Searches that have begun with nothing, by a sampler that draws nothing."""
 
     @property
     def label(self) -> str:
@@ -182,22 +185,39 @@ def _final(case: Case, families: Mapping[str, Family], seen: Sequence[Measuremen
     return min(times, default=math.inf) / case.best_us - 1
 
 
-def _search(case: Case, method: str, seed: int, pace: Pace) -> Search:
+def _members(case: Case, sampler: str, seed: int) -> list[FamilySearch]:
     effort = EFFORTS[EFFORT]
-    members = [
+    return [
         FamilySearch(
             family,
             case.problem,
             case.gpu,
             case.space(family),
             seeds=effort.seeds,
-            sampler="model" if method == STOPPED else method,
+            sampler=sampler,
             seed=seed,
             heat=effort.heat,
             history=case.history,
         )
         for family in case.families
     ]
+
+
+def _copied(member: FamilySearch) -> FamilySearch:
+    """A search of its own: beginning one takes longer than replaying it."""
+    shared = (member.family, member.groups)
+    return copy.deepcopy(member, {id(one): one for one in shared})
+
+
+def _search(case: Case, method: str, seed: int, pace: Pace) -> Search:
+    effort = EFFORTS[EFFORT]
+    sampler = "model" if method == STOPPED else method
+    if sampler in ("model", "cost"):
+        if sampler not in case.prepared:
+            case.prepared[sampler] = _members(case, sampler, seed)
+        members = [_copied(member) for member in case.prepared[sampler]]
+    else:
+        members = _members(case, sampler, seed)
     least = effort.least_gain if pace.least_gain is None else pace.least_gain
     total = COMPILED[-1] if pace.trials is None else pace.trials * len(members)
     return Search(members, total, effort.seeds, least if method == STOPPED else 0.0)
@@ -261,6 +281,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ConfigError: when an argument or a recording is wrong.
     """
     args = _parser().parse_args(argv)
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the children share the cores
     methods = args.samplers.split(",")
     for method in methods:
         if method not in METHODS:
