@@ -7,7 +7,7 @@ each timing anew from the deviation that was recorded with it; regret is judged 
 time of what then looks best, against the recorded best.
 
 ``--stopping`` judges what ends a search: each threshold of expected gain under a sweep's budget,
-with as many compiles at once as a sweep has on 16 cores.
+with one, four and sixteen compiles at once.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ EFFORT = "quick"
 STOPPED = "model-stopping"
 """The sampler `model` as a sweep uses it: it ends when no gain is expected."""
 METHODS = (*SAMPLERS, STOPPED)
-CORES = 16
+CORES = (1, 4, 16)
 """Compiles at once when what ends a search is judged."""
 GAINS = (0.0, 0.001, 0.002, 0.005, 0.01, 0.02)
 """Thresholds of expected gain that are compared, and the effort's."""
@@ -358,27 +358,34 @@ def _judge_stops(args: argparse.Namespace) -> int:
     effort = EFFORTS[EFFORT]
     gains = sorted({*GAINS, effort.least_gain})
     works = {
-        (position, gain): partial(
-            _run, position, STOPPED, range(args.seeds),
-            Pace(CORES, effort.trials.get(case.problem.op, DEFAULT_TRIALS), gain),
+        (position, cores, gain): partial(
+            _run,
+            position,
+            STOPPED,
+            range(args.seeds),
+            Pace(cores, effort.trials.get(case.problem.op, DEFAULT_TRIALS), gain),
         )
         for position, case in enumerate(_CASES)
+        for cores in CORES
         for gain in gains
-    }  # fmt: skip
-    found: dict[int, dict[float, dict[str, float]]] = {}
-    for (position, gain), runs in _together(works, args.jobs):
-        found.setdefault(position, {})[gain] = summarise_stops(runs)
-    document: dict[str, Any] = {"seeds": args.seeds, "cores": CORES, "cases": {}}
+    }
+    found = {key: summarise_stops(runs) for key, runs in _together(works, args.jobs)}
+    document: dict[str, Any] = {"seeds": args.seeds, "cases": {}}
     for position, case in enumerate(_CASES):
-        by_gain = {str(gain): found[position][gain] for gain in gains}
-        document["cases"][case.label] = {"groups": case.groups, "least_gain": by_gain}
+        stops = {
+            str(cores): {str(gain): found[position, cores, gain] for gain in gains}
+            for cores in CORES
+        }
+        document["cases"][case.label] = {"groups": case.groups, "at_once": stops}
         print(f"\n{case.label}: {case.groups} groups, best {case.best_us:.4g} us")
         rows = [
-            [gain, f"{stop['compiled']:.0f}", f"{stop['rounds']:.0f}"]
+            [cores, gain, f"{stop['compiled']:.0f}", f"{stop['rounds']:.0f}"]
             + [f"{100 * stop[name]:.2f}" for name in ("median", "p90", "worst")]
+            for cores, by_gain in stops.items()
             for gain, stop in by_gain.items()
         ]
-        print(_table(["least gain", "compiled", "rounds", "regret, %", "p90", "worst"], rows))
+        head = ["at once", "least gain", "compiled", "rounds", "regret, %", "p90", "worst"]
+        print(_table(head, rows))
     if args.json is not None:
         write_json(args.json, document)
     return DONE
