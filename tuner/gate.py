@@ -211,7 +211,7 @@ def floor_work(problem: Problem) -> tuple[int, int]:
     are never read. A softmax has no tensor-core work.
     """
     if isinstance(problem, GemmProblem | SwigluProblem):
-        return problem.flops, problem.bytes
+        return problem.flops // problem.tensor_rate, problem.bytes
     if not isinstance(problem, AttentionProblem):
         return 0, 0 if getattr(problem, "is_causal", False) else problem.bytes
     if problem.is_varlen:
@@ -472,9 +472,10 @@ class Gate:
             activation = ("", *ACTIVATIONS).index(problem.activation)
             integers = (
                 *(_GEMM, _DTYPES[problem.dtype], *extents, *a.strides, *b.strides, *d.strides),
-                *(activation, _DTYPES[d.dtype]),
+                *(activation, _DTYPES[d.dtype], int(problem.scales == "row")),
             )
-            tensors = (at["a"], at["b"], reference, at.get("bias", 0), at.get("residual", 0))
+            others = ("bias", "residual", "scale_a", "scale_b")
+            tensors = (at["a"], at["b"], reference, *(at.get(name, 0) for name in others))
             self._run(tensors, integers, (scale, 1.0))
         elif isinstance(problem, SwigluProblem):
             self._compute_swiglu(problem, scale, reference)
@@ -519,8 +520,8 @@ class Gate:
             both = pool.allocate(4 * m * 2 * n)
             extents = (1, m, 2 * n, k)
             strides = (m * k, k, 1, 2 * n * k, 1, k, m * 2 * n, 2 * n, 1)
-            integers = (_GEMM, _DTYPES[problem.dtype], *extents, *strides, 0, 0)
-            self._run((at["a"], at["weights"], both, 0, 0), integers, (scale, 1.0))
+            integers = (_GEMM, _DTYPES[problem.dtype], *extents, *strides, 0, 0, 0)
+            self._run((at["a"], at["weights"], both, 0, 0, 0, 0), integers, (scale, 1.0))
             steps = [stride // k for stride in problem.operands[1].strides[:-1]]
             self._run((both, reference), (_GATE_PAIRS, m, n, *steps))
             self._device.wait()
@@ -546,7 +547,11 @@ def _moments(problem: Problem, kind: str) -> tuple[dict[str, float], dict[str, f
         # Outputs of deviation 1: the bound of 2e-3 an element then speaks of rounding, while with
         # N(0,1) operands it would judge how a sum of size sqrt(K) is accumulated in fp32.
         # What is added to them is smaller: a sum must not cancel a product which a vendor rounded.
-        return {}, {"b": 1 / math.sqrt(problem.k), "bias": 0.5, "residual": 0.5}
+        deviations = {"b": 1 / math.sqrt(problem.k), "bias": 0.5, "residual": 0.5}
+        if problem.dtype != E4M3:
+            return _scaled({"scale_a": 1.0, "scale_b": 1.0}, deviations)
+        factors = {"scale_a": 1 / E4M3_DEVIATION, "scale_b": deviations["b"] / E4M3_DEVIATION}
+        return _scaled(factors, dict.fromkeys("ab", E4M3_DEVIATION))
     return {}, {"scores": large / SOFTMAX_SCALE}
 
 
@@ -554,9 +559,18 @@ def _e4m3_moments(has_mean: bool, large: float) -> tuple[dict[str, float], dict[
     """`_moments` of quantised tensors and their factors, which make them what others are."""
     factors = {f"descale_{name}": 1 / E4M3_DEVIATION for name in "qkv"}
     factors["descale_q"] *= large
-    means = {**factors, "key": KEY_MEAN * E4M3_DEVIATION if has_mean else 0.0}
-    deviations = {name: mean * DESCALE_SPREAD for name, mean in factors.items()}
-    return means, {**deviations, **dict.fromkeys(("query", "key", "value"), E4M3_DEVIATION)}
+    means, deviations = _scaled(factors, dict.fromkeys(("query", "key", "value"), E4M3_DEVIATION))
+    return {**means, "key": KEY_MEAN * E4M3_DEVIATION if has_mean else 0.0}, deviations
+
+
+def _scaled(
+    factors: dict[str, float], deviations: dict[str, float]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Means and deviations of factors, and of the elements that they scale."""
+    return factors, {
+        **{name: mean * DESCALE_SPREAD for name, mean in factors.items()},
+        **deviations,
+    }
 
 
 def _lengths(problem: Problem, starts: Operand) -> tuple[int, ...]:
