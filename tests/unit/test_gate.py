@@ -209,6 +209,7 @@ class FakeKernel:
     def __init__(self) -> None:
         self.calls: list[tuple[int, int, int, int]] = []
         self.given: list[tuple[list[int], list[int]]] = []
+        self.scalars: list[tuple[float, ...]] = []
 
     def launch(
         self, tensors: Any, integers: Any, scalars: Any, workspace: int, stream: int
@@ -216,6 +217,7 @@ class FakeKernel:
         assert all(isinstance(i, int) and -(2**63) <= i < 2**63 for i in integers)
         self.calls.append((integers[0], len(tensors), len(integers), len(scalars)))
         self.given.append((list(tensors), list(integers)))
+        self.scalars.append(tuple(scalars))
 
 
 def opened(problem: Problem) -> tuple[Gate, FakeDevice, FakeKernel]:
@@ -263,6 +265,40 @@ def test_arguments_have_the_template_s_lengths(problem: Problem, name: str) -> N
     assert len(kernel.calls) == len(COMMANDS[name])
     for seen, wanted in zip(kernel.calls, COMMANDS[name], strict=True):
         assert [s for s, w in zip(seen, wanted, strict=True) if w is not None and s != w] == []
+
+
+#: K, and the error of e4m3 sums over it that one H200 made with `fast_accum`.
+MEASURED_SUMS = [
+    (512, 3.2e-4),
+    (4096, 1.32e-3),
+    (8192, 2.05e-3),
+    (14336, 2.87e-3),
+    (32768, 4.73e-3),
+]
+
+
+@pytest.mark.parametrize(("k", "seen"), MEASURED_SUMS)
+def test_e4m3_products_are_allowed_what_their_accumulators_lose(k: int, seen: float) -> None:
+    for dtype_d in ("bfloat16", "float16"):
+        fast = GemmProblem(64, 64, k, dtype=E4M3, dtype_d=dtype_d)  # type: ignore[arg-type]
+        usual, limits = LIMITS[dtype_d], gate.limits_of(fast)
+        assert math.hypot(usual.frobenius, seen / 2) < limits.frobenius
+        assert limits.frobenius < math.hypot(usual.frobenius, 2 * seen)
+        assert usual.absolute < limits.absolute < usual.absolute + 16 * seen
+        assert limits.relative == usual.relative
+        summed = gate.limits_of(replace(fast, fast_accum=False))
+        assert summed == gate.limits_of(replace(fast, k=128))
+        assert limits.frobenius > summed.frobenius < 1.1 * usual.frobenius
+    assert gate.limits_of(GEMM) == LIMITS["float16"]
+
+
+def test_planted_e4m3_columns_do_not_saturate() -> None:
+    _, deviations = gate._moments(SCALED, "planted")
+    assert 7 * gate.E4M3_COLUMN_FACTOR * deviations["a"] <= 448
+    made, _, kernel = opened(SCALED)
+    made.load("planted")
+    assert (gate.E4M3_COLUMN_FACTOR,) in kernel.scalars
+    assert (gate.COLUMN_FACTOR,) not in kernel.scalars
 
 
 @pytest.mark.parametrize("scales", ["tensor", "row"])
