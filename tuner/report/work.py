@@ -326,7 +326,7 @@ def _gemm(problem: GemmProblem, config: Config, gpu: Gpu) -> Work:
         smem_bytes=smem,
         blocks_per_sm=resident,
         tensor_flops=2.0 * tile_m * tile_n * tile_k * steps,
-        wgmma=steps * _wgmmas(tile_m, tile_n, tile_k),
+        wgmma=steps * _wgmmas(tile_m, tile_n, tile_k) // problem.tensor_rate,
         exponentials=0.0,
         # Multicast: a block reads its share of a tile and has the rest from its cluster.
         l2_bytes=width * tile_k * (tile_m / cluster_n + tile_n / cluster_m) * steps
