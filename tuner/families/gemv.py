@@ -87,8 +87,9 @@ class Gemv(Family):
     }
 
     def supports(self, problem: Problem, gpu: Gpu) -> str:
-        if not isinstance(problem, GemmProblem) or (reason := super().supports(problem, gpu)):
-            return super().supports(problem, gpu)
+        reason = super().supports(problem, gpu)
+        if reason or not isinstance(problem, GemmProblem):
+            return reason
         if problem.m > MOST_ROWS:
             return f"{self.name} serves M up to {MOST_ROWS}, not {problem.m}"
         if problem.layout_a != "row" or problem.layout_b != "col":
@@ -178,7 +179,8 @@ class Gemv(Family):
 
 def block_rows(config: Config) -> int:
     """Rows of the weights that a block owns at a time."""
-    return TILE_ROWS * int(config["row_tiles"] * (config["warps"] // config["k_warps"]))
+    warps_n = int(config["warps"]) // int(config["k_warps"])
+    return TILE_ROWS * warps_n * int(config["row_tiles"])
 
 
 def step_k(config: Config) -> int:
@@ -209,7 +211,7 @@ def smem_bytes(problem: GemmProblem, config: Config) -> int:
 
 def block_threads(config: Config) -> int:
     """Those that multiply, and a warp that copies."""
-    return WARP * (int(config["warps"]) + (config["loads"] == BULK))
+    return WARP * (int(config["warps"]) + int(config["loads"] == BULK))
 
 
 def _odd_pitch(size: int) -> int:
@@ -273,8 +275,8 @@ def registers(config: Config) -> int:
 
 def _least(name: str) -> Config:
     """The config that needs the least shared memory."""
-    params = {"loads": REGISTERS, "warps": 1, "k_warps": 1, "row_tiles": 1, "pieces": 1}
-    return Config(name, {**params, "stages": 2})
+    least = {"warps": 1, "k_warps": 1, "row_tiles": 1, "pieces": 1, "stages": 2}
+    return Config(name, {"loads": REGISTERS, **least})
 
 
 _REGISTER_WARPS = ((4, 4), (8, 8), (16, 16), (4, 2), (8, 4), (16, 8), (8, 2), (4, 1))
