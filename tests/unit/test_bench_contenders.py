@@ -31,6 +31,7 @@ def test_suites_hold_what_they_are_named_for() -> None:
         "long": 6,
         "plain": 16,
         "mlp": 12,
+        "few": 8,
         "gated": 8,
     }
     acceptance = SUITES["acceptance"].problems
@@ -39,7 +40,7 @@ def test_suites_hold_what_they_are_named_for() -> None:
     assert sum(getattr(p, "is_causal", False) for p in acceptance) == 11
     assert all(p.is_causal for p in SUITES["long"].problems if isinstance(p, AttentionProblem))
     assert [s.name for s in suites_named(ALL, "attention")] == ["acceptance", "decoding", "long"]
-    assert [s.name for s in suites_named(ALL, "gemm")] == ["plain", "mlp"]
+    assert [s.name for s in suites_named(ALL, "gemm")] == ["plain", "mlp", "few"]
     assert [s.name for s in suites_named("", "gemm")] == ["plain"]
     assert GemmProblem(512, 14336, 4096, epilogue="bias_gelu") in SUITES["mlp"].problems
 
