@@ -98,8 +98,7 @@ class Gemv(Family):
             return f"K={problem.k} is not a multiple of {VECTOR} (16-byte loads)"
         if problem.batch > MAX_BATCH:
             return f"batch {problem.batch} exceeds {MAX_BATCH}"
-        least = smem_bytes(problem, _least(self.name))
-        if least > SMEM_PER_BLOCK_BYTES:
+        if smem_bytes(problem, _LEAST) > SMEM_PER_BLOCK_BYTES:
             return f"{problem.m} rows of K={problem.k} exceed a block's shared memory"
         return ""
 
@@ -237,7 +236,9 @@ def _block_violations(config: Config) -> list[str]:
     if threads > MAX_BLOCK_THREADS:
         reasons.append(f"{threads} threads exceed {MAX_BLOCK_THREADS}")
     if threads * config["blocks_per_sm"] > MAX_THREADS_PER_SM:
-        reasons.append(f"{config['blocks_per_sm']} blocks of {threads} threads exceed a chip's SM")
+        reasons.append(
+            f"{config['blocks_per_sm']} blocks of {threads} threads exceed {MAX_THREADS_PER_SM}"
+        )
     if config["lead"] and not config["pdl"]:
         reasons.append(f"lead={config['lead']} needs pdl=True")
     if config["loads"] == REGISTERS:
@@ -273,13 +274,12 @@ def registers(config: Config) -> int:
     return held + 10 * int(config["row_tiles"]) + OTHER_REGISTERS
 
 
-def _least(name: str) -> Config:
-    """The config that needs the least shared memory."""
-    least = {"warps": 1, "k_warps": 1, "row_tiles": 1, "pieces": 1, "stages": 2}
-    return Config(name, {"loads": REGISTERS, **least})
-
-
 _REGISTER_WARPS = ((4, 4), (8, 8), (16, 16), (4, 2), (8, 4), (16, 8), (8, 2), (4, 1))
+#: Of the space, what needs the least shared memory where K is long: all but A is a few KB.
+_LEAST = Config(
+    Gemv.name,
+    {"loads": REGISTERS, "warps": 8, "k_warps": 2, "row_tiles": 1, "pieces": 1, "stages": 8},
+)
 _BULK_WARPS = ((4, 4), (8, 8), (4, 2), (8, 4), (16, 8))
 
 
