@@ -9,7 +9,7 @@ memory), and how the kernel's start and end hide behind its neighbours in the st
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import product
+from itertools import chain, product
 from math import ceil
 from typing import ClassVar
 
@@ -49,7 +49,10 @@ MAX_BATCH = 65535
 #: K below which steps that reach beyond it are no waste worth avoiding.
 SMALL_K = 1024
 #: Bytes in flight on a multiprocessor that are worth trying: fewer starve it, more change nothing.
-LEAST_IN_FLIGHT, MOST_IN_FLIGHT = 24 << 10, 200 << 10
+LEAST_IN_FLIGHT, MOST_IN_FLIGHT = 48 << 10, 200 << 10
+#: Elements of K of a block's first rows that are worth having in the L2 when it may begin: 2 KB a
+#: row, about what the multiprocessors have in flight. More would only wait there.
+LEAD = 1024
 
 #: What only measurements say of a time: where its fit by `scripts/bench cost` starts.
 CONSTANTS: Mapping[str, float] = {
@@ -59,9 +62,13 @@ CONSTANTS: Mapping[str, float] = {
     # From launch to the first product and from the last one to the end, where nothing hides them;
     # the part of them that is left behind a kernel in front.
     "ends_us": 2.0,
-    "hidden": 0.4,
+    "hidden": 0.5,
+    # And of that, where the L2 has the first rows already.
+    "led": 0.75,
     # Adding the warps' sums and storing them, a block's rows at a time.
     "finish_us": 0.3,
+    # What the L2 gives over what memory does: blocks read A anew.
+    "l2_speedup": 1.4,
 }
 
 
@@ -161,19 +168,23 @@ class Gemv(Family):
         problem, constants = _gemm(problem), self.constants
         tiles = ceil(problem.n / block_rows(config)) * problem.batch
         rounds = ceil(tiles / gpu.sm_count)
-        busy = rounds * gpu.sm_count / tiles
         resident = min(int(config["blocks_per_sm"]), rounds)
-        share = gpu.memory_gbs * constants["memory_efficiency"] * 1e3 / gpu.sm_count
-        reached = resident * in_flight_bytes(config) / constants["latency_us"]
-        bandwidth = (share**-4 + reached**-4) ** -0.25 * gpu.sm_count
-        # Multiprocessors with fewer rows leave their part of the memory to the others, in part.
-        stream_us = problem.bytes * (padded_k(problem, config) / problem.k) ** 0.5
-        stream_us *= busy**0.5 / bandwidth
+        memory = gpu.memory_gbs * constants["memory_efficiency"] * 1e3
+        reached = resident * in_flight_bytes(config) / constants["latency_us"] * gpu.sm_count
+        bandwidth = (memory**-4 + reached**-4) ** -0.25
+        # Multiprocessors with fewer rows leave their part of the memory to the others, in part; a
+        # step beyond K costs time and no bytes.
+        uneven = (rounds * gpu.sm_count / tiles) ** 0.5
+        uneven *= (padded_k(problem, config) / problem.k) ** 0.25
+        blocks = min(tiles, gpu.sm_count * resident) if config["persistent"] else tiles
+        crossing = problem.bytes + blocks * 2 * problem.m * problem.k
+        crossing_us = crossing / (memory * constants["l2_speedup"])
+        stream_us = ((problem.bytes / bandwidth) ** 4 + crossing_us**4) ** 0.25 * uneven
         ends_us = constants["ends_us"] * (constants["hidden"] if config["pdl"] else 1.0)
         if config["lead"]:
-            ends_us *= 0.75
-        finish_us = constants["finish_us"] * ceil(rounds / resident)
-        return float(GRAPH_LAUNCH_US + ends_us + stream_us + finish_us / resident)
+            ends_us *= constants["led"]
+        finish_us = constants["finish_us"] * ceil(rounds / resident) / resident
+        return float(GRAPH_LAUNCH_US + ends_us + stream_us + finish_us)
 
 
 def block_rows(config: Config) -> int:
@@ -274,21 +285,30 @@ def registers(config: Config) -> int:
     return held + 10 * int(config["row_tiles"]) + OTHER_REGISTERS
 
 
-_REGISTER_WARPS = ((4, 4), (8, 8), (16, 16), (4, 2), (8, 4), (16, 8), (8, 2), (4, 1))
 #: Of the space, what needs the least shared memory where K is long: all but A is a few KB.
 _LEAST = Config(
     Gemv.name,
-    {"loads": REGISTERS, "warps": 8, "k_warps": 2, "row_tiles": 1, "pieces": 1, "stages": 8},
+    {"loads": REGISTERS, "warps": 4, "k_warps": 2, "row_tiles": 1, "pieces": 2, "stages": 8},
 )
-_BULK_WARPS = ((4, 4), (8, 8), (4, 2), (8, 4), (16, 8))
+#: Warps and those of them that divide K; row tiles, pieces and stages: 8 to 32 loads a thread, two
+#: pieces at least, which are whole 128-byte lines.
+_WARPS = ((4, 4), (8, 8), (16, 16), (8, 4), (4, 2))
+_IN_REGISTERS = (
+    *((1, 2, 4), (2, 2, 2), (1, 4, 2)),
+    *((1, 2, 8), (2, 2, 4), (4, 2, 2), (1, 4, 4)),
+    *((2, 2, 8), (4, 2, 4), (2, 4, 4)),
+)
+_COPIED = ((1, 4, 4), (1, 4, 8), (1, 8, 3), (1, 8, 6), (2, 4, 3), (2, 4, 6), (2, 8, 3))
+#: Blocks that share a multiprocessor, and warps that multiply on it, which are worth trying.
+_BLOCKS = (1, 2, 4)
+_WARPS_PER_SM = (8, 16)
 
 
 def _compiled(problem: GemmProblem) -> Iterator[dict[str, Value]]:
     """Compile-time parameters worth a kernel, in a fixed order."""
-    by_registers = product((REGISTERS,), _REGISTER_WARPS, (1, 2, 4), (1, 2, 4), (2, 4, 8))
-    by_copies = product((BULK,), _BULK_WARPS, (1, 2, 4), (2, 4, 8), (3, 4, 6, 8))
-    for loads, (warps, k_warps), row_tiles, pieces, stages in (*by_registers, *by_copies):
-        for blocks in (1, 2, 4):
+    shapes = product((REGISTERS,), _IN_REGISTERS), product((BULK,), _COPIED)
+    for loads, (row_tiles, pieces, stages) in chain(*shapes):
+        for (warps, k_warps), blocks in product(_WARPS, _BLOCKS):
             params: dict[str, Value] = {
                 "loads": loads,
                 "warps": warps,
@@ -300,6 +320,8 @@ def _compiled(problem: GemmProblem) -> Iterator[dict[str, Value]]:
             }
             config = Config(Gemv.name, params)
             flying = blocks * in_flight_bytes(config)
+            if warps * blocks not in _WARPS_PER_SM:
+                continue
             if not LEAST_IN_FLIGHT <= flying <= MOST_IN_FLIGHT:
                 continue
             if 4 * padded_k(problem, config) <= 5 * max(problem.k, SMALL_K):
@@ -313,6 +335,5 @@ def _launched(
     tiles = ceil(problem.n / block_rows(Config(Gemv.name, compiled)))
     resident = gpu.sm_count * int(compiled["blocks_per_sm"])
     for persistent in (False, True) if tiles > resident else (False,):
-        for pdl, lead in ((False, 0), (True, 0), (True, 1024), (True, 4096)):
-            if lead < 2 * problem.k:
-                yield {**compiled, "persistent": persistent, "pdl": pdl, "lead": lead}
+        for pdl, lead in ((True, LEAD), (True, 0), (False, 0)):
+            yield {**compiled, "persistent": persistent, "pdl": pdl, "lead": lead}
