@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from gating import pass_the_gate
 
 from tuner.artifacts import LoadedKernel, load
-from tuner.benchmark import WORKSPACE, CompiledSubject
+from tuner.benchmark import CompiledSubject
 from tuner.compiler import Compiler
 from tuner.config import Config, Value
 from tuner.device import Device, Pool
 from tuner.families.base import KernelSpec
 from tuner.families.gemv import KERNEL, Gemv
-from tuner.gate import KINDS, REFERENCE, Gate
+from tuner.gate import REFERENCE, Gate
 from tuner.hardware import DEFAULT_GPU
-from tuner.measurement import Status
 from tuner.problem import GemmProblem
 
 pytestmark = pytest.mark.gpu
@@ -119,21 +118,6 @@ def kernels() -> list[KernelSpec]:
     return [REFERENCE, *map(spec_of, CASES)]
 
 
-@pytest.fixture(scope="module")
-def device(missing_gpu: str) -> Device:
-    if missing_gpu:
-        pytest.skip(missing_gpu)
-    return Device()
-
-
-@pytest.fixture(scope="module")
-def gate(device: Device, compiler: Compiler) -> Iterator[Gate]:
-    [(_, future)] = compiler.submit([REFERENCE])
-    made = Gate(device, load(future.result()))
-    yield made
-    made.close()
-
-
 def compiled(compiler: Compiler, name: str) -> LoadedKernel:
     [(_, future)] = compiler.submit([spec_of(name)])
     return load(future.result())
@@ -145,13 +129,7 @@ def test_the_gate_passes_it(device: Device, gate: Gate, compiler: Compiler, name
     assert GEMV.violations(problem, chosen, DEFAULT_GPU) == []
     loaded = {KERNEL: compiled(compiler, name)}
     subject = CompiledSubject(device, GEMV, problem, chosen, loaded, 1.0)
-    gate.open(problem, 5)
-    for kind in KINDS[problem.op]:
-        gate.load(kind)
-        gate.arm()
-        subject.bind({**gate.pointers, WORKSPACE: 0}, 1.0)()
-        verdict = gate.examine()
-        assert verdict.status is Status.OK, verdict.log
+    pass_the_gate(device, gate, problem, subject)
 
 
 @pytest.mark.parametrize("name", ["four row tiles", "copies for groups"])
