@@ -23,10 +23,9 @@ pytestmark = pytest.mark.gpu
 GEMV = Gemv()
 
 
-def config(loads: str, shape: tuple[int, int, int, int, int, int], **more: Value) -> Config:
+def config(shape: tuple[int, int, int, int, int, int], **more: Value) -> Config:
     names = ("warps", "k_warps", "row_tiles", "pieces", "stages", "blocks_per_sm")
     params: dict[str, Value] = {
-        "loads": loads,
         **dict(zip(names, shape, strict=True)),
         "persistent": False,
         "pdl": False,
@@ -42,63 +41,56 @@ CASES: dict[str, tuple[Any, Any, str, Config, tuple[int, int, int, int]]] = {
         "float16",
         "float16",
         "",
-        config("registers", (8, 8, 2, 2, 4, 2)),
+        config((8, 8, 2, 8, 3, 1)),
         (1, 5000, 4104, 1),
     ),
     "groups of warps": (
         "bfloat16",
         "float32",
         "bias",
-        config("registers", (8, 2, 1, 1, 8, 2), **PERSISTENT),
+        config((8, 2, 1, 4, 8, 1), **PERSISTENT),
         (5, 20001, 72, 1),
     ),
     "four row tiles": (
         "float16",
         "float32",
         "bias_residual",
-        config("registers", (4, 4, 4, 1, 2, 4), **PERSISTENT),
+        config((4, 4, 4, 2, 2, 2), **PERSISTENT),
         (8, 33000, 520, 1),
     ),
     "sixteen rows": (
         "bfloat16",
         "bfloat16",
         "bias_gelu",
-        config("registers", (16, 8, 2, 2, 2, 1)),
+        config((16, 8, 2, 2, 2, 1)),
         (13, 264, 1544, 3),
     ),
     "one warp": (
         "float16",
         "float16",
         "relu",
-        config("registers", (1, 1, 1, 4, 2, 8)),
+        config((1, 1, 1, 4, 2, 8)),
         (3, 9, 8, 2),
     ),
-    "copies": (
+    "two blocks": (
         "float16",
         "float16",
         "silu",
-        config("bulk", (8, 8, 2, 4, 3, 2)),
+        config((8, 8, 2, 4, 3, 2)),
         (1, 5000, 4104, 1),
     ),
-    "copies for groups": (
-        "bfloat16",
-        "bfloat16",
-        "bias_silu",
-        config("bulk", (8, 2, 1, 4, 8, 1), **PERSISTENT),
-        (6, 30001, 264, 1),
-    ),
-    "copies for sixteen rows": (
+    "groups for sixteen rows": (
         "float16",
         "float32",
         "residual",
-        config("bulk", (4, 2, 4, 2, 4, 2), **PERSISTENT),
+        config((4, 2, 4, 2, 4, 2), **PERSISTENT),
         (16, 40000, 328, 1),
     ),
-    "copies of whole rows": (
+    "whole rows": (
         "float16",
         "float16",
         "bias_gelu_tanh",
-        config("bulk", (4, 4, 1, 16, 2, 1), pdl=True, lead=4096),
+        config((4, 4, 1, 16, 2, 1), pdl=True, lead=4096),
         (2, 333, 4096, 2),
     ),
 }
@@ -132,7 +124,7 @@ def test_the_gate_passes_it(device: Device, gate: Gate, compiler: Compiler, name
     pass_the_gate(device, gate, problem, subject)
 
 
-@pytest.mark.parametrize("name", ["four row tiles", "copies for groups"])
+@pytest.mark.parametrize("name", ["four row tiles", "groups of warps"])
 def test_calls_that_overlap_give_the_same_bits(
     device: Device, gate: Gate, compiler: Compiler, name: str
 ) -> None:

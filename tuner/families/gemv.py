@@ -2,14 +2,14 @@
 
 For M up to 16 and weights with K contiguous, as `torch.nn.Linear` has them. Blocks own rows of the
 weights, their warps divide K and add their sums in a fixed order; tensor cores multiply, so that M
-costs nothing. What a config decides is how many bytes are in flight, where (registers or shared
-memory), and how the kernel's start and end hide behind its neighbours in the stream.
+costs nothing. What a config decides is how many bytes are in flight, in copies how long, and how
+the kernel's start and end hide behind its neighbours in the stream.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, product
+from itertools import product
 from math import ceil
 from typing import ClassVar
 
@@ -32,7 +32,6 @@ from tuner.problem import GemmProblem, Problem
 KERNEL = "gemv"
 """Name of the one kernel."""
 TEMPLATE = "gemv.cu.j2"
-REGISTERS, BULK = "registers", "bulk"
 #: Rows of an instruction of the tensor cores; with up to half of them it needs one read of A less.
 MOST_ROWS = 16
 #: Elements of 16 bits in a 16-byte load, in the loads of four lanes, and weight rows of a warp's.
@@ -41,34 +40,35 @@ MAX_BLOCK_THREADS = 1024
 MAX_THREADS_PER_SM = 2048
 #: Of shared memory that a block may use the barriers' part is fixed.
 BARRIER_BYTES = 1024
-#: 16-byte loads of a thread that its registers hold, and its registers beside them and the sums.
-MAX_LOADS = 40
+#: Registers of a thread beside what it multiplies and the sums, as compiled with nvcc 13.0.
 OTHER_REGISTERS = 40
 #: Rows of a grid, one a batch [CUDA C++ Programming Guide].
 MAX_BATCH = 65535
 #: K below which steps that reach beyond it are no waste worth avoiding.
-SMALL_K = 1024
-#: Bytes in flight on a multiprocessor that are worth trying: fewer starve it, more change nothing.
-LEAST_IN_FLIGHT, MOST_IN_FLIGHT = 48 << 10, 200 << 10
+SMALL_K = 2048
+#: Bytes in flight on a multiprocessor that are worth trying, and bytes of a row in one copy: of 28
+#: kernels timed at M = 1 on one H200 those with fewer were never near the best.
+LEAST_IN_FLIGHT, LEAST_COPY = 48 << 10, 1 << 10
 #: Elements of K of a block's first rows that are worth having in the L2 when it may begin: 2 KB a
 #: row, about what the multiprocessors have in flight. More would only wait there.
 LEAD = 1024
 
 #: What only measurements say of a time: where its fit by `scripts/bench cost` starts.
 CONSTANTS: Mapping[str, float] = {
-    # Bandwidth reached over the data sheet's, and a load's latency with memory busy.
-    "memory_efficiency": 0.9,
-    "latency_us": 1.0,
-    # From launch to the first product and from the last one to the end, where nothing hides them;
-    # the part of them that is left behind a kernel in front.
-    "ends_us": 2.0,
-    "hidden": 0.5,
-    # And of that, where the L2 has the first rows already.
-    "led": 0.75,
-    # Adding the warps' sums and storing them, a block's rows at a time.
-    "finish_us": 0.3,
+    # Bandwidth reached over the data sheet's, and how long a byte is in flight with memory busy.
+    "memory_efficiency": 0.95,
+    "latency_us": 3.5,
+    # What copies lose that are a KB long: half of it those of 2 KB.
+    "short_copy": 0.13,
+    # The kernel's two ends where nothing hides them; what is left of them behind a kernel in front,
+    # and of that where the L2 has the first rows already.
+    "ends_us": 2.1,
+    "hidden": 0.8,
+    "led": 0.45,
+    # Start of a further block that is alone on its multiprocessor: A, barriers, the first bytes.
+    "start_us": 1.3,
     # What the L2 gives over what memory does: blocks read A anew.
-    "l2_speedup": 1.4,
+    "l2_speedup": 1.5,
 }
 
 
@@ -81,7 +81,6 @@ class Gemv(Family):
     cost_constants = CONSTANTS
     runtime_parameters: ClassVar[frozenset[str]] = frozenset({"persistent", "pdl", "lead"})
     domains: ClassVar[Mapping[str, tuple[Value, ...]]] = {
-        "loads": (REGISTERS, BULK),
         "warps": (1, 2, 4, 8, 16, 32),
         "k_warps": (1, 2, 4, 8, 16, 32),
         "row_tiles": (1, 2, 4),
@@ -162,8 +161,8 @@ class Gemv(Family):
         return [Launch(KERNEL, tensors, integers, scalars)]
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
-        """Bytes over the bandwidth that the bytes in flight allow, for the multiprocessor with
-        most rows; the kernel's two ends; a finish for each block of rows that nothing overlaps.
+        """Bytes over the bandwidth that the bytes in flight and the copies' length allow; the
+        kernel's two ends; the starts of further blocks.
         """
         problem, constants = _gemm(problem), self.constants
         tiles = ceil(problem.n / block_rows(config)) * problem.batch
@@ -172,9 +171,10 @@ class Gemv(Family):
         memory = gpu.memory_gbs * constants["memory_efficiency"] * 1e3
         reached = resident * in_flight_bytes(config) / constants["latency_us"] * gpu.sm_count
         bandwidth = (memory**-4 + reached**-4) ** -0.25
+        bandwidth /= 1 + constants["short_copy"] * LEAST_COPY / (2 * step_k(config))
         # Multiprocessors with fewer rows leave their part of the memory to the others, in part; a
         # step beyond K costs time and no bytes.
-        uneven = (rounds * gpu.sm_count / tiles) ** 0.5
+        uneven = (rounds * gpu.sm_count / tiles) ** 0.25
         uneven *= (padded_k(problem, config) / problem.k) ** 0.25
         blocks = min(tiles, gpu.sm_count * resident) if config["persistent"] else tiles
         crossing = problem.bytes + blocks * 2 * problem.m * problem.k
@@ -183,8 +183,9 @@ class Gemv(Family):
         ends_us = constants["ends_us"] * (constants["hidden"] if config["pdl"] else 1.0)
         if config["lead"]:
             ends_us *= constants["led"]
-        finish_us = constants["finish_us"] * ceil(rounds / resident) / resident
-        return float(GRAPH_LAUNCH_US + ends_us + stream_us + finish_us)
+        further = 0 if config["persistent"] else ceil(rounds / resident) - 1
+        starts_us = constants["start_us"] * further / resident**1.5
+        return float(GRAPH_LAUNCH_US + ends_us + stream_us + starts_us)
 
 
 def block_rows(config: Config) -> int:
@@ -199,9 +200,8 @@ def step_k(config: Config) -> int:
 
 
 def padded_k(problem: GemmProblem, config: Config) -> int:
-    """K as the kernel runs over it: whole steps, or groups of as many as registers hold."""
-    group = step_k(config) * int(config["stages"] if config["loads"] == REGISTERS else 1)
-    return ceil(problem.k / group) * group
+    """K as the kernel runs over it: whole steps."""
+    return ceil(problem.k / step_k(config)) * step_k(config)
 
 
 def in_flight_bytes(config: Config) -> int:
@@ -211,9 +211,8 @@ def in_flight_bytes(config: Config) -> int:
 
 def smem_bytes(problem: GemmProblem, config: Config) -> int:
     """Shared memory of a block: the ring of steps, A, two sets of the warps' sums, barriers."""
-    rows, ring = block_rows(config), 0
-    if config["loads"] == BULK:
-        ring = int(config["stages"]) * rows * _odd_pitch(2 * step_k(config))
+    rows = block_rows(config)
+    ring = int(config["stages"]) * rows * _odd_pitch(2 * step_k(config))
     kept = MOST_ROWS if _is_wide(problem) else problem.m
     sums = 2 * 4 * int(config["k_warps"]) * problem.m * rows
     return ring + kept * _odd_pitch(2 * padded_k(problem, config)) + sums + BARRIER_BYTES
@@ -221,7 +220,7 @@ def smem_bytes(problem: GemmProblem, config: Config) -> int:
 
 def block_threads(config: Config) -> int:
     """Those that multiply, and a warp that copies."""
-    return WARP * (int(config["warps"]) + int(config["loads"] == BULK))
+    return WARP * (int(config["warps"]) + 1)
 
 
 def _odd_pitch(size: int) -> int:
@@ -252,10 +251,6 @@ def _block_violations(config: Config) -> list[str]:
         )
     if config["lead"] and not config["pdl"]:
         reasons.append(f"lead={config['lead']} needs pdl=True")
-    if config["loads"] == REGISTERS:
-        loads = config["row_tiles"] * config["pieces"] * config["stages"]
-        if loads > MAX_LOADS:
-            reasons.append(f"{loads} loads a thread exceed {MAX_LOADS}")
     return reasons
 
 
@@ -278,54 +273,33 @@ def _room_violations(problem: GemmProblem, config: Config) -> list[str]:
 
 
 def registers(config: Config) -> int:
-    """Registers a thread needs: loads in flight, sums, addresses."""
-    held = 4 * int(config["row_tiles"])
-    if config["loads"] == REGISTERS:
-        held *= int(config["pieces"] * config["stages"])
-    return held + 10 * int(config["row_tiles"]) + OTHER_REGISTERS
+    """Registers a thread needs: pieces of the weights, sums, addresses."""
+    return 14 * int(config["row_tiles"]) + OTHER_REGISTERS
 
 
-#: Of the space, what needs the least shared memory where K is long: all but A is a few KB.
-_LEAST = Config(
-    Gemv.name,
-    {"loads": REGISTERS, "warps": 4, "k_warps": 2, "row_tiles": 1, "pieces": 2, "stages": 8},
-)
-#: Warps and those of them that divide K; row tiles, pieces and stages: 8 to 32 loads a thread, two
-#: pieces at least, which are whole 128-byte lines.
+#: Warps that multiply, and those of them that divide K.
 _WARPS = ((4, 4), (8, 8), (16, 16), (8, 4), (4, 2))
-_IN_REGISTERS = (
-    *((1, 2, 4), (2, 2, 2), (1, 4, 2)),
-    *((1, 2, 8), (2, 2, 4), (4, 2, 2), (1, 4, 4)),
-    *((2, 2, 8), (4, 2, 4), (2, 4, 4)),
-)
-_COPIED = ((1, 4, 4), (1, 4, 8), (1, 8, 3), (1, 8, 6), (2, 4, 3), (2, 4, 6), (2, 8, 3))
-#: Blocks that share a multiprocessor, and warps that multiply on it, which are worth trying.
-_BLOCKS = (1, 2, 4)
-_WARPS_PER_SM = (8, 16)
+#: Of the space, what needs the least shared memory beside A.
+_LEAST = Config(Gemv.name, {"warps": 4, "k_warps": 4, "row_tiles": 1, "pieces": 4, "stages": 6})
 
 
 def _compiled(problem: GemmProblem) -> Iterator[dict[str, Value]]:
     """Compile-time parameters worth a kernel, in a fixed order."""
-    shapes = product((REGISTERS,), _IN_REGISTERS), product((BULK,), _COPIED)
-    for loads, (row_tiles, pieces, stages) in chain(*shapes):
-        for (warps, k_warps), blocks in product(_WARPS, _BLOCKS):
-            params: dict[str, Value] = {
-                "loads": loads,
-                "warps": warps,
-                "k_warps": k_warps,
-                "row_tiles": row_tiles,
-                "pieces": pieces,
-                "stages": stages,
-                "blocks_per_sm": blocks,
-            }
-            config = Config(Gemv.name, params)
-            flying = blocks * in_flight_bytes(config)
-            if warps * blocks not in _WARPS_PER_SM:
-                continue
-            if not LEAST_IN_FLIGHT <= flying <= MOST_IN_FLIGHT:
-                continue
-            if 4 * padded_k(problem, config) <= 5 * max(problem.k, SMALL_K):
-                yield params
+    steps = product((1, 2), (4, 8, 16), (2, 3, 4, 6))
+    for (row_tiles, pieces, stages), (warps, k_warps), blocks in product(steps, _WARPS, (1, 2)):
+        params: dict[str, Value] = {
+            "warps": warps,
+            "k_warps": k_warps,
+            "row_tiles": row_tiles,
+            "pieces": pieces,
+            "stages": stages,
+            "blocks_per_sm": blocks,
+        }
+        config = Config(Gemv.name, params)
+        enough = blocks * in_flight_bytes(config) >= LEAST_IN_FLIGHT
+        whole = 4 * padded_k(problem, config) <= 5 * max(problem.k, SMALL_K)
+        if enough and whole and 2 * step_k(config) >= LEAST_COPY:
+            yield params
 
 
 def _launched(

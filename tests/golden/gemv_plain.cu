@@ -7,12 +7,11 @@
 
 namespace k_golden {
 
-constexpr bool kBulk = false;
 constexpr int kWarps = 8;
-constexpr int kKWarps = 4;
+constexpr int kKWarps = 8;
 constexpr int kRowTiles = 2;
-constexpr int kPieces = 2;
-constexpr int kStages = 4;
+constexpr int kPieces = 4;
+constexpr int kStages = 3;
 constexpr int kBlocksPerSm = 2;
 constexpr bool kWide = false;
 constexpr int kMaxM = kWide ? 16 : 8;
@@ -22,11 +21,10 @@ using Output = __half;
 
 constexpr int kWarp = 32;
 constexpr int kConsumers = kWarps * kWarp;
-constexpr int kThreads = kConsumers + (kBulk ? kWarp : 0);
+constexpr int kThreads = kConsumers + kWarp;
 constexpr int kPieceK = 32;  // four lanes of a row, eight elements each
 constexpr int kWarpK = kPieceK * kPieces;
 constexpr int kStepK = kWarpK * kKWarps;
-constexpr int kGroupK = kStepK * (kBulk ? 1 : kStages);  // that K is padded to
 constexpr int kWarpRows = 8 * kRowTiles;
 constexpr int kRows = kWarpRows * (kWarps / kKWarps);
 // Rows of shared memory start 64 bytes apart, modulo 128: the eight lanes of two rows read every bank.
@@ -34,12 +32,12 @@ constexpr int odd_pitch(int bytes) { return (bytes + 127) / 128 * 128 + 64; }
 __host__ __device__ constexpr int a_rows(int m) { return kWide ? 16 : m; }
 constexpr int kPitch = odd_pitch(kStepK * 2);
 constexpr int kStageBytes = kRows * kPitch;
-constexpr int kRingBytes = kBulk ? kStages * kStageBytes : 0;
+constexpr int kRingBytes = kStages * kStageBytes;
 constexpr int kMaxSmem = 232448 - 1024;
 constexpr int kKnownDevices = 64;
 
 static_assert(kWarps % kKWarps == 0 && kThreads <= 1024, "k_warps divides warps, up to 1024 threads");
-static_assert(kStages >= 2 && (kBulk || kRowTiles * kPieces * kStages <= 40), "stages fit the registers");
+static_assert(kStages >= 2, "a step is copied while another is used");
 
 struct Params {
   const Input* a;
@@ -49,7 +47,7 @@ struct Params {
   const Output* residual;
   int m, n, k;
   int tiles;    // blocks of rows of B
-  int padded_k;  // whole steps of K, or groups of steps that registers hold
+  int padded_k;  // whole steps of K
   int pitch_a;   // bytes between A's rows in shared memory
   int lead;
   int64_t lda, ldb, ldd, batch_a, batch_b, batch_d;
@@ -72,13 +70,6 @@ __device__ __forceinline__ uint64_t evict_first() {
   uint64_t policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
-}
-
-__device__ __forceinline__ uint4 load_once(const Input* from, uint64_t policy) {
-  uint4 v;
-  asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.b32 { %0, %1, %2, %3}, [%4], %5;"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from), "l"(policy));
-  return v;
 }
 
 __device__ __forceinline__ void multiply(float (&d)[4], uint4 const& a, uint32_t b0, uint32_t b1) {
@@ -219,55 +210,62 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) gemv_golden(const __gr
   Sums sums{};
   int parity = 0;
   fetch_ahead(p);
-  wait_for_kernel_in_front();
-  uint4 ring[kStages][kRowTiles][kPieces];
-  const Input* from[kRowTiles];
-  int next_tile = blockIdx.x, next_k = 0, left = 0;
-  const int first_k = lane.warp_k * kWarpK + lane.column;
-  const auto aim = [&] {  // at the group of steps that is loaded next
-#pragma unroll
-    for (int i = 0; i < kRowTiles; ++i)
-      from[i] = row_of(p, next_tile * kRows + lane.warp_n * kWarpRows + 8 * i + lane.row) + next_k + first_k;
-    left = next_tile < p.tiles ? p.k - next_k : 0;
-    if ((next_k += kGroupK) >= p.k) next_k = 0, next_tile += gridDim.x;
-  };
-  const auto load_stage = [&](int stage) {
-    if (left >= kGroupK) {
-#pragma unroll
-      for (int i = 0; i < kRowTiles; ++i)
-#pragma unroll
-        for (int piece = 0; piece < kPieces; ++piece)
-          ring[stage][i][piece] = load_once(from[i] + stage * kStepK + piece * kPieceK, policy);
-      return;
+  __shared__ uint64_t full[kStages], free[kStages];
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < kStages; ++stage) {
+      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(full + stage)));
+      asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(free + stage)), "n"(kWarps));
     }
-#pragma unroll
-    for (int i = 0; i < kRowTiles; ++i)
-#pragma unroll
-      for (int piece = 0; piece < kPieces; ++piece) {
-        const int offset = stage * kStepK + piece * kPieceK;
-        ring[stage][i][piece] = make_uint4(0, 0, 0, 0);
-        if (offset + first_k < left) ring[stage][i][piece] = load_once(from[i] + offset, policy);
-      }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+  wait_for_kernel_in_front();
+  int stage = 0, phase = 0;
+  const auto advance = [&] {
+    if (++stage == kStages) stage = 0, phase ^= 1;
   };
-  aim();
-#pragma unroll
-  for (int stage = 0; stage < kStages; ++stage) load_stage(stage);
-  keep_a(p, kept);
-  for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
-    for (int k = 0; k < p.k; k += kGroupK) {
-      aim();
-#pragma unroll
-      for (int stage = 0; stage < kStages; ++stage) {
-        add_step(p, a + (k + stage * kStepK) * 2,
-                 [&](int i, int piece) { return ring[stage][i][piece]; }, sums);
-        load_stage(stage);
+  if (threadIdx.x >= kConsumers) {
+    for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x)
+      for (int k = 0; k < p.k; k += kStepK, advance()) {
+        const uint32_t barrier = shared_address(full + stage);
+        wait_for(shared_address(free + stage), phase ^ 1);  // the first time round it is
+        const int bytes = 2 * min(kStepK, p.k - k);
+        if (threadIdx.x == kConsumers)
+          asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
+                       "r"(bytes * kRows) : "memory");
+        __syncwarp();
+        for (int row = threadIdx.x - kConsumers; row < kRows; row += kWarp)
+          asm volatile(
+              "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+              "[%0], [%1], %2, [%3], %4;" ::"r"(shared_address(shared) + stage * kStageBytes + row * kPitch),
+              "l"(row_of(p, tile * kRows + row) + k), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
       }
+    return;
+  }
+  keep_a(p, kept);
+  const uint32_t mine = shared_address(shared) + (lane.warp_n * kWarpRows + lane.row) * kPitch +
+                        (lane.warp_k * kWarpK + lane.column) * 2;
+  for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
+    for (int k = 0; k < p.k; k += kStepK, advance()) {
+      const uint32_t b = mine + stage * kStageBytes;
+      const int left = p.k - k - lane.warp_k * kWarpK - lane.column;
+      const bool whole = p.k - k >= kStepK;
+      wait_for(shared_address(full + stage), phase);
+      add_step(p, a + k * 2,
+               [&](int i, int piece) {
+                 const uint4 w = load_shared(b + 8 * i * kPitch + piece * kPieceK * 2);
+                 // Beyond K is what was there before: not even zero times it is sure to be zero.
+                 return whole || piece * kPieceK < left ? w : make_uint4(0, 0, 0, 0);
+               }, sums);
+      __syncwarp();
+      if (threadIdx.x % kWarp == 0)
+        asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(free + stage)) : "memory");
     }
     finish(p, lane, tile, parts + (parity ^= 1) * part_of_parts, sums);
   }
 }
 
-inline int padded(int64_t k) { return static_cast<int>((k + kGroupK - 1) / kGroupK * kGroupK); }
+inline int padded(int64_t k) { return static_cast<int>((k + kStepK - 1) / kStepK * kStepK); }
 
 inline int64_t smem_bytes(int64_t m, int64_t k) {
   return kRingBytes + int64_t(a_rows(m)) * odd_pitch(padded(k) * 2) + 2 * 4 * kKWarps * m * kRows;

@@ -7,12 +7,11 @@
 
 namespace k_golden {
 
-constexpr bool kBulk = true;
 constexpr int kWarps = 8;
-constexpr int kKWarps = 4;
+constexpr int kKWarps = 8;
 constexpr int kRowTiles = 2;
-constexpr int kPieces = 2;
-constexpr int kStages = 4;
+constexpr int kPieces = 4;
+constexpr int kStages = 3;
 constexpr int kBlocksPerSm = 2;
 constexpr bool kWide = false;
 constexpr int kMaxM = kWide ? 16 : 8;
@@ -22,11 +21,10 @@ using Output = __half;
 
 constexpr int kWarp = 32;
 constexpr int kConsumers = kWarps * kWarp;
-constexpr int kThreads = kConsumers + (kBulk ? kWarp : 0);
+constexpr int kThreads = kConsumers + kWarp;
 constexpr int kPieceK = 32;  // four lanes of a row, eight elements each
 constexpr int kWarpK = kPieceK * kPieces;
 constexpr int kStepK = kWarpK * kKWarps;
-constexpr int kGroupK = kStepK * (kBulk ? 1 : kStages);  // that K is padded to
 constexpr int kWarpRows = 8 * kRowTiles;
 constexpr int kRows = kWarpRows * (kWarps / kKWarps);
 // Rows of shared memory start 64 bytes apart, modulo 128: the eight lanes of two rows read every bank.
@@ -34,12 +32,12 @@ constexpr int odd_pitch(int bytes) { return (bytes + 127) / 128 * 128 + 64; }
 __host__ __device__ constexpr int a_rows(int m) { return kWide ? 16 : m; }
 constexpr int kPitch = odd_pitch(kStepK * 2);
 constexpr int kStageBytes = kRows * kPitch;
-constexpr int kRingBytes = kBulk ? kStages * kStageBytes : 0;
+constexpr int kRingBytes = kStages * kStageBytes;
 constexpr int kMaxSmem = 232448 - 1024;
 constexpr int kKnownDevices = 64;
 
 static_assert(kWarps % kKWarps == 0 && kThreads <= 1024, "k_warps divides warps, up to 1024 threads");
-static_assert(kStages >= 2 && (kBulk || kRowTiles * kPieces * kStages <= 40), "stages fit the registers");
+static_assert(kStages >= 2, "a step is copied while another is used");
 
 struct Params {
   const Input* a;
@@ -49,7 +47,7 @@ struct Params {
   const Output* residual;
   int m, n, k;
   int tiles;    // blocks of rows of B
-  int padded_k;  // whole steps of K, or groups of steps that registers hold
+  int padded_k;  // whole steps of K
   int pitch_a;   // bytes between A's rows in shared memory
   int lead;
   int64_t lda, ldb, ldd, batch_a, batch_b, batch_d;
@@ -72,13 +70,6 @@ __device__ __forceinline__ uint64_t evict_first() {
   uint64_t policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
-}
-
-__device__ __forceinline__ uint4 load_once(const Input* from, uint64_t policy) {
-  uint4 v;
-  asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.b32 { %0, %1, %2, %3}, [%4], %5;"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from), "l"(policy));
-  return v;
 }
 
 __device__ __forceinline__ void multiply(float (&d)[4], uint4 const& a, uint32_t b0, uint32_t b1) {
@@ -276,7 +267,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) gemv_golden(const __gr
   }
 }
 
-inline int padded(int64_t k) { return static_cast<int>((k + kGroupK - 1) / kGroupK * kGroupK); }
+inline int padded(int64_t k) { return static_cast<int>((k + kStepK - 1) / kStepK * kStepK); }
 
 inline int64_t smem_bytes(int64_t m, int64_t k) {
   return kRingBytes + int64_t(a_rows(m)) * odd_pitch(padded(k) * 2) + 2 * 4 * kKWarps * m * kRows;
