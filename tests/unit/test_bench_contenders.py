@@ -32,6 +32,7 @@ def test_suites_hold_what_they_are_named_for() -> None:
         "plain": 16,
         "mlp": 12,
         "fp8": 8,
+        "few": 8,
         "gated": 8,
     }
     acceptance = SUITES["acceptance"].problems
@@ -40,7 +41,7 @@ def test_suites_hold_what_they_are_named_for() -> None:
     assert sum(getattr(p, "is_causal", False) for p in acceptance) == 11
     assert all(p.is_causal for p in SUITES["long"].problems if isinstance(p, AttentionProblem))
     assert [s.name for s in suites_named(ALL, "attention")] == ["acceptance", "decoding", "long"]
-    assert [s.name for s in suites_named(ALL, "gemm")] == ["plain", "mlp", "fp8"]
+    assert [s.name for s in suites_named(ALL, "gemm")] == ["plain", "mlp", "fp8", "few"]
     assert [s.name for s in suites_named("", "gemm")] == ["plain"]
     assert GemmProblem(512, 14336, 4096, epilogue="bias_gelu") in SUITES["mlp"].problems
 

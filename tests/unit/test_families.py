@@ -29,6 +29,7 @@ SHAPES: dict[str, tuple[str, ...]] = {
         "M=512,N=768,K=256,layout_a=col,layout_b=row,B=4,dtype=bf16",
         "M=1024,N=1024,K=64,B=16,dtype_d=fp32",
         "M=16,N=4096,K=4096",
+        "M=3,N=1000,K=4104,B=2,epilogue=bias_silu",
         "M=1024,N=768,K=512,epilogue=bias_gelu",
         "M=64,N=768,K=512,dtype_d=fp32,epilogue=bias_residual",
         "M=1024,N=768,K=512,scales=row",

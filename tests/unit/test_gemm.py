@@ -608,3 +608,19 @@ def test_golden_text(name: str, problem: GemmProblem, config: Config) -> None:
         golden.write_text(text)
         pytest.fail(f"wrote {golden.name}: read it, and run again")
     assert text == golden.read_text(), f"if this is meant, delete {golden.name} and run again"
+
+
+def test_products_with_a_short_side_may_be_programmatic_dependents() -> None:
+    short = GEMM.space(PROBLEMS["few rows"], DEFAULT_GPU)
+    chosen = [c for c in short if c.get("pdl")]
+    assert chosen and not any(c.get("tile_scheduler") == "StreamK" for c in chosen)
+    assert not any(c.get("pdl") for c in GEMM.space(SQUARE, DEFAULT_GPU))
+    with_pdl, without = (
+        GEMM.launches(SQUARE, ping(pdl=value), 1.0)[0].integers[15] for value in (True, None)
+    )
+    assert (with_pdl, without) == (1, 0)
+    assert GEMM.violations(SQUARE, ping(pdl=False), DEFAULT_GPU) == ["pdl=False is not one of True"]
+    stream_k = {"kernel_schedule": "TmaWarpSpecializedCooperative", "tile_scheduler": "StreamK"}
+    assert "parameter pdl does not apply" in GEMM.violations(
+        SQUARE, ping(**stream_k, pdl=True), DEFAULT_GPU
+    )

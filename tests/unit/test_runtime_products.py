@@ -37,6 +37,8 @@ def col(tensor: Any) -> Any:
          "M=8,N=16,K=32,B=3,layout_b=row"),
         (A.expand(2, 3, 8, 32).contiguous(), col(B.expand(2, 3, 32, 16)), "M=8,N=16,K=32,B=6"),
         (A[:1], col(B), "M=1,N=16,K=32"),
+        (A.view(1, 8, 32)[:, -1:], col(B), "M=1,N=16,K=32"),
+        (A[:1].as_strided((1, 1, 32), (7, 5, 1)), col(B), "M=1,N=16,K=32"),
         (A.bfloat16(), col(B).bfloat16(), "M=8,N=16,K=32,dtype=bf16"),
     ],
 )  # fmt: skip

@@ -163,6 +163,16 @@ SUITES: dict[str, Suite] = {
             against=("scaled_mm",),
         ),
         Suite(
+            "few",
+            "1 to 64 tokens through a 7-8 B model's weights, as in decoding; buffers rotated",
+            tuple(
+                GemmProblem(tokens, width, 4096)
+                for width, tokens in product((14336, 4096), (1, 4, 16, 64))
+            ),
+            (_COLD,),
+            against=("cublas", "cublaslt"),
+        ),
+        Suite(
             "gated",
             "both up projections of a 7-8 B model's MLP and SwiGLU; buffers rotated",
             tuple(

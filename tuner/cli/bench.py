@@ -36,7 +36,7 @@ def register(subparsers: Any) -> None:
     what.add_argument(
         "--suite",
         metavar="NAME",
-        help="of attention: acceptance, decoding, long; of gemm: plain, mlp, fp8; of swiglu: "
+        help="of attention: acceptance, decoding, long; of gemm: plain, mlp, fp8, few; of swiglu: "
         "gated; or all (default: the first)",
     )
     what.add_argument(

@@ -42,6 +42,7 @@ SHAPES: dict[str, tuple[str, ...]] = {
         "M=512,N=768,K=256,layout_a=col,layout_b=row,B=4",
         "M=1024,N=1024,K=64,B=16,dtype_d=fp32",
         "M=16,N=4096,K=4096",
+        "M=3,N=1000,K=4104,B=2,dtype=bf16,epilogue=bias_silu",
         "M=1000,N=1016,K=1032",
         "M=1024,N=768,K=512,epilogue=bias_gelu",
         "M=64,N=768,K=512,dtype=bf16,epilogue=bias_residual",

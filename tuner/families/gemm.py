@@ -74,6 +74,7 @@ _SOMETIMES: dict[str, type] = {
     "max_swizzle_size": int,
     "decomposition_mode": str,
     "splits": int,
+    "pdl": bool,
 }
 
 
@@ -85,7 +86,7 @@ class Gemm(Family):
     capabilities = (HOPPER,)
     cost_constants = gemm_cost.CONSTANTS
     runtime_parameters: ClassVar[frozenset[str]] = frozenset(
-        {"raster_order", "max_swizzle_size", "decomposition_mode", "splits"}
+        {"raster_order", "max_swizzle_size", "decomposition_mode", "splits", "pdl"}
     )
     domains: ClassVar[Mapping[str, tuple[Value, ...]]] = {
         "tile_m": (32, 64, 96, 128, 160),
@@ -165,6 +166,7 @@ class Gemm(Family):
                 batch_b=b.strides[0],
                 batch_d=d.strides[0],
                 alpha=scale,
+                pdl=config.get("pdl", False),
                 extra=tuple(Ref(operand.name) for operand in problem.operands[2:-1]),
                 beta=1.0,
             )
@@ -203,6 +205,8 @@ class Gemm(Family):
                 params.pop(name, None)
             else:
                 params.setdefault(name, default)
+        if not _applies("pdl", params):
+            params.pop("pdl", None)
         return Config(self.name, params)
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
@@ -234,6 +238,7 @@ def _malformed(config: Config) -> list[str]:
         "raster_order": tuple(RASTER_ORDERS),
         "max_swizzle_size": SWIZZLES,
         "decomposition_mode": tuple(DECOMPOSITIONS),
+        "pdl": (True,),  # without it the parameter is absent
     }
     for name, allowed in choices.items():
         if name in config.params and config[name] not in allowed:
@@ -244,7 +249,7 @@ def _malformed(config: Config) -> list[str]:
         present = name in config.params
         if present and not _applies(name, config.params):
             problems.append(f"parameter {name} does not apply")
-        elif not present and name != "stages" and _applies(name, config.params):
+        elif not present and name not in ("stages", "pdl") and _applies(name, config.params):
             problems.append(f"parameter {name} is missing")
     return problems
 
@@ -260,6 +265,8 @@ def _applies(name: str, params: Mapping[str, Value]) -> bool:
             return params.get("tile_scheduler") == "StreamK"
         case "splits":
             return params.get("decomposition_mode") == "SplitK"
+        case "pdl":  # stream-K clears its barriers first, which breaks the edge
+            return params.get("tile_scheduler") != "StreamK"
         case _:
             return True
 

@@ -78,14 +78,19 @@ _NO_SMEM_TILES = (
     (PINGPONG, 128, 128),
 )
 _SPLITS = (2, 3, 4, 6, 8)
-#: A swap pays where one side is short: tile_m is at least 64, tile_n may be 16.
+#: A swap pays where one side is short: tile_m is at least 64, tile_n may be 16. So does hiding the
+#: launch behind the kernel in front: the product takes few microseconds.
 _SHORT_SIDE = 128
 #: Output tiles x splits above this many waves only add traffic.
 _MAX_SPLIT_WAVES = 8
 
 
+def _is_short(problem: GemmProblem) -> bool:
+    return min(problem.m, problem.n) <= _SHORT_SIDE
+
+
 def _swaps(problem: GemmProblem) -> tuple[bool, ...]:
-    return (False, True) if min(problem.m, problem.n) <= _SHORT_SIDE else (False,)
+    return (False, True) if _is_short(problem) else (False,)
 
 
 def candidates(problem: GemmProblem, gpu: Gpu) -> Iterator[list[Config]]:
@@ -93,7 +98,10 @@ def candidates(problem: GemmProblem, gpu: Gpu) -> Iterator[list[Config]]:
     for swap_ab in _swaps(problem):
         shape = oriented(problem, swap_ab)
         for compiled in _compiled(problem, shape, swap_ab):
-            yield list(_scheduled(shape, compiled, gpu))
+            group = list(_scheduled(shape, compiled, gpu))
+            if _is_short(problem) and compiled.get("tile_scheduler") != "StreamK":
+                group += [Config("gemm", {**config.params, "pdl": True}) for config in group]
+            yield group
 
 
 def _compiled(problem: GemmProblem, shape: Shape, swap_ab: bool) -> Iterator[dict[str, Value]]:
