@@ -23,6 +23,7 @@ from tuner.problem.base import (
     Problem,
 )
 from tuner.problem.gemm import ACTIVATIONS, EPILOGUES, GemmProblem, Major
+from tuner.problem.grouped_gemm import SIZES, GroupedGemmProblem, rows_of
 from tuner.problem.softmax import SoftmaxProblem
 from tuner.problem.swiglu import PAIRINGS, Pairing, SwigluProblem
 
@@ -36,9 +37,11 @@ __all__ = [
     "MAX_EXTENT",
     "PAIRINGS",
     "PROBLEMS",
+    "SIZES",
     "AttentionProblem",
     "DType",
     "GemmProblem",
+    "GroupedGemmProblem",
     "Layout",
     "Major",
     "Operand",
@@ -47,6 +50,7 @@ __all__ = [
     "SoftmaxProblem",
     "SwigluProblem",
     "problem_from_json",
+    "rows_of",
 ]
 
 #: By `op`, in the order that messages name them.
@@ -56,6 +60,7 @@ PROBLEMS: dict[str, type[Problem]] = {
         AttentionProblem,
         GemmProblem,
         SwigluProblem,
+        GroupedGemmProblem,
         SoftmaxProblem,
     )
 }
