@@ -34,7 +34,14 @@ from tuner.errors import ConfigError, TunerError
 from tuner.families import families
 from tuner.families.vendor_sdpa import PEERS, VARIANTS
 from tuner.measurement import Measurement, Status
-from tuner.problem import AttentionProblem, GemmProblem, Problem, SoftmaxProblem, SwigluProblem
+from tuner.problem import (
+    AttentionProblem,
+    GemmProblem,
+    GroupedGemmProblem,
+    Problem,
+    SoftmaxProblem,
+    SwigluProblem,
+)
 from tuner.store.entry import Entry, is_vendor
 
 REACH = 2.0
@@ -66,6 +73,7 @@ _SIZES: Mapping[str, frozenset[str]] = {
     AttentionProblem.op: frozenset({"batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_kv"}),
     GemmProblem.op: frozenset({"m", "n", "k", "batch"}),
     SwigluProblem.op: frozenset({"m", "n", "k"}),
+    GroupedGemmProblem.op: frozenset({"groups", "m", "n", "k"}),
     SoftmaxProblem.op: frozenset({"rows", "cols", "batch", "query_rows"}),
 }
 
@@ -135,6 +143,8 @@ def _axes(problem: Problem) -> tuple[float, ...]:
         return problem.m, problem.n, problem.k, problem.batch
     if isinstance(problem, SwigluProblem):
         return problem.m, problem.n, problem.k
+    if isinstance(problem, GroupedGemmProblem):
+        return problem.m, problem.n, problem.k, problem.groups
     if isinstance(problem, SoftmaxProblem):
         return problem.batch * problem.rows, problem.cols
     return ()
@@ -208,6 +218,12 @@ def _draw_swiglu(problem: Any, rng: random.Random) -> dict[str, int]:
     return sizes
 
 
+def _draw_grouped_gemm(problem: Any, rng: random.Random) -> dict[str, int]:
+    """Rows and groups are anything; N and K are a model's, as of a GEMM."""
+    sizes = _draw_gemm(problem, rng)
+    return {**sizes, "groups": _size(rng, problem.groups)} if rng.random() < 0.5 else sizes
+
+
 def _draw_softmax(problem: Any, rng: random.Random) -> dict[str, int]:
     group = problem.rows // problem.query_rows
     query_rows = _size(rng, problem.query_rows)
@@ -223,6 +239,7 @@ _DRAWS: Mapping[str, Callable[[Any, random.Random], dict[str, int]]] = {
     AttentionProblem.op: _draw_attention,
     GemmProblem.op: _draw_gemm,
     SwigluProblem.op: _draw_swiglu,
+    GroupedGemmProblem.op: _draw_grouped_gemm,
     SoftmaxProblem.op: _draw_softmax,
 }
 

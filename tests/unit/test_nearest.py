@@ -23,7 +23,14 @@ from tuner.hardware import GPUS
 from tuner.lookup import lookup
 from tuner.measurement import Environment, Measurement, Provenance, Regime, Status
 from tuner.nearest import LEAST_PASSED, REACH, distance, drawn, lend
-from tuner.problem import AttentionProblem, GemmProblem, Problem, SoftmaxProblem, SwigluProblem
+from tuner.problem import (
+    AttentionProblem,
+    GemmProblem,
+    GroupedGemmProblem,
+    Problem,
+    SoftmaxProblem,
+    SwigluProblem,
+)
 from tuner.store import Entry, Store, open_store
 
 MODULE = importlib.import_module("tuner.lookup")
@@ -123,6 +130,12 @@ class TestDrawn:
             st.integers(1, 2000),
             st.integers(1, 500).map(lambda n: 32 * n),
             st.integers(1, 2000).map(lambda n: 8 * n),
+        )
+        | st.builds(
+            GroupedGemmProblem,
+            st.integers(1, 128),
+            st.integers(1, 9000),
+            *[st.integers(1, 2000).map(lambda n: 8 * n)] * 2,
         )
         | st.builds(SoftmaxProblem, st.integers(1, 3000), st.integers(1, 3000))
     )

@@ -73,13 +73,16 @@ class GroupedGemm(Family):
             reasons.append(f"kernel_schedule={schedule} is not one of {', '.join(SCHEDULES)}")
         if reasons:
             return reasons
-        reasons = _GEMM.violations(_one_group(problem), _as_gemm(config), gpu)
+        reasons = _GEMM.violations(_one_group(problem), as_gemm(config), gpu)
         if reasons:
             return reasons
         stages, used = smem_bytes(problem, config)
-        if stages < 2 or used > SMEM_PER_BLOCK_BYTES:
-            reasons.append(f"{used} bytes of shared memory at {stages} stages are not to be had")
-        return reasons
+        if stages < 2:
+            return [f"stages={stages} are too few (at least 2 must fit)"]
+        if used > SMEM_PER_BLOCK_BYTES:
+            limit = SMEM_PER_BLOCK_BYTES
+            return [f"{used} bytes of shared memory at {stages} stages exceed {limit}"]
+        return []
 
     def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
         """`gemm`'s tiles for a group of the mean size and for the largest one."""
@@ -133,7 +136,7 @@ class GroupedGemm(Family):
         problem = _grouped(problem)
         constants = _GEMM.constants
         product = _padded(problem, config)
-        compute = gemm_cost.predict_us(product, _as_gemm(config), gpu, constants)
+        compute = gemm_cost.predict_us(product, as_gemm(config), gpu, constants)
         start = GRAPH_LAUNCH_US + constants["startup_clocks"] / gpu.clock_max_mhz
         # The measured rate: what was fitted to products that memory does not bound says little.
         efficiency = gemm_cost.CONSTANTS["memory_efficiency"]
@@ -188,7 +191,7 @@ def _padded(problem: GroupedGemmProblem, config: Config) -> GemmProblem:
     return GemmProblem(rows, problem.n, problem.k, dtype=problem.dtype)
 
 
-def _as_gemm(config: Config) -> Config:
+def as_gemm(config: Config) -> Config:
     """The config of `gemm` with the same tiles; what is missing stays missing."""
     params = dict(config.params)
     schedule = params.get("kernel_schedule")

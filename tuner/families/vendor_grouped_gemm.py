@@ -42,7 +42,7 @@ class VendorGroupedGemm(Vendor):
         return grouped
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
-        """cuBLAS's rates; a start for each product that is launched, rows padded to 64 and 128."""
+        """CuBLAS's rates; a start for each product that is launched, rows padded to 64 and 128."""
         if not isinstance(problem, GroupedGemmProblem):
             return float("inf")
         rate = PEAK_TFLOPS * gpu.peak_tflops / DEFAULT_GPU.peak_tflops
