@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from math import ceil, gcd
+from math import ceil, gcd, inf
 from typing import ClassVar
 
 from tuner.config import Config, Value
@@ -129,22 +129,19 @@ class GroupedGemm(Family):
         return Config(self.name, {**config.params, "kernel_schedule": rng.choice(SCHEDULES)})
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
-        """The longer of `gemm`'s estimate of a product with as many rows as all groups have when
-        each is padded to whole tiles, by the constants fitted for it, and of the time that memory
-        takes, which that product's fewer weights do not show; nearly the longer, where both are.
+        """Nearly the longer of two times: `gemm`'s estimate, by the constants fitted for it, of a
+        product with as many rows as all groups have when each is padded to whole tiles; and what
+        memory takes for every group's weights, at the rate that `gemm_cost` starts from, since the
+        products of the fit were not bound by memory.
         """
         problem = _grouped(problem)
-        constants = _GEMM.constants
-        product = _padded(problem, config)
-        compute = gemm_cost.predict_us(product, as_gemm(config), gpu, constants)
+        constants = {**_GEMM.constants, "memory_efficiency": inf}
+        compute = gemm_cost.predict_us(_padded(problem, config), as_gemm(config), gpu, constants)
         start = GRAPH_LAUNCH_US + constants["startup_clocks"] / gpu.clock_max_mhz
-        # The measured rate: what was fitted to products that memory does not bound says little.
-        efficiency = gemm_cost.CONSTANTS["memory_efficiency"]
-        memory = problem.bytes / (gpu.memory_gbs * efficiency * 1e3)
-        both = ((compute - start) ** gemm_cost.SHARPNESS + memory**gemm_cost.SHARPNESS) ** (
-            1 / gemm_cost.SHARPNESS
-        )
-        return float(start + both)
+        rate = gpu.memory_gbs * gemm_cost.CONSTANTS["memory_efficiency"] * 1e3
+        times = (compute - start, problem.bytes / rate)
+        longest = sum(time**gemm_cost.SHARPNESS for time in times) ** (1 / gemm_cost.SHARPNESS)
+        return float(start + longest)
 
 
 def smem_bytes(problem: GroupedGemmProblem, config: Config) -> tuple[int, int]:
