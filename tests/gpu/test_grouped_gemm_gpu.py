@@ -41,7 +41,7 @@ CASES: dict[str, tuple[Any, Config]] = {
     "cooperative": ("float16", config("Cooperative", (128, 256, 64), (2, 1), False, "AlongM")),
     "pingpong": ("bfloat16", config("Pingpong", (64, 128, 64), (1, 2), False, "AlongN")),
     "swapped": ("bfloat16", config("Pingpong", (64, 32, 128), (1, 1), True, "AlongN")),
-    "swapped wide": ("float16", config("Cooperative", (256, 64, 64), (1, 2), True, "AlongM")),
+    "swapped wide": ("bfloat16", config("Cooperative", (256, 64, 64), (1, 2), True, "AlongM")),
 }
 #: Groups, M, N, K and sizes: more groups than a warp looks at in a step, most of them empty; more
 #: tiles than one wave; a single row.
