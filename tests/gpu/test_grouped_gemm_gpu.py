@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
+from gating import pass_the_gate
 
-from tuner.artifacts import LoadedKernel, load
+from tuner.artifacts import load
 from tuner.benchmark import WORKSPACE, CompiledSubject
 from tuner.compiler import Compiler
 from tuner.config import Config
@@ -62,27 +62,16 @@ def kernels() -> list[KernelSpec]:
     return [REFERENCE, *specs]
 
 
-@pytest.fixture(scope="module")
-def device(missing_gpu: str) -> Device:
-    if missing_gpu:
-        pytest.skip(missing_gpu)
-    return Device()
-
-
-@pytest.fixture(scope="module")
-def gate(device: Device, compiler: Compiler) -> Iterator[Gate]:
-    [(_, future)] = compiler.submit([REFERENCE])
-    made = Gate(device, load(future.result()))
-    yield made
-    made.close()
-
-
-def loaded(
-    compiler: Compiler, problem: GroupedGemmProblem, chosen: Config
-) -> Mapping[str, LoadedKernel]:
+def prepared(
+    device: Device, compiler: Compiler, case: str, size: tuple[int, int, int, int, Any]
+) -> tuple[GroupedGemmProblem, CompiledSubject]:
+    dtype, chosen = CASES[case]
+    problem = GroupedGemmProblem(*size, dtype=dtype)
+    assert GROUPED.violations(problem, chosen, DEFAULT_GPU) == []
     specs = GROUPED.kernels(problem, chosen)
     built = compiler.submit(list(specs.values()))
-    return {name: load(future.result()) for name, (_, future) in zip(specs, built, strict=True)}
+    loaded = {name: load(future.result()) for name, (_, future) in zip(specs, built, strict=True)}
+    return problem, CompiledSubject(device, GROUPED, problem, chosen, loaded, 1.0)
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
@@ -90,29 +79,14 @@ def loaded(
 def test_the_gate_passes_it(
     device: Device, gate: Gate, compiler: Compiler, case: str, size: tuple[int, int, int, int, Any]
 ) -> None:
-    dtype, chosen = CASES[case]
-    problem = GroupedGemmProblem(*size, dtype=dtype)
-    assert GROUPED.violations(problem, chosen, DEFAULT_GPU) == []
-    kernels = loaded(compiler, problem, chosen)
-    subject = CompiledSubject(device, GROUPED, problem, chosen, kernels, 1.0)
-    gate.open(problem, 5)
-    with Pool(device) as pool:
-        own = gate.allocate(pool, WORKSPACE, subject.workspace_bytes)
-        for kind in KINDS[problem.op]:
-            gate.load(kind)
-            gate.arm([own])
-            subject.bind({**gate.pointers, WORKSPACE: own.pointer}, 1.0)()
-            verdict = gate.examine([own])
-            assert verdict.status is Status.OK, verdict.log
+    problem, subject = prepared(device, compiler, case, size)
+    pass_the_gate(device, gate, problem, subject)
 
 
 def test_a_captured_call_reads_its_offsets_when_it_is_replayed(
     device: Device, gate: Gate, compiler: Compiler
 ) -> None:
-    dtype, chosen = CASES["swapped"]
-    problem = GroupedGemmProblem(9, 700, 264, 136, dtype=dtype)
-    kernels = loaded(compiler, problem, chosen)
-    subject = CompiledSubject(device, GROUPED, problem, chosen, kernels, 1.0)
+    problem, subject = prepared(device, compiler, "swapped", (9, 700, 264, 136, "uniform"))
     gate.open(problem, 5)
     with Pool(device) as pool:
         own = gate.allocate(pool, WORKSPACE, subject.workspace_bytes)
@@ -132,17 +106,15 @@ def test_offsets_beyond_the_rows_write_nothing_beside_them(
     device: Device, gate: Gate, compiler: Compiler
 ) -> None:
     """Nobody can look at them before the kernel runs: it takes them for the nearest bound."""
-    dtype, chosen = CASES["pingpong"]
-    problem = GroupedGemmProblem(3, 200, 136, 72, dtype=dtype)
-    kernels = loaded(compiler, problem, chosen)
-    subject = CompiledSubject(device, GROUPED, problem, chosen, kernels, 1.0)
+    problem, subject = prepared(device, compiler, "pingpong", (3, 200, 136, 72, "uniform"))
     gate.open(problem, 5)
     with Pool(device) as pool:
         own = gate.allocate(pool, WORKSPACE, subject.workspace_bytes)
         gate.load("random")
         gate.arm([own])
-        offsets = [-70_000, 150, 100, 2_000_000]
+        offsets = (-70_000, 150, 100, 2_000_000)
         data = b"".join(at.to_bytes(4, "little", signed=True) for at in offsets)
         device.write(gate.pointers["offsets"], data)
         subject.bind({**gate.pointers, WORKSPACE: own.pointer}, 1.0)()
-        assert "beside" not in gate.examine([own]).log
+        log = gate.examine([own]).log
+        assert log == "random inputs: input 'offsets' was changed"  # by this test, and no more
