@@ -7,6 +7,7 @@ the same buffers. A `Burst` is n calls of one subject, enqueued at once; times a
 
 from __future__ import annotations
 
+import copy
 import importlib
 import itertools
 import math
@@ -113,6 +114,7 @@ class CompiledSubject(Subject):
     ) -> None:
         self._device, self._family, self._problem = device, family, problem
         self._config, self._kernels = config, kernels
+        self._only = ""
         self._offsets: list[int] = []
         for launch in family.launches(problem, config, scale):
             self._offsets.append(self.workspace_bytes)
@@ -122,11 +124,22 @@ class CompiledSubject(Subject):
         if not self._offsets:
             raise BenchmarkError(f"{family.name} launches nothing for {config.digest}")
 
+    def parts(self) -> dict[str, CompiledSubject]:
+        """Each kernel's launches as a subject of their own, in the order of the kernels. Timed on
+        the buffers of the whole, which has to have run before.
+        """
+        found = {}
+        for name in self._kernels:
+            found[name] = copy.copy(self)
+            found[name]._only = name
+        return found
+
     def bind(self, buffers: Mapping[str, int], scale: float, *, deliver: bool = False) -> Call:
         launches = self._family.launches(self._problem, self._config, scale)
-        stream = self._device.stream
+        device, lanes = self._device, 1 + max(launch.lane for launch in launches)
         prepared = [
             (
+                launch.lane,
                 self._kernels[launch.kernel],
                 [_address(buffers, ref) for ref in launch.tensors],
                 launch.integers,
@@ -134,13 +147,20 @@ class CompiledSubject(Subject):
                 buffers[WORKSPACE] + offset,
             )
             for launch, offset in zip(launches, self._offsets, strict=True)
+            if self._only in ("", launch.kernel)
         ]
 
         def call() -> None:
-            for kernel, tensors, integers, scalars, workspace in prepared:
-                kernel.launch(tensors, integers, scalars, workspace, stream)
+            for _, kernel, tensors, integers, scalars, workspace in prepared:
+                kernel.launch(tensors, integers, scalars, workspace, device.stream)
 
-        return call
+        def call_on_lanes() -> None:
+            streams = device.fork(lanes)
+            for lane, kernel, tensors, integers, scalars, workspace in prepared:
+                kernel.launch(tensors, integers, scalars, workspace, streams[lane])
+            device.join(lanes)
+
+        return call if lanes == 1 else call_on_lanes
 
     def capture(self, calls: Iterable[Call]) -> Graph:
         def work() -> None:

@@ -35,16 +35,16 @@ from tuner.outcome import Outcome
 from tuner.runners.choose import Machine, Runners
 from tuner.store import Store
 from tuner.store.entry import is_vendor, vendor_name
-from tuner.store.jobs import LEASE_S, Claim, Lease
+from tuner.store.jobs import LEASE_S, Claim, Jobs, Lease
 from tuner.sweep import Catalogue, Sweep
 from tuner.watch import SweepState, Watcher
 
 _LOG = logging.getLogger(__name__)
 
-EXTEND_S = 2.0
-"""Between two extensions of a lease: how soon a cancelled sweep is abandoned, too."""
-POLL_S = 1.0
-"""Between two looks into an empty queue."""
+BEAT_S = 2.0
+"""Between two looks at a lease: how soon a cancelled sweep is abandoned."""
+POLL_S, LONGEST_POLL_S = 1.0, 5.0
+"""Between two looks into an empty queue, the longer the longer it is empty."""
 STORE_WAIT_S = 5.0
 """After the store failed, before it is tried again."""
 
@@ -129,15 +129,18 @@ class Controller:
                 "no GPU found, and a job's answers must be measured: "
                 "`tuner worker --replay` replays recorded sweeps, or predicts"
             )
+        pause_s = POLL_S
         while not self._leases.stopping:
             try:
                 turn = self._next()
                 if turn is not None:
+                    pause_s = POLL_S
                     self._work(turn)
                 elif drain and not self._is_work_left():
                     break
                 else:
-                    time.sleep(POLL_S)
+                    time.sleep(pause_s)
+                    pause_s = longer_pause(pause_s)
             except LeaseLostError as exc:
                 self._watcher.note(str(exc))
             except StoreError as exc:
@@ -303,6 +306,41 @@ class Controller:
             self._ahead.sweep = None  # Its compiling ended with them.
 
 
+def longer_pause(pause_s: float) -> float:
+    """Of an idle controller, after it waited so long."""
+    return min(1.5 * pause_s, LONGEST_POLL_S)
+
+
+class Pulse:
+    """Keeps one lease. It is written again when it has lost a quarter of its time or progress is to
+    be told; else it is only asked whether it is still held: a fleet of idle or slow workers would
+    keep the database busy otherwise.
+    """
+
+    def __init__(self, jobs: Jobs, lease: Lease, lease_s: float) -> None:
+        self._jobs, self._lease, self._lease_s = jobs, lease, lease_s
+        self._told: Mapping[str, Any] = {}
+        self._written = time.monotonic()
+
+    @property
+    def may_hold(self) -> bool:
+        """Whether the lease lasts still if nobody cancelled it."""
+        return time.monotonic() - self._written < self._lease_s
+
+    def beat(self, progress: Mapping[str, Any]) -> bool:
+        """Whether the lease is held.
+
+        Raises:
+            StoreError: when the store cannot say.
+        """
+        now = time.monotonic()
+        if progress == self._told and now - self._written < self._lease_s / 4:
+            return self._jobs.is_held(self._lease)
+        held = self._jobs.extend(self._lease, progress, self._lease_s)
+        self._told, self._written = progress, now
+        return held
+
+
 class _Leases:
     """The leases that this process holds: extends them, and interrupts the main thread.
 
@@ -315,7 +353,7 @@ class _Leases:
         self.stopping = False
         self._store = store
         self._progress: dict[Lease, Mapping[str, Any]] = {}
-        self._confirmed: dict[Lease, float] = {}
+        self._pulses: dict[Lease, Pulse] = {}
         self._lost: set[Lease] = set()
         self._armed: Lease | None = None
         self._ended = threading.Event()
@@ -337,12 +375,12 @@ class _Leases:
             signal.signal(number, handler)
 
     def add(self, lease: Lease) -> None:
+        self._pulses[lease] = Pulse(self._store.jobs, lease, self.lease_s)
         self._progress[lease] = {}
-        self._confirmed[lease] = time.monotonic()
 
     def remove(self, lease: Lease) -> None:
         self._progress.pop(lease, None)
-        self._confirmed.pop(lease, None)
+        self._pulses.pop(lease, None)
         self._lost.discard(lease)
 
     def keep(self, lease: Lease | None) -> None:
@@ -384,7 +422,7 @@ class _Leases:
             raise Abandoned
 
     def _extend_all(self) -> None:
-        while not self._ended.wait(min(EXTEND_S, self.lease_s / 3)):
+        while not self._ended.wait(min(BEAT_S, self.lease_s / 3)):
             for lease, progress in list(self._progress.items()):
                 if lease not in self._lost and not self._is_held(lease, progress):
                     self._lost.add(lease)
@@ -393,14 +431,13 @@ class _Leases:
                         signal.pthread_kill(main, signal.SIGUSR1)
 
     def _is_held(self, lease: Lease, progress: Mapping[str, Any]) -> bool:
+        pulse = self._pulses.get(lease)
+        if pulse is None:
+            return True  # it was given back at this moment
         try:
-            held = self._store.jobs.extend(lease, progress, self.lease_s)
+            held = pulse.beat(progress)
         except StoreError:
-            # The store may come back before the lease runs out.
-            confirmed = self._confirmed.get(lease, time.monotonic())
-            return time.monotonic() - confirmed < self.lease_s
-        if held:
-            self._confirmed[lease] = time.monotonic()
+            return pulse.may_hold  # the store may come back before the lease runs out
         return held or lease not in self._progress
 
 

@@ -253,7 +253,10 @@ class Device:
         call("cuCtxSetCurrent", self._context)
         flags = _driver().CUstream_flags.CU_STREAM_NON_BLOCKING
         # An int in bindings of one version and an enum in others; the value is accepted by all.
-        self.stream = int(call("cuStreamCreate", int(flags)))
+        self._flags = int(flags)
+        self.stream = int(call("cuStreamCreate", self._flags))
+        self._lanes = [self.stream]
+        self._marks: list[Any] = []
 
     def synchronize(self) -> None:
         """Wait for all work of the context; raises what any of it did wrong."""
@@ -315,6 +318,26 @@ class Device:
     def wait(self) -> None:
         """Wait for the stream; raises what its work did wrong."""
         call("cuStreamSynchronize", self.stream)
+
+    def fork(self, count: int) -> list[int]:
+        """Streams that wait for what is on the device's, which is the first of them; `join` has it
+        wait for theirs. Both may be captured.
+        """
+        no_timing = int(_driver().CUevent_flags.CU_EVENT_DISABLE_TIMING)
+        while len(self._lanes) < count:
+            self._lanes.append(int(call("cuStreamCreate", self._flags)))
+        while len(self._marks) < count:
+            self._marks.append(call("cuEventCreate", no_timing))
+        call("cuEventRecord", self._marks[0], self.stream)
+        for lane in self._lanes[1:count]:
+            call("cuStreamWaitEvent", lane, self._marks[0], 0)
+        return self._lanes[:count]
+
+    def join(self, count: int) -> None:
+        """End what `fork` began."""
+        for lane, mark in zip(self._lanes[1:count], self._marks[1:count], strict=True):
+            call("cuEventRecord", mark, lane)
+            call("cuStreamWaitEvent", self.stream, mark, 0)
 
     def event(self) -> Any:
         return call("cuEventCreate", 0)

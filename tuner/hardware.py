@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 
 from tuner.errors import ConfigError
 
@@ -126,6 +127,7 @@ GPUS: dict[str, Gpu] = {
 DEFAULT_GPU = GPUS["H200"]
 
 
+@cache
 def capability_numbers(text: str) -> tuple[int, ...]:
     """``8.6`` -> (8, 6), which compares as versions do."""
     return tuple(map(int, text.split(".")))

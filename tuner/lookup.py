@@ -150,25 +150,30 @@ def lookup(
     allow_other_gpu: bool = False,
     environment: Environment | None = None,
     among: Sequence[Entry] | None = None,
+    with_rules: bool = True,
 ) -> Answer | None:
     """What is decided for `problem`, or None.
 
     A measured decision comes before a replayed and a predicted one; of equals the user's store
     comes before what ships with the package. Where nothing is measured for the problem itself, the
     nearest measured one may lend its configs (`tuner.nearest`; `Answer.kind` says so); that comes
-    before what is not measured, and before another GPU. Where nothing at all is known, a shipped
-    rule chooses; its answer is predicted, has no time, and tells the rule's regret.
+    before what is not measured, and before another GPU. Who names no regime is answered from the
+    operation's own (`Regime.default`), and where that has no measurement of the problem itself,
+    from the one whose inputs are in the other state: decoding is tuned with cold caches, say, and
+    served whatever state they are in. Where nothing at all is known, a shipped rule chooses; its
+    answer is predicted, has no time, and tells the rule's regret.
 
     Args:
         problem: what is asked.
         gpu: the GPU or its name; default: `hardware.DEFAULT_GPU`, which the answer notes.
-        regime: default: `Regime.default`.
+        regime: no other answers; default: as above.
         path: the SQLite file; default: `store_file`.
         allow_other_gpu: answer a miss from another GPU of the same compute capability, the one
             with the nearest count of multiprocessors; the answer notes it.
         environment: the caller's; an answer from another one notes what differs.
         among: choose from these in place of a file's, as from a store that is not SQLite; they
             lend nothing, for they do not tell what passed elsewhere.
+        with_rules: False: ask no rule, for a caller that launches what it is answered.
 
     Raises:
         StoreError: when the file exists and cannot be read.
@@ -176,16 +181,16 @@ def lookup(
     """
     if isinstance(gpu, str):
         gpu = find_gpu(gpu, entries(path) if among is None else among)
-    regime = regime or Regime.default(problem.op)
+    default = regime or Regime.default(problem.op)
     asked = gpu or DEFAULT_GPU
-    if among is None:
-        reader = _reader(path or store_file())
-        answer = reader.answer(problem, asked.identity, regime, allow_other_gpu)
-    else:
-        matching = [e for e in among if (e.problem, e.regime) == (problem, regime)]
-        answer = _choose(matching, asked.identity, allow_other_gpu)
-    if answer is None:
-        answer = _ruled(problem, asked, regime, allow_other_gpu)
+    answer = _known(problem, asked.identity, default, path, allow_other_gpu, among)
+    if regime is None and (rank := _rank(answer)):
+        other = default.other_inputs
+        second = _known(problem, asked.identity, other, path, allow_other_gpu, among)
+        if second is not None and _rank(second) < rank:
+            answer = _noted(second, f"timed {other}: nothing better is known {default}")
+    if answer is None and with_rules:
+        answer = _ruled(problem, asked, default, allow_other_gpu)
     if answer is None:
         return None
     if gpu is None:
@@ -198,6 +203,30 @@ def lookup(
         note = f"{answer.entry.provenance} in another environment ({'; '.join(differing)})"
         answer = replace(_noted(answer, note), exact=False)
     return answer
+
+
+def _known(
+    problem: Problem,
+    identity: str,
+    regime: Regime,
+    path: Path | None,
+    allow_other_gpu: bool,
+    among: Sequence[Entry] | None,
+) -> Answer | None:
+    """What is decided under one regime."""
+    if among is None:
+        return _reader(path or store_file()).answer(problem, identity, regime, allow_other_gpu)
+    matching = [e for e in among if (e.problem, e.regime) == (problem, regime)]
+    return _choose(matching, identity, allow_other_gpu)
+
+
+def _rank(answer: Answer | None) -> int:
+    """What is measured comes first, of the problem itself before what another one lends."""
+    if answer is None:
+        return 3
+    if answer.entry.provenance is not PROVENANCES[0]:
+        return 2
+    return 1 if answer.lent or not answer.exact else 0
 
 
 def entries(path: Path | None = None) -> list[Entry]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
+from functools import cached_property
 from typing import Any
 
 from tuner.config import Config
@@ -78,6 +79,11 @@ class Regime:
         """
         return cls("graph", "cold" if op in ("gemm", "swiglu", "grouped_gemm") else "warm")
 
+    @property
+    def other_inputs(self) -> Regime:
+        """The same launch with the inputs in the other state."""
+        return replace(self, l2="cold" if self.l2 == "warm" else "warm")
+
     @classmethod
     def parse(cls, text: str) -> Regime:
         """Read ``graph-warm``, the text of `str(regime)`."""
@@ -96,7 +102,7 @@ class Environment:
 
     facts: Mapping[str, str | int | float] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def digest(self) -> str:
         text = json.dumps(dict(self.facts), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -173,21 +179,20 @@ class Measurement:
         return replace(self, **changes)
 
     def to_json(self) -> dict[str, Any]:
-        # Not `asdict` of the whole, which copies what follows only to be replaced: a controller
-        # writes every trial through here.
+        # Not `asdict`, which copies in depth: a controller writes every trial through here.
         return {
             **{field.name: getattr(self, field.name) for field in fields(self)},
             "problem": self.problem.to_json(),
             "config": self.config.to_json(),
-            "gpu": asdict(self.gpu),
+            "gpu": dict(vars(self.gpu)),
             "regime": str(self.regime),
             "status": self.status.value,
             "provenance": self.provenance.value,
             "environment": dict(self.environment.facts),
             "flags": list(self.flags),
             "artifacts": dict(self.artifacts),
-            "resources": {name: asdict(used) for name, used in self.resources.items()},
-            "clocks": {**asdict(self.clocks), "throttle": list(self.clocks.throttle)},
+            "resources": {name: dict(vars(used)) for name, used in self.resources.items()},
+            "clocks": {**vars(self.clocks), "throttle": list(self.clocks.throttle)},
         }
 
     @classmethod

@@ -26,7 +26,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,7 @@ from tuner.gate import KINDS, Gate, Guarded, Verdict, reference_seconds, scale_o
 from tuner.hardware import Gpu
 from tuner.measurement import Clocks, Regime, Status
 from tuner.problem import Problem, problem_from_json
+from tuner.stages import alone_us, described
 
 #: Importing torch, loading cuDNN, choosing algorithms and compiling (FlashAttention-4 does) may
 #: take this much longer than a launch.
@@ -378,13 +379,18 @@ class Worker:
                 with ranges.named(f"check: {_name(candidate)}"):
                     if not self._guarded(candidate.index, partial(enter, candidate)):
                         return False
-            alive = not ready or self._interleave(job, gate, ready, stopwatch)
+            alive = not ready or self._interleave(job, gate, rotation, ready, stopwatch)
             for prepared in ready if alive else ():
                 prepared.close()
         return alive
 
     def _interleave(
-        self, job: Job, gate: Gate, ready: Sequence[_Prepared], stopwatch: Stopwatch
+        self,
+        job: Job,
+        gate: Gate,
+        rotation: _Rotation,
+        ready: Sequence[_Prepared],
+        stopwatch: Stopwatch,
     ) -> bool:
         def progress(which: int) -> None:
             index = ready[which].index if which >= 0 else None
@@ -392,17 +398,26 @@ class Worker:
 
         def conclude(prepared: _Prepared, timing: Timing) -> Outcome:
             verdict = self._recheck(job, prepared, timing)
+            if verdict.status is Status.OK and isinstance(prepared.subject, CompiledSubject):
+                scale = scale_of(job.problem)
+                self._phase(prepared.index, "timing its kernels one by one")
+                found = alone_us(
+                    prepared.subject, rotation.sets(), prepared.buffers, scale, stopwatch
+                )
+                verdict = replace(verdict, log=described(found, timing.median_us))
             return prepared.outcome(verdict, timing, clocks=clocks)
 
         gate.load("random")
         bursts = [prepared.burst for prepared in ready if prepared.burst is not None]
         with ranges.named(f"interleaved timing of {len(bursts)}"):
             timings, clocks = stopwatch.final(bursts, job.rounds, progress, careful=job.careful)
-        stopwatch.close()
-        return all(
+        alive = all(
             self._guarded(prepared.index, partial(conclude, prepared, timing))
             for prepared, timing in zip(ready, timings, strict=True)
         )
+        if alive:
+            stopwatch.close()
+        return alive
 
 
 class _Rotation:

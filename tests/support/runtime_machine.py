@@ -118,7 +118,10 @@ class Machine:
     def decided(self, path: Path | None) -> dict[str, int]:
         return {key: self.version for key in (PROBLEM.key, OTHER.key, *self.foreign)}
 
-    def lookup(self, problem: Problem, *, gpu: Gpu, path: Path | None) -> Answer | None:
+    def lookup(
+        self, problem: Problem, *, gpu: Gpu, path: Path | None, with_rules: bool
+    ) -> Answer | None:
+        assert not with_rules, "nobody has checked what a rule names"
         self.lookups += 1
         self.asked.append(path)
         assert gpu == DEFAULT_GPU

@@ -287,3 +287,20 @@ def test_a_benchmark_s_error_is_one_line(
     monkeypatch.setattr("importlib.import_module", lambda name: module)
     assert bench_main.main(["planted", "--fast"]) == 2
     assert capsys.readouterr().err == "planted: --fast is not known\n"
+
+
+def test_compiling_alone_times_nothing(
+    monkeypatch: pytest.MonkeyPatch, machines: Machines, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And needs no GPU: what an H200 would run is built."""
+    monkeypatch.setattr(machines, "gpu", None)
+    monkeypatch.setattr(choose, "Runners", lambda *_: machines)
+    wanted = ["bench", "attention", "--shape", PROBLEM.label(), "--compile-only"]
+    assert main([*wanted, "--untuned"]) == 0
+    assert capsys.readouterr().err.splitlines()[-1] == "compiled"
+    templates = {spec.template for spec in machines.made.submitted}
+    assert "fused_attention.cu.j2" in templates and len(templates) > 1, "and the reference"
+    assert not machines.worker.asked
+    machines.made.refused = "fused"
+    assert main(wanted) == 1
+    assert "compiled, but for" in capsys.readouterr().err

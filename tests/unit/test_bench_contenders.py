@@ -165,7 +165,8 @@ def test_peers_by_name() -> None:
 
 def test_the_tiles_of_the_design_documents_are_legal_and_as_named() -> None:
     found = presets.three_kernels(presets.TILED, DEFAULT_GPU)
-    assert len(found) == len(presets.TILES) + len(presets.THREADS) - 1
+    wanted = len(presets.TILES) + len(presets.THREADS) - 1 + len(presets.STREAMS)
+    assert len(found) == wanted
     member = family("three_kernel_attention")
     for config in found.values():
         assert member.violations(presets.TILED, config, DEFAULT_GPU) == []

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import subprocess
+import time
 from typing import Any
 
 import pytest
 
-from tuner.bench import dispatch
+from tuner.bench import decoder, dispatch
 from tuner.bench.decoder import Decoder, Sizes
 from tuner.errors import BenchmarkError, ConfigError
 
@@ -48,8 +49,8 @@ def test_its_attention_is_of_a_kind_that_is_served(runtime: Any) -> None:
 
 def test_decoding_feeds_the_same_tokens_to_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     """One after the other from the context's end; the cache is filled by the way itself."""
-    monkeypatch.setattr(dispatch, "CONTEXT", 5)
-    monkeypatch.setattr(dispatch, "GENERATED", 3)
+    monkeypatch.setattr(decoder, "CONTEXT", 5)
+    monkeypatch.setattr(decoder, "GENERATED", 3)
     model = Decoder(Sizes(64, 4, 2, 16, 96, 50), 2, 32, torch.float32, "cpu")
     tokens = torch.randint(50, (1, 8))
     rows: list[int] = []
@@ -59,12 +60,65 @@ def test_decoding_feeds_the_same_tokens_to_both_ways(monkeypatch: pytest.MonkeyP
         return SDPA(query, *others, **options)
 
     with torch.inference_mode():
-        run = dispatch._generation(model, tokens, attend)
+        run = decoder._generation(model, tokens, attend)
         assert rows == [5, 5]  # of both layers
         # `run` has its number of tokens from the module that was loaded.
         last = run(attend, 3)
         assert rows[2:] == [1] * 6
         assert torch.allclose(model(tokens, 0, SDPA), last, atol=1e-4)
+
+
+class FakeEvent:
+    """The host's clock in place of the device's."""
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return (end.at - self.at) * 1e3
+
+
+def test_the_whole_part_on_a_small_decoder(monkeypatch: pytest.MonkeyPatch, runtime: Any) -> None:
+    """Everything but the GPU: both ways agree, each has a share, and calls are counted."""
+    monkeypatch.setattr(decoder, "PREFILLS", (8, 24))
+    monkeypatch.setattr(decoder, "CONTEXT", 5)
+    monkeypatch.setattr(decoder, "GENERATED", 3)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    found = decoder.measure(2, Sizes(64, 4, 2, 16, 96, 50), "cpu")
+    assert list(found) == ["layers", "prefill 8", "prefill 24", "decoding at 5"]
+    for name in list(found)[1:]:
+        part = found[name]
+        assert part["deviation"] < 1e-2, name
+        assert all(0 < part[f"{way} share"] < 1 for way in ("sdpa", "tuner")), name
+        assert part["hits"] == 0 and sum(part["fallbacks"].values()) > 0, name
+    rows = dispatch.report({"environment": {}, "parts": {"decoder": found}}).splitlines()
+    assert sum("time / sdpa" in row and "tokens/s" in row for row in rows) == 3
+
+
+def test_what_it_calls_is_what_it_lists(runtime: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is tuned from the list serves the decoder's own calls."""
+    sizes = decoder.LLAMA_3_8B
+    small = Sizes(64, sizes.heads, sizes.heads_kv, sizes.head_dim, 96, 50)
+    model = Decoder(small, 1, 2048, torch.float16, "cpu")
+    seen = []
+
+    def attend(query: Any, key: Any, value: Any, **options: Any) -> Any:
+        seen.append(runtime.attention.problem_of(query, key, value, options["is_causal"]))
+        return query
+
+    with torch.inference_mode():
+        model(torch.randint(50, (1, 1024)), 0, attend)
+        model(torch.randint(50, (1, 1)), 1024 + decoder.GENERATED // 2 - 1, attend)
+    first, _, last = decoder.problems()
+    assert seen == [first, last]
+    assert dispatch.main(["--list-problems"]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert listed[1] == f"- op=attention,{first.label()}" and len(listed) == 4
 
 
 def test_the_report_names_figures_and_their_limits() -> None:

@@ -49,19 +49,22 @@ def test_problems_take_every_recorded_kernel() -> None:
 
 
 def test_a_fleet_of_which_many_are_killed_loses_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(fleet, "LEASE_S", 2.0)
-    monkeypatch.setattr(fleet, "EXTEND_S", 0.5)
     found = tmp_path / "fleet.json"
-    size = ("--workers", "6", "--problems", "8", "--trials", "6", "--kill", "0.5")
-    assert fleet.main([*size, "--speed", "400", "--json", str(found)]) == 0
+    size = ("--workers", "6", "--processes", "2", "--problems", "8", "--trials", "6")
+    pace = ("--kill", "0.5", "--lease", "2", "--speed", "100")
+    assert fleet.main([*size, *pace, "--json", str(found)]) == 0
     seen = json.loads(found.read_text())
     assert json.loads(capsys.readouterr().out) == seen
-    assert seen["killed"] == 3 and seen["tasks"] == {"done": 8} and seen["decisions"] == 8
+    assert (seen["killed_processes"], seen["killed_workers"]) == (1, 3)
+    assert seen["tasks"] == {"done": 8} and seen["decisions"] == 8
     assert (seen["trials"], seen["lost_trials"], seen["repeated_trials"]) == (48, 0, 0)
-    parts = {"own", "search", "simulation", "space", "store", "queue", "leases"}
-    assert set(seen["cpu_ms_per_trial"]) == parts and seen["store_ms"]["add"] > 0
+    parts = seen["cpu_ms_per_trial"]
+    assert parts.keys() == {"own", "search", "simulation", "space", "store", "queue", "leases"}
+    own = sum(cost for on, cost in parts.items() if on not in fleet.NOT_OWN)
+    assert seen["controller_ms_per_trial"] == pytest.approx(own, abs=0.001)
+    assert seen["store_ms"]["add"] > 0
 
 
 @pytest.mark.parametrize(

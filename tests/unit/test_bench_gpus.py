@@ -12,11 +12,14 @@ from tuner import device
 from tuner.bench import gpus
 from tuner.config import Config
 from tuner.errors import BenchmarkError, ConfigError
+from tuner.families import family
+from tuner.families.base import KernelSpec
 from tuner.hardware import DEFAULT_GPU
 from tuner.job import JobResult
 from tuner.measurement import Environment, Measurement, Provenance, Regime, Status
 from tuner.outcome import Outcome
 from tuner.problem import AttentionProblem
+from tuner.search import FamilySearch, Search, effort
 
 PROBLEM = AttentionProblem.parse("S=512,D=64")
 CUDNN = Config("vendor_sdpa", {"kernel": "cudnn"})
@@ -69,6 +72,45 @@ def test_a_problem_that_failed_is_no_pace(monkeypatch: pytest.MonkeyPatch) -> No
     runners: Any = None
     with pytest.raises(BenchmarkError, match=r"S=512.*nothing passed"):
         gpus.swept([PROBLEM], runners, gpus.JobOptions())
+
+
+def test_what_the_jobs_compile_is_known_ahead(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The kernels of the candidates that the search asks for, in whatever way it is told."""
+    options = gpus.options_of(3)
+    specs = gpus.kernels([PROBLEM], options.sweep)
+    member = family("fused_attention")
+    search = Search(
+        [
+            FamilySearch(
+                member,
+                PROBLEM,
+                DEFAULT_GPU,
+                member.space(PROBLEM, DEFAULT_GPU),
+                seeds=effort(options.sweep.effort).seeds,
+                sampler="cost",
+                seed=0,
+                heat=effort(options.sweep.effort).heat,
+            )
+        ],
+        3,
+        effort(options.sweep.effort).seeds,
+    )
+    asked = [search.ask() or [] for _ in range(3)]
+    assert search.ask() is None
+    assert specs == [s for group in asked for s in member.kernels(PROBLEM, group[0]).values()]
+
+    compiled: list[KernelSpec] = []
+
+    def compile_all(specs: list[KernelSpec], jobs: int | None) -> int:
+        compiled.extend(specs)
+        return len(specs)
+
+    monkeypatch.setattr(gpus, "compile_all", compile_all)
+    assert gpus.main(["--compile-only", "--trials", "1"]) == 0
+    assert f"{len(compiled)} kernels are compiled" in capsys.readouterr().out
+    assert len({spec.key for spec in compiled}) == len(compiled) > 3
 
 
 def test_two_gpus_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -263,6 +263,54 @@ def test_each_launch_has_a_workspace_of_its_own() -> None:
     ]
 
 
+class Dealt(Toy):
+    def launches(self, problem: Any, config: Any, scale: float) -> list[Launch]:
+        return [Launch("one", (Ref("a"),), (n,), lane=n % 2) for n in range(3)]
+
+
+def test_lanes_have_streams_of_their_own_between_a_fork_and_a_join() -> None:
+    seen: list[Any] = []
+
+    class Forking(FakeDevice):
+        def fork(self, count: int) -> list[int]:
+            seen.append(("fork", count))
+            return [10 + lane for lane in range(count)]
+
+        def join(self, count: int) -> None:
+            seen.append(("join", count))
+
+    class Kernel(FakeKernel):
+        def launch(self, *arguments: Any) -> None:
+            _, (number,), *_, stream = arguments
+            seen.append((number, stream))
+
+    where: Any = Forking()
+    kernels: Any = {"one": Kernel()}
+    made = benchmark.CompiledSubject(where, Dealt(), SMALL, Config("dealt"), kernels, 1.0)
+    made.bind({"a": 100, "scratch": 300, "workspace": 4096}, 1.0)()
+    assert seen == [("fork", 2), (0, 10), (1, 11), (2, 10), ("join", 2)]
+
+
+def test_the_launches_of_one_kernel() -> None:
+    """Each with its place in the workspace of the whole."""
+
+    class Two(Toy):
+        def launches(self, problem: Any, config: Any, scale: float) -> list[Launch]:
+            return [Launch(name, (Ref("a"),), (n,)) for n, name in enumerate(("one", "two", "one"))]
+
+    one, two = FakeKernel(), FakeKernel()
+    where, kernels = FakeDevice(), {"one": one, "two": two}
+    whole = benchmark.CompiledSubject(where, Two(), SMALL, Config("toy"), kernels, 1.0)  # type: ignore[arg-type]
+    parts = whole.parts()
+    assert list(parts) == ["one", "two"]
+    buffers = {"a": 100, "scratch": 300, "workspace": 4096}
+    parts["one"].bind(buffers, 0.5)()
+    assert [(call[1], call[3]) for call in one.launched] == [((0,), 4096), ((2,), 4096 + 1024)]
+    assert two.launched == []
+    whole.bind(buffers, 0.5)()
+    assert (len(one.launched), len(two.launched)) == (4, 1)
+
+
 def test_a_family_that_launches_nothing_is_an_error() -> None:
     with pytest.raises(BenchmarkError, match="launches nothing"):
         subject(Config("toy", {"launches": 0}), FakeKernel())

@@ -136,6 +136,24 @@ class TestContract:
         (task,) = store.jobs.tasks(job)
         assert (task.state, task.holder, task.progress["done"]) == ("running", "host:1", 3)
 
+    def test_nothing_is_written_where_nothing_is_due(self, store: Store) -> None:
+        job = store.jobs.submit([ONE], {})
+        claim = claimed(store)
+        engine: sa.Engine = store._engine  # type: ignore[attr-defined]
+        written: list[str] = []
+
+        @sa.event.listens_for(engine, "before_cursor_execute")
+        def note(connection: sa.Connection, cursor: object, statement: str, *rest: object) -> None:
+            if connection.get_execution_options().get("tuner_write"):
+                written.append(statement)
+
+        assert store.jobs.claim("host:2") is None
+        assert store.jobs.is_held(claim.lease)
+        assert not written
+        store.jobs.cancel(job)
+        assert written
+        assert not store.jobs.is_held(claim.lease)
+
     def test_a_lease_by_a_clock_that_was_read_later_is_kept(
         self, store: Store, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -183,6 +201,7 @@ class TestContract:
         change(store, "not_before", PAST)
         new = claimed(store, "host:2")
         final = measured("sweep1").but(is_final=True)
+        assert store.jobs.is_held(new.lease) and not store.jobs.is_held(old.lease)
         with pytest.raises(LeaseLostError, match="nothing was written"):
             fenced.add([measured("sweep1", tile=128)])
         with pytest.raises(LeaseLostError):

@@ -37,7 +37,7 @@ LAYERS: tuple[set[str], ...] = (
         "toolchain",
         "triton_kernels",
     },
-    {"gate", "benchmark", "worker", "worker_client", "profiled", "profiler"},
+    {"gate", "benchmark", "stages", "worker", "worker_client", "profiled", "profiler"},
     {"evaluate"},
     {"runners"},
     {"surrogate", "optuna_sampler", "transfer", "search", "fit", "plan", "shapes"},

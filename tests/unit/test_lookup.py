@@ -125,6 +125,24 @@ class TestAnswers:
         assert us(lookup(gemm, gpu=H200, path=path)) == 13
         assert lookup(gemm, gpu=H200, regime=WARM, path=path) is None
 
+    def test_who_names_no_regime_is_answered_from_either_state_of_the_inputs(
+        self, store: Store, path: Path
+    ) -> None:
+        cold = Regime("graph", "cold")
+        decide(store, measured(regime=cold))
+        answer = lookup(PROBLEM, gpu=H200, path=path)
+        assert (us(answer), answer and answer.exact) == (13, True)
+        assert answer is not None
+        assert answer.notes == ("timed graph-cold: nothing better is known graph-warm",)
+        assert lookup(PROBLEM, gpu=H200, regime=WARM, path=path) is None
+        assert us(lookup(PROBLEM, gpu=H200, among=store.entries())) == 13
+        replayed = measured(11.0, provenance=Provenance.REPLAYED)
+        decide(store, replayed)
+        assert us(lookup(PROBLEM, gpu=H200, path=path)) == 13, "measured before replayed"
+        decide(store, measured(12.0))
+        answer = lookup(PROBLEM, gpu=H200, path=path)
+        assert (us(answer), answer and answer.notes) == (12, ())
+
     def test_no_gpu_is_said(self, store: Store, path: Path) -> None:
         decide(store, measured())
         answer = lookup(PROBLEM, path=path)

@@ -1,128 +1,30 @@
-"""Controllers at work: in this process, then as processes that are killed at any moment."""
+"""A controller at work in this process; `test_chaos` has those that are killed."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import random
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import product
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import sqlalchemy as sa
+from queue_toys import OPTIONS, REGIME, Replays, catalogue, repeated, states
 
 from tuner.cli import main
-from tuner.config import Config
-from tuner.controller import Controller
+from tuner.controller import Controller, Pulse
 from tuner.errors import BenchmarkError, NoValidConfigError, StoreError
-from tuner.families.base import Family
-from tuner.hardware import DEFAULT_GPU, Gpu
-from tuner.job import JobOptions
-from tuner.measurement import Environment, Measurement, Regime, Status
+from tuner.hardware import DEFAULT_GPU
 from tuner.problem import GemmProblem, Problem
-from tuner.recording import Recording
 from tuner.runners.choose import Machine
-from tuner.runners.replay import ReplayRunner
 from tuner.store import Store, open_store
-from tuner.sweep import SweepOptions
-from tuner.watch import Watcher
+from tuner.store.jobs import Lease
 
-REGIME = Regime("graph", "cold")
-ENVIRONMENT = Environment({"driver": "1"})
-ONE, TWO, THREE = (GemmProblem(size, size, size) for size in (128, 256, 512))
-OPTIONS = JobOptions(SweepOptions(trials=8, sampler="tpe")).to_json()
-
-
-class Toy(Family):
-    """Twelve kernels of two candidates each; the larger, the faster."""
-
-    name = "toy"
-    op = "gemm"
-    runtime_parameters = frozenset({"raster"})
-
-    def violations(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
-        return []
-
-    def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
-        return [
-            Config(self.name, {"m": m, "n": n, "raster": raster})
-            for m, n, raster in product((16, 32, 64, 128), (64, 128, 256), "mn")
-        ]
-
-    def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
-        return 10.0
-
-
-def catalogue(op: str) -> Mapping[str, Family]:
-    return {"toy": Toy()} if op == "gemm" else {}
-
-
-def recording(problem: Problem) -> Recording:
-    measured = tuple(
-        Measurement(
-            problem,
-            config,
-            DEFAULT_GPU,
-            REGIME,
-            Status.OK,
-            environment=ENVIRONMENT,
-            latency_us=1e5 / config["m"] / config["n"] + (config["raster"] == "m"),
-            std_us=0.001,
-            rounds=7,
-        )
-        for config in Toy().space(problem, DEFAULT_GPU)
-    )
-    return Recording(problem, DEFAULT_GPU, REGIME, ENVIRONMENT, measured)
-
-
-class SlowRunner(ReplayRunner):
-    """Takes a while for each group, and tells when it has one."""
-
-    def __init__(self, problem: Problem, after: Callable[[Problem], None], pause_s: float) -> None:
-        super().__init__(recording(problem))
-        self._problem, self._after, self._pause_s = problem, after, pause_s
-
-    def collect(self) -> list[Measurement]:
-        time.sleep(self._pause_s)
-        self._after(self._problem)
-        return super().collect()
-
-
-class Replays:
-    """Stands in for `Runners`: a recording of every problem."""
-
-    gpu = DEFAULT_GPU
-
-    def __init__(
-        self, after: Callable[[Problem], None] = lambda problem: None, pause_s: float = 0.0
-    ) -> None:
-        self.after, self.pause_s = after, pause_s
-        self.closed = 0
-
-    def __call__(self, machine: Machine, note: Callable[[str], None]) -> Any:
-        return self
-
-    def of(self, problem: Problem, regime: Regime) -> ReplayRunner:
-        return SlowRunner(problem, self.after, self.pause_s)
-
-    def __exit__(self, *exc: object) -> None:
-        self.closed += 1
-
-
-class Notes(Watcher):
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.texts.append(text)
+ONE, TWO = (GemmProblem(size, size, size) for size in (128, 256))
 
 
 @pytest.fixture
@@ -140,14 +42,42 @@ def drained(store: Store, replays: Replays | None = None, **options: Any) -> int
         return controller.run(drain=True)
 
 
-def states(store: Store, job: str) -> list[str]:
-    return [task.state for task in store.jobs.tasks(job)]
+class TestPulse:
+    """What one lease costs the store."""
 
+    @pytest.fixture
+    def clock(self, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+        made = SimpleNamespace(now=100.0)
+        monkeypatch.setattr("tuner.controller.time.monotonic", lambda: made.now)
+        return made
 
-def repeated(store: Store, final: bool = False) -> list[str]:
-    """Trials that were stored more than once."""
-    trials = Counter(f"{m.problem.key} {m.config.digest}" for m in store.measurements(final=final))
-    return [trial for trial, count in trials.items() if count > 1]
+    def test_it_is_written_when_it_ages_or_has_something_to_tell(
+        self, clock: SimpleNamespace
+    ) -> None:
+        asked: list[str] = []
+
+        def extend(lease: Lease, progress: Mapping[str, Any], lease_s: float) -> bool:
+            asked.append(f"extend {dict(progress)}")
+            return True
+
+        jobs: Any = SimpleNamespace(extend=extend, is_held=lambda _: not asked.append("ask"))
+        pulse = Pulse(jobs, Lease(1, 1), 20.0)
+        for later, progress in ((2, {}), (2, {"done": 1}), (2, {"done": 1}), (4, {"done": 1})):
+            clock.now += later
+            assert pulse.beat(progress)
+        assert asked == ["ask", "extend {'done': 1}", "ask", "extend {'done': 1}"]
+
+    def test_it_lasts_from_its_last_writing_on(self, clock: SimpleNamespace) -> None:
+        jobs: Any = SimpleNamespace(extend=lambda *_: True, is_held=lambda _: True)
+        pulse = Pulse(jobs, Lease(1, 1), 20.0)
+        clock.now += 4
+        assert pulse.beat({})  # asked only
+        clock.now += 15
+        assert pulse.may_hold
+        clock.now += 2
+        assert not pulse.may_hold
+        assert pulse.beat({})
+        assert pulse.may_hold
 
 
 class TestController:
@@ -348,102 +278,3 @@ class TestController:
         assert "1 problems decided" in capsys.readouterr().err
         with open_store(url) as store:
             assert states(store, job) == ["done"]
-
-
-WORKER = """
-import importlib.util, sys
-spec = importlib.util.spec_from_file_location("queue_worker", sys.argv[1])
-toys = importlib.util.module_from_spec(spec)
-sys.modules["queue_worker"] = toys
-spec.loader.exec_module(toys)
-from tuner.store import sql_jobs
-sql_jobs.BACKOFF_S = 0.1
-with (
-    toys.open_store(sys.argv[2]) as store,
-    toys.Controller(
-        store,
-        toys.Machine(),
-        lease_s=1.0,
-        catalogue=toys.catalogue,
-        create_runners=toys.Replays(pause_s=0.02),
-    ) as controller,
-):
-    print("ready", flush=True)
-    controller.run(drain=True)
-"""
-
-
-class Fleet:
-    """Worker processes on one store; those that die are replaced."""
-
-    def __init__(self, url: str, size: int, log: Path) -> None:
-        self._url, self.log = url, log
-        self.processes = [self._start() for _ in range(size)]
-
-    def _start(self) -> subprocess.Popen[str]:
-        root = Path(__file__).resolve().parents[2]
-        with self.log.open("a") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-c", WORKER, __file__, self._url],
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                env={**os.environ, "PYTHONPATH": str(root)},
-            )
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n", self.log.read_text()
-        return process
-
-    def kill_one(self, draw: random.Random) -> None:
-        victim = draw.randrange(len(self.processes))
-        self.processes[victim].kill()
-        self.processes[victim].communicate()
-        self.processes[victim] = self._start()
-
-    def join(self) -> list[int]:
-        for process in self.processes:
-            process.communicate(timeout=120)
-        return [process.returncode for process in self.processes]
-
-    def close(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.communicate()
-
-
-@pytest.mark.parametrize("backend", ["sqlite", "postgresql"])
-def test_whoever_is_killed_the_job_ends_and_every_trial_is_there_once(
-    backend: str,
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
-) -> None:
-    """Two controllers; again and again one of them is killed where it stands. On PostgreSQL the
-    server is, too.
-    """
-    url = str(tmp_path / "s.sqlite")
-    if backend == "postgresql":
-        url = request.getfixturevalue("create_postgres_url")()
-    problems = [GemmProblem(64 * n, 64, 64) for n in range(1, 7)]
-    with open_store(url) as store:
-        # The same problems in two jobs, and far more attempts than there are murders.
-        jobs = [store.jobs.submit(problems, OPTIONS, attempts=50) for _ in range(2)]
-    draw = random.Random(7)
-    with contextlib.closing(Fleet(url, 2, tmp_path / "log")) as fleet:
-        for murder in range(2):
-            time.sleep(draw.uniform(0.2, 0.6))
-            fleet.kill_one(draw)
-            if backend == "postgresql" and murder == 1:
-                server = request.getfixturevalue("postgres_server")
-                server.kill()
-                time.sleep(0.5)
-                server.start()
-        assert fleet.join() == [0, 0], fleet.log.read_text()
-    with open_store(url) as store:
-        for job in jobs:
-            assert states(store, job) == ["done"] * len(problems)
-        assert not repeated(store)
-        assert len(store.measurements(final=False)) == len(problems) * 16
-        for problem in problems:
-            assert store.best(problem, DEFAULT_GPU, REGIME) is not None
-        sweeps = {m.sweep for m in store.measurements(final=False)}
-        assert len(sweeps) == len(problems), "whoever went on took up the same sweep"

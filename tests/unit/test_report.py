@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 
 from tuner import cli, recording
+from tuner.bench.contenders import Role
+from tuner.bench.results import Results, Row, Timed
 from tuner.config import Config
 from tuner.errors import NoValidConfigError
 from tuner.families.softmax import Softmax
@@ -23,7 +25,7 @@ from tuner.lookup import Entry
 from tuner.measurement import Environment, Measurement, Regime, Status
 from tuner.problem import AttentionProblem, SoftmaxProblem
 from tuner.recording import Recording
-from tuner.report import analysis, charts, page
+from tuner.report import analysis, charts, course, lengths, page
 from tuner.report.heat import heat_panels
 from tuner.report.spec import CROSS, Spec
 from tuner.report.subject import Subject, from_known
@@ -35,6 +37,8 @@ PROBLEM = SoftmaxProblem(256, 512)
 REGIME = Regime.default("softmax")
 ENVIRONMENT = Environment({"driver": "580"})
 SHIPPED = AttentionProblem.parse("S=1024,D=64")
+SHIPPED_CUDNN = Config("vendor_sdpa", {"kernel": "cudnn"})
+EAGER = Regime("eager", "warm")
 
 
 def measurement(
@@ -191,7 +195,7 @@ def specs(subject: Subject) -> Iterator[Spec]:
     own = subject.entry.best_own
     assert own is not None
     yield charts.ranking(subject)
-    yield charts.progress(analysis.progress(subject))
+    yield charts.progress(course.progress(subject))
     yield charts.busy(subject, own)
     yield charts.memory(subject)
     yield from filter(None, [charts.roofline(subject)])
@@ -217,7 +221,7 @@ class TestPictures:
 
     def test_failures_are_shown(self) -> None:
         subject = sample()
-        assert CROSS in drawn(charts.progress(analysis.progress(subject)))
+        assert CROSS in drawn(charts.progress(course.progress(subject)))
         (heat,) = analysis.heat_maps(subject)
         counted = sum(len(cell.failed) for cell in heat.cells)
         assert counted == sum(not m.ok for m in subject.quick) > 0
@@ -228,7 +232,7 @@ class TestPictures:
         finals = (vendor("torch", 33.0), measurement(CONFIGS[0], 30.0, is_final=True))
         subject = of(*(measurement(c, None, n) for n, c in enumerate(CONFIGS[:9])), *finals)
         assert "no own" not in analysis.verdict(subject)
-        assert analysis.stopping(analysis.progress(subject)) == []
+        assert course.stopping(course.progress(subject)) == []
         for heat in analysis.heat_maps(subject):
             for _, spec in heat_panels(heat):
                 assert CROSS in drawn(spec)
@@ -270,10 +274,10 @@ class TestSearch:
     """The course of the search and what stopping would have lost."""
 
     def test_the_best_so_far(self) -> None:
-        steps = analysis.progress(sample())
+        steps = course.progress(sample())
         assert [step.best_us for step in steps[:5]] == [50.0, 49.0, 48.0, 48.0, 46.0]
-        assert analysis.found_at(steps) == 8
-        assert [(n, us) for n, us, _ in analysis.stopping(steps)] == [
+        assert course.found_at(steps) == 8
+        assert [(stop.candidates, stop.best_us) for stop in course.stopping(steps)] == [
             (1, 50.0),
             (2, 49.0),
             (5, 46.0),
@@ -281,18 +285,20 @@ class TestSearch:
             (20, 26.0),
             (24, 26.0),
         ]
-        losses = [loss for _, _, loss in analysis.stopping(steps)]
-        assert losses[0] == pytest.approx(50 / 26 - 1) and losses[-1] == 0
+        stops = course.stopping(steps)
+        assert stops[0].loss == pytest.approx(50 / 26 - 1) and stops[-1].loss == 0
+        assert [stop.compile_cpu_s for stop in stops] == [2.0, 4.0, 10.0, 20.0, 40.0, 48.0]
+        assert [stop.worked_s for stop in stops] == [0.0, 1.0, 4.0, 9.0, 19.0, 23.0]
 
     def test_the_order_is_that_of_time(self) -> None:
         late, early = measurement(CONFIGS[0], 10.0, 30), measurement(CONFIGS[1], 20.0, 5)
-        assert [s.measurement for s in analysis.progress(of(late, early))] == [early, late]
+        assert [s.measurement for s in course.progress(of(late, early))] == [early, late]
 
     def test_cost(self) -> None:
-        cost = analysis.cost(sample())
+        cost = course.cost(sample())
         assert (cost.candidates, cost.compile_cpu_s) == (24, 48.0)
         assert cost.failures == {"timeout": 5}
-        assert cost.span_s == 59.0
+        assert cost.worked_s == 59.0
 
     def test_one_change(self) -> None:
         base = CONFIGS[0]
@@ -332,7 +338,7 @@ def test_importance_finds_the_parameter_that_matters() -> None:
     assert analysis.importances(of(*quick[: analysis.LEAST_CANDIDATES - 1])) == []
 
 
-def lengths(*times: tuple[int, float, float]) -> tuple[Entry, ...]:
+def tuned_at(*times: tuple[int, float, float]) -> tuple[Entry, ...]:
     """Decisions at (length, own time, cuDNN's time)."""
     base = measurement(CONFIGS[0], 1.0, is_final=True)
     own, cudnn = Config("fused_attention"), Config("vendor_sdpa", {"kernel": "cudnn"})
@@ -349,7 +355,7 @@ class TestScaling:
     """Curves over the sequence length."""
 
     def subject(self, *times: tuple[int, float, float]) -> Subject:
-        known = lengths(*times)
+        known = tuned_at(*times)
         first = known[0].winner
         at = Recording(SHIPPED, DEFAULT_GPU, first.regime, ENVIRONMENT, known[0].ranking)
         # Neither another head dimension nor another mask is on the curve.
@@ -359,21 +365,57 @@ class TestScaling:
 
     def test_a_crossing_lies_where_the_curves_meet(self) -> None:
         # own / cuDNN is 1/2 at 512 and 2 at 2048: they meet at 1024.
-        found = analysis.scaling(self.subject((256, 1, 3), (512, 10, 20), (2048, 80, 40)))
+        found = lengths.scaling(self.subject((256, 1, 3), (512, 10, 20), (2048, 80, 40)))
         assert {(n.seqlen, n.kernel) for n in found} == {
             (s, k) for s in (256, 512, 2048) for k in ("fused_attention", "cudnn")
         }
-        ((place, before, after),) = analysis.crossings(found)
+        ((place, before, after),) = lengths.crossings(found)
         assert (round(place), before, after) == (1024, "fused_attention", "cudnn")
         assert "cudnn from here" in drawn(charts.scaling(found))
         assert drawn(charts.memory_scaling(found))
 
+    def test_each_kind_against_the_vendors(self) -> None:
+        found = lengths.scaling(self.subject((256, 1, 3), (512, 10, 20), (2048, 80, 40)))
+        assert lengths.fastest_of_kinds(found) == {
+            "fused": "the fastest vendor's time over its own is 3.00 at 256 and 0.50 at 2048, "
+            "and is 1 near 1024"
+        }
+
+    def test_a_bench_comes_before_what_was_tuned(self) -> None:
+        """All its lengths are of one run; lengths that it lacks are those that were tuned."""
+        tuned = self.subject((256, 1, 3), (512, 10, 20), (2048, 80, 40))
+
+        def timed(role: Role, config: Config, us: float | None) -> Timed:
+            status = Status.OK if us else Status.OUT_OF_MEMORY
+            return Timed(role, "x", config, status, us, workspace_bytes=10**6)
+
+        unfused, cudnn = Config("three_kernel_attention"), SHIPPED_CUDNN
+        row = Row(
+            "toy",
+            replace(SHIPPED, seqlen_q=512, seqlen_kv=512),
+            tuned.regime,
+            (
+                timed(Role.NAMED, unfused, 30.0),
+                timed(Role.PEER, cudnn, 25.0),
+                timed(Role.UNTUNED, Config("fused_attention"), None),
+            ),
+        )
+        bench = Results(DEFAULT_GPU, ENVIRONMENT, (row, replace(row, regime=EAGER)))
+        found = lengths.scaling(replace(tuned, benches=(bench,)))
+        at = {n.kernel: n.measurement.latency_us for n in found if n.seqlen == 512}
+        assert at == {"three_kernel_attention": 30.0, "cudnn": 25.0}
+        assert {n.seqlen for n in found} == {256, 512, 2048}
+        assert lengths.fastest_of_kinds(found)["three kernels"].startswith("the fastest vendor")
+        (one,) = [n for n in found if n.kernel == "three_kernel_attention"]
+        assert one.bytes == row.problem.bytes + 10**6
+        assert one.tokens_per_s == 512 * 1e6 / 30
+
     def test_two_lengths_make_no_curve(self) -> None:
-        assert analysis.scaling(self.subject((256, 1, 3), (512, 10, 20))) == []
+        assert lengths.scaling(self.subject((256, 1, 3), (512, 10, 20))) == []
 
     def test_without_a_crossing(self) -> None:
-        found = analysis.scaling(self.subject((256, 1, 3), (512, 10, 20), (1024, 30, 40)))
-        assert analysis.crossings(found) == []
+        found = lengths.scaling(self.subject((256, 1, 3), (512, 10, 20), (1024, 30, 40)))
+        assert lengths.crossings(found) == []
         assert "from here" not in drawn(charts.scaling(found))
 
 

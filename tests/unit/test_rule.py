@@ -76,6 +76,7 @@ def test_another_regime_operation_or_gpu_has_no_rule(ships: Rule, tmp_path: Path
     path = tmp_path / "none"
     assert lookup(UNTUNED, gpu="H200", regime=Regime("eager", "warm"), path=path) is None
     assert lookup(UNTUNED, gpu="H100", path=path) is None
+    assert lookup(UNTUNED, gpu="H200", path=path, with_rules=False) is None
     answer = lookup(UNTUNED, gpu="H100", path=path, allow_other_gpu=True)
     assert answer is not None
     assert answer.entry.gpu == GPUS["H100"]

@@ -113,7 +113,7 @@ def test_a_window_has_a_plan_of_its_own(machine: Machine, monkeypatch: pytest.Mo
     told: list[Any] = []
     windowed = AttentionProblem(16, 16, 8, 1, 2, window_left=4, window_right=2, softcap=30.0)
 
-    def lookup(problem: Problem, *, gpu: Gpu, path: Path | None) -> Answer:
+    def lookup(problem: Problem, *, gpu: Gpu, path: Path | None, with_rules: bool) -> Answer:
         known.append(problem)
         return answer(measured(problem=problem))
 

@@ -28,7 +28,6 @@ from tuner.hardware import DEFAULT_GPU
 from tuner.lookup import Answer, Entry
 from tuner.measurement import Provenance, Status
 from tuner.problem import AttentionProblem
-from tuner.rule import Choice, Regret
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -50,18 +49,6 @@ def test_a_pinned_table_asks_its_file_and_launches_nothing_that_is_absent(
     assert machine.stats().fallbacks["the ranks did not agree"] == 1
     on_cpu.table.table.pin(None)
     assert was_tuned(machine.attention(*inputs())) and machine.asked[-1] is None
-
-
-def test_what_a_rule_names_is_a_miss(machine: Machine) -> None:
-    """Even if it were measured: nobody has checked it at this shape."""
-    regret = Regret(0.03, 0.07, 11, 0)
-    ruled = Choice(Config("toy", {"n": 1}), "tree", regret, "always")
-    machine.decide(measured())
-    assert machine.answer is not None
-    machine.answer = replace(machine.answer, ruled=ruled)
-    q, k, v = inputs()
-    assert same(machine.attention(q, k, v), SDPA(q, k, v))
-    assert machine.stats().fallbacks == {"no measured winner": 1}
 
 
 def test_a_call_costs_no_look_at_the_store(machine: Machine) -> None:

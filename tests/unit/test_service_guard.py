@@ -89,6 +89,10 @@ class TestGuard:
         [
             (b"\xff\xfe\x00", 400),
             (b'{"items": "\xc3\x28"}', 400),
+            *(
+                ('{"items":[{"shape":"S=64,D=64"}]}'.encode(coding), 400)
+                for coding in ("utf-16", "utf-16-le", "utf-32", "utf-32-be")
+            ),
             (b"[" * 100_000, 400),
             (b'{"items":' * 50_000, 400),
             (b'{"items":' + b"[" * 400 + b"]" * 400 + b"}", 422),

@@ -19,7 +19,7 @@ import pytest
 
 pytest.importorskip("fastapi", reason="the extra [service] is not installed")
 
-from serving import READ, SHAPE, WRITE, eventually, request, service
+from serving import READ, SHAPE, WRITE, request, service
 
 from tuner.errors import ConfigError
 from tuner.service.protocol import MAX_HEAD_BYTES
@@ -27,33 +27,6 @@ from tuner.service.protocol import MAX_HEAD_BYTES
 
 class TestProcess:
     """Over real sockets."""
-
-    def test_a_killed_service_loses_nothing_and_the_job_ends(self, tmp_path: Path) -> None:
-        """Submitted over HTTP, worked off by a process, the service killed in the middle."""
-        url = str(tmp_path / "s.sqlite")
-        body = {
-            "problems": ["M=4096,N=4096,K=4096", "M=8192,N=8192,K=8192"],
-            "op": "gemm",
-            "trials": 6,
-            "sampler": "tpe",
-        }
-        with service(url) as (address, process):
-            status, job = request(address, "POST", "/v1/jobs", body)
-            assert status == 201
-            worker = subprocess.Popen(
-                [sys.executable, "-m", "tuner", "worker", "--drain", "--replay", "--store", url],
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-            )
-            path = f"/v1/jobs/{job['id']}"
-            eventually(lambda: request(address, "GET", path)[1]["trials"] != [])
-            process.kill()
-        with service(url) as (address, _):
-            eventually(lambda: request(address, "GET", path)[1]["state"] == "done")
-            assert worker.wait(60) == 0
-            found = request(address, "GET", f"{path}?trials=1000")[1]["trials"]
-        trials = [(t["shape"], t["config_digest"]) for t in found if not t["is_final"]]
-        assert len(trials) == len(set(trials)) > 6
 
     def test_it_ends_when_it_is_told_even_while_someone_listens(self, tmp_path: Path) -> None:
         with service(str(tmp_path / "s.sqlite")) as (address, process):
@@ -130,6 +103,19 @@ class TestProcess:
                 connection.request("POST", "/v1/configs:lookup", body, headers)
                 answer = connection.getresponse()
                 assert (answer.status, len(json.loads(answer.read())["answers"])) == (200, 1000)
+
+    @pytest.mark.parametrize("is_chunked", [False, True])
+    def test_who_sends_too_much_is_told_so(self, running: str, is_chunked: bool) -> None:
+        """Though it reads no answer before it has sent everything."""
+        body = iter([b" " * 65536] * 64) if is_chunked else b" " * (4 << 20)
+        with contextlib.closing(
+            http.client.HTTPConnection(running.removeprefix("http://"), timeout=30)
+        ) as connection:
+            headers = {"content-type": "application/json"}
+            connection.request("POST", "/v1/jobs", body, headers)
+            answer = connection.getresponse()
+            assert answer.status == 413
+            assert json.loads(answer.read())["error"].startswith("the body is too large")
 
     def test_requests_may_follow_without_waiting(self, running: str) -> None:
         host, port = running.removeprefix("http://").split(":")

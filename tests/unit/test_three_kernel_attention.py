@@ -3,6 +3,7 @@ interfaces (offsets, strides, chunks, overlap) and compared with attention compu
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Mapping
@@ -140,15 +141,23 @@ def run_softmax(memory: Memory, launch: Launch, variables: Mapping[str, object])
         memory.store(probabilities, columns, written, dtype)
 
 
-def run(problem: AttentionProblem, config: Config, inputs: Mapping[str, np.ndarray], scale: float):
-    """Carry out `launches`; gives the output as float64 and the memory."""
+def run(
+    problem: AttentionProblem,
+    config: Config,
+    inputs: Mapping[str, np.ndarray],
+    scale: float,
+    order=list,
+):
+    """Carry out `launches`, in the order that `order` puts them in; gives the output as float64
+    and the memory.
+    """
     sizes = {operand.name: operand.bytes for operand in problem.operands}
     memory = Memory({**sizes, SCRATCH: FAMILY.scratch_bytes(problem, config)})
     for operand in problem.operands[:-1]:
         memory.store(Ref(operand.name), offsets_of(operand), inputs[operand.name], problem.dtype)
         memory.writes[operand.name][:] = 0
     kernels: dict[str, KernelSpec] = FAMILY.kernels(problem, config)
-    for launch in FAMILY.launches(problem, config, scale):
+    for launch in order(FAMILY.launches(problem, config, scale)):
         spec = kernels[launch.kernel]
         {"gemm.cu.j2": run_gemm, "softmax.cu.j2": run_softmax}[spec.template](
             memory, launch, spec.variables
@@ -248,6 +257,45 @@ def test_the_launches_compute_attention(text: str, in_place: bool) -> None:
         assert error < tolerance, f"heads_per_launch={count}: relative error {error}"
         assert (memory.writes["out"] == 1).all()
         assert not any(memory.writes[name].any() for name in ("query", "key", "value"))
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_heads_on_several_streams_do_not_meet(in_place: bool) -> None:
+    """However the streams run beside each other: the last first, or a launch of each in turn."""
+    problem = AttentionProblem.parse("SQ=16,SKV=24,D=8,H=4,HKV=2,B=2,causal=1")
+    inputs = random_inputs(problem, seed=11)
+    one = config(1, pdl=False, in_place=in_place)
+    dealt = Config(one.family, {**one.params, "streams": 3}, one.stages)
+    assert FAMILY.violations(problem, dealt, DEFAULT_GPU) == []
+    assert FAMILY.scratch_bytes(problem, dealt) == 3 * FAMILY.scratch_bytes(problem, one)
+    lanes = [launch.lane for launch in FAMILY.launches(problem, dealt, 1.0)]
+    assert lanes == [chunk % 3 for chunk in range(8) for _ in range(3)]
+    assert not any(launch.lane for launch in FAMILY.launches(problem, one, 1.0))
+
+    def last_first(launches):
+        return sorted(launches, key=lambda launch: -launch.lane)
+
+    def in_turn(launches):
+        of = [[x for x in launches if x.lane == lane] for lane in range(3)]
+        turns = itertools.chain.from_iterable(itertools.zip_longest(*of))
+        return [launch for launch in turns if launch is not None]
+
+    expected = attention(problem, inputs, 1.0)
+    for order in (list, last_first, in_turn):
+        out, memory = run(problem, dealt, inputs, 1.0, order)
+        assert np.linalg.norm(out - expected) < 1e-3 * np.linalg.norm(expected)
+        assert (memory.writes["out"] == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("streams", "pdl", "said"),
+    [(9, False, "streams=9 is out of range"), (0, False, "0 is out"), (2, True, "with pdl=True")],
+)
+def test_streams_that_cannot_be(streams: int, pdl: bool, said: str) -> None:
+    one = config(1, pdl=pdl)
+    dealt = Config(one.family, {**one.params, "streams": streams}, one.stages)
+    (found,) = FAMILY.violations(AttentionProblem.parse(PROBLEMS[0]), dealt, DEFAULT_GPU)
+    assert said in found
 
 
 @pytest.mark.parametrize("passes", [1, 2, 3])

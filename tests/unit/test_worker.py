@@ -407,6 +407,9 @@ class FakeSubject:
             raise KeyError("tile_q")
         return lambda: None
 
+    def parts(self) -> dict[str, FakeSubject]:
+        return dict.fromkeys(("scores", "output") if self.act == "two" else ("main",), self)
+
     def close(self) -> None:
         pass
 
@@ -542,7 +545,14 @@ def test_finalists_are_timed_together(events: list[dict[str, Any]]) -> None:
     assert answer(events, "ok", "ok", "ok", mode="final")
     assert [r.status for r in results(events)] == [Status.NOT_FINITE, Status.OK, Status.OK]
     assert [r.rounds for r in results(events)] == [0, 20, 20]
+    assert results(events)[1].log == ""
     assert events[-1] == {"event": "done"}
+
+
+def test_kernels_of_a_finalist_are_timed_one_by_one(events: list[dict[str, Any]]) -> None:
+    answer(events, "two", mode="final")
+    said = "alone scores 50.00 us, output 50.00 us; between launches -50.00 us"
+    assert [r.log for r in results(events)] == [said]
 
 
 def test_vendors_tell_their_versions(events: list[dict[str, Any]]) -> None:

@@ -16,7 +16,8 @@ from tuner.compiler import Compiler
 from tuner.errors import BenchmarkError, ConfigError, StoreError, TunerError
 from tuner.families import family
 from tuner.families.base import KernelSpec
-from tuner.hardware import Gpu
+from tuner.gate import REFERENCE
+from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.lookup import Entry
 from tuner.measurement import Regime
 from tuner.problem import Problem
@@ -121,6 +122,19 @@ class Comparison:
             self._note(f"{done}/{len(left)} {said}")
         return results
 
+    def compile(self) -> int:
+        """Have every kernel of every row built, and what checks them; no GPU is needed.
+
+        Returns:
+            How many could not be.
+
+        Raises:
+            CompileError: when there is no compiler.
+            StoreError: when the disk is full.
+        """
+        gpu = self._machines.gpu or DEFAULT_GPU
+        return self._compile([(task.problem, self._lineup(task, gpu)) for task in self._tasks])
+
     def _lineup(self, task: Task, gpu: Gpu) -> Lineup:
         return line_up(
             task.problem,
@@ -133,9 +147,11 @@ class Comparison:
             named=task.named(task.problem, gpu),
         )
 
-    def _compile(self, wanted: Sequence[tuple[Problem, Lineup]]) -> None:
-        """Have every kernel built before anything is timed; one that fails is its row's affair."""
-        specs: dict[KernelSpec, None] = {}
+    def _compile(self, wanted: Sequence[tuple[Problem, Lineup]]) -> int:
+        """Have every kernel built before anything is timed; one that fails is its row's affair.
+        Returns how many did.
+        """
+        specs: dict[KernelSpec, None] = {REFERENCE: None}
         for problem, lineup in wanted:
             for contender in lineup.contenders:
                 kernels = family(contender.config.family).kernels(problem, contender.config)
@@ -147,6 +163,7 @@ class Comparison:
             self._note(f"compiling: {total - len(left)} of {total} kernels")
             _, waiting = concurrent.futures.wait(left, timeout=_PROGRESS_S)
             left = list(waiting)
+        return sum(future.exception() is not None for future in futures)
 
     def _row(self, task: Task, lineup: Lineup) -> Row:
         """Time a lineup; what makes all of it impossible is the row's failure."""

@@ -18,6 +18,9 @@ from tuner.measurement import Provenance, Regime
 from tuner.problem import Problem
 from tuner.store.entry import is_vendor
 
+COMPILED_PEERS: Mapping[str, str] = {"triton": "triton_attention"}
+"""Families that are measured against where they are named, by what they are called."""
+
 
 class Role(StrEnum):
     """Why a kernel takes part."""
@@ -42,7 +45,7 @@ class Contender:
     @property
     def name(self) -> str:
         """Its label, a peer's kernel, or a family and the beginning of a config's digest."""
-        if self.role is Role.PEER:
+        if self.role is Role.PEER and not self.label:
             return str(self.config["kernel"])
         return self.label or f"{self.config.family} {self.config.digest[:6]}"
 
@@ -101,7 +104,13 @@ def line_up(
         for label, config in (named or {}).items()
         if config not in roles
     ]
-    return Lineup((*contenders, *_peers(problem, gpu, against)), tuple(notes))
+    rivals = [
+        *_peers(problem, gpu, against),
+        *_compiled_peers(problem, gpu, against, cached, notes),
+    ]
+    configs = {contender.config for contender in rivals}
+    contenders = [contender for contender in contenders if contender.config not in configs]
+    return Lineup((*contenders, *rivals), tuple(notes))
 
 
 def _best(entry: Entry, gpu: Gpu, count: int, notes: list[str]) -> Iterator[Config]:
@@ -158,6 +167,7 @@ def peers_named(op: str, names: Sequence[str] = ()) -> list[str]:
     if not names:
         return [kernel for member in vendors for kernel in member.offered]
     known = [k for member in vendors for k in (*member.offered, *member.on_request)]
+    known += [name for name, member in COMPILED_PEERS.items() if family(member).op == op]
     chosen: dict[str, None] = {}
     for name in names:
         matching = [k for k in known if k == name or k.startswith(f"{name}_")]
@@ -175,6 +185,23 @@ def _peers(problem: Problem, gpu: Gpu, names: Sequence[str]) -> list[Contender]:
             if kernel in names and not member.violations(problem, config, gpu):
                 found.append(Contender(Role.PEER, config))
     return found
+
+
+def _compiled_peers(
+    problem: Problem, gpu: Gpu, names: Sequence[str], cached: Sequence[Entry], notes: list[str]
+) -> Iterator[Contender]:
+    """Families of ours that are another language's peer: each by its best of the cache, else by
+    what its estimate chooses.
+    """
+    for name, member in ((n, family(f)) for n, f in COMPILED_PEERS.items() if n in names):
+        if reason := member.supports(problem, gpu) or member.lacks():
+            notes.append(f"{name} is left out: {reason}")
+            continue
+        ranked = [m.config for entry in cached for m in entry.ranking]
+        found = [c for c in ranked if c.family == member.name and member.accepts(problem, c, gpu)]
+        found = found or member.seeds(problem, gpu, member.space(problem, gpu), 1)
+        if found:
+            yield Contender(Role.PEER, found[0], name)
 
 
 def _vendors(op: str) -> list[Vendor]:

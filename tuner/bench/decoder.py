@@ -1,10 +1,14 @@
-"""A decoder with the shapes of Llama-3-8B and random weights: where attention is called."""
+"""A decoder with the shapes of Llama-3-8B and random weights, and its tokens a second."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import statistics
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from tuner.problem import AttentionProblem
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,13 @@ class Sizes:
 #: The model card's config.json: 32 such layers.
 LLAMA_3_8B = Sizes(4096, 32, 8, 128, 14336, 128256)
 ROTARY_BASE = 500000.0
+
+LAYERS = 4
+"""Of Llama-3-8B's 32: they are alike, and so a layer's time is."""
+PREFILLS = (1024, 8192)
+CONTEXT, GENERATED = 1024, 64
+SLEEP_CLOCKS = 200_000_000
+"""A tenth of a second: longer than enqueueing a pass, of up to 1000 launches, takes."""
 
 
 class Decoder:
@@ -98,3 +109,129 @@ def _turned(x: Any, cos: Any, sin: Any) -> Any:
 
     left, right = x.chunk(2, -1)
     return x * cos + torch.cat([-right, left], -1) * sin
+
+
+def problems(sizes: Sizes = LLAMA_3_8B) -> list[AttentionProblem]:
+    """What the decoder calls; decoding once for all of its lengths, in their middle."""
+    prefills = [_attention(sizes, n, n, is_causal=True) for n in PREFILLS]
+    return [*prefills, _attention(sizes, 1, CONTEXT + GENERATED // 2)]
+
+
+def _attention(
+    sizes: Sizes, seqlen_q: int, seqlen_kv: int, *, is_causal: bool = False
+) -> AttentionProblem:
+    return AttentionProblem(
+        seqlen_q,
+        seqlen_kv,
+        sizes.head_dim,
+        1,
+        sizes.heads,
+        sizes.heads_kv,
+        is_causal=is_causal,
+        layout="bshd",
+    )
+
+
+def measure(layers: int, sizes: Sizes = LLAMA_3_8B, device: str = "cuda") -> dict[str, Any]:
+    """Tokens a second with `sdpa` and with `tuner`, interleaved, and attention's share."""
+    import torch
+
+    import tuner
+
+    ways = {"sdpa": torch.nn.functional.scaled_dot_product_attention, "tuner": tuner.attention}
+    found: dict[str, Any] = {"layers": layers}
+    with torch.inference_mode():
+        model = Decoder(sizes, layers, max(*PREFILLS, CONTEXT + GENERATED), torch.float16, device)
+        for length in PREFILLS:
+            tokens = torch.randint(sizes.vocabulary, (1, length), device=device)
+            runs = {name: _prefill(model, tokens, attend) for name, attend in ways.items()}
+            found[f"prefill {length}"] = _compared(runs, length)
+        shape = (1, CONTEXT + GENERATED)
+        tokens = torch.randint(sizes.vocabulary, shape, device=device)
+        runs = {name: _generation(model, tokens, attend) for name, attend in ways.items()}
+        found[f"decoding at {CONTEXT}"] = _compared(runs, GENERATED)
+    return found
+
+
+def _prefill(model: Decoder, tokens: Any, attend: Callable[..., Any]) -> Callable[..., Any]:
+    def run(wrapped: Callable[..., Any] = attend, _: int = 1) -> Any:
+        return model(tokens, 0, wrapped)
+
+    return run
+
+
+def _generation(model: Decoder, tokens: Any, attend: Callable[..., Any]) -> Callable[..., Any]:
+    """One token after the other, drawn ahead: the likeliest ones would part the two ways for good
+    where two of them are nearly alike, and `deviation` would say nothing.
+    """
+
+    def run(wrapped: Callable[..., Any] = attend, count: int = GENERATED) -> Any:
+        for place in range(CONTEXT, CONTEXT + count):
+            logits = model(tokens[:, place : place + 1], place, wrapped)
+        return logits
+
+    model(tokens[:, :CONTEXT], 0, attend)
+    return run
+
+
+def _compared(runs: Mapping[str, Callable[..., Any]], tokens: int) -> dict[str, Any]:
+    """Tokens a second of each way, medians of interleaved runs; share and agreement."""
+    import torch
+
+    import tuner
+
+    for run in runs.values():
+        for _ in range(2):
+            run()
+    tuner.stats(reset=True)
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(7):
+        for name, run in runs.items():
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            run()
+            torch.cuda.synchronize()
+            times[name].append(time.perf_counter() - start)
+    stats = tuner.stats()
+    found: dict[str, Any] = {
+        name: tokens / statistics.median(values) for name, values in times.items()
+    }
+    attends = {
+        "sdpa": torch.nn.functional.scaled_dot_product_attention,
+        "tuner": tuner.attention,
+    }
+    for name, run in runs.items():
+        found[f"{name} share"] = _share(run, attends[name])
+    results = [run().float() for run in runs.values()]
+    found["deviation"] = float((results[0] - results[1]).norm() / results[0].norm())
+    found["hits"], found["nearest_hits"] = stats.hits, stats.nearest_hits
+    found["fallbacks"] = dict(stats.fallbacks)
+    return found
+
+
+def _share(run: Callable[..., Any], attend: Callable[..., Any]) -> float:
+    """Attention's part of the time on the device, of a forward pass (of one token in decoding).
+
+    The device sleeps until all is enqueued: else attention's part would hold the gaps in which the
+    device waits for the host.
+    """
+    import torch
+
+    pairs = []
+
+    def timed(*tensors: Any, **options: Any) -> Any:
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        events[0].record()
+        out = attend(*tensors, **options)
+        events[1].record()
+        pairs.append(events)
+        return out
+
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(SLEEP_CLOCKS)
+    start.record()
+    run(timed, 1)
+    end.record()
+    torch.cuda.synchronize()
+    spent = sum(first.elapsed_time(second) for first, second in pairs)
+    return float(spent / start.elapsed_time(end))

@@ -9,7 +9,9 @@ Four parts, each a process of its own with a time-out, on one GPU:
 - first-call: the first call after `import tuner`, with 10,000 entries in the store; what the import
   put off is in it.
 
-Limits stand beside the figures they are for; nothing here fails for being slow.
+Limits stand beside the figures they are for; nothing here fails for being slow. Own kernels run
+where they are tuned: what ships has `host`'s and `wall`'s shape, and the decoder's are tuned by
+``scripts/bench dispatch --list-problems > p.yaml`` and ``scripts/tuner sweep --problems p.yaml``.
 """
 
 from __future__ import annotations
@@ -33,12 +35,13 @@ from pathlib import Path
 from typing import Any
 
 from tuner import device, settings
-from tuner.bench.decoder import LLAMA_3_8B, Decoder
+from tuner.bench import decoder
 from tuner.bench.results import check_place, write_json
 from tuner.bench.service import document
 from tuner.cli.describe import table
 from tuner.errors import BenchmarkError, ConfigError
 from tuner.families.vendor_sdpa import peer, peer_version
+from tuner.lookup import lookup
 from tuner.problem import AttentionProblem
 from tuner.store import open_store
 from tuner.toolchain import find_host_compiler
@@ -54,13 +57,6 @@ ENTRIES = 10_000
 BURST = 100
 """Calls between two waits for the device: the launch queue holds 1024."""
 ROUNDS = 50
-
-LAYERS = 4
-"""Of Llama-3-8B's 32: they are alike, and so a layer's time is."""
-PREFILLS = (1024, 8192)
-CONTEXT, GENERATED = 1024, 64
-SLEEP_CLOCKS = 200_000_000
-"""A tenth of a second: longer than enqueueing a pass, of up to 1000 launches, takes."""
 
 Call = Callable[[], Any]
 
@@ -86,13 +82,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     if args.part:
         measure = {"host": host, "wall": wall, "first-call": first_call}.get(args.part)
-        write_json(args.json, measure() if measure else decoder(args.layers))
+        write_json(args.json, measure() if measure else decoder.measure(args.layers))
         return 0
     if args.layers < 1:
         raise ConfigError(f"layers={args.layers} is out of range (allowed: 1 or more)")
+    if args.list_problems:
+        for problem in called(args.parts):
+            print(f"- op={problem.op},{problem.label()}")
+        return 0
     check_place(args.json)
     results: dict[str, Any] = {"environment": environment(), "parts": {}}
-    _build()
+    _build(called(args.parts))
     for name in args.parts:
         print(f"dispatch: {name} ...", file=sys.stderr, flush=True)
         results["parts"][name] = _in_child(name, args.layers)
@@ -103,10 +103,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="scripts/bench dispatch", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="scripts/bench dispatch",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--json", type=Path, metavar="PATH", help="write every figure there")
     parser.add_argument("--parts", type=_names, default=list(PARTS), help="as in host,wall")
-    parser.add_argument("--layers", type=int, default=LAYERS, help="of the decoder's 32")
+    parser.add_argument(
+        "--list-problems",
+        action="store_true",
+        help="only print what the parts call, as YAML for `tuner sweep --problems`",
+    )
+    parser.add_argument("--layers", type=int, default=decoder.LAYERS, help="of the decoder's 32")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     return parser
 
@@ -119,11 +128,21 @@ def _names(text: str) -> list[str]:
     return names
 
 
-def _build() -> None:
-    """Compile what the store names for `PROBLEM`, and the dispatcher, where they are not here."""
-    command = [sys.executable, "-m", "tuner", "build", "--shape", PROBLEM.label()]
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        subprocess.run(command, stdout=sys.stderr, timeout=BUILD_TIMEOUT_S, check=False)
+def called(parts: Sequence[str]) -> list[AttentionProblem]:
+    """What the parts call: tuned ones run own kernels, others PyTorch's."""
+    return [PROBLEM, *(decoder.problems() if "decoder" in parts else ())]
+
+
+def _build(problems: Sequence[AttentionProblem]) -> None:
+    """Compile what is measured for the problems, and the dispatcher, where they are not here."""
+    for problem in problems:
+        answer = lookup(problem, gpu=device.detect())
+        if answer is None or answer.kind != "exact":
+            print(f"dispatch: not tuned: {problem.label()}", file=sys.stderr, flush=True)
+            continue
+        command = [sys.executable, "-m", "tuner", "build", "--shape", problem.label()]
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            subprocess.run(command, stdout=sys.stderr, timeout=BUILD_TIMEOUT_S, check=False)
 
 
 def _in_child(name: str, layers: int) -> dict[str, Any]:
@@ -415,111 +434,6 @@ print(json.dumps({
     "returned": (returned - start) * 1e3, "done": (done - start) * 1e3, "hits": tuner.stats().hits,
 }))
 """
-
-
-def decoder(layers: int) -> dict[str, Any]:
-    """Tokens a second with `sdpa` and with `tuner`, interleaved, and attention's share."""
-    import torch
-
-    import tuner
-
-    ways = {"sdpa": torch.nn.functional.scaled_dot_product_attention, "tuner": tuner.attention}
-    found: dict[str, Any] = {"layers": layers}
-    with torch.inference_mode():
-        model = Decoder(LLAMA_3_8B, layers, max(PREFILLS), torch.float16, "cuda")
-        for length in PREFILLS:
-            tokens = torch.randint(LLAMA_3_8B.vocabulary, (1, length), device="cuda")
-            runs = {name: _prefill(model, tokens, attend) for name, attend in ways.items()}
-            found[f"prefill {length}"] = _compared(runs, length)
-        shape = (1, CONTEXT + GENERATED)
-        tokens = torch.randint(LLAMA_3_8B.vocabulary, shape, device="cuda")
-        runs = {name: _generation(model, tokens, attend) for name, attend in ways.items()}
-        found[f"decoding at {CONTEXT}"] = _compared(runs, GENERATED)
-    return found
-
-
-def _prefill(model: Decoder, tokens: Any, attend: Callable[..., Any]) -> Callable[..., Any]:
-    def run(wrapped: Callable[..., Any] = attend, _: int = 1) -> Any:
-        return model(tokens, 0, wrapped)
-
-    return run
-
-
-def _generation(model: Decoder, tokens: Any, attend: Callable[..., Any]) -> Callable[..., Any]:
-    """One token after the other, drawn ahead: the likeliest ones would part the two ways for good
-    where two of them are nearly alike, and `deviation` would say nothing.
-    """
-
-    def run(wrapped: Callable[..., Any] = attend, count: int = GENERATED) -> Any:
-        for place in range(CONTEXT, CONTEXT + count):
-            logits = model(tokens[:, place : place + 1], place, wrapped)
-        return logits
-
-    model(tokens[:, :CONTEXT], 0, attend)
-    return run
-
-
-def _compared(runs: Mapping[str, Callable[..., Any]], tokens: int) -> dict[str, Any]:
-    """Tokens a second of each way, medians of interleaved runs; share and agreement."""
-    import torch
-
-    import tuner
-
-    for run in runs.values():
-        for _ in range(2):
-            run()
-    tuner.stats(reset=True)
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(7):
-        for name, run in runs.items():
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            run()
-            torch.cuda.synchronize()
-            times[name].append(time.perf_counter() - start)
-    stats = tuner.stats()
-    found: dict[str, Any] = {
-        name: tokens / statistics.median(values) for name, values in times.items()
-    }
-    attends = {
-        "sdpa": torch.nn.functional.scaled_dot_product_attention,
-        "tuner": tuner.attention,
-    }
-    for name, run in runs.items():
-        found[f"{name} share"] = _share(run, attends[name])
-    results = [run().float() for run in runs.values()]
-    found["deviation"] = float((results[0] - results[1]).norm() / results[0].norm())
-    found["hits"], found["nearest_hits"] = stats.hits, stats.nearest_hits
-    found["fallbacks"] = dict(stats.fallbacks)
-    return found
-
-
-def _share(run: Callable[..., Any], attend: Callable[..., Any]) -> float:
-    """Attention's part of the time on the device, of a forward pass (of one token in decoding).
-
-    The device sleeps until all is enqueued: else attention's part would hold the gaps in which the
-    device waits for the host.
-    """
-    import torch
-
-    pairs = []
-
-    def timed(*tensors: Any, **options: Any) -> Any:
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        events[0].record()
-        out = attend(*tensors, **options)
-        events[1].record()
-        pairs.append(events)
-        return out
-
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(SLEEP_CLOCKS)
-    start.record()
-    run(timed, 1)
-    end.record()
-    torch.cuda.synchronize()
-    spent = sum(first.elapsed_time(second) for first, second in pairs)
-    return float(spent / start.elapsed_time(end))
 
 
 def report(results: Mapping[str, Any]) -> str:

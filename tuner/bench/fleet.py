@@ -2,20 +2,21 @@
 
 ``python -m tuner.bench fleet`` submits one job of many problems and has many workers take them
 under leases, as `tuner worker` does, each replaying a recorded sweep: a trial takes the time that
-its kernels took to compile, so many times faster. A part of the workers is killed at random trials:
-they stop without a word, keep their lease, and another worker comes in their place.
+its kernels took to compile, so many times faster. Workers are threads of a number of processes, of
+which a part is killed (SIGKILL) at random moments, whatever their workers were doing; another
+process comes in the place of each.
 
-Threads of one process stand for the workers. What is theirs is counted in CPU time of the thread
-(`time.thread_time`), of which the search's (`search.FamilySearch`, `Search.ask`) and the
-simulation's own are taken away. A kill is an exception that the sweep lets through: nothing of the
-worker runs any more, but what it was writing is finished or rolled back.
+What is a worker's is counted in CPU time of its thread (`time.thread_time`), of which the search's
+(`search.FamilySearch`, `Search.ask`) and the simulation's own are taken away. Of a killed process
+what it spent in its last second is not counted.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
+import multiprocessing
+import os
 import random
 import tempfile
 import threading
@@ -23,14 +24,16 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from tuner import recording
 from tuner.bench.results import check_place, write_json
-from tuner.errors import ConfigError, LeaseLostError, StoreError
+from tuner.controller import BEAT_S, POLL_S, Pulse, longer_pause
+from tuner.errors import BenchmarkError, ConfigError, LeaseLostError, StoreError
 from tuner.families import families_of
 from tuner.families.base import group_by_kernels
 from tuner.hardware import DEFAULT_GPU
@@ -50,15 +53,16 @@ RECORDED = AttentionProblem.parse("S=1024,D=64")
 FAMILIES = ("cutlass_fmha", "fused_attention")
 LEASE_S = 20.0
 """Shorter than a real one, so that a killed worker's problem waits a like part of the run."""
-EXTEND_S = 2.0
 LEAST_TRIAL_S = 2.0
 """Of a trial whose kernels were compiled before: checking and timing alone."""
 ATTEMPTS = 50
 """A problem may be unlucky often: no kill may fail it."""
-
-
-class Killed(BaseException):
-    """Ends a worker where it stands; nothing on the way may take it for a failure."""
+LAST_KILL = 0.8
+"""Part of the problems that may be done before the last kill: what it takes is to be noticed."""
+REPORT_S = 1.0
+"""Between two reports of a process."""
+NOT_OWN = ("search", "simulation")
+"""What is no cost of the controller."""
 
 
 class Clock:
@@ -82,6 +86,11 @@ class Clock:
                 self.seconds[on] += took - self._local.inner
             self._local.inner = outer + took
 
+    def read(self) -> dict[str, float]:
+        """What was counted up to now."""
+        with self._lock:
+            return dict(self.seconds)
+
     def counted(self, on: str, call: Callable[..., Any]) -> Callable[..., Any]:
         """A function whose time is counted."""
 
@@ -93,128 +102,194 @@ class Clock:
 
 
 class Worn(ReplayRunner):
-    """Replays at a pace, and may be the death of its worker."""
+    """Replays at a pace."""
 
-    def __init__(self, recorded: Recording, speed: float, live: Callable[[], None]) -> None:
+    def __init__(self, recorded: Recording, speed: float, told: Callable[[], None]) -> None:
         super().__init__(recorded)
-        self._speed, self._live = speed, live
+        self._speed, self._told = speed, told
 
     def collect(self) -> list[Measurement]:
         measured = super().collect()
-        self._live()
+        self._told()
         compile_s = sum(m.compile_cpu_s or 0.0 for m in measured)
         time.sleep((LEAST_TRIAL_S + compile_s) / self._speed)
         return measured
 
 
-class Life:
-    """The trials that a worker has left; it dies at the last."""
-
-    def __init__(self, left: float) -> None:
-        self._left = left
-
-    def __call__(self) -> None:
-        self._left -= 1
-        if self._left < 0:
-            raise Killed
-
-
 @dataclass
-class Fleet:
-    """Workers over one store and one job."""
+class Crew:
+    """The workers of one process."""
 
-    store: Store
-    recorded: Recording
+    url: str
     size: int
     speed: float
     """Times faster than recorded."""
-    killed_share: float
-    trials_each: float
-    """That a worker does in the mean."""
-    draw: random.Random
-    clock: Clock = field(default_factory=Clock)
-    killed: int = 0
-    lost_leases: int = 0
-    store_errors: int = 0
+    report: Path
+    """Where it tells, again and again, what it spent."""
+    lease_s: float
+    beat_s: float
 
     def run(self) -> None:
-        """Work until no problem is open."""
+        """Work until no problem of the store is open."""
         self._lock, self._ended = threading.Lock(), threading.Event()
-        self._held: set[Lease] = set()
-        doomed = set(self.draw.sample(range(self.size), round(self.killed_share * self.size)))
-        extender = threading.Thread(target=self._extend_all, daemon=True)
-        extender.start()
-        workers = [
-            threading.Thread(target=self._worker, args=(number, number in doomed), daemon=True)
-            for number in range(self.size)
-        ]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
-        self._ended.set()
-        extender.join()
+        self._held: dict[Lease, Pulse] = {}
+        self._clock, self._seen = Clock(), Counter[str]()
+        self._progress: dict[Lease, dict[str, int]] = {}
+        self._recorded = recorded_sweep()
+        with open_store(self.url) as self._store, counted_apart(self._clock):
+            beside = [self._keep_all, self._report_all]
+            threads = [threading.Thread(target=target, daemon=True) for target in beside]
+            workers = [
+                threading.Thread(target=self._worker, args=(number,), daemon=True)
+                for number in range(self.size)
+            ]
+            for thread in (*threads, *workers):
+                thread.start()
+            for worker in workers:
+                worker.join()
+            self._ended.set()
+            for thread in threads:
+                thread.join()
+        self._tell()
 
-    def _worker(self, number: int, is_doomed: bool) -> None:
-        """One place in the fleet: a worker, and its successor where it is killed."""
-        with self._lock:
-            doomed = Life(self.draw.uniform(0, 0.8 * self.trials_each))
-        for life in [doomed, Life(math.inf)][not is_doomed :]:
-            try:
-                with self.clock.spent("own"):
-                    self._work(f"worker {number}", life)
-            except Killed:
-                with self._lock:
-                    self.killed += 1
+    def _worker(self, number: int) -> None:
+        with self._clock.spent("own"):
+            self._work(f"{os.getpid()}:{number}")
 
-    def _work(self, name: str, life: Life) -> None:
+    def _work(self, name: str) -> None:
+        pause_s = POLL_S
         while True:
             try:
-                with self.clock.spent("queue"):
-                    claim = self.store.jobs.claim(name, LEASE_S)
-                    counts = self.store.jobs.counts() if claim is None else {}
+                with self._clock.spent("queue"):
+                    claim = self._store.jobs.claim(name, self.lease_s)
+                    counts = self._store.jobs.counts() if claim is None else {}
                 if claim is not None:
-                    self._sweep(claim, life)
+                    pause_s = POLL_S
+                    self._sweep(claim)
                 elif not counts.get("queued") and not counts.get("running"):
                     return
                 else:
-                    time.sleep(EXTEND_S / 2)
+                    time.sleep(pause_s)
+                    pause_s = longer_pause(pause_s)
             except LeaseLostError:
-                with self._lock:
-                    self.lost_leases += 1
+                self._seen["lost_leases"] += 1
             except StoreError:
-                with self._lock:
-                    self.store_errors += 1
-                time.sleep(EXTEND_S)
+                self._seen["store_errors"] += 1
+                time.sleep(self.beat_s)
 
-    def _sweep(self, claim: Claim, life: Life) -> None:
+    def _sweep(self, claim: Claim) -> None:
         """One problem, as `controller.Controller` does it."""
         lease = claim.lease
+        trials = 0
+
+        def count() -> None:
+            nonlocal trials
+            trials += 1
+            self._progress[lease] = {"done": trials}
+
         with self._lock:
-            self._held.add(lease)
+            self._held[lease] = Pulse(self._store.jobs, lease, self.lease_s)
         try:
             options = JobOptions.from_json(claim.options)
-            with self.clock.spent("simulation"):
-                runner = Worn(retold(self.recorded, claim.problem), self.speed, life)
+            with self._clock.spent("simulation"):
+                runner = Worn(retold(self._recorded, claim.problem), self.speed, count)
             regime = options.regime(claim.problem)
-            sweep = Sweep(claim.problem, regime, runner, self.store.under(lease), options.sweep)
-            self.store.jobs.begin(lease, sweep.id)
+            sweep = Sweep(claim.problem, regime, runner, self._store.under(lease), options.sweep)
+            self._store.jobs.begin(lease, sweep.id)
             outcome = sweep.run()
-            self.store.jobs.finish(lease, f"{outcome.kernels} kernels")
+            self._store.jobs.finish(lease, f"{outcome.kernels} kernels")
         finally:
             with self._lock:
-                self._held.discard(lease)
+                del self._held[lease]
+                self._progress.pop(lease, None)
 
-    def _extend_all(self) -> None:
-        while not self._ended.wait(EXTEND_S):
+    def _keep_all(self) -> None:
+        while not self._ended.wait(self.beat_s):
             with self._lock:
-                held = list(self._held)
-            with self.clock.spent("leases"):
-                for lease in held:
+                held = list(self._held.items())
+            with self._clock.spent("leases"):
+                for lease, pulse in held:
                     try:
-                        self.store.jobs.extend(lease, {}, LEASE_S)
+                        pulse.beat(self._progress.get(lease, {}))
                     except StoreError:
-                        self.store_errors += 1
+                        self._seen["store_errors"] += 1
+
+    def _report_all(self) -> None:
+        while not self._ended.wait(REPORT_S):
+            self._tell()
+
+    def _tell(self) -> None:
+        told = {"seconds": self._clock.read(), "seen": dict(self._seen)}
+        aside = self.report.with_suffix(".new")
+        aside.write_text(json.dumps(told))
+        aside.replace(self.report)
+
+
+class Fleet:
+    """The processes, and who kills them.
+
+    Args:
+        url: of the store, whose one job is `count` problems.
+        count: of the problems.
+        folder: takes the reports.
+        args: as on the command line.
+    """
+
+    def __init__(self, url: str, count: int, folder: Path, args: argparse.Namespace) -> None:
+        self._url, self._count, self._folder, self._args = url, count, folder, args
+        self._started = 0
+        self._context = multiprocessing.get_context("spawn")
+        self.killed_workers = self.killed_processes = 0
+
+    def run(self, store: Store) -> None:
+        """Work until no problem is open.
+
+        Raises:
+            BenchmarkError: when a process ends that was not killed.
+        """
+        draw = random.Random(self._args.seed)
+        many, rest = divmod(self._args.workers, self._args.processes)
+        sizes = [many + (place < rest) for place in range(self._args.processes)]
+        doomed = draw.sample(range(len(sizes)), round(self._args.kill * len(sizes)))
+        kills = sorted((draw.uniform(0, LAST_KILL), place) for place in doomed)
+        crews = [self._start(size) for size in sizes]
+        try:
+            while any(crew.is_alive() for crew in crews):
+                time.sleep(0.1)
+                done = store.jobs.counts().get("done", 0) / self._count
+                while kills and kills[0][0] <= done:
+                    _, place = kills.pop(0)
+                    crews[place].kill()
+                    crews[place].join()
+                    crews[place] = self._start(sizes[place])
+                    self.killed_processes += 1
+                    self.killed_workers += sizes[place]
+        finally:
+            for crew in crews:
+                crew.kill()
+                crew.join()
+        for crew in crews:
+            if crew.exitcode:
+                raise BenchmarkError(f"a process of the fleet ended with code {crew.exitcode}")
+
+    def _start(self, size: int) -> Any:
+        self._started += 1
+        report = self._folder / f"{self._started}.json"
+        lease_s = self._args.lease
+        beat_s = min(BEAT_S, lease_s / 4)
+        crew = Crew(self._url, size, self._args.speed, report, lease_s, beat_s)
+        process = self._context.Process(target=crew.run)
+        process.start()
+        return process
+
+    def told(self) -> tuple[Counter[str], Counter[str]]:
+        """CPU seconds of all, and what they saw, by name."""
+        seconds, seen = Counter[str](), Counter[str]()
+        for report in self._folder.glob("*.json"):
+            told = json.loads(report.read_text())
+            seconds.update(told["seconds"])
+            seen.update(told["seen"])
+        return seconds, seen
 
 
 def retold(recorded: Recording, problem: Problem) -> Recording:
@@ -244,15 +319,16 @@ def problems_like(recorded: Recording, count: int) -> list[Problem]:
     """
     members = families_of(RECORDED.op)
     own = [m.config for m in recorded.measurements if m.config.family in FAMILIES]
+    shapes = list(product(range(1024, 8192, 8), (16, 12, 20, 24, 28, 32)))
     found: list[Problem] = []
-    for length in range(1024, 8192, 8):
-        for heads in (16, 12, 20, 24):
-            if len(found) == count:
-                return found
-            problem = AttentionProblem.parse(f"S={length},D=64,H={heads}")
-            if all(members[c.family].accepts(problem, c, recorded.gpu) for c in own):
-                found.append(problem)
-    raise ConfigError(f"problems={count} is out of range (allowed: up to {len(found)})")
+    for length, heads in shapes if count <= len(shapes) else ():
+        if len(found) == count:
+            return found
+        problem = AttentionProblem.parse(f"S={length},D=64,H={heads}")
+        if all(members[c.family].accepts(problem, c, recorded.gpu) for c in own):
+            found.append(problem)
+    most = len(found) or len(shapes)
+    raise ConfigError(f"problems={count} is out of range (allowed: up to {most})")
 
 
 def due(recorded: Recording, problem: Problem, trials: int) -> int:
@@ -303,7 +379,7 @@ def counted_apart(clock: Clock) -> Iterator[None]:
             patch.stop()
 
 
-def simulate(args: argparse.Namespace, url: str) -> dict[str, Any]:
+def simulate(args: argparse.Namespace, url: str, folder: Path) -> dict[str, Any]:
     """Run the fleet; what it cost, and what the store holds in the end."""
     recorded = recorded_sweep()
     problems = problems_like(recorded, args.problems)
@@ -313,45 +389,42 @@ def simulate(args: argparse.Namespace, url: str) -> dict[str, Any]:
     )
     with open_store(url) as store:
         job = store.jobs.submit(problems, options.to_json(), attempts=ATTEMPTS)
-        wanted = {problem: due(recorded, problem, args.trials) for problem in problems}
-        fleet = Fleet(
-            store,
-            recorded,
-            args.workers,
-            args.speed,
-            args.kill,
-            sum(wanted.values()) / args.workers,
-            random.Random(args.seed),
-        )
+        fleet = Fleet(url, len(problems), folder, args)
         started = time.monotonic()
-        with counted_apart(fleet.clock):
-            fleet.run()
+        fleet.run(store)
         wall_s = time.monotonic() - started
         measured = store.measurements(final=False)
         states = Counter(task.state for task in store.jobs.tasks(job))
         decided = len(store.entries())
         store_ms = store_cost(store, measured)
+    wanted = {problem: due(recorded, problem, args.trials) for problem in problems}
     per_problem = groups_of(measured)
     trials = sum(per_problem.values())
     repeated = len(measured) - len({(m.problem, m.config) for m in measured})
-    seconds = dict(fleet.clock.seconds)
+    seconds, seen = fleet.told()
+    cost = {on: round(1e3 * s / trials, 4) for on, s in sorted(seconds.items())}
     return {
+        "store": url.partition(":")[0],
         "workers": args.workers,
-        "workers_are": "threads of one process",
-        "killed": fleet.killed,
+        "processes": args.processes,
+        "killed_workers": fleet.killed_workers,
+        "killed_processes": fleet.killed_processes,
         "problems": len(problems),
         "trials": trials,
         "candidates": len(measured),
         "wall_s": round(wall_s, 1),
         "speed": args.speed,
-        "cpu_ms_per_trial": {on: round(1e3 * s / trials, 4) for on, s in seconds.items()},
+        "cpu_ms_per_trial": cost,
+        "controller_ms_per_trial": round(sum(cost[on] for on in cost if on not in NOT_OWN), 4),
         "store_ms": store_ms,
+        "load": [round(load, 1) for load in os.getloadavg()],
+        "cores": os.cpu_count(),
         "tasks": dict(states),
         "decisions": decided,
         "lost_trials": sum(max(0, count - per_problem[p]) for p, count in wanted.items()),
         "repeated_trials": repeated,
-        "store_errors": fleet.store_errors,
-        "lost_leases": fleet.lost_leases,
+        "store_errors": seen["store_errors"],
+        "lost_leases": seen["lost_leases"],
     }
 
 
@@ -385,22 +458,27 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = argparse.ArgumentParser(prog="scripts/bench fleet", description=__doc__)
     parser.add_argument("--workers", type=int, default=200)
+    parser.add_argument("--processes", type=int, default=40, help="that hold them (default 40)")
     parser.add_argument("--problems", type=int, default=400)
     parser.add_argument("--trials", type=int, default=50, help="groups a problem")
-    parser.add_argument("--kill", type=float, default=0.2, help="part of the workers (default 0.2)")
+    parser.add_argument(
+        "--kill", type=float, default=0.2, help="part of the processes (default 0.2)"
+    )
+    parser.add_argument("--lease", type=float, default=LEASE_S, help="seconds (default 20)")
     parser.add_argument("--speed", type=float, default=25.0, help="times faster than recorded")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--store", metavar="URL", help="an empty one (default: a temporary file)")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args(argv)
-    for name in ("workers", "problems", "trials"):
+    args.processes = min(args.processes, args.workers)
+    for name in ("workers", "processes", "problems", "trials"):
         if getattr(args, name) < 1:
             raise ConfigError(f"{name}={getattr(args, name)} is out of range (allowed: 1 or more)")
-    if not 0 <= args.kill <= 1 or not args.speed > 0:
-        raise ConfigError("kill must be between 0 and 1, and speed above 0")
+    if not 0 <= args.kill <= 1 or not args.speed > 0 or not args.lease > 0:
+        raise ConfigError("kill must be between 0 and 1, speed and lease above 0")
     check_place(args.json)
     with tempfile.TemporaryDirectory() as folder:
-        found = simulate(args, args.store or f"sqlite:///{folder}/store.sqlite")
+        found = simulate(args, args.store or f"sqlite:///{folder}/store.sqlite", Path(folder))
     print(json.dumps(found, indent=1))
     if args.json is not None:
         write_json(args.json, found)

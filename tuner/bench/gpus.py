@@ -1,14 +1,15 @@
 """A job on several GPUs against the same job on one: trials a minute, and whether times agree.
 
 ``python -m tuner.bench gpus`` sweeps twelve problems of the acceptance suite with a fixed order of
-candidates, so that both runs measure the same ones: once on all GPUs to compile what is missing
-and to start the workers, then timed on all, then timed on the first alone. Stores are temporary.
+candidates, so that both runs measure the same ones: on all GPUs, then on the first alone. Each job
+is run twice, and the second run counts: the first one compiles what is missing, starts the workers
+and has the vendors' libraries plan what they keep. Stores are temporary. ``--compile-only`` fills
+the artifact cache ahead of time, where there is no GPU too.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 import time
@@ -17,18 +18,74 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from tuner.bench.results import check_place, write_json
 from tuner.bench.suites import SUITES
 from tuner.errors import BenchmarkError
-from tuner.hardware import Gpu
+from tuner.families import family
+from tuner.families.base import KernelSpec
+from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.job import Job, JobOptions, JobResult, read_problems
 from tuner.outcome import Outcome
 from tuner.problem import Problem
 from tuner.runners.choose import Machine, Runners
 from tuner.runners.gpus import parse_devices
+from tuner.search import FamilySearch, effort
 from tuner.store import open_store
 from tuner.sweep import SweepOptions
 
 PROBLEMS = 12
+FAMILY = "fused_attention"
+
+
+def options_of(trials: int) -> JobOptions:
+    """Of both jobs; the order of the candidates follows from them alone."""
+    return JobOptions(SweepOptions(families=(FAMILY,), trials=trials, sampler="cost"), widen=False)
+
+
+def kernels(problems: Sequence[Problem], options: SweepOptions) -> list[KernelSpec]:
+    """What the jobs will compile, each once."""
+    member, chosen = family(FAMILY), effort(options.effort)
+    found: dict[KernelSpec, None] = {}
+    for problem in problems:
+        space = member.space(problem, DEFAULT_GPU)
+        search = FamilySearch(
+            member,
+            problem,
+            DEFAULT_GPU,
+            space,
+            seeds=chosen.seeds,
+            sampler=options.sampler or "",
+            seed=options.seed,
+        )
+        for key in search.open[: options.trials]:
+            found |= dict.fromkeys(member.kernels(problem, search.groups[key][0]).values())
+    return list(found)
+
+
+def compile_all(specs: Sequence[KernelSpec], jobs: int | None) -> int:
+    """Have kernels compiled; returns how many there are. One that nvcc refuses is left to the job.
+
+    Raises:
+        CompileError: when the compiler is missing.
+    """
+    with Runners(Machine(jobs=jobs), _note) as runners:
+        futures = [future for _, future in runners.compiler().submit(list(specs))]
+        return sum(future.exception() is None for future in futures)
+
+
+def timed(
+    devices: Sequence[int], jobs: int | None, problems: Sequence[Problem], options: JobOptions
+) -> dict[str, Any]:
+    """The pace of the second of two equal jobs on some GPUs.
+
+    Raises:
+        BenchmarkError: when a problem of them failed.
+    """
+    with Runners(Machine(tuple(devices), jobs), _note) as runners:
+        swept(problems, runners, options)
+        found = swept(problems, runners, options)
+    _note(f"{len(devices)} GPUs: {found['trials_per_minute']} trials a minute")
+    return found
 
 
 def swept(problems: Sequence[Problem], runners: Runners, options: JobOptions) -> dict[str, Any]:
@@ -101,28 +158,26 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--problems", type=Path, metavar="FILE", help="in place of the suite's")
     parser.add_argument("--trials", type=int, default=16, help="groups a problem (default 16)")
     parser.add_argument("--jobs", type=int, default=None, help="nvcc processes at a time")
+    parser.add_argument("--compile-only", action="store_true", help="no GPU is needed for that")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args(argv)
-
+    check_place(args.json)
     suite = list(SUITES["acceptance"].problems)[:PROBLEMS]
     problems = read_problems(args.problems) if args.problems else suite
-    options = JobOptions(
-        SweepOptions(families=("fused_attention",), trials=args.trials, sampler="cost"),
-        widen=False,
-    )
-    with Runners(Machine(parse_devices(args.device), args.jobs), _note) as runners:
+    options = options_of(args.trials)
+    if args.compile_only:
+        print(f"{compile_all(kernels(problems, options.sweep), args.jobs)} kernels are compiled")
+        return 0
+    with Runners(Machine(parse_devices(args.device)), _note) as runners:
         devices, gpu = runners.devices, runners.gpu
-        if gpu is None or len(devices) < 2:
-            raise BenchmarkError(f"two GPUs of a kind are needed, {len(devices)} found")
-        swept(problems, runners, options)
-        several = swept(problems, runners, options)
-    with Runners(Machine(devices[:1], args.jobs), _note) as runners:
-        swept(problems[:1], runners, options)
-        one = swept(problems, runners, options)
+    if gpu is None or len(devices) < 2:
+        raise BenchmarkError(f"two GPUs of a kind are needed, {len(devices)} found")
+    several = timed(devices, args.jobs, problems, options)
+    one = timed(devices[:1], args.jobs, problems, options)
     found = document(gpu, devices, one, several)
     print(text(found))
     if args.json is not None:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+        write_json(args.json, found)
     return 0
 
 

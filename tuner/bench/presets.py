@@ -3,16 +3,20 @@
 They tried tiles of the GEMMs of three-kernel attention and threads of its softmax, compared the
 fused kernels on four workloads, and one GEMM tile with CUTLASS's default. Each named tile takes the
 schedule, stages and order of blocks that the cost model likes best with it.
+
+`LENGTHS_NAME` is their other question: which way of computing attention is best at which length.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 
 from tuner.bench.suites import Suite
 from tuner.config import Config, Value
 from tuner.errors import ConfigError
-from tuner.families import family
+from tuner.families import families_of, family
+from tuner.families.base import without_spare
 from tuner.hardware import Gpu
 from tuner.measurement import Regime
 from tuner.problem import AttentionProblem, GemmProblem, Problem, SoftmaxProblem
@@ -29,30 +33,44 @@ TILES: tuple[Tile, ...] = (
 )
 THREADS = (16, 32, 256)
 """Softmax threads a row."""
+STREAMS = (1, 4)
+"""Streams that heads, launched one by one, are dealt over."""
 TILED = AttentionProblem(1024, 1024, 64)
 """The workload of the tiles."""
 #: The documents' best GEMM, and what CUTLASS's examples begin with: tile, cluster_m, cluster_n.
 GEMMS: tuple[tuple[Tile, int, int], ...] = (((128, 256, 64), 2, 1), ((128, 128, 64), 1, 1))
 NAME = "design-documents"
+LENGTHS_NAME = "sequence-lengths"
+LENGTHS = tuple(2**power for power in range(7, 16))
+"""128 to 32768."""
 
 
 def three_kernels(problem: Problem, gpu: Gpu) -> dict[str, Config]:
-    """Every tile with 32 softmax threads a row, and the first tile with the other counts.
+    """Every tile with 32 softmax threads a row, the first tile with the other counts, and the
+    first with each head launched by itself, on one stream and on several.
 
     The product with V has tiles no wider than its output, the head dimension.
     """
     if problem != TILED:
         return {}
     wanted = [(tile, 32) for tile in TILES] + [(TILES[0], n) for n in THREADS if n != 32]
-    found = {}
+    found: dict[str, Config | None] = {}
     for (m, n, k), threads in wanted:
         label = f"three kernels {m}x{n}x{k}, softmax {threads}"
         found[label] = _three_kernels(TILED, gpu, (m, n, k), threads)
+    for streams in STREAMS:
+        dealt = "one stream" if streams == 1 else f"{streams} streams"
+        label = f"three kernels {'x'.join(map(str, TILES[0]))}, a head a launch, {dealt}"
+        found[label] = _three_kernels(TILED, gpu, TILES[0], 32, streams)
     return {label: config for label, config in found.items() if config is not None}
 
 
-def _three_kernels(problem: AttentionProblem, gpu: Gpu, tile: Tile, threads: int) -> Config | None:
-    """All heads a launch, each kernel begun before its predecessor ends; None where illegal."""
+def _three_kernels(
+    problem: AttentionProblem, gpu: Gpu, tile: Tile, threads: int, streams: int = 0
+) -> Config | None:
+    """All heads a launch, each kernel begun before its predecessor ends, or with `streams` a head
+    a launch, dealt over these; None where illegal.
+    """
     member = family("three_kernel_attention")
     stages: dict[str, Config] = {}
     for name, stage in member.stages(problem).items():
@@ -64,8 +82,10 @@ def _three_kernels(problem: AttentionProblem, gpu: Gpu, tile: Tile, threads: int
         if found is None:
             return None
         stages[name] = found
-    heads = problem.batch * problem.heads_q
-    params = {"heads_per_launch": heads, "pdl": True, "in_place": True}
+    heads = 1 if streams else problem.batch * problem.heads_q
+    params: dict[str, Value] = {"heads_per_launch": heads, "pdl": not streams, "in_place": True}
+    if streams > 1:
+        params["streams"] = streams
     config = Config(member.name, params, stages)
     return None if member.violations(problem, config, gpu) else config
 
@@ -98,12 +118,34 @@ def _cheapest(problem: Problem, gpu: Gpu, wanted: Mapping[str, Value]) -> Config
     return min(legal, key=lambda c: (member.predict_us(problem, c, gpu), c.digest), default=None)
 
 
+def one_of_each(problem: Problem, gpu: Gpu) -> dict[str, Config]:
+    """The kernel of every own family that its estimate likes best at `TILED`, or at the problem
+    where that one cannot serve it: one kernel over all lengths, as far as there is one.
+    """
+    found = {}
+    serving = [m for m in families_of(problem.op).values() if not m.supports(problem, gpu)]
+    for member in without_spare([m for m in serving if not m.is_vendor]):
+        for place in (TILED, problem):
+            config = _first_choice(member.name, place, gpu)
+            if config is not None and not member.violations(problem, config, gpu):
+                found[f"{member.name} of {place.label()}"] = config
+                break
+    return found
+
+
+@cache
+def _first_choice(name: str, problem: Problem, gpu: Gpu) -> Config | None:
+    """What a family's estimate likes best; None where it has nothing."""
+    member = family(name)
+    return next(iter(member.seeds(problem, gpu, member.space(problem, gpu), 1)), None)
+
+
 _LAUNCHED = (Regime("graph", "warm"), Regime("eager", "warm"))
 PRESETS: dict[str, tuple[Suite, ...]] = {
     NAME: (
         Suite(
             NAME,
-            "the workloads of the design documents; graphs against plain launches",
+            "the workloads of the design documents; graphs, plain launches, several streams",
             (
                 TILED,
                 AttentionProblem(2048, 2048, 64, 16),
@@ -122,7 +164,18 @@ PRESETS: dict[str, tuple[Suite, ...]] = {
             against=(),
             named=gemms,
         ),
-    )
+    ),
+    LENGTHS_NAME: (
+        Suite(
+            LENGTHS_NAME,
+            "one problem at nine lengths: every way of computing it, the vendors' and ours",
+            tuple(AttentionProblem(n, n, TILED.head_dim) for n in LENGTHS),
+            _LAUNCHED[:1],
+            rounds=10,  # up to a tenth of a second a kernel
+            against=("cudnn", "flash2", "efficient", "flash3", "flash4", "naive"),
+            named=one_of_each,
+        ),
+    ),
 }
 
 

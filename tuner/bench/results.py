@@ -11,6 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Self
 
+from tuner import stages
 from tuner.bench.contenders import Contender, Role
 from tuner.config import Config
 from tuner.errors import ConfigError, StoreError
@@ -23,6 +24,13 @@ FORMAT = 1
 #: Half the width of a median's 95 % confidence interval in standard errors of the mean: 1.96 for
 #: normally distributed rounds, and a median spreads sqrt(pi / 2) as wide as a mean.
 _MEDIAN_95 = 1.96 * math.sqrt(math.pi / 2)
+
+
+def half_width_us(std_us: float | None, rounds: int) -> float | None:
+    """A median is known to plus or minus this, 95 % confidence; None of fewer than two rounds."""
+    if std_us is None or rounds < 2:
+        return None
+    return _MEDIAN_95 * std_us / math.sqrt(rounds)
 
 
 @dataclass(frozen=True)
@@ -43,6 +51,8 @@ class Timed:
     flags: tuple[str, ...] = ()
     resources: Mapping[str, Resources] = field(default_factory=dict)
     log: str = ""
+    stages_us: Mapping[str, float] = field(default_factory=dict)
+    """Of a call of several kernels, each with the others left out, in their order."""
 
     @classmethod
     def of(cls, contender: Contender, seen: Measurement) -> Self:
@@ -59,14 +69,13 @@ class Timed:
             seen.flags,
             seen.resources,
             seen.log,
+            stages.read(seen.log) if seen.ok else {},
         )
 
     @property
     def half_width_us(self) -> float | None:
-        """The median is known to plus or minus this, 95 % confidence."""
-        if self.std_us is None or self.rounds < 2:
-            return None
-        return _MEDIAN_95 * self.std_us / math.sqrt(self.rounds)
+        """As the function of this name."""
+        return half_width_us(self.std_us, self.rounds)
 
     @property
     def reason(self) -> str:
@@ -137,9 +146,37 @@ class Row:
             "tb_per_s": moved / us / 1e6,
             "memory_mb": memory / 1e6,
         }
+        if timed.stages_us:
+            # Below zero where a kernel begins before the one before it ends.
+            found["gaps_us"] = us - sum(timed.stages_us.values())
         if timed.half_width_us is not None:
             found["half_width_us"] = timed.half_width_us
         return found
+
+    def measurements(self, results: Results) -> list[Measurement]:
+        """The kernels as one final pass of a sweep would have stored them."""
+        return [
+            Measurement(
+                self.problem,
+                timed.config,
+                results.gpu,
+                self.regime,
+                timed.status,
+                environment=results.environment,
+                latency_us=timed.latency_us,
+                std_us=timed.std_us,
+                rounds=timed.rounds,
+                is_final=True,
+                flags=timed.flags,
+                error=timed.error,
+                workspace_bytes=timed.workspace_bytes,
+                resources=timed.resources,
+                clocks=self.clocks,
+                log=timed.log,
+                created_at=self.created_at,
+            )
+            for timed in self.timed
+        ]
 
     def to_json(self, gpu: Gpu) -> dict[str, Any]:
         """Every field, and beside them what follows, for people and other programs to read."""

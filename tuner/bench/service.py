@@ -20,6 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -126,9 +127,23 @@ def document(count: int) -> dict[str, Any]:
     return write(dict(enumerate(measured)), decisions)
 
 
+@dataclass(frozen=True)
+class Service:
+    """One that runs."""
+
+    port: int
+    pid: int
+
+    @property
+    def cpu_s(self) -> float:
+        """Seconds of CPU up to now."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 @contextlib.contextmanager
-def running(store: Path) -> Iterator[int]:
-    """A service over a store, and its port."""
+def running(store: Path) -> Iterator[Service]:
+    """A service over a store."""
     command = [sys.executable, "-m", "tuner", "serve", "--port", "0", "--store", str(store)]
     # Whatever protects the user's own service is not what is measured.
     environment = {k: v for k, v in os.environ.items() if not k.endswith("_TOKEN")}
@@ -138,7 +153,7 @@ def running(store: Path) -> Iterator[int]:
         line = process.stderr.readline()
         if not line.startswith("serving on "):
             raise BenchmarkError(f"the service did not start: {line + process.stderr.read()}")
-        yield int(line.rsplit(":", 1)[1])
+        yield Service(int(line.rsplit(":", 1)[1]), process.pid)
     finally:
         process.terminate()
         process.communicate()
@@ -192,10 +207,10 @@ def measure(entries: int, seconds: float) -> dict[str, float]:
         with open_store(str(served)) as store:
             store.import_(known)
         figures = {"import into an empty store, s": time.perf_counter() - begun}
-        with running(served) as port:
-            figures |= _lookups(port, entries, seconds)
-            figures |= _snapshots(port)
-            address = f"http://127.0.0.1:{port}"
+        with running(served) as service:
+            figures |= _lookups(service, entries, seconds)
+            figures |= _snapshots(service.port)
+            address = f"http://127.0.0.1:{service.port}"
             with open_store(str(mirrored)) as store:
                 for name in ("first sync, s", "sync of nothing new, s"):
                     begun = time.perf_counter()
@@ -204,7 +219,8 @@ def measure(entries: int, seconds: float) -> dict[str, float]:
     return figures
 
 
-def _lookups(port: int, entries: int, seconds: float) -> dict[str, float]:
+def _lookups(service: Service, entries: int, seconds: float) -> dict[str, float]:
+    port = service.port
     asked = [{"op": "gemm", "shape": problem(n).label()} for n in range(entries)]
     path = "/v1/configs:lookup"
     single = [request("POST", path, {"items": [item]}) for item in asked]
@@ -218,11 +234,13 @@ def _lookups(port: int, entries: int, seconds: float) -> dict[str, float]:
             if b"null" in connection.ask(batch)[2]:
                 raise BenchmarkError("the service does not know what it was given")
         first = len(asked) / (time.perf_counter() - begun)
-    return {
-        "lookups a second, each for the first time": first,
-        "single lookups a second": rate(port, single, seconds),
-        "batched lookups a second": BATCH * rate(port, batches, seconds),
-    }
+    figures = {"lookups a second, each for the first time": first}
+    for name, asked_together, requests in (("single", 1, single), ("batched", BATCH, batches)):
+        spent_s, begun = service.cpu_s, time.perf_counter()
+        figures[f"{name} lookups a second"] = asked_together * rate(port, requests, seconds)
+        passed_s, spent_s = time.perf_counter() - begun, service.cpu_s - spent_s
+        figures[f"{name} lookups, the service's cores"] = spent_s / passed_s
+    return figures
 
 
 def _snapshots(port: int) -> dict[str, float]:
@@ -263,6 +281,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "python": platform.python_version(),
             "cores": os.cpu_count(),
+            "load": [round(load, 1) for load in os.getloadavg()],
             "entries": args.entries,
             "figures": figures,
         }

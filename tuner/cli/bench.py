@@ -42,7 +42,8 @@ def register(subparsers: Any) -> None:
     what.add_argument(
         "--preset",
         metavar="NAME",
-        help="design-documents: the workloads, tiles and launches that those compared",
+        help="design-documents: the workloads, tiles and launches that those compared; "
+        "sequence-lengths: one problem from 128 to 32768, what `tuner report --bench` draws",
     )
     what.add_argument(
         "--shape",
@@ -53,8 +54,8 @@ def register(subparsers: Any) -> None:
     parser.add_argument(
         "--against",
         metavar="NAME,...",
-        help="peers, as cudnn,flash2,flash3,flash4,efficient,naive or cublas,addmm,inductor "
-        "(default: all but naive and inductor; in a suite its own)",
+        help="peers, as cudnn,flash2,flash3,flash4,efficient,naive,triton or cublas,addmm,inductor "
+        "(default: all but naive, triton and inductor; in a suite its own)",
     )
     parser.add_argument(
         "--l2",
@@ -68,13 +69,19 @@ def register(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--untuned",
-        action="store_true",
-        help="also time the kernel that the cost model picks, to see what tuning gained",
+        action=argparse.BooleanOptionalAction,
+        help="also time the default, the kernel that the cost model picks: what one has without "
+        "tuning (of --shape it takes part unless told not to)",
     )
     parser.add_argument(
         "--list-problems",
         action="store_true",
         help="only print the problems, as YAML for `tuner sweep --problems`",
+    )
+    parser.add_argument(
+        "--compile-only",
+        action="store_true",
+        help="compile what is missing, without a GPU for an H200's, and time nothing",
     )
     _output(parser)
     parser.add_argument("--device", type=int, default=0, help="CUDA device (default 0)")
@@ -124,8 +131,17 @@ def run(args: argparse.Namespace) -> int:
     try:
         with Runners(Machine((args.device,), args.jobs), _note) as runners:
             comparison = Comparison(
-                tasks, runners, entries, own=args.own, with_untuned=args.untuned, note=_note
+                tasks,
+                runners,
+                entries,
+                own=args.own,
+                with_untuned=bool(args.shape) if args.untuned is None else args.untuned,
+                note=_note,
             )
+            if args.compile_only:
+                failed = comparison.compile()
+                _note(f"compiled, but for {failed} kernels" if failed else "compiled")
+                return FAILED if failed else DONE
             save(comparison.run(save, earlier))
     except KeyboardInterrupt:
         interrupted = True
@@ -135,7 +151,7 @@ def run(args: argparse.Namespace) -> int:
     if args.csv is not None:
         _write(args.csv, bench_tables.csv_text(results))
     if args.markdown is not None:
-        _write(args.markdown, bench_tables.markdown(results))
+        _write(args.markdown, bench_tables.markdown(results, {SHAPES, args.preset}))
     print(bench_tables.text(results, details={SHAPES, args.preset}))
     if interrupted:
         done = " (--resume goes on from there)" if args.json is not None else ""

@@ -22,6 +22,7 @@ FIGURES = (
     "tokens_per_s",
     "memory_mb",
     "tokens_per_s_per_mb",
+    "gaps_us",
 )
 """Columns of the CSV that follow from a time, in the order of `Row.figures`' names."""
 
@@ -43,32 +44,47 @@ def text(results: Results, details: Collection[str | None]) -> str:
     return "\n\n".join(parts)
 
 
-def markdown(results: Results) -> str:
+def markdown(results: Results, details: Collection[str | None] = ()) -> str:
     """The same tables as Markdown."""
     parts = [_environment(results)]
     for rows, summary in zip(results.sections, results.summaries, strict=True):
-        heading, *lines = _cells(rows, results.gpu)
-        right = _numbers(rows)
-        rule = ["--:" if i in right else "---" for i in range(len(heading))]
-        grid = "\n".join(f"| {' | '.join(cells)} |" for cells in (heading, rule, *lines))
+        grid = _grid(_cells(rows, results.gpu), _numbers(rows))
         parts += [f"## {_heading(rows)}", grid, summary_text(summary)]
+        for row in rows if rows[0].suite in details else ():
+            cells = _kernel_cells(row, results.gpu)
+            parts += [f"### {_row_heading(row)}", _grid(cells, _after_two(cells))]
+            if stages := _stage_cells(row, results.gpu):
+                parts += [STAGES_SAY, _grid(stages, _after_one(stages))]
         parts += ["\n".join(f"- {line}" for line in missing)] if (missing := _missing(rows)) else []
     return "\n\n".join(parts) + "\n"
 
 
+def _grid(cells: Sequence[Sequence[str]], right: Collection[int]) -> str:
+    heading, *lines = cells
+    rule = ["--:" if i in right else "---" for i in range(len(heading))]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (heading, rule, *lines))
+
+
 def csv_text(results: Results) -> str:
-    """One line a kernel, numbers in full."""
+    """One line a kernel, numbers in full, with the clocks and the environment that they were
+    measured under; `stages_us` as ``qk=20.1;softmax=9.8``.
+    """
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     heading = ("suite", "problem", "regime", "role", "kernel", "config", "status", "latency_us")
-    writer.writerow((*heading, "rounds", "error", "workspace_bytes", *FIGURES))
+    last = ("stages_us", "sm_mhz", "power_w", "created_at", "gpu", *results.environment.facts)
+    writer.writerow((*heading, "std_us", "rounds", "error", "workspace_bytes", *FIGURES, *last))
     for row in results.rows:
         for timed in row.timed:
             figures = row.figures(timed, results.gpu)
             what = (row.suite, row.problem.label(), row.regime, timed.role, timed.name)
-            seen = (timed.config.digest, timed.status, timed.latency_us, timed.rounds, timed.error)
-            numbers = (timed.workspace_bytes, *(figures.get(name) for name in FIGURES))
-            writer.writerow((*what, *seen, *numbers))
+            seen = (timed.config.digest, timed.status, timed.latency_us, timed.std_us)
+            checked = (timed.rounds, timed.error, timed.workspace_bytes)
+            stages = ";".join(f"{name}={us}" for name, us in timed.stages_us.items())
+            under = (row.clocks.sm_mhz, row.clocks.power_w, row.created_at, results.gpu.name)
+            numbers = (figures.get(name) for name in FIGURES)
+            where = (stages, *under, *results.environment.facts.values())
+            writer.writerow((*what, *seen, *checked, *numbers, *where))
     return out.getvalue()
 
 
@@ -160,8 +176,43 @@ def _missing(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def _kernels(row: Row, gpu: Gpu) -> str:
-    """Every kernel of one problem, fastest first."""
+STAGES_SAY = (
+    "Kernels of calls that launch several, us, each alone; gaps: the call less their sum, below 0 "
+    "where they overlap, or where one finds in the L2 what in the call it does not"
+)
+
+
+def _after_one(cells: Sequence[Sequence[str]]) -> frozenset[int]:
+    return frozenset(range(1, len(cells[0])))
+
+
+def _after_two(cells: Sequence[Sequence[str]]) -> frozenset[int]:
+    return frozenset(range(2, len(cells[0])))
+
+
+def _row_heading(row: Row) -> str:
+    clocks = f"{row.clocks.sm_mhz} MHz, {row.clocks.power_w:.0f} W"
+    return f"{row.problem.op} {row.problem.label()}, {row.regime}; {clocks}"
+
+
+def _stage_cells(row: Row, gpu: Gpu) -> list[list[str]]:
+    """The stages of the kernels that have some, under a heading; empty where none has."""
+    staged = [timed for timed in row.timed if timed.stages_us]
+    names = list(dict.fromkeys(name for timed in staged for name in timed.stages_us))
+    lines = [
+        [
+            timed.name,
+            *(microseconds(timed.stages_us.get(name)) for name in names),
+            f"{row.figures(timed, gpu)['gaps_us']:.1f}",
+            microseconds(timed.latency_us),
+        ]
+        for timed in staged
+    ]
+    return [["kernel", *names, "gaps", "call"], *lines] if lines else []
+
+
+def _kernel_cells(row: Row, gpu: Gpu) -> list[list[str]]:
+    """Every kernel of one problem, fastest first, under a heading."""
     attention = isinstance(row.problem, AttentionProblem)
     heading = ["kernel", "role", "us", "+- 95 %", "TFLOP/s", "of peak", "MB", "error"]
     heading += ["us/head", "Mtokens/s", "tokens/s/MB"] if attention else []
@@ -189,9 +240,15 @@ def _kernels(row: Row, gpu: Gpu) -> str:
                 f"{figures['tokens_per_s_per_mb']:.0f}",
             ]
         lines.append(cells)
-    clocks = f"{row.clocks.sm_mhz} MHz, {row.clocks.power_w:.0f} W"
-    head = f"{row.problem.op} {row.problem.label()}, {row.regime}; {clocks}"
-    parts = [head, table(lines, frozenset(range(2, len(heading))))]
+    return lines
+
+
+def _kernels(row: Row, gpu: Gpu) -> str:
+    """Every kernel of one problem, and what the best own one is."""
+    cells = _kernel_cells(row, gpu)
+    parts = [_row_heading(row), table(cells, _after_two(cells))]
+    if stages := _stage_cells(row, gpu):
+        parts += [*wrapped(f"{STAGES_SAY}:"), table(stages, _after_one(stages))]
     if row.own is not None:
         parts += config_lines(row.own.config)
         parts += [f"  {name}: {_said(seen)}" for name, seen in row.own.resources.items()]

@@ -407,7 +407,7 @@ def _environment() -> Environment:
 def _answer(args: argparse.Namespace) -> Answer | None:
     """Look a shape up; on a miss say so on standard error."""
     problem = PROBLEMS[args.op].parse(args.shape)
-    regime = _regime(args, problem) or Regime.default(problem.op)
+    regime = _regime(args, problem)
     known = known_entries(args)
     gpu = find_gpu(args.gpu, known) if args.gpu else _detected()
     here = None
@@ -428,7 +428,8 @@ def _answer(args: argparse.Namespace) -> Answer | None:
         others = sorted({f"{e.gpu.name} ({e.regime})" for e in known if e.problem == problem})
         hint = f"; known for {', '.join(others)}" if others else ""
         message = (
-            f"tuner: nothing known for {problem.op} {problem.label()} on {name} ({regime}){hint}"
+            f"tuner: nothing known for {problem.op} {problem.label()} on {name} "
+            f"({regime or Regime.default(problem.op)}){hint}"
         )
         print(message, file=sys.stderr)
         if args.json:

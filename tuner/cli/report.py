@@ -24,6 +24,14 @@ def register(subparsers: Any) -> None:
     add_subject(parser)
     parser.add_argument("-o", "--out", type=Path, default=Path("report.html"), metavar="FILE")
     parser.add_argument(
+        "--bench",
+        type=Path,
+        action="append",
+        metavar="FILE",
+        help="of `tuner bench --json`: its rows that differ in their sequence length only make the "
+        "scaling curves; may be repeated",
+    )
+    parser.add_argument(
         "--pictures", type=Path, metavar="DIR", help="write the pictures as SVG instead of the page"
     )
     parser.add_argument(

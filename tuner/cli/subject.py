@@ -37,9 +37,10 @@ def subject_of(args: argparse.Namespace) -> Subject:
     from tuner.lookup import find_gpu
     from tuner.report import subject
 
+    benches = getattr(args, "bench", None) or ()
     if args.recording is not None:
-        return subject.from_file(args.recording)
+        return subject.from_file(args.recording, benches)
     problem = PROBLEMS[args.op].parse(args.shape)
     regime = JobOptions(launch=args.regime, l2=args.l2).regime(problem)
     gpu = find_gpu(args.gpu) if args.gpu else detect() or DEFAULT_GPU
-    return subject.from_known(problem, gpu, regime, args.store)
+    return subject.from_known(problem, gpu, regime, args.store, benches)

@@ -78,6 +78,9 @@ class Launch:
     tensors: tuple[Ref, ...]
     integers: tuple[int, ...]
     scalars: tuple[float, ...] = ()
+    lane: int = 0
+    """Launches of one lane follow each other; those of several may run side by side, each lane on
+    a stream of its own, and may as well be launched one after the other."""
 
 
 class Family(ABC):
@@ -162,7 +165,7 @@ class Family(ABC):
         return {}
 
     def launches(self, problem: Problem, config: Config, scale: float) -> list[Launch]:
-        """The calls that compute `problem`, in order, on one stream.
+        """The calls that compute `problem`, in order; on one stream but for their lanes.
 
         Args:
             problem: what is computed; strides are those of `Problem.operands`.

@@ -8,13 +8,14 @@ Few heads a launch keep the scores in L2, many fill the GPU and save launches. W
 kernel after the first starts before its predecessor ends and waits for it on the device; with
 `in_place` the softmax writes its 16-bit probabilities over the fp32 scores, so that P V reads them
 with twice the row stride. The causal mask is applied by the softmax alone: both GEMMs are full.
+With `streams`, which no space has, launches of different heads are dealt over as many streams.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain, product, zip_longest
 from typing import ClassVar, NamedTuple, Self
@@ -63,7 +64,7 @@ class ThreeKernelAttention(Family):
     capabilities = (HOPPER,)
     takes_extras = False
     runtime_parameters: ClassVar[frozenset[str]] = frozenset(
-        {"heads_per_launch", "pdl", "in_place"}
+        {"heads_per_launch", "pdl", "in_place", "streams"}
     )
 
     def __init__(self, winners: Mapping[str, Sequence[Config]] | None = None) -> None:
@@ -101,7 +102,11 @@ class ThreeKernelAttention(Family):
         reason = self.supports(problem, gpu)
         if reason or not isinstance(problem, AttentionProblem):
             return [reason]
-        found = _malformed(config) or _heads_violations(problem, config["heads_per_launch"])
+        found = (
+            _malformed(config)
+            or _heads_violations(problem, config["heads_per_launch"])
+            or _streams_violations(problem, config)
+        )
         if found:
             return found
         problems = _chunk_problems(problem, config["heads_per_launch"])._asdict()
@@ -165,17 +170,16 @@ class ThreeKernelAttention(Family):
     def launches(self, problem: Problem, config: Config, scale: float) -> list[Launch]:
         problem = _attention(problem)
         return [
-            launch
-            for chunk in _chunks(problem, config["heads_per_launch"])
+            replace(launch, lane=chunk.lane)
+            for chunk in _chunks(problem, config["heads_per_launch"], config.get("streams", 1))
             for launch in _chunk_launches(problem, config, scale, chunk)
         ]
 
     def scratch_bytes(self, problem: Problem, config: Config) -> int:
-        """The scores of one launch's heads and, if not in place, their probabilities."""
-        problem = _attention(problem)
-        heads: int = config["heads_per_launch"]
-        width = SCORE_BYTES + (0 if config["in_place"] else DTYPE_BYTES[problem.dtype])
-        return heads * problem.seqlen_q * problem.seqlen_kv * width
+        """The scores of one launch's heads and, if not in place, their probabilities; a set for
+        each stream.
+        """
+        return _lane_bytes(_attention(problem), config) * int(config.get("streams", 1))
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
         problem = _attention(problem)
@@ -232,6 +236,7 @@ class _Chunk:
     batch_index: int
     head: int
     is_first: bool
+    lane: int
 
 
 def launchable_heads(problem: AttentionProblem) -> list[int]:
@@ -274,8 +279,30 @@ def _heads_violations(problem: AttentionProblem, heads: int) -> list[str]:
     return []
 
 
+def _streams_violations(problem: AttentionProblem, config: Config) -> list[str]:
+    """Each stream has heads of its own, and kernels that start early know of one stream only."""
+    streams, chunks = config.get("streams", 1), _count_chunks(problem, config)
+    if not 1 <= streams <= chunks:
+        return [f"streams={streams} is out of range (allowed: 1 to the {chunks} launches)"]
+    if streams > 1 and config["pdl"]:
+        return [f"streams={streams} with pdl=True: what comes before may be on another stream"]
+    return []
+
+
+def _count_chunks(problem: AttentionProblem, config: Config) -> int:
+    return problem.batch * problem.heads_q // int(config["heads_per_launch"])
+
+
+def _lane_bytes(problem: AttentionProblem, config: Config) -> int:
+    heads: int = config["heads_per_launch"]
+    width = SCORE_BYTES + (0 if config["in_place"] else DTYPE_BYTES[problem.dtype])
+    return heads * problem.seqlen_q * problem.seqlen_kv * width
+
+
 def _malformed(config: Config) -> list[str]:
     types = {"heads_per_launch": int, "pdl": bool, "in_place": bool}
+    if "streams" in config.params:
+        types["streams"] = int
     found = [
         f"{name}={config.get(name)!r} is not of type {expected.__name__}"
         for name, expected in types.items()
@@ -312,10 +339,11 @@ def _chunk_problems(problem: AttentionProblem, heads: int) -> _Stages:
     return _stage_problems(problem, heads // stacked, stacked)
 
 
-def _chunks(problem: AttentionProblem, heads: int) -> Iterator[_Chunk]:
+def _chunks(problem: AttentionProblem, heads: int, streams: int) -> Iterator[_Chunk]:
     problems = _chunk_problems(problem, heads)
-    for first in range(0, problem.batch * problem.heads_q, heads):
-        yield _Chunk(problems, *divmod(first, problem.heads_q), is_first=first == 0)
+    for number, first in enumerate(range(0, problem.batch * problem.heads_q, heads)):
+        place = divmod(first, problem.heads_q)
+        yield _Chunk(problems, *place, is_first=first == 0, lane=number % streams)
 
 
 def _chunk_launches(
@@ -326,11 +354,12 @@ def _chunk_launches(
     group = problem.heads_q // problem.heads_kv
     stacked = qk.m // problem.seqlen_q
     key_head = chunk.head // group
-    scores = Ref(SCRATCH)
+    base = chunk.lane * _lane_bytes(problem, config)
+    scores = Ref(SCRATCH, base)
     in_place, score_elements = config["in_place"], qk.batch * qk.m * qk.n
     # Rows of 16-bit elements at the stride of the fp32 rows they lie in.
     stride = 2 * qk.n if in_place else qk.n
-    probabilities = scores if in_place else Ref(SCRATCH, SCORE_BYTES * score_elements)
+    probabilities = scores if in_place else Ref(SCRATCH, base + SCORE_BYTES * score_elements)
     yield gemm_launch(
         qk,
         config.stages["qk"],

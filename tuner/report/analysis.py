@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from datetime import datetime
+from dataclasses import dataclass
 from typing import Any
 
-from tuner.cli.describe import kernel_name, microseconds, short_name
+from tuner.cli.describe import microseconds, short_name
 from tuner.config import Config, Value
 from tuner.families import families
-from tuner.lookup import Entry
 from tuner.measurement import Measurement
-from tuner.problem import AttentionProblem, Problem
+from tuner.problem import Problem
 from tuner.ranking import is_tie
 from tuner.report.subject import Subject
 from tuner.store.entry import is_vendor
@@ -24,8 +21,6 @@ LEAST_CANDIDATES = 20
 TREES, DEPTH = 16, 6
 """Of the forest that shares are read from: a tenth of the time of Optuna's 64 and 64, and no share
 of the shipped recordings changes by 0.05."""
-LEAST_LENGTHS = 3
-"""Sequence lengths that make a curve."""
 #: Axes of a heat map: the first of these that a family has; a family with none is drawn over the
 #: two parameters with the most values.
 ROWS = ("tile_m", "warp_groups", "rows_per_block", "heads_per_launch")
@@ -71,89 +66,6 @@ def verdict(subject: Subject) -> str:
 
 def _us(measurement: Measurement) -> str:
     return f"{microseconds(measurement.latency_us)} us"
-
-
-@dataclass(frozen=True)
-class Step:
-    """One candidate of the quick pass in the order of time."""
-
-    number: int
-    """From 1."""
-    measurement: Measurement
-    best_us: float
-    """Fastest so far; infinite before the first that passed."""
-
-
-def progress(subject: Subject) -> list[Step]:
-    """The quick pass as the search went through it."""
-    return steps_of(subject.quick)
-
-
-def steps_of(measurements: Iterable[Measurement]) -> list[Step]:
-    """Candidates, in the order of time, each with the fastest so far."""
-    steps: list[Step] = []
-    best = math.inf
-    for number, measurement in enumerate(measurements, 1):
-        best = min(best, latency(measurement))
-        steps.append(Step(number, measurement, best))
-    return steps
-
-
-def stopping(steps: Sequence[Step]) -> list[tuple[int, float, float]]:
-    """What stopping after some of the candidates would have lost.
-
-    Returns:
-        (candidates, fastest so far in microseconds, loss against the fastest of all as a part).
-    """
-    if not steps or math.isinf(steps[-1].best_us):
-        return []
-    total = len(steps)
-    series = (step * 10**power for power in range(6) for step in (1, 2, 5))
-    counts = [count for count in series if count < total] + [total]
-    rows = [(n, steps[n - 1].best_us) for n in counts]
-    return [(n, us, us / steps[-1].best_us - 1) for n, us in rows if not math.isinf(us)]
-
-
-def found_at(steps: Sequence[Step]) -> int:
-    """Number of the first candidate with the fastest quick time."""
-    return next(step.number for step in steps if step.best_us == steps[-1].best_us)
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What a sweep cost, stages included."""
-
-    candidates: int
-    kernel_sets: int
-    """Groups of candidates that share their compiled kernels."""
-    failures: dict[str, int]
-    compiled: int
-    """Candidates that something was compiled for."""
-    compile_cpu_s: float
-    span_s: float
-    """From the first measurement to the last, wall clock."""
-
-
-def cost(subject: Subject) -> Cost:
-    """What the search cost, of what the measurements say."""
-    every = [m for part in subject.recording.walk() for m in part.measurements]
-    own = [m for m in every if not m.is_final and not is_vendor(m.config)]
-    spent = [m.compile_cpu_s for m in own if m.compile_cpu_s]
-    times = sorted(datetime.fromisoformat(m.created_at) for m in every if m.created_at)
-    known = families()
-    digests = {
-        (m.problem, known[m.config.family].compile_digest(m.config))
-        for m in own
-        if m.config.family in known
-    }
-    return Cost(
-        candidates=len(own),
-        kernel_sets=len(digests),
-        failures=dict(Counter(m.status.value for m in own if not m.ok).most_common()),
-        compiled=len(spent),
-        compile_cpu_s=sum(spent),
-        span_s=(times[-1] - times[0]).total_seconds() if times else 0.0,
-    )
 
 
 def differences(one: Config, other: Config) -> dict[str, tuple[Value | None, Value | None]]:
@@ -366,55 +278,6 @@ def _first(preferred: Sequence[str], varied: Sequence[str]) -> str | None:
 
 
 @dataclass(frozen=True)
-class Length:
-    """The fastest of one kernel at one sequence length."""
-
-    seqlen: int
-    kernel: str
-    """A vendor's kernel or an own family."""
-    is_vendor: bool
-    measurement: Measurement
-
-
-def scaling(subject: Subject) -> list[Length]:
-    """Problems that differ from this one in their sequence length only; empty when there are
-    fewer than `LEAST_LENGTHS` of them.
-    """
-    entries = [e for e in subject.known if _is_sibling(subject, e)]
-    found: list[Length] = []
-    for entry in sorted(entries, key=lambda e: _length(e.problem)):
-        kernels: dict[str, Measurement] = {}
-        for m in entry.ranking:
-            kernels.setdefault(kernel_name(m), m)
-        found += [
-            Length(_length(entry.problem), name, is_vendor(m.config), m)
-            for name, m in kernels.items()
-        ]
-    return found if len({length.seqlen for length in found}) >= LEAST_LENGTHS else []
-
-
-def lengths_known(subject: Subject) -> list[int]:
-    """Sequence lengths at which problems that differ in nothing else are tuned; this one's too."""
-    return sorted({_length(e.problem) for e in subject.known if _is_sibling(subject, e)})
-
-
-def _length(problem: Problem) -> int:
-    return problem.seqlen_kv if isinstance(problem, AttentionProblem) else 0
-
-
-def _is_sibling(subject: Subject, entry: Entry) -> bool:
-    mine, theirs = subject.problem, entry.problem
-    if not isinstance(mine, AttentionProblem) or not isinstance(theirs, AttentionProblem):
-        return False
-    if (subject.gpu.identity, subject.regime) != (entry.gpu.identity, entry.regime):
-        return False
-    # Self-attention at another length, or as many queries over another length.
-    square = mine.seqlen_q == mine.seqlen_kv
-    queries = theirs.seqlen_kv if square else mine.seqlen_q
-    return theirs == replace(mine, seqlen_q=queries, seqlen_kv=theirs.seqlen_kv)
-
-
-@dataclass(frozen=True)
 class Standing:
     """The best own kernel and the fastest vendor's of one problem's final pass."""
 
@@ -444,30 +307,3 @@ def standing(subject: Subject) -> list[Standing]:
         if entry.best_own is not None and entry.vendors
     ]
     return sorted(found, key=lambda s: (s.problem.flops, s.problem.key))
-
-
-def crossings(lengths: Sequence[Length]) -> list[tuple[float, str, str]]:
-    """Where another kernel becomes the fastest.
-
-    Returns:
-        (sequence length, the one before, the one after); between two measured lengths it is
-        where straight lines through their logarithms meet.
-    """
-    times: dict[int, dict[str, float]] = {}
-    for length in lengths:
-        times.setdefault(length.seqlen, {})[length.kernel] = latency(length.measurement)
-    found = []
-    for (short, at_short), (long, at_long) in zip(
-        list(times.items())[:-1], list(times.items())[1:], strict=True
-    ):
-        before, after = (min(at, key=at.__getitem__) for at in (at_short, at_long))
-        if before == after:
-            continue
-        place = float(long)
-        if after in at_short and before in at_long:
-            start = math.log(at_short[after] / at_short[before])
-            end = math.log(at_long[after] / at_long[before])
-            share = start / (start - end)
-            place = math.exp(math.log(short) + share * math.log(long / short))
-        found.append((place, before, after))
-    return found

@@ -8,9 +8,10 @@ from typing import Any
 
 from tuner.cli.describe import config_text, microseconds, short_name
 from tuner.measurement import Measurement, Status
-from tuner.report import analysis
-from tuner.report.analysis import Importance, Length, Standing, Step, latency
+from tuner.report.analysis import Importance, Standing, latency
+from tuner.report.course import Step
 from tuner.report.explain import limits
+from tuner.report.lengths import Length, crossings
 from tuner.report.spec import (
     BEST,
     CROSS,
@@ -125,7 +126,7 @@ def progress(steps: Sequence[Step]) -> Spec:
         "Time of every candidate in the order in which it was measured, and the best so far.",
         height=300,
         encoding={
-            "x": channel("number", "candidate", scale={"nice": False}),
+            "x": channel("number", "candidate", scale={"nice": False}, axis={"tickCount": 8}),
             "y": channel("us", "microseconds, quick pass", **log_scale(padding=8)),
         },
         layer=layers,
@@ -384,8 +385,7 @@ def memory(subject: Subject) -> Spec:
 def scaling(lengths: Sequence[Length]) -> Spec:
     """Rate of the fastest of each kernel over the sequence length; crossings marked."""
     marks = [
-        {"seqlen": place, "text": f"{after} from here"}
-        for place, _, after in analysis.crossings(lengths)
+        {"seqlen": place, "text": f"{after} from here"} for place, _, after in crossings(lengths)
     ]
     spec = _over_length(
         lengths,
@@ -444,8 +444,10 @@ def _over_length(
         }
         for length, number in zip(lengths, numbers, strict=True)
     ]
-    names = sorted({length.kernel for length in lengths})
-    series = series_of(names)
+    # Own kernels first: they have the strongest colours.
+    series = series_of(
+        [name for _, name in sorted({(length.is_vendor, length.kernel) for length in lengths})]
+    )
     x = _length_axis(lengths)
     y = channel("y", title, **(log_scale() if is_log else {}))
     tooltip = tips(

@@ -10,14 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import tuner
+from tuner.bench.results import half_width_us
 from tuner.cli.describe import config_text, facts_text, microseconds, short_name
 from tuner.errors import ConfigError
 from tuner.measurement import Measurement
 from tuner.problem import AttentionProblem
 from tuner.profile import COUNTERS, STALLS
-from tuner.report import analysis, assets, charts, counters
+from tuner.report import analysis, assets, charts, counters, course
 from tuner.report.explain import Explanation, explain, size
 from tuner.report.heat import heat_panels
+from tuner.report.lengths import (
+    LEAST_LENGTHS,
+    crossings,
+    fastest_of_kinds,
+    lengths_known,
+    scaling,
+)
 from tuner.report.palette import colours
 from tuner.report.spec import Spec
 from tuner.report.subject import Subject
@@ -143,11 +151,25 @@ def data(subject: Subject) -> dict[str, Any]:
             for part in subject.recording.walk()
             for m in part.measurements
         ],
+        "lengths": [
+            {
+                "seqlen": length.seqlen,
+                "kernel": length.kernel,
+                "config": length.measurement.config.to_json(),
+                "latency_us": length.measurement.latency_us,
+                "std_us": length.measurement.std_us,
+                "rounds": length.measurement.rounds,
+                "workspace_bytes": length.measurement.workspace_bytes,
+                "environment": dict(length.measurement.environment.facts),
+                "created_at": length.measurement.created_at,
+            }
+            for length in scaling(subject)
+        ],
     }
 
 
 def _facts(subject: Subject) -> list[tuple[str, str]]:
-    cost = analysis.cost(subject)
+    cost = course.cost(subject)
     return [
         ("problem", f"{subject.problem.op} {subject.problem.label()}"),
         ("GPU", f"{subject.gpu.name}, {subject.gpu.sm_count} multiprocessors"),
@@ -204,17 +226,27 @@ def _sections(subject: Subject) -> Iterable[Section]:
     yield _all(subject)
 
 
+PER_TOKEN = ("us a head", "Mtokens/s", "tokens/s/MB")
+
+
 def _peers(subject: Subject) -> Section:
-    columns = ("kernel", "us", "deviation", "TFLOP/s", "of peak", "error", "beside the operands")
+    attention = isinstance(subject.problem, AttentionProblem)
+    columns = (
+        *("kernel", "us", "+- 95 %", "deviation", "TFLOP/s", "of peak", "error"),
+        *(PER_TOKEN if attention else ()),
+        "beside the operands",
+    )
     peak = subject.gpu.peak_tflops * subject.problem.tensor_rate
     rows = [
         (
             short_name(m),
             microseconds(m.latency_us),
+            "-" if (half := half_width_us(m.std_us, m.rounds)) is None else f"{half:.2g}",
             f"{100 * (m.std_us or 0) / analysis.latency(m):.1f} %",
             f"{m.tflops or 0:.0f}",
             f"{100 * (m.tflops or 0) / peak:.0f} %",
             "-" if m.error is None else f"{m.error:.1e}",
+            *_per_token(m),
             size(m.workspace_bytes),
         )
         for m in subject.ranking
@@ -231,6 +263,15 @@ def _peers(subject: Subject) -> Section:
         words.append(f"Flagged: {'; '.join(flagged)}.")
     figure = Figure("ranking", "Microseconds a call", charts.ranking(subject))
     return Section("peers", "Against the peers", words, [figure], Table(columns, rows))
+
+
+def _per_token(m: Measurement) -> Iterable[str]:
+    """Figures of `PER_TOKEN`; none where the problem has no tokens."""
+    if isinstance(m.problem, AttentionProblem):
+        tokens = m.problem.total_q * 1e6 / analysis.latency(m)
+        yield f"{analysis.latency(m) / (m.problem.batch * m.problem.heads_q):.3g}"
+        yield f"{tokens / 1e6:.2f}"
+        yield f"{tokens / ((m.problem.bytes + m.workspace_bytes) / 1e6):.0f}"
 
 
 def _counted(subject: Subject, account: Explanation) -> Iterable[Section]:
@@ -263,22 +304,32 @@ def _counted(subject: Subject, account: Explanation) -> Iterable[Section]:
 
 
 def _search(subject: Subject) -> Iterable[Section]:
-    steps = analysis.progress(subject)
-    stopping = analysis.stopping(steps)
+    steps = course.progress(subject)
+    stopping = course.stopping(steps)
     if not stopping:
         return
-    cost = analysis.cost(subject)
+    cost = course.cost(subject)
     failed = ", ".join(f"{count} {status}" for status, count in cost.failures.items())
     words = [
-        f"The fastest of the quick pass was candidate {analysis.found_at(steps)} of {len(steps)}."
+        f"The fastest of the quick pass was candidate {course.found_at(steps)} of {len(steps)}."
         f"{_passes(subject)}",
         f"Compiling took {cost.compile_cpu_s:.0f} CPU-seconds for {cost.compiled} candidates "
-        f"(others shared their kernels or found them compiled); from the first measurement to the "
-        f"last {cost.span_s:.0f} s went by, breaks counted. "
+        f"(others shared their kernels or found them compiled); compiling, checking and timing "
+        f"went on for {cost.worked_s:.0f} s, breaks of more than {course.BREAK_S:.0f} s left out. "
         f"Failed: {failed or 'none'}.",
     ]
-    rows = [(str(count), microseconds(us), f"{100 * loss:.1f} %") for count, us, loss in stopping]
-    table = Table(("stopped after", "best so far, us", "lost"), rows)
+    rows = [
+        (
+            str(stop.candidates),
+            microseconds(stop.best_us),
+            f"{100 * stop.loss:.1f} %",
+            f"{stop.compile_cpu_s:.0f}",
+            f"{stop.worked_s:.0f}",
+        )
+        for stop in stopping
+    ]
+    columns = ("stopped after", "best so far, us", "lost", "CPU-seconds compiling", "seconds")
+    table = Table(columns, rows)
     figure = Figure("progress", "Time over trial", charts.progress(steps))
     title = "What stopping earlier would have lost"
     yield Section("search", "The search", words, [figure], table, title, is_table_open=True)
@@ -352,34 +403,45 @@ def _space(subject: Subject) -> Iterable[Section]:
 
 
 def _scaling(subject: Subject) -> Iterable[Section]:
-    lengths = analysis.scaling(subject)
-    if not lengths:
+    found = scaling(subject)
+    if not found:
         if isinstance(subject.problem, AttentionProblem):
-            known = ", ".join(map(str, analysis.lengths_known(subject))) or "none"
+            known = ", ".join(map(str, lengths_known(subject))) or "none"
             text = (
-                f"Not drawn: it takes {analysis.LEAST_LENGTHS} tuned problems that differ in their "
-                f"sequence length only (tuned: {known}). `tuner sweep` of other lengths, the rest "
-                "as here, adds them, with memory and with where one kernel overtakes another."
+                f"Not drawn: it takes {LEAST_LENGTHS} problems, tuned or benched, that differ in "
+                f"their sequence length only (known: {known}). `tuner sweep` of other lengths, the "
+                "rest as here, adds them, with memory and with where one kernel overtakes another."
             )
             yield Section("scaling", "Sequence length", [text])
         return
-    crossings = analysis.crossings(lengths)
+    changes = [f"{a} to {b} near {place:.0f}" for place, a, b in crossings(found)]
+    days = sorted({length.measurement.created_at[:10] for length in found})
     words = [
         "Problems that differ in their sequence length only; each point is the fastest of its "
-        "kernel in that problem's own final pass.",
-        "The fastest changes: "
-        + "; ".join(f"{a} to {b} near {place:.0f}" for place, a, b in crossings)
-        + "."
-        if crossings
+        f"kernel in that problem's own interleaved run ({', '.join(filter(None, days))}).",
+        f"The fastest changes: {'; '.join(changes)}."
+        if changes
         else "One kernel is the fastest at every length.",
+        *(f"{kind}: {text}." for kind, text in fastest_of_kinds(found).items()),
     ]
-    rows = [(str(le.seqlen), le.kernel, microseconds(le.measurement.latency_us)) for le in lengths]
+    rows = [
+        (
+            str(length.seqlen),
+            length.kernel,
+            microseconds(length.measurement.latency_us),
+            f"{length.measurement.tflops or 0:.0f}",
+            f"{length.tokens_per_s / 1e6:.2f}",
+            size(length.bytes),
+            f"{length.tokens_per_s / (length.bytes / 1e6):.0f}",
+        )
+        for length in found
+    ]
     figures = [
-        Figure("scaling", "TFLOP/s over sequence length", charts.scaling(lengths)),
-        Figure("memory-scaling", "Memory over sequence length", charts.memory_scaling(lengths)),
+        Figure("scaling", "TFLOP/s over sequence length", charts.scaling(found)),
+        Figure("memory-scaling", "Memory over sequence length", charts.memory_scaling(found)),
     ]
-    table = Table(("sequence length", "kernel", "us"), rows)
-    yield Section("scaling", "Sequence length", words, figures, table)
+    columns = ("sequence length", "kernel", "us", "TFLOP/s", "Mtokens/s", "memory", "tokens/s/MB")
+    yield Section("scaling", "Sequence length", words, figures, Table(columns, rows))
 
 
 def _standing(subject: Subject) -> Iterable[Section]:

@@ -90,7 +90,8 @@ def series_of(names: Sequence[str]) -> Spec:
             "type": "nominal",
             "scale": {
                 "domain": domain,
-                "range": [SHAPES[i % len(SHAPES)] for i in range(len(domain))],
+                # One further each time the colours begin again: no two names look the same.
+                "range": [SHAPES[(i + i // len(SERIES)) % len(SHAPES)] for i in range(len(domain))],
             },
             "legend": key,
         },

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tuner import profile, recording, settings
+from tuner import profile, recording, resources, settings
+from tuner.bench.results import Results
 from tuner.config import Config
 from tuner.errors import ConfigError, NoValidConfigError
 from tuner.hardware import Gpu
@@ -30,6 +31,8 @@ class Subject:
     """Where they were read, for people."""
     known: tuple[Entry, ...] = ()
     """Measured decisions of every problem, this one's too: what scaling is drawn from."""
+    benches: tuple[Results, ...] = ()
+    """Benches of any problem, what ships last: scaling is drawn from them too."""
 
     def __post_init__(self) -> None:
         if not self.ranking:
@@ -98,16 +101,30 @@ def quick_pass(part: Recording) -> tuple[Measurement, ...]:
     return tuple(sorted(own, key=lambda m: m.created_at))
 
 
-def from_file(path: Path) -> Subject:
+def from_file(path: Path, benches: Sequence[Path] = ()) -> Subject:
     """A recorded sweep.
 
     Raises:
-        ConfigError: when it cannot be read or is no recording.
+        ConfigError: when it, or a bench, cannot be read or is something else.
     """
-    return Subject(recording.read(path), f"recording {path.name}", _measured(shipped()))
+    return Subject(
+        recording.read(path), f"recording {path.name}", _measured(shipped()), _benches(benches)
+    )
 
 
-def from_known(problem: Problem, gpu: Gpu, regime: Regime, url: str | None = None) -> Subject:
+def _benches(given: Sequence[Path]) -> tuple[Results, ...]:
+    """Results of `tuner bench`: those that are named, then those under ``cache/benches/``."""
+    known = sorted((resources.cache() / "benches").glob("*.json"))
+    return tuple(Results.read(path) for path in (*given, *known))
+
+
+def from_known(
+    problem: Problem,
+    gpu: Gpu,
+    regime: Regime,
+    url: str | None = None,
+    benches: Sequence[Path] = (),
+) -> Subject:
     """The newest sweep of a problem: of the store, else a shipped recording, else what ships.
 
     Args:
@@ -115,12 +132,14 @@ def from_known(problem: Problem, gpu: Gpu, regime: Regime, url: str | None = Non
         gpu: where.
         regime: timed how.
         url: the store; default: `settings.store_url`, which need not exist.
+        benches: files of `tuner bench --json`, beside those that ship.
 
     Raises:
         NoValidConfigError: when nothing was measured; names what was.
         StoreError: when the store cannot be read.
+        ConfigError: when a bench cannot be read.
     """
-    known, found = _measured(shipped()), None
+    known, found, also = _measured(shipped()), None, _benches(benches)
     address = url or settings.store_url()
     file = sqlite_file(address)
     if url or file is None or file.exists():
@@ -130,15 +149,15 @@ def from_known(problem: Problem, gpu: Gpu, regime: Regime, url: str | None = Non
             known = _measured(with_shipped(store.entries()))
             found = _in_store(store, problem, gpu, regime)
     if found is not None:
-        return Subject(found, f"store {file or 'database'}", known)
+        return Subject(found, f"store {file or 'database'}", known, also)
     if (recorded := recording.find(problem, gpu, regime)) is not None:
         name = recording.file_name(problem, gpu, regime)
-        return Subject(recorded, f"shipped recording {name}", known)
+        return Subject(recorded, f"shipped recording {name}", known, also)
     for entry in known:
         if (entry.problem, entry.gpu.identity, entry.regime) == (problem, gpu.identity, regime):
             environment = entry.winner.environment
             decided = Recording(problem, entry.gpu, regime, environment, entry.ranking)
-            return Subject(decided, "shipped decisions", known)
+            return Subject(decided, "shipped decisions", known, also)
     labels = sorted({e.problem.label() for e in known if e.problem.op == problem.op})
     raise NoValidConfigError(
         f"nothing was measured for {problem.op} {problem.label()} on {gpu.name} ({regime}): "

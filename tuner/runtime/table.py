@@ -277,10 +277,12 @@ class Table:
         if self._fault:
             return self._fault
         try:
-            answer = lookup(problem, gpu=devices.gpu_of(device), path=self._path)
+            gpu = devices.gpu_of(device)
+            # Nobody has checked what a rule names.
+            answer = lookup(problem, gpu=gpu, path=self._path, with_rules=False)
         except StoreError as exc:
             return self._blame(exc)
-        if answer is None or answer.kind == "rule":  # nobody has checked what a rule names
+        if answer is None:
             until = time.monotonic() + MISS_EVERY_S
             return _Known(until, problem, f"no measured winner: {problem.label()}")
         with devices.use(device):

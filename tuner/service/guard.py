@@ -6,6 +6,7 @@ Plain ASGI, so that a refused request costs microseconds.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
@@ -26,6 +27,8 @@ MAX_HEADER_BYTES = 1 << 16
 MAX_BODY_BYTES = 1 << 20
 BODY_TIMEOUT_S = 10.0
 """For the whole body."""
+DISCARDED_BYTES, DISCARD_S = 16 << 20, 0.5
+"""Of a body that is too large: who sends it all before reading would not see the answer else."""
 
 LOGIN_PATH, LOGOUT_PATH = "/login", "/logout"
 OPEN_PATHS = ("/healthz", "/openapi.json", LOGIN_PATH, LOGOUT_PATH)
@@ -137,6 +140,8 @@ async def _read_body(path: str, headers: Mapping[bytes, bytes], receive: Receive
     if not declared.isdigit() or len(declared) > 15:
         raise Refused(400, "content-length is not a number")
     if int(declared) > MAX_BODY_BYTES:
+        if b"expect" not in headers:  # who waits for a leave to send gets none
+            await _discard(receive)
         raise _too_large()
     body = bytearray()
     try:
@@ -145,6 +150,7 @@ async def _read_body(path: str, headers: Mapping[bytes, bytes], receive: Receive
                 message = await receive()
                 body += message.get("body", b"")
                 if len(body) > MAX_BODY_BYTES:
+                    await _discard(receive)
                     raise _too_large()
                 if not message.get("more_body", False):
                     break
@@ -156,7 +162,29 @@ async def _read_body(path: str, headers: Mapping[bytes, bytes], receive: Receive
     allowed = "application/x-www-form-urlencoded" if path == LOGIN_PATH else "application/json"
     if body and kind != allowed.encode():
         raise Refused(415, f"the body must be {allowed}")
+    if not _is_utf8(body):
+        raise Refused(400, "the body is not UTF-8")
     return bytes(body)
+
+
+def _is_utf8(body: bytearray) -> bool:
+    """Whether it is text as JSON has to be: the parser would guess UTF-16 and 32 by their zeros."""
+    try:
+        body.decode()
+    except UnicodeDecodeError:
+        return False
+    return 0 not in body
+
+
+async def _discard(receive: Receive) -> None:
+    left = DISCARDED_BYTES
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(DISCARD_S):
+            while left > 0:
+                message = await receive()
+                left -= len(message.get("body", b""))
+                if not message.get("more_body", False):
+                    return
 
 
 def _too_large() -> Refused:

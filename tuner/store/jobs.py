@@ -210,6 +210,10 @@ class Jobs(ABC):
         """Say that the holder is alive, and how far it is; False when the lease is lost."""
 
     @abstractmethod
+    def is_held(self, lease: Lease) -> bool:
+        """Whether a lease is still its holder's; writes nothing."""
+
+    @abstractmethod
     def begin(self, lease: Lease, sweep: str) -> None:
         """Name the sweep that works on a task.
 

@@ -43,6 +43,46 @@ SKEW_S = LEASE_S
 Transaction = Callable[..., AbstractContextManager[sa.Connection]]
 
 
+def _times(clock: float) -> dict[str, float]:
+    """The parameters of the statements below. A time further ahead than any wait, or any lease,
+    means that the clock was set back.
+    """
+    waits, leases = clock + LONGEST_BACKOFF_S + SKEW_S, clock + LEASE_S + SKEW_S
+    return {"clock": clock, "longest_wait": waits, "longest_lease": leases}
+
+
+_CLOCK = sa.bindparam("clock", type_=sa.Double)
+_OTHERS = _T.alias()
+#: Tasks that may be taken. These statements are built once: building one costs more than running
+#: it.
+_DUE = (
+    _T.c.state == "queued",
+    sa.or_(
+        _T.c.not_before <= _CLOCK,
+        _T.c.not_before > sa.bindparam("longest_wait", type_=sa.Double),
+    ),
+    ~sa.exists().where(_OTHERS.c.problem_id == _T.c.problem_id, _OTHERS.c.state == "running"),
+)
+_NEXT = (
+    sa.select(_T, _J.c.options, _P.c.key)
+    .select_from(_T.join(_J).join(_P))
+    .where(*_DUE)
+    .order_by(_J.c.priority.desc(), _T.c.id)
+    .limit(1)
+    .with_for_update(of=_T, skip_locked=True)
+)
+#: Tasks whose holder is silent.
+_LOST = sa.select(_T).where(
+    _T.c.state == "running",
+    sa.or_(
+        _T.c.expires_at < _CLOCK,
+        _T.c.expires_at > sa.bindparam("longest_lease", type_=sa.Double),
+    ),
+)
+#: Whether a claim would change anything.
+_IS_DUE = sa.select(sa.or_(sa.exists().where(*_DUE), _LOST.exists()))
+
+
 class SqlJobs(Jobs):
     """The jobs of an SQL store.
 
@@ -210,25 +250,14 @@ class SqlJobs(Jobs):
     # Working
 
     def claim(self, holder: str, lease_s: float = LEASE_S) -> Claim | None:
+        with self._transaction(write=False) as connection:
+            # Many ask again and again while nothing is due: they take no turn from a writer.
+            if not connection.scalar(_IS_DUE, _times(self._clock(connection))):
+                return None
         with self._transaction(write=True) as connection:
             clock = self._clock(connection)
             self._requeue_lost(connection, clock)
-            others = _T.alias()
-            is_taken = sa.exists().where(
-                others.c.problem_id == _T.c.problem_id, others.c.state == "running"
-            )
-            # A time further ahead than any wait means that the clock was set back.
-            set_back = clock + LONGEST_BACKOFF_S + SKEW_S
-            is_due = sa.or_(_T.c.not_before <= clock, _T.c.not_before > set_back)
-            query = (
-                sa.select(_T, _J.c.options, _P.c.key)
-                .select_from(_T.join(_J).join(_P))
-                .where(_T.c.state == "queued", is_due, ~is_taken)
-                .order_by(_J.c.priority.desc(), _T.c.id)
-                .limit(1)
-                .with_for_update(of=_T, skip_locked=True)
-            )
-            row = connection.execute(query).mappings().first()
+            row = connection.execute(_NEXT, _times(clock)).mappings().first()
             if row is None:
                 return None
             lease = Lease(row["id"], row["token"] + 1)
@@ -262,6 +291,10 @@ class SqlJobs(Jobs):
                 "progress": canonical(dict(progress)),
             }
             return connection.execute(self._held(lease).values(**values)).rowcount > 0
+
+    def is_held(self, lease: Lease) -> bool:
+        with self._transaction(write=False) as connection:
+            return connection.execute(_HELD, _named(lease)).first() is not None
 
     def begin(self, lease: Lease, sweep: str) -> None:
         with self._transaction(write=True) as connection:
@@ -310,14 +343,8 @@ class SqlJobs(Jobs):
 
     def _requeue_lost(self, connection: sa.Connection, clock: float) -> None:
         """Put what nobody works on any more back into the queue."""
-        is_lost = sa.or_(_T.c.expires_at < clock, _T.c.expires_at > clock + LEASE_S + SKEW_S)
-        query = (
-            sa.select(_T)
-            .where(_T.c.state == "running", is_lost)
-            .order_by(_T.c.id)
-            .with_for_update(skip_locked=True)
-        )
-        for row in connection.execute(query).all():
+        query = _LOST.order_by(_T.c.id).with_for_update(skip_locked=True)
+        for row in connection.execute(query, _times(clock)).all():
             self._fail(connection, row, f"{row.holder} stopped answering", is_final=False)
 
     def _fail(
@@ -349,18 +376,26 @@ class SqlJobs(Jobs):
         connection.execute(_E.insert().values(job_id=job, task_id=task, at=now(), text=text))
 
 
+#: The task of a lease that is held.
+_HELD = sa.select(_T).where(
+    _T.c.id == sa.bindparam("task"),
+    _T.c.token == sa.bindparam("number"),
+    _T.c.state == "running",
+)
+_LOCKED = _HELD.with_for_update()
+
+
+def _named(lease: Lease) -> dict[str, int]:
+    return {"task": lease.task, "number": lease.token}
+
+
 def check(connection: sa.Connection, lease: Lease) -> sa.Row[Any]:
     """The task of a lease, kept from changing until the transaction ends.
 
     Raises:
         LeaseLostError: when the lease is no longer held.
     """
-    query = (
-        sa.select(_T)
-        .where(_T.c.id == lease.task, _T.c.token == lease.token, _T.c.state == "running")
-        .with_for_update()
-    )
-    row = connection.execute(query).first()
+    row = connection.execute(_LOCKED, _named(lease)).first()
     if row is None:
         raise lost(lease)
     return row

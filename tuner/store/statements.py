@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import asdict
+from contextlib import AbstractContextManager, nullcontext
 from datetime import UTC, datetime
-from functools import cache, partial
+from functools import cache
 from typing import Any, cast
 
 import sqlalchemy as sa
@@ -15,7 +14,7 @@ from sqlalchemy.exc import IntegrityError
 
 from tuner.errors import StoreError
 from tuner.hardware import Gpu
-from tuner.measurement import Measurement, Provenance, Regime, Status
+from tuner.measurement import Environment, Measurement, Provenance, Regime, Status
 from tuner.problem import Problem
 from tuner.store import models
 from tuner.store.base import ImportReport
@@ -85,11 +84,19 @@ def matching(
     return query
 
 
+@cache
+def _id_of(table: sa.Table, names: tuple[str, ...]) -> sa.Select[Any]:
+    """The query for the id of a row by its unique key, built once: building one costs more than
+    running it.
+    """
+    return sa.select(table.c.id).where(*(table.c[name] == sa.bindparam(name) for name in names))
+
+
 def ensure(
     connection: sa.Connection, table: sa.Table, key: Mapping[str, Any], rest: Mapping[str, Any]
 ) -> tuple[int, bool]:
     """The id of the row with this unique key, and whether it was inserted just now."""
-    found = connection.scalar(sa.select(table.c.id).filter_by(**key))
+    found = connection.scalar(_id_of(table, tuple(key)), key)
     return (found, False) if found is not None else _add(connection, table, key, rest)
 
 
@@ -97,19 +104,25 @@ def _add(
     connection: sa.Connection, table: sa.Table, key: Mapping[str, Any], rest: Mapping[str, Any]
 ) -> tuple[int, bool]:
     """As `ensure`, of a row that was not there just now."""
-    # SQLite has one writer at a time, and rolls back by itself when the disk is full.
-    is_alone = connection.dialect.name == "sqlite"
     try:
-        with nullcontext() if is_alone else connection.begin_nested():
+        with _attempt(connection):
             # Values apart from the statement, which is built and compiled once then.
             result = connection.execute(table.insert(), {**key, **rest})
             return int(cast("sa.Row[Any]", result.inserted_primary_key)[0]), True
     except IntegrityError:
         # On a server another writer may have inserted it meanwhile.
-        found = None if is_alone else connection.scalar(sa.select(table.c.id).filter_by(**key))
+        is_alone = connection.dialect.name == "sqlite"
+        found = None if is_alone else connection.scalar(_id_of(table, tuple(key)), key)
         if found is None:
             raise
         return found, False
+
+
+def _attempt(connection: sa.Connection) -> AbstractContextManager[Any]:
+    """Around what may meet another writer's row. SQLite has one writer at a time, and rolls back
+    by itself when the disk is full.
+    """
+    return nullcontext() if connection.dialect.name == "sqlite" else connection.begin_nested()
 
 
 def problem_id(connection: sa.Connection, problem: Problem) -> int:
@@ -119,7 +132,13 @@ def problem_id(connection: sa.Connection, problem: Problem) -> int:
 
 def gpu_id(connection: sa.Connection, gpu: Gpu) -> int:
     """The id of a GPU's description, stored if it is new."""
-    return ensure(connection, _G, {"facts": canonical(asdict(gpu))}, {"identity": gpu.identity})[0]
+    return ensure(connection, _G, {"facts": canonical(vars(gpu))}, {"identity": gpu.identity})[0]
+
+
+_KNOWN = sa.select(_M.c.digest, _M.c.id).where(
+    _M.c.digest.in_(sa.bindparam("digests", expanding=True))
+)
+_INSERT = _M.insert().returning(_M.c.digest, _M.c.id)
 
 
 def insert(
@@ -135,55 +154,87 @@ def insert(
     known: dict[str, int] = {}
     for start in range(0, len(digests), _PARAMETERS):
         some = digests[start : start + _PARAMETERS]
-        query = sa.select(_M.c.digest, _M.c.id).where(_M.c.digest.in_(some))
-        known.update((digest, id) for digest, id in connection.execute(query))
-    references = _References(connection)
-    done = []
-    for measurement, row, digest in zip(measured, rows, digests, strict=True):
-        if digest in known:
-            done.append((known[digest], False))
+        known.update((digest, id) for digest, id in connection.execute(_KNOWN, {"digests": some}))
+    references: dict[tuple[str, Gpu, str], dict[str, int]] = {}
+    new: dict[str, dict[str, Any]] = {}
+    for m, row, digest in zip(measured, rows, digests, strict=True):
+        if digest in known or digest in new:
             continue
-        done.append(_insert_one(connection, measurement, row, digest, origin, references))
-        known[digest] = done[-1][0]
+        _check_latency(m)
+        place = m.problem.key, m.gpu, m.environment.digest
+        if place not in references:
+            references[place] = _references(connection, m.problem, m.gpu, m.environment)
+        new[digest] = {
+            "digest": digest,
+            **references[place],
+            "family": m.config.family,
+            "config_digest": m.config.digest,
+            "origin": origin,
+            **{name: value for name, value in row.items() if name not in _JOINED},
+        }
+    added = _insert_all(connection, new)
+    done = []
+    for digest in digests:
+        id, is_new = added[digest] if digest in added else (known[digest], False)
+        added.pop(digest, None)
+        known[digest] = id  # of equal ones only the first is new
+        done.append((id, is_new))
     return done
 
 
-class _References:
-    """Ids of what measurements refer to, asked for once each."""
+def _insert_all(
+    connection: sa.Connection, new: Mapping[str, Mapping[str, Any]]
+) -> dict[str, tuple[int, bool]]:
+    """Insert measurements by digest, in their order; as `ensure` of each."""
+    if not new:
+        return {}
+    if connection.dialect.insert_executemany_returning:
+        try:
+            with _attempt(connection):
+                rows = connection.execute(_INSERT, list(new.values())).all()
+                return {digest: (id, True) for digest, id in rows}
+        except IntegrityError:
+            if connection.dialect.name == "sqlite":
+                raise
+    return {digest: _add(connection, _M, {"digest": digest}, row) for digest, row in new.items()}
 
-    def __init__(self, connection: sa.Connection) -> None:
-        self.problem = cache(partial(problem_id, connection))
-        self.gpu = cache(partial(gpu_id, connection))
-        self.environment = cache(partial(_environment_id, connection))
+
+#: Three ids in one query, each null where there is none.
+_REFERENCES = sa.select(
+    *(
+        sa.select(table.c.id).where(table.c[name] == sa.bindparam(label)).scalar_subquery()
+        for table, name, label in (
+            (_P, "key", "problem"),
+            (_G, "facts", "gpu"),
+            (_E, "digest", "environment"),
+        )
+    )
+)
 
 
-def _environment_id(connection: sa.Connection, digest: str, facts: str) -> int:
-    return ensure(connection, _E, {"digest": digest}, {"facts": facts})[0]
+def _references(
+    connection: sa.Connection, problem: Problem, gpu: Gpu, environment: Environment
+) -> dict[str, int]:
+    """The columns by which a measurement refers to them; those that are new are stored."""
+    facts, digest = canonical(vars(gpu)), environment.digest
+    asked = {"problem": problem.key, "gpu": facts, "environment": digest}
+    ids: Sequence[int] = connection.execute(_REFERENCES, asked).one()
+    if None in ids:
+        told = canonical(dict(environment.facts))
+        ids = (
+            problem_id(connection, problem),
+            gpu_id(connection, gpu),
+            ensure(connection, _E, {"digest": digest}, {"facts": told})[0],
+        )
+    return dict(zip(("problem_id", "gpu_id", "environment_id"), ids, strict=True))
 
 
-def _insert_one(
-    connection: sa.Connection,
-    m: Measurement,
-    row: Mapping[str, Any],
-    digest: str,
-    origin: str,
-    references: _References,
-) -> tuple[int, bool]:
+def _check_latency(m: Measurement) -> None:
     latency = m.latency_us
     if (m.status is Status.OK) != (latency is not None):
         raise StoreError(f"status {m.status} does not go with the latency {latency} us")
     if latency is not None and not (math.isfinite(latency) and latency > 0):
         raise StoreError(f"a measurement cannot have the latency {latency} us")
-    values = {
-        "problem_id": references.problem(m.problem),
-        "gpu_id": references.gpu(m.gpu),
-        "environment_id": references.environment(m.environment.digest, row["environment"]),
-        "family": m.config.family,
-        "config_digest": m.config.digest,
-        "origin": origin,
-        **{name: value for name, value in row.items() if name not in _JOINED},
-    }
-    return _add(connection, _M, {"digest": digest}, values)
 
 
 def find_winner(

@@ -19,7 +19,8 @@ from tuner.outcome import first_line
 from tuner.problem import Problem
 from tuner.ranking import rank
 from tuner.report import charts
-from tuner.report.analysis import Step, latency, steps_of
+from tuner.report.analysis import latency
+from tuner.report.course import Step, steps_of
 from tuner.store import Store
 from tuner.store.entry import is_vendor
 

@@ -1,0 +1,330 @@
+"""What goes wrong in the middle of a job: processes killed with SIGKILL, a full disk, a clock that
+jumps, two controllers on one job. Every finished trial is there once, and the job ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import queue_toys
+import sqlalchemy as sa
+from queue_toys import OPTIONS, REGIME, Replays, catalogue, repeated, states
+
+from tuner.artifacts import Artifact
+from tuner.controller import Controller
+from tuner.hardware import DEFAULT_GPU
+from tuner.measurement import Regime, Status
+from tuner.problem import GemmProblem, Problem
+from tuner.runners.choose import Machine
+from tuner.runners.local import LocalRunner
+from tuner.runners.pool import WorkerPool
+from tuner.store import Store, open_store
+from tuner.watch import Watcher
+from tuner.worker_client import WorkerClient
+
+PROBLEMS = [GemmProblem(64 * n, 64, 64) for n in range(1, 7)]
+EACH = 16
+"""Trials of a problem under `OPTIONS`."""
+ATTEMPTS = 50
+"""Far more than anything here takes from a problem."""
+
+
+class Fleet:
+    """Controllers as processes on one store; those that die are replaced."""
+
+    def __init__(self, url: str, size: int, log: Path, clock: Path | None = None) -> None:
+        self._arguments = [url, *([str(clock)] if clock else [])]
+        self.log = log
+        self.processes = [self._start() for _ in range(size)]
+
+    def _start(self) -> subprocess.Popen[str]:
+        script = Path(queue_toys.__file__).with_name("chaos_worker.py")
+        root = str(script.parents[2])
+        with self.log.open("a") as log:
+            process = subprocess.Popen(
+                [sys.executable, str(script), *self._arguments],
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env={**os.environ, "PYTHONPATH": root},
+            )
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n", self.log.read_text()
+        return process
+
+    def kill_one(self, draw: random.Random) -> None:
+        victim = draw.randrange(len(self.processes))
+        self.processes[victim].kill()
+        self.processes[victim].communicate()
+        self.processes[victim] = self._start()
+
+    def join(self) -> list[int]:
+        for process in self.processes:
+            process.communicate(timeout=120)
+        return [process.returncode for process in self.processes]
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.communicate()
+
+
+def submit(url: str, jobs: int = 1) -> list[str]:
+    """The same problems in some jobs."""
+    with open_store(url) as store:
+        return [store.jobs.submit(PROBLEMS, OPTIONS, attempts=ATTEMPTS) for _ in range(jobs)]
+
+
+def check(store: Store, *jobs: str) -> None:
+    """All ended, and every trial is there once."""
+    for job in jobs:
+        assert states(store, job) == ["done"] * len(PROBLEMS)
+    assert not repeated(store)
+    measured = store.measurements(final=False)
+    assert len(measured) == len(PROBLEMS) * EACH
+    for problem in PROBLEMS:
+        assert store.best(problem, DEFAULT_GPU, REGIME) is not None
+    sweeps = {m.sweep for m in measured}
+    assert len(sweeps) == len(PROBLEMS), "whoever went on took up the same sweep"
+
+
+@pytest.mark.parametrize("backend", ["sqlite", "postgresql"])
+def test_controllers_and_the_database_server_are_killed(
+    backend: str,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> None:
+    """Two controllers; again and again one of them is killed where it stands. On PostgreSQL the
+    server is, too.
+    """
+    url = str(tmp_path / "s.sqlite")
+    if backend == "postgresql":
+        url = request.getfixturevalue("create_postgres_url")()
+    jobs = submit(url, jobs=2)
+    draw = random.Random(7)
+    with contextlib.closing(Fleet(url, 2, tmp_path / "log")) as fleet:
+        for murder in range(2):
+            time.sleep(draw.uniform(0.2, 0.6))
+            fleet.kill_one(draw)
+            if backend == "postgresql" and murder == 1:
+                server = request.getfixturevalue("postgres_server")
+                server.kill()
+                time.sleep(0.5)
+                server.start()
+        assert fleet.join() == [0, 0], fleet.log.read_text()
+    with open_store(url) as store:
+        check(store, *jobs)
+
+
+def test_the_clock_jumps(tmp_path: Path) -> None:
+    """By hours and days, forth and back, under two controllers: SQLite's clock is the machine's."""
+    url, clock = str(tmp_path / "s.sqlite"), tmp_path / "clock"
+    clock.write_text("0")
+    (job,) = submit(url)
+    with contextlib.closing(Fleet(url, 2, tmp_path / "log", clock)) as fleet:
+        for offset in (3600, -86_400, 30, 0, 86_400):
+            time.sleep(0.3)
+            aside = clock.with_suffix(".new")
+            aside.write_text(str(offset))
+            aside.replace(clock)
+        assert fleet.join() == [0, 0], fleet.log.read_text()
+    with open_store(url) as store:
+        check(store, job)
+        texts = [event.text for event in store.jobs.events(job)]
+        assert any("stopped answering" in text for text in texts), "leases were cut short by it"
+
+
+class Notes(Watcher):
+    """Told what the controller tells a person."""
+
+    def __init__(self, told: Callable[[str], None]) -> None:
+        self._told = told
+
+    def note(self, text: str) -> None:
+        self._told(text)
+
+
+def test_the_disk_is_full_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The controller says so, waits, and goes on when there is room."""
+    monkeypatch.setattr("tuner.controller.STORE_WAIT_S", 0.1)
+    url = str(tmp_path / "s.sqlite")
+    (job,) = submit(url)
+    is_full = False
+    collected: list[Problem] = []
+    told: list[str] = []
+
+    def fill(problem: Problem) -> None:
+        nonlocal is_full
+        collected.append(problem)
+        is_full |= len(collected) == 5
+
+    def tell(text: str) -> None:
+        nonlocal is_full
+        if "the disk is full; what was stored before is kept" in text:
+            told.append(text)
+            is_full = len(told) < 3
+
+    with open_store(url) as store:
+        engine: sa.Engine = store._engine  # type: ignore[attr-defined]
+
+        @sa.event.listens_for(engine, "begin")
+        def limit(connection: sa.Connection) -> None:
+            pages = 1 if is_full else 1 << 30  # no less than there are: then none can be added
+            connection.exec_driver_sql(f"PRAGMA max_page_count = {pages}")
+
+        with Controller(
+            store,
+            Machine(),
+            watcher=Notes(tell),
+            lease_s=1.0,
+            catalogue=catalogue,
+            create_runners=Replays(fill),
+        ) as controller:
+            controller.run(drain=True)
+        assert len(told) == 3
+        check(store, job)
+
+
+MEASURES = """
+import json, os, sys, time
+requests, answers = (int(sys.argv[sys.argv.index(f) + 1]) for f in ("--requests", "--answers"))
+
+def say(**event):
+    os.write(answers, (json.dumps(event) + "\\n").encode())
+
+open(os.environ["TOY_WORKER_PID"], "w").write(str(os.getpid()))
+say(event="ready")
+for line in os.fdopen(requests):
+    request = json.loads(line)
+    if request["mode"] == "environment":
+        say(event="facts", facts={"torch": "2.11"})
+    for candidate in request.get("candidates", ()):
+        say(event="phase", index=candidate["index"], what="timing", allow_s=0)
+        time.sleep(0.02)
+        config = candidate["config"]["params"]
+        us = 1e5 / config["m"] / config["n"] + (config["raster"] == "m")
+        outcome = {"status": "ok", "latency_us": us, "std_us": 0.001, "rounds": 20}
+        say(event="result", index=candidate["index"], outcome=outcome, fatal=False)
+    say(event="done")
+"""
+
+
+class Processes:
+    """Stands in for `Runners`: a worker process that measures, of the toys' kernels."""
+
+    gpu = DEFAULT_GPU
+
+    def __init__(self, script: Path) -> None:
+        self._worker = WorkerClient(command=[sys.executable, "-SE", str(script)])
+        self._pool = WorkerPool([self._worker])
+
+    def of(self, problem: Problem, regime: Regime) -> LocalRunner:
+        artifact: Any = SimpleNamespace(
+            result=lambda: Artifact("k" * 32, Path("/k.so"), "0" * 64, None, 0.0)
+        )
+        compiler: Any = SimpleNamespace(
+            jobs=2,
+            batch=1,
+            toolchain=SimpleNamespace(nvcc_version="13.0.88", cutlass_version="4.2.0"),
+            submit=lambda specs: [(spec, artifact) for spec in specs],
+        )
+        return LocalRunner(
+            0,
+            regime,
+            compiler,
+            family_modules=[Path(queue_toys.__file__)],
+            gpu=DEFAULT_GPU,
+            pool=self._pool,
+            facts={"driver": "1"},
+        )
+
+    def __exit__(self, *exc: object) -> None:
+        self._pool.close()
+
+
+@pytest.fixture
+def killer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """A thread that kills whatever process wrote its id into a file, again and again."""
+    file, ended = tmp_path / "pid", threading.Event()
+    monkeypatch.setenv("TOY_WORKER_PID", str(file))
+    seen = SimpleNamespace(kills=0, most=4)
+    draw = random.Random(3)
+
+    def kill() -> None:
+        while not ended.wait(draw.uniform(0.1, 0.3)) and seen.kills < seen.most:
+            if not file.exists():
+                continue
+            number = int(file.read_text() or 0)
+            file.unlink()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(number, signal.SIGKILL)
+                seen.kills += 1
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    yield seen
+    ended.set()
+    thread.join()
+
+
+def test_the_process_that_measures_is_killed(tmp_path: Path, killer: SimpleNamespace) -> None:
+    """Each kill costs the candidate at which it came, as a fault of its own would."""
+    script, url = tmp_path / "measures.py", str(tmp_path / "s.sqlite")
+    script.write_text(MEASURES)
+    (job,) = submit(url)
+    with open_store(url) as store:
+        with Controller(
+            store,
+            Machine(),
+            catalogue=catalogue,
+            create_runners=lambda machine, note: Processes(script),  # type: ignore[arg-type,return-value]
+        ) as controller:
+            assert controller.run(drain=True) == len(PROBLEMS)
+        check(store, job)
+        measured = store.measurements(final=False)
+    lost = [m for m in measured if m.status is not Status.OK]
+    assert killer.kills == killer.most and len(lost) <= killer.kills
+    assert all(m.status is Status.WORKER_DIED and "SIGKILL" in m.log for m in lost)
+
+
+def test_the_service_is_killed(tmp_path: Path) -> None:
+    """Submitted over HTTP, worked off by a process, the service killed in the middle."""
+    pytest.importorskip("fastapi", reason="the extra [service] is not installed")
+    from serving import eventually, request, service
+
+    url = str(tmp_path / "s.sqlite")
+    body = {
+        "problems": ["M=4096,N=4096,K=4096", "M=8192,N=8192,K=8192"],
+        "op": "gemm",
+        "trials": 6,
+        "sampler": "tpe",
+    }
+    with service(url) as (address, process):
+        status, job = request(address, "POST", "/v1/jobs", body)
+        assert status == 201
+        worker = subprocess.Popen(
+            [sys.executable, "-m", "tuner", "worker", "--drain", "--replay", "--store", url],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        path = f"/v1/jobs/{job['id']}"
+        eventually(lambda: request(address, "GET", path)[1]["trials"] != [])
+        process.kill()
+    with service(url) as (address, _):
+        eventually(lambda: request(address, "GET", path)[1]["state"] == "done")
+        assert worker.wait(60) == 0
+        found = request(address, "GET", f"{path}?trials=1000")[1]["trials"]
+    trials = [(t["shape"], t["config_digest"]) for t in found if not t["is_final"]]
+    assert len(trials) == len(set(trials)) > 6

@@ -1,0 +1,129 @@
+"""The course of a search, what it cost, and what stopping earlier would have lost."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import pairwise
+
+from tuner.families import families
+from tuner.measurement import Measurement
+from tuner.report.analysis import latency
+from tuner.report.subject import Subject
+from tuner.store.entry import is_vendor
+
+BREAK_S = 120.0
+"""Longer without a measurement is a break between two runs of a sweep: a unit of four kernels takes
+a minute and a half to compile on a full machine."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One candidate of the quick pass in the order of time."""
+
+    number: int
+    """From 1."""
+    measurement: Measurement
+    best_us: float
+    """Fastest so far; infinite before the first that passed."""
+
+
+def progress(subject: Subject) -> list[Step]:
+    """The quick pass as the search went through it."""
+    return steps_of(subject.quick)
+
+
+def steps_of(measurements: Iterable[Measurement]) -> list[Step]:
+    """Candidates, in the order of time, each with the fastest so far."""
+    steps: list[Step] = []
+    best = math.inf
+    for number, measurement in enumerate(measurements, 1):
+        best = min(best, latency(measurement))
+        steps.append(Step(number, measurement, best))
+    return steps
+
+
+@dataclass(frozen=True)
+class Stop:
+    """What stopping after some of the candidates would have lost, and what it would have cost."""
+
+    candidates: int
+    best_us: float
+    """Fastest so far."""
+    loss: float
+    """Against the fastest of all, as a part."""
+    compile_cpu_s: float
+    """Spent on compiling these candidates."""
+    worked_s: float
+    """From the first of them to the last, without breaks."""
+
+
+def stopping(steps: Sequence[Step]) -> list[Stop]:
+    """What stopping after 1, 2, 5, 10, ... candidates and after all would have lost."""
+    if not steps or math.isinf(steps[-1].best_us):
+        return []
+    total = len(steps)
+    series = (step * 10**power for power in range(6) for step in (1, 2, 5))
+    counts = [count for count in series if count < total] + [total]
+    return [
+        Stop(
+            count,
+            steps[count - 1].best_us,
+            steps[count - 1].best_us / steps[-1].best_us - 1,
+            sum(step.measurement.compile_cpu_s or 0.0 for step in steps[:count]),
+            _worked_s(step.measurement for step in steps[:count]),
+        )
+        for count in counts
+        if not math.isinf(steps[count - 1].best_us)
+    ]
+
+
+def _worked_s(measurements: Iterable[Measurement]) -> float:
+    """Seconds between measurements, without breaks."""
+    times = sorted(datetime.fromisoformat(m.created_at) for m in measurements if m.created_at)
+    between = ((after - before).total_seconds() for before, after in pairwise(times))
+    return sum(seconds for seconds in between if seconds <= BREAK_S)
+
+
+def found_at(steps: Sequence[Step]) -> int:
+    """Number of the first candidate with the fastest quick time."""
+    return next(step.number for step in steps if step.best_us == steps[-1].best_us)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a sweep cost, stages included."""
+
+    candidates: int
+    kernel_sets: int
+    """Groups of candidates that share their compiled kernels."""
+    failures: dict[str, int]
+    compiled: int
+    """Candidates that something was compiled for."""
+    compile_cpu_s: float
+    worked_s: float
+    """From the first measurement to the last, wall clock, without breaks."""
+
+
+def cost(subject: Subject) -> Cost:
+    """What the search cost, of what the measurements say."""
+    every = [m for part in subject.recording.walk() for m in part.measurements]
+    own = [m for m in every if not m.is_final and not is_vendor(m.config)]
+    spent = [m.compile_cpu_s for m in own if m.compile_cpu_s]
+    known = families()
+    digests = {
+        (m.problem, known[m.config.family].compile_digest(m.config))
+        for m in own
+        if m.config.family in known
+    }
+    return Cost(
+        candidates=len(own),
+        kernel_sets=len(digests),
+        failures=dict(Counter(m.status.value for m in own if not m.ok).most_common()),
+        compiled=len(spent),
+        compile_cpu_s=sum(spent),
+        worked_s=_worked_s(every),
+    )

@@ -1,0 +1,162 @@
+"""Kernels over the sequence length: which one is the fastest where, and with how much memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from tuner.cli.describe import kernel_name
+from tuner.hardware import Gpu
+from tuner.measurement import Measurement, Regime
+from tuner.problem import AttentionProblem, Problem
+from tuner.report.analysis import latency
+from tuner.report.subject import Subject
+from tuner.store.entry import is_vendor
+
+LEAST_LENGTHS = 3
+"""Sequence lengths that make a curve."""
+
+
+@dataclass(frozen=True)
+class Length:
+    """The fastest of one kernel at one sequence length."""
+
+    seqlen: int
+    kernel: str
+    """A vendor's kernel or an own family."""
+    is_vendor: bool
+    measurement: Measurement
+
+    @property
+    def bytes(self) -> int:
+        """Of the operands and what the kernel uses beside them."""
+        return self.measurement.problem.bytes + self.measurement.workspace_bytes
+
+    @property
+    def tokens_per_s(self) -> float:
+        problem = self.measurement.problem
+        tokens = problem.total_q if isinstance(problem, AttentionProblem) else 0
+        return tokens * 1e6 / latency(self.measurement)
+
+
+def scaling(subject: Subject) -> list[Length]:
+    """Problems that differ from this one in their sequence length only, each kernel's fastest;
+    empty when there are fewer than `LEAST_LENGTHS` of them.
+    """
+    found: list[Length] = []
+    for seqlen, measured in sorted(_runs(subject).items()):
+        kernels: dict[str, Measurement] = {}
+        for m in sorted(measured, key=latency):
+            kernels.setdefault(kernel_name(m), m)
+        found += [Length(seqlen, name, is_vendor(m.config), m) for name, m in kernels.items()]
+    return found if len({length.seqlen for length in found}) >= LEAST_LENGTHS else []
+
+
+def lengths_known(subject: Subject) -> list[int]:
+    """Sequence lengths at which problems that differ in nothing else are timed; this one's too."""
+    return sorted(_runs(subject))
+
+
+def _runs(subject: Subject) -> dict[int, list[Measurement]]:
+    """By sequence length what one interleaved run timed there: a bench's row, the earliest named
+    first, for it has all lengths of one run; else the final pass of a sweep.
+    """
+    found: dict[int, list[Measurement]] = {}
+    for entry in subject.known:
+        if _is_sibling(subject, entry.problem, entry.gpu, entry.regime):
+            found[_length(entry.problem)] = list(entry.ranking)
+    for bench in reversed(subject.benches):
+        for row in bench.rows:
+            if _is_sibling(subject, row.problem, bench.gpu, row.regime):
+                passed = [m for m in row.measurements(bench) if m.ok]
+                if passed:
+                    found[_length(row.problem)] = passed
+    return found
+
+
+def _length(problem: Problem) -> int:
+    return problem.seqlen_kv if isinstance(problem, AttentionProblem) else 0
+
+
+def _is_sibling(subject: Subject, theirs: Problem, gpu: Gpu, regime: Regime) -> bool:
+    mine = subject.problem
+    if not isinstance(mine, AttentionProblem) or not isinstance(theirs, AttentionProblem):
+        return False
+    if (subject.gpu.identity, subject.regime) != (gpu.identity, regime):
+        return False
+    # Self-attention at another length, or as many queries over another length.
+    square = mine.seqlen_q == mine.seqlen_kv
+    queries = theirs.seqlen_kv if square else mine.seqlen_q
+    return theirs == replace(mine, seqlen_q=queries, seqlen_kv=theirs.seqlen_kv)
+
+
+def crossings(lengths: Sequence[Length]) -> list[tuple[float, str, str]]:
+    """Where another kernel becomes the fastest.
+
+    Returns:
+        (sequence length, the one before, the one after); between two measured lengths it is
+        where straight lines through their logarithms meet.
+    """
+    times: dict[int, dict[str, float]] = {}
+    for length in lengths:
+        times.setdefault(length.seqlen, {})[length.kernel] = latency(length.measurement)
+    found = []
+    for (short, at_short), (long, at_long) in zip(
+        list(times.items())[:-1], list(times.items())[1:], strict=True
+    ):
+        before, after = (min(at, key=at.__getitem__) for at in (at_short, at_long))
+        if before == after:
+            continue
+        place = float(long)
+        if after in at_short and before in at_long:
+            start = math.log(at_short[after] / at_short[before])
+            end = math.log(at_long[after] / at_long[before])
+            place = _meeting(short, long, start, end)
+        found.append((place, before, after))
+    return found
+
+
+KINDS: Mapping[str, str] = {
+    "fused_attention": "fused",
+    "cutlass_fmha": "fused",
+    "triton_attention": "fused",
+    "two_kernel_attention": "two kernels",
+    "three_kernel_attention": "three kernels",
+}
+"""How an own family computes attention; another one is called by its name."""
+
+
+def fastest_of_kinds(lengths: Sequence[Length]) -> dict[str, str]:
+    """How each kind of kernel of ours stands against the fastest vendor's: at which lengths it is
+    the faster one, and where that changes.
+    """
+    best: dict[str, dict[int, float]] = {}
+    for length in lengths:
+        kind = "" if length.is_vendor else KINDS.get(length.kernel, length.kernel)
+        times = best.setdefault(kind, {})
+        times[length.seqlen] = min(latency(length.measurement), times.get(length.seqlen, math.inf))
+    vendors = best.pop("", {})
+    return {kind: _against(times, vendors) for kind, times in best.items() if {*times} & {*vendors}}
+
+
+def _against(times: Mapping[int, float], vendors: Mapping[int, float]) -> str:
+    """Ratios at the ends and the crossings in between."""
+    both = sorted({*times} & {*vendors})
+    ratios = [vendors[n] / times[n] for n in both]
+    ends = [f"{ratio:.2f} at {n}" for n, ratio in ((both[0], ratios[0]), (both[-1], ratios[-1]))]
+    places = [
+        _meeting(short, long, math.log(at_short), math.log(at_long))
+        for (short, at_short), (long, at_long) in pairwise(zip(both, ratios, strict=True))
+        if (at_short > 1) != (at_long > 1)
+    ]
+    meets = ", ".join(f"{place:.0f}" for place in places)
+    return f"the fastest vendor's time over its own is {' and '.join(dict.fromkeys(ends))}, " + (
+        f"and is 1 near {meets}" if places else "and nowhere crosses 1"
+    )
+
+
+def _meeting(short: int, long: int, start: float, end: float) -> float:
+    """Where a straight line over the length's logarithm is 0, between two lengths."""
+    return math.exp(math.log(short) + start / (start - end) * math.log(long / short))
