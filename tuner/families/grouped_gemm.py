@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import ceil, gcd, inf
 from typing import ClassVar
 
@@ -130,15 +131,14 @@ class GroupedGemm(Family):
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
         """Nearly the longer of two times: `gemm`'s estimate, by the constants fitted for it, of a
-        product with as many rows as all groups have when each is padded to whole tiles; and what
-        memory takes for every group's weights, at the rate that `gemm_cost` starts from, since the
-        products of the fit were not bound by memory.
+        product with as many rows as all groups have when each is padded to whole tiles, were
+        memory no matter; and what memory takes for every group's weights.
         """
-        problem = _grouped(problem)
-        constants = {**_GEMM.constants, "memory_efficiency": inf}
-        compute = gemm_cost.predict_us(_padded(problem, config), as_gemm(config), gpu, constants)
+        problem, constants = _grouped(problem), _GEMM.constants
+        product, endless = _padded(problem, config), replace(gpu, memory_gbs=inf)
+        compute = gemm_cost.predict_us(product, as_gemm(config), endless, constants)
         start = GRAPH_LAUNCH_US + constants["startup_clocks"] / gpu.clock_max_mhz
-        rate = gpu.memory_gbs * gemm_cost.CONSTANTS["memory_efficiency"] * 1e3
+        rate = gpu.memory_gbs * gemm_cost.MEMORY_EFFICIENCY * 1e3
         times = (compute - start, problem.bytes / rate)
         longest = sum(time**gemm_cost.SHARPNESS for time in times) ** (1 / gemm_cost.SHARPNESS)
         return float(start + longest)
