@@ -28,10 +28,12 @@ from tuner.problem import (
     E4M3,
     AttentionProblem,
     GemmProblem,
+    GroupedGemmProblem,
     Operand,
     Problem,
     SoftmaxProblem,
     SwigluProblem,
+    rows_of,
 )
 
 REFERENCE = KernelSpec("reference.cu.j2")
@@ -47,6 +49,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "attention": ("dominant", "large_scores", "random"),
     "gemm": ("planted", "random"),
     "swiglu": ("planted", "random"),
+    "grouped_gemm": ("planted", "random"),
     "softmax": ("dominant", "large_scores", "random"),
 }
 #: `large_scores`: standard deviation of the scaled scores, which random inputs have at 1.
@@ -77,7 +80,7 @@ _ATTENTION, _GEMM, _SOFTMAX, _COMPARE, _COUNT_CHANGED, _CHECKSUM = 4, 5, 6, 7, 8
 _GATE_PAIRS = 10
 _RESULT_BYTES = 64
 #: Operands that hold no data of a random kind.
-_STARTS = ("cu_seqlens_q", "cu_seqlens_kv")
+_STARTS = ("cu_seqlens_q", "cu_seqlens_kv", "offsets")
 #: Spacing of fp16 below its normal numbers: values there cannot be rounded any better.
 _FP16_SUBNORMAL_STEP = 2.0**-24
 
@@ -235,7 +238,7 @@ def floor_work(problem: Problem) -> tuple[int, int]:
     Under a mask only the visible pairs count, exactly, and keys that the last query does not reach
     are never read. A softmax has no tensor-core work.
     """
-    if isinstance(problem, GemmProblem | SwigluProblem):
+    if isinstance(problem, GemmProblem | SwigluProblem | GroupedGemmProblem):
         return problem.flops // problem.tensor_rate, problem.bytes
     if not isinstance(problem, AttentionProblem):
         return 0, 0 if getattr(problem, "is_causal", False) else problem.bytes
@@ -271,7 +274,7 @@ def _position(index: int, operand: Operand) -> tuple[int, ...]:
 
 def scale_of(problem: Problem, kind: str = "random") -> float:
     """The scale (alpha of a GEMM) that a problem is checked with; `random`'s is the timed one."""
-    if isinstance(problem, GemmProblem | SwigluProblem):
+    if isinstance(problem, GemmProblem | SwigluProblem | GroupedGemmProblem):
         return 1.0
     base = SOFTMAX_SCALE
     if isinstance(problem, AttentionProblem):
@@ -444,7 +447,7 @@ class Gate:
         draw = random.Random(f"{seed}:{kind}")
         for operand in problem.operands[:-1]:
             if operand.name in _STARTS:
-                self._write_starts(problem, operand)
+                self._write_starts(problem, operand, kind)
                 continue
             self._run(
                 (self._operands[operand.name].pointer,),
@@ -469,7 +472,7 @@ class Gate:
                     ),
                     (DOMINANCE,),
                 )
-        elif isinstance(problem, GemmProblem | SwigluProblem):
+        elif isinstance(problem, GemmProblem | SwigluProblem | GroupedGemmProblem):
             columns = border_columns(problem.k, seed)
             batch, rows, strides = _matrices(problem.operands[0])
             self._run(
@@ -504,6 +507,8 @@ class Gate:
             self._run(tensors, integers, (scale, 1.0))
         elif isinstance(problem, SwigluProblem):
             self._compute_swiglu(problem, scale, reference)
+        elif isinstance(problem, GroupedGemmProblem):
+            self._compute_groups(problem, kind, scale, reference)
         elif isinstance(problem, AttentionProblem):
             self._compute_attention(problem, scale, reference)
         else:
@@ -532,10 +537,26 @@ class Gate:
                 )
             self._device.wait()
 
-    def _write_starts(self, problem: Problem, operand: Operand) -> None:
-        """Where each of the packed sequences starts, and the last one's end."""
-        starts = struct.pack(f"<{operand.elements}i", 0, *accumulate(_lengths(problem, operand)))
+    def _write_starts(self, problem: Problem, operand: Operand, kind: str) -> None:
+        """Where each of the packed sequences or groups starts, and the last one's end."""
+        lengths = _lengths(problem, operand, kind)
+        starts = struct.pack(f"<{operand.elements}i", 0, *accumulate(lengths))
         self._device.write(self._operands[operand.name].pointer, starts)
+
+    def _compute_groups(
+        self, problem: GroupedGemmProblem, kind: str, scale: float, reference: int
+    ) -> None:
+        """One group that has rows after the other."""
+        n, k, width = problem.n, problem.k, DTYPE_BYTES[problem.dtype]
+        start = 0
+        for group, rows in enumerate(_group_rows(problem, kind)):
+            a = self.pointers["a"] + start * k * width
+            b = self.pointers["b"] + group * n * k * width
+            strides = (rows * k, k, 1, n * k, 1, k, rows * n, n, 1)
+            integers = (_GEMM, _DTYPES[problem.dtype], 1, rows, n, k, *strides, 0, 0, 0)
+            if rows:
+                self._run((a, b, reference + 4 * start * n, 0, 0, 0, 0), integers, (scale, 1.0))
+            start += rows
 
     def _compute_swiglu(self, problem: SwigluProblem, scale: float, reference: int) -> None:
         """Both projections in the order of the weights' rows, then the pairs."""
@@ -568,7 +589,7 @@ def _moments(problem: Problem, kind: str) -> tuple[dict[str, float], dict[str, f
         return ({"key": KEY_MEAN} if kind == "dominant" else {}), {"query": large}
     if isinstance(problem, SwigluProblem):
         return {}, {"weights": 1 / math.sqrt(problem.k)}
-    if isinstance(problem, GemmProblem):
+    if isinstance(problem, GemmProblem | GroupedGemmProblem):
         # Outputs of deviation 1: the bound of 2e-3 an element then speaks of rounding, while with
         # N(0,1) operands it would judge how a sum of size sqrt(K) is accumulated in fp32.
         # What is added to them is smaller: a sum must not cancel a product which a vendor rounded.
@@ -598,10 +619,21 @@ def _scaled(
     }
 
 
-def _lengths(problem: Problem, starts: Operand) -> tuple[int, ...]:
+def _lengths(problem: Problem, starts: Operand, kind: str) -> tuple[int, ...]:
+    if isinstance(problem, GroupedGemmProblem):
+        return _group_rows(problem, kind)
     if not isinstance(problem, AttentionProblem):
         raise BenchmarkError(f"'{problem.op}' has no sequences of variable lengths")
     return problem.lengths_q if starts.name == _STARTS[0] else problem.lengths_kv
+
+
+def _group_rows(problem: GroupedGemmProblem, kind: str) -> tuple[int, ...]:
+    """Rows of each group. A kernel that is timed on one distribution serves any: planted inputs
+    come with the first group empty and the others unlike.
+    """
+    if kind != "planted" or problem.groups == 1:
+        return problem.rows
+    return 0, *rows_of("zipf", problem.m, problem.groups - 1)
 
 
 def _parts(problem: AttentionProblem) -> Iterator[tuple[AttentionProblem, Mapping[str, int]]]:

@@ -39,6 +39,7 @@ from tuner.problem import (
     DTYPE_BYTES,
     AttentionProblem,
     GemmProblem,
+    GroupedGemmProblem,
     Problem,
     SoftmaxProblem,
     SwigluProblem,
@@ -74,6 +75,7 @@ _SIZES: Mapping[str, frozenset[str]] = {
     AttentionProblem.op: frozenset({"batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_kv"}),
     GemmProblem.op: frozenset({"m", "n", "k", "batch"}),
     SwigluProblem.op: frozenset({"m", "n", "k"}),
+    GroupedGemmProblem.op: frozenset({"groups", "m", "n", "k"}),
     SoftmaxProblem.op: frozenset({"rows", "cols", "batch", "query_rows"}),
 }
 
@@ -143,6 +145,8 @@ def _axes(problem: Problem) -> tuple[float, ...]:
         return problem.m, problem.n, problem.k, problem.batch
     if isinstance(problem, SwigluProblem):
         return problem.m, problem.n, problem.k
+    if isinstance(problem, GroupedGemmProblem):
+        return problem.m, problem.n, problem.k, problem.groups
     if isinstance(problem, SoftmaxProblem):
         return problem.batch * problem.rows, problem.cols
     return ()
@@ -217,6 +221,12 @@ def _draw_swiglu(problem: Any, rng: random.Random) -> dict[str, int]:
     return sizes
 
 
+def _draw_grouped_gemm(problem: Any, rng: random.Random) -> dict[str, int]:
+    """Rows and groups are anything; N and K are a model's, as of a GEMM."""
+    sizes = _draw_gemm(problem, rng)
+    return {**sizes, "groups": _size(rng, problem.groups)} if rng.random() < 0.5 else sizes
+
+
 def _draw_softmax(problem: Any, rng: random.Random) -> dict[str, int]:
     group = problem.rows // problem.query_rows
     query_rows = _size(rng, problem.query_rows)
@@ -232,6 +242,7 @@ _DRAWS: Mapping[str, Callable[[Any, random.Random], dict[str, int]]] = {
     AttentionProblem.op: _draw_attention,
     GemmProblem.op: _draw_gemm,
     SwigluProblem.op: _draw_swiglu,
+    GroupedGemmProblem.op: _draw_grouped_gemm,
     SoftmaxProblem.op: _draw_softmax,
 }
 

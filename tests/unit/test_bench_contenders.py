@@ -34,6 +34,7 @@ def test_suites_hold_what_they_are_named_for() -> None:
         "fp8": 8,
         "few": 8,
         "gated": 8,
+        "moe": 12,
     }
     acceptance = SUITES["acceptance"].problems
     assert len(set(acceptance)) == 22
@@ -68,7 +69,12 @@ def test_a_listed_suite_can_be_swept(
 def test_every_suite_names_peers_that_exist() -> None:
     for suite in SUITES.values():
         known = peers_named(suite.op, suite.against)
-        wanted = {"attention": "flash3_splits", "gemm": "cublaslt", "swiglu": "inductor"}
+        wanted = {
+            "attention": "flash3_splits",
+            "gemm": "cublaslt",
+            "grouped_gemm": "grouped_mm",
+            "swiglu": "inductor",
+        }
         assert ("scaled_mm" if suite.name == "fp8" else wanted[suite.op]) in known
     assert {"addmm_activation", "inductor"} < set(peers_named("gemm", SUITES["mlp"].against))
 

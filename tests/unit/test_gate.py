@@ -30,6 +30,7 @@ from tuner.problem import (
     E4M3,
     AttentionProblem,
     GemmProblem,
+    GroupedGemmProblem,
     Problem,
     SoftmaxProblem,
     SwigluProblem,
@@ -40,6 +41,7 @@ SCALED = GemmProblem(4, 8, 64, dtype=E4M3, scales="row")
 ATTENTION = AttentionProblem(seqlen_q=70, seqlen_kv=90, head_dim=64, heads_q=2, layout="bshd")
 QUANTISED = AttentionProblem.parse("H=4,HKV=2,SQ=70,SKV=90,D=64,dtype=e4m3")
 PACKED = AttentionProblem.parse("B=3,H=4,HKV=2,SQ=8,SKV=16,D=64,varlen=1")
+GROUPED = GroupedGemmProblem(3, 7, 8, 64, sizes="sparse")
 GOOD = Comparison(elements=32, error_squares=32e-8, reference_squares=32.0)
 
 
@@ -237,6 +239,9 @@ COMMANDS = {
     "swiglu": [
         *[(0, 1, 4, 2)] * 2, (2, 1, None, 1), (5, 7, 18, 2), (10, 2, 7, 0), *[(9, 2, 2, 0)] * 2,
     ],
+    "grouped_gemm": [
+        *[(0, 1, 4, 2)] * 2, (2, 1, None, 1), *[(5, 7, 18, 2)] * 2, *[(9, 2, 2, 0)] * 3,
+    ],
     "softmax": [(0, 1, 4, 2), (3, 1, 6, 1), (6, 2, 5, 1), (9, 2, 2, 0)],
     "e4m3": [
         *[(0, 1, 4, 2)] * 6, (1, 2, 17, 1), (4, 8, 22, 2), *[(9, 2, 2, 0)] * 6,
@@ -253,6 +258,7 @@ COMMANDS = {
         (GEMM, "gemm"),
         (SCALED, "scaled"),
         (SwigluProblem(4, 32, 64), "swiglu"),
+        (GROUPED, "grouped_gemm"),
         (ATTENTION, "attention"),
         (SoftmaxProblem(rows=6, cols=9), "softmax"),
         (QUANTISED, "e4m3"),
@@ -325,6 +331,24 @@ def test_scaled_products_have_a_deviation_of_one(dtype: Any) -> None:
     assert product * problem.k**0.5 == pytest.approx(1)
     for name in ("scale_a", "scale_b"):
         assert deviations[name] == gate.DESCALE_SPREAD * means[name]
+
+
+def test_groups_are_computed_one_by_one_and_planted_ones_lie_otherwise() -> None:
+    made, device, kernel = opened(GROUPED)
+    at = made.pointers
+    for kind, rows in (("planted", (0, 5, 2)), ("random", (4, 0, 3))):
+        kernel.given.clear()
+        made.load(kind)
+        starts = [0, *accumulate(rows)]
+        assert device.written[at["offsets"]] == struct.pack("<4i", *starts)
+        given = [(t, n) for t, n in kernel.given if n[0] == 5]
+        busy = [group for group in range(3) if rows[group]]
+        for group, (tensors, integers) in zip(busy, given, strict=True):
+            assert integers[2:6] == [1, rows[group], 8, 64]
+            assert tensors[0] == at["a"] + 2 * 64 * starts[group]
+            assert tensors[1] == at["b"] + 2 * 64 * 8 * group
+            assert tensors[2] == made.reference(kind) + 4 * 8 * starts[group]
+    assert gate.floor_work(GROUPED)[1] == GROUPED.bytes < sum(o.bytes for o in GROUPED.operands)
 
 
 def test_packed_sequences_are_planted_and_computed_one_by_one() -> None:

@@ -27,6 +27,7 @@ from tuner.problem import (
     E4M3,
     AttentionProblem,
     GemmProblem,
+    GroupedGemmProblem,
     Problem,
     SoftmaxProblem,
     SwigluProblem,
@@ -144,6 +145,12 @@ class TestDrawn:
             st.integers(1, 2000),
             st.integers(1, 500).map(lambda n: 32 * n),
             st.integers(1, 2000).map(lambda n: 8 * n),
+        )
+        | st.builds(
+            GroupedGemmProblem,
+            st.integers(1, 128),
+            st.integers(1, 9000),
+            *[st.integers(1, 2000).map(lambda n: 8 * n)] * 2,
         )
         | st.builds(SoftmaxProblem, st.integers(1, 3000), st.integers(1, 3000))
     )

@@ -18,6 +18,7 @@ from tuner.problem import (
     PROBLEMS,
     AttentionProblem,
     GemmProblem,
+    GroupedGemmProblem,
     Pairing,
     Problem,
     SoftmaxProblem,
@@ -42,6 +43,8 @@ EXAMPLES: list[Problem] = [
     GemmProblem.parse("M=8,N=16,K=32,dtype=e4m3"),
     GemmProblem.parse("M=8,N=16,K=32,dtype=e4m3,dtype_d=fp16,scales=row,fast_accum=0"),
     SwigluProblem.parse("M=8,N=64,K=24"),
+    GroupedGemmProblem.parse("G=8,M=100,N=16,K=24"),
+    GroupedGemmProblem.parse("G=3,M=8,N=16,K=24,sizes=zipf,dtype=bf16"),
     SwigluProblem.parse("M=8,N=64,K=24,dtype=bf16,weights=concatenated"),
     SoftmaxProblem.parse("M=64,N=128,B=2,SQ=32,causal=true"),
 ]
@@ -112,6 +115,9 @@ def test_defaults() -> None:
         ("gemm", "M=1,N=1,K=1,epilogue=", "epilogue=", "KEY=VALUE"),
         ("swiglu", "M=1,N=16,K=8", "N=16", "multiples of 32"),
         ("swiglu", "M=1,N=32,K=8,weights=mixed", "weights=mixed", "interleaved"),
+        ("grouped_gemm", "M=1,N=16,K=8", "needs G", "allowed keys: G, M"),
+        ("grouped_gemm", "G=2,M=1,N=8,K=8,sizes=odd", "sizes=odd", "uniform, zipf, sparse"),
+        ("grouped_gemm", f"G={2**20},M=1,N=4096,K=8", "columns together", "N to 2047"),
         ("softmax", "M=10,N=4,SQ=3", "SQ=3", "divide"),
     ],
 )

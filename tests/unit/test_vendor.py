@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import itertools
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,6 +18,7 @@ from tuner.families import families, family
 from tuner.families import vendor_sdpa as sdpa
 from tuner.families.vendor import Vendor, tried
 from tuner.families.vendor_blas import addmm, addmm_activation, matmul, scaled_mm, unfused
+from tuner.families.vendor_grouped_gemm import grouped, in_turn
 from tuner.families.vendor_softmax import softmax
 from tuner.families.vendor_swiglu import swiglu
 from tuner.hardware import DEFAULT_GPU
@@ -26,6 +28,7 @@ from tuner.problem import (
     SCALES,
     AttentionProblem,
     GemmProblem,
+    GroupedGemmProblem,
     Problem,
     SoftmaxProblem,
     SwigluProblem,
@@ -36,6 +39,7 @@ PROBLEMS: dict[str, Problem] = {
     "vendor_blas": GemmProblem.parse("M=4096,N=4096,K=4096"),
     "vendor_softmax": SoftmaxProblem.parse("M=1024,N=1024,B=16"),
     "vendor_swiglu": SwigluProblem.parse("M=4096,N=14336,K=4096"),
+    "vendor_grouped_gemm": GroupedGemmProblem.parse("G=8,M=4096,N=14336,K=4096,dtype=bf16"),
 }
 PEER_MODULES = ("flash_attn_interface", "flash_attn", "flash_attn.cute")
 needs_torch = pytest.mark.skipif(
@@ -551,3 +555,31 @@ def test_softmax_agrees_with_fp64(shape: str) -> None:
     out = call(scores)
     assert (out.double() - wanted).norm() / wanted.norm() < (8e-3 if "bf16" in shape else 1e-3)
     assert torch.equal(scores, before)
+
+
+@needs_torch
+@pytest.mark.parametrize("kernel", ["grouped_mm", "mm"])
+def test_grouped_products_agree_with_fp64(kernel: str) -> None:
+    import torch
+
+    problem = GroupedGemmProblem(5, 23, 32, 48, sizes="sparse", dtype="bfloat16")
+    if kernel == "grouped_mm" and not hasattr(torch, "_grouped_mm"):
+        pytest.skip(f"torch {torch.__version__} has no _grouped_mm")
+    calls = {"grouped_mm": grouped, "mm": in_turn(problem)}
+    call = tried(calls[kernel], problem, kernel, "cpu")
+    assert not isinstance(call, str), call
+    a, b, _ = tensors(problem)
+    starts = [0, *itertools.accumulate(problem.rows)]
+    out = call(a, b, torch.tensor(starts, dtype=torch.int32))
+    wanted = torch.cat(
+        [
+            a[start:end].double() @ one.double().T
+            for (start, end), one in zip(itertools.pairwise(starts), b, strict=True)
+        ]
+    )
+    assert (out.double() - wanted).norm() / wanted.norm() < 8e-3
+
+
+def test_the_grouped_kernel_of_torch_is_for_bf16() -> None:
+    space = family("vendor_grouped_gemm").space(GroupedGemmProblem(4, 64, 32, 48), DEFAULT_GPU)
+    assert [config["kernel"] for config in space] == ["mm"]

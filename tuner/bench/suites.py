@@ -16,6 +16,7 @@ from tuner.problem import (
     AttentionProblem,
     DType,
     GemmProblem,
+    GroupedGemmProblem,
     Problem,
     SwigluProblem,
 )
@@ -87,6 +88,8 @@ _QUANTISED = ((8192, 8192, 8192), (4096, 14336, 4096))
 _TYPES: tuple[DType, ...] = ("float16", "bfloat16")
 #: Hidden and intermediate size of Llama 3 8B and of Llama 2 7B.
 _MLPS = ((4096, 14336), (4096, 11008))
+#: Experts, N, K: an up and the down projection of Mixtral 8x7B, of DeepSeek-V2-Lite.
+_EXPERTS = ((8, 14336, 4096), (8, 4096, 14336), (64, 1408, 2048), (64, 2048, 1408))
 
 
 def _mlp(tokens: int, hidden: int, between: int) -> tuple[Problem, ...]:
@@ -183,6 +186,17 @@ SUITES: dict[str, Suite] = {
             ),
             (_COLD,),
             against=("torch", "inductor"),
+        ),
+        Suite(
+            "moe",
+            "projections of experts, their rows as unlike as routed ones; buffers rotated",
+            tuple(
+                GroupedGemmProblem(groups, rows, n, k, sizes="zipf", dtype="bfloat16")
+                for groups, n, k in _EXPERTS
+                for rows in (256, 2 * _K, 8 * _K)
+            ),
+            (_COLD,),
+            against=("grouped_mm", "mm"),
         ),
     )
 }

@@ -23,6 +23,7 @@ from tuner.problem.base import (
     Problem,
 )
 from tuner.problem.gemm import ACTIVATIONS, EPILOGUES, SCALES, GemmProblem, Major
+from tuner.problem.grouped_gemm import SIZES, GroupedGemmProblem, rows_of
 from tuner.problem.softmax import SoftmaxProblem
 from tuner.problem.swiglu import PAIRINGS, Pairing, SwigluProblem
 
@@ -37,9 +38,11 @@ __all__ = [
     "PAIRINGS",
     "PROBLEMS",
     "SCALES",
+    "SIZES",
     "AttentionProblem",
     "DType",
     "GemmProblem",
+    "GroupedGemmProblem",
     "Layout",
     "Major",
     "Operand",
@@ -48,6 +51,7 @@ __all__ = [
     "SoftmaxProblem",
     "SwigluProblem",
     "problem_from_json",
+    "rows_of",
 ]
 
 #: By `op`, in the order that messages name them.
@@ -57,6 +61,7 @@ PROBLEMS: dict[str, type[Problem]] = {
         AttentionProblem,
         GemmProblem,
         SwigluProblem,
+        GroupedGemmProblem,
         SoftmaxProblem,
     )
 }

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from tuner.config import Config
-from tuner.families import family, gemv, triton_attention
+from tuner.families import family, gemv, grouped_gemm, triton_attention
 from tuner.families.cutlass_fmha_shape import Shape
 from tuner.families.fused_attention import FusedAttention, instance
 from tuner.families.gemm_shape import CONSUMERS, PINGPONG, PLAIN, oriented, smem_bytes
@@ -31,6 +31,7 @@ from tuner.problem import (
     DTYPE_BYTES,
     AttentionProblem,
     GemmProblem,
+    GroupedGemmProblem,
     Problem,
     SoftmaxProblem,
     SwigluProblem,
@@ -129,6 +130,8 @@ def _works(problem: Problem, config: Config, gpu: Gpu) -> tuple[Work, ...]:
             return (_gemv(problem, config, gpu),)
         case SwigluProblem(), "gemm_swiglu":
             return (_gemm_swiglu(problem, config, gpu),)
+        case GroupedGemmProblem(), "grouped_gemm":
+            return (_grouped_gemm(problem, config, gpu),)
         case SoftmaxProblem(), "softmax":
             return (_softmax(problem, config, gpu),)
         case _:
@@ -368,6 +371,29 @@ def _gemv(problem: GemmProblem, config: Config, gpu: Gpu) -> Work:
         wgmma=0,
         exponentials=0.0,
         l2_bytes=a.bytes / problem.batch * blocks + sum(operand.bytes for operand in others),
+    )
+
+
+def _grouped_gemm(problem: GroupedGemmProblem, config: Config, gpu: Gpu) -> Work:
+    """As many tiles as the groups have, each padded to whole ones."""
+    each = [
+        _gemm(
+            GemmProblem(rows, problem.n, problem.k, dtype=problem.dtype),
+            grouped_gemm.as_gemm(config),
+            gpu,
+        )
+        for rows in problem.rows
+        if rows
+    ]
+    _, smem = grouped_gemm.smem_bytes(problem, config)
+    return replace(
+        each[0],
+        kernel="grouped_gemm",
+        tiles=sum(work.tiles for work in each),
+        smem_bytes=smem,
+        tensor_flops=total(each, "tensor_flops"),
+        wgmma=total(each, "wgmma"),
+        l2_bytes=total(each, "l2_bytes"),
     )
 
 
