@@ -27,7 +27,7 @@ from tuner.hardware import (
     WARP,
     Gpu,
 )
-from tuner.problem import GemmProblem, Problem
+from tuner.problem import E4M3, GemmProblem, Problem
 
 KERNEL = "gemv"
 """Name of the one kernel."""
@@ -96,6 +96,8 @@ class Gemv(Family):
         reason = super().supports(problem, gpu)
         if reason or not isinstance(problem, GemmProblem):
             return reason
+        if problem.dtype == E4M3 or problem.scales:
+            return f"{self.name} takes no factors: fp16 and bf16 alone, without scales"
         if problem.m > MOST_ROWS:
             return f"{self.name} serves M up to {MOST_ROWS}, not {problem.m}"
         if problem.layout_a != "row" or problem.layout_b != "col":
