@@ -466,6 +466,28 @@ class TestCommand:
         assert facts["verdict"] in re.sub(r"\u00a0", " ", out.read_text()).replace("&#39;", "'")
         assert not list(tmp_path.glob("*.partial"))
 
+    def test_a_job_s_problems_have_a_page_each(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Those that something was measured of; the others are said."""
+        file, out = tmp_path / "s.sqlite", tmp_path / "pages"
+        missing = SoftmaxProblem(64, 64)
+        with open_store(str(file)) as store:
+            job = store.jobs.submit([PROBLEM, missing], {})
+            empty = store.jobs.submit([missing], {})
+            store.add(list(sample().recording.measurements))
+        wanted = ["report", "--store", str(file), "--gpu", "H200", "-o", str(out), "--json"]
+        assert cli.main([*wanted, "--job", job]) == 0
+        said = capsys.readouterr()
+        (one,) = json.loads(said.out)["pages"]
+        assert [str(path) for path in out.iterdir()] == [one["path"]]
+        assert "softmax" in one["verdict"] and "nothing was measured" in said.err
+        assert cli.main([*wanted, "--job", empty]) == 1
+        assert cli.main([*wanted, "--job", "nope"]) == 2
+        assert "there is no job nope" in capsys.readouterr().err
+        assert cli.main([*wanted, "--job", job, "-o", str(file)]) == 2
+        assert "a job's pages go into a folder" in capsys.readouterr().err
+
     def test_text_is_escaped(self) -> None:
         text = page.render(sample())
         assert "recording <b>one</b>" not in text
