@@ -30,6 +30,7 @@ from tuner.report.heat import heat_panels
 from tuner.report.spec import CROSS, Spec
 from tuner.report.subject import Subject, from_known
 from tuner.store import open_store
+from tuner.store.entry import is_vendor
 
 MOST_BYTES = 6_000_000
 ROOT = Path(__file__).parents[2]
@@ -227,6 +228,15 @@ class TestPictures:
         assert counted == sum(not m.ok for m in subject.quick) > 0
         shown = "".join(drawn(spec) for _, spec in heat_panels(heat))
         assert f"{CROSS} 1</text>" in shown or f"{CROSS} 2</text>" in shown
+
+    def test_no_layer_is_empty_where_no_own_kernel_was_a_finalist(self, recorded: Subject) -> None:
+        """The library warns of an empty one in the browser's console."""
+        finals = [m for m in recorded.ranking if is_vendor(m.config)]
+        quick = [m for m in recorded.recording.measurements if not m.is_final]
+        left = replace(recorded.recording, measurements=(*quick, *finals))
+        spec = charts.roofline(replace(recorded, recording=left))
+        assert spec is not None
+        assert all(layer.get("data", {}).get("values", "all") for layer in spec["layer"])
 
     def test_a_family_that_failed_throughout(self) -> None:
         finals = (vendor("torch", 33.0), measurement(CONFIGS[0], 30.0, is_final=True))
