@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from tuner.runtime.products import interleave as interleave
     from tuner.runtime.products import linear as linear
     from tuner.runtime.products import matmul as matmul
+    from tuner.runtime.products import scaled_mm as scaled_mm
     from tuner.runtime.products import swiglu as swiglu
     from tuner.runtime.varlen import attention_varlen as attention_varlen
     from tuner.sweep import sweep as sweep
@@ -75,6 +76,7 @@ _HOMES = {
     "linear": "tuner.runtime",
     "lookup": "tuner.lookup",
     "matmul": "tuner.runtime",
+    "scaled_mm": "tuner.runtime",
     "stats": "tuner.runtime",
     "sweep": "tuner.sweep",
     "swiglu": "tuner.runtime",

@@ -19,6 +19,7 @@ from tuner.artifacts import LoadedKernel
 from tuner.device import Device, Pool
 from tuner.errors import BenchmarkError
 from tuner.families.base import KernelSpec
+from tuner.families.gemm_shape import PROMOTED_K
 from tuner.hardware import Gpu
 from tuner.measurement import Status
 from tuner.problem import (
@@ -57,6 +58,8 @@ DOMINANCE = 4.0
 KEY_MEAN = 0.5
 #: `planted`: what the columns of A at the borders of k-tiles are multiplied by.
 COLUMN_FACTOR = 16.0
+#: The same of e4m3: a column's largest stays below 448 up to seven deviations.
+E4M3_COLUMN_FACTOR = 4.0
 #: A softmax alone works on scores of deviation 8, as raw scores of D = 64 have.
 SOFTMAX_SCALE = 0.125
 #: `dominant` uses a scale other than the default, so that a kernel ignoring its scale is seen.
@@ -112,14 +115,36 @@ E4M3_MARGIN = 1.25
 E4M3_ABSOLUTE = 2.0**-5 * 8
 
 
+#: Error of a sum of e4m3 products in the tensor cores' accumulators, relative to the sum, over the
+#: root of the number of products: the bits that their alignment cuts off have either sign. One
+#: H200, 22 November 2026, errors of random inputs without bf16's rounding: 1.3e-3 over 4096
+#: products, 2.1e-3 over 8192, 2.9e-3 over 14336, 4.7e-3 over 32768 (the margin covers its 2.6e-5);
+#: own kernels' and `torch._scaled_mm`'s are alike to three digits, and 13 bits kept below the
+#: largest of 32 products and their sum give the same (`tests/unit/test_e4m3_arithmetic.py`).
+E4M3_SUM = 2.1e-5
+#: What an element's error may be of that, which is the deviation of all.
+E4M3_DEVIATIONS = 8
+
+
 def limits_of(problem: Problem) -> Limits:
     """What the output of `problem` may be off by.
 
-    e4m3 attention is judged against the exact result of its quantised inputs: what is left is the
-    rounding of the probabilities and the accumulators' truncation, which grows with the keys.
+    e4m3 products may be off by what the accumulators lose over the products that stay in them, on
+    top of what 16-bit ones may. e4m3 attention is judged against the exact result of its quantised
+    inputs: what is left is the rounding of the probabilities and the accumulators' truncation,
+    which grows with the keys.
     """
+    usual = LIMITS[problem.output.dtype]
+    if isinstance(problem, GemmProblem) and problem.dtype == E4M3:
+        kept = problem.k if problem.fast_accum else min(problem.k, PROMOTED_K)
+        lost = E4M3_MARGIN * E4M3_SUM * math.sqrt(kept)
+        return Limits(
+            math.hypot(usual.frobenius, lost),
+            usual.absolute + E4M3_DEVIATIONS * lost,
+            usual.relative,
+        )
     if not isinstance(problem, AttentionProblem) or problem.dtype != E4M3:
-        return LIMITS[problem.output.dtype]
+        return usual
     truncation = E4M3_TRUNCATION * math.ceil(problem.seqlen_kv / E4M3_DEPTH)
     frobenius = E4M3_MARGIN * (E4M3_ROUNDING + truncation)
     return Limits(frobenius, E4M3_ABSOLUTE, 2 * truncation)
@@ -211,7 +236,7 @@ def floor_work(problem: Problem) -> tuple[int, int]:
     are never read. A softmax has no tensor-core work.
     """
     if isinstance(problem, GemmProblem | SwigluProblem):
-        return problem.flops, problem.bytes
+        return problem.flops // problem.tensor_rate, problem.bytes
     if not isinstance(problem, AttentionProblem):
         return 0, 0 if getattr(problem, "is_causal", False) else problem.bytes
     if problem.is_varlen:
@@ -453,7 +478,7 @@ class Gate:
                     *(_SCALE_COLUMNS, _DTYPES[problem.dtype], batch, rows),
                     *(*strides, len(columns), *columns),
                 ),
-                (COLUMN_FACTOR,),
+                (E4M3_COLUMN_FACTOR if problem.dtype == E4M3 else COLUMN_FACTOR,),
             )
         else:
             self._run(
@@ -472,9 +497,10 @@ class Gate:
             activation = ("", *ACTIVATIONS).index(problem.activation)
             integers = (
                 *(_GEMM, _DTYPES[problem.dtype], *extents, *a.strides, *b.strides, *d.strides),
-                *(activation, _DTYPES[d.dtype]),
+                *(activation, _DTYPES[d.dtype], int(problem.scales == "row")),
             )
-            tensors = (at["a"], at["b"], reference, at.get("bias", 0), at.get("residual", 0))
+            others = ("bias", "residual", "scale_a", "scale_b")
+            tensors = (at["a"], at["b"], reference, *(at.get(name, 0) for name in others))
             self._run(tensors, integers, (scale, 1.0))
         elif isinstance(problem, SwigluProblem):
             self._compute_swiglu(problem, scale, reference)
@@ -519,8 +545,8 @@ class Gate:
             both = pool.allocate(4 * m * 2 * n)
             extents = (1, m, 2 * n, k)
             strides = (m * k, k, 1, 2 * n * k, 1, k, m * 2 * n, 2 * n, 1)
-            integers = (_GEMM, _DTYPES[problem.dtype], *extents, *strides, 0, 0)
-            self._run((at["a"], at["weights"], both, 0, 0), integers, (scale, 1.0))
+            integers = (_GEMM, _DTYPES[problem.dtype], *extents, *strides, 0, 0, 0)
+            self._run((at["a"], at["weights"], both, 0, 0, 0, 0), integers, (scale, 1.0))
             steps = [stride // k for stride in problem.operands[1].strides[:-1]]
             self._run((both, reference), (_GATE_PAIRS, m, n, *steps))
             self._device.wait()
@@ -546,7 +572,11 @@ def _moments(problem: Problem, kind: str) -> tuple[dict[str, float], dict[str, f
         # Outputs of deviation 1: the bound of 2e-3 an element then speaks of rounding, while with
         # N(0,1) operands it would judge how a sum of size sqrt(K) is accumulated in fp32.
         # What is added to them is smaller: a sum must not cancel a product which a vendor rounded.
-        return {}, {"b": 1 / math.sqrt(problem.k), "bias": 0.5, "residual": 0.5}
+        deviations = {"b": 1 / math.sqrt(problem.k), "bias": 0.5, "residual": 0.5}
+        if problem.dtype != E4M3:
+            return _scaled({"scale_a": 1.0, "scale_b": 1.0}, deviations)
+        factors = {"scale_a": 1 / E4M3_DEVIATION, "scale_b": deviations["b"] / E4M3_DEVIATION}
+        return _scaled(factors, dict.fromkeys("ab", E4M3_DEVIATION))
     return {}, {"scores": large / SOFTMAX_SCALE}
 
 
@@ -554,9 +584,18 @@ def _e4m3_moments(has_mean: bool, large: float) -> tuple[dict[str, float], dict[
     """`_moments` of quantised tensors and their factors, which make them what others are."""
     factors = {f"descale_{name}": 1 / E4M3_DEVIATION for name in "qkv"}
     factors["descale_q"] *= large
-    means = {**factors, "key": KEY_MEAN * E4M3_DEVIATION if has_mean else 0.0}
-    deviations = {name: mean * DESCALE_SPREAD for name, mean in factors.items()}
-    return means, {**deviations, **dict.fromkeys(("query", "key", "value"), E4M3_DEVIATION)}
+    means, deviations = _scaled(factors, dict.fromkeys(("query", "key", "value"), E4M3_DEVIATION))
+    return {**means, "key": KEY_MEAN * E4M3_DEVIATION if has_mean else 0.0}, deviations
+
+
+def _scaled(
+    factors: dict[str, float], deviations: dict[str, float]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Means and deviations of factors, and of the elements that they scale."""
+    return factors, {
+        **{name: mean * DESCALE_SPREAD for name, mean in factors.items()},
+        **deviations,
+    }
 
 
 def _lengths(problem: Problem, starts: Operand) -> tuple[int, ...]:

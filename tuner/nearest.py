@@ -33,8 +33,16 @@ from tuner.config import Config
 from tuner.errors import ConfigError, TunerError
 from tuner.families import families
 from tuner.families.vendor_sdpa import PEERS, VARIANTS
+from tuner.hardware import TMA_ALIGNMENT_BYTES
 from tuner.measurement import Measurement, Status
-from tuner.problem import AttentionProblem, GemmProblem, Problem, SoftmaxProblem, SwigluProblem
+from tuner.problem import (
+    DTYPE_BYTES,
+    AttentionProblem,
+    GemmProblem,
+    Problem,
+    SoftmaxProblem,
+    SwigluProblem,
+)
 from tuner.store.entry import Entry, is_vendor
 
 REACH = 2.0
@@ -193,10 +201,11 @@ def _draw_attention(problem: Any, rng: random.Random) -> dict[str, int]:
 
 
 def _draw_gemm(problem: Any, rng: random.Random) -> dict[str, int]:
-    """M counts tokens and is anything; N and K are a model's, multiples of 8 at least."""
+    """M counts tokens and is anything; N and K are a model's, multiples of TMA's 16 bytes."""
+    step = TMA_ALIGNMENT_BYTES // DTYPE_BYTES[problem.dtype]
     sizes = {"m": _size(rng, problem.m), "n": problem.n, "k": problem.k}
     name = rng.choice(("n", "k"))
-    sizes[name] = _size(rng, sizes[name], rng.choice((8, 64)))
+    sizes[name] = _size(rng, sizes[name], rng.choice((step, 8 * step)))
     return sizes
 
 

@@ -40,6 +40,7 @@ NAMES = {
     "linear",
     "lookup",
     "matmul",
+    "scaled_mm",
     "stats",
     "sweep",
     "swiglu",

@@ -16,12 +16,14 @@ from tuner.config import Config
 from tuner.families import families, family
 from tuner.families import vendor_sdpa as sdpa
 from tuner.families.vendor import Vendor, tried
-from tuner.families.vendor_blas import addmm, addmm_activation, matmul, unfused
+from tuner.families.vendor_blas import addmm, addmm_activation, matmul, scaled_mm, unfused
 from tuner.families.vendor_softmax import softmax
 from tuner.families.vendor_swiglu import swiglu
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import (
+    E4M3,
     EPILOGUES,
+    SCALES,
     AttentionProblem,
     GemmProblem,
     Problem,
@@ -475,6 +477,38 @@ def test_every_way_of_an_epilogue_agrees_with_fp64(epilogue: str, dtype: Any) ->
         assert all(map(torch.equal, inputs, before)), f"{kernel} changes its inputs"
     costs = [member.predict_us(problem, c, DEFAULT_GPU) for c in member.space(problem, DEFAULT_GPU)]
     assert costs == sorted(costs, reverse=True), "the fewer kernels, the less time"
+
+
+@needs_torch
+@pytest.mark.parametrize("scales", SCALES)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", E4M3])
+def test_products_with_factors_agree_with_fp64(dtype: Any, scales: Any) -> None:
+    import torch
+
+    problem = GemmProblem(48, 32, 64, dtype=dtype, scales=scales)
+    offered = {c["kernel"] for c in family("vendor_blas").space(problem, DEFAULT_GPU)}
+    assert offered == ({"scaled_mm"} if dtype == E4M3 else {"cublas", "cublaslt"})
+    a, b, *factors = tensors(GemmProblem(48, 32, 64, dtype="bfloat16", scales=scales))
+    a, b = (matrix.to(getattr(torch, dtype)) for matrix in (a, b))
+    call = tried(unfused(problem), problem, "torch", "cpu")
+    assert not isinstance(call, str), call
+    wanted = factors[0].double().view(-1, 1) * (a.double() @ b.double()) * factors[1].double()
+    out = call(a, b, *factors)
+    assert (out.double() - wanted).norm() / wanted.norm() < (1e-3 if dtype == "float16" else 8e-3)
+
+
+@pytest.mark.parametrize("fast_accum", [True, False])
+def test_torch_s_scaled_product_has_the_problem_s_accumulation(
+    monkeypatch: pytest.MonkeyPatch, fast_accum: bool
+) -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(
+        torch, "_scaled_mm", lambda a, b, *_, **options: given.update(options) or a @ b
+    )
+    problem = GemmProblem(48, 32, 64, dtype=E4M3, dtype_d="float16", fast_accum=fast_accum)
+    scaled_mm(problem)(torch.ones(1, 48, 64), torch.ones(1, 64, 32), *torch.ones(2, 1))
+    assert given == {"out_dtype": torch.float16, "use_fast_accum": fast_accum}
 
 
 @needs_torch

@@ -36,8 +36,8 @@ def register(subparsers: Any) -> None:
     what.add_argument(
         "--suite",
         metavar="NAME",
-        help="of attention: acceptance, decoding, long; of gemm: plain, mlp; of swiglu: gated; or "
-        "all (default: the first)",
+        help="of attention: acceptance, decoding, long; of gemm: plain, mlp, fp8, few; of swiglu: "
+        "gated; or all (default: the first)",
     )
     what.add_argument(
         "--preset",

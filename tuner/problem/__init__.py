@@ -22,7 +22,7 @@ from tuner.problem.base import (
     Operand,
     Problem,
 )
-from tuner.problem.gemm import ACTIVATIONS, EPILOGUES, GemmProblem, Major
+from tuner.problem.gemm import ACTIVATIONS, EPILOGUES, SCALES, GemmProblem, Major
 from tuner.problem.softmax import SoftmaxProblem
 from tuner.problem.swiglu import PAIRINGS, Pairing, SwigluProblem
 
@@ -36,6 +36,7 @@ __all__ = [
     "MAX_EXTENT",
     "PAIRINGS",
     "PROBLEMS",
+    "SCALES",
     "AttentionProblem",
     "DType",
     "GemmProblem",
