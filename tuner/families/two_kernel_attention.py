@@ -44,8 +44,8 @@ STATISTIC_BYTES = 8
 IMAGES = 2
 #: Columns of V in a block of the second kernel at most; wider heads take two.
 MOST_COLUMNS = 128
-#: mbarriers at the end of the shared memory, rounded to the alignment of the tiles.
-BARRIER_BYTES = 1024
+#: Of one mbarrier: each stage of a ring has two, Q in the first kernel one.
+BARRIER_BYTES = 8
 #: Registers a consumer thread needs beside its accumulators. Found by compiling.
 OVERHEAD_REGISTERS = 40
 #: Blocks of a grid along y and z at most [CUDA C++ Programming Guide 13.0, "Compute Capabilities"].
@@ -228,16 +228,17 @@ def columns(problem: AttentionProblem, stage: str) -> int:
 
 def smem_bytes(problem: AttentionProblem, stage: str, tile_n: int, groups: int, depth: int) -> int:
     """Dynamic shared memory of a block: the ring of K or V and the images of probabilities, in the
-    first kernel Q, in the second the statistics of its tiles; the barriers.
+    first kernel Q, in the second the statistics of its tiles; the barriers. Rounded to the
+    alignment of the tiles; the template asserts that it is so.
     """
     width = DTYPE_BYTES[problem.dtype]
     ring = depth * tile_n * columns(problem, stage) * width
     image = ROWS * tile_n * width
     if stage == "scores":
-        own = groups * (IMAGES * image + ROWS * columns(problem, stage) * width)
+        own = groups * (IMAGES * image + ROWS * columns(problem, stage) * width) + BARRIER_BYTES
     else:
         own = groups * depth * (image + ROWS * STATISTIC_BYTES)
-    return -(-(ring + own) // 1024) * 1024 + BARRIER_BYTES
+    return -(-(ring + own + 2 * depth * BARRIER_BYTES) // 1024) * 1024
 
 
 def smem_limit(blocks_per_sm: int) -> int:
@@ -329,6 +330,7 @@ def _chunking(problem: AttentionProblem, config: Config) -> list[str]:
 def _spec(problem: AttentionProblem, config: Config, stage: str) -> KernelSpec:
     groups, resident = config[f"{stage}_groups"], config[f"{stage}_blocks_per_sm"]
     producer, consumer = REGISTERS[groups, resident]
+    tile_n, depth = config["tile_n"], config[f"{stage}_stages"]
     return KernelSpec(
         TEMPLATE,
         {
@@ -336,12 +338,13 @@ def _spec(problem: AttentionProblem, config: Config, stage: str) -> KernelSpec:
             "dtype": problem.dtype,
             "columns": columns(problem, stage),
             "warp_groups": groups,
-            "tile_n": config["tile_n"],
-            "stages": config[f"{stage}_stages"],
+            "tile_n": tile_n,
+            "stages": depth,
             "buffers": config[f"{stage}_buffers"],
             "is_causal": problem.is_causal,
             "has_softcap": stage == "scores" and problem.softcap > 0,
             "blocks_per_sm": resident,
+            "smem_bytes": smem_bytes(problem, stage, tile_n, groups, depth),
             "producer_registers": producer,
             "consumer_registers": consumer,
         },
