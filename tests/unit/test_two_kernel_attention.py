@@ -326,9 +326,7 @@ def test_the_launches_compute_attention(text: str, scale: float) -> None:
         wanted, wanted_lse = attention(problem, memory, scale)
         out = tensor(memory, problem.output)
         assert np.linalg.norm(out - wanted) < 1e-3 * np.linalg.norm(wanted)
-        np.testing.assert_allclose(
-            memory.flat[LSE], wanted_lse.reshape(-1), rtol=1e-5, atol=1e-4
-        )
+        np.testing.assert_allclose(memory.flat[LSE], wanted_lse.reshape(-1), rtol=1e-5, atol=1e-4)
         assert all((count == 1).all() for count in memory.written.values())
 
 
