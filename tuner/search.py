@@ -61,17 +61,18 @@ class Effort:
     """Trials compiled and ranked where nothing can be timed."""
 
 
-#: Quick: at most 16 kernels a family of attention or 40 of GEMM (50-65 s a fused kernel, 7-25 s a
-#: GEMM); on the recordings the expected gain ends a search after 7 to 21 of them, within 1.4 % of
-#: the best one (`scripts/bench search`). Full: 200 groups a family, which enumerates every space
-#: that is not larger.
+#: Quick: at most 16 kernels a family of attention or 40 of GEMM. It ends where no further group is
+#: expected to save half a percent: replayed (`scripts/bench search --stopping`), after 4 and 16 of
+#: the groups that 0.1 % would have ended after 15 and 18 of, in spaces of over 120, and on no
+#: recording with another winner; from 1 to 2 % on it loses some. Full: 200 groups a family, which
+#: enumerates every space that is not larger.
 EFFORTS: dict[str, Effort] = {
     "quick": Effort(
         trials={"attention": 16, "gemm": 40, "swiglu": 40, "softmax": 16},
         stage_trials=4,
         stage_keep=2,
         seeds=6,
-        least_gain=0.001,
+        least_gain=0.005,
         hopeless=2.5,
         heat=2,
         finalists=4,

@@ -109,6 +109,53 @@ def test_summary_of_runs() -> None:
     assert (found["compiled"], found["timed"]) == (2, 9)
 
 
+def test_a_higher_threshold_ends_sooner(cases: list[search.Case]) -> None:
+    runs = [
+        search.replay(cases[0], search.STOPPED, 0, search.Pace(4, 40, gain))
+        for gain in (0.0, 0.01, 0.5)
+    ]
+    compiled = [len(run.regrets) for run in runs]
+    assert compiled[0] == cases[0].groups and compiled == sorted(compiled, reverse=True)
+    assert compiled[-1] < compiled[0]
+    # Four at once, none of which fails: a round is four groups.
+    assert runs[0].rounds == -(-cases[0].groups // 4)
+
+
+def test_the_final_pass_sees_through_the_noise(cases: list[search.Case]) -> None:
+    noisy = {
+        c: m.but(std_us=None if m.latency_us is None else 0.1 * m.latency_us)
+        for c, m in cases[0].recorded.items()
+    }
+    case = replace(cases[0], recorded=noisy, prepared={})
+    runs = [search.replay(case, "model", seed) for seed in range(10)]
+    assert all(run.winner <= run.regrets[-1] for run in runs)
+    assert sum(run.winner for run in runs) < sum(run.regrets[-1] for run in runs)
+
+
+def test_a_replay_leaves_nothing_for_the_next(cases: list[search.Case]) -> None:
+    first = search.replay(cases[0], "model", 3)
+    search.replay(cases[0], "model", 4)
+    assert search.replay(cases[0], "model", 3) == first
+
+
+def test_thresholds_are_compared(
+    tmp_path: Path, recordings: list[Recording], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cost, "STEPS", 2)
+    for number, one in enumerate(recordings):
+        recording.write(tmp_path / f"{number}{recording.SUFFIX}", one)
+    out = tmp_path / "out.json"
+    arguments = ["--recordings", str(tmp_path), "--seeds", "2", "--jobs", "1", "--json", str(out)]
+    assert search.main([*arguments, "--stopping"]) == 0
+    document = json.loads(out.read_text())
+    assert document["cores"] == search.CORES and len(document["cases"]) == 2
+    for case in document["cases"].values():
+        by_gain = {float(gain): found for gain, found in case["least_gain"].items()}
+        assert {*search.GAINS, search.EFFORTS["quick"].least_gain} == set(by_gain)
+        assert by_gain[0.0]["compiled"] >= by_gain[max(by_gain)]["compiled"]
+        assert by_gain[0.0]["median"] <= by_gain[0.0]["p90"] <= by_gain[0.0]["worst"]
+
+
 def test_the_command_writes_resumes_and_refuses(
     tmp_path: Path,
     recordings: list[Recording],

@@ -437,11 +437,8 @@ def test_the_estimate_is_above_what_the_chip_can_do(problem: GemmProblem) -> Non
     [
         (SQUARE, 220),
         (GemmProblem(1024, 1024, 64, batch=16), 13.9),
-        pytest.param(
-            GemmProblem(1024, 64, 1024, batch=16, layout_b="row"),
-            8.5,
-            marks=pytest.mark.xfail(strict=True, reason="14.8 us: for cold inputs, 8.5 was warm"),
-        ),
+        # Measured with warm inputs; the estimate is for cold ones, 10.9.
+        (GemmProblem(1024, 64, 1024, batch=16, layout_b="row"), 8.5),
     ],
 )
 def test_the_best_estimate_is_near_the_best_measured(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -15,9 +16,10 @@ import pytest
 from tuner import cli, recording, resources, survey
 from tuner.cli import main
 from tuner.config import Config
-from tuner.errors import BenchmarkError, ConfigError
+from tuner.errors import BenchmarkError, CompileError, ConfigError
 from tuner.families import families
 from tuner.families.base import group_by_kernels
+from tuner.gate import REFERENCE
 from tuner.hardware import DEFAULT_GPU
 from tuner.job import parse_problem, read_problems
 from tuner.measurement import Environment, Measurement, Provenance, Regime, Status
@@ -307,3 +309,48 @@ def test_without_a_gpu_the_command_says_so(
     shape = ["--op", "gemm", "--shape", "M=4096,N=4096,K=4096"]
     assert main(["survey", str(tmp_path), *shape]) == cli.FAILED
     assert "a survey is measured on a GPU" in capsys.readouterr().err
+
+
+class FakeCompiler:
+    """Builds all but what it is told to leave or to refuse."""
+
+    def __init__(self, refuses: int = 0, leaves: int = 0) -> None:
+        self.refuses, self.leaves = refuses, leaves
+        self.specs: list[Any] = []
+
+    def submit(self, specs: Sequence[Any]) -> list[tuple[Any, Future[Any]]]:
+        self.specs += specs
+        futures: list[tuple[Any, Future[Any]]] = []
+        for number, spec in enumerate(specs):
+            future: Future[Any] = Future()
+            if number < self.refuses:
+                future.set_exception(CompileError("refused"))
+            elif number < len(specs) - self.leaves:
+                future.set_result(None)
+            futures.append((spec, future))
+        return futures
+
+
+@pytest.mark.parametrize(
+    ("compiler", "code", "said"),
+    [
+        (FakeCompiler(), cli.DONE, "13 of 13 kernels"),
+        (FakeCompiler(refuses=2), cli.FAILED, "2 failed"),
+        (FakeCompiler(leaves=3), cli.FAILED, "3 kernels are left; the same command goes on"),
+    ],
+)
+def test_the_command_compiles_without_a_gpu(
+    compiler: FakeCompiler,
+    code: int,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(Runners, "compiler", lambda self: compiler)
+    shape = ["--op", "gemm", "--shape", "M=512,N=512,K=512", "--kernels", "12"]
+    more = ["--compile", "--time-limit", "0.3"]
+    assert main(["survey", str(tmp_path), *shape, *more]) == code
+    assert said in capsys.readouterr().err
+    assert REFERENCE in compiler.specs and len(set(compiler.specs)) == 13
+    assert not list(tmp_path.iterdir())

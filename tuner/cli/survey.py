@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,12 +15,17 @@ if TYPE_CHECKING:
     from tuner.families.base import KernelSpec
     from tuner.hardware import Gpu
     from tuner.problem import Problem
+    from tuner.runners.choose import Runners
     from tuner.survey import Draw, Progress, Sample
 
 DESCRIPTION = """Draws kernels of each problem at random (the same arguments draw the same ones,
 whatever was measured before), compiles, checks and times them, and keeps one recording a problem,
 written while it goes on. The same command goes on where it stopped. What searches, cost models
 and rules are judged by should come from here: a sweep's recording holds what the sweep liked."""
+
+
+PROGRESS_S = 5.0
+"""Between two lines on how far compiling is."""
 
 
 def register(subparsers: Any) -> None:
@@ -40,7 +46,11 @@ def register(subparsers: Any) -> None:
     parser.add_argument(
         "--family", action="append", metavar="NAME", help="own family to draw; may be repeated"
     )
-    parser.add_argument("--list", action="store_true", help="say what is drawn, measure nothing")
+    less = parser.add_mutually_exclusive_group()
+    less.add_argument("--list", action="store_true", help="say what is drawn, measure nothing")
+    less.add_argument(
+        "--compile", action="store_true", help="compile what is drawn; needs and uses no GPU"
+    )
     parser.add_argument(
         "--time-limit", type=float, metavar="SECONDS", help="end after this, with what there is"
     )
@@ -68,11 +78,13 @@ def run(args: argparse.Namespace) -> int:
     if args.list:
         _list([draw(problem, DEFAULT_GPU, how) for problem in problems], how, DEFAULT_GPU)
         return 0
-    machine = Machine(parse_devices(args.device), args.jobs)
+    machine = Machine(parse_devices(args.device), args.jobs, replay=args.compile)
     with Interruption() as interruption, Runners(machine, _say) as runners:
         gpu = runners.gpu or DEFAULT_GPU
         samples = [draw(problem, gpu, how) for problem in problems]
-        _list(samples, how, gpu)
+        specs = _list(samples, how, gpu)
+        if args.compile:
+            return _compile(specs, runners, args.time_limit)
         survey = Survey(
             samples,
             JobOptions(launch=args.regime, l2=args.l2).regime,
@@ -111,24 +123,51 @@ def _problems(args: argparse.Namespace) -> list[Problem]:
     return read_problems(args.problems or resources.cache() / "survey.yaml", args.op)
 
 
-def _list(samples: Sequence[Sample], how: Draw, gpu: Gpu) -> None:
-    """What is drawn, problem by problem, and how many kernels that is in all."""
+def _compile(specs: Sequence[KernelSpec], runners: Runners, time_limit_s: float | None) -> int:
+    """Compile kernels and the gate's; 1 when some are left or failed."""
+    import time
+    from concurrent.futures import FIRST_COMPLETED, wait
+
+    from tuner.cli import DONE, FAILED
+    from tuner.gate import REFERENCE
+
+    started = time.monotonic()
+    deadline = math.inf if time_limit_s is None else started + time_limit_s
+    waiting = {future for _, future in runners.compiler().submit([REFERENCE, *specs])}
+    done, failed, said = 0, 0, -math.inf
+    while waiting and (left_s := deadline - time.monotonic()) > 0:
+        found, waiting = wait(waiting, min(left_s, PROGRESS_S), FIRST_COMPLETED)
+        done += len(found)
+        failed += sum(future.exception() is not None for future in found)
+        now = time.monotonic()
+        if not waiting or now - said >= PROGRESS_S:
+            said = now
+            text = f"{done} of {len(specs) + 1} kernels, {now - started:.0f} s"
+            _say(f"{text}, {failed} failed" if failed else text)
+    if waiting:
+        print(f"tuner: {len(waiting)} kernels are left; the same command goes on", file=sys.stderr)
+    return FAILED if waiting or failed else DONE
+
+
+def _list(samples: Sequence[Sample], how: Draw, gpu: Gpu) -> list[KernelSpec]:
+    """Say what is drawn, problem by problem, and how many kernels that is in all; the kernels."""
     from tuner.families import families
 
     known = families()
-    kernels: set[KernelSpec] = set()
+    kernels: dict[KernelSpec, None] = {}
     for sample in samples:
         own = {
-            spec
+            spec: None
             for group in sample.groups
             for spec in known[group[0].family].kernels(sample.problem, group[0]).values()
         }
-        _say(f"{sample_text(sample)}; {len(own - kernels)} kernels not drawn before")
+        _say(f"{sample_text(sample)}; {len(own.keys() - kernels)} kernels not drawn before")
         kernels |= own
     _say(
         f"{len(samples)} problems on {gpu.name}, seed {how.seed}: {len(kernels)} distinct kernels, "
         f"{sum(sample.candidates for sample in samples)} candidates"
     )
+    return list(kernels)
 
 
 def sample_text(sample: Sample) -> str:
