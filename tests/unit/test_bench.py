@@ -311,7 +311,7 @@ def test_compiling_alone_times_nothing(
     assert main([*wanted, "--untuned"]) == 0
     assert capsys.readouterr().err.splitlines()[-1] == "compiled"
     templates = {spec.template for spec in machines.made.submitted}
-    assert "fused_attention.cu.j2" in templates and len(templates) > 1, "and the reference"
+    assert "reference.cu.j2" in templates and len(templates) > 1
     assert not machines.worker.asked
     machines.made.refused = "fused"
     assert main(wanted) == 1
