@@ -129,6 +129,8 @@ struct Work {
   }
 };
 
+// The host's compiler need not see what only the device runs.
+#if defined(__CUDA_ARCH__)
 CUTE_DEVICE void produce(Params const& p, Storage& s, Work const& w) {
   if (w.first == w.last) return;
   int const lane = p.first_lane + w.lane, batch = lane / p.heads, head = lane % p.heads;
@@ -313,8 +315,11 @@ CUTE_DEVICE void consume(Params const& p, Storage& s, Work const& w) {
   if (lane == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
+#endif
+
 struct kernel_golden {
   __device__ __forceinline__ static void run(Params const& p) {
+#if defined(__CUDA_ARCH__)
     extern __shared__ __align__(1024) unsigned char raw[];
     Storage& s = *reinterpret_cast<Storage*>(raw);
     if (threadIdx.x == 0) {
@@ -338,6 +343,7 @@ struct kernel_golden {
       cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
       consume(p, s, w);
     }
+#endif
   }
 };
 
