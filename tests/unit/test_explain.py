@@ -226,6 +226,15 @@ class TestWork:
         assert alone.l2_bytes == reads + GEMM.output.bytes
         assert pair.l2_bytes == 2 * (128 + 128) * 4096 * 512 + GEMM.output.bytes
 
+    def test_few_rows(self) -> None:
+        config = family("gemv").space(GemmProblem(4, 4096, 4096), DEFAULT_GPU)[0]
+        params = {**config.params, "warps": 8, "k_warps": 8, "row_tiles": 2, "persistent": False}
+        found = self.one(GemmProblem(4, 4096, 4096), Config("gemv", params))
+        assert found.tiles == 4096 / 16
+        assert found.tensor_flops == 2 * 16 * 4096 * 4096  # sixteen rows whatever M is
+        # Every block reads A; the weights and the output once.
+        assert found.l2_bytes == 256 * 4 * 4096 * 2 + 4096 * 4096 * 2 + 4 * 4096 * 2
+
     def test_softmax(self) -> None:
         problem = SoftmaxProblem(256, 512)
         params = {"threads_per_row": 32, "vector_width": 4, "rows_per_block": 4, "passes": 1}
@@ -270,6 +279,7 @@ class TestWork:
         problems: list[Problem] = [
             AttentionProblem.parse("S=1024,D=64,causal=1"),
             GEMM,
+            GemmProblem(4, 4096, 4096),
             SoftmaxProblem(256, 512),
         ]
         for problem in problems:
@@ -278,6 +288,7 @@ class TestWork:
                 "cutlass_fmha",
                 "two_kernel_attention",
                 "gemm",
+                "gemv",
                 "softmax",
             ):
                 space = family(name).space(problem, DEFAULT_GPU)[::40]

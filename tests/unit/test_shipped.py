@@ -19,6 +19,11 @@ H200 = GPUS["H200"]
 FILES = sorted((resources.cache() / "recordings").glob("*.json.gz"))
 ATTENTION = AttentionProblem.parse("S=1024,D=64")
 GEMM = GemmProblem.parse("M=4096,N=4096,K=4096")
+BASELINES = {
+    "attention": {"cudnn", "flash2"},
+    "gemm": {"cublas"},
+    "grouped_gemm": {"grouped_mm", "mm"},
+}
 
 
 def found(problem: Problem) -> recording.Recording:
@@ -32,7 +37,7 @@ def test_a_recording_reads_and_holds_its_baselines(path: Path) -> None:
     recorded = recording.read(path)
     finals = [m for m in recorded.measurements if m.is_final and m.ok]
     vendors = {m.config["kernel"] for m in finals if family(m.config.family).is_vendor}
-    assert vendors >= ({"cublas"} if recorded.problem.op == "gemm" else {"cudnn", "flash2"})
+    assert vendors >= BASELINES[recorded.problem.op]
     assert any(not family(m.config.family).is_vendor for m in finals)
     assert all(m.latency_us is not None and m.latency_us > 0 for m in finals)
     assert recorded.environment.facts["driver"]

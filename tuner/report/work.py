@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from tuner.config import Config
-from tuner.families import family, triton_attention, two_kernel_attention
+from tuner.families import family, gemv, grouped_gemm, triton_attention, two_kernel_attention
 from tuner.families.cutlass_fmha_shape import Shape
 from tuner.families.fused_attention import FusedAttention, instance
 from tuner.families.gemm_shape import CONSUMERS, PINGPONG, PLAIN, oriented, smem_bytes
@@ -31,6 +31,7 @@ from tuner.problem import (
     DTYPE_BYTES,
     AttentionProblem,
     GemmProblem,
+    GroupedGemmProblem,
     Problem,
     SoftmaxProblem,
     SwigluProblem,
@@ -127,8 +128,12 @@ def _works(problem: Problem, config: Config, gpu: Gpu) -> tuple[Work, ...]:
             return tuple(_two_kernels(problem, config, gpu))
         case GemmProblem(), "gemm":
             return (_gemm(problem, config, gpu),)
+        case GemmProblem(), "gemv":
+            return (_gemv(problem, config, gpu),)
         case SwigluProblem(), "gemm_swiglu":
             return (_gemm_swiglu(problem, config, gpu),)
+        case GroupedGemmProblem(), "grouped_gemm":
+            return (_grouped_gemm(problem, config, gpu),)
         case SoftmaxProblem(), "softmax":
             return (_softmax(problem, config, gpu),)
         case _:
@@ -328,7 +333,7 @@ def _gemm(problem: GemmProblem, config: Config, gpu: Gpu) -> Work:
         smem_bytes=smem,
         blocks_per_sm=resident,
         tensor_flops=2.0 * tile_m * tile_n * tile_k * steps,
-        wgmma=steps * _wgmmas(tile_m, tile_n, tile_k),
+        wgmma=steps * _wgmmas(tile_m, tile_n, tile_k) // problem.tensor_rate,
         exponentials=0.0,
         # Multicast: a block reads its share of a tile and has the rest from its cluster.
         l2_bytes=width * tile_k * (tile_m / cluster_n + tile_n / cluster_m) * steps
@@ -344,6 +349,53 @@ def _gemm_swiglu(problem: SwigluProblem, config: Config, gpu: Gpu) -> Work:
         kernel="gemm_swiglu",
         exponentials=float(problem.output.elements),
         l2_bytes=found.l2_bytes - problem.output.bytes,
+    )
+
+
+def _gemv(problem: GemmProblem, config: Config, gpu: Gpu) -> Work:
+    rows, padded_k = gemv.block_rows(config), gemv.padded_k(problem, config)
+    tiles = ceil(problem.n / rows) * problem.batch
+    resident = config["blocks_per_sm"]
+    slots = gpu.sm_count * resident
+    a, *others = problem.operands
+    # A block reads A once, and is one block of rows unless it is persistent.
+    blocks = min(tiles, slots) if config["persistent"] else tiles
+    return Work(
+        kernel="gemv",
+        launches=1,
+        tiles=tiles,
+        slots=slots,
+        is_even=True,
+        threads=gemv.block_threads(config),
+        smem_bytes=gemv.smem_bytes(problem, config),
+        blocks_per_sm=resident,
+        tensor_flops=2.0 * gemv.MOST_ROWS * rows * padded_k * tiles,
+        wgmma=0,
+        exponentials=0.0,
+        l2_bytes=a.bytes / problem.batch * blocks + sum(operand.bytes for operand in others),
+    )
+
+
+def _grouped_gemm(problem: GroupedGemmProblem, config: Config, gpu: Gpu) -> Work:
+    """As many tiles as the groups have, each padded to whole ones."""
+    each = [
+        _gemm(
+            GemmProblem(rows, problem.n, problem.k, dtype=problem.dtype),
+            grouped_gemm.as_gemm(config),
+            gpu,
+        )
+        for rows in problem.rows
+        if rows
+    ]
+    _, smem = grouped_gemm.smem_bytes(problem, config)
+    return replace(
+        each[0],
+        kernel="grouped_gemm",
+        tiles=sum(work.tiles for work in each),
+        smem_bytes=smem,
+        tensor_flops=total(each, "tensor_flops"),
+        wgmma=total(each, "wgmma"),
+        l2_bytes=total(each, "l2_bytes"),
     )
 
 
