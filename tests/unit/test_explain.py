@@ -255,6 +255,25 @@ class TestWork:
         scores = 16 * 256 * 256
         assert work.total(found, "exponentials") in (scores, 2 * scores)
 
+    def test_two_kernels_in_chunks(self) -> None:
+        problem = AttentionProblem.parse("S=1024,D=192")
+        member = family("two_kernel_attention")
+        found_chunks = False
+        for config in member.space(problem, DEFAULT_GPU):
+            scores, output = works(problem, config, DEFAULT_GPU)
+            assert (scores.kernel, output.kernel) == ("scores", "output")
+            launches = len(member.launches(problem, config, 1.0))
+            assert scores.launches + output.launches == launches
+            found_chunks |= launches > 2
+            elements = 16 * 1024 * 1024
+            assert work.total([scores], "exponentials") == elements
+            assert work.total([output], "exponentials") == 0
+            assert work.total([output], "tensor_flops") == 2 * elements * 192
+            # The probabilities are written once; both halves of the columns read them.
+            assert work.total([scores], "l2_bytes") > 2 * elements
+            assert work.total([output], "l2_bytes") > 2 * 2 * elements
+        assert found_chunks
+
     def test_every_member_of_every_space_is_known(self) -> None:
         """Each own family's configs have their work, so that none is left out unsaid."""
         problems: list[Problem] = [
@@ -264,7 +283,14 @@ class TestWork:
             SoftmaxProblem(256, 512),
         ]
         for problem in problems:
-            for name in ("fused_attention", "cutlass_fmha", "gemm", "gemv", "softmax"):
+            for name in (
+                "fused_attention",
+                "cutlass_fmha",
+                "two_kernel_attention",
+                "gemm",
+                "gemv",
+                "softmax",
+            ):
                 space = family(name).space(problem, DEFAULT_GPU)[::40]
                 assert all(works(problem, config, DEFAULT_GPU) for config in space)
 

@@ -43,7 +43,8 @@ def register(subparsers: Any) -> None:
         "--preset",
         metavar="NAME",
         help="design-documents: the workloads, tiles and launches that those compared; "
-        "sequence-lengths: one problem from 128 to 32768, what `tuner report --bench` draws",
+        "sequence-lengths: one problem from 128 to 32768, what `tuner report --bench` draws; "
+        "unfused: attention in two kernels, each set of them",
     )
     what.add_argument(
         "--shape",

@@ -6,12 +6,12 @@ family that is not there has none, and what is shown of it ends at its measureme
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
 from tuner.config import Config
-from tuner.families import family, gemv, grouped_gemm, triton_attention
+from tuner.families import family, gemv, grouped_gemm, triton_attention, two_kernel_attention
 from tuner.families.cutlass_fmha_shape import Shape
 from tuner.families.fused_attention import FusedAttention, instance
 from tuner.families.gemm_shape import CONSUMERS, PINGPONG, PLAIN, oriented, smem_bytes
@@ -124,6 +124,8 @@ def _works(problem: Problem, config: Config, gpu: Gpu) -> tuple[Work, ...]:
             return (_cutlass_fmha(problem, config, gpu),)
         case AttentionProblem(), "three_kernel_attention":
             return _three_kernels(problem, config, gpu)
+        case AttentionProblem(), "two_kernel_attention":
+            return tuple(_two_kernels(problem, config, gpu))
         case GemmProblem(), "gemm":
             return (_gemm(problem, config, gpu),)
         case GemmProblem(), "gemv":
@@ -432,3 +434,48 @@ def _three_kernels(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple
         (work,) = works(part, config.stages[name], gpu)
         found.append(replace(work, kernel=name, launches=chunks))
     return tuple(found)
+
+
+def _two_kernels(problem: AttentionProblem, config: Config, gpu: Gpu) -> Iterator[Work]:
+    """Each kernel over all launches, as if they were equal: under a causal mask the later rows'
+    have more to do.
+    """
+    heads = problem.batch * problem.heads_q
+    rows = min(config["rows_per_launch"], problem.seqlen_q)
+    launches = heads // config["heads_per_launch"] * ceil(problem.seqlen_q / rows)
+    width, tile_n = DTYPE_BYTES[problem.dtype], config["tile_n"]
+    for stage in two_kernel_attention.STAGES:
+        groups, depth = config[f"{stage}_groups"], config[f"{stage}_stages"]
+        columns, tile_m = two_kernel_attention.columns(problem, stage), WGMMA_M * groups
+        row_blocks, resident = ceil(rows / tile_m), config[f"{stage}_blocks_per_sm"]
+        starts = range(0, problem.seqlen_q, tile_m)
+        seen = (problem.keys_of(start, start + tile_m - 1) for start in starts)
+        steps = heads * sum(ceil(len(keys) / tile_n) for keys in seen) / launches
+        is_scores, slices = stage == "scores", ceil(problem.head_dim / columns)
+        operand = tile_n * columns * slices
+        # The probabilities are written once; each slice of the columns reads them.
+        moved = tile_m * tile_n * (1 if is_scores else slices) + operand
+        ends = config["heads_per_launch"] * rows * problem.head_dim
+        yield Work(
+            kernel=stage,
+            launches=launches,
+            tiles=row_blocks
+            * config["heads_per_launch"]
+            * (config["splits"] if is_scores else slices),
+            slots=gpu.sm_count * resident,
+            is_even=not problem.is_causal,
+            threads=WARP_GROUP * (groups + 1),
+            smem_bytes=two_kernel_attention.smem_bytes(problem, stage, tile_n, groups, depth),
+            blocks_per_sm=resident,
+            tensor_flops=2.0 * tile_m * operand * steps,
+            wgmma=steps
+            * (
+                _wgmmas(tile_m, tile_n, columns)
+                if is_scores
+                else slices * _wgmmas(tile_m, columns, tile_n)
+            ),
+            exponentials=(
+                (3.0 if problem.softcap else 1.0) * tile_m * tile_n * steps if is_scores else 0.0
+            ),
+            l2_bytes=width * (moved * steps + ends),
+        )
