@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from tuner.measurement import Status as Status
     from tuner.problem import AttentionProblem as AttentionProblem
     from tuner.problem import GemmProblem as GemmProblem
+    from tuner.problem import GroupedGemmProblem as GroupedGemmProblem
     from tuner.problem import SoftmaxProblem as SoftmaxProblem
     from tuner.problem import SwigluProblem as SwigluProblem
     from tuner.runtime.attention import attention as attention
@@ -37,9 +38,11 @@ if TYPE_CHECKING:
     from tuner.runtime.enable import disable as disable
     from tuner.runtime.enable import enable as enable
     from tuner.runtime.enable import enabled as enabled
+    from tuner.runtime.grouped import grouped_mm as grouped_mm
     from tuner.runtime.products import interleave as interleave
     from tuner.runtime.products import linear as linear
     from tuner.runtime.products import matmul as matmul
+    from tuner.runtime.products import scaled_mm as scaled_mm
     from tuner.runtime.products import swiglu as swiglu
     from tuner.runtime.varlen import attention_varlen as attention_varlen
     from tuner.sweep import sweep as sweep
@@ -56,6 +59,7 @@ _HOMES = {
     "Entry": "tuner.lookup",
     "GemmProblem": "tuner.problem",
     "Gpu": "tuner.hardware",
+    "GroupedGemmProblem": "tuner.problem",
     "Measurement": "tuner.measurement",
     "NoValidConfigError": "tuner.errors",
     "Provenance": "tuner.measurement",
@@ -71,10 +75,12 @@ _HOMES = {
     "disable": "tuner.runtime",
     "enable": "tuner.runtime",
     "enabled": "tuner.runtime",
+    "grouped_mm": "tuner.runtime",
     "interleave": "tuner.runtime",
     "linear": "tuner.runtime",
     "lookup": "tuner.lookup",
     "matmul": "tuner.runtime",
+    "scaled_mm": "tuner.runtime",
     "stats": "tuner.runtime",
     "sweep": "tuner.sweep",
     "swiglu": "tuner.runtime",

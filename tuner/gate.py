@@ -19,6 +19,7 @@ from tuner.artifacts import LoadedKernel
 from tuner.device import Device, Pool
 from tuner.errors import BenchmarkError
 from tuner.families.base import KernelSpec
+from tuner.families.gemm_shape import PROMOTED_K
 from tuner.hardware import Gpu
 from tuner.measurement import Status
 from tuner.problem import (
@@ -27,10 +28,12 @@ from tuner.problem import (
     E4M3,
     AttentionProblem,
     GemmProblem,
+    GroupedGemmProblem,
     Operand,
     Problem,
     SoftmaxProblem,
     SwigluProblem,
+    rows_of,
 )
 
 REFERENCE = KernelSpec("reference.cu.j2")
@@ -46,6 +49,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "attention": ("dominant", "large_scores", "random"),
     "gemm": ("planted", "random"),
     "swiglu": ("planted", "random"),
+    "grouped_gemm": ("planted", "random"),
     "softmax": ("dominant", "large_scores", "random"),
 }
 #: `large_scores`: standard deviation of the scaled scores, which random inputs have at 1.
@@ -57,6 +61,8 @@ DOMINANCE = 4.0
 KEY_MEAN = 0.5
 #: `planted`: what the columns of A at the borders of k-tiles are multiplied by.
 COLUMN_FACTOR = 16.0
+#: The same of e4m3: a column's largest stays below 448 up to seven deviations.
+E4M3_COLUMN_FACTOR = 4.0
 #: A softmax alone works on scores of deviation 8, as raw scores of D = 64 have.
 SOFTMAX_SCALE = 0.125
 #: `dominant` uses a scale other than the default, so that a kernel ignoring its scale is seen.
@@ -74,7 +80,7 @@ _ATTENTION, _GEMM, _SOFTMAX, _COMPARE, _COUNT_CHANGED, _CHECKSUM = 4, 5, 6, 7, 8
 _GATE_PAIRS = 10
 _RESULT_BYTES = 64
 #: Operands that hold no data of a random kind.
-_STARTS = ("cu_seqlens_q", "cu_seqlens_kv")
+_STARTS = ("cu_seqlens_q", "cu_seqlens_kv", "offsets")
 #: Spacing of fp16 below its normal numbers: values there cannot be rounded any better.
 _FP16_SUBNORMAL_STEP = 2.0**-24
 
@@ -112,14 +118,36 @@ E4M3_MARGIN = 1.25
 E4M3_ABSOLUTE = 2.0**-5 * 8
 
 
+#: Error of a sum of e4m3 products in the tensor cores' accumulators, relative to the sum, over the
+#: root of the number of products: the bits that their alignment cuts off have either sign. One
+#: H200, 22 November 2026, errors of random inputs without bf16's rounding: 1.3e-3 over 4096
+#: products, 2.1e-3 over 8192, 2.9e-3 over 14336, 4.7e-3 over 32768 (the margin covers its 2.6e-5);
+#: own kernels' and `torch._scaled_mm`'s are alike to three digits, and 13 bits kept below the
+#: largest of 32 products and their sum give the same (`tests/unit/test_e4m3_arithmetic.py`).
+E4M3_SUM = 2.1e-5
+#: What an element's error may be of that, which is the deviation of all.
+E4M3_DEVIATIONS = 8
+
+
 def limits_of(problem: Problem) -> Limits:
     """What the output of `problem` may be off by.
 
-    e4m3 attention is judged against the exact result of its quantised inputs: what is left is the
-    rounding of the probabilities and the accumulators' truncation, which grows with the keys.
+    e4m3 products may be off by what the accumulators lose over the products that stay in them, on
+    top of what 16-bit ones may. e4m3 attention is judged against the exact result of its quantised
+    inputs: what is left is the rounding of the probabilities and the accumulators' truncation,
+    which grows with the keys.
     """
+    usual = LIMITS[problem.output.dtype]
+    if isinstance(problem, GemmProblem) and problem.dtype == E4M3:
+        kept = problem.k if problem.fast_accum else min(problem.k, PROMOTED_K)
+        lost = E4M3_MARGIN * E4M3_SUM * math.sqrt(kept)
+        return Limits(
+            math.hypot(usual.frobenius, lost),
+            usual.absolute + E4M3_DEVIATIONS * lost,
+            usual.relative,
+        )
     if not isinstance(problem, AttentionProblem) or problem.dtype != E4M3:
-        return LIMITS[problem.output.dtype]
+        return usual
     truncation = E4M3_TRUNCATION * math.ceil(problem.seqlen_kv / E4M3_DEPTH)
     frobenius = E4M3_MARGIN * (E4M3_ROUNDING + truncation)
     return Limits(frobenius, E4M3_ABSOLUTE, 2 * truncation)
@@ -210,8 +238,8 @@ def floor_work(problem: Problem) -> tuple[int, int]:
     Under a mask only the visible pairs count, exactly, and keys that the last query does not reach
     are never read. A softmax has no tensor-core work.
     """
-    if isinstance(problem, GemmProblem | SwigluProblem):
-        return problem.flops, problem.bytes
+    if isinstance(problem, GemmProblem | SwigluProblem | GroupedGemmProblem):
+        return problem.flops // problem.tensor_rate, problem.bytes
     if not isinstance(problem, AttentionProblem):
         return 0, 0 if getattr(problem, "is_causal", False) else problem.bytes
     if problem.is_varlen:
@@ -246,7 +274,7 @@ def _position(index: int, operand: Operand) -> tuple[int, ...]:
 
 def scale_of(problem: Problem, kind: str = "random") -> float:
     """The scale (alpha of a GEMM) that a problem is checked with; `random`'s is the timed one."""
-    if isinstance(problem, GemmProblem | SwigluProblem):
+    if isinstance(problem, GemmProblem | SwigluProblem | GroupedGemmProblem):
         return 1.0
     base = SOFTMAX_SCALE
     if isinstance(problem, AttentionProblem):
@@ -419,7 +447,7 @@ class Gate:
         draw = random.Random(f"{seed}:{kind}")
         for operand in problem.operands[:-1]:
             if operand.name in _STARTS:
-                self._write_starts(problem, operand)
+                self._write_starts(problem, operand, kind)
                 continue
             self._run(
                 (self._operands[operand.name].pointer,),
@@ -444,7 +472,7 @@ class Gate:
                     ),
                     (DOMINANCE,),
                 )
-        elif isinstance(problem, GemmProblem | SwigluProblem):
+        elif isinstance(problem, GemmProblem | SwigluProblem | GroupedGemmProblem):
             columns = border_columns(problem.k, seed)
             batch, rows, strides = _matrices(problem.operands[0])
             self._run(
@@ -453,7 +481,7 @@ class Gate:
                     *(_SCALE_COLUMNS, _DTYPES[problem.dtype], batch, rows),
                     *(*strides, len(columns), *columns),
                 ),
-                (COLUMN_FACTOR,),
+                (E4M3_COLUMN_FACTOR if problem.dtype == E4M3 else COLUMN_FACTOR,),
             )
         else:
             self._run(
@@ -472,12 +500,15 @@ class Gate:
             activation = ("", *ACTIVATIONS).index(problem.activation)
             integers = (
                 *(_GEMM, _DTYPES[problem.dtype], *extents, *a.strides, *b.strides, *d.strides),
-                *(activation, _DTYPES[d.dtype]),
+                *(activation, _DTYPES[d.dtype], int(problem.scales == "row")),
             )
-            tensors = (at["a"], at["b"], reference, at.get("bias", 0), at.get("residual", 0))
+            others = ("bias", "residual", "scale_a", "scale_b")
+            tensors = (at["a"], at["b"], reference, *(at.get(name, 0) for name in others))
             self._run(tensors, integers, (scale, 1.0))
         elif isinstance(problem, SwigluProblem):
             self._compute_swiglu(problem, scale, reference)
+        elif isinstance(problem, GroupedGemmProblem):
+            self._compute_groups(problem, kind, scale, reference)
         elif isinstance(problem, AttentionProblem):
             self._compute_attention(problem, scale, reference)
         else:
@@ -506,10 +537,26 @@ class Gate:
                 )
             self._device.wait()
 
-    def _write_starts(self, problem: Problem, operand: Operand) -> None:
-        """Where each of the packed sequences starts, and the last one's end."""
-        starts = struct.pack(f"<{operand.elements}i", 0, *accumulate(_lengths(problem, operand)))
+    def _write_starts(self, problem: Problem, operand: Operand, kind: str) -> None:
+        """Where each of the packed sequences or groups starts, and the last one's end."""
+        lengths = _lengths(problem, operand, kind)
+        starts = struct.pack(f"<{operand.elements}i", 0, *accumulate(lengths))
         self._device.write(self._operands[operand.name].pointer, starts)
+
+    def _compute_groups(
+        self, problem: GroupedGemmProblem, kind: str, scale: float, reference: int
+    ) -> None:
+        """One group that has rows after the other."""
+        n, k, width = problem.n, problem.k, DTYPE_BYTES[problem.dtype]
+        start = 0
+        for group, rows in enumerate(_group_rows(problem, kind)):
+            a = self.pointers["a"] + start * k * width
+            b = self.pointers["b"] + group * n * k * width
+            strides = (rows * k, k, 1, n * k, 1, k, rows * n, n, 1)
+            integers = (_GEMM, _DTYPES[problem.dtype], 1, rows, n, k, *strides, 0, 0, 0)
+            if rows:
+                self._run((a, b, reference + 4 * start * n, 0, 0, 0, 0), integers, (scale, 1.0))
+            start += rows
 
     def _compute_swiglu(self, problem: SwigluProblem, scale: float, reference: int) -> None:
         """Both projections in the order of the weights' rows, then the pairs."""
@@ -519,8 +566,8 @@ class Gate:
             both = pool.allocate(4 * m * 2 * n)
             extents = (1, m, 2 * n, k)
             strides = (m * k, k, 1, 2 * n * k, 1, k, m * 2 * n, 2 * n, 1)
-            integers = (_GEMM, _DTYPES[problem.dtype], *extents, *strides, 0, 0)
-            self._run((at["a"], at["weights"], both, 0, 0), integers, (scale, 1.0))
+            integers = (_GEMM, _DTYPES[problem.dtype], *extents, *strides, 0, 0, 0)
+            self._run((at["a"], at["weights"], both, 0, 0, 0, 0), integers, (scale, 1.0))
             steps = [stride // k for stride in problem.operands[1].strides[:-1]]
             self._run((both, reference), (_GATE_PAIRS, m, n, *steps))
             self._device.wait()
@@ -542,11 +589,15 @@ def _moments(problem: Problem, kind: str) -> tuple[dict[str, float], dict[str, f
         return ({"key": KEY_MEAN} if kind == "dominant" else {}), {"query": large}
     if isinstance(problem, SwigluProblem):
         return {}, {"weights": 1 / math.sqrt(problem.k)}
-    if isinstance(problem, GemmProblem):
+    if isinstance(problem, GemmProblem | GroupedGemmProblem):
         # Outputs of deviation 1: the bound of 2e-3 an element then speaks of rounding, while with
         # N(0,1) operands it would judge how a sum of size sqrt(K) is accumulated in fp32.
         # What is added to them is smaller: a sum must not cancel a product which a vendor rounded.
-        return {}, {"b": 1 / math.sqrt(problem.k), "bias": 0.5, "residual": 0.5}
+        deviations = {"b": 1 / math.sqrt(problem.k), "bias": 0.5, "residual": 0.5}
+        if problem.dtype != E4M3:
+            return _scaled({"scale_a": 1.0, "scale_b": 1.0}, deviations)
+        factors = {"scale_a": 1 / E4M3_DEVIATION, "scale_b": deviations["b"] / E4M3_DEVIATION}
+        return _scaled(factors, dict.fromkeys("ab", E4M3_DEVIATION))
     return {}, {"scores": large / SOFTMAX_SCALE}
 
 
@@ -554,15 +605,35 @@ def _e4m3_moments(has_mean: bool, large: float) -> tuple[dict[str, float], dict[
     """`_moments` of quantised tensors and their factors, which make them what others are."""
     factors = {f"descale_{name}": 1 / E4M3_DEVIATION for name in "qkv"}
     factors["descale_q"] *= large
-    means = {**factors, "key": KEY_MEAN * E4M3_DEVIATION if has_mean else 0.0}
-    deviations = {name: mean * DESCALE_SPREAD for name, mean in factors.items()}
-    return means, {**deviations, **dict.fromkeys(("query", "key", "value"), E4M3_DEVIATION)}
+    means, deviations = _scaled(factors, dict.fromkeys(("query", "key", "value"), E4M3_DEVIATION))
+    return {**means, "key": KEY_MEAN * E4M3_DEVIATION if has_mean else 0.0}, deviations
 
 
-def _lengths(problem: Problem, starts: Operand) -> tuple[int, ...]:
+def _scaled(
+    factors: dict[str, float], deviations: dict[str, float]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Means and deviations of factors, and of the elements that they scale."""
+    return factors, {
+        **{name: mean * DESCALE_SPREAD for name, mean in factors.items()},
+        **deviations,
+    }
+
+
+def _lengths(problem: Problem, starts: Operand, kind: str) -> tuple[int, ...]:
+    if isinstance(problem, GroupedGemmProblem):
+        return _group_rows(problem, kind)
     if not isinstance(problem, AttentionProblem):
         raise BenchmarkError(f"'{problem.op}' has no sequences of variable lengths")
     return problem.lengths_q if starts.name == _STARTS[0] else problem.lengths_kv
+
+
+def _group_rows(problem: GroupedGemmProblem, kind: str) -> tuple[int, ...]:
+    """Rows of each group. A kernel that is timed on one distribution serves any: planted inputs
+    come with the first group empty and the others unlike.
+    """
+    if kind != "planted" or problem.groups == 1:
+        return problem.rows
+    return 0, *rows_of("zipf", problem.m, problem.groups - 1)
 
 
 def _parts(problem: AttentionProblem) -> Iterator[tuple[AttentionProblem, Mapping[str, int]]]:

@@ -77,7 +77,7 @@ class Regime:
         """Warm for attention and softmax, whose inputs were just written; cold (rotated buffers)
         for GEMM, whose weights were not.
         """
-        return cls("graph", "cold" if op in ("gemm", "swiglu") else "warm")
+        return cls("graph", "cold" if op in ("gemm", "swiglu", "grouped_gemm") else "warm")
 
     @property
     def other_inputs(self) -> Regime:

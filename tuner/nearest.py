@@ -33,8 +33,17 @@ from tuner.config import Config
 from tuner.errors import ConfigError, TunerError
 from tuner.families import families
 from tuner.families.vendor_sdpa import PEERS, VARIANTS
+from tuner.hardware import TMA_ALIGNMENT_BYTES
 from tuner.measurement import Measurement, Status
-from tuner.problem import AttentionProblem, GemmProblem, Problem, SoftmaxProblem, SwigluProblem
+from tuner.problem import (
+    DTYPE_BYTES,
+    AttentionProblem,
+    GemmProblem,
+    GroupedGemmProblem,
+    Problem,
+    SoftmaxProblem,
+    SwigluProblem,
+)
 from tuner.store.entry import Entry, is_vendor
 
 REACH = 2.0
@@ -66,6 +75,7 @@ _SIZES: Mapping[str, frozenset[str]] = {
     AttentionProblem.op: frozenset({"batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_kv"}),
     GemmProblem.op: frozenset({"m", "n", "k", "batch"}),
     SwigluProblem.op: frozenset({"m", "n", "k"}),
+    GroupedGemmProblem.op: frozenset({"groups", "m", "n", "k"}),
     SoftmaxProblem.op: frozenset({"rows", "cols", "batch", "query_rows"}),
 }
 
@@ -135,6 +145,8 @@ def _axes(problem: Problem) -> tuple[float, ...]:
         return problem.m, problem.n, problem.k, problem.batch
     if isinstance(problem, SwigluProblem):
         return problem.m, problem.n, problem.k
+    if isinstance(problem, GroupedGemmProblem):
+        return problem.m, problem.n, problem.k, problem.groups
     if isinstance(problem, SoftmaxProblem):
         return problem.batch * problem.rows, problem.cols
     return ()
@@ -193,10 +205,11 @@ def _draw_attention(problem: Any, rng: random.Random) -> dict[str, int]:
 
 
 def _draw_gemm(problem: Any, rng: random.Random) -> dict[str, int]:
-    """M counts tokens and is anything; N and K are a model's, multiples of 8 at least."""
+    """M counts tokens and is anything; N and K are a model's, multiples of TMA's 16 bytes."""
+    step = TMA_ALIGNMENT_BYTES // DTYPE_BYTES[problem.dtype]
     sizes = {"m": _size(rng, problem.m), "n": problem.n, "k": problem.k}
     name = rng.choice(("n", "k"))
-    sizes[name] = _size(rng, sizes[name], rng.choice((8, 64)))
+    sizes[name] = _size(rng, sizes[name], rng.choice((step, 8 * step)))
     return sizes
 
 
@@ -206,6 +219,12 @@ def _draw_swiglu(problem: Any, rng: random.Random) -> dict[str, int]:
     name, step = rng.choice((("n", 32), ("k", 8), ("k", 64)))
     sizes[name] = _size(rng, sizes[name], step)
     return sizes
+
+
+def _draw_grouped_gemm(problem: Any, rng: random.Random) -> dict[str, int]:
+    """Rows and groups are anything; N and K are a model's, as of a GEMM."""
+    sizes = _draw_gemm(problem, rng)
+    return {**sizes, "groups": _size(rng, problem.groups)} if rng.random() < 0.5 else sizes
 
 
 def _draw_softmax(problem: Any, rng: random.Random) -> dict[str, int]:
@@ -223,6 +242,7 @@ _DRAWS: Mapping[str, Callable[[Any, random.Random], dict[str, int]]] = {
     AttentionProblem.op: _draw_attention,
     GemmProblem.op: _draw_gemm,
     SwigluProblem.op: _draw_swiglu,
+    GroupedGemmProblem.op: _draw_grouped_gemm,
     SoftmaxProblem.op: _draw_softmax,
 }
 

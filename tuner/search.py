@@ -62,12 +62,13 @@ class Effort:
 
 
 #: Quick: at most 16 kernels a family of attention or 40 of GEMM. It ends where no further group is
-#: expected to save half a percent: replayed on 19 recordings (`scripts/bench search --stopping`)
-#: that compiles 128 groups where 0.1 % compiles 169, and loses 0.5 % on one of them; 2 % loses up
-#: to 1.4 %. Full: 200 groups a family, which enumerates every space that is not larger.
+#: expected to save 0.2 %: replayed on 19 recordings (`scripts/bench search --stopping`) with 16
+#: compiles at once that takes 149 groups where 0.1 % takes 169 and loses nothing (0.5 %: 128, and
+#: 0.5 % on one of them); with 4 at once it takes 118 for 133 and loses 1.4 % on one. Full: 200
+#: groups a family, which enumerates every space that is not larger.
 EFFORTS: dict[str, Effort] = {
     "quick": Effort(
-        trials={"attention": 16, "gemm": 40, "swiglu": 40, "softmax": 16},
+        trials={"attention": 16, "gemm": 40, "swiglu": 40, "grouped_gemm": 40, "softmax": 16},
         stage_trials=4,
         stage_keep=2,
         seeds=6,
@@ -79,7 +80,7 @@ EFFORTS: dict[str, Effort] = {
         predicted=2,
     ),
     "full": Effort(
-        trials={"attention": 200, "gemm": 200, "swiglu": 200, "softmax": 200},
+        trials={"attention": 200, "gemm": 200, "swiglu": 200, "grouped_gemm": 200, "softmax": 200},
         stage_trials=48,
         stage_keep=4,
         seeds=12,

@@ -10,7 +10,7 @@ from tuner.config import Config, Value
 from tuner.errors import BenchmarkError
 from tuner.families.gemm import Gemm
 from tuner.hardware import DEFAULT_GPU
-from tuner.problem import GemmProblem
+from tuner.problem import E4M3, GemmProblem
 
 pytestmark = [pytest.mark.compile, pytest.mark.timeout(900)]
 
@@ -71,6 +71,10 @@ SAMPLE = [
     (
         GemmProblem(2048, 2048, 2048, epilogue="residual"),
         config("TmaWarpSpecializedCooperative", (128, 256, 64), tile_scheduler="Persistent"),
+    ),
+    (
+        GemmProblem(2048, 2048, 2048, dtype=E4M3, scales="row", fast_accum=False),
+        config("TmaWarpSpecializedPingpong", (128, 96, 128), swap_ab=True),
     ),
 ]
 

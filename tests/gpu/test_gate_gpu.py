@@ -19,6 +19,7 @@ from tuner.problem import (
     EPILOGUES,
     AttentionProblem,
     GemmProblem,
+    GroupedGemmProblem,
     Operand,
     Problem,
     SoftmaxProblem,
@@ -46,6 +47,8 @@ PROBLEMS = [
     GemmProblem(33, 50, 40, 2, "bfloat16", "float32", epilogue="bias_residual"),
     GemmProblem(33, 50, 40, 2, "bfloat16", epilogue="bias_gelu"),
     SwigluProblem(70, 96, 40),
+    GroupedGemmProblem(5, 70, 96, 40, sizes="zipf"),
+    GroupedGemmProblem(4, 33, 64, 72, sizes="sparse", dtype="bfloat16"),
     SwigluProblem(33, 64, 72, dtype="bfloat16", weights="concatenated"),
     SoftmaxProblem(rows=120, cols=700, batch=2, query_rows=60, is_causal=True),
     SoftmaxProblem(rows=33, cols=1000, dtype="bfloat16"),
@@ -60,9 +63,13 @@ def kernels() -> list[KernelSpec]:
 def read(device: Device, pointer: int, operand: Operand, dtype: str | None = None) -> Any:
     """An operand as float64, in its logical shape."""
     name = dtype or operand.dtype
-    raw = {"float16": np.float16, "bfloat16": np.uint16, "float32": np.float32, E4M3: np.uint8}[
-        name
-    ]
+    raw = {
+        "float16": np.float16,
+        "bfloat16": np.uint16,
+        "float32": np.float32,
+        "int32": np.int32,
+        E4M3: np.uint8,
+    }[name]
     width = np.dtype(raw).itemsize
     flat = np.frombuffer(device.read(pointer, operand.elements * width), raw)
     strides = [stride * width for stride in operand.strides]
@@ -118,6 +125,10 @@ def expected(problem: Any, inputs: list[Any], scale: float) -> Any:
     if problem.op == "swiglu":
         gate, up = (inputs[0] @ half.reshape(problem.n, problem.k).T for half in inputs[1])
         return activated("silu", gate) * up
+    if problem.op == "grouped_gemm":
+        a, b, offsets = inputs
+        ends = zip(*(offsets.astype(int)[i : len(offsets) - 1 + i] for i in (0, 1)), strict=True)
+        return np.concatenate([a[s:e] @ one.T for (s, e), one in zip(ends, b, strict=True)])
     if problem.op == "softmax":
         scores, columns = inputs[0] * scale, np.arange(problem.cols)
         rows = np.arange(problem.rows) % problem.query_rows

@@ -44,6 +44,8 @@ own_store, path, gpu = fresh_store, call_path, served_gpu
 VENDORS = ("cudnn", "flash2", "efficient", "flash3", "flash4")
 PRODUCTS = ["M=512,N=768,K=256", "M=256,N=512,K=512,layout_b=row,B=3"]
 GATED = SwigluProblem(300, 768, 256)
+SCALED_SHAPE = "M=300,N=768,K=256,dtype=e4m3,scales={}"
+SCALED = ["tensor", "row,fast_accum=0"]
 LAYERS = ["M=300,N=768,K=256,epilogue=bias", "M=300,N=768,K=256,dtype=bf16,epilogue=bias_gelu"]
 
 
@@ -52,7 +54,7 @@ def kernels() -> list[KernelSpec]:
     needed: list[KernelSpec] = []
     for name, shape in itertools.product(OWN, SHAPES):
         needed += first_kernels(AttentionProblem.parse(shape), name)
-    for shape in (*PRODUCTS, *LAYERS):
+    for shape in (*PRODUCTS, *LAYERS, *map(SCALED_SHAPE.format, SCALED)):
         needed += first_kernels(GemmProblem.parse(shape), "gemm")
     return list(dict.fromkeys([*needed, *first_kernels(GATED, "gemm_swiglu")]))
 
@@ -142,6 +144,25 @@ def test_a_layer_is_launched_and_right(shape: str, path: str, compiler: Compiler
     error = (out.double() - wanted.view_as(out)).norm() / wanted.norm()
     assert error < (8e-3 if problem.dtype == "bfloat16" else 1e-3)
     assert tuner.stats().fallbacks == {}
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("scales", SCALED)
+def test_a_scaled_product_is_launched_and_right(scales: str, compiler: Compiler, gpu: Gpu) -> None:
+    import tuner
+
+    problem = GemmProblem.parse(SCALED_SHAPE.format(scales))
+    config, artifacts = compiled(compiler, problem, gpu, "gemm")
+    store(problem, gpu, config, artifacts=artifacts)
+    a, b, scale_a, scale_b = inputs(problem)
+    given = a[0], b[0], scale_a.view(-1, 1), scale_b.view(1, -1)
+    options = {"out_dtype": torch.bfloat16, "use_fast_accum": problem.fast_accum}
+    out = tuner.scaled_mm(*given, **options)
+    assert tuner.stats().fallbacks == {} and tuner.stats().hits == 1
+    wanted = given[2].double() * (given[0].double() @ given[1].double()) * given[3].double()
+    assert (out.double() - wanted).norm() / wanted.norm() < 8e-3
+    peer = torch._scaled_mm(*given, **options)
+    assert (out.double() - peer.double()).norm() / wanted.norm() < 8e-3
 
 
 @pytest.mark.compile

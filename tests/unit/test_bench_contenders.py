@@ -31,7 +31,10 @@ def test_suites_hold_what_they_are_named_for() -> None:
         "long": 6,
         "plain": 16,
         "mlp": 12,
+        "fp8": 8,
+        "few": 8,
         "gated": 8,
+        "moe": 12,
     }
     acceptance = SUITES["acceptance"].problems
     assert len(set(acceptance)) == 22
@@ -39,7 +42,7 @@ def test_suites_hold_what_they_are_named_for() -> None:
     assert sum(getattr(p, "is_causal", False) for p in acceptance) == 11
     assert all(p.is_causal for p in SUITES["long"].problems if isinstance(p, AttentionProblem))
     assert [s.name for s in suites_named(ALL, "attention")] == ["acceptance", "decoding", "long"]
-    assert [s.name for s in suites_named(ALL, "gemm")] == ["plain", "mlp"]
+    assert [s.name for s in suites_named(ALL, "gemm")] == ["plain", "mlp", "fp8", "few"]
     assert [s.name for s in suites_named("", "gemm")] == ["plain"]
     assert GemmProblem(512, 14336, 4096, epilogue="bias_gelu") in SUITES["mlp"].problems
 
@@ -66,8 +69,13 @@ def test_a_listed_suite_can_be_swept(
 def test_every_suite_names_peers_that_exist() -> None:
     for suite in SUITES.values():
         known = peers_named(suite.op, suite.against)
-        wanted = {"attention": "flash3_splits", "gemm": "cublaslt", "swiglu": "inductor"}
-        assert wanted[suite.op] in known
+        wanted = {
+            "attention": "flash3_splits",
+            "gemm": "cublaslt",
+            "grouped_gemm": "grouped_mm",
+            "swiglu": "inductor",
+        }
+        assert ("scaled_mm" if suite.name == "fp8" else wanted[suite.op]) in known
     assert {"addmm_activation", "inductor"} < set(peers_named("gemm", SUITES["mlp"].against))
 
 
@@ -150,7 +158,9 @@ def test_quantised_attention_has_own_kernels_and_no_peer() -> None:
 
 
 def test_peers_by_name() -> None:
-    assert peers_named("gemm") == ["cublas", "cublaslt", "addmm", "addmm_activation"]
+    assert peers_named("gemm") == [
+        *("cublas", "cublaslt", "addmm", "addmm_activation", "scaled_mm")
+    ]
     assert "naive" not in peers_named("attention")
     assert peers_named("attention", ["naive", "flash3"]) == ["flash3", "flash3_splits", "naive"]
     with pytest.raises(ConfigError, match=r"'flash9' is no peer of attention \(allowed: cudnn"):
@@ -193,3 +203,13 @@ def test_the_peers_of_a_gemm_are_those_of_its_epilogue(epilogue: str, further: l
     peers = [c.name for c in found.contenders if c.role is Role.PEER]
     assert peers == ["cublas", "cublaslt", *further]
     assert found.contenders[0].config.family == "gemm"
+
+
+@pytest.mark.parametrize("fast_accum", [True, False])
+def test_the_peer_of_an_e4m3_product_is_torch_s(fast_accum: bool) -> None:
+    problem = GemmProblem(512, 512, 512, dtype=E4M3, fast_accum=fast_accum)
+    half = replace(problem, dtype="bfloat16", fast_accum=True)
+    for one, wanted in ((problem, ["scaled_mm"]), (half, ["cublas", "cublaslt"])):
+        against = peers_named("gemm")
+        found = line_up(one, DEFAULT_GPU, COLD, [], against, own=1, with_untuned=False)
+        assert [c.name for c in found.contenders if c.role is Role.PEER] == wanted

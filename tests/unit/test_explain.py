@@ -226,6 +226,15 @@ class TestWork:
         assert alone.l2_bytes == reads + GEMM.output.bytes
         assert pair.l2_bytes == 2 * (128 + 128) * 4096 * 512 + GEMM.output.bytes
 
+    def test_few_rows(self) -> None:
+        config = family("gemv").space(GemmProblem(4, 4096, 4096), DEFAULT_GPU)[0]
+        params = {**config.params, "warps": 8, "k_warps": 8, "row_tiles": 2, "persistent": False}
+        found = self.one(GemmProblem(4, 4096, 4096), Config("gemv", params))
+        assert found.tiles == 4096 / 16
+        assert found.tensor_flops == 2 * 16 * 4096 * 4096  # sixteen rows whatever M is
+        # Every block reads A; the weights and the output once.
+        assert found.l2_bytes == 256 * 4 * 4096 * 2 + 4096 * 4096 * 2 + 4 * 4096 * 2
+
     def test_softmax(self) -> None:
         problem = SoftmaxProblem(256, 512)
         params = {"threads_per_row": 32, "vector_width": 4, "rows_per_block": 4, "passes": 1}
@@ -246,15 +255,42 @@ class TestWork:
         scores = 16 * 256 * 256
         assert work.total(found, "exponentials") in (scores, 2 * scores)
 
+    def test_two_kernels_in_chunks(self) -> None:
+        problem = AttentionProblem.parse("S=1024,D=192")
+        member = family("two_kernel_attention")
+        found_chunks = False
+        for config in member.space(problem, DEFAULT_GPU):
+            scores, output = works(problem, config, DEFAULT_GPU)
+            assert (scores.kernel, output.kernel) == ("scores", "output")
+            launches = len(member.launches(problem, config, 1.0))
+            assert scores.launches + output.launches == launches
+            found_chunks |= launches > 2
+            elements = 16 * 1024 * 1024
+            assert work.total([scores], "exponentials") == elements
+            assert work.total([output], "exponentials") == 0
+            assert work.total([output], "tensor_flops") == 2 * elements * 192
+            # The probabilities are written once; both halves of the columns read them.
+            assert work.total([scores], "l2_bytes") > 2 * elements
+            assert work.total([output], "l2_bytes") > 2 * 2 * elements
+        assert found_chunks
+
     def test_every_member_of_every_space_is_known(self) -> None:
         """Each own family's configs have their work, so that none is left out unsaid."""
         problems: list[Problem] = [
             AttentionProblem.parse("S=1024,D=64,causal=1"),
             GEMM,
+            GemmProblem(4, 4096, 4096),
             SoftmaxProblem(256, 512),
         ]
         for problem in problems:
-            for name in ("fused_attention", "cutlass_fmha", "gemm", "softmax"):
+            for name in (
+                "fused_attention",
+                "cutlass_fmha",
+                "two_kernel_attention",
+                "gemm",
+                "gemv",
+                "softmax",
+            ):
                 space = family(name).space(problem, DEFAULT_GPU)[::40]
                 assert all(works(problem, config, DEFAULT_GPU) for config in space)
 

@@ -29,10 +29,18 @@ SHAPES: dict[str, tuple[str, ...]] = {
         "M=512,N=768,K=256,layout_a=col,layout_b=row,B=4,dtype=bf16",
         "M=1024,N=1024,K=64,B=16,dtype_d=fp32",
         "M=16,N=4096,K=4096",
+        "M=3,N=1000,K=4104,B=2,epilogue=bias_silu",
         "M=1024,N=768,K=512,epilogue=bias_gelu",
         "M=64,N=768,K=512,dtype_d=fp32,epilogue=bias_residual",
+        "M=1024,N=768,K=512,scales=row",
+        "M=2048,N=1536,K=1024,dtype=e4m3",
+        "M=16,N=4096,K=4096,dtype=e4m3,scales=row,fast_accum=0",
     ),
     "swiglu": ("M=4096,N=14336,K=4096", "M=200,N=96,K=136,dtype=bf16"),
+    "grouped_gemm": (
+        "G=8,M=4096,N=14336,K=4096,dtype=bf16",
+        "G=64,M=300,N=1408,K=2048,sizes=zipf",
+    ),
     "softmax": ("M=1024,N=1024,B=16", "M=333,N=1000,B=3,causal=1"),
 }
 PAIRS = [

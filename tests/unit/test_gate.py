@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import struct
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -26,17 +27,21 @@ from tuner.gate import (
 from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Status
 from tuner.problem import (
+    E4M3,
     AttentionProblem,
     GemmProblem,
+    GroupedGemmProblem,
     Problem,
     SoftmaxProblem,
     SwigluProblem,
 )
 
 GEMM = GemmProblem(m=4, n=8, k=64)
+SCALED = GemmProblem(4, 8, 64, dtype=E4M3, scales="row")
 ATTENTION = AttentionProblem(seqlen_q=70, seqlen_kv=90, head_dim=64, heads_q=2, layout="bshd")
 QUANTISED = AttentionProblem.parse("H=4,HKV=2,SQ=70,SKV=90,D=64,dtype=e4m3")
 PACKED = AttentionProblem.parse("B=3,H=4,HKV=2,SQ=8,SKV=16,D=64,varlen=1")
+GROUPED = GroupedGemmProblem(3, 7, 8, 64, sizes="sparse")
 GOOD = Comparison(elements=32, error_squares=32e-8, reference_squares=32.0)
 
 
@@ -206,6 +211,7 @@ class FakeKernel:
     def __init__(self) -> None:
         self.calls: list[tuple[int, int, int, int]] = []
         self.given: list[tuple[list[int], list[int]]] = []
+        self.scalars: list[tuple[float, ...]] = []
 
     def launch(
         self, tensors: Any, integers: Any, scalars: Any, workspace: int, stream: int
@@ -213,6 +219,7 @@ class FakeKernel:
         assert all(isinstance(i, int) and -(2**63) <= i < 2**63 for i in integers)
         self.calls.append((integers[0], len(tensors), len(integers), len(scalars)))
         self.given.append((list(tensors), list(integers)))
+        self.scalars.append(tuple(scalars))
 
 
 def opened(problem: Problem) -> tuple[Gate, FakeDevice, FakeKernel]:
@@ -224,12 +231,16 @@ def opened(problem: Problem) -> tuple[Gate, FakeDevice, FakeKernel]:
 
 #: Command, tensors, integers and scalars as the template's opening comment lists them.
 COMMANDS = {
-    "gemm": [*[(0, 1, 4, 2)] * 2, (2, 1, None, 1), (5, 5, 17, 2), *[(9, 2, 2, 0)] * 2],
+    "gemm": [*[(0, 1, 4, 2)] * 2, (2, 1, None, 1), (5, 7, 18, 2), *[(9, 2, 2, 0)] * 2],
+    "scaled": [*[(0, 1, 4, 2)] * 4, (2, 1, None, 1), (5, 7, 18, 2), *[(9, 2, 2, 0)] * 4],
     "attention": [
         *[(0, 1, 4, 2)] * 3, (1, 2, 17, 1), (4, 5, 22, 2), *[(9, 2, 2, 0)] * 3,
     ],
     "swiglu": [
-        *[(0, 1, 4, 2)] * 2, (2, 1, None, 1), (5, 5, 17, 2), (10, 2, 7, 0), *[(9, 2, 2, 0)] * 2,
+        *[(0, 1, 4, 2)] * 2, (2, 1, None, 1), (5, 7, 18, 2), (10, 2, 7, 0), *[(9, 2, 2, 0)] * 2,
+    ],
+    "grouped_gemm": [
+        *[(0, 1, 4, 2)] * 2, (2, 1, None, 1), *[(5, 7, 18, 2)] * 2, *[(9, 2, 2, 0)] * 3,
     ],
     "softmax": [(0, 1, 4, 2), (3, 1, 6, 1), (6, 2, 5, 1), (9, 2, 2, 0)],
     "e4m3": [
@@ -245,7 +256,9 @@ COMMANDS = {
     ("problem", "name"),
     [
         (GEMM, "gemm"),
+        (SCALED, "scaled"),
         (SwigluProblem(4, 32, 64), "swiglu"),
+        (GROUPED, "grouped_gemm"),
         (ATTENTION, "attention"),
         (SoftmaxProblem(rows=6, cols=9), "softmax"),
         (QUANTISED, "e4m3"),
@@ -258,6 +271,84 @@ def test_arguments_have_the_template_s_lengths(problem: Problem, name: str) -> N
     assert len(kernel.calls) == len(COMMANDS[name])
     for seen, wanted in zip(kernel.calls, COMMANDS[name], strict=True):
         assert [s for s, w in zip(seen, wanted, strict=True) if w is not None and s != w] == []
+
+
+#: K, and the error of e4m3 sums over it that one H200 made with `fast_accum`.
+MEASURED_SUMS = [
+    (512, 3.2e-4),
+    (4096, 1.32e-3),
+    (8192, 2.05e-3),
+    (14336, 2.87e-3),
+    (32768, 4.73e-3),
+]
+
+
+@pytest.mark.parametrize(("k", "seen"), MEASURED_SUMS)
+def test_e4m3_products_are_allowed_what_their_accumulators_lose(k: int, seen: float) -> None:
+    for dtype_d in ("bfloat16", "float16"):
+        fast = GemmProblem(64, 64, k, dtype=E4M3, dtype_d=dtype_d)  # type: ignore[arg-type]
+        usual, limits = LIMITS[dtype_d], gate.limits_of(fast)
+        assert math.hypot(usual.frobenius, seen / 2) < limits.frobenius
+        assert limits.frobenius < math.hypot(usual.frobenius, 2 * seen)
+        assert usual.absolute < limits.absolute < usual.absolute + 16 * seen
+        assert limits.relative == usual.relative
+        summed = gate.limits_of(replace(fast, fast_accum=False))
+        assert summed == gate.limits_of(replace(fast, k=128))
+        assert limits.frobenius > summed.frobenius < 1.1 * usual.frobenius
+    assert gate.limits_of(GEMM) == LIMITS["float16"]
+
+
+def test_planted_e4m3_columns_do_not_saturate() -> None:
+    _, deviations = gate._moments(SCALED, "planted")
+    assert 7 * gate.E4M3_COLUMN_FACTOR * deviations["a"] <= 448
+    made, _, kernel = opened(SCALED)
+    made.load("planted")
+    assert (gate.E4M3_COLUMN_FACTOR,) in kernel.scalars
+    assert (gate.COLUMN_FACTOR,) not in kernel.scalars
+
+
+@pytest.mark.parametrize("scales", ["tensor", "row"])
+def test_a_product_s_reference_is_given_its_factors(scales: Any) -> None:
+    made, _, kernel = opened(replace(SCALED, scales=scales))
+    made.load("random")
+    [(tensors, integers)] = [given for given in kernel.given if given[1][0] == 5]
+    at = made.pointers
+    assert tensors == [
+        *(at["a"], at["b"], made.reference("random"), 0, 0, at["scale_a"], at["scale_b"])
+    ]
+    assert (integers[1], integers[-1]) == (3, int(scales == "row"))
+    made, _, kernel = opened(GEMM)
+    made.load("random")
+    [(tensors, _)] = [given for given in kernel.given if given[1][0] == 5]
+    assert tensors[3:] == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("dtype", ["float16", E4M3])
+def test_scaled_products_have_a_deviation_of_one(dtype: Any) -> None:
+    problem = GemmProblem(64, 64, 4096, dtype=dtype, scales="row")
+    means, deviations = gate._moments(problem, "random")
+    product = deviations.get("a", 1.0) * deviations["b"] * means["scale_a"] * means["scale_b"]
+    assert product * problem.k**0.5 == pytest.approx(1)
+    for name in ("scale_a", "scale_b"):
+        assert deviations[name] == gate.DESCALE_SPREAD * means[name]
+
+
+def test_groups_are_computed_one_by_one_and_planted_ones_lie_otherwise() -> None:
+    made, device, kernel = opened(GROUPED)
+    at = made.pointers
+    for kind, rows in (("planted", (0, 5, 2)), ("random", (4, 0, 3))):
+        kernel.given.clear()
+        made.load(kind)
+        starts = [0, *accumulate(rows)]
+        assert device.written[at["offsets"]] == struct.pack("<4i", *starts)
+        given = [(t, n) for t, n in kernel.given if n[0] == 5]
+        busy = [group for group in range(3) if rows[group]]
+        for group, (tensors, integers) in zip(busy, given, strict=True):
+            assert integers[2:6] == [1, rows[group], 8, 64]
+            assert tensors[0] == at["a"] + 2 * 64 * starts[group]
+            assert tensors[1] == at["b"] + 2 * 64 * 8 * group
+            assert tensors[2] == made.reference(kind) + 4 * 8 * starts[group]
+    assert gate.floor_work(GROUPED)[1] == GROUPED.bytes < sum(o.bytes for o in GROUPED.operands)
 
 
 def test_packed_sequences_are_planted_and_computed_one_by_one() -> None:
@@ -336,6 +427,11 @@ def test_the_floor_of_e4m3_is_that_of_its_rate_and_its_bytes() -> None:
         flops, moved = gate.floor_work(half)
         factors, out = 3 * 16 * 4, half.output.bytes
         assert gate.floor_work(quantised) == (flops // 2, (moved - out) // 2 + out + factors)
+
+
+def test_the_floor_of_e4m3_products_is_that_of_their_rate() -> None:
+    half, quantised = (GemmProblem.parse(f"M=64,N=96,K=32,dtype={d}") for d in ("bf16", "e4m3"))
+    assert gate.floor_work(quantised) == (gate.floor_work(half)[0] // 2, quantised.bytes)
 
 
 def test_a_window_s_floor_counts_what_it_lets_through() -> None:

@@ -21,7 +21,7 @@ from tuner.families.gemm import Gemm, gemm_launch
 from tuner.families.gemm_shape import NO_SMEM, smem_bytes, tile_blocks
 from tuner.families.gemm_space import Shape
 from tuner.hardware import DEFAULT_GPU, GPUS, SMEM_PER_BLOCK_BYTES
-from tuner.problem import EPILOGUES, AttentionProblem, GemmProblem
+from tuner.problem import E4M3, EPILOGUES, SCALES, AttentionProblem, GemmProblem
 from tuner.render import render
 
 GEMM = Gemm()
@@ -38,6 +38,10 @@ PROBLEMS = {
     "tiny": GemmProblem(8, 8, 8),
     "mlp": GemmProblem(4096, 14336, 4096, epilogue="bias_gelu"),
     "residual": GemmProblem(64, 4096, 1024, dtype_d="float32", epilogue="bias_residual"),
+    "scaled": GemmProblem(1000, 1016, 1032, scales="row"),
+    "e4m3": GemmProblem(8192, 8192, 8192, dtype=E4M3),
+    "e4m3, few rows": GemmProblem(16, 4096, 4096, dtype=E4M3, scales="row"),
+    "e4m3, summed": GemmProblem(1000, 1016, 1040, dtype=E4M3, fast_accum=False),
 }
 
 
@@ -202,6 +206,14 @@ def test_what_is_legal_has_no_reasons(config: Config) -> None:
         (GemmProblem(128, 132, 128, layout_b="row"), "b's contiguous extent 132"),
         (GemmProblem(128, 132, 128), "d's contiguous extent 132 is not a multiple of 8"),
         (GemmProblem(128, 130, 128, dtype_d="float32"), "d's contiguous extent 130 is not a"),
+        (
+            GemmProblem(128, 128, 136, dtype=E4M3),
+            "a's contiguous extent 136 is not a multiple of 16",
+        ),
+        (
+            GemmProblem(128, 132, 128, dtype=E4M3),
+            "d's contiguous extent 132 is not a multiple of 8",
+        ),
         (GemmProblem(2**20, 2**20, 2**20), "stride of 2^40 bytes"),
         (GemmProblem(2**31 - 1, 2**20, 8), "tiles exceed 2^31 - 1"),
     ],
@@ -312,6 +324,82 @@ def test_shared_memory_of_an_epilogue_is_what_the_compiler_says(
 ) -> None:
     problem = GemmProblem(1024, 1024, 1024, dtype_d=dtype_d, epilogue=epilogue)
     assert smem_bytes(problem, config) == (stages, size)
+
+
+QUANTISED = GemmProblem(1024, 1024, 1024, dtype=E4M3, scales="row")
+SUMMED = replace(QUANTISED, fast_accum=False)
+#: The same of factors: problem, config, stages, bytes.
+COMPILED_SCALES = [
+    (QUANTISED, coop(tile_k=128), 4, 214528),
+    (QUANTISED, stream_k(tile_n=128, tile_k=128), 6, 214016),
+    (replace(SUMMED, scales="tensor"), ping(tile_m=64, tile_n=192, tile_k=128), 6, 205824),
+    (SUMMED, coop(tile_n=192, tile_k=128), 5, 222720),
+    (
+        replace(SUMMED, dtype_d="float16"),
+        coop(tile_n=128, tile_k=128, swap_ab=True),
+        *(6, 215040),
+    ),
+]
+
+
+@pytest.mark.parametrize(("problem", "config", "stages", "size"), COMPILED_SCALES)
+def test_shared_memory_of_factors_is_what_the_compiler_says(
+    problem: GemmProblem, config: Config, stages: int, size: int
+) -> None:
+    assert GEMM.violations(problem, config, DEFAULT_GPU) == []
+    assert smem_bytes(problem, config) == (stages, size)
+
+
+def test_factors_follow_the_output_and_the_operands_that_are_swapped() -> None:
+    launch = GEMM.launches(QUANTISED, ping(tile_k=128), 1.0)[0]
+    assert launch.tensors == tuple(map(Ref, ("a", "b", "d", "scale_a", "scale_b")))
+    assert launch.scalars == (1.0,)
+    swapped = GEMM.launches(QUANTISED, ping(tile_k=128, swap_ab=True), 1.0)[0]
+    assert swapped.tensors == tuple(map(Ref, ("b", "a", "d", "scale_b", "scale_a")))
+
+
+@pytest.mark.parametrize("scales", SCALES)
+def test_factors_go_through_shared_memory(scales: Any) -> None:
+    problem = replace(QUANTISED, scales=scales)
+    reasons = GEMM.violations(problem, ping(tile_k=128, epilogue_schedule=NO_SMEM), DEFAULT_GPU)
+    assert reasons == [f"{NO_SMEM} has no scales={scales}"]
+    assert NO_SMEM not in {c["epilogue_schedule"] for c in GEMM.space(problem, DEFAULT_GPU)}
+
+
+def test_each_accumulation_has_kernels_of_its_own() -> None:
+    def text(problem: GemmProblem) -> str:
+        return render(GEMM.kernels(problem, ping(tile_k=128, tile_n=96))["gemm"], "x")
+
+    assert "KernelTmaWarpSpecializedPingpongFP8FastAccum>" in text(QUANTISED)
+    assert "FP8FastAccum" not in text(SUMMED)
+    assert "FP8FastAccum" not in text(replace(QUANTISED, dtype="bfloat16"))
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (ping(tile_k=48), "tile_k=48 is not a multiple of 32"),
+        (ping(tile_k=256, tile_n=64), "tile_k=256 does not divide 128"),
+        (ping(tile_k=96, tile_n=64), "tile_k=96 does not divide 128"),
+        (coop(tile_k=128), "tile 128x256 needs 256 accumulator registers"),
+    ],
+)
+def test_what_partial_sums_forbid(config: Config, reason: str) -> None:
+    found = GEMM.violations(SUMMED, config, DEFAULT_GPU)
+    assert any(reason in text for text in found), found
+    allowed = GEMM.violations(QUANTISED, config, DEFAULT_GPU)
+    assert not any(reason in text for text in allowed) or config["tile_k"] == 48
+
+
+def test_e4m3_is_expected_at_twice_the_rate() -> None:
+    def best(problem: GemmProblem) -> float:
+        space = GEMM.space(problem, DEFAULT_GPU)
+        return min(GEMM.predict_us(problem, config, DEFAULT_GPU) for config in space)
+
+    large = GemmProblem(8192, 8192, 8192, dtype="bfloat16")
+    fast = replace(large, dtype=E4M3, dtype_d="bfloat16")
+    assert 0.45 < best(fast) / best(large) < 0.6
+    assert best(fast) < best(replace(fast, fast_accum=False))
 
 
 def test_an_epilogue_s_operands_follow_the_output() -> None:
@@ -427,7 +515,7 @@ def test_another_family_gives_its_own_operands() -> None:
 
 @pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
 def test_the_estimate_is_above_what_the_chip_can_do(problem: GemmProblem) -> None:
-    floor = DEFAULT_GPU.floor_us(problem.flops, problem.bytes)
+    floor = DEFAULT_GPU.floor_us(problem.flops // problem.tensor_rate, problem.bytes)
     for config in GEMM.space(problem, DEFAULT_GPU):
         assert floor < GEMM.predict_us(problem, config, DEFAULT_GPU) < 1e6
 
@@ -509,6 +597,7 @@ def test_the_heuristics_name_large_tiles_for_a_square() -> None:
             replace(PROBLEMS["residual"], dtype="bfloat16"),
             stream_k(tile_n=64, swap_ab=True),
         ),
+        ("scaled", PROBLEMS["e4m3, few rows"], ping(tile_m=64, tile_n=16, tile_k=128)),
     ],
 )
 def test_golden_text(name: str, problem: GemmProblem, config: Config) -> None:
@@ -519,3 +608,19 @@ def test_golden_text(name: str, problem: GemmProblem, config: Config) -> None:
         golden.write_text(text)
         pytest.fail(f"wrote {golden.name}: read it, and run again")
     assert text == golden.read_text(), f"if this is meant, delete {golden.name} and run again"
+
+
+def test_products_with_a_short_side_may_be_programmatic_dependents() -> None:
+    short = GEMM.space(PROBLEMS["few rows"], DEFAULT_GPU)
+    chosen = [c for c in short if c.get("pdl")]
+    assert chosen and not any(c.get("tile_scheduler") == "StreamK" for c in chosen)
+    assert not any(c.get("pdl") for c in GEMM.space(SQUARE, DEFAULT_GPU))
+    with_pdl, without = (
+        GEMM.launches(SQUARE, ping(pdl=value), 1.0)[0].integers[15] for value in (True, None)
+    )
+    assert (with_pdl, without) == (1, 0)
+    assert GEMM.violations(SQUARE, ping(pdl=False), DEFAULT_GPU) == ["pdl=False is not one of True"]
+    stream_k = {"kernel_schedule": "TmaWarpSpecializedCooperative", "tile_scheduler": "StreamK"}
+    assert "parameter pdl does not apply" in GEMM.violations(
+        SQUARE, ping(**stream_k, pdl=True), DEFAULT_GPU
+    )

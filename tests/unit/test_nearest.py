@@ -23,7 +23,15 @@ from tuner.hardware import GPUS
 from tuner.lookup import lookup
 from tuner.measurement import Environment, Measurement, Provenance, Regime, Status
 from tuner.nearest import LEAST_PASSED, REACH, distance, drawn, lend
-from tuner.problem import AttentionProblem, GemmProblem, Problem, SoftmaxProblem, SwigluProblem
+from tuner.problem import (
+    E4M3,
+    AttentionProblem,
+    GemmProblem,
+    GroupedGemmProblem,
+    Problem,
+    SoftmaxProblem,
+    SwigluProblem,
+)
 from tuner.store import Entry, Store, open_store
 
 MODULE = importlib.import_module("tuner.lookup")
@@ -101,6 +109,14 @@ class TestDistance:
         assert not fnmatch.fnmatchcase(fused.key, nearest.class_pattern(plain))
         assert not fnmatch.fnmatchcase(plain.key, nearest.class_pattern(fused))
         assert distance(plain, fused) == math.inf
+        fast = GemmProblem(16, 16, 16, dtype=E4M3)
+        summed, rows = replace(fast, fast_accum=False), replace(fast, scales="row")
+        for one in (fast, summed, rows):
+            pattern_of = nearest.class_pattern(one)
+            for other in (fast, summed, rows):
+                found = fnmatch.fnmatchcase(replace(other, m=99).key, pattern_of)
+                assert found == (one == other)
+                assert (distance(one, other) == 0) == (one == other)
         longer = PROBLEM.key.replace('"head_dim":64', '"head_dim":640')
         assert not fnmatch.fnmatchcase(longer, pattern)
 
@@ -119,10 +135,22 @@ class TestDrawn:
         )
         | st.builds(GemmProblem, *[st.integers(1, 2000).map(lambda n: 8 * n)] * 3)
         | st.builds(
+            GemmProblem,
+            st.integers(1, 2000),
+            *[st.integers(1, 1000).map(lambda n: 16 * n)] * 2,
+            dtype=st.just(E4M3),
+        )
+        | st.builds(
             SwigluProblem,
             st.integers(1, 2000),
             st.integers(1, 500).map(lambda n: 32 * n),
             st.integers(1, 2000).map(lambda n: 8 * n),
+        )
+        | st.builds(
+            GroupedGemmProblem,
+            st.integers(1, 128),
+            st.integers(1, 9000),
+            *[st.integers(1, 2000).map(lambda n: 8 * n)] * 2,
         )
         | st.builds(SoftmaxProblem, st.integers(1, 3000), st.integers(1, 3000))
     )

@@ -18,6 +18,7 @@ from tuner.problem import (
     PROBLEMS,
     AttentionProblem,
     GemmProblem,
+    GroupedGemmProblem,
     Pairing,
     Problem,
     SoftmaxProblem,
@@ -38,7 +39,12 @@ EXAMPLES: list[Problem] = [
     GemmProblem.parse("M=4096,N=512,K=64"),
     GemmProblem.parse("M=8,N=16,K=24,B=3,dtype=bf16,dtype_d=fp32,layout_a=col,layout_b=row"),
     GemmProblem.parse("M=8,N=16,K=24,epilogue=bias_gelu_tanh"),
+    GemmProblem.parse("M=8,N=16,K=24,dtype=bf16,dtype_d=fp32,scales=row"),
+    GemmProblem.parse("M=8,N=16,K=32,dtype=e4m3"),
+    GemmProblem.parse("M=8,N=16,K=32,dtype=e4m3,dtype_d=fp16,scales=row,fast_accum=0"),
     SwigluProblem.parse("M=8,N=64,K=24"),
+    GroupedGemmProblem.parse("G=8,M=100,N=16,K=24"),
+    GroupedGemmProblem.parse("G=3,M=8,N=16,K=24,sizes=zipf,dtype=bf16"),
     SwigluProblem.parse("M=8,N=64,K=24,dtype=bf16,weights=concatenated"),
     SoftmaxProblem.parse("M=64,N=128,B=2,SQ=32,causal=true"),
 ]
@@ -83,7 +89,14 @@ def test_defaults() -> None:
         ("attention", "S=64,D=64,varlen=1,window=8", "no sliding window", "neither"),
         ("attention", "S=64,D=64,varlen=1,softcap=8", "no soft cap", "neither"),
         ("attention", "S=64,D=64,varlen=1,layout=bshd_bhsd", "layout=bshd_bhsd", "bshd"),
-        ("gemm", "M=16,N=16,K=16,dtype=e4m3", "dtype=float8_e4m3fn", "bfloat16"),
+        ("gemm", "M=16,N=16,K=16,dtype=fp32", "dtype=float32", "float8_e4m3fn"),
+        ("gemm", "M=16,N=16,K=16,dtype=e4m3,dtype_d=fp32", "dtype_d=float32", "bfloat16"),
+        ("gemm", "M=16,N=16,K=16,dtype=e4m3,layout_a=col", "layout_a=col", "row"),
+        ("gemm", "M=16,N=16,K=16,dtype=e4m3,layout_b=row", "layout_b=row", "col"),
+        ("gemm", "M=16,N=16,K=16,scales=block", "scales=block", "tensor, row"),
+        ("gemm", "M=16,N=16,K=16,scales=row,epilogue=bias", "no epilogue", "neither"),
+        ("gemm", "M=16,N=16,K=16,dtype=e4m3,B=2", "no batch", "neither"),
+        ("gemm", "M=16,N=16,K=16,fast_accum=0", "fast_accum=0", "allowed: 1"),
         ("attention", "S=64,D=64,layout=bsd", "layout=bsd", "bshd"),
         ("attention", "S=64,D=64,window=-2", "left=-2", "-1 to"),
         ("attention", "S=64,D=64,window=8,left=4", "window_left", "already"),
@@ -102,6 +115,9 @@ def test_defaults() -> None:
         ("gemm", "M=1,N=1,K=1,epilogue=", "epilogue=", "KEY=VALUE"),
         ("swiglu", "M=1,N=16,K=8", "N=16", "multiples of 32"),
         ("swiglu", "M=1,N=32,K=8,weights=mixed", "weights=mixed", "interleaved"),
+        ("grouped_gemm", "M=1,N=16,K=8", "needs G", "allowed keys: G, M"),
+        ("grouped_gemm", "G=2,M=1,N=8,K=8,sizes=odd", "sizes=odd", "uniform, zipf, sparse"),
+        ("grouped_gemm", f"G={2**20},M=1,N=4096,K=8", "columns together", "N to 2047"),
         ("softmax", "M=10,N=4,SQ=3", "SQ=3", "divide"),
     ],
 )
@@ -319,6 +335,34 @@ def test_a_plain_gemm_reads_as_it_did_before_there_were_epilogues() -> None:
     )
     assert problem.label() == "M=1,N=2,K=3,dtype=fp16"
     assert (problem.has_bias, problem.has_residual, problem.activation) == (False, False, "")
+
+
+@pytest.mark.parametrize(("scales", "sizes"), [("tensor", (1, 1)), ("row", (2, 3))])
+@pytest.mark.parametrize("dtype", ["fp16", "e4m3"])
+def test_factors_follow_the_matrices(dtype: str, scales: str, sizes: tuple[int, int]) -> None:
+    problem = GemmProblem.parse(f"M=2,N=3,K=5,dtype={dtype},scales={scales}")
+    a, b, *factors, d = problem.operands
+    assert [(o.name, o.shape, o.dtype) for o in factors] == [
+        (f"scale_{name}", (size,), "float32") for name, size in zip("ab", sizes, strict=True)
+    ]
+    assert {a.dtype, b.dtype} == {problem.dtype}
+    width = 1 if dtype == "e4m3" else 2
+    assert (
+        problem.bytes
+        == width * (2 * 5 + 5 * 3) + 4 * sum(sizes) + 2 * 2 * 3
+        == sum(o.bytes for o in (a, b, *factors, d))
+    )
+
+
+def test_e4m3_has_factors_by_itself_and_a_key_for_each_accumulation() -> None:
+    problem = GemmProblem.parse("M=1,N=2,K=3,dtype=e4m3")
+    assert (problem.scales, problem.dtype_d, problem.fast_accum) == ("tensor", "bfloat16", True)
+    assert problem.label() == "M=1,N=2,K=3,dtype=e4m3,scales=tensor"
+    summed = replace(problem, fast_accum=False)
+    assert summed.label() == f"{problem.label()},fast_accum=0"
+    assert summed.key != problem.key
+    half = GemmProblem.parse("M=1,N=2,K=3")
+    assert (problem.flops, problem.tensor_rate) == (half.flops, 2 * half.tensor_rate)
 
 
 @pytest.mark.parametrize("epilogue", EPILOGUES)

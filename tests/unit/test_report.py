@@ -30,6 +30,7 @@ from tuner.report.heat import heat_panels
 from tuner.report.spec import CROSS, Spec
 from tuner.report.subject import Subject, from_known
 from tuner.store import open_store
+from tuner.store.entry import is_vendor
 
 MOST_BYTES = 6_000_000
 ROOT = Path(__file__).parents[2]
@@ -227,6 +228,15 @@ class TestPictures:
         assert counted == sum(not m.ok for m in subject.quick) > 0
         shown = "".join(drawn(spec) for _, spec in heat_panels(heat))
         assert f"{CROSS} 1</text>" in shown or f"{CROSS} 2</text>" in shown
+
+    def test_no_layer_is_empty_where_no_own_kernel_was_a_finalist(self, recorded: Subject) -> None:
+        """The library warns of an empty one in the browser's console."""
+        finals = [m for m in recorded.ranking if is_vendor(m.config)]
+        quick = [m for m in recorded.recording.measurements if not m.is_final]
+        left = replace(recorded.recording, measurements=(*quick, *finals))
+        spec = charts.roofline(replace(recorded, recording=left))
+        assert spec is not None
+        assert all(layer.get("data", {}).get("values", "all") for layer in spec["layer"])
 
     def test_a_family_that_failed_throughout(self) -> None:
         finals = (vendor("torch", 33.0), measurement(CONFIGS[0], 30.0, is_final=True))
@@ -438,7 +448,7 @@ class TestSources:
 
     def test_what_ships(self, recorded: Subject) -> None:
         assert recorded.source.startswith("shipped recording attention-B1_H16_S1024_D64")
-        assert recorded.has_finals and len(recorded.quick) > 300
+        assert recorded.has_finals and len(recorded.quick) >= 300
 
     def test_nothing_was_measured(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main(["report", "--shape", "S=1000,D=72", "--gpu", "H200"]) == 1
@@ -465,6 +475,28 @@ class TestCommand:
         assert facts["bytes"] == out.stat().st_size
         assert facts["verdict"] in re.sub(r"\u00a0", " ", out.read_text()).replace("&#39;", "'")
         assert not list(tmp_path.glob("*.partial"))
+
+    def test_a_job_s_problems_have_a_page_each(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Those that something was measured of; the others are said."""
+        file, out = tmp_path / "s.sqlite", tmp_path / "pages"
+        missing = SoftmaxProblem(64, 64)
+        with open_store(str(file)) as store:
+            job = store.jobs.submit([PROBLEM, missing], {})
+            empty = store.jobs.submit([missing], {})
+            store.add(list(sample().recording.measurements))
+        wanted = ["report", "--store", str(file), "--gpu", "H200", "-o", str(out), "--json"]
+        assert cli.main([*wanted, "--job", job]) == 0
+        said = capsys.readouterr()
+        (one,) = json.loads(said.out)["pages"]
+        assert [str(path) for path in out.iterdir()] == [one["path"]]
+        assert "softmax" in one["verdict"] and "nothing was measured" in said.err
+        assert cli.main([*wanted, "--job", empty]) == 1
+        assert cli.main([*wanted, "--job", "nope"]) == 2
+        assert "there is no job nope" in capsys.readouterr().err
+        assert cli.main([*wanted, "--job", job, "-o", str(file)]) == 2
+        assert "a job's pages go into a folder" in capsys.readouterr().err
 
     def test_text_is_escaped(self) -> None:
         text = page.render(sample())

@@ -1,4 +1,4 @@
-"""`linear`, `matmul` and `swiglu`: what problem a product poses, and what stays PyTorch's."""
+"""`linear`, `matmul`, `scaled_mm`, `swiglu`: the problem of a product, and what stays PyTorch's."""
 
 from __future__ import annotations
 
@@ -37,6 +37,8 @@ def col(tensor: Any) -> Any:
          "M=8,N=16,K=32,B=3,layout_b=row"),
         (A.expand(2, 3, 8, 32).contiguous(), col(B.expand(2, 3, 32, 16)), "M=8,N=16,K=32,B=6"),
         (A[:1], col(B), "M=1,N=16,K=32"),
+        (A.view(1, 8, 32)[:, -1:], col(B), "M=1,N=16,K=32"),
+        (A[:1].as_strided((1, 1, 32), (7, 5, 1)), col(B), "M=1,N=16,K=32"),
         (A.bfloat16(), col(B).bfloat16(), "M=8,N=16,K=32,dtype=bf16"),
     ],
 )  # fmt: skip
@@ -238,3 +240,95 @@ def test_a_tuned_swiglu_is_run_with_both_tensors(
     weights = torch.randn(128, 32).half()
     assert not on_cpu.products.swiglu(A, weights).any()
     assert [t is wanted for t, wanted in zip(seen[0], (A, weights), strict=True)] == [True, True]
+
+
+E4M3_A = A.to(torch.float8_e4m3fn)
+E4M3_B = B.t().contiguous().to(torch.float8_e4m3fn).t()
+ONE = torch.tensor(0.5)
+ROWS, COLUMNS = torch.rand(8, 1) + 0.5, torch.rand(1, 16) + 0.5
+
+
+@pytest.mark.parametrize(
+    ("factors", "options", "wanted"),
+    [
+        ((ONE, ONE), (torch.bfloat16, True), "scales=tensor"),
+        ((ONE.view(1, 1), ONE.view(1)), (torch.bfloat16, False), "scales=tensor,fast_accum=0"),
+        ((ROWS, COLUMNS), (torch.float16, True), "scales=row,dtype_d=fp16"),
+        ((ROWS, COLUMNS), (torch.bfloat16, False), "scales=row,fast_accum=0"),
+    ],
+)
+def test_a_scaled_problem_is_read_off_its_factors(
+    runtime: SimpleNamespace, factors: Any, options: Any, wanted: str
+) -> None:
+    problem = runtime.products.scaled_problem_of(E4M3_A, E4M3_B, *factors, *options)
+    assert problem == GemmProblem.parse(f"M=8,N=16,K=32,dtype=e4m3,{wanted}")
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "factors", "out_dtype", "reason"),
+    [
+        (E4M3_A[0], E4M3_B, (ONE, ONE), torch.bfloat16, "not two matrices"),
+        (A, B, (ONE, ONE), torch.bfloat16, "float16 is not tuned"),
+        (E4M3_A, E4M3_B.contiguous(), (ONE, ONE), torch.bfloat16, "does not lie along K"),
+        (E4M3_A[:, :16], E4M3_B[:16], (ONE, ONE), torch.bfloat16, "does not lie along K"),
+        (E4M3_A, E4M3_B[:16], (ONE, ONE), torch.bfloat16, "does not lie along K"),
+        (E4M3_A, E4M3_B, (ONE, ONE), None, "out_dtype=None is not tuned"),
+        (E4M3_A, E4M3_B, (ONE, ONE), torch.float32, "out_dtype=torch.float32 is not tuned"),
+        (E4M3_A, E4M3_B, (ONE.double(), ONE), torch.bfloat16, "not fp32"),
+        (E4M3_A, E4M3_B, (ROWS, ONE), torch.bfloat16, "not one each"),
+        (E4M3_A, E4M3_B, (ROWS[:, 0], COLUMNS[0]), torch.bfloat16, "not one each"),
+        (E4M3_A, E4M3_B, (ROWS.expand(8, 2)[:, :1], COLUMNS.repeat(1, 2)[:, ::2]), torch.bfloat16,
+         "nor dense"),
+    ],
+)  # fmt: skip
+def test_what_poses_no_scaled_problem(
+    runtime: SimpleNamespace, a: Any, b: Any, factors: Any, out_dtype: Any, reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        runtime.products.scaled_problem_of(a, b, *factors, out_dtype, True)
+
+
+@pytest.mark.parametrize("factors", [(ONE, ONE), (ROWS, COLUMNS)])
+def test_what_no_kernel_serves_is_pytorch_s_scaled_product(
+    on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, factors: Any
+) -> None:
+    asked: list[Problem] = []
+    monkeypatch.setattr(on_cpu.table, "lookup", lambda problem, **_: asked.append(problem))
+    scaled_mm = on_cpu.products.scaled_mm
+    out = scaled_mm(E4M3_A, E4M3_B, *factors, out_dtype=torch.bfloat16)
+    wanted = factors[0] * (E4M3_A.float() @ E4M3_B.float()) * factors[1]
+    assert out.dtype == torch.bfloat16
+    assert (out.float() - wanted).norm() / wanted.norm() < 8e-3
+    [problem] = asked
+    assert isinstance(problem, GemmProblem) and not problem.fast_accum
+    bias = torch.ones(16).bfloat16()
+    added = scaled_mm(E4M3_A, E4M3_B, *factors, bias, out_dtype=torch.bfloat16)
+    assert (added.float() - wanted - 1).norm() / wanted.norm() < 8e-3
+    assert on_cpu.counters.stats().fallbacks == {
+        "a bias or a factor of the result is given": 1,
+        "no measured winner": 1,
+    }
+
+
+def test_a_tuned_scaled_product_is_run_with_its_factors(
+    on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+
+    def plan(kind: Any, call: Any, pose: Any, scale: float, device: int, shape: Any) -> Any:
+        assert (call, scale, shape) == (None, 1.0, (8, 16))
+
+        def run(*tensors: Any) -> Any:
+            seen.append(tensors)
+            return torch.zeros(shape)
+
+        return on_cpu.plan.VendorPlan(pose(), Config("own", {}), -1, False, run)
+
+    monkeypatch.setattr(on_cpu.table.table, "find_out", plan)
+    given = (E4M3_A, E4M3_B, ROWS, COLUMNS)
+    options = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
+    assert not on_cpu.products.scaled_mm(*given, **options).any()
+    assert all(t is wanted for t, wanted in zip(seen[0], given, strict=True))
+    misaligned = torch.rand(9, 1)[1:]
+    assert on_cpu.products.scaled_mm(E4M3_A, E4M3_B, misaligned, COLUMNS, **options).any()
+    assert len(seen) == 1, "PyTorch answers where a factor is not aligned"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -10,15 +11,21 @@ from tuner import recording, resources
 from tuner.cli import main
 from tuner.families import family
 from tuner.hardware import GPUS
-from tuner.lookup import lookup
+from tuner.lookup import lookup, shipped
 from tuner.measurement import Provenance, Regime
 from tuner.problem import AttentionProblem, GemmProblem, Problem
 from tuner.store import open_store
 
 H200 = GPUS["H200"]
+ROOT = Path(__file__).parents[2]
 FILES = sorted((resources.cache() / "recordings").glob("*.json.gz"))
 ATTENTION = AttentionProblem.parse("S=1024,D=64")
 GEMM = GemmProblem.parse("M=4096,N=4096,K=4096")
+BASELINES = {
+    "attention": {"cudnn", "flash2"},
+    "gemm": {"cublas"},
+    "grouped_gemm": {"grouped_mm", "mm"},
+}
 
 
 def found(problem: Problem) -> recording.Recording:
@@ -32,7 +39,7 @@ def test_a_recording_reads_and_holds_its_baselines(path: Path) -> None:
     recorded = recording.read(path)
     finals = [m for m in recorded.measurements if m.is_final and m.ok]
     vendors = {m.config["kernel"] for m in finals if family(m.config.family).is_vendor}
-    assert vendors >= ({"cublas"} if recorded.problem.op == "gemm" else {"cudnn", "flash2"})
+    assert vendors >= BASELINES[recorded.problem.op]
     assert any(not family(m.config.family).is_vendor for m in finals)
     assert all(m.latency_us is not None and m.latency_us > 0 for m in finals)
     assert recorded.environment.facts["driver"]
@@ -75,3 +82,48 @@ def test_a_fresh_installation_answers(tmp_path: Path) -> None:
     assert answer is not None and answer.entry.provenance is Provenance.MEASURED
     assert any("shipped" in note for note in answer.notes)
     assert answer.entry.best_own is not None and answer.entry.ratios["cudnn"] < 0.97
+
+
+#: A line of the README's first table: the sizes, the mask, a mark, and the figures.
+_LINE = re.compile(r"\| \((\d+),(\d+),(\d+),(\d+)\)( causal)?(?: \\?\*)? \|(.*)\|")
+
+
+def _readme_lines() -> list[tuple[AttentionProblem, list[str]]]:
+    found = []
+    for line in (ROOT / "README.md").read_text().splitlines():
+        if match := _LINE.match(line):
+            batch, heads, seqlen, head_dim = map(int, match.group(1, 2, 3, 4))
+            problem = AttentionProblem(
+                seqlen, seqlen, head_dim, batch, heads, is_causal=match[5] is not None
+            )
+            found.append((problem, [cell.strip() for cell in match[6].split("|")]))
+    return found
+
+
+def _as_printed(text: str, value: float) -> bool:
+    """Whether a printed number is the value to the digits that it has."""
+    digits = len(text.partition(".")[2])
+    return abs(float(text) - value) <= 0.51 * 10**-digits
+
+
+@pytest.mark.parametrize(
+    ("problem", "cells"), _readme_lines(), ids=[p.label() for p, _ in _readme_lines()]
+)
+def test_the_readme_prints_what_ships(problem: AttentionProblem, cells: list[str]) -> None:
+    """Each figure of its table is in ``cache/tuned``, with its environment."""
+    (entry,) = [
+        e for e in shipped() if (e.problem, e.regime) == (problem, Regime.default(problem.op))
+    ]
+    own, vendors = entry.best_own, {name: m.latency_us for name, m in entry.vendors.items()}
+    assert own is not None and own.latency_us is not None and own.tflops is not None
+    family, us = cells[0].split()
+    assert family == own.config.family and _as_printed(us, own.latency_us)
+    assert _as_printed(cells[1], own.tflops)
+    assert _as_printed(cells[2], vendors["cudnn"] or 0)
+    assert _as_printed(cells[3], min(vendors["flash3"] or 0, vendors["flash3_splits"] or 0))
+    assert _as_printed(cells[4], vendors["flash4"] or 0)
+    assert _as_printed(cells[5], min(filter(None, vendors.values())) / own.latency_us)
+
+
+def test_the_readme_s_table_is_read() -> None:
+    assert len(_readme_lines()) > 8

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import itertools
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,14 +17,18 @@ from tuner.config import Config
 from tuner.families import families, family
 from tuner.families import vendor_sdpa as sdpa
 from tuner.families.vendor import Vendor, tried
-from tuner.families.vendor_blas import addmm, addmm_activation, matmul, unfused
+from tuner.families.vendor_blas import addmm, addmm_activation, matmul, scaled_mm, unfused
+from tuner.families.vendor_grouped_gemm import grouped, in_turn
 from tuner.families.vendor_softmax import softmax
 from tuner.families.vendor_swiglu import swiglu
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import (
+    E4M3,
     EPILOGUES,
+    SCALES,
     AttentionProblem,
     GemmProblem,
+    GroupedGemmProblem,
     Problem,
     SoftmaxProblem,
     SwigluProblem,
@@ -34,6 +39,7 @@ PROBLEMS: dict[str, Problem] = {
     "vendor_blas": GemmProblem.parse("M=4096,N=4096,K=4096"),
     "vendor_softmax": SoftmaxProblem.parse("M=1024,N=1024,B=16"),
     "vendor_swiglu": SwigluProblem.parse("M=4096,N=14336,K=4096"),
+    "vendor_grouped_gemm": GroupedGemmProblem.parse("G=8,M=4096,N=14336,K=4096,dtype=bf16"),
 }
 PEER_MODULES = ("flash_attn_interface", "flash_attn", "flash_attn.cute")
 needs_torch = pytest.mark.skipif(
@@ -478,6 +484,38 @@ def test_every_way_of_an_epilogue_agrees_with_fp64(epilogue: str, dtype: Any) ->
 
 
 @needs_torch
+@pytest.mark.parametrize("scales", SCALES)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", E4M3])
+def test_products_with_factors_agree_with_fp64(dtype: Any, scales: Any) -> None:
+    import torch
+
+    problem = GemmProblem(48, 32, 64, dtype=dtype, scales=scales)
+    offered = {c["kernel"] for c in family("vendor_blas").space(problem, DEFAULT_GPU)}
+    assert offered == ({"scaled_mm"} if dtype == E4M3 else {"cublas", "cublaslt"})
+    a, b, *factors = tensors(GemmProblem(48, 32, 64, dtype="bfloat16", scales=scales))
+    a, b = (matrix.to(getattr(torch, dtype)) for matrix in (a, b))
+    call = tried(unfused(problem), problem, "torch", "cpu")
+    assert not isinstance(call, str), call
+    wanted = factors[0].double().view(-1, 1) * (a.double() @ b.double()) * factors[1].double()
+    out = call(a, b, *factors)
+    assert (out.double() - wanted).norm() / wanted.norm() < (1e-3 if dtype == "float16" else 8e-3)
+
+
+@pytest.mark.parametrize("fast_accum", [True, False])
+def test_torch_s_scaled_product_has_the_problem_s_accumulation(
+    monkeypatch: pytest.MonkeyPatch, fast_accum: bool
+) -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(
+        torch, "_scaled_mm", lambda a, b, *_, **options: given.update(options) or a @ b
+    )
+    problem = GemmProblem(48, 32, 64, dtype=E4M3, dtype_d="float16", fast_accum=fast_accum)
+    scaled_mm(problem)(torch.ones(1, 48, 64), torch.ones(1, 64, 32), *torch.ones(2, 1))
+    assert given == {"out_dtype": torch.float16, "use_fast_accum": fast_accum}
+
+
+@needs_torch
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_swiglu_agrees_with_fp64_on_weights_in_its_own_order(dtype: Any) -> None:
     import torch
@@ -517,3 +555,31 @@ def test_softmax_agrees_with_fp64(shape: str) -> None:
     out = call(scores)
     assert (out.double() - wanted).norm() / wanted.norm() < (8e-3 if "bf16" in shape else 1e-3)
     assert torch.equal(scores, before)
+
+
+@needs_torch
+@pytest.mark.parametrize("kernel", ["grouped_mm", "mm"])
+def test_grouped_products_agree_with_fp64(kernel: str) -> None:
+    import torch
+
+    problem = GroupedGemmProblem(5, 23, 32, 48, sizes="sparse", dtype="bfloat16")
+    if kernel == "grouped_mm" and not hasattr(torch, "_grouped_mm"):
+        pytest.skip(f"torch {torch.__version__} has no _grouped_mm")
+    calls = {"grouped_mm": grouped, "mm": in_turn(problem)}
+    call = tried(calls[kernel], problem, kernel, "cpu")
+    assert not isinstance(call, str), call
+    a, b, _ = tensors(problem)
+    starts = [0, *itertools.accumulate(problem.rows)]
+    out = call(a, b, torch.tensor(starts, dtype=torch.int32))
+    wanted = torch.cat(
+        [
+            a[start:end].double() @ one.double().T
+            for (start, end), one in zip(itertools.pairwise(starts), b, strict=True)
+        ]
+    )
+    assert (out.double() - wanted).norm() / wanted.norm() < 8e-3
+
+
+def test_the_grouped_kernel_of_torch_is_for_bf16() -> None:
+    space = family("vendor_grouped_gemm").space(GroupedGemmProblem(4, 64, 32, 48), DEFAULT_GPU)
+    assert [config["kernel"] for config in space] == ["mm"]

@@ -322,11 +322,11 @@ def problems_like(recorded: Recording, count: int) -> list[Problem]:
     shapes = list(product(range(1024, 8192, 8), (16, 12, 20, 24, 28, 32)))
     found: list[Problem] = []
     for length, heads in shapes if count <= len(shapes) else ():
-        if len(found) == count:
-            return found
         problem = AttentionProblem.parse(f"S={length},D=64,H={heads}")
         if all(members[c.family].accepts(problem, c, recorded.gpu) for c in own):
             found.append(problem)
+        if len(found) == count:
+            return found
     most = len(found) or len(shapes)
     raise ConfigError(f"problems={count} is out of range (allowed: up to {most})")
 

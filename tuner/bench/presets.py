@@ -1,4 +1,5 @@
-"""What this project's design documents measured, kernel by kernel, on this machine.
+"""What this project's design documents measured, kernel by kernel, on this machine; and attention
+in two kernels, the step that they named as the next one.
 
 They tried tiles of the GEMMs of three-kernel attention and threads of its softmax, compared the
 fused kernels on four workloads, and one GEMM tile with CUTLASS's default. Each named tile takes the
@@ -16,7 +17,8 @@ from tuner.bench.suites import Suite
 from tuner.config import Config, Value
 from tuner.errors import ConfigError
 from tuner.families import families_of, family
-from tuner.families.base import without_spare
+from tuner.families.base import group_by_kernels, without_spare
+from tuner.families.two_kernel_attention import STAGES
 from tuner.hardware import Gpu
 from tuner.measurement import Regime
 from tuner.problem import AttentionProblem, GemmProblem, Problem, SoftmaxProblem
@@ -43,6 +45,9 @@ NAME = "design-documents"
 LENGTHS_NAME = "sequence-lengths"
 LENGTHS = tuple(2**power for power in range(7, 16))
 """128 to 32768."""
+UNFUSED = "unfused"
+#: Parameters of each of the two kernels that name it.
+_SHOWN = ("groups", "blocks_per_sm", "buffers")
 
 
 def three_kernels(problem: Problem, gpu: Gpu) -> dict[str, Config]:
@@ -88,6 +93,29 @@ def _three_kernels(
         params["streams"] = streams
     config = Config(member.name, params, stages)
     return None if member.violations(problem, config, gpu) else config
+
+
+def two_kernels(problem: Problem, gpu: Gpu) -> dict[str, Config]:
+    """Every set of kernels of the space, all heads and rows a launch, each kernel begun before its
+    predecessor ends and after it. Groups, blocks an SM and buffers name a kernel.
+    """
+    member = family("two_kernel_attention")
+    found: dict[str, Config] = {}
+    for group in group_by_kernels(member, member.space(problem, gpu)):
+        whole = [config for config in group if config["splits"] == 1]
+        most = max(config["heads_per_launch"] * config["rows_per_launch"] for config in whole)
+        for config in whole:
+            if config["heads_per_launch"] * config["rows_per_launch"] == most:
+                found[_two_kernels_label(config)] = config
+    return found
+
+
+def _two_kernels_label(config: Config) -> str:
+    parts = [
+        f"{stage} " + "/".join(str(config[f"{stage}_{name}"]) for name in _SHOWN)
+        for stage in STAGES
+    ]
+    return f"two kernels {config['tile_n']}, {', '.join(parts)}{', pdl' if config['pdl'] else ''}"
 
 
 def gemms(problem: Problem, gpu: Gpu) -> dict[str, Config]:
@@ -174,6 +202,16 @@ PRESETS: dict[str, tuple[Suite, ...]] = {
             rounds=10,  # up to a tenth of a second a kernel
             against=("cudnn", "flash2", "efficient", "flash3", "flash4", "naive"),
             named=one_of_each,
+        ),
+    ),
+    UNFUSED: (
+        Suite(
+            UNFUSED,
+            "attention in two kernels, each set of them; alone, together, and between launches",
+            (TILED,),
+            _LAUNCHED[:1],
+            against=("cudnn", "naive"),
+            named=two_kernels,
         ),
     ),
 }

@@ -10,7 +10,16 @@ from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.hardware import Gpu
 from tuner.measurement import Regime
-from tuner.problem import AttentionProblem, DType, GemmProblem, Problem, SwigluProblem
+from tuner.problem import (
+    E4M3,
+    SCALES,
+    AttentionProblem,
+    DType,
+    GemmProblem,
+    GroupedGemmProblem,
+    Problem,
+    SwigluProblem,
+)
 
 _K = 1024
 _WARM, _COLD = Regime("graph", "warm"), Regime("graph", "cold")
@@ -74,9 +83,13 @@ _PLAIN = (
     (512, 4096, 4096),
     (128, 14336, 4096),
 )
+#: Those of them that are multiplied in e4m3.
+_QUANTISED = ((8192, 8192, 8192), (4096, 14336, 4096))
 _TYPES: tuple[DType, ...] = ("float16", "bfloat16")
 #: Hidden and intermediate size of Llama 3 8B and of Llama 2 7B.
 _MLPS = ((4096, 14336), (4096, 11008))
+#: Experts, N, K: an up and the down projection of Mixtral 8x7B, of DeepSeek-V2-Lite.
+_EXPERTS = ((8, 14336, 4096), (8, 4096, 14336), (64, 1408, 2048), (64, 2048, 1408))
 
 
 def _mlp(tokens: int, hidden: int, between: int) -> tuple[Problem, ...]:
@@ -143,6 +156,26 @@ SUITES: dict[str, Suite] = {
             against=("cublas", "cublaslt", "addmm", "inductor"),
         ),
         Suite(
+            "fp8",
+            "products of e4m3 with their factors, each accumulation of its own; buffers rotated",
+            tuple(
+                GemmProblem(*size, dtype=E4M3, scales=scales, fast_accum=fast_accum)
+                for fast_accum, scales, size in product((True, False), SCALES, _QUANTISED)
+            ),
+            (_COLD,),
+            against=("scaled_mm",),
+        ),
+        Suite(
+            "few",
+            "1 to 64 tokens through a 7-8 B model's weights, as in decoding; buffers rotated",
+            tuple(
+                GemmProblem(tokens, width, 4096)
+                for width, tokens in product((14336, 4096), (1, 4, 16, 64))
+            ),
+            (_COLD,),
+            against=("cublas", "cublaslt"),
+        ),
+        Suite(
             "gated",
             "both up projections of a 7-8 B model's MLP and SwiGLU; buffers rotated",
             tuple(
@@ -153,6 +186,17 @@ SUITES: dict[str, Suite] = {
             ),
             (_COLD,),
             against=("torch", "inductor"),
+        ),
+        Suite(
+            "moe",
+            "projections of experts, their rows as unlike as routed ones; buffers rotated",
+            tuple(
+                GroupedGemmProblem(groups, rows, n, k, sizes="zipf", dtype="bfloat16")
+                for groups, n, k in _EXPERTS
+                for rows in (256, 2 * _K, 8 * _K)
+            ),
+            (_COLD,),
+            against=("grouped_mm", "mm"),
         ),
     )
 }

@@ -36,14 +36,15 @@ def register(subparsers: Any) -> None:
     what.add_argument(
         "--suite",
         metavar="NAME",
-        help="of attention: acceptance, decoding, long; of gemm: plain, mlp; of swiglu: gated; or "
-        "all (default: the first)",
+        help="of attention: acceptance, decoding, long; of gemm: plain, mlp, fp8, few; of swiglu: "
+        "gated; of grouped_gemm: moe; or all (default: the first)",
     )
     what.add_argument(
         "--preset",
         metavar="NAME",
         help="design-documents: the workloads, tiles and launches that those compared; "
-        "sequence-lengths: one problem from 128 to 32768, what `tuner report --bench` draws",
+        "sequence-lengths: one problem from 128 to 32768, what `tuner report --bench` draws; "
+        "unfused: attention in two kernels, each set of them",
     )
     what.add_argument(
         "--shape",
@@ -60,8 +61,8 @@ def register(subparsers: Any) -> None:
     parser.add_argument(
         "--l2",
         choices=("warm", "cold", "both"),
-        help="state of the inputs (default: the suite's; for --shape cold for gemm and swiglu, "
-        "else warm)",
+        help="state of the inputs (default: the suite's; for --shape cold for gemm, swiglu "
+        "and grouped_gemm, else warm)",
     )
     parser.add_argument("--rounds", type=int, metavar="N", help="interleaved rounds at least")
     parser.add_argument(

@@ -11,7 +11,10 @@ from tuner.bench.results import Results, Row, Summary, Timed
 from tuner.cli.describe import config_lines, microseconds, table, wrapped
 from tuner.hardware import Gpu
 from tuner.measurement import Resources
-from tuner.problem import AttentionProblem
+from tuner.problem import AttentionProblem, GemmProblem, Problem
+
+FEW_ROWS = 64
+"""Of a product: so many rows take no longer than reading the weights for one."""
 
 FIGURES = (
     "half_width_us",
@@ -116,12 +119,14 @@ def _peers(rows: Sequence[Row]) -> list[str]:
 
 
 def _is_decoding(rows: Sequence[Row]) -> bool:
-    """Whether reading keys and values, not arithmetic, is what counts."""
-    return all(
-        isinstance(row.problem, AttentionProblem)
-        and 8 * row.problem.seqlen_q < row.problem.seqlen_kv
-        for row in rows
-    )
+    """Whether reading keys and values, or weights, and not arithmetic, is what counts."""
+    return all(map(_reads, (row.problem for row in rows)))
+
+
+def _reads(problem: Problem) -> bool:
+    if isinstance(problem, GemmProblem):
+        return problem.m <= FEW_ROWS
+    return isinstance(problem, AttentionProblem) and 8 * problem.seqlen_q < problem.seqlen_kv
 
 
 def _numbers(rows: Sequence[Row]) -> frozenset[int]:
@@ -214,7 +219,7 @@ def _stage_cells(row: Row, gpu: Gpu) -> list[list[str]]:
 def _kernel_cells(row: Row, gpu: Gpu) -> list[list[str]]:
     """Every kernel of one problem, fastest first, under a heading."""
     attention = isinstance(row.problem, AttentionProblem)
-    heading = ["kernel", "role", "us", "+- 95 %", "TFLOP/s", "of peak", "MB", "error"]
+    heading = ["kernel", "role", "us", "+- 95 %", "TFLOP/s", "of peak", "TB/s", "MB", "error"]
     heading += ["us/head", "Mtokens/s", "tokens/s/MB"] if attention else []
     lines = [heading]
     for timed in sorted(row.timed, key=lambda t: (t.latency_us is None, t.latency_us or 0.0)):
@@ -230,6 +235,7 @@ def _kernel_cells(row: Row, gpu: Gpu) -> list[list[str]]:
             "-" if half is None else f"{half:.2g}",
             f"{figures['tflops']:.0f}",
             f"{100 * figures['share_of_peak']:.1f} %",
+            f"{figures['tb_per_s']:.2f}",
             f"{figures['memory_mb']:.1f}",
             "-" if timed.error is None else f"{timed.error:.1e}",
         ]

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tuner.cli.subject import add_subject, subject_of
-from tuner.errors import ConfigError
+from tuner.errors import ConfigError, NoValidConfigError
+
+if TYPE_CHECKING:
+    from tuner.report.subject import Subject
 
 DESCRIPTION = """Writes one self-contained HTML page of a measured sweep: the verdict, the kernel
 against its peers, what limits it and why it won, the course and the cost of the search, its space,
@@ -21,8 +25,12 @@ def register(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "report", help="a sweep as one HTML page", description=DESCRIPTION
     )
-    add_subject(parser)
-    parser.add_argument("-o", "--out", type=Path, default=Path("report.html"), metavar="FILE")
+    add_subject(parser).add_argument(
+        "--job", metavar="ID", help="of `tuner jobs`: a page for each of its problems, in -o FOLDER"
+    )
+    parser.add_argument(
+        "-o", "--out", type=Path, metavar="FILE", help="default: report.html; of a job report/"
+    )
     parser.add_argument(
         "--bench",
         type=Path,
@@ -49,30 +57,88 @@ def run(args: argparse.Namespace) -> int:
         NoValidConfigError: when nothing was measured.
     """
     from tuner.report.analysis import verdict
-    from tuner.report.page import render
 
+    if args.job is not None and args.pictures is not None:
+        raise ConfigError("--pictures draws one sweep: name it by --shape or --recording")
     if args.pictures is not None:
         return _pictures(args)
     if args.only is not None:
         raise ConfigError("--only chooses among --pictures DIR")
-    path: Path = args.out
+    if args.job is not None:
+        return _job(args)
+    path: Path = args.out or Path("report.html")
     if path.is_dir():
         raise ConfigError(f"report {path} cannot be written: it is a folder; name a file in it")
     if not path.parent.is_dir():
         raise ConfigError(f"report {path} cannot be written: no folder {path.parent}")
     subject = subject_of(args)
+    _write(path, subject)
+    if args.json:
+        print(json.dumps({**_facts(path, subject), "verdict": verdict(subject)}))
+    else:
+        print(verdict(subject))
+        print(f"{path}: {path.stat().st_size / 1e6:.1f} MB, from {subject.source}")
+    return 0
+
+
+def _write(path: Path, subject: Subject) -> None:
+    from tuner.report.page import render
+
     partial = path.with_name(path.name + ".partial")
     try:
         partial.write_text(render(subject), encoding="utf-8")
         partial.replace(path)
     except OSError as exc:
         raise ConfigError(f"report {path} cannot be written: {exc.strerror}") from exc
+
+
+def _facts(path: Path, subject: Subject) -> dict[str, Any]:
+    return {"path": str(path), "bytes": path.stat().st_size, "source": subject.source}
+
+
+def _job(args: argparse.Namespace) -> int:
+    """A page for each problem of a stored job that something was measured of.
+
+    Raises:
+        ConfigError: when there is no such job, or the place is no folder.
+        NoValidConfigError: when nothing was measured of any of its problems.
+    """
+    from tuner.device import detect
+    from tuner.hardware import DEFAULT_GPU
+    from tuner.job import JobOptions
+    from tuner.lookup import find_gpu
+    from tuner.recording import SUFFIX, file_name
+    from tuner.report.analysis import verdict
+    from tuner.report.subject import from_known
+    from tuner.store import open_store
+
+    place: Path = args.out or Path("report")
+    if place.exists() and not place.is_dir():
+        raise ConfigError(f"-o {place} is a file; a job's pages go into a folder")
+    with open_store(args.store, create=False) as store:
+        job = store.jobs.find(args.job)
+        if job is None:
+            raise ConfigError(f"there is no job {args.job} (`tuner jobs list` names them)")
+        problems = [task.problem for task in store.jobs.tasks(job.id)]
+    gpu = find_gpu(args.gpu) if args.gpu else detect() or DEFAULT_GPU
+    options, written = JobOptions.from_json(job.options), []
+    for problem in problems:
+        regime = options.regime(problem)
+        try:
+            subject = from_known(problem, gpu, regime, args.store, args.bench or ())
+        except NoValidConfigError as exc:
+            print(f"tuner: {exc}", file=sys.stderr)
+            continue
+        place.mkdir(parents=True, exist_ok=True)
+        path = place / (file_name(problem, gpu, regime).removesuffix(SUFFIX) + ".html")
+        _write(path, subject)
+        written.append({**_facts(path, subject), "verdict": verdict(subject)})
+        if not args.json:
+            print(f"{verdict(subject)}\n  {path}")
     if args.json:
-        facts = {"path": str(path), "bytes": path.stat().st_size, "source": subject.source}
-        print(json.dumps({**facts, "verdict": verdict(subject)}))
-    else:
-        print(verdict(subject))
-        print(f"{path}: {path.stat().st_size / 1e6:.1f} MB, from {subject.source}")
+        print(json.dumps({"job": job.id, "pages": written}))
+    if not written:
+        raise NoValidConfigError(f"of job {job.id} nothing is measured on {gpu.name} yet")
     return 0
 
 

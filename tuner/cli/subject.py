@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tuner.problem import PROBLEMS
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from tuner.report.subject import Subject
 
 
-def add_subject(parser: argparse.ArgumentParser) -> None:
-    """Add the options that `subject_of` reads."""
+def add_subject(parser: argparse.ArgumentParser) -> Any:
+    """Add the options that `subject_of` reads; returns the group of which one names the sweep."""
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--shape", metavar="KEY=VALUE,...", help="as S=1024,D=64")
     what.add_argument("--recording", type=Path, metavar="FILE", help="a recorded sweep")
@@ -22,6 +22,7 @@ def add_subject(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--regime", choices=("graph", "eager"), help="how it is launched")
     parser.add_argument("--l2", choices=("warm", "cold"), help="state of the inputs")
     parser.add_argument("--store", metavar="URL", help="SQLAlchemy URL or SQLite file")
+    return what
 
 
 def subject_of(args: argparse.Namespace) -> Subject:

@@ -85,7 +85,7 @@ def add_regime(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--l2",
         choices=("warm", "cold"),
-        help="state of the inputs (default: cold for gemm and swiglu, else warm)",
+        help="state of the inputs (default: cold for gemm, swiglu and grouped_gemm, else warm)",
     )
     parser.add_argument(
         "--max-workspace", metavar="SIZE", help="memory beside the operands, as in 512MB"

@@ -3,8 +3,9 @@
 Rules read in CUTLASS 4.2's headers name the file under ``include/cutlass`` that holds them; [c]
 was compiled with nvcc 13.0. A swapped config computes D^T = B^T A^T: M and N, the operands and
 their layouts change places and D is written column-major; a bias of the columns is then one of the
-rows. Epilogues are CUTLASS's stock fusion operations. Tables and formulas are in `gemm_shape`, the
-candidates in `gemm_space`, the estimate of their time in `gemm_cost`.
+rows, and a factor of each row one of each column. Epilogues are CUTLASS's stock fusion operations,
+factors a tree of its nodes. Tables and formulas are in `gemm_shape`, the candidates in
+`gemm_space`, the estimate of their time in `gemm_cost`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from tuner.families.gemm_shape import (
     DECOMPOSITIONS,
     NO_SMEM,
     PLAIN,
+    PROMOTED_K,
     RASTER_ORDERS,
     SWIZZLES,
     TMA_EPILOGUE,
@@ -36,9 +38,10 @@ from tuner.hardware import (
     SMEM_PER_BLOCK_BYTES,
     TMA_ALIGNMENT_BYTES,
     WARP_GROUP,
+    WGMMA_K_BYTES,
     Gpu,
 )
-from tuner.problem import DTYPE_BYTES, GemmProblem, Problem
+from tuner.problem import DTYPE_BYTES, E4M3, GemmProblem, Problem
 
 KERNEL = "gemm"
 """Name of the one kernel."""
@@ -71,6 +74,7 @@ _SOMETIMES: dict[str, type] = {
     "max_swizzle_size": int,
     "decomposition_mode": str,
     "splits": int,
+    "pdl": bool,
 }
 
 
@@ -82,7 +86,7 @@ class Gemm(Family):
     capabilities = (HOPPER,)
     cost_constants = gemm_cost.CONSTANTS
     runtime_parameters: ClassVar[frozenset[str]] = frozenset(
-        {"raster_order", "max_swizzle_size", "decomposition_mode", "splits"}
+        {"raster_order", "max_swizzle_size", "decomposition_mode", "splits", "pdl"}
     )
     domains: ClassVar[Mapping[str, tuple[Value, ...]]] = {
         "tile_m": (32, 64, 96, 128, 160),
@@ -105,7 +109,7 @@ class Gemm(Family):
         if malformed:
             return malformed
         return [
-            *_tile_violations(config),
+            *_tile_violations(problem, config),
             *_cluster_violations(config),
             *_smem_violations(problem, config),
             *_epilogue_violations(problem, config),
@@ -135,6 +139,8 @@ class Gemm(Family):
             "layout_d": shape.layout_d,
             "stages": config.get("stages", 0),
             "tile_scheduler": config.get("tile_scheduler", "Persistent"),
+            "fast_accum": problem.dtype == E4M3 and problem.fast_accum,
+            "scales": problem.scales,
             "bias": ("m" if config["swap_ab"] else "n") if problem.has_bias else "",
             "activation": problem.activation,
             "residual": problem.has_residual,
@@ -160,6 +166,7 @@ class Gemm(Family):
                 batch_b=b.strides[0],
                 batch_d=d.strides[0],
                 alpha=scale,
+                pdl=config.get("pdl", False),
                 extra=tuple(Ref(operand.name) for operand in problem.operands[2:-1]),
                 beta=1.0,
             )
@@ -198,6 +205,8 @@ class Gemm(Family):
                 params.pop(name, None)
             else:
                 params.setdefault(name, default)
+        if not _applies("pdl", params):
+            params.pop("pdl", None)
         return Config(self.name, params)
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
@@ -229,6 +238,7 @@ def _malformed(config: Config) -> list[str]:
         "raster_order": tuple(RASTER_ORDERS),
         "max_swizzle_size": SWIZZLES,
         "decomposition_mode": tuple(DECOMPOSITIONS),
+        "pdl": (True,),  # without it the parameter is absent
     }
     for name, allowed in choices.items():
         if name in config.params and config[name] not in allowed:
@@ -239,7 +249,7 @@ def _malformed(config: Config) -> list[str]:
         present = name in config.params
         if present and not _applies(name, config.params):
             problems.append(f"parameter {name} does not apply")
-        elif not present and name != "stages" and _applies(name, config.params):
+        elif not present and name not in ("stages", "pdl") and _applies(name, config.params):
             problems.append(f"parameter {name} is missing")
     return problems
 
@@ -255,11 +265,13 @@ def _applies(name: str, params: Mapping[str, Value]) -> bool:
             return params.get("tile_scheduler") == "StreamK"
         case "splits":
             return params.get("decomposition_mode") == "SplitK"
+        case "pdl":  # stream-K clears its barriers first, which breaks the edge
+            return params.get("tile_scheduler") != "StreamK"
         case _:
             return True
 
 
-def _tile_violations(config: Config) -> list[str]:
+def _tile_violations(problem: GemmProblem, config: Config) -> list[str]:
     tile_m, tile_n, tile_k = config["tile_m"], config["tile_n"], config["tile_k"]
     schedule, epilogue = config["kernel_schedule"], config["epilogue_schedule"]
     consumers = CONSUMERS[schedule]
@@ -270,12 +282,17 @@ def _tile_violations(config: Config) -> list[str]:
     # 8 columns an instruction, but the epilogue's stores need 16 [c].
     if tile_n % 16:
         reasons.append(f"tile_n={tile_n} is not a multiple of 16")
-    # 16 elements of K an instruction (cute/arch/mma_sm90.hpp, 16-bit types).
-    if tile_k % 16:
-        reasons.append(f"tile_k={tile_k} is not a multiple of 16")
+    # 32 bytes of K an instruction (cute/arch/mma_sm90.hpp).
+    depth = WGMMA_K_BYTES // DTYPE_BYTES[problem.dtype]
+    if tile_k % depth:
+        reasons.append(f"tile_k={tile_k} is not a multiple of {depth}")
     if max(tile_m, tile_n) > MAX_TMA_BOX or tile_k > MAX_TMA_BOX:
         reasons.append(f"tile {tile_m}x{tile_n}x{tile_k} exceeds {MAX_TMA_BOX} in one extent")
     accumulators = tile_m * tile_n // (WARP_GROUP * consumers)
+    if not problem.fast_accum:
+        accumulators *= 2  # partial sums and their sums
+        if PROMOTED_K % tile_k:
+            reasons.append(f"tile_k={tile_k} does not divide {PROMOTED_K} (fast_accum=0)")
     if accumulators > MAX_ACCUMULATORS:
         reasons.append(
             f"tile {tile_m}x{tile_n} needs {accumulators} accumulator registers a thread "
@@ -317,16 +334,17 @@ def _smem_violations(problem: GemmProblem, config: Config) -> list[str]:
 def _epilogue_violations(problem: GemmProblem, config: Config) -> list[str]:
     # CollectiveBuilder's epilogue without shared memory is a linear combination and nothing else
     # (epilogue/collective/builders/sm90_builder.inl).
-    if problem.epilogue and config["epilogue_schedule"] == NO_SMEM:
-        return [f"{NO_SMEM} has no epilogue={problem.epilogue}"]
-    return []
+    if config["epilogue_schedule"] != NO_SMEM:
+        return []
+    wanted = {"epilogue": problem.epilogue, "scales": problem.scales}
+    return [f"{NO_SMEM} has no {name}={value}" for name, value in wanted.items() if value]
 
 
 def _problem_violations(problem: GemmProblem, config: Config) -> list[str]:
     reasons = []
     majors = {"a": problem.layout_a, "b": problem.layout_b}
     for operand in problem.operands:
-        if operand.name == "bias":  # read by ordinary loads, an element each
+        if len(operand.shape) == 1:  # read by ordinary loads, an element each
             continue
         contiguous = operand.shape[1 if majors.get(operand.name) == "col" else 2]
         width = DTYPE_BYTES[operand.dtype]
@@ -384,8 +402,8 @@ def gemm_launch(
         alpha: factor of the product.
         pdl: start before the kernel in front ends, and wait for it on the device.
         batch: batches of this call; all of the problem's by default.
-        extra: what the problem's epilogue reads, in the order of its operands: bias, residual. The
-            residual has the strides of `d`.
+        extra: what the problem's epilogue reads, in the order of its operands: factors of `a` and
+            `b`, or bias, residual. The residual has the strides of `d`.
         beta: factor of the residual.
 
     Byte offsets, strides and batch strides are multiples of 16 bytes, else the launch fails.
@@ -394,6 +412,7 @@ def gemm_launch(
     tensors, leading, strides = [a, b], [lda, ldb], [batch_a, batch_b]
     if config["swap_ab"]:
         tensors, leading, strides = tensors[::-1], leading[::-1], strides[::-1]
+        extra = extra[::-1] if problem.scales else extra
     scheduler = (
         config.get("max_swizzle_size", 1),
         RASTER_ORDERS.get(config.get("raster_order", ""), 0),

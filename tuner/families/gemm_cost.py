@@ -19,6 +19,7 @@ from tuner.families.gemm_shape import (
     COOPERATIVE,
     NO_SMEM,
     PLAIN,
+    PROMOTED_K,
     Shape,
     oriented,
     smem_bytes,
@@ -29,6 +30,7 @@ from tuner.hardware import (
     SMEM_PER_SM_BYTES,
     SMEM_RESERVED_PER_BLOCK_BYTES,
     TENSOR_FLOPS_PER_CLOCK_SM,
+    WGMMA_K_BYTES,
     Gpu,
 )
 from tuner.problem import DTYPE_BYTES, GemmProblem
@@ -73,6 +75,8 @@ CONSTANTS: Mapping[str, float] = {
 ACTIVATION_INSTRUCTIONS = {"": 0, "relu": 1, "gelu": 25, "gelu_tanh": 22, "silu": 19}
 #: Of a multiprocessor [CUDA C++ Programming Guide 13.0].
 LANES_PER_CLOCK = 128
+#: Of the start that is left where it hides behind the kernel in front: a first guess.
+PDL_SHARE = 0.5
 #: Exponent of the mean that stands for the longest of times that overlap but not quite.
 SHARPNESS = 6
 
@@ -98,7 +102,8 @@ def predict_us(
     memory_us = _memory_bytes(problem, shape, config, gpu) / bandwidth
     power_us = _energy(problem, shape, config, constants)
     longest = sum(t**SHARPNESS for t in (compute_us, memory_us, power_us)) ** (1 / SHARPNESS)
-    return float(GRAPH_LAUNCH_US + constants["startup_clocks"] / gpu.clock_max_mhz + longest)
+    startup_us = constants["startup_clocks"] / gpu.clock_max_mhz
+    return float(GRAPH_LAUNCH_US + startup_us * (PDL_SHARE if config.get("pdl") else 1) + longest)
 
 
 def _energy(
@@ -108,6 +113,7 @@ def _energy(
     tile_m, tile_n = int(config["tile_m"]), int(config["tile_n"])
     blocks_m, blocks_n = tile_blocks(shape, config)
     flops = 2.0 * blocks_m * tile_m * blocks_n * tile_n * shape.k * shape.batch
+    flops /= problem.tensor_rate  # half the bits, taken for half the energy: not measured
     columns = _columns(tile_n)
     operands = (64 + columns) / (64 * columns)
     loads: float = 1 / (tile_m * config["cluster_m"]) + 1 / (tile_n * config["cluster_n"])
@@ -126,13 +132,17 @@ def _step_cycles(
     """Cycles of one K step of one tile, `blocks` of which share a multiprocessor."""
     tile_m, tile_n, tile_k = (int(config[f"tile_{mode}"]) for mode in "mnk")
     columns = _columns(tile_n)
-    # One instruction multiplies 64 x 16 by 16 x columns, and reads both from shared memory.
-    multiply = 2 * 64 * columns * 16 / TENSOR_FLOPS_PER_CLOCK_SM
-    operands = 2 * 16 * (64 + columns) / SMEM_BYTES_PER_CLOCK
-    instructions = (tile_m // 64) * (tile_n // columns) * (tile_k // 16)
+    width = DTYPE_BYTES[problem.dtype]
+    depth = WGMMA_K_BYTES // width
+    # One instruction multiplies 64 x depth by depth x columns, and reads both from shared memory.
+    multiply = 2 * 64 * columns * depth / (TENSOR_FLOPS_PER_CLOCK_SM * problem.tensor_rate)
+    operands = WGMMA_K_BYTES * (64 + columns) / SMEM_BYTES_PER_CLOCK
+    instructions = (tile_m // 64) * (tile_n // columns) * (tile_k // depth)
     tensor = instructions * max(multiply, operands)
+    if not problem.fast_accum:  # partial sums are waited for and added
+        tensor += tile_m * tile_n / LANES_PER_CLOCK * tile_k / PROMOTED_K
     # Multicast: a block loads its share of a tile and gets the rest from its cluster.
-    loaded: float = 2 * tile_k * (tile_m / config["cluster_n"] + tile_n / config["cluster_m"])
+    loaded: float = width * tile_k * (tile_m / config["cluster_n"] + tile_n / config["cluster_m"])
     loads = loaded / constants["l2_bytes_per_clock"]
     # A stage that is free again has the others' steps to be loaded in.
     stages, _ = smem_bytes(problem, config)
@@ -244,6 +254,8 @@ def _suggestions(
         return
     library, handle, backend = interface
     letter = {"float16": "H", "bfloat16": "T", "float32": "S"}
+    if problem.dtype not in letter:
+        return
     precision = letter[problem.dtype] + "S" + letter[problem.dtype_d]
     answers: list[list[tuple[bool, Any]]] = []
     for swap_ab in sorted(swaps):

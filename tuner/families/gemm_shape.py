@@ -19,6 +19,9 @@ CONSUMERS = {PLAIN: 1, PINGPONG: 1, COOPERATIVE: 2}
 #: cooperative mainloop with TmaWarpSpecialized) or compile silently into wrong ones
 #: (ping-pong with TmaWarpSpecializedCooperative) [c].
 TMA_EPILOGUE = {PLAIN: PLAIN, PINGPONG: PLAIN, COOPERATIVE: COOPERATIVE}
+#: K of the partial sums that are added to fp32 ones without `fast_accum`: CUTLASS's
+#: mma_promotion_interval (gemm/collective/sm90_mma_tma_gmma_ss_warpspecialized_fp8.hpp).
+PROMOTED_K = 128
 RASTER_ORDERS = {"AlongM": 1, "AlongN": 2}
 #: "Heuristic" and "DataParallel" are left out: the first picks one of these or plain persistent
 #: scheduling, which is the second (gemm/kernel/tile_scheduler_params.h).
@@ -52,8 +55,9 @@ def oriented(problem: GemmProblem, swap_ab: bool) -> Shape:
 def smem_bytes(problem: GemmProblem, config: Config) -> tuple[int, int]:
     """Stages and shared memory of the compiled kernel, bytes.
 
-    A residual shares the output's buffers, as it has its type; a bias along N adds a tile's part of
-    it. The sizes of SharedStorage in gemm/kernel/sm90_gemm_tma_warpspecialized*.hpp and
+    A residual shares the output's buffers, as it has its type; a bias along N, and so the columns'
+    factors, adds a tile's part of it. The sizes of SharedStorage in
+    gemm/kernel/sm90_gemm_tma_warpspecialized*.hpp and
     epilogue/collective/sm90_epilogue_tma_warpspecialized.hpp, the automatic stage count of
     gemm/collective/builders/sm90_gmma_builder.inl; equal to sizeof in every kernel compiled [c].
     """
@@ -74,6 +78,8 @@ def smem_bytes(problem: GemmProblem, config: Config) -> tuple[int, int]:
             loads = buffers = max(loads, buffers + 1)
         if problem.has_bias and not config["swap_ab"]:
             vector = tile_n * DTYPE_BYTES[problem.dtype]
+        if problem.scales == "row":
+            vector = tile_n * DTYPE_BYTES["float32"]
         buffer = buffers * rows * columns * width
         carveout = round_up(buffer + vector, alignment) + alignment
     stages = config.get("stages") or (SMEM_PER_BLOCK_BYTES - round_up(carveout, 128)) // (

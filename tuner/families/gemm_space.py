@@ -29,8 +29,10 @@ from tuner.hardware import (
     WARP_GROUP,
     Gpu,
 )
-from tuner.problem import GemmProblem
+from tuner.problem import DTYPE_BYTES, GemmProblem
 
+#: The widest swizzle of shared memory, bytes (PTX ISA, "Tensor Swizzling Modes").
+SWIZZLE_BYTES = 128
 #: K steps that a stream-K unit gets at least (gemm/kernel/tile_scheduler_params.h).
 STREAM_K_MIN_STEPS = 8
 
@@ -76,14 +78,19 @@ _NO_SMEM_TILES = (
     (PINGPONG, 128, 128),
 )
 _SPLITS = (2, 3, 4, 6, 8)
-#: A swap pays where one side is short: tile_m is at least 64, tile_n may be 16.
+#: A swap pays where one side is short: tile_m is at least 64, tile_n may be 16. So does hiding the
+#: launch behind the kernel in front: the product takes few microseconds.
 _SHORT_SIDE = 128
 #: Output tiles x splits above this many waves only add traffic.
 _MAX_SPLIT_WAVES = 8
 
 
+def _is_short(problem: GemmProblem) -> bool:
+    return min(problem.m, problem.n) <= _SHORT_SIDE
+
+
 def _swaps(problem: GemmProblem) -> tuple[bool, ...]:
-    return (False, True) if min(problem.m, problem.n) <= _SHORT_SIDE else (False,)
+    return (False, True) if _is_short(problem) else (False,)
 
 
 def candidates(problem: GemmProblem, gpu: Gpu) -> Iterator[list[Config]]:
@@ -91,12 +98,16 @@ def candidates(problem: GemmProblem, gpu: Gpu) -> Iterator[list[Config]]:
     for swap_ab in _swaps(problem):
         shape = oriented(problem, swap_ab)
         for compiled in _compiled(problem, shape, swap_ab):
-            yield list(_scheduled(shape, compiled, gpu))
+            group = list(_scheduled(shape, compiled, gpu))
+            if _is_short(problem) and compiled.get("tile_scheduler") != "StreamK":
+                group += [Config("gemm", {**config.params, "pdl": True}) for config in group]
+            yield group
 
 
 def _compiled(problem: GemmProblem, shape: Shape, swap_ab: bool) -> Iterator[dict[str, Value]]:
     """Compile-time parameters worth a binary for a shape, in a fixed order."""
-    for schedule, tile_m, tile_n, tile_k, cluster, extra in _binaries(shape):
+    atom = SWIZZLE_BYTES // DTYPE_BYTES[problem.dtype]
+    for schedule, tile_m, tile_n, tile_k, cluster, extra in _binaries(shape, atom):
         base: dict[str, Value] = {
             "tile_m": tile_m,
             "tile_n": tile_n,
@@ -110,7 +121,7 @@ def _compiled(problem: GemmProblem, shape: Shape, swap_ab: bool) -> Iterator[dic
         if schedule == COOPERATIVE:
             base["tile_scheduler"] = "Persistent"
         params = {**base, **extra}
-        if not _fits(shape, params):
+        if not _fits(shape, params, atom):
             continue
         if schedule != PLAIN:
             yield params
@@ -122,19 +133,19 @@ def _compiled(problem: GemmProblem, shape: Shape, swap_ab: bool) -> Iterator[dic
 _Binary = tuple[str, int, int, int, tuple[int, int], dict[str, Value]]
 
 
-def _binaries(shape: Shape) -> Iterator[_Binary]:
-    # 64 elements of K fill a 128-byte swizzle atom; 32 only where 64 would mostly be padding.
-    tile_k = 32 if shape.k <= 32 else 64
+def _binaries(shape: Shape, atom: int) -> Iterator[_Binary]:
+    # K as it fills a swizzle atom; half of that only where the atom would mostly be padding.
+    tile_k = atom // 2 if shape.k <= atom // 2 else atom
     for schedule, m, n in _TILES:
         wide = _WIDE_CLUSTERS if (schedule, m, n) in _WIDE_CLUSTER_TILES else ()
         for cluster in (*_CLUSTERS, *wide):
             yield schedule, m, n, tile_k, cluster, {}
     for schedule, m, n in _DEEP_TILES:
         for cluster in _MORE_CLUSTERS:
-            yield schedule, m, n, 128, cluster, {}
-    if 64 < shape.k < 128 and shape.k % 64 <= 32:
+            yield schedule, m, n, 2 * atom, cluster, {}
+    if atom < shape.k < 2 * atom and shape.k % atom <= atom // 2:
         for schedule, m, n in _TILES:
-            yield schedule, m, n, 32, (1, 1), {}
+            yield schedule, m, n, atom // 2, (1, 1), {}
     for m, n in _STREAM_K_TILES:
         for cluster in ((1, 1), (2, 1)):
             yield COOPERATIVE, m, n, tile_k, cluster, {"tile_scheduler": "StreamK"}
@@ -148,13 +159,13 @@ def _binaries(shape: Shape) -> Iterator[_Binary]:
         yield schedule, m, n, tile_k, (2, 1), {"epilogue_schedule": NO_SMEM}
 
 
-def _fits(shape: Shape, params: dict[str, Value]) -> bool:
+def _fits(shape: Shape, params: dict[str, Value], atom: int) -> bool:
     """Whether no smaller tile or cluster does the same: the rest would be padding."""
     m, n, k = (int(params[f"tile_{x}"]) for x in "mnk")
     least_m = 64 * CONSUMERS[str(params["kernel_schedule"])]
     if (m > least_m and m >= 2 * shape.m) or (n > 16 and n >= 2 * round_up(shape.n, 8)):
         return False
-    if k > 64 and k >= 2 * shape.k:
+    if k > atom and k >= 2 * shape.k:
         return False
     return int(params["cluster_m"]) <= ceil(shape.m / m) and int(params["cluster_n"]) <= ceil(
         shape.n / n

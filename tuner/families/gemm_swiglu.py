@@ -85,6 +85,7 @@ class GemmSwiglu(Family):
                 batch_b=weights.elements,
                 batch_d=d.elements,
                 alpha=scale,
+                pdl=config.get("pdl", False),
             )
         ]
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from tuner.config import Config
 from tuner.families.vendor import Vendor
 from tuner.hardware import DEFAULT_GPU, Gpu
-from tuner.problem import GemmProblem, Problem
+from tuner.problem import E4M3, GemmProblem, Problem
 
 #: TFLOP/s of a large fp16 product and GB/s of one that reads a matrix once (M = 1), both cuBLAS
 #: on one H200, CUDA 13.0; the first sits at the power limit.
@@ -26,17 +26,24 @@ FUSED_ACTIVATIONS = {"bias_relu": False, "bias_gelu_tanh": True}
 class VendorBlas(Vendor):
     """``kernel``: which library torch calls, cublas or cublaslt, each with the epilogue in kernels
     of torch behind it; addmm, the product with a bias or onto a residual in one call, and the rest
-    behind it; addmm_activation, cuBLASLt's fused epilogue; on request inductor, what torch.compile
-    makes of it when it searches longest.
+    behind it; addmm_activation, cuBLASLt's fused epilogue; scaled_mm, torch's product of e4m3, with
+    the problem's accumulation; on request inductor, what torch.compile makes of it when it searches
+    longest.
     """
 
     name: ClassVar[str] = "vendor_blas"
     op: ClassVar[str] = GemmProblem.op
-    offered: ClassVar[tuple[str, ...]] = (*LIBRARIES, "addmm", "addmm_activation")
+    offered: ClassVar[tuple[str, ...]] = (*LIBRARIES, "addmm", "addmm_activation", "scaled_mm")
     on_request: ClassVar[tuple[str, ...]] = ("inductor",)
 
     def refusal(self, problem: Problem, kernel: str) -> str:
-        if not isinstance(problem, GemmProblem) or kernel not in ("addmm", "addmm_activation"):
+        if not isinstance(problem, GemmProblem):
+            return ""
+        if kernel == "scaled_mm" and problem.dtype != E4M3:
+            return f"scaled_mm multiplies {E4M3}"
+        if problem.dtype == E4M3 and kernel not in ("scaled_mm", "inductor"):
+            return f"{kernel} does not multiply {E4M3}"
+        if kernel not in ("addmm", "addmm_activation"):
             return ""
         if problem.batch > 1 or problem.dtype_d != problem.dtype:
             return f"{kernel} makes one matrix of its operands' type"
@@ -57,6 +64,8 @@ class VendorBlas(Vendor):
                 unfused(problem), mode="max-autotune-no-cudagraphs", dynamic=False
             )
             return compiled
+        if kernel == "scaled_mm":
+            return scaled_mm(problem)
         if kernel not in LIBRARIES:
             return addmm(problem) if kernel == "addmm" else addmm_activation(problem)
         product = unfused(problem)
@@ -79,14 +88,17 @@ class VendorBlas(Vendor):
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
         """A fixed part, the longer of the products and the bytes at cuBLAS's rates, and for each
-        kernel behind it the result read and written once more.
+        kernel behind it the result read and written once more. 8-bit products are taken for twice
+        as fast; nobody has fitted that.
         """
-        rate = PEAK_TFLOPS * gpu.peak_tflops / DEFAULT_GPU.peak_tflops
+        rate = PEAK_TFLOPS * gpu.peak_tflops / DEFAULT_GPU.peak_tflops * problem.tensor_rate
         stream = STREAM_GBS * gpu.memory_gbs / DEFAULT_GPU.memory_gbs
         product = START_US + max(problem.flops / rate / 1e6, problem.bytes / stream / 1e3)
         if not isinstance(problem, GemmProblem):
             return product
         passes = problem.has_bias + problem.has_residual + bool(problem.activation)
+        if problem.scales and problem.dtype != E4M3:
+            passes += 2
         passes -= {"addmm": 1, "addmm_activation": 2, "inductor": passes}.get(config["kernel"], 0)
         return product + passes * (START_US + 2 * problem.output.bytes / stream / 1e3)
 
@@ -109,7 +121,9 @@ def matmul(problem: GemmProblem) -> Callable[[Any, Any], Any]:
 
 
 def unfused(problem: GemmProblem) -> Callable[..., Any]:
-    """call(a, b, *bias, *residual) -> d: the product, and a kernel a part of the epilogue."""
+    """call(a, b, *others) -> d: the product, and a kernel a part of the epilogue."""
+    if problem.dtype == E4M3:
+        return scaled_mm(problem)
     product, finish = matmul(problem), epilogue(problem)
 
     def call(a: Any, b: Any, *others: Any) -> Any:
@@ -119,7 +133,7 @@ def unfused(problem: GemmProblem) -> Callable[..., Any]:
 
 
 def epilogue(problem: GemmProblem) -> Callable[..., Any]:
-    """finish(d, *bias, *residual) -> d with the problem's epilogue; changes its first argument."""
+    """finish(d, *others) -> d with the problem's factors or epilogue; changes `d`."""
     from torch.nn import functional
 
     activations: dict[str, Callable[[Any], Any]] = {
@@ -132,12 +146,33 @@ def epilogue(problem: GemmProblem) -> Callable[..., Any]:
     activate, has_bias = activations[problem.activation], problem.has_bias
 
     def finish(d: Any, *others: Any) -> Any:
+        if problem.scales:
+            return d.mul_(others[0].view(-1, 1)).mul_(others[1])
         if has_bias:
             d = d.add_(others[0])
         d = activate(d)
         return d.add_(others[-1]) if problem.has_residual else d
 
     return finish
+
+
+def scaled_mm(problem: GemmProblem) -> Callable[..., Any]:
+    """call(a, b, scale_a, scale_b) -> d: torch's product of e4m3 matrices and their factors."""
+    import torch
+
+    out_dtype = getattr(torch, problem.dtype_d)
+
+    def call(a: Any, b: Any, scale_a: Any, scale_b: Any) -> Any:
+        return torch._scaled_mm(
+            a[0],
+            b[0],
+            scale_a.view(-1, 1),
+            scale_b.view(1, -1),
+            out_dtype=out_dtype,
+            use_fast_accum=problem.fast_accum,
+        ).unsqueeze(0)
+
+    return call
 
 
 def addmm(problem: GemmProblem) -> Callable[..., Any]:

@@ -22,7 +22,8 @@ from tuner.problem.base import (
     Operand,
     Problem,
 )
-from tuner.problem.gemm import ACTIVATIONS, EPILOGUES, GemmProblem, Major
+from tuner.problem.gemm import ACTIVATIONS, EPILOGUES, SCALES, GemmProblem, Major
+from tuner.problem.grouped_gemm import SIZES, GroupedGemmProblem, rows_of
 from tuner.problem.softmax import SoftmaxProblem
 from tuner.problem.swiglu import PAIRINGS, Pairing, SwigluProblem
 
@@ -36,9 +37,12 @@ __all__ = [
     "MAX_EXTENT",
     "PAIRINGS",
     "PROBLEMS",
+    "SCALES",
+    "SIZES",
     "AttentionProblem",
     "DType",
     "GemmProblem",
+    "GroupedGemmProblem",
     "Layout",
     "Major",
     "Operand",
@@ -47,6 +51,7 @@ __all__ = [
     "SoftmaxProblem",
     "SwigluProblem",
     "problem_from_json",
+    "rows_of",
 ]
 
 #: By `op`, in the order that messages name them.
@@ -56,6 +61,7 @@ PROBLEMS: dict[str, type[Problem]] = {
         AttentionProblem,
         GemmProblem,
         SwigluProblem,
+        GroupedGemmProblem,
         SoftmaxProblem,
     )
 }

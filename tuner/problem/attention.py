@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Self, get_args
 
 from tuner.errors import ConfigError
+from tuner.hardware import E4M3_RATE
 from tuner.problem.base import (
     DTYPE_SHORT,
     E4M3,
@@ -290,8 +291,7 @@ class AttentionProblem(Problem):
 
     @property
     def tensor_rate(self) -> int:
-        """8-bit operands are multiplied twice as fast (H100 whitepaper, table 2)."""
-        return 2 if self.dtype == E4M3 else 1
+        return E4M3_RATE if self.dtype == E4M3 else 1
 
     @property
     def operands(self) -> tuple[Operand, ...]:

@@ -14,7 +14,7 @@ from tuner.errors import ConfigError
 
 DType = Literal["float16", "bfloat16", "float32", "float8_e4m3fn", "int32"]
 E4M3: DType = "float8_e4m3fn"
-"""Quantised attention: see `AttentionProblem`."""
+"""Quantised operands: see `AttentionProblem` and `GemmProblem`."""
 DTYPE_BYTES: dict[str, int] = {"float16": 2, "bfloat16": 2, "float32": 4, E4M3: 1, "int32": 4}
 DTYPE_ALIASES: dict[str, str] = {
     "fp16": "float16",

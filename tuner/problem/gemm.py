@@ -6,8 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
+from tuner.errors import ConfigError
+from tuner.hardware import E4M3_RATE
 from tuner.problem.base import (
     DTYPE_SHORT,
+    E4M3,
     DType,
     Operand,
     Problem,
@@ -25,6 +28,10 @@ EPILOGUES = (
     *(f"bias_{activation}" for activation in ACTIVATIONS),
 )
 """What a GEMM may do with its product besides storing it."""
+Scales = Literal["tensor", "row"]
+SCALES: tuple[Scales, ...] = get_args(Scales)
+#: Fields that the JSON leaves out where they have these values.
+_OFF: Mapping[str, Any] = {"epilogue": "", "scales": "", "fast_accum": True}
 
 
 @dataclass(frozen=True)
@@ -33,6 +40,17 @@ class GemmProblem(Problem):
 
     `epilogue` is one of `EPILOGUES`: D = activation(A @ B + bias) or A @ B + bias + residual, with
     what it names of them. The bias is (N), of A's type; the residual is (M, N), of D's.
+
+    With `scales` D = scale_a * (A @ B) * scale_b, fp32 factors in memory: ``tensor`` has one of
+    each operand, ``row`` one of each row of A, (M), and of each column of B, (N). They come with no
+    epilogue and no batch. With `dtype` e4m3 they are what makes A and B of their elements: `tensor`
+    unless said otherwise. D is then bf16 (the default) or fp16, and both operands lie along K, as
+    8-bit WGMMA wants them.
+
+    `fast_accum` is `torch._scaled_mm`'s of e4m3 products: whether a kernel may leave the whole sum
+    over K in the tensor cores' accumulators, which keep about 14 bits. Without, it adds parts to
+    fp32 sums, every 128 of K in CUTLASS. The two are problems of their own, for their results
+    differ.
 
     `layout_a` and `layout_b` are the storage order of A and B: ``row`` makes A K-major and B
     N-major, ``col`` makes A M-major and B K-major. The default (row, col) is
@@ -50,6 +68,8 @@ class GemmProblem(Problem):
         "layout_a": "layout_a",
         "layout_b": "layout_b",
         "epilogue": "epilogue",
+        "scales": "scales",
+        "fast_accum": "fast_accum",
     }
     required: ClassVar[tuple[str, ...]] = ("M", "N", "K")
 
@@ -62,18 +82,32 @@ class GemmProblem(Problem):
     layout_a: Major = "row"
     layout_b: Major = "col"
     epilogue: str = ""
+    scales: Scales | Literal[""] = ""
+    fast_accum: bool = True
 
     def __post_init__(self) -> None:
+        is_e4m3 = self.dtype == E4M3
         if self.dtype_d == "":
-            object.__setattr__(self, "dtype_d", self.dtype)
+            object.__setattr__(self, "dtype_d", "bfloat16" if is_e4m3 else self.dtype)
+        if is_e4m3 and not self.scales:
+            object.__setattr__(self, "scales", "tensor")
         for key, value in (("M", self.m), ("N", self.n), ("K", self.k), ("B", self.batch)):
             check_extent(key, value)
-        check_choice("dtype", self.dtype, ("float16", "bfloat16"))
-        check_choice("dtype_d", self.dtype_d, (self.dtype, "float32"))
-        check_choice("layout_a", self.layout_a, ("row", "col"))
-        check_choice("layout_b", self.layout_b, ("row", "col"))
+        check_choice("dtype", self.dtype, ("float16", "bfloat16", E4M3))
+        outputs = ("bfloat16", "float16") if is_e4m3 else (self.dtype, "float32")
+        check_choice("dtype_d", self.dtype_d, outputs)
+        check_choice("layout_a", self.layout_a, ("row",) if is_e4m3 else ("row", "col"))
+        check_choice("layout_b", self.layout_b, ("col",) if is_e4m3 else ("row", "col"))
         if self.epilogue:
             check_choice("epilogue", self.epilogue, EPILOGUES)
+        if self.scales:
+            check_choice("scales", self.scales, SCALES)
+            if self.epilogue or self.batch > 1:
+                raise ConfigError(
+                    f"scales={self.scales} has no epilogue and no batch (allowed: neither)"
+                )
+        if not (self.fast_accum or is_e4m3):
+            raise ConfigError(f"fast_accum=0 is of e4m3, not {self.dtype} (allowed: 1)")
 
     @property
     def has_bias(self) -> bool:
@@ -92,23 +126,30 @@ class GemmProblem(Problem):
         return next((known for known in ACTIVATIONS if known == text), "")
 
     def to_json(self) -> dict[str, Any]:
-        """As every problem's; without an epilogue it is not mentioned, so that plain ones keep the
+        """As every problem's, but for fields that came later and say nothing: plain ones keep the
         keys that they had before there were any.
         """
         values = super().to_json()
-        return values if self.epilogue else {k: v for k, v in values.items() if k != "epilogue"}
+        return {k: v for k, v in values.items() if k not in _OFF or v != _OFF[k]}
 
     def label(self) -> str:
         text = f"M={self.m},N={self.n},K={self.k}" + ("" if self.batch == 1 else f",B={self.batch}")
         text += f",dtype={DTYPE_SHORT[self.dtype]}"
-        text += "" if self.dtype_d == self.dtype else f",dtype_d={DTYPE_SHORT[self.dtype_d]}"
+        usual = "bfloat16" if self.dtype == E4M3 else self.dtype
+        text += "" if self.dtype_d == usual else f",dtype_d={DTYPE_SHORT[self.dtype_d]}"
         text += "" if self.layout_a == "row" else f",layout_a={self.layout_a}"
         text += "" if self.layout_b == "col" else f",layout_b={self.layout_b}"
+        text += f",scales={self.scales}" if self.scales else ""
+        text += "" if self.fast_accum else ",fast_accum=0"
         return text + (f",epilogue={self.epilogue}" if self.epilogue else "")
 
     @property
     def flops(self) -> int:
         return 2 * self.batch * self.m * self.n * self.k
+
+    @property
+    def tensor_rate(self) -> int:
+        return E4M3_RATE if self.dtype == E4M3 else 1
 
     @property
     def operands(self) -> tuple[Operand, ...]:
@@ -120,6 +161,10 @@ class GemmProblem(Problem):
             matrix("a", self.m, self.k, self.layout_a, self.dtype, False),
             matrix("b", self.k, self.n, self.layout_b, self.dtype, False),
         ]
+        if self.scales:
+            sizes = (self.m, self.n) if self.scales == "row" else (1, 1)
+            names = ("scale_a", "scale_b")
+            found += [Operand(x, (n,), (1,), "float32") for x, n in zip(names, sizes, strict=True)]
         if self.has_bias:
             found.append(Operand("bias", (self.n,), (1,), self.dtype))
         if self.has_residual:

@@ -212,7 +212,8 @@ def roofline(subject: Subject) -> Spec | None:
                 "encoding": {"text": {"field": "text"}},
             },
             points,
-            {"data": {"values": best}, "mark": ring},
+            # A layer of nothing would be a warning in the console.
+            *([{"data": {"values": best}, "mark": ring}] if best else []),
         ],
     )
 
@@ -461,7 +462,7 @@ def _over_length(
         "field": "who",
         "type": "nominal",
         "scale": {"domain": ["own", "vendor"], "range": [[1, 0], [5, 4]]},
-        "legend": {"orient": "top", "title": None},
+        "legend": {"orient": "bottom", "title": None},
     }
     return picture(
         values,

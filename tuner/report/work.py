@@ -6,12 +6,12 @@ family that is not there has none, and what is shown of it ends at its measureme
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
 from tuner.config import Config
-from tuner.families import family, triton_attention
+from tuner.families import family, gemv, grouped_gemm, triton_attention, two_kernel_attention
 from tuner.families.cutlass_fmha_shape import Shape
 from tuner.families.fused_attention import FusedAttention, instance
 from tuner.families.gemm_shape import CONSUMERS, PINGPONG, PLAIN, oriented, smem_bytes
@@ -31,6 +31,7 @@ from tuner.problem import (
     DTYPE_BYTES,
     AttentionProblem,
     GemmProblem,
+    GroupedGemmProblem,
     Problem,
     SoftmaxProblem,
     SwigluProblem,
@@ -123,10 +124,16 @@ def _works(problem: Problem, config: Config, gpu: Gpu) -> tuple[Work, ...]:
             return (_cutlass_fmha(problem, config, gpu),)
         case AttentionProblem(), "three_kernel_attention":
             return _three_kernels(problem, config, gpu)
+        case AttentionProblem(), "two_kernel_attention":
+            return tuple(_two_kernels(problem, config, gpu))
         case GemmProblem(), "gemm":
             return (_gemm(problem, config, gpu),)
+        case GemmProblem(), "gemv":
+            return (_gemv(problem, config, gpu),)
         case SwigluProblem(), "gemm_swiglu":
             return (_gemm_swiglu(problem, config, gpu),)
+        case GroupedGemmProblem(), "grouped_gemm":
+            return (_grouped_gemm(problem, config, gpu),)
         case SoftmaxProblem(), "softmax":
             return (_softmax(problem, config, gpu),)
         case _:
@@ -326,7 +333,7 @@ def _gemm(problem: GemmProblem, config: Config, gpu: Gpu) -> Work:
         smem_bytes=smem,
         blocks_per_sm=resident,
         tensor_flops=2.0 * tile_m * tile_n * tile_k * steps,
-        wgmma=steps * _wgmmas(tile_m, tile_n, tile_k),
+        wgmma=steps * _wgmmas(tile_m, tile_n, tile_k) // problem.tensor_rate,
         exponentials=0.0,
         # Multicast: a block reads its share of a tile and has the rest from its cluster.
         l2_bytes=width * tile_k * (tile_m / cluster_n + tile_n / cluster_m) * steps
@@ -342,6 +349,53 @@ def _gemm_swiglu(problem: SwigluProblem, config: Config, gpu: Gpu) -> Work:
         kernel="gemm_swiglu",
         exponentials=float(problem.output.elements),
         l2_bytes=found.l2_bytes - problem.output.bytes,
+    )
+
+
+def _gemv(problem: GemmProblem, config: Config, gpu: Gpu) -> Work:
+    rows, padded_k = gemv.block_rows(config), gemv.padded_k(problem, config)
+    tiles = ceil(problem.n / rows) * problem.batch
+    resident = config["blocks_per_sm"]
+    slots = gpu.sm_count * resident
+    a, *others = problem.operands
+    # A block reads A once, and is one block of rows unless it is persistent.
+    blocks = min(tiles, slots) if config["persistent"] else tiles
+    return Work(
+        kernel="gemv",
+        launches=1,
+        tiles=tiles,
+        slots=slots,
+        is_even=True,
+        threads=gemv.block_threads(config),
+        smem_bytes=gemv.smem_bytes(problem, config),
+        blocks_per_sm=resident,
+        tensor_flops=2.0 * gemv.MOST_ROWS * rows * padded_k * tiles,
+        wgmma=0,
+        exponentials=0.0,
+        l2_bytes=a.bytes / problem.batch * blocks + sum(operand.bytes for operand in others),
+    )
+
+
+def _grouped_gemm(problem: GroupedGemmProblem, config: Config, gpu: Gpu) -> Work:
+    """As many tiles as the groups have, each padded to whole ones."""
+    each = [
+        _gemm(
+            GemmProblem(rows, problem.n, problem.k, dtype=problem.dtype),
+            grouped_gemm.as_gemm(config),
+            gpu,
+        )
+        for rows in problem.rows
+        if rows
+    ]
+    _, smem = grouped_gemm.smem_bytes(problem, config)
+    return replace(
+        each[0],
+        kernel="grouped_gemm",
+        tiles=sum(work.tiles for work in each),
+        smem_bytes=smem,
+        tensor_flops=total(each, "tensor_flops"),
+        wgmma=total(each, "wgmma"),
+        l2_bytes=total(each, "l2_bytes"),
     )
 
 
@@ -380,3 +434,48 @@ def _three_kernels(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple
         (work,) = works(part, config.stages[name], gpu)
         found.append(replace(work, kernel=name, launches=chunks))
     return tuple(found)
+
+
+def _two_kernels(problem: AttentionProblem, config: Config, gpu: Gpu) -> Iterator[Work]:
+    """Each kernel over all launches, as if they were equal: under a causal mask the later rows'
+    have more to do.
+    """
+    heads = problem.batch * problem.heads_q
+    rows = min(config["rows_per_launch"], problem.seqlen_q)
+    launches = heads // config["heads_per_launch"] * ceil(problem.seqlen_q / rows)
+    width, tile_n = DTYPE_BYTES[problem.dtype], config["tile_n"]
+    for stage in two_kernel_attention.STAGES:
+        groups, depth = config[f"{stage}_groups"], config[f"{stage}_stages"]
+        columns, tile_m = two_kernel_attention.columns(problem, stage), WGMMA_M * groups
+        row_blocks, resident = ceil(rows / tile_m), config[f"{stage}_blocks_per_sm"]
+        starts = range(0, problem.seqlen_q, tile_m)
+        seen = (problem.keys_of(start, start + tile_m - 1) for start in starts)
+        steps = heads * sum(ceil(len(keys) / tile_n) for keys in seen) / launches
+        is_scores, slices = stage == "scores", ceil(problem.head_dim / columns)
+        operand = tile_n * columns * slices
+        # The probabilities are written once; each slice of the columns reads them.
+        moved = tile_m * tile_n * (1 if is_scores else slices) + operand
+        ends = config["heads_per_launch"] * rows * problem.head_dim
+        yield Work(
+            kernel=stage,
+            launches=launches,
+            tiles=row_blocks
+            * config["heads_per_launch"]
+            * (config["splits"] if is_scores else slices),
+            slots=gpu.sm_count * resident,
+            is_even=not problem.is_causal,
+            threads=WARP_GROUP * (groups + 1),
+            smem_bytes=two_kernel_attention.smem_bytes(problem, stage, tile_n, groups, depth),
+            blocks_per_sm=resident,
+            tensor_flops=2.0 * tile_m * operand * steps,
+            wgmma=steps
+            * (
+                _wgmmas(tile_m, tile_n, columns)
+                if is_scores
+                else slices * _wgmmas(tile_m, columns, tile_n)
+            ),
+            exponentials=(
+                (3.0 if problem.softcap else 1.0) * tile_m * tile_n * steps if is_scores else 0.0
+            ),
+            l2_bytes=width * (moved * steps + ends),
+        )

@@ -13,7 +13,8 @@ from tuner.runtime import operators as _operators  # noqa: F401  (defines them)
 from tuner.runtime.attention import attention
 from tuner.runtime.counters import Stats, stats
 from tuner.runtime.enable import disable, enable, enabled
-from tuner.runtime.products import interleave, linear, matmul, swiglu
+from tuner.runtime.grouped import grouped_mm
+from tuner.runtime.products import interleave, linear, matmul, scaled_mm, swiglu
 from tuner.runtime.varlen import attention_varlen
 
 __all__ = [
@@ -23,9 +24,11 @@ __all__ = [
     "disable",
     "enable",
     "enabled",
+    "grouped_mm",
     "interleave",
     "linear",
     "matmul",
+    "scaled_mm",
     "stats",
     "swiglu",
 ]

@@ -17,7 +17,7 @@ from tuner.families import family
 from tuner.families.base import LSE, SCRATCH, Family, Launch
 from tuner.lookup import Answer
 from tuner.measurement import Measurement, Provenance, Status
-from tuner.problem import GemmProblem, Problem
+from tuner.problem import GemmProblem, GroupedGemmProblem, Problem
 from tuner.runtime import counters, devices, native
 
 PYTORCHS = "PyTorch's own kernel was the fastest"
@@ -234,9 +234,9 @@ def _plan(
         member = family(config.family)
         if not member.is_vendor:
             return _own(problem, member, measurement, scale, device, shape)
-        if problem.op == GemmProblem.op:
+        if problem.op in (GemmProblem.op, GroupedGemmProblem.op):
             # cuBLAS and cuBLASLt are chosen for the whole process, not for a call: PyTorch's
-            # own choice is the vendor's kernel.
+            # own choice is the vendor's kernel. A loop over groups is not to be captured as timed.
             return PYTORCHS
         # It tries its kernel, which while `tuner.enable` holds would ask for this plan again.
         call = native.call(member.vendor_call, problem, config, scale)

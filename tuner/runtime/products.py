@@ -1,5 +1,5 @@
-"""`linear`, `matmul` and `swiglu`: the tuned GEMM where one was measured fastest, PyTorch's
-elsewhere.
+"""`linear`, `matmul`, `scaled_mm` and `swiglu`: the tuned GEMM where one was measured fastest,
+PyTorch's elsewhere.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import torch
 from torch.nn import functional
 
 from tuner.errors import ConfigError
-from tuner.problem import ACTIVATIONS, GemmProblem, Major, SwigluProblem
+from tuner.problem import ACTIVATIONS, E4M3, GemmProblem, Major, SwigluProblem
 from tuner.runtime import counters, dispatch, guards
 from tuner.runtime.plan import Plan
+from tuner.runtime.quantised import DTYPES as QUANTISED
 from tuner.runtime.table import table
 
 _Matrix = tuple[int, int, int, Major]
@@ -86,6 +87,45 @@ def matmul(
             return served
         counters.count_fallback(served)
     return torch.matmul(input, other, out=out)
+
+
+def scaled_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    scale_result: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> torch.Tensor:
+    """`torch._scaled_mm` by the fastest kernel measured on this GPU: scale_a * (a @ b) * scale_b.
+
+    Each accumulation is a problem of its own (`GemmProblem.fast_accum`), and so is each kind of
+    factors. Whatever has no tuned kernel that won (a bias, other types or layouts, ...) is
+    PyTorch's `_scaled_mm` with these same arguments, counted by its reason (`tuner.stats`).
+
+    Args:
+        a: (M, K), float8_e4m3fn, contiguous.
+        b: (K, N), float8_e4m3fn, stored by columns.
+        scale_a: fp32, one element, or (M, 1) for factors of the rows.
+        scale_b: fp32, one element, or (1, N).
+        bias: as in `torch._scaled_mm`; not tuned.
+        scale_result: as in `torch._scaled_mm`; not tuned.
+        out_dtype: bf16 or fp16; None is e4m3, which is not tuned.
+        use_fast_accum: sums may stay in the tensor cores' accumulators.
+
+    Returns:
+        (M, N)
+    """
+    if not torch.compiler.is_compiling():
+        served = "a bias or a factor of the result is given"
+        if bias is None and scale_result is None:
+            served = _serve_scaled(a, b, scale_a, scale_b, out_dtype, bool(use_fast_accum))
+        if not isinstance(served, str):
+            return served
+        counters.count_fallback(served)
+    return torch._scaled_mm(a, b, scale_a, scale_b, bias, scale_result, out_dtype, use_fast_accum)
 
 
 def interleave(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -168,6 +208,74 @@ def swiglu_problem_of(a: torch.Tensor, weights: torch.Tensor) -> SwigluProblem:
         raise ConfigError("the rows are not contiguous")
     return SwigluProblem(
         m=a.numel() // k, n=weights.shape[0] // 2, k=k, dtype=guards.DTYPES[a.dtype]
+    )
+
+
+def _serve_scaled(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    out_dtype: torch.dtype | None,
+    fast_accum: bool,
+) -> torch.Tensor | str:
+    """The tuned kernel's product, or why there is none."""
+    tensors = (a, b, scale_a, scale_b)
+    if reason := guards.unserved(*tensors):
+        return reason
+    if guards.wants_gradient(*tensors):
+        return "a gradient is wanted: tuned kernels have no backward pass"
+    kinds = tuple((t.shape, t.stride(), t.dtype, t.device) for t in tensors)
+    kind = ("scaled_mm", out_dtype, fast_accum, *kinds)
+    plan = table.get(kind)
+    if plan is None:
+        shape = (*a.shape[:-1], *b.shape[-1:])
+
+        def pose() -> GemmProblem:
+            return scaled_problem_of(a, b, scale_a, scale_b, out_dtype, fast_accum)
+
+        plan = table.find_out(kind, None, pose, 1.0, a.get_device(), shape)
+    if not isinstance(plan, Plan):
+        return plan
+    return guards.misaligned(*tensors) or table.run(plan, *tensors)
+
+
+def scaled_problem_of(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    out_dtype: torch.dtype | None,
+    fast_accum: bool,
+) -> GemmProblem:
+    """The problem of `scaled_mm`.
+
+    Raises:
+        ConfigError: when they pose none: types, sizes or strides that no tuned kernel has.
+    """
+    if a.dim() != 2 or b.dim() != 2 or a.numel() == 0 or b.numel() == 0:
+        raise ConfigError("they are not two matrices, or are empty")
+    guards.check_alike(a, b, dtypes=QUANTISED)
+    if out_dtype not in guards.DTYPES:
+        raise ConfigError(f"out_dtype={out_dtype} is not tuned (fp16 and bf16 are)")
+    (m, k), n = a.shape, b.shape[1]
+    if b.shape[0] != k or not (guards.lies(a, (k, 1)) and guards.lies(b, (1, k))):
+        raise ConfigError(f"{tuple(a.shape)} @ {tuple(b.shape)} does not lie along K, densely")
+    factors = (scale_a, scale_b)
+    if any(t.dtype != torch.float32 or t.device != a.device for t in factors):
+        raise ConfigError("the factors are not fp32 on the matrices' device")
+    is_tensor = scale_a.numel() == scale_b.numel() == 1
+    is_row = [tuple(t.shape) for t in factors] == [(m, 1), (1, n)]
+    if not (is_tensor or (is_row and scale_a.is_contiguous() and scale_b.is_contiguous())):
+        raise ConfigError(f"the factors are not one each, nor dense ({m}, 1) and (1, {n})")
+    return GemmProblem(
+        m=m,
+        n=n,
+        k=k,
+        dtype=E4M3,
+        dtype_d=guards.DTYPES[out_dtype],
+        scales="tensor" if is_tensor else "row",
+        fast_accum=fast_accum,
     )
 
 

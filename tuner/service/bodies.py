@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, StringConstraint
 MAX_BATCH = 1000
 MAX_PROBLEMS = 10_000
 
-Op = Literal["attention", "gemm", "softmax", "swiglu"]
+Op = Literal["attention", "gemm", "grouped_gemm", "softmax", "swiglu"]
 Launch = Literal["graph", "eager"]
 L2 = Literal["warm", "cold"]
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_]{1,64}$")]

@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any, cast
 
 import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql
 from sqlalchemy.exc import IntegrityError
 
 from tuner.errors import StoreError
@@ -138,7 +139,13 @@ def gpu_id(connection: sa.Connection, gpu: Gpu) -> int:
 _KNOWN = sa.select(_M.c.digest, _M.c.id).where(
     _M.c.digest.in_(sa.bindparam("digests", expanding=True))
 )
-_INSERT = _M.insert().returning(_M.c.digest, _M.c.id)
+#: Of many rows at once. SQLite has one writer at a time: nothing can be there already.
+_INSERTS: Mapping[str, Any] = {
+    "sqlite": _M.insert().returning(_M.c.digest, _M.c.id),
+    "postgresql": postgresql.insert(_M)
+    .on_conflict_do_nothing(index_elements=["digest"])
+    .returning(_M.c.digest, _M.c.id),
+}
 
 
 def insert(
@@ -188,15 +195,16 @@ def _insert_all(
     """Insert measurements by digest, in their order; as `ensure` of each."""
     if not new:
         return {}
-    if connection.dialect.insert_executemany_returning:
-        try:
-            with _attempt(connection):
-                rows = connection.execute(_INSERT, list(new.values())).all()
-                return {digest: (id, True) for digest, id in rows}
-        except IntegrityError:
-            if connection.dialect.name == "sqlite":
-                raise
-    return {digest: _add(connection, _M, {"digest": digest}, row) for digest, row in new.items()}
+    statement = _INSERTS.get(connection.dialect.name)
+    done: dict[str, tuple[int, bool]] = {}
+    if statement is not None:
+        rows = connection.execute(statement, list(new.values())).all()
+        done = {digest: (id, True) for digest, id in rows}
+    # What another writer stored meanwhile; everything where the database cannot tell.
+    left = {digest: row for digest, row in new.items() if digest not in done}
+    return done | {
+        digest: ensure(connection, _M, {"digest": digest}, row) for digest, row in left.items()
+    }
 
 
 #: Three ids in one query, each null where there is none.

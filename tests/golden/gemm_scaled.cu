@@ -1,0 +1,204 @@
+#include <atomic>
+#include <cstdint>
+
+#include <cuda_runtime.h>
+
+#include "cutlass/cutlass.h"
+#include "cutlass/device_kernel.h"
+#include "cutlass/numeric_types.h"
+#include "cutlass/epilogue/collective/collective_builder.hpp"
+#include "cutlass/gemm/collective/collective_builder.hpp"
+#include "cutlass/gemm/kernel/gemm_universal.hpp"
+
+namespace k_golden {
+
+using Input = cutlass::float_e4m3_t;
+using Output = cutlass::bfloat16_t;
+using Tile = cute::Shape<cute::Int<64>, cute::Int<16>, cute::Int<128>>;
+using Cluster = cute::Shape<cute::Int<2>, cute::Int<1>, cute::_1>;
+constexpr int64_t kTmaAlignment = 16;
+constexpr int kInputAlignment = kTmaAlignment / sizeof(Input);
+constexpr int kOutputAlignment = kTmaAlignment / sizeof(Output);
+constexpr int kSmemCapacity = 232448;
+
+using Factor = cutlass::epilogue::fusion::Sm90ScalarBroadcast<float, cute::Stride<cute::_0, cute::_0, cute::_0>, 1>;
+template <class Result>
+using Multiply = cutlass::epilogue::fusion::Sm90Compute<cutlass::multiplies, Result, float,
+                                                        cutlass::FloatRoundStyle::round_to_nearest>;
+template <class... Nodes>
+using Tree = cutlass::epilogue::fusion::Sm90EVT<Nodes...>;
+using Fusion = Tree<Multiply<Output>, cutlass::epilogue::fusion::Sm90ColBroadcast<0, Tile, float>,
+                    Tree<Multiply<float>, cutlass::epilogue::fusion::Sm90RowBroadcast<0, Tile, float>,
+                         Tree<Multiply<float>, Factor, cutlass::epilogue::fusion::Sm90AccFetch>>>;
+
+using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
+    cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Tile, Cluster,
+    cutlass::epilogue::collective::EpilogueTileAuto, float, float,
+    void, cutlass::layout::RowMajor, kOutputAlignment,
+    Output, cutlass::layout::RowMajor, kOutputAlignment,
+    cutlass::epilogue::TmaWarpSpecialized, Fusion>::CollectiveOp;
+
+using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
+    cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp,
+    Input, cutlass::layout::RowMajor, kInputAlignment,
+    Input, cutlass::layout::ColumnMajor, kInputAlignment,
+    float, Tile, Cluster,
+    cutlass::gemm::collective::StageCountAutoCarveout<sizeof(typename Epilogue::SharedStorage)>,
+    cutlass::gemm::KernelTmaWarpSpecializedPingpongFP8FastAccum>::CollectiveOp;
+
+using SchedulerTag = cutlass::gemm::PersistentScheduler;
+
+struct kernel_golden
+    : cutlass::gemm::kernel::GemmUniversal<cute::Shape<int, int, int, int>, Mainloop, Epilogue,
+                                           SchedulerTag> {};
+using Kernel = kernel_golden;
+constexpr int kClusterSize = 2;
+constexpr int kKnownDevices = 64;
+static_assert(Kernel::SharedStorageSize <= kSmemCapacity, "tile and stages exceed shared memory");
+
+// Statuses are negative, CUDA errors positive: the caller tells them apart by sign.
+inline int status_code(cutlass::Status status) { return -static_cast<int>(status); }
+
+inline cudaError_t launch_kernel(Kernel::Params const& params, cudaStream_t stream, bool pdl) {
+  cudaLaunchAttribute attributes[2]{};
+  unsigned count = 0;
+  if (kClusterSize > 1) {
+    attributes[count].id = cudaLaunchAttributeClusterDimension;
+    attributes[count].val.clusterDim.x = 2;
+    attributes[count].val.clusterDim.y = 1;
+    attributes[count++].val.clusterDim.z = 1;
+  }
+  if (pdl) {
+    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  cudaLaunchConfig_t config{};
+  config.gridDim = Kernel::get_grid_shape(params);
+  config.blockDim = Kernel::get_block_shape();
+  config.dynamicSmemBytes = Kernel::SharedStorageSize;
+  config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs = count;
+  return cudaLaunchKernelEx(&config, &cutlass::device_kernel<Kernel>, params);
+}
+
+// Allows the kernel its shared memory, and asks how many of its clusters the device holds at once:
+// without that number the persistent grid is sized for a part with 18 multiprocessors in each GPC.
+// Once a device, as it costs microseconds.
+inline cudaError_t prepare(int device, int* clusters) {
+  static std::atomic<int> known[kKnownDevices];
+  if (device < kKnownDevices && (*clusters = known[device].load()) > 0) return cudaSuccess;
+  auto entry = &cutlass::device_kernel<Kernel>;
+  cudaError_t error = cudaFuncSetAttribute(entry, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                           Kernel::SharedStorageSize);
+  if (error != cudaSuccess) return error;
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = 2;
+  attribute.val.clusterDim.y = 1;
+  attribute.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(2, 1, 1);
+  config.blockDim = Kernel::get_block_shape();
+  config.dynamicSmemBytes = Kernel::SharedStorageSize;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  error = cudaOccupancyMaxActiveClusters(clusters, entry, &config);
+  if (error == cudaSuccess && *clusters < 1) error = cudaErrorLaunchOutOfResources;
+  if (error == cudaSuccess && device < kKnownDevices) known[device].store(*clusters);
+  return error;
+}
+
+inline int hardware(int64_t sm_count, cutlass::KernelHardwareInfo& info) {
+  int device = 0, present = 0, clusters = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess)
+    error = cudaDeviceGetAttribute(&present, cudaDevAttrMultiProcessorCount, device);
+  if (error == cudaSuccess) error = prepare(device, &clusters);
+  if (error != cudaSuccess) return static_cast<int>(error);
+  info.device_id = device;
+  info.sm_count = sm_count > 0 && sm_count < present ? static_cast<int>(sm_count) : present;
+  info.max_active_clusters =
+      clusters * kClusterSize <= info.sm_count ? clusters : info.sm_count / kClusterSize;
+  return info.max_active_clusters > 0 ? 0 : status_code(cutlass::Status::kErrorInvalidProblem);
+}
+
+inline Kernel::Arguments arguments(void* const* tensors, const int64_t* integers, float alpha,
+                                   cutlass::KernelHardwareInfo const& info) {
+  const bool batched = integers[3] > 1;
+  const int64_t batch_a = batched ? integers[7] : 0;
+  const int64_t batch_b = batched ? integers[8] : 0;
+  const int64_t batch_d = batched ? integers[9] : 0;
+  Kernel::Arguments args{};
+  args.mode = cutlass::gemm::GemmUniversalMode::kGemm;
+  args.problem_shape = cute::make_shape(static_cast<int>(integers[0]), static_cast<int>(integers[1]),
+                                        static_cast<int>(integers[2]), static_cast<int>(integers[3]));
+  args.mainloop.ptr_A = static_cast<Input const*>(tensors[0]);
+  args.mainloop.dA = cute::make_stride(integers[4], cute::_1{}, batch_a);
+  args.mainloop.ptr_B = static_cast<Input const*>(tensors[1]);
+  args.mainloop.dB = cute::make_stride(integers[5], cute::_1{}, batch_b);
+  auto const scale_a = static_cast<float const*>(tensors[3]), scale_b = static_cast<float const*>(tensors[4]);
+  args.epilogue.thread = {{scale_a}, {{scale_b}, {{{alpha}}, {}, {}}, {}}, {}};
+  args.epilogue.ptr_D = static_cast<Output*>(tensors[2]);
+  args.epilogue.dD = cute::make_stride(integers[6], cute::_1{}, batch_d);
+  args.hw_info = info;
+  using Raster = decltype(args.scheduler.raster_order);
+  args.scheduler.max_swizzle_size = static_cast<int>(integers[10]);
+  args.scheduler.raster_order = integers[11] == 1   ? Raster::AlongM
+                                : integers[11] == 2 ? Raster::AlongN
+                                                    : Raster::Heuristic;
+  return args;
+}
+
+// What a TMA descriptor needs and CUTLASS does not check: it would print and go on.
+inline bool aligned(int64_t elements, int64_t width) {
+  const int64_t bytes = elements * width;
+  return bytes >= 0 && bytes % kTmaAlignment == 0 && bytes < (int64_t(1) << 40);
+}
+
+inline cutlass::Status check(const int64_t* integers) {
+  for (int i = 0; i < 4; ++i)
+    if (integers[i] < 1 || integers[i] > INT32_MAX) return cutlass::Status::kErrorInvalidProblem;
+  if (integers[10] < 1 || integers[11] < 0 || integers[11] > 2 || integers[12] < 0 ||
+      integers[12] > 3 || integers[13] < 1)
+    return cutlass::Status::kErrorInvalidProblem;
+  const bool leading = aligned(integers[4], sizeof(Input)) && aligned(integers[5], sizeof(Input)) &&
+                       aligned(integers[6], sizeof(Output));
+  const bool batch = aligned(integers[7], sizeof(Input)) && aligned(integers[8], sizeof(Input)) &&
+                     aligned(integers[9], sizeof(Output));
+  if (!leading || (integers[3] > 1 && !batch)) return cutlass::Status::kErrorMisalignedOperand;
+  const bool fits = integers[4] >= integers[2] &&
+                    integers[5] >= integers[2] &&
+                    integers[6] >= integers[1];
+  return fits ? cutlass::Status::kSuccess : cutlass::Status::kErrorInvalidLayout;
+}
+
+}  // namespace k_golden
+
+extern "C" int tuner_golden_workspace(const int64_t* integers, int64_t* bytes) {
+  using namespace k_golden;
+  *bytes = 0;
+  if (cutlass::Status status = check(integers); status != cutlass::Status::kSuccess)
+    return status_code(status);
+  return 0;
+}
+
+extern "C" int tuner_golden_launch(void* const* tensors, const int64_t* integers,
+                                     const double* scalars, void* workspace, void* stream) {
+  using namespace k_golden;
+  for (int i = 0; i < 5; ++i)
+    if (tensors[i] == nullptr || reinterpret_cast<uintptr_t>(tensors[i]) % kTmaAlignment != 0)
+      return status_code(cutlass::Status::kErrorMisalignedOperand);
+  if (cutlass::Status status = check(integers); status != cutlass::Status::kSuccess)
+    return status_code(status);
+  cutlass::KernelHardwareInfo info;
+  if (int code = hardware(integers[14], info)) return code;
+  Kernel::Arguments args = arguments(tensors, integers, static_cast<float>(scalars[0]), info);
+  if (!Kernel::can_implement(args)) return status_code(cutlass::Status::kInvalid);
+  bool pdl = integers[15] != 0;
+  auto queue = static_cast<cudaStream_t>(stream);
+  if (cutlass::Status status = Kernel::initialize_workspace(args, workspace, queue);
+      status != cutlass::Status::kSuccess)
+    return status_code(status);
+  return static_cast<int>(launch_kernel(Kernel::to_underlying_arguments(args, workspace), queue, pdl));
+}

@@ -1,0 +1,356 @@
+#include <atomic>
+#include <cstdint>
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+namespace k_golden {
+
+constexpr int kWarps = 8;
+constexpr int kKWarps = 8;
+constexpr int kRowTiles = 2;
+constexpr int kPieces = 4;
+constexpr int kStages = 3;
+constexpr int kBlocksPerSm = 2;
+constexpr bool kWide = false;
+constexpr int kMaxM = kWide ? 16 : 8;
+
+using Input = __half;
+using Output = __half;
+
+constexpr int kWarp = 32;
+constexpr int kConsumers = kWarps * kWarp;
+constexpr int kThreads = kConsumers + kWarp;
+constexpr int kPieceK = 32;  // four lanes of a row, eight elements each
+constexpr int kWarpK = kPieceK * kPieces;
+constexpr int kStepK = kWarpK * kKWarps;
+constexpr int kWarpRows = 8 * kRowTiles;
+constexpr int kRows = kWarpRows * (kWarps / kKWarps);
+// Rows of shared memory start 64 bytes apart, modulo 128: the eight lanes of two rows read every bank.
+constexpr int odd_pitch(int bytes) { return (bytes + 127) / 128 * 128 + 64; }
+__host__ __device__ constexpr int a_rows(int m) { return kWide ? 16 : m; }
+constexpr int kPitch = odd_pitch(kStepK * 2);
+constexpr int kStageBytes = kRows * kPitch;
+constexpr int kRingBytes = kStages * kStageBytes;
+constexpr int kMaxSmem = 232448 - 1024;
+constexpr int kKnownDevices = 64;
+
+static_assert(kWarps % kKWarps == 0 && kThreads <= 1024, "k_warps divides warps, up to 1024 threads");
+static_assert(kStages >= 2, "a step is copied while another is used");
+
+struct Params {
+  const Input* a;
+  const Input* b;
+  Output* d;
+  const Input* bias;
+  const Output* residual;
+  int m, n, k;
+  int tiles;    // blocks of rows of B
+  int padded_k;  // whole steps of K
+  int pitch_a;   // bytes between A's rows in shared memory
+  int lead;
+  int64_t lda, ldb, ldd, batch_a, batch_b, batch_d;
+  float alpha, beta;
+};
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ __forceinline__ uint4 load_shared(uint32_t from) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 { %0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from));
+  return v;
+}
+
+// B is read once and leaves the caches to others.
+__device__ __forceinline__ uint64_t evict_first() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+__device__ __forceinline__ void multiply(float (&d)[4], uint4 const& a, uint32_t b0, uint32_t b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+               "{ %0, %1, %2, %3}, { %4, %5, %6, %7}, { %8, %9}, { %0, %1, %2, %3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+}
+
+// The warps that multiply, without the one that copies.
+__device__ __forceinline__ void meet() { asm volatile("bar.sync 1, %0;" ::"n"(kConsumers) : "memory"); }
+
+__device__ __forceinline__ void wait_for(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
+      "@!p bra again;\n"
+      "}" ::"r"(barrier), "r"(parity) : "memory");
+}
+
+struct Lane {
+  int row, column;  // of eight rows, and the first of eight elements among 32
+  int warp_k, warp_n;
+
+  __device__ __forceinline__ Lane()
+      : row(threadIdx.x % kWarp / 4), column(threadIdx.x % 4 * 8),
+        warp_k(threadIdx.x / kWarp % kKWarps), warp_n(threadIdx.x / kWarp / kKWarps) {}
+};
+
+// Of a row tile: of the first and of the second half of each piece. An instruction has 16 rows: with up to
+// 8 the first half's are its rows 0-7 and the second half's its rows 8-15, and the others mean nothing.
+using Sums = float[kRowTiles][2][4];
+
+// A in shared memory holds what a lane gives to an instruction as 16 contiguous bytes: two elements each of
+// row g, row g + 8, row g, row g + 8. For up to 8 rows those of the other half of the piece are in row g +
+// 8's place, so that one read serves both instructions; else each half has a plane of its own. Zero from K
+// to the next multiple of `padded`. By all consumers.
+__device__ __forceinline__ void keep_a(Params const& p, char* to) {
+  const Input* a = p.a + blockIdx.y * p.batch_a;
+  const int vectors = p.padded_k / 8;
+  for (int row = 0; row < p.m; ++row)
+    for (int i = threadIdx.x; i < vectors; i += kConsumers) {
+      uint4 v = make_uint4(0, 0, 0, 0);
+      if (i * 8 < p.k) v = __ldcg(reinterpret_cast<const uint4*>(a + row * p.lda + i * 8));
+      if constexpr (kWide) {
+        auto* first = reinterpret_cast<uint32_t*>(to + row % 8 * p.pitch_a + i * 16) + row / 8;
+        auto* second = first + 2 * p.pitch_a;  // eight rows further
+        first[0] = v.x, first[2] = v.y, second[0] = v.z, second[2] = v.w;
+      } else {
+        *reinterpret_cast<uint4*>(to + row * p.pitch_a + i * 16) = make_uint4(v.x, v.z, v.y, v.w);
+      }
+    }
+  meet();
+}
+
+// A warp's pieces of one step. `a` is where the lane reads A; rows beyond M read another's and are not
+// stored.
+template <class Weights>
+__device__ __forceinline__ void add_step(Params const& p, uint32_t a, Weights&& weights, Sums& sums) {
+#pragma unroll
+  for (int piece = 0; piece < kPieces; ++piece) {
+    const uint4 first = load_shared(a + piece * kPieceK * 2);
+    const uint4 second = kWide ? load_shared(a + piece * kPieceK * 2 + 8 * p.pitch_a) : first;
+#pragma unroll
+    for (int tile = 0; tile < kRowTiles; ++tile) {
+      const uint4 w = weights(tile, piece);
+      multiply(sums[tile][0], first, w.x, w.y);
+      multiply(sums[tile][1], second, w.z, w.w);
+    }
+  }
+}
+
+__device__ __forceinline__ float activated(float x) {
+  return x;
+}
+
+// Adds what the warps have of a block's rows, in a fixed order, and stores the result. Two buffers in
+// turn: who writes one again has met all that read it.
+__device__ __forceinline__ void finish(Params const& p, Lane const& lane, int tile, float* parts, Sums& sums) {
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+    for (int half = 0; half < (kWide ? 2 : 1); ++half) {
+      const int m = lane.row + 8 * half, other = kWide ? 2 * half : 2;
+      if (m < p.m)
+        *reinterpret_cast<float2*>(parts + (lane.warp_k * p.m + m) * kRows + lane.warp_n * kWarpRows + 8 * i +
+                                   lane.column / 4) =
+            make_float2(sums[i][0][2 * half] + sums[i][1][other],
+                        sums[i][0][2 * half + 1] + sums[i][1][other + 1]);
+    }
+#pragma unroll
+    for (int j = 0; j < 8; ++j) sums[i][j / 4][j % 4] = 0.0f;
+  }
+  meet();
+  for (int i = threadIdx.x; i < p.m * kRows; i += kConsumers) {
+    const int64_t m = i / kRows, n = int64_t(tile) * kRows + i % kRows;
+    if (n >= p.n) continue;
+    float sum = 0.0f;
+#pragma unroll
+    for (int warp = 0; warp < kKWarps; ++warp) sum += parts[warp * p.m * kRows + i];
+    float x = p.alpha * sum;
+    const int64_t at = blockIdx.y * p.batch_d + m * p.ldd + n;
+    p.d[at] = static_cast<Output>(activated(x));
+  }
+}
+
+__device__ __forceinline__ const Input* row_of(Params const& p, int row) {
+  return p.b + blockIdx.y * p.batch_b + min(row, p.n - 1) * p.ldb;
+}
+
+// Weights that the L2 fetches while the kernel in front still runs: nothing is read of them yet, and what
+// that kernel writes goes through the L2.
+__device__ __forceinline__ void fetch_ahead(Params const& p) {
+  const int bytes = 2 * min(p.lead, p.k);
+  for (int row = threadIdx.x; row < kRows && bytes > 0; row += kThreads)
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(row_of(p, blockIdx.x * kRows + row)),
+                 "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void wait_for_kernel_in_front() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  // The kernel behind waits in the same way: it may come as soon as there is room.
+  asm volatile("griddepcontrol.launch_dependents;");
+}
+
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm) gemv_golden(const __grid_constant__ Params p) {
+  extern __shared__ __align__(128) char shared[];
+  char* const kept = shared + kRingBytes;
+  float* parts = reinterpret_cast<float*>(kept + a_rows(p.m) * p.pitch_a);
+  const int part_of_parts = kKWarps * p.m * kRows;
+  const uint64_t policy = evict_first();
+  const Lane lane;
+  // Rows beyond M read the last one.
+  const uint32_t a = shared_address(kept) + (kWide ? lane.row : min(lane.row, p.m - 1)) * p.pitch_a +
+                     (lane.warp_k * kWarpK + lane.column) * 2;
+  Sums sums{};
+  int parity = 0;
+  fetch_ahead(p);
+  __shared__ uint64_t full[kStages], free[kStages];
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < kStages; ++stage) {
+      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(full + stage)));
+      asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(free + stage)), "n"(kWarps));
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+  wait_for_kernel_in_front();
+  int stage = 0, phase = 0;
+  const auto advance = [&] {
+    if (++stage == kStages) stage = 0, phase ^= 1;
+  };
+  if (threadIdx.x >= kConsumers) {
+    for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x)
+      for (int k = 0; k < p.k; k += kStepK, advance()) {
+        const uint32_t barrier = shared_address(full + stage);
+        wait_for(shared_address(free + stage), phase ^ 1);  // the first time round it is
+        const int bytes = 2 * min(kStepK, p.k - k);
+        if (threadIdx.x == kConsumers)
+          asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
+                       "r"(bytes * kRows) : "memory");
+        __syncwarp();
+        for (int row = threadIdx.x - kConsumers; row < kRows; row += kWarp)
+          asm volatile(
+              "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+              "[%0], [%1], %2, [%3], %4;" ::"r"(shared_address(shared) + stage * kStageBytes + row * kPitch),
+              "l"(row_of(p, tile * kRows + row) + k), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
+      }
+    return;
+  }
+  keep_a(p, kept);
+  const uint32_t mine = shared_address(shared) + (lane.warp_n * kWarpRows + lane.row) * kPitch +
+                        (lane.warp_k * kWarpK + lane.column) * 2;
+  for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
+    for (int k = 0; k < p.k; k += kStepK, advance()) {
+      const uint32_t b = mine + stage * kStageBytes;
+      const int left = p.k - k - lane.warp_k * kWarpK - lane.column;
+      const bool whole = p.k - k >= kStepK;
+      wait_for(shared_address(full + stage), phase);
+      add_step(p, a + k * 2,
+               [&](int i, int piece) {
+                 const uint4 w = load_shared(b + 8 * i * kPitch + piece * kPieceK * 2);
+                 // Beyond K is what was there before: not even zero times it is sure to be zero.
+                 return whole || piece * kPieceK < left ? w : make_uint4(0, 0, 0, 0);
+               }, sums);
+      __syncwarp();
+      if (threadIdx.x % kWarp == 0)
+        asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(free + stage)) : "memory");
+    }
+    finish(p, lane, tile, parts + (parity ^= 1) * part_of_parts, sums);
+  }
+}
+
+inline int padded(int64_t k) { return static_cast<int>((k + kStepK - 1) / kStepK * kStepK); }
+
+inline int64_t smem_bytes(int64_t m, int64_t k) {
+  return kRingBytes + int64_t(a_rows(m)) * odd_pitch(padded(k) * 2) + 2 * 4 * kKWarps * m * kRows;
+}
+
+inline bool valid(const int64_t* integers) {
+  for (int i = 0; i < 4; ++i)
+    if (integers[i] < 1 || integers[i] > INT32_MAX) return false;
+  const int64_t m = integers[0], n = integers[1], k = integers[2], batch = integers[3];
+  if (m > kMaxM || k % 8 != 0 || k > kMaxSmem || batch > 65535 || smem_bytes(m, k) > kMaxSmem) return false;
+  if (integers[4] < k || integers[5] < k || integers[6] < n || integers[4] % 8 != 0 || integers[5] % 8 != 0)
+    return false;
+  return (batch == 1 || (integers[7] % 8 == 0 && integers[8] % 8 == 0)) && integers[12] >= 0 &&
+         integers[12] % 8 == 0 && integers[12] <= INT32_MAX;
+}
+
+// Multiprocessors, and all of their shared memory for this kernel; asked for once a device.
+inline cudaError_t prepare(int* multiprocessors) {
+  static std::atomic<int> known[kKnownDevices];
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  if (device < kKnownDevices && (*multiprocessors = known[device].load()) > 0) return cudaSuccess;
+  auto entry = &gemv_golden;
+  error = cudaDeviceGetAttribute(multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  if (error == cudaSuccess)
+    error = cudaFuncSetAttribute(entry, cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxSmem);
+  if (error == cudaSuccess)
+    error = cudaFuncSetAttribute(entry, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                 cudaSharedmemCarveoutMaxShared);
+  if (error == cudaSuccess && device < kKnownDevices) known[device].store(*multiprocessors);
+  return error;
+}
+
+inline cudaError_t launch(void* const* tensors, const int64_t* integers, const double* scalars,
+                          cudaStream_t stream) {
+  if (!valid(integers)) return cudaErrorInvalidValue;
+  for (int i = 0; i < 3; ++i)
+    if (tensors[i] == nullptr || (i < 2 && reinterpret_cast<uintptr_t>(tensors[i]) % 16 != 0))
+      return cudaErrorMisalignedAddress;
+  int multiprocessors = 0;
+  if (cudaError_t error = prepare(&multiprocessors); error != cudaSuccess) return error;
+  const bool batched = integers[3] > 1;
+  Params p{};
+  p.a = static_cast<const Input*>(tensors[0]);
+  p.b = static_cast<const Input*>(tensors[1]);
+  p.d = static_cast<Output*>(tensors[2]);
+  p.m = static_cast<int>(integers[0]);
+  p.n = static_cast<int>(integers[1]);
+  p.k = static_cast<int>(integers[2]);
+  p.tiles = (p.n - 1) / kRows + 1;
+  p.padded_k = padded(p.k);
+  p.pitch_a = odd_pitch(p.padded_k * 2);
+  p.lead = integers[11] != 0 ? static_cast<int>(integers[12]) : 0;
+  p.lda = integers[4];
+  p.ldb = integers[5];
+  p.ldd = integers[6];
+  p.batch_a = batched ? integers[7] : 0;
+  p.batch_b = batched ? integers[8] : 0;
+  p.batch_d = batched ? integers[9] : 0;
+  p.alpha = static_cast<float>(scalars[0]);
+  const int resident = multiprocessors * kBlocksPerSm;
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(integers[10] != 0 && p.tiles > resident ? resident : p.tiles,
+                        static_cast<unsigned>(integers[3]));
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = static_cast<size_t>(smem_bytes(p.m, p.k));
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = integers[11] != 0 ? 1 : 0;
+  return cudaLaunchKernelEx(&config, gemv_golden, p);
+}
+
+}  // namespace k_golden
+
+extern "C" int tuner_golden_workspace(const int64_t* integers, int64_t* bytes) {
+  *bytes = 0;
+  return k_golden::valid(integers) ? 0 : static_cast<int>(cudaErrorInvalidValue);
+}
+
+extern "C" int tuner_golden_launch(void* const* tensors, const int64_t* integers,
+                                     const double* scalars, void*, void* stream) {
+  return static_cast<int>(
+      k_golden::launch(tensors, integers, scalars, static_cast<cudaStream_t>(stream)));
+}

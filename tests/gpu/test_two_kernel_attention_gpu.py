@@ -1,0 +1,172 @@
+"""Attention as two kernels on the GPU against float64: at lengths that cut tiles and launches, in
+chunks, with scores scaled by 30 and with a soft cap."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from tuner.artifacts import LoadedKernel, load
+from tuner.compiler import Compiler
+from tuner.config import Config, Value
+from tuner.families import family
+from tuner.families.base import LSE, SCRATCH, KernelSpec
+from tuner.families.two_kernel_attention import chunk_sizes
+from tuner.hardware import DEFAULT_GPU
+from tuner.problem import AttentionProblem
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+pytestmark = [pytest.mark.gpu, pytest.mark.compile]
+
+FAMILY = family("two_kernel_attention")
+#: Relative Frobenius norm: the fused kernel's.
+LIMITS = {"float16": 6e-4, "bfloat16": 5e-3}
+LENGTHS = [(1, 1), (7, 300), (63, 65), (129, 127), (300, 40), (1000, 1000), (1337, 999)]
+#: Standard deviation of the scaled scores.
+SPREADS = (1.0, 30.0)
+
+
+def make(
+    tile_n: int, scores: tuple[int, int, int, int], output: tuple[int, int, int, int]
+) -> Config:
+    """Of each kernel groups, stages, buffers and blocks an SM."""
+    params: dict[str, Value] = {"tile_n": tile_n}
+    for stage, values in (("scores", scores), ("output", output)):
+        names = (f"{stage}_{name}" for name in ("groups", "stages", "buffers", "blocks_per_sm"))
+        params |= dict(zip(names, values, strict=True))
+    chunk = {"heads_per_launch": 1, "rows_per_launch": 64, "splits": 1, "pdl": True}
+    return Config(FAMILY.name, params | chunk)
+
+
+#: Heads, head dimension, type and mask of a problem (what a kernel is compiled for), and a config.
+CASES = {
+    "full": ("B=2,H=2,D=64", make(128, (2, 3, 2, 1), (2, 4, 2, 1))),
+    "causal": ("B=1,H=4,D=64,causal=1,layout=bshd", make(128, (1, 3, 2, 2), (1, 3, 2, 2))),
+    "grouped": (
+        "B=2,H=4,HKV=2,D=128,causal=1,dtype=bf16", make(64, (2, 3, 1, 1), (1, 4, 1, 1))
+    ),
+    "unlike groups": ("B=1,H=2,D=80,causal=1", make(64, (1, 2, 1, 1), (3, 4, 1, 1))),
+    "wide, capped": ("B=1,H=2,D=256,softcap=30", make(64, (2, 2, 2, 1), (2, 3, 2, 1))),
+}  # fmt: skip
+
+
+def specs(text: str, config: Config) -> Mapping[str, KernelSpec]:
+    return FAMILY.kernels(AttentionProblem.parse(f"S=4096,{text}"), config)
+
+
+def kernels() -> list[KernelSpec]:
+    """Compiled from the start; see `conftest.compiler`."""
+    return [spec for text, config in CASES.values() for spec in specs(text, config).values()]
+
+
+def compiled(compiler: Compiler, text: str, config: Config) -> dict[str, LoadedKernel]:
+    named = specs(text, config)
+    futures = dict(compiler.submit(list(named.values())))
+    return {name: load(futures[spec].result()) for name, spec in named.items()}
+
+
+def variants(problem: AttentionProblem, config: Config) -> list[Config]:
+    """Everything in one launch; a part of the heads and rows; keys shared by several blocks."""
+    total, rows = problem.batch * problem.heads_q, -(-problem.seqlen_q // 64) * 64
+    tiles = -(-problem.seqlen_kv // config["tile_n"])
+    names = ("heads_per_launch", "rows_per_launch", "splits", "pdl")
+    wanted = (
+        (total, rows, 1, True),
+        (1, min(rows, 192), 1, True),
+        (total, rows, min(3, tiles), False),
+    )
+    return [
+        Config(config.family, {**config.params, **dict(zip(names, values, strict=True))})
+        for values in wanted
+    ]
+
+
+def inputs(problem: AttentionProblem, spread: float) -> dict[str, Any]:
+    """Normal (B, H, S, D) views; queries times `spread`."""
+    generator = torch.Generator("cuda").manual_seed(problem.pairs)
+    made = {}
+    for operand in problem.operands[:-1]:
+        tensor = torch.empty_strided(
+            operand.shape, operand.strides, dtype=getattr(torch, operand.dtype), device="cuda"
+        )
+        noise = torch.randn(operand.shape, generator=generator, device="cuda")
+        made[operand.name] = tensor.copy_(noise)
+    made["query"] *= spread
+    return made
+
+
+def expected(problem: AttentionProblem, tensors: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+    """Output, log-sum-exp, and the largest sum of a query's products' sizes, in float64."""
+    query, key, value = (tensors[name].double() for name in ("query", "key", "value"))
+    key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
+    scale = problem.head_dim**-0.5
+    scores = query @ key.mT * scale
+    if problem.softcap:
+        scores = problem.softcap * (scores / problem.softcap).tanh()
+    if problem.is_causal:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device="cuda").tril()
+        scores = scores.masked_fill(~seen, -math.inf)
+    sizes = (query.abs() @ key.abs().mT).amax(-1) * scale
+    return scores.softmax(-1) @ value, scores.logsumexp(-1), sizes
+
+
+def run(
+    loaded: Mapping[str, LoadedKernel],
+    problem: AttentionProblem,
+    config: Config,
+    tensors: Mapping[str, Any],
+) -> tuple[Any, Any]:
+    """One call into poisoned memory."""
+    output = problem.output
+    out = torch.empty_strided(
+        output.shape, output.strides, dtype=getattr(torch, output.dtype), device="cuda"
+    ).fill_(math.nan)
+    lse = torch.full(output.shape[:3], math.nan, device="cuda")
+    size = FAMILY.scratch_bytes(problem, config)
+    scratch = torch.full((size,), 255, dtype=torch.uint8, device="cuda")
+    named = {**tensors, output.name: out, LSE: lse, SCRATCH: scratch}
+    stream = torch.cuda.current_stream().cuda_stream
+    for launch in FAMILY.launches(problem, config, problem.head_dim**-0.5):
+        addresses = [named[ref.operand].data_ptr() + ref.offset_bytes for ref in launch.tensors]
+        loaded[launch.kernel].launch(addresses, launch.integers, launch.scalars, 0, stream)
+    return out, lse
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_against_float64(name: str, compiler: Compiler) -> None:
+    text, config = CASES[name]
+    loaded = compiled(compiler, text, config)
+    for queries, keys in LENGTHS:
+        problem = AttentionProblem.parse(f"SQ={queries},SKV={keys},{text}")
+        for spread in SPREADS:
+            tensors = inputs(problem, spread)
+            wanted, wanted_lse, sizes = expected(problem, tensors)
+            for variant in variants(problem, config):
+                assert FAMILY.violations(problem, variant, DEFAULT_GPU) == []
+                out, lse = run(loaded, problem, variant, tensors)
+                again, lse_again = run(loaded, problem, variant, tensors)
+                what = f"{problem.label()}, spread {spread:g}, {variant.params}"
+                assert torch.equal(out, again) and torch.equal(lse, lse_again), what
+                error = float((out.double() - wanted).norm() / wanted.norm())
+                assert error <= LIMITS[problem.dtype], f"{what}: error {error:.1e}"
+                wrong = (lse.double() - wanted_lse).abs()
+                assert (wrong <= torch.clamp(sizes * 2**-20, min=1e-4)).all(), what
+
+
+def test_chunks_of_long_rows(compiler: Compiler) -> None:
+    """The smallest launches worth trying at 32768 keys, beside the fused operator of PyTorch."""
+    text, config = CASES["causal"]
+    problem = AttentionProblem.parse(f"S=32768,{text}")
+    loaded = compiled(compiler, text, config)
+    heads, rows = chunk_sizes(problem)[-1]
+    chunk = {"heads_per_launch": heads, "rows_per_launch": rows}
+    variant = Config(config.family, {**config.params, **chunk})
+    assert FAMILY.violations(problem, variant, DEFAULT_GPU) == []
+    tensors = inputs(problem, 1.0)
+    out, _ = run(loaded, problem, variant, tensors)
+    wanted = torch.nn.functional.scaled_dot_product_attention(*tensors.values(), is_causal=True)
+    error = float((out.float() - wanted.float()).norm() / wanted.float().norm())
+    assert error <= 2 * LIMITS[problem.dtype]

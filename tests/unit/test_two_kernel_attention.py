@@ -1,0 +1,360 @@
+"""Attention as two kernels: predicate, space, variables, and its launches in NumPy."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tuner.config import Config, Value
+from tuner.families.base import LSE, SCRATCH, Launch, Ref, group_by_kernels
+from tuner.families.two_kernel_attention import (
+    ROWS,
+    STAGES,
+    TwoKernelAttention,
+    chunk_sizes,
+    columns,
+    smem_bytes,
+    smem_limit,
+)
+from tuner.hardware import DEFAULT_GPU, GPUS
+from tuner.problem import DTYPE_BYTES, AttentionProblem, SoftmaxProblem
+from tuner.render import render
+
+FAMILY = TwoKernelAttention()
+GOLDEN = Path(__file__).parents[1] / "golden"
+PROBLEM = AttentionProblem.parse("S=1024,D=64")
+
+
+def make(**more: Value) -> Config:
+    """Legal at (1,16,1024,64), everything in one launch."""
+    params: dict[str, Value] = {"tile_n": 128}
+    for stage, depth in (("scores", 3), ("output", 4)):
+        params |= {
+            f"{stage}_groups": 2,
+            f"{stage}_stages": depth,
+            f"{stage}_buffers": 2,
+            f"{stage}_blocks_per_sm": 1,
+        }
+    chunk = {"heads_per_launch": 16, "rows_per_launch": 1024, "splits": 1, "pdl": True}
+    return Config(FAMILY.name, params | chunk | more)
+
+
+ILLEGAL = {
+    "tile_n=96 is no multiple of 64": {"tile_n": 96},
+    "scores: buffers=3": {"scores_buffers": 3},
+    "output: stages=1 is less than 2": {"output_stages": 1},
+    "scores: groups=4 at blocks_per_sm=1": {"scores_groups": 4},
+    "output: 302080 bytes of shared memory exceed 232448": {"output_stages": 6, "output_groups": 2},
+    "scores: 256 accumulator registers + 40 exceed 240": {"tile_n": 256},
+    "heads_per_launch=3 does not divide B x H = 16": {"heads_per_launch": 3},
+    "rows_per_launch=100 is no multiple of 64": {"rows_per_launch": 100},
+    "rows_per_launch=2048 is no multiple of 64 from 64 to 1024": {"rows_per_launch": 2048},
+    "splits=9 is not between": {"splits": 9},
+}
+
+
+def test_the_base_config_is_legal() -> None:
+    assert FAMILY.violations(PROBLEM, make(), DEFAULT_GPU) == []
+
+
+@pytest.mark.parametrize("reason", ILLEGAL)
+def test_what_is_illegal(reason: str) -> None:
+    found = FAMILY.violations(PROBLEM, make(**ILLEGAL[reason]), DEFAULT_GPU)
+    assert any(said.startswith(reason) for said in found), found
+
+
+def test_every_reason_is_said() -> None:
+    wrong = make(tile_n=96, heads_per_launch=5, scores_buffers=0, output_stages=1)
+    assert len(FAMILY.violations(PROBLEM, wrong, DEFAULT_GPU)) >= 4
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("S=1024,D=64,dtype=e4m3", "no descale factors"),
+        ("S=1024,D=64,window=100", "has no sliding window"),
+        ("B=2,S=1024,D=64,varlen=1", "has no variable lengths"),
+    ],
+)
+def test_what_it_does_not_serve(text: str, reason: str) -> None:
+    problem = AttentionProblem.parse(text)
+    assert reason in FAMILY.supports(problem, DEFAULT_GPU)
+    assert FAMILY.space(problem, DEFAULT_GPU) == []
+    assert FAMILY.violations(problem, make(), DEFAULT_GPU)
+
+
+def test_another_operation_is_refused() -> None:
+    problem = SoftmaxProblem(64, 64)
+    assert FAMILY.supports(problem, DEFAULT_GPU)
+    assert FAMILY.violations(problem, make(), DEFAULT_GPU)
+
+
+def test_a_soft_cap_is_compiled_into_the_scores_alone() -> None:
+    problem = AttentionProblem.parse("S=1024,D=64,softcap=30")
+    specs = FAMILY.kernels(problem, make())
+    assert {name: spec.variables["has_softcap"] for name, spec in specs.items()} == {
+        "scores": True,
+        "output": False,
+    }
+    assert specs["output"] == FAMILY.kernels(PROBLEM, make())["output"]
+    scalars = {launch.kernel: launch.scalars for launch in FAMILY.launches(problem, make(), 0.5)}
+    assert scalars == {"scores": (0.5, 30.0), "output": ()}
+
+
+def test_kernels_that_configs_share() -> None:
+    one, other = FAMILY.kernels(PROBLEM, make()), FAMILY.kernels(PROBLEM, make(output_stages=3))
+    assert one["scores"] == other["scores"]
+    assert one["output"] != other["output"]
+    chunked = make(heads_per_launch=2, rows_per_launch=512, splits=2, pdl=False)
+    assert FAMILY.kernels(PROBLEM, chunked) == one
+    assert FAMILY.compile_digest(chunked) == FAMILY.compile_digest(make())
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "of_scores", "of_output"),
+    [(8, 64, 64), (80, 96, 96), (128, 128, 128), (136, 192, 96), (256, 256, 128)],
+)
+def test_columns_of_a_block(head_dim: int, of_scores: int, of_output: int) -> None:
+    problem = AttentionProblem(seqlen_q=64, seqlen_kv=64, head_dim=head_dim)
+    assert (columns(problem, "scores"), columns(problem, "output")) == (of_scores, of_output)
+
+
+@pytest.mark.parametrize("text", ["S=1024,D=64", "S=4096,D=128,B=4", "S=640,D=256,causal=1"])
+def test_the_space(text: str) -> None:
+    problem = AttentionProblem.parse(text)
+    space = FAMILY.space(problem, DEFAULT_GPU)
+    assert 2 <= len(group_by_kernels(FAMILY, space)) <= 32
+    for config in space:
+        for stage in STAGES:
+            groups, depth, resident = (
+                config[f"{stage}_{name}"] for name in ("groups", "stages", "blocks_per_sm")
+            )
+            used = smem_bytes(problem, stage, config["tile_n"], groups, depth)
+            assert used <= smem_limit(resident)
+
+
+def test_the_shared_memory_limit() -> None:
+    """One block may have 227 KiB; two share 228, each beside a KiB of the system's."""
+    assert (smem_limit(1), smem_limit(2)) == (232448, 115712)
+
+
+def test_launches_from_everything_to_few() -> None:
+    assert chunk_sizes(PROBLEM) == [(16, 1024), (8, 1024)]
+    long = chunk_sizes(AttentionProblem.parse("S=32768,D=64,H=8"))
+    assert long[0] == (8, 32768)
+    assert [rows for heads, rows in long if heads == 1] == [32768 // 2**i for i in range(6)]
+    assert all(8 // heads * (32768 // rows) <= 256 for heads, rows in long)
+    assert chunk_sizes(AttentionProblem.parse("S=3,D=64,H=3")) == [(3, 64)]
+
+
+def test_long_rows_fit_where_little_memory_is_allowed() -> None:
+    problem = AttentionProblem.parse("S=32768,D=64,H=8")
+    sizes = [FAMILY.scratch_bytes(problem, c) for c in FAMILY.space(problem, DEFAULT_GPU)]
+    assert min(sizes) < 100 << 20 < 16 << 30 < max(sizes)
+
+
+def test_predictions_follow_the_work() -> None:
+    def best(text: str) -> float:
+        problem = AttentionProblem.parse(text)
+        space = FAMILY.space(problem, DEFAULT_GPU)
+        return min(FAMILY.predict_us(problem, c, DEFAULT_GPU) for c in space)
+
+    assert best("S=1024,D=64,causal=1") < best("S=1024,D=64") < best("S=2048,D=64")
+    few = make(heads_per_launch=1)
+    assert FAMILY.predict_us(PROBLEM, few, DEFAULT_GPU) > FAMILY.predict_us(
+        PROBLEM, make(), DEFAULT_GPU
+    )
+    waiting = make(pdl=False)
+    assert FAMILY.predict_us(PROBLEM, waiting, GPUS["H100"]) > FAMILY.predict_us(
+        PROBLEM, make(), GPUS["H100"]
+    )
+
+
+def test_golden_text() -> None:
+    """`UPDATE_GOLDEN=1` is not offered: read what changed, then write the file."""
+    problem = AttentionProblem.parse("B=2,H=8,HKV=2,S=1000,D=64,causal=1,softcap=30")
+    config = make(heads_per_launch=16, rows_per_launch=1024)
+    for stage, spec in FAMILY.kernels(problem, config).items():
+        golden = (GOLDEN / f"two_kernel_attention_{stage}.cu").read_text()
+        assert render(spec, "golden") == golden
+
+
+# The launches, computed as the template's opening comment says.
+
+
+class Memory:
+    """Operands as flat arrays, P as blocks of the scratch, and how often each was written."""
+
+    def __init__(self, problem: AttentionProblem, config: Config, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        self.flat = {
+            operand.name: rng.standard_normal(operand.elements).astype(np.float32)
+            for operand in problem.operands[:-1]
+        }
+        self.flat["out"] = np.full(problem.output.elements, np.nan, np.float32)
+        self.flat[LSE] = np.full(math.prod(problem.output.shape[:-1]), np.nan, np.float32)
+        self.written = {name: np.zeros(self.flat[name].size, int) for name in ("out", LSE)}
+        self.scratch = np.full(FAMILY.scratch_bytes(problem, config), 255, np.uint8)
+
+    def rows(self, name: str, strides: tuple[int, ...], head: tuple[int, int], d: int):
+        """Offsets of (row, column) as a function of the rows."""
+        start = head[0] * strides[0] + head[1] * strides[1]
+        return lambda rows: start + np.asarray(rows)[:, None] * strides[2] + np.arange(d)
+
+    def view(self, ref: Ref, shape: tuple[int, ...], dtype: type) -> np.ndarray:
+        assert ref.operand == SCRATCH
+        size = math.prod(shape) * np.dtype(dtype).itemsize
+        assert ref.offset_bytes + size <= self.scratch.size
+        return self.scratch[ref.offset_bytes : ref.offset_bytes + size].view(dtype).reshape(shape)
+
+
+def parts(memory: Memory, launch: Launch, tile_n: int):
+    """The launch's own integers, and P and statistics as it sees them."""
+    n = launch.integers
+    lanes, blocks, tiles = n[7], -(-n[9] // ROWS), -(-n[4] // tile_n)
+    index = 2 if launch.kernel == "scores" else 0
+    assert n[8] % ROWS == 0
+    images = memory.view(launch.tensors[index], (lanes, blocks, tiles, ROWS, tile_n), np.float16)
+    statistics = memory.view(launch.tensors[index + 1], (lanes, blocks, tiles, ROWS, 2), np.float32)
+    return n, images, statistics
+
+
+def run_scores(memory: Memory, launch: Launch, spec: Mapping[str, Value]) -> None:
+    tile_n = int(spec["tile_n"])
+    n, images, statistics = parts(memory, launch, tile_n)
+    heads, group, sq, skv, d = n[1], n[1] // n[2], n[3], n[4], n[5]
+    assert 1 <= n[17] <= images.shape[2]
+    for lane, block, tile in np.ndindex(images.shape[:3]):
+        batch, head = divmod(n[6] + lane, heads)
+        rows = n[8] + block * ROWS + np.arange(ROWS)
+        keys = tile * tile_n + np.arange(tile_n)
+        if spec["is_causal"] and keys[0] > rows[-1]:
+            continue  # stays poisoned
+        query = memory.rows("query", n[11:14], (batch, head), d)(np.minimum(rows, sq - 1))
+        key = memory.rows("key", n[14:17], (batch, head // group), d)(np.minimum(keys, skv - 1))
+        scores = memory.flat["query"][query] @ memory.flat["key"][key].T
+        seen = (keys < skv) & ((keys <= rows[:, None]) | (not spec["is_causal"]))
+        scale = launch.scalars[0]
+        if spec["has_softcap"]:
+            scores, scale = np.tanh(scores * scale / launch.scalars[1]), launch.scalars[1]
+        scores = np.where(seen, scores * scale / math.log(2), -np.inf)
+        top = scores.max(-1)
+        weights = np.exp2(scores - np.where(np.isfinite(top), top, 0)[:, None])
+        images[lane, block, tile] = weights
+        statistics[lane, block, tile] = np.stack([top, weights.sum(-1)], -1)
+
+
+def run_output(memory: Memory, launch: Launch, spec: Mapping[str, Value]) -> None:
+    tile_n = int(spec["tile_n"])
+    n, images, statistics = parts(memory, launch, tile_n)
+    heads, group, sq, skv, d = n[1], n[1] // n[2], n[3], n[4], n[5]
+    for lane, block in np.ndindex(images.shape[:2]):
+        batch, head = divmod(n[6] + lane, heads)
+        rows = n[8] + block * ROWS + np.arange(ROWS)
+        most = -(-min(skv, rows[-1] + 1) // tile_n) if spec["is_causal"] else images.shape[2]
+        top, sums = (statistics[lane, block, :most, :, i] for i in (0, 1))
+        whole = top.max(0)
+        weights = np.exp2(top - whole)
+        total = (weights * sums).sum(0)
+        value = memory.rows("value", n[11:14], (batch, head // group), d)
+        out = np.zeros((ROWS, d))
+        for tile in range(most):
+            keys = tile * tile_n + np.arange(tile_n)
+            values = np.where((keys < skv)[:, None], memory.flat["value"][value(keys % skv)], 0)
+            part = images[lane, block, tile].astype(np.float32) @ values
+            out += part * (weights[tile] / total)[:, None]
+        real = rows < sq
+        place = memory.rows("out", n[14:17], (batch, head), d)(rows[real])
+        memory.flat["out"][place] = out[real]
+        memory.written["out"][place] += 1
+        at = (n[6] + lane) * sq + rows[real]
+        memory.flat[LSE][at] = (whole + np.log2(total))[real] * math.log(2)
+        memory.written[LSE][at] += 1
+
+
+def tensor(memory: Memory, operand) -> np.ndarray:
+    axes = np.meshgrid(*(np.arange(extent) for extent in operand.shape), indexing="ij")
+    offsets = sum(axis * stride for axis, stride in zip(axes, operand.strides, strict=True))
+    return memory.flat[operand.name][offsets].astype(np.float64)
+
+
+def attention(problem: AttentionProblem, memory: Memory, scale: float):
+    group = problem.heads_q // problem.heads_kv
+    query, key, value, _ = problem.matrices
+    keys, values = (tensor(memory, o).repeat(group, axis=1) for o in (key, value))
+    scores = scale * tensor(memory, query) @ keys.swapaxes(-1, -2)
+    if problem.softcap:
+        scores = problem.softcap * np.tanh(scores / problem.softcap)
+    if problem.is_causal:
+        visible = np.tril(np.ones((problem.seqlen_q, problem.seqlen_kv), bool))
+        scores = np.where(visible, scores, -np.inf)
+    top = scores.max(axis=-1, keepdims=True)
+    weights = np.exp(scores - top)
+    total = weights.sum(axis=-1, keepdims=True)
+    return weights / total @ values, (top + np.log(total))[..., 0]
+
+
+@pytest.mark.parametrize("scale", [0.2, 30.0])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "SQ=150,SKV=200,D=16,H=4,B=2",
+        "SQ=200,SKV=150,D=16,H=4,HKV=2,B=2,causal=1,layout=bshd",
+        "SQ=70,SKV=130,D=8,H=6,HKV=1,causal=1,softcap=5,layout=bshd_bhsd",
+        "SQ=1,SKV=300,D=24,H=2,B=3",
+    ],
+)
+def test_the_launches_compute_attention(text: str, scale: float) -> None:
+    """Parts of the heads and rows cross batches, and nothing is written twice; P = exp(S - m) of
+    each tile holds in fp16 what scores scaled by 30 leave of it.
+    """
+    problem = AttentionProblem.parse(text)
+    total, most = problem.batch * problem.heads_q, -(-problem.seqlen_q // ROWS) * ROWS
+    for heads, rows, tile_n in ((total, most, 128), (total // 2, 64, 64), (1, min(most, 128), 64)):
+        config = make(heads_per_launch=heads, rows_per_launch=rows, tile_n=tile_n, output_stages=2)
+        assert FAMILY.violations(problem, config, DEFAULT_GPU) == []
+        memory = Memory(problem, config, seed=len(text))
+        specs = FAMILY.kernels(problem, config)
+        for launch in FAMILY.launches(problem, config, scale):
+            run = {"scores": run_scores, "output": run_output}[launch.kernel]
+            run(memory, launch, specs[launch.kernel].variables)
+        wanted, wanted_lse = attention(problem, memory, scale)
+        out = tensor(memory, problem.output)
+        assert np.linalg.norm(out - wanted) < 1e-3 * np.linalg.norm(wanted)
+        np.testing.assert_allclose(memory.flat[LSE], wanted_lse.reshape(-1), rtol=1e-5, atol=1e-4)
+        assert all((count == 1).all() for count in memory.written.values())
+
+
+def test_scratch_and_launches() -> None:
+    config = make(heads_per_launch=4, rows_per_launch=512)
+    image = 4 * 512 * 1024
+    assert FAMILY.scratch_bytes(PROBLEM, config) == image * 2 + image // 128 * 8
+    launches = FAMILY.launches(PROBLEM, config, 1.0)
+    assert [launch.kernel for launch in launches] == ["scores", "output"] * 8
+    assert [launch.integers[6:10] for launch in launches[::2]] == [
+        (head, 4, row, 512) for head in (0, 4, 8, 12) for row in (0, 512)
+    ]
+    assert {launch.integers[10] for launch in launches} == {1}
+    waiting = FAMILY.launches(PROBLEM, make(pdl=False), 1.0)
+    assert {launch.integers[10] for launch in waiting} == {0}
+
+
+def test_bytes_of_a_block() -> None:
+    """First kernel: Q, ring of K, two images a group; second: ring of V, P and its statistics."""
+    problem = AttentionProblem.parse("S=1024,D=128")
+    width = DTYPE_BYTES[problem.dtype]
+    q, tile, image = 64 * 128 * width, 128 * 128 * width, 64 * 128 * width
+    assert smem_bytes(problem, "scores", 128, 2, 3) == 2 * q + 3 * tile + 4 * image + 1024
+    statistics = 64 * 8
+    assert smem_bytes(problem, "output", 128, 2, 2) == 2 * (tile + 2 * (image + statistics)) + 1024
+
+
+def test_drawing_stays_in_the_family() -> None:
+    rng, space = random.Random(3), FAMILY.space(PROBLEM, DEFAULT_GPU)
+    drawn = FAMILY.draw(PROBLEM, DEFAULT_GPU, space, rng)
+    assert drawn.family == FAMILY.name and set(drawn.params) == set(FAMILY.domains)

@@ -1,0 +1,209 @@
+"""Grouped GEMM through CUTLASS's grouped kernels for Sm90: one launch for all groups.
+
+Tiles, clusters and schedules are those of `gemm`, as far as the grouped kernels have them: both
+persistent schedules, their own tile scheduler, which reads the groups' extents on the device, and
+no swizzle, which that scheduler leaves out where the host does not know the extents
+(gemm/kernel/tile_scheduler_params.h of CUTLASS 4.2, PersistentTileSchedulerSm90GroupParams).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import ceil, gcd, inf
+from typing import ClassVar
+
+from tuner.config import Config, Value
+from tuner.errors import ConfigError
+from tuner.families import gemm_cost, gemm_space
+from tuner.families.base import Family, KernelSpec, Launch, Ref
+from tuner.families.gemm import Gemm
+from tuner.families.gemm_shape import (
+    CONSUMERS,
+    COOPERATIVE,
+    NO_SMEM,
+    PINGPONG,
+    RASTER_ORDERS,
+    TMA_EPILOGUE,
+    round_up,
+)
+from tuner.hardware import GRAPH_LAUNCH_US, HOPPER, SMEM_PER_BLOCK_BYTES, Gpu
+from tuner.problem import DTYPE_BYTES, GemmProblem, GroupedGemmProblem, Problem
+
+KERNEL = "grouped_gemm"
+TEMPLATE = "grouped_gemm.cu.j2"
+SCHEDULES = (PINGPONG, COOPERATIVE)
+#: Shared memory of a grouped kernel besides tiles, their barriers and the output's buffers, bytes:
+#: descriptors of A, B and C and one of D for each of two warp groups; the barriers of the
+#: scheduler's pipeline of 8 stages, and its answers (SharedStorage in
+#: gemm/kernel/sm90_gemm_array_tma_warpspecialized_*.hpp).
+_DESCRIPTOR, _SCHEDULER, _ANSWERS = 128, 128, 128
+
+_KERNELS: dict[str, type] = {
+    "tile_m": int,
+    "tile_n": int,
+    "tile_k": int,
+    "cluster_m": int,
+    "cluster_n": int,
+    "kernel_schedule": str,
+    "swap_ab": bool,
+}
+_GEMM = Gemm()
+
+
+class GroupedGemm(Family):
+    """CUTLASS's grouped kernels: tiles, clusters, schedules, raster orders, swapped operands."""
+
+    name = "grouped_gemm"
+    op = GroupedGemmProblem.op
+    capabilities = (HOPPER,)
+    runtime_parameters: ClassVar[frozenset[str]] = frozenset({"raster_order"})
+    domains: ClassVar[Mapping[str, tuple[Value, ...]]] = {
+        **{name: Gemm.domains[name] for name in _KERNELS if name in Gemm.domains},
+        "raster_order": tuple(RASTER_ORDERS),
+    }
+
+    def violations(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
+        if not isinstance(problem, GroupedGemmProblem):
+            return [f"{self.name} serves {self.op}, not {problem.op}"]
+        known = {*_KERNELS, "raster_order"}
+        reasons = [f"parameter {name} is not known" for name in sorted({*config.params} - known)]
+        schedule = config.get("kernel_schedule")
+        if schedule is not None and schedule not in SCHEDULES:
+            reasons.append(f"kernel_schedule={schedule} is not one of {', '.join(SCHEDULES)}")
+        if reasons:
+            return reasons
+        reasons = _GEMM.violations(_one_group(problem), as_gemm(config), gpu)
+        if reasons:
+            return reasons
+        stages, used = smem_bytes(problem, config)
+        if stages < 2:
+            return [f"stages={stages} are too few (at least 2 must fit)"]
+        if used > SMEM_PER_BLOCK_BYTES:
+            limit = SMEM_PER_BLOCK_BYTES
+            return [f"{used} bytes of shared memory at {stages} stages exceed {limit}"]
+        return []
+
+    def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
+        """`gemm`'s tiles for a group of the mean size and for the largest one."""
+        if not isinstance(problem, GroupedGemmProblem) or self.supports(problem, gpu):
+            return []
+        busy = [rows for rows in problem.rows if rows]
+        found: dict[Config, None] = {}
+        for rows in sorted({ceil(problem.m / len(busy)), max(busy)}):
+            product = GemmProblem(rows, problem.n, problem.k, dtype=problem.dtype)
+            for members in gemm_space.candidates(product, gpu):
+                if members and _is_grouped(members[0]):
+                    kept = {name: members[0][name] for name in _KERNELS}
+                    orders = RASTER_ORDERS
+                    configs = [Config(self.name, {**kept, "raster_order": o}) for o in orders]
+                    if not self.violations(problem, configs[0], gpu):
+                        found.update(dict.fromkeys(configs))
+        return list(found)
+
+    def kernels(self, problem: Problem, config: Config) -> dict[str, KernelSpec]:
+        variables = {name: config[name] for name in _KERNELS}
+        return {KERNEL: KernelSpec(TEMPLATE, {**variables, "dtype": _grouped(problem).dtype})}
+
+    def launches(self, problem: Problem, config: Config, scale: float) -> list[Launch]:
+        problem = _grouped(problem)
+        return [
+            Launch(
+                kernel=KERNEL,
+                tensors=tuple(Ref(operand.name) for operand in problem.operands),
+                integers=(
+                    *(problem.m, problem.n, problem.k, problem.groups),
+                    *(RASTER_ORDERS[config["raster_order"]], 0),
+                ),
+                scalars=(scale,),
+            )
+        ]
+
+    def draw(
+        self, problem: Problem, gpu: Gpu, members: Sequence[Config], rng: random.Random
+    ) -> Config:
+        """As every family, but nine of ten with a schedule that there is."""
+        config = super().draw(problem, gpu, members, rng)
+        if config["kernel_schedule"] in SCHEDULES or rng.random() < 0.1:
+            return config
+        return Config(self.name, {**config.params, "kernel_schedule": rng.choice(SCHEDULES)})
+
+    def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
+        """Nearly the longer of two times: `gemm`'s estimate, by the constants fitted for it, of a
+        product with as many rows as all groups have when each is padded to whole tiles, were
+        memory no matter; and what memory takes for every group's weights.
+        """
+        problem, constants = _grouped(problem), _GEMM.constants
+        product, endless = _padded(problem, config), replace(gpu, memory_gbs=inf)
+        compute = gemm_cost.predict_us(product, as_gemm(config), endless, constants)
+        start = GRAPH_LAUNCH_US + constants["startup_clocks"] / gpu.clock_max_mhz
+        rate = gpu.memory_gbs * gemm_cost.MEMORY_EFFICIENCY * 1e3
+        times = (compute - start, problem.bytes / rate)
+        longest = sum(time**gemm_cost.SHARPNESS for time in times) ** (1 / gemm_cost.SHARPNESS)
+        return float(start + longest)
+
+
+def smem_bytes(problem: GroupedGemmProblem, config: Config) -> tuple[int, int]:
+    """Stages and shared memory of the compiled kernel, bytes.
+
+    As of `gemm_shape.smem_bytes`, and what `_DESCRIPTOR` and its neighbours say; the automatic
+    stage count leaves out a part of them (gemm/collective/builders/sm90_gmma_builder.inl). Equal to
+    sizeof(SharedStorage) of the 18 kernels that were asked.
+    """
+    tile_m, tile_n, schedule = config["tile_m"], config["tile_n"], config["kernel_schedule"]
+    width = DTYPE_BYTES[problem.dtype]
+    rows, columns = min(64 * CONSUMERS[schedule], tile_m), gcd(32, tile_n)
+    pieces = (tile_m // rows) * (tile_n // columns)
+    alignment = 8 * min(width * (rows if config["swap_ab"] else columns), 128)
+    loads = 16 * min(pieces, 4)
+    output = round_up(min(pieces, 2) * rows * columns * width + 1, alignment)
+    epilogue = round_up(output + 3 * _DESCRIPTOR + loads, alignment)
+    stage = width * (tile_m + tile_n) * config["tile_k"]
+    free = SMEM_PER_BLOCK_BYTES - 2 * _DESCRIPTOR - _SCHEDULER
+    stages = (free // 128 * 128 - round_up(epilogue, 128)) // (round_up(stage, 128) + 16)
+    # Barriers that order the loads, and ping-pong's warp groups.
+    barriers = _SCHEDULER + 16 * stages + loads + (48 if schedule == PINGPONG else 16)
+    used = round_up(stages * stage, alignment) + output
+    used = round_up(used + barriers + _ANSWERS, _DESCRIPTOR) + 5 * _DESCRIPTOR
+    return stages, round_up(used, max(alignment, 128))
+
+
+def _grouped(problem: Problem) -> GroupedGemmProblem:
+    if isinstance(problem, GroupedGemmProblem):
+        return problem
+    raise ConfigError(f"{GroupedGemm.name} serves {GroupedGemm.op}, not {problem.op}")
+
+
+def _one_group(problem: GroupedGemmProblem) -> GemmProblem:
+    """A group with all the rows: what `gemm`'s rules look at is the same of every group."""
+    return GemmProblem(problem.m, problem.n, problem.k, dtype=problem.dtype)
+
+
+def _padded(problem: GroupedGemmProblem, config: Config) -> GemmProblem:
+    """A product with as many tiles as all groups have together."""
+    along = "n" if config["swap_ab"] else "m"
+    step = config[f"tile_{along}"] * config[f"cluster_{along}"]
+    rows = sum(round_up(rows, step) for rows in problem.rows)
+    return GemmProblem(rows, problem.n, problem.k, dtype=problem.dtype)
+
+
+def as_gemm(config: Config) -> Config:
+    """The config of `gemm` with the same tiles; what is missing stays missing."""
+    params = dict(config.params)
+    schedule = params.get("kernel_schedule")
+    if schedule in SCHEDULES:
+        params["epilogue_schedule"] = TMA_EPILOGUE[str(schedule)]
+        params["max_swizzle_size"] = 1
+    if schedule == COOPERATIVE:
+        params["tile_scheduler"] = "Persistent"
+    return Config(Gemm.name, params)
+
+
+def _is_grouped(config: Config) -> bool:
+    """Whether a config of `gemm` has a counterpart among the grouped kernels."""
+    return (
+        config["kernel_schedule"] in SCHEDULES
+        and config["epilogue_schedule"] != NO_SMEM
+        and config.get("tile_scheduler") != "StreamK"
+    )

@@ -1,0 +1,435 @@
+"""Attention as two kernels: scores and their exponentials, then the product with V.
+
+The first computes tiles of S = Q K^T and stores exp(S - m) in 16 bits, with m the row's maximum in
+that tile alone: in (0, 1] whatever the scores are. The second adds the tiles' products with V, each
+times exp(m - the row's maximum) over the row's sum, which it makes of the tiles' maxima and sums.
+So the probabilities are written once and read once, in the image that shared memory is to hold.
+Under a causal mask neither kernel touches the tiles above the diagonal.
+
+A launch takes `heads_per_launch` heads and of each `rows_per_launch` rows of queries, whose
+probabilities are the scratch. With `pdl` each kernel starts before its predecessor ends and waits
+for it on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from math import ceil
+from typing import ClassVar, NamedTuple
+
+from tuner.config import Config, Value
+from tuner.families.base import LSE, SCRATCH, Family, KernelSpec, Launch, Ref
+from tuner.families.fused_attention import REGISTERS, instance
+from tuner.hardware import (
+    EXP_PER_CLOCK_SM,
+    GRAPH_LAUNCH_US,
+    HOPPER,
+    SMEM_PER_BLOCK_BYTES,
+    SMEM_PER_SM_BYTES,
+    SMEM_RESERVED_PER_BLOCK_BYTES,
+    TENSOR_FLOPS_PER_CLOCK_SM,
+    Gpu,
+)
+from tuner.problem import DTYPE_BYTES, E4M3, AttentionProblem, Problem
+
+STAGES = ("scores", "output")
+"""The kernels in order; the first part of the name of their parameters."""
+TEMPLATE = "two_kernel_attention.cu.j2"
+#: Rows of queries that a warp group computes, and of an image of probabilities.
+ROWS = 64
+#: Bytes of a row's maximum and sum in one tile: two fp32.
+STATISTIC_BYTES = 8
+#: Images of probabilities that a warp group of the first kernel holds.
+IMAGES = 2
+#: Columns of V in a block of the second kernel at most; wider heads take two.
+MOST_COLUMNS = 128
+#: Of one mbarrier: each stage of a ring has two, Q in the first kernel one.
+BARRIER_BYTES = 8
+#: Registers a consumer thread needs beside its accumulators. Found by compiling.
+OVERHEAD_REGISTERS = 40
+#: Blocks of a grid along y and z at most [CUDA C++ Programming Guide 13.0, "Compute Capabilities"].
+MOST_BLOCKS = 65535
+#: Launches worth trying: what follows is bound by launching; and probabilities that are too few to
+#: fill the chip.
+MOST_CHUNKS = 256
+LEAST_CHUNK_BYTES = 16 << 20
+#: What only measurements say: by hand, after 32 kernels at (1,16,1024,64) on one H200
+#: (`cache/evidence/unfused-attention.json.gz`). Nothing of other shapes is known.
+CONSTANTS: Mapping[str, float] = {
+    # First loads and last stores of a kernel, microseconds; what is left of it with `pdl`.
+    "fixed_us": 1.8,
+    "pdl": 0.85,
+    # Share of the clock that is held under load.
+    "clock": 0.89,
+    # Clocks of a score beside product and exponential, of an output beside the product of a tile.
+    "score_clocks": 0.04,
+    "output_clocks": 0.02,
+    # Clocks of a step that nothing hides, where blocks share a multiprocessor each its part.
+    "scores_step_clocks": 500.0,
+    "output_step_clocks": 20.0,
+    # Share of the step's shorter part that a second buffer leaves exposed.
+    "exposed": 0.4,
+    # Probabilities of a multiprocessor to and from the L2, bytes a clock; keys and values come
+    # beside them. Share of memory's bandwidth reached.
+    "store_bytes_per_clock": 18.0,
+    "load_bytes_per_clock": 19.0,
+    "memory_share": 0.8,
+}
+
+
+class Chunk(NamedTuple):
+    """What one launch of each kernel covers: heads counted over the batch, rows of each."""
+
+    first_head: int
+    heads: int
+    first_row: int
+    rows: int
+
+
+class TwoKernelAttention(Family):
+    """Both kernels have their own groups, ring and buffers; the tiles of keys they share."""
+
+    name = "two_kernel_attention"
+    op = "attention"
+    capabilities = (HOPPER,)
+    writes_lse = True
+    # The fused kernel serves all that this one does and is faster.
+    is_spare = True
+    cost_constants = CONSTANTS
+    runtime_parameters = frozenset({"heads_per_launch", "rows_per_launch", "splits", "pdl"})
+    domains: ClassVar[Mapping[str, tuple[Value, ...]]] = {
+        "tile_n": (32, 64, 128, 192, 256),
+        **{
+            f"{stage}_{name}": values
+            for stage in STAGES
+            for name, values in (
+                ("groups", (1, 2, 3)),
+                ("stages", (1, 2, 3, 4, 6)),
+                ("buffers", (1, 2)),
+                ("blocks_per_sm", (1, 2)),
+            )
+        },
+        "heads_per_launch": (1, 2, 3, 4, 8, 16),
+        "rows_per_launch": (32, 64, 128, 1024, 4096),
+        "splits": (1, 2, 8, 64),
+        "pdl": (False, True),
+    }
+
+    def supports(self, problem: Problem, gpu: Gpu) -> str:
+        reason = super().supports(problem, gpu)
+        if reason or not isinstance(problem, AttentionProblem):
+            return reason
+        if problem.dtype == E4M3:
+            return f"{self.name} takes no descale factors: fp16 and bf16 alone, not {E4M3}"
+        lacking = (("sliding window", problem.is_windowed), ("variable lengths", problem.is_varlen))
+        missing = " or ".join(name for name, is_on in lacking if is_on)
+        return f"{self.name} has no {missing}" if missing else ""
+
+    def violations(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
+        found = [reason] if (reason := self.supports(problem, gpu)) else []
+        if not isinstance(problem, AttentionProblem):
+            return found
+        if missing := [name for name in self.domains if name not in config.params]:
+            return [*found, f"{', '.join(missing)} missing: a config of another version"]
+        tile_n = config["tile_n"]
+        if tile_n % 64 or not 64 <= tile_n <= 256:
+            found.append(f"tile_n={tile_n} is no multiple of 64 from 64 to 256")
+        for stage in STAGES:
+            found += [f"{stage}: {reason}" for reason in _stage(problem, config, stage)]
+        return found + _chunking(problem, config)
+
+    def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
+        if not isinstance(problem, AttentionProblem) or self.supports(problem, gpu):
+            return []
+        return [c for c in self._grid(problem, gpu) if not self.violations(problem, c, gpu)]
+
+    def _grid(self, problem: AttentionProblem, gpu: Gpu) -> Iterator[Config]:
+        """What can pay: groups that have rows; two blocks at an SM where there are so many, and
+        then of one group each; deep rings where the room is one block's.
+        """
+        shapes = []
+        for groups, resident in ((1, 1), (1, 2), (2, 1)):
+            blocks = ceil(problem.seqlen_q / (ROWS * groups)) * problem.batch * problem.heads_q
+            is_crowded = groups == 1 and (blocks > gpu.sm_count) != (resident == 2)
+            if problem.seqlen_q > ROWS * (groups - 1) and not is_crowded:
+                shapes.append((groups, resident, blocks))
+        for tile_n, scores, output, buffers in product((64, 128), shapes, shapes, (1, 2)):
+            for (heads, rows), splits, pdl in product(
+                chunk_sizes(problem), _splits(problem, scores[2], tile_n, gpu), (False, True)
+            ):
+                params: dict[str, Value] = {"tile_n": tile_n}
+                for stage, (groups, resident, _) in (("scores", scores), ("output", output)):
+                    params |= {
+                        f"{stage}_groups": groups,
+                        f"{stage}_stages": self._depth(problem, tile_n, stage, groups, resident),
+                        f"{stage}_buffers": buffers if stage == "scores" else 2,
+                        f"{stage}_blocks_per_sm": resident,
+                    }
+                params |= {
+                    "heads_per_launch": heads,
+                    "rows_per_launch": rows,
+                    "splits": splits,
+                    "pdl": pdl,
+                }
+                yield Config(self.name, params)
+
+    @staticmethod
+    def _depth(
+        problem: AttentionProblem, tile_n: int, stage: str, groups: int, resident: int
+    ) -> int:
+        """Stages of a ring worth having: 3 of keys, of probabilities up to 6 as there is room."""
+        if stage == "scores":
+            return 3
+        fitting = [
+            depth
+            for depth in range(2, 7)
+            if smem_bytes(problem, stage, tile_n, groups, depth) <= smem_limit(resident)
+        ]
+        return max(fitting, default=2)
+
+    def kernels(self, problem: Problem, config: Config) -> dict[str, KernelSpec]:
+        attention = _attention(problem)
+        return {stage: _spec(attention, config, stage) for stage in STAGES}
+
+    def launches(self, problem: Problem, config: Config, scale: float) -> list[Launch]:
+        attention = _attention(problem)
+        return [
+            launch
+            for chunk in _chunks(attention, config)
+            for launch in _chunk_launches(attention, config, scale, chunk)
+        ]
+
+    def scratch_bytes(self, problem: Problem, config: Config) -> int:
+        """The probabilities of one launch's rows and the statistics of their tiles."""
+        return sum(_scratch_parts(_attention(problem), config))
+
+    def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
+        attention, constants = _attention(problem), self.constants
+        clock = gpu.clock_max_mhz * constants["clock"]
+        chunks = -(-attention.batch * attention.heads_q // config["heads_per_launch"])
+        chunks *= ceil(attention.seqlen_q / config["rows_per_launch"])
+        clocks = sum(_stage_clocks(attention, config, gpu, stage, constants) for stage in STAGES)
+        # What does not stay in the L2 goes through memory twice.
+        seen = attention.pairs / (attention.seqlen_q * attention.seqlen_kv)
+        spilled = max(0.0, self.scratch_bytes(problem, config) * seen - gpu.l2_bytes)
+        memory_us = 2 * spilled * chunks / (constants["memory_share"] * gpu.memory_gbs * 1e3)
+        fixed_us = constants["fixed_us"] * (constants["pdl"] if config["pdl"] else 1.0)
+        fixed_us += 0.0 if config["pdl"] else GRAPH_LAUNCH_US
+        return float(len(STAGES) * chunks * fixed_us + max(clocks / clock, memory_us))
+
+
+def _attention(problem: Problem) -> AttentionProblem:
+    if not isinstance(problem, AttentionProblem):
+        raise TypeError(f"expected an attention problem, got {problem.op}")
+    return problem
+
+
+def columns(problem: AttentionProblem, stage: str) -> int:
+    """Of a block's tiles: all of Q and K, up to `MOST_COLUMNS` of V."""
+    whole = instance(problem.head_dim)
+    return whole if stage == "scores" or whole <= MOST_COLUMNS else whole // 2
+
+
+def smem_bytes(problem: AttentionProblem, stage: str, tile_n: int, groups: int, depth: int) -> int:
+    """Dynamic shared memory of a block: the ring of K or V and the images of probabilities, in the
+    first kernel Q, in the second the statistics of its tiles; the barriers. Rounded to the
+    alignment of the tiles; the template asserts that it is so.
+    """
+    width = DTYPE_BYTES[problem.dtype]
+    ring = depth * tile_n * columns(problem, stage) * width
+    image = ROWS * tile_n * width
+    if stage == "scores":
+        own = groups * (IMAGES * image + ROWS * columns(problem, stage) * width) + BARRIER_BYTES
+    else:
+        own = groups * depth * (image + ROWS * STATISTIC_BYTES)
+    return -(-(ring + own + 2 * depth * BARRIER_BYTES) // 1024) * 1024
+
+
+def smem_limit(blocks_per_sm: int) -> int:
+    """Shared memory that a block may have where as many share a multiprocessor."""
+    shared = SMEM_PER_SM_BYTES // blocks_per_sm - SMEM_RESERVED_PER_BLOCK_BYTES
+    return min(SMEM_PER_BLOCK_BYTES, shared)
+
+
+def chunk_sizes(problem: AttentionProblem) -> list[tuple[int, int]]:
+    """(heads, rows) a launch worth trying: everything at once, then about half as much each time,
+    heads first, while the launches and their probabilities are enough.
+    """
+    total, blocks = problem.batch * problem.heads_q, ceil(problem.seqlen_q / ROWS)
+    sizes = [(total, blocks)]
+    while sizes[-1] != (1, 1):
+        heads, rows = sizes[-1]
+        if heads > 1:
+            sizes.append((max(h for h in range(1, heads // 2 + 1) if total % h == 0), rows))
+        else:
+            sizes.append((1, ceil(rows / 2)))
+    row_bytes = ROWS * problem.seqlen_kv * DTYPE_BYTES[problem.dtype]
+    return [
+        (heads, ROWS * rows)
+        for heads, rows in sizes
+        if (heads, rows) == sizes[0]
+        or (
+            heads * rows * row_bytes >= LEAST_CHUNK_BYTES
+            and total // heads * ceil(blocks / rows) <= MOST_CHUNKS
+        )
+    ]
+
+
+def _splits(problem: AttentionProblem, blocks: int, tile_n: int, gpu: Gpu) -> list[int]:
+    """One, and the least that gives every multiprocessor a block of the first kernel."""
+    most = ceil(problem.seqlen_kv / tile_n)
+    return sorted({1, min(most, ceil(gpu.sm_count / blocks))})
+
+
+def _stage(problem: AttentionProblem, config: Config, stage: str) -> list[str]:
+    """What is wrong with the parameters of one kernel."""
+    names = ("groups", "stages", "buffers", "blocks_per_sm")
+    groups, depth, buffers, resident = (config[f"{stage}_{name}"] for name in names)
+    tile_n = config["tile_n"]
+    found = []
+    if buffers not in (1, 2):
+        found.append(f"buffers={buffers} is neither 1 nor 2")
+    if depth < 2:
+        found.append(f"stages={depth} is less than 2")
+    if (groups, resident) not in REGISTERS:
+        allowed = ", ".join(f"{g} at {b}" for g, b in REGISTERS)
+        return [
+            *found,
+            f"groups={groups} at blocks_per_sm={resident} has no register budget "
+            f"(allowed: {allowed})",
+        ]
+    needed, limit = smem_bytes(problem, stage, tile_n, groups, depth), smem_limit(resident)
+    if needed > limit:
+        found.append(f"{needed} bytes of shared memory exceed {limit}")
+    if stage == "scores":
+        accumulators = buffers * tile_n // 2
+    else:
+        accumulators = (buffers + 1) * columns(problem, stage) // 2
+    consumer = REGISTERS[groups, resident][1]
+    if accumulators + OVERHEAD_REGISTERS > consumer:
+        found.append(
+            f"{accumulators} accumulator registers + {OVERHEAD_REGISTERS} exceed {consumer}"
+        )
+    return found
+
+
+def _chunking(problem: AttentionProblem, config: Config) -> list[str]:
+    """What is wrong with the launches' heads, rows and splits."""
+    heads, rows, splits = (
+        config[name] for name in ("heads_per_launch", "rows_per_launch", "splits")
+    )
+    total, most_rows = problem.batch * problem.heads_q, ceil(problem.seqlen_q / ROWS) * ROWS
+    found = []
+    if heads < 1 or total % heads:
+        found.append(f"heads_per_launch={heads} does not divide B x H = {total}")
+    if rows % ROWS or not ROWS <= rows <= most_rows:
+        found.append(f"rows_per_launch={rows} is no multiple of {ROWS} from {ROWS} to {most_rows}")
+    elif rows // ROWS > MOST_BLOCKS:
+        found.append(f"rows_per_launch={rows} exceed {MOST_BLOCKS * ROWS}")
+    if not 1 <= splits <= min(MOST_BLOCKS, ceil(problem.seqlen_kv / max(1, config["tile_n"]))):
+        found.append(f"splits={splits} is not between 1 and the tiles of keys")
+    return found
+
+
+def _spec(problem: AttentionProblem, config: Config, stage: str) -> KernelSpec:
+    groups, resident = config[f"{stage}_groups"], config[f"{stage}_blocks_per_sm"]
+    producer, consumer = REGISTERS[groups, resident]
+    tile_n, depth = config["tile_n"], config[f"{stage}_stages"]
+    return KernelSpec(
+        TEMPLATE,
+        {
+            "stage": stage,
+            "dtype": problem.dtype,
+            "columns": columns(problem, stage),
+            "warp_groups": groups,
+            "tile_n": tile_n,
+            "stages": depth,
+            "buffers": config[f"{stage}_buffers"],
+            "is_causal": problem.is_causal,
+            "has_softcap": stage == "scores" and problem.softcap > 0,
+            "blocks_per_sm": resident,
+            "smem_bytes": smem_bytes(problem, stage, tile_n, groups, depth),
+            "producer_registers": producer,
+            "consumer_registers": consumer,
+        },
+    )
+
+
+def _chunks(problem: AttentionProblem, config: Config) -> Iterator[Chunk]:
+    heads, rows = config["heads_per_launch"], config["rows_per_launch"]
+    for first_head in range(0, problem.batch * problem.heads_q, heads):
+        for first_row in range(0, problem.seqlen_q, rows):
+            yield Chunk(first_head, heads, first_row, min(rows, problem.seqlen_q - first_row))
+
+
+def _scratch_parts(problem: AttentionProblem, config: Config) -> tuple[int, int]:
+    """Bytes of a launch's probabilities and of its statistics."""
+    rows = config["heads_per_launch"] * config["rows_per_launch"]
+    tiles = ceil(problem.seqlen_kv / config["tile_n"])
+    return (
+        rows * tiles * config["tile_n"] * DTYPE_BYTES[problem.dtype],
+        rows * tiles * STATISTIC_BYTES,
+    )
+
+
+def _chunk_launches(
+    problem: AttentionProblem, config: Config, scale: float, chunk: Chunk
+) -> Iterator[Launch]:
+    query, key, value, out = problem.matrices
+    probabilities = Ref(SCRATCH)
+    statistics = Ref(SCRATCH, _scratch_parts(problem, config)[0])
+    common = (
+        problem.batch,
+        problem.heads_q,
+        problem.heads_kv,
+        problem.seqlen_q,
+        problem.seqlen_kv,
+        problem.head_dim,
+        *chunk,
+        int(config["pdl"]),
+    )
+    yield Launch(
+        "scores",
+        (Ref(query.name), Ref(key.name), probabilities, statistics),
+        (*common, *query.strides[:3], *key.strides[:3], config["splits"]),
+        (scale, *((problem.softcap,) if problem.softcap else ())),
+    )
+    yield Launch(
+        "output",
+        (probabilities, statistics, Ref(value.name), Ref(out.name), Ref(LSE)),
+        (*common, *value.strides[:3], *out.strides[:3]),
+    )
+
+
+def _stage_clocks(
+    problem: AttentionProblem,
+    config: Config,
+    gpu: Gpu,
+    stage: str,
+    constants: Mapping[str, float],
+) -> float:
+    """Clocks of one kernel over all launches: rounds of blocks, each its steps."""
+    groups, resident = config[f"{stage}_groups"], config[f"{stage}_blocks_per_sm"]
+    tile_n, width = config["tile_n"], DTYPE_BYTES[problem.dtype]
+    rows = min(config["rows_per_launch"], problem.seqlen_q)
+    of_launch = ceil(rows / (ROWS * groups)) * config["heads_per_launch"]
+    splits = config["splits"] if stage == "scores" else 1
+    slices = ceil(problem.head_dim / columns(problem, stage))
+    launches = problem.batch * problem.heads_q // config["heads_per_launch"]
+    launches *= ceil(problem.seqlen_q / config["rows_per_launch"])
+    rounds = ceil(of_launch * splits * slices / gpu.sm_count)
+    seen = problem.pairs / (problem.seqlen_q * problem.seqlen_kv)
+    steps = ceil(ceil(problem.seqlen_kv / tile_n) * seen / splits)
+    scores, depth = groups * ROWS * tile_n, columns(problem, stage)
+    multiplied = scores * depth * 2 / TENSOR_FLOPS_PER_CLOCK_SM
+    if stage == "scores":
+        beside = scores * (1 / EXP_PER_CLOCK_SM + constants["score_clocks"])
+        moved = scores * width / constants["store_bytes_per_clock"]
+    else:
+        beside = groups * ROWS * depth * constants["output_clocks"]
+        moved = scores * width / constants["load_bytes_per_clock"]
+    shorter, longer = sorted((multiplied, beside))
+    exposed = constants["exposed"] if config[f"{stage}_buffers"] == 2 else 1.0
+    waits = constants[f"{stage}_step_clocks"] / min(resident, rounds)
+    return float(launches * rounds * steps * (max(moved, longer + exposed * shorter) + waits))

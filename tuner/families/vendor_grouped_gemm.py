@@ -1,0 +1,86 @@
+"""Grouped GEMM by PyTorch: its own grouped kernel, or one product after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any, ClassVar
+
+from tuner.config import Config
+from tuner.families.vendor import Vendor
+from tuner.families.vendor_blas import PEAK_TFLOPS, START_US, STREAM_GBS
+from tuner.hardware import DEFAULT_GPU, Gpu
+from tuner.problem import GroupedGemmProblem, Problem
+
+
+class VendorGroupedGemm(Vendor):
+    """``kernel``: grouped_mm, `torch._grouped_mm`, where this torch has it; mm, a loop of torch.mm
+    over the groups that have rows.
+    """
+
+    name: ClassVar[str] = "vendor_grouped_gemm"
+    op: ClassVar[str] = GroupedGemmProblem.op
+    offered: ClassVar[tuple[str, ...]] = ("grouped_mm", "mm")
+
+    def refusal(self, problem: Problem, kernel: str) -> str:
+        if isinstance(problem, GroupedGemmProblem) and kernel == "grouped_mm":
+            # Of other types it is a loop that reads the offsets back to the host.
+            return "" if problem.dtype == "bfloat16" else "grouped_mm is a kernel for bf16 alone"
+        return ""
+
+    def connect(
+        self, problem: GroupedGemmProblem, kernel: str, scale: float
+    ) -> Callable[..., Any] | str:
+        import torch
+
+        if scale != 1.0:
+            return f"{kernel} is offered with alpha 1, not {scale}"
+        if kernel == "mm":
+            return in_turn(problem)
+        if not hasattr(torch, "_grouped_mm"):
+            return f"torch {torch.__version__} has no _grouped_mm"
+        return grouped
+
+    def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
+        """CuBLAS's rates; a start for each product that is launched, rows padded to 64 and 128."""
+        if not isinstance(problem, GroupedGemmProblem):
+            return float("inf")
+        rate = PEAK_TFLOPS * gpu.peak_tflops / DEFAULT_GPU.peak_tflops
+        stream = STREAM_GBS * gpu.memory_gbs / DEFAULT_GPU.memory_gbs
+        is_loop = config["kernel"] == "mm"
+        tile = 64 if is_loop else 128
+        padded = sum(-(-rows // tile) * tile for rows in problem.rows)
+        work = 2 * padded * problem.n * problem.k / rate / 1e6
+        # torch's kernel has one in front of it that prepares the groups.
+        launches = sum(1 for rows in problem.rows if rows) if is_loop else 2
+        return launches * START_US + max(work, problem.bytes / stream / 1e3)
+
+
+def grouped(a: Any, b: Any, offsets: Any) -> Any:
+    """The problem's d by torch's grouped kernel."""
+    import torch
+
+    return torch._grouped_mm(a, b.transpose(-2, -1), offs=offsets[1:])
+
+
+def in_turn(problem: GroupedGemmProblem) -> Callable[[Any, Any, Any], Any]:
+    """call(a, b, offsets) -> d by a torch.mm a group.
+
+    It needs the offsets on the host: each call reads them back, which waits for the device. While a
+    graph is captured they cannot be read, and the last call's stand for them: what is timed there
+    is the loop's kernels, as if the host had known. Not to be captured for anything but timing.
+    """
+    import torch
+
+    known: list[int] = [0] * (problem.groups + 1)
+
+    def call(a: Any, b: Any, offsets: Any) -> Any:
+        if not (a.is_cuda and torch.cuda.is_current_stream_capturing()):
+            known[:] = offsets.tolist()
+        d = torch.empty((a.shape[0], b.shape[1]), dtype=a.dtype, device=a.device)
+        for group, (start, end) in enumerate(pairwise(known)):
+            if start < end:
+                torch.mm(a[start:end], b[group].t(), out=d[start:end])
+        return d
+
+    return call

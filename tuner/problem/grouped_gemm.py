@@ -1,0 +1,114 @@
+"""The products of a mixture of experts, each over its own rows: `GroupedGemmProblem`."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
+from typing import ClassVar, Literal, get_args
+
+from tuner.errors import ConfigError
+from tuner.problem.base import (
+    DTYPE_BYTES,
+    DTYPE_SHORT,
+    MAX_EXTENT,
+    DType,
+    Operand,
+    Problem,
+    check_choice,
+    check_extent,
+)
+
+Sizes = Literal["uniform", "zipf", "sparse"]
+SIZES: tuple[Sizes, ...] = get_args(Sizes)
+#: Of the order in which groups of unlike sizes lie.
+_ORDER_SEED = 0
+
+
+@dataclass(frozen=True)
+class GroupedGemmProblem(Problem):
+    """D[s:e] = A[s:e] @ B[g]^T of each group g, with s = offsets[g] and e = offsets[g + 1].
+
+    A is (M, K), the rows of all groups one after the other, B is (G, N, K), D is (M, N), all
+    row-major; accumulation is fp32. Offsets are G + 1 int32 on the device, from 0 to M. It is
+    ``torch._grouped_mm(a, b.transpose(-2, -1), offs=offsets[1:])``.
+
+    M is the number of all rows. Kernels read the offsets when they run and take any; `sizes` names
+    those that a problem is measured with, always the same: ``uniform``, as equal as they can be;
+    ``zipf``, the r-th largest group a share of 1 / r, in a shuffled order; ``sparse``, equal in
+    every other group, none in the rest. With few rows the first two have empty groups too.
+    """
+
+    op: ClassVar[str] = "grouped_gemm"
+    keys: ClassVar[Mapping[str, str]] = {
+        "G": "groups",
+        "M": "m",
+        "N": "n",
+        "K": "k",
+        "sizes": "sizes",
+        "dtype": "dtype",
+    }
+    required: ClassVar[tuple[str, ...]] = ("G", "M", "N", "K")
+
+    groups: int
+    m: int
+    n: int
+    k: int
+    sizes: Sizes = "uniform"
+    dtype: DType = "float16"
+
+    def __post_init__(self) -> None:
+        for key, value in (("G", self.groups), ("M", self.m), ("N", self.n), ("K", self.k)):
+            check_extent(key, value)
+        if self.groups * self.n > MAX_EXTENT:
+            raise ConfigError(
+                f"G={self.groups},N={self.n} have over {MAX_EXTENT} columns together "
+                f"(allowed: N to {MAX_EXTENT // self.groups})"
+            )
+        check_choice("sizes", self.sizes, SIZES)
+        check_choice("dtype", self.dtype, ("float16", "bfloat16"))
+
+    def label(self) -> str:
+        text = f"G={self.groups},M={self.m},N={self.n},K={self.k}"
+        text += "" if self.sizes == "uniform" else f",sizes={self.sizes}"
+        return f"{text},dtype={DTYPE_SHORT[self.dtype]}"
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Rows of each group as the problem is measured."""
+        return rows_of(self.sizes, self.m, self.groups)
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.m * self.n * self.k
+
+    @property
+    def bytes(self) -> int:
+        """Weights of empty groups are not read."""
+        idle = sum(1 for rows in self.rows if not rows)
+        return super().bytes - idle * self.n * self.k * DTYPE_BYTES[self.dtype]
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        m, n, k = self.m, self.n, self.k
+        return (
+            Operand("a", (m, k), (k, 1), self.dtype),
+            Operand("b", (self.groups, n, k), (n * k, k, 1), self.dtype),
+            Operand("offsets", (self.groups + 1,), (1,), "int32"),
+            Operand("d", (m, n), (n, 1), self.dtype, True),
+        )
+
+
+@cache
+def rows_of(sizes: Sizes, m: int, groups: int) -> tuple[int, ...]:
+    """`m` rows over groups as `sizes` says; they add up to `m`, and are always the same."""
+    if sizes == "zipf":
+        weights = [1 / (rank + 1) for rank in range(groups)]
+        random.Random(_ORDER_SEED).shuffle(weights)
+    else:
+        weights = [float(sizes == "uniform" or group % 2 == 0) for group in range(groups)]
+    total = sum(weights)
+    ends = [round(m * part / total) for part in accumulate(weights)]
+    return tuple(end - start for start, end in zip([0, *ends], ends, strict=False))

@@ -1,0 +1,149 @@
+"""The products of a mixture of experts: the tuned grouped kernel, or PyTorch's."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import pairwise
+
+import torch
+
+from tuner.errors import ConfigError
+from tuner.problem import SIZES, GroupedGemmProblem
+from tuner.problem.grouped_gemm import Sizes
+from tuner.runtime import counters, devices, guards
+from tuner.runtime.plan import KernelPlan, Plan
+from tuner.runtime.table import table
+
+#: Elements that a dimension of a matrix is a multiple of where TMA and PyTorch's kernel take it.
+_STEP = 8
+
+
+def grouped_mm(
+    a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, *, sizes: Sizes = "uniform"
+) -> torch.Tensor:
+    """a[offsets[g] : offsets[g + 1]] @ b[g]^T of each group g, one after the other.
+
+    It is ``torch._grouped_mm(a, b.transpose(-2, -1), offs=offsets[1:])``, and where no tuned kernel
+    can, that is what answers for bf16; for other types a product a group, which reads the offsets
+    back and so waits for the device. Each such call is counted by its reason (`tuner.stats`).
+
+    A tuned kernel is found by G, N, K, the type, and the number of rows rounded up to a power of
+    two: one that was tuned there, or near there, on groups of `sizes`. It reads the offsets when it
+    runs, whatever they are: a CUDA graph that holds the call may be replayed with others. It cannot
+    look at them before: it trusts that they begin with 0 and never fall, and takes one beyond the
+    rows for their end.
+
+    Args:
+        a: (M, K), fp16 or bf16; a tuned kernel takes contiguous tensors.
+        b: (G, N, K), as `a`.
+        offsets: int32 (G + 1), on the tensors' device: where each group's rows start, and the last
+            one's end. Groups may be empty.
+        sizes: which of the distributions that are tuned resembles these groups; see
+            `GroupedGemmProblem`. What ships is tuned for zipf.
+
+    Returns:
+        (M, N), of the inputs' type. Rows beyond the last group's end are undefined.
+
+    Raises:
+        ConfigError: on tensors or sizes that are not as above; where a product a group answers, on
+            offsets that do not fit the rows.
+        Whatever PyTorch raises on types that it refuses, and what CUDA reports of earlier kernels.
+    """
+    _check(a, b, offsets, sizes)
+    if not torch.compiler.is_compiling():
+        out = _serve(a, b, offsets, sizes)
+        if not isinstance(out, str):
+            return out
+        counters.count_fallback(out)
+    return _pytorchs(a, b, offsets)
+
+
+def _check(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, sizes: str) -> None:
+    if a.dim() != 2 or b.dim() != 3 or a.shape[1] != b.shape[2] or not b.shape[0]:
+        shapes = f"{tuple(a.shape)} and {tuple(b.shape)}"
+        raise ConfigError(f"{shapes} are no groups of products (allowed: (M, K) and (G, N, K))")
+    wanted = (b.shape[0] + 1,)
+    if offsets.dtype != torch.int32 or tuple(offsets.shape) != wanted:
+        raise ConfigError(
+            f"offsets are {offsets.dtype} {tuple(offsets.shape)} (allowed: torch.int32 {wanted})"
+        )
+    if sizes not in SIZES:
+        raise ConfigError(f"sizes={sizes} is not known (allowed: {', '.join(SIZES)})")
+
+
+def _serve(
+    a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, sizes: Sizes
+) -> torch.Tensor | str:
+    """The tuned kernel's product, or why there is none."""
+    if reason := guards.unserved(a, b, offsets) or guards.deferred(a, b):
+        return reason
+    if not (a.is_contiguous() and b.is_contiguous() and offsets.is_contiguous()):
+        return "the tensors are not contiguous"
+    if len({tensor.device for tensor in (a, b, offsets)}) > 1:
+        return "the tensors differ in device"
+    kind = ("grouped_mm", _rounded(a.shape[0]), b.shape, a.dtype, b.dtype, a.device, sizes)
+    plan = table.get(kind)
+    if plan is None:
+        plan = table.find_out(kind, None, lambda: problem_of(a, b, sizes), 1.0, a.get_device())
+    if not isinstance(plan, Plan):
+        return plan
+    if reason := guards.misaligned(a, b):
+        return reason
+    if isinstance(plan, KernelPlan):
+        plan = _sized(plan, a.shape[0])
+    return table.run(plan, a, b, offsets)
+
+
+def problem_of(a: torch.Tensor, b: torch.Tensor, sizes: Sizes) -> GroupedGemmProblem:
+    """The problem whose kernels serve as many rows: a power of two, so that there are few.
+
+    Raises:
+        ConfigError: when no tuned kernel has such types or sizes.
+    """
+    guards.check_alike(a, b)
+    if a.numel() == 0 or b.numel() == 0:
+        raise ConfigError("they are empty")
+    groups, n, k = b.shape
+    return GroupedGemmProblem(
+        groups, _rounded(a.shape[0]), n, k, sizes=sizes, dtype=guards.DTYPES[a.dtype]
+    )
+
+
+def _rounded(rows: int) -> int:
+    """Up to a power of two; none stay none."""
+    return 1 << (rows - 1).bit_length() if rows else 0
+
+
+@lru_cache(1024)
+def _sized(plan: KernelPlan, rows: int) -> KernelPlan:
+    """The plan with the rows of a call."""
+    problem = plan.problem
+    if not isinstance(problem, GroupedGemmProblem):
+        raise ConfigError(f"{problem.op} has no groups")
+    groups, n, k = problem.groups, problem.n, problem.k
+    return plan.sized(
+        GroupedGemmProblem(groups, rows, n, k, sizes=problem.sizes, dtype=problem.dtype), 1.0
+    )
+
+
+def _pytorchs(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """PyTorch's own grouped kernel where there is one, else one product after the other."""
+    n, k = b.shape[1:]
+    is_whole = a.is_contiguous() and b.is_contiguous() and n % _STEP == k % _STEP == 0
+    if (
+        is_whole
+        and a.numel()
+        and a.dtype == b.dtype == torch.bfloat16
+        and a.device.type == devices.TYPE == "cuda"
+        and hasattr(torch, "_grouped_mm")
+        and torch.cuda.get_device_capability(a.device) == (9, 0)
+    ):
+        return torch._grouped_mm(a, b.transpose(-2, -1), offs=offsets[1:])
+    starts: list[int] = offsets.tolist()
+    if starts[0] != 0 or starts != sorted(starts) or starts[-1] > a.shape[0]:
+        raise ConfigError(
+            f"offsets run from {starts[0]} to {starts[-1]} "
+            f"(allowed: from 0, never falling, to {a.shape[0]} at most)"
+        )
+    done = [a[start:end] @ one.t() for (start, end), one in zip(pairwise(starts), b, strict=True)]
+    return torch.cat([*done, a.new_zeros((a.shape[0] - starts[-1], n))])
