@@ -31,6 +31,7 @@ from tuner.runners.base import Runner
 from tuner.sweep import Catalogue, check_families
 from tuner.watch import Interruption
 
+NO_GPU = "no GPU found: a survey is measured on a GPU; --compile compiles its kernels without one"
 REQUEST_KERNELS = 4
 """Kernels that are timed in one request: as many as a translation unit holds, so that all are
 there at once; and each request computes the references of its problem anew."""
@@ -219,7 +220,7 @@ class Survey:
     def _runner(self, problem: Problem) -> Runner:
         runner = self._runner_of(problem, self._regime_of(problem))
         if runner.provenance is not Provenance.MEASURED:
-            raise BenchmarkError("no GPU found: a survey is measured on a GPU")
+            raise BenchmarkError(NO_GPU)
         return runner
 
     def _open(self, sample: Sample) -> Progress:

@@ -63,12 +63,12 @@ def register(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Say what is drawn, measure it, say what was found; 1 when something is left."""
-    from tuner.errors import ConfigError
+    from tuner.errors import BenchmarkError, ConfigError
     from tuner.hardware import DEFAULT_GPU
     from tuner.job import JobOptions
     from tuner.runners.choose import Machine, Runners
     from tuner.runners.gpus import parse_devices
-    from tuner.survey import Draw, Survey, draw
+    from tuner.survey import NO_GPU, Draw, Survey, draw
     from tuner.watch import Interruption
 
     if args.jobs is not None and args.jobs < 1:
@@ -85,6 +85,8 @@ def run(args: argparse.Namespace) -> int:
         specs = _list(samples, how, gpu)
         if args.compile:
             return _compile(specs, runners, args.time_limit)
+        if runners.gpu is None:
+            raise BenchmarkError(NO_GPU)
         survey = Survey(
             samples,
             JobOptions(launch=args.regime, l2=args.l2).regime,
