@@ -16,7 +16,15 @@ from tuner import compiler as compiler_room
 from tuner import device
 from tuner import families as families_room
 from tuner.cli import legality, main
-from tuner.cli.legality import REJECTED_TIMEOUT_S, SHAPES, Draw, draw, evaluate, summary
+from tuner.cli.legality import (
+    REJECTED_TIMEOUT_S,
+    SHAPES,
+    Draw,
+    draw,
+    evaluate,
+    summary,
+    without_folders,
+)
 from tuner.config import Config
 from tuner.families import families
 from tuner.families.base import Family
@@ -298,3 +306,9 @@ def test_an_output_that_cannot_be_written_fails_before_anything_is_compiled(
 def test_a_vendor_s_kernels_are_not_drawn(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["legality", "--family", "vendor_blas"]) == 2
     assert "nothing is compiled" in capsys.readouterr().err
+
+
+def test_a_log_names_files_without_their_folders() -> None:
+    said = 'g++ -I/home/me/x-1/include /scratch/a.b/unit.cu: "1 error", 16 of 64 beyond 1/2 + 0.5'
+    wanted = 'g++ -Iinclude unit.cu: "1 error", 16 of 64 beyond 1/2 + 0.5'
+    assert without_folders(said) == wanted

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from tuner.problem import Problem
     from tuner.runners.base import Runner
 
+#: The folders before a file's name in a compiler's words.
+_FOLDERS = re.compile(r"/[A-Za-z][\w.+-]*/(?:[\w.+-]+/)*")
 #: What is drawn from: every mask, data type and layout of the operation, tails among the lengths.
 SHAPES: dict[str, tuple[str, ...]] = {
     "attention": (
@@ -185,11 +188,16 @@ def report(
                 "violations": list(d.violations),
                 "status": m.status.value,
                 "error": m.error,
-                "log": m.log[-400:] if not m.ok else "",
+                "log": without_folders(m.log)[-400:] if not m.ok else "",
             }
             for d, m in outcomes
         ],
     }
+
+
+def without_folders(log: str) -> str:
+    """A log with the names of files alone: where they lay says nothing to another machine."""
+    return _FOLDERS.sub("", log)
 
 
 def save(path: Path, content: dict[str, Any]) -> None:
