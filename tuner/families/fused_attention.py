@@ -132,8 +132,7 @@ class FusedAttention(Family):
                 found.append("q_in_registers spills under causal masks without ping_pong at D > 96")
         if ("early_exp" in config.params) != (buffers == 1):
             found.append("early_exp is for one score buffer, only")
-        clears_counter = problem.is_causal and config["persistent"] and problem.dtype != E4M3
-        if clears_counter and config["pdl"]:
+        if config["pdl"] and _clears_counter(problem, config["persistent"]):
             found.append("pdl is not for persistent causal: clearing its counter comes before it")
         found += self._packing(problem, config)
         if problem.is_varlen and splits > 1:
@@ -263,8 +262,10 @@ class FusedAttention(Family):
     def draw(
         self, problem: Problem, gpu: Gpu, members: Sequence[Config], rng: random.Random
     ) -> Config:
-        """As drawn, with `ping_pong`, `early_exp` and `combine` only where they apply."""
+        """As drawn, with `ping_pong`, `early_exp`, `combine` and `pdl` only where they apply."""
         params = dict(super().draw(problem, gpu, members, rng).params)
+        if _clears_counter(_attention(problem), params["persistent"]):
+            params["pdl"] = False
         ping_pong, early = params.pop("ping_pong", False), params.pop("early_exp", 0)
         combine = params.pop("combine", "kernel")
         if params["splits"] != 1:
@@ -324,6 +325,11 @@ class FusedAttention(Family):
         attention = _attention(problem).evened
         head_tile = instance(attention.head_dim)
         return fused_attention_cost.predict_us(attention, config, head_tile, gpu, self.constants)
+
+
+def _clears_counter(problem: AttentionProblem, is_persistent: Value) -> bool:
+    """Whether the kernel before the attention kernel in the stream is the memory's clearing."""
+    return problem.is_causal and bool(is_persistent) and problem.dtype != E4M3
 
 
 def _packings(problem: AttentionProblem) -> tuple[int, ...]:
