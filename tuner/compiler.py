@@ -24,9 +24,11 @@ from typing import Any
 
 from tuner import resources, triton_kernels
 from tuner.artifacts import Artifact, ArtifactCache
+from tuner.config import Config
 from tuner.errors import CompileError, StoreError, TunerError
-from tuner.families.base import KernelSpec
+from tuner.families.base import Family, KernelSpec
 from tuner.hardware import HOPPER
+from tuner.problem import Problem
 from tuner.processes import Finished, ProcessPool
 from tuner.ptxas import parse_advice, parse_resources
 from tuner.render import render, template_digest
@@ -154,6 +156,17 @@ class Compiler:
     def cached(self, spec: KernelSpec) -> Artifact | None:
         """The artifact of `spec` where it is built already."""
         return self.artifacts.find(self.key(spec))
+
+    def compiled(self, family: Family, problem: Problem, space: Sequence[Config]) -> list[Config]:
+        """Those of `space` whose kernels are all built already."""
+        known: dict[KernelSpec, bool] = {}
+
+        def is_built(spec: KernelSpec) -> bool:
+            if spec not in known:
+                known[spec] = self.cached(spec) is not None
+            return known[spec]
+
+        return [c for c in space if all(map(is_built, family.kernels(problem, c).values()))]
 
     def submit(self, specs: Sequence[KernelSpec]) -> list[tuple[KernelSpec, Future[Artifact]]]:
         """Have `specs` compiled; returns at once, in the same order.

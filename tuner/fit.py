@@ -19,7 +19,7 @@ from tuner.errors import ConfigError
 from tuner.hardware import Gpu
 from tuner.measurement import Measurement, Regime
 from tuner.problem import Problem
-from tuner.rule import UNMEASURED, Regret, Rule, find, first_legal, holds, is_size
+from tuner.rule import UNMEASURED, Regret, Rule, carried, find, first_legal, holds, is_size
 from tuner.store.entry import is_vendor
 
 KEPT = 8
@@ -52,6 +52,7 @@ class Sample:
 
     def regret(self, config: Config) -> float | None:
         """Logarithm of a config's time over the best; None where it was not measured."""
+        config = carried(config, self.problem)
         if config in self.times:
             return math.log(self.times[config] / self.best_us)
         return FAILED if config in self.failed else None

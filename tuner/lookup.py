@@ -190,7 +190,8 @@ def lookup(
         if second is not None and _rank(second) < rank:
             answer = _noted(second, f"timed {other}: nothing better is known {default}")
     if answer is None and with_rules:
-        answer = _ruled(problem, asked, default, allow_other_gpu)
+        regimes = (default,) if regime else (default, default.other_inputs)
+        answer = _ruled(problem, asked, regimes, allow_other_gpu)
     if answer is None:
         return None
     if gpu is None:
@@ -380,21 +381,28 @@ def _answer(entry: Entry, identity: str) -> Answer:
     return Answer(entry, entry.gpu.identity == identity, tuple(notes))
 
 
-def _ruled(problem: Problem, gpu: Gpu, regime: Regime, allow_other_gpu: bool) -> Answer | None:
-    """What a shipped rule says; None where there is none, or none of its configs is legal."""
+def _ruled(
+    problem: Problem, gpu: Gpu, regimes: Sequence[Regime], allow_other_gpu: bool
+) -> Answer | None:
+    """What a shipped rule says; None where there is none, or none of its configs is legal. Of two
+    regimes' the one that was made from nearer problems, of equals the first.
+    """
     from tuner import rule
 
-    matching = [r for r in rule.shipped() if (r.op, r.regime) == (problem.op, regime)]
+    matching = [r for r in rule.shipped() if r.op == problem.op and r.regime in regimes]
     own = [r for r in matching if r.gpu.identity == gpu.identity]
     others = [r for r in matching if r.gpu.compute_capability == gpu.compute_capability]
-    for one in own or (others if allow_other_gpu else []):
+    chosen = own or (others if allow_other_gpu else [])
+    for one in sorted(chosen, key=lambda r: (r.away(problem)[0], regimes.index(r.regime))):
         choice = one.answer(problem, gpu)
         if choice is not None:
             notes = [f"by a rule ({choice.kind}: {choice.source})"]
+            if one.regime != regimes[0]:
+                notes.append(f"timed {one.regime}: the rule of {regimes[0]} knows nothing nearer")
             if one.gpu.identity != gpu.identity:
                 notes.append(f"made on {one.gpu.name}, not on {gpu.name}: another GPU was allowed")
             config = Measurement(
-                problem, choice.config, gpu, regime, Status.OK, Provenance.PREDICTED
+                problem, choice.config, gpu, one.regime, Status.OK, Provenance.PREDICTED
             )
             entry = Entry.of([config], origin=SHIPPED)
             return Answer(entry, False, (*notes, *choice.doubts, SHIPPED), ruled=choice)

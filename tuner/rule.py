@@ -24,6 +24,7 @@ from tuner.families import families
 from tuner.hardware import Gpu
 from tuner.measurement import Regime
 from tuner.problem import Problem, problem_from_json
+from tuner.store.entry import is_vendor
 
 FORMAT = "cutlass-tuner rule"
 VERSION = 2
@@ -119,11 +120,20 @@ class Rule:
         config = first_legal(configs, problem, gpu or self.gpu)
         if config is None:
             return None
-        return Choice(config, self.kind, self.regret, source, self._doubts(problem))
+        doubts = self._doubts(problem)
+        if is_vendor(config) and not is_vendor(configs[0]):
+            doubts = ("no own config of the rule is legal there: the vendor's kernel", *doubts)
+        return Choice(config, self.kind, self.regret, source, doubts)
 
     @cached_property
     def _known(self) -> list[Problem]:
         return [problem_from_json(data) for data in self.problems]
+
+    def away(self, problem: Problem) -> tuple[float, Problem]:
+        """Doublings (`nearest.doublings`) to the nearest problem it was made from; that one."""
+        distances = [nearest.doublings(problem, known) for known in self._known]
+        least = min(distances)
+        return least, self._known[distances.index(least)]
 
     def _doubts(self, problem: Problem) -> tuple[str, ...]:
         found = []
@@ -136,9 +146,7 @@ class Rule:
             is_known_size = is_size(value) and any(is_size(other) for other in seen)
             if value not in seen and not is_known_size:
                 found.append(f"no problem that it was made from has {name}={value}")
-        distances = [nearest.doublings(problem, known) for known in self._known]
-        away = min(distances)
-        home = self._known[distances.index(away)]
+        away, home = self.away(problem)
         if away > self.regret.farthest:
             found.append(
                 f"{away:.1f} doublings from the nearest measured problem, {home.label()}; the "
@@ -234,13 +242,22 @@ def shipped() -> tuple[Rule, ...]:
 
 
 def first_legal(configs: Sequence[Config], problem: Problem, gpu: Gpu) -> Config | None:
-    """The first config that its family accepts; None without one."""
+    """The first config that its family accepts, as it is called there; None without one."""
     known = families()
-    for config in configs:
+    for config in (carried(config, problem) for config in configs):
         family = known.get(config.family)
         if family is not None and family.accepts(problem, config, gpu):
             return config
     return None
+
+
+def carried(config: Config, problem: Problem) -> Config:
+    """A config as it is called for a problem (`Family.carried`)."""
+    family = families().get(config.family)
+    try:
+        return config if family is None else family.carried(problem, config)
+    except nearest.FOREIGN:  # of another version of its family: as it is, and not legal
+        return config
 
 
 def find(kind: str, body: Any, problem: Problem) -> tuple[list[Config], str]:

@@ -102,6 +102,8 @@ RACE_MARGIN = 0.1
 best variant in the median and 7 % in nine of ten; racing them times 40 % and loses no winner."""
 PROMISE_EXPONENT = 4
 """A family twice as slow as the best one gets 1/16 of its share."""
+UNSERVED = 1.0
+"""Worth of the first group of a problem, beside any saving: without one it is not tuned at all."""
 HOPELESS = 0.01
 """Share of a family of which nothing has passed yet, once its seeds are measured."""
 
@@ -381,6 +383,15 @@ class Search:
         """Trials after which the search ends at the latest."""
         return min(self.total, sum(len(member.groups) for member in self.members))
 
+    @property
+    def at_once(self) -> int:
+        """Groups to have in flight at most: all that there are where all will be measured, else
+        half of the budget, so that the other half knows results.
+        """
+        groups = sum(len(member.groups) for member in self.members)
+        is_enumerated = groups <= self.total and not self.least_gain
+        return max(1, groups if is_enumerated else math.ceil(self.total / 2))
+
     def ask(self) -> list[Config] | None:
         """Take the next group, or the rest of one that did well in its first heat; None when the
         budget or every space is used up, or no gain worth its compile is expected.
@@ -426,6 +437,35 @@ class Search:
             taken_of.setdefault(member.family.name, []).append(key)
             groups.append(member.missing(key))
         return groups
+
+    def worths(self, taken: Mapping[str, Sequence[str]]) -> dict[tuple[str, str], float]:
+        """What each open group is worth beside others that are thought of as measured: the share
+        of the time that it is expected to save over them; where there are none, over the group
+        that is expected to be slowest, and `UNSERVED`. By family and key.
+
+        Args:
+            taken: the others, keys by family.
+        """
+        means = {
+            (member.family.name, key): member.surrogate.mean(key)
+            for member in self.members
+            if member.surrogate is not None
+            for key in member.open
+        }
+        known = [means[name, key] for name, keys in taken.items() for key in keys]
+        measured = min((member.best_us for member in self.members), default=math.inf)
+        if not known and math.isinf(measured):
+            slowest = max(means.values(), default=0.0)
+            return {place: UNSERVED + slowest - mean for place, mean in means.items()}
+        best = min([*known, *([math.log(measured)] if math.isfinite(measured) else [])])
+        found: dict[tuple[str, str], float] = {}
+        for member in self.members:
+            assumed = taken.get(member.family.name, ())
+            keys = [key for key in member.open if key not in assumed]
+            if keys and member.surrogate is not None:
+                gains = member.surrogate.gains(keys, best, [*member.underway, *assumed])
+                found |= {(member.family.name, key): gain for key, gain in gains.items()}
+        return found
 
     # By expected gain
 

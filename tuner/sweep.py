@@ -68,6 +68,8 @@ class SweepOptions:
     """Bytes that a candidate may use beside its operands."""
     seed: int = 0
     sampler: str | None = None
+    compiled_only: bool = False
+    """Only candidates whose kernels are compiled already: a GPU waits for no compiler."""
 
     def __post_init__(self) -> None:
         effort(self.effort)
@@ -90,6 +92,8 @@ class SweepOptions:
             "sampler": sampler_name(self.sampler),
             "provenance": provenance.value,
         }
+        if not self.compiled_only:  # as before there was such a choice
+            del facts["compiled_only"]
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -141,14 +145,18 @@ class Sweep:
 
     def prefetch(self) -> None:
         """Start compiling what the search is certain to ask for."""
-        plain = []
         for family in self._own:
-            stages = family.stages(self.problem)
-            plain += [] if stages else [family]
-            for sub in stages.values():
+            for sub in family.stages(self.problem).values():
                 self.runner.prefetch(sub, self._stage_search(sub).ahead())
-        if plain:
-            self.runner.prefetch(self.problem, self._main_search(plain).ahead())
+        search = self.plain_search()
+        if search.members:
+            self.runner.prefetch(self.problem, search.ahead())
+
+    def plain_search(self) -> Search:
+        """The search of those own families that are no composite of others, which wait for their
+        stages; it has been told what the store holds.
+        """
+        return self._main_search([f for f in self._own if not f.stages(self.problem)])
 
     def run(self, on_drained: Callable[[], None] | None = None) -> Outcome:
         """Sweep, decide, store.
@@ -176,6 +184,8 @@ class Sweep:
 
     def _run(self, on_drained: Callable[[], None] | None) -> Outcome:
         state = self._state
+        if self.options.compiled_only:
+            self._check_compiled()
         self._drive("baselines", self.problem, self._vendor_search(), state.deadline)
         half = (
             None
@@ -332,20 +342,31 @@ class Sweep:
         most = self.options.max_workspace
         if most is not None:
             space = [c for c in space if family.scratch_bytes(problem, c) <= most]
-        return self.runner.restrict(problem, family, space)
+        space = self.runner.restrict(problem, family, space)
+        return self.runner.compiled(problem, family, space) if self.options.compiled_only else space
+
+    def _check_compiled(self) -> None:
+        """See that an own kernel will compete; vendors' alone are not worth the GPU's time.
+
+        Raises:
+            NoValidConfigError: when none is compiled.
+        """
+        is_plain = any(not family.stages(self.problem) for family in self._own)
+        if is_plain and not self.plain_search().members:
+            raise NoValidConfigError(
+                f"no kernel for {self.problem.label()} is compiled, and only compiled ones may "
+                "compete: compile some first (`tuner sweep --compile`)"
+            )
 
     # Evaluating
 
     def _drive(self, phase: str, problem: Problem, search: Search, deadline: float | None) -> None:
-        """Evaluate what `search` asks for until it ends, the time is over or Ctrl-C.
-
-        At most half of the budget is in flight, so that the other half knows results.
-        """
+        """Evaluate what `search` asks for until it ends, the time is over or Ctrl-C."""
         state = self._state
         state.phase, state.goal, state.phase_started = phase, search.goal, time.monotonic()
         state.resumed += search.told
         state.done_before = search.told
-        limit = min(self.runner.capacity, max(1, math.ceil(search.total / 2)))
+        limit = min(self.runner.capacity, search.at_once)
         while True:
             burst: list[list[Config]] = []
             while search.pending < limit and not self._stopped(deadline):
@@ -355,21 +376,34 @@ class Sweep:
                 burst.append(group)
             if len(burst) > 1:
                 self.runner.prefetch(problem, burst)
-            for group in burst:
-                self.runner.submit(problem, group)
-            state.in_flight += len(burst)
+            requests = self._requests(burst)
+            for request in requests:
+                self.runner.submit(problem, request)
+            state.in_flight += len(requests)
             state.done = search.spent - search.pending
             self._show()
             if not search.pending or self._stopped(deadline):
                 return
             self._collect()
 
+    def _requests(self, burst: list[list[Config]]) -> list[list[Config]]:
+        """A group each, that none waits for another's compiling. Where nothing is to be compiled a
+        family's go together: each request computes the references of its problem anew, which takes
+        longer than timing some kernels.
+        """
+        if not self.options.compiled_only:
+            return burst
+        together: dict[str, list[Config]] = {}
+        for group in burst:
+            together.setdefault(group[0].family, []).extend(group)
+        return list(together.values())
+
     def _stopped(self, deadline: float | None) -> bool:
         late = deadline is not None and time.monotonic() >= deadline
         return late or self._interruption.requested
 
     def _collect(self) -> None:
-        """Wait for one group; store it before anything else happens."""
+        """Wait for one request; store it before anything else happens."""
         collected: list[Measurement] = []
         with self._interruption.waiting():
             collected = self.runner.collect()

@@ -13,12 +13,14 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tuner import artifacts, compiler, resources
 from tuner.artifacts import ArtifactCache
 from tuner.compiler import Compiler, Toolchain
+from tuner.config import Config
 from tuner.errors import CompileError, RenderError, StoreError
 from tuner.families.base import KernelSpec
 from tuner.measurement import Resources
@@ -512,3 +514,21 @@ def test_facts_are_kept_with_the_artifact(fake: Fake) -> None:
     assert facts["template"] == "a.cu.j2"
     assert facts["variables"] == {"n": 7}
     assert (facts["nvcc"], facts["cutlass"]) == ("13.0.88", "4.2.0")
+
+
+def test_what_needs_no_compiling_is_known(fake: Fake) -> None:
+    class Family:
+        def kernels(self, problem: object, config: Config) -> dict[str, KernelSpec]:
+            return {str(n): spec(n) for n in config["tiles"]}
+
+    space = [
+        Config("planted", {"tiles": tiles, "raster": raster})
+        for tiles in ((1,), (1, 2), ())
+        for raster in "mn"
+    ]
+    with fake.compiler() as compiler:
+        known: Any = Family(), None, space
+        assert compiler.compiled(*known) == space[4:]
+        compiler.submit([spec(1)])[0][1].result()
+        assert compiler.compiled(*known) == [*space[:2], *space[4:]]
+    assert fake.runs == [1]

@@ -149,7 +149,7 @@ class TestLookup:
         assert run("lookup", *SHAPE, "--gpu", "H100", "--json") == 1
         captured = capsys.readouterr()
         assert captured.out == "null\n"
-        assert "known for NVIDIA H200 (graph-warm)" in captured.err
+        assert "known for NVIDIA H200 (graph-warm); --allow-other-gpu answers" in captured.err
 
     def test_another_gpu_when_allowed(
         self, filled: Path, capsys: pytest.CaptureFixture[str]

@@ -41,7 +41,18 @@ LAYERS: tuple[set[str], ...] = (
     {"evaluate"},
     {"runners"},
     {"surrogate", "optuna_sampler", "transfer", "search", "fit", "plan", "shapes"},
-    {"ranking", "outcome", "watch", "sweep", "survey", "job", "controller", "revalidate", "bundle"},
+    {
+        "ranking",
+        "outcome",
+        "watch",
+        "sweep",
+        "ahead",
+        "survey",
+        "job",
+        "controller",
+        "revalidate",
+        "bundle",
+    },
     {"bench", "cli", "report", "service", "__main__"},
 )
 LAYER = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}

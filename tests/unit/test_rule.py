@@ -6,6 +6,7 @@ import importlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -81,6 +82,61 @@ def test_another_regime_operation_or_gpu_has_no_rule(ships: Rule, tmp_path: Path
     assert answer is not None
     assert answer.entry.gpu == GPUS["H100"]
     assert any("made on NVIDIA H200, not on" in note for note in answer.notes)
+
+
+def test_of_two_regimes_the_rule_of_nearer_problems_answers(ships: Rule, tmp_path: Path) -> None:
+    """Decoding is tuned with cold inputs: its rule knows nothing nearer than a prompt's."""
+    texts = ("SQ=1,SKV=1024,D=64", "SQ=1,SKV=8192,D=64")
+    decoding = [Sample(AttentionProblem.parse(text), {CUDNN: 10.0, FLASH: 12.0}) for text in texts]
+    fit(decoding, DEFAULT_GPU, Regime("graph", "cold")).write(rule._folder() / "cold.json")
+    rule.shipped.cache_clear()
+    path = tmp_path / "none"
+
+    def regime(text: str, asked: Regime | None = None) -> Regime:
+        problem = AttentionProblem.parse(text)
+        answer = lookup(problem, gpu="H200", path=path, regime=asked)
+        assert answer is not None
+        note = "timed graph-cold: the rule of graph-warm knows nothing nearer"
+        assert (note in answer.notes) == (answer.entry.regime.l2 == "cold")
+        return answer.entry.regime
+
+    assert regime("SQ=1,SKV=2048,D=64").l2 == "cold"
+    assert regime("S=2048,D=64") == REGIME
+    assert regime("SQ=1,SKV=2048,D=64", REGIME) == REGIME
+
+
+def test_a_choice_among_equal_heads_serves_grouped_ones() -> None:
+    """`packed_heads` comes with grouped heads, and is 1 for kernels without; where a head's queries
+    fill no tile, nothing is known, and the vendor's kernel answers."""
+    own = Config("fused_attention", fused_params())
+    times = {own: 8.0, CUDNN: 10.0}
+    made = fit(
+        [Sample(AttentionProblem.parse(f"S={length},D=64"), times) for length in (1024, 2048)],
+        DEFAULT_GPU,
+        REGIME,
+    )
+    grouped = made.answer(AttentionProblem.parse("H=32,HKV=8,S=1024,D=64"))
+    assert grouped is not None
+    assert grouped.config == Config("fused_attention", {**own.params, "packed_heads": 1})
+    one = made.answer(AttentionProblem.parse("H=32,HKV=8,SQ=1,SKV=1024,D=64"))
+    assert one is not None and one.config == CUDNN
+    assert one.doubts[0] == "no own config of the rule is legal there: the vendor's kernel"
+
+
+def fused_params() -> dict[str, Any]:
+    """As (1,16,1024,64)'s winner."""
+    return {
+        "warp_groups": 1,
+        "tile_n": 128,
+        "kv_stages": 2,
+        "score_buffers": 1,
+        "q_in_registers": False,
+        "early_exp": 0,
+        "persistent": False,
+        "blocks_per_sm": 2,
+        "splits": 1,
+        "pdl": True,
+    }
 
 
 def test_what_the_regret_does_not_reach_is_said(ships: Rule) -> None:

@@ -431,3 +431,42 @@ def test_a_winner_that_stays_unsteady_is_flagged(store: Store) -> None:
     outcome = sweep(runner, store, trials=27).run()
     assert runner.runs == 3
     assert "noisy" in outcome.ranking[0].flags
+
+
+class CompiledRunner(CountingRunner):
+    """Has some of the candidates' kernels."""
+
+    def __init__(self, recorded: Recording, tiles: Sequence[int]) -> None:
+        super().__init__(recorded)
+        self.capacity = 64
+        self.tiles = tiles
+
+    def compiled(
+        self, problem: Problem, family: Family, space: Sequence[Config]
+    ) -> Sequence[Config]:
+        return [c for c in space if family.is_vendor or c["n"] in self.tiles]
+
+
+def test_only_what_is_compiled_competes(store: Store) -> None:
+    runner = CompiledRunner(recording(), (64,))
+    outcome = sweep(runner, store, trials=27, compiled_only=True, sampler="model").run()
+    own = {m.config["n"] for m in store.measurements() if m.config.family == "toy"}
+    assert own == {64} and outcome.kernels <= 9
+    # The vendors' in one request, the others in as many as there are bursts and second heats.
+    assert runner.collected < outcome.kernels
+    assert len(runner.submitted) == outcome.candidates + 2 == runner.submitted.total()
+
+
+def test_where_nothing_is_compiled_no_vendor_is_timed(store: Store) -> None:
+    runner = CompiledRunner(recording(), ())
+    with pytest.raises(NoValidConfigError, match=r"compile some first \(`tuner sweep --compile`"):
+        sweep(runner, store, compiled_only=True).run()
+    assert not runner.submitted and not runner.retimed
+
+
+def test_a_sweep_of_what_is_compiled_does_not_stand_for_a_whole_one() -> None:
+    whole, part = SweepOptions(), SweepOptions(compiled_only=True)
+    digests = [one.digest(Provenance.MEASURED) for one in (whole, part)]
+    assert len(set(digests)) == 2
+    # Sweeps of a version without the option go on.
+    assert digests[0] == "6a48514741fdcd4b"

@@ -11,6 +11,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -414,19 +415,22 @@ def _answer(args: argparse.Namespace) -> Answer | None:
     if gpu and not args.gpu:
         here = _environment()
     path = sqlite_file(_url(args))
-    answer = lookup(
+    ask = partial(
+        lookup,
         problem,
         gpu=gpu,
         regime=regime,
         path=path,
-        allow_other_gpu=args.allow_other_gpu,
         environment=here,
         among=known if path is None else None,
     )
+    answer = ask(allow_other_gpu=args.allow_other_gpu)
     if answer is None:
         name = (gpu or DEFAULT_GPU).name
         others = sorted({f"{e.gpu.name} ({e.regime})" for e in known if e.problem == problem})
         hint = f"; known for {', '.join(others)}" if others else ""
+        if ask(allow_other_gpu=True) is not None:
+            hint += "; --allow-other-gpu answers from another GPU"
         message = (
             f"tuner: nothing known for {problem.op} {problem.label()} on {name} "
             f"({regime or Regime.default(problem.op)}){hint}"

@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tuner.cli.ahead import compile_ahead, say
 from tuner.problem import PROBLEMS
 
 if TYPE_CHECKING:
     from tuner.families.base import KernelSpec
     from tuner.hardware import Gpu
     from tuner.problem import Problem
-    from tuner.runners.choose import Runners
     from tuner.survey import Draw, Progress, Sample
 
 DESCRIPTION = """Draws kernels of each problem at random (the same arguments draw the same ones,
 whatever was measured before), compiles, checks and times them, and keeps one recording a problem,
 written while it goes on. The same command goes on where it stopped. What searches, cost models
 and rules are judged by should come from here: a sweep's recording holds what the sweep liked."""
-
-
-PROGRESS_S = 5.0
-"""Between two lines on how far compiling is."""
 
 
 def register(subparsers: Any) -> None:
@@ -79,12 +74,12 @@ def run(args: argparse.Namespace) -> int:
         _list([draw(problem, DEFAULT_GPU, how) for problem in problems], how, DEFAULT_GPU)
         return 0
     machine = Machine(parse_devices(args.device), args.jobs, replay=args.compile)
-    with Interruption() as interruption, Runners(machine, _say) as runners:
+    with Interruption() as interruption, Runners(machine, say) as runners:
         gpu = runners.gpu or DEFAULT_GPU
         samples = [draw(problem, gpu, how) for problem in problems]
         specs = _list(samples, how, gpu)
         if args.compile:
-            return _compile(specs, runners, args.time_limit)
+            return compile_ahead(specs, runners.compiler(), args.time_limit)
         if runners.gpu is None:
             raise BenchmarkError(NO_GPU)
         survey = Survey(
@@ -92,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
             JobOptions(launch=args.regime, l2=args.l2).regime,
             runners.of,
             args.out,
-            changed=lambda progress: _say(progress_text(progress)),
+            changed=lambda progress: say(progress_text(progress)),
             interruption=interruption,
             time_limit_s=args.time_limit,
         )
@@ -125,32 +120,6 @@ def _problems(args: argparse.Namespace) -> list[Problem]:
     return read_problems(args.problems or resources.cache() / "survey.yaml", args.op)
 
 
-def _compile(specs: Sequence[KernelSpec], runners: Runners, time_limit_s: float | None) -> int:
-    """Compile kernels and the gate's; 1 when some are left or failed."""
-    import time
-    from concurrent.futures import FIRST_COMPLETED, wait
-
-    from tuner.cli import DONE, FAILED
-    from tuner.gate import REFERENCE
-
-    started = time.monotonic()
-    deadline = math.inf if time_limit_s is None else started + time_limit_s
-    waiting = {future for _, future in runners.compiler().submit([REFERENCE, *specs])}
-    done, failed, said = 0, 0, -math.inf
-    while waiting and (left_s := deadline - time.monotonic()) > 0:
-        found, waiting = wait(waiting, min(left_s, PROGRESS_S), FIRST_COMPLETED)
-        done += len(found)
-        failed += sum(future.exception() is not None for future in found)
-        now = time.monotonic()
-        if not waiting or now - said >= PROGRESS_S:
-            said = now
-            text = f"{done} of {len(specs) + 1} kernels, {now - started:.0f} s"
-            _say(f"{text}, {failed} failed" if failed else text)
-    if waiting:
-        print(f"tuner: {len(waiting)} kernels are left; the same command goes on", file=sys.stderr)
-    return FAILED if waiting or failed else DONE
-
-
 def _list(samples: Sequence[Sample], how: Draw, gpu: Gpu) -> list[KernelSpec]:
     """Say what is drawn, problem by problem, and how many kernels that is in all; the kernels."""
     from tuner.families import families
@@ -163,9 +132,9 @@ def _list(samples: Sequence[Sample], how: Draw, gpu: Gpu) -> list[KernelSpec]:
             for group in sample.groups
             for spec in known[group[0].family].kernels(sample.problem, group[0]).values()
         }
-        _say(f"{sample_text(sample)}; {len(own.keys() - kernels)} kernels not drawn before")
+        say(f"{sample_text(sample)}; {len(own.keys() - kernels)} kernels not drawn before")
         kernels |= own
-    _say(
+    say(
         f"{len(samples)} problems on {gpu.name}, seed {how.seed}: {len(kernels)} distinct kernels, "
         f"{sum(sample.candidates for sample in samples)} candidates"
     )
@@ -199,7 +168,3 @@ def progress_text(progress: Progress) -> str:
     text = f"{problem.op} {problem.label()}: {len(seen)} of {progress.sample.candidates} candidates"
     text += f" ({progress.resumed} resumed)" if progress.resumed else ""
     return f"{text}, {progress.elapsed_s:.0f} s: {statuses or 'none yet'}"
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

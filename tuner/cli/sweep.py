@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tuner import settings
+from tuner.cli.ahead import sweep_ahead
 from tuner.cli.artifacts import parse_size
 from tuner.errors import ConfigError
 from tuner.problem import PROBLEMS
@@ -46,6 +47,16 @@ def register(subparsers: Any) -> None:
     add_budget(parser)
     add_regime(parser)
     add_machine(parser, "all")
+    ahead = parser.add_mutually_exclusive_group()
+    ahead.add_argument(
+        "--compile",
+        action="store_true",
+        help="compile what the search will ask for first (of each problem --trials sets of "
+        "kernels), until --time-limit; needs and uses no GPU, measures nothing",
+    )
+    ahead.add_argument(
+        "--list", action="store_true", help="say what --compile would compile, do nothing"
+    )
     parser.add_argument("--store", metavar="URL", help="SQLAlchemy URL or SQLite file")
     parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
     parser.set_defaults(run=run)
@@ -70,6 +81,11 @@ def add_budget(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="of the search (default 0)")
     parser.add_argument("--sampler", help="model (default), tpe, gp, cost or random")
+    parser.add_argument(
+        "--compiled-only",
+        action="store_true",
+        help="only candidates whose kernels are compiled already: the GPU waits for no compiler",
+    )
     parser.add_argument(
         "--no-widen",
         action="store_true",
@@ -144,6 +160,8 @@ def run(args: argparse.Namespace) -> int:
     problems, options = problems_of(args), options_of(args)
     machine = machine_of(args, options.sweep.max_workspace)
     url = args.store or settings.store_url()
+    if args.compile or args.list:
+        return sweep_ahead(args, problems, options, url)
     with (
         open_store(url) as store,
         Interruption() as interruption,
@@ -249,6 +267,7 @@ def options_of(args: argparse.Namespace) -> JobOptions:
         max_workspace=None if size is None else parse_size(size, "--max-workspace"),
         seed=args.seed,
         sampler=args.sampler,
+        compiled_only=args.compiled_only,
     )
     return JobOptions(
         sweep,

@@ -125,6 +125,12 @@ class Family(ABC):
         except (ArithmeticError, KeyError, TypeError, ValueError):
             return False
 
+    def carried(self, problem: Problem, config: Config) -> Config:
+        """A config of a like problem as it is called for this one, where a parameter comes and goes
+        with the problem. Legality is not looked at.
+        """
+        return config
+
     @abstractmethod
     def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
         """Every candidate worth measuring, all legal, in a fixed order; empty when the family

@@ -259,6 +259,18 @@ class FusedAttention(Family):
                     params["packed_heads"] = packed
                 yield Config(self.name, params)
 
+    def carried(self, problem: Problem, config: Config) -> Config:
+        """Without grouped heads there is no `packed_heads`, which is to kernels as 1. Where the
+        queries of a head fill no tile the choice is another: nothing is carried to there.
+        """
+        attention = _attention(problem)
+        group = attention.heads_q // attention.heads_kv
+        params = dict(config.params)
+        packed = math.gcd(int(params.pop("packed_heads", 1)), group)
+        if attention.seqlen_q < 64 * int(params["warp_groups"]):
+            return config
+        return Config(self.name, {**params, "packed_heads": packed} if group > 1 else params)
+
     def draw(
         self, problem: Problem, gpu: Gpu, members: Sequence[Config], rng: random.Random
     ) -> Config:

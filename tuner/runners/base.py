@@ -40,6 +40,12 @@ class Runner(Protocol):
         """The candidates that can be evaluated here; all of `space` unless it is a replay."""
         ...
 
+    def compiled(
+        self, problem: Problem, family: Family, space: Sequence[Config]
+    ) -> Sequence[Config]:
+        """Those of `space` that can be evaluated without compiling anything."""
+        ...
+
     def prefetch(self, problem: Problem, groups: Sequence[Sequence[Config]]) -> None:
         """Start compiling for later; groups given together may share translation units."""
         ...

@@ -109,6 +109,11 @@ class LocalRunner:
     ) -> Sequence[Config]:
         return space
 
+    def compiled(
+        self, problem: Problem, family: Family, space: Sequence[Config]
+    ) -> Sequence[Config]:
+        return self._compiler.compiled(family, problem, space)
+
     def prefetch(self, problem: Problem, groups: Sequence[Sequence[Config]]) -> None:
         self._evaluator.prefetch(problem, [config for group in groups for config in group])
 

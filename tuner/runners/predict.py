@@ -62,6 +62,12 @@ class PredictRunner:
         """Vendors' kernels cannot be estimated, only measured."""
         return [] if family.is_vendor else space
 
+    def compiled(
+        self, problem: Problem, family: Family, space: Sequence[Config]
+    ) -> Sequence[Config]:
+        """All where there is no compiler."""
+        return space if self._compiler is None else self._compiler.compiled(family, problem, space)
+
     def prefetch(self, problem: Problem, groups: Sequence[Sequence[Config]]) -> None:
         """Have the compiler see the groups together: it puts several in one translation unit."""
         if self._compiler is not None:

@@ -361,6 +361,7 @@ def options_of(request: JobRequest) -> JobOptions:
         max_workspace=request.max_workspace,
         seed=request.seed,
         sampler=request.sampler,
+        compiled_only=request.compiled_only,
     )
     return JobOptions(sweep, request.regime, request.l2)
 

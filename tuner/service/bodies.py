@@ -68,6 +68,7 @@ class JobRequest(Body):
     max_workspace: Annotated[int, Field(ge=0, le=1 << 40)] | None = None
     seed: Annotated[int, Field(ge=0, lt=1 << 31)] = 0
     sampler: Name | None = None
+    compiled_only: bool = False
     regime: Launch | None = None
     l2: L2 | None = None
     priority: Annotated[int, Field(ge=-1000, le=1000)] = 0

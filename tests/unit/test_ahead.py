@@ -1,0 +1,140 @@
+"""What is compiled ahead for a list of problems, over toy families that share kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from toys import REGIME, Toy
+
+from tuner.ahead import Wanted, wanted
+from tuner.cli import main
+from tuner.config import Config
+from tuner.families.base import Family, KernelSpec
+from tuner.hardware import DEFAULT_GPU, Gpu
+from tuner.problem import GemmProblem, Problem
+from tuner.runners.choose import Runners
+from tuner.store import Store, open_store
+from tuner.sweep import SweepOptions
+
+SMALL, LARGE = GemmProblem(64, 64, 64), GemmProblem(4096, 4096, 4096)
+
+
+class Tiles(Toy):
+    """Large tiles for large problems; a small one has none."""
+
+    name = "tiles"
+    runtime_parameters = frozenset({"raster"})
+
+    def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
+        return [
+            Config(self.name, {"tile": tile, "raster": raster})
+            for tile in (16, 32, 64, 128, 256)
+            if not isinstance(problem, GemmProblem) or tile <= problem.m
+            for raster in "mn"
+        ]
+
+    def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
+        best = 32 if problem == SMALL else 128
+        return 10.0 * max(best / config["tile"], config["tile"] / best) ** 0.5
+
+    def kernels(self, problem: Problem, config: Config) -> dict[str, KernelSpec]:
+        return {"main": KernelSpec("toy.cu.j2", {"tile": config["tile"]})}
+
+    def scratch_bytes(self, problem: Problem, config: Config) -> int:
+        return 0
+
+
+def catalogue(op: str) -> Mapping[str, Family]:
+    return {"tiles": Tiles()} if op == "gemm" else {}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return open_store(f"sqlite:///{tmp_path}/store.sqlite")
+
+
+def tiles(store: Store, problems: Sequence[Problem], **more: Any) -> list[int]:
+    return [one.config["tile"] for one in found(store, problems, **more)]
+
+
+def found(store: Store, problems: Sequence[Problem], *, each: int = 2, **more: Any) -> list[Wanted]:
+    return wanted(
+        problems,
+        lambda problem: REGIME,
+        DEFAULT_GPU,
+        store,
+        SweepOptions(),
+        each=each,
+        catalogue=catalogue,
+        **more,
+    )
+
+
+def test_one_problem_wants_its_best_first(store: Store) -> None:
+    assert tiles(store, [LARGE], each=1) == [128]
+    assert tiles(store, [SMALL], each=1) == [32]
+    assert tiles(store, [LARGE], each=3)[0] == 128
+
+
+def test_what_serves_more_problems_comes_first(store: Store) -> None:
+    near = GemmProblem(4096, 4096, 2048)
+    first, second, *_ = found(store, [SMALL, LARGE, near])
+    assert first.problems == (SMALL, LARGE, near) and first.config["tile"] in (32, 64)
+    assert second.config["tile"] == 128 and second.problems == (LARGE, near)
+    assert first.kernels == (KernelSpec("toy.cu.j2", {"tile": first.config["tile"]}),)
+    assert all(one.worth >= two.worth for one, two in pairwise([first, second]))
+
+
+def test_no_kernel_is_wanted_twice(store: Store) -> None:
+    wants = tiles(store, [SMALL, LARGE], each=5)
+    assert len(wants) == len(set(wants))
+
+
+def test_what_is_compiled_is_not_wanted_again(store: Store) -> None:
+    compiled = KernelSpec("toy.cu.j2", {"tile": 128})
+    wants = tiles(store, [LARGE], is_compiled=lambda spec: spec == compiled)
+    assert 128 not in wants
+    assert tiles(store, [LARGE], is_compiled=lambda spec: True) == []
+
+
+class FakeCompiler:
+    """Has nothing, compiles nothing."""
+
+    def __init__(self) -> None:
+        self.asked: set[KernelSpec] = set()
+        self.submitted: list[KernelSpec] = []
+
+    def cached(self, spec: KernelSpec) -> None:
+        assert spec not in self.asked
+        self.asked.add(spec)
+
+    def submit(self, specs: Sequence[KernelSpec]) -> list[tuple[KernelSpec, Any]]:
+        self.submitted += specs
+        return []
+
+    def close(self, cancel: bool) -> None: ...
+
+
+@pytest.mark.parametrize("option", ["--list", "--compile"])
+def test_the_command(
+    option: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    compiler = FakeCompiler()
+    monkeypatch.setattr(Runners, "compiler", lambda self: compiler)
+    problems = tmp_path / "problems.yaml"
+    problems.write_text("- S=1024,D=64\n- B=2,S=2048,D=64\n")
+    more = ["--family", "fused_attention", "--trials", "2", "--store", f"{tmp_path}/store.sqlite"]
+    assert main(["sweep", "--problems", str(problems), *more, option]) == 0
+    said = capsys.readouterr().err
+    assert "1: worth" in said and "2 problems on NVIDIA H200: " in said
+    if option == "--list":
+        assert not compiler.submitted
+    else:  # those and the gate's
+        assert f"{len(compiler.submitted) - 1} kernels to compile" in said

@@ -1,0 +1,153 @@
+"""Which kernels to compile before a job has its GPU: those that its searches expect most from.
+
+Problems that differ in their sizes share kernels. The next kernel is the one whose expected gain,
+summed over the problems that it is legal for, is largest, given those chosen before: first what
+serves many problems well, then what may be better at some. A GPU then measures what was compiled
+and waits for no compiler (`SweepOptions.compiled_only`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tuner.config import Config
+from tuner.errors import BenchmarkError
+from tuner.families import families_of
+from tuner.families.base import Family, KernelSpec
+from tuner.hardware import Gpu
+from tuner.measurement import Provenance, Regime
+from tuner.problem import Problem
+from tuner.runners.predict import PredictRunner
+from tuner.search import Search
+from tuner.store import Store
+from tuner.sweep import Catalogue, Sweep, SweepOptions
+
+LEAST_GAIN = 0.002
+"""Share of the time below which a problem expects nothing of a group, as a quick search."""
+
+
+class _Absent(PredictRunner):
+    """Stands for a GPU that will measure: a sweep may be begun on it, never run."""
+
+    def __init__(self, gpu: Gpu, regime: Regime) -> None:
+        super().__init__(gpu, regime, None)
+        self.provenance = Provenance.MEASURED
+
+    def submit(self, problem: Problem, group: Sequence[Config]) -> None:
+        raise BenchmarkError(f"{self.gpu.name} is not here: nothing can be measured")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A set of kernels worth compiling."""
+
+    config: Config
+    """One that needs them."""
+    kernels: tuple[KernelSpec, ...]
+    problems: tuple[Problem, ...]
+    """Those whose searches may try it."""
+    worth: float
+    """Expected gain, summed over them: 0.02 where it is expected to save one of them 2 %."""
+
+
+def wanted(
+    problems: Iterable[Problem],
+    regime_of: Callable[[Problem], Regime],
+    gpu: Gpu,
+    store: Store,
+    options: SweepOptions,
+    *,
+    each: int,
+    is_compiled: Callable[[KernelSpec], bool] = lambda spec: False,
+    catalogue: Catalogue = families_of,
+) -> list[Wanted]:
+    """What to compile for a job, what is worth most first.
+
+    Args:
+        problems: of the job.
+        regime_of: how each will be timed.
+        gpu: where.
+        store: what it and the shipped recordings hold of other problems is learned from.
+        options: of the job's sweeps.
+        each: sets of kernels that are wanted for one problem at most.
+        is_compiled: whether a kernel is there already: the searches will try it for nothing.
+        catalogue: finds the families of an operation.
+
+    Raises:
+        ConfigError: when the options do not suit a problem.
+    """
+    plans = []
+    for problem in dict.fromkeys(problems):
+        regime = regime_of(problem)
+        sweep = Sweep(problem, regime, _Absent(gpu, regime), store, options, catalogue=catalogue)
+        plans.append(_Plan(problem, sweep.plain_search()))
+        plans[-1].take_compiled(is_compiled)
+    found: list[Wanted] = []
+    while True:
+        serving: dict[str, list[tuple[_Plan, str, str]]] = {}
+        worth: dict[str, float] = {}
+        for plan in plans:
+            for (name, key), gain in plan.worths().items() if plan.wants < each else ():
+                label = plan.label(name, key)
+                serving.setdefault(label, []).append((plan, name, key))
+                worth[label] = worth.get(label, 0.0) + gain
+        best = max(worth, key=lambda label: (worth[label], label), default=None)
+        if best is None or worth[best] < LEAST_GAIN:
+            return found
+        found.append(_take(serving[best], worth[best]))
+
+
+def _take(places: Sequence[tuple[_Plan, str, str]], worth: float) -> Wanted:
+    """Think of a set of kernels as measured wherever it is legal."""
+    for plan, name, key in places:
+        plan.wants += plan.worths()[name, key] >= LEAST_GAIN
+        plan.take(name, key)
+    plan, name, key = places[0]
+    family, config = plan.group(name, key)
+    kernels = tuple(family.kernels(plan.problem, config).values())
+    return Wanted(config, kernels, tuple(plan.problem for plan, _, _ in places), worth)
+
+
+@dataclass(eq=False)
+class _Plan:
+    """One problem: its search, and the groups that are thought of as measured."""
+
+    problem: Problem
+    search: Search
+    taken: dict[str, list[str]] = field(default_factory=dict)
+    wants: int = 0
+    """Groups that were chosen and that it expects something of."""
+    _worths: Mapping[tuple[str, str], float] | None = None
+    _labels: dict[tuple[str, str], str] = field(default_factory=dict)
+
+    def take_compiled(self, is_compiled: Callable[[KernelSpec], bool]) -> None:
+        """Take every group that a GPU could measure at once."""
+        for member in self.search.members:
+            for key in member.open:
+                _, config = self.group(member.family.name, key)
+                if all(map(is_compiled, member.family.kernels(self.problem, config).values())):
+                    self.take(member.family.name, key)
+
+    def worths(self) -> Mapping[tuple[str, str], float]:
+        """Of the groups that are left."""
+        if self._worths is None:
+            self._worths = self.search.worths(self.taken)
+        return self._worths
+
+    def take(self, name: str, key: str) -> None:
+        self.taken.setdefault(name, []).append(key)
+        self._worths = None
+
+    def group(self, name: str, key: str) -> tuple[Family, Config]:
+        """A group's family and its first config."""
+        member = next(m for m in self.search.members if m.family.name == name)
+        return member.family, member.groups[key][0]
+
+    def label(self, name: str, key: str) -> str:
+        """Equal for groups of equal kernels, whatever problem they are for."""
+        if (name, key) not in self._labels:
+            family, config = self.group(name, key)
+            specs = family.kernels(self.problem, config).values()
+            self._labels[name, key] = "\n".join(sorted(spec.key for spec in specs))
+        return self._labels[name, key]
