@@ -147,7 +147,8 @@ class Job:
 
     def run(self) -> JobResult:
         """Sweep one problem after the other; with several GPUs, as many at a time: the others
-        go on with their searches while the finalists of one are timed on one GPU.
+        go on with their searches while the finalists of one are timed on one GPU. Where nothing is
+        to be compiled one GPU has two at a time, so that it is busy while one search thinks.
 
         Raises:
             ConfigError: when the device that was chosen is not there.
@@ -155,6 +156,8 @@ class Job:
         """
         # Asked first: what is said of the GPUs comes before anything starts.
         together = sum(len(runners.devices) for runners in self._kinds)
+        if together == 1 and self._options.sweep.compiled_only:
+            together = 2
         if together > 1 and len(self._problems) * len(self._kinds) > 1:
             return self._run_together(together)
         result = JobResult()

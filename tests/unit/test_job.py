@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -57,6 +58,9 @@ OPTIONS = JobOptions(SweepOptions(trials=12, sampler="cost"), l2="warm", widen=F
 class FakeCompiler:
     jobs, batch = 2, 2
     toolchain = SimpleNamespace(nvcc_version="13.0.88", cutlass_version="4.2.0")
+
+    def compiled(self, family: Family, problem: Problem, space: Any) -> Any:
+        return space
 
     def submit(self, specs: Any) -> list[Any]:
         done: list[Any] = []
@@ -146,13 +150,15 @@ class Setting:
         self.made.append(Gpus(count, self.module, before))
         return self.made[-1]
 
-    def job(self, gpus: Any, problems: list[GemmProblem], **more: Any) -> Job:
+    def job(
+        self, gpus: Any, problems: list[GemmProblem], options: JobOptions = OPTIONS, **more: Any
+    ) -> Job:
         families = families_in(self.module)
 
         def catalogue(op: str) -> Mapping[str, Family]:
             return {name: family for name, family in families.items() if family.op == op}
 
-        return Job(problems, gpus, self.store, OPTIONS, catalogue=catalogue, **more)
+        return Job(problems, gpus, self.store, options, catalogue=catalogue, **more)
 
     def winners(self) -> dict[str, Config]:
         return {
@@ -216,6 +222,23 @@ def test_a_job_on_two_gpus_stores_each_trial_once_and_decides_as_on_one(setting:
         setting.store = other
         setting.job(setting.gpus(1), PROBLEMS).run()
         assert setting.winners() == together and len(together) == len(PROBLEMS)
+
+
+def test_one_gpu_has_two_problems_at_a_time_where_nothing_is_compiled(setting: Setting) -> None:
+    options = replace(OPTIONS, sweep=replace(OPTIONS.sweep, compiled_only=True))
+    asked: list[tuple[Problem, str]] = []
+
+    def before(worker: FakeWorker, ask: Ask) -> None:
+        asked.append((ask.problem, ask.mode))
+
+    gpus = setting.gpus(1, before)
+    result = setting.job(gpus, PROBLEMS, options).run()
+    assert [o.problem for o in result.outcomes] == PROBLEMS and gpus.apart_count == len(PROBLEMS)
+    assert setting.repeated() == []
+    finals = [problem for problem, mode in asked if mode == "final"]
+    assert sorted(finals, key=PROBLEMS.index) == PROBLEMS
+    # Vendors' in one request, the 12 own ones in three (the runner's capacity), the final pass.
+    assert Counter(problem for problem, _ in asked) == dict.fromkeys(PROBLEMS, 5)
 
 
 def test_another_search_goes_on_while_finalists_are_timed(setting: Setting) -> None:
