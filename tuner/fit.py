@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from tuner import nearest
 from tuner.config import Config
 from tuner.errors import ConfigError
@@ -71,19 +74,58 @@ def fit(samples: Sequence[Sample], gpu: Gpu, regime: Regime) -> Rule:
     """
     if len(samples) < 2:
         raise ConfigError(f"{len(samples)} problems were measured: a rule needs 2 or more")
-    judged = {kind: _leave_one_out(kind, samples, gpu) for kind in _MAKERS}
+    table = _Table(samples)
+    judged = {kind: _leave_one_out(kind, table, gpu) for kind in _MAKERS}
     best = min(judged, key=lambda name: judged[name].expected)
     others = {name: round(judged[name].mean, 4) for name in judged if name != best}
-    body = _MAKERS[best](samples)
+    body = _MAKERS[best](table, range(len(samples)))
     problems = [sample.problem.to_json() for sample in samples]
     return Rule(samples[0].problem.op, gpu, regime, best, body, problems, judged[best], others)
 
 
-def _leave_one_out(kind: str, samples: Sequence[Sample], gpu: Gpu) -> Regret:
+class _Table:
+    """The regret of every config that can be an answer at every problem, computed once: rules of
+    all but one problem look at other rows of it.
+    """
+
+    def __init__(self, samples: Sequence[Sample]) -> None:
+        self.samples = samples
+        self.facts = [sample.problem.to_json() for sample in samples]
+        configs = {c for sample in samples for c in sample.times if answers_everywhere(c)}
+        self.configs = sorted(configs, key=lambda config: config.digest)
+        self._vendors = [config for config in self.configs if is_vendor(config)]
+        found = [[sample.regret(config) for config in self.configs] for sample in samples]
+        self._regrets = np.array([[UNMEASURED if r is None else r for r in row] for row in found])
+        self._timed = np.array([[c in sample.times for c in self.configs] for sample in samples])
+
+    def _scores(self, rows: Sequence[int]) -> NDArray[np.float64]:
+        """Mean regret of each config over some problems; infinite where it was timed at none.
+        Rounded, so that equal ones are equal in whatever order they are added.
+        """
+        scores = self._regrets[rows].mean(axis=0).round(12)
+        masked: NDArray[np.float64] = np.where(self._timed[rows].any(axis=0), scores, np.inf)
+        return masked
+
+    def least(self, rows: Sequence[int]) -> float:
+        """The least mean regret that one config has over some problems."""
+        return float(self._scores(rows).min())
+
+    def best(self, rows: Sequence[int]) -> list[Config]:
+        """The configs of least mean regret over some problems, a vendor's at the end at the latest,
+        which is legal where no own one is.
+        """
+        scores = self._scores(rows)
+        order = np.argsort(scores, kind="stable")
+        ranked = [self.configs[i] for i in order if scores[i] < np.inf]
+        vendors = [config for config in ranked if config in self._vendors]
+        return list(dict.fromkeys([*ranked[: KEPT - 1], *vendors[:1]]))
+
+
+def _leave_one_out(kind: str, table: _Table, gpu: Gpu) -> Regret:
     regrets: list[float] = []
     each: list[dict[str, Any]] = []
-    for sample in samples:
-        body = _MAKERS[kind]([other for other in samples if other is not sample])
+    for left_out, sample in enumerate(table.samples):
+        body = _MAKERS[kind](table, [i for i in range(len(table.samples)) if i != left_out])
         configs, _ = find(kind, body, sample.problem)
         config = first_legal(configs, sample.problem, gpu)
         found = FAILED if config is None else sample.regret(config)
@@ -98,28 +140,14 @@ def _leave_one_out(kind: str, samples: Sequence[Sample], gpu: Gpu) -> Regret:
         )
     mean = sum(regrets) / len(regrets) if regrets else math.inf
     worst = max(regrets, default=math.inf)
-    farthest = max(_away(sample, samples) for sample in samples)
-    return Regret(mean, worst, len(regrets), len(samples) - len(regrets), farthest, each)
+    farthest = max(_away(sample, table.samples) for sample in table.samples)
+    return Regret(mean, worst, len(regrets), len(each) - len(regrets), farthest, each)
 
 
 def _away(sample: Sample, samples: Sequence[Sample]) -> float:
     """Doublings to the nearest of the others."""
     others = [other.problem for other in samples if other is not sample]
     return min(nearest.doublings(sample.problem, other) for other in others)
-
-
-def _best(samples: Sequence[Sample]) -> tuple[list[Config], float]:
-    """The configs of least mean regret over some problems, a vendor's at the end at the latest,
-    which is legal where no own one is; and the regret of the first.
-    """
-    scores: dict[Config, float] = {}
-    for config in {c for sample in samples for c in sample.times if answers_everywhere(c)}:
-        found = [sample.regret(config) for sample in samples]
-        scores[config] = sum(UNMEASURED if r is None else r for r in found) / len(found)
-    ranked = sorted(scores, key=lambda config: (scores[config], config.digest))
-    vendors = [config for config in ranked if is_vendor(config)]
-    kept = dict.fromkeys([*ranked[: KEPT - 1], *vendors[:1]])
-    return list(kept), scores[ranked[0]]
 
 
 def answers_everywhere(config: Config) -> bool:
@@ -132,28 +160,26 @@ def answers_everywhere(config: Config) -> bool:
 # The nearest measured problem
 
 
-def _nearest(samples: Sequence[Sample]) -> Any:
+def _nearest(table: _Table, rows: Sequence[int]) -> Any:
     return [
-        {"problem": s.problem.to_json(), "configs": [c.to_json() for c in _best([s])[0]]}
-        for s in samples
+        {"problem": table.facts[i], "configs": [c.to_json() for c in table.best([i])]} for i in rows
     ]
 
 
 # A tree
 
 
-def _tree(samples: Sequence[Sample], depth: int = DEPTH) -> Any:
+def _tree(table: _Table, rows: Sequence[int], depth: int = DEPTH) -> Any:
     """A node: a question with two branches, or the configs of a leaf."""
-    configs, regret = _best(samples)
-    leaf = {"configs": [config.to_json() for config in configs]}
-    if depth == 0 or len(samples) < 2:
+    leaf = {"configs": [config.to_json() for config in table.best(rows)]}
+    if depth == 0 or len(rows) < 2:
         return leaf
-    total = regret * len(samples)
-    best: tuple[float, str, Any, list[Sample], list[Sample]] | None = None
-    for name, limit in _questions(samples):
-        yes = [s for s in samples if holds(s.problem, name, limit)]
-        no = [s for s in samples if not holds(s.problem, name, limit)]
-        left = sum(_best(side)[1] * len(side) for side in (yes, no))
+    total = table.least(rows) * len(rows)
+    best: tuple[float, str, Any, list[int], list[int]] | None = None
+    for name, limit in _questions([table.facts[i] for i in rows]):
+        yes = [i for i in rows if holds(table.facts[i], name, limit)]
+        no = [i for i in rows if not holds(table.facts[i], name, limit)]
+        left = sum(table.least(side) * len(side) for side in (yes, no))
         if left < total - 1e-9 and (best is None or left < best[0]):
             best = left, name, limit, yes, no
     if best is None:
@@ -163,15 +189,14 @@ def _tree(samples: Sequence[Sample], depth: int = DEPTH) -> Any:
     return {
         "field": name,
         asked: limit,
-        "yes": _tree(yes, depth - 1),
-        "no": _tree(no, depth - 1),
+        "yes": _tree(table, yes, depth - 1),
+        "no": _tree(table, no, depth - 1),
     }
 
 
-def _questions(samples: Sequence[Sample]) -> list[tuple[str, Any]]:
+def _questions(facts: Sequence[Mapping[str, Any]]) -> list[tuple[str, Any]]:
     """(field, limit) that divide the problems: between two sizes, or one of several choices."""
     found: list[tuple[str, Any]] = []
-    facts = [s.problem.to_json() for s in samples]
     for name in {name: None for known in facts for name in known}:
         # None where a feature is off: before all choices, and beyond every size.
         values = sorted({f.get(name) for f in facts}, key=lambda v: (str(type(v)), v))
@@ -185,5 +210,5 @@ def _questions(samples: Sequence[Sample]) -> list[tuple[str, Any]]:
     return found
 
 
-_MAKERS: Mapping[str, Callable[[Sequence[Sample]], Any]] = {"nearest": _nearest, "tree": _tree}
+_MAKERS: Mapping[str, Callable[[_Table, Sequence[int]], Any]] = {"nearest": _nearest, "tree": _tree}
 """What makes the body of each of `rule.KINDS`."""

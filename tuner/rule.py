@@ -277,21 +277,21 @@ def _away(problem: Problem, other: Problem) -> tuple[float, float, str]:
 
 
 def _find_in_tree(body: Any, problem: Problem) -> tuple[list[Config], str]:
-    node, path = body, []
+    node, path, facts = body, [], problem.to_json()
     while "field" in node:
         limit = node.get("at_most", node.get("is"))
-        yes = holds(problem, node["field"], limit)
+        yes = holds(facts, node["field"], limit)
         sign = ("<=" if yes else ">") if "at_most" in node else ("=" if yes else "is not")
         path.append(f"{node['field']} {sign} {limit}")
         node = node["yes" if yes else "no"]
     return [Config.from_json(c) for c in node["configs"]], " and ".join(path) or "always"
 
 
-def holds(problem: Problem, name: str, limit: Any) -> bool:
-    """Whether a tree's question is answered with yes: at most a size, or equal to a choice. A
-    feature that is off has no size.
+def holds(facts: Mapping[str, Any], name: str, limit: Any) -> bool:
+    """Whether a tree's question about a problem's fields is answered with yes: at most a size, or
+    equal to a choice. A feature that is off has no size.
     """
-    value = problem.to_json().get(name)
+    value = facts.get(name)
     if is_size(limit):
         return value is not None and bool(value <= limit)
     return bool(value == limit)

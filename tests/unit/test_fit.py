@@ -14,7 +14,7 @@ from tuner.cli import main
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families import family
-from tuner.fit import Sample, _tree, fit
+from tuner.fit import Sample, _Table, _tree, fit
 from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Measurement, Regime, Status
 from tuner.problem import AttentionProblem, GemmProblem
@@ -133,7 +133,7 @@ def test_a_tree_asks_for_windows_that_some_problems_have() -> None:
         Sample(problem, {one: 1.0 + (i > 1), other: 2.0 - (i > 1)})
         for i, problem in enumerate(problems)
     ]
-    tree = _tree(samples)
+    tree = _tree(_Table(samples), range(len(samples)))
     for problem, wanted in zip(problems, (one, one, other, other), strict=True):
         configs, path = find("tree", tree, problem)
         assert configs[0] == wanted, path
@@ -196,3 +196,21 @@ def test_from_the_store_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert answer["config"]["family"] in ("gemm", "vendor_blas")
     assert answer["kind"] in ("nearest", "tree")
     assert main(["fit", "--rule", str(out)]) == 2
+
+
+def test_ties_do_not_depend_on_the_order_of_the_problems() -> None:
+    """Sums of equal regrets differ in their last digits with the order in which they are added."""
+    configs = [Config("vendor_sdpa", {"kernel": name}) for name in ("cudnn", "flash2", "efficient")]
+    samples = [
+        Sample(
+            AttentionProblem.parse(f"S={length},D={d}"),
+            {c: 10.0 + (length * d * (i + 1)) % 7 / 3 for i, c in enumerate(configs)},
+        )
+        for length in (128, 384, 1024, 5000)
+        for d in (64, 128)
+    ]
+    made = [fit(some, DEFAULT_GPU, REGIME) for some in (samples, samples[::-1])]
+    assert made[0].regret.mean == pytest.approx(made[1].regret.mean, abs=1e-12)
+    asked = [sample.problem for sample in samples]
+    answers = [[rule.answer(problem) for problem in asked] for rule in made]
+    assert [a and a.config for a in answers[0]] == [a and a.config for a in answers[1]]
