@@ -342,6 +342,26 @@ class TestRecord:
         assert cli.main(arguments) == 0
         assert f"{facts['kernels']} kernels" in capsys.readouterr().out
 
+    def test_a_list_is_a_file_each(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        from tuner.store import open_store
+
+        folder, problems = tmp_path / "out", tmp_path / "p.yaml"
+        folder.mkdir()
+        problems.write_text(f"- op={SHAPE[1]},{SHAPE[3]}\n- op=gemm,M=8,N=8,K=8\n")
+        url = f"sqlite:///{tmp_path}/m.sqlite"
+        with open_store(url) as store:
+            store.add(recorded().measurements)
+        arguments = ["--problems", str(problems), "--store", url]
+        assert cli.main(["record", str(folder), *arguments, "--json"]) == 1
+        captured = capsys.readouterr()
+        assert "nothing was measured for M=8,N=8,K=8" in captured.err
+        (facts,) = json.loads(captured.out)
+        assert recording.read(Path(facts["path"])) == recorded()
+        assert cli.main(["record", str(tmp_path / "no"), *arguments]) == 2
+        assert "no is no folder" in capsys.readouterr().err
+
     def test_nothing_measured(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         from tuner.store import open_store
 

@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tuner.problem import PROBLEMS
+
+if TYPE_CHECKING:
+    from tuner.recording import Recording
 
 
 def register(subparsers: Any) -> None:
     """Add the command."""
     parser = subparsers.add_parser(
         "record",
-        help="write the measured sweep of a shape as a recording",
+        help="write the measured sweep of a shape, or of a list, as a recording",
         description="Writes every measurement that the store holds of a shape, its stages' too, "
         "as one compact file, which `tuner sweep` replays where no GPU is.",
     )
     parser.add_argument("out", type=Path, metavar="OUT", help="a file, or a folder to name it in")
     parser.add_argument("--op", choices=sorted(PROBLEMS), default="attention")
-    parser.add_argument("--shape", required=True, metavar="KEY=VALUE,...", help="as S=1024,D=64")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--shape", metavar="KEY=VALUE,...", help="as S=1024,D=64")
+    what.add_argument(
+        "--problems", type=Path, metavar="FILE", help="YAML or JSON list, a file each in OUT"
+    )
     parser.add_argument("--gpu", metavar="NAME", help="as H200 (default)")
     parser.add_argument("--regime", choices=("graph", "eager"), help="how it is launched")
     parser.add_argument("--l2", choices=("warm", "cold"), help="state of the inputs")
@@ -30,38 +38,58 @@ def register(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the recording.
+    """Write the recordings; 1 when nothing was measured of one of several.
 
     Raises:
-        ConfigError: when nothing was measured, or the file cannot be written.
+        ConfigError: when nothing was measured of `--shape`, or a file cannot be written.
     """
     from tuner import recording
+    from tuner.cli.sweep import problems_of
+    from tuner.errors import ConfigError
     from tuner.hardware import DEFAULT_GPU
     from tuner.job import JobOptions
     from tuner.lookup import find_gpu
     from tuner.store import open_store
 
-    problem = PROBLEMS[args.op].parse(args.shape)
-    regime = JobOptions(launch=args.regime, l2=args.l2).regime(problem)
+    problems = problems_of(args)
+    out: Path = args.out
+    if args.problems is not None and not out.is_dir():
+        raise ConfigError(f"{out} is no folder (allowed: one, for the files of --problems)")
+    rows: list[dict[str, Any]] = []
+    missing: list[str] = []
     with open_store(args.store, create=False) as store:
         gpu = find_gpu(args.gpu, store.entries()) if args.gpu else DEFAULT_GPU
-        found = recording.from_store(store, problem, gpu, regime)
-    path: Path = args.out
-    if path.is_dir():
-        path = path / recording.file_name(problem, gpu, regime)
-    recording.write(path, found)
-    facts = {
+        for problem in problems:
+            regime = JobOptions(launch=args.regime, l2=args.l2).regime(problem)
+            try:
+                found = recording.from_store(store, problem, gpu, regime)
+            except ConfigError as exc:
+                if args.shape:
+                    raise
+                missing.append(str(exc))
+                continue
+            name = recording.file_name(problem, gpu, regime)
+            path = out / name if out.is_dir() else out
+            recording.write(path, found)
+            rows.append(_facts(path, found))
+    if args.json:
+        print(json.dumps(rows if args.shape is None else rows[0]))
+    else:
+        for row in rows:
+            print(
+                f"{row['path']}: {row['measurements']} measurements of {row['kernels']} kernels, "
+                f"{row['bytes']} bytes"
+            )
+    for reason in missing:
+        print(f"tuner: {reason}", file=sys.stderr)
+    return 1 if missing else 0
+
+
+def _facts(path: Path, found: Recording) -> dict[str, Any]:
+    return {
         "path": str(path),
         "bytes": path.stat().st_size,
         "kernels": found.kernels(),
         "measurements": sum(len(part.measurements) for part in found.walk()),
         "problems": [part.problem.label() for part in found.walk()],
     }
-    if args.json:
-        print(json.dumps(facts))
-    else:
-        print(
-            f"{path}: {facts['measurements']} measurements of {facts['kernels']} kernels, "
-            f"{facts['bytes']} bytes"
-        )
-    return 0
