@@ -11,10 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any
 
 from tuner import nearest
 from tuner.config import Config
@@ -24,6 +21,10 @@ from tuner.measurement import Measurement, Regime
 from tuner.problem import Problem
 from tuner.rule import UNMEASURED, Regret, Rule, carried, find, first_legal, holds, is_size
 from tuner.store.entry import is_vendor
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 KEPT = 8
 """Configs of an answer, best first: not each of them is legal everywhere."""
@@ -89,6 +90,8 @@ class _Table:
     """
 
     def __init__(self, samples: Sequence[Sample]) -> None:
+        import numpy as np
+
         self.samples = samples
         self.facts = [sample.problem.to_json() for sample in samples]
         configs = {c for sample in samples for c in sample.times if answers_everywhere(c)}
@@ -102,9 +105,9 @@ class _Table:
         """Mean regret of each config over some problems; infinite where it was timed at none.
         Rounded, so that equal ones are equal in whatever order they are added.
         """
-        scores = self._regrets[rows].mean(axis=0).round(12)
-        masked: NDArray[np.float64] = np.where(self._timed[rows].any(axis=0), scores, np.inf)
-        return masked
+        scores: NDArray[np.float64] = self._regrets[rows].mean(axis=0).round(12)
+        scores[~self._timed[rows].any(axis=0)] = math.inf
+        return scores
 
     def least(self, rows: Sequence[int]) -> float:
         """The least mean regret that one config has over some problems."""
@@ -115,8 +118,8 @@ class _Table:
         which is legal where no own one is.
         """
         scores = self._scores(rows)
-        order = np.argsort(scores, kind="stable")
-        ranked = [self.configs[i] for i in order if scores[i] < np.inf]
+        order = scores.argsort(kind="stable")
+        ranked = [self.configs[i] for i in order if scores[i] < math.inf]
         vendors = [config for config in ranked if config in self._vendors]
         return list(dict.fromkeys([*ranked[: KEPT - 1], *vendors[:1]]))
 

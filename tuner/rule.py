@@ -123,6 +123,8 @@ class Rule:
         doubts = self._doubts(problem)
         if is_vendor(config) and not is_vendor(configs[0]):
             doubts = ("no own config of the rule is legal there: the vendor's kernel", *doubts)
+        if config not in configs:
+            doubts = ("carried over from problems where its parameters are others", *doubts)
         return Choice(config, self.kind, self.regret, source, doubts)
 
     @cached_property

@@ -82,7 +82,7 @@ HOMES: dict[str, set[str]] = {
     "uvicorn": {"cli", "service"},
     "cuda": {"device", "benchmark", "worker", "gate", "runners", "cli"},
     "jinja2": {"render", "report", "service"},
-    "numpy": {"surrogate", "bench", "report"},
+    "numpy": {"surrogate", "fit", "bench", "report"},
     "nvMatmulHeuristics": {"families"},
     "optuna": {"optuna_sampler", "report"},
     "ray": {"runners"},

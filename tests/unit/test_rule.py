@@ -118,6 +118,7 @@ def test_a_choice_among_equal_heads_serves_grouped_ones() -> None:
     grouped = made.answer(AttentionProblem.parse("H=32,HKV=8,S=1024,D=64"))
     assert grouped is not None
     assert grouped.config == Config("fused_attention", {**own.params, "packed_heads": 1})
+    assert grouped.doubts[0] == "carried over from problems where its parameters are others"
     one = made.answer(AttentionProblem.parse("H=32,HKV=8,SQ=1,SKV=1024,D=64"))
     assert one is not None and one.config == CUDNN
     assert one.doubts[0] == "no own config of the rule is legal there: the vendor's kernel"
