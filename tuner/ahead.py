@@ -59,10 +59,10 @@ def wanted(
     options: SweepOptions,
     *,
     each: int,
-    is_compiled: Callable[[KernelSpec], bool] = lambda spec: False,
     catalogue: Catalogue = families_of,
 ) -> list[Wanted]:
-    """What to compile for a job, what is worth most first.
+    """What to compile for a job, what is worth most first; whatever is compiled already, so that
+    the same job wants the same again.
 
     Args:
         problems: of the job.
@@ -71,7 +71,6 @@ def wanted(
         store: what it and the shipped recordings hold of other problems is learned from.
         options: of the job's sweeps.
         each: sets of kernels that are wanted for one problem at most.
-        is_compiled: whether a kernel is there already: the searches will try it for nothing.
         catalogue: finds the families of an operation.
 
     Raises:
@@ -82,7 +81,6 @@ def wanted(
         regime = regime_of(problem)
         sweep = Sweep(problem, regime, _Absent(gpu, regime), store, options, catalogue=catalogue)
         plans.append(_Plan(problem, sweep.plain_search()))
-        plans[-1].take_compiled(is_compiled)
     found: list[Wanted] = []
     while True:
         serving: dict[str, list[tuple[_Plan, str, str]]] = {}
@@ -120,14 +118,6 @@ class _Plan:
     """Groups that were chosen and that it expects something of."""
     _worths: Mapping[tuple[str, str], float] | None = None
     _labels: dict[tuple[str, str], str] = field(default_factory=dict)
-
-    def take_compiled(self, is_compiled: Callable[[KernelSpec], bool]) -> None:
-        """Take every group that a GPU could measure at once."""
-        for member in self.search.members:
-            for key in member.open:
-                _, config = self.group(member.family.name, key)
-                if all(map(is_compiled, member.family.kernels(self.problem, config).values())):
-                    self.take(member.family.name, key)
 
     def worths(self) -> Mapping[tuple[str, str], float]:
         """Of the groups that are left."""

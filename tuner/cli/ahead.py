@@ -6,7 +6,7 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from typing import TYPE_CHECKING
 
@@ -42,10 +42,6 @@ def sweep_ahead(
     options.check(problems)
     with Runners(Machine(jobs=args.jobs, replay=True), say) as runners:
         compiler = runners.compiler()
-
-        def is_compiled(spec: KernelSpec) -> bool:
-            return compiler.cached(spec) is not None
-
         with open_store(url) as store:
             found = wanted(
                 problems,
@@ -54,25 +50,14 @@ def sweep_ahead(
                 store,
                 options.sweep,
                 each=options.sweep.trials or effort(options.sweep.effort).seeds,
-                is_compiled=remembered(is_compiled),
             )
         specs = list(dict.fromkeys(spec for one in found for spec in one.kernels))
         for number, one in enumerate(found, 1):
             say(wanted_text(number, one))
-        say(f"{len(problems)} problems on {DEFAULT_GPU.name}: {len(specs)} kernels to compile")
+        there = sum(compiler.cached(spec) is not None for spec in specs)
+        where = f"{len(problems)} problems on {DEFAULT_GPU.name}"
+        say(f"{where}: {len(specs)} kernels, {there} of them compiled already")
         return 0 if args.list else compile_ahead(specs, compiler, options.sweep.time_limit_s)
-
-
-def remembered(ask: Callable[[KernelSpec], bool]) -> Callable[[KernelSpec], bool]:
-    """Asks once for each kernel: problems share them."""
-    known: dict[KernelSpec, bool] = {}
-
-    def answer(spec: KernelSpec) -> bool:
-        if spec not in known:
-            known[spec] = ask(spec)
-        return known[spec]
-
-    return answer
 
 
 def wanted_text(number: int, one: Wanted) -> str:
