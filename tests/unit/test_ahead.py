@@ -122,8 +122,8 @@ def test_the_command(
     compiler = FakeCompiler()
     monkeypatch.setattr(Runners, "compiler", lambda self: compiler)
     problems = tmp_path / "problems.yaml"
-    problems.write_text("- S=1024,D=64\n- B=2,S=2048,D=64\n")
-    more = ["--family", "fused_attention", "--trials", "2", "--store", f"{tmp_path}/store.sqlite"]
+    problems.write_text("- op=softmax,M=64,N=512\n- op=softmax,M=4096,N=512\n")
+    more = ["--trials", "2", "--store", f"{tmp_path}/store.sqlite"]
     assert main(["sweep", "--problems", str(problems), *more, option]) == 0
     said = capsys.readouterr().err
     assert "1: worth" in said and "2 problems on NVIDIA H200: " in said
