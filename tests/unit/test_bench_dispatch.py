@@ -4,35 +4,57 @@ from __future__ import annotations
 
 import subprocess
 import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tuner.bench import decoder, dispatch
-from tuner.bench.decoder import Decoder, Sizes
-from tuner.errors import BenchmarkError, ConfigError
+from tuner.bench import calls, decoder, dispatch, service
+from tuner.bench.decoder import Decoder, Sizes, Way
+from tuner.config import Config
+from tuner.errors import BenchmarkError, CompileError, ConfigError
+from tuner.hardware import DEFAULT_GPU
+from tuner.job import read_problems
+from tuner.lookup import decided, lookup
+from tuner.measurement import Measurement, Regime, Status
+from tuner.store import open_store
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 SDPA = torch.nn.functional.scaled_dot_product_attention
-HOST = {"attention": 4.5, "bare": 3.0, "python": 9.0, "sdpa": 25.0, "beyond_launch": 1.5}
+HOST = {
+    "attention": 4.5,
+    "bare": 3.0,
+    "python": 9.0,
+    "sdpa": 25.0,
+    "beyond_launch": 1.5,
+    "has_dispatcher": True,
+    "dispatched": 0.998,
+}
 WALL = {"attention": 13.0, "sdpa": 26.0, "flash4": 16.0, "graph": 12.5}
+SMALL = Sizes(64, 4, 2, 16, 96, 50)
+
+
+def torchs(attention: Any = SDPA) -> Way:
+    return replace(decoder.ways()["torch"], attention=attention)
 
 
 def test_the_decoder_with_its_cache_is_the_decoder_at_once() -> None:
-    model = Decoder(Sizes(64, 4, 2, 16, 96, 50), 2, 32, torch.float32, "cpu")
+    model = Decoder(SMALL, 2, 32, torch.float32, "cpu")
     tokens = torch.randint(50, (1, 9))
     with torch.inference_mode():
-        at_once = model(tokens, 0, SDPA)
-        model(tokens[:, :-1], 0, SDPA)
-        assert torch.allclose(model(tokens[:, -1:], 8, SDPA), at_once, atol=1e-4)
+        at_once = model(tokens, 0, torchs())
+        model(tokens[:, :-1], 0, torchs())
+        assert torch.allclose(model(tokens[:, -1:], 8, torchs()), at_once, atol=1e-4)
         other = tokens.clone()
         other[0, 0] = (other[0, 0] + 1) % 50
-        assert not torch.allclose(model(other, 0, SDPA), at_once, atol=1e-2), "all is attended to"
+        assert not torch.allclose(model(other, 0, torchs()), at_once, atol=1e-2), "all is seen"
 
 
 def test_its_attention_is_of_a_kind_that_is_served(runtime: Any) -> None:
-    model = Decoder(Sizes(64, 4, 2, 16, 96, 50), 1, 32, torch.float16, "cpu")
+    model = Decoder(SMALL, 1, 32, torch.float16, "cpu")
     seen = []
 
     def attend(query: Any, key: Any, value: Any, **options: Any) -> Any:
@@ -41,31 +63,41 @@ def test_its_attention_is_of_a_kind_that_is_served(runtime: Any) -> None:
         return SDPA(query, key, value, **options)
 
     with torch.inference_mode():
-        model(torch.randint(50, (1, 9)), 0, attend)
-        model(torch.randint(50, (1, 1)), 9, attend)
+        model(torch.randint(50, (1, 9)), 0, torchs(attend))
+        model(torch.randint(50, (1, 1)), 9, torchs(attend))
     shape = "B=1,H=4,HKV=2,{},dtype=fp16,layout=bshd"
     assert seen == [shape.format("S=9,D=16,causal=1"), shape.format("SQ=1,SKV=10,D=16")]
 
 
-def test_decoding_feeds_the_same_tokens_to_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One after the other from the context's end; the cache is filled by the way itself."""
+def test_every_way_computes_the_same(runtime: Any) -> None:
+    """Also with other weights: the gated layer's are laid out for the kernel that takes them."""
+    model = Decoder(SMALL, 2, 32, torch.float32, "cpu")
+    tokens = torch.randint(50, (1, 9))
+    with torch.inference_mode():
+        wanted, *others = (model(tokens, 0, way) for way in decoder.ways().values())
+    assert len(others) == len(decoder.TUNED)
+    assert all(torch.allclose(one, wanted, atol=1e-4) for one in others)
+
+
+def test_decoding_feeds_the_same_tokens_to_every_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other from the context's end."""
     monkeypatch.setattr(decoder, "CONTEXT", 5)
     monkeypatch.setattr(decoder, "GENERATED", 3)
-    model = Decoder(Sizes(64, 4, 2, 16, 96, 50), 2, 32, torch.float32, "cpu")
+    model = Decoder(SMALL, 2, 32, torch.float32, "cpu")
     tokens = torch.randint(50, (1, 8))
-    rows: list[int] = []
+    counts: list[int] = []
 
     def attend(query: Any, *others: Any, **options: Any) -> Any:
-        rows.append(query.shape[2])
+        counts.append(query.shape[2])
         return SDPA(query, *others, **options)
 
     with torch.inference_mode():
-        run = decoder._generation(model, tokens, attend)
-        assert rows == [5, 5]  # of both layers
-        # `run` has its number of tokens from the module that was loaded.
-        last = run(attend, 3)
-        assert rows[2:] == [1] * 6
-        assert torch.allclose(model(tokens, 0, SDPA), last, atol=1e-4)
+        run = decoder._generation(model, tokens)
+        run(torchs(attend), True)
+        assert counts == [1, 1]  # of both layers
+        last = run(torchs(attend))
+        assert counts == [1] * 8
+        assert torch.allclose(model(tokens, 0, torchs()), last, atol=1e-4)
 
 
 class FakeEvent:
@@ -82,54 +114,110 @@ class FakeEvent:
 
 
 def test_the_whole_part_on_a_small_decoder(monkeypatch: pytest.MonkeyPatch, runtime: Any) -> None:
-    """Everything but the GPU: both ways agree, each has a share, and calls are counted."""
+    """Everything but the GPU: all ways agree, parts have shares, and calls are counted."""
     monkeypatch.setattr(decoder, "PREFILLS", (8, 24))
     monkeypatch.setattr(decoder, "CONTEXT", 5)
     monkeypatch.setattr(decoder, "GENERATED", 3)
+    monkeypatch.setattr(decoder, "ROUNDS", 1)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda _: None)
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    found = decoder.measure(2, Sizes(64, 4, 2, 16, 96, 50), "cpu")
+    found = decoder.measure(2, SMALL, "cpu")
     assert list(found) == ["layers", "prefill 8", "prefill 24", "decoding at 5"]
-    for name in list(found)[1:]:
+    for name, tokens in (("prefill 8", 1), ("prefill 24", 1), ("decoding at 5", 3)):
         part = found[name]
-        assert part["deviation"] < 1e-2, name
-        assert all(0 < part[f"{way} share"] < 1 for way in ("sdpa", "tuner")), name
-        assert part["hits"] == 0 and sum(part["fallbacks"].values()) > 0, name
-    rows = dispatch.report({"environment": {}, "parts": {"decoder": found}}).splitlines()
-    assert sum("time / sdpa" in row and "tokens/s" in row for row in rows) == 3
+        assert list(part["tokens_per_s"]) == ["torch", "attention", "block"]
+        assert all(0 <= off < 1e-2 for off in part["deviation"].values()), name
+        for shares in part["shares"].values():
+            assert all(share > 0 for share in shares.values()) and sum(shares.values()) < 1, name
+        assert list(part["calls"]["attention"]) == ["attention"]
+        answers = part["calls"]["block"]
+        counts = {operation: sum(each["fallbacks"].values()) for operation, each in answers.items()}
+        assert counts == {"attention": 2 * tokens, "linear": 7 * tokens, "swiglu": 2 * tokens}
+        assert not any(each["hits"] for each in answers.values())
+    lines = dispatch.report({"environment": {}, "parts": {"decoder": found}}).splitlines()
+    cells = [line.split() for line in lines if "time / torch" in line]
+    assert len(cells) == 6 and all(line[4:6] == ["not", "tuned"] for line in cells)
+    assert sum("nothing tuned ran: 0 hits" in line for line in lines) == 9
 
 
-def test_what_it_calls_is_what_it_lists(runtime: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_calls_are_counted_by_what_answered_them(tuned: Any) -> None:
+    model, tokens = Decoder(SMALL, 2, 32, torch.float16, "cpu"), torch.randint(50, (1, 9))
+    with torch.inference_mode():
+        way = decoder.ways()["attention"]
+        answers = decoder._answers(decoder._prefill(model, tokens), way, ("attention",))
+    assert answers == {"attention": {"hits": 2, "nearest_hits": 0, "fallbacks": {}}}
+
+
+def test_a_figure_is_told_where_something_was_tuned(runtime: Any) -> None:
+    """A block is measured by its linear layers: attention has a line of its own."""
+    lost = {"hits": 0, "nearest_hits": 0, "fallbacks": {runtime.plan.PYTORCHS: 13}}
+    missed = {"hits": 0, "nearest_hits": 0, "fallbacks": {"no measured winner": 4}}
+    served = {"hits": 4, "nearest_hits": 1, "fallbacks": {}}
+
+    def figures(**answers: Any) -> list[str]:
+        part = {
+            "tokens_per_s": {"torch": 90.0, "attention": 100.0, "block": 120.0},
+            "shares": {way: {"attention": 0.1} for way in ("torch", "attention", "block")},
+            "calls": {"attention": {"attention": answers["attention"]}, "block": answers},
+            "deviation": {"attention": 1e-4, "block": 2e-4},
+        }
+        return [row[1] for row in decoder.rows({"layers": 4, "prefill 8": part})][1:3]
+
+    assert figures(attention=served, linear=lost, swiglu=missed) == ["0.900", "0.750"]
+    assert figures(attention=served, linear=missed, swiglu=missed) == ["0.900", "not tuned"]
+    assert figures(attention=missed, linear=missed, swiglu=served) == ["not tuned", "0.750"]
+
+
+def test_what_it_calls_is_what_it_lists(
+    runtime: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """What is tuned from the list serves the decoder's own calls."""
-    sizes = decoder.LLAMA_3_8B
-    small = Sizes(64, sizes.heads, sizes.heads_kv, sizes.head_dim, 96, 50)
-    model = Decoder(small, 1, 2048, torch.float16, "cpu")
-    seen = []
+    seen: dict[Any, None] = {}
+    products = runtime.products
 
     def attend(query: Any, key: Any, value: Any, **options: Any) -> Any:
-        seen.append(runtime.attention.problem_of(query, key, value, options["is_causal"]))
+        seen[runtime.attention.problem_of(query, key, value, options["is_causal"])] = None
         return query
 
+    def multiply(x: Any, weight: Any) -> Any:
+        seen[products.problem_of(x, weight.t())] = None
+        return torch.nn.functional.linear(x, weight)
+
+    def gate(x: Any, weights: Any) -> Any:
+        seen[products.swiglu_problem_of(x, weights)] = None
+        return products.swiglu(x, weights)
+
+    way = Way(attend, multiply, gate, is_interleaved=True)
+    sizes = replace(SMALL, vocabulary=48)
+    model = Decoder(sizes, 1, 8192, torch.float16, "cpu")
     with torch.inference_mode():
-        model(torch.randint(50, (1, 1024)), 0, attend)
-        model(torch.randint(50, (1, 1)), 1024 + decoder.GENERATED // 2 - 1, attend)
-    first, _, last = decoder.problems()
-    assert seen == [first, last]
+        for length in decoder.PREFILLS:
+            model(torch.randint(48, (1, length)), 0, way)
+        model(torch.randint(48, (1, 1)), 1024 + decoder.GENERATED // 2 - 1, way)
+    assert set(seen) == set(decoder.problems(sizes))
     assert dispatch.main(["--list-problems"]) == 0
-    listed = capsys.readouterr().out.splitlines()
-    assert listed[1] == f"- op=attention,{first.label()}" and len(listed) == 4
+    listed = tmp_path / "problems.yaml"
+    listed.write_text(capsys.readouterr().out)
+    assert read_problems(listed) == [calls.PROBLEM, *decoder.problems()]
+    assert dispatch.main(["--list-problems", "--parts", "host"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 1
 
 
 def test_the_report_names_figures_and_their_limits() -> None:
     parts = {"host": {**HOST, "table": 0.1}, "wall": WALL, "decoder": {"failed": "no end"}}
     lines = dispatch.report({"environment": {"gpu": "a GPU"}, "parts": parts}).splitlines()
     cells = {line.split("  ")[0]: line.split() for line in lines}
-    assert cells["host us beyond the launch"][-2:] == ["1.50", "5.0"]
+    assert cells["host us beyond the launch"][5:7] == ["1.50", "5.0"]
     assert cells["host us of the table"][-2:] == ["0.10", "0.5"]
     assert cells["wall / sdpa"][-2:] == ["0.50", "0.70"]
     assert cells["wall / graph"][-2:] == ["1.04", "1.15"]
     assert cells["decoder"][1:] == ["failed", "no", "end"]
+    told = dict(row[::3] for row in calls.host_rows(HOST))
+    assert told["host us a call"].endswith("sdpa 25.00, no flash3, no flash4")
+    assert told["host us beyond the launch"] == "99.8% of the calls by the dispatcher"
+    (_, beyond) = calls.host_rows({**HOST, "has_dispatcher": False, "dispatched": 0.0})
+    assert beyond[3] == "no dispatcher: through Python"
 
 
 def test_a_part_that_fails_or_hangs_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,6 +230,66 @@ def test_a_part_that_fails_or_hangs_is_a_row(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(dispatch.subprocess, "run", hangs)
     assert dispatch._in_child("wall", 1) == {"failed": "no end after 120 s"}
+
+
+def test_a_store_is_filled_with_what_can_be_looked_up(tmp_path: Path) -> None:
+    store = tmp_path / "store.sqlite"
+    dispatch.fill(store, 40)
+    for number in (0, 1, 39):
+        problem = service.problem(number)
+        answer = lookup(problem, gpu=DEFAULT_GPU, path=store)
+        assert answer is not None and answer.exact
+        assert {m.problem for m in answer.entry.ranking} == {problem}
+        assert len(answer.entry.ranking) == 3
+    assert len(decided(store)) == 40
+
+
+class Built:
+    """Commands that were run in place of `tuner build`, and what was said."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.commands: list[list[str]] = []
+        self.here: set[str] = set()
+
+        def run(command: Any, **_: Any) -> None:
+            self.commands.append(command[command.index("build") :])
+
+        cache = SimpleNamespace(find=lambda key: key if key in self.here else None)
+        monkeypatch.setattr(dispatch.subprocess, "run", run)
+        monkeypatch.setattr(dispatch.device, "detect", lambda: DEFAULT_GPU)
+        monkeypatch.setattr(dispatch, "ArtifactCache", lambda: cache)
+        monkeypatch.setattr(dispatch.dispatcher, "build", self.refuse)
+
+    def refuse(self, _: Any) -> None:
+        raise CompileError("no g++", command="", log="")
+
+
+def test_what_would_be_launched_is_built_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TUNER_CACHE_DIR", str(tmp_path))
+    built, problem = Built(monkeypatch), decoder.problems()[3]
+    own = Measurement(
+        problem,
+        Config("gemm", {"tile_m": 128}),
+        DEFAULT_GPU,
+        Regime.default("gemm"),
+        Status.OK,
+        latency_us=10.0,
+        is_final=True,
+        artifacts={"gemm": "k"},
+    )
+    with open_store() as store:
+        store.decide(problem, DEFAULT_GPU, own.regime, [own], "s")
+    asked = [problem, decoder.problems()[4]]
+    dispatch._build(asked)
+    assert built.commands == [["build", "--op", "gemm", "--shape", problem.label()]]
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == f"dispatch: not tuned: gemm {asked[1].label()}"
+    assert "no dispatcher, calls go through Python: no g++" in said[1]
+    built.here.add("k")
+    dispatch._build(asked)
+    assert len(built.commands) == 1
 
 
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

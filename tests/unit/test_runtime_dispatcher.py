@@ -6,6 +6,7 @@ plus the count of its rows, so a result says which tensors and which plan it cam
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import subprocess
@@ -21,6 +22,7 @@ import pytest
 
 from tuner import dispatcher
 from tuner.artifacts import ArtifactCache
+from tuner.bench import calls
 from tuner.config import Config
 from tuner.errors import CompileError
 from tuner.families.base import Family, Launch, Ref
@@ -369,6 +371,32 @@ def test_products(server: Server) -> None:
     assert launched and out.shape == (3, 8, 16)
     out, _, launched = server.went(lambda: matmul(left, right[:1]))
     assert not launched and torch.equal(out, torch.matmul(left, right[:1]))
+
+
+def test_what_a_call_costs_is_measured_through_it(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`scripts/bench dispatch`, parts `host` and `wall`, but for the GPU."""
+    monkeypatch.setattr(calls, "PROBLEM", PROBLEM)
+    monkeypatch.setattr(calls, "ROUNDS", 3)
+    monkeypatch.setattr(calls, "WALL_CALLS", 20)
+    monkeypatch.setattr(calls, "_inputs", inputs)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph: contextlib.nullcontext())
+    replay = SimpleNamespace(replay=lambda: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: replay)
+    server.decide(PROBLEM)
+    module = server.runtime.dispatch._module
+    found = calls.host()
+    assert found["has_dispatcher"] and 0.5 < found["dispatched"] <= 1
+    assert min(found[name] for name in ("bare", "attention", "python", "sdpa", "table")) > 0
+    assert found["beyond_launch"] == found["attention"] - found["bare"]
+    assert server.runtime.dispatch._module is module
+    q, k, v = inputs()
+    server.decide(PROBLEM)
+    assert by_kernel(server.attention(q, k, v), q, 16)
+    found = calls.wall()
+    assert min(found[name] for name in ("attention", "sdpa", "graph")) > 0
 
 
 def test_a_new_decision_is_taken_up(server: Server) -> None:

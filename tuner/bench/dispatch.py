@@ -3,24 +3,25 @@
 Four parts, each a process of its own with a time-out, on one GPU:
 
 - host: host time a call in bursts that the launch queue holds, beside the bare launch (a loop in C
-  over the kernel's entry point) and PyTorch's and FlashAttention-4's own calls; the table's share.
+  over the kernel's entry point) and PyTorch's and FlashAttention-4's own calls; the table's share;
+  how many of the calls the C++ dispatcher answered.
 - wall: time a call in an eager loop, beside the same kernel's in a CUDA graph.
-- decoder: a decoder with the shapes of Llama-3-8B and random weights, tokens a second.
+- decoder: a decoder with the shapes of Llama-3-8B and random weights, tokens a second: PyTorch's
+  kernels, attention tuned, and the whole block tuned, attention and linear layers.
 - first-call: the first call after `import tuner`, with 10,000 entries in the store; what the import
   put off is in it.
 
 Limits stand beside the figures they are for; nothing here fails for being slow. Own kernels run
 where they are tuned: what ships has `host`'s and `wall`'s shape, and the decoder's are tuned by
 ``scripts/bench dispatch --list-problems > p.yaml`` and ``scripts/tuner sweep --problems p.yaml``.
+What is not tuned says so, and has no figure.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import json
-import math
 import os
 import platform
 import sqlite3
@@ -29,59 +30,36 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tuner import device, settings
-from tuner.bench import decoder
+from tuner import device, dispatcher, settings
+from tuner.artifacts import ArtifactCache
+from tuner.bench import calls, decoder
 from tuner.bench.results import check_place, write_json
-from tuner.bench.service import document
+from tuner.bench.service import document, problem
 from tuner.cli.describe import table
-from tuner.errors import BenchmarkError, ConfigError
-from tuner.families.vendor_sdpa import peer, peer_version
-from tuner.lookup import lookup
-from tuner.problem import AttentionProblem
+from tuner.errors import BenchmarkError, ConfigError, TunerError
+from tuner.families.vendor_sdpa import peer_version
+from tuner.lookup import lookup, store_file
+from tuner.measurement import Provenance
+from tuner.problem import Problem
 from tuner.store import open_store
-from tuner.toolchain import find_host_compiler
+from tuner.store.entry import is_vendor
 
 PARTS: Mapping[str, float] = {"host": 180, "wall": 120, "first-call": 180, "decoder": 300}
 """Each part's time-out, seconds."""
 BUILD_TIMEOUT_S = 300.0
-PROBLEM = AttentionProblem.parse("S=1024,D=64")
-HOST_LIMIT_US, TABLE_LIMIT_US, FIRST_CALL_LIMIT_MS = 5.0, 0.5, 100.0
-WALL_LIMIT, GRAPH_LIMIT = 0.7, 1.15
-"""Wall time over SDPA's, and over the kernel's in a graph."""
+FIRST_CALL_LIMIT_MS = 100.0
 ENTRIES = 10_000
-BURST = 100
-"""Calls between two waits for the device: the launch queue holds 1024."""
-ROUNDS = 50
-
-Call = Callable[[], Any]
-
-_BURST_SOURCE = """
-#include <chrono>
-#include <cstdint>
-using Launch = int (*)(void* const*, int64_t const*, double const*, void*, void*);
-// Nanoseconds a call of `count` launches, or minus the error of the first that is refused.
-extern "C" int64_t burst(Launch launch, void* const* tensors, int64_t const* integers,
-                         double const* scalars, void* workspace, void* stream, int64_t count) {
-  auto const start = std::chrono::steady_clock::now();
-  for (int64_t i = 0; i < count; ++i)
-    if (int const code = launch(tensors, integers, scalars, workspace, stream))
-      return code > 0 ? -code : code;
-  auto const spent = std::chrono::steady_clock::now() - start;
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(spent).count() / count;
-}
-"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run all parts, or one in this process; 0 when every part gave figures."""
     args = _parser().parse_args(argv)
     if args.part:
-        measure = {"host": host, "wall": wall, "first-call": first_call}.get(args.part)
+        measure = {"host": calls.host, "wall": calls.wall, "first-call": first_call}.get(args.part)
         write_json(args.json, measure() if measure else decoder.measure(args.layers))
         return 0
     if args.layers < 1:
@@ -94,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     results: dict[str, Any] = {"environment": environment(), "parts": {}}
     _build(called(args.parts))
     for name in args.parts:
-        print(f"dispatch: {name} ...", file=sys.stderr, flush=True)
+        _note(f"{name} ...")
         results["parts"][name] = _in_child(name, args.layers)
         if args.json:
             write_json(args.json, results)
@@ -128,21 +106,44 @@ def _names(text: str) -> list[str]:
     return names
 
 
-def called(parts: Sequence[str]) -> list[AttentionProblem]:
+def called(parts: Sequence[str]) -> list[Problem]:
     """What the parts call: tuned ones run own kernels, others PyTorch's."""
-    return [PROBLEM, *(decoder.problems() if "decoder" in parts else ())]
+    return [calls.PROBLEM, *(decoder.problems() if "decoder" in parts else ())]
 
 
-def _build(problems: Sequence[AttentionProblem]) -> None:
-    """Compile what is measured for the problems, and the dispatcher, where they are not here."""
-    for problem in problems:
-        answer = lookup(problem, gpu=device.detect())
-        if answer is None or answer.kind != "exact":
-            print(f"dispatch: not tuned: {problem.label()}", file=sys.stderr, flush=True)
+def _build(problems: Sequence[Problem]) -> None:
+    """Compile what would be launched for the problems, and the dispatcher, where they are not here;
+    name the problems that nothing would be launched for.
+    """
+    gpu, artifacts = device.detect(), ArtifactCache()
+    for wanted in problems:
+        answer = lookup(wanted, gpu=gpu, with_rules=False)
+        label = f"{wanted.op} {wanted.label()}"
+        if answer is None or answer.entry.provenance is not Provenance.MEASURED:
+            _note(f"not tuned: {label}")
             continue
-        command = [sys.executable, "-m", "tuner", "build", "--shape", problem.label()]
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            subprocess.run(command, stdout=sys.stderr, timeout=BUILD_TIMEOUT_S, check=False)
+        if answer.kind == "nearest":
+            _note(f"served by the nearest, {answer.entry.problem.label()}: {label}")
+        own = [m for m in answer.candidates if not is_vendor(m.config)]
+        keys = list(own[0].artifacts.values()) if own else []
+        if own and not (keys and all(artifacts.find(key) for key in keys)):
+            lender = answer.entry.problem
+            command = [sys.executable, "-m", "tuner", "build", "--op", lender.op]
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                subprocess.run(
+                    [*command, "--shape", lender.label()],
+                    stdout=sys.stderr,
+                    timeout=BUILD_TIMEOUT_S,
+                    check=False,
+                )
+    try:
+        dispatcher.build(artifacts)
+    except TunerError as exc:
+        _note(f"no dispatcher, calls go through Python: {exc}")
+
+
+def _note(text: str) -> None:
+    print(f"dispatch: {text}", file=sys.stderr, flush=True)
 
 
 def _in_child(name: str, layers: int) -> dict[str, Any]:
@@ -197,197 +198,6 @@ def _cpu() -> str:
     return platform.processor()
 
 
-def host() -> dict[str, Any]:
-    """Host microseconds a call of `PROBLEM`, medians of bursts; the Python path's come last."""
-    import torch
-
-    import tuner
-    from tuner.runtime import dispatch
-
-    tensors = _inputs()
-    plan = _serving(tensors)
-    calls: dict[str, Call] = {
-        "attention": lambda: tuner.attention(*tensors),
-        "sdpa": lambda: torch.nn.functional.scaled_dot_product_attention(*tensors),
-        **_peers(tensors),
-    }
-    module = dispatch._module
-    times: dict[str, list[float]] = {name: [] for name in ("bare", "python", *calls)}
-    for _ in range(ROUNDS):
-        times["bare"].append(_bare(plan, tensors))
-        for name, call in calls.items():
-            times[name].append(_burst(call))
-    # Not in between: a dispatcher that comes back is told of its plans at the next look only.
-    dispatch.use(None)
-    times["python"] = [_burst(calls["attention"]) for _ in range(ROUNDS)]
-    dispatch.use(module)
-    found: dict[str, Any] = {name: statistics.median(times[name]) for name in times}
-    found["has_dispatcher"] = module is not None
-    found["beyond_launch"] = found["attention"] - found["bare"]
-    if module is not None:
-        found["table"] = _table_share(module, tensors)
-    return found
-
-
-def _inputs(problem: AttentionProblem = PROBLEM) -> list[Any]:
-    import torch
-
-    return [
-        torch.randn(operand.shape, dtype=getattr(torch, operand.dtype), device="cuda")
-        for operand in problem.operands[:3]
-    ]
-
-
-def _serving(tensors: Sequence[Any]) -> Any:
-    """The plan that serves, kernels and dispatcher loaded.
-
-    Raises:
-        BenchmarkError: when no own kernel serves; says why.
-    """
-    import importlib
-
-    import torch
-
-    import tuner
-    from tuner.runtime import dispatch
-
-    find_plan = importlib.import_module("tuner.runtime.attention").find_plan
-    plan = find_plan(*tensors, False, None)
-    steps = getattr(plan, "steps", ())
-    if not steps:
-        raise BenchmarkError(f"{PROBLEM.label()} is not served by an own kernel: {plan}")
-    if dispatch._thread is not None:
-        dispatch._thread.join()
-    for _ in range(10):
-        tuner.attention(*tensors)
-    torch.cuda.synchronize()
-    return plan
-
-
-def _peers(tensors: Sequence[Any]) -> dict[str, Call]:
-    """FlashAttention-3 and -4 over (B, S, H, D), the layout that they are written for."""
-    query, key, value = (tensor.transpose(1, 2).contiguous() for tensor in tensors)
-    found: dict[str, Call] = {}
-    for name in ("flash3", "flash4"):
-        attend = peer(name)
-        if not isinstance(attend, str):
-            scale = PROBLEM.head_dim**-0.5
-            found[name] = partial(attend, query, key, value, causal=False, scale=scale)
-    return found
-
-
-def _burst(call: Call) -> float:
-    """Host microseconds a call."""
-    import torch
-
-    torch.cuda.synchronize()
-    start = time.perf_counter_ns()
-    for _ in range(BURST):
-        call()
-    spent = time.perf_counter_ns() - start
-    torch.cuda.synchronize()
-    return spent / BURST / 1e3
-
-
-def _bare(plan: Any, tensors: Sequence[Any]) -> float:
-    """Host microseconds of the plan's launches alone."""
-    import torch
-
-    out = torch.empty_strided(plan.shape, plan.strides, dtype=plan.dtype, device="cuda")
-    workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device="cuda")
-    base = workspace.data_ptr() if plan.workspace_bytes else 0
-    addresses = [*(tensor.data_ptr() for tensor in tensors), out.data_ptr(), base, 0]
-    stream = torch.cuda.current_stream().cuda_stream
-    burst = _burst_function()
-    torch.cuda.synchronize()
-    spent = 0
-    for step in plan.steps:
-        pointers = [addresses[i] + at if addresses[i] else 0 for i, at in step.tensors]
-        ns = burst(
-            step.kernel.address,
-            (ctypes.c_void_p * len(pointers))(*pointers),
-            (ctypes.c_int64 * len(step.integers))(*step.integers),
-            (ctypes.c_double * len(step.scalars))(*step.scalars),
-            base + step.workspace_at,
-            stream,
-            BURST,
-        )
-        if ns < 0:
-            raise BenchmarkError(f"the bare launch was refused: {-ns}")
-        spent += ns
-        torch.cuda.synchronize()
-    return spent / 1e3
-
-
-_compiled: list[Any] = []
-
-
-def _burst_function() -> Any:
-    """`_BURST_SOURCE`, compiled once."""
-    if not _compiled:
-        compiler, _ = find_host_compiler()
-        with tempfile.TemporaryDirectory() as folder:
-            source, library = Path(folder) / "burst.cpp", Path(folder) / "burst.so"
-            source.write_text(_BURST_SOURCE)
-            command = [str(compiler), "-std=c++17", "-O2", "-shared", "-fPIC", str(source)]
-            subprocess.run([*command, "-o", str(library)], check=True, capture_output=True)
-            function = ctypes.CDLL(str(library)).burst
-        function.restype = ctypes.c_int64
-        function.argtypes = [*[ctypes.c_void_p] * 6, ctypes.c_int64]
-        _compiled.append(function)
-    return _compiled[0]
-
-
-def _table_share(module: Any, tensors: Sequence[Any]) -> float:
-    """Host microseconds of reading a call and not finding it: the whole way but the launch."""
-    unknown = math.pi  # a scale that nobody asked for
-    samples = []
-    for _ in range(ROUNDS):
-        start = time.perf_counter_ns()
-        for _ in range(1000):
-            module.attention(*tensors, None, 0.0, False, unknown, False)
-        samples.append((time.perf_counter_ns() - start) / 1e6)
-    return statistics.median(samples)
-
-
-def wall() -> dict[str, Any]:
-    """Microseconds a call in an eager loop, medians of interleaved rounds, and in a graph."""
-    import torch
-
-    import tuner
-
-    tensors = _inputs()
-    _serving(tensors)
-    calls: dict[str, Call] = {
-        "attention": lambda: tuner.attention(*tensors),
-        "sdpa": lambda: torch.nn.functional.scaled_dot_product_attention(*tensors),
-        **_peers(tensors),
-    }
-    times: dict[str, list[float]] = {name: [] for name in (*calls, "graph")}
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(20):
-            calls["attention"]()
-    for call in calls.values():
-        _wall(call, 200)
-    for _ in range(15):
-        for name, call in calls.items():
-            times[name].append(_wall(call, 1000))
-        times["graph"].append(_wall(graph.replay, 50) / 20)
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
-def _wall(call: Call, count: int) -> float:
-    import torch
-
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(count):
-        call()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - start) / count * 1e6
-
-
 def first_call() -> dict[str, Any]:
     """Milliseconds of the first call, in fresh processes over a store with `ENTRIES` more."""
     with tempfile.TemporaryDirectory() as folder:
@@ -395,14 +205,13 @@ def first_call() -> dict[str, Any]:
         settings.artifacts_dir().mkdir(parents=True, exist_ok=True)
         (cache / "artifacts").symlink_to(settings.artifacts_dir().resolve())
         store = cache / "store.sqlite"
-        if settings.store_path().exists():
+        if store_file().exists():
             with (
-                contextlib.closing(sqlite3.connect(settings.store_path())) as source,
+                contextlib.closing(sqlite3.connect(store_file())) as source,
                 contextlib.closing(sqlite3.connect(store)) as target,
             ):
                 source.backup(target)
-        with open_store(f"sqlite:///{store}") as opened:
-            opened.import_(document(ENTRIES))
+        fill(store, ENTRIES)
         variables = {**os.environ, "TUNER_CACHE_DIR": str(cache)}
         variables.pop("TUNER_STORE", None)
         runs = []
@@ -418,6 +227,36 @@ def first_call() -> dict[str, Any]:
         name: statistics.median(run[name] for run in runs) for name in ("returned", "done")
     }
     return found | {"hits": sum(run["hits"] for run in runs), "entries": ENTRIES}
+
+
+def fill(store: Path, count: int) -> None:
+    """Put decisions for `count` problems into a store that look like real ones.
+
+    One goes in as any other; the rest are copies of its rows, for they would all be checked at the
+    door, which takes a minute for 10,000.
+    """
+    with open_store(f"sqlite:///{store}") as opened:
+        opened.import_(document(1))
+    with contextlib.closing(sqlite3.connect(store)) as connection, connection:
+        query = "SELECT id, (SELECT max(id) FROM problems) FROM problems WHERE key = ?"
+        first, last = connection.execute(query, (problem(0).key,)).fetchone()
+        keys = ((problem(n).key, problem(n).op) for n in range(1, count))
+        connection.executemany("INSERT OR IGNORE INTO problems (key, op) VALUES (?, ?)", keys)
+        of_winner = f"winner_id IN (SELECT id FROM winners WHERE problem_id = {first})"
+        for name, which, changed in (
+            ("measurements", f"problem_id = {first}", {"problem_id": "p.id"}),
+            ("winners", f"problem_id = {first}", {"problem_id": "p.id"}),
+            ("rankings", of_winner, {}),
+        ):
+            columns = [row[1] for row in connection.execute(f"PRAGMA table_info({name})")]
+            ids = {
+                key: f"p.id * 1000000 + t.{key}" for key in ("id", "winner_id", "measurement_id")
+            }
+            values = {"digest": "t.digest || p.id", **ids, **changed}
+            connection.execute(
+                f"INSERT INTO {name} SELECT {', '.join(values.get(c, f't.{c}') for c in columns)} "
+                f"FROM {name} t, problems p WHERE t.{which} AND p.id > {last}"
+            )
 
 
 _FIRST_CALL = """
@@ -451,54 +290,14 @@ def report(results: Mapping[str, Any]) -> str:
     return f"{heading}\n{table(rows, frozenset({1, 2}))}"
 
 
-def _host_rows(part: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
-    others = ", ".join(
-        f"{name} {part[name]:.2f}" for name in ("bare", "python", "sdpa", "flash4") if name in part
-    )
-    rows = [("host us a call", f"{part['attention']:.2f}", "", others)]
-    limit = f"{HOST_LIMIT_US:.1f}"
-    rows.append(("host us beyond the launch", f"{part['beyond_launch']:.2f}", limit, ""))
-    if "table" in part:
-        rows.append(("host us of the table", f"{part['table']:.2f}", f"{TABLE_LIMIT_US:.1f}", ""))
-    return rows
-
-
-def _wall_rows(part: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
-    others = ", ".join(f"{name} {us:.1f}" for name, us in part.items() if name != "attention")
-    mine = part["attention"]
-    rows = [("wall us a call", f"{mine:.1f}", "", others)]
-    rows.append(("wall / sdpa", f"{mine / part['sdpa']:.2f}", f"{WALL_LIMIT:.2f}", ""))
-    if "flash4" in part:
-        rows.append(("wall / flash4", f"{mine / part['flash4']:.2f}", "1.00", ""))
-    rows.append(("wall / graph", f"{mine / part['graph']:.2f}", f"{GRAPH_LIMIT:.2f}", ""))
-    return rows
-
-
-def _decoder_rows(part: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
-    rows = []
-    for name, found in part.items():
-        if name == "layers":
-            continue
-        ratio = found["sdpa"] / found["tuner"]
-        beside = (
-            f"{found['tuner']:.0f} tokens/s, sdpa {found['sdpa']:.0f}; attention's share "
-            f"{found['tuner share']:.0%}, {found['sdpa share']:.0%}; {found['hits']} hits "
-            f"({found['nearest_hits']} nearest), {sum(found['fallbacks'].values())} fallbacks"
-        )
-        rows.append(
-            (f"{name} x{part['layers']} layers: time / sdpa", f"{ratio:.3f}", "1.000", beside)
-        )
-    return rows
-
-
 def _first_rows(part: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
     beside = f"{part['entries']} entries, {part['hits']} of 5 served, done {part['done']:.1f}"
     return [("first call ms", f"{part['returned']:.1f}", f"{FIRST_CALL_LIMIT_MS:.0f}", beside)]
 
 
-_ROWS: Mapping[str, Callable[[Mapping[str, Any]], list[tuple[str, str, str, str]]]] = {
-    "host": _host_rows,
-    "wall": _wall_rows,
-    "decoder": _decoder_rows,
+_ROWS: Mapping[str, Callable[[Mapping[str, Any]], Iterable[tuple[str, str, str, str]]]] = {
+    "host": calls.host_rows,
+    "wall": calls.wall_rows,
+    "decoder": decoder.rows,
     "first-call": _first_rows,
 }
