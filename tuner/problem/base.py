@@ -96,7 +96,8 @@ class Problem(ABC):
             name = cls.keys[key]
             for target in name.split("+"):
                 if target in parsed:
-                    raise ConfigError(f"key '{key}' sets {target}, which another key sets already")
+                    both = [k for k in values if target in cls.keys[k].split("+")]
+                    raise ConfigError(f"{' and '.join(both)} set the same (allowed: one of them)")
                 parsed[target] = _convert(key, value, types[target])
         if missing := [text for key in cls.required if (text := cls._missing(key, parsed))]:
             allowed = ", ".join(cls.keys)
@@ -206,4 +207,6 @@ def check_choice(key: str, value: str, allowed: tuple[str, ...]) -> None:
         ConfigError: for any other.
     """
     if value not in allowed:
-        raise ConfigError(f"{key}={value} is not known (allowed: {', '.join(allowed)})")
+        names = ", ".join(DTYPE_SHORT.get(name, name) for name in allowed)
+        given = DTYPE_SHORT.get(value, value)
+        raise ConfigError(f"{key}={given} is not known (allowed: {names})")
