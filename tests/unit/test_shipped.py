@@ -127,3 +127,13 @@ def test_the_readme_prints_what_ships(problem: AttentionProblem, cells: list[str
 
 def test_the_readme_s_table_is_read() -> None:
     assert len(_readme_lines()) > 8
+
+
+def test_every_file_of_evidence_is_explained_and_none_is_missing() -> None:
+    root = resources.cache().parent
+    there = {path.name for path in (root / "cache" / "evidence").iterdir()}
+    explained = (root / "cache" / "README.md").read_text()
+    assert [name for name in sorted(there) if f"`{name}`" not in explained] == []
+    for page in (root / "README.md", root / "templates" / "README.md", root / "scripts/README.md"):
+        named = set(re.findall(r"evidence/([\w-]+\.json(?:\.gz)?)", page.read_text()))
+        assert named - there == set(), page
