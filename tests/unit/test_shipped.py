@@ -43,6 +43,15 @@ def test_a_recording_reads_and_holds_its_baselines(path: Path) -> None:
     assert any(not family(m.config.family).is_vendor for m in finals)
     assert all(m.latency_us is not None and m.latency_us > 0 for m in finals)
     assert recorded.environment.facts["driver"]
+    # One pass, the one that was decided by: times of two passes are not beside each other.
+    (decided,) = (
+        e for e in shipped() if (e.problem, e.regime) == (recorded.problem, recorded.regime)
+    )
+    times = {m.config.digest: m.latency_us for m in finals}
+    assert len(times) == len(finals)
+    assert times == pytest.approx(
+        {m.config.digest: m.latency_us for m in decided.ranking}, rel=1e-3
+    )
 
 
 @pytest.mark.parametrize("problem", [ATTENTION, GEMM], ids=lambda problem: problem.op)
