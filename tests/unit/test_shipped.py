@@ -125,13 +125,16 @@ def test_the_readme_prints_what_ships(problem: AttentionProblem, cells: list[str
     ]
     own, vendors = entry.best_own, {name: m.latency_us for name, m in entry.vendors.items()}
     assert own is not None and own.latency_us is not None and own.tflops is not None
-    family, us = cells[0].split()
-    assert family == own.config.family and _as_printed(us, own.latency_us)
+    name, us = cells[0].split()
+    assert name == own.config.family and _as_printed(us, own.latency_us)
     assert _as_printed(cells[1], own.tflops)
     assert _as_printed(cells[2], vendors["cudnn"] or 0)
     assert _as_printed(cells[3], min(vendors["flash3"] or 0, vendors["flash3_splits"] or 0))
     assert _as_printed(cells[4], vendors["flash4"] or 0)
     assert _as_printed(cells[5], min(filter(None, vendors.values())) / own.latency_us)
+    configs = {m.config for m in found(problem).measurements}
+    groups = {family(c.family).compile_digest(c) for c in configs if not family(c.family).is_vendor}
+    assert int(cells[6]) == len(groups)
 
 
 def test_the_readme_s_table_is_read() -> None:
