@@ -108,8 +108,8 @@ class Machine:
 
 @pytest.fixture(autouse=True)
 def nothing_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    caches = (LOOKUP.shipped, LOOKUP._shipped_index)
-    monkeypatch.setattr(LOOKUP, "_tuned", lambda: tmp_path / "nothing")
+    caches = (LOOKUP.shipped, LOOKUP.shipped_index)
+    monkeypatch.setattr("tuner.shipped._tuned", lambda: tmp_path / "nothing")
     for cached in caches:
         cached.cache_clear()
     yield

@@ -65,15 +65,15 @@ def measured(latency_us: float = 13.0, config: Config = OWN, **changes: Any) -> 
 
 @pytest.fixture(autouse=True)
 def nothing_shipped_and_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(LOOKUP, "_tuned", lambda: tmp_path / "tuned")
+    monkeypatch.setattr("tuner.shipped._tuned", lambda: tmp_path / "tuned")
     monkeypatch.setattr("tuner.rule.shipped", lambda: ())
     monkeypatch.setattr(commands, "_detected", lambda: None)
     LOOKUP.shipped.cache_clear()
-    LOOKUP._shipped_index.cache_clear()
+    LOOKUP.shipped_index.cache_clear()
     yield
     LOOKUP.close()
     LOOKUP.shipped.cache_clear()
-    LOOKUP._shipped_index.cache_clear()
+    LOOKUP.shipped_index.cache_clear()
 
 
 @pytest.fixture
