@@ -14,7 +14,6 @@ from pydantic import (
     ValidatorFunctionWrapHandler,
     WrapValidator,
 )
-from pydantic_core import PydanticCustomError
 
 MAX_BATCH = 1000
 MAX_PROBLEMS = 10_000
@@ -64,7 +63,7 @@ def _in_one_line(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
     try:
         return check(value)
     except ValidationError as exc:
-        raise PydanticCustomError("problem", _NO_PROBLEM) from exc
+        raise ValueError(_NO_PROBLEM) from exc
 
 
 _NO_PROBLEM = 'not a problem (allowed: text as "S=1024,D=64", or keys as {"S": 1024, "D": 64})'
