@@ -79,6 +79,8 @@ def test_defaults() -> None:
         ("attention", "H=10,HKV=3,S=64,D=64", "HKV=3", "1, 2, 5, 10"),
         ("attention", "HKV=0,S=64,D=64", "HKV=0", "1 to"),
         ("attention", "S=many,D=64", "S=many", "whole number"),
+        ("attention", "S=1_024,D=64", "S=1_024", "whole number"),
+        ("attention", "S=\u0661\u0660,D=64", "S=", "whole number"),
         ("attention", "S=1.5,D=64", "S=1.5", "whole number"),
         ("attention", "S=64,D=64,causal=maybe", "causal=maybe", "true"),
         ("attention", "S=64,D=64,dtype=fp8", "dtype=fp8", "fp16, bf16, e4m3"),

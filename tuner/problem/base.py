@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -157,12 +158,9 @@ def _convert(key: str, value: Any, annotation: str) -> Any:
     if annotation == "int":
         if isinstance(value, bool) or not isinstance(value, int | str):
             raise ConfigError(f"{key}={value!r} is not a whole number (allowed: as in {key}=1024)")
-        try:
-            return int(value)
-        except ValueError:
-            raise ConfigError(
-                f"{key}={value} is not a whole number (allowed: as in {key}=1024)"
-            ) from None
+        if not re.fullmatch(r"[+-]?[0-9]{1,64}", str(value)):
+            raise ConfigError(f"{key}={value} is not a whole number (allowed: as in {key}=1024)")
+        return int(value)
     if annotation == "bool":
         if isinstance(value, bool):
             return value
