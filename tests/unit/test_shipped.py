@@ -73,7 +73,10 @@ def test_a_quick_sweep_replays_to_within_two_percent_of_the_best(
 ) -> None:
     monkeypatch.setenv("TUNER_CACHE_DIR", str(tmp_path))
     assert main(["sweep", "--shape", "S=1024,D=64", "--replay", "--sampler", "tpe"]) == 0
-    assert "REPLAYED" in capsys.readouterr().out
+    out, readme = capsys.readouterr().out, (ROOT / "README.md").read_text()
+    assert "REPLAYED" in out
+    baselines = [line for line in out.splitlines() if line.startswith("baseline")]
+    assert len(baselines) == 6 and all(line in readme for line in baselines)
     with open_store() as store:
         entry = store.best(ATTENTION, H200, Regime.default("attention"))
     assert entry is not None and entry.provenance is Provenance.REPLAYED
