@@ -16,16 +16,17 @@ import os
 import sqlite3
 import threading
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tuner import resources, settings
-from tuner.errors import ConfigError, StoreError
+from tuner import settings
+from tuner.answer import Answer, choose, differences, noted
+from tuner.errors import ConfigError
 from tuner.hardware import DEFAULT_GPU, Gpu, gpu_by_name
 from tuner.measurement import Environment, Measurement, Provenance, Regime, Status
 from tuner.problem import Problem
+from tuner.shipped import SHIPPED, shipped, shipped_index, with_builds, with_shipped
 from tuner.store.base import sqlite_file
 from tuner.store.entry import (
     BEST_COLUMNS,
@@ -35,14 +36,12 @@ from tuner.store.entry import (
     entries_from_rows,
     from_row,
     problem_from_row,
-    sort_key,
 )
-from tuner.store.exchange import trusted_entries
 from tuner.store.faults import unreadable_row
 from tuner.store.reading import StoreFile
 
 if TYPE_CHECKING:
-    from tuner.rule import Choice
+    pass
 
 __all__ = [
     "Answer",
@@ -59,9 +58,6 @@ __all__ = [
     "store_file",
     "with_shipped",
 ]
-
-SHIPPED = "shipped"
-"""`Entry.origin` of the decisions under ``cache/tuned/``."""
 
 _MAX_ANSWERS = 65536
 """Answers kept, misses among them, so that a server of ever new shapes stays small."""
@@ -100,45 +96,6 @@ _QUICK = (
     "AND m.config_digest IN ({configs}) AND g.identity = ? AND m.regime = ? "
     "AND m.provenance = 'measured' AND NOT m.is_final ORDER BY m.id"
 )
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What `lookup` found."""
-
-    entry: Entry
-    """Of the problem itself, or of the nearest one that was tuned; by a rule one without a time
-    (`kind`)."""
-    exact: bool
-    """False when the entry is of another problem, of another GPU, or of another environment than
-    the caller's."""
-    notes: tuple[str, ...] = ()
-    """What the caller should know: another problem's, not measured, another environment, another
-    GPU, shipped."""
-    lent: tuple[Measurement, ...] = ()
-    """Of the nearest problem's own configs those that may serve the one asked for, best first;
-    empty where the entry is the problem's own."""
-    ruled: Choice | None = None
-    """What a rule says, and its regret, where nothing else is known."""
-
-    @property
-    def kind(self) -> str:
-        """``exact``, ``nearest`` or ``rule``."""
-        if self.ruled is not None:
-            return "rule"
-        return "nearest" if self.lent else "exact"
-
-    @property
-    def candidates(self) -> tuple[Measurement, ...]:
-        """What may be launched, best first: what is lent, else the winner and the ranking.
-
-        Each is a measurement of ``entry.problem``; its config and artifacts serve the problem
-        asked for.
-        """
-        if self.lent:
-            return self.lent
-        winner = self.entry.winner
-        return (winner, *(m for m in self.entry.ranking if m.config != winner.config))
 
 
 def lookup(
@@ -188,21 +145,21 @@ def lookup(
         other = default.other_inputs
         second = _known(problem, asked.identity, other, path, allow_other_gpu, among)
         if second is not None and _rank(second) < rank:
-            answer = _noted(second, f"timed {other}: nothing better is known {default}")
+            answer = noted(second, f"timed {other}: nothing better is known {default}")
     if answer is None and with_rules:
         regimes = (default,) if regime else (default, default.other_inputs)
         answer = _ruled(problem, asked, regimes, allow_other_gpu)
     if answer is None:
         return None
     if gpu is None:
-        answer = _noted(answer, f"no GPU named: this is the answer for {asked.name}")
+        answer = noted(answer, f"no GPU named: this is the answer for {asked.name}")
     if (
         environment is not None
         and answer.ruled is None
         and (differing := differences(answer.entry, environment))
     ):
         note = f"{answer.entry.provenance} in another environment ({'; '.join(differing)})"
-        answer = replace(_noted(answer, note), exact=False)
+        answer = replace(noted(answer, note), exact=False)
     return answer
 
 
@@ -218,7 +175,7 @@ def _known(
     if among is None:
         return _reader(path or store_file()).answer(problem, identity, regime, allow_other_gpu)
     matching = [e for e in among if (e.problem, e.regime) == (problem, regime)]
-    return _choose(matching, identity, allow_other_gpu)
+    return choose(matching, identity, allow_other_gpu)
 
 
 def _rank(answer: Answer | None) -> int:
@@ -237,52 +194,6 @@ def entries(path: Path | None = None) -> list[Entry]:
         StoreError: when the file exists and cannot be read.
     """
     return _reader(path or store_file()).all()
-
-
-def with_shipped(
-    stored: Iterable[Entry], builds: Mapping[str, Mapping[str, Mapping[str, str]]] | None = None
-) -> list[Entry]:
-    """A store's entries and the shipped ones that it lacks, in a fixed order.
-
-    Args:
-        stored: the store's.
-        builds: artifacts made here of shipped configs, by problem key and config digest.
-    """
-    found = {
-        sort_key(entry): entry
-        for one in shipped()
-        for entry in _with_builds([one], (builds or {}).get(one.problem.key, {}))
-    }
-    found.update((sort_key(entry), entry) for entry in stored)
-    return [found[key] for key in sorted(found)]
-
-
-def _tuned() -> Path:
-    return resources.cache() / "tuned"
-
-
-@cache
-def shipped() -> tuple[Entry, ...]:
-    """The decisions that ship with the package, under ``cache/tuned/``.
-
-    Raises:
-        StoreError: when such a file is damaged.
-    """
-    found: list[Entry] = []
-    for path in sorted(_tuned().glob("*.json")):
-        try:
-            found += trusted_entries(json.loads(path.read_text(encoding="utf-8")), SHIPPED)
-        except (OSError, ValueError, KeyError, IndexError, TypeError) as exc:
-            raise StoreError(f"the shipped file {path} cannot be read: {exc}") from exc
-    return tuple(found)
-
-
-@cache
-def _shipped_index() -> Mapping[tuple[Problem, Regime], list[Entry]]:
-    index: dict[tuple[Problem, Regime], list[Entry]] = {}
-    for entry in shipped():
-        index.setdefault((entry.problem, entry.regime), []).append(entry)
-    return index
 
 
 def decided(path: Path | None = None) -> Mapping[str, Hashable]:
@@ -334,51 +245,6 @@ def find_gpu(name: str, known: Iterable[Entry] = ()) -> Gpu:
         return gpu_by_name(name)
     except ConfigError as exc:
         raise ConfigError(f"{exc}; in the store: {', '.join(stored) or 'none'}") from exc
-
-
-def _noted(answer: Answer, note: str) -> Answer:
-    return replace(answer, notes=(*answer.notes, note))
-
-
-def differences(entry: Entry, environment: Environment) -> list[str]:
-    """Facts that both environments have and that differ; a fact that one lacks says nothing."""
-    theirs = entry.winner.environment.facts
-    return [
-        f"{name} {theirs[name]}, here {value}"
-        for name, value in sorted(environment.facts.items())
-        if name in theirs and theirs[name] != value
-    ]
-
-
-def _choose(candidates: Sequence[Entry], identity: str, allow_other_gpu: bool) -> Answer | None:
-    """The first by provenance, then by GPU, then by source (the order of `candidates`)."""
-    _, capability, sms = identity.rsplit("|", 2)
-    others = [
-        e
-        for e in candidates
-        if e.gpu.identity != identity and e.gpu.compute_capability == capability
-    ]
-    others.sort(key=lambda e: (abs(e.gpu.sm_count - int(sms)), e.gpu.identity))
-    own = [e for e in candidates if e.gpu.identity == identity]
-    for provenance in PROVENANCES:
-        for entry in own + (others if allow_other_gpu else []):
-            if entry.provenance is provenance:
-                return _answer(entry, identity)
-    return None
-
-
-def _answer(entry: Entry, identity: str) -> Answer:
-    notes = []
-    if entry.gpu.identity != identity:
-        name = identity.partition("|")[0]
-        notes.append(
-            f"{entry.provenance} on {entry.gpu.name}, not on {name}: another GPU was allowed"
-        )
-    if entry.provenance is not PROVENANCES[0]:
-        notes.append(f"{entry.provenance}, not measured")
-    if entry.origin:
-        notes.append(entry.origin)
-    return Answer(entry, entry.gpu.identity == identity, tuple(notes))
 
 
 def _ruled(
@@ -433,7 +299,7 @@ class _Reader:
                 if len(self._answers) >= _MAX_ANSWERS:
                     self._answers.clear()
                 candidates = self._candidates(problem, regime)
-                found = _choose(candidates, identity, allow_other_gpu)
+                found = choose(candidates, identity, allow_other_gpu)
                 if found is None or not found.exact or found.entry.provenance != PROVENANCES[0]:
                     found = self._nearest(problem, identity, regime) or found
                 self._answers[key] = found
@@ -481,12 +347,12 @@ class _Reader:
         self._lenders.clear()
 
     def _candidates(self, problem: Problem, regime: Regime) -> list[Entry]:
-        shipped_ones = _shipped_index().get((problem, regime), [])
+        shipped_ones = shipped_index().get((problem, regime), [])
         if not self._file.has_tables:
             return shipped_ones
         stored = self._entries(" WHERE problem = ? AND regime = ?", (problem.key, str(regime)))
         builds = self._file.select(_BUILDS, (problem.key,)) if shipped_ones else []
-        return stored + _with_builds(shipped_ones, {k: json.loads(v) for k, v in builds})
+        return stored + with_builds(shipped_ones, {k: json.loads(v) for k, v in builds})
 
     def _nearest(self, problem: Problem, identity: str, regime: Regime) -> Answer | None:
         """What the nearest tuned problem lends, None where none lends anything."""
@@ -527,7 +393,7 @@ class _Reader:
         if key not in self._lenders:
             from tuner.nearest import drawn
 
-            found = _choose(self._candidates(problem, regime), identity, allow_other_gpu=False)
+            found = choose(self._candidates(problem, regime), identity, allow_other_gpu=False)
             if found is None or found.entry.provenance != PROVENANCES[0]:
                 self._lenders[key] = None, []
             else:
@@ -555,24 +421,6 @@ class _Reader:
             return entries_from_rows(dict(zip(BEST_COLUMNS, row, strict=True)) for row in rows)
         except (ValueError, TypeError, KeyError) as exc:
             raise unreadable_row(str(self._path), exc) from exc
-
-
-def _with_builds(found: Iterable[Entry], builds: Mapping[str, Mapping[str, str]]) -> list[Entry]:
-    """Shipped entries with the artifacts that were built here (`Store.record_build`)."""
-
-    def built(m: Measurement) -> Measurement:
-        artifacts = builds.get(m.config.digest)
-        return m if artifacts is None else m.but(artifacts=artifacts)
-
-    return [
-        replace(
-            entry,
-            winner=built(entry.winner),
-            ranking=tuple(map(built, entry.ranking)),
-            best_own=built(entry.best_own) if entry.best_own else None,
-        )
-        for entry in found
-    ]
 
 
 _readers: dict[str, _Reader] = {}

@@ -22,7 +22,7 @@ from typing import Any
 
 from tuner.config import Config
 from tuner.families import families, families_of
-from tuner.families.base import Family
+from tuner.families.base import Family, without_spare
 from tuner.fit import Sample, answers_everywhere
 from tuner.hardware import Gpu
 from tuner.measurement import Measurement, Provenance
@@ -158,7 +158,8 @@ def _times(
     found: dict[Config, Time] = {}
     if predict:
         past = [m for other, ms in measured.items() if other != problem for m in ms]
-        for family in families_of(problem.op).values():
+        own = [f for f in families_of(problem.op).values() if not f.is_vendor]
+        for family in without_spare([f for f in own if not f.supports(problem, gpu)]):
             found |= _predicted(family, problem, gpu, past, sample)
     for config, us in sample.times.items():
         family_of = known.get(config.family)
@@ -179,10 +180,10 @@ def _predicted(
     past: Sequence[Measurement],
     sample: Sample,
 ) -> dict[Config, Time]:
-    """A family's space as the search believes it, given what was measured; nothing of a vendor's
-    kernels, which have no estimate, nor of composite ones, whose stages are tuned first.
+    """A family's space as the search believes it, given what was measured; nothing of composite
+    ones, whose stages are tuned first.
     """
-    if family.is_vendor or family.supports(problem, gpu) or family.stages(problem):
+    if family.stages(problem):
         return {}
     space = family.space(problem, gpu)
     if not space:

@@ -234,7 +234,8 @@ class Sweep:
             if not reason and self.runner.provenance is Provenance.MEASURED:
                 reason = family.lacks()
             if reason:
-                self._note(f"{family.name} does not compete: {reason}")
+                stage = "" if problem == self.problem else f" for the stage {problem.op}"
+                self._note(f"{family.name} does not compete{stage}: {reason}")
             else:
                 found.append(family)
         return found

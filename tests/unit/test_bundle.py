@@ -108,8 +108,8 @@ class Machine:
 
 @pytest.fixture(autouse=True)
 def nothing_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    caches = (LOOKUP.shipped, LOOKUP._shipped_index)
-    monkeypatch.setattr(LOOKUP, "_tuned", lambda: tmp_path / "nothing")
+    caches = (LOOKUP.shipped, LOOKUP.shipped_index)
+    monkeypatch.setattr("tuner.shipped._tuned", lambda: tmp_path / "nothing")
     for cached in caches:
         cached.cache_clear()
     yield
@@ -537,7 +537,7 @@ class TestCommand:
         assert command(maker, str(tmp_path / "b.tar"), "--all") == 0
         said = capsys.readouterr()
         assert "left out: softmax M=64" in said.err
-        assert "1 entries with 2 kernels" in said.out
+        assert "1 entry with 2 kernels" in said.out
         shape = ("--op", "softmax", "--shape", "M=64,N=1024")
         assert command(maker, str(tmp_path / "c.tar"), *shape) == 1
         assert "is not in the cache" in capsys.readouterr().err

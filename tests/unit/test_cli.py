@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -274,6 +276,22 @@ def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
             cli.main([name, "--help"])
         assert ended.value.code == 0
         assert "usage: tuner" in capsys.readouterr().out
+
+
+def test_commands_of_the_readmes_are_the_programs() -> None:
+    root, parser, seen = Path(__file__).parents[2], cli.parser(), 0
+    for page in ("README.md", "scripts/README.md", "tuner/README.md", "cache/README.md"):
+        text = (root / page).read_text()
+        blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+        lines = [line for block in blocks for line in block.splitlines()]
+        lines += [f"tuner {line}" for line in re.findall(r"`tuner ([^`\n]+--shape [^`\n]+)`", text)]
+        for line in lines:
+            for part in re.split(r";|&&|>", line.partition("#")[0]):
+                command = re.match(r"\s*(?:RUN )?(?:scripts/)?tuner (.+)", part)
+                if command and "..." not in part:
+                    parser.parse_args(shlex.split(command[1]))
+                    seen += 1
+    assert seen > 30
 
 
 SLOW = """

@@ -65,15 +65,15 @@ def measured(latency_us: float = 13.0, config: Config = OWN, **changes: Any) -> 
 
 @pytest.fixture(autouse=True)
 def nothing_shipped_and_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(LOOKUP, "_tuned", lambda: tmp_path / "tuned")
+    monkeypatch.setattr("tuner.shipped._tuned", lambda: tmp_path / "tuned")
     monkeypatch.setattr("tuner.rule.shipped", lambda: ())
     monkeypatch.setattr(commands, "_detected", lambda: None)
     LOOKUP.shipped.cache_clear()
-    LOOKUP._shipped_index.cache_clear()
+    LOOKUP.shipped_index.cache_clear()
     yield
     LOOKUP.close()
     LOOKUP.shipped.cache_clear()
-    LOOKUP._shipped_index.cache_clear()
+    LOOKUP.shipped_index.cache_clear()
 
 
 @pytest.fixture
@@ -111,6 +111,18 @@ class TestLookup:
             str(filled),
         ):
             assert part in out, part
+        assert "note" not in out
+
+    def test_where_an_entry_came_from_is_no_note_of_its_own(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with open_store() as store:
+            store.decide(PROBLEM, H200, WARM, [measured()], "sweep1")
+            document = store.export()
+            store.forget(PROBLEM)
+            store.import_(document)
+        out = printed(capsys, "lookup", *SHAPE, "--gpu", "H200")
+        assert "measured, imported" in out
         assert "note" not in out
 
     def test_without_a_gpu_it_says_for_which(
@@ -335,7 +347,7 @@ class TestExchange:
             store.decide(GEMM, H200, COLD, [legal()], "s")
         file, other = tmp_path / "e.json", f"sqlite:///{tmp_path / 'other.sqlite'}"
         out = printed(capsys, "export", str(file))
-        assert out == f"1 entries with 1 measurements written to {file}\n"
+        assert out == f"1 entry with 1 measurement written to {file}\n"
         out = printed(capsys, "import", str(file), "--store", other)
         assert "1 entries added, 0 replaced, 0 known already, 0 not taken" in out
         assert "`tuner build`" in out
@@ -456,10 +468,29 @@ class TestPinAndForget:
         assert run("forget", *SHAPE, "--gpu", "H100") == 1
         capsys.readouterr()
         out = printed(capsys, "forget", *SHAPE)
-        assert out == f"1 entries and 3 measurements of {PROBLEM.label()} deleted\n"
+        assert out == f"1 entry and 3 measurements of {PROBLEM.label()} deleted\n"
         assert run("lookup", *SHAPE) == 1
         assert run("forget", *SHAPE, "--json") == 1
         assert json.loads(capsys.readouterr().out) == {"entries": 0, "measurements": 0}
+
+    def test_what_ships_is_neither_pinned_nor_forgotten(
+        self,
+        filled: Path,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        with open_store() as store:
+            (entry,) = store.entries()
+        monkeypatch.setattr(commands, "shipped", lambda: (entry,))
+        assert printed(capsys, "forget", *SHAPE).endswith("goes on being served\n")
+        with pytest.raises(NoValidConfigError, match="once it is imported"):
+            run("pin", *SHAPE, "--config", OWN.digest)
+
+    def test_a_wrong_shape_comes_before_a_store_that_is_not_there(self) -> None:
+        for command in (["pin", "--config", "abcd"], ["unpin"], ["forget"]):
+            with pytest.raises(ConfigError, match="S=0"):
+                run(*command, "--shape", "S=0,D=64")
 
     def test_no_store_is_made(self, tmp_path: Path) -> None:
         for command in (["pin", "--config", "abcd"], ["unpin"], ["forget"]):

@@ -18,6 +18,7 @@ LAYERS: tuple[set[str], ...] = (
     {"errors", "problem", "config", "measurement", "hardware", "settings", "resources"},
     {"families", "store"},
     {
+        "answer",
         "artifacts",
         "build_on_miss",
         "compiler",
@@ -33,6 +34,7 @@ LAYERS: tuple[set[str], ...] = (
         "recording",
         "render",
         "rule",
+        "shipped",
         "snapshot",
         "toolchain",
         "triton_kernels",

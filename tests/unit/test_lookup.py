@@ -70,12 +70,12 @@ def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr("tuner.rule.shipped", lambda: ())
     folder = tmp_path / "tuned"
     folder.mkdir()
-    monkeypatch.setattr(MODULE, "_tuned", lambda: folder)
+    monkeypatch.setattr("tuner.shipped._tuned", lambda: folder)
 
     def forget() -> None:
         MODULE.close()
         MODULE.shipped.cache_clear()
-        MODULE._shipped_index.cache_clear()
+        MODULE.shipped_index.cache_clear()
 
     forget()
     yield folder

@@ -254,16 +254,16 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def store(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    monkeypatch.setattr(MODULE, "_tuned", lambda: tmp_path / "nothing shipped")
+    monkeypatch.setattr("tuner.shipped._tuned", lambda: tmp_path / "nothing shipped")
     monkeypatch.setattr("tuner.rule.shipped", lambda: ())
     MODULE.close()
     MODULE.shipped.cache_clear()
-    MODULE._shipped_index.cache_clear()
+    MODULE.shipped_index.cache_clear()
     with open_store(str(path)) as made:
         yield made
     MODULE.close()
     MODULE.shipped.cache_clear()
-    MODULE._shipped_index.cache_clear()
+    MODULE.shipped_index.cache_clear()
 
 
 def decide(store: Store, entry: Entry = ENTRY) -> None:

@@ -140,6 +140,14 @@ def test_measured_times_stand_and_the_rest_is_marked_predicted() -> None:
     assert any(away.by_config[c].us != blind.by_config[c].us for c in legal)
 
 
+def test_a_spare_family_is_not_planned_with() -> None:
+    """A sweep would not try its kernels unless it was named."""
+    problem = AttentionProblem.parse("S=256,D=64")
+    assert family("two_kernel_attention").is_spare
+    (known,) = times([problem], DEFAULT_GPU, {})
+    assert {config.family for config in known.by_config} == {"cutlass_fmha", "fused_attention"}
+
+
 def test_predictions_of_a_shape_left_out_are_near_what_was_recorded(tmp_path: Path) -> None:
     """The belief's first choice among what was recorded, against the recorded best."""
     regime = Regime.default("attention")

@@ -275,6 +275,6 @@ class TestController:
         with open_store(url) as store:
             assert states(store, job) == ["queued"]
         assert main(["worker", "--drain", "--replay", "--store", url]) == 0
-        assert "1 problems decided" in capsys.readouterr().err
+        assert "1 problem decided" in capsys.readouterr().err
         with open_store(url) as store:
             assert states(store, job) == ["done"]

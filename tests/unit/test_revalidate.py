@@ -94,8 +94,8 @@ def runner_of(times: dict[Config, float | None], other: float | None = 20.0) -> 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     """The default store, and nothing shipped beside it."""
-    caches = (LOOKUP.shipped, LOOKUP._shipped_index)
-    monkeypatch.setattr(LOOKUP, "_tuned", lambda: tmp_path / "nothing")
+    caches = (LOOKUP.shipped, LOOKUP.shipped_index)
+    monkeypatch.setattr("tuner.shipped._tuned", lambda: tmp_path / "nothing")
     for cached in caches:
         cached.cache_clear()
     with open_store() as made:

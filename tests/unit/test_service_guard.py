@@ -158,9 +158,9 @@ class TestGuard:
         [
             ({"problems": []}, "body.problems"),
             ({"problems": ["S=64,D=7"]}, "problems.0: D=7 has no tuned kernel"),
-            ({"problems": [SHAPE, {"M": [1]}]}, "body.problems.1"),
-            ({"problems": [{"M": "../../etc"}]}, "body.problems.0"),
-            ({"problems": [7]}, "body.problems.0"),
+            ({"problems": [SHAPE, {"M": [1]}]}, "body.problems.1: not a problem (allowed: text"),
+            ({"problems": [{"M": "../../etc"}]}, "body.problems.0: not a problem"),
+            ({"problems": [7]}, "body.problems.0: not a problem"),
             ({"families": ["nope"]}, "family 'nope' does not serve attention"),
             ({"families": ["a b"]}, "body.families.0"),
             ({"effort": "heroic"}, "effort"),

@@ -43,6 +43,15 @@ def test_a_recording_reads_and_holds_its_baselines(path: Path) -> None:
     assert any(not family(m.config.family).is_vendor for m in finals)
     assert all(m.latency_us is not None and m.latency_us > 0 for m in finals)
     assert recorded.environment.facts["driver"]
+    # One pass, the one that was decided by: times of two passes are not beside each other.
+    (decided,) = (
+        e for e in shipped() if (e.problem, e.regime) == (recorded.problem, recorded.regime)
+    )
+    times = {m.config.digest: m.latency_us for m in finals}
+    assert len(times) == len(finals)
+    assert times == pytest.approx(
+        {m.config.digest: m.latency_us for m in decided.ranking}, rel=1e-3
+    )
 
 
 @pytest.mark.parametrize("problem", [ATTENTION, GEMM], ids=lambda problem: problem.op)
@@ -64,7 +73,10 @@ def test_a_quick_sweep_replays_to_within_two_percent_of_the_best(
 ) -> None:
     monkeypatch.setenv("TUNER_CACHE_DIR", str(tmp_path))
     assert main(["sweep", "--shape", "S=1024,D=64", "--replay", "--sampler", "tpe"]) == 0
-    assert "REPLAYED" in capsys.readouterr().out
+    out, readme = capsys.readouterr().out, (ROOT / "README.md").read_text()
+    assert "REPLAYED" in out
+    baselines = [line for line in out.splitlines() if line.startswith("baseline")]
+    assert len(baselines) == 6 and all(line in readme for line in baselines)
     with open_store() as store:
         entry = store.best(ATTENTION, H200, Regime.default("attention"))
     assert entry is not None and entry.provenance is Provenance.REPLAYED
@@ -116,14 +128,27 @@ def test_the_readme_prints_what_ships(problem: AttentionProblem, cells: list[str
     ]
     own, vendors = entry.best_own, {name: m.latency_us for name, m in entry.vendors.items()}
     assert own is not None and own.latency_us is not None and own.tflops is not None
-    family, us = cells[0].split()
-    assert family == own.config.family and _as_printed(us, own.latency_us)
+    name, us = cells[0].split()
+    assert name == own.config.family and _as_printed(us, own.latency_us)
     assert _as_printed(cells[1], own.tflops)
     assert _as_printed(cells[2], vendors["cudnn"] or 0)
     assert _as_printed(cells[3], min(vendors["flash3"] or 0, vendors["flash3_splits"] or 0))
     assert _as_printed(cells[4], vendors["flash4"] or 0)
     assert _as_printed(cells[5], min(filter(None, vendors.values())) / own.latency_us)
+    configs = {m.config for m in found(problem).measurements}
+    groups = {family(c.family).compile_digest(c) for c in configs if not family(c.family).is_vendor}
+    assert int(cells[6]) == len(groups)
 
 
 def test_the_readme_s_table_is_read() -> None:
     assert len(_readme_lines()) > 8
+
+
+def test_every_file_of_evidence_is_explained_and_none_is_missing() -> None:
+    root = resources.cache().parent
+    there = {path.name for path in (root / "cache" / "evidence").iterdir()}
+    explained = (root / "cache" / "README.md").read_text()
+    assert [name for name in sorted(there) if f"`{name}`" not in explained] == []
+    for page in (root / "README.md", root / "templates" / "README.md", root / "scripts/README.md"):
+        named = set(re.findall(r"evidence/([\w-]+\.json(?:\.gz)?)", page.read_text()))
+        assert named - there == set(), page

@@ -137,6 +137,23 @@ def test_composite_family_without_a_stage_is_left_out(store: Store) -> None:
         sweep(ReplayRunner(whole), store, ATTENTION).run()
 
 
+def test_a_family_that_does_not_serve_a_stage_is_named_with_it(store: Store) -> None:
+    class Narrow(Toy):
+        name = "narrow"
+
+        def supports(self, problem: Problem, gpu: Gpu) -> str:
+            return "for few rows"
+
+    def known(op: str) -> Mapping[str, Family]:
+        return {**catalogue(op), **({"narrow": Narrow()} if op == "gemm" else {})}
+
+    whole = Recording(ATTENTION, DEFAULT_GPU, REGIME, ENVIRONMENT, ())
+    chosen = SweepOptions(sampler="tpe")
+    run = Sweep(ATTENTION, REGIME, ReplayRunner(whole), store, chosen, catalogue=known)
+    with pytest.raises(NoValidConfigError, match="narrow does not compete for the stage gemm: for"):
+        run.run()
+
+
 def test_a_family_that_does_not_serve_the_problem_costs_nothing(store: Store) -> None:
     class Refusing(Composite):
         def supports(self, problem: Problem, gpu: Gpu) -> str:

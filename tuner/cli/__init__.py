@@ -44,7 +44,8 @@ DONE, FAILED, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 EXIT_CODES = """exit codes:
   0    done
-  1    it could not be done: no kernel passed, nothing found, compiler missing, disk full
+  1    it could not be done: no kernel passed, nothing found, compiler missing, disk full,
+       a store that cannot be opened or is damaged
   2    wrong input: the message names what was wrong and what is allowed
   130  interrupted; what was found so far is stored"""
 
@@ -59,7 +60,7 @@ class Parser(argparse.ArgumentParser):
 
 def parser() -> Parser:
     """The parser of all commands."""
-    variables = "\n".join(f"  {name:<18} {text}" for name, text in VARIABLES.items())
+    variables = "\n".join(f"  {name:<19} {text}" for name, text in VARIABLES.items())
     root = Parser(
         prog="tuner",
         description="Finds, keeps and serves the fastest CUTLASS kernel of a problem on Hopper.",

@@ -69,6 +69,7 @@ def _pack(args: argparse.Namespace) -> int:
     from tuner import settings
     from tuner.artifacts import ArtifactCache
     from tuner.bundle import pack
+    from tuner.cli.describe import counted
     from tuner.store import open_store
 
     out = Path(args.words[0])
@@ -81,8 +82,8 @@ def _pack(args: argparse.Namespace) -> int:
     for reason in packed.left_out:
         print(f"left out: {reason}", file=sys.stderr)
     print(
-        f"{packed.entries} entries with {packed.kernels} kernels in {out}, {packed.bytes} bytes\n"
-        f"sha256 {packed.sha256}"
+        f"{counted(packed.entries, 'entry')} with {counted(packed.kernels, 'kernel')} in {out}, "
+        f"{packed.bytes} bytes\nsha256 {packed.sha256}"
     )
     return 0
 

@@ -82,6 +82,13 @@ def table(rows: Sequence[Sequence[str]], right: frozenset[int] = frozenset()) ->
     return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
 
 
+def counted(number: int, one: str) -> str:
+    """``1 entry`` and ``2 entries``."""
+    if number == 1:
+        return f"1 {one}"
+    return f"{number} {one[:-1] + 'ies' if one.endswith('y') else one + 's'}"
+
+
 def list_text(entries: Sequence[Entry]) -> str:
     """A table of all entries."""
     rows = [("op", "shape", "GPU", "regime", "winner", "us", "own / vendor", "provenance")]
@@ -137,7 +144,7 @@ def answer_text(answer: Answer, source: str) -> str:
         ("provenance", [where_from(entry) + decided]),
         ("environment", wrapped(facts_text(winner.environment), width)),
         ("from", [entry.origin if entry.origin == "shipped" else source]),
-        *(("note", wrapped(note, width)) for note in answer.notes),
+        *(("note", wrapped(note, width)) for note in answer.notes if note != entry.origin),
     ]
     lines = [
         f"{name if number == 0 else '':<{_LABEL}}{line}"

@@ -15,12 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tuner import settings
+from tuner import resources, settings
 from tuner.cli import describe
 from tuner.config import Config
 from tuner.errors import ConfigError, NoValidConfigError, StoreError
 from tuner.hardware import DEFAULT_GPU, Gpu
-from tuner.lookup import Answer, Entry, entries, find_gpu, lookup, with_shipped
+from tuner.lookup import Answer, Entry, entries, find_gpu, lookup, shipped, with_shipped
 from tuner.measurement import Environment, Measurement, Provenance, Regime
 from tuner.problem import PROBLEMS, Problem
 from tuner.store import open_store
@@ -194,8 +194,8 @@ def export(args: argparse.Namespace) -> int:
         return 0
     _write(args.file, text)
     print(
-        f"{len(document['entries'])} entries with {len(document['measurements'])} measurements "
-        f"written to {args.file}"
+        f"{describe.counted(len(document['entries']), 'entry')} with "
+        f"{describe.counted(len(document['measurements']), 'measurement')} written to {args.file}"
     )
     return 0
 
@@ -262,7 +262,7 @@ def unservable(measurement: Measurement) -> Sequence[str]:
 
 def pin(args: argparse.Namespace) -> int:
     """Pin a measured config."""
-    with open_store(_url(args), create=False) as store:
+    with _opened(args) as store:
         problem, gpu, regime = _one(args, store)
         config = _config(args.config, store, problem, gpu, regime)
         entry = store.pin(problem, gpu, regime, config)
@@ -274,6 +274,12 @@ def pin(args: argparse.Namespace) -> int:
             f"{describe.config_text(config)}, {describe.microseconds(entry.winner.latency_us)} us"
         )
     return 0
+
+
+def _opened(args: argparse.Namespace) -> Store:
+    """The store that is there; a wrong shape is said before a store that is not."""
+    _problem(args)
+    return open_store(_url(args), create=False)
 
 
 def _config(text: str, store: Store, problem: Problem, gpu: Gpu, regime: Regime) -> Config:
@@ -291,7 +297,7 @@ def _config(text: str, store: Store, problem: Problem, gpu: Gpu, regime: Regime)
     if not passed:
         raise NoValidConfigError(
             f"nothing to pin: no config is measured for {problem.op} {problem.label()} on "
-            f"{gpu.name} ({regime})"
+            f"{gpu.name} ({regime}) in this store{_import_hint(problem)}"
         )
     found = [digest for digest in passed if digest.startswith(text.lower())]
     if len(text) < _MIN_DIGEST or len(found) != 1:
@@ -305,9 +311,17 @@ def _config(text: str, store: Store, problem: Problem, gpu: Gpu, regime: Regime)
     return passed[found[0]]
 
 
+def _import_hint(problem: Problem) -> str:
+    """How to pin a config of what ships; nothing of a problem that does not."""
+    if all(entry.problem != problem for entry in shipped()):
+        return ""
+    folder = resources.cache() / "tuned"
+    return f"; what ships can be pinned once it is imported: `tuner import` a file of {folder}"
+
+
 def unpin(args: argparse.Namespace) -> int:
     """Take a pin back; 1 when there was none."""
-    with open_store(_url(args), create=False) as store:
+    with _opened(args) as store:
         problem, gpu, regime = _one(args, store)
         done = store.unpin(problem, gpu, regime)
     text = "no longer pinned" if done else "nothing was pinned"
@@ -320,7 +334,7 @@ def unpin(args: argparse.Namespace) -> int:
 
 def forget(args: argparse.Namespace) -> int:
     """Delete a shape's decisions, sweeps and measurements; 1 when there were none."""
-    with open_store(_url(args), create=False) as store:
+    with _opened(args) as store:
         found = store.entries()
         wanted = _wanted(args, found)
         place = {"gpu": wanted["gpu"], "regime": wanted["regime"]}
@@ -330,9 +344,12 @@ def forget(args: argparse.Namespace) -> int:
         print(json.dumps({"entries": decisions, "measurements": measurements}))
     else:
         print(
-            f"{decisions} entries and {measurements} measurements of "
+            f"{describe.counted(decisions, 'entry')} and "
+            f"{describe.counted(measurements, 'measurement')} of "
             f"{wanted['problem'].label()} deleted"
         )
+        if any(entry.problem == wanted["problem"] for entry in shipped()):
+            print("what ships of this shape goes on being served")
     return 0 if decisions or measurements else 1
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tuner.cli.describe import microseconds, table
+from tuner.cli.describe import counted, microseconds, table
 from tuner.cli.sweep import add_budget, add_regime, options_of, problems_of
 from tuner.errors import ConfigError
 from tuner.problem import PROBLEMS
@@ -86,7 +86,7 @@ def submit(args: argparse.Namespace) -> int:
         print(json.dumps(job.to_json()))
     else:
         print(id)
-        print(f"{_problems_text(sum(job.counts.values()))} queued", file=sys.stderr)
+        print(f"{counted(sum(job.counts.values()), 'problem')} queued", file=sys.stderr)
     return 0
 
 
@@ -166,12 +166,8 @@ def _change(args: argparse.Namespace, what: str, change: Callable[[Store, str], 
     if args.json:
         print(json.dumps({what: count}))
     else:
-        print(f"{_problems_text(count)} of job {job.id} {what}")
+        print(f"{counted(count, 'problem')} of job {job.id} {what}")
     return 0 if count else 1
-
-
-def _problems_text(count: int) -> str:
-    return "1 problem" if count == 1 else f"{count} problems"
 
 
 def logs(args: argparse.Namespace) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,17 +71,18 @@ def run(args: argparse.Namespace) -> int:
     how = Draw(args.kernels, args.variants, args.seed, tuple(args.family or ()))
     problems = _problems(args)
     if args.list:
-        _list([draw(problem, DEFAULT_GPU, how) for problem in problems], how, DEFAULT_GPU)
+        samples = [draw(problem, DEFAULT_GPU, how) for problem in problems]
+        _list(samples, how, DEFAULT_GPU, print)
         return 0
     machine = Machine(parse_devices(args.device), args.jobs, replay=args.compile)
     with Interruption() as interruption, Runners(machine, say) as runners:
+        if runners.gpu is None and not args.compile:
+            raise BenchmarkError(NO_GPU)
         gpu = runners.gpu or DEFAULT_GPU
         samples = [draw(problem, gpu, how) for problem in problems]
-        specs = _list(samples, how, gpu)
+        specs = _list(samples, how, gpu, say)
         if args.compile:
             return compile_ahead(specs, runners.compiler(), args.time_limit)
-        if runners.gpu is None:
-            raise BenchmarkError(NO_GPU)
         survey = Survey(
             samples,
             JobOptions(launch=args.regime, l2=args.l2).regime,
@@ -120,7 +121,9 @@ def _problems(args: argparse.Namespace) -> list[Problem]:
     return read_problems(args.problems or resources.cache() / "survey.yaml", args.op)
 
 
-def _list(samples: Sequence[Sample], how: Draw, gpu: Gpu) -> list[KernelSpec]:
+def _list(
+    samples: Sequence[Sample], how: Draw, gpu: Gpu, tell: Callable[[str], None]
+) -> list[KernelSpec]:
     """Say what is drawn, problem by problem, and how many kernels that is in all; the kernels."""
     from tuner.families import families
 
@@ -132,9 +135,9 @@ def _list(samples: Sequence[Sample], how: Draw, gpu: Gpu) -> list[KernelSpec]:
             for group in sample.groups
             for spec in known[group[0].family].kernels(sample.problem, group[0]).values()
         }
-        say(f"{sample_text(sample)}; {len(own.keys() - kernels)} kernels not drawn before")
+        tell(f"{sample_text(sample)}; {len(own.keys() - kernels)} kernels not drawn before")
         kernels |= own
-    say(
+    tell(
         f"{len(samples)} problems on {gpu.name}, seed {how.seed}: {len(kernels)} distinct kernels, "
         f"{sum(sample.candidates for sample in samples)} candidates"
     )

@@ -31,6 +31,7 @@ def register(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Work; 0 when the queue is drained, 130 when it was stopped."""
     from tuner.cli import DONE, INTERRUPTED
+    from tuner.cli.describe import counted
     from tuner.cli.display import create_display
     from tuner.controller import Controller
     from tuner.runners.choose import open_creator
@@ -45,5 +46,5 @@ def run(args: argparse.Namespace) -> int:
         Controller(store, machine, watcher=display, create_runners=create_runners) as controller,
     ):
         decided = controller.run(drain=args.drain)
-    print(f"tuner: {decided} problems decided", file=sys.stderr)
+    print(f"tuner: {counted(decided, 'problem')} decided", file=sys.stderr)
     return INTERRUPTED if controller.was_stopped else DONE

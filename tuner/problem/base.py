@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -96,7 +97,8 @@ class Problem(ABC):
             name = cls.keys[key]
             for target in name.split("+"):
                 if target in parsed:
-                    raise ConfigError(f"key '{key}' sets {target}, which another key sets already")
+                    both = [k for k in values if target in cls.keys[k].split("+")]
+                    raise ConfigError(f"{' and '.join(both)} set the same (allowed: one of them)")
                 parsed[target] = _convert(key, value, types[target])
         if missing := [text for key in cls.required if (text := cls._missing(key, parsed))]:
             allowed = ", ".join(cls.keys)
@@ -156,12 +158,9 @@ def _convert(key: str, value: Any, annotation: str) -> Any:
     if annotation == "int":
         if isinstance(value, bool) or not isinstance(value, int | str):
             raise ConfigError(f"{key}={value!r} is not a whole number (allowed: as in {key}=1024)")
-        try:
-            return int(value)
-        except ValueError:
-            raise ConfigError(
-                f"{key}={value} is not a whole number (allowed: as in {key}=1024)"
-            ) from None
+        if not re.fullmatch(r"[+-]?[0-9]{1,64}", str(value)):
+            raise ConfigError(f"{key}={value} is not a whole number (allowed: as in {key}=1024)")
+        return int(value)
     if annotation == "bool":
         if isinstance(value, bool):
             return value
@@ -206,4 +205,6 @@ def check_choice(key: str, value: str, allowed: tuple[str, ...]) -> None:
         ConfigError: for any other.
     """
     if value not in allowed:
-        raise ConfigError(f"{key}={value} is not known (allowed: {', '.join(allowed)})")
+        names = ", ".join(DTYPE_SHORT.get(name, name) for name in allowed)
+        given = DTYPE_SHORT.get(value, value)
+        raise ConfigError(f"{key}={given} is not known (allowed: {names})")

@@ -18,11 +18,12 @@ from typing import Any
 from tuner import recording
 from tuner.cli.describe import short_name
 from tuner.errors import ConfigError
-from tuner.lookup import SHIPPED, Entry, shipped
+from tuner.lookup import Entry, shipped
 from tuner.lookup import entries as stored_entries
 from tuner.measurement import Measurement, Provenance
 from tuner.ranking import deviation, is_tie, rank
 from tuner.report.analysis import latency
+from tuner.shipped import SHIPPED
 from tuner.store import open_store
 from tuner.store.base import sqlite_file
 from tuner.store.exchange import load, read

@@ -205,7 +205,7 @@ def _computed(mine: Sequence[Work], theirs: Sequence[Work]) -> list[Claim]:
     if not texts:
         texts = [
             "Waves, occupancy, bytes and instructions are the same for both: what differs is the "
-            "order of the work inside a block."
+            "order of the work."
         ]
     return [Claim(text, COMPUTED) for text in texts]
 

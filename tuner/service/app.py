@@ -121,7 +121,10 @@ def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, exc: RequestValidationError) -> Response:
         # What came is not repeated: it may be anything.
-        texts = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in exc.errors()[:4]]
+        texts = [
+            f"{'.'.join(map(str, e['loc']))}: {e['msg'].removeprefix('Value error, ')}"
+            for e in exc.errors()[:4]
+        ]
         return error(request, 422, "; ".join(texts))
 
     @app.exception_handler(ConfigError)

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, StringConstraints
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    StringConstraints,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
 
 MAX_BATCH = 1000
 MAX_PROBLEMS = 10_000
@@ -49,11 +58,23 @@ ShapeValue = ShapeWord | int | bool | FiniteFloat
 ShapeKeys = Annotated[dict[Name, ShapeValue], Field(min_length=1, max_length=16)]
 
 
+def _in_one_line(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    """Instead of what each branch of the union has against it."""
+    try:
+        return check(value)
+    except ValidationError as exc:
+        raise ValueError(_NO_PROBLEM) from exc
+
+
+_NO_PROBLEM = 'not a problem (allowed: text as "S=1024,D=64", or keys as {"S": 1024, "D": 64})'
+ProblemText = Annotated[Shape | ShapeKeys, WrapValidator(_in_one_line)]
+
+
 class JobRequest(Body):
     """Problems to be tuned with the same options, as ``tuner jobs submit`` takes them."""
 
     problems: Annotated[
-        list[Shape | ShapeKeys],
+        list[ProblemText],
         Field(
             min_length=1,
             max_length=MAX_PROBLEMS,

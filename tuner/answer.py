@@ -1,0 +1,98 @@
+"""What a lookup says, and which of several entries it chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from tuner.measurement import Environment, Measurement
+from tuner.store.entry import PROVENANCES, Entry
+
+if TYPE_CHECKING:
+    from tuner.rule import Choice
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What `lookup` found."""
+
+    entry: Entry
+    """Of the problem itself, or of the nearest one that was tuned; by a rule one without a time
+    (`kind`)."""
+    exact: bool
+    """False when the entry is of another problem, of another GPU, or of another environment than
+    the caller's."""
+    notes: tuple[str, ...] = ()
+    """What the caller should know: another problem's, not measured, another environment, another
+    GPU, shipped."""
+    lent: tuple[Measurement, ...] = ()
+    """Of the nearest problem's own configs those that may serve the one asked for, best first;
+    empty where the entry is the problem's own."""
+    ruled: Choice | None = None
+    """What a rule says, and its regret, where nothing else is known."""
+
+    @property
+    def kind(self) -> str:
+        """``exact``, ``nearest`` or ``rule``."""
+        if self.ruled is not None:
+            return "rule"
+        return "nearest" if self.lent else "exact"
+
+    @property
+    def candidates(self) -> tuple[Measurement, ...]:
+        """What may be launched, best first: what is lent, else the winner and the ranking.
+
+        Each is a measurement of ``entry.problem``; its config and artifacts serve the problem
+        asked for.
+        """
+        if self.lent:
+            return self.lent
+        winner = self.entry.winner
+        return (winner, *(m for m in self.entry.ranking if m.config != winner.config))
+
+
+def noted(answer: Answer, note: str) -> Answer:
+    """An answer with one more thing to know."""
+    return replace(answer, notes=(*answer.notes, note))
+
+
+def differences(entry: Entry, environment: Environment) -> list[str]:
+    """Facts that both environments have and that differ; a fact that one lacks says nothing."""
+    theirs = entry.winner.environment.facts
+    return [
+        f"{name} {theirs[name]}, here {value}"
+        for name, value in sorted(environment.facts.items())
+        if name in theirs and theirs[name] != value
+    ]
+
+
+def choose(candidates: Sequence[Entry], identity: str, allow_other_gpu: bool) -> Answer | None:
+    """The first by provenance, then by GPU, then by source (the order of `candidates`)."""
+    _, capability, sms = identity.rsplit("|", 2)
+    others = [
+        e
+        for e in candidates
+        if e.gpu.identity != identity and e.gpu.compute_capability == capability
+    ]
+    others.sort(key=lambda e: (abs(e.gpu.sm_count - int(sms)), e.gpu.identity))
+    own = [e for e in candidates if e.gpu.identity == identity]
+    for provenance in PROVENANCES:
+        for entry in own + (others if allow_other_gpu else []):
+            if entry.provenance is provenance:
+                return _answer(entry, identity)
+    return None
+
+
+def _answer(entry: Entry, identity: str) -> Answer:
+    notes = []
+    if entry.gpu.identity != identity:
+        name = identity.partition("|")[0]
+        notes.append(
+            f"{entry.provenance} on {entry.gpu.name}, not on {name}: another GPU was allowed"
+        )
+    if entry.provenance is not PROVENANCES[0]:
+        notes.append(f"{entry.provenance}, not measured")
+    if entry.origin:
+        notes.append(entry.origin)
+    return Answer(entry, entry.gpu.identity == identity, tuple(notes))
