@@ -201,9 +201,10 @@ void check(int queries, int keys, bool is_batched) {
   std::vector<Element> bias((is_batched ? 2 : 1) * kHeads * queries * keys);
   for (size_t i = 0; i < bias.size(); ++i) bias[i] = Element(float(i * 37 % 101) / 8 - 5);
   float const slopes[kHeads] = {9.f, 0.25f};
-  Params const p{1, kHeads, queries, keys, 0.5f, bias.data(), is_batched ? int64_t(kHeads) * queries * keys : 0,
-                 int64_t(queries) * keys, keys,
-                 keys % 8 == 0 && reinterpret_cast<uintptr_t>(bias.data()) % 16 == 0, slopes};
+  int64_t const size = int64_t(queries) * keys;
+  bool const is_aligned = keys % 8 == 0 && reinterpret_cast<uintptr_t>(bias.data()) % 16 == 0;
+  Params const p{1, kHeads, queries, keys, 0.5f, bias.data(),
+                 is_batched ? kHeads * size : 0, size, keys, is_aligned, slopes};
   first_byte = reinterpret_cast<char const*>(bias.data());
   last_byte = reinterpret_cast<char const*>(bias.data() + bias.size());
   Element const* const matrix = bias.data() + is_batched * p.bias_batch + p.bias_head;
@@ -218,7 +219,7 @@ void check(int queries, int keys, bool is_batched) {
         modifiers.load(n);
         modifiers.apply(scores, n);
         for (int i = 0; i < kTileN / 2; ++i) {
-          int const j = i / 4, row = row0 + i / 2 % 2 * 8, key = n * kTileN + 8 * j + 2 * index + i % 2;
+          int const row = row0 + i / 2 % 2 * 8, key = n * kTileN + i / 4 * 8 + 2 * index + i % 2;
           if (row >= queries || key >= keys) continue;
           double const added = matrix[row * keys + key] - 0.25 * std::abs(row - key);
           double const wanted = (&before.at[0][0][0])[i] * 0.5 + added * 1.4426950408889634;

@@ -6,8 +6,8 @@ times exp(m - the row's maximum) over the row's sum, which it makes of the tiles
 So the probabilities are written once and read once, in the image that shared memory is to hold.
 Under a causal mask neither kernel touches the tiles above the diagonal.
 
-Between product and mask the first kernel applies the score modifiers that are compiled into it: soft
-cap, additive bias, ALiBi. It is the only own kernel that has the last two.
+Between product and mask the first kernel applies the score modifiers that are compiled into it:
+soft cap, additive bias, ALiBi. It is the only own kernel that has the last two.
 
 A launch takes `heads_per_launch` heads and of each `rows_per_launch` rows of queries, whose
 probabilities are the scratch. With `pdl` each kernel starts before its predecessor ends and waits
