@@ -24,8 +24,14 @@ from tuner.families.two_kernel_attention import (
     smem_limit,
 )
 from tuner.hardware import DEFAULT_GPU, GPUS
+from tuner.lookup import lookup
+from tuner.measurement import Environment, Measurement, Regime, Status
 from tuner.problem import DTYPE_BYTES, AttentionProblem, SoftmaxProblem
+from tuner.recording import Recording
 from tuner.render import render
+from tuner.runners.replay import ReplayRunner
+from tuner.store import open_store
+from tuner.sweep import Sweep, SweepOptions
 
 FAMILY = TwoKernelAttention()
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -141,6 +147,35 @@ def test_a_sweep_of_a_bias_has_this_family_alone() -> None:
         serving = [m for m in families_of("attention").values() if m.space(problem, DEFAULT_GPU)]
         own = [member for member in serving if not member.is_vendor]
         assert [m.name for m in without_spare(own)] == [FAMILY.name]
+
+
+def test_a_replayed_sweep_of_a_bias(tmp_path: Path) -> None:
+    """It is decided, and found again for this bias alone."""
+    problem = replace(BIASED, is_alibi=False)
+    space = FAMILY.space(problem, DEFAULT_GPU)
+    vendor = Config("vendor_sdpa", {"kernel": "efficient"})
+    times = {config: 30.0 + place for place, config in enumerate(space)} | {vendor: 99.0}
+    regime, environment = Regime.default(problem.op), Environment({"driver": "1"})
+    measured = tuple(
+        Measurement(
+            *(problem, config, DEFAULT_GPU, regime, Status.OK),
+            environment=environment,
+            latency_us=us,
+            std_us=0.01,
+            rounds=20,
+        )
+        for config, us in times.items()
+    )
+    runner = ReplayRunner(Recording(problem, DEFAULT_GPU, regime, environment, measured))
+    store = open_store(f"sqlite:///{tmp_path}/store.sqlite")
+    options = SweepOptions(trials=len(space), sampler="tpe")
+    outcome = Sweep(problem, regime, runner, store, options).run()
+    assert outcome.ranking[0].config == space[0]
+    assert outcome.entry is not None
+    assert outcome.entry.ratios == {"efficient": pytest.approx(30 / 99)}
+    for asked, is_known in ((problem, True), (replace(problem, bias=""), False), (BIASED, False)):
+        found = lookup(asked, gpu=DEFAULT_GPU, path=tmp_path / "store.sqlite", with_rules=False)
+        assert (found is not None and found.entry.problem == problem) == is_known
 
 
 def test_kernels_that_configs_share() -> None:

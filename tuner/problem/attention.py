@@ -167,7 +167,8 @@ class AttentionProblem(Problem):
 
     def _reduce_bias(self) -> None:
         """Give equal biases equal fields: no axis of one element."""
-        bias: str = "" if self.bias == "0" else self.bias
+        bias: str = self.bias
+        bias = "" if bias == "0" else bias
         check_choice("bias", bias or "0", ("0", *get_args(Bias)[1:]))
         if bias:
             bias = bias.replace("b", "" if self.batch == 1 else "b")
