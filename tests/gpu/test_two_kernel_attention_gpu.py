@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from gating import pass_the_gate
+from runtime_gpu import forget, fresh_store, store, this_gpu
 
 from tuner.artifacts import LoadedKernel, load
 from tuner.benchmark import CompiledSubject
@@ -28,6 +29,7 @@ from tuner.problem import AttentionProblem
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytestmark = [pytest.mark.gpu, pytest.mark.compile]
 
+own_store = fresh_store
 FAMILY = family("two_kernel_attention")
 #: Relative Frobenius norm: the fused kernel's.
 LIMITS = {"float16": 6e-4, "bfloat16": 5e-3}
@@ -227,6 +229,34 @@ def test_vendors_modify_scores_so_too(kernel: str, text: str) -> None:
     wanted, _, _ = expected(problem, tensors)
     error = float((call(*tensors.values()).double() - wanted).norm() / wanted.norm())
     assert error < 1e-3
+
+
+def test_a_mask_that_is_added_is_served(own_store: None, compiler: Compiler) -> None:
+    """By PyTorch, then by the tuned kernel; a boolean one by PyTorch still."""
+    import tuner
+
+    text, config = CASES["bias"]
+    problem = AttentionProblem.parse(f"SQ=300,SKV=1000,{text}")
+    tensors = inputs(problem, 1.0)
+    wanted, _, _ = expected(problem, tensors)
+    *qkv, mask = tensors.values()
+
+    def error() -> float:
+        out = tuner.attention(*qkv, mask, enable_gqa=True)
+        return float((out.double() - wanted).norm() / wanted.norm())
+
+    assert error() < 1e-3
+    assert tuner.stats(reset=True).fallbacks == {"no measured winner": 1}
+    named = specs(text, config)
+    futures = dict(compiler.submit(list(named.values())))
+    artifacts = {stage: futures[spec].result().key for stage, spec in named.items()}
+    store(problem, this_gpu(), variants(problem, config)[0], artifacts=artifacts)
+    forget()
+    for _ in range(2):
+        assert error() < 1e-3
+    assert tuner.stats(reset=True).hits == 2
+    tuner.attention(*qkv, mask > 0, enable_gqa=True)
+    assert tuner.stats(reset=True).fallbacks == {"attn_mask is given": 1}
 
 
 def test_chunks_of_long_rows(compiler: Compiler) -> None:
