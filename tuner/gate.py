@@ -59,6 +59,9 @@ LARGE = 30.0
 DOMINANCE = 4.0
 #: Mean of the keys under `dominant`, which makes all scores of a negative query negative.
 KEY_MEAN = 0.5
+#: Mean of ALiBi's slopes, a quarter of it their deviation: near keys outweigh far ones. Under
+#: `dominant` the farthest key loses no more than `DOMINANCE`, so that what is planted shows.
+SLOPE = 2.0**-4
 #: `planted`: what the columns of A at the borders of k-tiles are multiplied by.
 COLUMN_FACTOR = 16.0
 #: The same of e4m3: a column's largest stays below 448 up to seven deviations.
@@ -81,6 +84,8 @@ _GATE_PAIRS = 10
 _RESULT_BYTES = 64
 #: Operands that hold no data of a random kind.
 _STARTS = ("cu_seqlens_q", "cu_seqlens_kv", "offsets")
+#: Attention's operands beside the matrices as the reference takes them; null where there is none.
+_ATTENTION_OTHERS = ("descale_q", "descale_k", "descale_v", "bias", "slopes")
 #: Spacing of fp16 below its normal numbers: values there cannot be rounded any better.
 _FP16_SUBNORMAL_STEP = 2.0**-24
 
@@ -249,10 +254,11 @@ def floor_work(problem: Problem) -> tuple[int, int]:
     seen = min(problem.seqlen_q + problem.visible[1], keys)
     unread = (keys - seen) * problem.head_dim * problem.heads_kv * problem.batch
     flops = 4 * problem.batch * problem.heads_q * problem.head_dim * problem.pairs
-    return (
-        flops // problem.tensor_rate,
-        problem.bytes - 2 * unread * DTYPE_BYTES[problem.dtype],
-    )
+    unread *= 2
+    for bias in problem.operands[3:-1]:
+        if bias.name == "bias":  # one element for each visible pair
+            unread += bias.elements - bias.shape[0] * bias.shape[1] * problem.pairs
+    return flops // problem.tensor_rate, problem.bytes - unread * DTYPE_BYTES[problem.dtype]
 
 
 def too_fast(problem: Problem, gpu: Gpu, latency_us: float) -> str:
@@ -519,19 +525,20 @@ class Gate:
     def _compute_attention(self, problem: AttentionProblem, scale: float, reference: int) -> None:
         """One sequence after the other where their lengths vary; else all at once."""
         at = self.pointers
-        descales = [at[o.name] for o in problem.operands if o.name.startswith("descale_")]
+        others = [at.get(name, 0) for name in _ATTENTION_OTHERS]
         with Pool(self._device) as pool:
             rows = problem.batch * problem.heads_q * problem.seqlen_q
             statistics = pool.allocate(16 * rows)
             for one, shift in _parts(problem):
                 matrices = [at[name] + shift[name] for name in ("query", "key", "value")]
                 self._run(
-                    (*matrices, reference + shift["reference"], statistics, *descales),
+                    (*matrices, reference + shift["reference"], statistics, *others),
                     (
                         _ATTENTION,
                         _DTYPES[one.dtype],
                         *_attention_integers(one, 4),
                         *one.visible,
+                        *one.bias_strides,
                     ),
                     (scale, one.softcap),
                 )
@@ -586,7 +593,11 @@ def _moments(problem: Problem, kind: str) -> tuple[dict[str, float], dict[str, f
     if isinstance(problem, AttentionProblem) and problem.dtype == E4M3:
         return _e4m3_moments(kind == "dominant", large)
     if isinstance(problem, AttentionProblem):
-        return ({"key": KEY_MEAN} if kind == "dominant" else {}), {"query": large}
+        slope = SLOPE
+        if kind == "dominant":
+            slope = DOMINANCE / max(problem.seqlen_q, problem.seqlen_kv)
+        means = {"slopes": slope, "key": KEY_MEAN if kind == "dominant" else 0.0}
+        return means, {"query": large, "bias": large, "slopes": slope / 4}
     if isinstance(problem, SwigluProblem):
         return {}, {"weights": 1 / math.sqrt(problem.k)}
     if isinstance(problem, GemmProblem | GroupedGemmProblem):

@@ -20,7 +20,7 @@ from tuner.toolchain import find_toolchain, include_dirs
 pytestmark = [pytest.mark.compile, pytest.mark.timeout(900)]
 
 FAMILY = TwoKernelAttention()
-PROBLEM = AttentionProblem.parse("S=1024,D=64,causal=1,softcap=30")
+PROBLEM = AttentionProblem.parse("S=1024,D=64,causal=1,softcap=30,bias=h,alibi=1")
 CONFIG = Config(
     FAMILY.name,
     {
@@ -123,3 +123,153 @@ def test_probabilities_lie_where_the_second_kernel_reads_them(tmp_path: Path) ->
     )
     done = subprocess.run([str(tmp_path / "misplaced")], check=True, capture_output=True, text=True)
     assert done.stdout == "0\n"
+
+
+#: The template's `Modifiers` by four threads, a quad, on a host: every tile of a few rows, against
+#: what a score is to become. A load that leaves the bias's own rows is counted too.
+MODIFIED = """
+#include <algorithm>
+#include <barrier>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <thread>
+#include <vector>
+#define CUTE_DEVICE
+#define CUTE_UNROLL
+using std::min;
+using Element = _Float16;
+constexpr float kLog2E = 1.44269504f;
+thread_local struct { int x; } threadIdx;
+struct Place { int c, r, j; };
+Place make_coord(int c, int r, int j) { return {c, r, j}; }
+namespace cutlass {
+template <class T, int n> struct Array {
+  T at[n];
+  T const& operator[](int i) const { return at[i]; }
+};
+template <class To, class From, int n> struct NumericArrayConverter {
+  Array<To, n> operator()(Array<From, n> const& x) const { return {To(x[0]), To(x[1])}; }
+};
+}  // namespace cutlass
+std::barrier quad(4);
+uint32_t passed[4];
+uint32_t __shfl_xor_sync(uint32_t, uint32_t x, int step) {
+  int const lane = threadIdx.x % 4;
+  passed[lane] = x;
+  quad.arrive_and_wait();
+  uint32_t const other = passed[lane ^ step];
+  quad.arrive_and_wait();
+  return other;
+}
+char const *first_byte, *last_byte;
+std::atomic<int> wrong, loads, wide;
+void load_wide(uint32_t (&word)[4], Element const* from) {
+  char const* const at = reinterpret_cast<char const*>(from);
+  wrong += at < first_byte || at + 16 > last_byte || reinterpret_cast<uintptr_t>(at) % 16;
+  ++wide;
+  std::memcpy(word, at, 16);
+}
+struct Narrow {  // 16-bit words, each looked at
+  Element const* at;
+  uint32_t operator[](int i) const {
+    char const* const byte = reinterpret_cast<char const*>(at + i);
+    wrong += byte < first_byte || byte + 2 > last_byte;
+    ++loads;
+    uint16_t word = 0;
+    std::memcpy(&word, byte, 2);
+    return word;
+  }
+};
+struct Work { int lane; };
+struct Params {
+  int first_lane, heads, seqlen_q, seqlen_kv;
+  float scale_log2;
+  Element const* bias;
+  int64_t bias_batch, bias_head, bias_row;
+  bool is_bias_aligned;
+  float const* slopes;
+};
+TEXT
+struct Scores {
+  float at[kTileN / 8][2][2];
+  float& operator()(Place o, int, int) { return at[o.j][o.r][o.c]; }
+};
+void check(int queries, int keys, bool is_batched) {
+  constexpr int kHeads = 2, kLane = 3;  // batch 1, head 1: nothing lies behind its bias
+  std::vector<Element> bias((is_batched ? 2 : 1) * kHeads * queries * keys);
+  for (size_t i = 0; i < bias.size(); ++i) bias[i] = Element(float(i * 37 % 101) / 8 - 5);
+  float const slopes[kHeads] = {9.f, 0.25f};
+  int64_t const size = int64_t(queries) * keys;
+  bool const is_aligned = keys % 8 == 0 && reinterpret_cast<uintptr_t>(bias.data()) % 16 == 0;
+  Params const p{1, kHeads, queries, keys, 0.5f, bias.data(),
+                 is_batched ? kHeads * size : 0, size, keys, is_aligned, slopes};
+  first_byte = reinterpret_cast<char const*>(bias.data());
+  last_byte = reinterpret_cast<char const*>(bias.data() + bias.size());
+  Element const* const matrix = bias.data() + is_batched * p.bias_batch + p.bias_head;
+  auto const lane = [&](int index) {
+    threadIdx.x = index;
+    for (int row0 = 0; row0 < queries; row0 += 5) {
+      Modifiers modifiers(p, Work{kLane - p.first_lane}, row0);
+      for (int n = 0; n * kTileN < keys; ++n) {
+        Scores scores;
+        for (int i = 0; i < kTileN / 2; ++i) (&scores.at[0][0][0])[i] = i - 40 + index;
+        Scores const before = scores;
+        modifiers.load(n);
+        modifiers.apply(scores, n);
+        for (int i = 0; i < kTileN / 2; ++i) {
+          int const row = row0 + i / 2 % 2 * 8, key = n * kTileN + i / 4 * 8 + 2 * index + i % 2;
+          if (row >= queries || key >= keys) continue;
+          double const added = matrix[row * keys + key] - 0.25 * std::abs(row - key);
+          double const wanted = (&before.at[0][0][0])[i] * 0.5 + added * 1.4426950408889634;
+          wrong += !(std::abs((&scores.at[0][0][0])[i] * modifiers.scale() - wanted) < 1e-4);
+        }
+      }
+    }
+  };
+  std::vector<std::thread> lanes;
+  for (int index = 0; index < 4; ++index) lanes.emplace_back(lane, index);
+  for (auto& thread : lanes) thread.join();
+}
+int main() {
+  check(21, 256, false), check(21, 200, true), check(9, 203, true), check(1, 5, false);
+  std::printf("%d %d %d\\n", int(wrong), loads > 0, wide > 0);
+}
+"""
+
+
+def test_a_bias_and_slopes_reach_their_scores(tmp_path: Path) -> None:
+    problem = AttentionProblem.parse("S=1024,D=64,bias=h,alibi=1")
+    text = render(FAMILY.kernels(problem, CONFIG)["scores"], "0")
+
+    def found(pattern: str) -> str:
+        match = re.search(pattern, text, re.MULTILINE | re.DOTALL)
+        assert match is not None, pattern
+        return match[0]
+
+    parts = [found(r"^constexpr int kTileN = \d+"), ";\n"]
+    parts += [
+        found(r"^CUTE_DEVICE void transpose_quad.*?^}\n"),
+        found(r"^struct Modifiers .*?^};\n"),
+    ]
+    body, wide = re.subn(
+        r'asm volatile\("ld\.global.*?"l"\((.*?)\)\);',
+        r"load_wide(word, \1);",
+        "".join(parts),
+        flags=re.DOTALL,
+    )
+    body, narrow = re.subn(
+        r"auto const\* const data = reinterpret_cast<uint16_t const\*>\((.*?)\);",
+        r"Narrow const data{\1};",
+        body,
+    )
+    assert (wide, narrow) == (1, 1)
+    source = tmp_path / "modified.cpp"
+    source.write_text("#include <atomic>\n" + MODIFIED.replace("TEXT", body))
+    command = [str(find_toolchain().host_compiler), "-std=c++20", "-O1", "-w", "-pthread"]
+    subprocess.run(
+        [*command, "-o", str(tmp_path / "modified"), str(source)], check=True, timeout=200
+    )
+    done = subprocess.run([str(tmp_path / "modified")], check=True, capture_output=True, text=True)
+    assert done.stdout == "0 1 1\n"

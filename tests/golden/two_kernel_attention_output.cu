@@ -87,6 +87,21 @@ CUTE_DEVICE uint32_t round_pair(float x, float y) {
   auto const rounded = cutlass::NumericArrayConverter<Element, float, 2>{}(pair);
   return reinterpret_cast<uint32_t const&>(rounded);
 }
+// Four lanes of a quad hold 2 columns each of 4 octets; afterwards lane q holds octet q. And back.
+CUTE_DEVICE void transpose_quad(uint32_t (&word)[4]) {
+  int const q = threadIdx.x % 4;
+  CUTE_UNROLL
+  for (int step = 1; step <= 2; step *= 2) {
+    CUTE_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      if (i & step) continue;
+      uint32_t const mine = q & step ? word[i] : word[i + step];
+      uint32_t const other = __shfl_xor_sync(0xffffffffu, mine, step);
+      if (q & step) word[i] = other;
+      else word[i + step] = other;
+    }
+  }
+}
 CUTE_DEVICE void release(uint64_t* empty) {
   __syncwarp();
   if (threadIdx.x % 32 == 0) Empty::arrive(empty);
@@ -167,22 +182,6 @@ CUTE_DEVICE void produce(Params const& p, Storage& s, Work const& w) {
     Empty::wait(&s.empty[v.stage], v.phase ^ 1);
     load_values(n, v.stage);
     load_probabilities(n, v.stage);
-  }
-}
-
-// Four lanes of a quad hold 2 columns each of 4 octets; afterwards lane q holds octet q.
-CUTE_DEVICE void transpose_quad(uint32_t (&word)[4]) {
-  int const q = threadIdx.x % 4;
-  CUTE_UNROLL
-  for (int step = 1; step <= 2; step *= 2) {
-    CUTE_UNROLL
-    for (int i = 0; i < 4; ++i) {
-      if (i & step) continue;
-      uint32_t const mine = q & step ? word[i] : word[i + step];
-      uint32_t const other = __shfl_xor_sync(0xffffffffu, mine, step);
-      if (q & step) word[i] = other;
-      else word[i + step] = other;
-    }
   }
 }
 

@@ -87,6 +87,21 @@ CUTE_DEVICE uint32_t round_pair(float x, float y) {
   auto const rounded = cutlass::NumericArrayConverter<Element, float, 2>{}(pair);
   return reinterpret_cast<uint32_t const&>(rounded);
 }
+// Four lanes of a quad hold 2 columns each of 4 octets; afterwards lane q holds octet q. And back.
+CUTE_DEVICE void transpose_quad(uint32_t (&word)[4]) {
+  int const q = threadIdx.x % 4;
+  CUTE_UNROLL
+  for (int step = 1; step <= 2; step *= 2) {
+    CUTE_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      if (i & step) continue;
+      uint32_t const mine = q & step ? word[i] : word[i + step];
+      uint32_t const other = __shfl_xor_sync(0xffffffffu, mine, step);
+      if (q & step) word[i] = other;
+      else word[i + step] = other;
+    }
+  }
+}
 CUTE_DEVICE void release(uint64_t* empty) {
   __syncwarp();
   if (threadIdx.x % 32 == 0) Empty::arrive(empty);
@@ -107,6 +122,10 @@ struct Params : Part {
   float2* statistics;
   float scale_log2;  // of the scores, or of what the soft cap makes of them
   float cap_log2;    // -2 scale / softcap
+  Element const* bias;
+  int64_t bias_batch, bias_head, bias_row;
+  bool is_bias_aligned;  // its rows start at multiples of 16 bytes
+  float const* slopes;
 };
 
 struct Storage {
@@ -158,18 +177,86 @@ CUTE_DEVICE void produce(Params const& p, Storage& s, Work const& w) {
   }
 }
 
-// With a soft cap: tanh(scale / softcap * score) of every score, wrong by 4e-7 at most (tanh.approx
-// would be by 2^-11 of itself).
-template <class Scores>
-CUTE_DEVICE void cap(Scores& scores, Params const& p) {
-  CUTE_UNROLL
-  for (int i = 0; i < size(scores); ++i) {
-    float const grown = 1.f + exp2_mufu(scores(i) * p.cap_log2);  // infinite for the lowest scores
-    float inverse;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(grown));
-    scores(i) = fmaf(2.f, inverse, -1.f);
+// What becomes of the scores between product and mask, in this order: soft cap, bias, ALiBi. A thread
+// has rows row0 and row0 + 8, and of each octet of keys two.
+struct Modifiers {
+  Params const& p;
+  Element const* bias[2];               // of each row, from the lane's first octet on
+  uint32_t held[kTileN / 32][2][4];     // a tile's: lane q of a quad has octet 4 i + q
+  float row, slope_log2;
+
+  CUTE_DEVICE Modifiers(Params const& p, Work const& w, int row0) : p(p) {
+    int const lane = p.first_lane + w.lane, head = lane % p.heads;
+    Element const* const matrix = p.bias + lane / p.heads * p.bias_batch + head * p.bias_head + 8 * (threadIdx.x % 4);
+    // Rows beyond the last query, which nobody stores, take its bias.
+    for (int r = 0; r < 2; ++r) bias[r] = matrix + min(row0 + 8 * r, p.seqlen_q - 1) * p.bias_row;
+    row = float(row0), slope_log2 = p.slopes[head] * kLog2E;
   }
-}
+
+  // Begins to load what tile n is to be given.
+  CUTE_DEVICE void load(int n) {
+    int const first = n * kTileN;
+    if (p.is_bias_aligned && first + kTileN <= p.seqlen_kv) {
+      CUTE_UNROLL
+      for (int i = 0; i < kTileN / 32; ++i) {
+        CUTE_UNROLL
+        for (int r = 0; r < 2; ++r) {
+          auto& word = held[i][r];
+          asm volatile("ld.global.L1::no_allocate.v4.b32 { %0, %1, %2, %3 }, [%4];"
+                       : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3]) : "l"(bias[r] + first + 32 * i));
+        }
+      }
+      return;
+    }
+    CUTE_UNROLL
+    for (int i = 0; i < kTileN / 32; ++i) {
+      int const keys = p.seqlen_kv - first - 32 * i - 8 * int(threadIdx.x % 4);  // that the octet has
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        auto const* const data = reinterpret_cast<uint16_t const*>(bias[r] + first + 32 * i);
+        CUTE_UNROLL
+        for (int k = 0; k < 4; ++k) {
+          uint32_t const low = 2 * k < keys ? data[2 * k] : 0, high = 2 * k + 1 < keys ? data[2 * k + 1] : 0;
+          held[i][r][k] = high << 16 | low;
+        }
+      }
+    }
+  }
+
+  template <class Scores>
+  CUTE_DEVICE void apply(Scores& scores, int n) {
+    // tanh(scale / softcap * score), wrong by 4e-7 at most (tanh.approx would be by 2^-11 of itself).
+    CUTE_UNROLL
+    for (int i = 0; i < size(scores); ++i) {
+      float const grown = 1.f + exp2_mufu(scores(i) * p.cap_log2);  // infinite for the lowest scores
+      float inverse;
+      asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(grown));
+      scores(i) = fmaf(2.f, inverse, -1.f);
+    }
+    float const column = float(n * kTileN + 2 * int(threadIdx.x % 4));
+    CUTE_UNROLL
+    for (int i = 0; i < kTileN / 32; ++i) {
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        transpose_quad(held[i][r]);
+        CUTE_UNROLL
+        for (int j = 0; j < 4; ++j) {
+          auto const added = cutlass::NumericArrayConverter<float, Element, 2>{}(
+              reinterpret_cast<cutlass::Array<Element, 2> const&>(held[i][r][j]));
+          CUTE_UNROLL
+          for (int c = 0; c < 2; ++c) {
+            float& score = scores(make_coord(c, r, 4 * i + j), 0, 0);
+            score = fmaf(score, p.scale_log2, added[c] * kLog2E);
+            score = fmaf(-slope_log2, fabsf(column - row + float(32 * i + 8 * (j - r) + c)), score);
+          }
+        }
+      }
+    }
+  }
+
+  // What `apply` leaves to be multiplied, for scores to base 2.
+  CUTE_DEVICE float scale() const { return 1.f; }
+};
 
 // Hides the keys from `keys` on, and under a causal mask those beyond their row.
 template <class Scores>
@@ -205,6 +292,7 @@ CUTE_DEVICE void consume(Params const& p, Storage& s, Work const& w) {
   // Tiles below `unmasked` are seen whole by every row, those from `seen` on by none.
   int const unmasked = (kCausal ? min(p.seqlen_kv, first_row + 1) : p.seqlen_kv) / kTileN;
   int const seen = p.tiles_of(block);
+  Modifiers modifiers(p, w, row0);
   Ring k;
 
   auto issue = [&](auto& scores) {
@@ -228,7 +316,7 @@ CUTE_DEVICE void consume(Params const& p, Storage& s, Work const& w) {
     warpgroup_fence_operand(scores);
     release(&s.empty[stage]);
     if (n >= seen) return;
-    cap(scores, p);
+    modifiers.apply(scores, n);
     if (n >= unmasked) mask(scores, p.seqlen_kv, row0, n * kTileN);
     float maximum[2], shift[2], sum[2] = {0.f, 0.f};
     CUTE_UNROLL
@@ -240,7 +328,7 @@ CUTE_DEVICE void consume(Params const& p, Storage& s, Work const& w) {
       }
       top = quad_max(top);
       bool const is_seen = top > -INFINITY;  // else no key of the tile is
-      shift[r] = is_seen ? top * p.scale_log2 : 0.f;
+      shift[r] = is_seen ? top * modifiers.scale() : 0.f;
       maximum[r] = is_seen ? shift[r] : -INFINITY;
     }
     // The image that was filled two tiles ago has left.
@@ -255,8 +343,8 @@ CUTE_DEVICE void consume(Params const& p, Storage& s, Work const& w) {
       CUTE_UNROLL
       for (int i = 0; i < 4; ++i) {
         int const r = i % 2, octet = j + i / 2;
-        float const x = exp2_mufu(fmaf(scores(make_coord(0, r, octet), 0, 0), p.scale_log2, -shift[r]));
-        float const y = exp2_mufu(fmaf(scores(make_coord(1, r, octet), 0, 0), p.scale_log2, -shift[r]));
+        float const x = exp2_mufu(fmaf(scores(make_coord(0, r, octet), 0, 0), modifiers.scale(), -shift[r]));
+        float const y = exp2_mufu(fmaf(scores(make_coord(1, r, octet), 0, 0), modifiers.scale(), -shift[r]));
         sum[r] += x;
         sum[r] += y;
         word[i] = round_pair(x, y);
@@ -296,6 +384,7 @@ CUTE_DEVICE void consume(Params const& p, Storage& s, Work const& w) {
       Full::wait(&s.full[k.stage], k.phase);
     }
     issue(other);
+    if (n < seen) modifiers.load(n);
     warpgroup_wait<1>();
     finish(scores, n++, held);
     return is_last;
@@ -361,6 +450,11 @@ inline Params params_of(void* const* tensors, int64_t const* n, double const* sc
   // The kernel's scores are tanh(..), in [-1, 1]; tanh(x) = 2 / (1 + exp(-2 x)) - 1.
   p.scale_log2 = float(scalars[1]) * kLog2E;
   p.cap_log2 = float(-2 * scalars[0] / scalars[1]) * kLog2E;
+  p.bias = data(4);
+  p.bias_batch = n[18], p.bias_head = n[19], p.bias_row = n[20];
+  int64_t const steps = p.bias_batch | p.bias_head | p.bias_row;  // elements; 8 of them are 16 bytes
+  p.is_bias_aligned = reinterpret_cast<uintptr_t>(p.bias) % 16 == 0 && steps % 8 == 0;
+  p.slopes = static_cast<float const*>(tensors[5]);
   return p;
 }
 inline int depth(Params const&, int64_t const* n) { return n[17]; }

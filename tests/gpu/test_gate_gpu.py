@@ -39,6 +39,9 @@ PROBLEMS = [
     AttentionProblem.parse("B=2,H=4,HKV=2,SQ=300,SKV=200,D=64,left=70,right=9,softcap=20"),
     AttentionProblem.parse("H=2,S=190,D=64,causal=1,window=65,dtype=bf16"),
     AttentionProblem.parse("H=2,SQ=300,SKV=60,D=8,left=100"),
+    AttentionProblem.parse("B=2,H=4,HKV=2,SQ=130,SKV=203,D=64,bias=b"),
+    AttentionProblem.parse("B=2,H=4,S=190,D=64,causal=1,softcap=20,bias=bh,alibi=1,dtype=bf16"),
+    AttentionProblem.parse("H=3,SQ=200,SKV=130,D=8,bias=h,alibi=1"),
     GemmProblem(m=200, n=150, k=300, batch=2),
     GemmProblem(200, 150, 300, 2, "bfloat16", "float32", "col", "row"),
     GemmProblem(m=65, n=130, k=33, layout_b="row"),
@@ -133,14 +136,19 @@ def expected(problem: Any, inputs: list[Any], scale: float) -> Any:
         scores, columns = inputs[0] * scale, np.arange(problem.cols)
         rows = np.arange(problem.rows) % problem.query_rows
     else:
-        if factors := inputs[3:]:
-            inputs = [x * f[..., None, None] for x, f in zip(inputs[:3], factors, strict=True)]
+        *inputs, modifiers = *inputs[:3], inputs[3:]
+        if problem.dtype == E4M3:
+            inputs = [x * f[..., None, None] for x, f in zip(inputs, modifiers, strict=True)]
         repeat = problem.heads_q // problem.heads_kv
         key, value = (np.repeat(x, repeat, axis=1) for x in inputs[1:])
         scores = inputs[0] @ key.swapaxes(2, 3) * scale
         rows, columns = np.arange(problem.seqlen_q), np.arange(problem.seqlen_kv)
         if problem.softcap:
             scores = problem.softcap * np.tanh(scores / problem.softcap)
+        if problem.bias:
+            scores = scores + modifiers[0]
+        if problem.is_alibi:
+            scores = scores - modifiers[-1][:, None, None] * np.abs(rows[:, None] - columns)
         if problem.window_left >= 0:
             scores = np.where(columns < rows[:, None] - problem.window_left, -np.inf, scores)
         if problem.window_right >= 0:

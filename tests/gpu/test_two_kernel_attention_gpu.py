@@ -1,26 +1,35 @@
 """Attention as two kernels on the GPU against float64: at lengths that cut tiles and launches, in
-chunks, with scores scaled by 30 and with a soft cap."""
+chunks, with scores scaled by 30, and with soft caps, biases and ALiBi, these two beside vendors'
+kernels and through the gate too.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from gating import pass_the_gate
+from runtime_gpu import forget, fresh_store, store, this_gpu
 
 from tuner.artifacts import LoadedKernel, load
+from tuner.benchmark import CompiledSubject
 from tuner.compiler import Compiler
 from tuner.config import Config, Value
+from tuner.device import Device
 from tuner.families import family
 from tuner.families.base import LSE, SCRATCH, KernelSpec
 from tuner.families.two_kernel_attention import chunk_sizes
+from tuner.gate import REFERENCE, Gate
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import AttentionProblem
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytestmark = [pytest.mark.gpu, pytest.mark.compile]
 
+own_store = fresh_store
 FAMILY = family("two_kernel_attention")
 #: Relative Frobenius norm: the fused kernel's.
 LIMITS = {"float16": 6e-4, "bfloat16": 5e-3}
@@ -50,7 +59,18 @@ CASES = {
     ),
     "unlike groups": ("B=1,H=2,D=80,causal=1", make(64, (1, 2, 1, 1), (3, 4, 1, 1))),
     "wide, capped": ("B=1,H=2,D=256,softcap=30", make(64, (2, 2, 2, 1), (2, 3, 2, 1))),
+    # Their second kernels are those of cases above.
+    "bias": ("B=2,H=4,HKV=2,D=64,bias=h", make(128, (1, 3, 2, 2), (2, 4, 2, 1))),
+    "ALiBi": ("B=1,H=4,D=64,causal=1,alibi=1", make(128, (2, 3, 2, 1), (1, 3, 2, 2))),
+    "all": (
+        "B=2,H=4,HKV=2,D=128,causal=1,softcap=30,bias=bh,alibi=1,dtype=bf16",
+        make(64, (2, 3, 1, 1), (1, 4, 1, 1)),
+    ),
 }  # fmt: skip
+#: Of which axes a bias is does not change the kernels.
+BIASES = ("1", "b", "h", "bh")
+#: Elements between a multiple of 16 bytes and a bias: its rows are read in other ways.
+OFFSETS = (0, 1)
 
 
 def specs(text: str, config: Config) -> Mapping[str, KernelSpec]:
@@ -59,7 +79,8 @@ def specs(text: str, config: Config) -> Mapping[str, KernelSpec]:
 
 def kernels() -> list[KernelSpec]:
     """Compiled from the start; see `conftest.compiler`."""
-    return [spec for text, config in CASES.values() for spec in specs(text, config).values()]
+    found = [spec for text, config in CASES.values() for spec in specs(text, config).values()]
+    return [REFERENCE, *found]
 
 
 def compiled(compiler: Compiler, text: str, config: Config) -> dict[str, LoadedKernel]:
@@ -84,32 +105,47 @@ def variants(problem: AttentionProblem, config: Config) -> list[Config]:
     ]
 
 
-def inputs(problem: AttentionProblem, spread: float) -> dict[str, Any]:
-    """Normal (B, H, S, D) views; queries times `spread`."""
+def inputs(problem: AttentionProblem, spread: float, offset: int = 0) -> dict[str, Any]:
+    """Normal (B, H, S, D) views; queries and biases times `spread`, slopes positive. A bias lies
+    among NaNs, `offset` elements behind a multiple of 16 bytes.
+    """
     generator = torch.Generator("cuda").manual_seed(problem.pairs)
     made = {}
     for operand in problem.operands[:-1]:
-        tensor = torch.empty_strided(
-            operand.shape, operand.strides, dtype=getattr(torch, operand.dtype), device="cuda"
+        shift = 8 + offset if operand.name == "bias" else 0
+        size, dtype = operand.elements + 2 * shift, getattr(torch, operand.dtype)
+        tensor = torch.full((size,), math.nan, dtype=dtype, device="cuda").as_strided(
+            operand.shape, operand.strides, shift
         )
         noise = torch.randn(operand.shape, generator=generator, device="cuda")
         made[operand.name] = tensor.copy_(noise)
-    made["query"] *= spread
+    for name in {"query", "bias"} & {*made}:
+        made[name] *= spread
+    if problem.is_alibi:
+        made["slopes"].abs_().mul_(1 / 16)
     return made
 
 
 def expected(problem: AttentionProblem, tensors: Mapping[str, Any]) -> tuple[Any, Any, Any]:
-    """Output, log-sum-exp, and the largest sum of a query's products' sizes, in float64."""
+    """Output, log-sum-exp, and the largest sum of the sizes of a score's parts, in float64."""
     query, key, value = (tensors[name].double() for name in ("query", "key", "value"))
     key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
     scale = problem.head_dim**-0.5
     scores = query @ key.mT * scale
     if problem.softcap:
         scores = problem.softcap * (scores / problem.softcap).tanh()
+    sizes = (query.abs() @ key.abs().mT).amax(-1) * scale
+    if problem.bias:
+        scores = scores + tensors["bias"].double()
+        sizes = sizes + tensors["bias"].double().abs().amax(-1)
+    if problem.is_alibi:
+        rows, keys = (torch.arange(n, device="cuda") for n in scores.shape[-2:])
+        slopes = tensors["slopes"].double()[:, None, None]
+        scores = scores - slopes * (rows[:, None] - keys).abs()
+        sizes = sizes + slopes[..., 0] * max(scores.shape[-2:])
     if problem.is_causal:
         seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device="cuda").tril()
         scores = scores.masked_fill(~seen, -math.inf)
-    sizes = (query.abs() @ key.abs().mT).amax(-1) * scale
     return scores.softmax(-1) @ value, scores.logsumexp(-1), sizes
 
 
@@ -139,10 +175,12 @@ def run(
 def test_against_float64(name: str, compiler: Compiler) -> None:
     text, config = CASES[name]
     loaded = compiled(compiler, text, config)
-    for queries, keys in LENGTHS:
+    for number, (queries, keys) in enumerate(LENGTHS):
         problem = AttentionProblem.parse(f"SQ={queries},SKV={keys},{text}")
-        for spread in SPREADS:
-            tensors = inputs(problem, spread)
+        if problem.bias:
+            problem = replace(problem, bias=BIASES[number % len(BIASES)])
+        for spread, offset in zip(SPREADS, OFFSETS, strict=True):
+            tensors = inputs(problem, spread, offset)
             wanted, wanted_lse, sizes = expected(problem, tensors)
             for variant in variants(problem, config):
                 assert FAMILY.violations(problem, variant, DEFAULT_GPU) == []
@@ -154,6 +192,71 @@ def test_against_float64(name: str, compiler: Compiler) -> None:
                 assert error <= LIMITS[problem.dtype], f"{what}: error {error:.1e}"
                 wrong = (lse.double() - wanted_lse).abs()
                 assert (wrong <= torch.clamp(sizes * 2**-20, min=1e-4)).all(), what
+
+
+@pytest.mark.parametrize("name", ["bias", "ALiBi", "all"])
+def test_the_gate_passes_what_modifies_scores(
+    name: str, compiler: Compiler, device: Device, gate: Gate
+) -> None:
+    text, config = CASES[name]
+    loaded = compiled(compiler, text, config)
+    for lengths in ("S=640", "SQ=300,SKV=203"):
+        problem = AttentionProblem.parse(f"{lengths},{text}")
+        whole = variants(problem, config)[0]
+        scale = problem.head_dim**-0.5
+        subject = CompiledSubject(device, FAMILY, problem, whole, loaded, scale)
+        pass_the_gate(device, gate, problem, subject)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "text"),
+    [
+        *((kernel, "bias=h") for kernel in ("cudnn", "efficient", "naive")),
+        *((kernel, "bias=b,causal=1") for kernel in ("cudnn", "efficient", "naive")),
+        *((kernel, "alibi=1") for kernel in ("flash2", "naive")),
+        *((kernel, "alibi=1,causal=1") for kernel in ("flash2", "naive")),
+    ],
+)
+def test_vendors_modify_scores_so_too(kernel: str, text: str) -> None:
+    """Or say why they do not: a build of FlashAttention-2 without ALiBi, say."""
+    problem = AttentionProblem.parse(f"B=2,H=4,S=640,D=64,{text}")
+    vendor = family("vendor_sdpa")
+    config = Config(vendor.name, {"kernel": kernel})
+    call = vendor.vendor_call(problem, config, problem.head_dim**-0.5)
+    if isinstance(call, str):
+        pytest.skip(call)
+    tensors = inputs(problem, 1.0)
+    wanted, _, _ = expected(problem, tensors)
+    error = float((call(*tensors.values()).double() - wanted).norm() / wanted.norm())
+    assert error < 1e-3
+
+
+def test_a_mask_that_is_added_is_served(own_store: None, compiler: Compiler) -> None:
+    """By PyTorch, then by the tuned kernel; a boolean one by PyTorch still."""
+    import tuner
+
+    text, config = CASES["bias"]
+    problem = AttentionProblem.parse(f"SQ=300,SKV=1000,{text}")
+    tensors = inputs(problem, 1.0)
+    wanted, _, _ = expected(problem, tensors)
+    *qkv, mask = tensors.values()
+
+    def error() -> float:
+        out = tuner.attention(*qkv, mask, enable_gqa=True)
+        return float((out.double() - wanted).norm() / wanted.norm())
+
+    assert error() < 1e-3
+    assert tuner.stats(reset=True).fallbacks == {"no measured winner": 1}
+    named = specs(text, config)
+    futures = dict(compiler.submit(list(named.values())))
+    artifacts = {stage: futures[spec].result().key for stage, spec in named.items()}
+    store(problem, this_gpu(), variants(problem, config)[0], artifacts=artifacts)
+    forget()
+    for _ in range(2):
+        assert error() < 1e-3
+    assert tuner.stats(reset=True).hits == 2
+    tuner.attention(*qkv, mask > 0, enable_gqa=True)
+    assert tuner.stats(reset=True).fallbacks == {"attn_mask is given": 1}
 
 
 def test_chunks_of_long_rows(compiler: Compiler) -> None:

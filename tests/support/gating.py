@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from tuner.benchmark import WORKSPACE, CompiledSubject
 from tuner.device import Device, Pool
-from tuner.gate import KINDS, Gate
+from tuner.families.base import SCRATCH
+from tuner.gate import KINDS, Gate, scale_of
 from tuner.measurement import Status
 from tuner.problem import Problem
 
 
 def pass_the_gate(device: Device, gate: Gate, problem: Problem, subject: CompiledSubject) -> None:
-    """Every kind of input, with a guarded workspace where the kernel wants one."""
+    """Every kind of input, with guarded scratch and workspace where the kernels want them."""
     gate.open(problem, 5)
     with Pool(device) as pool:
-        own = gate.allocate(pool, WORKSPACE, subject.workspace_bytes)
+        own = [
+            gate.allocate(pool, WORKSPACE, subject.workspace_bytes),
+            gate.allocate(pool, SCRATCH, subject.scratch_bytes),
+        ]
+        pointers = {guarded.name: guarded.pointer for guarded in own}
         for kind in KINDS[problem.op]:
             gate.load(kind)
-            gate.arm([own])
-            subject.bind({**gate.pointers, WORKSPACE: own.pointer}, 1.0)()
-            verdict = gate.examine([own])
+            gate.arm(own)
+            subject.bind({**gate.pointers, **pointers}, scale_of(problem, kind))()
+            verdict = gate.examine(own)
             assert verdict.status is Status.OK, f"{kind}: {verdict.log}"

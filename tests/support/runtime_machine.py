@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -62,6 +63,14 @@ class ToyWithLse(Toy):
     def launches(self, problem: Problem, config: Config, scale: float) -> list[Launch]:
         tensors = tuple(Ref(name) for name in ("query", "key", "value", LSE, "out"))
         return [Launch("second", tensors, (problem.output.bytes,), (scale,))]
+
+
+class ToyWithBias(Toy):
+    """Its second kernel, which writes the output, reads the bias."""
+
+    def launches(self, problem: Problem, config: Config, scale: float) -> list[Launch]:
+        first, second = super().launches(problem, config, scale)
+        return [first, replace(second, tensors=(Ref("bias"), *second.tensors))]
 
 
 class Kernel:

@@ -23,6 +23,7 @@ SHAPES: dict[str, tuple[str, ...]] = {
         "B=2,H=8,HKV=2,SQ=384,SKV=1536,D=128",
         "B=2,H=4,S=640,D=256",
         "H=8,HKV=2,S=500,D=128,dtype=e4m3",
+        "B=2,H=4,S=640,D=64,causal=1,bias=h",
     ),
     "gemm": (
         "M=4096,N=4096,K=4096",

@@ -40,6 +40,7 @@ GEMM = GemmProblem(m=4, n=8, k=64)
 SCALED = GemmProblem(4, 8, 64, dtype=E4M3, scales="row")
 ATTENTION = AttentionProblem(seqlen_q=70, seqlen_kv=90, head_dim=64, heads_q=2, layout="bshd")
 QUANTISED = AttentionProblem.parse("H=4,HKV=2,SQ=70,SKV=90,D=64,dtype=e4m3")
+BIASED = AttentionProblem.parse("B=2,H=4,HKV=2,SQ=70,SKV=90,D=64,bias=h,alibi=1,causal=1")
 PACKED = AttentionProblem.parse("B=3,H=4,HKV=2,SQ=8,SKV=16,D=64,varlen=1")
 GROUPED = GroupedGemmProblem(3, 7, 8, 64, sizes="sparse")
 GOOD = Comparison(elements=32, error_squares=32e-8, reference_squares=32.0)
@@ -234,7 +235,10 @@ COMMANDS = {
     "gemm": [*[(0, 1, 4, 2)] * 2, (2, 1, None, 1), (5, 7, 18, 2), *[(9, 2, 2, 0)] * 2],
     "scaled": [*[(0, 1, 4, 2)] * 4, (2, 1, None, 1), (5, 7, 18, 2), *[(9, 2, 2, 0)] * 4],
     "attention": [
-        *[(0, 1, 4, 2)] * 3, (1, 2, 17, 1), (4, 5, 22, 2), *[(9, 2, 2, 0)] * 3,
+        *[(0, 1, 4, 2)] * 3, (1, 2, 17, 1), (4, 10, 25, 2), *[(9, 2, 2, 0)] * 3,
+    ],
+    "biased": [
+        *[(0, 1, 4, 2)] * 5, (1, 2, 17, 1), (4, 10, 25, 2), *[(9, 2, 2, 0)] * 5,
     ],
     "swiglu": [
         *[(0, 1, 4, 2)] * 2, (2, 1, None, 1), (5, 7, 18, 2), (10, 2, 7, 0), *[(9, 2, 2, 0)] * 2,
@@ -244,10 +248,10 @@ COMMANDS = {
     ],
     "softmax": [(0, 1, 4, 2), (3, 1, 6, 1), (6, 2, 5, 1), (9, 2, 2, 0)],
     "e4m3": [
-        *[(0, 1, 4, 2)] * 6, (1, 2, 17, 1), (4, 8, 22, 2), *[(9, 2, 2, 0)] * 6,
+        *[(0, 1, 4, 2)] * 6, (1, 2, 17, 1), (4, 10, 25, 2), *[(9, 2, 2, 0)] * 6,
     ],
     "varlen": [
-        *[(0, 1, 4, 2)] * 3, *[(1, 2, 17, 1)] * 3, *[(4, 5, 22, 2)] * 3, *[(9, 2, 2, 0)] * 5,
+        *[(0, 1, 4, 2)] * 3, *[(1, 2, 17, 1)] * 3, *[(4, 10, 25, 2)] * 3, *[(9, 2, 2, 0)] * 5,
     ],
 }  # fmt: skip
 
@@ -260,6 +264,7 @@ COMMANDS = {
         (SwigluProblem(4, 32, 64), "swiglu"),
         (GROUPED, "grouped_gemm"),
         (ATTENTION, "attention"),
+        (BIASED, "biased"),
         (SoftmaxProblem(rows=6, cols=9), "softmax"),
         (QUANTISED, "e4m3"),
         (PACKED, "varlen"),
@@ -440,6 +445,35 @@ def test_a_window_s_floor_counts_what_it_lets_through() -> None:
     pairs = sum(min(query + 5, 63) - max(query - 3, 0) + 1 for query in range(40))
     assert flops == 4 * 2 * 64 * pairs
     assert moved == 2 * 64 * 2 * (2 * 40 + 2 * 45)
+
+
+def test_a_bias_s_floor_is_what_the_mask_lets_through() -> None:
+    plain = replace(BIASED, bias="", is_alibi=False)
+    (flops, moved), (flops_plain, moved_plain) = map(gate.floor_work, (BIASED, plain))
+    seen = 70 * 71 // 2  # of each head; the batch shares them, and slopes have four bytes
+    assert (flops, moved - moved_plain) == (flops_plain, 2 * 4 * seen + 4 * 4)
+
+
+def test_the_reference_is_given_bias_and_slopes() -> None:
+    made, _, kernel = opened(BIASED)
+    made.load("random")
+    [(tensors, integers)] = [given for given in kernel.given if given[1][0] == 4]
+    at = made.pointers
+    assert tensors[5:] == [0, 0, 0, at["bias"], at["slopes"]]
+    assert integers[-3:] == [0, 70 * 90, 90]
+    made, _, kernel = opened(ATTENTION)
+    made.load("random")
+    [(tensors, integers)] = [given for given in kernel.given if given[1][0] == 4]
+    assert (tensors[5:], integers[-3:]) == ([0] * 5, [0] * 3)
+
+
+def test_slopes_leave_what_is_planted_on_top() -> None:
+    means, _ = gate._moments(BIASED, "dominant")
+    assert means["slopes"] * 90 <= gate.DOMINANCE
+    means, deviations = gate._moments(BIASED, "random")
+    assert means["slopes"] * 16 >= 1
+    assert 0 < deviations["slopes"] < means["slopes"] / 3  # positive, and not all alike
+    assert gate._moments(BIASED, "large_scores")[1]["bias"] == gate.LARGE
 
 
 def test_the_floor() -> None:

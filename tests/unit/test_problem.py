@@ -36,6 +36,8 @@ EXAMPLES: list[Problem] = [
     AttentionProblem.parse("S=512,D=64,left=7,right=100,softcap=12.5,layout=bshd"),
     AttentionProblem.parse("SQ=100,SKV=512,D=64,right=7"),
     AttentionProblem.parse("B=5,H=8,HKV=2,SQ=100,SKV=512,D=64,varlen=1,causal=1"),
+    AttentionProblem.parse("S=512,D=64,bias=1"),
+    AttentionProblem.parse("B=2,H=8,HKV=2,SQ=100,SKV=512,D=64,causal=1,softcap=30,bias=bh,alibi=1"),
     GemmProblem.parse("M=4096,N=512,K=64"),
     GemmProblem.parse("M=8,N=16,K=24,B=3,dtype=bf16,dtype_d=fp32,layout_a=col,layout_b=row"),
     GemmProblem.parse("M=8,N=16,K=24,epilogue=bias_gelu_tanh"),
@@ -90,6 +92,12 @@ def test_defaults() -> None:
         ("attention", "S=64,D=64,varlen=1,dtype=e4m3", "no variable lengths", "bf16"),
         ("attention", "S=64,D=64,varlen=1,window=8", "no sliding window", "neither"),
         ("attention", "S=64,D=64,varlen=1,softcap=8", "no soft cap", "neither"),
+        ("attention", "S=64,D=64,varlen=1,bias=1", "no additive bias", "neither"),
+        ("attention", "S=64,D=64,varlen=1,alibi=1", "no ALiBi", "neither"),
+        ("attention", "S=64,D=64,bias=h,dtype=e4m3", "no additive bias", "bf16"),
+        ("attention", "S=64,D=64,alibi=1,dtype=e4m3", "no ALiBi", "bf16"),
+        ("attention", "S=64,D=64,bias=hb", "bias=hb", "0, 1, b, h, bh"),
+        ("attention", "S=64,D=64,alibi=8", "alibi=8", "true"),
         ("attention", "S=64,D=64,varlen=1,layout=bshd_bhsd", "layout=bshd_bhsd", "bshd"),
         ("gemm", "M=16,N=16,K=16,dtype=fp32", "dtype=fp32", "e4m3"),
         ("gemm", "M=16,N=16,K=16,dtype=e4m3,dtype_d=fp32", "dtype_d=fp32", "bf16"),
@@ -149,8 +157,8 @@ def test_bad_json_is_refused(data: dict[str, object]) -> None:
 
 
 def test_what_is_off_leaves_no_trace_in_a_key() -> None:
-    """Stored keys from before there were windows and soft caps stay what they were."""
-    plain = AttentionProblem.parse("S=1024,D=64,window=-1,softcap=0")
+    """Stored keys from before there were windows, soft caps and biases stay what they were."""
+    plain = AttentionProblem.parse("S=1024,D=64,window=-1,softcap=0,bias=0,alibi=0")
     assert plain == AttentionProblem.parse("S=1024,D=64")
     assert plain.key == (
         '{"batch":1,"dtype":"float16","head_dim":64,"heads_kv":16,"heads_q":16,"is_causal":false,'
@@ -158,7 +166,9 @@ def test_what_is_off_leaves_no_trace_in_a_key() -> None:
     )
     both = AttentionProblem.parse("S=1024,D=64,causal=1,window=100,softcap=30").to_json()
     assert (both["window_left"], both["softcap"]) == (100, 30.0)
-    assert "window_right" not in both
+    assert not {"window_right", "bias", "is_alibi"} & {*both}
+    biased = AttentionProblem.parse("B=2,S=1024,D=64,bias=h,alibi=1").to_json()
+    assert (biased["bias"], biased["is_alibi"]) == ("h", True)
 
 
 @pytest.mark.parametrize(
@@ -186,10 +196,46 @@ def test_equal_masks_are_equal_problems(text: str, same: str) -> None:
         ("S=64,D=64,softcap=1", "soft cap"),
         ("S=64,D=64,window=0,softcap=1", "sliding window or soft cap"),
         ("S=64,D=64,varlen=1", "variable lengths"),
+        ("S=64,D=64,bias=1", "additive bias"),
+        ("S=64,D=64,right=3,bias=h,alibi=1", "sliding window or additive bias or ALiBi"),
     ],
 )
 def test_what_a_plain_kernel_lacks(text: str, extras: str) -> None:
     assert AttentionProblem.parse(text).extras == extras
+
+
+@pytest.mark.parametrize(
+    ("text", "shape", "steps"),
+    [
+        ("bias=1", (1, 1, 5, 7), (0, 0, 7)),
+        ("bias=b", (2, 1, 5, 7), (35, 0, 7)),
+        ("bias=h", (1, 3, 5, 7), (0, 35, 7)),
+        ("bias=bh,alibi=1", (2, 3, 5, 7), (105, 35, 7)),
+    ],
+)
+def test_a_bias_lies_densely_and_is_read_by_its_strides(
+    text: str, shape: tuple[int, ...], steps: tuple[int, ...]
+) -> None:
+    problem = AttentionProblem.parse(f"B=2,H=3,SQ=5,SKV=7,D=64,dtype=bf16,{text}")
+    bias, *slopes, _ = problem.operands[3:]
+    assert (bias.name, bias.shape, bias.dtype) == ("bias", shape, "bfloat16")
+    assert bias.strides == (shape[1] * 35, 35, 7, 1)
+    assert problem.bias_strides == steps
+    assert [(s.name, s.shape, s.dtype) for s in slopes] == (
+        [("slopes", (3,), "float32")] if problem.is_alibi else []
+    )
+    plain = AttentionProblem.parse("B=2,H=3,SQ=5,SKV=7,D=64")
+    assert plain.bias_strides == (0, 0, 0)
+    assert problem.bytes == plain.bytes + bias.bytes + sum(s.bytes for s in slopes)
+    assert problem.flops == plain.flops
+
+
+@pytest.mark.parametrize(
+    ("text", "same"),
+    [("H=4,bias=bh", "h"), ("H=4,bias=b", "1"), ("B=2,H=1,bias=bh", "b"), ("H=1,bias=bh", "1")],
+)
+def test_a_bias_has_no_axis_of_one_element(text: str, same: str) -> None:
+    assert AttentionProblem.parse(f"S=64,D=64,{text}").bias == same
 
 
 @given(

@@ -15,6 +15,7 @@ from runtime_machine import (
     PROBLEM,
     SDPA,
     Machine,
+    ToyWithBias,
     ToyWithLse,
     answer,
     fake_machine,
@@ -129,6 +130,60 @@ def test_a_window_has_a_plan_of_its_own(machine: Machine, monkeypatch: pytest.Mo
     # One that hides nothing is plain attention.
     assert was_tuned(machine.attention(*tensors, window=(15, 15)))
     assert known[2] == PROBLEM
+
+
+@pytest.mark.parametrize(
+    ("size", "bias"),
+    [
+        ((16, 16), "1"),
+        ((2, 16, 16), "h"),
+        ((3, 1, 16, 16), "b"),
+        ((1, 2, 16, 16), "h"),
+        ((3, 2, 16, 16), "bh"),
+    ],
+)
+def test_a_mask_that_is_added_is_a_bias(
+    size: tuple[int, ...], bias: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel is given the mask itself, and the dispatcher, which knows no masks, nothing."""
+    known: list[Problem] = []
+    told: list[Any] = []
+
+    def lookup(problem: Problem, *, gpu: Gpu, path: Path | None, with_rules: bool) -> Answer:
+        known.append(problem)
+        return answer(measured(problem=problem))
+
+    machine.toy = ToyWithBias()
+    monkeypatch.setattr(machine.runtime.table, "lookup", lookup)
+    monkeypatch.setattr(machine.runtime.table.dispatch, "put", lambda *call: told.append(call))
+    tensors = [torch.randn(3, 2, 16, 8).half() for _ in range(3)]
+    mask = torch.randn(size).half()
+    # Expanded, it is the same mask.
+    for given in (mask, mask.expand(3, 2, 16, 16)):
+        assert was_tuned(machine.attention(*tensors, given))
+    assert known == [AttentionProblem.parse(f"B=3,H=2,S=16,D=8,bias={bias}")]
+    assert told == []
+    assert [call[1][0] for call in machine.launched[1::2]] == [mask.data_ptr()] * 2
+    assert machine.stats().hits == 2
+
+
+def test_masks_that_are_no_bias_are_pytorch_s(machine: Machine) -> None:
+    machine.decide(measured())
+    q, k, v = inputs()
+    wide = torch.randn(16, 32).half()
+    masks = (
+        torch.randn(16, 16) > 0,
+        wide[:, :16],
+        wide[:1, :16],
+        torch.randn(16, 16).half().requires_grad_(),
+    )
+    for mask in masks:
+        assert same(machine.attention(q, k, v, mask), SDPA(q, k, v, mask))
+    assert machine.stats().fallbacks == {"attn_mask is given": 3, "a gradient is wanted": 1}
+    mask = wide[:, :16].clone()
+    out = machine.attention(q, k, v, mask, is_causal=True)
+    assert same(out, SDPA(q, k, v, mask, is_causal=True))
+    assert machine.launched == []
 
 
 def test_a_gradient_under_a_window_is_composed(machine: Machine) -> None:

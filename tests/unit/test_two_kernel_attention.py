@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tuner.config import Config, Value
-from tuner.families.base import LSE, SCRATCH, Launch, Ref, group_by_kernels
+from tuner.families import families_of
+from tuner.families.base import LSE, SCRATCH, Launch, Ref, group_by_kernels, without_spare
 from tuner.families.two_kernel_attention import (
     ROWS,
     STAGES,
@@ -22,8 +24,14 @@ from tuner.families.two_kernel_attention import (
     smem_limit,
 )
 from tuner.hardware import DEFAULT_GPU, GPUS
+from tuner.lookup import lookup
+from tuner.measurement import Environment, Measurement, Regime, Status
 from tuner.problem import DTYPE_BYTES, AttentionProblem, SoftmaxProblem
+from tuner.recording import Recording
 from tuner.render import render
+from tuner.runners.replay import ReplayRunner
+from tuner.store import open_store
+from tuner.sweep import Sweep, SweepOptions
 
 FAMILY = TwoKernelAttention()
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -56,6 +64,7 @@ ILLEGAL = {
     "rows_per_launch=2048 is no multiple of 64 from 64 to 1024": {"rows_per_launch": 2048},
     "splits=9 is not between": {"splits": 9},
 }
+BIASED = AttentionProblem.parse("B=2,H=8,S=1024,D=64,bias=h,alibi=1")
 
 
 def test_the_base_config_is_legal() -> None:
@@ -79,6 +88,7 @@ def test_every_reason_is_said() -> None:
         ("S=1024,D=64,dtype=e4m3", "no descale factors"),
         ("S=1024,D=64,window=100", "has no sliding window"),
         ("B=2,S=1024,D=64,varlen=1", "has no variable lengths"),
+        ("S=1024,D=64,window=100,bias=1,alibi=1", "has no sliding window"),
     ],
 )
 def test_what_it_does_not_serve(text: str, reason: str) -> None:
@@ -104,6 +114,68 @@ def test_a_soft_cap_is_compiled_into_the_scores_alone() -> None:
     assert specs["output"] == FAMILY.kernels(PROBLEM, make())["output"]
     scalars = {launch.kernel: launch.scalars for launch in FAMILY.launches(problem, make(), 0.5)}
     assert scalars == {"scores": (0.5, 30.0), "output": ()}
+
+
+def test_bias_and_slopes_are_compiled_into_the_scores_alone() -> None:
+    """Their sizes and strides are not: all biases share the kernels."""
+    specs = FAMILY.kernels(BIASED, make())
+    names = ("has_bias", "has_alibi", "has_softcap")
+    found = {stage: [spec.variables[name] for name in names] for stage, spec in specs.items()}
+    assert found == {"scores": [True, True, False], "output": [False] * 3}
+    assert specs["output"] == FAMILY.kernels(PROBLEM, make())["output"]
+    for bias in ("1", "b", "bh"):
+        assert FAMILY.kernels(replace(BIASED, bias=bias), make()) == specs  # type: ignore[arg-type]
+    launches = {launch.kernel: launch for launch in FAMILY.launches(BIASED, make(), 0.5)}
+    assert [ref.operand for ref in launches["scores"].tensors[4:]] == ["bias", "slopes"]
+    assert launches["scores"].integers[18:] == (0, 1024 * 1024, 1024)
+    slopes = replace(BIASED, bias="")
+    launch = FAMILY.launches(slopes, make(), 0.5)[0]
+    assert [ref.operand for ref in launch.tensors[4:]] == ["slopes"]
+    assert len(launch.integers) == 18
+
+
+def test_a_bias_takes_registers() -> None:
+    """A tile's, two to a register: 48 beside 96 scores of a thread."""
+    config = make(tile_n=192, scores_groups=3, scores_buffers=1)
+    reason = "scores: 144 accumulator registers + 40 exceed 160"
+    assert reason in FAMILY.violations(BIASED, config, DEFAULT_GPU)
+    assert not any("registers" in said for said in FAMILY.violations(PROBLEM, config, DEFAULT_GPU))
+
+
+def test_a_sweep_of_a_bias_has_this_family_alone() -> None:
+    for problem in (BIASED, replace(BIASED, bias=""), replace(BIASED, is_alibi=False)):
+        serving = [m for m in families_of("attention").values() if m.space(problem, DEFAULT_GPU)]
+        own = [member for member in serving if not member.is_vendor]
+        assert [m.name for m in without_spare(own)] == [FAMILY.name]
+
+
+def test_a_replayed_sweep_of_a_bias(tmp_path: Path) -> None:
+    """It is decided, and found again for this bias alone."""
+    problem = replace(BIASED, is_alibi=False)
+    space = FAMILY.space(problem, DEFAULT_GPU)
+    vendor = Config("vendor_sdpa", {"kernel": "efficient"})
+    times = {config: 30.0 + place for place, config in enumerate(space)} | {vendor: 99.0}
+    regime, environment = Regime.default(problem.op), Environment({"driver": "1"})
+    measured = tuple(
+        Measurement(
+            *(problem, config, DEFAULT_GPU, regime, Status.OK),
+            environment=environment,
+            latency_us=us,
+            std_us=0.01,
+            rounds=20,
+        )
+        for config, us in times.items()
+    )
+    runner = ReplayRunner(Recording(problem, DEFAULT_GPU, regime, environment, measured))
+    store = open_store(f"sqlite:///{tmp_path}/store.sqlite")
+    options = SweepOptions(trials=len(space), sampler="tpe")
+    outcome = Sweep(problem, regime, runner, store, options).run()
+    assert outcome.ranking[0].config == space[0]
+    assert outcome.entry is not None
+    assert outcome.entry.ratios == {"efficient": pytest.approx(30 / 99)}
+    for asked, is_known in ((problem, True), (replace(problem, bias=""), False), (BIASED, False)):
+        found = lookup(asked, gpu=DEFAULT_GPU, path=tmp_path / "store.sqlite", with_rules=False)
+        assert (found is not None and found.entry.problem == problem) == is_known
 
 
 def test_kernels_that_configs_share() -> None:
@@ -165,6 +237,14 @@ def test_predictions_follow_the_work() -> None:
         return min(FAMILY.predict_us(problem, c, DEFAULT_GPU) for c in space)
 
     assert best("S=1024,D=64,causal=1") < best("S=1024,D=64") < best("S=2048,D=64")
+    assert best("S=1024,D=64") == best("S=1024,D=64,alibi=1") < best("S=1024,D=64,bias=1")
+    # Where memory binds a bias of each head counts, and one of all stays in the L2.
+    bound, whole = FAMILY.refitted({"memory_share": 0.1}), make(rows_per_launch=8192)
+    times = [
+        bound.predict_us(AttentionProblem.parse(f"S=8192,D=64,{bias}"), whole, DEFAULT_GPU)
+        for bias in ("alibi=1", "bias=1", "bias=h")
+    ]
+    assert times[0] < times[1] < 1.1 * times[0] < 1.4 * times[0] < times[2]
     few = make(heads_per_launch=1)
     assert FAMILY.predict_us(PROBLEM, few, DEFAULT_GPU) > FAMILY.predict_us(
         PROBLEM, make(), DEFAULT_GPU
@@ -177,7 +257,8 @@ def test_predictions_follow_the_work() -> None:
 
 def test_golden_text() -> None:
     """`UPDATE_GOLDEN=1` is not offered: read what changed, then write the file."""
-    problem = AttentionProblem.parse("B=2,H=8,HKV=2,S=1000,D=64,causal=1,softcap=30")
+    text = "B=2,H=8,HKV=2,S=1000,D=64,causal=1,softcap=30,bias=h,alibi=1"
+    problem = AttentionProblem.parse(text)
     config = make(heads_per_launch=16, rows_per_launch=1024)
     for stage, spec in FAMILY.kernels(problem, config).items():
         golden = (GOLDEN / f"two_kernel_attention_{stage}.cu").read_text()
@@ -242,7 +323,14 @@ def run_scores(memory: Memory, launch: Launch, spec: Mapping[str, Value]) -> Non
         scale = launch.scalars[0]
         if spec["has_softcap"]:
             scores, scale = np.tanh(scores * scale / launch.scalars[1]), launch.scalars[1]
-        scores = np.where(seen, scores * scale / math.log(2), -np.inf)
+        scores = scores * scale
+        others = [memory.flat[ref.operand] for ref in launch.tensors[4:]]
+        if spec["has_bias"]:
+            place = batch * n[18] + head * n[19] + np.minimum(rows, sq - 1)[:, None] * n[20]
+            scores = scores + others[0][place + np.minimum(keys, skv - 1)]
+        if spec["has_alibi"]:
+            scores = scores - others[-1][head] * np.abs(rows[:, None] - keys)
+        scores = np.where(seen, scores / math.log(2), -np.inf)
         top = scores.max(-1)
         weights = np.exp2(scores - np.where(np.isfinite(top), top, 0)[:, None])
         images[lane, block, tile] = weights
@@ -290,6 +378,12 @@ def attention(problem: AttentionProblem, memory: Memory, scale: float):
     scores = scale * tensor(memory, query) @ keys.swapaxes(-1, -2)
     if problem.softcap:
         scores = problem.softcap * np.tanh(scores / problem.softcap)
+    modifiers = [tensor(memory, operand) for operand in problem.operands[3:-1]]
+    if problem.bias:
+        scores = scores + modifiers[0]
+    if problem.is_alibi:
+        away = np.abs(np.arange(problem.seqlen_q)[:, None] - np.arange(problem.seqlen_kv))
+        scores = scores - modifiers[-1][:, None, None] * away
     if problem.is_causal:
         visible = np.tril(np.ones((problem.seqlen_q, problem.seqlen_kv), bool))
         scores = np.where(visible, scores, -np.inf)
@@ -307,6 +401,10 @@ def attention(problem: AttentionProblem, memory: Memory, scale: float):
         "SQ=200,SKV=150,D=16,H=4,HKV=2,B=2,causal=1,layout=bshd",
         "SQ=70,SKV=130,D=8,H=6,HKV=1,causal=1,softcap=5,layout=bshd_bhsd",
         "SQ=1,SKV=300,D=24,H=2,B=3",
+        "SQ=150,SKV=200,D=16,H=4,B=2,bias=b",
+        "SQ=200,SKV=150,D=16,H=4,HKV=2,B=2,causal=1,softcap=5,bias=bh,alibi=1",
+        "SQ=70,SKV=130,D=8,H=6,HKV=1,bias=h,layout=bshd",
+        "SQ=70,SKV=130,D=8,H=2,B=2,alibi=1",
     ],
 )
 def test_the_launches_compute_attention(text: str, scale: float) -> None:

@@ -152,6 +152,38 @@ def test_flash2_is_given_packed_tensors(monkeypatch: pytest.MonkeyPatch) -> None
     assert seen[5:] == [8, 16, 0.0, True, False]
 
 
+@needs_torch
+def test_flash2_is_given_slopes_and_a_backend_its_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    def attend(*arguments: Any, **options: Any) -> Any:
+        given.append((arguments, options))
+        return (arguments[0],)
+
+    given: list[Any] = []
+    empty_strided = torch.empty_strided
+    monkeypatch.setattr(torch, "empty_strided", lambda *a, device=None, **k: empty_strided(*a, **k))
+    monkeypatch.setattr(torch.backends.cuda, "mem_efficient_sdp_enabled", lambda: False)
+    for operator in ("_flash_attention_forward", "_scaled_dot_product_efficient_attention"):
+        monkeypatch.setattr(getattr(torch.ops.aten, operator), "default", attend)
+    problem = AttentionProblem.parse("B=2,H=4,S=16,D=64,causal=1,alibi=1")
+    inputs = tensors(problem)
+    out = sdpa.flash2_call(problem, 0.5)(*inputs)
+    assert out.shape == problem.output.shape
+    arguments, options = given.pop()
+    assert arguments[3:] == (None, None, 16, 16, 0.0, True, False)
+    assert options.pop("alibi_slopes") is inputs[3]
+    assert options == {"scale": 0.5, "window_size_left": None, "window_size_right": None}
+    problem = AttentionProblem.parse("B=2,H=4,S=16,D=64,causal=1,bias=h")
+    inputs = tensors(problem)
+    call = sdpa.VendorSdpa().connect(problem, "efficient", 0.5)
+    assert not isinstance(call, str), call
+    call(*inputs)
+    arguments, options = given.pop()
+    assert (arguments[3].shape, arguments[3].data_ptr()) == ((2, 4, 16, 16), inputs[3].data_ptr())
+    assert (arguments[4:], options) == ((False, 0.0, True), {"scale": 0.5})
+
+
 def test_quantised_attention_is_refused_with_a_reason() -> None:
     member, problem = family("vendor_sdpa"), AttentionProblem.parse("S=64,D=64,dtype=e4m3")
     assert "float8_e4m3fn" in member.supports(problem, DEFAULT_GPU)
@@ -171,9 +203,15 @@ def test_quantised_attention_is_refused_with_a_reason() -> None:
         ),
         ("S=1024,D=64,softcap=30", {"flash3", "flash3_splits", "flash4"}, "has no soft cap"),
         ("SQ=512,SKV=1024,D=64,window=64", set(), "bottom-right"),
+        ("S=1024,D=64,causal=1,bias=h", {"cudnn", "efficient"}, "has no additive bias"),
+        ("S=1024,D=64,bias=1,softcap=30", set(), "has no additive bias"),
+        ("S=1024,D=64,alibi=1", {"flash2"}, "has no ALiBi"),
+        ("S=1024,D=64,causal=1,window=64,alibi=1", {"flash2"}, "has no ALiBi"),
+        ("SQ=512,SKV=1024,D=64,alibi=1", set(), "aligns a diagonal of ALiBi bottom-right"),
+        ("S=1024,D=64,bias=1,alibi=1", set(), "has no ALiBi"),
     ],
 )
-def test_windows_and_soft_caps_go_to_who_has_them(
+def test_windows_caps_and_biases_go_to_who_has_them(
     text: str, kernels: set[str], reason: str
 ) -> None:
     problem, member = AttentionProblem.parse(text), family("vendor_sdpa")
@@ -185,9 +223,11 @@ def test_windows_and_soft_caps_go_to_who_has_them(
     ]
     assert any(reason in found[0] for found in refused)
     assert all(len(found) == 1 for found in refused)
-    for name in ("cutlass_fmha", "three_kernel_attention"):
+    lacking = ["cutlass_fmha", "three_kernel_attention", "triton_attention"]
+    for name in lacking + (["fused_attention"] if problem.modifiers else []):
         assert family(name).space(problem, DEFAULT_GPU) == []
-        assert family(name).supports(problem, DEFAULT_GPU) == f"{name} has no {problem.extras}"
+        has_no = problem.modifiers if name == "fused_attention" else problem.extras
+        assert family(name).supports(problem, DEFAULT_GPU) == f"{name} has no {has_no}"
 
 
 def test_bottom_right_masks_are_kept_out() -> None:
@@ -247,12 +287,17 @@ def reference(problem: AttentionProblem, scale: float, inputs: list[Any]) -> Any
     """Attention in float64, written out."""
     import torch
 
-    query, key, value = (t.double() for t in inputs)
+    query, key, value, *modifiers = (t.double() for t in inputs)
     group = problem.heads_q // problem.heads_kv
     key, value = (t.repeat_interleave(group, dim=1) for t in (key, value))
     scores = scale * query @ key.mT
     if problem.softcap:
         scores = problem.softcap * (scores / problem.softcap).tanh()
+    if problem.bias:
+        scores = scores + modifiers[0]
+    if problem.is_alibi:
+        rows, keys = (torch.arange(n) for n in scores.shape[-2:])
+        scores = scores - modifiers[-1][:, None, None] * (rows[:, None] - keys).abs()
     left, right = problem.visible
     seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril(right).triu(-left)
     return scores.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num(0) @ value
@@ -337,6 +382,8 @@ def test_a_peer_is_given_the_window_and_the_cap(
         "S=24,D=16,H=4",
         "S=24,D=16,H=4,HKV=2,causal=1,B=2",
         "SQ=40,SKV=24,D=16,H=2,left=3,right=5,softcap=2",
+        "SQ=40,SKV=24,D=16,H=2,B=3,bias=b,softcap=2",
+        "SQ=24,SKV=40,D=16,H=4,HKV=2,B=2,causal=1,bias=h,alibi=1",
     ],
 )
 def test_naive_agrees_with_fp64(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,6 +102,12 @@ class FusedAttention(Family):
         "combine": ("cluster", "kernel"),
     }
 
+    def supports(self, problem: Problem, gpu: Gpu) -> str:
+        reason = super().supports(problem, gpu)
+        if reason or not isinstance(problem, AttentionProblem) or not problem.modifiers:
+            return reason
+        return f"{self.name} has no {problem.modifiers}"
+
     def violations(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
         found = [reason] if (reason := self.supports(problem, gpu)) else []
         if not isinstance(problem, AttentionProblem):

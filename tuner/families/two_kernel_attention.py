@@ -6,6 +6,9 @@ times exp(m - the row's maximum) over the row's sum, which it makes of the tiles
 So the probabilities are written once and read once, in the image that shared memory is to hold.
 Under a causal mask neither kernel touches the tiles above the diagonal.
 
+Between product and mask the first kernel applies the score modifiers that are compiled into it:
+soft cap, additive bias, ALiBi. It is the only own kernel that has the last two.
+
 A launch takes `heads_per_launch` heads and of each `rows_per_launch` rows of queries, whose
 probabilities are the scratch. With `pdl` each kernel starts before its predecessor ends and waits
 for it on the device.
@@ -94,7 +97,7 @@ class TwoKernelAttention(Family):
     op = "attention"
     capabilities = (HOPPER,)
     writes_lse = True
-    # The fused kernel serves all that this one does and is faster.
+    # The fused kernel is faster where it serves the problem, which is without bias and ALiBi.
     is_spare = True
     cost_constants = CONSTANTS
     runtime_parameters = frozenset({"heads_per_launch", "rows_per_launch", "splits", "pdl"})
@@ -213,7 +216,9 @@ class TwoKernelAttention(Family):
         # What does not stay in the L2 goes through memory twice.
         seen = attention.pairs / (attention.seqlen_q * attention.seqlen_kv)
         spilled = max(0.0, self.scratch_bytes(problem, config) * seen - gpu.l2_bytes)
-        memory_us = 2 * spilled * chunks / (constants["memory_share"] * gpu.memory_gbs * 1e3)
+        spilled = 2 * spilled * chunks
+        spilled += max(0.0, bias_bytes(attention) * seen - gpu.l2_bytes)
+        memory_us = spilled / (constants["memory_share"] * gpu.memory_gbs * 1e3)
         fixed_us = constants["fixed_us"] * (constants["pdl"] if config["pdl"] else 1.0)
         fixed_us += 0.0 if config["pdl"] else GRAPH_LAUNCH_US
         return float(len(STAGES) * chunks * fixed_us + max(clocks / clock, memory_us))
@@ -229,6 +234,11 @@ def columns(problem: AttentionProblem, stage: str) -> int:
     """Of a block's tiles: all of Q and K, up to `MOST_COLUMNS` of V."""
     whole = instance(problem.head_dim)
     return whole if stage == "scores" or whole <= MOST_COLUMNS else whole // 2
+
+
+def bias_bytes(problem: AttentionProblem) -> int:
+    """Of the additive bias; 0 without one."""
+    return sum(operand.bytes for operand in problem.operands if operand.name == "bias")
 
 
 def smem_bytes(problem: AttentionProblem, stage: str, tile_n: int, groups: int, depth: int) -> int:
@@ -302,8 +312,8 @@ def _stage(problem: AttentionProblem, config: Config, stage: str) -> list[str]:
     needed, limit = smem_bytes(problem, stage, tile_n, groups, depth), smem_limit(resident)
     if needed > limit:
         found.append(f"{needed} bytes of shared memory exceed {limit}")
-    if stage == "scores":
-        accumulators = buffers * tile_n // 2
+    if stage == "scores":  # and of a bias a tile's, two to a register
+        accumulators = buffers * tile_n // 2 + (tile_n // 4 if problem.bias else 0)
     else:
         accumulators = (buffers + 1) * columns(problem, stage) // 2
     consumer = REGISTERS[groups, resident][1]
@@ -348,6 +358,8 @@ def _spec(problem: AttentionProblem, config: Config, stage: str) -> KernelSpec:
             "buffers": config[f"{stage}_buffers"],
             "is_causal": problem.is_causal,
             "has_softcap": stage == "scores" and problem.softcap > 0,
+            "has_bias": stage == "scores" and bool(problem.bias),
+            "has_alibi": stage == "scores" and problem.is_alibi,
             "blocks_per_sm": resident,
             "smem_bytes": smem_bytes(problem, stage, tile_n, groups, depth),
             "producer_registers": producer,
@@ -389,10 +401,14 @@ def _chunk_launches(
         *chunk,
         int(config["pdl"]),
     )
+    modifiers = [Ref(operand.name) for operand in problem.operands[3:-1]]
     yield Launch(
         "scores",
-        (Ref(query.name), Ref(key.name), probabilities, statistics),
-        (*common, *query.strides[:3], *key.strides[:3], config["splits"]),
+        (Ref(query.name), Ref(key.name), probabilities, statistics, *modifiers),
+        (
+            *(*common, *query.strides[:3], *key.strides[:3], config["splits"]),
+            *(problem.bias_strides if problem.bias else ()),
+        ),
         (scale, *((problem.softcap,) if problem.softcap else ())),
     )
     yield Launch(
@@ -426,6 +442,8 @@ def _stage_clocks(
     if stage == "scores":
         beside = scores * (1 / EXP_PER_CLOCK_SM + constants["score_clocks"])
         moved = scores * width / constants["store_bytes_per_clock"]
+        if problem.bias:  # each score has one
+            moved += scores * width / constants["load_bytes_per_clock"]
     else:
         beside = groups * ROWS * depth * constants["output_clocks"]
         moved = scores * width / constants["load_bytes_per_clock"]

@@ -23,18 +23,18 @@ from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.problem import E4M3, AttentionProblem, Layout, Problem
 
 #: kernel that torch carries -> its switch and its check of tensors in torch.backends.cuda, its
-#: operator, and the operator's arguments between the tensors and dropout: no bias, no log-sum-exp.
+#: operator, and the operator's arguments between tensors or bias and dropout: no log-sum-exp.
 BACKENDS: dict[str, tuple[str, str, str, tuple[Any, ...]]] = {
     "cudnn": (
         "cudnn_sdp_enabled", "can_use_cudnn_attention",
-        "_scaled_dot_product_cudnn_attention", (None, False),
+        "_scaled_dot_product_cudnn_attention", (False,),
     ),
     "flash2": (
         "flash_sdp_enabled", "can_use_flash_attention", "_scaled_dot_product_flash_attention", ()
     ),
     "efficient": (
         "mem_efficient_sdp_enabled", "can_use_efficient_attention",
-        "_scaled_dot_product_efficient_attention", (None, False),
+        "_scaled_dot_product_efficient_attention", (False,),
     ),
 }  # fmt: skip
 #: kernel -> (module under TUNER_PEERS_PATH, package, its distributions)
@@ -123,10 +123,16 @@ class VendorSdpa(Vendor):
             return f"{kernel} has no sliding window"
         if problem.softcap and kernel in BACKENDS:
             return f"{kernel} has no soft cap"
+        if problem.bias and kernel not in ("cudnn", "efficient", "naive"):
+            return f"{kernel} has no additive bias"
+        # A bias that says the same would be rounded to 16 bits.
+        if problem.is_alibi and kernel not in ("flash2", "naive"):
+            return f"{kernel} has no ALiBi"
         square = problem.seqlen_q == problem.seqlen_kv
-        is_masked = problem.is_causal or problem.is_windowed
+        is_masked = problem.is_causal or problem.is_windowed or problem.is_alibi
         if is_masked and not square and kernel in ("flash2", *PEERS, *VARIANTS):
-            mask = "sliding window" if problem.is_windowed else "causal mask"
+            mask = "causal mask" if problem.is_causal else "diagonal of ALiBi"
+            mask = "sliding window" if problem.is_windowed else mask
             return f"{kernel} aligns a {mask} bottom-right: SQ and SKV must be equal"
         return ""
 
@@ -135,7 +141,8 @@ class VendorSdpa(Vendor):
             return flash2_varlen_call(problem, scale)
         if kernel in BACKENDS:
             call = _backend_call(problem, kernel, scale)
-            return flash2_window_call(problem, scale) if problem.is_windowed else call
+            is_plain = not problem.is_windowed and not problem.is_alibi
+            return call if is_plain else flash2_call(problem, scale)
         if kernel == "naive":
             return naive_call(problem, scale)
         name, options = VARIANTS.get(kernel, (kernel, {}))
@@ -169,10 +176,11 @@ def _backend_call(problem: AttentionProblem, kernel: str, scale: float) -> Atten
     causal, is_grouped = problem.is_causal, problem.heads_q != problem.heads_kv
     tensors = [
         torch.empty_strided(o.shape, o.strides, dtype=getattr(torch, o.dtype), device="cuda")
-        for o in problem.operands[:3]
+        for o in problem.operands[: 4 if problem.bias else 3]
     ]
+    bias = tensors.pop() if problem.bias else None
     backends = torch.backends.cuda
-    asked = backends.SDPAParams(*tensors, None, 0.0, causal, is_grouped)
+    asked = backends.SDPAParams(*tensors, bias, 0.0, causal, is_grouped)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         # A check says no to everything while its backend is switched off, as in another thread's
@@ -182,25 +190,32 @@ def _backend_call(problem: AttentionProblem, kernel: str, scale: float) -> Atten
             raise RuntimeError("; ".join(reasons) or f"{check} says no")
     attend = getattr(torch.ops.aten, operator).default
 
-    def call(query: Any, key: Any, value: Any) -> Any:
-        return attend(query, key, value, *further, 0.0, causal, scale=scale)[0]
+    whole = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_kv)
+    takes_bias = kernel != "flash2"
+
+    def call(query: Any, key: Any, value: Any, bias: Any = None) -> Any:
+        biases = (bias if bias is None else bias.expand(whole),) if takes_bias else ()
+        return attend(query, key, value, *biases, *further, 0.0, causal, scale=scale)[0]
 
     return call
 
 
-def flash2_window_call(problem: AttentionProblem, scale: float) -> Attend:
-    """FlashAttention-2 under a sliding window, which its operator in `BACKENDS` cannot be given."""
+def flash2_call(problem: AttentionProblem, scale: float) -> Attend:
+    """FlashAttention-2 under a sliding window or with ALiBi's slopes, neither of which its operator
+    in `BACKENDS` can be given.
+    """
     import torch
 
     attend = torch.ops.aten._flash_attention_forward.default
-    left, right = problem.visible
     lengths = problem.seqlen_q, problem.seqlen_kv
+    sides = problem.visible if problem.is_windowed else (None, None)
+    window = dict(zip(("window_size_left", "window_size_right"), sides, strict=True))
 
-    def call(query: Any, key: Any, value: Any) -> Any:
+    def call(query: Any, key: Any, value: Any, slopes: Any = None) -> Any:
         tensors = (tensor.transpose(1, 2) for tensor in (query, key, value))
         options = None, None, *lengths, 0.0, problem.is_causal, False
-        window = {"window_size_left": left, "window_size_right": right}
-        return attend(*tensors, *options, scale=scale, **window)[0].transpose(1, 2)
+        further = {**window, "alibi_slopes": slopes} if problem.is_alibi else window
+        return attend(*tensors, *options, scale=scale, **further)[0].transpose(1, 2)
 
     return call
 
@@ -222,14 +237,26 @@ def flash2_varlen_call(problem: AttentionProblem, scale: float) -> Attend:
 
 def naive_call(problem: AttentionProblem, scale: float) -> Attend:
     """Three steps through torch: scores, softmax, product. The scores are fp32: large ones in fp16
-    are wrong by more than the numerics gate allows.
+    are wrong by more than the numerics gate allows. `modifiers` are bias and slopes, as there are.
     """
     import torch
 
     group = problem.heads_q // problem.heads_kv
     hidden: Any = None
+    away: Any = None
 
-    def call(query: Any, key: Any, value: Any) -> Any:
+    def modify(scores: Any, bias: Any, slopes: Any) -> None:
+        nonlocal away
+        by_head = scores.unflatten(0, (problem.batch, problem.heads_q))
+        if bias is not None:
+            by_head.add_(bias)
+        if slopes is not None:
+            if away is None:
+                rows, keys = (torch.arange(n, device=scores.device) for n in scores.shape[1:])
+                away = (rows[:, None] - keys).abs().float()
+            by_head.addcmul_(slopes[:, None, None], away, value=-1)
+
+    def call(query: Any, key: Any, value: Any, *modifiers: Any) -> Any:
         nonlocal hidden
         if group > 1:
             key, value = (t.repeat_interleave(group, dim=1) for t in (key, value))
@@ -237,6 +264,12 @@ def naive_call(problem: AttentionProblem, scale: float) -> Attend:
         scores = torch.bmm(query, key.mT, out_dtype=torch.float32).mul_(scale)
         if problem.softcap:
             scores.div_(problem.softcap).tanh_().mul_(problem.softcap)
+        if modifiers:
+            modify(
+                scores,
+                modifiers[0] if problem.bias else None,
+                modifiers[-1] if problem.is_alibi else None,
+            )
         if problem.is_causal or problem.is_windowed:
             if hidden is None:
                 left, right = problem.visible

@@ -12,7 +12,7 @@ from dataclasses import fields
 from typing import Any
 
 from tuner.errors import ConfigError
-from tuner.problem.attention import LAYOUTS, AttentionProblem, Layout
+from tuner.problem.attention import LAYOUTS, AttentionProblem, Bias, Layout
 from tuner.problem.base import (
     DTYPE_ALIASES,
     DTYPE_BYTES,
@@ -40,6 +40,7 @@ __all__ = [
     "SCALES",
     "SIZES",
     "AttentionProblem",
+    "Bias",
     "DType",
     "GemmProblem",
     "GroupedGemmProblem",

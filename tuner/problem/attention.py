@@ -26,6 +26,8 @@ Layout = Literal["bhsd", "bshd", "bshd_bhsd"]
 as Transformers' models have them that fill a cache.
 """
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
+Bias = Literal["", "1", "b", "h", "bh"]
+"""Which of the axes B and H an additive bias has beside the queries and keys; 1: neither."""
 #: Head dimensions above this have no instance on Hopper (a 64 x 256 output fills the registers).
 MAX_HEAD_DIM = 256
 #: Fields of `AttentionProblem` that its JSON leaves out where they have these values.
@@ -34,6 +36,8 @@ _OFF: Mapping[str, Any] = {
     "window_right": -1,
     "softcap": 0.0,
     "is_varlen": False,
+    "bias": "",
+    "is_alibi": False,
 }
 #: Of the order in which the sequences of unlike lengths lie.
 _LENGTHS_SEED = 0
@@ -59,12 +63,23 @@ class AttentionProblem(Problem):
     A soft cap replaces each scaled score s by ``softcap * tanh(s / softcap)``, before the mask; 0
     is none. Neither comes with e4m3.
 
+    An additive bias is SDPA's float `attn_mask`: `bias`, of Q's type, is added to the scaled scores
+    behind the soft cap (FlashAttention's order). ``bias=1`` is one (SQ, SKV) for everything (a mask
+    by position), ``b`` has one for each sequence (padding), ``h`` for each head (relative
+    positions, shared by the batch), ``bh`` for each of both (pair representations): all that
+    broadcasts to the scores with whole rows. As an operand it is (B or 1, H or 1, SQ, SKV),
+    contiguous. A vector over the keys would be another, cheaper kernel; -inf hides a key.
+
+    ``alibi=1`` adds -slope * |i - j| to the score of query i and key j, with fp32 `slopes` (H,):
+    along the diagonal of our masks, as windows lie. FlashAttention's has the diagonal bottom-right,
+    which is the same where SQ = SKV. It may come with a bias. Neither comes with e4m3 or varlen.
+
     With ``varlen=1`` the B sequences differ in length, SQ and SKV being the longest's, and lie one
     after the other in packed tensors: query and out (total_q, H, D), key and value (total_kv, HKV,
     D), whose layout is called bshd. Two int32 operands, `cu_seqlens_q` and `cu_seqlens_kv` (B + 1),
     hold the rows where each sequence starts, and the last one's end. Each sequence is attention of
     its own, a causal mask top-left in each. Tuned and measured on `lengths_q` and `lengths_kv`.
-    It comes with no window, no soft cap, and not with e4m3.
+    It comes with no window, soft cap, bias or ALiBi, and not with e4m3.
     """
 
     op: ClassVar[str] = "attention"
@@ -81,6 +96,8 @@ class AttentionProblem(Problem):
         "left": "window_left",
         "right": "window_right",
         "softcap": "softcap",
+        "bias": "bias",
+        "alibi": "is_alibi",
         "varlen": "is_varlen",
         "dtype": "dtype",
         "layout": "layout",
@@ -100,6 +117,8 @@ class AttentionProblem(Problem):
     window_right: int = -1
     softcap: float = 0.0
     is_varlen: bool = False
+    bias: Bias = ""
+    is_alibi: bool = False
 
     def __post_init__(self) -> None:
         if self.heads_kv == 0:
@@ -130,6 +149,7 @@ class AttentionProblem(Problem):
         if not 0 <= self.softcap < math.inf:
             raise ConfigError(f"softcap={self.softcap} is out of range (allowed: 0, none, or more)")
         object.__setattr__(self, "softcap", float(self.softcap))
+        self._reduce_bias()
         self._reduce_window()
         if self.dtype == E4M3 and self.extras:
             raise ConfigError(f"dtype=e4m3 has no {self.extras} (allowed: fp16 and bf16 with it)")
@@ -139,9 +159,21 @@ class AttentionProblem(Problem):
     def _check_varlen(self) -> None:
         if self.is_windowed or self.softcap:
             raise ConfigError("varlen=1 has no sliding window and no soft cap (allowed: neither)")
+        if self.modifiers:
+            raise ConfigError("varlen=1 has no additive bias and no ALiBi (allowed: neither)")
         if self.layout == "bshd_bhsd":
             raise ConfigError(f"layout={self.layout} is not for varlen=1 (allowed: bshd)")
         object.__setattr__(self, "layout", "bshd")
+
+    def _reduce_bias(self) -> None:
+        """Give equal biases equal fields: no axis of one element."""
+        bias: str = self.bias
+        bias = "" if bias == "0" else bias
+        check_choice("bias", bias or "0", ("0", *get_args(Bias)[1:]))
+        if bias:
+            bias = bias.replace("b", "" if self.batch == 1 else "b")
+            bias = bias.replace("h", "" if self.heads_q == 1 else "h") or "1"
+        object.__setattr__(self, "bias", bias)
 
     def _reduce_window(self) -> None:
         """Give equal masks equal fields."""
@@ -196,7 +228,14 @@ class AttentionProblem(Problem):
             ("sliding window", self.is_windowed),
             ("soft cap", self.softcap > 0),
             ("variable lengths", self.is_varlen),
+            (self.modifiers, bool(self.modifiers)),
         )
+        return " or ".join(name for name, is_on in parts if is_on)
+
+    @property
+    def modifiers(self) -> str:
+        """Of the extras those that add to the scores; or empty."""
+        parts = (("additive bias", bool(self.bias)), ("ALiBi", self.is_alibi))
         return " or ".join(name for name, is_on in parts if is_on)
 
     @property
@@ -247,7 +286,7 @@ class AttentionProblem(Problem):
         )
 
     def to_json(self) -> dict[str, Any]:
-        """What is off is absent, as it was before there was any: window, soft cap, varlen."""
+        """What is off is absent, as it was before there was any: window, soft cap, ..."""
         absent = {name for name, off in _OFF.items() if getattr(self, name) == off}
         return {name: value for name, value in super().to_json().items() if name not in absent}
 
@@ -269,6 +308,7 @@ class AttentionProblem(Problem):
         tail = ",varlen=1" if self.is_varlen else ""
         tail += (",causal=1" if self.is_causal else "") + self._window_label()
         tail += f",softcap={self.softcap:g}" if self.softcap else ""
+        tail += (f",bias={self.bias}" if self.bias else "") + (",alibi=1" if self.is_alibi else "")
         tail += f",dtype={DTYPE_SHORT[self.dtype]}"
         is_implied = self.is_varlen or self.layout == "bhsd"
         tail += "" if is_implied else f",layout={self.layout}"
@@ -298,7 +338,9 @@ class AttentionProblem(Problem):
         *inputs, out = self.matrices
         if self.is_varlen:
             return (*inputs, *self._starts(), out)
-        return (*inputs, *(self._descales() if self.dtype == E4M3 else ()), out)
+        if self.dtype == E4M3:
+            return (*inputs, *self._descales(), out)
+        return (*inputs, *self._modifiers(), out)
 
     def _starts(self) -> Iterator[Operand]:
         for name in ("q", "kv"):
@@ -307,6 +349,29 @@ class AttentionProblem(Problem):
     def _descales(self) -> Iterator[Operand]:
         for name, heads in (("q", self.heads_q), ("k", self.heads_kv), ("v", self.heads_kv)):
             yield Operand(f"descale_{name}", (self.batch, heads), (heads, 1), "float32")
+
+    def _modifiers(self) -> Iterator[Operand]:
+        if self.bias:
+            batch = self.batch if "b" in self.bias else 1
+            heads = self.heads_q if "h" in self.bias else 1
+            row, matrix = self.seqlen_kv, self.seqlen_q * self.seqlen_kv
+            shape = (batch, heads, self.seqlen_q, self.seqlen_kv)
+            yield Operand("bias", shape, (heads * matrix, matrix, row, 1), self.dtype)
+        if self.is_alibi:
+            yield Operand("slopes", (self.heads_q,), (1,), "float32")
+
+    @property
+    def bias_strides(self) -> tuple[int, int, int]:
+        """Elements from one batch, head and query of the bias to the next; 0 along an axis that it
+        has not, and without a bias.
+        """
+        matrix = self.seqlen_q * self.seqlen_kv if self.bias else 0
+        heads = self.heads_q if "h" in self.bias else 1
+        return (
+            heads * matrix if "b" in self.bias else 0,
+            matrix if "h" in self.bias else 0,
+            self.seqlen_kv if self.bias else 0,
+        )
 
     @property
     def matrices(self) -> tuple[Operand, Operand, Operand, Operand]:

@@ -455,6 +455,8 @@ def _two_kernels(problem: AttentionProblem, config: Config, gpu: Gpu) -> Iterato
         operand = tile_n * columns * slices
         # The probabilities are written once; each slice of the columns reads them.
         moved = tile_m * tile_n * (1 if is_scores else slices) + operand
+        if is_scores and problem.bias:
+            moved += tile_m * tile_n
         ends = config["heads_per_launch"] * rows * problem.head_dim
         yield Work(
             kernel=stage,

@@ -9,9 +9,10 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from tuner.errors import ConfigError
-from tuner.problem import LAYOUTS, AttentionProblem, DType
+from tuner.problem import LAYOUTS, AttentionProblem, Bias, DType
 from tuner.runtime import counters, devices, dispatch, guards, native, quantised
 from tuner.runtime.autograd import has_backward
+from tuner.runtime.bias import GIVEN, as_bias, axes_of
 from tuner.runtime.composed import NONE, Extras, compose
 from tuner.runtime.plan import Plan
 from tuner.runtime.table import table
@@ -36,10 +37,11 @@ def attention(
     """softmax(scale * Q K^T + mask) V by the fastest kernel measured on this GPU.
 
     Has the signature and the meaning of `torch.nn.functional.scaled_dot_product_attention`, which
-    answers, with these same arguments, whatever no tuned kernel can: masks, dropout, other shapes,
-    CPU tensors, `TUNER_DISABLE=1`, ... Each such call is counted by its reason (`tuner.stats`),
-    and the reason is logged once to ``tuner.runtime``. Predicted and replayed entries are never
-    launched. The first call of a shape loads its kernel: make one before capturing a CUDA graph.
+    answers, with these same arguments, whatever no tuned kernel can: most masks, dropout, other
+    shapes, CPU tensors, `TUNER_DISABLE=1`, ... Each such call is counted by its reason
+    (`tuner.stats`), and the reason is logged once to ``tuner.runtime``. Predicted and replayed
+    entries are never launched. The first call of a shape loads its kernel: make one before
+    capturing a CUDA graph.
 
     A gradient is computed by PyTorch's backward kernels from the tuned kernel's output and
     log-sum-exp, where it writes one. Autocast casts the inputs, as it does PyTorch's.
@@ -52,7 +54,10 @@ def attention(
         query: (B, H, SQ, D), fp16 or bf16; contiguous, or a view of a contiguous (B, SQ, H, D).
         key: (B, HKV, SKV, D), laid out as `query`, or contiguous.
         value: (B, HKV, SKV, D), laid out as `key`.
-        attn_mask: as in PyTorch; no tuned kernel takes one.
+        attn_mask: as in PyTorch. Tuned kernels take one that is added to the scores (a float one
+            of the query's type), has whole rows of keys, one for all, for each head, each sequence
+            or both, and wants no gradient. With them a query all of whose keys are at -inf has
+            zeros for its output.
         dropout_p: as in PyTorch; no tuned kernel takes one.
         is_causal: query i sees keys 0..i.
         scale: of the scores; 1/sqrt(D) when None.
@@ -141,17 +146,38 @@ def answer(
     extras: Extras = NONE,
 ) -> torch.Tensor | None:
     """The tuned kernel's output, or None, counted by its reason, where PyTorch must answer."""
-    if attn_mask is not None:
-        reason = "attn_mask is given"
-    elif dropout_p:
-        reason = "dropout_p is not 0"
-    else:
+    served: torch.Tensor | str
+    if dropout_p:
+        served = "dropout_p is not 0"
+    elif attn_mask is None:
         served = serve(query, key, value, is_causal, scale, enable_gqa, extras)
-        if not isinstance(served, str):
-            return served
-        reason = served
-    counters.count_fallback(reason)
+    elif extras != NONE:
+        served = f"{GIVEN}: beside a window or a soft cap"
+    else:
+        served = _serve_biased(query, key, value, attn_mask, is_causal, scale, enable_gqa)
+    if not isinstance(served, str):
+        return served
+    counters.count_fallback(served)
     return None
+
+
+def _serve_biased(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> torch.Tensor | str:
+    """As `serve`, with a mask that is added to the scores."""
+    bias = as_bias(attn_mask, query, key, is_causal)
+    if isinstance(bias, str):
+        return bias
+    if guards.wants_gradient(query, key, value, bias):
+        return "a gradient is wanted: tuned kernels have none for an attn_mask"
+    plan = find_plan(query, key, value, is_causal, scale, enable_gqa, bias=bias)
+    return plan if isinstance(plan, str) else table.run(plan, query, key, value, bias)
 
 
 def serve(
@@ -187,13 +213,15 @@ def find_plan(
     scale: float | None,
     enable_gqa: bool = True,
     extras: Extras = NONE,
+    bias: torch.Tensor | None = None,
 ) -> Plan | str:
     """What serves such tensors, or the reason that nothing does; runs and counts nothing.
 
-    Looks neither at gradients nor at autocast: the caller does.
+    Looks neither at gradients nor at autocast: the caller does. `bias` is one of `as_bias`.
     """
     if reason := guards.unserved(query, key, value):
         return reason
+    axes: Bias = "" if bias is None else axes_of(bias)
     if scale is not None and not scale > 0:  # NaN too
         return "scale is not positive: tuned kernels take the maxima of the scores before scaling"
     kind = (
@@ -213,6 +241,7 @@ def find_plan(
         scale,
         enable_gqa,
         extras,
+        axes,
     )
     plan = table.get(kind)
     if plan is None:
@@ -220,9 +249,9 @@ def find_plan(
             kind,
             # The dispatcher knows of plain calls alone.
             ("attention", (query, key, value, is_causal, scale, enable_gqa))
-            if extras == NONE
+            if extras == NONE and not axes
             else None,
-            lambda: problem_of(query, key, value, bool(is_causal), enable_gqa, extras),
+            lambda: problem_of(query, key, value, bool(is_causal), enable_gqa, extras, bias=axes),
             1 / math.sqrt(query.shape[-1] or 1) if scale is None else float(scale),
             query.get_device(),
         )
@@ -237,6 +266,7 @@ def problem_of(
     enable_gqa: bool = True,
     extras: Extras = NONE,
     dtypes: Mapping[torch.dtype, DType] = guards.DTYPES,
+    bias: Bias = "",
 ) -> AttentionProblem:
     """The problem that these tensors pose.
 
@@ -268,6 +298,7 @@ def problem_of(
             window_left=extras.left,
             window_right=extras.right,
             softcap=extras.softcap,
+            bias=bias,
         )
         operands = zip(problem.matrices[:3], tensors, strict=True)
         if all(guards.lies(tensor, operand.strides) for operand, tensor in operands):
