@@ -133,8 +133,8 @@ class FusedAttention(Family):
             found.append("ping_pong is for two warp groups or more with one score buffer, only")
         if buffers > 1 and head_dim > 128:
             found.append(f"score_buffers={buffers} spills where head_dim is over 128")
-        if config["q_in_registers"] and problem.is_causal and head_dim > 96:
-            if not config.get("ping_pong", False):
+        if config["q_in_registers"] and problem.is_causal and head_dim > 96 and groups > 1:
+            if not config.get("ping_pong", False) and tile_n != 128:
                 found.append("q_in_registers spills under causal masks without ping_pong at D > 96")
         if ("early_exp" in config.params) != (buffers == 1):
             found.append("early_exp is for one score buffer, only")
