@@ -35,6 +35,7 @@ from tuner.store.entry import (
     Entry,
     entries_from_rows,
     from_row,
+    gpu_from_row,
     problem_from_row,
 )
 from tuner.store.faults import unreadable_row
@@ -53,6 +54,7 @@ __all__ = [
     "differences",
     "entries",
     "find_gpu",
+    "gpus",
     "lookup",
     "shipped",
     "store_file",
@@ -72,6 +74,7 @@ _ALL_BUILDS = (
     "SELECT p.key, b.config_digest, b.artifacts FROM builds b JOIN problems p "
     "ON p.id = b.problem_id"
 )
+_GPUS = "SELECT facts FROM gpus WHERE identity IN (SELECT gpu FROM winners) ORDER BY id"
 _DECIDED = (
     "SELECT p.key, 'w', w.id, w.decided_at, count(*), sum((r.position + 2) * r.measurement_id) "
     "FROM winners w JOIN problems p ON p.id = w.problem_id JOIN rankings r ON r.winner_id = w.id "
@@ -137,7 +140,7 @@ def lookup(
         ConfigError: when the GPU's name is not known.
     """
     if isinstance(gpu, str):
-        gpu = find_gpu(gpu, entries(path) if among is None else among)
+        gpu = find_gpu(gpu, gpus(path) if among is None else [entry.gpu for entry in among])
     default = regime or Regime.default(problem.op)
     asked = gpu or DEFAULT_GPU
     answer = _known(problem, asked.identity, default, path, allow_other_gpu, among)
@@ -196,6 +199,15 @@ def entries(path: Path | None = None) -> list[Entry]:
     return _reader(path or store_file()).all()
 
 
+def gpus(path: Path | None = None) -> list[Gpu]:
+    """The GPUs that a decision is known for, those of the user's store last.
+
+    Raises:
+        StoreError: when the file exists and cannot be read.
+    """
+    return _reader(path or store_file()).gpus()
+
+
 def decided(path: Path | None = None) -> Mapping[str, Hashable]:
     """What the user's store decides, by problem key: equal values are equal decisions.
 
@@ -231,13 +243,14 @@ def store_file() -> Path:
     return sqlite_file(settings.store_url()) or settings.store_path()
 
 
-def find_gpu(name: str, known: Iterable[Entry] = ()) -> Gpu:
-    """A GPU by short or full name, of the shipped descriptions or of some entries.
+def find_gpu(name: str, known: Iterable[Gpu] = ()) -> Gpu:
+    """A GPU by short or full name, of the shipped descriptions or of some that are known; of
+    those with one name the last.
 
     Raises:
         ConfigError: when the name is not known; says which are.
     """
-    stored = {entry.gpu.name: entry.gpu for entry in known}
+    stored = {gpu.name: gpu for gpu in known}
     for gpu in stored.values():
         if name.casefold() == gpu.name.casefold():
             return gpu
@@ -315,6 +328,17 @@ class _Reader:
                 builds.setdefault(problem, {})[config] = json.loads(artifacts)
             return with_shipped(self._entries("", ()), builds)
 
+    def gpus(self) -> list[Gpu]:
+        with self._lock:
+            self._file.refresh()
+            rows = self._file.select(_GPUS) if self._file.has_tables else ()
+            try:
+                stored = [gpu_from_row(facts) for (facts,) in rows]
+            except (ValueError, TypeError) as exc:
+                raise unreadable_row(str(self._path), exc) from exc
+            ships = (one.gpu for same in shipped_index().values() for one in same)
+            return [*dict.fromkeys(ships), *stored]
+
     def decided(self) -> Mapping[str, Hashable]:
         with self._lock:
             self._file.refresh()
@@ -347,7 +371,7 @@ class _Reader:
         self._lenders.clear()
 
     def _candidates(self, problem: Problem, regime: Regime) -> list[Entry]:
-        shipped_ones = shipped_index().get((problem, regime), [])
+        shipped_ones = [one.entry for one in shipped_index().get((problem, regime), [])]
         if not self._file.has_tables:
             return shipped_ones
         stored = self._entries(" WHERE problem = ? AND regime = ?", (problem.key, str(regime)))
@@ -378,9 +402,10 @@ class _Reader:
             except (ValueError, TypeError, KeyError) as exc:
                 raise unreadable_row(str(self._path), exc) from exc
             known += [
-                entry.problem
-                for entry in shipped()
-                if entry.gpu.identity == identity and entry.regime == regime
+                one.problem
+                for same in shipped_index().values()
+                for one in same
+                if one.gpu.identity == identity and one.regime == regime
             ]
             self._classes[key] = list(dict.fromkeys(known))
         return self._classes[key]

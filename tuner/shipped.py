@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 from tuner import resources
 from tuner.errors import StoreError
+from tuner.hardware import Gpu
 from tuner.measurement import Measurement, Regime
-from tuner.problem import Problem
+from tuner.problem import Problem, problem_from_json
 from tuner.store.entry import Entry, sort_key
-from tuner.store.exchange import trusted_entries
+from tuner.store.exchange import Decision, Trusted
 
 SHIPPED = "shipped"
 """`Entry.origin` of the decisions under ``cache/tuned/``."""
@@ -23,29 +24,79 @@ def _tuned() -> Path:
     return resources.cache() / "tuned"
 
 
+class Shipped:
+    """A decision that ships: what it decides, and its entry, which is built when it is asked for.
+
+    Args:
+        path: the file that holds it.
+        document: what the file holds.
+        decision: one of the document's.
+    """
+
+    def __init__(self, path: Path, document: Trusted, decision: Decision) -> None:
+        self._path, self._document, self._decision = path, document, decision
+        first = document.row(decision.ranking[0])
+        self.problem = problem_from_json(first["problem"])
+        self.regime = Regime.parse(first["regime"])
+        self.gpu = Gpu(**first["gpu"])
+
+    @property
+    def digests(self) -> list[str]:
+        """Those of the configs that it ranks.
+
+        Raises:
+            StoreError: when one is damaged.
+        """
+        with _reading(self._path):
+            rows = map(self._document.row, self._decision.ranking)
+            return [row["config_digest"] for row in rows]
+
+    @cached_property
+    def entry(self) -> Entry:
+        """The whole decision.
+
+        Raises:
+            StoreError: when it is damaged.
+        """
+        with _reading(self._path):
+            return self._document.entry(self._decision, SHIPPED)
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, KeyError, IndexError, TypeError) as exc:
+        raise StoreError(f"the shipped file {path} cannot be read: {exc}") from exc
+
+
+@cache
+def shipped_index() -> Mapping[tuple[Problem, Regime], list[Shipped]]:
+    """What ships, by problem and regime; no entry is built.
+
+    Raises:
+        StoreError: when a file is damaged.
+    """
+    index: dict[tuple[Problem, Regime], list[Shipped]] = {}
+    for path in sorted(_tuned().glob("*.json")):
+        with _reading(path):
+            document = Trusted(path.read_text(encoding="utf-8"))
+            for decision in document.decisions:
+                one = Shipped(path, document, decision)
+                index.setdefault((one.problem, one.regime), []).append(one)
+    return index
+
+
 @cache
 def shipped() -> tuple[Entry, ...]:
-    """The decisions that ship with the package, under ``cache/tuned/``.
+    """The decisions that ship with the package, under ``cache/tuned/``, all of them built.
+
+    What asks for one, or for what is decided at all, goes to `shipped_index`.
 
     Raises:
         StoreError: when such a file is damaged.
     """
-    found: list[Entry] = []
-    for path in sorted(_tuned().glob("*.json")):
-        try:
-            found += trusted_entries(json.loads(path.read_text(encoding="utf-8")), SHIPPED)
-        except (OSError, ValueError, KeyError, IndexError, TypeError) as exc:
-            raise StoreError(f"the shipped file {path} cannot be read: {exc}") from exc
-    return tuple(found)
-
-
-@cache
-def shipped_index() -> Mapping[tuple[Problem, Regime], list[Entry]]:
-    """What ships, by problem and regime."""
-    index: dict[tuple[Problem, Regime], list[Entry]] = {}
-    for entry in shipped():
-        index.setdefault((entry.problem, entry.regime), []).append(entry)
-    return index
+    return tuple(one.entry for same in shipped_index().values() for one in same)
 
 
 def with_shipped(

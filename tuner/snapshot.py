@@ -12,7 +12,8 @@ import zlib
 from pathlib import Path
 
 from tuner.errors import StoreError
-from tuner.lookup import copy_store, shipped, store_file
+from tuner.lookup import copy_store, store_file
+from tuner.shipped import shipped_index
 from tuner.store.faults import store_error
 
 #: A final pass is read where it is ranked; a quick one tells `tuner.nearest` whether a ranked
@@ -43,7 +44,8 @@ def take(path: Path | None = None) -> bytes:
     with contextlib.closing(sqlite3.connect(":memory:", isolation_level=None)) as copy:
         if not copy_store(source, copy):
             return b""
-        digests = {(m.config.digest,) for entry in shipped() for m in entry.ranking}
+        ships = (one for same in shipped_index().values() for one in same)
+        digests = {(digest,) for one in ships for digest in one.digests}
         try:
             copy.execute(
                 "CREATE TEMP TABLE ranked AS SELECT DISTINCT config_digest FROM measurements "

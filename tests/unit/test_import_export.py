@@ -26,7 +26,7 @@ from tuner.measurement import (
 from tuner.problem import AttentionProblem, GemmProblem
 from tuner.store import Store, open_store
 from tuner.store.entry import sort_key
-from tuner.store.exchange import load, parse, trusted_entries
+from tuner.store.exchange import Trusted, load, parse, to_text
 
 H200, H100 = GPUS["H200"], GPUS["H100"]
 WARM, COLD = Regime("graph", "warm"), Regime("graph", "cold")
@@ -352,12 +352,40 @@ def test_whole_numbers_and_fractions_are_one_latency(store: Store) -> None:
         )
 
 
-def test_a_shipped_document_reads_as_the_store_answers(filled: Store) -> None:
-    entries = sorted(trusted_entries(filled.export(), "shipped"), key=sort_key)
+@pytest.mark.parametrize("write", [to_text, json.dumps], ids=["lines", "another layout"])
+def test_a_shipped_document_reads_as_the_store_answers(
+    filled: Store, write: Callable[[Document], str]
+) -> None:
+    document = Trusted(write(filled.export()))
+    entries = sorted((document.entry(d, "shipped") for d in document.decisions), key=sort_key)
     stored = filled.entries()
     assert [e.ranking for e in entries] == [e.ranking for e in stored]
     assert [e.winner for e in entries] == [e.winner for e in stored]
+    assert [e.pinned for e in entries] == [e.pinned for e in stored] and any(
+        e.pinned for e in entries
+    )
     assert {e.origin for e in entries} == {"shipped"}
+
+
+def test_each_row_has_a_line_of_its_own(filled: Store) -> None:
+    document = filled.export(trials=True)
+    assert any("\n" in row["log"] for row in document["measurements"])
+    text = to_text(document)
+    assert parse(text) == document
+    rows = [json.loads(line.rstrip(",")) for line in text.splitlines() if line.startswith('{"')]
+    assert rows == [*document["measurements"], *document["entries"]]
+
+
+def test_a_document_without_decisions_is_text_too(store: Store) -> None:
+    text = to_text(store.export())
+    assert parse(text) == store.export() and Trusted(text).decisions == []
+
+
+@pytest.mark.parametrize("part", [0.5, 0.97])
+def test_half_a_shipped_document_is_refused(filled: Store, part: float) -> None:
+    text = to_text(filled.export())
+    with pytest.raises(ValueError):
+        Trusted(text[: int(part * len(text))])
 
 
 def test_an_import_that_fails_in_the_database_leaves_nothing(filled: Store, tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ import sqlite3
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from tuner.errors import ConfigError, StoreError
 from tuner.hardware import DEFAULT_GPU, GPUS, Gpu
 from tuner.lookup import Answer, decided, decided_stamp, entries, find_gpu, lookup
 from tuner.measurement import Environment, Measurement, Provenance, Regime, Status
-from tuner.problem import AttentionProblem, GemmProblem
+from tuner.problem import AttentionProblem, GemmProblem, Problem
 from tuner.store import Entry, Store, open_store, reading
+from tuner.store.exchange import to_text
 
 # The package shows the function under this name.
 MODULE = importlib.import_module("tuner.lookup")
@@ -252,6 +254,35 @@ class TestShipped:
         with pytest.raises(StoreError, match=r"the shipped file .*a\.json cannot be read"):
             lookup(PROBLEM, gpu=H200, path=path)
 
+    def test_a_damaged_measurement_is_named_when_it_is_asked_for(
+        self, path: Path, tuned: Path
+    ) -> None:
+        ship(tuned, measured(13.5), measured(14.0, CUDNN))
+        file = tuned / "a.json"
+        text = to_text(json.loads(file.read_text()))
+        file.write_text(text.replace('"latency_us":14.0', '"latency_us":'))
+        with pytest.raises(StoreError, match=r"the shipped file .*a\.json cannot be read"):
+            lookup(PROBLEM, gpu=H200, path=path)
+        assert lookup(replace(PROBLEM, batch=2), gpu=H200, path=path) is None
+
+    def test_only_the_decision_that_is_asked_for_is_built(
+        self, path: Path, tuned: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        ship(tuned, measured(13.5))
+        text = (tuned / "a.json").read_text()
+        (tuned / "b.json").write_text(text.replace('"batch": 1,', '"batch": 2,'))
+        built: list[Problem] = []
+        of = Entry.of
+
+        def build(ranking: Sequence[Measurement], **facts: Any) -> Entry:
+            built.append(ranking[0].problem)
+            return of(ranking, **facts)
+
+        monkeypatch.setattr(Entry, "of", build)
+        assert us(lookup(PROBLEM, gpu="H200", path=path)) == 13.5
+        assert built == [PROBLEM]
+        assert len(entries(path)) == 2 and built[1:] == [replace(PROBLEM, batch=2)]
+
     def test_all_entries(self, store: Store, path: Path, tuned: Path) -> None:
         ship(tuned, measured(13.5))
         assert [e.origin for e in entries(path)] == ["shipped"]
@@ -460,9 +491,8 @@ def test_the_default_store_is_read() -> None:
 
 def test_find_gpu_prefers_what_was_measured() -> None:
     slower = Gpu("NVIDIA H200", "9.0", 114, 1500, 4800.0, 62914560)
-    entry = Entry.of([measured(gpu=slower)])
-    assert find_gpu("NVIDIA H200", [entry]) == slower
-    assert find_gpu("H200", [entry]) == H200
+    assert find_gpu("NVIDIA H200", [slower]) == slower
+    assert find_gpu("H200", [slower]) == H200
 
 
 def test_the_package_shows_the_function() -> None:

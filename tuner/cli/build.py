@@ -158,7 +158,7 @@ def _entries(store: Store, args: argparse.Namespace) -> Iterable[Entry]:
         raise ConfigError(f"--op {args.op} is not known (allowed: {', '.join(PROBLEMS)})")
     problem = PROBLEMS[args.op].parse(args.shape) if args.shape else None
     stored = store.entries()
-    gpu = find_gpu(args.gpu, stored) if args.gpu else None
+    gpu = find_gpu(args.gpu, [e.gpu for e in stored]) if args.gpu else None
     found = {sort_key(entry): entry for entry in [*shipped(), *stored]}
     chosen = [
         entry

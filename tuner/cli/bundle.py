@@ -95,7 +95,7 @@ def _chosen(args: argparse.Namespace) -> list[Entry]:
 
     problem = PROBLEMS[args.op].parse(args.shape) if args.shape else None
     known = known_entries(args)
-    gpu = find_gpu(args.gpu, known) if args.gpu else None
+    gpu = find_gpu(args.gpu, [e.gpu for e in known]) if args.gpu else None
     found = [
         entry
         for entry in known

@@ -20,7 +20,7 @@ from tuner.cli import describe
 from tuner.config import Config
 from tuner.errors import ConfigError, NoValidConfigError, StoreError
 from tuner.hardware import DEFAULT_GPU, Gpu
-from tuner.lookup import Answer, Entry, entries, find_gpu, lookup, shipped, with_shipped
+from tuner.lookup import Answer, Entry, entries, find_gpu, gpus, lookup, shipped, with_shipped
 from tuner.measurement import Environment, Measurement, Provenance, Regime
 from tuner.problem import PROBLEMS, Problem
 from tuner.store import open_store
@@ -184,11 +184,13 @@ def _sources(winner: Measurement) -> dict[str, str]:
 
 def export(args: argparse.Namespace) -> int:
     """Write entries as JSON to a file or to standard output."""
+    from tuner.store.exchange import to_text
+
     with open_store(_url(args), create=False) as store:
         found = store.entries()
         wanted = _wanted(args, found)
         document = store.export(**wanted, trials=args.trials)
-    text = json.dumps(document, indent=1, allow_nan=False) + "\n"
+    text = to_text(document)
     if args.file is None:
         sys.stdout.write(text)
         return 0
@@ -364,13 +366,19 @@ def _source(args: argparse.Namespace) -> str:
 
 def known_entries(args: argparse.Namespace) -> list[Entry]:
     """Every entry; an SQLite file is read with the standard library and never made."""
-    path = sqlite_file(_url(args))
+    path = _file(args)
     if path is None:
         with open_store(_url(args)) as store:
             return with_shipped(store.entries())
-    if args.store and not path.exists():
-        raise StoreError(f"store {path} does not exist (a sweep or an import makes it)")
     return entries(path)
+
+
+def _file(args: argparse.Namespace) -> Path | None:
+    """The SQLite file to read, None for another database; one that is named must be there."""
+    path = sqlite_file(_url(args))
+    if path and args.store and not path.exists():
+        raise StoreError(f"store {path} does not exist (a sweep or an import makes it)")
+    return path
 
 
 def _problem(args: argparse.Namespace) -> Problem | None:
@@ -395,7 +403,7 @@ def _wanted(args: argparse.Namespace, known: Sequence[Entry]) -> dict[str, Any]:
     return {
         "op": args.op,
         "problem": problem,
-        "gpu": find_gpu(args.gpu, known) if args.gpu else None,
+        "gpu": find_gpu(args.gpu, [e.gpu for e in known]) if args.gpu else None,
         "regime": _regime(args, problem),
         "provenance": Provenance(provenance) if provenance else None,
     }
@@ -404,7 +412,7 @@ def _wanted(args: argparse.Namespace, known: Sequence[Entry]) -> dict[str, Any]:
 def _one(args: argparse.Namespace, store: Store) -> tuple[Problem, Gpu, Regime]:
     """The problem, GPU and regime of a command that changes one entry."""
     problem = PROBLEMS[args.op].parse(args.shape)
-    gpu = find_gpu(args.gpu, store.entries()) if args.gpu else _detected()
+    gpu = find_gpu(args.gpu, [e.gpu for e in store.entries()]) if args.gpu else _detected()
     return problem, gpu or DEFAULT_GPU, _regime(args, problem) or Regime.default(problem.op)
 
 
@@ -426,12 +434,13 @@ def _answer(args: argparse.Namespace) -> Answer | None:
     """Look a shape up; on a miss say so on standard error."""
     problem = PROBLEMS[args.op].parse(args.shape)
     regime = _regime(args, problem)
-    known = known_entries(args)
-    gpu = find_gpu(args.gpu, known) if args.gpu else _detected()
+    path = _file(args)
+    among = known_entries(args) if path is None else None
+    known_gpus = gpus(path) if among is None else [e.gpu for e in among]
+    gpu = find_gpu(args.gpu, known_gpus) if args.gpu else _detected()
     here = None
     if gpu and not args.gpu:
         here = _environment()
-    path = sqlite_file(_url(args))
     ask = partial(
         lookup,
         problem,
@@ -439,12 +448,14 @@ def _answer(args: argparse.Namespace) -> Answer | None:
         regime=regime,
         path=path,
         environment=here,
-        among=known if path is None else None,
+        among=among,
     )
     answer = ask(allow_other_gpu=args.allow_other_gpu)
     if answer is None:
         name = (gpu or DEFAULT_GPU).name
-        others = sorted({f"{e.gpu.name} ({e.regime})" for e in known if e.problem == problem})
+        others = sorted(
+            {f"{e.gpu.name} ({e.regime})" for e in known_entries(args) if e.problem == problem}
+        )
         hint = f"; known for {', '.join(others)}" if others else ""
         if ask(allow_other_gpu=True) is not None:
             hint += "; --allow-other-gpu answers from another GPU"

@@ -57,7 +57,7 @@ def _make(args: argparse.Namespace) -> int:
     default = Regime.default(args.op)
     regime = Regime(args.regime or default.launch, args.l2 or default.l2)
     with open_store(args.store) as store:
-        gpu = find_gpu(args.gpu, store.entries()) if args.gpu else DEFAULT_GPU
+        gpu = find_gpu(args.gpu, [e.gpu for e in store.entries()]) if args.gpu else DEFAULT_GPU
         found = measured(args.op, gpu, regime, store)
     samples = [fit.Sample.of(problem, quick) for problem, quick in found.items()]
     rule = fit.fit(samples, gpu, regime)

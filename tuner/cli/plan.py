@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     default = Regime.default(ops[0])
     regime = Regime(args.regime or default.launch, args.l2 or default.l2)
     with open_store(args.store) as store:
-        gpu = find_gpu(args.gpu, store.entries()) if args.gpu else DEFAULT_GPU
+        gpu = find_gpu(args.gpu, [e.gpu for e in store.entries()]) if args.gpu else DEFAULT_GPU
         found = measured(ops[0], gpu, regime, store)
     made = plan(times(problems, gpu, found, predict=not args.measured), args.within / 100)
     head = f"{ops[0]} on {gpu.name}, {regime}"

@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     rows: list[dict[str, Any]] = []
     missing: list[str] = []
     with open_store(args.store, create=False) as store:
-        gpu = find_gpu(args.gpu, store.entries()) if args.gpu else DEFAULT_GPU
+        gpu = find_gpu(args.gpu, [e.gpu for e in store.entries()]) if args.gpu else DEFAULT_GPU
         for problem in problems:
             regime = JobOptions(launch=args.regime, l2=args.l2).regime(problem)
             try:

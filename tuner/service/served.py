@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Self
 
 from tuner.cli.describe import answer_json, entry_json
 from tuner.errors import StoreError
+from tuner.hardware import Gpu
 from tuner.lookup import Entry, find_gpu, lookup, with_shipped
 from tuner.measurement import Regime
 from tuner.problem import PROBLEMS, Problem
@@ -51,7 +52,7 @@ class Table:
     entries: Sequence[Entry]
     """The store's and those shipped that it lacks, in a fixed order."""
     index: dict[tuple[Problem, Regime], list[Entry]]
-    gpus: Sequence[Entry]
+    gpus: Sequence[Gpu]
     """One entry of each GPU."""
     snapshot: bytes
     """The store's own decisions as `Store.export` writes them, as JSON."""
@@ -74,7 +75,7 @@ class Table:
         digest = hashlib.sha256(snapshot).hexdigest()[:32]
         packed = gzip.compress(snapshot, _COMPRESSION, mtime=0)
         # Weak, for the bytes differ by their encoding.
-        gpus = list({entry.gpu: entry for entry in entries}.values())
+        gpus = list(dict.fromkeys(entry.gpu for entry in entries))
         return cls(version, entries, index, gpus, snapshot, packed, f'W/"{digest}"')
 
     def answer(self, question: Question) -> bytes:

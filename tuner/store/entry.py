@@ -202,7 +202,8 @@ def problem_from_row(text: str) -> Problem:
 
 
 @lru_cache(64)
-def _gpu(text: str) -> Gpu:
+def gpu_from_row(text: str) -> Gpu:
+    """The GPU of a row's facts."""
     return Gpu(**json.loads(text))
 
 
@@ -222,7 +223,7 @@ def from_row(row: Mapping[str, Any]) -> Measurement:
     return Measurement(
         problem=problem_from_row(row["problem"]),
         config=Config.from_json(json.loads(row["config"])),
-        gpu=_gpu(row["gpu"]),
+        gpu=gpu_from_row(row["gpu"]),
         regime=Regime.parse(row["regime"]),
         status=Status(row["status"]),
         provenance=Provenance(row["provenance"]),

@@ -1,7 +1,8 @@
 """Export and import: a JSON document of measurements and the decisions that rank them.
 
-A document holds data only. `read` is for documents from outside: it checks everything and takes
-all or nothing. `trusted_entries` is for the documents that ship with the package.
+A document holds data only. `to_text` writes it with one line a measurement. `read` is for documents
+from outside: it checks everything and takes all or nothing. `Trusted` is for the documents that
+ship with the package, and parses of them what is asked for.
 """
 
 from __future__ import annotations
@@ -25,6 +26,12 @@ if TYPE_CHECKING:
 
 FORMAT = "cutlass-tuner-entries"
 VERSION = 1
+
+_HEAD = f'{{\n "format": "{FORMAT}",\n "version": {VERSION},\n "measurements": [\n'
+_BETWEEN = '\n ],\n "entries": [\n'
+_END = "\n ]\n}\n"
+_COMMA = ",\n"
+"""The layout of `to_text`: a line break ends a row, for JSON escapes those in texts."""
 
 #: Most of a row's faults are consequences of the first ones.
 _FAULTS_PER_ROW = 3
@@ -56,6 +63,17 @@ def write(measured: Mapping[int, Measurement], decisions: Iterable[Decision]) ->
         "measurements": [_row(measured[id]) for id in order],
         "entries": [asdict(decision) for decision in entries],
     }
+
+
+def to_text(document: Mapping[str, Any]) -> str:
+    """A document as JSON text, each measurement and each decision on a line of its own."""
+    measurements, entries = (
+        _COMMA.join(
+            json.dumps(row, separators=(",", ":"), allow_nan=False) for row in document[part]
+        )
+        for part in ("measurements", "entries")
+    )
+    return f"{_HEAD}{measurements}{_BETWEEN}{entries}{_END}"
 
 
 def _order(measurement: Measurement) -> tuple[Any, ...]:
@@ -301,23 +319,40 @@ def servable(
     return allowed, refused
 
 
-def trusted_entries(document: Mapping[str, Any], origin: str) -> list[Entry]:
-    """The entries of a document that ships with the package; standard library only.
+class Trusted:
+    """A document that ships with the package: a measurement is parsed when it is asked for.
 
-    Raises:
-        ConfigError, KeyError, IndexError: when the file is damaged.
+    Standard library only. Its methods raise ValueError (of which ConfigError is one), KeyError,
+    IndexError or TypeError where the text is damaged.
+
+    Args:
+        text: as `to_text` writes it; JSON of another layout is read too, and slowly.
     """
-    rows = [
-        {k: v for k, v in row.items() if k != "config_digest"} for row in document["measurements"]
-    ]
-    measured = [Measurement.from_json(row) for row in rows]
-    return [
-        Entry.of(
-            [measured[n] for n in row["ranking"]],
-            pin=None if row["pinned"] is None else measured[row["pinned"]],
+
+    def __init__(self, text: str) -> None:
+        if not text.startswith(_HEAD):
+            text = to_text(json.loads(text))
+        measurements, entries = text.removeprefix(_HEAD).split(_BETWEEN)
+        self._measurements = measurements.split(_COMMA)
+        self.decisions = [Decision(**row) for row in json.loads(f"[{entries.removesuffix(_END)}]")]
+
+    def row(self, number: int) -> dict[str, Any]:
+        """A measurement as it is written."""
+        row: dict[str, Any] = json.loads(self._measurements[number])
+        return row
+
+    def entry(self, decision: Decision, origin: str) -> Entry:
+        """The entry of one of the decisions."""
+
+        def measurement(number: int) -> Measurement:
+            row = self.row(number)
+            del row["config_digest"]
+            return Measurement.from_json(row)
+
+        return Entry.of(
+            [measurement(number) for number in decision.ranking],
+            pin=None if decision.pinned is None else measurement(decision.pinned),
             origin=origin,
-            sweep=row["sweep"],
-            decided_at=row["decided_at"],
+            sweep=decision.sweep,
+            decided_at=decision.decided_at,
         )
-        for row in document["entries"]
-    ]
