@@ -10,7 +10,6 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import json
-import shlex
 import sysconfig
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from tuner import resources
 from tuner.artifacts import Artifact, ArtifactCache
 from tuner.errors import CompileError
 from tuner.processes import ProcessPool
-from tuner.toolchain import find_host_compiler
 
 MODULE = "tuner_dispatcher"
 SOURCE = "dispatcher.cpp"
@@ -49,6 +47,10 @@ def build(artifacts: ArtifactCache, processes: ProcessPool | None = None) -> Art
         CompileError: when torch, Python's headers or a C++ compiler is missing, or it refuses.
         StoreError: when the cache cannot be written.
     """
+    import shlex
+
+    from tuner.toolchain import find_host_compiler  # only a build needs it
+
     key = _key()
     with artifacts.lock(key):
         if found := artifacts.find(key):

@@ -19,9 +19,20 @@ from tuner.families.base import Family
 def families() -> dict[str, Family]:
     """All families by name, own ones and vendors', in alphabetical order."""
     found: dict[str, Family] = {}
-    for module in pkgutil.iter_modules(__path__):
-        found |= _defined_in(importlib.import_module(f"{__name__}.{module.name}"))
+    for module in _modules():
+        found |= _members(module)
     return dict(sorted(found.items()))
+
+
+@cache
+def _modules() -> tuple[str, ...]:
+    return tuple(module.name for module in pkgutil.iter_modules(__path__))
+
+
+@cache
+def _members(module: str) -> dict[str, Family]:
+    """The families of one module here: one object each, however they are asked for."""
+    return _defined_in(importlib.import_module(f"{__name__}.{module}"))
 
 
 def families_in(path: Path) -> dict[str, Family]:
@@ -53,11 +64,13 @@ def _defined_in(module: ModuleType) -> dict[str, Family]:
 
 
 def family(name: str) -> Family:
-    """One family by name.
+    """One family by name; where its file is named as it is, the others' are not loaded.
 
     Raises:
         ConfigError: when there is none of that name; says which there are.
     """
+    if name in _modules() and (member := _members(name).get(name)):
+        return member
     if name not in families():
         raise ConfigError(f"family '{name}' is not known (allowed: {', '.join(families())})")
     return families()[name]
