@@ -27,7 +27,6 @@ from tuner.hardware import DEFAULT_GPU, Gpu, gpu_by_name
 from tuner.measurement import Environment, Measurement, Provenance, Regime, Status
 from tuner.problem import Problem
 from tuner.shipped import SHIPPED, shipped, shipped_index, with_builds, with_shipped
-from tuner.store.base import sqlite_file
 from tuner.store.entry import (
     BEST_COLUMNS,
     MEASUREMENT_COLUMNS,
@@ -39,7 +38,7 @@ from tuner.store.entry import (
     problem_from_row,
 )
 from tuner.store.faults import unreadable_row
-from tuner.store.reading import StoreFile
+from tuner.store.reading import StoreFile, sqlite_file
 
 if TYPE_CHECKING:
     pass

@@ -80,7 +80,7 @@ def shipped_index() -> Mapping[tuple[Problem, Regime], list[Shipped]]:
     index: dict[tuple[Problem, Regime], list[Shipped]] = {}
     for path in sorted(_tuned().glob("*.json")):
         with _reading(path):
-            document = Trusted(path.read_text(encoding="utf-8"))
+            document = Trusted(path.read_bytes())
             for decision in document.decisions:
                 one = Shipped(path, document, decision)
                 index.setdefault((one.problem, one.regime), []).append(one)

@@ -356,7 +356,7 @@ def test_whole_numbers_and_fractions_are_one_latency(store: Store) -> None:
 def test_a_shipped_document_reads_as_the_store_answers(
     filled: Store, write: Callable[[Document], str]
 ) -> None:
-    document = Trusted(write(filled.export()))
+    document = Trusted(write(filled.export()).encode())
     entries = sorted((document.entry(d, "shipped") for d in document.decisions), key=sort_key)
     stored = filled.entries()
     assert [e.ranking for e in entries] == [e.ranking for e in stored]
@@ -378,12 +378,12 @@ def test_each_row_has_a_line_of_its_own(filled: Store) -> None:
 
 def test_a_document_without_decisions_is_text_too(store: Store) -> None:
     text = to_text(store.export())
-    assert parse(text) == store.export() and Trusted(text).decisions == []
+    assert parse(text) == store.export() and Trusted(text.encode()).decisions == []
 
 
 @pytest.mark.parametrize("part", [0.5, 0.97])
 def test_half_a_shipped_document_is_refused(filled: Store, part: float) -> None:
-    text = to_text(filled.export())
+    text = to_text(filled.export()).encode()
     with pytest.raises(ValueError):
         Trusted(text[: int(part * len(text))])
 

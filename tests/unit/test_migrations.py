@@ -20,9 +20,9 @@ from tuner.hardware import GPUS
 from tuner.measurement import Regime
 from tuner.problem import AttentionProblem
 from tuner.store import open_store
-from tuner.store.base import REVISION
 from tuner.store.entry import BEST_COLUMNS
 from tuner.store.models import metadata
+from tuner.store.reading import REVISION
 
 ASSETS = Path(__file__).parent.parent / "assets"
 

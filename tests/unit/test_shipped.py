@@ -15,6 +15,7 @@ from tuner.lookup import lookup, shipped
 from tuner.measurement import Provenance, Regime
 from tuner.problem import AttentionProblem, GemmProblem, Problem
 from tuner.store import open_store
+from tuner.store.exchange import parse, to_text
 
 H200 = GPUS["H200"]
 ROOT = Path(__file__).parents[2]
@@ -87,6 +88,15 @@ def test_a_quick_sweep_replays_to_within_two_percent_of_the_best(
     )
     assert entry.best_own is not None and entry.best_own.latency_us is not None
     assert entry.best_own.latency_us <= 1.02 * best
+
+
+@pytest.mark.parametrize(
+    "path", sorted((resources.cache() / "tuned").glob("*.json")), ids=lambda path: path.name
+)
+def test_what_is_tuned_ships_as_it_is_exported(path: Path) -> None:
+    """A line a measurement, so that a first lookup parses those that it needs."""
+    text = path.read_text()
+    assert text == to_text(parse(text)), "write it with `tuner export`"
 
 
 def test_a_fresh_installation_answers(tmp_path: Path) -> None:

@@ -29,8 +29,8 @@ from tuner.measurement import (
 )
 from tuner.problem import AttentionProblem, GemmProblem, Problem
 from tuner.store import Store, SweepRecord, open_store
-from tuner.store.base import sqlite_file
 from tuner.store.entry import from_row, to_row
+from tuner.store.reading import sqlite_file
 
 H200, H100 = GPUS["H200"], GPUS["H100"]
 WARM = Regime("graph", "warm")

@@ -24,7 +24,7 @@ from tuner.lookup import Answer, Entry, entries, find_gpu, gpus, lookup, shipped
 from tuner.measurement import Environment, Measurement, Provenance, Regime
 from tuner.problem import PROBLEMS, Problem
 from tuner.store import open_store
-from tuner.store.base import sqlite_file
+from tuner.store.reading import sqlite_file
 
 if TYPE_CHECKING:
     from tuner.store import Store

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
+from functools import cache
 from typing import Any
 
 from tuner.errors import ConfigError
@@ -79,17 +80,23 @@ def problem_from_json(data: Mapping[str, Any]) -> Problem:
     if op not in PROBLEMS:
         raise ConfigError(f"op={op!r} is not known (allowed: {', '.join(PROBLEMS)})")
     cls = PROBLEMS[op]
-    types = {field.name: str(field.type) for field in fields(cls)}
+    types = _types(cls)
     unknown = set(values) - set(types)
     if unknown:
         raise ConfigError(
             f"unknown field '{sorted(unknown)[0]}' for {op} (allowed: {', '.join(types)})"
         )
     for name, value in values.items():
-        expected = {"int": int, "bool": bool, "float": float}.get(types[name], str)
-        if type(value) is not expected:
-            raise ConfigError(f"{op}.{name}={value!r} is not of type {expected.__name__}")
+        if type(value) is not types[name]:
+            raise ConfigError(f"{op}.{name}={value!r} is not of type {types[name].__name__}")
     try:
         return cls(**values)
     except TypeError as exc:
         raise ConfigError(f"{op}: {exc}") from exc
+
+
+@cache
+def _types(cls: type[Problem]) -> dict[str, type]:
+    """Of what type each field is in JSON."""
+    known = {"int": int, "bool": bool, "float": float}
+    return {field.name: known.get(str(field.type), str) for field in fields(cls)}

@@ -25,8 +25,8 @@ from tuner.ranking import deviation, is_tie, rank
 from tuner.report.analysis import latency
 from tuner.shipped import SHIPPED
 from tuner.store import open_store
-from tuner.store.base import sqlite_file
 from tuner.store.exchange import load, read
+from tuner.store.reading import sqlite_file
 
 TOLERANCE = 0.03
 """Least difference that counts. The same kernel differed by up to 2.1 % between two sweeps of one

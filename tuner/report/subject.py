@@ -18,8 +18,8 @@ from tuner.profile import Profile
 from tuner.ranking import rank
 from tuner.recording import Recording
 from tuner.store import Store, open_store
-from tuner.store.base import sqlite_file
 from tuner.store.entry import is_vendor
+from tuner.store.reading import sqlite_file
 
 
 @dataclass(frozen=True)

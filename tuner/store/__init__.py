@@ -1,14 +1,19 @@
 """The database of measurements and decisions.
 
 Importing this package needs the standard library only: `open_store` loads SQLAlchemy, reading an
-SQLite store does not (`tuner.lookup`).
+SQLite store does not (`tuner.lookup`), nor does it need the contract of a store that is written.
 """
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from tuner import settings
-from tuner.store.base import ImportReport, Store, SweepRecord
 from tuner.store.entry import Entry
+
+if TYPE_CHECKING:
+    from tuner.store.base import ImportReport, Store, SweepRecord
 
 __all__ = ["Entry", "ImportReport", "Store", "SweepRecord", "open_store"]
 
@@ -27,3 +32,9 @@ def open_store(url: str | None = None, *, create: bool = True) -> Store:
     from tuner.store.sql import SqlStore
 
     return SqlStore(url or settings.store_url(), create=create)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    return getattr(importlib.import_module("tuner.store.base"), name)

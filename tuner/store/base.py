@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -15,9 +14,6 @@ from tuner.measurement import Environment, Measurement, Provenance, Regime
 from tuner.problem import Problem
 from tuner.store.entry import Entry
 from tuner.store.jobs import Jobs, Lease
-
-REVISION = "0002"
-"""Newest schema revision under ``cache/migrations/versions``: the one this program reads."""
 
 SWEEP_STATES = ("running", "done", "interrupted")
 
@@ -289,14 +285,3 @@ class Store(ABC):
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def sqlite_file(url: str) -> Path | None:
-    """The file of an SQLite URL or of a plain path; None for other databases and for memory."""
-    scheme, separator, rest = url.partition("://")
-    if not separator:
-        return Path(url).expanduser()
-    if scheme.partition("+")[0] != "sqlite":
-        return None
-    name = rest.removeprefix("/").partition("?")[0]
-    return Path(name) if name and name != ":memory:" else None

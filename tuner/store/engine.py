@@ -14,8 +14,8 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 from tuner import settings
 from tuner.errors import ConfigError, StoreError
 from tuner.store import migrate
-from tuner.store.base import REVISION, sqlite_file
 from tuner.store.faults import store_error
+from tuner.store.reading import REVISION, sqlite_file
 
 BUSY_TIMEOUT_S = 5.0
 """How long a writer waits for another. With BEGIN IMMEDIATE the wait is enough for 8 writers;

@@ -8,9 +8,9 @@ import sqlalchemy as sa
 
 from tuner import resources
 from tuner.errors import StoreError
-from tuner.store.base import REVISION
 from tuner.store.faults import newer_schema
 from tuner.store.models import metadata
+from tuner.store.reading import REVISION
 
 VERSION_TABLE = "tuner_version"
 

@@ -11,12 +11,25 @@ from typing import Any, NoReturn
 from urllib.parse import quote
 
 from tuner.errors import StoreError
-from tuner.store.base import REVISION
 from tuner.store.faults import newer_schema, store_error
+
+REVISION = "0002"
+"""Newest schema revision under ``cache/migrations/versions``: the one this program reads."""
 
 BUSY_TIMEOUT_S = 0.2
 """Under write-ahead logging readers wait for nobody but a recovery after a crash, and a call of a
 model must not wait longer."""
+
+
+def sqlite_file(url: str) -> Path | None:
+    """The file of an SQLite URL or of a plain path; None for other databases and for memory."""
+    scheme, separator, rest = url.partition("://")
+    if not separator:
+        return Path(url).expanduser()
+    if scheme.partition("+")[0] != "sqlite":
+        return None
+    name = rest.removeprefix("/").partition("?")[0]
+    return Path(name) if name and name != ":memory:" else None
 
 
 class StoreFile:
