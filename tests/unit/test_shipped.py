@@ -40,7 +40,9 @@ def test_a_recording_reads_and_holds_its_baselines(path: Path) -> None:
     recorded = recording.read(path)
     finals = [m for m in recorded.measurements if m.is_final and m.ok]
     vendors = {m.config["kernel"] for m in finals if family(m.config.family).is_vendor}
-    assert vendors >= BASELINES[recorded.problem.op]
+    problem = recorded.problem
+    scaled = isinstance(problem, GemmProblem) and problem.scales  # which cuBLAS alone has not
+    assert vendors >= ({"scaled_mm"} if scaled else BASELINES[problem.op])
     assert any(not family(m.config.family).is_vendor for m in finals)
     assert all(m.latency_us is not None and m.latency_us > 0 for m in finals)
     assert recorded.environment.facts["driver"]
