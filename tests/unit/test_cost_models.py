@@ -114,11 +114,11 @@ def test_wide_recordings_are_put_in_order(
 def test_wide_recordings_are_put_in_order_by_a_fit_without_them(
     name: str, part: Recording, measured: list[Measurement]
 ) -> None:
-    """As the shipped fit was judged, on the measurements that ship."""
+    """As the shipped fit was judged when it was made."""
     document = json.loads((resources.cache() / "cost" / f"{name}.json").read_text())
     problem = f"{part.problem.op} {part.problem.label()}"
     (row,) = [row for row in document["judged_left_out"] if row["problem"] == problem]
-    assert row["measurements"] == len(measured)
+    assert row["measurements"] >= WIDE
     assert row["spearman"] >= 0.75
 
 
