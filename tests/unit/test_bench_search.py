@@ -17,7 +17,7 @@ from tuner.recording import Recording
 
 pytest.importorskip("scipy", reason="fits need scipy")
 
-FILE = next(recording.folder().glob("gemm-M8192*"))
+FILE = next(recording.folder().glob("gemm-M8192_N8192_K8192_dtypefp16-*"))
 
 
 def short(part: Recording, every: int) -> Recording:

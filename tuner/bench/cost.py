@@ -23,6 +23,7 @@ from tuner.errors import ConfigError
 from tuner.families import families, families_of
 from tuner.families.base import Family
 from tuner.measurement import Measurement, Regime
+from tuner.problem import AttentionProblem, Problem
 from tuner.recording import Recording
 
 #: Deviation, in natural logarithms, from which a time counts as an outlier; of a problem's mean;
@@ -78,15 +79,24 @@ def quick_pass(part: Recording) -> tuple[Measurement, ...]:
     )
 
 
+def estimated(problem: Problem) -> Regime:
+    """What estimates of a problem stand for: its operation's default, but cold caches for decoding,
+    whose keys no other kernel has just written.
+    """
+    if isinstance(problem, AttentionProblem) and problem.is_decoding:
+        return Regime("graph", "cold")
+    return Regime.default(problem.op)
+
+
 class Fit:
     """The fits of one set of recordings: each left-out problem is fitted once.
 
-    An estimate stands for its operation's default regime, and is fitted and judged in that alone:
-    a GEMM whose inputs are in the L2 is another thing.
+    An estimate stands for one regime of a problem, `estimated`, and is fitted and judged in that
+    alone: a GEMM whose inputs are in the L2 is another thing.
     """
 
     def __init__(self, recordings: Sequence[Recording]) -> None:
-        self.parts = [p for p in parts(recordings) if p.regime == Regime.default(p.problem.op)]
+        self.parts = [p for p in parts(recordings) if p.regime == estimated(p.problem)]
         self._quick = {_key(part): quick_pass(part) for part in self.parts}
         self._constants = cache(self._fit)
 

@@ -3,48 +3,63 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from math import ceil
 
 from tuner.config import Config
-from tuner.hardware import EXP_PER_CLOCK_SM, TENSOR_FLOPS_PER_CLOCK_SM, Gpu
+from tuner.hardware import EXP_PER_CLOCK_SM, TENSOR_FLOPS_PER_CLOCK_SM, WARP_GROUP, Gpu
 from tuner.problem import DTYPE_BYTES, E4M3, AttentionProblem
 
-#: Clock under load against the highest: 1.755 of 1.98 GHz on one H200.
+#: Clock against the highest where all tensor cores are busy: 1.755 of 1.98 GHz on one H200. While
+#: they wait for memory it stays at the highest.
 SUSTAINED_CLOCK = 1.755 / 1.98
+#: Bytes that the shared memory gives a clock.
+SMEM_BYTES_PER_CLOCK = 128
+#: Clusters of more than 8 blocks that run at once: of eight with 16, recorded on one H200, the last
+#: waits for another's place, for not every GPC has 16 multiprocessors.
+LARGE_CLUSTERS = 7
 #: What only measurements say: where their fit by `scripts/bench cost` starts. Clocks and bytes a
 #: clock are of one multiprocessor.
 CONSTANTS: Mapping[str, float] = {
-    # Launch, first loads and last stores, microseconds; what is left of it after another kernel
-    # that it may overlap; and what combines splits: a kernel, or the blocks of a cluster.
-    "fixed_us": 3.0,
-    "pdl": 0.95,
-    "combine_us": 2.0,
+    # Launch, first loads and last stores, microseconds; and what is left of it after another kernel
+    # that it may overlap.
+    "fixed_us": 1.0,
+    "pdl": 0.5,
+    # What combines splits: a kernel, beside its bytes; or the blocks of a cluster, that meet, and
+    # four columns of every thread.
+    "combine_us": 1.5,
     "cluster_us": 1.0,
-    # A score's part beside product and exponential: scaling, maximum, sum, conversion; and a
-    # comparison more where the row's last tile is cut or the mask's edge passes.
-    "score_clocks": 0.03,
-    "edge_clocks": 0.01,
-    # An element of the output that a new maximum rescales.
-    "rescale_clocks": 0.008,
+    "share_us": 1.5,
+    # Partial outputs, written and read again, GB/s.
+    "partial_gbs": 3000.0,
+    # A score's part beside product and exponential: scaling, maximum, sum, conversion; and more
+    # where the exponential comes before the wait, apart from its conversion.
+    "score_clocks": 0.02,
+    "early_clocks": 0.01,
+    # A step's part of the softmax that is none of its scores': what a row's lanes tell each other,
+    # new maxima, the output rescaled.
+    "row_clocks": 80.0,
     # A step's waits that nothing hides: barriers, the start of a product.
-    "step_clocks": 200.0,
-    # Share of a group's shorter part, of product and softmax, that a second score buffer leaves
-    # exposed.
-    "exposed": 0.5,
-    # Time without an order of the groups against the time with one.
-    "no_ping_pong": 1.04,
-    # From a free stage to its next tile, and the L2's bytes a clock meanwhile.
-    "load_clocks": 600.0,
-    "l2_bytes_per_clock": 50.0,
-    # Part of a block's first step that no other group's work fills; a block outside its steps; of
-    # a persistent one, which loads its next tile meanwhile.
-    "fill_steps": 0.5,
-    "block_clocks": 700.0,
-    "persistent_clocks": 400.0,
+    "step_clocks": 160.0,
+    # Share of the time of reading Q from shared memory that a step takes longer; and by how much
+    # the products take longer with Q in registers, of which each needs others.
+    "q_read": 0.5,
+    "q_registers": 0.15,
+    # Share of the other groups' products that a group waits for where no barrier orders them.
+    "unordered": 0.06,
+    # From a free stage to its next tile, and bytes a clock meanwhile.
+    "load_clocks": 230.0,
+    "l2_bytes_per_clock": 130.0,
+    # Part of a block's first step that no other group's work fills; a block outside its steps; one
+    # that waited for its place; a tile of a persistent one, which loads the next meanwhile.
+    "fill_steps": 0.6,
+    "block_clocks": 5000.0,
+    "later_clocks": 9000.0,
+    "persistent_clocks": 700.0,
     # Share of the longest block by which the last multiprocessor ends after the average one.
     "imbalance": 0.3,
     # Memory bandwidth reached over the data sheet's.
-    "memory_efficiency": 0.85,
+    "memory_efficiency": 0.9,
 }
 #: The kernel that transposes V beside its bytes. No measurement: an empty one's 0.86, and a wave of
 #: loads and stores.
@@ -61,7 +76,7 @@ def predict_us(
     constants: Mapping[str, float],
 ) -> float:
     """Rounds of the busiest multiprocessor, each the steps of the blocks that share it; or the
-    bytes through memory, if they take longer.
+    bytes through memory, if they take longer: of decoding all, as nothing is in the L2 then.
 
     Args:
         problem: what is computed.
@@ -73,12 +88,16 @@ def predict_us(
     tile_m, packed = 64 * config["warp_groups"], config.get("packed_heads", 1)
     splits, resident = config["splits"], config["blocks_per_sm"]
     tiles = ceil(problem.seqlen_q * packed / tile_m)
-    blocks = tiles * problem.heads_q // packed * problem.batch * splits / gpu.sm_count
+    sm_count = gpu.sm_count
+    if splits > 8 and config["combine"] == "cluster":
+        sm_count = min(sm_count, LARGE_CLUSTERS * splits)
+    blocks = tiles * problem.heads_q // packed * problem.batch * splits / sm_count
     rounds = ceil(blocks)
     resident = min(resident, rounds)
     batches = ceil(rounds / resident)
-    visits = [_visits(problem, config, tile_m // packed, tile) for tile in _sample(tiles)]
-    longest, mean = max(visits), sum(visits) / len(visits)
+    longest, mean = _visits(problem, tile_m // packed, tiles, config["tile_n"], splits)
+    if config["score_buffers"] > 1:  # the last keys' product is computed once more
+        longest, mean = longest + 0.5, mean + 0.5
     step = _step_clocks(problem, config, head_tile, resident, constants)
     if problem.is_causal:
         average = mean * blocks / resident
@@ -87,16 +106,32 @@ def predict_us(
         left = rounds - (batches - 1) * resident
         last = _step_clocks(problem, config, head_tile, left, constants)
         clocks = (batches - 1) * mean * step + mean * last
-    own = constants["persistent_clocks" if config["persistent"] else "block_clocks"]
-    clocks += constants["fill_steps"] * step + constants["block_clocks"] + (batches - 1) * own
+    clock_mhz = gpu.clock_max_mhz * (1 if problem.is_decoding else SUSTAINED_CLOCK)
+    memory_us = gpu.floor_us(0, problem.bytes)
+    if problem.is_decoding:  # nothing is in the L2
+        memory_us = problem.bytes / gpu.memory_gbs / 1e3
+    memory_us /= constants["memory_efficiency"]
+    own = constants["persistent_clocks" if config["persistent"] else "later_clocks"]
+    outside = constants["fill_steps"] * step + constants["block_clocks"] + (batches - 1) * own
     fixed_us = constants["fixed_us"] * (constants["pdl"] if config["pdl"] else 1)
     if splits > 1:
-        fixed_us += constants["combine_us" if config["combine"] == "kernel" else "cluster_us"]
+        fixed_us += _combine_us(problem, config, constants)
     if problem.dtype == E4M3:  # V is read and written once more
         fixed_us += TRANSPOSE_US
         fixed_us += gpu.floor_us(0, 2 * problem.matrices[2].bytes) / constants["memory_efficiency"]
-    memory_us = gpu.floor_us(0, problem.bytes) / constants["memory_efficiency"]
-    return float(fixed_us + max(memory_us, clocks / (gpu.clock_max_mhz * SUSTAINED_CLOCK)))
+    return float(fixed_us + max(memory_us, clocks / clock_mhz) + outside / clock_mhz)
+
+
+def _combine_us(problem: AttentionProblem, config: Config, constants: Mapping[str, float]) -> float:
+    """What the splits of a tile take to become one output."""
+    splits = int(config["splits"])
+    if config["combine"] == "cluster":
+        rows = min(64, problem.seqlen_q * int(config.get("packed_heads", 1)))
+        share = rows * problem.head_dim / (4 * splits * WARP_GROUP)
+        return constants["cluster_us"] + constants["share_us"] * share
+    rows = problem.batch * problem.heads_q * problem.seqlen_q
+    partial = 2 * 4 * splits * rows * problem.head_dim  # fp32, written and read
+    return constants["combine_us"] + partial / constants["partial_gbs"] / 1e3
 
 
 def _step_clocks(
@@ -110,34 +145,39 @@ def _step_clocks(
     tile_n, groups = config["tile_n"], config["warp_groups"]
     scores = 64 * tile_n
     product = scores * 4 * head_tile / (TENSOR_FLOPS_PER_CLOCK_SM * problem.tensor_rate)
+    if config["q_in_registers"]:
+        product *= 1 + constants["q_registers"]
     each = 1 / EXP_PER_CLOCK_SM + constants["score_clocks"]
-    if problem.is_causal or problem.is_windowed or problem.seqlen_kv % tile_n:
-        each += constants["edge_clocks"]
+    each += constants["early_clocks"] * config.get("early_exp", 0) / 100
     if problem.softcap:  # an exponential and a reciprocal more
         each += 2 / EXP_PER_CLOCK_SM
-    softmax = scores * each + 64 * head_tile * constants["rescale_clocks"]
-    shorter, longer = sorted((product, softmax))
-    overlaps = config["score_buffers"] > 1
-    in_turn = longer + shorter * (constants["exposed"] if overlaps else 1)
-    in_turn += constants["step_clocks"]
-    width = DTYPE_BYTES[problem.dtype]
-    loaded = 2 * tile_n * head_tile * width * resident
-    tile = loaded / constants["l2_bytes_per_clock"]
-    refill = (constants["load_clocks"] + tile) / max(0.5, config["kv_stages"] - 1)
+    softmax = scores * each + constants["row_clocks"]
+    row = head_tile * DTYPE_BYTES[problem.dtype]
+    transfer = 2 * tile_n * row * resident
+    transfer /= constants["l2_bytes_per_clock"]
+    refill = (constants["load_clocks"] + transfer) / max(0.5, config["kv_stages"] - 1)
     together = groups * resident
-    parts = (in_turn, together * product, together * softmax, refill)
+    in_turn = product + softmax + constants["step_clocks"]
+    parts = (in_turn, together * product, together * softmax, refill, transfer)
     step = sum(part**SHARPNESS for part in parts) ** (1 / SHARPNESS)
-    return float(step * (1 if config.get("ping_pong", True) else constants["no_ping_pong"]))
+    if not config["q_in_registers"]:
+        step += constants["q_read"] * together * 64 * row / SMEM_BYTES_PER_CLOCK
+    if not config.get("ping_pong", False):
+        step += constants["unordered"] * (together - 1) * product
+    return float(step)
 
 
-def _sample(tiles: int) -> range:
-    """At most 64 tiles of query rows, evenly spread, the last one among them."""
-    return range(tiles - 1, -1, -max(1, tiles // 64))
-
-
-def _visits(problem: AttentionProblem, config: Config, rows: int, tile: int) -> int:
-    """K/V tiles of one split of one block, which covers `rows` queries of each of its heads."""
-    keys, tile_n = problem.keys_of(tile * rows, (tile + 1) * rows - 1), int(config["tile_n"])
-    if not keys:  # a window that has passed the last one
-        return 0
-    return ceil((ceil(keys.stop / tile_n) - keys.start // tile_n) / int(config["splits"]))
+@lru_cache(maxsize=1024)
+def _visits(
+    problem: AttentionProblem, rows: int, tiles: int, tile_n: int, splits: int
+) -> tuple[float, float]:
+    """K/V tiles of one split of one block, which covers `rows` queries of each of its heads: the
+    most and the mean, of at most 64 blocks, evenly spread, the last one among them.
+    """
+    found = []
+    for tile in range(tiles - 1, -1, -max(1, tiles // 64)):
+        keys = problem.keys_of(tile * rows, (tile + 1) * rows - 1)
+        # A window may have passed the last one.
+        visits = ceil(keys.stop / tile_n) - keys.start // tile_n if keys else 0
+        found.append(ceil(visits / splits))
+    return max(found), sum(found) / len(found)

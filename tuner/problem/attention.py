@@ -194,6 +194,13 @@ class AttentionProblem(Problem):
         return self.window_left >= 0 or self.window_right >= 0
 
     @property
+    def is_decoding(self) -> bool:
+        """Fewer queries than a tile has rows, against a cache of keys: it lies in memory, not in
+        the L2, when its turn comes.
+        """
+        return self.seqlen_q < 64 and self.seqlen_kv > self.seqlen_q
+
+    @property
     def visible(self) -> tuple[int, int]:
         """(left, right): query i sees keys i - left..i + right of those that there are."""
         left = self.seqlen_q if self.window_left < 0 else self.window_left

@@ -37,10 +37,12 @@ from tuner.problem import (
     SwigluProblem,
 )
 
-#: Bytes that the whole L2 gives a clock [NVIDIA A100 whitepaper, "L2 cache": 5120; taken for
-#: Hopper, whose recorded sweeps reach up to 7.6 TB/s]. At the highest clock: the L2 has its own,
-#: which does not fall with the multiprocessors' under a power limit.
-L2_BYTES_PER_CLOCK = 5120
+#: Bytes that one multiprocessor takes from the L2 a clock [Jia et al., "Dissecting the NVIDIA Volta
+#: GPU Architecture via Microbenchmarking", L2 to L1; taken for Hopper]. What the L2 itself reads,
+#: 5120 a clock of the whole A100 [its whitepaper], is no bound: one read answers neighbours that
+#: ask for the same line, and recorded products took up to 11.2 TB/s. At the highest clock: the L2
+#: has its own, which does not fall with the multiprocessors' under a power limit.
+L2_BYTES_PER_CLOCK_SM = 64
 #: Rows, columns and depth of the largest WGMMA of 16-bit operands (PTX ISA, wgmma).
 WGMMA_M, WGMMA_N, WGMMA_K = 64, 256, 16
 #: Warps that one multiprocessor holds [CUDA C++ Programming Guide 13.0, "Compute Capabilities"].
@@ -175,8 +177,8 @@ def floors(
 
 
 def l2_bytes_per_us(gpu: Gpu) -> float:
-    """Most that the L2 gives."""
-    return L2_BYTES_PER_CLOCK * float(gpu.clock_max_mhz)
+    """Most that the multiprocessors take from the L2."""
+    return L2_BYTES_PER_CLOCK_SM * gpu.sm_count * float(gpu.clock_max_mhz)
 
 
 def memory_bytes(problem: Problem, gpu: Gpu, regime: Regime) -> int:
