@@ -15,7 +15,7 @@ from tuner.cli import main
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families import family
-from tuner.fit import Sample, _Table, _tree, fit
+from tuner.fit import Sample, _Table, _tree, fit, is_plain
 from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Measurement, Regime, Status
 from tuner.problem import AttentionProblem, GemmProblem
@@ -42,6 +42,20 @@ SAMPLES = [
     sample(2048, 20, 10),
     sample(4096, 20, 10),
 ]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("S=1024,D=64,causal=1,dtype=bf16", True),
+        ("SQ=1,SKV=1024,D=128,H=32,HKV=8", True),
+        ("S=1024,D=128,dtype=e4m3", False),
+        ("S=1024,D=64,alibi=1", False),
+        ("S=1024,D=64,causal=1,window=100", False),
+    ],
+)
+def test_rules_are_made_from_plain_attention(text: str, expected: bool) -> None:
+    assert is_plain(AttentionProblem.parse(text)) is expected
 
 
 def test_shapes_are_answered_on_their_side() -> None:
