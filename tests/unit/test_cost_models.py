@@ -117,7 +117,10 @@ def test_wide_recordings_are_put_in_order_by_a_fit_without_them(
     """As the shipped fit was judged when it was made."""
     document = json.loads((resources.cache() / "cost" / f"{name}.json").read_text())
     problem = f"{part.problem.op} {part.problem.label()}"
-    (row,) = [row for row in document["judged_left_out"] if row["problem"] == problem]
+    rows = [row for row in document["judged_left_out"] if row["problem"] == problem]
+    if not rows:
+        pytest.skip("recorded since: the shipped fit, judged above, was made without it")
+    (row,) = rows
     assert row["measurements"] >= WIDE
     assert row["spearman"] >= 0.75
 
