@@ -18,7 +18,7 @@ from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.hardware import Gpu
 from tuner.measurement import Measurement, Regime
-from tuner.problem import E4M3, AttentionProblem, Problem
+from tuner.problem import Problem
 from tuner.rule import UNMEASURED, Regret, Rule, carried, find, first_legal, holds, is_size
 from tuner.store.entry import is_vendor
 
@@ -60,15 +60,6 @@ class Sample:
         if config in self.times:
             return math.log(self.times[config] / self.best_us)
         return FAILED if config in self.failed else None
-
-
-def is_plain(problem: Problem) -> bool:
-    """Whether a rule is made from it: attention that kernels of plain fp16 or bf16 attention lack
-    something for has others' kernels, and is too rare among what is measured to be judged by them.
-    """
-    return not isinstance(problem, AttentionProblem) or not (
-        problem.extras or problem.dtype == E4M3
-    )
 
 
 def fit(samples: Sequence[Sample], gpu: Gpu, regime: Regime) -> Rule:

@@ -15,7 +15,7 @@ from tuner.cli import main
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families import family
-from tuner.fit import Sample, _Table, _tree, fit, is_plain
+from tuner.fit import Sample, _Table, _tree, fit
 from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Measurement, Regime, Status
 from tuner.problem import AttentionProblem, GemmProblem
@@ -42,20 +42,6 @@ SAMPLES = [
     sample(2048, 20, 10),
     sample(4096, 20, 10),
 ]
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("S=1024,D=64,causal=1,dtype=bf16", True),
-        ("SQ=1,SKV=1024,D=128,H=32,HKV=8", True),
-        ("S=1024,D=128,dtype=e4m3", False),
-        ("S=1024,D=64,alibi=1", False),
-        ("S=1024,D=64,causal=1,window=100", False),
-    ],
-)
-def test_rules_are_made_from_plain_attention(text: str, expected: bool) -> None:
-    assert is_plain(AttentionProblem.parse(text)) is expected
 
 
 def test_shapes_are_answered_on_their_side() -> None:
@@ -232,3 +218,23 @@ def test_ties_do_not_depend_on_the_order_of_the_problems() -> None:
     asked = [sample.problem for sample in samples]
     answers = [[rule.answer(problem) for problem in asked] for rule in made]
     assert [a and a.config for a in answers[0]] == [a and a.config for a in answers[1]]
+
+
+def test_a_rule_is_made_from_plain_attention_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "_shipped", tuple)
+    url, regime = f"sqlite:///{tmp_path / 's.sqlite'}", Regime.default("attention")
+    config = Config("vendor_sdpa", {"kernel": "flash2"})
+    plain = ["S=512,D=64", "S=1024,D=64", "SQ=1,SKV=2048,D=64"]
+    others = ["S=512,D=64,dtype=e4m3", "S=512,D=64,alibi=1", "S=512,D=64,causal=1,window=100"]
+    with open_store(url) as store:
+        for text in plain + others:
+            problem = AttentionProblem.parse(text)
+            quick = Measurement(problem, config, DEFAULT_GPU, regime, Status.OK, latency_us=10.0)
+            store.add([quick])
+            store.decide(problem, DEFAULT_GPU, regime, [quick.but(is_final=True)], "sweep")
+    out = tmp_path / "rule.json"
+    assert main(["fit", "--store", url, "--output", str(out)]) == 0
+    made = {AttentionProblem.parse(row["problem"]) for row in Rule.read(out).regret.each}
+    assert made == {AttentionProblem.parse(text) for text in plain}

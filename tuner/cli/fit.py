@@ -59,7 +59,7 @@ def _make(args: argparse.Namespace) -> int:
     with open_store(args.store) as store:
         gpu = find_gpu(args.gpu, [e.gpu for e in store.entries()]) if args.gpu else DEFAULT_GPU
         found = measured(args.op, gpu, regime, store)
-    samples = [fit.Sample.of(p, quick) for p, quick in found.items() if fit.is_plain(p)]
+    samples = [fit.Sample.of(p, quick) for p, quick in found.items() if p.is_plain]
     rule = fit.fit(samples, gpu, regime)
     if args.output is not None:
         rule.write(args.output)
