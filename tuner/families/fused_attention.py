@@ -32,6 +32,7 @@ REGISTERS: Mapping[tuple[int, int], tuple[int, int]] = {
     (2, 2): (32, 104),
     (3, 1): (32, 160),
     (3, 2): (32, 72),
+    (4, 1): (32, 112),
 }
 #: Parameters that every config has; the others are absent where they do not apply.
 ALWAYS = (
@@ -55,8 +56,10 @@ WINDOW_REGISTERS = 24
 MOST_PACKED = 32
 #: The same with e4m3: a thread's two rows are 8 apart and have one factor, that of one head.
 MOST_PACKED_E4M3 = 8
-#: (warp groups, blocks an SM) worth trying.
-SHAPES = ((1, 1), (1, 2), (2, 1), (3, 1))
+#: (warp groups, key groups, blocks an SM) worth trying.
+SHAPES = ((1, 1, 1), (1, 1, 2), (2, 1, 1), (3, 1, 1), (2, 2, 1), (4, 2, 1), (4, 4, 1))
+#: Query heads in a tile whose output may go through shared memory: those of a warp's rows.
+MOST_STAGED = 16
 #: Blocks of a cluster at most (CUDA's limit where non-portable sizes are allowed).
 MOST_CLUSTERED = 16
 #: Keys of one split: fewer do not pay for the combining kernel.
@@ -87,14 +90,16 @@ class FusedAttention(Family):
     cost_constants = fused_attention_cost.CONSTANTS
     runtime_parameters = frozenset({"splits", "pdl", "combine"})
     domains: ClassVar[Mapping[str, tuple[Value, ...]]] = {
-        "warp_groups": (1, 2, 3),
+        "warp_groups": (1, 2, 3, 4),
+        "key_groups": (2, 4),
         "tile_n": (32, 64, 80, 96, 112, 128, 144, 160, 176, 192, 224, 256),
-        "kv_stages": (1, 2, 3, 4, 5),
+        "kv_stages": (1, 2, 3, 4, 5, 8),
         "score_buffers": (1, 2),
         "packed_heads": (1, 2, 4, 8, 16),
         "ping_pong": (False, True),
         "q_in_registers": (False, True),
         "early_exp": (0, 50),
+        "stages_output": (True,),
         "persistent": (False, True),
         "blocks_per_sm": (1, 2),
         "splits": (1, 2, 8, MOST_PACKED),
@@ -138,16 +143,12 @@ class FusedAttention(Family):
                 found.append("q_in_registers spills under causal masks without ping_pong at D > 96")
         if ("early_exp" in config.params) != (buffers == 1):
             found.append("early_exp is for one score buffer, only")
-        if config["pdl"] and _clears_counter(problem, config["persistent"]):
-            found.append("pdl is not for persistent causal: clearing its counter comes before it")
+        found += self._sharing(problem, config)
         found += self._packing(problem, config)
         if problem.is_varlen and splits > 1:
             found.append(f"splits={splits} is not for variable lengths (allowed: 1)")
-        if problem.is_windowed and splits > 1:
-            found.append(f"splits={splits} is not for a sliding window, whose tiles have few keys")
-        steps = -(-problem.seqlen_kv // tile_n)
-        if not 1 <= splits <= steps:
-            found.append(f"splits={splits} is not between 1 and the {steps} tiles of keys")
+        if splits < 1:
+            found.append(f"splits={splits} is less than 1")
         if splits > 1 and config["persistent"]:
             found.append(f"splits={splits} is for one block a tile, not for persistent blocks")
         if ("combine" in config.params) != (splits > 1):
@@ -158,11 +159,8 @@ class FusedAttention(Family):
             if groups > 1:
                 found.append("combine=cluster spills with warp_groups > 1")
         smem = self.smem_bytes(problem, config)
-        limit = SMEM_PER_BLOCK_BYTES
-        if blocks > 1:
-            limit = SMEM_PER_SM_BYTES // blocks - SMEM_RESERVED_PER_BLOCK_BYTES
-        if smem > limit:
-            found.append(f"{smem} bytes of shared memory exceed {limit}")
+        if smem > SMEM_PER_BLOCK_BYTES:
+            found.append(f"{smem} bytes of shared memory exceed {SMEM_PER_BLOCK_BYTES}")
         accumulators = buffers * tile_n // 2 + width * tile_n // 8 + head_dim // 2
         accumulators += width * head_dim // 8 if config["q_in_registers"] else 0
         if (groups, blocks) not in REGISTERS:
@@ -180,6 +178,34 @@ class FusedAttention(Family):
         return found
 
     @staticmethod
+    def _sharing(problem: AttentionProblem, config: Config) -> list[str]:
+        """What is wrong with `key_groups` and `stages_output`, which are there where they are on."""
+        found = []
+        groups, sharing = config["warp_groups"], config.get("key_groups", 1)
+        if "key_groups" in config.params:
+            if sharing < 2 or groups % sharing:
+                found.append(f"key_groups={sharing} does not divide warp_groups={groups}")
+            if config["persistent"] or config["score_buffers"] > 1 or config.get("ping_pong"):
+                found.append(
+                    "key_groups is for one tile a block, one score buffer and no ping_pong, only"
+                )
+            if sharing > config["kv_stages"]:
+                found.append(
+                    f"key_groups={sharing} exceeds kv_stages={config['kv_stages']}: each group "
+                    "reads a stage of its own"
+                )
+        if "stages_output" in config.params:
+            if not config["stages_output"]:
+                found.append("stages_output is there where it is on, only")
+            packed = config.get("packed_heads", 1)
+            if problem.is_varlen or config["splits"] > 1 or packed > MOST_STAGED:
+                found.append(
+                    "stages_output is not for variable lengths, splits or more than "
+                    f"{MOST_STAGED} packed heads"
+                )
+        return found
+
+    @staticmethod
     def _packing(problem: AttentionProblem, config: Config) -> list[str]:
         """What is wrong with `packed_heads`."""
         group = problem.heads_q // problem.heads_kv
@@ -189,7 +215,7 @@ class FusedAttention(Family):
         found = []
         if group % packed:
             found.append(f"packed_heads={packed} does not divide the {group} heads to a KV head")
-        tile_m = 64 * config["warp_groups"]
+        tile_m = _tile_m(config.params)
         if tile_m % packed:
             found.append(f"packed_heads={packed} does not divide tile_m={tile_m}")
         if problem.dtype == E4M3 and packed > MOST_PACKED_E4M3:
@@ -202,19 +228,35 @@ class FusedAttention(Family):
     @staticmethod
     def smem_bytes(problem: AttentionProblem, config: Config) -> int:
         """Dynamic shared memory: one Q tile, the K and the V ring, or in their place what a block
-        leaves to its cluster, fp32 rows of O padded by 8 and their log-sum-exp; the barriers.
+        leaves to its cluster, fp32 rows of O padded by 8 and their log-sum-exp; the output's tile
+        with `stages_output`; fp32 O, maxima and sums of all key groups but one; the barriers.
         """
-        columns, tile_m = instance(problem.head_dim), 64 * config["warp_groups"]
+        columns, tile_m = instance(problem.head_dim), _tile_m(config.params)
         rows = tile_m + 2 * config["kv_stages"] * config["tile_n"]
         operands = rows * columns * DTYPE_BYTES[problem.dtype]
         is_split = not (config["persistent"] or problem.is_varlen)
         share = 4 * tile_m * (columns + 8 + 1) if is_split and config["warp_groups"] == 1 else 0
-        return int(-(-max(operands, share) // 1024) * 1024 + BARRIER_BYTES)
+        out = 2 * tile_m * columns if config.get("stages_output") else 0
+        partners = (config.get("key_groups", 1) - 1) * 8 * tile_m * (columns // 2 + 4)
+        return int(-(-max(operands, share) // 1024) * 1024 + out + partners + BARRIER_BYTES)
 
     def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
         if not isinstance(problem, AttentionProblem):
             return []
-        return [c for c in self._grid(problem, gpu) if not self.violations(problem, c, gpu)]
+        return [
+            config
+            for config in self._grid(problem, gpu)
+            if not self.violations(problem, config, gpu) and self._pays(problem, config)
+        ]
+
+    def _pays(self, problem: AttentionProblem, config: Config) -> bool:
+        """Whether there are keys for each split, and room on a multiprocessor for its blocks; what
+        has none is legal, and slow.
+        """
+        blocks = config["blocks_per_sm"]
+        room = SMEM_PER_SM_BYTES // blocks - SMEM_RESERVED_PER_BLOCK_BYTES
+        steps = -(-problem.seqlen_kv // config["tile_n"])
+        return bool(config["splits"] <= steps and self.smem_bytes(problem, config) <= room)
 
     def _grid(self, problem: AttentionProblem, gpu: Gpu) -> Iterator[Config]:
         """What can pay: one block a tile where all tiles find room at once, else persistent
@@ -231,17 +273,21 @@ class FusedAttention(Family):
         if is_e4m3:
             tiles_n = (64, 96, 128, 160, 192, 224)
         levers = product(SHAPES, tiles_n, (1, 2), packings, (False, True))
-        for (groups, blocks), tile_n, buffers, packed, in_registers in levers:
-            tiles = -(-problem.seqlen_q * packed // (64 * groups)) * heads // packed
-            if rows <= 64 * (groups - 1) or (
+        for (groups, sharing, blocks), tile_n, buffers, packed, in_registers in levers:
+            tile_m = 64 * groups // sharing
+            tiles = -(-problem.seqlen_q * packed // tile_m) * heads // packed
+            if rows <= tile_m - 64 or (
                 groups == 1 and shares_sm and (tiles > gpu.sm_count) != (blocks > 1)
             ):
                 continue
-            for depth, ping_pong, early, (splits, combine), pdl in product(
-                (2, 4) if rows <= 64 else (2,),
+            if sharing > 1 and (tiles > gpu.sm_count or in_registers):
+                continue
+            for depth, ping_pong, early, (splits, combine), pdl, staged in product(
+                (4, 8) if sharing > 1 else (2, 4) if rows <= 64 else (2,),
                 (False, True) if groups > 1 and buffers == 1 else (None,),
                 (0, 50) if buffers == 1 else (None,),
                 _splits(problem, tiles, gpu),
+                (False, True),
                 (False, True),
             ):
                 params: dict[str, Value] = {
@@ -255,6 +301,10 @@ class FusedAttention(Family):
                     "splits": splits,
                     "pdl": pdl,
                 }
+                if sharing > 1:
+                    params["key_groups"] = sharing
+                if staged:
+                    params["stages_output"] = True
                 if combine is not None:
                     params["combine"] = combine
                 if ping_pong is not None:
@@ -273,17 +323,20 @@ class FusedAttention(Family):
         group = attention.heads_q // attention.heads_kv
         params = dict(config.params)
         packed = math.gcd(int(params.pop("packed_heads", 1)), group)
-        if attention.seqlen_q < 64 * int(params["warp_groups"]):
+        if attention.seqlen_q < _tile_m(params):
             return config
         return Config(self.name, {**params, "packed_heads": packed} if group > 1 else params)
 
     def draw(
         self, problem: Problem, gpu: Gpu, members: Sequence[Config], rng: random.Random
     ) -> Config:
-        """As drawn, with `ping_pong`, `early_exp`, `combine` and `pdl` only where they apply."""
+        """As drawn, with `ping_pong`, `early_exp` and `combine` only where they apply, and half of
+        the time neither `key_groups` nor `stages_output`.
+        """
         params = dict(super().draw(problem, gpu, members, rng).params)
-        if _clears_counter(_attention(problem), params["persistent"]):
-            params["pdl"] = False
+        for name in ("key_groups", "stages_output"):
+            if rng.random() < 0.5:
+                params.pop(name, None)
         ping_pong, early = params.pop("ping_pong", False), params.pop("early_exp", 0)
         combine = params.pop("combine", "kernel")
         if params["splits"] != 1:
@@ -304,6 +357,8 @@ class FusedAttention(Family):
                     "ping_pong": False,
                     "packed_heads": 1,
                     "early_exp": 0,
+                    "key_groups": 1,
+                    "stages_output": False,
                     **{k: v for k, v in config.params.items() if k not in self.runtime_parameters},
                     "dtype": attention.dtype,
                     "head_dim": instance(attention.head_dim),
@@ -345,9 +400,9 @@ class FusedAttention(Family):
         return fused_attention_cost.predict_us(attention, config, head_tile, gpu, self.constants)
 
 
-def _clears_counter(problem: AttentionProblem, is_persistent: Value) -> bool:
-    """Whether the kernel before the attention kernel in the stream is the memory's clearing."""
-    return problem.is_causal and bool(is_persistent) and problem.dtype != E4M3
+def _tile_m(params: Mapping[str, Value]) -> int:
+    """Rows of Q a block works on at once."""
+    return 64 * int(params["warp_groups"]) // int(params.get("key_groups", 1))
 
 
 def _packings(problem: AttentionProblem) -> tuple[int, ...]:
