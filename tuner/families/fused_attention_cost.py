@@ -56,6 +56,10 @@ CONSTANTS: Mapping[str, float] = {
     "block_clocks": 5000.0,
     "later_clocks": 9000.0,
     "persistent_clocks": 700.0,
+    # What a tile saves whose output goes through shared memory; what it costs that key groups share
+    # rows.
+    "staged_clocks": 600.0,
+    "merge_clocks": 600.0,
     # Share of the longest block by which the last multiprocessor ends after the average one.
     "imbalance": 0.3,
     # Memory bandwidth reached over the data sheet's.
@@ -85,7 +89,8 @@ def predict_us(
         gpu: where.
         constants: as `CONSTANTS`.
     """
-    tile_m, packed = 64 * config["warp_groups"], config.get("packed_heads", 1)
+    sharing, packed = config.get("key_groups", 1), config.get("packed_heads", 1)
+    tile_m = 64 * config["warp_groups"] // sharing
     splits, resident = config["splits"], config["blocks_per_sm"]
     tiles = ceil(problem.seqlen_q * packed / tile_m)
     sm_count = gpu.sm_count
@@ -96,6 +101,7 @@ def predict_us(
     resident = min(resident, rounds)
     batches = ceil(rounds / resident)
     longest, mean = _visits(problem, tile_m // packed, tiles, config["tile_n"], splits)
+    longest, mean = ceil(longest / sharing), mean / sharing
     if config["score_buffers"] > 1:  # the last keys' product is computed once more
         longest, mean = longest + 0.5, mean + 0.5
     step = _step_clocks(problem, config, head_tile, resident, constants)
@@ -113,6 +119,10 @@ def predict_us(
     memory_us /= constants["memory_efficiency"]
     own = constants["persistent_clocks" if config["persistent"] else "later_clocks"]
     outside = constants["fill_steps"] * step + constants["block_clocks"] + (batches - 1) * own
+    if config.get("stages_output"):
+        outside -= batches * constants["staged_clocks"]
+    if sharing > 1:
+        outside += constants["merge_clocks"] * (sharing - 1)
     fixed_us = constants["fixed_us"] * (constants["pdl"] if config["pdl"] else 1)
     if splits > 1:
         fixed_us += _combine_us(problem, config, constants)
@@ -153,9 +163,10 @@ def _step_clocks(
         each += 2 / EXP_PER_CLOCK_SM
     softmax = scores * each + constants["row_clocks"]
     row = head_tile * DTYPE_BYTES[problem.dtype]
-    transfer = 2 * tile_n * row * resident
+    sharing = config.get("key_groups", 1)
+    transfer = 2 * tile_n * row * resident * sharing
     transfer /= constants["l2_bytes_per_clock"]
-    refill = (constants["load_clocks"] + transfer) / max(0.5, config["kv_stages"] - 1)
+    refill = (constants["load_clocks"] + transfer) / max(0.5, config["kv_stages"] / sharing - 1)
     together = groups * resident
     in_turn = product + softmax + constants["step_clocks"]
     parts = (in_turn, together * product, together * softmax, refill, transfer)
