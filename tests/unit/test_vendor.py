@@ -16,7 +16,7 @@ import pytest
 from tuner.config import Config
 from tuner.families import families, family
 from tuner.families import vendor_sdpa as sdpa
-from tuner.families.vendor import Vendor, tried
+from tuner.families.vendor import Vendor, compiled, tried
 from tuner.families.vendor_blas import addmm, addmm_activation, matmul, scaled_mm, unfused
 from tuner.families.vendor_grouped_gemm import grouped, in_turn
 from tuner.families.vendor_softmax import softmax
@@ -630,3 +630,69 @@ def test_grouped_products_agree_with_fp64(kernel: str) -> None:
 def test_the_grouped_kernel_of_torch_is_for_bf16() -> None:
     space = family("vendor_grouped_gemm").space(GroupedGemmProblem(4, 64, 32, 48), DEFAULT_GPU)
     assert [config["kernel"] for config in space] == ["mm"]
+
+
+@pytest.fixture
+def light(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """torch.compile without Inductor: graphs run as they were traced; the mode of each."""
+    import torch
+
+    compile_with, modes = torch.compile, []
+
+    def compile_lightly(function: Any, *, mode: str, **options: Any) -> Any:
+        def backend(graph: Any, inputs: Any) -> Any:
+            modes.append(mode)
+            return graph.forward
+
+        return compile_with(function, backend=backend, **options)
+
+    monkeypatch.setattr(torch, "compile", compile_lightly)
+    yield modes
+    torch.compiler.reset()
+
+
+@needs_torch
+@pytest.mark.parametrize("name", ["vendor_blas", "vendor_swiglu"])
+def test_inductor_compiles_every_problem_of_a_suite(name: str, light: list[str]) -> None:
+    """A suite's twelve problems are calls of one function's code in one process."""
+    import torch
+
+    member: Any = family(name)
+    for k in range(64, 160, 8):
+        problem: Problem
+        if name == "vendor_blas":
+            problem = GemmProblem(16, 32, k, epilogue="bias_gelu")
+            eager = unfused(problem)
+        else:
+            problem = SwigluProblem(16, 32, k, weights="concatenated")
+            eager = swiglu(problem)
+        call, inputs = member.connect(problem, "inductor", 1.0), tensors(problem)
+        with torch.no_grad():
+            assert torch.equal(call(*inputs), eager(*inputs))
+            call(*inputs)
+    assert light == ["max-autotune-no-cudagraphs"] * 12
+
+
+@needs_torch
+def test_what_inductor_cannot_compile_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    problem = GemmProblem(16, 32, 64)
+
+    def in_parts(a: Any, b: Any) -> Any:
+        torch._dynamo.graph_break()
+        return a @ b
+
+    refused = tried(compiled(in_parts), problem, "inductor", "cpu")
+    assert isinstance(refused, str) and refused.startswith("inductor refuses: ")
+
+    def broken(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("Failed to find C compiler")
+
+    compile_with = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda function, **_: compile_with(function, backend=broken)
+    )
+    refused = tried(compiled(unfused(problem)), problem, "inductor", "cpu")
+    assert isinstance(refused, str) and "Failed to find C compiler" in refused
+    torch.compiler.reset()

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from tuner.config import Config
-from tuner.families.vendor import Vendor
+from tuner.families.vendor import Vendor, compiled
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.problem import E4M3, GemmProblem, Problem
 
@@ -59,11 +59,7 @@ class VendorBlas(Vendor):
         if scale != 1.0:
             return f"{kernel} is offered with alpha 1, not {scale}"
         if kernel == "inductor":
-            # Without graphs of its own: calls are captured into ours.
-            compiled: Callable[..., Any] = torch.compile(
-                unfused(problem), mode="max-autotune-no-cudagraphs", dynamic=False
-            )
-            return compiled
+            return compiled(unfused(problem))
         if kernel == "scaled_mm":
             return scaled_mm(problem)
         if kernel not in LIBRARIES:
