@@ -17,7 +17,14 @@ from tuner.config import Config
 from tuner.families import families, family
 from tuner.families import vendor_sdpa as sdpa
 from tuner.families.vendor import Vendor, compiled, tried
-from tuner.families.vendor_blas import addmm, addmm_activation, matmul, scaled_mm, unfused
+from tuner.families.vendor_blas import (
+    addmm,
+    addmm_activation,
+    as_in_a_model,
+    matmul,
+    scaled_mm,
+    unfused,
+)
 from tuner.families.vendor_grouped_gemm import grouped, in_turn
 from tuner.families.vendor_softmax import softmax
 from tuner.families.vendor_swiglu import swiglu
@@ -501,7 +508,12 @@ def test_every_way_of_an_epilogue_agrees_with_fp64(epilogue: str, dtype: Any) ->
 
     problem = GemmProblem(48, 32, 64, dtype=dtype, epilogue=epilogue)
     member = family("vendor_blas")
-    ways = {"cublas": unfused, "addmm": addmm, "addmm_activation": addmm_activation}
+    ways = {
+        "cublas": unfused,
+        "addmm": addmm,
+        "addmm_activation": addmm_activation,
+        "inductor": as_in_a_model,
+    }
     offered = {config["kernel"] for config in member.space(problem, DEFAULT_GPU)}
     assert ("addmm" in offered) == (problem.has_bias or problem.has_residual)
     assert ("addmm_activation" in offered) == (epilogue in ("bias_relu", "bias_gelu_tanh"))
@@ -520,7 +532,7 @@ def test_every_way_of_an_epilogue_agrees_with_fp64(epilogue: str, dtype: Any) ->
         "silu": functional.silu,
     }[problem.activation](wanted)
     wanted = wanted + (others[-1] if problem.has_residual else 0)
-    for kernel in offered & set(ways):
+    for kernel in (offered | {"inductor"}) & set(ways):
         call = tried(ways[kernel](problem), problem, kernel, "cpu")
         assert not isinstance(call, str), call
         error = (call(*inputs).double() - wanted).norm() / wanted.norm()
@@ -541,11 +553,12 @@ def test_products_with_factors_agree_with_fp64(dtype: Any, scales: Any) -> None:
     assert offered == ({"scaled_mm"} if dtype == E4M3 else {"cublas", "cublaslt"})
     a, b, *factors = tensors(GemmProblem(48, 32, 64, dtype="bfloat16", scales=scales))
     a, b = (matrix.to(getattr(torch, dtype)) for matrix in (a, b))
-    call = tried(unfused(problem), problem, "torch", "cpu")
-    assert not isinstance(call, str), call
     wanted = factors[0].double().view(-1, 1) * (a.double() @ b.double()) * factors[1].double()
-    out = call(a, b, *factors)
-    assert (out.double() - wanted).norm() / wanted.norm() < (1e-3 if dtype == "float16" else 8e-3)
+    for way in (unfused, as_in_a_model):
+        call = tried(way(problem), problem, "torch", "cpu")
+        assert not isinstance(call, str), call
+        error = (call(a, b, *factors).double() - wanted).norm() / wanted.norm()
+        assert error < (1e-3 if dtype == "float16" else 8e-3)
 
 
 @pytest.mark.parametrize("fast_accum", [True, False])
@@ -662,7 +675,7 @@ def test_inductor_compiles_every_problem_of_a_suite(name: str, light: list[str])
         problem: Problem
         if name == "vendor_blas":
             problem = GemmProblem(16, 32, k, epilogue="bias_gelu")
-            eager = unfused(problem)
+            eager = as_in_a_model(problem)
         else:
             problem = SwigluProblem(16, 32, k, weights="concatenated")
             eager = swiglu(problem)
