@@ -667,11 +667,11 @@ def light(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 @needs_torch
 @pytest.mark.parametrize("name", ["vendor_blas", "vendor_swiglu"])
 def test_inductor_compiles_every_problem_of_a_suite(name: str, light: list[str]) -> None:
-    """A suite's twelve problems are calls of one function's code in one process."""
+    """Calls of one function's code in one process: one more than Dynamo compiles by itself."""
     import torch
 
     member: Any = family(name)
-    for k in range(64, 160, 8):
+    for k in range(64, 136, 8):
         problem: Problem
         if name == "vendor_blas":
             problem = GemmProblem(16, 32, k, epilogue="bias_gelu")
@@ -683,7 +683,7 @@ def test_inductor_compiles_every_problem_of_a_suite(name: str, light: list[str])
         with torch.no_grad():
             assert torch.equal(call(*inputs), eager(*inputs))
             call(*inputs)
-    assert light == ["max-autotune-no-cudagraphs"] * 12
+    assert light == ["max-autotune-no-cudagraphs"] * 9
 
 
 @needs_torch
