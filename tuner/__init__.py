@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from tuner.runtime.enable import enable as enable
     from tuner.runtime.enable import enabled as enabled
     from tuner.runtime.grouped import grouped_mm as grouped_mm
+    from tuner.runtime.layers import linear_problems as linear_problems
+    from tuner.runtime.layers import restore_linear_ as restore_linear_
+    from tuner.runtime.layers import tune_linear_ as tune_linear_
     from tuner.runtime.products import interleave as interleave
     from tuner.runtime.products import linear as linear
     from tuner.runtime.products import matmul as matmul
@@ -78,12 +81,15 @@ _HOMES = {
     "grouped_mm": "tuner.runtime",
     "interleave": "tuner.runtime",
     "linear": "tuner.runtime",
+    "linear_problems": "tuner.runtime",
     "lookup": "tuner.lookup",
     "matmul": "tuner.runtime",
+    "restore_linear_": "tuner.runtime",
     "scaled_mm": "tuner.runtime",
     "stats": "tuner.runtime",
     "sweep": "tuner.sweep",
     "swiglu": "tuner.runtime",
+    "tune_linear_": "tuner.runtime",
 }
 
 __all__ = ["__version__", *_HOMES]

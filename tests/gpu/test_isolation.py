@@ -15,7 +15,7 @@ from tuner.families.base import Family, KernelSpec
 from tuner.gate import REFERENCE
 from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Measurement, Regime, Status
-from tuner.problem import AttentionProblem, GemmProblem
+from tuner.problem import AttentionProblem, GemmProblem, SwigluProblem
 from tuner.runners.local import LocalRunner
 from tuner.runners.pool import WorkerPool
 from tuner.store import open_store
@@ -117,6 +117,21 @@ def test_vendors_pass_the_same_gate(runner: LocalRunner, problem: Any) -> None:
     assert {m.status for m in seen} <= {Status.OK, Status.UNAVAILABLE}, [m.log for m in seen]
     assert Status.OK in {m.status for m in seen}, [m.log for m in seen]
     assert all(m.log for m in seen if m.status is Status.UNAVAILABLE)
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [GemmProblem(512, 1024, 256, epilogue="bias_gelu"), SwigluProblem(512, 256, 256)],
+    ids=lambda problem: problem.op,
+)
+def test_what_torch_compiles_is_timed_in_our_graph(
+    local: Callable[..., LocalRunner], problem: Any
+) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed: torch.compile needs it")
+    (vendor,) = (member for member in families_of(problem.op).values() if member.is_vendor)
+    config = Config(vendor.name, {"kernel": "inductor"})
+    (seen,) = evaluate(local(Regime("graph", "cold")), problem, config)
+    assert seen.status is Status.OK, seen.log
 
 
 @pytest.mark.parametrize("fault", ["leak", "miss", "padding", "scale"])

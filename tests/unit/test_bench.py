@@ -34,7 +34,7 @@ from tuner.bench import presets
 from tuner.bench.compare import Task
 from tuner.bench.contenders import Role
 from tuner.bench.results import Results
-from tuner.cli import main
+from tuner.cli import bench_tables, main
 from tuner.errors import BenchmarkError, ConfigError
 from tuner.families import family
 from tuner.hardware import DEFAULT_GPU
@@ -71,8 +71,14 @@ def test_named_kernels_are_timed_and_no_part_of_a_ratio(machines: Machines) -> N
     results, *_ = compare(machines, wanted, entries=[decided])
     (row,) = results.rows
     by_name = {t.name: t.latency_us for t in row.timed if t.role is Role.NAMED}
-    assert by_name["gemm 128x256x64 cluster 2x1"] == 5.0 and len(by_name) == 2
+    assert by_name == {
+        "gemm 128x256x64 cluster 2x1": 5.0,
+        "default 128x128x64 cluster 1x1, Auto": 10.0,
+    }
     assert row.own.config == first and row.ratio == 1.0
+    text = bench_tables.text(results, details=(suite.name,))
+    (line,) = [t for t in text.splitlines() if t.startswith("gemm 128x256x64")]
+    assert line.split()[3:8] == ["2x1", "named", "5.00", "0.027", "0.500"]
 
 
 def test_a_row_is_one_interleaved_request(machines: Machines) -> None:

@@ -40,12 +40,15 @@ NAMES = {
     "grouped_mm",
     "interleave",
     "linear",
+    "linear_problems",
     "lookup",
     "matmul",
+    "restore_linear_",
     "scaled_mm",
     "stats",
     "sweep",
     "swiglu",
+    "tune_linear_",
 }
 
 

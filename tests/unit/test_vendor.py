@@ -16,8 +16,15 @@ import pytest
 from tuner.config import Config
 from tuner.families import families, family
 from tuner.families import vendor_sdpa as sdpa
-from tuner.families.vendor import Vendor, tried
-from tuner.families.vendor_blas import addmm, addmm_activation, matmul, scaled_mm, unfused
+from tuner.families.vendor import Vendor, compiled, tried
+from tuner.families.vendor_blas import (
+    addmm,
+    addmm_activation,
+    as_in_a_model,
+    matmul,
+    scaled_mm,
+    unfused,
+)
 from tuner.families.vendor_grouped_gemm import grouped, in_turn
 from tuner.families.vendor_softmax import softmax
 from tuner.families.vendor_swiglu import swiglu
@@ -501,7 +508,12 @@ def test_every_way_of_an_epilogue_agrees_with_fp64(epilogue: str, dtype: Any) ->
 
     problem = GemmProblem(48, 32, 64, dtype=dtype, epilogue=epilogue)
     member = family("vendor_blas")
-    ways = {"cublas": unfused, "addmm": addmm, "addmm_activation": addmm_activation}
+    ways = {
+        "cublas": unfused,
+        "addmm": addmm,
+        "addmm_activation": addmm_activation,
+        "inductor": as_in_a_model,
+    }
     offered = {config["kernel"] for config in member.space(problem, DEFAULT_GPU)}
     assert ("addmm" in offered) == (problem.has_bias or problem.has_residual)
     assert ("addmm_activation" in offered) == (epilogue in ("bias_relu", "bias_gelu_tanh"))
@@ -520,7 +532,7 @@ def test_every_way_of_an_epilogue_agrees_with_fp64(epilogue: str, dtype: Any) ->
         "silu": functional.silu,
     }[problem.activation](wanted)
     wanted = wanted + (others[-1] if problem.has_residual else 0)
-    for kernel in offered & set(ways):
+    for kernel in (offered | {"inductor"}) & set(ways):
         call = tried(ways[kernel](problem), problem, kernel, "cpu")
         assert not isinstance(call, str), call
         error = (call(*inputs).double() - wanted).norm() / wanted.norm()
@@ -541,11 +553,12 @@ def test_products_with_factors_agree_with_fp64(dtype: Any, scales: Any) -> None:
     assert offered == ({"scaled_mm"} if dtype == E4M3 else {"cublas", "cublaslt"})
     a, b, *factors = tensors(GemmProblem(48, 32, 64, dtype="bfloat16", scales=scales))
     a, b = (matrix.to(getattr(torch, dtype)) for matrix in (a, b))
-    call = tried(unfused(problem), problem, "torch", "cpu")
-    assert not isinstance(call, str), call
     wanted = factors[0].double().view(-1, 1) * (a.double() @ b.double()) * factors[1].double()
-    out = call(a, b, *factors)
-    assert (out.double() - wanted).norm() / wanted.norm() < (1e-3 if dtype == "float16" else 8e-3)
+    for way in (unfused, as_in_a_model):
+        call = tried(way(problem), problem, "torch", "cpu")
+        assert not isinstance(call, str), call
+        error = (call(a, b, *factors).double() - wanted).norm() / wanted.norm()
+        assert error < (1e-3 if dtype == "float16" else 8e-3)
 
 
 @pytest.mark.parametrize("fast_accum", [True, False])
@@ -630,3 +643,69 @@ def test_grouped_products_agree_with_fp64(kernel: str) -> None:
 def test_the_grouped_kernel_of_torch_is_for_bf16() -> None:
     space = family("vendor_grouped_gemm").space(GroupedGemmProblem(4, 64, 32, 48), DEFAULT_GPU)
     assert [config["kernel"] for config in space] == ["mm"]
+
+
+@pytest.fixture
+def light(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """torch.compile without Inductor: graphs run as they were traced; the mode of each."""
+    import torch
+
+    compile_with, modes = torch.compile, []
+
+    def compile_lightly(function: Any, *, mode: str, **options: Any) -> Any:
+        def backend(graph: Any, inputs: Any) -> Any:
+            modes.append(mode)
+            return graph.forward
+
+        return compile_with(function, backend=backend, **options)
+
+    monkeypatch.setattr(torch, "compile", compile_lightly)
+    yield modes
+    torch.compiler.reset()
+
+
+@needs_torch
+@pytest.mark.parametrize("name", ["vendor_blas", "vendor_swiglu"])
+def test_inductor_compiles_every_problem_of_a_suite(name: str, light: list[str]) -> None:
+    """Calls of one function's code in one process: one more than Dynamo compiles by itself."""
+    import torch
+
+    member: Any = family(name)
+    for k in range(64, 136, 8):
+        problem: Problem
+        if name == "vendor_blas":
+            problem = GemmProblem(16, 32, k, epilogue="bias_gelu")
+            eager = as_in_a_model(problem)
+        else:
+            problem = SwigluProblem(16, 32, k, weights="concatenated")
+            eager = swiglu(problem)
+        call, inputs = member.connect(problem, "inductor", 1.0), tensors(problem)
+        with torch.no_grad():
+            assert torch.equal(call(*inputs), eager(*inputs))
+            call(*inputs)
+    assert light == ["max-autotune-no-cudagraphs"] * 9
+
+
+@needs_torch
+def test_what_inductor_cannot_compile_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    problem = GemmProblem(16, 32, 64)
+
+    def in_parts(a: Any, b: Any) -> Any:
+        torch._dynamo.graph_break()
+        return a @ b
+
+    refused = tried(compiled(in_parts), problem, "inductor", "cpu")
+    assert isinstance(refused, str) and refused.startswith("inductor refuses: ")
+
+    def broken(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("Failed to find C compiler")
+
+    compile_with = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda function, **_: compile_with(function, backend=broken)
+    )
+    refused = tried(compiled(unfused(problem)), problem, "inductor", "cpu")
+    assert isinstance(refused, str) and "Failed to find C compiler" in refused
+    torch.compiler.reset()

@@ -3,7 +3,8 @@ in two kernels, the step that they named as the next one.
 
 They tried tiles of the GEMMs of three-kernel attention and threads of its softmax, compared the
 fused kernels on four workloads, and one GEMM tile with CUTLASS's default. Each named tile takes the
-schedule, stages and order of blocks that the cost model likes best with it.
+schedule, stages and order of blocks that the cost model likes best with it; the default has
+CUTLASS's.
 
 `LENGTHS_NAME` is their other question: which way of computing attention is best at which length.
 """
@@ -18,6 +19,7 @@ from tuner.config import Config, Value
 from tuner.errors import ConfigError
 from tuner.families import families_of, family
 from tuner.families.base import group_by_kernels, without_spare
+from tuner.families.gemm_shape import COOPERATIVE, NO_SMEM
 from tuner.families.two_kernel_attention import STAGES
 from tuner.hardware import Gpu
 from tuner.measurement import Regime
@@ -39,8 +41,26 @@ STREAMS = (1, 4)
 """Streams that heads, launched one by one, are dealt over."""
 TILED = AttentionProblem(1024, 1024, 64)
 """The workload of the tiles."""
-#: The documents' best GEMM, and what CUTLASS's examples begin with: tile, cluster_m, cluster_n.
-GEMMS: tuple[tuple[Tile, int, int], ...] = (((128, 256, 64), 2, 1), ((128, 128, 64), 1, 1))
+#: The documents' best GEMM: tile, cluster_m, cluster_n.
+GEMM: tuple[Tile, int, int] = ((128, 256, 64), 2, 1)
+#: The tile without a cluster that CUTLASS's examples begin with, and what its CollectiveBuilder
+#: makes of it where schedules and stages are left to it: a cooperative main loop where tile_m is
+#: not 64 (gemm/collective/builders/sm90_gmma_builder.inl, KernelScheduleAuto), an epilogue without
+#: shared memory (epilogue/collective/builders/sm90_builder.inl, EpilogueScheduleAuto), all the
+#: stages that fit; the scheduler's defaults are no swizzle and, of as many tiles along M as along
+#: N, the order along N (gemm/kernel/tile_scheduler_params.h).
+DEFAULT = Config(
+    "gemm",
+    {
+        **{"tile_m": 128, "tile_n": 128, "tile_k": 64, "cluster_m": 1, "cluster_n": 1},
+        "kernel_schedule": COOPERATIVE,
+        "epilogue_schedule": NO_SMEM,
+        "swap_ab": False,
+        "tile_scheduler": "Persistent",
+        "raster_order": "AlongN",
+        "max_swizzle_size": 1,
+    },
+)
 NAME = "design-documents"
 LENGTHS_NAME = "sequence-lengths"
 LENGTHS = tuple(2**power for power in range(7, 16))
@@ -119,12 +139,12 @@ def _two_kernels_label(config: Config) -> str:
 
 
 def gemms(problem: Problem, gpu: Gpu) -> dict[str, Config]:
-    """The documents' tile and the usual first one."""
-    found = {}
-    for (m, n, k), cluster_m, cluster_n in GEMMS:
-        cluster = {"cluster_m": cluster_m, "cluster_n": cluster_n}
-        label = f"gemm {m}x{n}x{k} cluster {cluster_m}x{cluster_n}"
-        found[label] = _cheapest(problem, gpu, {**_tile((m, n, k)), **cluster})
+    """The documents' tile, and CUTLASS's default; of square problems."""
+    tile, cluster_m, cluster_n = GEMM
+    cluster = {"cluster_m": cluster_m, "cluster_n": cluster_n}
+    label = f"gemm {'x'.join(map(str, tile))} cluster {cluster_m}x{cluster_n}"
+    found = {label: _cheapest(problem, gpu, {**_tile(tile), **cluster})}
+    found["default 128x128x64 cluster 1x1, Auto"] = DEFAULT
     return {label: config for label, config in found.items() if config is not None}
 
 
@@ -186,7 +206,7 @@ PRESETS: dict[str, tuple[Suite, ...]] = {
         ),
         Suite(
             NAME,
-            "their GEMM tile",
+            "their GEMM tile, and CUTLASS's default",
             (GemmProblem(4096, 4096, 4096), GemmProblem(8192, 8192, 8192)),
             (Regime("graph", "cold"), Regime("eager", "cold")),
             against=(),

@@ -122,7 +122,8 @@ class Row:
     def figures(self, timed: Timed, gpu: Gpu) -> dict[str, float]:
         """What follows from a time, by name; empty without one.
 
-        ``tb_per_s`` counts the keys and values of attention, every operand of other operations.
+        ``tb_per_s`` counts the keys and values of attention, every operand of other operations;
+        ``over_own`` is the time over that of the fastest own kernel (`own`).
         """
         us = timed.latency_us
         if us is None:
@@ -146,6 +147,8 @@ class Row:
             "tb_per_s": moved / us / 1e6,
             "memory_mb": memory / 1e6,
         }
+        if (own := self.own) is not None and own.latency_us:
+            found["over_own"] = us / own.latency_us
         if timed.stages_us:
             # Below zero where a kernel begins before the one before it ends.
             found["gaps_us"] = us - sum(timed.stages_us.values())

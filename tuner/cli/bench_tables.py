@@ -26,6 +26,7 @@ FIGURES = (
     "memory_mb",
     "tokens_per_s_per_mb",
     "gaps_us",
+    "over_own",
 )
 """Columns of the CSV that follow from a time, in the order of `Row.figures`' names."""
 
@@ -219,7 +220,8 @@ def _stage_cells(row: Row, gpu: Gpu) -> list[list[str]]:
 def _kernel_cells(row: Row, gpu: Gpu) -> list[list[str]]:
     """Every kernel of one problem, fastest first, under a heading."""
     attention = isinstance(row.problem, AttentionProblem)
-    heading = ["kernel", "role", "us", "+- 95 %", "TFLOP/s", "of peak", "TB/s", "MB", "error"]
+    heading = ["kernel", "role", "us", "+- 95 %", "/ own", "TFLOP/s", "of peak", "TB/s", "MB"]
+    heading += ["error"]
     heading += ["us/head", "Mtokens/s", "tokens/s/MB"] if attention else []
     lines = [heading]
     for timed in sorted(row.timed, key=lambda t: (t.latency_us is None, t.latency_us or 0.0)):
@@ -233,6 +235,7 @@ def _kernel_cells(row: Row, gpu: Gpu) -> list[list[str]]:
             str(timed.role),
             microseconds(timed.latency_us),
             "-" if half is None else f"{half:.2g}",
+            f"{figures['over_own']:.3f}" if "over_own" in figures else "-",
             f"{figures['tflops']:.0f}",
             f"{100 * figures['share_of_peak']:.1f} %",
             f"{figures['tb_per_s']:.2f}",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -44,6 +43,7 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: when the model or a range is wrong.
     """
     from tuner import shapes
+    from tuner.problem import listing
 
     model = shapes.Model.read(args.model)
     seqlens = shapes.numbers("seqlen", args.seqlen)
@@ -60,8 +60,7 @@ def run(args: argparse.Namespace) -> int:
         _note(f"seqlen={longest} is longer than the model's {model.positions} positions")
     if 0 < model.window < longest:
         _note(f"attention over more than its window of {model.window} keys is left out")
-    lines = [json.dumps(f"op={problem.op},{problem.label()}") for problem in found]
-    text = "[\n  " + ",\n  ".join(lines) + "\n]\n" if lines else "[]\n"
+    text = listing(found)
     if args.output is None:
         print(text, end="")
     else:

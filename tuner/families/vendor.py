@@ -144,12 +144,36 @@ def tried(
     return call
 
 
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` of one problem's tensors as torch.compile makes it when it searches longest.
+
+    Compiled when it is first called, which `tried` does outside of any timing. It gets no CUDA
+    graphs of its own (``max-autotune`` would replay one inside ours): its calls are captured like
+    all others'. What cannot be compiled as a whole is an error, never partly eager. The problems
+    before are forgotten: their functions are of one code, of which Dynamo compiles eight
+    (`recompile_limit`) and then calls the Python.
+    """
+    import torch
+
+    torch.compiler.reset()
+    made: Callable[..., Any] = torch.compile(
+        function, mode="max-autotune-no-cudagraphs", dynamic=False, fullgraph=True
+    )
+    return made
+
+
 def _sentence(kernel: str, exc: BaseException, said: Sequence[str]) -> str:
     """One line: the error, and the reasons that torch gives as warnings."""
     texts = [str(exc) or type(exc).__name__, *said]
     lines = [text.partition("(Triggered internally")[0].strip() for text in texts]
-    distinct = dict.fromkeys(line.splitlines()[0] for line in lines if line)
+    distinct = dict.fromkeys(_beginning(line) for line in lines if line)
     return f"{kernel} refuses: {'; '.join(distinct)}"[:1000]
+
+
+def _beginning(text: str) -> str:
+    """The first line, and the next one where it only announces that."""
+    first, *others = text.splitlines()
+    return f"{first} {others[0]}" if first.endswith(":") and others else first
 
 
 @cache

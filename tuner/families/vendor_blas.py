@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from tuner.config import Config
-from tuner.families.vendor import Vendor
+from tuner.families.vendor import Vendor, compiled
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.problem import E4M3, GemmProblem, Problem
 
@@ -59,11 +59,7 @@ class VendorBlas(Vendor):
         if scale != 1.0:
             return f"{kernel} is offered with alpha 1, not {scale}"
         if kernel == "inductor":
-            # Without graphs of its own: calls are captured into ours.
-            compiled: Callable[..., Any] = torch.compile(
-                unfused(problem), mode="max-autotune-no-cudagraphs", dynamic=False
-            )
-            return compiled
+            return compiled(as_in_a_model(problem))
         if kernel == "scaled_mm":
             return scaled_mm(problem)
         if kernel not in LIBRARIES:
@@ -175,11 +171,37 @@ def scaled_mm(problem: GemmProblem) -> Callable[..., Any]:
     return call
 
 
+def as_in_a_model(problem: GemmProblem) -> Callable[..., Any]:
+    """As `unfused`, in the form that torch.compile has patterns for: matrices of two dimensions,
+    the bias within the product's call.
+    """
+    import torch
+
+    if problem.batch > 1 or problem.dtype == E4M3 or problem.dtype_d != problem.dtype:
+        return unfused(problem)
+    has_bias, finish = problem.has_bias, epilogue(replace(problem, epilogue=_after_bias(problem)))
+
+    def call(a: Any, b: Any, *others: Any) -> Any:
+        left = [other[0] if other.dim() == 3 else other for other in others]
+        if has_bias:
+            d = torch.addmm(left.pop(0), a[0], b[0])
+        else:
+            d = torch.mm(a[0], b[0])
+        return finish(d, *left).unsqueeze(0)
+
+    return call
+
+
+def _after_bias(problem: GemmProblem) -> str:
+    """What its epilogue does beside adding a bias."""
+    return problem.epilogue.removeprefix("bias").removeprefix("_")
+
+
 def addmm(problem: GemmProblem) -> Callable[..., Any]:
     """As `unfused`, with the bias (else the residual) added by the product's own call."""
     import torch
 
-    left = problem.epilogue.removeprefix("bias").removeprefix("_") if problem.has_bias else ""
+    left = _after_bias(problem) if problem.has_bias else ""
     finish = epilogue(replace(problem, epilogue=left))
 
     def call(a: Any, b: Any, added: Any, *others: Any) -> Any:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from tuner.config import Config
-from tuner.families.vendor import Vendor
+from tuner.families.vendor import Vendor, compiled
 from tuner.families.vendor_blas import START_US, STREAM_GBS, VendorBlas
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.problem import GemmProblem, Problem, SwigluProblem
@@ -31,19 +31,11 @@ class VendorSwiglu(Vendor):
     def connect(
         self, problem: SwigluProblem, kernel: str, scale: float
     ) -> Callable[..., Any] | str:
-        import torch
-
         if scale != 1.0:
             return f"{kernel} is offered with alpha 1, not {scale}"
         if problem.weights != "concatenated":
             return f"{kernel} wants the weights concatenated"
-        if kernel == "torch":
-            return swiglu(problem)
-        # Without graphs of its own: calls are captured into ours.
-        compiled: Callable[..., Any] = torch.compile(
-            swiglu(problem), mode="max-autotune-no-cudagraphs", dynamic=False
-        )
-        return compiled
+        return swiglu(problem) if kernel == "torch" else compiled(swiglu(problem))
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
         """The product as cuBLAS computes it, and twice a kernel of three passes over a half."""

@@ -22,6 +22,7 @@ from tuner.problem.base import (
     DType,
     Operand,
     Problem,
+    listing,
 )
 from tuner.problem.gemm import ACTIVATIONS, EPILOGUES, SCALES, GemmProblem, Major
 from tuner.problem.grouped_gemm import SIZES, GroupedGemmProblem, rows_of
@@ -52,6 +53,7 @@ __all__ = [
     "Problem",
     "SoftmaxProblem",
     "SwigluProblem",
+    "listing",
     "problem_from_json",
     "rows_of",
 ]

@@ -6,7 +6,7 @@ import json
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from typing import Any, ClassVar, Literal, Self
@@ -157,6 +157,12 @@ class Problem(ABC):
     def bytes(self) -> int:
         """Fewest bytes moved: each input read once, each output written once."""
         return sum(operand.bytes for operand in self.operands)
+
+
+def listing(problems: Iterable[Problem]) -> str:
+    """The text of a file for ``tuner sweep --problems``: JSON, a line a problem."""
+    lines = [json.dumps(f"op={problem.op},{problem.label()}") for problem in problems]
+    return "[\n  " + ",\n  ".join(lines) + "\n]\n" if lines else "[]\n"
 
 
 def _convert(key: str, value: Any, annotation: str) -> Any:

@@ -14,6 +14,7 @@ from tuner.runtime.attention import attention
 from tuner.runtime.counters import Stats, stats
 from tuner.runtime.enable import disable, enable, enabled
 from tuner.runtime.grouped import grouped_mm
+from tuner.runtime.layers import linear_problems, restore_linear_, tune_linear_
 from tuner.runtime.products import interleave, linear, matmul, scaled_mm, swiglu
 from tuner.runtime.varlen import attention_varlen
 
@@ -27,8 +28,11 @@ __all__ = [
     "grouped_mm",
     "interleave",
     "linear",
+    "linear_problems",
     "matmul",
+    "restore_linear_",
     "scaled_mm",
     "stats",
     "swiglu",
+    "tune_linear_",
 ]

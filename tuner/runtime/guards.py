@@ -16,13 +16,20 @@ DTYPES: dict[torch.dtype, DType] = {torch.float16: "float16", torch.bfloat16: "b
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def unserved(*tensors: torch.Tensor) -> str:
-    """Why these are not tensors that a kernel can be given; else empty. Looks at no size."""
+def unplain(*tensors: torch.Tensor) -> str:
+    """Why these are not plain strided tensors; else empty."""
     for tensor in tensors:
         if type(tensor) not in _PLAIN:
             return "an input is not a plain tensor"
         if tensor.layout is not torch.strided or tensor.is_nested:
             return "a tensor is not strided"
+    return ""
+
+
+def unserved(*tensors: torch.Tensor) -> str:
+    """Why these are not tensors that a kernel can be given; else empty. Looks at no size."""
+    if reason := unplain(*tensors):
+        return reason
     if tensors[0].device.type != devices.TYPE:
         return "the tensors are not on a CUDA device"
     if torch._C._functorch.peek_interpreter_stack() or torch._C._len_torch_dispatch_stack():
@@ -52,9 +59,16 @@ def deferred(*tensors: torch.Tensor) -> str:
     """Why PyTorch must have this call, by the state of autograd and autocast; else empty."""
     if wants_gradient(*tensors):
         return "a gradient is wanted: tuned kernels have no backward pass"
+    return recast(tensors[0])
+
+
+def recast(tensor: torch.Tensor) -> str:
+    """Why PyTorch must have a call with this tensor, by the state of autocast; else empty."""
+    device = tensor.device.type
     if (
-        torch.is_autocast_enabled(devices.TYPE)
-        and torch.get_autocast_dtype(devices.TYPE) != tensors[0].dtype
+        torch.amp.is_autocast_available(device)
+        and torch.is_autocast_enabled(device)
+        and torch.get_autocast_dtype(device) != tensor.dtype
     ):
         return "autocast wants another type than the tensors'"
     return ""

@@ -1,0 +1,69 @@
+"""`tune_linear_` on the GPU: a model served by a compiled kernel against float64, and restored."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+from runtime_gpu import call_path, compiled, first_kernels, fresh_store, served_gpu, store
+
+from tuner.compiler import Compiler
+from tuner.families import family
+from tuner.families.base import KernelSpec
+from tuner.hardware import Gpu
+from tuner.problem import GemmProblem
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("own_store")]
+
+own_store, path, gpu = fresh_store, call_path, served_gpu
+
+#: Of one kernel: what is compiled for the first serves the second.
+UP = GemmProblem.parse("M=300,N=768,K=256,epilogue=bias")
+DOWN = GemmProblem.parse("M=300,N=256,K=768,epilogue=bias")
+
+
+def kernels() -> list[KernelSpec]:
+    """Compiled from the start; see `conftest.compiler`."""
+    return first_kernels(UP, "gemm")
+
+
+def mlp() -> Any:
+    layers = (torch.nn.Linear(256, 768), torch.nn.GELU(), torch.nn.Linear(768, 256))
+    return torch.nn.Sequential(*layers).half().cuda()
+
+
+@pytest.mark.compile
+def test_a_model_is_served_and_restored_bit_by_bit(path: str, compiler: Compiler, gpu: Gpu) -> None:
+    import tuner
+
+    config, artifacts = compiled(compiler, UP, gpu, "gemm")
+    assert family("gemm").violations(DOWN, config, gpu) == []
+    model, x = mlp(), torch.randn(3, 100, 256, device="cuda").half()
+    before = [(m, type(m), vars(m).copy()) for m in model.modules()]
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with torch.no_grad():
+        plain = model(x)
+        wanted = copy.deepcopy(model).double()(x.double())
+        done = tuner.tune_linear_(model, [x])
+        assert (done.replaced, list(done.calls.problems)) == (("0", "2"), [UP, DOWN])
+        for problem in done.calls.problems:
+            store(problem, gpu, config, artifacts=artifacts)
+        for _ in range(2):
+            out = model(x)
+        stats = tuner.stats(reset=True)
+        assert (stats.hits, stats.fallbacks) == (4, {})
+        error = (out.double() - wanted).norm() / wanted.norm()
+        assert error < 2e-3, error
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = model(x)
+        captured.zero_()
+        graph.replay()
+        assert torch.equal(captured, out)
+        assert tuner.restore_linear_(model) == done.replaced
+        tuner.stats(reset=True)
+        assert torch.equal(model(x), plain) and tuner.stats().calls == 0
+    assert [(m, type(m), vars(m)) for m in model.modules()] == before
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
