@@ -33,6 +33,7 @@ REGISTERS: Mapping[tuple[int, int], tuple[int, int]] = {
     (3, 1): (32, 160),
     (3, 2): (32, 72),
     (4, 1): (32, 112),
+    (4, 2): (32, 48),
 }
 #: Parameters that every config has; the others are absent where they do not apply.
 ALWAYS = (
@@ -179,7 +180,7 @@ class FusedAttention(Family):
 
     @staticmethod
     def _sharing(problem: AttentionProblem, config: Config) -> list[str]:
-        """What is wrong with `key_groups` and `stages_output`, which are there where they are on."""
+        """What is wrong with `key_groups` and `stages_output`, there only where they are on."""
         found = []
         groups, sharing = config["warp_groups"], config.get("key_groups", 1)
         if "key_groups" in config.params:
