@@ -36,6 +36,10 @@ CONFIGS = [
     *((1, causal, make(1, 64, 2, packed_heads=4)) for causal in (0, 1)),
     (0, 1, make(2, 32, 2, packed_heads=4)),
     (1, 1, make(3, 80, 1, packed_heads=2)),
+    # Groups that take the blocks of keys by turns.
+    (0, 1, make(4, 48, 1, key_groups=2)),
+    (1, 0, make(4, 32, 1, key_groups=4)),
+    (1, 1, make(2, 48, 1, key_groups=2, packed_heads=4)),
 ]
 
 #: Of variable lengths: (causal, config).
@@ -130,11 +134,13 @@ bool holds(std::vector<int> of_queries, std::vector<int> of_keys, int left, int 
     if (t.first < 0 || t.first > t.last || t.last * kTileN >= there + kTileN) return false;
     if (t.m_block * kTileM >= rows && t.first != t.last) return false;  // nothing is left to do
     if (@astray@) return false;
-    for (int group = 0; group < kGroups && t.first < t.last; ++group) {
-      int const group_row = t.m_block * kTileM + group * 64;
+    for (int group = 0; group < kGroups; ++group) {
+      int const row_group = group % kRowGroups, key_group = group / kRowGroups;
+      int const group_row = t.m_block * kTileM + row_group * 64;
       @edges@
       int const first = t.first;
-      int n = t.last - 1;
+      int n = t.last - 1 - key_group;
+      if (n < first) continue;
       auto visit = [&](bool is_masked) {
         Scores scores(kTileN);
         if (is_masked) {
@@ -156,11 +162,11 @@ bool holds(std::vector<int> of_queries, std::vector<int> of_keys, int left, int 
       };
       bool good = visit(@cut@);
       auto step = [&](auto is_masked) {
-        --n;
+        n -= kKeyGroups;
         good = good && visit(@stepped@);
       };
       @loop@
-      if (!good || n != first) return false;
+      if (!good || n < first || n - kKeyGroups >= first) return false;
     }
   }
   for (int i = 0; i < batch; ++i) {

@@ -93,7 +93,8 @@ using namespace cute;
 using Element = cutlass::float_e4m3_t;  // of Q, K, V and P
 using Out = cutlass::bfloat16_t;
 constexpr int kTileN = 224, kD = 128, kPack = 1;
-constexpr int kGroups = 2, kStages = 2, kTileM = 64 * kGroups;
+constexpr int kGroups = 2, kStages = 2;
+constexpr int kKeyGroups = 1, kRowGroups = kGroups / kKeyGroups, kTileM = 64 * kRowGroups;
 constexpr int kScoreBuffers = 1, kBlocksPerSm = 1;
 constexpr bool kCausal = false;
 constexpr bool kWindowed = false;
@@ -118,13 +119,14 @@ constexpr float kLog2E = 1.44269504f, kLn2 = 0.693147181f;
 constexpr int64_t kSectionBytes = 32 << 20;
 
 // The widest swizzle that divides rows of kColumns elements.
-template <int kColumns, int kBytes = kColumns * int(sizeof(Element))>
-using SmemAtom = cute::conditional_t<kBytes % 128 == 0, GMMA::Layout_K_SW128_Atom<Element>,
-    cute::conditional_t<kBytes % 64 == 0, GMMA::Layout_K_SW64_Atom<Element>, GMMA::Layout_K_SW32_Atom<Element>>>;
+template <int kColumns, class T = Element, int kBytes = kColumns * int(sizeof(T))>
+using SmemAtom = cute::conditional_t<kBytes % 128 == 0, GMMA::Layout_K_SW128_Atom<T>,
+    cute::conditional_t<kBytes % 64 == 0, GMMA::Layout_K_SW64_Atom<T>, GMMA::Layout_K_SW32_Atom<T>>>;
 using SmemLayoutQ = decltype(tile_to_shape(SmemAtom<kD>{}, Shape<Int<kTileM>, Int<kD>>{}));
 using SmemLayoutKV = decltype(tile_to_shape(SmemAtom<kD>{}, Shape<Int<kTileN>, Int<kD>, Int<kStages>>{}));
+using SmemLayoutO = decltype(tile_to_shape(SmemAtom<kD, Out>{}, Shape<_16, Int<kD>>{}));  // a warp's rows
 using SmemLayoutVt = decltype(tile_to_shape(SmemAtom<kTileN>{}, Shape<Int<kD>, Int<kTileN>, Int<kStages>>{}));
-using GroupLayout = Layout<Shape<Int<kGroups>, _1, _1>>;
+using GroupLayout = Layout<Shape<Int<kRowGroups>, _1, _1>>;
 using AtomQK = SM90::GMMA::tuner_64x224_e4m3_ss;
 using MmaQK = decltype(make_tiled_mma(AtomQK{}, GroupLayout{}));
 using MmaPV = decltype(make_tiled_mma(
@@ -207,8 +209,8 @@ inline int64_t image_bytes(int64_t const* n) {
 }
 
 // Rows of Q: the sequence, or (packed heads, sequence), heads running faster.
-template <class Rows, class Stride>
-CUTE_HOST_DEVICE auto global_tensor(Element const* data, Rows rows, Stride stride, int d, int heads, int batch,
+template <class T, class Rows, class Stride>
+CUTE_HOST_DEVICE auto global_tensor(T* data, Rows rows, Stride stride, int d, int heads, int batch,
                                     int64_t head_stride, int64_t batch_stride) {
   return make_tensor(make_gmem_ptr(data), make_shape(rows, d, heads, batch),
                      make_stride(stride, _1{}, head_stride, batch_stride));
@@ -221,13 +223,18 @@ CUTE_HOST_DEVICE auto rows_q_stride(int64_t head, int64_t row) {
   if constexpr (kPack == 1) return row;
   else return make_stride(head, row);
 }
+template <int kRows>
 CUTE_HOST_DEVICE auto tile_q() {
-  if constexpr (kPack == 1) return Shape<Int<kTileM>, Int<kD>>{};
-  else return Shape<Shape<Int<kPack>, Int<kTileM / kPack>>, Int<kD>>{};
+  if constexpr (kPack == 1) return Shape<Int<kRows>, Int<kD>>{};
+  else return Shape<Shape<Int<kPack>, Int<kRows / kPack>>, Int<kD>>{};
 }
-using GmemQ = decltype(global_tensor(nullptr, rows_q(1), rows_q_stride(1, 1), 1, 1, 1, 1, 1));
-using GmemKV = decltype(global_tensor(nullptr, 1, int64_t(1), 1, 1, 1, 1, 1));
-using TmaQ = decltype(make_tma_copy(SM90_TMA_LOAD{}, GmemQ{}, SmemLayoutQ{}, tile_q(), _1{}));
+CUTE_HOST_DEVICE auto tile_q_at(int index) {
+  if constexpr (kPack == 1) return make_coord(index, 0);
+  else return make_coord(make_coord(0, index), 0);
+}
+using GmemQ = decltype(global_tensor((Element const*)nullptr, rows_q(1), rows_q_stride(1, 1), 1, 1, 1, 1, 1));
+using GmemKV = decltype(global_tensor((Element const*)nullptr, 1, int64_t(1), 1, 1, 1, 1, 1));
+using TmaQ = decltype(make_tma_copy(SM90_TMA_LOAD{}, GmemQ{}, SmemLayoutQ{}, tile_q<kTileM>(), _1{}));
 using TmaKV = decltype(make_tma_copy(SM90_TMA_LOAD{}, GmemKV{}, SmemLayoutKV{}(_, _, 0), Shape<Int<kTileN>, Int<kD>>{}, _1{}));
 
 struct Params {
@@ -284,8 +291,8 @@ struct Tile {
     // Beyond the last key lies nothing: where the window has passed it, there are no tiles.
     t.first = kWindowed ? min(first_key(p, t.m_block * kTileM / kPack) / kTileN, t.last) : 0;
     if (kSplits && p.splits > 1) {
-      int const share = (t.last + p.splits - 1) / p.splits;
-      t.first = min(t.split * share, t.last);
+      int const share = (t.last - t.first + p.splits - 1) / p.splits;
+      t.first = min(t.first + t.split * share, t.last);
       t.last = min(t.first + share, t.last);
     }
     return t;
@@ -308,6 +315,12 @@ struct Share {
   float lse[kClusters ? kTileM : 1];  // base 2
 };
 
+// What a warp group leaves to the one that shares its rows: each thread to the one in its place.
+struct Partner {
+  static constexpr int kValues = kKeyGroups > 1 ? kD / 2 + 4 : 1;  // of O, then maxima, then sums
+  float value[kValues][kKeyGroups > 1 ? 128 * kRowGroups : 1];
+};
+
 struct Storage {
   struct Operands {
     alignas(1024) cute::array_aligned<Element, cosize_v<SmemLayoutQ>, 1024> q;
@@ -318,6 +331,7 @@ struct Storage {
     Operands operands;
     Share share;  // once nobody reads the operands any more
   };
+  Partner partner[kKeyGroups > 1 ? kKeyGroups - 1 : 1];
   uint64_t q_full, q_empty, k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
   uint64_t tile_full[2], tile_empty[2], tile_wanted;
   Tile tile[2];
@@ -328,11 +342,16 @@ using Empty = cutlass::arch::ClusterBarrier;
 
 // A place in a ring and the parity of its round; runs on from tile to tile.
 struct Ring {
-  int stage = 0;
-  uint32_t phase = 0;
+  int at = 0;
+  uint32_t parity = 0;
+  CUTE_DEVICE int stage() const { return at; }
+  CUTE_DEVICE uint32_t phase() const { return parity; }
+  template <int kPlaces = 1>
   CUTE_DEVICE void next() {
-    if (++stage == kStages) stage = 0, phase ^= 1;
+    at += kPlaces;
+    if (kPlaces == 1 ? at == kStages : at >= kStages) at -= kStages, parity ^= 1;
   }
+  CUTE_DEVICE void start(int stage) { at = stage; }
 };
 
 CUTE_DEVICE float exp2_mufu(float x) {
@@ -356,6 +375,10 @@ CUTE_DEVICE void turn_pass(int group) {
   if constexpr (kPingPong) cutlass::arch::NamedBarrier::arrive(256, group + 1 == kGroups ? 0 : group + 1);
 }
 
+// Until what is before this launch in the stream has ended: before it a thread touches nothing in
+// memory but the parameters. Takes no time unless launched as programmatic dependent.
+CUTE_DEVICE void await_stream() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 // CUTLASS's barriers alone do not keep the compiler from moving plain loads and stores past them.
 CUTE_DEVICE void keep_order() { asm volatile("" ::: "memory"); }
 
@@ -376,11 +399,8 @@ struct Producer {
     auto const shape_kv = make_shape(p.seqlen_kv, p.head_dim, p.heads_kv, p.batch);
     auto const tile_kv = Shape<Int<kTileN>, Int<kD>>{};
     int const head_kv = t.head / (p.heads / kPack / p.heads_kv);
-    auto const at = [&] {
-      if constexpr (kPack == 1) return make_coord(t.m_block, 0);
-      else return make_coord(make_coord(0, t.m_block), 0);
-    }();
-    Tensor gQ = local_tile(p.q.get_tma_tensor(shape_q)(_, _, t.head, t.batch), tile_q(), at);
+    auto const at = tile_q_at(t.m_block);
+    Tensor gQ = local_tile(p.q.get_tma_tensor(shape_q)(_, _, t.head, t.batch), tile_q<kTileM>(), at);
     Tensor gK = local_tile(p.k.get_tma_tensor(shape_kv)(_, _, head_kv, t.batch), tile_kv, make_coord(_, 0));
     Tensor sQ = make_tensor(make_smem_ptr(s.operands.q.data()), SmemLayoutQ{});
     Tensor sK = make_tensor(make_smem_ptr(s.operands.k.data()), SmemLayoutKV{});
@@ -393,18 +413,19 @@ struct Producer {
     constexpr uint32_t q_bytes = kTileM * kD * sizeof(Element), kv_bytes = kTileN * kD * sizeof(Element);
 
     auto load = [&](auto const& tma, auto const& source, auto const& target, uint64_t* full, uint64_t* empty, Ring& at, int n) {
-      Empty::wait(&empty[at.stage], at.phase ^ 1);
-      Full::arrive_and_expect_tx(&full[at.stage], kv_bytes);
-      copy(tma.with(full[at.stage], 0, TMA::CacheHintSm90::EVICT_LAST), source(_, _, _, n), target(_, _, _, at.stage));
+      Empty::wait(&empty[at.stage()], at.phase() ^ 1);
+      Full::arrive_and_expect_tx(&full[at.stage()], kv_bytes);
+      copy(tma.with(full[at.stage()], 0, TMA::CacheHintSm90::EVICT_LAST), source(_, _, _, n), target(_, _, _, at.stage()));
       at.next();
     };
     Element const* const images = p.values.images + (int64_t(t.batch) * p.heads_kv + head_kv) * p.values.tiles * kImageBytes;
     auto load_values = [&](int n) {
-      Empty::wait(&s.v_empty[v.stage], v.phase ^ 1);
-      Full::arrive_and_expect_tx(&s.v_full[v.stage], kv_bytes);
-      load_image(images + int64_t(n) * kImageBytes, s.operands.v.data() + v.stage * kImageBytes, &s.v_full[v.stage]);
+      Empty::wait(&s.v_empty[v.stage()], v.phase() ^ 1);
+      Full::arrive_and_expect_tx(&s.v_full[v.stage()], kv_bytes);
+      load_image(images + int64_t(n) * kImageBytes, s.operands.v.data() + v.stage() * kImageBytes, &s.v_full[v.stage()]);
       v.next();
     };
+    await_stream();
     prefetch(p.q, tQg);
     int n = t.last - 1;
     load(p.k, tKg, tKs, s.k_full, s.k_empty, k, n);
@@ -472,6 +493,38 @@ struct Softmax {
       }
     }
   }
+
+  // Leaves O, not yet divided, and the statistics to the group that shares the rows.
+  template <class Fragment>
+  CUTE_DEVICE void leave(Partner& partner, Fragment const& out, int thread) const {
+    CUTE_UNROLL
+    for (int i = 0; i < kD / 2; ++i) partner.value[i][thread] = out(i);
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      partner.value[kD / 2 + r][thread] = maximum[r];
+      partner.value[kD / 2 + 2 + r][thread] = sum[r];
+    }
+    keep_order();
+  }
+  // Adds to O and the statistics what another group has left.
+  template <class Fragment>
+  CUTE_DEVICE void take_up(Partner const& partner, Fragment& out, int thread, float scale_log2) {
+    keep_order();
+    float theirs[2];
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      float const other = partner.value[kD / 2 + r][thread], top = fmaxf(maximum[r], other);
+      factor[r] = maximum[r] == top ? 1.f : exp2_mufu((maximum[r] - top) * scale_log2);
+      theirs[r] = other == top ? 1.f : exp2_mufu((other - top) * scale_log2);
+      maximum[r] = top;
+      sum[r] = sum[r] * factor[r] + partner.value[kD / 2 + 2 + r][thread] * theirs[r];
+    }
+    CUTE_UNROLL
+    for (int i = 0; i < kD / 2; ++i) {
+      int const r = i / 2 % 2;  // a thread's accumulators are (2 columns, 2 rows, octets)
+      out(i) = out(i) * factor[r] + partner.value[i][thread] * theirs[r];
+    }
+  }
 };
 
 // With a soft cap: tanh(scale / softcap * score) of every score. From an exponential and a
@@ -486,13 +539,13 @@ CUTE_DEVICE void mask(Scores& scores, Params const& p, int const& keys, int row0
   int const lane = threadIdx.x % 32;
   CUTE_UNROLL
   for (int r = 0; r < 2; ++r) {
-    int const row = (row0 + 8 * r) / kPack, begin = first_key(p, row), limit = end_key(p, keys, row);
-    int const first = col0 + 2 * (lane % 4);
+    int const row = (row0 + 8 * r) / kPack, first = col0 + 2 * (lane % 4);
+    int const begin = first_key(p, row) - first, limit = end_key(p, keys, row) - first;
     CUTE_UNROLL
     for (int j = 0; j < kTileN / 8; ++j) {
       CUTE_UNROLL
       for (int c = 0; c < 2; ++c) {
-        int const key = first + 8 * j + c;
+        int const key = 8 * j + c;  // after the thread's first
         if (key >= limit || (kWindowed && key < begin)) scores(make_coord(c, r, j), 0, 0) = -INFINITY;
       }
     }
@@ -523,15 +576,17 @@ CUTE_DEVICE void store(Params const& p, Storage& s, Tile const& t, Fragment cons
   for (int r = 0; r < 2; ++r) {
     int const row = row0 + 8 * r, seq = row / kPack, head = t.head * kPack + row % kPack;
     bool const is_row = seq < p.seqlen_q;
-    float const shift = softmax.maximum[r] == -INFINITY ? 0.f : softmax.maximum[r] * scale_log2;
-    float const lse = shift + log2f(softmax.sum[r]) - kLift;  // -inf where no key was seen
+    auto lse = [&] {  // base 2; -inf where no key was seen
+      float const shift = softmax.maximum[r] == -INFINITY ? 0.f : softmax.maximum[r] * scale_log2;
+      return shift + log2f(softmax.sum[r]) - kLift;
+    };
     int64_t const at = (int64_t(t.batch) * p.heads + head) * p.seqlen_q + seq;
     if (kSplits && p.splits > 1) {
       int const here = row - t.m_block * kTileM;
       int64_t const partial = int64_t(t.split) * p.batch * p.heads * p.seqlen_q + at;
       bool const is_shared = kClusters && p.is_clustered;
       float* const target = is_shared ? s.share.out + here * Share::kRow : p.partial + partial * p.head_dim;
-      if (is_row && q == 0) *(is_shared ? s.share.lse + here : p.partial_lse + partial) = lse;
+      if (is_row && q == 0) *(is_shared ? s.share.lse + here : p.partial_lse + partial) = lse();
       CUTE_UNROLL
       for (int j = 0; j < kD / 8; ++j) {
         if (is_row && 8 * j < p.head_dim) {
@@ -541,7 +596,7 @@ CUTE_DEVICE void store(Params const& p, Storage& s, Tile const& t, Fragment cons
       }
       continue;
     }
-    if (is_row && q == 0 && p.lse) p.lse[at] = lse * kLn2;
+    if (p.lse && is_row && q == 0) p.lse[at] = lse() * kLn2;
     Out* const target = p.out + t.batch * p.out_batch + head * p.out_head + seq * p.out_row;
     CUTE_UNROLL
     for (int g = 0; g < kD / 32; ++g) {
@@ -568,14 +623,15 @@ struct Consumer {
 
   CUTE_DEVICE void work(Params const& p, Storage& s, Tile const& t) {
     int const group = cutlass::canonical_warp_group_idx() - 1;
-    int const tid = threadIdx.x - 128;
+    int const tid = threadIdx.x - 128, row_tid = tid % (128 * kRowGroups);
+    int const row_group = group % kRowGroups, key_group = kKeyGroups > 1 ? group / kRowGroups : 0;
     Tensor sQ = make_tensor(make_smem_ptr(s.operands.q.data()), SmemLayoutQ{});
     Tensor sK = make_tensor(make_smem_ptr(s.operands.k.data()), SmemLayoutKV{});
     Tensor sVt = make_tensor(make_smem_ptr(s.operands.v.data()), SmemLayoutVt{});
     MmaQK mma_qk;
     MmaPV mma_pv;
-    auto group_qk = mma_qk.get_slice(group * 128);
-    auto group_pv = mma_pv.get_slice(group * 128);
+    auto group_qk = mma_qk.get_slice(row_group * 128);
+    auto group_pv = mma_pv.get_slice(row_group * 128);
     Tensor tSrQ = group_qk.partition_fragment_A(sQ);
     Tensor tSrK = group_qk.partition_fragment_B(sK);
     Tensor tOrV = group_pv.partition_fragment_B(sVt);
@@ -584,7 +640,7 @@ struct Consumer {
     Tensor tOrP = make_tensor<Element>(Layout<Shape<Shape<_4, _2, _2>, _1, Int<kTileN / 32>>>{});
     clear(tOrO);
 
-    int const group_row = t.m_block * kTileM + group * 64;
+    int const group_row = t.m_block * kTileM + row_group * 64;
     int const row0 = group_row + (tid % 128) / 32 * 16 + (tid % 32) / 4;
     float const& scale_log2 = score_scale(p, t, row0);
     Softmax softmax;
@@ -611,7 +667,7 @@ struct Consumer {
       mma_pv.accumulate_ = GMMA::ScaleOut::One;
       CUTE_UNROLL
       for (int kk = 0; kk < size<2>(tOrP); ++kk) {
-        cute::gemm(mma_pv, tOrP(_, _, kk), tOrV(_, _, kk, v.stage), tOrO);
+        cute::gemm(mma_pv, tOrP(_, _, kk), tOrV(_, _, kk, v.stage()), tOrO);
       }
       warpgroup_commit_batch();
     };
@@ -621,8 +677,8 @@ struct Consumer {
     int const opened = (first_key(p, (group_row + 63) / kPack) + kTileN - 1) / kTileN;
     auto values_read = [&] {
       warpgroup_fence_operand(tOrO);
-      release(&s.v_empty[v.stage]);
-      v.next();
+      release(&s.v_empty[v.stage()]);
+      v.next<kKeyGroups>();
     };
     auto to_p = [&](auto const& scores) {
       // The accumulator as the A operand, by the order of the keys in V^T: two octets make a slice
@@ -664,28 +720,31 @@ struct Consumer {
     float out_scale = 1.f;
     int const first = t.first;
     if (first < t.last) {
-      int n = t.last - 1;  // the block of keys whose probabilities are in P, or about to be
       Full::wait(&s.q_full, q_phase);
       q_phase ^= 1;
+    }
+    if constexpr (kKeyGroups > 1) k.start(key_group), v.start(key_group);  // one tile a block
+    int n = t.last - 1 - key_group;  // the block of keys whose probabilities are in P, or about to be
+    if (n >= first) {
       if constexpr (kQInRegisters) {
         auto copy_q = make_tiled_copy_A(Copy_Atom<SM75_U32x4_LDSM_N, Element>{}, mma_qk);
-        auto thread_q = copy_q.get_thread_slice(tid);
+        auto thread_q = copy_q.get_thread_slice(row_tid);
         copy(copy_q, thread_q.partition_S(sQ), thread_q.retile_D(tSrQ));
         release(&s.q_empty);
       }
-      Full::wait(&s.k_full[k.stage], k.phase);
+      Full::wait(&s.k_full[k.stage()], k.phase());
       if constexpr (kScoreBuffers == 1) {
         auto release_keys = [&] {
-          release(&s.k_empty[k.stage]);
-          if (!kQInRegisters && n == first) release(&s.q_empty);
-          k.next();
+          release(&s.k_empty[k.stage()]);
+          if (!kQInRegisters && n - kKeyGroups < first) release(&s.q_empty);
+          k.next<kKeyGroups>();
         };
         auto step = [&](auto is_masked) {
-          --n;
-          if (!kFirstPolls || group == 0) Full::wait(&s.k_full[k.stage], k.phase);
+          n -= kKeyGroups;
+          if (!kFirstPolls || group == 0) Full::wait(&s.k_full[k.stage()], k.phase());
           turn_wait(group);
-          issue_qk(tSrS, k.stage);
-          if (!kFirstPolls || group == 0) Full::wait(&s.v_full[v.stage], v.phase);
+          issue_qk(tSrS, k.stage());
+          if (!kFirstPolls || group == 0) Full::wait(&s.v_full[v.stage()], v.phase());
           issue_pv();
           turn_pass(group);
           warpgroup_wait<1>();
@@ -706,19 +765,19 @@ struct Consumer {
           to_p(tSrS);
           rescale_o();
         };
-        issue_qk(tSrS, k.stage);
+        issue_qk(tSrS, k.stage());
         warpgroup_wait<0>();
         warpgroup_fence_operand(tSrS);
         release_keys();
         first_step(tSrS, n);
         if constexpr (kCausal || kWindowed) {
-          while (n > max(first, unmasked)) step(true_type{});
+          while (n - kKeyGroups >= max(first, unmasked)) step(true_type{});
         }
         if constexpr (kWindowed) {
-          while (n > max(first, opened)) step(false_type{});
-          while (n > first) step(true_type{});
+          while (n - kKeyGroups >= max(first, opened)) step(false_type{});
+          while (n - kKeyGroups >= first) step(true_type{});
         } else {
-          while (n > first) step(false_type{});
+          while (n - kKeyGroups >= first) step(false_type{});
         }
       } else {
         // Q K^T of the block after next is issued before this block's softmax. At the end there is
@@ -730,16 +789,16 @@ struct Consumer {
           bool const is_new = n > first;
           if (is_new) {
             k.next();
-            Full::wait(&s.k_full[k.stage], k.phase);
+            Full::wait(&s.k_full[k.stage()], k.phase());
           }
-          issue_qk(scores, k.stage);
-          return is_new ? held.stage : -1;
+          issue_qk(scores, k.stage());
+          return is_new ? held.stage() : -1;
         };
         auto release_stage = [&](int stage) {
           if (stage >= 0) release(&s.k_empty[stage]);
         };
         auto step = [&](auto& scores, auto& free) {
-          Full::wait(&s.v_full[v.stage], v.phase);
+          Full::wait(&s.v_full[v.stage()], v.phase());
           issue_pv();
           --n;
           int const stage = issue_next(free);
@@ -755,7 +814,7 @@ struct Consumer {
           to_p(scores);
           rescale_o();
         };
-        issue_qk(tSrS, k.stage);
+        issue_qk(tSrS, k.stage());
         int const stage = issue_next(tSrT);
         warpgroup_wait<1>();
         warpgroup_fence_operand(tSrS);
@@ -774,16 +833,27 @@ struct Consumer {
           step(tSrS, tSrT);
         }
       }
-      Full::wait(&s.v_full[v.stage], v.phase);
+      Full::wait(&s.v_full[v.stage()], v.phase());
       issue_pv();
       out_scale = value_scale(p, t);
       warpgroup_wait<0>();
       values_read();
       if constexpr (kScoreBuffers == 2) {
-        release(&s.k_empty[k.stage]);
+        release(&s.k_empty[k.stage()]);
         if constexpr (!kQInRegisters) release(&s.q_empty);
         k.next();
       }
+    }
+    if constexpr (kKeyGroups > 1) {
+      // Q is released once by every group, also by one without keys.
+      if (first < t.last && key_group >= t.last - first) release(&s.q_empty);
+      if (key_group > 0) {
+        softmax.leave(s.partner[key_group - 1], tOrO, row_tid);
+        cutlass::arch::NamedBarrier::arrive(128 * kKeyGroups, row_group);
+        return;
+      }
+      cutlass::arch::NamedBarrier::sync(128 * kKeyGroups, row_group);
+      for (int i = 0; i + 1 < kKeyGroups; ++i) softmax.take_up(s.partner[i], tOrO, row_tid, scale_log2);
     }
     float norm[2];
     CUTE_UNROLL
@@ -795,11 +865,12 @@ struct Consumer {
       cutlass::arch::NamedBarrier::sync(128 * kGroups, kGroups);
       keep_order();
     }
+    await_stream();
     store(p, s, t, tOrO, row0, softmax, scale_log2, norm);
   }
 };
 
-// Hands out the tiles of a dynamic schedule to this block's producer and consumers: one thread. A
+// Hands out tiles to a persistent block's producer and consumers: one thread. From the counter a
 // tile is taken when the producer is about to run out of work, no earlier: whoever is done first
 // gets the next one.
 CUTE_DEVICE void schedule(Params const& p, Storage& s) {
@@ -807,33 +878,41 @@ CUTE_DEVICE void schedule(Params const& p, Storage& s) {
   for (int round = 0;; ++round) {
     Tile const t = Tile::at(p, index);
     Empty::wait(&s.tile_empty[round % 2], round / 2 % 2 ^ 1);
+    keep_order();
     s.tile[round % 2] = t;
+    keep_order();
     Empty::arrive(&s.tile_full[round % 2]);
     if (t.m_block < 0) break;
-    Empty::wait(&s.tile_wanted, round % 2);
-    index = gridDim.x + atomicAdd(p.counter, 1);
+    if constexpr (kDynamic) {
+      Empty::wait(&s.tile_wanted, round % 2);
+      index = gridDim.x + atomicAdd(p.counter, 1);
+    } else {
+      index += gridDim.x;
+    }
   }
 }
 
 // Calls work(tile) for every tile of this block, in the producing thread and in the consumer warps.
 template <bool kIsConsumer, class Work>
 CUTE_DEVICE void for_each_tile(Params const& p, Storage& s, Work&& work) {
-  if constexpr (kDynamic) {
+  if constexpr (kPersistent) {
     for (int round = 0;; ++round) {
       Empty::wait(&s.tile_full[round % 2], round / 2 % 2);
-      Tile const& t = s.tile[round % 2];  // read where it lies: registers are scarce
+      keep_order();
+      Tile const& t = s.tile[round % 2];
       if (t.m_block < 0) break;
-      work(t);
+      // The producer reads it where it lies, having few registers; so do consumers that have none
+      // to spare.
+      if constexpr (kIsConsumer && kD <= 128) work(Tile(t));
+      else work(t);
       if constexpr (kIsConsumer) {
         __syncwarp();
+        keep_order();
         if (threadIdx.x % 32 == 0) Empty::arrive(&s.tile_empty[round % 2]);
       }
     }
   } else {
-    for (int index = blockIdx.x; index < p.tiles; index += gridDim.x) {
-      work(Tile::at(p, index));
-      if constexpr (!kPersistent) break;
-    }
+    work(Tile::at(p, blockIdx.x));
   }
 }
 
@@ -921,8 +1000,8 @@ struct kernel_golden {
       for (int i = 0; i < kStages; ++i) {
         Full::init(&s.k_full[i], 1);
         Full::init(&s.v_full[i], 1);
-        Empty::init(&s.k_empty[i], 4 * kGroups);
-        Empty::init(&s.v_empty[i], 4 * kGroups);
+        Empty::init(&s.k_empty[i], 4 * kRowGroups);
+        Empty::init(&s.v_empty[i], 4 * kRowGroups);
       }
       for (int i = 0; i < 2; ++i) {
         Empty::init(&s.tile_full[i], 1);
@@ -934,15 +1013,14 @@ struct kernel_golden {
       prefetch_tma_descriptor(p.k.get_tma_descriptor());
     }
     __syncthreads();
-    // Both do nothing unless launched as programmatic dependent, or depended on.
-    asm volatile("griddepcontrol.wait;" ::: "memory");
     asm volatile("griddepcontrol.launch_dependents;");
     if (threadIdx.x < 128) {
       cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
       if (threadIdx.x == 0) {
         Producer producer;
         for_each_tile<false>(p, s, [&](Tile const& t) { producer.load(p, s, t); });
-      } else if (kDynamic && threadIdx.x == 32) {
+      } else if (kPersistent && threadIdx.x == 32) {
+        await_stream();
         schedule(p, s);
       }
       if (kClusters && p.is_clustered) {
@@ -951,6 +1029,7 @@ struct kernel_golden {
       }
     } else {
       cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
+      await_stream();  // factors and lengths are tensors
       if constexpr (kPingPong) {
         if (threadIdx.x / 128 == kGroups) cutlass::arch::NamedBarrier::arrive(256, 0);
       }
@@ -1093,7 +1172,7 @@ inline Params params_of(Call const& call) {
   p.q = make_tma_copy(SM90_TMA_LOAD{},
                       global_tensor(data(0), rows_q(p.seqlen_q), rows_q_stride(n[7], n[8]), p.head_dim, p.heads / kPack, p.batch,
                                     n[7] * kPack, n[6]),
-                      SmemLayoutQ{}, tile_q(), _1{});
+                      SmemLayoutQ{}, tile_q<kTileM>(), _1{});
   auto keys = [&](int index, int64_t const* stride) {
     return make_tma_copy(SM90_TMA_LOAD{},
                          global_tensor(data(index), p.seqlen_kv, stride[2], p.head_dim, p.heads_kv, p.batch, stride[1], stride[0]),

@@ -41,7 +41,8 @@ WINDOWED = {
         "B=2,H=8,HKV=2,D=64,layout=bshd", make(2, 96, 2, packed_heads=4)
     ),
     "causal, packed, capped": (
-        "B=1,H=4,HKV=2,D=128,causal=1,softcap=30,dtype=bf16", make(1, 80, 1, packed_heads=2)
+        "B=1,H=4,HKV=2,D=128,causal=1,softcap=30,dtype=bf16",
+        make(2, 80, 1, packed_heads=2, key_groups=2, ping_pong=False),
     ),
 }  # fmt: skip
 CAPPED = {
@@ -147,6 +148,19 @@ def test_windows(name: str, compiler: Compiler) -> None:
                 check(kernel, problem, config, SPREADS[count % 2])
                 count += 1
     assert count > 20
+
+
+@pytest.mark.parametrize("name", ["full, packed", "causal, packed, capped"])
+def test_a_window_over_split_keys(name: str, compiler: Compiler) -> None:
+    """Some splits of a tile have no keys of its window; with 40, most have none."""
+    text, config = WINDOWED[name]
+    kernel = compiled(compiler, f"S=4096,{text},window=9", config)
+    for (queries, keys), left, splits in itertools.product(LENGTHS, (0, 64, 1000), (2, 7, 40)):
+        split = Config(config.family, {**config.params, "splits": splits, "combine": "kernel"})
+        right = "" if "causal" in text else ",right=7"
+        problem = AttentionProblem.parse(f"SQ={queries},SKV={keys},{text},left={left}{right}")
+        if problem.is_windowed:
+            check(kernel, problem, split, SPREADS[splits % 2])
 
 
 @pytest.mark.parametrize("name", CAPPED)

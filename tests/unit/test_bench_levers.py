@@ -23,7 +23,7 @@ def test_neighbours_are_legal_and_differ_in_one_parameter(shape: str) -> None:
         for label, near in found.items():
             name, _, value = label.partition("=")
             assert not FUSED.violations(problem, near, DEFAULT_GPU)
-            assert str(near[name]) == value != str(config[name])
+            assert str(near.get(name, "off")) == value != str(config.get(name, "off"))
             both = config.params.keys() & near.params.keys()
             assert all(near[other] == config[other] for other in both - {name})
 
@@ -37,6 +37,21 @@ def test_a_lever_that_takes_another_away_is_still_shown() -> None:
     )
     near = levers.neighbours(FUSED, problem, config, DEFAULT_GPU)["score_buffers=2"]
     assert "early_exp" in config.params and "early_exp" not in near.params
+
+
+def test_a_lever_that_is_there_only_where_it_is_on_is_shown_both_ways() -> None:
+    problem = AttentionProblem.parse("S=512,D=64")
+    space = FUSED.space(problem, DEFAULT_GPU)
+    on = next(c for c in space if c.get("key_groups", 1) == 2 and "stages_output" in c.params)
+    for name in ("key_groups", "stages_output"):
+        off = levers.neighbours(FUSED, problem, on, DEFAULT_GPU)[f"{name}=off"]
+        assert off.params == {k: v for k, v in on.params.items() if k != name}
+        again = levers.neighbours(FUSED, problem, off, DEFAULT_GPU)
+        assert again[f"{name}={on[name]}"] == on
+        assert f"{name}=off" not in again
+    split = Config(on.family, {**off.params, "splits": 2, "combine": "kernel"})
+    assert not FUSED.violations(problem, split, DEFAULT_GPU)
+    assert "stages_output=True" not in levers.neighbours(FUSED, problem, split, DEFAULT_GPU)
 
 
 def test_ordered_values_go_one_step_each_way() -> None:

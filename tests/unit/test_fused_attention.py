@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fused_configs import maker
@@ -62,6 +63,14 @@ def problem_of(head_dim: int) -> AttentionProblem:
 PING_PONG = "ping_pong is for two warp groups or more with one score buffer, only"
 EARLY_EXP = "early_exp is for one score buffer, only"
 PACKED = "packed_heads is for several query heads to a KV head, only"
+SHARED = "key_groups is for one tile a block, one score buffer and no ping_pong, only"
+STAGES = "stages_output is not for variable lengths, splits or more than 16 packed heads"
+STAGED: dict[str, Value] = {"stages_output": True}
+
+
+def shared(groups: int, key_groups: int, tile_n: int, **more: Any) -> Config:
+    """With groups that take the blocks of keys by turns."""
+    return make(groups, tile_n, key_groups=key_groups, **more)
 
 
 @pytest.mark.parametrize(
@@ -81,13 +90,11 @@ PACKED = "packed_heads is for several query heads to a KV head, only"
             "score_buffers=2 spills where head_dim is over 128",
         ),
         ("D=104,causal=1", make(2, 64, q_in_registers=True), "q_in_registers spills under causal"),
-        ("D=64,causal=1", make(2, 64, persistent=True, pdl=True), "pdl is not for persistent"),
         ("D=64", make(2, 64, packed_heads=1), PACKED),
         ("H=8,HKV=2,D=64", make(2, 64), PACKED),
         ("H=8,HKV=2,D=64", make(3, 64, packed_heads=3), "packed_heads=3 does not divide the 4"),
         ("H=6,HKV=2,D=64", make(2, 64, packed_heads=3), "packed_heads=3 does not divide tile_m"),
-        ("D=64", make(2, 64, splits=0), "splits=0 is not between 1 and the 16 tiles"),
-        ("D=64", make(2, 80, splits=14), "splits=14 is not between 1 and the 13 tiles"),
+        ("D=64", make(2, 64, splits=0), "splits=0 is less than 1"),
         ("D=64", make(2, 64, splits=2, persistent=True), "splits=2 is for one block a tile"),
         ("D=64", make(2, 64, combine="kernel"), "combine is for splits > 1, only"),
         ("D=64", without(make(2, 64, splits=2), "combine"), "combine is for splits > 1, only"),
@@ -97,7 +104,8 @@ PACKED = "packed_heads is for several query heads to a KV head, only"
             "splits=17 exceed the 16 blocks of a cluster",
         ),
         ("D=64", make(2, 128, kv_stages=7), "246784 bytes of shared memory exceed 232448"),
-        ("D=64", make(1, 96, kv_stages=5, blocks_per_sm=2), "132096 bytes of shared memory exceed"),
+        ("D=64", shared(2, 2, 64, kv_stages=13), "240640 bytes of shared memory exceed"),
+        ("D=128", make(2, 128, kv_stages=3, **STAGED), "263168 bytes of shared memory exceed"),
         ("D=64", make(2, 80, blocks_per_sm=2), "92 accumulator registers + 28 exceed 104"),
         ("D=64", make(3, 160), "152 accumulator registers + 28 exceed 160"),
         ("D=128", make(2, 128, score_buffers=2), "224 accumulator registers + 28 exceed 240"),
@@ -119,14 +127,33 @@ PACKED = "packed_heads is for several query heads to a KV head, only"
             make(2, 256, persistent=True),
             "224 accumulator registers + 28 exceed 240",
         ),
-        ("D=64,window=64", make(2, 64, splits=2), "splits=2 is not for a sliding window"),
         (
             "D=64,window=64",
             make(2, 128, score_buffers=2),
             "192 accumulator registers + 52 exceed 240",
         ),
         ("D=64,varlen=1", make(2, 64, splits=2), "splits=2 is not for variable lengths"),
-        ("D=64", make(4, 64), "warp_groups=4 at blocks_per_sm=1 has no register budget"),
+        ("D=64", make(5, 64), "warp_groups=5 at blocks_per_sm=1 has no register budget"),
+        ("D=64", make(4, 64, blocks_per_sm=2), "80 accumulator registers + 28 exceed 48"),
+        ("D=64", shared(4, 4, 80, kv_stages=4), "92 accumulator registers + 28 exceed 112"),
+        ("D=64", shared(3, 2, 64), "key_groups=2 does not divide warp_groups=3"),
+        ("D=64", shared(2, 1, 64), "key_groups=1 does not divide warp_groups=2"),
+        ("D=64", shared(2, 4, 64, kv_stages=4), "key_groups=4 does not divide warp_groups=2"),
+        ("D=64", shared(2, 2, 64, persistent=True), SHARED),
+        ("D=64", shared(2, 2, 64, score_buffers=2), SHARED),
+        ("D=64", shared(2, 2, 64, ping_pong=True), SHARED),
+        ("D=64", shared(2, 2, 64, kv_stages=1), "key_groups=2 exceeds kv_stages=1: each group"),
+        ("D=64", shared(4, 4, 64, kv_stages=3), "key_groups=4 exceeds kv_stages=3: each group"),
+        (
+            "H=128,HKV=1,D=64",
+            shared(2, 2, 64, packed_heads=128),
+            "packed_heads=128 does not divide tile_m=64",
+        ),
+        ("D=64", shared(4, 2, 64, splits=2, combine="cluster"), "combine=cluster spills with"),
+        ("D=64", make(2, 64, stages_output=False), "stages_output is there where it is on, only"),
+        ("D=64,varlen=1", make(2, 64, **STAGED), STAGES),
+        ("D=64", make(2, 64, splits=2, **STAGED), STAGES),
+        ("H=32,HKV=1,D=64", make(2, 64, packed_heads=32, **STAGED), STAGES),
         ("D=64", make(1, 64, blocks_per_sm=3), "warp_groups=1 at blocks_per_sm=3 has no register"),
     ],
 )
@@ -160,6 +187,24 @@ def test_one_violation_at_a_time(text: str, config: Config, reason: str) -> None
         ("D=128,causal=1,dtype=e4m3", make(2, 64, persistent=True, pdl=True)),
         ("H=16,HKV=2,D=64,dtype=e4m3", make(1, 64, packed_heads=8)),
         ("D=64,window=64", make(2, 112, score_buffers=2)),
+        ("D=64,causal=1", make(2, 64, persistent=True, pdl=True)),
+        # Slow, and left out of the space: more splits than tiles of keys, a window's keys split,
+        # two blocks at an SM that has no room for both.
+        ("D=64", make(2, 80, splits=14)),
+        ("D=64,window=64", make(2, 64, splits=2)),
+        ("D=64", make(1, 96, kv_stages=5, blocks_per_sm=2)),
+        ("D=64", make(4, 64, pdl=True)),
+        ("D=64", shared(2, 2, 64)),
+        ("D=64", shared(2, 2, 64, kv_stages=12)),
+        ("D=64,causal=1", shared(4, 4, 64, kv_stages=4, splits=3)),
+        ("D=64,window=64", shared(4, 2, 64, kv_stages=2)),
+        ("D=64,varlen=1", shared(4, 2, 64)),
+        ("H=64,HKV=1,D=64", shared(2, 2, 64, packed_heads=64)),
+        ("D=128,dtype=e4m3", shared(2, 2, 128, kv_stages=3, **STAGED)),
+        ("D=256", shared(2, 2, 32, **STAGED)),
+        ("D=128", make(2, 144, **STAGED)),
+        ("D=256,causal=1", make(2, 32, persistent=True, **STAGED)),
+        ("H=16,HKV=1,D=64,dtype=bf16", make(3, 64, packed_heads=16, **STAGED)),
         ("D=64,causal=1,window=64,softcap=30", make(2, 128, persistent=True)),
         ("D=128,softcap=30", make(2, 128, q_in_registers=True, splits=2)),
         ("B=3,H=8,HKV=2,D=64,causal=1,varlen=1", make(2, 64, packed_heads=4, persistent=True)),
@@ -177,7 +222,6 @@ def test_every_reason_is_said() -> None:
         "tile_n=264",
         "ping_pong",
         "packed_heads",
-        "splits=9",
         "549888",
         "230",
     ]
@@ -222,7 +266,16 @@ def test_setmaxnreg_asks_for_no_more_than_a_block_has(
 
 @pytest.mark.parametrize(
     ("groups", "blocks", "a_thread"),
-    [(1, 1, 248), (1, 2, 128), (2, 1, 168), (2, 2, 80), (3, 1, 128), (3, 2, 64)],
+    [
+        (1, 1, 248),
+        (1, 2, 128),
+        (2, 1, 168),
+        (2, 2, 80),
+        (3, 1, 128),
+        (3, 2, 64),
+        (4, 1, 96),
+        (4, 2, 48),
+    ],
 )
 def test_registers_at_launch(groups: int, blocks: int, a_thread: int) -> None:
     """The register file among the resident blocks' threads, in eights; no thread has over 255."""
@@ -277,8 +330,12 @@ def test_splits_and_pdl_share_a_kernel_and_nothing_else_does() -> None:
         "splits": 2,
         "pdl": True,
         "combine": "cluster",
+        "key_groups": 2,
+        "stages_output": True,
     }
-    assert set(others) == set(config.params) == set(FAMILY.domains)
+    absent = {"key_groups", "stages_output"}
+    assert set(others) == set(config.params) | absent == set(FAMILY.domains)
+    assert (spec.variables["key_groups"], spec.variables["stages_output"]) == (1, False)
     for name, value in others.items():
         other = Config(config.family, {**config.params, name: value})
         is_shared = name in ("splits", "pdl", "combine")
@@ -303,20 +360,38 @@ def problems(draw: st.DrawFn) -> AttentionProblem:
     )
 
 
+def needed_bytes(problem: AttentionProblem, config: Config) -> int:
+    """Shared memory of a block, counted without the family."""
+    groups, tile_n, stages = config["warp_groups"], config["tile_n"], config["kv_stages"]
+    sharing = config.get("key_groups", 1)
+    columns, rows = instance(problem.head_dim), 64 * (groups // sharing)
+    # Q, the rings of K and V, their mbarriers (8 bytes) and two tiles (24 bytes).
+    tiles = 2 * columns * (rows + 2 * stages * tile_n)
+    # Or in their place what a cluster shares, of one group: O, padded, and the sums.
+    share = 4 * 64 * (columns + 8 + 1) if groups == 1 and not config["persistent"] else 0
+    # O of 16 bits; of every key group but one O, a maximum and a sum of fp32 by two threads a row
+    # and quad: 128 threads for 64 rows, two rows each.
+    out = 2 * rows * columns if config.get("stages_output", False) else 0
+    left = (sharing - 1) * 128 * (rows // 64) * 4 * (columns // 2 + 2 + 2)
+    return int(max(tiles, share) + out + left + 8 * (2 + 4 * stages + 5) + 2 * 24)
+
+
+def check_room(problem: AttentionProblem, config: Config) -> None:
+    """What the space holds has keys for every split, and room for the blocks of an SM."""
+    needed = needed_bytes(problem, config) + SMEM_RESERVED_PER_BLOCK_BYTES
+    assert config["blocks_per_sm"] * needed <= SMEM_PER_SM_BYTES
+    assert config["splits"] <= -(-problem.seqlen_kv // config["tile_n"])
+
+
 def check(problem: AttentionProblem, config: Config) -> None:
     """What the template and the chip need of a legal config, counted without the predicate."""
     groups, tile_n, stages = config["warp_groups"], config["tile_n"], config["kv_stages"]
     blocks, buffers, splits = config["blocks_per_sm"], config["score_buffers"], config["splits"]
     variables = FAMILY.kernels(problem, config)["attention"].variables
-    columns = variables["head_dim"]
+    sharing, columns = variables["key_groups"], variables["head_dim"]
     assert columns >= problem.head_dim
-    # Shared memory: Q, the rings of K and V, their mbarriers (8 bytes) and two tiles (24 bytes).
-    tiles = 2 * columns * (64 * groups + 2 * stages * tile_n)
-    # Or in their place what a cluster shares, of one group: O, padded, and the sums.
-    shared = 4 * 64 * (columns + 8 + 1) if groups == 1 and not config["persistent"] else 0
-    needed = max(tiles, shared) + 8 * (2 + 4 * stages + 5) + 2 * 24
-    assert needed <= SMEM_PER_BLOCK_BYTES
-    assert blocks * (needed + SMEM_RESERVED_PER_BLOCK_BYTES) <= SMEM_PER_SM_BYTES
+    needed = needed_bytes(problem, config)
+    assert needed <= FAMILY.smem_bytes(problem, config) <= SMEM_PER_BLOCK_BYTES
     # Registers: both roles' within the block's, the blocks' within the file.
     producer, consumer = variables["producer_registers"], variables["consumer_registers"]
     assert 128 * (producer + groups * consumer) <= launch_registers(groups, blocks)
@@ -333,11 +408,16 @@ def check(problem: AttentionProblem, config: Config) -> None:
     packed = variables["packed_heads"]
     assert ("packed_heads" in config.params) == (problem.heads_q > problem.heads_kv)
     assert problem.heads_q // problem.heads_kv % packed == 0
-    assert 64 * groups % packed == 0
-    # Every split of an unmasked row has keys.
-    assert 1 <= splits <= -(-problem.seqlen_kv // tile_n)
-    # Clearing the counter of a dynamic schedule is a launch of its own, before the kernel's.
-    assert not (problem.is_causal and config["persistent"] and config["pdl"])
+    assert 64 * groups // sharing % packed == 0
+    assert splits >= 1
+    # Groups that share rows start at a stage each and merge once, at the end of the one tile.
+    assert ("key_groups" in config.params) == (sharing > 1)
+    if sharing > 1:
+        assert groups % sharing == 0 and sharing <= stages
+        assert not config["persistent"] and buffers == 1 and not config["ping_pong"]
+    # A warp's 16 rows of the output are whole queries, written once.
+    if variables["stages_output"]:
+        assert config["splits"] == 1 and 16 % packed == 0
 
 
 MANY_SHORT = AttentionProblem.parse("B=16,H=16,SQ=1,SKV=4096,D=256")  # more tiles than SMs
@@ -353,7 +433,13 @@ def test_space_and_legal_draws_are_what_the_kernel_needs(
     assert space
     for config in space:
         check(problem, config)
-        per_head = -(-problem.seqlen_q // (64 * config["warp_groups"]))
+        check_room(problem, config)
+        sharing, packed = config.get("key_groups", 1), config.get("packed_heads", 1)
+        rows = 64 * config["warp_groups"] // sharing
+        if sharing > 1:
+            tiles = -(-problem.seqlen_q * packed // rows) * problem.batch * problem.heads_q
+            assert tiles // packed <= DEFAULT_GPU.sm_count
+        per_head = -(-problem.seqlen_q // rows)
         if config["persistent"]:
             assert config["splits"] == 1
             assert per_head * problem.batch * problem.heads_q > DEFAULT_GPU.sm_count
@@ -382,14 +468,21 @@ def test_space_uses_every_lever_where_it_pays() -> None:
 
     small, large = space("S=1024,D=64"), space("B=16,S=2048,D=64")
     decoding = space("H=32,HKV=8,SQ=1,SKV=8192,D=128")
-    assert values(small, "warp_groups") == {1, 2, 3}
+    narrow = space("H=32,HKV=8,SQ=1,SKV=8192,D=64")
+    assert values(small, "warp_groups") == {1, 2, 3, 4}
+    assert values(small, "key_groups") == {None, 2}  # 16 tiles of 64 rows a head are two waves
+    assert values(small, "stages_output") == values(large, "stages_output") == {None, True}
     assert values(small, "ping_pong") == {None, False, True}
     assert values(small, "early_exp") == {None, 0, 50}
     assert values(small, "q_in_registers") == values(small, "pdl") == {False, True}
     assert values(small, "persistent") == {False}
     assert values(large, "persistent") == {True}
     assert values(large, "splits") == {1}
-    assert values(decoding, "warp_groups") == {1}
+    assert values(decoding, "warp_groups") == {1, 2}
+    assert values(decoding, "key_groups") == {None, 2}
+    assert values(narrow, "warp_groups") == {1, 2, 4}
+    assert values(narrow, "key_groups") == {None, 2, 4}
+    assert values(large, "key_groups") == {None}
     assert values(decoding, "packed_heads") == {1, 4}
     assert values(decoding, "splits") >= {1, 8, 32}
 

@@ -29,12 +29,22 @@ def neighbours(member: Family, problem: Problem, config: Config, gpu: Gpu) -> di
 
     Of a parameter's domain the nearest legal value below and above. A parameter that another one
     takes away (or brings) comes from the family's space: the member that agrees with `config` in
-    every other parameter that both have.
+    every other parameter that both have. Of a parameter that is there only where it is on, on
+    stands against off: ``name=value`` for each legal value, or ``name=off``.
     """
     found: dict[str, Config] = {}
     space = list(member.space(problem, gpu))
     for name, present in config.params.items():
         for value in _steps(member.domains.get(name, ()), present):
+            near = _with(member, problem, config, gpu, space, name, value)
+            if near is not None:
+                found[f"{name}={value}"] = near
+        off = {other: value for other, value in config.params.items() if other != name}
+        without = Config(member.name, off, config.stages)
+        if not member.violations(problem, without, gpu):
+            found[f"{name}=off"] = without
+    for name in [name for name in member.domains if name not in config.params]:
+        for value in member.domains[name]:
             near = _with(member, problem, config, gpu, space, name, value)
             if near is not None:
                 found[f"{name}={value}"] = near

@@ -33,7 +33,7 @@ REGISTERS: Mapping[tuple[int, int], tuple[int, int]] = {
     (3, 1): (32, 160),
     (3, 2): (32, 72),
     (4, 1): (32, 112),
-    (4, 2): (24, 48),
+    (4, 2): (32, 48),
 }
 #: Parameters that every config has; the others are absent where they do not apply.
 ALWAYS = (

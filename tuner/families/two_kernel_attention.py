@@ -53,6 +53,8 @@ BARRIER_BYTES = 8
 OVERHEAD_REGISTERS = 40
 #: Blocks of a grid along y and z at most [CUDA C++ Programming Guide 13.0, "Compute Capabilities"].
 MOST_BLOCKS = 65535
+#: Warp groups of a block at most: the template's.
+MOST_GROUPS = 3
 #: Launches worth trying: what follows is bound by launching; and probabilities that are too few to
 #: fill the chip.
 MOST_CHUNKS = 256
@@ -302,8 +304,8 @@ def _stage(problem: AttentionProblem, config: Config, stage: str) -> list[str]:
         found.append(f"buffers={buffers} is neither 1 nor 2")
     if depth < 2:
         found.append(f"stages={depth} is less than 2")
-    if (groups, resident) not in REGISTERS:
-        allowed = ", ".join(f"{g} at {b}" for g, b in REGISTERS)
+    if (groups, resident) not in REGISTERS or groups > MOST_GROUPS:
+        allowed = ", ".join(f"{g} at {b}" for g, b in REGISTERS if g <= MOST_GROUPS)
         return [
             *found,
             f"groups={groups} at blocks_per_sm={resident} has no register budget "

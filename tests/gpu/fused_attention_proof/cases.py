@@ -77,6 +77,7 @@ def drawn() -> list[Case]:
         "head_dims": _head_dims(),
         "random": _random(),
         "decoding": _decoding(),
+        "wide_groups": _wide_groups(),
         "suite": _suite(),
         "grid": _grid(),
         "long": _long(),
@@ -189,6 +190,18 @@ def _decoding() -> Drawn:
             dtype=draw.choice(DTYPES), layout=draw.choice(LAYOUTS),
         )  # fmt: skip
         yield problem, draw.choice(("random", "dominant")), 1.0
+
+
+def _wide_groups() -> Drawn:
+    """16 query heads to a KV head: where they are packed, a warp's rows are one query."""
+    draw = random.Random("wide_groups")
+    for queries, keys in ((1, 63), (7, 4097), (129, 65), (1000, 1000)):
+        for dtype in DTYPES:
+            problem = AttentionProblem(
+                queries, keys, 128, draw.choice((1, 3)), 32, 2,
+                dtype=dtype, layout=draw.choice(LAYOUTS),
+            )  # fmt: skip
+            yield problem, "random", 1.0
 
 
 def _suite() -> Drawn:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from types import MappingProxyType
 
 from tuner.config import Config, Value
 from tuner.errors import ConfigError
@@ -31,7 +32,33 @@ PROBES = (
     "B=2,H=32,HKV=8,S=4096",
     "B=1,H=32,HKV=8,SQ=1,SKV=8192",
     "B=1,H=32,HKV=4,SQ=16,SKV=8192",
+    "B=2,H=32,HKV=2,SQ=16,SKV=8192",
 )
+#: Of some combinations (head dimension, causal, type) what their first kernels have, whatever else
+#: is drawn: levers that only mean something together.
+TOGETHER: dict[tuple[int, bool, str], tuple[dict[str, Value | None], ...]] = {
+    (64, False, "float16"): (
+        {"key_groups": 4, "stages_output": True, "packed_heads": None},
+        {"key_groups": 2, "warp_groups": 4, "packed_heads": 8, "stages_output": None},
+    ),
+    (64, False, "bfloat16"): (
+        {"stages_output": True, "persistent": True, "packed_heads": None},
+        {"key_groups": 4, "packed_heads": 4, "stages_output": None},
+    ),
+    (64, True, "float16"): (
+        {"stages_output": True, "persistent": True, "packed_heads": 2},
+        {"key_groups": 4, "packed_heads": None, "stages_output": None},
+    ),
+    (64, True, "bfloat16"): ({"key_groups": 2, "warp_groups": 4, "stages_output": True},),
+    (96, False, "bfloat16"): ({"stages_output": True, "persistent": False, "packed_heads": 8},),
+    (96, True, "float16"): ({"key_groups": 2, "stages_output": None, "packed_heads": None},),
+    (128, False, "float16"): ({"key_groups": 2, "stages_output": None, "packed_heads": 8},),
+    (128, False, "bfloat16"): ({"stages_output": True, "persistent": False, "packed_heads": 16},),
+    (128, True, "bfloat16"): ({"key_groups": 2, "stages_output": True, "packed_heads": None},),
+    (128, True, "float16"): ({"stages_output": True, "persistent": True, "packed_heads": 2},),
+    (192, False, "float16"): ({"stages_output": True, "persistent": False, "packed_heads": 4},),
+    (256, True, "bfloat16"): ({"stages_output": True, "persistent": True, "packed_heads": None},),
+}
 #: Kernels of a combination among which the first are chosen; a space has a thousand.
 MOST_COMPARED = 100
 #: Settings of the run-time parameters that one kernel computes one case with.
@@ -123,8 +150,11 @@ def choose(
     seen: set[object] = set()
     chosen: list[Kernel] = []
 
-    def take(pool: Sequence[Kernel]) -> None:
+    def take(
+        pool: Sequence[Kernel], having: Mapping[str, Value | None] = MappingProxyType({})
+    ) -> None:
         left = [kernel for kernel in pool if kernel not in chosen]
+        left = [kernel for kernel in left if _has(kernel, having)][:MOST_COMPARED]
         served = {k: set(_served(family, gpu, k, waiting[k.combination])) for k in left}
         if left:
             best = max(left, key=lambda k: (len(served[k]), *(len(m - seen) for m in _marks(k))))
@@ -132,9 +162,10 @@ def choose(
             seen.update(*_marks(best))
             chosen.append(best)
 
-    for _ in range(each):
-        for pool in pools.values():
-            take(pool[:MOST_COMPARED])
+    for number in range(each):
+        for found, pool in pools.items():
+            together = TOGETHER.get(found, ())[number : number + 1]
+            take(pool if together else pool[:MOST_COMPARED], *together)
     for found, pool in pools.items():
         while any(next(_served(family, gpu, k, waiting[found]), None) for k in pool):
             take(pool)
@@ -143,6 +174,14 @@ def choose(
     while not wanted <= seen:
         take(everything)
     return [with_settings(family, kernel) for kernel in chosen]
+
+
+def _has(kernel: Kernel, having: Mapping[str, Value | None]) -> bool:
+    """Whether a member has these values; None where it lacks the parameter."""
+    return any(
+        all(config.params.get(name) == value for name, value in having.items())
+        for config in kernel.members
+    )
 
 
 def _served(
