@@ -196,9 +196,9 @@ def _wide_groups() -> Drawn:
     """16 query heads to a KV head: where they are packed, a warp's rows are one query."""
     draw = random.Random("wide_groups")
     for queries, keys in ((1, 63), (7, 4097), (129, 65), (1000, 1000)):
-        for dtype in DTYPES:
+        for head_dim, dtype in product((64, 128), DTYPES):
             problem = AttentionProblem(
-                queries, keys, 128, draw.choice((1, 3)), 32, 2,
+                queries, keys, head_dim, draw.choice((1, 3)), 32, 2,
                 dtype=dtype, layout=draw.choice(LAYOUTS),
             )  # fmt: skip
             yield problem, "random", 1.0
