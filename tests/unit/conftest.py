@@ -7,6 +7,7 @@ import ctypes
 import dataclasses
 import importlib
 import importlib.util
+import os
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,10 @@ from tuner.errors import ConfigError
 from tuner.hardware import DEFAULT_GPU
 
 STREAM = 77
+
+# Before torch is imported: its threads wait for one another by spinning, which costs small tensors
+# three times their own work, and more where the compiler's tests have the other cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p))
