@@ -88,6 +88,7 @@ def test_shipped_fits_name_the_constants_that_there_are() -> None:
         assert document["judged_left_out"]
 
 
+@functools.cache
 def wide() -> list[Any]:
     """The recordings of many candidates, in the regime that estimates stand for."""
     found = []

@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,18 +33,17 @@ pytestmark = pytest.mark.skipif(
 
 PROBLEM = AttentionProblem.parse("S=64,D=64,H=2")
 PATIENCE_S = 120
-#: A rank: agrees, or not; then calls attention once, and says what was launched.
-RANK = """
-import contextlib, json, os, sys, time
+#: Ranks, forked from one process that has imported torch, which takes 2 CPU-seconds. A rank agrees,
+#: or not; then calls attention once, and says what was launched.
+RANKS = """
+import contextlib, json, os, signal, sys, time, traceback
 from datetime import timedelta
 import torch, torch.distributed as dist
 import tuner
 from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Environment
 from tuner.runtime import devices, dispatch, distributed, plan
-from tuner.store import open_store
 
-how = json.loads(sys.argv[1])
 launched = []
 
 def own(problem, member, measurement, scale, device, shape):
@@ -59,11 +59,8 @@ devices.TYPE, devices.current = "cpu", lambda: -1
 devices.gpu_of = lambda index: DEFAULT_GPU
 devices.is_capturing = lambda: False
 devices.use = lambda index: contextlib.nullcontext()
-devices.environment = lambda: Environment({"torch": how.get("torch", "2.11")})
 dispatch.prepare = lambda then: None
-tuner.__version__ = how.get("version", tuner.__version__)
 torch.set_num_threads(1)
-dist.init_process_group("gloo", timeout=timedelta(seconds=100))
 
 def call():
     launched.clear()
@@ -71,30 +68,53 @@ def call():
     tuner.attention(*tensors)
     return launched[-1] if launched else None
 
-dist.barrier()  # they start together, whatever importing took
-time.sleep(how.get("delay_s", 0))
-began, found = time.monotonic(), None
-if how.get("joins", True):
-    found = distributed.agree(timeout_s=how["timeout_s"])
-took_s = time.monotonic() - began
-first = call()
-dist.barrier()
-if "late" in how:  # long after the others
-    began = time.monotonic()
-    found = distributed.agree(timeout_s=how["timeout_s"])
-    took_s, first = time.monotonic() - began, call()
-assert found is None or distributed.agree() is found
-dist.barrier()
-dist.destroy_process_group()
-print(json.dumps({
-    "refusal": found.refusal if found else None,
-    "ranks": list(found.ranks) if found else None,
-    "absent": sorted(found.absent) if found else None,
-    "notes": list(found.notes) if found else None,
-    "launched": first,
-    "took_s": took_s,
-    "fallbacks": list(tuner.stats().fallbacks),
-}))
+def rank(how):
+    devices.environment = lambda: Environment({"torch": how.get("torch", "2.11")})
+    tuner.__version__ = how.get("version", tuner.__version__)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=100))
+    dist.barrier()  # they start together
+    began, found = time.monotonic(), None
+    if how.get("joins", True):
+        found = distributed.agree(timeout_s=how["timeout_s"])
+    took_s = time.monotonic() - began
+    first = call()
+    dist.barrier()
+    if "late" in how:  # long after the others
+        began = time.monotonic()
+        found = distributed.agree(timeout_s=how["timeout_s"])
+        took_s, first = time.monotonic() - began, call()
+    assert found is None or distributed.agree() is found
+    dist.barrier()
+    dist.destroy_process_group()
+    print(json.dumps({
+        "refusal": found.refusal if found else None,
+        "ranks": list(found.ranks) if found else None,
+        "absent": sorted(found.absent) if found else None,
+        "notes": list(found.notes) if found else None,
+        "launched": first,
+        "took_s": took_s,
+        "fallbacks": list(tuner.stats().fallbacks),
+    }), flush=True)
+
+def fork(order):
+    if child := os.fork():
+        return child
+    code = 1
+    try:
+        signal.alarm(order["patience_s"])
+        for name, number in (("out", 1), ("err", 2)):
+            os.dup2(os.open(order[name], os.O_WRONLY | os.O_CREAT), number)
+        os.environ.update(order["environment"])
+        rank(order["how"])
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    os._exit(code)
+
+for line in sys.stdin:  # the ranks of a run
+    children = [fork(order) for order in json.loads(line)]
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    print(json.dumps(codes), flush=True)
 """
 
 
@@ -146,42 +166,56 @@ class Host:
 Run = Callable[..., list[dict[str, Any]]]
 
 
+@pytest.fixture(scope="module")
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[str]]:
+    """The process that the ranks are forked from."""
+    script = tmp_path_factory.mktemp("ranks") / "ranks.py"
+    script.write_text(RANKS)
+    process = subprocess.Popen(
+        [sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": str(Path(tuner.__file__).parent.parent)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    yield process
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+
+
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
+def run(tmp_path: Path, forks: subprocess.Popen[str]) -> Run:
     """Runs a rank on each host; what each says."""
 
     def ranks(*hosts: Host, timeout_s: float = 60.0) -> list[dict[str, Any]]:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
-        script = tmp_path / "rank.py"
-        script.write_text(RANK)
         common = {
-            **os.environ,
-            "PYTHONPATH": str(Path(tuner.__file__).parent.parent),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port,
             "WORLD_SIZE": str(len(hosts)),
             "GLOO_SOCKET_IFNAME": "lo",
         }
-        processes = [
-            subprocess.Popen(
-                [sys.executable, str(script), json.dumps({"timeout_s": timeout_s, **host.how})],
-                env={**common, "RANK": str(rank), **host.furnish(tmp_path / f"host{rank}")},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
+        said = [(tmp_path / f"{rank}.out", tmp_path / f"{rank}.err") for rank in range(len(hosts))]
+        orders = [
+            {
+                "environment": {**common, "RANK": str(rank), **host.furnish(tmp_path / f"{rank}")},
+                "how": {"timeout_s": timeout_s, **host.how},
+                "patience_s": PATIENCE_S,
+                "out": str(said[rank][0]),
+                "err": str(said[rank][1]),
+            }
             for rank, host in enumerate(hosts)
         ]
-        try:
-            ended = [process.communicate(timeout=PATIENCE_S) for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-        for process, (out, err) in zip(processes, ended, strict=True):
-            assert process.returncode == 0, out + err
-        return [{**json.loads(out.splitlines()[-1]), "stderr": err} for out, err in ended]
+        assert forks.stdin is not None and forks.stdout is not None
+        print(json.dumps(orders), file=forks.stdin, flush=True)
+        codes = json.loads(forks.stdout.readline())
+        texts = [(out.read_text(), err.read_text()) for out, err in said]
+        for code, (out, err) in zip(codes, texts, strict=True):
+            assert code == 0, out + err
+        return [{**json.loads(out.splitlines()[-1]), "stderr": err} for out, err in texts]
 
     return ranks
 
@@ -224,7 +258,7 @@ def test_a_rank_that_misses_holds_nobody_up_and_finds_what_they_agreed_on(run: R
 
 def test_where_rank_0_misses_all_call_pytorch_and_it_too(run: Run) -> None:
     missing = Host((128,), how={"joins": False, "late": True})
-    seen = run(missing, Host((64,)), Host((64,)), timeout_s=4.0)
+    seen = run(missing, Host((64,)), Host((64,)), timeout_s=2.0)
     assert launched(seen) == [None] * 3
     assert {rank["refusal"] for rank in seen} == {"rank 0 did not come in time"}
     assert all(rank["took_s"] < 20 for rank in seen)
