@@ -176,12 +176,17 @@ def _plain_stages(problem: GemmProblem, shape: Shape, params: dict[str, Value]) 
     """Stages that let one, two or three blocks share a multiprocessor: their phases overlap."""
     accumulators = int(params["tile_m"]) * int(params["tile_n"]) // WARP_GROUP
     useful = max(2, ceil(shape.k / int(params["tile_k"])))
+    stage = (
+        DTYPE_BYTES[problem.dtype]
+        * (int(params["tile_m"]) + int(params["tile_n"]))
+        * int(params["tile_k"])
+    )
     found: list[int] = []
     for blocks in range(1, 4 if accumulators <= 32 else 3 if accumulators <= 64 else 2):
         budget = min(
             SMEM_PER_BLOCK_BYTES, SMEM_PER_SM_BYTES // blocks - SMEM_RESERVED_PER_BLOCK_BYTES
         )
-        stages = useful
+        stages = min(useful, max(2, budget // stage))  # the tiles alone would not fit
         while (
             stages > 2
             and smem_bytes(problem, Config("gemm", {**params, "stages": stages}))[1] > budget
