@@ -63,9 +63,10 @@ def upgrade(connection: sa.Connection, where: str) -> None:
     config.set_main_option("script_location", str(folder).replace("%", "%%"))
     config.attributes["connection"] = connection
     try:
-        known = {script.revision for script in ScriptDirectory.from_config(config).walk_revisions()}
-        if current is not None and current not in known:
-            raise newer_schema(where, current, REVISION)
+        if current is not None:
+            scripts = ScriptDirectory.from_config(config)
+            if current not in {script.revision for script in scripts.walk_revisions()}:
+                raise newer_schema(where, current, REVISION)
         with _one_at_a_time:
             command.upgrade(config, REVISION)
     except CommandError as exc:
