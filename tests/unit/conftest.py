@@ -1,28 +1,59 @@
-"""What tests of the runtime share: CPU tensors in a GPU's place, and a process that forgets."""
+"""Stores whose tables are made once. And what tests of the runtime share: CPU tensors in a GPU's
+place, and a process that forgets.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import importlib
 import importlib.util
 import os
+import sqlite3
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.hardware import DEFAULT_GPU
+from tuner.store import migrate, open_store
 
 STREAM = 77
 
 # Before torch is imported: its threads wait for one another by spinning, which costs small tensors
 # three times their own work, and more where the compiler's tests have the other cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def migrated_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A new SQLite store takes over what the migrations made once: they take 20 ms, as much as many
+    a test. Their own tests, and processes, have them run.
+    """
+    path = tmp_path_factory.mktemp("schema") / "s.sqlite"
+    open_store(str(path)).close()
+    with contextlib.closing(sqlite3.connect(path)) as made:
+        statements = list(made.iterdump())[1:-1]  # the transaction is the store's
+    upgrade = migrate.upgrade
+
+    @functools.wraps(upgrade)
+    def take_over(connection: sa.Connection, where: str) -> None:
+        is_sqlite = connection.dialect.name == "sqlite"
+        if not is_sqlite or migrate.revision(connection, where) is not None:
+            upgrade(connection, where)
+            return
+        for statement in statements:
+            connection.exec_driver_sql(statement)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(migrate, "upgrade", take_over)
+        yield
 
 
 @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p))

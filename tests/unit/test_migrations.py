@@ -19,12 +19,18 @@ from tuner.errors import StoreError
 from tuner.hardware import GPUS
 from tuner.measurement import Regime
 from tuner.problem import AttentionProblem
-from tuner.store import open_store
+from tuner.store import migrate, open_store
 from tuner.store.entry import BEST_COLUMNS
 from tuner.store.models import metadata
 from tuner.store.reading import REVISION
 
 ASSETS = Path(__file__).parent.parent / "assets"
+
+
+@pytest.fixture(autouse=True)
+def migrations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They run, as in a program (`migrated_once`)."""
+    monkeypatch.setattr(migrate, "upgrade", migrate.upgrade.__wrapped__)
 
 
 def scripts() -> ScriptDirectory:
