@@ -184,23 +184,26 @@ int wrong() {
 """
 
 
-@pytest.mark.parametrize(("head_dim", "tile_n"), [(128, 224), (64, 128), (96, 64), (256, 192)])
-def test_probabilities_of_e4m3_meet_their_values(
-    tmp_path: Path, head_dim: int, tile_n: int
-) -> None:
+def test_probabilities_of_e4m3_meet_their_values(tmp_path: Path) -> None:
     """The order of the keys, and the image of V^T in shared memory, by CuTe's own layouts."""
-    problem = AttentionProblem.parse(f"S=1024,D={head_dim},dtype=e4m3")
-    text = render(FAMILY.kernels(problem, make(1, tile_n))["attention"], "0")
-    head, body = text.split("namespace k_0 {")
-    layouts = body.split("// Rows of Q:")[0]
-    operation = "#ifndef" + head.split("#ifndef")[1] if "#ifndef" in head else ""
-    main = 'int main() { std::printf("%d\\n", k_0::wrong()); }\n'
+    operations, parts = [], []
+    sizes = [(128, 224), (64, 128), (96, 64), (256, 192)]
+    for number, (head_dim, tile_n) in enumerate(sizes):
+        problem = AttentionProblem.parse(f"S=1024,D={head_dim},dtype=e4m3")
+        text = render(FAMILY.kernels(problem, make(1, tile_n))["attention"], str(number))
+        head, body = text.split(f"namespace k_{number} {{")
+        layouts = body.split("// Rows of Q:")[0]
+        if "#ifndef" in head:
+            operations.append("#ifndef" + head.split("#ifndef")[1])
+        parts.append(f"namespace k_{number} {{{layouts}{MEETINGS}}}\n")
+    say = 'std::printf("%d\\n", k_{}::wrong());\n'
+    calls = "".join(say.format(number) for number in range(len(sizes)))
     source = tmp_path / "meetings.cpp"
     source.write_text(
-        f"{INCLUDES}#include <vector>\n{operation}{EMULATED}"
-        f"namespace k_0 {{{layouts}{MEETINGS}}}\n{main}"
+        f"{INCLUDES}#include <vector>\n{''.join(operations)}{EMULATED}{''.join(parts)}"
+        f"int main() {{\n{calls}}}\n"
     )
-    assert _run_on_host(source) == [0]
+    assert _run_on_host(source) == [0] * len(sizes)
 
 
 def test_shared_memory_is_what_the_predicate_counts(tmp_path: Path) -> None:

@@ -49,12 +49,11 @@ VARLEN = [
     (1, make(3, 80, 1, packed_heads=2)),
 ]
 
-#: One kernel each with a window, a soft cap and variable lengths, for the whole way through nvcc.
+#: A window with a soft cap, and variable lengths, for the whole way through nvcc.
 KERNELS = [
     (AttentionProblem.parse(text), config)
     for text, config in (
-        ("B=2,H=8,HKV=2,S=1000,D=64,left=64,right=7", make(2, 96, 2, packed_heads=4)),
-        ("S=1000,D=64,softcap=30", make(2, 128, 2)),
+        ("B=2,H=8,HKV=2,S=1000,D=64,left=64,right=7,softcap=30", make(2, 96, 2, packed_heads=4)),
         ("B=3,H=8,HKV=2,S=1000,D=64,varlen=1", make(2, 96, 2, packed_heads=4)),
         ("B=3,H=2,S=1000,D=128,varlen=1,causal=1", make(2, 128, 1, persistent=True)),
     )

@@ -39,11 +39,7 @@ SAMPLE = [
         config("TmaWarpSpecialized", (64, 128, 64), stages=2),
     ),
     (
-        GemmProblem(16, 4096, 4096),
-        config("TmaWarpSpecializedPingpong", (64, 16, 128), swap_ab=True),
-    ),
-    (
-        GemmProblem(2048, 2048, 2048, dtype="bfloat16", layout_b="row"),
+        GemmProblem(2048, 2048, 2048, dtype="bfloat16", layout_b="row", epilogue="residual"),
         config(
             "TmaWarpSpecializedCooperative",
             (128, 256, 64),
@@ -67,10 +63,6 @@ SAMPLE = [
     (
         GemmProblem(16, 4096, 4096, dtype="bfloat16", dtype_d="float32", epilogue="bias_silu"),
         config("TmaWarpSpecializedPingpong", (64, 16, 64), swap_ab=True),
-    ),
-    (
-        GemmProblem(2048, 2048, 2048, epilogue="residual"),
-        config("TmaWarpSpecializedCooperative", (128, 256, 64), tile_scheduler="Persistent"),
     ),
     (
         GemmProblem(2048, 2048, 2048, dtype=E4M3, scales="row", fast_accum=False),

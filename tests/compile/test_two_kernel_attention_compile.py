@@ -39,17 +39,15 @@ CONFIG = Config(
         "pdl": True,
     },
 )
+SPECS = [*FAMILY.kernels(PROBLEM, CONFIG).values()]
 
 
 def test_both_kernels_compile_without_spills_or_advice(compiler: Compiler) -> None:
     """ptxas advises where it serializes WGMMAs or ignores setmaxnreg: C7504 to C7515."""
     assert FAMILY.violations(PROBLEM, CONFIG, DEFAULT_GPU) == []
-    specs = FAMILY.kernels(PROBLEM, CONFIG)
-    with Compiler(compiler.toolchain, compiler.artifacts, jobs=1) as one_unit:
-        futures = dict(one_unit.submit(list(specs.values())))
-        artifacts = {stage: futures[spec].result() for stage, spec in specs.items()}
-    for stage, spec in specs.items():
-        artifact = artifacts[stage]
+    stages = FAMILY.kernels(PROBLEM, CONFIG)
+    for stage, (spec, future) in zip(stages, compiler.submit(SPECS), strict=True):
+        artifact = future.result()
         used = artifact.resources
         assert used is not None
         assert (used.spill_store_bytes, used.spill_load_bytes) == (0, 0), stage
