@@ -31,7 +31,8 @@ from tuner.recording import Recording
 SCATTER = 0.05
 BIAS = 0.1
 PRIOR = 0.3
-#: Measurements from which on more do not give a problem more weight.
+#: Measurements of a problem that are fitted to, at most: those of the smallest digests, which is a
+#: draw. More would not give it more weight.
 FULL_WEIGHT = 50
 #: Evaluations at most; a fit has settled after 10 to 30.
 STEPS = 40
@@ -135,7 +136,7 @@ class Fit:
         used = [
             (part, measured)
             for part in self.parts
-            if part.problem.key != left_out and (measured := self.measured(name, part))
+            if part.problem.key != left_out and (measured := _drawn(self.measured(name, part)))
         ]
         if not used:
             return dict(start)
@@ -154,15 +155,17 @@ class Fit:
                         if (time := m.latency_us) is not None
                     ]
                 )
-                share = min(1.0, FULL_WEIGHT / len(errors))
-                found += [math.sqrt(share) * (errors - errors.mean()) / SCATTER]
-                found += [[errors.mean() / BIAS]]
+                found += [(errors - errors.mean()) / SCATTER, [errors.mean() / BIAS]]
             return np.concatenate(found)
 
         answer = least_squares(
             residuals, np.zeros(len(start)), loss="soft_l1", diff_step=1e-2, max_nfev=STEPS
         )
         return {n: float(f"{v:.4g}") for n, v in constants(answer.x).items()}
+
+
+def _drawn(measured: Sequence[Measurement]) -> list[Measurement]:
+    return sorted(measured, key=lambda m: m.config.digest)[:FULL_WEIGHT]
 
 
 def rank_correlation(
