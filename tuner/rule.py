@@ -41,6 +41,10 @@ DOUBT = 0.6
 """Weight of `UNMEASURED` in a config's mean: what was measured near counts more."""
 ESTIMATED = 0.5
 """Share of the estimates' differences that is believed."""
+HALVES_APART = 0.25
+"""Doublings between fp16 and bf16, in which a kernel does the same but for its instructions' type.
+As whole ones a product was answered as one of half the rows is, not as its twin."""
+_HALVES = {"float16", "bfloat16"}
 LEAST_WEIGHT = 1e-3
 """Problems of less weight than this are not looked at."""
 LEAST_JUDGED = 8
@@ -300,7 +304,7 @@ def _find_weighted(body: Any, problem: Problem, gpu: Gpu) -> tuple[list[Config],
     """
     configs = [Config.from_json(config) for config in body["configs"]]
     known = [(problem_from_json(row["problem"]), row["regrets"]) for row in body["problems"]]
-    away = [nearest.doublings(problem, other) for other, _ in known]
+    away = [_apart(problem, other) for other, _ in known]
     sums = [DOUBT * UNMEASURED] * len(configs)
     weights = [DOUBT] * len(configs)
     for far, (other, regrets) in zip(away, known, strict=True):
@@ -318,6 +322,13 @@ def _find_weighted(body: Any, problem: Problem, gpu: Gpu) -> tuple[list[Config],
     home = min(zip(away, (other for other, _ in known), strict=True), key=lambda row: row[0])[1]
     ranked += [i for i in range(len(configs)) if i not in scores]
     return [configs[i] for i in ranked], f"from measured problems, the nearest {home.label()}"
+
+
+def _apart(one: Problem, other: Problem) -> float:
+    """Doublings, of which a step from fp16 to bf16 is but a part."""
+    here, there = one.to_json(), other.to_json()
+    steps = sum({here[name], there.get(name)} == _HALVES for name in here if "dtype" in name)
+    return nearest.doublings(one, other) - (1 - HALVES_APART) * steps
 
 
 def _estimated_regrets(configs: Sequence[Config], problem: Problem, gpu: Gpu) -> dict[int, float]:

@@ -18,6 +18,7 @@ from tuner.families import family
 from tuner.fit import Sample, _Table, _tree, fit
 from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Measurement, Regime, Status
+from tuner.nearest import doublings
 from tuner.problem import AttentionProblem, GemmProblem
 from tuner.rule import KINDS, UNMEASURED, Rule, find
 from tuner.store import open_store
@@ -161,6 +162,24 @@ def test_near_problems_weigh_more_than_far_ones() -> None:
     rows = {1024: {SMALL: 0.0, CUBLAS: 0.5}, 8192: {SMALL: 1.0, CUBLAS: 0.0}}
     assert weighted(rows, 1024)[0] == SMALL
     assert weighted(rows, 8192)[0] == CUBLAS
+
+
+def test_the_twin_in_the_other_half_precision_is_nearer_than_half_the_rows() -> None:
+    home = GemmProblem(1024, 1024, 1024)
+    twin, half = (
+        GemmProblem(1024, 1024, 1024, dtype="bfloat16", dtype_d="bfloat16"),
+        replace(home, m=512),
+    )
+    assert doublings(home, twin) > doublings(home, half)
+    for first, second in ((CUBLAS, LARGE), (LARGE, CUBLAS)):
+        body = {
+            "configs": [first.to_json(), second.to_json()],
+            "problems": [
+                {"problem": twin.to_json(), "regrets": {"0": 0.0, "1": 0.1}},
+                {"problem": half.to_json(), "regrets": {"0": 0.1, "1": 0.0}},
+            ],
+        }
+        assert find("weighted", body, home, DEFAULT_GPU)[0][0] == first
 
 
 def test_what_was_measured_near_comes_before_what_was_not() -> None:
