@@ -40,7 +40,7 @@ FULL_WEIGHT = 50
 STEPS = 40
 SETTLED = 1e-3
 #: Parts of the problems, each left out in turn; of so many problems or fewer each one alone.
-FOLDS = 8
+FOLDS = 16
 #: Measurements from which on a problem's rank correlation says something.
 RANKED = 10
 
