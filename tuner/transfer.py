@@ -50,9 +50,12 @@ def history(
     return [m for m in found if _is_own(m)]
 
 
-def measured(op: str, gpu: Gpu, regime: Regime, store: Store) -> dict[Problem, list[Measurement]]:
-    """The quick pass of every problem of an operation, vendors' kernels among it: of the store, in
-    the environment of its decision, else of the shipped recordings.
+def measured(
+    op: str, gpu: Gpu, regime: Regime, store: Store, with_finals: bool = False
+) -> dict[Problem, list[Measurement]]:
+    """The quick pass of every problem of an operation, vendors' kernels among it, and the final one
+    where that is wanted: of the store, in the environment of its decision, else of the shipped
+    recordings.
     """
     found: dict[Problem, list[Measurement]] = {}
     for entry in store.entries(op=op, gpu=gpu, regime=regime, provenance=Provenance.MEASURED):
@@ -62,12 +65,12 @@ def measured(op: str, gpu: Gpu, regime: Regime, store: Store) -> dict[Problem, l
             regime=regime,
             environment=entry.winner.environment.digest,
             provenance=Provenance.MEASURED,
-            final=False,
+            final=None if with_finals else False,
         )
     for part in _shipped():
         here = (part.problem.op, part.gpu.identity, part.regime) == (op, gpu.identity, regime)
         if here and part.problem not in found:
-            found[part.problem] = [m for m in part.measurements if not m.is_final]
+            found[part.problem] = [m for m in part.measurements if with_finals or not m.is_final]
     return {problem: quick for problem, quick in found.items() if any(m.ok for m in quick)}
 
 

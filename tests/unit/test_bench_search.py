@@ -66,6 +66,17 @@ def test_a_problem_knows_the_others_alone(
     assert again.history == cases[0].history
 
 
+def test_narrow_recordings_are_learnt_from_alone(
+    recordings: list[Recording], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cost, "STEPS", 2)
+    wide, other = recordings
+    narrow = replace(other, measurements=other.measurements[:2])
+    (case,) = search.cases([wide, narrow], least_groups=3)
+    assert case.problem == wide.problem
+    assert {m.problem for m in case.history} == {narrow.problem}
+
+
 @pytest.mark.parametrize("method", ["model", "cost", "random", "tpe"])
 def test_regret_falls_to_nothing(cases: list[search.Case], method: str) -> None:
     case = cases[0]

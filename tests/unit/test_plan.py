@@ -148,9 +148,6 @@ def test_a_spare_family_is_not_planned_with() -> None:
     assert {config.family for config in known.by_config} == {"cutlass_fmha", "fused_attention"}
 
 
-@pytest.mark.xfail(
-    reason="the belief's first choice at S=1024,D=64 is 6.6 % over the recorded best", strict=True
-)
 def test_predictions_of_a_shape_left_out_are_near_what_was_recorded(tmp_path: Path) -> None:
     """The belief's first choice among what was recorded, against the recorded best."""
     regime = Regime.default("attention")

@@ -71,6 +71,15 @@ def test_near_problems_teach_more_than_far_ones() -> None:
     assert math.log(10) < taught(far) < taught(near) < math.log(10) + 0.5
 
 
+def test_another_problem_says_less_than_this_one_in_another_environment() -> None:
+    """What a config owes to one problem alone is no noise where the problem is the same."""
+    other = GemmProblem(1024, 1024, 1032)
+    assert doublings(PROBLEM, other) < 0.02
+    here, there = (believe([Past(by, [FEATURES["64 a 2"]], [0.5])]) for by in (PROBLEM, other))
+    wanted = math.log(10) + 0.5
+    assert abs(here.mean("64 a 2") - wanted) < abs(there.mean("64 a 2") - wanted) / 2
+
+
 def test_a_window_is_a_difference_and_its_width_a_size() -> None:
     plain, narrow, wide = (
         AttentionProblem.parse(f"S=1024,D=64,causal=1{window}")

@@ -2,13 +2,15 @@
 
 A family's constants are fitted to the logarithm of the recorded quick times, all problems at
 once; what counts most is the order within a problem. Judged is each problem by the constants
-fitted without it. ``--write`` stores the fit to all problems as ``cache/cost/FAMILY.json``, which
+fitted without it and others: the problems are dealt into `FOLDS` parts, and a fit leaves one out.
+``--write`` stores the fit to all problems as ``cache/cost/FAMILY.json``, which
 is what `Family.constants` reads.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -31,10 +33,14 @@ from tuner.recording import Recording
 SCATTER = 0.05
 BIAS = 0.1
 PRIOR = 0.3
-#: Measurements from which on more do not give a problem more weight.
+#: Measurements of a problem that are fitted to, at most: those of the smallest digests, which is a
+#: draw. More would not give it more weight.
 FULL_WEIGHT = 50
-#: Evaluations at most; a fit has settled after 10 to 30.
+#: Evaluations at most, and the share of the loss that the last one saves: a fit takes 5 to 15.
 STEPS = 40
+SETTLED = 1e-3
+#: Parts of the problems, each left out in turn; of so many problems or fewer each one alone.
+FOLDS = 16
 #: Measurements from which on a problem's rank correlation says something.
 RANKED = 10
 
@@ -89,7 +95,7 @@ def estimated(problem: Problem) -> Regime:
 
 
 class Fit:
-    """The fits of one set of recordings: each left-out problem is fitted once.
+    """The fits of one set of recordings, each done once.
 
     An estimate stands for one regime of a problem, `estimated`, and is fitted and judged in that
     alone: a GEMM whose inputs are in the L2 is another thing.
@@ -98,6 +104,7 @@ class Fit:
     def __init__(self, recordings: Sequence[Recording]) -> None:
         self.parts = [p for p in parts(recordings) if p.regime == estimated(p.problem)]
         self._quick = {_key(part): quick_pass(part) for part in self.parts}
+        self._folds = cache(self._deal)
         self._constants = cache(self._fit)
 
     def quick(self, part: Recording) -> tuple[Measurement, ...]:
@@ -109,8 +116,15 @@ class Fit:
         return [m for m in self.quick(part) if m.ok and m.config.family == family]
 
     def constants(self, family: Family, without: Recording | None = None) -> dict[str, float]:
-        """Of a fit to all problems but one's."""
-        return self._constants(family.name, None if without is None else without.problem.key)
+        """Of a fit to all problems, or to the parts of them that one problem is not in."""
+        fold = None if without is None else self._folds(family.name).get(without.problem.key)
+        return self._constants(family.name, fold)
+
+    def _deal(self, name: str) -> dict[str, int]:
+        """The part of each problem that a family was measured at, by the problem's key."""
+        keys = {part.problem.key for part in self.parts if self.measured(name, part)}
+        dealt = sorted(keys, key=lambda key: hashlib.sha256(key.encode()).hexdigest())
+        return {key: i % FOLDS for i, key in enumerate(dealt)}
 
     def without(self, part: Recording) -> list[Family]:
         """The own families that were recorded of a problem, fitted without it."""
@@ -121,7 +135,7 @@ class Fit:
             if name in recorded
         ]
 
-    def _fit(self, name: str, left_out: str | None) -> dict[str, float]:
+    def _fit(self, name: str, left_out: int | None) -> dict[str, float]:
         try:
             import numpy as np
             from scipy.optimize import least_squares
@@ -132,10 +146,12 @@ class Fit:
 
         family = families()[name]
         start = family.cost_constants
+        folds = self._folds(name)
         used = [
             (part, measured)
             for part in self.parts
-            if part.problem.key != left_out and (measured := self.measured(name, part))
+            if (measured := _drawn(self.measured(name, part)))
+            and (left_out is None or folds[part.problem.key] != left_out)
         ]
         if not used:
             return dict(start)
@@ -154,15 +170,22 @@ class Fit:
                         if (time := m.latency_us) is not None
                     ]
                 )
-                share = min(1.0, FULL_WEIGHT / len(errors))
-                found += [math.sqrt(share) * (errors - errors.mean()) / SCATTER]
-                found += [[errors.mean() / BIAS]]
+                found += [(errors - errors.mean()) / SCATTER, [errors.mean() / BIAS]]
             return np.concatenate(found)
 
         answer = least_squares(
-            residuals, np.zeros(len(start)), loss="soft_l1", diff_step=1e-2, max_nfev=STEPS
+            residuals,
+            np.zeros(len(start)),
+            loss="soft_l1",
+            diff_step=1e-2,
+            ftol=SETTLED,
+            max_nfev=STEPS,
         )
         return {n: float(f"{v:.4g}") for n, v in constants(answer.x).items()}
+
+
+def _drawn(measured: Sequence[Measurement]) -> list[Measurement]:
+    return sorted(measured, key=lambda m: m.config.digest)[:FULL_WEIGHT]
 
 
 def rank_correlation(

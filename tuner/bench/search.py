@@ -35,6 +35,7 @@ from tuner.cli import DONE, INTERRUPTED
 from tuner.cli.describe import table
 from tuner.config import Config
 from tuner.errors import ConfigError
+from tuner.families import families_of
 from tuner.families.base import Family, group_by_kernels
 from tuner.hardware import Gpu
 from tuner.measurement import Measurement
@@ -87,14 +88,21 @@ class Case:
         return [config for config in self.recorded if config.family == family.name]
 
 
-def cases(recordings: Sequence[recording.Recording]) -> list[Case]:
-    """A case for each recorded problem that own kernels passed for; stages are history only."""
+def cases(recordings: Sequence[recording.Recording], least_groups: int = 1) -> list[Case]:
+    """A case for each recorded problem that own kernels passed for; stages are history only.
+
+    Args:
+        recordings: what is searched and learnt from.
+        least_groups: problems of fewer are learnt from alone.
+    """
     fit = cost.Fit(recordings)
     found = []
     for one in fit.parts:
         recorded = {m.config: m for m in fit.quick(one)}
         is_stage = not any(one is whole for whole in recordings)
         if is_stage or not any(m.ok for m in recorded.values()):
+            continue
+        if _groups(one.problem, recorded) < least_groups:
             continue
         history = tuple(
             m
@@ -107,6 +115,12 @@ def cases(recordings: Sequence[recording.Recording]) -> list[Case]:
         found.append(Case(one.problem, one.gpu, recorded, families, history))
         _say(f"fitted without {found[-1].label}")
     return found
+
+
+def _groups(problem: Problem, configs: Iterable[Config]) -> int:
+    known = families_of(problem.op)
+    digests = {(c.family, known[c.family].compile_digest(c)) for c in configs}
+    return len(digests)
 
 
 @dataclass(frozen=True)
@@ -289,7 +303,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.seeds < 1 or args.in_flight < 1:
         raise ConfigError("seeds and in-flight must be 1 or more")
     check_place(args.json)
-    _CASES[:] = cases(cost.read(args.recordings))
+    _CASES[:] = cases(cost.read(args.recordings), args.least_groups)
     if args.stopping:
         return _judge_stops(args)
     document = _resumed(args) or {
@@ -428,6 +442,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--recordings", type=Path, default=recording.folder(), metavar="DIR")
     parser.add_argument("--samplers", default=",".join(METHODS), metavar="NAME,...")
     parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument(
+        "--least-groups", type=int, default=1, metavar="N", help="search only what has so many"
+    )
     parser.add_argument(
         "--in-flight", type=int, default=1, metavar="N", help="groups compiled at once"
     )

@@ -10,9 +10,10 @@ from typing import Any
 from tuner.problem import PROBLEMS
 
 DESCRIPTION = """Makes a rule that answers any shape of an operation from the problems that the
-store and the shipped recordings hold: the nearest measured problem's best configs, or a small
-decision tree, whichever answers problems better that were left out when it was made. The rule is
-JSON; the regret that was found so stands in it. With --rule, asks such a file."""
+store and the shipped recordings hold: by the regrets at all of them, near ones weighing most, by
+the nearest one's best configs, or by a small decision tree, whichever answers problems better that
+were left out when it was made. The rule is JSON; the regret that was found so stands in it. With
+--rule, asks such a file."""
 
 
 def register(subparsers: Any) -> None:
@@ -58,8 +59,8 @@ def _make(args: argparse.Namespace) -> int:
     regime = Regime(args.regime or default.launch, args.l2 or default.l2)
     with open_store(args.store) as store:
         gpu = find_gpu(args.gpu, [e.gpu for e in store.entries()]) if args.gpu else DEFAULT_GPU
-        found = measured(args.op, gpu, regime, store)
-    samples = [fit.Sample.of(p, quick) for p, quick in found.items() if p.is_plain]
+        found = measured(args.op, gpu, regime, store, with_finals=True)
+    samples = [fit.Sample.of(p, rows) for p, rows in found.items() if p.is_plain]
     rule = fit.fit(samples, gpu, regime)
     if args.output is not None:
         rule.write(args.output)

@@ -45,8 +45,13 @@ CONSTANTS: Mapping[str, float] = {
     # the products take longer with Q in registers, of which each needs others.
     "q_read": 0.5,
     "q_registers": 0.15,
-    # Share of the other groups' products that a group waits for where no barrier orders them.
+    # Share of the other groups' products that a group waits for where no barrier orders them; of a
+    # product by which each other block on the multiprocessor, which loads its own K and V, delays.
     "unordered": 0.06,
+    "crowded": 0.05,
+    # With two score buffers: share of the shorter of a group's softmax and its next product that
+    # the other hides.
+    "overlap": 0.2,
     # From a free stage to its next tile, and bytes a clock meanwhile.
     "load_clocks": 230.0,
     "l2_bytes_per_clock": 130.0,
@@ -113,9 +118,9 @@ def predict_us(
         last = _step_clocks(problem, config, head_tile, left, constants)
         clocks = (batches - 1) * mean * step + mean * last
     clock_mhz = gpu.clock_max_mhz * (1 if problem.is_decoding else SUSTAINED_CLOCK)
-    memory_us = gpu.floor_us(0, problem.bytes)
+    memory_us = gpu.floor_us(0, _bytes(problem))
     if problem.is_decoding:  # nothing is in the L2
-        memory_us = problem.bytes / gpu.memory_gbs / 1e3
+        memory_us = _bytes(problem) / gpu.memory_gbs / 1e3
     memory_us /= constants["memory_efficiency"]
     own = constants["persistent_clocks" if config["persistent"] else "later_clocks"]
     outside = constants["fill_steps"] * step + constants["block_clocks"] + (batches - 1) * own
@@ -169,13 +174,21 @@ def _step_clocks(
     refill = (constants["load_clocks"] + transfer) / max(0.5, config["kv_stages"] / sharing - 1)
     together = groups * resident
     in_turn = product + softmax + constants["step_clocks"]
+    if config["score_buffers"] > 1:
+        in_turn -= constants["overlap"] * min(product, softmax)
     parts = (in_turn, together * product, together * softmax, refill, transfer)
     step = sum(part**SHARPNESS for part in parts) ** (1 / SHARPNESS)
     if not config["q_in_registers"]:
         step += constants["q_read"] * together * 64 * row / SMEM_BYTES_PER_CLOCK
+    step += constants["crowded"] * (resident - 1) * product
     if not config.get("ping_pong", False):
         step += constants["unordered"] * (together - 1) * product
     return float(step)
+
+
+@lru_cache(maxsize=1024)
+def _bytes(problem: AttentionProblem) -> int:
+    return problem.bytes
 
 
 @lru_cache(maxsize=1024)
