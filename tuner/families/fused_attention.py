@@ -50,6 +50,8 @@ ALWAYS = (
 #: Registers a consumer thread needs beside its accumulators: addresses, row statistics, loop
 #: state. Found by compiling: above it ptxas spills.
 OVERHEAD_REGISTERS = 28
+#: The same where a thread has 104 or fewer, of which ptxas makes more.
+NARROW_OVERHEAD_REGISTERS = 24
 #: Further ones beside two score buffers under a sliding window, whose mask has two edges; with
 #: tile_n=128 at D=64, 192 accumulators, ptxas spills 28 bytes.
 WINDOW_REGISTERS = 24
@@ -172,7 +174,7 @@ class FusedAttention(Family):
             )
             return found
         consumer = REGISTERS[groups, blocks][1]
-        overhead = OVERHEAD_REGISTERS
+        overhead = NARROW_OVERHEAD_REGISTERS if consumer <= 104 else OVERHEAD_REGISTERS
         overhead += WINDOW_REGISTERS if problem.is_windowed and buffers > 1 else 0
         if accumulators + overhead > consumer:
             found.append(f"{accumulators} accumulator registers + {overhead} exceed {consumer}")
@@ -199,9 +201,9 @@ class FusedAttention(Family):
             if not config["stages_output"]:
                 found.append("stages_output is there where it is on, only")
             packed = config.get("packed_heads", 1)
-            if problem.is_varlen or config["splits"] > 1 or packed > MOST_STAGED:
+            if problem.is_varlen or packed > MOST_STAGED:
                 found.append(
-                    "stages_output is not for variable lengths, splits or more than "
+                    "stages_output is not for variable lengths or more than "
                     f"{MOST_STAGED} packed heads"
                 )
         return found
@@ -257,6 +259,8 @@ class FusedAttention(Family):
         blocks = config["blocks_per_sm"]
         room = SMEM_PER_SM_BYTES // blocks - SMEM_RESERVED_PER_BLOCK_BYTES
         steps = -(-problem.seqlen_kv // config["tile_n"])
+        if config["splits"] > 1 and config.get("stages_output"):  # partial outputs are not staged
+            return False
         return bool(config["splits"] <= steps and self.smem_bytes(problem, config) <= room)
 
     def _grid(self, problem: AttentionProblem, gpu: Gpu) -> Iterator[Config]:
