@@ -31,6 +31,9 @@ constexpr bool kClusters = kSplits && kGroups == 1;
 // Tiles of unlike lengths are handed out by a counter, tiles of one length by their index.
 constexpr bool kDynamic = kPersistent && kCausal;
 constexpr int kCounterBytes = kDynamic ? 256 : 0;
+// Nothing ties the consumers to the producer in a tile without keys: it says itself that it has read
+// where the tile is. From the counter none is taken before it asks.
+constexpr bool kProducerReturns = kPersistent && !kDynamic && false;
 // Probabilities times 2^kLift: the largest is 256 of e4m3's 448, and 2^-14 is still a normal number.
 constexpr float kLift = 0;
 // Of two groups that take turns the first alone asks whether K and V are there: the other follows.
@@ -753,6 +756,9 @@ CUTE_DEVICE void for_each_tile(Params const& p, Storage& s, Work&& work) {
         __syncwarp();
         keep_order();
         if (threadIdx.x % 32 == 0) Empty::arrive(&s.tile_empty[round % 2]);
+      } else if constexpr (kProducerReturns) {
+        keep_order();
+        Empty::arrive(&s.tile_empty[round % 2]);
       }
     }
   } else {
@@ -849,7 +855,7 @@ struct kernel_golden {
       }
       for (int i = 0; i < 2; ++i) {
         Empty::init(&s.tile_full[i], 1);
-        Empty::init(&s.tile_empty[i], 4 * kGroups);
+        Empty::init(&s.tile_empty[i], 4 * kGroups + kProducerReturns);
       }
       Empty::init(&s.tile_wanted, 1);
       cutlass::arch::fence_barrier_init();
