@@ -49,9 +49,6 @@ def test_a_lever_that_is_there_only_where_it_is_on_is_shown_both_ways() -> None:
         again = levers.neighbours(FUSED, problem, off, DEFAULT_GPU)
         assert again[f"{name}={on[name]}"] == on
         assert f"{name}=off" not in again
-    split = Config(on.family, {**off.params, "splits": 2, "combine": "kernel"})
-    assert not FUSED.violations(problem, split, DEFAULT_GPU)
-    assert "stages_output=True" not in levers.neighbours(FUSED, problem, split, DEFAULT_GPU)
 
 
 def test_ordered_values_go_one_step_each_way() -> None:

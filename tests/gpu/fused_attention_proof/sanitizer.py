@@ -41,7 +41,7 @@ TOOLS = ("memcheck", "racecheck", "synccheck")
 #: twice more tiles than multiprocessors, so that a persistent block takes a second one.
 TINY = (
     "B=1,H=2,SQ=200,SKV=330",
-    "B=1,H=8,HKV=1,SQ=90,SKV=1100,layout=bshd",
+    "B=1,H=16,HKV=1,SQ=45,SKV=1100,layout=bshd",
     "B=9,H=128,HKV=16,SQ=6,SKV=130,layout=bshd",
     "B=1,H=136,SQ=70,SKV=130",
 )
