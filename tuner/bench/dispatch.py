@@ -214,6 +214,8 @@ def first_call() -> dict[str, Any]:
         fill(store, ENTRIES)
         variables = {**os.environ, "TUNER_CACHE_DIR": str(cache)}
         variables.pop("TUNER_STORE", None)
+        # An installed package has its bytecode: here the first process writes it for the others.
+        variables.pop("PYTHONDONTWRITEBYTECODE", None)
         runs = []
         for _ in range(5):
             command = [sys.executable, "-c", _FIRST_CALL]
