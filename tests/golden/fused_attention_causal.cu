@@ -749,8 +749,8 @@ CUTE_DEVICE void for_each_tile(Params const& p, Storage& s, Work&& work) {
       Tile const& t = s.tile[round % 2];
       if (t.m_block < 0) break;
       // The producer reads it where it lies, having few registers; so do consumers that have none
-      // to spare.
-      if constexpr (kIsConsumer && kD <= 128) work(Tile(t));
+      // to spare, or a sequence's own lengths to keep.
+      if constexpr (kIsConsumer && true) work(Tile(t));
       else work(t);
       if constexpr (kIsConsumer) {
         __syncwarp();

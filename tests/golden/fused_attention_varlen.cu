@@ -202,16 +202,12 @@ using Empty = cutlass::arch::ClusterBarrier;
 
 // A place in a ring and the parity of its round; runs on from tile to tile.
 struct Ring {
-  int at = 0;
-  uint32_t parity = 0;
-  CUTE_DEVICE int stage() const { return at; }
-  CUTE_DEVICE uint32_t phase() const { return parity; }
+  uint32_t count = 0;  // one register instead of two: there are few
+  CUTE_DEVICE int stage() const { return count % kStages; }
+  CUTE_DEVICE uint32_t phase() const { return count / kStages % 2; }
   template <int kPlaces = 1>
-  CUTE_DEVICE void next() {
-    at += kPlaces;
-    if (kPlaces == 1 ? at == kStages : at >= kStages) at -= kStages, parity ^= 1;
-  }
-  CUTE_DEVICE void start(int stage) { at = stage; }
+  CUTE_DEVICE void next() { count += kPlaces; }
+  CUTE_DEVICE void start(int stage) { count = stage; }
 };
 
 CUTE_DEVICE float exp2_mufu(float x) {
@@ -765,8 +761,8 @@ CUTE_DEVICE void for_each_tile(Params const& p, Storage& s, Work&& work) {
       Tile const& t = s.tile[round % 2];
       if (t.m_block < 0) break;
       // The producer reads it where it lies, having few registers; so do consumers that have none
-      // to spare.
-      if constexpr (kIsConsumer && kD <= 128) work(Tile(t));
+      // to spare, or a sequence's own lengths to keep.
+      if constexpr (kIsConsumer && false) work(Tile(t));
       else work(t);
       if constexpr (kIsConsumer) {
         __syncwarp();
