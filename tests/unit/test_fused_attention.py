@@ -447,7 +447,8 @@ def test_space_and_legal_draws_are_what_the_kernel_needs(
         if not FAMILY.violations(problem, config, DEFAULT_GPU):
             check(problem, config)
     config = rng.choice(space)
-    assert 0 < FAMILY.predict_us(problem, config, DEFAULT_GPU) < 1e9
+    # The largest problem takes 1e8 us at best, and legal configs may be many times slower.
+    assert 0 < FAMILY.predict_us(problem, config, DEFAULT_GPU) < 1e10
 
 
 @pytest.mark.parametrize("heads", ["H=16", "H=32,HKV=8", "H=28,HKV=4", "H=24,HKV=8", "H=71,HKV=1"])

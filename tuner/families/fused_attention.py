@@ -259,8 +259,6 @@ class FusedAttention(Family):
         blocks = config["blocks_per_sm"]
         room = SMEM_PER_SM_BYTES // blocks - SMEM_RESERVED_PER_BLOCK_BYTES
         steps = -(-problem.seqlen_kv // config["tile_n"])
-        if config["splits"] > 1 and config.get("stages_output"):  # partial outputs are not staged
-            return False
         return bool(config["splits"] <= steps and self.smem_bytes(problem, config) <= room)
 
     def _grid(self, problem: AttentionProblem, gpu: Gpu) -> Iterator[Config]:
@@ -285,16 +283,19 @@ class FusedAttention(Family):
                 groups == 1 and shares_sm and (tiles > gpu.sm_count) != (blocks > 1)
             ):
                 continue
-            if sharing > 1 and (tiles > gpu.sm_count or in_registers):
+            if sharing > 1 and (tiles > gpu.sm_count or in_registers or buffers > 1):
                 continue
+            ordered = (False, True) if sharing == 1 else (False,)
             for depth, ping_pong, early, (splits, combine), pdl, staged in product(
                 (4, 8) if sharing > 1 else (2, 4) if rows <= 64 else (2,),
-                (False, True) if groups > 1 and buffers == 1 else (None,),
+                ordered if groups > 1 and buffers == 1 else (None,),
                 (0, 50) if buffers == 1 else (None,),
                 _splits(problem, tiles, gpu),
                 (False, True),
                 (False, True),
             ):
+                if staged and splits > 1:  # partial outputs are not staged
+                    continue
                 params: dict[str, Value] = {
                     "warp_groups": groups,
                     "tile_n": tile_n,
