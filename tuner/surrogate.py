@@ -29,10 +29,8 @@ Array = NDArray[np.float64]
 PROBLEM_ERROR = 0.2
 CONFIG_ERROR = 0.15
 NOISE = 0.01
-#: The same of another problem's result: what its config owes to that problem alone. Of 82 recorded
-#: problems with 6 groups or more, believed from the others, 0.1 puts the groups in a better order
-#: than 0.01 (mean rank correlation 0.62 for 0.56) and a better one first (1.2 % for 1.9 % over the
-#: best); 0.2 does worse for GEMM.
+#: The same of another problem's result: what its config owes to that problem alone. Believed as
+#: exactly as a problem's own, others' results put the groups of recorded problems in a worse order.
 PAST_NOISE = 0.1
 #: Results that weigh as much as these deviations do.
 CONFIDENCE = 8.0

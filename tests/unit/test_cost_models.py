@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import pytest
+from fused_configs import maker
 
 from tuner import recording, resources
 from tuner.bench import cost
@@ -212,22 +213,15 @@ def test_decoding_is_estimated_with_cold_caches() -> None:
 
 
 def attention_us(text: str, **params: int | bool | str) -> float:
-    base: dict[str, int | bool | str] = {
-        "warp_groups": 1,
-        "tile_n": 128,
-        "kv_stages": 2,
-        "score_buffers": 1,
-        "q_in_registers": False,
-        "early_exp": 0,
-        "persistent": False,
-        "blocks_per_sm": 1,
-        "splits": 1,
-        "pdl": False,
-    }
     problem = AttentionProblem.parse(text)
     if problem.heads_q > problem.heads_kv:
-        base["packed_heads"] = problem.heads_q // problem.heads_kv
-    config = Config("fused_attention", {**base, **params})
+        params.setdefault("packed_heads", problem.heads_q // problem.heads_kv)
+    shape = (
+        params.pop("warp_groups", 1),
+        params.pop("tile_n", 128),
+        params.pop("score_buffers", 1),
+    )
+    config = maker()(*shape, **params)
     assert FITTED["fused_attention"].accepts(problem, config, DEFAULT_GPU)
     return FITTED["fused_attention"].predict_us(problem, config, DEFAULT_GPU)
 

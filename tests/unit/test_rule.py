@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fused_configs import maker
 
 from tuner import recording, rule
 from tuner.cli import main
@@ -125,19 +126,8 @@ def test_a_choice_among_equal_heads_serves_grouped_ones() -> None:
 
 
 def fused_params() -> dict[str, Any]:
-    """As (1,16,1024,64)'s winner."""
-    return {
-        "warp_groups": 1,
-        "tile_n": 128,
-        "kv_stages": 2,
-        "score_buffers": 1,
-        "q_in_registers": False,
-        "early_exp": 0,
-        "persistent": False,
-        "blocks_per_sm": 2,
-        "splits": 1,
-        "pdl": True,
-    }
+    """A good kernel's at (1,16,1024,64)."""
+    return dict(maker()(1, 128, blocks_per_sm=2, pdl=True).params)
 
 
 def test_what_the_regret_does_not_reach_is_said(ships: Rule) -> None:

@@ -336,8 +336,8 @@ class FusedAttention(Family):
     def draw(
         self, problem: Problem, gpu: Gpu, members: Sequence[Config], rng: random.Random
     ) -> Config:
-        """As drawn, with `ping_pong`, `early_exp` and `combine` only where they apply, and half of
-        the time neither `key_groups` nor `stages_output`.
+        """As drawn, with `ping_pong`, `early_exp` and `combine` only where they apply; `key_groups`
+        and `stages_output` are each off half of the time.
         """
         params = dict(super().draw(problem, gpu, members, rng).params)
         for name in ("key_groups", "stages_output"):

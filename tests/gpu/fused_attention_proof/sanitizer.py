@@ -37,8 +37,8 @@ from .parent import build, say
 from .plan import MOST_SETTINGS, Kernel, everything, specs, trials
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
-#: Ends in the middle of tiles of queries and keys; heads in groups that every packing divides;
-#: twice more tiles than multiprocessors, so that a persistent block takes a second one.
+#: Ends in the middle of tiles of queries and keys; heads in groups that packings up to 8 divide,
+#: one of 16; twice more tiles than multiprocessors, so that a persistent block takes a second one.
 TINY = (
     "B=1,H=2,SQ=200,SKV=330",
     "B=1,H=16,HKV=1,SQ=45,SKV=1100,layout=bshd",
