@@ -41,7 +41,7 @@ def neighbours(member: Family, problem: Problem, config: Config, gpu: Gpu) -> di
                 found[f"{name}={value}"] = near
         off = {other: value for other, value in config.params.items() if other != name}
         without = Config(member.name, off, config.stages)
-        if not member.violations(problem, without, gpu):
+        if member.accepts(problem, without, gpu):
             found[f"{name}=off"] = without
     for name in [name for name in member.domains if name not in config.params]:
         for value in member.domains[name]:
@@ -71,7 +71,7 @@ def _with(
     value: Value,
 ) -> Config | None:
     changed = Config(member.name, {**config.params, name: value}, config.stages)
-    if not member.violations(problem, changed, gpu):
+    if member.accepts(problem, changed, gpu):
         return changed
     for other in space:
         shared = (config.params.keys() & other.params.keys()) - {name}

@@ -47,7 +47,10 @@ ALWAYS = (
     "splits",
     "pdl",
 )
-#: Registers a consumer thread needs beside its accumulators: addresses, row statistics, loop
+#: Registers a thread needs at its launch beside the accumulators of one WGMMA: with fewer ptxas
+#: gives up (C7602, which names the sum).
+WGMMA_OVERHEAD_REGISTERS = 26
+#: Registers a consumer thread needs beside all its accumulators: addresses, row statistics, loop
 #: state. Found by compiling: above it ptxas spills.
 OVERHEAD_REGISTERS = 28
 #: The same where a thread has 104 or fewer, of which ptxas makes more.
@@ -73,9 +76,9 @@ BARRIER_BYTES = 1024
 
 
 def launch_registers(warp_groups: int, blocks_per_sm: int) -> int:
-    """Registers of a block at its launch: what `__launch_bounds__` leaves a thread, in eights."""
+    """Registers of a thread at its launch: what `__launch_bounds__` leaves it, in eights."""
     threads = 128 * (warp_groups + 1)
-    return min(255, 65536 // (threads * blocks_per_sm)) // 8 * 8 * threads
+    return min(255, 65536 // (threads * blocks_per_sm)) // 8 * 8
 
 
 def instance(head_dim: int) -> int:
@@ -139,11 +142,6 @@ class FusedAttention(Family):
             found.append(f"kv_stages={stages} is less than score_buffers={buffers}")
         if ("ping_pong" in config.params) != (groups > 1 and buffers == 1):
             found.append("ping_pong is for two warp groups or more with one score buffer, only")
-        if buffers > 1 and head_dim > 128:
-            found.append(f"score_buffers={buffers} spills where head_dim is over 128")
-        if config["q_in_registers"] and problem.is_causal and head_dim > 96 and groups > 1:
-            if not config.get("ping_pong", False) and tile_n != 128:
-                found.append("q_in_registers spills under causal masks without ping_pong at D > 96")
         if ("early_exp" in config.params) != (buffers == 1):
             found.append("early_exp is for one score buffer, only")
         found += self._sharing(problem, config)
@@ -160,12 +158,10 @@ class FusedAttention(Family):
             if splits > MOST_CLUSTERED:
                 found.append(f"splits={splits} exceed the {MOST_CLUSTERED} blocks of a cluster")
             if groups > 1:
-                found.append("combine=cluster spills with warp_groups > 1")
+                found.append("combine=cluster is for one warp group, only")
         smem = self.smem_bytes(problem, config)
         if smem > SMEM_PER_BLOCK_BYTES:
             found.append(f"{smem} bytes of shared memory exceed {SMEM_PER_BLOCK_BYTES}")
-        accumulators = buffers * tile_n // 2 + width * tile_n // 8 + head_dim // 2
-        accumulators += width * head_dim // 8 if config["q_in_registers"] else 0
         if (groups, blocks) not in REGISTERS:
             found.append(
                 f"warp_groups={groups} at blocks_per_sm={blocks} has no register budget (allowed: "
@@ -173,12 +169,18 @@ class FusedAttention(Family):
                 + ")"
             )
             return found
-        consumer = REGISTERS[groups, blocks][1]
-        overhead = NARROW_OVERHEAD_REGISTERS if consumer <= 104 else OVERHEAD_REGISTERS
-        overhead += WINDOW_REGISTERS if problem.is_windowed and buffers > 1 else 0
-        if accumulators + overhead > consumer:
-            found.append(f"{accumulators} accumulator registers + {overhead} exceed {consumer}")
+        widest, launched = max(tile_n, head_dim) // 2, launch_registers(groups, blocks)
+        if widest + WGMMA_OVERHEAD_REGISTERS > launched:
+            found.append(
+                f"{widest} accumulator registers of a WGMMA + {WGMMA_OVERHEAD_REGISTERS} exceed "
+                f"the {launched} of a launch"
+            )
         return found
+
+    def accepts(self, problem: Problem, config: Config, gpu: Gpu) -> bool:
+        """As the base; what spills is legal, and never worth taking over."""
+        is_legal = super().accepts(problem, config, gpu)
+        return is_legal and not _spills(_attention(problem), config)
 
     @staticmethod
     def _sharing(problem: AttentionProblem, config: Config) -> list[str]:
@@ -253,13 +255,14 @@ class FusedAttention(Family):
         ]
 
     def _pays(self, problem: AttentionProblem, config: Config) -> bool:
-        """Whether there are keys for each split, and room on a multiprocessor for its blocks; what
-        has none is legal, and slow.
+        """Whether nothing spills, there are keys for each split, and room on a multiprocessor for
+        its blocks; what has none is legal, and slow.
         """
         blocks = config["blocks_per_sm"]
         room = SMEM_PER_SM_BYTES // blocks - SMEM_RESERVED_PER_BLOCK_BYTES
         steps = -(-problem.seqlen_kv // config["tile_n"])
-        return bool(config["splits"] <= steps and self.smem_bytes(problem, config) <= room)
+        fits = config["splits"] <= steps and self.smem_bytes(problem, config) <= room
+        return bool(fits and not _spills(problem, config))
 
     def _grid(self, problem: AttentionProblem, gpu: Gpu) -> Iterator[Config]:
         """What can pay: one block a tile where all tiles find room at once, else persistent
@@ -404,6 +407,26 @@ class FusedAttention(Family):
         attention = _attention(problem).evened
         head_tile = instance(attention.head_dim)
         return fused_attention_cost.predict_us(attention, config, head_tile, gpu, self.constants)
+
+
+def _spills(problem: AttentionProblem, config: Config) -> bool:
+    """Whether ptxas runs out of a consumer's registers, as found by compiling: a kernel whose
+    accumulators are stored and loaded again between its WGMMAs works, and is many times slower.
+    """
+    head_dim, width = instance(problem.head_dim), DTYPE_BYTES[problem.dtype]
+    names = ("warp_groups", "tile_n", "score_buffers", "q_in_registers")
+    groups, tile_n, buffers, keeps_q = (config[name] for name in names)
+    if buffers > 1 and head_dim > 128:
+        return True
+    if keeps_q and problem.is_causal and head_dim > 96 and groups > 1:
+        if not config.get("ping_pong", False) and tile_n != 128:
+            return True
+    consumer = REGISTERS[groups, config["blocks_per_sm"]][1]
+    overhead = NARROW_OVERHEAD_REGISTERS if consumer <= 104 else OVERHEAD_REGISTERS
+    overhead += WINDOW_REGISTERS if problem.is_windowed and buffers > 1 else 0
+    accumulators = buffers * tile_n // 2 + width * tile_n // 8 + head_dim // 2
+    accumulators += width * head_dim // 8 if keeps_q else 0
+    return bool(accumulators + overhead > consumer)
 
 
 def _tile_m(params: Mapping[str, Value]) -> int:
