@@ -150,14 +150,31 @@ def test_a_core_that_becomes_free_takes_a_full_unit(
 ) -> None:
     made = fake.compiler(jobs=2)
     monkeypatch.setattr(made, "_wake", lambda times: None)
-    for one in specs(9):
+    for one in specs(17):
         made.submit([one])
     made._take(), made._take()
     made._busy -= 1
     assert len(made._take()) == 1
-    made.submit([spec(n) for n in range(10, 16)])
+    made.submit([spec(n) for n in range(20, 30)])
     made._busy -= 1
-    assert [len(made._take())] == [4]
+    assert len(made._take()) == 8
+    made.close(cancel=True)
+
+
+def test_a_unit_holds_the_oldest_kernel_and_those_most_like_it(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = fake.compiler(jobs=1, batch=3)
+    monkeypatch.setattr(made, "_wake", lambda times: None)
+    made.submit(
+        [
+            KernelSpec("a.cu.j2", {"tile": tile, "stages": stages, "n": n})
+            for n, (tile, stages) in enumerate([(64, 2), (128, 3), (64, 3), (128, 2), (64, 2)])
+        ]
+    )
+    assert [job.spec.variables["n"] for job in made._take()] == [0, 4, 2]
+    made._busy -= 1
+    assert [job.spec.variables["n"] for job in made._take()] == [1, 3]
     made.close(cancel=True)
 
 
@@ -452,7 +469,7 @@ def test_a_spec_that_does_not_render_costs_itself_alone(fake: Fake) -> None:
 
 @pytest.mark.parametrize(
     ("memory", "jobs", "expected"),
-    [(1 << 40, 16, 16), (12 << 30, 16, 2), (1 << 30, 16, 1), (1 << 40, 1, 1)],
+    [(1 << 40, 16, 16), (14 << 30, 16, 2), (1 << 30, 16, 1), (1 << 40, 1, 1)],
 )
 def test_memory_limits_the_units_at_a_time(
     fake: Fake, monkeypatch: pytest.MonkeyPatch, memory: int, jobs: int, expected: int
