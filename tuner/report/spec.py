@@ -74,7 +74,7 @@ def log_scale(**rest: Any) -> Spec:
 def series_of(names: Sequence[str]) -> Spec:
     """Colour and shape of each name."""
     domain = list(names)
-    key = {"orient": "top", "title": None, "columns": 2, "labelLimit": 220}
+    key = {"orient": "top", "title": None, "columns": 2, "labelLimit": 220, "columnPadding": 32}
     return {
         "color": {
             "field": "series",
