@@ -442,11 +442,15 @@ def _packings(problem: AttentionProblem) -> tuple[int, ...]:
 
 
 def _splits(problem: AttentionProblem, tiles: int, gpu: Gpu) -> tuple[tuple[int, str | None], ...]:
-    """One, and the powers of two by which `tiles` fill an idle chip up to twice; how combined."""
+    """One, the powers of two by which `tiles` fill an idle chip up to twice, and what fills it
+    once and twice as nearly as can be; how combined.
+    """
     if problem.is_windowed or problem.is_varlen:
         return ((1, None),)
-    most = min(2 * gpu.sm_count // tiles, problem.seqlen_kv // LEAST_SPLIT_KEYS)
-    several = [2**i for i in range(1, max(1, most).bit_length())]
+    once, twice = gpu.sm_count // tiles, 2 * gpu.sm_count // tiles
+    most = min(twice, problem.seqlen_kv // LEAST_SPLIT_KEYS)
+    counts = {2**i for i in range(1, max(1, most).bit_length())} | {once, twice}
+    several = sorted(count for count in counts if 1 < count <= most)
     clustered = [(splits, "cluster") for splits in several if splits <= MOST_CLUSTERED]
     return ((1, None), *clustered, *((splits, "kernel") for splits in several))
 
