@@ -37,15 +37,36 @@ from tuner.bench.results import Results
 from tuner.cli import bench_tables, main
 from tuner.errors import BenchmarkError, ConfigError
 from tuner.families import family
-from tuner.hardware import DEFAULT_GPU
+from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.lookup import Entry
 from tuner.measurement import Environment, Status
-from tuner.problem import PROBLEMS
+from tuner.problem import PROBLEMS, AttentionProblem
 from tuner.runners import choose
 from tuner.store import open_store
 from tuner.worker_client import Ask
 
 machines = fake_machines
+
+
+@pytest.mark.parametrize(
+    ("gpu", "expected"),
+    [
+        (
+            DEFAULT_GPU,
+            {
+                *("cutlass_fmha", "fused_attention"),
+                *("two_kernel_attention", "three_kernel_attention"),
+            },
+        ),
+        (replace(DEFAULT_GPU, name="A100", compute_capability="8.0"), {"triton_attention"}),
+    ],
+    ids=["hopper", "ampere"],
+)
+def test_lengths_are_compared_over_every_way_to_compute_attention(
+    gpu: Gpu, expected: set[str]
+) -> None:
+    found = presets.one_of_each(AttentionProblem.parse("S=2048,D=64"), gpu)
+    assert {config.family for config in found.values()} == expected
 
 
 def test_each_set_of_two_kernels_is_named_with_and_without_pdl() -> None:

@@ -18,7 +18,7 @@ from tuner.bench.suites import Suite
 from tuner.config import Config, Value
 from tuner.errors import ConfigError
 from tuner.families import families_of, family
-from tuner.families.base import group_by_kernels, without_spare
+from tuner.families.base import group_by_kernels
 from tuner.families.gemm_shape import COOPERATIVE, NO_SMEM
 from tuner.families.two_kernel_attention import STAGES
 from tuner.hardware import Gpu
@@ -168,11 +168,13 @@ def _cheapest(problem: Problem, gpu: Gpu, wanted: Mapping[str, Value]) -> Config
 
 def one_of_each(problem: Problem, gpu: Gpu) -> dict[str, Config]:
     """The kernel of every own family that its estimate likes best at `TILED`, or at the problem
-    where that one cannot serve it: one kernel over all lengths, as far as there is one.
+    where that one cannot serve it: one kernel over all lengths, as far as there is one. Spare
+    families take part too, but one for any GPU only where none was made for this one.
     """
     found = {}
     serving = [m for m in families_of(problem.op).values() if not m.supports(problem, gpu)]
-    for member in without_spare([m for m in serving if not m.is_vendor]):
+    own = [m for m in serving if not m.is_vendor]
+    for member in [m for m in own if m.capabilities] or own:
         for place in (TILED, problem):
             config = _first_choice(member.name, place, gpu)
             if config is not None and not member.violations(problem, config, gpu):

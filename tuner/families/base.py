@@ -117,8 +117,9 @@ class Family(ABC):
         """
 
     def accepts(self, problem: Problem, config: Config, gpu: Gpu) -> bool:
-        """Whether a config that came from a store or a recording is legal. One of another version
-        of the family, whose parameters `violations` cannot read, is not.
+        """Whether to take over a config that came from a store, a recording or another problem: it
+        is legal. One of another version of the family, whose parameters `violations` cannot read,
+        is not.
         """
         try:
             return not self.violations(problem, config, gpu)

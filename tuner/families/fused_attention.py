@@ -178,7 +178,7 @@ class FusedAttention(Family):
         return found
 
     def accepts(self, problem: Problem, config: Config, gpu: Gpu) -> bool:
-        """As the base; what spills is legal, and never worth taking over."""
+        """As the base, and nothing spills: what was chosen without does at another mask or D."""
         is_legal = super().accepts(problem, config, gpu)
         return is_legal and not _spills(_attention(problem), config)
 
