@@ -3,8 +3,10 @@
 A unit holds up to `Compiler.batch` kernels of one template, as alike as those that wait allow: most
 of a compile is reading CUTLASS's headers and instantiating its templates, which kernels of one
 tile share, so a further kernel costs a fraction of the first. A unit that fails is taken apart and
-its kernels are built alone, so one bad kernel never costs its neighbours. Kernels in Triton take
-the same way: another program builds their units (`tuner.triton_kernels`).
+its kernels are built alone, so one bad kernel never costs its neighbours. A text that includes
+``host_half.h`` has a half for the device, which nvcc compiles alone, and one for the host's
+compiler. Kernels in Triton take the same way: another program builds their units
+(`tuner.triton_kernels`).
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import shlex
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -54,6 +56,11 @@ UNIT_BYTES = 7 << 30
 """Memory that one unit takes: 7.1 GB at the peak of eight unlike attention kernels, 2.7 GB of eight
 alike, 5.6 GB of eight products; nvcc 13.0."""
 NVCC_TIMEOUT_S = 900.0
+HOST_FLAGS = ("-Xcompiler=-fpermissive,-w",)
+"""For a host half that is compiled by itself: what only a device runs names what g++ lacks."""
+_HALVES = '#include "host_half.h"'
+"""In the text of kernels whose device half nvcc compiles alone: half of the CPU time."""
+_HOST = '#include "unit.cu"\n'
 _LOG_LIMIT = 20_000
 _PLACEHOLDER = "KERNEL_ID"
 """Stands for the id in the text that a key is made of."""
@@ -282,8 +289,8 @@ class Compiler:
                 return
             folder = stack.enter_context(self.artifacts.workspace())
             sources = {job.key: render(job.spec, job.key) for job in todo}
-            command = self._write(folder, todo[0].spec.template, "\n".join(sources.values()))
-            done = self._processes.run(command, folder)
+            commands = self._write(folder, todo[0].spec.template, "\n".join(sources.values()))
+            command, done = self._run(commands, folder)
             for job in todo:
                 job.cpu_s += done.cpu_s / len(todo)
             if self._stop.is_set():
@@ -333,23 +340,43 @@ class Compiler:
             return {"triton": tools.triton_version, "capability": self.capability}
         return {"nvcc": tools.nvcc_version, "cutlass": tools.cutlass_version}
 
-    def _write(self, folder: Path, template: str, text: str) -> list[str]:
-        """Put a unit's text into `folder`; returns the command that makes its library."""
+    def _run(self, commands: Sequence[list[str]], folder: Path) -> tuple[list[str], Finished]:
+        """Run `commands` until one fails; returns the last one and how all of them ended."""
+        runs: list[Finished] = []
+        for command in commands:
+            runs.append(self._processes.run(command, folder))
+            if runs[-1].returncode != 0:
+                break
+        log = "".join(run.log for run in runs)
+        cpu_s, wall_s = sum(run.cpu_s for run in runs), sum(run.wall_s for run in runs)
+        return command, replace(runs[-1], cpu_s=cpu_s, wall_s=wall_s, log=log)
+
+    def _write(self, folder: Path, template: str, text: str) -> list[list[str]]:
+        """Put a unit's text into `folder`; returns the commands that make its library."""
         tools = self.toolchain
         if triton_kernels.compiles(template):
             (folder / triton_kernels.UNIT).write_text(text, encoding="utf-8")
-            return triton_kernels.command(tools, self.capability)
+            return [triton_kernels.command(tools, self.capability)]
         (folder / "unit.cu").write_text(text, encoding="utf-8")
         includes = (*include_dirs(tools.cutlass), resources.templates())
-        return [
+        nvcc = [
             str(tools.nvcc),
             *flags(self.capability),
             f"-ccbin={tools.host_compiler}",
             *(f"-I{path}" for path in includes),
             *(f"-L{path}" for path in tools.library_dirs),
-            str(folder / "unit.cu"),
-            "-o",
-            str(folder / "kernel.so"),
+        ]
+
+        def step(source: str, output: str, *options: str) -> list[str]:
+            return [*nvcc, *options, str(folder / source), "-o", str(folder / output)]
+
+        if _HALVES not in text:
+            return [step("unit.cu", "kernel.so")]
+        (folder / "host.cpp").write_text(_HOST, encoding="utf-8")
+        return [
+            step("unit.cu", "unit.ptx", "-ptx"),  # `-cubin` would write out all that it read, too
+            step("unit.ptx", "unit.fatbin", "-fatbin"),
+            step("host.cpp", "kernel.so", *HOST_FLAGS),
         ]
 
     def _settle_found(self, job: KernelJob) -> bool:

@@ -58,7 +58,7 @@ SAMPLE = [
     ),
     (
         GemmProblem(4096, 14336, 4096, epilogue="bias_gelu"),
-        config("TmaWarpSpecializedPingpong", (128, 128, 64)),
+        config("TmaWarpSpecializedPingpong", (128, 176, 64)),
     ),
     (
         GemmProblem(16, 4096, 4096, dtype="bfloat16", dtype_d="float32", epilogue="bias_silu"),
@@ -66,7 +66,12 @@ SAMPLE = [
     ),
     (
         GemmProblem(2048, 2048, 2048, dtype=E4M3, scales="row", fast_accum=False),
-        config("TmaWarpSpecializedPingpong", (128, 96, 128), swap_ab=True),
+        config(
+            "TmaWarpSpecializedCooperative",
+            (128, 176, 128),
+            tile_scheduler="Persistent",
+            swap_ab=True,
+        ),
     ),
 ]
 

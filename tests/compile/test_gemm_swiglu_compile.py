@@ -16,37 +16,41 @@ pytestmark = [pytest.mark.compile, pytest.mark.timeout(900)]
 
 SWIGLU = GemmSwiglu()
 PROBLEM = SwigluProblem(512, 14336, 4096, dtype="bfloat16")
-CONFIG = Config(
-    "gemm_swiglu",
-    {
-        "tile_m": 128,
-        "tile_n": 256,
-        "tile_k": 64,
-        "cluster_m": 2,
-        "cluster_n": 1,
-        "kernel_schedule": "TmaWarpSpecializedCooperative",
-        "epilogue_schedule": "NoSmemWarpSpecialized",
-        "tile_scheduler": "Persistent",
-        "raster_order": "AlongM",
-        "max_swizzle_size": 1,
-        "swap_ab": False,
-    },
-)
-SPECS = [SWIGLU.kernels(PROBLEM, CONFIG)["gemm"]]
+#: Whole groups of columns, and tiles that end within one.
+CONFIGS = [
+    Config(
+        "gemm_swiglu",
+        {
+            "tile_m": 128,
+            "tile_n": tile_n,
+            "tile_k": 64,
+            "cluster_m": 2,
+            "cluster_n": 1,
+            "kernel_schedule": "TmaWarpSpecializedCooperative",
+            "epilogue_schedule": "NoSmemWarpSpecialized",
+            "tile_scheduler": "Persistent",
+            "raster_order": "AlongM",
+            "max_swizzle_size": 1,
+            "swap_ab": False,
+        },
+    )
+    for tile_n in (256, 224)
+]
+SPECS = [SWIGLU.kernels(PROBLEM, config)["gemm"] for config in CONFIGS]
 
 
-def test_it_compiles_without_spills(compiler: Compiler) -> None:
-    assert SWIGLU.violations(PROBLEM, CONFIG, DEFAULT_GPU) == []
-    [(_, future)] = compiler.submit(SPECS)
-    artifact = future.result()
-    assert artifact.resources is not None and artifact.resources.registers > 0
-    assert artifact.resources.spill_store_bytes == artifact.resources.spill_load_bytes == 0
-    kernel = load(artifact)
-    launch = SWIGLU.launches(PROBLEM, CONFIG, 1.0)[0]
-    assert kernel.workspace_bytes(launch.integers) == 0
-    # Columns that are no whole groups; a row of the output that is too short.
-    for position, value in ((1, 2 * 14336 + 32), (6, 14336 - 8)):
-        bad = [*launch.integers]
-        bad[position] = value
-        with pytest.raises(BenchmarkError):
-            kernel.workspace_bytes(bad)
+def test_they_compile_without_spills(compiler: Compiler) -> None:
+    for config, (_, future) in zip(CONFIGS, compiler.submit(SPECS), strict=True):
+        assert SWIGLU.violations(PROBLEM, config, DEFAULT_GPU) == []
+        artifact = future.result()
+        assert artifact.resources is not None and artifact.resources.registers > 0
+        assert artifact.resources.spill_store_bytes == artifact.resources.spill_load_bytes == 0
+        kernel = load(artifact)
+        launch = SWIGLU.launches(PROBLEM, config, 1.0)[0]
+        assert kernel.workspace_bytes(launch.integers) == 0
+        # Columns that are no whole groups; a row of the output that is too short.
+        for position, value in ((1, 2 * 14336 + 32), (6, 14336 - 8)):
+            bad = [*launch.integers]
+            bad[position] = value
+            with pytest.raises(BenchmarkError):
+                kernel.workspace_bytes(bad)

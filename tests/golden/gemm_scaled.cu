@@ -3,6 +3,9 @@
 
 #include <cuda_runtime.h>
 
+#if !defined(__CUDA_ARCH__)
+#include "host_half.h"
+#endif
 #include "cutlass/cutlass.h"
 #include "cutlass/device_kernel.h"
 #include "cutlass/numeric_types.h"
@@ -56,6 +59,22 @@ constexpr int kClusterSize = 2;
 constexpr int kKnownDevices = 64;
 static_assert(Kernel::SharedStorageSize <= kSmemCapacity, "tile and stages exceed shared memory");
 
+#if defined(__CUDA_ARCH__)
+}  // namespace k_golden
+
+template __global__ void cutlass::device_kernel<k_golden::Kernel>(
+    CUTLASS_GRID_CONSTANT k_golden::Kernel::Params const);
+
+#else  // the host's half
+// cutlass::device_kernel<Kernel>, found once.
+inline cudaError_t find_entry(void const** entry) {
+  static cudaKernel_t kernel = nullptr;
+  static cudaError_t const found = tuner::find_kernel(
+      "_ZN7cutlass13device_kernelIN8k_golden13kernel_goldenEEEvNT_6ParamsE", &kernel);
+  *entry = kernel;
+  return found;
+}
+
 // Statuses are negative, CUDA errors positive: the caller tells them apart by sign.
 inline int status_code(cutlass::Status status) { return -static_cast<int>(status); }
 
@@ -79,7 +98,10 @@ inline cudaError_t launch_kernel(Kernel::Params const& params, cudaStream_t stre
   config.stream = stream;
   config.attrs = attributes;
   config.numAttrs = count;
-  return cudaLaunchKernelEx(&config, &cutlass::device_kernel<Kernel>, params);
+  void const* entry = nullptr;
+  if (cudaError_t error = find_entry(&entry); error != cudaSuccess) return error;
+  void* given[] = {const_cast<Kernel::Params*>(&params)};
+  return cudaLaunchKernelExC(&config, entry, given);
 }
 
 // Allows the kernel its shared memory, and asks how many of its clusters the device holds at once:
@@ -88,9 +110,11 @@ inline cudaError_t launch_kernel(Kernel::Params const& params, cudaStream_t stre
 inline cudaError_t prepare(int device, int* clusters) {
   static std::atomic<int> known[kKnownDevices];
   if (device < kKnownDevices && (*clusters = known[device].load()) > 0) return cudaSuccess;
-  auto entry = &cutlass::device_kernel<Kernel>;
-  cudaError_t error = cudaFuncSetAttribute(entry, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                           Kernel::SharedStorageSize);
+  void const* entry = nullptr;
+  cudaError_t error = find_entry(&entry);
+  if (error == cudaSuccess)
+    error = cudaFuncSetAttribute(entry, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 Kernel::SharedStorageSize);
   if (error != cudaSuccess) return error;
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeClusterDimension;
@@ -202,3 +226,4 @@ extern "C" int tuner_golden_launch(void* const* tensors, const int64_t* integers
     return status_code(status);
   return static_cast<int>(launch_kernel(Kernel::to_underlying_arguments(args, workspace), queue, pdl));
 }
+#endif

@@ -3,6 +3,9 @@
 
 #include <cuda_runtime.h>
 
+#if !defined(__CUDA_ARCH__)
+#include "host_half.h"
+#endif
 #include "cutlass/cutlass.h"
 #include "cutlass/device_kernel.h"
 #include "cutlass/numeric_types.h"
@@ -23,6 +26,7 @@ constexpr int kSmemCapacity = 232448;
 
 // The columns of a pair are accumulators of one thread, and lane t of a quad has those of eight
 // neighbouring results (cute/atom/mma_traits_sm90_gmma.hpp, CLayout_64xN): it stores them at once.
+// A tile that ends in the middle of a group of 64 columns has four of them.
 struct GatedEpilogue {
   using ElementC = void;
   using StrideC = cute::Stride<int64_t, cute::_1, int64_t>;
@@ -59,7 +63,9 @@ struct GatedEpilogue {
                                  Accumulators const& accumulators, Mma mma, Residue, int thread, char*) {
     using namespace cute;
     constexpr int kChunks = decltype(size<0>(accumulators.layout()))::value / 4;
-    static_assert(kChunks % 8 == 0, "an instruction covers whole groups of 64 columns");
+    constexpr int kRun = kChunks % 8 == 0 ? 8 : 4;
+    static_assert(kChunks % kRun == 0, "an instruction covers whole halves of groups");
+    using Vector = cute::conditional_t<kRun == 8, uint4, uint2>;
     auto const [tile_m, tile_n, tile_k, batch] = coord;
     auto const places = mma.get_thread_slice(thread).partition_C(make_identity_tensor(take<0, 2>(block)));
     CUTLASS_PRAGMA_UNROLL
@@ -69,26 +75,28 @@ struct GatedEpilogue {
         CUTLASS_PRAGMA_UNROLL
         for (int half = 0; half < 2; ++half) {  // rows r and r + 8
           CUTLASS_PRAGMA_UNROLL
-          for (int first = 0; first < kChunks; first += 8) {
+          for (int first = 0; first < kChunks; first += kRun) {
             auto const place = places(make_coord(0, half, first), i, j);
             int64_t const row = tile_m * size<0>(block) + get<0>(place);
             int64_t const column = tile_n * size<1>(block) + get<1>(place);
-            cutlass::Array<float, 8> result;
+            cutlass::Array<float, kRun> result;
             CUTLASS_PRAGMA_UNROLL
-            for (int c = 0; c < 8; ++c) {
+            for (int c = 0; c < kRun; ++c) {
               float const gate = params.alpha * accumulators(make_coord(0, half, first + c), i, j);
               float const up = params.alpha * accumulators(make_coord(1, half, first + c), i, j);
               result[c] = up * __fdividef(gate, 1.0f + __expf(-gate));
             }
             if (row >= get<0>(problem) || column >= get<1>(problem)) continue;
-            alignas(16) cutlass::Array<Output, 8> const stored =
-                cutlass::NumericArrayConverter<Output, float, 8>{}(result);
-            auto* to = reinterpret_cast<uint4*>(params.ptr_D + batch * get<2>(params.dD) +
-                                                row * get<0>(params.dD) + column / 64 * 32 +
-                                                column % 64 * 4);
+            alignas(16) cutlass::Array<Output, kRun> const stored =
+                cutlass::NumericArrayConverter<Output, float, kRun>{}(result);
+            int64_t const place_in_group =
+                kRun == 8 ? column % 64 * 4 : column % 64 / 8 + column % 8 * 4;
+            auto* to = reinterpret_cast<Vector*>(params.ptr_D + batch * get<2>(params.dD) +
+                                                 row * get<0>(params.dD) + column / 64 * 32 +
+                                                 place_in_group);
             CUTLASS_PRAGMA_UNROLL
-            for (int part = 0; part < int(sizeof(stored) / sizeof(uint4)); ++part)
-              to[part] = reinterpret_cast<uint4 const*>(&stored)[part];
+            for (int part = 0; part < int(sizeof(stored) / sizeof(Vector)); ++part)
+              to[part] = reinterpret_cast<Vector const*>(&stored)[part];
           }
         }
       }
@@ -117,6 +125,22 @@ constexpr int kClusterSize = 2;
 constexpr int kKnownDevices = 64;
 static_assert(Kernel::SharedStorageSize <= kSmemCapacity, "tile and stages exceed shared memory");
 
+#if defined(__CUDA_ARCH__)
+}  // namespace k_golden
+
+template __global__ void cutlass::device_kernel<k_golden::Kernel>(
+    CUTLASS_GRID_CONSTANT k_golden::Kernel::Params const);
+
+#else  // the host's half
+// cutlass::device_kernel<Kernel>, found once.
+inline cudaError_t find_entry(void const** entry) {
+  static cudaKernel_t kernel = nullptr;
+  static cudaError_t const found = tuner::find_kernel(
+      "_ZN7cutlass13device_kernelIN8k_golden13kernel_goldenEEEvNT_6ParamsE", &kernel);
+  *entry = kernel;
+  return found;
+}
+
 // Statuses are negative, CUDA errors positive: the caller tells them apart by sign.
 inline int status_code(cutlass::Status status) { return -static_cast<int>(status); }
 
@@ -140,7 +164,10 @@ inline cudaError_t launch_kernel(Kernel::Params const& params, cudaStream_t stre
   config.stream = stream;
   config.attrs = attributes;
   config.numAttrs = count;
-  return cudaLaunchKernelEx(&config, &cutlass::device_kernel<Kernel>, params);
+  void const* entry = nullptr;
+  if (cudaError_t error = find_entry(&entry); error != cudaSuccess) return error;
+  void* given[] = {const_cast<Kernel::Params*>(&params)};
+  return cudaLaunchKernelExC(&config, entry, given);
 }
 
 // Allows the kernel its shared memory, and asks how many of its clusters the device holds at once:
@@ -149,9 +176,11 @@ inline cudaError_t launch_kernel(Kernel::Params const& params, cudaStream_t stre
 inline cudaError_t prepare(int device, int* clusters) {
   static std::atomic<int> known[kKnownDevices];
   if (device < kKnownDevices && (*clusters = known[device].load()) > 0) return cudaSuccess;
-  auto entry = &cutlass::device_kernel<Kernel>;
-  cudaError_t error = cudaFuncSetAttribute(entry, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                           Kernel::SharedStorageSize);
+  void const* entry = nullptr;
+  cudaError_t error = find_entry(&entry);
+  if (error == cudaSuccess)
+    error = cudaFuncSetAttribute(entry, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 Kernel::SharedStorageSize);
   if (error != cudaSuccess) return error;
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeClusterDimension;
@@ -263,3 +292,4 @@ extern "C" int tuner_golden_launch(void* const* tensors, const int64_t* integers
     return status_code(status);
   return static_cast<int>(launch_kernel(Kernel::to_underlying_arguments(args, workspace), queue, pdl));
 }
+#endif

@@ -57,14 +57,14 @@ CASES: dict[str, tuple[Mapping[str, Any], Config]] = {
     "swapped": (FAST, config(PINGPONG, (64, 16, 128), swap_ab=True)),
     "deep": ({**FAST, "scales": "tensor"}, config(PINGPONG, (64, 64, 256), cluster_n=2)),
     "split": ({**FAST, "scales": "tensor"}, config(COOPERATIVE, (128, 128, 128), **STREAM_K)),
-    "summed": (SUMMED, config(COOPERATIVE, (128, 192, 128))),
+    "summed": (SUMMED, config(COOPERATIVE, (128, 176, 128))),
     "summed swapped": (
         {**SUMMED, "dtype_d": "float16"},
         config(COOPERATIVE, (128, 128, 64), swap_ab=True),
     ),
     "summed split": (SUMMED, config(COOPERATIVE, (128, 64, 128), **STREAM_K)),
     "summed once": ({**SUMMED, "scales": "tensor"}, config(PINGPONG, (128, 96, 128), cluster_m=2)),
-    "fp16": ({"scales": "row"}, config(PINGPONG, (128, 128, 64), cluster_m=2)),
+    "fp16": ({"scales": "row"}, config(PINGPONG, (128, 112, 64), cluster_m=2)),
     "bf16": (
         {"dtype": "bfloat16", "dtype_d": "float32", "scales": "row"},
         config(COOPERATIVE, (128, 128, 64), swap_ab=True),

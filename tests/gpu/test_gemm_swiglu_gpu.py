@@ -37,13 +37,18 @@ def config(schedule: str, tile: tuple[int, int, int], **more: Value) -> Config:
     return Config("gemm_swiglu", {**params, **more})
 
 
-#: Type and config: instructions of one, two, three and four groups of columns.
+#: Type and config: instructions of one to four groups of columns, and with half a group.
 CASES: dict[str, tuple[Any, Config]] = {
     "one group": ("float16", config("TmaWarpSpecializedPingpong", (64, 64, 64))),
     "two groups": ("bfloat16", config("TmaWarpSpecializedPingpong", (128, 128, 64), cluster_m=2)),
     "three groups": (
         "float16",
         config("TmaWarpSpecializedCooperative", (256, 192, 64), tile_scheduler="Persistent"),
+    ),
+    "one and a half": ("float16", config("TmaWarpSpecializedPingpong", (64, 96, 64))),
+    "three and a half": (
+        "float16",
+        config("TmaWarpSpecializedCooperative", (128, 224, 64), tile_scheduler="Persistent"),
     ),
     "four groups": (
         "bfloat16",

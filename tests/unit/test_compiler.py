@@ -496,7 +496,7 @@ def test_available_memory_is_the_machines_or_the_control_groups(
 
 def test_the_command_holds_what_cutlass_needs(fake: Fake) -> None:
     fake.toolchain = replace(fake.toolchain, library_dirs=(Path("/cu13/lib"),))
-    command = fake.compiler()._write(fake.folder, "a.cu.j2", "")
+    [command] = fake.compiler()._write(fake.folder, "a.cu.j2", "")
     cutlass = fake.toolchain.cutlass
     for part in (
         "-std=c++17",
@@ -513,10 +513,31 @@ def test_the_command_holds_what_cutlass_needs(fake: Fake) -> None:
         assert part in command
 
 
+def test_halves_that_are_compiled_apart_are_three_steps(fake: Fake) -> None:
+    made = fake.compiler()
+    commands = made._write(fake.folder, "a.cu.j2", '#include "host_half.h"\n')
+    device, image, host = ([Path(part).name for part in command] for command in commands)
+    assert device[-4:] == ["-ptx", "unit.cu", "-o", "unit.ptx"]
+    assert image[-4:] == ["-fatbin", "unit.ptx", "-o", "unit.fatbin"]
+    assert host[-3:] == ["host.cpp", "-o", "kernel.so"]
+    assert (fake.folder / "host.cpp").read_text() == '#include "unit.cu"\n'
+    assert all(command[:3] == commands[0][:3] for command in commands)
+
+
+def test_steps_end_at_the_first_that_fails_and_count_together(fake: Fake) -> None:
+    made = fake.compiler()
+    say = [sys.executable, "-SE", "-c", "print('said')"]
+    fail = [sys.executable, "-SE", "-c", "import sys; sys.exit(3)"]
+    last, done = made._run([say, fail, say], fake.folder)
+    assert (last, done.returncode, done.log) == (fail, 3, "said\n")
+    last, done = made._run([say, say], fake.folder)
+    assert (last, done.returncode, done.log) == (say, 0, "said\nsaid\n")
+
+
 def test_each_capability_has_its_flags_and_its_keys(fake: Fake) -> None:
     hopper, ampere = fake.compiler(), fake.compiler(capability="8.0")
     assert compiler.flags("9.0") == compiler.FLAGS
-    command = ampere._write(fake.folder, "a.cu.j2", "")
+    [command] = ampere._write(fake.folder, "a.cu.j2", "")
     assert "-gencode=arch=compute_80,code=sm_80" in command
     assert not [part for part in command if "90a" in part]
     assert len(compiler.flags("12.0")) == len(compiler.FLAGS)

@@ -158,6 +158,44 @@ def test_no_candidate_is_mostly_padding() -> None:
             assert blocks_n * config["tile_n"] <= 128
 
 
+def widths(problem: GemmProblem, schedule: str, tile_m: int) -> set[int]:
+    """tile_n of a schedule's candidates that CuTe has no instruction for."""
+    space = GEMM.space(problem, DEFAULT_GPU)
+    tiles = {(c["kernel_schedule"], c["tile_m"], c["tile_n"]) for c in space}
+    return {n for s, m, n in tiles if (s, m) == (schedule, tile_m)} - {
+        16,
+        32,
+        64,
+        96,
+        128,
+        192,
+        256,
+    }
+
+
+def test_widths_that_fill_the_last_wave_are_candidates() -> None:
+    uneven = GemmProblem(512, 11008, 4096)
+    # 252 tiles of 128 x 176, two for each of 132; of 192 columns 232, also two, of 256 172.
+    assert widths(uneven, "TmaWarpSpecializedCooperative", 128) == {112, 176}
+    assert widths(uneven, "TmaWarpSpecializedCooperative", 256) == {176}
+    assert widths(replace(uneven, n=14336), "TmaWarpSpecializedCooperative", 128) == {224, 240}
+    # 128 tiles of 128 x 128 are one wave, of which four multiprocessors lack a tile.
+    assert widths(GemmProblem(512, 4096, 4096), "TmaWarpSpecializedPingpong", 128) == set()
+
+
+def test_only_operands_along_k_have_instructions_of_any_width() -> None:
+    uneven = GemmProblem(512, 11008, 4096)
+    other = replace(uneven, layout_b="row")
+    assert widths(other, "TmaWarpSpecializedCooperative", 128) == set()
+    chosen = coop(tile_n=176)
+    assert "m64n176k16" in render(GEMM.kernels(uneven, chosen)["gemm"], "x")
+    assert "wgmma" not in render(GEMM.kernels(other, chosen)["gemm"], "x")
+    assert "wgmma" not in render(GEMM.kernels(uneven, coop())["gemm"], "x")
+    assert GEMM.predict_us(uneven, chosen, DEFAULT_GPU) < GEMM.predict_us(
+        other, chosen, DEFAULT_GPU
+    )
+
+
 @pytest.mark.parametrize(
     ("config", "reason"),
     [

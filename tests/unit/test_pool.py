@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, wait
+from functools import partial
 from typing import Any
 
 import pytest
@@ -96,6 +97,34 @@ def test_order_is_that_of_submission_but_for_what_goes_first(create: Create) -> 
     worker.go.set()
     wait(futures, PATIENCE_S)
     assert order == ["F", "G", "a", "b", "c"]
+
+
+def test_a_worker_prefers_what_it_has_at_home_and_takes_the_rest_rather_than_wait(
+    create: Create,
+) -> None:
+    pool, workers = create(2)
+    held = [pool.submit(waiting, home=name) for name in "ab"]
+    assert all(worker.begun.wait(PATIENCE_S) for worker in workers)
+    at_home = dict(zip(("ab" if pool._homes["a"] is workers[0] else "ba"), workers, strict=True))
+    order: list[tuple[str, int]] = []
+
+    def note(worker: Any, name: str) -> None:
+        order.append((name, worker.number))
+
+    asked = [("a2", "a", False), ("A3", "a", True), ("c", "c", False), ("b2", "b", False)]
+    asked += [("c2", "c", True), ("none", None, False)]
+    futures = [
+        pool.submit(partial(note, name=name), home=home, first=first) for name, home, first in asked
+    ]
+    other = at_home["b"]
+    other.go.set()
+    wait(futures, PATIENCE_S)
+    number = other.number
+    # Its own and nobody's in their order, then what is new (and its own from there on), then a's.
+    expected = ["b2", "none", "c2", "c", "A3", "a2"]
+    assert order == [(name, number) for name in expected]
+    at_home["a"].go.set()
+    wait(held, PATIENCE_S)
 
 
 def test_what_a_request_raises_is_its_own(create: Create) -> None:

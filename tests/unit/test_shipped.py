@@ -19,6 +19,7 @@ from tuner.problem import (
     GemmProblem,
     GroupedGemmProblem,
     Problem,
+    SoftmaxProblem,
     SwigluProblem,
 )
 from tuner.store import open_store
@@ -46,6 +47,8 @@ def baselines(problem: Problem) -> set[str]:
             if problem.scales:
                 return {"scaled_mm"}
             return {"addmm"} if problem.epilogue else {"cublas"}
+        case SoftmaxProblem():
+            return {"torch"}
     raise AssertionError(problem.op)
 
 

@@ -21,6 +21,7 @@ from tuner.families.gemm_shape import (
     PLAIN,
     PROMOTED_K,
     Shape,
+    instruction_columns,
     oriented,
     smem_bytes,
     tile_blocks,
@@ -35,8 +36,6 @@ from tuner.hardware import (
 )
 from tuner.problem import DTYPE_BYTES, GemmProblem
 
-#: Columns of one WGMMA instruction (cute/arch/mma_sm90.hpp): the largest that divides tile_n.
-INSTRUCTION_N = (256, 192, 128, 96, 64, 32, 16)
 #: Shared memory that one multiprocessor reads a clock [CUDA C++ Programming Guide 13.0].
 SMEM_BYTES_PER_CLOCK = 128
 #: Blocks that run at once where they come in clusters of this size, of 132 multiprocessors: a
@@ -114,7 +113,7 @@ def _energy(
     blocks_m, blocks_n = tile_blocks(shape, config)
     flops = 2.0 * blocks_m * tile_m * blocks_n * tile_n * shape.k * shape.batch
     flops /= problem.tensor_rate  # half the bits, taken for half the energy: not measured
-    columns = _columns(tile_n)
+    columns = instruction_columns(shape, tile_n)
     operands = (64 + columns) / (64 * columns)
     loads: float = 1 / (tile_m * config["cluster_m"]) + 1 / (tile_n * config["cluster_n"])
     # Relative to a product's energy: bytes a product reads of shared memory, and of the L2.
@@ -122,16 +121,12 @@ def _energy(
     return flops * relative / (constants["power_tflops"] * 1e6)
 
 
-def _columns(tile_n: int) -> int:
-    return next(n for n in INSTRUCTION_N if tile_n % n == 0)
-
-
 def _step_cycles(
     problem: GemmProblem, config: Config, blocks: int, constants: Mapping[str, float]
 ) -> float:
     """Cycles of one K step of one tile, `blocks` of which share a multiprocessor."""
     tile_m, tile_n, tile_k = (int(config[f"tile_{mode}"]) for mode in "mnk")
-    columns = _columns(tile_n)
+    columns = instruction_columns(oriented(problem, config["swap_ab"]), tile_n)
     width = DTYPE_BYTES[problem.dtype]
     depth = WGMMA_K_BYTES // width
     # One instruction multiplies 64 x depth by depth x columns, and reads both from shared memory.

@@ -27,6 +27,8 @@ RASTER_ORDERS = {"AlongM": 1, "AlongN": 2}
 #: scheduling, which is the second (gemm/kernel/tile_scheduler_params.h).
 DECOMPOSITIONS = {"SplitK": 2, "StreamK": 3}
 SWIZZLES = (1, 2, 4, 8)
+#: Columns of the WGMMAs that CuTe declares (cute/arch/mma_sm90_gmma.hpp).
+_DECLARED_N = (256, 192, 128, 96, 64, 32, 16, 8)
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,17 @@ def oriented(problem: GemmProblem, swap_ab: bool) -> Shape:
     flip = {"row": "col", "col": "row"}
     layout_a, layout_b = flip[problem.layout_b], flip[problem.layout_a]
     return Shape(problem.n, problem.m, problem.k, problem.batch, layout_a, layout_b, "col")
+
+
+def instruction_columns(shape: Shape, tile_n: int) -> int:
+    """Columns of one WGMMA of a tile.
+
+    All of the tile's where both operands lie along K: `gemm.cu.j2` writes out the widths that CuTe
+    does not declare. Elsewhere the widest declared one that divides the tile.
+    """
+    if (shape.layout_a, shape.layout_b) == ("row", "col"):
+        return tile_n
+    return next(n for n in _DECLARED_N if tile_n % n == 0)
 
 
 def smem_bytes(problem: GemmProblem, config: Config) -> tuple[int, int]:

@@ -17,6 +17,7 @@ from tuner.families.gemm_shape import (
     TMA_EPILOGUE,
     Shape,
     effective_swizzle,
+    instruction_columns,
     oriented,
     round_up,
     smem_bytes,
@@ -59,6 +60,16 @@ _MORE_TILES = (
     (PINGPONG, 128, 96),
 )
 _MORE_CLUSTERS = ((1, 1), (2, 1), (1, 2))
+#: Widths that CuTe does not declare, and the widest of all for each schedule and tile_m.
+_WIDTHS = (80, 112, 144, 160, 176, 208, 224, 240)
+_WIDEST = {
+    (COOPERATIVE, 128): 256,
+    (COOPERATIVE, 256): 192,
+    (PINGPONG, 64): 256,
+    (PINGPONG, 128): 192,
+}
+#: Of the work of wider and of narrower tiles, what a width that is worth a binary has at most.
+_WIDER_WORK, _NARROWER_WORK = 0.98, 1.04
 _DEEP_TILES = (
     *((PINGPONG, 64, n) for n in (16, 32, 64, 128)),
     (PINGPONG, 128, 64),
@@ -97,17 +108,19 @@ def candidates(problem: GemmProblem, gpu: Gpu) -> Iterator[list[Config]]:
     """Candidates of one binary at a time, in a fixed order; their legality is not looked at."""
     for swap_ab in _swaps(problem):
         shape = oriented(problem, swap_ab)
-        for compiled in _compiled(problem, shape, swap_ab):
+        for compiled in _compiled(problem, shape, swap_ab, gpu):
             group = list(_scheduled(shape, compiled, gpu))
             if _is_short(problem) and compiled.get("tile_scheduler") != "StreamK":
                 group += [Config("gemm", {**config.params, "pdl": True}) for config in group]
             yield group
 
 
-def _compiled(problem: GemmProblem, shape: Shape, swap_ab: bool) -> Iterator[dict[str, Value]]:
+def _compiled(
+    problem: GemmProblem, shape: Shape, swap_ab: bool, gpu: Gpu
+) -> Iterator[dict[str, Value]]:
     """Compile-time parameters worth a binary for a shape, in a fixed order."""
     atom = SWIZZLE_BYTES // DTYPE_BYTES[problem.dtype]
-    for schedule, tile_m, tile_n, tile_k, cluster, extra in _binaries(shape, atom):
+    for schedule, tile_m, tile_n, tile_k, cluster, extra in _binaries(shape, atom, gpu):
         base: dict[str, Value] = {
             "tile_m": tile_m,
             "tile_n": tile_n,
@@ -133,7 +146,7 @@ def _compiled(problem: GemmProblem, shape: Shape, swap_ab: bool) -> Iterator[dic
 _Binary = tuple[str, int, int, int, tuple[int, int], dict[str, Value]]
 
 
-def _binaries(shape: Shape, atom: int) -> Iterator[_Binary]:
+def _binaries(shape: Shape, atom: int, gpu: Gpu) -> Iterator[_Binary]:
     # K as it fills a swizzle atom; half of that only where the atom would mostly be padding.
     tile_k = atom // 2 if shape.k <= atom // 2 else atom
     for schedule, m, n in _TILES:
@@ -152,11 +165,39 @@ def _binaries(shape: Shape, atom: int) -> Iterator[_Binary]:
     for schedule, m, n in _MORE_TILES:
         for cluster in _MORE_CLUSTERS:
             yield schedule, m, n, tile_k, cluster, {}
+    for schedule, m in _WIDEST:
+        for n in _filling_widths(shape, schedule, m, gpu):
+            for cluster in _MORE_CLUSTERS:
+                yield schedule, m, n, tile_k, cluster, {}
     for m, n in _PLAIN_TILES:
         for cluster in ((1, 1), (2, 1)):
             yield PLAIN, m, n, tile_k, cluster, {}
     for schedule, m, n in _NO_SMEM_TILES:
         yield schedule, m, n, tile_k, (2, 1), {"epilogue_schedule": NO_SMEM}
+
+
+def _filling_widths(shape: Shape, schedule: str, tile_m: int, gpu: Gpu) -> Iterator[int]:
+    """Widths between the usual ones whose tiles fill the multiprocessors' last wave better.
+
+    One instruction spans such a tile only where both operands lie along K. A wider tile reads less
+    for each product: a narrower one has to leave the busiest multiprocessor less to do than every
+    wider one, and not more than those that are narrower still.
+    """
+    if instruction_columns(shape, min(_WIDTHS)) < min(_WIDTHS):
+        return
+    usual = [n for s, m, n in (*_TILES, *_MORE_TILES) if (s, m) == (schedule, tile_m)]
+    widths = {*usual, *(n for n in _WIDTHS if n < _WIDEST[schedule, tile_m])}
+
+    def work(tile_n: int) -> int:
+        """Columns that the busiest multiprocessor computes."""
+        tiles = ceil(shape.m / tile_m) * ceil(shape.n / tile_n) * shape.batch
+        return ceil(tiles / gpu.sm_count) * tile_n
+
+    for width in sorted(widths & set(_WIDTHS)):
+        wider = min(work(n) for n in widths if n > width)
+        narrower = min(work(n) for n in usual if width / 2 <= n < width)
+        if work(width) < _WIDER_WORK * wider and work(width) <= _NARROWER_WORK * narrower:
+            yield width
 
 
 def _fits(shape: Shape, params: dict[str, Value], atom: int) -> bool:

@@ -1,8 +1,9 @@
 """SwiGLU as one GEMM of twice as many columns, whose epilogue multiplies them in pairs.
 
 The kernel is `gemm`'s with another epilogue: columns of the gate and of the up projection come
-interleaved, so that each thread holds both of a result and stores eight neighbouring results by
-itself, without shared memory. Everything else of a config is `gemm`'s.
+interleaved, so that each thread holds both of a result and stores eight neighbouring results (four
+where a tile ends within a group) by itself, without shared memory. Everything else of a config is
+`gemm`'s.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from tuner.families.gemm_shape import NO_SMEM
 from tuner.hardware import HOPPER, Gpu
 from tuner.problem import GemmProblem, Problem, SwigluProblem
 
-#: Columns that are interleaved as a group; an instruction's width is a multiple of it.
-GROUP = 64
+#: Half of the columns that are interleaved as a group: what of one a tile may have.
+HALF_GROUP = 32
 _GEMM = Gemm()
 
 
@@ -45,9 +46,8 @@ class GemmSwiglu(Family):
         if config.get("swap_ab"):
             reasons.append("swap_ab=True puts the two of a pair into different threads")
         tile_n = config.get("tile_n")
-        # The largest instruction that divides the tile is then a multiple of a group, too.
-        if isinstance(tile_n, int) and tile_n % GROUP:
-            reasons.append(f"tile_n={tile_n} is not a multiple of {GROUP}")
+        if isinstance(tile_n, int) and tile_n % HALF_GROUP:
+            reasons.append(f"tile_n={tile_n} is not a multiple of {HALF_GROUP}")
         return reasons
 
     def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:

@@ -156,7 +156,7 @@ class LocalRunner:
         # A GPU waits for no compiler.
         concurrent.futures.wait(pending.futures.values())
         work = partial(self._evaluator.finish, pending, mode="final", rounds=rounds)
-        timing = self._pool.submit(work, first=True)
+        timing = self._pool.submit(work, first=True, home=problem)
         with self._lock:
             self._timing.add(timing)
         try:
@@ -191,6 +191,8 @@ class LocalRunner:
         with self._lock:
             if not any(pending is other for other in self._open):
                 return  # it was given up while it was compiled
-            timing = self._pool.submit(partial(self._evaluator.finish, pending))
+            timing = self._pool.submit(
+                partial(self._evaluator.finish, pending), home=pending.problem
+            )
             self._timing.add(timing)
         timing.add_done_callback(lambda timing: done.put((pending, timing)))

@@ -4,16 +4,18 @@ A request runs from its first candidate to its last on one GPU. That is what mak
 chip's word: finalists and the vendors' kernels are timed interleaved in one request, so their
 ratios hold whichever GPU it was. Quick timings of one search may come from several chips of a
 kind; they only choose who is in the final pass.
+
+Requests about one thing (`home`) go to one worker where that leaves no worker idle: it has the
+vendors' plans for it, which cost more than the timings.
 """
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from tuner.errors import BenchmarkError, WorkerLostError
@@ -25,12 +27,13 @@ MOST_LOSSES = 3
 """Workers that one request may cost: one that always loses its worker must end."""
 
 
-@dataclass(order=True)
+@dataclass(eq=False)
 class _Request:
     order: tuple[bool, int]
-    work: Callable[[AnyWorker], Any] = field(compare=False)
-    future: Future[Any] = field(compare=False)
-    losses: int = field(default=0, compare=False)
+    work: Callable[[AnyWorker], Any]
+    future: Future[Any]
+    home: Hashable
+    losses: int = 0
     """Workers that went away at it."""
 
 
@@ -46,6 +49,8 @@ class WorkerPool:
         self._changed = threading.Condition()
         self._waiting: list[_Request] = []
         self._running: dict[Future[Any], AnyWorker] = {}
+        self._homes: dict[Hashable, AnyWorker] = {}
+        """Who had the first request of each home."""
         self._threads: list[threading.Thread] = []
         self._numbers = itertools.count()
         self._facts: dict[str, str] | None = None
@@ -65,20 +70,28 @@ class WorkerPool:
             self._facts = self.submit(lambda worker: worker.facts(), first=True).result()
         return self._facts
 
-    def submit(self, work: Callable[[AnyWorker], T], *, first: bool = False) -> Future[T]:
+    def submit(
+        self,
+        work: Callable[[AnyWorker], T],
+        *,
+        first: bool = False,
+        home: Hashable = None,
+    ) -> Future[T]:
         """Have the next worker that is free do something.
 
         Args:
             work: called with the worker, in a thread of the pool.
             first: before all that waits; else it is done in the order of submission.
+            home: what it is about. A free worker takes what it has at home or what has none, then
+                what is new to all, and only then what is another's.
         """
         future: Future[T] = Future()
         with self._changed:
             if self._is_closed:
                 future.cancel()
                 return future
-            request = _Request((not first, next(self._numbers)), work, future)
-            heapq.heappush(self._waiting, request)
+            request = _Request((not first, next(self._numbers)), work, future, home)
+            self._waiting.append(request)
             self._start()
             self._changed.notify()
         return future
@@ -135,12 +148,20 @@ class WorkerPool:
         with self._changed:
             while not self._is_closed:
                 while self._waiting:
-                    request = heapq.heappop(self._waiting)
+                    request = min(self._waiting, key=lambda r: (self._distance(r, worker), r.order))
+                    self._waiting.remove(request)
                     if request.losses or request.future.set_running_or_notify_cancel():
                         self._running[request.future] = worker
+                        self._homes.setdefault(request.home, worker)
                         return request
                 self._changed.wait()
         return None
+
+    def _distance(self, request: _Request, worker: AnyWorker) -> int:
+        """0 of a request at home with a worker or nowhere, 1 where its home is new, 2 elsewhere."""
+        if request.home is None or self._homes.get(request.home) is worker:
+            return 0
+        return 2 if request.home in self._homes else 1
 
     def _prepare(self, number: int) -> bool:
         """Have a worker ready for its next request; false when the pool was closed meanwhile."""
@@ -151,7 +172,7 @@ class WorkerPool:
         request.losses += 1
         with self._changed:
             del self._running[request.future]
-            heapq.heappush(self._waiting, request)
+            self._waiting.append(request)
             if self._is_closed:
                 self._drop(request.future, CancelledError())
             elif request.losses >= MOST_LOSSES:
@@ -164,7 +185,6 @@ class WorkerPool:
         kept = [request for request in self._waiting if request.future is not future]
         if len(kept) < len(self._waiting):
             self._waiting = kept
-            heapq.heapify(self._waiting)
             future.set_exception(exc)
 
     def _release(self, future: Future[Any]) -> None:
