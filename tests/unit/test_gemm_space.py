@@ -1,0 +1,201 @@
+"""The candidates of the family `gemm`, what is expected of them, and what a search begins with."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from gemm_samples import GEMM, PROBLEMS, SQUARE, coop, ping, stream_k
+
+from tuner.config import Config
+from tuner.families import gemm_cost
+from tuner.families.base import group_by_kernels
+from tuner.families.gemm_shape import tile_blocks
+from tuner.families.gemm_space import Shape
+from tuner.hardware import DEFAULT_GPU, GPUS
+from tuner.problem import GemmProblem
+from tuner.render import render
+
+
+@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
+def test_the_space_is_legal_distinct_and_in_a_fixed_order(problem: GemmProblem) -> None:
+    space = GEMM.space(problem, DEFAULT_GPU)
+    assert space
+    assert [GEMM.violations(problem, c, DEFAULT_GPU) for c in space] == [[]] * len(space)
+    assert len(set(space)) == len(space)
+    assert list(space) == list(GEMM.space(problem, DEFAULT_GPU))
+
+
+def test_the_space_of_a_square_is_wide_and_shows_every_choice() -> None:
+    space = GEMM.space(SQUARE, DEFAULT_GPU)
+    assert len(group_by_kernels(GEMM, space)) >= 120
+    seen = {name: {c.get(name) for c in space} for name in GEMM.domains}
+    assert seen["kernel_schedule"] == set(GEMM.domains["kernel_schedule"])
+    assert seen["epilogue_schedule"] == set(GEMM.domains["epilogue_schedule"])
+    assert seen["max_swizzle_size"] == {1, 2, 4, 8, None}
+    assert seen["raster_order"] == {"AlongM", "AlongN", None}
+    assert {c.get("decomposition_mode") for c in space} == {None, "StreamK", "SplitK"}
+
+
+def test_a_short_side_is_also_offered_swapped() -> None:
+    def swaps(problem: GemmProblem) -> set[Any]:
+        return {c["swap_ab"] for c in GEMM.space(problem, DEFAULT_GPU)}
+
+    assert swaps(SQUARE) == {False}
+    assert swaps(PROBLEMS["few rows"]) == swaps(PROBLEMS["values"]) == {False, True}
+
+
+def test_few_rows_are_split_along_k() -> None:
+    space = GEMM.space(GemmProblem(16, 4096, 4096), DEFAULT_GPU)
+    assert {c.get("splits") for c in space} >= {2, 4, 8}
+
+
+def test_run_time_choices_share_one_kernel() -> None:
+    problem = SQUARE
+    for group in group_by_kernels(GEMM, GEMM.space(problem, DEFAULT_GPU)):
+        assert len({GEMM.kernels(problem, c)["gemm"].key for c in group}) == 1
+        launches = {GEMM.launches(problem, c, 1.0)[0].integers for c in group}
+        assert len(launches) == len(group)
+
+
+def test_different_binaries_differ_in_their_text() -> None:
+    for problem in (SQUARE, PROBLEMS["values"]):
+        groups = group_by_kernels(GEMM, GEMM.space(problem, DEFAULT_GPU))
+        assert len({GEMM.kernels(problem, g[0])["gemm"].key for g in groups}) == len(groups)
+
+
+def test_no_candidate_is_mostly_padding() -> None:
+    problem = PROBLEMS["values"]
+    shape = Shape(1024, 64, 1024, 16, "row", "row", "row")
+    for config in GEMM.space(problem, DEFAULT_GPU):
+        if not config["swap_ab"]:
+            _, blocks_n = tile_blocks(shape, config)
+            assert blocks_n * config["tile_n"] <= 128
+
+
+def widths(problem: GemmProblem, schedule: str, tile_m: int) -> set[int]:
+    """tile_n of a schedule's candidates that CuTe has no instruction for."""
+    space = GEMM.space(problem, DEFAULT_GPU)
+    tiles = {(c["kernel_schedule"], c["tile_m"], c["tile_n"]) for c in space}
+    return {n for s, m, n in tiles if (s, m) == (schedule, tile_m)} - {
+        16,
+        32,
+        64,
+        96,
+        128,
+        192,
+        256,
+    }
+
+
+def test_widths_that_fill_the_last_wave_are_candidates() -> None:
+    uneven = GemmProblem(512, 11008, 4096)
+    # 252 tiles of 128 x 176, two for each of 132; of 192 columns 232, also two, of 256 172.
+    assert widths(uneven, "TmaWarpSpecializedCooperative", 128) == {112, 176}
+    assert widths(uneven, "TmaWarpSpecializedCooperative", 256) == {176}
+    assert widths(replace(uneven, n=14336), "TmaWarpSpecializedCooperative", 128) == {224, 240}
+    # 128 tiles of 128 x 128 are one wave, of which four multiprocessors lack a tile.
+    assert widths(GemmProblem(512, 4096, 4096), "TmaWarpSpecializedPingpong", 128) == set()
+
+
+def test_only_operands_along_k_have_instructions_of_any_width() -> None:
+    uneven = GemmProblem(512, 11008, 4096)
+    other = replace(uneven, layout_b="row")
+    assert widths(other, "TmaWarpSpecializedCooperative", 128) == set()
+    chosen = coop(tile_n=176)
+    assert "m64n176k16" in render(GEMM.kernels(uneven, chosen)["gemm"], "x")
+    assert "wgmma" not in render(GEMM.kernels(other, chosen)["gemm"], "x")
+    assert "wgmma" not in render(GEMM.kernels(uneven, coop())["gemm"], "x")
+    assert GEMM.predict_us(uneven, chosen, DEFAULT_GPU) < GEMM.predict_us(
+        other, chosen, DEFAULT_GPU
+    )
+
+
+@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
+def test_the_estimate_is_above_what_the_chip_can_do(problem: GemmProblem) -> None:
+    floor = DEFAULT_GPU.floor_us(problem.flops // problem.tensor_rate, problem.bytes)
+    for config in GEMM.space(problem, DEFAULT_GPU):
+        assert floor < GEMM.predict_us(problem, config, DEFAULT_GPU) < 1e6
+
+
+@pytest.mark.parametrize(
+    ("problem", "measured_us"),
+    [
+        (SQUARE, 220),
+        (GemmProblem(1024, 1024, 64, batch=16), 13.9),
+        # Measured with warm inputs; the estimate is for cold ones, 10.9.
+        (GemmProblem(1024, 64, 1024, batch=16, layout_b="row"), 8.5),
+    ],
+)
+def test_the_best_estimate_is_near_the_best_measured(
+    problem: GemmProblem, measured_us: float
+) -> None:
+    space = GEMM.space(problem, DEFAULT_GPU)
+    best = min(GEMM.predict_us(problem, config, DEFAULT_GPU) for config in space)
+    assert measured_us / 1.5 < best < measured_us * 1.5
+
+
+def test_the_estimate_sees_padding_and_starving() -> None:
+    assert cost(ping(tile_m=64, tile_n=16)) > 2 * cost(ping())
+    assert cost(coop(cluster_m=1)) > cost(coop())
+    assert cost(stream_k(splits=8)) > cost(coop())
+
+
+def cost(config: Config) -> float:
+    return GEMM.predict_us(SQUARE, config, DEFAULT_GPU)
+
+
+@pytest.fixture
+def no_heuristics(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def missing(name: str) -> Any:
+        raise ImportError(name)
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    gemm_cost._interface.cache_clear()
+    yield
+    gemm_cost._interface.cache_clear()
+
+
+def test_seeds_without_the_heuristics_follow_the_estimate(no_heuristics: None) -> None:
+    space = GEMM.space(SQUARE, DEFAULT_GPU)
+    assert gemm_cost.heuristic_seeds(SQUARE, DEFAULT_GPU, space, 8, GEMM.constants) == []
+    seeds = GEMM.seeds(SQUARE, DEFAULT_GPU, space, 8)
+    assert len({GEMM.compile_digest(c) for c in seeds}) == 8
+    assert seeds[0] == min(space, key=cost)
+
+
+@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
+def test_seeds_are_distinct_members_of_the_space(problem: GemmProblem) -> None:
+    space = GEMM.space(problem, DEFAULT_GPU)
+    seeds = GEMM.seeds(problem, DEFAULT_GPU, space, 12)
+    assert len(seeds) == len(set(seeds)) == min(12, len(space))
+    assert set(seeds) <= set(space)
+
+
+def test_the_heuristics_name_large_tiles_for_a_square() -> None:
+    pytest.importorskip("nvMatmulHeuristics", reason="nvidia-matmul-heuristics is not installed")
+    space = GEMM.space(SQUARE, DEFAULT_GPU)
+    seeds = gemm_cost.heuristic_seeds(SQUARE, DEFAULT_GPU, space, 4, GEMM.constants)
+    assert len(seeds) == 4
+    assert {(c["tile_m"], c["tile_n"]) for c in seeds} >= {(128, 256), (256, 128)}
+    other = GPUS["H200"].__class__("A100", "8.0", 108, 1410, 1555.0, 40 << 20)
+    assert gemm_cost.heuristic_seeds(SQUARE, other, space, 4, GEMM.constants) == []
+
+
+def test_products_with_a_short_side_may_be_programmatic_dependents() -> None:
+    short = GEMM.space(PROBLEMS["few rows"], DEFAULT_GPU)
+    chosen = [c for c in short if c.get("pdl")]
+    assert chosen and not any(c.get("tile_scheduler") == "StreamK" for c in chosen)
+    assert not any(c.get("pdl") for c in GEMM.space(SQUARE, DEFAULT_GPU))
+    with_pdl, without = (
+        GEMM.launches(SQUARE, ping(pdl=value), 1.0)[0].integers[15] for value in (True, None)
+    )
+    assert (with_pdl, without) == (1, 0)
+    assert GEMM.violations(SQUARE, ping(pdl=False), DEFAULT_GPU) == ["pdl=False is not one of True"]
+    stream_k = {"kernel_schedule": "TmaWarpSpecializedCooperative", "tile_scheduler": "StreamK"}
+    assert "parameter pdl does not apply" in GEMM.violations(
+        SQUARE, ping(**stream_k, pdl=True), DEFAULT_GPU
+    )
