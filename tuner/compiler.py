@@ -54,7 +54,7 @@ FLAGS = (
 )
 UNIT_BYTES = 7 << 30
 """Memory that one unit takes: 7.1 GB at the peak of eight unlike attention kernels, 2.7 GB of eight
-alike, 5.6 GB of eight products; nvcc 13.0."""
+alike; 7.0 GB of eight unlike products, 5.1 to 6.2 GB of eight alike; nvcc 13.0."""
 NVCC_TIMEOUT_S = 900.0
 HOST_FLAGS = ("-Xcompiler=-fpermissive,-w",)
 """For a host half that is compiled by itself: what only a device runs names what g++ lacks."""
