@@ -449,11 +449,13 @@ class Gate:
         return int.from_bytes(data[:8], "little")
 
     def _fill(self, problem: Problem, kind: str, seed: int) -> None:
-        means, deviations = _moments(problem, kind)
+        means, deviations = moments(problem, kind)
         draw = random.Random(f"{seed}:{kind}")
         for operand in problem.operands[:-1]:
             if operand.name in _STARTS:
-                self._write_starts(problem, operand, kind)
+                self._device.write(
+                    self._operands[operand.name].pointer, starts_of(problem, operand, kind)
+                )
                 continue
             self._run(
                 (self._operands[operand.name].pointer,),
@@ -544,12 +546,6 @@ class Gate:
                 )
             self._device.wait()
 
-    def _write_starts(self, problem: Problem, operand: Operand, kind: str) -> None:
-        """Where each of the packed sequences or groups starts, and the last one's end."""
-        lengths = _lengths(problem, operand, kind)
-        starts = struct.pack(f"<{operand.elements}i", 0, *accumulate(lengths))
-        self._device.write(self._operands[operand.name].pointer, starts)
-
     def _compute_groups(
         self, problem: GroupedGemmProblem, kind: str, scale: float, reference: int
     ) -> None:
@@ -587,7 +583,7 @@ def _matrices(operand: Operand) -> tuple[int, int, tuple[int, int, int]]:
     return math.prod(batch), rows, (outer[0] if outer else operand.elements, row, column)
 
 
-def _moments(problem: Problem, kind: str) -> tuple[dict[str, float], dict[str, float]]:
+def moments(problem: Problem, kind: str) -> tuple[dict[str, float], dict[str, float]]:
     """Mean and standard deviation of each input that are not 0 and 1."""
     large = LARGE if kind == "large_scores" else 1.0
     if isinstance(problem, AttentionProblem) and problem.dtype == E4M3:
@@ -613,7 +609,7 @@ def _moments(problem: Problem, kind: str) -> tuple[dict[str, float], dict[str, f
 
 
 def _e4m3_moments(has_mean: bool, large: float) -> tuple[dict[str, float], dict[str, float]]:
-    """`_moments` of quantised tensors and their factors, which make them what others are."""
+    """`moments` of quantised tensors and their factors, which make them what others are."""
     factors = {f"descale_{name}": 1 / E4M3_DEVIATION for name in "qkv"}
     factors["descale_q"] *= large
     means, deviations = _scaled(factors, dict.fromkeys(("query", "key", "value"), E4M3_DEVIATION))
@@ -628,6 +624,12 @@ def _scaled(
         **{name: mean * DESCALE_SPREAD for name, mean in factors.items()},
         **deviations,
     }
+
+
+def starts_of(problem: Problem, operand: Operand, kind: str) -> bytes:
+    """Where each of the packed sequences or groups starts, and the last one's end."""
+    lengths = _lengths(problem, operand, kind)
+    return struct.pack(f"<{operand.elements}i", 0, *accumulate(lengths))
 
 
 def _lengths(problem: Problem, starts: Operand, kind: str) -> tuple[int, ...]:

@@ -6,70 +6,25 @@ from typing import Any
 
 import pytest
 from gating import pass_the_gate
+from gemm_cases import EPILOGUE_SIZES as SIZES
+from gemm_cases import EPILOGUES as CASES
+from gemm_cases import with_epilogue as problem_of
 
 from tuner.artifacts import LoadedKernel, load
 from tuner.benchmark import CompiledSubject
 from tuner.compiler import Compiler
-from tuner.config import Config, Value
 from tuner.device import Device, Pool
 from tuner.families.base import KernelSpec, Ref
 from tuner.families.gemm import Gemm, gemm_launch
 from tuner.gate import REFERENCE, Gate
 from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Status
-from tuner.problem import EPILOGUES, GemmProblem
+from tuner.problem import EPILOGUES
 
 np = pytest.importorskip("numpy", reason="numpy is not installed")
 pytestmark = pytest.mark.gpu
 
 GEMM = Gemm()
-PLAIN, PINGPONG = "TmaWarpSpecialized", "TmaWarpSpecializedPingpong"
-COOPERATIVE = "TmaWarpSpecializedCooperative"
-
-
-def config(schedule: str, tile: tuple[int, int, int], **more: Value) -> Config:
-    params: dict[str, Value] = {
-        **dict(zip(("tile_m", "tile_n", "tile_k"), tile, strict=True)),
-        "cluster_m": 1,
-        "cluster_n": 1,
-        "kernel_schedule": schedule,
-        "epilogue_schedule": schedule.removesuffix("Pingpong"),
-        "swap_ab": False,
-    }
-    if schedule != PLAIN:
-        params |= {"raster_order": "AlongN", "max_swizzle_size": 1}
-    if schedule == COOPERATIVE:
-        params["tile_scheduler"] = "Persistent"
-    return Config("gemm", {**params, **more})
-
-
-STREAM_K: dict[str, Value] = {
-    "tile_scheduler": "StreamK",
-    "decomposition_mode": "SplitK",
-    "splits": 2,
-}
-#: Every epilogue once, both types, every schedule, both orientations; a kernel each.
-CASES: dict[str, tuple[str, str, Config]] = {
-    "bias": ("float16", "float32", config(PINGPONG, (64, 96, 64))),
-    "residual": ("bfloat16", "float32", config(COOPERATIVE, (128, 128, 64), **STREAM_K)),
-    "bias_residual": ("float16", "float16", config(COOPERATIVE, (128, 224, 64), cluster_m=2)),
-    "relu": ("bfloat16", "bfloat16", config(PLAIN, (64, 64, 64), stages=3)),
-    "gelu": ("float16", "float16", config(COOPERATIVE, (256, 112, 64))),
-    "gelu_tanh": ("bfloat16", "float32", config(PINGPONG, (64, 128, 64), swap_ab=True)),
-    "silu": ("float16", "float16", config(PINGPONG, (128, 176, 64), cluster_n=2)),
-    "bias_relu": ("float16", "float32", config(COOPERATIVE, (128, 64, 64), swap_ab=True)),
-    "bias_gelu": ("bfloat16", "bfloat16", config(PINGPONG, (128, 128, 64), cluster_m=2)),
-    "bias_gelu_tanh": ("float16", "float16", config(PLAIN, (64, 128, 64), stages=2)),
-    "bias_silu": ("bfloat16", "bfloat16", config(PINGPONG, (64, 16, 64), swap_ab=True)),
-}
-#: M, N, K, batch.
-SIZES = ((200, 264, 136, 1), (1, 1000, 72, 1), (333, 136, 520, 3))
-
-
-def problem_of(epilogue: str, size: tuple[int, int, int, int] = SIZES[0]) -> GemmProblem:
-    m, n, k, batch = size
-    dtype, dtype_d, _ = CASES[epilogue]
-    return GemmProblem(m, n, k, batch, dtype, dtype_d, epilogue=epilogue)  # type: ignore[arg-type]
 
 
 def spec_of(epilogue: str) -> KernelSpec:

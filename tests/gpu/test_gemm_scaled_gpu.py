@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
+from gemm_cases import SCALED as CASES
+from gemm_cases import SCALED_SIZES as SIZES
+from gemm_cases import scaled as problem_of
 
 from tuner.artifacts import LoadedKernel, load
 from tuner.benchmark import WORKSPACE, CompiledSubject, VendorSubject
 from tuner.compiler import Compiler
-from tuner.config import Config, Value
+from tuner.config import Config
 from tuner.device import Device, Pool
 from tuner.families import family
 from tuner.families.base import KernelSpec
@@ -23,59 +25,6 @@ from tuner.problem import E4M3, GemmProblem
 pytestmark = pytest.mark.gpu
 
 GEMM = Gemm()
-PLAIN, PINGPONG = "TmaWarpSpecialized", "TmaWarpSpecializedPingpong"
-COOPERATIVE = "TmaWarpSpecializedCooperative"
-
-
-def config(schedule: str, tile: tuple[int, int, int], **more: Value) -> Config:
-    params: dict[str, Value] = {
-        **dict(zip(("tile_m", "tile_n", "tile_k"), tile, strict=True)),
-        "cluster_m": 1,
-        "cluster_n": 1,
-        "kernel_schedule": schedule,
-        "epilogue_schedule": schedule.removesuffix("Pingpong"),
-        "swap_ab": False,
-    }
-    if schedule != PLAIN:
-        params |= {"raster_order": "AlongN", "max_swizzle_size": 1}
-    if schedule == COOPERATIVE:
-        params["tile_scheduler"] = "Persistent"
-    return Config("gemm", {**params, **more})
-
-
-STREAM_K: dict[str, Value] = {
-    "tile_scheduler": "StreamK",
-    "decomposition_mode": "SplitK",
-    "splits": 2,
-}
-FAST = {"dtype": E4M3, "scales": "row"}
-SUMMED = {"dtype": E4M3, "scales": "row", "fast_accum": False}
-#: Both accumulations and kinds of factors, every schedule, both orientations; a kernel each.
-CASES: dict[str, tuple[Mapping[str, Any], Config]] = {
-    "wide": (FAST, config(COOPERATIVE, (128, 256, 128), cluster_m=2)),
-    "alone": (FAST, config(PLAIN, (64, 128, 128), stages=3)),
-    "swapped": (FAST, config(PINGPONG, (64, 16, 128), swap_ab=True)),
-    "deep": ({**FAST, "scales": "tensor"}, config(PINGPONG, (64, 64, 256), cluster_n=2)),
-    "split": ({**FAST, "scales": "tensor"}, config(COOPERATIVE, (128, 128, 128), **STREAM_K)),
-    "summed": (SUMMED, config(COOPERATIVE, (128, 176, 128))),
-    "summed swapped": (
-        {**SUMMED, "dtype_d": "float16"},
-        config(COOPERATIVE, (128, 128, 64), swap_ab=True),
-    ),
-    "summed split": (SUMMED, config(COOPERATIVE, (128, 64, 128), **STREAM_K)),
-    "summed once": ({**SUMMED, "scales": "tensor"}, config(PINGPONG, (128, 96, 128), cluster_m=2)),
-    "fp16": ({"scales": "row"}, config(PINGPONG, (128, 112, 64), cluster_m=2)),
-    "bf16": (
-        {"dtype": "bfloat16", "dtype_d": "float32", "scales": "row"},
-        config(COOPERATIVE, (128, 128, 64), swap_ab=True),
-    ),
-}
-#: M, N, K.
-SIZES = ((200, 264, 144), (1, 1000, 80), (333, 136, 1040), (512, 512, 16384))
-
-
-def problem_of(case: str, size: tuple[int, int, int] = SIZES[0]) -> GemmProblem:
-    return GemmProblem(*size, **CASES[case][0])
 
 
 def spec_of(case: str) -> KernelSpec:

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from gating import pass_the_gate
 from runtime_gpu import forget, fresh_store, store, this_gpu
+from two_kernel_cases import CASES, LENGTHS, problems, variants
 
 from tuner.artifacts import LoadedKernel, load
 from tuner.benchmark import CompiledSubject
 from tuner.compiler import Compiler
-from tuner.config import Config, Value
+from tuner.config import Config
 from tuner.device import Device
 from tuner.families import family
 from tuner.families.base import LSE, SCRATCH, KernelSpec
@@ -33,42 +33,10 @@ own_store = fresh_store
 FAMILY = family("two_kernel_attention")
 #: Relative Frobenius norm: the fused kernel's.
 LIMITS = {"float16": 6e-4, "bfloat16": 5e-3}
-LENGTHS = [(1, 1), (7, 300), (63, 65), (129, 127), (300, 40), (1000, 1000), (1337, 999)]
 #: Standard deviation of the scaled scores.
 SPREADS = (1.0, 30.0)
 
 
-def make(
-    tile_n: int, scores: tuple[int, int, int, int], output: tuple[int, int, int, int]
-) -> Config:
-    """Of each kernel groups, stages, buffers and blocks an SM."""
-    params: dict[str, Value] = {"tile_n": tile_n}
-    for stage, values in (("scores", scores), ("output", output)):
-        names = (f"{stage}_{name}" for name in ("groups", "stages", "buffers", "blocks_per_sm"))
-        params |= dict(zip(names, values, strict=True))
-    chunk = {"heads_per_launch": 1, "rows_per_launch": 64, "splits": 1, "pdl": True}
-    return Config(FAMILY.name, params | chunk)
-
-
-#: Heads, head dimension, type and mask of a problem (what a kernel is compiled for), and a config.
-CASES = {
-    "full": ("B=2,H=2,D=64", make(128, (2, 3, 2, 1), (2, 4, 2, 1))),
-    "causal": ("B=1,H=4,D=64,causal=1,layout=bshd", make(128, (1, 3, 2, 2), (1, 3, 2, 2))),
-    "grouped": (
-        "B=2,H=4,HKV=2,D=128,causal=1,dtype=bf16", make(64, (2, 3, 1, 1), (1, 4, 1, 1))
-    ),
-    "unlike groups": ("B=1,H=2,D=80,causal=1", make(64, (1, 2, 1, 1), (3, 4, 1, 1))),
-    "wide, capped": ("B=1,H=2,D=256,softcap=30", make(64, (2, 2, 2, 1), (2, 3, 2, 1))),
-    # Their second kernels are those of cases above.
-    "bias": ("B=2,H=4,HKV=2,D=64,bias=h", make(128, (1, 3, 2, 2), (2, 4, 2, 1))),
-    "ALiBi": ("B=1,H=4,D=64,causal=1,alibi=1", make(128, (2, 3, 2, 1), (1, 3, 2, 2))),
-    "all": (
-        "B=2,H=4,HKV=2,D=128,causal=1,softcap=30,bias=bh,alibi=1,dtype=bf16",
-        make(64, (2, 3, 1, 1), (1, 4, 1, 1)),
-    ),
-}  # fmt: skip
-#: Of which axes a bias is does not change the kernels.
-BIASES = ("1", "b", "h", "bh")
 #: Elements between a multiple of 16 bytes and a bias: its rows are read in other ways.
 OFFSETS = (0, 1)
 
@@ -87,22 +55,6 @@ def compiled(compiler: Compiler, text: str, config: Config) -> dict[str, LoadedK
     named = specs(text, config)
     futures = dict(compiler.submit(list(named.values())))
     return {name: load(futures[spec].result()) for name, spec in named.items()}
-
-
-def variants(problem: AttentionProblem, config: Config) -> list[Config]:
-    """Everything in one launch; a part of the heads and rows; keys shared by several blocks."""
-    total, rows = problem.batch * problem.heads_q, -(-problem.seqlen_q // 64) * 64
-    tiles = -(-problem.seqlen_kv // config["tile_n"])
-    names = ("heads_per_launch", "rows_per_launch", "splits", "pdl")
-    wanted = (
-        (total, rows, 1, True),
-        (1, min(rows, 192), 1, True),
-        (total, rows, min(3, tiles), False),
-    )
-    return [
-        Config(config.family, {**config.params, **dict(zip(names, values, strict=True))})
-        for values in wanted
-    ]
 
 
 def inputs(problem: AttentionProblem, spread: float, offset: int = 0) -> dict[str, Any]:
@@ -175,10 +127,7 @@ def run(
 def test_against_float64(name: str, compiler: Compiler) -> None:
     text, config = CASES[name]
     loaded = compiled(compiler, text, config)
-    for number, (queries, keys) in enumerate(LENGTHS):
-        problem = AttentionProblem.parse(f"SQ={queries},SKV={keys},{text}")
-        if problem.bias:
-            problem = replace(problem, bias=BIASES[number % len(BIASES)])
+    for problem in problems(text, LENGTHS):
         for spread, offset in zip(SPREADS, OFFSETS, strict=True):
             tensors = inputs(problem, spread, offset)
             wanted, wanted_lse, sizes = expected(problem, tensors)

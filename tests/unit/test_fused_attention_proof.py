@@ -8,7 +8,6 @@ import ctypes
 import importlib.util
 import json
 import math
-import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -18,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fused_attention_proof import cases, parent, plan, sanitizer, tiny
+from fused_attention_proof import cases, parent, plan
 from fused_attention_proof.cases import Case
 from fused_attention_proof.plan import Trial
 from fused_attention_proof.report import Finding, Report
@@ -509,70 +508,3 @@ def test_the_report(tmp_path: Path) -> None:
     data = json.loads((tmp_path / "report.json").read_text(), parse_constant=pytest.fail)
     assert data["faults"] == 1 and data["results"][1]["frobenius"] is None
     assert data["results"][0]["config"] == config.to_json()
-
-
-# --- compute-sanitizer ---
-
-
-def test_the_sanitizer_s_verdict_is_read() -> None:
-    clean = "========= ERROR SUMMARY: 0 errors\n"
-    races = "========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)\n"
-    wrong = "========= Invalid __global__ write\n========= ERROR SUMMARY: 3 errors\n"
-    assert sanitizer.judge(clean, halved=False) == ("clean", 0)
-    assert sanitizer.judge(races, halved=False) == ("errors", 2)
-    assert sanitizer.judge(wrong, halved=False) == ("errors", 3)
-    assert sanitizer.judge("killed\n", halved=False) == ("failed", 0)
-    assert sanitizer.judge(clean, halved=True) == ("not seen", 0)
-    assert sanitizer.judge(wrong, halved=True) == ("seen", 3)
-
-
-def test_the_sanitizer_sees_every_kernel(some: tuple[list[Case], list[plan.Kernel]]) -> None:
-    _, chosen = some
-    for kernel in chosen:
-        launches = sanitizer.tiny(FUSED, DEFAULT_GPU, kernel)
-        assert launches
-        for problem, config in launches:
-            assert FUSED.violations(problem, config, DEFAULT_GPU) == []
-            assert problem.flops < 1e9
-
-
-STUB = """#!/bin/sh
-case "$1" in
-  *memcheck*) for plan; do :; done
-    echo "========= ERROR SUMMARY: $(grep -c '"halved": true' "$plan") errors" ;;
-  *racecheck*) sleep 30 ;;
-  *synccheck*) echo "========= ERROR SUMMARY: 0 errors"; exit 1 ;;
-esac
-"""
-
-
-def test_a_tool_that_hangs_or_dies_costs_one_run(
-    tmp_path: Path, some: tuple[list[Case], list[plan.Kernel]]
-) -> None:
-    program = tmp_path / "compute-sanitizer"
-    program.write_text(STUB)
-    program.chmod(0o755)
-    kernel = some[1][0]
-    launches = sanitizer.tiny(FUSED, DEFAULT_GPU, kernel)
-    runs = [sanitizer.Run(tool, kernel, launches) for tool in sanitizer.TOOLS]
-    runs.insert(0, sanitizer.Run("memcheck", kernel, launches, halved=True))
-    seen = sanitizer.Sanitizer(str(program), {}, timeout_s=2.0, budget_s=60.0).run(runs, 2)
-    assert [s.status for s in seen] == ["seen", "clean", "timeout", "failed"]
-    assert "racecheck: 1 timeout" in sanitizer.table(seen)
-    seen = sanitizer.Sanitizer(str(program), {}, timeout_s=60.0, budget_s=1.0).run(runs[2:3] * 3, 1)
-    assert [s.status for s in seen] == ["timeout", "not run", "not run"]
-
-
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@needs_torch
-def test_tiny_inputs_are_normal(dtype: str) -> None:
-    operand = AttentionProblem.parse(f"B=2,H=2,S=64,D=64,dtype={dtype}").operands[0]
-    data = bytearray(tiny.normal(operand, random.Random(1)))
-    assert len(data) == operand.bytes
-    values = torch.frombuffer(data, dtype=getattr(torch, dtype)).double()
-    assert abs(float(values.mean())) < 0.05 and abs(float(values.std()) - 1) < 0.05
-
-
-def test_sanitize_refuses_what_it_does_not_know() -> None:
-    with pytest.raises(ConfigError, match=r"--tools lint is unknown \(allowed: memcheck"):
-        sanitizer.main(["--tools", "memcheck,lint"])

@@ -120,8 +120,8 @@ def test_e4m3_is_judged_by_its_own_limits() -> None:
 @pytest.mark.parametrize("kind", KINDS["attention"])
 def test_quantised_inputs_stand_for_what_others_are(kind: str) -> None:
     """Element times factor has the moments of the unquantised kind; nothing saturates."""
-    means, deviations = gate._moments(QUANTISED, kind)
-    plain_means, plain_deviations = gate._moments(ATTENTION, kind)
+    means, deviations = gate.moments(QUANTISED, kind)
+    plain_means, plain_deviations = gate.moments(ATTENTION, kind)
     for name, short in (("query", "q"), ("key", "k"), ("value", "v")):
         factor = means[f"descale_{short}"]
         assert factor * deviations[name] == pytest.approx(plain_deviations.get(name, 1.0))
@@ -304,7 +304,7 @@ def test_e4m3_products_are_allowed_what_their_accumulators_lose(k: int, seen: fl
 
 
 def test_planted_e4m3_columns_do_not_saturate() -> None:
-    _, deviations = gate._moments(SCALED, "planted")
+    _, deviations = gate.moments(SCALED, "planted")
     assert 7 * gate.E4M3_COLUMN_FACTOR * deviations["a"] <= 448
     made, _, kernel = opened(SCALED)
     made.load("planted")
@@ -331,7 +331,7 @@ def test_a_product_s_reference_is_given_its_factors(scales: Any) -> None:
 @pytest.mark.parametrize("dtype", ["float16", E4M3])
 def test_scaled_products_have_a_deviation_of_one(dtype: Any) -> None:
     problem = GemmProblem(64, 64, 4096, dtype=dtype, scales="row")
-    means, deviations = gate._moments(problem, "random")
+    means, deviations = gate.moments(problem, "random")
     product = deviations.get("a", 1.0) * deviations["b"] * means["scale_a"] * means["scale_b"]
     assert product * problem.k**0.5 == pytest.approx(1)
     for name in ("scale_a", "scale_b"):
@@ -468,12 +468,12 @@ def test_the_reference_is_given_bias_and_slopes() -> None:
 
 
 def test_slopes_leave_what_is_planted_on_top() -> None:
-    means, _ = gate._moments(BIASED, "dominant")
+    means, _ = gate.moments(BIASED, "dominant")
     assert means["slopes"] * 90 <= gate.DOMINANCE
-    means, deviations = gate._moments(BIASED, "random")
+    means, deviations = gate.moments(BIASED, "random")
     assert means["slopes"] * 16 >= 1
     assert 0 < deviations["slopes"] < means["slopes"] / 3  # positive, and not all alike
-    assert gate._moments(BIASED, "large_scores")[1]["bias"] == gate.LARGE
+    assert gate.moments(BIASED, "large_scores")[1]["bias"] == gate.LARGE
 
 
 def test_the_floor() -> None:

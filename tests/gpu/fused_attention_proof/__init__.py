@@ -10,8 +10,8 @@
     child.py      the process that does it, and can be killed
     parent.py     compiles, starts and restarts the child
     report.py     what was found, as JSON and a table
-    sanitizer.py  the same kernels on tiny problems under compute-sanitizer
-    tiny.py       the process that it watches
+
+``tests/gpu/sanitizer`` runs the same kernels under compute-sanitizer.
 
 Everything goes through the contract of a family: no parameter of a kernel is named here.
 """

@@ -11,7 +11,7 @@ from tuner.config import Config
 from tuner.device import Device
 from tuner.families import family
 from tuner.families.base import LSE, KernelSpec
-from tuner.problem import AttentionProblem
+from tuner.problem import Problem
 
 Libraries = Mapping[str, tuple[str, str, str]]
 """Key of a spec -> key, library and SHA-256 of its artifact."""
@@ -25,7 +25,7 @@ def libraries(built: Mapping[KernelSpec, Artifact]) -> Libraries:
 
 
 def subject(
-    device: Device, problem: AttentionProblem, config: Config, scale: float, known: Libraries
+    device: Device, problem: Problem, config: Config, scale: float, known: Libraries
 ) -> CompiledSubject:
     """A config's kernels, loaded, for one problem."""
     member = family(config.family)
@@ -36,7 +36,7 @@ def subject(
     return CompiledSubject(device, member, problem, config, kernels, scale)
 
 
-def writes_lse(problem: AttentionProblem, config: Config, scale: float) -> bool:
+def writes_lse(problem: Problem, config: Config, scale: float) -> bool:
     """The config's launches take a log-sum-exp."""
     launches = family(config.family).launches(problem, config, scale)
     return any(ref.operand == LSE for launch in launches for ref in launch.tensors)

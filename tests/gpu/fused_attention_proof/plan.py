@@ -15,7 +15,7 @@ from tuner.errors import ConfigError
 from tuner.families.base import Family, KernelSpec, group_by_kernels
 from tuner.hardware import Gpu
 from tuner.lookup import lookup
-from tuner.problem import AttentionProblem
+from tuner.problem import AttentionProblem, Problem
 
 from .cases import SUITE, Case
 
@@ -282,7 +282,7 @@ def _setting(family: Family, config: Config) -> tuple[Value | None, ...]:
     return tuple(config.get(name) for name in sorted(family.runtime_parameters))
 
 
-def specs(family: Family, wanted: Iterable[tuple[AttentionProblem, Config]]) -> list[KernelSpec]:
+def specs(family: Family, wanted: Iterable[tuple[Problem, Config]]) -> list[KernelSpec]:
     """The distinct kernels that configs need for problems."""
     found: dict[KernelSpec, None] = {}
     for problem, config in wanted:

@@ -1,0 +1,116 @@
+"""``scripts/sanitize``: arguments, compiling, the tools, a table."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from itertools import product
+from pathlib import Path
+
+from fused_attention_proof.parent import build
+from fused_attention_proof.plan import specs
+
+from tuner.artifacts import ArtifactCache
+from tuner.compiler import Compiler
+from tuner.device import detect
+from tuner.errors import ConfigError, TunerError
+from tuner.families import family
+from tuner.families.base import KernelSpec
+from tuner.hardware import DEFAULT_GPU
+from tuner.toolchain import find_toolchain
+
+from .targets import DEFAULT, FAMILIES, Target, fused_proof, targets
+from .tools import TOOLS, Run, Sanitizer, find_sanitizer, table
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="scripts/sanitize",
+        description="compute-sanitizer over the kernels that the GPU tests prove",
+    )
+    parser.add_argument("--family", default=DEFAULT, help=f"of {', '.join(FAMILIES)} (%(default)s)")
+    parser.add_argument("--list", action="store_true", help="print the kernels and end")
+    parser.add_argument(
+        "--compile-only",
+        action="store_true",
+        help="compile what this needs, of fused_attention also what "
+        "tests/gpu/test_fused_attention_gpu.py does, and end; no GPU",
+    )
+    parser.add_argument("--tools", default=",".join(TOOLS), help="default: %(default)s")
+    parser.add_argument("--configs", type=Path, help="JSON file of further fused configs")
+    parser.add_argument("--jobs", type=int, default=8, help="processes at a time (%(default)s)")
+    parser.add_argument("--timeout-s", type=float, default=120.0, help="of one (%(default)s)")
+    parser.add_argument("--budget-s", type=float, default=330.0, help="of all (%(default)s)")
+    parser.add_argument("--json", type=Path, help="where to write everything that was seen")
+    return parser.parse_args(arguments)
+
+
+def names(option: str, text: str, allowed: Sequence[str]) -> list[str]:
+    """The distinct names of a list with commas.
+
+    Raises:
+        ConfigError: for one that is not allowed.
+    """
+    found = list(dict.fromkeys(text.split(",")))
+    for name in found:
+        if name not in allowed:
+            raise ConfigError(f"{option} {name} is unknown (allowed: {', '.join(allowed)})")
+    return found
+
+
+def runs_of(found: Sequence[Target], tools: Sequence[str]) -> list[Run]:
+    """Every tool on every kernel, after a control for each family where memcheck is one."""
+    runs = [Run(tool, target) for target, tool in product(found, tools)]
+    if "memcheck" not in tools:
+        return runs
+    first: dict[str, Target] = {}
+    for target in found:
+        first.setdefault(target.family, replace(target, launches=target.launches[:1]))
+    return [*(Run("memcheck", target, halved=True) for target in first.values()), *runs]
+
+
+def without(target: Target, failed: Mapping[KernelSpec, str]) -> Target:
+    """`target` without the launches whose kernels do not compile."""
+    member = family(target.family)
+    launches = [pair for pair in target.launches if not failed.keys() & specs(member, [pair])]
+    return replace(target, launches=tuple(launches))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    families = names("--family", options.family, FAMILIES)
+    tools = names("--tools", options.tools, TOOLS)
+    gpu = detect() or DEFAULT_GPU
+    found = targets(families, gpu, options.configs)
+    if options.list:
+        for target in found:
+            print(target.label())
+        return 0
+    wanted = dict.fromkeys(spec for target in found for spec in target.specs())
+    if options.compile_only and DEFAULT in families:
+        wanted |= dict.fromkeys(fused_proof(gpu, options.configs))
+    with Compiler(find_toolchain(), ArtifactCache()) as compiler:
+        built, failed = build(compiler, list(wanted))
+    if options.compile_only:
+        print(f"{len(built)} kernels compiled, {len(failed)} do not compile")
+        return 1 if failed else 0
+    left = [target for target in (without(t, failed) for t in found) if target.launches]
+    sanitizer = Sanitizer(find_sanitizer(), built, options.timeout_s, options.budget_s)
+    seen = sanitizer.run(runs_of(left, tools), options.jobs)
+    if options.json:
+        options.json.write_text(json.dumps([asdict(s) for s in seen], indent=1) + "\n")
+    print(table(seen))
+    for reason in failed.values():
+        print(f"does not compile: {reason}")
+    return 0 if not failed and all(s.passed for s in seen) else 1
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except TunerError as exc:
+        print(f"scripts/sanitize: {exc}", file=sys.stderr)
+        sys.exit(2)

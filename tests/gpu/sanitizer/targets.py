@@ -1,0 +1,210 @@
+"""The kernels of each family that the GPU tests prove, on tiny problems.
+
+Sizes end in the middle of tiles; where a kernel is persistent, one problem has more tiles than
+there are multiprocessors, so that a block takes a second one.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import gemm_cases
+import gemm_swiglu_cases
+import gemv_cases
+import grouped_gemm_cases
+import two_kernel_cases
+from fused_attention_proof import plan
+from fused_attention_proof.cases import drawn
+
+from tuner.config import Config
+from tuner.families import family
+from tuner.families.base import KernelSpec
+from tuner.hardware import Gpu
+from tuner.problem import (
+    AttentionProblem,
+    GroupedGemmProblem,
+    Problem,
+    SoftmaxProblem,
+    SwigluProblem,
+)
+
+Pair = tuple[Problem, Config]
+
+#: Floating-point operations of a tiny problem stay below this.
+MOST_FLOPS = 10**9
+#: Heads come in groups that packings up to 8 divide, one of 16; the last two have twice more tiles
+#: than multiprocessors.
+FUSED = (
+    "B=1,H=2,SQ=200,SKV=330",
+    "B=1,H=16,HKV=1,SQ=45,SKV=1100,layout=bshd",
+    "B=9,H=128,HKV=16,SQ=6,SKV=130,layout=bshd",
+    "B=1,H=136,SQ=70,SKV=130",
+)
+#: Rows of tiles of a product that has more tiles than multiprocessors.
+TILE_ROWS = 7
+#: Fewest products of an element: two or three steps of K, the last one cut; of e4m3 a multiple of
+#: 16.
+SHORT_K, SHORT_K_E4M3 = 72, 80
+#: Groups, M, N, K and sizes: a tile or more of every other group for each multiprocessor.
+MANY_GROUPS = (70, 2100, 1032, SHORT_K, "sparse")
+#: Queries and keys in two kernels go no further.
+LONGEST = 300
+#: A problem, and threads a row, vector width, rows a block and passes. Between them every value of
+#: each, causal and not, both types, and rows of which a thread holds most.
+SOFTMAX = {
+    "M=37,N=330": (16, 2, 8, 1),
+    "M=45,N=1001,B=3,causal=1": (32, 1, 4, 1),
+    "M=150,N=760,causal=1": (16, 8, 64, 1),
+    "M=90,SQ=45,N=700,B=2,causal=1,dtype=bf16": (64, 4, 16, 1),
+    "M=33,N=1000,dtype=bf16": (128, 8, 2, 2),
+    "M=301,N=524,causal=1": (32, 4, 32, 3),
+    "M=7,N=30008": (256, 8, 1, 1),
+    "M=141,N=2050": (512, 2, 1, 3),
+    "M=5,N=9001,dtype=bf16": (1024, 1, 1, 2),
+}
+
+
+@dataclass(frozen=True)
+class Target:
+    """A kernel of a family, or the two of `two_kernel_attention`, on tiny problems."""
+
+    family: str
+    name: str
+    launches: tuple[Pair, ...]
+
+    def label(self) -> str:
+        return f"{self.family} {self.name}"
+
+    def specs(self) -> list[KernelSpec]:
+        return plan.specs(family(self.family), self.launches)
+
+
+def tiny(chosen: Config, name: str, problems: Iterable[Problem]) -> Target:
+    """One config on those of the problems that are small."""
+    pairs = tuple((problem, chosen) for problem in problems if problem.flops < MOST_FLOPS)
+    return Target(chosen.family, name, pairs)
+
+
+def over(tiles: int, tile: int, step: int) -> int:
+    """The least multiple of `step` that takes as many tiles."""
+    return ((tiles - 1) * tile // step + 1) * step
+
+
+def wave(gpu: Gpu, chosen: Config, gated: bool = False) -> tuple[int, int]:
+    """M and N of a product in more tiles than multiprocessors."""
+    along_m, along_n = chosen["tile_m"], chosen["tile_n"]
+    if chosen["swap_ab"]:
+        along_m, along_n = along_n, along_m
+    step = 8
+    if gated:  # two columns of a tile make one, and columns come in steps of 32
+        along_n, step = along_n // 2, 32
+    return over(TILE_ROWS, along_m, 1), over(gpu.sm_count // TILE_ROWS + 1, along_n, step)
+
+
+def gemm(gpu: Gpu) -> Iterator[Target]:
+    for name, (*_, chosen) in gemm_cases.EPILOGUES.items():
+        sizes = (*gemm_cases.EPILOGUE_SIZES, (*wave(gpu, chosen), SHORT_K, 1))
+        yield tiny(chosen, name, (gemm_cases.with_epilogue(name, size) for size in sizes))
+    for name, (_, chosen) in gemm_cases.SCALED.items():
+        longer = (*gemm_cases.SCALED_SIZES, (*wave(gpu, chosen), SHORT_K_E4M3))
+        problems = (gemm_cases.scaled(name, size) for size in longer)
+        yield tiny(chosen, f"scaled, {name}", problems)
+
+
+def gemm_swiglu(gpu: Gpu) -> Iterator[Target]:
+    for name, (dtype, chosen) in gemm_swiglu_cases.CASES.items():
+        sizes = (*gemm_swiglu_cases.SIZES, (*wave(gpu, chosen, gated=True), SHORT_K))
+        yield tiny(chosen, name, (SwigluProblem(*size, dtype=dtype) for size in sizes))
+
+
+def gemv(gpu: Gpu) -> Iterator[Target]:
+    """Their own problems: those of persistent kernels have more rows than blocks take at once."""
+    for name, (*_, chosen, _) in gemv_cases.CASES.items():
+        yield tiny(chosen, name, [gemv_cases.problem_of(name)])
+
+
+def grouped_gemm(gpu: Gpu) -> Iterator[Target]:
+    for name, (dtype, chosen) in grouped_gemm_cases.CASES.items():
+        sizes = (*grouped_gemm_cases.SIZES, MANY_GROUPS)
+        yield tiny(chosen, name, (GroupedGemmProblem(*size, dtype=dtype) for size in sizes))
+
+
+def softmax(gpu: Gpu) -> Iterator[Target]:
+    names = ("threads_per_row", "vector_width", "rows_per_block", "passes")
+    for text, values in SOFTMAX.items():
+        chosen = Config("softmax", dict(zip(names, values, strict=True)))
+        yield tiny(chosen, text, [SoftmaxProblem.parse(text)])
+
+
+def two_kernel_attention(gpu: Gpu) -> Iterator[Target]:
+    lengths = [pair for pair in two_kernel_cases.LENGTHS if max(pair) <= LONGEST]
+    for name, (text, chosen) in two_kernel_cases.CASES.items():
+        pairs = tuple(
+            (problem, variant)
+            for problem in two_kernel_cases.problems(text, lengths)
+            for variant in two_kernel_cases.variants(problem, chosen)
+        )
+        yield Target(chosen.family, name, pairs)
+
+
+def fused_attention(gpu: Gpu, further: Path | None) -> Iterator[Target]:
+    for kernel in _proven(gpu, further):
+        name = f"{kernel.origin} {describe(kernel)}"
+        yield Target("fused_attention", name, fused_launches(gpu, kernel))
+
+
+@cache
+def _proven(gpu: Gpu, further: Path | None) -> list[plan.Kernel]:
+    return plan.everything(family("fused_attention"), gpu, drawn(), further)
+
+
+def fused_proof(gpu: Gpu, further: Path | None) -> list[KernelSpec]:
+    """What tests/gpu/test_fused_attention_gpu.py needs."""
+    member, cases = family("fused_attention"), drawn()
+    trials = plan.trials(member, gpu, _proven(gpu, further), cases)
+    return plan.specs(member, [(trial.case.problem, trial.config) for trial in trials])
+
+
+def describe(kernel: plan.Kernel) -> str:
+    head_dim, causal, dtype = kernel.combination
+    params = kernel.members[0].params
+    words = " ".join(f"{name}={value}" for name, value in sorted(params.items()))
+    return f"D={head_dim} {'causal' if causal else 'full'} {dtype} {words}"
+
+
+def fused_launches(gpu: Gpu, kernel: plan.Kernel) -> tuple[Pair, ...]:
+    """The tiny problems with the variants of `kernel` that compute them."""
+    head_dim, causal, dtype = kernel.combination
+    member, draw = family("fused_attention"), random.Random(describe(kernel))
+    found: list[Pair] = []
+    for index, text in enumerate(FUSED):
+        width = head_dim - 8 * (index % 2)  # the instance's own, and padded
+        problem = AttentionProblem.parse(f"{text},D={width},causal={causal},dtype={dtype}")
+        legal = [config for config in kernel.members if not member.violations(problem, config, gpu)]
+        some = draw.sample(legal, min(len(legal), plan.MOST_SETTINGS))
+        found += [(problem, config) for config in some]
+    return tuple(found)
+
+
+DEFAULT = "fused_attention"
+OTHERS: Mapping[str, Callable[[Gpu], Iterator[Target]]] = {
+    "gemm": gemm,
+    "gemm_swiglu": gemm_swiglu,
+    "gemv": gemv,
+    "grouped_gemm": grouped_gemm,
+    "softmax": softmax,
+    "two_kernel_attention": two_kernel_attention,
+}
+FAMILIES = (DEFAULT, *OTHERS)
+
+
+def targets(families: Iterable[str], gpu: Gpu, further: Path | None = None) -> list[Target]:
+    """Family by family. `further` is a file of configs of the fused kernels (`plan.given`)."""
+    found: list[Target] = []
+    for name in families:
+        found += fused_attention(gpu, further) if name == DEFAULT else OTHERS[name](gpu)
+    return found

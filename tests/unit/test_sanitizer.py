@@ -1,0 +1,303 @@
+"""What ``scripts/sanitize`` launches, what it puts into operands, and what it makes of a tool's
+words; no GPU.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+import statistics
+import struct
+import subprocess
+import sys
+from itertools import accumulate
+from math import ceil
+from pathlib import Path
+
+import pytest
+from fused_attention_proof import cases, plan
+from sanitizer import command, targets, tools, watched
+from sanitizer.targets import Target
+
+from tuner.errors import ConfigError
+from tuner.families import family
+from tuner.hardware import DEFAULT_GPU
+from tuner.problem import (
+    E4M3,
+    AttentionProblem,
+    GemmProblem,
+    GroupedGemmProblem,
+    Problem,
+    SoftmaxProblem,
+)
+
+if importlib.util.find_spec("torch"):
+    import torch
+
+needs_torch = pytest.mark.skipif(
+    importlib.util.find_spec("torch") is None, reason="torch is not installed"
+)
+FUSED = family("fused_attention")
+SOME = {(64, False, "float16"), (256, True, "bfloat16")}
+
+
+@pytest.fixture(scope="module")
+def fused() -> list[Target]:
+    """What is chosen for two combinations."""
+    drawn = [case for case in cases.drawn() if plan.combination_of(case) in SOME]
+    return [
+        Target(FUSED.name, targets.describe(kernel), targets.fused_launches(DEFAULT_GPU, kernel))
+        for kernel in plan.choose(FUSED, DEFAULT_GPU, drawn)
+    ]
+
+
+def found(name: str, fused: list[Target]) -> list[Target]:
+    return fused if name == FUSED.name else targets.targets([name], DEFAULT_GPU)
+
+
+# --- what is launched ---
+
+
+@pytest.mark.parametrize("name", targets.FAMILIES)
+def test_every_kernel_is_legal_on_tiny_problems(name: str, fused: list[Target]) -> None:
+    listed = found(name, fused)
+    assert len(listed) == len({target.label() for target in listed}) >= 4
+    for target in listed:
+        assert target.family == name and target.launches and target.specs()
+        for problem, config in target.launches:
+            assert family(name).violations(problem, config, DEFAULT_GPU) == [], target.label()
+            assert problem.flops < targets.MOST_FLOPS
+            assert sum(operand.bytes for operand in problem.operands) < 1 << 26
+
+
+@pytest.mark.parametrize("name", targets.FAMILIES)
+def test_each_tensor_of_a_launch_is_allocated(name: str, fused: list[Target]) -> None:
+    for target in found(name, fused):
+        for problem, config in target.launches:
+            named = {operand.name for operand in problem.operands}
+            for launch in family(name).launches(problem, config, 1.0):
+                assert {ref.operand for ref in launch.tensors} - named <= {"scratch", "lse"}
+
+
+@pytest.mark.parametrize("name", ["gemm", "gemm_swiglu"])
+def test_a_product_has_more_tiles_than_multiprocessors_and_cut_ones(name: str) -> None:
+    for target in targets.targets([name], DEFAULT_GPU):
+        problem, config = target.launches[-1]
+        assert len(target.launches) == 4
+        rows, columns = problem.m, problem.n * (2 if name == "gemm_swiglu" else 1)
+        if config["swap_ab"]:
+            rows, columns = columns, rows
+        tiles = ceil(rows / config["tile_m"]) * ceil(columns / config["tile_n"])
+        assert tiles > DEFAULT_GPU.sm_count
+        assert rows % config["tile_m"] and problem.k % config["tile_k"]
+
+
+def test_groups_have_more_tiles_than_multiprocessors() -> None:
+    for target in targets.targets(["grouped_gemm"], DEFAULT_GPU):
+        problem, config = target.launches[-1]
+        assert isinstance(problem, GroupedGemmProblem)
+        along_m, along_n = config["tile_m"], config["tile_n"]
+        if config["swap_ab"]:
+            along_m, along_n = along_n, along_m
+        of_groups = [ceil(rows / along_m) * ceil(problem.n / along_n) for rows in problem.rows]
+        assert sum(of_groups) > DEFAULT_GPU.sm_count and not all(of_groups)
+
+
+def test_softmax_has_every_value_of_its_levers() -> None:
+    configs = [t.launches[0][1] for t in targets.targets(["softmax"], DEFAULT_GPU)]
+    for name, values in family("softmax").domains.items():
+        assert {config[name] for config in configs} == set(values)
+
+
+def test_a_problem_takes_as_many_tiles_with_its_last_step() -> None:
+    assert [targets.over(3, 64, step) for step in (1, 8, 32)] == [129, 136, 160]
+
+
+# --- what the watched process does ---
+
+
+def test_the_watched_process_loads_no_torch() -> None:
+    program = f"import sys; sys.path[:] = {sys.path}; import sanitizer.watched"
+    program += "; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
+
+
+def values_of(problem: Problem, name: str) -> list[float]:
+    operand = next(o for o in problem.operands if o.name == name)
+    data = bytearray(watched.contents(problem, operand, random.Random(1)))
+    assert len(data) == operand.bytes
+    found = torch.frombuffer(data, dtype=getattr(torch, operand.dtype))
+    return [float(value) for value in found.double()]
+
+
+@needs_torch
+@pytest.mark.parametrize(
+    ("problem", "name", "mean", "deviation"),
+    [
+        *(
+            (AttentionProblem.parse(f"H=2,S=64,D=64,dtype={dtype}"), "query", 0, 1)
+            for dtype in cases.DTYPES
+        ),
+        (AttentionProblem.parse("H=64,S=64,D=64,alibi=1"), "slopes", 1 / 16, 1 / 64),
+        (GemmProblem(70, 96, 64), "b", 0, 1 / 8),
+        (GemmProblem(70, 96, 64, dtype_d="float32", epilogue="residual"), "residual", 0, 0.5),
+        (GemmProblem(70, 96, 64, dtype=E4M3), "a", 0, 16),
+        (GemmProblem(900, 96, 64, dtype=E4M3, scales="row"), "scale_a", 1 / 16, 1 / 128),
+        (GemmProblem(900, 96, 64, scales="row"), "scale_a", 1, 1 / 8),
+        (SoftmaxProblem(20, 300), "scores", 0, 8),
+    ],
+    ids=lambda value: value.label() if isinstance(value, Problem) else str(value),
+)
+def test_inputs_are_those_of_the_gate(
+    problem: Problem, name: str, mean: float, deviation: float
+) -> None:
+    values = values_of(problem, name)
+    close = 5 * deviation / len(values) ** 0.5
+    assert abs(statistics.fmean(values) - mean) < close
+    assert abs(statistics.pstdev(values) - deviation) < close
+
+
+def test_offsets_are_those_of_the_groups() -> None:
+    problem = GroupedGemmProblem(5, 70, 96, 40, sizes="zipf")
+    data = watched.contents(problem, problem.operands[2], random.Random(1))
+    assert struct.unpack("<6i", data) == (0, *accumulate(problem.rows))
+
+
+@needs_torch
+def test_e4m3_is_rounded_to_the_nearest() -> None:
+    draw = random.Random(2)
+    values = [draw.gauss(0, 2.0 ** draw.randint(-12, 7)) for _ in range(5000)] + [0.0, 448.0]
+    packed = watched.PACK[E4M3](values)
+    wanted = torch.tensor(values, dtype=torch.float64).float().to(torch.float8_e4m3fn)
+    got = torch.frombuffer(bytearray(packed), dtype=torch.float8_e4m3fn)
+    assert torch.equal(got.float(), wanted.float())
+
+
+class Memory:
+    """Takes the place of a device and of its pools."""
+
+    def __init__(self, device: object = None) -> None:
+        self.sizes: list[int] = []
+
+    def __enter__(self) -> Memory:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return
+
+    def allocate(self, size: int) -> int:
+        self.sizes.append(size)
+        return len(self.sizes) << 40
+
+    def write(self, pointer: int, data: bytes) -> None:
+        assert len(data) == self.sizes[(pointer >> 40) - 1]
+
+    def synchronize(self) -> None:
+        return
+
+
+class Calls:
+    """Takes the place of a config's kernels."""
+
+    scratch_bytes, workspace_bytes = 48, 256
+
+    def __init__(self) -> None:
+        self.count, self.buffers = 0, {}
+
+    def bind(self, buffers: dict[str, int], scale: float) -> Calls:
+        self.buffers = buffers
+        return self
+
+    def __call__(self) -> None:
+        self.count += 1
+
+
+@pytest.mark.parametrize("name", targets.OTHERS)
+@pytest.mark.parametrize("halved", [False, True])
+def test_each_buffer_is_as_large_as_it_has_to_be(
+    monkeypatch: pytest.MonkeyPatch, name: str, halved: bool
+) -> None:
+    problem, config = targets.targets([name], DEFAULT_GPU)[0].launches[0]
+    memory, calls = Memory(), Calls()
+    monkeypatch.setattr(watched, "Pool", lambda device: memory)
+    monkeypatch.setattr(watched, "subject", lambda *_: calls)
+    item = {"problem": problem.to_json(), "config": config.to_json(), "halved": halved}
+    watched.launch(memory, json.loads(json.dumps(item)), {})  # type: ignore[arg-type]
+    got = {key: memory.sizes[(pointer >> 40) - 1] for key, pointer in calls.buffers.items()}
+    wanted = {operand.name: operand.bytes for operand in problem.operands}
+    wanted |= {"scratch": 48, "workspace": 256}
+    wanted[problem.output.name] //= 1 + halved
+    if isinstance(problem, AttentionProblem):
+        wanted["lse"] = 4 * problem.batch * problem.heads_q * problem.seqlen_q
+    assert got == wanted and len(memory.sizes) == len(got) and calls.count == 2
+
+
+# --- what is said of it ---
+
+
+def test_the_verdict_is_read() -> None:
+    clean = "========= ERROR SUMMARY: 0 errors\n"
+    races = "========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)\n"
+    wrong = "========= Invalid __global__ write\n========= ERROR SUMMARY: 3 errors\n"
+    assert tools.judge(clean, halved=False) == ("clean", 0)
+    assert tools.judge(races, halved=False) == ("errors", 2)
+    assert tools.judge(wrong, halved=False) == ("errors", 3)
+    assert tools.judge("killed\n", halved=False) == ("failed", 0)
+    assert tools.judge(clean, halved=True) == ("not seen", 0)
+    assert tools.judge(wrong, halved=True) == ("seen", 3)
+
+
+STUB = """#!/bin/sh
+case "$1" in
+  *memcheck*) for plan; do :; done
+    echo "========= ERROR SUMMARY: $(grep -c '"halved": true' "$plan") errors" ;;
+  *racecheck*) sleep 30 ;;
+  *synccheck*) echo "========= ERROR SUMMARY: 0 errors"; exit 1 ;;
+esac
+"""
+
+
+def test_a_tool_that_hangs_or_dies_costs_one_run(tmp_path: Path) -> None:
+    program = tmp_path / "compute-sanitizer"
+    program.write_text(STUB)
+    program.chmod(0o755)
+    runs = command.runs_of(targets.targets(["gemv"], DEFAULT_GPU)[:1], tools.TOOLS)
+    seen = tools.Sanitizer(str(program), {}, timeout_s=2.0, budget_s=60.0).run(runs, 2)
+    assert [s.status for s in seen] == ["seen", "clean", "timeout", "failed"]
+    assert "racecheck: 1 timeout" in tools.table(seen)
+    seen = tools.Sanitizer(str(program), {}, timeout_s=60.0, budget_s=1.0).run(runs[2:3] * 3, 1)
+    assert [s.status for s in seen] == ["timeout", "not run", "not run"]
+
+
+def test_each_family_has_a_control() -> None:
+    wanted = targets.targets(["gemv", "softmax"], DEFAULT_GPU)
+    runs = command.runs_of(wanted, tools.TOOLS)
+    assert [(run.target.family, run.tool) for run in runs if run.halved] == [
+        ("gemv", "memcheck"),
+        ("softmax", "memcheck"),
+    ]
+    assert len(runs) == 2 + len(wanted) * len(tools.TOOLS)
+    assert not any(run.halved for run in command.runs_of(wanted, ["racecheck"]))
+
+
+def test_what_does_not_compile_is_not_launched() -> None:
+    target = targets.targets(["two_kernel_attention"], DEFAULT_GPU)[0]
+    assert command.without(target, {}) == target
+    assert command.without(target, {target.specs()[1]: "why"}).launches == ()
+
+
+def test_the_kernels_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--family", "gemv,gemm_swiglu", "--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 14
+    assert lines[0] == "gemv one row" and lines[-1] == "gemm_swiglu four groups"
+
+
+def test_what_is_unknown_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^--tools lint is unknown \(allowed: memcheck"):
+        command.main(["--tools", "memcheck,lint"])
+    with pytest.raises(
+        ConfigError, match=r"^--family conv is unknown \(allowed: fused_attention, "
+    ):
+        command.main(["--family", "gemm,conv"])
