@@ -214,11 +214,13 @@ class Calls:
 
 
 @pytest.mark.parametrize("name", targets.OTHERS)
-@pytest.mark.parametrize("halved", [False, True])
+@pytest.mark.parametrize("is_control", [False, True])
 def test_each_buffer_is_as_large_as_it_has_to_be(
-    monkeypatch: pytest.MonkeyPatch, name: str, halved: bool
+    monkeypatch: pytest.MonkeyPatch, name: str, is_control: bool
 ) -> None:
-    problem, config = targets.targets([name], DEFAULT_GPU)[0].launches[0]
+    target = targets.targets([name], DEFAULT_GPU)[0]
+    problem, config = target.launches[0]
+    halved = targets.halved_of(target) if is_control else ""
     memory, calls = Memory(), Calls()
     monkeypatch.setattr(watched, "Pool", lambda device: memory)
     monkeypatch.setattr(watched, "subject", lambda *_: calls)
@@ -227,7 +229,8 @@ def test_each_buffer_is_as_large_as_it_has_to_be(
     got = {key: memory.sizes[(pointer >> 40) - 1] for key, pointer in calls.buffers.items()}
     wanted = {operand.name: operand.bytes for operand in problem.operands}
     wanted |= {"scratch": 48, "workspace": 256}
-    wanted[problem.output.name] //= 1 + halved
+    if is_control:
+        wanted[halved] //= 2
     if isinstance(problem, AttentionProblem):
         wanted["lse"] = 4 * problem.batch * problem.heads_q * problem.seqlen_q
     assert got == wanted and len(memory.sizes) == len(got) and calls.count == 2
@@ -240,18 +243,18 @@ def test_the_verdict_is_read() -> None:
     clean = "========= ERROR SUMMARY: 0 errors\n"
     races = "========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)\n"
     wrong = "========= Invalid __global__ write\n========= ERROR SUMMARY: 3 errors\n"
-    assert tools.judge(clean, halved=False) == ("clean", 0)
-    assert tools.judge(races, halved=False) == ("errors", 2)
-    assert tools.judge(wrong, halved=False) == ("errors", 3)
-    assert tools.judge("killed\n", halved=False) == ("failed", 0)
-    assert tools.judge(clean, halved=True) == ("not seen", 0)
-    assert tools.judge(wrong, halved=True) == ("seen", 3)
+    assert tools.judge(clean, is_control=False) == ("clean", 0)
+    assert tools.judge(races, is_control=False) == ("errors", 2)
+    assert tools.judge(wrong, is_control=False) == ("errors", 3)
+    assert tools.judge("killed\n", is_control=False) == ("failed", 0)
+    assert tools.judge(clean, is_control=True) == ("not seen", 0)
+    assert tools.judge(wrong, is_control=True) == ("seen", 3)
 
 
 STUB = """#!/bin/sh
 case "$1" in
   *memcheck*) for plan; do :; done
-    echo "========= ERROR SUMMARY: $(grep -c '"halved": true' "$plan") errors" ;;
+    echo "========= ERROR SUMMARY: $(grep -c '"halved": "d"' "$plan") errors" ;;
   *racecheck*) sleep 30 ;;
   *synccheck*) echo "========= ERROR SUMMARY: 0 errors"; exit 1 ;;
 esac
@@ -271,11 +274,11 @@ def test_a_tool_that_hangs_or_dies_costs_one_run(tmp_path: Path) -> None:
 
 
 def test_each_family_has_a_control() -> None:
-    wanted = targets.targets(["gemv", "softmax"], DEFAULT_GPU)
+    wanted = targets.targets(["gemm", "softmax"], DEFAULT_GPU)
     runs = command.runs_of(wanted, tools.TOOLS)
-    assert [(run.target.family, run.tool) for run in runs if run.halved] == [
-        ("gemv", "memcheck"),
-        ("softmax", "memcheck"),
+    assert [(run.target.family, run.tool, run.halved) for run in runs if run.halved] == [
+        ("gemm", "memcheck", "bias"),
+        ("softmax", "memcheck", "probabilities"),
     ]
     assert len(runs) == 2 + len(wanted) * len(tools.TOOLS)
     assert not any(run.halved for run in command.runs_of(wanted, ["racecheck"]))

@@ -22,7 +22,7 @@ from tuner.families.base import KernelSpec
 from tuner.hardware import DEFAULT_GPU
 from tuner.toolchain import find_toolchain
 
-from .targets import DEFAULT, FAMILIES, Target, fused_proof, targets
+from .targets import DEFAULT, FAMILIES, Target, fused_proof, halved_of, targets
 from .tools import TOOLS, Run, Sanitizer, find_sanitizer, table
 
 
@@ -69,7 +69,8 @@ def runs_of(found: Sequence[Target], tools: Sequence[str]) -> list[Run]:
     first: dict[str, Target] = {}
     for target in found:
         first.setdefault(target.family, replace(target, launches=target.launches[:1]))
-    return [*(Run("memcheck", target, halved=True) for target in first.values()), *runs]
+    controls = [Run("memcheck", target, halved_of(target)) for target in first.values()]
+    return [*controls, *runs]
 
 
 def without(target: Target, failed: Mapping[KernelSpec, str]) -> Target:

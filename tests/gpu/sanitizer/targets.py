@@ -200,6 +200,15 @@ OTHERS: Mapping[str, Callable[[Gpu], Iterator[Target]]] = {
     "two_kernel_attention": two_kernel_attention,
 }
 FAMILIES = (DEFAULT, *OTHERS)
+#: What a control halves, where that is not the output. memcheck does not see stores by TMA (the
+#: tensor map bounds them): these kernels' outputs leave so, and such an input is read plainly.
+READ_PLAINLY = {"gemm": "bias", "grouped_gemm": "offsets"}
+
+
+def halved_of(target: Target) -> str:
+    """The operand whose memory a control makes half as large."""
+    problem, _ = target.launches[0]
+    return READ_PLAINLY.get(target.family, problem.output.name)
 
 
 def targets(families: Iterable[str], gpu: Gpu, further: Path | None = None) -> list[Target]:

@@ -38,8 +38,8 @@ class Run:
 
     tool: str
     target: Target
-    halved: bool = False
-    """A control: the output's memory is half as large as it should be, which must be seen."""
+    halved: str = ""
+    """A control: the operand whose memory is half as large as it should be, which must be seen."""
 
 
 @dataclass(frozen=True)
@@ -59,13 +59,13 @@ class Seen:
         return self.status in ("clean", "seen")
 
 
-def judge(log: str, halved: bool) -> tuple[str, int]:
+def judge(log: str, is_control: bool) -> tuple[str, int]:
     """The status and the number of errors of a finished log; the last summary counts."""
     summaries = _SUMMARY.findall(log)
     if not summaries:
         return "failed", 0
     errors = int(summaries[-1])
-    if halved:
+    if is_control:
         return ("seen" if errors else "not seen"), errors
     return ("errors" if errors else "clean"), errors
 
@@ -113,7 +113,7 @@ class Sanitizer:
 
     def _one(self, run: Run) -> Seen:
         name = run.target.label()
-        name = f"output half as large, {name}" if run.halved else name
+        name = f"{run.halved} half as large, {name}" if run.halved else name
         if time.monotonic() > self._end:
             return Seen(run.tool, name, "not run", 0, 0.0, "the budget was spent")
         plan = {
@@ -132,7 +132,7 @@ class Sanitizer:
             path = Path(folder) / "plan.json"
             path.write_text(json.dumps(plan))
             done = self._pool.run([*command, str(path)], Path(folder))
-        status, errors = judge(done.log, run.halved)
+        status, errors = judge(done.log, bool(run.halved))
         if done.timed_out or done.returncode == -signal.SIGKILL:  # its own time, or everyone's
             status = "timeout"
         elif status == "clean" and done.returncode:

@@ -1,7 +1,8 @@
 """The process that compute-sanitizer watches: ``python -m sanitizer.watched PLAN``.
 
-PLAN is a JSON file: ``libraries`` and a list of ``launches``, each a problem, a config and whether
-its output is to be half as large as it should be. No torch: every kernel that runs is ours.
+PLAN is a JSON file: ``libraries`` and a list of ``launches``, each a problem, a config and the
+operand, if any, whose memory is to be half as large as it should be. No torch: every kernel that
+runs is ours.
 """
 
 from __future__ import annotations
@@ -78,15 +79,15 @@ def launch(device: Device, item: Mapping[str, Any], known: Libraries) -> None:
     bound = subject(device, problem, config, scale, known)
     draw = random.Random(problem.label())
     with Pool(device) as pool:
-        buffers = {o.name: pool.allocate(o.bytes) for o in problem.operands[:-1]}
+        sizes = {o.name: o.bytes // (1 + (o.name == item["halved"])) for o in problem.operands}
+        buffers = {name: pool.allocate(size) for name, size in sizes.items()}
         for operand in problem.operands[:-1]:
-            device.write(buffers[operand.name], contents(problem, operand, draw))
-        output = problem.output
-        buffers[output.name] = pool.allocate(output.bytes // (2 if item["halved"] else 1))
+            data = contents(problem, operand, draw)
+            device.write(buffers[operand.name], data[: sizes[operand.name]])
         buffers[SCRATCH] = pool.allocate(bound.scratch_bytes)
         buffers[WORKSPACE] = pool.allocate(bound.workspace_bytes)
         if isinstance(problem, AttentionProblem) and writes_lse(problem, config, scale):
-            buffers[LSE] = pool.allocate(output.elements // problem.head_dim * 4)
+            buffers[LSE] = pool.allocate(problem.output.elements // problem.head_dim * 4)
         call = bound.bind(buffers, scale)
         call()
         call()  # on what the first one left in its workspace
