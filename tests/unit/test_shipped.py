@@ -69,7 +69,9 @@ def test_a_recording_reads_and_holds_its_baselines(path: Path) -> None:
     assert recorded.environment.facts["driver"]
     # One pass, the one that was decided by: times of two passes are not beside each other.
     (decided,) = (
-        e for e in shipped() if (e.problem, e.regime) == (recorded.problem, recorded.regime)
+        e
+        for e in shipped()
+        if (e.problem, e.gpu, e.regime) == (recorded.problem, recorded.gpu, recorded.regime)
     )
     times = {m.config.digest: m.latency_us for m in finals}
     assert len(times) == len(finals)
@@ -157,7 +159,9 @@ def _as_printed(text: str, value: float) -> bool:
 def test_the_readme_prints_what_ships(problem: AttentionProblem, cells: list[str]) -> None:
     """Each figure of its table is in ``cache/tuned``, with its environment."""
     (entry,) = [
-        e for e in shipped() if (e.problem, e.regime) == (problem, Regime.default(problem.op))
+        e
+        for e in shipped()
+        if (e.problem, e.gpu, e.regime) == (problem, H200, Regime.default(problem.op))
     ]
     own, vendors = entry.best_own, {name: m.latency_us for name, m in entry.vendors.items()}
     assert own is not None and own.latency_us is not None and own.tflops is not None

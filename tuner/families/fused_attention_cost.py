@@ -41,17 +41,22 @@ CONSTANTS: Mapping[str, float] = {
     "row_clocks": 80.0,
     # A step's waits that nothing hides: barriers, the start of a product.
     "step_clocks": 160.0,
-    # Share of the time of reading Q from shared memory that a step takes longer; and by how much
-    # the products take longer with Q in registers, of which each needs others.
+    # Share of the time of reading Q from shared memory that a step takes longer; by how much the
+    # products take longer with Q in registers, of which each needs others; and a step for each
+    # other group of the block that reads its own.
     "q_read": 0.5,
     "q_registers": 0.15,
+    "q_clocks": 25.0,
     # Share of the other groups' products that a group waits for where no barrier orders them; of a
     # product by which each other block on the multiprocessor, which loads its own K and V, delays.
     "unordered": 0.06,
     "crowded": 0.05,
     # With two score buffers: share of the shorter of a group's softmax and its next product that
-    # the other hides.
+    # the other hides; and what a step takes longer for each group's column of the output, whose
+    # rescaling waits for the product that is under way: so full attention at D = 64 and 128 shows
+    # it, causal attention does not.
     "overlap": 0.2,
+    "column_clocks": 0.4,
     # From a free stage to its next tile, and bytes a clock meanwhile.
     "load_clocks": 230.0,
     "l2_bytes_per_clock": 130.0,
@@ -178,9 +183,13 @@ def _step_clocks(
         in_turn -= constants["overlap"] * min(product, softmax)
     parts = (in_turn, together * product, together * softmax, refill, transfer)
     step = sum(part**SHARPNESS for part in parts) ** (1 / SHARPNESS)
-    if not config["q_in_registers"]:
+    if config["q_in_registers"]:
+        step += constants["q_clocks"] * (groups - 1)
+    else:
         step += constants["q_read"] * together * 64 * row / SMEM_BYTES_PER_CLOCK
     step += constants["crowded"] * (resident - 1) * product
+    if config["score_buffers"] > 1 and not problem.is_causal:
+        step += constants["column_clocks"] * head_tile * groups
     if not config.get("ping_pong", False):
         step += constants["unordered"] * (together - 1) * product
     return float(step)
