@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
+from statistics import geometric_mean
 
 import pytest
 
 from tuner import recording, resources
+from tuner.bench import cost
+from tuner.bench.suites import SUITES
 from tuner.cli import main
 from tuner.families import family
 from tuner.hardware import GPUS
+from tuner.job import read_problems
 from tuner.lookup import lookup, shipped
 from tuner.measurement import Provenance, Regime
 from tuner.problem import (
@@ -23,6 +28,7 @@ from tuner.problem import (
     SwigluProblem,
 )
 from tuner.store import open_store
+from tuner.store.entry import Entry
 from tuner.store.exchange import parse, to_text
 
 H200 = GPUS["H200"]
@@ -175,6 +181,59 @@ def test_the_readme_prints_what_ships(problem: AttentionProblem, cells: list[str
     configs = {m.config for m in found(problem).measurements}
     groups = {family(c.family).compile_digest(c) for c in configs if not family(c.family).is_vendor}
     assert int(cells[6]) == len(groups)
+
+
+def shipped_of(problems: Iterable[Problem], gpu: str) -> list[Entry]:
+    """The decisions of those of the problems that ship for a GPU, each in its usual state."""
+    wanted = {(problem, cost.estimated(problem)) for problem in problems}
+    of_gpu = (e for e in shipped() if e.gpu == GPUS[gpu])
+    return [e for e in of_gpu if (e.problem, e.regime) in wanted]
+
+
+def summary(entries: list[Entry]) -> tuple[int, str, str]:
+    """How many; mean and worst of the fastest vendor's time over the best own kernel's."""
+    ratios = []
+    for entry in entries:
+        assert entry.best_own is not None and entry.best_own.latency_us
+        vendors = filter(None, (m.latency_us for m in entry.vendors.values()))
+        ratios.append(min(vendors) / entry.best_own.latency_us)
+    return len(ratios), f"{geometric_mean(ratios):.3f}", f"{min(ratios):.3f}"
+
+
+@pytest.mark.parametrize(
+    ("sentence", "gpu", "place"),
+    [
+        (r"(\d+) attention problems, .* of (\S+) times .* and (\S+) at the", "H200", "attention"),
+        (r"; (\d+) of decoding, (\S+) and (\S+);", "H200", "decoding"),
+        (r"; (\d+) products, (\S+) and (\S+) \(", "H200", "gemm"),
+        (r"the (\d+) problems of the acceptance suite (\S+) times .*?, (\S+) at", "H100", ""),
+        (r"; (\d+) of decoding's 27 ([\d.]+), (\S+) at", "H100", "suite"),
+    ],
+)
+def test_the_readme_s_summaries_are_of_what_ships(sentence: str, gpu: str, place: str) -> None:
+    if gpu == "H100":
+        problems: Iterable[Problem] = SUITES["decoding" if place else "acceptance"].problems
+    else:
+        op = "gemm" if place == "gemm" else "attention"
+        problems = read_problems(resources.cache() / "grid" / f"{place}.yaml", op)
+    lines = [x for x in (ROOT / "README.md").read_text().splitlines() if "`cache/grid/`)" in x]
+    lines += [x for x in (ROOT / "README.md").read_text().splitlines() if "On one H100" in x]
+    (printed,) = [match for line in lines if (match := re.search(sentence, line))]
+    count, mean, worst = summary(shipped_of(problems, gpu))
+    assert printed.groups() == (str(count), mean, worst)
+
+
+def test_an_h200_s_choice_serves_an_h100() -> None:
+    """As the README says: where it was timed there, within 0.2 % in the mean, 1.4 at the worst."""
+    chosen = {(e.problem, e.regime): e.winner.config for e in shipped() if e.gpu == H200}
+    losses = []
+    for entry in (e for e in shipped() if e.gpu == GPUS["H100"]):
+        times = {m.config: m.latency_us or 0 for m in entry.ranking}
+        theirs = times.get(chosen[entry.problem, entry.regime])
+        if theirs:
+            losses.append(theirs / min(times.values()) - 1)
+    assert len(losses) == 21
+    assert sum(losses) / len(losses) < 0.0025 and 0.0135 < max(losses) < 0.0145
 
 
 def test_the_readme_s_table_is_read() -> None:

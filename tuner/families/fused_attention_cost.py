@@ -52,9 +52,8 @@ CONSTANTS: Mapping[str, float] = {
     "unordered": 0.06,
     "crowded": 0.05,
     # With two score buffers: share of the shorter of a group's softmax and its next product that
-    # the other hides; and what a step takes longer for each group's column of the output, whose
-    # rescaling waits for the product that is under way: so full attention at D = 64 and 128 shows
-    # it, causal attention does not.
+    # the other hides; and what a step takes longer for each group's column of the output. Full
+    # attention at D = 64 and 128 shows that, causal attention does not; why is not known.
     "overlap": 0.2,
     "column_clocks": 0.4,
     # From a free stage to its next tile, and bytes a clock meanwhile.
