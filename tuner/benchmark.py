@@ -42,7 +42,7 @@ SLOW_US = 50_000.0
 COLD_L2S = 3
 #: A round times each subject's burst this often, after one that is not timed.
 REPLAYS_A_ROUND = 3
-#: A winner's standard deviation over the rounds stays under this part of its median.
+#: What deviates by this part of its median or more over the rounds is timed again, then flagged.
 MOST_DEVIATION = 0.02
 WORKSPACE = "workspace"
 """Name of the kernels' workspaces among the buffers of a call."""

@@ -17,6 +17,7 @@ from typing import Any, Self
 
 from tuner.errors import ConfigError, StoreError, TunerError
 from tuner.families import families_of
+from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Provenance, Regime
 from tuner.outcome import Outcome
 from tuner.problem import PROBLEMS, Problem
@@ -147,7 +148,8 @@ class Job:
 
     def run(self) -> JobResult:
         """Sweep one problem after the other; with several GPUs, as many at a time: the others
-        go on with their searches while the finalists of one are timed on one GPU. Where nothing is
+        go on with their searches while the finalists of one are timed on one GPU. The costliest
+        begin then, so that no GPU works on one alone when the others have ended. Where nothing is
         to be compiled one GPU has two at a time, so that it is busy while one search thinks.
 
         Raises:
@@ -155,11 +157,10 @@ class Job:
             StoreError: when the store fails: nothing after it would be kept.
         """
         # Asked first: what is said of the GPUs comes before anything starts.
-        together = sum(len(runners.devices) for runners in self._kinds)
-        if together == 1 and self._options.sweep.compiled_only:
-            together = 2
+        devices = sum(len(runners.devices) for runners in self._kinds)
+        together = 2 if devices == 1 and self._options.sweep.compiled_only else devices
         if together > 1 and len(self._problems) * len(self._kinds) > 1:
-            return self._run_together(together)
+            return self._run_together(together, costliest_first=devices > 1)
         result = JobResult()
         for position, problem in enumerate(self._problems):
             if self._interruption.requested:
@@ -170,15 +171,14 @@ class Job:
             self._sweeps.pop(problem, None)
         return result
 
-    def _run_together(self, count: int) -> JobResult:
-        """Sweep some problems at a time, a thread each; the first are the first to start."""
-        turns = [(problem, runners) for problem in self._problems for runners in self._kinds]
-        results = [JobResult() for _ in turns]
+    def _run_together(self, count: int, *, costliest_first: bool) -> JobResult:
+        """Sweep some problems at a time, a thread each; results in the order of the problems."""
+        turns = [(p, runners, JobResult()) for p in self._problems for runners in self._kinds]
+        results = [result for *_, result in turns]
+        if costliest_first:
+            turns.sort(key=lambda turn: _floor_us(turn[0]), reverse=True)
         with ThreadPoolExecutor(count, thread_name_prefix="sweep") as threads:
-            futures = [
-                threads.submit(self._sweep_beside, problem, runners, result)
-                for (problem, runners), result in zip(turns, results, strict=True)
-            ]
+            futures = [threads.submit(self._sweep_beside, *turn) for turn in turns]
             try:
                 self._wait(futures)
             except BaseException:
@@ -294,6 +294,11 @@ class Job:
                 raise
             except TunerError:
                 continue
+
+
+def _floor_us(problem: Problem) -> float:
+    """What a call takes at least, to order problems by what timing them costs."""
+    return DEFAULT_GPU.floor_us(problem.flops // problem.tensor_rate, problem.bytes)
 
 
 def widen_winner(

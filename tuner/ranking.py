@@ -11,8 +11,6 @@ from tuner.store.entry import is_vendor
 
 TIE = 0.01
 """Largest relative difference that can be a tie."""
-NOISY = 0.02
-"""A winner whose deviation is above this part of its time is timed again, then flagged."""
 FAMILY_REACH = 1.3
 """The best candidate of every own family within this factor of the best own one is a finalist."""
 LEAST_OWN = 3
@@ -70,18 +68,6 @@ def is_tie(one: Measurement, other: Measurement) -> bool:
 def deviation(measurement: Measurement) -> float:
     """Standard deviation over the rounds as a part of the median."""
     return (measurement.std_us or 0.0) / _us(measurement)
-
-
-def is_noisy(measurement: Measurement) -> bool:
-    """Whether a time is too unsteady to be served without a flag."""
-    return deviation(measurement) >= NOISY
-
-
-def flagged(measurement: Measurement) -> Measurement:
-    """With ``noisy`` where it is too unsteady."""
-    if is_noisy(measurement) and "noisy" not in measurement.flags:
-        return measurement.but(flags=(*measurement.flags, "noisy"))
-    return measurement
 
 
 def _us(measurement: Measurement) -> float:

@@ -24,7 +24,6 @@ from tuner.runners.base import Runner
 from tuner.search import effort
 from tuner.store import Store
 from tuner.store.entry import Entry, is_vendor
-from tuner.sweep import FINAL_ATTEMPTS
 
 LENDERS = 3
 """Own configs of an entry that `widen` checks."""
@@ -86,17 +85,13 @@ def revalidate(entry: Entry, runner: Runner, store: Store) -> Revalidation:
 def _time(
     problem: Problem, configs: Sequence[Config], runner: Runner
 ) -> tuple[list[Measurement], list[Measurement]]:
-    """All final measurements and the ranking of those that passed; again while unsteady."""
+    """All final measurements and the ranking of those that passed."""
     if not configs:
         return [], []
     sweep = uuid.uuid4().hex[:16]
-    for _ in range(FINAL_ATTEMPTS):
-        timed = runner.retime(problem, configs, effort("quick").rounds)
-        finals = [_signed(m, sweep) for m in timed]
-        ranked = ranking.rank(finals)
-        if not ranked or not ranking.is_noisy(ranked[0]):
-            break
-    return finals, [ranking.flagged(m) for m in ranked]
+    timed = runner.retime(problem, configs, effort("quick").rounds)
+    finals = [_signed(m, sweep) for m in timed]
+    return finals, ranking.rank(finals)
 
 
 @dataclass(frozen=True)

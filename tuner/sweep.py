@@ -47,8 +47,6 @@ Catalogue = Callable[[str], Mapping[str, Family]]
 
 STAGES_TIME = 0.5
 """Part of the time limit that the stages of composite families may use."""
-FINAL_ATTEMPTS = 3
-"""Final passes before a winner whose time stays unsteady is flagged."""
 INTERRUPTED_FINALISTS = 2
 LEAST_ROUNDS = 20
 
@@ -438,7 +436,7 @@ class Sweep:
     # Deciding
 
     def _finals(self) -> list[Measurement]:
-        """Time the finalists side by side until the winner's time is steady; best first."""
+        """Time the finalists side by side; best first."""
         interrupted = self._interruption.requested
         count = INTERRUPTED_FINALISTS if interrupted else self._effort.finalists
         rounds = LEAST_ROUNDS if interrupted else self._effort.rounds
@@ -451,7 +449,8 @@ class Sweep:
         self._state.phase = f"final pass of {len(chosen)}"
         self._state.goal = self._state.done = self._state.done_before = 0
         self._show()
-        finals, ranked = self._time_finals([m.config for m in chosen], rounds)
+        finals = self._retime([m.config for m in chosen], rounds)
+        ranked = ranking.rank([m for m in finals if self._fits(m)])
         if not finals and not interrupted:
             return self._finals()  # The first Ctrl-C came during it: once more, briefly.
         self.store.add([m for m in finals if not m.ok])
@@ -460,19 +459,7 @@ class Sweep:
                 f"none of the {len(chosen)} finalists for {self.problem.label()} passed again: "
                 + summary(finals)
             )
-        return [ranking.flagged(m) for m in ranked]
-
-    def _time_finals(
-        self, configs: Sequence[Config], rounds: int
-    ) -> tuple[list[Measurement], list[Measurement]]:
-        """All final measurements, and the ranking of those that passed."""
-        for _ in range(FINAL_ATTEMPTS):
-            finals = self._retime(configs, rounds)
-            ranked = ranking.rank([m for m in finals if self._fits(m)])
-            steady = not ranked or not ranking.is_noisy(ranked[0])
-            if steady or self._interruption.requested:
-                break
-        return finals, ranked
+        return ranked
 
     def _retime(self, configs: Sequence[Config], rounds: int) -> list[Measurement]:
         """One final pass; empty when the first Ctrl-C came during it."""

@@ -110,7 +110,8 @@ class Gpus:
         self.workers = [FakeWorker(before) for _ in self.devices]
         parts: Any = self.workers
         self.pool = WorkerPool(parts)
-        self.apart_count = self.closed = 0
+        self.closed = 0
+        self.begun: list[Problem] = []
         self.refused: Problem | None = None
         self.shared: dict[str, LocalRunner] = {}
 
@@ -118,7 +119,7 @@ class Gpus:
         if problem == self.refused:
             raise BenchmarkError("no such GPU")
         compiler: Any = FakeCompiler()
-        self.apart_count += 1
+        self.begun.append(problem)
         return LocalRunner(
             0, regime, compiler, family_modules=[self.module], gpu=DEFAULT_GPU, pool=self.pool
         )
@@ -215,13 +216,22 @@ def test_a_job_on_two_gpus_stores_each_trial_once_and_decides_as_on_one(setting:
     result = setting.job(gpus, PROBLEMS).run()
     assert [o.problem for o in result.outcomes] == PROBLEMS, "in the order of the problems"
     assert not result.failed and not result.interrupted
-    assert setting.repeated() == [] and gpus.apart_count == len(PROBLEMS)
+    assert setting.repeated() == [] and len(gpus.begun) == len(PROBLEMS)
     assert len(setting.store.measurements(final=False)) == len(PROBLEMS) * 13
     together = setting.winners()
     with open_store("sqlite://") as other:
         setting.store = other
         setting.job(setting.gpus(1), PROBLEMS).run()
         assert setting.winners() == together and len(together) == len(PROBLEMS)
+
+
+def test_several_gpus_begin_with_the_costliest_and_one_with_the_first(setting: Setting) -> None:
+    one, two = setting.gpus(1), setting.gpus(2)
+    for gpus in (one, two):
+        setting.job(gpus, PROBLEMS, replace(OPTIONS, skip_tuned=False)).run()
+    assert one.begun[0] == PROBLEMS[0]
+    # Two begin at once, so either may have been first.
+    assert two.begun[0] in PROBLEMS[-2:] and two.begun[-1] in PROBLEMS[:2]
 
 
 def test_one_gpu_has_two_problems_at_a_time_where_nothing_is_compiled(setting: Setting) -> None:
@@ -233,7 +243,7 @@ def test_one_gpu_has_two_problems_at_a_time_where_nothing_is_compiled(setting: S
 
     gpus = setting.gpus(1, before)
     result = setting.job(gpus, PROBLEMS, options).run()
-    assert [o.problem for o in result.outcomes] == PROBLEMS and gpus.apart_count == len(PROBLEMS)
+    assert [o.problem for o in result.outcomes] == PROBLEMS and len(gpus.begun) == len(PROBLEMS)
     assert setting.repeated() == []
     finals = [problem for problem, mode in asked if mode == "final"]
     assert sorted(finals, key=PROBLEMS.index) == PROBLEMS
@@ -280,7 +290,7 @@ def test_a_store_that_fails_ends_the_job_at_once(
     hung = threading.Event()
 
     def before(worker: FakeWorker, ask: Ask) -> None:
-        if ask.problem == PROBLEMS[1] and not hung.is_set():
+        if ask.problem == PROBLEMS[-2] and not hung.is_set():
             hung.set()
             assert worker.interrupted.wait(PATIENCE_S), "nobody gave it up"
 

@@ -416,40 +416,6 @@ class TestInterruption:
         assert not outcome.ranking
 
 
-class NoisyRunner(ReplayRunner):
-    """A final pass whose first `bad` runs are unsteady."""
-
-    def __init__(self, recorded: Recording, bad: int) -> None:
-        super().__init__(recorded)
-        self.bad = bad
-        self.runs = 0
-
-    def retime(
-        self, problem: Problem, finalists: Sequence[Config], rounds: int
-    ) -> list[Measurement]:
-        self.runs += 1
-        part = 0.05 if self.runs <= self.bad else 0.001
-        assert rounds >= 20
-        return [
-            m.but(std_us=part * (m.latency_us or 0.0), flags=(), rounds=rounds)
-            for m in super().retime(problem, finalists, rounds)
-        ]
-
-
-def test_an_unsteady_winner_is_timed_again(store: Store) -> None:
-    runner = NoisyRunner(recording(), bad=1)
-    outcome = sweep(runner, store, trials=27).run()
-    assert runner.runs == 2
-    assert outcome.ranking[0].flags == ()
-
-
-def test_a_winner_that_stays_unsteady_is_flagged(store: Store) -> None:
-    runner = NoisyRunner(recording(), bad=9)
-    outcome = sweep(runner, store, trials=27).run()
-    assert runner.runs == 3
-    assert "noisy" in outcome.ranking[0].flags
-
-
 class CompiledRunner(CountingRunner):
     """Has some of the candidates' kernels."""
 
