@@ -8,10 +8,16 @@ from collections.abc import Sequence
 
 from tuner.errors import ConfigError, TunerError
 
+NAMES = ("cost", "dispatch", "fleet", "gpus", "levers", "repeats", "search", "service")
+
 
 def main(argv: Sequence[str]) -> int:
     """Run one benchmark; the exit codes are the command line's."""
-    name, *rest = argv
+    name, *rest = argv or ("",)
+    if name not in NAMES:
+        usage = f"python -m tuner.bench NAME [options]; NAME is one of: {' '.join(NAMES)}"
+        print(f"there is no benchmark '{name}': {usage}", file=sys.stderr)
+        return 2
     try:
         return int(importlib.import_module(f"tuner.bench.{name}").main(rest))
     except TunerError as exc:
