@@ -11,9 +11,10 @@ import copy
 import importlib
 import itertools
 import math
+import random
 import statistics
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,6 +45,11 @@ COLD_L2S = 3
 REPLAYS_A_ROUND = 3
 #: What deviates by this part of its median or more over the rounds is timed again, then flagged.
 MOST_DEVIATION = 0.02
+#: What takes this many times the fastest's time is no contender for the first place.
+CONTENDING = 1.5
+#: At the power limit a burst has the clocks that what ran before it left, for about this long (an
+#: H200: up to 9 % faster after a kernel that draws little power).
+SETTLE_US = 40_000.0
 WORKSPACE = "workspace"
 """Name of the kernels' workspaces among the buffers of a call."""
 _ALIGN = 256
@@ -380,6 +386,50 @@ def entrant(subject: Subject, sets: Sets, own: Mapping[str, int], scale: float) 
     return Entrant(subject, calls)
 
 
+class Rota:
+    """Who follows whom in the rounds of a final pass: at the power limit that decides the clocks.
+
+    Contenders follow one another equally often (Williams designs, each dealt anew). What is no
+    contender comes after them, always in the same order, and the next round begins untimed, until
+    its clocks have settled.
+
+    Args:
+        burst_us: time of each burst.
+        calls: calls of each.
+    """
+
+    def __init__(self, burst_us: Sequence[float], calls: Sequence[int]) -> None:
+        per_call = [us / n for us, n in zip(burst_us, calls, strict=True)]
+        bound = CONTENDING * min(per_call)
+        self._contenders = [i for i, us in enumerate(per_call) if us < bound]
+        self._others = [i for i, us in enumerate(per_call) if us >= bound]
+        self._burst_us = burst_us
+        self.orders = self._deal()
+        """Of all indices, without end."""
+
+    def settling(self, first: int) -> int:
+        """Bursts of a round's first that are not timed: as long as what ran before it, at most
+        `SETTLE_US`.
+        """
+        others_us = sum(self._burst_us[i] for i in self._others) * (REPLAYS_A_ROUND + 1)
+        return round(min(SETTLE_US, others_us) / max(self._burst_us[first], 1.0))
+
+    def _deal(self) -> Iterator[list[int]]:
+        """Zigzags 0, 1, -1, 2, ... and, of an odd number, their reverses: each shift of them has
+        other neighbours.
+        """
+        count = len(self._contenders)
+        zigzag = [-(i // 2) if i % 2 == 0 else i // 2 + 1 for i in range(count)]
+        chance = random.Random(0)
+        while True:
+            dealt = chance.sample(self._contenders, count)
+            for shift in chance.sample(range(count), count):
+                order = [dealt[(step + shift) % count] for step in zigzag]
+                yield order + self._others
+                if count % 2:
+                    yield order[::-1] + self._others
+
+
 class Stopwatch:
     """Times bursts on one device."""
 
@@ -415,7 +465,7 @@ class Stopwatch:
         *,
         careful: bool,
     ) -> tuple[list[Timing], Clocks]:
-        """Interleave all bursts over at least `rounds` accepted rounds.
+        """Interleave all bursts over at least `rounds` accepted rounds, in the orders of `Rota`.
 
         Rounds under a thermal or hardware slowdown are taken again, as many as asked for at most;
         beyond that they stay and everything is flagged ``throttled``. When any deviation is
@@ -428,9 +478,10 @@ class Stopwatch:
             progress: called with a burst's index before it is enqueued, -1 once a round.
             careful: wait for each burst, so that the one that hangs is known.
         """
-        timings, clocks, throttled = self._rounds(bursts, rounds, progress, careful)
+        rota = self._rota(bursts, progress, careful)
+        timings, clocks, throttled = self._rounds(bursts, rota, rounds, progress, careful)
         if any(timing.is_noisy for timing in timings):
-            timings, clocks, throttled = self._rounds(bursts, 2 * rounds, progress, careful)
+            timings, clocks, throttled = self._rounds(bursts, rota, 2 * rounds, progress, careful)
         flagged = []
         for timing in timings:
             flags = (
@@ -440,16 +491,30 @@ class Stopwatch:
             flagged.append(replace(timing, flags=flags))
         return flagged, clocks
 
+    def _rota(
+        self, bursts: Sequence[Burst], progress: Callable[[int], None], careful: bool
+    ) -> Rota:
+        times = []
+        for index, burst in enumerate(bursts):
+            if careful:
+                progress(index)
+            times.append(self._time(burst.enqueue))
+        return Rota(times, [burst.n for burst in bursts])
+
     def _rounds(
-        self, bursts: Sequence[Burst], rounds: int, progress: Callable[[int], None], careful: bool
+        self,
+        bursts: Sequence[Burst],
+        rota: Rota,
+        rounds: int,
+        progress: Callable[[int], None],
+        careful: bool,
     ) -> tuple[list[Timing], Clocks, bool]:
         samples: list[list[float]] = [[] for _ in bursts]
         seen: list[Clocks] = []
-        spare, throttled, turn = rounds, False, 0
+        spare, throttled = rounds, False
         while len(seen) < rounds:
             progress(-1)
-            times, clocks = self._round(bursts, turn, progress, careful)
-            turn += 1
+            times, clocks = self._round(bursts, rota, progress, careful)
             if device_room.SLOWDOWNS.intersection(clocks.throttle):
                 if spare > 0:
                     spare -= 1
@@ -461,15 +526,19 @@ class Stopwatch:
         return [Timing.of(series) for series in samples], summarize(seen), throttled
 
     def _round(
-        self, bursts: Sequence[Burst], turn: int, progress: Callable[[int], None], careful: bool
+        self, bursts: Sequence[Burst], rota: Rota, progress: Callable[[int], None], careful: bool
     ) -> tuple[list[float], Clocks]:
-        """One burst after the other, beginning with another one each round."""
+        """One burst after the other."""
         taken = self._take(len(bursts) * (REPLAYS_A_ROUND + 1))
         events = [taken[i :: len(bursts)] for i in range(len(bursts))]
-        order = [(turn + i) % len(bursts) for i in range(len(bursts))]
+        order = next(rota.orders)
+        untimed = rota.settling(order[0])
         for index in order:
             if careful:
                 progress(index)
+            for _ in range(untimed):
+                bursts[index].enqueue()
+            untimed = 0
             self._series(bursts[index], events[index])
             if careful:
                 self._device.wait()
