@@ -9,9 +9,10 @@ log. One request at a time. Answers are streamed, so that what is finished survi
     {"event": "failed", "status": "...", "log": "..."}       the request, not a candidate
     {"event": "done"}
 
-After a result that is `fatal` the process ends: its CUDA context is lost. When the pipe of
-requests closes, as it does when the driver is killed, it ends its whole process group at once,
-whatever it is doing.
+After a result that is `fatal` the process ends: its CUDA context is lost, or the rest of its
+request. It ends without one where finalists that are timed interleaved fail and nobody knows which:
+asked again with care, it names the one. When the pipe of requests closes, as it does when the
+driver is killed, it ends its whole process group at once, whatever it is doing.
 """
 
 from __future__ import annotations
@@ -194,7 +195,7 @@ class Worker:
         self._gate: Gate | None = None
 
     def answer(self, request: Mapping[str, Any]) -> bool:
-        """Handle one request to its last event; False when the process has to end."""
+        """Handle one request, to its last event unless the process has to end: False then."""
         try:
             if request["mode"] == "environment":
                 self._emit({"event": "facts", "facts": self._facts()})
@@ -392,9 +393,12 @@ class Worker:
         ready: Sequence[_Prepared],
         stopwatch: Stopwatch,
     ) -> bool:
+        culprit: int | None = None
+
         def progress(which: int) -> None:
-            index = ready[which].index if which >= 0 else None
-            self._phase(index, "interleaved timing", _ROUND_ALLOWANCE_S)
+            nonlocal culprit
+            culprit = ready[which].index if which >= 0 else None
+            self._phase(culprit, "interleaved timing", _ROUND_ALLOWANCE_S)
 
         def conclude(prepared: _Prepared, timing: Timing) -> Outcome:
             verdict = self._recheck(job, prepared, timing)
@@ -409,8 +413,16 @@ class Worker:
 
         gate.load("random")
         bursts = [prepared.burst for prepared in ready if prepared.burst is not None]
-        with ranges.named(f"interleaved timing of {len(bursts)}"):
-            timings, clocks = stopwatch.final(bursts, job.rounds, progress, careful=job.careful)
+        try:
+            with ranges.named(f"interleaved timing of {len(bursts)}"):
+                timings, clocks = stopwatch.final(bursts, job.rounds, progress, careful=job.careful)
+        except Exception as exc:  # as in the worker's loop, but of whose turn it was
+            outcome = self._explain(exc)
+            if culprit is None:
+                sys.stderr.write(f"{outcome.log}\n")
+            else:
+                self._result(culprit, outcome, fatal=True)
+            return False
         alive = all(
             self._guarded(prepared.index, partial(conclude, prepared, timing))
             for prepared, timing in zip(ready, timings, strict=True)

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import pytest
 
 from tuner import worker as worker_room
 from tuner.artifacts import Artifact
-from tuner.benchmark import Timing
+from tuner.benchmark import Entrant, Timing
 from tuner.config import Config
 from tuner.errors import BenchmarkError
 from tuner.families.base import Family
@@ -400,6 +401,13 @@ class FakeSubject:
     ) -> None:
         self.device, self.act = device, config.get("act", "ok")
 
+    def timed(self) -> None:
+        """What passes its check and the quick timing may still do beside others."""
+        if self.act == "sticky when timed":
+            self.device.sticky = True
+        if self.act == "refused when timed":
+            raise BenchmarkError("CUDA error 1")
+
     def bind(self, buffers: Any, scale: float, *, deliver: bool = False) -> Any:
         if self.act == "sticky":
             self.device.sticky = True
@@ -415,6 +423,9 @@ class FakeSubject:
 
 
 class FakeBurst:
+    def __init__(self, entrant: Entrant) -> None:
+        self.subject: Any = entrant.subject
+
     def enqueue(self) -> None:
         pass
 
@@ -426,38 +437,53 @@ class FakeStopwatch:
     latency_us = 50.0
 
     def __init__(self, device: Any, regime: Any) -> None:
-        pass
+        self.device = device
 
-    def prepare(self, entrant: Any) -> FakeBurst:
-        return FakeBurst()
+    def prepare(self, entrant: Entrant) -> FakeBurst:
+        return FakeBurst(entrant)
 
     def quick(self, burst: Any) -> tuple[Timing, Clocks]:
         return Timing(self.latency_us, 0.1, 7), Clocks(1900)
 
     def final(self, bursts: Any, rounds: int, progress: Any, *, careful: bool) -> Any:
         progress(-1)
+        for index, burst in enumerate(bursts):
+            if careful:
+                progress(index)
+            burst.subject.timed()
+            if careful:
+                self.device.synchronize()
+        self.device.synchronize()
         return [Timing(self.latency_us, 0.1, rounds) for _ in bursts], Clocks(1900)
 
     def close(self) -> None:
         pass
 
 
+#: In place of what `worker` imports.
+FAKES: dict[str, Any] = {
+    "Gate": FakeGate,
+    "CompiledSubject": FakeSubject,
+    "Stopwatch": FakeStopwatch,
+    "load": lambda artifact: None,
+    "entrant": lambda subject, *_: Entrant(subject, []),
+}
+
+
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     FakeGate.verdicts = []
-    for name, fake in {
-        "Gate": FakeGate,
-        "CompiledSubject": FakeSubject,
-        "Stopwatch": FakeStopwatch,
-        "load": lambda artifact: None,
-        "entrant": lambda *_: None,
-    }.items():
+    for name, fake in FAKES.items():
         monkeypatch.setattr(worker_room, name, fake)
     return []
 
 
 def answer(
-    events: list[dict[str, Any]], *acts: str, mode: str = "quick", limit: int | None = None
+    events: list[dict[str, Any]],
+    *acts: str,
+    mode: str = "quick",
+    limit: int | None = None,
+    careful: bool = False,
 ) -> bool:
     made = Ask(
         PROBLEM,
@@ -472,7 +498,7 @@ def answer(
     device: Any = FakeDevice()
     members = {"toy": Toy(), "vendor": Vendor()}
     served = Worker(device, DEFAULT_GPU, members, lambda event: events.append(dict(event)))
-    return served.answer(made.to_json(range(len(acts)), careful=False))
+    return served.answer(made.to_json(range(len(acts)), careful))
 
 
 def results(events: list[dict[str, Any]]) -> list[Outcome]:
@@ -553,6 +579,59 @@ def test_kernels_of_a_finalist_are_timed_one_by_one(events: list[dict[str, Any]]
     answer(events, "two", mode="final")
     said = "alone scores 50.00 us, output 50.00 us; between launches -50.00 us"
     assert [r.log for r in results(events)] == [said]
+
+
+WHEN_TIMED = [
+    ("sticky when timed", Status.ILLEGAL_ACCESS, "CUDA error 700"),
+    ("refused when timed", Status.LAUNCH_ERROR, "CUDA error 1"),
+]
+
+
+@pytest.mark.parametrize(("act", "status", "words"), WHEN_TIMED)
+def test_a_fault_among_finalists_ends_the_process_and_care_names_whose_it_is(
+    events: list[dict[str, Any]],
+    capsys: pytest.CaptureFixture[str],
+    act: str,
+    status: Status,
+    words: str,
+) -> None:
+    assert not answer(events, "ok", act, "ok", mode="final")
+    assert events[-1]["event"] == "phase" and events[-1]["index"] is None
+    assert not results(events) and words in capsys.readouterr().err
+    assert not answer(events, "ok", act, "ok", mode="final", careful=True)
+    assert {e["event"] for e in events} == {"phase", "result"}
+    assert (events[-1]["index"], events[-1]["fatal"]) == (1, True)
+    [outcome] = results(events)
+    assert (outcome.status, outcome.log) == (status, words)
+
+
+#: The worker's own `main` on the fakes of this file.
+FAKED = """
+import importlib.util, sys
+from tuner import device, worker
+from tuner.hardware import DEFAULT_GPU
+spec = importlib.util.spec_from_file_location("fakes", sys.argv[1])
+here = sys.modules["fakes"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(here)
+here.FakeGate.verdicts = []
+vars(worker).update(here.FAKES, Device=lambda index: here.FakeDevice())
+worker.families = lambda: {"toy": here.Toy()}
+device.detect = lambda index: DEFAULT_GPU
+sys.exit(worker.main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize(("act", "status", "words"), WHEN_TIMED)
+def test_finalists_are_measured_beside_one_that_faults_when_timed(
+    tmp_path: Path, act: str, status: Status, words: str
+) -> None:
+    faked = tmp_path / "faked_worker.py"
+    faked.write_text(FAKED)
+    client = WorkerClient(command=[sys.executable, str(faked), __file__])
+    outcomes = client.measure(replace(ask("ok", act, "ok", mode="final"), rounds=20))
+    client.close()
+    assert [o.status for o in outcomes] == [Status.OK, status, Status.OK]
+    assert [o.rounds for o in outcomes] == [20, 0, 20] and outcomes[1].log == words
 
 
 def test_vendors_tell_their_versions(events: list[dict[str, Any]]) -> None:
