@@ -27,6 +27,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -365,10 +366,16 @@ class Worker:
         """Check all finalists, then time those that pass interleaved."""
         ready: list[_Prepared] = []
         stopwatch = Stopwatch(self._device, job.regime)
-        with Pool(self._device) as pool, _Rotation(self, job, gate) as rotation:
+        with (
+            Pool(self._device) as pool,
+            _Rotation(self, job, gate) as rotation,
+            ExitStack() as closing,
+        ):
+            closing.callback(stopwatch.close)
 
             def enter(candidate: Candidate) -> Outcome | None:
                 prepared = self._prepare(job, pool, candidate)
+                closing.callback(prepared.close)
                 self._check(job, prepared)
                 if prepared.verdict.status is not Status.OK:
                     return prepared.outcome(prepared.verdict)
@@ -376,13 +383,15 @@ class Worker:
                 ready.append(prepared)
                 return None
 
-            for candidate in job.candidates:
+            def entered(candidate: Candidate) -> bool:
                 with ranges.named(f"check: {_name(candidate)}"):
-                    if not self._guarded(candidate.index, partial(enter, candidate)):
-                        return False
-            alive = not ready or self._interleave(job, gate, rotation, ready, stopwatch)
-            for prepared in ready if alive else ():
-                prepared.close()
+                    return self._guarded(candidate.index, partial(enter, candidate))
+
+            alive = all(map(entered, job.candidates)) and (
+                not ready or self._interleave(job, gate, rotation, ready, stopwatch)
+            )
+            if not alive:
+                closing.pop_all()  # a lost context closes nothing any more; the process ends
         return alive
 
     def _interleave(
@@ -423,13 +432,10 @@ class Worker:
             else:
                 self._result(culprit, outcome, fatal=True)
             return False
-        alive = all(
+        return all(
             self._guarded(prepared.index, partial(conclude, prepared, timing))
             for prepared, timing in zip(ready, timings, strict=True)
         )
-        if alive:
-            stopwatch.close()
-        return alive
 
 
 class _Rotation:

@@ -346,6 +346,12 @@ class FakeDevice:
 
     def __init__(self) -> None:
         self.sticky = False
+        self.open: list[Any] = []
+
+    def close(self, what: Any) -> None:
+        """As CUDA does: a lost context lets go of nothing."""
+        self.synchronize()
+        self.open.remove(what)
 
     def synchronize(self) -> None:
         if self.sticky:
@@ -400,6 +406,7 @@ class FakeSubject:
         self, device: FakeDevice, family: Any, problem: Any, config: Config, *_: Any
     ) -> None:
         self.device, self.act = device, config.get("act", "ok")
+        device.open.append(self)
 
     def timed(self) -> None:
         """What passes its check and the quick timing may still do beside others."""
@@ -419,18 +426,20 @@ class FakeSubject:
         return dict.fromkeys(("scores", "output") if self.act == "two" else ("main",), self)
 
     def close(self) -> None:
-        pass
+        self.device.close(self)
 
 
 class FakeBurst:
     def __init__(self, entrant: Entrant) -> None:
         self.subject: Any = entrant.subject
 
+        self.subject.device.open.append(self)
+
     def enqueue(self) -> None:
         pass
 
     def close(self) -> None:
-        pass
+        self.subject.device.close(self)
 
 
 class FakeStopwatch:
@@ -438,8 +447,11 @@ class FakeStopwatch:
 
     def __init__(self, device: Any, regime: Any) -> None:
         self.device = device
+        device.open.append(self)
 
     def prepare(self, entrant: Entrant) -> FakeBurst:
+        if getattr(entrant.subject, "act", "") == "not captured":
+            raise BenchmarkError("CUDA error 900")
         return FakeBurst(entrant)
 
     def quick(self, burst: Any) -> tuple[Timing, Clocks]:
@@ -457,7 +469,7 @@ class FakeStopwatch:
         return [Timing(self.latency_us, 0.1, rounds) for _ in bursts], Clocks(1900)
 
     def close(self) -> None:
-        pass
+        self.device.close(self)
 
 
 #: In place of what `worker` imports.
@@ -484,6 +496,7 @@ def answer(
     mode: str = "quick",
     limit: int | None = None,
     careful: bool = False,
+    device: FakeDevice | None = None,
 ) -> bool:
     made = Ask(
         PROBLEM,
@@ -495,9 +508,9 @@ def answer(
         rounds=20,
         max_workspace=limit,
     )
-    device: Any = FakeDevice()
+    on: Any = device or FakeDevice()
     members = {"toy": Toy(), "vendor": Vendor()}
-    served = Worker(device, DEFAULT_GPU, members, lambda event: events.append(dict(event)))
+    served = Worker(on, DEFAULT_GPU, members, lambda event: events.append(dict(event)))
     return served.answer(made.to_json(range(len(acts)), careful))
 
 
@@ -579,6 +592,40 @@ def test_kernels_of_a_finalist_are_timed_one_by_one(events: list[dict[str, Any]]
     answer(events, "two", mode="final")
     said = "alone scores 50.00 us, output 50.00 us; between launches -50.00 us"
     assert [r.log for r in results(events)] == [said]
+
+
+@pytest.mark.parametrize("mode", ["quick", "final"])
+def test_whatever_becomes_of_a_candidate_it_is_closed(
+    events: list[dict[str, Any]], mode: str
+) -> None:
+    FakeGate.verdicts = [Verdict(Status.NOT_FINITE, None, "NaN")]
+    device = FakeDevice()
+    assert answer(events, "ok", "not captured", "raises", "ok", mode=mode, device=device)
+    said = {e["index"]: e["outcome"]["status"] for e in events if e["event"] == "result"}
+    assert said == {0: "not_finite", 1: "launch_error", 2: "launch_error", 3: "ok"}
+    assert not device.open
+
+
+def test_finalists_are_closed_when_the_gate_fails_before_their_timing(
+    events: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, load = FakeDevice(), FakeGate.load
+
+    def fail(gate: FakeGate, kind: str) -> None:
+        if gate.examined == 4:
+            raise BenchmarkError("no inputs")
+        load(gate, kind)
+
+    monkeypatch.setattr(FakeGate, "load", fail)
+    assert answer(events, "ok", "ok", mode="final", device=device)
+    assert events[-1]["event"] == "failed" and not device.open
+
+
+def test_a_lost_context_is_nothing_to_close(events: list[dict[str, Any]]) -> None:
+    """Closing would fail, and blame the gate for it."""
+    assert not answer(events, "ok", "sticky", "ok", mode="final")
+    assert (events[-1]["index"], events[-1]["fatal"]) == (1, True)
+    assert {e["event"] for e in events} == {"phase", "result"}
 
 
 WHEN_TIMED = [
