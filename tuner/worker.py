@@ -50,7 +50,7 @@ from tuner.benchmark import (
 )
 from tuner.config import Config
 from tuner.device import Device, Pool
-from tuner.errors import BenchmarkError, TunerError
+from tuner.errors import BenchmarkError, GateError, TunerError
 from tuner.families import families, families_in
 from tuner.families.base import SCRATCH, Family
 from tuner.gate import KINDS, Gate, Guarded, Verdict, reference_seconds, scale_of, too_fast
@@ -239,9 +239,15 @@ class Worker:
         return True
 
     def _guarded(self, index: int, work: Callable[[], Outcome | None]) -> bool:
-        """Turn whatever `work` does into a result; False when the context is lost."""
+        """Turn whatever `work` does into a result; False when the context is lost.
+
+        Raises:
+            GateError: which fails the request.
+        """
         try:
             outcome = work()
+        except GateError:
+            raise
         except Exception as exc:  # the worker's loop: a candidate may fail in any way
             outcome = self._explain(exc)
         healthy = self._device.healthy()

@@ -22,7 +22,7 @@ from tuner import worker as worker_room
 from tuner.artifacts import Artifact
 from tuner.benchmark import Entrant, Timing
 from tuner.config import Config
-from tuner.errors import BenchmarkError
+from tuner.errors import BenchmarkError, GateError
 from tuner.families.base import Family
 from tuner.gate import Verdict
 from tuner.hardware import DEFAULT_GPU
@@ -375,6 +375,7 @@ class FakeDevice:
 
 class FakeGate:
     verdicts: list[Verdict]
+    broken: tuple[int, ...] = ()
 
     def __init__(self, device: FakeDevice, kernel: Any) -> None:
         self.device = device
@@ -396,6 +397,8 @@ class FakeGate:
     def examine(self, extra: Any = ()) -> Verdict:
         self.device.synchronize()
         self.examined += 1
+        if self.examined in FakeGate.broken:
+            raise GateError("the reference is not finite")
         return FakeGate.verdicts.pop(0) if FakeGate.verdicts else Verdict(Status.OK, 1e-4)
 
 
@@ -619,6 +622,19 @@ def test_finalists_are_closed_when_the_gate_fails_before_their_timing(
     monkeypatch.setattr(FakeGate, "load", fail)
     assert answer(events, "ok", "ok", mode="final", device=device)
     assert events[-1]["event"] == "failed" and not device.open
+
+
+@pytest.mark.parametrize("mode", ["quick", "final"])
+@pytest.mark.parametrize("examined", [1, 3], ids=["checked", "timed"])
+def test_what_the_gate_cannot_judge_is_not_held_against_a_candidate(
+    events: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, mode: str, examined: int
+) -> None:
+    monkeypatch.setattr(FakeGate, "broken", (examined,))
+    device = FakeDevice()
+    assert answer(events, "ok", mode=mode, device=device)
+    said = {"event": "failed", "status": "launch_error", "log": "the reference is not finite"}
+    assert events[-1] == said
+    assert not results(events) and not device.open
 
 
 def test_a_lost_context_is_nothing_to_close(events: list[dict[str, Any]]) -> None:
