@@ -7,6 +7,7 @@
     ├── RenderError                a template that could not be rendered
     ├── CompileError               nvcc missing or refusing; carries ``command`` and ``log``
     ├── BenchmarkError             a kernel that could not be run or timed; carries ``status``
+    │   ├── GateError              the numerics gate cannot judge; no candidate's fault
     │   └── WorkerLostError        what measured went away before it answered
     ├── StoreError                 a database that cannot be opened, read or written
     │   └── LeaseLostError         a job's problem that another controller works on by now
@@ -45,6 +46,10 @@ class BenchmarkError(TunerError):
     def __init__(self, message: str, *, status: str = "launch_error") -> None:
         super().__init__(message)
         self.status = status
+
+
+class GateError(BenchmarkError):
+    """The numerics gate cannot judge, through no fault of a candidate."""
 
 
 class WorkerLostError(BenchmarkError):

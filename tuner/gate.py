@@ -17,7 +17,7 @@ from itertools import accumulate
 
 from tuner.artifacts import LoadedKernel
 from tuner.device import Device, Pool
-from tuner.errors import BenchmarkError
+from tuner.errors import BenchmarkError, GateError
 from tuner.families.base import KernelSpec
 from tuner.families.gemm_shape import PROMOTED_K
 from tuner.hardware import Gpu
@@ -171,6 +171,11 @@ class Comparison:
     worst: float = 0.0
     first: int = 0
 
+    @property
+    def is_sound(self) -> bool:
+        """False where the reference is not finite: elements that differ from it are not seen."""
+        return math.isfinite(self.error_squares + self.reference_squares)
+
     @classmethod
     def unpack(cls, data: bytes, elements: int) -> Comparison:
         """Read the eight words that the compare command of the template fills."""
@@ -206,13 +211,20 @@ def judge(
         strayed: 16-bit words of each buffer's guard bands that were written.
         changed: inputs whose contents changed.
         limits: of the problem (`limits_of`); those of the output's type when None.
+
+    Raises:
+        GateError: when the reference is not finite: nothing can be said of the output.
     """
     limits = limits or LIMITS[operand.dtype]
-    error = math.sqrt(comparison.error_squares / max(comparison.reference_squares, 1e-300))
+    error: float | None = None
+    if comparison.is_sound:
+        error = math.sqrt(comparison.error_squares / max(comparison.reference_squares, 1e-300))
     if any(strayed.values()) or changed:
         texts = [f"{2 * n} bytes beside '{name}' were written" for name, n in strayed.items() if n]
         texts += [f"input '{name}' was changed" for name in changed]
         return Verdict(Status.OUT_OF_BOUNDS, error, "; ".join(texts))
+    if error is None:
+        raise GateError(f"the reference of '{operand.name}' {operand.shape} is not finite")
     where = f"first at {_position(comparison.first, operand)} of {operand.shape}"
     if comparison.not_finite:
         text = f"{comparison.not_finite} of {comparison.elements} elements are NaN or infinite"
@@ -225,7 +237,7 @@ def judge(
     allowed = limits.frobenius * math.sqrt(comparison.reference_squares)
     if operand.dtype == "float16":
         allowed += _FP16_SUBNORMAL_STEP / math.sqrt(12) * math.sqrt(comparison.elements)
-    if comparison.beyond or math.sqrt(comparison.error_squares) > allowed:
+    if comparison.beyond or not math.sqrt(comparison.error_squares) <= allowed:
         text = (
             f"relative error {error:.2e} (allowed {limits.frobenius:.0e}), {comparison.beyond} of "
             f"{comparison.elements} elements beyond {limits.absolute} + {limits.relative} x "
@@ -387,8 +399,11 @@ class Gate:
     def examine(self, extra: Sequence[Guarded] = ()) -> Verdict:
         """Wait for the candidate and judge what it left.
 
+        A reference that is not finite is computed again: what strays far may have written there.
+
         Raises:
             BenchmarkError: when the candidate's work failed on the device.
+            GateError: when the reference is not finite either way.
         """
         self._device.wait()
         problem, _ = self._opened()
@@ -404,7 +419,11 @@ class Gate:
             if self._checksum(operand) != sums[operand.name]
         ]
         limits, output = limits_of(problem), problem.output
-        comparison = self.compare(self._operands[output.name].pointer, reference, output, limits)
+        written = self._operands[output.name].pointer
+        comparison = self.compare(written, reference, output, limits)
+        if not comparison.is_sound and not changed:
+            self._compute(problem, self._kind, reference)
+            comparison = self.compare(written, reference, output, limits)
         verdict = judge(comparison, output, strayed, changed, limits)
         log = verdict.log and f"{self._kind} inputs: {verdict.log}"
         return Verdict(verdict.status, verdict.error, log)

@@ -9,9 +9,10 @@ log. One request at a time. Answers are streamed, so that what is finished survi
     {"event": "failed", "status": "...", "log": "..."}       the request, not a candidate
     {"event": "done"}
 
-After a result that is `fatal` the process ends: its CUDA context is lost. When the pipe of
-requests closes, as it does when the driver is killed, it ends its whole process group at once,
-whatever it is doing.
+After a result that is `fatal` the process ends: its CUDA context is lost, or the rest of its
+request. It ends without one where finalists that are timed interleaved fail and nobody knows which:
+asked again with care, it names the one. When the pipe of requests closes, as it does when the
+driver is killed, it ends its whole process group at once, whatever it is doing.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -48,7 +50,7 @@ from tuner.benchmark import (
 )
 from tuner.config import Config
 from tuner.device import Device, Pool
-from tuner.errors import BenchmarkError, TunerError
+from tuner.errors import BenchmarkError, GateError, TunerError
 from tuner.families import families, families_in
 from tuner.families.base import SCRATCH, Family
 from tuner.gate import KINDS, Gate, Guarded, Verdict, reference_seconds, scale_of, too_fast
@@ -194,7 +196,7 @@ class Worker:
         self._gate: Gate | None = None
 
     def answer(self, request: Mapping[str, Any]) -> bool:
-        """Handle one request to its last event; False when the process has to end."""
+        """Handle one request, to its last event unless the process has to end: False then."""
         try:
             if request["mode"] == "environment":
                 self._emit({"event": "facts", "facts": self._facts()})
@@ -237,9 +239,15 @@ class Worker:
         return True
 
     def _guarded(self, index: int, work: Callable[[], Outcome | None]) -> bool:
-        """Turn whatever `work` does into a result; False when the context is lost."""
+        """Turn whatever `work` does into a result; False when the context is lost.
+
+        Raises:
+            GateError: which fails the request.
+        """
         try:
             outcome = work()
+        except GateError:
+            raise
         except Exception as exc:  # the worker's loop: a candidate may fail in any way
             outcome = self._explain(exc)
         healthy = self._device.healthy()
@@ -364,10 +372,16 @@ class Worker:
         """Check all finalists, then time those that pass interleaved."""
         ready: list[_Prepared] = []
         stopwatch = Stopwatch(self._device, job.regime)
-        with Pool(self._device) as pool, _Rotation(self, job, gate) as rotation:
+        with (
+            Pool(self._device) as pool,
+            _Rotation(self, job, gate) as rotation,
+            ExitStack() as closing,
+        ):
+            closing.callback(stopwatch.close)
 
             def enter(candidate: Candidate) -> Outcome | None:
                 prepared = self._prepare(job, pool, candidate)
+                closing.callback(prepared.close)
                 self._check(job, prepared)
                 if prepared.verdict.status is not Status.OK:
                     return prepared.outcome(prepared.verdict)
@@ -375,13 +389,15 @@ class Worker:
                 ready.append(prepared)
                 return None
 
-            for candidate in job.candidates:
+            def entered(candidate: Candidate) -> bool:
                 with ranges.named(f"check: {_name(candidate)}"):
-                    if not self._guarded(candidate.index, partial(enter, candidate)):
-                        return False
-            alive = not ready or self._interleave(job, gate, rotation, ready, stopwatch)
-            for prepared in ready if alive else ():
-                prepared.close()
+                    return self._guarded(candidate.index, partial(enter, candidate))
+
+            alive = all(map(entered, job.candidates)) and (
+                not ready or self._interleave(job, gate, rotation, ready, stopwatch)
+            )
+            if not alive:
+                closing.pop_all()  # a lost context closes nothing any more; the process ends
         return alive
 
     def _interleave(
@@ -392,9 +408,12 @@ class Worker:
         ready: Sequence[_Prepared],
         stopwatch: Stopwatch,
     ) -> bool:
+        culprit: int | None = None
+
         def progress(which: int) -> None:
-            index = ready[which].index if which >= 0 else None
-            self._phase(index, "interleaved timing", _ROUND_ALLOWANCE_S)
+            nonlocal culprit
+            culprit = ready[which].index if which >= 0 else None
+            self._phase(culprit, "interleaved timing", _ROUND_ALLOWANCE_S)
 
         def conclude(prepared: _Prepared, timing: Timing) -> Outcome:
             verdict = self._recheck(job, prepared, timing)
@@ -409,15 +428,20 @@ class Worker:
 
         gate.load("random")
         bursts = [prepared.burst for prepared in ready if prepared.burst is not None]
-        with ranges.named(f"interleaved timing of {len(bursts)}"):
-            timings, clocks = stopwatch.final(bursts, job.rounds, progress, careful=job.careful)
-        alive = all(
+        try:
+            with ranges.named(f"interleaved timing of {len(bursts)}"):
+                timings, clocks = stopwatch.final(bursts, job.rounds, progress, careful=job.careful)
+        except Exception as exc:  # as in the worker's loop, but of whose turn it was
+            outcome = self._explain(exc)
+            if culprit is None:
+                sys.stderr.write(f"{outcome.log}\n")
+            else:
+                self._result(culprit, outcome, fatal=True)
+            return False
+        return all(
             self._guarded(prepared.index, partial(conclude, prepared, timing))
             for prepared, timing in zip(ready, timings, strict=True)
         )
-        if alive:
-            stopwatch.close()
-        return alive
 
 
 class _Rotation:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tuner import gate, resources
-from tuner.errors import BenchmarkError
+from tuner.errors import BenchmarkError, GateError
 from tuner.gate import (
     E4M3_ROUNDING,
     KINDS,
@@ -135,6 +135,24 @@ def test_quantised_inputs_stand_for_what_others_are(kind: str) -> None:
 def test_a_zero_reference_does_not_divide_by_zero() -> None:
     verdict = judge(Comparison(4, error_squares=1.0), GEMM.output, {}, [])
     assert verdict.status is Status.WRONG_RESULT
+
+
+NAN, INFINITE = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize("sums", [(NAN, NAN), (INFINITE, INFINITE), (0.0, NAN), (0.0, INFINITE)])
+def test_nothing_passes_where_the_reference_is_not_finite(sums: tuple[float, float]) -> None:
+    """Nor is the output blamed, whatever it is: the comparison with NaN is always false."""
+    for seen in (Comparison(32, *sums), Comparison(32, *sums, not_finite=2)):
+        with pytest.raises(GateError, match=r"reference of 'd' \(1, 4, 8\) is not finite"):
+            judge(seen, GEMM.output, {"d": 0}, [])
+    verdict = judge(Comparison(32, *sums), GEMM.output, {"d": 2}, [])
+    assert (verdict.status, verdict.error) == (Status.OUT_OF_BOUNDS, None)
+
+
+def test_a_limit_that_is_no_number_lets_nothing_pass() -> None:
+    limits = replace(LIMITS["float16"], frobenius=NAN)
+    assert judge(GOOD, GEMM.output, {}, [], limits).status is Status.WRONG_RESULT
 
 
 def test_unpacks_what_the_kernel_writes() -> None:
@@ -391,6 +409,32 @@ def test_a_reference_is_computed_once_a_kind_and_seed() -> None:
     assert [call[0] for call in kernel.calls].count(5) == 2
     made.close()
     assert len(device.live) == 1  # the result words
+
+
+@pytest.mark.parametrize("is_overwritten", [True, False])
+def test_a_reference_that_is_not_finite_is_computed_once_more(
+    monkeypatch: pytest.MonkeyPatch, is_overwritten: bool
+) -> None:
+    made, _, kernel = opened(GEMM)
+    made.load("random")
+    compared: list[Comparison] = []
+
+    def compare(*_: Any) -> Comparison:
+        times = [call[0] for call in kernel.calls].count(5)
+        broken = times == 1 or not is_overwritten
+        compared.append(Comparison(32, NAN, NAN) if broken else GOOD)
+        return compared[-1]
+
+    monkeypatch.setattr(made, "compare", compare)
+    monkeypatch.setattr(made, "_count", lambda band: 0)
+    if is_overwritten:
+        assert made.examine().status is Status.OK
+    else:
+        with pytest.raises(GateError, match="not finite"):
+            made.examine()
+    assert len(compared) == 2
+    written = [tensors[2] for tensors, integers in kernel.given if integers[0] == 5]
+    assert written == [made.reference("random")] * 2
 
 
 def test_everything_is_armed() -> None:

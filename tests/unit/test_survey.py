@@ -189,6 +189,7 @@ def test_a_survey_measures_each_draw_once_and_writes_recordings(tmp_path: Path) 
 def test_a_request_holds_few_kernels_of_one_family(tmp_path: Path) -> None:
     runner = FakeRunner()
     surveyed([drawn(SHORT, Draw(kernels=30))], runner, tmp_path)
+    assert runner.submitted
     for request in runner.submitted:
         member = families()[request[0].family]
         assert {config.family for config in request} == {member.name}

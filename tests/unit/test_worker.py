@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,9 @@ import pytest
 
 from tuner import worker as worker_room
 from tuner.artifacts import Artifact
-from tuner.benchmark import Timing
+from tuner.benchmark import Entrant, Timing
 from tuner.config import Config
-from tuner.errors import BenchmarkError
+from tuner.errors import BenchmarkError, GateError
 from tuner.families.base import Family
 from tuner.gate import Verdict
 from tuner.hardware import DEFAULT_GPU
@@ -345,6 +346,12 @@ class FakeDevice:
 
     def __init__(self) -> None:
         self.sticky = False
+        self.open: list[Any] = []
+
+    def close(self, what: Any) -> None:
+        """As CUDA does: a lost context lets go of nothing."""
+        self.synchronize()
+        self.open.remove(what)
 
     def synchronize(self) -> None:
         if self.sticky:
@@ -368,6 +375,7 @@ class FakeDevice:
 
 class FakeGate:
     verdicts: list[Verdict]
+    broken: tuple[int, ...] = ()
 
     def __init__(self, device: FakeDevice, kernel: Any) -> None:
         self.device = device
@@ -389,6 +397,8 @@ class FakeGate:
     def examine(self, extra: Any = ()) -> Verdict:
         self.device.synchronize()
         self.examined += 1
+        if self.examined in FakeGate.broken:
+            raise GateError("the reference is not finite")
         return FakeGate.verdicts.pop(0) if FakeGate.verdicts else Verdict(Status.OK, 1e-4)
 
 
@@ -399,6 +409,14 @@ class FakeSubject:
         self, device: FakeDevice, family: Any, problem: Any, config: Config, *_: Any
     ) -> None:
         self.device, self.act = device, config.get("act", "ok")
+        device.open.append(self)
+
+    def timed(self) -> None:
+        """What passes its check and the quick timing may still do beside others."""
+        if self.act == "sticky when timed":
+            self.device.sticky = True
+        if self.act == "refused when timed":
+            raise BenchmarkError("CUDA error 1")
 
     def bind(self, buffers: Any, scale: float, *, deliver: bool = False) -> Any:
         if self.act == "sticky":
@@ -411,53 +429,77 @@ class FakeSubject:
         return dict.fromkeys(("scores", "output") if self.act == "two" else ("main",), self)
 
     def close(self) -> None:
-        pass
+        self.device.close(self)
 
 
 class FakeBurst:
+    def __init__(self, entrant: Entrant) -> None:
+        self.subject: Any = entrant.subject
+
+        self.subject.device.open.append(self)
+
     def enqueue(self) -> None:
         pass
 
     def close(self) -> None:
-        pass
+        self.subject.device.close(self)
 
 
 class FakeStopwatch:
     latency_us = 50.0
 
     def __init__(self, device: Any, regime: Any) -> None:
-        pass
+        self.device = device
+        device.open.append(self)
 
-    def prepare(self, entrant: Any) -> FakeBurst:
-        return FakeBurst()
+    def prepare(self, entrant: Entrant) -> FakeBurst:
+        if getattr(entrant.subject, "act", "") == "not captured":
+            raise BenchmarkError("CUDA error 900")
+        return FakeBurst(entrant)
 
     def quick(self, burst: Any) -> tuple[Timing, Clocks]:
         return Timing(self.latency_us, 0.1, 7), Clocks(1900)
 
     def final(self, bursts: Any, rounds: int, progress: Any, *, careful: bool) -> Any:
         progress(-1)
+        for index, burst in enumerate(bursts):
+            if careful:
+                progress(index)
+            burst.subject.timed()
+            if careful:
+                self.device.synchronize()
+        self.device.synchronize()
         return [Timing(self.latency_us, 0.1, rounds) for _ in bursts], Clocks(1900)
 
     def close(self) -> None:
-        pass
+        self.device.close(self)
+
+
+#: In place of what `worker` imports.
+FAKES: dict[str, Any] = {
+    "Gate": FakeGate,
+    "CompiledSubject": FakeSubject,
+    "Stopwatch": FakeStopwatch,
+    "load": lambda artifact: None,
+    "entrant": lambda subject, *_: Entrant(subject, []),
+}
 
 
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     FakeGate.verdicts = []
-    for name, fake in {
-        "Gate": FakeGate,
-        "CompiledSubject": FakeSubject,
-        "Stopwatch": FakeStopwatch,
-        "load": lambda artifact: None,
-        "entrant": lambda *_: None,
-    }.items():
+    for name, fake in FAKES.items():
         monkeypatch.setattr(worker_room, name, fake)
     return []
 
 
 def answer(
-    events: list[dict[str, Any]], *acts: str, mode: str = "quick", limit: int | None = None
+    events: list[dict[str, Any]],
+    *acts: str,
+    mode: str = "quick",
+    limit: int | None = None,
+    careful: bool = False,
+    device: FakeDevice | None = None,
 ) -> bool:
     made = Ask(
         PROBLEM,
@@ -469,10 +511,10 @@ def answer(
         rounds=20,
         max_workspace=limit,
     )
-    device: Any = FakeDevice()
+    on: Any = device or FakeDevice()
     members = {"toy": Toy(), "vendor": Vendor()}
-    served = Worker(device, DEFAULT_GPU, members, lambda event: events.append(dict(event)))
-    return served.answer(made.to_json(range(len(acts)), careful=False))
+    served = Worker(on, DEFAULT_GPU, members, lambda event: events.append(dict(event)))
+    return served.answer(made.to_json(range(len(acts)), careful))
 
 
 def results(events: list[dict[str, Any]]) -> list[Outcome]:
@@ -553,6 +595,106 @@ def test_kernels_of_a_finalist_are_timed_one_by_one(events: list[dict[str, Any]]
     answer(events, "two", mode="final")
     said = "alone scores 50.00 us, output 50.00 us; between launches -50.00 us"
     assert [r.log for r in results(events)] == [said]
+
+
+@pytest.mark.parametrize("mode", ["quick", "final"])
+def test_whatever_becomes_of_a_candidate_it_is_closed(
+    events: list[dict[str, Any]], mode: str
+) -> None:
+    FakeGate.verdicts = [Verdict(Status.NOT_FINITE, None, "NaN")]
+    device = FakeDevice()
+    assert answer(events, "ok", "not captured", "raises", "ok", mode=mode, device=device)
+    said = {e["index"]: e["outcome"]["status"] for e in events if e["event"] == "result"}
+    assert said == {0: "not_finite", 1: "launch_error", 2: "launch_error", 3: "ok"}
+    assert not device.open
+
+
+def test_finalists_are_closed_when_the_gate_fails_before_their_timing(
+    events: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, load = FakeDevice(), FakeGate.load
+
+    def fail(gate: FakeGate, kind: str) -> None:
+        if gate.examined == 4:
+            raise BenchmarkError("no inputs")
+        load(gate, kind)
+
+    monkeypatch.setattr(FakeGate, "load", fail)
+    assert answer(events, "ok", "ok", mode="final", device=device)
+    assert events[-1]["event"] == "failed" and not device.open
+
+
+@pytest.mark.parametrize("mode", ["quick", "final"])
+@pytest.mark.parametrize("examined", [1, 3], ids=["checked", "timed"])
+def test_what_the_gate_cannot_judge_is_not_held_against_a_candidate(
+    events: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, mode: str, examined: int
+) -> None:
+    monkeypatch.setattr(FakeGate, "broken", (examined,))
+    device = FakeDevice()
+    assert answer(events, "ok", mode=mode, device=device)
+    said = {"event": "failed", "status": "launch_error", "log": "the reference is not finite"}
+    assert events[-1] == said
+    assert not results(events) and not device.open
+
+
+def test_a_lost_context_is_nothing_to_close(events: list[dict[str, Any]]) -> None:
+    """Closing would fail, and blame the gate for it."""
+    assert not answer(events, "ok", "sticky", "ok", mode="final")
+    assert (events[-1]["index"], events[-1]["fatal"]) == (1, True)
+    assert {e["event"] for e in events} == {"phase", "result"}
+
+
+WHEN_TIMED = [
+    ("sticky when timed", Status.ILLEGAL_ACCESS, "CUDA error 700"),
+    ("refused when timed", Status.LAUNCH_ERROR, "CUDA error 1"),
+]
+
+
+@pytest.mark.parametrize(("act", "status", "words"), WHEN_TIMED)
+def test_a_fault_among_finalists_ends_the_process_and_care_names_whose_it_is(
+    events: list[dict[str, Any]],
+    capsys: pytest.CaptureFixture[str],
+    act: str,
+    status: Status,
+    words: str,
+) -> None:
+    assert not answer(events, "ok", act, "ok", mode="final")
+    assert events[-1]["event"] == "phase" and events[-1]["index"] is None
+    assert not results(events) and words in capsys.readouterr().err
+    assert not answer(events, "ok", act, "ok", mode="final", careful=True)
+    assert {e["event"] for e in events} == {"phase", "result"}
+    assert (events[-1]["index"], events[-1]["fatal"]) == (1, True)
+    [outcome] = results(events)
+    assert (outcome.status, outcome.log) == (status, words)
+
+
+#: The worker's own `main` on the fakes of this file.
+FAKED = """
+import importlib.util, sys
+from tuner import device, worker
+from tuner.hardware import DEFAULT_GPU
+spec = importlib.util.spec_from_file_location("fakes", sys.argv[1])
+here = sys.modules["fakes"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(here)
+here.FakeGate.verdicts = []
+vars(worker).update(here.FAKES, Device=lambda index: here.FakeDevice())
+worker.families = lambda: {"toy": here.Toy()}
+device.detect = lambda index: DEFAULT_GPU
+sys.exit(worker.main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize(("act", "status", "words"), WHEN_TIMED)
+def test_finalists_are_measured_beside_one_that_faults_when_timed(
+    tmp_path: Path, act: str, status: Status, words: str
+) -> None:
+    faked = tmp_path / "faked_worker.py"
+    faked.write_text(FAKED)
+    client = WorkerClient(command=[sys.executable, str(faked), __file__])
+    outcomes = client.measure(replace(ask("ok", act, "ok", mode="final"), rounds=20))
+    client.close()
+    assert [o.status for o in outcomes] == [Status.OK, status, Status.OK]
+    assert [o.rounds for o in outcomes] == [20, 0, 20] and outcomes[1].log == words
 
 
 def test_vendors_tell_their_versions(events: list[dict[str, Any]]) -> None:
