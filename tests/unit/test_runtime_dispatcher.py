@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import os
 import subprocess
 import sys
@@ -35,6 +36,7 @@ from tuner.toolchain import find_host_compiler
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 SDPA = torch.nn.functional.scaled_dot_product_attention
+MATH = torch.nn.attention.SDPBackend.MATH
 KEY = "0123456789abcdef0123456789abcdef"
 KERNEL = """
 #include <atomic>
@@ -296,6 +298,36 @@ def test_subclasses_and_transforms_are_python_s(server: Server) -> None:
     mapped = torch.vmap(server.attention, in_dims=(0, None, None))
     out, _, launched = server.went(lambda: mapped(stacked, k, v))
     assert not launched and out.shape == (2, *q.shape)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # make_dual calls it
+@pytest.mark.parametrize("is_view", [False, True])
+def test_tangents_are_pytorch_s(server: Server, is_view: bool) -> None:
+    forward_ad = torch.autograd.forward_ad
+    layers = importlib.import_module("tuner.runtime.layers")
+    server.decide(PROBLEM, GemmProblem(m=8, n=16, k=32))
+    layer = layers.TunedLinear(32, 16, bias=False, dtype=torch.float16)
+    q, k, v = inputs()
+    a = torch.randn(8, 32).half()
+    with torch.no_grad():
+        for _ in range(2):
+            _, by_python, launched = server.went(lambda: (server.attention(q, k, v), layer(a)))
+        assert launched and not by_python, "the dispatcher knows both"
+    layer.requires_grad_(False)
+    with forward_ad.dual_level(), torch.nn.attention.sdpa_kernel(MATH):
+        for call, pytorchs, first in (
+            (lambda q: server.attention(q, k, v), lambda q: SDPA(q, k, v), q),
+            (layer, lambda a: torch.nn.functional.linear(a, layer.weight), a),
+        ):
+            dual = forward_ad.make_dual(first, torch.randn_like(first))
+            given = dual.view(first.shape) if is_view else dual
+            out, _, launched = server.went(lambda call=call, given=given: call(given))
+            found, wanted = map(forward_ad.unpack_dual, (out, pytorchs(given)))
+            assert not launched
+            assert torch.equal(found.primal, wanted.primal)
+            assert torch.equal(found.tangent, wanted.tangent) and found.tangent.any()
+    _, by_python, launched = server.went(lambda: (server.attention(q, k, v), layer(a)))
+    assert launched and not by_python, "the level is closed"
 
 
 def test_a_library_is_hashed_once_for_many_shapes(
