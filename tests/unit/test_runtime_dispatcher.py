@@ -503,6 +503,46 @@ def test_switched_off(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not by_python
 
 
+@pytest.mark.parametrize("why", ["TUNER_DISABLE", "a refusal"])
+def test_switched_off_by_another_thread_while_a_plan_is_made(
+    server: Server, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    """Between `get`, which still saw it on, and `find_out`."""
+    server.decide(PROBLEM)
+    table, dispatch = server.runtime.table.table, server.runtime.dispatch
+    q, k, v = inputs()
+
+    def switch_off() -> None:
+        if why == "a refusal":
+            table.pin(None, refusal="the ranks did not agree")
+        else:
+            monkeypatch.setenv("TUNER_DISABLE", "1")
+            server.time_passes()
+        table._look()
+
+    def get(kind: Any) -> Any:
+        found = server.get(kind)
+        monkeypatch.setattr(table, "get", server.get)
+        thread = threading.Thread(target=switch_off)
+        thread.start()
+        thread.join()
+        return found
+
+    monkeypatch.setattr(table, "get", get)
+    for _ in range(3):
+        for _ in range(2):
+            out, _, launched = server.went(lambda: server.attention(q, k, v))
+            assert not launched and torch.equal(out, SDPA(q, k, v))
+        server.time_passes()
+    monkeypatch.setenv("TUNER_DISABLE", "0")
+    table.pin(None)
+    plan = server.runtime.attention.find_plan(q, k, v, False, None, False)
+    switch_off()
+    dispatch.put("attention", (q, k, v, False, None, False), plan)
+    _, by_python, launched = server.went(lambda: server.attention(q, k, v))
+    assert by_python and not launched, "whatever the dispatcher was given, it answers nothing"
+
+
 @pytest.mark.parametrize("path", ["python", "dispatcher"])
 def test_a_thread_has_a_context_before_its_first_launch(server: Server, path: str) -> None:
     """Its output may come from the allocator's cache: nothing else has touched CUDA by then."""
