@@ -26,6 +26,7 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/autograd/forward_grad.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 namespace {
@@ -230,6 +231,16 @@ at::Tensor enqueue(Plan const& plan, Call const& call) {
   return out;
 }
 
+// A dual tensor of forward-mode differentiation shows neither in its keys nor in requires_grad. To
+// ask whether any level is open takes one mutex a call, to ask each tensor for its tangent one each;
+// tensors that autograd knows nothing of have none.
+bool may_have_tangent(Call const& call) {
+  for (int i = 0; i < call.count; ++i)
+    if (call.tensors[i]->unsafeGetTensorImpl()->autograd_meta())
+      return torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr;
+  return false;
+}
+
 PyObject* answer(Call const& call) {
   if (now() >= state.until) Py_RETURN_NONE;
   auto const found = state.table.find(call.kind);
@@ -238,6 +249,7 @@ PyObject* answer(Call const& call) {
     if (c10::GradMode::is_enabled() && call.tensors[i]->requires_grad()) Py_RETURN_NONE;
     if (reinterpret_cast<uintptr_t>(call.tensors[i]->const_data_ptr()) % kAlignment) Py_RETURN_NONE;
   }
+  if (may_have_tangent(call)) Py_RETURN_NONE;
   auto const plan = found->second;  // held: another thread may clear the table meanwhile
   at::Tensor out;
   Py_BEGIN_ALLOW_THREADS;

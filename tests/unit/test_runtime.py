@@ -32,6 +32,8 @@ from tuner.problem import AttentionProblem, Problem
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 TorchDispatchMode = importlib.import_module("torch.utils._python_dispatch").TorchDispatchMode
+forward_ad = importlib.import_module("torch.autograd.forward_ad")
+sdpa_kernel, SDPBackend = torch.nn.attention.sdpa_kernel, torch.nn.attention.SDPBackend
 
 machine = fake_machine
 
@@ -317,6 +319,31 @@ def test_what_stands_between_the_caller_and_the_kernel_sees_the_call(
         assert any("scaled_dot_product" in name for name in recorder.seen)
     assert machine.launched == []
     assert was_tuned(machine.attention(q, k, v))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # make_dual calls it
+@pytest.mark.parametrize("which", range(3))
+def test_tangents_are_pytorch_s(machine: Machine, which: int) -> None:
+    machine.decide(measured())
+    tensors, tangent = inputs(), torch.randn(1, 2, 16, 8).half()
+    with forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH):
+        tensors[which] = forward_ad.make_dual(tensors[which], tangent)
+        found, wanted = (
+            forward_ad.unpack_dual(call(*tensors)) for call in (machine.attention, SDPA)
+        )
+        assert same(found.primal, wanted.primal) and same(found.tangent, wanted.tangent)
+        assert found.tangent.any()
+    assert machine.stats().fallbacks == {"forward-mode differentiation is active": 1}
+    assert machine.launched == []
+    assert was_tuned(machine.attention(*inputs())), "the level is closed"
+
+
+def test_a_negative_view_is_pytorch_s(machine: Machine) -> None:
+    machine.decide(measured())
+    q, k, v = inputs()
+    assert same(machine.attention(torch._neg_view(q), k, v), SDPA(-q, k, v))
+    assert machine.stats().fallbacks == {"a tensor is a negative view": 1}
+    assert machine.launched == []
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd", "bshd_bhsd"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import os
 import subprocess
 import sys
@@ -35,6 +36,7 @@ from tuner.toolchain import find_host_compiler
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 SDPA = torch.nn.functional.scaled_dot_product_attention
+MATH = torch.nn.attention.SDPBackend.MATH
 KEY = "0123456789abcdef0123456789abcdef"
 KERNEL = """
 #include <atomic>
@@ -298,6 +300,36 @@ def test_subclasses_and_transforms_are_python_s(server: Server) -> None:
     assert not launched and out.shape == (2, *q.shape)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # make_dual calls it
+@pytest.mark.parametrize("is_view", [False, True])
+def test_tangents_are_pytorch_s(server: Server, is_view: bool) -> None:
+    forward_ad = torch.autograd.forward_ad
+    layers = importlib.import_module("tuner.runtime.layers")
+    server.decide(PROBLEM, GemmProblem(m=8, n=16, k=32))
+    layer = layers.TunedLinear(32, 16, bias=False, dtype=torch.float16)
+    q, k, v = inputs()
+    a = torch.randn(8, 32).half()
+    with torch.no_grad():
+        for _ in range(2):
+            _, by_python, launched = server.went(lambda: (server.attention(q, k, v), layer(a)))
+        assert launched and not by_python, "the dispatcher knows both"
+    layer.requires_grad_(False)
+    with forward_ad.dual_level(), torch.nn.attention.sdpa_kernel(MATH):
+        for call, pytorchs, first in (
+            (lambda q: server.attention(q, k, v), lambda q: SDPA(q, k, v), q),
+            (layer, lambda a: torch.nn.functional.linear(a, layer.weight), a),
+        ):
+            dual = forward_ad.make_dual(first, torch.randn_like(first))
+            given = dual.view(first.shape) if is_view else dual
+            out, _, launched = server.went(lambda call=call, given=given: call(given))
+            found, wanted = map(forward_ad.unpack_dual, (out, pytorchs(given)))
+            assert not launched
+            assert torch.equal(found.primal, wanted.primal)
+            assert torch.equal(found.tangent, wanted.tangent) and found.tangent.any()
+    _, by_python, launched = server.went(lambda: (server.attention(q, k, v), layer(a)))
+    assert launched and not by_python, "the level is closed"
+
+
 def test_a_library_is_hashed_once_for_many_shapes(
     server: Server, built: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -469,6 +501,46 @@ def test_switched_off(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
         _, by_python, launched = server.went(lambda: server.attention(q, k, v))
         assert launched
     assert not by_python
+
+
+@pytest.mark.parametrize("why", ["TUNER_DISABLE", "a refusal"])
+def test_switched_off_by_another_thread_while_a_plan_is_made(
+    server: Server, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    """Between `get`, which still saw it on, and `find_out`."""
+    server.decide(PROBLEM)
+    table, dispatch = server.runtime.table.table, server.runtime.dispatch
+    q, k, v = inputs()
+
+    def switch_off() -> None:
+        if why == "a refusal":
+            table.pin(None, refusal="the ranks did not agree")
+        else:
+            monkeypatch.setenv("TUNER_DISABLE", "1")
+            server.time_passes()
+        table._look()
+
+    def get(kind: Any) -> Any:
+        found = server.get(kind)
+        monkeypatch.setattr(table, "get", server.get)
+        thread = threading.Thread(target=switch_off)
+        thread.start()
+        thread.join()
+        return found
+
+    monkeypatch.setattr(table, "get", get)
+    for _ in range(3):
+        for _ in range(2):
+            out, _, launched = server.went(lambda: server.attention(q, k, v))
+            assert not launched and torch.equal(out, SDPA(q, k, v))
+        server.time_passes()
+    monkeypatch.setenv("TUNER_DISABLE", "0")
+    table.pin(None)
+    plan = server.runtime.attention.find_plan(q, k, v, False, None, False)
+    switch_off()
+    dispatch.put("attention", (q, k, v, False, None, False), plan)
+    _, by_python, launched = server.went(lambda: server.attention(q, k, v))
+    assert by_python and not launched, "whatever the dispatcher was given, it answers nothing"
 
 
 @pytest.mark.parametrize("path", ["python", "dispatcher"])

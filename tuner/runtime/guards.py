@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from torch.autograd import forward_ad
 
 from tuner.errors import ConfigError
 from tuner.hardware import TMA_ALIGNMENT_BYTES
@@ -34,6 +35,11 @@ def unserved(*tensors: torch.Tensor) -> str:
         return "the tensors are not on a CUDA device"
     if torch._C._functorch.peek_interpreter_stack() or torch._C._len_torch_dispatch_stack():
         return "a transform or a dispatch mode of torch is active"
+    # A dual tensor requires no gradient, and its dispatch keys are any tensor's.
+    if forward_ad._current_level >= 0:
+        return "forward-mode differentiation is active: tuned kernels compute no tangents"
+    if any([tensor.is_neg() for tensor in tensors]):
+        return "a tensor is a negative view: its memory has the other sign"
     return ""
 
 

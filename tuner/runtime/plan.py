@@ -52,7 +52,9 @@ class Plan(ABC):
             The output, newly allocated, laid out as `problem.output`.
 
         Raises:
-            BenchmarkError: when the launch is refused; nothing was enqueued.
+            BenchmarkError: when a launch is refused. Those of the plan's steps before it were
+                enqueued: they write to the output, a log-sum-exp and the workspace, which are
+                dropped, and to nothing else.
             RuntimeError: torch's own, or an asynchronous CUDA error that showed here: the CUDA
                 context is lost, whatever is called next.
         """

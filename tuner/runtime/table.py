@@ -124,6 +124,8 @@ class Table:
         if not self._lock.acquire(blocking=old is None):
             return old.plan if old else ""
         try:
+            if self._off:  # since `get`
+                return self._off
             found = self._ask(pose, scale, device, shape, self._known.get(kind))
             if isinstance(found, str):
                 return old.plan if old and isinstance(old.plan, Plan) else found
@@ -205,7 +207,11 @@ class Table:
         with self._lock:
             self._known = {kind: replace(known, until=0.0) for kind, known in self._known.items()}
             dispatch.clear()
-            dispatch.serve_until(self._look_at)
+            self._serve()
+
+    def _serve(self) -> None:
+        """Have the dispatcher answer up to the next look, or not at all."""
+        dispatch.serve_until(0.0 if self._off else self._look_at)
 
     def _look(self) -> None:
         """See whether the store has changed; another thread's look is as good."""
@@ -228,7 +234,7 @@ class Table:
                 self._clear()
         finally:
             self._look_at = time.monotonic() + wait
-            dispatch.serve_until(self._look_at)
+            self._serve()
             self._lock.release()
 
     def _drop(self) -> None:
