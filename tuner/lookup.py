@@ -142,6 +142,8 @@ def lookup(
         gpu = find_gpu(gpu, gpus(path) if among is None else [entry.gpu for entry in among])
     default = regime or Regime.default(problem.op)
     asked = gpu or DEFAULT_GPU
+    if among is None:
+        path = path or store_file()
     answer = _known(problem, asked.identity, default, path, allow_other_gpu, among)
     if regime is None and (rank := _rank(answer)):
         other = default.other_inputs
@@ -296,7 +298,7 @@ class _Reader:
         self._lock = threading.Lock()
         self._stamp: Hashable = None
         self._answers: dict[tuple[Problem, str, Regime, bool], Answer | None] = {}
-        self._classes: dict[tuple[str, str, Regime], list[Problem]] = {}
+        self._classes: dict[tuple[Hashable, str, Regime], list[Problem]] = {}
         self._lenders: dict[
             tuple[Problem, str, Regime], tuple[Answer | None, list[Measurement]]
         ] = {}
@@ -383,19 +385,20 @@ class _Reader:
             return None
         from tuner import nearest
 
-        tuned = self._tuned(nearest.class_pattern(problem), identity, regime)
-        for other in nearest.nearest_first(problem, tuned):
+        for other in nearest.nearest_first(problem, self._tuned(problem, identity, regime)):
             found, evidence = self._lender(other, identity, regime)
             if found is not None and (lent := nearest.lend(problem, found.entry, evidence)):
                 note = f"nearest: tuned for {other.label()}, checked around it"
                 return replace(found, exact=False, notes=(note, *found.notes), lent=lent)
         return None
 
-    def _tuned(self, pattern: str, identity: str, regime: Regime) -> list[Problem]:
-        """The problems of a class with a measured decision, shipped ones too."""
-        key = (pattern, identity, regime)
+    def _tuned(self, problem: Problem, identity: str, regime: Regime) -> list[Problem]:
+        """The problems of one's class with a measured decision, shipped ones too."""
+        from tuner.nearest import class_of, class_pattern
+
+        key = (class_of(problem), identity, regime)
         if key not in self._classes:
-            rows = self._file.select(_OF_CLASS, (pattern, identity, str(regime)))
+            rows = self._file.select(_OF_CLASS, (class_pattern(problem), identity, str(regime)))
             try:
                 known = [problem_from_row(text) for (text,) in rows]
             except (ValueError, TypeError, KeyError) as exc:
@@ -406,7 +409,7 @@ class _Reader:
                 for one in same
                 if one.gpu.identity == identity and one.regime == regime
             ]
-            self._classes[key] = list(dict.fromkeys(known))
+            self._classes[key] = [p for p in dict.fromkeys(known) if class_of(p) == key[0]]
         return self._classes[key]
 
     def _lender(

@@ -24,7 +24,7 @@ import heapq
 import json
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import fields, replace
 from functools import cache, lru_cache
 from typing import Any
@@ -127,6 +127,11 @@ def doublings(one: Problem, other: Problem) -> float:
 @lru_cache(1 << 12)
 def _facts(problem: Problem) -> Mapping[str, Any]:
     return problem.to_json()
+
+
+def class_of(problem: Problem) -> Hashable:
+    """Equal for two problems exactly where they are of one class."""
+    return _place(problem)[0]
 
 
 @lru_cache(1 << 16)
@@ -299,7 +304,8 @@ def lend(
             seen[m.problem, m.config.digest] = m
     estimated = []
     for m in lenders(entry):
-        if fits(problem, m) and (home := _home(problem, m, seen)) is not None:
+        # Whether it passed around costs a tenth of whether it is legal here.
+        if (home := _home(problem, m, seen)) is not None and fits(problem, m):
             member = families()[m.config.family]
             here, there = (member.predict_us(p, m.config, m.gpu) for p in (problem, home.problem))
             estimate = (home.latency_us or math.inf) * here / there

@@ -281,6 +281,22 @@ class TestLookup:
         assert [m.config for m in answer.candidates] == [OWN[0]]
         assert any("nearest: tuned for B=1,H=16,S=1024" in note for note in answer.notes)
 
+    def test_a_miss_looks_at_little(
+        self, store: Store, path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A generation poses a new length with every token."""
+        decide(store)
+        seen: list[Problem] = []
+
+        def watched(one: Problem, other: Problem) -> float:
+            seen.append(other)
+            return distance(one, other)
+
+        monkeypatch.setattr(nearest, "distance", watched)
+        monkeypatch.setattr(nearest, "fits", lambda *_: pytest.fail("it passed nowhere around"))
+        assert lookup(NEAR, gpu=H200, path=path) is None
+        assert PROBLEM in seen and all(distance(NEAR, other) < math.inf for other in seen)
+
     def test_the_problem_itself_is_exact(self, store: Store, path: Path) -> None:
         decide(store)
         store.add(around(OWN[0]))
