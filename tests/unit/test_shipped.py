@@ -224,7 +224,7 @@ def test_the_readme_s_summaries_are_of_what_ships(sentence: str, gpu: str, place
 
 
 def test_an_h200_s_choice_serves_an_h100() -> None:
-    """As the README says: where it was timed there, within 0.2 % in the mean, 1.4 at the worst."""
+    """As the README says: where it was timed there, within 0.3 % in the mean, 2.7 at the worst."""
     chosen = {(e.problem, e.regime): e.winner.config for e in shipped() if e.gpu == H200}
     losses = []
     for entry in (e for e in shipped() if e.gpu == GPUS["H100"]):
@@ -232,8 +232,8 @@ def test_an_h200_s_choice_serves_an_h100() -> None:
         theirs = times.get(chosen[entry.problem, entry.regime])
         if theirs:
             losses.append(theirs / min(times.values()) - 1)
-    assert len(losses) == 21
-    assert sum(losses) / len(losses) < 0.0025 and 0.0135 < max(losses) < 0.0145
+    assert len(losses) == 22
+    assert 0.0025 <= sum(losses) / len(losses) < 0.0035 and 0.0265 < max(losses) < 0.0275
 
 
 def test_the_readme_s_table_is_read() -> None:
