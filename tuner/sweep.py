@@ -402,11 +402,20 @@ class Sweep:
         return late or self._interruption.requested
 
     def _collect(self) -> None:
-        """Wait for one request; store it before anything else happens."""
+        """Wait for one request; store it before anything else happens.
+
+        Raises:
+            BenchmarkError: when it was given up, and not by Ctrl-C.
+        """
         collected: list[Measurement] = []
         with self._interruption.waiting():
             collected = self.runner.collect()
         if not collected:
+            if not self._interruption.requested:
+                raise BenchmarkError(
+                    f"the search of {self.problem.label()} was given up: its runner was cancelled "
+                    "or closed"
+                )
             return
         measured = [self._signed(m) for m in collected]
         self.store.add(measured)

@@ -429,6 +429,22 @@ class TestInterruption:
             ).run()
         assert len(runner.retimed) == 1 + is_interrupted
 
+    def test_a_search_that_somebody_else_gives_up_is_an_error(self, store: Store) -> None:
+        class Cancelled(CountingRunner):
+            empty = 0
+
+            def collect(self) -> list[Measurement]:
+                if self.collected < 6:
+                    return super().collect()
+                self.empty += 1
+                assert self.empty == 1, "it waits for what will never come"
+                return []
+
+        runner = Cancelled(recording())
+        with pytest.raises(BenchmarkError, match=f"search of {GEMM.label()} was given up"):
+            sweep(runner, store, trials=27).run()
+        assert store.measurements(), "what was collected is kept"
+
     def test_before_anything_passed(self, store: Store) -> None:
         with Interruption() as interruption:
             os.kill(os.getpid(), signal.SIGINT)
