@@ -147,14 +147,28 @@ def widen(
         known = _known(store, runner, entry, problem, list(wanted.values()))
         missing = [m.config for digest, m in wanted.items() if digest not in known]
         if missing:
-            runner.submit(problem, missing)
-            measured = [_signed(m, sweep) for m in runner.collect()]
-            store.add(measured)
+            measured = _measure(problem, missing, runner, store, sweep)
             _check_kernels(measured, wanted)
             known |= {m.config.digest: m for m in measured}
         seen += known.values()
     progress(len(shapes), len(shapes))
     return [_lender(m, seen) for m in lenders]
+
+
+def _measure(
+    problem: Problem, configs: Sequence[Config], runner: Runner, store: Store, sweep: str
+) -> list[Measurement]:
+    """One measurement a config, stored. What is left over of other requests comes before it: of a
+    sweep whose time was over, or that was given up. That is kept, nothing more.
+    """
+    runner.submit(problem, configs)
+    while True:
+        measured = [_signed(m, sweep) for m in runner.collect()]
+        store.add(measured)
+        if not measured or [(m.problem, m.config) for m in measured] == [
+            (problem, config) for config in configs
+        ]:
+            return measured
 
 
 def _known(

@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 
 from tuner import ranking
 from tuner.config import Config
-from tuner.errors import ConfigError, NoValidConfigError
+from tuner.errors import BenchmarkError, ConfigError, NoValidConfigError
 from tuner.families import families_of
 from tuner.families.base import Family, without_spare
 from tuner.measurement import Measurement, Provenance, Regime, Status
@@ -402,11 +402,20 @@ class Sweep:
         return late or self._interruption.requested
 
     def _collect(self) -> None:
-        """Wait for one request; store it before anything else happens."""
+        """Wait for one request; store it before anything else happens.
+
+        Raises:
+            BenchmarkError: when it was given up, and not by Ctrl-C.
+        """
         collected: list[Measurement] = []
         with self._interruption.waiting():
             collected = self.runner.collect()
         if not collected:
+            if not self._interruption.requested:
+                raise BenchmarkError(
+                    f"the search of {self.problem.label()} was given up: its runner was cancelled "
+                    "or closed"
+                )
             return
         measured = [self._signed(m) for m in collected]
         self.store.add(measured)
@@ -436,7 +445,12 @@ class Sweep:
     # Deciding
 
     def _finals(self) -> list[Measurement]:
-        """Time the finalists side by side; best first."""
+        """Time the finalists side by side; best first.
+
+        Raises:
+            NoValidConfigError: when none passed.
+            BenchmarkError: when it was given up, and not to be brief.
+        """
         interrupted = self._interruption.requested
         count = INTERRUPTED_FINALISTS if interrupted else self._effort.finalists
         rounds = LEAST_ROUNDS if interrupted else self._effort.rounds
@@ -450,9 +464,14 @@ class Sweep:
         self._state.goal = self._state.done = self._state.done_before = 0
         self._show()
         finals = self._retime([m.config for m in chosen], rounds)
-        ranked = ranking.rank([m for m in finals if self._fits(m)])
-        if not finals and not interrupted:
+        if not finals:
+            if interrupted or not self._interruption.requested:
+                raise BenchmarkError(
+                    f"the final pass of {self.problem.label()} was given up: its runner was "
+                    "cancelled or closed"
+                )
             return self._finals()  # The first Ctrl-C came during it: once more, briefly.
+        ranked = ranking.rank([m for m in finals if self._fits(m)])
         self.store.add([m for m in finals if not m.ok])
         if not ranked:
             raise NoValidConfigError(

@@ -94,6 +94,10 @@ class _Ending:
 class AnyWorker(Protocol):
     """What measures on one GPU: a process of this machine, or an actor of a cluster."""
 
+    def renew(self) -> None:
+        """A request begins: forget an interruption of the one before. Neither waits nor raises."""
+        ...
+
     def measure(self, ask: Ask) -> list[Outcome]: ...
 
     def facts(self) -> dict[str, str]: ...
@@ -105,7 +109,7 @@ class AnyWorker(Protocol):
 
 class WorkerClient:
     """Owns at most one worker process, started when it is first needed. One thread at a time asks
-    it; `interrupt` may come from another.
+    it; `interrupt` may come from another, and holds until `renew`.
 
     Args:
         device_index: CUDA device.
@@ -145,7 +149,6 @@ class WorkerClient:
             BenchmarkError: when the worker cannot say.
             concurrent.futures.CancelledError: after `interrupt`.
         """
-        self._begin()
         found: dict[str, str] = {}
         ending = None
         for event in self._events({"mode": "environment"}):
@@ -164,7 +167,6 @@ class WorkerClient:
             BenchmarkError: when no worker can be started, or the gate itself fails.
             concurrent.futures.CancelledError: after `interrupt`.
         """
-        self._begin()
         outcomes: dict[int, Outcome] = {}
         careful, blameless = False, 0
         while remaining := [i for i in range(len(ask.candidates)) if i not in outcomes]:
@@ -181,9 +183,13 @@ class WorkerClient:
                     outcomes.setdefault(index, Outcome(ending.status, log=ending.log))
         return [outcomes[index] for index in range(len(ask.candidates))]
 
+    def renew(self) -> None:
+        with self._lock:
+            self._is_interrupted = False
+
     def interrupt(self) -> None:
-        """Kill the worker from another thread: the request that it is at ends in
-        `CancelledError`, and the next one is a fresh worker's.
+        """Kill the worker from another thread: what asks it, or comes to ask before `renew`, ends
+        in `CancelledError`, and the next request is a fresh worker's.
         """
         with self._lock:
             self._is_interrupted = True
@@ -195,12 +201,6 @@ class WorkerClient:
         if self._process is not None:
             self._process.close()
             self._process = None
-
-    def _begin(self) -> None:
-        """Forget an interruption that came when nothing was asked any more."""
-        if self._is_interrupted:
-            self.close()
-            self._is_interrupted = False
 
     def _start(self) -> _Process:
         with self._lock:
@@ -320,14 +320,15 @@ class _Process:
             os.close(requests)
             os.close(answers)
         self._pending = b""
-        self._killed = False
+        self._signalled = self._killed = False
 
     @property
     def pid(self) -> int:
         return self._popen.pid
 
     def alive(self) -> bool:
-        return self._popen.poll() is None
+        """Whether it may be asked; one that was sent its signal is as good as gone."""
+        return not self._signalled and self._popen.poll() is None
 
     def send(self, request: Mapping[str, Any]) -> None:
         """Write a request.
@@ -366,6 +367,7 @@ class _Process:
 
     def signal(self) -> None:
         """Kill the process group; whoever reads its answers sees their end."""
+        self._signalled = True
         # The group outlives its leader where the worker has started something.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._popen.pid, signal.SIGKILL)

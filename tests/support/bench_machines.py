@@ -89,6 +89,9 @@ class FakeWorker:
     def facts(self) -> dict[str, str]:
         return {"torch": "2.11"}
 
+    def renew(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 

@@ -80,7 +80,6 @@ class FakeWorker:
         self.interrupted = threading.Event()
 
     def measure(self, ask: Ask) -> list[Outcome]:
-        self.interrupted.clear()
         self.asked.append(ask)
         self.before(self, ask)
         if self.interrupted.is_set():
@@ -93,6 +92,9 @@ class FakeWorker:
 
     def facts(self) -> dict[str, str]:
         return {"torch": "2.11"}
+
+    def renew(self) -> None:
+        self.interrupted.clear()
 
     def interrupt(self) -> None:
         self.interrupted.set()

@@ -6,12 +6,22 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, wait
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tuner.artifacts import Artifact
+from tuner.config import Config
 from tuner.errors import BenchmarkError, WorkerLostError
+from tuner.measurement import Regime, Status
+from tuner.problem import GemmProblem
+from tuner.runners.on_ray import ClusterPool, Parcels, RemoteWorker
 from tuner.runners.pool import WorkerPool
+from tuner.runners.ray_nodes import Reply
+from tuner.worker import Outcome
+from tuner.worker_client import Ask, WorkerClient
 
 PATIENCE_S = 30.0
 """Longer than anything here takes; only a failure waits for it."""
@@ -35,6 +45,9 @@ class FakeWorker:
 
     def facts(self) -> dict[str, str]:
         return {"torch": "2.11", "asked": str(self.number)}
+
+    def renew(self) -> None:
+        pass
 
     def interrupt(self) -> None:
         self.interrupted += 1
@@ -151,6 +164,103 @@ def test_cancelling_kills_the_worker_of_what_runs_and_drops_what_waits(create: C
         other.result(PATIENCE_S)
     assert [worker.interrupted for worker in workers] == [0, 1], "what is done stays done"
     assert done.pop().result() == 0 and queued.result(PATIENCE_S) in (0, 1)
+
+
+class Card:
+    """What a fake actor says of itself."""
+
+    def differs(self, other: Any) -> str:
+        return ""
+
+
+class Actor:
+    """Measures, unless it was killed."""
+
+    def __init__(self) -> None:
+        self.killed, self.asked = False, 0
+        self.card = SimpleNamespace(remote=Card)
+        self.measure = SimpleNamespace(remote=self._measure)
+
+    def _measure(self, ask: Ask, wanted: Any) -> Any:
+        self.asked += 1
+        return Lost("it is dead") if self.killed else Reply([Outcome(Status.OK, 5.0)])
+
+
+class Lost(Exception):
+    """What Ray raises."""
+
+
+def get(reference: Any) -> Any:
+    if isinstance(reference, Lost):
+        raise reference
+    return reference
+
+
+RAY = SimpleNamespace(
+    wait=lambda references, timeout: (references, []),
+    get=get,
+    put=lambda content: content,
+    kill=lambda actor: setattr(actor, "killed", True),
+    exceptions=SimpleNamespace(RayError=Lost),
+)
+
+
+class TestGivenUpBeforeTheWorkerIsAsked:
+    """A request may still wait for the gate's own kernels, which are being compiled."""
+
+    ASK = Ask(
+        GemmProblem(m=64, n=64, k=64),
+        Regime(),
+        "quick",
+        1,
+        Artifact("k" * 32, Path(__file__), "0" * 64, None, 0.0),
+        [(Config("toy"), {})],
+    )
+
+    def give_up(self, pool: WorkerPool) -> None:
+        begun, compiled = threading.Event(), threading.Event()
+
+        def work(worker: Any) -> Any:
+            begun.set()
+            assert compiled.wait(PATIENCE_S)
+            return worker.measure(self.ASK)
+
+        future = pool.submit(work)
+        assert begun.wait(PATIENCE_S)
+        pool.cancel([future])
+        compiled.set()
+        with pytest.raises(CancelledError):
+            future.result(PATIENCE_S)
+
+    def test_no_process_is_started_and_the_next_request_has_one(self) -> None:
+        client = WorkerClient(command=["/nowhere/python"])
+        pool = WorkerPool([client])
+        self.give_up(pool)
+        with pytest.raises(BenchmarkError, match="cannot be started"):
+            pool.submit(lambda worker: worker.measure(self.ASK)).result(PATIENCE_S)
+        pool.close()
+
+    def test_no_actor_is_asked_and_the_next_request_has_another(self) -> None:
+        actors: list[Actor] = []
+
+        def spawn() -> Actor:
+            actors.append(Actor())
+            return actors[-1]
+
+        pool = ClusterPool([RemoteWorker(RAY, spawn, Parcels(RAY))])
+        self.give_up(pool)
+        (outcome,) = pool.submit(lambda worker: worker.measure(self.ASK)).result(PATIENCE_S)
+        pool.close()
+        assert outcome.status is Status.OK and [actor.asked for actor in actors] == [0, 1]
+
+    def test_an_actor_that_was_given_up_too_late_costs_the_next_request_nothing(self) -> None:
+        actor = Actor()
+        worker = RemoteWorker(RAY, iter([actor, Actor()]).__next__, Parcels(RAY))
+        assert worker.begin(0.0) and worker.measure(self.ASK)
+        worker.interrupt()
+        worker.renew()
+        assert worker.begin(0.0) and worker.measure(self.ASK)
+        assert actor.killed and actor.asked == 1
 
 
 def test_another_worker_takes_the_request_of_one_that_was_lost(create: Create) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from tuner.artifacts import Artifact
 from tuner.config import Config
-from tuner.errors import CompileError, NoValidConfigError
+from tuner.errors import BenchmarkError, CompileError, NoValidConfigError
 from tuner.families.base import Family, KernelSpec
 from tuner.families.vendor_blas import VendorBlas
 from tuner.hardware import DEFAULT_GPU, Gpu
@@ -113,6 +113,17 @@ def test_without_a_compiler_estimates_alone() -> None:
     runner.submit(PROBLEM, group(5))
     assert [m.artifacts for m in runner.collect()] == [{}, {}]
     assert runner.environment.facts == {}
+
+
+def test_nothing_is_collected_of_what_was_given_up() -> None:
+    runner = predict(None)
+    with pytest.raises(BenchmarkError, match="nothing was submitted"):
+        runner.collect()
+    runner.submit(PROBLEM, group(5))
+    runner.cancel()
+    assert runner.collect() == [] == runner.collect()
+    runner.submit(PROBLEM, group(6))
+    assert [m.config["m"] for m in runner.collect()] == [6, 6]
 
 
 def test_groups_are_given_to_the_compiler_together() -> None:

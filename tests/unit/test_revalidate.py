@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,7 @@ class FakeRunner:
         self.latency_us = latency_us
         self.retimed: list[list[Config]] = []
         self.submitted: list[tuple[Problem, list[Config]]] = []
+        self.open: deque[tuple[Problem, list[Config]]] = deque()
 
     def _measure(self, problem: Problem, config: Config, is_final: bool) -> Measurement:
         us = self.latency_us(problem, config)
@@ -78,9 +80,10 @@ class FakeRunner:
 
     def submit(self, problem: Problem, group: Sequence[Config]) -> None:
         self.submitted.append((problem, list(group)))
+        self.open.append(self.submitted[-1])
 
     def collect(self) -> list[Measurement]:
-        problem, group = self.submitted[-1]
+        problem, group = self.open.popleft()
         return [self._measure(problem, config, False) for config in group]
 
     def close(self) -> None: ...
@@ -218,6 +221,19 @@ class TestWiden:
         with pytest.raises(NoValidConfigError, match="tuner revalidate --op attention --shape"):
             widen(entry, runner, store)
         assert len(runner.submitted) == 1
+
+    def test_what_a_sweep_left_behind_is_kept_and_proves_nothing(self, store: Store) -> None:
+        """Of another problem, or of one of the shapes with other configs."""
+        entry = decide(store, measured(OWN[0], 12.0))
+        other, near = AttentionProblem.parse("S=77,D=64"), drawn(PROBLEM)[3]
+        runner = runner_of({OWN[1]: None})
+        left = [(other, OWN[0]), (near, OWN[1]), (other, OWN[1])]
+        for problem, config in left:
+            runner.submit(problem, [config])
+        (lender,) = widen(entry, runner, store)
+        assert (lender.passed, lender.failed) == (DRAWN, ()) and not runner.open
+        found = [(m.problem, m.config) for m in store.measurements(final=False)]
+        assert set(left) < set(found) and len(found) == len(left) + DRAWN
 
     def test_an_entry_of_vendors_lends_nothing(self, store: Store) -> None:
         runner = runner_of({})

@@ -30,7 +30,7 @@ from toys import (
 )
 
 from tuner.config import Config
-from tuner.errors import ConfigError, NoValidConfigError
+from tuner.errors import BenchmarkError, ConfigError, NoValidConfigError
 from tuner.families.base import Family
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.measurement import Environment, Measurement, Provenance, Status
@@ -399,6 +399,51 @@ class TestInterruption:
         assert outcome.interrupted
         assert runner.retimed == [40, 20]
         assert outcome.ranking[0].config == BEST
+
+    @pytest.mark.parametrize("is_interrupted", [False, True])
+    def test_a_final_pass_that_somebody_else_gives_up_is_an_error(
+        self, store: Store, is_interrupted: bool
+    ) -> None:
+        class Cancelled(CountingRunner):
+            def retime(
+                self, problem: Problem, finalists: Sequence[Config], rounds: int
+            ) -> list[Measurement]:
+                self.retimed.append(rounds)
+                if is_interrupted and len(self.retimed) == 1:
+                    os.kill(os.getpid(), signal.SIGINT)
+                return []
+
+        runner = Cancelled(recording())
+        with (
+            Interruption() as interruption,
+            pytest.raises(BenchmarkError, match=f"the final pass of {GEMM.label()} was given up"),
+        ):
+            Sweep(
+                GEMM,
+                REGIME,
+                runner,
+                store,
+                SweepOptions(trials=3, sampler="tpe"),
+                interruption=interruption,
+                catalogue=catalogue,
+            ).run()
+        assert len(runner.retimed) == 1 + is_interrupted
+
+    def test_a_search_that_somebody_else_gives_up_is_an_error(self, store: Store) -> None:
+        class Cancelled(CountingRunner):
+            empty = 0
+
+            def collect(self) -> list[Measurement]:
+                if self.collected < 6:
+                    return super().collect()
+                self.empty += 1
+                assert self.empty == 1, "it waits for what will never come"
+                return []
+
+        runner = Cancelled(recording())
+        with pytest.raises(BenchmarkError, match=f"search of {GEMM.label()} was given up"):
+            sweep(runner, store, trials=27).run()
+        assert store.measurements(), "what was collected is kept"
 
     def test_before_anything_passed(self, store: Store) -> None:
         with Interruption() as interruption:

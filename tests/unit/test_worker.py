@@ -240,6 +240,7 @@ class TestInterrupt:
         started = time.monotonic()
         self.interrupted(client, "ok", "hang with a child", "ok", after_s=0.5)
         assert time.monotonic() - started < 30 and client.pid is None
+        client.renew()
         assert client.measure(ask("ok", "ok"))[1].latency_us == 2.0
         client.close()
 
@@ -258,8 +259,16 @@ class TestInterrupt:
         client.measure(ask("ok"))
         pid = client.pid
         client.interrupt()
+        client.renew()
         assert client.measure(ask("ok"))[0].status is Status.OK
         assert client.pid not in (None, pid)
+
+    def test_one_that_comes_before_the_request_asks_ends_it(self, client: WorkerClient) -> None:
+        client.measure(ask("ok"))
+        client.interrupt()
+        with pytest.raises(CancelledError):
+            client.measure(ask("ok"))
+        assert client.pid is None
 
     def test_nothing_is_started_for_a_request_that_is_given_up(self, script: Path) -> None:
         """Between two attempts at its candidates."""

@@ -55,7 +55,12 @@ class Runner(Protocol):
         ...
 
     def collect(self) -> list[Measurement]:
-        """Wait until a submitted group is done; one measurement a config, none after `cancel`."""
+        """Wait until a submitted group is done; one measurement a config. None once `cancel` gave
+        it up, and after it until something is submitted again.
+
+        Raises:
+            BenchmarkError: when nothing was submitted.
+        """
         ...
 
     def retime(

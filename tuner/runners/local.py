@@ -84,6 +84,8 @@ class LocalRunner:
         )
         self._lock = threading.Lock()
         self._open: list[Pending] = []
+        self._is_cancelled = False
+        """Whether nothing was submitted since the last `cancel`."""
         self._timing: set[Future[list[Measurement]]] = set()
         self._done: queue.SimpleQueue[_Done | None] = queue.SimpleQueue()
 
@@ -121,19 +123,25 @@ class LocalRunner:
         pending = self._start(problem, group)
         with self._lock:
             self._open.append(pending)
+            self._is_cancelled = False
             done = self._done
         pending.when_ready(partial(self._measure, pending, done))
 
     def collect(self) -> list[Measurement]:
-        """Wait for the group that is measured first; empty after `cancel`.
+        """The group that is measured first.
 
         Raises:
             BenchmarkError: when nothing was submitted, or a GPU cannot be used.
         """
-        if not self._open:
-            raise BenchmarkError("nothing was submitted to collect")
+        with self._lock:
+            if self._is_cancelled:
+                return []
+            if not self._open:
+                raise BenchmarkError("nothing was submitted to collect")
+            # What `cancel` wakes is whoever waits at this one.
+            results = self._done
         try:
-            done = self._done.get()
+            done = results.get()
         except BaseException:
             self.cancel()
             raise
@@ -173,6 +181,7 @@ class LocalRunner:
     def cancel(self) -> None:
         with self._lock:
             timing, self._timing, self._open = self._timing, set(), []
+            self._is_cancelled = True
             waiting, self._done = self._done, queue.SimpleQueue()
         self._pool.cancel(timing)
         waiting.put(None)

@@ -354,7 +354,7 @@ class ClusterPool(WorkerPool):
 
 class RemoteWorker:
     """What `WorkerClient` is to a process of this machine, for an actor: one thread asks it,
-    `interrupt` may come from another.
+    `interrupt` may come from another, and holds until `renew`.
 
     Args:
         ray: the module, connected.
@@ -417,10 +417,11 @@ class RemoteWorker:
             BenchmarkError: when a library does not arrive.
             concurrent.futures.CancelledError: after `interrupt`.
         """
-        self._is_interrupted = False
         refused: Mapping[str, str] = {}
         for _ in range(ATTEMPTS):
             actor = self._actor
+            if self._is_interrupted:
+                raise CancelledError
             if actor is None:
                 raise WorkerLostError(self.reason or "the actor is gone")
             wanted = {a.sha256: self._parcels.of(a) for a in artifacts_of(ask).values()}
@@ -444,12 +445,13 @@ class RemoteWorker:
             f"{reason}"
         )
 
+    def renew(self) -> None:
+        self._is_interrupted = False
+
     def interrupt(self) -> None:
-        """Kill the actor, which ends its worker process too."""
-        with self._lock:
-            self._is_interrupted = True
-            if self._actor is not None:
-                self._ray.kill(self._actor)
+        """Kill the actor, which ends its worker process too; the next request is another's."""
+        self._is_interrupted = True
+        self._lose("it was interrupted")
 
     def close(self) -> None:
         self._lose("it was closed")

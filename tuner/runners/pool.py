@@ -151,6 +151,8 @@ class WorkerPool:
                     request = min(self._waiting, key=lambda r: (self._distance(r, worker), r.order))
                     self._waiting.remove(request)
                     if request.losses or request.future.set_running_or_notify_cancel():
+                        # From here on `cancel` interrupts, and it may before the worker is asked.
+                        worker.renew()
                         self._running[request.future] = worker
                         self._homes.setdefault(request.home, worker)
                         return request

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from tuner.config import Config
-from tuner.errors import CompileError, RenderError
+from tuner.errors import BenchmarkError, CompileError, RenderError
 from tuner.families import family as family_by_name
 from tuner.families.base import Family, KernelSpec
 from tuner.hardware import Gpu
@@ -46,6 +46,7 @@ class PredictRunner:
         self._compiler = compiler
         self._catalogue = catalogue
         self._queue: deque[tuple[Problem, list[Config], Kernels]] = deque()
+        self._is_cancelled = False
         self._built: dict[tuple[str, str], Measurement] = {}
         tools = compiler.toolchain if compiler is not None else None
         self.environment = Environment(
@@ -80,15 +81,22 @@ class PredictRunner:
             specs = self._specs(problem, group[0])
             found = self._compiler.submit(list(specs.values()))
             kernels = {name: future for name, (_, future) in zip(specs, found, strict=True)}
+        self._is_cancelled = False
         self._queue.append((problem, list(group), kernels))
 
     def collect(self) -> list[Measurement]:
         """The oldest group, once its kernels are built.
 
         Raises:
+            BenchmarkError: when nothing was submitted.
             StoreError: when the disk is full.
         """
-        problem, group, kernels = self._queue.popleft()
+        try:
+            problem, group, kernels = self._queue.popleft()
+        except IndexError:
+            if self._is_cancelled:
+                return []
+            raise BenchmarkError("nothing was submitted to collect") from None
         built: dict[str, Artifact] = {}
         failure: CompileError | RenderError | None = None
         for name, future in kernels.items():
@@ -112,6 +120,7 @@ class PredictRunner:
         ]
 
     def cancel(self) -> None:
+        self._is_cancelled = True
         self._queue.clear()
 
     def close(self) -> None:
