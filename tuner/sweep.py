@@ -36,6 +36,7 @@ from tuner.search import (
     least_estimate_us,
     sampler_name,
 )
+from tuner.shipped import shipped_index
 from tuner.store import Store, SweepRecord, open_store
 from tuner.store.entry import is_vendor, vendor_name
 from tuner.watch import Interruption, SweepState, Watcher
@@ -463,7 +464,7 @@ class Sweep:
         self._state.phase = f"final pass of {len(chosen)}"
         self._state.goal = self._state.done = self._state.done_before = 0
         self._show()
-        finals = self._retime([m.config for m in chosen], rounds)
+        finals = self._retime([*(m.config for m in chosen), *self._standing()], rounds)
         if not finals:
             if interrupted or not self._interruption.requested:
                 raise BenchmarkError(
@@ -479,6 +480,27 @@ class Sweep:
                 + summary(finals)
             )
         return ranked
+
+    def _standing(self) -> list[Config]:
+        """The best own config of what is decided, where this sweep did not try it: a search among
+        fewer candidates is not to take its place untimed.
+        """
+        problem, gpu, regime = self.problem, self.runner.gpu, self.regime
+        entries = self.store.entries(
+            problem=problem, gpu=gpu, regime=regime, provenance=self.runner.provenance
+        )
+        if not entries and self.runner.provenance is Provenance.MEASURED:
+            found = (one.entry for one in shipped_index().get((problem, regime), ()))
+            entries = [entry for entry in found if entry.gpu == gpu]
+        best = entries[0].best_own if entries else None
+        if best is None or best.config in {m.config for m in self._seen(problem)}:
+            return []
+        family = self._catalogue(problem.op).get(best.config.family)
+        if family is None or family.violations(problem, best.config, gpu):
+            return []
+        if self.options.compiled_only and not self.runner.compiled(problem, family, [best.config]):
+            return []
+        return [best.config]
 
     def _retime(self, configs: Sequence[Config], rounds: int) -> list[Measurement]:
         """One final pass; empty when the first Ctrl-C came during it."""

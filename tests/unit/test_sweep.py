@@ -291,10 +291,25 @@ def test_max_workspace_narrows_the_space(store: Store) -> None:
     assert {m.config["m"] for m in outcome.ranking if m.config.family == "toy"} == {64}
 
 
+def test_what_is_decided_is_timed_beside_what_a_narrower_sweep_finds(store: Store) -> None:
+    whole = sweep(ReplayRunner(recording()), store, trials=27).run()
+    narrow = sweep(ReplayRunner(recording()), store, families=("vendor_toy",)).run()
+    assert narrow.ranking[0].config == whole.ranking[0].config == BEST
+    entry = store.best(GEMM, narrow.gpu, REGIME)
+    assert entry is not None and entry.winner.config == BEST and entry.winner.sweep == narrow.sweep
+
+    def slow(m: Measurement) -> Measurement:
+        return m.but(latency_us=99.0) if m.config == BEST else m
+
+    again = sweep(ReplayRunner(recording(change=slow)), store, families=("vendor_toy",)).run()
+    assert again.ranking[0].config.family == "vendor_toy", "it is timed, not trusted"
+
+
 def test_families_narrow_and_keep_the_baselines(store: Store) -> None:
     outcome = sweep(ReplayRunner(recording()), store, families=("toy",), trials=4).run()
     assert {m.config.family for m in outcome.ranking} == {"toy", "vendor_toy"}
-    only = sweep(ReplayRunner(recording()), store, families=("vendor_toy",)).run()
+    with open_store("sqlite://") as other:
+        only = sweep(ReplayRunner(recording()), other, families=("vendor_toy",)).run()
     assert {m.config.family for m in only.ranking} == {"vendor_toy"}
     with pytest.raises(ConfigError, match=r"'fmha' does not serve gemm \(allowed: toy, vendor_toy"):
         sweep(ReplayRunner(recording()), store, families=("fmha",))
