@@ -19,11 +19,11 @@ from tuner.hardware import Gpu
 from tuner.measurement import Provenance, Regime
 from tuner.problem import Problem
 from tuner.runners.predict import PredictRunner
-from tuner.search import Search
+from tuner.search import EFFORTS, Search
 from tuner.store import Store
 from tuner.sweep import Catalogue, Sweep, SweepOptions
 
-LEAST_GAIN = 0.002
+LEAST_GAIN = EFFORTS["quick"].least_gain
 """Share of the time below which a problem expects nothing of a group, as a quick search."""
 
 

@@ -13,8 +13,8 @@ from datetime import UTC, datetime
 from tuner.artifacts import Artifact
 from tuner.compiler import Compiler
 from tuner.config import Config
-from tuner.errors import BenchmarkError, CompileError, RenderError, StoreError, TunerError
-from tuner.families.base import Family, KernelSpec
+from tuner.errors import BenchmarkError, CompileError, RenderError, StoreError
+from tuner.families.base import FOREIGN, Family, KernelSpec
 from tuner.gate import REFERENCE
 from tuner.hardware import Gpu
 from tuner.measurement import Environment, Measurement, Regime, Status
@@ -24,17 +24,6 @@ from tuner.worker_client import AnyWorker, Ask
 
 #: Characters of a log that are stored with a measurement.
 LOG_LIMIT = 4096
-#: What a family raises when it is asked for the kernels of a config that it cannot express: one
-#: with a parameter missing, of another type, or beyond its tables.
-INEXPRESSIBLE = (
-    TunerError,
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    StopIteration,
-    TypeError,
-    ValueError,
-)
 
 
 @dataclass(eq=False)
@@ -107,7 +96,7 @@ class Evaluator:
         for index, config in enumerate(group):
             try:
                 kernels.append(self._members[config.family].kernels(problem, config))
-            except INEXPRESSIBLE as exc:
+            except FOREIGN as exc:
                 kernels.append({})
                 log = f"{config.family} cannot express this config: {type(exc).__name__}: {exc}"
                 failures[index] = self._failed(problem, config, Status.COMPILE_ERROR, log)

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tuner import settings
 from tuner.answer import Answer, choose, differences, noted
@@ -39,9 +39,6 @@ from tuner.store.entry import (
 )
 from tuner.store.faults import unreadable_row
 from tuner.store.reading import StoreFile, sqlite_file
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = [
     "Answer",

@@ -30,8 +30,9 @@ from functools import cache, lru_cache
 from typing import Any
 
 from tuner.config import Config
-from tuner.errors import ConfigError, TunerError
+from tuner.errors import ConfigError
 from tuner.families import families
+from tuner.families.base import FOREIGN
 from tuner.families.vendor_sdpa import PEERS, VARIANTS
 from tuner.hardware import TMA_ALIGNMENT_BYTES
 from tuner.measurement import Measurement, Status
@@ -59,16 +60,6 @@ ASKED = 8
 _ATTEMPTS = 1000
 #: Say nothing of a kernel: the machine was full, or a vendor's library was not there.
 _NO_VERDICT = (Status.OUT_OF_MEMORY, Status.UNAVAILABLE)
-FOREIGN = (
-    TunerError,
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    StopIteration,
-    TypeError,
-    ValueError,
-)
-"""What a family raises on a config of another version of itself."""
 
 #: Fields that are sizes; all others make the class.
 _SIZES: Mapping[str, frozenset[str]] = {

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tuner.config import Value
+from tuner.search import STARTUP
 from tuner.surrogate import Features
 
 if TYPE_CHECKING:
@@ -13,8 +14,6 @@ if TYPE_CHECKING:
 
 ABSENT = "(absent)"
 """Choice that stands for a parameter which a config does not have."""
-STARTUP = 6
-"""Results of a family before its model is asked; until then the family's ranking goes on."""
 MISSES = {"tpe": 12, "gp": 3}
 """Suggestions outside the legal space or already explored before the ranking decides. TPE draws
 anew each time, for 1 to 35 ms; the GP comes back to the same place, for 70 to 350 ms."""

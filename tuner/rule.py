@@ -22,6 +22,7 @@ from tuner import nearest, resources
 from tuner.config import Config
 from tuner.errors import ConfigError, StoreError
 from tuner.families import families
+from tuner.families.base import FOREIGN
 from tuner.hardware import Gpu
 from tuner.measurement import Regime
 from tuner.problem import Problem, problem_from_json
@@ -282,7 +283,7 @@ def carried(config: Config, problem: Problem) -> Config:
     family = families().get(config.family)
     try:
         return config if family is None else family.carried(problem, config)
-    except nearest.FOREIGN:  # of another version of its family: as it is, and not legal
+    except FOREIGN:  # of another version of its family: as it is, and not legal
         return config
 
 

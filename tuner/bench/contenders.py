@@ -8,9 +8,8 @@ from enum import StrEnum
 
 from tuner.config import Config
 from tuner.errors import ConfigError
-from tuner.evaluate import INEXPRESSIBLE
 from tuner.families import families_of, family
-from tuner.families.base import Family, without_spare
+from tuner.families.base import FOREIGN, Family, without_spare
 from tuner.families.vendor import Vendor
 from tuner.hardware import Gpu
 from tuner.lookup import Entry
@@ -132,7 +131,7 @@ def _illegal(problem: Problem, config: Config, gpu: Gpu) -> str:
         found = member.violations(problem, config, gpu)
         if not found:
             member.kernels(problem, config)
-    except INEXPRESSIBLE as exc:  # an older version of its family had other parameters
+    except FOREIGN as exc:  # an older version of its family had other parameters
         return f"{type(exc).__name__}: {exc}"
     return "; ".join(found)
 

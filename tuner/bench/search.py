@@ -152,9 +152,6 @@ class Pace:
     """Expected gain below which `STOPPED` ends; None: the effort's."""
 
 
-ONE_BY_ONE = Pace()
-
-
 def replay(case: Case, method: str, seed: int, pace: Pace = Pace()) -> Run:
     """Search a recorded problem.
 

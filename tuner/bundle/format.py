@@ -8,8 +8,8 @@ import re
 import sys
 from pathlib import Path
 
-from tuner import nearest
 from tuner.families import family
+from tuner.families.base import FOREIGN
 from tuner.measurement import Measurement
 from tuner.render import render
 
@@ -41,7 +41,7 @@ def sources_of(measurement: Measurement) -> dict[str, str]:
         return {
             name: render(spec, measurement.artifacts.get(name, "")) for name, spec in specs.items()
         }
-    except nearest.FOREIGN:
+    except FOREIGN:
         return {}
 
 

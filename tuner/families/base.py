@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Self
 
 from tuner import resources
 from tuner.config import Config, Value
+from tuner.errors import TunerError
 from tuner.hardware import OLDEST_CAPABILITY, Gpu
 from tuner.problem import E4M3, AttentionProblem, Problem
 
@@ -27,6 +28,18 @@ LSE = "lse"
 """Name of attention's log-sum-exp among the tensors of a `Launch`: (B, H, SQ) contiguous fp32,
 natural logarithm of the sum of exp(scaled score), -inf where a query sees no key. Optional: a
 caller that does not want it passes a null pointer."""
+
+FOREIGN = (
+    TunerError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    StopIteration,
+    TypeError,
+    ValueError,
+)
+"""What a family raises when it is asked about a config that it cannot express: one of another
+version of itself, with a parameter missing, of another type, or beyond its tables."""
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,8 @@ class WorkerPool:
 
         Args:
             work: called with the worker, in a thread of the pool.
-            first: before all that waits; else it is done in the order of submission.
+            first: before what waits and is as near to the worker; else it is done in the order of
+                submission. Nearness decides before it.
             home: what it is about. A free worker takes what it has at home or what has none, then
                 what is new to all, and only then what is another's.
         """
