@@ -7,6 +7,7 @@ the same buffers. A `Burst` is n calls of one subject, enqueued at once; times a
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import itertools
@@ -445,9 +446,14 @@ class Stopwatch:
             estimate = self._time(lambda: _all(three)) / 3
         n = count_calls(estimate, len(entrant.calls))
         burst = Burst(entrant.subject, entrant.calls, n, self._regime.launch)
-        spent = 0.0
-        while spent < WARM_UP_US:
-            spent += max(self._time(burst.enqueue), 1.0)
+        try:
+            spent = 0.0
+            while spent < WARM_UP_US:
+                spent += max(self._time(burst.enqueue), 1.0)
+        except BenchmarkError:
+            with contextlib.suppress(BenchmarkError):  # of a device that is lost
+                burst.close()
+            raise
         return burst
 
     def quick(self, burst: Burst) -> tuple[Timing, Clocks]:

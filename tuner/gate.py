@@ -2,8 +2,8 @@
 
 Every check runs a candidate on freshly drawn inputs into a poisoned output between guard bands
 and compares all of it with a reference computed in fp64 (products of up to 32 elements summed in
-fp32 first) by the kernels of ``templates/reference.cu.j2``. PyTorch and numpy take no part. A time
-that the chip cannot reach is a failure too (`too_fast`).
+fp32 first) by the kernels of ``templates/reference.cu.j2``. PyTorch and numpy take no part. What
+an output may be off by is `verdict`'s.
 """
 
 from __future__ import annotations
@@ -17,11 +17,8 @@ from itertools import accumulate
 
 from tuner.artifacts import LoadedKernel
 from tuner.device import Device, Pool
-from tuner.errors import BenchmarkError, GateError
+from tuner.errors import BenchmarkError
 from tuner.families.base import KernelSpec
-from tuner.families.gemm_shape import PROMOTED_K
-from tuner.hardware import Gpu
-from tuner.measurement import Status
 from tuner.problem import (
     ACTIVATIONS,
     DTYPE_BYTES,
@@ -35,6 +32,7 @@ from tuner.problem import (
     SwigluProblem,
     rows_of,
 )
+from tuner.verdict import Comparison, Limits, Verdict, judge, limits_of
 
 REFERENCE = KernelSpec("reference.cu.j2")
 """The kernels that this module runs; compiled like a candidate's."""
@@ -86,208 +84,6 @@ _RESULT_BYTES = 64
 _STARTS = ("cu_seqlens_q", "cu_seqlens_kv", "offsets")
 #: Attention's operands beside the matrices as the reference takes them; null where there is none.
 _ATTENTION_OTHERS = ("descale_q", "descale_k", "descale_v", "bias", "slopes")
-#: Spacing of fp16 below its normal numbers: values there cannot be rounded any better.
-_FP16_SUBNORMAL_STEP = 2.0**-24
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What an output may be off by."""
-
-    frobenius: float
-    """Relative Frobenius norm of the error."""
-    absolute: float
-    relative: float
-    """Every element: ``absolute + relative * |reference|``."""
-
-
-#: By the output's type. bf16 has 3 mantissa bits fewer than fp16: 8 times as much. fp32 results
-#: of 16-bit operands differ from the reference by accumulation only and meet fp16's with ease.
-LIMITS = {
-    "float16": Limits(1e-3, 2e-3, 2e-3),
-    "bfloat16": Limits(8e-3, 1.6e-2, 1.6e-2),
-    "float32": Limits(1e-3, 2e-3, 2e-3),
-}
-
-
-#: Relative error of a probability that is rounded to e4m3: uniform within a spacing of 2^-3 to
-#: 2^-4 of it, its logarithm uniform over an octave, 2^-3 / sqrt(12) * sqrt(3 / (8 ln 2)).
-E4M3_ROUNDING = 0.0266
-#: WGMMA adds the products of 8-bit operands to an accumulator of 13 mantissa bits and cuts off the
-#: rest: half a unit on average each time, once for every `E4M3_DEPTH` keys.
-E4M3_TRUNCATION, E4M3_DEPTH = 2.0**-14, 32
-#: What is allowed over what is expected of a sound kernel.
-E4M3_MARGIN = 1.25
-#: An element: a probability is off by 2^-4 of itself at most, a row's largest not at all, so that
-#: with two keys to a row an element is off by 2^-5 of a value; and no value exceeds 8 deviations.
-E4M3_ABSOLUTE = 2.0**-5 * 8
-
-
-#: Error of a sum of e4m3 products in the tensor cores' accumulators, relative to the sum, over the
-#: root of the number of products: the bits that their alignment cuts off have either sign. One
-#: H200, 22 November 2026, errors of random inputs without bf16's rounding: 1.3e-3 over 4096
-#: products, 2.1e-3 over 8192, 2.9e-3 over 14336, 4.7e-3 over 32768 (the margin covers its 2.6e-5);
-#: own kernels' and `torch._scaled_mm`'s are alike to three digits, and 13 bits kept below the
-#: largest of 32 products and their sum give the same (`tests/unit/test_e4m3_arithmetic.py`).
-E4M3_SUM = 2.1e-5
-#: What an element's error may be of that, which is the deviation of all.
-E4M3_DEVIATIONS = 8
-
-
-def limits_of(problem: Problem) -> Limits:
-    """What the output of `problem` may be off by.
-
-    e4m3 products may be off by what the accumulators lose over the products that stay in them, on
-    top of what 16-bit ones may. e4m3 attention is judged against the exact result of its quantised
-    inputs: what is left is the rounding of the probabilities and the accumulators' truncation,
-    which grows with the keys.
-    """
-    usual = LIMITS[problem.output.dtype]
-    if isinstance(problem, GemmProblem) and problem.dtype == E4M3:
-        kept = problem.k if problem.fast_accum else min(problem.k, PROMOTED_K)
-        lost = E4M3_MARGIN * E4M3_SUM * math.sqrt(kept)
-        return Limits(
-            math.hypot(usual.frobenius, lost),
-            usual.absolute + E4M3_DEVIATIONS * lost,
-            usual.relative,
-        )
-    if not isinstance(problem, AttentionProblem) or problem.dtype != E4M3:
-        return usual
-    truncation = E4M3_TRUNCATION * math.ceil(problem.seqlen_kv / E4M3_DEPTH)
-    frobenius = E4M3_MARGIN * (E4M3_ROUNDING + truncation)
-    return Limits(frobenius, E4M3_ABSOLUTE, 2 * truncation)
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """An output against its reference."""
-
-    elements: int
-    error_squares: float = 0.0
-    reference_squares: float = 0.0
-    beyond: int = 0
-    not_finite: int = 0
-    poisoned: int = 0
-    worst: float = 0.0
-    first: int = 0
-
-    @property
-    def is_sound(self) -> bool:
-        """False where the reference is not finite: elements that differ from it are not seen."""
-        return math.isfinite(self.error_squares + self.reference_squares)
-
-    @classmethod
-    def unpack(cls, data: bytes, elements: int) -> Comparison:
-        """Read the eight words that the compare command of the template fills."""
-        error, reference, beyond, not_finite, poisoned, worst, last, _ = struct.unpack(
-            "<2d3Qd2Q", data
-        )
-        first = ~last & (2**64 - 1)
-        return cls(elements, error, reference, beyond, not_finite, poisoned, worst, first)
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What a check found; `status` OK passes."""
-
-    status: Status
-    error: float | None = None
-    """Relative Frobenius error of the finite elements."""
-    log: str = ""
-
-
-def judge(
-    comparison: Comparison,
-    operand: Operand,
-    strayed: Mapping[str, int],
-    changed: Sequence[str],
-    limits: Limits | None = None,
-) -> Verdict:
-    """Turn what was seen into a verdict.
-
-    Args:
-        comparison: the output against the reference.
-        operand: the output.
-        strayed: 16-bit words of each buffer's guard bands that were written.
-        changed: inputs whose contents changed.
-        limits: of the problem (`limits_of`); those of the output's type when None.
-
-    Raises:
-        GateError: when the reference is not finite: nothing can be said of the output.
-    """
-    limits = limits or LIMITS[operand.dtype]
-    error: float | None = None
-    if comparison.is_sound:
-        error = math.sqrt(comparison.error_squares / max(comparison.reference_squares, 1e-300))
-    if any(strayed.values()) or changed:
-        texts = [f"{2 * n} bytes beside '{name}' were written" for name, n in strayed.items() if n]
-        texts += [f"input '{name}' was changed" for name in changed]
-        return Verdict(Status.OUT_OF_BOUNDS, error, "; ".join(texts))
-    if error is None:
-        raise GateError(f"the reference of '{operand.name}' {operand.shape} is not finite")
-    where = f"first at {_position(comparison.first, operand)} of {operand.shape}"
-    if comparison.not_finite:
-        text = f"{comparison.not_finite} of {comparison.elements} elements are NaN or infinite"
-        return Verdict(Status.NOT_FINITE, None, f"{text}, {where}")
-    if comparison.poisoned:
-        text = (
-            f"{comparison.poisoned} of {comparison.elements} elements were never written, {where}"
-        )
-        return Verdict(Status.WRONG_RESULT, None, text)
-    allowed = limits.frobenius * math.sqrt(comparison.reference_squares)
-    if operand.dtype == "float16":
-        allowed += _FP16_SUBNORMAL_STEP / math.sqrt(12) * math.sqrt(comparison.elements)
-    if comparison.beyond or not math.sqrt(comparison.error_squares) <= allowed:
-        text = (
-            f"relative error {error:.2e} (allowed {limits.frobenius:.0e}), {comparison.beyond} of "
-            f"{comparison.elements} elements beyond {limits.absolute} + {limits.relative} x "
-            f"|reference|, worst {comparison.worst:.2e}"
-        )
-        return Verdict(
-            Status.WRONG_RESULT, error, f"{text}, {where}" if comparison.beyond else text
-        )
-    return Verdict(Status.OK, error)
-
-
-def floor_work(problem: Problem) -> tuple[int, int]:
-    """Tensor-core operations, at the rate of 16-bit ones, and bytes that no kernel can avoid.
-
-    Under a mask only the visible pairs count, exactly, and keys that the last query does not reach
-    are never read. A softmax has no tensor-core work.
-    """
-    if isinstance(problem, GemmProblem | SwigluProblem | GroupedGemmProblem):
-        return problem.flops // problem.tensor_rate, problem.bytes
-    if not isinstance(problem, AttentionProblem):
-        return 0, 0 if getattr(problem, "is_causal", False) else problem.bytes
-    if problem.is_varlen:
-        each = [floor_work(sequence) for sequence in problem.sequences]
-        return sum(flops for flops, _ in each), sum(moved for _, moved in each)
-    keys = problem.seqlen_kv
-    seen = min(problem.seqlen_q + problem.visible[1], keys)
-    unread = (keys - seen) * problem.head_dim * problem.heads_kv * problem.batch
-    flops = 4 * problem.batch * problem.heads_q * problem.head_dim * problem.pairs
-    unread *= 2
-    for bias in problem.operands[3:-1]:
-        if bias.name == "bias":  # one element for each visible pair
-            unread += bias.elements - bias.shape[0] * bias.shape[1] * problem.pairs
-    return flops // problem.tensor_rate, problem.bytes - unread * DTYPE_BYTES[problem.dtype]
-
-
-def too_fast(problem: Problem, gpu: Gpu, latency_us: float) -> str:
-    """Why a time cannot be true, or an empty text."""
-    floor = gpu.floor_us(*floor_work(problem))
-    if latency_us >= floor:
-        return ""
-    return f"{latency_us:.3f} us is below {floor:.3f} us, the floor of {gpu.name}"
-
-
-def _position(index: int, operand: Operand) -> tuple[int, ...]:
-    """Logical position of element `index` of a dense tensor's memory."""
-    position = {}
-    for axis in sorted(range(len(operand.shape)), key=lambda axis: -operand.strides[axis]):
-        if operand.shape[axis] > 1:
-            position[axis], index = divmod(index, operand.strides[axis])
-    return tuple(position.get(axis, 0) for axis in range(len(operand.shape)))
 
 
 def scale_of(problem: Problem, kind: str = "random") -> float:

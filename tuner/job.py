@@ -26,6 +26,7 @@ from tuner.runners.base import Runner
 from tuner.runners.choose import Runners
 from tuner.store import Store, SweepRecord
 from tuner.sweep import Catalogue, Sweep, SweepOptions, check_families
+from tuner.verdict import floor_work
 from tuner.watch import Interruption, Watcher
 
 DEFAULT_OP = "attention"
@@ -298,7 +299,7 @@ class Job:
 
 def _floor_us(problem: Problem) -> float:
     """What a call takes at least, to order problems by what timing them costs."""
-    return DEFAULT_GPU.floor_us(problem.flops // problem.tensor_rate, problem.bytes)
+    return DEFAULT_GPU.floor_us(*floor_work(problem))
 
 
 def widen_winner(

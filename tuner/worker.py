@@ -53,11 +53,12 @@ from tuner.device import Device, Pool
 from tuner.errors import BenchmarkError, GateError, TunerError
 from tuner.families import families, families_in
 from tuner.families.base import SCRATCH, Family
-from tuner.gate import KINDS, Gate, Guarded, Verdict, reference_seconds, scale_of, too_fast
+from tuner.gate import KINDS, Gate, Guarded, reference_seconds, scale_of
 from tuner.hardware import Gpu
 from tuner.measurement import Clocks, Regime, Status
 from tuner.problem import Problem, problem_from_json
 from tuner.stages import alone_us, described
+from tuner.verdict import Verdict, too_fast
 
 #: Importing torch, loading cuDNN, choosing algorithms and compiling (FlashAttention-4 does) may
 #: take this much longer than a launch.

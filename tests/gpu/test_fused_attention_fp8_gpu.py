@@ -21,9 +21,9 @@ from tuner.config import Config
 from tuner.device import Device
 from tuner.families import family
 from tuner.families.base import LSE, KernelSpec
-from tuner.gate import E4M3_DEPTH, E4M3_TRUNCATION
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import AttentionProblem
+from tuner.verdict import E4M3_DEPTH, E4M3_TRUNCATION
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 from fused_attention_proof import e4m3, reference  # noqa: E402

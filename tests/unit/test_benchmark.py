@@ -7,6 +7,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -222,6 +223,26 @@ def test_preparing_sizes_and_warms_a_burst(clocks: list[Clocks]) -> None:
     assert burst.n == 40
     assert clock.now >= benchmark.WARM_UP_US
     assert watch.quick(burst)[0].median_us == 10.0
+
+
+def test_what_fails_while_it_is_warmed_up_leaves_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[Burst] = []
+    monkeypatch.setattr(Burst, "close", lambda burst: closed.append(burst))
+
+    class Faulty(benchmark.Subject):
+        def bind(self, buffers: Any, scale: float, *, deliver: bool = False) -> Any:
+            raise AssertionError("bound already")
+
+        def capture(self, calls: Any) -> Any:
+            return SimpleNamespace(replay=fault)
+
+    def fault() -> None:
+        raise BenchmarkError("CUDA error 700")
+
+    watch = Stopwatch(FakeDevice(), WARM)  # type: ignore[arg-type]
+    with pytest.raises(BenchmarkError, match="700"):
+        watch.prepare(benchmark.Entrant(Faulty(), [lambda: None]))
+    assert len(closed) == 1
 
 
 def test_a_graph_burst_rotates_over_the_sets() -> None:

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -133,13 +134,25 @@ def test_the_clock_jumps(tmp_path: Path) -> None:
     url, clock = str(tmp_path / "s.sqlite"), tmp_path / "clock"
     clock.write_text("0")
     (job,) = submit(url)
-    with contextlib.closing(Fleet(url, 2, tmp_path / "log", clock)) as fleet:
-        for offset in (3600, -86_400, 30, 0, 86_400):
-            time.sleep(0.3)
-            aside = clock.with_suffix(".new")
-            aside.write_text(str(offset))
-            aside.replace(clock)
-        assert fleet.join() == [0, 0], fleet.log.read_text()
+
+    def jump() -> None:
+        with open_store(url) as store:
+            for offset in (3600, -86_400, 30, 0, 86_400):
+                while not store.jobs.tasks(job, state="running"):
+                    if not store.jobs.tasks(job, state="queued"):
+                        return
+                    time.sleep(0.02)
+                time.sleep(0.2)
+                aside = clock.with_suffix(".new")
+                aside.write_text(str(offset))
+                aside.replace(clock)
+
+    # The first controller is at work before the second one has started.
+    with ThreadPoolExecutor(1) as beside:
+        jumps = beside.submit(jump)
+        with contextlib.closing(Fleet(url, 2, tmp_path / "log", clock)) as fleet:
+            assert fleet.join() == [0, 0], fleet.log.read_text()
+        jumps.result()
     with open_store(url) as store:
         check(store, job)
         texts = [event.text for event in store.jobs.events(job)]

@@ -11,19 +11,9 @@ from typing import Any
 
 import pytest
 
-from tuner import gate, resources
+from tuner import gate, resources, verdict
 from tuner.errors import BenchmarkError, GateError
-from tuner.gate import (
-    E4M3_ROUNDING,
-    KINDS,
-    LIMITS,
-    POISON,
-    Comparison,
-    Gate,
-    border_columns,
-    judge,
-    scale_of,
-)
+from tuner.gate import KINDS, POISON, Gate, border_columns, scale_of
 from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Status
 from tuner.problem import (
@@ -35,6 +25,7 @@ from tuner.problem import (
     SoftmaxProblem,
     SwigluProblem,
 )
+from tuner.verdict import E4M3_ROUNDING, LIMITS, Comparison, judge
 
 GEMM = GemmProblem(m=4, n=8, k=64)
 SCALED = GemmProblem(4, 8, 64, dtype=E4M3, scales="row")
@@ -106,12 +97,12 @@ def test_e4m3_is_judged_by_its_own_limits() -> None:
     # The spacing of 8 values an octave, rounded to nearest, by the square mean of 1 / x over it.
     assert pytest.approx(2**-3 / 12**0.5 * (3 / 8 / math.log(2)) ** 0.5, rel=5e-3) == E4M3_ROUNDING
     short, long = (
-        gate.limits_of(AttentionProblem.parse(f"SQ=64,SKV={keys},D=64,dtype=e4m3"))
+        verdict.limits_of(AttentionProblem.parse(f"SQ=64,SKV={keys},D=64,dtype=e4m3"))
         for keys in (32, 8192)
     )
     assert E4M3_ROUNDING < short.frobenius < 1.3 * E4M3_ROUNDING
     assert short.frobenius < long.frobenius < 2 * short.frobenius
-    assert gate.limits_of(ATTENTION) == LIMITS["float16"]
+    assert verdict.limits_of(ATTENTION) == LIMITS["float16"]
     seen = Comparison(elements=32, error_squares=32 * 0.03**2, reference_squares=32.0)
     assert judge(seen, QUANTISED.output, {}, [], short).status is Status.OK
     assert judge(seen, QUANTISED.output, {}, []).status is Status.WRONG_RESULT  # for bf16
@@ -163,7 +154,7 @@ def test_unpacks_what_the_kernel_writes() -> None:
 
 def test_position_follows_the_strides() -> None:
     operand = ATTENTION.output  # bshd: position (b, h, s, d) lies at ((b * S + s) * H + h) * D + d
-    assert gate._position((5 * 2 + 1) * 64 + 7, operand) == (0, 1, 5, 7)
+    assert verdict._position((5 * 2 + 1) * 64 + 7, operand) == (0, 1, 5, 7)
 
 
 def test_the_template_and_the_gate_agree_on_the_poison() -> None:
@@ -310,15 +301,15 @@ MEASURED_SUMS = [
 def test_e4m3_products_are_allowed_what_their_accumulators_lose(k: int, seen: float) -> None:
     for dtype_d in ("bfloat16", "float16"):
         fast = GemmProblem(64, 64, k, dtype=E4M3, dtype_d=dtype_d)  # type: ignore[arg-type]
-        usual, limits = LIMITS[dtype_d], gate.limits_of(fast)
+        usual, limits = LIMITS[dtype_d], verdict.limits_of(fast)
         assert math.hypot(usual.frobenius, seen / 2) < limits.frobenius
         assert limits.frobenius < math.hypot(usual.frobenius, 2 * seen)
         assert usual.absolute < limits.absolute < usual.absolute + 16 * seen
         assert limits.relative == usual.relative
-        summed = gate.limits_of(replace(fast, fast_accum=False))
-        assert summed == gate.limits_of(replace(fast, k=128))
+        summed = verdict.limits_of(replace(fast, fast_accum=False))
+        assert summed == verdict.limits_of(replace(fast, k=128))
         assert limits.frobenius > summed.frobenius < 1.1 * usual.frobenius
-    assert gate.limits_of(GEMM) == LIMITS["float16"]
+    assert verdict.limits_of(GEMM) == LIMITS["float16"]
 
 
 def test_planted_e4m3_columns_do_not_saturate() -> None:
@@ -371,7 +362,7 @@ def test_groups_are_computed_one_by_one_and_planted_ones_lie_otherwise() -> None
             assert tensors[0] == at["a"] + 2 * 64 * starts[group]
             assert tensors[1] == at["b"] + 2 * 64 * 8 * group
             assert tensors[2] == made.reference(kind) + 4 * 8 * starts[group]
-    assert gate.floor_work(GROUPED)[1] == GROUPED.bytes < sum(o.bytes for o in GROUPED.operands)
+    assert verdict.floor_work(GROUPED)[1] == GROUPED.bytes < sum(o.bytes for o in GROUPED.operands)
 
 
 def test_packed_sequences_are_planted_and_computed_one_by_one() -> None:
@@ -394,8 +385,8 @@ def test_packed_sequences_are_planted_and_computed_one_by_one() -> None:
                 assert tensors[2] == at["value"] + 2 * of_keys * starts["key"][i]
                 reference = made.reference("dominant")
                 assert tensors[3] == reference + 4 * of_queries * starts["query"][i]
-    assert gate.floor_work(PACKED) == tuple(
-        map(sum, zip(*(gate.floor_work(one) for one in PACKED.sequences), strict=True))
+    assert verdict.floor_work(PACKED) == tuple(
+        map(sum, zip(*(verdict.floor_work(one) for one in PACKED.sequences), strict=True))
     )
 
 
@@ -460,7 +451,7 @@ def test_a_gate_without_a_problem_says_so() -> None:
 @pytest.mark.parametrize(("queries", "keys"), [(5, 5), (3, 8), (8, 3), (1, 16)])
 def test_a_causal_floor_counts_the_visible_pairs(queries: int, keys: int) -> None:
     problem = AttentionProblem(queries, keys, 64, heads_q=2, is_causal=True)
-    flops, moved = gate.floor_work(problem)
+    flops, moved = verdict.floor_work(problem)
     pairs = sum(min(query + 1, keys) for query in range(queries))
     assert flops == 4 * 2 * 64 * pairs
     seen = min(queries, keys)
@@ -473,19 +464,19 @@ def test_the_floor_of_e4m3_is_that_of_its_rate_and_its_bytes() -> None:
             AttentionProblem.parse(f"SQ=64,SKV=96,D=64{causal},dtype={dtype}")
             for dtype in ("fp16", "e4m3")
         )
-        flops, moved = gate.floor_work(half)
+        flops, moved = verdict.floor_work(half)
         factors, out = 3 * 16 * 4, half.output.bytes
-        assert gate.floor_work(quantised) == (flops // 2, (moved - out) // 2 + out + factors)
+        assert verdict.floor_work(quantised) == (flops // 2, (moved - out) // 2 + out + factors)
 
 
 def test_the_floor_of_e4m3_products_is_that_of_their_rate() -> None:
     half, quantised = (GemmProblem.parse(f"M=64,N=96,K=32,dtype={d}") for d in ("bf16", "e4m3"))
-    assert gate.floor_work(quantised) == (gate.floor_work(half)[0] // 2, quantised.bytes)
+    assert verdict.floor_work(quantised) == (verdict.floor_work(half)[0] // 2, quantised.bytes)
 
 
 def test_a_window_s_floor_counts_what_it_lets_through() -> None:
     problem = AttentionProblem(40, 64, 64, heads_q=2, window_left=3, window_right=5)
-    flops, moved = gate.floor_work(problem)
+    flops, moved = verdict.floor_work(problem)
     pairs = sum(min(query + 5, 63) - max(query - 3, 0) + 1 for query in range(40))
     assert flops == 4 * 2 * 64 * pairs
     assert moved == 2 * 64 * 2 * (2 * 40 + 2 * 45)
@@ -493,7 +484,7 @@ def test_a_window_s_floor_counts_what_it_lets_through() -> None:
 
 def test_a_bias_s_floor_is_what_the_mask_lets_through() -> None:
     plain = replace(BIASED, bias="", is_alibi=False)
-    (flops, moved), (flops_plain, moved_plain) = map(gate.floor_work, (BIASED, plain))
+    (flops, moved), (flops_plain, moved_plain) = map(verdict.floor_work, (BIASED, plain))
     seen = 70 * 71 // 2  # of each head; the batch shares them, and slopes have four bytes
     assert (flops, moved - moved_plain) == (flops_plain, 2 * 4 * seen + 4 * 4)
 
@@ -523,7 +514,7 @@ def test_slopes_leave_what_is_planted_on_top() -> None:
 def test_the_floor() -> None:
     problem = GemmProblem(m=8192, n=8192, k=8192)
     floor = DEFAULT_GPU.floor_us(problem.flops, problem.bytes)
-    assert "below" in gate.too_fast(problem, DEFAULT_GPU, floor * 0.99)
-    assert gate.too_fast(problem, DEFAULT_GPU, floor * 1.01) == ""
+    assert "below" in verdict.too_fast(problem, DEFAULT_GPU, floor * 0.99)
+    assert verdict.too_fast(problem, DEFAULT_GPU, floor * 1.01) == ""
     # No tensor-core work: 5 operations an element at the tensor cores' rate would be no floor.
-    assert gate.floor_work(SoftmaxProblem(rows=64, cols=64))[0] == 0
+    assert verdict.floor_work(SoftmaxProblem(rows=64, cols=64))[0] == 0

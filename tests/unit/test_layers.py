@@ -39,7 +39,7 @@ LAYERS: tuple[set[str], ...] = (
         "toolchain",
         "triton_kernels",
     },
-    {"gate", "benchmark", "stages", "worker", "worker_client", "profiled", "profiler"},
+    {"verdict", "gate", "benchmark", "stages", "worker", "worker_client", "profiled", "profiler"},
     {"evaluate"},
     {"runners"},
     {"surrogate", "optuna_sampler", "transfer", "search", "fit", "plan", "shapes"},

@@ -33,7 +33,6 @@ from tuner.families.triton_attention import (
     smem_bytes,
     triton_version,
 )
-from tuner.gate import floor_work
 from tuner.hardware import DEFAULT_GPU, Gpu, smem_per_block_bytes
 from tuner.measurement import Provenance, Regime
 from tuner.problem import LAYOUTS, AttentionProblem
@@ -41,6 +40,7 @@ from tuner.render import render
 from tuner.runners.choose import Machine, Runners
 from tuner.sweep import Sweep, SweepOptions
 from tuner.toolchain import Toolchain
+from tuner.verdict import floor_work
 
 FAMILY = TritonAttention()
 A100 = Gpu("NVIDIA A100-SXM4-80GB", "8.0", 108, 1410, 2039.0, 40 << 20)

@@ -24,10 +24,10 @@ from tuner.benchmark import Entrant, Timing
 from tuner.config import Config
 from tuner.errors import BenchmarkError, GateError
 from tuner.families.base import Family
-from tuner.gate import Verdict
 from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Clocks, Regime, Status
 from tuner.problem import GemmProblem
+from tuner.verdict import Verdict
 from tuner.worker import Outcome, Worker
 from tuner.worker_client import Ask, WorkerClient
 

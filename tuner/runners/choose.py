@@ -90,10 +90,11 @@ class Runners:
         """End everything that was started; what waits for a result gets none. From any thread."""
         for runner in [*self._local.values(), *self._others]:
             runner.close()
-        if self._pool is not None:
-            self._pool.close()
+        # Requests of the pool may wait for the compiler.
         if self._compiler is not None:
             self._compiler.close(cancel=True)
+        if self._pool is not None:
+            self._pool.close()
 
     def of(self, problem: Problem, regime: Regime) -> Runner:
         """The runner of a problem.
