@@ -197,6 +197,22 @@ class TestGuard:
     def test_path_tricks(self, client: TestClient, path: str) -> None:
         assert client.get(path).status_code in (404, 422)
 
+    @pytest.mark.parametrize(
+        ("path", "allowed"),
+        [
+            ("/v1/configs", "op, shape, gpu, regime, l2, provenance, limit, offset"),
+            ("/v1/jobs", "limit, offset"),
+            (f"/v1/jobs/{'0' * 12}", "trials, after"),
+        ],
+    )
+    def test_unknown_parameters_of_a_query(
+        self, client: TestClient, path: str, allowed: str
+    ) -> None:
+        answer = client.get(path, params={"limit": 1, "trials": 1, "f\n\u20ac": "1"})
+        assert f"(allowed: {allowed})" in error(answer, 422)
+        answer = client.get(path, params={"f\n\u20ac": "x" * 99})
+        assert error(answer, 422).startswith("unknown query parameter 'f\\n\\u20ac' (allowed: ")
+
     def test_bad_tokens_are_refused(self) -> None:
         for read, write in (
             (READ, ""),
