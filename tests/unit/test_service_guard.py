@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from tuner.errors import ConfigError
 from tuner.service import bodies, guard
 from tuner.service.app import create_app
 from tuner.service.tokens import Tokens
+from tuner.settings import store_path
 from tuner.store import Store, open_store
 
 
@@ -230,6 +232,24 @@ class TestGuard:
     ) -> None:
         assert main(["serve", "--host", host, "--port", "0"]) == 2
         assert "set TUNER_READ_TOKEN and TUNER_WRITE_TOKEN" in capsys.readouterr().err
+
+    def test_a_store_that_is_named_must_be_there(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        typo = tmp_path / "typo.sqlite"
+        assert main(["serve", "--port", "0", "--store", str(typo)]) == 1
+        assert capsys.readouterr().err == (
+            f"tuner: store {typo} does not exist (a sweep or an import makes it)\n"
+        )
+        assert not typo.exists()
+
+    def test_the_default_store_is_made(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("TUNER_CACHE_DIR", str(tmp_path / "new"))
+        with socket.create_server(("127.0.0.1", 0)) as taken:  # all but listening
+            assert main(["serve", "--port", str(taken.getsockname()[1])]) == 2
+        assert store_path().is_file()
 
     def test_a_port_that_is_taken(self, capsys: pytest.CaptureFixture[str]) -> None:
         with socket.create_server(("127.0.0.1", 0)) as taken:
