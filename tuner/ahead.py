@@ -60,6 +60,7 @@ def wanted(
     *,
     each: int,
     catalogue: Catalogue = families_of,
+    note: Callable[[str], None] = lambda text: None,
 ) -> list[Wanted]:
     """What to compile for a job, what is worth most first; whatever is compiled already, so that
     the same job wants the same again.
@@ -72,20 +73,24 @@ def wanted(
         options: of the job's sweeps.
         each: sets of kernels that are wanted for one problem at most.
         catalogue: finds the families of an operation.
+        note: told, again and again, how far it is.
 
     Raises:
         ConfigError: when the options do not suit a problem.
     """
-    plans = []
-    for problem in dict.fromkeys(problems):
+    plans: list[_Plan] = []
+    every = dict.fromkeys(problems)
+    for problem in every:
         regime = regime_of(problem)
         sweep = Sweep(problem, regime, _Absent(gpu, regime), store, options, catalogue=catalogue)
         plans.append(_Plan(problem, sweep.plain_search()))
+        note(f"the spaces of {len(plans)} of {len(every)} problems")
     found: list[Wanted] = []
     while True:
         serving: dict[str, list[tuple[_Plan, str, str]]] = {}
         worth: dict[str, float] = {}
         for plan in plans:
+            note(f"sets of kernels chosen for {len(every)} problems: {len(found)}")
             for (name, key), gain in plan.worths().items() if plan.wants < each else ():
                 label = plan.label(name, key)
                 serving.setdefault(label, []).append((plan, name, key))

@@ -71,7 +71,8 @@ def eventually(holds: Callable[[], bool]) -> None:
 
 @contextlib.contextmanager
 def service(url: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """``tuner serve`` as a process, and where it listens."""
+    """``tuner serve`` as a process over a store, made where there is none, and where it listens."""
+    open_store(url).close()
     process = subprocess.Popen(
         [sys.executable, "-m", "tuner", "serve", "--port", "0", "--store", url],
         stderr=subprocess.PIPE,

@@ -94,6 +94,14 @@ def test_no_kernel_is_wanted_twice(store: Store) -> None:
     assert len(wants) == len(set(wants))
 
 
+def test_it_says_how_far_it_is(store: Store) -> None:
+    said: list[str] = []
+    sets = found(store, [LARGE, SMALL], each=1, note=said.append)
+    assert said[:2] == ["the spaces of 1 of 2 problems", "the spaces of 2 of 2 problems"]
+    assert said[2] == "sets of kernels chosen for 2 problems: 0"
+    assert said[-1] == f"sets of kernels chosen for 2 problems: {len(sets)}"
+
+
 class FakeCompiler:
     """Has nothing, compiles nothing."""
 
@@ -124,8 +132,10 @@ def test_the_command(
     problems = tmp_path / "problems.yaml"
     problems.write_text("- op=softmax,M=64,N=512\n- op=softmax,M=4096,N=512\n")
     more = ["--trials", "2", "--store", f"{tmp_path}/store.sqlite"]
+    monkeypatch.setattr("tuner.cli.ahead.PROGRESS_S", 0.0)
     assert main(["sweep", "--problems", str(problems), *more, option]) == 0
     said = capsys.readouterr().err
+    assert said.startswith("the spaces of 1 of 2 problems, ")
     assert "1: worth" in said and "2 problems on NVIDIA H200: " in said
     if option == "--list":
         assert not compiler.submitted

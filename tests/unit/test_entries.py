@@ -275,6 +275,7 @@ class TestShow:
             "1755 MHz, 690 W, throttle reasons: sw_power_cap",
             "2.7e-04",
             "168",
+            "static smem",
             "a" * 32,
             "sweep1",
         ):

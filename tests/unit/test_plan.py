@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -161,7 +163,9 @@ def test_predictions_of_a_shape_left_out_are_near_what_was_recorded(tmp_path: Pa
     assert recorded[pick] <= 1.06 * min(recorded[c] for c in both)
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     url = f"sqlite:///{tmp_path}/s.sqlite"
     with open_store(url) as store:
         for size, row in {
@@ -178,12 +182,17 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "nothing is known of M=1024,N=512,K=512" in capsys.readouterr().out
     file = tmp_path / "problems.json"
     file.write_text(json.dumps(["M=512,N=512,K=512", "M=1024,N=1024,K=1024"]))
+    monkeypatch.setattr("tuner.cli.ahead.PROGRESS_S", math.inf)
     assert main([*arguments, "--problems", str(file)]) == 0
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert not err, "it was done before there was anything to say"
     assert "2 configurations for 2 shapes, each within 3 % of the best known" in out
     assert "measured" in out
+    monkeypatch.setattr("tuner.cli.ahead.PROGRESS_S", 0.0)
     assert main([*arguments, "--problems", str(file), "--within", "25", "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
+    out, err = capsys.readouterr()
+    assert re.fullmatch(r"1 of 2 shapes, \d+ s\n2 of 2 shapes, \d+ s\n", err)
+    answer = json.loads(out)
     assert len(answer["configurations"]) == 1
     assert {s["from"] for s in answer["configurations"][0]["shapes"]} == {"measured"}
 

@@ -21,6 +21,7 @@ from tuner.errors import BenchmarkError, NoValidConfigError, StoreError
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import GemmProblem, Problem
 from tuner.runners.choose import Machine
+from tuner.settings import store_path
 from tuner.store import Store, open_store
 from tuner.store.jobs import Lease
 
@@ -262,6 +263,22 @@ class TestController:
         assert len(kept) == 4, "two groups were stored, the third was not"
         assert drained(store) == 2
         assert not repeated(store)
+
+    @pytest.mark.parametrize("is_named", [True, False])
+    def test_a_store_that_is_named_must_be_there(
+        self,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+        is_named: bool,
+    ) -> None:
+        monkeypatch.setenv("TUNER_CACHE_DIR", str(tmp_path))
+        path = tmp_path / "typo.sqlite" if is_named else store_path()
+        words = ["worker", "--drain", "--replay", *(["--store", str(path)] if is_named else [])]
+        assert main(words) == (1 if is_named else 0)
+        said = f"store {path} does not exist" if is_named else "0 problems decided"
+        assert said in capsys.readouterr().err
+        assert path.exists() is not is_named
 
     def test_without_a_gpu_nothing_is_taken_unless_replays_were_asked_for(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

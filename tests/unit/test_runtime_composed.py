@@ -140,12 +140,24 @@ def test_a_graph_holds_what_is_composed() -> None:
     assert torch.allclose(out, model(*tensors), atol=1e-6)
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_one_number_is_both_sides_of_a_window(is_causal: bool) -> None:
+    tensors = inputs()
+    for number in (-1, 0, 4):
+        out = attention(*tensors, window=number, is_causal=is_causal)
+        assert torch.equal(out, attention(*tensors, window=(number, number), is_causal=is_causal))
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"window": (1, 2, 3)}, "allowed: (left, right)"),
         ({"window": (-2, 0)}, "allowed: (left, right)"),
         ({"window": (1.5, 0)}, "allowed: (left, right)"),
+        ({"window": -2}, "window=-2 is not known (allowed: (left, right), or one number"),
+        ({"window": 1.5}, "window=1.5 is not known"),
+        ({"window": "16"}, "window=16 is not known"),
+        ({"window": True}, "window=True is not known"),
         ({"softcap": -1.0}, "softcap=-1.0 is out of range"),
         ({"softcap": math.nan}, "softcap=nan is out of range"),
     ],

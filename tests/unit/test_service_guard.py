@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from tuner.errors import ConfigError
 from tuner.service import bodies, guard
 from tuner.service.app import create_app
 from tuner.service.tokens import Tokens
+from tuner.settings import store_path
 from tuner.store import Store, open_store
 
 
@@ -197,6 +199,22 @@ class TestGuard:
     def test_path_tricks(self, client: TestClient, path: str) -> None:
         assert client.get(path).status_code in (404, 422)
 
+    @pytest.mark.parametrize(
+        ("path", "allowed"),
+        [
+            ("/v1/configs", "op, shape, gpu, regime, l2, provenance, limit, offset"),
+            ("/v1/jobs", "limit, offset"),
+            (f"/v1/jobs/{'0' * 12}", "trials, after"),
+        ],
+    )
+    def test_unknown_parameters_of_a_query(
+        self, client: TestClient, path: str, allowed: str
+    ) -> None:
+        answer = client.get(path, params={"limit": 1, "trials": 1, "f\n\u20ac": "1"})
+        assert f"(allowed: {allowed})" in error(answer, 422)
+        answer = client.get(path, params={"f\n\u20ac": "x" * 99})
+        assert error(answer, 422).startswith("unknown query parameter 'f\\n\\u20ac' (allowed: ")
+
     def test_bad_tokens_are_refused(self) -> None:
         for read, write in (
             (READ, ""),
@@ -214,6 +232,24 @@ class TestGuard:
     ) -> None:
         assert main(["serve", "--host", host, "--port", "0"]) == 2
         assert "set TUNER_READ_TOKEN and TUNER_WRITE_TOKEN" in capsys.readouterr().err
+
+    def test_a_store_that_is_named_must_be_there(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        typo = tmp_path / "typo.sqlite"
+        assert main(["serve", "--port", "0", "--store", str(typo)]) == 1
+        assert capsys.readouterr().err == (
+            f"tuner: store {typo} does not exist (a sweep or an import makes it)\n"
+        )
+        assert not typo.exists()
+
+    def test_the_default_store_is_made(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("TUNER_CACHE_DIR", str(tmp_path / "new"))
+        with socket.create_server(("127.0.0.1", 0)) as taken:  # all but listening
+            assert main(["serve", "--port", str(taken.getsockname()[1])]) == 2
+        assert store_path().is_file()
 
     def test_a_port_that_is_taken(self, capsys: pytest.CaptureFixture[str]) -> None:
         with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -20,6 +20,7 @@ from serving import LOCAL, PROBLEM, READ, SHAPE, WRITE, decide, eventually, meas
 from starlette.testclient import TestClient
 
 from tuner.config import Config
+from tuner.hardware import GPUS
 from tuner.measurement import Environment, Measurement, Provenance, Regime, Resources, Status
 from tuner.problem import AttentionProblem, GemmProblem
 from tuner.report import assets
@@ -491,7 +492,30 @@ class TestKernel:
         digest = quick(1, None).config.digest
         page = show(client, "/kernel", shape=SHAPE, config=digest)
         assert HOSTILE in page.words
-        assert "Compile error for" in page.said
+        assert "Compile error on H200, graph-warm, for" in page.said
+
+    def test_its_time_is_that_of_the_gpu_and_regime_it_was_come_from(
+        self, client: TestClient, store: Store
+    ) -> None:
+        decide(store, measured(11.3, gpu=GPUS["H100"], created_at="2027-01-01T00:00:00+00:00"))
+        decide(store, measured(19.0, regime=Regime("graph", "cold")))
+        eventually(lambda: len(self.links(client)) == 3)
+        headlines = [show(client, link).said.partition(", for ")[0] for link in self.links(client)]
+        assert sorted(line.split(measured().config.digest + " ")[1] for line in headlines) == [
+            "11.3 us on H100 80GB HBM3, graph-warm",
+            "12.0 us on H200, graph-warm",
+            "19.0 us on H200, graph-cold",
+        ]
+
+    def links(self, client: TestClient) -> list[str]:
+        """Of the cache's rows of the problem to their kernels."""
+        page = show(client, "/cache", q=SHAPE)
+        return [link for link in page.links if link.startswith("/kernel")]
+
+    def test_where_it_was_never_measured(self, client: TestClient) -> None:
+        query = {"shape": SHAPE, "config": measured().config.digest}
+        page = show(client, "/kernel", 404, **query, gpu="NVIDIA H100", l2="warm")
+        assert "S=640,D=64,dtype=fp16 on NVIDIA H100, graph-warm" in page.said
 
 
 class TestCompare:

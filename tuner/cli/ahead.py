@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tuner.problem import Problem
 
 PROGRESS_S = 5.0
-"""Between two lines on how far compiling is."""
+"""Between two lines on how far it is."""
 
 
 def sweep_ahead(
@@ -50,6 +50,7 @@ def sweep_ahead(
                 store,
                 options.sweep,
                 each=options.sweep.trials or effort(options.sweep.effort).seeds,
+                note=Progress(),
             )
         specs = list(dict.fromkeys(spec for one in found for spec in one.kernels))
         for number, one in enumerate(found, 1):
@@ -92,6 +93,19 @@ def compile_ahead(
     if waiting:
         print(f"tuner: {len(waiting)} kernels are left; the same command goes on", file=sys.stderr)
     return FAILED if waiting or failed else DONE
+
+
+class Progress:
+    """Says every `PROGRESS_S` how far it is; nothing of what is done sooner."""
+
+    def __init__(self) -> None:
+        self._started = self._said = time.monotonic()
+
+    def __call__(self, text: str) -> None:
+        now = time.monotonic()
+        if now - self._said >= PROGRESS_S:
+            self._said = now
+            say(f"{text}, {now - self._started:.0f} s")
 
 
 def say(text: str) -> None:

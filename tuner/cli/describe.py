@@ -197,8 +197,11 @@ def ranking_text(entry: Entry) -> str:
 
 
 def kernels_text(measurement: Measurement) -> str:
-    """What ptxas said of each compiled kernel, and its artifact."""
-    rows = [("kernel", "registers", "spills", "stack", "smem", "artifact")]
+    """What ptxas said of each compiled kernel, and its artifact.
+
+    Its shared memory is the static one: what is asked for at the launch ptxas does not see.
+    """
+    rows = [("kernel", "registers", "spills", "stack", "static smem", "artifact")]
     for name in sorted({*measurement.artifacts, *measurement.resources}):
         seen = measurement.resources.get(name)
         numbers = ("-",) * 4

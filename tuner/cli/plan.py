@@ -52,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: when a shape, the loss or a name is wrong.
     """
+    from tuner.cli.ahead import Progress
     from tuner.errors import ConfigError
     from tuner.hardware import DEFAULT_GPU
     from tuner.lookup import find_gpu
@@ -71,7 +72,8 @@ def run(args: argparse.Namespace) -> int:
     with open_store(args.store) as store:
         gpu = find_gpu(args.gpu, [e.gpu for e in store.entries()]) if args.gpu else DEFAULT_GPU
         found = measured(ops[0], gpu, regime, store)
-    made = plan(times(problems, gpu, found, predict=not args.measured), args.within / 100)
+    known = times(problems, gpu, found, predict=not args.measured, note=Progress())
+    made = plan(known, args.within / 100)
     head = f"{ops[0]} on {gpu.name}, {regime}"
     if args.json:
         facts = {"op": ops[0], "gpu": gpu.name, "regime": str(regime)}

@@ -30,7 +30,12 @@ def register(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until Ctrl-C or SIGTERM."""
+    """Serve until Ctrl-C or SIGTERM.
+
+    Raises:
+        ConfigError: when an argument is wrong, or a library or a token is missing.
+        StoreError: when the store that was named does not exist, or none can be opened.
+    """
     if not 0 <= args.port <= 65535:
         raise ConfigError(f"port={args.port} is out of range (allowed: 0 to 65535)")
     try:
@@ -51,7 +56,8 @@ def run(args: argparse.Namespace) -> int:
             f"host={args.host} can be reached from elsewhere: set TUNER_READ_TOKEN and "
             "TUNER_WRITE_TOKEN, or leave --host out"
         )
-    with open_store(args.store) as store:
+    # One that is named must be there: a slip would serve nothing. The default place is made.
+    with open_store(args.store, create=not args.store) as store:
         server = uvicorn.Server(
             uvicorn.Config(
                 create_app(store, tokens),

@@ -29,7 +29,12 @@ def register(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Work; 0 when the queue is drained, 130 when it was stopped."""
+    """Work; 0 when the queue is drained, 130 when it was stopped.
+
+    Raises:
+        ConfigError: when an argument is wrong.
+        StoreError: when the store that was named does not exist, or none can be opened.
+    """
     from tuner.cli import DONE, INTERRUPTED
     from tuner.cli.describe import counted
     from tuner.cli.display import create_display
@@ -40,7 +45,8 @@ def run(args: argparse.Namespace) -> int:
     machine = machine_of(args, None)
     url = args.store or settings.store_url()
     with (
-        open_store(url) as store,
+        # One that is named must be there: a slip would find no job. The default place is made.
+        open_store(url, create=not args.store) as store,
         create_display(url, show_results=True) as display,
         open_creator(machine, display.note) as create_runners,
         Controller(store, machine, watcher=display, create_runners=create_runners) as controller,

@@ -144,7 +144,9 @@ class AttentionProblem(Problem):
             )
         check_choice("dtype", self.dtype, ("float16", "bfloat16", E4M3))
         check_choice("layout", self.layout, LAYOUTS)
-        check_extent("left", self.window_left, -1)
+        check_extent(
+            "left" if self.window_left != self.window_right else "window", self.window_left, -1
+        )
         check_extent("right", self.window_right, -1)
         if not 0 <= self.softcap < math.inf:
             raise ConfigError(f"softcap={self.softcap} is out of range (allowed: 0, none, or more)")

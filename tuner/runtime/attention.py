@@ -28,7 +28,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
-    window: tuple[int, int] | None = None,
+    window: int | tuple[int, int] | None = None,
     softcap: float = 0.0,
     descale_q: torch.Tensor | None = None,
     descale_k: torch.Tensor | None = None,
@@ -63,7 +63,8 @@ def attention(
         scale: of the scores; 1/sqrt(D) when None.
         enable_gqa: let HKV be a divisor of H.
         window: (left, right): query i sees keys i - left..i + right, -1 for no limit; under
-            `is_causal` none beyond i. A query that sees no key has zeros for its output.
+            `is_causal` none beyond i. One number is both sides, as ``window=`` of a shape. A query
+            that sees no key has zeros for its output.
         softcap: each scaled score s becomes softcap * tanh(s / softcap), before the mask; 0: as
             it is.
         descale_q: positive fp32 (B, H), and with it the next two: query, key and value are

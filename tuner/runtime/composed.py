@@ -32,14 +32,22 @@ class Extras:
         Raises:
             ConfigError: when one is out of range.
         """
-        sides = (-1, -1) if window is None else tuple(window)
-        if len(sides) != 2 or not all(isinstance(side, int) and side >= -1 for side in sides):
+        if window is None:
+            window = -1
+        sides = (window, window) if isinstance(window, int) else window
+        if (
+            not isinstance(sides, tuple | list)
+            or len(sides) != 2
+            or not all(isinstance(s, int) and not isinstance(s, bool) and s >= -1 for s in sides)
+        ):
             raise ConfigError(
-                f"window={window} is not known (allowed: (left, right), each -1, no limit, or more)"
+                f"window={window} is not known (allowed: (left, right), or one number for both; "
+                "-1, no limit, or more)"
             )
         if not 0 <= softcap < math.inf:
             raise ConfigError(f"softcap={softcap} is out of range (allowed: 0, none, or more)")
-        return cls(*sides, float(softcap))
+        left, right = sides
+        return cls(left, right, float(softcap))
 
 
 NONE = Extras()

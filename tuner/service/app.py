@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from operator import attrgetter
 from typing import Annotated, Any
 
-from fastapi import FastAPI, Header, HTTPException, Query, Request, Response
+from fastapi import Depends, FastAPI, Header, HTTPException, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import StreamingResponse
@@ -63,6 +63,19 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         503: "The store cannot be used at the moment",
     }.items()
 }
+
+
+async def _knows_its_query(request: Request) -> None:
+    """Refuses parameters that the route does not name: a misspelt filter would let all through."""
+    known = [field.alias for field in request.scope["route"].dependant.query_params]
+    if unknown := [name for name in request.query_params if name not in known]:
+        raise ConfigError(
+            f"unknown query parameter {unknown[0][:40]!a} (allowed: {', '.join(known)})"
+        )
+
+
+_KNOWN_QUERY = [Depends(_knows_its_query)]
+"""Of every route that answers programs and takes a query."""
 
 
 class Json(Response):
@@ -149,6 +162,7 @@ def _add_configs(app: FastAPI, served: Served, metrics: Metrics) -> None:
         "/v1/configs",
         summary="Decisions that match every filter given",
         response_model=answers.Configurations,
+        dependencies=_KNOWN_QUERY,
     )
     async def configs(
         op: Annotated[Op | None, Query()] = None,
@@ -224,7 +238,12 @@ def _add_jobs(app: FastAPI, store: Store) -> None:
         )
         return Json(find(id).to_json(), status_code=201, headers={"location": f"/v1/jobs/{id}"})
 
-    @app.get("/v1/jobs", summary="All jobs, newest first", response_model=answers.Jobs)
+    @app.get(
+        "/v1/jobs",
+        summary="All jobs, newest first",
+        response_model=answers.Jobs,
+        dependencies=_KNOWN_QUERY,
+    )
     def jobs(
         limit: Annotated[int, Query(ge=1, le=1000)] = 100,
         offset: Annotated[int, Query(ge=0, lt=1 << 31)] = 0,
@@ -237,6 +256,7 @@ def _add_jobs(app: FastAPI, store: Store) -> None:
         "/v1/jobs/{id}",
         summary="A job, its problems and its trials",
         response_model=answers.JobDetail,
+        dependencies=_KNOWN_QUERY,
     )
     def show(
         id: JobId,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tuner.config import Config
 from tuner.errors import TunerError
 from tuner.families import families
-from tuner.measurement import Measurement, Resources
+from tuner.measurement import Measurement, Regime, Resources
 from tuner.problem import Problem
 from tuner.render import render
 from tuner.service.pages.trials import runs
@@ -37,7 +37,8 @@ class Subject:
     problem: Problem
     config: Config
     measurements: Sequence[Measurement]
-    """Of it, final ones first, the newest first; not empty."""
+    """Of it, those of the GPU and regime that were asked for first, of these the final ones, the
+    newest first; not empty."""
     kernels: Sequence[Kernel]
     silence: str
     """Why there is no source; empty where there is."""
@@ -48,18 +49,39 @@ class Subject:
         return next((m for m in self.measurements if m.ok), self.measurements[0])
 
 
-def find(store: Store, problem: Problem, digest: str) -> Subject | None:
+def find(
+    store: Store,
+    problem: Problem,
+    digest: str,
+    *,
+    gpu: str | None = None,
+    regime: Regime | None = None,
+) -> Subject | None:
     """The configuration of a digest among all that was measured of a problem.
+
+    Args:
+        store: beside which what ships is looked at.
+        problem: which.
+        digest: of the configuration.
+        gpu: name of the GPU whose time is wanted; default: any.
+        regime: the regime whose time is wanted; default: any.
+
+    Returns:
+        None where nothing was measured of it there.
 
     Raises:
         StoreError: when the store cannot be read.
     """
+
+    def is_there(m: Measurement) -> bool:
+        return gpu in (None, m.gpu.name) and regime in (None, m.regime)
+
     every = [m for run in runs(store, problem) for m in run.measurements]
     measured = [m for m in every if m.config.digest == digest]
-    if not measured:
+    if not any(map(is_there, measured)):
         return None
     measured.sort(key=lambda m: m.created_at, reverse=True)
-    measured.sort(key=lambda m: (not m.is_final, not m.ok))
+    measured.sort(key=lambda m: (not is_there(m), not m.is_final, not m.ok))
     config = measured[0].config
     sources, silence = _sources(problem, measured)
     resources = next((m.resources for m in measured if m.resources), {})

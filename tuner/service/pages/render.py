@@ -120,14 +120,18 @@ def trials_url(of: Entry | Measurement | Problem, **query: Any) -> str:
     """The page of a problem's trials, on the GPU and in the regime of an entry."""
     if isinstance(of, Problem):
         return url("/trials", op=of.op, shape=of.label(), **query)
-    where = {"gpu": of.gpu.name, "regime": of.regime.launch, "l2": of.regime.l2}
-    return url("/trials", op=of.problem.op, shape=of.problem.label(), **where, **query)
+    return url("/trials", op=of.problem.op, shape=of.problem.label(), **_place(of), **query)
 
 
 def kernel_url(measurement: Measurement) -> str:
-    """The page of one configuration."""
+    """The page of one configuration, on the GPU and in the regime of a measurement."""
     problem, digest = measurement.problem, measurement.config.digest
-    return url("/kernel", op=problem.op, shape=problem.label(), config=digest)
+    place = _place(measurement)
+    return url("/kernel", op=problem.op, shape=problem.label(), config=digest, **place)
+
+
+def _place(of: Entry | Measurement) -> dict[str, str]:
+    return {"gpu": of.gpu.name, "regime": of.regime.launch, "l2": of.regime.l2}
 
 
 def _stamp(text: str) -> str:

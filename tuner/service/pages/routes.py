@@ -193,13 +193,12 @@ def _add_problem(app: FastAPI, store: Store) -> None:
         problem = PROBLEMS[op].parse(shape)
         task = None if job is None else _task(store, job, problem)
         found = trials.runs(store, problem)
-        default = Regime.default(op)
         chosen = trials.choose(
             found,
             key=run,
             sweep=task.sweep if task else sweep,
             gpu=gpu,
-            regime=Regime(regime or default.launch, l2 or default.l2) if regime or l2 else None,
+            regime=_regime(op, regime, l2),
         )
         if chosen is None and run is not None:
             raise HTTPException(404, f"there is no run {run} of {op} {problem.label()}")
@@ -214,15 +213,25 @@ def _add_problem(app: FastAPI, store: Store) -> None:
         shape: Annotated[Shape, Query()],
         config: Annotated[Digest, Query()],
         op: Annotated[Op, Query()] = "attention",
+        gpu: Annotated[GpuName | None, Query()] = None,
+        regime: Annotated[Launch | None, Query()] = None,
+        l2: Annotated[L2 | None, Query()] = None,
     ) -> Response:
         problem = PROBLEMS[op].parse(shape)
-        found = kernels.find(store, problem, config)
+        place = _regime(op, regime, l2)
+        found = kernels.find(store, problem, config, gpu=gpu, regime=place)
         if found is None:
-            raise HTTPException(
-                404, f"nothing was measured of configuration {config} for {op} {problem.label()}"
-            )
+            what = f"nothing was measured of configuration {config} for {op} {problem.label()}"
+            on = f" on {gpu}" if gpu else ""
+            raise HTTPException(404, what + on + (f", {place}" if place else ""))
         differing = environments.differing([m.environment for m in found.measurements])
         return page(request, "kernel", {"subject": found, "differing": differing})
+
+
+def _regime(op: Op, launch: Launch | None, l2: L2 | None) -> Regime | None:
+    """Of a query that names a part of it at least; the operation's default fills it up."""
+    default = Regime.default(op)
+    return Regime(launch or default.launch, l2 or default.l2) if launch or l2 else None
 
 
 def _task(store: Store, job: str, problem: Problem) -> Task:
