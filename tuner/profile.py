@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tuner import resources, settings
+from tuner import output, resources, settings
 from tuner.config import Config
 from tuner.errors import BenchmarkError, ConfigError
 from tuner.hardware import Gpu
@@ -211,16 +211,10 @@ def keep(profile: Profile) -> Path:
     """Write a profile to `folder`, in the place of an older one; returns its path.
 
     Raises:
-        ConfigError: when it cannot be written.
+        StoreError: when it cannot be written.
     """
     path = folder() / file_name(profile.problem, profile.gpu, profile.config)
-    partial = path.with_name(path.name + ".partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(profile.to_json(), indent=1) + "\n")
-        partial.replace(path)
-    except OSError as exc:
-        raise ConfigError(f"profile {path} cannot be written: {exc.strerror}") from exc
+    output.write(path, json.dumps(profile.to_json(), indent=1) + "\n", make_folder=True)
     return path
 
 

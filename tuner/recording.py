@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tuner import resources
+from tuner import output, resources
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families import families, families_of
@@ -179,20 +179,15 @@ def read(path: Path) -> Recording:
     return _decode(path, _read_json(path))
 
 
-def write(path: Path, recording: Recording) -> None:
-    """Write a recording, aside first; equal recordings make equal bytes.
+def write(path: Path, recording: Recording) -> int:
+    """Write a recording; equal recordings make equal bytes. Returns how many.
 
     Raises:
-        ConfigError: when the file cannot be written.
+        StoreError: when the file cannot be written.
     """
     text = json.dumps(_encode(recording), sort_keys=True, separators=(",", ":"))
-    partial = path.with_name(path.name + ".partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_bytes(gzip.compress(text.encode(), compresslevel=9, mtime=0))
-        partial.replace(path)
-    except OSError as exc:
-        raise ConfigError(f"recording {path} cannot be written: {exc.strerror}") from exc
+    packed = gzip.compress(text.encode(), compresslevel=9, mtime=0)
+    return output.write(path, packed, make_folder=True)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

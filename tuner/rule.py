@@ -18,7 +18,7 @@ from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from tuner import nearest, resources
+from tuner import nearest, output, resources
 from tuner.config import Config
 from tuner.errors import ConfigError, StoreError
 from tuner.families import families
@@ -235,7 +235,12 @@ class Rule:
             raise ConfigError(f"the rule is damaged: {type(exc).__name__} {exc}") from exc
 
     def write(self, path: Path) -> None:
-        path.write_text(json.dumps(self.to_json(), indent=1) + "\n")
+        """Write it as JSON.
+
+        Raises:
+            StoreError: when it cannot be written.
+        """
+        output.write(path, json.dumps(self.to_json(), indent=1) + "\n")
 
     @classmethod
     def read(cls, path: Path) -> Rule:

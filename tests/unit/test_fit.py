@@ -13,7 +13,7 @@ from gemm_configs import tile
 from tuner import transfer
 from tuner.cli import main
 from tuner.config import Config
-from tuner.errors import ConfigError
+from tuner.errors import ConfigError, StoreError
 from tuner.families import family
 from tuner.fit import Sample, _Table, _tree, fit
 from tuner.hardware import DEFAULT_GPU
@@ -300,6 +300,32 @@ def test_from_the_store_and_back(
     assert answer["config"]["family"] in ("gemm", "vendor_blas")
     assert answer["kind"] in KINDS
     assert main(["fit", "--rule", str(out)]) == 2
+
+
+def test_the_rule_s_place_is_looked_at_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(transfer, "measured", None)  # would fail, were it asked
+    assert main(["fit", "--op", "gemm", "--output", str(tmp_path / "none/rule.json")]) == 2
+    said = f"tuner: {tmp_path}/none/rule.json: there is no folder {tmp_path}/none\n"
+    assert capsys.readouterr().err == said
+
+
+def test_a_rule_that_cannot_be_written_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rule, path = fit(SAMPLES, DEFAULT_GPU, REGIME), tmp_path / "rule.json"
+    rule.write(path)
+    before = path.read_bytes()
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(StoreError, match=r"rule\.json cannot be written: No space left"):
+        rule.write(path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_ties_do_not_depend_on_the_order_of_the_problems() -> None:

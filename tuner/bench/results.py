@@ -11,10 +11,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Self
 
-from tuner import stages
+from tuner import output, stages
 from tuner.bench.contenders import Contender, Role
 from tuner.config import Config
-from tuner.errors import ConfigError, StoreError
+from tuner.errors import ConfigError
 from tuner.hardware import Gpu
 from tuner.measurement import Clocks, Environment, Measurement, Regime, Resources, Status
 from tuner.outcome import first_line
@@ -351,32 +351,13 @@ class Results:
             raise ConfigError(f"{path}: {exc}") from exc
 
 
-def check_place(path: Path | None) -> None:
-    """See before a run, not after it, that its results have a place.
-
-    Raises:
-        ConfigError: names the folder that is not there.
-    """
-    if path is None:
-        return
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(f"{path}: there is no folder {path.absolute().parent}")
-    if path.is_dir():
-        raise ConfigError(f"{path} is a folder; name a file in it")
-
-
 def write_json(path: Path, document: Any) -> None:
-    """Write beside the file and rename: a killed run leaves what it had.
+    """Write the file whole: a killed run leaves what it had.
 
     Raises:
         StoreError: when it cannot be written.
     """
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        partial.write_text(json.dumps(document, indent=1) + "\n")
-        partial.replace(path)
-    except OSError as exc:
-        raise StoreError(f"{path} cannot be written: {exc.strerror}") from exc
+    output.write(path, json.dumps(document, indent=1) + "\n")
 
 
 def _section(row: Row) -> tuple[str, str]:
