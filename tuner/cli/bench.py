@@ -106,6 +106,7 @@ def run(args: argparse.Namespace) -> int:
     """Bench; 0 when every problem has a time of its own kernels, else 1."""
     from tuner.bench.compare import Comparison
     from tuner.cli import DONE, FAILED, INTERRUPTED, bench_tables
+    from tuner.cli.ahead import say_failures
     from tuner.lookup import with_shipped
     from tuner.output import check_place, write
     from tuner.runners.choose import Machine, Runners
@@ -141,7 +142,8 @@ def run(args: argparse.Namespace) -> int:
             )
             if args.compile_only:
                 failed = comparison.compile()
-                _note(f"compiled, but for {failed} kernels" if failed else "compiled")
+                say_failures(failed)
+                _note(f"compiled, but for {len(failed)} kernels" if failed else "compiled")
                 return FAILED if failed else DONE
             save(comparison.run(save, earlier))
     except KeyboardInterrupt:
