@@ -165,6 +165,15 @@ def test_nothing_unmeasured_is_built(provenance: Provenance) -> None:
         run(*ONLY)
 
 
+def test_only_the_operation_that_is_named_is_built(capsys: pytest.CaptureFixture[str]) -> None:
+    decide(own())
+    with pytest.raises(NoValidConfigError, match=r"own kernel for swiglu on H200$"):
+        run("--op", "swiglu", "--gpu", "H200")
+    assert run("--op", "gemm") == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told and all(line.startswith("gemm ") for line in told)
+
+
 @pytest.mark.parametrize(
     "arguments",
     [["--jobs", "0"], ["--op", "conv"], ["--shape", "S=0,D=64"], ["--gpu", "TPU"]],
