@@ -140,6 +140,16 @@ def test_each_reason_of_a_failed_compile_is_said_once(
 
 
 @pytest.mark.parametrize("option", ["--list", "--compile"])
+@pytest.mark.parametrize("other", ["--compiled-only", "--replay"])
+def test_what_contradicts_it_is_refused(
+    option: str, other: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sweep", "--shape", "S=512,D=64", option, other]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"tuner: {other} contradicts {option}: ")
+
+
+@pytest.mark.parametrize("option", ["--list", "--compile"])
 def test_the_command(
     option: str,
     tmp_path: Path,
