@@ -390,7 +390,7 @@ class TestCommand:
             (["--shape", "S=1024,D=64", "--family", "nope"], "family 'nope' does not serve"),
             (["--shape", "S=1024,D=64", "--trials", "0"], "trials=0 is out of range"),
             (["--shape", "S=1024,D=64", "--attempts", "0"], "attempts=0 is out of range"),
-            (["--shape", "S=1024,D=64", "--attempts", "9" * 21], r"(allowed: 1 to 10)"),
+            (["--shape", "S=1024,D=64", "--attempts", "9" * 21], r"(allowed: 1 to 100)"),
             (["--shape", "S=1024,D=64", "--priority", "9" * 21], r"(allowed: -1000 to 1000)"),
             (["--shape", "S=1024,D=64", "--priority", "-1001"], "priority=-1001 is out of range"),
             (["absent.yaml"], "problems file absent.yaml cannot be read"),

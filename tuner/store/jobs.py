@@ -12,8 +12,10 @@ from tuner.problem import Problem
 
 LEASE_S = 30.0
 """How long a holder may stay silent."""
-MOST_PRIORITY, MOST_ATTEMPTS = 1000, 10
-"""As over HTTP (`tuner.service.bodies`)."""
+MOST_PRIORITY = 1000
+"""Either side of 0, as over HTTP (`tuner.service.bodies`)."""
+MOST_ATTEMPTS = 100
+"""More than over HTTP: where workers are killed on purpose (`tuner.bench.fleet`), 50 are used."""
 
 TASK_STATES = ("queued", "running", "done", "failed", "cancelled")
 OPEN_STATES = TASK_STATES[:2]
