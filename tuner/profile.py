@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tuner import output, resources, settings
+from tuner import document, output, resources, settings
 from tuner.config import Config
 from tuner.errors import BenchmarkError, ConfigError
 from tuner.hardware import Gpu
@@ -185,7 +185,7 @@ class Profile:
                 raise ConfigError("it holds no kernel")
             return cls(
                 problem_from_json(data["problem"]),
-                Gpu(**data["gpu"]),
+                Gpu(**document.checked(Gpu, data["gpu"])),
                 Regime.parse(data["regime"]),
                 Config.from_json(data["config"]),
                 Environment(dict(data["environment"])),
@@ -228,7 +228,7 @@ def find(problem: Problem, gpu: Gpu, config: Config) -> Profile | None:
     for place in (folder(), resources.cache() / "profiles"):
         path = place / name
         try:
-            return Profile.from_json(json.loads(path.read_text()))
+            return Profile.from_json(document.parse(path.read_text()))
         except FileNotFoundError:
             continue
         except (OSError, ValueError) as exc:

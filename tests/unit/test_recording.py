@@ -153,7 +153,7 @@ def row(data: dict[str, Any], number: int, column: str, value: Any) -> None:
         (damaged(lambda d: row(d, 0, "latency_us", None)), "has status ok and latency_us None"),
         (damaged(lambda d: row(d, 0, "latency_us", -1.0)), "has status ok and latency_us -1.0"),
         (damaged(lambda d: row(d, 2, "latency_us", 5.0)), "has status timeout and latency_us 5.0"),
-        (damaged(lambda d: row(d, 0, "latency_us", "5")), "has status ok and latency_us '5'"),
+        (damaged(lambda d: row(d, 0, "latency_us", "5")), "latency_us='5' is not a number or null"),
         (damaged(lambda d: d["rows"][0].pop()), "is damaged"),
         (damaged(lambda d: d["columns"].pop()), "columns are"),
         (damaged(lambda d: d["configs"][0]["rows"].append([1])), "is damaged"),

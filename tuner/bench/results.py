@@ -11,7 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Self
 
-from tuner import output, stages
+from tuner import document, output, stages
 from tuner.bench.contenders import Contender, Role
 from tuner.config import Config
 from tuner.errors import ConfigError
@@ -213,7 +213,7 @@ class Row:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         """The inverse of `to_json`."""
-        clocks = dict(data["clocks"])
+        clocks = document.checked(Clocks, data["clocks"])
         return cls(
             suite=data["suite"],
             problem=problem_from_json(data["problem"]),
@@ -227,7 +227,8 @@ class Row:
 
 
 def _timed_from_json(data: Mapping[str, Any]) -> Timed:
-    values = {name: value for name, value in data.items() if name != "figures"}
+    found = document.checked(Timed, data)
+    values = {name: value for name, value in found.items() if name != "figures"}
     return Timed(
         **{
             **values,
@@ -235,7 +236,10 @@ def _timed_from_json(data: Mapping[str, Any]) -> Timed:
             "status": Status(values["status"]),
             "config": Config.from_json(values["config"]),
             "flags": tuple(values["flags"]),
-            "resources": {k: Resources(**v) for k, v in values["resources"].items()},
+            "resources": {
+                k: Resources(**document.checked(Resources, v))
+                for k, v in values["resources"].items()
+            },
         }
     )
 
@@ -319,7 +323,7 @@ class Results:
             if data["format"] != FORMAT:
                 raise ConfigError(f"format {data['format']} is not known (allowed: {FORMAT})")
             return cls(
-                Gpu(**data["gpu"]),
+                Gpu(**document.checked(Gpu, data["gpu"])),
                 Environment(data["environment"]),
                 tuple(Row.from_json(row) for row in data["rows"]),
             )
@@ -344,7 +348,7 @@ class Results:
             ConfigError: when it cannot be read or is something else.
         """
         try:
-            return cls.from_json(json.loads(path.read_text()))
+            return cls.from_json(document.parse(path.read_text()))
         except OSError as exc:
             raise ConfigError(f"{path} cannot be read: {exc.strerror}") from exc
         except ValueError as exc:
