@@ -60,6 +60,9 @@ class Config:
         params, stages = data.get("params", {}), data.get("stages", {})
         if not isinstance(params, Mapping) or not isinstance(stages, Mapping):
             raise ConfigError("'params' and 'stages' of a config must be objects")
+        for name in (*params, *stages):
+            if not isinstance(name, str):
+                raise ConfigError(f"{name!r} is no name of a parameter or stage (wanted: text)")
         for name, value in params.items():
             if not isinstance(value, str | int | bool):
                 raise ConfigError(

@@ -6,7 +6,6 @@ job that is stored instead (`tuner.store.jobs`) is worked off by controllers (`t
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
@@ -15,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+from tuner import document
 from tuner.errors import ConfigError, StoreError, TunerError
 from tuner.families import families_of
 from tuner.hardware import DEFAULT_GPU
@@ -393,7 +393,7 @@ def _problem_class(op: Any) -> type[Problem]:
 def _load(path: Path, text: str) -> Any:
     if path.suffix == ".json":
         try:
-            return json.loads(text, object_pairs_hook=_unrepeated)
+            return document.parse(text, _unrepeated)
         except ConfigError as exc:
             raise ConfigError(f"problems file {path}: {exc}") from exc
         except ValueError as exc:
@@ -404,7 +404,9 @@ def _load(path: Path, text: str) -> Any:
         return yaml.load(text, Loader=_strict_loader())
     except ConfigError as exc:
         raise ConfigError(f"problems file {path}: {exc}") from exc
-    except yaml.YAMLError as exc:
+    except RecursionError as exc:
+        raise ConfigError(f"problems file {path}: it is nested too deeply") from exc
+    except (yaml.YAMLError, ValueError) as exc:  # as a date that is none
         reason = " ".join(str(exc).split())
         raise ConfigError(f"problems file {path} is not YAML: {reason}") from exc
 

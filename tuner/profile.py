@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tuner import resources, settings
+from tuner import document, output, resources, settings
 from tuner.config import Config
 from tuner.errors import BenchmarkError, ConfigError
 from tuner.hardware import Gpu
@@ -185,7 +185,7 @@ class Profile:
                 raise ConfigError("it holds no kernel")
             return cls(
                 problem_from_json(data["problem"]),
-                Gpu(**data["gpu"]),
+                Gpu(**document.checked(Gpu, data["gpu"])),
                 Regime.parse(data["regime"]),
                 Config.from_json(data["config"]),
                 Environment(dict(data["environment"])),
@@ -211,16 +211,10 @@ def keep(profile: Profile) -> Path:
     """Write a profile to `folder`, in the place of an older one; returns its path.
 
     Raises:
-        ConfigError: when it cannot be written.
+        StoreError: when it cannot be written.
     """
     path = folder() / file_name(profile.problem, profile.gpu, profile.config)
-    partial = path.with_name(path.name + ".partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(profile.to_json(), indent=1) + "\n")
-        partial.replace(path)
-    except OSError as exc:
-        raise ConfigError(f"profile {path} cannot be written: {exc.strerror}") from exc
+    output.write(path, json.dumps(profile.to_json(), indent=1) + "\n", make_folder=True)
     return path
 
 
@@ -234,7 +228,7 @@ def find(problem: Problem, gpu: Gpu, config: Config) -> Profile | None:
     for place in (folder(), resources.cache() / "profiles"):
         path = place / name
         try:
-            return Profile.from_json(json.loads(path.read_text()))
+            return Profile.from_json(document.parse(path.read_text()))
         except FileNotFoundError:
             continue
         except (OSError, ValueError) as exc:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tuner import resources
+from tuner import document, output, resources
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families import families, families_of
@@ -179,20 +179,15 @@ def read(path: Path) -> Recording:
     return _decode(path, _read_json(path))
 
 
-def write(path: Path, recording: Recording) -> None:
-    """Write a recording, aside first; equal recordings make equal bytes.
+def write(path: Path, recording: Recording) -> int:
+    """Write a recording; equal recordings make equal bytes. Returns how many.
 
     Raises:
-        ConfigError: when the file cannot be written.
+        StoreError: when the file cannot be written.
     """
     text = json.dumps(_encode(recording), sort_keys=True, separators=(",", ":"))
-    partial = path.with_name(path.name + ".partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_bytes(gzip.compress(text.encode(), compresslevel=9, mtime=0))
-        partial.replace(path)
-    except OSError as exc:
-        raise ConfigError(f"recording {path} cannot be written: {exc.strerror}") from exc
+    packed = gzip.compress(text.encode(), compresslevel=9, mtime=0)
+    return output.write(path, packed, make_folder=True)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -201,7 +196,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except OSError as exc:
         raise ConfigError(f"recording {path} cannot be read: {exc.strerror}") from exc
     try:
-        data = json.loads(gzip.decompress(content))
+        data = document.parse(gzip.decompress(content))
     except (gzip.BadGzipFile, EOFError, zlib.error, ValueError) as exc:
         raise ConfigError(f"recording {path} is damaged: {exc}") from exc
     if not isinstance(data, dict) or data.get("format") != FORMAT:
@@ -215,9 +210,10 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _decode(path: Path, data: Mapping[str, Any]) -> Recording:
     try:
-        gpu, environment = Gpu(**data["gpu"]), Environment(dict(data["environment"]))
+        gpu = Gpu(**document.checked(Gpu, data["gpu"]))
+        environment = Environment(dict(data["environment"]))
         return _decode_part(data, gpu, environment, Regime.parse(data["regime"]))
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as exc:
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as exc:
         raise ConfigError(f"recording {path} is damaged: {type(exc).__name__}: {exc}") from exc
 
 
@@ -246,10 +242,12 @@ def _decode_row(
 ) -> Measurement:
     if not 0 <= row["config"] < len(configs):
         raise ConfigError(f"a measurement names config {row['config']} of {len(configs)}")
+    document.checked(Measurement, row)
     status, latency = Status(row["status"]), row["latency_us"]
     if (status is Status.OK) != (isinstance(latency, int | float) and latency > 0):
         raise ConfigError(f"a measurement has status {status} and latency_us {latency!r}")
     clocks = dict(zip(asdict(Clocks()), row["clocks"] or asdict(Clocks()).values(), strict=True))
+    document.checked(Clocks, clocks)
     return Measurement(
         problem=problem,
         config=configs[row["config"]],

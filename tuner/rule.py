@@ -18,14 +18,14 @@ from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from tuner import nearest, resources
+from tuner import document, nearest, output, resources
 from tuner.config import Config
 from tuner.errors import ConfigError, StoreError
 from tuner.families import families
 from tuner.families.base import FOREIGN
 from tuner.hardware import Gpu
 from tuner.measurement import Regime
-from tuner.problem import Problem, problem_from_json
+from tuner.problem import PROBLEMS, Problem, problem_from_json
 from tuner.store.entry import is_vendor
 
 FORMAT = "cutlass-tuner rule"
@@ -220,23 +220,38 @@ class Rule:
             )
             if data["kind"] not in KINDS:
                 raise ConfigError(f"kind={data['kind']} (allowed: {', '.join(KINDS)})")
+            op = data["op"]
+            if op not in PROBLEMS:
+                raise ConfigError(f"op={op} (allowed: {', '.join(PROBLEMS)})")
             if not data["problems"]:
                 raise ConfigError("it names no problem that it was made from")
+            known = [_problem(op, row) for row in data["problems"]]
+            _check(data["kind"], data["rule"], known)
+            others = data["mean_regret_of_other_kinds"]
+            for mean in others.values():
+                _number(mean)
             return cls(
-                str(data["op"]),
-                Gpu(**data["gpu"]),
+                op,
+                Gpu(**document.checked(Gpu, data["gpu"])),
                 Regime.parse(data["regime"]),
                 data["kind"],
                 data["rule"],
                 data["problems"],
                 regret,
-                data["mean_regret_of_other_kinds"],
+                others,
             )
-        except (KeyError, TypeError, ValueError) as exc:
+        except ConfigError as exc:
+            raise ConfigError(f"the rule is damaged: {exc}") from exc
+        except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as exc:
             raise ConfigError(f"the rule is damaged: {type(exc).__name__} {exc}") from exc
 
     def write(self, path: Path) -> None:
-        path.write_text(json.dumps(self.to_json(), indent=1) + "\n")
+        """Write it as JSON.
+
+        Raises:
+            StoreError: when it cannot be written.
+        """
+        output.write(path, json.dumps(self.to_json(), indent=1) + "\n")
 
     @classmethod
     def read(cls, path: Path) -> Rule:
@@ -246,7 +261,7 @@ class Rule:
             ConfigError: when it cannot be read.
         """
         try:
-            return cls.from_json(json.loads(path.read_text()))
+            return cls.from_json(document.parse(path.read_text()))
         except (OSError, ValueError) as exc:
             raise ConfigError(f"rule {path}: {exc}") from exc
 
@@ -285,6 +300,62 @@ def carried(config: Config, problem: Problem) -> Config:
         return config if family is None else family.carried(problem, config)
     except FOREIGN:  # of another version of its family: as it is, and not legal
         return config
+
+
+def _check(kind: str, body: Any, known: Sequence[Problem]) -> None:
+    """See that a body is what `KINDS` reads; raises whatever that fails with.
+
+    Args:
+        kind: one of `KINDS`.
+        body: as `Rule.body`.
+        known: problems that it was made from.
+    """
+    if kind == "tree":
+        _check_node(body, [problem.to_json() for problem in known])
+        return
+    rows = body if kind == "nearest" else body["problems"]
+    if not rows:
+        raise ConfigError("its 'rule' names no problem")
+    count = 0 if kind == "nearest" else len(_configs(body["configs"]))
+    for row in rows:
+        _problem(known[0].op, row["problem"])
+        if kind == "nearest":
+            _configs(row["configs"])
+            continue
+        for position, regret in row["regrets"].items():
+            if not 0 <= int(position) < count:
+                raise ConfigError(f"a regret names config {position} of {count}")
+            _number(regret)
+
+
+def _check_node(node: Any, known: Sequence[Mapping[str, Any]]) -> None:
+    if "field" not in node:
+        _configs(node["configs"])
+        return
+    limit = node["at_most"] if "at_most" in node else node["is"]
+    for facts in known:
+        holds(facts, node["field"], limit)  # compares only what is comparable
+    for answer in ("yes", "no"):
+        _check_node(node[answer], known)
+
+
+def _configs(rows: Sequence[Any]) -> list[Config]:
+    if not rows:
+        raise ConfigError("a list of configs is empty")
+    return [Config.from_json(row) for row in rows]
+
+
+def _problem(op: str, data: Any) -> Problem:
+    problem = problem_from_json(data)
+    if problem.op != op:
+        raise ConfigError(f"a problem of {problem.op} in a rule of {op}")
+    return problem
+
+
+def _number(value: Any) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value):
+        raise ConfigError(f"{value!r} among its regrets is no finite number")
 
 
 def find(kind: str, body: Any, problem: Problem, gpu: Gpu) -> tuple[list[Config], str]:

@@ -8,13 +8,13 @@ those of GPT-2's `Conv1D` as (K, N).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+from tuner import document
 from tuner.errors import ConfigError
 from tuner.problem import DTYPE_ALIASES, AttentionProblem, GemmProblem, Problem
 
@@ -61,7 +61,7 @@ class Model:
                 known here.
         """
         try:
-            data = json.loads(path.read_text())
+            data = document.parse(path.read_text())
         except (OSError, ValueError) as exc:
             raise ConfigError(f"model {path} cannot be read: {exc}") from exc
         if not isinstance(data, dict):

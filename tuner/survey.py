@@ -205,7 +205,8 @@ class Survey:
 
         Raises:
             BenchmarkError: when there is no GPU, or it cannot be used.
-            ConfigError: when a recording is damaged, of another environment, or cannot be written.
+            ConfigError: when a recording is damaged, or of another environment.
+            StoreError: when one cannot be written.
         """
         if self._limit_s is not None:
             self._deadline = time.monotonic() + self._limit_s

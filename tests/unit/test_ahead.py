@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ from toys import REGIME, Toy
 
 from tuner.ahead import Wanted, wanted
 from tuner.cli import main
+from tuner.cli.ahead import compile_ahead
 from tuner.config import Config
+from tuner.errors import CompileError
 from tuner.families.base import Family, KernelSpec
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.problem import GemmProblem, Problem
@@ -118,6 +121,40 @@ class FakeCompiler:
         return []
 
     def close(self, cancel: bool) -> None: ...
+
+
+def test_each_reason_of_a_failed_compile_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = iter(["a.cu.j2: too large\nmore", "a.cu.j2: too large\nother", "b.cu.j2: wrong", ""])
+
+    def submit(self: object, specs: Sequence[KernelSpec]) -> list[tuple[KernelSpec, Any]]:
+        futures: list[tuple[KernelSpec, Any]] = []
+        for spec in specs:
+            future: Future[None] = Future()
+            text = next(texts)
+            future.set_exception(CompileError(text)) if text else future.set_result(None)
+            futures.append((spec, future))
+        return futures
+
+    monkeypatch.setattr(FakeCompiler, "submit", submit)
+    specs = [KernelSpec("toy.cu.j2", {"tile": tile}) for tile in range(3)]
+    compiler: Any = FakeCompiler()
+    assert compile_ahead(specs, compiler, None) == 1
+    assert capsys.readouterr().err.splitlines()[-2:] == [
+        "tuner: 2 kernels failed: a.cu.j2: too large",
+        "tuner: 1 kernel failed: b.cu.j2: wrong",
+    ]
+
+
+@pytest.mark.parametrize("option", ["--list", "--compile"])
+@pytest.mark.parametrize("other", ["--compiled-only", "--replay"])
+def test_what_contradicts_it_is_refused(
+    option: str, other: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sweep", "--shape", "S=512,D=64", option, other]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"tuner: {other} contradicts {option}: ")
 
 
 @pytest.mark.parametrize("option", ["--list", "--compile"])

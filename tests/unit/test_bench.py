@@ -342,4 +342,6 @@ def test_compiling_alone_times_nothing(
     assert not machines.worker.asked
     machines.made.refused = min(templates - {"reference.cu.j2"})
     assert main(wanted) == 1
-    assert "compiled, but for" in capsys.readouterr().err
+    *_, reason, end = capsys.readouterr().err.splitlines()
+    assert "compiled, but for" in end
+    assert reason.startswith("tuner: ") and " failed: " in reason

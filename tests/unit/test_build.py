@@ -165,6 +165,14 @@ def test_nothing_unmeasured_is_built(provenance: Provenance) -> None:
         run(*ONLY)
 
 
+def test_only_the_operation_that_is_named_is_built(capsys: pytest.CaptureFixture[str]) -> None:
+    decide(own())
+    for op in ("gemm", "swiglu"):  # swiglu ships
+        assert run("--op", op) == 0
+        told = capsys.readouterr().out.splitlines()
+        assert told and all(line.startswith(f"{op} ") for line in told)
+
+
 @pytest.mark.parametrize(
     "arguments",
     [["--jobs", "0"], ["--op", "conv"], ["--shape", "S=0,D=64"], ["--gpu", "TPU"]],

@@ -27,7 +27,7 @@ from tuner.hardware import GPUS
 from tuner.lookup import close, lookup
 from tuner.measurement import Environment, Measurement, Regime, Resources, Status
 from tuner.nearest import drawn
-from tuner.problem import SoftmaxProblem
+from tuner.problem import GemmProblem, SoftmaxProblem
 from tuner.render import render
 from tuner.store import Entry, open_store
 
@@ -542,6 +542,18 @@ class TestCommand:
         assert command(maker, str(tmp_path / "c.tar"), *shape) == 1
         assert "is not in the cache" in capsys.readouterr().err
 
+    def test_only_the_operation_that_is_named_is_packed(
+        self, maker: Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        lone = measured(SPACE[0], 3.0, "9" * 32, problem=(other := GemmProblem(64, 64, 64)))
+        maker.store.decide(other, H200, WARM, [lone], "sweep")
+        out = str(tmp_path / "b.tar")
+        assert command(maker, out, "--all", "--op", "softmax", "--json") == 0
+        done = json.loads(capsys.readouterr().out)
+        assert (done["entries"], done["left_out"]) == (1, [])
+        assert command(maker, out, "--all", "--op", "swiglu", "--gpu", "H200") == 1
+        assert "nothing is measured for swiglu" in capsys.readouterr().err
+
     @pytest.mark.parametrize(
         "arguments",
         [
@@ -555,6 +567,7 @@ class TestCommand:
             ["install"],
             ["install", "a", "b"],
             ["install", "a", "--all"],
+            ["install", "a", "--op", "gemm"],
             ["install", "a", "--sha256", "abc"],
             ["install", "/nonexistent/b.tar"],
         ],

@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gemm_configs import tile
@@ -13,7 +14,7 @@ from gemm_configs import tile
 from tuner import transfer
 from tuner.cli import main
 from tuner.config import Config
-from tuner.errors import ConfigError
+from tuner.errors import ConfigError, StoreError
 from tuner.families import family
 from tuner.fit import Sample, _Table, _tree, fit
 from tuner.hardware import DEFAULT_GPU
@@ -264,6 +265,13 @@ def test_a_rule_is_what_was_written(tmp_path: Path) -> None:
         ({"kind": "forest"}, r"kind=forest \(allowed: weighted, nearest, tree\)"),
         ({"regret": {}}, "damaged"),
         ({"problems": []}, "names no problem"),
+        ({"op": "conv"}, r"op=conv \(allowed: attention, gemm"),
+        ({"op": "attention"}, "a problem of gemm in a rule of attention"),
+        ({"problems": [{"op": "gemm", "m": "64"}]}, "damaged: gemm.m='64' is not of type int"),
+        ({"gpu": {"sm_count": "many"}}, "sm_count='many' is not a whole number"),
+        ({"mean_regret_of_other_kinds": [1]}, "damaged"),
+        ({"rule": None}, "damaged"),
+        ({"rule": {}}, "damaged"),
     ],
 )
 def test_a_foreign_rule_is_refused(tmp_path: Path, change: dict[str, object], message: str) -> None:
@@ -271,6 +279,52 @@ def test_a_foreign_rule_is_refused(tmp_path: Path, change: dict[str, object], me
     file.write_text(json.dumps({**fit(SAMPLES, DEFAULT_GPU, REGIME).to_json(), **change}))
     with pytest.raises(ConfigError, match=message):
         Rule.read(file)
+
+
+CONFIGS = [SMALL.to_json(), LARGE.to_json()]
+HOME = SAMPLES[0].problem.to_json()
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "message"),
+    [
+        ("weighted", {"configs": CONFIGS}, "KeyError 'problems'"),
+        ("weighted", {"configs": CONFIGS, "problems": []}, "names no problem"),
+        ("weighted", {"configs": [], "problems": [{}]}, "configs is empty"),
+        ("weighted", {"configs": ["x"], "problems": [{}]}, "a config needs"),
+        ("weighted", ("0", "x"), "'x' among its regrets is no finite number"),
+        ("weighted", ("0", None), "None among its regrets"),
+        ("weighted", ("0", True), "True among its regrets"),
+        ("weighted", ("0", float("nan")), "nan among its regrets"),
+        ("weighted", ("2", 0.1), "a regret names config 2 of 2"),
+        ("weighted", ("-1", 0.1), "a regret names config -1 of 2"),
+        ("weighted", ("first", 0.1), "ValueError invalid literal"),
+        ("nearest", [], "names no problem"),
+        ("nearest", [{"problem": HOME}], "KeyError 'configs'"),
+        ("nearest", [{"problem": {"op": "softmax"}, "configs": CONFIGS}], "softmax"),
+        ("tree", [], "TypeError"),
+        ("tree", {"field": "m"}, "KeyError 'is'"),
+        ("tree", {"field": "layout_a", "at_most": 3}, "TypeError"),
+        ("tree", {"field": "m", "at_most": 3, "yes": {"configs": CONFIGS}}, "KeyError 'no'"),
+    ],
+)
+def test_a_rule_s_body_is_looked_at(kind: str, body: Any, message: str) -> None:
+    if isinstance(body, tuple):
+        regrets = dict([body])
+        body = {"configs": CONFIGS, "problems": [{"problem": HOME, "regrets": regrets}]}
+    data = fit(SAMPLES, DEFAULT_GPU, REGIME).to_json()
+    with pytest.raises(ConfigError, match=f"the rule is damaged: .*{message}"):
+        Rule.from_json({**data, "kind": kind, "rule": body})
+
+
+def test_a_tree_nested_too_deeply_is_no_rule() -> None:
+    leaf = {"configs": CONFIGS}
+    node: dict[str, Any] = leaf
+    for _ in range(5000):
+        node = {"field": "m", "at_most": 3, "yes": leaf, "no": node}
+    data = fit(SAMPLES, DEFAULT_GPU, REGIME).to_json()
+    with pytest.raises(ConfigError, match="the rule is damaged: RecursionError"):
+        Rule.from_json({**data, "kind": "tree", "rule": node})
 
 
 def test_from_the_store_and_back(
@@ -300,6 +354,32 @@ def test_from_the_store_and_back(
     assert answer["config"]["family"] in ("gemm", "vendor_blas")
     assert answer["kind"] in KINDS
     assert main(["fit", "--rule", str(out)]) == 2
+
+
+def test_the_rule_s_place_is_looked_at_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(transfer, "measured", None)  # would fail, were it asked
+    assert main(["fit", "--op", "gemm", "--output", str(tmp_path / "none/rule.json")]) == 2
+    said = f"tuner: {tmp_path}/none/rule.json: there is no folder {tmp_path}/none\n"
+    assert capsys.readouterr().err == said
+
+
+def test_a_rule_that_cannot_be_written_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rule, path = fit(SAMPLES, DEFAULT_GPU, REGIME), tmp_path / "rule.json"
+    rule.write(path)
+    before = path.read_bytes()
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(StoreError, match=r"rule\.json cannot be written: No space left"):
+        rule.write(path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_ties_do_not_depend_on_the_order_of_the_problems() -> None:

@@ -93,15 +93,20 @@ class TestContract:
         assert [job.id for job in store.jobs.all()] == ids[::-1]
 
     def test_the_beginning_of_an_id_is_enough(self, store: Store) -> None:
-        assert store.jobs.find("") is None
         first = store.jobs.submit([ONE], {})
         found = store.jobs.find(first[:6])
         assert found is not None
         assert found.id == first
-        store.jobs.submit([ONE], {})
-        with pytest.raises(ConfigError, match="names 2 jobs"):
-            store.jobs.find("")
+        digits = [store.jobs.submit([ONE], {})[0] for _ in range(17)]  # two begin alike
+        with pytest.raises(ConfigError, match=r"names \d+ jobs"):
+            store.jobs.find(max(digits, key=digits.count))
         assert store.jobs.find("%") is None
+
+    def test_an_empty_id_names_no_job(self, store: Store) -> None:
+        for _ in range(2):
+            with pytest.raises(ConfigError, match="the job's id is empty"):
+                store.jobs.find("")
+            store.jobs.submit([ONE], {})
 
     def test_an_empty_job_is_refused(self, store: Store) -> None:
         with pytest.raises(ConfigError, match="problems=0 is out of range"):
@@ -385,6 +390,9 @@ class TestCommand:
             (["--shape", "S=1024,D=64", "--family", "nope"], "family 'nope' does not serve"),
             (["--shape", "S=1024,D=64", "--trials", "0"], "trials=0 is out of range"),
             (["--shape", "S=1024,D=64", "--attempts", "0"], "attempts=0 is out of range"),
+            (["--shape", "S=1024,D=64", "--attempts", "9" * 21], r"(allowed: 1 to 100)"),
+            (["--shape", "S=1024,D=64", "--priority", "9" * 21], r"(allowed: -1000 to 1000)"),
+            (["--shape", "S=1024,D=64", "--priority", "-1001"], "priority=-1001 is out of range"),
             (["absent.yaml"], "problems file absent.yaml cannot be read"),
         ],
     )

@@ -15,7 +15,17 @@ PACKAGE = Path(tuner.__file__).parent
 
 #: Rooms by layer. A room is a module of `tuner` or a folder.
 LAYERS: tuple[set[str], ...] = (
-    {"errors", "problem", "config", "measurement", "hardware", "settings", "resources"},
+    {
+        "document",
+        "errors",
+        "problem",
+        "config",
+        "measurement",
+        "hardware",
+        "output",
+        "settings",
+        "resources",
+    },
     {"families", "store"},
     {
         "answer",

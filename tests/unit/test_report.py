@@ -505,11 +505,11 @@ class TestCommand:
 
     def test_a_missing_folder(self, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main(["report", "--recording", str(file), "-o", "no/where.html"]) == 2
-        assert "report no/where.html cannot be written: no folder no" in capsys.readouterr().err
+        assert "no/where.html: there is no folder" in capsys.readouterr().err
 
     def test_a_folder(self, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main(["report", "--recording", str(file), "-o", str(file.parent)]) == 2
-        assert "it is a folder; name a file in it" in capsys.readouterr().err
+        assert "is a folder; name a file in it" in capsys.readouterr().err
 
     def test_a_file_that_is_no_recording(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main(["report", "--recording", "README.md"]) == 2

@@ -369,6 +369,15 @@ class TestCommands:
         assert [e["shape"] for e in document["failed"]] == [other.label()]
         assert [e["shape"] for e in document["entries"]] == [PROBLEM.label()]
 
+    def test_only_the_operation_that_is_named(
+        self, store: Store, machine: type[FakeRunners], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        decide(store, measured(OWN[0], 12.0))
+        for command in ("revalidate", "widen"):
+            assert main([command, "--all", "--op", "gemm"]) == 1
+            assert "nothing is measured for gemm on" in capsys.readouterr().err
+        assert main(["revalidate", "--all", "--op", "attention"]) == 0
+
     def test_widen_says_where_it_stands(
         self, store: Store, machine: type[FakeRunners], capsys: pytest.CaptureFixture[str]
     ) -> None:

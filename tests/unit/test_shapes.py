@@ -160,6 +160,13 @@ def test_the_list_is_what_a_sweep_reads(tmp_path: Path, capsys: pytest.CaptureFi
     )
 
 
+def test_a_list_without_a_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, out = tmp_path / "config.json", tmp_path / "none/problems.json"
+    model.write_text(json.dumps(MISTRAL))
+    assert main(["shapes", "--model", str(model), "--output", str(out)]) == 2
+    assert f"{out}: there is no folder {out.parent}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("text", "message"), [("[]", "is not a configuration"), ("{", "cannot be read")]
 )

@@ -122,11 +122,11 @@ class Comparison:
             self._note(f"{done}/{len(left)} {said}")
         return results
 
-    def compile(self) -> int:
+    def compile(self) -> list[BaseException]:
         """Have every kernel of every row built, and what checks them; no GPU is needed.
 
         Returns:
-            How many could not be.
+            Why some could not be, one error a kernel.
 
         Raises:
             CompileError: when there is no compiler.
@@ -147,9 +147,9 @@ class Comparison:
             named=task.named(task.problem, gpu),
         )
 
-    def _compile(self, wanted: Sequence[tuple[Problem, Lineup]]) -> int:
+    def _compile(self, wanted: Sequence[tuple[Problem, Lineup]]) -> list[BaseException]:
         """Have every kernel built before anything is timed; one that fails is its row's affair.
-        Returns how many did.
+        Returns their errors.
         """
         specs: dict[KernelSpec, None] = {REFERENCE: None}
         for problem, lineup in wanted:
@@ -163,7 +163,7 @@ class Comparison:
             self._note(f"compiling: {total - len(left)} of {total} kernels")
             _, waiting = concurrent.futures.wait(left, timeout=_PROGRESS_S)
             left = list(waiting)
-        return sum(future.exception() is not None for future in futures)
+        return [exc for future in futures if (exc := future.exception()) is not None]
 
     def _row(self, task: Task, lineup: Lineup) -> Row:
         """Time a lineup; what makes all of it impossible is the row's failure."""

@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from tuner import recording, resources
-from tuner.bench.results import check_place, write_json
+from tuner.bench.results import write_json
 from tuner.cli import DONE
 from tuner.cli.describe import table
 from tuner.errors import ConfigError
 from tuner.families import families, families_of
 from tuner.families.base import Family
 from tuner.measurement import Measurement, Regime
+from tuner.output import check_place
 from tuner.problem import AttentionProblem, Problem
 from tuner.recording import Recording
 

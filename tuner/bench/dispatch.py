@@ -37,13 +37,14 @@ from typing import Any
 from tuner import device, dispatcher, settings
 from tuner.artifacts import ArtifactCache
 from tuner.bench import calls, decoder
-from tuner.bench.results import check_place, write_json
+from tuner.bench.results import write_json
 from tuner.bench.service import document, problem
 from tuner.cli.describe import table
 from tuner.errors import BenchmarkError, ConfigError, TunerError
 from tuner.families.vendor_sdpa import peer_version
 from tuner.lookup import lookup, store_file
 from tuner.measurement import Provenance
+from tuner.output import check_place
 from tuner.problem import Problem
 from tuner.store import open_store
 from tuner.store.entry import is_vendor

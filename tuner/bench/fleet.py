@@ -31,7 +31,7 @@ from typing import Any
 from unittest import mock
 
 from tuner import recording
-from tuner.bench.results import check_place, write_json
+from tuner.bench.results import write_json
 from tuner.controller import BEAT_S, POLL_S, Pulse, longer_pause
 from tuner.errors import BenchmarkError, ConfigError, LeaseLostError, StoreError
 from tuner.families import families_of
@@ -39,6 +39,7 @@ from tuner.families.base import group_by_kernels
 from tuner.hardware import DEFAULT_GPU
 from tuner.job import JobOptions
 from tuner.measurement import Measurement, Regime
+from tuner.output import check_place
 from tuner.problem import AttentionProblem, Problem
 from tuner.recording import Recording
 from tuner.runners.replay import ReplayRunner

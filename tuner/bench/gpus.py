@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tuner.bench.results import check_place, write_json
+from tuner.bench.results import write_json
 from tuner.bench.suites import SUITES
 from tuner.errors import BenchmarkError
 from tuner.families import family
@@ -26,6 +26,7 @@ from tuner.families.base import KernelSpec
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.job import Job, JobOptions, JobResult, read_problems
 from tuner.outcome import Outcome
+from tuner.output import check_place
 from tuner.problem import Problem
 from tuner.runners.choose import Machine, Runners
 from tuner.runners.gpus import parse_devices

@@ -15,11 +15,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from tuner.bench.results import check_place, write_json
+from tuner.bench.results import write_json
 from tuner.errors import BenchmarkError
 from tuner.job import Job, JobOptions
 from tuner.measurement import Measurement
 from tuner.outcome import Outcome
+from tuner.output import check_place
 from tuner.problem import PROBLEMS, Problem
 from tuner.runners.base import Runner
 from tuner.runners.choose import Machine, Runners

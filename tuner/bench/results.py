@@ -11,10 +11,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Self
 
-from tuner import stages
+from tuner import document, output, stages
 from tuner.bench.contenders import Contender, Role
 from tuner.config import Config
-from tuner.errors import ConfigError, StoreError
+from tuner.errors import ConfigError
 from tuner.hardware import Gpu
 from tuner.measurement import Clocks, Environment, Measurement, Regime, Resources, Status
 from tuner.outcome import first_line
@@ -213,7 +213,7 @@ class Row:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         """The inverse of `to_json`."""
-        clocks = dict(data["clocks"])
+        clocks = document.checked(Clocks, data["clocks"])
         return cls(
             suite=data["suite"],
             problem=problem_from_json(data["problem"]),
@@ -227,7 +227,8 @@ class Row:
 
 
 def _timed_from_json(data: Mapping[str, Any]) -> Timed:
-    values = {name: value for name, value in data.items() if name != "figures"}
+    found = document.checked(Timed, data)
+    values = {name: value for name, value in found.items() if name != "figures"}
     return Timed(
         **{
             **values,
@@ -235,7 +236,10 @@ def _timed_from_json(data: Mapping[str, Any]) -> Timed:
             "status": Status(values["status"]),
             "config": Config.from_json(values["config"]),
             "flags": tuple(values["flags"]),
-            "resources": {k: Resources(**v) for k, v in values["resources"].items()},
+            "resources": {
+                k: Resources(**document.checked(Resources, v))
+                for k, v in values["resources"].items()
+            },
         }
     )
 
@@ -319,7 +323,7 @@ class Results:
             if data["format"] != FORMAT:
                 raise ConfigError(f"format {data['format']} is not known (allowed: {FORMAT})")
             return cls(
-                Gpu(**data["gpu"]),
+                Gpu(**document.checked(Gpu, data["gpu"])),
                 Environment(data["environment"]),
                 tuple(Row.from_json(row) for row in data["rows"]),
             )
@@ -344,39 +348,20 @@ class Results:
             ConfigError: when it cannot be read or is something else.
         """
         try:
-            return cls.from_json(json.loads(path.read_text()))
+            return cls.from_json(document.parse(path.read_text()))
         except OSError as exc:
             raise ConfigError(f"{path} cannot be read: {exc.strerror}") from exc
         except ValueError as exc:
             raise ConfigError(f"{path}: {exc}") from exc
 
 
-def check_place(path: Path | None) -> None:
-    """See before a run, not after it, that its results have a place.
-
-    Raises:
-        ConfigError: names the folder that is not there.
-    """
-    if path is None:
-        return
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(f"{path}: there is no folder {path.absolute().parent}")
-    if path.is_dir():
-        raise ConfigError(f"{path} is a folder; name a file in it")
-
-
 def write_json(path: Path, document: Any) -> None:
-    """Write beside the file and rename: a killed run leaves what it had.
+    """Write the file whole: a killed run leaves what it had.
 
     Raises:
         StoreError: when it cannot be written.
     """
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        partial.write_text(json.dumps(document, indent=1) + "\n")
-        partial.replace(path)
-    except OSError as exc:
-        raise StoreError(f"{path} cannot be written: {exc.strerror}") from exc
+    output.write(path, json.dumps(document, indent=1) + "\n")
 
 
 def _section(row: Row) -> tuple[str, str]:

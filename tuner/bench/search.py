@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 
 from tuner import ranking, recording
 from tuner.bench import cost
-from tuner.bench.results import check_place, write_json
+from tuner.bench.results import write_json
 from tuner.cli import DONE, INTERRUPTED
 from tuner.cli.describe import table
 from tuner.config import Config
@@ -39,6 +39,7 @@ from tuner.families import families_of
 from tuner.families.base import Family, group_by_kernels
 from tuner.hardware import Gpu
 from tuner.measurement import Measurement
+from tuner.output import check_place
 from tuner.problem import Problem
 from tuner.search import DEFAULT_TRIALS, EFFORTS, SAMPLERS, FamilySearch, Search
 

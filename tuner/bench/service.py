@@ -25,13 +25,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tuner.bench.results import check_place, write_json
+from tuner.bench.results import write_json
 from tuner.cli.describe import table
 from tuner.config import Config
 from tuner.errors import BenchmarkError, ConfigError
 from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Environment, Measurement, Regime, Status
 from tuner.mirror import pull
+from tuner.output import check_place
 from tuner.problem import GemmProblem
 from tuner.store import open_store
 from tuner.store.exchange import Decision, write

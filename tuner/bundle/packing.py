@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
 import tarfile
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,8 +22,9 @@ from tuner.bundle.format import (
     sources_of,
     this_platform,
 )
-from tuner.errors import NoValidConfigError, StoreError
+from tuner.errors import NoValidConfigError
 from tuner.measurement import Measurement, Provenance
+from tuner.output import replacing
 from tuner.store import Store
 from tuner.store.entry import Entry, canonical, digest_of, is_vendor
 from tuner.store.exchange import Decision, write
@@ -79,10 +78,7 @@ def pack(
     if not taken:
         raise NoValidConfigError("; ".join(left_out) or "nothing to pack: no entry is measured")
     members = _members(taken, store, kernels)
-    try:
-        size, digest = _write(out, members)
-    except OSError as exc:
-        raise StoreError(f"{out} cannot be written: {exc.strerror or exc}") from exc
+    size, digest = _write(out, members)
     return Packed(len(taken), len(kernels), size, digest, tuple(left_out))
 
 
@@ -182,7 +178,7 @@ def _around(entry: Entry, store: Store) -> Iterator[Measurement]:
 
 
 def _write(out: Path, members: Mapping[str, bytes | Path]) -> tuple[int, str]:
-    """Write beside the file and rename; returns the size and the hash of all of it."""
+    """Write the file whole (`replacing`); returns the size and the hash of all of it."""
     files = {name: _described(content) for name, content in members.items()}
     manifest = {
         "format": FORMAT,
@@ -191,22 +187,14 @@ def _write(out: Path, members: Mapping[str, bytes | Path]) -> tuple[int, str]:
         "platform": this_platform(),
         "files": {name: {"sha256": sha, "bytes": size} for name, (sha, size) in files.items()},
     }
-    with tempfile.NamedTemporaryFile(dir=out.parent, prefix=f".{out.name}.", delete=False) as file:
+    with replacing(out) as file:
+        with tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+            _add(tar, MANIFEST, canonical(manifest).encode())
+            for name, content in sorted(members.items()):
+                _add(tar, name, content)
+        file.flush()
         path = Path(file.name)
-        try:
-            with tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar:
-                _add(tar, MANIFEST, canonical(manifest).encode())
-                for name, content in sorted(members.items()):
-                    _add(tar, name, content)
-            file.flush()
-            os.fsync(file.fileno())
-            path.chmod(0o644)
-            size, digest = path.stat().st_size, sha256_of(path)
-            path.replace(out)
-        except BaseException:
-            path.unlink(missing_ok=True)
-            raise
-    return size, digest
+        return path.stat().st_size, sha256_of(path)
 
 
 def _described(content: bytes | Path) -> tuple[str, int]:

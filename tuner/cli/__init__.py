@@ -77,6 +77,8 @@ def parser() -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
+    if sys.stdout is None:  # closed: a database would be opened in its place, and printed into
+        return _fail("standard output is closed: leave it open, or send it to a file", FAILED)
     try:
         args = parser().parse_args(argv)
         code = int(args.run(args))

@@ -6,7 +6,8 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from typing import TYPE_CHECKING
 
@@ -80,16 +81,18 @@ def compile_ahead(
     started = time.monotonic()
     deadline = math.inf if time_limit_s is None else started + time_limit_s
     waiting = {future for _, future in compiler.submit([REFERENCE, *specs])}
-    done, failed, said = 0, 0, -math.inf
+    done, said = 0, -math.inf
+    failed: list[BaseException] = []
     while waiting and (left_s := deadline - time.monotonic()) > 0:
         found, waiting = wait(waiting, min(left_s, PROGRESS_S), FIRST_COMPLETED)
         done += len(found)
-        failed += sum(future.exception() is not None for future in found)
+        failed += [exc for future in found if (exc := future.exception()) is not None]
         now = time.monotonic()
         if not waiting or now - said >= PROGRESS_S:
             said = now
             text = f"{done} of {len(specs) + 1} kernels, {now - started:.0f} s"
-            say(f"{text}, {failed} failed" if failed else text)
+            say(f"{text}, {len(failed)} failed" if failed else text)
+    say_failures(failed)
     if waiting:
         print(f"tuner: {len(waiting)} kernels are left; the same command goes on", file=sys.stderr)
     return FAILED if waiting or failed else DONE
@@ -106,6 +109,15 @@ class Progress:
         if now - self._said >= PROGRESS_S:
             self._said = now
             say(f"{text}, {now - self._started:.0f} s")
+
+
+def say_failures(errors: Iterable[BaseException]) -> None:
+    """Say on standard error why kernels were not compiled: one line for each reason."""
+    from tuner.outcome import first_line
+
+    reasons = Counter(first_line(str(exc)) or type(exc).__name__ for exc in errors)
+    for reason, count in reasons.items():
+        say(f"tuner: {'1 kernel' if count == 1 else f'{count} kernels'} failed: {reason}")
 
 
 def say(text: str) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tuner.errors import ConfigError, StoreError
+from tuner.errors import ConfigError
 from tuner.problem import PROBLEMS
 
 if TYPE_CHECKING:
@@ -105,9 +105,10 @@ def _output(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Bench; 0 when every problem has a time of its own kernels, else 1."""
     from tuner.bench.compare import Comparison
-    from tuner.bench.results import check_place
     from tuner.cli import DONE, FAILED, INTERRUPTED, bench_tables
+    from tuner.cli.ahead import say_failures
     from tuner.lookup import with_shipped
+    from tuner.output import check_place, write
     from tuner.runners.choose import Machine, Runners
     from tuner.store import open_store
 
@@ -141,7 +142,8 @@ def run(args: argparse.Namespace) -> int:
             )
             if args.compile_only:
                 failed = comparison.compile()
-                _note(f"compiled, but for {failed} kernels" if failed else "compiled")
+                say_failures(failed)
+                _note(f"compiled, but for {len(failed)} kernels" if failed else "compiled")
                 return FAILED if failed else DONE
             save(comparison.run(save, earlier))
     except KeyboardInterrupt:
@@ -150,9 +152,9 @@ def run(args: argparse.Namespace) -> int:
         raise KeyboardInterrupt
     (results,) = kept
     if args.csv is not None:
-        _write(args.csv, bench_tables.csv_text(results))
+        write(args.csv, bench_tables.csv_text(results))
     if args.markdown is not None:
-        _write(args.markdown, bench_tables.markdown(results, {SHAPES, args.preset}))
+        write(args.markdown, bench_tables.markdown(results, {SHAPES, args.preset}))
     print(bench_tables.text(results, details={SHAPES, args.preset}))
     if interrupted:
         done = " (--resume goes on from there)" if args.json is not None else ""
@@ -222,10 +224,3 @@ def _earlier(args: argparse.Namespace) -> Results | None:
 
 def _note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text)
-    except OSError as exc:
-        raise StoreError(f"{path} cannot be written: {exc.strerror}") from exc

@@ -57,7 +57,7 @@ def register(subparsers: Any) -> None:
             "chooses. Nothing is timed. A machine runs one build at a time; another waits."
         ),
     )
-    parser.add_argument("--op", default="attention", help="operation of --shape")
+    parser.add_argument("--op", help="only this operation; of --shape, default attention")
     parser.add_argument("--shape", metavar="KEY=VALUE,...", help="only this problem")
     parser.add_argument("--gpu", help="only entries of this GPU, as in H200")
     parser.add_argument("--jobs", type=int, metavar="N", help="nvcc processes (default: the cores)")
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
         if not targets:
             raise NoValidConfigError(
                 "nothing to build: the cache names no measured own kernel"
-                + (f" for {args.shape}" if args.shape else "")
+                + (f" for {args.shape}" if args.shape else f" for {args.op}" if args.op else "")
                 + (f" on {args.gpu}" if args.gpu else "")
             )
         artifacts = ArtifactCache()
@@ -147,6 +147,7 @@ def _entries(store: Store, args: argparse.Namespace) -> Iterable[Entry]:
     problem without any, a shipped rule's choice.
     """
     from tuner.errors import ConfigError
+    from tuner.job import DEFAULT_OP
     from tuner.lookup import find_gpu, lookup, shipped
     from tuner.measurement import Provenance
     from tuner.problem import PROBLEMS
@@ -154,9 +155,9 @@ def _entries(store: Store, args: argparse.Namespace) -> Iterable[Entry]:
 
     if args.jobs is not None and args.jobs < 1:
         raise ConfigError(f"--jobs {args.jobs} is out of range (allowed: 1 and more)")
-    if args.op not in PROBLEMS:
+    if args.op is not None and args.op not in PROBLEMS:
         raise ConfigError(f"--op {args.op} is not known (allowed: {', '.join(PROBLEMS)})")
-    problem = PROBLEMS[args.op].parse(args.shape) if args.shape else None
+    problem = PROBLEMS[args.op or DEFAULT_OP].parse(args.shape) if args.shape else None
     stored = store.entries()
     gpu = find_gpu(args.gpu, [e.gpu for e in stored]) if args.gpu else None
     found = {sort_key(entry): entry for entry in [*shipped(), *stored]}
@@ -164,7 +165,8 @@ def _entries(store: Store, args: argparse.Namespace) -> Iterable[Entry]:
         entry
         for _, entry in sorted(found.items())
         if entry.provenance is Provenance.MEASURED
-        and (problem is None or entry.problem == problem)
+        and args.op in (None, entry.problem.op)
+        and problem in (None, entry.problem)
         and (gpu is None or entry.gpu.identity == gpu.identity)
     ]
     if problem is not None and not chosen:

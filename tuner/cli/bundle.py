@@ -38,7 +38,11 @@ def register(subparsers: Any) -> None:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--shape", metavar="KEY=VALUE,...", help="pack the entries of this problem")
     which.add_argument("--all", action="store_true", help="pack every entry whose kernels are here")
-    parser.add_argument("--op", choices=sorted(PROBLEMS), default="attention", help="of --shape")
+    parser.add_argument(
+        "--op",
+        choices=sorted(PROBLEMS),
+        help="pack only this operation's entries; of --shape, default attention",
+    )
     parser.add_argument("--gpu", metavar="NAME", help="pack only this GPU's entries, as in H200")
     parser.add_argument("--sha256", metavar="HEX", help="install only a file of this hash")
     parser.add_argument("--store", metavar="URL", help="SQLAlchemy URL or SQLite file")
@@ -90,16 +94,18 @@ def _pack(args: argparse.Namespace) -> int:
 
 def _chosen(args: argparse.Namespace) -> list[Entry]:
     from tuner.cli.entries import known_entries
+    from tuner.job import DEFAULT_OP
     from tuner.lookup import find_gpu
     from tuner.measurement import Provenance
 
-    problem = PROBLEMS[args.op].parse(args.shape) if args.shape else None
+    problem = PROBLEMS[args.op or DEFAULT_OP].parse(args.shape) if args.shape else None
     known = known_entries(args)
     gpu = find_gpu(args.gpu, [e.gpu for e in known]) if args.gpu else None
     found = [
         entry
         for entry in known
         if entry.provenance is Provenance.MEASURED
+        and args.op in (None, entry.problem.op)
         and problem in (None, entry.problem)
         and (gpu is None or gpu.identity == entry.gpu.identity)
     ]
@@ -107,6 +113,7 @@ def _chosen(args: argparse.Namespace) -> list[Entry]:
         raise NoValidConfigError(
             "nothing to pack: nothing is measured"
             + (f" for {problem.op} {problem.label()}" if problem else "")
+            + (f" for {args.op}" if args.op and not problem else "")
             + (f" on {gpu.name}" if gpu else "")
         )
     return found
@@ -121,7 +128,7 @@ def _install(args: argparse.Namespace) -> int:
 
     if len(args.words) != 2:
         raise ConfigError("one file is to be named (allowed: tuner bundle install FILE)")
-    if args.shape or args.all or args.gpu:
+    if args.shape or args.all or args.gpu or args.op:
         raise ConfigError("a bundle is installed as it is (allowed beside FILE: --sha256 HEX)")
     wanted = (args.sha256 or "").lower()
     if wanted and not re.fullmatch(r"[0-9a-f]{64}", wanted):

@@ -6,16 +6,14 @@ Looking needs the standard library only; the commands that change a store load S
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tuner import resources, settings
+from tuner import output, resources, settings
 from tuner.cli import describe
 from tuner.config import Config
 from tuner.errors import ConfigError, NoValidConfigError, StoreError
@@ -194,30 +192,12 @@ def export(args: argparse.Namespace) -> int:
     if args.file is None:
         sys.stdout.write(text)
         return 0
-    _write(args.file, text)
+    output.write(args.file, text)
     print(
         f"{describe.counted(len(document['entries']), 'entry')} with "
         f"{describe.counted(len(document['measurements']), 'measurement')} written to {args.file}"
     )
     return 0
-
-
-def _write(path: Path, text: str) -> None:
-    """Write beside the file and rename, so that an older one is never half overwritten."""
-    name = ""
-    try:
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
-        ) as file:
-            name = file.name
-            file.write(text)
-        Path(name).chmod(0o644)
-        Path(name).replace(path)
-    except OSError as exc:
-        if name:
-            with contextlib.suppress(OSError):
-                Path(name).unlink()
-        raise StoreError(f"{path} cannot be written: {exc.strerror}") from exc
 
 
 def import_file(args: argparse.Namespace) -> int:

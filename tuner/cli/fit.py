@@ -51,10 +51,12 @@ def _make(args: argparse.Namespace) -> int:
     from tuner.hardware import DEFAULT_GPU
     from tuner.lookup import find_gpu
     from tuner.measurement import Regime
+    from tuner.output import check_place
     from tuner.rule import LEAST_JUDGED
     from tuner.store import open_store
     from tuner.transfer import measured
 
+    check_place(args.output)
     default = Regime.default(args.op)
     regime = Regime(args.regime or default.launch, args.l2 or default.l2)
     with open_store(args.store) as store:

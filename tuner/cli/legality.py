@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tuner import output
+
 if TYPE_CHECKING:
     from tuner.config import Config
     from tuner.families.base import Family
@@ -201,10 +203,8 @@ def without_folders(log: str) -> str:
 
 
 def save(path: Path, content: dict[str, Any]) -> None:
-    """Write beside and rename: a run that is cut off leaves what it had last."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(content, indent=1) + "\n")
-    partial.replace(path)
+    """Write the file whole: a run that is cut off leaves what it had last."""
+    output.write(path, json.dumps(content, indent=1) + "\n")
 
 
 def progress(outcomes: Sequence[tuple[Draw, Measurement]], drawn: int) -> str:

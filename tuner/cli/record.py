@@ -41,7 +41,8 @@ def run(args: argparse.Namespace) -> int:
     """Write the recordings; 1 when nothing was measured of one of several.
 
     Raises:
-        ConfigError: when nothing was measured of `--shape`, or a file cannot be written.
+        ConfigError: when nothing was measured of `--shape`.
+        StoreError: when a file cannot be written.
     """
     from tuner import recording
     from tuner.cli.sweep import problems_of
@@ -70,8 +71,7 @@ def run(args: argparse.Namespace) -> int:
                 continue
             name = recording.file_name(problem, gpu, regime)
             path = out / name if out.is_dir() else out
-            recording.write(path, found)
-            rows.append(_facts(path, found))
+            rows.append(_facts(path, recording.write(path, found), found))
     if args.json:
         print(json.dumps(rows if args.shape is None else rows[0]))
     else:
@@ -85,10 +85,10 @@ def run(args: argparse.Namespace) -> int:
     return 1 if missing else 0
 
 
-def _facts(path: Path, found: Recording) -> dict[str, Any]:
+def _facts(path: Path, size: int, found: Recording) -> dict[str, Any]:
     return {
         "path": str(path),
-        "bytes": path.stat().st_size,
+        "bytes": size,
         "kernels": found.kernels(),
         "measurements": sum(len(part.measurements) for part in found.walk()),
         "problems": [part.problem.label() for part in found.walk()],

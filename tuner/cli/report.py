@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tuner import output
 from tuner.cli.subject import add_subject, subject_of
 from tuner.errors import ConfigError, NoValidConfigError
 
@@ -53,7 +54,8 @@ def run(args: argparse.Namespace) -> int:
     """Write the page.
 
     Raises:
-        ConfigError: when the extra is not installed or the file cannot be written.
+        ConfigError: when the extra is not installed or the file has no place.
+        StoreError: when the file cannot be written.
         NoValidConfigError: when nothing was measured.
     """
     from tuner.report.analysis import verdict
@@ -67,33 +69,25 @@ def run(args: argparse.Namespace) -> int:
     if args.job is not None:
         return _job(args)
     path: Path = args.out or Path("report.html")
-    if path.is_dir():
-        raise ConfigError(f"report {path} cannot be written: it is a folder; name a file in it")
-    if not path.parent.is_dir():
-        raise ConfigError(f"report {path} cannot be written: no folder {path.parent}")
+    output.check_place(path)
     subject = subject_of(args)
-    _write(path, subject)
+    size = _write(path, subject)
     if args.json:
-        print(json.dumps({**_facts(path, subject), "verdict": verdict(subject)}))
+        print(json.dumps({**_facts(path, size, subject), "verdict": verdict(subject)}))
     else:
         print(verdict(subject))
-        print(f"{path}: {path.stat().st_size / 1e6:.1f} MB, from {subject.source}")
+        print(f"{path}: {size / 1e6:.1f} MB, from {subject.source}")
     return 0
 
 
-def _write(path: Path, subject: Subject) -> None:
+def _write(path: Path, subject: Subject) -> int:
     from tuner.report.page import render
 
-    partial = path.with_name(path.name + ".partial")
-    try:
-        partial.write_text(render(subject), encoding="utf-8")
-        partial.replace(path)
-    except OSError as exc:
-        raise ConfigError(f"report {path} cannot be written: {exc.strerror}") from exc
+    return output.write(path, render(subject))
 
 
-def _facts(path: Path, subject: Subject) -> dict[str, Any]:
-    return {"path": str(path), "bytes": path.stat().st_size, "source": subject.source}
+def _facts(path: Path, size: int, subject: Subject) -> dict[str, Any]:
+    return {"path": str(path), "bytes": size, "source": subject.source}
 
 
 def _job(args: argparse.Namespace) -> int:
@@ -131,8 +125,8 @@ def _job(args: argparse.Namespace) -> int:
             continue
         place.mkdir(parents=True, exist_ok=True)
         path = place / (file_name(problem, gpu, regime).removesuffix(SUFFIX) + ".html")
-        _write(path, subject)
-        written.append({**_facts(path, subject), "verdict": verdict(subject)})
+        size = _write(path, subject)
+        written.append({**_facts(path, size, subject), "verdict": verdict(subject)})
         if not args.json:
             print(f"{verdict(subject)}\n  {path}")
     if args.json:

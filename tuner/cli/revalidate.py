@@ -43,7 +43,9 @@ def register(subparsers: Any) -> None:
         which.add_argument("--shape", metavar="KEY=VALUE,...", help="only this problem")
         which.add_argument("--all", action="store_true", help="every entry of this GPU")
         parser.add_argument(
-            "--op", choices=sorted(PROBLEMS), default="attention", help="of --shape"
+            "--op",
+            choices=sorted(PROBLEMS),
+            help="only this operation; of --shape, default attention",
         )
         parser.add_argument("--device", type=int, default=0, help="CUDA device (default 0)")
         parser.add_argument("--jobs", type=int, metavar="N", help="nvcc processes at a time")
@@ -125,10 +127,11 @@ def _note(text: str) -> None:
 def _chosen(args: argparse.Namespace, runners: Runners) -> Iterator[Entry]:
     """Measured entries of this GPU, shipped ones too: of a shape, all, or the outdated ones."""
     from tuner.cli.entries import known_entries
+    from tuner.job import DEFAULT_OP
     from tuner.lookup import differences
     from tuner.measurement import Provenance
 
-    problem = PROBLEMS[args.op].parse(args.shape) if args.shape else None
+    problem = PROBLEMS[args.op or DEFAULT_OP].parse(args.shape) if args.shape else None
     gpu = runners.gpu
     if gpu is None:
         raise BenchmarkError("without a GPU nothing can be timed again")
@@ -137,10 +140,11 @@ def _chosen(args: argparse.Namespace, runners: Runners) -> Iterator[Entry]:
         for entry in known_entries(args)
         if entry.provenance is Provenance.MEASURED
         and entry.gpu.identity == gpu.identity
+        and args.op in (None, entry.problem.op)
         and problem in (None, entry.problem)
     ]
     if not known:
-        what = f"{problem.op} {problem.label()}" if problem else "anything"
+        what = f"{problem.op} {problem.label()}" if problem else args.op or "anything"
         raise NoValidConfigError(
             f"nothing is measured for {what} on {gpu.name}: `tuner sweep` measures it"
         )

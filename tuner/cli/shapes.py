@@ -42,9 +42,10 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: when the model or a range is wrong.
     """
-    from tuner import shapes
+    from tuner import output, shapes
     from tuner.problem import listing
 
+    output.check_place(args.output)
     model = shapes.Model.read(args.model)
     seqlens = shapes.numbers("seqlen", args.seqlen)
     found = shapes.problems(
@@ -64,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     if args.output is None:
         print(text, end="")
     else:
-        args.output.write_text(text)
+        output.write(args.output, text)
         _note(f"{args.output}: {len(found)} problems")
     return 0
 

@@ -157,6 +157,7 @@ def run(args: argparse.Namespace) -> int:
     from tuner.store import open_store
     from tuner.watch import Interruption
 
+    _check_ahead(args)
     problems, options = problems_of(args), options_of(args)
     machine = machine_of(args, options.sweep.max_workspace)
     url = args.store or settings.store_url()
@@ -183,6 +184,21 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(_document(args, result, url)))
     return _report(result)
+
+
+def _check_ahead(args: argparse.Namespace) -> None:
+    """Refuse what --compile, or --list of it, would pass over.
+
+    Raises:
+        ConfigError: names the two that contradict each other.
+    """
+    ahead = "--compile" if args.compile else "--list" if args.list else ""
+    for option, given, why in (
+        ("--compiled-only", args.compiled_only, "it would leave nothing to compile"),
+        ("--replay", args.replay, "a replay needs no kernels"),
+    ):
+        if ahead and given:
+            raise ConfigError(f"{option} contradicts {ahead}: {why}; leave one of them out")
 
 
 def machine_of(args: argparse.Namespace, max_workspace: int | None) -> Machine:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from xml.sax.saxutils import escape, quoteattr
 
+from tuner import output
 from tuner.errors import ConfigError
 from tuner.report.page import EXTRA, sections
 from tuner.report.palette import colours
@@ -58,16 +59,12 @@ def write(pictures: Mapping[str, Spec], folder: Path) -> list[Path]:
     """Write pictures as ``NAME.svg``; returns their paths.
 
     Raises:
-        ConfigError: when the extra is not installed or a file cannot be written.
+        ConfigError: when the extra is not installed.
+        StoreError: when a file cannot be written.
     """
     written = []
     for name, spec in pictures.items():
         path = folder / f"{name}.svg"
-        text = svg(spec)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
-        except OSError as exc:
-            raise ConfigError(f"picture {path} cannot be written: {exc.strerror}") from exc
+        output.write(path, svg(spec), make_folder=True)
         written.append(path)
     return written

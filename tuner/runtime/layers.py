@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch.nn.utils import parametrize
 
-from tuner.errors import ConfigError, StoreError, TunerError
+from tuner import output
+from tuner.errors import ConfigError, TunerError
 from tuner.problem import GemmProblem, listing
 from tuner.runtime import guards
 from tuner.runtime.products import linear, problem_of
@@ -54,10 +55,7 @@ class LinearCalls:
         Raises:
             StoreError: when the file cannot be written.
         """
-        try:
-            Path(path).write_text(listing(self.problems))
-        except OSError as exc:
-            raise StoreError(f"{path} cannot be written: {exc.strerror}") from exc
+        output.write(Path(path), listing(self.problems))
 
     def _add(self, input: Any, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         tensors = (input, weight) if bias is None else (input, weight, bias)

@@ -12,6 +12,10 @@ from tuner.problem import Problem
 
 LEASE_S = 30.0
 """How long a holder may stay silent."""
+MOST_PRIORITY = 1000
+"""Either side of 0, as over HTTP (`tuner.service.bodies`)."""
+MOST_ATTEMPTS = 100
+"""More than over HTTP: where workers are killed on purpose (`tuner.bench.fleet`), 50 are used."""
 
 TASK_STATES = ("queued", "running", "done", "failed", "cancelled")
 OPEN_STATES = TASK_STATES[:2]
@@ -153,7 +157,7 @@ class Jobs(ABC):
         """Add a job; returns its id. Equal problems are one task.
 
         Raises:
-            ConfigError: when there is no problem, or no attempt is allowed.
+            ConfigError: when there is no problem, or a number is out of range.
         """
 
     @abstractmethod
@@ -165,7 +169,7 @@ class Jobs(ABC):
         """The job whose id is this or begins with it.
 
         Raises:
-            ConfigError: when several do.
+            ConfigError: when several do, or it is empty.
         """
 
     @abstractmethod

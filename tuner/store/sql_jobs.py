@@ -22,7 +22,18 @@ from tuner.problem import Problem
 from tuner.store import models
 from tuner.store import statements as run
 from tuner.store.entry import canonical, from_row, problem_from_row
-from tuner.store.jobs import LEASE_S, OPEN_STATES, Claim, Event, JobRecord, Jobs, Lease, Task
+from tuner.store.jobs import (
+    LEASE_S,
+    MOST_ATTEMPTS,
+    MOST_PRIORITY,
+    OPEN_STATES,
+    Claim,
+    Event,
+    JobRecord,
+    Jobs,
+    Lease,
+    Task,
+)
 from tuner.store.statements import now
 
 _P, _M, _J, _T, _E = (
@@ -105,12 +116,14 @@ class SqlJobs(Jobs):
         priority: int = 0,
         attempts: int = 3,
     ) -> str:
-        for name, value, least in (
-            ("problems", len(problems), 1),
-            ("attempts", attempts, 1),
+        if not problems:
+            raise ConfigError("problems=0 is out of range (allowed: 1 or more)")
+        for name, value, least, most in (
+            ("attempts", attempts, 1, MOST_ATTEMPTS),
+            ("priority", priority, -MOST_PRIORITY, MOST_PRIORITY),
         ):
-            if value < least:
-                raise ConfigError(f"{name}={value} is out of range (allowed: {least} or more)")
+            if not least <= value <= most:
+                raise ConfigError(f"{name}={value} is out of range (allowed: {least} to {most})")
         id = uuid.uuid4().hex[:12]
         distinct = list(dict.fromkeys(problems))
         with self._transaction(write=True) as connection:
@@ -167,6 +180,8 @@ class SqlJobs(Jobs):
         ]
 
     def find(self, id: str) -> JobRecord | None:
+        if not id:  # every id begins with nothing
+            raise ConfigError("the job's id is empty: give at least its first digit")
         with self._transaction(write=False) as connection:
             found = self._records(connection, _J.c.id.startswith(id, autoescape=True))
         if len(found) > 1:

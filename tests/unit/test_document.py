@@ -1,0 +1,134 @@
+"""Documents from outside: wrong ones end in one line that names the file."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tuner import document, recording, resources
+from tuner.bench.results import Results
+from tuner.cli import main
+from tuner.config import Config
+from tuner.errors import ConfigError
+from tuner.hardware import DEFAULT_GPU, Gpu
+from tuner.measurement import Clocks, Environment, Measurement
+from tuner.problem import SoftmaxProblem
+
+DEEP = 200_000
+LISTS = "[" * DEEP + "]" * DEEP
+
+
+@pytest.mark.parametrize("text", [LISTS, '{"a":' * DEEP + "1" + "}" * DEEP])
+def test_what_is_nested_too_deeply_is_wrong_input(text: str) -> None:
+    for pairs in (None, dict):
+        with pytest.raises(ConfigError, match="nested too deeply"):
+            document.parse(text, pairs)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("a.json", ["sweep", "--problems", "FILE"]),
+        ("a.yaml", ["sweep", "--problems", "FILE"]),
+        ("a.json", ["shapes", "--model", "FILE"]),
+        ("a.json", ["fit", "--rule", "FILE", "--shape", "S=64,D=64"]),
+        ("a.json", ["bench", "attention", "--resume", "--json", "FILE"]),
+        ("a.json.gz", ["report", "--recording", "FILE"]),
+    ],
+)
+def test_every_reader_names_the_file(
+    name: str, arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / name
+    if name.endswith(".gz"):
+        file.write_bytes(gzip.compress(LISTS.encode()))
+    else:
+        file.write_text(LISTS if name.endswith(".json") else "[" * 5000 + "]" * 5000)
+    assert main([str(file) if word == "FILE" else word for word in arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(file) in line and "nested too deeply" in line
+
+
+def test_yaml_that_holds_no_such_date(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("- 2026-13-45\n")
+    assert main(["sweep", "--problems", str(file)]) == 2
+    assert f"problems file {file} is not YAML: month must be" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("cls", "data", "message"),
+    [
+        (Gpu, [], "Gpu: \\[\\] is not an object"),
+        (Gpu, {"sm_count": "132"}, "sm_count='132' is not a whole number"),
+        (Gpu, {"sm_count": True}, "sm_count=True is not a whole number"),
+        (Gpu, {"name": 1}, "name=1 is not text"),
+        (Clocks, {"power_w": None}, "power_w=None is not a number"),
+        (Measurement, {"latency_us": "fast"}, "latency_us='fast' is not a number or null"),
+        (Measurement, {"latency_us": float("inf")}, "latency_us=inf is not finite"),
+        (Measurement, {"is_final": 1}, "is_final=1 is not true or false"),
+    ],
+)
+def test_a_field_of_another_type_is_named(cls: type, data: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        document.checked(cls, data)
+
+
+def test_fields_of_their_types_pass() -> None:
+    for data in ({"power_w": 700, "sm_mhz": 1980}, {"throttle": "whatever"}, {"other": 1}):
+        assert document.checked(Clocks, data) == data
+
+
+@pytest.mark.parametrize("data", [{"params": {1: 2}}, {"stages": {None: {"family": "toy"}}}])
+def test_a_config_s_names_are_text(data: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="is no name of a parameter or stage"):
+        Config.from_json({"family": "toy", **data})
+
+
+def _number_a_parameter(data: Any) -> None:
+    table = next(t for t in data["configs"] if t["names"] and t["rows"])
+    table["names"][0] = 5
+
+
+def _spell_the_processors(data: Any) -> None:
+    data["gpu"]["sm_count"] = "many"
+
+
+@pytest.mark.parametrize("spoil", [_number_a_parameter, _spell_the_processors])
+def test_a_damaged_recording(
+    spoil: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = min((resources.cache() / "recordings").glob("*" + recording.SUFFIX))
+    data = json.loads(gzip.decompress(whole.read_bytes()))
+    spoil(data)
+    file = tmp_path / ("a" + recording.SUFFIX)
+    file.write_bytes(gzip.compress(json.dumps(data).encode()))
+    assert main(["report", "--recording", str(file), "-o", str(tmp_path / "r.html")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"recording {file} is damaged" in line
+
+
+def test_a_bench_with_a_time_as_text() -> None:
+    timed = {"role": "own", "name": "a", "latency_us": "5"}
+    row = {
+        "suite": "shapes",
+        "problem": SoftmaxProblem(64, 64).to_json(),
+        "regime": "graph-warm",
+        "kernels": [timed],
+        "clocks": {"throttle": []},
+    }
+    data = Results(DEFAULT_GPU, Environment({})).to_json()
+    with pytest.raises(ConfigError, match="latency_us='5' is not a number or null"):
+        Results.from_json({**data, "rows": [row]})
+
+
+def test_a_closed_standard_output(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdout", None)
+    assert main(["list"]) == 1
+    assert capsys.readouterr().err.startswith("tuner: standard output is closed")
