@@ -445,7 +445,7 @@ class Sweep:
 
     # Deciding
 
-    def _finals(self) -> list[Measurement]:
+    def _finals(self, again: bool = False) -> list[Measurement]:
         """Time the finalists side by side; best first.
 
         Raises:
@@ -466,12 +466,13 @@ class Sweep:
         self._show()
         finals = self._retime([*(m.config for m in chosen), *self._standing()], rounds)
         if not finals:
-            if interrupted or not self._interruption.requested:
+            if again or not self._interruption.requested:
                 raise BenchmarkError(
                     f"the final pass of {self.problem.label()} was given up: its runner was "
                     "cancelled or closed"
                 )
-            return self._finals()  # The first Ctrl-C came during it: once more, briefly.
+            # The first Ctrl-C came during it, or a job that saw it later gave a brief one up.
+            return self._finals(again=interrupted)
         ranked = ranking.rank([m for m in finals if self._fits(m)])
         self.store.add([m for m in finals if not m.ok])
         if not ranked:

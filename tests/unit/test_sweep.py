@@ -415,6 +415,30 @@ class TestInterruption:
         assert runner.retimed == [40, 20]
         assert outcome.ranking[0].config == BEST
 
+    def test_a_brief_one_that_a_job_gives_up_late_is_taken_once_more(self, store: Store) -> None:
+        class Late(CountingRunner):
+            def retime(
+                self, problem: Problem, finalists: Sequence[Config], rounds: int
+            ) -> list[Measurement]:
+                found = super().retime(problem, finalists, rounds)
+                if len(self.retimed) == 1:
+                    os.kill(os.getpid(), signal.SIGINT)
+                return found if len(self.retimed) == 3 else []
+
+        runner = Late(recording())
+        with Interruption() as interruption:
+            outcome = Sweep(
+                GEMM,
+                REGIME,
+                runner,
+                store,
+                SweepOptions(trials=27, effort="full", sampler="tpe"),
+                interruption=interruption,
+                catalogue=catalogue,
+            ).run()
+        assert outcome.interrupted and outcome.ranking[0].config == BEST
+        assert runner.retimed == [40, 20, 20]
+
     @pytest.mark.parametrize("is_interrupted", [False, True])
     def test_a_final_pass_that_somebody_else_gives_up_is_an_error(
         self, store: Store, is_interrupted: bool
@@ -442,7 +466,7 @@ class TestInterruption:
                 interruption=interruption,
                 catalogue=catalogue,
             ).run()
-        assert len(runner.retimed) == 1 + is_interrupted
+        assert len(runner.retimed) == 1 + 2 * is_interrupted
 
     def test_a_search_that_somebody_else_gives_up_is_an_error(self, store: Store) -> None:
         class Cancelled(CountingRunner):
