@@ -160,6 +160,7 @@ def test_one_number_is_both_sides_of_a_window(is_causal: bool) -> None:
         ({"window": True}, "window=True is not known"),
         ({"softcap": -1.0}, "softcap=-1.0 is out of range"),
         ({"softcap": math.nan}, "softcap=nan is out of range"),
+        ({"softcap": "x"}, "softcap='x' is out of range"),
     ],
 )
 def test_what_is_out_of_range_is_one_line(options: dict[str, Any], words: str) -> None:

@@ -44,8 +44,8 @@ class Extras:
                 f"window={window} is not known (allowed: (left, right), or one number for both; "
                 "-1, no limit, or more)"
             )
-        if not 0 <= softcap < math.inf:
-            raise ConfigError(f"softcap={softcap} is out of range (allowed: 0, none, or more)")
+        if not isinstance(softcap, int | float) or not 0 <= softcap < math.inf:
+            raise ConfigError(f"softcap={softcap!r} is out of range (allowed: 0, none, or more)")
         left, right = sides
         return cls(left, right, float(softcap))
 
