@@ -497,7 +497,7 @@ class Sweep:
         if best is None or best.config in {m.config for m in self._seen(problem)}:
             return []
         family = self._catalogue(problem.op).get(best.config.family)
-        if family is None or family.violations(problem, best.config, gpu):
+        if family is None or not family.accepts(problem, best.config, gpu):
             return []
         if self.options.compiled_only and not self.runner.compiled(problem, family, [best.config]):
             return []

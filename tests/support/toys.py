@@ -15,6 +15,7 @@ from tuner.recording import Recording
 from tuner.runners.replay import ReplayRunner
 from tuner.store import Store
 from tuner.sweep import Sweep, SweepOptions
+from tuner.watch import Interruption
 
 GEMM = GemmProblem(512, 512, 512)
 ATTENTION = AttentionProblem.parse("S=512,D=64")
@@ -176,6 +177,14 @@ class CountingRunner(ReplayRunner):
         return super().retime(problem, finalists, rounds)
 
 
-def sweep(runner: ReplayRunner, store: Store, problem: Problem = GEMM, **options: object) -> Sweep:
+def sweep(
+    runner: ReplayRunner,
+    store: Store,
+    problem: Problem = GEMM,
+    interruption: Interruption | None = None,
+    **options: object,
+) -> Sweep:
     chosen = SweepOptions(**{"sampler": "tpe", **options})  # type: ignore[arg-type]
-    return Sweep(problem, REGIME, runner, store, chosen, catalogue=catalogue)
+    return Sweep(
+        problem, REGIME, runner, store, chosen, interruption=interruption, catalogue=catalogue
+    )

@@ -305,6 +305,19 @@ def test_what_is_decided_is_timed_beside_what_a_narrower_sweep_finds(store: Stor
     assert again.ranking[0].config.family == "vendor_toy", "it is timed, not trusted"
 
 
+def test_what_another_version_decided_is_no_finalist(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweep(ReplayRunner(recording()), store, trials=27).run()
+
+    def foreign(*args: object) -> list[str]:
+        raise LookupError("a parameter is missing")
+
+    monkeypatch.setattr(type(catalogue("gemm")["toy"]), "violations", foreign)
+    narrow = sweep(ReplayRunner(recording()), store, families=("vendor_toy",)).run()
+    assert {m.config.family for m in narrow.ranking} == {"vendor_toy"}
+
+
 def test_families_narrow_and_keep_the_baselines(store: Store) -> None:
     outcome = sweep(ReplayRunner(recording()), store, families=("toy",), trials=4).run()
     assert {m.config.family for m in outcome.ranking} == {"toy", "vendor_toy"}
@@ -379,15 +392,7 @@ class TestInterruption:
                 os.kill(os.getpid(), signal.SIGINT)
 
         with Interruption() as interruption, pytest.raises(KeyboardInterrupt):
-            Sweep(
-                GEMM,
-                REGIME,
-                Impatient(recording(), after),
-                store,
-                SweepOptions(trials=27, sampler="tpe"),
-                interruption=interruption,
-                catalogue=catalogue,
-            ).run()
+            sweep(Impatient(recording(), after), store, interruption=interruption, trials=27).run()
         assert store.measurements(), "what was finished is kept"
 
     def test_one_during_the_final_pass_makes_it_brief(self, store: Store) -> None:
@@ -402,14 +407,8 @@ class TestInterruption:
 
         runner = Late(recording())
         with Interruption() as interruption:
-            outcome = Sweep(
-                GEMM,
-                REGIME,
-                runner,
-                store,
-                SweepOptions(trials=27, effort="full", sampler="tpe"),
-                interruption=interruption,
-                catalogue=catalogue,
+            outcome = sweep(
+                runner, store, interruption=interruption, trials=27, effort="full"
             ).run()
         assert outcome.interrupted
         assert runner.retimed == [40, 20]
@@ -427,14 +426,8 @@ class TestInterruption:
 
         runner = Late(recording())
         with Interruption() as interruption:
-            outcome = Sweep(
-                GEMM,
-                REGIME,
-                runner,
-                store,
-                SweepOptions(trials=27, effort="full", sampler="tpe"),
-                interruption=interruption,
-                catalogue=catalogue,
+            outcome = sweep(
+                runner, store, interruption=interruption, trials=27, effort="full"
             ).run()
         assert outcome.interrupted and outcome.ranking[0].config == BEST
         assert runner.retimed == [40, 20, 20]
@@ -457,15 +450,7 @@ class TestInterruption:
             Interruption() as interruption,
             pytest.raises(BenchmarkError, match=f"the final pass of {GEMM.label()} was given up"),
         ):
-            Sweep(
-                GEMM,
-                REGIME,
-                runner,
-                store,
-                SweepOptions(trials=3, sampler="tpe"),
-                interruption=interruption,
-                catalogue=catalogue,
-            ).run()
+            sweep(runner, store, interruption=interruption, trials=3).run()
         assert len(runner.retimed) == 1 + 2 * is_interrupted
 
     def test_a_search_that_somebody_else_gives_up_is_an_error(self, store: Store) -> None:
@@ -487,15 +472,7 @@ class TestInterruption:
     def test_before_anything_passed(self, store: Store) -> None:
         with Interruption() as interruption:
             os.kill(os.getpid(), signal.SIGINT)
-            outcome = Sweep(
-                GEMM,
-                REGIME,
-                CountingRunner(recording()),
-                store,
-                SweepOptions(sampler="tpe"),
-                interruption=interruption,
-                catalogue=catalogue,
-            ).run()
+            outcome = sweep(CountingRunner(recording()), store, interruption=interruption).run()
         assert outcome.interrupted
         assert not outcome.ranking
 

@@ -136,7 +136,7 @@ class Family(ABC):
         """
         try:
             return not self.violations(problem, config, gpu)
-        except (ArithmeticError, KeyError, TypeError, ValueError):
+        except FOREIGN:
             return False
 
     def carried(self, problem: Problem, config: Config) -> Config:
