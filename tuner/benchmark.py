@@ -12,10 +12,9 @@ import copy
 import importlib
 import itertools
 import math
-import random
 import statistics
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +27,7 @@ from tuner.families.base import LSE, Family, Ref
 from tuner.hardware import Gpu
 from tuner.measurement import Clocks, Regime, Status
 from tuner.problem import Operand, Problem
+from tuner.rota import Rota
 
 #: A burst lasts about this long: the gap between a graph's launch and its first kernel (several
 #: microseconds) then stays under 2 %, and events (0.5 us) far below.
@@ -46,11 +46,6 @@ COLD_L2S = 3
 REPLAYS_A_ROUND = 3
 #: What deviates by this part of its median or more over the rounds is timed again, then flagged.
 MOST_DEVIATION = 0.02
-#: What takes this many times the fastest's time is no contender for the first place.
-CONTENDING = 1.5
-#: At the power limit a burst has the clocks that what ran before it left, for about this long (an
-#: H200: up to 9 % faster after a kernel that draws little power).
-SETTLE_US = 40_000.0
 WORKSPACE = "workspace"
 """Name of the kernels' workspaces among the buffers of a call."""
 _ALIGN = 256
@@ -387,50 +382,6 @@ def entrant(subject: Subject, sets: Sets, own: Mapping[str, int], scale: float) 
     return Entrant(subject, calls)
 
 
-class Rota:
-    """Who follows whom in the rounds of a final pass: at the power limit that decides the clocks.
-
-    Contenders follow one another equally often (Williams designs, each dealt anew). What is no
-    contender comes after them, always in the same order, and the next round begins untimed, until
-    its clocks have settled.
-
-    Args:
-        burst_us: time of each burst.
-        calls: calls of each.
-    """
-
-    def __init__(self, burst_us: Sequence[float], calls: Sequence[int]) -> None:
-        per_call = [us / n for us, n in zip(burst_us, calls, strict=True)]
-        bound = CONTENDING * min(per_call)
-        self._contenders = [i for i, us in enumerate(per_call) if us < bound]
-        self._others = [i for i, us in enumerate(per_call) if us >= bound]
-        self._burst_us = burst_us
-        self.orders = self._deal()
-        """Of all indices, without end."""
-
-    def settling(self, first: int) -> int:
-        """Bursts of a round's first that are not timed: as long as what ran before it, at most
-        `SETTLE_US`.
-        """
-        others_us = sum(self._burst_us[i] for i in self._others) * (REPLAYS_A_ROUND + 1)
-        return round(min(SETTLE_US, others_us) / max(self._burst_us[first], 1.0))
-
-    def _deal(self) -> Iterator[list[int]]:
-        """Zigzags 0, 1, -1, 2, ... and, of an odd number, their reverses: each shift of them has
-        other neighbours.
-        """
-        count = len(self._contenders)
-        zigzag = [-(i // 2) if i % 2 == 0 else i // 2 + 1 for i in range(count)]
-        chance = random.Random(0)
-        while True:
-            dealt = chance.sample(self._contenders, count)
-            for shift in chance.sample(range(count), count):
-                order = [dealt[(step + shift) % count] for step in zigzag]
-                yield order + self._others
-                if count % 2:
-                    yield order[::-1] + self._others
-
-
 class Stopwatch:
     """Times bursts on one device."""
 
@@ -505,7 +456,7 @@ class Stopwatch:
             if careful:
                 progress(index)
             times.append(self._time(burst.enqueue))
-        return Rota(times, [burst.n for burst in bursts])
+        return Rota(times, [burst.n for burst in bursts], REPLAYS_A_ROUND + 1)
 
     def _rounds(
         self,

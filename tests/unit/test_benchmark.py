@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import itertools
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,7 +11,7 @@ from typing import Any
 import pytest
 
 from tuner import benchmark, device
-from tuner.benchmark import Burst, Rota, Stopwatch, Timing, count_calls, count_sets, summarize
+from tuner.benchmark import Burst, Stopwatch, Timing, count_calls, count_sets, summarize
 from tuner.config import Config
 from tuner.errors import BenchmarkError
 from tuner.families.base import Family, Launch, Ref
@@ -135,28 +133,6 @@ def test_finalists_take_turns(clocks: list[Clocks]) -> None:
     assert order[3:] == [name for name in series for _ in range(each)]
     assert [sorted(series[i : i + 3]) for i in range(0, 60, 3)] == [["a", "b", "c"]] * 20
     assert told == [-1] * 20
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 10])
-def test_contenders_follow_one_another_equally_often(count: int) -> None:
-    rota = Rota([100.0 + i for i in range(count)], [4] * count)
-    rounds = count * (2 if count % 2 else 1)
-    for _ in range(3):
-        orders = [next(rota.orders) for _ in range(rounds)]
-        assert all(sorted(order) == list(range(count)) for order in orders)
-        follow = Counter(pair for order in orders for pair in itertools.pairwise(order))
-        assert set(follow.values()) <= {rounds // count} and len(follow) == count * (count - 1)
-    assert rota.settling(0) == 0
-
-
-def test_the_slow_come_last_and_leave_the_next_round_no_clocks() -> None:
-    # Of two calls each: 500, 520, 1000 and 3000 us a call.
-    rota = Rota([1000.0, 6000.0, 1040.0, 2000.0], [2, 2, 2, 2])
-    orders = [next(rota.orders) for _ in range(8)]
-    assert {tuple(order[2:]) for order in orders} == {(1, 3)}
-    assert Counter(order[0] for order in orders) == {0: 4, 2: 4}
-    assert rota.settling(0) == 32  # 4 bursts of each of the slow take 32 ms
-    assert Rota([1000.0, 60_000.0], [2, 2]).settling(0) == 40
 
 
 def test_what_is_not_timed_goes_before_the_round_s_first(clocks: list[Clocks]) -> None:

@@ -1,0 +1,57 @@
+"""Who follows whom where kernels are timed side by side."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+
+#: What takes this many times the fastest's time is no contender for the first place.
+CONTENDING = 1.5
+#: At the power limit a burst has the clocks that what ran before it left, for about this long (an
+#: H200: up to 9 % faster after a kernel that draws little power).
+SETTLE_US = 40_000.0
+
+
+class Rota:
+    """Who follows whom in the rounds of a final pass: at the power limit that decides the clocks.
+
+    Contenders follow one another equally often (Williams designs, each dealt anew). What is no
+    contender comes after them, always in the same order, and the next round begins untimed, until
+    its clocks have settled.
+
+    Args:
+        burst_us: time of each burst.
+        calls: calls of each.
+        bursts: how many of each a round has.
+    """
+
+    def __init__(self, burst_us: Sequence[float], calls: Sequence[int], bursts: int) -> None:
+        per_call = [us / n for us, n in zip(burst_us, calls, strict=True)]
+        bound = CONTENDING * min(per_call)
+        self._contenders = [i for i, us in enumerate(per_call) if us < bound]
+        self._others = [i for i, us in enumerate(per_call) if us >= bound]
+        self._burst_us = burst_us
+        self._others_us = bursts * sum(burst_us[i] for i in self._others)
+        self.orders = self._deal()
+        """Of all indices, without end."""
+
+    def settling(self, first: int) -> int:
+        """Bursts of a round's first that are not timed: as long as what ran before it, at most
+        `SETTLE_US`.
+        """
+        return round(min(SETTLE_US, self._others_us) / max(self._burst_us[first], 1.0))
+
+    def _deal(self) -> Iterator[list[int]]:
+        """Zigzags 0, 1, -1, 2, ... and, of an odd number, their reverses: each shift of them has
+        other neighbours.
+        """
+        count = len(self._contenders)
+        zigzag = [-(i // 2) if i % 2 == 0 else i // 2 + 1 for i in range(count)]
+        chance = random.Random(0)
+        while True:
+            dealt = chance.sample(self._contenders, count)
+            for shift in chance.sample(range(count), count):
+                order = [dealt[(step + shift) % count] for step in zigzag]
+                yield order + self._others
+                if count % 2:
+                    yield order[::-1] + self._others
