@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from tuner.bench.__main__ import NAMES, main
+
+TOP = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("argv", [[], ["--help"], ["../gpus"]])
@@ -17,6 +20,12 @@ def test_another_name_gets_a_line_with_all(argv: list[str], capsys: pytest.Captu
 
 
 def test_every_benchmark_has_its_name() -> None:
-    room = Path(__file__, "../../../tuner/bench").resolve()
+    room = TOP / "tuner" / "bench"
     modules = {path.stem for path in room.glob("[!_]*.py") if "\ndef main(" in path.read_text()}
     assert set(NAMES) == modules
+
+
+def test_the_script_names_them_too() -> None:
+    said = subprocess.run([TOP / "scripts" / "bench"], capture_output=True, text=True, check=False)
+    assert said.returncode != 0
+    assert said.stderr.split()[-len(NAMES) :] == list(NAMES)
