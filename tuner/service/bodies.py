@@ -15,6 +15,8 @@ from pydantic import (
     WrapValidator,
 )
 
+from tuner.store.jobs import MOST_PRIORITY
+
 MAX_BATCH = 1000
 MAX_PROBLEMS = 10_000
 
@@ -92,5 +94,5 @@ class JobRequest(Body):
     compiled_only: bool = False
     regime: Launch | None = None
     l2: L2 | None = None
-    priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
+    priority: Annotated[int, Field(ge=-MOST_PRIORITY, le=MOST_PRIORITY)] = 0
     attempts: Annotated[int, Field(ge=1, le=10)] = 3

@@ -13,7 +13,7 @@ from tuner.problem import Problem
 LEASE_S = 30.0
 """How long a holder may stay silent."""
 MOST_PRIORITY = 1000
-"""Either side of 0, as over HTTP (`tuner.service.bodies`)."""
+"""Either side of 0."""
 MOST_ATTEMPTS = 100
 """More than over HTTP: where workers are killed on purpose (`tuner.bench.fleet`), 50 are used."""
 
