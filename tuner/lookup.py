@@ -18,7 +18,7 @@ import threading
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tuner import settings
 from tuner.answer import Answer, choose, differences, noted
@@ -26,7 +26,14 @@ from tuner.errors import ConfigError
 from tuner.hardware import DEFAULT_GPU, Gpu, gpu_by_name
 from tuner.measurement import Environment, Measurement, Provenance, Regime, Status
 from tuner.problem import Problem
-from tuner.shipped import SHIPPED, shipped, shipped_index, with_builds, with_shipped
+from tuner.shipped import (
+    SHIPPED,
+    shipped,
+    shipped_around,
+    shipped_index,
+    with_builds,
+    with_shipped,
+)
 from tuner.store.entry import (
     BEST_COLUMNS,
     MEASUREMENT_COLUMNS,
@@ -39,6 +46,9 @@ from tuner.store.entry import (
 )
 from tuner.store.faults import unreadable_row
 from tuner.store.reading import StoreFile, sqlite_file
+
+if TYPE_CHECKING:
+    from tuner import nearest
 
 __all__ = [
     "Answer",
@@ -296,9 +306,7 @@ class _Reader:
         self._stamp: Hashable = None
         self._answers: dict[tuple[Problem, str, Regime, bool], Answer | None] = {}
         self._classes: dict[tuple[Hashable, str, Regime], list[Problem]] = {}
-        self._lenders: dict[
-            tuple[Problem, str, Regime], tuple[Answer | None, list[Measurement]]
-        ] = {}
+        self._lenders: dict[tuple[Problem, str, Regime], tuple[Answer, nearest.Loans] | None] = {}
 
     def answer(
         self, problem: Problem, identity: str, regime: Regime, allow_other_gpu: bool
@@ -378,15 +386,13 @@ class _Reader:
 
     def _nearest(self, problem: Problem, identity: str, regime: Regime) -> Answer | None:
         """What the nearest tuned problem lends, None where none lends anything."""
-        if not self._file.has_tables:  # nothing has passed anywhere but where it was tuned
-            return None
         from tuner import nearest
 
         for other in nearest.nearest_first(problem, self._tuned(problem, identity, regime)):
-            found, evidence = self._lender(other, identity, regime)
-            if found is not None and (lent := nearest.lend(problem, found.entry, evidence)):
+            lender = self._lender(other, identity, regime)
+            if lender is not None and (lent := lender[1].to(problem)):
                 note = f"nearest: tuned for {other.label()}, checked around it"
-                return replace(found, exact=False, notes=(note, *found.notes), lent=lent)
+                return replace(lender[0], exact=False, notes=(note, *lender[0].notes), lent=lent)
         return None
 
     def _tuned(self, problem: Problem, identity: str, regime: Regime) -> list[Problem]:
@@ -395,7 +401,8 @@ class _Reader:
 
         key = (class_of(problem), identity, regime)
         if key not in self._classes:
-            rows = self._file.select(_OF_CLASS, (class_pattern(problem), identity, str(regime)))
+            asked = class_pattern(problem), identity, str(regime)
+            rows = self._file.select(_OF_CLASS, asked) if self._file.has_tables else []
             try:
                 known = [problem_from_row(text) for (text,) in rows]
             except (ValueError, TypeError, KeyError) as exc:
@@ -411,21 +418,27 @@ class _Reader:
 
     def _lender(
         self, problem: Problem, identity: str, regime: Regime
-    ) -> tuple[Answer | None, list[Measurement]]:
-        """A tuned problem's measured answer, and what its configs did around it."""
+    ) -> tuple[Answer, nearest.Loans] | None:
+        """A tuned problem's measured answer, and what it lends."""
         key = (problem, identity, regime)
         if key not in self._lenders:
-            from tuner.nearest import drawn
+            from tuner.nearest import Loans, drawn
 
             found = choose(self._candidates(problem, regime), identity, allow_other_gpu=False)
             if found is None or found.entry.provenance != PROVENANCES[0]:
-                self._lenders[key] = None, []
+                self._lenders[key] = None
             else:
-                self._lenders[key] = found, self._evidence(found.entry, drawn(problem))
+                evidence = self._evidence(found.entry, drawn(problem))
+                self._lenders[key] = found, Loans(found.entry, evidence)
         return self._lenders[key]
 
     def _evidence(self, entry: Entry, problems: Sequence[Problem]) -> list[Measurement]:
-        """What an entry's configs did at other problems, oldest first."""
+        """What an entry's configs did at other problems: what ships, then what is stored, oldest
+        first.
+        """
+        shipped_ones = shipped_around(entry)
+        if not self._file.has_tables:
+            return shipped_ones
         keys = [problem.key for problem in problems]
         digests = [m.config.digest for m in entry.ranking]
         query = _QUICK.format(
@@ -433,9 +446,10 @@ class _Reader:
         )
         rows = self._file.select(query, (*keys, *digests, entry.gpu.identity, str(entry.regime)))
         try:
-            return [from_row(dict(zip(MEASUREMENT_COLUMNS, row, strict=True))) for row in rows]
+            stored = [from_row(dict(zip(MEASUREMENT_COLUMNS, row, strict=True))) for row in rows]
         except (ValueError, TypeError, KeyError) as exc:
             raise unreadable_row(str(self._path), exc) from exc
+        return [*shipped_ones, *stored]
 
     def _entries(self, where: str, values: tuple[str, ...]) -> list[Entry]:
         if not self._file.has_tables:

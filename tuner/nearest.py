@@ -1,12 +1,13 @@
 """What serves a shape that nobody tuned: the nearest tuned problem's kernels, where they passed.
 
-The rule. Problems of one *class* differ in their sizes only: operation, types, layout, mask and
-head dimension are equal. Between two of a class lies a `distance` in octaves. A tuned problem
-lends an own config to a shape within `REACH` of it if
+The rule. Problems of one *class* differ in their sizes only, and in how attention's tensors lie in
+memory: operation, types, mask and head dimension are equal. Between two of a class lies a
+`distance` in octaves. A tuned problem lends an own config to a shape within `REACH` of it if
 
 1. the config is legal there and needs the very kernels that were compiled for the tuned problem;
 2. these kernels passed the gate at `LEAST_PASSED` or more of the shapes that `drawn` names around
-   the tuned problem, and failed at none (`tuner sweep` and `tuner widen` run them there);
+   the tuned problem, in that layout too, and failed at none (`tuner sweep` and `tuner widen` run
+   them there);
 3. at the nearest of the measured shapes it was not slower than PyTorch's own kernels, which answer
    where nothing is lent.
 
@@ -24,7 +25,7 @@ import heapq
 import json
 import math
 import random
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cache, lru_cache
 from typing import Any
@@ -38,6 +39,7 @@ from tuner.hardware import TMA_ALIGNMENT_BYTES
 from tuner.measurement import Measurement, Status
 from tuner.problem import (
     DTYPE_BYTES,
+    LAYOUTS,
     AttentionProblem,
     GemmProblem,
     GroupedGemmProblem,
@@ -50,7 +52,11 @@ from tuner.store.entry import Entry, is_vendor
 REACH = 2.0
 """Octaves: sequences twice as long, or four times as many heads."""
 DRAWN = 16
-"""Shapes that `drawn` names."""
+"""Shapes of the tuned problem's layout that `drawn` names."""
+DRAWN_ELSEWHERE = 2
+"""Shapes of each other layout."""
+ANOTHER_LAYOUT = 0.5
+"""Octaves between attention's layouts: a kernel reads the same bytes in another order."""
 LEAST_PASSED = 4
 """A config whose kernels fit fewer of the drawn shapes stays where it was tuned."""
 
@@ -61,9 +67,12 @@ _ATTEMPTS = 1000
 #: Say nothing of a kernel: the machine was full, or a vendor's library was not there.
 _NO_VERDICT = (Status.OUT_OF_MEMORY, Status.UNAVAILABLE)
 
-#: Fields that are sizes; all others make the class.
-_SIZES: Mapping[str, frozenset[str]] = {
-    AttentionProblem.op: frozenset({"batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_kv"}),
+#: Fields in which problems of a class differ: sizes, and attention's layout, whose strides its
+#: kernels are told when they run.
+_FREE: Mapping[str, frozenset[str]] = {
+    AttentionProblem.op: frozenset(
+        {"batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_kv", "layout"}
+    ),
     GemmProblem.op: frozenset({"m", "n", "k", "batch"}),
     SwigluProblem.op: frozenset({"m", "n", "k"}),
     GroupedGemmProblem.op: frozenset({"groups", "m", "n", "k"}),
@@ -72,7 +81,7 @@ _SIZES: Mapping[str, frozenset[str]] = {
 
 
 def class_pattern(problem: Problem) -> str:
-    """A problem's key with ``*`` for each size: equal within a class, and a GLOB that finds it.
+    """A problem's key with ``*`` for what is free: equal within a class, and a GLOB that finds it.
 
     The GLOB of plain attention finds problems with a window or a soft cap too, whose keys have
     more fields: `distance` tells them apart. An operation without a rule is a class of its own for
@@ -89,8 +98,8 @@ def class_pattern(problem: Problem) -> str:
 @cache
 def _kept(kind: type[Problem]) -> tuple[str, ...]:
     """The fields that are equal within a class."""
-    sizes = _SIZES.get(kind.op, frozenset())
-    return tuple(field.name for field in fields(kind) if field.name not in sizes)
+    free = _FREE.get(kind.op, frozenset())
+    return tuple(field.name for field in fields(kind) if field.name not in free)
 
 
 def distance(one: Problem, other: Problem) -> float:
@@ -98,7 +107,13 @@ def distance(one: Problem, other: Problem) -> float:
     (class_one, here), (class_other, there) = _place(one), _place(other)
     if class_one != class_other:
         return math.inf
-    return sum(abs(a - b) for a, b in zip(here, there, strict=True))
+    turned = 0.0 if layout_of(one) == layout_of(other) else ANOTHER_LAYOUT
+    return turned + sum(abs(a - b) for a, b in zip(here, there, strict=True))
+
+
+def layout_of(problem: Problem) -> str:
+    """How attention's tensors lie in memory; empty of other operations."""
+    return problem.layout if isinstance(problem, AttentionProblem) else ""
 
 
 def doublings(one: Problem, other: Problem) -> float:
@@ -151,8 +166,9 @@ def _axes(problem: Problem) -> tuple[float, ...]:
 def drawn(problem: Problem) -> tuple[Problem, ...]:
     """The shapes at which a tuned problem's kernels are checked before they serve others.
 
-    Up to `DRAWN` of its class within `REACH`: doubled, halved and odd sizes, groups of heads and
-    unequal sequences. The same for the same problem, so that the store tells who passed.
+    Up to `DRAWN` of its class and layout within `REACH`: doubled, halved and odd sizes, groups of
+    heads and unequal sequences; of attention's other layouts the problem itself and the first of
+    these, `DRAWN_ELSEWHERE`. The same for the same problem, so that the store tells who passed.
     """
     rng = random.Random(problem.key)
     draw = _DRAWS.get(problem.op)
@@ -166,7 +182,18 @@ def drawn(problem: Problem) -> tuple[Problem, ...]:
             continue
         if candidate != problem and distance(problem, candidate) <= REACH:
             found[candidate] = None
-    return tuple(found)
+    return *found, *_elsewhere(problem, tuple(found))
+
+
+def _elsewhere(problem: Problem, found: Sequence[Problem]) -> Iterator[Problem]:
+    """Attention's problem and the first of its shapes in the other layouts."""
+    if isinstance(problem, AttentionProblem) and not problem.is_varlen:
+        alike = [p for p in found if isinstance(p, AttentionProblem)]
+        near = [p for p in alike if distance(problem, p) <= REACH - ANOTHER_LAYOUT]
+        for shape in [problem, *near][:DRAWN_ELSEWHERE]:
+            for layout in LAYOUTS:
+                if layout != problem.layout:
+                    yield replace(shape, layout=layout)
 
 
 def _size(rng: random.Random, size: int, step: int = 1) -> int:
@@ -273,59 +300,74 @@ def fits(problem: Problem, measurement: Measurement) -> bool:
         return False
 
 
-def lend(
-    problem: Problem, entry: Entry, evidence: Iterable[Measurement]
-) -> tuple[Measurement, ...]:
-    """The configs that a tuned problem's entry lends to `problem`, best first.
+class Loans:
+    """What one tuned problem's entry lends, made ready to be asked of many problems.
 
     Args:
-        problem: what nobody tuned.
-        entry: of a tuned problem, measured.
+        entry: measured.
         evidence: quick measurements at `drawn(entry.problem)` on the entry's GPU and under its
             regime, oldest first; of equal ones the newest counts.
-
-    Returns:
-        Measurements at the entry's problem; empty when it lends nothing.
     """
-    if distance(problem, entry.problem) > REACH:
-        return ()
-    seen: dict[tuple[Problem, str], Measurement] = {}
-    for m in [*evidence, *entry.ranking]:
-        if m.ok or is_fault(m):
-            seen[m.problem, m.config.digest] = m
-    estimated = []
-    for m in lenders(entry):
-        # Whether it passed around costs a tenth of whether it is legal here.
-        if (home := _home(problem, m, seen)) is not None and fits(problem, m):
-            member = families()[m.config.family]
-            here, there = (member.predict_us(p, m.config, m.gpu) for p in (problem, home.problem))
-            estimate = (home.latency_us or math.inf) * here / there
-            estimated.append((estimate, m.config.digest, m))
-    return tuple(m for _, _, m in sorted(estimated, key=lambda item: item[:2]))
+
+    def __init__(self, entry: Entry, evidence: Iterable[Measurement]) -> None:
+        self._problem = entry.problem
+        seen: dict[tuple[Problem, str], Measurement] = {}
+        for m in [*evidence, *entry.ranking]:
+            if m.ok or is_fault(m):
+                seen[m.problem, m.config.digest] = m
+        rivals: dict[Problem, float] = {}
+        """The fastest of PyTorch's own."""
+        for m in seen.values():
+            if m.latency_us is not None and is_pytorchs(m.config):
+                rivals[m.problem] = min(m.latency_us, rivals.get(m.problem, math.inf))
+        self._homes: list[tuple[Measurement, dict[Problem, float]]] = []
+        """Each config that lends, and of the shapes where it was measured the time over its
+        estimate; not a number where it was slower than PyTorch's."""
+        for lender in lenders(entry):
+            own = [m for m in seen.values() if _is_of(m, lender)]
+            if len(own) >= LEAST_PASSED and all(m.ok for m in own):
+                homes = {m.problem: _scale(m, rivals) for m in [lender, *own]}
+                self._homes.append((lender, homes))
+        self._shapes = {shape for _, homes in self._homes for shape in homes}
+
+    def to(self, problem: Problem) -> tuple[Measurement, ...]:
+        """The configs that are lent to `problem`, which nobody tuned, best first.
+
+        Returns:
+            Measurements at the entry's problem; empty when it lends nothing.
+        """
+        if not self._homes or distance(problem, self._problem) > REACH:
+            return ()
+        away = {shape: (distance(problem, shape), shape.key) for shape in self._shapes}
+        estimated = []
+        for m, homes in self._homes:
+            home = min(homes, key=away.__getitem__)
+            if layout_of(problem) not in map(layout_of, homes):
+                continue
+            scale = homes[home]
+            # Whether it passed around costs a tenth of whether it is legal here.
+            if not math.isnan(scale) and fits(problem, m):
+                here = families()[m.config.family].predict_us(problem, m.config, m.gpu)
+                estimated.append((scale * here, m.config.digest, m))
+        return tuple(m for _, _, m in sorted(estimated, key=lambda item: item[:2]))
 
 
-def _home(
-    problem: Problem, lender: Measurement, seen: Mapping[tuple[Problem, str], Measurement]
-) -> Measurement | None:
-    """The config's measurement nearest to `problem`; None where it must not serve there."""
-    own = [
-        m
-        for m in seen.values()
-        if m.config == lender.config
+def _is_of(m: Measurement, lender: Measurement) -> bool:
+    """Whether it is the same kernels elsewhere."""
+    return (
+        m.config == lender.config
         and m.problem != lender.problem
         and dict(m.artifacts) == dict(lender.artifacts)
-    ]
-    if len(own) < LEAST_PASSED or not all(m.ok for m in own):
-        return None
-    home = min([lender, *own], key=lambda m: (distance(problem, m.problem), m.problem.key))
-    rivals = [
-        m.latency_us
-        for m in seen.values()
-        if m.problem == home.problem and m.latency_us is not None and is_pytorchs(m.config)
-    ]
-    if home.latency_us is None or home.latency_us > min(rivals, default=math.inf):
-        return None
-    return home
+    )
+
+
+def _scale(m: Measurement, rivals: Mapping[Problem, float]) -> float:
+    if m.latency_us is None or m.latency_us > rivals.get(m.problem, math.inf):
+        return math.nan
+    try:
+        return m.latency_us / families()[m.config.family].predict_us(m.problem, m.config, m.gpu)
+    except FOREIGN:
+        return math.nan
 
 
 def nearest_first(problem: Problem, others: Iterable[Problem]) -> list[Problem]:

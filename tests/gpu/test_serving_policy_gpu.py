@@ -18,13 +18,14 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed")
 pytestmark = pytest.mark.gpu
 
-TUNED, UNTUNED = "S=512,D=64", "S=520,D=64"
+#: One head: out of reach of all that ships.
+TUNED, UNTUNED = "S=512,D=64,H=1", "S=520,D=64,H=1"
 TIMEOUT_S = 540
-#: (1, 16, S, 64) through `tuner.attention`, against SDPA in fp64; prints the counters.
+#: (1, 1, S, 64) through `tuner.attention`, against SDPA in fp64; prints the counters.
 CALL = """
 import json, sys, torch, tuner
 length = int(sys.argv[1])
-tensors = [torch.randn(1, 16, length, 64, dtype=torch.float16, device="cuda") for _ in range(3)]
+tensors = [torch.randn(1, 1, length, 64, dtype=torch.float16, device="cuda") for _ in range(3)]
 out = tuner.attention(*tensors)
 wide = torch.nn.functional.scaled_dot_product_attention(*(t.double() for t in tensors))
 stats = tuner.stats()

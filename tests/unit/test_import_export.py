@@ -6,6 +6,7 @@ import copy
 import json
 import sqlite3
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from tuner.measurement import (
     Resources,
     Status,
 )
-from tuner.problem import AttentionProblem, GemmProblem
+from tuner.nearest import drawn
+from tuner.problem import AttentionProblem, GemmProblem, Problem
 from tuner.store import Store, open_store
 from tuner.store.entry import sort_key
 from tuner.store.exchange import Trusted, load, parse, to_text
@@ -124,9 +126,10 @@ def test_filters(filled: Store) -> None:
     assert len(filled.export(problem=PROBLEM, provenance=Provenance.MEASURED)["entries"]) == 1
     assert filled.export(gpu=H100) == {
         "format": "cutlass-tuner-entries",
-        "version": 1,
+        "version": 2,
         "measurements": [],
         "entries": [],
+        "around": [],
     }
     assert len(filled.export(regime=COLD, trials=True)["measurements"]) == 1
 
@@ -246,11 +249,115 @@ BAD: dict[str, tuple[Callable[[Document], None], str]] = {
     "foreign pin": (at("entries.0.pinned", 4), r"entries\[0\]: pinned: .*another problem"),
     "decided twice": (decided_twice, r"entries: .* is decided twice"),
     "when": (at("entries.0.decided_at", "yesterday"), r"entries\[0\]: decided_at: 'yesterday'"),
-    "newer": (at("version", 2), r"version 2, this program reads 1: update cutlass-tuner"),
+    "newer": (at("version", 3), r"version 3, this program reads 2: update cutlass-tuner"),
     "format": (at("format", "x"), r"not a document of entries: format: 'cutlass-tuner-entries'"),
     "extra part": (at("binaries", {}), r"not a document of entries: .*'binaries' was unexpected"),
     "no rows": (at("measurements", DELETE), r"not a document of entries: 'measurements' is"),
 }
+
+
+AROUND = "around.0"
+
+BAD_AROUND: dict[str, tuple[Callable[[Document], None], str]] = {
+    "no such entry": (at(f"{AROUND}.entry", 9), r"around\[0\]: entries\[9\] is not there"),
+    "another's row": (at(f"{AROUND}.configs", [4]), r"around\[0\]: entries\[0\] does not rank .*4"),
+    "no config": (at(f"{AROUND}.configs", []), r"around\[0\]: configs: \[\]"),
+    "more values": (
+        at(f"{AROUND}.shapes.0.1", [1.0, 2.0, 3.0]),
+        r"around\[0\]: shapes: 3 values of 2 configs",
+    ),
+    "no time": (at(f"{AROUND}.shapes.0.1.0", 0), r"around\[0\]: shapes\[0\]\[1\]\[0\]: 0 is not"),
+    "passed without a time": (at(f"{AROUND}.shapes.0.1.0", "ok"), r"\[1\]\[0\]: 'ok' is not valid"),
+    "unknown failure": (at(f"{AROUND}.shapes.0.1.0", "sad"), r"\[1\]\[0\]: 'sad' is not valid"),
+    "endless time": (at(f"{AROUND}.shapes.0.1.0", 10**400), r"shapes\[0\]\[1\]\[0\]: it is not"),
+    "wrong size": (at(f"{AROUND}.shapes.0.0.head_dim", 63), r"around\[0\]: shapes: D=63 has no"),
+    "another operation": (at(f"{AROUND}.shapes.0.0.op", "gemm"), r"around\[0\]: shapes: "),
+    "unknown field": (at(f"{AROUND}.code", "x"), r"around\[0\]: .*'code' was unexpected"),
+    "row is text": (at(AROUND, "x"), r"around\[0\]: 'x' is not of type 'object'"),
+}
+
+
+@pytest.fixture
+def widened(filled: Store) -> Store:
+    """What the winner, cuDNN and others did at shapes around."""
+
+    def quick(config: Config, problem: Problem, us: float | None, **changes: Any) -> Measurement:
+        status = Status.OK if us else Status.WRONG_RESULT
+        row = measured(config, 1, problem=problem, is_final=False, sweep="w")
+        return row.but(status=status, latency_us=us, **changes)
+
+    first, second, third, *_ = drawn(PROBLEM)
+    filled.add(
+        [
+            quick(OWN, first, 99.0, sweep="older"),
+            quick(OWN, first, 20.1234),
+            quick(CUDNN, first, 21.0),
+            quick(OWN, second, None),
+            quick(OWN, third, 5.0, artifacts={"main": "f" * 32}),
+            quick(OWN, third, 5.0, provenance=Provenance.REPLAYED),
+            quick(OWN, third, 5.0, regime=COLD),
+            quick(OWN, third, 5.0, gpu=H100),
+            quick(Config("cutlass_fmha", {"tile_m": 256}), third, 5.0),
+            quick(OWN, replace(PROBLEM, batch=512), 5.0),
+        ]
+    )
+    return filled
+
+
+def test_what_is_around_travels(widened: Store) -> None:
+    document = widened.export(around=drawn)
+    first, second, *_ = drawn(PROBLEM)
+    told = {name: value for name, value in document["around"][0].items() if name != "shapes"}
+    assert told == {
+        "entry": 0,
+        "sweep": "w",
+        "created_at": "2026-10-01T12:00:00.123+00:00",
+        "environment": {"driver": "580.159", "power_limit_w": 700},
+        "configs": [0, 1],
+    }, "the newest of the same kernels, GPU and regime at the shapes that are asked for"
+    assert [len(document["around"]), len(document["around"][0]["shapes"])] == [1, 2]
+    with open_store("sqlite://") as other:
+        assert other.import_(parse(to_text(document))).measurements_added == 5 + 3
+        assert other.export(around=drawn) == document
+        (bad,) = other.measurements(problem=second)
+        assert (bad.config, bad.status, bad.latency_us) == (OWN, Status.WRONG_RESULT, None)
+        own, cudnn = other.measurements(problem=first, final=False)
+        assert (own.latency_us, cudnn.latency_us) == (20.123, 21.0)
+        assert own.artifacts == measured().artifacts and own.error is None
+        again = other.import_(document)
+        assert again.measurements_added == 0
+    assert widened.export()["around"] == [], "where nobody asks"
+
+
+def test_what_is_around_ships(widened: Store) -> None:
+    text = to_text(widened.export(around=drawn))
+    document = Trusted(text.encode())
+    around = {decision.sweep: document.around(decision) for decision in document.decisions}
+    assert [m.problem for m in around["s1"]] == [
+        *sorted((drawn(PROBLEM)[0], drawn(PROBLEM)[0], drawn(PROBLEM)[1]), key=lambda p: p.key)
+    ]
+    assert around["s2"] == around["s3"] == []
+    assert to_text(parse(text)) == text
+
+
+@pytest.mark.parametrize("case", BAD_AROUND)
+def test_what_does_not_fit_around_is_refused(widened: Store, case: str) -> None:
+    change, reason = BAD_AROUND[case]
+    document = copy.deepcopy(widened.export(around=drawn))
+    change(document)
+    with open_store("sqlite://") as other:
+        with pytest.raises(ConfigError, match=reason):
+            other.import_(document)
+        assert other.measurements() == [], "nothing is imported"
+
+
+def test_a_document_of_the_first_version_is_read(filled: Store) -> None:
+    document = {**filled.export(), "version": 1}
+    del document["around"]
+    assert Trusted(json.dumps(document).encode()).decisions
+    with open_store("sqlite://") as other:
+        other.import_(document)
+        assert other.export() == filled.export()
 
 
 @pytest.mark.parametrize("case", BAD)

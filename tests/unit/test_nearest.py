@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import importlib
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,17 +23,20 @@ from tuner.families import families
 from tuner.hardware import GPUS
 from tuner.lookup import lookup
 from tuner.measurement import Environment, Measurement, Provenance, Regime, Status
-from tuner.nearest import LEAST_PASSED, REACH, distance, drawn, lend
+from tuner.nearest import LEAST_PASSED, REACH, Loans, distance, drawn
 from tuner.problem import (
     E4M3,
+    LAYOUTS,
     AttentionProblem,
     GemmProblem,
     GroupedGemmProblem,
+    Layout,
     Problem,
     SoftmaxProblem,
     SwigluProblem,
 )
 from tuner.store import Entry, Store, open_store
+from tuner.store.exchange import to_text
 
 MODULE = importlib.import_module("tuner.lookup")
 H200, WARM = GPUS["H200"], Regime("graph", "warm")
@@ -73,7 +77,7 @@ ENTRY = Entry.of([measured(OWN[0], 12.0), measured(OWN[1], 12.1), measured(CUDNN
 
 
 def lent(entry: Entry, evidence: list[Measurement], problem: Problem = NEAR) -> list[Config]:
-    return [m.config for m in lend(problem, entry, evidence)]
+    return [m.config for m in Loans(entry, evidence).to(problem)]
 
 
 class TestDistance:
@@ -87,9 +91,13 @@ class TestDistance:
     def test_batch_and_heads_are_one(self) -> None:
         assert distance(PROBLEM, AttentionProblem.parse("B=2,H=8,S=1024,D=64")) == 0
 
-    @pytest.mark.parametrize(
-        "other", ["D=128", "D=64,causal=1", "D=64,dtype=bf16", "D=64,layout=bshd"]
-    )
+    def test_another_layout_is_half_an_octave_away(self) -> None:
+        turned = AttentionProblem.parse("S=2048,D=64,layout=bshd")
+        assert distance(PROBLEM, turned) == 2.5
+        assert distance(turned, replace(turned, layout="bshd_bhsd")) == 0.5
+        assert fnmatch.fnmatchcase(turned.key, nearest.class_pattern(PROBLEM))
+
+    @pytest.mark.parametrize("other", ["D=128", "D=64,causal=1", "D=64,dtype=bf16"])
     def test_classes_are_apart(self, other: str) -> None:
         assert distance(PROBLEM, AttentionProblem.parse(f"S=1024,{other}")) == math.inf
 
@@ -156,10 +164,25 @@ class TestDrawn:
     )
     def test_shapes_of_the_class_within_reach(self, problem: Problem) -> None:
         shapes = drawn(problem)
-        assert LEAST_PASSED <= len(shapes) == len(set(shapes)) <= nearest.DRAWN
+        alike = [s for s in shapes if nearest.layout_of(s) == nearest.layout_of(problem)]
+        assert LEAST_PASSED <= len(alike) == len(set(alike)) <= nearest.DRAWN
+        assert alike == list(shapes[: len(alike)]) and len(set(shapes)) == len(shapes)
         assert problem not in shapes
         assert all(distance(problem, shape) <= REACH for shape in shapes)
         assert drawn(problem) == shapes
+
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    def test_every_layout(self, layout: Layout) -> None:
+        """What a model hands over lies as its projections wrote it."""
+        problem = replace(PROBLEM, layout=layout)
+        found = Counter(map(nearest.layout_of, drawn(problem)))
+        others = {other: nearest.DRAWN_ELSEWHERE for other in LAYOUTS if other != layout}
+        assert found == {layout: nearest.DRAWN, **others}
+        assert {replace(problem, layout=other) for other in others} < set(drawn(problem))
+
+    def test_packed_sequences_have_one_layout(self) -> None:
+        packed = AttentionProblem.parse("B=4,S=1024,D=64,varlen=1")
+        assert {nearest.layout_of(shape) for shape in drawn(packed)} == {"bshd"}
 
     def test_tiles_divide_some_and_others_not(self) -> None:
         shapes = [s for s in drawn(PROBLEM) if isinstance(s, AttentionProblem)]
@@ -173,6 +196,15 @@ class TestDrawn:
 class TestLend:
     def test_what_passed_around_is_lent(self) -> None:
         assert lent(ENTRY, around(OWN[0])) == [OWN[0]]
+
+    def test_only_in_a_layout_in_which_it_passed(self) -> None:
+        turned = replace(NEAR, layout="bshd")
+        alike = [m for m in around(OWN[0]) if nearest.layout_of(m.problem) == PROBLEM.layout]
+        assert lent(ENTRY, alike) == [OWN[0]] and lent(ENTRY, alike, turned) == []
+        assert lent(ENTRY, around(OWN[0]), turned) == [OWN[0]]
+        other = replace(PROBLEM, layout="bshd")
+        slower = [*around(OWN[0]), measured(CUDNN, 9.9, other, is_final=False)]
+        assert lent(ENTRY, slower, turned) == [] and lent(ENTRY, slower) == [OWN[0]]
 
     def test_nothing_is_lent_without_evidence(self) -> None:
         assert lent(ENTRY, []) == []
@@ -355,3 +387,51 @@ class TestLookup:
         shown = capsys.readouterr().out
         assert "nearest: tuned for" in shown
         assert "toy_attention tile=0" in shown
+
+
+class TestShipped:
+    """What ships lends too: with it comes what its kernels did around."""
+
+    @pytest.fixture
+    def shipped(
+        self, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> Iterator[None]:
+        with open_store("sqlite://") as other:
+            decide(other)
+            other.add([*around(OWN[0]), *around(OWN[1], 9.0, artifacts={"attention": "b" * 32})])
+            text = to_text(other.export(around=drawn))
+        (tmp_path / "tuned").mkdir()
+        (tmp_path / "tuned" / "a.json").write_text(text)
+        monkeypatch.setattr("tuner.shipped._tuned", lambda: tmp_path / "tuned")
+        MODULE.shipped_index.cache_clear()
+        yield
+
+    @pytest.mark.parametrize("problem", [NEAR, replace(NEAR, layout="bshd")], ids=str)
+    def test_without_a_store(self, shipped: None, tmp_path: Path, problem: Problem) -> None:
+        answer = lookup(problem, gpu=H200, path=tmp_path / "none.sqlite")
+        assert answer is not None and answer.entry.origin == "shipped"
+        assert (answer.kind, [m.config for m in answer.lent]) == ("nearest", [OWN[0]])
+        assert lookup(problem, gpu=GPUS["H100"], path=tmp_path / "none.sqlite") is None
+
+    def test_without_a_store_what_lends_is_read_once(
+        self, shipped: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        made: list[Problem] = []
+        monkeypatch.setattr(nearest, "drawn", lambda p: (made.append(p), drawn(p))[1])
+        for length in range(1100, 1110):
+            problem = replace(NEAR, seqlen_q=length, seqlen_kv=length)
+            assert lookup(problem, gpu=H200, path=tmp_path / "none.sqlite") is not None
+        assert made == [PROBLEM]
+
+    def test_beside_what_is_stored(self, shipped: None, store: Store, path: Path) -> None:
+        assert lookup(NEAR, gpu=H200, path=path) is not None
+        store.add([failed(around(OWN[0])[3], Status.WRONG_RESULT)])
+        assert lookup(NEAR, gpu=H200, path=path) is None
+
+    def test_what_another_compiler_built_here_proved_nothing(
+        self, shipped: None, store: Store, path: Path
+    ) -> None:
+        store.record_build(PROBLEM, OWN[0], {"attention": "a" * 32})
+        assert lookup(NEAR, gpu=H200, path=path) is not None
+        store.record_build(PROBLEM, OWN[0], {"attention": "c" * 32})
+        assert lookup(NEAR, gpu=H200, path=path) is None

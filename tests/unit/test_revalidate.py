@@ -19,7 +19,7 @@ from tuner.hardware import GPUS
 from tuner.job import JobOptions, widen_winner
 from tuner.lookup import close, lookup
 from tuner.measurement import Environment, Measurement, Provenance, Regime, Status
-from tuner.nearest import DRAWN, LEAST_PASSED, drawn
+from tuner.nearest import LEAST_PASSED, drawn
 from tuner.outcome import Outcome
 from tuner.problem import AttentionProblem, Problem
 from tuner.revalidate import LENDERS, revalidate, widen
@@ -33,6 +33,7 @@ H200, WARM = GPUS["H200"], Regime("graph", "warm")
 PROBLEM = AttentionProblem.parse("S=1024,D=64")
 BEFORE, NOW = Environment({"driver": "1"}), Environment({"driver": "2"})
 CUDNN = Config("vendor_sdpa", {"kernel": "cudnn"})
+DRAWN = len(drawn(PROBLEM))
 
 toy = toy_family  # for every test here
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import tarfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from tuner.bundle.format import (
 from tuner.errors import NoValidConfigError
 from tuner.measurement import Measurement, Provenance
 from tuner.output import replacing
+from tuner.shipped import shipped_around
 from tuner.store import Store
 from tuner.store.entry import Entry, canonical, digest_of, is_vendor
 from tuner.store.exchange import Decision, write
@@ -156,25 +157,22 @@ def _document(entries: Sequence[Entry], store: Store) -> dict[str, Any]:
         pinned = number(entry.winner) if entry.pinned else None
         ranking = [number(m) for m in entry.ranking]
         decisions.append(Decision(ranking, pinned, entry.sweep, entry.decided_at))
-        for m in _around(entry, store):
-            number(m)
-    return write(measured, decisions)
+    return write(measured, decisions, [_around(entry, store) for entry in entries])
 
 
-def _around(entry: Entry, store: Store) -> Iterator[Measurement]:
-    ranked = {m.config for m in entry.ranking}
-    for problem in nearest.drawn(entry.problem):
-        yield from (
-            m
-            for m in store.measurements(
-                problem=problem,
-                gpu=entry.gpu,
-                regime=entry.regime,
-                provenance=Provenance.MEASURED,
-                final=False,
-            )
-            if m.config in ranked
+def _around(entry: Entry, store: Store) -> list[Measurement]:
+    stored = [
+        m
+        for problem in nearest.drawn(entry.problem)
+        for m in store.measurements(
+            problem=problem,
+            gpu=entry.gpu,
+            regime=entry.regime,
+            provenance=Provenance.MEASURED,
+            final=False,
         )
+    ]
+    return [*shipped_around(entry), *stored]
 
 
 def _write(out: Path, members: Mapping[str, bytes | Path]) -> tuple[int, str]:

@@ -182,12 +182,15 @@ def _sources(winner: Measurement) -> dict[str, str]:
 
 def export(args: argparse.Namespace) -> int:
     """Write entries as JSON to a file or to standard output."""
+    from tuner import nearest
     from tuner.store.exchange import to_text
 
     with open_store(_url(args), create=False) as store:
         found = store.entries()
         wanted = _wanted(args, found)
-        document = store.export(**wanted, trials=args.trials)
+        # All measurements hold what is around, too.
+        around = None if args.trials else nearest.drawn
+        document = store.export(**wanted, trials=args.trials, around=around)
     text = to_text(document)
     if args.file is None:
         sys.stdout.write(text)

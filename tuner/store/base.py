@@ -20,6 +20,9 @@ SWEEP_STATES = ("running", "done", "interrupted")
 Check = Callable[[Measurement], Sequence[str]]
 """Reasons why an imported measurement cannot be served, beyond what the schema can see."""
 
+Around = Callable[[Problem], Sequence[Problem]]
+"""The shapes around a problem."""
+
 
 @dataclass(frozen=True)
 class SweepRecord:
@@ -203,6 +206,7 @@ class Store(ABC):
         regime: Regime | None = None,
         provenance: Provenance | None = None,
         trials: bool = False,
+        around: Around | None = None,
     ) -> dict[str, Any]:
         """Decisions and their measurements as the document that `import_` reads.
 
@@ -213,6 +217,8 @@ class Store(ABC):
             regime: only of this regime.
             provenance: only of this provenance.
             trials: every measurement, not only those that decisions rank.
+            around: the shapes around a decision's problem at which what its configs did is told,
+                as `nearest.drawn`; default: none.
         """
 
     @abstractmethod

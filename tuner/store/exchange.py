@@ -1,4 +1,5 @@
-"""Export and import: a JSON document of measurements and the decisions that rank them.
+"""Export and import: a JSON document of measurements, the decisions that rank them, and what
+speaks for their kernels at shapes around (`tuner.store.around`).
 
 A document holds data only. `to_text` writes it with one line a measurement. `read` is for documents
 from outside: it checks everything and takes all or nothing. `Trusted` is for the documents that
@@ -19,18 +20,22 @@ from typing import TYPE_CHECKING, Any
 from tuner import resources
 from tuner.errors import ConfigError, StoreError
 from tuner.measurement import Measurement, Provenance, Status
+from tuner.store import around
 from tuner.store.entry import Entry, digest_of, to_row
 
 if TYPE_CHECKING:
     from jsonschema import Draft202012Validator
 
 FORMAT = "cutlass-tuner-entries"
-VERSION = 1
+VERSION = 2
+"""1 had nothing around the decisions; it is read too."""
 
 _HEAD = f'{{\n "format": "{FORMAT}",\n "version": {VERSION},\n "measurements": [\n'
 _BETWEEN = '\n ],\n "entries": [\n'
+_AROUND = '\n ],\n "around": [\n'
 _END = "\n ]\n}\n"
 _COMMA = ",\n"
+_ENTRY = '{"entry":'
 """The layout of `to_text`: a line break ends a row, for JSON escapes those in texts."""
 
 #: Most of a row's faults are consequences of the first ones.
@@ -46,34 +51,59 @@ class Decision:
     sweep: str
     decided_at: str
 
+    @property
+    def numbers(self) -> list[int]:
+        """What it ranks, and what it pins."""
+        return [*self.ranking, *([] if self.pinned is None else [self.pinned])]
+
     def renumbered(self, ids: Sequence[int] | Mapping[int, int]) -> Decision:
         """The same decision by other numbers."""
         pinned = None if self.pinned is None else ids[self.pinned]
         return Decision([ids[n] for n in self.ranking], pinned, self.sweep, self.decided_at)
 
 
-def write(measured: Mapping[int, Measurement], decisions: Iterable[Decision]) -> dict[str, Any]:
-    """The document of some measurements and decisions; equal content, equal document."""
+def write(
+    measured: Mapping[int, Measurement],
+    decisions: Sequence[Decision],
+    evidence: Sequence[Iterable[Measurement]] = (),
+) -> dict[str, Any]:
+    """The document of some measurements and decisions; equal content, equal document.
+
+    Args:
+        measured: by number.
+        decisions: by these numbers.
+        evidence: of each decision, quick measurements of its configs at other shapes.
+    """
     order = sorted(measured, key=lambda id: _order(measured[id]))
     row = {id: number for number, id in enumerate(order)}
-    entries = sorted((d.renumbered(row) for d in decisions), key=lambda d: d.ranking)
+    pairs = zip(decisions, evidence or ((),) * len(decisions), strict=True)
+    entries = [(d.renumbered(row), of_decision) for d, of_decision in pairs]
+    entries.sort(key=lambda pair: pair[0].ranking)
     return {
         "format": FORMAT,
         "version": VERSION,
         "measurements": [_row(measured[id]) for id in order],
-        "entries": [asdict(decision) for decision in entries],
+        "entries": [asdict(decision) for decision, _ in entries],
+        "around": [
+            found
+            for number, (decision, of_decision) in enumerate(entries)
+            for found in around.rows(
+                number, {n: measured[order[n]] for n in decision.numbers}, of_decision
+            )
+        ],
     }
 
 
 def to_text(document: Mapping[str, Any]) -> str:
-    """A document as JSON text, each measurement and each decision on a line of its own."""
-    measurements, entries = (
+    """A document as JSON text, each of its rows on a line of its own."""
+    measurements, entries, nearby = (
         _COMMA.join(
-            json.dumps(row, separators=(",", ":"), allow_nan=False) for row in document[part]
+            json.dumps(row, separators=(",", ":"), allow_nan=False)
+            for row in document.get(part, ())
         )
-        for part in ("measurements", "entries")
+        for part in ("measurements", "entries", "around")
     )
-    return f"{_HEAD}{measurements}{_BETWEEN}{entries}{_END}"
+    return f"{_HEAD}{measurements}{_BETWEEN}{entries}{_AROUND}{nearby}{_END}"
 
 
 def _order(measurement: Measurement) -> tuple[Any, ...]:
@@ -170,10 +200,10 @@ def _validators() -> dict[str, Draft202012Validator]:
         raise StoreError(f"the schema of imports is missing: {path}") from exc
     # The document's own schema looks at its outline; rows are looked at one by one.
     outline = {**schema, "properties": {**schema["properties"]}}
-    for name in ("measurements", "entries"):
+    for name in ("measurements", "entries", "around"):
         outline["properties"][name] = {"type": "array"}
     parts = {"outline": outline}
-    for name in ("measurement", "entry"):
+    for name in ("measurement", "entry", "around"):
         parts[name] = {"$defs": schema["$defs"], "$ref": f"#/$defs/{name}"}
     return {name: Draft202012Validator(part) for name, part in parts.items()}
 
@@ -189,7 +219,8 @@ def _schema_faults(kind: str, value: Any) -> Iterator[str]:
 def read(
     document: Any, check: Callable[[Measurement], Sequence[str]] | None = None
 ) -> tuple[list[Measurement], list[Decision]]:
-    """Check a document from outside and take its content.
+    """Check a document from outside and take its content; what it tells around its decisions comes
+    behind its measurements.
 
     Args:
         document: parsed JSON.
@@ -213,15 +244,21 @@ def read(
         measurement, reasons = _measurement(row)
         faults += [f"measurements[{number}]: {reason}" for reason in reasons[:_FAULTS_PER_ROW]]
         measured.append(measurement)
-    decisions = []
+    sound: dict[int, Decision] = {}
     for number, row in enumerate(document["entries"]):
         reasons = list(_schema_faults("entry", row)) or _entry_faults(row, measured)
         faults += [f"entries[{number}]: {reason}" for reason in reasons[:_FAULTS_PER_ROW]]
         if not reasons:
-            decisions.append(Decision(**row))
+            sound[number] = Decision(**row)
+    decisions = list(sound.values())
     faults += _repeated(decisions, measured)
+    nearby: list[Measurement] = []
+    for number, row in enumerate(document.get("around", ())):
+        found, reasons = _around(row, sound, measured)
+        faults += [f"around[{number}]: {reason}" for reason in reasons[:_FAULTS_PER_ROW]]
+        nearby += found
     if check is not None:
-        served = {n for d in decisions for n in (*d.ranking, d.pinned) if n is not None}
+        served = {n for d in decisions for n in d.numbers}
         for number in sorted(served):
             if measurement := measured[number]:
                 faults += [f"measurements[{number}]: {r}" for r in check(measurement)]
@@ -229,7 +266,32 @@ def read(
         count = len({fault.partition(":")[0] for fault in faults})
         rows = "row does" if count == 1 else "rows do"
         raise ConfigError("\n  ".join([f"nothing was imported, {count} {rows} not fit:", *faults]))
-    return [m for m in measured if m is not None], decisions
+    return [*(m for m in measured if m is not None), *nearby], decisions
+
+
+def _around(
+    row: Any, entries: Mapping[int, Decision], measured: Sequence[Measurement | None]
+) -> tuple[list[Measurement], list[str]]:
+    """The measurements of a row of ``around``, or why it does not fit."""
+    try:
+        reasons = list(_schema_faults("around", row))
+        reasons += [f"{name}: it is not finite" for name in _infinite(row)]
+        if reasons:
+            return [], reasons
+        entry = entries.get(row["entry"])
+        if entry is None:
+            return [], [f"entries[{row['entry']}] is not there, or does not fit"]
+        if other := set(row["configs"]) - set(entry.numbers):
+            return [], [f"entries[{row['entry']}] does not rank measurements[{min(other)}]"]
+        ranked = [m for n in row["configs"] if (m := measured[n]) is not None]
+        found = around.measurements(row, ranked)
+    except RecursionError:
+        return [], ["shapes: nested too deeply"]
+    except (ValueError, KeyError, TypeError) as exc:  # ConfigError among them
+        return [], [f"shapes: {exc}"]
+    if any(m.problem.op != ranked[0].problem.op for m in found):
+        return [], ["shapes: one is of another operation"]
+    return found, []
 
 
 def _measurement(row: Any) -> tuple[Measurement | None, list[str]]:
@@ -263,11 +325,14 @@ def _infinite(value: Any, name: str = "") -> Iterator[str]:
     elif isinstance(value, dict):
         for key, inner in value.items():
             yield from _infinite(inner, f"{name}.{key}".removeprefix("."))
+    elif isinstance(value, list):
+        for number, inner in enumerate(value):
+            yield from _infinite(inner, f"{name}[{number}]")
 
 
 def _entry_faults(row: Mapping[str, Any], measured: Sequence[Measurement | None]) -> list[str]:
     pinned = row["pinned"]
-    numbers = [*row["ranking"], *([] if pinned is None else [pinned])]
+    numbers = Decision(**row).numbers
     if missing := [n for n in numbers if n >= len(measured)]:
         return [f"there is no measurements[{missing[0]}]"]
     if unfit := [n for n in numbers if measured[n] is None]:
@@ -309,9 +374,8 @@ def servable(
     """The decisions all of whose measurements may be served, and the others' labels and reasons."""
     allowed, refused = [], []
     for decision in decisions:
-        numbers = [*decision.ranking, *([] if decision.pinned is None else [decision.pinned])]
-        if reasons := [reason for n in numbers for reason in check(measured[n])]:
-            first = measured[numbers[0]]
+        if reasons := [reason for n in decision.numbers for reason in check(measured[n])]:
+            first = measured[decision.ranking[0]]
             label = f"{first.problem.label()} on {first.gpu.name} ({first.regime})"
             refused.append(f"{label}: {reasons[0]}")
         else:
@@ -333,10 +397,15 @@ class Trusted:
     def __init__(self, text: bytes) -> None:
         if not text.startswith(_HEAD.encode()):
             text = to_text(json.loads(text)).encode()
-        measurements, entries = text.split(_BETWEEN.encode())
+        measurements, rest = text.split(_BETWEEN.encode())
+        entries, nearby = rest.removesuffix(_END.encode()).split(_AROUND.encode())
         self._measurements = measurements[len(_HEAD) :].split(_COMMA.encode())
-        rows = json.loads(b"[%b]" % entries.removesuffix(_END.encode()))
-        self.decisions = [Decision(**row) for row in rows]
+        self.decisions = [Decision(**row) for row in json.loads(b"[%b]" % entries)]
+        self._around: dict[int, list[bytes]] = {}
+        for line in nearby.split(_COMMA.encode()) if nearby else ():
+            # "entry" comes first: of a line that is not asked for no more is read.
+            number = int(line[len(_ENTRY) : line.index(b",")])
+            self._around.setdefault(number, []).append(line)
 
     def row(self, number: int) -> dict[str, Any]:
         """A measurement as it is written."""
@@ -345,16 +414,23 @@ class Trusted:
 
     def entry(self, decision: Decision, origin: str) -> Entry:
         """The entry of one of the decisions."""
-
-        def measurement(number: int) -> Measurement:
-            row = self.row(number)
-            del row["config_digest"]
-            return Measurement.from_json(row)
-
         return Entry.of(
-            [measurement(number) for number in decision.ranking],
-            pin=None if decision.pinned is None else measurement(decision.pinned),
+            [self._measurement(number) for number in decision.ranking],
+            pin=None if decision.pinned is None else self._measurement(decision.pinned),
             origin=origin,
             sweep=decision.sweep,
             decided_at=decision.decided_at,
         )
+
+    def around(self, decision: Decision) -> list[Measurement]:
+        """What the configs of one of the decisions did at other shapes, oldest first."""
+        found: list[Measurement] = []
+        for line in self._around.get(self.decisions.index(decision), ()):
+            row = json.loads(line)
+            found += around.measurements(row, [self._measurement(n) for n in row["configs"]])
+        return found
+
+    def _measurement(self, number: int) -> Measurement:
+        row = self.row(number)
+        del row["config_digest"]
+        return Measurement.from_json(row)

@@ -54,7 +54,8 @@ class StoreFile:
         try:
             status = self._path.stat()
         except (FileNotFoundError, NotADirectoryError):
-            if connection := self.close():
+            # What was read while there was none is as good as before.
+            if self._connection is not None and (connection := self.close()):
                 connection.close()
             return
         except OSError as exc:

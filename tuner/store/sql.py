@@ -21,6 +21,7 @@ from tuner.store import exchange, models
 from tuner.store import statements as run
 from tuner.store.base import (
     SWEEP_STATES,
+    Around,
     Check,
     EnvironmentRecord,
     ImportReport,
@@ -321,6 +322,7 @@ class SqlStore(Store):
         regime: Regime | None = None,
         provenance: Provenance | None = None,
         trials: bool = False,
+        around: Around | None = None,
     ) -> dict[str, Any]:
         # The tables, not the view: a document holds what was measured, not what was built since.
         chosen: sa.Select[Any] = sa.select(
@@ -335,16 +337,38 @@ class SqlStore(Store):
         with self.transaction(write=False) as connection:
             measured = dict(self._read(connection.execute(rows)))
             places = connection.execute(chosen.order_by(_W.c.id, _R.c.position)).mappings().all()
-        decisions: dict[int, exchange.Decision] = {}
-        for place in places:
-            decision = decisions.setdefault(
-                place["id"], exchange.Decision([], None, place["sweep"], place["decided_at"])
-            )
-            if place["position"] == PINNED:
-                decision.pinned = place["measurement_id"]
-            else:
-                decision.ranking.append(place["measurement_id"])
-        return exchange.write(measured, decisions.values())
+            by_id: dict[int, exchange.Decision] = {}
+            for place in places:
+                decision = by_id.setdefault(
+                    place["id"], exchange.Decision([], None, place["sweep"], place["decided_at"])
+                )
+                if place["position"] == PINNED:
+                    decision.pinned = place["measurement_id"]
+                else:
+                    decision.ranking.append(place["measurement_id"])
+            decisions = list(by_id.values())
+            evidence = []
+            if around is not None:
+                ranked = ([measured[id] for id in decision.numbers] for decision in decisions)
+                evidence = [self._evidence(connection, found, around) for found in ranked]
+        return exchange.write(measured, decisions, evidence)
+
+    def _evidence(
+        self, connection: sa.Connection, ranked: Sequence[Measurement], around: Around
+    ) -> list[Measurement]:
+        """Quick measurements of ranked configs at the shapes around, oldest first."""
+        first = ranked[0]
+        if first.provenance is not Provenance.MEASURED:
+            return []
+        query = run.MEASUREMENTS.where(
+            _P.c.key.in_([problem.key for problem in around(first.problem)]),
+            _M.c.config_digest.in_([m.config.digest for m in ranked]),
+            _M.c.regime == str(first.regime),
+            _M.c.provenance == Provenance.MEASURED.value,
+            _M.c.is_final.is_(False),
+            _G.c.identity == first.gpu.identity,
+        )
+        return [m for _, m in self._read(connection.execute(query.order_by(_M.c.id)))]
 
     def import_(
         self, document: Mapping[str, Any], *, origin: str = "imported", check: Check | None = None
