@@ -198,10 +198,17 @@ def test_the_runtime_s_dispatcher_is_built_too(
     assert "dispatcher: not built, no C++ compiler" in capsys.readouterr().err
 
 
-def test_what_the_rule_chooses_is_built_where_nothing_is_measured(
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize(
+    ("shape", "said"),
+    [
+        ("S=1999,D=64", "nearest: tuned for B=1,H=16,S=2048,D=64"),
+        ("B=128,H=64,S=1999,D=64", "by a rule ("),
+    ],
+)
+def test_what_would_serve_is_built_where_nothing_is_measured(
+    shape: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run("--shape", "S=1999,D=64", "--gpu", "H200") == 0
+    assert run("--shape", shape, "--gpu", "H200") == 0
     captured = capsys.readouterr()
-    assert "nothing is measured there: by a rule (" in captured.err
+    assert f"nothing is measured there: {said}" in captured.err
     assert "fused_attention: 1 compiled" in captured.out or "1 there already" in captured.out

@@ -86,11 +86,13 @@ def printed(code: str, site: Path) -> str:
 def test_an_installed_wheel_answers_a_shape_that_nobody_tuned(site: Path) -> None:
     code = (
         "import tuner\n"
-        "problem = tuner.AttentionProblem.parse('S=1999,D=64')\n"
-        "answer = tuner.lookup(problem, gpu='H200')\n"
+        "near, far = map(tuner.AttentionProblem.parse, ('S=1999,D=64', 'S=1999,D=64,H=1'))\n"
+        "print(tuner.lookup(near, gpu='H200').kind)\n"
+        "answer = tuner.lookup(far, gpu='H200')\n"
         "print(answer.kind, answer.ruled.regret.mean > 0, tuner.__file__)"
     )
-    assert printed(code, site).split() == ["rule", "True", str(site / "tuner" / "__init__.py")]
+    found = ["nearest", "rule", "True", str(site / "tuner" / "__init__.py")]
+    assert printed(code, site).split() == found
 
 
 def test_an_installed_wheel_reads_its_own_data(site: Path) -> None:

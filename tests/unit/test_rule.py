@@ -27,7 +27,7 @@ from tuner.store import open_store
 
 LOOKUP = importlib.import_module("tuner.lookup")
 REGIME = Regime.default("attention")
-UNTUNED = AttentionProblem.parse("S=1999,D=64")
+UNTUNED = AttentionProblem.parse("S=1999,D=64,H=1")
 CUDNN, FLASH = (Config("vendor_sdpa", {"kernel": name}) for name in ("cudnn", "flash2"))
 
 
@@ -153,12 +153,12 @@ def test_a_feature_that_was_never_measured_is_said(ships: Rule) -> None:
 
 
 def test_the_command_says_it(ships: Rule, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["lookup", "--shape", "S=1999,D=64", "--gpu", "H200"]) == 0
+    assert main(["lookup", "--shape", "S=1999,D=64,H=1", "--gpu", "H200"]) == 0
     out = capsys.readouterr().out
     assert "answer       rule" in out
     assert "regret       left out: mean" in out
     assert "time " not in out
-    assert main(["lookup", "--shape", "S=1999,D=64", "--gpu", "H200", "--json"]) == 0
+    assert main(["lookup", "--shape", "S=1999,D=64,H=1", "--gpu", "H200", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["kind"] == "rule"
     assert answer["provenance"] == "predicted"

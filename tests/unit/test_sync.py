@@ -49,7 +49,7 @@ class TestSync:
     def test_lookup_finds_what_the_service_decided_and_follows_it(
         self, served: str, store: Store, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        other = AttentionProblem.parse("S=704,D=64")
+        other = AttentionProblem.parse("S=704,D=64,H=1")
         assert self.sync(capsys, served)["entries_added"] == 1
         assert self.found() == 12.0
         answer = lookup(PROBLEM, gpu=H200)
