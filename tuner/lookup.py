@@ -316,7 +316,7 @@ class _Reader:
             self._file.refresh()
             if key not in self._answers:
                 if len(self._answers) >= _MAX_ANSWERS:
-                    self._answers.clear()
+                    self._forget()
                 candidates = self._candidates(problem, regime)
                 found = choose(candidates, identity, allow_other_gpu)
                 if found is None or not found.exact or found.entry.provenance != PROVENANCES[0]:

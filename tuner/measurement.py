@@ -132,6 +132,10 @@ class Clocks:
     """Names of the throttle reasons seen during the accepted rounds."""
 
 
+#: The machine was full, or a vendor's library was not there.
+_NO_VERDICT = (Status.OUT_OF_MEMORY, Status.UNAVAILABLE)
+
+
 @dataclass(frozen=True)
 class Measurement:
     """One evaluation of one config on one problem, GPU, environment and regime. Immutable."""
@@ -169,6 +173,11 @@ class Measurement:
     @property
     def ok(self) -> bool:
         return self.status is Status.OK and self.latency_us is not None
+
+    @property
+    def is_fault(self) -> bool:
+        """Whether it speaks against its kernels: they ran and did not pass."""
+        return not self.ok and self.status not in _NO_VERDICT
 
     @property
     def tflops(self) -> float | None:

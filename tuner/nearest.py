@@ -8,8 +8,8 @@ memory: operation, types, mask and head dimension are equal. Between two of a cl
 2. these kernels passed the gate at `LEAST_PASSED` or more of the shapes that `drawn` names around
    the tuned problem, in that layout too, and failed at none (`tuner sweep` and `tuner widen` run
    them there);
-3. at the nearest of the measured shapes it was not slower than PyTorch's own kernels, which answer
-   where nothing is lent.
+3. at the nearest of the measured shapes of that layout it was not slower than PyTorch's own
+   kernels, which answer where nothing is lent.
 
 Of several configs the one with the least estimated time comes first: its time at the nearest
 measured shape, scaled by what the family's cost estimate makes of the difference. From the recorded
@@ -36,7 +36,7 @@ from tuner.families import families
 from tuner.families.base import FOREIGN
 from tuner.families.vendor_sdpa import PEERS, VARIANTS
 from tuner.hardware import TMA_ALIGNMENT_BYTES
-from tuner.measurement import Measurement, Status
+from tuner.measurement import Measurement
 from tuner.problem import (
     DTYPE_BYTES,
     LAYOUTS,
@@ -64,9 +64,6 @@ ASKED = 8
 """Tuned problems that are asked in turn whether they lend something."""
 
 _ATTEMPTS = 1000
-#: Say nothing of a kernel: the machine was full, or a vendor's library was not there.
-_NO_VERDICT = (Status.OUT_OF_MEMORY, Status.UNAVAILABLE)
-
 #: Fields in which problems of a class differ: sizes, and attention's layout, whose strides its
 #: kernels are told when they run.
 _FREE: Mapping[str, frozenset[str]] = {
@@ -281,11 +278,6 @@ def is_pytorchs(config: Config) -> bool:
     return is_vendor(config) and config.get("kernel") not in {*PEERS, *VARIANTS}
 
 
-def is_fault(measurement: Measurement) -> bool:
-    """Whether it speaks against its kernels: they ran and did not pass."""
-    return not measurement.ok and measurement.status not in _NO_VERDICT
-
-
 def fits(problem: Problem, measurement: Measurement) -> bool:
     """Whether an own config is legal for a problem with the kernels that it was measured with."""
     config = measurement.config
@@ -306,29 +298,34 @@ class Loans:
     Args:
         entry: measured.
         evidence: quick measurements at `drawn(entry.problem)` on the entry's GPU and under its
-            regime, oldest first; of equal ones the newest counts.
+            regime; of one config at one shape the newest that is a verdict counts.
     """
 
     def __init__(self, entry: Entry, evidence: Iterable[Measurement]) -> None:
         self._problem = entry.problem
         seen: dict[tuple[Problem, str], Measurement] = {}
-        for m in [*evidence, *entry.ranking]:
-            if m.ok or is_fault(m):
+        for m in [*sorted(evidence, key=lambda m: m.created_at), *entry.ranking]:
+            if m.ok or m.is_fault:
                 seen[m.problem, m.config.digest] = m
         rivals: dict[Problem, float] = {}
         """The fastest of PyTorch's own."""
         for m in seen.values():
             if m.latency_us is not None and is_pytorchs(m.config):
                 rivals[m.problem] = min(m.latency_us, rivals.get(m.problem, math.inf))
-        self._homes: list[tuple[Measurement, dict[Problem, float]]] = []
+        self._homes: list[tuple[Measurement, dict[Problem, float | None]]] = []
         """Each config that lends, and of the shapes where it was measured the time over its
-        estimate; not a number where it was slower than PyTorch's."""
+        estimate; None where it was slower than PyTorch's."""
         for lender in lenders(entry):
             own = [m for m in seen.values() if _is_of(m, lender)]
             if len(own) >= LEAST_PASSED and all(m.ok for m in own):
                 homes = {m.problem: _scale(m, rivals) for m in [lender, *own]}
                 self._homes.append((lender, homes))
         self._shapes = {shape for _, homes in self._homes for shape in homes}
+
+    @property
+    def configs(self) -> tuple[Config, ...]:
+        """Those that passed around."""
+        return tuple(m.config for m, _ in self._homes)
 
     def to(self, problem: Problem) -> tuple[Measurement, ...]:
         """The configs that are lent to `problem`, which nobody tuned, best first.
@@ -338,15 +335,18 @@ class Loans:
         """
         if not self._homes or distance(problem, self._problem) > REACH:
             return ()
-        away = {shape: (distance(problem, shape), shape.key) for shape in self._shapes}
+        layout = layout_of(problem)
+        away = {
+            shape: (distance(problem, shape), shape.key)
+            for shape in self._shapes
+            if layout_of(shape) == layout
+        }
         estimated = []
         for m, homes in self._homes:
-            home = min(homes, key=away.__getitem__)
-            if layout_of(problem) not in map(layout_of, homes):
-                continue
-            scale = homes[home]
+            home = min(homes.keys() & away.keys(), key=away.__getitem__, default=None)
+            scale = None if home is None else homes[home]
             # Whether it passed around costs a tenth of whether it is legal here.
-            if not math.isnan(scale) and fits(problem, m):
+            if scale is not None and fits(problem, m):
                 here = families()[m.config.family].predict_us(problem, m.config, m.gpu)
                 estimated.append((scale * here, m.config.digest, m))
         return tuple(m for _, _, m in sorted(estimated, key=lambda item: item[:2]))
@@ -361,13 +361,13 @@ def _is_of(m: Measurement, lender: Measurement) -> bool:
     )
 
 
-def _scale(m: Measurement, rivals: Mapping[Problem, float]) -> float:
+def _scale(m: Measurement, rivals: Mapping[Problem, float]) -> float | None:
     if m.latency_us is None or m.latency_us > rivals.get(m.problem, math.inf):
-        return math.nan
+        return None
     try:
         return m.latency_us / families()[m.config.family].predict_us(m.problem, m.config, m.gpu)
     except FOREIGN:
-        return math.nan
+        return None
 
 
 def nearest_first(problem: Problem, others: Iterable[Problem]) -> list[Problem]:

@@ -216,7 +216,7 @@ def _lender(measurement: Measurement, seen: Sequence[Measurement]) -> Lender:
     return Lender(
         measurement,
         passed=sum(m.ok for m in mine),
-        failed=tuple(m for m in mine if nearest.is_fault(m)),
+        failed=tuple(m for m in mine if m.is_fault),
         over_pytorch=math.exp(sum(logs) / len(logs)) if logs else None,
     )
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tuner.cli import main
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.hardware import GPUS
@@ -24,7 +25,7 @@ from tuner.measurement import (
     Resources,
     Status,
 )
-from tuner.nearest import drawn
+from tuner.nearest import Loans, drawn
 from tuner.problem import AttentionProblem, GemmProblem, Problem
 from tuner.store import Store, open_store
 from tuner.store.entry import sort_key
@@ -258,6 +259,12 @@ BAD: dict[str, tuple[Callable[[Document], None], str]] = {
 
 AROUND = "around.0"
 
+
+def row_of_many(number: int) -> Document:
+    shapes = [[{"batch": 99 + 40 * number + n}, [1.0], ""] for n in range(40)]
+    return {"entry": 0, "sweep": "", "environment": {}, "configs": [0], "shapes": shapes}
+
+
 BAD_AROUND: dict[str, tuple[Callable[[Document], None], str]] = {
     "no such entry": (at(f"{AROUND}.entry", 9), r"around\[0\]: entries\[9\] is not there"),
     "another's row": (at(f"{AROUND}.configs", [4]), r"around\[0\]: entries\[0\] does not rank .*4"),
@@ -271,9 +278,19 @@ BAD_AROUND: dict[str, tuple[Callable[[Document], None], str]] = {
     "unknown failure": (at(f"{AROUND}.shapes.0.1.0", "sad"), r"\[1\]\[0\]: 'sad' is not valid"),
     "endless time": (at(f"{AROUND}.shapes.0.1.0", 10**400), r"shapes\[0\]\[1\]\[0\]: it is not"),
     "wrong size": (at(f"{AROUND}.shapes.0.0.head_dim", 63), r"around\[0\]: shapes: D=63 has no"),
-    "another operation": (at(f"{AROUND}.shapes.0.0.op", "gemm"), r"around\[0\]: shapes: "),
+    "another operation": (at(f"{AROUND}.shapes.0.0.op", "gemm"), r"shapes: unknown field"),
     "unknown field": (at(f"{AROUND}.code", "x"), r"around\[0\]: .*'code' was unexpected"),
     "row is text": (at(AROUND, "x"), r"around\[0\]: 'x' is not of type 'object'"),
+    "half a character": (at(f"{AROUND}.environment.driver", "\ud800"), r"surrogates not allowed"),
+    "half a name": (at(f"{AROUND}.sweep", "\ud800"), r"around\[0\]: sweep: .* does not match"),
+    "told twice": (
+        lambda document: document["around"].append(document["around"][0]),
+        r"around\[1\]: shapes: a config at one shape is told twice",
+    ),
+    "more shapes than anyone draws": (
+        lambda document: document["around"].extend(row_of_many(n) for n in range(2)),
+        r"around: entries\[0\] has 82 shapes \(allowed: 64\)",
+    ),
 }
 
 
@@ -289,8 +306,11 @@ def widened(filled: Store) -> Store:
     first, second, third, *_ = drawn(PROBLEM)
     filled.add(
         [
-            quick(OWN, first, 99.0, sweep="older"),
             quick(OWN, first, 20.1234),
+            quick(OWN, first, 99.0, sweep="older", created_at="2026-09-01T12:00:00+00:00"),
+            quick(CUDNN, second, None).but(
+                status=Status.OUT_OF_MEMORY, created_at="2026-11-01T12:00:00+00:00"
+            ),
             quick(CUDNN, first, 21.0),
             quick(OWN, second, None),
             quick(OWN, third, 5.0, artifacts={"main": "f" * 32}),
@@ -311,10 +331,11 @@ def test_what_is_around_travels(widened: Store) -> None:
     assert told == {
         "entry": 0,
         "sweep": "w",
-        "created_at": "2026-10-01T12:00:00.123+00:00",
         "environment": {"driver": "580.159", "power_limit_w": 700},
         "configs": [0, 1],
-    }, "the newest of the same kernels, GPU and regime at the shapes that are asked for"
+    }, "the newest verdict of the same kernels, GPU and regime at the shapes that are asked for"
+    shapes = {values[0]: when for _, values, when in document["around"][0]["shapes"]}
+    assert shapes == dict.fromkeys((20.123, "wrong_result"), "2026-10-01T12:00:00.123+00:00")
     assert [len(document["around"]), len(document["around"][0]["shapes"])] == [1, 2]
     with open_store("sqlite://") as other:
         assert other.import_(parse(to_text(document))).measurements_added == 5 + 3
@@ -329,6 +350,21 @@ def test_what_is_around_travels(widened: Store) -> None:
     assert widened.export()["around"] == [], "where nobody asks"
 
 
+@pytest.mark.parametrize("trials", [[], ["--trials"]])
+def test_the_command_exports_what_is_around(
+    widened: Store, tmp_path: Path, trials: list[str]
+) -> None:
+    url, file = f"sqlite:///{tmp_path}/s.sqlite", tmp_path / "e.json"
+    with open_store(url) as store:
+        store.import_(widened.export(trials=True))
+    command = ["export", str(file), "--store", url, "--gpu", "H200", *trials]
+    assert main([*command, "--shape", PROBLEM.label()]) == 0
+    assert len(load(file)["around"]) == 1
+    assert main(command) == 0
+    held = [m for m in load(file)["measurements"] if m["problem"] != PROBLEM.to_json()]
+    assert (len(load(file)["around"]), len(held) > 5) == ((0, True) if trials else (1, False))
+
+
 def test_what_is_around_ships(widened: Store) -> None:
     text = to_text(widened.export(around=drawn))
     document = Trusted(text.encode())
@@ -338,6 +374,8 @@ def test_what_is_around_ships(widened: Store) -> None:
     ]
     assert around["s2"] == around["s3"] == []
     assert to_text(parse(text)) == text
+    for other in (json.dumps(parse(text), sort_keys=True), json.dumps(parse(text), indent=1)):
+        assert Trusted(other.encode()).around(document.decisions[0]) == around["s1"]
 
 
 @pytest.mark.parametrize("case", BAD_AROUND)
@@ -349,6 +387,38 @@ def test_what_does_not_fit_around_is_refused(widened: Store, case: str) -> None:
         with pytest.raises(ConfigError, match=reason):
             other.import_(document)
         assert other.measurements() == [], "nothing is imported"
+
+
+def test_an_old_file_takes_no_verdict_back(widened: Store) -> None:
+    """Measured here, exported, found to be wrong, and imported again."""
+    (entry,) = widened.entries(problem=PROBLEM, provenance=Provenance.MEASURED)
+    shapes = drawn(PROBLEM)
+    passed = measured(OWN, 9.0, is_final=False, created_at="2026-10-01T12:00:00+00:00")
+    widened.unpin(PROBLEM, H200, WARM)
+    widened.add([passed.but(problem=shape) for shape in shapes[3:12]])
+    document = widened.export(around=drawn)
+    bad = passed.but(status=Status.WRONG_RESULT, latency_us=None, created_at="2026-10-02")
+    widened.add([bad.but(problem=shape) for shape in shapes[3:12]])
+    widened.import_(document)
+    assert Loans(entry, widened.evidence(entry.ranking, shapes)).configs == ()
+    told = [v for row in widened.export(around=drawn)["around"] for _, v, _ in row["shapes"]]
+    assert [values[0] for values in told].count("wrong_result") == 1 + 9
+
+
+def test_what_two_decisions_have_around_is_one_measurement(store: Store) -> None:
+    near = next(s for s in drawn(PROBLEM) if set(drawn(s)) & set(drawn(PROBLEM)))
+    (shared, *_) = sorted(set(drawn(near)) & set(drawn(PROBLEM)), key=lambda p: p.key)
+    for number, problem in enumerate((PROBLEM, near)):
+        store.decide(problem, H200, WARM, [measured(problem=problem)], f"s{number}")
+        apart = [s for s in drawn(problem) if s != shared][number]
+        when = f"2026-10-0{5 - number}T12:00:00+00:00"
+        store.add([measured(problem=apart, is_final=False, sweep="w", created_at=when)])
+    store.add([measured(problem=shared, is_final=False, sweep="w")])
+    document = store.export(around=drawn)
+    with open_store("sqlite://") as other:
+        other.import_(document)
+        assert len(other.measurements(problem=shared)) == 1
+        assert other.export(around=drawn) == document
 
 
 def test_a_document_of_the_first_version_is_read(filled: Store) -> None:

@@ -199,6 +199,7 @@ class TestLend:
 
     def test_only_in_a_layout_in_which_it_passed(self) -> None:
         turned = replace(NEAR, layout="bshd")
+        assert lent(ENTRY, around(OWN[0]), turned) == [OWN[0]]
         alike = [m for m in around(OWN[0]) if nearest.layout_of(m.problem) == PROBLEM.layout]
         assert lent(ENTRY, alike) == [OWN[0]] and lent(ENTRY, alike, turned) == []
         assert lent(ENTRY, around(OWN[0]), turned) == [OWN[0]]

@@ -18,6 +18,7 @@ from tuner.hardware import GPUS
 from tuner.job import read_problems
 from tuner.lookup import lookup, shipped
 from tuner.measurement import Provenance, Regime
+from tuner.nearest import Loans
 from tuner.problem import (
     E4M3,
     PROBLEMS,
@@ -271,8 +272,8 @@ def test_what_ships_serves_the_sizes_between(shape: str, op: str, tmp_path: Path
 def test_how_much_ships_that_serves_the_sizes_between() -> None:
     """As cache/README.md says."""
     found = {
-        gpu: (sum(bool(shipped_around(e)) for e in of_gpu), len(of_gpu))
+        gpu: (sum(bool(Loans(e, shipped_around(e)).configs) for e in of_gpu), len(of_gpu))
         for gpu in ("H200", "H100")
         if (of_gpu := [e for e in shipped() if e.gpu == GPUS[gpu]])
     }
-    assert found == {"H200": (236, 251), "H100": (19, 46)}
+    assert found == {"H200": (231, 251), "H100": (17, 46)}

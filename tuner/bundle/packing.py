@@ -23,7 +23,7 @@ from tuner.bundle.format import (
     this_platform,
 )
 from tuner.errors import NoValidConfigError
-from tuner.measurement import Measurement, Provenance
+from tuner.measurement import Measurement
 from tuner.output import replacing
 from tuner.shipped import shipped_around
 from tuner.store import Store
@@ -157,22 +157,10 @@ def _document(entries: Sequence[Entry], store: Store) -> dict[str, Any]:
         pinned = number(entry.winner) if entry.pinned else None
         ranking = [number(m) for m in entry.ranking]
         decisions.append(Decision(ranking, pinned, entry.sweep, entry.decided_at))
-    return write(measured, decisions, [_around(entry, store) for entry in entries])
-
-
-def _around(entry: Entry, store: Store) -> list[Measurement]:
-    stored = [
-        m
-        for problem in nearest.drawn(entry.problem)
-        for m in store.measurements(
-            problem=problem,
-            gpu=entry.gpu,
-            regime=entry.regime,
-            provenance=Provenance.MEASURED,
-            final=False,
-        )
+    evidence = [
+        [*shipped_around(e), *store.evidence(e.ranking, nearest.drawn(e.problem))] for e in entries
     ]
-    return [*shipped_around(entry), *stored]
+    return write(measured, decisions, evidence)
 
 
 def _write(out: Path, members: Mapping[str, bytes | Path]) -> tuple[int, str]:

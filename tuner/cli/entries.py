@@ -188,8 +188,9 @@ def export(args: argparse.Namespace) -> int:
     with open_store(_url(args), create=False) as store:
         found = store.entries()
         wanted = _wanted(args, found)
-        # All measurements hold what is around, too.
-        around = None if args.trials else nearest.drawn
+        # All measurements of all problems hold what is around, too.
+        has_all = args.trials and wanted["problem"] is None
+        around = None if has_all else nearest.drawn
         document = store.export(**wanted, trials=args.trials, around=around)
     text = to_text(document)
     if args.file is None:

@@ -6,10 +6,10 @@ configs as whole measurements are 90 kB a decision, as rows of this room 2. A ro
 sweep found:
 
 ``entry``         number of the decision in the document
-``sweep``, ``created_at``, ``environment``    of its measurements
+``sweep``, ``environment``    of its measurements
 ``configs``       numbers of ranked measurements, whose configs and kernels were run
-``shapes``        pairs: the sizes in which the shape differs from the decision's problem, and of
-                  each config its microseconds a call, how it failed, or null where it did not run
+``shapes``        of each shape the sizes in which it differs from the decision's problem; of each
+                  config its microseconds a call, how it failed, or null where it did not run; when
 """
 
 from __future__ import annotations
@@ -27,32 +27,33 @@ _DIGITS = 3
 def rows(
     entry: int, ranked: Mapping[int, Measurement], evidence: Iterable[Measurement]
 ) -> Iterator[dict[str, Any]]:
-    """The rows of one decision, oldest first.
+    """The rows of one decision, in a fixed order.
 
     Args:
         entry: the decision's number.
         ranked: what it ranks, and pins, by number.
-        evidence: quick measurements, oldest first. What is of other configs, kernels or problems
-            of the decision is left out; of one config at one shape the newest counts.
+        evidence: quick measurements. What is of other configs, kernels or problems of the decision
+            is left out, and what is no verdict; of one config at one shape the newest counts.
     """
     number = {m.config.digest: n for n, m in sorted(ranked.items(), reverse=True)}
     newest: dict[tuple[str, int], Measurement] = {}
-    for m in evidence:
+    for m in sorted(evidence, key=lambda m: m.created_at):
         at = number.get(m.config.digest)
         if at is not None and _speaks_for(m, ranked[at]):
             newest[m.problem.key, at] = m
-    sweeps: dict[tuple[str, str], dict[tuple[str, int], Measurement]] = {}
-    for place, m in sorted(newest.items()):
-        sweeps.setdefault((m.sweep, m.environment.digest), {})[place] = m
-    home = next(iter(ranked.values())).problem.to_json() if ranked else {}
-    found = [_row(entry, home, of_sweep) for of_sweep in sweeps.values()]
-    yield from sorted(found, key=lambda row: (row["created_at"], row["sweep"]))
+    sweeps: dict[tuple[str, str], dict[tuple[str, str], dict[int, Measurement]]] = {}
+    for (key, at), m in sorted(newest.items()):
+        shapes = sweeps.setdefault((m.sweep, m.environment.digest), {})
+        shapes.setdefault((key, m.created_at), {})[at] = m
+    for _, shapes in sorted(sweeps.items()):
+        yield _row(entry, next(iter(ranked.values())).problem.to_json(), list(shapes.values()))
 
 
 def _speaks_for(m: Measurement, ranked: Measurement) -> bool:
     of = (m.gpu.identity, m.regime, dict(m.artifacts))
     return (
-        not m.is_final
+        (m.ok or m.is_fault)
+        and not m.is_final
         and m.provenance is Provenance.MEASURED
         and m.problem != ranked.problem
         and of == (ranked.gpu.identity, ranked.regime, dict(ranked.artifacts))
@@ -60,20 +61,18 @@ def _speaks_for(m: Measurement, ranked: Measurement) -> bool:
 
 
 def _row(
-    entry: int, home: Mapping[str, Any], found: Mapping[tuple[str, int], Measurement]
+    entry: int, home: Mapping[str, Any], shapes: Sequence[Mapping[int, Measurement]]
 ) -> dict[str, Any]:
-    configs = sorted({at for _, at in found})
-    problems = {key: m.problem for (key, _), m in found.items()}
-    one = next(iter(found.values()))
+    configs = sorted({at for shape in shapes for at in shape})
+    firsts = [next(iter(shape.values())) for shape in shapes]
     return {
         "entry": entry,
-        "sweep": one.sweep,
-        "created_at": max(m.created_at for m in found.values()),
-        "environment": dict(one.environment.facts),
+        "sweep": firsts[0].sweep,
+        "environment": dict(firsts[0].environment.facts),
         "configs": configs,
         "shapes": [
-            [_sizes(problem, home), [_value(found.get((key, at))) for at in configs]]
-            for key, problem in problems.items()
+            [_sizes(m.problem, home), [_value(shape.get(at)) for at in configs], m.created_at]
+            for m, shape in zip(firsts, shapes, strict=True)
         ],
     }
 
@@ -101,7 +100,7 @@ def measurements(row: Mapping[str, Any], ranked: Sequence[Measurement]) -> list[
     """
     environment = Environment(row["environment"])
     found = []
-    for sizes, values in row["shapes"]:
+    for sizes, values, created_at in row["shapes"]:
         if len(values) != len(ranked):
             raise ValueError(f"{len(values)} values of {len(ranked)} configs")
         problem = problem_from_json({**ranked[0].problem.to_json(), **sizes})
@@ -121,7 +120,7 @@ def measurements(row: Mapping[str, Any], ranked: Sequence[Measurement]) -> list[
                     artifacts=m.artifacts,
                     resources=m.resources,
                     sweep=row["sweep"],
-                    created_at=row["created_at"],
+                    created_at=created_at,
                 )
             )
     return found

@@ -151,6 +151,18 @@ class Store(ABC):
         """All decisions that match, of every provenance, in a fixed order."""
 
     @abstractmethod
+    def evidence(
+        self, ranked: Sequence[Measurement], shapes: Sequence[Problem]
+    ) -> list[Measurement]:
+        """What measured configs of one problem, GPU and regime did at other shapes: quick
+        measurements, oldest first.
+
+        Args:
+            ranked: those of a decision.
+            shapes: as `nearest.drawn` names them.
+        """
+
+    @abstractmethod
     def environments(self) -> list[EnvironmentRecord]:
         """Those of measured final passes, newest first."""
 

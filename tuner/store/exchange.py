@@ -30,6 +30,9 @@ FORMAT = "cutlass-tuner-entries"
 VERSION = 2
 """1 had nothing around the decisions; it is read too."""
 
+MOST_SHAPES = 64
+"""Around one decision; `nearest.drawn` names 20."""
+
 _HEAD = f'{{\n "format": "{FORMAT}",\n "version": {VERSION},\n "measurements": [\n'
 _BETWEEN = '\n ],\n "entries": [\n'
 _AROUND = '\n ],\n "around": [\n'
@@ -96,14 +99,12 @@ def write(
 
 def to_text(document: Mapping[str, Any]) -> str:
     """A document as JSON text, each of its rows on a line of its own."""
-    measurements, entries, nearby = (
-        _COMMA.join(
-            json.dumps(row, separators=(",", ":"), allow_nan=False)
-            for row in document.get(part, ())
-        )
-        for part in ("measurements", "entries", "around")
+    nearby = [{"entry": row["entry"], **row} for row in document.get("around", ())]
+    measurements, entries, last = (
+        _COMMA.join(json.dumps(row, separators=(",", ":"), allow_nan=False) for row in rows)
+        for rows in (document["measurements"], document["entries"], nearby)
     )
-    return f"{_HEAD}{measurements}{_BETWEEN}{entries}{_AROUND}{nearby}{_END}"
+    return f"{_HEAD}{measurements}{_BETWEEN}{entries}{_AROUND}{last}{_END}"
 
 
 def _order(measurement: Measurement) -> tuple[Any, ...]:
@@ -252,11 +253,15 @@ def read(
             sound[number] = Decision(**row)
     decisions = list(sound.values())
     faults += _repeated(decisions, measured)
-    nearby: list[Measurement] = []
+    nearby: dict[tuple[int, str, str], Measurement] = {}
     for number, row in enumerate(document.get("around", ())):
         found, reasons = _around(row, sound, measured)
+        places = [(row["entry"], m.problem.key, m.config.digest) for m in found]
+        if nearby.keys() & places or len(set(places)) < len(places):
+            reasons = ["shapes: a config at one shape is told twice"]
         faults += [f"around[{number}]: {reason}" for reason in reasons[:_FAULTS_PER_ROW]]
-        nearby += found
+        nearby.update(zip(places, found, strict=True))
+    faults += _too_many(nearby)
     if check is not None:
         served = {n for d in decisions for n in d.numbers}
         for number in sorted(served):
@@ -266,7 +271,7 @@ def read(
         count = len({fault.partition(":")[0] for fault in faults})
         rows = "row does" if count == 1 else "rows do"
         raise ConfigError("\n  ".join([f"nothing was imported, {count} {rows} not fit:", *faults]))
-    return [*(m for m in measured if m is not None), *nearby], decisions
+    return [*(m for m in measured if m is not None), *nearby.values()], decisions
 
 
 def _around(
@@ -278,20 +283,27 @@ def _around(
         reasons += [f"{name}: it is not finite" for name in _infinite(row)]
         if reasons:
             return [], reasons
+        json.dumps(row, ensure_ascii=False).encode()
         entry = entries.get(row["entry"])
         if entry is None:
             return [], [f"entries[{row['entry']}] is not there, or does not fit"]
         if other := set(row["configs"]) - set(entry.numbers):
             return [], [f"entries[{row['entry']}] does not rank measurements[{min(other)}]"]
         ranked = [m for n in row["configs"] if (m := measured[n]) is not None]
-        found = around.measurements(row, ranked)
+        return around.measurements(row, ranked), []
     except RecursionError:
         return [], ["shapes: nested too deeply"]
     except (ValueError, KeyError, TypeError) as exc:  # ConfigError among them
         return [], [f"shapes: {exc}"]
-    if any(m.problem.op != ranked[0].problem.op for m in found):
-        return [], ["shapes: one is of another operation"]
-    return found, []
+
+
+def _too_many(nearby: Iterable[tuple[int, str, str]]) -> Iterator[str]:
+    shapes: dict[int, set[str]] = {}
+    for entry, problem, _ in nearby:
+        shapes.setdefault(entry, set()).add(problem)
+    for entry, found in shapes.items():
+        if len(found) > MOST_SHAPES:
+            yield f"around: entries[{entry}] has {len(found)} shapes (allowed: {MOST_SHAPES})"
 
 
 def _measurement(row: Any) -> tuple[Measurement | None, list[str]]:
@@ -395,11 +407,18 @@ class Trusted:
     """
 
     def __init__(self, text: bytes) -> None:
+        try:
+            self._cut(text)
+        except ValueError:
+            self._cut(to_text(json.loads(text)).encode())
+
+    def _cut(self, text: bytes) -> None:
+        """Find the rows of a text in the layout of `to_text`; ValueError where it is another."""
         if not text.startswith(_HEAD.encode()):
-            text = to_text(json.loads(text)).encode()
-        measurements, rest = text.split(_BETWEEN.encode())
+            raise ValueError("another layout")
+        measurements, rest = text[len(_HEAD) :].split(_BETWEEN.encode())
         entries, nearby = rest.removesuffix(_END.encode()).split(_AROUND.encode())
-        self._measurements = measurements[len(_HEAD) :].split(_COMMA.encode())
+        self._measurements = measurements.split(_COMMA.encode())
         self.decisions = [Decision(**row) for row in json.loads(b"[%b]" % entries)]
         self._around: dict[int, list[bytes]] = {}
         for line in nearby.split(_COMMA.encode()) if nearby else ():

@@ -347,21 +347,28 @@ class SqlStore(Store):
                 else:
                     decision.ranking.append(place["measurement_id"])
             decisions = list(by_id.values())
-            evidence = []
+            evidence: list[list[Measurement]] = []
             if around is not None:
-                ranked = ([measured[id] for id in decision.numbers] for decision in decisions)
-                evidence = [self._evidence(connection, found, around) for found in ranked]
+                for decision in decisions:
+                    ranked = [measured[id] for id in decision.numbers]
+                    shapes = around(ranked[0].problem)
+                    evidence.append(self._evidence(connection, ranked, shapes))
         return exchange.write(measured, decisions, evidence)
 
-    def _evidence(
-        self, connection: sa.Connection, ranked: Sequence[Measurement], around: Around
+    def evidence(
+        self, ranked: Sequence[Measurement], shapes: Sequence[Problem]
     ) -> list[Measurement]:
-        """Quick measurements of ranked configs at the shapes around, oldest first."""
+        with self.transaction(write=False) as connection:
+            return self._evidence(connection, ranked, shapes)
+
+    def _evidence(
+        self, connection: sa.Connection, ranked: Sequence[Measurement], shapes: Sequence[Problem]
+    ) -> list[Measurement]:
         first = ranked[0]
         if first.provenance is not Provenance.MEASURED:
             return []
         query = run.MEASUREMENTS.where(
-            _P.c.key.in_([problem.key for problem in around(first.problem)]),
+            _P.c.key.in_([problem.key for problem in shapes]),
             _M.c.config_digest.in_([m.config.digest for m in ranked]),
             _M.c.regime == str(first.regime),
             _M.c.provenance == Provenance.MEASURED.value,
