@@ -112,11 +112,13 @@ class Progress:
 
 
 def say_failures(errors: Iterable[BaseException]) -> None:
-    """Say on standard error why kernels were not compiled: one line for each reason."""
+    """Say on standard error why kernels were not compiled: one line for each reason, the
+    most frequent first.
+    """
     from tuner.outcome import first_line
 
     reasons = Counter(first_line(str(exc)) or type(exc).__name__ for exc in errors)
-    for reason, count in reasons.items():
+    for reason, count in sorted(reasons.items(), key=lambda item: (-item[1], item[0])):
         say(f"tuner: {'1 kernel' if count == 1 else f'{count} kernels'} failed: {reason}")
 
 
