@@ -26,10 +26,11 @@ side, and decides anew: seconds an entry, nothing is searched. Without --shape a
 the entries that were measured in another environment than this one (driver, torch, cuDNN, ...);
 those are served all the while."""
 
-WIDEN = """Checks the best own configs of stored entries at shapes drawn around theirs, and times
-them there beside PyTorch's kernels. A config that passes may then serve shapes that nobody tuned,
-where it is nearest; `tuner lookup` says so. What is known from this environment is not measured
-again. `tuner sweep` ends with this."""
+WIDEN = """Checks the best own configs of stored entries at shapes drawn around theirs, in
+attention's other layouts too, and times them there beside PyTorch's kernels. A config that passes
+may then serve shapes that nobody tuned, where it is nearest; `tuner lookup` says so. What is known
+from this environment is not measured again. `tuner sweep` ends with this; exports and bundles carry
+it."""
 
 
 def register(subparsers: Any) -> None:
