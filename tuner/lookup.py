@@ -440,7 +440,7 @@ class _Reader:
         if not self._file.has_tables:
             return shipped_ones
         keys = [problem.key for problem in problems]
-        digests = [m.config.digest for m in entry.ranking]
+        digests = [m.config.digest for m in (entry.winner, *entry.ranking)]
         query = _QUICK.format(
             problems=", ".join("?" * len(keys)), configs=", ".join("?" * len(digests))
         )

@@ -338,6 +338,13 @@ class TestLookup:
         assert (answer.kind, answer.exact, answer.lent) == ("exact", True, ())
         assert answer.candidates == ENTRY.ranking
 
+    def test_a_pin_that_no_final_pass_ranked_lends_too(self, store: Store, path: Path) -> None:
+        decide(store)
+        store.add([*around(OWN[0]), measured(OWN[2], 11.0, is_final=False), *around(OWN[2])])
+        store.pin(PROBLEM, H200, WARM, OWN[2])
+        answer = lookup(NEAR, gpu=H200, path=path)
+        assert answer is not None and [m.config for m in answer.lent] == [OWN[2]]
+
     def test_a_measured_neighbour_comes_before_a_prediction(self, store: Store, path: Path) -> None:
         predicted = measured(OWN[2], 1.0, NEAR, provenance=Provenance.PREDICTED, is_final=True)
         decide(store, Entry.of([predicted]))

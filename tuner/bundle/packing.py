@@ -157,10 +157,12 @@ def _document(entries: Sequence[Entry], store: Store) -> dict[str, Any]:
         pinned = number(entry.winner) if entry.pinned else None
         ranking = [number(m) for m in entry.ranking]
         decisions.append(Decision(ranking, pinned, entry.sweep, entry.decided_at))
-    evidence = [
-        [*shipped_around(e), *store.evidence(e.ranking, nearest.drawn(e.problem))] for e in entries
-    ]
-    return write(measured, decisions, evidence)
+    return write(measured, decisions, [_around(entry, store) for entry in entries])
+
+
+def _around(entry: Entry, store: Store) -> list[Measurement]:
+    shapes = nearest.drawn(entry.problem)
+    return [*shipped_around(entry), *store.evidence((entry.winner, *entry.ranking), shapes)]
 
 
 def _write(out: Path, members: Mapping[str, bytes | Path]) -> tuple[int, str]:
