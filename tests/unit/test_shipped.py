@@ -277,3 +277,26 @@ def test_how_much_ships_that_serves_the_sizes_between() -> None:
         if (of_gpu := [e for e in shipped() if e.gpu == GPUS[gpu]])
     }
     assert found == {"H200": (231, 251), "H100": (17, 46)}
+    around = [(e.problem, m) for e in shipped() if e.gpu == H200 for m in shipped_around(e)]
+    assert len({(home, m.regime, m.problem) for home, m in around}) == 3923
+    assert all(m.ok for _, m in around)
+
+
+def test_how_many_lengths_what_ships_serves(tmp_path: Path) -> None:
+    """As the README says."""
+
+    def served(*shapes: str) -> int:
+        none, problems = tmp_path / "none.sqlite", map(AttentionProblem.parse, shapes)
+        return sum(bool(lookup(p, gpu=H200, path=none, with_rules=False)) for p in problems)
+
+    prompts = [
+        f"{model},S={length},causal={causal}"
+        for model in ("H=16,D=64", "H=32,D=128", "H=12,D=64")
+        for length in range(128, 8192, 211)
+        for causal in (0, 1)
+    ]
+    assert (served(*prompts), len(prompts)) == (229, 234)
+    assert served(*(f"{shape},layout=bshd" for shape in prompts)) == 214
+    decoding = [f"H=32,HKV=8,SQ=1,SKV={length},D=128" for length in range(512, 33000, 317)]
+    assert (served(*decoding), len(decoding)) == (102, 103)
+    assert served(*(f"{shape},dtype=bf16" for shape in decoding)) == 43
