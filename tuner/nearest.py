@@ -307,14 +307,13 @@ class Loans:
         for m in [*sorted(evidence, key=lambda m: m.created_at), *entry.ranking]:
             if m.ok or m.is_fault:
                 seen[m.problem, m.config.digest] = m
-        rivals: dict[Problem, float] = {}
-        """The fastest of PyTorch's own."""
+        rivals: dict[Problem, float] = {}  # the fastest of PyTorch's own
         for m in seen.values():
             if m.latency_us is not None and is_pytorchs(m.config):
                 rivals[m.problem] = min(m.latency_us, rivals.get(m.problem, math.inf))
+        #: Each config that lends, and of the shapes where it was measured the time over its
+        #: estimate; None where it was slower than PyTorch's.
         self._homes: list[tuple[Measurement, dict[Problem, float | None]]] = []
-        """Each config that lends, and of the shapes where it was measured the time over its
-        estimate; None where it was slower than PyTorch's."""
         for lender in lenders(entry):
             own = [m for m in seen.values() if _is_of(m, lender)]
             if len(own) >= LEAST_PASSED and all(m.ok for m in own):
