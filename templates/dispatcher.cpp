@@ -1,13 +1,14 @@
 // The runtime's hot path: from a Python call to the kernel's launch without a Python frame between.
 //
-// An extension module of CPython, compiled against the torch and the Python at hand. It holds a
-// table from a kind of call (sizes, strides, type, device, mask, scale) to the launches that serve
-// it, filled by tuner/runtime/dispatch.py. A call that it does not know, or may not answer, returns
-// None, and Python decides. It never raises: whatever goes wrong here goes wrong again, and is
-// judged, there.
+// An extension module of CPython, compiled against the torch and the Python at hand. It holds two
+// tables, filled by tuner/runtime/dispatch.py: from a kind of call (sizes, strides, types, device,
+// mask, scale, ...) to the launches that serve it, and to the reason why none does. A call that was
+// refused before returns False, counted by its reason, and is PyTorch's. One that is in neither
+// table, or may not be answered, returns None, and Python decides. It never raises: whatever goes
+// wrong here goes wrong again, and is judged, there.
 //
-// The table is guarded by the GIL, which is given up only while memory is allocated and kernels are
-// launched.
+// The tables are guarded by the GIL, which is given up only while memory is allocated and kernels
+// are launched.
 
 #include <Python.h>
 
@@ -40,6 +41,10 @@ constexpr uintptr_t kAlignment = 16;
 constexpr int kMaxAddresses = 6;
 constexpr int kMaxTensors = 16;
 constexpr int kMaxDims = 8;
+// Attention's query, key, value and mask.
+constexpr int kMaxInputs = 4;
+// Refusals kept; more start over, so that a server of ever new shapes stays small.
+constexpr size_t kMaxRefusals = 4096;
 
 using Launch = int (*)(void* const*, int64_t const*, double const*, void*, void*);
 using CurrentStream = int (*)(int32_t, void**);
@@ -62,7 +67,7 @@ struct Plan {
 
 // A kind of call as words: equal kinds have equal words.
 struct Kind {
-  uint64_t words[4 + 3 * (1 + 2 * kMaxDims)];
+  uint64_t words[2 + kMaxInputs * (1 + 2 * kMaxDims)];
   int count = 0;
 
   void add(uint64_t word) { words[count++] = word; }
@@ -82,10 +87,18 @@ struct Hash {
   }
 };
 
+struct Refusal {
+  size_t reason;  // position in State.refused
+  double until;
+};
+
 struct State {
-  std::unordered_map<Kind, std::shared_ptr<Plan const>, Hash> table;
-  double until = 0;
+  std::unordered_map<Kind, std::shared_ptr<Plan const>, Hash> plans;
+  std::unordered_map<Kind, Refusal, Hash> refusals;
+  long long generation = 0;                   // of both tables: how often they were cleared
+  double plans_until = 0, refusals_until = 0;  // calls are answered from each up to this time
   long long hits = 0, nearest_hits = 0;
+  std::vector<long long> refused;  // calls by reason
   c10::DeviceType device = c10::DeviceType::CUDA;
   CurrentStream current_stream = nullptr;
   Bind bind = nullptr;
@@ -100,17 +113,27 @@ double now() {
   return time.tv_sec + 1e-9 * time.tv_nsec;
 }
 
-enum Operation : uint64_t { kAttention, kLinear, kMatmul };
+// OPERATIONS of tuner/runtime/dispatch.py. The last three are PyTorch's operators that tuner.enable
+// stands before, of which only refusals are known.
+enum Operation : uint64_t { kAttention, kLinear, kMatmul, kFlash, kCudnn, kCudnnWithLse };
+
+enum Flag : uint64_t {
+  kIsCausal = 1, kIsGrouped = 2, kHasScale = 4, kHasDropout = 8, kHasMask = 16,  // attention
+  kHasBias = 1, kActivation = 2,                                                 // linear
+  kWantsGradient = 1 << 6, kIsMisaligned = 1 << 7  // of the tensors: no plan is for these
+};
 
 struct Call {
   Kind kind;
-  at::Tensor const* tensors[3];
+  at::Tensor const* tensors[kMaxInputs];
   int count = 0;
 
-  // False for anything that is no plain tensor of the device, alike with the first one. What a
-  // kernel would not see (subclasses, transforms, modes, lazy views, other layouts) shows in the
-  // keys that torch would dispatch on.
-  bool add(PyObject* object) {
+  Call() { kind.count = 2; }
+
+  // False for anything that is no plain tensor of the device. What a kernel would not see
+  // (subclasses, transforms, modes, lazy views, other layouts) shows in the keys that torch would
+  // dispatch on.
+  bool add(PyObject* object, bool is_cast = true) {
     if (!THPVariable_CheckExact(object)) return false;
     at::Tensor const& tensor = THPVariable_Unpack(object);
     if (!tensor.defined() || tensor.device().type() != state.device || tensor.dim() > kMaxDims)
@@ -118,78 +141,89 @@ struct Call {
     auto const local = c10::impl::tls_local_dispatch_key_set();
     uint64_t const keys = ((tensor.key_set() | local.included_) - local.excluded_).raw_repr();
     if (keys & ~(state.plain | state.autocast)) return false;
-    if (keys & state.autocast &&
+    if (is_cast && keys & state.autocast &&
         at::autocast::get_autocast_dtype(state.device) != tensor.scalar_type())
       return false;
-    if (count && (tensor.scalar_type() != tensors[0]->scalar_type() ||
-                  tensor.device() != tensors[0]->device()))
-      return false;
     tensors[count++] = &tensor;
-    kind.add(tensor.dim());
+    kind.add(tensor.dim() | static_cast<uint64_t>(tensor.scalar_type()) << 8 |
+             static_cast<uint64_t>(static_cast<uint8_t>(tensor.device().index())) << 16);
     for (auto size : tensor.sizes()) kind.add(size);
     for (auto stride : tensor.strides()) kind.add(stride);
     return true;
   }
 
-  void head(Operation operation, uint64_t flags, double scale) {
-    uint64_t bits;
-    std::memcpy(&bits, &scale, sizeof bits);
-    kind.add(operation | flags << 8);
-    kind.add(bits);
-  }
-
-  void tail() {
-    kind.add(static_cast<uint64_t>(tensors[0]->scalar_type()));
-    kind.add(static_cast<uint64_t>(tensors[0]->device().index()));
+  // Once all tensors are added.
+  void finish(Operation operation, uint64_t flags, double scale) {
+    for (int i = 0; i < count; ++i) {
+      if (c10::GradMode::is_enabled() && tensors[i]->requires_grad()) flags |= kWantsGradient;
+      if (reinterpret_cast<uintptr_t>(tensors[i]->const_data_ptr()) % kAlignment)
+        flags |= kIsMisaligned;
+    }
+    kind.words[0] = operation | flags << 8;
+    std::memcpy(&kind.words[1], &scale, sizeof scale);
   }
 };
 
-// (query, key, value, is_causal, scale, enable_gqa)
-bool read_attention(Call& call, PyObject* const* arguments) {
+// (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+bool read_attention(Operation operation, Call& call, PyObject* const* arguments) {
   uint64_t flags = 0;
   double scale = 0;
-  if (arguments[3] == Py_True) flags |= 1;
-  else if (arguments[3] != Py_False) return false;
-  if (arguments[5] == Py_True) flags |= 2;
-  else if (arguments[5] != Py_False) return false;
-  if (arguments[4] != Py_None) {
-    if (!PyFloat_CheckExact(arguments[4])) return false;
-    scale = PyFloat_AS_DOUBLE(arguments[4]);
-    flags |= 4;
-  }
-  call.head(kAttention, flags, scale);
   for (int i = 0; i < 3; ++i)
     if (!call.add(arguments[i])) return false;
-  call.tail();
+  if (arguments[3] != Py_None) {
+    if (!call.add(arguments[3], false)) return false;  // autocast leaves its type to PyTorch
+    flags |= kHasMask;
+  }
+  if (!PyFloat_CheckExact(arguments[4])) return false;
+  if (PyFloat_AS_DOUBLE(arguments[4]) != 0) flags |= kHasDropout;
+  if (arguments[5] == Py_True) flags |= kIsCausal;
+  else if (arguments[5] != Py_False) return false;
+  if (arguments[6] != Py_None) {
+    if (!PyFloat_CheckExact(arguments[6])) return false;
+    scale = PyFloat_AS_DOUBLE(arguments[6]);
+    flags |= kHasScale;
+  }
+  if (arguments[7] == Py_True) flags |= kIsGrouped;
+  else if (arguments[7] != Py_False) return false;
+  call.finish(operation, flags, scale);
   return true;
 }
 
 // (input, weight, bias, activation)
 bool read_linear(Call& call, PyObject* const* arguments) {
   constexpr char const* kActivations[] = {"relu", "gelu", "gelu_tanh", "silu"};  // problem.ACTIVATIONS
-  uint64_t flags = arguments[2] != Py_None;
+  uint64_t flags = arguments[2] != Py_None ? kHasBias : 0;
   if (arguments[3] != Py_None) {
     if (!PyUnicode_CheckExact(arguments[3])) return false;
     uint64_t activation = 0;
     for (uint64_t i = 0; i < 4; ++i)
       if (!PyUnicode_CompareWithASCIIString(arguments[3], kActivations[i])) activation = i + 1;
     if (!activation) return false;
-    flags |= activation << 1;
+    flags |= activation * kActivation;
   }
-  call.head(kLinear, flags, 1);
-  for (int i = 0; i < (flags & 1 ? 3 : 2); ++i)
+  for (int i = 0; i < (flags & kHasBias ? 3 : 2); ++i)
     if (!call.add(arguments[i])) return false;
-  call.tail();
+  call.finish(kLinear, flags, 1);
   return true;
 }
 
 // (input, other)
 bool read_matmul(Call& call, PyObject* const* arguments) {
-  call.head(kMatmul, 0, 1);
   for (int i = 0; i < 2; ++i)
     if (!call.add(arguments[i])) return false;
-  call.tail();
+  call.finish(kMatmul, 0, 1);
   return true;
+}
+
+// Arguments that an operation is read from.
+Py_ssize_t wanted(Operation operation) {
+  return operation == kLinear ? 4 : operation == kMatmul ? 2 : 8;
+}
+
+bool read(Operation operation, Call& call, PyObject* const* arguments) {
+  if (operation == kLinear) return read_linear(call, arguments);
+  if (operation == kMatmul) return read_matmul(call, arguments);
+  return read_attention(operation, call, arguments);
 }
 
 // A thread that has called nothing of CUDA yet has no current context; an output from the
@@ -241,15 +275,21 @@ bool may_have_tangent(Call const& call) {
   return false;
 }
 
+bool is_refused(Call const& call, double time) {
+  auto const found = state.refusals.find(call.kind);
+  if (found == state.refusals.end() || time >= found->second.until) return false;
+  ++state.refused[found->second.reason];
+  return true;
+}
+
 PyObject* answer(Call const& call) {
-  if (now() >= state.until) Py_RETURN_NONE;
-  auto const found = state.table.find(call.kind);
-  if (found == state.table.end()) Py_RETURN_NONE;
-  for (int i = 0; i < call.count; ++i) {
-    if (c10::GradMode::is_enabled() && call.tensors[i]->requires_grad()) Py_RETURN_NONE;
-    if (reinterpret_cast<uintptr_t>(call.tensors[i]->const_data_ptr()) % kAlignment) Py_RETURN_NONE;
+  double const time = now();
+  if (time >= state.refusals_until || may_have_tangent(call)) Py_RETURN_NONE;
+  auto const found = state.plans.find(call.kind);
+  if (found == state.plans.end() || time >= state.plans_until) {
+    if (is_refused(call, time)) Py_RETURN_FALSE;
+    Py_RETURN_NONE;
   }
-  if (may_have_tangent(call)) Py_RETURN_NONE;
   auto const plan = found->second;  // held: another thread may clear the table meanwhile
   at::Tensor out;
   Py_BEGIN_ALLOW_THREADS;
@@ -266,29 +306,32 @@ PyObject* answer(Call const& call) {
 }
 
 PyObject* attention(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  // query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
-  if (count != 8 || arguments[3] != Py_None) Py_RETURN_NONE;
-  PyObject* const dropout = arguments[4];
-  if (!PyFloat_CheckExact(dropout) || PyFloat_AS_DOUBLE(dropout) != 0) Py_RETURN_NONE;
-  PyObject* const kept[] = {arguments[0], arguments[1], arguments[2],
-                            arguments[5], arguments[6], arguments[7]};
   Call call;
-  if (!read_attention(call, kept)) Py_RETURN_NONE;
+  if (count != wanted(kAttention) || !read(kAttention, call, arguments)) Py_RETURN_NONE;
   return answer(call);
 }
 
 PyObject* linear(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   Call call;
-  if (count != 4 || !read_linear(call, arguments)) Py_RETURN_NONE;
+  if (count != wanted(kLinear) || !read(kLinear, call, arguments)) Py_RETURN_NONE;
   return answer(call);
 }
 
 PyObject* matmul(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   // two tensors, then the output
-  if (count != 3 || arguments[2] != Py_None) Py_RETURN_NONE;
   Call call;
-  if (!read_matmul(call, arguments)) Py_RETURN_NONE;
+  if (count != 3 || arguments[2] != Py_None || !read(kMatmul, call, arguments)) Py_RETURN_NONE;
   return answer(call);
+}
+
+PyObject* refuses(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  // an operation of PyTorch's, then its arguments
+  Call call;
+  if (count != 1 + wanted(kFlash) || !PyLong_CheckExact(arguments[0])) Py_RETURN_FALSE;
+  auto const operation = static_cast<Operation>(PyLong_AsLong(arguments[0]));
+  if (!read_attention(operation, call, arguments + 1) || may_have_tangent(call)) Py_RETURN_FALSE;
+  double const time = now();
+  return PyBool_FromLong(time < state.refusals_until && is_refused(call, time));
 }
 
 template <class Value, class Read>
@@ -327,6 +370,17 @@ Step read_step(PyObject* item) {
   return step;
 }
 
+// Of an operation and a tuple of its arguments; false with an error where they are too few.
+bool read_call(Call& call, int operation, PyObject* arguments, bool& is_known) {
+  auto const which = static_cast<Operation>(operation);
+  if (which > kCudnnWithLse || PyTuple_GET_SIZE(arguments) != wanted(which)) {
+    PyErr_SetString(PyExc_ValueError, "wrong number of arguments for the operation");
+    return false;
+  }
+  is_known = read(which, call, PySequence_Fast_ITEMS(arguments));
+  return true;
+}
+
 PyObject* put(PyObject*, PyObject* arguments) {
   // (operation, its arguments, (sizes, strides, workspace_bytes, is_nearest, steps))
   PyObject *inputs, *sizes, *strides, *steps;
@@ -335,42 +389,76 @@ PyObject* put(PyObject*, PyObject* arguments) {
   if (!PyArg_ParseTuple(arguments, "iO!(OOLpO)", &operation, &PyTuple_Type, &inputs, &sizes,
                         &strides, &workspace_bytes, &is_nearest, &steps))
     return nullptr;
-  Py_ssize_t const wanted = operation == kAttention ? 6 : operation == kLinear ? 4 : 2;
-  if (PyTuple_GET_SIZE(inputs) != wanted) {
-    PyErr_SetString(PyExc_ValueError, "wrong number of arguments for the operation");
-    return nullptr;
-  }
-  PyObject* items[6];
-  for (Py_ssize_t i = 0; i < wanted; ++i) items[i] = PyTuple_GET_ITEM(inputs, i);
   Call call;
-  bool const is_known = operation == kAttention ? read_attention(call, items)
-                        : operation == kLinear  ? read_linear(call, items)
-                                                : read_matmul(call, items);
-  if (!is_known) Py_RETURN_FALSE;
+  bool is_known = false;
+  if (!read_call(call, operation, inputs, is_known)) return nullptr;
+  bool const is_plain = operation != kAttention || !(call.kind.words[0] >> 8 & kHasMask + kHasDropout);
+  if (!is_known || operation > kMatmul || !is_plain) Py_RETURN_FALSE;
   auto plan = std::make_shared<Plan>();
   plan->workspace_bytes = workspace_bytes;
   plan->is_nearest = is_nearest;
   if (!read_integers(sizes, plan->sizes) || !read_integers(strides, plan->strides) ||
       !read_all(steps, plan->steps, read_step))
     return nullptr;
-  state.table[call.kind] = std::move(plan);
+  // It serves such calls once they want no gradient and start where a kernel can read.
+  call.kind.words[0] &= ~(static_cast<uint64_t>(kWantsGradient | kIsMisaligned) << 8);
+  state.plans[call.kind] = std::move(plan);
+  Py_RETURN_TRUE;
+}
+
+PyObject* refuse(PyObject*, PyObject* arguments) {
+  // (operation, its arguments, position of the reason, until, generation)
+  PyObject* inputs;
+  int operation;
+  Py_ssize_t reason;
+  double until;
+  long long generation;
+  if (!PyArg_ParseTuple(arguments, "iO!ndL", &operation, &PyTuple_Type, &inputs, &reason, &until,
+                        &generation))
+    return nullptr;
+  Call call;
+  bool is_known = false;
+  if (!read_call(call, operation, inputs, is_known)) return nullptr;
+  // What was found out before the tables were cleared is worth nothing.
+  if (!is_known || generation != state.generation || reason < 0) Py_RETURN_FALSE;
+  if (state.refusals.size() >= kMaxRefusals) state.refusals.clear();
+  if (state.refused.size() <= static_cast<size_t>(reason)) state.refused.resize(reason + 1);
+  state.refusals[call.kind] = {static_cast<size_t>(reason), until};
   Py_RETURN_TRUE;
 }
 
 PyObject* clear(PyObject*, PyObject*) {
-  state.table.clear();
+  state.plans.clear();
+  state.refusals.clear();
+  ++state.generation;
   Py_RETURN_NONE;
 }
 
-PyObject* serve_until(PyObject*, PyObject* time) {
-  state.until = PyFloat_AsDouble(time);
-  if (PyErr_Occurred()) return nullptr;
+PyObject* generation(PyObject*, PyObject*) { return PyLong_FromLongLong(state.generation); }
+
+PyObject* serve_until(PyObject*, PyObject* arguments) {
+  // (plans, refusals)
+  if (!PyArg_ParseTuple(arguments, "dd", &state.plans_until, &state.refusals_until)) return nullptr;
   Py_RETURN_NONE;
 }
 
 PyObject* take_counts(PyObject*, PyObject* reset) {
-  PyObject* const counts = Py_BuildValue("LL", state.hits, state.nearest_hits);
-  if (PyObject_IsTrue(reset)) state.hits = state.nearest_hits = 0;
+  // hits, those of them by a neighbour's kernels, refused calls by reason
+  PyObject* const refused = PyTuple_New(state.refused.size());
+  if (!refused) return nullptr;
+  for (size_t i = 0; i < state.refused.size(); ++i) {
+    PyObject* const count = PyLong_FromLongLong(state.refused[i]);
+    if (!count) {
+      Py_DECREF(refused);
+      return nullptr;
+    }
+    PyTuple_SET_ITEM(refused, i, count);
+  }
+  PyObject* const counts = Py_BuildValue("LLN", state.hits, state.nearest_hits, refused);
+  if (counts && PyObject_IsTrue(reset)) {
+    state.hits = state.nearest_hits = 0;
+    state.refused.assign(state.refused.size(), 0);
+  }
   return counts;
 }
 
@@ -402,9 +490,12 @@ PyMethodDef methods[] = {
     {"attention", as_c(attention), METH_FASTCALL, nullptr},
     {"linear", as_c(linear), METH_FASTCALL, nullptr},
     {"matmul", as_c(matmul), METH_FASTCALL, nullptr},
+    {"refuses", as_c(refuses), METH_FASTCALL, nullptr},
     {"put", put, METH_VARARGS, nullptr},
+    {"refuse", refuse, METH_VARARGS, nullptr},
     {"clear", clear, METH_NOARGS, nullptr},
-    {"serve_until", serve_until, METH_O, nullptr},
+    {"generation", generation, METH_NOARGS, nullptr},
+    {"serve_until", serve_until, METH_VARARGS, nullptr},
     {"take_counts", take_counts, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };

@@ -1,6 +1,7 @@
-// The host's half of a unit whose device half nvcc compiles alone (tuner/compiler.py). g++ reads
-// CUTLASS without nvcc: cudafe++, which nvcc runs first over what is for the host, takes longer than
-// g++ itself. Here is what CUTLASS's headers then miss, and where the kernels come from.
+// The host's half of a unit whose device half nvcc compiles alone (tuner/compile/compiler.py). g++
+// reads CUTLASS without nvcc: cudafe++, which nvcc runs first over what is for the host, takes
+// longer than g++ itself. Here is what CUTLASS's headers then miss, and where the kernels come
+// from.
 #pragma once
 
 #include <algorithm>

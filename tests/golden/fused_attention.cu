@@ -8,11 +8,13 @@
 #include <cutlass/arch/barrier.h>
 #include <cutlass/arch/reg_reconfig.h>
 #include <cutlass/fast_math.h>
+#include "attention.h"
 #include <cutlass/numeric_conversion.h>
 #include <cutlass/numeric_types.h>
 
 namespace k_golden {
 using namespace cute;
+using namespace tuner;
 using Element = cutlass::half_t;  // of Q, K, V and P
 using Out = Element;
 constexpr int kTileN = 128, kD = 64, kPack = 1;
@@ -36,20 +38,18 @@ constexpr int kCounterBytes = kDynamic ? 256 : 0;
 constexpr bool kProducerReturns = kPersistent && !kDynamic && false;
 // Probabilities times 2^kLift: the largest is 256 of e4m3's 448, and 2^-14 is still a normal number.
 constexpr float kLift = 0;
+// Base-2 logarithm of the smallest largest probability, before the lift: below it too few of a row's
+// others are left.
+constexpr float kLeastResidual = -8;
 // Of two groups that take turns the first alone asks whether K and V are there: the other follows.
 constexpr bool kFirstPolls = kPingPong && kGroups == 2;
 constexpr int kThreads = 128 * (kGroups + 1);
 constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
-constexpr float kLog2E = 1.44269504f, kLn2 = 0.693147181f;
 // Keys and values of the heads that are worked on together under a causal mask: they stay in L2.
 constexpr int64_t kSectionBytes = 32 << 20;
 
-// The widest swizzle that divides rows of kColumns elements.
-template <int kColumns, class T = Element, int kBytes = kColumns * int(sizeof(T))>
-using SmemAtom = cute::conditional_t<kBytes % 128 == 0, GMMA::Layout_K_SW128_Atom<T>,
-    cute::conditional_t<kBytes % 64 == 0, GMMA::Layout_K_SW64_Atom<T>, GMMA::Layout_K_SW32_Atom<T>>>;
-using SmemLayoutQ = decltype(tile_to_shape(SmemAtom<kD>{}, Shape<Int<kTileM>, Int<kD>>{}));
-using SmemLayoutKV = decltype(tile_to_shape(SmemAtom<kD>{}, Shape<Int<kTileN>, Int<kD>, Int<kStages>>{}));
+using SmemLayoutQ = decltype(tile_to_shape(SmemAtom<kD, Element>{}, Shape<Int<kTileM>, Int<kD>>{}));
+using SmemLayoutKV = decltype(tile_to_shape(SmemAtom<kD, Element>{}, Shape<Int<kTileN>, Int<kD>, Int<kStages>>{}));
 using SmemLayoutO = decltype(tile_to_shape(SmemAtom<kD, Out>{}, Shape<_16, Int<kD>>{}));  // a warp's rows
 using SmemLayoutVt = decltype(composition(
     SmemLayoutKV{}, make_layout(Shape<Int<kD>, Int<kTileN>, Int<kStages>>{},
@@ -91,15 +91,24 @@ using GmemKV = decltype(global_tensor((Element const*)nullptr, 1, int64_t(1), 1,
 using TmaQ = decltype(make_tma_copy(SM90_TMA_LOAD{}, GmemQ{}, SmemLayoutQ{}, tile_q<kTileM>(), _1{}));
 using TmaKV = decltype(make_tma_copy(SM90_TMA_LOAD{}, GmemKV{}, SmemLayoutKV{}(_, _, 0), Shape<Int<kTileN>, Int<kD>>{}, _1{}));
 
+struct Matrices {
+  Element const* data;
+  int64_t batch, head, row;  // strides, elements
+  CUTE_DEVICE Element const* row_of(int in_batch, int in_head, int in_row) const {
+    return data + in_batch * batch + in_head * head + in_row * row;
+  }
+};
+
 struct Params {
   TmaQ q;
   TmaKV k, v;
+  Matrices query, key, value;
   Out* out;
   int64_t out_batch, out_head, out_row;
   float* lse;
-  int* counter;        // of tiles handed out, beyond each block's first
-  float* partial;      // (splits, B, H, SQ, D)
-  float* partial_lse;  // (splits, B, H, SQ), base 2
+  int* counter;                // of tiles handed out, beyond each block's first
+  float* partial;              // (splits, B, H, SQ, D)
+  float2* partial_statistics;  // (splits, B, H, SQ): maximum, sum of exponentials
   int batch, heads, heads_kv, seqlen_q, seqlen_kv, head_dim, splits;
   bool is_clustered;
   int m_blocks, tiles, section;
@@ -126,21 +135,21 @@ struct Tile {
     // The splits of a tile are neighbours: they may be a cluster.
     t.split = 0;
     if constexpr (kSplits) p.by_splits(index, t.split, index);
-    int lane;  // a (batch, head)
+    int head_index;  // of batch x heads
     if constexpr (kCausal) {
       // Sections of heads that share the L2; in each the longest tiles of all heads come first.
-      int const lanes = p.batch * (p.heads / kPack), per_section = p.section * p.m_blocks;
+      int const all_heads = p.batch * (p.heads / kPack), per_section = p.section * p.m_blocks;
       int const section = index / per_section, within = index - section * per_section;
-      int const here = min(p.section, lanes - section * p.section);
+      int const here = min(p.section, all_heads - section * p.section);
       t.m_block = p.m_blocks - 1 - within / here;
-      lane = section * p.section + within % here;
+      head_index = section * p.section + within % here;
     } else {
-      p.by_m_blocks(lane, t.m_block, index);
+      p.by_m_blocks(head_index, t.m_block, index);
     }
-    p.by_heads(t.batch, t.head, lane);
+    p.by_heads(t.batch, t.head, head_index);
     int const last_row = ((t.m_block + 1) * kTileM - 1) / kPack;
     t.last = (end_key(p, p.seqlen_kv, last_row) + kTileN - 1) / kTileN;
-    // Beyond the last key lies nothing: where the window has passed it, there are no tiles.
+    // A window that lies past the last key has no tiles.
     t.first = kWindowed ? min(first_key(p, t.m_block * kTileM / kPack) / kTileN, t.last) : 0;
     if (kSplits && p.splits > 1) {
       int const share = (t.last - t.first + p.splits - 1) / p.splits;
@@ -152,22 +161,22 @@ struct Tile {
 };
 
 // What scores are multiplied by, to base 2, and outputs; one head's for all rows of a thread.
-CUTE_DEVICE float const& score_scale(Params const& p, Tile const& t, int row) {
+CUTE_DEVICE float const& score_scale(Params const& p, int batch, int head) {
   return p.scale_log2;
 }
 CUTE_DEVICE float value_scale(Params const& p, Tile const& t) {
   return 1.f;
 }
-
-// What a block of a cluster leaves to the others.
-struct Share {
+// Partial outputs of a block, read by the other blocks of its cluster.
+struct ClusterPartials {
   static constexpr int kRow = kD + 8;  // padded: the rows of a warp lie in different banks
-  float out[kClusters ? kTileM * kRow : 1];
-  float lse[kClusters ? kTileM : 1];  // base 2
+  float out[kClusters ? kTileM * kRow : 2];
+  float2 statistics[kClusters ? kTileM : 1];  // maximum, sum
 };
 
-// What a warp group leaves to the one that shares its rows: each thread to the one in its place.
-struct Partner {
+// Partial outputs of a warp group, read by the group that shares its rows: each thread reads those of
+// the thread in its place.
+struct GroupPartials {
   static constexpr int kValues = kKeyGroups > 1 ? kD / 2 + 4 : 1;  // of O, then maxima, then sums
   float value[kValues][kKeyGroups > 1 ? 128 * kRowGroups : 1];
 };
@@ -180,9 +189,9 @@ struct Storage {
   };
   union {
     Operands operands;
-    Share share;  // once nobody reads the operands any more
+    ClusterPartials cluster;  // once nobody reads the operands any more
   };
-  Partner partner[kKeyGroups > 1 ? kKeyGroups - 1 : 1];
+  GroupPartials groups[kKeyGroups > 1 ? kKeyGroups - 1 : 1];
   uint64_t q_full, q_empty, k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
   uint64_t tile_full[2], tile_empty[2], tile_wanted;
   Tile tile[2];
@@ -192,7 +201,7 @@ using Full = cutlass::arch::ClusterTransactionBarrier;
 using Empty = cutlass::arch::ClusterBarrier;
 
 // A place in a ring and the parity of its round; runs on from tile to tile.
-struct Ring {
+struct PipelineState {
   int at = 0;
   uint32_t parity = 0;
   CUTE_DEVICE int stage() const { return at; }
@@ -205,40 +214,27 @@ struct Ring {
   CUTE_DEVICE void start(int stage) { at = stage; }
 };
 
-CUTE_DEVICE float exp2_mufu(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
+// Named barriers, beside those that CUTLASS reserves. Ping-pong and key groups exclude each other.
+enum Barrier {
+  kOrderOfGroup = 0,          // one a consumer group: its turn of issuing GEMMs
+  kPartialsOfGroup = 0,       // one a row group: its key groups' partials are written
+  kPartialsOfBlock = kGroups  // the block's partials are written
+};
+// Order of the consumer groups' GEMMs: each waits on its own barrier, then frees the next one's.
+CUTE_DEVICE void scheduler_barrier_wait(int group) {
+  if constexpr (kPingPong) cutlass::arch::NamedBarrier::sync(256, kOrderOfGroup + group);
 }
-CUTE_DEVICE float quad_max(float x) {
-  x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
-  return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+CUTE_DEVICE void scheduler_barrier_arrive(int group) {
+  if constexpr (kPingPong) {
+    cutlass::arch::NamedBarrier::arrive(256, kOrderOfGroup + (group + 1 == kGroups ? 0 : group + 1));
+  }
 }
-CUTE_DEVICE float quad_sum(float x) {
-  x += __shfl_xor_sync(0xffffffffu, x, 2);
-  return x + __shfl_xor_sync(0xffffffffu, x, 1);
-}
-// Order of the consumer groups' GEMMs: each waits on its own named barrier, then frees the next's.
-CUTE_DEVICE void turn_wait(int group) {
-  if constexpr (kPingPong) cutlass::arch::NamedBarrier::sync(256, group);
-}
-CUTE_DEVICE void turn_pass(int group) {
-  if constexpr (kPingPong) cutlass::arch::NamedBarrier::arrive(256, group + 1 == kGroups ? 0 : group + 1);
-}
-
-// Until what is before this launch in the stream has ended: before it a thread touches nothing in
-// memory but the parameters. Takes no time unless launched as programmatic dependent.
-CUTE_DEVICE void await_stream() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
-// CUTLASS's barriers alone do not keep the compiler from moving plain loads and stores past them.
-CUTE_DEVICE void keep_order() { asm volatile("" ::: "memory"); }
-
 // The host's compiler need not see what only the device runs: reading it took a quarter of a unit's
 // time.
 #if defined(__CUDA_ARCH__)
 // The producing thread's state, which runs on from tile to tile.
 struct Producer {
-  Ring k, v;
+  PipelineState k, v;
   uint32_t q_phase = 0;
 
   CUTE_DEVICE void load(Params const& p, Storage& s, Tile const& t) {
@@ -268,13 +264,13 @@ struct Producer {
     Tensor tVs = slice_v.partition_D(sV);
     constexpr uint32_t q_bytes = kTileM * kD * sizeof(Element), kv_bytes = kTileN * kD * sizeof(Element);
 
-    auto load = [&](auto const& tma, auto const& source, auto const& target, uint64_t* full, uint64_t* empty, Ring& at, int n) {
+    auto load = [&](auto const& tma, auto const& source, auto const& target, uint64_t* full, uint64_t* empty, PipelineState& at, int n) {
       Empty::wait(&empty[at.stage()], at.phase() ^ 1);
       Full::arrive_and_expect_tx(&full[at.stage()], kv_bytes);
       copy(tma.with(full[at.stage()], 0, TMA::CacheHintSm90::EVICT_LAST), source(_, _, _, n), target(_, _, _, at.stage()));
       at.next();
     };
-    await_stream();
+    grid_dependency_wait();
     prefetch(p.q, tQg);
     int n = t.last - 1;
     load(p.k, tKg, tKs, s.k_full, s.k_empty, k, n);
@@ -290,21 +286,19 @@ struct Producer {
     load(p.v, tVg, tVs, s.v_full, s.v_empty, v, n);
   }
 };
-
-using Pair = cutlass::Array<Element, 2>;
-template <class To = Element>
-CUTE_DEVICE cutlass::Array<To, 2> round_pair(float x, float y) {
-  cutlass::Array<float, 2> pair;
-  pair[0] = x, pair[1] = y;
-  return cutlass::NumericArrayConverter<To, float, 2>{}(pair);
-}
-
 // Statistics of a thread's two rows. Mode 0 of the scores is ((2 columns, 2 rows, N/8 octets)).
 struct Softmax {
   float maximum[2] = {-INFINITY, -INFINITY};
   float sum[2] = {0.f, 0.f};
   float shift[2];   // what is taken from the scaled scores
   float factor[2];  // what O must be multiplied by
+
+  // A maximum to base 2, rounded up: no score's multiply-add with it exceeds zero.
+  CUTE_DEVICE static float scaled(float maximum, float scale_log2) { return __fmul_ru(maximum, scale_log2); }
+  // What the rounding left a row's largest score at, at most zero; 0 where no key was seen.
+  CUTE_DEVICE float residual(int r, float scale_log2) const {
+    return maximum[r] == -INFINITY ? 0.f : fmaf(maximum[r], scale_log2, -scaled(maximum[r], scale_log2));
+  }
 
   // Takes up the maxima of new scores.
   template <bool kFirst, class Scores>
@@ -318,11 +312,12 @@ struct Softmax {
       }
       top = quad_max(top);
       if constexpr (!kFirst) {
-        factor[r] = maximum[r] == top ? 1.f : exp2_mufu((maximum[r] - top) * scale_log2);
+        factor[r] = maximum[r] == top ? 1.f : exp2_approx((maximum[r] - top) * scale_log2);
         sum[r] *= factor[r];
       }
       maximum[r] = top;
-      shift[r] = top == -INFINITY ? 0.f : top * scale_log2 - kLift;
+      float const rounded = scaled(top, scale_log2) - kLift;  // not in the choice: it would be a branch
+      shift[r] = top == -INFINITY ? 0.f : rounded;
     }
   }
 
@@ -335,50 +330,47 @@ struct Softmax {
       for (int r = 0; r < 2; ++r) {
         float& x = scores(make_coord(0, r, j), 0, 0);
         float& y = scores(make_coord(1, r, j), 0, 0);
-        x = exp2_mufu(fmaf(x, scale_log2, -shift[r]));
-        y = exp2_mufu(fmaf(y, scale_log2, -shift[r]));
+        x = exp2_approx(fmaf(x, scale_log2, -shift[r]));
+        y = exp2_approx(fmaf(y, scale_log2, -shift[r]));
         sum[r] += x;
         sum[r] += y;
       }
     }
   }
 
-  // Leaves O, not yet divided, and the statistics to the group that shares the rows.
+  // Stores O, not yet divided, and the statistics for the group that shares the rows.
   template <class Fragment>
-  CUTE_DEVICE void leave(Partner& partner, Fragment const& out, int thread) const {
+  CUTE_DEVICE void store_partials(GroupPartials& partials, Fragment const& out, int thread) const {
     CUTE_UNROLL
-    for (int i = 0; i < kD / 2; ++i) partner.value[i][thread] = out(i);
+    for (int i = 0; i < kD / 2; ++i) partials.value[i][thread] = out(i);
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
-      partner.value[kD / 2 + r][thread] = maximum[r];
-      partner.value[kD / 2 + 2 + r][thread] = sum[r];
+      partials.value[kD / 2 + r][thread] = maximum[r];
+      partials.value[kD / 2 + 2 + r][thread] = sum[r];
     }
-    keep_order();
+    compiler_fence();
   }
-  // Adds to O and the statistics what another group has left.
+  // Adds another group's O and statistics to its own.
   template <class Fragment>
-  CUTE_DEVICE void take_up(Partner const& partner, Fragment& out, int thread, float scale_log2) {
-    keep_order();
+  CUTE_DEVICE void merge_partials(GroupPartials const& partials, Fragment& out, int thread, float scale_log2) {
+    compiler_fence();
     float theirs[2];
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
-      float const other = partner.value[kD / 2 + r][thread], top = fmaxf(maximum[r], other);
-      factor[r] = maximum[r] == top ? 1.f : exp2_mufu((maximum[r] - top) * scale_log2);
-      theirs[r] = other == top ? 1.f : exp2_mufu((other - top) * scale_log2);
+      float const other = partials.value[kD / 2 + r][thread], top = fmaxf(maximum[r], other);
+      factor[r] = maximum[r] == top ? 1.f : exp2_approx((maximum[r] - top) * scale_log2);
+      theirs[r] = other == top ? 1.f : exp2_approx((other - top) * scale_log2);
       maximum[r] = top;
-      sum[r] = sum[r] * factor[r] + partner.value[kD / 2 + 2 + r][thread] * theirs[r];
+      sum[r] = sum[r] * factor[r] + partials.value[kD / 2 + 2 + r][thread] * theirs[r];
     }
     CUTE_UNROLL
     for (int i = 0; i < kD / 2; ++i) {
       int const r = i / 2 % 2;  // a thread's accumulators are (2 columns, 2 rows, octets)
-      out(i) = out(i) * factor[r] + partner.value[i][thread] * theirs[r];
+      out(i) = out(i) * factor[r] + partials.value[i][thread] * theirs[r];
     }
   }
 };
 
-// With a soft cap: tanh(scale / softcap * score) of every score. From an exponential and a
-// reciprocal it is wrong by 4e-7 at most; tanh.approx is by 2^-11 of itself, which a cap of 50 makes
-// 2 % of a probability.
 template <class Scores>
 CUTE_DEVICE void cap(Scores& scores, Params const& p) {
 }
@@ -400,21 +392,29 @@ CUTE_DEVICE void mask(Scores& scores, Params const& p, int const& keys, int row0
     }
   }
 }
+// Natural logarithm of a row's sum of exponentials; -inf where no key was seen.
+CUTE_DEVICE float log_sum_exp(float maximum, float sum, float scale_log2) {
+  float const shift = maximum == -INFINITY ? 0.f : Softmax::scaled(maximum, scale_log2);
+  return (shift + log2f(sum)) * kLn2;
+}
 
-// Four lanes of a quad hold 2 columns each of 4 octets; afterwards lane q holds octet q.
-CUTE_DEVICE void transpose_quad(uint32_t (&word)[4]) {
-  int const q = threadIdx.x % 4;
-  CUTE_UNROLL
-  for (int step = 1; step <= 2; step *= 2) {
-    CUTE_UNROLL
-    for (int i = 0; i < 4; ++i) {
-      if (i & step) continue;
-      uint32_t const mine = q & step ? word[i] : word[i + step];
-      uint32_t const other = __shfl_xor_sync(0xffffffffu, mine, step);
-      if (q & step) word[i] = other;
-      else word[i + step] = other;
-    }
-  }
+// Place of a row in the log-sum-exp.
+CUTE_DEVICE int64_t row_index(Params const& p, Tile const& t, int head, int seq) {
+  return (int64_t(t.batch) * p.heads + head) * p.seqlen_q + seq;
+}
+CUTE_DEVICE Out* out_row(Params const& p, Tile const& t, int head, int seq) {
+  return p.out + t.batch * p.out_batch + head * p.out_head + seq * p.out_row;
+}
+// Where a row of a split goes: to the block's shared memory, or to the workspace.
+struct Partial {
+  float* out;
+  float2* statistics;
+};
+CUTE_DEVICE Partial partial_of(Params const& p, Storage& s, Tile const& t, int row, int64_t at) {
+  int const here = row - t.m_block * kTileM;
+  if (kClusters && p.is_clustered) return {s.cluster.out + here * ClusterPartials::kRow, s.cluster.statistics + here};
+  int64_t const partial = int64_t(t.split) * p.batch * p.heads * p.seqlen_q + at;
+  return {p.partial + partial * p.head_dim, p.partial_statistics + partial};
 }
 
 // O and the log-sum-exp of a thread's two rows, straight from registers.
@@ -425,36 +425,30 @@ CUTE_DEVICE void store(Params const& p, Storage& s, Tile const& t, Fragment cons
   for (int r = 0; r < 2; ++r) {
     int const row = row0 + 8 * r, seq = row / kPack, head = t.head * kPack + row % kPack;
     bool const is_row = seq < p.seqlen_q;
-    auto lse = [&] {  // base 2; -inf where no key was seen
-      float const shift = softmax.maximum[r] == -INFINITY ? 0.f : softmax.maximum[r] * scale_log2;
-      return shift + log2f(softmax.sum[r]);
-    };
-    int64_t const at = (int64_t(t.batch) * p.heads + head) * p.seqlen_q + seq;
+    int64_t const at = row_index(p, t, head, seq);
     if (kSplits && p.splits > 1) {
-      int const here = row - t.m_block * kTileM;
-      int64_t const partial = int64_t(t.split) * p.batch * p.heads * p.seqlen_q + at;
-      bool const is_shared = kClusters && p.is_clustered;
-      float* const target = is_shared ? s.share.out + here * Share::kRow : p.partial + partial * p.head_dim;
-      if (is_row && q == 0) *(is_shared ? s.share.lse + here : p.partial_lse + partial) = lse();
+      Partial const target = partial_of(p, s, t, row, at);
+      // Of the exact product, as partials with other maxima are.
+      float const sum = softmax.sum[r] * exp2_approx(-softmax.residual(r, scale_log2));
+      if (is_row && q == 0) *target.statistics = make_float2(softmax.maximum[r], sum);
       CUTE_UNROLL
       for (int j = 0; j < kD / 8; ++j) {
         if (is_row && 8 * j < p.head_dim) {
-          *reinterpret_cast<float2*>(target + 8 * j + 2 * q) =
+          *reinterpret_cast<float2*>(target.out + 8 * j + 2 * q) =
               make_float2(out(make_coord(0, r, j), 0, 0) * norm[r], out(make_coord(1, r, j), 0, 0) * norm[r]);
         }
       }
       continue;
     }
-    if (p.lse && is_row && q == 0) p.lse[at] = lse() * kLn2;
-    Out* const target = p.out + t.batch * p.out_batch + head * p.out_head + seq * p.out_row;
+    if (p.lse && is_row && q == 0) p.lse[at] = log_sum_exp(softmax.maximum[r], softmax.sum[r], scale_log2);
+    Out* const target = out_row(p, t, head, seq);
     CUTE_UNROLL
     for (int g = 0; g < kD / 32; ++g) {
       uint32_t word[4];
       CUTE_UNROLL
       for (int i = 0; i < 4; ++i) {
-        auto const packed = round_pair<Out>(out(make_coord(0, r, 4 * g + i), 0, 0) * norm[r],
-                                            out(make_coord(1, r, 4 * g + i), 0, 0) * norm[r]);
-        word[i] = reinterpret_cast<uint32_t const&>(packed);
+        word[i] = pack<Out>(out(make_coord(0, r, 4 * g + i), 0, 0) * norm[r],
+                            out(make_coord(1, r, 4 * g + i), 0, 0) * norm[r]);
       }
       transpose_quad(word);
       int const column = 32 * g + 8 * q;
@@ -464,13 +458,91 @@ CUTE_DEVICE void store(Params const& p, Storage& s, Tile const& t, Fragment cons
     }
   }
 }
+// Rows whose maximum is so large that the rounded product with the scale is off by more than P can
+// hold (`Softmax::residual`): each once more, by a warp, in plain arithmetic that subtracts the
+// maximum before the scale. Few models ever come here: a scaled maximum of 2^25 and more.
+//
+// Every branch is on a vote: what the compiler cannot see to be the same in all lanes would cost the
+// main loop its uniform registers.
+CUTE_DEVICE bool vote(bool mine) { return __any_sync(kAllLanes, mine); }
 
+struct Recomputed {
+  static constexpr int kColumns = kD / 32;  // of O, that a lane has: 32 apart
+  float maximum = -INFINITY, sum = 0.f;     // as `Softmax` has them, of the exact product
+  float out[kColumns] = {};                 // not yet divided
+
+  // 0 beyond the last key.
+  CUTE_DEVICE static float score(Params const& p, Element const* query, Element const* keys, int key, int end) {
+    float sum = 0.f;
+    Element const* const row = keys + min(key, end - 1) * p.key.row;
+    for (int d = 0; d < p.head_dim; ++d) sum = fmaf(float(query[d]), float(row[d]), sum);
+    return sum;
+  }
+
+  CUTE_DEVICE Recomputed(Params const& p, Tile const& t, int head, int seq) {
+    int const lane = threadIdx.x % 32, head_kv = head / (p.heads / p.heads_kv);
+    Element const* const query = p.query.row_of(t.batch, head, seq);
+    Element const* const keys = p.key.row_of(t.batch, head_kv, 0);
+    Element const* const values = p.value.row_of(t.batch, head_kv, 0);
+    int const begin = max(first_key(p, seq), t.first * kTileN);
+    int const end = min(end_key(p, p.seqlen_kv, seq), t.last * kTileN);
+    float const scale_log2 = score_scale(p, t.batch, head);
+    for (int first = begin; vote(first < end); first += 32) maximum = fmaxf(maximum, score(p, query, keys, first + lane, end));
+    maximum = warp_max(maximum);
+    for (int first = begin; vote(first < end); first += 32) {
+      float const below = score(p, query, keys, first + lane, end) - maximum;
+      float const mine = first + lane < end ? exp2_approx(below * scale_log2) : 0.f;
+      sum += mine;
+      for (int i = 0; i < 32; ++i) {
+        float const weight = __shfl_sync(kAllLanes, mine, i);
+        CUTE_UNROLL
+        for (int c = 0; c < kColumns; ++c) {
+          bool const is_seen = weight > 0.f && lane + 32 * c < p.head_dim;
+          int64_t const at = is_seen ? (first + i) * p.value.row + lane + 32 * c : 0;
+          out[c] = fmaf(weight, is_seen ? float(values[at]) : 0.f, out[c]);
+        }
+      }
+    }
+    sum = warp_sum(sum);
+  }
+};
+
+// Computes rows of a warp's 16 anew and stores them over what `store` left. Bit 4 i of flagged[r]
+// stands for row i + 8 r.
+CUTE_DEVICE void recompute(Params const& p, Storage& s, Tile const& t, int warp_row, unsigned const (&flagged)[2]) {
+  int const lane = threadIdx.x % 32;
+  __syncwarp();
+  for (int i = 0; i < 16; ++i) {
+    int const row = warp_row + i, seq = row / kPack, head = t.head * kPack + row % kPack;
+    bool const is_flagged = (i < 8 ? flagged[0] : flagged[1]) >> 4 * (i % 8) & 1;
+    if (!vote(is_flagged && seq < p.seqlen_q)) continue;
+    Recomputed const again(p, t, head, seq);
+    float const norm = value_scale(p, t) / again.sum, sum = again.sum * exp2f(kLift);
+    int64_t const at = row_index(p, t, head, seq);
+    bool const is_partial = kSplits && p.splits > 1;
+    if (is_partial) {
+      Partial const target = partial_of(p, s, t, row, at);
+      if (lane == 0) *target.statistics = make_float2(again.maximum, sum);
+      CUTE_UNROLL
+      for (int c = 0; c < Recomputed::kColumns; ++c) {
+        if (lane + 32 * c < p.head_dim) target.out[lane + 32 * c] = again.out[c] * norm;
+      }
+    } else {
+      if (lane == 0 && p.lse) p.lse[at] = log_sum_exp(again.maximum, sum, score_scale(p, t.batch, head));
+      CUTE_UNROLL
+      for (int c = 0; c < Recomputed::kColumns; ++c) {
+        if (lane + 32 * c < p.head_dim) out_row(p, t, head, seq)[lane + 32 * c] = Out(again.out[c] * norm);
+      }
+    }
+  }
+}
 // A consumer warp group's state, which runs on from tile to tile.
 struct Consumer {
-  Ring k, v;
+  PipelineState k, v;
   uint32_t q_phase = 0;
 
-  CUTE_DEVICE void work(Params const& p, Storage& s, Tile const& t) {
+  // `again` is the tile as it lies in shared memory: what is rarely needed is read there.
+  CUTE_DEVICE void work(Params const& p, Storage& s, Tile const& t, Tile const& again) {
     int const group = cutlass::canonical_warp_group_idx() - 1;
     int const tid = threadIdx.x - 128, row_tid = tid % (128 * kRowGroups);
     int const row_group = group % kRowGroups, key_group = kKeyGroups > 1 ? group / kRowGroups : 0;
@@ -491,7 +563,7 @@ struct Consumer {
 
     int const group_row = t.m_block * kTileM + row_group * 64;
     int const row0 = group_row + (tid % 128) / 32 * 16 + (tid % 32) / 4;
-    float const& scale_log2 = score_scale(p, t, row0);
+    float const& scale_log2 = score_scale(p, t.batch, t.head * kPack + row0 % kPack);
     Softmax softmax;
 
     auto release = [&](uint64_t* empty) {
@@ -537,10 +609,8 @@ struct Consumer {
         for (int half = 0; half < 2; ++half) {
           CUTE_UNROLL
           for (int r = 0; r < 2; ++r) {
-            Pair const packed = round_pair(scores(make_coord(0, r, 2 * kk + half), 0, 0),
-                                           scores(make_coord(1, r, 2 * kk + half), 0, 0));
-            tOrP(make_coord(0, r, half), 0, kk) = packed[0];
-            tOrP(make_coord(1, r, half), 0, kk) = packed[1];
+            recast<uint32_t>(tOrP)(make_coord(0, r, half), 0, kk) = pack<Element>(
+                scores(make_coord(0, r, 2 * kk + half), 0, 0), scores(make_coord(1, r, 2 * kk + half), 0, 0));
           }
         }
       }
@@ -577,8 +647,15 @@ struct Consumer {
         auto copy_q = make_tiled_copy_A(Copy_Atom<SM75_U32x4_LDSM_N, Element>{}, mma_qk);
         auto thread_q = copy_q.get_thread_slice(row_tid);
         copy(copy_q, thread_q.partition_S(sQ), thread_q.retile_D(tSrQ));
-        release(&s.q_empty);
       }
+      // Q in registers has left shared memory once a product has read it, not when its loads were
+      // issued: nothing orders these before a copy that the release lets in.
+      auto queries_read = [&] {
+        if constexpr (kQInRegisters) {
+          async_copy_fence();
+          release(&s.q_empty);
+        }
+      };
       Full::wait(&s.k_full[k.stage()], k.phase());
       if constexpr (kScoreBuffers == 1) {
         auto release_keys = [&] {
@@ -589,11 +666,11 @@ struct Consumer {
         auto step = [&](auto is_masked) {
           n -= kKeyGroups;
           if (!kFirstPolls || group == 0) Full::wait(&s.k_full[k.stage()], k.phase());
-          turn_wait(group);
+          scheduler_barrier_wait(group);
           issue_qk(tSrS, k.stage());
           if (!kFirstPolls || group == 0) Full::wait(&s.v_full[v.stage()], v.phase());
           issue_pv();
-          turn_pass(group);
+          scheduler_barrier_arrive(group);
           warpgroup_wait<1>();
           warpgroup_fence_operand(tSrS);
           cap(tSrS, p);
@@ -615,6 +692,7 @@ struct Consumer {
         issue_qk(tSrS, k.stage());
         warpgroup_wait<0>();
         warpgroup_fence_operand(tSrS);
+        queries_read();
         release_keys();
         first_step(tSrS, n);
         if constexpr (kCausal || kWindowed) {
@@ -632,7 +710,7 @@ struct Consumer {
         // the same on every path; its keys are released only then.
         Tensor tSrT = make_fragment_like(tSrS);
         auto issue_next = [&](auto& scores) {
-          Ring const held = k;
+          PipelineState const held = k;
           bool const is_new = n > first;
           if (is_new) {
             k.next();
@@ -665,6 +743,7 @@ struct Consumer {
         int const stage = issue_next(tSrT);
         warpgroup_wait<1>();
         warpgroup_fence_operand(tSrS);
+        queries_read();
         release_stage(stage);
         first_step(tSrS, n);
         while (true) {
@@ -695,12 +774,12 @@ struct Consumer {
       // Q is released once by every group, also by one without keys.
       if (first < t.last && key_group >= t.last - first) release(&s.q_empty);
       if (key_group > 0) {
-        softmax.leave(s.partner[key_group - 1], tOrO, row_tid);
-        cutlass::arch::NamedBarrier::arrive(128 * kKeyGroups, row_group);
+        softmax.store_partials(s.groups[key_group - 1], tOrO, row_tid);
+        cutlass::arch::NamedBarrier::arrive(128 * kKeyGroups, kPartialsOfGroup + row_group);
         return;
       }
-      cutlass::arch::NamedBarrier::sync(128 * kKeyGroups, row_group);
-      for (int i = 0; i + 1 < kKeyGroups; ++i) softmax.take_up(s.partner[i], tOrO, row_tid, scale_log2);
+      cutlass::arch::NamedBarrier::sync(128 * kKeyGroups, kPartialsOfGroup + row_group);
+      for (int i = 0; i + 1 < kKeyGroups; ++i) softmax.merge_partials(s.groups[i], tOrO, row_tid, scale_log2);
     }
     float norm[2];
     CUTE_UNROLL
@@ -709,14 +788,19 @@ struct Consumer {
       norm[r] = softmax.sum[r] > 0.f ? out_scale / softmax.sum[r] : 0.f;
     }
     if (kClusters && p.is_clustered) {
-      cutlass::arch::NamedBarrier::sync(128 * kGroups, kGroups);
-      keep_order();
+      cutlass::arch::NamedBarrier::sync(128 * kGroups, kPartialsOfBlock);
+      compiler_fence();
     }
-    await_stream();
+    grid_dependency_wait();
     store(p, s, t, tOrO, row0, softmax, scale_log2, norm);
+    unsigned const flagged[2] = {__ballot_sync(kAllLanes, softmax.residual(0, scale_log2) < kLeastResidual),
+                                 __ballot_sync(kAllLanes, softmax.residual(1, scale_log2) < kLeastResidual)};
+    if (flagged[0] | flagged[1]) {
+      int const warp_row = again.m_block * kTileM + (threadIdx.x - 128) / 32 % (4 * kRowGroups) * 16;
+      recompute(p, s, again, warp_row, flagged);
+    }
   }
 };
-
 // Hands out tiles to a persistent block's producer and consumers: one thread. From the counter a
 // tile is taken when the producer is about to run out of work, no earlier: whoever is done first
 // gets the next one.
@@ -725,9 +809,9 @@ CUTE_DEVICE void schedule(Params const& p, Storage& s) {
   for (int round = 0;; ++round) {
     Tile const t = Tile::at(p, index);
     Empty::wait(&s.tile_empty[round % 2], round / 2 % 2 ^ 1);
-    keep_order();
+    compiler_fence();
     s.tile[round % 2] = t;
-    keep_order();
+    compiler_fence();
     Empty::arrive(&s.tile_full[round % 2]);
     if (t.m_block < 0) break;
     if constexpr (kDynamic) {
@@ -739,33 +823,33 @@ CUTE_DEVICE void schedule(Params const& p, Storage& s) {
   }
 }
 
-// Calls work(tile) for every tile of this block, in the producing thread and in the consumer warps.
+// Calls work(tile, tile) for every tile of this block, in the producing thread and in the consumer warps.
 template <bool kIsConsumer, class Work>
 CUTE_DEVICE void for_each_tile(Params const& p, Storage& s, Work&& work) {
   if constexpr (kPersistent) {
     for (int round = 0;; ++round) {
       Empty::wait(&s.tile_full[round % 2], round / 2 % 2);
-      keep_order();
+      compiler_fence();
       Tile const& t = s.tile[round % 2];
       if (t.m_block < 0) break;
       // The producer reads it where it lies, having few registers; so do consumers that have none
       // to spare, or a sequence's own lengths to keep.
-      if constexpr (kIsConsumer && true) work(Tile(t));
-      else work(t);
+      if constexpr (kIsConsumer && true) work(Tile(t), t);
+      else work(t, t);
       if constexpr (kIsConsumer) {
         __syncwarp();
-        keep_order();
+        compiler_fence();
         if (threadIdx.x % 32 == 0) Empty::arrive(&s.tile_empty[round % 2]);
       } else if constexpr (kProducerReturns) {
-        keep_order();
+        compiler_fence();
         Empty::arrive(&s.tile_empty[round % 2]);
       }
     }
   } else {
-    work(Tile::at(p, blockIdx.x));
+    Tile const t = Tile::at(p, blockIdx.x);
+    work(t, t);
   }
 }
-
 CUTE_DEVICE void add(float4& sum, float weight, float4 const& x) {
   sum.x += weight * x.x, sum.y += weight * x.y, sum.z += weight * x.z, sum.w += weight * x.w;
 }
@@ -780,20 +864,10 @@ CUTE_DEVICE void store_four(Params const& p, int batch, int head, int seq, int c
 // A value in the shared memory of another block of the cluster.
 template <class T>
 CUTE_DEVICE T remote(T const& mine, int block) {
-  uint32_t at;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(cast_smem_ptr_to_uint(&mine)), "r"(block));
-  if constexpr (sizeof(T) == 4) {
-    float x;
-    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(at));
-    return x;
-  } else {
-    float4 x;
-    asm volatile("ld.shared::cluster.v4.f32 { %0, %1, %2, %3 }, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(at));
-    return x;
-  }
+  return load_cluster(set_block_rank(cast_smem_ptr_to_uint(&mine), block), mine);
 }
 
-// The outputs of a cluster's splits, weighted by exp of their log-sum-exp: each block its part of
+// The outputs of a cluster's splits, weighted by their sums of exponentials: each block its part of
 // the tile, four columns a thread at a time.
 CUTE_DEVICE void combine_cluster(Params const& p, Storage& s) {
   constexpr int kMostSplits = 16;
@@ -802,41 +876,43 @@ CUTE_DEVICE void combine_cluster(Params const& p, Storage& s) {
   int const part = (rows * fours + p.splits - 1) / p.splits, begin = t.split * part;
   for (int item = begin + threadIdx.x - 128; item < min(begin + part, rows * fours); item += 128 * kGroups) {
     int const here = item / fours, column = item % fours * 4;
-    float weight[kMostSplits], top = -INFINITY, total = 0.f;
+    float2 statistics[kMostSplits];
+    float top = -INFINITY, total = 0.f;
     // Always as many loads as there may be splits, all in flight at once: a branch would put each
     // after the one before.
     CUTE_UNROLL
     for (int i = 0; i < kMostSplits; ++i) {
-      float const lse = remote(s.share.lse[here], min(i, p.splits - 1));
-      weight[i] = i < p.splits ? lse : -INFINITY;
-      top = fmaxf(top, weight[i]);
+      statistics[i] = remote(s.cluster.statistics[here], min(i, p.splits - 1));
+      if (i >= p.splits) statistics[i].y = 0.f;
+      top = fmaxf(top, statistics[i].x);
     }
+    int const row = t.m_block * kTileM + here, seq = row / kPack, head = t.head * kPack + row % kPack;
+    float const scale_log2 = score_scale(p, t.batch, head);
     float const shift = top == -INFINITY ? 0.f : top;
-    float4 const& mine = reinterpret_cast<float4 const&>(s.share.out[here * Share::kRow + column]);
+    float4 const& mine = reinterpret_cast<float4 const&>(s.cluster.out[here * ClusterPartials::kRow + column]);
     float4 sum{};
     CUTE_UNROLL
     for (int i = 0; i < kMostSplits; ++i) {
-      float const w = exp2_mufu(weight[i] - shift);
+      float const w = statistics[i].y * exp2_approx((statistics[i].x - shift) * scale_log2);
       total += w;
       add(sum, w, remote(mine, min(i, p.splits - 1)));
     }
-    int const row = t.m_block * kTileM + here, seq = row / kPack, head = t.head * kPack + row % kPack;
     if (column == 0 && p.lse) {
-      p.lse[(int64_t(t.batch) * p.heads + head) * p.seqlen_q + seq] = (shift + log2f(total)) * kLn2;
+      p.lse[(int64_t(t.batch) * p.heads + head) * p.seqlen_q + seq] = log_sum_exp(top, total, scale_log2);
     }
     store_four(p, t.batch, head, seq, column, sum, total > 0.f ? 1.f / total : 0.f);
   }
 }
 
-// Every thread of the cluster comes here twice: when the shares stand, and when all were read.
-CUTE_DEVICE void cluster_meets() {
+// Every thread of the cluster comes here twice: once the partials are written, and once they were
+// read.
+CUTE_DEVICE void cluster_sync() {
   __syncwarp();
-  keep_order();
+  compiler_fence();
   cluster_arrive();
   cluster_wait();
-  keep_order();
+  compiler_fence();
 }
-
 #endif
 
 struct kernel_golden {
@@ -864,35 +940,35 @@ struct kernel_golden {
       prefetch_tma_descriptor(p.v.get_tma_descriptor());
     }
     __syncthreads();
-    asm volatile("griddepcontrol.launch_dependents;");
+    grid_dependency_launch();
     if (threadIdx.x < 128) {
       cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
       if (threadIdx.x == 0) {
         Producer producer;
-        for_each_tile<false>(p, s, [&](Tile const& t) { producer.load(p, s, t); });
+        for_each_tile<false>(p, s, [&](Tile const& t, Tile const&) { producer.load(p, s, t); });
       } else if (kPersistent && threadIdx.x == 32) {
-        await_stream();
+        grid_dependency_wait();
         schedule(p, s);
       }
       if (kClusters && p.is_clustered) {
-        cluster_meets();
-        cluster_meets();
+        cluster_sync();
+        cluster_sync();
       }
     } else {
       cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
       if constexpr (kPingPong) {
-        if (threadIdx.x / 128 == kGroups) cutlass::arch::NamedBarrier::arrive(256, 0);
+        if (threadIdx.x / 128 == kGroups) cutlass::arch::NamedBarrier::arrive(256, kOrderOfGroup);
       }
       Consumer consumer;
-      for_each_tile<true>(p, s, [&](Tile const& t) { consumer.work(p, s, t); });
+      for_each_tile<true>(p, s, [&](Tile const& t, Tile const& again) { consumer.work(p, s, t, again); });
       if constexpr (kPingPong) {
-        // Balances the last turn_pass to group 0, on which nobody waits any more.
-        if (threadIdx.x / 128 == 1) cutlass::arch::NamedBarrier::sync(256, 0);
+        // Balances the last scheduler_barrier_arrive to group 0, on which nobody waits any more.
+        if (threadIdx.x / 128 == 1) cutlass::arch::NamedBarrier::sync(256, kOrderOfGroup);
       }
       if (kClusters && p.is_clustered) {
-        cluster_meets();
+        cluster_sync();
         combine_cluster(p, s);
-        cluster_meets();
+        cluster_sync();
       }
     }
 #endif
@@ -907,31 +983,34 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) fused_attention(CUTE_G
 // Before the kernel above, which begins as its programmatic dependent.
 template <class Kernel>
 __global__ void __launch_bounds__(32) clear_counter(CUTE_GRID_CONSTANT Params const p) {
-  asm volatile("griddepcontrol.launch_dependents;");
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  grid_dependency_launch();
+  grid_dependency_wait();
   if (threadIdx.x == 0) *p.counter = 0;
 }
 
-// The splits of a row, weighted by exp of their log-sum-exp: a warp a row.
+// The splits of a row, weighted by their sums of exponentials: a warp a row.
 template <class Kernel>
 __global__ void __launch_bounds__(128) combine(CUTE_GRID_CONSTANT Params const p) {
 #if defined(__CUDA_ARCH__)
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;");
+  grid_dependency_wait();
+  grid_dependency_launch();
   int64_t const rows = int64_t(p.batch) * p.heads * p.seqlen_q, row = int64_t(blockIdx.x) * 4 + threadIdx.x / 32;
   int const lane = threadIdx.x % 32;
   if (row >= rows) return;
   float top = -INFINITY;
-  for (int i = lane; i < p.splits; i += 32) top = fmaxf(top, p.partial_lse[i * rows + row]);
+  for (int i = lane; i < p.splits; i += 32) top = fmaxf(top, p.partial_statistics[i * rows + row].x);
   CUTE_UNROLL
   for (int step = 16; step > 0; step /= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, step));
   float const shift = top == -INFINITY ? 0.f : top;
+  int const seq = row % p.seqlen_q, head = row / p.seqlen_q % p.heads, batch = row / p.seqlen_q / p.heads;
+  float const scale_log2 = score_scale(p, batch, head);
   constexpr int kFours = (kD + 127) / 128, kInFlight = 16 / kFours;
   float4 sum[kFours] = {};
   float total = 0.f;
   for (int first = 0; first < p.splits; first += 32) {
     int const here = min(32, p.splits - first);
-    float const own = lane < here ? exp2_mufu(p.partial_lse[(first + lane) * rows + row] - shift) : 0.f;
+    float2 const statistics = p.partial_statistics[(first + min(lane, here - 1)) * rows + row];
+    float const own = lane < here ? statistics.y * exp2_approx((statistics.x - shift) * scale_log2) : 0.f;
     total += own;
     for (int i = 0; i < here; i += kInFlight) {
       float4 x[kInFlight][kFours];
@@ -955,8 +1034,7 @@ __global__ void __launch_bounds__(128) combine(CUTE_GRID_CONSTANT Params const p
   CUTE_UNROLL
   for (int step = 16; step > 0; step /= 2) total += __shfl_xor_sync(0xffffffffu, total, step);
   float const norm = total > 0.f ? 1.f / total : 0.f;
-  int const seq = row % p.seqlen_q, head = row / p.seqlen_q % p.heads, batch = row / p.seqlen_q / p.heads;
-  if (lane == 0 && p.lse) p.lse[row] = (shift + log2f(total)) * kLn2;
+  if (lane == 0 && p.lse) p.lse[row] = log_sum_exp(top, total, scale_log2);
   CUTE_UNROLL
   for (int c = 0; c < (kD + 127) / 128; ++c) {
     int const column = 4 * lane + 128 * c;
@@ -1018,6 +1096,7 @@ inline Params params_of(Call const& call) {
   Params p;
   p.batch = n[0], p.heads = n[1], p.heads_kv = n[2], p.seqlen_q = n[3], p.seqlen_kv = n[4], p.head_dim = n[5];
   auto data = [&](int index) { return static_cast<Element const*>(call.tensors[index]); };
+  p.query = {data(0), n[6], n[7], n[8]}, p.key = {data(1), n[9], n[10], n[11]}, p.value = {data(2), n[12], n[13], n[14]};
   p.q = make_tma_copy(SM90_TMA_LOAD{},
                       global_tensor(data(0), rows_q(p.seqlen_q), rows_q_stride(n[7], n[8]), p.head_dim, p.heads / kPack, p.batch,
                                     n[7] * kPack, n[6]),
@@ -1035,12 +1114,12 @@ inline Params params_of(Call const& call) {
   p.splits = n[18], p.is_clustered = n[20];
   p.counter = static_cast<int*>(call.workspace);
   p.partial = reinterpret_cast<float*>(static_cast<char*>(call.workspace) + kCounterBytes + image_bytes(n));
-  p.partial_lse = p.partial + partial_rows(n) * p.head_dim;
-  int const heads = p.heads / kPack, lanes = p.batch * heads;
+  p.partial_statistics = reinterpret_cast<float2*>(p.partial + partial_rows(n) * p.head_dim);
+  int const heads = p.heads / kPack, all_heads = p.batch * heads;
   p.m_blocks = (p.seqlen_q * kPack + kTileM - 1) / kTileM;
-  p.tiles = p.m_blocks * lanes * p.splits;
+  p.tiles = p.m_blocks * all_heads * p.splits;
   int64_t const kv_bytes = int64_t(2 * sizeof(Element)) * p.seqlen_kv * p.head_dim;
-  p.section = int(std::min<int64_t>(lanes, std::max<int64_t>(1, kSectionBytes / kv_bytes) * (heads / p.heads_kv)));
+  p.section = int(std::min<int64_t>(all_heads, std::max<int64_t>(1, kSectionBytes / kv_bytes) * (heads / p.heads_kv)));
   p.by_m_blocks = cutlass::FastDivmod(p.m_blocks);
   p.by_splits = cutlass::FastDivmod(p.splits);
   p.by_heads = cutlass::FastDivmod(heads);
@@ -1080,7 +1159,7 @@ inline int launch(void* const* tensors, int64_t const* n, double const* scalars,
 }  // namespace k_golden
 
 extern "C" int tuner_golden_workspace(int64_t const* integers, int64_t* bytes) {
-  *bytes = k_golden::kCounterBytes + k_golden::image_bytes(integers) + k_golden::partial_rows(integers) * (integers[5] + 1) * int64_t(sizeof(float));
+  *bytes = k_golden::kCounterBytes + k_golden::image_bytes(integers) + k_golden::partial_rows(integers) * (integers[5] + 2) * int64_t(sizeof(float));
   return 0;
 }
 extern "C" int tuner_golden_launch(void* const* tensors, int64_t const* integers, double const* scalars, void* workspace, void* stream) {

@@ -5,7 +5,11 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include "ptx.h"
+
 namespace k_golden {
+
+using namespace tuner;
 
 constexpr int kWarps = 8;
 constexpr int kKWarps = 8;
@@ -192,9 +196,9 @@ __device__ __forceinline__ void fetch_ahead(Params const& p) {
 }
 
 __device__ __forceinline__ void wait_for_kernel_in_front() {
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  grid_dependency_wait();
   // The kernel behind waits in the same way: it may come as soon as there is room.
-  asm volatile("griddepcontrol.launch_dependents;");
+  grid_dependency_launch();
 }
 
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm) gemv_golden(const __grid_constant__ Params p) {
@@ -257,6 +261,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) gemv_golden(const __gr
                  // Beyond K is what was there before: not even zero times it is sure to be zero.
                  return whole || piece * kPieceK < left ? w : make_uint4(0, 0, 0, 0);
                }, sums);
+      async_copy_fence();
       __syncwarp();
       if (threadIdx.x % kWarp == 0)
         asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(free + stage)) : "memory");

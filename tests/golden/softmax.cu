@@ -3,7 +3,11 @@
 
 #include <cuda_runtime.h>
 
+#include "ptx.h"
+
 namespace k_golden {
+
+using namespace tuner;
 
 constexpr bool kBfloat16 = false;
 constexpr int kThreadsPerRow = 32;
@@ -62,12 +66,6 @@ using Values = float[kVectors][kVector];
 // The maximum starts at a finite value: -inf - -inf would poison a sum that later columns rescue.
 constexpr float kLowest = -FLT_MAX;
 
-__device__ __forceinline__ float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
 
 __device__ __forceinline__ uint32_t pack(float low, float high) {
@@ -120,7 +118,7 @@ __device__ __forceinline__ Statistics combine(Statistics mine, Row const& row) {
     const Statistics other =
         lane < kWarpsPerRow ? partial[row_of_block][lane] : Statistics{kLowest, 0.0f};
     const float maximum = lanes_max(other.maximum, row.lanes);
-    return {maximum, lanes_sum(other.sum * exp2_fast(other.maximum - maximum), row.lanes)};
+    return {maximum, lanes_sum(other.sum * exp2_approx(other.maximum - maximum), row.lanes)};
   } else {
     row_barrier(row);
     return mine;
@@ -156,7 +154,7 @@ __device__ __forceinline__ void load_tile(Row const& row, int first, Values& val
 #pragma unroll
     for (int v = 0; v < kVectors; ++v)
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) values[v][i] *= row.scale_log2;
+      for (int i = 0; i < kVector; ++i) values[v][i] = __fmul_rn(values[v][i], row.scale_log2);
     return;
   }
   if (first < row.visible) {
@@ -170,7 +168,7 @@ __device__ __forceinline__ void load_tile(Row const& row, int first, Values& val
     const int remaining = row.visible - column(first, v, row);
 #pragma unroll
     for (int i = 0; i < kVector; ++i)
-      values[v][i] = i < remaining ? values[v][i] * row.scale_log2 : -infinity();
+      values[v][i] = i < remaining ? __fmul_rn(values[v][i], row.scale_log2) : -infinity();
   }
 }
 
@@ -211,7 +209,7 @@ __device__ __forceinline__ float tile_exp(Values& values, float maximum) {
   for (int v = 0; v < kVectors; ++v)
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
-      values[v][i] = exp2_fast(values[v][i] - maximum);
+      values[v][i] = exp2_approx(values[v][i] - maximum);
       sum += values[v][i];
     }
   return sum;
@@ -223,7 +221,7 @@ __device__ __forceinline__ void one_pass(Row const& row) {
   const float maximum = lanes_max(tile_max(values, kLowest), row.lanes);
   const float sum = lanes_sum(tile_exp(values, maximum), row.lanes);
   const Statistics all = combine<0>({maximum, sum}, row);
-  store_tile(row, 0, values, row.factor * __fdividef(exp2_fast(maximum - all.maximum), all.sum));
+  store_tile(row, 0, values, row.factor * __fdividef(exp2_approx(maximum - all.maximum), all.sum));
 }
 
 // The loops over tiles are not unrolled: a tile holds the reads in flight, and ptxas spilled when
@@ -235,11 +233,11 @@ __device__ __forceinline__ Statistics online_statistics(Row const& row) {
     Values values;
     load_tile(row, first, values);
     const float maximum = tile_max(values, mine.maximum);
-    mine.sum = mine.sum * exp2_fast(mine.maximum - maximum) + tile_exp(values, maximum);
+    mine.sum = mine.sum * exp2_approx(mine.maximum - maximum) + tile_exp(values, maximum);
     mine.maximum = maximum;
   }
   const float maximum = lanes_max(mine.maximum, row.lanes);
-  const float sum = lanes_sum(mine.sum * exp2_fast(mine.maximum - maximum), row.lanes);
+  const float sum = lanes_sum(mine.sum * exp2_approx(mine.maximum - maximum), row.lanes);
   return combine<0>({maximum, sum}, row);
 }
 
@@ -277,8 +275,8 @@ __device__ __forceinline__ void write_row(Row const& row, Statistics all, bool o
 __global__ void __launch_bounds__(kBlock) softmax_golden(const Params params) {
   // Nothing of the kernel before may be read sooner; the kernel after waits in the same way, so it
   // may come as soon as there is room.
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;");
+  grid_dependency_wait();
+  grid_dependency_launch();
   const int64_t index = int64_t(blockIdx.x) * kRowsPerBlock + threadIdx.x / kThreadsPerRow;
   const bool present = index < params.rows;
   Row row;

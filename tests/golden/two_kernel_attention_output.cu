@@ -4,25 +4,21 @@
 #include <cute/tensor.hpp>
 #include <cutlass/arch/barrier.h>
 #include <cutlass/arch/reg_reconfig.h>
+#include "attention.h"
 #include <cutlass/numeric_conversion.h>
 #include <cutlass/numeric_types.h>
 
 namespace k_golden {
 using namespace cute;
+using namespace tuner;
 using Element = cutlass::half_t;
 constexpr int kTileN = 128, kColumns = 64, kGroups = 2, kStages = 4;
 constexpr int kBlocksPerSm = 1, kThreads = 128 * (kGroups + 1), kRows = 64;
 constexpr bool kCausal = true;
 constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
 constexpr int kImage = kRows * kTileN;  // elements of P that a warp group writes or reads at once
-constexpr float kLn2 = 0.693147181f;
-
-// The widest swizzle that divides rows of kWidth elements.
-template <int kWidth, int kBytes = kWidth * int(sizeof(Element))>
-using SmemAtom = cute::conditional_t<kBytes % 128 == 0, GMMA::Layout_K_SW128_Atom<Element>,
-    cute::conditional_t<kBytes % 64 == 0, GMMA::Layout_K_SW64_Atom<Element>, GMMA::Layout_K_SW32_Atom<Element>>>;
 // K or V.
-using SmemLayoutKV = decltype(tile_to_shape(SmemAtom<kColumns>{}, Shape<Int<kTileN>, Int<kColumns>, Int<kStages>>{}));
+using SmemLayoutKV = decltype(tile_to_shape(SmemAtom<kColumns, Element>{}, Shape<Int<kTileN>, Int<kColumns>, Int<kStages>>{}));
 
 CUTE_HOST_DEVICE auto global_tensor(Element const* data, int rows, int64_t stride, int d, int heads, int batch,
                                     int64_t head_stride, int64_t batch_stride) {
@@ -36,7 +32,7 @@ using Full = cutlass::arch::ClusterTransactionBarrier;
 using Empty = cutlass::arch::ClusterBarrier;
 
 // A place in the ring and the parity of its round.
-struct Ring {
+struct PipelineState {
   int stage = 0;
   uint32_t phase = 0;
   CUTE_DEVICE void next() {
@@ -44,16 +40,16 @@ struct Ring {
   }
 };
 
-// The launch's part of the problem: `lanes` heads from `first_lane` on, 64-row `blocks` from
+// The launch's part of the problem: `head_count` heads from `first_head` on, 64-row `blocks` from
 // `first_block` on.
 struct Part {
   int batch, heads, heads_kv, seqlen_q, seqlen_kv, head_dim;
-  int first_lane, lanes, first_block, blocks, tiles;
+  int first_head, head_count, first_block, blocks, tiles;
 
   Part() = default;
   explicit Part(int64_t const* n)
       : batch(n[0]), heads(n[1]), heads_kv(n[2]), seqlen_q(n[3]), seqlen_kv(n[4]), head_dim(n[5]),
-        first_lane(n[6]), lanes(n[7]), first_block(n[8] / kRows), blocks((n[9] + kRows - 1) / kRows),
+        first_head(n[6]), head_count(n[7]), first_block(n[8] / kRows), blocks((n[9] + kRows - 1) / kRows),
         tiles((n[4] + kTileN - 1) / kTileN) {}
 
   // Tiles of keys that some row of a block of the launch sees; none beyond its last block.
@@ -65,51 +61,13 @@ struct Part {
   // The same of the blocks that a thread block works on.
   CUTE_DEVICE int tiles_from(int block) const { return tiles_of(min(block + kGroups, blocks) - 1); }
   // Where the first tile of a block lies among the images.
-  CUTE_DEVICE int64_t image(int lane, int block) const { return (int64_t(lane) * blocks + block) * tiles; }
+  CUTE_DEVICE int64_t image(int head_index, int block) const { return (int64_t(head_index) * blocks + block) * tiles; }
 };
 
-CUTE_DEVICE float exp2_mufu(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-CUTE_DEVICE float quad_max(float x) {
-  x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
-  return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
-}
-CUTE_DEVICE float quad_sum(float x) {
-  x += __shfl_xor_sync(0xffffffffu, x, 2);
-  return x + __shfl_xor_sync(0xffffffffu, x, 1);
-}
-CUTE_DEVICE uint32_t round_pair(float x, float y) {
-  cutlass::Array<float, 2> pair;
-  pair[0] = x, pair[1] = y;
-  auto const rounded = cutlass::NumericArrayConverter<Element, float, 2>{}(pair);
-  return reinterpret_cast<uint32_t const&>(rounded);
-}
-// Four lanes of a quad hold 2 columns each of 4 octets; afterwards lane q holds octet q. And back.
-CUTE_DEVICE void transpose_quad(uint32_t (&word)[4]) {
-  int const q = threadIdx.x % 4;
-  CUTE_UNROLL
-  for (int step = 1; step <= 2; step *= 2) {
-    CUTE_UNROLL
-    for (int i = 0; i < 4; ++i) {
-      if (i & step) continue;
-      uint32_t const mine = q & step ? word[i] : word[i + step];
-      uint32_t const other = __shfl_xor_sync(0xffffffffu, mine, step);
-      if (q & step) word[i] = other;
-      else word[i + step] = other;
-    }
-  }
-}
 CUTE_DEVICE void release(uint64_t* empty) {
   __syncwarp();
   if (threadIdx.x % 32 == 0) Empty::arrive(empty);
 }
-// Both do nothing unless launched as programmatic dependent, or depended on.
-CUTE_DEVICE void wait_for_predecessor() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-CUTE_DEVICE void allow_dependents() { asm volatile("griddepcontrol.launch_dependents;"); }
-
 using SmemLayoutP = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{}, Shape<Int<kRows>, Int<kTileN>, Int<kGroups * kStages>>{}));
 using SmemLayoutVt = decltype(composition(
     SmemLayoutKV{}, make_layout(Shape<Int<kColumns>, Int<kTileN>, Int<kStages>>{},
@@ -122,6 +80,7 @@ struct Params : Part {
   TmaKV v;
   Element const* probabilities;
   float2 const* statistics;
+  float maximum_scale;  // of the statistics' maxima, to base 2
   Element* out;
   int64_t out_batch, out_head, out_row;
   float* lse;
@@ -136,9 +95,9 @@ struct Storage {
 
 // What a block works on: 64-row blocks from `block` on and kColumns columns of one head.
 struct Work {
-  int lane, block, slice;
+  int head_index, block, slice;
   CUTE_DEVICE Work() {
-    lane = blockIdx.x;
+    head_index = blockIdx.x;
     // The longest rows of a causal mask come first.
     block = (kCausal ? gridDim.y - 1 - blockIdx.y : blockIdx.y) * kGroups;
     slice = blockIdx.z;
@@ -148,7 +107,7 @@ struct Work {
 // The host's compiler need not see what only the device runs.
 #if defined(__CUDA_ARCH__)
 CUTE_DEVICE void produce(Params const& p, Storage& s, Work const& w) {
-  int const lane = p.first_lane + w.lane, batch = lane / p.heads, head = lane % p.heads;
+  int const head_index = p.first_head + w.head_index, batch = head_index / p.heads, head = head_index % p.heads;
   Tensor gV = local_tile(p.v.get_tma_tensor(make_shape(p.seqlen_kv, p.head_dim, p.heads_kv, p.batch))(_, _, head / (p.heads / p.heads_kv), batch),
                          Shape<Int<kTileN>, Int<kColumns>>{}, make_coord(_, w.slice));
   Tensor sV = make_tensor(make_smem_ptr(s.v.data()), SmemLayoutKV{});
@@ -166,7 +125,7 @@ CUTE_DEVICE void produce(Params const& p, Storage& s, Work const& w) {
   auto load_probabilities = [&](int n, int stage) {
     for (int g = 0; g < kGroups; ++g) {
       if (n >= p.tiles_of(w.block + g)) continue;
-      int64_t const image = p.image(w.lane, w.block + g) + n;
+      int64_t const image = p.image(w.head_index, w.block + g) + n;
       SM90_BULK_COPY_G2S::copy(p.statistics + image * kRows, &s.full[stage], s.statistics[stage][g], kStatisticBytes);
       SM90_BULK_COPY_G2S::copy(p.probabilities + image * kImage, &s.full[stage], s.p.data() + (stage * kGroups + g) * kImage, kImageBytes);
     }
@@ -174,9 +133,9 @@ CUTE_DEVICE void produce(Params const& p, Storage& s, Work const& w) {
   // Values were there before the kernel that makes the probabilities began.
   int const early = min(last, kStages);
   for (int n = 0; n < early; ++n) load_values(n, n);
-  wait_for_predecessor();
+  grid_dependency_wait();
   for (int n = 0; n < early; ++n) load_probabilities(n, n);
-  Ring v;
+  PipelineState v;
   v.phase = 1;
   for (int n = early; n < last; ++n, v.next()) {
     Empty::wait(&s.empty[v.stage], v.phase ^ 1);
@@ -186,16 +145,16 @@ CUTE_DEVICE void produce(Params const& p, Storage& s, Work const& w) {
 }
 
 // (maximum, sum) of a row from those of its tiles: each lane of a quad takes every fourth.
-CUTE_DEVICE float2 whole_row(float2 const* tile, int tiles) {
+CUTE_DEVICE float2 whole_row(Params const& p, float2 const* tile, int tiles) {
   float top = -INFINITY, sum = 0.f;
   for (int t = threadIdx.x % 4; t < tiles; t += 4) {
     float2 const of_tile = tile[int64_t(t) * kRows];
     float const grown = fmaxf(top, of_tile.x), shift = grown == -INFINITY ? 0.f : grown;
-    sum = sum * exp2_mufu(top - shift) + of_tile.y * exp2_mufu(of_tile.x - shift);
+    sum = sum * exp2_approx((top - shift) * p.maximum_scale) + of_tile.y * exp2_approx((of_tile.x - shift) * p.maximum_scale);
     top = grown;
   }
   float const all = quad_max(top), shift = all == -INFINITY ? 0.f : all;
-  return make_float2(shift, quad_sum(sum * exp2_mufu(top - shift)));
+  return make_float2(shift, quad_sum(sum * exp2_approx((top - shift) * p.maximum_scale)));
 }
 
 CUTE_DEVICE void consume(Params const& p, Storage& s, Work const& w) {
@@ -212,14 +171,14 @@ CUTE_DEVICE void consume(Params const& p, Storage& s, Work const& w) {
   clear(tOrO);
   // No group sees fewer tiles than the one before it: only the last one's are all loaded.
   int const last = p.tiles_of(block);
-  Ring v;
+  PipelineState v;
 
-  wait_for_predecessor();
+  grid_dependency_wait();
   float2 whole[2];
   float norm[2];
   CUTE_UNROLL
   for (int r = 0; r < 2; ++r) {
-    whole[r] = whole_row(p.statistics + p.image(w.lane, block) * kRows + row + 8 * r, last);
+    whole[r] = whole_row(p, p.statistics + p.image(w.head_index, block) * kRows + row + 8 * r, last);
     norm[r] = whole[r].y > 0.f ? 1.f / whole[r].y : 0.f;
   }
   auto issue = [&](auto& product) {
@@ -237,7 +196,11 @@ CUTE_DEVICE void consume(Params const& p, Storage& s, Work const& w) {
     warpgroup_fence_operand(product);
     float weight[2];
     CUTE_UNROLL
-    for (int r = 0; r < 2; ++r) weight[r] = exp2_mufu(s.statistics[stage][group][row + 8 * r].x - whole[r].x) * norm[r];
+    for (int r = 0; r < 2; ++r) {
+      float const below = s.statistics[stage][group][row + 8 * r].x - whole[r].x;
+      weight[r] = exp2_approx(below * p.maximum_scale) * norm[r];
+    }
+    async_copy_fence();
     release(&s.empty[stage]);
     CUTE_UNROLL
     for (int j = 0; j < kColumns / 8; ++j) {
@@ -289,20 +252,20 @@ CUTE_DEVICE void consume(Params const& p, Storage& s, Work const& w) {
     release(&s.empty[v.stage]);
   }
 
-  int const lane = p.first_lane + w.lane, batch = lane / p.heads, head = lane % p.heads;
+  int const head_index = p.first_head + w.head_index, batch = head_index / p.heads, head = head_index % p.heads;
   CUTE_UNROLL
   for (int r = 0; r < 2; ++r) {
     int const seq = (p.first_block + block) * kRows + row + 8 * r;
     bool const is_row = block < p.blocks && seq < p.seqlen_q;
     if (is_row && q == 0 && w.slice == 0 && p.lse) {
-      p.lse[int64_t(lane) * p.seqlen_q + seq] = (whole[r].x + log2f(whole[r].y)) * kLn2;
+      p.lse[int64_t(head_index) * p.seqlen_q + seq] = (whole[r].x * p.maximum_scale + log2f(whole[r].y)) * kLn2;
     }
     Element* const target = p.out + batch * p.out_batch + head * p.out_head + seq * p.out_row;
     CUTE_UNROLL
     for (int g = 0; g < kColumns / 32; ++g) {
       uint32_t word[4];
       CUTE_UNROLL
-      for (int i = 0; i < 4; ++i) word[i] = round_pair(tOrO(make_coord(0, r, 4 * g + i), 0, 0), tOrO(make_coord(1, r, 4 * g + i), 0, 0));
+      for (int i = 0; i < 4; ++i) word[i] = pack<Element>(tOrO(make_coord(0, r, 4 * g + i), 0, 0), tOrO(make_coord(1, r, 4 * g + i), 0, 0));
       transpose_quad(word);
       int const column = w.slice * kColumns + 32 * g + 8 * q;
       if (is_row && column < p.head_dim) {
@@ -328,7 +291,7 @@ struct kernel_golden {
       prefetch_tma_descriptor(p.v.get_tma_descriptor());
     }
     __syncthreads();
-    allow_dependents();
+    grid_dependency_launch();
     Work const w;
     if (threadIdx.x < 128) {
       cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
@@ -341,7 +304,7 @@ struct kernel_golden {
   }
 };
 
-inline Params params_of(void* const* tensors, int64_t const* n, double const*) {
+inline Params params_of(void* const* tensors, int64_t const* n, double const* scalars) {
   Params p;
   static_cast<Part&>(p) = Part(n);
   p.v = make_tma_copy(SM90_TMA_LOAD{},
@@ -349,6 +312,7 @@ inline Params params_of(void* const* tensors, int64_t const* n, double const*) {
                       SmemLayoutKV{}(_, _, 0), Shape<Int<kTileN>, Int<kColumns>>{}, _1{});
   p.probabilities = static_cast<Element const*>(tensors[0]);
   p.statistics = static_cast<float2 const*>(tensors[1]);
+  p.maximum_scale = float(scalars[0]);
   p.out = static_cast<Element*>(tensors[3]);
   p.out_batch = n[14], p.out_head = n[15], p.out_row = n[16];
   p.lse = static_cast<float*>(tensors[4]);
@@ -380,7 +344,7 @@ inline int launch(void* const* tensors, int64_t const* n, double const* scalars,
   dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   dependent.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(p.lanes, (p.blocks + kGroups - 1) / kGroups, depth(p, n));
+  config.gridDim = dim3(p.head_count, (p.blocks + kGroups - 1) / kGroups, depth(p, n));
   config.blockDim = dim3(kThreads), config.dynamicSmemBytes = sizeof(Storage), config.stream = stream;
   config.attrs = &dependent, config.numAttrs = n[10] ? 1 : 0;
   return cudaLaunchKernelEx(&config, two_kernel_output<kernel_golden>, p);

@@ -4,25 +4,21 @@
 #include <cute/tensor.hpp>
 #include <cutlass/arch/barrier.h>
 #include <cutlass/arch/reg_reconfig.h>
+#include "attention.h"
 #include <cutlass/numeric_conversion.h>
 #include <cutlass/numeric_types.h>
 
 namespace k_golden {
 using namespace cute;
+using namespace tuner;
 using Element = cutlass::half_t;
 constexpr int kTileN = 128, kColumns = 64, kGroups = 2, kStages = 3;
 constexpr int kBlocksPerSm = 1, kThreads = 128 * (kGroups + 1), kRows = 64;
 constexpr bool kCausal = true;
 constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
 constexpr int kImage = kRows * kTileN;  // elements of P that a warp group writes or reads at once
-constexpr float kLog2E = 1.44269504f;
-
-// The widest swizzle that divides rows of kWidth elements.
-template <int kWidth, int kBytes = kWidth * int(sizeof(Element))>
-using SmemAtom = cute::conditional_t<kBytes % 128 == 0, GMMA::Layout_K_SW128_Atom<Element>,
-    cute::conditional_t<kBytes % 64 == 0, GMMA::Layout_K_SW64_Atom<Element>, GMMA::Layout_K_SW32_Atom<Element>>>;
 // K or V.
-using SmemLayoutKV = decltype(tile_to_shape(SmemAtom<kColumns>{}, Shape<Int<kTileN>, Int<kColumns>, Int<kStages>>{}));
+using SmemLayoutKV = decltype(tile_to_shape(SmemAtom<kColumns, Element>{}, Shape<Int<kTileN>, Int<kColumns>, Int<kStages>>{}));
 
 CUTE_HOST_DEVICE auto global_tensor(Element const* data, int rows, int64_t stride, int d, int heads, int batch,
                                     int64_t head_stride, int64_t batch_stride) {
@@ -36,7 +32,7 @@ using Full = cutlass::arch::ClusterTransactionBarrier;
 using Empty = cutlass::arch::ClusterBarrier;
 
 // A place in the ring and the parity of its round.
-struct Ring {
+struct PipelineState {
   int stage = 0;
   uint32_t phase = 0;
   CUTE_DEVICE void next() {
@@ -44,16 +40,16 @@ struct Ring {
   }
 };
 
-// The launch's part of the problem: `lanes` heads from `first_lane` on, 64-row `blocks` from
+// The launch's part of the problem: `head_count` heads from `first_head` on, 64-row `blocks` from
 // `first_block` on.
 struct Part {
   int batch, heads, heads_kv, seqlen_q, seqlen_kv, head_dim;
-  int first_lane, lanes, first_block, blocks, tiles;
+  int first_head, head_count, first_block, blocks, tiles;
 
   Part() = default;
   explicit Part(int64_t const* n)
       : batch(n[0]), heads(n[1]), heads_kv(n[2]), seqlen_q(n[3]), seqlen_kv(n[4]), head_dim(n[5]),
-        first_lane(n[6]), lanes(n[7]), first_block(n[8] / kRows), blocks((n[9] + kRows - 1) / kRows),
+        first_head(n[6]), head_count(n[7]), first_block(n[8] / kRows), blocks((n[9] + kRows - 1) / kRows),
         tiles((n[4] + kTileN - 1) / kTileN) {}
 
   // Tiles of keys that some row of a block of the launch sees; none beyond its last block.
@@ -65,52 +61,14 @@ struct Part {
   // The same of the blocks that a thread block works on.
   CUTE_DEVICE int tiles_from(int block) const { return tiles_of(min(block + kGroups, blocks) - 1); }
   // Where the first tile of a block lies among the images.
-  CUTE_DEVICE int64_t image(int lane, int block) const { return (int64_t(lane) * blocks + block) * tiles; }
+  CUTE_DEVICE int64_t image(int head_index, int block) const { return (int64_t(head_index) * blocks + block) * tiles; }
 };
 
-CUTE_DEVICE float exp2_mufu(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-CUTE_DEVICE float quad_max(float x) {
-  x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
-  return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
-}
-CUTE_DEVICE float quad_sum(float x) {
-  x += __shfl_xor_sync(0xffffffffu, x, 2);
-  return x + __shfl_xor_sync(0xffffffffu, x, 1);
-}
-CUTE_DEVICE uint32_t round_pair(float x, float y) {
-  cutlass::Array<float, 2> pair;
-  pair[0] = x, pair[1] = y;
-  auto const rounded = cutlass::NumericArrayConverter<Element, float, 2>{}(pair);
-  return reinterpret_cast<uint32_t const&>(rounded);
-}
-// Four lanes of a quad hold 2 columns each of 4 octets; afterwards lane q holds octet q. And back.
-CUTE_DEVICE void transpose_quad(uint32_t (&word)[4]) {
-  int const q = threadIdx.x % 4;
-  CUTE_UNROLL
-  for (int step = 1; step <= 2; step *= 2) {
-    CUTE_UNROLL
-    for (int i = 0; i < 4; ++i) {
-      if (i & step) continue;
-      uint32_t const mine = q & step ? word[i] : word[i + step];
-      uint32_t const other = __shfl_xor_sync(0xffffffffu, mine, step);
-      if (q & step) word[i] = other;
-      else word[i + step] = other;
-    }
-  }
-}
 CUTE_DEVICE void release(uint64_t* empty) {
   __syncwarp();
   if (threadIdx.x % 32 == 0) Empty::arrive(empty);
 }
-// Both do nothing unless launched as programmatic dependent, or depended on.
-CUTE_DEVICE void wait_for_predecessor() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-CUTE_DEVICE void allow_dependents() { asm volatile("griddepcontrol.launch_dependents;"); }
-
-using SmemLayoutQ = decltype(tile_to_shape(SmemAtom<kColumns>{}, Shape<Int<kRows>, Int<kColumns>, Int<kGroups>>{}));
+using SmemLayoutQ = decltype(tile_to_shape(SmemAtom<kColumns, Element>{}, Shape<Int<kRows>, Int<kColumns>, Int<kGroups>>{}));
 using TmaQ = decltype(make_tma_copy(SM90_TMA_LOAD{}, Gmem{}, SmemLayoutQ{}(_, _, 0), Shape<Int<kRows>, Int<kColumns>>{}, _1{}));
 using Mma = decltype(make_tiled_mma(GMMA::ss_op_selector<Element, Element, float, Shape<Int<kRows>, Int<kTileN>, Int<kColumns>>>()));
 constexpr int kImages = 2;  // that a warp group holds: one is filled while the other is stored
@@ -137,9 +95,9 @@ struct Storage {
 
 // What a block works on: 64-row blocks from `block` on of one head, tiles of keys [first, last).
 struct Work {
-  int lane, block, first, last;
+  int head_index, block, first, last;
   CUTE_DEVICE explicit Work(Params const& p) {
-    lane = blockIdx.x;
+    head_index = blockIdx.x;
     // The longest rows of a causal mask come first.
     block = (kCausal ? gridDim.y - 1 - blockIdx.y : blockIdx.y) * kGroups;
     int const all = p.tiles_from(block), share = (all + gridDim.z - 1) / gridDim.z;
@@ -150,9 +108,13 @@ struct Work {
 
 // The host's compiler need not see what only the device runs.
 #if defined(__CUDA_ARCH__)
+// Scaled maxima beyond this are subtracted before the scale: rounded, their product is off by as much
+// as 2^-13 here, and by thousands where scores reach 1e11, which no exponential holds.
+constexpr float kLargeShift = 4096.f;
+
 CUTE_DEVICE void produce(Params const& p, Storage& s, Work const& w) {
   if (w.first == w.last) return;
-  int const lane = p.first_lane + w.lane, batch = lane / p.heads, head = lane % p.heads;
+  int const head_index = p.first_head + w.head_index, batch = head_index / p.heads, head = head_index % p.heads;
   Tensor gQ = local_tile(p.q.get_tma_tensor(make_shape(p.seqlen_q, p.head_dim, p.heads, p.batch))(_, _, head, batch),
                          Shape<Int<kRows>, Int<kColumns>>{}, make_coord(_, 0));
   Tensor gK = local_tile(p.k.get_tma_tensor(make_shape(p.seqlen_kv, p.head_dim, p.heads_kv, p.batch))(_, _, head / (p.heads / p.heads_kv), batch),
@@ -169,7 +131,7 @@ CUTE_DEVICE void produce(Params const& p, Storage& s, Work const& w) {
   for (int g = 0; g < kGroups; ++g) {
     copy(p.q.with(s.q_full, 0, TMA::CacheHintSm90::EVICT_FIRST), tQg(_, _, _, p.first_block + w.block + g), tQs(_, _, _, g));
   }
-  Ring k;
+  PipelineState k;
   for (int n = w.first; n < w.last; ++n, k.next()) {
     Empty::wait(&s.empty[k.stage], k.phase ^ 1);
     Full::arrive_and_expect_tx(&s.full[k.stage], kTileN * kColumns * sizeof(Element));
@@ -186,8 +148,8 @@ struct Modifiers {
   float row, slope_log2;
 
   CUTE_DEVICE Modifiers(Params const& p, Work const& w, int row0) : p(p) {
-    int const lane = p.first_lane + w.lane, head = lane % p.heads;
-    Element const* const matrix = p.bias + lane / p.heads * p.bias_batch + head * p.bias_head + 8 * (threadIdx.x % 4);
+    int const head_index = p.first_head + w.head_index, head = head_index % p.heads;
+    Element const* const matrix = p.bias + head_index / p.heads * p.bias_batch + head * p.bias_head + 8 * (threadIdx.x % 4);
     // Rows beyond the last query, which nobody stores, take its bias.
     for (int r = 0; r < 2; ++r) bias[r] = matrix + min(row0 + 8 * r, p.seqlen_q - 1) * p.bias_row;
     row = float(row0), slope_log2 = p.slopes[head] * kLog2E;
@@ -225,14 +187,8 @@ struct Modifiers {
 
   template <class Scores>
   CUTE_DEVICE void apply(Scores& scores, int n) {
-    // tanh(scale / softcap * score), wrong by 4e-7 at most (tanh.approx would be by 2^-11 of itself).
     CUTE_UNROLL
-    for (int i = 0; i < size(scores); ++i) {
-      float const grown = 1.f + exp2_mufu(scores(i) * p.cap_log2);  // infinite for the lowest scores
-      float inverse;
-      asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(grown));
-      scores(i) = fmaf(2.f, inverse, -1.f);
-    }
+    for (int i = 0; i < size(scores); ++i) scores(i) = capped(scores(i), p.cap_log2);
     float const column = float(n * kTileN + 2 * int(threadIdx.x % 4));
     CUTE_UNROLL
     for (int i = 0; i < kTileN / 32; ++i) {
@@ -274,10 +230,6 @@ CUTE_DEVICE void mask(Scores& scores, int keys, int row0, int col0) {
   }
 }
 
-CUTE_DEVICE void store_matrices(uint32_t target, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-  asm volatile("stmatrix.sync.aligned.x4.m8n8.shared.b16 [%0], { %1, %2, %3, %4 };" ::"r"(target), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
-}
-
 CUTE_DEVICE void consume(Params const& p, Storage& s, Work const& w) {
   int const group = cutlass::canonical_warp_group_idx() - 1, block = w.block + group;
   int const tid = threadIdx.x % 128, lane = threadIdx.x % 32, warp_row = tid / 32 * 16;
@@ -293,7 +245,7 @@ CUTE_DEVICE void consume(Params const& p, Storage& s, Work const& w) {
   int const unmasked = (kCausal ? min(p.seqlen_kv, first_row + 1) : p.seqlen_kv) / kTileN;
   int const seen = p.tiles_of(block);
   Modifiers modifiers(p, w, row0);
-  Ring k;
+  PipelineState k;
 
   auto issue = [&](auto& scores) {
     warpgroup_fence_operand(scores);
@@ -307,10 +259,10 @@ CUTE_DEVICE void consume(Params const& p, Storage& s, Work const& w) {
     warpgroup_commit_batch();
   };
   Element* const images = s.images.data() + group * kImages * kImage;
-  Element* const target = p.probabilities + p.image(w.lane, block) * kImage + warp_row * 64;
-  float2* const statistics = p.statistics + p.image(w.lane, block) * kRows + warp_row + lane / 4;
-  // Where this lane's row of an stmatrix lies: 128 bytes a row, 16 of them swizzled by the row.
-  uint32_t const matrix_row = (warp_row + lane % 16) * 128;
+  Element* const target = p.probabilities + p.image(w.head_index, block) * kImage + warp_row * 64;
+  float2* const statistics = p.statistics + p.image(w.head_index, block) * kRows + warp_row + lane / 4;
+  // Elements before this lane's row of a matrix store: 64 a row, 8 of them swizzled by the row.
+  int const matrix_row = (warp_row + lane % 16) * 64;
   int parity = 0;
   auto finish = [&](auto& scores, int n, int stage) {
     warpgroup_fence_operand(scores);
@@ -327,15 +279,25 @@ CUTE_DEVICE void consume(Params const& p, Storage& s, Work const& w) {
         top = fmaxf(top, fmaxf(scores(make_coord(0, r, j), 0, 0), scores(make_coord(1, r, j), 0, 0)));
       }
       top = quad_max(top);
-      bool const is_seen = top > -INFINITY;  // else no key of the tile is
-      shift[r] = is_seen ? top * modifiers.scale() : 0.f;
-      maximum[r] = is_seen ? shift[r] : -INFINITY;
+      maximum[r] = top;  // -inf: no key of the tile is seen
+      shift[r] = top == -INFINITY ? 0.f : top * modifiers.scale();
+    }
+    if (fmaxf(fabsf(shift[0]), fabsf(shift[1])) > kLargeShift) {
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        float const base = maximum[r] == -INFINITY ? 0.f : maximum[r];
+        CUTE_UNROLL
+        for (int j = 0; j < kTileN / 8; ++j) {
+          scores(make_coord(0, r, j), 0, 0) -= base;
+          scores(make_coord(1, r, j), 0, 0) -= base;
+        }
+        shift[r] = 0.f;
+      }
     }
     // The image that was filled two tiles ago has left.
     if (lane == 0) asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kImages - 1) : "memory");
     __syncwarp();
     Element* const image = images + parity * kImage;
-    uint32_t const base = cast_smem_ptr_to_uint(image) + matrix_row;
     parity ^= 1;
     CUTE_UNROLL
     for (int j = 0; j < kTileN / 8; j += 2) {
@@ -343,14 +305,15 @@ CUTE_DEVICE void consume(Params const& p, Storage& s, Work const& w) {
       CUTE_UNROLL
       for (int i = 0; i < 4; ++i) {
         int const r = i % 2, octet = j + i / 2;
-        float const x = exp2_mufu(fmaf(scores(make_coord(0, r, octet), 0, 0), modifiers.scale(), -shift[r]));
-        float const y = exp2_mufu(fmaf(scores(make_coord(1, r, octet), 0, 0), modifiers.scale(), -shift[r]));
+        float const x = exp2_approx(fmaf(scores(make_coord(0, r, octet), 0, 0), modifiers.scale(), -shift[r]));
+        float const y = exp2_approx(fmaf(scores(make_coord(1, r, octet), 0, 0), modifiers.scale(), -shift[r]));
         sum[r] += x;
         sum[r] += y;
-        word[i] = round_pair(x, y);
+        word[i] = pack<Element>(x, y);
       }
-      uint32_t const unit = (j % 8 + lane / 16) ^ (lane % 8);
-      store_matrices(base + j / 8 * (kRows * 128) + unit * 16, word[0], word[1], word[2], word[3]);
+      int const unit = (j % 8 + lane / 16) ^ (lane % 8);
+      Element* const octets = image + matrix_row + j / 8 * (kRows * 64) + unit * 8;
+      SM90_U32x4_STSM_N::copy(word[0], word[1], word[2], word[3], *reinterpret_cast<uint128_t*>(octets));
     }
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     __syncwarp();
@@ -423,8 +386,8 @@ struct kernel_golden {
     }
     __syncthreads();
     Work const w(p);
-    wait_for_predecessor();
-    allow_dependents();
+    grid_dependency_wait();
+    grid_dependency_launch();
     if (threadIdx.x < 128) {
       cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
       if (threadIdx.x == 0) produce(p, s, w);
@@ -483,7 +446,7 @@ inline int launch(void* const* tensors, int64_t const* n, double const* scalars,
   dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   dependent.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(p.lanes, (p.blocks + kGroups - 1) / kGroups, depth(p, n));
+  config.gridDim = dim3(p.head_count, (p.blocks + kGroups - 1) / kGroups, depth(p, n));
   config.blockDim = dim3(kThreads), config.dynamicSmemBytes = sizeof(Storage), config.stream = stream;
   config.attrs = &dependent, config.numAttrs = n[10] ? 1 : 0;
   return cudaLaunchKernelEx(&config, two_kernel_scores<kernel_golden>, p);
