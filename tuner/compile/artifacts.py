@@ -11,6 +11,10 @@
 
 A miss is None. What is wrong with a folder makes it a miss, never an error; only a cache that
 cannot be written is one.
+
+The libraries are loaded into processes. So the root and each library belong to this user or to root
+and nobody else can write them, as PostgreSQL requires of its data folder; a library is hashed
+through one descriptor, and again as soon as its inode, size or time of change differ.
 """
 
 from __future__ import annotations
@@ -19,9 +23,10 @@ import contextlib
 import ctypes
 import errno
 import fcntl
-import hashlib
 import json
+import logging
 import os
+import re
 import shutil
 import tempfile
 import threading
@@ -33,9 +38,14 @@ from pathlib import Path
 from typing import Any
 
 from tuner import settings
-from tuner.errors import BenchmarkError, StoreError
+from tuner.base.ownership import close_to_others, open_to_others, trusted_sha256
+from tuner.errors import BenchmarkError, ConfigError, StoreError
 from tuner.measurement import Resources, status_of
 
+_log = logging.getLogger(__name__)
+
+KEY = re.compile(r"[0-9A-Za-z_]{1,64}", re.ASCII)
+"""Keys of artifacts, whose folders and C functions are named by them."""
 FORMAT = 1
 """Version of meta.json; another one is a miss."""
 SAFE_AGE_S = 60.0
@@ -43,6 +53,9 @@ SAFE_AGE_S = 60.0
 _TOUCH_EVERY_S = 10.0
 _SWEEP_AGE_S = 10.0
 _LOCK_POLL_S = 0.05
+
+_FOLDER_MODE = 0o755
+"""Mode of what is made here, before the umask."""
 
 _File = tuple[int, int]
 """Device and inode."""
@@ -68,14 +81,57 @@ class ArtifactCache:
 
     def __init__(self, root: Path | None = None) -> None:
         self.root = settings.artifacts_dir() if root is None else root
-        self._verified: dict[tuple[str, int, int], str] = {}
+
+    def check(self) -> None:
+        """See that others cannot put libraries here.
+
+        Raises:
+            StoreError: when they can, with what to do.
+        """
+        if reason := self._unsafe():
+            raise StoreError(reason)
+
+    def _unsafe(self) -> str:
+        """Reason not to trust the root; empty where there is none, or no root."""
+        try:
+            facts = self.root.stat()
+        except OSError:
+            return ""
+        reason = open_to_others(facts)
+        if not reason:
+            return ""
+        remedy = "set TUNER_CACHE_DIR to a folder of your own"
+        if facts.st_uid == os.geteuid():
+            remedy = f"`chmod -R go-w {self.root}`, or {remedy}"
+        return f"the artifact cache {self.root} {reason}, and its libraries are run: {remedy}"
+
+    def _folder(self, key: str) -> Path:
+        """Folder of an artifact.
+
+        Raises:
+            ConfigError: when the key is not one.
+        """
+        if not KEY.fullmatch(key):
+            raise ConfigError(
+                f"'{key[:80]}' is not the key of an artifact (allowed: 1 to 64 letters, digits "
+                "and underscores)"
+            )
+        return self.root / key
 
     def find(self, key: str) -> Artifact | None:
         """The artifact of `key`, its library's hash verified, or None.
 
         A corrupt folder is moved to quarantine and is a miss. Finding one counts as using it.
+        Everything is a miss where others can write the cache, which is said once.
         """
-        folder = self.root / key
+        if not KEY.fullmatch(key):
+            return None
+        if reason := self._unsafe():
+            if reason not in _said:
+                _said.add(reason)
+                _log.warning("%s", reason)
+            return None
+        folder = self._folder(key)
         try:
             text = (folder / "meta.json").read_text(encoding="utf-8")
         except FileNotFoundError:
@@ -87,7 +143,7 @@ class ArtifactCache:
             return None
         try:
             artifact = _read_meta(key, folder, text)
-            intact = self._hash(artifact.library) == artifact.sha256
+            intact = trusted_sha256(artifact.library) == artifact.sha256
         except (OSError, ValueError, TypeError, KeyError):
             intact = False
         if not intact:
@@ -109,20 +165,23 @@ class ArtifactCache:
         """Add a built library; `library` is hard-linked where the file system allows, else copied.
 
         Raises:
+            ConfigError: when the key is not one.
             StoreError: when the cache folder cannot be written or the disk is full.
         """
+        folder = self._folder(key)
         try:
             with self.workspace() as aside:
                 made = aside / key
-                made.mkdir()
+                made.mkdir(_FOLDER_MODE)
                 target = made / "kernel.so"
                 try:
                     os.link(library, target)
                 except OSError:
                     shutil.copyfile(library, target)
+                close_to_others(target)
                 meta = {
                     "format": FORMAT,
-                    "sha256": _sha256(target),
+                    "sha256": trusted_sha256(target),
                     "resources": None if resources is None else asdict(resources),
                     "compile_cpu_s": round(compile_cpu_s, 3),
                     "facts": dict(facts),
@@ -131,7 +190,7 @@ class ArtifactCache:
                 (made / "kernel.cu").write_text(source)
                 for file in (target, made / "meta.json", made / "kernel.cu", made):
                     _fsync(file)
-                self._publish(made, self.root / key)
+                self._publish(made, folder)
         except OSError as exc:
             raise self.write_error(exc) from exc
         found = self.find(key)
@@ -158,11 +217,10 @@ class ArtifactCache:
         """A folder on the cache's file system, removed at the end however that comes.
 
         Raises:
-            StoreError: when the cache folder cannot be written.
+            StoreError: when the cache folder cannot be written, or others can write it.
         """
-        building = self.root / ".building"
         try:
-            building.mkdir(parents=True, exist_ok=True)
+            building = self._made(".building")
             folder = Path(tempfile.mkdtemp(dir=building))
             # Held while we live: a folder whose lock is free belongs to a dead process.
             lock = os.open(folder, os.O_RDONLY)
@@ -175,6 +233,19 @@ class ArtifactCache:
             shutil.rmtree(folder, ignore_errors=True)
             os.close(lock)
 
+    def _made(self, name: str) -> Path:
+        """A folder of the cache's own under the root, made where it is not there.
+
+        Raises:
+            OSError: when it cannot be made.
+            StoreError: when others can write the root.
+        """
+        self.root.mkdir(_FOLDER_MODE, parents=True, exist_ok=True)
+        self.check()
+        folder = self.root / name
+        folder.mkdir(_FOLDER_MODE, exist_ok=True)
+        return folder
+
     @contextlib.contextmanager
     def lock(self, key: str, stop: threading.Event | None = None) -> Iterator[bool]:
         """Hold the lock of `key` between processes and threads; waits for it.
@@ -183,8 +254,10 @@ class ArtifactCache:
             True when it is held; False only when `stop` was set while waiting.
 
         Raises:
+            ConfigError: when the key is not one.
             StoreError: when the cache folder cannot be written.
         """
+        self._folder(key)
         descriptor = None
         while descriptor is None and not (stop and stop.is_set()):
             descriptor = self._try_lock(key)
@@ -198,10 +271,9 @@ class ArtifactCache:
                 (self.root / ".locks" / key).unlink(missing_ok=True)
                 os.close(descriptor)
 
-    def _try_lock(self, key: str) -> int | None:
-        path = self.root / ".locks" / key
+    def _try_lock(self, name: str) -> int | None:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            path = self._made(".locks") / name
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as exc:
             raise self.write_error(exc) from exc
@@ -215,7 +287,12 @@ class ArtifactCache:
         return None
 
     def sweep(self) -> None:
-        """Remove what dead processes left in ``.building``."""
+        """Remove what dead processes left in ``.building``.
+
+        Raises:
+            StoreError: when others can write the cache folder.
+        """
+        self.check()
         for folder in _folders(self.root / ".building"):
             try:
                 lock = os.open(folder, os.O_RDONLY)
@@ -230,7 +307,7 @@ class ArtifactCache:
 
     def keys(self) -> list[str]:
         """Every key in the cache, sorted; not verified."""
-        return sorted(f.name for f in _folders(self.root) if not f.name.startswith("."))
+        return sorted(f.name for f in _folders(self.root) if KEY.fullmatch(f.name))
 
     def total_bytes(self) -> int:
         """Bytes of all artifacts and of the quarantine, a library shared by links counted once."""
@@ -267,9 +344,10 @@ class ArtifactCache:
         """Remove one artifact; False when it is locked.
 
         Raises:
+            ConfigError: when the key is not one.
             StoreError: when the cache folder cannot be written.
         """
-        return self._remove(self.root / key)
+        return self._remove(self._folder(key))
 
     def _all_folders(self) -> list[Path]:
         return [self.root / key for key in self.keys()] + _folders(self.root / ".quarantine")
@@ -294,16 +372,8 @@ class ArtifactCache:
     def _quarantine(self, folder: Path) -> None:
         target = self.root / ".quarantine" / f"{folder.name}-{time.time_ns()}"
         with contextlib.suppress(OSError):  # read-only cache, or another process was faster
-            target.parent.mkdir(parents=True, exist_ok=True)
+            target.parent.mkdir(_FOLDER_MODE, exist_ok=True)
             folder.rename(target)
-
-    def _hash(self, library: Path) -> str:
-        """SHA-256 of the library, computed once per (path, mtime, size) in this process."""
-        stat = library.stat()
-        state = (str(library), stat.st_mtime_ns, stat.st_size)
-        if state not in self._verified:
-            self._verified[state] = _sha256(library)
-        return self._verified[state]
 
     def write_error(self, exc: OSError) -> StoreError:
         """One clear line for a cache that cannot be written."""
@@ -407,18 +477,40 @@ _CUTLASS_STATUS = {
 }
 
 _loaded: dict[str, LoadedKernel] = {}
+_said: set[str] = set()
+"""Warnings that were given."""
 
 
 def load(artifact: Artifact) -> LoadedKernel:
     """The kernel of `artifact`, loaded once a process (a loaded library is never unloaded).
 
     Raises:
-        BenchmarkError: when the library cannot be loaded or lacks the interface.
+        BenchmarkError: when the library is not the artifact's any more, cannot be loaded, or lacks
+            the interface.
     """
     kernel = _loaded.get(artifact.key)
     if kernel is None:
+        verify(artifact)
         kernel = _loaded.setdefault(artifact.key, LoadedKernel(artifact.key, artifact.library))
     return kernel
+
+
+def verify(artifact: Artifact) -> None:
+    """See that a library is still what it was when its artifact was found, maybe elsewhere.
+
+    Raises:
+        BenchmarkError: when it is not, or cannot be read.
+    """
+    try:
+        is_same = trusted_sha256(artifact.library) == artifact.sha256
+    except OSError as exc:
+        reason = exc.strerror or str(exc)
+        raise BenchmarkError(f"kernel {artifact.key} cannot be loaded: {reason}") from exc
+    if not is_same:
+        raise BenchmarkError(
+            f"kernel {artifact.key} cannot be loaded: {artifact.library} is another library than "
+            "when it was found"
+        )
 
 
 def loaded(key: str) -> LoadedKernel | None:
@@ -475,11 +567,6 @@ def _files(folder: Path) -> dict[_File, int]:
 
 def _union(maps: Iterable[Mapping[_File, int]]) -> dict[_File, int]:
     return {file: size for held in maps for file, size in held.items()}
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _fsync(path: Path) -> None:

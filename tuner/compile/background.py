@@ -12,11 +12,11 @@ import logging
 import os
 import queue
 import subprocess
-import sys
 import tempfile
 import threading
 
 from tuner import settings
+from tuner.base.processes import python_command, python_environment
 from tuner.measurement import Measurement, Provenance
 from tuner.problem import Problem
 
@@ -73,7 +73,7 @@ class Builder:
 
 def build(problem: Problem, gpu: str) -> str:
     """Run ``tuner build`` for a problem and wait for it; empty, or what it said when it failed."""
-    command = [sys.executable, "-m", "tuner", "build", "--op", problem.op]
+    command = python_command("-m", "tuner", "build", "--op", problem.op)
     command += ["--shape", problem.label(), "--gpu", gpu]
     # A file and a session of its own: neither this process's end nor its Ctrl-C stops the build.
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as said:
@@ -83,11 +83,12 @@ def build(problem: Problem, gpu: str) -> str:
                 stdin=subprocess.DEVNULL,
                 stdout=said,
                 stderr=subprocess.STDOUT,
+                env=python_environment(),
                 start_new_session=True,
                 check=False,
             )
         except OSError as exc:
-            return f"{sys.executable} cannot be started: {exc.strerror}"
+            return f"{command[0]} cannot be started: {exc.strerror}"
         said.seek(0)
         text = said.read().strip()[-_LOG_CHARACTERS:]
         return "" if done.returncode == 0 else text or f"it ended with {done.returncode}"

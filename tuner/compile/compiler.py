@@ -6,7 +6,7 @@ tile share, so a further kernel costs a fraction of the first. A unit that fails
 its kernels are built alone, so one bad kernel never costs its neighbours. A text that includes
 ``host_half.h`` has a half for the device, which nvcc compiles alone, and one for the host's
 compiler. Kernels in Triton take the same way: another program builds their units
-(`tuner.triton_kernels`).
+(`tuner.compile.triton_compiler`).
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tuner import resources, triton_kernels
-from tuner.artifacts import Artifact, ArtifactCache
+from tuner.base import resources
+from tuner.base.processes import Finished, ProcessPool
+from tuner.compile import triton_compiler
+from tuner.compile.artifacts import Artifact, ArtifactCache
+from tuner.compile.ptxas import parse_advice, parse_resources
+from tuner.compile.render import render, template_digest
+from tuner.compile.toolchain import Toolchain, find_toolchain, include_dirs
 from tuner.config import Config
 from tuner.errors import CompileError, StoreError, TunerError
 from tuner.families.base import Family, KernelSpec
 from tuner.hardware import HOPPER
 from tuner.problem import Problem
-from tuner.processes import Finished, ProcessPool
-from tuner.ptxas import parse_advice, parse_resources
-from tuner.render import render, template_digest
-from tuner.toolchain import Toolchain, find_toolchain, include_dirs
 
 __all__ = ["Compiler", "Toolchain", "find_toolchain"]
 
@@ -60,6 +61,8 @@ HOST_FLAGS = ("-Xcompiler=-fpermissive,-w",)
 """For a host half that is compiled by itself: what only a device runs names what g++ lacks."""
 _HALVES = '#include "host_half.h"'
 """In the text of kernels whose device half nvcc compiles alone: half of the CPU time."""
+_UNFUSED = "// nvcc: -fmad=false\n"
+"""In the text of kernels in which no product and sum may become one multiply-add."""
 _HOST = '#include "unit.cu"\n'
 _LOG_LIMIT = 20_000
 _PLACEHOLDER = "KERNEL_ID"
@@ -152,8 +155,8 @@ class Compiler:
     def _ingredients(self, spec: KernelSpec) -> dict[str, Any]:
         """What a key holds of the compiler."""
         tools = self.toolchain
-        if triton_kernels.compiles(spec.template):
-            return triton_kernels.ingredients(tools, self.capability)
+        if triton_compiler.compiles(spec.template):
+            return triton_compiler.ingredients(tools, self.capability)
         return {
             "nvcc": tools.nvcc_version,
             "flags": flags(self.capability),
@@ -336,7 +339,7 @@ class Compiler:
 
     def _versions(self, spec: KernelSpec) -> dict[str, str]:
         tools = self.toolchain
-        if triton_kernels.compiles(spec.template):
+        if triton_compiler.compiles(spec.template):
             return {"triton": tools.triton_version, "capability": self.capability}
         return {"nvcc": tools.nvcc_version, "cutlass": tools.cutlass_version}
 
@@ -354,14 +357,15 @@ class Compiler:
     def _write(self, folder: Path, template: str, text: str) -> list[list[str]]:
         """Put a unit's text into `folder`; returns the commands that make its library."""
         tools = self.toolchain
-        if triton_kernels.compiles(template):
-            (folder / triton_kernels.UNIT).write_text(text, encoding="utf-8")
-            return [triton_kernels.command(tools, self.capability)]
+        if triton_compiler.compiles(template):
+            (folder / triton_compiler.UNIT).write_text(text, encoding="utf-8")
+            return [triton_compiler.command(tools, self.capability)]
         (folder / "unit.cu").write_text(text, encoding="utf-8")
         includes = (*include_dirs(tools.cutlass), resources.templates())
         nvcc = [
             str(tools.nvcc),
             *flags(self.capability),
+            *(("-fmad=false",) if _UNFUSED in text else ()),
             f"-ccbin={tools.host_compiler}",
             *(f"-I{path}" for path in includes),
             *(f"-L{path}" for path in tools.library_dirs),
@@ -444,7 +448,7 @@ def _disk_full(log: str) -> bool:
 
 
 def _compile_error(job: KernelJob, command: Sequence[str], done: Finished) -> CompileError:
-    name = "Triton" if triton_kernels.compiles(job.spec.template) else "nvcc"
+    name = "Triton" if triton_compiler.compiles(job.spec.template) else "nvcc"
     if done.timed_out:
         reason = f"{name} was stopped after {done.wall_s:.0f} s"
     elif done.returncode < 0:

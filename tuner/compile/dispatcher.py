@@ -13,10 +13,11 @@ import json
 import sysconfig
 from pathlib import Path
 
-from tuner import resources
-from tuner.artifacts import Artifact, ArtifactCache
+from tuner.base import resources
+from tuner.base.install import extra_command
+from tuner.base.processes import ProcessPool
+from tuner.compile.artifacts import Artifact, ArtifactCache
 from tuner.errors import CompileError
-from tuner.processes import ProcessPool
 
 MODULE = "tuner_dispatcher"
 SOURCE = "dispatcher.cpp"
@@ -49,7 +50,7 @@ def build(artifacts: ArtifactCache, processes: ProcessPool | None = None) -> Art
     """
     import shlex
 
-    from tuner.toolchain import find_host_compiler  # only a build needs it
+    from tuner.compile.toolchain import find_host_compiler  # only a build needs it
 
     key = _key()
     with artifacts.lock(key):
@@ -91,9 +92,7 @@ def _facts() -> dict[str, str]:
     try:
         torch = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError as exc:
-        raise CompileError(
-            "the dispatcher needs torch: pip install 'cutlass-tuner[torch]'"
-        ) from exc
+        raise CompileError(f"the dispatcher needs torch: {extra_command('torch')}") from exc
     return {"torch": torch, "python": str(sysconfig.get_config_var("SOABI"))}
 
 

@@ -1,20 +1,34 @@
-"""From a kernel spec to CUDA text; an unknown variable is an error, never an empty string."""
+"""From a kernel spec to CUDA text; an unknown variable is an error, never an empty string.
+
+The last place where a config can be refused before it is source code: a variable is a whole
+number, a truth value, or one of the words that its family declares for it (`KernelSpec.words`).
+"""
 
 from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import jinja2
 from jinja2 import meta
 
-from tuner import resources
+from tuner.base import resources
 from tuner.errors import RenderError
-from tuner.families.base import KernelSpec
+from tuner.families.base import KernelSpec, shown
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"\n]+)[>"]', re.MULTILINE)
+
+_WORD = re.compile(r"[A-Za-z0-9_:<>, ]{0,128}")
+"""Text that a variable may be even where it is declared: names and template arguments, without
+quotes, operators, semicolons, braces or line breaks."""
+_ID = re.compile(r"[A-Za-z0-9_]{0,64}")
+"""Of a kernel: the end of its functions' names."""
+_INTEGER_BITS = 63
+"""Of a variable's magnitude: what fits a 64-bit integer of C++."""
 
 _digests: dict[tuple[Path, str], tuple[tuple[tuple[Path, int], ...], str]] = {}
 """(folder, template) -> the files it was made of with their mtime_ns, and the digest."""
@@ -28,16 +42,43 @@ def render(spec: KernelSpec, kernel_id: str) -> str:
         kernel_id: the suffix of every global name of the kernel; the template sees it as `id`.
 
     Raises:
-        RenderError: names the template and what is wrong in it: a missing file, a syntax error
-            with its line, or the variable that `spec` does not give.
+        RenderError: names the template and what is wrong: a missing file, a syntax error with its
+            line, a variable that `spec` does not give, or one whose value is not declared.
     """
     if "id" in spec.variables:
         raise RenderError(f"template {spec.template}: 'id' is set by the tuner, not by a family")
+    if not _ID.fullmatch(kernel_id):
+        raise RenderError(f"template {spec.template}: {shown(kernel_id)} cannot be part of a name")
+    for name, value in spec.variables.items():
+        if fault := _fault(value, spec.words.get(name, ())):
+            raise RenderError(f"template {spec.template}: {shown(name)} is {fault}")
+    return fill(spec.template, {**spec.variables, "id": kernel_id})
+
+
+def fill(template: str, values: Mapping[str, Any]) -> str:
+    """Render a template with values that the tuner computed itself. Those of a config go through
+    `render`, which checks them.
+
+    Raises:
+        RenderError: as `render`.
+    """
     try:
-        template = _environment(resources.templates()).get_template(spec.template)
-        return template.render(id=kernel_id, **spec.variables)
+        return _environment(resources.templates()).get_template(template).render(values)
     except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as exc:
-        raise _render_error(spec.template, exc) from exc
+        raise _render_error(template, exc) from exc
+
+
+def _fault(value: object, words: Sequence[str]) -> str:
+    """Why a value cannot be a variable's; empty when it can."""
+    if type(value) is bool:
+        return ""
+    if type(value) is int:
+        return f"{shown(value)}: too large" if value.bit_length() > _INTEGER_BITS else ""
+    if type(value) is not str:
+        return f"{shown(value)} (allowed: whole numbers, true and false, declared words)"
+    if value not in words:
+        return f"{shown(value)} (allowed: {', '.join(words) or 'no text'})"
+    return "" if _WORD.fullmatch(value) else f"{shown(value)}: not a word, though it is declared"
 
 
 def template_digest(template: str) -> str:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tuner import settings
+from tuner.base.install import extra_command, install_command
+from tuner.base.processes import ProcessPool
 from tuner.errors import CompileError
 from tuner.families.triton_attention import triton_version
 
@@ -24,15 +26,22 @@ MIN_NVCC = (12, 3)
 GOOD_NVCC = (12, 8)
 #: The first release whose wheel and examples this project is written against.
 MIN_CUTLASS = (4, 2)
+_PROBE_TIMEOUT_S = 120.0
 
-NVCC_HELP = (
-    "install it with pip install 'cutlass-tuner[nvcc]', or set TUNER_NVCC to the nvcc of a "
-    "CUDA toolkit"
-)
 HOST_HELP = "install g++ (Debian, Ubuntu: apt install g++), or set NVCC_CCBIN or CXX"
-CUTLASS_HELP = (
-    "install it with pip install nvidia-cutlass==4.2.0.0, or set TUNER_CUTLASS_DIR to a checkout"
-)
+CUTLASS_RELEASE = "nvidia-cutlass==4.2.0.0"
+
+
+def nvcc_help() -> str:
+    """How to get nvcc."""
+    command = extra_command("nvcc")
+    return f"install it with {command}, or set TUNER_NVCC to the nvcc of a CUDA toolkit"
+
+
+def cutlass_help() -> str:
+    """How to get CUTLASS."""
+    command = install_command(CUTLASS_RELEASE)
+    return f"install it with {command}, or set TUNER_CUTLASS_DIR to a checkout"
 
 
 @dataclass(frozen=True)
@@ -104,7 +113,7 @@ def find_nvcc() -> tuple[Path, str]:
         if place == "TUNER_NVCC":
             break
     raise CompileError(
-        f"no nvcc >= {_dotted(MIN_NVCC)} was found (looked in {', '.join(looked)}): {NVCC_HELP}"
+        f"no nvcc >= {_dotted(MIN_NVCC)} was found (looked in {', '.join(looked)}): {nvcc_help()}"
     )
 
 
@@ -156,20 +165,22 @@ def find_cutlass() -> tuple[Path, str]:
         if spec is None or not spec.submodule_search_locations:
             raise CompileError(
                 "CUTLASS was not found (looked in TUNER_CUTLASS_DIR: none, the nvidia-cutlass "
-                f"package: not installed): {CUTLASS_HELP}"
+                f"package: not installed): {cutlass_help()}"
             )
         place, root = "nvidia-cutlass", Path(spec.submodule_search_locations[0]) / "source"
     header = root / "include" / "cutlass" / "version.h"
     try:
         text = header.read_text(encoding="utf-8", errors="replace")
     except OSError as exc:
-        raise CompileError(f"CUTLASS was not found ({place}: no {header}): {CUTLASS_HELP}") from exc
+        raise CompileError(
+            f"CUTLASS was not found ({place}: no {header}): {cutlass_help()}"
+        ) from exc
     parts = [re.search(rf"#define CUTLASS_{p}\s+(\d+)", text) for p in ("MAJOR", "MINOR", "PATCH")]
     version = ".".join(m[1] if m else "0" for m in parts)
     if _numbers(version) < MIN_CUTLASS:
         raise CompileError(
             f"CUTLASS {version} of {place} ({root}) is too old (allowed: >= "
-            f"{_dotted(MIN_CUTLASS)}): {CUTLASS_HELP}"
+            f"{_dotted(MIN_CUTLASS)}): {cutlass_help()}"
         )
     return root, version
 
@@ -225,10 +236,12 @@ def probe(toolchain: Toolchain) -> str:
             *(f"-L{d}" for d in toolchain.library_dirs), str(source), "-o", f"{folder}/probe.so",
         ]  # fmt: skip
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=folder)
-        except (OSError, subprocess.TimeoutExpired) as exc:
+            done = ProcessPool(_PROBE_TIMEOUT_S).run(command, Path(folder))
+        except CompileError as exc:
             return str(exc)
-        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        if done.timed_out:
+            return f"no end after {_PROBE_TIMEOUT_S:.0f} s"
+        lines = [line for line in done.log.splitlines() if line.strip()]
         errors = [line for line in lines if "error" in line or "fatal" in line]
         return "" if done.returncode == 0 else (errors or lines or ["no message"])[0].strip()
 

@@ -1,10 +1,10 @@
 """From a unit of rendered Triton kernels to a shared library, without a GPU.
 
-The compiler runs this module as a process: ``python -m tuner.triton_kernels 8.0``, in a folder of
-its own. It imports ``unit.py`` there, has Triton compile each ``BUILD_<id>`` of it for the compute
-capability, and links the cubins into ``kernel.so`` with the C interface that every artifact has
-(`templates/triton_library.cpp.j2`). Triton prints what ptxas says to the log, where it is read
-like nvcc's.
+The compiler runs this module as a process: ``python -m tuner.compile.triton_compiler 8.0``, in a
+folder of its own. It imports ``unit.py`` there, has Triton compile each ``BUILD_<id>`` of it for
+the compute capability, and links the cubins into ``kernel.so`` with the C interface that every
+artifact has (`templates/triton_library.cpp.j2`). Triton prints what ptxas says to the log, where it
+is read like nvcc's.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from tuner.base.install import extra_command
+from tuner.base.processes import python_command
+from tuner.compile.render import fill, template_digest
+from tuner.compile.toolchain import Toolchain
 from tuner.errors import CompileError, TunerError
-from tuner.families.base import KernelSpec
-from tuner.families.triton_attention import TRITON_HELP
+from tuner.families.triton_attention import EXTRA
 from tuner.hardware import smem_per_block_bytes
-from tuner.render import render, template_digest
-from tuner.toolchain import Toolchain
 
 SUFFIX = ".py.j2"
 """Of the templates that this module compiles."""
-LIBRARY = KernelSpec("triton_library.cpp.j2")
+LIBRARY = "triton_library.cpp.j2"
 UNIT, SOURCE = "unit.py", "library.cpp"
 FLAGS = ("-std=c++17", "-O2", "-DNDEBUG", "-shared", "-fPIC", "-fvisibility=hidden")
 LIBRARIES = ("-ldl",)
@@ -53,24 +54,26 @@ def ingredients(tools: Toolchain, capability: str) -> dict[str, Any]:
         CompileError: when there is no Triton.
     """
     if not tools.triton_version:
-        raise CompileError(f"Triton is not installed: {TRITON_HELP}")
+        raise CompileError(f"Triton is not installed: {extra_command(EXTRA)}")
     return {
         "triton": tools.triton_version,
         "capability": capability,
         "flags": FLAGS,
-        "library": template_digest(LIBRARY.template),
+        "library": template_digest(LIBRARY),
     }
 
 
 def command(tools: Toolchain, capability: str) -> list[str]:
     """What compiles the unit in the working folder."""
     options = ["--host-compiler", str(tools.host_compiler)]
-    return [sys.executable, "-m", "tuner.triton_kernels", capability, *options]
+    return python_command("-m", "tuner.compile.triton_compiler", capability, *options)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compile the unit in the working folder; 1, with the reason in a line with ``error``."""
-    parser = argparse.ArgumentParser(prog="python -m tuner.triton_kernels", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tuner.compile.triton_compiler", description=__doc__
+    )
     parser.add_argument("capability", help="compute capability, as in 8.0")
     parser.add_argument("--host-compiler", default="g++")
     args = parser.parse_args(arguments)
@@ -154,9 +157,8 @@ def link(kernels: Sequence[Mapping[str, Any]], folder: Path, host_compiler: str)
     Raises:
         CompileError: when the host compiler refuses it.
     """
-    spec = KernelSpec(LIBRARY.template, {"kernels": list(kernels)})
     source = folder / SOURCE
-    source.write_text(render(spec, "unit"), encoding="utf-8")
+    source.write_text(fill(LIBRARY, {"kernels": list(kernels)}), encoding="utf-8")
     line = [host_compiler, *FLAGS, str(source), "-o", str(folder / "kernel.so"), *LIBRARIES]
     done = subprocess.run(line, capture_output=True, text=True, check=False)
     if done.returncode != 0:

@@ -1,5 +1,5 @@
-"""One file a kernel family. Every module here that defines a concrete `Family` is registered by
-being there: a new family is one file and one template, and nothing else changes.
+"""Kernel families. Every module here, and in a folder here, that defines a concrete `Family` is
+registered by being there: a new family is one file and one template, and nothing else changes.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import pkgutil
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -26,7 +27,15 @@ def families() -> dict[str, Family]:
 
 @cache
 def _modules() -> tuple[str, ...]:
-    return tuple(module.name for module in pkgutil.iter_modules(__path__))
+    """Modules below this package, by dotted name; nothing is imported to find them."""
+    return tuple(_below(Path(__file__).parent))
+
+
+def _below(folder: Path, prefix: str = "") -> Iterator[str]:
+    for module in pkgutil.iter_modules([str(folder)]):
+        yield prefix + module.name
+        if module.ispkg:
+            yield from _below(folder / module.name, f"{prefix}{module.name}.")
 
 
 @cache
@@ -47,7 +56,7 @@ def families_in(path: Path) -> dict[str, Family]:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except (ImportError, OSError, SyntaxError) as exc:
+    except (ImportError, OSError, SyntaxError, TypeError) as exc:
         raise ConfigError(f"'{path}' cannot be imported: {exc}") from exc
     return _defined_in(module)
 
@@ -64,13 +73,15 @@ def _defined_in(module: ModuleType) -> dict[str, Family]:
 
 
 def family(name: str) -> Family:
-    """One family by name; where its file is named as it is, the others' are not loaded.
+    """One family by name; where its module is named as it is (``gemm.swiglu`` for `gemm_swiglu`),
+    the others are not loaded.
 
     Raises:
         ConfigError: when there is none of that name; says which there are.
     """
-    if name in _modules() and (member := _members(name).get(name)):
-        return member
+    for module in _modules():
+        if module.replace(".", "_") == name and (member := _members(module).get(name)):
+            return member
     if name not in families():
         raise ConfigError(f"family '{name}' is not known (allowed: {', '.join(families())})")
     return families()[name]

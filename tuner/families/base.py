@@ -13,10 +13,10 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from typing import Any, ClassVar, Self
+from functools import cache, cached_property
+from typing import Any, ClassVar, Self, final
 
-from tuner import resources
+from tuner.base import resources
 from tuner.config import Config, Value
 from tuner.errors import TunerError
 from tuner.hardware import OLDEST_CAPABILITY, Gpu
@@ -41,16 +41,28 @@ FOREIGN = (
 """What a family raises when it is asked about a config that it cannot express: one of another
 version of itself, with a parameter missing, of another type, or beyond its tables."""
 
+Domain = tuple[Value, ...] | range
+"""Values that a parameter may have, all of one type: each by name, or a range of whole numbers."""
+
+SHOWN_CHARACTERS = 80
+"""Of a refused name or value in a message."""
+
 
 @dataclass(frozen=True)
 class KernelSpec:
-    """The compile-time half of a kernel: a template and the variables that render it."""
+    """The compile-time half of a kernel: a template and the variables that render it.
+
+    Variables are whole numbers, truth values, and text that `words` declares. All else is refused
+    by `tuner.compile.render`, so that no text of a config reaches the compiler.
+    """
 
     template: str
     """File name under ``templates/``."""
-    variables: Mapping[str, Any] = field(default_factory=dict)
+    variables: Mapping[str, Value] = field(default_factory=dict)
+    words: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """All values of each variable that is text; constants of the family, never a config's."""
 
-    @property
+    @cached_property
     def key(self) -> str:
         """Canonical text: equal specs compile to the same kernel."""
         return self.template + json.dumps(
@@ -112,27 +124,115 @@ class Family(ABC):
     """A vendor's kernel is a baseline: nothing to compile, called through `vendor_call`."""
     runtime_parameters: ClassVar[frozenset[str]] = frozenset()
     """Parameters that do not change the compiled kernels."""
-    domains: ClassVar[Mapping[str, tuple[Value, ...]]] = {}
-    """Values of each parameter, legal or not, from which `draw` takes."""
+    domains: ClassVar[Mapping[str, Domain]] = {}
+    """Values that each parameter may have at any problem: `violations` refuses all others. Limits
+    that depend on the problem, the GPU or other parameters are rules of `conflicts`."""
+    optional: ClassVar[frozenset[str]] = frozenset()
+    """Parameters that are absent where they do not apply, which `conflicts` knows."""
+    draws: ClassVar[Mapping[str, tuple[Value, ...]]] = {}
+    """Values that are tried of a parameter whose domain is a range; see `tried`."""
+    stage_families: ClassVar[Mapping[str, Family]] = {}
+    """The family of each stage's config, by stage name; empty where a config has no stages."""
     writes_lse: ClassVar[bool] = False
     """An attention family whose launches name `LSE` among their tensors."""
     cost_constants: ClassVar[Mapping[str, float]] = {}
     """What `predict_us` takes from measurements, by name, all positive: where their fit starts.
     Empty where nothing is fitted."""
     _refit: Mapping[str, float] | None = None
+    _allowed: ClassVar[Mapping[str, tuple[type, frozenset[Value] | range]]] = {}
+    """`domains` as `malformed` reads them: the type, and the values."""
+    _required: ClassVar[frozenset[str]] = frozenset()
 
-    @abstractmethod
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Make the tables of `malformed`.
+
+        Raises:
+            TypeError: when the class overrides `violations`, or a domain is empty, of several
+                types, or a range without `draws`.
+        """
+        super().__init_subclass__(**options)
+        if "violations" in vars(cls):
+            raise TypeError(f"{cls.__name__} overrides violations: its rules belong in conflicts")
+        allowed: dict[str, tuple[type, frozenset[Value] | range]] = {}
+        for name, values in cls.domains.items():
+            if isinstance(values, range):
+                if name not in cls.draws:
+                    raise TypeError(
+                        f"{cls.__name__}: {name} has a range for a domain, and no draws"
+                    )
+                allowed[name] = (int, values)
+                continue
+            kinds = {type(value) for value in values}
+            if len(kinds) != 1:
+                raise TypeError(f"{cls.__name__}: the domain of {name} is not of one type")
+            allowed[name] = (kinds.pop(), frozenset(values))
+        cls._allowed = allowed
+        cls._required = frozenset(cls.domains) - cls.optional
+
+    @final
     def violations(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
         """Why `config` cannot serve `problem` on `gpu`; empty when it is legal.
 
-        The family's only legality predicate: pure, total (never raises on a config of this
-        family) and complete (an illegal config says every reason found).
+        The only legality predicate: pure, total (never raises) and complete (an illegal config
+        says every reason found; one whose parameters cannot be read, every such parameter).
         """
+        found = [reason] if (reason := self.supports(problem, gpu)) else []
+        found += self.malformed(config)
+        return found or self.conflicts(problem, config, gpu)
+
+    @final
+    def malformed(self, config: Config) -> list[str]:
+        """Why `config` is not one of this family, whatever the problem: its parameters' names,
+        types and values, and its stages; empty when it is one.
+        """
+        allowed, params = self._allowed, config.params
+        for name, value in params.items():
+            kind, values = allowed.get(name, (None, ()))
+            if type(value) is not kind or value not in values:
+                break
+        else:
+            is_whole = self._required <= params.keys() and config.family == self.name
+            if is_whole and not config.stages and not self.stage_families:
+                return []
+        return self._faults(config)
+
+    def _faults(self, config: Config) -> list[str]:
+        found = []
+        if config.family != self.name:
+            found.append(f"a config of {shown(config.family)}, not of {self.name}")
+        for name, value in config.params.items():
+            if name not in self._allowed:
+                found.append(f"parameter {shown(name)} is not known")
+                continue
+            kind, values = self._allowed[name]
+            if type(value) is not kind or value not in values:
+                allowed = listed(self.domains[name])
+                found.append(f"{name}={shown(value)} is not known (allowed: {allowed})")
+        missing = [name for name in self.domains if name in self._required - config.params.keys()]
+        found += [f"parameter {name} is missing" for name in missing]
+        if config.stages.keys() != self.stage_families.keys():
+            needed = ", ".join(self.stage_families) or "none"
+            stages = ", ".join(map(shown, config.stages)) or "none"
+            return [*found, f"stages are {stages} (needed: {needed})"]
+        return found + [
+            f"stage {name}: {fault}"
+            for name, family in self.stage_families.items()
+            for fault in family.malformed(config.stages[name])
+        ]
+
+    @abstractmethod
+    def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
+        """Why `config`, each of whose parameters is in its domain, cannot serve `problem`, which
+        the family supports: the rules across parameters, problem and GPU. For `violations` only.
+        """
+
+    def tried(self, name: str) -> Sequence[Value]:
+        """Values of a parameter that are worth trying: its `draws`, else its domain."""
+        return self.draws.get(name, self.domains.get(name, ()))
 
     def accepts(self, problem: Problem, config: Config, gpu: Gpu) -> bool:
         """Whether to take over a config that came from a store, a recording or another problem: it
-        is legal. One of another version of the family, whose parameters `violations` cannot read,
-        is not.
+        is legal.
         """
         try:
             return not self.violations(problem, config, gpu)
@@ -253,20 +353,37 @@ class Family(ABC):
     ) -> Config:
         """A random config around the space, legal or not: what `tuner legality` samples.
 
-        One of `members`, the problem's space, with one to three parameters drawn anew from
-        `domains`.
+        One of `members`, the problem's space, with one to three parameters drawn anew from what
+        is `tried` of them.
         """
         member = rng.choice(members)
         params = dict(member.params)
-        names = [name for name in params if name in self.domains]
-        for name in rng.sample(names, min(len(names), rng.randint(1, 3))):
-            params[name] = rng.choice(self.domains[name])
+        for name in rng.sample(list(params), min(len(params), rng.randint(1, 3))):
+            params[name] = rng.choice(self.tried(name))
         return Config(self.name, params, member.stages)
 
     def compile_digest(self, config: Config) -> str:
         """Equal for configs that share every compiled kernel."""
         params = {k: v for k, v in config.params.items() if k not in self.runtime_parameters}
         return Config(self.name, params, config.stages).digest
+
+
+def shown(value: object) -> str:
+    """A refused name or value in a message: one line of ASCII, cut to `SHOWN_CHARACTERS`."""
+    if isinstance(value, int) and value.bit_length() > 64:
+        return f"a number of {value.bit_length()} bits"
+    if not isinstance(value, str | int | float):
+        return f"a {type(value).__name__}"
+    text = ascii(value[:SHOWN_CHARACTERS] if isinstance(value, str) else value)
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
+
+
+def listed(domain: Domain) -> str:
+    """A domain in words, as ``1, 2, 4`` or ``64 to 4096 in steps of 64``."""
+    if not isinstance(domain, range):
+        return ", ".join(map(str, domain))
+    step = f" in steps of {domain.step}" if domain.step != 1 else ""
+    return f"{domain[0]} to {domain[-1]}{step}"
 
 
 def without_spare(serving: Sequence[Family]) -> list[Family]:

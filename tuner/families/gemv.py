@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from tuner.config import Config, Value
 from tuner.errors import ConfigError
-from tuner.families.base import Family, KernelSpec, Launch, Ref
+from tuner.families.base import Domain, Family, KernelSpec, Launch, Ref
 from tuner.hardware import (
     GRAPH_LAUNCH_US,
     HOPPER,
@@ -27,11 +27,17 @@ from tuner.hardware import (
     WARP,
     Gpu,
 )
-from tuner.problem import E4M3, GemmProblem, Problem
+from tuner.problem import ACTIVATIONS, E4M3, GemmProblem, Problem
 
 KERNEL = "gemv"
 """Name of the one kernel."""
 TEMPLATE = "gemv.cu.j2"
+#: Text that it takes, by variable.
+WORDS = {
+    "dtype": ("float16", "bfloat16"),
+    "dtype_d": ("float16", "bfloat16", "float32"),
+    "activation": ("", *ACTIVATIONS),
+}
 #: Rows of an instruction of the tensor cores; with up to half of them it needs one read of A less.
 MOST_ROWS = 16
 #: Elements of 16 bits in a 16-byte load, in the loads of four lanes, and weight rows of a warp's.
@@ -80,7 +86,7 @@ class Gemv(Family):
     capabilities = (HOPPER,)
     cost_constants = CONSTANTS
     runtime_parameters: ClassVar[frozenset[str]] = frozenset({"persistent", "pdl", "lead"})
-    domains: ClassVar[Mapping[str, tuple[Value, ...]]] = {
+    domains: ClassVar[Mapping[str, Domain]] = {
         "warps": (1, 2, 4, 8, 16, 32),
         "k_warps": (1, 2, 4, 8, 16, 32),
         "row_tiles": (1, 2, 4),
@@ -110,19 +116,8 @@ class Gemv(Family):
             return f"{problem.m} rows of K={problem.k} exceed a block's shared memory"
         return ""
 
-    def violations(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
-        if not isinstance(problem, GemmProblem):
-            return [self.supports(problem, gpu)]
-        found = [
-            f"{name}={config.get(name)!r} is not known (allowed: {', '.join(map(str, allowed))})"
-            for name, allowed in self.domains.items()
-            if (type(config.get(name)), config.get(name)) not in [(type(a), a) for a in allowed]
-        ]
-        unknown = set(config.params) - set(self.domains)
-        found += [f"parameter {name} is not known" for name in sorted(unknown)]
-        if reason := self.supports(problem, gpu):
-            found.append(reason)
-        return found or [*_block_violations(config), *_room_violations(problem, config)]
+    def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
+        return [*_block_violations(config), *_room_violations(_gemm(problem), config)]
 
     def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
         if self.supports(problem, gpu):
@@ -147,7 +142,7 @@ class Gemv(Family):
             "activation": problem.activation,
             "residual": problem.has_residual,
         }
-        return {KERNEL: KernelSpec(TEMPLATE, variables)}
+        return {KERNEL: KernelSpec(TEMPLATE, variables, WORDS)}
 
     def launches(self, problem: Problem, config: Config, scale: float) -> list[Launch]:
         problem = _gemm(problem)

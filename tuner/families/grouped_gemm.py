@@ -8,7 +8,6 @@ no swizzle, which that scheduler leaves out where the host does not know the ext
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import ceil, gcd, inf
@@ -16,10 +15,10 @@ from typing import ClassVar
 
 from tuner.config import Config, Value
 from tuner.errors import ConfigError
-from tuner.families import gemm_cost, gemm_space
-from tuner.families.base import Family, KernelSpec, Launch, Ref
-from tuner.families.gemm import Gemm
-from tuner.families.gemm_shape import (
+from tuner.families.base import Domain, Family, KernelSpec, Launch, Ref
+from tuner.families.gemm import Gemm, cost
+from tuner.families.gemm import space as gemm_space
+from tuner.families.gemm.shape import (
     CONSUMERS,
     COOPERATIVE,
     NO_SMEM,
@@ -34,21 +33,19 @@ from tuner.problem import DTYPE_BYTES, GemmProblem, GroupedGemmProblem, Problem
 KERNEL = "grouped_gemm"
 TEMPLATE = "grouped_gemm.cu.j2"
 SCHEDULES = (PINGPONG, COOPERATIVE)
+#: Text that the template takes, by variable.
+WORDS = {"dtype": ("float16", "bfloat16"), "kernel_schedule": SCHEDULES}
 #: Shared memory of a grouped kernel besides tiles, their barriers and the output's buffers, bytes:
 #: descriptors of A, B and C and one of D for each of two warp groups; the barriers of the
 #: scheduler's pipeline of 8 stages, and its answers (SharedStorage in
 #: gemm/kernel/sm90_gemm_array_tma_warpspecialized_*.hpp).
 _DESCRIPTOR, _SCHEDULER, _ANSWERS = 128, 128, 128
 
-_KERNELS: dict[str, type] = {
-    "tile_m": int,
-    "tile_n": int,
-    "tile_k": int,
-    "cluster_m": int,
-    "cluster_n": int,
-    "kernel_schedule": str,
-    "swap_ab": bool,
-}
+#: Parameters that are compiled in.
+_COMPILED = (
+    *("tile_m", "tile_n", "tile_k", "cluster_m", "cluster_n"),
+    *("kernel_schedule", "swap_ab"),
+)
 _GEMM = Gemm()
 
 
@@ -59,23 +56,15 @@ class GroupedGemm(Family):
     op = GroupedGemmProblem.op
     capabilities = (HOPPER,)
     runtime_parameters: ClassVar[frozenset[str]] = frozenset({"raster_order"})
-    domains: ClassVar[Mapping[str, tuple[Value, ...]]] = {
-        **{name: Gemm.domains[name] for name in _KERNELS if name in Gemm.domains},
+    domains: ClassVar[Mapping[str, Domain]] = {
+        **{name: Gemm.domains[name] for name in _COMPILED},
+        "kernel_schedule": SCHEDULES,
         "raster_order": tuple(RASTER_ORDERS),
     }
 
-    def violations(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
-        if not isinstance(problem, GroupedGemmProblem):
-            return [f"{self.name} serves {self.op}, not {problem.op}"]
-        known = {*_KERNELS, "raster_order"}
-        reasons = [f"parameter {name} is not known" for name in sorted({*config.params} - known)]
-        schedule = config.get("kernel_schedule")
-        if schedule is not None and schedule not in SCHEDULES:
-            reasons.append(f"kernel_schedule={schedule} is not one of {', '.join(SCHEDULES)}")
-        if reasons:
-            return reasons
-        reasons = _GEMM.violations(_one_group(problem), as_gemm(config), gpu)
-        if reasons:
+    def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
+        problem = _grouped(problem)
+        if reasons := _GEMM.conflicts(_one_group(problem), as_gemm(config), gpu):
             return reasons
         stages, used = smem_bytes(problem, config)
         if stages < 2:
@@ -95,7 +84,7 @@ class GroupedGemm(Family):
             product = GemmProblem(rows, problem.n, problem.k, dtype=problem.dtype)
             for members in gemm_space.candidates(product, gpu):
                 if members and _is_grouped(members[0]):
-                    kept = {name: members[0][name] for name in _KERNELS}
+                    kept = {name: members[0][name] for name in _COMPILED}
                     orders = RASTER_ORDERS
                     configs = [Config(self.name, {**kept, "raster_order": o}) for o in orders]
                     if not self.violations(problem, configs[0], gpu):
@@ -103,8 +92,9 @@ class GroupedGemm(Family):
         return list(found)
 
     def kernels(self, problem: Problem, config: Config) -> dict[str, KernelSpec]:
-        variables = {name: config[name] for name in _KERNELS}
-        return {KERNEL: KernelSpec(TEMPLATE, {**variables, "dtype": _grouped(problem).dtype})}
+        variables = {name: config[name] for name in _COMPILED}
+        variables["dtype"] = _grouped(problem).dtype
+        return {KERNEL: KernelSpec(TEMPLATE, variables, WORDS)}
 
     def launches(self, problem: Problem, config: Config, scale: float) -> list[Launch]:
         problem = _grouped(problem)
@@ -120,15 +110,6 @@ class GroupedGemm(Family):
             )
         ]
 
-    def draw(
-        self, problem: Problem, gpu: Gpu, members: Sequence[Config], rng: random.Random
-    ) -> Config:
-        """As every family, but nine of ten with a schedule that there is."""
-        config = super().draw(problem, gpu, members, rng)
-        if config["kernel_schedule"] in SCHEDULES or rng.random() < 0.1:
-            return config
-        return Config(self.name, {**config.params, "kernel_schedule": rng.choice(SCHEDULES)})
-
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
         """Nearly the longer of two times: `gemm`'s estimate, by the constants fitted for it, of a
         product with as many rows as all groups have when each is padded to whole tiles, were
@@ -136,11 +117,11 @@ class GroupedGemm(Family):
         """
         problem, constants = _grouped(problem), _GEMM.constants
         product, endless = _padded(problem, config), replace(gpu, memory_gbs=inf)
-        compute = gemm_cost.predict_us(product, as_gemm(config), endless, constants)
+        compute = cost.predict_us(product, as_gemm(config), endless, constants)
         start = GRAPH_LAUNCH_US + constants["startup_clocks"] / gpu.clock_max_mhz
-        rate = gpu.memory_gbs * gemm_cost.MEMORY_EFFICIENCY * 1e3
+        rate = gpu.memory_gbs * cost.MEMORY_EFFICIENCY * 1e3
         times = (compute - start, problem.bytes / rate)
-        longest = sum(time**gemm_cost.SHARPNESS for time in times) ** (1 / gemm_cost.SHARPNESS)
+        longest = sum(time**cost.SHARPNESS for time in times) ** (1 / cost.SHARPNESS)
         return float(start + longest)
 
 
@@ -189,15 +170,15 @@ def _padded(problem: GroupedGemmProblem, config: Config) -> GemmProblem:
 
 
 def as_gemm(config: Config) -> Config:
-    """The config of `gemm` with the same tiles; what is missing stays missing."""
-    params = dict(config.params)
-    schedule = params.get("kernel_schedule")
-    if schedule in SCHEDULES:
-        params["epilogue_schedule"] = TMA_EPILOGUE[str(schedule)]
-        params["max_swizzle_size"] = 1
+    """The config of `gemm` with the same tiles."""
+    schedule = config["kernel_schedule"]
+    added: dict[str, Value] = {
+        "epilogue_schedule": TMA_EPILOGUE[schedule],
+        "max_swizzle_size": 1,
+    }
     if schedule == COOPERATIVE:
-        params["tile_scheduler"] = "Persistent"
-    return Config(Gemm.name, params)
+        added["tile_scheduler"] = "Persistent"
+    return Config(Gemm.name, {**config.params, **added})
 
 
 def _is_grouped(config: Config) -> bool:

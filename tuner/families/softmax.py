@@ -13,14 +13,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import ceil
 from typing import ClassVar
 
-from tuner.config import Config, Value
+from tuner.config import Config
 from tuner.errors import ConfigError
-from tuner.families.base import Family, KernelSpec, Launch, Ref
+from tuner.families.base import Domain, Family, KernelSpec, Launch, Ref
 from tuner.hardware import GRAPH_LAUNCH_US, HOPPER, REGISTERS_PER_SM, WARP, Gpu
 from tuner.problem import DTYPE_BYTES, MAX_EXTENT, Problem, SoftmaxProblem
 
 KERNEL = "softmax"
 """Name of the one kernel."""
+#: Text that the template takes, by variable.
+WORDS = {"dtype": ("float16", "bfloat16")}
 #: Most threads of a block [CUDA C++ Programming Guide 13.0, "Compute Capabilities"].
 MAX_BLOCK_THREADS = 1024
 MAX_THREADS_PER_SM = 2048
@@ -61,25 +63,15 @@ class Softmax(Family):
     op: ClassVar[str] = SoftmaxProblem.op
     capabilities = (HOPPER,)
     cost_constants = CONSTANTS
-    domains: ClassVar[Mapping[str, tuple[Value, ...]]] = {
+    domains: ClassVar[Mapping[str, Domain]] = {
         "threads_per_row": (16, 32, 64, 128, 256, 512, 1024),
         "vector_width": (1, 2, 4, 8),
         "rows_per_block": (1, 2, 4, 8, 16, 32, 64),
         "passes": (1, 2, 3),
     }
 
-    def violations(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
-        if not isinstance(problem, SoftmaxProblem):
-            return [self.supports(problem, gpu)]
-        found = [
-            f"{name}={config.get(name)!r} is not known (allowed: {', '.join(map(str, allowed))})"
-            for name, allowed in self.domains.items()
-            if config.get(name) not in allowed
-        ]
-        if reason := self.supports(problem, gpu):
-            found.append(reason)
-        unknown = set(config.params) - set(self.domains)
-        found += [f"parameter '{name}' is not known" for name in sorted(unknown)]
+    def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
+        problem, found = _softmax(problem), []
         if problem.batch * problem.rows > MAX_EXTENT:
             found.append(f"{problem.batch * problem.rows} rows exceed {MAX_EXTENT}")
         if problem.cols > MAX_COLS:
@@ -99,7 +91,7 @@ class Softmax(Family):
             "dtype": problem.dtype,
             "is_causal": problem.is_causal,
         }
-        return {KERNEL: KernelSpec("softmax.cu.j2", variables)}
+        return {KERNEL: KernelSpec("softmax.cu.j2", variables, WORDS)}
 
     def launches(self, problem: Problem, config: Config, scale: float) -> list[Launch]:
         return [softmax_launch(_softmax(problem), scale, Ref("scores"), Ref("probabilities"))]

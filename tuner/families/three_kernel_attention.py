@@ -20,15 +20,24 @@ from functools import lru_cache
 from itertools import chain, product, zip_longest
 from typing import ClassVar, NamedTuple, Self
 
-from tuner.config import Config
+from tuner.config import Config, Value
 from tuner.errors import ConfigError
-from tuner.families.base import SCRATCH, Family, KernelSpec, Launch, Ref, group_by_kernels
+from tuner.families.base import (
+    SCRATCH,
+    Domain,
+    Family,
+    KernelSpec,
+    Launch,
+    Ref,
+    group_by_kernels,
+)
 from tuner.families.gemm import Gemm, gemm_launch
 from tuner.families.softmax import Softmax, softmax_launch
 from tuner.hardware import GRAPH_LAUNCH_US, HOPPER, TMA_ALIGNMENT_BYTES, Gpu
 from tuner.problem import (
     DTYPE_BYTES,
     E4M3,
+    MAX_EXTENT,
     AttentionProblem,
     GemmProblem,
     Operand,
@@ -43,6 +52,8 @@ BEST_OF_STAGE = 3
 MAX_COMBINATIONS = 12
 #: Most launches of each stage worth trying: what follows is bound by launching.
 MAX_CHUNKS = 256
+#: Streams that launches are dealt over at most.
+MAX_STREAMS = 32
 #: Share of a launch that programmatic dependent launch hides: an estimate, ranking only.
 PDL_HIDDEN_SHARE = 0.6
 SCORE_BYTES = 4
@@ -66,6 +77,18 @@ class ThreeKernelAttention(Family):
     runtime_parameters: ClassVar[frozenset[str]] = frozenset(
         {"heads_per_launch", "pdl", "in_place", "streams"}
     )
+    domains: ClassVar[Mapping[str, Domain]] = {
+        "heads_per_launch": range(1, MAX_EXTENT + 1),
+        "pdl": (False, True),
+        "in_place": (False, True),
+        "streams": range(1, MAX_STREAMS + 1),
+    }
+    optional = frozenset({"streams"})
+    draws: ClassVar[Mapping[str, tuple[Value, ...]]] = {
+        "heads_per_launch": (1, 2, 3, 4, 8, 16),
+        "streams": (),
+    }
+    stage_families = STAGES
 
     def __init__(self, winners: Mapping[str, Sequence[Config]] | None = None) -> None:
         self._winners = {
@@ -98,16 +121,10 @@ class ThreeKernelAttention(Family):
     def with_stages(self, winners: Mapping[str, Sequence[Config]]) -> Self:
         return type(self)(winners)
 
-    def violations(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
-        reason = self.supports(problem, gpu)
-        if reason or not isinstance(problem, AttentionProblem):
-            return [reason]
-        found = (
-            _malformed(config)
-            or _heads_violations(problem, config["heads_per_launch"])
-            or _streams_violations(problem, config)
-        )
-        if found:
+    def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
+        problem = _attention(problem)
+        heads = _heads_violations(problem, config["heads_per_launch"])
+        if found := heads or _streams_violations(problem, config):
             return found
         problems = _chunk_problems(problem, config["heads_per_launch"])._asdict()
         return [
@@ -261,7 +278,7 @@ def _heads_violations(problem: AttentionProblem, heads: int) -> list[str]:
     from one batch element to the next has a constant stride.
     """
     total, group = problem.batch * problem.heads_q, problem.heads_q // problem.heads_kv
-    if heads < 1 or total % heads:
+    if total % heads:
         return [f"heads_per_launch={heads} does not divide B x H = {total}"]
     if problem.layout != "bhsd":
         if group > 1 and heads > 1:
@@ -282,7 +299,7 @@ def _heads_violations(problem: AttentionProblem, heads: int) -> list[str]:
 def _streams_violations(problem: AttentionProblem, config: Config) -> list[str]:
     """Each stream has heads of its own, and kernels that start early know of one stream only."""
     streams, chunks = config.get("streams", 1), _count_chunks(problem, config)
-    if not 1 <= streams <= chunks:
+    if streams > chunks:
         return [f"streams={streams} is out of range (allowed: 1 to the {chunks} launches)"]
     if streams > 1 and config["pdl"]:
         return [f"streams={streams} with pdl=True: what comes before may be on another stream"]
@@ -297,25 +314,6 @@ def _lane_bytes(problem: AttentionProblem, config: Config) -> int:
     heads: int = config["heads_per_launch"]
     width = SCORE_BYTES + (0 if config["in_place"] else DTYPE_BYTES[problem.dtype])
     return heads * problem.seqlen_q * problem.seqlen_kv * width
-
-
-def _malformed(config: Config) -> list[str]:
-    types = {"heads_per_launch": int, "pdl": bool, "in_place": bool}
-    if "streams" in config.params:
-        types["streams"] = int
-    found = [
-        f"{name}={config.get(name)!r} is not of type {expected.__name__}"
-        for name, expected in types.items()
-        if type(config.get(name)) is not expected
-    ]
-    found += [f"parameter '{name}' is not known" for name in config.params if name not in types]
-    if set(config.stages) != set(STAGES):
-        return [*found, f"stages are {sorted(config.stages)} (needed: {', '.join(STAGES)})"]
-    return found + [
-        f"stage {name} is of family {config.stages[name].family} (allowed: {family.name})"
-        for name, family in STAGES.items()
-        if config.stages[name].family != family.name
-    ]
 
 
 def _stage_problems(problem: AttentionProblem, batch: int, heads: int) -> _Stages:

@@ -12,8 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import ClassVar
 
+from tuner.base.install import extra_command
 from tuner.config import Config, Value
-from tuner.families.base import LSE, Family, KernelSpec, Launch, Ref
+from tuner.families.base import LSE, Domain, Family, KernelSpec, Launch, Ref
 from tuner.hardware import (
     EXP_PER_CLOCK_SM,
     REGISTERS_PER_SM,
@@ -26,9 +27,11 @@ from tuner.hardware import (
 from tuner.problem import DTYPE_BYTES, MAX_EXTENT, AttentionProblem, Problem
 
 KERNEL = "attention"
-#: The release whose compiler's interface `tuner.triton_kernels` is written against.
+#: Text that the template takes, by variable.
+WORDS = {"dtype": ("float16", "bfloat16")}
+#: The release whose compiler's interface `tuner.compile.triton_compiler` is written against.
 MIN_TRITON = (3, 6)
-TRITON_HELP = "pip install 'cutlass-tuner[triton]'"
+EXTRA = "triton"
 #: Query heads that share a program's rows at most.
 MOST_PACKED = 16
 #: Fewest columns of an operand of Triton's `dot`: the K extent of one 16-bit MMA.
@@ -77,46 +80,30 @@ class TritonAttention(Family):
     writes_lse = True
     is_spare = True
     cost_constants = CONSTANTS
-    domains: ClassVar[Mapping[str, tuple[Value, ...]]] = {
-        "block_m": (8, 16, 32, 64, 96, 128, 256),
-        "block_n": (8, 16, 32, 64, 128, 256),
-        "packed_heads": (1, 2, 3, 4, 8, MOST_PACKED),
-        "num_warps": (1, 2, 3, 4, 8, 16),
+    domains: ClassVar[Mapping[str, Domain]] = {
+        "block_m": (16, 32, 64, 128, 256),
+        "block_n": (16, 32, 64, 128, 256),
+        "packed_heads": (1, 2, 4, 8, MOST_PACKED),
+        "num_warps": (1, 2, 4, 8, 16),
         "num_stages": (1, 2, 3, 4, 6),
     }
+    optional = frozenset({"packed_heads"})
 
     def lacks(self) -> str:
         if triton_version():
             return ""
-        return f"Triton {'.'.join(map(str, MIN_TRITON))} or newer is not installed: {TRITON_HELP}"
+        oldest = ".".join(map(str, MIN_TRITON))
+        return f"Triton {oldest} or newer is not installed: {extra_command(EXTRA)}"
 
-    def violations(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
-        found = [reason] if (reason := self.supports(problem, gpu)) else []
-        if not isinstance(problem, AttentionProblem):
-            return found
-        wanted = {*self.domains} - {"packed_heads"}
-        if missing := sorted(wanted - {*config.params}):
-            return [*found, f"{', '.join(missing)} missing: a config of another version"]
-        for name, least, most in (
-            ("block_m", 16, 256),
-            ("block_n", 16, 256),
-            ("num_warps", 1, 32),
-        ):
-            value = config[name]
-            if value & (value - 1) or not least <= value <= most:
-                found.append(f"{name}={value} is no power of two from {least} to {most}")
-        if config["num_stages"] < 1:
-            found.append(f"num_stages={config['num_stages']} is less than 1")
-        found += _packing(problem, config) or _extents(problem, config)
-        if found:
+    def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
+        problem = _attention(problem)
+        if found := _packing(problem, config) or _extents(problem, config):
             return found
         needed, most = (
             smem_bytes(problem, config, gpu),
             smem_per_block_bytes(gpu.compute_capability),
         )
-        if needed > most:
-            return [f"{needed} bytes of shared memory exceed {most}"]
-        return []
+        return [f"{needed} bytes of shared memory exceed {most}"] if needed > most else []
 
     def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
         if not isinstance(problem, AttentionProblem):
@@ -161,7 +148,7 @@ class TritonAttention(Family):
             "head_dim": attention.head_dim,
             "is_causal": attention.is_causal,
         }
-        return {KERNEL: KernelSpec("triton_attention.py.j2", variables)}
+        return {KERNEL: KernelSpec("triton_attention.py.j2", variables, WORDS)}
 
     def launches(self, problem: Problem, config: Config, scale: float) -> list[Launch]:
         attention = _attention(problem)
@@ -276,8 +263,6 @@ def _packing(problem: AttentionProblem, config: Config) -> list[str]:
         return ["packed_heads is for several query heads to a KV head, only"]
     packed = config.get("packed_heads", 1)
     found = []
-    if packed < 1 or packed & (packed - 1):
-        return [f"packed_heads={packed} is no power of two"]
     if group % packed:
         found.append(f"packed_heads={packed} does not divide the {group} heads to a KV head")
     if packed > config["block_m"]:
@@ -291,7 +276,7 @@ def _extents(problem: AttentionProblem, config: Config) -> list[str]:
     rows = problem.seqlen_q * config.get("packed_heads", 1) + config["block_m"]
     if max(rows, problem.seqlen_kv + config["block_n"]) > MAX_EXTENT:
         found.append("more than 2^31 - 1 rows of queries or keys")
-    if config["block_m"] >= 1 and programs(problem, config) > MAX_EXTENT:
+    if programs(problem, config) > MAX_EXTENT:
         found.append("more than 2^31 - 1 programs")
     if max(o.strides[2] for o in problem.matrices) * 256 > MAX_EXTENT:
         found.append("rows are more than 2^23 elements apart")

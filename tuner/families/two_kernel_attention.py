@@ -18,11 +18,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
-from math import ceil
+from math import ceil, log
 from typing import ClassVar, NamedTuple
 
 from tuner.config import Config, Value
-from tuner.families.base import LSE, SCRATCH, Family, KernelSpec, Launch, Ref
+from tuner.families.base import LSE, SCRATCH, Domain, Family, KernelSpec, Launch, Ref
 from tuner.families.fused_attention import REGISTERS, instance
 from tuner.hardware import (
     EXP_PER_CLOCK_SM,
@@ -34,11 +34,13 @@ from tuner.hardware import (
     TENSOR_FLOPS_PER_CLOCK_SM,
     Gpu,
 )
-from tuner.problem import DTYPE_BYTES, E4M3, AttentionProblem, Problem
+from tuner.problem import DTYPE_BYTES, E4M3, MAX_EXTENT, AttentionProblem, Problem
 
 STAGES = ("scores", "output")
 """The kernels in order; the first part of the name of their parameters."""
 TEMPLATE = "two_kernel_attention.cu.j2"
+#: Text that it takes, by variable.
+WORDS = {"stage": STAGES, "dtype": ("float16", "bfloat16")}
 #: Rows of queries that a warp group computes, and of an image of probabilities.
 ROWS = 64
 #: Bytes of a row's maximum and sum in one tile: two fp32.
@@ -53,14 +55,12 @@ BARRIER_BYTES = 8
 OVERHEAD_REGISTERS = 40
 #: Blocks of a grid along y and z at most [CUDA C++ Programming Guide 13.0, "Compute Capabilities"].
 MOST_BLOCKS = 65535
-#: Warp groups of a block at most: the template's.
-MOST_GROUPS = 3
 #: Launches worth trying: what follows is bound by launching; and probabilities that are too few to
 #: fill the chip.
 MOST_CHUNKS = 256
 LEAST_CHUNK_BYTES = 16 << 20
 #: What only measurements say: by hand, after 32 kernels at (1,16,1024,64) on one H200
-#: (`cache/evidence/unfused-attention.json.gz`). Nothing of other shapes is known.
+#: (`scripts/benchmarks/evidence/unfused-attention.json.gz`). Nothing of other shapes is known.
 CONSTANTS: Mapping[str, float] = {
     # First loads and last stores of a kernel, microseconds; what is left of it with `pdl`.
     "fixed_us": 1.8,
@@ -103,22 +103,27 @@ class TwoKernelAttention(Family):
     is_spare = True
     cost_constants = CONSTANTS
     runtime_parameters = frozenset({"heads_per_launch", "rows_per_launch", "splits", "pdl"})
-    domains: ClassVar[Mapping[str, tuple[Value, ...]]] = {
-        "tile_n": (32, 64, 128, 192, 256),
+    domains: ClassVar[Mapping[str, Domain]] = {
+        "tile_n": (64, 128, 192, 256),
         **{
             f"{stage}_{name}": values
             for stage in STAGES
             for name, values in (
                 ("groups", (1, 2, 3)),
-                ("stages", (1, 2, 3, 4, 6)),
+                ("stages", (2, 3, 4, 5, 6)),
                 ("buffers", (1, 2)),
                 ("blocks_per_sm", (1, 2)),
             )
         },
-        "heads_per_launch": (1, 2, 3, 4, 8, 16),
-        "rows_per_launch": (32, 64, 128, 1024, 4096),
-        "splits": (1, 2, 8, 64),
+        "heads_per_launch": range(1, MAX_EXTENT + 1),
+        "rows_per_launch": range(ROWS, MOST_BLOCKS * ROWS + 1, ROWS),
+        "splits": range(1, MOST_BLOCKS + 1),
         "pdl": (False, True),
+    }
+    draws: ClassVar[Mapping[str, tuple[Value, ...]]] = {
+        "heads_per_launch": (1, 2, 3, 4, 8, 16),
+        "rows_per_launch": (64, 128, 1024, 4096),
+        "splits": (1, 2, 8, 64),
     }
 
     def supports(self, problem: Problem, gpu: Gpu) -> str:
@@ -131,15 +136,8 @@ class TwoKernelAttention(Family):
         missing = " or ".join(name for name, is_on in lacking if is_on)
         return f"{self.name} has no {missing}" if missing else ""
 
-    def violations(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
-        found = [reason] if (reason := self.supports(problem, gpu)) else []
-        if not isinstance(problem, AttentionProblem):
-            return found
-        if missing := [name for name in self.domains if name not in config.params]:
-            return [*found, f"{', '.join(missing)} missing: a config of another version"]
-        tile_n = config["tile_n"]
-        if tile_n % 64 or not 64 <= tile_n <= 256:
-            found.append(f"tile_n={tile_n} is no multiple of 64 from 64 to 256")
+    def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
+        problem, found = _attention(problem), []
         for stage in STAGES:
             found += [f"{stage}: {reason}" for reason in _stage(problem, config, stage)]
         return found + _chunking(problem, config)
@@ -300,17 +298,6 @@ def _stage(problem: AttentionProblem, config: Config, stage: str) -> list[str]:
     groups, depth, buffers, resident = (config[f"{stage}_{name}"] for name in names)
     tile_n = config["tile_n"]
     found = []
-    if buffers not in (1, 2):
-        found.append(f"buffers={buffers} is neither 1 nor 2")
-    if depth < 2:
-        found.append(f"stages={depth} is less than 2")
-    if (groups, resident) not in REGISTERS or groups > MOST_GROUPS:
-        allowed = ", ".join(f"{g} at {b}" for g, b in REGISTERS if g <= MOST_GROUPS)
-        return [
-            *found,
-            f"groups={groups} at blocks_per_sm={resident} has no register budget "
-            f"(allowed: {allowed})",
-        ]
     needed, limit = smem_bytes(problem, stage, tile_n, groups, depth), smem_limit(resident)
     if needed > limit:
         found.append(f"{needed} bytes of shared memory exceed {limit}")
@@ -333,14 +320,12 @@ def _chunking(problem: AttentionProblem, config: Config) -> list[str]:
     )
     total, most_rows = problem.batch * problem.heads_q, ceil(problem.seqlen_q / ROWS) * ROWS
     found = []
-    if heads < 1 or total % heads:
+    if total % heads:
         found.append(f"heads_per_launch={heads} does not divide B x H = {total}")
-    if rows % ROWS or not ROWS <= rows <= most_rows:
-        found.append(f"rows_per_launch={rows} is no multiple of {ROWS} from {ROWS} to {most_rows}")
-    elif rows // ROWS > MOST_BLOCKS:
-        found.append(f"rows_per_launch={rows} exceed {MOST_BLOCKS * ROWS}")
-    if not 1 <= splits <= min(MOST_BLOCKS, ceil(problem.seqlen_kv / max(1, config["tile_n"]))):
-        found.append(f"splits={splits} is not between 1 and the tiles of keys")
+    if rows > most_rows:
+        found.append(f"rows_per_launch={rows} exceed the {most_rows} of the queries")
+    if splits > (tiles := ceil(problem.seqlen_kv / config["tile_n"])):
+        found.append(f"splits={splits} exceed the {tiles} tiles of keys")
     return found
 
 
@@ -367,6 +352,7 @@ def _spec(problem: AttentionProblem, config: Config, stage: str) -> KernelSpec:
             "producer_registers": producer,
             "consumer_registers": consumer,
         },
+        WORDS,
     )
 
 
@@ -417,7 +403,18 @@ def _chunk_launches(
         "output",
         (probabilities, statistics, Ref(value.name), Ref(out.name), Ref(LSE)),
         (*common, *value.strides[:3], *out.strides[:3]),
+        (_maximum_scale(problem, scale),),
     )
+
+
+def _maximum_scale(problem: AttentionProblem, scale: float) -> float:
+    """Factor that brings the first kernel's row maxima to base 2.
+
+    A bias and ALiBi are added to scores that the first kernel has scaled itself.
+    """
+    if problem.bias or problem.is_alibi:
+        return 1.0
+    return (problem.softcap or scale) / log(2)
 
 
 def _stage_clocks(

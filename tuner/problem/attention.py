@@ -14,7 +14,9 @@ from tuner.problem.base import (
     DTYPE_SHORT,
     E4M3,
     MAX_EXTENT,
+    MAX_PARTS,
     DType,
+    Meaning,
     Operand,
     Problem,
     check_choice,
@@ -30,6 +32,8 @@ Bias = Literal["", "1", "b", "h", "bh"]
 """Which of the axes B and H an additive bias has beside the queries and keys; 1: neither."""
 #: Head dimensions above this have no instance on Hopper (a 64 x 256 output fills the registers).
 MAX_HEAD_DIM = 256
+MAX_LISTED_HEADS = 1024
+"""Most heads whose divisors a message lists; to search those of 2^31 - 1 takes minutes."""
 #: Fields of `AttentionProblem` that its JSON leaves out where they have these values.
 _OFF: Mapping[str, Any] = {
     "window_left": -1,
@@ -102,6 +106,25 @@ class AttentionProblem(Problem):
         "dtype": "dtype",
         "layout": "layout",
     }
+    meanings: ClassVar[Mapping[str, Meaning]] = {
+        "B": Meaning("sequences of the batch", "sequences"),
+        "H": Meaning("query heads", "heads"),
+        "HKV": Meaning("key and value heads, a divisor of H", "heads", "as H"),
+        "S": Meaning("queries and keys of a sequence", "tokens"),
+        "SQ": Meaning("queries of a sequence", "tokens"),
+        "SKV": Meaning("keys of a sequence", "tokens"),
+        "D": Meaning(f"size of a head, a multiple of 8 to {MAX_HEAD_DIM}", "elements"),
+        "causal": Meaning("1: query i sees keys 0 to i"),
+        "window": Meaning("keys that a query sees on each side; -1: all", "tokens"),
+        "left": Meaning("keys that a query sees before its own; -1: all", "tokens"),
+        "right": Meaning("keys that a query sees behind its own; -1: all", "tokens"),
+        "softcap": Meaning("bound of the scaled scores, by tanh; 0: none"),
+        "bias": Meaning("axes of an additive bias: 1 (neither), b, h or bh"),
+        "alibi": Meaning("1: a slope of each head times the distance is subtracted"),
+        "varlen": Meaning("1: packed sequences of several lengths, S the longest"),
+        "dtype": Meaning("type of Q, K and V: fp16, bf16 or e4m3"),
+        "layout": Meaning(f"order of the dimensions in memory: {', '.join(LAYOUTS)}"),
+    }
     required: ClassVar[tuple[str, ...]] = ("S", "D")
 
     seqlen_q: int
@@ -140,7 +163,7 @@ class AttentionProblem(Problem):
         if self.heads_q % self.heads_kv:
             raise ConfigError(
                 f"H={self.heads_q},HKV={self.heads_kv}: HKV must divide H "
-                f"(allowed: {', '.join(str(d) for d in _divisors(self.heads_q))})"
+                f"(allowed: {_divisors(self.heads_q)})"
             )
         check_choice("dtype", self.dtype, ("float16", "bfloat16", E4M3))
         check_choice("layout", self.layout, LAYOUTS)
@@ -159,6 +182,7 @@ class AttentionProblem(Problem):
             self._check_varlen()
 
     def _check_varlen(self) -> None:
+        check_extent("B", self.batch, maximum=MAX_PARTS)
         if self.is_windowed or self.softcap:
             raise ConfigError("varlen=1 has no sliding window and no soft cap (allowed: neither)")
         if self.modifiers:
@@ -417,5 +441,8 @@ class AttentionProblem(Problem):
         )
 
 
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
+def _divisors(n: int) -> str:
+    """Divisors of a number of heads in words, listed up to `MAX_LISTED_HEADS`."""
+    if n > MAX_LISTED_HEADS:
+        return "a divisor of H"
+    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)

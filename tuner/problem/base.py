@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from tuner.errors import ConfigError
 
@@ -29,6 +29,8 @@ DTYPE_ALIASES: dict[str, str] = {
 DTYPE_SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", E4M3: "e4m3"}
 #: Largest extent of one dimension: CUTLASS's TMA coordinates are 32-bit signed.
 MAX_EXTENT = 2**31 - 1
+MAX_PARTS = 1 << 16
+"""Most parts of unlike sizes, groups or sequences; each one takes time and memory."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +53,33 @@ class Operand:
         return self.elements * DTYPE_BYTES[self.dtype]
 
 
+class Meaning(NamedTuple):
+    """One key of a problem's text, for people."""
+
+    text: str
+    unit: str = ""
+    """What its number counts; empty where it is not a count."""
+    default: str = ""
+    """Text where the field's default stands for the value of another key."""
+
+
+class DescribedKey(NamedTuple):
+    """A row of `Problem.described_keys`."""
+
+    key: str
+    meaning: str
+    unit: str
+    default: str
+    """Value where the key is left out, ``required``, or the key that it may stand in for."""
+
+
 @dataclass(frozen=True)
 class Problem(ABC):
-    """Base of all problems. Subclasses set `op` and `keys` (text key -> field)."""
+    """Base of all problems. Subclasses set `op`, `keys` (text key -> field) and `meanings`."""
 
     op: ClassVar[str]
     keys: ClassVar[Mapping[str, str]]
+    meanings: ClassVar[Mapping[str, Meaning]]
     required: ClassVar[tuple[str, ...]]
 
     @classmethod
@@ -104,6 +127,23 @@ class Problem(ABC):
             allowed = ", ".join(cls.keys)
             raise ConfigError(f"{cls.op} needs {' and '.join(missing)} (allowed keys: {allowed})")
         return cls(**parsed)
+
+    @classmethod
+    def described_keys(cls) -> list[DescribedKey]:
+        """Every key with its meaning, unit and default, in the order of `keys`."""
+        defaults = {field.name: field.default for field in fields(cls)}
+        parts = {name: key for key in cls.required for name in cls.keys[key].split("+")}
+        found = []
+        for key, names in cls.keys.items():
+            name, meaning = names.split("+")[0], cls.meanings[key]
+            if key in cls.required:
+                default = "required"
+            elif name in parts:
+                default = f"in place of {parts[name]}"
+            else:
+                default = meaning.default or _default_text(defaults[name])
+            found.append(DescribedKey(key, meaning.text, meaning.unit, default))
+        return found
 
     @classmethod
     def _missing(cls, key: str, parsed: Mapping[str, Any]) -> str:
@@ -165,6 +205,13 @@ def listing(problems: Iterable[Problem]) -> str:
     return "[\n  " + ",\n  ".join(lines) + "\n]\n" if lines else "[]\n"
 
 
+def _default_text(value: Any) -> str:
+    """A default as it is typed behind its key; ``none`` of an empty text."""
+    if isinstance(value, bool | float):
+        return f"{value:g}"
+    return DTYPE_SHORT.get(value, str(value)) or "none"
+
+
 def _convert(key: str, value: Any, annotation: str) -> Any:
     if annotation == "int":
         if isinstance(value, bool) or not isinstance(value, int | str):
@@ -195,18 +242,18 @@ def _to_float(value: Any) -> float | None:
         return None
     try:
         return float(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
 
 
-def check_extent(key: str, value: int, minimum: int = 1) -> None:
-    """Refuse a dimension outside `minimum` to `MAX_EXTENT`.
+def check_extent(key: str, value: int, minimum: int = 1, maximum: int = MAX_EXTENT) -> None:
+    """Refuse a dimension outside `minimum` to `maximum`.
 
     Raises:
         ConfigError: for one outside.
     """
-    if not minimum <= value <= MAX_EXTENT:
-        raise ConfigError(f"{key}={value} is out of range (allowed: {minimum} to {MAX_EXTENT})")
+    if not minimum <= value <= maximum:
+        raise ConfigError(f"{key}={value} is out of range (allowed: {minimum} to {maximum})")
 
 
 def check_choice(key: str, value: str, allowed: tuple[str, ...]) -> None:

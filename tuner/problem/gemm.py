@@ -12,6 +12,7 @@ from tuner.problem.base import (
     DTYPE_SHORT,
     E4M3,
     DType,
+    Meaning,
     Operand,
     Problem,
     check_choice,
@@ -70,6 +71,19 @@ class GemmProblem(Problem):
         "epilogue": "epilogue",
         "scales": "scales",
         "fast_accum": "fast_accum",
+    }
+    meanings: ClassVar[Mapping[str, Meaning]] = {
+        "M": Meaning("rows of A and D", "rows"),
+        "N": Meaning("columns of B and D", "columns"),
+        "K": Meaning("columns of A, rows of B", "elements"),
+        "B": Meaning("products of the batch", "products"),
+        "dtype": Meaning("type of A and B: fp16, bf16 or e4m3"),
+        "dtype_d": Meaning("type of D: fp16, bf16 or fp32", default="as dtype; bf16 of e4m3"),
+        "layout_a": Meaning("storage order of A: row or col"),
+        "layout_b": Meaning("storage order of B: row or col (weights of nn.Linear)"),
+        "epilogue": Meaning("bias, residual, bias_residual, or [bias_]" + "/".join(ACTIVATIONS)),
+        "scales": Meaning(f"fp32 factors of A and B: one for each {' or '.join(SCALES)}"),
+        "fast_accum": Meaning("0: e4m3 sums are taken over to fp32 on the way"),
     }
     required: ClassVar[tuple[str, ...]] = ("M", "N", "K")
 

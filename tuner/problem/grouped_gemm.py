@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from itertools import accumulate
 from typing import ClassVar, Literal, get_args
 
@@ -14,7 +14,9 @@ from tuner.problem.base import (
     DTYPE_BYTES,
     DTYPE_SHORT,
     MAX_EXTENT,
+    MAX_PARTS,
     DType,
+    Meaning,
     Operand,
     Problem,
     check_choice,
@@ -50,6 +52,14 @@ class GroupedGemmProblem(Problem):
         "sizes": "sizes",
         "dtype": "dtype",
     }
+    meanings: ClassVar[Mapping[str, Meaning]] = {
+        "G": Meaning("groups, as the experts of a mixture", "groups"),
+        "M": Meaning("rows of A and D, those of all groups", "rows"),
+        "N": Meaning("columns of D", "columns"),
+        "K": Meaning("columns of A, and of B of each group", "elements"),
+        "sizes": Meaning(f"how the rows are shared out when measured: {', '.join(SIZES)}"),
+        "dtype": Meaning("type of A, B and D: fp16 or bf16"),
+    }
     required: ClassVar[tuple[str, ...]] = ("G", "M", "N", "K")
 
     groups: int
@@ -67,6 +77,7 @@ class GroupedGemmProblem(Problem):
                 f"G={self.groups},N={self.n} have over {MAX_EXTENT} columns together "
                 f"(allowed: N to {MAX_EXTENT // self.groups})"
             )
+        check_extent("G", self.groups, maximum=MAX_PARTS)
         check_choice("sizes", self.sizes, SIZES)
         check_choice("dtype", self.dtype, ("float16", "bfloat16"))
 
@@ -101,7 +112,7 @@ class GroupedGemmProblem(Problem):
         )
 
 
-@cache
+@lru_cache(maxsize=64)
 def rows_of(sizes: Sizes, m: int, groups: int) -> tuple[int, ...]:
     """`m` rows over groups as `sizes` says; they add up to `m`, and are always the same."""
     if sizes == "zipf":

@@ -14,15 +14,26 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from tuner import document
+from tuner.base import document
 from tuner.errors import ConfigError
-from tuner.problem import DTYPE_ALIASES, AttentionProblem, GemmProblem, Problem
+from tuner.problem import (
+    DTYPE_ALIASES,
+    AttentionProblem,
+    GemmProblem,
+    Problem,
+    SwigluProblem,
+)
+from tuner.problem.swiglu import STEP as SWIGLU_STEP
 
 #: Encoders: every token sees every other.
 ENCODERS = ("bert", "roberta", "xlm-roberta")
 #: Causal decoders of one layout: separate projections, grouped keys, a gate of the shape of the
 #: projection that it gates.
 GATED = ("gemma", "llama", "mistral", "qwen2", "qwen3")
+#: Of these the ones whose gate is SiLU where the configuration names no activation.
+SILU = ("llama", "mistral", "qwen2", "qwen3")
+#: Operations that are listed, in the order of a layer.
+OPS = ("attention", "gemm", "swiglu")
 #: A causal decoder with one projection for queries, keys and values.
 GPT2 = "gpt2"
 KINDS = (*ENCODERS, GPT2, *GATED)
@@ -51,6 +62,8 @@ class Model:
     window: int
     """Keys that a query sees at most; 0 for all."""
     dtype: str
+    has_swiglu: bool = False
+    """Whether the feed-forward layer is a gated product with SiLU."""
 
     @classmethod
     def read(cls, path: Path) -> Model:
@@ -83,6 +96,7 @@ class Model:
         head_dim = data.get("head_dim") or hidden // heads
         windowed = data.get("use_sliding_window", True) and kind not in ENCODERS
         window = data.get("sliding_window") if windowed else None
+        activation = data.get("hidden_act", "silu" if kind in SILU else "")
         return cls(
             kind=kind,
             hidden_size=hidden,
@@ -94,6 +108,7 @@ class Model:
             positions=_size(data, "positions", 0),
             window=_whole("sliding_window", window or 0, least=0),
             dtype=str(data.get("dtype") or data.get("torch_dtype") or "float16"),
+            has_swiglu=kind in GATED and activation == "silu",
         )
 
     @property
@@ -108,7 +123,7 @@ def problems(
     *,
     decode: bool = False,
     dtype: str | None = None,
-    ops: Sequence[str] = ("attention", "gemm"),
+    ops: Sequence[str] = OPS,
 ) -> list[Problem]:
     """Every distinct problem of a forward pass.
 
@@ -131,11 +146,13 @@ def problems(
     found: dict[Problem, None] = {}
     for batch in batches:
         for seqlen in seqlens:
+            rows = batch if decode else batch * seqlen
             if "attention" in ops and not 0 < model.window < seqlen:
                 found[_attention(model, batch, seqlen, decode, name)] = None
             if "gemm" in ops:
-                rows = batch if decode else batch * seqlen
                 found |= dict.fromkeys(_gemms(model, batch, rows, name))
+            if "swiglu" in ops and model.has_swiglu:
+                found |= dict.fromkeys(_swiglus(model, rows, name))
     return list(found)
 
 
@@ -176,6 +193,13 @@ def _gemms(model: Model, batch: int, rows: int, dtype: str) -> Iterator[Problem]
         yield GemmProblem.from_keys(
             {"M": batch, "N": model.vocabulary, "K": hidden, "dtype": dtype}
         )
+
+
+def _swiglus(model: Model, rows: int, dtype: str) -> Iterator[Problem]:
+    """Both up projections of a gated layer as one product; none where no kernel has the size."""
+    if model.intermediate_size % SWIGLU_STEP == 0:
+        sizes = {"M": rows, "N": model.intermediate_size, "K": model.hidden_size}
+        yield SwigluProblem.from_keys({**sizes, "dtype": dtype})
 
 
 def numbers(name: str, text: str) -> list[int]:

@@ -10,6 +10,7 @@ from tuner.errors import ConfigError
 from tuner.problem.base import (
     DTYPE_SHORT,
     DType,
+    Meaning,
     Operand,
     Problem,
     check_choice,
@@ -33,6 +34,14 @@ class SoftmaxProblem(Problem):
         "SQ": "query_rows",
         "causal": "is_causal",
         "dtype": "dtype",
+    }
+    meanings: ClassVar[Mapping[str, Meaning]] = {
+        "B": Meaning("matrices of the batch", "matrices"),
+        "M": Meaning("rows of a matrix", "rows"),
+        "N": Meaning("columns of a matrix", "columns"),
+        "SQ": Meaning("rows after which the causal mask begins anew", "rows", "as M"),
+        "causal": Meaning("1: row r sees columns 0 to r modulo SQ"),
+        "dtype": Meaning("type of the result: fp16 or bf16"),
     }
     required: ClassVar[tuple[str, ...]] = ("M", "N")
 

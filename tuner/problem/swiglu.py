@@ -10,6 +10,7 @@ from tuner.errors import ConfigError
 from tuner.problem.base import (
     DTYPE_SHORT,
     DType,
+    Meaning,
     Operand,
     Problem,
     check_choice,
@@ -17,6 +18,8 @@ from tuner.problem.base import (
 )
 
 Pairing = Literal["interleaved", "concatenated"]
+STEP = 32
+"""Columns of D that are interleaved together: `SwigluProblem.n` is a multiple."""
 PAIRINGS: tuple[Pairing, ...] = get_args(Pairing)
 
 
@@ -38,6 +41,13 @@ class SwigluProblem(Problem):
         "dtype": "dtype",
         "weights": "weights",
     }
+    meanings: ClassVar[Mapping[str, Meaning]] = {
+        "M": Meaning("rows of A and D", "rows"),
+        "N": Meaning("columns of D, of gate and of up, a multiple of 32", "columns"),
+        "K": Meaning("columns of A, rows of gate and of up", "elements"),
+        "dtype": Meaning("type of A, the weights and D: fp16 or bf16"),
+        "weights": Meaning(f"how gate and up lie: {' or '.join(PAIRINGS)}"),
+    }
     required: ClassVar[tuple[str, ...]] = ("M", "N", "K")
 
     m: int
@@ -49,8 +59,8 @@ class SwigluProblem(Problem):
     def __post_init__(self) -> None:
         for key, value in (("M", self.m), ("N", self.n), ("K", self.k)):
             check_extent(key, value)
-        if self.n % 32:
-            raise ConfigError(f"N={self.n} cannot be interleaved (allowed: multiples of 32)")
+        if self.n % STEP:
+            raise ConfigError(f"N={self.n} cannot be interleaved (allowed: multiples of {STEP})")
         check_choice("dtype", self.dtype, ("float16", "bfloat16"))
         check_choice("weights", self.weights, PAIRINGS)
 

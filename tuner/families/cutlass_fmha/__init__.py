@@ -18,9 +18,9 @@ from itertools import product
 from typing import ClassVar
 
 from tuner.config import Config, Value
-from tuner.families import cutlass_fmha_cost
-from tuner.families.base import Family, KernelSpec, Launch, Ref
-from tuner.families.cutlass_fmha_shape import (
+from tuner.families.base import Domain, Family, KernelSpec, Launch, Ref
+from tuner.families.cutlass_fmha import cost as cutlass_fmha_cost
+from tuner.families.cutlass_fmha.shape import (
     COOPERATIVE,
     DESCENDING,
     EXTENDED_TILES_N,
@@ -39,6 +39,8 @@ from tuner.hardware import HOPPER, SMEM_PER_BLOCK_BYTES, Gpu
 from tuner.problem import DTYPE_BYTES, MAX_EXTENT, AttentionProblem, Problem
 
 KERNEL = "attention"
+#: Text that the template takes, by variable.
+WORDS = {"dtype": ("float16", "bfloat16"), "kernel_schedule": SCHEDULES}
 #: Extents of the grid's y and z dimensions, where the upstream scheduler puts batch and heads
 #: [CUDA C++ Programming Guide 13.0, "Compute Capabilities"; fmha_tile_scheduler.hpp].
 MAX_GRID_YZ = 65535
@@ -50,8 +52,6 @@ WARP_GROUPS = (2, 3, 4)
 #: with inline assembly for N = 64 to 256).
 WGMMA_REGISTERS_SS = 26
 WGMMA_REGISTERS_RS = 30
-#: Least registers a thread may start with: 64 x 64 x 64 compiles with 72 and not with 64 (C7600).
-MIN_REGISTERS = 72
 #: Registers a thread needs beside S, O and P. Compiled with nvcc 13.0: with 240 registers S + O + P
 #: = 196 is clean, 224 spills or has its WGMMAs serialised (C7511), 256 spills. Slow, not wrong: it
 #: thins the space and makes nothing illegal.
@@ -72,19 +72,24 @@ class CutlassFmha(Family):
     capabilities = (HOPPER,)
     takes_extras = False
     cost_constants = cutlass_fmha_cost.CONSTANTS
-    domains: ClassVar[Mapping[str, tuple[Value, ...]]] = {
+    domains: ClassVar[Mapping[str, Domain]] = {
         "kernel_schedule": SCHEDULES,
         "tile_m": (64, 128, 192, 256),
+        # K of one P V instruction, 16; N of one Q K^T instruction, up to 256. Two of the latter
+        # would interleave P's columns (convert_c_layout_to_a_layout of fmha_common.hpp), hence the
+        # extended template for widths that CuTe would otherwise build from several.
         "tile_n": (32, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 256),
         "warp_groups": (1, 2, 3, 4),
         "kv_stages": (1, 2, 3, 4, 5, 6, 8),
-        "q_stages": (1, 2, 3, 4, 6),
+        "q_stages": (1, 2, 3, 4, 6, 8),
+        # 64 x 64 x 64 compiles with the 72 registers of 7 blocks and not with the 64 of 8 (C7600).
         "blocks_per_sm": (1, 2, 3, 4, 6),
         "tile_scheduler": SCHEDULERS,
         "loads_q_separately": (False, True),
         "is_mainloop_locked": (False, True),
         "tile_order": ORDERS,
     }
+    optional = frozenset(domains) - {"kernel_schedule", "tile_m", "tile_n", "kv_stages"}
 
     def supports(self, problem: Problem, gpu: Gpu) -> str:
         reason = super().supports(problem, gpu)
@@ -98,33 +103,18 @@ class CutlassFmha(Family):
             return "more than 2^31 - 1 rows of output"
         return ""
 
-    def violations(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
-        if not isinstance(problem, AttentionProblem):
-            return [self.supports(problem, gpu)]
-        if found := self._malformed(problem, config):
+    def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
+        problem = attention(problem)
+        if found := _presence_violations(problem, config):
             return found
         shape = Shape.of(problem, config)
-        found = [reason] if (reason := self.supports(problem, gpu)) else []
-        found += _tile_violations(shape) + _ring_violations(problem, shape)
+        found = _tile_violations(shape) + _ring_violations(problem, shape)
         found += _register_violations(shape)
         if not found and shape.smem_bytes > SMEM_PER_BLOCK_BYTES:
             found.append(f"{shape.smem_bytes} bytes of shared memory exceed {SMEM_PER_BLOCK_BYTES}")
         outer = _outer_modes(problem)
         if shape.is_grid_3d and max(outer) > MAX_GRID_YZ:
             found.append(f"{max(outer)} batches or heads exceed a grid's {MAX_GRID_YZ}")
-        return found
-
-    def _malformed(self, problem: AttentionProblem, config: Config) -> list[str]:
-        expected = fields(config.get("kernel_schedule"), config.get("tile_scheduler"), problem)
-        found = [f"parameter '{n}' does not apply" for n in sorted(set(config.params) - expected)]
-        for name in sorted(expected):
-            value = config.get(name)
-            allowed = self.domains[name]
-            if name in ("kernel_schedule", "tile_scheduler", "tile_order"):
-                if value not in allowed:
-                    found.append(f"{name}={value!r} (allowed: {', '.join(map(str, allowed))})")
-            elif type(value) is not type(allowed[0]) or (type(value) is int and value < 1):
-                found.append(f"{name}={value!r} is not a positive number or a truth value")
         return found
 
     def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
@@ -185,7 +175,7 @@ class CutlassFmha(Family):
             "is_residual": problem.seqlen_kv % shape.tile_n != 0,
         }
         extended = "_extended" if shape.tile_n in EXTENDED_TILES_N else ""
-        return {KERNEL: KernelSpec(f"cutlass_fmha{extended}.cu.j2", variables)}
+        return {KERNEL: KernelSpec(f"cutlass_fmha{extended}.cu.j2", variables, WORDS)}
 
     def launches(self, problem: Problem, config: Config, scale: float) -> list[Launch]:
         problem = attention(problem)
@@ -259,6 +249,18 @@ def _outer_modes(problem: AttentionProblem) -> tuple[int, int]:
     return problem.heads_q // problem.heads_kv, batch * problem.heads_kv
 
 
+def _presence_violations(problem: AttentionProblem, config: Config) -> list[str]:
+    """What is there and does not apply, or applies and is not there."""
+    expected = fields(config["kernel_schedule"], config.get("tile_scheduler"), problem)
+    present = config.params.keys()
+    if present == expected:
+        return []
+    return [
+        *(f"parameter '{name}' does not apply" for name in sorted(present - expected)),
+        *(f"parameter '{name}' is missing" for name in sorted(expected - present)),
+    ]
+
+
 def _tile_violations(shape: Shape) -> list[str]:
     found = []
     if shape.schedule == TMA:
@@ -273,11 +275,6 @@ def _tile_violations(shape: Shape) -> list[str]:
         )
     elif shape.tile_m // shape.warp_groups > 256:
         found.append(f"tile_m={shape.tile_m}: a TMA box holds 256 rows")
-    if shape.tile_n % 16 or shape.tile_n > 256:
-        # K of one P V instruction; N of one Q K^T instruction. Two of the latter would interleave
-        # P's columns (convert_c_layout_to_a_layout of fmha_common.hpp), hence the extended
-        # template for widths that CuTe would otherwise build from several.
-        found.append(f"tile_n={shape.tile_n} is not a multiple of 16 up to 256")
     return found
 
 
@@ -327,8 +324,6 @@ def _register_violations(shape: Shape) -> list[str]:
     is_alike = shape.tile_n == shape.head_tile and shape.group_rows == 64
     if is_alike and both > shape.consumer_registers:
         found.append(f"S and O need {both} registers, a thread has {shape.consumer_registers}")
-    if limit < MIN_REGISTERS:
-        found.append(f"{limit} registers a thread are too few for ptxas ({MIN_REGISTERS} are not)")
     return found
 
 

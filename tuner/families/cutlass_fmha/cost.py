@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import ceil
 
-from tuner.families.cutlass_fmha_shape import TMA, WIDTH, Shape
+from tuner.families.cutlass_fmha.shape import TMA, WIDTH, Shape
 from tuner.hardware import (
     EXP_PER_CLOCK_SM,
     REGISTERS_PER_SM,

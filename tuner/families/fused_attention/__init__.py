@@ -9,8 +9,8 @@ from itertools import product
 from typing import ClassVar
 
 from tuner.config import Config, Value
-from tuner.families import fused_attention_cost
-from tuner.families.base import LSE, Family, KernelSpec, Launch, Ref
+from tuner.families.base import LSE, Domain, Family, KernelSpec, Launch, Ref
+from tuner.families.fused_attention import cost
 from tuner.hardware import (
     HOPPER,
     SMEM_PER_BLOCK_BYTES,
@@ -20,6 +20,8 @@ from tuner.hardware import (
 )
 from tuner.problem import DTYPE_BYTES, E4M3, AttentionProblem, Problem
 
+#: Text that the template takes, by variable.
+WORDS = {"dtype": ("float16", "bfloat16", E4M3)}
 #: Columns of Q, K and V that the template is instantiated for; a smaller D is padded by TMA.
 INSTANCES = (64, 96, 128, 192, 256)
 #: (producer, consumer) registers after setmaxnreg, by (warp groups, blocks an SM): multiples of 8
@@ -35,18 +37,6 @@ REGISTERS: Mapping[tuple[int, int], tuple[int, int]] = {
     (4, 1): (32, 112),
     (4, 2): (32, 48),
 }
-#: Parameters that every config has; the others are absent where they do not apply.
-ALWAYS = (
-    "warp_groups",
-    "tile_n",
-    "kv_stages",
-    "score_buffers",
-    "q_in_registers",
-    "persistent",
-    "blocks_per_sm",
-    "splits",
-    "pdl",
-)
 #: Registers a thread needs at its launch beside the accumulators of one WGMMA: with fewer ptxas
 #: gives up (C7602, which names the sum).
 WGMMA_OVERHEAD_REGISTERS = 26
@@ -62,6 +52,8 @@ WINDOW_REGISTERS = 24
 MOST_PACKED = 32
 #: The same with e4m3: a thread's two rows are 8 apart and have one factor, that of one head.
 MOST_PACKED_E4M3 = 8
+#: Blocks that share the keys of a tile at most; two for each multiprocessor of a chip are 264.
+MOST_SPLITS = 512
 #: (warp groups, key groups, blocks an SM) worth trying.
 SHAPES = ((1, 1, 1), (1, 1, 2), (2, 1, 1), (3, 1, 1), (2, 2, 1), (4, 2, 1), (4, 4, 1))
 #: Query heads in a tile whose output may go through shared memory: those of a warp's rows.
@@ -93,24 +85,31 @@ class FusedAttention(Family):
     op = "attention"
     capabilities = (HOPPER,)
     writes_lse = True
-    cost_constants = fused_attention_cost.CONSTANTS
+    cost_constants = cost.CONSTANTS
     runtime_parameters = frozenset({"splits", "pdl", "combine"})
-    domains: ClassVar[Mapping[str, tuple[Value, ...]]] = {
+    domains: ClassVar[Mapping[str, Domain]] = {
         "warp_groups": (1, 2, 3, 4),
         "key_groups": (2, 4),
-        "tile_n": (32, 64, 80, 96, 112, 128, 144, 160, 176, 192, 224, 256),
+        "tile_n": range(16, 257, 16),  # up to the N extent of one WGMMA
         "kv_stages": (1, 2, 3, 4, 5, 8),
         "score_buffers": (1, 2),
-        "packed_heads": (1, 2, 4, 8, 16),
+        "packed_heads": (1, 2, 4, 8, 16, MOST_PACKED),
         "ping_pong": (False, True),
         "q_in_registers": (False, True),
-        "early_exp": (0, 50),
+        "early_exp": (0, 50, 100),
         "stages_output": (True,),
         "persistent": (False, True),
         "blocks_per_sm": (1, 2),
-        "splits": (1, 2, 8, MOST_PACKED),
+        "splits": range(1, MOST_SPLITS + 1),
         "pdl": (False, True),
         "combine": ("cluster", "kernel"),
+    }
+    optional = frozenset(
+        {"key_groups", "packed_heads", "ping_pong", "early_exp", "stages_output", "combine"}
+    )
+    draws: ClassVar[Mapping[str, tuple[Value, ...]]] = {
+        "tile_n": (32, 64, 80, 96, 112, 128, 144, 160, 176, 192, 224, 256),
+        "splits": (1, 2, 8, 32),
     }
 
     def supports(self, problem: Problem, gpu: Gpu) -> str:
@@ -119,25 +118,16 @@ class FusedAttention(Family):
             return reason
         return f"{self.name} has no {problem.modifiers}"
 
-    def violations(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
-        found = [reason] if (reason := self.supports(problem, gpu)) else []
-        if not isinstance(problem, AttentionProblem):
-            return found
-        if missing := [name for name in ALWAYS if name not in config.params]:
-            return [*found, f"{', '.join(missing)} missing: a config of another version"]
-        if unknown := [name for name in config.params if name not in self.domains]:
-            return [*found, f"{', '.join(unknown)} unknown: a config of another version"]
+    def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
+        problem, found = _attention(problem), []
         head_dim = instance(problem.head_dim)
         groups, tile_n, stages = config["warp_groups"], config["tile_n"], config["kv_stages"]
         blocks, buffers, splits = config["blocks_per_sm"], config["score_buffers"], config["splits"]
-        width = DTYPE_BYTES[problem.dtype]
-        extent = 32 // width
+        extent = 32 // DTYPE_BYTES[problem.dtype]
         if tile_n % extent:
             found.append(
                 f"tile_n={tile_n} is not a multiple of {extent}, the K extent of one WGMMA"
             )
-        if tile_n > 256:
-            found.append(f"tile_n={tile_n} exceeds 256, the N extent of one WGMMA")
         if stages < buffers:
             found.append(f"kv_stages={stages} is less than score_buffers={buffers}")
         if ("ping_pong" in config.params) != (groups > 1 and buffers == 1):
@@ -148,8 +138,6 @@ class FusedAttention(Family):
         found += self._packing(problem, config)
         if problem.is_varlen and splits > 1:
             found.append(f"splits={splits} is not for variable lengths (allowed: 1)")
-        if splits < 1:
-            found.append(f"splits={splits} is less than 1")
         if splits > 1 and config["persistent"]:
             found.append(f"splits={splits} is for one block a tile, not for persistent blocks")
         if ("combine" in config.params) != (splits > 1):
@@ -162,13 +150,6 @@ class FusedAttention(Family):
         smem = self.smem_bytes(problem, config)
         if smem > SMEM_PER_BLOCK_BYTES:
             found.append(f"{smem} bytes of shared memory exceed {SMEM_PER_BLOCK_BYTES}")
-        if (groups, blocks) not in REGISTERS:
-            found.append(
-                f"warp_groups={groups} at blocks_per_sm={blocks} has no register budget (allowed: "
-                + ", ".join(f"{g} at {b}" for g, b in REGISTERS)
-                + ")"
-            )
-            return found
         widest, launched = max(tile_n, head_dim) // 2, launch_registers(groups, blocks)
         if widest + WGMMA_OVERHEAD_REGISTERS > launched:
             found.append(
@@ -188,7 +169,7 @@ class FusedAttention(Family):
         found = []
         groups, sharing = config["warp_groups"], config.get("key_groups", 1)
         if "key_groups" in config.params:
-            if sharing < 2 or groups % sharing:
+            if groups % sharing:
                 found.append(f"key_groups={sharing} does not divide warp_groups={groups}")
             if config["persistent"] or config["score_buffers"] > 1 or config.get("ping_pong"):
                 found.append(
@@ -200,8 +181,6 @@ class FusedAttention(Family):
                     "reads a stage of its own"
                 )
         if "stages_output" in config.params:
-            if not config["stages_output"]:
-                found.append("stages_output is there where it is on, only")
             packed = config.get("packed_heads", 1)
             if problem.is_varlen or packed > MOST_STAGED:
                 found.append(
@@ -220,9 +199,6 @@ class FusedAttention(Family):
         found = []
         if group % packed:
             found.append(f"packed_heads={packed} does not divide the {group} heads to a KV head")
-        tile_m = _tile_m(config.params)
-        if tile_m % packed:
-            found.append(f"packed_heads={packed} does not divide tile_m={tile_m}")
         if problem.dtype == E4M3 and packed > MOST_PACKED_E4M3:
             found.append(
                 f"packed_heads={packed} exceeds {MOST_PACKED_E4M3}: a thread's rows would have "
@@ -378,6 +354,7 @@ class FusedAttention(Family):
                     "producer_registers": producer,
                     "consumer_registers": consumer,
                 },
+                WORDS,
             )
         }
 
@@ -406,7 +383,7 @@ class FusedAttention(Family):
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
         attention = _attention(problem).evened
         head_tile = instance(attention.head_dim)
-        return fused_attention_cost.predict_us(attention, config, head_tile, gpu, self.constants)
+        return cost.predict_us(attention, config, head_tile, gpu, self.constants)
 
 
 def _spills(problem: AttentionProblem, config: Config) -> bool:

@@ -16,9 +16,10 @@ from typing import ClassVar
 
 from tuner.config import Config, Value
 from tuner.errors import ConfigError
-from tuner.families import gemm_cost, gemm_space
-from tuner.families.base import Family, KernelSpec, Launch, Ref
-from tuner.families.gemm_shape import (
+from tuner.families.base import Domain, Family, KernelSpec, Launch, Ref
+from tuner.families.gemm import cost
+from tuner.families.gemm import space as gemm_space
+from tuner.families.gemm.shape import (
     CONSUMERS,
     COOPERATIVE,
     DECOMPOSITIONS,
@@ -41,14 +42,31 @@ from tuner.hardware import (
     WGMMA_K_BYTES,
     Gpu,
 )
-from tuner.problem import DTYPE_BYTES, E4M3, GemmProblem, Problem
+from tuner.problem import ACTIVATIONS, DTYPE_BYTES, E4M3, SCALES, GemmProblem, Problem
 
 KERNEL = "gemm"
 """Name of the one kernel."""
 TEMPLATE = "gemm.cu.j2"
+_MAJORS = ("row", "col")
+_EPILOGUES = (PLAIN, COOPERATIVE, NO_SMEM)
+_SCHEDULERS = ("Persistent", "StreamK")
+#: Text that it takes, by variable.
+WORDS = {
+    "dtype": ("float16", "bfloat16", E4M3),
+    "dtype_d": ("float16", "bfloat16", "float32"),
+    **dict.fromkeys(("layout_a", "layout_b", "layout_d"), _MAJORS),
+    "kernel_schedule": tuple(CONSUMERS),
+    "epilogue_schedule": _EPILOGUES,
+    "tile_scheduler": _SCHEDULERS,
+    "scales": ("", *SCALES),
+    "bias": ("", "m", "n"),
+    "activation": ("", *ACTIVATIONS),
+}
 #: Accumulator registers a thread may hold: 192 of 232 compile without a spill, 256 spill 4.5 KB
 #: and serialise WGMMA [c].
 MAX_ACCUMULATORS = 192
+#: Pipeline stages at most; shared memory holds 22 of the smallest tile of the space, 64 x 16 x 64.
+MAX_STAGES = 32
 #: Largest box of a TMA copy in any mode (CUDA driver API, cuTensorMapEncodeTiled).
 MAX_TMA_BOX = 256
 #: Byte strides of a tensor map stay below 2^40 (same place).
@@ -57,25 +75,11 @@ MAX_TMA_STRIDE_BYTES = 2**40
 #: a tile, the others are persistent.
 MAX_GRID_YZ = 65535
 
-_ALWAYS: dict[str, type] = {
-    "tile_m": int,
-    "tile_n": int,
-    "tile_k": int,
-    "cluster_m": int,
-    "cluster_n": int,
-    "kernel_schedule": str,
-    "epilogue_schedule": str,
-    "swap_ab": bool,
-}
-_SOMETIMES: dict[str, type] = {
-    "stages": int,
-    "tile_scheduler": str,
-    "raster_order": str,
-    "max_swizzle_size": int,
-    "decomposition_mode": str,
-    "splits": int,
-    "pdl": bool,
-}
+#: Parameters that are variables of the template under their own names.
+_COMPILED = (
+    *("tile_m", "tile_n", "tile_k", "cluster_m", "cluster_n"),
+    *("kernel_schedule", "epilogue_schedule"),
+)
 
 
 class Gemm(Family):
@@ -84,37 +88,45 @@ class Gemm(Family):
     name = "gemm"
     op = "gemm"
     capabilities = (HOPPER,)
-    cost_constants = gemm_cost.CONSTANTS
+    cost_constants = cost.CONSTANTS
     runtime_parameters: ClassVar[frozenset[str]] = frozenset(
         {"raster_order", "max_swizzle_size", "decomposition_mode", "splits", "pdl"}
     )
-    domains: ClassVar[Mapping[str, tuple[Value, ...]]] = {
-        "tile_m": (32, 64, 96, 128, 160),
-        "tile_n": (16, 32, 64, 96, 128, 192, 256, 512),
+    domains: ClassVar[Mapping[str, Domain]] = {
+        "tile_m": (32, 64, 96, 128, 160, 192, 256),
+        # 8 columns an instruction, but the epilogue's stores need 16 [c].
+        "tile_n": (16, 32, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256, 512),
         "tile_k": (8, 32, 64, 128, 256),
+        # The schedulers shift and mask by the cluster's extents (tile_scheduler_params.h).
         "cluster_m": (1, 2, 4, 8),
         "cluster_n": (1, 2, 4, 8),
         "kernel_schedule": tuple(CONSUMERS),
-        "epilogue_schedule": (PLAIN, COOPERATIVE, NO_SMEM),
-        "stages": (1, 2, 3, 4, 6, 8, 12),
+        "epilogue_schedule": _EPILOGUES,
+        "swap_ab": (False, True),
+        "stages": range(1, MAX_STAGES + 1),
+        "tile_scheduler": _SCHEDULERS,
         "raster_order": tuple(RASTER_ORDERS),
         "max_swizzle_size": SWIZZLES,
+        "decomposition_mode": tuple(DECOMPOSITIONS),
         "splits": (2, 3, 4, 6, 8),
+        "pdl": (True,),  # without it the parameter is absent
     }
+    optional = frozenset(
+        {
+            *("stages", "tile_scheduler", "raster_order", "max_swizzle_size"),
+            *("decomposition_mode", "splits", "pdl"),
+        }
+    )
+    draws: ClassVar[Mapping[str, tuple[Value, ...]]] = {"stages": (1, 2, 3, 4, 6, 8, 12)}
 
-    def violations(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
-        if not isinstance(problem, GemmProblem):
-            return [f"gemm serves gemm, not {problem.op}"]
-        malformed = _malformed(config)
-        if malformed:
-            return malformed
-        return [
+    def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
+        problem = _gemm(problem)
+        return _presence_violations(config) or [
             *_tile_violations(problem, config),
             *_cluster_violations(config),
             *_smem_violations(problem, config),
             *_epilogue_violations(problem, config),
             *_problem_violations(problem, config),
-            *filter(None, [self.supports(problem, gpu)]),
         ]
 
     def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
@@ -131,7 +143,7 @@ class Gemm(Family):
         problem = _gemm(problem)
         shape = oriented(problem, config["swap_ab"])
         variables = {
-            **{name: config[name] for name in _ALWAYS if name != "swap_ab"},
+            **{name: config[name] for name in _COMPILED},
             "dtype": problem.dtype,
             "dtype_d": problem.dtype_d,
             "layout_a": shape.layout_a,
@@ -146,7 +158,7 @@ class Gemm(Family):
             "residual": problem.has_residual,
             "gated": False,
         }
-        return {KERNEL: KernelSpec(TEMPLATE, variables)}
+        return {KERNEL: KernelSpec(TEMPLATE, variables, WORDS)}
 
     def launches(self, problem: Problem, config: Config, scale: float) -> list[Launch]:
         problem = _gemm(problem)
@@ -177,7 +189,7 @@ class Gemm(Family):
     ) -> list[Config]:
         """Up to half from NVIDIA's heuristics, where they are installed; the rest by cost."""
         half = (count + 1) // 2
-        suggested = gemm_cost.heuristic_seeds(_gemm(problem), gpu, space, half, self.constants)
+        suggested = cost.heuristic_seeds(_gemm(problem), gpu, space, half, self.constants)
         ranked = super().seeds(problem, gpu, space, count)
         return list(dict.fromkeys([*suggested, *ranked]))[:count]
 
@@ -210,7 +222,7 @@ class Gemm(Family):
         return Config(self.name, params)
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
-        return gemm_cost.predict_us(_gemm(problem), config, gpu, self.constants)
+        return cost.predict_us(_gemm(problem), config, gpu, self.constants)
 
 
 def _gemm(problem: Problem) -> GemmProblem:
@@ -219,43 +231,20 @@ def _gemm(problem: Problem) -> GemmProblem:
     raise ConfigError(f"gemm serves gemm, not {problem.op}")
 
 
-def _malformed(config: Config) -> list[str]:
-    """What keeps the other rules from being read: missing, unknown or meaningless parameters."""
-    problems = []
-    for name, value in config.params.items():
-        kind = {**_ALWAYS, **_SOMETIMES}.get(name)
-        if kind is None:
-            problems.append(f"parameter {name} is not known")
-        elif type(value) is not kind:
-            problems.append(f"{name}={value!r} is not of type {kind.__name__}")
-        elif kind is int and int(value) < 1:
-            problems.append(f"{name}={value} is below 1")
-    problems += [f"parameter {name} is missing" for name in _ALWAYS if name not in config.params]
-    choices: dict[str, Sequence[Value]] = {
-        "kernel_schedule": tuple(CONSUMERS),
-        "epilogue_schedule": (PLAIN, COOPERATIVE, NO_SMEM),
-        "tile_scheduler": ("Persistent", "StreamK"),
-        "raster_order": tuple(RASTER_ORDERS),
-        "max_swizzle_size": SWIZZLES,
-        "decomposition_mode": tuple(DECOMPOSITIONS),
-        "pdl": (True,),  # without it the parameter is absent
-    }
-    for name, allowed in choices.items():
-        if name in config.params and config[name] not in allowed:
-            problems.append(f"{name}={config[name]} is not one of {', '.join(map(str, allowed))}")
-    if problems:
-        return problems
-    for name in _SOMETIMES:
-        present = name in config.params
-        if present and not _applies(name, config.params):
-            problems.append(f"parameter {name} does not apply")
-        elif not present and name not in ("stages", "pdl") and _applies(name, config.params):
-            problems.append(f"parameter {name} is missing")
-    return problems
+def _presence_violations(config: Config) -> list[str]:
+    """What is there and does not apply, or applies and is not there."""
+    found, params = [], config.params
+    for name in Gemm.optional:
+        if name in params:
+            if not _applies(name, params):
+                found.append(f"parameter {name} does not apply")
+        elif name not in ("stages", "pdl") and _applies(name, params):
+            found.append(f"parameter {name} is missing")
+    return sorted(found)
 
 
 def _applies(name: str, params: Mapping[str, Value]) -> bool:
-    """Whether a parameter of `_SOMETIMES` means something beside the others."""
+    """Whether an optional parameter means something beside the others."""
     match name:
         case "tile_scheduler":  # stream-K exists for cooperative kernels only
             return params["kernel_schedule"] == COOPERATIVE
@@ -279,9 +268,6 @@ def _tile_violations(problem: GemmProblem, config: Config) -> list[str]:
     # An instruction covers 64 rows a warp group (cute/arch/mma_sm90.hpp).
     if tile_m % (64 * consumers):
         reasons.append(f"tile_m={tile_m} is not a multiple of {64 * consumers} ({schedule})")
-    # 8 columns an instruction, but the epilogue's stores need 16 [c].
-    if tile_n % 16:
-        reasons.append(f"tile_n={tile_n} is not a multiple of 16")
     # 32 bytes of K an instruction (cute/arch/mma_sm90.hpp).
     depth = WGMMA_K_BYTES // DTYPE_BYTES[problem.dtype]
     if tile_k % depth:
@@ -306,9 +292,6 @@ def _tile_violations(problem: GemmProblem, config: Config) -> list[str]:
 def _cluster_violations(config: Config) -> list[str]:
     cluster_m, cluster_n = config["cluster_m"], config["cluster_n"]
     reasons = []
-    # The schedulers shift and mask by the cluster's extents (tile_scheduler_params.h).
-    if cluster_m & (cluster_m - 1) or cluster_n & (cluster_n - 1):
-        reasons.append(f"cluster {cluster_m}x{cluster_n} is not a power of two in each extent")
     if cluster_m * cluster_n > MAX_PORTABLE_CLUSTER:
         reasons.append(f"cluster {cluster_m}x{cluster_n} has over {MAX_PORTABLE_CLUSTER} blocks")
     # Each block of a cluster loads its share of a multicast tile; 8 rows are a swizzle atom.

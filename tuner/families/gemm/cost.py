@@ -15,7 +15,7 @@ from math import ceil
 from typing import Any
 
 from tuner.config import Config
-from tuner.families.gemm_shape import (
+from tuner.families.gemm.shape import (
     COOPERATIVE,
     NO_SMEM,
     PLAIN,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from math import ceil
 
 from tuner.config import Config, Value
-from tuner.families.gemm_shape import (
+from tuner.families.gemm.shape import (
     CONSUMERS,
     COOPERATIVE,
     NO_SMEM,

@@ -12,12 +12,12 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from tuner.config import Config, Value
+from tuner.config import Config
 from tuner.errors import ConfigError
-from tuner.families import gemm_cost, gemm_space
-from tuner.families.base import Family, KernelSpec, Launch, Ref
-from tuner.families.gemm import KERNEL, Gemm, gemm_launch
-from tuner.families.gemm_shape import NO_SMEM
+from tuner.families.base import Domain, Family, KernelSpec, Launch, Ref
+from tuner.families.gemm import KERNEL, Gemm, cost, gemm_launch
+from tuner.families.gemm import space as gemm_space
+from tuner.families.gemm.shape import NO_SMEM
 from tuner.hardware import HOPPER, Gpu
 from tuner.problem import GemmProblem, Problem, SwigluProblem
 
@@ -33,22 +33,23 @@ class GemmSwiglu(Family):
     op = SwigluProblem.op
     capabilities = (HOPPER,)
     runtime_parameters: ClassVar[frozenset[str]] = Gemm.runtime_parameters
-    domains: ClassVar[Mapping[str, tuple[Value, ...]]] = Gemm.domains
+    domains: ClassVar[Mapping[str, Domain]] = {
+        **Gemm.domains,
+        "tile_n": tuple(n for n in Gemm.domains["tile_n"] if int(n) % HALF_GROUP == 0),
+        "epilogue_schedule": (NO_SMEM,),  # it stores by itself
+        "swap_ab": (False,),  # else the two of a pair were in different threads
+    }
+    optional = Gemm.optional
+    draws = Gemm.draws
 
-    def violations(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
-        if not isinstance(problem, SwigluProblem):
-            return [f"{self.name} serves {self.op}, not {problem.op}"]
-        reasons = _GEMM.violations(product_of(problem), config, gpu)
-        if problem.weights != "interleaved":
-            reasons.append(f"weights={problem.weights} are not interleaved")
-        if config.get("epilogue_schedule") != NO_SMEM:
-            reasons.append(f"the epilogue is {NO_SMEM} by itself")
-        if config.get("swap_ab"):
-            reasons.append("swap_ab=True puts the two of a pair into different threads")
-        tile_n = config.get("tile_n")
-        if isinstance(tile_n, int) and tile_n % HALF_GROUP:
-            reasons.append(f"tile_n={tile_n} is not a multiple of {HALF_GROUP}")
-        return reasons
+    def supports(self, problem: Problem, gpu: Gpu) -> str:
+        reason = super().supports(problem, gpu)
+        if reason or not isinstance(problem, SwigluProblem) or problem.weights == "interleaved":
+            return reason
+        return f"weights={problem.weights} are not interleaved"
+
+    def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
+        return _GEMM.conflicts(product_of(problem), config, gpu)
 
     def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
         if self.supports(problem, gpu):
@@ -65,7 +66,7 @@ class GemmSwiglu(Family):
 
     def kernels(self, problem: Problem, config: Config) -> dict[str, KernelSpec]:
         spec = _GEMM.kernels(product_of(problem), config)[KERNEL]
-        return {KERNEL: KernelSpec(spec.template, {**spec.variables, "gated": True})}
+        return {KERNEL: KernelSpec(spec.template, {**spec.variables, "gated": True}, spec.words)}
 
     def launches(self, problem: Problem, config: Config, scale: float) -> list[Launch]:
         product = product_of(problem)
@@ -92,17 +93,15 @@ class GemmSwiglu(Family):
     def draw(
         self, problem: Problem, gpu: Gpu, members: Sequence[Config], rng: random.Random
     ) -> Config:
-        """As `gemm` draws."""
-        params = dict(_GEMM.draw(product_of(problem), gpu, members, rng).params)
-        if rng.random() < 0.9:  # the others are illegal whatever else they say
-            params["epilogue_schedule"] = NO_SMEM
-        return Config(self.name, params)
+        """As `gemm` draws, but with the one epilogue and the one order of operands."""
+        params = _GEMM.draw(product_of(problem), gpu, members, rng).params
+        return Config(self.name, {**params, "epilogue_schedule": NO_SMEM, "swap_ab": False})
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
         """The estimate of the product, by the constants fitted for it. It stores twice as much and
         computes no activation: the one stands for the other until there are measurements.
         """
-        return gemm_cost.predict_us(product_of(problem), config, gpu, _GEMM.constants)
+        return cost.predict_us(product_of(problem), config, gpu, _GEMM.constants)
 
 
 def product_of(problem: Problem) -> GemmProblem:

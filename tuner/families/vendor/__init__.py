@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, ClassVar
 
+from tuner.base.install import extra_command
 from tuner.config import Config
-from tuner.families.base import Family
+from tuner.families.base import Domain, Family
 from tuner.hardware import Gpu
 from tuner.problem import Operand, Problem
 
@@ -51,7 +52,14 @@ class Vendor(Family):
     """Values of ``kernel``, in the order of the space."""
     on_request: ClassVar[tuple[str, ...]] = ()
     """Values of ``kernel`` that are no part of the space: too slow to win, timed when named."""
-    parameters: ClassVar[frozenset[str]] = frozenset({"kernel"})
+    options: ClassVar[Mapping[str, Domain]] = {}
+    """Domains of parameters that a config may have beside ``kernel``."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """The domains are what `offered`, `on_request` and `options` say."""
+        cls.domains = {"kernel": (*cls.offered, *cls.on_request), **cls.options}
+        cls.optional = frozenset(cls.options)
+        super().__init_subclass__(**options)
 
     def refusal(self, problem: Problem, kernel: str) -> str:
         """Why `kernel` would compute something else than `problem`; empty when it would not."""
@@ -66,18 +74,9 @@ class Vendor(Family):
     def environment(self) -> Mapping[str, str]:
         return installed_versions()
 
-    def violations(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
-        found = [reason] if (reason := self.supports(problem, gpu)) else []
-        kernel, known = config.get("kernel"), (*self.offered, *self.on_request)
-        if kernel not in known:
-            found.append(f"kernel={kernel} is not known (allowed: {', '.join(known)})")
-        found += [
-            f"{name} is no parameter of {self.name}"
-            for name in sorted(set(config.params) - self.parameters)
-        ]
-        if not found and (reason := self.refusal(problem, kernel)):
-            found.append(reason)
-        return found
+    def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
+        reason = self.refusal(problem, config["kernel"])
+        return [reason] if reason else []
 
     def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
         configs = [Config(self.name, {"kernel": kernel}) for kernel in self.offered]
@@ -98,7 +97,7 @@ class Vendor(Family):
         try:
             import torch
         except ImportError as exc:
-            return f"torch is not installed ({exc}): pip install 'cutlass-tuner[torch]'"
+            return f"torch is not installed ({exc}): {extra_command('torch')}"
         if not torch.cuda.is_available():
             return f"torch {torch.__version__} sees no CUDA GPU"
         try:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from tuner.config import Config
 from tuner.families.vendor import Vendor
-from tuner.families.vendor_blas import PEAK_TFLOPS, START_US, STREAM_GBS
+from tuner.families.vendor.blas import PEAK_TFLOPS, START_US, STREAM_GBS
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.problem import GroupedGemmProblem, Problem
 

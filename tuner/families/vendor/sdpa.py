@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 from tuner import settings
 from tuner.config import Config
+from tuner.families.base import Domain
 from tuner.families.vendor import FAILURES, Vendor
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.problem import E4M3, AttentionProblem, Layout, Problem
@@ -86,20 +87,13 @@ class VendorSdpa(Vendor):
     op: ClassVar[str] = AttentionProblem.op
     offered: ClassVar[tuple[str, ...]] = (*BACKENDS, "flash3", *VARIANTS, "flash4")
     on_request: ClassVar[tuple[str, ...]] = ("naive",)
-    parameters: ClassVar[frozenset[str]] = frozenset({"kernel", "layout"})
+    options: ClassVar[Mapping[str, Domain]] = {"layout": ("bhsd", "bshd")}
 
     def supports(self, problem: Problem, gpu: Gpu) -> str:
         reason = super().supports(problem, gpu)
         if not reason and isinstance(problem, AttentionProblem) and problem.dtype == E4M3:
             return _NO_E4M3
         return reason
-
-    def violations(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
-        found = super().violations(problem, config, gpu)
-        layout = config.get("layout", "bhsd")
-        if layout not in ("bhsd", "bshd"):
-            found.append(f"layout={layout} is not known (allowed: bhsd, bshd)")
-        return found
 
     def preferred(self, problem: Problem, kernel: str) -> Config:
         layout = LAYOUTS[kernel]

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from tuner.config import Config
 from tuner.families.vendor import Vendor, compiled
-from tuner.families.vendor_blas import START_US, STREAM_GBS, VendorBlas
+from tuner.families.vendor.blas import START_US, STREAM_GBS, VendorBlas
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.problem import GemmProblem, Problem, SwigluProblem
 

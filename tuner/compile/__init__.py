@@ -1,0 +1,1 @@
+"""From a config to a library: rendering, the toolchain, nvcc and Triton, the artifact cache."""
