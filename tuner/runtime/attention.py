@@ -1,20 +1,40 @@
-"""`attention`: the tuned kernel where there is a measured one, PyTorch's everywhere else."""
+"""`attention`: the tuned kernel where there is a measured one, PyTorch's everywhere else.
+
+Where SQ and SKV differ, a causal mask lies along the diagonal that starts at the first query and
+the first key (top-left: query i sees keys 0..i), or along the one that ends at the last of both
+(bottom-right: 0..i + SKV - SQ). Tuned kernels compute the former. What each way in means, and who
+answers it:
+
+| way in | causal mask | answered by |
+|---|---|---|
+| `tuner.attention`, e4m3 too; operators `tuner::attention*` | top-left | tuned kernels |
+| their gradients | top-left | cuDNN's kernel, or recomputed; flash's where SQ is SKV |
+| a window | along the top-left diagonal | tuned kernels, or PyTorch's operations |
+| `attn_mask=causal_upper_left(...)`, `causal_lower_right(...)` | as it says | PyTorch |
+| `attention_varlen` | top-left in each sequence | tuned kernels |
+| nested tensors | PyTorch's | PyTorch |
+| `tuner.enable`: `aten::_scaled_dot_product_cudnn_attention` | top-left | tuned kernels |
+| `tuner.enable`: `aten::_scaled_dot_product_flash_attention` | bottom-right | tuned if SQ is SKV |
+| Transformers: no mask, several queries (an empty static cache) | top-left | tuned kernels |
+| Transformers: no mask, one query | none, all keys | tuned kernels |
+| Transformers: queries after a filled cache | a mask | PyTorch |
+
+Grouped heads change nothing of it: query head h reads key head h // (H / HKV).
+"""
 
 from __future__ import annotations
-
-import math
-from collections.abc import Mapping
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from tuner.errors import ConfigError
-from tuner.problem import LAYOUTS, AttentionProblem, Bias, DType
 from tuner.runtime import counters, devices, dispatch, guards, native, quantised
+from tuner.runtime.attention_plan import find_plan
 from tuner.runtime.autograd import has_backward
-from tuner.runtime.bias import GIVEN, as_bias, axes_of
+from tuner.runtime.bias import GIVEN, as_bias
 from tuner.runtime.composed import NONE, Extras, compose
-from tuner.runtime.plan import Plan
+from tuner.runtime.operators import operate
+from tuner.runtime.refusal import Refusal
 from tuner.runtime.table import table
 
 
@@ -98,6 +118,10 @@ def attention(
         out = dispatch.attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
         )
+        if out is dispatch.REFUSED:
+            return native.attend(
+                query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+            )
         if out is not None:
             return out
     query, key, value = guards.autocast(devices.TYPE, query, key, value)
@@ -105,8 +129,6 @@ def attention(
     if not torch.compiler.is_compiling():
         out = answer(*arguments)
         return native.attend(*arguments) if out is None else out
-    from tuner.runtime.operators import operate
-
     out = operate(*arguments)
     if out is not None:
         return out
@@ -147,18 +169,23 @@ def answer(
     extras: Extras = NONE,
 ) -> torch.Tensor | None:
     """The tuned kernel's output, or None, counted by its reason, where PyTorch must answer."""
-    served: torch.Tensor | str
+    served: torch.Tensor | Refusal
+    generation = table.refresh(query)
     if dropout_p:
-        served = "dropout_p is not 0"
+        served = Refusal("dropout_p is not 0")
     elif attn_mask is None:
         served = serve(query, key, value, is_causal, scale, enable_gqa, extras)
     elif extras != NONE:
-        served = f"{GIVEN}: beside a window or a soft cap"
+        served = Refusal(f"{GIVEN}: beside a window or a soft cap")
     else:
         served = _serve_biased(query, key, value, attn_mask, is_causal, scale, enable_gqa)
-    if not isinstance(served, str):
+    if not isinstance(served, Refusal):
         return served
-    counters.count_fallback(served)
+    if extras == NONE:
+        arguments = query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+        dispatch.refuse("attention", arguments, served, generation)
+    else:  # which the dispatcher does not know
+        counters.count_fallback(served.reason)
     return None
 
 
@@ -170,15 +197,15 @@ def _serve_biased(
     is_causal: bool,
     scale: float | None,
     enable_gqa: bool,
-) -> torch.Tensor | str:
+) -> torch.Tensor | Refusal:
     """As `serve`, with a mask that is added to the scores."""
     bias = as_bias(attn_mask, query, key, is_causal)
     if isinstance(bias, str):
-        return bias
+        return Refusal(bias)
     if guards.wants_gradient(query, key, value, bias):
-        return "a gradient is wanted: tuned kernels have none for an attn_mask"
+        return Refusal("a gradient is wanted: tuned kernels have none for an attn_mask")
     plan = find_plan(query, key, value, is_causal, scale, enable_gqa, bias=bias)
-    return plan if isinstance(plan, str) else table.run(plan, query, key, value, bias)
+    return plan if isinstance(plan, Refusal) else table.run(plan, query, key, value, bias)
 
 
 def serve(
@@ -189,119 +216,20 @@ def serve(
     scale: float | None,
     enable_gqa: bool,
     extras: Extras = NONE,
-) -> torch.Tensor | str:
+) -> torch.Tensor | Refusal:
     """The tuned kernel's output, or why there is none; counts hits, and no fallback."""
     plan = find_plan(query, key, value, is_causal, scale, enable_gqa, extras)
-    if isinstance(plan, str):
+    if isinstance(plan, Refusal):
         return plan
     if not guards.wants_gradient(query, key, value):
         return table.run(plan, query, key, value)
     if extras != NONE:
-        return "a gradient is wanted: PyTorch has no backward kernel for a window or a soft cap"
+        return Refusal(
+            "a gradient is wanted: PyTorch has no backward kernel for a window or a soft cap"
+        )
     if not plan.has_lse:
-        return f"a gradient is wanted: {plan.config.family} does not write the log-sum-exp"
+        return Refusal(f"a gradient is wanted: {plan.config.family} does not write the log-sum-exp")
     if not has_backward(query, key, is_causal):
-        return "a gradient is wanted: PyTorch has no fused backward kernel for such shapes"
+        return Refusal("a gradient is wanted: PyTorch has no fused backward kernel for such shapes")
     out: torch.Tensor = torch.ops.tuner.attention_with_lse(query, key, value, is_causal, scale)[0]
     return out
-
-
-def find_plan(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool = True,
-    extras: Extras = NONE,
-    bias: torch.Tensor | None = None,
-) -> Plan | str:
-    """What serves such tensors, or the reason that nothing does; runs and counts nothing.
-
-    Looks neither at gradients nor at autocast: the caller does. `bias` is one of `as_bias`.
-    """
-    if reason := guards.unserved(query, key, value):
-        return reason
-    axes: Bias = "" if bias is None else axes_of(bias)
-    if scale is not None and not scale > 0:  # NaN too
-        return "scale is not positive: tuned kernels take the maxima of the scores before scaling"
-    kind = (
-        query.shape,
-        key.shape,
-        value.shape,
-        query.stride(),
-        key.stride(),
-        value.stride(),
-        query.dtype,
-        key.dtype,
-        value.dtype,
-        query.device,
-        key.device,
-        value.device,
-        is_causal,
-        scale,
-        enable_gqa,
-        extras,
-        axes,
-    )
-    plan = table.get(kind)
-    if plan is None:
-        plan = table.find_out(
-            kind,
-            # The dispatcher knows of plain calls alone.
-            ("attention", (query, key, value, is_causal, scale, enable_gqa))
-            if extras == NONE and not axes
-            else None,
-            lambda: problem_of(query, key, value, bool(is_causal), enable_gqa, extras, bias=axes),
-            1 / math.sqrt(query.shape[-1] or 1) if scale is None else float(scale),
-            query.get_device(),
-        )
-    return plan if isinstance(plan, str) else guards.misaligned(query, key, value) or plan
-
-
-def problem_of(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    is_causal: bool,
-    enable_gqa: bool = True,
-    extras: Extras = NONE,
-    dtypes: Mapping[torch.dtype, DType] = guards.DTYPES,
-    bias: Bias = "",
-) -> AttentionProblem:
-    """The problem that these tensors pose.
-
-    Raises:
-        ConfigError: when they pose none: types, sizes or strides that no tuned kernel has.
-    """
-    tensors = (query, key, value)
-    if any(t.dim() != 4 or t.numel() == 0 for t in tensors):
-        raise ConfigError("they are not 4-D (B, H, S, D), or are empty")
-    guards.check_alike(*tensors, dtypes=dtypes)
-    if key.shape != value.shape or query.shape[::3] != key.shape[::3]:
-        raise ConfigError(
-            f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} "
-            "are not (B, H, SQ, D) and twice (B, HKV, SKV, D)"
-        )
-    if query.shape[1] != key.shape[1] and not enable_gqa:
-        raise ConfigError("heads are grouped without enable_gqa")
-    for layout in LAYOUTS:
-        problem = AttentionProblem(
-            seqlen_q=query.shape[2],
-            seqlen_kv=key.shape[2],
-            head_dim=query.shape[3],
-            batch=query.shape[0],
-            heads_q=query.shape[1],
-            heads_kv=key.shape[1],
-            is_causal=is_causal,
-            dtype=dtypes[query.dtype],
-            layout=layout,
-            window_left=extras.left,
-            window_right=extras.right,
-            softcap=extras.softcap,
-            bias=bias,
-        )
-        operands = zip(problem.matrices[:3], tensors, strict=True)
-        if all(guards.lies(tensor, operand.strides) for operand, tensor in operands):
-            return problem
-    raise ConfigError(f"their strides are of no layout (allowed: {', '.join(LAYOUTS)})")

@@ -117,15 +117,18 @@ def _backend(
     is_causal: bool,
     scale: float | None,
 ) -> int:
-    """The `SDPBackend` that PyTorch would choose; ERROR, which is none, off the GPU."""
-    if not query.is_cuda:
-        return int(SDPBackend.ERROR.value)
+    """The `SDPBackend` that PyTorch would choose; ERROR, which is none, off the GPU, of empty
+    tensors, and of flash where its operators would align a causal mask otherwise.
+    """
+    none = int(SDPBackend.ERROR.value)
+    if not query.is_cuda or not (query.numel() and key.numel()):
+        return none
     grouped = query.shape[1] != key.shape[1]
-    return int(
-        torch._fused_sdp_choice(
-            query, key, value, None, 0.0, is_causal, scale=scale, enable_gqa=grouped
-        )
+    chosen = torch._fused_sdp_choice(
+        query, key, value, None, 0.0, is_causal, scale=scale, enable_gqa=grouped
     )
+    is_bottom_right = is_causal and chosen == _FLASH and query.shape[2] != key.shape[2]
+    return none if is_bottom_right else int(chosen)
 
 
 def _random_state(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -142,11 +145,11 @@ def _scores(
     """Masked scores, a block of query rows at a time, in at least single precision."""
     batch, heads, length, head_dim = query.shape
     wide = torch.promote_types(query.dtype, torch.float32)
-    key_t = key.to(wide).repeat_interleave(heads // key.shape[1], 1).mT
-    factor = 1 / math.sqrt(head_dim) if scale is None else scale
+    key_t = key.to(wide).repeat_interleave(heads // max(1, key.shape[1]), 1).mT
+    factor = 1 / math.sqrt(head_dim or 1) if scale is None else scale
     columns = torch.arange(key.shape[2], device=query.device)
     step = max(1, _SCORES_BYTES // max(1, batch * heads * key.shape[2] * wide.itemsize))
-    for start in range(0, length, step):
+    for start in range(0, max(1, length), step):  # of no queries a block without rows
         rows = slice(start, min(start + step, length))
         scores = (query[:, :, rows].to(wide) * factor) @ key_t
         if is_causal:
@@ -167,9 +170,9 @@ def _recomputed(
 ) -> Three:
     wide = torch.promote_types(query.dtype, torch.float32)
     batch, heads, _, head_dim = query.shape
-    factor = 1 / math.sqrt(head_dim) if scale is None else scale
+    factor = 1 / math.sqrt(head_dim or 1) if scale is None else scale
     grad_query = torch.empty_like(query)
-    repeats = heads // key.shape[1]
+    repeats = heads // max(1, key.shape[1])
     key_wide, value_wide = (t.to(wide).repeat_interleave(repeats, 1) for t in (key, value))
     grad_key, grad_value = torch.zeros_like(key_wide), torch.zeros_like(value_wide)
     for rows, scores in _scores(query, key, is_causal, scale):

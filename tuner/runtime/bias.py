@@ -1,8 +1,9 @@
-"""A float `attn_mask` as the additive bias that tuned kernels take."""
+"""What an `attn_mask` is: the additive bias that tuned kernels take, or a mask to compute with."""
 
 from __future__ import annotations
 
 import torch
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from tuner.problem import Bias
 
@@ -32,6 +33,17 @@ def as_bias(
     if not has_axes or bias.shape[2:] != wanted[2:] or not bias.is_contiguous():
         return f"{GIVEN}: it is not contiguous in whole rows of keys"
     return bias
+
+
+def with_elements(mask: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The mask, (SQ, SKV) of booleans in place of a `CausalBias`: that is a tensor in name only,
+    which `scaled_dot_product_attention` alone understands.
+    """
+    if not isinstance(mask, CausalBias):
+        return mask
+    is_lower_right = mask.variant == CausalVariant.LOWER_RIGHT
+    seen = torch.ones(mask.seq_len_q, mask.seq_len_kv, dtype=torch.bool, device=device)
+    return seen.tril(mask.seq_len_kv - mask.seq_len_q if is_lower_right else 0)
 
 
 def axes_of(bias: torch.Tensor) -> Bias:

@@ -12,6 +12,7 @@ import torch
 from torch.nn.functional import dropout, scaled_dot_product_attention
 
 from tuner.errors import ConfigError
+from tuner.runtime.bias import with_elements
 
 #: Bytes of scores that are alive at once under a soft cap, where no gradient keeps them all.
 _SCORES_BYTES = 1 << 28
@@ -66,14 +67,14 @@ def compose(
 ) -> torch.Tensor:
     """softmax(cap(scale * Q K^T) + mask) V; arguments as `tuner.attention` has them.
 
-    Queries that a window leaves no key have zeros for their output, whatever PyTorch makes of a
-    row that is masked throughout.
+    Queries that a window or a mask leaves no key have zeros for their output.
     """
     length, keys = query.shape[-2], key.shape[-2]
     seen = length if extras.left < 0 else min(length, keys + extras.left)
     mask = _mask(seen, keys, is_causal, extras, query.device)
     if attn_mask is not None:
-        given = attn_mask if attn_mask.shape[-2] == 1 else attn_mask[..., :seen, :]
+        whole = with_elements(attn_mask, query.device)
+        given = whole if whole.shape[-2] == 1 else whole[..., :seen, :]
         if given.dtype == torch.bool:
             mask = given if mask is None else given & mask
         else:
@@ -118,11 +119,13 @@ def _capped(
     wide = torch.promote_types(query.dtype, torch.float32)
     key, value = key.to(wide), value.to(wide)
     if enable_gqa:
-        key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
-    factor = (1 / math.sqrt(query.shape[-1]) if scale is None else scale) / softcap
+        repeats = query.shape[-3] // max(1, key.shape[-3])
+        key, value = (t.repeat_interleave(repeats, -3) for t in (key, value))
+    factor = (1 / math.sqrt(query.shape[-1] or 1) if scale is None else scale) / softcap
     a_row = math.prod(query.shape[:-2]) * key.shape[-2] * wide.itemsize
     blocks = []
-    for start in range(0, query.shape[-2], step := max(1, _SCORES_BYTES // max(1, a_row))):
+    step = max(1, _SCORES_BYTES // max(1, a_row))
+    for start in range(0, max(1, query.shape[-2]), step):
         rows = slice(start, start + step)
         scores = torch.tanh((query[..., rows, :].to(wide) * factor) @ key.mT) * softcap
         if mask is not None:
@@ -130,6 +133,14 @@ def _capped(
             scores = (
                 scores.masked_fill(~part, -math.inf) if part.dtype == torch.bool else scores + part
             )
-        weights = dropout(scores.softmax(-1), dropout_p)
-        blocks.append((weights @ value).to(query.dtype))
+        weights = _softmax(scores, is_masked=mask is not None)
+        blocks.append((dropout(weights, dropout_p) @ value).to(query.dtype))
     return torch.cat(blocks, dim=-2)
+
+
+def _softmax(scores: torch.Tensor, is_masked: bool) -> torch.Tensor:
+    """Over the keys; zeros, and no gradient, where a query sees none, as PyTorch's kernels do."""
+    if not is_masked:
+        return scores.softmax(-1)
+    is_blind = (scores == -math.inf).all(-1, keepdim=True)
+    return scores.masked_fill(is_blind, 0.0).softmax(-1).masked_fill(is_blind, 0.0)

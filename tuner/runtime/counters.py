@@ -52,7 +52,8 @@ class _Counts:
 
 
 _counts = _Counts()
-_sources: list[Callable[[bool], tuple[int, int]]] = []
+Source = Callable[[bool], tuple[int, int, Mapping[str, int]]]
+_sources: list[Source] = []
 
 
 def stats(reset: bool = False) -> Stats:
@@ -62,15 +63,13 @@ def stats(reset: bool = False) -> Stats:
         reset: start again from zero after this.
     """
     with _counts.lock:
-        hits, nearest = _counts.hits, _counts.nearest_hits
+        hits, nearest, fallbacks = _counts.hits, _counts.nearest_hits, Counter(_counts.fallbacks)
         for source in _sources:
-            more, more_nearest = source(reset)
+            more, more_nearest, more_fallbacks = source(reset)
             hits, nearest = hits + more, nearest + more_nearest
+            fallbacks.update(more_fallbacks)
         found = Stats(
-            hits,
-            nearest,
-            dict(_counts.fallbacks.most_common()),
-            dict(_counts.errors.most_common()),
+            hits, nearest, dict(fallbacks.most_common()), dict(_counts.errors.most_common())
         )
         if reset:
             _counts.hits = _counts.nearest_hits = 0
@@ -100,8 +99,10 @@ def count_error(reason: str) -> None:
     _say("", reason)
 
 
-def add_source(source: Callable[[bool], tuple[int, int]]) -> None:
-    """Have hits and nearest hits that are counted elsewhere added; its argument is `reset`."""
+def add_source(source: Source) -> None:
+    """Have what is counted elsewhere added: hits, nearest hits, and fallbacks by kind of reason;
+    the argument is `reset`.
+    """
     _sources.append(source)
 
 

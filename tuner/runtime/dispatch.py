@@ -1,8 +1,11 @@
-"""The C++ dispatcher (`templates/dispatcher.cpp`) behind three functions.
+"""The C++ dispatcher (`templates/dispatcher.cpp`) behind a few functions.
 
 Until it is loaded, and where it cannot be, they know nothing and every call goes through Python.
-It is loaded by a thread that the first plan starts; where the cache has none, that thread compiles
-it. No call waits for it.
+It is loaded by a thread that the first plan or refusal starts; where the cache has none, that
+thread compiles it. No call waits for it.
+
+`attention`, `linear` and `matmul` return a tuned kernel's output, `REFUSED` where equal calls were
+refused before, and None where Python decides.
 """
 
 from __future__ import annotations
@@ -14,35 +17,47 @@ import importlib.util
 import logging
 import os
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import Any
+from typing import Any, Final, Literal
 
 import torch
 
-from tuner import dispatcher
-from tuner.artifacts import Artifact, ArtifactCache
+from tuner.base.processes import ProcessPool
+from tuner.compile import dispatcher
+from tuner.compile.artifacts import Artifact, ArtifactCache, verify
 from tuner.errors import TunerError
-from tuner.processes import ProcessPool
 from tuner.runtime import counters, devices
 from tuner.runtime.plan import KernelPlan
+from tuner.runtime.refusal import Refusal
 
 _log = logging.getLogger("tuner.runtime")
 
-OPERATIONS = ("attention", "linear", "matmul")
-"""In the order of the dispatcher's `Operation`."""
+OPERATIONS = ("attention", "linear", "matmul", "flash", "cudnn", "cudnn_with_lse")
+"""In the order of the dispatcher's `Operation`; the last three are PyTorch's operators, of which it
+knows refusals only.
+"""
+REFUSED: Final = False
+"""The answer to a call that is PyTorch's, which was counted."""
 
 
-def _unknown(*arguments: Any) -> torch.Tensor | None:
+def _unknown(*arguments: Any) -> None:
     """The answer of a dispatcher that knows nothing."""
-    return None
 
 
-attention: Callable[..., torch.Tensor | None] = _unknown
-linear: Callable[..., torch.Tensor | None] = _unknown
-matmul: Callable[..., torch.Tensor | None] = _unknown
+def _refuses_nothing(*arguments: Any) -> bool:
+    return False
+
+
+attention: Callable[..., torch.Tensor | Literal[False] | None] = _unknown
+linear: Callable[..., torch.Tensor | Literal[False] | None] = _unknown
+matmul: Callable[..., torch.Tensor | Literal[False] | None] = _unknown
+_refuses: Callable[..., bool] = _refuses_nothing
 
 _module: Any = None
+_kinds: list[str] = []
+"""Of the reasons of refusals, in the order in which the dispatcher counts them."""
 _thread: threading.Thread | None = None
 _lock = threading.Lock()
 
@@ -82,7 +97,13 @@ def _prepare(then: Callable[[], None]) -> None:
 
 
 def load(artifact: Artifact) -> ModuleType:
-    """The extension module of an artifact, ready for `devices.TYPE`."""
+    """The extension module of an artifact, ready for `devices.TYPE`.
+
+    Raises:
+        BenchmarkError: when the library is not the artifact's any more.
+        ImportError: when it cannot be loaded.
+    """
+    verify(artifact)
     loader = importlib.machinery.ExtensionFileLoader(dispatcher.MODULE, str(artifact.library))
     spec = importlib.util.spec_from_loader(dispatcher.MODULE, loader)
     if spec is None:
@@ -96,18 +117,19 @@ def load(artifact: Artifact) -> ModuleType:
 
 def use(module: Any) -> None:
     """Have calls answered by this module from now on; None for none."""
-    global _module, attention, linear, matmul
+    global _module, attention, linear, matmul, _refuses
     _module = module
-    attention, linear, matmul = (getattr(module, name, _unknown) for name in OPERATIONS)
+    attention, linear, matmul = (getattr(module, name, _unknown) for name in OPERATIONS[:3])
+    _refuses = getattr(module, "refuses", _refuses_nothing)
 
 
 def put(operation: str, arguments: tuple[Any, ...], plan: KernelPlan) -> None:
     """Have calls like this one answered with a plan.
 
     Args:
-        operation: one of `OPERATIONS`.
-        arguments: attention's query, key, value, is_causal, scale and enable_gqa; linear's input,
-            weight, bias and activation; the two tensors of matmul.
+        operation: one of the first three of `OPERATIONS`.
+        arguments: attention's query, key, value, attn_mask, dropout_p, is_causal, scale and
+            enable_gqa; linear's input, weight, bias and activation; the two tensors of matmul.
         plan: what serves them.
     """
     if _module is None:
@@ -120,22 +142,54 @@ def put(operation: str, arguments: tuple[Any, ...], plan: KernelPlan) -> None:
     _module.put(OPERATIONS.index(operation), arguments, made)
 
 
+def generation() -> int:
+    """Changes with each `clear`; for `refuse`."""
+    return 0 if _module is None else int(_module.generation())
+
+
+def refuse(operation: str, arguments: tuple[Any, ...], refusal: Refusal, generation: int) -> None:
+    """Count a call that is PyTorch's, and have equal calls refused at once while the reason holds.
+
+    Args:
+        operation: one of `OPERATIONS`.
+        arguments: as of `put`.
+        refusal: why.
+        generation: from before the reason was looked for: what was cleared since is not known.
+    """
+    counters.count_fallback(refusal.reason)
+    if _module is None or refusal.until <= time.monotonic():
+        return
+    kind = counters.kind_of(refusal.reason)
+    with _lock:
+        if kind not in _kinds:
+            _kinds.append(kind)
+    which = OPERATIONS.index(operation), arguments, _kinds.index(kind), refusal.until
+    _module.refuse(*which, generation)
+
+
+def refuses(operation: str, *arguments: Any) -> bool:
+    """Whether equal calls of one of PyTorch's operators were refused before; counts this one."""
+    return _refuses is not _refuses_nothing and _refuses(OPERATIONS.index(operation), *arguments)
+
+
 def clear() -> None:
-    """Forget every plan."""
+    """Forget every plan and every refusal."""
     if _module is not None:
         _module.clear()
 
 
-def serve_until(time: float) -> None:
-    """Answer calls up to this time (`time.monotonic`)."""
+def serve_until(end: float, with_plans: bool = True) -> None:
+    """Answer calls up to this time (`time.monotonic`); without plans, those that are refused."""
     if _module is not None:
-        _module.serve_until(time)
+        _module.serve_until(end if with_plans else 0.0, end)
 
 
-def _take_counts(reset: bool) -> tuple[int, int]:
-    """Hits, and those of them that were nearest ones."""
-    hits, nearest = _module.take_counts(reset) if _module is not None else (0, 0)
-    return hits, nearest
+def _take_counts(reset: bool) -> tuple[int, int, Mapping[str, int]]:
+    """Hits, those of them that were nearest ones, and refused calls by kind of reason."""
+    if _module is None:
+        return 0, 0, {}
+    hits, nearest, refused = _module.take_counts(reset)
+    return hits, nearest, {kind: n for kind, n in zip(_kinds, refused, strict=False) if n}
 
 
 counters.add_source(_take_counts)

@@ -7,7 +7,7 @@ rank 0's decisions, as they were then, and launches no kernel that another rank 
 No collective is involved, so that a rank which never comes leaves nobody waiting: the ranks write
 to the key-value store of their process group.
 
-1. Rank 0 puts a snapshot of its decisions there (`tuner.snapshot`).
+1. Rank 0 puts a snapshot of its decisions there (`tuner.selection.snapshot`).
 2. Every rank answers which of the kernels it lacks.
 3. Rank 0 puts the verdict there: the kernels that every rank that answered has are launched.
 
@@ -32,12 +32,12 @@ from typing import Any
 import torch.distributed as dist
 
 import tuner
-from tuner.artifacts import ArtifactCache
+from tuner.compile.artifacts import ArtifactCache
 from tuner.errors import ConfigError
-from tuner.lookup import entries
 from tuner.runtime import devices
 from tuner.runtime.table import table
-from tuner.snapshot import take, unpack
+from tuner.selection.reader import entries
+from tuner.selection.snapshot import take, unpack
 
 __all__ = ["TIMEOUT_S", "Agreement", "agree"]
 

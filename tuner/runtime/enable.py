@@ -8,6 +8,11 @@ FlashAttention-2 (22 us at (1,16,1024,64) on an H200) where cuDNN takes 14.
 
 PyTorch decides as ever which backend may take a call, computes gradients with that backend's
 backward kernel, and traces the same graphs: what is compiled follows the switch when it runs.
+
+Under ``is_causal`` the two operators align the mask differently where there are more keys than
+queries, or fewer: flash bottom-right (`torch.nn.attention.bias.causal_lower_right` calls it so),
+cuDNN top-left, as tuned kernels do. `scaled_dot_product_attention` itself means top-left, and
+gives flash no such call.
 """
 
 from __future__ import annotations
@@ -22,12 +27,14 @@ import torch
 from torch.library import Library
 
 from tuner.errors import TunerError
-from tuner.runtime import counters, devices, dispatch, guards, native
-from tuner.runtime.attention import find_plan
+from tuner.runtime import devices, dispatch, guards, native
+from tuner.runtime.attention_plan import find_plan
+from tuner.runtime.refusal import Refusal
 from tuner.runtime.table import table
 
 PROVIDER = "tuner"
 """Its name in `torch.nn.attention.list_flash_attention_impls`."""
+BOTTOM_RIGHT = "the causal mask is bottom-right: tuned kernels align it top-left"
 Outputs = tuple[Any, ...]
 """Output, log-sum-exp, cumulative lengths of nested tensors (none), the longest query and key,
 the state of dropout's generator in two tensors, a mask for debugging."""
@@ -37,6 +44,7 @@ class _Handle:
     """What is in the dispatcher while the provider is active."""
 
     def __init__(self) -> None:
+        native.is_watched = True
         self._library: Library | None = Library("aten", "IMPL")
         key = devices.TYPE.upper()
         has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
@@ -54,6 +62,7 @@ class _Handle:
     def remove(self) -> None:
         """Leave the dispatcher as it was found."""
         self._library = None
+        native.is_watched = False
 
 
 def _before_flash(kernel: Any) -> Callable[..., Outputs]:
@@ -70,7 +79,7 @@ def _before_flash(kernel: Any) -> Callable[..., Outputs]:
     ) -> Outputs:
         found = None
         if not return_debug_mask:
-            found = _tuned(query, key, value, None, dropout_p, is_causal, scale, wants_lse=True)
+            found = _tuned("flash", query, key, value, None, dropout_p, is_causal, scale)
         if found is None:
             arguments = query, key, value, dropout_p, is_causal, return_debug_mask
             outputs: Outputs = kernel.call_boxed(keys, *arguments, scale=scale)
@@ -99,9 +108,8 @@ def _before_cudnn(kernel: Any) -> Callable[..., Outputs]:
     ) -> Outputs:
         found = None
         if not return_debug_mask:
-            found = _tuned(
-                query, key, value, attn_bias, dropout_p, is_causal, scale, compute_log_sumexp
-            )
+            name = "cudnn_with_lse" if compute_log_sumexp else "cudnn"
+            found = _tuned(name, query, key, value, attn_bias, dropout_p, is_causal, scale)
         if found is None:
             options = attn_bias, compute_log_sumexp, dropout_p, is_causal, return_debug_mask
             outputs: Outputs = kernel.call_boxed(keys, query, key, value, *options, scale=scale)
@@ -116,6 +124,7 @@ def _before_cudnn(kernel: Any) -> Callable[..., Outputs]:
 
 
 def _tuned(
+    name: str,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -123,20 +132,34 @@ def _tuned(
     dropout_p: float,
     is_causal: bool,
     scale: float | None,
-    wants_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-    """A tuned kernel's output and log-sum-exp, or None, counted by its reason."""
+    """A tuned kernel's output and log-sum-exp, or None, counted by its reason.
+
+    The operator's name is one of `dispatch.OPERATIONS`; only "cudnn" wants no log-sum-exp.
+    """
     if native.thread.is_native:  # counted where the call came from
         return None
-    found: tuple[torch.Tensor, torch.Tensor | None] | str
+    arguments = query, key, value, attn_bias, dropout_p, is_causal, scale, True
+    if name == "cudnn" and attn_bias is None and not dropout_p:
+        name = "attention"  # the very call of `tuner.attention`
+        known = dispatch.attention(*arguments)
+        if known is not None:
+            is_refused = known is dispatch.REFUSED
+            return None if is_refused else (guards.laid_out_as(query, known), None)
+    elif dispatch.refuses(name, *arguments):
+        return None
+    found: tuple[torch.Tensor, torch.Tensor | None] | Refusal
+    generation = table.refresh(query)
     if attn_bias is not None:
-        found = "attn_mask is given"
+        found = Refusal("attn_mask is given")
     elif dropout_p:
-        found = "dropout_p is not 0"
+        found = Refusal("dropout_p is not 0")
+    elif name == "flash" and is_causal and query.shape[2] != key.shape[2]:
+        found = Refusal(BOTTOM_RIGHT)
     else:
-        found = _run(query, key, value, is_causal, scale, wants_lse)
-    if isinstance(found, str):
-        counters.count_fallback(found)
+        found = _run(query, key, value, is_causal, scale, wants_lse=name != "attention")
+    if isinstance(found, Refusal):
+        dispatch.refuse(name, arguments, found, generation)
         return None
     out, lse = found
     return guards.laid_out_as(query, out), lse
@@ -149,20 +172,16 @@ def _run(
     is_causal: bool,
     scale: float | None,
     wants_lse: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None] | str:
-    if not wants_lse:
-        out = dispatch.attention(query, key, value, None, 0.0, is_causal, scale, True)
-        if out is not None:
-            return out, None
+) -> tuple[torch.Tensor, torch.Tensor | None] | Refusal:
     plan = find_plan(query, key, value, is_causal, scale)
-    if isinstance(plan, str):
+    if isinstance(plan, Refusal):
         return plan
     if not wants_lse:
         out = table.run(plan, query, key, value)
-        return out if isinstance(out, str) else (out, None)
+        return out if isinstance(out, Refusal) else (out, None)
     if plan.has_lse:
         return table.run_with_lse(plan, query, key, value)
-    return f"PyTorch wants the log-sum-exp: {plan.config.family} does not write it"
+    return Refusal(f"PyTorch wants the log-sum-exp: {plan.config.family} does not write it")
 
 
 class _Switch:

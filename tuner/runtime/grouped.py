@@ -12,6 +12,7 @@ from tuner.problem import SIZES, GroupedGemmProblem
 from tuner.problem.grouped_gemm import Sizes
 from tuner.runtime import counters, devices, guards
 from tuner.runtime.plan import KernelPlan, Plan
+from tuner.runtime.refusal import Refusal, once
 from tuner.runtime.table import table
 
 #: Elements that a dimension of a matrix is a multiple of where TMA and PyTorch's kernel take it.
@@ -52,9 +53,9 @@ def grouped_mm(
     _check(a, b, offsets, sizes)
     if not torch.compiler.is_compiling():
         out = _serve(a, b, offsets, sizes)
-        if not isinstance(out, str):
+        if not isinstance(out, Refusal):
             return out
-        counters.count_fallback(out)
+        counters.count_fallback(out.reason)
     return _pytorchs(a, b, offsets)
 
 
@@ -73,14 +74,14 @@ def _check(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, sizes: str) 
 
 def _serve(
     a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, sizes: Sizes
-) -> torch.Tensor | str:
+) -> torch.Tensor | Refusal:
     """The tuned kernel's product, or why there is none."""
     if reason := guards.unserved(a, b, offsets) or guards.deferred(a, b):
-        return reason
+        return once(reason)
     if not (a.is_contiguous() and b.is_contiguous() and offsets.is_contiguous()):
-        return "the tensors are not contiguous"
+        return once("the tensors are not contiguous")
     if len({tensor.device for tensor in (a, b, offsets)}) > 1:
-        return "the tensors differ in device"
+        return once("the tensors differ in device")
     kind = ("grouped_mm", _rounded(a.shape[0]), b.shape, a.dtype, b.dtype, a.device, sizes)
     plan = table.get(kind)
     if plan is None:
@@ -88,7 +89,7 @@ def _serve(
     if not isinstance(plan, Plan):
         return plan
     if reason := guards.misaligned(a, b):
-        return reason
+        return once(reason)
     if isinstance(plan, KernelPlan):
         plan = _sized(plan, a.shape[0])
     return table.run(plan, a, b, offsets)

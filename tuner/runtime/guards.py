@@ -14,6 +14,9 @@ from tuner.runtime import devices
 
 DTYPES: dict[torch.dtype, DType] = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
+GRADIENT = "a gradient is wanted: tuned kernels have no backward pass"
+SCALE = "scale is not positive: tuned kernels take the maxima of the scores before scaling"
+
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -38,8 +41,11 @@ def unserved(*tensors: torch.Tensor) -> str:
     # A dual tensor requires no gradient, and its dispatch keys are any tensor's.
     if forward_ad._current_level >= 0:
         return "forward-mode differentiation is active: tuned kernels compute no tangents"
-    if any([tensor.is_neg() for tensor in tensors]):
-        return "a tensor is a negative view: its memory has the other sign"
+    for tensor in tensors:
+        if tensor.is_neg():
+            return "a tensor is a negative view: its memory has the other sign"
+        if tensor._is_zerotensor():
+            return "a tensor of zeros has no memory"
     return ""
 
 
@@ -64,7 +70,7 @@ def autocast(device: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def deferred(*tensors: torch.Tensor) -> str:
     """Why PyTorch must have this call, by the state of autograd and autocast; else empty."""
     if wants_gradient(*tensors):
-        return "a gradient is wanted: tuned kernels have no backward pass"
+        return GRADIENT
     return recast(tensors[0])
 
 

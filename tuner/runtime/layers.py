@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.nn.utils import parametrize
 
-from tuner import output
+from tuner.base import output
 from tuner.errors import ConfigError, TunerError
 from tuner.problem import GemmProblem, listing
 from tuner.runtime import guards

@@ -14,6 +14,8 @@ class _Thread(threading.local):
     is_native = False
 
 
+is_watched = False
+"""Whether `tuner.enable` stands before PyTorch's attention: else nothing asks for `thread`."""
 thread = _Thread()
 """`is_native` is true where a call of PyTorch's attention must stay PyTorch's: a fallback, or a
 vendor's kernel that a plan calls."""
@@ -41,6 +43,8 @@ def attend(
 ) -> torch.Tensor:
     """`scaled_dot_product_attention` as it is without this project."""
     arguments = query, key, value, attn_mask, dropout_p, is_causal
+    if not is_watched:
+        return scaled_dot_product_attention(*arguments, scale=scale, enable_gqa=enable_gqa)
     out: torch.Tensor = call(
         scaled_dot_product_attention, *arguments, scale=scale, enable_gqa=enable_gqa
     )

@@ -15,7 +15,8 @@ from torch.library import Library, register_autograd, register_fake
 
 from tuner.errors import ConfigError
 from tuner.runtime import autograd, counters, devices, dispatch, guards, native
-from tuner.runtime.attention import find_plan
+from tuner.runtime.attention_plan import find_plan
+from tuner.runtime.refusal import Refusal
 from tuner.runtime.table import table
 
 _INPUTS = "Tensor query, Tensor key, Tensor value"
@@ -82,15 +83,37 @@ def _attention(
     scale: float | None = None,
 ) -> torch.Tensor:
     _check(query, key, value)
-    out = dispatch.attention(query, key, value, None, 0.0, is_causal, scale, True)
+    out = _tuned(query, key, value, is_causal, scale)
     if out is None:
-        plan = find_plan(query, key, value, is_causal, scale)
-        out = plan if isinstance(plan, str) else table.run(plan, query, key, value)
-    if isinstance(out, str):
-        counters.count_fallback(out)
         grouped = query.shape[1] != key.shape[1]
         out = native.attend(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=grouped)
     return guards.laid_out_as(query, out)
+
+
+def _tuned(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    is_causal: bool,
+    scale: float | None,
+) -> torch.Tensor | None:
+    """A tuned kernel's output, or None, counted by its reason."""
+    arguments = query, key, value, None, 0.0, is_causal, scale, True
+    # What `tuner.attention` is refused for the gradient's sake this operator has elsewhere.
+    is_alike = not guards.wants_gradient(query, key, value)
+    generation = table.refresh(query)
+    known = dispatch.attention(*arguments) if is_alike else None
+    if known is not None:
+        return None if known is dispatch.REFUSED else known
+    plan = find_plan(query, key, value, is_causal, scale)
+    out = plan if isinstance(plan, Refusal) else table.run(plan, query, key, value)
+    if not isinstance(out, Refusal):
+        return out
+    if is_alike:
+        dispatch.refuse("attention", arguments, out, generation)
+    else:
+        counters.count_fallback(out.reason)
+    return None
 
 
 def _attention_with_lse(
@@ -102,14 +125,15 @@ def _attention_with_lse(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     _check(query, key, value)
     plan = find_plan(query, key, value, is_causal, scale)
-    if isinstance(plan, str):
+    if isinstance(plan, Refusal):
         found: Any = plan
     elif not plan.has_lse:
-        found = f"a gradient is wanted: {plan.config.family} does not write the log-sum-exp"
+        reason = f"a gradient is wanted: {plan.config.family} does not write the log-sum-exp"
+        found = Refusal(reason)
     else:
         found = table.run_with_lse(plan, query, key, value)
-    if isinstance(found, str):
-        counters.count_fallback(found)
+    if isinstance(found, Refusal):
+        counters.count_fallback(found.reason)
         found = autograd.forward_with_lse(query, key, value, is_causal, scale)
     out, lse = found
     return guards.laid_out_as(query, out), lse.contiguous()

@@ -9,16 +9,21 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tuner import build_on_miss
-from tuner.artifacts import ArtifactCache, LoadedKernel, load, loaded
+from tuner.compile import background
+from tuner.compile.artifacts import (
+    ArtifactCache,
+    LoadedKernel,
+    load,
+    loaded,
+)
 from tuner.config import Config
 from tuner.errors import BenchmarkError, ConfigError
 from tuner.families import family
 from tuner.families.base import LSE, SCRATCH, Family, Launch
-from tuner.lookup import Answer
 from tuner.measurement import Measurement, Provenance, Status
 from tuner.problem import GemmProblem, GroupedGemmProblem, Problem
 from tuner.runtime import counters, devices, native
+from tuner.selection.reader import Answer
 
 PYTORCHS = "PyTorch's own kernel was the fastest"
 #: What a family raises on a config of another version of itself.
@@ -235,7 +240,7 @@ def _plan(
     try:
         member = family(config.family)
         if not member.is_vendor:
-            return _own(problem, member, measurement, scale, device, shape)
+            return own_plan(problem, member, measurement, scale, device, shape)
         if problem.op in (GemmProblem.op, GroupedGemmProblem.op):
             # cuBLAS and cuBLASLt are chosen for the whole process, not for a call: PyTorch's
             # own choice is the vendor's kernel. A loop over groups is not to be captured as timed.
@@ -252,7 +257,7 @@ def _plan(
     return VendorPlan(problem, config, device, is_nearest=is_nearest, call=call)
 
 
-def _own(
+def own_plan(
     problem: Problem,
     member: Family,
     measurement: Measurement,
@@ -268,7 +273,7 @@ def _own(
         if kernel is None:
             artifact = cache.find(key)
             if artifact is None:
-                build_on_miss.request(measurement)
+                background.request(measurement)
                 return f"artifact {key} of {member.name} is not in the cache (tuner build makes it)"
             kernel = load(artifact)
         kernels[name] = kernel

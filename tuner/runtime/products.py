@@ -15,6 +15,7 @@ from tuner.problem import ACTIVATIONS, E4M3, GemmProblem, Major, SwigluProblem
 from tuner.runtime import counters, dispatch, guards
 from tuner.runtime.plan import Plan
 from tuner.runtime.quantised import DTYPES as QUANTISED
+from tuner.runtime.refusal import Refusal, once
 from tuner.runtime.table import table
 
 _Matrix = tuple[int, int, int, Major]
@@ -61,12 +62,14 @@ def linear(
         raise ConfigError(f"activation={activation} is not known (allowed: {allowed}, None)")
     if not torch.compiler.is_compiling():
         product = dispatch.linear(input, weight, bias, activation)
-        if product is not None:
+        if product is None:
+            generation = table.refresh(input)
+            served = _serve("linear", input, weight, bias, activation)
+            if not isinstance(served, Refusal):
+                return served
+            dispatch.refuse("linear", (input, weight, bias, activation), served, generation)
+        elif product is not dispatch.REFUSED:
             return product
-        served = _serve("linear", input, weight, bias, activation)
-        if not isinstance(served, str):
-            return served
-        counters.count_fallback(served)
     return _PYTORCHS[activation](functional.linear(input, weight, bias))
 
 
@@ -80,12 +83,16 @@ def matmul(
     """
     if not torch.compiler.is_compiling():
         product = dispatch.matmul(input, other, out)
-        if product is not None:
+        if out is not None:
+            counters.count_fallback("out is given")
+        elif product is None:
+            generation = table.refresh(input)
+            served = _serve("matmul", input, other)
+            if not isinstance(served, Refusal):
+                return served
+            dispatch.refuse("matmul", (input, other), served, generation)
+        elif product is not dispatch.REFUSED:
             return product
-        served = _serve("matmul", input, other) if out is None else "out is given"
-        if not isinstance(served, str):
-            return served
-        counters.count_fallback(served)
     return torch.matmul(input, other, out=out)
 
 
@@ -119,12 +126,12 @@ def scaled_mm(
         (M, N)
     """
     if not torch.compiler.is_compiling():
-        served = "a bias or a factor of the result is given"
+        served: torch.Tensor | Refusal = Refusal("a bias or a factor of the result is given")
         if bias is None and scale_result is None:
             served = _serve_scaled(a, b, scale_a, scale_b, out_dtype, bool(use_fast_accum))
-        if not isinstance(served, str):
+        if not isinstance(served, Refusal):
             return served
-        counters.count_fallback(served)
+        counters.count_fallback(served.reason)
     return torch._scaled_mm(a, b, scale_a, scale_b, bias, scale_result, out_dtype, use_fast_accum)
 
 
@@ -164,18 +171,18 @@ def swiglu(input: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """
     if not torch.compiler.is_compiling():
         served = _serve_swiglu(input, weights)
-        if not isinstance(served, str):
+        if not isinstance(served, Refusal):
             return served
-        counters.count_fallback(served)
+        counters.count_fallback(served.reason)
     groups = functional.linear(input, weights).unflatten(-1, (-1, 8, 4, 2))
     gate, up = groups.transpose(-3, -2).unbind(-1)
     return (functional.silu(gate) * up).flatten(-3)
 
 
-def _serve_swiglu(a: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | str:
+def _serve_swiglu(a: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | Refusal:
     """The tuned kernel's result, or why there is none."""
     if reason := guards.unserved(a, weights):
-        return reason
+        return once(reason)
     kind = ("swiglu", *((t.shape, t.stride(), t.dtype, t.device) for t in (a, weights)))
     plan = table.get(kind)
     if plan is None:
@@ -185,11 +192,7 @@ def _serve_swiglu(a: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | str:
             return swiglu_problem_of(a, weights)
 
         plan = table.find_out(kind, None, pose, 1.0, a.get_device(), shape)
-    if not isinstance(plan, Plan):
-        return plan
-    return (
-        guards.misaligned(a, weights) or guards.deferred(a, weights) or table.run(plan, a, weights)
-    )
+    return _run(plan, a, weights)
 
 
 def swiglu_problem_of(a: torch.Tensor, weights: torch.Tensor) -> SwigluProblem:
@@ -218,13 +221,13 @@ def _serve_scaled(
     scale_b: torch.Tensor,
     out_dtype: torch.dtype | None,
     fast_accum: bool,
-) -> torch.Tensor | str:
+) -> torch.Tensor | Refusal:
     """The tuned kernel's product, or why there is none."""
     tensors = (a, b, scale_a, scale_b)
     if reason := guards.unserved(*tensors):
-        return reason
+        return once(reason)
     if guards.wants_gradient(*tensors):
-        return "a gradient is wanted: tuned kernels have no backward pass"
+        return Refusal(guards.GRADIENT)
     kinds = tuple((t.shape, t.stride(), t.dtype, t.device) for t in tensors)
     kind = ("scaled_mm", out_dtype, fast_accum, *kinds)
     plan = table.get(kind)
@@ -237,7 +240,18 @@ def _serve_scaled(
         plan = table.find_out(kind, None, pose, 1.0, a.get_device(), shape)
     if not isinstance(plan, Plan):
         return plan
-    return guards.misaligned(*tensors) or table.run(plan, *tensors)
+    if reason := guards.misaligned(*tensors):
+        return Refusal(reason)
+    return table.run(plan, *tensors)
+
+
+def _run(plan: Plan | Refusal, *tensors: torch.Tensor) -> torch.Tensor | Refusal:
+    """What the plan makes of the tensors, or why it must not."""
+    if not isinstance(plan, Plan):
+        return plan
+    if reason := guards.misaligned(*tensors) or guards.deferred(*tensors):
+        return Refusal(reason)
+    return table.run(plan, *tensors)
 
 
 def scaled_problem_of(
@@ -285,11 +299,11 @@ def _serve(
     b: torch.Tensor,
     bias: torch.Tensor | None = None,
     activation: str | None = None,
-) -> torch.Tensor | str:
+) -> torch.Tensor | Refusal:
     """The tuned kernel's product, or why there is none."""
     tensors = (a, b) if bias is None else (a, b, bias)
     if reason := guards.unserved(*tensors):
-        return reason
+        return once(reason)
     kind = (name, activation, *((t.shape, t.stride(), t.dtype, t.device) for t in tensors))
     plan = table.get(kind)
     if plan is None:
@@ -301,9 +315,7 @@ def _serve(
             return problem_of(a, second, bias, activation)
 
         plan = table.find_out(kind, (name, arguments), pose, 1.0, a.get_device(), shape)
-    if not isinstance(plan, Plan):
-        return plan
-    return guards.misaligned(*tensors) or guards.deferred(*tensors) or table.run(plan, *tensors)
+    return _run(plan, *tensors)
 
 
 def problem_of(

@@ -11,7 +11,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from tuner.errors import ConfigError
 from tuner.problem import E4M3, AttentionProblem, DType
 from tuner.runtime import counters, guards, native
+from tuner.runtime.attention_plan import problem_of
 from tuner.runtime.plan import Plan
+from tuner.runtime.refusal import Refusal, once
 from tuner.runtime.table import table
 
 DTYPES: Mapping[torch.dtype, DType] = {torch.float8_e4m3fn: E4M3}
@@ -41,9 +43,9 @@ def attend(
     factors = _checked(tensors, descales)
     if not torch.compiler.is_compiling():
         out = _serve(tensors, factors, is_causal, scale, enable_gqa)
-        if not isinstance(out, str):
+        if not isinstance(out, Refusal):
             return out
-        counters.count_fallback(out)
+        counters.count_fallback(out.reason)
     query, key, value = (
         (tensor.float() * factor[..., None, None]).to(torch.bfloat16)
         for tensor, factor in zip(tensors, factors, strict=True)
@@ -78,14 +80,14 @@ def _checked(tensors: Tensors, descales: tuple[torch.Tensor | None, ...]) -> Ten
 
 def _serve(
     tensors: Tensors, factors: Tensors, is_causal: bool, scale: float | None, enable_gqa: bool
-) -> torch.Tensor | str:
+) -> torch.Tensor | Refusal:
     """The tuned kernel's output, or why there is none."""
     if reason := guards.unserved(*tensors, *factors):
-        return reason
+        return once(reason)
     if guards.wants_gradient(*tensors, *factors):
-        return "a gradient is wanted: e4m3 kernels have no backward pass"
+        return once("a gradient is wanted: e4m3 kernels have no backward pass")
     if scale is not None and not scale > 0:  # NaN too
-        return "scale is not positive: tuned kernels take the maxima of the scores before scaling"
+        return once(guards.SCALE)
     devices = tuple(t.device for t in (*tensors, *factors))
     layouts = tuple((t.shape, t.stride(), t.dtype) for t in tensors)
     kind = (E4M3, *layouts, *devices, is_causal, scale, enable_gqa)
@@ -100,14 +102,14 @@ def _serve(
         )
     if not isinstance(plan, Plan):
         return plan
-    return guards.misaligned(*tensors) or table.run(plan, *tensors, *factors)
+    if reason := guards.misaligned(*tensors):
+        return once(reason)
+    return table.run(plan, *tensors, *factors)
 
 
 def _problem(
     tensors: Tensors, factors: Tensors, is_causal: bool, enable_gqa: bool
 ) -> AttentionProblem:
-    from tuner.runtime.attention import problem_of
-
     if len({t.device for t in (*tensors, *factors)}) > 1:
         raise ConfigError("tensors and factors differ in device")
     return problem_of(*tensors, bool(is_causal), enable_gqa, dtypes=DTYPES)

@@ -2,7 +2,8 @@
 
 The store is looked at when a call comes and `LOOK_EVERY_S` have passed, so an update is seen
 within a second and a call costs no look-up. A store that cannot be read changes nothing: what is
-known goes on serving, and what is not known is PyTorch's.
+known goes on serving, and what is not known is PyTorch's. While a generation grows, lengths near
+one that was refused are refused without a look-up.
 """
 
 from __future__ import annotations
@@ -15,20 +16,29 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from tuner import ranges, settings
+from tuner import settings
+from tuner.base import ranges
 from tuner.config import Config
 from tuner.errors import BenchmarkError, ConfigError, StoreError
-from tuner.lookup import Answer, decided, decided_stamp, differences, lookup
-from tuner.nearest import class_pattern
-from tuner.problem import Problem, problem_from_json
+from tuner.problem import AttentionProblem, Problem, problem_from_json
 from tuner.runtime import counters, devices, dispatch
-from tuner.runtime.plan import KernelPlan, Plan, resolve
+from tuner.runtime.plan import PYTORCHS, KernelPlan, Plan, resolve
+from tuner.runtime.refusal import Refusal, once
+from tuner.selection.nearest import class_pattern
+from tuner.selection.reader import (
+    Answer,
+    decided,
+    decided_stamp,
+    differences,
+    is_decided,
+    lookup,
+)
 
 _log = logging.getLogger("tuner.runtime")
 
@@ -39,6 +49,8 @@ RETRY_EVERY_S = 5.0
 MISS_EVERY_S = 60.0
 """A problem that nothing is decided for is looked up again after this: kernels may have passed
 the gate around it. A decision within its class is seen at once."""
+GROWS_BY = 64
+"""Keys of a cache: a length that nothing serves stands for the others of as many."""
 #: Kinds of call kept; more start over, so that a server of ever new shapes stays small.
 _MAX_KNOWN = 4096
 
@@ -56,10 +68,19 @@ class _Known:
     until: float
     """It is good up to this time (`time.monotonic`)."""
     problem: Problem | None
-    plan: Plan | str
-    """A text says why there is no plan."""
+    plan: Plan | Refusal
     is_stale: bool = False
     """The store may say something else by now."""
+
+    @property
+    def stale(self) -> _Known:
+        """It, to be asked for anew."""
+        return replace(self, until=0.0, is_stale=True)
+
+    @property
+    def passing(self) -> Plan | Refusal:
+        """The plan, or why there is none, for one call."""
+        return once(self.plan.reason) if isinstance(self.plan, Refusal) else self.plan
 
 
 class Table:
@@ -67,6 +88,8 @@ class Table:
 
     def __init__(self) -> None:
         self._known: dict[Hashable, _Known] = {}
+        self._near: dict[Hashable, _Known] = {}
+        """What was refused for want of a neighbour, by `_neighbourhood`."""
         self._withdrawn: dict[str, set[Config]] = {}
         self._lock = threading.RLock()
         self._look_at = 0.0
@@ -75,14 +98,14 @@ class Table:
         self._decided: Mapping[str, Hashable] | None = None
         """They themselves, from the first change on."""
         self._off = ""
-        """Why nothing is served."""
+        """Why nothing is served; empty where something is."""
         self._path: Path | None = None
         self._absent: frozenset[str] = frozenset()
         self._refusal = ""
         self._fault = ""
         self._flagged: set[str] = set()
 
-    def get(self, kind: Hashable) -> Plan | str | None:
+    def get(self, kind: Hashable) -> Plan | Refusal | None:
         """What is known of a kind of call: its plan, why there is none, or None.
 
         Args:
@@ -92,9 +115,21 @@ class Table:
         if now >= self._look_at:
             self._look()
         if self._off:
-            return self._off
+            return Refusal(self._off)
         known = self._known.get(kind)
         return known.plan if known is not None and now < known.until else None
+
+    def refresh(self, tensor: torch.Tensor) -> int:
+        """Look at the store where that is due; returns the dispatcher's generation, for refusals
+        that are found from now on.
+
+        Args:
+            tensor: one of a call's; nothing is looked up for those of other devices.
+        """
+        is_due = time.monotonic() >= self._look_at
+        if is_due and isinstance(tensor, torch.Tensor) and tensor.device.type == devices.TYPE:
+            self._look()
+        return dispatch.generation()
 
     def find_out(
         self,
@@ -104,7 +139,7 @@ class Table:
         scale: float,
         device: int,
         shape: tuple[int, ...] = (),
-    ) -> Plan | str:
+    ) -> Plan | Refusal:
         """Ask the store about a kind of call that `get` does not know.
 
         Args:
@@ -119,28 +154,29 @@ class Table:
         """
         old = self._known.get(kind)
         if devices.is_capturing():  # what was loaded may be captured, whatever the store says now
-            return CAPTURING if old is None else old.plan
+            return once(CAPTURING) if old is None else old.passing
         # While another thread asks, what was known a moment ago is good enough.
-        if not self._lock.acquire(blocking=old is None):
-            return old.plan if old else ""
+        if not self._lock.acquire(blocking=old is None) and old is not None:
+            return old.passing
         try:
             if self._off:  # since `get`
-                return self._off
+                return Refusal(self._off)
             found = self._ask(pose, scale, device, shape, self._known.get(kind))
-            if isinstance(found, str):
+            if isinstance(found, Refusal):
                 return old.plan if old and isinstance(old.plan, Plan) else found
             if len(self._known) >= _MAX_KNOWN:
                 self._clear()
             self._known[kind] = found
             # Marked calls go through Python: the dispatcher opens no ranges.
-            if call is not None and isinstance(found.plan, KernelPlan) and not ranges.ON:
+            if call is not None and not ranges.ON:
                 dispatch.prepare(then=self._renew)
-                dispatch.put(*call, found.plan)
+                if isinstance(found.plan, KernelPlan):
+                    dispatch.put(*call, found.plan)
             return found.plan
         finally:
             self._lock.release()
 
-    def run(self, plan: Plan, *inputs: torch.Tensor) -> torch.Tensor | str:
+    def run(self, plan: Plan, *inputs: torch.Tensor) -> torch.Tensor | Refusal:
         """The plan's output, or the reason that there is none: it is withdrawn where it was
         refused.
 
@@ -151,24 +187,24 @@ class Table:
 
     def run_with_lse(
         self, plan: Plan, *inputs: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor] | str:
+    ) -> tuple[torch.Tensor, torch.Tensor] | Refusal:
         """As `run`, of a plan that has the log-sum-exp."""
         return self._attempt(plan, plan.run_with_lse, inputs)
 
     def _attempt(
         self, plan: Plan, call: Callable[..., _Output], inputs: tuple[torch.Tensor, ...]
-    ) -> _Output | str:
+    ) -> _Output | Refusal:
         try:
             if not ranges.ON:
                 return call(*inputs)
             with ranges.named(f"tuner {plan.config.family} {plan.problem.label()}"):
                 return call(*inputs)
         except torch.OutOfMemoryError:  # for this call only: the next may have more
-            return f"out of memory: {plan.config.family} at {plan.problem.label()}"
+            return once(f"out of memory: {plan.config.family} at {plan.problem.label()}")
         except BenchmarkError as exc:
             return self.withdraw(plan, exc)
 
-    def withdraw(self, plan: Plan, exc: BenchmarkError) -> str:
+    def withdraw(self, plan: Plan, exc: BenchmarkError) -> Refusal:
         """Never launch a plan's config for its problem again in this process; returns why."""
         problem, config = plan.problem, plan.config
         with self._lock:
@@ -177,7 +213,7 @@ class Table:
             self._renew()
         reason = f"a launch was refused: {config.family} at {problem.label()}: {exc}"
         counters.count_error(reason)
-        return reason
+        return once(reason)
 
     def pin(self, path: Path | None, absent: Collection[str] = (), refusal: str = "") -> None:
         """Serve what one file decides, whatever becomes of the user's store.
@@ -199,19 +235,23 @@ class Table:
             self._withdrawn = {}
 
     def _clear(self) -> None:
-        self._known = {}
+        self._known, self._near = {}, {}
         dispatch.clear()
 
     def _renew(self) -> None:
         """Have the dispatcher given every plan anew, each when it is called for."""
         with self._lock:
-            self._known = {kind: replace(known, until=0.0) for kind, known in self._known.items()}
+            self._known = {
+                kind: replace(known, until=0.0) if isinstance(known.plan, Plan) else known
+                for kind, known in self._known.items()
+            }
+            self._near = {}
             dispatch.clear()
             self._serve()
 
     def _serve(self) -> None:
-        """Have the dispatcher answer up to the next look, or not at all."""
-        dispatch.serve_until(0.0 if self._off else self._look_at)
+        """Have the dispatcher answer up to the next look; nothing is served while it is off."""
+        dispatch.serve_until(self._look_at, with_plans=not self._off)
 
     def _look(self) -> None:
         """See whether the store has changed; another thread's look is as good."""
@@ -244,9 +284,10 @@ class Table:
         if not self._known:
             self._decided = None
             return
+        self._near = {}
         before, self._decided = self._decided, decided(self._path)
         if before is None:
-            self._known = {k: replace(v, is_stale=True) for k, v in self._known.items()}
+            self._known = {k: v.stale for k, v in self._known.items()}
             self._renew()
             return
         now = self._decided
@@ -259,7 +300,7 @@ class Table:
                 continue
             is_exact = isinstance(plan, Plan) and not plan.is_nearest
             if problem is not None and not is_exact and class_pattern(problem) in classes:
-                known = replace(known, until=0.0, is_stale=True)
+                known = known.stale
             kept[kind] = known
         if kept != self._known:
             self._known = kept
@@ -272,33 +313,55 @@ class Table:
         device: int,
         shape: tuple[int, ...],
         old: _Known | None,
-    ) -> _Known | str:
-        """What the store says now; a text, not to be kept, when it cannot be read."""
+    ) -> _Known | Refusal:
+        """What the store says now; a refusal, not to be kept, when it cannot be read."""
         if old and isinstance(old.plan, Plan) and not old.is_stale:
             return replace(old, until=math.inf)  # only the dispatcher must be told again
         try:
             problem = old.problem if old and old.problem else pose()
         except ConfigError as exc:
-            return _Known(math.inf, None, f"no kernel takes such tensors: {exc}")
+            return _Known(math.inf, None, Refusal(f"no kernel takes such tensors: {exc}"))
         if self._fault:
-            return self._fault
+            return once(self._fault)
+        near = _neighbourhood(problem, device)
         try:
+            known = self._near.get(near)
+            if known and time.monotonic() < known.until and not is_decided(problem, self._path):
+                return replace(known, problem=problem)
             gpu = devices.gpu_of(device)
             # Nobody has checked what a rule names.
             answer = lookup(problem, gpu=gpu, path=self._path, with_rules=False)
         except StoreError as exc:
-            return self._blame(exc)
+            return once(self._blame(exc))
         if answer is None:
-            until = time.monotonic() + MISS_EVERY_S
-            return _Known(until, problem, f"no measured winner: {problem.label()}")
+            found = _refused(problem, f"no measured winner: {problem.label()}", MISS_EVERY_S)
+        else:
+            found = self._resolve(problem, answer, scale, device, shape)
+        is_exact = answer is not None and answer.kind != "nearest"
+        if near is not None and isinstance(found.plan, Refusal) and not is_exact:
+            self._near[near] = found
+        return found
+
+    def _resolve(
+        self,
+        problem: Problem,
+        answer: Answer,
+        scale: float,
+        device: int,
+        shape: tuple[int, ...],
+    ) -> _Known:
+        """What of the store's answer can run here."""
         with devices.use(device):
             withdrawn = self._withdrawn.get(problem.key, ())
             plan = resolve(problem, answer, scale, device, shape, withdrawn, self._absent)
         for note in answer.notes:
             _log.info("%s: %s", problem.label(), note)
         self._flag(answer)
-        is_plan = isinstance(plan, Plan)
-        return _Known(math.inf if is_plan else time.monotonic() + RETRY_EVERY_S, problem, plan)
+        if isinstance(plan, Plan):
+            return _Known(math.inf, problem, plan)
+        # That stays so until the store says something else.
+        is_vendors = plan.startswith(PYTORCHS)
+        return _refused(problem, plan, math.inf if is_vendors else RETRY_EVERY_S)
 
     def _flag(self, answer: Answer) -> None:
         """Say once that entries are served which another environment measured."""
@@ -315,6 +378,22 @@ class Table:
         self._fault = f"the store cannot be read: {exc}"
         counters.count_error(self._fault)
         return self._fault
+
+
+def _refused(problem: Problem, reason: str, for_s: float) -> _Known:
+    """A refusal that is good for so long."""
+    until = time.monotonic() + for_s
+    return _Known(until, problem, Refusal(reason, until))
+
+
+def _neighbourhood(problem: Problem, device: int) -> Hashable | None:
+    """Equal for attention over a cache's keys whose count differs by less than `GROWS_BY`; None of
+    other problems.
+    """
+    if not isinstance(problem, AttentionProblem) or problem.seqlen_q == problem.seqlen_kv:
+        return None
+    facts = {field.name: getattr(problem, field.name) for field in fields(problem)}
+    return device, *(facts | {"seqlen_kv": problem.seqlen_kv // GROWS_BY}).values()
 
 
 def _classes(keys: Iterable[str]) -> Iterator[str]:

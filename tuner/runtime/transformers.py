@@ -6,11 +6,19 @@
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="tuner")
 
 Masks are made as for `sdpa`: none where the causal flag says it all, so that a tuned kernel can
-answer, else a tensor, with which PyTorch does.
+answer, else a tensor, with which PyTorch does. A sliding window is such a tensor once there are as
+many keys as it is wide; so are a cache's earlier keys before several queries, and packed sequences,
+which position_ids tell. Without a mask one query sees all keys, and several see keys 0..i: a static
+cache is longer than the prompt that fills it.
+
+Transformers hands an attention function whatever its caller passed on. Each keyword is used, is
+known to change nothing (`WITHOUT_EFFECT`), or is an error that names it: what a model's own
+`eager_attention_forward` computes is the meaning.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -26,11 +34,47 @@ except ImportError as exc:
     ) from exc
 
 from tuner.runtime import devices, dispatch, guards, native
-from tuner.runtime.attention import answer
+from tuner.runtime.attention import answer, attention
 from tuner.runtime.operators import operate
 
 NAME = "tuner"
 """The value of `attn_implementation`."""
+
+WITHOUT_EFFECT: set[str] = {
+    # What the mask, which was made from it, says already; and FlashAttention's own options.
+    *("position_ids", "cache_position", "max_length_q", "max_length_k", "max_seqlen", "seq_idx"),
+    *("deterministic", "layer_idx", "token_type_ids", "mm_token_type_ids", "query_length"),
+    # The cache, which the layer has used, and what the model returns.
+    *("use_cache", "past_key_values", "cache_params", "padding_cache", "shared_kv_states"),
+    *("return_dict", "output_hidden_states", "output_router_logits", "logits_to_keep"),
+    *("labels", "shift_labels", "num_items_in_batch", "is_first"),
+    # Inputs of the model and of its other parts.
+    *("input_ids", "inputs_embeds", "hidden_state", "hidden_states", "position_embeddings"),
+    *("encoder_hidden_states", "encoder_attention_mask", "encoder_outputs", "key_value_states"),
+    *("decoder_input_ids", "decoder_inputs_embeds", "decoder_attention_mask"),
+    *("decoder_position_ids", "pixel_values", "pixel_values_videos", "pixel_mask", "image_sizes"),
+    *("image_grid_thw", "video_grid_thw", "grid_thw", "video_second_per_grid"),
+    *("image_position_ids", "video_position_ids", "num_frames_per_video", "visual_pos_masks"),
+    *("image_embeds", "image_embeds_position_mask", "deepstack_visual_embeds"),
+    *("mm_encoder_outputs", "interpolate_pos_encoding", "flattened_patches"),
+    *("input_features", "input_features_mask", "feature_attention_mask"),
+    *("audio_feature_lengths", "audio_input_ids", "audio_input_ids_mask", "use_audio_in_video"),
+    *("chunk_sample_lengths", "sub_sampled_lengths", "conv_attention_mask", "conv_mask"),
+    *("protein_input_ids", "protein_attention_mask", "t_cond", "freqs_ci"),
+    *("spatial_position_embeddings", "object_queries_position_embeddings"),
+    *("query_position_embeddings", "relative_position_embeddings", "reference_points"),
+    *("spatial_shapes", "spatial_shapes_list", "level_start_index"),
+}
+"""Keywords that Transformers 5.17 to 5.23 passes on, or may pass on, and that change nothing. A
+model of one's own may add to it.
+"""
+_REFUSED: Mapping[str, str] = {
+    "s_aux": "attention sinks",
+    "sinks": "attention sinks",
+    "indices": "sparse attention",
+    "block_indices": "sparse attention",
+}
+_PACKED = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens"})
 
 
 def attention_forward(
@@ -42,6 +86,9 @@ def attention_forward(
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
+    position_bias: torch.Tensor | None = None,
+    cache: Any = None,
+    softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of a Transformers layer by a tuned kernel, else by Transformers' `sdpa`.
@@ -55,25 +102,97 @@ def attention_forward(
         dropout: probability.
         scaling: of the scores; 1/sqrt(D) when None.
         is_causal: overrides the module's.
-        kwargs: what the model passes on; what changes the result is left to `sdpa`.
+        position_bias: added to the scores, left to `sdpa`.
+        cache: a paged one, left to `sdpa`.
+        softcap: as in `tuner.attention`: of the scaled scores, before the mask.
+        kwargs: what the model passes on.
 
     Returns:
         (B, SQ, H, D), and None for the weights.
 
     Raises:
-        ValueError: when the model has attention sinks, which `sdpa` does not know.
+        ValueError: on a keyword that changes the result in a way that is not known here, and where
+            nothing says whether the layer is causal.
     """
-    if kwargs.get("s_aux") is not None:
-        raise ValueError("attn_implementation='tuner' has no attention sinks (s_aux): use 'eager'")
-    out = None
-    if not any(kwargs.get(name) is not None for name in ("cache", "position_bias", "softcap")):
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        # One query sees all keys; several start at key 0, also in a static cache that is longer.
-        causal = query.shape[2] > 1 and attention_mask is None and bool(causal)
+    arguments = module, query, key, value, attention_mask, dropout, scaling
+    if cache is not None:  # whose keywords are its own
+        return _sdpa(*arguments, is_causal, position_bias, cache, softcap=softcap, **kwargs)
+    for name, given in kwargs.items():
+        if given is not None and name not in WITHOUT_EFFECT:
+            _check(name, given, attention_mask, key)
+    causal = _is_causal(module, query, attention_mask, is_causal)
+    if position_bias is not None:
+        if softcap is not None:
+            raise ValueError(_refusal("position_bias beside softcap"))
+        return _sdpa(*arguments, is_causal, position_bias)
+    if softcap is None:
         out = _tuned(query, key, value, attention_mask, dropout, causal, scaling)
-    if out is not None:
-        return out.transpose(1, 2).contiguous(), None
-    arguments = module, query, key, value, attention_mask, dropout, scaling, is_causal
+    else:
+        options = attention_mask, dropout, causal, scaling, True
+        out = attention(query, key, value, *options, softcap=softcap)
+    if out is None:
+        return _sdpa(*arguments, causal)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _refusal(what: str) -> str:
+    return f"attn_implementation='{NAME}' has no {what}: use 'eager'"
+
+
+def _check(name: str, given: Any, mask: torch.Tensor | None, key: torch.Tensor) -> None:
+    """Refuse a keyword whose meaning would be lost.
+
+    Raises:
+        ValueError: names it.
+    """
+    if name in _REFUSED:
+        raise ValueError(_refusal(f"{_REFUSED[name]} ({name})"))
+    if name == "output_attentions":
+        if given:
+            raise ValueError(_refusal(f"attention weights to return ({name})"))
+    elif name in _PACKED:
+        if mask is None and len(given) > 2:  # several sequences
+            raise ValueError(
+                f"attn_implementation='{NAME}' tells packed sequences by their mask, and {name} "
+                "comes without one: pass position_ids, or use 'flash_attention_2'"
+            )
+    elif name == "sliding_window":
+        if mask is None and isinstance(given, int) and 0 < given < key.shape[2]:
+            raise ValueError(
+                f"attn_implementation='{NAME}' knows a window by its mask, and {name}={given} "
+                f"comes without one for {key.shape[2]} keys: use 'eager'"
+            )
+    else:
+        raise ValueError(
+            f"attn_implementation='{NAME}' does not know the keyword {name}: use 'sdpa' or 'eager' "
+            "(where it changes nothing, add it to tuner.runtime.transformers.WITHOUT_EFFECT)"
+        )
+
+
+def _is_causal(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    mask: torch.Tensor | None,
+    is_causal: bool | None,
+) -> bool:
+    """Whether query i sees keys 0..i: several queries of a causal layer without a mask.
+
+    Raises:
+        ValueError: when nothing says whether the layer is causal.
+    """
+    if mask is not None or not query.shape[2] > 1:
+        return False
+    causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
+    if causal is None:
+        raise ValueError(
+            f"attn_implementation='{NAME}' has no mask from {type(module).__name__}, which does "
+            "not say is_causal: use 'eager'"
+        )
+    return bool(causal)
+
+
+def _sdpa(*arguments: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+    """Transformers' own, whose attention stays PyTorch's."""
     result: tuple[torch.Tensor, None]
     if torch.compiler.is_compiling():
         result = sdpa_attention_forward(*arguments, **kwargs)
@@ -96,12 +215,22 @@ def _tuned(
     if not is_compiling:
         out = dispatch.attention(query, key, value, *options)
         if out is not None:
-            return out
+            return None if out is dispatch.REFUSED else out
     elif is_causal and query.shape[2] != key.shape[2]:  # a static cache's: `sdpa` cuts it off
         return None
     query, key, value = guards.autocast(devices.TYPE, query, key, value)
     return (operate if is_compiling else answer)(query, key, value, *options)
 
 
+def attention_mask(*arguments: Any, config: Any = None, **options: Any) -> torch.Tensor | None:
+    """`sdpa_mask`; always a tensor for models that drop queries after they made their masks, those
+    whose last layers share keys and values: what is left starts elsewhere than at key 0.
+    """
+    if getattr(config, "num_kv_shared_layers", None):
+        options["allow_is_causal_skip"] = False
+    make: Callable[..., torch.Tensor | None] = sdpa_mask
+    return make(*arguments, config=config, **options)
+
+
 AttentionInterface.register(NAME, attention_forward)
-AttentionMaskInterface.register(NAME, sdpa_mask)
+AttentionMaskInterface.register(NAME, attention_mask)

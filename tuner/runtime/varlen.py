@@ -14,6 +14,7 @@ from tuner.errors import ConfigError
 from tuner.problem import AttentionProblem
 from tuner.runtime import counters, devices, guards, native
 from tuner.runtime.plan import KernelPlan, Plan
+from tuner.runtime.refusal import Refusal, once
 from tuner.runtime.table import table
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -82,7 +83,7 @@ def attention_varlen(
         query: (total_q, H, D), fp16 or bf16; a tuned kernel takes contiguous ones.
         key: (total_kv, HKV, D), as `query`.
         value: (total_kv, HKV, D), as `query`.
-        cu_seqlens_q: int32 (B + 1), on the tensors' device.
+        cu_seqlens_q: int32 (B + 1), on the tensors' device; B may be 0.
         cu_seqlens_kv: int32 (B + 1), as `cu_seqlens_q`.
         max_seqlen_q: queries of the longest sequence, or more.
         max_seqlen_kv: keys of the longest sequence, or more.
@@ -117,9 +118,9 @@ def attention_varlen(
     starts = cu_seqlens_q, cu_seqlens_kv
     if not torch.compiler.is_compiling():
         out = _serve((query, key, value), starts, asked)
-        if not isinstance(out, str):
+        if not isinstance(out, Refusal):
             return out
-        counters.count_fallback(out)
+        counters.count_fallback(out.reason)
     return _one_by_one((query, key, value), starts, asked)
 
 
@@ -136,7 +137,7 @@ def _check(
     if query.shape[2] != key.shape[2]:
         raise ConfigError(f"{shapes} differ in D (allowed: one D)")
     for name, starts in (("cu_seqlens_q", starts_q), ("cu_seqlens_kv", starts_kv)):
-        if starts.dtype != torch.int32 or starts.dim() != 1 or starts.numel() < 2:
+        if starts.dtype != torch.int32 or starts.dim() != 1 or not starts.numel():
             raise ConfigError(
                 f"{name} is {starts.dtype} {tuple(starts.shape)} (allowed: torch.int32 (B + 1,))"
             )
@@ -149,10 +150,10 @@ def _check(
 
 def _serve(
     tensors: Tensors, starts: tuple[torch.Tensor, torch.Tensor], asked: _Asked
-) -> torch.Tensor | str:
+) -> torch.Tensor | Refusal:
     """The tuned kernel's output, or why there is none."""
     if reason := guards.unserved(*tensors, *starts) or _unpacked(tensors, starts, asked):
-        return reason
+        return once(reason)
     query, key, _ = tensors
     kind = (
         *("varlen", query.shape[1:], key.shape[1], query.dtype, query.device),
@@ -171,12 +172,12 @@ def _serve(
     if not isinstance(plan, Plan):
         return plan
     if reason := guards.misaligned(*tensors):
-        return reason
+        return once(reason)
     if isinstance(plan, KernelPlan):
         plan = _sized(plan, asked, tensors[0].shape, tensors[1].shape, query.dtype)
     # A batch of one, as the problem's operands have it.
     out = table.run(plan, *(t.transpose(0, 1)[None] for t in tensors), *starts)
-    return out if isinstance(out, str) else out[0].transpose(0, 1)
+    return out if isinstance(out, Refusal) else out[0].transpose(0, 1)
 
 
 def _unpacked(tensors: Tensors, starts: tuple[torch.Tensor, torch.Tensor], asked: _Asked) -> str:
@@ -184,8 +185,9 @@ def _unpacked(tensors: Tensors, starts: tuple[torch.Tensor, torch.Tensor], asked
     if guards.wants_gradient(*tensors):
         return "a gradient is wanted: kernels of variable lengths have no backward pass"
     if not asked.scale > 0:  # NaN too
-        return "scale is not positive: tuned kernels take the maxima of the scores before scaling"
-    if any(t.numel() == 0 for t in tensors) or not (asked.longest_q and asked.longest_kv):
+        return guards.SCALE
+    sizes = asked.batch, asked.longest_q, asked.longest_kv
+    if any(t.numel() == 0 for t in tensors) or not all(sizes):
         return "there are no queries or no keys"
     if len({t.device for t in (*tensors, *starts)}) > 1 or len({t.dtype for t in tensors}) > 1:
         return "the tensors differ in device or type"
@@ -264,13 +266,13 @@ def _ends(starts: torch.Tensor, name: str, rows: int, longest: int) -> list[int]
     """`starts` as whole numbers; waits for the device."""
     found: list[int] = starts.tolist()
     lengths = [end - start for start, end in pairwise(found)]
-    if found[0] != 0 or min(lengths) < 0 or found[-1] > rows:
+    falls = min(lengths, default=0) < 0
+    if found[0] != 0 or falls or found[-1] > rows:
         raise ConfigError(
-            f"{name} runs from {found[0]} to {found[-1]}"
-            f"{', falling on the way' if min(lengths) < 0 else ''} "
+            f"{name} runs from {found[0]} to {found[-1]}{', falling on the way' if falls else ''} "
             f"(allowed: from 0, never falling, to {rows} at most)"
         )
-    if max(lengths) > longest:
+    if max(lengths, default=0) > longest:
         raise ConfigError(
             f"{name} has a sequence of {max(lengths)} (allowed: up to max_seqlen, {longest})"
         )
