@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
-_PACKAGE = Path(__file__).resolve().parent
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def checkout() -> Path | None:
+    """Root of the checkout that the package runs from; None for an installed wheel."""
+    root = _PACKAGE.parent
+    return root if (root / "pyproject.toml").is_file() else None
 
 
 def _folder(name: str) -> Path:
-    checkout = _PACKAGE.parent / name
-    if (_PACKAGE.parent / "pyproject.toml").is_file() and checkout.is_dir():
-        return checkout
+    root = checkout()
+    if root is not None and (root / name).is_dir():
+        return root / name
     return _PACKAGE / "_data" / name
 
 

@@ -1,7 +1,8 @@
 """The database of measurements and decisions.
 
 Importing this package needs the standard library only: `open_store` loads SQLAlchemy, reading an
-SQLite store does not (`tuner.lookup`), nor does it need the contract of a store that is written.
+SQLite store does not (`tuner.selection.reader`), nor does it need the contract of a store that is
+written.
 """
 
 from __future__ import annotations

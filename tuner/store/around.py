@@ -1,8 +1,8 @@
 """What a decision's kernels did at shapes around its problem, as a document has it. Standard
 library only.
 
-`tuner.nearest` needs a verdict and a time of each config at each shape; sixteen shapes of five
-configs as whole measurements are 100 kB a decision, as rows of this room 2. A row is what one
+`tuner.selection.nearest` needs a verdict and a time of each config at each shape; sixteen shapes of
+five configs as whole measurements are 100 kB a decision, as rows of this room 2. A row is what one
 sweep found:
 
 ``entry``         number of the decision in the document

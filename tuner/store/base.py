@@ -121,7 +121,8 @@ class Store(ABC):
     ) -> None:
         """Store final measurements and the decision that ranks them.
 
-        A pin stays; it moves to the new measurement of the pinned config where there is one.
+        A pin stays; it moves to the new measurement of the pinned config where there is one. A
+        mirrored decision's pin is the service's, and goes with the decision that is replaced.
 
         Args:
             problem: what was tuned.
@@ -205,8 +206,14 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def forget(self, problem: Problem, gpu: Gpu | None = None, regime: Regime | None = None) -> int:
-        """Delete a problem's decisions, sweeps and measurements; returns how many measurements."""
+    def forget(
+        self, problem: Problem, gpu: Gpu | None = None, regime: Regime | None = None
+    ) -> tuple[int, int]:
+        """Delete a problem's decisions, sweeps and measurements, damaged rows among them.
+
+        Returns:
+            How many decisions and how many measurements were deleted.
+        """
 
     @abstractmethod
     def export(

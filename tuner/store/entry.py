@@ -14,6 +14,7 @@ from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
+from tuner.base import document
 from tuner.config import Config
 from tuner.hardware import Gpu
 from tuner.measurement import (
@@ -68,6 +69,19 @@ BEST_COLUMNS = (
 )
 """Columns of the `best` view, one row a ranked measurement."""
 
+STORED_COLUMNS = (*MEASUREMENT_COLUMNS, "digest")
+_JOINED = {"problem": "p.key", "gpu": "g.facts", "environment": "e.facts"}
+STORED = (
+    f"SELECT {', '.join(_JOINED.get(name, f'm.{name}') for name in STORED_COLUMNS)} "
+    "FROM measurements m JOIN problems p ON p.id = m.problem_id JOIN gpus g ON g.id = m.gpu_id "
+    "JOIN environments e ON e.id = m.environment_id"
+)
+"""Selects every measurement, as `checked_measurement` reads it."""
+
+CHECKED_COLUMNS = ("digest", "measured_artifacts")
+"""Columns beside the view's by which `entries_from_rows` checks a row: SHA-256 of the measurement,
+and its own artifacts where the view has those that were built since."""
+
 #: Best first: how `Store.best` and `lookup` choose between decisions for one problem.
 PROVENANCES = (Provenance.MEASURED, Provenance.REPLAYED, Provenance.PREDICTED)
 
@@ -79,7 +93,7 @@ class Entry:
     winner: Measurement
     """The pinned measurement, else the first of the ranking."""
     ranking: tuple[Measurement, ...]
-    """Final measurements of one run, best first: own kernels and vendors'."""
+    """Measurements of one pass of one run, best first: own kernels and vendors'."""
     best_own: Measurement | None
     """The first of the ranking that is not a vendor's."""
     vendors: Mapping[str, Measurement]
@@ -134,12 +148,41 @@ class Entry:
         return self.ranking[0].regime
 
     @property
-    def ratios(self) -> dict[str, float]:
-        """Time of the best own kernel over each vendor kernel's; under 1 the own one is faster."""
-        if self.best_own is None or not self.best_own.latency_us:
-            return {}
-        own = self.best_own.latency_us
-        return {name: own / m.latency_us for name, m in self.vendors.items() if m.latency_us}
+    def pass_name(self) -> str:
+        """The pass that decided: ``final``, or ``quick`` of a replay whose recording has no final
+        time of any own kernel that it tried; empty of estimates.
+        """
+        if self.provenance is Provenance.PREDICTED:
+            return ""
+        return "final" if self.ranking[0].is_final else "quick"
+
+    @property
+    def speedups(self) -> dict[str, float]:
+        """Time of each vendor's kernel over that of the best own one, above 1 where ours is
+        faster; the fastest vendor's first.
+        """
+        own = self.best_own
+        found = {name: own.speedup(m) for name, m in self.vendors.items()} if own else {}
+        fastest_first = sorted((ratio, name) for name, ratio in found.items() if ratio is not None)
+        return {name: ratio for ratio, name in fastest_first}
+
+    @property
+    def fastest_vendor(self) -> tuple[str, Measurement] | None:
+        """Name and measurement of the fastest vendor's kernel; None where none was measured."""
+        times = {name: m.latency_us for name, m in self.vendors.items() if m.latency_us is not None}
+        name = min(times, key=times.__getitem__, default=None)
+        return None if name is None else (name, self.vendors[name])
+
+
+def ratios_json(entry: Entry | None) -> dict[str, dict[str, float]]:
+    """An entry's ratios by vendor's kernel, as its JSON holds them.
+
+    ``vendor_over_own`` is what every face shows (`Entry.speedups`); ``own_over_vendor``, its
+    inverse, stays for programs that read it.
+    """
+    found = entry.speedups if entry else {}
+    inverse = {name: 1 / ratio for name, ratio in found.items()}
+    return {"vendor_over_own": found, "own_over_vendor": inverse}
 
 
 def is_vendor(config: Config) -> bool:
@@ -151,6 +194,78 @@ def vendor_name(config: Config) -> str:
     """Short name of a vendor kernel: its parameters' values, else its family's name."""
     values = [str(value) for _, value in sorted(config.params.items())]
     return "/".join(values) or config.family.removeprefix(VENDOR_PREFIX)
+
+
+def is_of_quick_pass(measurement: Measurement) -> bool:
+    """Whether a time is of the quick pass. Older replays stored such times as final ones, with a
+    flag, beside the vendors' final times.
+    """
+    return not measurement.is_final or "quick" in measurement.flags
+
+
+def ranking_fault(ranking: Sequence[Measurement]) -> str:
+    """Why a ranking cannot be a decision; empty when it can."""
+    if not ranking:
+        return "its ranking is empty"
+    first = ranking[0]
+    for measurement in ranking:
+        name = f"{measurement.config.family} {measurement.config.digest}"
+        if not measurement.ok:
+            return f"{name} did not pass ({measurement.status})"
+        if not measurement.is_final and measurement.provenance is not Provenance.REPLAYED:
+            return f"{name} is not a final measurement"
+        if measurement.is_final != first.is_final:
+            return f"{name} is of another pass than the first of the ranking"
+        of = (measurement.problem, measurement.gpu.identity, measurement.regime)
+        if of != (first.problem, first.gpu.identity, first.regime):
+            return f"{name} is of another problem, GPU or regime than the first of the ranking"
+        if measurement.provenance is not first.provenance:
+            return (
+                f"{name} is {measurement.provenance}, the first of the ranking {first.provenance}"
+            )
+    return ""
+
+
+def check_ranking(ranking: Sequence[Measurement]) -> None:
+    """See that stored rows still make a decision.
+
+    Raises:
+        ValueError: when they do not.
+    """
+    if fault := ranking_fault(ranking):
+        raise ValueError(f"of a decision: {fault}")
+
+
+def as_text(value: Any) -> str:
+    """A text as it was stored: SQLite gives a damaged one as another type.
+
+    Raises:
+        TypeError: when it is not a text.
+    """
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is not a text")
+    return value
+
+
+def as_object(text: Any) -> dict[str, Any]:
+    """A JSON object as it was stored.
+
+    Raises:
+        ValueError, TypeError: when the text is not one.
+    """
+    data = json.loads(text)
+    if not isinstance(data, dict):
+        raise ValueError(f"{text!r} is not a JSON object")
+    return data
+
+
+def artifacts_from_row(text: str) -> dict[str, str]:
+    """The artifacts of a row, by kernel.
+
+    Raises:
+        ValueError, TypeError: when the row was damaged.
+    """
+    return {name: as_text(key) for name, key in as_object(text).items()}
 
 
 def canonical(value: Any) -> str:
@@ -194,6 +309,33 @@ def row_digest(row: Mapping[str, Any]) -> str:
     return hashlib.sha256(canonical(row).encode()).hexdigest()
 
 
+def check_digest(row: Mapping[str, Any]) -> None:
+    """See that a stored row is the one that was written.
+
+    Args:
+        row: columns of a measurement, with `CHECKED_COLUMNS`: of a row that is not the view's,
+            ``digest`` is enough.
+
+    Raises:
+        ValueError, TypeError: when a bit of it changed.
+    """
+    written = {name: row[name] for name in MEASUREMENT_COLUMNS}
+    written["is_final"] = bool(row["is_final"])  # SQLite has numbers
+    written["artifacts"] = row.get("measured_artifacts", row["artifacts"])
+    if row_digest(written) != row["digest"]:
+        raise ValueError("it is not as it was written: its SHA-256 is another one")
+
+
+def checked_measurement(row: Mapping[str, Any]) -> Measurement:
+    """The measurement of a stored row with its ``digest``.
+
+    Raises:
+        ConfigError, ValueError, TypeError, LookupError, AttributeError: when it was damaged.
+    """
+    check_digest(row)
+    return from_row(row)
+
+
 # Many rows share these: each distinct text is parsed once.
 @lru_cache(16384)
 def problem_from_row(text: str) -> Problem:
@@ -204,27 +346,35 @@ def problem_from_row(text: str) -> Problem:
 @lru_cache(64)
 def gpu_from_row(text: str) -> Gpu:
     """The GPU of a row's facts."""
-    return Gpu(**json.loads(text))
+    return Gpu(**document.checked(Gpu, json.loads(text)))
+
+
+@lru_cache(4096)
+def _config_from_row(text: str) -> Config:
+    return Config.from_json(json.loads(text))
+
+
+_regime_from_row = lru_cache(64)(Regime.parse)
 
 
 @lru_cache(64)
 def environment_from_row(text: str) -> Environment:
     """The environment of a row's facts."""
-    return Environment(json.loads(text))
+    return Environment(as_object(text))
 
 
 def from_row(row: Mapping[str, Any]) -> Measurement:
     """The inverse of `to_row`.
 
     Raises:
-        ConfigError, ValueError, TypeError, KeyError: when a row was damaged.
+        ConfigError, ValueError, TypeError, LookupError, AttributeError: when a row was damaged.
     """
     clocks = json.loads(row["clocks"])
     return Measurement(
         problem=problem_from_row(row["problem"]),
-        config=Config.from_json(json.loads(row["config"])),
+        config=_config_from_row(row["config"]),
         gpu=gpu_from_row(row["gpu"]),
-        regime=Regime.parse(row["regime"]),
+        regime=_regime_from_row(row["regime"]),
         status=Status(row["status"]),
         provenance=Provenance(row["provenance"]),
         environment=environment_from_row(row["environment"]),
@@ -235,7 +385,7 @@ def from_row(row: Mapping[str, Any]) -> Measurement:
         flags=tuple(json.loads(row["flags"])),
         error=row["error"],
         workspace_bytes=row["workspace_bytes"],
-        artifacts=json.loads(row["artifacts"]),
+        artifacts=artifacts_from_row(row["artifacts"]),
         resources={k: Resources(**v) for k, v in json.loads(row["resources"]).items()},
         compile_cpu_s=row["compile_cpu_s"],
         clocks=Clocks(**{**clocks, "throttle": tuple(clocks["throttle"])}),
@@ -246,20 +396,31 @@ def from_row(row: Mapping[str, Any]) -> Measurement:
 
 
 def entries_from_rows(rows: Iterable[Mapping[str, Any]]) -> list[Entry]:
-    """Entries of rows of the `best` view, which come sorted by winner and position."""
+    """Entries of rows of the `best` view with `CHECKED_COLUMNS`, sorted by winner and position.
+
+    Decisions that ranked times of two passes together are left out.
+
+    Raises:
+        ConfigError, ValueError, TypeError, LookupError: when a row was damaged.
+    """
     entries = []
     for _, group in groupby(rows, key=lambda row: row["winner_id"]):
         ranked = list(group)
+        for row in ranked:
+            check_digest(row)
         pin = from_row(ranked.pop(0)) if ranked[0]["position"] == PINNED else None
         ranking = [from_row(row) for row in ranked]
+        check_ranking(ranking)
+        if len({is_of_quick_pass(m) for m in ranking}) > 1:
+            continue
         first = ranked[0]
         entries.append(
             Entry.of(
                 ranking,
                 pin=pin,
-                origin=first["origin"],
-                sweep=first["decided_by"],
-                decided_at=first["decided_at"],
+                origin=as_text(first["origin"]),
+                sweep=as_text(first["decided_by"]),
+                decided_at=as_text(first["decided_at"]),
             )
         )
     return entries

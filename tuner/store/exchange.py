@@ -13,15 +13,17 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime, timedelta
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tuner import resources
+from tuner.base import resources
+from tuner.base.printable import printable
 from tuner.errors import ConfigError, StoreError
 from tuner.measurement import Measurement, Provenance, Status
 from tuner.store import around
-from tuner.store.entry import Entry, digest_of, to_row
+from tuner.store.entry import Entry, digest_of, ranking_fault, to_row
 
 if TYPE_CHECKING:
     from jsonschema import Draft202012Validator
@@ -29,6 +31,10 @@ if TYPE_CHECKING:
 FORMAT = "cutlass-tuner-entries"
 VERSION = 2
 """1 had nothing around the decisions; it is read too."""
+
+MAX_AHEAD = timedelta(days=1)
+"""How far a time may lie ahead of this machine's clock: what came later than any decision to come
+would never be replaced."""
 
 MOST_SHAPES = 64
 """Around one decision; `nearest.drawn` names 20."""
@@ -122,25 +128,18 @@ def _row(measurement: Measurement) -> dict[str, Any]:
     return {"config_digest": measurement.config.digest, **row}
 
 
-def ranking_fault(ranking: Sequence[Measurement]) -> str:
-    """Why a ranking cannot be a decision; empty when it can."""
-    if not ranking:
-        return "its ranking is empty"
-    first = ranking[0]
-    for measurement in ranking:
-        name = f"{measurement.config.family} {measurement.config.digest}"
-        if not measurement.ok:
-            return f"{name} did not pass ({measurement.status})"
-        if not measurement.is_final:
-            return f"{name} is not a final measurement"
-        of = (measurement.problem, measurement.gpu.identity, measurement.regime)
-        if of != (first.problem, first.gpu.identity, first.regime):
-            return f"{name} is of another problem, GPU or regime than the first of the ranking"
-        if measurement.provenance is not first.provenance:
-            return (
-                f"{name} is {measurement.provenance}, the first of the ranking {first.provenance}"
-            )
-    return ""
+def is_ahead(time: str) -> bool:
+    """Whether a time (UTC, ISO 8601, or empty) lies further ahead than clocks differ."""
+    limit = datetime.now(UTC) + MAX_AHEAD
+    return time[:19] > limit.isoformat(timespec="seconds")[:19]
+
+
+def _ahead_faults(name: str, times: Iterable[str]) -> list[str]:
+    return [
+        f"{name}: {time} is more than a day ahead of this machine's clock"
+        for time in times
+        if is_ahead(time)
+    ]
 
 
 def parse(text: str) -> Any:
@@ -238,7 +237,8 @@ def read(
                 "update cutlass-tuner"
             )
     if outline := list(_schema_faults("outline", document)):
-        raise ConfigError(f"not a document of entries: {'; '.join(outline[:_FAULTS_PER_ROW])}")
+        listed = "; ".join(outline[:_FAULTS_PER_ROW])
+        raise ConfigError(f"not a document of entries: {printable(listed)}")
     faults: list[str] = []
     measured: list[Measurement | None] = []
     for number, row in enumerate(document["measurements"]):
@@ -270,7 +270,8 @@ def read(
     if faults:
         count = len({fault.partition(":")[0] for fault in faults})
         rows = "row does" if count == 1 else "rows do"
-        raise ConfigError("\n  ".join([f"nothing was imported, {count} {rows} not fit:", *faults]))
+        told = [f"nothing was imported, {count} {rows} not fit:", *map(printable, faults)]
+        raise ConfigError("\n  ".join(told))
     return [*(m for m in measured if m is not None), *nearby.values()], decisions
 
 
@@ -290,7 +291,8 @@ def _around(
         if other := set(row["configs"]) - set(entry.numbers):
             return [], [f"entries[{row['entry']}] does not rank measurements[{min(other)}]"]
         ranked = [m for n in row["configs"] if (m := measured[n]) is not None]
-        return around.measurements(row, ranked), []
+        found = around.measurements(row, ranked)
+        return found, _ahead_faults("shapes", {m.created_at: None for m in found})
     except RecursionError:
         return [], ["shapes: nested too deeply"]
     except (ValueError, KeyError, TypeError) as exc:  # ConfigError among them
@@ -327,6 +329,7 @@ def _measurement(row: Any) -> tuple[Measurement | None, list[str]]:
             f"latency_us: {measurement.latency_us} does not go with status {measurement.status}"
         )
     reasons += [f"{name}: it is not finite" for name in _infinite(row)]
+    reasons += _ahead_faults("created_at", [measurement.created_at])
     return measurement, reasons
 
 
@@ -343,6 +346,8 @@ def _infinite(value: Any, name: str = "") -> Iterator[str]:
 
 
 def _entry_faults(row: Mapping[str, Any], measured: Sequence[Measurement | None]) -> list[str]:
+    if faults := _ahead_faults("decided_at", [row["decided_at"]]):
+        return faults
     pinned = row["pinned"]
     numbers = Decision(**row).numbers
     if missing := [n for n in numbers if n >= len(measured)]:
@@ -389,7 +394,7 @@ def servable(
         if reasons := [reason for n in decision.numbers for reason in check(measured[n])]:
             first = measured[decision.ranking[0]]
             label = f"{first.problem.label()} on {first.gpu.name} ({first.regime})"
-            refused.append(f"{label}: {reasons[0]}")
+            refused.append(printable(f"{label}: {reasons[0]}"))
         else:
             allowed.append(decision)
     return allowed, refused

@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
+from collections.abc import Iterator
 
-from tuner.errors import StoreError
+from tuner.base.printable import printable
+from tuner.errors import StoreBusyError, StoreError, StoreLostError
+
+FAULTS = (
+    sqlite3.Error,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+"""What sqlite3, json and the making of a stored object raise on a damaged file: sqlite3 itself a
+UnicodeDecodeError, where its message quotes a damaged schema, and a MemoryError."""
 
 _LOCKED = "is locked by another program; nothing was written: try again when it is done"
-_KEPT = "it was left as it is: move it aside or put a copy back, then run again"
+_KEPT = (
+    "it was left as it is: put a backup in its place with `tuner store restore`, or move it aside "
+    "together with its -wal and -shm files, then run again"
+)
+
+_BUSY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL)
 
 #: Primary result codes of SQLite (sqlite.org/rescode.html) and what they mean to a user.
 _SQLITE: dict[int, str] = {
-    sqlite3.SQLITE_BUSY: _LOCKED,
-    sqlite3.SQLITE_LOCKED: _LOCKED,
+    **dict.fromkeys(_BUSY, _LOCKED),
     sqlite3.SQLITE_READONLY: "cannot be written: give the file and its folder write permission",
     sqlite3.SQLITE_PERM: "cannot be opened: give the file read and write permission",
     sqlite3.SQLITE_AUTH: "cannot be opened: give the file read and write permission",
@@ -29,14 +49,57 @@ def store_error(where: str, error: BaseException) -> StoreError:
 
     Args:
         where: the store's path, or its URL without the password.
-        error: the driver's error, or an error met while a stored row was read.
+        error: the driver's error, or one of `FAULTS`.
     """
-    first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    # The low byte is the primary code; the others refine it.
-    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    code = _code(error)
+    if isinstance(error, UnicodeDecodeError):
+        code = sqlite3.SQLITE_CORRUPT
     if code in _SQLITE:
-        return StoreError(f"store {where} {_SQLITE[code]} ({first_line})")
-    return StoreError(f"store {where} failed: {first_line}")
+        kind = StoreBusyError if code in _BUSY else StoreError
+        return kind(f"store {where} {_SQLITE[code]} ({_first_line(error)})")
+    return StoreError(f"store {where} failed: {_first_line(error)}")
+
+
+def is_busy(error: BaseException | None) -> bool:
+    """Whether SQLite's error says that another connection holds a lock."""
+    return _code(error) in _BUSY
+
+
+def _code(error: BaseException | None) -> int:
+    """SQLite's primary result code: the low byte, which the others refine."""
+    return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF
+
+
+def _first_line(error: BaseException) -> str:
+    return printable((str(error).strip().splitlines() or [type(error).__name__])[0])
+
+
+@contextlib.contextmanager
+def decoding(where: str) -> Iterator[None]:
+    """Around the making of objects from stored rows.
+
+    Args:
+        where: the store's path, or its URL without the password.
+
+    Raises:
+        StoreError: when a row was damaged.
+    """
+    try:
+        yield
+    except FAULTS as exc:  # ConfigError among them
+        raise unreadable_row(where, exc) from exc
+
+
+def store_lost(where: str, kept: str = "") -> StoreLostError:
+    """The file of an open store is another one by now.
+
+    Args:
+        where: the file's path.
+        kept: what became of its content.
+    """
+    return StoreLostError(
+        f"store {where} was removed or replaced while it was open{kept and f'; {kept}'}"
+    )
 
 
 def newer_schema(where: str, revision: str, known: str) -> StoreError:
@@ -50,6 +113,7 @@ def newer_schema(where: str, revision: str, known: str) -> StoreError:
 def unreadable_row(where: str, error: BaseException) -> StoreError:
     """A row that this program cannot read back."""
     return StoreError(
-        f"store {where} holds a row that cannot be read ({type(error).__name__}: {error}); "
-        "it was left as it is: put a copy back, or `tuner forget` the problem"
+        f"store {where} holds a row that cannot be read ({type(error).__name__}: "
+        f"{_first_line(error)}); "
+        "it was left as it is: `tuner store restore` a backup, or `tuner forget` the problem"
     )

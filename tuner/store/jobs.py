@@ -7,15 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tuner.measurement import Measurement
+from tuner.measurement import Measurement, speedup_text
 from tuner.problem import Problem
+from tuner.store.entry import Entry, is_vendor, vendor_name
 
 LEASE_S = 30.0
 """How long a holder may stay silent."""
 MOST_PRIORITY = 1000
 """Either side of 0."""
 MOST_ATTEMPTS = 100
-"""More than over HTTP: where workers are killed on purpose (`tuner.bench.fleet`), 50 are used."""
+"""More than over HTTP: where workers are killed on purpose (`benchmarks.fleet`), 50 are used."""
 
 TASK_STATES = ("queued", "running", "done", "failed", "cancelled")
 OPEN_STATES = TASK_STATES[:2]
@@ -41,6 +42,64 @@ class Claim:
     attempt: int
 
 
+def result_of(entry: Entry) -> dict[str, Any]:
+    """What a finished task tells of its decision, as names and numbers.
+
+    ``vendor_over_own`` is the fastest vendor's time over the best own kernel's, above 1 where ours
+    is faster; it and the names are null where one of the two is missing. Times are microseconds.
+    """
+    winner, own, vendor = entry.winner, entry.best_own, entry.fastest_vendor
+    config = winner.config
+    return {
+        "winner": vendor_name(config) if is_vendor(config) else config.family,
+        "is_vendor": is_vendor(config),
+        "config_digest": config.digest,
+        "latency_us": winner.latency_us,
+        "provenance": entry.provenance.value,
+        "pass": entry.pass_name or None,
+        "own_us": own.latency_us if own else None,
+        "fastest_vendor": vendor[0] if vendor else None,
+        "fastest_vendor_us": vendor[1].latency_us if vendor else None,
+        "vendor_over_own": own.speedup(vendor[1]) if own and vendor else None,
+    }
+
+
+def result_text(result: Mapping[str, Any]) -> str:
+    """A result on one line: ``gemm 9379bf..., 11.50 us, measured, own speed 1.29x cudnn``."""
+    digest = "" if result["is_vendor"] else f" {result['config_digest']}"
+    facts = [
+        f"{result['winner']}{digest}",
+        f"{result['latency_us']:.2f} us",
+        result["provenance"],
+        *(["quick pass"] if result["pass"] == "quick" else []),
+    ]
+    if result["vendor_over_own"] is not None:
+        speed = speedup_text(result["vendor_over_own"], result["fastest_vendor"])
+        facts.append(f"own speed {speed}")
+    return ", ".join(facts)
+
+
+_SHOWN: Mapping[str, tuple[type, ...]] = {
+    "phase": (str,),
+    "done": (int,),
+    "goal": (int,),
+    "best_own_us": (int, float, type(None)),
+}
+
+
+def check_told(progress: Mapping[str, Any], result: Any) -> None:
+    """See that a stored progress and result can be shown.
+
+    Raises:
+        ValueError, TypeError, LookupError: when they were damaged.
+    """
+    for name, types in _SHOWN.items():
+        if name in progress and not isinstance(progress[name], types):
+            raise TypeError(f"progress: {name}={progress[name]!r}")
+    if result is not None:
+        result_text(result)
+
+
 @dataclass(frozen=True)
 class Task:
     """One problem of a job."""
@@ -58,6 +117,8 @@ class Task:
     """What its holder said last: phase, done, goal, candidates, failures, times so far."""
     trials: int
     """Quick measurements that its sweep has stored."""
+    result: Mapping[str, Any] | None = None
+    """What was decided (`result_of`); None before it is done, and where nothing was recorded."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -71,6 +132,7 @@ class Task:
             "sweep": self.sweep,
             "trials": self.trials,
             "progress": dict(self.progress),
+            "result": None if self.result is None else dict(self.result),
         }
 
 
@@ -226,8 +288,13 @@ class Jobs(ABC):
         """
 
     @abstractmethod
-    def finish(self, lease: Lease, text: str) -> None:
-        """End a task as done; `text` says what was decided.
+    def finish(self, lease: Lease, text: str, result: Mapping[str, Any] | None = None) -> None:
+        """End a task as done.
+
+        Args:
+            lease: what was worked on.
+            text: what was decided, for the log.
+            result: the same as `Task.result` tells it.
 
         Raises:
             LeaseLostError: when the lease is no longer held.

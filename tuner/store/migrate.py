@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import threading
 
 import sqlalchemy as sa
 
-from tuner import resources
+from tuner.base import resources
 from tuner.errors import StoreError
 from tuner.store.faults import newer_schema
 from tuner.store.models import metadata
@@ -39,6 +40,11 @@ def revision(connection: sa.Connection, where: str) -> str | None:
             f"{', '.join(sorted(taken)[:4])}); name another file"
         )
     return None
+
+
+def load() -> None:
+    """Import Alembic: that takes longer than a migration, and nobody else writes during one."""
+    importlib.import_module("alembic.command")
 
 
 def upgrade(connection: sa.Connection, where: str) -> None:

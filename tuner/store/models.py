@@ -6,6 +6,8 @@ canonical text, so that equal values are equal rows on every database.
 
 from __future__ import annotations
 
+from typing import Any
+
 import sqlalchemy as sa
 
 from tuner.store.entry import BEST_COLUMNS
@@ -193,3 +195,15 @@ versions = sa.Table(
 
 #: The view, which the migrations make.
 best = sa.table("best", sa.column("op"), sa.column("gpu_identity"), *map(sa.column, BEST_COLUMNS))
+
+#: The view with `entry.CHECKED_COLUMNS`.
+checked_best: sa.Select[Any] = sa.select(
+    best,
+    measurements.c.digest,
+    measurements.c.artifacts.label("measured_artifacts"),
+).select_from(
+    best.join(
+        rankings,
+        sa.and_(rankings.c.winner_id == best.c.winner_id, rankings.c.position == best.c.position),
+    ).join(measurements, measurements.c.id == rankings.c.measurement_id)
+)

@@ -11,7 +11,8 @@ from typing import Any, NoReturn
 from urllib.parse import quote
 
 from tuner.errors import StoreError
-from tuner.store.faults import newer_schema, store_error
+from tuner.store.entry import as_text
+from tuner.store.faults import FAULTS, decoding, newer_schema, store_error
 
 REVISION = "0002"
 """Newest schema revision under ``cache/migrations/versions``: the one this program reads."""
@@ -66,7 +67,7 @@ class StoreFile:
                 connection.close()
             if self._path.is_dir():
                 raise StoreError(f"store {self._path} is a folder; name a file in it")
-            self._connection = self._open()
+            self._connection, self._is_immutable = open_file(self._path)
             self._file = self._identify(status)
         version = self.select("PRAGMA data_version")[0][0]
         if version != self._version:
@@ -80,7 +81,7 @@ class StoreFile:
             return []
         try:
             return self._connection.execute(query, values).fetchall()
-        except sqlite3.Error as exc:
+        except FAULTS as exc:
             self._fail(exc)
 
     def copy_into(self, target: sqlite3.Connection) -> bool:
@@ -89,7 +90,7 @@ class StoreFile:
             return False
         try:
             self._connection.backup(target)
-        except sqlite3.Error as exc:
+        except FAULTS as exc:
             self._fail(exc)
         return True
 
@@ -103,7 +104,7 @@ class StoreFile:
         self._forget()
         return connection
 
-    def _fail(self, exc: sqlite3.Error) -> NoReturn:
+    def _fail(self, exc: BaseException) -> NoReturn:
         # The next call opens the file again: it may have been mended or replaced.
         if connection := self.close():
             connection.close()
@@ -114,26 +115,8 @@ class StoreFile:
         if not self._is_immutable:
             return status.st_dev, status.st_ino
         # SQLite does not look whether such a file changes: its own times must tell.
-        has_wal = self._wal.exists()
+        has_wal = log_of(self._path).exists()
         return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size, has_wal
-
-    @property
-    def _wal(self) -> Path:
-        return Path(f"{self._path}-wal")
-
-    def _open(self) -> sqlite3.Connection:
-        address = f"file:{quote(str(self._path.resolve()))}?mode=ro"
-        try:
-            return _connect(address)
-        except sqlite3.Error as exc:
-            # On a read-only medium SQLite cannot make the files beside a database in WAL mode;
-            # where none lies there nothing is missed by reading the file alone.
-            if os.access(self._path, os.R_OK) and not self._wal.exists():
-                with contextlib.suppress(sqlite3.Error):
-                    connection = _connect(f"{address}&immutable=1")
-                    self._is_immutable = True
-                    return connection
-            raise store_error(str(self._path), exc) from exc
 
     def _check_schema(self) -> bool:
         """Whether there are tables; false in a file that is being made just now.
@@ -148,7 +131,8 @@ class StoreFile:
         if "tuner_version" not in tables:
             raise StoreError(f"store {where} is the database of another program; name another file")
         rows = self.select("SELECT version_num FROM tuner_version")
-        revision = rows[0][0] if rows else ""
+        with decoding(where):
+            revision = as_text(rows[0][0]) if rows else ""
         if revision > REVISION:
             raise newer_schema(where, revision, REVISION)
         if revision < REVISION:
@@ -159,6 +143,36 @@ class StoreFile:
         return True
 
 
+def log_of(path: Path) -> Path:
+    """SQLite's write-ahead log beside a file."""
+    return Path(f"{path}-wal")
+
+
+def open_file(path: Path, *, is_still: bool = False) -> tuple[sqlite3.Connection, bool]:
+    """Open an SQLite file for reading; also returns whether SQLite takes it for immutable, and sees
+    no change of it.
+
+    Args:
+        path: of the file.
+        is_still: nobody writes the file: none is made beside it where no log lies there.
+
+    Raises:
+        StoreError: when it cannot be opened.
+    """
+    address = f"file:{quote(str(path.resolve()))}?mode=ro"
+    if is_still and not log_of(path).exists():
+        address += "&immutable=1"
+    try:
+        return _connect(address), is_still
+    except FAULTS as exc:
+        # On a read-only medium SQLite cannot make the files beside a database in WAL mode;
+        # where none lies there nothing is missed by reading the file alone.
+        if os.access(path, os.R_OK) and not log_of(path).exists():
+            with contextlib.suppress(*FAULTS):
+                return _connect(f"{address}&immutable=1"), True
+        raise store_error(str(path), exc) from exc
+
+
 def _connect(address: str) -> sqlite3.Connection:
     connection = sqlite3.connect(
         address, uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
@@ -166,7 +180,7 @@ def _connect(address: str) -> sqlite3.Connection:
     try:
         # The file is opened by the first statement that reads it.
         connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
-    except sqlite3.Error:
+    except FAULTS:
         connection.close()
         raise
     return connection

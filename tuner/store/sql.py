@@ -7,13 +7,14 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from tuner.config import Config
-from tuner.errors import ConfigError, StoreError
+from tuner.errors import ConfigError, StoreError, TunerError
 from tuner.hardware import Gpu
 from tuner.measurement import Measurement, Provenance, Regime, Status
 from tuner.problem import Problem
@@ -32,33 +33,43 @@ from tuner.store.engine import connect
 from tuner.store.entry import (
     PINNED,
     Entry,
+    as_text,
     canonical,
+    check_ranking,
+    checked_measurement,
     entries_from_rows,
     environment_from_row,
-    from_row,
+    ranking_fault,
     sort_key,
 )
-from tuner.store.faults import store_error, unreadable_row
+from tuner.store.faults import FAULTS, decoding, store_error, store_lost
 from tuner.store.jobs import Jobs, Lease
+from tuner.store.rescue import Rescue
 from tuner.store.sql_jobs import SqlJobs, check
 from tuner.store.statements import now
 
 _P, _G, _E, _M = models.problems, models.gpus, models.environments, models.measurements
 _S, _W, _R, _B = models.sweeps, models.winners, models.rankings, models.builds
 _MIRRORS = models.mirrors
+#: Decisions and what they rank. Of the tables, not of the view: a document holds what was measured,
+#: not what was built since.
+_CHOSEN: sa.Select[Any] = sa.select(
+    _W.c.id, _W.c.sweep, _W.c.decided_at, _R.c.position, _R.c.measurement_id
+).select_from(_W.join(_R).join(_P))
 
 
 class SqlStore(Store):
     """A store in a database that SQLAlchemy speaks to."""
 
     def __init__(self, url: str, *, create: bool = True) -> None:
-        self._engine, self.where = connect(url, create=create)
+        self._engine, self.where, file = connect(url, create=create)
+        self._rescue = Rescue(file) if file is not None else None
         self._lease: Lease | None = None
 
     @property
     def jobs(self) -> Jobs:
         is_server = self._engine.dialect.name != "sqlite"
-        return SqlJobs(self.transaction, is_server=is_server)
+        return SqlJobs(self.transaction, self.where, is_server=is_server)
 
     def under(self, lease: Lease) -> Store:
         fenced = copy.copy(self)
@@ -79,23 +90,34 @@ class SqlStore(Store):
 
         Raises:
             StoreError: when the database fails.
+            StoreLostError: when another file, or none, has the name of the open one by now. Its
+                content, what was just written too, is kept in a file beside it.
             LeaseLostError: when it writes, and this store is under a lease that is lost.
         """
         options: dict[str, Any] = {"tuner_write": write}
         if not write and self._engine.dialect.name == "postgresql":
             options["isolation_level"] = "REPEATABLE READ"
         try:
-            with (
-                self._engine.connect().execution_options(**options) as connection,
-                connection.begin(),
-            ):
-                if write and self._lease is not None:
-                    check(connection, self._lease)
-                yield connection
+            with self._engine.connect().execution_options(**options) as connection:
+                with connection.begin():
+                    if write and self._lease is not None:
+                        check(connection, self._lease)
+                    yield connection
+                # Afterwards: the lost file has taken the rows, and gives all of them back.
+                if self._rescue is not None and self._rescue.file.is_lost:
+                    kept = self._rescue.keep(partial(self._content, connection), anew=write)
+                    raise store_lost(self.where, kept)
+        except TunerError:
+            raise
         except DBAPIError as exc:
             raise store_error(self.where, exc.orig or exc) from exc
-        except (SQLAlchemyError, self._engine.dialect.loaded_dbapi.Error) as exc:
+        except (SQLAlchemyError, self._engine.dialect.loaded_dbapi.Error, *FAULTS) as exc:
             raise store_error(self.where, exc) from exc
+
+    def _content(self, connection: sa.Connection) -> dict[str, Any]:
+        """All measurements and decisions, read outside a transaction."""
+        with connection.begin():
+            return self._export(connection, run.MEASUREMENTS, _CHOSEN)
 
     def add(self, measurements: Iterable[Measurement]) -> list[int]:
         with self.transaction(write=True) as connection:
@@ -130,13 +152,13 @@ class SqlStore(Store):
         )
         with self.transaction(write=False) as connection:
             rows = connection.execute(query).all()
-        return [EnvironmentRecord(environment_from_row(text), at) for text, at in rows]
+        with decoding(self.where):
+            return [EnvironmentRecord(environment_from_row(text), as_text(at)) for text, at in rows]
 
     def _read(self, rows: sa.CursorResult[Any]) -> list[tuple[int, Measurement]]:
-        try:
-            return [(row["id"], from_row(row)) for row in map(dict, rows.mappings())]
-        except (ValueError, TypeError, KeyError) as exc:
-            raise unreadable_row(self.where, exc) from exc
+        found = [dict(row) for row in rows.mappings()]
+        with decoding(self.where):
+            return [(row["id"], checked_measurement(row)) for row in found]
 
     def decide(
         self,
@@ -146,7 +168,7 @@ class SqlStore(Store):
         ranking: Sequence[Measurement],
         sweep: str,
     ) -> None:
-        fault = exchange.ranking_fault(ranking)
+        fault = ranking_fault(ranking)
         if not fault and run.identity(ranking[0]) != (problem, gpu.identity, regime):
             fault = "it ranks another problem, GPU or regime"
         if fault:
@@ -154,6 +176,8 @@ class SqlStore(Store):
         with self.transaction(write=True) as connection:
             ids = [id for id, _ in run.insert(connection, ranking, "")]
             winner, _ = run.ensure_winner(connection, ranking[0])
+            mirrors = connection.scalars(sa.select(_MIRRORS.c.url)).all()
+            run.drop_pin_from(connection, winner, [mirror_origin(url) for url in mirrors])
             run.rank(connection, winner, ids, sweep, now())
             # These artifacts ran a moment ago: older builds give way.
             connection.execute(
@@ -177,8 +201,7 @@ class SqlStore(Store):
         regime: Regime | None = None,
         provenance: Provenance | None = None,
     ) -> list[Entry]:
-        view = models.best
-        query = sa.select(view)
+        view, query = models.best, models.checked_best
         for column, value in (
             (view.c.op, op),
             (view.c.problem, problem.key if problem else None),
@@ -191,10 +214,8 @@ class SqlStore(Store):
         query = query.order_by(view.c.winner_id, view.c.position)
         with self.transaction(write=False) as connection:
             rows = [dict(row) for row in connection.execute(query).mappings()]
-        try:
+        with decoding(self.where):
             return sorted(entries_from_rows(rows), key=sort_key)
-        except (ValueError, TypeError, KeyError) as exc:
-            raise unreadable_row(self.where, exc) from exc
 
     def begin_sweep(self, sweep: SweepRecord) -> SweepRecord:
         with self.transaction(write=True) as connection:
@@ -246,7 +267,8 @@ class SqlStore(Store):
         if row is None:
             return None
         names = ("id", "environment", "settings", "state", "created_at", "finished_at")
-        values = {name: row[name] for name in names}
+        with decoding(self.where):
+            values = {name: as_text(row[name]) for name in names}
         return SweepRecord(problem=problem, gpu=gpu, regime=regime, **values)
 
     def pin(self, problem: Problem, gpu: Gpu, regime: Regime, config: Config) -> Entry:
@@ -292,11 +314,13 @@ class SqlStore(Store):
             connection.execute(_B.delete().filter_by(**key))
             connection.execute(_B.insert().values(**key, artifacts=canonical(dict(artifacts))))
 
-    def forget(self, problem: Problem, gpu: Gpu | None = None, regime: Regime | None = None) -> int:
+    def forget(
+        self, problem: Problem, gpu: Gpu | None = None, regime: Regime | None = None
+    ) -> tuple[int, int]:
         with self.transaction(write=True) as connection:
             found = connection.scalar(sa.select(_P.c.id).where(_P.c.key == problem.key))
             if found is None:
-                return 0
+                return 0, 0
             winners = _W.delete().where(_W.c.problem_id == found)
             sweeps = _S.delete().where(_S.c.problem_id == found)
             measurements = _M.delete().where(_M.c.problem_id == found)
@@ -309,9 +333,9 @@ class SqlStore(Store):
                 winners = winners.where(_W.c.regime == str(regime))
                 sweeps = sweeps.where(_S.c.regime == str(regime))
                 measurements = measurements.where(_M.c.regime == str(regime))
-            connection.execute(winners)
+            decisions = connection.execute(winners).rowcount
             connection.execute(sweeps)
-            return connection.execute(measurements).rowcount
+            return decisions, connection.execute(measurements).rowcount
 
     def export(
         self,
@@ -324,35 +348,45 @@ class SqlStore(Store):
         trials: bool = False,
         around: Around | None = None,
     ) -> dict[str, Any]:
-        # The tables, not the view: a document holds what was measured, not what was built since.
-        chosen: sa.Select[Any] = sa.select(
-            _W.c.id, _W.c.sweep, _W.c.decided_at, _R.c.position, _R.c.measurement_id
-        ).select_from(_W.join(_R).join(_P))
-        chosen = run.matching(chosen, _W.c.gpu, _W, problem, gpu, regime, provenance)
+        chosen = run.matching(_CHOSEN, _W.c.gpu, _W, problem, gpu, regime, provenance)
         rows = run.matching(run.MEASUREMENTS, _G.c.identity, _M, problem, gpu, regime, provenance)
         if op is not None:
             chosen, rows = chosen.where(_P.c.op == op), rows.where(_P.c.op == op)
         if not trials:
             rows = rows.where(_M.c.id.in_(sa.select(_R.c.measurement_id)))
         with self.transaction(write=False) as connection:
-            measured = dict(self._read(connection.execute(rows)))
-            places = connection.execute(chosen.order_by(_W.c.id, _R.c.position)).mappings().all()
-            by_id: dict[int, exchange.Decision] = {}
+            return self._export(connection, rows, chosen, around)
+
+    def _export(
+        self,
+        connection: sa.Connection,
+        rows: sa.Select[Any],
+        chosen: sa.Select[Any],
+        around: Around | None = None,
+    ) -> dict[str, Any]:
+        """The document of some measurements, and of those decisions that are chosen."""
+        measured = dict(self._read(connection.execute(rows)))
+        places = connection.execute(chosen.order_by(_W.c.id, _R.c.position)).mappings().all()
+        by_id: dict[int, exchange.Decision] = {}
+        with decoding(self.where):
             for place in places:
-                decision = by_id.setdefault(
-                    place["id"], exchange.Decision([], None, place["sweep"], place["decided_at"])
-                )
+                told = as_text(place["sweep"]), as_text(place["decided_at"])
+                decision = by_id.setdefault(place["id"], exchange.Decision([], None, *told))
                 if place["position"] == PINNED:
                     decision.pinned = place["measurement_id"]
                 else:
                     decision.ranking.append(place["measurement_id"])
             decisions = list(by_id.values())
-            evidence: list[list[Measurement]] = []
-            if around is not None:
-                for decision in decisions:
-                    ranked = [measured[id] for id in decision.numbers]
-                    shapes = around(ranked[0].problem)
-                    evidence.append(self._evidence(connection, ranked, shapes))
+            for decision in decisions:
+                check_ranking([measured[id] for id in decision.ranking])
+                if decision.pinned is not None and decision.pinned not in measured:
+                    raise LookupError(f"there is no measurement {decision.pinned}")
+        evidence: list[list[Measurement]] = []
+        if around is not None:
+            for decision in decisions:
+                ranked = [measured[id] for id in decision.numbers]
+                shapes = around(ranked[0].problem)
+                evidence.append(self._evidence(connection, ranked, shapes))
         return exchange.write(measured, decisions, evidence)
 
     def evidence(
@@ -400,8 +434,9 @@ class SqlStore(Store):
     def mirrored(self, url: str) -> str | None:
         with self.transaction(write=False) as connection:
             query = sa.select(_MIRRORS.c.etag).where(_MIRRORS.c.url == url)
-            etag: str | None = connection.scalar(query)
-            return etag
+            etag = connection.scalar(query)
+        with decoding(self.where):
+            return None if etag is None else as_text(etag)
 
 
 def mirror_origin(url: str) -> str:

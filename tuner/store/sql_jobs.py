@@ -6,7 +6,6 @@ that is set back or forward costs a change of controllers at most.
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +20,8 @@ from tuner.measurement import Measurement
 from tuner.problem import Problem
 from tuner.store import models
 from tuner.store import statements as run
-from tuner.store.entry import canonical, from_row, problem_from_row
+from tuner.store.entry import as_object, canonical, checked_measurement, problem_from_row
+from tuner.store.faults import decoding
 from tuner.store.jobs import (
     LEASE_S,
     MOST_ATTEMPTS,
@@ -33,6 +33,7 @@ from tuner.store.jobs import (
     Jobs,
     Lease,
     Task,
+    check_told,
 )
 from tuner.store.statements import now
 
@@ -50,6 +51,9 @@ LONGEST_BACKOFF_S = 300.0
 #: Another transaction may have read the clock, and written a time by it, so much later than this
 #: one, which finds that time: it is no sign of a clock that was set back.
 SKEW_S = LEASE_S
+
+_RESULT = "result"
+"""Name of a finished task's result within what its row tells of progress."""
 
 Transaction = Callable[..., AbstractContextManager[sa.Connection]]
 
@@ -99,11 +103,13 @@ class SqlJobs(Jobs):
 
     Args:
         transaction: opens one on the store, given ``write``.
+        where: the store's name in messages.
         is_server: whether several processes write at a time.
     """
 
-    def __init__(self, transaction: Transaction, *, is_server: bool) -> None:
+    def __init__(self, transaction: Transaction, where: str, *, is_server: bool) -> None:
         self._transaction = transaction
+        self._where = where
         self._is_server = is_server
 
     # Submitting and watching
@@ -161,23 +167,22 @@ class SqlJobs(Jobs):
         self, connection: sa.Connection, wanted: sa.ColumnElement[bool]
     ) -> list[JobRecord]:
         query = sa.select(_J).where(wanted).order_by(_J.c.created_at.desc(), _J.c.id)
-        rows = connection.execute(query).mappings().all()
+        rows = self._typed(connection, query, _J)
         counts = sa.select(_T.c.job_id, _T.c.state, sa.func.count()).select_from(_T.join(_J))
         counts = counts.where(wanted).group_by(_T.c.job_id, _T.c.state)
         found: dict[str, dict[str, int]] = {}
         for job, state, count in connection.execute(counts):
             found.setdefault(job, {})[state] = count
-        return [
-            JobRecord(
-                id=row["id"],
-                priority=row["priority"],
-                attempts=row["attempts"],
-                options=json.loads(row["options"]),
-                created_at=row["created_at"],
-                counts=found.get(row["id"], {}),
-            )
-            for row in rows
-        ]
+        names = ("id", "priority", "attempts", "created_at")
+        with decoding(self._where):
+            return [
+                JobRecord(
+                    options=as_object(row["options"]),
+                    counts=found.get(row["id"], {}),
+                    **{name: row[name] for name in names},
+                )
+                for row in rows
+            ]
 
     def find(self, id: str) -> JobRecord | None:
         if not id:  # every id begins with nothing
@@ -204,14 +209,17 @@ class SqlJobs(Jobs):
             query = query.where(_T.c.state == state)
         names = ("id", "state", "attempt", "reason", "holder", "sweep", "trials")
         with self._transaction(write=False) as connection:
-            return [
-                Task(
-                    problem=problem_from_row(row["key"]),
-                    progress=json.loads(row["progress"]),
-                    **{name: row[name] for name in names},
-                )
-                for row in connection.execute(query).mappings()
-            ]
+            rows = self._typed(connection, query, _T)
+        found = []
+        with decoding(self._where):
+            for row in rows:
+                progress = as_object(row["progress"])
+                result = progress.pop(_RESULT, None)
+                check_told(progress, result)
+                facts = {name: row[name] for name in names}
+                problem = problem_from_row(row["key"])
+                found.append(Task(problem=problem, progress=progress, result=result, **facts))
+        return found
 
     def trials(
         self, job: str, *, after: int = 0, limit: int = 1000
@@ -224,20 +232,28 @@ class SqlJobs(Jobs):
         )
         with self._transaction(write=False) as connection:
             rows = connection.execute(query).mappings().all()
-        return [(row["id"], from_row(dict(row))) for row in rows]
+        with decoding(self._where):
+            return [(row["id"], checked_measurement(dict(row))) for row in rows]
 
     def events(self, job: str, *, after: int = 0, limit: int = 1000) -> list[Event]:
         query = (
-            sa.select(_E.c.id, _E.c.at, _E.c.text, _P.c.key)
+            sa.select(_E, _P.c.key)
             .select_from(_E.outerjoin(_T, _E.c.task_id == _T.c.id).outerjoin(_P))
             .where(_E.c.job_id == job, _E.c.id > after)
             .order_by(_E.c.id)
             .limit(limit)
         )
         with self._transaction(write=False) as connection:
+            rows = self._typed(connection, query, _E)
+        with decoding(self._where):
             return [
-                Event(id, at, text, problem_from_row(key) if key else None)
-                for id, at, text, key in connection.execute(query)
+                Event(
+                    row["id"],
+                    row["at"],
+                    row["text"],
+                    problem_from_row(row["key"]) if row["key"] else None,
+                )
+                for row in rows
             ]
 
     def cancel(self, job: str) -> int:
@@ -272,9 +288,10 @@ class SqlJobs(Jobs):
         with self._transaction(write=True) as connection:
             clock = self._clock(connection)
             self._requeue_lost(connection, clock)
-            row = connection.execute(_NEXT, _times(clock)).mappings().first()
-            if row is None:
+            found = self._typed(connection, _NEXT, _T, _times(clock))
+            if not found:
                 return None
+            row = found[0]
             lease = Lease(row["id"], row["token"] + 1)
             change = _T.update().where(_T.c.id == lease.task).values(
                 state="running",
@@ -291,13 +308,14 @@ class SqlJobs(Jobs):
                 return None  # Another job's task of this problem was claimed at this moment.
             attempt = row["attempt"] + 1
             self._log(connection, row["job_id"], row["id"], f"attempt {attempt} by {holder}")
-        return Claim(
-            lease=lease,
-            job=row["job_id"],
-            problem=problem_from_row(row["key"]),
-            options=json.loads(row["options"]),
-            attempt=attempt,
-        )
+        with decoding(self._where):
+            return Claim(
+                lease=lease,
+                job=row["job_id"],
+                problem=problem_from_row(row["key"]),
+                options=as_object(row["options"]),
+                attempt=attempt,
+            )
 
     def extend(self, lease: Lease, progress: Mapping[str, Any], lease_s: float = LEASE_S) -> bool:
         told = {**_named(lease), "told": canonical(dict(progress))}
@@ -318,11 +336,12 @@ class SqlJobs(Jobs):
             if connection.execute(self._held(lease).values(sweep=sweep)).rowcount == 0:
                 raise lost(lease)
 
-    def finish(self, lease: Lease, text: str) -> None:
+    def finish(self, lease: Lease, text: str, result: Mapping[str, Any] | None = None) -> None:
+        told = {} if result is None else {_RESULT: dict(result)}
         with self._transaction(write=True) as connection:
             row = check(connection, lease)
             done = self._held(lease).values(state="done", holder="", reason="")
-            connection.execute(done)
+            connection.execute(done.values(progress=canonical(told)))
             self._log(connection, row.job_id, lease.task, f"done: {text}")
 
     def fail(self, lease: Lease, reason: str, *, is_final: bool = False) -> bool:
@@ -344,6 +363,27 @@ class SqlJobs(Jobs):
             self._log(connection, job, task, text)
 
     # Inside a transaction
+
+    def _typed(
+        self,
+        connection: sa.Connection,
+        query: sa.Select[Any],
+        table: sa.Table,
+        values: Mapping[str, Any] | None = None,
+    ) -> Sequence[sa.RowMapping]:
+        """The rows of a query, of which all columns of a table are of their types.
+
+        Raises:
+            StoreError: when one is not: SQLite gives a damaged value as another type.
+        """
+        rows = connection.execute(query, values).mappings().all()
+        with decoding(self._where):
+            for row in rows:
+                for column in table.c:
+                    value, wanted = row[column.name], column.type.python_type
+                    if not isinstance(value, wanted) and (value is not None or not column.nullable):
+                        raise TypeError(f"{table.name}.{column.name}={value!r}")
+        return rows
 
     def _clock(self, connection: sa.Connection) -> float:
         """Seconds since 1970: one clock for all who use this database."""

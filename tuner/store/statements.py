@@ -20,7 +20,7 @@ from tuner.problem import Problem
 from tuner.store import models
 from tuner.store.base import ImportReport
 from tuner.store.entry import MEASUREMENT_COLUMNS, PINNED, canonical, row_digest, to_row
-from tuner.store.exchange import Decision
+from tuner.store.exchange import Decision, is_ahead
 
 _P, _G, _E, _M = models.problems, models.gpus, models.environments, models.measurements
 _S, _W, _R, _B = models.sweeps, models.winners, models.rankings, models.builds
@@ -30,9 +30,10 @@ _JOINED: dict[str, sa.ColumnElement[Any]] = {
     "gpu": _G.c.facts,
     "environment": _E.c.facts,
 }
-#: Every measurement as `entry.from_row` reads it, with its id.
+#: Every measurement as `entry.checked_measurement` reads it, with its id.
 MEASUREMENTS: sa.Select[Any] = sa.select(
     _M.c.id,
+    _M.c.digest,
     *(
         (_JOINED[name] if name in _JOINED else _M.c[name]).label(name)
         for name in MEASUREMENT_COLUMNS
@@ -162,13 +163,14 @@ def insert(
     for start in range(0, len(digests), _PARAMETERS):
         some = digests[start : start + _PARAMETERS]
         known.update((digest, id) for digest, id in connection.execute(_KNOWN, {"digests": some}))
-    references: dict[tuple[str, Gpu, str], dict[str, int]] = {}
+    references: dict[tuple[str, str, str], dict[str, int]] = {}
     new: dict[str, dict[str, Any]] = {}
     for m, row, digest in zip(measured, rows, digests, strict=True):
         if digest in known or digest in new:
             continue
         _check_latency(m)
-        place = m.problem.key, m.gpu, m.environment.digest
+        # By their texts: equal GPUs may be written differently, and the SHA-256 is of what is.
+        place = row["problem"], row["gpu"], m.environment.digest
         if place not in references:
             references[place] = _references(connection, m.problem, m.gpu, m.environment)
         new[digest] = {
@@ -288,6 +290,17 @@ def set_pin(connection: sa.Connection, winner: int, measurement: int) -> None:
     )
 
 
+def drop_pin_from(connection: sa.Connection, winner: int, origins: Sequence[str]) -> None:
+    """Drop the pin of a decision that came from one of some origins."""
+    first = (
+        sa.select(_M.c.origin)
+        .join(_R, _R.c.measurement_id == _M.c.id)
+        .where(_R.c.winner_id == winner, _R.c.position == 0)
+    )
+    if connection.scalar(first) in origins:
+        connection.execute(_R.delete().where(_R.c.winner_id == winner, _R.c.position == PINNED))
+
+
 def renew_pin(connection: sa.Connection, winner: int, ids: Sequence[int]) -> None:
     """Move a pin to the newest measurement of its config."""
     pinned = (
@@ -375,7 +388,9 @@ def adopt(
         same_pin = pinned == ([] if decision.pinned is None else [decision.pinned])
         if [p.measurement_id for p in old] == decision.ranking and same_pin:
             return "known", winner
-        stands = pinned or not old[0].origin or old[0].decided_at >= decision.decided_at
+        decided_at = old[0].decided_at
+        is_newer = decided_at >= decision.decided_at and not is_ahead(decided_at)
+        stands = pinned or not old[0].origin or is_newer
         if stands and old[0].origin != follows:
             return "kept", winner
         connection.execute(_R.delete().where(_R.c.winner_id == winner))

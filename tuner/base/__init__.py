@@ -1,0 +1,1 @@
+"""Tools without any knowledge of kernels: data folders, JSON, files, text, processes, NVTX."""

@@ -1,0 +1,148 @@
+"""JSON and YAML that somebody else may have written or changed, read and checked before use."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any
+
+from tuner.errors import ConfigError
+
+_TYPES: Mapping[str, tuple[str, tuple[type, ...]]] = {
+    "str": ("text", (str,)),
+    "bool": ("true or false", (bool,)),
+    "int": ("a whole number", (int,)),
+    "float": ("a number", (int, float)),
+    "int | None": ("a whole number or null", (int, type(None))),
+    "float | None": ("a number or null", (int, float, type(None))),
+}
+"""Annotations of fields that `checked` knows, in words and as types."""
+
+
+MAX_YAML_DEPTH = 8
+MAX_YAML_CHARACTERS = 256
+"""Longest value; the text of a problem is shorter."""
+
+_TOKENS = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[\]{},]', re.DOTALL)
+"""Strings, brackets and commas. No place is tried twice: the time is linear in the text."""
+
+
+def check_extent(text: bytes, *, tokens: int, depth: int) -> None:
+    """Refuse JSON that would take too much memory or stack, before it is parsed.
+
+    Args:
+        text: JSON, or what is said to be.
+        tokens: most strings, brackets and commas; values follow from them.
+        depth: most objects and lists within one another.
+
+    Raises:
+        ConfigError: when there is more.
+    """
+    level = 0
+    for count, match in enumerate(_TOKENS.finditer(text), 1):
+        if count > tokens:
+            raise ConfigError(f"it holds too much (allowed: {tokens} strings, brackets and commas)")
+        first = match[0][:1]
+        if first in b"[{":
+            level += 1
+            if level > depth:
+                raise ConfigError(f"it is nested too deeply (allowed: {depth} levels)")
+        elif first in b"]}":
+            level -= 1
+
+
+def parse(text: str | bytes, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+    """`json.loads`, where what is nested too deeply is wrong input like any other.
+
+    Args:
+        text: JSON.
+        pairs: makes an object of its keys and values (``object_pairs_hook``).
+
+    Raises:
+        ValueError: when it is not JSON; a ConfigError where it is nested too deeply.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=pairs)
+    except RecursionError as exc:
+        raise ConfigError("it is nested too deeply") from exc
+
+
+def parse_yaml(text: str, pairs: Callable[[list[tuple[str, Any]]], Any]) -> Any:
+    """Read YAML of lists, objects and short values.
+
+    Args:
+        text: YAML.
+        pairs: makes an object of its keys and values.
+
+    Raises:
+        ValueError: when it is not YAML; a ConfigError where it has an alias, a tag, a long value or
+            too many levels.
+    """
+    import yaml
+
+    try:
+        return yaml.load(text, Loader=_yaml_loader(pairs))
+    except yaml.YAMLError as exc:
+        raise ValueError(str(exc)) from exc
+
+
+def _yaml_loader(pairs: Callable[[list[tuple[str, Any]]], Any]) -> Any:
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """YAML's safe loader with limits, which refuses an object with two equal keys."""
+
+        level = 0
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            event: Any = self.peek_event()  # type: ignore[no-untyped-call]
+            where = f"line {event.start_mark.line + 1}"
+            if isinstance(event, yaml.AliasEvent):
+                raise ConfigError(f"{where}: an alias is not allowed (write the value again)")
+            if event.tag is not None:
+                raise ConfigError(f"{where}: a tag is not allowed (quote what is text)")
+            size = len(event.value) if isinstance(event, yaml.ScalarEvent) else 0
+            if size > MAX_YAML_CHARACTERS:
+                raise ConfigError(
+                    f"{where}: a value of {size} characters (allowed: {MAX_YAML_CHARACTERS})"
+                )
+            if self.level >= MAX_YAML_DEPTH:
+                raise ConfigError(
+                    f"{where}: it is nested too deeply (allowed: {MAX_YAML_DEPTH} levels)"
+                )
+            self.level += 1
+            try:
+                return super().compose_node(parent, index)
+            finally:
+                self.level -= 1
+
+    def mapping(loader: Any, node: Any) -> Any:
+        made = loader.construct_object
+        return pairs([(str(made(key)), made(value)) for key, value in node.value])
+
+    Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, mapping)
+    return Loader
+
+
+def checked(cls: type, data: Any) -> dict[str, Any]:
+    """The fields of a dataclass as JSON gave them, each that is there of its type.
+
+    Fields of composite types are passed over, and so is what is no field.
+
+    Raises:
+        ConfigError: names the field, what it is and what it has to be.
+    """
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"{cls.__name__}: {data!r} is not an object")
+    for field in fields(cls):
+        if field.name in data and str(field.type) in _TYPES:
+            value, (words, types) = data[field.name], _TYPES[str(field.type)]
+            is_flag = isinstance(value, bool)
+            if not isinstance(value, types) or (is_flag and bool not in types):
+                raise ConfigError(f"{field.name}={value!r} is not {words}")
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ConfigError(f"{field.name}={value!r} is not finite")
+    return dict(data)

@@ -1,0 +1,38 @@
+"""Commands that install what is missing, for the Python that runs."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+
+from tuner.base import resources
+
+DISTRIBUTION = "cutlass-tuner"
+
+
+def extra_command(name: str) -> str:
+    """The command that adds an extra of this package to this installation.
+
+    A checkout is named by its path, for no index has it. An installed wheel is named by its
+    distribution, which pip then finds in the environment.
+
+    Args:
+        name: of ``[project.optional-dependencies]``, as ``report``.
+    """
+    checkout = resources.checkout()
+    if checkout is None:
+        return install_command(f"{DISTRIBUTION}[{name}]")
+    return _command("-e", f"{checkout}[{name}]")
+
+
+def install_command(requirement: str) -> str:
+    """The command that installs a package of an index into this environment.
+
+    Args:
+        requirement: as pip reads it, as ``nvidia-cutlass==4.2.0.0``.
+    """
+    return _command(requirement)
+
+
+def _command(*arguments: str) -> str:
+    return shlex.join([sys.executable or "python3", "-m", "pip", "install", *arguments])
