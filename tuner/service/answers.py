@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from tuner.service.bodies import Op
 
@@ -32,6 +32,8 @@ class Configuration(Answer):
     gpu: str
     regime: str
     provenance: Literal["measured", "replayed", "predicted"]
+    passed: Literal["final", "quick"] | None = Field(alias="pass")
+    """The pass that decided; null of estimates."""
     origin: str
     pinned: bool
     config: dict[str, Any]
@@ -39,7 +41,10 @@ class Configuration(Answer):
     latency_us: float | None
     own_us: float | None
     vendors_us: dict[str, float | None]
+    vendor_over_own: dict[str, float]
+    """Each vendor kernel's time over the best own one's: above 1 ours is faster."""
     own_over_vendor: dict[str, float]
+    """The inverse of `vendor_over_own`, for programs that read it."""
     environment: dict[str, str | int | float]
     sweep: str
     decided_at: str
@@ -93,6 +98,22 @@ class Jobs(Answer):
     jobs: list[Job]
 
 
+class Result(Answer):
+    """What was decided for a problem of a job."""
+
+    winner: str
+    is_vendor: bool
+    config_digest: str
+    latency_us: float
+    provenance: Literal["measured", "replayed", "predicted"]
+    passed: Literal["final", "quick"] | None = Field(alias="pass")
+    own_us: float | None
+    fastest_vendor: str | None
+    fastest_vendor_us: float | None
+    vendor_over_own: float | None
+    """The fastest vendor's time over the best own kernel's: above 1 ours is faster."""
+
+
 class Task(Answer):
     """One problem of a job."""
 
@@ -106,6 +127,7 @@ class Task(Answer):
     sweep: str
     trials: int
     progress: dict[str, Any]
+    result: Result | None
 
 
 class Trial(Answer):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from operator import attrgetter
@@ -17,9 +18,7 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 
 import tuner
 from tuner.errors import ConfigError, StoreError
-from tuner.job import JobOptions, parse_problem
 from tuner.measurement import Measurement, Provenance
-from tuner.outcome import first_line
 from tuner.service import answers
 from tuner.service.bodies import (
     L2,
@@ -31,21 +30,26 @@ from tuner.service.bodies import (
     Op,
     Shape,
 )
-from tuner.service.guard import OPEN_PATHS, Guard
+from tuner.service.guard import HEALTH_PATH, OPEN_PATHS, Guard
 from tuner.service.metrics import CONTENT_TYPE, Metrics
 from tuner.service.pages.render import error_page, wants_page
 from tuner.service.pages.routes import add_pages
+from tuner.service.rates import RateLimit
 from tuner.service.served import Question, Served, entries_json
 from tuner.service.tokens import Sessions, Tokens
 from tuner.store import Store
 from tuner.store.jobs import JobRecord
-from tuner.sweep import SweepOptions
+from tuner.tuning.job import JobOptions, parse_problem
+from tuner.tuning.outcome import first_line
+from tuner.tuning.sweep import SweepOptions
 
 EVENT_POLL_S = 0.5
 """Between two looks for what a stream should tell."""
 KEEP_ALIVE_S = 15.0
 """A stream with nothing to tell says that it is there."""
 MAX_STREAMS = 64
+MAX_JOBS, MAX_PROBLEMS = 600, 100_000
+"""Most an hour with the token to write; without tokens, most in all."""
 
 _asked = attrgetter(*Question._fields)
 """What a `Lookup` holds; by names each, a batch would cost twice as much."""
@@ -60,6 +64,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         413: "Body too large",
         415: "Not application/json",
         422: "Wrong input; the error names what is allowed",
+        429: "Too many at a time; the header retry-after has the seconds to wait",
         503: "The store cannot be used at the moment",
     }.items()
 }
@@ -223,6 +228,17 @@ def _add_jobs(app: FastAPI, store: Store) -> None:
             raise HTTPException(404, f"there is no job {id}")
         return job
 
+    jobs_an_hour, problems_an_hour = RateLimit(MAX_JOBS, 3600), RateLimit(MAX_PROBLEMS, 3600)
+
+    def check_rate(problems: int) -> None:
+        for limit, what, count in (
+            (jobs_an_hour, "jobs", 1),
+            (problems_an_hour, "problems", problems),
+        ):
+            if wait_s := limit.take(count=count):
+                detail = f"too many {what} (allowed: {limit.most} an hour)"
+                raise HTTPException(429, detail, {"retry-after": str(math.ceil(wait_s))})
+
     @app.post("/v1/jobs", status_code=201, summary="Submit a job", response_model=answers.Job)
     def submit(request: JobRequest) -> Json:
         options = options_of(request)
@@ -233,6 +249,7 @@ def _add_jobs(app: FastAPI, store: Store) -> None:
             except ConfigError as exc:
                 raise ConfigError(f"problems.{number}: {exc}") from exc
         options.check(problems)
+        check_rate(len(problems))
         id = store.jobs.submit(
             problems, options.to_json(), priority=request.priority, attempts=request.attempts
         )
@@ -338,7 +355,7 @@ def _event(kind: str, data: Any, id: int | None = None) -> bytes:
 
 
 def _add_state(app: FastAPI, served: Served, metrics: Metrics) -> None:
-    @app.get("/healthz", summary="Whether the store can be read", response_model=answers.Health)
+    @app.get(HEALTH_PATH, summary="Whether the store can be read", response_model=answers.Health)
     async def health() -> Json:
         state = {"status": "ok" if served.is_healthy else "stale", "age_s": round(served.age_s, 1)}
         return Json(state, status_code=200 if served.is_healthy else 503)

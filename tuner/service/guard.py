@@ -30,8 +30,9 @@ BODY_TIMEOUT_S = 10.0
 DISCARDED_BYTES, DISCARD_S = 16 << 20, 0.5
 """Of a body that is too large: who sends it all before reading would not see the answer else."""
 
+HEALTH_PATH = "/healthz"
 LOGIN_PATH, LOGOUT_PATH = "/login", "/logout"
-OPEN_PATHS = ("/healthz", "/openapi.json", LOGIN_PATH, LOGOUT_PATH)
+OPEN_PATHS = (HEALTH_PATH, "/openapi.json", LOGIN_PATH, LOGOUT_PATH)
 """They tell nothing about what is stored."""
 STATIC_PATH = "/static/"
 """What pages are drawn with; the same for everybody."""
@@ -80,7 +81,7 @@ class Guard:
             try:
                 body = await self._check(scope, receive)
             except Refused as exc:
-                await _refuse(exc, observed)
+                await refuse(exc, observed)
             else:
                 await self._app(scope, _replay(body, receive), observed)
         finally:
@@ -96,6 +97,8 @@ class Guard:
         headers = {name: value for name, value in scope["headers"]}
         if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:
             raise Refused(431, f"the headers are too large (allowed: {MAX_HEADER_BYTES} bytes)")
+        if not _looks(scope):
+            _check_origin(headers)
         if self._tokens:
             self._check_token(scope, headers)
         else:
@@ -106,7 +109,7 @@ class Guard:
         return await _read_body(scope["path"], headers, receive)
 
     def _check_token(self, scope: Scope, headers: Mapping[bytes, bytes]) -> None:
-        path, looks = scope["path"], scope["method"] in ("GET", "HEAD")
+        path, looks = scope["path"], _looks(scope)
         if path in OPEN_PATHS or path.startswith(STATIC_PATH):
             return
         authorization = headers.get(b"authorization")
@@ -121,6 +124,28 @@ class Guard:
             raise Refused(401, "a bearer token is needed", challenge)
         if not self._tokens.allows(given.strip(), writes=writes):
             raise Refused(403, "this token may only read")
+
+
+def _looks(scope: Scope) -> bool:
+    """True for methods that change nothing."""
+    return scope["method"] in ("GET", "HEAD")
+
+
+def _check_origin(headers: Mapping[bytes, bytes]) -> None:
+    """Refuse a request of another origin's page, which a browser may send without a preflight.
+
+    Programs send neither header. The scheme of an origin is not compared: a proxy may speak TLS.
+
+    Raises:
+        Refused: when a header names another origin than this service's.
+    """
+    site = headers.get(b"sec-fetch-site", b"none").lower()
+    origin = headers.get(b"origin")
+    is_own = (
+        origin is None or origin.lower().partition(b"://")[2] == headers.get(b"host", b"").lower()
+    )
+    if site not in (b"same-origin", b"none") or not is_own:
+        raise Refused(403, "a page of another origin may change nothing here")
 
 
 def is_for_people(path: str, accept: bytes) -> bool:
@@ -205,7 +230,8 @@ def _replay(body: bytes, receive: Receive) -> Receive:
     return replayed
 
 
-async def _refuse(refused: Refused, send: Send) -> None:
+async def refuse(refused: Refused, send: Send) -> None:
+    """Answer a request that is not let in."""
     body = json.dumps({"error": refused.detail}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     headers += [(name.encode(), value.encode()) for name, value in refused.headers]

@@ -13,12 +13,17 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
-from tuner.cli.describe import answer_json, entry_json
 from tuner.errors import StoreError
 from tuner.hardware import Gpu
-from tuner.lookup import Entry, find_gpu, lookup, with_shipped
 from tuner.measurement import Regime
 from tuner.problem import PROBLEMS, Problem
+from tuner.selection.describe import answer_json, entry_json
+from tuner.selection.reader import (
+    Entry,
+    find_gpu,
+    lookup,
+    with_shipped,
+)
 from tuner.store import Store
 
 _LOG = logging.getLogger(__name__)
@@ -108,7 +113,7 @@ class Table:
         )
         if answer is None:
             return b"null"
-        return _encode(answer_json(answer, ranking=False))
+        return _encode(answer_json(answer, problem, ranking=False))
 
     def matching(
         self,

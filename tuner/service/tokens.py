@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import math
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +15,8 @@ from tuner.errors import ConfigError
 MIN_TOKEN_CHARACTERS = 16
 COOKIE = "tuner_session"
 LIFETIME_S = 12 * 3600
+MAX_SESSIONS = 1000
+"""Most open sessions; one more ends the oldest."""
 
 
 @dataclass(frozen=True)
@@ -46,19 +50,20 @@ class Tokens:
 
 
 class Sessions:
-    """Lets browsers, which send no bearer token by themselves, read.
+    """Browser sessions, which may only read: browsers send no bearer token by themselves.
 
-    A session holds no token: it is an expiry and its signature under the service's tokens, so that
-    it ends by itself and with them. It is good for reading alone: no foreign page can make a
-    browser change anything.
+    A session is a random value; its hash is kept until logout or expiry. So a copy of the cookie
+    ends with it, and every session ends with the process.
 
     Args:
         tokens: of the service; without them there are no sessions, and nobody needs one.
-        clock: seconds since 1970.
+        clock: seconds since any moment.
     """
 
-    def __init__(self, tokens: Tokens, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, tokens: Tokens, clock: Callable[[], float] = time.monotonic) -> None:
         self._tokens, self._clock = tokens, clock
+        self._expiries: dict[bytes, float] = {}
+        """By the session's hash, the oldest first."""
 
     def __bool__(self) -> bool:
         return bool(self._tokens)
@@ -68,20 +73,30 @@ class Sessions:
         given = token.encode(errors="replace")
         if not (self and self._tokens.allows(given, writes=False)):
             return None
-        expires = str(int(self._clock()) + LIFETIME_S)
-        return f"{expires}.{self._sign(expires)}"
+        now = self._clock()
+        for known, expires in list(self._expiries.items()):
+            if expires > now and len(self._expiries) < MAX_SESSIONS:
+                break
+            del self._expiries[known]
+        session = secrets.token_urlsafe(24)
+        self._expiries[_hash(session)] = now + LIFETIME_S
+        return session
 
     def is_open(self, cookies: bytes) -> bool:
         """Whether a ``Cookie`` header holds a session that has not ended."""
-        # By hand: the standard library's reader drops every cookie when one of them is odd.
-        pairs = (part.strip().partition("=") for part in cookies.decode("latin-1").split(";"))
-        value = next((value for name, _, value in pairs if name == COOKIE), "")
-        expires, _, signature = value.partition(".")
-        if not self or not (expires.isascii() and expires.isdigit() and len(expires) < 12):
-            return False
-        is_genuine = hmac.compare_digest(signature.encode(), self._sign(expires).encode())
-        return is_genuine and self._clock() < int(expires)
+        return self._clock() < self._expiries.get(_hash(_session_of(cookies)), -math.inf)
 
-    def _sign(self, expires: str) -> str:
-        key = f"{self._tokens.read}\0{self._tokens.write}".encode()
-        return hmac.new(key, f"{COOKIE} {expires}".encode(), hashlib.sha256).hexdigest()
+    def end(self, cookies: bytes) -> None:
+        """End the session that a ``Cookie`` header holds; none is passed over."""
+        self._expiries.pop(_hash(_session_of(cookies)), None)
+
+
+def _session_of(cookies: bytes) -> str:
+    # By hand: the standard library's reader drops every cookie when one of them is odd.
+    pairs = (part.strip().partition("=") for part in cookies.decode("latin-1").split(";"))
+    return next((value for name, _, value in pairs if name == COOKIE), "")
+
+
+def _hash(session: str) -> bytes:
+    """Hash that is looked up: the time of a lookup tells nothing about a session."""
+    return hashlib.sha256(session.encode()).digest()

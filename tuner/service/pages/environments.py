@@ -7,10 +7,15 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tuner.lookup import Entry, shipped
 from tuner.measurement import Environment, Measurement, Provenance
-from tuner.ranking import rank
-from tuner.report.compare import Change, Comparison, Pair, compare
+from tuner.report.changes import (
+    Change,
+    Comparison,
+    Pair,
+    compare,
+)
+from tuner.search.ranking import rank
+from tuner.selection.reader import Entry, shipped
 from tuner.service.pages.trials import Run
 from tuner.store import Store
 from tuner.store.entry import sort_key

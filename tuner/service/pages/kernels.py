@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from tuner.compile.render import render
 from tuner.config import Config
 from tuner.errors import TunerError
 from tuner.families import families
 from tuner.measurement import Measurement, Regime, Resources
 from tuner.problem import Problem
-from tuner.render import render
 from tuner.service.pages.trials import runs
 from tuner.store import Store
 from tuner.store.entry import is_vendor

@@ -12,10 +12,18 @@ from fastapi import Request
 from fastapi.responses import HTMLResponse
 
 import tuner
-from tuner.cli.describe import config_text, facts_text, kernel_name, microseconds, where_from
-from tuner.measurement import Measurement
+from tuner.measurement import Measurement, speedup_text
 from tuner.problem import Problem
 from tuner.report.explain import size
+from tuner.selection.describe import (
+    against_fastest,
+    caveats,
+    config_text,
+    facts_text,
+    kernel_name,
+    microseconds,
+    where_from,
+)
 from tuner.service.guard import is_for_people
 from tuner.service.tokens import COOKIE
 from tuner.store.entry import Entry, is_vendor
@@ -96,6 +104,7 @@ def _environment() -> jinja2.Environment:
         "kernel": kernel_name,
         "facts": facts_text,
         "marks": where_from,
+        "speed": against_fastest,
         "bytes": size,
         "stamp": _stamp,
         "percent": _percent,
@@ -105,7 +114,9 @@ def _environment() -> jinja2.Environment:
         "url": url,
         "trials_url": trials_url,
         "kernel_url": kernel_url,
+        "caveats": caveats,
         "is_vendor": is_vendor,
+        "speedup_text": speedup_text,
     }
     return made
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import math
 import re
 from collections.abc import Sequence
 from functools import cache
@@ -19,10 +20,12 @@ from tuner.problem import PROBLEMS, Problem
 from tuner.report import assets
 from tuner.report.palette import colours
 from tuner.service.bodies import L2, Digest, GpuName, JobId, Launch, Op, RunKey, Shape, Words
+from tuner.service.connections import network_of
 from tuner.service.guard import LOGIN_PATH, LOGOUT_PATH
 from tuner.service.pages import environments, kernels, trials
 from tuner.service.pages.render import FOLDER, page, url
-from tuner.service.pages.table import ROWS, Order, Searcher, nearest
+from tuner.service.pages.table import ROWS, Order, Searcher
+from tuner.service.rates import RateLimit
 from tuner.service.served import Served
 from tuner.service.tokens import COOKIE, LIFETIME_S, Sessions
 from tuner.store import Store
@@ -30,6 +33,8 @@ from tuner.store.jobs import TASK_STATES, Task
 
 JOB_ROWS = 50
 TASK_ROWS = 200
+MAX_LOGINS = 30
+"""Most logins a minute that one address may try."""
 _WITHIN = re.compile(r"/(?![/\\])[!-\[\]-~]*")
 """An address of this service: one that begins with two slashes, or holds a backslash, may be
 another's to a browser."""
@@ -125,7 +130,6 @@ def _add_cache(app: FastAPI, served: Served) -> None:
             "q": q,
             "order": order,
             "pages": _neighbours("/cache", found.first, ROWS, found.total, q=q, order=order),
-            "ratios": [nearest(entry) for entry in found.entries],
         }
         return page(request, "cache", values)
 
@@ -281,6 +285,8 @@ def _labels(known: Sequence[environments.Known]) -> dict[str, str]:
 
 
 def _add_login(app: FastAPI, sessions: Sessions) -> None:
+    logins = RateLimit(MAX_LOGINS, 60)
+
     @app.get(LOGIN_PATH, include_in_schema=False)
     async def form(
         request: Request, next: Annotated[str, Query(max_length=2048)] = "/"
@@ -289,6 +295,10 @@ def _add_login(app: FastAPI, sessions: Sessions) -> None:
 
     @app.post(LOGIN_PATH, include_in_schema=False)
     async def log_in(request: Request) -> Response:
+        wait_s = logins.take(network_of(request.client.host if request.client else ""))
+        if wait_s:
+            detail = f"too many logins from this address (allowed: {MAX_LOGINS} a minute)"
+            raise HTTPException(429, detail, {"retry-after": str(math.ceil(wait_s))})
         try:
             fields = parse_qs((await request.body()).decode(errors="replace"), max_num_fields=8)
         except ValueError as exc:
@@ -310,7 +320,8 @@ def _add_login(app: FastAPI, sessions: Sessions) -> None:
         return answer
 
     @app.post(LOGOUT_PATH, include_in_schema=False)
-    async def log_out() -> Response:
+    async def log_out(request: Request) -> Response:
+        sessions.end(request.headers.get("cookie", "").encode("latin-1"))
         answer = RedirectResponse(LOGIN_PATH, 303)
         answer.delete_cookie(COOKIE, httponly=True, samesite="lax")
         return answer

@@ -7,26 +7,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from tuner.cli.describe import config_text, kernel_name, where_from
-from tuner.lookup import Entry
+from tuner.selection.describe import config_text, kernel_name, where_from
+from tuner.selection.reader import Entry
 from tuner.service.served import Table
 
 ROWS = 100
 """Of one page."""
 
-Order = Literal["problem", "us", "-tflops", "ratio", "-decided"]
+Order = Literal["problem", "us", "-tflops", "-speed", "-decided"]
 """A leading minus begins with the largest."""
-
-
-def nearest(entry: Entry) -> tuple[float, str] | None:
-    """Time of the best own kernel over the fastest vendor's, and which that is; None without."""
-    return max(((ratio, name) for name, ratio in entry.ratios.items()), default=None)
 
 
 _KEYS: dict[str, Callable[[Entry], tuple[float | str, ...]]] = {
     "us": lambda entry: (entry.winner.latency_us or math.inf,),
     "tflops": lambda entry: (entry.winner.tflops or 0.0,),
-    "ratio": lambda entry: nearest(entry) or (math.inf,),
+    "speed": lambda entry: (next(iter(entry.speedups.values()), 0.0),),
     "decided": lambda entry: (entry.decided_at,),
 }
 

@@ -11,18 +11,19 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from tuner import recording
 from tuner.hardware import Gpu
-from tuner.lookup import Entry, shipped
-from tuner.measurement import Environment, Measurement, Provenance, Regime, Status
-from tuner.outcome import first_line
+from tuner.measurement import Environment, Measurement, Provenance, Regime, Status, speedup_text
 from tuner.problem import Problem
-from tuner.ranking import rank
 from tuner.report import charts
 from tuner.report.analysis import latency
 from tuner.report.course import Step, steps_of
+from tuner.runners import recording
+from tuner.search.ranking import rank
+from tuner.selection.describe import kernel_name
+from tuner.selection.reader import Entry, shipped
 from tuner.store import Store
-from tuner.store.entry import is_vendor
+from tuner.store.entry import is_of_quick_pass, is_vendor
+from tuner.tuning.outcome import first_line
 
 MOST_ROWS = 500
 """Of the table of all trials; the fastest."""
@@ -85,7 +86,7 @@ class Run:
     @property
     def entry(self) -> Entry | None:
         """What the final pass ranks; None before there is one."""
-        ranked = rank([m for m in self.measurements if m.is_final])
+        ranked = rank([m for m in self.measurements if not is_of_quick_pass(m)])
         return Entry.of(ranked) if ranked else None
 
     @property
@@ -96,6 +97,16 @@ class Run:
     def best(self) -> Measurement | None:
         """The fastest own candidate of the quick pass so far."""
         return min((m for m in self.quick if m.ok), key=latency, default=None)
+
+    @property
+    def best_speed(self) -> str:
+        """The fastest own candidate of the quick pass against the fastest vendor's kernel there;
+        empty without both.
+        """
+        theirs = [m for m in self.measurements if not m.is_final and is_vendor(m.config) and m.ok]
+        vendor, best = min(theirs, key=latency, default=None), self.best
+        ratio = best.speedup(vendor) if best and vendor else None
+        return speedup_text(ratio, kernel_name(vendor)) if vendor and ratio else ""
 
     @property
     def failures(self) -> list[Failures]:

@@ -1,0 +1,66 @@
+"""The server: uvicorn with the service's connections and their limits."""
+
+from __future__ import annotations
+
+import socket
+from functools import partial
+from typing import Any, cast
+
+import uvicorn
+
+from tuner.errors import ConfigError
+from tuner.service.connections import ACCEPTORS, Admission, Limits
+from tuner.service.guard import App
+from tuner.service.protocol import Protocol
+
+BACKLOG = 1024
+"""Connections that wait to be accepted."""
+CLOSE_TIMEOUT_S = 2
+
+
+class Server(uvicorn.Server):
+    """The server of an application.
+
+    Args:
+        app: application that answers.
+        limits: most connections.
+    """
+
+    def __init__(self, app: App, limits: Limits) -> None:
+        protocol = partial(Protocol, admission=Admission(limits))
+        super().__init__(
+            uvicorn.Config(
+                cast(Any, app),
+                http=cast(Any, protocol),
+                ws="none",  # it would take connections out of the limits
+                log_level="error",  # nothing that a client does is worth a line
+                use_colors=False,
+                access_log=False,
+                server_header=False,
+                backlog=BACKLOG,
+                timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
+            )
+        )
+
+    def run_on(self, listening: socket.socket) -> None:
+        """Serve until a signal comes or `should_exit` is set.
+
+        Args:
+            listening: socket that listens; closed at the end.
+        """
+        # uvloop accepts one connection of a socket in each turn of its loop: with 200 busy clients
+        # in a turn, a queue of as many new ones took 12 s. Each copy of the socket adds one.
+        self.run([listening, *(listening.dup() for _ in range(ACCEPTORS - 1))])
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens on an address.
+
+    Raises:
+        ConfigError: when the address cannot be listened on.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as exc:
+        raise ConfigError(f"{host}:{port} cannot be listened on: {exc.strerror}") from exc
