@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+from tuner.base.install import install_command
 from tuner.errors import BenchmarkError
 from tuner.hardware import GPUS, MOST_MEMORY_GBS, Gpu
 from tuner.measurement import Clocks, Environment, Status, status_of
@@ -47,7 +48,7 @@ def _driver() -> Any:
         return importlib.import_module("cuda.bindings.driver")
     except ImportError as exc:
         raise BenchmarkError(
-            f"cuda-python is needed to talk to the GPU: pip install cuda-bindings ({exc})",
+            f"cuda-python is needed to talk to the GPU ({exc}): {install_command('cuda-bindings')}",
             status=Status.UNAVAILABLE,
         ) from exc
 

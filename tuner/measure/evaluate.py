@@ -10,17 +10,17 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
-from tuner.artifacts import Artifact
-from tuner.compiler import Compiler
+from tuner.compile.artifacts import Artifact
+from tuner.compile.compiler import Compiler
 from tuner.config import Config
 from tuner.errors import BenchmarkError, CompileError, RenderError, StoreError
 from tuner.families.base import FOREIGN, Family, KernelSpec
-from tuner.gate import REFERENCE
 from tuner.hardware import Gpu
+from tuner.measure.gate import REFERENCE
+from tuner.measure.worker import Outcome
+from tuner.measure.worker_client import AnyWorker, Ask
 from tuner.measurement import Environment, Measurement, Regime, Status
 from tuner.problem import Problem
-from tuner.worker import Outcome
-from tuner.worker_client import AnyWorker, Ask
 
 #: Characters of a log that are stored with a measurement.
 LOG_LIMIT = 4096

@@ -15,10 +15,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from tuner.artifacts import LoadedKernel
-from tuner.device import Device, Pool
+from tuner.compile.artifacts import LoadedKernel
 from tuner.errors import BenchmarkError
 from tuner.families.base import KernelSpec
+from tuner.measure.device import Device, Pool
+from tuner.measure.tolerance import (
+    Comparison,
+    Limits,
+    Verdict,
+    judge,
+    limits_of,
+)
 from tuner.problem import (
     ACTIVATIONS,
     DTYPE_BYTES,
@@ -32,7 +39,6 @@ from tuner.problem import (
     SwigluProblem,
     rows_of,
 )
-from tuner.verdict import Comparison, Limits, Verdict, judge, limits_of
 
 REFERENCE = KernelSpec("reference.cu.j2")
 """The kernels that this module runs; compiled like a candidate's."""
@@ -44,12 +50,23 @@ GUARD_BYTES = 1 << 20
 
 #: Kinds of inputs. `random` comes last: its inputs stay in the buffers for the timing.
 KINDS: dict[str, tuple[str, ...]] = {
-    "attention": ("dominant", "large_scores", "random"),
+    "attention": ("dominant", "large_scores", "huge_scores", "random"),
     "gemm": ("planted", "random"),
     "swiglu": ("planted", "random"),
     "grouped_gemm": ("planted", "random"),
-    "softmax": ("dominant", "large_scores", "random"),
+    "softmax": ("dominant", "large_scores", "huge_scores", "random"),
 }
+#: `huge_scores`: exponents of the elements of queries, and of those of keys. Scores are D times
+#: their product: from 1e4 to 1e10 in fp16, whose largest power is 2^15, and to 1e12 in bf16. e4m3's
+#: elements stay below 448, and the factors of its queries do the rest.
+HUGE_EXPONENTS: Mapping[str, tuple[range, int]] = {
+    "float16": (range(-4, 15), 14),
+    "bfloat16": (range(-8, 21), 18),
+    E4M3: (range(2, 8), 7),
+}
+HUGE_DESCALE = 2.0**20
+#: The same of a softmax alone, whose scores are fp32.
+HUGE_SOFTMAX = range(14, 41)
 #: `large_scores`: standard deviation of the scaled scores, which random inputs have at 1.
 LARGE = 30.0
 #: `dominant`: a query is this many times its key, so that with D = 64 its score stands 32 above
@@ -78,12 +95,21 @@ DESCALE_SPREAD = 1 / 8
 _DTYPES = {"float16": 0, "bfloat16": 1, "float32": 2, E4M3: 3}
 _FILL, _PLANT_ATTENTION, _SCALE_COLUMNS, _PLANT_SOFTMAX = 0, 1, 2, 3
 _ATTENTION, _GEMM, _SOFTMAX, _COMPARE, _COUNT_CHANGED, _CHECKSUM = 4, 5, 6, 7, 8, 9
-_GATE_PAIRS = 10
+_GATE_PAIRS, _PLANT_HUGE_ATTENTION, _PLANT_HUGE_SOFTMAX = 10, 11, 12
 _RESULT_BYTES = 64
 #: Operands that hold no data of a random kind.
 _STARTS = ("cu_seqlens_q", "cu_seqlens_kv", "offsets")
 #: Attention's operands beside the matrices as the reference takes them; null where there is none.
 _ATTENTION_OTHERS = ("descale_q", "descale_k", "descale_v", "bias", "slopes")
+
+
+def kinds_of(problem: Problem, *, is_vendor: bool = False) -> tuple[str, ...]:
+    """Kinds of inputs that a candidate for `problem` is checked with.
+
+    A vendor's kernel is spared `huge_scores`: where it overflows, PyTorch's own answer does.
+    """
+    kinds = KINDS[problem.op]
+    return tuple(kind for kind in kinds if not (is_vendor and kind == "huge_scores"))
 
 
 def scale_of(problem: Problem, kind: str = "random") -> float:
@@ -279,6 +305,8 @@ class Gate:
             )
         if kind == "dominant" or kind == "planted":
             self._plant(problem, seed, draw.getrandbits(62))
+        elif kind == "huge_scores":
+            self._plant_huge(problem, draw.getrandbits(62))
 
     def _plant(self, problem: Problem, seed: int, row_seed: int) -> None:
         at = self.pointers
@@ -311,6 +339,26 @@ class Gate:
                 (at["scores"],),
                 (_PLANT_SOFTMAX, *_softmax_integers(problem), row_seed),
                 (LARGE / SOFTMAX_SCALE,),
+            )
+
+    def _plant_huge(self, problem: Problem, row_seed: int) -> None:
+        """Scores that are all equal, and one that differs, as large as the type allows."""
+        at = self.pointers
+        if not isinstance(problem, AttentionProblem):
+            rows, cols, *_ = _softmax_integers(problem)
+            limits = (HUGE_SOFTMAX.start, len(HUGE_SOFTMAX))
+            self._run((at["scores"],), (_PLANT_HUGE_SOFTMAX, rows, cols, row_seed), limits)
+            return
+        exponents, _ = HUGE_EXPONENTS[problem.dtype]
+        for one, shift in _parts(problem):
+            self._run(
+                (at["query"] + shift["query"], at["key"] + shift["key"]),
+                (
+                    *(_PLANT_HUGE_ATTENTION, _DTYPES[one.dtype]),
+                    *_attention_integers(one, 2),
+                    row_seed,
+                ),
+                (exponents.start, len(exponents)),
             )
 
     def _compute(self, problem: Problem, kind: str, reference: int) -> None:
@@ -401,6 +449,8 @@ def _matrices(operand: Operand) -> tuple[int, int, tuple[int, int, int]]:
 def moments(problem: Problem, kind: str) -> tuple[dict[str, float], dict[str, float]]:
     """Mean and standard deviation of each input that are not 0 and 1."""
     large = LARGE if kind == "large_scores" else 1.0
+    if kind == "huge_scores":
+        return _huge_moments(problem)
     if isinstance(problem, AttentionProblem) and problem.dtype == E4M3:
         return _e4m3_moments(kind == "dominant", large)
     if isinstance(problem, AttentionProblem):
@@ -421,6 +471,24 @@ def moments(problem: Problem, kind: str) -> tuple[dict[str, float], dict[str, fl
         factors = {"scale_a": 1 / E4M3_DEVIATION, "scale_b": deviations["b"] / E4M3_DEVIATION}
         return _scaled(factors, dict.fromkeys("ab", E4M3_DEVIATION))
     return {}, {"scores": large / SOFTMAX_SCALE}
+
+
+def _huge_moments(problem: Problem) -> tuple[dict[str, float], dict[str, float]]:
+    """Keys that are all alike, for `Gate._plant_huge`; nothing is added to their scores.
+
+    What a bias or ALiBi adds would be lost beside them in fp32, and not in the reference.
+    """
+    if not isinstance(problem, AttentionProblem):
+        return {}, {}
+    means: dict[str, float] = {}
+    deviations: dict[str, float] = {}
+    if problem.dtype == E4M3:
+        means, deviations = _e4m3_moments(False, HUGE_DESCALE)
+    _, exponent = HUGE_EXPONENTS[problem.dtype]
+    return (
+        {**means, "key": 2.0**exponent},
+        {**deviations, "key": 0.0, "bias": 0.0, "slopes": 0.0},
+    )
 
 
 def _e4m3_moments(has_mean: bool, large: float) -> tuple[dict[str, float], dict[str, float]]:

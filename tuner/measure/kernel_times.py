@@ -5,7 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from tuner.benchmark import CompiledSubject, Sets, Stopwatch, entrant
+from tuner.measure.stopwatch import (
+    CompiledSubject,
+    Sets,
+    Stopwatch,
+    entrant,
+)
 
 _ALONE = re.compile(r"alone (.*); between launches ")
 _ONE = re.compile(r"(\S+) (-?[\d.]+) us")

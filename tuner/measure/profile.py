@@ -1,7 +1,7 @@
 """Counters of Nsight Compute: which are asked for, what each says, how they are read and kept.
 
 A profile is one JSON file under ``profiles/`` of the cache folder, named after its problem, GPU and
-config (``cache/profiles/`` is what ships). `tuner.profiler` makes it; reports show it.
+config. `tuner.measure.profiler` makes it; reports show it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tuner import document, output, resources, settings
+from tuner import settings
+from tuner.base import document, output
 from tuner.config import Config
 from tuner.errors import BenchmarkError, ConfigError
 from tuner.hardware import Gpu
@@ -219,21 +220,18 @@ def keep(profile: Profile) -> Path:
 
 
 def find(problem: Problem, gpu: Gpu, config: Config) -> Profile | None:
-    """This machine's profile of a config, else a shipped one, else None.
+    """This machine's profile of a config, None where it was not profiled.
 
     Raises:
         ConfigError: when the file is damaged.
     """
-    name = file_name(problem, gpu, config)
-    for place in (folder(), resources.cache() / "profiles"):
-        path = place / name
-        try:
-            return Profile.from_json(document.parse(path.read_text()))
-        except FileNotFoundError:
-            continue
-        except (OSError, ValueError) as exc:
-            raise ConfigError(f"profile {path}: {exc}") from exc
-    return None
+    path = folder() / file_name(problem, gpu, config)
+    try:
+        return Profile.from_json(document.parse(path.read_text()))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as exc:
+        raise ConfigError(f"profile {path}: {exc}") from exc
 
 
 def read_csv(text: str) -> tuple[KernelCounters, ...]:

@@ -1,4 +1,5 @@
-"""The process that is profiled: ``python -m tuner.profiled REQUEST.json``, started under ncu.
+"""The process that is profiled: ``python -m tuner.measure.profiled REQUEST.json``, started under
+ncu.
 
 It prepares a call as the numerics gate does (normal inputs), runs it a few times, and then once
 between the marks of the CUDA profiler; ncu counts what lies between them (``--profile-from-start
@@ -13,14 +14,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tuner import device as device_room
-from tuner.artifacts import Artifact, load
-from tuner.benchmark import WORKSPACE, CompiledSubject, Subject, VendorSubject
+from tuner.compile.artifacts import Artifact, load
 from tuner.config import Config
-from tuner.device import Device, Pool
 from tuner.families import family
 from tuner.families.base import SCRATCH
-from tuner.gate import Gate, scale_of
+from tuner.measure import device as device_room
+from tuner.measure.device import Device, Pool
+from tuner.measure.gate import Gate, scale_of
+from tuner.measure.stopwatch import (
+    WORKSPACE,
+    CompiledSubject,
+    Subject,
+    VendorSubject,
+)
 from tuner.problem import Problem, problem_from_json
 
 CALLS_BEFORE = 2

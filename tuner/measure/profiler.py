@@ -11,27 +11,24 @@ import json
 import os
 import re
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tuner import profiled
-from tuner.artifacts import Artifact
+from tuner.base.processes import Finished, ProcessPool, python_command
+from tuner.compile.artifacts import Artifact
 from tuner.config import Config
 from tuner.errors import BenchmarkError, CompileError
 from tuner.hardware import Gpu
+from tuner.measure import profiled
+from tuner.measure.profile import COUNTERS, Profile, read_csv
 from tuner.measurement import Environment, Regime, Status
 from tuner.problem import Problem
-from tuner.processes import Finished, ProcessPool
-from tuner.profile import COUNTERS, Profile, read_csv
 
 TIMEOUT_S = 300.0
 """Nsight Compute starts in seconds and replays a call some 30 times."""
-_PACKAGE = Path(__file__).resolve().parents[1]
-_CHILD = "import sys; sys.path.insert(0, sys.argv.pop(1)); from tuner.profiled import main; main()"
 _PLACES = ("/usr/local/cuda/bin/ncu", "/opt/nvidia/nsight-compute")
 #: What ncu says of a counter's reading that the driver keeps to administrators.
 NOT_PERMITTED = "ERR_NVGPUCTRPERM"
@@ -127,10 +124,7 @@ def command(ncu: Path, table: Path, regime: Regime, metrics: Sequence[str]) -> l
         "--page=raw",
         f"--log-file={table}",
         f"--metrics={','.join(metrics)}",
-        sys.executable,
-        "-c",
-        _CHILD,
-        str(_PACKAGE),
+        *python_command("-m", profiled.__name__),
     ]
 
 

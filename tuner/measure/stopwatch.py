@@ -18,16 +18,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tuner import device as device_room
-from tuner.artifacts import LoadedKernel
+from tuner.compile.artifacts import LoadedKernel
 from tuner.config import Config
-from tuner.device import Device, Graph, Pool
 from tuner.errors import BenchmarkError
 from tuner.families.base import LSE, Family, Ref
 from tuner.hardware import Gpu
+from tuner.measure import device as device_room
+from tuner.measure.device import Device, Graph, Pool
+from tuner.measure.round_order import Rota
 from tuner.measurement import Clocks, Regime, Status
 from tuner.problem import Operand, Problem
-from tuner.rota import Rota
 
 #: A burst lasts about this long: the gap between a graph's launch and its first kernel (several
 #: microseconds) then stays under 2 %, and events (0.5 us) far below.

@@ -1,4 +1,5 @@
-"""The process that measures: ``python -m tuner.worker``, started and killed by `worker_client`.
+"""The process that measures: ``python -m tuner.measure.worker``, started and killed by
+`worker_client`.
 
 Requests and answers are JSON lines over two pipes of their own; standard output and error are the
 log. One request at a time. Answers are streamed, so that what is finished survives what hangs::
@@ -33,10 +34,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tuner import device as device_room
-from tuner import ranges
-from tuner.artifacts import Artifact, load
-from tuner.benchmark import (
+from tuner.base import ranges
+from tuner.base.processes import EndingSignals
+from tuner.compile.artifacts import Artifact, load
+from tuner.config import Config
+from tuner.errors import BenchmarkError, GateError, TunerError
+from tuner.families import families, families_in
+from tuner.families.base import SCRATCH, Family
+from tuner.hardware import Gpu
+from tuner.measure import device as device_room
+from tuner.measure.device import Device, Pool
+from tuner.measure.gate import (
+    Gate,
+    Guarded,
+    kinds_of,
+    reference_seconds,
+    scale_of,
+)
+from tuner.measure.kernel_times import alone_us, described
+from tuner.measure.stopwatch import (
     WORKSPACE,
     Burst,
     CompiledSubject,
@@ -48,17 +64,9 @@ from tuner.benchmark import (
     count_sets,
     entrant,
 )
-from tuner.config import Config
-from tuner.device import Device, Pool
-from tuner.errors import BenchmarkError, GateError, TunerError
-from tuner.families import families, families_in
-from tuner.families.base import SCRATCH, Family
-from tuner.gate import KINDS, Gate, Guarded, reference_seconds, scale_of
-from tuner.hardware import Gpu
+from tuner.measure.tolerance import Verdict, too_fast
 from tuner.measurement import Clocks, Regime, Status
 from tuner.problem import Problem, problem_from_json
-from tuner.stages import alone_us, described
-from tuner.verdict import Verdict, too_fast
 
 #: Importing torch, loading cuDNN, choosing algorithms and compiling (FlashAttention-4 does) may
 #: take this much longer than a launch.
@@ -336,11 +344,11 @@ class Worker:
         """Run the candidate on every kind of inputs; keeps the worst error, or the first fault."""
         gate = self._opened()
         worst = 0.0
-        for kind in KINDS[job.problem.op]:
+        vendor = isinstance(prepared.subject, VendorSubject)
+        allowance = VENDOR_ALLOWANCE_S if vendor else 0.0
+        for kind in kinds_of(job.problem, is_vendor=vendor):
             self._phase(prepared.index, f"reference, {kind}", reference_seconds(job.problem))
             gate.load(kind)
-            vendor = isinstance(prepared.subject, VendorSubject)
-            allowance = VENDOR_ALLOWANCE_S if vendor else 0.0
             self._phase(prepared.index, f"check, {kind}", allowance)
             scale = scale_of(job.problem, kind)
             buffers = {**gate.pointers, **prepared.buffers}
@@ -497,8 +505,12 @@ def end_group() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until the pipe of requests closes or the CUDA context is lost."""
-    parser = argparse.ArgumentParser(prog="python -m tuner.worker")
+    """Serve until the pipe of requests closes or the CUDA context is lost.
+
+    Only the driver ends it. A signal to every process of a service must not look like a candidate
+    that took the worker down.
+    """
+    parser = argparse.ArgumentParser(prog="python -m tuner.measure.worker")
     parser.add_argument("--requests", type=int, required=True, help="file descriptor to read")
     parser.add_argument("--answers", type=int, required=True, help="file descriptor to write")
     parser.add_argument("--device", type=int, default=0, help="CUDA device")
@@ -506,6 +518,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--family-module", type=Path, action="append", default=[], help="more families"
     )
     options = parser.parse_args(argv)
+    with EndingSignals(lambda number: None):
+        return _serve(options)
+
+
+def _serve(options: argparse.Namespace) -> int:
     faulthandler.enable()
     requests = read_requests(options.requests)
 

@@ -12,7 +12,6 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -22,13 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-import tuner
-from tuner.artifacts import Artifact
+from tuner.base.processes import python_command, python_environment
+from tuner.compile.artifacts import Artifact
 from tuner.config import Config
 from tuner.errors import BenchmarkError
+from tuner.measure.worker import Outcome
 from tuner.measurement import Regime, Status
 from tuner.problem import Problem
-from tuner.worker import Outcome
 
 #: Longest silence of a worker, beyond what it says that a phase may take.
 TIMEOUT_S = 20.0
@@ -116,7 +115,7 @@ class WorkerClient:
         family_modules: Python files that define further families, for tests.
         timeout_s: longest silence beyond what a phase announces.
         start_timeout_s: until the process is ready.
-        command: what to run instead of this interpreter's ``-m tuner.worker``.
+        command: what to run instead of this interpreter's ``-m tuner.measure.worker``.
     """
 
     def __init__(
@@ -131,7 +130,7 @@ class WorkerClient:
         self._arguments = ["--device", str(device_index)]
         for path in family_modules:
             self._arguments += ["--family-module", str(path)]
-        self._command = list(command or (sys.executable, "-m", "tuner.worker"))
+        self._command = list(command or python_command("-m", "tuner.measure.worker"))
         self._timeout_s, self._start_timeout_s = timeout_s, start_timeout_s
         self._process: _Process | None = None
         self._lock = threading.Lock()
@@ -300,8 +299,6 @@ class _Process:
         self._answers, answers = os.pipe()
         # Unlinked at once; read back through the descriptor, also after the process is dead.
         self._log: IO[bytes] = tempfile.TemporaryFile()
-        package = str(Path(tuner.__file__).resolve().parent.parent)
-        path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
         try:
             self._popen = subprocess.Popen(
                 [*command, "--requests", str(requests), "--answers", str(answers)],
@@ -310,7 +307,7 @@ class _Process:
                 stderr=subprocess.STDOUT,
                 pass_fds=(requests, answers),
                 start_new_session=True,
-                env={**os.environ, "PYTHONPATH": path},
+                env=python_environment(),
             )
         except OSError as exc:
             self._close_pipes()

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tuner.cli.describe import microseconds, short_name
 from tuner.config import Config, Value
 from tuner.families import families
-from tuner.measurement import Measurement
+from tuner.measurement import Measurement, speedup_text
 from tuner.problem import Problem
-from tuner.ranking import is_tie
 from tuner.report.subject import Subject
+from tuner.search.ranking import is_tie
+from tuner.selection.describe import microseconds, short_name
 from tuner.store.entry import is_vendor
 
 LEAST_CANDIDATES = 20
@@ -43,24 +43,22 @@ def verdict(subject: Subject) -> str:
             f"Not decided: the sweep of {name} ended before its final pass; the fastest so far is "
             f"{short_name(first)} with {microseconds(first.latency_us)} us."
         )
-    vendors = sorted(entry.vendors.items(), key=lambda item: latency(item[1]))
     if own is None:
-        return f"No own kernel passed for {name}; {vendors[0][0]} takes {_us(vendors[0][1])}."
-    if not vendors:
+        return f"No own kernel passed for {name}; {short_name(first)} takes {_us(first)}."
+    if entry.fastest_vendor is None:
         return f"{short_name(own)} computes {name} in {_us(own)}; no vendor's kernel was measured."
-    vendor, fastest = vendors[0]
-    ratio = latency(own) / latency(fastest)
-    rest = f"{vendor} ({_us(fastest)}), the fastest of {len(vendors)} vendors' kernels"
-    if len(vendors) == 1:
-        rest = f"{vendor} ({_us(fastest)}), the one vendor's kernel measured"
-    if is_tie(own, fastest):
-        return f"{short_name(own)} computes {name} in {_us(own)}, as fast as {rest}."
-    if ratio < 1:
-        share = f"{100 * (1 - ratio):.1f} % less time than"
-        return f"{short_name(own)} computes {name} in {_us(own)}: {share} {rest}."
+    vendor, fastest = entry.fastest_vendor
+    ratio = latency(fastest) / latency(own)
+    count = len(entry.vendors)
+    beside = f"{_us(fastest)}, the {f'fastest of {count} vendors' if count > 1 else 'one vendor'}'"
+    beside += " kernels" if count > 1 else "s kernel measured"
+    if is_tie(own, fastest) or ratio > 1:
+        tie = "a tie; " if is_tie(own, fastest) else ""
+        speed = speedup_text(ratio, vendor)
+        return f"{short_name(own)} computes {name} in {_us(own)}: {speed} ({tie}{beside})."
     return (
         f"{vendor} stays the fastest for {name} with {_us(fastest)}; the best own kernel, "
-        f"{short_name(own)}, takes {_us(own)}, {100 * (ratio - 1):.1f} % more."
+        f"{short_name(own)}, takes {_us(own)}: {speedup_text(ratio, vendor)}."
     )
 
 
@@ -289,6 +287,11 @@ class Standing:
     def ratio(self) -> float:
         """The vendor's time over the own one's: above 1 the own kernel is faster."""
         return latency(self.vendor) / latency(self.own)
+
+    @property
+    def speed(self) -> str:
+        """The ratio in words, as ``1.29x cudnn``."""
+        return speedup_text(self.ratio, short_name(self.vendor))
 
 
 def standing(subject: Subject) -> list[Standing]:

@@ -9,6 +9,7 @@ import json
 from functools import cache
 from pathlib import Path
 
+from tuner.base.install import install_command
 from tuner.errors import ConfigError
 from tuner.report.spec import CONFIG
 
@@ -32,6 +33,6 @@ def library() -> str:
         import vl_convert
     except ImportError as exc:
         raise ConfigError(
-            "pictures need vl-convert-python: `pip install vl-convert-python`"
+            f"pictures need vl-convert-python: `{install_command('vl-convert-python')}`"
         ) from exc
     return str(vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;"))

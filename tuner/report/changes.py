@@ -15,15 +15,15 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from tuner import recording
-from tuner.cli.describe import short_name
 from tuner.errors import ConfigError
-from tuner.lookup import Entry, shipped
-from tuner.lookup import entries as stored_entries
-from tuner.measurement import Measurement, Provenance
-from tuner.ranking import deviation, is_tie, rank
+from tuner.measurement import Measurement, Provenance, speedup_text
 from tuner.report.analysis import latency
-from tuner.shipped import SHIPPED
+from tuner.runners import recording
+from tuner.search.ranking import deviation, is_tie, rank
+from tuner.selection.describe import short_name
+from tuner.selection.reader import Entry, shipped
+from tuner.selection.reader import entries as stored_entries
+from tuner.selection.shipped import SHIPPED
 from tuner.store import open_store
 from tuner.store.exchange import load, read
 from tuner.store.reading import sqlite_file
@@ -75,6 +75,16 @@ class Pair:
         """B's time over A's, less the drift where that is asked for."""
         plain = latency(pair[1]) / latency(pair[0])
         return plain / self.drift if self.is_relative and self.drift else plain
+
+    def speed(self, pair: tuple[Measurement, Measurement]) -> str:
+        """A's time over B's in words, above 1 where B is faster; slower beyond the limit only."""
+        is_slower = self.change(pair) is Change.SLOWER
+        return speedup_text(1 / self.ratio(pair), is_slower=is_slower)
+
+    @property
+    def drift_text(self) -> str:
+        """A's over B's times of the vendors' kernels of both; ``-`` without."""
+        return "-" if self.drift is None else speedup_text(1 / self.drift, is_slower=False)
 
     def limit(self, pair: tuple[Measurement, Measurement]) -> float:
         """Difference, as a part, up to which two times are the same."""

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from tuner.cli.describe import config_text, microseconds, short_name
 from tuner.measurement import Measurement, Status
 from tuner.report.analysis import Importance, Standing, latency
 from tuner.report.course import Step
@@ -27,6 +26,7 @@ from tuner.report.spec import (
 )
 from tuner.report.subject import Subject
 from tuner.report.work import l2_bytes_per_us, total, works
+from tuner.selection.describe import config_text, microseconds, short_name
 from tuner.store.entry import is_vendor
 
 _HERE = "\u25b8 "
@@ -232,7 +232,7 @@ def _rates(subject: Subject) -> list[dict[str, Any]]:
                     "tflops": m.tflops,
                     "series": config.family,
                     "text": f"{microseconds(m.latency_us)} us, {m.tflops:.0f} TFLOP/s",
-                    "pass": "final" if config in final else "quick",
+                    "pass": "final" if m.is_final else "quick",
                     "best": own is not None and config == own.config,
                     "config": config_text(config),
                 }
@@ -285,7 +285,7 @@ def busy(subject: Subject, measurement: Measurement) -> Spec:
 
 
 def standing(found: Sequence[Standing], subject: Subject) -> Spec:
-    """The fastest vendor's time over the best own kernel's, from 1 to either side."""
+    """Own speed as a multiple of the fastest vendor's, from 1 to either side."""
     labels = [s.problem.label() for s in found]
     common = [part for part in labels[0].split(",") if all(part in x.split(",") for x in labels)]
     values = [
@@ -295,7 +295,7 @@ def standing(found: Sequence[Standing], subject: Subject) -> Spec:
             "ratio": s.ratio,
             "even": 1,
             "who": "own is faster" if s.ratio >= 1 else "vendor is faster",
-            "text": f"{s.ratio:.3f} {short_name(s.vendor)}",
+            "text": s.speed,
             "at": max(1.0, s.ratio),
             "own": f"{microseconds(s.own.latency_us)} us {short_name(s.own)}",
             "vendor": f"{microseconds(s.vendor.latency_us)} us {short_name(s.vendor)}",
@@ -306,7 +306,8 @@ def standing(found: Sequence[Standing], subject: Subject) -> Spec:
     high = max(1.05, *(s.ratio for s in found))
     x = channel(
         "ratio",
-        "fastest vendor's time / best own kernel's" + (f", {','.join(common)}" if common else ""),
+        "own speed, multiples of the fastest vendor's"
+        + (f", {','.join(common)}" if common else ""),
         scale={"domain": [low, high + 0.35 * (high - low)], "nice": False},
         axis={"tickCount": 6},
     )
@@ -321,7 +322,8 @@ def standing(found: Sequence[Standing], subject: Subject) -> Spec:
     even = {"type": "rule", "color": INK, "strokeWidth": 1.5}
     return picture(
         values,
-        "The fastest vendor's time over the best own kernel's, of every tuned problem.",
+        "Speed of the best own kernel as a multiple of the fastest vendor's, of every tuned "
+        "problem.",
         height=26 * len(values),
         layer=[
             {

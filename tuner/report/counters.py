@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tuner.profile import SHARES, STALLS, KernelCounters
+from tuner.measure.profile import SHARES, STALLS, KernelCounters
 from tuner.report.spec import INK, SERIES, Spec, channel, picture, tips
 
 

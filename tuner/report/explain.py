@@ -12,15 +12,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tuner.cli.describe import microseconds, short_name
 from tuner.config import Value
+from tuner.measure.profile import (
+    CYCLES,
+    CYCLES_ACTIVE,
+    SHARES,
+    STALLS,
+    Profile,
+)
 from tuner.measurement import Measurement
-from tuner.profile import CYCLES, CYCLES_ACTIVE, SHARES, STALLS, Profile
-from tuner.ranking import deviation, is_tie
 from tuner.report import analysis
 from tuner.report.analysis import latency
 from tuner.report.subject import Subject
 from tuner.report.work import Work, floors, total, works
+from tuner.search.ranking import deviation, is_tie
+from tuner.selection.describe import microseconds, short_name
 from tuner.store.entry import is_vendor
 
 MEASURED, COMPUTED, COUNTED = "measured", "computed", "counted"

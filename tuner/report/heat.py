@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from tuner.cli.describe import config_text, microseconds
 from tuner.report.analysis import Cell, HeatMap, latency
 from tuner.report.spec import CROSS, FAILED, Spec, channel, picture, tips
+from tuner.selection.describe import config_text, microseconds
 
 SLOWEST_SHOWN = 2.0
 """Times above this multiple of the best share the last colour of a heat map."""

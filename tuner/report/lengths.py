@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from tuner.cli.describe import kernel_name
 from tuner.hardware import Gpu
-from tuner.measurement import Measurement, Regime
+from tuner.measurement import Measurement, Regime, speedup_text
 from tuner.problem import AttentionProblem, Problem
 from tuner.report.analysis import latency
 from tuner.report.subject import Subject
+from tuner.selection.describe import kernel_name
 from tuner.store.entry import is_vendor
 
 LEAST_LENGTHS = 3
@@ -145,16 +145,18 @@ def _against(times: Mapping[int, float], vendors: Mapping[int, float]) -> str:
     """Ratios at the ends and the crossings in between."""
     both = sorted({*times} & {*vendors})
     ratios = [vendors[n] / times[n] for n in both]
-    ends = [f"{ratio:.2f} at {n}" for n, ratio in ((both[0], ratios[0]), (both[-1], ratios[-1]))]
+    ends = [
+        speedup_text(ratio, f"the fastest vendor at {n}")
+        for n, ratio in ((both[0], ratios[0]), (both[-1], ratios[-1]))
+    ]
     places = [
         _meeting(short, long, math.log(at_short), math.log(at_long))
         for (short, at_short), (long, at_long) in pairwise(zip(both, ratios, strict=True))
         if (at_short > 1) != (at_long > 1)
     ]
     meets = ", ".join(f"{place:.0f}" for place in places)
-    return f"the fastest vendor's time over its own is {' and '.join(dict.fromkeys(ends))}, " + (
-        f"and is 1 near {meets}" if places else "and nowhere crosses 1"
-    )
+    crossing = f"as fast near {meets}" if places else "which of the two is faster never changes"
+    return "; ".join([*dict.fromkeys(ends), crossing])
 
 
 def _meeting(short: int, long: int, start: float, end: float) -> float:

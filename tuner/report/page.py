@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import tuner
+from tuner.base.install import extra_command
 from tuner.bench.results import half_width_us
-from tuner.cli.describe import config_text, facts_text, microseconds, short_name
 from tuner.errors import ConfigError
-from tuner.measurement import Measurement
+from tuner.measure.profile import COUNTERS, STALLS
+from tuner.measurement import Measurement, speedup_text
 from tuner.problem import AttentionProblem
-from tuner.profile import COUNTERS, STALLS
 from tuner.report import analysis, assets, charts, counters, course
 from tuner.report.explain import Explanation, explain, size
 from tuner.report.heat import heat_panels
@@ -29,10 +29,16 @@ from tuner.report.lengths import (
 from tuner.report.palette import colours
 from tuner.report.spec import Spec
 from tuner.report.subject import Subject
+from tuner.selection.describe import (
+    config_text,
+    facts_text,
+    microseconds,
+    short_name,
+)
 from tuner.store.entry import is_vendor
 
 TEMPLATE = Path(__file__).with_name("page.html.j2")
-EXTRA = "`pip install 'cutlass-tuner[report]'`"
+EXTRA = "report"
 MOST_ROWS = 1000
 """Candidates in the table of all; the fastest."""
 
@@ -111,7 +117,9 @@ def _library() -> str:
         import sklearn  # noqa: F401  # what Optuna's fANOVA stands on
         import vl_convert  # noqa: F401
     except ImportError as exc:
-        raise ConfigError(f"a report needs the extra 'report' ({exc.name}): {EXTRA}") from exc
+        raise ConfigError(
+            f"a report needs the extra '{EXTRA}' ({exc.name}): `{extra_command(EXTRA)}`"
+        ) from exc
     return assets.library().replace("</script", "<\\/script")
 
 
@@ -452,9 +460,10 @@ def _standing(subject: Subject) -> Iterable[Section]:
     mean = math.exp(sum(math.log(s.ratio) for s in found) / len(found))
     ahead = sum(s.ratio > 1 for s in found)
     words = [
-        f"The fastest vendor's time over the best own kernel's, in each problem's final pass, of "
-        f"all {len(found)} that are known for {subject.gpu.name}, {subject.regime}: own kernels "
-        f"are ahead in {ahead}; geometric mean {mean:.3f}.",
+        f"Speed of the best own kernel as a multiple of the fastest vendor's, in each problem's "
+        f"final pass, of all {len(found)} that are known for {subject.gpu.name}, "
+        f"{subject.regime}: own kernels are ahead in {ahead}; geometric mean "
+        f"{speedup_text(mean, 'the fastest vendor')}.",
     ]
     rows = [
         (
@@ -463,12 +472,14 @@ def _standing(subject: Subject) -> Iterable[Section]:
             microseconds(s.own.latency_us),
             short_name(s.vendor),
             microseconds(s.vendor.latency_us),
-            f"{s.ratio:.3f}",
+            s.speed,
         )
         for s in found
     ]
-    columns = ("problem", "best own", "us", "fastest vendor", "us", "vendor / own")
-    figure = Figure("standing", "Fastest vendor / best own", charts.standing(found, subject))
+    columns = ("problem", "best own", "us", "fastest vendor", "us", "own speed")
+    figure = Figure(
+        "standing", "Own speed against the fastest vendor", charts.standing(found, subject)
+    )
     yield Section("standing", "All tuned problems", words, [figure], Table(columns, rows))
 
 

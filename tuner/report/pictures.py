@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from xml.sax.saxutils import escape, quoteattr
 
-from tuner import output
+from tuner.base import output
+from tuner.base.install import extra_command
 from tuner.errors import ConfigError
 from tuner.report.page import EXTRA, sections
 from tuner.report.palette import colours
@@ -45,7 +46,9 @@ def svg(spec: Spec) -> str:
     try:
         import vl_convert
     except ImportError as exc:
-        raise ConfigError(f"a picture needs the extra 'report' ({exc.name}): {EXTRA}") from exc
+        raise ConfigError(
+            f"a picture needs the extra '{EXTRA}' ({exc.name}): `{extra_command(EXTRA)}`"
+        ) from exc
     config = {**CONFIG, "background": "var(--paper)", "padding": PADDING}
     text = str(vl_convert.vegalite_to_svg({**spec, "width": WIDTH}, config=config))
     head, _, body = text.partition(">")

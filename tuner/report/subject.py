@@ -6,17 +6,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tuner import profile, recording, resources, settings
+from tuner import settings
 from tuner.bench.results import Results
 from tuner.config import Config
 from tuner.errors import ConfigError, NoValidConfigError
 from tuner.hardware import Gpu
-from tuner.lookup import Entry, entries, shipped, with_shipped
+from tuner.measure import profile
+from tuner.measure.profile import Profile
 from tuner.measurement import Clocks, Environment, Measurement, Provenance, Regime
 from tuner.problem import Problem
-from tuner.profile import Profile
-from tuner.ranking import rank
-from tuner.recording import Recording
+from tuner.runners import recording
+from tuner.runners.recording import Recording
+from tuner.search.ranking import rank
+from tuner.selection.describe import first_few
+from tuner.selection.nearest import doublings
+from tuner.selection.reader import (
+    Entry,
+    entries,
+    shipped,
+    with_shipped,
+)
 from tuner.store import Store, open_store
 from tuner.store.entry import is_vendor
 from tuner.store.reading import sqlite_file
@@ -113,9 +122,8 @@ def from_file(path: Path, benches: Sequence[Path] = ()) -> Subject:
 
 
 def _benches(given: Sequence[Path]) -> tuple[Results, ...]:
-    """Results of `tuner bench`: those that are named, then those under ``cache/benches/``."""
-    known = sorted((resources.cache() / "benches").glob("*.json"))
-    return tuple(Results.read(path) for path in (*given, *known))
+    """Results of `tuner bench`."""
+    return tuple(Results.read(path) for path in given)
 
 
 def from_known(
@@ -132,7 +140,7 @@ def from_known(
         gpu: where.
         regime: timed how.
         url: the store; default: `settings.store_url`, which need not exist.
-        benches: files of `tuner bench --json`, beside those that ship.
+        benches: files of `tuner bench --json`.
 
     Raises:
         NoValidConfigError: when nothing was measured; names what was.
@@ -158,11 +166,17 @@ def from_known(
             environment = entry.winner.environment
             decided = Recording(problem, entry.gpu, regime, environment, entry.ranking)
             return Subject(decided, "shipped decisions", known, also)
-    labels = sorted({e.problem.label() for e in known if e.problem.op == problem.op})
     raise NoValidConfigError(
         f"nothing was measured for {problem.op} {problem.label()} on {gpu.name} ({regime}): "
-        f"`tuner sweep` measures it (measured for {problem.op}: {'; '.join(labels) or 'none'})"
+        f"`tuner sweep` measures it (measured for {problem.op}, nearest first: "
+        f"{first_few(_nearest(problem, known)) or 'none'})"
     )
+
+
+def _nearest(problem: Problem, known: Sequence[Entry]) -> list[str]:
+    """Labels of the measured problems of one's operation, nearest first."""
+    others = {e.problem for e in known if e.problem.op == problem.op}
+    return [p.label() for p in sorted(others, key=lambda p: (doublings(problem, p), p.key))]
 
 
 def _in_store(store: Store, problem: Problem, gpu: Gpu, regime: Regime) -> Recording | None:

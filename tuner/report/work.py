@@ -12,10 +12,16 @@ from math import ceil
 
 from tuner.config import Config
 from tuner.families import family, gemv, grouped_gemm, triton_attention, two_kernel_attention
-from tuner.families.cutlass_fmha_shape import Shape
+from tuner.families.cutlass_fmha.shape import Shape
 from tuner.families.fused_attention import FusedAttention, instance
-from tuner.families.gemm_shape import CONSUMERS, PINGPONG, PLAIN, oriented, smem_bytes
-from tuner.families.gemm_swiglu import product_of
+from tuner.families.gemm.shape import (
+    CONSUMERS,
+    PINGPONG,
+    PLAIN,
+    oriented,
+    smem_bytes,
+)
+from tuner.families.gemm.swiglu import product_of
 from tuner.hardware import (
     EXP_PER_CLOCK_SM,
     GRAPH_LAUNCH_US,

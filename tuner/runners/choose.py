@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from tuner import recording
-from tuner.errors import CompileError
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.measurement import Regime
 from tuner.problem import Problem
+from tuner.runners import recording
 from tuner.runners.base import Runner
 from tuner.runners.predict import PredictRunner
 from tuner.runners.replay import ReplayRunner
 
 if TYPE_CHECKING:
-    from tuner.artifacts import ArtifactCache
-    from tuner.compiler import Compiler
+    from tuner.compile.artifacts import ArtifactCache
+    from tuner.compile.compiler import Compiler
+    from tuner.compile.toolchain import Toolchain
     from tuner.runners.pool import WorkerPool
-    from tuner.toolchain import Toolchain
 
 
 @dataclass(frozen=True)
@@ -143,7 +141,7 @@ class Runners:
         Raises:
             ConfigError: as `devices`.
         """
-        from tuner import device
+        from tuner.measure import device
 
         return device.detect(self.devices[0]) if self.devices else None
 
@@ -163,8 +161,8 @@ class Runners:
         )
 
     def _create_pool(self) -> WorkerPool:
+        from tuner.measure.worker_client import WorkerClient
         from tuner.runners.pool import WorkerPool
-        from tuner.worker_client import WorkerClient
 
         return WorkerPool([WorkerClient(index) for index in self.devices])
 
@@ -178,13 +176,8 @@ class Runners:
         if found is not None:
             self._note(f"replaying the recorded sweep of {label}")
             return ReplayRunner(found)
-        try:
-            compiler: Compiler | None = self.compiler()
-        except CompileError as exc:
-            compiler = None
-            self._note(f"nothing is compiled: {exc}")
-        self._note(f"no recording of {label}: ranking by predicted time")
-        return PredictRunner(DEFAULT_GPU, regime, compiler)
+        self._note(f"no recording of {label}: ranking by predicted time, nothing is compiled")
+        return PredictRunner(DEFAULT_GPU, regime)
 
     def compiler(self) -> Compiler:
         """One compiler for the whole job.
@@ -193,8 +186,8 @@ class Runners:
             CompileError: when nvcc, the host compiler or CUTLASS is missing.
         """
         if self._compiler is None:
-            from tuner import toolchain
-            from tuner.artifacts import ArtifactCache
+            from tuner.compile import toolchain
+            from tuner.compile.artifacts import ArtifactCache
 
             capability = (self.gpu or DEFAULT_GPU).compute_capability
             tools = toolchain.find_toolchain()
@@ -204,44 +197,6 @@ class Runners:
     def _create_compiler(
         self, tools: Toolchain, artifacts: ArtifactCache, capability: str
     ) -> Compiler:
-        from tuner.compiler import Compiler
+        from tuner.compile.compiler import Compiler
 
         return Compiler(tools, artifacts, self._machine.jobs, capability=capability)
-
-
-@contextmanager
-def open_runners(machine: Machine, note: Callable[[str], None]) -> Iterator[Sequence[Runners]]:
-    """The runners of one job, for each kind of GPU: of a machine one, of a cluster perhaps more.
-
-    Raises:
-        ConfigError: when the cluster is not there, or no node of it has the labels.
-        BenchmarkError: when no GPU of the cluster can be used.
-    """
-    if machine.cluster is None:
-        with Runners(machine, note) as runners:
-            yield [runners]
-        return
-    from tuner.runners.on_ray import Cluster
-
-    with Cluster(machine.cluster, note) as cluster, ExitStack() as stack:
-        yield [stack.enter_context(runners) for runners in cluster.runners(machine, note)]
-
-
-@contextmanager
-def open_creator(
-    machine: Machine, note: Callable[[str], None]
-) -> Iterator[Callable[[Machine, Callable[[str], None]], Runners]]:
-    """What makes the runners of a controller, again and again, where there is one kind of GPU.
-
-    Raises:
-        ConfigError: as `open_runners`; and when the cluster has several kinds.
-        BenchmarkError: as `open_runners`.
-    """
-    if machine.cluster is None:
-        yield Runners
-        return
-    from tuner.runners.on_ray import Cluster
-
-    with Cluster(machine.cluster, note) as cluster:
-        cluster.only(machine, note)
-        yield cluster.only

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tuner import device
 from tuner.errors import BenchmarkError, ConfigError
 from tuner.hardware import OLDEST_CAPABILITY, Gpu
+from tuner.measure import device
 
 
 def parse_devices(text: str) -> tuple[int, ...] | None:

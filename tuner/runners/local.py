@@ -12,18 +12,18 @@ from concurrent.futures import CancelledError, Future
 from functools import cached_property, partial
 from pathlib import Path
 
-from tuner import device
-from tuner.compiler import Compiler
+from tuner.compile.compiler import Compiler
 from tuner.config import Config
 from tuner.errors import BenchmarkError
-from tuner.evaluate import Evaluator, Pending
 from tuner.families import families, families_in
 from tuner.families.base import Family
 from tuner.hardware import HOPPER, Gpu
+from tuner.measure import device
+from tuner.measure.evaluate import Evaluator, Pending
+from tuner.measure.worker_client import TIMEOUT_S, WorkerClient
 from tuner.measurement import Environment, Measurement, Provenance, Regime
 from tuner.problem import Problem
 from tuner.runners.pool import WorkerPool
-from tuner.worker_client import TIMEOUT_S, WorkerClient
 
 _Done = tuple[Pending, "Future[list[Measurement]]"]
 

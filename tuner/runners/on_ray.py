@@ -21,18 +21,19 @@ from functools import cached_property
 from typing import Any, Self
 
 import tuner
-from tuner.artifacts import Artifact, ArtifactCache
-from tuner.compiler import Compiler, KernelJob
+from tuner.base.install import extra_command
+from tuner.compile.artifacts import Artifact, ArtifactCache
+from tuner.compile.compiler import Compiler, KernelJob
+from tuner.compile.render import render
+from tuner.compile.toolchain import Toolchain
 from tuner.errors import BenchmarkError, ConfigError, WorkerLostError
 from tuner.families.base import KernelSpec
 from tuner.hardware import OLDEST_CAPABILITY, Gpu
-from tuner.render import render
+from tuner.measure.worker import Outcome
+from tuner.measure.worker_client import Ask
 from tuner.runners.choose import ClusterPlace, Machine, Runners
 from tuner.runners.pool import WorkerPool
 from tuner.runners.ray_nodes import Built, Card, Gauge, Parcel, arrived, artifacts_of, build, keep
-from tuner.toolchain import Toolchain
-from tuner.worker import Outcome
-from tuner.worker_client import Ask
 
 Note = Callable[[str], None]
 
@@ -506,9 +507,7 @@ def _connect(address: str | None) -> Any:
     try:
         import ray
     except ImportError as exc:
-        raise ConfigError(
-            f"--runner ray needs Ray: pip install 'cutlass-tuner[ray]' ({exc})"
-        ) from exc
+        raise ConfigError(f"--runner ray needs Ray ({exc}): {extra_command('ray')}") from exc
     try:
         _reach(address or os.environ.get("RAY_ADDRESS", ""))
         ray.init(address or "auto", log_to_driver=False, logging_level=logging.ERROR)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from tuner.errors import BenchmarkError, WorkerLostError
-from tuner.worker_client import AnyWorker
+from tuner.measure.worker_client import AnyWorker
 
 T = TypeVar("T")
 

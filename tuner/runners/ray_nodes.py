@@ -14,15 +14,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import tuner
-from tuner import device
-from tuner.artifacts import Artifact, ArtifactCache
-from tuner.compiler import Compiler, find_toolchain
+from tuner.compile.artifacts import Artifact, ArtifactCache
+from tuner.compile.compiler import Compiler, find_toolchain
 from tuner.errors import BenchmarkError, CompileError, RenderError
 from tuner.families.base import KernelSpec
 from tuner.hardware import Gpu
+from tuner.measure import device
+from tuner.measure.worker import Outcome
+from tuner.measure.worker_client import Ask, WorkerClient
 from tuner.measurement import Resources
-from tuner.worker import Outcome
-from tuner.worker_client import Ask, WorkerClient
 
 Parcel = Mapping[str, bytes]
 """Libraries by their SHA-256."""

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tuner import document, output, resources
+from tuner.base import document, output, resources
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families import families, families_of

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tuner.config import Config
 from tuner.families.base import Family
 from tuner.measurement import Measurement, Provenance
 from tuner.problem import Problem
-from tuner.recording import Recording
+from tuner.runners.recording import Recording
+from tuner.store.entry import is_vendor
 
 
 class ReplayRunner:
@@ -26,16 +27,17 @@ class ReplayRunner:
         self._configs: dict[tuple[str, str], list[Config]] = {}
         self._queue: deque[list[Measurement]] = deque()
         for part in recording.walk():
-            for measurement in part.measurements:
-                self._add(measurement.but(provenance=self.provenance))
+            self._add(part)
 
-    def _add(self, measurement: Measurement) -> None:
-        problem, config = measurement.problem.key, measurement.config
-        known = self._final if measurement.is_final else self._quick
-        known[problem, config.digest] = measurement
-        listed = self._configs.setdefault((problem, config.family), [])
-        if config not in listed:
-            listed.append(config)
+    def _add(self, part: Recording) -> None:
+        measured = [m.but(provenance=self.provenance) for m in part.measurements]
+        problem = part.problem.key
+        # A recording of a final pass only answers the quick one with it.
+        quick = [m for m in measured if not m.is_final] or [m.but(is_final=False) for m in measured]
+        self._final |= {(problem, m.config.digest): m for m in measured if m.is_final}
+        self._quick |= {(problem, m.config.digest): m for m in quick}
+        for config in dict.fromkeys(m.config for m in quick):
+            self._configs.setdefault((problem, config.family), []).append(config)
 
     def restrict(self, problem: Problem, family: Family, space: Sequence[Config]) -> list[Config]:
         """The members of `space` that were recorded; when there is none (a composite family
@@ -57,7 +59,7 @@ class ReplayRunner:
 
     def submit(self, problem: Problem, group: Sequence[Config]) -> None:
         """Queue a group; a candidate that was not recorded does not exist."""
-        self._queue.append([self._quick_of(problem, config) for config in group])
+        self._queue.append([self._quick[problem.key, config.digest] for config in group])
 
     def collect(self) -> list[Measurement]:
         return self._queue.popleft()
@@ -65,17 +67,17 @@ class ReplayRunner:
     def retime(
         self, problem: Problem, finalists: Sequence[Config], rounds: int
     ) -> list[Measurement]:
-        """The recorded final pass. A finalist that was none in the recording keeps its quick
-        time and is flagged ``quick``: it was not timed beside the others.
+        """Times of one pass: those finalists that the recorded final pass timed, or all of them in
+        the quick pass (`is_final` is false then) where no own one passed in the final pass.
+
+        Quick and final times never come together: a final pass runs longer, beside the vendors'
+        kernels, and at lower clocks.
         """
-        measured = []
-        for config in finalists:
-            final = self._final.get((problem.key, config.digest))
-            if final is None:
-                quick = self._quick_of(problem, config)
-                final = quick.but(is_final=True, flags=(*quick.flags, "quick"))
-            measured.append(final)
-        return measured
+        own = [config for config in finalists if not is_vendor(config)]
+        final = self._of(self._final, problem, finalists)
+        if any(m.ok for m in self._of(self._final, problem, own or finalists)):
+            return final
+        return self._of(self._quick, problem, finalists)
 
     def cancel(self) -> None:
         """Nothing here ever waits."""
@@ -83,7 +85,9 @@ class ReplayRunner:
     def close(self) -> None:
         self._queue.clear()
 
-    def _quick_of(self, problem: Problem, config: Config) -> Measurement:
-        key = (problem.key, config.digest)
-        quick = self._quick.get(key)
-        return quick if quick is not None else self._final[key].but(is_final=False)
+    @staticmethod
+    def _of(
+        known: Mapping[tuple[str, str], Measurement], problem: Problem, configs: Sequence[Config]
+    ) -> list[Measurement]:
+        keys = [(problem.key, config.digest) for config in configs]
+        return [known[key] for key in keys if key in known]

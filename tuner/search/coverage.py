@@ -2,12 +2,12 @@
 
 Times are measured ones (quick passes of the store, else of the shipped recordings) and, for what
 was not measured at a shape, the search's own belief: the cost model corrected by what was measured
-there and at other shapes (`tuner.surrogate`). Every number says which of the two it is. Left out of
-its history, the belief's first choice took 1.6 % more than the best recorded attention kernel in
-the mean over 11 problems (worst 5.1 %), where the cost model's took 6.4 % more (worst 15 %); over
-the two recorded GEMMs 11 and 2 %. Attention kernels that it held to be within 3 % of its choice
-were 3.3 % behind the recorded best in the mean, 14 % at worst: what is predicted is a plan for
-measuring, not a measurement.
+there and at other shapes (`tuner.search.surrogate`). Every number says which of the two it is. Left
+out of its history, the belief's first choice took 1.6 % more than the best recorded attention
+kernel in the mean over 11 problems (worst 5.1 %), where the cost model's took 6.4 % more (worst 15
+%); over the two recorded GEMMs 11 and 2 %. Attention kernels that it held to be within 3 % of its
+choice were 3.3 % behind the recorded best in the mean, 14 % at worst: what is predicted is a plan
+for measuring, not a measurement.
 
 The choice is greedy set cover: the configuration that serves most of the shapes that are left, of
 equals the one with more measured times, then the one with the smaller loss.
@@ -23,11 +23,11 @@ from typing import Any
 from tuner.config import Config
 from tuner.families import families, families_of
 from tuner.families.base import Family, without_spare
-from tuner.fit import Sample, answers_everywhere
 from tuner.hardware import Gpu
 from tuner.measurement import Measurement, Provenance
 from tuner.problem import Problem
-from tuner.search import FamilySearch
+from tuner.search.fit import Sample, answers_everywhere
+from tuner.search.study import FamilySearch
 from tuner.store.entry import is_vendor, vendor_name
 
 

@@ -1,4 +1,5 @@
-"""Rules for shapes that nobody tuned, made from measured ones (`tuner.rule` says what they are).
+"""Rules for shapes that nobody tuned, made from measured ones (`tuner.selection.rule` says what
+they are).
 
 Each kind is made and judged by leave-one-out: each problem is answered by the rule of the others,
 and the answer's time there is compared with the best time measured there. The kind of the smallest
@@ -20,13 +21,22 @@ from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from tuner import nearest
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.hardware import Gpu
 from tuner.measurement import Measurement, Regime
 from tuner.problem import Problem
-from tuner.rule import UNMEASURED, Regret, Rule, carried, find, first_legal, holds, is_size
+from tuner.selection import nearest
+from tuner.selection.rule import (
+    UNMEASURED,
+    Regret,
+    Rule,
+    carried,
+    find,
+    first_legal,
+    holds,
+    is_size,
+)
 from tuner.store.entry import is_vendor
 
 if TYPE_CHECKING:

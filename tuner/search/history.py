@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from functools import cache
 
-from tuner import recording
 from tuner.families import families
 from tuner.hardware import Gpu
 from tuner.measurement import Measurement, Provenance, Regime
-from tuner.nearest import doublings
 from tuner.problem import Problem
-from tuner.recording import Recording
+from tuner.runners import recording
+from tuner.runners.recording import Recording
+from tuner.selection.nearest import doublings
 from tuner.store import Store
 
 MOST_PROBLEMS = 12

@@ -6,12 +6,14 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tuner.config import Value
-from tuner.search import STARTUP
-from tuner.surrogate import Features
 
 if TYPE_CHECKING:
     import optuna
 
+    from tuner.search.surrogate import Features
+
+STARTUP = 6
+"""Results of a family before Optuna is asked; until then the family's ranking goes on."""
 ABSENT = "(absent)"
 """Choice that stands for a parameter which a config does not have."""
 MISSES = {"tpe": 12, "gp": 3}

@@ -41,14 +41,19 @@ def finalists(
     return chosen + [m for m in passed if is_vendor(m.config)]
 
 
-def rank(finals: Sequence[Measurement]) -> list[Measurement]:
-    """Final measurements that passed, best first; a tie is always broken the same way.
+def rank(measured: Sequence[Measurement]) -> list[Measurement]:
+    """Measurements of one pass that passed, best first; a tie is always broken the same way.
 
     Again and again the fastest of what is left is taken together with all that equal it within
     the noise of the two (at most `TIE`); of these the first is an own kernel before a vendor's,
     then the smaller workspace, then the smaller digest.
+
+    Raises:
+        ValueError: when quick times and final times come together: they do not compare.
     """
-    left = sorted((m for m in finals if m.ok), key=_us)
+    left = sorted((m for m in measured if m.ok), key=_us)
+    if len({m.is_final for m in left}) > 1:
+        raise ValueError("quick times and final times cannot be ranked together")
     ranking: list[Measurement] = []
     while left:
         tied = [m for m in left if is_tie(left[0], m)]

@@ -27,10 +27,10 @@ from tuner.families.base import Family, group_by_kernels
 from tuner.hardware import Gpu
 from tuner.measurement import Measurement
 from tuner.problem import Problem
+from tuner.search.optuna_sampler import STARTUP, OptunaSampler
 
 if TYPE_CHECKING:
-    from tuner.optuna_sampler import OptunaSampler
-    from tuner.surrogate import Features, Past, Surrogate
+    from tuner.search.surrogate import Features, Past, Surrogate
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Effort:
     rounds: int
     """Interleaved rounds of the final pass."""
     predicted: int
-    """Trials compiled and ranked where nothing can be timed."""
+    """Trials ranked by their estimates where nothing can be timed."""
 
 
 #: Quick: at most 16 kernels a family of attention or 40 of GEMM. It ends where no further group is
@@ -95,8 +95,6 @@ EFFORTS: dict[str, Effort] = {
 DEFAULT_TRIALS = 40
 
 SAMPLERS = ("model", "tpe", "gp", "cost", "random")
-STARTUP = 6
-"""Results of a family before Optuna is asked; until then the family's ranking goes on."""
 RACE_MARGIN = 0.1
 """Of 173 recorded GEMM kernels the first 2 of up to 8 run-time variants come within 0.5 % of the
 best variant in the median and 7 % in nine of ten; racing them times 40 % and loses no winner."""
@@ -213,7 +211,7 @@ class FamilySearch:
             group.sort(key=lambda config: estimates[config.digest])
         predicted = {key: estimates[group[0].digest] for key, group in self.groups.items()}
         if sampler == "model":
-            from tuner import surrogate
+            from tuner.search import surrogate
 
             past = _past(family, gpu, history)
             self.surrogate = surrogate.Surrogate(problem, self._features(), predicted, past)
@@ -252,8 +250,6 @@ class FamilySearch:
         if self._sampler in ("random", "cost") or self.finished < STARTUP:
             return first
         if self._optuna is None:
-            from tuner.optuna_sampler import OptunaSampler
-
             self._optuna = OptunaSampler(self._features(), self._sampler, self._seed)
             # Values first: an infeasible one is told as the worst of them.
             for key, value in sorted(self._values.items(), key=lambda item: item[1] is None):
@@ -318,7 +314,7 @@ class FamilySearch:
                 self.surrogate.observe(key, max(values) if value is None else value)
 
     def _features(self) -> dict[str, Features]:
-        from tuner.surrogate import features_of
+        from tuner.search.surrogate import features_of
 
         return {key: features_of(self.family, group[0]) for key, group in self.groups.items()}
 
@@ -331,7 +327,7 @@ def _value(measurements: Iterable[Measurement]) -> float | None:
 
 def _past(family: Family, gpu: Gpu, history: Iterable[Measurement]) -> list[Past]:
     """What other problems' measurements say of the family's cost model, a problem each."""
-    from tuner.surrogate import Past, features_of
+    from tuner.search.surrogate import Past, features_of
 
     problems: dict[Problem, list[Measurement]] = {}
     for m in history:

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from tuner.config import Config, Value
 from tuner.families.base import Family
-from tuner.nearest import doublings
 from tuner.problem import Problem
+from tuner.selection.nearest import doublings
 
 Features = Mapping[str, Value]
 Array = NDArray[np.float64]

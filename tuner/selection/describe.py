@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Sequence
 from typing import Any
 
 from tuner.config import Config
-from tuner.lookup import Answer, Entry
-from tuner.measurement import Environment, Measurement
-from tuner.rule import Choice
-from tuner.store.entry import is_vendor, vendor_name
+from tuner.hardware import Gpu
+from tuner.measurement import Environment, Measurement, Provenance, speedup_text
+from tuner.problem import Problem
+from tuner.selection.reader import Answer, Entry
+from tuner.selection.rule import Choice
+from tuner.store.entry import is_vendor, ratios_json, vendor_name
 
 WIDTH = 100
 """Columns that a sweep's result and an answer keep to."""
+FEW = 3
+"""Items of a list that a message of one line names."""
 _LABEL = 13
 _SHORT_DIGEST = 6
 
@@ -41,6 +46,11 @@ def wrapped(text: str, width: int = WIDTH) -> list[str]:
     )
 
 
+def cut(text: str, width: int) -> str:
+    """The words of one line that fit, with ``...`` in place of the others."""
+    return textwrap.shorten(text, width, placeholder=" ...", break_on_hyphens=False)
+
+
 def short_name(measurement: Measurement) -> str:
     """A vendor kernel's name, or the family and the beginning of the config's digest."""
     name = kernel_name(measurement)
@@ -56,14 +66,45 @@ def microseconds(latency_us: float | None) -> str:
     return f"{latency_us:.2f}" if latency_us < 10 else f"{latency_us:.1f}"
 
 
-def ratio_text(entry: Entry) -> str:
-    """Time of the best own kernel against every vendor kernel's."""
-    return ", ".join(f"{ratio:.3f} of {name}" for name, ratio in entry.ratios.items())
+def speedups_text(entry: Entry) -> str:
+    """The best own kernel against every vendor's, as ``1.29x cudnn; 0.95x flash3, slower``."""
+    if entry.best_own is None:
+        return "no own kernel passed"
+    found = "; ".join(speedup_text(ratio, name) for name, ratio in entry.speedups.items())
+    return found or "no vendor kernel was measured"
+
+
+def against_fastest(entry: Entry) -> str:
+    """The best own kernel against the fastest vendor's, as ``1.29x cudnn``; ``-`` without both."""
+    name, ratio = next(iter(entry.speedups.items()), ("", None))
+    return "-" if ratio is None else speedup_text(ratio, name)
+
+
+def caveats(provenance: Provenance, gpu: Gpu, pass_name: str = "final") -> list[str]:
+    """What a headline must say of times that were not measured here, or not in a final pass.
+
+    Args:
+        provenance: where the times come from.
+        gpu: what they stand for.
+        pass_name: `Entry.pass_name` of the ranking.
+    """
+    found = []
+    if provenance is Provenance.REPLAYED:
+        found.append(f"REPLAYED from a recorded sweep: measured on {gpu.name}, not on this machine")
+    if provenance is Provenance.PREDICTED:
+        found.append(f"PREDICTED for {gpu.name}: estimates, nothing was measured")
+    if pass_name == "quick":
+        found.append(
+            "QUICK PASS: the recorded final pass has none of these own kernels; all times are of "
+            "the quick pass"
+        )
+    return found
 
 
 def where_from(entry: Entry) -> str:
     """Provenance, pin and origin, as in ``measured, pinned, shipped``."""
     marks = [str(entry.provenance)]
+    marks += ["quick pass"] if entry.pass_name == "quick" else []
     marks += ["pinned"] if entry.pinned else []
     marks += [entry.origin] if entry.origin else []
     return ", ".join(marks)
@@ -89,25 +130,36 @@ def counted(number: int, one: str) -> str:
     return f"{number} {one[:-1] + 'ies' if one.endswith('y') else one + 's'}"
 
 
+def first_few(texts: Sequence[str], separator: str = "; ") -> str:
+    """The first `FEW` of a list and the count of the rest, for a message of one line."""
+    rest = len(texts) - FEW
+    return separator.join(texts[:FEW]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def order_of(entry: Entry) -> tuple[Any, ...]:
+    """Order of a list: operation, GPU and regime, then the shape's sizes as numbers."""
+    label = re.split(r"(\d+)", entry.problem.label())  # text and digits by turns
+    sizes = [int(part) if number % 2 else part for number, part in enumerate(label)]
+    return entry.problem.op, entry.gpu.name, str(entry.regime), sizes, str(entry.provenance)
+
+
 def list_text(entries: Sequence[Entry]) -> str:
-    """A table of all entries."""
-    rows = [("op", "shape", "GPU", "regime", "winner", "us", "own / vendor", "provenance")]
-    for entry in entries:
-        ratios = entry.ratios
-        nearest = max(ratios, key=ratios.__getitem__) if ratios else ""
-        rows.append(
+    """A table for each operation, GPU, regime and provenance, in the order of `order_of`."""
+    found: dict[str, list[tuple[str, ...]]] = {}
+    for entry in sorted(entries, key=order_of):
+        place = f"{entry.problem.op} on {entry.gpu.name}, {entry.regime}: {where_from(entry)}"
+        found.setdefault(place, []).append(
             (
-                entry.problem.op,
                 entry.problem.label(),
-                entry.gpu.name,
-                str(entry.regime),
                 kernel_name(entry.winner),
                 microseconds(entry.winner.latency_us),
-                f"{ratios[nearest]:.3f} {nearest}" if nearest else "-",
-                where_from(entry),
+                against_fastest(entry),
             )
         )
-    return table(rows, right=frozenset({5}))
+    heading = ("shape", "winner", "us", "own speed")
+    return "\n\n".join(
+        f"{place}\n{table([heading, *rows], right=frozenset({2}))}" for place, rows in found.items()
+    )
 
 
 def kernel_name(measurement: Measurement) -> str:
@@ -116,33 +168,27 @@ def kernel_name(measurement: Measurement) -> str:
     return vendor_name(config) if is_vendor(config) else config.family
 
 
-def answer_text(answer: Answer, source: str) -> str:
+def answer_text(answer: Answer, asked: Problem, source: str) -> str:
     """A few lines: what serves the problem, how fast, against what, and where that is known from.
 
     Args:
-        answer: what was found; a nearest one shows the tuned problem's entry, and first the
-            configs that it lends; a rule's choice has a regret in a time's place.
+        answer: what was found; of a neighbour the heading names both shapes, and the transferred
+            configs stand in the winner's place with their times there; a rule's choice has a
+            regret in a time's place.
+        asked: the problem that was looked up.
         source: the store's name.
     """
     entry = answer.entry
-    winner, own = entry.winner, entry.best_own
     width = WIDTH - _LABEL
-    head = f"{entry.problem.op} {entry.problem.label()} on {entry.gpu.name}, {entry.regime}"
     rows = [("answer", [answer.kind])]
-    rows += [("lends", config_lines(m.config, width)) for m in answer.lent]
-    rows.append(("winner", config_lines(winner.config, width)))
-    if answer.ruled is not None:
-        rows.append(("regret", [answer.ruled.regret.text()]))
+    if answer.lent:
+        rows += [("transferred", _transferred_lines(m, entry, width)) for m in answer.lent]
     else:
-        rows.append(("time", [_time(winner)]))
-    if own and own.config != winner.config:
-        rows.append(("best own", [*config_lines(own.config, width), _time(own)]))
-    if entry.ratios:
-        rows.append(("own/vendor", wrapped(ratio_text(entry), width)))
+        rows += _winner_rows(answer, width)
     decided = f", {entry.decided_at}" if entry.decided_at else ""
     rows += [
         ("provenance", [where_from(entry) + decided]),
-        ("environment", wrapped(facts_text(winner.environment), width)),
+        ("environment", wrapped(facts_text(entry.winner.environment), width)),
         ("from", [entry.origin if entry.origin == "shipped" else source]),
         *(("note", wrapped(note, width)) for note in answer.notes if note != entry.origin),
     ]
@@ -151,7 +197,48 @@ def answer_text(answer: Answer, source: str) -> str:
         for name, texts in rows
         for number, line in enumerate(texts)
     ]
-    return "\n".join([head, *lines])
+    return "\n".join([*_answer_head(answer, asked), *lines])
+
+
+def _winner_rows(answer: Answer, width: int) -> list[tuple[str, list[str]]]:
+    """What serves, its time or its rule's regret, and the best own kernel beside it."""
+    winner, own = answer.entry.winner, answer.entry.best_own
+    rows = [("winner", config_lines(winner.config, width))]
+    if answer.ruled is not None:
+        rows.append(("regret", wrapped(answer.ruled.regret.text(), width)))
+    else:
+        rows.append(("time", [_time(winner)]))
+    if own and own.config != winner.config:
+        rows.append(("best own", [*config_lines(own.config, width), _time(own)]))
+    if answer.entry.speedups:
+        rows.append(("own speed", wrapped(speedups_text(answer.entry), width)))
+    return rows
+
+
+def _transferred_lines(measurement: Measurement, entry: Entry, width: int) -> list[str]:
+    """A config that a neighbour's entry lends, and how fast it was at the neighbour."""
+    text = f"at {entry.problem.label()}: {_time(measurement)}"
+    if entry.fastest_vendor is not None:
+        name, vendor = entry.fastest_vendor
+        ratio = measurement.speedup(vendor)
+        text += "" if ratio is None else f"; {speedup_text(ratio, name)}"
+    return [*config_lines(measurement.config, width), *wrapped(text, width)]
+
+
+def _answer_head(answer: Answer, asked: Problem) -> list[str]:
+    """The shape that was asked for, and what must be known of the times below before they are
+    read.
+    """
+    entry = answer.entry
+    lines = [f"{asked.op} {asked.label()} on {entry.gpu.name}, {entry.regime}"]
+    if answer.lent:
+        lines += wrapped(
+            f"answered by its neighbour {entry.problem.label()}: every time below was measured at "
+            "that shape, not at this one"
+        )
+    if answer.ruled is None:
+        lines += caveats(entry.provenance, entry.gpu, entry.pass_name)
+    return lines
 
 
 def _time(measurement: Measurement) -> str:
@@ -235,7 +322,8 @@ def entry_json(entry: Entry) -> dict[str, Any]:
         "tflops": winner.tflops,
         "own_us": entry.best_own.latency_us if entry.best_own else None,
         "vendors_us": {name: m.latency_us for name, m in entry.vendors.items()},
-        "own_over_vendor": entry.ratios,
+        **ratios_json(entry),
+        "pass": entry.pass_name or None,
         "environment": dict(winner.environment.facts),
         "sweep": entry.sweep,
         "decided_at": entry.decided_at,
@@ -249,11 +337,14 @@ def _rule_json(choice: Choice) -> dict[str, Any]:
     return {**facts, "regret": regret}
 
 
-def answer_json(answer: Answer, *, ranking: bool) -> dict[str, Any]:
-    """An answer as one JSON object."""
+def answer_json(answer: Answer, asked: Problem, *, ranking: bool) -> dict[str, Any]:
+    """An answer as one JSON object; ``shape`` and the times are of the problem that was tuned,
+    which is another than ``asked`` where the kind is ``nearest``.
+    """
     data = {
         **entry_json(answer.entry),
         "kind": answer.kind,
+        "asked": {"shape": asked.label(), "problem": asked.to_json()},
         "lent": [m.config.to_json() for m in answer.lent],
         "exact": answer.exact,
         "notes": list(answer.notes),

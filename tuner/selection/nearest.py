@@ -8,8 +8,8 @@ memory: operation, types, mask and head dimension are equal. Between two of a cl
 2. these kernels passed the gate at `LEAST_PASSED` or more of the shapes that `drawn` names around
    the tuned problem, in that layout too, and failed at none (`tuner sweep` and `tuner widen` run
    them there);
-3. at the nearest of the measured shapes of that layout it was not slower than PyTorch's own
-   kernels, which answer where nothing is lent.
+3. measured shapes enclose the asked one, and there they were faster than PyTorch's own kernels
+   (`is_enclosed`), which answer where nothing is lent.
 
 Of several configs the one with the least estimated time comes first: its time at the nearest
 measured shape, scaled by what the family's cost estimate makes of the difference. From the recorded
@@ -21,20 +21,21 @@ cuDNN (cache/recordings).
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import json
 import math
 import random
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
-from functools import cache, lru_cache
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from functools import cache, cached_property, lru_cache
+from typing import Any, NamedTuple
 
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families import families
-from tuner.families.base import FOREIGN
-from tuner.families.vendor_sdpa import PEERS, VARIANTS
+from tuner.families.base import FOREIGN, KernelSpec
+from tuner.families.vendor.sdpa import PEERS, VARIANTS
 from tuner.hardware import TMA_ALIGNMENT_BYTES
 from tuner.measurement import Measurement
 from tuner.problem import (
@@ -49,6 +50,9 @@ from tuner.problem import (
 )
 from tuner.store.entry import Entry, is_vendor
 
+Sizes = tuple[float, ...]
+"""What a kernel sees of a problem's sizes, in octaves; batch and heads are one."""
+
 REACH = 2.0
 """Octaves: sequences twice as long, or four times as many heads."""
 DRAWN = 16
@@ -59,6 +63,12 @@ ANOTHER_LAYOUT = 0.5
 """Octaves between attention's layouts: a kernel reads the same bytes in another order."""
 LEAST_PASSED = 4
 """A config whose kernels fit fewer of the drawn shapes stays where it was tuned."""
+NEIGHBOURS = 2
+"""Measured shapes that must be wins on either side of each size."""
+MARGIN: Mapping[str, float] = {AttentionProblem.op: 0.02}
+"""Share by which a win is faster than PyTorch's kernels, by operation."""
+MARGIN_OF_OTHERS = 0.05
+"""Of products, whose quick times vary by 2 to 4 % at the power limit."""
 
 ASKED = 8
 """Tuned problems that are asked in turn whether they lend something."""
@@ -105,7 +115,16 @@ def distance(one: Problem, other: Problem) -> float:
     if class_one != class_other:
         return math.inf
     turned = 0.0 if layout_of(one) == layout_of(other) else ANOTHER_LAYOUT
-    return turned + sum(abs(a - b) for a, b in zip(here, there, strict=True))
+    return turned + _octaves(here, there)
+
+
+def sizes(problem: Problem) -> Sizes:
+    """A problem's place in its class."""
+    return _place(problem)[1]
+
+
+def _octaves(here: Sizes, there: Sizes) -> float:
+    return sum(abs(a - b) for a, b in zip(here, there, strict=True))
 
 
 def layout_of(problem: Problem) -> str:
@@ -138,7 +157,7 @@ def class_of(problem: Problem) -> Hashable:
 
 
 @lru_cache(1 << 16)
-def _place(problem: Problem) -> tuple[tuple[Any, ...], tuple[float, ...]]:
+def _place(problem: Problem) -> tuple[tuple[Any, ...], Sizes]:
     """A problem's class and its place there, in octaves along each axis."""
     kept = tuple(getattr(problem, name) for name in _kept(type(problem)))
     return (type(problem), *kept), tuple(map(math.log2, _axes(problem)))
@@ -280,16 +299,33 @@ def is_pytorchs(config: Config) -> bool:
 
 def fits(problem: Problem, measurement: Measurement) -> bool:
     """Whether an own config is legal for a problem with the kernels that it was measured with."""
+    needed = _kernels(measurement.problem, measurement.config)
+    return _fits(problem, measurement, needed)
+
+
+def _fits(
+    problem: Problem, measurement: Measurement, needed: Mapping[str, KernelSpec] | None
+) -> bool:
     config = measurement.config
     member = families().get(config.family)
-    if member is None or member.is_vendor:
+    if member is None or needed is None:
         return False
     try:
-        if member.violations(problem, config, measurement.gpu):
-            return False
-        return member.kernels(problem, config) == member.kernels(measurement.problem, config)
+        is_legal = not member.violations(problem, config, measurement.gpu)
+        return is_legal and member.kernels(problem, config) == needed
     except FOREIGN:
         return False
+
+
+def _kernels(problem: Problem, config: Config) -> Mapping[str, KernelSpec] | None:
+    """What an own config compiles for a problem; None of a vendor's, and of another version's."""
+    member = families().get(config.family)
+    if member is None or member.is_vendor:
+        return None
+    try:
+        return member.kernels(problem, config)
+    except FOREIGN:
+        return None
 
 
 class Loans:
@@ -311,20 +347,20 @@ class Loans:
         for m in seen.values():
             if m.latency_us is not None and is_pytorchs(m.config):
                 rivals[m.problem] = min(m.latency_us, rivals.get(m.problem, math.inf))
-        #: Each config that lends, and of the shapes where it was measured the time over its
-        #: estimate; None where it was slower than PyTorch's.
-        self._homes: list[tuple[Measurement, dict[Problem, float | None]]] = []
+        self._lent: list[_Lent] = []
         for lender in lenders(entry):
             own = [m for m in seen.values() if _is_of(m, lender)]
             if len(own) >= LEAST_PASSED and all(m.ok for m in own):
-                homes = {m.problem: _scale(m, rivals) for m in [lender, *own]}
-                self._homes.append((lender, homes))
-        self._shapes = {shape for _, homes in self._homes for shape in homes}
+                self._lent.append(_Lent.of(lender, [lender, *own], rivals))
+        #: Shapes where a kernel of these and PyTorch's were timed, by layout: key, sizes, shape.
+        self._shapes: dict[str, list[tuple[str, Sizes, Problem]]] = {}
+        for shape in dict.fromkeys(shape for lent in self._lent for shape in lent.times):
+            self._shapes.setdefault(layout_of(shape), []).append((shape.key, sizes(shape), shape))
 
     @property
     def configs(self) -> tuple[Config, ...]:
         """Those that passed around."""
-        return tuple(m.config for m, _ in self._homes)
+        return tuple(lent.measurement.config for lent in self._lent)
 
     def to(self, problem: Problem) -> tuple[Measurement, ...]:
         """The configs that are lent to `problem`, which nobody tuned, best first.
@@ -332,23 +368,87 @@ class Loans:
         Returns:
             Measurements at the entry's problem; empty when it lends nothing.
         """
-        if not self._homes or distance(problem, self._problem) > REACH:
+        if not self._lent or distance(problem, self._problem) > REACH:
             return ()
-        layout = layout_of(problem)
-        away = {
-            shape: (distance(problem, shape), shape.key)
-            for shape in self._shapes
-            if layout_of(shape) == layout
-        }
+        here = sizes(problem)
+        near = sorted(
+            (_octaves(here, there), key, there, shape)
+            for key, there, shape in self._shapes.get(layout_of(problem), ())
+        )
         estimated = []
-        for m, homes in self._homes:
-            home = min(homes.keys() & away.keys(), key=away.__getitem__, default=None)
-            scale = None if home is None else homes[home]
-            # Whether it passed around costs a tenth of whether it is legal here.
-            if scale is not None and fits(problem, m):
-                here = families()[m.config.family].predict_us(problem, m.config, m.gpu)
-                estimated.append((scale * here, m.config.digest, m))
+        for lent in self._lent:
+            known = [(there, lent.times[shape]) for *_, there, shape in near if shape in lent.times]
+            # Whether measured shapes enclose it costs less than whether it is legal there.
+            m = lent.measurement
+            if is_enclosed(here, [(there, time.is_win) for there, time in known]) and lent.fits(
+                problem
+            ):
+                estimate = families()[m.config.family].predict_us(problem, m.config, m.gpu)
+                estimated.append((known[0][1].over_estimate * estimate, m.config.digest, m))
         return tuple(m for _, _, m in sorted(estimated, key=lambda item: item[:2]))
+
+
+class _Time(NamedTuple):
+    """What a config did at a shape where PyTorch's kernels were timed too."""
+
+    is_win: bool
+    """It was faster than they by the margin."""
+    over_estimate: float
+    """Its time over its family's estimate."""
+
+
+@dataclass(frozen=True)
+class _Lent:
+    """A config that passed around, and what it did there."""
+
+    measurement: Measurement
+    """At the tuned problem."""
+    times: Mapping[Problem, _Time]
+
+    @classmethod
+    def of(
+        cls, lender: Measurement, measured: Iterable[Measurement], rivals: Mapping[Problem, float]
+    ) -> _Lent:
+        member = families().get(lender.config.family)
+        times = {}
+        for m in measured:
+            rival = rivals.get(m.problem)
+            if member is None or m.latency_us is None or rival is None:
+                continue
+            with contextlib.suppress(*FOREIGN):
+                estimate = member.predict_us(m.problem, m.config, m.gpu)
+                margin = MARGIN.get(m.problem.op, MARGIN_OF_OTHERS)
+                is_win = rival >= (1 + margin) * m.latency_us
+                times[m.problem] = _Time(is_win, m.latency_us / estimate)
+        return cls(lender, times)
+
+    def fits(self, problem: Problem) -> bool:
+        """As `fits`."""
+        return _fits(problem, self.measurement, self._kernels)
+
+    @cached_property
+    def _kernels(self) -> Mapping[str, KernelSpec] | None:
+        return _kernels(self.measurement.problem, self.measurement.config)
+
+
+def is_enclosed(asked: Sizes, measured: Sequence[tuple[Sizes, bool]]) -> bool:
+    """Whether measurements on both sides of every size say that a kernel wins.
+
+    Of the measured shapes whose size is as large or larger the `NEIGHBOURS` nearest must be wins,
+    and as many of those whose size is as small or smaller; at least one on each side, where fewer
+    were measured. A shape of the same size is on both sides.
+
+    Args:
+        asked: the `sizes` of a problem.
+        measured: the sizes of shapes of its class and layout where the kernel and PyTorch's were
+            timed, the nearest first, and whether the kernel was the faster one by the margin.
+    """
+    for axis, size in enumerate(asked):
+        above = [is_win for there, is_win in measured if there[axis] >= size]
+        below = [is_win for there, is_win in measured if there[axis] <= size]
+        if not all(side and all(side[:NEIGHBOURS]) for side in (above, below)):
+            return False
+    return bool(measured)
 
 
 def _is_of(m: Measurement, lender: Measurement) -> bool:
@@ -360,17 +460,10 @@ def _is_of(m: Measurement, lender: Measurement) -> bool:
     )
 
 
-def _scale(m: Measurement, rivals: Mapping[Problem, float]) -> float | None:
-    if m.latency_us is None or m.latency_us > rivals.get(m.problem, math.inf):
-        return None
-    try:
-        return m.latency_us / families()[m.config.family].predict_us(m.problem, m.config, m.gpu)
-    except FOREIGN:
-        return None
-
-
 def nearest_first(problem: Problem, others: Iterable[Problem]) -> list[Problem]:
-    """The `ASKED` nearest within reach, nearest first; equally near ones in the order of keys."""
+    """Of problems of one class the `ASKED` nearest within reach, nearest first; equally near ones
+    in the order of keys.
+    """
     near = [(away, other) for other in others if (away := distance(problem, other)) <= REACH]
     near = heapq.nsmallest(ASKED, near, key=lambda item: (item[0], item[1].key))
     return [other for _, other in near]

@@ -1,8 +1,8 @@
 """The read path: what is decided for a problem, from the user's store, then from what ships.
 
 A problem that nobody tuned is answered from the nearest tuned one, where the rule of
-`tuner.nearest` allows it, else by a shipped rule (`tuner.rule`), which names a configuration and
-its measured regret and is never launched.
+`tuner.selection.nearest` allows it, else by a shipped rule (`tuner.selection.rule`), which names a
+configuration and its measured regret and is never launched.
 
 Needs the standard library only. A dict stands in front of SQLite; it is good as long as
 ``PRAGMA data_version`` and the file itself stay the same (under write-ahead logging the file's
@@ -11,22 +11,22 @@ time does not change on a commit). Safe to call from several threads and after a
 
 from __future__ import annotations
 
-import json
 import os
 import sqlite3
 import threading
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tuner import settings
-from tuner.answer import Answer, choose, differences, noted
 from tuner.errors import ConfigError
 from tuner.hardware import DEFAULT_GPU, Gpu, gpu_by_name
 from tuner.measurement import Environment, Measurement, Provenance, Regime, Status
-from tuner.problem import Problem
-from tuner.shipped import (
+from tuner.problem import AttentionProblem, Problem
+from tuner.selection.result import Answer, choose, differences, noted
+from tuner.selection.shipped import (
     SHIPPED,
     shipped,
     shipped_around,
@@ -36,19 +36,23 @@ from tuner.shipped import (
 )
 from tuner.store.entry import (
     BEST_COLUMNS,
-    MEASUREMENT_COLUMNS,
+    CHECKED_COLUMNS,
     PROVENANCES,
+    STORED,
+    STORED_COLUMNS,
     Entry,
+    artifacts_from_row,
+    as_text,
+    checked_measurement,
     entries_from_rows,
-    from_row,
     gpu_from_row,
     problem_from_row,
 )
-from tuner.store.faults import unreadable_row
+from tuner.store.faults import decoding
 from tuner.store.reading import StoreFile, sqlite_file
 
 if TYPE_CHECKING:
-    from tuner import nearest
+    from tuner.selection import nearest
 
 __all__ = [
     "Answer",
@@ -61,6 +65,7 @@ __all__ = [
     "entries",
     "find_gpu",
     "gpus",
+    "is_decided",
     "lookup",
     "shipped",
     "store_file",
@@ -70,8 +75,13 @@ __all__ = [
 _MAX_ANSWERS = 65536
 """Answers kept, misses among them, so that a server of ever new shapes stays small."""
 
-_SELECT = f"SELECT {', '.join(BEST_COLUMNS)} FROM best"
-_ORDER = " ORDER BY winner_id, position"
+_ENTRY_COLUMNS = (*BEST_COLUMNS, *CHECKED_COLUMNS)
+_SELECT = (
+    f"SELECT {', '.join(f'b.{name}' for name in BEST_COLUMNS)}, m.digest, m.artifacts FROM best b "
+    "JOIN rankings r ON r.winner_id = b.winner_id AND r.position = b.position "
+    "JOIN measurements m ON m.id = r.measurement_id"
+)
+_ORDER = " ORDER BY b.winner_id, b.position"
 _BUILDS = (
     "SELECT b.config_digest, b.artifacts FROM builds b JOIN problems p ON p.id = b.problem_id "
     "WHERE p.key = ?"
@@ -93,22 +103,21 @@ _STAMP = (
     "count(*), sum(winner_id * (position + 2) * measurement_id % 2147483647), "
     "(SELECT group_concat(artifacts) FROM builds) FROM rankings"
 )
+_OF_PROBLEM = (
+    "SELECT 1 FROM winners w JOIN problems p ON p.id = w.problem_id WHERE p.key = ? LIMIT 1"
+)
 _OF_CLASS = (
     "SELECT p.key FROM winners w JOIN problems p ON p.id = w.problem_id "
     "WHERE p.key GLOB ? AND w.gpu = ? AND w.regime = ? AND w.provenance = 'measured'"
 )
-_JOINED = {"problem": "p.key", "gpu": "g.facts", "environment": "e.facts"}
 _QUICK = (
-    f"SELECT {', '.join(_JOINED.get(name, f'm.{name}') for name in MEASUREMENT_COLUMNS)} "
-    "FROM measurements m JOIN problems p ON p.id = m.problem_id JOIN gpus g ON g.id = m.gpu_id "
-    "JOIN environments e ON e.id = m.environment_id WHERE p.key IN ({problems}) "
-    "AND m.config_digest IN ({configs}) AND g.identity = ? AND m.regime = ? "
-    "AND m.provenance = 'measured' AND NOT m.is_final ORDER BY m.id"
+    STORED + " WHERE p.key IN ({problems}) AND m.config_digest IN ({configs}) AND g.identity = ? "
+    "AND m.regime = ? AND m.provenance = 'measured' AND NOT m.is_final ORDER BY m.id"
 )
 
 
 def lookup(
-    problem: Problem,
+    problem: Problem | str,
     *,
     gpu: Gpu | str | None = None,
     regime: Regime | None = None,
@@ -122,15 +131,15 @@ def lookup(
 
     A measured decision comes before a replayed and a predicted one; of equals the user's store
     comes before what ships with the package. Where nothing is measured for the problem itself, the
-    nearest measured one may lend its configs (`tuner.nearest`; `Answer.kind` says so); that comes
-    before what is not measured, and before another GPU. Who names no regime is answered from the
-    operation's own (`Regime.default`), and where that has no measurement of the problem itself,
-    from the one whose inputs are in the other state: decoding is tuned with cold caches, say, and
-    served whatever state they are in. Where nothing at all is known, a shipped rule chooses; its
-    answer is predicted, has no time, and tells the rule's regret.
+    nearest measured one may lend its configs (`tuner.selection.nearest`; `Answer.kind` says so);
+    that comes before what is not measured, and before another GPU. Who names no regime is answered
+    from the operation's own (`Regime.default`), and where that has no measurement of the problem
+    itself, from the one whose inputs are in the other state: decoding is tuned with cold caches,
+    say, and served whatever state they are in. Where nothing at all is known, a shipped rule
+    chooses; its answer is predicted, has no time, and tells the rule's regret.
 
     Args:
-        problem: what is asked.
+        problem: what is asked, or the text of an attention shape, as ``S=1024,D=64``.
         gpu: the GPU or its name; default: `hardware.DEFAULT_GPU`, which the answer notes.
         regime: no other answers; default: as above.
         path: the SQLite file; default: `store_file`.
@@ -143,8 +152,13 @@ def lookup(
 
     Raises:
         StoreError: when the file exists and cannot be read.
-        ConfigError: when the GPU's name is not known.
+        ConfigError: when the GPU's name is not known, or the problem is neither.
     """
+    if isinstance(problem, str):
+        problem = AttentionProblem.parse(problem)
+    elif not isinstance(problem, Problem):
+        allowed = "a problem, as tuner.GemmProblem(64, 4096, 4096), or text, as 'S=1024,D=64'"
+        raise ConfigError(f"lookup of a {type(problem).__name__} (allowed: {allowed})")
     if isinstance(gpu, str):
         gpu = find_gpu(gpu, gpus(path) if among is None else [entry.gpu for entry in among])
     default = regime or Regime.default(problem.op)
@@ -153,8 +167,8 @@ def lookup(
         path = path or store_file()
     answer = _known(problem, asked.identity, default, path, allow_other_gpu, among)
     if regime is None and (rank := _rank(answer)):
-        other = default.other_inputs
-        second = _known(problem, asked.identity, other, path, allow_other_gpu, among)
+        other, with_nearest = default.other_inputs, rank > 1  # which is of rank 1 itself
+        second = _known(problem, asked.identity, other, path, allow_other_gpu, among, with_nearest)
         if second is not None and _rank(second) < rank:
             answer = noted(second, f"timed {other}: nothing better is known {default}")
     if answer is None and with_rules:
@@ -181,10 +195,12 @@ def _known(
     path: Path | None,
     allow_other_gpu: bool,
     among: Sequence[Entry] | None,
+    with_nearest: bool = True,
 ) -> Answer | None:
     """What is decided under one regime."""
     if among is None:
-        return _reader(path or store_file()).answer(problem, identity, regime, allow_other_gpu)
+        reader = _reader(path or store_file())
+        return reader.answer(problem, identity, regime, allow_other_gpu, with_nearest)
     matching = [e for e in among if (e.problem, e.regime) == (problem, regime)]
     return choose(matching, identity, allow_other_gpu)
 
@@ -223,6 +239,15 @@ def decided(path: Path | None = None) -> Mapping[str, Hashable]:
         StoreError: when the file exists and cannot be read.
     """
     return _reader(path or store_file()).decided()
+
+
+def is_decided(problem: Problem, path: Path | None = None) -> bool:
+    """Whether something is decided for a problem itself, on any GPU and under any regime.
+
+    Raises:
+        StoreError: when the file exists and cannot be read.
+    """
+    return _reader(path or store_file()).is_decided(problem)
 
 
 def decided_stamp(path: Path | None = None) -> Hashable:
@@ -274,7 +299,7 @@ def _ruled(
     """What a shipped rule says; None where there is none, or none of its configs is legal. Of two
     regimes' the one that was made from nearer problems, of equals the first.
     """
-    from tuner import rule
+    from tuner.selection import rule
 
     matching = [r for r in rule.shipped() if r.op == problem.op and r.regime in regimes]
     own = [r for r in matching if r.gpu.identity == gpu.identity]
@@ -304,14 +329,19 @@ class _Reader:
         self._file = StoreFile(path, self._forget)
         self._lock = threading.Lock()
         self._stamp: Hashable = None
-        self._answers: dict[tuple[Problem, str, Regime, bool], Answer | None] = {}
+        self._answers: dict[tuple[Problem, str, Regime, bool, bool], Answer | None] = {}
         self._classes: dict[tuple[Hashable, str, Regime], list[Problem]] = {}
         self._lenders: dict[tuple[Problem, str, Regime], tuple[Answer, nearest.Loans] | None] = {}
 
     def answer(
-        self, problem: Problem, identity: str, regime: Regime, allow_other_gpu: bool
+        self,
+        problem: Problem,
+        identity: str,
+        regime: Regime,
+        allow_other_gpu: bool,
+        with_nearest: bool,
     ) -> Answer | None:
-        key = (problem, identity, regime, allow_other_gpu)
+        key = (problem, identity, regime, allow_other_gpu, with_nearest)
         with self._lock:
             self._file.refresh()
             if key not in self._answers:
@@ -319,7 +349,7 @@ class _Reader:
                     self._forget()
                 candidates = self._candidates(problem, regime)
                 found = choose(candidates, identity, allow_other_gpu)
-                if found is None or not found.exact or found.entry.provenance != PROVENANCES[0]:
+                if with_nearest and _rank(found):
                     found = self._nearest(problem, identity, regime) or found
                 self._answers[key] = found
             return self._answers[key]
@@ -328,30 +358,38 @@ class _Reader:
         with self._lock:
             self._file.refresh()
             builds: dict[str, dict[str, dict[str, str]]] = {}
-            for problem, config, artifacts in (
-                self._file.select(_ALL_BUILDS) if self._file.has_tables else ()
-            ):
-                builds.setdefault(problem, {})[config] = json.loads(artifacts)
+            rows = self._file.select(_ALL_BUILDS) if self._file.has_tables else ()
+            with self._decoding():
+                for problem, config, artifacts in rows:
+                    builds.setdefault(problem, {})[config] = artifacts_from_row(artifacts)
             return with_shipped(self._entries("", ()), builds)
 
     def gpus(self) -> list[Gpu]:
         with self._lock:
             self._file.refresh()
             rows = self._file.select(_GPUS) if self._file.has_tables else ()
-            try:
+            with self._decoding():
                 stored = [gpu_from_row(facts) for (facts,) in rows]
-            except (ValueError, TypeError) as exc:
-                raise unreadable_row(str(self._path), exc) from exc
             ships = (one.gpu for same in shipped_index().values() for one in same)
             return [*dict.fromkeys(ships), *stored]
+
+    def is_decided(self, problem: Problem) -> bool:
+        default = Regime.default(problem.op)
+        if any((problem, regime) in shipped_index() for regime in (default, default.other_inputs)):
+            return True
+        with self._lock:
+            self._file.refresh()
+            return self._file.has_tables and bool(self._file.select(_OF_PROBLEM, (problem.key,)))
 
     def decided(self) -> Mapping[str, Hashable]:
         with self._lock:
             self._file.refresh()
             found: dict[str, list[Any]] = {}
-            for key, *what in self._file.select(_DECIDED) if self._file.has_tables else ():
-                found.setdefault(key, []).append(tuple(what))
-            return {key: tuple(sorted(values)) for key, values in found.items()}
+            rows = self._file.select(_DECIDED) if self._file.has_tables else ()
+            with self._decoding():
+                for key, *what in rows:
+                    found.setdefault(as_text(key), []).append(tuple(what))
+                return {key: tuple(sorted(values)) for key, values in found.items()}
 
     def decided_stamp(self) -> Hashable:
         with self._lock:
@@ -380,13 +418,15 @@ class _Reader:
         shipped_ones = [one.entry for one in shipped_index().get((problem, regime), [])]
         if not self._file.has_tables:
             return shipped_ones
-        stored = self._entries(" WHERE problem = ? AND regime = ?", (problem.key, str(regime)))
+        stored = self._entries(" WHERE b.problem = ? AND b.regime = ?", (problem.key, str(regime)))
         builds = self._file.select(_BUILDS, (problem.key,)) if shipped_ones else []
-        return stored + with_builds(shipped_ones, {k: json.loads(v) for k, v in builds})
+        with self._decoding():
+            made = {config: artifacts_from_row(artifacts) for config, artifacts in builds}
+        return stored + with_builds(shipped_ones, made)
 
     def _nearest(self, problem: Problem, identity: str, regime: Regime) -> Answer | None:
         """What the nearest tuned problem lends, None where none lends anything."""
-        from tuner import nearest
+        from tuner.selection import nearest
 
         for other in nearest.nearest_first(problem, self._tuned(problem, identity, regime)):
             lender = self._lender(other, identity, regime)
@@ -397,16 +437,14 @@ class _Reader:
 
     def _tuned(self, problem: Problem, identity: str, regime: Regime) -> list[Problem]:
         """The problems of one's class with a measured decision, shipped ones too."""
-        from tuner.nearest import class_of, class_pattern
+        from tuner.selection.nearest import class_of, class_pattern
 
         key = (class_of(problem), identity, regime)
         if key not in self._classes:
             asked = class_pattern(problem), identity, str(regime)
             rows = self._file.select(_OF_CLASS, asked) if self._file.has_tables else []
-            try:
+            with self._decoding():
                 known = [problem_from_row(text) for (text,) in rows]
-            except (ValueError, TypeError, KeyError) as exc:
-                raise unreadable_row(str(self._path), exc) from exc
             known += [
                 one.problem
                 for same in shipped_index().values()
@@ -422,7 +460,7 @@ class _Reader:
         """A tuned problem's measured answer, and what it lends."""
         key = (problem, identity, regime)
         if key not in self._lenders:
-            from tuner.nearest import Loans, drawn
+            from tuner.selection.nearest import Loans, drawn
 
             found = choose(self._candidates(problem, regime), identity, allow_other_gpu=False)
             if found is None or found.entry.provenance != PROVENANCES[0]:
@@ -445,20 +483,20 @@ class _Reader:
             problems=", ".join("?" * len(keys)), configs=", ".join("?" * len(digests))
         )
         rows = self._file.select(query, (*keys, *digests, entry.gpu.identity, str(entry.regime)))
-        try:
-            stored = [from_row(dict(zip(MEASUREMENT_COLUMNS, row, strict=True))) for row in rows]
-        except (ValueError, TypeError, KeyError) as exc:
-            raise unreadable_row(str(self._path), exc) from exc
+        with self._decoding():
+            found = (dict(zip(STORED_COLUMNS, row, strict=True)) for row in rows)
+            stored = [checked_measurement(row) for row in found]
         return [*shipped_ones, *stored]
 
     def _entries(self, where: str, values: tuple[str, ...]) -> list[Entry]:
         if not self._file.has_tables:
             return []
         rows = self._file.select(_SELECT + where + _ORDER, values)
-        try:
-            return entries_from_rows(dict(zip(BEST_COLUMNS, row, strict=True)) for row in rows)
-        except (ValueError, TypeError, KeyError) as exc:
-            raise unreadable_row(str(self._path), exc) from exc
+        with self._decoding():
+            return entries_from_rows(dict(zip(_ENTRY_COLUMNS, row, strict=True)) for row in rows)
+
+    def _decoding(self) -> AbstractContextManager[None]:
+        return decoding(str(self._path))
 
 
 _readers: dict[str, _Reader] = {}

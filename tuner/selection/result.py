@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from tuner.base.printable import printable
 from tuner.measurement import Environment, Measurement
 from tuner.store.entry import PROVENANCES, Entry
 
 if TYPE_CHECKING:
-    from tuner.rule import Choice
+    from tuner.selection.rule import Choice
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def differences(entry: Entry, environment: Environment) -> list[str]:
     """Facts that both environments have and that differ; a fact that one lacks says nothing."""
     theirs = entry.winner.environment.facts
     return [
-        f"{name} {theirs[name]}, here {value}"
+        f"{name} {printable(str(theirs[name]))}, here {value}"
         for name, value in sorted(environment.facts.items())
         if name in theirs and theirs[name] != value
     ]

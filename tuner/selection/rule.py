@@ -4,8 +4,8 @@ Three kinds: `weighted`, the mean regret at the measured problems, near ones' ab
 by the families' time estimates; `nearest`, what was best at the nearest measured problem; and
 `tree`, a small decision tree over the problem's fields. Each answers with a list of configs, the
 vendors' kernels among them, of which the first legal one serves. A rule carries its measured
-regret: each problem that it was made from, answered by the rule of the others (`tuner.fit`). What
-ships lies under ``cache/rules/``. Needs the standard library only.
+regret: each problem that it was made from, answered by the rule of the others (`tuner.search.fit`).
+What ships lies under ``cache/rules/``. Needs the standard library only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from tuner import document, nearest, output, resources
+from tuner.base import document, output, resources
 from tuner.config import Config
 from tuner.errors import ConfigError, StoreError
 from tuner.families import families
@@ -26,6 +26,7 @@ from tuner.families.base import FOREIGN
 from tuner.hardware import Gpu
 from tuner.measurement import Regime
 from tuner.problem import PROBLEMS, Problem, problem_from_json
+from tuner.selection import nearest
 from tuner.store.entry import is_vendor
 
 FORMAT = "cutlass-tuner rule"
@@ -432,7 +433,7 @@ def _find_nearest(body: Any, problem: Problem, gpu: Gpu) -> tuple[list[Config], 
 
 
 def _away(problem: Problem, other: Problem) -> tuple[float, float, str]:
-    """As `tuner.nearest` measures within a class, and any class before none."""
+    """As `tuner.selection.nearest` measures within a class, and any class before none."""
     return nearest.distance(problem, other), nearest.doublings(problem, other), other.key
 
 

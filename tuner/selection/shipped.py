@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cache, cached_property
 from pathlib import Path
 
-from tuner import resources
+from tuner.base import resources
 from tuner.errors import StoreError
 from tuner.hardware import Gpu
 from tuner.measurement import Measurement, Regime

@@ -1,7 +1,7 @@
 """What the read path needs of a store, as bytes: the decisions, and what their kernels did around
 them. Without trials that nothing reads, jobs and logs: kilobytes where the store has megabytes.
 
-Standard library only. `unpack` makes a file that `tuner.lookup` reads as any other.
+Standard library only. `unpack` makes a file that `tuner.selection.reader` reads as any other.
 """
 
 from __future__ import annotations
@@ -12,17 +12,23 @@ import zlib
 from pathlib import Path
 
 from tuner.errors import StoreError
-from tuner.lookup import copy_store, store_file
-from tuner.shipped import shipped_index
-from tuner.store.faults import store_error
+from tuner.selection.reader import copy_store, store_file
+from tuner.selection.shipped import shipped_index
+from tuner.store.entry import (
+    MEASUREMENT_COLUMNS,
+    STORED,
+    STORED_COLUMNS,
+    check_digest,
+    row_digest,
+)
+from tuner.store.faults import FAULTS, decoding, store_error
 
-#: A final pass is read where it is ranked; a quick one tells `tuner.nearest` whether a ranked
-#: config may serve at other shapes.
+#: A final pass is read where it is ranked; a quick one tells `tuner.selection.nearest` whether a
+#: ranked config may serve at other shapes.
 _DROP = """
 DELETE FROM measurements WHERE id NOT IN (SELECT measurement_id FROM rankings)
   AND (is_final OR provenance != 'measured'
        OR config_digest NOT IN (SELECT config_digest FROM ranked));
-UPDATE measurements SET log = '' WHERE log != '';
 DELETE FROM job_events;
 DELETE FROM tasks;
 DELETE FROM jobs;
@@ -57,10 +63,23 @@ def take(path: Path | None = None) -> bytes:
             for (name,) in triggers.fetchall():
                 copy.execute(f'DROP TRIGGER "{name}"')
             copy.executescript(_DROP)
+            with decoding(str(source)):
+                _drop_logs(copy)
             copy.execute("VACUUM")
             return zlib.compress(copy.serialize())
-        except sqlite3.Error as exc:
+        except FAULTS as exc:
             raise store_error(str(source), exc) from exc
+
+
+def _drop_logs(copy: sqlite3.Connection) -> None:
+    """Empty the measurements' logs, and renew the SHA-256 that covers them."""
+    for values in copy.execute(f"{STORED} WHERE m.log != ''").fetchall():
+        row = dict(zip(STORED_COLUMNS, values, strict=True))
+        check_digest(row)
+        stored = {name: row[name] for name in MEASUREMENT_COLUMNS}
+        digest = row_digest({**stored, "is_final": bool(row["is_final"]), "log": ""})
+        change = "UPDATE measurements SET log = '', digest = ? WHERE digest = ?"
+        copy.execute(change, (digest, row["digest"]))
 
 
 def unpack(data: bytes, path: Path) -> None:

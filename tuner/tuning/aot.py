@@ -19,9 +19,9 @@ from tuner.hardware import Gpu
 from tuner.measurement import Provenance, Regime
 from tuner.problem import Problem
 from tuner.runners.predict import PredictRunner
-from tuner.search import EFFORTS, Search
+from tuner.search.study import EFFORTS, Search
 from tuner.store import Store
-from tuner.sweep import Catalogue, Sweep, SweepOptions
+from tuner.tuning.sweep import Catalogue, Sweep, SweepOptions
 
 LEAST_GAIN = EFFORTS["quick"].least_gain
 """Share of the time below which a problem expects nothing of a group, as a quick search."""
@@ -31,7 +31,7 @@ class _Absent(PredictRunner):
     """Stands for a GPU that will measure: a sweep may be begun on it, never run."""
 
     def __init__(self, gpu: Gpu, regime: Regime) -> None:
-        super().__init__(gpu, regime, None)
+        super().__init__(gpu, regime)
         self.provenance = Provenance.MEASURED
 
     def submit(self, problem: Problem, group: Sequence[Config]) -> None:

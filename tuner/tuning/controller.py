@@ -3,8 +3,8 @@
 The controller owns the search of its problem and is that problem's only writer: all it writes is
 fenced by the lease. A thread extends the lease and sees when it is lost, be it that the job was
 cancelled or that this process was stopped for so long that another one took over; the sweep is
-then abandoned at once. Ctrl-C and SIGTERM put the problem back into the queue. What was measured
-is in the store in every case, and whoever takes the problem next goes on from there.
+then abandoned at once. Ctrl-C, SIGTERM and SIGHUP put the problem back into the queue. What was
+measured is in the store in every case, and whoever takes the problem next goes on from there.
 """
 
 from __future__ import annotations
@@ -21,25 +21,26 @@ from dataclasses import dataclass, replace
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+from tuner.base.processes import EndingSignals, Interrupted
 from tuner.errors import (
     BenchmarkError,
     ConfigError,
     LeaseLostError,
     NoValidConfigError,
     StoreError,
+    StoreLostError,
     TunerError,
 )
 from tuner.families import families_of
-from tuner.job import JobOptions, widen_winner
-from tuner.outcome import Outcome
+from tuner.runners.base import Runner
 from tuner.runners.choose import Machine, Runners
 from tuner.store import Store
-from tuner.store.entry import is_vendor, vendor_name
-from tuner.store.jobs import LEASE_S, Claim, Jobs, Lease
-from tuner.sweep import Catalogue, Sweep
-from tuner.watch import SweepState, Watcher
+from tuner.store.jobs import LEASE_S, Claim, Jobs, Lease, result_of, result_text
+from tuner.tuning.job import JobOptions, widen_winner
+from tuner.tuning.progress import SweepState, Watcher
+from tuner.tuning.sweep import Catalogue, Sweep
 
-_LOG = logging.getLogger(__name__)
+_LOG = logging.getLogger("tuner.controller")
 
 BEAT_S = 2.0
 """Between two looks at a lease: how soon a cancelled sweep is abandoned."""
@@ -111,18 +112,19 @@ class Controller:
         self._leases.stop()
 
     @property
-    def was_stopped(self) -> bool:
-        """Whether Ctrl-C or SIGTERM ended it."""
-        return self._leases.stopping
+    def stopped_by(self) -> int | None:
+        """The signal that ended it."""
+        return self._leases.stopped_by
 
     def run(self, *, drain: bool = False) -> int:
-        """Work until Ctrl-C or SIGTERM; returns how many problems were decided.
+        """Work until one of `ENDING_SIGNALS`; returns how many problems were decided.
 
         Args:
             drain: end when no problem is queued or running any more.
 
         Raises:
             BenchmarkError: when there is no GPU and a replay was not asked for.
+            StoreLostError: when the store's file was removed or replaced.
         """
         if not self._machine.replay and self._runners_for(None).gpu is None:
             raise BenchmarkError(
@@ -143,6 +145,8 @@ class Controller:
                     pause_s = longer_pause(pause_s)
             except LeaseLostError as exc:
                 self._watcher.note(str(exc))
+            except StoreLostError:
+                raise  # it does not come back
             except StoreError as exc:
                 self._watcher.note(f"{exc}; trying again in {STORE_WAIT_S:.0f} s")
                 time.sleep(STORE_WAIT_S)
@@ -220,7 +224,11 @@ class Controller:
             stopped=lambda: self._leases.stopping,
         )
         self._leases.remove(lease)
-        jobs.finish(lease, _said(outcome))
+        if outcome.entry is None:
+            jobs.finish(lease, "nothing was decided")
+        else:
+            result = result_of(outcome.entry)
+            jobs.finish(lease, result_text(result), result)
         self._finished += 1
         self._watcher.finished(outcome)
 
@@ -236,7 +244,7 @@ class Controller:
         if tuned is not None:
             jobs.begin(claim.lease, tuned.id)
             self._leases.remove(claim.lease)
-            jobs.finish(claim.lease, "it was tuned already")
+            jobs.finish(claim.lease, "it was tuned already", self._known_result(turn, runner))
             return None
         turn.sweep = Sweep(
             claim.problem,
@@ -249,6 +257,17 @@ class Controller:
         )
         jobs.begin(claim.lease, turn.sweep.id)
         return turn.sweep
+
+    def _known_result(self, turn: Turn, runner: Runner) -> dict[str, Any] | None:
+        """The decision that stands for a problem that was tuned already."""
+        problem = turn.claim.problem
+        found = self._store.entries(
+            problem=problem,
+            gpu=runner.gpu,
+            regime=turn.options.regime(problem),
+            provenance=runner.provenance,
+        )
+        return result_of(found[0]) if found else None
 
     def _claim_ahead(self) -> None:
         """Have the next problem's kernels compiled while this one's finalists are timed."""
@@ -345,12 +364,12 @@ class _Leases:
     """The leases that this process holds: extends them, and interrupts the main thread.
 
     `Abandoned` is raised only inside `armed`, once, by the handler of the signal that the thread
-    sends when the lease is lost, or of SIGINT and SIGTERM.
+    sends when the lease is lost, or of `ENDING_SIGNALS`.
     """
 
     def __init__(self, store: Store, lease_s: float) -> None:
         self.lease_s = lease_s
-        self.stopping = False
+        self.stopped_by: int | None = None
         self._store = store
         self._progress: dict[Lease, Mapping[str, Any]] = {}
         self._pulses: dict[Lease, Pulse] = {}
@@ -358,21 +377,25 @@ class _Leases:
         self._armed: Lease | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._extend_all, name="leases", daemon=True)
-        self._previous: dict[int, Any] = {}
+        self._signals = EndingSignals(self._on_stop)
+        self._previous: Any = None
+
+    @property
+    def stopping(self) -> bool:
+        return self.stopped_by is not None
 
     def start(self) -> None:
         """Take over the signals and begin to extend."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._previous[number] = signal.signal(number, self._on_stop)
-        self._previous[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._on_lost)
+        self._signals.__enter__()
+        self._previous = signal.signal(signal.SIGUSR1, self._on_lost)
         self._thread.start()
 
     def stop(self) -> None:
         """Give the signals back and extend nothing any more."""
         self._ended.set()
         self._thread.join()
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+        signal.signal(signal.SIGUSR1, self._previous)
+        self._signals.__exit__()
 
     def add(self, lease: Lease) -> None:
         self._pulses[lease] = Pulse(self._store.jobs, lease, self.lease_s)
@@ -406,10 +429,11 @@ class _Leases:
         finally:
             self._armed = None
 
-    def _on_stop(self, number: int, frame: FrameType | None) -> None:
-        if self.stopping and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.stopping = True
+    def _on_stop(self, number: int) -> None:
+        if self.stopped_by is None:
+            self.stopped_by = number
+        elif number == signal.SIGINT:
+            raise Interrupted(self.stopped_by)
         self._abandon()
 
     def _on_lost(self, number: int, frame: FrameType | None) -> None:
@@ -469,13 +493,3 @@ def progress_of(state: SweepState) -> dict[str, Any]:
         "best_own_us": own.latency_us if own else None,
         "best_vendor_us": vendor.latency_us if vendor else None,
     }
-
-
-def _said(outcome: Outcome) -> str:
-    """What was decided, on one line."""
-    entry = outcome.entry
-    if entry is None:
-        return "nothing was decided"
-    config = entry.winner.config
-    name = vendor_name(config) if is_vendor(config) else f"{config.family} {config.digest}"
-    return f"{name}, {entry.winner.latency_us:.2f} us, {entry.provenance}"

@@ -1,7 +1,8 @@
 """Many problems with one set of options: what a job is, and `Job`, which sweeps them here and now.
 
 While one problem's finalists are timed the next one's kernels compile; what is tuned is skipped. A
-job that is stored instead (`tuner.store.jobs`) is worked off by controllers (`tuner.controller`).
+job that is stored instead (`tuner.store.jobs`) is worked off by controllers
+(`tuner.tuning.controller`).
 """
 
 from __future__ import annotations
@@ -14,22 +15,32 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from tuner import document
+from tuner.base import document
+from tuner.base.printable import one_line
 from tuner.errors import ConfigError, StoreError, TunerError
 from tuner.families import families_of
 from tuner.hardware import DEFAULT_GPU
+from tuner.measure.tolerance import floor_work
 from tuner.measurement import Provenance, Regime
-from tuner.outcome import Outcome
 from tuner.problem import PROBLEMS, Problem
-from tuner.revalidate import widen
 from tuner.runners.base import Runner
 from tuner.runners.choose import Runners
 from tuner.store import Store, SweepRecord
-from tuner.sweep import Catalogue, Sweep, SweepOptions, check_families
-from tuner.verdict import floor_work
-from tuner.watch import Interruption, Watcher
+from tuner.tuning.outcome import Outcome
+from tuner.tuning.progress import Interruption, Watcher
+from tuner.tuning.revalidate import widen
+from tuner.tuning.sweep import (
+    Catalogue,
+    Sweep,
+    SweepOptions,
+    check_families,
+)
 
 DEFAULT_OP = "attention"
+MAX_BYTES = 4 << 20
+"""Most bytes of a list of problems; 10,000 problems have a tenth of them."""
+MAX_ERRORS = 20
+"""Most wrong entries that a message names."""
 
 
 @dataclass(frozen=True)
@@ -341,13 +352,9 @@ def read_problems(path: Path, op: str = DEFAULT_OP) -> list[Problem]:
         op: operation of entries that name none.
 
     Raises:
-        ConfigError: names every entry that is wrong.
+        ConfigError: names the entries that are wrong, `MAX_ERRORS` at most.
     """
-    try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as exc:
-        raise ConfigError(f"problems file {path} cannot be read: {exc}") from exc
-    entries = _load(path, text)
+    entries = _load(path, _read(path))
     if not isinstance(entries, list) or not entries:
         raise ConfigError(f"problems file {path} must hold a list of problems that is not empty")
     problems: list[Problem] = []
@@ -356,11 +363,14 @@ def read_problems(path: Path, op: str = DEFAULT_OP) -> list[Problem]:
         try:
             problems.append(parse_problem(entry, op))
         except ConfigError as exc:
-            errors.append(f"entry {number}: {exc}")
+            errors.append(f"entry {number}: {one_line(str(exc))}")
     if errors:
+        more = len(errors) - MAX_ERRORS
         raise ConfigError(
             f"{len(errors)} of the {len(entries)} problems in {path} are wrong; "
-            "nothing was started\n" + "\n".join(errors)
+            "nothing was started\n"
+            + "\n".join(errors[:MAX_ERRORS])
+            + (f"\nand {more} more" if more > 0 else "")
         )
     return problems
 
@@ -385,30 +395,32 @@ def parse_problem(entry: Any, op: str = DEFAULT_OP) -> Problem:
 
 
 def _problem_class(op: Any) -> type[Problem]:
-    if op not in PROBLEMS:
+    if not isinstance(op, str) or op not in PROBLEMS:
         raise ConfigError(f"op={op} is not known (allowed: {', '.join(PROBLEMS)})")
     return PROBLEMS[op]
 
 
-def _load(path: Path, text: str) -> Any:
-    if path.suffix == ".json":
-        try:
-            return document.parse(text, _unrepeated)
-        except ConfigError as exc:
-            raise ConfigError(f"problems file {path}: {exc}") from exc
-        except ValueError as exc:
-            raise ConfigError(f"problems file {path} is not JSON: {exc}") from exc
-    import yaml
-
+def _read(path: Path) -> str:
     try:
-        return yaml.load(text, Loader=_strict_loader())
+        with path.open("rb") as file:
+            text = file.read(MAX_BYTES + 1)
+        if len(text) > MAX_BYTES:
+            raise ConfigError(f"problems file {path} is too large (allowed: {MAX_BYTES} bytes)")
+        return text.decode()
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"problems file {path} cannot be read: {exc}") from exc
+
+
+def _load(path: Path, text: str) -> Any:
+    is_json = path.suffix == ".json"
+    try:
+        return (document.parse if is_json else document.parse_yaml)(text, _unrepeated)
     except ConfigError as exc:
-        raise ConfigError(f"problems file {path}: {exc}") from exc
-    except RecursionError as exc:
-        raise ConfigError(f"problems file {path}: it is nested too deeply") from exc
-    except (yaml.YAMLError, ValueError) as exc:  # as a date that is none
-        reason = " ".join(str(exc).split())
-        raise ConfigError(f"problems file {path} is not YAML: {reason}") from exc
+        raise ConfigError(f"problems file {path}: {one_line(str(exc))}") from exc
+    except ValueError as exc:
+        kind = "JSON" if is_json else "YAML"
+        reason = one_line(str(exc))
+        raise ConfigError(f"problems file {path} is not {kind}: {reason}") from exc
 
 
 def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -418,20 +430,3 @@ def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise ConfigError(f"key '{key}' is given twice")
         found[key] = value
     return found
-
-
-def _strict_loader() -> Any:
-    """YAML's safe loader, which silently keeps the last of two equal keys, made to refuse them."""
-    import yaml
-
-    class Loader(yaml.SafeLoader):
-        pass
-
-    def mapping(loader: Loader, node: yaml.MappingNode) -> dict[str, Any]:
-        pairs = [
-            (str(loader.construct_object(k)), loader.construct_object(v)) for k, v in node.value
-        ]
-        return _unrepeated(pairs)
-
-    Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, mapping)
-    return Loader

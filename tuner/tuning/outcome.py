@@ -11,6 +11,7 @@ from tuner.hardware import Gpu
 from tuner.measurement import Environment, Measurement, Provenance, Regime
 from tuner.problem import Problem
 from tuner.store import Entry
+from tuner.store.entry import ratios_json
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,9 @@ class Outcome:
     provenance: Provenance
     sweep: str
     ranking: tuple[Measurement, ...]
-    """Final measurements that passed, best first; empty only when it was interrupted."""
+    """Measurements of one pass that passed, best first; empty only when it was interrupted. Of the
+    final pass, but for a replay whose recording has no final time of any own finalist: the quick
+    pass then."""
     candidates: int
     """Own candidates with a measurement, those of stages counted."""
     kernels: int
@@ -38,6 +41,11 @@ class Outcome:
     interrupted: bool
     elapsed_s: float
     notes: tuple[str, ...] = ()
+    unranked: tuple[Measurement, ...] = ()
+    """Quick times of finalists that the ranking's final pass lacks, as in a replay whose recording
+    did not time them again."""
+    quick_vendor: Measurement | None = None
+    """The fastest vendor's kernel of the quick pass: what `unranked` compares with."""
 
     @property
     def entry(self) -> Entry | None:
@@ -58,7 +66,10 @@ class Outcome:
             "winner": entry.winner.to_json() if entry else None,
             "best_own": own.to_json() if own else None,
             "ranking": [m.to_json() for m in self.ranking],
-            "own_over_vendor": entry.ratios if entry else {},
+            "pass": (entry.pass_name or None) if entry else None,
+            "unranked": [m.to_json() for m in self.unranked],
+            "quick_vendor": self.quick_vendor.to_json() if self.quick_vendor else None,
+            **ratios_json(entry),
             "candidates": self.candidates,
             "kernels": self.kernels,
             "resumed": self.resumed,

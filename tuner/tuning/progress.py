@@ -1,4 +1,4 @@
-"""What a face sees of a sweep, and how Ctrl-C reaches it."""
+"""What a face sees of a sweep, and how a request to end reaches it."""
 
 from __future__ import annotations
 
@@ -8,32 +8,36 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
 
+from tuner.base.processes import EndingSignals, Interrupted
 from tuner.hardware import Gpu
 from tuner.measurement import Measurement, Provenance, Regime
 from tuner.problem import Problem
 
 if TYPE_CHECKING:
-    from tuner.outcome import Outcome
+    from tuner.tuning.outcome import Outcome
 
 
 class Interruption:
-    """Ctrl-C as a request: the first asks the sweep to end with what it has, the second ends it."""
+    """Request to end: the first signal asks the sweep to end with what it has, a further Ctrl-C
+    ends it at once. A further SIGTERM or SIGHUP does not: both are often sent twice.
+    """
 
     def __init__(self) -> None:
-        self._count = 0
+        self.number: int | None = None
+        """The signal that came first."""
+        self._is_forced = False
         self._waiting = False
-        self._previous: Any = None
+        self._signals = EndingSignals(self._on_signal)
 
     @property
     def requested(self) -> bool:
-        return self._count > 0
+        return self.number is not None
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            self._previous = signal.signal(signal.SIGINT, self._on_signal)
+        self._signals.__enter__()
         return self
 
     def __exit__(
@@ -42,17 +46,18 @@ class Interruption:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._previous is not None:
-            signal.signal(signal.SIGINT, self._previous)
+        self._signals.__exit__()
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._count += 1
-        if self._waiting or self._count > 1:
-            raise KeyboardInterrupt
+    def _on_signal(self, number: int) -> None:
+        self._is_forced |= self.requested and number == signal.SIGINT
+        if self.number is None:
+            self.number = number
+        if self._waiting or self._is_forced:
+            raise Interrupted(self.number)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around a wait that the first Ctrl-C should cut short: the main thread's, for another's
+        """Around a wait that the first signal should cut short: the main thread's, for another's
         is not reached by signals.
         """
         if threading.current_thread() is not threading.main_thread():
@@ -62,7 +67,7 @@ class Interruption:
         try:
             yield
         except KeyboardInterrupt:
-            if self._count > 1 or self._count == 0:
+            if self._is_forced or not self.requested:
                 raise
         finally:
             self._waiting = False

@@ -13,17 +13,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from tuner import nearest, ranking
 from tuner.config import Config
 from tuner.errors import NoValidConfigError
 from tuner.families import families_of
 from tuner.measurement import Measurement
-from tuner.outcome import summary
 from tuner.problem import Problem
 from tuner.runners.base import Runner
-from tuner.search import effort
+from tuner.search import ranking
+from tuner.search.study import effort
+from tuner.selection import nearest
 from tuner.store import Store
 from tuner.store.entry import Entry, is_vendor
+from tuner.tuning.outcome import summary
 
 LENDERS = 3
 """Own configs of an entry that `widen` checks."""
@@ -107,7 +108,7 @@ class Lender:
 
     @property
     def lends(self) -> bool:
-        """Whether it may serve shapes that nobody tuned (`tuner.nearest`)."""
+        """Whether it may serve shapes that nobody tuned (`tuner.selection.nearest`)."""
         return self.passed >= nearest.LEAST_PASSED and not self.failed
 
 
@@ -125,7 +126,7 @@ def widen(
     Args:
         entry: measured on the runner's GPU.
         runner: of the entry's regime.
-        store: where the measurements go; `tuner.nearest` reads them there.
+        store: where the measurements go; `tuner.selection.nearest` reads them there.
         progress: told how many of the shapes are done.
         stopped: asked before each shape whether to leave it at what is known.
 

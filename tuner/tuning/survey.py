@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from tuner import recording
 from tuner.config import Config, Value
 from tuner.errors import BenchmarkError, ConfigError
 from tuner.families import families_of
@@ -26,10 +25,11 @@ from tuner.families.base import Family, group_by_kernels, without_spare
 from tuner.hardware import Gpu
 from tuner.measurement import Measurement, Provenance, Regime
 from tuner.problem import Problem
-from tuner.recording import Recording
+from tuner.runners import recording
 from tuner.runners.base import Runner
-from tuner.sweep import Catalogue, check_families
-from tuner.watch import Interruption
+from tuner.runners.recording import Recording
+from tuner.tuning.progress import Interruption
+from tuner.tuning.sweep import Catalogue, check_families
 
 NO_GPU = "no GPU found: a survey is measured on a GPU; --compile compiles its kernels without one"
 REQUEST_KERNELS = 4

@@ -7,6 +7,7 @@ it asks for anything.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -18,17 +19,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 
-from tuner import ranking
 from tuner.config import Config
-from tuner.errors import BenchmarkError, ConfigError, NoValidConfigError
+from tuner.errors import (
+    BenchmarkError,
+    ConfigError,
+    NoValidConfigError,
+    StoreBusyError,
+    StoreError,
+)
 from tuner.families import families_of
 from tuner.families.base import Family, without_spare
 from tuner.measurement import Measurement, Provenance, Regime, Status
-from tuner.outcome import Outcome, first_line, summary
 from tuner.problem import Problem
 from tuner.runners.base import Runner
 from tuner.runners.choose import Machine, Runners
-from tuner.search import (
+from tuner.search import ranking
+from tuner.search.study import (
     DEFAULT_TRIALS,
     FamilySearch,
     Search,
@@ -36,12 +42,13 @@ from tuner.search import (
     least_estimate_us,
     sampler_name,
 )
-from tuner.shipped import shipped_index
+from tuner.selection.shipped import shipped_index
 from tuner.store import Store, SweepRecord, open_store
 from tuner.store.entry import is_vendor, vendor_name
-from tuner.watch import Interruption, SweepState, Watcher
+from tuner.tuning.outcome import Outcome, first_line, summary
+from tuner.tuning.progress import Interruption, SweepState, Watcher
 
-_LOG = logging.getLogger(__name__)
+_LOG = logging.getLogger("tuner.sweep")
 
 Catalogue = Callable[[str], Mapping[str, Family]]
 """The families of an operation by name."""
@@ -93,6 +100,8 @@ class SweepOptions:
         }
         if not self.compiled_only:  # as before there was such a choice
             del facts["compiled_only"]
+        if provenance is Provenance.REPLAYED:  # older replays ranked times of two passes together
+            facts["passes"] = 1
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -124,6 +133,7 @@ class Sweep:
         self._interruption = interruption or Interruption()
         self._catalogue = catalogue
         self._notes: list[str] = []
+        self._unranked: list[Measurement] = []
         self._own, self._vendors = self._competitors()
         self._members: dict[tuple[str, str], FamilySearch] = {}
         self._histories: dict[Problem, Sequence[Measurement]] = {}
@@ -171,15 +181,19 @@ class Sweep:
         state.started = time.monotonic()
         limit = self.options.time_limit_s
         state.deadline = None if limit is None else state.started + limit
-        self.store.begin_sweep(self._record)
-        ended = "interrupted"
+        self._write(lambda: self.store.begin_sweep(self._record))
         try:
             self.prefetch()
             outcome = self._run(on_drained)
-            ended = "interrupted" if outcome.interrupted else "done"
-            return outcome
-        finally:
-            self.store.end_sweep(self._record.id, ended)
+        except StoreError:
+            raise  # it stays ``running``, as after a kill
+        except BaseException:
+            with contextlib.suppress(StoreError):  # the first fault is the one to be told
+                self.store.end_sweep(self._record.id, "interrupted")
+            raise
+        ended = "interrupted" if outcome.interrupted else "done"
+        self._write(lambda: self.store.end_sweep(self._record.id, ended))
+        return outcome
 
     def _run(self, on_drained: Callable[[], None] | None) -> Outcome:
         state = self._state
@@ -329,7 +343,7 @@ class Sweep:
         if self._sampler != "model":
             return ()
         if problem not in self._histories:
-            from tuner.transfer import history
+            from tuner.search.history import history
 
             environment = self.runner.environment.digest
             self._histories[problem] = history(
@@ -419,7 +433,7 @@ class Sweep:
                 )
             return
         measured = [self._signed(m) for m in collected]
-        self.store.add(measured)
+        self._write(lambda: self.store.add(measured))
         member = self._members.get((measured[0].problem.key, measured[0].config.family))
         if member is None:
             return  # Left over from the problem before, whose time was over: kept, nothing more.
@@ -427,6 +441,21 @@ class Sweep:
         self._state.in_flight -= 1
         for m in measured:
             self._count(m)
+
+    def _write(self, write: Callable[[], object]) -> None:
+        """Write to the store, again while another program has it locked, up to Ctrl-C.
+
+        Raises:
+            StoreError: when it cannot be written.
+        """
+        while True:
+            try:
+                write()
+                return
+            except StoreBusyError as exc:
+                if self._interruption.requested:
+                    raise
+                self._watcher.note(f"{exc}; trying again")
 
     def _signed(self, m: Measurement) -> Measurement:
         now = datetime.now(UTC).isoformat(timespec="seconds")
@@ -465,6 +494,8 @@ class Sweep:
         self._state.goal = self._state.done = self._state.done_before = 0
         self._show()
         finals = self._retime([*(m.config for m in chosen), *self._standing()], rounds)
+        timed = {m.config for m in finals}
+        self._unranked = [m for m in chosen if m.config not in timed]
         if not finals:
             if again or not self._interruption.requested:
                 raise BenchmarkError(
@@ -473,8 +504,11 @@ class Sweep:
                 )
             # The first Ctrl-C came during it, or a job that saw it later gave a brief one up.
             return self._finals(again=interrupted)
+        seen = {m.config: m for m in chosen}
+        # Quick times, as a replay may answer with, are in the store already.
+        finals = [m if m.is_final else seen.get(m.config, m) for m in finals]
         ranked = ranking.rank([m for m in finals if self._fits(m)])
-        self.store.add([m for m in finals if not m.ok])
+        self._write(lambda: self.store.add([m for m in finals if not m.ok]))
         if not ranked:
             raise NoValidConfigError(
                 f"none of the {len(chosen)} finalists for {self.problem.label()} passed again: "
@@ -538,7 +572,8 @@ class Sweep:
 
     def _outcome(self, ranked: Sequence[Measurement]) -> Outcome:
         if ranked:
-            self.store.decide(self.problem, self.runner.gpu, self.regime, ranked, self._record.id)
+            place = self.problem, self.runner.gpu, self.regime
+            self._write(lambda: self.store.decide(*place, ranked, self._record.id))
         seen = self._seen()
         own = [m for m in seen if not is_vendor(m.config)]
         return Outcome(
@@ -549,6 +584,12 @@ class Sweep:
             provenance=self.runner.provenance,
             sweep=self._record.id,
             ranking=tuple(ranked),
+            unranked=tuple(self._unranked) if ranked else (),
+            quick_vendor=min(
+                (m for m in seen if m.problem == self.problem and is_vendor(m.config) and m.ok),
+                key=ranking.by_latency,
+                default=None,
+            ),
             candidates=len(own),
             kernels=sum(
                 member.finished for member in self._members.values() if not member.family.is_vendor

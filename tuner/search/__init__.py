@@ -1,0 +1,1 @@
+"""Choice of the next candidate: studies, samplers, the surrogate, rules fitted to results."""
