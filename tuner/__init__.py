@@ -7,8 +7,6 @@ library.
 from __future__ import annotations
 
 import importlib
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -21,9 +19,6 @@ if TYPE_CHECKING:
     from tuner.errors import StoreError as StoreError
     from tuner.errors import TunerError as TunerError
     from tuner.hardware import Gpu as Gpu
-    from tuner.lookup import Answer as Answer
-    from tuner.lookup import Entry as Entry
-    from tuner.lookup import lookup as lookup
     from tuner.measurement import Measurement as Measurement
     from tuner.measurement import Provenance as Provenance
     from tuner.measurement import Regime as Regime
@@ -48,18 +43,21 @@ if TYPE_CHECKING:
     from tuner.runtime.products import scaled_mm as scaled_mm
     from tuner.runtime.products import swiglu as swiglu
     from tuner.runtime.varlen import attention_varlen as attention_varlen
-    from tuner.sweep import sweep as sweep
+    from tuner.selection.reader import Answer as Answer
+    from tuner.selection.reader import Entry as Entry
+    from tuner.selection.reader import lookup as lookup
+    from tuner.tuning.sweep import sweep as sweep
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Answer": "tuner.lookup",
+    "Answer": "tuner.selection.reader",
     "AttentionProblem": "tuner.problem",
     "BenchmarkError": "tuner.errors",
     "CompileError": "tuner.errors",
     "Config": "tuner.config",
     "ConfigError": "tuner.errors",
-    "Entry": "tuner.lookup",
+    "Entry": "tuner.selection.reader",
     "GemmProblem": "tuner.problem",
     "Gpu": "tuner.hardware",
     "GroupedGemmProblem": "tuner.problem",
@@ -82,12 +80,12 @@ _HOMES = {
     "interleave": "tuner.runtime",
     "linear": "tuner.runtime",
     "linear_problems": "tuner.runtime",
-    "lookup": "tuner.lookup",
+    "lookup": "tuner.selection.reader",
     "matmul": "tuner.runtime",
     "restore_linear_": "tuner.runtime",
     "scaled_mm": "tuner.runtime",
     "stats": "tuner.runtime",
-    "sweep": "tuner.sweep",
+    "sweep": "tuner.tuning.sweep",
     "swiglu": "tuner.runtime",
     "tune_linear_": "tuner.runtime",
 }
@@ -105,16 +103,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_HOMES})
-
-
-class _Package(ModuleType):
-    """`tuner.lookup` and `tuner.sweep` are the functions, whoever imports the modules of these
-    names: an import binds a submodule to its package, and that is turned down here.
-    """
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if not (name in _HOMES and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

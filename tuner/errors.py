@@ -10,6 +10,8 @@
     │   ├── GateError              the numerics gate cannot judge; no candidate's fault
     │   └── WorkerLostError        what measured went away before it answered
     ├── StoreError                 a database that cannot be opened, read or written
+    │   ├── StoreBusyError         another program has the database locked
+    │   ├── StoreLostError         an SQLite file that was removed or replaced while it was open
     │   └── LeaseLostError         a job's problem that another controller works on by now
     └── NoValidConfigError         no candidate passed
 
@@ -58,6 +60,14 @@ class WorkerLostError(BenchmarkError):
 
 class StoreError(TunerError):
     """The database cannot be opened, read or written."""
+
+
+class StoreBusyError(StoreError):
+    """Another program has the database locked; a later attempt may succeed."""
+
+
+class StoreLostError(StoreError):
+    """The SQLite file of an open store was removed or replaced: what is written there is lost."""
 
 
 class LeaseLostError(StoreError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
@@ -152,7 +153,8 @@ class Measurement:
     std_us: float | None = None
     rounds: int = 0
     is_final: bool = False
-    """True for the interleaved pass beside the baselines; only final ones are served."""
+    """True for the interleaved pass beside the baselines; only final ones are served. Times of
+    the two passes do not compare (`speedup`)."""
     flags: tuple[str, ...] = ()
     """Doubts that survived re-timing: ``noisy`` (deviation >= 2 %), ``throttled``."""
     error: float | None = None
@@ -182,6 +184,16 @@ class Measurement:
     @property
     def tflops(self) -> float | None:
         return None if self.latency_us is None else self.problem.flops / self.latency_us / 1e6
+
+    def speedup(self, other: Measurement) -> float | None:
+        """Time of another kernel over this one's: above 1 this one is faster.
+
+        None unless both passed, in the same pass: quick times and final times do not compare, for
+        a final pass runs at the clocks that its neighbours leave.
+        """
+        if not self.ok or not other.ok or self.is_final != other.is_final:
+            return None
+        return (other.latency_us or 0.0) / (self.latency_us or math.inf)
 
     def but(self, **changes: Any) -> Measurement:
         """A copy with some fields changed."""
@@ -232,3 +244,20 @@ class Measurement:
             if isinstance(exc, ConfigError):
                 raise
             raise ConfigError(f"not a measurement: {type(exc).__name__} {exc}") from exc
+
+
+_EVEN = 0.995
+"""Smallest ratio that two decimals show as 1.00."""
+
+
+def speedup_text(ratio: float, than: str = "", *, is_slower: bool | None = None) -> str:
+    """A ratio of times as every face gives it: ``1.29x cudnn``, or ``0.86x cudnn, slower``.
+
+    Args:
+        ratio: the other kernel's time over the own one's, as `Measurement.speedup`.
+        than: the other kernel's name; empty where a heading names it.
+        is_slower: whether to call it slower, for a caller that knows the noise of the two times;
+            by default wherever two decimals show less than 1.
+    """
+    text = f"{ratio:.2f}x {than}".rstrip()
+    return f"{text}, slower" if (ratio < _EVEN if is_slower is None else is_slower) else text

@@ -12,16 +12,16 @@ from typing import Protocol
 from tuner.bench.contenders import Lineup, line_up
 from tuner.bench.results import Results, Row, Timed
 from tuner.bench.suites import Named, none_named
-from tuner.compiler import Compiler
+from tuner.compile.compiler import Compiler
 from tuner.errors import BenchmarkError, ConfigError, StoreError, TunerError
 from tuner.families import family
 from tuner.families.base import KernelSpec
-from tuner.gate import REFERENCE
 from tuner.hardware import DEFAULT_GPU, Gpu
-from tuner.lookup import Entry
-from tuner.measurement import Regime
+from tuner.measure.gate import REFERENCE
+from tuner.measurement import Regime, speedup_text
 from tuner.problem import Problem
 from tuner.runners.base import Runner
+from tuner.selection.reader import Entry
 
 #: Between two words on how compiling goes on.
 _PROGRESS_S = 5.0
@@ -235,5 +235,6 @@ def _said(row: Row) -> str:
     if row.failure:
         return row.failure
     parts = [f"{t.name} {t.latency_us:.4g} us" for t in (row.own, row.peer) if t and t.latency_us]
-    ratio = [f"ratio {row.ratio:.3f}"] if row.ratio is not None else []
-    return ", ".join([*parts, *ratio]) or "no kernel passed"
+    if row.ratio is not None and row.peer is not None:
+        parts.append(speedup_text(row.ratio, row.peer.name))
+    return ", ".join(parts) or "no kernel passed"

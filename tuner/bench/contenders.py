@@ -12,9 +12,9 @@ from tuner.families import families_of, family
 from tuner.families.base import FOREIGN, Family, without_spare
 from tuner.families.vendor import Vendor
 from tuner.hardware import Gpu
-from tuner.lookup import Entry
 from tuner.measurement import Provenance, Regime
 from tuner.problem import Problem
+from tuner.selection.reader import Entry
 from tuner.store.entry import is_vendor
 
 COMPILED_PEERS: Mapping[str, str] = {"triton": "triton_attention"}

@@ -19,7 +19,7 @@ from tuner.config import Config, Value
 from tuner.errors import ConfigError
 from tuner.families import families_of, family
 from tuner.families.base import group_by_kernels
-from tuner.families.gemm_shape import COOPERATIVE, NO_SMEM
+from tuner.families.gemm.shape import COOPERATIVE, NO_SMEM
 from tuner.families.two_kernel_attention import STAGES
 from tuner.hardware import Gpu
 from tuner.measurement import Regime

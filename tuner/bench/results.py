@@ -11,14 +11,15 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Self
 
-from tuner import document, output, stages
+from tuner.base import document, output
 from tuner.bench.contenders import Contender, Role
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.hardware import Gpu
+from tuner.measure import kernel_times
 from tuner.measurement import Clocks, Environment, Measurement, Regime, Resources, Status
-from tuner.outcome import first_line
 from tuner.problem import AttentionProblem, Problem, problem_from_json
+from tuner.tuning.outcome import first_line
 
 FORMAT = 1
 #: Half the width of a median's 95 % confidence interval in standard errors of the mean: 1.96 for
@@ -69,7 +70,7 @@ class Timed:
             seen.flags,
             seen.resources,
             seen.log,
-            stages.read(seen.log) if seen.ok else {},
+            kernel_times.read(seen.log) if seen.ok else {},
         )
 
     @property

@@ -8,10 +8,10 @@ import re
 import sys
 from pathlib import Path
 
+from tuner.compile.render import render
 from tuner.families import family
 from tuner.families.base import FOREIGN
 from tuner.measurement import Measurement
-from tuner.render import render
 
 FORMAT = "cutlass-tuner-bundle"
 VERSION = 1
@@ -26,6 +26,9 @@ MEMBERS = (
     (re.compile(r"artifacts/[0-9a-f]{32}\.cu"), 16 << 20),
     (re.compile(r"libraries/[0-9a-f]{64}\.so"), 1 << 30),
 )
+
+MAX_TOKENS, MAX_DEPTH = 1 << 25, 32
+"""Limits of a member's JSON (`document.check_extent`); 10,000 entries have 2/3 of the tokens."""
 
 
 def this_platform() -> str:

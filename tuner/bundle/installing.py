@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
+import stat
 import tarfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Self
 
 import tuner
-from tuner.artifacts import ArtifactCache
+from tuner.base.document import check_extent
+from tuner.base.printable import one_line
 from tuner.bundle.format import (
     ENTRIES,
     FORMAT,
     MANIFEST,
+    MAX_DEPTH,
+    MAX_TOKENS,
     MEMBERS,
     ORIGIN,
     VERSION,
@@ -23,12 +28,17 @@ from tuner.bundle.format import (
     sources_of,
     this_platform,
 )
+from tuner.compile.artifacts import ArtifactCache
 from tuner.errors import ConfigError, StoreError, TunerError
 from tuner.measurement import Measurement, Provenance, Resources
 from tuner.store import Store
 from tuner.store.base import Check, ImportReport
 from tuner.store.entry import digest_of, is_vendor
 from tuner.store.exchange import Decision, parse, read
+
+_COPY = "bundle.tar"
+"""Name of the copy of a bundle, beside the libraries that are taken out of it."""
+_CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -79,7 +89,7 @@ def install(
     try:
         with artifacts.workspace() as aside:
             content = _read(path, aside, sha256)
-            document = parse(content[ENTRIES].decode())
+            document = _parse(content[ENTRIES])
             measured, decisions = read(document, check)
             served = _served(measured, decisions)
             kernels = _check_kernels(content, aside, served)
@@ -98,8 +108,24 @@ def install(
     return Installed(report, len(added), len(kernels) - len(added))
 
 
+class _Member(tarfile.TarInfo):
+    """Header of a plain file. Others are refused before their content, which may be any number of
+    further headers, is read: `pack` writes none.
+    """
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
+        member = super().frombuf(buf, encoding, errors)
+        if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE):
+            raise ConfigError(f"member '{one_line(member.name)}' is not a plain file")
+        return member
+
+
 def _read(path: Path, aside: Path, sha256: str) -> dict[str, bytes]:
-    """Every member by name, checked against the manifest; libraries go into files of `aside`."""
+    """Every member by name, checked against the manifest; libraries go into files of `aside`.
+
+    What is hashed and read is a copy in `aside`: the file itself may change at any moment.
+    """
     content: dict[str, bytes] = {}
     files: Mapping[str, Any] = {}
     try:
@@ -108,49 +134,78 @@ def _read(path: Path, aside: Path, sha256: str) -> dict[str, bytes]:
         raise ConfigError(f"it cannot be read: {exc.strerror}") from exc
     try:
         with file:
-            if sha256 and (found := hashlib.file_digest(file, "sha256").hexdigest()) != sha256:
-                raise ConfigError(f"its SHA-256 is {found}, not {sha256}: it is another file")
-            file.seek(0)
-            with tarfile.open(fileobj=file, mode="r:") as tar:
-                for member in tar:
-                    name = member.name
-                    size = _check_member(member, content)
-                    data = tar.extractfile(member)
-                    if data is None:
-                        raise ConfigError(f"member '{name}' has no content")
-                    if not content:
-                        if name != MANIFEST:
-                            raise ConfigError("not a bundle: it does not begin with a manifest")
-                        content[name] = data.read()
-                        files = _files(content[name])
-                        continue
-                    content[name] = _take(name, data, size, files, aside)
+            found = _copy(file, aside / _COPY)
+        if sha256 and found != sha256:
+            raise ConfigError(f"its SHA-256 is {found}, not {sha256}: it is another file")
+        with tarfile.open(aside / _COPY, mode="r:", tarinfo=_Member) as tar:
+            for member in tar:
+                name = member.name
+                size = _check_member(member, content)
+                data = tar.extractfile(member)
+                if data is None:
+                    raise ConfigError(f"member '{name}' has no content")
+                if not content:
+                    if name != MANIFEST:
+                        raise ConfigError("not a bundle: it does not begin with a manifest")
+                    content[name] = data.read()
+                    files = _files(content[name])
+                    continue
+                content[name] = _take(name, data, size, files, aside)
     except tarfile.TarError as exc:
         raise ConfigError(f"not a bundle, or a damaged one: {exc}") from exc
     except OSError as exc:
         raise StoreError(f"{path} cannot be unpacked: {exc.strerror or exc}") from exc
     if missing := sorted(set(files) - set(content)):
-        raise ConfigError(f"member '{missing[0]}' of its manifest is missing")
+        raise ConfigError(f"member '{one_line(missing[0])}' of its manifest is missing")
     if ENTRIES not in content:
         raise ConfigError(f"not a bundle: it holds no {ENTRIES}")
     return content
+
+
+def _copy(file: IO[bytes], target: Path) -> str:
+    """Copy a bundle; returns the SHA-256 of what was written.
+
+    Raises:
+        ConfigError: when it is not a plain file, or grows meanwhile.
+    """
+    facts = os.fstat(file.fileno())
+    if not stat.S_ISREG(facts.st_mode):
+        raise ConfigError("it is not a plain file")
+    digest, left = hashlib.sha256(), facts.st_size
+    with target.open("wb") as copy:
+        while chunk := file.read(_CHUNK_BYTES):
+            left -= len(chunk)
+            if left < 0:
+                raise ConfigError("it grew while it was read")
+            digest.update(chunk)
+            copy.write(chunk)
+    return digest.hexdigest()
+
+
+def _parse(text: bytes) -> Any:
+    """Read a member's JSON.
+
+    Raises:
+        ConfigError: when it is not JSON, or holds too much.
+        UnicodeDecodeError: when it is not UTF-8.
+    """
+    check_extent(text, tokens=MAX_TOKENS, depth=MAX_DEPTH)
+    return parse(text.decode())
 
 
 def _check_member(member: tarfile.TarInfo, content: Mapping[str, bytes]) -> int:
     """The member's size.
 
     Raises:
-        ConfigError: when it is a link, a folder, twice there, too large or not a bundle's.
+        ConfigError: when it is twice there, too large or not a bundle's.
     """
     name = member.name
     limit = next((most for names, most in MEMBERS if names.fullmatch(name)), None)
     if limit is None:
-        raise ConfigError(f"member '{name}' is none of a bundle's")
-    if not member.isreg() or member.issparse():
-        raise ConfigError(f"member '{name}' is not a plain file")
+        raise ConfigError(f"member '{one_line(name)}' is none of a bundle's")
     if name in content:
         raise ConfigError(f"member '{name}' is there twice")
-    if member.size > limit:
+    if not 0 <= member.size <= limit:
         raise ConfigError(f"member '{name}' has {member.size} bytes (allowed: {limit})")
     return member.size
 
@@ -162,15 +217,17 @@ def _files(text: bytes) -> Mapping[str, Any]:
         ConfigError: when it is of another program, version or platform.
     """
     try:
-        manifest = parse(text.decode())
+        manifest = _parse(text)
     except UnicodeDecodeError as exc:
         raise ConfigError("its manifest is not UTF-8 text") from exc
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise ConfigError("not a bundle: its manifest is of another program")
     if manifest.get("version") != VERSION:
-        raise ConfigError(f"it has version {manifest.get('version')}, this program reads {VERSION}")
+        version = one_line(str(manifest.get("version")))
+        raise ConfigError(f"it has version {version}, this program reads {VERSION}")
     if manifest.get("platform") != this_platform():
-        raise ConfigError(f"it is for {manifest.get('platform')}, this is {this_platform()}")
+        platform = one_line(str(manifest.get("platform")))
+        raise ConfigError(f"it is for {platform}, this is {this_platform()}")
     files = manifest.get("files")
     if not isinstance(files, dict) or not all(
         isinstance(facts, dict)
@@ -259,7 +316,7 @@ def _check_kernels(
 
 def _kernel(key: str, text: bytes, source: str, aside: Path) -> _Kernel:
     try:
-        facts = parse(text.decode())
+        facts = _parse(text)
         library = aside / f"{facts['sha256']}.so"
         resources = facts["resources"]
         kernel = _Kernel(
@@ -271,7 +328,8 @@ def _kernel(key: str, text: bytes, source: str, aside: Path) -> _Kernel:
             source,
         )
     except (TunerError, UnicodeDecodeError, KeyError, TypeError, ValueError) as exc:
-        raise ConfigError(f"what is said of kernel {key} cannot be read: {exc}") from exc
+        reason = one_line(str(exc))
+        raise ConfigError(f"what is said of kernel {key} cannot be read: {reason}") from exc
     if library not in aside.iterdir():  # as a path: the name may say `../`
         raise ConfigError(f"the library of kernel {key} is missing")
     with library.open("rb") as file:

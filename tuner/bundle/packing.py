@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import tuner
-from tuner import nearest
-from tuner.artifacts import Artifact, ArtifactCache
+from tuner.base.output import replacing
 from tuner.bundle.format import (
     ENTRIES,
     FORMAT,
@@ -22,10 +21,12 @@ from tuner.bundle.format import (
     sources_of,
     this_platform,
 )
+from tuner.compile.artifacts import Artifact, ArtifactCache
 from tuner.errors import NoValidConfigError
 from tuner.measurement import Measurement
-from tuner.output import replacing
-from tuner.shipped import shipped_around
+from tuner.selection import nearest
+from tuner.selection.describe import first_few
+from tuner.selection.shipped import shipped_around
 from tuner.store import Store
 from tuner.store.entry import Entry, canonical, digest_of, is_vendor
 from tuner.store.exchange import Decision, write
@@ -77,7 +78,7 @@ def pack(
                 raise
             left_out.append(str(exc))
     if not taken:
-        raise NoValidConfigError("; ".join(left_out) or "nothing to pack: no entry is measured")
+        raise NoValidConfigError(first_few(left_out) or "nothing to pack: no entry is measured")
     members = _members(taken, store, kernels)
     size, digest = _write(out, members)
     return Packed(len(taken), len(kernels), size, digest, tuple(left_out))

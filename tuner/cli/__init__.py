@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
+import io
 import os
 import sys
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn, TextIO, cast
 
 import tuner
+from tuner.base.printable import PrintableStream
+from tuner.base.processes import RaisesInterrupted, exit_code
+from tuner.cli.help import groups_text
 from tuner.errors import ConfigError, TunerError
 from tuner.settings import VARIABLES
 
 COMMANDS = (
+    "quickstart",
+    "help",
     "sweep",
     "bench",
     "record",
@@ -40,56 +47,123 @@ COMMANDS = (
 )
 """Modules of this package with a `register`."""
 
-DONE, FAILED, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
+DONE, FAILED, WRONG_INPUT = 0, 1, 2
 
 EXIT_CODES = """exit codes:
   0    done
   1    it could not be done: no kernel passed, nothing found, compiler missing, disk full,
        a store that cannot be opened or is damaged
   2    wrong input: the message names what was wrong and what is allowed
-  130  interrupted; what was found so far is stored"""
+  129, 130, 143
+       ended by SIGHUP, SIGINT (Ctrl-C) or SIGTERM; what was found so far is stored"""
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line."""
+    """An argument parser whose errors are one line.
+
+    Words that are not UTF-8 may name files (``type=Path``); elsewhere they are errors.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.register("type", None, _text)
+
+    def add_subparsers(self, **options: Any) -> Any:
+        """Add commands, whose parsers check their own words."""
+        action = super().add_subparsers(**options)
+        action.type = str
+        return action
 
     def error(self, message: str) -> NoReturn:
         """End with exit code 2 and the message, without the usage."""
         self.exit(WRONG_INPUT, f"{self.prog}: {message}\n")
 
 
+def _text(word: str) -> str:
+    try:
+        word.encode()
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError(f"{word!a} is not UTF-8 text") from None
+    return word
+
+
+class _Notes(io.FileIO):
+    """Standard error that drops what it cannot write, in place of raising."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data) or 0
+        except OSError:
+            return len(data)
+
+
+def _secure_streams() -> None:
+    """Open the null device where standard input or error is closed, and never fail to write notes.
+
+    A database opened later would take the closed stream's number, and be written into.
+    """
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(number, True)
+    os.close(number)
+    encoding = sys.stderr.encoding if sys.stderr is not None else "utf-8"
+    notes = io.BufferedWriter(_Notes(2, "w", closefd=False))
+    sys.stderr = io.TextIOWrapper(notes, encoding, "backslashreplace", line_buffering=True)
+
+
 def parser() -> Parser:
     """The parser of all commands."""
     variables = "\n".join(f"  {name:<19} {text}" for name, text in VARIABLES.items())
+    about = "Finds, keeps and serves the fastest CUTLASS kernel of a problem on Hopper."
     root = Parser(
         prog="tuner",
-        description="Finds, keeps and serves the fastest CUTLASS kernel of a problem on Hopper.",
+        usage="tuner [-h] [--version] COMMAND ...",
         epilog=f"{EXIT_CODES}\n\nenvironment variables:\n{variables}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     root.add_argument("--version", action="version", version=f"cutlass-tuner {tuner.__version__}")
-    commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = root.add_subparsers(
+        dest="command", required=True, metavar="COMMAND", prog="tuner", help=argparse.SUPPRESS
+    )
     for name in COMMANDS:
         importlib.import_module(f"{__name__}.{name}").register(commands)
+    # Without the suppressed list argparse prints the commands nowhere: they stand here, in groups.
+    shown = {action.dest: action.help or "" for action in commands._get_subactions()}
+    commands.choices["help"].set_defaults(root=root)
+    root.description = f"{about}\n\n{groups_text(shown)}"
     return root
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code."""
+    """Run one command; returns the exit code.
+
+    Args:
+        argv: arguments; None: the process's own. It is then to end with the code that is returned.
+    """
+    with RaisesInterrupted() as signals:
+        code = _run(argv)
+        if argv is None and code not in (DONE, FAILED, WRONG_INPUT):
+            signals.ignore_from_now_on()
+        return code
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    if argv is None:  # of the process
+        _secure_streams()
     if sys.stdout is None:  # closed: a database would be opened in its place, and printed into
         return _fail("standard output is closed: leave it open, or send it to a file", FAILED)
     try:
         args = parser().parse_args(argv)
-        code = int(args.run(args))
-        sys.stdout.flush()
+        with _printing():
+            code = int(args.run(args))
+            sys.stdout.flush()
         return code
     except ConfigError as exc:
         return _fail(str(exc), WRONG_INPUT)
     except TunerError as exc:
         return _fail(str(exc), FAILED)
-    except KeyboardInterrupt:
-        return _fail("interrupted", INTERRUPTED)
+    except KeyboardInterrupt as exc:
+        return _fail("interrupted", exit_code(exc))
     except BrokenPipeError:
         # Whoever read standard output has gone: nothing more can be said there.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -98,6 +172,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(str(exc), FAILED)
 
 
+@contextlib.contextmanager
+def _printing() -> Iterator[None]:
+    """Have nothing of what commands print act on the terminal: names in a store may come from
+    anywhere.
+    """
+    out, err = (
+        None if stream is None else cast("TextIO", PrintableStream(stream))
+        for stream in (sys.stdout, sys.stderr)
+    )
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        yield
+
+
 def _fail(message: str, code: int) -> int:
-    print(f"tuner: {message}", file=sys.stderr)
+    with _printing():
+        print(f"tuner: {message}", file=sys.stderr)
     return code

@@ -12,14 +12,19 @@ from concurrent.futures import FIRST_COMPLETED, wait
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tuner.ahead import Wanted
-    from tuner.compiler import Compiler
+    from tuner.compile.compiler import Compiler
     from tuner.families.base import KernelSpec
-    from tuner.job import JobOptions
+    from tuner.hardware import Gpu
     from tuner.problem import Problem
+    from tuner.tuning.aot import Wanted
+    from tuner.tuning.job import JobOptions
 
 PROGRESS_S = 5.0
 """Between two lines on how far it is."""
+FIRST_PROGRESS_S = 1.0
+"""Before the first line on how far it is."""
+COLUMNS = 120
+"""Width of a line about a set of kernels."""
 
 
 def sweep_ahead(
@@ -34,13 +39,15 @@ def sweep_ahead(
         CompileError: when there is no compiler.
         StoreError: when the store cannot be read.
     """
-    from tuner.ahead import wanted
     from tuner.hardware import DEFAULT_GPU
     from tuner.runners.choose import Machine, Runners
-    from tuner.search import effort
+    from tuner.search.study import effort
     from tuner.store import open_store
+    from tuner.tuning.aot import wanted
 
+    started = time.monotonic()
     options.check(problems)
+    say_planning(problems, DEFAULT_GPU)
     with Runners(Machine(jobs=args.jobs, replay=True), say) as runners:
         compiler = runners.compiler()
         with open_store(url) as store:
@@ -59,26 +66,40 @@ def sweep_ahead(
         there = sum(compiler.cached(spec) is not None for spec in specs)
         where = f"{len(problems)} problems on {DEFAULT_GPU.name}"
         say(f"{where}: {len(specs)} kernels, {there} of them compiled already")
-        return 0 if args.list else compile_ahead(specs, compiler, options.sweep.time_limit_s)
+        if args.list:
+            return 0
+        return compile_ahead(specs, compiler, options.sweep.time_limit_s, started)
 
 
 def wanted_text(number: int, one: Wanted) -> str:
-    """One line, as ``1: worth 2.74 for 10 problems, S=2048,... first: fused_attention ...``."""
-    from tuner.cli.describe import config_text
+    """One line of at most `COLUMNS`: expected gain in percent of a problem's time, summed over
+    the problems, the first problem, and as much of the config as fits.
+    """
+    from tuner.selection.describe import config_text, counted, cut
 
-    first = one.problems[0].label()
-    count = "1 problem" if len(one.problems) == 1 else f"{len(one.problems)} problems"
-    return f"{number}: worth {one.worth:.3f} for {count}, {first} first: {config_text(one.config)}"
+    first = f"{counted(len(one.problems), 'problem')}, first {one.problems[0].label()}"
+    text = f"{number}: gain {100 * one.worth:.1f} % over {first}: {config_text(one.config)}"
+    return cut(text, COLUMNS)
 
 
 def compile_ahead(
-    specs: Sequence[KernelSpec], compiler: Compiler, time_limit_s: float | None
+    specs: Sequence[KernelSpec],
+    compiler: Compiler,
+    time_limit_s: float | None,
+    started: float | None = None,
 ) -> int:
-    """Compile kernels and the gate's; 1 when some are left or failed."""
-    from tuner.cli import DONE, FAILED
-    from tuner.gate import REFERENCE
+    """Compile kernels and the gate's; 1 when some are left or failed.
 
-    started = time.monotonic()
+    Args:
+        specs: kernels, the most wanted first.
+        compiler: what compiles them.
+        time_limit_s: seconds after which no more are waited for; None: without end.
+        started: `time.monotonic` from which the limit counts; None: now.
+    """
+    from tuner.cli import DONE, FAILED
+    from tuner.measure.gate import REFERENCE
+
+    started = time.monotonic() if started is None else started
     deadline = math.inf if time_limit_s is None else started + time_limit_s
     waiting = {future for _, future in compiler.submit([REFERENCE, *specs])}
     done, said = 0, -math.inf
@@ -98,16 +119,24 @@ def compile_ahead(
     return FAILED if waiting or failed else DONE
 
 
+def say_planning(problems: Sequence[Problem], gpu: Gpu) -> None:
+    """Say what begins, before anything that takes time."""
+    from tuner.selection.describe import counted
+
+    say(f"planning {counted(len(problems), 'problem')} on {gpu.name}; nothing is measured")
+
+
 class Progress:
-    """Says every `PROGRESS_S` how far it is; nothing of what is done sooner."""
+    """Says after `FIRST_PROGRESS_S`, and then every `PROGRESS_S`, how far it is."""
 
     def __init__(self) -> None:
-        self._started = self._said = time.monotonic()
+        self._started = time.monotonic()
+        self._next = self._started + FIRST_PROGRESS_S
 
     def __call__(self, text: str) -> None:
         now = time.monotonic()
-        if now - self._said >= PROGRESS_S:
-            self._said = now
+        if now >= self._next:
+            self._next = now + PROGRESS_S
             say(f"{text}, {now - self._started:.0f} s")
 
 
@@ -115,7 +144,7 @@ def say_failures(errors: Iterable[BaseException]) -> None:
     """Say on standard error why kernels were not compiled: one line for each reason, the
     most frequent first.
     """
-    from tuner.outcome import first_line
+    from tuner.tuning.outcome import first_line
 
     reasons = Counter(first_line(str(exc)) or type(exc).__name__ for exc in errors)
     for reason, count in sorted(reasons.items(), key=lambda item: (-item[1], item[0])):

@@ -7,9 +7,11 @@ import json
 import re
 from typing import Any
 
+from tuner.base.printable import one_line
 from tuner.errors import ConfigError
 
 DEFAULT_MAX_SIZE = "2GB"
+MAX_SIZE = 1 << 63
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _BINARY = {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
@@ -32,10 +34,15 @@ def register(subparsers: Any) -> None:
 
 
 def show(args: argparse.Namespace) -> int:
-    """Print where the artifacts are and what they take."""
-    from tuner.artifacts import ArtifactCache
+    """Print where the artifacts are and what they take.
+
+    Raises:
+        StoreError: when others can write the cache.
+    """
+    from tuner.compile.artifacts import ArtifactCache
 
     cache = ArtifactCache()
+    cache.check()
     facts = {
         "folder": str(cache.root),
         "artifacts": len(cache.keys()),
@@ -55,7 +62,7 @@ def shrink(args: argparse.Namespace) -> int:
         ConfigError: when the size cannot be read.
         StoreError: when the cache cannot be written.
     """
-    from tuner.artifacts import ArtifactCache
+    from tuner.compile.artifacts import ArtifactCache
 
     limit = parse_size(args.max_size)
     cache = ArtifactCache()
@@ -69,19 +76,22 @@ def shrink(args: argparse.Namespace) -> int:
 
 
 def parse_size(size: str, option: str = "--max-size") -> int:
-    """Bytes of ``2GB`` (10^9) or ``2GiB`` (2^30).
+    """Bytes of ``2GB`` (10^9) or ``2GiB`` (2^30); only 0 needs no unit.
 
     Raises:
-        ConfigError: when it is not a number with a known unit.
+        ConfigError: when it is not a number with a known unit, or too large.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", size.strip())
     units = _UNITS | _BINARY
-    if match is None or match[2].upper() not in units:
+    if match is None or match[2].upper() not in units or (not match[2] and float(match[1])):
         raise ConfigError(
-            f"{option} {size} is not a size (allowed: a number and B, KB, MB, GB, TB, KiB, MiB, "
-            "GiB or TiB, as in 2GB)"
+            f"{option} {one_line(size)} is not a size (allowed: a number and B, KB, MB, GB, TB, "
+            "KiB, MiB, GiB or TiB, as in 2GB)"
         )
-    return int(float(match[1]) * units[match[2].upper()])
+    found = float(match[1]) * units[match[2].upper()]
+    if found >= MAX_SIZE:
+        raise ConfigError(f"{option} {one_line(size, 40)} is too large (allowed: below 2^63 bytes)")
+    return int(found)
 
 
 def text(size: int) -> str:

@@ -12,7 +12,7 @@ from tuner.errors import ConfigError
 from tuner.problem import PROBLEMS
 
 if TYPE_CHECKING:
-    from tuner.bench.compare import Task
+    from tuner.bench.comparison import Task
     from tuner.bench.results import Results
     from tuner.bench.suites import Suite
     from tuner.measurement import Regime
@@ -104,12 +104,13 @@ def _output(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Bench; 0 when every problem has a time of its own kernels, else 1."""
-    from tuner.bench.compare import Comparison
-    from tuner.cli import DONE, FAILED, INTERRUPTED, bench_tables
+    from tuner.base.output import check_place, write
+    from tuner.base.processes import exit_code
+    from tuner.bench.comparison import Comparison
+    from tuner.cli import DONE, FAILED, bench_tables
     from tuner.cli.ahead import say_failures
-    from tuner.lookup import with_shipped
-    from tuner.output import check_place, write
     from tuner.runners.choose import Machine, Runners
+    from tuner.selection.reader import with_shipped
     from tuner.store import open_store
 
     tasks = list(_tasks(args))
@@ -129,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
         if args.json is not None:
             results.write(args.json)
 
-    interrupted = False
+    interrupted: KeyboardInterrupt | None = None
     try:
         with Runners(Machine((args.device,), args.jobs), _note) as runners:
             comparison = Comparison(
@@ -146,20 +147,20 @@ def run(args: argparse.Namespace) -> int:
                 _note(f"compiled, but for {len(failed)} kernels" if failed else "compiled")
                 return FAILED if failed else DONE
             save(comparison.run(save, earlier))
-    except KeyboardInterrupt:
-        interrupted = True
-    if not kept:
-        raise KeyboardInterrupt
+    except KeyboardInterrupt as exc:
+        interrupted = exc
+        if not kept:
+            raise
     (results,) = kept
     if args.csv is not None:
         write(args.csv, bench_tables.csv_text(results))
     if args.markdown is not None:
         write(args.markdown, bench_tables.markdown(results, {SHAPES, args.preset}))
     print(bench_tables.text(results, details={SHAPES, args.preset}))
-    if interrupted:
+    if interrupted is not None:
         done = " (--resume goes on from there)" if args.json is not None else ""
         print(f"tuner: interrupted after {len(results.rows)} rows{done}", file=sys.stderr)
-        return INTERRUPTED
+        return exit_code(interrupted)
     return DONE if all(row.own is not None for row in results.rows) else FAILED
 
 
@@ -169,7 +170,7 @@ def _tasks(args: argparse.Namespace) -> Iterator[Task]:
     Raises:
         ConfigError: when an option is wrong.
     """
-    from tuner.bench.compare import Task
+    from tuner.bench.comparison import Task
     from tuner.bench.contenders import peers_named
 
     for name, value, least in (

@@ -8,10 +8,15 @@ from collections.abc import Collection, Sequence
 
 from tuner.bench.contenders import Role
 from tuner.bench.results import Results, Row, Summary, Timed
-from tuner.cli.describe import config_lines, microseconds, table, wrapped
 from tuner.hardware import Gpu
-from tuner.measurement import Resources
+from tuner.measurement import Resources, speedup_text
 from tuner.problem import AttentionProblem, GemmProblem, Problem
+from tuner.selection.describe import (
+    config_lines,
+    microseconds,
+    table,
+    wrapped,
+)
 
 FEW_ROWS = 64
 """Of a product: so many rows take no longer than reading the weights for one."""
@@ -100,8 +105,9 @@ def summary_text(summary: Summary) -> str:
     if summary.geometric_mean is None or summary.worst is None:
         return head
     return (
-        f"{head}, fastest peer / own: geometric mean {summary.geometric_mean:.3f}, "
-        f"worst {summary.worst:.3f} at {summary.worst_label}"
+        f"{head}, own speed: geometric mean "
+        f"{speedup_text(summary.geometric_mean, 'the fastest peer')}; "
+        f"worst {speedup_text(summary.worst, f'at {summary.worst_label}')}"
     )
 
 
@@ -138,7 +144,7 @@ def _cells(rows: Sequence[Row], gpu: Gpu) -> list[list[str]]:
     """One row a problem under a heading: first text, then numbers, then the kernel's name."""
     peers = _peers(rows)
     speed, name = ("TB/s", "tb_per_s") if _is_decoding(rows) else ("TFLOP/s", "tflops")
-    heading = ["problem", "own", *peers, "peer / own", speed, "us/head", "error", "own kernel"]
+    heading = ["problem", "own", *peers, "own speed", speed, "us/head", "error", "own kernel"]
     return [heading, *(_line(row, gpu, peers, name) for row in rows)]
 
 
@@ -150,7 +156,7 @@ def _line(row: Row, gpu: Gpu, peers: Sequence[str], speed: str) -> list[str]:
         row.problem.label().replace(",dtype=fp16", ""),
         microseconds(own.latency_us if own else None),
         *(_cell(found.get(name)) for name in peers),
-        "-" if row.ratio is None else f"{row.ratio:.3f}",
+        "-" if row.ratio is None or row.peer is None else speedup_text(row.ratio, row.peer.name),
         f"{figures[speed]:.{2 if speed == 'tb_per_s' else 0}f}" if figures else "-",
         f"{figures['us_per_head']:.3f}" if "us_per_head" in figures else "-",
         f"{own.error:.1e}" if own and own.error is not None else "-",
@@ -220,7 +226,7 @@ def _stage_cells(row: Row, gpu: Gpu) -> list[list[str]]:
 def _kernel_cells(row: Row, gpu: Gpu) -> list[list[str]]:
     """Every kernel of one problem, fastest first, under a heading."""
     attention = isinstance(row.problem, AttentionProblem)
-    heading = ["kernel", "role", "us", "+- 95 %", "/ own", "TFLOP/s", "of peak", "TB/s", "MB"]
+    heading = ["kernel", "role", "us", "+- 95 %", "own speed", "TFLOP/s", "of peak", "TB/s", "MB"]
     heading += ["error"]
     heading += ["us/head", "Mtokens/s", "tokens/s/MB"] if attention else []
     lines = [heading]
@@ -235,7 +241,7 @@ def _kernel_cells(row: Row, gpu: Gpu) -> list[list[str]]:
             str(timed.role),
             microseconds(timed.latency_us),
             "-" if half is None else f"{half:.2g}",
-            f"{figures['over_own']:.3f}" if "over_own" in figures else "-",
+            speedup_text(figures["over_own"]) if "over_own" in figures else "-",
             f"{figures['tflops']:.0f}",
             f"{100 * figures['share_of_peak']:.1f} %",
             f"{figures['tb_per_s']:.2f}",

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from tuner.errors import NoValidConfigError, TunerError
 
 if TYPE_CHECKING:
-    from tuner.artifacts import Artifact, ArtifactCache
-    from tuner.compiler import Compiler
+    from tuner.compile.artifacts import Artifact, ArtifactCache
+    from tuner.compile.compiler import Compiler
     from tuner.families.base import KernelSpec
     from tuner.measurement import Measurement
     from tuner.store import Entry, Store
@@ -43,7 +43,8 @@ class Target:
     @property
     def label(self) -> str:
         found = self.measurement
-        return f"{found.problem.op} {found.problem.label()} {found.regime}: {found.config.family}"
+        place = f"{found.problem.op} {found.problem.label()} on {found.gpu.name}"
+        return f"{place}, {found.regime}: {found.config.family}"
 
 
 def register(subparsers: Any) -> None:
@@ -76,10 +77,11 @@ def run(args: argparse.Namespace) -> int:
         CompileError: when there is no compiler.
         StoreError: when the store or the artifact cache cannot be opened or written.
     """
-    from tuner.artifacts import ArtifactCache
-    from tuner.compiler import Compiler
+    from tuner.compile.artifacts import ArtifactCache
+    from tuner.compile.compiler import Compiler
+    from tuner.compile.toolchain import find_toolchain
+    from tuner.selection.describe import counted
     from tuner.store import open_store
-    from tuner.toolchain import find_toolchain
 
     with open_store(args.store) as store:
         targets = [Target(m) for e in _entries(store, args) for m in _own(e)]
@@ -98,7 +100,12 @@ def run(args: argparse.Namespace) -> int:
                 compilers.enter_context(compiler)
                 _submit([t for t in targets if t.capability == capability], compiler)
             missing = sum(not f.done() for t in targets for f in t.kernels.values())
-            print(f"{len(targets)} configurations; compiling {missing} kernels", file=sys.stderr)
+            names = ", ".join(sorted({target.measurement.gpu.name for target in targets}))
+            print(
+                f"{counted(len(targets), 'configuration')} for {names}; "
+                f"compiling {counted(missing, 'kernel')}",
+                file=sys.stderr,
+            )
             for target in targets:
                 _finish(target, store)
                 if not args.json:
@@ -132,7 +139,7 @@ def _alone(artifacts: ArtifactCache) -> Iterator[None]:
 
 def _dispatcher(artifacts: ArtifactCache) -> str:
     """Compile what the runtime loads beside the kernels; without it calls go through Python."""
-    from tuner import dispatcher
+    from tuner.compile import dispatcher
 
     try:
         if dispatcher.find(artifacts):
@@ -149,12 +156,12 @@ def _entries(store: Store, args: argparse.Namespace) -> Iterable[Entry]:
     """
     from tuner import settings
     from tuner.errors import ConfigError
-    from tuner.job import DEFAULT_OP
-    from tuner.lookup import find_gpu, lookup, shipped
     from tuner.measurement import Provenance
     from tuner.problem import PROBLEMS
+    from tuner.selection.reader import find_gpu, lookup, shipped
     from tuner.store.entry import Entry, sort_key
     from tuner.store.reading import sqlite_file
+    from tuner.tuning.job import DEFAULT_OP
 
     if args.jobs is not None and args.jobs < 1:
         raise ConfigError(f"--jobs {args.jobs} is out of range (allowed: 1 and more)")

@@ -71,9 +71,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _pack(args: argparse.Namespace) -> int:
     from tuner import settings
-    from tuner.artifacts import ArtifactCache
     from tuner.bundle import pack
-    from tuner.cli.describe import counted
+    from tuner.compile.artifacts import ArtifactCache
+    from tuner.selection.describe import counted
     from tuner.store import open_store
 
     out = Path(args.words[0])
@@ -94,9 +94,9 @@ def _pack(args: argparse.Namespace) -> int:
 
 def _chosen(args: argparse.Namespace) -> list[Entry]:
     from tuner.cli.entries import known_entries
-    from tuner.job import DEFAULT_OP
-    from tuner.lookup import find_gpu
     from tuner.measurement import Provenance
+    from tuner.selection.reader import find_gpu
+    from tuner.tuning.job import DEFAULT_OP
 
     problem = PROBLEMS[args.op or DEFAULT_OP].parse(args.shape) if args.shape else None
     known = known_entries(args)
@@ -121,9 +121,9 @@ def _chosen(args: argparse.Namespace) -> list[Entry]:
 
 def _install(args: argparse.Namespace) -> int:
     from tuner import settings
-    from tuner.artifacts import ArtifactCache
     from tuner.bundle import install
     from tuner.cli.entries import unservable
+    from tuner.compile.artifacts import ArtifactCache
     from tuner.store import open_store
 
     if len(args.words) != 2:

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 from tuner.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tuner.report.compare import Comparison
+    from tuner.report.changes import Comparison
 
 DESCRIPTION = """Compares what two sources decided for the same problems, GPUs and regimes: the
 kernel that is served and the best own one. A source is a store (SQLAlchemy URL or SQLite file), an
 exported .json, a recording .json.gz, a folder of recordings, or the word 'shipped'. A time is
-faster or slower if it differs by more than the tolerance and by more than the noise of both."""
+faster or slower if it differs by more than the tolerance and by more than the noise of both.
+Speeds are A's time over B's: above 1 where B is faster."""
 
 EXIT_CODES = """exit codes:
   0  nothing got slower
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     """
     from tuner.cli import DONE, FAILED
     from tuner.errors import StoreError
-    from tuner.report.compare import TOLERANCE, compare, load_entries
+    from tuner.report.changes import TOLERANCE, compare, load_entries
 
     tolerance = TOLERANCE if args.tolerance is None else args.tolerance / 100
     if not (0 <= tolerance < 1 and math.isfinite(tolerance)):
@@ -74,12 +75,17 @@ def run(args: argparse.Namespace) -> int:
 
 def comparison_text(found: Comparison) -> str:
     """A table of all pairs, and what only one side has."""
-    from tuner.cli.describe import kernel_name, microseconds, table, wrapped
+    from tuner.selection.describe import (
+        kernel_name,
+        microseconds,
+        table,
+        wrapped,
+    )
 
-    rows = [("problem", "GPU", "regime", "kernel", "A us", "B us", "change", "vendors", "verdict")]
+    heading = ("problem", "GPU", "regime", "kernel", "A us", "B us", "B's speed", "vendors'")
+    rows = [(*heading, "verdict")]
     lines = []
     for pair in found.pairs:
-        drift = "-" if pair.drift is None else f"{100 * (pair.drift - 1):+.1f} %"
         roles = [("served", pair.served)]
         if pair.own and pair.own != pair.served:
             roles.append(("best own", pair.own))
@@ -92,8 +98,8 @@ def comparison_text(found: Comparison) -> str:
                     f"{role}: {kernel_name(times[1])}",
                     microseconds(times[0].latency_us),
                     microseconds(times[1].latency_us),
-                    f"{100 * (pair.ratio(times) - 1):+.1f} %",
-                    drift,
+                    pair.speed(times),
+                    pair.drift_text,
                     pair.change(times).value,
                 )
             )

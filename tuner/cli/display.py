@@ -10,10 +10,12 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from tuner.cli.describe import kernel_name, microseconds
+from tuner.base.printable import printable, raw_stream
 from tuner.cli.result import outcome_text
-from tuner.outcome import Outcome
-from tuner.watch import SweepState, Watcher
+from tuner.measurement import speedup_text
+from tuner.selection.describe import kernel_name, microseconds
+from tuner.tuning.outcome import Outcome
+from tuner.tuning.progress import SweepState, Watcher
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -78,7 +80,7 @@ class LiveDisplay(Display):
         from rich.live import Live
 
         self._states: dict[Problem, SweepState] = {}
-        self._console: Any = Console(stderr=True)
+        self._console: Any = Console(file=raw_stream(sys.stderr))
         self._live: Live = Live(
             get_renderable=self._render, console=self._console, refresh_per_second=2, transient=True
         )
@@ -100,7 +102,8 @@ class LiveDisplay(Display):
         self._states.pop(problem, None)
 
     def note(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        shown = printable(text, keep="\n\t")
+        self._console.print(shown, markup=False, highlight=False, soft_wrap=True)
 
     def finished(self, outcome: Outcome) -> None:
         self._states.pop(outcome.problem, None)
@@ -137,10 +140,9 @@ def facts_of(state: SweepState) -> dict[str, str]:
     """Name and text of each fact; empty text where there is nothing to say."""
     failed = ", ".join(f"{count} {status}" for status, count in state.failures.most_common())
     own, vendor = state.best_own, state.best_vendor
-    ratio = ""
-    if own and vendor and own.latency_us and vendor.latency_us:
-        ratio = f" ({own.latency_us / vendor.latency_us:.3f} of {kernel_name(vendor)})"
-    best = f"{microseconds(own.latency_us)} us {kernel_name(own)}{ratio}" if own else ""
+    ratio = own.speedup(vendor) if own and vendor else None
+    against = f" ({speedup_text(ratio, kernel_name(vendor))})" if vendor and ratio else ""
+    best = f"{microseconds(own.latency_us)} us {kernel_name(own)}{against}" if own else ""
     building = state.building()
     waiting = state.in_flight - building
     return {

@@ -7,10 +7,12 @@ import ctypes
 import importlib.util
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from tuner.base.install import extra_command, install_command
 
 OK, MISSING, NOTE = "ok", "missing", "note"
 
@@ -47,12 +49,18 @@ def run(args: argparse.Namespace) -> int:
         rows = [asdict(f) for f in findings]
         print(json.dumps({"can_measure": not missing, "verdict": verdict, "findings": rows}))
     else:
-        width = max(len(f.name) for f in findings)
-        for f in findings:
-            advice = f" - {f.advice}" if f.advice else ""
-            print(f"{f.state:<8}{f.name:<{width + 2}}{f.found}{advice}")
+        print(findings_text(findings))
         print(verdict)
     return 1 if missing else 0
+
+
+def findings_text(findings: Sequence[Finding]) -> str:
+    """A line for each finding, with what to do."""
+    width = max(len(f.name) for f in findings)
+    return "\n".join(
+        f"{f.state:<8}{f.name:<{width + 2}}{f.found}" + (f" - {f.advice}" if f.advice else "")
+        for f in findings
+    )
 
 
 def examine(device: int = 0) -> list[Finding]:
@@ -90,13 +98,13 @@ def conclude(missing: set[str]) -> str:
 def _gpu(index: int) -> Iterator[Finding]:
     packages = [_version(name) for name in ("cuda-core", "cuda-bindings")]
     if None in packages:
-        yield Finding("cuda-python", MISSING, "not installed", "pip install cuda-core")
+        yield Finding("cuda-python", MISSING, "not installed", install_command("cuda-core"))
         return
     yield Finding("cuda-python", OK, "cuda-core {}, cuda-bindings {}".format(*packages))
 
-    from tuner import device
     from tuner.errors import TunerError
     from tuner.hardware import HOPPER, OLDEST_CAPABILITY
+    from tuner.measure import device
 
     try:
         gpu = device.detect(index)
@@ -134,7 +142,7 @@ def _no_driver() -> Finding | None:
 
 def _driver(version: str, cuda: str) -> Finding:
     """A driver runs kernels of its own CUDA major version and older ones."""
-    from tuner import toolchain
+    from tuner.compile import toolchain
     from tuner.errors import CompileError
 
     found = f"{version} (CUDA {cuda})"
@@ -151,7 +159,7 @@ def _driver(version: str, cuda: str) -> Finding:
 
 
 def _compiling() -> Iterator[Finding]:
-    from tuner import toolchain
+    from tuner.compile import toolchain
     from tuner.errors import CompileError
 
     broken = False
@@ -176,20 +184,21 @@ def _compiling() -> Iterator[Finding]:
     if not broken:
         problem = toolchain.probe(toolchain.find_toolchain())
         if problem:
-            yield Finding("compiling", MISSING, problem, toolchain.NVCC_HELP)
+            yield Finding("compiling", MISSING, problem, toolchain.nvcc_help())
         else:
             yield Finding("compiling", OK, "an empty kernel compiles and links")
 
 
 def _triton() -> Finding:
     """What the attention of GPUs other than Hopper is compiled with."""
-    from tuner.families.triton_attention import TRITON_HELP, TritonAttention, triton_version
+    from tuner.families.triton_attention import EXTRA, TritonAttention, triton_version
 
     lacks = TritonAttention().lacks()
     if not lacks:
         return Finding("Triton", OK, triton_version())
-    what = lacks.removesuffix(f": {TRITON_HELP}")
-    return Finding("Triton", NOTE, f"{what}, no attention on other GPUs than Hopper", TRITON_HELP)
+    command = extra_command(EXTRA)
+    what = lacks.removesuffix(f": {command}")
+    return Finding("Triton", NOTE, f"{what}, no attention on other GPUs than Hopper", command)
 
 
 def _torch_and_peers() -> Iterator[Finding]:
@@ -198,11 +207,11 @@ def _torch_and_peers() -> Iterator[Finding]:
             "torch",
             NOTE,
             "not installed: no vendor kernels to measure against, no tuner.attention",
-            "pip install 'cutlass-tuner[torch]'",
+            extra_command("torch"),
         )
         return
     from tuner.families import families
-    from tuner.families.vendor_sdpa import PEERS
+    from tuner.families.vendor.sdpa import PEERS
 
     facts: dict[str, str] = {}
     try:
@@ -213,9 +222,7 @@ def _torch_and_peers() -> Iterator[Finding]:
             if family.is_vendor:
                 facts.update(family.environment())
     except (ImportError, OSError, RuntimeError) as exc:
-        yield Finding(
-            "torch", NOTE, f"cannot be imported: {exc}", "pip install 'cutlass-tuner[torch]'"
-        )
+        yield Finding("torch", NOTE, f"cannot be imported: {exc}", extra_command("torch"))
         return
     if build is None:
         advice = "vendor kernels need a CUDA build of torch"
@@ -256,9 +263,14 @@ def _store() -> Finding:
 
 
 def _cache() -> Finding:
-    from tuner.artifacts import ArtifactCache
+    from tuner.compile.artifacts import ArtifactCache
+    from tuner.errors import StoreError
 
     cache = ArtifactCache()
+    try:
+        cache.check()
+    except StoreError as exc:
+        return Finding("artifact cache", MISSING, str(exc))
     if problem := _unwritable(cache.root):
         return Finding("artifact cache", MISSING, f"{cache.root}: {problem}", "set TUNER_CACHE_DIR")
     kernels, size = len(cache.keys()), cache.total_bytes() / 1e6

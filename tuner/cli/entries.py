@@ -13,15 +13,26 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tuner import output, resources, settings
-from tuner.cli import describe
+from tuner import settings
+from tuner.base import output, resources
 from tuner.config import Config
 from tuner.errors import ConfigError, NoValidConfigError, StoreError
 from tuner.hardware import DEFAULT_GPU, Gpu
-from tuner.lookup import Answer, Entry, entries, find_gpu, gpus, lookup, shipped, with_shipped
 from tuner.measurement import Environment, Measurement, Provenance, Regime
 from tuner.problem import PROBLEMS, Problem
+from tuner.selection import describe
+from tuner.selection.reader import (
+    Answer,
+    Entry,
+    entries,
+    find_gpu,
+    gpus,
+    lookup,
+    shipped,
+    with_shipped,
+)
 from tuner.store import open_store
+from tuner.store.entry import is_vendor, vendor_name
 from tuner.store.reading import sqlite_file
 
 if TYPE_CHECKING:
@@ -53,7 +64,9 @@ def register(subparsers: Any) -> None:
     parser = _add(subparsers, "pin", pin, "serve one measured config whatever sweeps decide")
     _shape(parser)
     parser.add_argument(
-        "--config", required=True, help="its digest, the beginning of that, or its JSON"
+        "--config",
+        required=True,
+        help="its digest, the beginning of that, or its JSON; of a vendor its name, as cudnn",
     )
     parser = _add(subparsers, "unpin", unpin, "serve the decided winner again")
     _shape(parser)
@@ -110,9 +123,9 @@ def look_up(args: argparse.Namespace) -> int:
     if answer is None:
         return 1
     if args.json:
-        print(json.dumps(describe.answer_json(answer, ranking=False)))
+        print(json.dumps(describe.answer_json(answer, _asked(args), ranking=False)))
     else:
-        print(describe.answer_text(answer, _source(args)))
+        print(describe.answer_text(answer, _asked(args), _source(args)))
     return 0
 
 
@@ -129,6 +142,7 @@ def list_all(args: argparse.Namespace) -> int:
         and wanted["regime"] in (None, e.regime)
         and wanted["provenance"] in (None, e.provenance)
     ]
+    found.sort(key=describe.order_of)
     if args.json:
         print(json.dumps([describe.entry_json(entry) for entry in found]))
     elif found:
@@ -146,13 +160,13 @@ def show(args: argparse.Namespace) -> int:
     winner = answer.entry.winner
     sources = _sources(winner) if args.source else {}
     if args.json:
-        data = describe.answer_json(answer, ranking=True)
+        data = describe.answer_json(answer, _asked(args), ranking=True)
         print(json.dumps({**data, "source": sources} if args.source else data))
         return 0
     if args.source:
         print("\n".join(sources.values()))
         return 0
-    print(describe.answer_text(answer, _source(args)))
+    print(describe.answer_text(answer, _asked(args), _source(args)))
     print(f"{'digest':<12} {winner.config.digest}")
     print(f"{'sweep':<12} {answer.entry.sweep or '-'}")
     print(f"{'workspace':<12} {winner.workspace_bytes} bytes")
@@ -168,8 +182,8 @@ def show(args: argparse.Namespace) -> int:
 
 def _sources(winner: Measurement) -> dict[str, str]:
     """The rendered source of each of the winner's kernels."""
+    from tuner.compile.render import render
     from tuner.families import family
-    from tuner.render import render
 
     kernels = family(winner.config.family).kernels(winner.problem, winner.config)
     if not kernels:
@@ -181,8 +195,12 @@ def _sources(winner: Measurement) -> dict[str, str]:
 
 
 def export(args: argparse.Namespace) -> int:
-    """Write entries as JSON to a file or to standard output."""
-    from tuner import nearest
+    """Write entries as JSON to a file or to standard output.
+
+    Raises:
+        NoValidConfigError: when nothing is to be written.
+    """
+    from tuner.selection import nearest
     from tuner.store.exchange import to_text
 
     with open_store(_url(args), create=False) as store:
@@ -192,6 +210,8 @@ def export(args: argparse.Namespace) -> int:
         has_all = args.trials and wanted["problem"] is None
         around = None if has_all else nearest.drawn
         document = store.export(**wanted, trials=args.trials, around=around)
+    if not document["entries"] and not document["measurements"]:
+        raise NoValidConfigError(f"nothing to export: no such entry in {_source(args)}")
     text = to_text(document)
     if args.file is None:
         sys.stdout.write(text)
@@ -285,6 +305,9 @@ def _config(text: str, store: Store, problem: Problem, gpu: Gpu, regime: Regime)
             f"nothing to pin: no config is measured for {problem.op} {problem.label()} on "
             f"{gpu.name} ({regime}) in this store{_import_hint(problem)}"
         )
+    found = [d for d, config in passed.items() if is_vendor(config) and vendor_name(config) == text]
+    if len(found) == 1:
+        return passed[found[0]]
     found = [digest for digest in passed if digest.startswith(text.lower())]
     if len(text) < _MIN_DIGEST or len(found) != 1:
         kind = "names several" if len(found) > 1 else "names none"
@@ -321,11 +344,9 @@ def unpin(args: argparse.Namespace) -> int:
 def forget(args: argparse.Namespace) -> int:
     """Delete a shape's decisions, sweeps and measurements; 1 when there were none."""
     with _opened(args) as store:
-        found = store.entries()
-        wanted = _wanted(args, found)
-        place = {"gpu": wanted["gpu"], "regime": wanted["regime"]}
-        decisions = len(store.entries(problem=wanted["problem"], **place))
-        measurements = store.forget(wanted["problem"], **place)
+        # A row that cannot be read may be what is to be deleted: nothing is read without need.
+        wanted = _wanted(args, store.entries() if args.gpu else [])
+        decisions, measurements = store.forget(wanted["problem"], wanted["gpu"], wanted["regime"])
     if args.json:
         print(json.dumps({"entries": decisions, "measurements": measurements}))
     else:
@@ -371,6 +392,11 @@ def _problem(args: argparse.Namespace) -> Problem | None:
     return PROBLEMS[args.op or "attention"].parse(args.shape)
 
 
+def _asked(args: argparse.Namespace) -> Problem:
+    """The problem of a command that must name one."""
+    return PROBLEMS[args.op].parse(args.shape)
+
+
 def _regime(args: argparse.Namespace, problem: Problem | None) -> Regime | None:
     """What the options name; half of one is completed from the problem's default."""
     if args.regime is None and args.l2 is None:
@@ -395,28 +421,28 @@ def _wanted(args: argparse.Namespace, known: Sequence[Entry]) -> dict[str, Any]:
 
 def _one(args: argparse.Namespace, store: Store) -> tuple[Problem, Gpu, Regime]:
     """The problem, GPU and regime of a command that changes one entry."""
-    problem = PROBLEMS[args.op].parse(args.shape)
+    problem = _asked(args)
     gpu = find_gpu(args.gpu, [e.gpu for e in store.entries()]) if args.gpu else _detected()
     return problem, gpu or DEFAULT_GPU, _regime(args, problem) or Regime.default(problem.op)
 
 
 def _detected() -> Gpu | None:
-    from tuner.device import detect
+    from tuner.measure.device import detect
 
     return detect()
 
 
 def _environment() -> Environment:
     """What a sweep would record of this machine, as far as it is known without torch."""
-    from tuner.device import environment
     from tuner.families.vendor import installed_versions
+    from tuner.measure.device import environment
 
     return Environment({**environment().facts, **installed_versions()})
 
 
 def _answer(args: argparse.Namespace) -> Answer | None:
     """Look a shape up; on a miss say so on standard error."""
-    problem = PROBLEMS[args.op].parse(args.shape)
+    problem = _asked(args)
     regime = _regime(args, problem)
     path = _file(args)
     among = known_entries(args) if path is None else None

@@ -7,9 +7,9 @@ import json
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from tuner.cli.describe import config_lines, wrapped
 from tuner.cli.subject import add_subject, subject_of
 from tuner.errors import NoValidConfigError
+from tuner.selection.describe import config_lines, wrapped
 
 if TYPE_CHECKING:
     from tuner.report.explain import Claim, Explanation

@@ -47,14 +47,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _make(args: argparse.Namespace) -> int:
-    from tuner import fit
+    from tuner.base.output import check_place
     from tuner.hardware import DEFAULT_GPU
-    from tuner.lookup import find_gpu
     from tuner.measurement import Regime
-    from tuner.output import check_place
-    from tuner.rule import LEAST_JUDGED
+    from tuner.search import fit
+    from tuner.search.history import measured
+    from tuner.selection.reader import find_gpu
+    from tuner.selection.rule import LEAST_JUDGED
     from tuner.store import open_store
-    from tuner.transfer import measured
 
     check_place(args.output)
     default = Regime.default(args.op)
@@ -84,7 +84,7 @@ def _make(args: argparse.Namespace) -> int:
 
 
 def _ask(args: argparse.Namespace) -> int:
-    from tuner.rule import Rule
+    from tuner.selection.rule import Rule
 
     rule = Rule.read(args.rule)
     problem = PROBLEMS[rule.op].parse(args.shape)

@@ -11,11 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tuner.cli.describe import counted, microseconds, table
 from tuner.cli.sweep import add_budget, add_regime, options_of, problems_of
 from tuner.errors import ConfigError
 from tuner.problem import PROBLEMS
+from tuner.selection.describe import counted, microseconds, table
 from tuner.store import open_store
+from tuner.store.jobs import result_text
 
 if TYPE_CHECKING:
     from tuner.store import Store
@@ -127,11 +128,12 @@ def show(args: argparse.Namespace) -> int:
     options = ", ".join(f"{k} {v}" for k, v in job.options.items() if v not in (None, [], ""))
     print(f"job {job.id}: {job.state}, priority {job.priority}, submitted {job.created_at[:19]}")
     print(f"options: {options}\n")
-    rows = [("op", "shape", "state", "attempt", "trials", "progress")]
+    rows = [("op", "shape", "state", "attempt", "trials", "progress or result")]
     for task in tasks:
         counts = (f"{task.attempt}/{job.attempts}", str(task.trials))
         label = (task.problem.op, task.problem.label())
-        rows.append((*label, task.state, *counts, _progress_text(task)))
+        told = _progress_text(task) if task.result is None else result_text(task.result)
+        rows.append((*label, task.state, *counts, told))
     print(table(rows, right=frozenset({3, 4})))
     for task in tasks:
         if task.reason:
@@ -143,8 +145,8 @@ def _progress_text(task: Task) -> str:
     facts = task.progress
     if task.state != "running" or "phase" not in facts:
         return task.holder
-    goal = f" {facts['done']}/{facts['goal']}" if facts["goal"] else ""
-    own = facts["best_own_us"]
+    goal = f" {facts.get('done', 0)}/{facts['goal']}" if facts.get("goal") else ""
+    own = facts.get("best_own_us")
     best = f", best own {microseconds(own)} us" if own else ""
     return f"{facts['phase']}{goal}{best} on {task.holder}"
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tuner import output
+from tuner.base import output
 
 if TYPE_CHECKING:
     from tuner.config import Config
@@ -215,11 +215,11 @@ def progress(outcomes: Sequence[tuple[Draw, Measurement]], drawn: int) -> str:
 
 def run(args: argparse.Namespace) -> int:
     """Draw, evaluate, print the shares; the exit code does not judge them."""
-    from tuner.artifacts import ArtifactCache
-    from tuner.compiler import NVCC_TIMEOUT_S, Compiler, find_toolchain
-    from tuner.device import detect
+    from tuner.compile.artifacts import ArtifactCache
+    from tuner.compile.compiler import NVCC_TIMEOUT_S, Compiler, find_toolchain
     from tuner.errors import BenchmarkError, ConfigError
     from tuner.families import family as find_family
+    from tuner.measure.device import detect
     from tuner.measurement import Regime
     from tuner.runners.local import LocalRunner
 

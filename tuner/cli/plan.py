@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tuner.problem import PROBLEMS, Problem
 
 if TYPE_CHECKING:
-    from tuner.plan import Choice, Plan, Served
+    from tuner.search.coverage import Choice, Plan, Served
 
 DESCRIPTION = """Says which few configurations serve every shape of a list, each within a given
 loss of the best known one there: by greedy set cover over measured times, and, where a
@@ -52,14 +52,14 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: when a shape, the loss or a name is wrong.
     """
-    from tuner.cli.ahead import Progress
+    from tuner.cli.ahead import Progress, say_planning
     from tuner.errors import ConfigError
     from tuner.hardware import DEFAULT_GPU
-    from tuner.lookup import find_gpu
     from tuner.measurement import Regime
-    from tuner.plan import plan, times
+    from tuner.search.coverage import plan, times
+    from tuner.search.history import measured
+    from tuner.selection.reader import find_gpu
     from tuner.store import open_store
-    from tuner.transfer import measured
 
     if not 0 <= args.within <= 1000:
         raise ConfigError(f"--within {args.within:g} is out of range (allowed: 0 to 1000 percent)")
@@ -71,6 +71,7 @@ def run(args: argparse.Namespace) -> int:
     regime = Regime(args.regime or default.launch, args.l2 or default.l2)
     with open_store(args.store) as store:
         gpu = find_gpu(args.gpu, [e.gpu for e in store.entries()]) if args.gpu else DEFAULT_GPU
+        say_planning(problems, gpu)
         found = measured(ops[0], gpu, regime, store)
     known = times(problems, gpu, found, predict=not args.measured, note=Progress())
     made = plan(known, args.within / 100)
@@ -85,17 +86,17 @@ def run(args: argparse.Namespace) -> int:
 
 def _problems(args: argparse.Namespace) -> list[Problem]:
     if args.problems is not None:
-        from tuner.job import read_problems
+        from tuner.tuning.job import read_problems
 
         return read_problems(args.problems, args.op)
-    from tuner.shapes import expand
+    from tuner.problem.shapes import expand
 
     return expand(PROBLEMS[args.op], args.shape)
 
 
 def plan_text(head: str, made: Plan) -> str:
     """The configurations, and a table of the shapes with where each number comes from."""
-    from tuner.cli.describe import config_text, microseconds, table, wrapped
+    from tuner.selection.describe import config_text, microseconds, table, wrapped
 
     choices = made.choices
     shapes = sum(len(choice.served) for choice in choices)
@@ -104,8 +105,7 @@ def plan_text(head: str, made: Plan) -> str:
         f"within {100 * made.within:g} % of the best known"
     ]
     for number, choice in enumerate(choices, 1):
-        first, *more = wrapped(f"{number}  {config_text(choice.config)}")
-        lines += ["", first, *more, f"   {_sum(choice)}"]
+        lines += ["", *wrapped(f"{number}  {config_text(choice.config)}"), f"   {_sum(choice)}"]
     rows = [("shape", "by", "us", "loss", "from")]
     rows += [
         (

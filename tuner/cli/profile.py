@@ -13,10 +13,10 @@ from tuner.problem import PROBLEMS
 if TYPE_CHECKING:
     from tuner.config import Config
     from tuner.hardware import Gpu
-    from tuner.lookup import Entry
+    from tuner.measure.profile import Profile
     from tuner.measurement import Regime
     from tuner.problem import Problem
-    from tuner.profile import Profile
+    from tuner.selection.reader import Entry
 
 DESCRIPTION = """Runs one call of a shape's best own kernel under Nsight Compute (ncu) and keeps
 what it counts: how busy each unit is, what warps wait for, bytes, clocks. `tuner explain` and
@@ -55,12 +55,12 @@ def run(args: argparse.Namespace) -> int:
         BenchmarkError: when there is no GPU or no ncu, or the counters cannot be read.
         CompileError: when a kernel cannot be compiled.
     """
-    from tuner import profiler
     from tuner.cli.entries import known_entries
-    from tuner.device import detect
     from tuner.errors import BenchmarkError, ConfigError
+    from tuner.measure import profiler
+    from tuner.measure.device import detect
+    from tuner.measure.profile import keep
     from tuner.measurement import Regime, Status
-    from tuner.profile import keep
 
     if args.timeout <= 0:
         raise ConfigError(f"--timeout {args.timeout:g} is out of range (allowed: above 0)")
@@ -124,17 +124,23 @@ def _chosen(
 def _profile(
     ncu: Path, problem: Problem, config: Config, gpu: Gpu, regime: Regime, timeout_s: float
 ) -> Profile:
-    from tuner import device, profiler
-    from tuner.artifacts import ArtifactCache
-    from tuner.compiler import Compiler
+    from tuner.compile.artifacts import ArtifactCache
+    from tuner.compile.compiler import Compiler
+    from tuner.compile.toolchain import find_toolchain
+    from tuner.errors import NoValidConfigError
     from tuner.families import family
-    from tuner.gate import REFERENCE
+    from tuner.measure import device, profiler
+    from tuner.measure.gate import REFERENCE
     from tuner.measurement import Environment
-    from tuner.toolchain import find_toolchain
 
+    member = family(config.family)
+    if reasons := member.violations(problem, config, gpu):
+        raise NoValidConfigError(
+            f"{config.family} {config.digest} is not legal here: {'; '.join(reasons)}"
+        )
     tools = find_toolchain()
     with Compiler(tools, ArtifactCache()) as compiler:
-        specs = family(config.family).kernels(problem, config)
+        specs = member.kernels(problem, config)
         (_, reference), *others = compiler.submit([REFERENCE, *specs.values()])
         made = {name: future.result() for name, (_, future) in zip(specs, others, strict=True)}
         gate = reference.result()
@@ -147,8 +153,13 @@ def _profile(
 
 def profile_text(counted: Profile) -> str:
     """The counters as tables, a kernel after the other."""
-    from tuner.cli.describe import config_lines, facts_text, table, wrapped
-    from tuner.profile import FACTS, SHARES, STALLS
+    from tuner.measure.profile import FACTS, SHARES, STALLS
+    from tuner.selection.describe import (
+        config_lines,
+        facts_text,
+        table,
+        wrapped,
+    )
 
     lines = [
         f"{counted.problem.op} {counted.problem.label()} on {counted.gpu.name}, {counted.regime}, "

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tuner.problem import PROBLEMS
 
 if TYPE_CHECKING:
-    from tuner.recording import Recording
+    from tuner.runners.recording import Recording
 
 
 def register(subparsers: Any) -> None:
@@ -44,13 +44,13 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: when nothing was measured of `--shape`.
         StoreError: when a file cannot be written.
     """
-    from tuner import recording
     from tuner.cli.sweep import problems_of
     from tuner.errors import ConfigError
     from tuner.hardware import DEFAULT_GPU
-    from tuner.job import JobOptions
-    from tuner.lookup import find_gpu
+    from tuner.runners import recording
+    from tuner.selection.reader import find_gpu
     from tuner.store import open_store
+    from tuner.tuning.job import JobOptions
 
     problems = problems_of(args)
     out: Path = args.out

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tuner import output
+from tuner.base import output
 from tuner.cli.subject import add_subject, subject_of
 from tuner.errors import ConfigError, NoValidConfigError
 
@@ -91,20 +90,21 @@ def _facts(path: Path, size: int, subject: Subject) -> dict[str, Any]:
 
 
 def _job(args: argparse.Namespace) -> int:
-    """A page for each problem of a stored job that something was measured of.
+    """A page for each problem of a stored job that something was measured of; 1 when one is left.
 
     Raises:
         ConfigError: when there is no such job, or the place is no folder.
-        NoValidConfigError: when nothing was measured of any of its problems.
+        NoValidConfigError: when nothing was measured of a problem; the other pages are written.
     """
-    from tuner.device import detect
     from tuner.hardware import DEFAULT_GPU
-    from tuner.job import JobOptions
-    from tuner.lookup import find_gpu
-    from tuner.recording import SUFFIX, file_name
+    from tuner.measure.device import detect
     from tuner.report.analysis import verdict
     from tuner.report.subject import from_known
+    from tuner.runners.recording import SUFFIX, file_name
+    from tuner.selection.describe import first_few
+    from tuner.selection.reader import find_gpu
     from tuner.store import open_store
+    from tuner.tuning.job import JobOptions
 
     place: Path = args.out or Path("report")
     if place.exists() and not place.is_dir():
@@ -115,13 +115,13 @@ def _job(args: argparse.Namespace) -> int:
             raise ConfigError(f"there is no job {args.job} (`tuner jobs list` names them)")
         problems = [task.problem for task in store.jobs.tasks(job.id)]
     gpu = find_gpu(args.gpu) if args.gpu else detect() or DEFAULT_GPU
-    options, written = JobOptions.from_json(job.options), []
+    options, written, missing = JobOptions.from_json(job.options), [], []
     for problem in problems:
         regime = options.regime(problem)
         try:
             subject = from_known(problem, gpu, regime, args.store, args.bench or ())
-        except NoValidConfigError as exc:
-            print(f"tuner: {exc}", file=sys.stderr)
+        except NoValidConfigError:
+            missing.append(f"{problem.op} {problem.label()}")
             continue
         place.mkdir(parents=True, exist_ok=True)
         path = place / (file_name(problem, gpu, regime).removesuffix(SUFFIX) + ".html")
@@ -130,9 +130,12 @@ def _job(args: argparse.Namespace) -> int:
         if not args.json:
             print(f"{verdict(subject)}\n  {path}")
     if args.json:
-        print(json.dumps({"job": job.id, "pages": written}))
-    if not written:
-        raise NoValidConfigError(f"of job {job.id} nothing is measured on {gpu.name} yet")
+        print(json.dumps({"job": job.id, "pages": written, "missing": missing}))
+    if missing:
+        raise NoValidConfigError(
+            f"nothing was measured on {gpu.name} for {len(missing)} of the {len(problems)} "
+            f"problems of job {job.id}: {first_few(missing)}"
+        )
     return 0
 
 

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from tuner.cli.describe import (
+from tuner.measurement import Measurement, speedup_text
+from tuner.problem import AttentionProblem
+from tuner.selection.describe import (
     WIDTH,
+    caveats,
     config_lines,
     microseconds,
-    ratio_text,
     short_name,
+    speedups_text,
     table,
     wrapped,
 )
-from tuner.measurement import Measurement, Provenance
-from tuner.outcome import Outcome
-from tuner.problem import AttentionProblem
 from tuner.store.entry import Entry, is_vendor
-
-CAVEATS = {
-    Provenance.REPLAYED: "REPLAYED from a recorded sweep: measured on {gpu}, not on this machine",
-    Provenance.PREDICTED: "PREDICTED for {gpu}: estimates, nothing was measured",
-}
+from tuner.tuning.outcome import Outcome
 
 
 def outcome_text(outcome: Outcome, store: str) -> str:
@@ -30,20 +26,15 @@ def outcome_text(outcome: Outcome, store: str) -> str:
         store: where it was stored.
     """
     head = f"{outcome.problem.op} {outcome.problem.label()} on {outcome.gpu.name}, {outcome.regime}"
-    lines = [head]
-    if outcome.provenance in CAVEATS:
-        lines.append(CAVEATS[outcome.provenance].format(gpu=outcome.gpu.name))
     entry = outcome.entry
+    pass_name = entry.pass_name if entry else "final"
+    lines = [head, *caveats(outcome.provenance, outcome.gpu, pass_name)]
     if entry is None:
         return "\n".join([*lines, "interrupted before any candidate passed"])
     configs = _config_lines(entry)
     lines += ["", _ranking_table(entry), "", *configs, *([""] if configs else [])]
-    if entry.ratios:
-        lines += wrapped(f"own / vendor: {ratio_text(entry)}")
-    elif entry.best_own is None:
-        lines.append("own / vendor: no own kernel passed")
-    else:
-        lines.append("own / vendor: no vendor kernel was measured")
+    lines += wrapped(f"own speed: {speedups_text(entry)}")
+    lines += _unranked_lines(outcome)
     lines += [f"flagged: {short_name(m)}: {', '.join(m.flags)}" for m in _shown(entry) if m.flags]
     for name, why in outcome.unavailable.items():
         lines += wrapped(f"not measured: {name}: {why}")
@@ -55,6 +46,21 @@ def outcome_text(outcome: Outcome, store: str) -> str:
         lines.append("interrupted: this is the best so far")
     lines.append(f"stored as {outcome.provenance} in {store}")
     return "\n".join(lines)
+
+
+def _unranked_lines(outcome: Outcome) -> list[str]:
+    """Finalists without a final time, and how fast they were in the quick pass, against the
+    fastest vendor's kernel there.
+    """
+    lines, vendor = [], outcome.quick_vendor
+    for m in outcome.unranked:
+        text = f"not ranked, without a final time: {short_name(m)}: "
+        text += f"{microseconds(m.latency_us)} us in the quick pass"
+        ratio = m.speedup(vendor) if vendor else None
+        if vendor and ratio is not None:
+            text += f", {speedup_text(ratio, f'{short_name(vendor)} there')}"
+        lines += wrapped(text)
+    return lines
 
 
 def _effort_text(outcome: Outcome) -> str:

@@ -8,16 +8,18 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from tuner.cli.describe import microseconds, short_name
 from tuner.errors import BenchmarkError, ConfigError, NoValidConfigError, StoreError, TunerError
+from tuner.measurement import speedup_text
 from tuner.problem import PROBLEMS
+from tuner.selection.describe import against_fastest, microseconds, short_name
+from tuner.store.entry import ratios_json
 
 if TYPE_CHECKING:
     from tuner.measurement import Measurement
-    from tuner.revalidate import Lender, Revalidation
     from tuner.runners.base import Runner
     from tuner.runners.choose import Runners
     from tuner.store import Entry, Store
+    from tuner.tuning.revalidate import Lender, Revalidation
 
     Work = Callable[[Entry, Runner, Store], dict[str, Any]]
 
@@ -57,7 +59,7 @@ def register(subparsers: Any) -> None:
 
 def revalidate(args: argparse.Namespace) -> int:
     """Revalidate; 1 when an entry could not be decided anew."""
-    from tuner import revalidate as room
+    from tuner.tuning import revalidate as room
 
     def work(entry: Entry, runner: Runner, store: Store) -> dict[str, Any]:
         print(f"{_label(entry)}: timing", file=sys.stderr, flush=True)
@@ -71,7 +73,7 @@ def revalidate(args: argparse.Namespace) -> int:
 
 def widen(args: argparse.Namespace) -> int:
     """Widen; 1 when an entry could not be measured."""
-    from tuner import revalidate as room
+    from tuner.tuning import revalidate as room
 
     def work(entry: Entry, runner: Runner, store: Store) -> dict[str, Any]:
         def progress(done: int, goal: int) -> None:
@@ -128,9 +130,9 @@ def _note(text: str) -> None:
 def _chosen(args: argparse.Namespace, runners: Runners) -> Iterator[Entry]:
     """Measured entries of this GPU, shipped ones too: of a shape, all, or the outdated ones."""
     from tuner.cli.entries import known_entries
-    from tuner.job import DEFAULT_OP
-    from tuner.lookup import differences
     from tuner.measurement import Provenance
+    from tuner.selection.reader import differences
+    from tuner.tuning.job import DEFAULT_OP
 
     problem = PROBLEMS[args.op or DEFAULT_OP].parse(args.shape) if args.shape else None
     gpu = runners.gpu
@@ -185,7 +187,7 @@ def _revalidated_json(result: Revalidation) -> dict[str, Any]:
         "pinned": result.after.pinned,
         "before": _config_json(result.before.ranking[0]),
         "after": _config_json(result.after.ranking[0]),
-        "own_over_vendor": result.after.ratios,
+        **ratios_json(result.after),
         "failed": [{**_config_json(m), "status": m.status.value} for m in result.failed],
     }
 
@@ -194,6 +196,7 @@ def _revalidated_lines(result: Revalidation) -> Iterator[str]:
     before, after = result.before.ranking[0], result.after.ranking[0]
     old, new = (f"{short_name(m)}, {microseconds(m.latency_us)} us" for m in (before, after))
     what = f"replaced {old} by {new}" if result.is_replaced else f"kept {new} (was {old})"
+    what += f", own speed {against_fastest(result.after)}" if result.after.speedups else ""
     yield f"{_label(result.after)}: {what}"
     if result.after.pinned:
         yield f"  pinned: {short_name(result.after.winner)} is served all the same"
@@ -207,7 +210,8 @@ def widened_lines(entry: Entry, lenders: list[Lender]) -> Iterator[str]:
         yield f"{_label(entry)}: no own config to lend"
     for lender in lenders:
         verdict = "serves shapes around" if lender.lends else "stays at its own shape"
-        ratio = "" if lender.over_pytorch is None else f", {lender.over_pytorch:.3f} of PyTorch's"
+        over = lender.over_pytorch
+        ratio = "" if over is None else f", {speedup_text(1 / over, 'PyTorch')}"
         faults = "".join(f"; {m.status} at {m.problem.label()}" for m in lender.failed)
         yield (
             f"{_label(entry)}: {short_name(lender.measurement)} {verdict}: "

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import ipaddress
-import socket
 import sys
 from typing import Any
 
 from tuner import settings
+from tuner.base.install import extra_command
+from tuner.base.processes import EndingSignals, exit_code
 from tuner.errors import ConfigError
 
 DESCRIPTION = """Serves the store over HTTP: configurations, a snapshot for `tuner sync`, jobs and
@@ -30,7 +31,7 @@ def register(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until Ctrl-C or SIGTERM.
+    """Serve until one of `ENDING_SIGNALS`; returns its `exit_code`.
 
     Raises:
         ConfigError: when an argument is wrong, or a library or a token is missing.
@@ -39,14 +40,13 @@ def run(args: argparse.Namespace) -> int:
     if not 0 <= args.port <= 65535:
         raise ConfigError(f"port={args.port} is out of range (allowed: 0 to 65535)")
     try:
-        import uvicorn
-
         from tuner.service.app import create_app
-        from tuner.service.protocol import Protocol
+        from tuner.service.connections import Limits
+        from tuner.service.server import Server, listen
         from tuner.service.tokens import Tokens
     except ImportError as exc:
         raise ConfigError(
-            f"{exc.name} is missing: install it with pip install 'cutlass-tuner[service]'"
+            f"{exc.name} is missing: install it with {extra_command('service')}"
         ) from exc
     from tuner.store import open_store
 
@@ -56,35 +56,24 @@ def run(args: argparse.Namespace) -> int:
             f"host={args.host} can be reached from elsewhere: set TUNER_READ_TOKEN and "
             "TUNER_WRITE_TOKEN, or leave --host out"
         )
+    limits = Limits.of_process()
     # One that is named must be there: a slip would serve nothing. The default place is made.
     with open_store(args.store, create=not args.store) as store:
-        server = uvicorn.Server(
-            uvicorn.Config(
-                create_app(store, tokens),
-                host=args.host,
-                port=args.port,
-                http=Protocol,
-                log_level="warning",
-                access_log=False,
-                server_header=False,
-                limit_concurrency=1024,
-                timeout_graceful_shutdown=2,
-            )
-        )
-        listening = _listen(args.host, args.port)
+        server = Server(create_app(store, tokens), limits)
+        received: list[int] = []
+
+        def stop(number: int) -> None:
+            received.append(number)
+            server.should_exit = True
+
+        listening = listen(args.host, args.port)
         host, port = listening.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
-        print(f"serving on http://{shown}:{port}", file=sys.stderr, flush=True)
-        server.run(sockets=[listening])
-    return 0
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=1024)
-    except OSError as exc:
-        raise ConfigError(f"{host}:{port} cannot be listened on: {exc.strerror}") from exc
+        # The server handles SIGINT and SIGTERM while it runs, and raises them again at its end.
+        with EndingSignals(stop):
+            print(f"serving on http://{shown}:{port}", file=sys.stderr, flush=True)
+            server.run_on(listening)
+    return exit_code(received[0]) if received else 0
 
 
 def _is_loopback(host: str) -> bool:

@@ -7,8 +7,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-DESCRIPTION = """Lists the attention and GEMM problems of a dense Transformers model's forward pass
-for ranges of batch sizes and sequence lengths, as JSON that `tuner sweep --problems` reads."""
+from tuner.problem.shapes import OPS
+
+DESCRIPTION = """Lists the attention, GEMM and SwiGLU problems of a dense Transformers model's
+forward pass for ranges of batch sizes and sequence lengths, as JSON that `tuner sweep --problems`
+reads. SwiGLU is both up projections of a gated layer as one kernel (`tuner.swiglu`)."""
 
 
 def register(subparsers: Any) -> None:
@@ -30,7 +33,7 @@ def register(subparsers: Any) -> None:
     )
     parser.add_argument("--dtype", metavar="TYPE", help="fp16 or bf16 (default: the model's)")
     parser.add_argument(
-        "--op", choices=("attention", "gemm"), help="only this operation (default: both)"
+        "--op", choices=OPS, help="only this operation (default: all that the model has)"
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: standard output")
     parser.set_defaults(run=run)
@@ -42,8 +45,8 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: when the model or a range is wrong.
     """
-    from tuner import output, shapes
-    from tuner.problem import listing
+    from tuner.base import output
+    from tuner.problem import listing, shapes
 
     output.check_place(args.output)
     model = shapes.Model.read(args.model)
@@ -54,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         seqlens,
         decode=args.decode,
         dtype=args.dtype,
-        ops=(args.op,) if args.op else ("attention", "gemm"),
+        ops=(args.op,) if args.op else OPS,
     )
     longest = max(seqlens)
     if 0 < model.positions < longest:

@@ -32,11 +32,11 @@ def subject_of(args: argparse.Namespace) -> Subject:
         ConfigError: when a name is wrong or the recording cannot be read.
         NoValidConfigError: when nothing was measured.
     """
-    from tuner.device import detect
     from tuner.hardware import DEFAULT_GPU
-    from tuner.job import JobOptions
-    from tuner.lookup import find_gpu
+    from tuner.measure.device import detect
     from tuner.report import subject
+    from tuner.selection.reader import find_gpu
+    from tuner.tuning.job import JobOptions
 
     benches = getattr(args, "bench", None) or ()
     if args.recording is not None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tuner.families.base import KernelSpec
     from tuner.hardware import Gpu
     from tuner.problem import Problem
-    from tuner.survey import Draw, Progress, Sample
+    from tuner.tuning.survey import Draw, Progress, Sample
 
 DESCRIPTION = """Draws kernels of each problem at random (the same arguments draw the same ones,
 whatever was measured before), compiles, checks and times them, and keeps one recording a problem,
@@ -60,11 +60,16 @@ def run(args: argparse.Namespace) -> int:
     """Say what is drawn, measure it, say what was found; 1 when something is left."""
     from tuner.errors import BenchmarkError, ConfigError
     from tuner.hardware import DEFAULT_GPU
-    from tuner.job import JobOptions
     from tuner.runners.choose import Machine, Runners
     from tuner.runners.gpus import parse_devices
-    from tuner.survey import NO_GPU, Draw, Survey, draw
-    from tuner.watch import Interruption
+    from tuner.tuning.job import JobOptions
+    from tuner.tuning.progress import Interruption
+    from tuner.tuning.survey import (
+        NO_GPU,
+        Draw,
+        Survey,
+        draw,
+    )
 
     if args.jobs is not None and args.jobs < 1:
         raise ConfigError(f"jobs={args.jobs} is out of range (allowed: 1 or more)")
@@ -75,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         _list(samples, how, DEFAULT_GPU, print)
         return 0
     machine = Machine(parse_devices(args.device), args.jobs, replay=args.compile)
-    with Interruption() as interruption, Runners(machine, say) as runners:
+    with Runners(machine, say) as runners:
         if runners.gpu is None and not args.compile:
             raise BenchmarkError(NO_GPU)
         gpu = runners.gpu or DEFAULT_GPU
@@ -83,38 +88,40 @@ def run(args: argparse.Namespace) -> int:
         specs = _list(samples, how, gpu, say)
         if args.compile:
             return compile_ahead(specs, runners.compiler(), args.time_limit)
-        survey = Survey(
-            samples,
-            JobOptions(launch=args.regime, l2=args.l2).regime,
-            runners.of,
-            args.out,
-            changed=lambda progress: say(progress_text(progress)),
-            interruption=interruption,
-            time_limit_s=args.time_limit,
-        )
-        found = survey.run()
+        with Interruption() as interruption:
+            survey = Survey(
+                samples,
+                JobOptions(launch=args.regime, l2=args.l2).regime,
+                runners.of,
+                args.out,
+                changed=lambda progress: say(progress_text(progress)),
+                interruption=interruption,
+                time_limit_s=args.time_limit,
+            )
+            found = survey.run()
     for progress in found:
         best = min((m.latency_us for m in progress.seen if m.latency_us), default=None)
         shown = "nothing passed" if best is None else f"best {best:.4g} us"
         print(f"{progress_text(progress)}, {shown}, {progress.path}")
-    return _code(found, interruption.requested)
+    return _code(found, interruption.number)
 
 
-def _code(found: Sequence[Progress], interrupted: bool) -> int:
-    from tuner.cli import DONE, FAILED, INTERRUPTED
+def _code(found: Sequence[Progress], interrupted_by: int | None) -> int:
+    from tuner.base.processes import exit_code
+    from tuner.cli import DONE, FAILED
 
     left = sum(not progress.is_complete for progress in found)
     if left:
         print(f"tuner: {left} of {len(found)} problems are not complete; the same command goes on",
               file=sys.stderr)  # fmt: skip
-    if interrupted:
-        return INTERRUPTED
+    if interrupted_by is not None:
+        return exit_code(interrupted_by)
     return FAILED if left else DONE
 
 
 def _problems(args: argparse.Namespace) -> list[Problem]:
-    from tuner import resources
-    from tuner.job import parse_problem, read_problems
+    from tuner.base import resources
+    from tuner.tuning.job import parse_problem, read_problems
 
     if args.shape is not None:
         return [parse_problem(args.shape, args.op)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,15 +16,17 @@ from tuner.errors import ConfigError
 from tuner.problem import PROBLEMS
 
 if TYPE_CHECKING:
-    from tuner.job import JobOptions, JobResult
     from tuner.problem import Problem
     from tuner.runners.choose import ClusterPlace, Machine
+    from tuner.store import Store
+    from tuner.tuning.job import JobOptions, JobResult
+    from tuner.tuning.progress import Interruption
 
 DESCRIPTION = """Searches the fastest kernel of a problem among every family that serves it and the
 vendors' kernels, verifies it, and stores the decision. Candidates that the store holds from this
 environment are not measured again, so a killed sweep goes on where it stopped. Without a GPU the
 recorded sweep of the problem is replayed, or candidates are ranked by predicted time; either is
-stored and shown as what it is."""
+stored and shown as what it is, and nothing is compiled without --compile."""
 
 
 def register(subparsers: Any) -> None:
@@ -152,10 +155,10 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Sweep; 0 when everything was decided."""
     from tuner.cli.display import create_display
-    from tuner.job import Job
-    from tuner.runners.choose import open_runners
+    from tuner.runners.opening import open_runners
     from tuner.store import open_store
-    from tuner.watch import Interruption
+    from tuner.tuning.job import Job
+    from tuner.tuning.progress import Interruption
 
     _check_ahead(args)
     problems, options = problems_of(args), options_of(args)
@@ -178,12 +181,50 @@ def run(args: argparse.Namespace) -> int:
             interruption=interruption,
             further=kinds[1:],
         )
+        if kinds[0].gpu is None and not args.replay:
+            _say_known(problems, options, store, url, display.note)
         result = job.run()
     if args.shape and result.failed:
         raise result.failed[0][1]
     if args.json:
         print(json.dumps(_document(args, result, url)))
-    return _report(result)
+    return _report(result, interruption)
+
+
+def _say_known(
+    problems: Sequence[Problem],
+    options: JobOptions,
+    store: Store,
+    url: str,
+    note: Callable[[str], None],
+) -> None:
+    """Where nothing can be measured, say how to see what was measured of the problems, or near
+    them.
+    """
+    from tuner.hardware import DEFAULT_GPU
+    from tuner.measurement import Provenance
+    from tuner.selection.reader import lookup
+    from tuner.selection.shipped import with_shipped
+    from tuner.store.reading import sqlite_file
+
+    path = sqlite_file(url)
+    among = None if path else with_shipped(store.entries())
+    known: list[tuple[Problem, Problem]] = []
+    for problem in problems:
+        regime = options.regime(problem) if options.launch or options.l2 else None
+        answer = lookup(problem, gpu=DEFAULT_GPU, regime=regime, path=path, among=among)
+        if answer is not None and answer.entry.provenance is Provenance.MEASURED:
+            known.append((problem, answer.entry.problem))
+    if not known:
+        return
+    problem, tuned = known[0]
+    op = "" if problem.op == "attention" else f" --op {problem.op}"
+    command = f"`tuner lookup{op} --shape {problem.label()}`"
+    if len(problems) > 1:
+        note(f"measurements answer {len(known)} of the {len(problems)} problems, as {command}")
+        return
+    where = "of this shape" if tuned == problem else f"of its neighbour {tuned.label()}"
+    note(f"{command} answers from measurements {where}")
 
 
 def _check_ahead(args: argparse.Namespace) -> None:
@@ -258,7 +299,7 @@ def problems_of(args: argparse.Namespace) -> list[Problem]:
     Raises:
         ConfigError: names every one that is wrong.
     """
-    from tuner.job import parse_problem, read_problems
+    from tuner.tuning.job import parse_problem, read_problems
 
     if args.problems is not None:
         return read_problems(args.problems, args.op)
@@ -271,8 +312,8 @@ def options_of(args: argparse.Namespace) -> JobOptions:
     Raises:
         ConfigError: when one is out of range.
     """
-    from tuner.job import JobOptions
-    from tuner.sweep import SweepOptions
+    from tuner.tuning.job import JobOptions
+    from tuner.tuning.sweep import SweepOptions
 
     size = args.max_workspace
     sweep = SweepOptions(
@@ -307,17 +348,18 @@ def _document(args: argparse.Namespace, result: JobResult, url: str) -> dict[str
     }
 
 
-def _report(result: JobResult) -> int:
+def _report(result: JobResult, interruption: Interruption) -> int:
     """Say on standard error what did not end well; the exit code."""
-    from tuner.cli import DONE, FAILED, INTERRUPTED
+    from tuner.base.processes import exit_code
+    from tuner.cli import DONE, FAILED
 
     for problem in result.skipped:
         print(f"tuner: {problem.op} {problem.label()} is tuned already", file=sys.stderr)
     for problem, exc in result.failed:
         print(f"tuner: {problem.op} {problem.label()}: {exc}", file=sys.stderr)
-    if result.interrupted:
+    if result.interrupted and interruption.number is not None:
         found = any(outcome.ranking for outcome in result.outcomes)
         kept = "the best so far is stored" if found else "no candidate had passed yet"
         print(f"tuner: interrupted; {kept}", file=sys.stderr)
-        return INTERRUPTED
+        return exit_code(interruption.number)
     return FAILED if result.failed else DONE

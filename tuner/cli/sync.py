@@ -18,9 +18,12 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """Pulls the decisions of a service (`tuner serve`) into the local store, where
 lookup and the runtime find them without it. What came from there follows it: changed decisions are
-replaced and withdrawn ones dropped; this machine's own decisions stand. A snapshot that did not
-change is not sent again. Kernels are not pulled: `tuner build` makes them. TUNER_READ_TOKEN is sent
-if it is set."""
+replaced and withdrawn ones dropped; this machine's own decisions stand, and end a pin that came
+from the service. A snapshot that did not change is not sent again. Kernels are not pulled: `tuner
+build` makes them. TUNER_READ_TOKEN is sent if it is set."""
+
+MAX_PAUSE_S = 7 * 24 * 3600
+_PIECE_S = 0.5
 
 
 def register(subparsers: Any) -> None:
@@ -38,17 +41,17 @@ def register(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Pull once, or until Ctrl-C; a service that does not answer is asked again at the next turn.
+    """Pull once, or until a signal; after whatever a service does it is asked at the next turn.
 
     Raises:
         ConfigError: when the URL or the pause is wrong, or the snapshot does not fit.
         StoreError: when the service does not answer and there is no next turn.
     """
-    from tuner.mirror import checked, pull
+    from tuner.store.sync import checked, pull
 
     url = checked(args.url)
-    if args.every is not None and not args.every >= 1:
-        raise ConfigError(f"every={args.every} is out of range (allowed: 1 second or more)")
+    if args.every is not None and not 1 <= args.every <= MAX_PAUSE_S:
+        raise ConfigError(f"every={args.every} is out of range (allowed: 1 to {MAX_PAUSE_S} s)")
     with open_store(args.store) as store:
         while True:
             try:
@@ -59,7 +62,14 @@ def run(args: argparse.Namespace) -> int:
                 print(f"tuner: {exc}", file=sys.stderr, flush=True)
             if args.every is None:
                 return 0
-            time.sleep(args.every)
+            _pause(args.every)
+
+
+def _pause(seconds: float) -> None:
+    """Sleep in pieces: a signal that comes just before a sleep does not cut it short."""
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        time.sleep(min(left, _PIECE_S))
 
 
 def _say(report: ImportReport | None, url: str, *, as_json: bool) -> None:

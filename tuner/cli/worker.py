@@ -12,7 +12,7 @@ from tuner.cli.sweep import add_machine, machine_of
 DESCRIPTION = """Takes one problem after the other from the jobs of the store, those of the highest
 priority first, and tunes it on this machine's GPU. Several workers may share a store. Each holds a
 lease on its problem: one that dies gives it back to the queue within half a minute, and whoever
-takes it goes on after the last finished trial. Ctrl-C and SIGTERM give it back at once."""
+takes it goes on after the last finished trial. Ctrl-C, SIGTERM and SIGHUP give it back at once."""
 
 
 def register(subparsers: Any) -> None:
@@ -29,18 +29,19 @@ def register(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Work; 0 when the queue is drained, 130 when it was stopped.
+    """Work; 0 when the queue is drained, `exit_code` of the signal that stopped it.
 
     Raises:
         ConfigError: when an argument is wrong.
         StoreError: when the store that was named does not exist, or none can be opened.
     """
-    from tuner.cli import DONE, INTERRUPTED
-    from tuner.cli.describe import counted
+    from tuner.base.processes import exit_code
+    from tuner.cli import DONE
     from tuner.cli.display import create_display
-    from tuner.controller import Controller
-    from tuner.runners.choose import open_creator
+    from tuner.runners.opening import open_creator
+    from tuner.selection.describe import counted
     from tuner.store import open_store
+    from tuner.tuning.controller import Controller
 
     machine = machine_of(args, None)
     url = args.store or settings.store_url()
@@ -53,4 +54,4 @@ def run(args: argparse.Namespace) -> int:
     ):
         decided = controller.run(drain=args.drain)
     print(f"tuner: {counted(decided, 'problem')} decided", file=sys.stderr)
-    return INTERRUPTED if controller.was_stopped else DONE
+    return DONE if controller.stopped_by is None else exit_code(controller.stopped_by)

@@ -1,0 +1,118 @@
+"""``tuner help``: the commands in groups, and the keys of ``--shape``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tuner.errors import ConfigError
+from tuner.problem import PROBLEMS
+from tuner.selection.describe import table
+
+SHAPES = "shapes"
+"""The topic that is not a command's help."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Commands of one purpose and an example of them."""
+
+    title: str
+    example: str
+    commands: tuple[str, ...]
+
+
+GROUPS = (
+    Group("first steps", "tuner quickstart", ("quickstart", "doctor", "help")),
+    Group(
+        "tune",
+        "tuner sweep --shape S=1024,D=64",
+        ("sweep", "shapes", "plan", "jobs", "worker", "revalidate", "widen"),
+    ),
+    Group(
+        "look up",
+        "tuner lookup --shape S=1024,D=64 --gpu H200",
+        ("lookup", "list", "show", "pin", "unpin", "forget"),
+    ),
+    Group(
+        "compile and carry",
+        "tuner build --shape S=1024,D=64 --gpu H200",
+        ("build", "cache", "bundle", "export", "import", "store", "serve", "sync"),
+    ),
+    Group(
+        "understand",
+        "tuner explain --shape S=1024,D=64",
+        ("report", "explain", "compare", "profile", "bench"),
+    ),
+    Group(
+        "develop kernels",
+        "tuner legality --family fused_attention",
+        ("record", "survey", "fit", "legality"),
+    ),
+)
+"""Every command, once."""
+
+
+def register(subparsers: Any) -> None:
+    """Add the command."""
+    about = "this text, a command's, or the keys of --shape (`tuner help shapes`)"
+    parser = subparsers.add_parser("help", help=about, description=f"Prints {about}.")
+    parser.add_argument("topic", nargs="?", metavar="TOPIC", help="shapes, or a command")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the help of a topic.
+
+    Args:
+        args: the topic, and as ``root`` the parser of all commands.
+
+    Raises:
+        ConfigError: when there is no such topic.
+    """
+    if args.topic == SHAPES:
+        print(shapes_text())
+        return 0
+    if args.topic is None:
+        args.root.print_help()
+        return 0
+    known = commands_of(args.root)
+    if args.topic not in known:
+        raise ConfigError(
+            f"'{args.topic}' is not a topic (allowed: {SHAPES}, or a command: {', '.join(known)})"
+        )
+    known[args.topic].print_help()
+    return 0
+
+
+def commands_of(root: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """The parser of each command, by name."""
+    [commands] = (a for a in root._actions if isinstance(a, argparse._SubParsersAction))
+    return dict(commands.choices)
+
+
+def groups_text(about: Mapping[str, str]) -> str:
+    """The commands in groups.
+
+    Args:
+        about: help of each command, by name.
+    """
+    width = max(map(len, about))
+    parts = []
+    for group in GROUPS:
+        lines = [f"{group.title}, as `{group.example}`:"]
+        lines += [f"  {name:<{width}}  {about[name]}" for name in group.commands]
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def shapes_text() -> str:
+    """The keys of ``--shape`` with meaning, unit and default, of every operation."""
+    parts = ["Keys of --shape KEY=VALUE,... by operation. `tuner shapes` lists a model's problems."]
+    for op, kind in PROBLEMS.items():
+        rows = [("key", "meaning", "unit", "default")]
+        rows += [(k.key, k.meaning, k.unit or "-", k.default) for k in kind.described_keys()]
+        parts.append(f"--op {op}\n{table(rows)}")
+    return "\n\n".join(parts)
