@@ -21,9 +21,10 @@ find_python() {
   die "cutlass-tuner needs Python >= 3.11, and ${PYTHON:-python3} is none: install one, or name it, PYTHON=/path/to/python $0"
 }
 
-# Installed, not imported: that takes seconds.
+# Installed, not imported: that takes seconds. Every Python here is started with -P: it runs no
+# module of the folder that the user is in.
 has_torch() {
-  "$1" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)'
+  "$1" -P -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)'
 }
 
 # A torch that the base Python has (a GPU machine's own, say) is seen from the environment too.
@@ -33,7 +34,7 @@ make_venv() {
   base=$(find_python)
   if has_torch "$base"; then options+=(--system-site-packages); fi
   echo "making $venv with $base" >&2
-  if ! "$base" -m venv ${options[@]+"${options[@]}"} "$venv" >/dev/null 2>&1; then
+  if ! "$base" -P -m venv ${options[@]+"${options[@]}"} "$venv" >/dev/null 2>&1; then
     rm -rf "$venv" # half made: it has a python and no pip
     die "$base cannot make a virtual environment (Debian, Ubuntu: apt install python3-venv)"
   fi
@@ -47,7 +48,7 @@ install() {
   stamp="$venv/.$name-$(printf '%s\n' "$@" | cat "$top/pyproject.toml" - | cksum | tr ' ' -)"
   [ -e "$stamp" ] && return
   echo "installing $* (once)" >&2
-  (cd "$top" && "$python" -m pip install --disable-pip-version-check --quiet "$@") >&2 ||
+  (cd "$top" && "$python" -P -m pip install --disable-pip-version-check --quiet "$@") >&2 ||
     die "pip could not install $* into $venv (offline: scripts/wheelhouse makes a folder for PIP_FIND_LINKS)"
   rm -f "$venv/.$name-"*
   touch "$stamp"

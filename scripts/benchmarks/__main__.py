@@ -1,4 +1,4 @@
-"""``python -m tuner.bench NAME``: one benchmark of this room, by ``main(argv) -> int``."""
+"""``python -m benchmarks NAME``: one benchmark of this folder, by ``main(argv) -> int``."""
 
 from __future__ import annotations
 
@@ -6,26 +6,28 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from tuner.base.processes import RaisesInterrupted, exit_code
 from tuner.errors import ConfigError, TunerError
 
-NAMES = ("cost", "dispatch", "fleet", "gpus", "levers", "repeats", "search", "service")
+NAMES = ("cost", "dispatch", "fleet", "gpus", "levers", "logits", "repeats", "search", "service")
 
 
 def main(argv: Sequence[str]) -> int:
     """Run one benchmark; the exit codes are the command line's."""
     name, *rest = argv or ("",)
     if name not in NAMES:
-        usage = f"python -m tuner.bench NAME [options]; NAME is one of: {' '.join(NAMES)}"
+        usage = f"scripts/bench NAME [options]; NAME is one of: {' '.join(NAMES)}"
         print(f"there is no benchmark '{name}': {usage}", file=sys.stderr)
         return 2
     try:
-        return int(importlib.import_module(f"tuner.bench.{name}").main(rest))
+        with RaisesInterrupted():
+            return int(importlib.import_module(f"benchmarks.{name}").main(rest))
     except TunerError as exc:
         print(f"{name}: {exc}", file=sys.stderr)
         return 2 if isinstance(exc, ConfigError) else 1
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as exc:
         print(f"{name}: interrupted", file=sys.stderr)
-        return 130
+        return exit_code(exc)
 
 
 if __name__ == "__main__":

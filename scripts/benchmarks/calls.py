@@ -13,13 +13,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tuner.compile.toolchain import find_host_compiler
 from tuner.errors import BenchmarkError
-from tuner.families.vendor_sdpa import peer
+from tuner.families.vendor.sdpa import peer
 from tuner.problem import AttentionProblem
-from tuner.toolchain import find_host_compiler
 
 PROBLEM = AttentionProblem.parse("S=1024,D=64")
+REFUSED = AttentionProblem.parse("H=3,S=200,D=64")
+"""Far from everything that ships: PyTorch answers."""
 HOST_LIMIT_US, TABLE_LIMIT_US = 5.0, 0.5
+REFUSED_LIMIT_US = 2.0
+"""Beyond PyTorch's own call."""
 WALL_LIMIT, GRAPH_LIMIT = 0.7, 1.15
 """Wall time over SDPA's, and over the kernel's in a graph."""
 BURST = 100
@@ -53,11 +57,14 @@ def host() -> dict[str, Any]:
     import tuner
     from tuner.runtime import dispatch
 
-    tensors = _inputs()
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    tensors, others = _inputs(), _inputs(REFUSED)
     plan = _serving(tensors)
     calls: dict[str, Call] = {
         "attention": lambda: tuner.attention(*tensors),
-        "sdpa": lambda: torch.nn.functional.scaled_dot_product_attention(*tensors),
+        "sdpa": lambda: sdpa(*tensors),
+        "refused": lambda: tuner.attention(*others),
+        "refused_sdpa": lambda: sdpa(*others),
         **_peers(tensors),
     }
     module = dispatch._module
@@ -71,6 +78,10 @@ def host() -> dict[str, Any]:
             times[name].append(_burst(call))
     found: dict[str, Any] = {name: statistics.median(values) for name, values in times.items()}
     found["beyond_launch"] = found["attention"] - found["bare"]
+    found["beyond_refused"] = found["refused"] - found["refused_sdpa"]
+    with tuner.enabled():
+        enabled = statistics.median(_burst(calls["refused_sdpa"]) for _ in range(ROUNDS))
+    found["beyond_refused_enabled"] = enabled - found["refused_sdpa"]
     found["has_dispatcher"] = module is not None
     found["dispatched"] = (_dispatched(module) - answered) / (ROUNDS * BURST)
     if module is not None:
@@ -109,7 +120,7 @@ def _serving(tensors: Sequence[Any]) -> Any:
     import tuner
     from tuner.runtime import dispatch
 
-    find_plan = importlib.import_module("tuner.runtime.attention").find_plan
+    find_plan = importlib.import_module("tuner.runtime.attention_plan").find_plan
     plan = find_plan(*tensors, False, None)
     steps = getattr(plan, "steps", ())
     if not steps:
@@ -270,6 +281,10 @@ def host_rows(part: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
     )
     if "table" in part:
         rows.append(("host us of the table", f"{part['table']:.2f}", f"{TABLE_LIMIT_US:.1f}", ""))
+    theirs = f"{part['refused_sdpa']:.2f} of PyTorch's"
+    more, enabled = part["beyond_refused"], part["beyond_refused_enabled"]
+    rows.append(("host us more, refused", f"{more:.2f}", f"{REFUSED_LIMIT_US:.1f}", theirs))
+    rows.append(("host us more, refused, enabled", f"{enabled:.2f}", "", theirs))
     return rows
 
 

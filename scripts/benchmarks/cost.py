@@ -17,17 +17,19 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tuner import recording, resources
+from tuner.base import resources
+from tuner.base.install import extra_command
+from tuner.base.output import check_place
 from tuner.bench.results import write_json
 from tuner.cli import DONE
-from tuner.cli.describe import table
 from tuner.errors import ConfigError
 from tuner.families import families, families_of
 from tuner.families.base import Family
 from tuner.measurement import Measurement, Regime
-from tuner.output import check_place
 from tuner.problem import AttentionProblem, Problem
-from tuner.recording import Recording
+from tuner.runners import recording
+from tuner.runners.recording import Recording
+from tuner.selection.describe import table
 
 #: Deviation, in natural logarithms, from which a time counts as an outlier; of a problem's mean;
 #: and of a constant from where its fit starts.
@@ -141,9 +143,7 @@ class Fit:
             import numpy as np
             from scipy.optimize import least_squares
         except ImportError as exc:
-            raise ConfigError(
-                f"a fit needs scipy ({exc}): pip install 'cutlass-tuner[fit]'"
-            ) from exc
+            raise ConfigError(f"a fit needs scipy ({exc}): {extra_command('fit')}") from exc
 
         family = families()[name]
         start = family.cost_constants

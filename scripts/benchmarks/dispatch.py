@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import platform
 import sqlite3
 import statistics
@@ -34,20 +33,23 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tuner import device, dispatcher, settings
-from tuner.artifacts import ArtifactCache
-from tuner.bench import calls, decoder
+from benchmarks import calls, decoder
+from benchmarks.service import document, problem
+from tuner import settings
+from tuner.base.output import check_place
+from tuner.base.processes import python_command, python_environment
 from tuner.bench.results import write_json
-from tuner.bench.service import document, problem
-from tuner.cli.describe import table
+from tuner.compile import dispatcher
+from tuner.compile.artifacts import ArtifactCache
 from tuner.errors import BenchmarkError, ConfigError, TunerError
-from tuner.families.vendor_sdpa import peer_version
-from tuner.lookup import lookup, store_file
+from tuner.families.vendor.sdpa import peer_version
+from tuner.measure import device
 from tuner.measurement import Provenance
-from tuner.output import check_place
-from tuner.problem import Problem
-from tuner.store import open_store
-from tuner.store.entry import is_vendor
+from tuner.problem import Problem, problem_from_json
+from tuner.selection.describe import table
+from tuner.selection.reader import lookup, store_file
+from tuner.store import exchange, open_store
+from tuner.store.entry import digest_of, is_vendor
 
 PARTS: Mapping[str, float] = {"host": 180, "wall": 120, "first-call": 180, "decoder": 300}
 """Each part's time-out, seconds."""
@@ -129,11 +131,12 @@ def _build(problems: Sequence[Problem]) -> None:
         keys = list(own[0].artifacts.values()) if own else []
         if own and not (keys and all(artifacts.find(key) for key in keys)):
             lender = answer.entry.problem
-            command = [sys.executable, "-m", "tuner", "build", "--op", lender.op]
+            command = python_command("-m", "tuner", "build", "--op", lender.op)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 subprocess.run(
                     [*command, "--shape", lender.label()],
                     stdout=sys.stderr,
+                    env=python_environment(),
                     timeout=BUILD_TIMEOUT_S,
                     check=False,
                 )
@@ -151,11 +154,16 @@ def _in_child(name: str, layers: int) -> dict[str, Any]:
     """A part's figures, or why there are none."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "part.json"
-        command = [sys.executable, "-m", "tuner.bench", "dispatch", "--part", name]
+        command = python_command("-m", "benchmarks", "dispatch", "--part", name)
         command += ["--json", str(out), "--layers", str(layers)]
         try:
             done = subprocess.run(
-                command, capture_output=True, text=True, timeout=PARTS[name], check=False
+                command,
+                capture_output=True,
+                text=True,
+                timeout=PARTS[name],
+                env=python_environment(),
+                check=False,
             )
         except subprocess.TimeoutExpired:
             return {"failed": f"no end after {PARTS[name]:.0f} s"}
@@ -213,13 +221,13 @@ def first_call() -> dict[str, Any]:
             ):
                 source.backup(target)
         fill(store, ENTRIES)
-        variables = {**os.environ, "TUNER_CACHE_DIR": str(cache)}
+        variables = {**python_environment(), "TUNER_CACHE_DIR": str(cache)}
         variables.pop("TUNER_STORE", None)
         # An installed package has its bytecode: here the first process writes it for the others.
         variables.pop("PYTHONDONTWRITEBYTECODE", None)
         runs = []
         for _ in range(5):
-            command = [sys.executable, "-c", _FIRST_CALL]
+            command = python_command("-c", _FIRST_CALL)
             done = subprocess.run(
                 command, capture_output=True, text=True, env=variables, check=False
             )
@@ -240,7 +248,14 @@ def fill(store: Path, count: int) -> None:
     """
     with open_store(f"sqlite:///{store}") as opened:
         opened.import_(document(1))
+    copied = {digest_of(m): m for m in exchange.read(document(1))[0]}
+
+    def digest(of: str, key: str) -> str:
+        """Digest of the measurement `of` when its problem is the one that `key` describes."""
+        return digest_of(copied[of].but(problem=problem_from_json(json.loads(key))))
+
     with contextlib.closing(sqlite3.connect(store)) as connection, connection:
+        connection.create_function("digest_for", 2, digest, deterministic=True)
         query = "SELECT id, (SELECT max(id) FROM problems) FROM problems WHERE key = ?"
         first, last = connection.execute(query, (problem(0).key,)).fetchone()
         keys = ((problem(n).key, problem(n).op) for n in range(1, count))
@@ -255,7 +270,7 @@ def fill(store: Path, count: int) -> None:
             ids = {
                 key: f"p.id * 1000000 + t.{key}" for key in ("id", "winner_id", "measurement_id")
             }
-            values = {"digest": "t.digest || p.id", **ids, **changed}
+            values = {"digest": "digest_for(t.digest, p.key)", **ids, **changed}
             connection.execute(
                 f"INSERT INTO {name} SELECT {', '.join(values.get(c, f't.{c}') for c in columns)} "
                 f"FROM {name} t, problems p WHERE t.{which} AND p.id > {last}"

@@ -1,6 +1,6 @@
 """A simulated fleet on one store: what a trial costs its controller, and whether kills lose any.
 
-``python -m tuner.bench fleet`` submits one job of many problems and has many workers take them
+``scripts/bench fleet`` submits one job of many problems and has many workers take them
 under leases, as `tuner worker` does, each replaying a recorded sweep: a trial takes the time that
 its kernels took to compile, so many times faster. Workers are threads of a number of processes, of
 which a part is killed (SIGKILL) at random moments, whatever their workers were doing; another
@@ -30,24 +30,29 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from tuner import recording
+from tuner.base.output import check_place
 from tuner.bench.results import write_json
-from tuner.controller import BEAT_S, POLL_S, Pulse, longer_pause
 from tuner.errors import BenchmarkError, ConfigError, LeaseLostError, StoreError
 from tuner.families import families_of
 from tuner.families.base import group_by_kernels
 from tuner.hardware import DEFAULT_GPU
-from tuner.job import JobOptions
 from tuner.measurement import Measurement, Regime
-from tuner.output import check_place
 from tuner.problem import AttentionProblem, Problem
-from tuner.recording import Recording
+from tuner.runners import recording
+from tuner.runners.recording import Recording
 from tuner.runners.replay import ReplayRunner
-from tuner.search import FamilySearch, Search
+from tuner.search.study import FamilySearch, Search
 from tuner.store import Store, open_store
 from tuner.store.jobs import Claim, Lease
 from tuner.store.sql import SqlStore
-from tuner.sweep import Sweep, SweepOptions
+from tuner.tuning.controller import (
+    BEAT_S,
+    POLL_S,
+    Pulse,
+    longer_pause,
+)
+from tuner.tuning.job import JobOptions
+from tuner.tuning.sweep import Sweep, SweepOptions
 
 RECORDED = AttentionProblem.parse("S=1024,D=64")
 """The recording with the most kernels."""

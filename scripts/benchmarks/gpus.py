@@ -1,6 +1,6 @@
 """A job on several GPUs against the same job on one: trials a minute, and whether times agree.
 
-``python -m tuner.bench gpus`` sweeps twelve problems of the acceptance suite with a fixed order of
+``scripts/bench gpus`` sweeps twelve problems of the acceptance suite with a fixed order of
 candidates, so that both runs measure the same ones: on all GPUs, then on the first alone. Each job
 is run twice, and the second run counts: the first one compiles what is missing, starts the workers
 and has the vendors' libraries plan what they keep. Stores are temporary. ``--compile-only`` fills
@@ -18,21 +18,26 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from tuner.base.output import check_place
 from tuner.bench.results import write_json
 from tuner.bench.suites import SUITES
 from tuner.errors import BenchmarkError
 from tuner.families import family
 from tuner.families.base import KernelSpec
 from tuner.hardware import DEFAULT_GPU, Gpu
-from tuner.job import Job, JobOptions, JobResult, read_problems
-from tuner.outcome import Outcome
-from tuner.output import check_place
 from tuner.problem import Problem
 from tuner.runners.choose import Machine, Runners
 from tuner.runners.gpus import parse_devices
-from tuner.search import FamilySearch, effort
+from tuner.search.study import FamilySearch, effort
 from tuner.store import open_store
-from tuner.sweep import SweepOptions
+from tuner.tuning.job import (
+    Job,
+    JobOptions,
+    JobResult,
+    read_problems,
+)
+from tuner.tuning.outcome import Outcome
+from tuner.tuning.sweep import SweepOptions
 
 PROBLEMS = 12
 FAMILY = "fused_attention"

@@ -1,6 +1,6 @@
 """Each lever of a tuned kernel by itself: the winner, and its neighbours in one parameter.
 
-``python -m tuner.bench levers --shape S=1024,D=64`` times, interleaved in one run, the best own
+``scripts/bench levers --shape S=1024,D=64`` times, interleaved in one run, the best own
 kernel of the cache and every legal config that differs from it in one parameter, one step each way.
 """
 
@@ -11,31 +11,31 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tuner.bench.compare import Comparison, Task
+from tuner.bench.comparison import Comparison, Task
 from tuner.bench.results import Results
 from tuner.config import Config, Value
 from tuner.errors import ConfigError
 from tuner.families import family
 from tuner.families.base import Family
 from tuner.hardware import Gpu
-from tuner.lookup import Entry
 from tuner.measurement import Regime
 from tuner.problem import PROBLEMS, Problem
+from tuner.selection.reader import Entry
 from tuner.store.entry import is_vendor
 
 
 def neighbours(member: Family, problem: Problem, config: Config, gpu: Gpu) -> dict[str, Config]:
     """Legal configs that differ from `config` in one parameter, by ``name=value``.
 
-    Of a parameter's domain the nearest legal value below and above. A parameter that another one
-    takes away (or brings) comes from the family's space: the member that agrees with `config` in
-    every other parameter that both have. Of a parameter that is there only where it is on, on
-    stands against off: ``name=value`` for each legal value, or ``name=off``.
+    A parameter gets the nearest legal values below and above its own among those that a search
+    tries (`Family.tried`). Where changing it removes or adds another parameter, the config is the
+    one of the family's space that agrees in all parameters that both have. A parameter that is
+    absent when it is off gets ``name=value`` for each legal value, or ``name=off``.
     """
     found: dict[str, Config] = {}
     space = list(member.space(problem, gpu))
     for name, present in config.params.items():
-        for value in _steps(member.domains.get(name, ()), present):
+        for value in _steps(member.tried(name), present):
             near = _with(member, problem, config, gpu, space, name, value)
             if near is not None:
                 found[f"{name}={value}"] = near
@@ -44,7 +44,7 @@ def neighbours(member: Family, problem: Problem, config: Config, gpu: Gpu) -> di
         if member.accepts(problem, without, gpu):
             found[f"{name}=off"] = without
     for name in [name for name in member.domains if name not in config.params]:
-        for value in member.domains[name]:
+        for value in member.tried(name):
             near = _with(member, problem, config, gpu, space, name, value)
             if near is not None:
                 found[f"{name}={value}"] = near
@@ -117,8 +117,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args(argv)
 
-    from tuner.lookup import entries as decided
     from tuner.runners.choose import Machine, Runners
+    from tuner.selection.reader import entries as decided
 
     entries = decided()
 

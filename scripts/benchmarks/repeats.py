@@ -1,6 +1,6 @@
 """Whether sweeps of a problem agree: the same sweep again and again, its winners side by side.
 
-``python -m tuner.bench repeats --shape S=1024,D=64`` sweeps with a seed of its own each time, into
+``scripts/bench repeats --shape S=1024,D=64`` sweeps with a seed of its own each time, into
 a store of its own, so that no sweep knows of another; what was compiled stays compiled. Then every
 own winner is timed in one final pass, interleaved, which says how far the worst is from the best.
 """
@@ -15,18 +15,18 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from tuner.base.output import check_place
 from tuner.bench.results import write_json
 from tuner.errors import BenchmarkError
-from tuner.job import Job, JobOptions
 from tuner.measurement import Measurement
-from tuner.outcome import Outcome
-from tuner.output import check_place
 from tuner.problem import PROBLEMS, Problem
 from tuner.runners.base import Runner
 from tuner.runners.choose import Machine, Runners
 from tuner.runners.gpus import parse_devices
 from tuner.store import open_store
-from tuner.sweep import SweepOptions
+from tuner.tuning.job import Job, JobOptions
+from tuner.tuning.outcome import Outcome
+from tuner.tuning.sweep import SweepOptions
 
 TIMES = 10
 ROUNDS = 40

@@ -1,10 +1,10 @@
 """``scripts/bench search``: what each sampler finds on recorded sweeps after how many compiles.
 
-Every recorded sweep is replayed through the real search (`tuner.search`). Nothing of a problem's
-own results reaches what searches it: the cost models are fitted again without them, and `model`
-learns from the other problems' recordings alone. A seed decides what a sampler draws, and draws
-each timing anew from the deviation that was recorded with it; regret is judged by the recorded
-time of what then looks best, against the recorded best.
+Every recorded sweep is replayed through the real search (`tuner.search.study`). Nothing of a
+problem's own results reaches what searches it: the cost models are fitted again without them, and
+`model` learns from the other problems' recordings alone. A seed decides what a sampler draws, and
+draws each timing anew from the deviation that was recorded with it; regret is judged by the
+recorded time of what then looks best, against the recorded best.
 
 ``--stopping`` judges what ends a search: each threshold of expected gain under a sweep's budget,
 with one, four and sixteen compiles at once.
@@ -28,20 +28,28 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tuner import ranking, recording
-from tuner.bench import cost
+from benchmarks import cost
+from tuner.base.output import check_place
+from tuner.base.processes import exit_code
 from tuner.bench.results import write_json
-from tuner.cli import DONE, INTERRUPTED
-from tuner.cli.describe import table
+from tuner.cli import DONE
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families import families_of
 from tuner.families.base import Family, group_by_kernels
 from tuner.hardware import Gpu
 from tuner.measurement import Measurement
-from tuner.output import check_place
 from tuner.problem import Problem
-from tuner.search import DEFAULT_TRIALS, EFFORTS, SAMPLERS, FamilySearch, Search
+from tuner.runners import recording
+from tuner.search import ranking
+from tuner.search.study import (
+    DEFAULT_TRIALS,
+    EFFORTS,
+    SAMPLERS,
+    FamilySearch,
+    Search,
+)
+from tuner.selection.describe import table
 
 COMPILED = (1, 2, 4, 8, 12, 16, 40)
 """Compiled groups after which the regret is read."""
@@ -330,8 +338,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             _say(f"{method}: {label}")
             if args.json is not None:
                 write_json(args.json, document)
-    except KeyboardInterrupt:
-        code = INTERRUPTED
+    except KeyboardInterrupt as exc:
+        code = exit_code(exc)
     document["summary"] = summary(document, methods)
     if args.json is not None:
         write_json(args.json, document)

@@ -15,7 +15,6 @@ import platform
 import socket
 import statistics
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -25,17 +24,18 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from tuner.base.output import check_place
+from tuner.base.processes import python_command, python_environment
 from tuner.bench.results import write_json
-from tuner.cli.describe import table
 from tuner.config import Config
 from tuner.errors import BenchmarkError, ConfigError
 from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Environment, Measurement, Regime, Status
-from tuner.mirror import pull
-from tuner.output import check_place
 from tuner.problem import GemmProblem
+from tuner.selection.describe import table
 from tuner.store import open_store
 from tuner.store.exchange import Decision, write
+from tuner.store.sync import pull
 
 BATCH = 100
 CONNECTIONS = 4
@@ -145,9 +145,9 @@ class Service:
 @contextlib.contextmanager
 def running(store: Path) -> Iterator[Service]:
     """A service over a store."""
-    command = [sys.executable, "-m", "tuner", "serve", "--port", "0", "--store", str(store)]
+    command = python_command("-m", "tuner", "serve", "--port", "0", "--store", str(store))
     # Whatever protects the user's own service is not what is measured.
-    environment = {k: v for k, v in os.environ.items() if not k.endswith("_TOKEN")}
+    environment = {k: v for k, v in python_environment().items() if not k.endswith("_TOKEN")}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     try:
         assert process.stderr is not None
