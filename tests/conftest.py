@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pwd
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
@@ -16,12 +17,40 @@ from typing import Any
 import hypothesis
 import pytest
 import sqlalchemy as sa
+from goldens import Goldens
 
 from tuner import settings
 from tuner.errors import TunerError
 
+# A shell without job control starts what it runs in the background with SIGINT ignored, and so are
+# the processes that tests start from there.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 hypothesis.settings.register_profile("tuner", deadline=None, database=None)
 hypothesis.settings.load_profile("tuner")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="run generators of input for minutes")
+    parser.addoption(
+        "--write-goldens",
+        action="store_true",
+        help="write the golden texts anew (tests/golden) in place of comparing with them",
+    )
+
+
+@pytest.fixture(scope="session")
+def goldens(request: pytest.FixtureRequest) -> Goldens:
+    """The golden texts, which are written under ``--write-goldens`` only."""
+    writes = request.config.getoption("--write-goldens")
+    return Goldens(Path(__file__).parent / "golden", writes)
+
+
+@pytest.fixture(scope="session")
+def long_mode(request: pytest.FixtureRequest) -> bool:
+    """True under ``--long``: generators run for minutes."""
+    return bool(request.config.getoption("--long"))
 
 
 @pytest.fixture(scope="session")
@@ -49,7 +78,7 @@ def isolated(
 @pytest.fixture(scope="session")
 def missing_compiler() -> str:
     """Why nothing can be compiled here; empty when it can."""
-    from tuner.toolchain import find_toolchain
+    from tuner.compile.toolchain import find_toolchain
 
     try:
         find_toolchain()
@@ -61,7 +90,7 @@ def missing_compiler() -> str:
 @pytest.fixture(scope="session")
 def missing_gpu() -> str:
     """Why nothing can be launched here; empty when it can."""
-    from tuner.device import detect
+    from tuner.measure.device import detect
 
     try:
         gpu = detect()

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tuner.artifacts import ArtifactCache
-from tuner.compiler import Compiler, find_toolchain
+from tuner.compile.artifacts import ArtifactCache
+from tuner.compile.compiler import Compiler, find_toolchain
 
 
 @pytest.fixture(scope="session")

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tuner import resources
-from tuner.artifacts import ArtifactCache, load
-from tuner.compiler import Compiler, Toolchain, find_toolchain
+from tuner.base import resources
+from tuner.compile.artifacts import ArtifactCache, load
+from tuner.compile.compiler import Compiler, Toolchain, find_toolchain
+from tuner.compile.toolchain import probe
 from tuner.errors import BenchmarkError, CompileError
 from tuner.families.base import KernelSpec
-from tuner.toolchain import probe
 
 pytestmark = pytest.mark.compile
 

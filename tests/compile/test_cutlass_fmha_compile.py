@@ -10,16 +10,22 @@ from pathlib import Path
 
 import pytest
 
-from tuner.artifacts import load
-from tuner.compiler import Compiler
+from tuner.compile.artifacts import load
+from tuner.compile.compiler import Compiler
+from tuner.compile.render import render
+from tuner.compile.toolchain import find_toolchain
 from tuner.config import Config, Value
 from tuner.errors import BenchmarkError
 from tuner.families.cutlass_fmha import CutlassFmha
-from tuner.families.cutlass_fmha_shape import COOPERATIVE, INDIVIDUAL, PINGPONG, TMA, Shape
+from tuner.families.cutlass_fmha.shape import (
+    COOPERATIVE,
+    INDIVIDUAL,
+    PINGPONG,
+    TMA,
+    Shape,
+)
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import AttentionProblem
-from tuner.render import render
-from tuner.toolchain import find_toolchain
 
 pytestmark = [pytest.mark.compile, pytest.mark.timeout(900)]
 

@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 from fused_configs import maker
 
-from tuner.artifacts import load
-from tuner.compiler import Compiler
+from tuner.base import resources
+from tuner.compile.artifacts import load
+from tuner.compile.compiler import Compiler
+from tuner.compile.render import render
+from tuner.compile.toolchain import find_toolchain, include_dirs
 from tuner.config import Config, Value
 from tuner.families.fused_attention import FusedAttention, launch_registers
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import E4M3, AttentionProblem
-from tuner.render import render
-from tuner.toolchain import find_toolchain, include_dirs
 
 pytestmark = [pytest.mark.compile, pytest.mark.timeout(900)]
 
@@ -72,10 +73,20 @@ SIZES = [
     (AttentionProblem.parse("S=1024,D=96,dtype=e4m3"), make(1, 32, persistent=True)),
 ]
 
-INCLUDES = """
+#: The layouts' swizzle, by itself: what else the header holds needs CUDA.
+SWIZZLE = re.search(
+    r"^template <int kColumns, class T.*?\nusing SmemAtom = .*?;$",
+    (resources.templates() / "attention.h").read_text(),
+    re.M | re.S,
+)
+assert SWIZZLE is not None
+INCLUDES = f"""
 #include <cstdio>
 #include <cute/tensor.hpp>
 #include <cutlass/numeric_types.h>
+namespace tuner {{
+{SWIZZLE[0]}
+}}
 """
 
 
@@ -120,7 +131,7 @@ def test_workspace_is_the_counter_the_values_and_the_partial_results(compiler: C
             assert FAMILY.violations(problem, split, DEFAULT_GPU) == []
             (launch,) = FAMILY.launches(problem, split, 0.125)
             is_partial = more.get("combine") == "kernel"
-            partial = 4 * 3 * rows * (problem.head_dim + 1) if is_partial else 0
+            partial = 4 * 3 * rows * (problem.head_dim + 2) if is_partial else 0
             assert kernel.workspace_bytes(launch.integers) == fixed + partial
             clustered = (*launch.integers[:20], 1)
             assert kernel.workspace_bytes(clustered) == fixed
@@ -143,14 +154,15 @@ uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
 """
 #: Every probability that WGMMA multiplies, by its register, and the value that it meets.
 MEETINGS = """
-struct Source { Values values; int heads_kv, seqlen_kv, head_dim; };
+struct Source { Values images; Matrices value; int heads_kv, seqlen_kv, head_dim; };
 int wrong() {
   int const keys = 2 * kTileN - 37, columns = kD - 16, heads = 2;
   std::vector<uint8_t> v(keys * heads * columns), images(heads * 2 * kImageBytes + 2048, 0xAA);
   for (size_t i = 0; i < v.size(); ++i) v[i] = uint8_t(i * 2654435761u >> 13 | 1);
   auto* aligned = images.data() + (1024 - reinterpret_cast<uintptr_t>(images.data()) % 1024);
-  Source source{{reinterpret_cast<Element*>(v.data()), 0, columns, heads * columns,
-                 reinterpret_cast<Element*>(aligned), 2}, heads, keys, columns};
+  Source source{{reinterpret_cast<Element*>(aligned), 2},
+                {reinterpret_cast<Element*>(v.data()), 0, columns, heads * columns},
+                heads, keys, columns};
   for (blockIdx.x = 0; blockIdx.x < unsigned(heads * 2 * (kD / kColumns)); ++blockIdx.x) {
     for (int pass = 0; pass < 2; ++pass) {
       for (threadIdx.x = 0; threadIdx.x < kTransposeThreads; ++threadIdx.x) transpose(source);
@@ -192,9 +204,11 @@ def test_probabilities_of_e4m3_meet_their_values(tmp_path: Path) -> None:
         text = render(FAMILY.kernels(problem, make(1, tile_n))["attention"], str(number))
         head, body = text.split(f"namespace k_{number} {{")
         layouts = body.split("// Rows of Q:")[0]
+        matrices = re.search(r"^struct Matrices \{.*?^\};$", body, re.M | re.S)
+        assert matrices is not None
         if "#ifndef" in head:
             operations.append("#ifndef" + head.split("#ifndef")[1])
-        parts.append(f"namespace k_{number} {{{layouts}{MEETINGS}}}\n")
+        parts.append(f"namespace k_{number} {{{layouts}{matrices[0]}{MEETINGS}}}\n")
     say = 'std::printf("%d\\n", k_{}::wrong());\n'
     calls = "".join(say.format(number) for number in range(len(sizes)))
     source = tmp_path / "meetings.cpp"
@@ -213,7 +227,9 @@ def test_shared_memory_is_what_the_predicate_counts(tmp_path: Path) -> None:
         _, body = text.split(f"namespace k_{number} {{")
         # Of a tile only its members: what it is computed from needs CUDA.
         tile = re.search(r"^struct Tile \{\n.*?;$", body, re.MULTILINE)
-        storage = re.search(r"^struct Share \{.*^struct Storage \{.*?^\};$", body, re.M | re.S)
+        storage = re.search(
+            r"^struct ClusterPartials \{.*^struct Storage \{.*?^\};$", body, re.M | re.S
+        )
         assert tile is not None
         assert storage is not None
         layouts = body.split("using SmemLayoutVt")[0]

@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 from fused_configs import maker
 
-from tuner.compiler import Compiler
+from tuner.compile.compiler import Compiler
+from tuner.compile.render import render
+from tuner.compile.toolchain import find_toolchain
 from tuner.config import Config
 from tuner.families.fused_attention import FusedAttention
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import AttentionProblem
-from tuner.render import render
-from tuner.toolchain import find_toolchain
 
 pytestmark = [pytest.mark.compile, pytest.mark.timeout(900)]
 

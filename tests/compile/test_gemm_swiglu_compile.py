@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tuner.artifacts import load
-from tuner.compiler import Compiler
+from tuner.compile.artifacts import load
+from tuner.compile.compiler import Compiler
 from tuner.config import Config
 from tuner.errors import BenchmarkError
-from tuner.families.gemm_swiglu import GemmSwiglu
+from tuner.families.gemm.swiglu import GemmSwiglu
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import SwigluProblem
 

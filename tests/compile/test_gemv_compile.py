@@ -7,15 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from tuner.artifacts import load
-from tuner.compiler import Compiler
+from tuner.base import resources
+from tuner.compile.artifacts import load
+from tuner.compile.compiler import Compiler
+from tuner.compile.render import render
 from tuner.config import Config
 from tuner.errors import BenchmarkError
 from tuner.families.base import KernelSpec
 from tuner.families.gemv import KERNEL, Gemv, block_threads, registers
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import GemmProblem
-from tuner.render import render
 
 pytestmark = [pytest.mark.compile, pytest.mark.timeout(900)]
 
@@ -91,6 +92,7 @@ def test_weights_come_by_bulk_copies_and_not_before_their_time(
     source, out = tmp_path / "gemv.cu", tmp_path / "out.ptx"
     source.write_text(render(SPECS[0], "bulk"))
     command = [str(compiler.toolchain.nvcc), "-std=c++17", "-O3", "-ptx", "-arch=sm_90a"]
+    command.append(f"-I{resources.templates()}")
     subprocess.run([*command, "-o", str(out), str(source)], check=True)
     text = out.read_text()
     before, after = text.split("griddepcontrol.wait")

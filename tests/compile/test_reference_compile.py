@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tuner.artifacts import load
-from tuner.compiler import Compiler
+from tuner.compile.artifacts import load
+from tuner.compile.compiler import Compiler
+from tuner.compile.render import render
+from tuner.compile.toolchain import find_toolchain
 from tuner.errors import BenchmarkError
-from tuner.gate import REFERENCE
-from tuner.render import render
-from tuner.toolchain import find_toolchain
+from tuner.measure.gate import REFERENCE
 
 pytestmark = [pytest.mark.compile, pytest.mark.timeout(900)]
 

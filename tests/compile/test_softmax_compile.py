@@ -8,15 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from tuner.artifacts import load
-from tuner.compiler import Compiler
+from tuner.base import resources
+from tuner.compile.artifacts import load
+from tuner.compile.compiler import Compiler
+from tuner.compile.render import render
 from tuner.config import Config
 from tuner.errors import BenchmarkError, CompileError
 from tuner.families.base import KernelSpec
 from tuner.families.softmax import Softmax
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import SoftmaxProblem
-from tuner.render import render
 
 pytestmark = [pytest.mark.compile, pytest.mark.timeout(900)]
 
@@ -121,6 +122,7 @@ def test_accesses_are_as_wide_as_the_vectors(compiler: Compiler, tmp_path: Path)
         spec = spec_of(SoftmaxProblem(8, 1024), config(width=width))
         source.write_text(render(spec, "wide"))
         command = [str(compiler.toolchain.nvcc), "-std=c++17", "-O3", "-ptx", "-arch=sm_90a"]
+        command.append(f"-I{resources.templates()}")
         subprocess.run([*command, "-o", str(tmp_path / "out.ptx"), str(source)], check=True)
         text = (tmp_path / "out.ptx").read_text()
         for instruction in wanted:

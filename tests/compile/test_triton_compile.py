@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from tuner import triton_kernels
-from tuner.artifacts import ArtifactCache, load
-from tuner.compiler import Compiler
+from tuner.compile import triton_compiler
+from tuner.compile.artifacts import ArtifactCache, load
+from tuner.compile.compiler import Compiler
+from tuner.compile.render import render
+from tuner.compile.toolchain import Toolchain, find_toolchain
 from tuner.config import Config, Value
 from tuner.errors import CompileError
 from tuner.families.triton_attention import TritonAttention, smem_bytes
 from tuner.hardware import Gpu
 from tuner.problem import AttentionProblem
-from tuner.render import render
-from tuner.toolchain import Toolchain, find_toolchain
 
 FAMILY = TritonAttention()
 pytestmark = [
@@ -106,7 +106,7 @@ def test_shared_memory_is_at_least_what_legality_says(
         [spec] = FAMILY.kernels(problem, config).values()
         path = tmp_path / f"unit_{config.digest}_{head_dim}.py"
         path.write_text(render(spec, "0"))
-        made = triton_kernels.compiled("0", triton_kernels._load(path).BUILD_0, capability)
+        made = triton_compiler.compiled("0", triton_compiler._load(path).BUILD_0, capability)
         least = smem_bytes(problem, config, GPUS[capability])
         assert least <= made["shared"] <= 1.25 * least + 4096, (config.to_json(), made["shared"])
         assert made["threads"] == 32 * config["num_warps"]
@@ -140,7 +140,7 @@ def test_one_bad_kernel_does_not_cost_its_neighbours(tools: Toolchain, tmp_path:
 def test_importing_the_package_does_not_import_triton() -> None:
     assert importlib.util.find_spec("triton") is not None
     code = (
-        "import sys, tuner.compiler; from tuner.families import families; families(); "
+        "import sys, tuner.compile.compiler; from tuner.families import families; families(); "
         "print('triton' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

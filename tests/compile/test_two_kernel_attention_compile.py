@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from tuner.compiler import Compiler
+from tuner.base import resources
+from tuner.compile.compiler import Compiler
+from tuner.compile.render import render
+from tuner.compile.toolchain import find_toolchain, include_dirs
 from tuner.config import Config
 from tuner.families.fused_attention import launch_registers
 from tuner.families.two_kernel_attention import TwoKernelAttention
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import AttentionProblem
-from tuner.render import render
-from tuner.toolchain import find_toolchain, include_dirs
 
 pytestmark = [pytest.mark.compile, pytest.mark.timeout(900)]
 
@@ -77,7 +78,7 @@ int main() {
       UNIT
       // Lane 8 i + k names row k of matrix i, of which lane 4 k + c holds columns 2 c and 2 c + 1.
       int const row = warp_row + lane % 16, octet = j + lane / 16;
-      wrong += int(matrix_row + OFFSET) != place(row, 8 * octet);
+      wrong += int(OFFSET) * int(sizeof(Element)) != place(row, 8 * octet);
       for (int i = 0; i < 4; ++i) {
         auto const has = mine(make_coord(0, i % 2, j + i / 2), 0, 0);
         wrong += get<0>(has) != warp_row + i % 2 * 8 + lane / 4;
@@ -98,14 +99,18 @@ def test_probabilities_lie_where_the_second_kernel_reads_them(tmp_path: Path) ->
         assert match is not None, pattern
         return match[1]
 
-    layouts = found("output", r"namespace k_0 \{(.*?)CUTE_HOST_DEVICE auto global_tensor")
+    header = (resources.templates() / "attention.h").read_text()
+    atom = re.search(r"^template <int kColumns, class T.*?;\n", header, re.MULTILINE | re.DOTALL)
+    assert atom is not None
+    layouts = f"namespace tuner {{\n{atom[0]}}}\n"
+    layouts += found("output", r"namespace k_0 \{(.*?)CUTE_HOST_DEVICE auto global_tensor")
     layouts += found("output", r"^(using SmemLayoutP = .*?;)$")
     layouts += found("scores", r"^(using Mma = .*?;)$").replace("kColumns", "64")
     program = MISPLACED
     for name, pattern in (
-        ("MATRIX_ROW", r"^ +(uint32_t const matrix_row = .*?;)$"),
-        ("UNIT", r"^ +(uint32_t const unit = .*?;)$"),
-        ("OFFSET", r"store_matrices\(base \+ (.*?), word"),
+        ("MATRIX_ROW", r"^ +(int const matrix_row = .*?;)$"),
+        ("UNIT", r"^ +(int const unit = .*?;)$"),
+        ("OFFSET", r"Element\* const octets = image \+ (.*?);"),
     ):
         program = program.replace(name, found("scores", pattern))
     includes = "#include <cstdio>\n#include <cute/tensor.hpp>\n#include <cutlass/numeric_types.h>\n"
@@ -135,6 +140,8 @@ MODIFIED = """
 #include <vector>
 #define CUTE_DEVICE
 #define CUTE_UNROLL
+#define __device__
+#define __forceinline__
 using std::min;
 using Element = _Float16;
 constexpr float kLog2E = 1.44269504f;
@@ -179,9 +186,9 @@ struct Narrow {  // 16-bit words, each looked at
     return word;
   }
 };
-struct Work { int lane; };
+struct Work { int head_index; };
 struct Params {
-  int first_lane, heads, seqlen_q, seqlen_kv;
+  int first_head, heads, seqlen_q, seqlen_kv;
   float scale_log2;
   Element const* bias;
   int64_t bias_batch, bias_head, bias_row;
@@ -194,7 +201,7 @@ struct Scores {
   float& operator()(Place o, int, int) { return at[o.j][o.r][o.c]; }
 };
 void check(int queries, int keys, bool is_batched) {
-  constexpr int kHeads = 2, kLane = 3;  // batch 1, head 1: nothing lies behind its bias
+  constexpr int kHeads = 2, kHeadIndex = 3;  // batch 1, head 1: nothing lies behind its bias
   std::vector<Element> bias((is_batched ? 2 : 1) * kHeads * queries * keys);
   for (size_t i = 0; i < bias.size(); ++i) bias[i] = Element(float(i * 37 % 101) / 8 - 5);
   float const slopes[kHeads] = {9.f, 0.25f};
@@ -208,7 +215,7 @@ void check(int queries, int keys, bool is_batched) {
   auto const lane = [&](int index) {
     threadIdx.x = index;
     for (int row0 = 0; row0 < queries; row0 += 5) {
-      Modifiers modifiers(p, Work{kLane - p.first_lane}, row0);
+      Modifiers modifiers(p, Work{kHeadIndex - p.first_head}, row0);
       for (int n = 0; n * kTileN < keys; ++n) {
         Scores scores;
         for (int i = 0; i < kTileN / 2; ++i) (&scores.at[0][0][0])[i] = i - 40 + index;
@@ -238,7 +245,8 @@ int main() {
 
 def test_a_bias_and_slopes_reach_their_scores(tmp_path: Path) -> None:
     problem = AttentionProblem.parse("S=1024,D=64,bias=h,alibi=1")
-    text = render(FAMILY.kernels(problem, CONFIG)["scores"], "0")
+    text = (resources.templates() / "warp.h").read_text()
+    text += render(FAMILY.kernels(problem, CONFIG)["scores"], "0")
 
     def found(pattern: str) -> str:
         match = re.search(pattern, text, re.MULTILINE | re.DOTALL)
@@ -247,7 +255,8 @@ def test_a_bias_and_slopes_reach_their_scores(tmp_path: Path) -> None:
 
     parts = [found(r"^constexpr int kTileN = \d+"), ";\n"]
     parts += [
-        found(r"^CUTE_DEVICE void transpose_quad.*?^}\n"),
+        found(r"^constexpr unsigned kAllLanes.*?\n"),
+        found(r"^__device__ __forceinline__ void transpose_quad.*?^}\n"),
         found(r"^struct Modifiers .*?^};\n"),
     ]
     body, wide = re.subn(

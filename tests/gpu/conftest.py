@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from tuner import resources
-from tuner.artifacts import ArtifactCache, load
-from tuner.compiler import Compiler
-from tuner.device import Device, detect
-from tuner.gate import REFERENCE, Gate
+from tuner.base import resources
+from tuner.compile.artifacts import ArtifactCache, load
+from tuner.compile.compiler import Compiler
+from tuner.compile.toolchain import find_toolchain
 from tuner.hardware import DEFAULT_GPU
-from tuner.toolchain import find_toolchain
+from tuner.measure.device import Device, detect
+from tuner.measure.gate import REFERENCE, Gate
 
 HERE = Path(__file__).parent
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 from tuner.config import Config
-from tuner.families.base import Family, KernelSpec, Launch, Ref
+from tuner.families.base import Domain, Family, KernelSpec, Launch, Ref
 from tuner.hardware import Gpu
 from tuner.problem import Problem
 
@@ -25,8 +25,12 @@ FAULTS = {
     "synchronizes": ("launch_error", "cudaError 90"),
     "skips": ("too_fast", "is below"),
 }
-MASK_FAULTS = {"leak": True, "miss": True, "padding": False, "scale": False}
+MASK_FAULTS = {"leak": True, "miss": True, "padding": False, "scale": False, "fused": False}
 """Fault of the attention -> under a causal mask."""
+
+
+#: Text that the templates take.
+WORDS = {"fault": ("good", *FAULTS, *MASK_FAULTS)}
 
 
 class Planted(Family):
@@ -34,8 +38,10 @@ class Planted(Family):
 
     name, op = "planted", "gemm"
     runtime_parameters = frozenset({"repeat"})
+    domains: ClassVar[Mapping[str, Domain]] = {**WORDS, "repeat": (1, 2, 4)}
+    optional = frozenset({"repeat"})
 
-    def violations(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
+    def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
         return []
 
     def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
@@ -45,7 +51,7 @@ class Planted(Family):
         return 1.0
 
     def kernels(self, problem: Problem, config: Config) -> dict[str, KernelSpec]:
-        return {"main": KernelSpec("planted.cu.j2", {"fault": config["fault"]})}
+        return {"main": KernelSpec("planted.cu.j2", {"fault": config["fault"]}, WORDS)}
 
     def launches(self, problem: Any, config: Config, scale: float) -> list[Launch]:
         extents = (problem.m, problem.n, problem.k, config.get("repeat", 1))
@@ -61,7 +67,7 @@ class PlantedAttention(Planted):
         return [masked("good"), *(masked(fault) for fault in MASK_FAULTS)]
 
     def kernels(self, problem: Problem, config: Config) -> dict[str, KernelSpec]:
-        return {"main": KernelSpec("planted_attention.cu.j2", {"fault": config["fault"]})}
+        return {"main": KernelSpec("planted_attention.cu.j2", {"fault": config["fault"]}, WORDS)}
 
     def launches(self, problem: Any, config: Config, scale: float) -> list[Launch]:
         tensors = tuple(Ref(name) for name in ("query", "key", "value", "out"))

@@ -12,8 +12,8 @@ import pytest
 from fused_configs import maker
 from runtime_gpu import forget, fresh_store, store, this_gpu
 
-from tuner.artifacts import LoadedKernel, load
-from tuner.compiler import Compiler
+from tuner.compile.artifacts import LoadedKernel, load
+from tuner.compile.compiler import Compiler
 from tuner.config import Config
 from tuner.families import family
 from tuner.families.base import KernelSpec
@@ -190,8 +190,13 @@ def test_a_call_is_served_with_and_without_a_tuned_kernel(
 def test_the_gate_passes_the_kernel_and_sees_a_sequence_that_ends_early(
     compiler: Compiler,
 ) -> None:
-    from tuner.device import Device
-    from tuner.gate import KINDS, REFERENCE, Gate, scale_of
+    from tuner.measure.device import Device
+    from tuner.measure.gate import (
+        KINDS,
+        REFERENCE,
+        Gate,
+        scale_of,
+    )
 
     text, config = KERNELS["full, packed"]
     [(_, reference), (_, future)] = compiler.submit([REFERENCE, spec(text, config)])

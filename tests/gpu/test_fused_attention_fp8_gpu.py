@@ -15,15 +15,15 @@ from fused_attention_proof import binding
 from fused_attention_proof.cases import Case
 from fused_configs import maker
 
-from tuner.benchmark import WORKSPACE, CompiledSubject, import_torch
-from tuner.compiler import Compiler
+from tuner.compile.compiler import Compiler
 from tuner.config import Config
-from tuner.device import Device
 from tuner.families import family
 from tuner.families.base import LSE, KernelSpec
 from tuner.hardware import DEFAULT_GPU
+from tuner.measure.device import Device
+from tuner.measure.stopwatch import WORKSPACE, CompiledSubject, import_torch
+from tuner.measure.tolerance import E4M3_DEPTH, E4M3_TRUNCATION
 from tuner.problem import AttentionProblem
-from tuner.verdict import E4M3_DEPTH, E4M3_TRUNCATION
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 from fused_attention_proof import e4m3, reference  # noqa: E402

@@ -16,12 +16,12 @@ import pytest
 from fused_attention_proof import cases, parent, plan
 from fused_attention_proof.report import Report
 
-from tuner.artifacts import load
-from tuner.compiler import Compiler
-from tuner.device import detect
+from tuner.compile.artifacts import load
+from tuner.compile.compiler import Compiler
 from tuner.families import family
 from tuner.families.base import KernelSpec
 from tuner.hardware import DEFAULT_GPU
+from tuner.measure.device import detect
 from tuner.problem import AttentionProblem
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -112,7 +112,7 @@ def test_unlike_kernels_read_each_others_outputs(report: Report) -> None:
     )
     buffers = [query.clone(), torch.empty_like(query)]
     member, gpu = family("fused_attention"), detect() or DEFAULT_GPU
-    workspace = torch.full((1 << 26,), 0xA5, dtype=torch.uint8, device="cuda")  # of all
+    workspace = torch.full((1 << 27,), 0xA5, dtype=torch.uint8, device="cuda")  # of all
     for kernel in proven():
         head_dim, is_causal, dtype = kernel.combination
         if (head_dim, dtype) != (64, "float16"):

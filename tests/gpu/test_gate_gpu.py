@@ -8,11 +8,21 @@ from typing import Any
 
 import pytest
 
-from tuner import benchmark
-from tuner.benchmark import Entrant, Stopwatch, Subject
-from tuner.device import Device, Pool, detect, read_clocks
 from tuner.families.base import KernelSpec
-from tuner.gate import KINDS, REFERENCE, Gate, scale_of
+from tuner.measure import stopwatch
+from tuner.measure.device import (
+    Device,
+    Pool,
+    detect,
+    read_clocks,
+)
+from tuner.measure.gate import (
+    KINDS,
+    REFERENCE,
+    Gate,
+    scale_of,
+)
+from tuner.measure.stopwatch import Entrant, Stopwatch, Subject
 from tuner.measurement import Regime, Status
 from tuner.problem import (
     E4M3,
@@ -227,7 +237,7 @@ class Copy(Subject):
         return lambda: self._device.copy(buffers["to"], buffers["from"], buffers["bytes"])
 
     def capture(self, calls: Any) -> Any:
-        return self._device.capture(lambda: benchmark._all(calls))
+        return self._device.capture(lambda: stopwatch._all(calls))
 
 
 @pytest.mark.parametrize("launch", ["graph", "eager"])

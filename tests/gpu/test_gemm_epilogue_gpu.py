@@ -10,14 +10,14 @@ from gemm_cases import EPILOGUE_SIZES as SIZES
 from gemm_cases import EPILOGUES as CASES
 from gemm_cases import with_epilogue as problem_of
 
-from tuner.artifacts import LoadedKernel, load
-from tuner.benchmark import CompiledSubject
-from tuner.compiler import Compiler
-from tuner.device import Device, Pool
+from tuner.compile.artifacts import LoadedKernel, load
+from tuner.compile.compiler import Compiler
 from tuner.families.base import KernelSpec, Ref
 from tuner.families.gemm import Gemm, gemm_launch
-from tuner.gate import REFERENCE, Gate
 from tuner.hardware import DEFAULT_GPU
+from tuner.measure.device import Device, Pool
+from tuner.measure.gate import REFERENCE, Gate
+from tuner.measure.stopwatch import CompiledSubject
 from tuner.measurement import Status
 from tuner.problem import EPILOGUES
 

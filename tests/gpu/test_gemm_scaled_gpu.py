@@ -9,16 +9,16 @@ from gemm_cases import SCALED as CASES
 from gemm_cases import SCALED_SIZES as SIZES
 from gemm_cases import scaled as problem_of
 
-from tuner.artifacts import LoadedKernel, load
-from tuner.benchmark import WORKSPACE, CompiledSubject, VendorSubject
-from tuner.compiler import Compiler
+from tuner.compile.artifacts import LoadedKernel, load
+from tuner.compile.compiler import Compiler
 from tuner.config import Config
-from tuner.device import Device, Pool
 from tuner.families import family
 from tuner.families.base import KernelSpec
 from tuner.families.gemm import Gemm
-from tuner.gate import KINDS, REFERENCE, Gate
 from tuner.hardware import DEFAULT_GPU
+from tuner.measure.device import Device, Pool
+from tuner.measure.gate import KINDS, REFERENCE, Gate
+from tuner.measure.stopwatch import WORKSPACE, CompiledSubject, VendorSubject
 from tuner.measurement import Status
 from tuner.problem import E4M3, GemmProblem
 

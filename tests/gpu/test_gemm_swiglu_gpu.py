@@ -6,14 +6,14 @@ import pytest
 from gating import pass_the_gate
 from gemm_swiglu_cases import CASES, SIZES
 
-from tuner.artifacts import load
-from tuner.benchmark import CompiledSubject
-from tuner.compiler import Compiler
-from tuner.device import Device
+from tuner.compile.artifacts import load
+from tuner.compile.compiler import Compiler
 from tuner.families.base import KernelSpec
-from tuner.families.gemm_swiglu import GemmSwiglu
-from tuner.gate import REFERENCE, Gate
+from tuner.families.gemm.swiglu import GemmSwiglu
 from tuner.hardware import DEFAULT_GPU
+from tuner.measure.device import Device
+from tuner.measure.gate import REFERENCE, Gate
+from tuner.measure.stopwatch import CompiledSubject
 from tuner.problem import SwigluProblem
 
 pytestmark = pytest.mark.gpu

@@ -6,14 +6,14 @@ import pytest
 from gating import pass_the_gate
 from gemv_cases import CASES, problem_of
 
-from tuner.artifacts import LoadedKernel, load
-from tuner.benchmark import CompiledSubject
-from tuner.compiler import Compiler
-from tuner.device import Device, Pool
+from tuner.compile.artifacts import LoadedKernel, load
+from tuner.compile.compiler import Compiler
 from tuner.families.base import KernelSpec
 from tuner.families.gemv import KERNEL, Gemv
-from tuner.gate import REFERENCE, Gate
 from tuner.hardware import DEFAULT_GPU
+from tuner.measure.device import Device, Pool
+from tuner.measure.gate import REFERENCE, Gate
+from tuner.measure.stopwatch import CompiledSubject
 
 pytestmark = pytest.mark.gpu
 

@@ -8,14 +8,14 @@ import pytest
 from gating import pass_the_gate
 from grouped_gemm_cases import CASES, SIZES
 
-from tuner.artifacts import load
-from tuner.benchmark import WORKSPACE, CompiledSubject
-from tuner.compiler import Compiler
-from tuner.device import Device, Pool
+from tuner.compile.artifacts import load
+from tuner.compile.compiler import Compiler
 from tuner.families.base import KernelSpec
 from tuner.families.grouped_gemm import GroupedGemm
-from tuner.gate import KINDS, REFERENCE, Gate
 from tuner.hardware import DEFAULT_GPU
+from tuner.measure.device import Device, Pool
+from tuner.measure.gate import KINDS, REFERENCE, Gate
+from tuner.measure.stopwatch import WORKSPACE, CompiledSubject
 from tuner.measurement import Status
 from tuner.problem import GroupedGemmProblem
 

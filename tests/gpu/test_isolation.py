@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 
-from tuner.compiler import Compiler
+from tuner.compile.compiler import Compiler
 from tuner.config import Config
 from tuner.families import families_in, families_of
 from tuner.families.base import Family, KernelSpec
-from tuner.gate import REFERENCE
 from tuner.hardware import DEFAULT_GPU
+from tuner.measure.gate import REFERENCE
+from tuner.measure.worker_client import WorkerClient
 from tuner.measurement import Measurement, Regime, Status
 from tuner.problem import AttentionProblem, GemmProblem, SwigluProblem
 from tuner.runners.local import LocalRunner
 from tuner.runners.pool import WorkerPool
 from tuner.store import open_store
-from tuner.sweep import Sweep, SweepOptions
-from tuner.worker_client import WorkerClient
+from tuner.tuning.sweep import Sweep, SweepOptions
 
 pytestmark = pytest.mark.gpu
 
@@ -144,6 +144,13 @@ def test_a_mask_that_is_off_by_one_key_fails(runner: LocalRunner, planted: Any, 
     assert good[0].status is Status.OK, good[0].log
     assert bad[0].status is Status.WRONG_RESULT
     assert "dominant inputs" in bad[0].log
+
+
+def test_a_multiply_add_that_overflows_fails(runner: LocalRunner, planted: Any) -> None:
+    problem = AttentionProblem(300, 300, 64, heads_q=8)
+    (bad,) = evaluate(runner, problem, planted.masked("fused"))
+    assert bad.status in (Status.NOT_FINITE, Status.WRONG_RESULT)
+    assert "huge_scores inputs" in bad.log
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -13,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from tuner.job import JobOptions
+from tuner.base.processes import python_command, python_environment
 from tuner.problem import AttentionProblem
 from tuner.store import Store, open_store
-from tuner.sweep import SweepOptions
+from tuner.tuning.job import JobOptions
+from tuner.tuning.sweep import SweepOptions
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
@@ -29,8 +29,8 @@ OPTIONS = JobOptions(
 
 @contextlib.contextmanager
 def worker(url: str, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
-    command = [sys.executable, "-m", "tuner", "worker", "--store", url, *arguments]
-    process = subprocess.Popen(command)
+    command = python_command("-m", "tuner", "worker", "--store", url, *arguments)
+    process = subprocess.Popen(command, env=python_environment())
     try:
         yield process
     finally:
@@ -98,5 +98,5 @@ def test_a_cancelled_sweep_is_left_within_seconds_and_the_next_job_is_done(
             third = replaced(store, second, lambda: trials(store, second) > 0)
             wait_until(lambda: states(store, third) == ["done"], 600)
             process.send_signal(signal.SIGTERM)
-            assert process.wait(60) == 130
+            assert process.wait(60) == 143
         assert store.entries(problem=FIRST)

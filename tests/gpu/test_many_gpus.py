@@ -16,18 +16,18 @@ from typing import Any
 import pytest
 
 import tuner as package
-from tuner import device
-from tuner.compiler import Compiler
+from tuner.compile.compiler import Compiler
 from tuner.config import Config
 from tuner.families import family
 from tuner.families.base import KernelSpec
 from tuner.hardware import DEFAULT_GPU, Gpu
-from tuner.job import Job, JobOptions
+from tuner.measure import device
 from tuner.measurement import Measurement, Provenance, Regime, Status
 from tuner.problem import AttentionProblem, GemmProblem, Problem
 from tuner.runners.choose import Machine, Runners
 from tuner.store import open_store
-from tuner.sweep import SweepOptions
+from tuner.tuning.job import Job, JobOptions
+from tuner.tuning.sweep import SweepOptions
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytestmark = [pytest.mark.gpu, pytest.mark.compile, pytest.mark.timeout(900)]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from tuner import device, profile, profiler
-from tuner.compiler import Compiler
+from tuner.compile.compiler import Compiler
 from tuner.errors import BenchmarkError
 from tuner.families import family
 from tuner.families.base import KernelSpec
-from tuner.gate import REFERENCE
 from tuner.hardware import DEFAULT_GPU
+from tuner.measure import device, profile, profiler
+from tuner.measure.gate import REFERENCE
 from tuner.measurement import Environment, Regime
 from tuner.problem import AttentionProblem
 

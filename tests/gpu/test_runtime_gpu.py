@@ -28,7 +28,7 @@ from runtime_gpu import (
     store,
 )
 
-from tuner.compiler import Compiler
+from tuner.compile.compiler import Compiler
 from tuner.config import Config
 from tuner.families import family
 from tuner.families.base import KernelSpec
@@ -90,7 +90,7 @@ def test_the_log_sum_exp_is_natural_and_single(shape: str, compiler: Compiler, g
     config, artifacts = compiled(compiler, problem, gpu, names[0])
     store(problem, gpu, config, artifacts=artifacts)
     query, key, value = inputs(problem)
-    plan = part("attention").find_plan(query, key, value, problem.is_causal, 0.1)
+    plan = part("attention_plan").find_plan(query, key, value, problem.is_causal, 0.1)
     assert not isinstance(plan, str), plan
     assert plan.has_lse
     out, lse = plan.run_with_lse(query, key, value)

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 import tuner
-from tuner.compiler import Compiler
+from tuner.compile.compiler import Compiler
 from tuner.config import Config
 from tuner.families import family
 from tuner.families.base import KernelSpec
@@ -202,7 +202,8 @@ def test_compiled_by_inductor(mode: str, dynamic: bool) -> None:
         for problem in (CAUSAL, other, CAUSAL, CAUSAL):
             tensors = inputs(problem)
             check(problem, compiled(*tensors) / 2, tensors)
-    assert stats().hits >= 1 and stats().fallbacks["no measured winner"] >= 1
+    seen = stats()
+    assert seen.hits >= 1 and sum(seen.fallbacks.values()) >= 1
 
 
 def test_exported() -> None:

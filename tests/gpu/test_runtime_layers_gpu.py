@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from runtime_gpu import call_path, compiled, first_kernels, fresh_store, served_gpu, store
 
-from tuner.compiler import Compiler
+from tuner.compile.compiler import Compiler
 from tuner.families import family
 from tuner.families.base import KernelSpec
 from tuner.hardware import Gpu

@@ -26,7 +26,7 @@ from runtime_gpu import (
     store,
 )
 
-from tuner.compiler import Compiler
+from tuner.compile.compiler import Compiler
 from tuner.families import family
 from tuner.families.base import KernelSpec
 from tuner.hardware import Gpu

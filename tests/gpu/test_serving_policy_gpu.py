@@ -7,13 +7,13 @@ tests compiled is not compiled again.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tuner.base.processes import python_command, python_environment
 
 pytest.importorskip("torch", reason="torch is not installed")
 pytestmark = pytest.mark.gpu
@@ -36,9 +36,9 @@ print(json.dumps([error, stats.hits, stats.nearest_hits, dict(stats.fallbacks)])
 
 def run(cache: Path, *arguments: str, **variables: str) -> str:
     """Standard output of a command that has to end well."""
-    inherited = {k: v for k, v in os.environ.items() if k != "TUNER_STORE"}
+    inherited = {k: v for k, v in python_environment().items() if k != "TUNER_STORE"}
     done = subprocess.run(
-        [sys.executable, *arguments],
+        python_command(*arguments),
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,

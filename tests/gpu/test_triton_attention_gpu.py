@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from runtime_gpu import TOLERANCE, forget, fresh_store, inputs, part, store, this_gpu
 
-from tuner.compiler import Compiler
+from tuner.compile.compiler import Compiler
 from tuner.config import Config
-from tuner.device import detect
 from tuner.families.base import KernelSpec
 from tuner.families.triton_attention import TritonAttention
 from tuner.hardware import DEFAULT_GPU, Gpu
+from tuner.measure.device import detect
 from tuner.measurement import Regime, Status
 from tuner.problem import AttentionProblem
 from tuner.runners.local import LocalRunner
@@ -152,7 +152,7 @@ def test_it_serves_attention(
     assert (stats.hits, dict(stats.fallbacks)) == (1, {})
     assert (out.double() - wanted).norm() / wanted.norm() < TOLERANCE[problem.dtype]
 
-    plan = part("attention").find_plan(*tensors, problem.is_causal, 0.11)
+    plan = part("attention_plan").find_plan(*tensors, problem.is_causal, 0.11)
     assert not isinstance(plan, str), plan
     assert (plan.config.family, plan.has_lse) == (FAMILY.name, True)
     again, lse = plan.run_with_lse(*tensors)

@@ -14,16 +14,16 @@ from gating import pass_the_gate
 from runtime_gpu import forget, fresh_store, store, this_gpu
 from two_kernel_cases import CASES, LENGTHS, problems, variants
 
-from tuner.artifacts import LoadedKernel, load
-from tuner.benchmark import CompiledSubject
-from tuner.compiler import Compiler
+from tuner.compile.artifacts import LoadedKernel, load
+from tuner.compile.compiler import Compiler
 from tuner.config import Config
-from tuner.device import Device
 from tuner.families import family
 from tuner.families.base import LSE, SCRATCH, KernelSpec
 from tuner.families.two_kernel_attention import chunk_sizes
-from tuner.gate import REFERENCE, Gate
 from tuner.hardware import DEFAULT_GPU
+from tuner.measure.device import Device
+from tuner.measure.gate import REFERENCE, Gate
+from tuner.measure.stopwatch import CompiledSubject
 from tuner.problem import AttentionProblem
 
 torch = pytest.importorskip("torch", reason="torch is not installed")

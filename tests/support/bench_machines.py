@@ -11,22 +11,22 @@ from typing import Any
 
 import pytest
 
-from tuner import device
-from tuner.artifacts import Artifact
-from tuner.bench.compare import Comparison, Task
+from tuner.bench.comparison import Comparison, Task
 from tuner.bench.results import Results
+from tuner.compile.artifacts import Artifact
 from tuner.config import Config
 from tuner.errors import CompileError
 from tuner.families import family
 from tuner.families.base import KernelSpec
 from tuner.hardware import DEFAULT_GPU
-from tuner.lookup import Entry
+from tuner.measure import device
+from tuner.measure.worker import Outcome
+from tuner.measure.worker_client import Ask
 from tuner.measurement import Clocks, Environment, Measurement, Regime, Status
 from tuner.problem import AttentionProblem, Problem
 from tuner.runners.local import LocalRunner
 from tuner.runners.pool import WorkerPool
-from tuner.worker import Outcome
-from tuner.worker_client import Ask
+from tuner.selection.reader import Entry
 
 PROBLEM = AttentionProblem.parse("H=8,S=384,D=64")
 CAUSAL = replace(PROBLEM, is_causal=True)

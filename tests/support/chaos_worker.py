@@ -13,15 +13,26 @@ from typing import Any
 
 from queue_toys import Replays, catalogue
 
-from tuner.controller import Controller
 from tuner.runners.choose import Machine
 from tuner.store import open_store, sql_jobs
+from tuner.tuning import controller as controllers
+from tuner.tuning.controller import Controller
+from tuner.tuning.progress import Watcher
+
+
+class Log(Watcher):
+    """Notes on standard error."""
+
+    def note(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
 
 
 def main(url: str, clock: Path | None) -> None:
-    """Work until nothing is open."""
+    """Say that it is ready, and at a word on standard input work until nothing is open."""
     jobs: Any = sql_jobs
     jobs.BACKOFF_S = 0.1
+    waits: Any = controllers
+    waits.POLL_S = waits.STORE_WAIT_S = 0.1
     if clock is not None:
         jobs.time = SimpleNamespace(time=lambda: time.time() + float(clock.read_text() or 0))
     with (
@@ -29,12 +40,14 @@ def main(url: str, clock: Path | None) -> None:
         Controller(
             store,
             Machine(),
+            watcher=Log(),
             lease_s=1.0,
             catalogue=catalogue,
             create_runners=Replays(pause_s=0.02),
         ) as controller,
     ):
         print("ready", flush=True)
+        sys.stdin.readline()
         controller.run(drain=True)
 
 

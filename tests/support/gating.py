@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tuner.benchmark import WORKSPACE, CompiledSubject
-from tuner.device import Device, Pool
 from tuner.families.base import SCRATCH
-from tuner.gate import KINDS, Gate, scale_of
+from tuner.measure.device import Device, Pool
+from tuner.measure.gate import Gate, kinds_of, scale_of
+from tuner.measure.stopwatch import WORKSPACE, CompiledSubject
 from tuner.measurement import Status
 from tuner.problem import Problem
 
@@ -19,7 +19,7 @@ def pass_the_gate(device: Device, gate: Gate, problem: Problem, subject: Compile
             gate.allocate(pool, SCRATCH, subject.scratch_bytes),
         ]
         pointers = {guarded.name: guarded.pointer for guarded in own}
-        for kind in KINDS[problem.op]:
+        for kind in kinds_of(problem):
             gate.load(kind)
             gate.arm(own)
             subject.bind({**gate.pointers, **pointers}, scale_of(problem, kind))()

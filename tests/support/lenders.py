@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import pytest
 
-from tuner import nearest
 from tuner.config import Config
 from tuner.families import families
-from tuner.families.base import Family, KernelSpec
+from tuner.families.base import Domain, Family, KernelSpec
 from tuner.hardware import Gpu
 from tuner.problem import Problem
+from tuner.selection import nearest
 
 
 class Toy(Family):
@@ -19,9 +20,10 @@ class Toy(Family):
 
     name = "toy_attention"
     op = "attention"
+    domains: ClassVar[Mapping[str, Domain]] = {"tile": (0, 1, 2, 3, 4, 5)}
 
-    def violations(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
-        return [] if "tile" in config.params else ["no tile"]
+    def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
+        return []
 
     def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
         return []
@@ -33,10 +35,17 @@ class Toy(Family):
         return problem.flops / 1e9
 
 
+class ToyProduct(Toy):
+    """The same of products."""
+
+    name = "toy_gemm"
+    op = "gemm"
+
+
 @pytest.fixture(autouse=True)
 def toy_family(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is one of the families, for every test of a module that names this."""
-    members = {**families(), Toy.name: Toy()}
+    members = {**families(), Toy.name: Toy(), ToyProduct.name: ToyProduct()}
     monkeypatch.setattr(nearest, "families", lambda: members)
 
 

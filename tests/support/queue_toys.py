@@ -6,19 +6,19 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
-from typing import Any
+from typing import Any, ClassVar
 
 from tuner.config import Config
-from tuner.families.base import Family
+from tuner.families.base import Domain, Family
 from tuner.hardware import DEFAULT_GPU, Gpu
-from tuner.job import JobOptions
 from tuner.measurement import Environment, Measurement, Regime, Status
 from tuner.problem import Problem
-from tuner.recording import Recording
 from tuner.runners.choose import Machine
+from tuner.runners.recording import Recording
 from tuner.runners.replay import ReplayRunner
 from tuner.store import Store
-from tuner.sweep import SweepOptions
+from tuner.tuning.job import JobOptions
+from tuner.tuning.sweep import SweepOptions
 
 REGIME = Regime("graph", "cold")
 ENVIRONMENT = Environment({"driver": "1"})
@@ -31,8 +31,13 @@ class Toy(Family):
     name = "toy"
     op = "gemm"
     runtime_parameters = frozenset({"raster"})
+    domains: ClassVar[Mapping[str, Domain]] = {
+        "m": (16, 32, 64, 128),
+        "n": (64, 128, 256),
+        "raster": ("m", "n"),
+    }
 
-    def violations(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
+    def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
         return []
 
     def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:

@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import tuner
-from tuner import recording
-from tuner.artifacts import ArtifactCache
+from tuner.compile.artifacts import ArtifactCache
 from tuner.errors import BenchmarkError
 from tuner.hardware import GPUS
+from tuner.measure.worker import Outcome
+from tuner.measure.worker_client import Ask
 from tuner.measurement import Measurement, Regime
 from tuner.problem import AttentionProblem
+from tuner.runners import recording
 from tuner.runners.ray_nodes import Built, Card, Gauge, Reply
-from tuner.worker import Outcome
-from tuner.worker_client import Ask
 
 PROBLEM = AttentionProblem.parse("S=512,D=64")
 REGIME = Regime.default("attention")

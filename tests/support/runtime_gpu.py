@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tuner.compiler import Compiler
+from tuner.compile.compiler import Compiler
 from tuner.config import Config
 from tuner.errors import CompileError
 from tuner.families import families_of, family

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from tuner.artifacts import Artifact
+from tuner.compile.artifacts import Artifact
 from tuner.config import Config
 from tuner.families.base import LSE, SCRATCH, Family, Launch, Ref
 from tuner.hardware import DEFAULT_GPU, Gpu
-from tuner.lookup import Answer, Entry
 from tuner.measurement import Measurement, Regime, Status
 from tuner.problem import AttentionProblem, Problem
+from tuner.selection.reader import Answer, Entry
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -34,7 +34,7 @@ class Toy(Family):
     name = "toy"
     op = "attention"
 
-    def violations(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
+    def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
         return []
 
     def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
@@ -124,6 +124,9 @@ class Machine:
             raise self.broken
         return self.version
 
+    def is_decided(self, problem: Problem, path: Path | None) -> bool:
+        return self.answer is not None and problem in (PROBLEM, OTHER)
+
     def decided(self, path: Path | None) -> dict[str, int]:
         return {key: self.version for key in (PROBLEM.key, OTHER.key, *self.foreign)}
 
@@ -167,6 +170,7 @@ def fake_machine(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Ma
     monkeypatch.setattr(on_cpu.table, "lookup", made.lookup)
     monkeypatch.setattr(on_cpu.table, "decided", made.decided)
     monkeypatch.setattr(on_cpu.table, "decided_stamp", made.decided_stamp)
+    monkeypatch.setattr(on_cpu.table, "is_decided", made.is_decided)
     monkeypatch.setattr(on_cpu.plan, "load", made.load)
     monkeypatch.setattr(on_cpu.plan, "ArtifactCache", lambda: made)
     monkeypatch.setattr(on_cpu.plan, "family", made.family)

@@ -6,7 +6,7 @@ import contextlib
 import http.client
 import json
 import subprocess
-import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,10 +14,13 @@ from typing import Any
 
 import pytest
 
+from tuner.base.processes import python_command, python_environment
 from tuner.config import Config
 from tuner.hardware import GPUS
 from tuner.measurement import Environment, Measurement, Regime, Status
 from tuner.problem import AttentionProblem, Problem
+from tuner.service.connections import Limits
+from tuner.service.server import Server, listen
 from tuner.store import Store, open_store
 
 H200, WARM = GPUS["H200"], Regime("graph", "warm")
@@ -70,13 +73,17 @@ def eventually(holds: Callable[[], bool]) -> None:
 
 
 @contextlib.contextmanager
-def service(url: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """``tuner serve`` as a process over a store, made where there is none, and where it listens."""
+def service(url: str, descriptors: int = 0) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """``tuner serve`` as a process over a store, made where there is none, and where it listens;
+    with a soft limit of open files where one is named.
+    """
     open_store(url).close()
+    limited = ["sh", "-c", 'ulimit -Sn "$0"; exec "$@"', str(descriptors)] if descriptors else []
     process = subprocess.Popen(
-        [sys.executable, "-m", "tuner", "serve", "--port", "0", "--store", url],
+        [*limited, *python_command("-m", "tuner", "serve", "--port", "0", "--store", url)],
         stderr=subprocess.PIPE,
         text=True,
+        env=python_environment(),
     )
     try:
         assert process.stderr is not None
@@ -86,6 +93,21 @@ def service(url: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     finally:
         process.kill()
         process.communicate()
+
+
+@contextlib.contextmanager
+def serving(app: Any, limits: Limits) -> Iterator[tuple[str, int]]:
+    """An application served by a thread over real sockets, and where it listens."""
+    with listen("127.0.0.1", 0) as listening:
+        server = Server(app, limits)
+        thread = threading.Thread(target=server.run_on, args=(listening,))
+        place = listening.getsockname()
+        thread.start()
+        try:
+            yield place
+        finally:
+            server.should_exit = True
+            thread.join()
 
 
 def request(address: str, method: str, path: str, body: Any = None) -> tuple[int, Any]:

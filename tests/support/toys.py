@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
 
 from tuner.config import Config
-from tuner.families.base import Family
+from tuner.families.base import Domain, Family
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.measurement import Environment, Measurement, Regime, Status
 from tuner.problem import AttentionProblem, GemmProblem, Problem
-from tuner.recording import Recording
+from tuner.runners.recording import Recording
 from tuner.runners.replay import ReplayRunner
 from tuner.store import Store
-from tuner.sweep import Sweep, SweepOptions
-from tuner.watch import Interruption
+from tuner.tuning.progress import Interruption
+from tuner.tuning.sweep import Sweep, SweepOptions
 
 GEMM = GemmProblem(512, 512, 512)
 ATTENTION = AttentionProblem.parse("S=512,D=64")
@@ -29,8 +33,14 @@ class Toy(Family):
     name = "toy"
     op = "gemm"
     runtime_parameters = frozenset({"raster"})
+    domains: ClassVar[Mapping[str, Domain]] = {
+        "m": (64, 128, 256),
+        "n": (64, 128, 256),
+        "k": (16, 32, 64),
+        "raster": ("m", "n"),
+    }
 
-    def violations(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
+    def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
         return []
 
     def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
@@ -50,8 +60,9 @@ class ToyVendor(Family):
     name = "vendor_toy"
     op = "gemm"
     is_vendor = True
+    domains: ClassVar[Mapping[str, Domain]] = {"library": ("blas", "absent")}
 
-    def violations(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
+    def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
         return []
 
     def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
@@ -66,11 +77,13 @@ class Composite(Family):
 
     name = "composite"
     op = "attention"
+    domains: ClassVar[Mapping[str, Domain]] = {"pdl": (False, True)}
+    stage_families: ClassVar[Mapping[str, Family]] = {"qk": Toy(), "pv": Toy()}
 
     def __init__(self, winners: Mapping[str, Sequence[Config]] | None = None) -> None:
         self.winners = winners or {}
 
-    def violations(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
+    def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
         return []
 
     def stages(self, problem: Problem) -> Mapping[str, Problem]:
@@ -175,6 +188,18 @@ class CountingRunner(ReplayRunner):
     ) -> list[Measurement]:
         self.retimed.append(rounds)
         return super().retime(problem, finalists, rounds)
+
+
+class Clock:
+    """A clock in place of `time.monotonic`: it stands still until it is told to move on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        stand_in = SimpleNamespace(monotonic=lambda: self.now)
+        monkeypatch.setattr("tuner.tuning.sweep.time", stand_in)
+
+    def pass_by(self, seconds: float) -> None:
+        self.now += seconds
 
 
 def sweep(

@@ -72,7 +72,7 @@ def runtime() -> Iterator[SimpleNamespace]:
     """The runtime's modules, whose names the package gives to functions; all forget at the end."""
     if not importlib.util.find_spec("torch"):
         pytest.skip("torch is not installed")
-    names = ("attention", "counters", "devices", "dispatch", "plan", "products", "table")
+    names = "attention attention_plan counters devices dispatch plan products table".split()
     modules = {name: importlib.import_module(f"tuner.runtime.{name}") for name in names}
 
     def forget() -> None:
@@ -126,9 +126,15 @@ def tuned(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleNam
             group = query.shape[1] // key.shape[1]
             key, value = (t.repeat_interleave(group, 1) for t in (key, value))
             scores = self.scale * query @ key.mT
-            if self.problem.is_causal:
-                seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
-                scores = scores.masked_fill(~seen, -torch.inf)
+            if cap := self.problem.softcap:
+                scores = cap * (scores / cap).tanh()
+            left, right = self.problem.window_left, self.problem.window_right
+            seen = torch.ones(scores.shape[-2:], dtype=torch.bool)
+            if self.problem.is_causal or right >= 0:
+                seen = seen.tril(0 if self.problem.is_causal else right)
+            if left >= 0:
+                seen = seen.triu(-left)
+            scores = scores.masked_fill(~seen, -torch.inf)
             if lse is not None:
                 lse.copy_(scores.logsumexp(-1))
             operand = self.problem.output
@@ -140,7 +146,7 @@ def tuned(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleNam
         try:
             return Exact(pose(), Config("exact", {}), device, False, scale)
         except ConfigError as exc:
-            return f"no kernel takes such tensors: {exc}"
+            return on_cpu.table.Refusal(f"no kernel takes such tensors: {exc}")
 
     made = SimpleNamespace(**vars(on_cpu), writes_lse=True, problems=[])
     monkeypatch.setattr(on_cpu.table.table, "get", lambda kind: None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from itertools import pairwise
@@ -11,9 +13,8 @@ from typing import Any
 import pytest
 from toys import REGIME, Toy
 
-from tuner.ahead import Wanted, wanted
 from tuner.cli import main
-from tuner.cli.ahead import compile_ahead
+from tuner.cli.ahead import COLUMNS, compile_ahead, wanted_text
 from tuner.config import Config
 from tuner.errors import CompileError
 from tuner.families.base import Family, KernelSpec
@@ -21,7 +22,8 @@ from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.problem import GemmProblem, Problem
 from tuner.runners.choose import Runners
 from tuner.store import Store, open_store
-from tuner.sweep import SweepOptions
+from tuner.tuning.aot import Wanted, wanted
+from tuner.tuning.sweep import SweepOptions
 
 SMALL, LARGE = GemmProblem(64, 64, 64), GemmProblem(4096, 4096, 4096)
 
@@ -147,6 +149,27 @@ def test_each_reason_of_a_failed_compile_is_said_once(
     ]
 
 
+def test_planning_counts_in_the_time_limit(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def submit(self: object, specs: Sequence[KernelSpec]) -> list[tuple[KernelSpec, Any]]:
+        return [(spec, Future()) for spec in specs]  # which nothing ever completes
+
+    monkeypatch.setattr(FakeCompiler, "submit", submit)
+    compiler: Any = FakeCompiler()
+    began = time.monotonic() - 60
+    assert compile_ahead([KernelSpec("toy.cu.j2", {})], compiler, 50.0, began) == 1
+    assert "2 kernels are left" in capsys.readouterr().err
+
+
+def test_a_line_about_a_set_of_kernels_has_a_unit_and_fits() -> None:
+    config = Config("gemm", {f"parameter_{number}": number for number in range(40)})
+    text = wanted_text(3, Wanted(config, (), (LARGE, SMALL), 0.0273))
+    label = LARGE.label()
+    assert text.startswith(f"3: gain 2.7 % over 2 problems, first {label}: gemm parameter_0=0 ")
+    assert text.endswith(" ...") and len(text) <= COLUMNS
+
+
 @pytest.mark.parametrize("option", ["--list", "--compile"])
 @pytest.mark.parametrize("other", ["--compiled-only", "--replay"])
 def test_what_contradicts_it_is_refused(
@@ -169,11 +192,16 @@ def test_the_command(
     problems = tmp_path / "problems.yaml"
     problems.write_text("- op=softmax,M=64,N=512\n- op=softmax,M=4096,N=512\n")
     more = ["--trials", "2", "--store", f"{tmp_path}/store.sqlite"]
-    monkeypatch.setattr("tuner.cli.ahead.PROGRESS_S", 0.0)
+    for name in ("FIRST_PROGRESS_S", "PROGRESS_S"):
+        monkeypatch.setattr(f"tuner.cli.ahead.{name}", 0.0)
     assert main(["sweep", "--problems", str(problems), *more, option]) == 0
     said = capsys.readouterr().err
-    assert said.startswith("the spaces of 1 of 2 problems, ")
-    assert "1: worth" in said and "2 problems on NVIDIA H200: " in said
+    first, second, *_ = said.splitlines()
+    assert first == "planning 2 problems on NVIDIA H200; nothing is measured"
+    assert second.startswith("the spaces of 1 of 2 problems, ")
+    assert re.search(r"^1: gain [0-9.]+ % over 2 problems, first M=64,N=512", said, re.MULTILINE)
+    assert "2 problems on NVIDIA H200: " in said
+    assert max(map(len, said.splitlines())) <= 120
     if option == "--list":
         assert not compiler.submitted
     else:  # those and the gate's

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import multiprocessing
 import os
 import threading
@@ -8,10 +9,18 @@ import time
 from pathlib import Path
 
 import pytest
+from locks import hold
 
-from tuner import artifacts
-from tuner.artifacts import Artifact, ArtifactCache, LoadedKernel, load
-from tuner.errors import BenchmarkError, StoreError
+from tuner import cli
+from tuner.base import ownership
+from tuner.compile import artifacts
+from tuner.compile.artifacts import (
+    Artifact,
+    ArtifactCache,
+    LoadedKernel,
+    load,
+)
+from tuner.errors import BenchmarkError, ConfigError, StoreError
 from tuner.measurement import Resources
 
 USED = Resources(168, 0, 4, 8, 1024)
@@ -112,16 +121,144 @@ def test_a_library_is_hashed_once_per_state(
     cache: ArtifactCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(cache, "k1")
-    fresh = ArtifactCache(cache.root)
+    monkeypatch.setattr(ownership, "_hashes", {})
     hashed = []
-    real = artifacts._sha256
-    monkeypatch.setattr(artifacts, "_sha256", lambda path: hashed.append(path) or real(path))
+    real = hashlib.file_digest
+    monkeypatch.setattr(hashlib, "file_digest", lambda *a: hashed.append(a) or real(*a))
     for _ in range(3):
-        assert fresh.find("k1") is not None
+        assert ArtifactCache(cache.root).find("k1") is not None
     assert len(hashed) == 1
     os.utime(cache.root / "k1" / "kernel.so", (1, 1))
-    assert fresh.find("k1") is not None
+    assert cache.find("k1") is not None
     assert len(hashed) == 2
+
+
+def test_finding_one_again_asks_for_three_files(
+    cache: ArtifactCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The root, the library and the time of its last use; a model's first call waits for it."""
+    put(cache, "k1")
+    asked: list[str] = []
+    real = Path.stat
+    monkeypatch.setattr(Path, "stat", lambda path: asked.append(path.name) or real(path))
+    assert cache.find("k1") is not None
+    assert asked == ["cache", "kernel.so", "meta.json"]
+
+
+def swap(library: Path, content: bytes) -> None:
+    """Put another file in the place of a library, of equal size and time of modification."""
+    before, other = library.stat(), library.with_name("other.so")
+    assert len(content) == before.st_size
+    other.write_bytes(content)
+    os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
+    other.rename(library)
+
+
+def test_a_swap_within_a_process_is_a_miss(cache: ArtifactCache) -> None:
+    made = put(cache, "k1")
+    assert cache.find("k1") is not None
+    swap(made.library, b"LIBRARY")
+    assert cache.find("k1") is None
+
+
+def test_a_swap_between_finding_and_loading_is_refused(cache: ArtifactCache) -> None:
+    made = put(cache, "k1")
+    swap(made.library, b"LIBRARY")
+    with pytest.raises(BenchmarkError, match=r"k1 cannot be loaded: .* is another library"):
+        load(made)
+
+
+class TestOthers:
+    """Users beside this one and root."""
+
+    @pytest.mark.parametrize("mode", [0o777, 0o775, 0o757])
+    def test_a_folder_that_they_can_write_holds_nothing_and_takes_nothing(
+        self, cache: ArtifactCache, mode: int, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        put(cache, "k1")
+        cache.root.chmod(mode)
+        assert cache.find("k1") is None and cache.find("k1") is None
+        assert caplog.text.count(str(cache.root)) == 2, "once, with its remedy"
+        said = rf"can be written by others \(mode 0{mode:o}\).*`chmod -R go-w {cache.root}`"
+        for attempt in (
+            cache.check,
+            cache.sweep,
+            lambda: put(cache, "k2"),
+            lambda: cache.prune(0),
+            lambda: cache.lock("k1").__enter__(),
+        ):
+            with pytest.raises(StoreError, match=said) as raised:
+                attempt()
+            assert "\n" not in str(raised.value)
+        cache.root.chmod(0o755)
+        assert cache.find("k1") is not None, "nothing was moved or lost"
+
+    def test_a_folder_of_another_user(
+        self, cache: ArtifactCache, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        put(cache, "k1")
+        owner = cache.root.stat().st_uid
+        if owner == 0:
+            owner = 54321
+            os.chown(cache.root, owner, -1)
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+        assert cache.find("k1") is None
+        said = rf"belongs to another user \({owner}\).*set TUNER_CACHE_DIR to a folder of your own"
+        with pytest.raises(StoreError, match=said):
+            put(cache, "k2")
+
+    def test_a_library_that_they_can_write_is_a_miss(self, cache: ArtifactCache) -> None:
+        library = put(cache, "k1").library
+        library.chmod(0o666)
+        assert cache.find("k1") is None
+        assert put(cache, "k1").library.stat().st_mode & 0o022 == 0
+
+    def test_no_umask_lets_them_write(self, cache: ArtifactCache) -> None:
+        before = os.umask(0)
+        try:
+            made = put(cache, "k1")
+            with cache.workspace() as aside, cache.lock("k1"):
+                own = [cache.root, aside, aside.parent, cache.root / ".locks"]
+                modes = [path.stat().st_mode for path in (*own, made.library.parent, made.library)]
+        finally:
+            os.umask(before)
+        assert [mode & 0o022 for mode in modes] == [0] * 6
+
+    def test_the_command_says_so_in_one_line(
+        self,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        monkeypatch.setenv("TUNER_CACHE_DIR", str(tmp_path))
+        (tmp_path / "artifacts").mkdir()
+        (tmp_path / "artifacts").chmod(0o777)
+        for action in ("info", "prune"):
+            assert cli.main(["cache", action]) == 1
+            said = capsys.readouterr().err
+            assert said.startswith("tuner: the artifact cache") and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "key", ["", "..", "../k1", "a/b", "{elsewhere}", "k1\n", ".locks", "k" * 65, "ä"]
+)
+def test_a_key_that_is_none_is_a_miss_and_makes_nothing(
+    cache: ArtifactCache, tmp_path: Path, key: str
+) -> None:
+    """The keys name places in the test's own folder: a fault here moves or removes them."""
+    (tmp_path / "elsewhere").mkdir()
+    key = key.format(elsewhere=tmp_path / "elsewhere")
+    put(cache, "k1")
+    before = sorted(cache.root.parent.rglob("*"))
+    assert cache.find(key) is None
+    for attempt in (
+        lambda: put(cache, key),
+        lambda: cache.remove(key),
+        lambda: cache.lock(key).__enter__(),
+    ):
+        with pytest.raises(ConfigError, match="is not the key of an artifact"):
+            attempt()
+    assert sorted(cache.root.parent.rglob("*")) == before
 
 
 def test_putting_a_key_again_keeps_the_good_one_and_replaces_a_bad_one(
@@ -214,16 +351,10 @@ def test_a_lock_excludes_other_threads(cache: ArtifactCache) -> None:
     assert hidden(cache, ".locks") == []
 
 
-def _hold(root: Path, held: object, release: object) -> None:
-    with ArtifactCache(root).lock("k1"):
-        held.set()  # type: ignore[attr-defined]
-        release.wait()  # type: ignore[attr-defined]
-
-
 def test_a_lock_excludes_other_processes_and_ends_with_them(cache: ArtifactCache) -> None:
     context = multiprocessing.get_context("spawn")
     held, release = context.Event(), context.Event()
-    process = context.Process(target=_hold, args=(cache.root, held, release))
+    process = context.Process(target=hold, args=(cache.root, held, release))
     process.start()
     assert held.wait(30)
     assert cache._try_lock("k1") is None
@@ -282,9 +413,10 @@ def test_a_full_disk_says_so_and_leaves_nothing(
 def test_a_library_that_cannot_be_loaded_is_a_benchmark_error(cache: ArtifactCache) -> None:
     with pytest.raises(BenchmarkError, match="kernel k1 cannot be loaded"):
         load(put(cache, "k1"))
-    libc = Path("libc.so.6")
+    with pytest.raises(BenchmarkError, match="kernel k2 cannot be loaded: No such file"):
+        load(Artifact("k2", Path("/no/kernel.so"), "", None, 0.0))
     with pytest.raises(BenchmarkError, match="tuner_k2_workspace"):
-        load(Artifact("k2", libc, "", None, 0.0))
+        LoadedKernel("k2", Path("libc.so.6"))
 
 
 @pytest.mark.parametrize(

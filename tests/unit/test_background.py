@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tuner import build_on_miss
-from tuner.artifacts import ArtifactCache
-from tuner.build_on_miss import Builder
+from tuner.compile import background
+from tuner.compile.artifacts import ArtifactCache
+from tuner.compile.background import Builder
 from tuner.config import Config
 from tuner.hardware import GPUS
 from tuner.measurement import Measurement, Provenance, Regime, Status
@@ -76,7 +76,7 @@ def test_a_missing_kernel_is_built_once_beside_the_caller(
     other = MISSING.but(problem=AttentionProblem.parse("S=512,D=64"))
     assert builder.request(other)
     wait_for(lambda: len(started()) == 2)
-    build = ["-m", "tuner", "build", "--op", "attention", "--shape"]
+    build = ["-P", "-m", "tuner", "build", "--op", "attention", "--shape"]
     assert started() == [
         [*build, "B=1,H=16,S=1024,D=64,causal=1,dtype=fp16", "--gpu", "NVIDIA H200"],
         [*build, "B=1,H=16,S=512,D=64,dtype=fp16", "--gpu", "NVIDIA H200"],
@@ -100,7 +100,7 @@ def test_the_caller_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
         release.wait(20)
         return ""
 
-    monkeypatch.setattr(build_on_miss, "build", build)
+    monkeypatch.setattr(background, "build", build)
     assert Builder().request(MISSING)
     assert entered.wait(20)
     release.set()
@@ -120,19 +120,19 @@ def test_a_failure_is_logged_with_what_was_said(
 
 def test_an_interpreter_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nonexistent/python")
-    assert "cannot be started" in build_on_miss.build(MISSING.problem, "H200")
+    assert "cannot be started" in background.build(MISSING.problem, "H200")
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 def test_a_forked_child_builds_for_itself() -> None:
     script = (
-        "import os\nfrom tuner import build_on_miss\n"
-        "mine = build_on_miss._builder\nmine._asked.add('something')\n"
+        "import os\nfrom tuner.compile import background\n"
+        "mine = background._builder\nmine._asked.add('something')\n"
         "child = os.fork()\n"
         "if child == 0:\n"
-        "    os._exit(0 if build_on_miss._builder is not mine else 1)\n"
+        "    os._exit(0 if background._builder is not mine else 1)\n"
         "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0\n"
-        "assert build_on_miss._builder is mine\n"
+        "assert background._builder is mine\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -143,19 +143,23 @@ def test_a_machine_runs_one_build_at_a_time(
 ) -> None:
     from tuner.cli import build
 
-    monkeypatch.setattr(build, "_TOLD_AFTER_S", 0.05)
     cache = ArtifactCache()
     order: list[str] = []
+    said: list[str] = []
 
     def second() -> None:
         with build._alone(cache):
             order.append("second")
 
+    def is_told() -> bool:
+        said.append(capsys.readouterr().err)
+        return "waiting for another build" in "".join(said)
+
     with build._alone(cache):
+        monkeypatch.setattr(build, "_TOLD_AFTER_S", 0.05)
         thread = threading.Thread(target=second)
         thread.start()
-        time.sleep(0.2)
+        wait_for(is_told)
         order.append("first")
     thread.join(20)
     assert order == ["first", "second"]
-    assert "waiting for another build" in capsys.readouterr().err

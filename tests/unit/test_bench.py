@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import signal
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -28,22 +29,23 @@ from bench_machines import (
     task,
 )
 
-from tuner import device
-from tuner.bench import __main__ as bench_main
+from benchmarks import __main__ as bench_main
+from tuner.base.processes import Interrupted
 from tuner.bench import presets
-from tuner.bench.compare import Task
+from tuner.bench.comparison import Task
 from tuner.bench.contenders import Role
 from tuner.bench.results import Results
 from tuner.cli import bench_tables, main
 from tuner.errors import BenchmarkError, ConfigError
 from tuner.families import family
 from tuner.hardware import DEFAULT_GPU, Gpu
-from tuner.lookup import Entry
+from tuner.measure import device
+from tuner.measure.worker_client import Ask
 from tuner.measurement import Environment, Status
 from tuner.problem import PROBLEMS, AttentionProblem
 from tuner.runners import choose
+from tuner.selection.reader import Entry
 from tuner.store import open_store
-from tuner.worker_client import Ask
 
 machines = fake_machines
 
@@ -99,7 +101,7 @@ def test_named_kernels_are_timed_and_no_part_of_a_ratio(machines: Machines) -> N
     assert row.own.config == first and row.ratio == 1.0
     text = bench_tables.text(results, details=(suite.name,))
     (line,) = [t for t in text.splitlines() if t.startswith("gemm 128x256x64")]
-    assert line.split()[3:8] == ["2x1", "named", "5.00", "0.027", "0.500"]
+    assert line.split()[3:9] == ["2x1", "named", "5.00", "0.027", "0.50x,", "slower"]
 
 
 def test_a_row_is_one_interleaved_request(machines: Machines) -> None:
@@ -114,7 +116,7 @@ def test_a_row_is_one_interleaved_request(machines: Machines) -> None:
     assert row.ratio == 2.0 and row.clocks.sm_mhz == 1900
     assert results.environment.facts["torch"] == "2.11"
     assert [len(r.rows) for r in saved] == [1, 2]
-    assert "ratio 2.000" in notes[-1]
+    assert notes[-1].endswith("2.00x cudnn")
 
 
 def test_all_is_compiled_before_anything_is_timed(machines: Machines) -> None:
@@ -205,7 +207,7 @@ def test_all_regimes_share_one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
             super().__init__()
             made.append(self)
 
-    monkeypatch.setattr("tuner.worker_client.WorkerClient", Client)
+    monkeypatch.setattr("tuner.measure.worker_client.WorkerClient", Client)
     monkeypatch.setattr(device, "detect", lambda index: DEFAULT_GPU)
     monkeypatch.setattr(device, "occupants", lambda index: [])
     monkeypatch.setattr(device, "environment", lambda index: Environment({"driver": "580"}))
@@ -241,11 +243,16 @@ def test_the_command_times_what_the_store_holds(
     assert [c for c, _ in warm.candidates][:3] == OWN[:3] and warm.rounds == 5
     assert str(cold.regime) == "graph-cold"
     shown = capsys.readouterr()
-    assert "geometric mean 2.000" in shown.out.splitlines()[-1]
+    assert "geometric mean 2.00x the fastest peer;" in shown.out.splitlines()[-1]
     assert "1/2 attention" in shown.err and all(file.stat().st_size for file in files)
 
 
+@pytest.mark.parametrize(
+    ("raised", "code"), [(KeyboardInterrupt(), 130), (Interrupted(signal.SIGTERM), 143)]
+)
 def test_an_interrupted_run_keeps_its_rows_and_goes_on(
+    raised: KeyboardInterrupt,
+    code: int,
     command: Callable[..., int],
     machines: Machines,
     tmp_path: Path,
@@ -253,11 +260,11 @@ def test_an_interrupted_run_keeps_its_rows_and_goes_on(
 ) -> None:
     def interrupt(ask: Ask) -> None:
         if str(ask.regime) == "graph-cold":
-            raise KeyboardInterrupt
+            raise raised
 
     machines.worker.before = interrupt
     given = ("--shape", "H=8,S=384,D=64", "--l2", "both", "--json", tmp_path / "b.json")
-    assert command(*given) == 130
+    assert command(*given) == code
     shown = capsys.readouterr()
     assert "interrupted after 1 rows" in shown.err and "geometric mean" in shown.out
     machines.worker.before = lambda ask: None
@@ -312,7 +319,7 @@ def test_the_script_names_what_it_can_run() -> None:
     assert done.returncode == 1 and done.stderr.startswith("there is no benchmark 'nope'")
     offered = done.stderr.partition("one of: ")[2].split()
     assert offered[: len(PROBLEMS)] == sorted(PROBLEMS)
-    modules = [importlib.import_module(f"tuner.bench.{name}") for name in offered[len(PROBLEMS) :]]
+    modules = [importlib.import_module(f"benchmarks.{name}") for name in offered[len(PROBLEMS) :]]
     assert all(callable(module.main) for module in modules)
 
 

@@ -18,10 +18,10 @@ from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families import family
 from tuner.hardware import DEFAULT_GPU
-from tuner.job import read_problems
-from tuner.lookup import Entry
 from tuner.measurement import Provenance
 from tuner.problem import E4M3, AttentionProblem, GemmProblem, Problem
+from tuner.selection.reader import Entry
+from tuner.tuning.job import read_problems
 
 
 def test_suites_hold_what_they_are_named_for() -> None:

@@ -105,11 +105,16 @@ def shown() -> Results:
 def test_tables_say_one_row_a_problem_and_the_mean_last() -> None:
     lines = bench_tables.text(shown(), details=()).splitlines()
     assert lines[0] == "NVIDIA H200: driver 580"
-    (line,) = [text for text in lines if text.startswith("B=1,H=8,S=384,D=64 ") and "2.000" in text]
-    assert line.split()[1:4] == ["10.0", "20.0", "2.000"]
+    (line,) = [text for text in lines if text.startswith("B=1,H=8,S=384,D=64 ") and "2.00x" in text]
+    assert line.split()[1:5] == ["10.0", "20.0", "2.00x", "cudnn"]
+    (loss,) = [text for text in lines if text.startswith("B=1,H=8,S=384,D=64 ") and "8.00" in text]
+    assert loss.split()[1:6] == ["9.00", "8.00", "0.89x", "cudnn,", "slower"]
     assert "cudnn: timeout (B=1,H=8,S=384,D=64,causal=1,dtype=fp16)" in lines
     assert lines[-2].startswith("toy, graph-warm: 1 problem, 1 without a ratio")
-    assert "geometric mean 0.889, worst 0.889 at B=1,H=8,S=384,D=64" in lines[-1]
+    assert lines[-1].endswith(
+        "own speed: geometric mean 0.89x the fastest peer, slower; "
+        "worst 0.89x at B=1,H=8,S=384,D=64,dtype=fp16, slower"
+    )
 
 
 def test_a_shape_named_alone_is_shown_kernel_by_kernel() -> None:

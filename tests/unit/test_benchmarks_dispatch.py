@@ -11,16 +11,21 @@ from typing import Any
 
 import pytest
 
-from tuner.bench import calls, decoder, dispatch, service
-from tuner.bench.decoder import Decoder, Sizes, Way
+from benchmarks import (
+    calls,
+    decoder,
+    dispatch,
+    service,
+)
+from benchmarks.decoder import Decoder, Sizes, Way
 from tuner.config import Config
 from tuner.errors import BenchmarkError, CompileError, ConfigError
 from tuner.hardware import DEFAULT_GPU
-from tuner.job import read_problems
-from tuner.lookup import decided, lookup
 from tuner.measurement import Measurement, Regime, Status
 from tuner.problem import GemmProblem
+from tuner.selection.reader import decided, lookup
 from tuner.store import open_store
+from tuner.tuning.job import read_problems
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -31,6 +36,9 @@ HOST = {
     "python": 9.0,
     "sdpa": 25.0,
     "beyond_launch": 1.5,
+    "refused_sdpa": 24.0,
+    "beyond_refused": 0.75,
+    "beyond_refused_enabled": 12.5,
     "has_dispatcher": True,
     "dispatched": 0.998,
 }
@@ -59,7 +67,7 @@ def test_its_attention_is_of_a_kind_that_is_served(runtime: Any) -> None:
     seen = []
 
     def attend(query: Any, key: Any, value: Any, **options: Any) -> Any:
-        problem = runtime.attention.problem_of(query, key, value, options["is_causal"])
+        problem = runtime.attention_plan.problem_of(query, key, value, options["is_causal"])
         seen.append(problem.label())
         return SDPA(query, key, value, **options)
 
@@ -178,7 +186,7 @@ def test_what_it_calls_is_what_it_lists(
     products = runtime.products
 
     def attend(query: Any, key: Any, value: Any, **options: Any) -> Any:
-        seen[runtime.attention.problem_of(query, key, value, options["is_causal"])] = None
+        seen[runtime.attention_plan.problem_of(query, key, value, options["is_causal"])] = None
         return query
 
     def multiply(x: Any, weight: Any) -> Any:
@@ -211,13 +219,15 @@ def test_the_report_names_figures_and_their_limits() -> None:
     cells = {line.split("  ")[0]: line.split() for line in lines}
     assert cells["host us beyond the launch"][5:7] == ["1.50", "5.0"]
     assert cells["host us of the table"][-2:] == ["0.10", "0.5"]
+    assert cells["host us more, refused"][4:6] == ["0.75", "2.0"]
     assert cells["wall / sdpa"][-2:] == ["0.50", "0.70"]
     assert cells["wall / graph"][-2:] == ["1.04", "1.15"]
     assert cells["decoder"][1:] == ["failed", "no", "end"]
     told = dict(row[::3] for row in calls.host_rows(HOST))
     assert told["host us a call"].endswith("sdpa 25.00, no flash3, no flash4")
     assert told["host us beyond the launch"] == "99.8% of the calls by the dispatcher"
-    (_, beyond) = calls.host_rows({**HOST, "has_dispatcher": False, "dispatched": 0.0})
+    assert told["host us more, refused"] == "24.00 of PyTorch's"
+    _, beyond, *_ = calls.host_rows({**HOST, "has_dispatcher": False, "dispatched": 0.0})
     assert beyond[3] == "no dispatcher: through Python"
 
 

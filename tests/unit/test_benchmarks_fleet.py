@@ -7,9 +7,10 @@ import time
 from pathlib import Path
 
 import pytest
+from eager_crew import EagerCrew
 
-from tuner.bench import fleet
-from tuner.bench.fleet import Clock
+from benchmarks import fleet
+from benchmarks.fleet import Clock
 from tuner.errors import ConfigError
 from tuner.families import families_of
 
@@ -49,8 +50,9 @@ def test_problems_take_every_recorded_kernel() -> None:
 
 
 def test_a_fleet_of_which_many_are_killed_loses_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(fleet, "Crew", EagerCrew)
     found = tmp_path / "fleet.json"
     size = ("--workers", "6", "--processes", "2", "--problems", "8", "--trials", "6")
     pace = ("--kill", "0.5", "--lease", "2", "--speed", "100")

@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from tuner import device
-from tuner.bench import gpus
+from benchmarks import gpus
 from tuner.config import Config
 from tuner.errors import BenchmarkError, ConfigError
 from tuner.families import family
 from tuner.families.base import KernelSpec
 from tuner.hardware import DEFAULT_GPU
-from tuner.job import JobResult
+from tuner.measure import device
 from tuner.measurement import Environment, Measurement, Provenance, Regime, Status
-from tuner.outcome import Outcome
 from tuner.problem import AttentionProblem
-from tuner.search import FamilySearch, Search, effort
+from tuner.search.study import FamilySearch, Search, effort
+from tuner.tuning.job import JobResult
+from tuner.tuning.outcome import Outcome
 
 PROBLEM = AttentionProblem.parse("S=512,D=64")
 CUDNN = Config("vendor_sdpa", {"kernel": "cudnn"})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tuner.bench import levers
+from benchmarks import levers
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families import family

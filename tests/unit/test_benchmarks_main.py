@@ -1,4 +1,4 @@
-"""``python -m tuner.bench``."""
+"""``python -m benchmarks``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tuner.bench.__main__ import NAMES, main
+from benchmarks.__main__ import NAMES, main
 
 TOP = Path(__file__).resolve().parents[2]
 
@@ -20,8 +20,8 @@ def test_another_name_gets_a_line_with_all(argv: list[str], capsys: pytest.Captu
 
 
 def test_every_benchmark_has_its_name() -> None:
-    room = TOP / "tuner" / "bench"
-    modules = {path.stem for path in room.glob("[!_]*.py") if "\ndef main(" in path.read_text()}
+    folder = TOP / "scripts" / "benchmarks"
+    modules = {path.stem for path in folder.glob("[!_]*.py") if "\ndef main(" in path.read_text()}
     assert set(NAMES) == modules
 
 

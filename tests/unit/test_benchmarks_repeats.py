@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from tuner import device
-from tuner.bench import repeats
+from benchmarks import repeats
 from tuner.config import Config
 from tuner.errors import BenchmarkError
 from tuner.hardware import DEFAULT_GPU
-from tuner.job import JobOptions, JobResult
+from tuner.measure import device
 from tuner.measurement import Environment, Measurement, Provenance, Regime, Status
-from tuner.outcome import Outcome
 from tuner.problem import AttentionProblem
+from tuner.tuning.job import JobOptions, JobResult
+from tuner.tuning.outcome import Outcome
 
 PROBLEM = AttentionProblem.parse("S=512,D=64")
 OWN = [Config("fused_attention", {"tile_n": n}) for n in (64, 128)]

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tuner import recording
-from tuner.bench import cost, search
+from benchmarks import cost, search
 from tuner.errors import ConfigError
 from tuner.families.base import group_by_kernels
 from tuner.problem import GemmProblem
-from tuner.recording import Recording
+from tuner.runners import recording
+from tuner.runners.recording import Recording
 
 pytest.importorskip("scipy", reason="fits need scipy")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -12,17 +13,18 @@ from typing import Any, ClassVar
 
 import pytest
 
-from tuner import compiler, dispatcher, settings, toolchain
-from tuner.artifacts import Artifact
+from tuner import settings
 from tuner.cli import build
+from tuner.compile import compiler, dispatcher, toolchain
+from tuner.compile.artifacts import Artifact
 from tuner.config import Config
 from tuner.errors import CompileError, ConfigError, NoValidConfigError
 from tuner.families import family
 from tuner.families.base import KernelSpec
 from tuner.hardware import DEFAULT_GPU
-from tuner.lookup import lookup
 from tuner.measurement import Measurement, Provenance, Regime, Status
 from tuner.problem import AttentionProblem, GemmProblem
+from tuner.selection.reader import lookup
 from tuner.store import open_store
 
 PROBLEM = GemmProblem.parse("M=512,N=512,K=512")
@@ -192,7 +194,9 @@ def test_the_runtime_s_dispatcher_is_built_too(
         store.decide(PROBLEM, DEFAULT_GPU, REGIME, [own()], "test")
     monkeypatch.setattr(dispatcher, "find", lambda artifacts: None)
     assert run(*ONLY) == 0
-    assert "dispatcher: compiled" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "dispatcher: compiled" in err
+    assert re.search(r"^\d+ configurations? for NVIDIA H\d00[^;]*; compiling \d+ kernel", err)
     monkeypatch.setattr(dispatcher, "build", refuses)
     assert run(*ONLY) == 0, "calls go through Python then"
     assert "dispatcher: not built, no C++ compiler" in capsys.readouterr().err

@@ -6,6 +6,7 @@ import hashlib
 import importlib
 import io
 import json
+import random
 import tarfile
 import tempfile
 from collections.abc import Callable, Iterator
@@ -16,22 +17,22 @@ from typing import Any
 import pytest
 
 from tuner import bundle
-from tuner.artifacts import ArtifactCache
 from tuner.bundle import install, installing, pack
 from tuner.cli import main
 from tuner.cli.entries import unservable
+from tuner.compile.artifacts import ArtifactCache
+from tuner.compile.render import render
 from tuner.config import Config
 from tuner.errors import ConfigError, NoValidConfigError, StoreError
 from tuner.families import families
 from tuner.hardware import GPUS
-from tuner.lookup import close, lookup
 from tuner.measurement import Environment, Measurement, Regime, Resources, Status
-from tuner.nearest import drawn
 from tuner.problem import GemmProblem, SoftmaxProblem
-from tuner.render import render
+from tuner.selection.nearest import drawn
+from tuner.selection.reader import close, lookup
 from tuner.store import Entry, open_store
 
-LOOKUP = importlib.import_module("tuner.lookup")
+LOOKUP = importlib.import_module("tuner.selection.reader")
 H200, WARM = GPUS["H200"], Regime("graph", "warm")
 PROBLEM = SoftmaxProblem(1024, 1024, 4)
 MEMBER = families()["softmax"]
@@ -109,7 +110,7 @@ class Machine:
 @pytest.fixture(autouse=True)
 def nothing_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     caches = (LOOKUP.shipped, LOOKUP.shipped_index)
-    monkeypatch.setattr("tuner.shipped._tuned", lambda: tmp_path / "nothing")
+    monkeypatch.setattr("tuner.selection.shipped._tuned", lambda: tmp_path / "nothing")
     for cached in caches:
         cached.cache_clear()
     yield
@@ -125,6 +126,14 @@ def made(folder: Path) -> Machine:
     for m in RANKING[:2]:
         machine.build(m)
     return machine
+
+
+def rebuilt(machine: Machine) -> ArtifactCache:
+    """The machine's kernels as another library."""
+    for m in RANKING[:2]:
+        machine.cache.remove(*m.artifacts.values())
+        machine.build(m, library=LIBRARY + b", and another")
+    return machine.cache
 
 
 @pytest.fixture
@@ -191,7 +200,8 @@ class TestRoundTrip:
     ) -> None:
         near = SoftmaxProblem(1000, 1024, 4)
         shapes = [p for p in drawn(PROBLEM) if not MEMBER.violations(p, SPACE[0], H200)]
-        maker.store.add(RANKING[0].but(problem=p, is_final=False) for p in shapes)
+        timed = (RANKING[0], RANKING[-1])  # ours, and the vendor's that it is faster than
+        maker.store.add(m.but(problem=p, is_final=False) for p in shapes for m in timed)
         assert lookup(near, gpu=H200, path=maker.path) is not None
         out = tmp_path / "wide.tar"
         pack(maker.store.entries(), maker.store, maker.cache, out)
@@ -336,6 +346,11 @@ def spoil_tile(document: Any) -> None:
             row["config_digest"] = Config.from_json(row["config"]).digest
 
 
+def put_code(document: Any) -> None:
+    params = document["measurements"][0]["config"]["params"]
+    params[min(params)] = "1;constexpr int q=0"
+
+
 def swap_kernels(document: Any) -> None:
     for row in document["measurements"]:
         if row["artifacts"]:
@@ -380,9 +395,54 @@ FOREIGN: dict[str, tuple[Edit, str]] = {
     "a manifest of bytes": (changed("manifest.json", b"\xff", reseal=False), "not UTF-8"),
     "entries of bytes": (changed("entries.json", b"\xff"), "not UTF-8"),
     "entries that are none": (changed("entries.json", b"[]"), "not a document of entries"),
+    "code in a config": (of_entries(put_code), r"config\.params\.\w+: '1;constexpr int q=0'"),
     "an illegal config": (of_entries(spoil_tile), "nothing was imported"),
     "facts that are none": (changed(META, b"[]"), "what is said of kernel a+ cannot be read"),
 }
+
+
+def pax(**facts: str) -> tarfile.TarInfo:
+    info = tarfile.TarInfo("manifest.json")
+    info.pax_headers = {name.replace("_", "."): value for name, value in facts.items()}
+    return info
+
+
+def info(name: str = "manifest.json", **facts: Any) -> tarfile.TarInfo:
+    made = tarfile.TarInfo(name)
+    for fact, value in facts.items():
+        setattr(made, fact, value)
+    return made
+
+
+SPARSE = {"GNU_sparse_major": "1", "GNU_sparse_minor": "0"}
+HEADERS = {
+    "pax size": pax(size="x"),
+    "pax size of thousands of digits": pax(uid="1" * 5000),
+    "pax name": pax(path="x" * 100_000),
+    "pax name that is none": pax(hdrcharset="BINARY", path="\udcff"),
+    "pax link": pax(linkpath="\0"),
+    "pax sparse map": pax(GNU_sparse_map="0,x", GNU_sparse_size="9"),
+    "pax sparse size": pax(GNU_sparse_size="x"),
+    "pax sparse numbers": pax(GNU_sparse_numblocks="1", GNU_sparse_map="a,b"),
+    "pax sparse 1.0": pax(**SPARSE),
+    "pax sparse real size": pax(GNU_sparse_realsize="9" * 5000),
+    "sparse": info(type=tarfile.GNUTYPE_SPARSE),
+    "long name": info("a" * 5000),
+    "long link": info(type=tarfile.SYMTYPE, linkname="l" * 5000),
+    "control characters": info("\x1b[2J\n"),
+}
+"""Headers before the manifest, each of which needs or is one that `pack` never writes."""
+
+
+def headed(header: tarfile.TarInfo, packed: Path) -> bytes:
+    """A bundle whose manifest has another header."""
+    kind = tarfile.PAX_FORMAT if header.pax_headers else tarfile.GNU_FORMAT
+    with tarfile.open(packed) as tar:
+        content = tar.extractfile("manifest.json").read()  # type: ignore[union-attr]
+        rest = packed.read_bytes()[tar.getmembers()[1].offset :]
+    header.size = len(content)
+    padded = content + b"\0" * (-len(content) % 512)
+    return header.tobuf(kind, "utf-8", "surrogateescape") + padded + rest
 
 
 class TestWhatIsRefused:
@@ -419,6 +479,48 @@ class TestWhatIsRefused:
                 else:
                     out.addfile(member, tar.extractfile(member))
         self.refused(user, path, "not a plain file")
+
+    @pytest.mark.parametrize("name", sorted(HEADERS))
+    def test_headers_that_name_no_plain_file(
+        self, packed: Path, user: Machine, tmp_path: Path, name: str
+    ) -> None:
+        path = tmp_path / "evil.tar"
+        path.write_bytes(headed(HEADERS[name], packed))
+        self.refused(user, path, "is not a plain file|is none of a bundle's")
+        with pytest.raises(ConfigError) as error:
+            user.install(path)
+        assert str(error.value).removeprefix(str(path)).isprintable()
+        assert len(str(error.value).removeprefix(str(path))) < 250
+
+    def test_changed_headers(
+        self, packed: Path, user: Machine, tmp_path: Path, long_mode: bool
+    ) -> None:
+        """Bytes of headers changed at random, their sums made right as a rule: a bundle is refused
+        in a line, or is what it was.
+        """
+        generator = random.Random(22)
+        seeds = [packed.read_bytes(), *(headed(header, packed) for header in HEADERS.values())]
+        path = tmp_path / "evil.tar"
+        for _ in range(100_000 if long_mode else 500):
+            data = bytearray(generator.choice(seeds))
+            at = 512 * generator.randrange(min(8, len(data) // 512))
+            for _ in range(generator.randint(1, 6)):
+                data[at + generator.randrange(512)] = generator.choice(b"\0\x07\xff\x80 -09xLKS")
+            if generator.random() < 0.9:
+                data[at + 148 : at + 156] = b" " * 8
+                data[at + 148 : at + 156] = b"%06o\0 " % sum(data[at : at + 512])
+            path.write_bytes(data)
+            try:
+                user.install(path)
+            except ConfigError as exc:
+                told = str(exc).removeprefix(str(path))
+                assert told.isprintable()
+                assert len(told) < 300
+        user.install(packed)
+        fresh = Machine(tmp_path / "fresh")
+        fresh.install(packed)
+        assert user.content == fresh.content
+        fresh.store.close()
 
     def test_a_member_twice(self, packed: Path, user: Machine, tmp_path: Path) -> None:
         path = tmp_path / "evil.tar"
@@ -460,6 +562,35 @@ class TestWhatIsRefused:
         self.refused(user, packed, "it is another file", sha256="0" * 64)
         right = hashlib.sha256(packed.read_bytes()).hexdigest()
         assert user.install(packed, sha256=right).kernels_added == 2
+
+    def test_an_overwrite_after_the_hash_was_checked(
+        self, packed: Path, maker: Machine, user: Machine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        right = hashlib.sha256(packed.read_bytes()).hexdigest()
+        other = packed.with_name("other.tar")
+        assert pack(maker.store.entries(), maker.store, rebuilt(maker), other).sha256 != right
+        is_open = tarfile.open
+
+        def overwritten(*arguments: Any, **options: Any) -> tarfile.TarFile:
+            packed.write_bytes(other.read_bytes())
+            return is_open(*arguments, **options)
+
+        monkeypatch.setattr(installing.tarfile, "open", overwritten)
+        user.install(packed, sha256=right)
+        found = user.cache.find(KEYS[0])
+        assert found is not None and found.library.read_bytes() == LIBRARY
+
+    def test_a_file_that_grows_while_it_is_read(self, tmp_path: Path) -> None:
+        class Growing(io.BytesIO):
+            def fileno(self) -> int:
+                return short.fileno()
+
+        with (tmp_path / "short").open("wb") as short:
+            with pytest.raises(ConfigError, match="it grew while it was read"):
+                installing._copy(Growing(b"longer"), tmp_path / "copy")
+
+    def test_a_device(self, user: Machine) -> None:
+        self.refused(user, Path("/dev/zero"), "it is not a plain file")
 
     def test_no_file(self, user: Machine, tmp_path: Path) -> None:
         self.refused(user, tmp_path / "none.tar", "No such file")
@@ -541,6 +672,20 @@ class TestCommand:
         shape = ("--op", "softmax", "--shape", "M=64,N=1024")
         assert command(maker, str(tmp_path / "c.tar"), *shape) == 1
         assert "is not in the cache" in capsys.readouterr().err
+
+    def test_of_many_without_kernels_the_first_are_named_and_the_rest_counted(
+        self, maker: Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        for key in KEYS:
+            maker.cache.remove(key)
+        for rows in range(1, 20):
+            other = SoftmaxProblem(64 * rows, 512)
+            lone = measured(SPACE[0], 3.0, "9" * 32, problem=other)
+            maker.store.decide(other, H200, WARM, [lone], "sweep")
+        assert command(maker, str(tmp_path / "b.tar"), "--all") == 1
+        err = capsys.readouterr().err
+        assert err.count("is not in the cache") == 3
+        assert err.endswith(" and 17 more\n")
 
     def test_only_the_operation_that_is_named_is_packed(
         self, maker: Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str]

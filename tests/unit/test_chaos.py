@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,53 +22,82 @@ import queue_toys
 import sqlalchemy as sa
 from queue_toys import OPTIONS, REGIME, Replays, catalogue, repeated, states
 
-from tuner.artifacts import Artifact
-from tuner.controller import Controller
+from tuner.base.processes import python_command, python_environment
+from tuner.compile.artifacts import Artifact
 from tuner.hardware import DEFAULT_GPU
+from tuner.measure.worker_client import WorkerClient
 from tuner.measurement import Regime, Status
 from tuner.problem import GemmProblem, Problem
 from tuner.runners.choose import Machine
 from tuner.runners.local import LocalRunner
 from tuner.runners.pool import WorkerPool
 from tuner.store import Store, open_store
-from tuner.watch import Watcher
-from tuner.worker_client import WorkerClient
+from tuner.tuning.controller import Controller
+from tuner.tuning.progress import Watcher
 
 PROBLEMS = [GemmProblem(64 * n, 64, 64) for n in range(1, 7)]
 EACH = 16
 """Trials of a problem under `OPTIONS`."""
+PATIENCE_S = 120.0
+"""Longer than anything here takes; only a failure waits for it."""
 ATTEMPTS = 50
 """Far more than anything here takes from a problem."""
 
 
 class Fleet:
-    """Controllers as processes on one store; those that die are replaced."""
+    """Controllers as processes on one store; those that die are replaced at once.
 
-    def __init__(self, url: str, size: int, log: Path, clock: Path | None = None) -> None:
+    Args:
+        url: of the store.
+        size: processes at work from the start.
+        log: takes what they say.
+        spares: processes that wait to replace others.
+        clock: file with the seconds by which their clock is off.
+    """
+
+    def __init__(
+        self, url: str, size: int, log: Path, spares: int = 0, clock: Path | None = None
+    ) -> None:
         self._arguments = [url, *([str(clock)] if clock else [])]
         self.log = log
-        self.processes = [self._start() for _ in range(size)]
+        self.processes: list[subprocess.Popen[str]] = []
+        self._spares = [self._start() for _ in range(size + spares)]
+        for process in self._spares:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n", self.log.read_text()
+        for _ in range(size):
+            self._put_to_work()
 
     def _start(self) -> subprocess.Popen[str]:
         script = Path(queue_toys.__file__).with_name("chaos_worker.py")
         root = str(script.parents[2])
         with self.log.open("a") as log:
-            process = subprocess.Popen(
+            return subprocess.Popen(
                 [sys.executable, str(script), *self._arguments],
+                stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
                 env={**os.environ, "PYTHONPATH": root},
             )
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n", self.log.read_text()
-        return process
+
+    def _put_to_work(self) -> None:
+        process = self._spares.pop()
+        self.processes.append(process)
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
 
     def kill_one(self, draw: random.Random) -> None:
-        victim = draw.randrange(len(self.processes))
-        self.processes[victim].kill()
-        self.processes[victim].communicate()
-        self.processes[victim] = self._start()
+        victim = self.processes.pop(draw.randrange(len(self.processes)))
+        victim.kill()
+        victim.communicate()
+        self._put_to_work()
+
+    def noticed(self, text: str) -> bool:
+        """Whether one of them said so, or all have ended."""
+        has_ended = all(process.poll() is not None for process in self.processes)
+        return has_ended or text in self.log.read_text()
 
     def join(self) -> list[int]:
         for process in self.processes:
@@ -77,9 +105,32 @@ class Fleet:
         return [process.returncode for process in self.processes]
 
     def close(self) -> None:
-        for process in self.processes:
+        for process in (*self.processes, *self._spares):
             process.kill()
             process.communicate()
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    """Look again and again until a condition holds."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "nothing happened"
+        time.sleep(0.02)
+
+
+def wait_for_trials(store: Store, count: int) -> None:
+    """Until so many more are stored, or no problem is open."""
+
+    def stored() -> int:
+        return len(store.measurements(final=False))
+
+    wanted = stored() + count
+
+    def is_open() -> bool:
+        counts = store.jobs.counts()
+        return bool(counts.get("queued") or counts.get("running"))
+
+    wait_for(lambda: stored() >= wanted or not is_open())
 
 
 def submit(url: str, jobs: int = 1) -> list[str]:
@@ -115,14 +166,17 @@ def test_controllers_and_the_database_server_are_killed(
         url = request.getfixturevalue("create_postgres_url")()
     jobs = submit(url, jobs=2)
     draw = random.Random(7)
-    with contextlib.closing(Fleet(url, 2, tmp_path / "log")) as fleet:
+    with (
+        open_store(url) as store,
+        contextlib.closing(Fleet(url, 2, tmp_path / "log", spares=2)) as fleet,
+    ):
         for murder in range(2):
-            time.sleep(draw.uniform(0.2, 0.6))
+            wait_for_trials(store, draw.randrange(1, 20))
             fleet.kill_one(draw)
             if backend == "postgresql" and murder == 1:
                 server = request.getfixturevalue("postgres_server")
                 server.kill()
-                time.sleep(0.5)
+                wait_for(lambda: fleet.noticed("trying again"))
                 server.start()
         assert fleet.join() == [0, 0], fleet.log.read_text()
     with open_store(url) as store:
@@ -130,33 +184,34 @@ def test_controllers_and_the_database_server_are_killed(
 
 
 def test_the_clock_jumps(tmp_path: Path) -> None:
-    """By hours and days, forth and back, under two controllers: SQLite's clock is the machine's."""
+    """By hours and days, forth and back, under two controllers: SQLite's clock is the machine's.
+
+    The first jump forth ends the lease of a holder that does nothing.
+    """
     url, clock = str(tmp_path / "s.sqlite"), tmp_path / "clock"
     clock.write_text("0")
     (job,) = submit(url)
 
-    def jump() -> None:
-        with open_store(url) as store:
-            for offset in (3600, -86_400, 30, 0, 86_400):
-                while not store.jobs.tasks(job, state="running"):
-                    if not store.jobs.tasks(job, state="queued"):
-                        return
-                    time.sleep(0.02)
-                time.sleep(0.2)
-                aside = clock.with_suffix(".new")
-                aside.write_text(str(offset))
-                aside.replace(clock)
+    def jump(offset: float) -> None:
+        aside = clock.with_suffix(".new")
+        aside.write_text(str(offset))
+        aside.replace(clock)
 
-    # The first controller is at work before the second one has started.
-    with ThreadPoolExecutor(1) as beside:
-        jumps = beside.submit(jump)
-        with contextlib.closing(Fleet(url, 2, tmp_path / "log", clock)) as fleet:
-            assert fleet.join() == [0, 0], fleet.log.read_text()
-        jumps.result()
     with open_store(url) as store:
+        assert store.jobs.claim("silent:1") is not None
+
+        def taken_over() -> bool:
+            return any("silent:1 stopped answering" in e.text for e in store.jobs.events(job))
+
+        with contextlib.closing(Fleet(url, 2, tmp_path / "log", clock=clock)) as fleet:
+            wait_for_trials(store, 1)
+            jump(7200)
+            wait_for(taken_over)
+            for offset in (-86_400, 30, 0, 86_400):
+                wait_for_trials(store, 5)
+                jump(offset)
+            assert fleet.join() == [0, 0], fleet.log.read_text()
         check(store, job)
-        texts = [event.text for event in store.jobs.events(job)]
-        assert any("stopped answering" in text for text in texts), "leases were cut short by it"
 
 
 class Notes(Watcher):
@@ -171,7 +226,9 @@ class Notes(Watcher):
 
 def test_the_disk_is_full_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The controller says so, waits, and goes on when there is room."""
-    monkeypatch.setattr("tuner.controller.STORE_WAIT_S", 0.1)
+    for name in ("STORE_WAIT_S", "POLL_S"):
+        monkeypatch.setattr(f"tuner.tuning.controller.{name}", 0.1)
+    monkeypatch.setattr("tuner.store.sql_jobs.BACKOFF_S", 0.1)
     url = str(tmp_path / "s.sqlite")
     (job,) = submit(url)
     is_full = False
@@ -328,9 +385,10 @@ def test_the_service_is_killed(tmp_path: Path) -> None:
         status, job = request(address, "POST", "/v1/jobs", body)
         assert status == 201
         worker = subprocess.Popen(
-            [sys.executable, "-m", "tuner", "worker", "--drain", "--replay", "--store", url],
+            python_command("-m", "tuner", "worker", "--drain", "--replay", "--store", url),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            env=python_environment(),
         )
         path = f"/v1/jobs/{job['id']}"
         eventually(lambda: request(address, "GET", path)[1]["trials"] != [])

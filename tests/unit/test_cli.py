@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import re
 import shlex
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 import tuner
-from tuner import cli, recording
+from tuner import cli
+from tuner.base.processes import Interrupted, python_command, python_environment
 from tuner.cli.display import Display, LiveDisplay, facts_of
 from tuner.cli.result import outcome_text
 from tuner.config import Config
@@ -24,10 +25,11 @@ from tuner.errors import CompileError, ConfigError, NoValidConfigError, StoreErr
 from tuner.families.softmax import Softmax
 from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Environment, Measurement, Provenance, Regime, Status
-from tuner.outcome import Outcome
 from tuner.problem import AttentionProblem, SoftmaxProblem
-from tuner.recording import Recording
-from tuner.watch import SweepState
+from tuner.runners import recording
+from tuner.runners.recording import Recording
+from tuner.tuning.outcome import Outcome
+from tuner.tuning.progress import SweepState
 
 PROBLEM = SoftmaxProblem(256, 512)
 SHAPE = ["--op", "softmax", "--shape", "M=256,N=512"]
@@ -68,7 +70,7 @@ def recordings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tuner.device.detect", lambda index=0: None)
+    monkeypatch.setattr("tuner.measure.device.detect", lambda index=0: None)
 
 
 @pytest.fixture
@@ -76,7 +78,7 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse() -> None:
         raise CompileError("no nvcc was found")
 
-    monkeypatch.setattr("tuner.toolchain.find_toolchain", refuse)
+    monkeypatch.setattr("tuner.compile.toolchain.find_toolchain", refuse)
 
 
 @pytest.mark.usefixtures("recordings", "no_gpu")
@@ -146,13 +148,56 @@ class TestReplayedSweep:
 
 
 @pytest.mark.usefixtures("recordings", "no_gpu", "no_compiler")
-def test_without_a_recording_it_predicts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_recording_it_predicts_and_compiles_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        "tuner.compile.compiler.Compiler", lambda *_, **__: pytest.fail("a compiler")
+    )
     assert cli.main(["sweep", "--op", "softmax", "--shape", "M=64,N=64"]) == 0
     out, err = capsys.readouterr()
-    assert "nothing is compiled: no nvcc was found" in err
+    assert "ranking by predicted time, nothing is compiled" in err
     assert "no recording of M=64,N=64" in err
     assert "PREDICTED for NVIDIA H200: estimates, nothing was measured" in out
     assert "stored as predicted in" in out
+
+
+@pytest.mark.usefixtures("recordings", "no_gpu")
+class TestKnownAlready:
+    """A machine without a GPU and shapes that measurements answer, or a neighbour's do."""
+
+    def said(self, capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+        assert cli.main(["sweep", "--trials", "2", "--json", *arguments]) == 0
+        return capsys.readouterr().err.splitlines()
+
+    def test_a_neighbour_is_named_before_anything_starts(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        first, second, third, *_ = self.said(capsys, "--shape", "S=1000,D=64")
+        assert first == "no GPU found: nothing is measured here"
+        asked = AttentionProblem.parse("S=1000,D=64").label()
+        assert second.startswith(f"`tuner lookup --shape {asked}` answers from measurements of its")
+        assert second.endswith(f" neighbour {AttentionProblem.parse('S=1024,D=64').label()}")
+        assert third.startswith(f"no recording of {asked}")
+
+    def test_a_measured_shape(self, capsys: pytest.CaptureFixture[str]) -> None:
+        shape = ("--op", "gemm", "--shape", "M=8192,N=8192,K=8192")
+        _, second, *_ = self.said(capsys, *shape)
+        label = "M=8192,N=8192,K=8192,dtype=fp16"
+        wanted = f"`tuner lookup --op gemm --shape {label}` answers from measurements of this shape"
+        assert second == wanted
+
+    def test_of_a_list_how_many(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        file = tmp_path / "p.json"
+        file.write_text('["op=softmax,M=64,N=64", "S=1024,D=64"]')
+        _, second, *_ = self.said(capsys, "--problems", str(file))
+        assert second.startswith("measurements answer 1 of the 2 problems, as `tuner lookup")
+
+    def test_a_replay_that_was_asked_for_needs_no_hint(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        said = self.said(capsys, "--shape", "S=1024,D=64", "--replay")
+        assert not [line for line in said if "tuner lookup" in line or "no GPU" in line]
 
 
 @pytest.mark.usefixtures("recordings", "no_gpu")
@@ -186,6 +231,10 @@ class TestWrongInput:
             (["sweep", *SHAPE, "--sampler", "cma"], "sampler=cma is not known"),
             (["sweep", *SHAPE, "--effort", "huge"], "invalid choice: 'huge'"),
             (["sweep", *SHAPE, "--max-workspace", "much"], "--max-workspace much is not a size"),
+            (
+                ["sweep", *SHAPE, "--max-workspace", "5"],
+                "--max-workspace 5 is not a size (allowed: a number and B, KB, MB, GB",
+            ),
             (["sweep", *SHAPE, "--store", "nothing://x"], "nothing"),
             (["sweep", "--problems", "/none.yaml"], "problems file /none.yaml cannot be read"),
             (["record", "out", *SHAPE, "--gpu", "B200"], "B200"),
@@ -227,6 +276,8 @@ class TestWrongInput:
         (StoreError("a"), 1),
         (OSError(28, "No space left on device"), 1),
         (KeyboardInterrupt(), 130),
+        (Interrupted(signal.SIGTERM), 143),
+        (Interrupted(signal.SIGHUP), 129),
     ],
 )
 def test_exit_codes(
@@ -261,7 +312,8 @@ def test_help_names_the_exit_codes_and_version(capsys: pytest.CaptureFixture[str
         cli.main(["--help"])
     assert ended.value.code == 0
     out = capsys.readouterr().out
-    assert all(f"\n  {code:<5}" in out for code in (0, 1, 2, 130))
+    assert all(f"\n  {code:<5}" in out for code in (0, 1, 2))
+    assert "129, 130, 143" in out
     assert "TUNER_STORE" in out
     with pytest.raises(SystemExit):
         cli.main(["--version"])
@@ -278,9 +330,21 @@ def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
         assert "usage: tuner" in capsys.readouterr().out
 
 
+#: Folders whose README shows commands.
+README_FOLDERS = (
+    "scripts",
+    "scripts/benchmarks",
+    "tuner",
+    "tuner/runtime",
+    "tuner/tuning",
+    "cache",
+)
+
+
 def test_commands_of_the_readmes_are_the_programs() -> None:
     root, parser, seen = Path(__file__).parents[2], cli.parser(), 0
-    for page in ("README.md", "scripts/README.md", "tuner/README.md", "cache/README.md"):
+    pages = ["README.md", *(f"{folder}/README.md" for folder in README_FOLDERS)]
+    for page in pages:
         text = (root / page).read_text()
         blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
         lines = [line for block in blocks for line in block.splitlines()]
@@ -294,49 +358,165 @@ def test_commands_of_the_readmes_are_the_programs() -> None:
     assert seen > 30
 
 
-SLOW = """
-import sys, time
+PAUSED = """
+import contextlib, sys
 from pathlib import Path
-from tuner import cli, device, recording
+from tuner import cli
+from tuner.measure import device
+from tuner.runners import recording
 from tuner.runners.replay import ReplayRunner
 device.detect = lambda index=0: None
 recording.folder = lambda: Path(sys.argv[1])
-collect = ReplayRunner.collect
-def slowly(self):
-    print("collecting", file=sys.stderr, flush=True)
-    time.sleep(0.05)
-    return collect(self)
-ReplayRunner.collect = slowly
+collect, collected = ReplayRunner.collect, []
+def pause(self):
+    collected.append(collect(self))
+    if len(collected) == 8:
+        print("collected 8", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # a terminal that is closed meanwhile
+            sys.stdin.readline()
+    return collected[-1]
+ReplayRunner.collect = pause
 sys.exit(cli.main(sys.argv[2:]))
 """
 
 
-def test_ctrl_c_ends_with_130_and_the_best_so_far(recordings: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+def test_a_signal_ends_with_its_code_and_the_best_so_far(
+    recordings: Path, tmp_path: Path, number: int, code: int
+) -> None:
     url = f"sqlite:///{tmp_path}/c.sqlite"
     arguments = ["sweep", *SHAPE, "--trials", "400", "--store", url]
-    root = Path(__file__).resolve().parents[2]
     process = subprocess.Popen(
-        [sys.executable, "-c", SLOW, str(recordings), *arguments],
+        python_command("-c", PAUSED, str(recordings), *arguments),
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(root)},
+        env=python_environment(),
     )
     assert process.stderr is not None
-    seen = 0
-    for line in process.stderr:
-        seen += line.startswith("collecting")
-        if seen == 8:
-            process.send_signal(signal.SIGINT)
-            break
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
+    while process.stderr.readline() not in ("collected 8\n", ""):
+        pass
+    process.send_signal(number)
+    out, err = process.communicate("go on\n", timeout=60)
+    assert process.returncode == code, err
     assert "interrupted: this is the best so far" in out
     assert "tuner: interrupted; the best so far is stored" in err
     assert "Traceback" not in err
     found = tuner.lookup(PROBLEM, path=tmp_path / "c.sqlite")
     assert found is not None
     assert found.entry.provenance is Provenance.REPLAYED
+
+
+#: What a login does to a command: a session of its own with a terminal that controls it.
+ON_TERMINAL = """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
+def test_a_terminal_that_is_closed_costs_nothing_of_the_best_so_far(
+    recordings: Path, tmp_path: Path
+) -> None:
+    """Every write fails from then on; the kernel sends SIGHUP."""
+    url = f"sqlite:///{tmp_path}/c.sqlite"
+    sweeping = python_command("-c", PAUSED, str(recordings), "sweep", *SHAPE, "--trials", "400")
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        python_command("-c", ON_TERMINAL, *sweeping, "--store", url),
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        env=python_environment(),
+    )
+    os.close(theirs)
+    said = b""
+    while b"collected 8" not in said:
+        said += os.read(ours, 4096)
+    os.close(ours)
+    assert process.wait(60) == 129, said
+    found = tuner.lookup(PROBLEM, path=tmp_path / "c.sqlite")
+    assert found is not None
+
+
+REPLAYED = """
+import sys
+from pathlib import Path
+from tuner import cli
+from tuner.measure import device
+from tuner.runners import recording
+recordings = Path(sys.argv.pop(1))
+device.detect = lambda index=0: None
+recording.folder = lambda: recordings
+sys.exit(cli.main())
+"""
+
+
+@pytest.mark.parametrize("redirection", ["2>&-", "<&- 2>&-", "2>/dev/full"])
+def test_a_sweep_ends_well_whatever_becomes_of_its_notes(
+    recordings: Path, tmp_path: Path, redirection: str
+) -> None:
+    url = f"sqlite:///{tmp_path}/c.sqlite"
+    done = subprocess.run(
+        [
+            *("sh", "-c", f'exec "$@" {redirection}', "sh"),
+            *python_command("-c", REPLAYED, str(recordings), "sweep", *SHAPE, "--store", url),
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=python_environment(),
+        timeout=120,
+    )
+    assert done.returncode == 0
+    assert "stored as replayed in" in done.stdout
+    assert tuner.lookup(PROBLEM, path=tmp_path / "c.sqlite") is not None
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["jobs", "show", "\udcff"],
+        ["jobs", "submit", "--shape", "\udcff"],
+        ["show", *SHAPE, "--gpu", "\udcff"],
+        ["sync", "http://\udcff"],
+        ["list", "--store", "\udcff"],
+        ["pin", *SHAPE, "--config", "\udcff"],
+        ["bundle", "install", "\udcff"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_words_that_are_no_text(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(r"'\udcff' is not UTF-8 text") or r"http://\udcff" in line
+
+
+def test_a_file_may_have_any_name() -> None:
+    args = cli.parser().parse_args(["jobs", "submit", "\udcff"])
+    assert args.problems == Path("\udcff")
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        ("9" * 400 + "GB", "99... is too large (allowed: below 2^63 bytes)"),
+        ("9223373TB", "9223373TB is too large"),
+        ("1" * 30 + "B", "is too large"),
+        ("x" * 9999, "x... is not a size"),
+        ("\x1b[2J", r"\x1b[2J is not a size"),
+    ],
+)
+def test_sizes_out_of_range(size: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["cache", "prune", "--max-size", size]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+    assert len(line) < 400
 
 
 class TestRecord:
@@ -447,7 +627,7 @@ class TestResult:
         assert f"\ncutlass_fmha {OWN.config.digest[:6]} (winner, best own)\n" in text
         assert "\n  cutlass_fmha tile_m=128\n" in text
         assert "cudnn" in text
-        assert "own / vendor: 0.938 of cudnn, 0.625 of flash" in text
+        assert "own speed: 1.07x cudnn; 1.60x flash" in text
         assert "not measured: fa3: not installed" in text
         assert "failed: 3 wrong_result, 2 timeout" in text
         assert "in 2 min 05 s" in text
@@ -474,7 +654,28 @@ class TestResult:
         assert "winner, baseline" in text
         assert "runner-up, baseline" in text
         assert "\nbest own" in text
-        assert "0.938 of cudnn" in text
+        assert "own speed: 1.07x cudnn" in text
+
+    def test_a_loss_looks_like_one(self) -> None:
+        slow = OWN.but(latency_us=16.8)
+        text = outcome_text(outcome(CUDNN, FLASH, slow), "sqlite:///x")
+        assert "own speed: 0.86x cudnn, slower; 1.29x flash" in text
+
+    def test_a_replay_of_the_quick_pass_says_so(self) -> None:
+        quick = [m.but(is_final=False, provenance=Provenance.REPLAYED) for m in (OWN, CUDNN)]
+        text = outcome_text(outcome(*quick, provenance=Provenance.REPLAYED), "sqlite:///x")
+        assert "\nREPLAYED from a recorded sweep" in text
+        assert "\nQUICK PASS: the recorded final pass has none of these own kernels" in text
+
+    def test_who_has_no_final_time_is_named_and_not_ranked(self) -> None:
+        fast = OTHER.but(latency_us=9.5, is_final=False)
+        vendor = CUDNN.but(latency_us=9.12, is_final=False)
+        made = outcome(OWN, CUDNN, unranked=(fast,), quick_vendor=vendor)
+        text = outcome_text(made, "sqlite:///x")
+        name = f"cutlass_fmha {OTHER.config.digest[:6]}"
+        said = f"not ranked, without a final time: {name}: 9.50 us in the quick pass"
+        assert f"{said}, 0.96x cudnn there, slower" in " ".join(text.split())
+        assert "QUICK PASS" not in text and "own speed: 1.07x cudnn" in text
 
     def test_no_own_kernel(self) -> None:
         assert "no own kernel passed" in outcome_text(outcome(CUDNN), "x")
@@ -515,7 +716,7 @@ class TestDisplay:
         assert facts["phase"] == "search 20/40"
         assert facts["compiling"] == "5"
         assert facts["compiled and waiting"] == "3"
-        assert facts["best own"] == "13.5 us cutlass_fmha (0.938 of cudnn)"
+        assert facts["best own"] == "13.5 us cutlass_fmha (1.07x cudnn)"
         assert facts["time"] == "0:30, 0:20 left"
         assert facts["failed"] == ""
 

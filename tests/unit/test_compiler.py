@@ -17,14 +17,15 @@ from typing import Any
 
 import pytest
 
-from tuner import artifacts, compiler, resources
-from tuner.artifacts import ArtifactCache
-from tuner.compiler import Compiler, Toolchain
+from tuner.base import resources
+from tuner.base.processes import ProcessPool
+from tuner.compile import artifacts, compiler
+from tuner.compile.artifacts import ArtifactCache
+from tuner.compile.compiler import Compiler, Toolchain
 from tuner.config import Config
 from tuner.errors import CompileError, RenderError, StoreError
 from tuner.families.base import KernelSpec
 from tuner.measurement import Resources
-from tuner.processes import ProcessPool
 
 AVAILABLE_BYTES = compiler.available_bytes
 
@@ -42,7 +43,7 @@ if "CHILD" in text:
     open({runs!r} + ".child", "w").write(str(child.pid))
 if "SLEEP" in text:
     open(os.environ["TMPDIR"] + "/tmpxft", "w").close()
-    time.sleep(float(re.search(r"SLEEP(\d+(?:\.\d+)?)", text)[1]))
+    time.sleep(float(re.search(r"SLEEP(\d+(?:_\d+)?)", text)[1].replace("_", ".")))
 if "FULL" in text:
     sys.exit("fatal error: error writing to unit.o: No space left on device")
 if "CRASH" in text:
@@ -105,8 +106,8 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
     return fake
 
 
-def spec(n: object, template: str = "a.cu.j2") -> KernelSpec:
-    return KernelSpec(template, {"n": n})
+def spec(n: int | str, template: str = "a.cu.j2") -> KernelSpec:
+    return KernelSpec(template, {"n": n}, {"n": (str(n),)})
 
 
 def specs(count: int, template: str = "a.cu.j2") -> list[KernelSpec]:
@@ -259,8 +260,8 @@ def test_a_corrupt_artifact_is_built_again(fake: Fake) -> None:
 
 def test_equal_specs_in_flight_are_one_compile(fake: Fake) -> None:
     with fake.compiler(jobs=1) as made:
-        (_, first), (_, second) = made.submit([spec("SLEEP0.2"), spec("SLEEP0.2")])
-        ((_, third),) = made.submit([spec("SLEEP0.2")])
+        (_, first), (_, second) = made.submit([spec("SLEEP0_2"), spec("SLEEP0_2")])
+        ((_, third),) = made.submit([spec("SLEEP0_2")])
         assert first is second is third
         first.result()
     assert fake.runs == [1]
@@ -277,7 +278,7 @@ def test_submitting_does_not_wait(fake: Fake) -> None:
 
 def test_a_future_can_be_cancelled_before_it_starts(fake: Fake) -> None:
     with fake.compiler(jobs=1) as made:
-        ((_, running),) = made.submit([spec("SLEEP0.3")])
+        ((_, running),) = made.submit([spec("SLEEP0_3")])
         (_, unwanted), (_, wanted) = made.submit([spec(1), spec(2)])
         assert unwanted.cancel()
         wanted.result()
@@ -338,16 +339,16 @@ PROCESS = """
 import sys
 from dataclasses import replace
 from pathlib import Path
-from tuner import resources
-from tuner.artifacts import ArtifactCache
-from tuner.compiler import Compiler, Toolchain
+from tuner.base import resources
+from tuner.compile.artifacts import ArtifactCache
+from tuner.compile.compiler import Compiler, Toolchain
 from tuner.families.base import KernelSpec
 folder, values = Path(sys.argv[1]), sys.argv[2:]
 resources.templates = lambda: folder / "templates"
 host = Path("/usr/bin/c++")
 tools = Toolchain(folder / "nvcc", "13.0.88", host, "c++ 12", folder / "cutlass", "4.2.0")
 with Compiler(tools, ArtifactCache(folder / "cache"), jobs=1) as made:
-    for _, future in made.submit([KernelSpec("a.cu.j2", {"n": v}) for v in values]):
+    for _, future in made.submit([KernelSpec("a.cu.j2", {"n": v}, {"n": (v,)}) for v in values]):
         print(future.result().key)
 """
 
@@ -357,7 +358,7 @@ def start(fake: Fake, *values: str) -> subprocess.Popen[str]:
         [sys.executable, "-c", PROCESS, str(fake.folder), *values],
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(Path(compiler.__file__).parents[1])},
+        env={**os.environ, "PYTHONPATH": str(Path(compiler.__file__).parents[2])},
     )
 
 

@@ -15,15 +15,16 @@ import pytest
 import sqlalchemy as sa
 from queue_toys import OPTIONS, REGIME, Replays, catalogue, repeated, states
 
+from tuner.base.processes import ENDING_SIGNALS
 from tuner.cli import main
-from tuner.controller import Controller, Pulse
 from tuner.errors import BenchmarkError, NoValidConfigError, StoreError
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import GemmProblem, Problem
 from tuner.runners.choose import Machine
 from tuner.settings import store_path
 from tuner.store import Store, open_store
-from tuner.store.jobs import Lease
+from tuner.store.jobs import Lease, result_of
+from tuner.tuning.controller import Controller, Pulse
 
 ONE, TWO = (GemmProblem(size, size, size) for size in (128, 256))
 
@@ -49,7 +50,7 @@ class TestPulse:
     @pytest.fixture
     def clock(self, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         made = SimpleNamespace(now=100.0)
-        monkeypatch.setattr("tuner.controller.time.monotonic", lambda: made.now)
+        monkeypatch.setattr("tuner.tuning.controller.time.monotonic", lambda: made.now)
         return made
 
     def test_it_is_written_when_it_ages_or_has_something_to_tell(
@@ -95,6 +96,9 @@ class TestController:
         assert [task.trials for task in store.jobs.tasks(job)] == [16, 16]
         texts = [event.text for event in store.jobs.events(job)]
         assert sum(text.startswith("done: toy ") for text in texts) == 2
+        for task in store.jobs.tasks(job):
+            entry = store.best(task.problem, DEFAULT_GPU, REGIME)
+            assert entry is not None and task.result == result_of(entry)
 
     def test_the_urgent_job_comes_first(self, store: Store) -> None:
         order: list[Problem] = []
@@ -112,6 +116,7 @@ class TestController:
         assert collected == []
         (task,) = store.jobs.tasks(job)
         assert (task.state, task.trials) == ("done", 16), "with the trials that decided it"
+        assert task.result is not None and task.result["winner"] == "toy"
 
     def test_the_next_problem_is_claimed_before_the_final_pass(self, store: Store) -> None:
         job = store.jobs.submit([ONE, TWO], OPTIONS)
@@ -241,7 +246,7 @@ class TestController:
         assert any(facts.get("candidates", 0) > 0 for facts in told)
         assert {"search"} <= {facts.get("phase") for facts in told}
 
-    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+    @pytest.mark.parametrize("number", ENDING_SIGNALS)
     def test_being_stopped_gives_the_problem_back_at_once(self, store: Store, number: int) -> None:
         job = store.jobs.submit([ONE, TWO], OPTIONS)
         collected = []
@@ -256,7 +261,7 @@ class TestController:
             store, Machine(), catalogue=catalogue, create_runners=Replays(stop)
         ) as controller:
             assert controller.run() == 0
-            assert controller.was_stopped
+            assert controller.stopped_by == number
         assert signal.getsignal(number) == before
         assert [(t.state, t.attempt) for t in store.jobs.tasks(job)] == [("queued", 0)] * 2
         kept = store.measurements()
@@ -283,7 +288,7 @@ class TestController:
     def test_without_a_gpu_nothing_is_taken_unless_replays_were_asked_for(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("tuner.device.detect", lambda index=0: None)
+        monkeypatch.setattr("tuner.measure.device.detect", lambda index=0: None)
         url = str(tmp_path / "s.sqlite")
         with open_store(url) as store:
             job = store.jobs.submit([GemmProblem(4096, 4096, 4096)], OPTIONS)

@@ -10,16 +10,17 @@ from typing import Any, ClassVar
 
 import pytest
 from fused_configs import maker
+from shipped_recordings import FILES, read_once
 
-from tuner import recording, resources
-from tuner.bench import cost
+from benchmarks import cost
+from tuner.base import resources
 from tuner.config import Config
 from tuner.families import families, families_of
-from tuner.families.base import Family
+from tuner.families.base import Domain, Family
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.measurement import Environment, Measurement, Regime, Status
 from tuner.problem import AttentionProblem, GemmProblem, Problem, SoftmaxProblem
-from tuner.recording import Recording
+from tuner.runners.recording import Recording
 
 FITTED = {name: f for name, f in families().items() if f.cost_constants}
 PROBLEMS: dict[str, list[Problem]] = {
@@ -31,7 +32,6 @@ PROBLEMS: dict[str, list[Problem]] = {
     "softmax": [SoftmaxProblem(1024, 1024, 16)],
 }
 WIDE, SPREAD = 100, 1.3
-FILES = sorted(recording.folder().glob(f"*{recording.SUFFIX}"))
 
 
 @pytest.mark.parametrize("name", FITTED)
@@ -98,7 +98,7 @@ def wide() -> list[Any]:
     tenth of it is hardly slower than two machines differ, and its order says little.
     """
     found = []
-    for part in cost.parts([recording.read(file) for file in FILES]):
+    for part in cost.parts([read_once(file) for file in FILES]):
         if part.regime != cost.estimated(part.problem):
             continue
         for name in sorted({m.config.family for m in part.measurements} & set(FITTED)):
@@ -136,9 +136,10 @@ def test_wide_recordings_are_put_in_order_by_a_fit_without_them(
 class Toy(Family):
     name = "toy"
     op = "gemm"
+    domains: ClassVar[Mapping[str, Domain]] = {"x": tuple(range(1, 60))}
     cost_constants: ClassVar[Mapping[str, float]] = {"slope": 1.0, "fixed": 1.0}
 
-    def violations(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
+    def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
         return []
 
     def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
@@ -280,7 +281,7 @@ def test_configs_of_another_version_are_not_accepted() -> None:
     assert not gemm.accepts(problem, Config("gemm", {"tile": 1}), DEFAULT_GPU)
 
     class Raising(Toy):
-        def violations(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
+        def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
             return ["too large"] if config["y"] > 3 else []
 
     assert not Raising().accepts(problem, Config("toy", {"x": 1}), DEFAULT_GPU)

@@ -16,10 +16,10 @@ from tuner.config import Config
 from tuner.families import family
 from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Measurement, Provenance, Regime, Status
-from tuner.plan import Plan, plan, times
 from tuner.problem import AttentionProblem, GemmProblem, Problem
+from tuner.search.coverage import Plan, plan, times
+from tuner.search.history import measured
 from tuner.store import open_store
-from tuner.transfer import measured
 
 REGIME = Regime.default("gemm")
 CUBLAS = Config("vendor_blas", {"kernel": "cublas"})
@@ -182,16 +182,17 @@ def test_the_command(
     assert "nothing is known of M=1024,N=512,K=512" in capsys.readouterr().out
     file = tmp_path / "problems.json"
     file.write_text(json.dumps(["M=512,N=512,K=512", "M=1024,N=1024,K=1024"]))
-    monkeypatch.setattr("tuner.cli.ahead.PROGRESS_S", math.inf)
+    monkeypatch.setattr("tuner.cli.ahead.FIRST_PROGRESS_S", math.inf)
     assert main([*arguments, "--problems", str(file)]) == 0
     out, err = capsys.readouterr()
-    assert not err, "it was done before there was anything to say"
+    assert err == "planning 2 problems on NVIDIA H200; nothing is measured\n"
     assert "2 configurations for 2 shapes, each within 3 % of the best known" in out
     assert "measured" in out
-    monkeypatch.setattr("tuner.cli.ahead.PROGRESS_S", 0.0)
+    for name in ("FIRST_PROGRESS_S", "PROGRESS_S"):
+        monkeypatch.setattr(f"tuner.cli.ahead.{name}", 0.0)
     assert main([*arguments, "--problems", str(file), "--within", "25", "--json"]) == 0
     out, err = capsys.readouterr()
-    assert re.fullmatch(r"1 of 2 shapes, \d+ s\n2 of 2 shapes, \d+ s\n", err)
+    assert re.fullmatch(r"planning .*\n1 of 2 shapes, \d+ s\n2 of 2 shapes, \d+ s\n", err)
     answer = json.loads(out)
     assert len(answer["configurations"]) == 1
     assert {s["from"] for s in answer["configurations"][0]["shapes"]} == {"measured"}

@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from tuner import device, toolchain
-from tuner.artifacts import ArtifactCache
+from tuner.base.install import extra_command, install_command
 from tuner.cli import artifacts, doctor
+from tuner.compile import toolchain
+from tuner.compile.artifacts import ArtifactCache
+from tuner.compile.toolchain import Toolchain
 from tuner.errors import BenchmarkError, CompileError, ConfigError
 from tuner.hardware import GPUS, Gpu
+from tuner.measure import device
 from tuner.measurement import Environment
-from tuner.toolchain import Toolchain
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +63,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def no_nvcc(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> tuple[Path, str]:
         raise CompileError(
-            f"no nvcc >= 12.3 was found (looked in PATH: none): {toolchain.NVCC_HELP}"
+            f"no nvcc >= 12.3 was found (looked in PATH: none): {toolchain.nvcc_help()}"
         )
 
     monkeypatch.setattr(toolchain, "find_nvcc", fail)
@@ -77,7 +79,7 @@ def test_a_complete_machine_can_measure(
     assert said["driver"] == "ok: 580.1 (CUDA 13.0)"
     assert said["nvcc"] == "ok: 13.0.88 (/cuda/nvcc)"
     assert said["torch"].startswith("note: not installed")
-    assert "pip install 'cutlass-tuner[torch]'" in said["torch"]
+    assert said["torch"].endswith(f" - {extra_command('torch')}")
 
 
 def test_json_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,7 +108,7 @@ def test_without_a_compiler_and_a_gpu(
     no_nvcc(monkeypatch)
     said = lines(capsys, 1)
     assert said["nvcc"] == (
-        f"missing: no nvcc >= 12.3 was found (looked in PATH: none) - {toolchain.NVCC_HELP}"
+        f"missing: no nvcc >= 12.3 was found (looked in PATH: none) - {toolchain.nvcc_help()}"
     )
     assert "compiling" not in said
     assert "replays recordings" in said["verdict"]
@@ -139,7 +141,7 @@ def test_another_gpu_than_hopper_has_tritons_attention(
     said = lines(capsys, 0)
     assert said["GPU"].startswith("note: NVIDIA A100, compute capability 8.0")
     assert said["Triton"].startswith("note: Triton 3.6 or newer is not installed, no attention")
-    assert "pip install 'cutlass-tuner[triton]'" in said["Triton"]
+    assert said["Triton"].endswith(f" Hopper - {extra_command('triton')}")
     monkeypatch.setattr("tuner.families.triton_attention.triton_version", lambda: "3.7.0")
     assert lines(capsys, 0)["Triton"].startswith("ok: 3.7.0")
 
@@ -173,7 +175,8 @@ def test_missing_cuda_python(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor, "_version", lambda name: None)
-    assert lines(capsys, 1)["cuda-python"] == "missing: not installed - pip install cuda-core"
+    wanted = f"missing: not installed - {install_command('cuda-core')}"
+    assert lines(capsys, 1)["cuda-python"] == wanted
 
 
 def test_a_compiler_that_does_not_compile(
@@ -227,7 +230,7 @@ def test_a_password_is_not_shown(
 def test_cache_info_and_prune(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tuner.artifacts.SAFE_AGE_S", -1.0)
+    monkeypatch.setattr("tuner.compile.artifacts.SAFE_AGE_S", -1.0)
     cache = ArtifactCache()
     with cache.workspace() as folder:
         (folder / "a.so").write_bytes(bytes(5_000))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tuner import document, recording, resources
+from tuner.base import document, resources
 from tuner.bench.results import Results
 from tuner.cli import main
 from tuner.config import Config
@@ -17,6 +18,7 @@ from tuner.errors import ConfigError
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.measurement import Clocks, Environment, Measurement
 from tuner.problem import SoftmaxProblem
+from tuner.runners import recording
 
 DEEP = 200_000
 LISTS = "[" * DEEP + "]" * DEEP
@@ -58,6 +60,73 @@ def test_yaml_that_holds_no_such_date(tmp_path: Path, capsys: pytest.CaptureFixt
     file.write_text("- 2026-13-45\n")
     assert main(["sweep", "--problems", str(file)]) == 2
     assert f"problems file {file} is not YAML: month must be" in capsys.readouterr().err
+
+
+BOMB = "- &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"- &{chr(c + 1)} [{', '.join([f'*{chr(c)}'] * 9)}]\n" for c in range(ord("a"), ord("i"))
+)
+HEX = "0x" + "f" * 6000
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.yaml", BOMB, ": line 2: an alias is not allowed (write the value again)"),
+        ("a.yaml", "- &a {S: 64, D: 64}\n- *a\n", ": line 2: an alias is not allowed"),
+        ("a.yaml", "[" * 9 + "]" * 9, ": line 1: it is nested too deeply (allowed: 8 levels)"),
+        ("a.yaml", "- " + "{a: [" * 100_000, ": line 1: it is nested too deeply"),
+        ("a.yaml", f"- S=64,D=64\n- {{S: {HEX}}}", ": line 2: a value of 6002 characters"),
+        ("a.yaml", f"- {{S: 0x{'f' * 254}, D: 64}}", "entry 1: S=702223"),
+        ("a.yaml", "- !!int ''", ": line 1: a tag is not allowed"),
+        ("a.yaml", "- !!bool x", ": line 1: a tag is not allowed"),
+        ("a.yaml", "- !!timestamp x", ": line 1: a tag is not allowed"),
+        ("a.yaml", "- !!python/object:os.system x", ": line 1: a tag is not allowed"),
+        ("a.yaml", "- \x1b[2J", " is not YAML: unacceptable character"),
+        ("a.yaml", '- "\\e[2J"', r"entry 1: '\x1b[2J' is not KEY=VALUE"),
+        ("a.json", '[{"op": [1]}]', "entry 1: op=[1] is not known"),
+        ("a.yaml", "- {op: {a: 1}}", "entry 1: op={'a': 1} is not known"),
+        ("a.json", '[{"op": null}]', "entry 1: op=None is not known"),
+        ("a.json", '[{"S": 64, "D": 64, "softcap": 1%s}]' % ("0" * 400), "entry 1: softcap=1000"),
+        ("a.json", '[{"S": 64, "D": 64, "H": 2147483647, "HKV": 64}]', "(allowed: a divisor of H)"),
+        ("a.json", "[" + "9" * 5000 + "]", " is not JSON: "),
+        ("a.json", '["\\u001b[2J\\ud800"]', r"entry 1: '\x1b[2J\ud800' is not"),
+        ("a.json", '["%s"]' % ("x" * 100_000), "entry 1: 'xxx"),
+        ("a.json", '[{"%s": 1}]' % ("x" * 100_000), "entry 1: unknown key 'xxx"),
+        ("a.json", "[%s]" % ("[" * 500 + "]" * 500), "entry 1: [[["),
+        ("a.json", f'["{"x" * (4 << 20)}"]', " is too large (allowed: 4194304 bytes)"),
+    ],
+    ids=lambda value: value[:20],
+)
+def test_a_hostile_list_of_problems_ends_in_a_line(
+    name: str, text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / name
+    file.write_text(text)
+    assert main(["sweep", "--problems", str(file)]) == 2
+    told = capsys.readouterr().err
+    *first, line = told.splitlines()
+    assert told.startswith(f"tuner: {'1 of the 1' if first else 'problems file'}")
+    assert len(first) == message.startswith(("entry", "(allowed"))
+    assert message in line
+    assert len(line.removeprefix(f"tuner: problems file {file}")) < 220
+    assert line.isprintable()
+
+
+def test_a_list_without_an_end_is_not_read_to_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["jobs", "submit", "/dev/zero"]) == 2
+    assert capsys.readouterr().err.startswith("tuner: problems file /dev/zero is too large")
+
+
+def test_of_many_wrong_problems_some_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("- S=64,D=7\n" * 100 + "- S=64,D=64\n")
+    assert main(["sweep", "--problems", str(file)]) == 2
+    first, *lines, last = capsys.readouterr().err.splitlines()
+    assert "100 of the 101 problems" in first
+    assert len(lines) == 20
+    assert last == "and 80 more"
 
 
 @pytest.mark.parametrize(
@@ -132,3 +201,23 @@ def test_a_closed_standard_output(
     monkeypatch.setattr("sys.stdout", None)
     assert main(["list"]) == 1
     assert capsys.readouterr().err.startswith("tuner: standard output is closed")
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        (b'{"a": [1, "}}]]", {"b": "\\\\"}]}', ""),
+        (b'{"a": [[[["deep"]]]]}', "nested too deeply (allowed: 4 levels)"),
+        (b'["[[[[[[", "\\"[[[[["]', ""),
+        (b'"' + b'\\"[' * 100_000, ""),
+        (b"[" + b"1," * 20, "it holds too much (allowed: 16 strings, brackets and commas)"),
+        (b'[""' * 20, "it holds too much"),
+        (b"]" * 10 + b"[" * 5, ""),
+    ],
+)
+def test_the_extent_of_json_is_known_before_it_is_parsed(text: bytes, fault: str) -> None:
+    if not fault:
+        document.check_extent(text, tokens=16, depth=4)
+        return
+    with pytest.raises(ConfigError, match=re.escape(fault)):
+        document.check_extent(text, tokens=16, depth=20 if "much" in fault else 4)

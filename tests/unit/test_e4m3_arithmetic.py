@@ -6,9 +6,14 @@ from __future__ import annotations
 
 import pytest
 
-from tuner.gate import E4M3_DEVIATION
+from tuner.measure.gate import E4M3_DEVIATION
+from tuner.measure.tolerance import (
+    E4M3_MARGIN,
+    E4M3_ROUNDING,
+    E4M3_SUM,
+    limits_of,
+)
 from tuner.problem import E4M3, AttentionProblem, GemmProblem
-from tuner.verdict import E4M3_MARGIN, E4M3_ROUNDING, E4M3_SUM, limits_of
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 from fused_attention_proof import e4m3, reference  # noqa: E402

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -29,10 +31,12 @@ from tuner.measurement import (
     Status,
 )
 from tuner.problem import AttentionProblem, GemmProblem
+from tuner.selection import describe
 from tuner.store import open_store
 
-LOOKUP = importlib.import_module("tuner.lookup")
+LOOKUP = importlib.import_module("tuner.selection.reader")
 
+SHIPPED_ENTRIES = LOOKUP.shipped()
 H200, H100 = GPUS["H200"], GPUS["H100"]
 WARM, COLD = Regime("graph", "warm"), Regime("graph", "cold")
 PROBLEM = AttentionProblem(1024, 1024, 64)
@@ -65,8 +69,8 @@ def measured(latency_us: float = 13.0, config: Config = OWN, **changes: Any) -> 
 
 @pytest.fixture(autouse=True)
 def nothing_shipped_and_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("tuner.shipped._tuned", lambda: tmp_path / "tuned")
-    monkeypatch.setattr("tuner.rule.shipped", lambda: ())
+    monkeypatch.setattr("tuner.selection.shipped._tuned", lambda: tmp_path / "tuned")
+    monkeypatch.setattr("tuner.selection.rule.shipped", lambda: ())
     monkeypatch.setattr(commands, "_detected", lambda: None)
     LOOKUP.shipped.cache_clear()
     LOOKUP.shipped_index.cache_clear()
@@ -105,7 +109,7 @@ class TestLookup:
             f"attention {PROBLEM.label()} on NVIDIA H200, graph-warm",
             "cutlass_fmha kernel_schedule=KernelTma tile_m=128",
             "13.0 us (deviation 1.0 % over 20 rounds), 330 TFLOP/s",
-            "0.922 of cudnn",
+            "own speed    1.08x cudnn",
             "measured, 20",
             "cuda 13.0, driver 580.159",
             str(filled),
@@ -136,7 +140,7 @@ class TestLookup:
     ) -> None:
         monkeypatch.setattr(commands, "_detected", lambda: H200)
         here = Environment({"driver": "590.1", "cuda": "13.0"})
-        monkeypatch.setattr("tuner.device.environment", lambda: here)
+        monkeypatch.setattr("tuner.measure.device.environment", lambda: here)
         out = printed(capsys, "lookup", *SHAPE)
         assert "note         measured in another environment (driver 580.159, here 590.1)" in out
 
@@ -231,16 +235,32 @@ class TestList:
             own = measured(5.25, gemm, problem=GEMM, regime=COLD, provenance=Provenance.REPLAYED)
             store.decide(GEMM, H200, COLD, [own], "s")
             store.pin(PROBLEM, H200, WARM, CUDNN)
-        heading, rule, first, second = printed(capsys, "list").splitlines()
-        assert heading.split() == "op shape GPU regime winner us own / vendor provenance".split()
+        first, second = printed(capsys, "list").split("\n\n")
+        place, heading, rule, row = first.splitlines()
+        assert place == "attention on NVIDIA H200, graph-warm: measured, pinned"
+        assert heading.split() == "shape winner us own speed".split()
         assert set(rule) == {"-", " "}
-        assert "attention" in first
-        assert "cudnn" in first
-        assert "14.1  0.922 cudnn" in first
-        assert first.endswith("measured, pinned")
-        assert "gemm" in second
-        assert "5.25" in second
-        assert second.endswith("replayed")
+        assert row.split(maxsplit=2) == [PROBLEM.label(), "cudnn", "14.1  1.08x cudnn"]
+        place, *_, row = second.splitlines()
+        assert place == "gemm on NVIDIA H200, graph-cold: replayed"
+        assert row.split() == [GEMM.label(), "gemm", "5.25", "-"]
+
+    def test_sizes_are_sorted_as_numbers(self, capsys: pytest.CaptureFixture[str]) -> None:
+        sizes = (128, 512, 1024, 16384)
+        with open_store() as store:
+            for size in reversed(sizes):
+                problem = AttentionProblem(size, size, 64)
+                store.decide(problem, H200, WARM, [measured(problem=problem)], "s")
+        rows = printed(capsys, "list").splitlines()[3:]
+        shapes = [row.split()[0] for row in rows]
+        assert shapes == [AttentionProblem(size, size, 64).label() for size in sizes]
+        data = json.loads(printed(capsys, "list", "--json"))
+        assert [row["shape"] for row in data] == shapes
+
+    def test_what_ships_fits_120_columns(self) -> None:
+        tables = describe.list_text(SHIPPED_ENTRIES)
+        assert len(SHIPPED_ENTRIES) > 100
+        assert max(map(len, tables.splitlines())) <= 120
 
     @pytest.mark.parametrize(
         ("options", "count"),
@@ -386,7 +406,8 @@ class TestExchange:
             (Config("warp_drive", {}), "config: family 'warp_drive' is not known"),
             (Config("vendor_blas", {}), "config: "),
             (Config("gemm", {"tile_m": 7}), "config: "),
-            (Config("gemm", {"tile_m": "wide"}, {"qk": OWN}), "config: "),
+            (Config("gemm", {"tile_m": "StreamK"}, {"qk": OWN}), "config: "),
+            (Config("gemm", {"tile_m": "wide"}), "config.params.tile_m: 'wide' is not one of"),
         ],
     )
     def test_a_config_that_its_family_refuses_is_refused(
@@ -410,6 +431,16 @@ class TestExchange:
         with pytest.raises(StoreError, match="does not exist"):
             run("export", "--store", str(tmp_path / "none.sqlite"))
 
+    def test_an_export_of_nothing_fails_and_writes_nothing(
+        self, filled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        file = tmp_path / "e.json"
+        for options in (["--op", "gemm"], ["--shape", "S=77,D=64"], ["--provenance", "predicted"]):
+            with pytest.raises(NoValidConfigError, match="nothing to export: no such entry in /"):
+                run("export", str(file), *options)
+        assert not file.exists()
+        assert capsys.readouterr().out == ""
+
     def test_an_older_export_is_replaced_as_a_whole(
         self, filled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -430,6 +461,14 @@ class TestExchange:
 
 
 class TestPinAndForget:
+    def test_a_vendor_s_kernel_by_its_name(
+        self, filled: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with open_store() as store:
+            store.add([measured(14.1, CUDNN)])
+        out = printed(capsys, "pin", *SHAPE, "--config", "cudnn")
+        assert "vendor_sdpa backend=cudnn, 14.1 us" in out
+
     def test_by_digest_beginning_or_json(
         self, filled: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -473,6 +512,18 @@ class TestPinAndForget:
         assert run("lookup", *SHAPE) == 1
         assert run("forget", *SHAPE, "--json") == 1
         assert json.loads(capsys.readouterr().out) == {"entries": 0, "measurements": 0}
+
+    def test_forget_deletes_what_cannot_be_read(
+        self, filled: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with contextlib.closing(sqlite3.connect(filled, isolation_level=None)) as connection:
+            connection.execute("DROP TRIGGER measurements_immutable")
+            connection.execute("UPDATE measurements SET config = '{'")
+        with pytest.raises(StoreError, match="or `tuner forget` the problem"):
+            run("list")
+        out = printed(capsys, "forget", *SHAPE)
+        assert out == f"1 entry and 3 measurements of {PROBLEM.label()} deleted\n"
+        assert run("list") == 0
 
     def test_what_ships_is_neither_pinned_nor_forgotten(
         self,

@@ -9,17 +9,22 @@ from typing import Any
 
 import pytest
 
-from tuner.artifacts import Artifact
+from tuner.compile.artifacts import Artifact
 from tuner.config import Config
 from tuner.errors import BenchmarkError, CompileError, RenderError, StoreError
-from tuner.evaluate import LOG_LIMIT, Evaluator, Pending, trim
 from tuner.families.base import Family, KernelSpec
-from tuner.gate import REFERENCE
 from tuner.hardware import DEFAULT_GPU
+from tuner.measure.evaluate import (
+    LOG_LIMIT,
+    Evaluator,
+    Pending,
+    trim,
+)
+from tuner.measure.gate import REFERENCE
+from tuner.measure.worker import Outcome
+from tuner.measure.worker_client import Ask
 from tuner.measurement import Environment, Measurement, Provenance, Regime, Resources, Status
 from tuner.problem import GemmProblem
-from tuner.worker import Outcome
-from tuner.worker_client import Ask
 
 PROBLEM = GemmProblem(m=64, n=64, k=64)
 REGIME = Regime("graph", "cold")
@@ -32,7 +37,7 @@ class Toy(Family):
     name, op = "toy", "gemm"
     runtime_parameters = frozenset({"raster"})
 
-    def violations(self, problem: Any, config: Any, gpu: Any) -> list[str]:
+    def conflicts(self, problem: Any, config: Any, gpu: Any) -> list[str]:
         return []
 
     def space(self, problem: Any, gpu: Any) -> list[Config]:

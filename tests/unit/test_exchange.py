@@ -7,6 +7,7 @@ import json
 import sqlite3
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,8 @@ from tuner.measurement import (
     Resources,
     Status,
 )
-from tuner.nearest import Loans, drawn
 from tuner.problem import AttentionProblem, GemmProblem, Problem
+from tuner.selection.nearest import Loans, drawn
 from tuner.store import Store, open_store
 from tuner.store.entry import sort_key
 from tuner.store.exchange import Trusted, load, parse, to_text
@@ -146,21 +147,39 @@ def test_a_decision_of_ones_own_stands_against_an_imported_one(filled: Store) ->
         assert (entry.sweep, entry.origin, entry.pinned) == ("mine", "", False)
 
 
-def test_of_two_imported_decisions_the_newer_stands(store: Store) -> None:
-    def document(latency_us: float, decided_at: str) -> Document:
-        with open_store("sqlite://") as other:
-            other.decide(PROBLEM, H200, WARM, [measured(latency_us=latency_us)], decided_at)
-            exported = other.export()
-            exported["entries"][0]["decided_at"] = decided_at
-            return exported
+def decided(latency_us: float, decided_at: str) -> Document:
+    """What another store decided, and when."""
+    with open_store("sqlite://") as other:
+        other.decide(PROBLEM, H200, WARM, [measured(latency_us=latency_us)], decided_at)
+        exported = other.export()
+        exported["entries"][0]["decided_at"] = decided_at
+        return exported
 
-    assert store.import_(document(13, "2026-10-02T00:00:00+00:00")).entries_added == 1
-    assert store.import_(document(12, "2026-10-03T00:00:00+00:00")).entries_replaced == 1
-    late = store.import_(document(11, "2026-10-01T00:00:00+00:00"))
+
+def test_of_two_imported_decisions_the_newer_stands(store: Store) -> None:
+    assert store.import_(decided(13, "2026-10-02T00:00:00+00:00")).entries_added == 1
+    assert store.import_(decided(12, "2026-10-03T00:00:00+00:00")).entries_replaced == 1
+    late = store.import_(decided(11, "2026-10-01T00:00:00+00:00"))
     assert len(late.entries_kept) == 1
     entry = store.best(PROBLEM, H200, WARM)
     assert entry is not None
     assert entry.winner.latency_us == 12
+
+
+def test_a_decision_of_a_time_to_come_is_replaced(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store may hold one from before they were refused."""
+    with monkeypatch.context() as before:
+        before.setattr("tuner.store.exchange.is_ahead", lambda time: False)
+        store.import_(decided(13, "9999-01-01T00:00:00+00:00"))
+    assert store.import_(decided(12, "2026-10-03T00:00:00+00:00")).entries_replaced == 1
+
+
+def test_clocks_may_differ_by_hours(store: Store) -> None:
+    soon = datetime.now(UTC) + timedelta(hours=23)
+    assert store.import_(decided(13, soon.isoformat(timespec="milliseconds"))).entries_added == 1
+    assert store.import_(decided(12, "2026-10-03T00:00:00+00:00")).entries_kept
 
 
 def test_a_measured_decision_replaces_an_imported_one(filled: Store) -> None:
@@ -229,7 +248,10 @@ BAD: dict[str, tuple[Callable[[Document], None], str]] = {
     "unknown regime": (at(f"{ROW}.regime", "graph"), r"measurements\[0\]: regime: 'graph' is not"),
     "digest": (another_digest, r"measurements\[0\]: config_digest: [0-9a-f]{16} given"),
     "digest's form": (at(f"{ROW}.config_digest", "xyz"), r"config_digest: 'xyz' does not match"),
-    "fraction": (at(f"{ROW}.config.params.tile_m", 1.5), r"config.params.tile_m: 1.5 is not valid"),
+    "fraction": (
+        at(f"{ROW}.config.params.tile_m", 1.5),
+        r"config.params.tile_m: 1.5 is not of type",
+    ),
     "artifact path": (
         at(f"{ROW}.artifacts.main", "../../lib"),
         r"artifacts.main: '../../lib' does",
@@ -249,6 +271,14 @@ BAD: dict[str, tuple[Callable[[Document], None], str]] = {
     "failure wins": (failure_wins, r"entries\[0\]: ranking: .* did not pass \(timeout\)"),
     "foreign pin": (at("entries.0.pinned", 4), r"entries\[0\]: pinned: .*another problem"),
     "decided twice": (decided_twice, r"entries: .* is decided twice"),
+    "to come": (
+        at("entries.0.decided_at", "9999-01-01T00:00:00Z"),
+        r"entries\[0\]: decided_at: 9999-01-01T00:00:00Z is more than a day ahead",
+    ),
+    "measured to come": (
+        at(f"{ROW}.created_at", "9999-01-01T00:00:00+00:00"),
+        r"measurements\[0\]: created_at: 9999-\S+ is more than a day ahead",
+    ),
     "when": (at("entries.0.decided_at", "yesterday"), r"entries\[0\]: decided_at: 'yesterday'"),
     "newer": (at("version", 3), r"version 3, this program reads 2: update cutlass-tuner"),
     "format": (at("format", "x"), r"not a document of entries: format: 'cutlass-tuner-entries'"),
@@ -277,6 +307,10 @@ BAD_AROUND: dict[str, tuple[Callable[[Document], None], str]] = {
     "passed without a time": (at(f"{AROUND}.shapes.0.1.0", "ok"), r"\[1\]\[0\]: 'ok' is not valid"),
     "unknown failure": (at(f"{AROUND}.shapes.0.1.0", "sad"), r"\[1\]\[0\]: 'sad' is not valid"),
     "endless time": (at(f"{AROUND}.shapes.0.1.0", 10**400), r"shapes\[0\]\[1\]\[0\]: it is not"),
+    "to come": (
+        at(f"{AROUND}.shapes.0.2", "9999-01-01T00:00:00+00:00"),
+        r"around\[0\]: shapes: 9999-\S+ is more than a day ahead",
+    ),
     "wrong size": (at(f"{AROUND}.shapes.0.0.head_dim", 63), r"around\[0\]: shapes: D=63 has no"),
     "another operation": (at(f"{AROUND}.shapes.0.0.op", "gemm"), r"shapes: unknown field"),
     "unknown field": (at(f"{AROUND}.code", "x"), r"around\[0\]: .*'code' was unexpected"),

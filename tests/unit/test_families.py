@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
+from tuner.compile.render import render
 from tuner.config import Config
 from tuner.families import families, family
 from tuner.families.base import LSE, SCRATCH, Family, group_by_kernels
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import PROBLEMS, Problem
-from tuner.render import render
 
 SHAPES: dict[str, tuple[str, ...]] = {
     "attention": (
@@ -52,8 +54,14 @@ PAIRS = [
 OWN = [pair for pair in PAIRS if not pair.values[0].is_vendor]  # type: ignore[union-attr]
 
 
+@functools.cache
+def space_of(member: Family, problem: Problem) -> Sequence[Config]:
+    """The space, enumerated once for all tests."""
+    return tuple(member.space(problem, DEFAULT_GPU))
+
+
 def sample(member: Family, problem: Problem, count: int = 40) -> list[Config]:
-    space = list(member.space(problem, DEFAULT_GPU))
+    space = space_of(member, problem)
     return random.Random(1).sample(space, min(count, len(space)))
 
 
@@ -72,7 +80,7 @@ def test_space_is_legal_distinct_and_repeatable(member: Family, problem: Problem
 
 @pytest.mark.parametrize(("member", "problem"), PAIRS)
 def test_predictions_and_seeds(member: Family, problem: Problem) -> None:
-    space = member.space(problem, DEFAULT_GPU)
+    space = space_of(member, problem)
     for config in sample(member, problem):
         predicted = member.predict_us(problem, config, DEFAULT_GPU)
         floor = (
@@ -126,7 +134,7 @@ def test_draws_are_judged_without_raising(member: Family, problem: Problem) -> N
     if member.supports(problem, DEFAULT_GPU):
         pytest.skip(member.supports(problem, DEFAULT_GPU))
     rng = random.Random(7)
-    members = member.space(problem, DEFAULT_GPU)
+    members = space_of(member, problem)
     verdicts = [
         bool(
             member.violations(problem, member.draw(problem, DEFAULT_GPU, members, rng), DEFAULT_GPU)
@@ -142,7 +150,7 @@ def test_what_a_store_may_hold_is_judged_without_raising(member: Family, problem
     """A config of another version: parameters that are missing, or that say something else."""
     if member.supports(problem, DEFAULT_GPU):
         pytest.skip(member.supports(problem, DEFAULT_GPU))
-    config = member.space(problem, DEFAULT_GPU)[0]
+    config = space_of(member, problem)[0]
     assert member.accepts(problem, config, DEFAULT_GPU)
     for name in config.params:
         less = {k: v for k, v in config.params.items() if k != name}

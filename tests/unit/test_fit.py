@@ -11,17 +11,27 @@ from typing import Any
 import pytest
 from gemm_configs import tile
 
-from tuner import transfer
 from tuner.cli import main
 from tuner.config import Config
 from tuner.errors import ConfigError, StoreError
 from tuner.families import family
-from tuner.fit import Sample, _Table, _tree, fit
 from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Measurement, Regime, Status
-from tuner.nearest import doublings
 from tuner.problem import AttentionProblem, GemmProblem
-from tuner.rule import KINDS, UNMEASURED, Rule, find
+from tuner.search import history
+from tuner.search.fit import (
+    Sample,
+    _Table,
+    _tree,
+    fit,
+)
+from tuner.selection.nearest import doublings
+from tuner.selection.rule import (
+    KINDS,
+    UNMEASURED,
+    Rule,
+    find,
+)
 from tuner.store import open_store
 
 REGIME = Regime.default("gemm")
@@ -330,7 +340,7 @@ def test_a_tree_nested_too_deeply_is_no_rule() -> None:
 def test_from_the_store_and_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(transfer, "_shipped", tuple)  # what ships alone would be enough
+    monkeypatch.setattr(history, "_shipped", tuple)  # what ships alone would be enough
     url = f"sqlite:///{tmp_path}/s.sqlite"
     with open_store(url) as store:
         for one in SAMPLES:
@@ -359,7 +369,7 @@ def test_from_the_store_and_back(
 def test_the_rule_s_place_is_looked_at_before_the_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(transfer, "measured", None)  # would fail, were it asked
+    monkeypatch.setattr(history, "measured", None)  # would fail, were it asked
     assert main(["fit", "--op", "gemm", "--output", str(tmp_path / "none/rule.json")]) == 2
     said = f"tuner: {tmp_path}/none/rule.json: there is no folder {tmp_path}/none\n"
     assert capsys.readouterr().err == said
@@ -403,7 +413,7 @@ def test_ties_do_not_depend_on_the_order_of_the_problems() -> None:
 def test_a_rule_is_made_from_plain_attention_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfer, "_shipped", tuple)
+    monkeypatch.setattr(history, "_shipped", tuple)
     url, regime = f"sqlite:///{tmp_path / 's.sqlite'}", Regime.default("attention")
     config = Config("vendor_sdpa", {"kernel": "flash2"})
     plain = ["S=512,D=64", "S=1024,D=64", "SQ=1,SKV=2048,D=64"]

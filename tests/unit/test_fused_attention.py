@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
 import pytest
 from fused_configs import maker
+from goldens import Goldens
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tuner.compile.render import render
 from tuner.config import Config, Value
 from tuner.families.base import group_by_kernels
 from tuner.families.fused_attention import (
@@ -26,10 +27,8 @@ from tuner.hardware import (
     SMEM_RESERVED_PER_BLOCK_BYTES,
 )
 from tuner.problem import AttentionProblem
-from tuner.render import render
 
 FAMILY = FusedAttention()
-GOLDEN = Path(__file__).parents[1] / "golden"
 PROBLEM = AttentionProblem.parse("S=1024,D=64")
 GROUPED = AttentionProblem.parse("H=16,HKV=4,S=1024,D=64")
 make = maker()
@@ -409,29 +408,27 @@ def test_a_width_that_cute_has_not_is_written_out(tile_n: int) -> None:
                 assert f"m64n{tile_n}k{depth}.f32.{name}.{name}" in text
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "config"),
-    [
-        ("plain", "S=1024,D=64", make(2, 128, ping_pong=True, early_exp=50)),
-        (
-            "causal",
-            "H=16,HKV=4,S=1000,D=128,causal=1,dtype=bf16",
-            make(2, 64, score_buffers=2, packed_heads=4, persistent=True),
-        ),
-        (
-            "e4m3",
-            "S=1024,D=128,dtype=e4m3",
-            make(2, 224, ping_pong=True, early_exp=50, persistent=True),
-        ),
-        (
-            "varlen",
-            "B=3,H=8,HKV=2,S=1000,D=64,varlen=1",
-            make(2, 96, score_buffers=2, packed_heads=4),
-        ),
-    ],
-)
-def test_golden_text(name: str, text: str, config: Config) -> None:
-    problem = AttentionProblem.parse(text)
-    assert FAMILY.violations(problem, config, DEFAULT_GPU) == []
-    rendered = render(FAMILY.kernels(problem, config)["attention"], "golden")
-    assert rendered == (GOLDEN / f"fused_attention_{name}.cu").read_text(encoding="utf-8")
+RENDERED = {
+    "plain": ("S=1024,D=64", make(2, 128, ping_pong=True, early_exp=50)),
+    "causal": (
+        "H=16,HKV=4,S=1000,D=128,causal=1,dtype=bf16",
+        make(2, 64, score_buffers=2, packed_heads=4, persistent=True),
+    ),
+    "e4m3": (
+        "S=1024,D=128,dtype=e4m3",
+        make(2, 224, ping_pong=True, early_exp=50, persistent=True),
+    ),
+    "varlen": (
+        "B=3,H=8,HKV=2,S=1000,D=64,varlen=1",
+        make(2, 96, score_buffers=2, packed_heads=4),
+    ),
+}
+
+
+def test_golden_texts(goldens: Goldens) -> None:
+    texts = {}
+    for name, (shape, config) in RENDERED.items():
+        problem = AttentionProblem.parse(shape)
+        assert FAMILY.violations(problem, config, DEFAULT_GPU) == []
+        texts[name] = render(FAMILY.kernels(problem, config)["attention"], "golden")
+    goldens.check("fused_attention", texts)

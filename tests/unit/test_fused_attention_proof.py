@@ -22,12 +22,12 @@ from fused_attention_proof.cases import Case
 from fused_attention_proof.plan import Trial
 from fused_attention_proof.report import Finding, Report
 
-from tuner.benchmark import WORKSPACE, Subject
 from tuner.config import Config
 from tuner.errors import BenchmarkError, ConfigError
 from tuner.families import family
 from tuner.families.base import LSE
 from tuner.hardware import DEFAULT_GPU
+from tuner.measure.stopwatch import WORKSPACE, Subject
 from tuner.problem import AttentionProblem
 
 if importlib.util.find_spec("torch"):
@@ -131,7 +131,7 @@ def test_few_kernels_serve_every_case_and_every_lever(
     for name in FUSED.runtime_parameters:
         assert {value for known, value in launched if known == name} >= {
             config.params.get(name) for p in probes for config in FUSED.space(p, DEFAULT_GPU)[:200]
-        } & set(FUSED.domains[name])
+        } & set(FUSED.tried(name))
 
 
 def test_the_choice_is_the_same_again(some: tuple[list[Case], list[plan.Kernel]]) -> None:

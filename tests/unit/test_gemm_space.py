@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from gemm_samples import GEMM, PROBLEMS, SQUARE, coop, ping, stream_k
 
+from tuner.compile.render import render
 from tuner.config import Config
-from tuner.families import gemm_cost
 from tuner.families.base import group_by_kernels
-from tuner.families.gemm_shape import tile_blocks
-from tuner.families.gemm_space import Shape
+from tuner.families.gemm import cost as gemm_cost
+from tuner.families.gemm.shape import tile_blocks
+from tuner.families.gemm.space import Shape
 from tuner.hardware import DEFAULT_GPU, GPUS
 from tuner.problem import GemmProblem
-from tuner.render import render
 
 
 @pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
@@ -194,7 +194,9 @@ def test_products_with_a_short_side_may_be_programmatic_dependents() -> None:
         GEMM.launches(SQUARE, ping(pdl=value), 1.0)[0].integers[15] for value in (True, None)
     )
     assert (with_pdl, without) == (1, 0)
-    assert GEMM.violations(SQUARE, ping(pdl=False), DEFAULT_GPU) == ["pdl=False is not one of True"]
+    assert GEMM.violations(SQUARE, ping(pdl=False), DEFAULT_GPU) == [
+        "pdl=False is not known (allowed: True)"
+    ]
     stream_k = {"kernel_schedule": "TmaWarpSpecializedCooperative", "tile_scheduler": "StreamK"}
     assert "parameter pdl does not apply" in GEMM.violations(
         SQUARE, ping(**stream_k, pdl=True), DEFAULT_GPU

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from tuner import device
 from tuner.cli.sweep import add_machine, machine_of
 from tuner.errors import BenchmarkError, ConfigError
 from tuner.hardware import GPUS, Gpu
+from tuner.measure import device
 from tuner.measurement import Environment
 from tuner.runners.choose import Machine, Runners
 from tuner.runners.gpus import choose, parse_devices

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tuner import resources
-from tuner.job import read_problems
+from tuner.base import resources
 from tuner.problem import AttentionProblem, GemmProblem, Problem
-from tuner.shapes import Model, problems
+from tuner.problem.shapes import Model, problems
+from tuner.tuning.job import read_problems
 
 #: As in the models' config.json: hidden, intermediate, query and key heads, vocabulary.
 MODELS = {

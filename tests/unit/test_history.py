@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from tuner import recording, transfer
 from tuner.config import Config
 from tuner.families import family
 from tuner.hardware import DEFAULT_GPU, GPUS
 from tuner.measurement import Environment, Measurement, Regime, Status
 from tuner.problem import GemmProblem, Problem
-from tuner.recording import Recording
+from tuner.runners import recording
+from tuner.runners.recording import Recording
+from tuner.search import history
 from tuner.store import Store, open_store
 
 REGIME = Regime.default("gemm")
@@ -40,10 +41,10 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     folder = tmp_path / "recordings"
     folder.mkdir()
     monkeypatch.setattr(recording, "folder", lambda: folder)
-    transfer._shipped.cache_clear()
+    history._shipped.cache_clear()
     with open_store(f"sqlite:///{tmp_path}/s.sqlite") as opened:
         yield opened
-    transfer._shipped.cache_clear()
+    history._shipped.cache_clear()
 
 
 def ship(problem: Problem, *configs: Config) -> None:
@@ -53,7 +54,7 @@ def ship(problem: Problem, *configs: Config) -> None:
 
 
 def told(store: Store) -> list[Measurement]:
-    return transfer.history(NEW, DEFAULT_GPU, REGIME, HERE.digest, store)
+    return history.history(NEW, DEFAULT_GPU, REGIME, HERE.digest, store)
 
 
 def test_other_problems_of_the_store(store: Store) -> None:
@@ -66,7 +67,7 @@ def test_other_problems_of_the_store(store: Store) -> None:
 
 
 def test_the_nearest_where_there_are_many(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "MOST_PROBLEMS", 1)
+    monkeypatch.setattr(history, "MOST_PROBLEMS", 1)
     tuned(store, FAR)
     tuned(store, NEAR)
     assert {m.problem for m in told(store)} == {NEAR}
@@ -92,9 +93,9 @@ def test_shipped_recordings_of_problems_that_the_store_lacks(store: Store) -> No
 
 def test_another_chip_or_regime_says_nothing(store: Store) -> None:
     ship(FAR, CONFIGS[0])
-    assert transfer.history(NEW, GPUS["H100"], REGIME, HERE.digest, store) == []
+    assert history.history(NEW, GPUS["H100"], REGIME, HERE.digest, store) == []
     warm = Regime("graph", "warm")
-    assert transfer.history(NEW, DEFAULT_GPU, warm, HERE.digest, store) == []
+    assert history.history(NEW, DEFAULT_GPU, warm, HERE.digest, store) == []
 
 
 def test_a_config_of_another_version_of_its_family_is_passed_over(store: Store) -> None:
@@ -106,7 +107,7 @@ def test_a_rule_is_made_from_everything_measured(store: Store) -> None:
     tuned(store, NEW)
     ship(NEW, CONFIGS[0])
     ship(FAR, CONFIGS[0], CUBLAS)
-    found = transfer.measured("gemm", DEFAULT_GPU, REGIME, store)
+    found = history.measured("gemm", DEFAULT_GPU, REGIME, store)
     assert set(found) == {NEW, FAR}
     assert {m.config for m in found[NEW]} == {*CONFIGS, CUBLAS}
     assert {m.config for m in found[FAR]} == {CONFIGS[0], CUBLAS}

@@ -15,23 +15,23 @@ from typing import Any
 
 import pytest
 
-from tuner import device
-from tuner.artifacts import Artifact
+from tuner.compile.artifacts import Artifact
 from tuner.config import Config
 from tuner.errors import BenchmarkError, StoreError
 from tuner.families import families_in
 from tuner.families.base import Family
 from tuner.hardware import DEFAULT_GPU
-from tuner.job import Job, JobOptions
+from tuner.measure import device
+from tuner.measure.worker import Outcome
+from tuner.measure.worker_client import Ask
 from tuner.measurement import Environment, Provenance, Regime, Status
 from tuner.problem import GemmProblem, Problem
 from tuner.runners.local import LocalRunner
 from tuner.runners.pool import WorkerPool
 from tuner.store import Store, open_store
-from tuner.sweep import SweepOptions
-from tuner.watch import Interruption, Watcher
-from tuner.worker import Outcome
-from tuner.worker_client import Ask
+from tuner.tuning.job import Job, JobOptions
+from tuner.tuning.progress import Interruption, Watcher
+from tuner.tuning.sweep import SweepOptions
 
 PATIENCE_S = 30.0
 PROBLEMS = [GemmProblem(m, 64, 64) for m in (64, 128, 192, 256, 320, 384)]
@@ -41,7 +41,7 @@ from tuner.families.base import Family, KernelSpec
 
 class Toy(Family):
     name, op = "toy", "gemm"
-    def violations(self, problem, config, gpu): return []
+    def conflicts(self, problem, config, gpu): return []
     def space(self, problem, gpu): return [Config("toy", {"tile": t}) for t in range(1, 13)]
     def predict_us(self, problem, config, gpu): return 10.0 + config.get("tile", 0)
     def kernels(self, problem, config):

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from toys import ENVIRONMENT, REGIME, CountingRunner, catalogue, recording
+from toys import ENVIRONMENT, REGIME, Clock, CountingRunner, catalogue, recording
 
 from tuner.errors import ConfigError, NoValidConfigError
 from tuner.hardware import DEFAULT_GPU
-from tuner.job import Job, JobOptions, parse_problem, read_problems
 from tuner.measurement import Regime
 from tuner.problem import AttentionProblem, GemmProblem, Problem, SoftmaxProblem
-from tuner.recording import Recording
+from tuner.runners.recording import Recording
 from tuner.runners.replay import ReplayRunner
 from tuner.store import Store, open_store
-from tuner.sweep import SweepOptions
-from tuner.watch import Interruption, SweepState, Watcher
+from tuner.tuning.job import (
+    Job,
+    JobOptions,
+    parse_problem,
+    read_problems,
+)
+from tuner.tuning.progress import Interruption, SweepState, Watcher
+from tuner.tuning.sweep import SweepOptions
 
 
 @pytest.fixture
@@ -80,7 +84,10 @@ class TestJob:
         assert order.index(f"prefetch {labels[1]}") < order.index(f"final {labels[0]}")
         assert order.index(f"prefetch {labels[2]}") < order.index(f"final {labels[1]}")
 
-    def test_what_a_time_limit_leaves_in_flight_is_kept(self, store: Store) -> None:
+    def test_what_a_time_limit_leaves_in_flight_is_kept(
+        self, store: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        clock = Clock(monkeypatch)
         first, second, _ = self.problems
         whole = Recording(
             first,
@@ -90,9 +97,9 @@ class TestJob:
             recording(first).measurements,
             (recording(second),),
         )
-        shared = CountingRunner(whole, lambda runner: time.sleep(0.06))
+        shared = CountingRunner(whole, lambda runner: clock.pass_by(6))
         shared.capacity = 4
-        options = JobOptions(SweepOptions(time_limit_s=0.3, sampler="tpe"), l2="warm")
+        options = JobOptions(SweepOptions(time_limit_s=30, sampler="tpe"), l2="warm")
         job = Job(
             [first, second],
             OneRunner({first: shared, second: shared}),  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import sqlalchemy as sa
@@ -18,13 +19,26 @@ from tuner.hardware import GPUS
 from tuner.measurement import Environment, Measurement, Provenance, Regime, Status
 from tuner.problem import AttentionProblem, GemmProblem
 from tuner.store import Store, SweepRecord, open_store
-from tuner.store.jobs import Claim
+from tuner.store.entry import Entry
+from tuner.store.jobs import Claim, result_of, result_text
 from tuner.store.sql_jobs import SqlJobs
 
 H200, WARM = GPUS["H200"], Regime("graph", "warm")
 ONE, TWO, THREE = (GemmProblem(size, size, size) for size in (128, 256, 512))
 ENVIRONMENT = Environment({"driver": "580"})
 PAST, FUTURE = 0.0, 1e12
+RESULT = {
+    "winner": "fused_attention",
+    "is_vendor": False,
+    "config_digest": "0123456789abcdef",
+    "latency_us": 11.5,
+    "provenance": "measured",
+    "pass": "final",
+    "own_us": 11.5,
+    "fastest_vendor": "cudnn",
+    "fastest_vendor_us": 14.8,
+    "vendor_over_own": 14.8 / 11.5,
+}
 
 
 @pytest.fixture(params=["file", "memory", "postgresql"])
@@ -131,6 +145,16 @@ class TestContract:
         store.jobs.finish(claim.lease, "decided")
         assert claimed(store).job == second
         assert state(store, first) == ["done"]
+
+    def test_a_result_is_kept_with_its_task(self, store: Store) -> None:
+        job = store.jobs.submit([ONE, TWO], {})
+        store.jobs.extend((claim := claimed(store)).lease, {"phase": "search"})
+        store.jobs.finish(claim.lease, "decided", RESULT)
+        store.jobs.finish(claimed(store).lease, "nothing was decided")
+        first, second = store.jobs.tasks(job)
+        assert (first.result, first.progress) == (RESULT, {})
+        assert second.result is None
+        assert first.to_json()["result"] == RESULT
 
     def test_a_lease_that_is_extended_is_kept(self, store: Store) -> None:
         job = store.jobs.submit([ONE], {})
@@ -415,18 +439,22 @@ class TestCommand:
         capsys.readouterr()
         assert self.shown(capsys, "show", id)["state"] == "queued"
 
-    def test_logs_follow_until_the_job_ends(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_logs_follow_until_the_job_ends(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         id = self.submitted(capsys, "--shape", "S=1024,D=64")
+        looks = 0
 
-        def end() -> None:
-            time.sleep(0.7)
-            with open_store() as store:
-                store.jobs.cancel(id)
+        def wait(seconds: float) -> None:
+            nonlocal looks
+            looks += 1
+            if looks == 2:
+                with open_store() as store:
+                    store.jobs.cancel(id)
 
-        thread = threading.Thread(target=end)
-        thread.start()
+        monkeypatch.setattr("tuner.cli.jobs.time", SimpleNamespace(sleep=wait))
         assert main(["jobs", "logs", id, "--follow"]) == 0
-        thread.join()
+        assert looks == 2
         lines = capsys.readouterr().out.splitlines()
         assert [line[21:] for line in lines] == ["submitted, problems: 1", "cancelled, problems: 1"]
 
@@ -454,6 +482,43 @@ class TestCommand:
         assert main(["jobs", "show", id]) == 0
         label = AttentionProblem.parse("S=1024,D=64").label()
         assert f"attention {label}: the compiler is missing" in capsys.readouterr().out
+
+    def test_a_finished_problem_shows_what_was_decided(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        id = self.submitted(capsys, "--shape", "S=1024,D=64")
+        with open_store() as store:
+            store.jobs.finish(claimed(store).lease, "decided", RESULT)
+        assert main(["jobs", "show", id]) == 0
+        (row,) = [t for t in capsys.readouterr().out.splitlines() if " done " in t]
+        told = "fused_attention 0123456789abcdef, 11.50 us, measured, own speed 1.29x cudnn"
+        assert row.endswith(told)
+        assert main(["jobs", "show", id, "--json"]) == 0
+        (task,) = json.loads(capsys.readouterr().out)["problems"]
+        assert task["result"] == RESULT and "result" not in task["progress"]
+
+
+def test_a_result_is_of_the_winner_and_the_fastest_vendor() -> None:
+    own = measured("s").but(is_final=True, latency_us=11.5)
+    vendors = {"cudnn": 14.8, "flash": 15.0}
+    ranked = [
+        own,
+        *(
+            own.but(config=Config("vendor_sdpa", {"kernel": name}), latency_us=us)
+            for name, us in vendors.items()
+        ),
+    ]
+    found = result_of(Entry.of(ranked))
+    assert (found["winner"], found["is_vendor"]) == (own.config.family, False)
+    assert (found["fastest_vendor"], found["fastest_vendor_us"]) == ("cudnn", 14.8)
+    assert found["vendor_over_own"] == pytest.approx(14.8 / 11.5)
+    assert result_text(found).endswith("11.50 us, measured, own speed 1.29x cudnn")
+    lost = result_of(Entry.of([ranked[1], own.but(latency_us=17.2)]))
+    assert (lost["winner"], lost["is_vendor"]) == ("cudnn", True)
+    assert result_text(lost) == "cudnn, 14.80 us, measured, own speed 0.86x cudnn, slower"
+    alone = result_of(Entry.of([own.but(provenance=Provenance.REPLAYED, is_final=False)]))
+    assert (alone["vendor_over_own"], alone["fastest_vendor"]) == (None, None)
+    assert result_text(alone).endswith("11.50 us, replayed, quick pass")
 
 
 def test_provenance_of_a_trial_is_kept() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from tuner import families
 from tuner.bench import presets
-from tuner.bench.compare import Comparison, Task
+from tuner.bench.comparison import Comparison, Task
 from tuner.bench.contenders import Role, line_up, peers_named
 from tuner.bench.results import Results, Timed
 from tuner.cli import bench_tables
@@ -19,9 +19,9 @@ from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families.triton_attention import TritonAttention
 from tuner.hardware import DEFAULT_GPU
+from tuner.measure.kernel_times import described, read
 from tuner.measurement import Environment, Measurement, Regime, Status
 from tuner.problem import Problem
-from tuner.stages import described, read
 
 WARM = Regime("graph", "warm")
 TILED = presets.TILED

@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
-from tuner import compiler as compiler_room
-from tuner import device
 from tuner import families as families_room
 from tuner.cli import legality, main
 from tuner.cli.legality import (
@@ -25,10 +23,12 @@ from tuner.cli.legality import (
     summary,
     without_folders,
 )
-from tuner.config import Config
+from tuner.compile import compiler as compiler_room
+from tuner.config import Config, Value
 from tuner.families import families
-from tuner.families.base import Family
+from tuner.families.base import Domain, Family
 from tuner.hardware import DEFAULT_GPU
+from tuner.measure import device
 from tuner.measurement import Measurement, Regime, Resources, Status
 from tuner.problem import PROBLEMS, GemmProblem, Problem
 from tuner.runners import local
@@ -42,12 +42,16 @@ class Toy(Family):
     """Legal where the tile is at most `limit`; serves square problems alone."""
 
     name, op = "toy", "gemm"
+    domains: ClassVar[Mapping[str, Domain]] = {"tile": range(200)}
+    draws: ClassVar[Mapping[str, tuple[Value, ...]]] = {"tile": ()}
 
     def __init__(self, tiles: int = 200, limit: int = 120) -> None:
-        self.limit = limit
-        self.domains = {"tile": tuple(range(tiles))}
+        self.tiles, self.limit = tiles, limit
 
-    def violations(self, problem: Any, config: Config, gpu: Any) -> list[str]:
+    def tried(self, name: str) -> Sequence[Value]:
+        return range(self.tiles)
+
+    def conflicts(self, problem: Any, config: Config, gpu: Any) -> list[str]:
         return ["too large"] if config["tile"] > self.limit else []
 
     def space(self, problem: Any, gpu: Any) -> list[Config]:

@@ -49,7 +49,7 @@ def loaded_by(code: str) -> set[str]:
         "import tuner; tuner.AttentionProblem.parse('S=1024,D=64')",
         "import tuner; tuner.lookup, tuner.Config, tuner.Measurement, tuner.TunerError",
         "import tuner.families; tuner.families.families()",
-        "import tuner.artifacts",
+        "import tuner.compile.artifacts",
         "import tuner; tuner.lookup(tuner.AttentionProblem.parse('S=1999,D=64'), gpu='H200')",
     ],
 )
@@ -73,4 +73,4 @@ def test_quick_commands_are_light(arguments: list[str]) -> None:
 
 
 def test_the_probe_sees_a_heavy_import() -> None:
-    assert "jinja2" in loaded_by("import tuner.render")
+    assert "jinja2" in loaded_by("import tuner.compile.render")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import replace
@@ -15,20 +15,20 @@ from typing import Any
 
 import pytest
 
-from tuner import device
-from tuner.artifacts import Artifact
+from tuner.compile.artifacts import Artifact
 from tuner.config import Config
 from tuner.errors import BenchmarkError, ConfigError
 from tuner.families import families_in
 from tuner.families.base import KernelSpec
-from tuner.gate import REFERENCE
 from tuner.hardware import DEFAULT_GPU
+from tuner.measure import device
+from tuner.measure.gate import REFERENCE
+from tuner.measure.worker import Outcome
+from tuner.measure.worker_client import Ask
 from tuner.measurement import Environment, Regime, Status
 from tuner.problem import GemmProblem
 from tuner.runners.local import LocalRunner
 from tuner.runners.pool import WorkerPool
-from tuner.worker import Outcome
-from tuner.worker_client import Ask
 
 PROBLEM = GemmProblem(m=64, n=64, k=64)
 PATIENCE_S = 30.0
@@ -38,7 +38,7 @@ from tuner.families.base import Family, KernelSpec
 
 class Planted(Family):
     name, op = "planted", "gemm"
-    def violations(self, problem, config, gpu): return []
+    def conflicts(self, problem, config, gpu): return []
     def space(self, problem, gpu): return []
     def predict_us(self, problem, config, gpu): return 1.0
     def kernels(self, problem, config):
@@ -86,6 +86,27 @@ class FakeWorker:
 
     def close(self) -> None:
         self.closed += 1
+
+
+class Results(queue.SimpleQueue[Any]):
+    """A runner's results; tells when somebody waits for one."""
+
+    def __init__(self) -> None:
+        self.is_waited_for = threading.Event()
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        self.is_waited_for.set()
+        return super().get(block, timeout)
+
+
+def after(event: threading.Event, then: Callable[[], object]) -> None:
+    """Do something in another thread once an event has come."""
+
+    def run() -> None:
+        assert event.wait(PATIENCE_S), "what was to come first did not come"
+        then()
+
+    threading.Thread(target=run, daemon=True).start()
 
 
 Made = tuple[LocalRunner, FakeCompiler, FakeWorker]
@@ -143,13 +164,10 @@ def test_a_vendor_s_group_waits_for_no_compiler(make: Callable[[], Made]) -> Non
 
 def test_collect_waits_for_the_compiler(make: Callable[[], Made]) -> None:
     runner, compiler, _ = make()
+    runner._done = results = Results()
     runner.submit(PROBLEM, [config(64)])
-    later = threading.Timer(0.1, compiler.build_tile, [64])
-    later.start()
-    started = time.monotonic()
+    after(results.is_waited_for, lambda: compiler.build_tile(64))
     assert tiles(runner.collect()) == [64]
-    assert time.monotonic() - started >= 0.05
-    later.join()
 
 
 def test_collecting_nothing_is_an_error(make: Callable[[], Made]) -> None:
@@ -212,7 +230,9 @@ class TestCuttingShort:
     @pytest.fixture
     def hung(self, make: Callable[[], Made]) -> LocalRunner:
         runner, compiler, worker = make()
+        runner._done = results = Results()
         self.begun, self.interrupted = threading.Event(), threading.Event()
+        self.is_waited_for = results.is_waited_for
 
         def measure(ask: Ask) -> list[Outcome]:
             self.begun.set()
@@ -226,27 +246,47 @@ class TestCuttingShort:
         compiler.build_tile(64)
         return runner
 
+    @pytest.fixture
+    def final(self, hung: LocalRunner, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+        """Comes when somebody waits for a final pass."""
+        is_waited_for, submit = threading.Event(), hung._pool.submit
+
+        def watched(*args: Any, **options: Any) -> Future[Any]:
+            timing: Future[Any] = submit(*args, **options)
+            result = timing.result
+
+            def wait() -> Any:
+                is_waited_for.set()
+                return result()
+
+            monkeypatch.setattr(timing, "result", wait)
+            return timing
+
+        monkeypatch.setattr(hung._pool, "submit", watched)
+        return is_waited_for
+
     def test_ctrl_c_while_collecting_gives_up_what_is_timed(self, hung: LocalRunner) -> None:
-        assert self.begun.wait(30)
-        timer = threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGINT])
-        timer.start()
+        assert self.begun.wait(PATIENCE_S)
+        after(self.is_waited_for, lambda: os.kill(os.getpid(), signal.SIGINT))
         with pytest.raises(KeyboardInterrupt):
             hung.collect()
-        assert self.interrupted.wait(30) and hung.building == 0
+        assert self.interrupted.wait(PATIENCE_S) and hung.building == 0
 
-    def test_ctrl_c_during_the_final_pass_gives_it_up(self, hung: LocalRunner) -> None:
-        assert self.begun.wait(30)
-        timer = threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGINT])
-        timer.start()
+    def test_ctrl_c_during_the_final_pass_gives_it_up(
+        self, hung: LocalRunner, final: threading.Event
+    ) -> None:
+        assert self.begun.wait(PATIENCE_S)
+        after(final, lambda: os.kill(os.getpid(), signal.SIGINT))
         with pytest.raises(KeyboardInterrupt):
             hung.retime(PROBLEM, [config(64)], 20)
         hung.close()
 
     @pytest.mark.parametrize("waits_in", ["collect", "retime"])
-    def test_another_thread_ends_the_wait(self, hung: LocalRunner, waits_in: str) -> None:
-        assert self.begun.wait(30)
-        timer = threading.Timer(0.1, hung.cancel)
-        timer.start()
+    def test_another_thread_ends_the_wait(
+        self, hung: LocalRunner, final: threading.Event, waits_in: str
+    ) -> None:
+        assert self.begun.wait(PATIENCE_S)
+        after(self.is_waited_for if waits_in == "collect" else final, hung.cancel)
         if waits_in == "collect":
             assert hung.collect() == []
         else:

@@ -17,6 +17,7 @@ from tuner.measurement import (
     Regime,
     Resources,
     Status,
+    speedup_text,
 )
 from tuner.problem import GemmProblem
 
@@ -45,6 +46,39 @@ def test_a_measurement_survives_json() -> None:
     assert again == MEASUREMENT
     assert again.config.stages["qk"]["tile_m"] == 64
     assert again.tflops == pytest.approx(2 * 4096**3 / 200e-6 / 1e12)
+
+
+def test_a_speedup_is_above_one_where_this_kernel_is_faster() -> None:
+    slower = MEASUREMENT.but(latency_us=258.0)
+    assert MEASUREMENT.speedup(slower) == pytest.approx(1.29)
+    assert slower.speedup(MEASUREMENT) == pytest.approx(200 / 258)
+
+
+def test_times_of_two_passes_have_no_speedup() -> None:
+    quick = MEASUREMENT.but(is_final=False)
+    assert MEASUREMENT.speedup(quick) is None and quick.speedup(MEASUREMENT) is None
+    assert quick.speedup(quick) == 1.0
+    failed = MEASUREMENT.but(status=Status.TIMEOUT, latency_us=None)
+    assert MEASUREMENT.speedup(failed) is None and failed.speedup(MEASUREMENT) is None
+
+
+@pytest.mark.parametrize(
+    ("ratio", "text"),
+    [
+        (1.289, "1.29x cudnn"),
+        (1.0, "1.00x cudnn"),
+        (0.996, "1.00x cudnn"),
+        (0.994, "0.99x cudnn, slower"),
+        (0.86, "0.86x cudnn, slower"),
+    ],
+)
+def test_a_loss_looks_like_one(ratio: float, text: str) -> None:
+    assert speedup_text(ratio, "cudnn") == text
+
+
+def test_whoever_knows_the_noise_says_what_is_slower() -> None:
+    assert speedup_text(0.98, is_slower=False) == "0.98x"
+    assert speedup_text(0.98) == "0.98x, slower"
 
 
 def test_order_of_parameters_does_not_matter_and_values_do() -> None:

@@ -14,7 +14,7 @@ from alembic.config import Config as AlembicConfig
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 
-from tuner import resources
+from tuner.base import resources
 from tuner.errors import StoreError
 from tuner.hardware import GPUS
 from tuner.measurement import Regime
@@ -95,7 +95,7 @@ def test_a_store_of_a_newer_program_is_left_as_it_is(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="schema 9999, newer than this program knows") as error:
         open_store(str(path))
     assert "install a newer cutlass-tuner" in str(error.value)
-    lookup = importlib.import_module("tuner.lookup")
+    lookup = importlib.import_module("tuner.selection.reader")
     with pytest.raises(StoreError, match="schema 9999, newer than this program knows"):
         lookup.lookup(AttentionProblem(1024, 1024, 64), path=path)
     lookup.close()

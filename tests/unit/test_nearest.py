@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import fnmatch
 import importlib
+import json
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,16 +15,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lenders import OWN, Toy, toy_family
+from lenders import OWN, Toy, ToyProduct, toy_family
 
-from tuner import nearest
 from tuner.cli import main
 from tuner.config import Config
 from tuner.families import families
 from tuner.hardware import GPUS
-from tuner.lookup import lookup
 from tuner.measurement import Environment, Measurement, Provenance, Regime, Status
-from tuner.nearest import LEAST_PASSED, REACH, Loans, distance, drawn
 from tuner.problem import (
     E4M3,
     LAYOUTS,
@@ -35,16 +33,24 @@ from tuner.problem import (
     SoftmaxProblem,
     SwigluProblem,
 )
+from tuner.selection import nearest
+from tuner.selection.nearest import (
+    LEAST_PASSED,
+    REACH,
+    Loans,
+    distance,
+    drawn,
+    is_enclosed,
+    sizes,
+)
+from tuner.selection.reader import lookup
 from tuner.store import Entry, Store, open_store
 from tuner.store.exchange import to_text
 
-MODULE = importlib.import_module("tuner.lookup")
+MODULE = importlib.import_module("tuner.selection.reader")
 H200, WARM = GPUS["H200"], Regime("graph", "warm")
 PROBLEM = AttentionProblem.parse("S=1024,D=64")
 NEAR = AttentionProblem.parse("S=1100,D=64")
-DRAWN: Any = drawn(PROBLEM)[0]
-"""One of the shapes that are measured, and a shape that it is the nearest of."""
-BESIDE = replace(DRAWN, seqlen_kv=DRAWN.seqlen_kv + 1)
 CUDNN = Config("vendor_sdpa", {"kernel": "cudnn"})
 
 toy = toy_family  # for every test here
@@ -64,9 +70,15 @@ def measured(config: Config, us: float, problem: Problem = PROBLEM, **changes: A
     ).but(**changes)
 
 
-def around(config: Config, us: float = 10.0, count: int = 99, **changes: Any) -> list[Measurement]:
-    """`config` at the shapes drawn around the problem."""
-    return [measured(config, us, p, is_final=False, **changes) for p in drawn(PROBLEM)[:count]]
+def around(config: Config, us: float = 10.0, **changes: Any) -> list[Measurement]:
+    """`config` at the shapes drawn around the problem, then PyTorch's kernel there, slower."""
+    return at(drawn(PROBLEM), config, us, **changes)
+
+
+def at(shapes: Iterable[Problem], config: Config, us: float = 10.0, **changes: Any) -> Any:
+    shapes = list(shapes)
+    own = [measured(config, us, p, is_final=False, **changes) for p in shapes]
+    return [*own, *(measured(CUDNN, 15.0, p, is_final=False) for p in shapes)]
 
 
 def failed(m: Measurement, status: Status) -> Measurement:
@@ -209,8 +221,16 @@ class TestLend:
 
     def test_nothing_is_lent_without_evidence(self) -> None:
         assert lent(ENTRY, []) == []
-        assert lent(ENTRY, around(OWN[0], count=LEAST_PASSED - 1)) == []
-        assert lent(ENTRY, around(OWN[0], count=LEAST_PASSED)) == [OWN[0]]
+        # The same size on both sides, but for the last: the problem itself encloses it.
+        shapes = [replace(NEAR, batch=2), replace(NEAR, batch=3), replace(NEAR, batch=4)]
+        assert lent(ENTRY, at(shapes, OWN[0])) == []
+        assert lent(ENTRY, at([*shapes, replace(NEAR, batch=5)], OWN[0])) == [OWN[0]]
+        assert LEAST_PASSED == 4
+
+    def test_three_shapes_that_passed_are_too_few(self) -> None:
+        shapes = drawn(PROBLEM)[:LEAST_PASSED]
+        assert lent(ENTRY, at(shapes, OWN[0])) == [OWN[0]]
+        assert lent(ENTRY, at(shapes[:-1], OWN[0])) == []
 
     @pytest.mark.parametrize("status", [Status.WRONG_RESULT, Status.TIMEOUT, Status.TOO_FAST])
     def test_one_fault_anywhere_is_enough(self, status: Status) -> None:
@@ -235,26 +255,41 @@ class TestLend:
         assert lent(ENTRY, evidence, AttentionProblem.parse("S=2048,D=64")) == [OWN[0]]
         assert lent(ENTRY, evidence, AttentionProblem.parse("S=2056,D=64")) == []
 
-    def test_slower_than_pytorch_nearby(self) -> None:
-        evidence = [*around(OWN[0], 10.0), measured(CUDNN, 9.9, DRAWN, is_final=False)]
-        assert lent(ENTRY, evidence, BESIDE) == []
-        assert lent(ENTRY, evidence, NEAR) == [OWN[0]]
-        evidence[-1] = evidence[-1].but(latency_us=10.1)
-        assert lent(ENTRY, evidence, BESIDE) == [OWN[0]]
+    def test_where_pytorch_was_not_timed_nothing_is_known(self) -> None:
+        own = [m for m in around(OWN[0]) if m.config == OWN[0]]
+        assert lent(ENTRY, own) == []
+
+    @pytest.mark.parametrize(("us", "is_lent"), [(14.71, False), (14.70, True)])
+    def test_a_win_is_by_two_percent(self, us: float, is_lent: bool) -> None:
+        """Of attention; of products it is five."""
+        assert lent(ENTRY, around(OWN[0], us)) == ([OWN[0]] if is_lent else [])
+
+    @pytest.mark.parametrize(("us", "is_lent"), [(14.29, False), (14.28, True)])
+    def test_a_win_of_a_product_is_by_five(self, us: float, is_lent: bool) -> None:
+        problem = GemmProblem(1024, 4096, 4096)
+        own = Config(ToyProduct.name, OWN[0].params)
+        cublas = Config("vendor_blas", {"kernel": "cublas"})
+        shapes = [problem, *(p for p in drawn(problem))]
+        evidence = [measured(own, us, p, is_final=False) for p in shapes]
+        evidence += [measured(cublas, 15.0, p, is_final=False) for p in shapes]
+        entry = Entry.of([evidence[0], evidence[len(shapes)]])
+        assert lent(entry, evidence, replace(problem, m=1030)) == ([own] if is_lent else [])
 
     @pytest.mark.parametrize("kernel", ["flash3", "flash3_splits", "flash4"])
     def test_a_peer_is_no_rival(self, kernel: str) -> None:
         peer = Config("vendor_sdpa", {"kernel": kernel})
-        evidence = [*around(OWN[0]), measured(peer, 5.0, DRAWN, is_final=False)]
-        assert lent(ENTRY, evidence, BESIDE) == [OWN[0]]
+        faster = [measured(peer, 5.0, p, is_final=False) for p in drawn(PROBLEM)]
+        assert lent(ENTRY, [*around(OWN[0]), *faster]) == [OWN[0]]
 
     def test_vendors_are_not_lent(self) -> None:
         entry = Entry.of([measured(CUDNN, 9.0), measured(OWN[0], 12.0)])
         assert lent(entry, around(CUDNN)) == []
 
     def test_the_least_estimate_comes_first(self) -> None:
+        shape: Any = drawn(PROBLEM)[0]
+        beside = replace(shape, seqlen_kv=shape.seqlen_kv + 1)
         evidence = [*around(OWN[0], 10.0), *around(OWN[1], 5.0)]
-        assert lent(ENTRY, evidence, BESIDE) == [OWN[1], OWN[0]]
+        assert lent(ENTRY, evidence, beside) == [OWN[1], OWN[0]]
         assert lent(ENTRY, evidence, PROBLEM) == [OWN[0], OWN[1]]
 
     def test_a_pin_lends_alone(self) -> None:
@@ -280,6 +315,57 @@ class TestLend:
         assert lent(Entry.of([measured(gone, 12.0)]), around(gone)) == []
 
 
+def is_between(problem: Problem, won: Mapping[Problem, bool]) -> bool:
+    """`is_enclosed` by what was measured at problems."""
+    near = sorted(won, key=lambda other: (distance(problem, other), other.key))
+    return is_enclosed(sizes(problem), [(sizes(other), won[other]) for other in near])
+
+
+def product(m: int, n: int = 4096, k: int = 4096, batch: int = 1) -> GemmProblem:
+    return GemmProblem(m, n, k, batch)
+
+
+class TestEnclosed:
+    """Faster than PyTorch's kernels at measured shapes on both sides of each size, or not lent."""
+
+    def test_between_two_wins(self) -> None:
+        won = {product(256): True, product(1024): True}
+        assert all(is_between(product(m), won) for m in (256, 512, 1024))
+
+    @pytest.mark.parametrize("m", [255, 1025])
+    def test_outside_it_is_not(self, m: int) -> None:
+        assert not is_between(product(m), {product(256): True, product(1024): True})
+
+    def test_in_every_size(self) -> None:
+        won = {product(256): True, product(1024): True}
+        assert not is_between(product(512, n=4160), won)
+        won |= {product(512, n=8192): True}
+        assert is_between(product(512, n=4160), won)
+        assert not is_between(product(512, n=4160, k=4032), won)
+
+    def test_a_loss_on_one_side_is_enough(self) -> None:
+        won = {product(256): True, product(1024): False}
+        assert not is_between(product(512), won)
+        assert not is_between(product(1024), won)
+        # Two wins nearer than the loss, on its side.
+        won |= {product(600): True, product(700): True}
+        assert nearest.NEIGHBOURS == 2
+        assert is_between(product(512), won) and not is_between(product(650), won)
+
+    def test_nothing_measured_encloses_nothing(self) -> None:
+        assert not is_between(product(512), {})
+
+    def test_another_layout_says_nothing(self) -> None:
+        turned = replace(NEAR, layout="bshd")
+        own = at([replace(NEAR, seqlen_q=n, seqlen_kv=n) for n in (1030, 1040, 1200, 2048)], OWN[0])
+        assert (lent(ENTRY, own), lent(ENTRY, own, turned)) == ([OWN[0]], [])
+        more = at([replace(turned, seqlen_q=n, seqlen_kv=n) for n in (1024, 2048)], OWN[0])
+        assert lent(ENTRY, [*own, *more], turned) == [OWN[0]]
+        slower = at([replace(turned, seqlen_q=n, seqlen_kv=n) for n in (1024, 2048)], OWN[0], 20.0)
+        assert lent(ENTRY, [*own, *slower]) == [OWN[0]]
+        assert lent(ENTRY, [*own, *slower], turned) == []
+
+
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "s.sqlite"
@@ -287,8 +373,8 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def store(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    monkeypatch.setattr("tuner.shipped._tuned", lambda: tmp_path / "nothing shipped")
-    monkeypatch.setattr("tuner.rule.shipped", lambda: ())
+    monkeypatch.setattr("tuner.selection.shipped._tuned", lambda: tmp_path / "nothing shipped")
+    monkeypatch.setattr("tuner.selection.rule.shipped", lambda: ())
     MODULE.close()
     MODULE.shipped.cache_clear()
     MODULE.shipped_index.cache_clear()
@@ -313,6 +399,25 @@ class TestLookup:
         assert (answer.kind, answer.exact, answer.entry.problem) == ("nearest", False, PROBLEM)
         assert [m.config for m in answer.candidates] == [OWN[0]]
         assert any("nearest: tuned for B=1,H=16,S=1024" in note for note in answer.notes)
+
+    def test_the_command_names_both_shapes_and_whose_time_it_is(
+        self, store: Store, path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        decide(store)
+        store.add(around(OWN[0]))
+        asked = ["lookup", "--store", str(path), "--gpu", "H200", "--shape", "S=1100,D=64"]
+        assert main(asked) == 0
+        head, neighbour, *rest = capsys.readouterr().out.splitlines()
+        assert head == f"attention {NEAR.label()} on NVIDIA H200, graph-warm"
+        said = " ".join([neighbour, *rest])
+        assert f"answered by its neighbour {PROBLEM.label()}: every time below was" in said
+        assert f"at {PROBLEM.label()}: 12.0 us" in said and "1.17x cudnn" in said
+        assert "winner" not in said, "what is transferred may be another than the winner there"
+        assert main([*asked, "--json"]) == 0
+        answer = json.loads(capsys.readouterr().out)
+        assert (answer["asked"]["shape"], answer["shape"]) == (NEAR.label(), PROBLEM.label())
+        assert main([*asked[:-1], "S=1024,D=64"]) == 0
+        assert "neighbour" not in capsys.readouterr().out
 
     def test_a_miss_looks_at_little(
         self, store: Store, path: Path, monkeypatch: pytest.MonkeyPatch
@@ -381,7 +486,7 @@ class TestLookup:
         store.add(around(OWN[0]))
         answer = lookup(NEAR, gpu=H200, path=path)
         assert answer is not None and answer.entry.problem == PROBLEM
-        store.add(measured(OWN[0], 10.0, p, is_final=False) for p in drawn(closer))
+        store.add(at(drawn(closer), OWN[0]))
         answer = lookup(NEAR, gpu=H200, path=path)
         assert answer is not None and answer.entry.problem == closer
 
@@ -410,7 +515,7 @@ class TestShipped:
             text = to_text(other.export(around=drawn))
         (tmp_path / "tuned").mkdir()
         (tmp_path / "tuned" / "a.json").write_text(text)
-        monkeypatch.setattr("tuner.shipped._tuned", lambda: tmp_path / "tuned")
+        monkeypatch.setattr("tuner.selection.shipped._tuned", lambda: tmp_path / "tuned")
         MODULE.shipped_index.cache_clear()
         yield
 

@@ -17,19 +17,19 @@ from typing import Any
 import pytest
 import ray_fakes as fakes
 
-from tuner import toolchain
 from tuner.cli import main
-from tuner.controller import Controller
+from tuner.compile import toolchain
 from tuner.errors import BenchmarkError, ConfigError
 from tuner.families import families_of
 from tuner.families.base import Family
-from tuner.job import Job, JobOptions
 from tuner.measurement import Measurement, Provenance, Status
 from tuner.runners.choose import ClusterPlace, Machine
 from tuner.runners.on_ray import Cluster, ClusterRunners, Parcels
 from tuner.runners.replay import ReplayRunner
 from tuner.store import Store, open_store
-from tuner.sweep import Sweep, SweepOptions
+from tuner.tuning.controller import Controller
+from tuner.tuning.job import Job, JobOptions
+from tuner.tuning.sweep import Sweep, SweepOptions
 
 ray: Any = pytest.importorskip("ray", reason="Ray is not installed (the extra 'ray')")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tuner import output
+from tuner.base import output
 from tuner.errors import ConfigError, StoreError
 
 

@@ -10,17 +10,18 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tuner import cli, profile, resources
+from tuner import cli
 from tuner.config import Config
 from tuner.hardware import DEFAULT_GPU, GPUS
+from tuner.measure import profile
+from tuner.measure.profile import Profile
 from tuner.measurement import Environment, Measurement, Regime, Status
 from tuner.problem import AttentionProblem
-from tuner.profile import Profile
-from tuner.recording import Recording
 from tuner.report import analysis, counters, page, pictures
 from tuner.report.explain import COUNTED, explain
 from tuner.report.palette import DARK, LIGHT, colours
 from tuner.report.subject import Subject
+from tuner.runners.recording import Recording
 from tuner.store import Entry
 
 ASSET = Path(__file__).parents[1] / "assets" / "ncu_attention.csv"
@@ -89,9 +90,13 @@ class TestStanding:
         (section,) = (s for s in page.sections(subject) if s.name == "standing")
         assert "own kernels are ahead in 2" in section.words[0]
         assert section.table is not None
-        assert [row[-1] for row in section.table.rows] == ["1.800", "1.200", "0.950"]
+        assert [row[-1] for row in section.table.rows] == [
+            "1.80x cudnn",
+            "1.20x flash4",
+            "0.95x cudnn, slower",
+        ]
         svg = pictures.svg(section.figures[0].spec)
-        for text in ("1.800 cudnn", "1.200 flash4", "0.950 cudnn", "\u25b8 S=1024"):
+        for text in ("1.80x cudnn", "1.20x flash4", "0.95x cudnn, slower", "\u25b8 S=1024"):
             assert text in svg, "what all share stands at the axis, not in each label"
         assert "undefined" not in svg
 
@@ -182,9 +187,10 @@ class TestFiles:
         assert "--only chooses among --pictures DIR" in capsys.readouterr().err
 
     def test_those_of_the_readme_are_there_and_small(self) -> None:
-        readme = (Path(__file__).parents[2] / "README.md").read_text()
-        named = set(re.findall(r"\]\(cache/pictures/([a-z]+\.svg)\)", readme))
-        shipped = {path.name: path for path in (resources.cache() / "pictures").glob("*")}
+        root = Path(__file__).parents[2]
+        readme = (root / "scripts/benchmarks/README.md").read_text()
+        named = set(re.findall(r"\]\(pictures/([a-z]+\.svg)\)", readme))
+        shipped = {path.name: path for path in (root / "scripts/benchmarks/pictures").glob("*")}
         assert named == set(shipped)
         for path in shipped.values():
             assert path.stat().st_size < 100_000

@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 
-from tuner.artifacts import Artifact
+from tuner.compile.artifacts import Artifact
 from tuner.config import Config
 from tuner.errors import BenchmarkError, WorkerLostError
+from tuner.measure.worker import Outcome
+from tuner.measure.worker_client import Ask, WorkerClient
 from tuner.measurement import Regime, Status
 from tuner.problem import GemmProblem
 from tuner.runners.on_ray import ClusterPool, Parcels, RemoteWorker
 from tuner.runners.pool import WorkerPool
 from tuner.runners.ray_nodes import Reply
-from tuner.worker import Outcome
-from tuner.worker_client import Ask, WorkerClient
 
 PATIENCE_S = 30.0
 """Longer than anything here takes; only a failure waits for it."""

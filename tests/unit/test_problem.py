@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import random
+import re
 from dataclasses import replace
 from itertools import product
 
@@ -449,3 +451,51 @@ def test_pairs_of_weights_cover_their_memory_once(weights: Pairing) -> None:
     gate = sum(i * s for i, s in zip((0, 1, 1, 1, 0), operand.strides, strict=True)) // 5
     up = sum(i * s for i, s in zip((1, 1, 1, 1, 0), operand.strides, strict=True)) // 5
     assert (gate, up) == ((74, 75) if weights == "interleaved" else (41, 41 + 96))
+
+
+HOSTILE = [
+    *(None, True, -1, 0, 1, 64, 2**31 - 1, 2**31, 2**64, 10**63, 10**307, 10**400, -(10**400)),
+    *(1.5, -0.0, math.nan, math.inf, 1e308, 5e-324, [], [1], {"a": 1}, b"x", "", "1", "1_0"),
+    *("0x10", "1e999", "nan", "\ud800", "\0", "x" * 300, "1" * 64, "\u0661", "8\n", "fp16", "bias"),
+]
+
+
+def test_of_hostile_values_comes_a_problem_or_a_config_error(long_mode: bool) -> None:
+    """Whatever a list, a request or a snapshot has for each key of each operation."""
+    generator = random.Random(22)
+    made = 0
+    for _ in range(300_000 if long_mode else 10_000):
+        example = generator.choice(EXAMPLES)
+        text = dict(part.split("=") for part in example.label().split(","))
+        keys = generator.choices(list(example.keys), k=generator.randint(1, 3))
+        values = {**text, **{key: generator.choice(HOSTILE) for key in keys}}
+        try:
+            problem = type(example).from_keys(values)
+        except ConfigError as exc:
+            assert str(exc)
+            continue
+        made += 1
+        assert problem.label()
+        assert problem_from_json(problem.to_json()) == problem
+        assert problem.bytes > 0
+    assert made > 100
+
+
+def test_parts_of_unlike_sizes_have_a_limit() -> None:
+    for op, text in (
+        (AttentionProblem, "B={},S=64,D=64,varlen=1"),
+        (GroupedGemmProblem, "G={},M=64,N=8,K=8"),
+    ):
+        assert op.parse(text.format(1 << 16)).bytes > 0
+        with pytest.raises(
+            ConfigError, match=re.escape("=65537 is out of range (allowed: 1 to 65")
+        ):
+            op.parse(text.format((1 << 16) + 1))
+    assert AttentionProblem.parse("B=65537,S=64,D=64").batch == 65537
+
+
+def test_divisors_of_many_heads_are_not_searched() -> None:
+    with pytest.raises(ConfigError, match=re.escape("HKV must divide H (allowed: 1, 2, 3, 6)")):
+        AttentionProblem.parse("S=64,D=64,H=6,HKV=4")
+    with pytest.raises(ConfigError, match=re.escape("must divide H (allowed: a divisor of H)")):
+        AttentionProblem.parse(f"S=64,D=64,H={2**31 - 1},HKV=2")

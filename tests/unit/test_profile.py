@@ -13,16 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from tuner import profile, profiled, profiler
-from tuner.artifacts import Artifact
 from tuner.cli import main
 from tuner.cli.profile import profile_text
+from tuner.compile.artifacts import Artifact
 from tuner.config import Config
 from tuner.errors import BenchmarkError, ConfigError
 from tuner.hardware import DEFAULT_GPU, GPUS
+from tuner.measure import profile, profiled, profiler
+from tuner.measure.profile import Profile
 from tuner.measurement import Environment, Measurement, Regime, Status
 from tuner.problem import AttentionProblem
-from tuner.profile import Profile
 from tuner.store import open_store
 
 ASSET = Path(__file__).parents[1] / "assets" / "ncu_attention.csv"
@@ -40,7 +40,8 @@ def counted() -> Profile:
 
 class TestTable:
     def test_the_recorded_one(self) -> None:
-        """The values of cache/evidence/fused-attention-counters.json, in base units."""
+        """The values of scripts/benchmarks/evidence/fused-attention-counters.json, in base
+        units."""
         (kernel,) = profile.read_csv(ASSET.read_text())
         assert kernel.kernel == "attention_kernel"
         assert kernel.get(TENSOR) == 36.65
@@ -271,7 +272,7 @@ class TestCommand:
             return replace(counted(), config=config)
 
         monkeypatch.setattr(profiler, "find_ncu", lambda given: Path("ncu"))
-        monkeypatch.setattr("tuner.device.detect", lambda: DEFAULT_GPU)
+        monkeypatch.setattr("tuner.measure.device.detect", lambda: DEFAULT_GPU)
         monkeypatch.setattr(cli, "_profile", profile_)
         arguments = ["profile", "--shape", "S=1024,D=64", "--store", store]
         assert main(arguments) == 0
@@ -285,6 +286,28 @@ class TestCommand:
         assert "--kernel flash9 names 0 kernels" in capsys.readouterr().err
         assert main([*arguments[:2], "S=1031,D=64", *arguments[3:]]) == 1
         assert "`tuner sweep` comes first" in capsys.readouterr().err
+
+    def test_what_is_not_legal_is_not_run(
+        self,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        """A store's decision may come from elsewhere: neither compiled nor launched."""
+        illegal = Config("fused_attention", {"tile_n": 128, "early_exp": "0;"})
+        measured = Measurement(
+            PROBLEM, illegal, DEFAULT_GPU, REGIME, Status.OK, latency_us=9.0, is_final=True
+        )
+        store = f"sqlite:///{tmp_path}/s.sqlite"
+        with open_store(store) as opened:
+            opened.decide(PROBLEM, DEFAULT_GPU, REGIME, [measured], "sweep")
+        monkeypatch.setattr(profiler, "find_ncu", lambda given: Path("ncu"))
+        monkeypatch.setattr("tuner.measure.device.detect", lambda: DEFAULT_GPU)
+        monkeypatch.setattr("tuner.compile.toolchain.find_toolchain", lambda: pytest.fail("used"))
+        assert main(["profile", "--shape", "S=1024,D=64", "--store", store]) == 1
+        error = capsys.readouterr().err
+        assert f"fused_attention {illegal.digest} is not legal here" in error
+        assert error.count("\n") == 1
 
     def test_the_text_names_values_and_units(self) -> None:
         lines = profile_text(counted()).splitlines()

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tuner.compile.ptxas import parse_advice, parse_resources
 from tuner.measurement import Resources
-from tuner.ptxas import parse_advice, parse_resources
 
 LOG = (Path(__file__).parents[1] / "assets" / "ptxas_gemm.txt").read_text()
 """What nvcc 13.0.88 printed for a unit of two ping-pong GEMMs, tiles 256x128 and 64x128."""

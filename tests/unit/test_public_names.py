@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import inspect
+import pkgutil
+import sys
+from types import ModuleType
 
 import pytest
 
@@ -50,6 +52,27 @@ NAMES = {
     "swiglu",
     "tune_linear_",
 }
+#: Names that only an environment with PyTorch has.
+TORCH_NAMES = {
+    "attention",
+    "attention_varlen",
+    "disable",
+    "enable",
+    "enabled",
+    "grouped_mm",
+    "interleave",
+    "linear",
+    "linear_problems",
+    "matmul",
+    "restore_linear_",
+    "scaled_mm",
+    "stats",
+    "swiglu",
+    "tune_linear_",
+}
+needs_torch = pytest.mark.skipif(
+    not importlib.util.find_spec("torch"), reason="torch is not installed"
+)
 
 
 def test_names_are_frozen() -> None:
@@ -57,33 +80,45 @@ def test_names_are_frozen() -> None:
     assert set(dir(tuner)) >= NAMES
 
 
-@pytest.mark.parametrize("name", sorted(NAMES - {"attention"}))
+@pytest.mark.parametrize(
+    "name",
+    [
+        *sorted(NAMES - TORCH_NAMES),
+        *(pytest.param(n, marks=needs_torch) for n in sorted(TORCH_NAMES)),
+    ],
+)
 def test_name_resolves_to_the_thing_itself(name: str) -> None:
     value = getattr(tuner, name)
     assert not inspect.ismodule(value)
     assert getattr(value, "__name__", name) == name
 
 
-def test_attention_or_how_to_get_it() -> None:
-    if importlib.util.find_spec("torch"):
-        parameters = inspect.signature(tuner.attention).parameters
-        names = "query key value attn_mask dropout_p is_causal scale enable_gqa"
-        further = [n for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY]
-        assert further == ["window", "softcap", *(f"descale_{name}" for name in "qkv")]
-        plain = [name for name in parameters if name not in further]
-        assert plain == names.split(), "as PyTorch's scaled_dot_product_attention"
-    else:
-        with pytest.raises(ImportError, match=r"cutlass-tuner\[torch\]"):
-            tuner.attention  # noqa: B018
+@pytest.mark.parametrize("name", sorted(TORCH_NAMES))
+def test_without_torch_a_name_says_how_to_get_it(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)  # importing it fails
+    monkeypatch.delitem(sys.modules, "tuner.runtime", raising=False)
+    monkeypatch.delitem(vars(tuner), name, raising=False)
+    with pytest.raises(ImportError, match=r"cutlass-tuner\[torch\]"):
+        getattr(tuner, name)
 
 
-@pytest.mark.parametrize("name", ["lookup", "sweep"])
-def test_a_module_of_the_same_name_does_not_hide_the_function(name: str) -> None:
-    module = importlib.import_module(f"tuner.{name}")
-    assert inspect.ismodule(module)
-    assert getattr(tuner, name) is getattr(module, name)
-    setattr(tuner, name, module)  # what an import of the module does to its package
-    assert inspect.isfunction(getattr(tuner, name))
+@needs_torch
+def test_attention_is_called_as_pytorch_s() -> None:
+    parameters = inspect.signature(tuner.attention).parameters
+    names = "query key value attn_mask dropout_p is_causal scale enable_gqa"
+    further = [n for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY]
+    assert further == ["window", "softcap", *(f"descale_{name}" for name in "qkv")]
+    plain = [name for name in parameters if name not in further]
+    assert plain == names.split(), "as PyTorch's scaled_dot_product_attention"
+
+
+def test_no_module_has_the_name_of_a_public_one() -> None:
+    """An import binds a submodule to its package, in the place of the function."""
+    modules = {module.name for module in pkgutil.iter_modules(tuner.__path__)}
+    assert modules & NAMES == set()
+    assert type(tuner) is ModuleType
 
 
 def test_unknown_name_is_an_attribute_error() -> None:

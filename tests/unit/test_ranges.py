@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tuner import ranges, settings
+from tuner import settings
+from tuner.base import ranges
 
 
 @pytest.fixture

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from toys import BEST, GEMM, Toy, failed, latency, ok, vendors
 
-from tuner import ranking
 from tuner.config import Config
 from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Status
+from tuner.search import ranking
 
 
 class TestRanking:
@@ -32,6 +33,12 @@ class TestRanking:
         loud = [m.but(std_us=0.5) for m in (one, close, far)]
         assert ranking.is_tie(loud[0], loud[1])
         assert not ranking.is_tie(loud[0], loud[2])
+
+    def test_times_of_two_passes_are_not_ranked_together(self) -> None:
+        final, quick = ok(self.config(1), 10.0, is_final=True), ok(self.config(2), 9.0)
+        with pytest.raises(ValueError, match="quick times and final times"):
+            ranking.rank([final, quick])
+        assert ranking.rank([final, failed(self.config(2), Status.TIMEOUT)]) == [final]
 
     def test_failed_finals_have_no_place(self) -> None:
         assert ranking.rank([failed(BEST, Status.WRONG_RESULT)]) == []

@@ -19,14 +19,21 @@ import pytest
 from tuner.config import Config
 from tuner.errors import ConfigError, StoreError
 from tuner.hardware import DEFAULT_GPU, GPUS, Gpu
-from tuner.lookup import Answer, decided, decided_stamp, entries, find_gpu, lookup
 from tuner.measurement import Environment, Measurement, Provenance, Regime, Status
 from tuner.problem import AttentionProblem, GemmProblem, Problem
+from tuner.selection.reader import (
+    Answer,
+    decided,
+    decided_stamp,
+    entries,
+    find_gpu,
+    lookup,
+)
 from tuner.store import Entry, Store, open_store, reading
 from tuner.store.exchange import to_text
 
 # The package shows the function under this name.
-MODULE = importlib.import_module("tuner.lookup")
+MODULE = importlib.import_module("tuner.selection.reader")
 
 H200, H100, PCIE = GPUS["H200"], GPUS["H100"], GPUS["H100-PCIe"]
 WARM, EAGER = Regime("graph", "warm"), Regime("eager", "warm")
@@ -69,10 +76,10 @@ def store(path: Path) -> Iterator[Store]:
 @pytest.fixture(autouse=True)
 def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder of shipped decisions, empty at first; no rule ships."""
-    monkeypatch.setattr("tuner.rule.shipped", lambda: ())
+    monkeypatch.setattr("tuner.selection.rule.shipped", lambda: ())
     folder = tmp_path / "tuned"
     folder.mkdir()
-    monkeypatch.setattr("tuner.shipped._tuned", lambda: folder)
+    monkeypatch.setattr("tuner.selection.shipped._tuned", lambda: folder)
 
     def forget() -> None:
         MODULE.close()
@@ -407,9 +414,9 @@ class TestFreshness:
         script = f"""
 import importlib, os, sys
 from pathlib import Path
-from tuner.lookup import lookup
+from tuner.selection.reader import lookup
 from tuner.problem import AttentionProblem
-module = importlib.import_module("tuner.lookup")
+module = importlib.import_module("tuner.selection.reader")
 path = Path({str(path)!r})
 def ask():
     return lookup(AttentionProblem(1024, 1024, 64), gpu="H200", path=path).entry.winner.latency_us
@@ -508,8 +515,8 @@ def test_find_gpu_prefers_what_was_measured() -> None:
 
 def test_the_package_shows_the_function() -> None:
     script = (
-        "import tuner.lookup, tuner\n"
-        "from tuner.lookup import lookup\n"
+        "import tuner.selection.reader, tuner\n"
+        "from tuner.selection.reader import lookup\n"
         "assert tuner.lookup is lookup\n"
         "import sys\n"
         "assert not {'sqlalchemy', 'torch', 'numpy', 'jsonschema'} & set(sys.modules)\n"

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from shipped_recordings import FILES, read_once
 
-from tuner import recording
 from tuner.config import Config
 from tuner.errors import ConfigError, StoreError
 from tuner.families.softmax import Softmax
@@ -25,7 +25,8 @@ from tuner.measurement import (
     Status,
 )
 from tuner.problem import AttentionProblem, GemmProblem, SoftmaxProblem
-from tuner.recording import Recording
+from tuner.runners import recording
+from tuner.runners.recording import Recording
 from tuner.store import open_store
 
 PROBLEM = AttentionProblem.parse("S=512,D=64")
@@ -109,8 +110,8 @@ def test_find_goes_by_content(tmp_path: Path) -> None:
 
 
 def test_shipped_recordings_are_whole_and_named_alike() -> None:
-    for path in recording.folder().glob(f"*{recording.SUFFIX}"):
-        found = recording.read(path)
+    for path in FILES:
+        found = read_once(path)
         assert path.name == recording.file_name(found.problem, found.gpu, found.regime)
         assert any(m.is_final and m.ok for m in found.measurements), path.name
         assert found.kernels() > 0

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tuner import resources
+from tuner.base import resources
+from tuner.compile.render import render, template_digest
 from tuner.errors import RenderError
 from tuner.families.base import KernelSpec
-from tuner.render import render, template_digest
 
 
 @pytest.fixture
@@ -26,7 +27,55 @@ def test_variables_and_id_are_filled_in_and_blocks_leave_no_lines(templates: Pat
 
 def test_text_is_not_escaped(templates: Path) -> None:
     (templates / "a.cu.j2").write_text("{{ name }}")
-    assert render(KernelSpec("a.cu.j2", {"name": "Shape<_1, 'x'>"}), "i") == "Shape<_1, 'x'>"
+    spec = KernelSpec(
+        "a.cu.j2", {"name": "cute::Shape<_1, _2>"}, {"name": ("cute::Shape<_1, _2>",)}
+    )
+    assert render(spec, "i") == "cute::Shape<_1, _2>"
+
+
+CODE = "0;if(threadIdx.x==177)*(volatile int*)0x10=1337;constexpr int q=0"
+
+
+@pytest.mark.parametrize(
+    ("value", "words", "message"),
+    [
+        (CODE, (), r"'early_exp' is '0;if\(threadIdx.* \(allowed: no text\)"),
+        (CODE, ("kernel", "cluster"), r"\(allowed: kernel, cluster\)"),
+        (CODE, (CODE,), "not a word, though it is declared"),
+        ("a;b", ("a;b",), "not a word, though it is declared"),
+        ("a\n", ("a\n",), "not a word, though it is declared"),
+        ("\u212a", ("\u212a",), "not a word, though it is declared"),
+        ("a", ("ab",), r"'early_exp' is 'a' \(allowed: ab\)"),
+        (
+            1.5,
+            (),
+            r"'early_exp' is 1\.5 \(allowed: whole numbers, true and false, declared words\)",
+        ),
+        (None, (), "'early_exp' is a NoneType"),
+        ([1], (), "'early_exp' is a list"),
+        (2**63, (), "'early_exp' is 9223372036854775808: too large"),
+        pytest.param(10**5000, (), "a number of 16610 bits: too large", id="huge"),
+    ],
+)
+def test_a_variable_that_is_not_declared_is_refused(
+    templates: Path, value: Any, words: tuple[str, ...], message: str
+) -> None:
+    (templates / "a.cu.j2").write_text("{{ early_exp }}")
+    spec = KernelSpec("a.cu.j2", {"early_exp": value}, {"early_exp": words})
+    with pytest.raises(RenderError, match=rf"^template a\.cu\.j2: .*{message}"):
+        render(spec, "i")
+
+
+@pytest.mark.parametrize("value", [True, 0, -(2**63) + 1, 2**63 - 1])
+def test_numbers_and_truth_values_need_no_declaration(templates: Path, value: int) -> None:
+    (templates / "a.cu.j2").write_text("{{ early_exp }}")
+    assert render(KernelSpec("a.cu.j2", {"early_exp": value}), "i") == str(value)
+
+
+def test_an_id_that_is_code_is_refused(templates: Path) -> None:
+    (templates / "a.cu.j2").write_text("{{ id }}")
+    with pytest.raises(RenderError, match="cannot be part of a name"):
+        render(KernelSpec("a.cu.j2"), "k; int x")
 
 
 @pytest.mark.parametrize(
@@ -43,7 +92,7 @@ def test_text_is_not_escaped(templates: Path) -> None:
 def test_what_cannot_be_rendered_is_named(templates: Path, text: str, message: str) -> None:
     (templates / "a.cu.j2").write_text(text)
     with pytest.raises(RenderError, match=message):
-        render(KernelSpec("a.cu.j2", {"zero": 0, "word": "x"}), "i")
+        render(KernelSpec("a.cu.j2", {"zero": 0, "word": "x"}, {"word": ("x",)}), "i")
 
 
 def test_a_missing_template_is_named(templates: Path) -> None:

@@ -10,12 +10,13 @@ from tuner.families.softmax import Softmax
 from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Environment, Measurement, Provenance, Regime, Status
 from tuner.problem import GemmProblem, SoftmaxProblem
-from tuner.recording import Recording
+from tuner.runners.recording import Recording
 from tuner.runners.replay import ReplayRunner
 
 PROBLEM, STAGE = SoftmaxProblem(64, 64), SoftmaxProblem(128, 64)
 SOFTMAX: Family = Softmax()
 SPACE = list(SOFTMAX.space(PROBLEM, DEFAULT_GPU))
+BLAS = Config("vendor_softmax", {"kernel": "torch"})
 REGIME = Regime()
 ENVIRONMENT = Environment({"driver": "1"})
 
@@ -68,12 +69,42 @@ def test_what_was_not_recorded_does_not_exist() -> None:
         runner(made(SPACE[0], 5.0)).submit(PROBLEM, SPACE[1:2])
 
 
-def test_final_times_are_the_recorded_ones() -> None:
-    replay = runner(made(SPACE[0], 5.0), made(SPACE[0], 5.2, final=True), made(SPACE[1], 6.0))
-    first, second = replay.retime(PROBLEM, SPACE[:2], 20)
-    assert (first.latency_us, first.is_final, first.flags) == (5.2, True, ())
-    assert (second.latency_us, second.is_final) == (6.0, True)
-    assert second.flags == ("quick",), "it was not timed beside the others"
+def test_a_final_pass_leaves_out_what_the_recorded_one_did_not_time() -> None:
+    replay = runner(made(SPACE[0], 5.0), made(SPACE[0], 5.2, final=True), made(SPACE[1], 4.0))
+    (only,) = replay.retime(PROBLEM, SPACE[:2], 20)
+    assert (only.config, only.latency_us, only.is_final) == (SPACE[0], 5.2, True)
+
+
+def test_without_a_final_time_of_ours_every_time_is_of_the_quick_pass() -> None:
+    replay = runner(
+        made(SPACE[0], 5.0), made(SPACE[1], 4.0), made(BLAS, 4.5), made(BLAS, 6.0, final=True)
+    )
+    timed = replay.retime(PROBLEM, [*SPACE[:2], BLAS], 20)
+    assert [(m.latency_us, m.is_final) for m in timed] == [(5.0, False), (4.0, False), (4.5, False)]
+
+
+def test_own_finals_that_failed_do_not_make_a_final_pass() -> None:
+    replay = runner(
+        made(SPACE[0], 5.0),
+        made(SPACE[0], None, final=True),
+        made(BLAS, 4.5),
+        made(BLAS, 6.0, final=True),
+    )
+    timed = replay.retime(PROBLEM, [SPACE[0], BLAS], 20)
+    assert [(m.latency_us, m.is_final) for m in timed] == [(5.0, False), (4.5, False)]
+
+
+def test_vendors_among_themselves_have_their_final_times() -> None:
+    replay = runner(made(BLAS, 4.5), made(BLAS, 6.0, final=True))
+    (only,) = replay.retime(PROBLEM, [BLAS], 20)
+    assert (only.latency_us, only.is_final) == (6.0, True)
+
+
+def test_a_final_time_does_not_pass_for_a_quick_one() -> None:
+    replay = runner(made(SPACE[0], 5.0), made(SPACE[1], 5.2, final=True))
+    assert replay.restrict(PROBLEM, SOFTMAX, SPACE) == [SPACE[0]]
+    with pytest.raises(KeyError):
+        replay.submit(PROBLEM, SPACE[1:2])
 
 
 def test_a_final_alone_answers_the_quick_pass_too() -> None:

@@ -14,21 +14,23 @@ from typing import Any
 
 import pytest
 
-from tuner import cli, recording
+from tuner import cli
+from tuner.base.install import extra_command
 from tuner.bench.contenders import Role
 from tuner.bench.results import Results, Row, Timed
 from tuner.config import Config
 from tuner.errors import NoValidConfigError
 from tuner.families.softmax import Softmax
 from tuner.hardware import DEFAULT_GPU
-from tuner.lookup import Entry
 from tuner.measurement import Environment, Measurement, Regime, Status
 from tuner.problem import AttentionProblem, SoftmaxProblem
-from tuner.recording import Recording
 from tuner.report import analysis, charts, course, lengths, page
 from tuner.report.heat import heat_panels
 from tuner.report.spec import CROSS, Spec
 from tuner.report.subject import Subject, from_known
+from tuner.runners import recording
+from tuner.runners.recording import Recording
+from tuner.selection.reader import Entry
 from tuner.store import open_store
 from tuner.store.entry import is_vendor
 
@@ -256,16 +258,16 @@ class TestVerdict:
 
     def test_faster(self) -> None:
         text = analysis.verdict(of(self.own(30.0), vendor("a", 40.0), vendor("b", 50.0)))
-        assert "in 30.0 us: 25.0 % less time than a (40.0 us), the fastest of 2 vendors'" in text
+        assert text.endswith(" in 30.0 us: 1.33x a (40.0 us, the fastest of 2 vendors' kernels).")
 
     def test_slower(self) -> None:
         text = analysis.verdict(of(self.own(50.0), vendor("a", 40.0)))
         assert text.startswith("a stays the fastest for softmax M=256,N=512,dtype=fp16 with 40.0")
-        assert text.endswith("takes 50.0 us, 25.0 % more.")
+        assert text.endswith("takes 50.0 us: 0.80x a, slower.")
 
     def test_a_tie(self) -> None:
         text = analysis.verdict(of(self.own(40.1, 0.5), vendor("a", 40.0, 0.5)))
-        assert "in 40.1 us, as fast as a (40.0 us), the one vendor's kernel measured" in text
+        assert "in 40.1 us: 1.00x a (a tie; 40.0 us, the one vendor's kernel measured)." in text
 
     def test_alone(self) -> None:
         assert analysis.verdict(of(self.own(40.0))).endswith("no vendor's kernel was measured.")
@@ -387,8 +389,8 @@ class TestScaling:
     def test_each_kind_against_the_vendors(self) -> None:
         found = lengths.scaling(self.subject((256, 1, 3), (512, 10, 20), (2048, 80, 40)))
         assert lengths.fastest_of_kinds(found) == {
-            "fused": "the fastest vendor's time over its own is 3.00 at 256 and 0.50 at 2048, "
-            "and is 1 near 1024"
+            "fused": "3.00x the fastest vendor at 256; 0.50x the fastest vendor at 2048, slower; "
+            "as fast near 1024"
         }
 
     def test_a_bench_comes_before_what_was_tuned(self) -> None:
@@ -415,7 +417,9 @@ class TestScaling:
         at = {n.kernel: n.measurement.latency_us for n in found if n.seqlen == 512}
         assert at == {"three_kernel_attention": 30.0, "cudnn": 25.0}
         assert {n.seqlen for n in found} == {256, 512, 2048}
-        assert lengths.fastest_of_kinds(found)["three kernels"].startswith("the fastest vendor")
+        assert lengths.fastest_of_kinds(found)["three kernels"] == (
+            "0.83x the fastest vendor at 512, slower; which of the two is faster never changes"
+        )
         (one,) = [n for n in found if n.kernel == "three_kernel_attention"]
         assert one.bytes == row.problem.bytes + 10**6
         assert one.tokens_per_s == 512 * 1e6 / 30
@@ -456,6 +460,18 @@ class TestSources:
         assert "nothing was measured for attention B=1,H=16,S=1000,D=72" in err
         assert "S=1024,D=64" in err
 
+    @pytest.mark.parametrize("command", ["report", "explain"])
+    def test_the_nearest_measured_shapes_are_named_and_the_rest_counted(
+        self, command: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert cli.main([command, "--shape", "S=1000,D=64", "--gpu", "H200"]) == 1
+        err = capsys.readouterr().err
+        nearest = "(measured for attention, nearest first: B=1,H=16,S=1024,D=64,dtype=fp16; "
+        assert nearest in err
+        assert re.search(r" and \d+ more\)$", err)
+        assert err.count("D=") <= 4
+        assert len(err) < 400
+
 
 class TestCommand:
     """`tuner report`."""
@@ -487,11 +503,14 @@ class TestCommand:
             empty = store.jobs.submit([missing], {})
             store.add(list(sample().recording.measurements))
         wanted = ["report", "--store", str(file), "--gpu", "H200", "-o", str(out), "--json"]
-        assert cli.main([*wanted, "--job", job]) == 0
+        assert cli.main([*wanted, "--job", job]) == 1
         said = capsys.readouterr()
-        (one,) = json.loads(said.out)["pages"]
+        facts = json.loads(said.out)
+        (one,) = facts["pages"]
+        assert facts["missing"] == [f"softmax {missing.label()}"]
         assert [str(path) for path in out.iterdir()] == [one["path"]]
-        assert "softmax" in one["verdict"] and "nothing was measured" in said.err
+        assert "softmax" in one["verdict"]
+        assert "nothing was measured on NVIDIA H200 for 1 of the 2 problems" in said.err
         assert cli.main([*wanted, "--job", empty]) == 1
         assert cli.main([*wanted, "--job", "nope"]) == 2
         assert "there is no job nope" in capsys.readouterr().err
@@ -522,7 +541,7 @@ class TestCommand:
         assert cli.main(["report", "--recording", str(file)]) == 2
         err = capsys.readouterr().err
         assert "a report needs the extra 'report' (vl_convert)" in err
-        assert "pip install 'cutlass-tuner[report]'" in err
+        assert f"`{extra_command('report')}`" in err
 
 
 def test_a_wheel_carries_the_template() -> None:

@@ -16,19 +16,19 @@ from tuner.cli import main
 from tuner.config import Config
 from tuner.errors import NoValidConfigError
 from tuner.hardware import GPUS
-from tuner.job import JobOptions, widen_winner
-from tuner.lookup import close, lookup
 from tuner.measurement import Environment, Measurement, Provenance, Regime, Status
-from tuner.nearest import LEAST_PASSED, drawn
-from tuner.outcome import Outcome
 from tuner.problem import AttentionProblem, Problem
-from tuner.revalidate import LENDERS, revalidate, widen
 from tuner.runners import choose
+from tuner.selection.nearest import LEAST_PASSED, drawn
+from tuner.selection.reader import close, lookup
 from tuner.store import Entry, Store, open_store
 from tuner.store.entry import is_vendor
-from tuner.sweep import SweepOptions
+from tuner.tuning.job import JobOptions, widen_winner
+from tuner.tuning.outcome import Outcome
+from tuner.tuning.revalidate import LENDERS, revalidate, widen
+from tuner.tuning.sweep import SweepOptions
 
-LOOKUP = importlib.import_module("tuner.lookup")
+LOOKUP = importlib.import_module("tuner.selection.reader")
 H200, WARM = GPUS["H200"], Regime("graph", "warm")
 PROBLEM = AttentionProblem.parse("S=1024,D=64")
 BEFORE, NOW = Environment({"driver": "1"}), Environment({"driver": "2"})
@@ -98,7 +98,7 @@ def runner_of(times: dict[Config, float | None], other: float | None = 20.0) -> 
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     """The default store, and nothing shipped beside it."""
     caches = (LOOKUP.shipped, LOOKUP.shipped_index)
-    monkeypatch.setattr("tuner.shipped._tuned", lambda: tmp_path / "nothing")
+    monkeypatch.setattr("tuner.selection.shipped._tuned", lambda: tmp_path / "nothing")
     for cached in caches:
         cached.cache_clear()
     with open_store() as made:

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from tuner.rota import Rota
+from tuner.measure.round_order import Rota
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 10])

@@ -10,22 +10,23 @@ from typing import Any
 
 import pytest
 from fused_configs import maker
+from shipped_recordings import FILES, read_once
 
-from tuner import recording, rule
 from tuner.cli import main
 from tuner.config import Config
 from tuner.errors import StoreError
 from tuner.families import families
-from tuner.fit import Sample, fit
 from tuner.hardware import DEFAULT_GPU, GPUS
-from tuner.lookup import close, lookup
 from tuner.measurement import Measurement, Provenance, Regime, Status
-from tuner.nearest import doublings
 from tuner.problem import AttentionProblem, problem_from_json
-from tuner.rule import LEAST_JUDGED, Rule
+from tuner.search.fit import Sample, fit
+from tuner.selection import rule
+from tuner.selection.nearest import doublings
+from tuner.selection.reader import close, lookup
+from tuner.selection.rule import LEAST_JUDGED, Rule
 from tuner.store import open_store
 
-LOOKUP = importlib.import_module("tuner.lookup")
+LOOKUP = importlib.import_module("tuner.selection.reader")
 REGIME = Regime.default("attention")
 UNTUNED = AttentionProblem.parse("S=1999,D=64,H=1")
 CUDNN, FLASH = (Config("vendor_sdpa", {"kernel": name}) for name in ("cudnn", "flash2"))
@@ -179,9 +180,9 @@ def test_what_ships_is_judged_on_enough_recorded_problems(path: Path) -> None:
     """Made by `tuner fit` from the shipped recordings alone; its configs are this version's."""
     shipped = Rule.read(path)
     assert shipped.regret.answered >= LEAST_JUDGED
-    recorded = {recording.read(p).problem for p in recording.folder().glob("*.gz")}
+    known = {read_once(path).problem for path in FILES}
     problems = [problem_from_json(data) for data in shipped.problems]
-    assert set(problems) <= recorded
+    assert set(problems) <= known
     for problem in problems:
         choice = shipped.answer(problem)
         assert choice is not None

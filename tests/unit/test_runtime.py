@@ -27,8 +27,8 @@ from runtime_machine import (
 
 from tuner.errors import ConfigError
 from tuner.hardware import Gpu
-from tuner.lookup import Answer
 from tuner.problem import AttentionProblem, Problem
+from tuner.selection.reader import Answer
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 TorchDispatchMode = importlib.import_module("torch.utils._python_dispatch").TorchDispatchMode
@@ -221,7 +221,7 @@ def test_the_log_sum_exp_is_written_where_it_is_wanted(machine: Machine) -> None
     machine.toy = ToyWithLse()
     machine.decide(measured())
     q, k, v = inputs()
-    plan = machine.runtime.attention.find_plan(q, k, v, False, None)
+    plan = machine.runtime.attention_plan.find_plan(q, k, v, False, None)
     assert plan.has_lse
     out, lse = plan.run_with_lse(q, k, v)
     assert was_tuned(out) and (lse.shape, lse.dtype) == ((1, 2, 16), torch.float32)
@@ -355,13 +355,13 @@ def test_a_problem_is_read_off_its_tensors(
     made = [
         torch.empty_strided(o.shape, o.strides, dtype=torch.bfloat16) for o in problem.operands[:3]
     ]
-    assert runtime.attention.problem_of(*made, problem.is_causal) == problem
+    assert runtime.attention_plan.problem_of(*made, problem.is_causal) == problem
     if problem.heads_q != problem.heads_kv:
         with pytest.raises(ConfigError, match="enable_gqa"):
-            runtime.attention.problem_of(*made, problem.is_causal, enable_gqa=False)
+            runtime.attention_plan.problem_of(*made, problem.is_causal, enable_gqa=False)
 
 
 def test_dimensions_of_one_have_any_stride(runtime: SimpleNamespace) -> None:
     tensor = torch.empty_strided((1, 1, 16, 8), (5, 7, 8, 1), dtype=torch.float16)
-    problem = runtime.attention.problem_of(tensor, tensor, tensor, False)
+    problem = runtime.attention_plan.problem_of(tensor, tensor, tensor, False)
     assert problem == AttentionProblem.parse("S=16,D=8,H=1")

@@ -109,6 +109,23 @@ def test_masks_come_on_top_of_the_window(counters: Any) -> None:
     assert counters.stats().fallbacks == {"attn_mask is given": 4}
 
 
+def test_queries_that_a_mask_leaves_no_key_are_zero() -> None:
+    """Padding's rows: a NaN in one would reach every row of the next layer."""
+    hidden = torch.zeros(20, 20, dtype=torch.bool)
+    hidden[:3] = True
+    added = torch.zeros(20, 20).masked_fill(hidden, -math.inf)
+    for options in ({"softcap": 2.0}, {"window": (6, 6)}, {"window": (6, 6), "softcap": 2.0}):
+        wanted = expected(inputs(), hidden=hidden, **options)
+        for mask in (~hidden, added):
+            tensors = [t.requires_grad_() for t in inputs()]
+            out = attention(*tensors, attn_mask=mask, **options)
+            assert off(out.detach(), wanted) < 1e-6 and (out[:, :, :3] == 0).all()
+            gradients = torch.autograd.grad(out.square().sum(), tensors)
+            assert (
+                all(g.isfinite().all() for g in gradients) and (gradients[0][:, :, :3] == 0).all()
+            )
+
+
 def test_long_rows_go_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     composed = importlib.import_module("tuner.runtime.composed")
     tensors = inputs(23, 17)

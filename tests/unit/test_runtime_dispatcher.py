@@ -1,185 +1,42 @@
-"""The C++ dispatcher over CPU tensors: a real store and artifacts, kernels that write a pattern.
-
-The kernel fills the output with the first element of the query (or of a product's first matrix)
-plus the count of its rows, so a result says which tensors and which plan it came from.
-"""
+"""The C++ dispatcher over CPU tensors (`runtime_server`): what it answers, and what is Python's."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from runtime_server import (
+    PROBLEM,
+    Server,
+    built_dispatcher,
+    by_kernel,
+    dispatched_server,
+    inputs,
+    measured,
+)
 
-from tuner import dispatcher
-from tuner.artifacts import ArtifactCache
-from tuner.bench import calls
-from tuner.config import Config
-from tuner.errors import CompileError
-from tuner.families.base import Family, Launch, Ref
-from tuner.hardware import DEFAULT_GPU, Gpu
-from tuner.measurement import Measurement, Regime, Status
-from tuner.problem import AttentionProblem, GemmProblem, Problem
+from benchmarks import calls
+from tuner.compile import dispatcher
+from tuner.hardware import DEFAULT_GPU
+from tuner.problem import AttentionProblem, GemmProblem
 from tuner.store import open_store
-from tuner.toolchain import find_host_compiler
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
+built, server = built_dispatcher, dispatched_server
+
 SDPA = torch.nn.functional.scaled_dot_product_attention
 MATH = torch.nn.attention.SDPBackend.MATH
-KEY = "0123456789abcdef0123456789abcdef"
-KERNEL = """
-#include <atomic>
-#include <cstdint>
-extern "C" {
-std::atomic<int64_t> launches{0}, code{0}, unbound{0};
-thread_local bool is_bound = false;
-int bind(int) { is_bound = true; return 0; }
-int tuner_KEY_workspace(int64_t const*, int64_t* bytes) { *bytes = 64; return 0; }
-int tuner_KEY_launch(void* const* tensors, int64_t const* n, double const*, void* workspace,
-                     void*) {
-  ++launches;
-  unbound += !is_bound;
-  if (code) return int(code);
-  *static_cast<char*>(workspace) = 1;
-  auto const first = *static_cast<_Float16 const*>(tensors[0]);
-  auto* const out = static_cast<_Float16*>(tensors[1]);
-  for (int64_t i = 0; i < n[0]; ++i) out[i] = first + static_cast<_Float16>(n[1]);
-  return 0;
-}
-}
-"""
-
-
-class Toy(Family):
-    """One kernel, the same for all problems."""
-
-    name, op = "toy", "attention"
-
-    def violations(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
-        return []
-
-    def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
-        return [Config("toy", {"n": 1})]
-
-    def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
-        return 1.0
-
-    def launches(self, problem: Problem, config: Config, scale: float) -> list[Launch]:
-        output = problem.output
-        tensors = (Ref(problem.operands[0].name), Ref(output.name))
-        return [Launch("main", tensors, (output.elements, output.shape[-2]), (scale,))]
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
-    """The dispatcher (13 CPU-seconds) and the fake kernel, compiled once."""
-    cache = ArtifactCache(tmp_path_factory.mktemp("artifacts"))
-    try:
-        made = dispatcher.build(cache)
-    except CompileError as exc:
-        if exc.command:
-            raise
-        pytest.skip(str(exc))
-    folder = tmp_path_factory.mktemp("kernel")
-    source, library = folder / "kernel.cpp", folder / "kernel.so"
-    source.write_text(KERNEL.replace("KEY", KEY))
-    command = [find_host_compiler()[0], "-std=c++20", "-O2", "-shared", "-fPIC", source]
-    subprocess.run([*command, "-o", library], check=True)
-    cache.put(KEY, library, resources=None, compile_cpu_s=0.0, source="", facts={})
-    return SimpleNamespace(cache=cache, dispatcher=made)
-
-
-class Server:
-    """The runtime with its dispatcher, a store of its own, and the counters of the kernel."""
-
-    def __init__(self, runtime: SimpleNamespace, built: SimpleNamespace) -> None:
-        self.runtime = runtime
-        library = ctypes.CDLL(str(built.cache.find(KEY).library))
-        runtime.devices.bind_function = lambda: library.bind
-        runtime.dispatch.use(runtime.dispatch.load(built.dispatcher))
-        self.unbound = ctypes.c_int64.in_dll(library, "unbound")
-        self._launches = ctypes.c_int64.in_dll(library, "launches")
-        self.code = ctypes.c_int64.in_dll(library, "code")
-        self.code.value = 0
-        self._python = 0
-        get = runtime.table.table.get
-
-        def counted(kind: Any) -> Any:
-            self._python += 1
-            return get(kind)
-
-        self.get = counted
-
-    def decide(self, *problems: Problem, latency_us: float = 10.0) -> None:
-        with open_store() as store:
-            for problem in problems:
-                made = measured(problem, latency_us)
-                store.decide(problem, DEFAULT_GPU, made.regime, [made], "test")
-        self.time_passes()
-
-    def time_passes(self) -> None:
-        self.runtime.table.table._look_at = 0.0
-        self.runtime.dispatch.serve_until(0.0)
-
-    def attention(self, *arguments: Any, **options: Any) -> Any:
-        return self.runtime.attention.attention(*arguments, **options)
-
-    def went(self, call: Callable[[], Any]) -> tuple[Any, bool, bool]:
-        """The result of a call, whether Python was asked, and whether the kernel ran."""
-        python, launches = self._python, self._launches.value
-        out = call()
-        return out, self._python > python, self._launches.value > launches
-
-
-@pytest.fixture
-def server(
-    on_cpu: SimpleNamespace, built: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Server]:
-    made = Server(on_cpu, built)
-    monkeypatch.setattr(on_cpu.plan, "family", lambda name: Toy())
-    monkeypatch.setattr(on_cpu.plan, "ArtifactCache", lambda: built.cache)
-    monkeypatch.setattr(on_cpu.table.table, "get", made.get)
-    yield made
-
-
-def measured(problem: Problem, latency_us: float = 10.0) -> Measurement:
-    return Measurement(
-        problem=problem,
-        config=Config("toy", {"n": 1}),
-        gpu=DEFAULT_GPU,
-        regime=Regime.default(problem.op),
-        status=Status.OK,
-        latency_us=latency_us,
-        is_final=True,
-        artifacts={"main": KEY},
-        created_at="2026-01-01T00:00:00+00:00",
-    )
-
-
-PROBLEM = AttentionProblem.parse("S=16,D=8,H=2")
-
-
-def inputs(problem: Problem = PROBLEM) -> list[Any]:
-    return [
-        torch.empty_strided(o.shape, o.strides, dtype=torch.float16).normal_()
-        for o in problem.operands
-        if not o.is_output
-    ]
-
-
-def by_kernel(out: Any, first: Any, rows: int) -> bool:
-    return bool((out == first.flatten()[0] + rows).all())
 
 
 def test_what_is_known_is_answered_without_python(server: Server) -> None:
@@ -423,6 +280,9 @@ def test_what_a_call_costs_is_measured_through_it(
     assert found["has_dispatcher"] and 0.5 < found["dispatched"] <= 1
     assert min(found[name] for name in ("bare", "attention", "python", "sdpa", "table")) > 0
     assert found["beyond_launch"] == found["attention"] - found["bare"]
+    assert found["beyond_refused"] == found["refused"] - found["refused_sdpa"]
+    counted = server.runtime.counters.stats().fallbacks
+    assert counted == {"no measured winner": (calls.ROUNDS + 1) * calls.BURST}
     assert server.runtime.dispatch._module is module
     q, k, v = inputs()
     server.decide(PROBLEM)
@@ -536,9 +396,9 @@ def test_switched_off_by_another_thread_while_a_plan_is_made(
         server.time_passes()
     monkeypatch.setenv("TUNER_DISABLE", "0")
     table.pin(None)
-    plan = server.runtime.attention.find_plan(q, k, v, False, None, False)
+    plan = server.runtime.attention_plan.find_plan(q, k, v, False, None, False)
     switch_off()
-    dispatch.put("attention", (q, k, v, False, None, False), plan)
+    dispatch.put("attention", (q, k, v, None, 0.0, False, None, False), plan)
     _, by_python, launched = server.went(lambda: server.attention(q, k, v))
     assert by_python and not launched, "whatever the dispatcher was given, it answers nothing"
 
@@ -575,8 +435,11 @@ def one_thread_an_operator() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("one_thread_an_operator")
-def test_threads_over_many_shapes_with_a_writer_beside_them(server: Server) -> None:
+def test_threads_over_many_shapes_with_a_writer_beside_them(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """8 threads, 10,000 calls each, over 200 shapes; the store changes all the time."""
+    monkeypatch.setattr(server.runtime.table, "LOOK_EVERY_S", 0.5)
     shapes = [
         AttentionProblem.parse(f"S={rows},D=8,H={heads}")
         for rows in range(1, 26)

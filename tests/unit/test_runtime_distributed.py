@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 import tuner
-from tuner.artifacts import ArtifactCache
+from tuner.compile.artifacts import ArtifactCache
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.hardware import DEFAULT_GPU
@@ -54,7 +54,7 @@ def own(problem, member, measurement, scale, device, shape):
         return "it is not in the cache"
     return plan.VendorPlan(problem, measurement.config, device, is_nearest=False, call=call)
 
-plan._own = own
+plan.own_plan = own
 devices.TYPE, devices.current = "cpu", lambda: -1
 devices.gpu_of = lambda index: DEFAULT_GPU
 devices.is_capturing = lambda: False

@@ -132,6 +132,20 @@ def test_it_stands_before_both_backends(
     assert len(backends) == 1 and len(tuned.problems) == 1
 
 
+def test_flash_aligns_a_causal_mask_bottom_right(
+    tuned: SimpleNamespace, backends: list[str]
+) -> None:
+    """As `causal_lower_right` calls it; cuDNN's operator aligns it as tuned kernels do."""
+    q, (k, v) = torch.randn(2, 4, 3, 8).half(), tensors()[:2]
+    with tuner.enabled():
+        flash(q, k, v, is_causal=True)
+        assert backends == [FLASH] and tuned.problems == []
+        flash(q, k, v)
+        cudnn(q, k, v, is_causal=True)
+    assert backends == [FLASH] and len(tuned.problems) == 2
+    assert tuned.counters.stats().fallbacks == {"the causal mask is bottom-right": 1}
+
+
 @pytest.mark.parametrize("backend", [flash, cudnn])
 def test_what_has_no_tuned_kernel_is_the_backend_s(
     tuned: SimpleNamespace, backends: list[str], backend: Any

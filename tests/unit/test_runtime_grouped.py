@@ -14,9 +14,9 @@ from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families.grouped_gemm import GroupedGemm
 from tuner.hardware import DEFAULT_GPU
-from tuner.lookup import Answer, Entry
 from tuner.measurement import Measurement, Regime, Status
 from tuner.problem import GroupedGemmProblem, Problem
+from tuner.selection.reader import Answer, Entry
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 ROWS = (5, 0, 1, 0, 3)
@@ -100,7 +100,7 @@ def serve(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleNam
         try:
             problem = pose()
         except ConfigError as exc:
-            return str(exc)
+            return on_cpu.table.Refusal(str(exc))
         posed.append((kind, problem))
         config = member.space(problem, DEFAULT_GPU)[0]
         plan = on_cpu.plan

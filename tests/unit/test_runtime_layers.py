@@ -14,8 +14,8 @@ import pytest
 import tuner
 from tuner.config import Config
 from tuner.errors import ConfigError, StoreError, TunerError
-from tuner.job import read_problems
 from tuner.problem import GemmProblem, Problem
+from tuner.tuning.job import read_problems
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 nn = torch.nn

@@ -11,9 +11,9 @@ import pytest
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.hardware import DEFAULT_GPU
-from tuner.lookup import Answer, Entry
 from tuner.measurement import Measurement, Regime, Status
 from tuner.problem import GemmProblem, Problem, SwigluProblem
+from tuner.selection.reader import Answer, Entry
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 

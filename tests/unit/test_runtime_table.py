@@ -25,9 +25,9 @@ from runtime_machine import (
 from tuner.config import Config
 from tuner.errors import BenchmarkError, StoreError
 from tuner.hardware import DEFAULT_GPU
-from tuner.lookup import Answer, Entry
 from tuner.measurement import Provenance, Status
 from tuner.problem import AttentionProblem
+from tuner.selection.reader import Answer, Entry
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 

@@ -1,11 +1,14 @@
 """`attn_implementation="tuner"`: real architectures, small and with random weights, on CPU tensors.
 
 Against `sdpa`: the same logits and tokens where PyTorch answers, close ones where a tuned kernel
-does.
+does. Against `eager` those that `sdpa` does not know, and those whose masks are made otherwise.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +17,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
-from tuner import shapes  # noqa: E402
+from tuner.problem import shapes  # noqa: E402
 from tuner.runtime import transformers as tuned_attention  # noqa: E402
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -167,11 +170,115 @@ def test_what_changes_the_result_is_left_to_sdpa(tuned: SimpleNamespace) -> None
     bias = torch.randn(1, 2, 8, 8).half()
     attend(position_bias=bias)
     attend(dropout=0.5)
-    with pytest.raises(ValueError, match="softcap"):
-        attend(softcap=30.0)
-    with pytest.raises(ValueError, match="no attention sinks"):
-        attend(s_aux=torch.zeros(2))
     assert tuned.problems == []
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "sinks": ({"s_aux": torch.zeros(2)}, r"no attention sinks \(s_aux\): use 'eager'"),
+    "sinks by another name": ({"sinks": torch.zeros(1)}, r"no attention sinks \(sinks\)"),
+    "chosen keys": ({"indices": torch.zeros(1, 8, 4)}, r"no sparse attention \(indices\)"),
+    "chosen blocks": ({"block_indices": torch.zeros(1)}, r"no sparse attention \(block_indices\)"),
+    "weights": ({"output_attentions": True}, r"no attention weights .*output_attentions"),
+    "packed": ({"cu_seq_lens_q": torch.tensor([0, 3, 8])}, "cu_seq_lens_q .*pass position_ids"),
+    "a window": ({"sliding_window": 7}, "sliding_window=7 comes without one for 8 keys"),
+    "both": (
+        {"softcap": 5.0, "position_bias": torch.zeros(1, 2, 8, 8)},
+        "no position_bias beside softcap",
+    ),
+    "anything": ({"temperature": 0.7}, "does not know the keyword temperature: use 'sdpa'"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_keyword_that_would_be_lost_is_an_error_that_names_it(
+    tuned: SimpleNamespace, what: str
+) -> None:
+    given, words = REFUSED[what]
+    with pytest.raises(ValueError, match=words) as caught:
+        attend(**given)
+    assert "\n" not in str(caught.value) and tuned.problems == []
+
+
+def test_keywords_that_change_nothing(tuned: SimpleNamespace) -> None:
+    nothing = {
+        "output_attentions": False,
+        "s_aux": None,
+        "temperature": None,
+        "sliding_window": 8,
+        "cu_seq_lens_q": torch.tensor([0, 8]),
+        **dict.fromkeys(tuned_attention.WITHOUT_EFFECT, 1),
+    }
+    attend(**nothing)
+    mask = torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()
+    said = {"sliding_window": 3, "cu_seq_lens_q": torch.tensor([0, 3, 8]), "attention_mask": mask}
+    attend(**said)
+    assert len(tuned.problems) == 1
+
+
+def test_a_layer_that_does_not_say_whether_it_is_causal(tuned: SimpleNamespace) -> None:
+    """`sdpa` would take it for one that is; `eager` sees all keys."""
+    q, k, v = (torch.randn(1, 2, 8, 16).half() for _ in range(3))
+    forward = tuned_attention.attention_forward
+    with pytest.raises(ValueError, match="no mask from Identity, which does not say is_causal"):
+        forward(torch.nn.Identity(), q, k, v, None)
+    forward(torch.nn.Identity(), q, k, v, None, is_causal=False)
+    forward(torch.nn.Identity(), q[:, :, :1].contiguous(), k, v, None)
+    forward(torch.nn.Identity(), q, k, v, torch.ones(1, 1, 8, 8, dtype=torch.bool))
+    assert [problem.is_causal for problem in tuned.problems] == [False, False]
+
+
+def sources() -> Iterator[str]:
+    """Those of Transformers' models."""
+    for path in Path(transformers.__file__).parent.glob("models/*/modeling_*.py"):
+        yield path.read_text()
+
+
+def arguments(text: str, start: int) -> list[str]:
+    """Those of the call or the signature whose parenthesis opens at `start`."""
+    depth, found, last = 0, [], start + 1
+    for match in re.compile(r"[()\[\]{},]").finditer(text, start):
+        depth += (match[0] in "([{") - (match[0] in ")]}")
+        if (match[0] == "," and depth == 1) or depth == 0:
+            found.append(text[last : match.start()].strip())
+            last = match.end()
+        if depth == 0:
+            return found
+    raise AssertionError(text[start : start + 80])
+
+
+#: What `attention_forward` takes, or refuses by name.
+DECIDED = {
+    *("module", "query", "key", "value", "attention_mask", "dropout", "scaling", "is_causal"),
+    *("position_bias", "cache", "softcap", "output_attentions", "sliding_window"),
+    *tuned_attention._REFUSED,
+    *tuned_attention._PACKED,
+}
+
+
+def test_every_keyword_that_a_model_hands_over_is_decided() -> None:
+    call = re.compile(r"\b(?:attention|attn)_(?:interface|fn)\(")
+    given = {
+        found[1]
+        for text in sources()
+        for match in call.finditer(text)
+        for argument in arguments(text, match.end() - 1)
+        if (found := re.match(r"(?:#[^\n]*\n\s*)*(\w+)=(?!=)", argument))
+    }
+    assert len(given) > 15 and {"softcap", "s_aux", "sliding_window", "indices"} <= given
+    assert given - DECIDED == given & tuned_attention.WITHOUT_EFFECT
+
+
+def test_what_the_models_own_attention_reads_is_decided() -> None:
+    """The parameters of each `eager_attention_forward`, which is the meaning."""
+    signature = re.compile(r"^def eager_attention_forward\(", re.MULTILINE)
+    read = {
+        re.split(r"[:=]", argument)[0].strip()
+        for text in sources()
+        for match in signature.finditer(text)
+        for argument in arguments(text, match.end() - 1)
+        if argument and not argument.startswith("*")
+    }
+    assert {"softcap", "position_bias", "sinks"} <= read and read <= DECIDED
 
 
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "BertForMaskedLM"])
@@ -185,6 +292,197 @@ def test_compiled_into_one_graph(tuned: SimpleNamespace, name: str) -> None:
     assert close(compiled(ids, **options).logits, reference(ids, **options).logits)
     # Before PyTorch 2.14 Transformers makes a tensor of a compiled model's causal mask.
     assert len(tuned.problems) == (2 if name == "BertForMaskedLM" or TORCH >= (2, 14) else 0)
+
+
+GEMMA = {**SMALL, "num_key_value_heads": 2, "head_dim": 16, "query_pre_attn_scalar": 16}
+WINDOW = {"sliding_window": 5}
+#: Against `eager`: the configuration's class and values.
+BY_EAGER: dict[str, tuple[str, dict[str, Any]]] = {
+    "Gemma2ForCausalLM": ("Gemma2Config", {**GEMMA, **WINDOW, "attn_logit_softcapping": 0.5}),
+    "VaultGemmaForCausalLM": (
+        "VaultGemmaConfig",
+        {**GEMMA, **WINDOW, "attn_logit_softcapping": 0.5},
+    ),
+    "Gemma3ForCausalLM": ("Gemma3TextConfig", {**GEMMA, **WINDOW}),
+    "MistralForCausalLM": ("MistralConfig", {**SMALL, **WINDOW, "num_key_value_heads": 2}),
+    "LlamaForCausalLM": ("LlamaConfig", {**SMALL, "num_key_value_heads": 2}),
+}
+
+
+def beside_eager(name: str, config: str, values: dict[str, Any]) -> tuple[Any, Any]:
+    made = []
+    for implementation in ("tuner", "eager"):
+        torch.manual_seed(0)
+        model = getattr(transformers, name)._from_config(
+            getattr(transformers, config)(**values), attn_implementation=implementation
+        )
+        made.append(model.eval())
+    return made[0], made[1]
+
+
+def alike(found: Any, wanted: Any) -> bool:
+    return bool((found - wanted).norm() / wanted.norm() < 1e-5)
+
+
+def near(found: Any, wanted: Any) -> bool:
+    """Of bf16, whose eager attention rounds its weights."""
+    return bool((found.float() - wanted.float()).norm() / wanted.float().norm() < 2e-2)
+
+
+@pytest.mark.parametrize("is_tuned", [False, True])
+@pytest.mark.parametrize("name", BY_EAGER)
+@torch.no_grad()
+def test_logits_as_eager(request: pytest.FixtureRequest, name: str, is_tuned: bool) -> None:
+    """Caps come before masks, windows are as wide, and padding's rows spoil no other."""
+    tuned = request.getfixturevalue("tuned") if is_tuned else None
+    model, reference = beside_eager(name, *BY_EAGER[name])
+    if is_tuned:
+        model, reference = model.bfloat16(), reference.bfloat16()
+    agree = near if is_tuned else alike
+    ids, mask = tokens()
+    right = torch.ones_like(ids)
+    right[1, -3:] = 0
+    for attention_mask in (None, mask, right):
+        call = {"attention_mask": attention_mask, "use_cache": False}
+        found, wanted = model(ids, **call).logits, reference(ids, **call).logits
+        seen = torch.ones_like(ids) > 0 if attention_mask is None else attention_mask > 0
+        assert found.isfinite().all() and agree(found[seen], wanted[seen])
+    short = model(ids[:, :4], use_cache=False).logits  # within the window: no mask is made
+    assert agree(short, reference(ids[:, :4], use_cache=False).logits)
+    if tuned is not None:
+        assert {problem.softcap for problem in tuned.problems} == {
+            BY_EAGER[name][1].get("attn_logit_softcapping", 0.0)
+        }
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", BY_EAGER)
+def test_generation_as_eager(name: str, cache: str) -> None:
+    """Beyond the window, after padding, and with caches that are longer than what is in them."""
+    model, reference = beside_eager(name, *BY_EAGER[name])
+    ids, mask = tokens()
+    for attention_mask in (torch.ones_like(mask), mask):
+        options = {
+            "attention_mask": attention_mask,
+            "cache_implementation": cache,
+            "max_new_tokens": 8,
+            "do_sample": False,
+            "pad_token_id": 0,
+            "disable_compile": True,
+        }
+        assert torch.equal(model.generate(ids, **options), reference.generate(ids, **options))
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", BY_EAGER)
+@torch.no_grad()
+def test_queries_after_a_filled_cache(tuned: SimpleNamespace, name: str, cache: str) -> None:
+    """Query i at place p of the cache sees keys 0..p + i: a tuned kernel is not asked."""
+    model, reference = beside_eager(name, *BY_EAGER[name])
+    model, reference = model.bfloat16(), reference.bfloat16()
+    ids, _ = tokens()
+    found = []
+    for one in (model, reference):
+        kept = (
+            transformers.DynamicCache(config=one.config)
+            if cache == "dynamic"
+            else transformers.StaticCache(config=one.config, max_cache_len=24)
+        )
+        logits = [one(ids[:, :5], past_key_values=kept).logits]
+        logits += [one(ids[:, 5:9], past_key_values=kept).logits]
+        logits += [one(ids[:, 9:10], past_key_values=kept).logits]
+        found.append(torch.cat(logits, 1))
+    assert near(*found)
+    assert {p.seqlen_q for p in tuned.problems if p.is_causal} <= {5}
+
+
+def test_packed_sequences_are_told_by_their_positions() -> None:
+    model, reference = beside_eager("LlamaForCausalLM", *BY_EAGER["LlamaForCausalLM"])
+    ids, _ = tokens(1)
+    positions = torch.tensor([[*range(5), *range(7)]])
+    lengths = torch.tensor([0, 5, 12], dtype=torch.int32)
+    packed = {"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths}
+    packed |= {"max_length_q": 7, "max_length_k": 7}
+    with torch.no_grad():
+        call = {"position_ids": positions, "use_cache": False}
+        found = model(ids, **call, **packed).logits
+        wanted = [reference(part, use_cache=False).logits for part in (ids[:, :5], ids[:, 5:])]
+        assert alike(found, torch.cat(wanted, 1))
+        with pytest.raises(ValueError, match="cu_seq_lens_q comes without one: pass position_ids"):
+            model(ids, use_cache=False, **packed)
+
+
+@torch.no_grad()
+def test_a_bidirectional_layer_without_a_mask() -> None:
+    """Splinter's says nothing of it, and Transformers refuses it `sdpa`."""
+    config = transformers.SplinterConfig(**SMALL)
+    model = transformers.SplinterModel._from_config(config, attn_implementation="tuner").eval()
+    with pytest.raises(ValueError, match="SplinterSelfAttention, which does not say is_causal"):
+        model(tokens()[0])
+
+
+@torch.no_grad()
+def test_sinks_are_refused() -> None:
+    values = {**SMALL, "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 2}
+    config = transformers.GptOssConfig(**values)
+    model = transformers.GptOssForCausalLM._from_config(config, attn_implementation="tuner").eval()
+    with pytest.raises(ValueError, match=r"no attention sinks \(s_aux\): use 'eager'$"):
+        model(tokens()[0])
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@torch.no_grad()
+def test_queries_that_a_model_drops_after_its_masks_were_made(cache: str) -> None:
+    """Gemma 4's last layers compute what is wanted alone, and that does not start at key 0."""
+    values = {
+        **GEMMA,
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 32,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCABULARY,
+    }
+    model, reference = beside_eager("Gemma4ForCausalLM", "Gemma4TextConfig", values)
+    ids, _ = tokens()
+    for count in (1, 3):
+        found, wanted = (m(ids, logits_to_keep=count).logits for m in (model, reference))
+        assert alike(found, wanted)
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    options |= {"cache_implementation": cache, "disable_compile": True}
+    assert torch.equal(model.generate(ids, **options), reference.generate(ids, **options))
+
+
+@torch.no_grad()
+def test_a_capped_encoder_and_decoder() -> None:
+    half = {**GEMMA, **WINDOW, "attn_logit_softcapping": 0.5, "hidden_activation": "gelu"}
+    values = {"encoder": half, "decoder": half, "vocab_size": VOCABULARY}
+    model, reference = beside_eager("T5GemmaForConditionalGeneration", "T5GemmaConfig", values)
+    ids, mask = tokens()
+    for attention_mask in (None, mask):
+        call = {"attention_mask": attention_mask, "decoder_input_ids": ids[:, :7]}
+        assert alike(model(ids, **call).logits, reference(ids, **call).logits)
+
+
+@torch.no_grad()
+def test_a_capped_model_in_one_graph() -> None:
+    torch._dynamo.reset()
+    model, reference = beside_eager("Gemma2ForCausalLM", *BY_EAGER["Gemma2ForCausalLM"])
+    ids, _ = tokens()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    found = compiled(ids, use_cache=False).logits
+    assert alike(found, reference(ids, use_cache=False).logits)
+
+
+def test_capped_training() -> None:
+    model, reference = beside_eager("Gemma2ForCausalLM", *BY_EAGER["Gemma2ForCausalLM"])
+    ids, mask = tokens()
+    mask = mask.flip(1)  # with padding before them rows see nothing, and eager gives them a mean
+    for m in (model, reference):
+        m.train()(ids, attention_mask=mask, labels=ids, use_cache=False).loss.backward()
+    found, wanted = (m.model.layers[0].self_attn.q_proj.weight.grad for m in (model, reference))
+    assert found.isfinite().all()
+    assert (found - wanted).norm() / wanted.norm() < 1e-4
 
 
 def test_training(tuned: SimpleNamespace) -> None:

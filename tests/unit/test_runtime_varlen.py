@@ -102,7 +102,7 @@ def serve(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleNam
         try:
             problem = pose()
         except ConfigError as exc:
-            return str(exc)
+            return on_cpu.table.Refusal(str(exc))
         posed.append((kind, problem))
         config = member.space(problem, DEFAULT_GPU)[0]
         plan = on_cpu.plan
@@ -204,7 +204,8 @@ def test_a_scale_that_is_not_positive_and_grouped_heads_are_pytorch_s(
         (1, torch.zeros(20, 4, 16), r"key \(20, 4, 16\), value \(21, 4, 16\)"),
         (0, torch.zeros(16, 4, 8), "differ in D"),
         (3, starts(QUERIES).long(), r"cu_seqlens_q is torch.int64 \(6,\) \(allowed: torch.int32"),
-        (4, starts([]), r"cu_seqlens_kv is torch.int32 \(1,\)"),
+        (4, starts([])[:0], r"cu_seqlens_kv is torch.int32 \(0,\)"),
+        (4, starts([]), "cu_seqlens_q has 6 entries, cu_seqlens_kv 1"),
         (4, starts([21]), "cu_seqlens_q has 6 entries, cu_seqlens_kv 2"),
         (3, starts([5, 0, 1, 7, 4]), "cu_seqlens_q runs from 0 to 17 .allowed: from 0"),
         (3, starts([5, -1, 1, 7, 3]), "falling on the way"),

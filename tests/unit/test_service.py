@@ -19,13 +19,15 @@ pytest.importorskip("fastapi", reason="the extra [service] is not installed")
 from serving import LOCAL, PROBLEM, SHAPE, decide, error, eventually, measured, served_store
 from starlette.testclient import TestClient
 
+from tuner.config import Config
 from tuner.errors import StoreError
 from tuner.measurement import Provenance, Status
 from tuner.problem import PROBLEMS, GemmProblem
-from tuner.service import bodies
+from tuner.service import app, bodies
 from tuner.service.app import create_app
 from tuner.service.tokens import Tokens
-from tuner.store import Store, open_store
+from tuner.store import Entry, Store, open_store
+from tuner.store.jobs import result_of
 
 store = served_store
 
@@ -147,6 +149,23 @@ class TestJobs:
         assert answer.headers["location"] == f"/v1/jobs/{job['id']}"
         return job
 
+    def test_jobs_and_problems_have_a_limit_an_hour(
+        self, client: TestClient, store: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(app, "MAX_JOBS", 3)
+        monkeypatch.setattr(app, "MAX_PROBLEMS", 4)
+        with TestClient(create_app(store, Tokens()), base_url=LOCAL) as limited:
+            self.submitted(limited)
+            two = {"problems": ["S=64,D=64", "S=128,D=64"]}
+            assert limited.post("/v1/jobs", json={"problems": ["S=1"]}).status_code == 422
+            assert limited.post("/v1/jobs", json=two).status_code == 201
+            refused = limited.post("/v1/jobs", json=two)
+            assert error(refused, 429) == "too many problems (allowed: 4 an hour)"
+            assert 1700 < int(refused.headers["retry-after"]) <= 1800
+            refused = limited.post("/v1/jobs", json=two)
+            assert error(refused, 429) == "too many jobs (allowed: 3 an hour)"
+        assert len(store.jobs.all()) == 2
+
     def test_a_job_is_stored_as_the_command_would(self, client: TestClient, store: Store) -> None:
         options = {"effort": "full", "trials": 9, "families": [], "seed": 3, "l2": "cold"}
         job = self.submitted(client, priority=4, attempts=2, time_limit_s=60, **options)
@@ -176,6 +195,18 @@ class TestJobs:
         more = client.get(f"/v1/jobs/{id}", params={"after": first["id"]}).json()["trials"]
         assert more == [second]
         assert client.get(f"/v1/jobs/{id}", params={"trials": 0}).json()["trials"] == []
+
+    def test_a_finished_problem_has_its_result(self, client: TestClient, store: Store) -> None:
+        id = self.submitted(client)["id"]
+        claim = store.jobs.claim("host:1")
+        assert claim is not None
+        own = measured(9.0, config=Config("toy", {"m": 1}))
+        result = result_of(Entry.of([own, measured()]))
+        store.jobs.finish(claim.lease, "decided", result)
+        first, second = client.get(f"/v1/jobs/{id}").json()["problems"]
+        assert first["result"] == result
+        assert first["result"]["vendor_over_own"] == pytest.approx(12 / 9)
+        assert (first["progress"], second["result"]) == ({}, None)
 
     def test_lists_are_paged(self, client: TestClient) -> None:
         ids = []

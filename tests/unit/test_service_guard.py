@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("fastapi", reason="the extra [service] is not installed")
 
-from serving import LOCAL, READ, SHAPE, WRITE, error
+from serving import LOCAL, PROBLEM, READ, SHAPE, WRITE, error
 from starlette.testclient import TestClient
 
 from tuner.cli import main
@@ -109,6 +109,51 @@ class TestGuard:
     def test_bodies_that_are_none(self, client: TestClient, body: bytes, status: int) -> None:
         headers = {"content-type": "application/json"}
         error(client.post("/v1/configs:lookup", content=body, headers=headers), status)
+
+    @pytest.mark.parametrize(
+        ("headers", "is_own"),
+        [
+            ({"origin": "http://evil.example"}, False),
+            ({"origin": "http://127.0.0.1.evil.example"}, False),
+            ({"origin": "http://127.0.0.1:8266"}, False),
+            ({"origin": "null"}, False),
+            ({"origin": ""}, False),
+            ({"sec-fetch-site": "cross-site"}, False),
+            ({"sec-fetch-site": "same-site"}, False),
+            ({"sec-fetch-site": "Cross-Site", "origin": "http://127.0.0.1:8265"}, False),
+            ({"sec-fetch-site": "same-origin", "origin": "http://127.0.0.1:8265"}, True),
+            ({"origin": "HTTPS://127.0.0.1:8265"}, True),  # behind a proxy that speaks TLS
+            ({"sec-fetch-site": "none"}, True),
+            ({}, True),
+        ],
+    )
+    @pytest.mark.parametrize("token", ["", WRITE])
+    def test_pages_of_other_origins_change_nothing(
+        self, store: Store, headers: dict[str, str], is_own: bool, token: str
+    ) -> None:
+        """Without a body, as a form or a script of any page can send it."""
+        id = store.jobs.submit([PROBLEM], {})
+        headers = {**headers, "host": "127.0.0.1:8265"}
+        tokens = Tokens(READ, WRITE) if token else Tokens()
+        if token:
+            headers["authorization"] = f"Bearer {token}"
+        client = TestClient(create_app(store, tokens), base_url=LOCAL)
+        answer = client.post(f"/v1/jobs/{id}/cancel", headers=headers)
+        job = store.jobs.find(id)
+        assert job is not None
+        assert (answer.status_code, job.state) == (
+            (200, "cancelled") if is_own else (403, "queued")
+        )
+        assert client.get("/v1/jobs", headers=headers).status_code == 200
+        store.jobs.cancel(id)
+
+    @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS"])
+    @pytest.mark.parametrize("path", ["/login", "/logout", "/v1/jobs", "/v1/configs:lookup"])
+    def test_every_path_asks_where_a_request_is_from(
+        self, guarded: TestClient, method: str, path: str
+    ) -> None:
+        answer = guarded.request(method, path, headers={"origin": "http://evil.example"})
+        assert error(answer, 403) == "a page of another origin may change nothing here"
 
     def test_other_types_of_content(self, client: TestClient) -> None:
         for kind in ("text/plain", "application/x-www-form-urlencoded", ""):

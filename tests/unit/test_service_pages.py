@@ -28,9 +28,11 @@ from tuner.report.palette import DARK, LIGHT, colours
 from tuner.report.spec import CONFIG
 from tuner.service.app import create_app
 from tuner.service.pages import environments, render, table, trials
+from tuner.service.pages.routes import MAX_LOGINS
 from tuner.service.served import Table
-from tuner.service.tokens import COOKIE, LIFETIME_S, Sessions, Tokens
-from tuner.store import Store, open_store
+from tuner.service.tokens import COOKIE, LIFETIME_S, MAX_SESSIONS, Sessions, Tokens
+from tuner.store import Entry, Store, open_store
+from tuner.store.jobs import result_of
 
 HTML = {"accept": "text/html"}
 OWN = Config("softmax", {"rows_per_block": 1})
@@ -281,8 +283,26 @@ class TestLogin:
     def test_logging_out(self, guarded: TestClient) -> None:
         self.log_in(guarded, READ)
         assert "Log out" in show(guarded, "/jobs").said
-        assert guarded.post("/logout").status_code == 303
-        assert guarded.get("/jobs").status_code == 303
+        copy = {"cookie": f"{COOKIE}={guarded.cookies[COOKIE]}"}
+        self.log_in(guarded, READ)  # another browser
+        other = guarded.cookies[COOKIE]
+        guarded.cookies.clear()
+        assert guarded.get("/jobs", headers=copy).status_code == 200
+        assert guarded.post("/logout", headers=copy).status_code == 303
+        assert guarded.get("/jobs", headers=copy).status_code == 303
+        assert guarded.get("/jobs", headers={"cookie": f"{COOKIE}={other}"}).status_code == 200
+        assert guarded.post("/logout").status_code == 303  # of nobody
+
+    def test_logins_of_an_address_have_a_limit(self, store: Store) -> None:
+        app = create_app(store, Tokens(READ, WRITE))
+        clients = [TestClient(app, client=(host, 1)) for host in ("192.0.2.1", "192.0.2.2")]
+        for _ in range(MAX_LOGINS):
+            assert self.log_in(clients[0], "wrong" * 5).status_code == 401
+        refused = self.log_in(clients[0], READ)
+        assert refused.status_code == 429
+        assert int(refused.headers["retry-after"]) in (1, 2)
+        assert "set-cookie" not in refused.headers
+        assert self.log_in(clients[1], "wrong" * 5).status_code == 401
 
     def test_without_tokens_there_is_no_login(self, client: TestClient) -> None:
         assert client.get("/login").status_code == 404
@@ -301,20 +321,26 @@ class TestLogin:
         cookie = f'other={{"a": 1}}; {COOKIE}={value}'.encode()
         assert sessions.is_open(cookie)
         assert not Sessions(Tokens(WRITE, READ), clock=lambda: now[0]).is_open(cookie)
-        expires, _, signature = value.partition(".")
-        for wrong in (
-            f"{int(expires) + 1}.{signature}",
-            f"{expires}.",
-            "",
-            "é.é",
-            f"9.{signature}",
-        ):
+        for wrong in (value[:-1], f"{value}x", value.swapcase(), "", "é.é"):
             assert not sessions.is_open(f"{COOKIE}={wrong}".encode())
         assert not sessions.is_open(b"\xff\x00; =;")
         assert not Sessions(Tokens()).is_open(cookie)
         assert Sessions(Tokens()).begin("") is None
         now[0] += LIFETIME_S
         assert not sessions.is_open(cookie)
+
+    def test_as_many_sessions_are_open_as_are_kept(self) -> None:
+        now = [0.0]
+        sessions = Sessions(Tokens(READ, WRITE), clock=lambda: now[0])
+
+        def begun() -> bytes:
+            return f"{COOKIE}={sessions.begin(READ)}".encode()
+
+        made = [begun() for _ in range(MAX_SESSIONS + 2)]
+        assert [sessions.is_open(cookie) for cookie in made[:4]] == [False, False, True, True]
+        now[0] = LIFETIME_S
+        last = begun()
+        assert [sessions.is_open(cookie) for cookie in (made[-1], last)] == [False, True]
 
 
 class TestCache:
@@ -331,14 +357,14 @@ class TestCache:
         assert "0 decisions that match" in nothing.said
         assert ("script", {}) not in nothing.tags
 
-    @pytest.mark.parametrize("order", ["problem", "us", "-tflops", "ratio", "-decided"])
+    @pytest.mark.parametrize("order", ["problem", "us", "-tflops", "-speed", "-decided"])
     def test_orders(self, store: Store, order: Any) -> None:
         found = table.Searcher().find(Table.read(store), "", order=order).entries
         keys = {
             "problem": lambda e: 0,
             "us": lambda e: e.winner.latency_us,
             "-tflops": lambda e: -e.winner.tflops,
-            "ratio": lambda e: (table.nearest(e) or (float("inf"),))[0],
+            "-speed": lambda e: -min(e.speedups.values(), default=0.0),
             "-decided": lambda e: [-ord(c) for c in e.decided_at],
         }[order]
         assert len(found) > 10
@@ -383,8 +409,49 @@ class TestJobs:
         assert ("script", {}) not in failed.tags
         show(client, f"/jobs/{id}", 422, state="odd")
 
+    def test_a_finished_problem_shows_its_result(self, client: TestClient, store: Store) -> None:
+        id = store.jobs.submit([PROBLEM, GemmProblem(128, 128, 64)], {})
+        for kind, us in ((Provenance.MEASURED, 9.0), (Provenance.REPLAYED, 15.0)):
+            claim = store.jobs.claim("host:1")
+            assert claim is not None
+            ranking = [measured(us, config=OWN, provenance=kind), measured(provenance=kind)]
+            ranking = [m.but(is_final=kind is Provenance.MEASURED) for m in ranking]
+            store.jobs.finish(claim.lease, "decided", result_of(Entry.of(ranking)))
+        page = show(client, f"/jobs/{id}")
+        digest = OWN.digest[:6]
+        assert f"softmax {digest} 9.00 1.33x cudnn" in page.said
+        assert f"softmax {digest}, replayed, quick pass 15.0 0.80x cudnn, slower" in page.said
+        assert [link for link in page.links if link.startswith("/kernel") and OWN.digest in link]
+
 
 class TestTrials:
+    @pytest.mark.parametrize(
+        ("kind", "headline"),
+        [
+            (Provenance.MEASURED, "own speed 1.33x cudnn."),
+            (Provenance.REPLAYED, "REPLAYED: softmax {} won the recorded final pass with 9.00 us"),
+            (Provenance.PREDICTED, "PREDICTED: softmax {} has the shortest estimate, 9.00 us"),
+        ],
+    )
+    def test_a_headline_says_where_its_time_is_from(
+        self, client: TestClient, store: Store, kind: Provenance, headline: str
+    ) -> None:
+        facts = {"provenance": kind, "sweep": "x"}
+        store.add([measured(9.0, config=OWN, **facts), measured(**facts)])
+        said = show(client, "/trials", shape=SHAPE, sweep="x").said
+        assert headline.format(OWN.digest[:6]) in said
+        assert ("won the final pass" in said) is (kind is Provenance.MEASURED)
+        kernel = show(client, "/kernel", shape=SHAPE, config=OWN.digest).said
+        assert (f"{str(kind).upper()}: 9.00 us" in kernel) is (kind is not Provenance.MEASURED)
+
+    def test_a_replay_of_the_quick_pass_says_so(self, client: TestClient, store: Store) -> None:
+        facts = {"provenance": Provenance.REPLAYED, "sweep": "x", "is_final": False}
+        older = measured(8.0, **{**facts, "is_final": True, "flags": ("quick",)})
+        store.add([measured(15.0, config=OWN, **facts), measured(**facts), older])
+        said = show(client, "/trials", shape=SHAPE, sweep="x").said
+        assert f"REPLAYED: Fastest of the quick pass: softmax {OWN.digest[:6]} with 15.0 us" in said
+        assert "own speed 0.80x cudnn, slower in the quick pass. No final pass." in said
+
     def test_time_over_trial_and_failures_by_reason(self, client: TestClient, store: Store) -> None:
         log = f"{HOSTILE}\nmore"
         failing = [quick(n, None, log=log) for n in (3, 4)]
@@ -535,7 +602,7 @@ class TestCompare:
         page = show(client, "/compare", **digests)
         assert "Of 1 problem in both, 0 became faster, 1 slower, 0 stayed the same." in page.said
         assert "driver 580 590" in page.said
-        assert "12.0 13.0 ▲ slower, +8.3 %" in page.said
+        assert "12.0 13.0 ▲ 0.92x, slower" in page.said
         assert "Only before: 1 problem" in page.said
         chosen = [a["value"] for tag, a in page.tags if tag == "option" and "selected" in a]
         assert chosen == [self.BEFORE.digest, self.AFTER.digest]

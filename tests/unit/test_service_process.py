@@ -167,7 +167,7 @@ class TestProcess:
 def test_the_benchmark_tells_every_figure_that_has_a_goal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from tuner.bench import service as benchmark
+    from benchmarks import service as benchmark
 
     out = tmp_path / "figures.json"
     arguments = ["--entries", "100", "--seconds", "0.1", "--json", str(out)]

@@ -10,9 +10,14 @@ import pytest
 
 from tuner.cli import main
 from tuner.errors import ConfigError
-from tuner.job import read_problems
 from tuner.problem import AttentionProblem, GemmProblem
-from tuner.shapes import Model, expand, numbers, problems
+from tuner.problem.shapes import (
+    Model,
+    expand,
+    numbers,
+    problems,
+)
+from tuner.tuning.job import read_problems
 
 LLAMA = {
     "model_type": "llama",
@@ -49,7 +54,26 @@ def test_a_grouped_decoder() -> None:
         "gemm M=2048,N=14336,K=4096,dtype=bf16",
         "gemm M=2048,N=4096,K=14336,dtype=bf16",
         "gemm M=2,N=128256,K=4096,dtype=bf16",
+        "swiglu M=2048,N=14336,K=4096,dtype=bf16",
     ]
+
+
+@pytest.mark.parametrize(
+    ("config", "count"),
+    [
+        (QWEN3, 1),
+        ({**LLAMA, "hidden_act": "silu"}, 1),
+        ({**LLAMA, "hidden_act": "gelu"}, 0),
+        ({**LLAMA, "model_type": "gemma"}, 0),
+        ({**LLAMA, "intermediate_size": 14344}, 0),
+        (GPT2, 0),
+        ({**BERT, "hidden_act": "silu"}, 0),
+    ],
+)
+def test_swiglu_is_listed_of_a_gate_with_silu_that_has_a_kernel(
+    config: dict[str, Any], count: int
+) -> None:
+    assert len(listed(config, ops=("swiglu",), dtype="fp16")) == count
 
 
 def test_one_token_of_it() -> None:

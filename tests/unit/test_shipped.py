@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from statistics import geometric_mean
 
 import pytest
+from shipped_recordings import FILES, read_once
 
-from tuner import recording, resources
-from tuner.bench import cost
+from benchmarks import cost
+from tuner.base import resources
 from tuner.bench.suites import SUITES
 from tuner.cli import main
 from tuner.families import family
 from tuner.hardware import GPUS
-from tuner.job import read_problems
-from tuner.lookup import lookup, shipped
 from tuner.measurement import Provenance, Regime
-from tuner.nearest import Loans
 from tuner.problem import (
     E4M3,
     PROBLEMS,
@@ -29,14 +27,17 @@ from tuner.problem import (
     SoftmaxProblem,
     SwigluProblem,
 )
-from tuner.shipped import shipped_around
+from tuner.runners import recording
+from tuner.selection.nearest import Loans, is_pytorchs
+from tuner.selection.reader import lookup, shipped
+from tuner.selection.shipped import shipped_around
 from tuner.store import open_store
 from tuner.store.entry import Entry
 from tuner.store.exchange import parse, to_text
+from tuner.tuning.job import read_problems
 
 H200 = GPUS["H200"]
 ROOT = Path(__file__).parents[2]
-FILES = sorted((resources.cache() / "recordings").glob("*.json.gz"))
 ATTENTION = AttentionProblem.parse("S=1024,D=64")
 GEMM = GemmProblem.parse("M=4096,N=4096,K=4096")
 
@@ -69,7 +70,7 @@ def found(problem: Problem) -> recording.Recording:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name.split("_dtype")[0])
 def test_a_recording_reads_and_holds_its_baselines(path: Path) -> None:
-    recorded = recording.read(path)
+    recorded = read_once(path)
     finals = [m for m in recorded.measurements if m.is_final and m.ok]
     vendors = {m.config["kernel"] for m in finals if family(m.config.family).is_vendor}
     assert vendors >= baselines(recorded.problem)
@@ -96,7 +97,7 @@ def test_the_wide_recordings_are_wide(problem: Problem) -> None:
 
 def test_recorded_configs_are_legal_still() -> None:
     for path in FILES:
-        recorded = recording.read(path)
+        recorded = read_once(path)
         for measurement in recorded.measurements:
             member = family(measurement.config.family)
             reasons = member.violations(recorded.problem, measurement.config, H200)
@@ -137,16 +138,18 @@ def test_a_fresh_installation_answers(tmp_path: Path) -> None:
     answer = lookup(ATTENTION, gpu=H200, path=tmp_path / "none.sqlite")
     assert answer is not None and answer.entry.provenance is Provenance.MEASURED
     assert any("shipped" in note for note in answer.notes)
-    assert answer.entry.best_own is not None and answer.entry.ratios["cudnn"] < 0.97
+    assert answer.entry.best_own is not None and answer.entry.speedups["cudnn"] > 1.03
 
 
-#: A line of the README's first table: the sizes, the mask, a mark, and the figures.
+RESULTS = ROOT / "scripts" / "benchmarks" / "README.md"
+"""Where every line of the final passes is printed."""
+#: A line of its first table: the sizes, the mask, a mark, and the figures.
 _LINE = re.compile(r"\| \((\d+),(\d+),(\d+),(\d+)\)( causal)?(?: \\?\*)? \|(.*)\|")
 
 
 def _readme_lines() -> list[tuple[AttentionProblem, list[str]]]:
     found = []
-    for line in (ROOT / "README.md").read_text().splitlines():
+    for line in RESULTS.read_text().splitlines():
         if match := _LINE.match(line):
             batch, heads, seqlen, head_dim = map(int, match.group(1, 2, 3, 4))
             problem = AttentionProblem(
@@ -219,8 +222,8 @@ def test_the_readme_s_summaries_are_of_what_ships(sentence: str, gpu: str, place
     else:
         op = "gemm" if place == "gemm" else "attention"
         problems = read_problems(resources.cache() / "grid" / f"{place}.yaml", op)
-    lines = [x for x in (ROOT / "README.md").read_text().splitlines() if "`cache/grid/`)" in x]
-    lines += [x for x in (ROOT / "README.md").read_text().splitlines() if "On one H100" in x]
+    lines = [x for x in RESULTS.read_text().splitlines() if "`cache/grid/`)" in x]
+    lines += [x for x in RESULTS.read_text().splitlines() if "On one H100" in x]
     (printed,) = [match for line in lines if (match := re.search(sentence, line))]
     count, mean, worst = summary(shipped_of(problems, gpu))
     assert printed.groups() == (str(count), mean, worst)
@@ -239,34 +242,86 @@ def test_an_h200_s_choice_serves_an_h100() -> None:
     assert 0.0025 <= sum(losses) / len(losses) < 0.0035 and 0.0145 < max(losses) < 0.0155
 
 
-def test_the_readme_s_table_is_read() -> None:
+def test_the_table_of_final_passes_is_read() -> None:
     assert len(_readme_lines()) > 8
+
+
+#: Rows of the README's table: the beginning of a name, the suite, and which of its problems.
+GROUPS: dict[str, tuple[str, Callable[[Problem], bool]]] = {
+    "attention, acceptance suite, up to": ("acceptance", lambda p: p.seqlen_q <= 1024),
+    "attention, acceptance suite, 2048": ("acceptance", lambda p: p.seqlen_q > 1024),
+    "attention, decoding": ("decoding", lambda p: True),
+    "products, plain": ("plain", lambda p: True),
+    "products with bias": ("mlp", lambda p: True),
+    "products of 1 to 64 rows": ("few", lambda p: True),
+    "products of e4m3": ("fp8", lambda p: True),
+    "SwiGLU": ("gated", lambda p: True),
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_the_readme_s_table_is_of_what_ships(name: str) -> None:
+    suite, belongs = GROUPS[name]
+    (row,) = [x for x in (ROOT / "README.md").read_text().splitlines() if x.startswith(f"| {name}")]
+    problems = [problem for problem in SUITES[suite].problems if belongs(problem)]
+    count, mean, worst = summary(shipped_of(problems, "H200"))
+    assert [cell.strip() for cell in row.split("|")[2:5]] == [str(count), mean, worst]
 
 
 def test_every_file_of_evidence_is_explained_and_none_is_missing() -> None:
     root = resources.cache().parent
-    there = {path.name for path in (root / "cache" / "evidence").iterdir()}
-    explained = (root / "cache" / "README.md").read_text()
+    there = {path.name for path in (root / "scripts/benchmarks/evidence").iterdir()}
+    explained = (root / "scripts/benchmarks/README.md").read_text()
     assert [name for name in sorted(there) if f"`{name}`" not in explained] == []
-    for page in (root / "README.md", root / "templates" / "README.md", root / "scripts/README.md"):
+    for page in (RESULTS, root / "templates" / "README.md", root / "scripts/README.md"):
         named = set(re.findall(r"evidence/([\w-]+\.json(?:\.gz)?)", page.read_text()))
         assert named - there == set(), page
 
 
 @pytest.mark.parametrize(
-    ("shape", "op"),
+    ("shape", "op", "kind"),
     [
-        ("B=1,H=32,HKV=8,SQ=1,SKV=1057,D=128,layout=bshd", "attention"),
-        ("B=1,H=32,HKV=8,SQ=1,SKV=9000,D=128,dtype=bf16", "attention"),
-        ("B=1,H=16,S=777,D=64,layout=bshd", "attention"),
-        ("B=2,H=16,S=1500,D=128,causal=1,layout=bshd_bhsd", "attention"),
-        ("M=3000,N=6144,K=4096,dtype=bf16", "gemm"),
+        ("B=1,H=32,HKV=8,SQ=1,SKV=1057,D=128,layout=bshd", "attention", "nearest"),
+        ("B=1,H=16,S=777,D=64", "attention", "nearest"),
+        ("B=1,H=16,S=1100,D=64,layout=bshd", "attention", "nearest"),
+        ("M=1,N=6144,K=4096,dtype=bf16", "gemm", "nearest"),
+        ("M=600,N=12288,K=4096,dtype=bf16", "swiglu", "nearest"),
+        # Of these no measurement on both sides says that the neighbour's kernel is faster.
+        ("B=1,H=32,HKV=8,SQ=1,SKV=9000,D=128,dtype=bf16", "attention", "rule"),
+        ("B=1,H=16,S=777,D=64,layout=bshd", "attention", "rule"),
+        ("M=3000,N=6144,K=4096,dtype=bf16", "gemm", "rule"),
     ],
 )
-def test_what_ships_serves_the_sizes_between(shape: str, op: str, tmp_path: Path) -> None:
+def test_what_ships_serves_the_sizes_between(
+    shape: str, op: str, kind: str, tmp_path: Path
+) -> None:
     answer = lookup(PROBLEMS[op].parse(shape), gpu=H200, path=tmp_path / "none.sqlite")
     assert answer is not None
-    assert (answer.kind, answer.entry.origin) == ("nearest", "shipped")
+    assert (answer.kind, answer.entry.origin) == (kind, "shipped")
+
+
+@pytest.mark.parametrize(
+    ("op", "served", "slower"), [("gemm", 94, 2), ("swiglu", 59, 2), ("grouped_gemm", 36, 0)]
+)
+def test_a_neighbour_s_kernel_is_faster_where_its_measurement_was_left_out(
+    op: str, served: int, slower: int
+) -> None:
+    """Each measured shape is asked for as one that nobody measured: how many are served, and how
+    many of those by a kernel that is more than 2 % slower there than PyTorch's.
+    """
+    ratios = [ratio for e in shipped() if (e.problem.op, e.gpu) == (op, H200) for ratio in left(e)]
+    assert (len(ratios), sum(ratio < 0.98 for ratio in ratios)) == (served, slower)
+
+
+def left(entry: Entry) -> Iterator[float]:
+    """PyTorch's time over the lent kernel's, at each shape around an entry that is left out."""
+    evidence = shipped_around(entry)
+    for shape in dict.fromkeys(m.problem for m in evidence):
+        here = {m.config: m.latency_us for m in evidence if m.problem == shape and m.latency_us}
+        rivals = [us for config, us in here.items() if is_pytorchs(config)]
+        lent = Loans(entry, [m for m in evidence if m.problem != shape]).to(shape)
+        if rivals and lent and lent[0].config in here:
+            yield min(rivals) / here[lent[0].config]
 
 
 def test_how_much_ships_that_serves_the_sizes_between() -> None:
@@ -295,8 +350,8 @@ def test_how_many_lengths_what_ships_serves(tmp_path: Path) -> None:
         for length in range(128, 8192, 211)
         for causal in (0, 1)
     ]
-    assert (served(*prompts), len(prompts)) == (229, 234)
-    assert served(*(f"{shape},layout=bshd" for shape in prompts)) == 214
+    assert (served(*prompts), len(prompts)) == (226, 234)
+    assert served(*(f"{shape},layout=bshd" for shape in prompts)) == 17
     decoding = [f"H=32,HKV=8,SQ=1,SKV={length},D=128" for length in range(512, 33000, 317)]
-    assert (served(*decoding), len(decoding)) == (102, 103)
-    assert served(*(f"{shape},dtype=bf16" for shape in decoding)) == 43
+    assert (served(*decoding), len(decoding)) == (14, 103)
+    assert served(*(f"{shape},dtype=bf16" for shape in decoding)) == 15

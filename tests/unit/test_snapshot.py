@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,11 @@ import pytest
 from tuner.config import Config
 from tuner.errors import StoreError
 from tuner.hardware import GPUS
-from tuner.lookup import entries, lookup
 from tuner.measurement import Measurement, Provenance, Regime, Status
-from tuner.nearest import drawn, fits
 from tuner.problem import AttentionProblem
-from tuner.snapshot import take, unpack
+from tuner.selection.nearest import drawn, fits
+from tuner.selection.reader import entries, lookup
+from tuner.selection.snapshot import take, unpack
 from tuner.store import SweepRecord, open_store
 
 H200, WARM = GPUS["H200"], Regime("graph", "warm")
@@ -23,6 +24,7 @@ PROBLEM = AttentionProblem.parse("S=1024,D=64")
 NEAR = AttentionProblem.parse("S=1100,D=64")
 
 
+@functools.cache
 def own_config() -> Config:
     """One whose kernels serve the shapes around the problem too."""
     from tuner.families import family

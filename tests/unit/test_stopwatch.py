@@ -10,12 +10,20 @@ from typing import Any
 
 import pytest
 
-from tuner import benchmark, device
-from tuner.benchmark import Burst, Stopwatch, Timing, count_calls, count_sets, summarize
 from tuner.config import Config
 from tuner.errors import BenchmarkError
 from tuner.families.base import Family, Launch, Ref
 from tuner.hardware import DEFAULT_GPU
+from tuner.measure import device
+from tuner.measure import stopwatch as benchmark
+from tuner.measure.stopwatch import (
+    Burst,
+    Stopwatch,
+    Timing,
+    count_calls,
+    count_sets,
+    summarize,
+)
 from tuner.measurement import Clocks, Regime
 from tuner.problem import AttentionProblem, GemmProblem
 
@@ -245,7 +253,7 @@ def test_a_graph_burst_rotates_over_the_sets() -> None:
 class Toy(Family):
     name, op = "toy", "gemm"
 
-    def violations(self, problem: Any, config: Any, gpu: Any) -> list[str]:
+    def conflicts(self, problem: Any, config: Any, gpu: Any) -> list[str]:
         return []
 
     def space(self, problem: Any, gpu: Any) -> list[Config]:

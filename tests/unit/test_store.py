@@ -8,77 +8,33 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import sqlalchemy as sa
+from stored import (
+    CUDNN,
+    H100,
+    H200,
+    OTHER,
+    OWN,
+    PROBLEM,
+    SLOWER,
+    WARM,
+    failed,
+    full,
+    measured,
+)
 
 from tuner import settings
-from tuner.config import Config
 from tuner.errors import ConfigError, StoreError
-from tuner.hardware import GPUS
-from tuner.measurement import (
-    Clocks,
-    Environment,
-    Measurement,
-    Provenance,
-    Regime,
-    Resources,
-    Status,
-)
-from tuner.problem import AttentionProblem, GemmProblem, Problem
+from tuner.measurement import Environment, Measurement, Provenance, Regime
+from tuner.problem import AttentionProblem, GemmProblem
 from tuner.store import Store, SweepRecord, open_store
 from tuner.store.entry import from_row, to_row
 from tuner.store.reading import sqlite_file
-
-H200, H100 = GPUS["H200"], GPUS["H100"]
-WARM = Regime("graph", "warm")
-PROBLEM = AttentionProblem(1024, 1024, 64)
-OTHER = AttentionProblem(1024, 1024, 64, is_causal=True)
-OWN = Config("cutlass_fmha", {"tile_m": 128, "kernel_schedule": "KernelTma"})
-SLOWER = Config("cutlass_fmha", {"tile_m": 64, "kernel_schedule": "KernelTma"})
-CUDNN = Config("vendor_sdpa", {"backend": "cudnn"})
-
-
-def measured(
-    config: Config = OWN, latency_us: float = 13.0, *, problem: Problem = PROBLEM, **changes: Any
-) -> Measurement:
-    base = Measurement(
-        problem=problem,
-        config=config,
-        gpu=H200,
-        regime=WARM,
-        status=Status.OK,
-        environment=Environment({"driver": "580.159", "cuda": 13.0, "power_limit_w": 700}),
-        latency_us=latency_us,
-        std_us=0.1,
-        rounds=20,
-        is_final=True,
-        error=2.7e-4,
-        artifacts={} if config.family.startswith("vendor_") else {"main": "0123456789abcdef" * 2},
-    )
-    return base.but(**changes)
-
-
-def failed(config: Config = OWN, **changes: Any) -> Measurement:
-    failure = {"status": Status.TIMEOUT, "latency_us": None, "std_us": None, "log": "hung\n"}
-    return measured(config, is_final=False, artifacts={}, **{**failure, **changes})
-
-
-def full() -> Measurement:
-    """Every field away from its default."""
-    return measured(
-        Config("three_kernel_attention", {"pdl": True}, {"qk": Config("gemm", {"tile_m": 64})}),
-        flags=("noisy", "throttled"),
-        workspace_bytes=2**40,
-        resources={"qk": Resources(168, 4, 8, 16, 1024)},
-        compile_cpu_s=23.5,
-        clocks=Clocks(1755, 3201, 61, 689.5, ("sw_power_cap",)),
-        log="zwei Zeilen\nµs",
-        sweep="abc",
-        created_at="2026-10-01T12:00:00.000+00:00",
-    )
 
 
 @pytest.fixture(params=["file", "memory", "postgresql"])
@@ -143,6 +99,12 @@ class TestContract:
         store.add([failed(log="\0\x01\x7f ünï \U0001f680"), kept])
         assert store.measurements() == [kept]
 
+    def test_equal_gpus_may_be_written_differently(self, store: Store) -> None:
+        """A file from elsewhere has 4800 where this program has 4800.0."""
+        given = [measured(), measured(SLOWER, gpu=replace(H200, memory_gbs=4800))]
+        store.add(given)
+        assert store.measurements() == given
+
     def test_an_equal_measurement_is_stored_once(self, store: Store) -> None:
         first, repeated, other = store.add([measured(), measured(), measured(latency_us=13.1)])
         assert first == repeated != other
@@ -201,7 +163,7 @@ class TestContract:
         assert entry.winner == entry.best_own == ranking[0]
         assert entry.ranking == tuple(ranking)
         assert entry.vendors == {"cudnn": ranking[1]}
-        assert entry.ratios == {"cudnn": pytest.approx(13 / 14.3)}
+        assert entry.speedups == {"cudnn": pytest.approx(14.3 / 13)}
         assert (entry.pinned, entry.provenance, entry.origin) == (False, Provenance.MEASURED, "")
         assert entry.sweep == "sweep1"
         assert entry.decided_at
@@ -255,6 +217,13 @@ class TestContract:
             ([measured(), measured(gpu=H100)], "another problem, GPU or regime"),
             ([measured(problem=OTHER)], "another problem, GPU or regime"),
             ([measured(), measured(CUDNN, provenance=Provenance.REPLAYED)], "replayed"),
+            (
+                [
+                    measured(is_final=False, provenance=Provenance.REPLAYED),
+                    measured(CUDNN, provenance=Provenance.REPLAYED),
+                ],
+                "is of another pass",
+            ),
         ],
     )
     def test_what_is_no_decision(
@@ -264,6 +233,22 @@ class TestContract:
             store.decide(PROBLEM, H200, WARM, ranking, "s")
         assert store.entries() == []
         assert store.measurements() == []
+
+    def test_a_replay_may_rank_its_quick_pass(self, store: Store) -> None:
+        kind = {"provenance": Provenance.REPLAYED, "is_final": False}
+        ranking = [measured(OWN, 13, **kind), measured(CUDNN, 14.3, **kind)]
+        store.decide(PROBLEM, H200, WARM, ranking, "s")
+        (entry,) = store.entries()
+        assert (entry.pass_name, entry.speedups) == ("quick", {"cudnn": pytest.approx(1.1)})
+
+    def test_an_older_decision_over_two_passes_is_not_read(self, store: Store) -> None:
+        """Replays stored quick times as final ones with a flag, beside vendors' final times."""
+        kind = {"provenance": Provenance.REPLAYED}
+        ranking = [measured(OWN, 10, flags=("quick",), **kind), measured(CUDNN, 14.3, **kind)]
+        store.decide(PROBLEM, H200, WARM, ranking, "s")
+        assert store.entries() == []
+        store.decide(PROBLEM, H200, WARM, ranking[1:], "s")
+        assert [entry.winner.config for entry in store.entries()] == [CUDNN]
 
     def test_entries_by_filter(self, store: Store) -> None:
         gemm = GemmProblem(64, 64, 64)
@@ -340,6 +325,23 @@ class TestContract:
         assert entry is not None
         assert (entry.pinned, entry.winner.latency_us) == (True, 15), "the newest measurement"
 
+    def test_a_mirrored_pin_ends_with_the_decision_that_it_came_with(self, store: Store) -> None:
+        url = "http://a-service-with-a-name-of-more-characters-than-an-origin-has:8265"
+        with open_store("sqlite://") as theirs:
+            theirs.decide(PROBLEM, H200, WARM, [measured(OWN, 13), measured(SLOWER, 16)], "s1")
+            theirs.pin(PROBLEM, H200, WARM, SLOWER)
+            store.mirror(theirs.export(), url=url, etag="x", check=lambda m: [])
+        mirrored = store.best(PROBLEM, H200, WARM)
+        assert mirrored is not None and mirrored.pinned
+        store.decide(PROBLEM, H200, WARM, [measured(OWN, 12)], "s2")
+        entry = store.best(PROBLEM, H200, WARM)
+        assert entry is not None
+        assert (entry.pinned, entry.winner.latency_us) == (False, 12)
+        store.pin(PROBLEM, H200, WARM, SLOWER)
+        store.decide(PROBLEM, H200, WARM, [measured(OWN, 11)], "s3")
+        entry = store.best(PROBLEM, H200, WARM)
+        assert entry is not None and entry.pinned, "one's own pin stays, whoever measured"
+
     @pytest.mark.parametrize(
         "only",
         [
@@ -368,23 +370,23 @@ class TestContract:
         store.decide(OTHER, H200, WARM, [measured(problem=OTHER)], "s")
         store.pin(PROBLEM, H200, WARM, CUDNN)
         store.begin_sweep(SweepRecord("s", PROBLEM, H200, WARM, "e", "t"))
-        assert store.forget(PROBLEM) == 2
+        assert store.forget(PROBLEM) == (1, 2)
         assert store.best(PROBLEM, H200, WARM) is None
         assert store.find_sweep(PROBLEM, H200, WARM, "e", "t") is None
         assert store.measurements(problem=PROBLEM) == []
         assert store.best(OTHER, H200, WARM) is not None
-        assert store.forget(PROBLEM) == 0
-        assert store.forget(AttentionProblem(8, 8, 64)) == 0
+        assert store.forget(PROBLEM) == (0, 0)
+        assert store.forget(AttentionProblem(8, 8, 64)) == (0, 0)
 
     def test_forget_can_be_narrowed(self, store: Store) -> None:
         eager = Regime("eager", "warm")
         for gpu, regime in ((H200, WARM), (H200, eager), (H100, WARM)):
             store.decide(PROBLEM, gpu, regime, [measured(gpu=gpu, regime=regime)], "s")
-        assert store.forget(PROBLEM, H200, eager) == 1
+        assert store.forget(PROBLEM, H200, eager) == (1, 1)
         assert len(store.entries()) == 2
-        assert store.forget(PROBLEM, gpu=H100) == 1
+        assert store.forget(PROBLEM, gpu=H100) == (1, 1)
         assert [e.gpu for e in store.entries()] == [H200]
-        assert store.forget(PROBLEM, regime=WARM) == 1
+        assert store.forget(PROBLEM, regime=WARM) == (1, 1)
 
     def test_builds_stand_in_until_the_config_is_measured_again(self, store: Store) -> None:
         store.decide(PROBLEM, H200, WARM, [measured()], "s1")
@@ -508,7 +510,7 @@ def test_a_damaged_database_is_left_as_it_is(tmp_path: Path) -> None:
     path.write_bytes(content)
     message = refusal(path)
     assert "is damaged" in message
-    assert "put a copy back" in message
+    assert "`tuner store restore`" in message and "-wal and -shm" in message
     assert path.read_bytes() == bytes(content)
 
 
@@ -524,6 +526,7 @@ def test_another_programs_database_is_left_as_it_is(tmp_path: Path) -> None:
 
 def test_a_locked_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tuner.store.engine.BUSY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("tuner.store.engine.PATIENCE_S", 0.0)
     path = tmp_path / "s.sqlite"
     with open_store(str(path)) as store:
         blocker = sqlite3.connect(path, isolation_level=None)
@@ -564,8 +567,8 @@ def test_a_damaged_row_is_one_line(tmp_path: Path) -> None:
 
 WRITER = """
 import sys
-sys.path.insert(0, {tests!r})
-from test_store import H200, PROBLEM, WARM, measured
+sys.path.insert(0, {support!r})
+from stored import H200, PROBLEM, WARM, measured
 from tuner.store import open_store
 
 number = int(sys.argv[2])
@@ -579,7 +582,7 @@ with open_store(sys.argv[1]) as store:
 def test_processes_that_write_at_once_lose_nothing(tmp_path: Path) -> None:
     """They also make the database at once."""
     path = tmp_path / "s.sqlite"
-    script = WRITER.format(tests=str(Path(__file__).parent))
+    script = WRITER.format(support=str(Path(__file__).parent.parent / "support"))
     writers = [
         subprocess.Popen(
             [sys.executable, "-c", script, str(path), str(number)],

@@ -16,8 +16,8 @@ from tuner.hardware import GPUS
 from tuner.measurement import Environment, Measurement, Regime, Resources, Status
 from tuner.problem import AttentionProblem, GemmProblem
 from tuner.store import Store, SweepRecord, open_store
+from tuner.store.copy import copy
 from tuner.store.sql import SqlStore
-from tuner.store.transfer import copy
 
 H200, WARM = GPUS["H200"], Regime("graph", "warm")
 PROBLEM = AttentionProblem.parse("S=1024,D=64")
@@ -138,7 +138,7 @@ def stop_after(rows: int) -> Callable[[str, int, int], None]:
 def test_cut_short_it_goes_on_where_it_stopped(
     source: str, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tuner.store.transfer.CHUNK", 10)
+    monkeypatch.setattr("tuner.store.copy.CHUNK", 10)
     with SqlStore(source) as first, SqlStore(target) as second:
         with pytest.raises(Stopped):
             copy(first, second, stop_after(20))

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
+from typing import ClassVar
 
 import pytest
 
-from tuner import optuna_sampler
-from tuner import search as module
 from tuner.config import Config
 from tuner.errors import ConfigError
-from tuner.families.base import Family
+from tuner.families.base import Domain, Family
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.measurement import Measurement, Regime, Status
-from tuner.optuna_sampler import ABSENT
 from tuner.problem import GemmProblem, Problem
-from tuner.search import SAMPLERS, FamilySearch, Search, sampler_name
-from tuner.surrogate import features_of
+from tuner.search import optuna_sampler
+from tuner.search import study as module
+from tuner.search.optuna_sampler import ABSENT
+from tuner.search.study import (
+    SAMPLERS,
+    FamilySearch,
+    Search,
+    sampler_name,
+)
+from tuner.search.surrogate import Surrogate, features_of
 
 PROBLEM = GemmProblem(512, 512, 512)
 REGIME = Regime.default("gemm")
@@ -31,8 +37,17 @@ class Toy(Family):
     name = "toy"
     op = "gemm"
     runtime_parameters = frozenset({"raster"})
+    domains: ClassVar[Mapping[str, Domain]] = {
+        "m": (32, 64, 128, 256),
+        "n": (32, 64, 128, 256),
+        "schedule": ("a", "b"),
+        "stages": (2, 3, 4),
+        "splits": (1, 2),
+        "raster": ("m", "n"),
+    }
+    optional = frozenset({"stages", "splits"})
 
-    def violations(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
+    def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
         return ["too large"] if config["m"] * config["n"] > 128 * 128 else []
 
     def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
@@ -319,6 +334,16 @@ def test_model_ends_when_no_gain_is_expected() -> None:
     asked = run(Search([frugal], total=200, seeds=4, least_gain=0.005))
     assert len(asked) < len(endless.groups) / 2
     assert frugal.best_us <= 10.0 * 1.05
+
+
+@pytest.mark.parametrize(("gain", "goes_on"), [(0.05, True), (0.005, True), (0.001, False)])
+def test_a_quick_search_goes_on_while_half_a_percent_is_expected(
+    gain: float, goes_on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Surrogate, "gains", lambda self, keys, *_: dict.fromkeys(keys, gain))
+    quick = module.effort("quick")
+    search = Search([member(Toy(), sampler="model")], 40, quick.seeds, quick.least_gain)
+    assert (search.ask() is not None) == goes_on
 
 
 def test_model_spends_nothing_on_a_family_without_hope() -> None:

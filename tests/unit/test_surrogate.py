@@ -9,9 +9,9 @@ from itertools import product
 import numpy as np
 import pytest
 
-from tuner.nearest import doublings
 from tuner.problem import AttentionProblem, GemmProblem
-from tuner.surrogate import Past, Surrogate
+from tuner.search.surrogate import Past, Surrogate
+from tuner.selection.nearest import doublings
 
 PROBLEM = GemmProblem(1024, 1024, 1024)
 FEATURES = {
@@ -42,7 +42,7 @@ def test_a_result_is_believed_and_moves_its_likes_most() -> None:
 
 def test_learning_one_by_one_is_learning_at_once() -> None:
     """Rank-one updates against the closed form, through the past of the same problem."""
-    from tuner import surrogate
+    from tuner.search import surrogate
 
     values = {"64 a 2": 0.3, "128 b None": -0.2, "256 b 8": 0.1}
     found = believe()
@@ -56,7 +56,7 @@ def test_learning_one_by_one_is_learning_at_once() -> None:
 
 
 def test_covariances_are_covariances() -> None:
-    from tuner import surrogate
+    from tuner.search import surrogate
 
     rows = list(FEATURES.values())
     assert np.linalg.eigvalsh(surrogate._config_covariance(rows, rows)).min() > 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -13,23 +15,32 @@ from typing import Any
 
 import pytest
 
-from tuner import cli, recording, resources, survey
+from tuner import cli
+from tuner.base import resources
 from tuner.cli import main
 from tuner.config import Config
 from tuner.errors import BenchmarkError, CompileError, ConfigError
 from tuner.families import families
 from tuner.families.base import group_by_kernels
-from tuner.gate import REFERENCE
 from tuner.hardware import DEFAULT_GPU
-from tuner.job import parse_problem, read_problems
+from tuner.measure.gate import REFERENCE
 from tuner.measurement import Environment, Measurement, Provenance, Regime, Status
 from tuner.problem import Problem
+from tuner.runners import recording
 from tuner.runners.choose import Runners
 from tuner.runners.replay import ReplayRunner
 from tuner.store import open_store
-from tuner.survey import Draw, Progress, Sample, Survey, draw
-from tuner.sweep import Sweep
-from tuner.watch import Interruption
+from tuner.tuning import survey
+from tuner.tuning.job import parse_problem, read_problems
+from tuner.tuning.progress import Interruption
+from tuner.tuning.survey import (
+    Draw,
+    Progress,
+    Sample,
+    Survey,
+    draw,
+)
+from tuner.tuning.sweep import Sweep
 
 SMALL = parse_problem("op=gemm,M=512,N=4096,K=4096")
 LARGE = parse_problem("op=gemm,M=4096,N=4096,K=4096")
@@ -200,7 +211,7 @@ def test_a_survey_goes_on_where_it_stopped(tmp_path: Path) -> None:
     interruption = Interruption()
 
     def stop(progress: Progress) -> None:
-        interruption._count = 1
+        interruption.number = signal.SIGINT
 
     first = FakeRunner()
     [cut] = surveyed([drawn(LARGE)], first, tmp_path, changed=stop, interruption=interruption)
@@ -272,7 +283,7 @@ def test_a_survey_is_replayed_like_a_sweep(tmp_path: Path) -> None:
 
 
 def _options() -> Any:
-    from tuner.sweep import SweepOptions
+    from tuner.tuning.sweep import SweepOptions
 
     return SweepOptions(effort="full", sampler="cost")
 
@@ -357,3 +368,17 @@ def test_the_command_compiles_without_a_gpu(
     assert said in capsys.readouterr().err
     assert REFERENCE in compiler.specs and len(set(compiler.specs)) == 13
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_compiling(
+    number: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Signalled(FakeCompiler):
+        def submit(self, specs: Sequence[Any]) -> list[tuple[Any, Future[Any]]]:
+            os.kill(os.getpid(), number)
+            return super().submit(specs)
+
+    monkeypatch.setattr(Runners, "compiler", lambda self: Signalled())
+    shape = ["--op", "gemm", "--shape", "M=512,N=512,K=512", "--kernels", "12"]
+    assert main(["survey", str(tmp_path), *shape, "--compile"]) == code

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from toys import (
     ENVIRONMENT,
     GEMM,
     REGIME,
+    Clock,
     Composite,
     CountingRunner,
     Toy,
@@ -35,11 +38,11 @@ from tuner.families.base import Family
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.measurement import Environment, Measurement, Provenance, Status
 from tuner.problem import Problem
-from tuner.recording import Recording
+from tuner.runners.recording import Recording
 from tuner.runners.replay import ReplayRunner
 from tuner.store import Store, open_store
-from tuner.sweep import Sweep, SweepOptions
-from tuner.watch import Interruption
+from tuner.tuning.progress import Interruption
+from tuner.tuning.sweep import Sweep, SweepOptions
 
 
 @pytest.fixture
@@ -51,7 +54,7 @@ def test_a_toy_family_is_swept_to_its_optimum(store: Store) -> None:
     outcome = sweep(ReplayRunner(recording()), store, trials=27).run()
     assert outcome.ranking[0].config == BEST
     assert outcome.entry is not None
-    assert outcome.entry.ratios == {"blas": pytest.approx(10 / 11)}
+    assert outcome.entry.speedups == {"blas": pytest.approx(11 / 10)}
     assert outcome.unavailable == {"absent": "not installed"}
     assert (outcome.kernels, outcome.candidates, outcome.failures) == (27, 54, {})
     stored = store.best(GEMM, DEFAULT_GPU, REGIME)
@@ -99,6 +102,59 @@ def test_nothing_replayed_is_stored_as_measured(store: Store) -> None:
     sweep(ReplayRunner(recording()), store, trials=10).run()
     kinds = {m.provenance for m in store.measurements()}
     assert kinds == {Provenance.REPLAYED}
+
+
+def recorded_finals(*finals: tuple[Config, float]) -> Recording:
+    """The toys' recording with a final pass, a quarter slower than the quick one, of some."""
+    whole = recording()
+    timed = tuple(ok(config, us, is_final=True, rounds=20) for config, us in finals)
+    return replace(whole, measurements=(*whole.measurements, *timed))
+
+
+BLAS = Config("vendor_toy", {"library": "blas"})
+SECOND = Config("toy", {**BEST.params, "raster": "m"})
+
+
+def test_a_replay_ranks_its_final_pass_and_names_who_was_not_in_it(store: Store) -> None:
+    runner = ReplayRunner(recorded_finals((SECOND, 13.0), (BLAS, 13.75)))
+    outcome = sweep(runner, store, trials=27).run()
+    assert [m.config for m in outcome.ranking] == [SECOND, BLAS]
+    assert all(m.is_final for m in outcome.ranking)
+    assert BEST in [m.config for m in outcome.unranked]
+    assert not any(m.is_final for m in outcome.unranked)
+    quick = outcome.quick_vendor
+    assert quick is not None and (quick.config, quick.latency_us) == (BLAS, 11.0)
+    assert not quick.is_final
+    assert outcome.entry is not None and outcome.to_json()["pass"] == "final"
+    assert outcome.entry.speedups == {"blas": pytest.approx(13.75 / 13)}, "not 13.75 / 10"
+    assert outcome.to_json()["vendor_over_own"] == outcome.entry.speedups
+    assert outcome.to_json()["own_over_vendor"] == {"blas": pytest.approx(13 / 13.75)}
+
+
+def test_a_replay_without_a_final_time_of_ours_is_of_the_quick_pass(store: Store) -> None:
+    outcome = sweep(ReplayRunner(recorded_finals((BLAS, 13.75))), store, trials=27).run()
+    assert outcome.entry is not None and outcome.entry.best_own is not None
+    assert outcome.entry.best_own.config == BEST
+    assert outcome.entry.speedups == {"blas": pytest.approx(11 / 10)}, "not 13.75 / 10"
+    assert (outcome.entry.pass_name, outcome.unranked) == ("quick", ())
+    stored = store.best(GEMM, DEFAULT_GPU, REGIME)
+    assert stored is not None and stored.ranking == outcome.ranking
+    ranked = {m.config for m in outcome.ranking}
+    again = [m for m in store.measurements() if m.config in ranked]
+    assert len(again) == len(ranked), "what is ranked is the quick pass as it was stored"
+
+
+def test_a_replay_of_before_is_made_anew() -> None:
+    """Its settings' digest is another: older replays ranked times of two passes together."""
+    options = SweepOptions(sampler="tpe")
+
+    def before(provenance: Provenance) -> str:
+        facts = {**asdict(options), "families": [], "provenance": str(provenance)}
+        del facts["compiled_only"]
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+    assert options.digest(Provenance.REPLAYED) != before(Provenance.REPLAYED)
+    assert options.digest(Provenance.MEASURED) == before(Provenance.MEASURED)
 
 
 def test_composite_family_is_built_from_its_stages(store: Store) -> None:
@@ -198,13 +254,14 @@ def test_another_environment_is_measured_again(store: Store) -> None:
 
 
 KILLED = """
-import sys, time
+import signal, sys
 from toys import CountingRunner, recording, sweep
 from tuner.store import open_store
 
 def after(runner):
-    print(runner.collected, flush=True)
-    time.sleep(0.05)
+    if runner.collected == 9:
+        print("killed here", flush=True)
+        signal.pause()
 
 runner = CountingRunner(recording(), after)
 sweep(runner, open_store("sqlite:///" + sys.argv[1]), trials=25).run()
@@ -222,15 +279,13 @@ def test_a_killed_sweep_goes_on_where_it_stopped(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": path},
     )
     assert process.stdout is not None
-    for line in process.stdout:
-        if int(line) == 9:
-            process.send_signal(signal.SIGKILL)
-            break
+    assert process.stdout.readline() == "killed here\n"
+    process.kill()
     process.communicate()
     assert process.returncode == -signal.SIGKILL
     store = open_store(f"sqlite:///{database}")
     kept = {m.config.digest for m in store.measurements()}
-    # Two of the vendor's and six of two candidates; the ninth was collected, perhaps not stored.
+    # Two of the vendor's and six of two candidates; the ninth was collected and not stored.
     assert len(kept) >= 2 + 6 * 2
     runner = CountingRunner(recording())
     outcome = sweep(runner, store, trials=25).run()
@@ -343,10 +398,13 @@ def test_wrong_options(options: dict[str, object], message: str) -> None:
         SweepOptions(**options)  # type: ignore[arg-type]
 
 
-def test_time_limit_ends_the_search_and_not_the_final_pass(store: Store) -> None:
-    runner = CountingRunner(recording(), lambda runner: time.sleep(0.1))
-    outcome = sweep(runner, store, trials=27, time_limit_s=0.45).run()
-    assert 0 < runner.collected <= 6
+def test_time_limit_ends_the_search_and_not_the_final_pass(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+    runner = CountingRunner(recording(), lambda runner: clock.pass_by(10))
+    outcome = sweep(runner, store, trials=27, time_limit_s=45).run()
+    assert runner.collected == 5, "the first that ends after the limit is the last"
     assert not outcome.interrupted
     assert outcome.ranking
 
@@ -394,6 +452,27 @@ class TestInterruption:
         with Interruption() as interruption, pytest.raises(KeyboardInterrupt):
             sweep(Impatient(recording(), after), store, interruption=interruption, trials=27).run()
         assert store.measurements(), "what was finished is kept"
+
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+    def test_a_second_one_that_nobody_pressed_changes_nothing(
+        self, store: Store, number: int
+    ) -> None:
+        class Twice(CountingRunner):
+            def retime(
+                self, problem: Problem, finalists: Sequence[Config], rounds: int
+            ) -> list[Measurement]:
+                os.kill(os.getpid(), number)
+                return super().retime(problem, finalists, rounds)
+
+        def after(runner: CountingRunner) -> None:
+            if runner.collected == 6:
+                os.kill(os.getpid(), number)
+
+        runner = Twice(recording(), after)
+        with Interruption() as interruption:
+            outcome = sweep(runner, store, interruption=interruption, trials=27).run()
+        assert outcome.interrupted and interruption.number == number
+        assert store.best(GEMM, DEFAULT_GPU, REGIME) is not None
 
     def test_one_during_the_final_pass_makes_it_brief(self, store: Store) -> None:
         class Late(CountingRunner):

@@ -8,7 +8,6 @@ import json
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,11 +19,12 @@ pytest.importorskip("fastapi", reason="the extra [service] is not installed")
 
 from serving import H200, PROBLEM, READ, WARM, decide, eventually, measured, served_store, service
 
+from tuner.base.processes import python_command, python_environment
 from tuner.cli import main
 from tuner.config import Config
-from tuner.lookup import close, lookup
 from tuner.problem import AttentionProblem, GemmProblem, Problem
-from tuner.store import Store, open_store
+from tuner.selection.reader import close, lookup
+from tuner.store import Store, open_store, sync
 
 store = served_store
 
@@ -94,9 +94,10 @@ class TestSync:
         self, served: str, tmp_path: Path
     ) -> None:
         gone = subprocess.Popen(
-            [sys.executable, "-m", "tuner", "sync", "http://127.0.0.1:9", "--every", "1"],
+            python_command("-m", "tuner", "sync", "http://127.0.0.1:9", "--every", "1"),
             stderr=subprocess.PIPE,
             text=True,
+            env=python_environment(),
         )
         assert gone.stderr is not None
         try:
@@ -108,12 +109,31 @@ class TestSync:
             gone.kill()
             gone.communicate()
 
+    def test_no_sleep_is_long(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """A signal just before one would have to wait for its end."""
+        slept: list[float] = []
+
+        def sleep(seconds: float) -> None:
+            slept.append(seconds)
+            if len(slept) == 3:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr("tuner.cli.sync.time.sleep", sleep)
+        assert main(["sync", "http://127.0.0.1:9", "--every", "3600"]) == 130
+        assert max(slept) <= 0.5
+
     @pytest.mark.parametrize(
         ("url", "code", "message"),
         [
             ("ftp://host", 2, "is not the URL of a service"),
             ("file:///etc/passwd", 2, "is not the URL of a service"),
             ("http://user:pw@host", 2, "is not the URL of a service"),
+            ("http://host/#x", 2, "is not the URL of a service"),
+            ("http://a..b", 2, "is not the URL of a service"),
+            ("http://h\x1b[2J", 2, r"h\x1b[2J is not the URL of a service"),
+            ("http://" + "a" * 9999, 2, "aa... is not the URL of a service"),
             ("http://127.0.0.1:9", 1, "does not answer"),
         ],
     )
@@ -124,26 +144,42 @@ class TestSync:
         assert message in capsys.readouterr().err
 
 
-class Impostor:
-    """Answers one request with given bytes."""
+class Hostile:
+    """A server that answers one connection after the other, each with what comes next.
 
-    def __init__(self, answer: bytes) -> None:
+    An answer is bytes and what is repeated after them until the client ends the connection; with
+    nothing to repeat and `HOLD` it is kept open in silence.
+    """
+
+    def __init__(self, *answers: tuple[bytes, bytes | None]) -> None:
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.address = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
-        self.request = b""
-        self._answer = answer
+        self.requests: list[bytes] = []
+        self._answers = answers
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
 
     def _serve(self) -> None:
-        connection, _ = self._socket.accept()
-        with connection:
-            self.request = connection.recv(65536)
-            connection.sendall(self._answer)
+        for begin, repeated in self._answers:
+            connection, _ = self._socket.accept()
+            with connection, contextlib.suppress(ConnectionError):
+                self.requests.append(connection.recv(65536))
+                connection.sendall(begin)
+                while repeated:
+                    connection.sendall(repeated)
+                while repeated is HOLD and connection.recv(65536):
+                    pass
 
     def close(self) -> None:
-        self._thread.join(10)
+        self._thread.join(60)
+        assert not self._thread.is_alive()
         self._socket.close()
+
+
+HOLD = b""
+"""The connection stays open."""
+END = None
+"""The connection is closed."""
 
 
 def response(body: bytes, status: str = "200 OK", headers: str = "") -> bytes:
@@ -151,32 +187,128 @@ def response(body: bytes, status: str = "200 OK", headers: str = "") -> bytes:
     return head.encode() + body
 
 
-@pytest.mark.parametrize(
-    ("answer", "message"),
-    [
-        (response(b"{}"), "not a document of entries"),
-        (response(b"\xff"), "not UTF-8"),
-        (response(b"nonsense"), "not JSON"),
-        (response(b"{}", headers="content-encoding: gzip\r\n"), "broke off"),
-        (
-            response(gzip.compress(b"{}" * 999)[:-9], headers="content-encoding: gzip\r\n"),
-            "broke off",
-        ),
-        (response(b'{"error": "a bearer token is needed"}', "401 Unauthorized"), "401: a bearer"),
-        (response(b"", "302 Found", "location: http://127.0.0.1:9/\r\n"), "answered 302"),
-        (response(b"{}" * 9)[:-5], "broke off"),
-        (b"junk\r\n\r\n", "broke off"),
-    ],
-    ids=range(9),
-)
+def packed(body: bytes) -> bytes:
+    return response(body, headers="content-encoding: gzip\r\n")
+
+
+def entries(measurements: str) -> bytes:
+    text = '{"format":"cutlass-tuner-entries","version":2,"measurements":[%s],"entries":[]}'
+    return response((text % measurements).encode())
+
+
+LARGE = b"HTTP/1.1 200 OK\r\ncontent-length: 1000000000\r\n"
+CHUNKED = b"\r\ntransfer-encoding: chunked\r\n\r\n"
+FAULTS: dict[str, tuple[bytes, bytes | None, str]] = {
+    "other JSON": (response(b"{}"), END, "not a document of entries"),
+    "other text": (response(b"\xff"), END, "not UTF-8"),
+    "no JSON": (response(b"nonsense"), END, "not JSON"),
+    "no gzip": (packed(b"{}"), END, "broke off"),
+    "short gzip": (packed(gzip.compress(b"{}" * 999)[:-9]), END, "broke off"),
+    "gzip bomb": (packed(gzip.compress(bytes(20 << 20))), END, "larger than 16777216 bytes"),
+    "refusal": (response(b'{"error": "a token"}', "401 Unauthorized"), END, "401: a token"),
+    "redirect": (response(b"", "302 Found", "location: http://127.0.0.1:9/\r\n"), END, "302"),
+    "short body": (response(b"{}" * 9)[:-5], END, "broke off"),
+    "short chunk": (b"HTTP/1.1 200 OK" + CHUNKED + b"99\r\nabc", END, "broke off"),
+    "short chunk of a refusal": (b"HTTP/1.1 500 no" + CHUNKED + b"99\r\nab", END, "broke off"),
+    "no HTTP": (b"junk\r\n\r\n", END, "broke off"),
+    "no answer": (b"", END, "broke off"),
+    "silence": (b"", HOLD, "did not come within 1 s"),
+    "silence in the head": (b"HTTP/1.1 200 OK\r\n", HOLD, "did not come within 1 s"),
+    "silence in the body": (response(b"{}")[:-1], HOLD, "did not come within 1 s"),
+    "silence in a refusal": (response(b"{}", "500 no")[:-1], HOLD, "did not come within 1 s"),
+    "dripped body": (LARGE + b"\r\n", b" ", "did not come within 1 s"),
+    "dripped gzip": (
+        LARGE + b"content-encoding: gzip\r\n\r\n" + gzip.compress(b"")[:10],
+        b"\0\0\0\xff\xff",
+        "did not come within 1 s",
+    ),
+    "dripped refusal": (LARGE.replace(b"200 OK", b"500 no") + b"\r\n", b" ", "answered 500: no"),
+    "endless headers": (b"HTTP/1.1 200 OK\r\n", b"a: b\r\n", "broke off"),
+    "endless 100": (b"", b"HTTP/1.1 100 Continue\r\n\r\n", "it is too large"),
+    "brackets": (response(b"[" * 4096), END, "nested too deeply (allowed: 32 levels)"),
+    "brackets of a refusal": (response(b"[" * 4096, "500 no"), END, "answered 500: no"),
+    "deep lists": (response(b"[" * 99 + b"]" * 99), END, "nested too deeply"),
+    "quotes": (response(b'"' + b'\\"' * 99_999), END, "not JSON"),
+    "many values": (response(b'["",' + b'"",' * 2_000_000), END, "it holds too much"),
+    "many rows": (entries("{}," * 200_000 + "{}"), END, "holds 200001 measurements"),
+    "many faults": (entries("{}," * 99 + "{}"), END, "nothing was imported, 100 rows"),
+    "a large number": (response(b'{"a": %b}' % (b"9" * 5000)), END, "not JSON"),
+    "control characters": (
+        response(b'{"error": "\\u001b[2J\\n\\ud800%b"}' % (b"x" * 9999), "500 no"),
+        END,
+        r"answered 500: \x1b[2J \ud800xxx",
+    ),
+    "control characters of a status": (b"HTTP/1.1 500 \x1b[2J\r\n\r\n", END, r"500: \x1b[2J"),
+}
+"""Begin, what is repeated after it, and what is said of it."""
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sync, "DEADLINE_S", 1.0)
+    monkeypatch.setattr(sync, "MAX_BYTES", 1 << 24)
+    monkeypatch.setattr(sync, "MAX_TOKENS", 1 << 20)
+
+
+@pytest.mark.parametrize("name", FAULTS)
 def test_whatever_answers_nothing_is_stored_but_a_sound_snapshot(
-    answer: bytes, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, quick: None
 ) -> None:
+    begin, repeated, message = FAULTS[name]
+    if "within" not in message:
+        monkeypatch.setattr(sync, "DEADLINE_S", 60.0)
     monkeypatch.setenv("TUNER_READ_TOKEN", READ)
-    with contextlib.closing(Impostor(answer)) as impostor:
-        assert main(["sync", impostor.address]) in (1, 2)
-    assert message in capsys.readouterr().err
-    assert f"Bearer {READ}".encode() in impostor.request
+    with contextlib.closing(Hostile((begin, repeated))) as server:
+        assert main(["sync", server.address]) in (1, 2)
+    told = capsys.readouterr().err
+    assert told.startswith(f"tuner: {server.address}")
+    assert message in told
+    assert (told.count("\n"), told[-1], told[:-1].isprintable()) == (1, "\n", True)
+    assert len(told) < 300
+    assert f"Bearer {READ}".encode() in server.requests[0]
     with open_store() as store:
         assert store.entries() == []
-        assert store.mirrored(impostor.address) is None
+        assert store.mirrored(server.address) is None
+
+
+def test_on_an_interval_nothing_that_a_server_does_ends_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, quick: None
+) -> None:
+    pauses = iter([None] * (len(FAULTS) - 1))
+
+    def pause(seconds: float) -> None:
+        assert seconds == 60
+        if next(pauses, "over") == "over":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("tuner.cli.sync._pause", pause)
+    with contextlib.closing(Hostile(*(fault[:2] for fault in FAULTS.values()))) as server:
+        assert main(["sync", server.address, "--every", "60"]) == 130
+    *lines, last = capsys.readouterr().err.splitlines()
+    assert last == "tuner: interrupted"
+    assert len(lines) == len(FAULTS)
+    assert all(line.startswith(f"tuner: {server.address}") for line in lines)
+
+
+def test_a_handshake_has_the_same_deadline(capsys: pytest.CaptureFixture[str], quick: None) -> None:
+    with contextlib.closing(Hostile((b"", HOLD))) as server:
+        assert main(["sync", server.address.replace("http", "https")]) == 1
+    assert "does not answer: " in capsys.readouterr().err
+
+
+def test_an_etag_that_is_none_is_not_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    tags = ['"' + "a" * 80 + '"', "no-quotes", '"\x1b[2J"', '"good"', 'W/"good"']
+    kept = []
+    for tag in tags:
+        answer = entries("").replace(b"\r\n", f"\r\netag: {tag}\r\n".encode(), 1)
+        with contextlib.closing(Hostile((answer, END))) as server:
+            assert main(["sync", server.address]) == 0
+        with open_store() as store:
+            kept.append(store.mirrored(server.address))
+    assert kept == ["", "", "", '"good"', 'W/"good"']
+
+
+@pytest.mark.parametrize("pause", ["inf", "nan", "0", "-1", "1e300", "604801"])
+def test_pauses_out_of_range(pause: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sync", "http://127.0.0.1:9", f"--every={pause}"]) == 2
+    assert "is out of range (allowed: 1 to 604800 s)" in capsys.readouterr().err

@@ -289,7 +289,11 @@ def test_heads_on_several_streams_do_not_meet(in_place: bool) -> None:
 
 @pytest.mark.parametrize(
     ("streams", "pdl", "said"),
-    [(9, False, "streams=9 is out of range"), (0, False, "0 is out"), (2, True, "with pdl=True")],
+    [
+        (9, False, "streams=9 is out of range"),
+        (0, False, "streams=0 is not known"),
+        (2, True, "with pdl=True"),
+    ],
 )
 def test_streams_that_cannot_be(streams: int, pdl: bool, said: str) -> None:
     one = config(1, pdl=pdl)
@@ -417,7 +421,7 @@ def test_stage_configs_that_share_a_kernel_share_the_digest() -> None:
     "text, heads, reason",
     [
         ("S=32,D=16,H=4", 3, "heads_per_launch=3 does not divide B x H = 4"),
-        ("S=32,D=16,H=4", 0, "heads_per_launch=0 does not divide"),
+        ("S=32,D=16,H=4", 0, "heads_per_launch=0 is not known (allowed: 1 to 2147483647)"),
         ("S=32,D=16,H=12,HKV=3", 6, "neither divides nor is a multiple of a group of 4"),
         ("S=32,D=16,H=4,B=2,layout=bshd", 8, "does not divide H=4"),
         ("S=32,D=16,H=4,HKV=2,layout=bshd", 2, "are launched one by one"),
@@ -433,11 +437,17 @@ def test_heads_that_cannot_be_one_launch(text: str, heads: int, reason: str) -> 
 
 def test_violations_name_the_stage_and_malformed_configs_do_not_raise() -> None:
     problem = AttentionProblem.parse("S=32,D=16,H=4")
-    bad = config(4, softmax=softmax(threads=1024, rows=4), pv=gemm(tile_m=65))
+    bad = config(4, softmax=softmax(threads=1024, rows=4), pv=gemm(tile_m=96))
     found = FAMILY.violations(problem, bad, DEFAULT_GPU)
     assert {text.split(":")[0] for text in found} == {"softmax", "pv"}
+    (said,) = FAMILY.violations(problem, config(4, pv=gemm(tile_m=65)), DEFAULT_GPU)
+    assert said.startswith("stage pv: tile_m=65 is not known (allowed: 32, 64, ")
     for malformed in (
         Config(FAMILY.name),
+        Config(FAMILY.name, config(1).params, {"qk": gemm()}),
+        Config(
+            FAMILY.name, config(1).params, {**STAGES, "pv": Config("gemm", gemm().params, STAGES)}
+        ),
         Config(FAMILY.name, {"heads_per_launch": True, "pdl": 1, "in_place": "yes", "x": 1}),
         Config(FAMILY.name, config(1).params, {**STAGES, "softmax": gemm()}),
     ):

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from goldens import Goldens
 
+from tuner.compile.render import render
 from tuner.config import Config, Value
 from tuner.families import families_of
 from tuner.families.base import LSE, SCRATCH, Launch, Ref, group_by_kernels, without_spare
@@ -24,17 +26,15 @@ from tuner.families.two_kernel_attention import (
     smem_limit,
 )
 from tuner.hardware import DEFAULT_GPU, GPUS
-from tuner.lookup import lookup
 from tuner.measurement import Environment, Measurement, Regime, Status
 from tuner.problem import DTYPE_BYTES, AttentionProblem, SoftmaxProblem
-from tuner.recording import Recording
-from tuner.render import render
+from tuner.runners.recording import Recording
 from tuner.runners.replay import ReplayRunner
+from tuner.selection.reader import lookup
 from tuner.store import open_store
-from tuner.sweep import Sweep, SweepOptions
+from tuner.tuning.sweep import Sweep, SweepOptions
 
 FAMILY = TwoKernelAttention()
-GOLDEN = Path(__file__).parents[1] / "golden"
 PROBLEM = AttentionProblem.parse("S=1024,D=64")
 
 
@@ -53,16 +53,19 @@ def make(**more: Value) -> Config:
 
 
 ILLEGAL = {
-    "tile_n=96 is no multiple of 64": {"tile_n": 96},
-    "scores: buffers=3": {"scores_buffers": 3},
-    "output: stages=1 is less than 2": {"output_stages": 1},
-    "scores: groups=4 at blocks_per_sm=1": {"scores_groups": 4},
+    "tile_n=96 is not known (allowed: 64, 128, 192, 256)": {"tile_n": 96},
+    "scores_buffers=3 is not known (allowed: 1, 2)": {"scores_buffers": 3},
+    "output_stages=1 is not known": {"output_stages": 1},
+    "scores_groups=4 is not known": {"scores_groups": 4},
+    "parameter 'colour' is not known": {"colour": 1},
     "output: 302080 bytes of shared memory exceed 232448": {"output_stages": 6, "output_groups": 2},
     "scores: 256 accumulator registers + 40 exceed 240": {"tile_n": 256},
     "heads_per_launch=3 does not divide B x H = 16": {"heads_per_launch": 3},
-    "rows_per_launch=100 is no multiple of 64": {"rows_per_launch": 100},
-    "rows_per_launch=2048 is no multiple of 64 from 64 to 1024": {"rows_per_launch": 2048},
-    "splits=9 is not between": {"splits": 9},
+    "rows_per_launch=100 is not known (allowed: 64 to 4194240 in steps of 64)": {
+        "rows_per_launch": 100
+    },
+    "rows_per_launch=2048 exceed the 1024 of the queries": {"rows_per_launch": 2048},
+    "splits=9 exceed the 8 tiles of keys": {"splits": 9},
 }
 BIASED = AttentionProblem.parse("B=2,H=8,S=1024,D=64,bias=h,alibi=1")
 
@@ -78,7 +81,9 @@ def test_what_is_illegal(reason: str) -> None:
 
 
 def test_every_reason_is_said() -> None:
-    wrong = make(tile_n=96, heads_per_launch=5, scores_buffers=0, output_stages=1)
+    wrong = make(tile_n=96, heads_per_launch=0, scores_buffers=0, output_stages=1)
+    assert len(FAMILY.violations(PROBLEM, wrong, DEFAULT_GPU)) == 4
+    wrong = make(tile_n=256, heads_per_launch=5, rows_per_launch=2048, splits=5)
     assert len(FAMILY.violations(PROBLEM, wrong, DEFAULT_GPU)) >= 4
 
 
@@ -113,7 +118,21 @@ def test_a_soft_cap_is_compiled_into_the_scores_alone() -> None:
     }
     assert specs["output"] == FAMILY.kernels(PROBLEM, make())["output"]
     scalars = {launch.kernel: launch.scalars for launch in FAMILY.launches(problem, make(), 0.5)}
-    assert scalars == {"scores": (0.5, 30.0), "output": ()}
+    assert scalars == {"scores": (0.5, 30.0), "output": (pytest.approx(30 / math.log(2)),)}
+
+
+@pytest.mark.parametrize(
+    ("shape", "factor"),
+    [
+        ("S=1024,D=64", 0.5 / math.log(2)),
+        ("S=1024,D=64,bias=1", 1.0),
+        ("S=1024,D=64,softcap=30,alibi=1", 1.0),
+    ],
+)
+def test_the_output_kernel_brings_maxima_to_base_2(shape: str, factor: float) -> None:
+    problem = AttentionProblem.parse(shape)
+    scalars = {launch.kernel: launch.scalars for launch in FAMILY.launches(problem, make(), 0.5)}
+    assert scalars["output"] == (pytest.approx(factor),)
 
 
 def test_bias_and_slopes_are_compiled_into_the_scores_alone() -> None:
@@ -172,7 +191,7 @@ def test_a_replayed_sweep_of_a_bias(tmp_path: Path) -> None:
     outcome = Sweep(problem, regime, runner, store, options).run()
     assert outcome.ranking[0].config == space[0]
     assert outcome.entry is not None
-    assert outcome.entry.ratios == {"efficient": pytest.approx(30 / 99)}
+    assert outcome.entry.speedups == {"efficient": pytest.approx(99 / 30)}
     for asked, is_known in ((problem, True), (replace(problem, bias=""), False), (BIASED, False)):
         found = lookup(asked, gpu=DEFAULT_GPU, path=tmp_path / "store.sqlite", with_rules=False)
         assert (found is not None and found.entry.problem == problem) == is_known
@@ -255,14 +274,14 @@ def test_predictions_follow_the_work() -> None:
     )
 
 
-def test_golden_text() -> None:
-    """`UPDATE_GOLDEN=1` is not offered: read what changed, then write the file."""
+@pytest.mark.parametrize("stage", ["scores", "output"])
+def test_golden_text(goldens: Goldens, stage: str) -> None:
+    """The two kernels have little in common: the text of each is whole."""
     text = "B=2,H=8,HKV=2,S=1000,D=64,causal=1,softcap=30,bias=h,alibi=1"
     problem = AttentionProblem.parse(text)
     config = make(heads_per_launch=16, rows_per_launch=1024)
-    for stage, spec in FAMILY.kernels(problem, config).items():
-        golden = (GOLDEN / f"two_kernel_attention_{stage}.cu").read_text()
-        assert render(spec, "golden") == golden
+    rendered = render(FAMILY.kernels(problem, config)[stage], "golden")
+    goldens.check(f"two_kernel_attention_{stage}", {"causal": rendered})
 
 
 # The launches, computed as the template's opening comment says.

@@ -15,9 +15,9 @@ import pytest
 
 from tuner.config import Config
 from tuner.families import families, family
-from tuner.families import vendor_sdpa as sdpa
 from tuner.families.vendor import Vendor, compiled, tried
-from tuner.families.vendor_blas import (
+from tuner.families.vendor import sdpa as sdpa
+from tuner.families.vendor.blas import (
     addmm,
     addmm_activation,
     as_in_a_model,
@@ -25,9 +25,9 @@ from tuner.families.vendor_blas import (
     scaled_mm,
     unfused,
 )
-from tuner.families.vendor_grouped_gemm import grouped, in_turn
-from tuner.families.vendor_softmax import softmax
-from tuner.families.vendor_swiglu import swiglu
+from tuner.families.vendor.grouped_gemm import grouped, in_turn
+from tuner.families.vendor.softmax import softmax
+from tuner.families.vendor.swiglu import swiglu
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import (
     E4M3,
@@ -111,7 +111,7 @@ def test_violations_name_what_is_wrong(name: str) -> None:
     assert member.space(other, DEFAULT_GPU) == []
     wrong = Config(name, {"kernel": "flash9", "tile_m": 128})
     text = "; ".join(member.violations(problem, wrong, DEFAULT_GPU))
-    assert "kernel=flash9" in text and member.offered[0] in text and "tile_m" in text  # type: ignore[attr-defined]
+    assert "kernel='flash9'" in text and member.offered[0] in text and "tile_m" in text  # type: ignore[attr-defined]
     assert isinstance(member.vendor_call(problem, wrong, 1.0), str)
 
 
@@ -138,7 +138,7 @@ def test_flash2_alone_is_called_with_variable_lengths() -> None:
 
 def test_flash2_is_given_packed_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch", reason="torch is not installed")
-    from tuner.families.vendor_sdpa import flash2_varlen_call
+    from tuner.families.vendor.sdpa import flash2_varlen_call
 
     def attend(query: Any, *arguments: Any, **options: Any) -> Any:
         seen.extend((query, *arguments))

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from dataclasses import replace
 from pathlib import Path
@@ -18,18 +18,19 @@ from typing import Any
 
 import pytest
 
-from tuner import worker as worker_room
-from tuner.artifacts import Artifact
-from tuner.benchmark import Entrant, Timing
+from tuner.base.processes import ENDING_SIGNALS
+from tuner.compile.artifacts import Artifact
 from tuner.config import Config
 from tuner.errors import BenchmarkError, GateError
 from tuner.families.base import Family
 from tuner.hardware import DEFAULT_GPU
+from tuner.measure import worker as worker_room
+from tuner.measure.stopwatch import Entrant, Timing
+from tuner.measure.tolerance import Verdict
+from tuner.measure.worker import Outcome, Worker
+from tuner.measure.worker_client import Ask, WorkerClient
 from tuner.measurement import Clocks, Regime, Status
 from tuner.problem import GemmProblem
-from tuner.verdict import Verdict
-from tuner.worker import Outcome, Worker
-from tuner.worker_client import Ask, WorkerClient
 
 PROBLEM = GemmProblem(m=512, n=512, k=512)
 KERNEL = Artifact("k" * 32, Path("/nowhere/kernel.so"), "0" * 64, None, 0.0)
@@ -228,29 +229,40 @@ class TestInterrupt:
     """From another thread than the one that asks."""
 
     @staticmethod
-    def interrupted(client: WorkerClient, *acts: str, after_s: float) -> None:
-        timer = threading.Timer(after_s, client.interrupt)
-        timer.start()
+    def interrupted(client: WorkerClient, *acts: str, once: Callable[[], object]) -> None:
+        """Ask, and interrupt it as soon as a condition holds."""
+
+        def interrupt() -> None:
+            while not once():
+                time.sleep(0.01)
+            client.interrupt()
+
+        thread = threading.Thread(target=interrupt, daemon=True)
+        thread.start()
         with pytest.raises(CancelledError):
             client.measure(ask(*acts))
-        timer.join()
+        thread.join()
 
-    def test_a_running_request_ends_at_once_and_no_stale_answer_is_left(self, script: Path) -> None:
+    def test_a_running_request_ends_at_once_and_no_stale_answer_is_left(
+        self, script: Path, child: Path
+    ) -> None:
         client = WorkerClient(command=[sys.executable, str(script)], timeout_s=60)
         started = time.monotonic()
-        self.interrupted(client, "ok", "hang with a child", "ok", after_s=0.5)
+        self.interrupted(client, "ok", "hang with a child", "ok", once=child.exists)
         assert time.monotonic() - started < 30 and client.pid is None
         client.renew()
         assert client.measure(ask("ok", "ok"))[1].latency_us == 2.0
         client.close()
 
     @pytest.fixture(autouse=True)
-    def child(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def child(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        """Written by a candidate that hangs with a child."""
         monkeypatch.setenv("CHILD_FILE", str(tmp_path / "child"))
+        return tmp_path / "child"
 
     def test_a_worker_that_is_starting_ends_too(self, script: Path) -> None:
         client = WorkerClient(command=[sys.executable, str(script), "--mute"])
-        self.interrupted(client, "ok", after_s=0.3)
+        self.interrupted(client, "ok", once=lambda: client.pid)
         assert client.pid is None
 
     def test_one_that_comes_too_late_costs_the_next_request_nothing(
@@ -297,7 +309,7 @@ def test_a_worker_ends_with_its_driver_even_while_busy(tmp_path: Path) -> None:
     """The driver is killed with SIGKILL: nothing tells the worker but the end of the pipe."""
     busy = tmp_path / "busy.py"
     busy.write_text(
-        "import os, sys, time\nfrom tuner.worker import read_requests\n"
+        "import os, sys, time\nfrom tuner.measure.worker import read_requests\n"
         "read_requests(int(sys.argv[1]))\nprint(os.getpid(), flush=True)\ntime.sleep(60)\n"
     )
     driver = tmp_path / "driver.py"
@@ -306,7 +318,7 @@ def test_a_worker_ends_with_its_driver_even_while_busy(tmp_path: Path) -> None:
         f"subprocess.Popen([sys.executable, {str(busy)!r}, str(r)], pass_fds=[r],"
         " start_new_session=True)\ntime.sleep(60)\n"
     )
-    root = str(Path(worker_room.__file__).parents[1])
+    root = str(Path(worker_room.__file__).parents[2])
     process = subprocess.Popen(
         [sys.executable, str(driver)],
         stdout=subprocess.PIPE,
@@ -332,7 +344,7 @@ def test_an_outcome_survives_the_pipe() -> None:
 class Toy(Family):
     name, op = "toy", "gemm"
 
-    def violations(self, problem: Any, config: Any, gpu: Any) -> list[str]:
+    def conflicts(self, problem: Any, config: Any, gpu: Any) -> list[str]:
         return []
 
     def space(self, problem: Any, gpu: Any) -> list[Config]:
@@ -680,7 +692,7 @@ def test_a_fault_among_finalists_ends_the_process_and_care_names_whose_it_is(
 #: The worker's own `main` on the fakes of this file.
 FAKED = """
 import importlib.util, sys
-from tuner import device, worker
+from tuner.measure import device, worker
 from tuner.hardware import DEFAULT_GPU
 spec = importlib.util.spec_from_file_location("fakes", sys.argv[1])
 here = sys.modules["fakes"] = importlib.util.module_from_spec(spec)
@@ -704,6 +716,21 @@ def test_finalists_are_measured_beside_one_that_faults_when_timed(
     client.close()
     assert [o.status for o in outcomes] == [Status.OK, status, Status.OK]
     assert [o.rounds for o in outcomes] == [20, 0, 20] and outcomes[1].log == words
+
+
+def test_signals_to_everybody_leave_the_worker_to_its_driver(tmp_path: Path) -> None:
+    """A service manager sends them to each process: no candidate is to be blamed for its end."""
+    faked = tmp_path / "faked_worker.py"
+    faked.write_text(FAKED)
+    client = WorkerClient(command=[sys.executable, str(faked), __file__])
+    client.measure(ask("ok"))
+    pid = client.pid
+    assert pid is not None
+    for number in ENDING_SIGNALS:
+        os.kill(pid, number)
+    assert client.measure(ask("ok"))[0].status is Status.OK
+    assert client.pid == pid
+    client.close()
 
 
 def test_vendors_tell_their_versions(events: list[dict[str, Any]]) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from tuner.artifacts import Artifact, load
-from tuner.benchmark import CompiledSubject
+from tuner.compile.artifacts import Artifact, load
 from tuner.config import Config
-from tuner.device import Device
 from tuner.families import family
 from tuner.families.base import LSE, KernelSpec
+from tuner.measure.device import Device
+from tuner.measure.stopwatch import CompiledSubject
 from tuner.problem import Problem
 
 Libraries = Mapping[str, tuple[str, str, str]]

@@ -22,11 +22,11 @@ from typing import Any
 
 import torch
 
-from tuner.benchmark import import_torch
 from tuner.config import Config
-from tuner.device import Device, environment
 from tuner.errors import BenchmarkError, TunerError
 from tuner.families import family
+from tuner.measure.device import Device, environment
+from tuner.measure.stopwatch import import_torch
 
 from .binding import subject, writes_lse
 from .cases import Case

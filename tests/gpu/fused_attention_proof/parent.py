@@ -17,8 +17,8 @@ from concurrent.futures import CancelledError, as_completed
 from pathlib import Path
 from typing import Any
 
-from tuner.artifacts import Artifact
-from tuner.compiler import Compiler
+from tuner.compile.artifacts import Artifact
+from tuner.compile.compiler import Compiler
 from tuner.errors import BenchmarkError, TunerError
 from tuner.families import family
 from tuner.families.base import Family, KernelSpec

@@ -14,8 +14,8 @@ from tuner.config import Config, Value
 from tuner.errors import ConfigError
 from tuner.families.base import Family, KernelSpec, group_by_kernels
 from tuner.hardware import Gpu
-from tuner.lookup import lookup
 from tuner.problem import AttentionProblem, Problem
+from tuner.selection.reader import lookup
 
 from .cases import SUITE, Case
 
@@ -117,7 +117,7 @@ def with_settings(family: Family, kernel: Kernel) -> Kernel:
     a member lacks may be absent.
     """
     domains = {
-        name: (*family.domains.get(name, ()), *({None} & {c.get(name) for c in kernel.members}))
+        name: (*family.tried(name), *({None} & {c.get(name) for c in kernel.members}))
         for name in sorted(family.runtime_parameters)
     }
     found = dict.fromkeys(kernel.members)

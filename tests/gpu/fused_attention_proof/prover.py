@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from tuner.benchmark import WORKSPACE, Subject
 from tuner.families.base import LSE, SCRATCH
-from tuner.gate import GUARD_BYTES, POISON
+from tuner.measure.gate import GUARD_BYTES, POISON
+from tuner.measure.stopwatch import WORKSPACE, Subject
 from tuner.problem import Operand
 
 from .cases import Case

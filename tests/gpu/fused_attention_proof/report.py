@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tuner.artifacts import Artifact
+from tuner.compile.artifacts import Artifact
 from tuner.families.base import KernelSpec
 
 from .plan import Kernel, Trial

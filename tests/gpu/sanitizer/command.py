@@ -13,14 +13,14 @@ from pathlib import Path
 from fused_attention_proof.parent import build
 from fused_attention_proof.plan import specs
 
-from tuner.artifacts import ArtifactCache
-from tuner.compiler import Compiler
-from tuner.device import detect
+from tuner.compile.artifacts import ArtifactCache
+from tuner.compile.compiler import Compiler
+from tuner.compile.toolchain import find_toolchain
 from tuner.errors import ConfigError, TunerError
 from tuner.families import family
 from tuner.families.base import KernelSpec
 from tuner.hardware import DEFAULT_GPU
-from tuner.toolchain import find_toolchain
+from tuner.measure.device import detect
 
 from .targets import DEFAULT, FAMILIES, Target, fused_proof, halved_of, targets
 from .tools import TOOLS, Run, Sanitizer, find_sanitizer, table

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -19,10 +18,10 @@ from pathlib import Path
 from fused_attention_proof.binding import libraries
 from fused_attention_proof.parent import say
 
-from tuner.artifacts import Artifact
+from tuner.base.processes import ProcessPool, python_command
+from tuner.compile.artifacts import Artifact
 from tuner.errors import ConfigError
 from tuner.families.base import KernelSpec
-from tuner.processes import ProcessPool
 
 from .targets import Target
 
@@ -127,7 +126,7 @@ class Sanitizer:
         command += ["--show-backtrace=no", "--print-limit=20"]
         if run.tool == "memcheck":  # what a call returns, its caller checks
             command += [f"--padding={PADDING}", "--report-api-errors=no"]
-        command += [sys.executable, "-m", "sanitizer.watched"]
+        command += python_command("-m", "sanitizer.watched")
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "plan.json"
             path.write_text(json.dumps(plan))

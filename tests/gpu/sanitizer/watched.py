@@ -19,11 +19,11 @@ from typing import Any
 
 from fused_attention_proof.binding import Libraries, subject, writes_lse
 
-from tuner.benchmark import WORKSPACE
 from tuner.config import Config
-from tuner.device import Device, Pool
 from tuner.families.base import LSE, SCRATCH
-from tuner.gate import moments, scale_of, starts_of
+from tuner.measure.device import Device, Pool
+from tuner.measure.gate import moments, scale_of, starts_of
+from tuner.measure.stopwatch import WORKSPACE
 from tuner.problem import E4M3, AttentionProblem, Operand, Problem, problem_from_json
 
 #: Distinct elements; a tensor repeats them.
