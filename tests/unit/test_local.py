@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import queue
 import signal
 import threading
@@ -89,14 +88,19 @@ class FakeWorker:
 
 
 class Results(queue.SimpleQueue[Any]):
-    """A runner's results; tells when somebody waits for one."""
+    """A runner's results; does something first when somebody waits for one."""
 
-    def __init__(self) -> None:
-        self.is_waited_for = threading.Event()
+    def __init__(self, on_wait: Callable[[], None]) -> None:
+        self.on_wait = on_wait
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        self.is_waited_for.set()
+        self.on_wait()
         return super().get(block, timeout)
+
+
+def press_ctrl_c() -> None:
+    """In the thread that waits: a signal from another may come just before the wait, and last."""
+    signal.raise_signal(signal.SIGINT)
 
 
 def after(event: threading.Event, then: Callable[[], object]) -> None:
@@ -164,9 +168,10 @@ def test_a_vendor_s_group_waits_for_no_compiler(make: Callable[[], Made]) -> Non
 
 def test_collect_waits_for_the_compiler(make: Callable[[], Made]) -> None:
     runner, compiler, _ = make()
-    runner._done = results = Results()
+    is_waited_for = threading.Event()
+    runner._done = Results(is_waited_for.set)
     runner.submit(PROBLEM, [config(64)])
-    after(results.is_waited_for, lambda: compiler.build_tile(64))
+    after(is_waited_for, lambda: compiler.build_tile(64))
     assert tiles(runner.collect()) == [64]
 
 
@@ -230,9 +235,9 @@ class TestCuttingShort:
     @pytest.fixture
     def hung(self, make: Callable[[], Made]) -> LocalRunner:
         runner, compiler, worker = make()
-        runner._done = results = Results()
         self.begun, self.interrupted = threading.Event(), threading.Event()
-        self.is_waited_for = results.is_waited_for
+        self.is_waited_for = threading.Event()
+        runner._done = self.results = Results(self.is_waited_for.set)
 
         def measure(ask: Ask) -> list[Outcome]:
             self.begun.set()
@@ -247,46 +252,49 @@ class TestCuttingShort:
         return runner
 
     @pytest.fixture
-    def final(self, hung: LocalRunner, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-        """Comes when somebody waits for a final pass."""
-        is_waited_for, submit = threading.Event(), hung._pool.submit
+    def final(self, hung: LocalRunner, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
+        """Takes what is done first when somebody waits for a final pass."""
+        submit = hung._pool.submit
+        on_wait: list[Callable[[], None]] = []
 
         def watched(*args: Any, **options: Any) -> Future[Any]:
             timing: Future[Any] = submit(*args, **options)
             result = timing.result
 
             def wait() -> Any:
-                is_waited_for.set()
+                for act in on_wait:
+                    act()
                 return result()
 
             monkeypatch.setattr(timing, "result", wait)
             return timing
 
         monkeypatch.setattr(hung._pool, "submit", watched)
-        return is_waited_for
+        return on_wait.append
 
     def test_ctrl_c_while_collecting_gives_up_what_is_timed(self, hung: LocalRunner) -> None:
         assert self.begun.wait(PATIENCE_S)
-        after(self.is_waited_for, lambda: os.kill(os.getpid(), signal.SIGINT))
+        self.results.on_wait = press_ctrl_c
         with pytest.raises(KeyboardInterrupt):
             hung.collect()
         assert self.interrupted.wait(PATIENCE_S) and hung.building == 0
 
     def test_ctrl_c_during_the_final_pass_gives_it_up(
-        self, hung: LocalRunner, final: threading.Event
+        self, hung: LocalRunner, final: Callable[[Any], None]
     ) -> None:
         assert self.begun.wait(PATIENCE_S)
-        after(final, lambda: os.kill(os.getpid(), signal.SIGINT))
+        final(press_ctrl_c)
         with pytest.raises(KeyboardInterrupt):
             hung.retime(PROBLEM, [config(64)], 20)
         hung.close()
 
     @pytest.mark.parametrize("waits_in", ["collect", "retime"])
     def test_another_thread_ends_the_wait(
-        self, hung: LocalRunner, final: threading.Event, waits_in: str
+        self, hung: LocalRunner, final: Callable[[Any], None], waits_in: str
     ) -> None:
         assert self.begun.wait(PATIENCE_S)
-        after(self.is_waited_for if waits_in == "collect" else final, hung.cancel)
+        final(self.is_waited_for.set)
+        after(self.is_waited_for, hung.cancel)
         if waits_in == "collect":
             assert hung.collect() == []
         else:
