@@ -12,8 +12,8 @@ from tuner.config import Config
 from tuner.hardware import Gpu
 from tuner.measurement import Environment, Measurement, Provenance, speedup_text
 from tuner.problem import Problem
-from tuner.selection.reader import Answer, Entry
 from tuner.selection.portfolio import Selection
+from tuner.selection.reader import Answer, Entry
 from tuner.selection.rule import Choice
 from tuner.store.entry import is_vendor, ratios_json, vendor_name
 
