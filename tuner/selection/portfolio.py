@@ -323,6 +323,10 @@ class Portfolio:
             raise ConfigError(f"portfolio {path}: {exc}") from exc
 
 
+def _folder() -> Path:
+    return resources.cache() / "portfolio"
+
+
 @cache
 def shipped() -> tuple[Portfolio, ...]:
     """The portfolios that ship with the package, under ``cache/portfolio/``.
@@ -330,9 +334,8 @@ def shipped() -> tuple[Portfolio, ...]:
     Raises:
         StoreError: when such a file is damaged.
     """
-    folder = resources.cache() / "portfolio"
     try:
-        return tuple(Portfolio.read(path) for path in sorted(folder.glob("*.json")))
+        return tuple(Portfolio.read(path) for path in sorted(_folder().glob("*.json")))
     except ConfigError as exc:
         raise StoreError(f"a shipped file cannot be read: {exc}") from exc
 
