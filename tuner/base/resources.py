@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from functools import cache as once
 from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -28,3 +30,19 @@ def templates() -> Path:
 def cache() -> Path:
     """Folder of the shipped data: recordings, tuned configurations, database migrations."""
     return _folder("cache")
+
+
+@once
+def templates_digest() -> str:
+    """SHA-256 of all templates, names and bytes, but for texts for people: kernels of equal digests
+    are launched with equal arguments.
+
+    Raises:
+        OSError: when one cannot be read.
+    """
+    folder, digest = templates(), hashlib.sha256()
+    files = (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".md")
+    for path in sorted(files):
+        data = path.read_bytes()
+        digest.update(f"{path.relative_to(folder).as_posix()}\0{len(data)}\0".encode() + data)
+    return digest.hexdigest()

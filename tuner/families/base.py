@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Self, final
 from tuner.base import resources
 from tuner.config import Config, Value
 from tuner.errors import TunerError
+from tuner.families.attention_work import Tiling
 from tuner.hardware import OLDEST_CAPABILITY, Gpu
 from tuner.problem import E4M3, AttentionProblem, Problem
 
@@ -327,6 +328,10 @@ class Family(ABC):
         microseconds that were measured for it (`tuner.selection.portfolio`).
         """
         return ()
+
+    def tiling(self, config: Config) -> Tiling:
+        """How an attention kernel cuts the scores into blocks; splits as in `config`, else 1."""
+        return Tiling(128, 128)
 
     def scheduled(self, problem: Problem, config: Config, gpu: Gpu) -> Sequence[Config]:
         """The compiled kernel of `config` as it may be called for `problem`: a config for each

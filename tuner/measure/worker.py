@@ -40,7 +40,7 @@ from tuner.compile.artifacts import Artifact, load
 from tuner.config import Config
 from tuner.errors import BenchmarkError, GateError, TunerError
 from tuner.families import families, families_in
-from tuner.families.base import SCRATCH, Family
+from tuner.families.base import LSE, SCRATCH, Family
 from tuner.hardware import Gpu
 from tuner.measure import device as device_room
 from tuner.measure.device import Device, Pool
@@ -52,6 +52,7 @@ from tuner.measure.gate import (
     scale_of,
 )
 from tuner.measure.kernel_times import alone_us, described
+from tuner.measure.log_sum_exp import lse_bytes
 from tuner.measure.stopwatch import (
     WORKSPACE,
     Burst,
@@ -73,6 +74,10 @@ from tuner.problem import Problem, problem_from_json
 VENDOR_ALLOWANCE_S = 120.0
 #: A round of many finalists, some of them slow, may take this much longer than a launch.
 _ROUND_ALLOWANCE_S = 10.0
+
+LSE_PROBE = "probe_lse"
+PROBES = ("probe", LSE_PROBE)
+"""Modes that check and do not time."""
 
 Emit = Callable[[Mapping[str, Any]], None]
 
@@ -123,7 +128,8 @@ class Job:
     problem: Problem
     regime: Regime
     mode: str
-    """quick: check and time each; final: interleave all; probe: check only."""
+    """quick: check and time each; final: interleave all; probe: check only; probe_lse: the same,
+    attention's log-sum-exp is wanted and checked."""
     seed: int
     rounds: int
     careful: bool
@@ -288,7 +294,7 @@ class Worker:
         stopwatch = Stopwatch(self._device, job.regime)
         try:
             self._check(job, prepared)
-            if prepared.verdict.status is not Status.OK or job.mode == "probe":
+            if prepared.verdict.status is not Status.OK or job.mode in PROBES:
                 return prepared.outcome(prepared.verdict)
             burst = self._burst(job, rotation, stopwatch, prepared)
             timing, clocks = stopwatch.quick(burst)
@@ -323,6 +329,8 @@ class Worker:
             gate.allocate(pool, SCRATCH, subject.scratch_bytes),
             gate.allocate(pool, WORKSPACE, subject.workspace_bytes),
         ]
+        if job.mode == LSE_PROBE:
+            own.append(gate.allocate(pool, LSE, lse_bytes(job.problem)))
         return _Prepared(index, subject, own)
 
     def _burst(
@@ -346,9 +354,10 @@ class Worker:
         worst = 0.0
         vendor = isinstance(prepared.subject, VendorSubject)
         allowance = VENDOR_ALLOWANCE_S if vendor else 0.0
+        lse = next((guarded for guarded in prepared.own if guarded.name == LSE), None)
         for kind in kinds_of(job.problem, is_vendor=vendor):
             self._phase(prepared.index, f"reference, {kind}", reference_seconds(job.problem))
-            gate.load(kind)
+            gate.load(kind, with_lse=lse is not None)
             self._phase(prepared.index, f"check, {kind}", allowance)
             scale = scale_of(job.problem, kind)
             buffers = {**gate.pointers, **prepared.buffers}
@@ -356,10 +365,13 @@ class Worker:
             gate.arm(prepared.own)
             call()
             verdict = gate.examine(prepared.own)
+            error = verdict.error
+            if verdict.status is Status.OK and lse is not None:
+                verdict = gate.examine_lse(lse)
             if verdict.status is not Status.OK:
                 prepared.verdict = verdict
                 return
-            worst = max(worst, verdict.error or 0.0)
+            worst = max(worst, error or 0.0)
         prepared.verdict = Verdict(Status.OK, worst)
 
     def _recheck(self, job: Job, prepared: _Prepared, timing: Timing) -> Verdict:

@@ -29,7 +29,7 @@ from tuner.families.base import FOREIGN, Family
 from tuner.families.fused_attention import instance
 from tuner.hardware import Gpu
 from tuner.measurement import Regime
-from tuner.problem import E4M3, AttentionProblem, Problem
+from tuner.problem import E4M3, AttentionProblem, DType, Problem
 
 FORMAT = "cutlass-tuner portfolio"
 VERSION = 1
@@ -67,6 +67,26 @@ class Domain(NamedTuple):
             "one" if problem.is_decoding and problem.seqlen_q == 1 else phase,
             problem.softcap > 0,
             problem.is_varlen,
+        )
+
+    def problems(self, dtype: DType) -> tuple[AttentionProblem, ...]:
+        """A small problem for each kernel that a config needs in this domain and type: a windowed
+        one has two, of which one is causal.
+        """
+        both = (False, True) if self.mask == "windowed" else (self.mask == "causal",)
+        return tuple(
+            AttentionProblem(
+                seqlen_q=256,
+                seqlen_kv=512,
+                head_dim=self.head_dim,
+                is_causal=is_causal,
+                dtype=dtype,
+                layout="bshd" if self.is_varlen else "bhsd",
+                window_left=64 if self.mask == "windowed" else -1,
+                softcap=50.0 if self.has_softcap else 0.0,
+                is_varlen=self.is_varlen,
+            )
+            for is_causal in both
         )
 
     def label(self) -> str:

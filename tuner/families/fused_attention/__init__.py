@@ -388,15 +388,16 @@ class FusedAttention(Family):
         return cost.predict_us(attention, config, head_tile, gpu, self.constants)
 
     def work(self, problem: Problem, config: Config, gpu: Gpu) -> tuple[float, ...]:
-        attention, sharing = _attention(problem), int(config.get("key_groups", 1))
-        tiling = attention_work.Tiling(
+        return attention_work.work(_attention(problem), self.tiling(config), gpu)
+
+    def tiling(self, config: Config) -> attention_work.Tiling:
+        return attention_work.Tiling(
             rows=_tile_m(config.params),
-            keys=int(config["tile_n"]) * sharing,
+            keys=int(config["tile_n"]) * int(config.get("key_groups", 1)),
             resident=int(config["blocks_per_sm"]),
             packed=int(config.get("packed_heads", 1)),
-            splits=int(config["splits"]),
+            splits=int(config.get("splits", 1)),
         )
-        return attention_work.work(attention, tiling, gpu)
 
     def scheduled(self, problem: Problem, config: Config, gpu: Gpu) -> Sequence[Config]:
         attention = _attention(problem)
