@@ -12,6 +12,7 @@
 
 #include <Python.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <ctime>
@@ -58,10 +59,13 @@ struct Step {
   int64_t workspace_at;
 };
 
+// Where a plan's configuration comes from: measured, measured for a neighbour, selected.
+enum Source : int { kExact, kNearest, kPortfolio, kSources };
+
 struct Plan {
   std::vector<int64_t> sizes, strides;
   int64_t workspace_bytes;
-  bool is_nearest;
+  int source;
   std::vector<Step> steps;
 };
 
@@ -97,7 +101,7 @@ struct State {
   std::unordered_map<Kind, Refusal, Hash> refusals;
   long long generation = 0;                   // of both tables: how often they were cleared
   double plans_until = 0, refusals_until = 0;  // calls are answered from each up to this time
-  long long hits = 0, nearest_hits = 0;
+  long long hits[kSources] = {};  // by source
   std::vector<long long> refused;  // calls by reason
   c10::DeviceType device = c10::DeviceType::CUDA;
   CurrentStream current_stream = nullptr;
@@ -300,8 +304,7 @@ PyObject* answer(Call const& call) {
   }
   Py_END_ALLOW_THREADS;
   if (!out.defined()) Py_RETURN_NONE;
-  ++state.hits;
-  state.nearest_hits += plan->is_nearest;
+  ++state.hits[plan->source];
   return THPVariable_Wrap(std::move(out));
 }
 
@@ -382,12 +385,12 @@ bool read_call(Call& call, int operation, PyObject* arguments, bool& is_known) {
 }
 
 PyObject* put(PyObject*, PyObject* arguments) {
-  // (operation, its arguments, (sizes, strides, workspace_bytes, is_nearest, steps))
+  // (operation, its arguments, (sizes, strides, workspace_bytes, source, steps))
   PyObject *inputs, *sizes, *strides, *steps;
-  int operation, is_nearest;
+  int operation, source;
   long long workspace_bytes;
-  if (!PyArg_ParseTuple(arguments, "iO!(OOLpO)", &operation, &PyTuple_Type, &inputs, &sizes,
-                        &strides, &workspace_bytes, &is_nearest, &steps))
+  if (!PyArg_ParseTuple(arguments, "iO!(OOLiO)", &operation, &PyTuple_Type, &inputs, &sizes,
+                        &strides, &workspace_bytes, &source, &steps))
     return nullptr;
   Call call;
   bool is_known = false;
@@ -396,7 +399,7 @@ PyObject* put(PyObject*, PyObject* arguments) {
   if (!is_known || operation > kMatmul || !is_plain) Py_RETURN_FALSE;
   auto plan = std::make_shared<Plan>();
   plan->workspace_bytes = workspace_bytes;
-  plan->is_nearest = is_nearest;
+  plan->source = std::clamp<int>(source, kExact, kPortfolio);
   if (!read_integers(sizes, plan->sizes) || !read_integers(strides, plan->strides) ||
       !read_all(steps, plan->steps, read_step))
     return nullptr;
@@ -443,7 +446,7 @@ PyObject* serve_until(PyObject*, PyObject* arguments) {
 }
 
 PyObject* take_counts(PyObject*, PyObject* reset) {
-  // hits, those of them by a neighbour's kernels, refused calls by reason
+  // hits, those of them by a neighbour's kernels and by a portfolio's, refused calls by reason
   PyObject* const refused = PyTuple_New(state.refused.size());
   if (!refused) return nullptr;
   for (size_t i = 0; i < state.refused.size(); ++i) {
@@ -454,9 +457,11 @@ PyObject* take_counts(PyObject*, PyObject* reset) {
     }
     PyTuple_SET_ITEM(refused, i, count);
   }
-  PyObject* const counts = Py_BuildValue("LLN", state.hits, state.nearest_hits, refused);
+  auto const& hits = state.hits;
+  PyObject* const counts = Py_BuildValue("LLLN", hits[kExact] + hits[kNearest] + hits[kPortfolio],
+                                         hits[kNearest], hits[kPortfolio], refused);
   if (counts && PyObject_IsTrue(reset)) {
-    state.hits = state.nearest_hits = 0;
+    std::fill_n(state.hits, int{kSources}, 0);
     state.refused.assign(state.refused.size(), 0);
   }
   return counts;

@@ -34,15 +34,14 @@ def cache() -> Path:
 
 @once
 def templates_digest() -> str:
-    """SHA-256 of all templates, names and bytes, but for texts for people: kernels of equal digests
-    are launched with equal arguments.
+    """SHA-256 of the templates of kernels and their headers, names and bytes: kernels of equal
+    digests are launched with equal arguments.
 
     Raises:
         OSError: when one cannot be read.
     """
     folder, digest = templates(), hashlib.sha256()
-    files = (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".md")
-    for path in sorted(files):
+    for path in sorted(path for path in folder.rglob("*") if path.suffix in (".j2", ".h")):
         data = path.read_bytes()
         digest.update(f"{path.relative_to(folder).as_posix()}\0{len(data)}\0".encode() + data)
     return digest.hexdigest()

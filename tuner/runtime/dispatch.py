@@ -38,6 +38,8 @@ OPERATIONS = ("attention", "linear", "matmul", "flash", "cudnn", "cudnn_with_lse
 """In the order of the dispatcher's `Operation`; the last three are PyTorch's operators, of which it
 knows refusals only.
 """
+_PORTFOLIO = 2
+"""The dispatcher's `Source` of plans that a portfolio selected; 1 is a neighbour's, 0 the rest."""
 REFUSED: Final = False
 """The answer to a call that is PyTorch's, which was counted."""
 
@@ -138,7 +140,8 @@ def put(operation: str, arguments: tuple[Any, ...], plan: KernelPlan) -> None:
         (step.kernel.address, step.tensors, step.integers, step.scalars, step.workspace_at)
         for step in plan.steps
     ]
-    made = (plan.shape, plan.strides, plan.workspace_bytes, plan.is_nearest, steps)
+    kind = _PORTFOLIO if plan.by_portfolio else int(plan.is_nearest)
+    made = (plan.shape, plan.strides, plan.workspace_bytes, kind, steps)
     _module.put(OPERATIONS.index(operation), arguments, made)
 
 
@@ -184,12 +187,12 @@ def serve_until(end: float, with_plans: bool = True) -> None:
         _module.serve_until(end if with_plans else 0.0, end)
 
 
-def _take_counts(reset: bool) -> tuple[int, int, Mapping[str, int]]:
-    """Hits, those of them that were nearest ones, and refused calls by kind of reason."""
+def _take_counts(reset: bool) -> tuple[int, int, int, Mapping[str, int]]:
+    """Hits, nearest ones and a portfolio's among them, and refused calls by kind of reason."""
     if _module is None:
-        return 0, 0, {}
-    hits, nearest, refused = _module.take_counts(reset)
-    return hits, nearest, {kind: n for kind, n in zip(_kinds, refused, strict=False) if n}
+        return 0, 0, 0, {}
+    *hits, refused = _module.take_counts(reset)
+    return *hits, {kind: n for kind, n in zip(_kinds, refused, strict=False) if n}
 
 
 counters.add_source(_take_counts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -41,6 +41,8 @@ class Plan(ABC):
     device: int
     is_nearest: bool
     """The configuration was measured for a neighbouring problem."""
+    by_portfolio: bool = field(default=False, kw_only=True)
+    """A portfolio selected the configuration by expected time."""
 
     @property
     def has_lse(self) -> bool:
@@ -64,7 +66,7 @@ class Plan(ABC):
                 context is lost, whatever is called next.
         """
         out = self._on_device(inputs, None)
-        counters.count_hit(self.is_nearest)
+        counters.count_hit(self.is_nearest, self.by_portfolio)
         return out
 
     def run_with_lse(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,7 +76,7 @@ class Plan(ABC):
         batch, heads, rows, _ = self.problem.output.shape
         lse = torch.empty((batch, heads, rows), dtype=torch.float32, device=inputs[0].device)
         out = self._on_device(inputs, lse)
-        counters.count_hit(self.is_nearest)
+        counters.count_hit(self.is_nearest, self.by_portfolio)
         return out, lse
 
     def _on_device(self, inputs: Sequence[torch.Tensor], lse: torch.Tensor | None) -> torch.Tensor:
@@ -223,7 +225,7 @@ def resolve(
         elif any(key in absent for key in measurement.artifacts.values()):
             reasons.append(f"{config.family} is not compiled on every rank")
         else:
-            plan = _plan(problem, measurement, scale, device, shape)
+            plan = plan_of(problem, measurement, scale, device, shape)
             if isinstance(plan, Plan):
                 return plan
             if plan == PYTORCHS:
@@ -233,9 +235,12 @@ def resolve(
     return f"nothing of the entry can run here: {problem.label()}: {why}"
 
 
-def _plan(
+def plan_of(
     problem: Problem, measurement: Measurement, scale: float, device: int, shape: tuple[int, ...]
 ) -> Plan | str:
+    """What launches a measurement's config for a problem, or why it cannot; arguments as those of
+    `resolve`.
+    """
     config = measurement.config
     try:
         member = family(config.family)
@@ -254,7 +259,10 @@ def _plan(
     if isinstance(call, str):
         return call
     is_nearest = measurement.problem != problem
-    return VendorPlan(problem, config, device, is_nearest=is_nearest, call=call)
+    is_selected = measurement.provenance is Provenance.PREDICTED
+    return VendorPlan(
+        problem, config, device, is_nearest=is_nearest, call=call, by_portfolio=is_selected
+    )
 
 
 def own_plan(
@@ -300,6 +308,7 @@ def own_plan(
         workspace_bytes=offset,
         dtype=getattr(torch, output.dtype),
         writes_lse=member.writes_lse,
+        by_portfolio=measurement.provenance is Provenance.PREDICTED,
     )
 
 

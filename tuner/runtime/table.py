@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,8 +27,10 @@ from tuner import settings
 from tuner.base import ranges
 from tuner.config import Config
 from tuner.errors import BenchmarkError, ConfigError, StoreError
+from tuner.hardware import Gpu
+from tuner.measurement import Provenance
 from tuner.problem import AttentionProblem, Problem, problem_from_json
-from tuner.runtime import counters, devices, dispatch
+from tuner.runtime import counters, devices, dispatch, portfolio
 from tuner.runtime.plan import PYTORCHS, KernelPlan, Plan, resolve
 from tuner.runtime.refusal import Refusal, once
 from tuner.selection.nearest import class_pattern
@@ -329,18 +332,65 @@ class Table:
             if known and time.monotonic() < known.until and not is_decided(problem, self._path):
                 return replace(known, problem=problem)
             gpu = devices.gpu_of(device)
-            # Nobody has checked what a rule names.
-            answer = lookup(problem, gpu=gpu, path=self._path, with_rules=False)
+            found, is_exact = self._find(problem, gpu, scale, device, shape)
         except StoreError as exc:
             return once(self._blame(exc))
-        if answer is None:
-            found = _refused(problem, f"no measured winner: {problem.label()}", MISS_EVERY_S)
-        else:
-            found = self._resolve(problem, answer, scale, device, shape)
-        is_exact = answer is not None and answer.kind != "nearest"
         if near is not None and isinstance(found.plan, Refusal) and not is_exact:
             self._near[near] = found
         return found
+
+    def _find(
+        self, problem: Problem, gpu: Gpu, scale: float, device: int, shape: tuple[int, ...]
+    ) -> tuple[_Known, bool]:
+        """What serves a problem, and whether a decision of its own says so: else the portfolio's
+        choice, else what the nearest tuned problem lends.
+
+        Raises:
+            StoreError: when the store cannot be read.
+        """
+        ask = partial(lookup, problem, gpu=gpu, path=self._path, with_rules=False)
+        # Ranks that agreed on decisions may have unlike kernel lists.
+        has_portfolio = self._path is None and portfolio.knows(problem, gpu)
+        chosen: _Known | None = None
+        if has_portfolio:
+            own: _Known | None = None
+            answer = ask(with_nearest=False)
+            if answer is not None and answer.entry.provenance is Provenance.MEASURED:
+                own = self._resolve(problem, answer, scale, device, shape)
+                if isinstance(own.plan, Plan) or own.until == math.inf:
+                    return own, True
+            chosen = self._choose(problem, gpu, scale, device, shape)
+            if chosen is not None and isinstance(chosen.plan, Plan):
+                return chosen, False
+            if own is not None:
+                return own, True
+            if chosen is not None and chosen.until == math.inf:
+                return chosen, False
+        # The nearest tuned problem's kernels; of problems without a portfolio decisions, too.
+        answer = ask()
+        if answer is None:
+            miss = f"no measured winner: {problem.label()}"
+            return chosen or _refused(problem, miss, MISS_EVERY_S), False
+        found = self._resolve(problem, answer, scale, device, shape)
+        if chosen is not None and not isinstance(found.plan, Plan):
+            found = chosen
+        return found, answer.kind != "nearest"
+
+    def _choose(
+        self, problem: Problem, gpu: Gpu, scale: float, device: int, shape: tuple[int, ...]
+    ) -> _Known | None:
+        """What the portfolio serves; None where it knows nothing of such problems."""
+        withdrawn = self._withdrawn.get(problem.key, ())
+        with devices.use(device):
+            choice = portfolio.choose(problem, gpu, scale, device, shape, withdrawn, self._absent)
+        if choice is None:
+            return None
+        if choice.plan is None:
+            return _refused(problem, choice.reason, math.inf if choice.is_final else RETRY_EVERY_S)
+        selection = choice.selection
+        doubts = "".join(f", {doubt}" for doubt in selection.doubts)
+        _log.info("%s: portfolio: %s%s", problem.label(), selection.source, doubts)
+        return _Known(math.inf, problem, choice.plan)
 
     def _resolve(
         self,

@@ -126,6 +126,7 @@ def lookup(
     environment: Environment | None = None,
     among: Sequence[Entry] | None = None,
     with_rules: bool = True,
+    with_nearest: bool = True,
 ) -> Answer | None:
     """What is decided for `problem`, or None.
 
@@ -149,6 +150,7 @@ def lookup(
         among: choose from these in place of a file's, as from a store that is not SQLite; they
             lend nothing, for they do not tell what passed elsewhere.
         with_rules: False: ask no portfolio and no rule, for a caller that launches the answer.
+        with_nearest: False: only what is decided for the problem itself.
 
     Raises:
         StoreError: when the file exists and cannot be read.
@@ -165,10 +167,10 @@ def lookup(
     asked = gpu or DEFAULT_GPU
     if among is None:
         path = path or store_file()
-    answer = _known(problem, asked.identity, default, path, allow_other_gpu, among)
+    answer = _known(problem, asked.identity, default, path, allow_other_gpu, among, with_nearest)
     if regime is None and (rank := _rank(answer)):
-        other, with_nearest = default.other_inputs, rank > 1  # which is of rank 1 itself
-        second = _known(problem, asked.identity, other, path, allow_other_gpu, among, with_nearest)
+        other, lends = default.other_inputs, with_nearest and rank > 1  # which is of rank 1 itself
+        second = _known(problem, asked.identity, other, path, allow_other_gpu, among, lends)
         if second is not None and _rank(second) < rank:
             answer = noted(second, f"timed {other}: nothing better is known {default}")
     if answer is None and with_rules:
@@ -195,7 +197,7 @@ def _known(
     path: Path | None,
     allow_other_gpu: bool,
     among: Sequence[Entry] | None,
-    with_nearest: bool = True,
+    with_nearest: bool,
 ) -> Answer | None:
     """What is decided under one regime."""
     if among is None:
