@@ -1,4 +1,4 @@
-"""Problems that kernels are proven on: every edge in one, all legal, within bounds, the same again."""
+"""Problems that kernels are proven on: every edge planted, all legal, bounded, repeatable."""
 
 from __future__ import annotations
 
