@@ -79,6 +79,7 @@ def build(
 
 
 def _build(wanted: Sequence[Target], compiler: Compiler, dry_run: bool) -> int:
+    from tuner.measure.gate import REFERENCE
     from tuner.selection.kernels import PROVE, Kernel, path_of, update
 
     specs = list(dict.fromkeys(spec for one in wanted for spec in one.kernels.values()))
@@ -96,7 +97,7 @@ def _build(wanted: Sequence[Target], compiler: Compiler, dry_run: bool) -> int:
     if dry_run:
         return DONE
     path = path_of(compiler.toolchain.nvcc_version, compiler.capability)
-    update(path, (), _start(path, compiler, specs))
+    update(path, (), _start(path, compiler, [REFERENCE, *specs]))
     started = time.monotonic()
 
     def enter(spec: KernelSpec, artifact: Artifact) -> None:

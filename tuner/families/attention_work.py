@@ -158,8 +158,15 @@ def _steps(
     seqlen_q: int, seqlen_kv: int, left: int, right: int, queries: int, keys: int
 ) -> tuple[int, float]:
     """Key steps of a block: the most, and the mean of at most 16 blocks, evenly spread."""
-    tiles, found = -(-seqlen_q // queries), []
+    tiles = -(-seqlen_q // queries)
     step = -(-tiles // 16)
+    if left >= seqlen_q:  # no key is hidden on that side: the last block has the most
+        all_steps = -(-seqlen_kv // keys)
+        most = min(all_steps, -(-(seqlen_q + right) // keys))
+        ends = range((tiles - step) * queries + right, right, -step * queries)
+        steps = [-(-end // keys) if end < seqlen_kv else all_steps for end in ends]
+        return most, (most + sum(steps)) / (1 + len(steps))
+    found = []
     for tile in range(tiles - 1, -1, -step):
         first = tile * queries
         end = min(seqlen_kv, min(first + queries, seqlen_q) + right)

@@ -161,6 +161,23 @@ class Candidate:
         """The kernel's, of one split."""
         return Tiling(128, 128) if self.family is None else self.family.tiling(self.config)
 
+    @cached_property
+    def split_tilings(self) -> Mapping[int, Tiling]:
+        """The kernel's, by its splits."""
+        return _SplitTilings(self.tiling)
+
+
+class _SplitTilings(dict[int, Tiling]):
+    """Tilings that differ in their splits, each made once."""
+
+    def __init__(self, one: Tiling) -> None:
+        super().__init__()
+        self._one = one
+
+    def __missing__(self, splits: int) -> Tiling:
+        self[splits] = found = self._one._replace(splits=splits)
+        return found
+
 
 class Estimate(NamedTuple):
     """A candidate as it may be called for a problem, and the time that is expected of it."""
@@ -255,14 +272,14 @@ class DomainModels:
 
 def _own_estimates(
     place: int, one: Candidate, problem: AttentionProblem, sizes: Sizes, gpu: Gpu
-) -> Iterator[Estimate]:
+) -> list[Estimate]:
     """One for each schedule of a kernel."""
-    family, tiling = one.family, one.tiling
+    family, priced, tilings = one.family, one.priced, one.split_tilings
     assert family is not None
-    for splits in family.splits(problem, one.config, gpu):
-        if splits > 1:
-            tiling = tiling._replace(splits=splits)
-        yield Estimate(sum(map(mul, one.priced, family.amounts(sizes, tiling, gpu))), place, splits)
+    return [
+        Estimate(sum(map(mul, priced, family.amounts(sizes, tilings[splits], gpu))), place, splits)
+        for splits in family.splits(problem, one.config, gpu)
+    ]
 
 
 @dataclass(frozen=True)

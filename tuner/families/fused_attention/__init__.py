@@ -404,7 +404,7 @@ class FusedAttention(Family):
     def splits(self, problem: Problem, config: Config, gpu: Gpu) -> Sequence[int]:
         attention, params = _attention(problem), config.params
         packed = int(params.get("packed_heads", 1))
-        if attention.heads_q // attention.heads_kv % packed:
+        if packed != 1 and attention.heads_q // attention.heads_kv % packed:
             return ()
         if "combine" not in params:
             return (1,)
