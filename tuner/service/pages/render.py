@@ -12,7 +12,7 @@ from fastapi import Request
 from fastapi.responses import HTMLResponse
 
 import tuner
-from tuner.measurement import Measurement, speedup_text
+from tuner.measurement import Measurement
 from tuner.problem import Problem
 from tuner.report.explain import size
 from tuner.selection.describe import (
@@ -27,6 +27,7 @@ from tuner.selection.describe import (
 from tuner.service.guard import is_for_people
 from tuner.service.tokens import COOKIE
 from tuner.store.entry import Entry, is_vendor
+from tuner.store.jobs import result_speed
 
 if TYPE_CHECKING:
     import jinja2
@@ -116,7 +117,7 @@ def _environment() -> jinja2.Environment:
         "kernel_url": kernel_url,
         "caveats": caveats,
         "is_vendor": is_vendor,
-        "speedup_text": speedup_text,
+        "result_speed": result_speed,
     }
     return made
 

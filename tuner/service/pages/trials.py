@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 from tuner.hardware import Gpu
-from tuner.measurement import Environment, Measurement, Provenance, Regime, Status, speedup_text
+from tuner.measurement import Environment, Measurement, Provenance, Regime, Status, versus
 from tuner.problem import Problem
 from tuner.report import charts
 from tuner.report.analysis import latency
@@ -105,8 +105,7 @@ class Run:
         """
         theirs = [m for m in self.measurements if not m.is_final and is_vendor(m.config) and m.ok]
         vendor, best = min(theirs, key=latency, default=None), self.best
-        ratio = best.speedup(vendor) if best and vendor else None
-        return speedup_text(ratio, kernel_name(vendor)) if vendor and ratio else ""
+        return versus(best, vendor, kernel_name(vendor)) if best and vendor else ""
 
     @property
     def failures(self) -> list[Failures]:
