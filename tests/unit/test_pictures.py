@@ -239,7 +239,7 @@ class TestFiles:
         for made in pictures.specs(subject).values():
             svg = pictures.svg(made)
             root = ElementTree.fromstring(svg)
-            assert root.get("aria-label") == spec["description"]
+            assert root.get("aria-label") == made["description"]
             used = set(re.findall(r"var\(--([a-z0-9-]+)\)", svg))
             assert used and used <= set(LIGHT)
             style = root[0].text or ""

@@ -14,6 +14,7 @@ from fastapi.responses import HTMLResponse
 import tuner
 from tuner.measurement import Measurement
 from tuner.problem import Problem
+from tuner.report import glossary
 from tuner.report.explain import size
 from tuner.selection.describe import (
     against_fastest,
@@ -25,6 +26,7 @@ from tuner.selection.describe import (
     where_from,
 )
 from tuner.service.guard import is_for_people
+from tuner.service.pages.highlight import highlight
 from tuner.service.tokens import COOKIE
 from tuner.store.entry import Entry, is_vendor
 from tuner.store.jobs import result_speed
@@ -107,6 +109,7 @@ def _environment() -> jinja2.Environment:
         "marks": where_from,
         "speed": against_fastest,
         "bytes": size,
+        "highlight": highlight,
         "stamp": _stamp,
         "percent": _percent,
     }
@@ -114,6 +117,8 @@ def _environment() -> jinja2.Environment:
         "version": tuner.__version__,
         "url": url,
         "trials_url": trials_url,
+        "report_url": report_url,
+        "terms": glossary.MEANINGS,
         "kernel_url": kernel_url,
         "caveats": caveats,
         "is_vendor": is_vendor,
@@ -133,6 +138,11 @@ def trials_url(of: Entry | Measurement | Problem, **query: Any) -> str:
     if isinstance(of, Problem):
         return url("/trials", op=of.op, shape=of.label(), **query)
     return url("/trials", op=of.problem.op, shape=of.problem.label(), **_place(of), **query)
+
+
+def report_url(of: Entry) -> str:
+    """The report of an entry's problem, on its GPU and in its regime."""
+    return url("/report", op=of.problem.op, shape=of.problem.label(), **_place(of))
 
 
 def kernel_url(measurement: Measurement) -> str:
