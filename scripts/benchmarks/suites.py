@@ -22,10 +22,12 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from benchmarks.suites_plugin import ALONE, FORCED, Share, is_complete, read
+from tuner.base.install import install_command
 from tuner.base.output import check_place
 from tuner.bench.results import write_json
 from tuner.errors import BenchmarkError, ConfigError
@@ -68,10 +70,12 @@ class Suite:
         """See that the tests are there.
 
         Raises:
-            ConfigError: when they are not.
+            ConfigError: when they are not, or a package that they import is missing.
         """
         if not self.path.is_file():
             raise ConfigError(f"{self.path} is not there (wanted: a checkout with {self.file})")
+        if self.is_flash_attention and find_spec("einops") is None:
+            raise ConfigError(f"its tests need einops: `{install_command('einops')}`")
 
 
 @dataclass
@@ -163,7 +167,7 @@ class Runner:
     def _start(self, suite: Suite, share: Share) -> Process:
         command = [sys.executable, "-P", "-m", "pytest", "-p", "benchmarks.suites_plugin"]
         # Settings and hooks of the checkout want plug-ins that are not here.
-        command += ["-q", "-p", "no:cacheprovider", "--noconftest", "-c", os.devnull]
+        command += ["-q", "--tb=short", "-p", "no:cacheprovider", "--noconftest", "-c", os.devnull]
         command += ["--rootdir", str(suite.path.parent), str(suite.path)]
         command += ["-k", suite.keyword] if suite.keyword else []
         paths = [str(TOP), str(TOP / "scripts"), os.environ.get("PYTHONPATH", "")]

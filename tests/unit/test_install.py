@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import shlex
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from tuner.base import install, resources
 from tuner.base.install import extra_command, install_command
+from tuner.base.processes import python_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -55,4 +57,36 @@ def test_every_hint_names_an_extra_that_exists_and_no_bare_pip() -> None:
     assert named
     assert named <= set(project["optional-dependencies"])
     assert project["name"] == install.DISTRIBUTION
-    assert bare == ["tuner/runtime/__init__.py", "tuner/runtime/transformers.py"]
+    assert bare == []
+
+
+@pytest.mark.parametrize(
+    ("absent", "code", "start", "extra"),
+    [
+        ("torch", "tuner.linear", "tuner.linear: tuner.runtime needs PyTorch (", "torch"),
+        ("torch", "import tuner.runtime", "tuner.runtime needs PyTorch (", "torch"),
+        (
+            "transformers",
+            "import tuner.runtime.transformers",
+            "tuner.runtime.transformers needs Transformers 5 (",
+            "transformers",
+        ),
+    ],
+)
+def test_what_the_runtime_lacks_is_named_with_the_command(
+    absent: str, code: str, start: str, extra: str
+) -> None:
+    if absent != "torch":
+        pytest.importorskip("torch", reason="torch is not installed")
+    script = f"import sys, tuner; sys.modules[{absent!r}] = None; {code}"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", script],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=python_environment(),
+    )
+    assert done.returncode == 1
+    line = done.stderr.splitlines()[-1].removeprefix("ImportError: ")
+    assert line.startswith(start)
+    assert line.endswith(f"`{extra_command(extra)}`")
