@@ -71,6 +71,7 @@ def measured(latency_us: float = 13.0, config: Config = OWN, **changes: Any) -> 
 def nothing_shipped_and_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("tuner.selection.shipped._tuned", lambda: tmp_path / "tuned")
     monkeypatch.setattr("tuner.selection.rule.shipped", lambda: ())
+    monkeypatch.setattr("tuner.selection.portfolio.shipped", lambda: ())
     monkeypatch.setattr(commands, "_detected", lambda: None)
     LOOKUP.shipped.cache_clear()
     LOOKUP.shipped_index.cache_clear()
@@ -238,7 +239,7 @@ class TestList:
         first, second = printed(capsys, "list").split("\n\n")
         place, heading, rule, row = first.splitlines()
         assert place == "attention on NVIDIA H200, graph-warm: measured, pinned"
-        assert heading.split() == "shape winner us own speed".split()
+        assert heading.split() == "shape serves us own speed".split()
         assert set(rule) == {"-", " "}
         assert row.split(maxsplit=2) == [PROBLEM.label(), "cudnn", "14.1  1.08x cudnn"]
         place, *_, row = second.splitlines()
