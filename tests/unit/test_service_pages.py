@@ -759,6 +759,18 @@ class TestSubmitting:
                 fields = [a.get("name") for tag, a in show(served, path).tags if tag == "input"]
                 assert ("token" in fields) == asks, path
 
+    def test_without_its_script_a_form_sends_nothing(
+        self, client: TestClient, store: Store
+    ) -> None:
+        """A browser would put the token into an address."""
+        id = store.jobs.submit([PROBLEM], {})
+        for path, name in (("/jobs/new", "new-job"), (f"/jobs/{id}", "cancel-job")):
+            tags = show(client, path).tags
+            start = next(at for at, (_, found) in enumerate(tags) if found.get("id") == name)
+            assert tags[start][1]["method"] == "post"
+            button = next(found for tag, found in tags[start:] if tag == "button")
+            assert "disabled" in button
+
     def test_a_job_that_ended_cannot_be_cancelled(self, client: TestClient, store: Store) -> None:
         id = store.jobs.submit([PROBLEM], {})
         assert "Cancel this job" in show(client, f"/jobs/{id}").said

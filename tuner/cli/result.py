@@ -1,4 +1,4 @@
-"""What a sweep prints at its end."""
+"""Text that a sweep prints at its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What follows from the measurements of a sweep; every number from one that was measured."""
+"""Conclusions from the measurements of a sweep; every number comes from a measured one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def latency(measurement: Measurement) -> float:
 
 
 def verdict(subject: Subject) -> str:
-    """Who won, by how much, in one sentence."""
+    """The winner and its ratio, in one sentence."""
     entry = subject.entry
     own, first = entry.best_own, entry.ranking[0]
     name = f"{subject.problem.op} {subject.problem.label()}"

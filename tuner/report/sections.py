@@ -88,11 +88,11 @@ def _sections(subject: Subject) -> Iterable[Section]:
         own = account.config
         yield Section(
             "limits",
-            "What limits it",
+            "Limits",
             [
-                f"What {short_name(own)} must do over what the chip can do, as a share of the "
-                f"{microseconds(own.latency_us)} us measured. The units work side by side: the "
-                "longest bar is nearest to a limit, and their sum means nothing. Computed, not "
+                f"Work of {short_name(own)} over the chip's peak rate, as a share of the measured "
+                f"{microseconds(own.latency_us)} us. The units work side by side: the longest bar "
+                "is nearest to a limit, and the sum of the bars means nothing. Computed, not "
                 f"counted by a profiler; clock of the multiprocessors {subject.clock_mhz} MHz.",
                 account.limits[-1].text,
             ],
@@ -228,7 +228,7 @@ def _counted(subject: Subject, account: Explanation) -> Iterable[Section]:
         figures.append(Figure("stalls", "What warps wait for", counters.stalls(found.main)))
     yield Section(
         "counted",
-        "What the profiler counted",
+        "Profiler counters",
         [
             f"One call under Nsight Compute {ncu}, {found.created_at[:10]}, clocks not locked; "
             f"of {found.main.kernel}, the launch that takes longest. It ran by itself: times above "
@@ -269,7 +269,7 @@ def _search(subject: Subject) -> Iterable[Section]:
     columns = ("stopped after", "best so far, us", "lost", "CPU-seconds compiling", "seconds")
     table = Table(columns, rows)
     figure = Figure("progress", "Time over trial", charts.progress(steps))
-    title = "What stopping earlier would have lost"
+    title = "Cost of stopping earlier"
     yield Section("search", "The search", words, [figure], table, title, is_table_open=True)
 
 
@@ -323,7 +323,7 @@ def _space(subject: Subject) -> Iterable[Section]:
     if found := analysis.importances(subject):
         yield Section(
             "importance",
-            "Which parameters matter",
+            "Importance of parameters",
             [
                 "Share of the spread of times (their logarithm) that a parameter explains by "
                 "itself, of what single parameters explain (fANOVA, a forest fitted to the "

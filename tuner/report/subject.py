@@ -1,4 +1,4 @@
-"""What is reported on: one problem's measurements, from a store, a recording or what ships."""
+"""Measurements of one problem to report on: from a store, a recording or what ships."""
 
 from __future__ import annotations
 

@@ -13,6 +13,8 @@ async function post(address, body, token) {
 /** Let a form do `act` with its fields; what goes wrong is said in the form. */
 function handle(form, act) {
   const fault = form?.querySelector(".fault"), button = form?.querySelector("button");
+  // Without this script the form sends nothing: a token must not get into an address.
+  if (button) button.disabled = false;
   form?.addEventListener("submit", async (event) => {
     event.preventDefault();
     fault.hidden = true;
