@@ -16,7 +16,7 @@ from typing import Any, get_args
 from tuner.base import document, resources
 from tuner.errors import ConfigError
 from tuner.problem.attention import MAX_HEAD_DIM
-from tuner.problem.base import DTYPE_BYTES
+from tuner.problem.base import DTYPE_BYTES, DType
 from tuner.problem.gemm import Activation
 
 FILE = "population/models.yaml"
@@ -92,7 +92,7 @@ class Stack:
     bias: tuple[str, ...] = ()
     experts: int = 0
     vocab: int = 0
-    """Columns of the logits; 0 where the model makes none."""
+    """Columns of the logits, which causal stacks make; 0 where the model makes none."""
     embeddings: int = 0
     """Rows of an embedding that makes no logits."""
     products: Mapping[str, tuple[int, int]] | None = None
@@ -126,6 +126,11 @@ class Stack:
         return self.mask != "full" and not self.lengths
 
     @property
+    def has_logits(self) -> bool:
+        """Its last layer is followed by the projection to the vocabulary."""
+        return bool(self.vocab) and self.mask == "causal"
+
+    @property
     def has_position_bias(self) -> bool:
         """Something that depends on the positions is added to the scores."""
         return self.is_alibi or self.is_relative
@@ -145,7 +150,7 @@ class PublicModel:
     source: str
     """Repository whose configuration the sizes are from."""
     field: str
-    dtype: str
+    dtype: DType
     """Type of the checkpoint, or of its model card's example where it has several."""
     stacks: tuple[Stack, ...]
     shards: tuple[int, ...] = (1,)
@@ -157,7 +162,9 @@ class PublicModel:
         if self.field not in FIELDS:
             raise ConfigError(f"field={self.field} is not known (allowed: {', '.join(FIELDS)})")
         if self.dtype not in DTYPE_BYTES:
-            raise ConfigError(f"dtype={self.dtype} is not known (allowed: {', '.join(DTYPE_BYTES)})")
+            raise ConfigError(
+                f"dtype={self.dtype} is not known (allowed: {', '.join(DTYPE_BYTES)})"
+            )
         for ranks in self.shards:
             for stack in self.stacks:
                 if any(n % ranks for n in (stack.heads, stack.heads_kv, stack.intermediate)):

@@ -24,14 +24,13 @@ What exceeds `MAX_BYTES` or `MAX_FLOPS` is drawn again, and so is what was drawn
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from tuner.errors import ConfigError
-from tuner.problem import AttentionProblem, GemmProblem, Problem, SwigluProblem
-from tuner.problem.base import DTYPE_BYTES
+from tuner.problem import LAYOUTS, AttentionProblem, GemmProblem, Operand, Problem, SwigluProblem
+from tuner.problem.base import DTYPE_BYTES, DType
 from tuner.problem.models import (
     BHSD,
     BSHD,
@@ -54,9 +53,15 @@ MAX_BYTES, MAX_FLOPS = 12 << 30, 4e13
 """Of one call: operands and masks, and work of about 60 ms on an H200."""
 HELD_OUT_OF = 4
 """One group of models in so many is held out."""
+HELD_OUT_SALT = 3
+"""First whole number with which both sides have models of every field, and a fifth to a third of
+all are held out; chosen before anything was measured.
+"""
+HALF_TYPES: tuple[DType, ...] = ("float16", "bfloat16")
+"""Types that a float32 checkpoint is run in."""
 VOCAB_STEP = 64
 """Ranks that share the logits' columns pad them to a multiple of this before."""
-TRIES = 100
+TRIES = 20
 """Draws for each call that is wanted, before a small population counts as exhausted."""
 
 PADDING, LOWER_RIGHT, POSITIONS = "padding", "lower_right", "positions"
@@ -160,7 +165,9 @@ class Chance:
 
     def size(self, low: int, high: int, name: str) -> int:
         """A size from `low` to `high`, octaves equally likely, and all sizes within one."""
-        octaves = max(1, math.ceil(math.log2(high / low))) if high > low else 1
+        octaves = 1
+        while low << octaves < high:
+            octaves += 1
         start = low << self.below(octaves, f"{name} octave")
         return start + self.below(min(high, 2 * start) - start + 1, name)
 
@@ -172,7 +179,7 @@ def is_held_out(model: PublicModel) -> bool:
     that a held-out model has no twin among those that a selection is made from.
     """
     largest = max(model.stacks, key=lambda stack: stack.layers * stack.hidden**2)
-    text = f"{largest.heads}/{largest.heads_kv}/{largest.head_dim}"
+    text = f"{HELD_OUT_SALT}: {largest.heads}/{largest.heads_kv}/{largest.head_dim}"
     return hashlib.sha256(text.encode()).digest()[0] % HELD_OUT_OF == 0
 
 
@@ -223,7 +230,7 @@ def _drawn(chance: Chance, models: Sequence[PublicModel]) -> Call | None:
     ranks = chance.one_of(model.shards, "ranks")
     dtype = model.dtype
     if dtype == "float32":
-        dtype = chance.one_of(("float16", "bfloat16"), "type")
+        dtype = chance.one_of(HALF_TYPES, "type")
     layer = chance.below(sum(stack.layers for stack in model.stacks), "layer")
     for stack in model.stacks:
         layer -= stack.layers
@@ -250,7 +257,9 @@ class _Phase:
 
 def _phase(chance: Chance, model: PublicModel, stack: Stack) -> _Phase:
     if stack.is_generating and chance.below(2, "decoding"):
-        queries = 1 if chance.below(4, "one query") else 2 + chance.below(MAX_QUERIES - 1, "queries")
+        queries = (
+            1 if chance.below(4, "one query") else 2 + chance.below(MAX_QUERIES - 1, "queries")
+        )
         batch = _batch(chance, MAX_DECODING_BATCH)
         cached = _length(chance, min(MAX_CACHE, stack.positions), "cached")
         return _Phase("decoding", batch, min(queries, cached), cached)
@@ -272,57 +281,59 @@ def _batch(chance: Chance, high: int) -> int:
 
 
 def _attention(
-    chance: Chance, model: PublicModel, stack: Stack, ranks: int, dtype: str, phase: _Phase
+    chance: Chance, model: PublicModel, stack: Stack, ranks: int, dtype: DType, phase: _Phase
 ) -> Call:
     heads, heads_kv = stack.heads // ranks, stack.heads_kv // ranks
     is_decoding, is_cross = phase.kind == "decoding", stack.mask == "cross"
-    keys = chance.one_of(stack.keys, "keys") if is_cross else phase.keys
+    queries, keys = phase.queries, phase.keys
+    if is_cross:
+        keys = chance.one_of(stack.keys, "keys")
     is_windowed = bool(stack.window) and not is_cross
-    if is_windowed and is_decoding:  # the cache keeps what the queries see
-        keys = min(keys, stack.window + phase.queries - 1)
+    if is_windowed and is_decoding and keys > stack.window:  # the cache keeps what a query sees
+        queries, keys = 1, stack.window
     mask = ""
     if stack.has_position_bias:
         mask = POSITIONS
-    elif is_decoding and not is_cross and phase.queries > 1 and chance.below(2, "verifying"):
+    elif is_decoding and not is_cross and queries > 1 and chance.below(2, "verifying"):
         mask = LOWER_RIGHT
     elif phase.kind == "encoding" and model.field == "encoder" and phase.batch > 1:
         mask = "" if chance.below(4, "padded") else PADDING
     is_causal = stack.mask == "causal" and not is_decoding and not mask
     side = stack.window - 1 if stack.mask == "causal" else stack.window
-    windows = {"window_left": side} if is_windowed and not is_decoding else {}
-    if windows and stack.mask == "full":
-        windows["window_right"] = side
-    shapes = (phase.batch, heads, phase.queries), (phase.batch, heads_kv, keys)
+    left = side if is_windowed and not is_decoding else -1
+    shapes = (phase.batch, heads, queries), (phase.batch, heads_kv, keys)
     views = _views(chance, stack, phase, shapes)
-    options: dict[str, Any] = {"bias": "h"} if mask == POSITIONS else {}
     problem = AttentionProblem(
-        phase.queries,
+        queries,
         keys,
         stack.head_dim,
         phase.batch,
         heads,
         heads_kv,
         is_causal=is_causal,
-        dtype=dtype,  # type: ignore[arg-type]
+        dtype=dtype,
         softcap=stack.softcap,
-        **windows,
-        **options,
+        window_left=left,
+        window_right=left if stack.mask == "full" else -1,
+        bias="h" if mask == POSITIONS else "",
     )
     kind = "cross" if is_cross else phase.kind
     return Call(model.name, stack.name, kind, ranks, _laid_out(problem, views), views, mask)
 
 
 def _laid_out(problem: AttentionProblem, views: Sequence[View]) -> AttentionProblem:
-    """The problem in the views' layout, or in (B, S, H, D) where they have none with a name."""
-    lies = [_is_heads_first(view) for view in views]
-    if all(lies):
-        return problem
-    return replace(problem, layout="bshd_bhsd" if lies[1] and lies[2] else "bshd")
+    """The problem in the first layout that the views have, or (B, S, H, D) where they have none."""
+    for layout in LAYOUTS:
+        found = replace(problem, layout=layout)
+        if all(map(_lies, views, found.matrices)):
+            return found
+    return replace(problem, layout="bshd")
 
 
-def _is_heads_first(view: View) -> bool:
-    _, _, tokens, width = view.shape
-    return view.strides[1:3] == (tokens * width, width)
+def _lies(view: View, operand: Operand) -> bool:
+    """Whether the strides agree along every axis of more than one element."""
+    axes = zip(view.shape, view.strides, operand.strides, strict=True)
+    return all(size == 1 or stride == wanted for size, stride, wanted in axes)
 
 
 def _views(
@@ -361,7 +372,7 @@ def _views(
 
 
 def _product(
-    chance: Chance, model: PublicModel, stack: Stack, ranks: int, dtype: str, phase: _Phase
+    chance: Chance, model: PublicModel, stack: Stack, ranks: int, dtype: DType, phase: _Phase
 ) -> Call:
     tokens = phase.queries
     batch = max(1, min(phase.batch, MAX_ROWS // tokens))
@@ -373,9 +384,9 @@ def _product(
         rows = batch * chance.one_of(stack.keys, "keys")
     problem: Problem
     if name == "swiglu":
-        problem = SwigluProblem(rows, n, k, dtype=dtype)  # type: ignore[arg-type]
+        problem = SwigluProblem(rows, n, k, dtype=dtype)
     else:
-        problem = GemmProblem(rows, n, k, dtype=dtype, epilogue=epilogue)  # type: ignore[arg-type]
+        problem = GemmProblem(rows, n, k, dtype=dtype, epilogue=epilogue)
     return Call(model.name, stack.name, name, ranks, problem)
 
 
@@ -402,7 +413,7 @@ def linears(stack: Stack, ranks: int = 1) -> dict[str, tuple[int, int, str]]:
     if stack.experts:
         found["router"] = stack.experts, hidden, "bias" if "router" in stack.bias else ""
     found |= {name: (n, k, "") for name, (n, k) in (stack.products or {}).items()}
-    if stack.vocab and stack.mask != "cross":
+    if stack.has_logits:
         padded = -(-stack.vocab // VOCAB_STEP) * VOCAB_STEP if ranks > 1 else stack.vocab
         found["logits"] = padded // ranks, hidden, "bias" if "logits" in stack.bias else ""
     return found

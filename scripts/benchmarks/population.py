@@ -1,0 +1,332 @@
+"""``scripts/bench population``: calls drawn from public models, by the tuner, PyTorch and peers.
+
+`tuner.problem.population` draws the calls and says how. Each is made as its model makes it, behind
+an element-wise kernel: by `tuner.attention`, `tuner.linear` or `tuner.swiglu`, by PyTorch's own
+choice (twice: their ratio is the noise), under `tuner.enable`, and by cuDNN, FlashAttention-3 and
+-4, cuBLAS and cuBLASLt where they take it. Outputs are compared before anything is timed.
+
+``--json OUT`` appends a line for each call and goes on where it stopped. Each call runs in a child
+process with a time limit; what fails or hangs is a row with its reason, and stays in every count.
+``--list`` needs no GPU: it prints the calls, and what `tuner lookup` answers for each of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from selectors import EVENT_READ, DefaultSelector
+from typing import Any, Self
+
+from benchmarks.population_report import report
+from tuner.base import document, resources
+from tuner.base.output import check_place
+from tuner.base.processes import python_command, python_environment
+from tuner.errors import BenchmarkError, ConfigError, StoreError
+from tuner.problem.population import Call, draw, subset
+from tuner.selection.describe import table
+from tuner.selection.reader import lookup
+from tuner.store.entry import is_vendor
+
+FORMAT = "cutlass-tuner population 1"
+LIMIT_S = 120.0
+"""For one call, compiling FlexAttention and loading kernels among it."""
+GPU = "H200"
+"""What ``--list`` asks about."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Draw, then list or measure; 1 when an output was wrong or a call has no time."""
+    args = _parser().parse_args(argv)
+    seed = commit() if args.seed == "commit" else args.seed
+    calls = draw(seed, args.count, subset(args.models))
+    if args.worker:
+        return _serve(calls)
+    if args.list:
+        print(listing(calls))
+        return 0
+    if args.json:
+        check_place(args.json)
+    rows = measured(calls, _heading(seed, args.models), args.json, _command(argv), args.limit)
+    print(report(rows))
+    return int(any(row["wrong"] or "tuner" not in row["us"] for row in rows))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="scripts/bench population",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--seed", default="0", help="any text; commit: the hash of HEAD")
+    parser.add_argument("--count", type=int, default=400, help="calls to draw")
+    parser.add_argument(
+        "--models", default="held-out", help="held-out, making, all, or names with commas between"
+    )
+    parser.add_argument("--list", action="store_true", help="print the calls and lookup results")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="JSON lines, gone on with")
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for each call")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+def _command(argv: Sequence[str] | None) -> list[str]:
+    given = list(sys.argv[2:] if argv is None else argv)
+    return python_command("-m", "benchmarks", "population", *given, "--worker")
+
+
+def commit() -> str:
+    """Hash of the checkout's HEAD.
+
+    Raises:
+        ConfigError: when the package does not run from a checkout of git.
+    """
+    command = ["git", "rev-parse", "HEAD"]
+    root = resources.checkout()
+    if root is not None:
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+        if done.returncode == 0:
+            return done.stdout.strip()
+    raise ConfigError("--seed commit needs a checkout of git (allowed elsewhere: any other text)")
+
+
+def _heading(seed: str, models: str) -> dict[str, Any]:
+    return {"format": FORMAT, "seed": seed, "models": models}
+
+
+def listing(calls: Sequence[Call]) -> str:
+    """Every call with what lookup answers, then the counts."""
+    lines, counts = [], Counter[tuple[str, str]]()
+    for call in calls:
+        kind, detail = looked_up(call)
+        lines.append(f"{call.label}  [{kind}{': ' + detail if detail else ''}]")
+        counts[("attention" if call.views else "products", kind)] += 1
+    return "\n".join([*lines, "", _counted(counts)])
+
+
+def looked_up(call: Call) -> tuple[str, str]:
+    """Kind of lookup result for the problem that the runtime reads off the call's tensors, and a
+    reason or a source.
+    """
+    from benchmarks.population_tensors import posed
+
+    try:
+        problem = posed(call)
+    except ConfigError as exc:
+        return "not posed", str(exc)
+    answer = lookup(problem, gpu=GPU)
+    if answer is None:
+        return "nothing known", ""
+    if answer.kind == "rule":
+        return "rule, not launched", ""
+    chosen = answer.candidates[0].config
+    by = f"PyTorch's {chosen.get('kernel')}" if is_vendor(chosen) else "own kernel"
+    return f"{answer.kind}, {by}", "" if answer.exact else answer.entry.problem.label()
+
+
+def _counted(counts: Mapping[tuple[str, str], int]) -> str:
+    rows = [("operation", "lookup result", "calls", "share")]
+    for operation in ("attention", "products"):
+        part = {kind: n for (op, kind), n in counts.items() if op == operation}
+        total = sum(part.values())
+        for kind, n in sorted(part.items(), key=lambda item: -item[1]):
+            rows.append((operation, kind, str(n), f"{n / total:.1%}"))
+        rows.append((operation, "all", str(total), ""))
+    return table(rows, frozenset({2, 3}))
+
+
+def measured(
+    calls: Sequence[Call],
+    heading: Mapping[str, Any],
+    path: Path | None,
+    command: Sequence[str],
+    limit_s: float,
+) -> list[dict[str, Any]]:
+    """A row for each call, those of the file as they are; the others are measured and appended.
+
+    Args:
+        calls: what is drawn.
+        heading: first line of the file; one with another is refused.
+        path: the file; None keeps nothing.
+        command: of the child process, which `_serve` runs in.
+        limit_s: seconds that a call may take.
+    """
+    known = read(path, heading) if path and path.exists() else {}
+    if path and not known:
+        path.write_text(json.dumps(heading) + "\n")
+    with Worker(command, limit_s) as worker:
+        for index, call in enumerate(calls):
+            if call.key in known:
+                continue
+            row = known[call.key] = {**described(call), **worker.measure(index)}
+            if path:
+                _append(path, row)
+            us = row["us"].get("tuner")
+            said = f"{us:.1f} us" if us else row["failed"].get("tuner", "no time")
+            place = f"{index + 1}/{len(calls)}"
+            print(f"{place} {call.label}: {row['answered']}, {said}", file=sys.stderr, flush=True)
+    return [known[call.key] for call in calls]
+
+
+def described(call: Call) -> dict[str, Any]:
+    """Columns of a row that the draw decides."""
+    return {
+        "key": call.key,
+        "call": call.label,
+        "model": call.model,
+        "kind": call.kind,
+        "operation": "attention" if call.views else "products",
+        "problem": call.problem.to_json(),
+        "mask": call.mask,
+    }
+
+
+def failure(reason: str) -> dict[str, Any]:
+    """Columns of a row whose call could not be measured."""
+    nothing: dict[str, Any] = {"us": {}, "errors": {}, "wrong": [], "copies": 0}
+    return {"answered": "failed", "reason": reason, "failed": {"tuner": reason}, **nothing}
+
+
+def read(path: Path, heading: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Rows of a file by the key of their calls; a last line that is cut off is taken away.
+
+    Raises:
+        ConfigError: when it is of another population, or not such a file.
+        StoreError: when it cannot be read.
+    """
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as exc:
+        raise StoreError(f"{path} cannot be read: {exc}") from exc
+    whole, _, rest = text.rpartition("\n")
+    try:
+        first, *rows = [document.parse(line) for line in whole.splitlines()] or [None]
+        found = {row["key"]: row for row in rows}
+    except (ValueError, TypeError, KeyError) as exc:
+        raise ConfigError(f"{path} is not a file of scripts/bench population: {exc}") from exc
+    if first is not None and first != heading:
+        raise ConfigError(f"{path} holds another population, {first} (wanted: {dict(heading)})")
+    if rest:
+        path.write_text(whole + "\n" if whole else "")
+    return found
+
+
+def _append(path: Path, row: Mapping[str, Any]) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+class Worker:
+    """A child process that measures one call at a time, started anew after each that it lost.
+
+    Args:
+        command: reads indices, a line each, and answers each with a line of JSON.
+        limit_s: seconds until an answer; then the child is killed, with all that it started.
+    """
+
+    def __init__(self, command: Sequence[str], limit_s: float) -> None:
+        self._command, self._limit_s = list(command), limit_s
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._end()
+
+    def measure(self, index: int) -> dict[str, Any]:
+        """The columns of `population_calls.measure`, or those of `failure`."""
+        try:
+            line = self._asked(index)
+        except TimeoutError:
+            return failure(f"no answer after {self._limit_s:g} s")
+        except OSError as exc:
+            self._end()
+            return failure(f"the worker ended: {exc}")
+        found: dict[str, Any] = json.loads(line)
+        if "lost" in found:  # the device is of no use to this process any more
+            self._end()
+            return failure(found["lost"])
+        return found
+
+    def _asked(self, index: int) -> bytes:
+        process = self._started()
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(f"{index}\n".encode())
+        process.stdin.flush()
+        deadline, line = time.monotonic() + self._limit_s, b""
+        with DefaultSelector() as selector:
+            selector.register(process.stdout, EVENT_READ)
+            while not line.endswith(b"\n"):
+                if not selector.select(max(0.0, deadline - time.monotonic())):
+                    self._end()
+                    raise TimeoutError
+                part = os.read(process.stdout.fileno(), 1 << 16)
+                if not part:
+                    raise BrokenPipeError(f"code {process.wait()}")
+                line += part
+        return line
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is None:
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=python_environment(),
+                start_new_session=True,
+                bufsize=0,
+            )
+        return self._process
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        for stream in (process.stdin, process.stdout):
+            if stream is not None:
+                stream.close()
+
+
+def _serve(calls: Sequence[Call]) -> int:
+    """Measure the calls whose indices come on standard input; answers alone go to its output."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    import torch
+
+    from benchmarks.call_times import first_line, time_calls
+    from benchmarks.population_calls import measure
+
+    if not torch.cuda.is_available():
+        raise BenchmarkError(f"torch {torch.__version__} sees no CUDA GPU (--list needs none)")
+    for index in _indices(sys.stdin):
+        found: dict[str, Any]
+        try:
+            found = measure(calls[index], "cuda", time_calls)
+            torch.cuda.synchronize()
+        except torch.OutOfMemoryError as exc:
+            found = failure(f"out of memory: {first_line(exc)}")
+        except RuntimeError as exc:
+            found = {"lost": first_line(exc)}
+        torch.cuda.empty_cache()
+        print(json.dumps(found), file=answers, flush=True)
+        if "lost" in found:
+            return 1
+    return 0
+
+
+def _indices(lines: Iterable[str]) -> Iterable[int]:
+    return (int(line) for line in lines)
