@@ -51,12 +51,10 @@ def _attention_ways(call: Call) -> Iterator[_Way]:
         return tuner.attention(query, key, value, at.mask, **options, **extras)
 
     def sdpa(at: Inputs) -> Any:
+        attend, (query, key, value) = functional.scaled_dot_product_attention, at.tensors
         if at.window_mask is None:
-            return functional.scaled_dot_product_attention(
-                *at.tensors, attn_mask=at.mask, **options
-            )
-        masked = {"attn_mask": at.window_mask, "enable_gqa": is_grouped}
-        return functional.scaled_dot_product_attention(*at.tensors, **masked)
+            return attend(query, key, value, at.mask, **options)
+        return attend(query, key, value, at.window_mask, enable_gqa=is_grouped)
 
     yield TUNER, own, plain
     if problem.softcap:  # PyTorch's operator has none
@@ -178,7 +176,7 @@ def activation(name: str) -> Callable[[Any], Any]:
 
 def _fused(use_gelu: bool, at: Inputs) -> Any:
     x, weight, bias = at.tensors
-    return torch._addmmactivation(bias, x, weight.t(), use_gelu=use_gelu)
+    return torch._addmm_activation(bias, x, weight.t(), use_gelu=use_gelu)
 
 
 def _gated(at: Inputs) -> Any:
