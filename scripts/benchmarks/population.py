@@ -15,22 +15,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from selectors import EVENT_READ, DefaultSelector
-from typing import Any, Self
+from typing import Any
 
+from benchmarks.child import Worker, answer_indices
 from benchmarks.population_report import report
 from tuner.base import document, resources
 from tuner.base.output import check_place
-from tuner.base.processes import python_command, python_environment
-from tuner.errors import BenchmarkError, ConfigError, StoreError
+from tuner.base.processes import python_command
+from tuner.errors import ConfigError, StoreError
 from tuner.problem.population import Call, draw, subset
 from tuner.selection.describe import table
 from tuner.selection.reader import lookup
@@ -49,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     seed = commit() if args.seed == "commit" else args.seed
     calls = draw(seed, args.count, subset(args.models))
     if args.worker:
-        return _serve(calls)
+        return answer_indices(lambda index: _measure(calls[index]))
     if args.list:
         print(listing(calls))
         return 0
@@ -156,7 +153,7 @@ def measured(
         calls: what is drawn.
         heading: first line of the file; one with another is refused.
         path: the file; None keeps nothing.
-        command: of the child process, which `_serve` runs in.
+        command: of the child process, which answers indices of `calls`.
         limit_s: seconds that a call may take.
     """
     known = read(path, heading) if path and path.exists() else {}
@@ -166,7 +163,7 @@ def measured(
         for index, call in enumerate(calls):
             if call.key in known:
                 continue
-            row = known[call.key] = {**described(call), **worker.measure(index)}
+            row = known[call.key] = {**described(call), **_completed(worker.ask(index))}
             if path:
                 _append(path, row)
             us = row["us"].get("tuner")
@@ -187,6 +184,10 @@ def described(call: Call) -> dict[str, Any]:
         "problem": call.problem.to_json(),
         "mask": call.mask,
     }
+
+
+def _completed(found: dict[str, Any]) -> dict[str, Any]:
+    return failure(found["lost"]) if "lost" in found else found
 
 
 def failure(reason: str) -> dict[str, Any]:
@@ -226,107 +227,8 @@ def _append(path: Path, row: Mapping[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-class Worker:
-    """A child process that measures one call at a time, started anew after each that it lost.
-
-    Args:
-        command: reads indices, a line each, and answers each with a line of JSON.
-        limit_s: seconds until an answer; then the child is killed, with all that it started.
-    """
-
-    def __init__(self, command: Sequence[str], limit_s: float) -> None:
-        self._command, self._limit_s = list(command), limit_s
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._end()
-
-    def measure(self, index: int) -> dict[str, Any]:
-        """The columns of `population_calls.measure`, or those of `failure`."""
-        try:
-            line = self._asked(index)
-        except TimeoutError:
-            return failure(f"no answer after {self._limit_s:g} s")
-        except OSError as exc:
-            self._end()
-            return failure(f"the worker ended: {exc}")
-        found: dict[str, Any] = json.loads(line)
-        if "lost" in found:  # the device is of no use to this process any more
-            self._end()
-            return failure(found["lost"])
-        return found
-
-    def _asked(self, index: int) -> bytes:
-        process = self._started()
-        assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(f"{index}\n".encode())
-        process.stdin.flush()
-        deadline, line = time.monotonic() + self._limit_s, b""
-        with DefaultSelector() as selector:
-            selector.register(process.stdout, EVENT_READ)
-            while not line.endswith(b"\n"):
-                if not selector.select(max(0.0, deadline - time.monotonic())):
-                    self._end()
-                    raise TimeoutError
-                part = os.read(process.stdout.fileno(), 1 << 16)
-                if not part:
-                    raise BrokenPipeError(f"code {process.wait()}")
-                line += part
-        return line
-
-    def _started(self) -> subprocess.Popen[bytes]:
-        if self._process is None:
-            self._process = subprocess.Popen(
-                self._command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env=python_environment(),
-                start_new_session=True,
-                bufsize=0,
-            )
-        return self._process
-
-    def _end(self) -> None:
-        process, self._process = self._process, None
-        if process is None:
-            return
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        for stream in (process.stdin, process.stdout):
-            if stream is not None:
-                stream.close()
-
-
-def _serve(calls: Sequence[Call]) -> int:
-    """Measure the calls whose indices come on standard input; answers alone go to its output."""
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    import torch
-
-    from benchmarks.call_times import first_line, time_calls
+def _measure(call: Call) -> dict[str, Any]:
+    from benchmarks.call_times import time_calls
     from benchmarks.population_calls import measure
 
-    if not torch.cuda.is_available():
-        raise BenchmarkError(f"torch {torch.__version__} sees no CUDA GPU (--list needs none)")
-    for index in _indices(sys.stdin):
-        found: dict[str, Any]
-        try:
-            found = measure(calls[index], "cuda", time_calls)
-            torch.cuda.synchronize()
-        except torch.OutOfMemoryError as exc:
-            found = failure(f"out of memory: {first_line(exc)}")
-        except RuntimeError as exc:
-            found = {"lost": first_line(exc)}
-        torch.cuda.empty_cache()
-        print(json.dumps(found), file=answers, flush=True)
-        if "lost" in found:
-            return 1
-    return 0
-
-
-def _indices(lines: Iterable[str]) -> Iterable[int]:
-    return (int(line) for line in lines)
+    return measure(call, "cuda", time_calls)

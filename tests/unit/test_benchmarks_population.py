@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from benchmarks import population
-from benchmarks.population import Worker, described, failure, listing, measured
+from benchmarks.child import Worker
+from benchmarks.population import described, failure, listing, measured
 from benchmarks.population_report import over_peer, over_pytorch, report
 from tuner.errors import ConfigError
 from tuner.problem import AttentionProblem, GemmProblem, SwigluProblem
@@ -220,8 +221,9 @@ for line in sys.stdin:
     if index == {loses}:
         print(json.dumps({{"lost": "an illegal access"}}), flush=True)
         continue
-    print(json.dumps({{"answered": "refused", "reason": "why", "us": {{"tuner": 2.0, "pytorch": 3.0}},
-                      "errors": {{}}, "wrong": [], "failed": {{}}, "copies": 1}}), flush=True)
+    row = {{"answered": "refused", "reason": "why", "us": {{"tuner": 2.0, "pytorch": 3.0}},
+           "errors": {{}}, "wrong": [], "failed": {{}}, "copies": 1}}
+    print(json.dumps(row), flush=True)
 """
 #: For a child that never answers: it reads its own input to an end that does not come.
 SHORT_S = 1.0
@@ -234,23 +236,24 @@ def child(dies: int = -1, hangs: int = -1, loses: int = -1) -> list[str]:
 
 def test_a_worker_that_is_lost_costs_its_call() -> None:
     with Worker(child(dies=1, loses=3), 60.0) as worker:
-        assert worker.measure(0)["us"] == {"tuner": 2.0, "pytorch": 3.0}
-        assert worker.measure(1) == failure("the worker ended: code 3")
-        assert worker.measure(0)["answered"] == "refused"
-        assert worker.measure(3) == failure("an illegal access")
-        assert worker.measure(4)["answered"] == "refused"
+        assert worker.ask(0)["us"] == {"tuner": 2.0, "pytorch": 3.0}
+        assert worker.ask(1) == {"lost": "the worker ended: code 3"}
+        assert worker.ask(0)["answered"] == "refused"
+        assert worker.ask(3) == {"lost": "an illegal access"}
+        assert worker.ask(4)["answered"] == "refused"
 
 
 def test_a_call_that_never_answers_is_given_up() -> None:
     with Worker(child(hangs=2), SHORT_S) as worker:
-        found = worker.measure(2)
-    assert found == failure("no answer after 1 s")
+        found = worker.ask(2)
+    assert found == {"lost": "no answer after 1 s"}
 
 
 def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     half = measured(CALLS[:3], HEADING, path, child(dies=1), 60.0)
     assert [row["answered"] for row in half] == ["refused", "failed", "refused"]
+    assert half[1]["failed"] == failure("the worker ended: code 3")["failed"]
     with path.open("a") as file:
         file.write('{"key": "cut o')
     rows = measured(CALLS, HEADING, path, child(), 60.0)
