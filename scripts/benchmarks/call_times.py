@@ -92,7 +92,7 @@ def time_calls(contenders: Sequence[Contender], before: Callable[[int], Any], co
 
 
 def first_line(exc: BaseException) -> str:
-    """Of an error's text, at most 200 characters."""
+    """First line of an error's text, at most 200 characters."""
     lines = str(exc).strip().splitlines() or [""]
     return (lines[0] or type(exc).__name__)[:200]
 

@@ -36,7 +36,7 @@ class Worker:
         self._end()
 
     def ask(self, index: int) -> dict[str, Any]:
-        """What the child answers, or ``{"lost": reason}`` when it did not."""
+        """The child's answer, or ``{"lost": reason}`` when it did not."""
         try:
             line = self._asked(index)
         except TimeoutError:
@@ -102,7 +102,7 @@ def answer_indices(measure: Callable[[int], dict[str, Any]], device: str = "cuda
         device: that the memory of is given back after each.
 
     Raises:
-        BenchmarkError: when there is no GPU for the device.
+        BenchmarkError: without a GPU where the device is one.
     """
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)

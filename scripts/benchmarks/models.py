@@ -26,7 +26,8 @@ from benchmarks.child import Worker, answer_indices
 from tuner.base.output import check_place
 from tuner.base.processes import python_command
 from tuner.bench.results import write_json
-from tuner.errors import ConfigError
+from tuner.errors import BenchmarkError, ConfigError
+from tuner.measure.device import detect
 from tuner.selection.describe import table
 
 MODELS = (
@@ -48,6 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     todo = list(product(args.models, args.modes))
     if args.worker:
         return answer_indices(lambda i: measure(*todo[i], args.layers, args.device), args.device)
+    if args.device == "cuda" and detect() is None:
+        raise BenchmarkError(
+            "no GPU found: scripts/bench models runs kernels (--device cpu does not)"
+        )
     if args.json:
         check_place(args.json)
     given = list(sys.argv[2:] if argv is None else argv)

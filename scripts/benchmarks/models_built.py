@@ -30,7 +30,7 @@ class Built:
     module: Any
     inputs: Mapping[str, Any]
     tokens: int
-    """Of a pass: tokens, patches or frames."""
+    """Tokens, patches or frames of a pass."""
     reference: str = "sdpa"
     """PyTorch's implementation of its attention."""
 

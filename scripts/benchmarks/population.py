@@ -27,7 +27,11 @@ from benchmarks.population_report import report
 from tuner.base import document, resources
 from tuner.base.output import check_place
 from tuner.base.processes import python_command
-from tuner.errors import ConfigError, StoreError
+from tuner.errors import BenchmarkError, ConfigError, StoreError
+from tuner.families.vendor import installed_versions
+from tuner.families.vendor.sdpa import PEERS, peer_version
+from tuner.measure import device
+from tuner.problem import listing as problem_listing
 from tuner.problem.population import Call, draw, subset
 from tuner.selection.describe import table
 from tuner.selection.reader import lookup
@@ -37,7 +41,9 @@ FORMAT = "cutlass-tuner population 1"
 LIMIT_S = 120.0
 """For one call, compiling FlexAttention and loading kernels among it."""
 GPU = "H200"
-"""What ``--list`` asks about."""
+"""GPU that ``--list`` asks about."""
+NOT_POSED = "not posed"
+"""The runtime reads no problem off such tensors, and asks for no lookup."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,12 +53,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     calls = draw(seed, args.count, subset(args.models))
     if args.worker:
         return answer_indices(lambda index: _measure(calls[index]))
-    if args.list:
-        print(listing(calls))
+    if args.list or args.problems:
+        print(listing(calls) if args.list else problem_list(calls), end="\n" if args.list else "")
         return 0
     if args.json:
         check_place(args.json)
-    rows = measured(calls, _heading(seed, args.models), args.json, _command(argv), args.limit)
+    heading = {"format": FORMAT, "seed": seed, "models": args.models, **surroundings()}
+    rows = measured(calls, heading, args.json, _command(argv), args.limit)
     print(report(rows))
     return int(any(row["wrong"] or "tuner" not in row["us"] for row in rows))
 
@@ -67,6 +74,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--count", type=int, default=400, help="calls to draw")
     parser.add_argument(
         "--models", default="held-out", help="held-out, making, all, or names with commas between"
+    )
+    parser.add_argument(
+        "--problems", action="store_true", help="print the problems for `tuner sweep --problems`"
     )
     parser.add_argument("--list", action="store_true", help="print the calls and lookup results")
     parser.add_argument("--json", type=Path, metavar="OUT", help="JSON lines, gone on with")
@@ -95,18 +105,37 @@ def commit() -> str:
     raise ConfigError("--seed commit needs a checkout of git (allowed elsewhere: any other text)")
 
 
-def _heading(seed: str, models: str) -> dict[str, Any]:
-    return {"format": FORMAT, "seed": seed, "models": models}
+def problem_list(calls: Sequence[Call]) -> str:
+    """The distinct problems of the calls, as a file for ``tuner sweep --problems``."""
+    return problem_listing(dict.fromkeys(call.problem for call in calls))
+
+
+def surroundings() -> dict[str, Any]:
+    """GPU and versions that the rows depend on.
+
+    Raises:
+        BenchmarkError: without a GPU.
+    """
+    gpu = device.detect()
+    if gpu is None:
+        raise BenchmarkError(
+            "no GPU found: scripts/bench population runs kernels (--list does not)"
+        )
+    peers = {name: peer_version(name) for name in PEERS}
+    return {"gpu": gpu.name, **device.environment().facts, **installed_versions(), **peers}
 
 
 def listing(calls: Sequence[Call]) -> str:
     """Every call with what lookup answers, then the counts."""
-    lines, counts = [], Counter[tuple[str, str]]()
+    lines, counts, reasons = [], Counter[tuple[str, str]](), Counter[str]()
     for call in calls:
         kind, detail = looked_up(call)
         lines.append(f"{call.label}  [{kind}{': ' + detail if detail else ''}]")
         counts[("attention" if call.views else "products", kind)] += 1
-    return "\n".join([*lines, "", _counted(counts)])
+        if kind == NOT_POSED:
+            reasons[detail] += 1
+    said = [f"{count:5d}  {reason}" for reason, count in reasons.most_common()]
+    return "\n".join([*lines, "", _counted(counts), "", f"{NOT_POSED}:", *said])
 
 
 def looked_up(call: Call) -> tuple[str, str]:
@@ -118,7 +147,7 @@ def looked_up(call: Call) -> tuple[str, str]:
     try:
         problem = posed(call)
     except ConfigError as exc:
-        return "not posed", str(exc)
+        return NOT_POSED, str(exc)
     answer = lookup(problem, gpu=GPU)
     if answer is None:
         return "nothing known", ""

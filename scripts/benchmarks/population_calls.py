@@ -26,9 +26,9 @@ REFERENCE_ROWS = 128
 """Rows at either end that the reference is computed for."""
 LIMITS = {torch.float16: 5e-3, torch.bfloat16: 3e-2}
 """Relative Frobenius error that an output may have, or twice PyTorch's own."""
-OWN, TRANSFERRED = "own decision", "transferred"
+OWN, SELECTED, TRANSFERRED = "own decision", "selection", "transferred"
 CHOSEN, REFUSED, FAILED = "PyTorch's by choice", "refused", "failed"
-KINDS = {"exact": OWN, "nearest": TRANSFERRED}
+KINDS = {"exact": OWN, "portfolio": SELECTED, "nearest": TRANSFERRED}
 """Kinds of a lookup result as the report names them; a kind that is not here keeps its name."""
 
 
@@ -147,7 +147,7 @@ def _ends(count: int, device: Any) -> Any:
 
 
 def _references(call: Call, at: Inputs) -> tuple[Callable[[Any], Any], Callable[[bool], Any]]:
-    """What cuts the reference's rows out of an output, and the reference in fp32."""
+    """Function that cuts the reference's rows out of an output, and the reference in fp32."""
     problem = call.problem
     if isinstance(problem, AttentionProblem):
         return _attention_reference(problem, at)

@@ -31,7 +31,7 @@ class Inputs:
     tensors: tuple[Any, ...]
     """Query, key and value; or input, weight and bias (None where there is none)."""
     source: Any
-    """What the element-wise kernel before the call reads; it writes the first tensor."""
+    """Tensor that the element-wise kernel reads; it writes the first of `tensors`."""
     mask: Any = None
     window_mask: Any = None
     """Booleans that PyTorch is given in place of a window."""

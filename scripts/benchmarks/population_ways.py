@@ -1,4 +1,4 @@
-"""Who may answer a drawn call: the tuner, PyTorch, and its peers where they are installed."""
+"""Contenders for a drawn call: the tuner, PyTorch, and its peers where they are installed."""
 
 from __future__ import annotations
 
@@ -52,9 +52,12 @@ def _attention_ways(call: Call) -> Iterator[_Way]:
 
     def sdpa(at: Inputs) -> Any:
         attend, (query, key, value) = functional.scaled_dot_product_attention, at.tensors
-        if at.window_mask is None:
-            return attend(query, key, value, at.mask, **options)
-        return attend(query, key, value, at.window_mask, enable_gqa=is_grouped)
+        mask = at.mask if at.window_mask is None else at.window_mask
+        if mask is None:
+            return attend(query, key, value, **options)
+        if is_grouped:  # as Transformers does: few backends take both
+            key, value = (_repeated(t, problem.heads_q) for t in (key, value))
+        return attend(query, key, value, mask)
 
     yield TUNER, own, plain
     if problem.softcap:  # PyTorch's operator has none
@@ -69,6 +72,13 @@ def _attention_ways(call: Call) -> Iterator[_Way]:
         if problem.is_windowed:
             yield FLEX, _flex(problem), plain
     yield from _flash_ways(call, problem)
+
+
+def _repeated(tensor: Any, heads: int) -> Any:
+    """(B, HKV, S, D) with each head as often as makes (B, H, S, D)."""
+    batch, heads_kv, tokens, width = tensor.shape
+    shape = batch, heads_kv, heads // heads_kv, tokens, width
+    return tensor[:, :, None].expand(shape).reshape(batch, heads, tokens, width)
 
 
 def _only_cudnn() -> AbstractContextManager[Any]:

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks import population
+from benchmarks import models, population
 from benchmarks.child import Worker
 from benchmarks.population import described, failure, listing, measured
 from benchmarks.population_report import over_peer, over_pytorch, report
-from tuner.errors import ConfigError
+from tuner.errors import BenchmarkError, ConfigError
 from tuner.problem import AttentionProblem, GemmProblem, SwigluProblem
 from tuner.problem.population import (
     LOWER_RIGHT,
@@ -165,7 +165,7 @@ STATS = {"hits": 0, "nearest_hits": 0, "fallbacks": {}, "errors": {}}
     [
         ({"hits": 1}, "exact", ("own decision", "")),
         ({"hits": 1, "nearest_hits": 1}, "nearest", ("transferred", "")),
-        ({"hits": 1}, "selection", ("selection", "")),
+        ({"hits": 1}, "portfolio", ("selection", "")),
         ({"fallbacks": {"PyTorch's own kernel was the fastest": 1}}, "exact",
          ("PyTorch's by choice", "PyTorch's own kernel was the fastest")),
         ({"fallbacks": {"no measured winner": 1}}, None, ("refused", "no measured winner")),
@@ -207,6 +207,8 @@ def test_a_listing_counts_every_call(calls: Any) -> None:
     assert all(call.label in text for call in few)
     assert "not posed: attn_mask is given" in text
     totals = [line.split() for line in text.splitlines() if " all " in line]
+    (reason,) = [line for line in text.splitlines() if line.startswith("    1  attn_mask is given")]
+    assert "not of the query's type" in reason
     assert [line[:3] for line in totals] == [["attention", "all", "2"], ["products", "all", "1"]]
 
 
@@ -321,3 +323,23 @@ def test_the_seed_of_a_commit_is_heads(monkeypatch: Any, tmp_path: Path) -> None
     subprocess.run([*run, "init", "-q"], check=True)
     subprocess.run([*run, "commit", "-q", "--allow-empty", "-m", "one"], check=True)
     assert len(population.commit()) == 40
+
+
+@pytest.mark.parametrize("benchmark", [population.main, models.main])
+def test_without_a_gpu_one_line_says_so(benchmark: Any, monkeypatch: Any) -> None:
+    from tuner.measure import device
+
+    monkeypatch.setattr(device, "detect", lambda: None)
+    monkeypatch.setattr(models, "detect", lambda: None)
+    with pytest.raises(BenchmarkError, match="no GPU found"):
+        benchmark([])
+
+
+def test_problems_are_listed_for_a_sweep(capsys: Any, tmp_path: Path) -> None:
+    from tuner.tuning.job import read_problems
+
+    assert population.main(["--problems", "--count", "20", "--models", "gpt2,bert-base"]) == 0
+    path = tmp_path / "problems.yaml"
+    path.write_text(capsys.readouterr().out)
+    drawn = draw("0", 20, subset("gpt2,bert-base"))
+    assert read_problems(path) == list(dict.fromkeys(call.problem for call in drawn))

@@ -23,7 +23,7 @@ BESIDE = {
     "whisper-base": 2.0, "whisper-small": 4.0, "clip-vit-large-14": 3.0, "dinov2-giant": 2.0,
 }  # fmt: skip
 TOLERANCE = 0.02
-"""Of a model's weights: norms, biases and positions are not counted here."""
+"""Share of a model's weights: norms, biases and positions are not counted here."""
 
 
 def weights(stack: Stack) -> int:

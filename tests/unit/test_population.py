@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -16,6 +19,7 @@ from tuner.problem.population import (
     POSITIONS,
     Call,
     Chance,
+    View,
     draw,
     is_held_out,
     linears,
@@ -192,3 +196,77 @@ def test_sizes_are_drawn_by_octaves() -> None:
 def test_every_lie_of_tensors_is_drawn_somewhere() -> None:
     used = {stack.tensors for model in MODELS.values() for stack in model.stacks}
     assert used == set(TENSORS)
+
+
+def tiny(name: str) -> Any:
+    """A model of Transformers with the architecture of one of the population's, and its input."""
+    import transformers as t
+
+    sizes: dict[str, Any] = {
+        "num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 4,
+        "intermediate_size": 128,
+    }  # fmt: skip
+    text: dict[str, Any] = {
+        **sizes, "vocab_size": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    gpt2 = {"n_layer": 1, "n_embd": 64, "n_head": 4, "vocab_size": 128, "bos_token_id": 1}
+    separators = {"cls_token_id": 1, "sep_token_id": 2}
+    builds = {
+        "llama-3-8b": lambda: t.LlamaConfig(num_key_value_heads=2, **text),
+        "phi-3-mini": lambda: t.Phi3Config(num_key_value_heads=2, **text),
+        "phi-2": lambda: t.PhiConfig(**text),
+        "glm-4-9b": lambda: t.GlmConfig(num_key_value_heads=2, head_dim=16, **text),
+        "starcoder2-7b": lambda: t.Starcoder2Config(num_key_value_heads=2, **text),
+        "pythia-1b": lambda: t.GPTNeoXConfig(**text),
+        "gpt2": lambda: t.GPT2Config(**gpt2, eos_token_id=2),
+        "bert-base": lambda: t.BertConfig(**text),
+        "modernbert-base": lambda: t.ModernBertConfig(**text, **separators),
+        "vit-base-16": lambda: t.ViTConfig(image_size=32, patch_size=8, **sizes),
+    }
+    return builds[name]()
+
+
+LIES = (
+    "llama-3-8b", "phi-3-mini", "phi-2", "glm-4-9b", "starcoder2-7b", "pythia-1b", "gpt2",
+    "bert-base", "modernbert-base", "vit-base-16",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LIES)
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_tensors_lie_as_transformers_has_them(name: str, use_cache: bool) -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    (stack, *_) = MODELS[name].stacks
+    if use_cache and not stack.is_generating:
+        pytest.skip("an encoder fills no cache")
+    seen: list[tuple[Any, ...]] = []
+
+    def probe(module: Any, *tensors: Any, **options: Any) -> Any:
+        seen.append(tensors[:3])
+        return torch.zeros_like(tensors[0]).transpose(1, 2), None
+
+    transformers.AttentionInterface.register("population-probe", probe)
+    model = transformers.AutoModel.from_config(tiny(name), attn_implementation="population-probe")
+    inputs: dict[str, Any] = {"input_ids": torch.randint(3, 100, (2, 24))}
+    if stack.lengths:
+        inputs = {"pixel_values": torch.randn(2, 3, 32, 32)}
+    elif stack.is_generating:
+        inputs["use_cache"] = use_cache
+    with torch.no_grad():
+        model.eval()(**inputs)
+    query, key, value = seen[0]
+    phase = population._Phase("prompt" if stack.is_generating else "encoding", 2, 24, 24)
+    small = replace(stack, hidden=64, heads=4, heads_kv=key.shape[1], head_dim=16)
+    drawn = (
+        population._views(Chance(0, i), small, phase, (query.shape[:3], key.shape[:3]))
+        for i in range(99)
+    )
+    views = next(v for v in drawn if not stack.is_generating or is_cached(v) == use_cache)
+    assert [view.strides for view in views] == [t.stride() for t in (query, key, value)]
+    assert [v.shape for v in views] == [t.shape for t in (query, key, value)]
+
+
+def is_cached(views: Sequence[View]) -> bool:
+    """Keys and values are dense with heads first; only a cache makes both so here."""
+    return all(v.strides[2] == v.shape[3] and v.buffer != "projection" for v in views[1:])

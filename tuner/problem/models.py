@@ -22,7 +22,7 @@ from tuner.problem.gemm import Activation
 FILE = "population/models.yaml"
 FIELDS = ("language", "encoder", "vision", "speech", "diffusion", "multimodal")
 MASKS = ("causal", "full", "cross")
-"""Of a stack's attention; ``cross`` has keys from elsewhere and hides none of them."""
+"""Masks of a stack's attention; ``cross`` has keys from elsewhere and hides none of them."""
 GATED: Mapping[str, Activation] = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}
 """Feed-forward layers with a gate, by the activation of the gate."""
 PLAIN = tuple(name for name in get_args(Activation) if name)

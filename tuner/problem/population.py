@@ -18,7 +18,7 @@ How a call is drawn, each choice by its own number from a hash of seed, index an
 - products: each linear layer of the stack equally likely, its rows the tokens of such a call, at
   most `MAX_ROWS` or one sequence's.
 
-What exceeds `MAX_BYTES` or `MAX_FLOPS` is drawn again, and so is what was drawn before.
+Calls beyond `MAX_BYTES` or `MAX_FLOPS` are drawn again, and so are those that were drawn before.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ MAX_TOKENS = 65536
 MAX_ROWS = 16384
 MAX_BATCH, MAX_DECODING_BATCH, MAX_QUERIES = 32, 128, 16
 MAX_BYTES, MAX_FLOPS = 12 << 30, 4e13
-"""Of one call: operands and masks, and work of about 60 ms on an H200."""
+"""Most memory of a call's operands and mask, and most work of it."""
 HELD_OUT_OF = 4
 """One group of models in so many is held out."""
 HELD_OUT_SALT = 3
@@ -99,7 +99,7 @@ class Call:
     """Prompt, decoding, encoding or cross; of a product the linear layer's name."""
     ranks: int
     problem: Problem
-    """What the call computes. Its layout is the one of `views` where that has a name, else the
+    """The operation and its sizes. Its layout is the one of `views` where that has a name, else the
     one nearest to it; `mask` other than ``positions`` has no word in it.
     """
     views: tuple[View, ...] = ()
@@ -173,10 +173,10 @@ class Chance:
 
 
 def is_held_out(model: PublicModel) -> bool:
-    """Whether a model's calls are for judging a selection, never for making one.
+    """True for a model whose calls judge selections, and never make one.
 
-    By a hash of the heads of its largest stack: models of equal attention are on one side, so
-    that a held-out model has no twin among those that a selection is made from.
+    Decided by a hash of the heads of its largest stack: models of equal attention are on one side,
+    so that a held-out model has no twin among those that a selection is made from.
     """
     largest = max(model.stacks, key=lambda stack: stack.layers * stack.hidden**2)
     text = f"{HELD_OUT_SALT}: {largest.heads}/{largest.heads_kv}/{largest.head_dim}"
@@ -331,7 +331,7 @@ def _laid_out(problem: AttentionProblem, views: Sequence[View]) -> AttentionProb
 
 
 def _lies(view: View, operand: Operand) -> bool:
-    """Whether the strides agree along every axis of more than one element."""
+    """True if the strides agree along every axis of more than one element."""
     axes = zip(view.shape, view.strides, operand.strides, strict=True)
     return all(size == 1 or stride == wanted for size, stride, wanted in axes)
 
