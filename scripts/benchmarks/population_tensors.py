@@ -91,7 +91,7 @@ def _mask(call: Call, dtype: torch.dtype, device: str) -> Any:
     bias = torch.empty(1, heads, rows, keys, dtype=dtype, device=device)
     for head in range(heads):
         bias[0, head] = (-away.abs() * slopes[head]).to(dtype)
-    return bias.masked_fill_(away > 0, -torch.inf) if call.stack != "encoder" else bias
+    return bias.masked_fill_(away > 0, -torch.inf) if call.kind != "encoding" else bias
 
 
 def _window_mask(call: Call, device: str) -> Any:

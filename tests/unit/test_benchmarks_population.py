@@ -343,3 +343,25 @@ def test_problems_are_listed_for_a_sweep(capsys: Any, tmp_path: Path) -> None:
     path.write_text(capsys.readouterr().out)
     drawn = draw("0", 20, subset("gpt2,bert-base"))
     assert read_problems(path) == list(dict.fromkeys(call.problem for call in drawn))
+
+
+SERVING = """
+import sys
+from benchmarks.child import answer_indices
+def measure(index):
+    print("noise of a library")
+    if index == 7:
+        raise RuntimeError("the device is lost")
+    return {"index": index}
+sys.exit(answer_indices(measure, "cpu"))
+"""
+
+
+def test_a_child_keeps_its_answers_apart_from_noise(monkeypatch: Any) -> None:
+    pytest.importorskip("torch", reason="torch is not installed")
+    top = Path(population.__file__).parents[2]
+    monkeypatch.setenv("PYTHONPATH", f"{top}:{top / 'scripts'}")
+    with Worker([sys.executable, "-P", "-c", SERVING], 120.0) as worker:
+        assert worker.ask(3) == {"index": 3}
+        assert worker.ask(7) == {"lost": "the device is lost"}
+        assert worker.ask(4) == {"index": 4}

@@ -162,12 +162,25 @@ def test_linears_of_a_rank() -> None:
     assert linears(falcon)["qkv"] == (4672, 4544, "")
 
 
+def is_balanced() -> bool:
+    """Both sides have models of every field, and a fifth to a third are held out."""
+    sides = [subset("held-out"), subset("making")]
+    has_all = all({model.field for model in side} == set(FIELDS) for side in sides)
+    return has_all and len(MODELS) / 5 <= len(sides[0]) <= len(MODELS) / 3
+
+
+def test_the_sides_are_balanced_by_the_first_salt_that_does(monkeypatch: Any) -> None:
+    assert is_balanced()
+    for salt in range(population.HELD_OUT_SALT):
+        monkeypatch.setattr(population, "HELD_OUT_SALT", salt)
+        assert not is_balanced()
+
+
 def test_no_model_has_a_twin_on_the_other_side() -> None:
     held, making = subset("held-out"), subset("making")
     assert len(held) + len(making) == len(MODELS)
-    assert 0.2 <= len(held) / len(MODELS) <= 0.34
-    for side in (held, making):
-        assert {model.field for model in side} == set(FIELDS)
+    for name in ("llama-2-7b", "opt-6.7b", "mpt-7b"):  # 32 heads of 128 each
+        assert is_held_out(MODELS[name]) and MODELS[name] in held
     assert is_held_out(MODELS["gpt2"]) == is_held_out(MODELS["bert-base"])
 
 
