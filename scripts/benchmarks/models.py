@@ -3,7 +3,8 @@
 Models of real architectures with random weights, from Transformers and in plain PyTorch, each in
 four modes: eager and compiled, each forward and training. Three ways through each: PyTorch's own
 attention, ``attn_implementation="tuner"``, and PyTorch's under `tuner.enable`. Of each it prints
-hits and refusals by reason of one pass (`tuner.stats`), tokens a second beside PyTorch's (medians
+hits and refusals by reason of one pass (`tuner.stats`), attention calls that were neither (each
+model has one a layer, and a graph may pass the tuner by), tokens a second beside PyTorch's (medians
 of interleaved passes), and how far the output is from PyTorch's.
 """
 
@@ -39,8 +40,10 @@ WAYS = (TORCH, IMPLEMENTATION, ENABLED)
 LIMIT_S = 300.0
 """For all ways of a model in one mode; compiling takes most of it."""
 ROUNDS, PASSES = 9, 3
-HEADING = ("model", "mode", "way", "hits", "nearest", "refused", "tokens/s", "over torch", "error",
-           "reasons")  # fmt: skip
+HEADING = (
+    "model", "mode", "way", "hits", "nearest", "refused", "unseen", "tokens/s", "over torch",
+    "error", "reasons",
+)  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -113,11 +116,12 @@ def measure(
 
     if layers < 1:
         raise ConfigError(f"--layers {layers} is out of range (allowed: 1 and more)")
+    torch.compiler.reset()  # here only: it would have the other ways compiled again
     torch.manual_seed(0)
     dtype = torch.bfloat16
     built = BUILDS[model](sizes or Sizes(layers=layers), dtype, device)
     passes: dict[str, Callable[[], Any]] = {}
-    found: dict[str, Any] = {"ways": {}}
+    found: dict[str, Any] = {"layers": layers, "ways": {}}
     for way in WAYS:
         try:
             passes[way] = _pass(built, way, mode)
@@ -145,7 +149,6 @@ def _pass(built: Any, way: str, mode: str) -> Callable[[], Any]:
     module.train(is_training)
     called = module
     if "compiled" in mode:
-        torch.compiler.reset()
         called = torch.compile(module)
     around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
     if way == ENABLED:
@@ -215,18 +218,20 @@ def report(rows: Iterable[Mapping[str, Any]]) -> str:
     for row in rows:
         for way in WAYS:
             found = row.get("ways", {}).get(way, {"failed": row.get("lost", "")})
-            lines.append((row["model"], row["mode"], way, *_cells(row, found)))
-    return table(lines, frozenset(range(3, 9)))
+            lines.append((row["model"], row["mode"], way, *_cells(row, way, found)))
+    return table(lines, frozenset(range(3, 10)))
 
 
-def _cells(row: Mapping[str, Any], found: Mapping[str, Any]) -> tuple[str, ...]:
+def _cells(row: Mapping[str, Any], way: str, found: Mapping[str, Any]) -> tuple[str, ...]:
     if "failed" in found:
-        return "", "", "", "", "", "", f"failed: {found['failed']}"
+        return (*[""] * 7, f"failed: {found['failed']}")
     speed = found["tokens_per_s"]
     beside = row["ways"].get(TORCH, {}).get("tokens_per_s")
     ratio = f"{speed / beside:.3f}" if beside else ""
     error = f"{found['error']:.1e}" if "error" in found else ""
     refused = found["fallbacks"]
     said = [f"{count} {reason}" for reason, count in (refused | found["errors"]).items()]
-    counts = (str(n) for n in (found["hits"], found["nearest"], sum(refused.values())))
+    hits, refusals = found["hits"], sum(refused.values())
+    unseen = str(max(0, row["layers"] - hits - refusals)) if way != TORCH else ""
+    counts = str(hits), str(found["nearest"]), str(refusals), unseen
     return (*counts, f"{speed:.0f}", ratio, error, "; ".join(said))

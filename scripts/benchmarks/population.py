@@ -49,6 +49,9 @@ NOT_POSED = "not posed"
 def main(argv: Sequence[str] | None = None) -> int:
     """Draw, then list or measure; 1 when an output was wrong or a call has no time."""
     args = _parser().parse_args(argv)
+    if args.report:
+        print(report(list(read(args.report).values())))
+        return 0
     seed = commit() if args.seed == "commit" else args.seed
     calls = draw(seed, args.count, subset(args.models))
     if args.worker:
@@ -80,6 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--list", action="store_true", help="print the calls and lookup results")
     parser.add_argument("--json", type=Path, metavar="OUT", help="JSON lines, gone on with")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="print such a file's tables")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for each call")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser
@@ -225,8 +229,12 @@ def failure(reason: str) -> dict[str, Any]:
     return {"answered": "failed", "reason": reason, "failed": {"tuner": reason}, **nothing}
 
 
-def read(path: Path, heading: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Rows of a file by the key of their calls; a last line that is cut off is taken away.
+def read(path: Path, heading: Mapping[str, Any] | None = None) -> dict[str, dict[str, Any]]:
+    """Rows of a file by the key of their calls; a last line that is cut off is left out.
+
+    Args:
+        path: the file.
+        heading: its first line, where rows are to be appended; then what is cut off is removed.
 
     Raises:
         ConfigError: when it is of another population, or not such a file.
@@ -242,6 +250,8 @@ def read(path: Path, heading: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         found = {row["key"]: row for row in rows}
     except (ValueError, TypeError, KeyError) as exc:
         raise ConfigError(f"{path} is not a file of scripts/bench population: {exc}") from exc
+    if heading is None:
+        return found
     if first is not None and first != heading:
         raise ConfigError(f"{path} holds another population, {first} (wanted: {dict(heading)})")
     if rest:

@@ -82,6 +82,7 @@ def test_the_table_has_a_line_for_each_way() -> None:
         {
             "model": "llama",
             "mode": "eager",
+            "layers": 5,
             "ways": {
                 TORCH: figures(1000.0, error=0.0),
                 "attn_implementation": figures(1200.0, hits=3, nearest=1, fallbacks={"why": 1}),
@@ -93,7 +94,7 @@ def test_the_table_has_a_line_for_each_way() -> None:
     lines = [line.split() for line in report(rows).splitlines()[2:]]
     assert len(lines) == 2 * len(WAYS)
     assert lines[0] == ["llama", "eager", "torch", "0", "0", "0", "1000", "1.000", "0.0e+00"]
-    own = ["llama", "eager", "attn_implementation", "3", "1", "1", "1200", "1.200", "1.0e-03"]
+    own = ["llama", "eager", "attn_implementation", "3", "1", "1", "1", "1200", "1.200", "1.0e-03"]
     assert lines[1] == [*own, "1", "why"]
     assert lines[2] == ["llama", "eager", "enable", "failed:", "no", "registry"]
     assert all(line[-6:] == "failed: no answer after 300 s".split() for line in lines[3:])

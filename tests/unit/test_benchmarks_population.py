@@ -251,7 +251,7 @@ def test_a_call_that_never_answers_is_given_up() -> None:
     assert found == {"lost": "no answer after 1 s"}
 
 
-def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
+def test_a_run_goes_on_where_it_stopped(tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "rows.jsonl"
     half = measured(CALLS[:3], HEADING, path, child(dies=1), 60.0)
     assert [row["answered"] for row in half] == ["refused", "failed", "refused"]
@@ -264,6 +264,8 @@ def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert lines[0] == HEADING and [line["key"] for line in lines[1:]] == [c.key for c in CALLS]
     again = measured(CALLS, HEADING, path, ["false"], 60.0)
     assert again == rows
+    assert population.main(["--report", str(path)]) == 0
+    assert capsys.readouterr().out == report(rows) + "\n"
 
 
 def test_a_file_of_another_population_is_refused(tmp_path: Path) -> None:
