@@ -16,6 +16,8 @@ NAMES = (
     "gpus",
     "levers",
     "logits",
+    "models",
+    "population",
     "repeats",
     "search",
     "service",
