@@ -59,6 +59,8 @@ class Suite:
     """pytest's ``-k``."""
     sample: float = 1.0
     """Part of them that is run."""
+    needs: str = "pytest"
+    """Package that the tests import, beside torch."""
     forcing: str = Share.forcing
     is_flash_attention: bool = False
 
@@ -74,8 +76,8 @@ class Suite:
         """
         if not self.path.is_file():
             raise ConfigError(f"{self.path} is not there (wanted: a checkout with {self.file})")
-        if self.is_flash_attention and find_spec("einops") is None:
-            raise ConfigError(f"its tests need einops: `{install_command('einops')}`")
+        if find_spec(self.needs) is None:
+            raise ConfigError(f"{self.file} needs {self.needs}: `{install_command(self.needs)}`")
 
 
 @dataclass
@@ -97,7 +99,8 @@ def suites_of(args: argparse.Namespace) -> list[Suite]:
     found = []
     if args.pytorch is not None:
         file = "test/test_transformers.py"
-        found.append(Suite("pytorch", args.pytorch.resolve(), file, args.keyword or "SDPA"))
+        keyword = args.keyword or "SDPA"
+        found.append(Suite("pytorch", args.pytorch.resolve(), file, keyword, needs="expecttest"))
     if args.flash_attention is not None:
         found.append(
             Suite(
@@ -106,6 +109,7 @@ def suites_of(args: argparse.Namespace) -> list[Suite]:
                 "tests/test_flash_attn.py",
                 args.keyword or "not kvcache and not paged",
                 args.sample,
+                needs="einops",
                 is_flash_attention=True,
             )
         )

@@ -147,6 +147,12 @@ def test_a_line_that_was_cut_off_is_passed_over(tmp_path: Path) -> None:
     assert not is_complete(record)
 
 
+def test_a_package_that_its_tests_import_is_named(planted: suites.Suite) -> None:
+    planted.check()
+    with pytest.raises(ConfigError, match=r"needs no_such: `.* -m pip install no_such`"):
+        replace(planted, needs="no_such").check()
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
