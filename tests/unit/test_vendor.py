@@ -15,7 +15,7 @@ import pytest
 
 from tuner.config import Config
 from tuner.families import families, family
-from tuner.families.vendor import Vendor, compiled, tried
+from tuner.families.vendor import Vendor, compiled, peers, tried
 from tuner.families.vendor import sdpa as sdpa
 from tuner.families.vendor.blas import (
     addmm,
@@ -59,7 +59,7 @@ def forget_peers() -> Iterator[None]:
     """No test sees a peer that another one made, nor one that is installed."""
     path = list(sys.path)
     modules = {name: sys.modules.pop(name, None) for name in PEER_MODULES}
-    for cached in (sdpa._load_peer, sdpa._peer_version):
+    for cached in (peers._load, peers._version):
         cached.cache_clear()
     yield
     sys.path[:] = path
@@ -67,7 +67,7 @@ def forget_peers() -> Iterator[None]:
         sys.modules.pop(name, None)
         if module is not None:
             sys.modules[name] = module
-    for cached in (sdpa._load_peer, sdpa._peer_version):
+    for cached in (peers._load, peers._version):
         cached.cache_clear()
 
 
@@ -323,7 +323,7 @@ def close(out: Any, wanted: Any) -> bool:
 def test_peers_agree_with_fp64(
     kind: str, kernel: str, shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module, package, _ = sdpa.PEERS[kernel]
+    module, package = peers.PEERS[kernel].module, peers.PEERS[kernel].package
     if kind == "module":
         (tmp_path / f"{module}.py").write_text(PEER)
     else:
@@ -340,7 +340,7 @@ def test_peers_agree_with_fp64(
     out = call(*inputs)
     assert out.shape == problem.output.shape
     assert close(out, reference(problem, 0.3, inputs))
-    assert sdpa.peer_version(kernel)
+    assert peers.version(kernel)
 
 
 @needs_torch
@@ -423,11 +423,11 @@ def test_a_layout_of_its_own_changes_the_strides_alone() -> None:
 
 @pytest.mark.parametrize("kernel", sdpa.PEERS)
 def test_a_missing_peer_is_a_reason(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, sdpa.PEERS[kernel][1], None)  # as if not installed
+    monkeypatch.setitem(sys.modules, peers.PEERS[kernel].package, None)  # as if not installed
     monkeypatch.setattr(importlib.metadata, "distributions", lambda **_: [])
     reason = sdpa.peer(kernel)
     assert isinstance(reason, str) and "TUNER_PEERS_PATH" in reason
-    assert sdpa.peer_version(kernel) == ""
+    assert peers.version(kernel) == ""
     assert kernel not in family("vendor_sdpa").environment()
 
 
@@ -451,11 +451,11 @@ def test_a_module_peer_is_named_by_its_content(
     versions = set()
     for text in ("a = 1", "a = 2"):
         (tmp_path / "fa3.py").write_text(text)
-        sdpa._peer_version.cache_clear()
-        versions.add(sdpa.peer_version("flash3"))
+        peers._version.cache_clear()
+        versions.add(peers.version("flash3"))
     (tmp_path / "fa3.so.xz").write_bytes(b"library")
-    sdpa._peer_version.cache_clear()
-    versions.add(sdpa.peer_version("flash3"))
+    peers._version.cache_clear()
+    versions.add(peers.version("flash3"))
     assert len(versions) == 3 and "" not in versions
 
 
