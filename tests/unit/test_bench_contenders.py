@@ -159,7 +159,8 @@ def test_quantised_attention_has_own_kernels_and_no_peer() -> None:
 
 def test_peers_by_name() -> None:
     assert peers_named("gemm") == [
-        *("cublas", "cublaslt", "addmm", "addmm_activation", "scaled_mm")
+        *("cublas", "cublaslt", "torch_compile", "addmm", "addmm_activation", "scaled_mm"),
+        "cublaslt_search",
     ]
     assert "naive" not in peers_named("attention")
     assert peers_named("attention", ["naive", "flash3"]) == ["flash3", "flash3_splits", "naive"]
@@ -190,10 +191,10 @@ def test_a_wrong_preset_is_told(name: str, op: str) -> None:
 @pytest.mark.parametrize(
     ("epilogue", "further"),
     [
-        ("", []),
+        ("", ["cublaslt_search"]),
         ("gelu", []),
         ("bias_gelu", ["addmm"]),
-        ("bias_relu", ["addmm", "addmm_activation"]),
+        ("bias_relu", ["addmm", "addmm_activation", "cublaslt_search"]),
     ],
 )
 def test_the_peers_of_a_gemm_are_those_of_its_epilogue(epilogue: str, further: list[str]) -> None:
@@ -209,7 +210,11 @@ def test_the_peers_of_a_gemm_are_those_of_its_epilogue(epilogue: str, further: l
 def test_the_peer_of_an_e4m3_product_is_torch_s(fast_accum: bool) -> None:
     problem = GemmProblem(512, 512, 512, dtype=E4M3, fast_accum=fast_accum)
     half = replace(problem, dtype="bfloat16", fast_accum=True)
-    for one, wanted in ((problem, ["scaled_mm"]), (half, ["cublas", "cublaslt"])):
+    searched = "cublaslt_search"
+    for one, wanted in (
+        (problem, ["scaled_mm", searched]),
+        (half, ["cublas", "cublaslt", "torch_compile"]),
+    ):
         against = peers_named("gemm")
         found = line_up(one, DEFAULT_GPU, COLD, [], against, own=1, with_untuned=False)
         assert [c.name for c in found.contenders if c.role is Role.PEER] == wanted

@@ -44,6 +44,8 @@ from tuner.problem import (
 PROBLEMS: dict[str, Problem] = {
     "vendor_sdpa": AttentionProblem.parse("S=1024,D=64"),
     "vendor_blas": GemmProblem.parse("M=4096,N=4096,K=4096"),
+    "vendor_cublaslt_search": GemmProblem.parse("M=4096,N=4096,K=4096"),
+    "vendor_cudnn_plans": AttentionProblem.parse("S=1024,D=64"),
     "vendor_softmax": SoftmaxProblem.parse("M=1024,N=1024,B=16"),
     "vendor_swiglu": SwigluProblem.parse("M=4096,N=14336,K=4096"),
     "vendor_grouped_gemm": GroupedGemmProblem.parse("G=8,M=4096,N=14336,K=4096,dtype=bf16"),
@@ -105,13 +107,13 @@ def test_space_is_legal_and_priced(name: str) -> None:
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_violations_name_what_is_wrong(name: str) -> None:
     member, problem = family(name), PROBLEMS[name]
-    other = next(p for n, p in PROBLEMS.items() if n != name)
+    other = next(p for p in PROBLEMS.values() if p.op != problem.op)
     good = Config(name, {"kernel": member.offered[0]})  # type: ignore[attr-defined]
     assert f"serves {problem.op}" in member.violations(other, good, DEFAULT_GPU)[0]
     assert member.space(other, DEFAULT_GPU) == []
-    wrong = Config(name, {"kernel": "flash9", "tile_m": 128})
+    wrong = Config(name, {"kernel": "flash9", "tile_x": 128})
     text = "; ".join(member.violations(problem, wrong, DEFAULT_GPU))
-    assert "kernel='flash9'" in text and member.offered[0] in text and "tile_m" in text  # type: ignore[attr-defined]
+    assert "kernel='flash9'" in text and member.offered[0] in text and "tile_x" in text  # type: ignore[attr-defined]
     assert isinstance(member.vendor_call(problem, wrong, 1.0), str)
 
 
@@ -130,7 +132,7 @@ def test_flash2_alone_is_called_with_variable_lengths() -> None:
     member = family("vendor_sdpa")
     problem = AttentionProblem.parse("B=3,S=64,D=64,varlen=1")
     refusals = {k: member.refusal(problem, k) for k in (*member.offered, *member.on_request)}  # type: ignore[attr-defined]
-    assert refusals.pop("flash2") == ""
+    assert refusals.pop("flash2") == refusals.pop("flash3_serving") == ""
     assert refusals == {k: f"{k} is not called with variable lengths" for k in refusals}
     unequal = AttentionProblem.parse("B=3,SQ=8,SKV=64,D=64,varlen=1,causal=1")
     assert "bottom-right" in member.refusal(unequal, "flash2")  # type: ignore[attr-defined]
@@ -191,13 +193,17 @@ def test_flash2_is_given_slopes_and_a_backend_its_bias(monkeypatch: pytest.Monke
     assert (arguments[4:], options) == ((False, 0.0, True), {"scale": 0.5})
 
 
-def test_quantised_attention_is_refused_with_a_reason() -> None:
+def test_quantised_attention_is_the_serving_build_s() -> None:
     member, problem = family("vendor_sdpa"), AttentionProblem.parse("S=64,D=64,dtype=e4m3")
-    assert "float8_e4m3fn" in member.supports(problem, DEFAULT_GPU)
-    for kernel in ("cudnn", "flash3", "flash3_splits", "naive"):
+    for kernel in ("cudnn", "flash3", "flash3_splits", "naive", "flash4_128x128"):
         config = Config("vendor_sdpa", {"kernel": kernel})
         assert len(member.violations(problem, config, DEFAULT_GPU)) == 1
         assert "float8_e4m3fn" in str(member.vendor_call(problem, config, 0.125))
+    config = Config("vendor_sdpa", {"kernel": "flash3_serving"})
+    assert member.violations(problem, config, DEFAULT_GPU) == []
+    grouped = replace(problem, heads_kv=4)
+    assert "a factor a KV head" in member.supports(grouped, DEFAULT_GPU)
+    assert len(member.violations(grouped, config, DEFAULT_GPU)) == 1
 
 
 @pytest.mark.parametrize(
@@ -513,6 +519,7 @@ def test_every_way_of_an_epilogue_agrees_with_fp64(epilogue: str, dtype: Any) ->
         "addmm": addmm,
         "addmm_activation": addmm_activation,
         "inductor": as_in_a_model,
+        "torch_compile": as_in_a_model,
     }
     offered = {config["kernel"] for config in member.space(problem, DEFAULT_GPU)}
     assert ("addmm" in offered) == (problem.has_bias or problem.has_residual)
@@ -550,7 +557,8 @@ def test_products_with_factors_agree_with_fp64(dtype: Any, scales: Any) -> None:
 
     problem = GemmProblem(48, 32, 64, dtype=dtype, scales=scales)
     offered = {c["kernel"] for c in family("vendor_blas").space(problem, DEFAULT_GPU)}
-    assert offered == ({"scaled_mm"} if dtype == E4M3 else {"cublas", "cublaslt"})
+    wanted = {"scaled_mm"} if dtype == E4M3 else {"cublas", "cublaslt", "torch_compile"}
+    assert offered == wanted
     a, b, *factors = tensors(GemmProblem(48, 32, 64, dtype="bfloat16", scales=scales))
     a, b = (matrix.to(getattr(torch, dtype)) for matrix in (a, b))
     wanted = factors[0].double().view(-1, 1) * (a.double() @ b.double()) * factors[1].double()

@@ -36,8 +36,7 @@ class VendorBlas(Vendor):
     name: ClassVar[str] = "vendor_blas"
     op: ClassVar[str] = GemmProblem.op
     offered: ClassVar[tuple[str, ...]] = (
-        *(*LIBRARIES, "addmm", "addmm_activation", "scaled_mm"),
-        "torch_compile",
+        *(*LIBRARIES, "torch_compile", "addmm", "addmm_activation", "scaled_mm"),
     )
     on_request: ClassVar[tuple[str, ...]] = ("inductor", DEEP_GEMM)
 
@@ -113,8 +112,9 @@ class VendorBlas(Vendor):
         passes = problem.has_bias + problem.has_residual + bool(problem.activation)
         if problem.scales and problem.dtype != E4M3:
             passes += 2
-        fused = {"addmm": 1, "addmm_activation": 2, "inductor": passes, "torch_compile": passes - 1}
-        passes = max(0, passes - fused.get(config["kernel"], 0))
+        fused = {"addmm": 1, "addmm_activation": 2, "inductor": passes}
+        fused["torch_compile"] = passes - min(1, passes - problem.has_bias)
+        passes -= fused.get(config["kernel"], 0)
         return product + passes * (START_US + 2 * problem.output.bytes / stream / 1e3)
 
 

@@ -1,4 +1,4 @@
-"""Kernels of others that the user has: a module in the folder ``TUNER_PEERS_PATH``, or a package."""
+"""Kernels of others that the user has: modules in ``TUNER_PEERS_PATH``, or packages."""
 
 from __future__ import annotations
 

@@ -351,7 +351,7 @@ def peer(kernel: str) -> Attend | str:
 
 
 def tiled_peer() -> Attend | str:
-    """FlashAttention-4's forward pass that takes a tile: the package's, below its public function."""
+    """FlashAttention-4's forward pass that takes a tile: of the package, not of its public API."""
     if not peers.is_package("flash4"):
         return "flash4 has tiles where the package flash-attn-4 is installed"
     try:
