@@ -152,9 +152,16 @@ class Plan:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def execute(self, tensors: Mapping[int, Any], workspace: Any, handle: Any) -> None:
-        """Enqueue it on the handle's stream, the operands by their place from 1."""
-        with self._lock:  # the frontend keeps the addresses of a call in the graph
-            self.graph.execute_plan_at_index(tensors, workspace, self.index, handle)
+        """Enqueue it on the handle's stream, the operands by their place from 1.
+
+        Raises:
+            RuntimeError: when cuDNN refuses it.
+        """
+        try:
+            with self._lock:  # the frontend keeps the addresses of a call in the graph
+                self.graph.execute_plan_at_index(tensors, workspace, self.index, handle)
+        except self.cudnn.cudnnGraphNotSupportedError as exc:
+            raise RuntimeError(str(exc)) from exc
 
 
 def names(cudnn: Any, problem: AttentionProblem, scale: float, handle: Any) -> list[PlanName]:

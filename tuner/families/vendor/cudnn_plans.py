@@ -48,6 +48,10 @@ class VendorCudnnPlans(ListedVendor):
             ("variable lengths", problem.is_varlen),
             ("soft cap", problem.softcap > 0),
             ("ALiBi of any slopes", problem.is_alibi),
+            (
+                "sliding window of more queries than keys",
+                problem.is_windowed and problem.seqlen_q > problem.seqlen_kv,
+            ),
         )
         return next((f"{kernel} has no {what}" for what, is_asked in lacking if is_asked), "")
 
@@ -84,12 +88,15 @@ class VendorCudnnPlans(ListedVendor):
     ) -> Callable[..., Any] | str:
         cudnn = frontend()
         handle = _handle(cudnn)
-        if "engine" not in config.params:
-            plan = Graph(cudnn, problem, scale, "AUTO", handle).first()
-        else:
-            kind = cudnn_graph.IMPLEMENTATIONS[config["is_unified"]]
-            knobs = {name: config[name] for name in KNOBS if name in config.params}
-            plan = Graph(cudnn, problem, scale, kind, handle).built(config["engine"], knobs)
+        try:
+            if "engine" not in config.params:
+                plan = Graph(cudnn, problem, scale, "AUTO", handle).first()
+            else:
+                kind = cudnn_graph.IMPLEMENTATIONS[config["is_unified"]]
+                knobs = {name: config[name] for name in KNOBS if name in config.params}
+                plan = Graph(cudnn, problem, scale, kind, handle).built(config["engine"], knobs)
+        except cudnn.cudnnGraphNotSupportedError as exc:  # of no class that others have
+            return f"{KERNEL} refuses: {exc}"
         return called(problem, plan)
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
