@@ -199,7 +199,9 @@ def test_a_vendor_s_kernel_is_tried_as_pytorch_s_own(
         seen.append(native.thread.is_native)
         return lambda q, k, v: torch.full_like(q, 3.0)
 
-    vendor = SimpleNamespace(name="vendor_sdpa", is_vendor=True, vendor_call=vendor_call)
+    vendor = SimpleNamespace(
+        name="vendor_sdpa", is_vendor=True, is_listed=False, vendor_call=vendor_call
+    )
     monkeypatch.setattr(machine.runtime.plan, "family", lambda name: vendor)
     machine.decide(measured("vendor_sdpa"))
     assert bool((machine.attention(*inputs()) == 3.0).all())

@@ -244,11 +244,7 @@ def _plan(
         member = family(config.family)
         if not member.is_vendor:
             return own_plan(problem, member, measurement, scale, device, shape)
-        if member.is_listed:
-            # What a library's heuristic lists is timed and gated for one problem.
-            if measurement.problem != problem:
-                return f"{config['kernel']} is served where it was measured"
-        elif problem.op in (GemmProblem.op, GroupedGemmProblem.op):
+        if problem.op in (GemmProblem.op, GroupedGemmProblem.op) and not member.is_listed:
             if (kernel := config.get("kernel")) in BESIDE_PYTORCH:
                 return f"{kernel} is measured, and not served"
             # cuBLAS and cuBLASLt are chosen for the whole process, not for a call: PyTorch's
