@@ -17,6 +17,7 @@ from tuner.cli import main
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families import family
+from tuner.families.vendor.cudnn_plans import VendorCudnnPlans
 from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Provenance
 from tuner.problem import E4M3, AttentionProblem, GemmProblem, Problem
@@ -166,6 +167,41 @@ def test_peers_by_name() -> None:
     assert peers_named("attention", ["naive", "flash3"]) == ["flash3", "flash3_splits", "naive"]
     with pytest.raises(ConfigError, match=r"'flash9' is no peer of attention \(allowed: cudnn"):
         peers_named("attention", ["flash9"])
+
+
+def test_a_library_takes_part_with_the_best_that_a_sweep_found() -> None:
+    problem = GemmProblem(512, 512, 512)
+
+    def searched(entries: Sequence[Entry]) -> tuple[list[Config], tuple[str, ...]]:
+        against = peers_named("gemm", ["cublaslt"])
+        assert against == ["cublaslt", "cublaslt_search"]
+        found = line_up(problem, DEFAULT_GPU, COLD, entries, against, own=1, with_untuned=False)
+        peers = [c.config for c in found.contenders if c.name == "cublaslt_search"]
+        return peers, found.notes
+
+    numbers = dict.fromkeys(family("vendor_cublaslt_search").identity, 3)
+    listed = Config("vendor_cublaslt_search", {"kernel": "cublaslt_search", **numbers})
+    other = Config(listed.family, {**listed.params, "tile": 4})
+    own = family("gemm").space(problem, DEFAULT_GPU)[0]
+    decided = entry(own, other, listed, problem=problem)
+    assert searched([decided]) == ([other], ())
+    [first], notes = searched([])
+    assert first.params == {"kernel": "cublaslt_search"}
+    assert "cublaslt_search is its library's first choice: no sweep timed its list" in notes
+
+
+def test_plans_take_part_where_their_frontend_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def peers(lacking: str) -> tuple[list[str], str]:
+        monkeypatch.setattr(VendorCudnnPlans, "lacks", lambda self: lacking)
+        against = peers_named("attention", ["cudnn"])
+        found = line_up(PROBLEM, DEFAULT_GPU, WARM, [], against, own=1, with_untuned=False)
+        names = [c.name for c in found.contenders if c.role is Role.PEER]
+        return names, "; ".join(found.notes)
+
+    names, notes = peers("nothing is installed")
+    assert names == ["cudnn"] and "cudnn_plans is left out: nothing is installed" in notes
+    names, notes = peers("")
+    assert names == ["cudnn_plans", "cudnn"] and "first choice" in notes
 
 
 def test_the_tiles_of_the_design_documents_are_legal_and_as_named() -> None:

@@ -9,13 +9,22 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tuner.config import Config
 from tuner.families import families, family
-from tuner.families.vendor import Vendor, compiled, peers, tried
+from tuner.families.vendor import (
+    BESIDE_PYTORCH,
+    MAX_AUTOTUNE,
+    ListedVendor,
+    Vendor,
+    compiled,
+    peers,
+    tried,
+)
 from tuner.families.vendor import sdpa as sdpa
 from tuner.families.vendor.blas import (
     addmm,
@@ -126,6 +135,33 @@ def test_predictions_follow_the_measured_order() -> None:
         ranked = sorted(space, key=lambda c: member.predict_us(problem, c, DEFAULT_GPU))
         assert ranked[0]["kernel"] == first
         assert ranked[-1]["kernel"] == "efficient"
+
+
+def test_what_pytorch_never_calls_is_named() -> None:
+    named = {*sdpa.PEERS, *sdpa.VARIANTS, *sdpa.TILES, *peers.PEERS, "torch_compile", "inductor"}
+    for member in families().values():
+        if isinstance(member, ListedVendor):
+            named |= set(member.offered)
+    assert named == BESIDE_PYTORCH
+
+
+def test_what_is_installed_joins_the_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def space(name: str) -> set[str]:
+        return {c["kernel"] for c in family(name).space(PROBLEMS[name], DEFAULT_GPU)}
+
+    half = GemmProblem(512, 512, 512, dtype="bfloat16")
+    monkeypatch.setitem(PROBLEMS, "vendor_blas", half)
+    further = {"flash3_serving", "deep_gemm", *sdpa.TILES}
+    assert not further & (space("vendor_sdpa") | space("vendor_blas"))
+    for module in ("fa3_serving", "deep_gemm_peer", "fa4"):
+        (tmp_path / f"{module}.py").write_text("")
+    monkeypatch.setenv("TUNER_PEERS_PATH", str(tmp_path))
+    found = space("vendor_sdpa") | space("vendor_blas")
+    assert further & found == {"flash3_serving", "deep_gemm"}, "a module has one tile"
+    monkeypatch.setattr(peers, "version", lambda name: f"{name} 1.0")
+    assert further <= space("vendor_sdpa") | space("vendor_blas")
+    facts = {**family("vendor_sdpa").environment(), **family("vendor_blas").environment()}
+    assert facts.items() >= {name: f"{name} 1.0" for name in peers.PEERS}.items()
 
 
 def test_flash2_alone_is_called_with_variable_lengths() -> None:
@@ -388,6 +424,142 @@ def test_a_peer_is_given_the_window_and_the_cap(
     assert isinstance(reason, str) and "window_size" in reason
 
 
+SERVING = """
+import torch
+
+given = []
+
+def metadata(used, seqlen_q, seqlen_kv, heads, heads_kv, head_dim, dtype, causal=True, **options):
+    given.append(("metadata", used.tolist(), (seqlen_q, seqlen_kv, heads, heads_kv), options))
+    return "plan"
+
+def fwd(q, k, v, causal=True, scale=None, **options):
+    given.append(("fwd", options))
+    if "cu_seqlens_q" in options:
+        return q
+    q, k, v = (t.transpose(1, 2).double() for t in (q, k, v))
+    if "q_descale" in options:
+        factors = (options[f"{x}_descale"][:, :, None, None] for x in "qkv")
+        q, k, v = (t * factor for t, factor in zip((q, k, v), factors, strict=True))
+    out = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=causal, scale=scale, enable_gqa=True
+    )
+    return out.transpose(1, 2).bfloat16()
+"""
+
+
+@pytest.fixture
+def serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    (tmp_path / "fa3_serving.py").write_text(SERVING)
+    monkeypatch.setenv("TUNER_PEERS_PATH", str(tmp_path))
+    return peers.module_of("flash3_serving")
+
+
+@needs_torch
+@pytest.mark.parametrize(
+    "shape", ["S=48,D=16,H=4,HKV=2,causal=1,B=2,dtype=bf16", "S=32,D=16,H=4,B=2,dtype=e4m3"]
+)
+def test_the_serving_build_is_called_as_a_server_does(serving: Any, shape: str) -> None:
+    import torch
+
+    problem = AttentionProblem.parse(shape)
+    call = sdpa.VendorSdpa().connect(problem, "flash3_serving", 0.3)
+    assert not isinstance(call, str), call
+    inputs = [
+        t.to(getattr(torch, o.dtype))
+        for t, o in zip(
+            tensors(replace(problem, dtype="bfloat16"))
+            + [torch.rand(o.shape) + 0.5 for o in problem.operands[3:-1]],
+            problem.operands[:-1],
+            strict=True,
+        )
+    ]
+    out = [call(*inputs) for _ in range(2)][-1]
+    assert out.shape == problem.output.shape
+    factors = [t.double()[:, :, None, None] for t in inputs[3:]] or [1.0] * 3
+    plain = [t.double() * factor for t, factor in zip(inputs, factors, strict=False)]
+    wanted = reference(replace(problem, dtype="bfloat16"), 0.3, plain)
+    assert (out.double() - wanted).norm() / wanted.norm() < 8e-3
+    kinds = [kind for kind, *_ in serving.given]
+    assert kinds == ["metadata", "fwd", "fwd"], "the metadata is made once"
+    lengths = (problem.seqlen_q, problem.seqlen_kv, problem.heads_q, problem.heads_kv)
+    assert serving.given[0][1:] == ([problem.seqlen_kv] * 2, lengths, {})
+    assert serving.given[1][1]["metadata"] == "plan"
+
+
+@needs_torch
+def test_the_serving_build_takes_packed_tensors(serving: Any) -> None:
+    import torch
+
+    problem = AttentionProblem.parse("B=2,H=4,HKV=2,SQ=8,SKV=16,D=64,varlen=1")
+    call = sdpa.VendorSdpa().connect(problem, "flash3_serving", 0.5)
+    assert not isinstance(call, str), call
+    inputs = [
+        torch.zeros(o.shape, dtype=getattr(torch, o.dtype)).as_strided(o.shape, o.strides)
+        for o in problem.operands[:-1]
+    ]
+    out = call(*inputs)
+    assert out.shape == problem.output.shape
+    [(_, options)] = serving.given
+    assert options["cu_seqlens_q"] is inputs[3] and options["cu_seqlens_k"] is inputs[4]
+    assert (options["max_seqlen_q"], options["max_seqlen_k"]) == (8, 16)
+    assert "metadata" not in options
+
+
+@needs_torch
+def test_a_tile_is_an_argument_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    def attend(
+        q: Any, k: Any, v: Any, *, causal: bool, softmax_scale: float, **options: Any
+    ) -> Any:
+        given.append((causal, softmax_scale, options))
+        return q, None
+
+    given: list[Any] = []
+    problem = AttentionProblem.parse("S=32,D=8,H=2,causal=1")
+    call = sdpa.VendorSdpa().connect(problem, "flash4_128x160", 0.3)
+    assert call == "flash4 has tiles where the package flash-attn-4 is installed"
+    monkeypatch.setattr(peers, "is_package", lambda name: True)
+    interface = SimpleNamespace(_flash_attn_fwd=attend)
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", interface)
+    call = sdpa.VendorSdpa().connect(problem, "flash4_128x160", 0.3)
+    assert not isinstance(call, str), call
+    inputs = tensors(problem)
+    assert torch.equal(call(*inputs), inputs[0])
+    assert given == [(True, 0.3, {"tile_mn": (128, 160)})]
+    windowed = replace(problem, window_left=4)
+    assert "no sliding window" in sdpa.VendorSdpa().refusal(windowed, "flash4_128x160")
+
+
+@needs_torch
+def test_deep_gemm_agrees_with_fp64(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "deep_gemm_peer.py").write_text(
+        "class module:\n"
+        "    def bf16_gemm_nt(a, b, d, c):\n"
+        "        assert a.is_contiguous() and b.is_contiguous() and c is None\n"
+        "        d.copy_(a @ b.T)\n"
+    )
+    monkeypatch.setenv("TUNER_PEERS_PATH", str(tmp_path))
+    member, problem = family("vendor_blas"), GemmProblem(48, 32, 64, dtype="bfloat16")
+    call = member.connect(problem, "deep_gemm", 1.0)  # type: ignore[attr-defined]
+    a, b = tensors(problem)
+    wanted = a.double() @ b.double()
+    out = tried(call, problem, "deep_gemm", "cpu")(a, b)  # type: ignore[operator]
+    assert (out.double() - wanted).norm() / wanted.norm() < 8e-3
+    for change in (
+        {"dtype": "float16", "dtype_d": ""},
+        {"epilogue": "bias"},
+        {"layout_b": "row"},
+        {"batch": 2},
+    ):
+        other = replace(problem, **change)  # type: ignore[arg-type]
+        config = Config("vendor_blas", {"kernel": "deep_gemm"})
+        assert len(member.violations(other, config, DEFAULT_GPU)) == 1
+
+
 @needs_torch
 @pytest.mark.parametrize(
     "shape",
@@ -462,7 +634,10 @@ def test_a_module_peer_is_named_by_its_content(
     (tmp_path / "fa3.so.xz").write_bytes(b"library")
     peers._version.cache_clear()
     versions.add(peers.version("flash3"))
-    assert len(versions) == 3 and "" not in versions
+    (tmp_path / "fa3_serving.py").write_text("another peer's")
+    peers._version.cache_clear()
+    versions.add(peers.version("flash3"))
+    assert len(versions) == 3 and all(version.startswith("fa3 ") for version in versions)
 
 
 @needs_torch
@@ -691,7 +866,22 @@ def test_inductor_compiles_every_problem_of_a_suite(name: str, light: list[str])
         with torch.no_grad():
             assert torch.equal(call(*inputs), eager(*inputs))
             call(*inputs)
-    assert light == ["max-autotune-no-cudagraphs"] * 9
+    assert light == [MAX_AUTOTUNE] * 9
+
+
+@needs_torch
+def test_compiled_kernels_of_one_request_stay_compiled(light: list[Any]) -> None:
+    """Compiling one anew while another is captured would break the capture."""
+    import torch
+
+    problem = SwigluProblem(16, 32, 64, weights="concatenated")
+    member: Any = family("vendor_swiglu")
+    inputs, wanted = tensors(problem), swiglu(problem)
+    calls = [member.connect(problem, kernel, 1.0) for kernel in ("torch_compile", "inductor")]
+    with torch.no_grad():
+        for call in calls * 3:
+            assert torch.equal(call(*inputs), wanted(*inputs))
+    assert light == [None, MAX_AUTOTUNE]
 
 
 @needs_torch

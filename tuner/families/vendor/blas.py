@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from tuner.config import Config
-from tuner.families.vendor import FAILURES, MAX_AUTOTUNE, Vendor, compiled, peers
+from tuner.families.vendor import MAX_AUTOTUNE, Vendor, compiled, peers
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.problem import E4M3, GemmProblem, Problem
 
@@ -132,7 +132,7 @@ def deep_gemm(problem: GemmProblem) -> Callable[[Any, Any], Any] | str:
     """call(a, b) -> d by DeepGEMM, which compiles its kernel with nvcc in the first call."""
     import torch
 
-    module = peers.module_of(DEEP_GEMM, FAILURES)
+    module = peers.module_of(DEEP_GEMM)
     if isinstance(module, str):
         return module
     multiply = getattr(module, "module", module).bf16_gemm_nt

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tuner import settings
+from tuner.families.vendor import FAILURES
 
 
 class Peer(NamedTuple):
@@ -36,7 +37,7 @@ PEERS = {
 }
 
 
-def module_of(name: str, failures: tuple[type[BaseException], ...]) -> Any:
+def module_of(name: str) -> Any:
     """A peer's module, or why this machine has none.
 
     A module under ``TUNER_PEERS_PATH`` comes before a package there, and that before an
@@ -44,13 +45,12 @@ def module_of(name: str, failures: tuple[type[BaseException], ...]) -> Any:
 
     Args:
         name: of `PEERS`.
-        failures: what its code may raise when it cannot be loaded.
     """
-    return _load(name, settings.peers_path(), failures)
+    return _load(name, settings.peers_path())
 
 
 @cache
-def _load(name: str, folder: Path | None, failures: tuple[type[BaseException], ...]) -> Any:
+def _load(name: str, folder: Path | None) -> Any:
     peer = PEERS[name]
     absent = f"{name} is not here: no {peer.module}.py in TUNER_PEERS_PATH"
     try:
@@ -65,7 +65,7 @@ def _load(name: str, folder: Path | None, failures: tuple[type[BaseException], .
         if exc.name and peer.package.startswith(exc.name):
             return f"{absent}, no {peer.package}"
         return f"{name} cannot be loaded: {exc}"
-    except failures as exc:
+    except FAILURES as exc:
         return f"{name} cannot be loaded: {type(exc).__name__} {exc}"
 
 

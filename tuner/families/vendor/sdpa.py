@@ -129,7 +129,7 @@ class VendorSdpa(Vendor):
 
     def connect(self, problem: AttentionProblem, kernel: str, scale: float) -> Attend | str:
         if kernel == SERVING:
-            module = peers.module_of(SERVING, FAILURES)
+            module = peers.module_of(SERVING)
             return module if isinstance(module, str) else serving_call(module, problem, scale)
         if problem.is_varlen:
             return flash2_varlen_call(problem, scale)
@@ -339,7 +339,7 @@ def serving_call(module: Any, problem: AttentionProblem, scale: float) -> Attend
 
 def peer(kernel: str) -> Attend | str:
     """FlashAttention-3's or -4's forward pass, or why this machine has none."""
-    module = peers.module_of(kernel, FAILURES)
+    module = peers.module_of(kernel)
     if isinstance(module, str):
         return module
     try:
