@@ -147,6 +147,16 @@ def test_what_the_library_refuses_is_a_reason(
     assert "needs 4096 bytes" in str(FAMILY.vendor_call(PLAIN, large, 1.0))
 
 
+def test_the_loaded_version_is_a_fact(fake: FakeLt, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert FAMILY.environment()["cublaslt_loaded"] == str(VERSION)
+
+    def missing() -> Any:
+        raise OSError("libcublasLt.so.13: cannot open shared object file")
+
+    monkeypatch.setattr(lt, "library", missing)
+    assert "cublaslt_loaded" not in FAMILY.environment()
+
+
 def test_descriptors_go_with_their_product(fake: FakeLt) -> None:
     product = lt.Product(lt.library(), PLAIN, 0)
     made = len(fake.things)

@@ -148,6 +148,8 @@ class ListedVendor(Vendor):
     """
 
     is_listed: ClassVar[bool] = True
+    library: ClassVar[str]
+    """Its name among the facts of an environment."""
     identity: ClassVar[tuple[str, ...]]
     """Parameters, `version` among them, that every listed config has."""
 
@@ -159,7 +161,13 @@ class ListedVendor(Vendor):
 
     @abstractmethod
     def version(self) -> int:
-        """The library's version here, as one number."""
+        """The library's version here, as one number. May raise any of `FAILURES`."""
+
+    def environment(self) -> Mapping[str, str]:
+        """As all vendors', and the version that the loaded library gives itself."""
+        with contextlib.suppress(*FAILURES):
+            return {**super().environment(), f"{self.library}_loaded": str(self.version())}
+        return super().environment()
 
     @abstractmethod
     def rebuilt(self, problem: Any, config: Config, scale: float) -> Callable[..., Any] | str:

@@ -30,6 +30,7 @@ class VendorCublasltSearch(ListedVendor):
     name: ClassVar[str] = "vendor_cublaslt_search"
     op: ClassVar[str] = GemmProblem.op
     offered: ClassVar[tuple[str, ...]] = (KERNEL,)
+    library: ClassVar[str] = "cublaslt"
     options: ClassVar[Mapping[str, Domain]] = {
         name: range(MAX_INTEGER + 1) for name in (*lt.ATTRIBUTES, "version")
     }

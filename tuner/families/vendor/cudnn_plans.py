@@ -32,6 +32,7 @@ class VendorCudnnPlans(ListedVendor):
     name: ClassVar[str] = "vendor_cudnn_plans"
     op: ClassVar[str] = AttentionProblem.op
     offered: ClassVar[tuple[str, ...]] = (KERNEL,)
+    library: ClassVar[str] = "cudnn"
     identity: ClassVar[tuple[str, ...]] = ("engine", "is_unified", "version")
     options: ClassVar[Mapping[str, Domain]] = {
         "engine": range(MAX_INTEGER + 1),
