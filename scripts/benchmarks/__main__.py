@@ -13,6 +13,7 @@ NAMES = (
     "cost",
     "dispatch",
     "fleet",
+    "fp8_attention",
     "gpus",
     "levers",
     "logits",

@@ -256,6 +256,13 @@ MAX_AUTOTUNE = "max-autotune-no-cudagraphs"
 """Mode of torch.compile that searches longest."""
 
 
+def stream_of(device: Any) -> int:
+    """The stream that torch enqueues on now; the only one on a CPU, for tests."""
+    import torch
+
+    return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
+
+
 def _sentence(kernel: str, exc: BaseException, said: Sequence[str]) -> str:
     """One line: the error, and the reasons that torch gives as warnings."""
     texts = [str(exc) or type(exc).__name__, *said]

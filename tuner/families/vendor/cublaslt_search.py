@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from tuner.config import Config
 from tuner.families.base import Domain
-from tuner.families.vendor import MAX_INTEGER, ListedVendor, lt
+from tuner.families.vendor import MAX_INTEGER, ListedVendor, lt, stream_of
 from tuner.families.vendor.blas import VendorBlas
 from tuner.hardware import Gpu
 from tuner.problem import E4M3, GemmProblem, Problem
@@ -112,10 +112,3 @@ def called(problem: GemmProblem, product: lt.Product, chosen: lt.Heuristic) -> C
         return out
 
     return call
-
-
-def stream_of(device: Any) -> int:
-    """The stream that torch enqueues on now; the only one on a CPU, for tests."""
-    import torch
-
-    return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tuner.problem import AttentionProblem
+from tuner.problem import E4M3, AttentionProblem, Operand
 
-DATA_TYPES = {"float16": "HALF", "bfloat16": "BFLOAT16"}
+DATA_TYPES = {"float16": "HALF", "bfloat16": "BFLOAT16", "float32": "FLOAT", E4M3: "FP8_E4M3"}
 HEURISTICS = ("A", "B", "FALLBACK")
 IMPLEMENTATIONS = {False: "COMPOSITE", True: "UNIFIED"}
 """cudnn.attention_implementation by whether attention is one operation of cuDNN's or several."""
@@ -54,26 +54,25 @@ class Graph:
     graph: Any = field(init=False)
 
     def __post_init__(self) -> None:
-        cudnn, problem = self.cudnn, self.problem
-        kind = getattr(cudnn.data_type, DATA_TYPES[problem.dtype])
-        fp32 = cudnn.data_type.FLOAT
+        cudnn = self.cudnn
         self.graph = cudnn.pygraph(
-            io_data_type=kind,
-            intermediate_data_type=fp32,
-            compute_data_type=fp32,
+            io_data_type=self.kind(self.problem.dtype),
+            intermediate_data_type=cudnn.data_type.FLOAT,
+            compute_data_type=cudnn.data_type.FLOAT,
             handle=self.handle,
         )
-        *inputs, last = problem.operands
-        query, key, value, *bias = (
-            self.graph.tensor(
-                dim=list(one.shape),
-                stride=list(one.strides),
-                data_type=kind,
-                name=one.name,
-                uid=uid,
-            )
-            for uid, one in enumerate(inputs, 1)
-        )
+        self.compose()
+        self.graph.validate()
+        self.graph.build_operation_graph()
+
+    def kind(self, dtype: str) -> Any:
+        """CuDNN's name of a type."""
+        return getattr(self.cudnn.data_type, DATA_TYPES[dtype])
+
+    def compose(self) -> None:
+        """Add the operands, each by its place from 1, and the operation."""
+        *inputs, last = self.problem.operands
+        query, key, value, *bias = (self.tensor(one, uid) for uid, one in enumerate(inputs, 1))
         options = {"bias": bias[0]} if bias else {}
         out, _ = self.graph.sdpa(
             name="attention",
@@ -82,14 +81,26 @@ class Graph:
             v=value,
             attn_scale=self.scale,
             generate_stats=False,
-            implementation=getattr(cudnn.attention_implementation, self.implementation),
+            implementation=getattr(self.cudnn.attention_implementation, self.implementation),
             **options,
             **self._mask(),
         )
-        out.set_output(True).set_dim(list(last.shape)).set_stride(list(last.strides))
-        out.set_data_type(kind).set_uid(len(problem.operands))
-        self.graph.validate()
-        self.graph.build_operation_graph()
+        self.deliver(out, last, len(inputs) + 1)
+
+    def tensor(self, operand: Operand, uid: int) -> Any:
+        """An operand of the graph."""
+        return self.graph.tensor(
+            dim=list(operand.shape),
+            stride=list(operand.strides),
+            data_type=self.kind(operand.dtype),
+            name=operand.name,
+            uid=uid,
+        )
+
+    def deliver(self, made: Any, operand: Operand, uid: int) -> None:
+        """Have a result written to an operand."""
+        made.set_output(True).set_dim(list(operand.shape)).set_stride(list(operand.strides))
+        made.set_data_type(self.kind(operand.dtype)).set_uid(uid)
 
     def _mask(self) -> dict[str, Any]:
         """The band along the diagonal from the top left; its left side counts the diagonal."""

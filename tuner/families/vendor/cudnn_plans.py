@@ -12,8 +12,7 @@ from typing import Any, ClassVar
 
 from tuner.config import Config
 from tuner.families.base import Domain
-from tuner.families.vendor import MAX_INTEGER, ListedVendor, cudnn_graph
-from tuner.families.vendor.cublaslt_search import stream_of
+from tuner.families.vendor import MAX_INTEGER, ListedVendor, cudnn_graph, stream_of
 from tuner.families.vendor.cudnn_graph import KNOBS, Graph
 from tuner.families.vendor.sdpa import VendorSdpa
 from tuner.hardware import Gpu
