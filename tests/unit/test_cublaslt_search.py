@@ -141,6 +141,8 @@ def test_what_the_library_refuses_is_a_reason(
     unknown = Config(FAMILY.name, {**config.params, "algorithm": 5})
     reason = FAMILY.vendor_call(PLAIN, unknown, 1.0)
     assert reason == "cublaslt_search refuses: cublasLtMatmulAlgoInit: not supported"
+    hostile = Config(FAMILY.name, {**config.params, "tile": -1})
+    assert "tile=-1 is not known" in str(FAMILY.vendor_call(PLAIN, hostile, 1.0))
     assert "alpha 1" in str(FAMILY.vendor_call(PLAIN, config, 2.0))
     monkeypatch.setattr(cublaslt_search, "WORKSPACE_BYTES", 1000)
     large = Config(FAMILY.name, {**config.params, "algorithm": 66})

@@ -188,6 +188,8 @@ class ListedVendor(Vendor):
         return self.connected(problem, Config(self.name, {"kernel": kernel}), scale)
 
     def connected(self, problem: Problem, config: Config, scale: float) -> Callable[..., Any] | str:
+        if faults := self.malformed(config):  # a store's text goes no further
+            return "; ".join(faults)
         listed, here = config.get("version"), self.version()
         if listed not in (None, here):
             return f"{config['kernel']} of version {listed}, and the library's here is {here}"
