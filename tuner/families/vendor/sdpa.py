@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from tuner.config import Config
+from tuner.families import attention_work
 from tuner.families.base import Domain
 from tuner.families.vendor import FAILURES, Vendor, peers
 from tuner.hardware import DEFAULT_GPU, Gpu
@@ -78,6 +79,7 @@ class VendorSdpa(Vendor):
     op: ClassVar[str] = AttentionProblem.op
     offered: ClassVar[tuple[str, ...]] = (*BACKENDS, "flash3", *VARIANTS, "flash4")
     on_request: ClassVar[tuple[str, ...]] = ("naive", SERVING, *TILES)
+    work_terms: ClassVar[tuple[str, ...]] = attention_work.CLOSED_TERMS
     options: ClassVar[Mapping[str, Domain]] = {"layout": ("bhsd", "bshd")}
 
     def supports(self, problem: Problem, gpu: Gpu) -> str:
@@ -147,6 +149,11 @@ class VendorSdpa(Vendor):
 
     def environment(self) -> Mapping[str, str]:
         return {**super().environment(), **peers.versions((*PEERS, SERVING))}
+
+    def work(self, problem: Problem, config: Config, gpu: Gpu) -> tuple[float, ...]:
+        if not isinstance(problem, AttentionProblem):
+            return ()
+        return attention_work.closed_work(problem, gpu)
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
         """A fixed part plus the work at the rate of a large problem."""
