@@ -121,6 +121,9 @@ class LocalRunner:
             listed = [c for c in asking.result() if family.accepts(problem, c, self.gpu)]
         except CancelledError:
             listed = []
+        except BaseException:
+            self._pool.cancel([asking])
+            raise
         finally:
             with self._lock:
                 self._asking.discard(asking)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
+from tuner.base.install import install_command
 from tuner.config import Config
 from tuner.families.base import Domain
 from tuner.families.vendor import MAX_INTEGER, ListedVendor, cudnn_graph, stream_of
@@ -19,7 +20,7 @@ from tuner.hardware import Gpu
 from tuner.problem import E4M3, AttentionProblem, Problem
 
 KERNEL = "cudnn_plans"
-INSTALL = "pip install nvidia-cudnn-frontend"
+FRONTEND = "nvidia-cudnn-frontend"
 _NEEDED = ("get_engine_and_knobs_at_index", "create_execution_plan", "execute_plan_at_index")
 
 
@@ -57,7 +58,7 @@ class VendorCudnnPlans(ListedVendor):
 
     def lacks(self) -> str:
         if importlib.util.find_spec("cudnn") is None:
-            return f"nvidia-cudnn-frontend is not installed: {INSTALL}"
+            return f"{FRONTEND} is not installed: {install_command(FRONTEND)}"
         return ""
 
     def version(self) -> int:
@@ -113,7 +114,7 @@ def frontend() -> Any:
     try:
         cudnn = importlib.import_module("cudnn")
     except ImportError as exc:
-        raise ImportError(f"{exc}: {INSTALL}") from exc
+        raise ImportError(f"{exc}: {install_command(FRONTEND)}") from exc
     if absent := [name for name in _NEEDED if not hasattr(cudnn.pygraph, name)]:
         raise ImportError(f"nvidia-cudnn-frontend is too old: it has no {absent[0]}")
     return cudnn
