@@ -70,7 +70,7 @@ class Vendor(Family):
     options: ClassVar[Mapping[str, Domain]] = {}
     """Domains of parameters that a config may have beside ``kernel``."""
     is_tried: ClassVar[bool] = True
-    """Whether a call is run once before it is handed out; not where the library was asked."""
+    """A call is run once before it is handed out, unless its library was asked already."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         """The domains are what `offered`, `on_request` and `options` say, where it has kernels."""

@@ -1,7 +1,7 @@
 """Attention as a graph of cuDNN's Python frontend, and its execution plans.
 
 A plan is named by what rebuilds it on any graph of the problem: its engine's number, the values of
-its knobs, and which of two operations the graph has. Its place in a heuristic's list is no name: it
+its knobs, and which of two operations the graph has. Its place in a heuristic's list is not a name: it
 changes with the version. Tested with nvidia-cudnn-frontend 1.32.
 """
 
@@ -34,7 +34,7 @@ _thread = threading.local()
 
 @dataclass(frozen=True)
 class PlanName:
-    """What rebuilds a plan."""
+    """The numbers that rebuild a plan."""
 
     engine: int
     knobs: tuple[tuple[str, int], ...]

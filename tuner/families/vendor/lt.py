@@ -236,7 +236,7 @@ class Product:
         return self._a, self._b, self._d, self._d
 
     def heuristics(self, count: int, max_workspace: int) -> list[Heuristic]:
-        """What the library recommends for operands at any address that TMA can read, best first.
+        """The library's recommendations for operands at any address that TMA can read, best first.
 
         Raises:
             RuntimeError: when it has nothing.
@@ -256,7 +256,7 @@ class Product:
         return [one for one in found[: returned.value] if not one.state]
 
     def attributes(self, algorithm: Algorithm) -> dict[str, int]:
-        """What rebuilds an algorithm, by `ATTRIBUTES`."""
+        """The numbers that rebuild an algorithm, by `ATTRIBUTES`."""
         found = {}
         for name, (number, kind) in ATTRIBUTES.items():
             value, written = kind(), ctypes.c_size_t()

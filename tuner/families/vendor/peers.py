@@ -17,14 +17,14 @@ from tuner.families.vendor import FAILURES
 
 
 class Peer(NamedTuple):
-    """Where a peer is found."""
+    """The places of a peer, and the names of its files."""
 
     module: str
     """Name of a file in the folder, without its ending."""
     files: str
     """Pattern of the files there that are its build."""
     package: str
-    """What to import instead; empty where it has no package that is called alike."""
+    """Imported where the folder has no module; empty for a peer without such a package."""
     distributions: tuple[str, ...]
     """Names under which the package may be installed."""
 
@@ -106,7 +106,7 @@ def _version(name: str, folder: Path | None) -> str:
 
 
 def is_package(name: str) -> bool:
-    """Whether the peer would be a package's."""
+    """True where a package, not a module of the folder, is the peer."""
     return bool(found := version(name)) and not found.startswith(f"{PEERS[name].module} ")
 
 
