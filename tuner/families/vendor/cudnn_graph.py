@@ -1,8 +1,8 @@
 """Attention as a graph of cuDNN's Python frontend, and its execution plans.
 
 A plan is named by what rebuilds it on any graph of the problem: its engine's number, the values of
-its knobs, and which of two operations the graph has. Its place in a heuristic's list is not a name: it
-changes with the version. Tested with nvidia-cudnn-frontend 1.32.
+its knobs, and which of two operations the graph has. A heuristic's order changes with the version.
+Tested with nvidia-cudnn-frontend 1.32.
 """
 
 from __future__ import annotations
