@@ -20,7 +20,7 @@ from tuner.config import Config
 from tuner.errors import BenchmarkError, ConfigError
 from tuner.families import family
 from tuner.families.base import LSE, SCRATCH, Family, Launch
-from tuner.families.vendor import BESIDE_PYTORCH
+from tuner.families.vendor import MEASURED_ONLY
 from tuner.measurement import Measurement, Provenance, Status
 from tuner.problem import GemmProblem, GroupedGemmProblem, Problem
 from tuner.runtime import counters, devices, native
@@ -244,9 +244,9 @@ def _plan(
         member = family(config.family)
         if not member.is_vendor:
             return own_plan(problem, member, measurement, scale, device, shape)
+        if (kernel := config.get("kernel")) in MEASURED_ONLY:
+            return f"{kernel} is measured, and not served"
         if problem.op in (GemmProblem.op, GroupedGemmProblem.op) and not member.is_listed:
-            if (kernel := config.get("kernel")) in BESIDE_PYTORCH:
-                return f"{kernel} is measured, and not served"
             # cuBLAS and cuBLASLt are chosen for the whole process, not for a call: PyTorch's
             # own choice is the vendor's kernel. A loop over groups is not to be captured as timed.
             return PYTORCHS

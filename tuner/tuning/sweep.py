@@ -356,7 +356,8 @@ class Sweep:
         most = self.options.max_workspace
         if most is not None:
             space = [c for c in space if family.scratch_bytes(problem, c) <= most]
-        with self._interruption.waiting():  # a library's list takes seconds
+        is_slow = family.is_listed  # a library's list takes seconds
+        with self._interruption.waiting() if is_slow else contextlib.nullcontext():
             space = self.runner.candidates(problem, family, space)
         if family.is_listed and space:
             self._note(f"{family.name}: {len(space)} listed by its library")

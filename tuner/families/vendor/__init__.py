@@ -45,13 +45,18 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "cublas": ("nvidia-cublas", "nvidia-cublas-cu13", "nvidia-cublas-cu12"),
 }
 
-BESIDE_PYTORCH: frozenset[str] = frozenset(
+MEASURED_ONLY: frozenset[str] = frozenset(
     {
-        *("cudnn_plans", "cublaslt_search", "deep_gemm", "torch_compile", "inductor"),
-        *("flash3", "flash3_splits", "flash3_serving", "flash4"),
+        *("deep_gemm", "torch_compile", "inductor", "flash3_serving"),
         *("flash4_128x128", "flash4_128x160", "flash4_192x128", "flash4_192x144"),
     }
 )
+"""Kernels that the runtime does not call where they win: they compile in a call, or keep a state
+(FlashAttention-3's metadata) that one stream at a time may use."""
+
+BESIDE_PYTORCH: frozenset[str] = MEASURED_ONLY | {
+    *("cudnn_plans", "cublaslt_search", "flash3", "flash3_splits", "flash4")
+}
 """Kernels that eager PyTorch never calls by itself: to leave a call to it is not to run these."""
 
 MAX_INTEGER = 2**31 - 1
