@@ -160,8 +160,10 @@ def _glossary(subject: Subject) -> Section:
         for config in (m.config, *m.config.stages.values())
         for name in config.params
     }
-    words = ["Names of the parameters on this page."]
-    return Section("glossary", "Glossary", words, terms=meanings(names))
+    words, terms = ["Names of the parameters on this page."], meanings(names)
+    if len(terms) < len(names):
+        words.append("Others are the vendors' own, of their libraries' plans and algorithms.")
+    return Section("glossary", "Glossary", words, terms=terms)
 
 
 PER_TOKEN = ("us a head", "Mtokens/s", "tokens/s/MB")
