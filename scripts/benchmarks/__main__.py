@@ -23,6 +23,7 @@ NAMES = (
     "repeats",
     "search",
     "service",
+    "suites",
 )
 
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 
 from tuner.config import Config
-from tuner.measurement import Measurement
+from tuner.measurement import Measurement, is_tie
 from tuner.store.entry import is_vendor, vendor_name
 
-TIE = 0.01
-"""Largest relative difference that can be a tie."""
 FAMILY_REACH = 1.3
 """The best candidate of every own family within this factor of the best own one is a finalist."""
 LEAST_OWN = 3
@@ -70,18 +67,6 @@ def rank(measured: Sequence[Measurement]) -> list[Measurement]:
         ranking.append(first)
         left.remove(first)
     return ranking
-
-
-def is_tie(one: Measurement, other: Measurement) -> bool:
-    """Whether two times are equal within their measured noise, at most `TIE`."""
-    fast, slow = sorted((_us(one), _us(other)))
-    noise = math.hypot(deviation(one), deviation(other))
-    return slow <= fast * (1 + min(TIE, noise))
-
-
-def deviation(measurement: Measurement) -> float:
-    """Standard deviation over the rounds as a part of the median."""
-    return (measurement.std_us or 0.0) / _us(measurement)
 
 
 def _us(measurement: Measurement) -> float:

@@ -25,6 +25,7 @@ from tuner.measurement import (
     Regime,
     Resources,
     Status,
+    is_tie,
 )
 from tuner.problem import Problem, problem_from_json
 
@@ -172,6 +173,12 @@ class Entry:
         times = {name: m.latency_us for name, m in self.vendors.items() if m.latency_us is not None}
         name = min(times, key=times.__getitem__, default=None)
         return None if name is None else (name, self.vendors[name])
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the best own kernel and the fastest vendor's are equal within their noise."""
+        vendor, own = self.fastest_vendor, self.best_own
+        return vendor is not None and own is not None and is_tie(own, vendor[1])
 
 
 def ratios_json(entry: Entry | None) -> dict[str, dict[str, float]]:
