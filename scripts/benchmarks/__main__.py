@@ -13,13 +13,18 @@ NAMES = (
     "cost",
     "dispatch",
     "fleet",
+    "fp8_attention",
     "gpus",
     "levers",
     "logits",
+    "models",
+    "peers",
+    "population",
     "repeats",
     "search",
     "select",
     "service",
+    "suites",
 )
 
 

@@ -119,7 +119,7 @@ def _prove(prover: Prover, plans: Sequence[Plan], faults: list[str]) -> int:
 def _plans(args: argparse.Namespace, gpu: Gpu) -> list[Plan]:
     """What each list of the GPU's compute capability lacks."""
     from tuner.base import resources
-    from tuner.selection.kernels import BUILD, lists, path_of, targets
+    from tuner.selection.kernels import BUILD, KernelList, targets, users
     from tuner.selection.portfolio import shipped
     from tuner.tuning.proof import plan
 
@@ -133,17 +133,15 @@ def _plans(args: argparse.Namespace, gpu: Gpu) -> list[Plan]:
         for one in portfolios
         for target in targets(one)
     }
-    known = [one for one in lists.known() if one.capability == gpu.compute_capability]
-    if not wanted or not known:
+    known = {path: KernelList.read(path) for path in users()}
+    current = gpu.compute_capability, resources.templates_digest()
+    paths = [path for path, one in known.items() if (one.capability, one.templates) == current]
+    if not wanted or not paths:
         what = "kernel is built" if wanted else "portfolio ships"
         raise ConfigError(
-            f"no {what} for compute capability {gpu.compute_capability}, templates "
-            f"{resources.templates_digest()[:8]} ({BUILD})"
+            f"no {what} for compute capability {current[0]}, templates {current[1][:8]} ({BUILD})"
         )
-    return [
-        plan(path_of(one.nvcc, one.capability), list(wanted.values()), again=args.again)
-        for one in known
-    ]
+    return [plan(path, list(wanted.values()), again=args.again) for path in paths]
 
 
 def _name(faults: Sequence[str]) -> None:

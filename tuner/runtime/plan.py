@@ -20,6 +20,7 @@ from tuner.config import Config
 from tuner.errors import BenchmarkError, ConfigError
 from tuner.families import family
 from tuner.families.base import LSE, SCRATCH, Family, Launch
+from tuner.families.vendor import MEASURED_ONLY
 from tuner.measurement import Measurement, Provenance, Status
 from tuner.problem import GemmProblem, GroupedGemmProblem, Problem
 from tuner.runtime import counters, devices, native
@@ -96,6 +97,8 @@ class VendorPlan(Plan):
     """A vendor's kernel, called through torch."""
 
     call: Callable[..., torch.Tensor]
+    shape: tuple[int, ...] = ()
+    """Of the output; the problem's own where it is empty."""
 
     def _enqueue(self, inputs: Sequence[torch.Tensor], lse: torch.Tensor | None) -> torch.Tensor:
         try:
@@ -104,7 +107,7 @@ class VendorPlan(Plan):
             raise
         except RuntimeError as exc:
             raise BenchmarkError(str(exc)) from exc
-        return out
+        return out.view(self.shape) if self.shape else out
 
 
 @dataclass(frozen=True)
@@ -246,7 +249,9 @@ def plan_of(
         member = family(config.family)
         if not member.is_vendor:
             return own_plan(problem, member, measurement, scale, device, shape)
-        if problem.op in (GemmProblem.op, GroupedGemmProblem.op):
+        if (kernel := config.get("kernel")) in MEASURED_ONLY:
+            return f"{kernel} is measured, and not served"
+        if problem.op in (GemmProblem.op, GroupedGemmProblem.op) and not member.is_listed:
             # cuBLAS and cuBLASLt are chosen for the whole process, not for a call: PyTorch's
             # own choice is the vendor's kernel. A loop over groups is not to be captured as timed.
             return PYTORCHS
@@ -261,7 +266,13 @@ def plan_of(
     is_nearest = measurement.problem != problem
     is_selected = measurement.provenance is Provenance.PREDICTED
     return VendorPlan(
-        problem, config, device, is_nearest=is_nearest, call=call, by_portfolio=is_selected
+        problem,
+        config,
+        device,
+        is_nearest=is_nearest,
+        call=call,
+        shape=shape,
+        by_portfolio=is_selected,
     )
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from tuner import settings
 from tuner.base import document, output, resources
+from tuner.compile import prebuilt
 from tuner.compile.artifacts import KEY, Artifact, ArtifactCache
 from tuner.config import Config
 from tuner.errors import ConfigError
@@ -162,15 +163,19 @@ class KernelList:
         except FOREIGN as exc:
             raise ConfigError(f"it cannot be read: {exc!r}") from exc
 
+    def text(self) -> str:
+        """The document as JSON, a line for each kernel."""
+        data = self.to_json()
+        lines = ",\n".join(f"  {json.dumps(row)}" for row in data.pop("kernels"))
+        return f'{json.dumps(data)[:-1]}, "kernels": [\n{lines}\n]}}\n'
+
     def write(self, path: Path) -> None:
-        """Write it as JSON, a line for each kernel.
+        """Write `text` to a file.
 
         Raises:
             StoreError: when it cannot be written.
         """
-        data = self.to_json()
-        lines = ",\n".join(f"  {json.dumps(row)}" for row in data.pop("kernels"))
-        output.write(path, f'{json.dumps(data)[:-1]}, "kernels": [\n{lines}\n]}}\n')
+        output.write(path, self.text())
 
     @classmethod
     def read(cls, path: Path) -> KernelList:
@@ -199,12 +204,15 @@ def path_of(nvcc: str, capability: str) -> Path:
     return settings.kernels_dir() / f"{nvcc}-{capability}.json"
 
 
-def places() -> list[Path]:
-    """Every kernel list of this machine: the user's, newest compiler last.
-
-    A wheel of prebuilt kernels adds the list that it carries here.
-    """
+def users() -> list[Path]:
+    """The user's kernel lists, newest compiler last."""
     return sorted(settings.kernels_dir().glob("*.json"))
+
+
+def places() -> list[Path]:
+    """Every kernel list of this machine: the installed wheel's, then the user's."""
+    found = prebuilt.kernel_list()
+    return [*([] if found is None else [found]), *users()]
 
 
 def update(path: Path, add: Iterable[Kernel], start: KernelList | None = None) -> KernelList:
@@ -232,6 +240,8 @@ class Lists:
     def __init__(self) -> None:
         self._stamp: Any = None
         self._known: tuple[KernelList, ...] = ()
+        self._faults: dict[str, str] = {}
+        """By the library's hash: what failed in one list is not served from another."""
 
     def known(self) -> tuple[KernelList, ...]:
         """All of them; one that cannot be read is left out, and said once."""
@@ -246,6 +256,12 @@ class Lists:
                     _log.warning("%s", exc)
             current = resources.templates_digest() if found else ""
             self._known = tuple(one for one in found if one.templates == current)
+            self._faults = {
+                kernel.sha256: kernel.fault
+                for one in self._known
+                for kernel in one.kernels.values()
+                if kernel.fault
+            }
             self._stamp = stamp
         return self._known
 
@@ -255,26 +271,25 @@ class Lists:
         for one in reversed(self.known()):
             if one.capability != capability:
                 continue
-            found = {name: _proven(one, spec) for name, spec in specs.items()}
+            found = {name: self._proven(one, spec) for name, spec in specs.items()}
             faults = [fault for _, fault in found.values() if fault]
             if not faults:
                 return {name: key for name, (key, _) in found.items()}
             reasons.append(faults[0])
         return reasons[0] if reasons else f"no kernel is built ({BUILD})"
 
-
-def _proven(one: KernelList, spec: KernelSpec) -> tuple[str, str]:
-    """The key of a proven kernel's artifact, or why it is not served."""
-    kernel = one.find(spec)
-    if kernel is None:
-        return "", f"a kernel is not built ({BUILD})"
-    if kernel.fault:
-        return "", f"a kernel failed its proof: {kernel.fault}"
-    if kernel.proof is None:
-        return "", f"a kernel is not proven ({PROVE})"
-    if artifact_of(one, kernel) is None:
-        return "", f"the artifact of a proven kernel is not in the cache ({BUILD})"
-    return kernel.artifact, ""
+    def _proven(self, one: KernelList, spec: KernelSpec) -> tuple[str, str]:
+        """The key of a proven kernel's artifact, or why it is not served."""
+        kernel = one.find(spec)
+        if kernel is None:
+            return "", f"a kernel is not built ({BUILD})"
+        if fault := self._faults.get(kernel.sha256, ""):
+            return "", f"a kernel failed its proof: {fault}"
+        if kernel.proof is None:
+            return "", f"a kernel is not proven ({PROVE})"
+        if artifact_of(one, kernel) is None:
+            return "", f"the artifact of a proven kernel is not in the cache ({BUILD})"
+        return kernel.artifact, ""
 
 
 def artifact_of(one: KernelList, kernel: Kernel) -> Artifact | None:

@@ -410,12 +410,12 @@ class FusedAttention(Family):
             return (1,)
         tiles = -(-attention.seqlen_q * packed // _tile_m(params))
         tiles *= attention.batch * attention.heads_q // packed
-        most = min(MOST_SPLITS, attention.seqlen_kv // LEAST_SPLIT_KEYS)
+        once = gpu.sm_count * int(params["blocks_per_sm"]) // tiles
+        most = min(once, attention.seqlen_kv // LEAST_SPLIT_KEYS)
         if params["combine"] == "cluster":
             most = min(most, MOST_CLUSTERED)
-        once, twice = gpu.sm_count // tiles, 2 * gpu.sm_count // tiles
-        counts = {n for n in (2, once // 2, once, twice) if 1 < n <= most}
-        return sorted(counts or {most} - {0, 1})
+        counts = {2**i for i in range(1, max(1, most).bit_length())} | {most}
+        return sorted(count for count in counts if count > 1)
 
     def called(self, problem: Problem, config: Config, splits: int) -> Config:
         """To kernels an absent `packed_heads` is 1."""
