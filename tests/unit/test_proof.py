@@ -11,6 +11,7 @@ import pytest
 from tuner import settings
 from tuner.base import resources
 from tuner.cli import main
+from tuner.compile import prebuilt
 from tuner.compile.artifacts import Artifact, ArtifactCache
 from tuner.errors import BenchmarkError, ConfigError
 from tuner.hardware import DEFAULT_GPU
@@ -21,7 +22,7 @@ from tuner.measure.worker import Outcome
 from tuner.measure.worker_client import Ask
 from tuner.measurement import Environment, Status
 from tuner.problem import AttentionProblem
-from tuner.selection.kernels import Kernel, KernelList, Lists, Target, path_of, targets
+from tuner.selection.kernels import Kernel, KernelList, Lists, Target, path_of, targets, users
 from tuner.selection.portfolio import shipped
 from tuner.tuning.proof import Prover, plan
 
@@ -191,11 +192,43 @@ class TestLists:
         prover(Worker()).run(plan(built, TARGETS))
         assert lists.proven(TARGETS[0].kernels, "9.0") == {"attention": "key1"}
 
+    def test_a_library_is_hashed_once(self, built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        prover(Worker()).run(plan(built, TARGETS))
+        lists, found = Lists(), list[str]()
+        find = ArtifactCache.find
+        monkeypatch.setattr(
+            ArtifactCache, "find", lambda cache, key: (found.append(key), find(cache, key))[1]
+        )
+        for _ in range(3):
+            assert lists.proven(TARGETS[0].kernels, "9.0") == {"attention": "key1"}
+        assert found == ["key1"]
+
     def test_a_damaged_list_serves_nothing(
         self, built: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         built.write_text("{")
         assert "no kernel is built" in str(self.served(built)) and "kernel list" in caplog.text
+
+
+class TestWheel:
+    def test_the_wheel_s_list_serves_beside_the_user_s(
+        self, built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        prover(Worker()).run(plan(built, TARGETS))
+        carried = built.rename(tmp_path / "kernels.json")
+        monkeypatch.setattr(prebuilt, "kernel_list", lambda: carried)
+        assert Lists().proven(TARGETS[0].kernels, "9.0") == {"attention": "key1"}
+        assert users() == []
+
+    def test_what_failed_here_is_not_served_from_the_wheel(
+        self, built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        prover(Worker()).run(plan(built, TARGETS))
+        carried = tmp_path / "kernels.json"
+        carried.write_text(built.read_text())
+        monkeypatch.setattr(prebuilt, "kernel_list", lambda: carried)
+        prover(Worker(wrong_at_one_query)).run(plan(built, TARGETS, again=True))
+        assert "failed its proof" in str(Lists().proven(TARGETS[0].kernels, "9.0"))
 
 
 class TestCommand:

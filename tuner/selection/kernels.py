@@ -242,6 +242,8 @@ class Lists:
         self._known: tuple[KernelList, ...] = ()
         self._faults: dict[str, str] = {}
         """By the library's hash: what failed in one list is not served from another."""
+        self._there: set[Kernel] = set()
+        """Those whose libraries were hashed; loading one hashes it again."""
 
     def known(self) -> tuple[KernelList, ...]:
         """All of them; one that cannot be read is left out, and said once."""
@@ -262,6 +264,7 @@ class Lists:
                 for kernel in one.kernels.values()
                 if kernel.fault
             }
+            self._there = set()
             self._stamp = stamp
         return self._known
 
@@ -287,8 +290,9 @@ class Lists:
             return "", f"a kernel failed its proof: {fault}"
         if kernel.proof is None:
             return "", f"a kernel is not proven ({PROVE})"
-        if artifact_of(one, kernel) is None:
+        if kernel not in self._there and artifact_of(one, kernel) is None:
             return "", f"the artifact of a proven kernel is not in the cache ({BUILD})"
+        self._there.add(kernel)
         return kernel.artifact, ""
 
 

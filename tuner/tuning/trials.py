@@ -27,6 +27,8 @@ MAX_BYTES = 96 << 20
 """Of a trial's operands, and of the outputs of its splits."""
 MAX_LENGTH = 4096
 """Of a drawn sequence; planted ones may be longer."""
+MAX_LSE_ROWS = 1 << 15
+"""Of a trial with log-sum-exp, which is compared on the host."""
 _ATTEMPTS = 1000
 _BATCHES = (1, 2, 3, 5, 8, 17, 32)
 #: Query and key heads as public models have them: Falcon's 71 on 1, Qwen2.5's 14 on 2 and 28 on
@@ -142,6 +144,9 @@ class _Draw:
             values = {**{name: self._value(name) for name in self.axes}, **planted}
             problem = self._problem(values, planted)
             if problem is None or not _is_small(problem, values["schedule"]):
+                continue
+            rows = problem.batch * problem.heads_q * problem.seqlen_q
+            if values["with_lse"] and rows > MAX_LSE_ROWS:
                 continue
             config = self._config(problem, values["schedule"])
             if config is not None:
