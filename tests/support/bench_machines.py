@@ -30,7 +30,7 @@ from tuner.selection.reader import Entry
 
 PROBLEM = AttentionProblem.parse("H=8,S=384,D=64")
 CAUSAL = replace(PROBLEM, is_causal=True)
-WARM, COLD = Regime("graph", "warm"), Regime("graph", "cold")
+WARM, COLD = Regime("stream", "warm"), Regime("stream", "cold")
 PEERS = ("cudnn", "flash3", "flash3_splits")
 OWN = family("fused_attention").space(PROBLEM, DEFAULT_GPU)
 OWN_CAUSAL = family("fused_attention").space(CAUSAL, DEFAULT_GPU)[0]

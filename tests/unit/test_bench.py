@@ -107,8 +107,8 @@ def test_named_kernels_are_timed_and_no_part_of_a_ratio(machines: Machines) -> N
 def test_a_row_is_one_interleaved_request(machines: Machines) -> None:
     results, saved, notes = compare(machines, task(), task(regime=COLD), entries=[entry(*OWN[:3])])
     assert [(a.mode, str(a.regime), a.rounds) for a in machines.worker.asked] == [
-        ("final", "graph-warm", 20),
-        ("final", "graph-cold", 20),
+        ("final", "stream-warm", 20),
+        ("final", "stream-cold", 20),
     ]
     (row, _) = results.rows
     assert [t.config for t in row.timed[:3]] == OWN[:3]
@@ -241,7 +241,7 @@ def test_the_command_times_what_the_store_holds(
     assert command(*shape, *given, "--rounds", 5) == 0
     (warm, cold) = machines.worker.asked
     assert [c for c, _ in warm.candidates][:3] == OWN[:3] and warm.rounds == 5
-    assert str(cold.regime) == "graph-cold"
+    assert str(cold.regime) == "stream-cold"
     shown = capsys.readouterr()
     assert "geometric mean 2.00x the fastest peer;" in shown.out.splitlines()[-1]
     assert "1/2 attention" in shown.err and all(file.stat().st_size for file in files)
@@ -259,7 +259,7 @@ def test_an_interrupted_run_keeps_its_rows_and_goes_on(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     def interrupt(ask: Ask) -> None:
-        if str(ask.regime) == "graph-cold":
+        if str(ask.regime) == "stream-cold":
             raise raised
 
     machines.worker.before = interrupt
@@ -270,7 +270,7 @@ def test_an_interrupted_run_keeps_its_rows_and_goes_on(
     machines.worker.before = lambda ask: None
     machines.worker.asked.clear()
     assert command(*given, "--resume") == 0
-    assert [str(ask.regime) for ask in machines.worker.asked] == ["graph-cold"]
+    assert [str(ask.regime) for ask in machines.worker.asked] == ["stream-cold"]
     assert len(Results.read(tmp_path / "b.json").rows) == 2
 
 

@@ -110,7 +110,7 @@ def test_tables_say_one_row_a_problem_and_the_mean_last() -> None:
     (loss,) = [text for text in lines if text.startswith("B=1,H=8,S=384,D=64 ") and "8.00" in text]
     assert loss.split()[1:6] == ["9.00", "8.00", "0.89x", "cudnn,", "slower"]
     assert "cudnn: timeout (B=1,H=8,S=384,D=64,causal=1,dtype=fp16)" in lines
-    assert lines[-2].startswith("toy, graph-warm: 1 problem, 1 without a ratio")
+    assert lines[-2].startswith("toy, stream-warm: 1 problem, 1 without a ratio")
     assert lines[-1].endswith(
         "own speed: geometric mean 0.89x the fastest peer, slower; "
         "worst 0.89x at B=1,H=8,S=384,D=64,dtype=fp16, slower"
@@ -119,7 +119,7 @@ def test_tables_say_one_row_a_problem_and_the_mean_last() -> None:
 
 def test_a_shape_named_alone_is_shown_kernel_by_kernel() -> None:
     text = bench_tables.text(shown(), details=("toy",))
-    assert "attention B=1,H=8,S=384,D=64,dtype=fp16, graph-warm" in text
+    assert "attention B=1,H=8,S=384,D=64,dtype=fp16, stream-warm" in text
     (line,) = [t for t in text.splitlines() if t.startswith("cudnn") and "20.0" in t]
     assert line.split()[:3] == ["cudnn", "peer", "20.0"]
 
@@ -141,8 +141,8 @@ def test_decoding_is_shown_by_what_it_reads() -> None:
 def test_csv_and_markdown_hold_every_row() -> None:
     found = list(csv.DictReader(io.StringIO(bench_tables.csv_text(shown()))))
     assert [(f["regime"], f["kernel"], f["latency_us"]) for f in found[:2]] == [
-        ("graph-warm", "ours", "10.0"),
-        ("graph-warm", "cudnn", "20.0"),
+        ("stream-warm", "ours", "10.0"),
+        ("stream-warm", "cudnn", "20.0"),
     ]
     assert len(found) == 6 and float(found[0]["tflops"]) > 0 and found[3]["tflops"] == ""
     text = bench_tables.markdown(shown())

@@ -27,7 +27,7 @@ from tuner.measurement import Environment, Measurement, Provenance, Regime, Reso
 from tuner.problem import GemmProblem
 
 PROBLEM = GemmProblem(m=64, n=64, k=64)
-REGIME = Regime("graph", "cold")
+REGIME = Regime("stream", "cold")
 USED = Resources(168, 0, 0, 0)
 
 

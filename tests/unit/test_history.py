@@ -94,7 +94,7 @@ def test_shipped_recordings_of_problems_that_the_store_lacks(store: Store) -> No
 def test_another_chip_or_regime_says_nothing(store: Store) -> None:
     ship(FAR, CONFIGS[0])
     assert history.history(NEW, GPUS["H100"], REGIME, HERE.digest, store) == []
-    warm = Regime("graph", "warm")
+    warm = Regime("stream", "warm")
     assert history.history(NEW, DEFAULT_GPU, warm, HERE.digest, store) == []
 
 

@@ -127,7 +127,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Made]:
         parts: Any = (compiler, worker)
         made = LocalRunner(
             0,
-            Regime("graph", "warm"),
+            Regime("stream", "warm"),
             parts[0],
             family_modules=[tmp_path / "planted.py"],
             gpu=DEFAULT_GPU,

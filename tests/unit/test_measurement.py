@@ -26,7 +26,7 @@ MEASUREMENT = Measurement(
     GemmProblem(4096, 4096, 4096),
     CONFIG,
     DEFAULT_GPU,
-    Regime("graph", "cold"),
+    Regime("stream", "cold"),
     Status.OK,
     Provenance.MEASURED,
     Environment({"driver": "580", "power_limit_w": 700}),
@@ -112,8 +112,8 @@ def test_what_is_no_measurement_is_refused(field: str) -> None:
 
 
 def test_regimes() -> None:
-    assert str(Regime.default("gemm")) == "graph-cold"
-    assert str(Regime.default("attention")) == "graph-warm"
+    assert str(Regime.default("gemm")) == "stream-cold"
+    assert str(Regime.default("attention")) == "stream-warm"
     assert Regime.parse("eager-cold") == Regime("eager", "cold")
     for text in ("graph", "graph-hot", "lazy-warm"):
         with pytest.raises(ConfigError, match="allowed"):

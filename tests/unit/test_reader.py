@@ -36,7 +36,7 @@ from tuner.store.exchange import to_text
 MODULE = importlib.import_module("tuner.selection.reader")
 
 H200, H100, PCIE = GPUS["H200"], GPUS["H100"], GPUS["H100-PCIe"]
-WARM, EAGER = Regime("graph", "warm"), Regime("eager", "warm")
+WARM, EAGER = Regime("stream", "warm"), Regime("eager", "warm")
 PROBLEM = AttentionProblem(1024, 1024, 64)
 OWN = Config("cutlass_fmha", {"tile_m": 128})
 CUDNN = Config("vendor_sdpa", {"backend": "cudnn"})
@@ -129,7 +129,7 @@ class TestAnswers:
         assert lookup(PROBLEM, gpu=H100, path=path) is None
 
     def test_the_regime_is_the_operations_own(self, store: Store, path: Path) -> None:
-        gemm, cold = GemmProblem(64, 64, 64), Regime("graph", "cold")
+        gemm, cold = GemmProblem(64, 64, 64), Regime("stream", "cold")
         decide(store, measured(problem=gemm, regime=cold))
         assert us(lookup(gemm, gpu=H200, path=path)) == 13
         assert lookup(gemm, gpu=H200, regime=WARM, path=path) is None
@@ -137,12 +137,12 @@ class TestAnswers:
     def test_who_names_no_regime_is_answered_from_either_state_of_the_inputs(
         self, store: Store, path: Path
     ) -> None:
-        cold = Regime("graph", "cold")
+        cold = Regime("stream", "cold")
         decide(store, measured(regime=cold))
         answer = lookup(PROBLEM, gpu=H200, path=path)
         assert (us(answer), answer and answer.exact) == (13, True)
         assert answer is not None
-        assert answer.notes == ("timed graph-cold: nothing better is known graph-warm",)
+        assert answer.notes == ("timed stream-cold: nothing better is known stream-warm",)
         assert lookup(PROBLEM, gpu=H200, regime=WARM, path=path) is None
         assert us(lookup(PROBLEM, gpu=H200, among=store.entries())) == 13
         replayed = measured(11.0, provenance=Provenance.REPLAYED)

@@ -31,7 +31,7 @@ from tuner.store import open_store
 
 PROBLEM = AttentionProblem.parse("S=512,D=64")
 STAGE = GemmProblem(512, 512, 64)
-REGIME = Regime("graph", "warm")
+REGIME = Regime("stream", "warm")
 ENVIRONMENT = Environment({"driver": "580.1", "clock_max_mhz": 1980, "power_limit_w": 700.5})
 
 
@@ -105,7 +105,7 @@ def test_find_goes_by_content(tmp_path: Path) -> None:
     assert recording.find(PROBLEM, DEFAULT_GPU, REGIME, [tmp_path]) == WHOLE
     assert recording.find(STAGE, DEFAULT_GPU, REGIME, [tmp_path]) is None
     assert recording.find(PROBLEM, GPUS["H100-PCIe"], REGIME, [tmp_path]) is None
-    assert recording.find(PROBLEM, DEFAULT_GPU, Regime("graph", "cold"), [tmp_path]) is None
+    assert recording.find(PROBLEM, DEFAULT_GPU, Regime("stream", "cold"), [tmp_path]) is None
     assert recording.find(PROBLEM, DEFAULT_GPU, REGIME, [tmp_path / "none"]) is None
 
 
@@ -122,7 +122,7 @@ def test_shipped_recordings_are_whole_and_named_alike() -> None:
 
 def test_file_name_holds_no_odd_characters() -> None:
     name = recording.file_name(PROBLEM, Gpu("NVIDIA H100 80GB HBM3", "9.0", 132, 1, 1.0, 1), REGIME)
-    assert name == "attention-B1_H16_S512_D64_dtypefp16-H100_80GB_HBM3-graph-warm.json.gz"
+    assert name == "attention-B1_H16_S512_D64_dtypefp16-H100_80GB_HBM3-stream-warm.json.gz"
 
 
 def damaged(change: Callable[[dict[str, Any]], None]) -> bytes:

@@ -90,7 +90,7 @@ def test_of_two_regimes_the_rule_of_nearer_problems_answers(ships: Rule, tmp_pat
     """Decoding is tuned with cold inputs: its rule knows nothing nearer than a prompt's."""
     texts = ("SQ=1,SKV=1024,D=64", "SQ=1,SKV=8192,D=64")
     decoding = [Sample(AttentionProblem.parse(text), {CUDNN: 10.0, FLASH: 12.0}) for text in texts]
-    fit(decoding, DEFAULT_GPU, Regime("graph", "cold")).write(rule._folder() / "cold.json")
+    fit(decoding, DEFAULT_GPU, Regime("stream", "cold")).write(rule._folder() / "cold.json")
     rule.shipped.cache_clear()
     path = tmp_path / "none"
 
@@ -98,7 +98,7 @@ def test_of_two_regimes_the_rule_of_nearer_problems_answers(ships: Rule, tmp_pat
         problem = AttentionProblem.parse(text)
         answer = lookup(problem, gpu="H200", path=path, regime=asked)
         assert answer is not None
-        note = "timed graph-cold: the rule of graph-warm knows nothing nearer"
+        note = "timed stream-cold: the rule of stream-warm knows nothing nearer"
         assert (note in answer.notes) == (answer.entry.regime.l2 == "cold")
         return answer.entry.regime
 

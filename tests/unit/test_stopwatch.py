@@ -27,7 +27,7 @@ from tuner.measure.stopwatch import (
 from tuner.measurement import Clocks, Regime
 from tuner.problem import AttentionProblem, GemmProblem
 
-WARM, COLD = Regime("graph", "warm"), Regime("graph", "cold")
+WARM, COLD = Regime("stream", "warm"), Regime("stream", "cold")
 SMALL, LARGE = GemmProblem(m=512, n=512, k=512), GemmProblem(m=8192, n=8192, k=8192)
 PLENTY = 100 << 30
 

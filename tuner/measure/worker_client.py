@@ -61,7 +61,7 @@ class Ask:
             used += self.candidates[index][1].values()
         return {
             "problem": self.problem.to_json(),
-            "regime": str(self.regime),
+            "regime": self.regime.key,
             "mode": self.mode,
             "seed": self.seed,
             "rounds": self.rounds,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,7 +130,7 @@ def _benches(given: Sequence[Path]) -> tuple[Results, ...]:
 def from_known(
     problem: Problem,
     gpu: Gpu,
-    regime: Regime,
+    regimes: Sequence[Regime],
     url: str | None = None,
     benches: Sequence[Path] = (),
 ) -> Subject:
@@ -138,7 +139,7 @@ def from_known(
     Args:
         problem: what was swept.
         gpu: where.
-        regime: timed how.
+        regimes: timed how, the preferred one first.
         url: the store; default: `settings.store_url`, which need not exist.
         benches: files of `tuner bench --json`.
 
@@ -155,19 +156,21 @@ def from_known(
             entries(file)  # refuses a file of another version, which opening would upgrade
         with open_store(address, create=False) as store:
             known = _measured(with_shipped(store.entries()))
-            found = _in_store(store, problem, gpu, regime)
+            found = next(
+                filter(None, (_in_store(store, problem, gpu, one) for one in regimes)), None
+            )
     if found is not None:
         return Subject(found, f"store {file or 'database'}", known, also)
-    if (recorded := recording.find(problem, gpu, regime)) is not None:
-        name = recording.file_name(problem, gpu, regime)
+    if (recorded := recording.find(problem, gpu, regimes)) is not None:
+        name = recording.file_name(problem, gpu, recorded.regime)
         return Subject(recorded, f"shipped recording {name}", known, also)
-    for entry in known:
+    for regime, entry in itertools.product(regimes, known):
         if (entry.problem, entry.gpu.identity, entry.regime) == (problem, gpu.identity, regime):
             environment = entry.winner.environment
             decided = Recording(problem, entry.gpu, regime, environment, entry.ranking)
             return Subject(decided, "shipped decisions", known, also)
     raise NoValidConfigError(
-        f"nothing was measured for {problem.op} {problem.label()} on {gpu.name} ({regime}): "
+        f"nothing was measured for {problem.op} {problem.label()} on {gpu.name} ({regimes[0]}): "
         f"`tuner sweep` measures it (measured for {problem.op}, nearest first: "
         f"{first_few(_nearest(problem, known)) or 'none'})"
     )

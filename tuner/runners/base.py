@@ -8,7 +8,7 @@ from typing import Protocol
 from tuner.config import Config
 from tuner.families.base import Family
 from tuner.hardware import Gpu
-from tuner.measurement import Environment, Measurement, Provenance
+from tuner.measurement import Environment, Measurement, Provenance, Regime
 from tuner.problem import Problem
 
 
@@ -20,6 +20,8 @@ class Runner(Protocol):
     """
 
     gpu: Gpu
+    regime: Regime
+    """How it times; a replay's is its recording's."""
     provenance: Provenance
     capacity: int
     """Groups worth having in flight."""

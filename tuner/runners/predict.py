@@ -34,7 +34,7 @@ class PredictRunner:
         self.capacity = 1
         self.building = 0
         self.environment = Environment()
-        self._regime = regime
+        self.regime = regime
         self._catalogue = catalogue
         self._queue: deque[tuple[Problem, list[Config]]] = deque()
         self._is_cancelled = False
@@ -91,7 +91,7 @@ class PredictRunner:
             problem,
             config,
             self.gpu,
-            self._regime,
+            self.regime,
             Status.OK,
             self.provenance,
             self.environment,

@@ -18,6 +18,7 @@ class ReplayRunner:
 
     def __init__(self, recording: Recording) -> None:
         self.gpu = recording.gpu
+        self.regime = recording.regime
         self.environment = recording.environment
         self.provenance = Provenance.REPLAYED
         self.capacity = 1
