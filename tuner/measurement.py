@@ -62,6 +62,8 @@ class Provenance(StrEnum):
 
 LAUNCHES = ("stream", "chained", "eager")
 """Ways to launch what is timed, see `Regime`."""
+BEHIND = {"stream": "elementwise", "stream_gemm": "gemm"}
+"""Predecessor of each call, by launch; ``stream_gemm`` is a bench's only."""
 #: Earlier names: `chained` was `graph`, and is still stored under it.
 _STORED = {"chained": "graph"}
 _READ = {old: new for new, old in _STORED.items()}
@@ -85,6 +87,7 @@ class Regime:
     - ``chained``: a CUDA graph of n calls, each behind the one before it. Kernels launched as
       programmatic dependents overlap there. Stored, exported and recorded as ``graph``.
     - ``eager``: n calls launched one by one.
+    - ``stream_gemm``: as ``stream``, behind a GEMM of PyTorch's; only of ``tuner bench``.
 
     `l2`, the state of the inputs in the L2 cache:
 
@@ -100,7 +103,7 @@ class Regime:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "launch", launch_named(self.launch))
-        if self.launch not in LAUNCHES:
+        if self.launch not in (*LAUNCHES, *BEHIND):
             raise ConfigError(f"regime={self.launch} is not known (allowed: {', '.join(LAUNCHES)})")
         if self.l2 not in ("warm", "cold"):
             raise ConfigError(f"l2={self.l2} is not known (allowed: warm, cold)")
@@ -137,6 +140,11 @@ class Regime:
     def preferred(cls, wanted: Regime) -> tuple[Regime, ...]:
         """`wanted`, and where that is ``stream`` the chained one of the same inputs after it."""
         return (wanted, wanted.chained) if wanted.launch == "stream" else (wanted,)
+
+    @property
+    def behind(self) -> str:
+        """The predecessor of each timed call, a value of `BEHIND`; empty where there is none."""
+        return BEHIND.get(self.launch, "")
 
     @property
     def other_inputs(self) -> Regime:

@@ -20,7 +20,7 @@ from tuner.families import family
 from tuner.families.base import KernelSpec
 from tuner.hardware import DEFAULT_GPU
 from tuner.measure import device
-from tuner.measure.worker import Outcome
+from tuner.measure.request import Outcome
 from tuner.measure.worker_client import Ask
 from tuner.measurement import Clocks, Environment, Measurement, Regime, Status
 from tuner.problem import AttentionProblem, Problem

@@ -21,7 +21,7 @@ from tuner.measure.evaluate import (
     trim,
 )
 from tuner.measure.gate import REFERENCE
-from tuner.measure.worker import Outcome
+from tuner.measure.request import Outcome
 from tuner.measure.worker_client import Ask
 from tuner.measurement import Environment, Measurement, Provenance, Regime, Resources, Status
 from tuner.problem import GemmProblem

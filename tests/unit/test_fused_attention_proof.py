@@ -27,7 +27,7 @@ from tuner.errors import BenchmarkError, ConfigError
 from tuner.families import family
 from tuner.families.base import LSE
 from tuner.hardware import DEFAULT_GPU
-from tuner.measure.stopwatch import WORKSPACE, Subject
+from tuner.measure.subjects import WORKSPACE, Subject
 from tuner.problem import AttentionProblem
 
 if importlib.util.find_spec("torch"):

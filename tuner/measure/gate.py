@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import random
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -19,6 +19,7 @@ from tuner.compile.artifacts import LoadedKernel
 from tuner.errors import BenchmarkError
 from tuner.families.base import KernelSpec
 from tuner.measure.device import Device, Pool
+from tuner.measure.subjects import Call
 from tuner.measure.tolerance import (
     Comparison,
     Limits,

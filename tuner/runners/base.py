@@ -73,6 +73,12 @@ class Runner(Protocol):
         """
         ...
 
+    def kernel_times(self, problem: Problem, configs: Sequence[Config]) -> list[Measurement]:
+        """How long the kernels of a call run, by the profiler: one measurement each; empty where
+        nothing is measured.
+        """
+        ...
+
     def cancel(self) -> None:
         """Give up, at once, what is submitted and what is timed. From any thread; one that waits
         in `collect` or `retime` returns.

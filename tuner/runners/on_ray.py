@@ -29,7 +29,7 @@ from tuner.compile.toolchain import Toolchain
 from tuner.errors import BenchmarkError, ConfigError, WorkerLostError
 from tuner.families.base import KernelSpec
 from tuner.hardware import OLDEST_CAPABILITY, Gpu
-from tuner.measure.worker import Outcome
+from tuner.measure.request import Outcome
 from tuner.measure.worker_client import Ask
 from tuner.runners.choose import ClusterPlace, Machine, Runners
 from tuner.runners.pool import WorkerPool

@@ -78,6 +78,10 @@ class PredictRunner:
         """The estimates again; there is nothing to time."""
         return [self._estimate(problem, config).but(is_final=True) for config in finalists]
 
+    def kernel_times(self, problem: Problem, configs: Sequence[Config]) -> list[Measurement]:
+        """None: no kernel runs."""
+        return []
+
     def cancel(self) -> None:
         self._is_cancelled = True
         self._queue.clear()

@@ -80,6 +80,10 @@ class ReplayRunner:
             return final
         return self._of(self._quick, problem, finalists)
 
+    def kernel_times(self, problem: Problem, configs: Sequence[Config]) -> list[Measurement]:
+        """None: no kernel runs."""
+        return []
+
     def cancel(self) -> None:
         """Nothing here ever waits."""
 
