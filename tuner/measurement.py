@@ -175,9 +175,14 @@ Regimes = Regime | Sequence[Regime]
 """One regime or several."""
 
 
+def listed(regimes: Regimes) -> tuple[Regime, ...]:
+    """One regime or several as several."""
+    return (regimes,) if isinstance(regimes, Regime) else tuple(regimes)
+
+
 def regime_keys(regimes: Regimes) -> list[str]:
     """Stored texts of one regime or of several."""
-    return [one.key for one in ((regimes,) if isinstance(regimes, Regime) else regimes)]
+    return [one.key for one in listed(regimes)]
 
 
 @dataclass(frozen=True)
@@ -331,18 +336,51 @@ class Measurement:
             raise ConfigError(f"not a measurement: {type(exc).__name__} {exc}") from exc
 
 
+TIE = 0.01
+"""Largest relative difference of two times that can be a tie."""
+
+
+def deviation(measurement: Measurement) -> float:
+    """Standard deviation over the rounds as a part of the median."""
+    return (measurement.std_us or 0.0) / (measurement.latency_us or math.inf)
+
+
+def within_noise(ratio: float, one: float, other: float) -> bool:
+    """Whether two times of a ratio are equal within their noise, at most `TIE`.
+
+    Args:
+        ratio: of the two times, either way round.
+        one: standard deviation of one as a part of its median.
+        other: of the other.
+    """
+    return max(ratio, 1 / ratio) <= 1 + min(TIE, math.hypot(one, other))
+
+
+def is_tie(one: Measurement, other: Measurement) -> bool:
+    """Whether two times are equal within their measured noise, at most `TIE`."""
+    if not one.latency_us or not other.latency_us:
+        return False
+    return within_noise(other.latency_us / one.latency_us, deviation(one), deviation(other))
+
+
 _EVEN = 0.995
 """Smallest ratio that two decimals show as 1.00."""
 
 
-def speedup_text(ratio: float, than: str = "", *, is_slower: bool | None = None) -> str:
-    """A ratio of times as every face gives it: ``1.29x cudnn``, or ``0.86x cudnn, slower``.
+def speedup_text(
+    ratio: float, than: str = "", *, is_slower: bool | None = None, is_tie: bool = False
+) -> str:
+    """A ratio of times as every face gives it: ``1.29x cudnn``, ``0.86x cudnn, slower``, or
+    ``0.99x cudnn, tie``.
 
     Args:
         ratio: the other kernel's time over the own one's, as `Measurement.speedup`.
         than: the other kernel's name; empty where a heading names it.
         is_slower: whether to call it slower, for a caller that knows the noise of the two times;
             by default wherever two decimals show less than 1.
+        is_tie: whether the two times are equal within their noise.
     """
     text = f"{ratio:.2f}x {than}".rstrip()
+    if is_tie:
+        return f"{text}, tie"
     return f"{text}, slower" if (ratio < _EVEN if is_slower is None else is_slower) else text

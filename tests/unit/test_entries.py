@@ -174,7 +174,8 @@ class TestLookup:
         assert f"measured on NVIDIA H200, not on {H100.name}" in out
 
     def test_the_regime(self, filled: Path) -> None:
-        assert run("lookup", *SHAPE, "--regime", "graph", "--l2", "warm") == 0
+        assert run("lookup", *SHAPE, "--regime", "stream", "--l2", "warm") == 0
+        assert run("lookup", *SHAPE, "--regime", "chained", "--l2", "warm") == 1
         assert run("lookup", *SHAPE, "--l2", "cold") == 1
         assert run("lookup", *SHAPE, "--regime", "eager") == 1
 

@@ -152,6 +152,22 @@ class TestAnswers:
         answer = lookup(PROBLEM, gpu=H200, path=path)
         assert (us(answer), answer and answer.notes) == (12, ())
 
+    def test_a_chained_decision_serves_until_one_of_a_stream_replaces_it(
+        self, store: Store, path: Path
+    ) -> None:
+        chained = Regime("chained", "warm")
+        decide(store, measured(9.0, regime=chained))
+        decide(store, measured(8.0, regime=Regime("stream", "cold")))
+        answer = lookup(PROBLEM, gpu=H200, path=path)
+        assert answer is not None
+        assert (us(answer), answer.entry.regime) == (9, chained)
+        assert answer.notes == ("timed chained-warm: nothing better is known stream-warm",)
+        assert us(lookup(PROBLEM, gpu=H200, among=store.entries())) == 9
+        decide(store, measured(11.0))
+        answer = lookup(PROBLEM, gpu=H200, path=path)
+        assert (us(answer), answer and answer.notes) == (11, ())
+        assert us(lookup(PROBLEM, gpu=H200, regime=chained, path=path)) == 9
+
     def test_no_gpu_is_said(self, store: Store, path: Path) -> None:
         decide(store, measured())
         answer = lookup(PROBLEM, path=path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from tuner.measurement import (
 )
 from tuner.problem import AttentionProblem, GemmProblem, SoftmaxProblem
 from tuner.runners import recording
+from tuner.runners.choose import Machine, Runners
 from tuner.runners.recording import Recording
 from tuner.store import open_store
 
@@ -107,6 +109,30 @@ def test_find_goes_by_content(tmp_path: Path) -> None:
     assert recording.find(PROBLEM, GPUS["H100-PCIe"], REGIME, [tmp_path]) is None
     assert recording.find(PROBLEM, DEFAULT_GPU, Regime("stream", "cold"), [tmp_path]) is None
     assert recording.find(PROBLEM, DEFAULT_GPU, REGIME, [tmp_path / "none"]) is None
+
+
+def test_of_several_regimes_the_first_that_was_recorded_is_found(tmp_path: Path) -> None:
+    chained = replace(
+        WHOLE,
+        regime=REGIME.chained,
+        measurements=tuple(m.but(regime=REGIME.chained) for m in WHOLE.measurements),
+        stages=(),
+    )
+    recording.write(tmp_path / "a.json.gz", chained)
+    either = Regime.preferred(REGIME)
+    found = recording.find(PROBLEM, DEFAULT_GPU, either, [tmp_path])
+    assert found is not None and str(found.regime) == "chained-warm"
+    assert recording.find(PROBLEM, DEFAULT_GPU, REGIME, [tmp_path]) is None
+    recording.write(tmp_path / "b.json.gz", WHOLE)
+    assert recording.find(PROBLEM, DEFAULT_GPU, either, [tmp_path]) == WHOLE
+
+
+def test_a_replay_is_of_the_recorded_regime() -> None:
+    """What ships is chained, and says so."""
+    problem = AttentionProblem.parse("S=1024,D=64")
+    with Runners(Machine(replay=True), lambda note: None) as runners:
+        runner = runners.of(problem, Regime.default("attention"))
+    assert (runner.provenance, str(runner.regime)) == (Provenance.REPLAYED, "chained-warm")
 
 
 def test_shipped_recordings_are_whole_and_named_alike() -> None:

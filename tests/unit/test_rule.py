@@ -98,13 +98,14 @@ def test_of_two_regimes_the_rule_of_nearer_problems_answers(ships: Rule, tmp_pat
         problem = AttentionProblem.parse(text)
         answer = lookup(problem, gpu="H200", path=path, regime=asked)
         assert answer is not None
-        note = "timed stream-cold: the rule of stream-warm knows nothing nearer"
-        assert (note in answer.notes) == (answer.entry.regime.l2 == "cold")
+        first = asked or Regime.default("attention")
+        note = f"timed {answer.entry.regime}: the rule of {first} knows nothing nearer"
+        assert (note in answer.notes) == (answer.entry.regime != first)
         return answer.entry.regime
 
     assert regime("SQ=1,SKV=2048,D=64").l2 == "cold"
-    assert regime("S=2048,D=64") == REGIME
-    assert regime("SQ=1,SKV=2048,D=64", REGIME) == REGIME
+    assert regime("S=2048,D=64") == ships.regime
+    assert regime("SQ=1,SKV=2048,D=64", ships.regime) == ships.regime
 
 
 def test_a_choice_among_equal_heads_serves_grouped_ones() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tuner.measurement import Measurement, speedup_text
+from tuner.measurement import Measurement, is_tie, speedup_text
 from tuner.problem import AttentionProblem
 from tuner.selection.describe import (
     WIDTH,
@@ -97,9 +97,13 @@ def _shown(entry: Entry) -> list[Measurement]:
 
 
 def _roles(entry: Entry, m: Measurement) -> str:
-    roles = []
-    if m is entry.ranking[0]:
-        roles.append("winner")
+    roles, first = [], entry.ranking[0]
+    rivals = [r for r in entry.ranking if is_vendor(r.config) != is_vendor(first.config)]
+    tied = [r for r in rivals if is_tie(first, r)]
+    if m is first:
+        roles.append("tie, served" if tied else "winner")
+    elif any(m is one for one in tied):
+        roles.append("tie")
     elif m is entry.ranking[1]:
         roles.append("runner-up")
     if m is entry.best_own:

@@ -347,7 +347,7 @@ class AttentionProblem(Problem):
         )
         tail = ",varlen=1" if self.is_varlen else ""
         tail += (",causal=1" if self.is_causal else "") + self._window_label()
-        tail += f",softcap={self.softcap:g}" if self.softcap else ""
+        tail += f",softcap={repr(self.softcap).removesuffix('.0')}" if self.softcap else ""
         tail += (f",bias={self.bias}" if self.bias else "") + (",alibi=1" if self.is_alibi else "")
         tail += f",dtype={DTYPE_SHORT[self.dtype]}"
         is_implied = self.is_varlen or self.layout == "bhsd"

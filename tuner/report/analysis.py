@@ -9,10 +9,9 @@ from typing import Any
 
 from tuner.config import Config, Value
 from tuner.families import families
-from tuner.measurement import Measurement, speedup_text
+from tuner.measurement import Measurement, is_tie, speedup_text
 from tuner.problem import Problem
 from tuner.report.subject import Subject
-from tuner.search.ranking import is_tie
 from tuner.selection.describe import microseconds, short_name
 from tuner.store.entry import is_vendor
 

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from tuner.errors import ConfigError
-from tuner.measurement import Measurement, Provenance, speedup_text
+from tuner.measurement import Measurement, Provenance, deviation, is_tie, speedup_text
 from tuner.report.analysis import latency
 from tuner.runners import recording
-from tuner.search.ranking import deviation, is_tie, rank
+from tuner.search.ranking import rank
 from tuner.selection.describe import short_name
 from tuner.selection.reader import Entry, shipped
 from tuner.selection.reader import entries as stored_entries

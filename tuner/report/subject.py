@@ -14,7 +14,7 @@ from tuner.errors import ConfigError, NoValidConfigError
 from tuner.hardware import Gpu
 from tuner.measure import profile
 from tuner.measure.profile import Profile
-from tuner.measurement import Clocks, Environment, Measurement, Provenance, Regime
+from tuner.measurement import Clocks, Environment, Measurement, Provenance, Regime, Regimes, listed
 from tuner.problem import Problem
 from tuner.runners import recording
 from tuner.runners.recording import Recording
@@ -130,7 +130,7 @@ def _benches(given: Sequence[Path]) -> tuple[Results, ...]:
 def from_known(
     problem: Problem,
     gpu: Gpu,
-    regimes: Sequence[Regime],
+    regimes: Regimes,
     url: str | None = None,
     benches: Sequence[Path] = (),
 ) -> Subject:
@@ -148,6 +148,7 @@ def from_known(
         StoreError: when the store cannot be read.
         ConfigError: when a bench cannot be read.
     """
+    regimes = listed(regimes)
     known, found, also = _measured(shipped()), None, _benches(benches)
     address = url or settings.store_url()
     file = sqlite_file(address)

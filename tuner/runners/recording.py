@@ -29,6 +29,7 @@ from tuner.measurement import (
     Regimes,
     Resources,
     Status,
+    listed,
     regime_keys,
 )
 from tuner.problem import Problem, problem_from_json
@@ -138,7 +139,7 @@ def from_store(store: Store, problem: Problem, gpu: Gpu, regimes: Regimes) -> Re
     Raises:
         ConfigError: when nothing was measured.
     """
-    wanted = (regimes,) if isinstance(regimes, Regime) else tuple(regimes)
+    wanted = listed(regimes)
     for regime in wanted:
         measured = store.measurements(
             problem=problem, gpu=gpu, regime=regime, provenance=Provenance.MEASURED

@@ -34,7 +34,9 @@ def history(
     found: list[Measurement] = []
     for one in Regime.preferred(regime):
         known = {problem, *(m.problem for m in found)}
-        found += _stored(problem, gpu, one, store, known - {problem}, environment)
+        # What was timed so in this environment is told anyway, what was chained is not.
+        told = environment if one == regime else ""
+        found += _stored(problem, gpu, one, store, known - {problem}, told)
         known |= {m.problem for m in found}
         for part in _shipped():
             here = (part.gpu.identity, part.regime) == (gpu.identity, one)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 from tuner.config import Config
-from tuner.measurement import Measurement
+from tuner.measurement import Measurement, is_tie
 from tuner.store.entry import is_vendor
 
-TIE = 0.01
-"""Largest relative difference that can be a tie."""
 FAMILY_REACH = 1.3
 """The best candidate of every own family within this factor of the best own one is a finalist."""
 LEAST_OWN = 3
@@ -45,8 +42,8 @@ def rank(measured: Sequence[Measurement]) -> list[Measurement]:
     """Measurements of one pass that passed, best first; a tie is always broken the same way.
 
     Again and again the fastest of what is left is taken together with all that equal it within
-    the noise of the two (at most `TIE`); of these the first is an own kernel before a vendor's,
-    then the smaller workspace, then the smaller digest.
+    the noise of the two (`measurement.is_tie`); of these the first is an own kernel before a
+    vendor's, then the smaller workspace, then the smaller digest.
 
     Raises:
         ValueError: when quick times and final times come together: they do not compare.
@@ -61,18 +58,6 @@ def rank(measured: Sequence[Measurement]) -> list[Measurement]:
         ranking.append(first)
         left.remove(first)
     return ranking
-
-
-def is_tie(one: Measurement, other: Measurement) -> bool:
-    """Whether two times are equal within their measured noise, at most `TIE`."""
-    fast, slow = sorted((_us(one), _us(other)))
-    noise = math.hypot(deviation(one), deviation(other))
-    return slow <= fast * (1 + min(TIE, noise))
-
-
-def deviation(measurement: Measurement) -> float:
-    """Standard deviation over the rounds as a part of the median."""
-    return (measurement.std_us or 0.0) / _us(measurement)
 
 
 def _us(measurement: Measurement) -> float:

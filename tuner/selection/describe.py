@@ -70,14 +70,17 @@ def speedups_text(entry: Entry) -> str:
     """The best own kernel against every vendor's, as ``1.29x cudnn; 0.95x flash3, slower``."""
     if entry.best_own is None:
         return "no own kernel passed"
-    found = "; ".join(speedup_text(ratio, name) for name, ratio in entry.speedups.items())
+    found = "; ".join(
+        speedup_text(ratio, name, is_tie=entry.is_tie(name))
+        for name, ratio in entry.speedups.items()
+    )
     return found or "no vendor kernel was measured"
 
 
 def against_fastest(entry: Entry) -> str:
     """The best own kernel against the fastest vendor's, as ``1.29x cudnn``; ``-`` without both."""
     name, ratio = next(iter(entry.speedups.items()), ("", None))
-    return "-" if ratio is None else speedup_text(ratio, name)
+    return "-" if ratio is None else speedup_text(ratio, name, is_tie=entry.is_tie(name))
 
 
 def caveats(provenance: Provenance, gpu: Gpu, pass_name: str = "final") -> list[str]:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from tuner import settings
 from tuner.errors import ConfigError
 from tuner.hardware import DEFAULT_GPU, Gpu, gpu_by_name
-from tuner.measurement import Environment, Measurement, Provenance, Regime, Regimes, Status
+from tuner.measurement import Environment, Measurement, Provenance, Regime, Regimes, Status, listed
 from tuner.problem import AttentionProblem, Problem
 from tuner.selection.result import Answer, choose, differences, noted
 from tuner.selection.shipped import (
@@ -163,9 +163,7 @@ def lookup(
         raise ConfigError(f"lookup of a {type(problem).__name__} (allowed: {allowed})")
     if isinstance(gpu, str):
         gpu = find_gpu(gpu, gpus(path) if among is None else [entry.gpu for entry in among])
-    if isinstance(regime, Regime):
-        regime = (regime,)
-    regimes = tuple(regime or Regime.choices(problem.op))
+    regimes = listed(regime or Regime.choices(problem.op))
     asked = gpu or DEFAULT_GPU
     if among is None:
         path = path or store_file()

@@ -25,6 +25,7 @@ from tuner.measurement import (
     Regime,
     Resources,
     Status,
+    is_tie,
 )
 from tuner.problem import Problem, problem_from_json
 
@@ -165,6 +166,10 @@ class Entry:
         found = {name: own.speedup(m) for name, m in self.vendors.items()} if own else {}
         fastest_first = sorted((ratio, name) for name, ratio in found.items() if ratio is not None)
         return {name: ratio for ratio, name in fastest_first}
+
+    def is_tie(self, vendor: str) -> bool:
+        """Whether the best own kernel and a vendor's are equal within their noise."""
+        return self.best_own is not None and is_tie(self.best_own, self.vendors[vendor])
 
     @property
     def fastest_vendor(self) -> tuple[str, Measurement] | None:
