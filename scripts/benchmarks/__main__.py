@@ -9,7 +9,18 @@ from collections.abc import Sequence
 from tuner.base.processes import RaisesInterrupted, exit_code
 from tuner.errors import ConfigError, TunerError
 
-NAMES = ("cost", "dispatch", "fleet", "gpus", "levers", "logits", "repeats", "search", "service")
+NAMES = (
+    "block",
+    "cost",
+    "dispatch",
+    "fleet",
+    "gpus",
+    "levers",
+    "logits",
+    "repeats",
+    "search",
+    "service",
+)
 
 
 def main(argv: Sequence[str]) -> int:

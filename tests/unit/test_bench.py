@@ -32,7 +32,7 @@ from bench_machines import (
 from benchmarks import __main__ as bench_main
 from tuner.base.processes import Interrupted
 from tuner.bench import presets
-from tuner.bench.comparison import Task
+from tuner.bench.comparison import Comparison, Task
 from tuner.bench.contenders import Role
 from tuner.bench.results import Results
 from tuner.cli import bench_tables, main
