@@ -209,6 +209,12 @@ class Resources:
     stack_bytes: int
     smem_bytes: int = 0
     """Static shared memory; dynamic shared memory is the launch's."""
+    code: str = ""
+    """Hash of the kernel's machine code (`compile.device_code`); empty where it is not known."""
+
+    def to_json(self) -> dict[str, int | str]:
+        """Every field; no code where it is not known."""
+        return {name: value for name, value in vars(self).items() if value != ""}
 
 
 @dataclass(frozen=True)
@@ -302,7 +308,7 @@ class Measurement:
             "environment": dict(self.environment.facts),
             "flags": list(self.flags),
             "artifacts": dict(self.artifacts),
-            "resources": {name: dict(vars(used)) for name, used in self.resources.items()},
+            "resources": {name: used.to_json() for name, used in self.resources.items()},
             "clocks": {**vars(self.clocks), "throttle": list(self.clocks.throttle)},
         }
 
@@ -334,6 +340,20 @@ class Measurement:
             if isinstance(exc, ConfigError):
                 raise
             raise ConfigError(f"not a measurement: {type(exc).__name__} {exc}") from exc
+
+
+def same_kernels(one: Measurement, other: Measurement) -> bool:
+    """Whether two measurements ran the same machine code: the same artifacts, or artifacts whose
+    code is known to be equal, as after an edit of a template that changed no instruction.
+    """
+    if dict(one.artifacts) == dict(other.artifacts):
+        return True
+    codes = [
+        {name: m.resources[name].code for name in m.artifacts if name in m.resources}
+        for m in (one, other)
+    ]
+    is_known = all(codes[0].values()) and set(codes[0]) == set(one.artifacts)
+    return bool(codes[0]) and is_known and codes[0] == codes[1]
 
 
 TIE = 0.01

@@ -357,7 +357,7 @@ def _encode_row(measurement: Measurement, position: int) -> list[Any]:
         "error": None if measurement.error is None else float(f"{measurement.error:.3g}"),
         "workspace_bytes": measurement.workspace_bytes,
         "compile_cpu_s": _round(measurement.compile_cpu_s, 2),
-        "resources": {n: list(asdict(r).values()) for n, r in measurement.resources.items()},
+        "resources": {n: list(r.to_json().values()) for n, r in measurement.resources.items()},
         "clocks": None if measurement.clocks == Clocks() else list(clocks.values()),
         "log": measurement.log[-LOG_CHARACTERS:],
         "created_at": measurement.created_at,
