@@ -186,7 +186,7 @@ def test_only_a_stream_has_a_predecessor() -> None:
             made = predecessor.predecessor(Regime(launch, "warm"), memory, gate, GEMM, pool)
             assert made is None
         made = predecessor.predecessor(STREAM, memory, gate, GEMM, pool)
-        assert isinstance(made, ElementWise) and made.keeps_inputs
+        assert isinstance(made, ElementWise)
 
 
 def test_a_gemm_writes_sixteen_bit_operands_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,9 +25,6 @@ MAX_COLUMNS = 4096
 class Predecessor(ABC):
     """Writes the first operand of calls."""
 
-    keeps_inputs = True
-    """Whether it writes what the operand held before."""
-
     @abstractmethod
     def bind(self, call: Bound, subject: Subject) -> Call:
         """The launch that writes the first operand of `call`, on the subject's stream of then."""
@@ -47,9 +44,9 @@ class ElementWise(Predecessor):
 
 
 class Product(Predecessor):
-    """Computes the operand as a product of random matrices by PyTorch's own GEMM."""
-
-    keeps_inputs = False
+    """Computes the operand as a product of random matrices by PyTorch's own GEMM. What the operand
+    held before is lost.
+    """
 
     def __init__(self, device: Device, operand: Operand) -> None:
         """Imports torch.

@@ -204,8 +204,8 @@ class Worker:
             self._check(job, prepared)
             if prepared.verdict.status is not Status.OK or job.mode == "probe":
                 return prepared.outcome(prepared.verdict)
-            burst = self._burst(job, rotation, stopwatch, prepared)
-            timing, clocks = stopwatch.quick(burst)
+            prepared.burst = self._burst(job, rotation, stopwatch, prepared)
+            timing, clocks = stopwatch.quick(prepared.burst)
             verdict = self._recheck(job, prepared, timing)
             return prepared.outcome(verdict, timing, clocks=clocks)
         finally:
@@ -216,9 +216,10 @@ class Worker:
         self, job: Job, rotation: _Rotation, stopwatch: Stopwatch, prepared: _Prepared
     ) -> Outcome:
         """How long the kernels of a call run, by the profiler."""
-        burst = self._burst(job, rotation, stopwatch, prepared)
+        prepared.burst = self._burst(job, rotation, stopwatch, prepared)
         self._phase(prepared.index, "profiling", VENDOR_ALLOWANCE_S)
-        return prepared.outcome(prepared.verdict, Timing(device_us(self._device, burst), 0.0, 1))
+        timing = Timing(device_us(self._device, prepared.burst), 0.0, 1)
+        return prepared.outcome(prepared.verdict, timing)
 
     def _prepare(self, job: Job, pool: Pool, candidate: Candidate) -> _Prepared:
         index, config = candidate.index, candidate.config
@@ -250,21 +251,12 @@ class Worker:
     def _burst(
         self, job: Job, rotation: _Rotation, stopwatch: Stopwatch, prepared: _Prepared
     ) -> Burst:
+        """A burst of a candidate, ready to be timed."""
         vendor = isinstance(prepared.subject, VendorSubject)
         self._phase(prepared.index, "timing", VENDOR_ALLOWANCE_S if vendor else 0.0)
         scale = scale_of(job.problem)
         entered = entrant(prepared.subject, rotation.sets(), prepared.buffers, scale)
-        prepared.burst = stopwatch.prepare(entered)
-        return prepared.burst
-
-    def _again(
-        self, job: Job, rotation: _Rotation, stopwatch: Stopwatch, prepared: _Prepared
-    ) -> Burst:
-        """The same candidate as a finalist of its own: what two times of one kernel differ by."""
-        scale = scale_of(job.problem)
-        entered = entrant(prepared.subject, rotation.sets(), prepared.buffers, scale)
-        prepared.control = stopwatch.prepare(entered)
-        return prepared.control
+        return stopwatch.prepare(entered)
 
     def _opened(self) -> Gate:
         if self._gate is None:
@@ -327,7 +319,7 @@ class Worker:
                 self._check(job, prepared)
                 if prepared.verdict.status is not Status.OK:
                     return prepared.outcome(prepared.verdict)
-                self._burst(job, rotation, stopwatch, prepared)
+                prepared.burst = self._burst(job, rotation, stopwatch, prepared)
                 ready.append(prepared)
                 return None
 
@@ -376,7 +368,9 @@ class Worker:
         bursts = [prepared.burst for prepared in ready if prepared.burst is not None]
         culprit = ready[0].index
         try:
-            bursts.append(self._again(job, rotation, stopwatch, ready[0]))
+            # The control: what two times of one kernel differ by.
+            ready[0].control = self._burst(job, rotation, stopwatch, ready[0])
+            bursts.append(ready[0].control)
             with ranges.named(f"interleaved timing of {len(ready)}"):
                 (*timings, control), clocks = stopwatch.final(
                     bursts, job.rounds, progress, careful=job.careful

@@ -361,6 +361,7 @@ class _Reader:
         self._file = StoreFile(path, self._forget)
         self._lock = threading.Lock()
         self._stamp: Hashable = None
+        self._latest: tuple[Problem, list[Entry], Mapping[str, Mapping[str, str]]] | None = None
         self._answers: dict[tuple[Problem, str, Regime, bool, bool], Answer | None] = {}
         self._classes: dict[tuple[Hashable, str, Regime], list[Problem]] = {}
         self._lenders: dict[tuple[Problem, str, Regime], tuple[Answer, nearest.Loans] | None] = {}
@@ -440,6 +441,7 @@ class _Reader:
 
     def _forget(self) -> None:
         """Drop what was read from the file."""
+        self._latest = None
         self._stamp = None
         self._answers.clear()
         self._classes.clear()
@@ -449,11 +451,18 @@ class _Reader:
         shipped_ones = [one.entry for one in shipped_index().get((problem, regime), [])]
         if not self._file.has_tables:
             return shipped_ones
-        stored = self._entries(" WHERE b.problem = ? AND b.regime = ?", (problem.key, regime.key))
-        builds = self._file.select(_BUILDS, (problem.key,)) if shipped_ones else []
-        with self._decoding():
-            made = {config: artifacts_from_row(artifacts) for config, artifacts in builds}
-        return stored + with_builds(shipped_ones, made)
+        stored, made = self._stored(problem)
+        return [e for e in stored if e.regime == regime] + with_builds(shipped_ones, made)
+
+    def _stored(self, problem: Problem) -> tuple[list[Entry], Mapping[str, Mapping[str, str]]]:
+        """The file's entries of a problem and its builds; kept for the next regime's turn."""
+        if self._latest is None or self._latest[0] != problem:
+            found = self._entries(" WHERE b.problem = ?", (problem.key,))
+            builds = self._file.select(_BUILDS, (problem.key,))
+            with self._decoding():
+                made = {config: artifacts_from_row(artifacts) for config, artifacts in builds}
+            self._latest = problem, found, made
+        return self._latest[1:]
 
     def _nearest(self, problem: Problem, identity: str, regime: Regime) -> Answer | None:
         """What the nearest tuned problem lends, None where none lends anything."""
