@@ -479,7 +479,7 @@ class TestTrials:
         first = trials.choose(found, sweep="t")
         assert first is not None
         assert first.sweep == "t"
-        eager = trials.choose(found, regime=Regime("eager", "warm"))
+        eager = trials.choose(found, regimes=[Regime("eager", "warm")])
         assert eager is not None
         assert eager.regime.launch == "eager"
         only = [run for run in found if run.provenance is Provenance.REPLAYED]
