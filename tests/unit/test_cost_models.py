@@ -150,7 +150,7 @@ class Toy(Family):
 
 
 def recorded(problem: Problem, slope: float, fixed: float) -> Recording:
-    regime = Regime.default(problem.op)
+    regime = Regime.default(problem.op).chained
     return Recording(
         problem,
         DEFAULT_GPU,

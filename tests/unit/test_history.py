@@ -111,3 +111,22 @@ def test_a_rule_is_made_from_everything_measured(store: Store) -> None:
     assert set(found) == {NEW, FAR}
     assert {m.config for m in found[NEW]} == {*CONFIGS, CUBLAS}
     assert {m.config for m in found[FAR]} == {CONFIGS[0], CUBLAS}
+
+
+def test_a_problem_s_times_are_of_the_first_regime_that_has_some(store: Store) -> None:
+    tuned(store, NEW)
+    ship(NEW, CONFIGS[0])
+    ship(FAR, CONFIGS[0])
+    regimes = (Regime("eager", "cold"), REGIME)
+    regime, found = history.measured_in("gemm", DEFAULT_GPU, regimes, store)
+    assert regime == REGIME and set(found) == {NEW, FAR}
+    assert len(found[NEW]) == len(CONFIGS)
+
+
+def test_a_search_in_a_stream_is_told_what_was_chained(store: Store) -> None:
+    chained = [m.but(regime=REGIME.chained) for m in quick_of(NEAR)]
+    store.add(chained)
+    store.decide(NEAR, DEFAULT_GPU, REGIME.chained, [chained[0].but(is_final=True)], "s")
+    assert {m.problem for m in told(store)} == {NEAR}
+    tuned(store, NEAR)
+    assert {m.regime for m in told(store)} == {REGIME}, "once it was timed in a stream"

@@ -51,7 +51,7 @@ def _make(args: argparse.Namespace) -> int:
     from tuner.base.output import check_place
     from tuner.hardware import DEFAULT_GPU
     from tuner.search import fit
-    from tuner.search.history import measured_most
+    from tuner.search.history import measured_in
     from tuner.selection.reader import find_gpu
     from tuner.selection.rule import LEAST_JUDGED
     from tuner.store import open_store
@@ -62,7 +62,7 @@ def _make(args: argparse.Namespace) -> int:
     with open_store(args.store) as store:
         gpu = find_gpu(args.gpu, [e.gpu for e in store.entries()]) if args.gpu else DEFAULT_GPU
         regimes = usual_inputs(args, args.op)
-        regime, found = measured_most(args.op, gpu, regimes, store, with_finals=True)
+        regime, found = measured_in(args.op, gpu, regimes, store, with_finals=True)
     samples = [fit.Sample.of(p, rows) for p, rows in found.items() if p.is_plain]
     rule = fit.fit(samples, gpu, regime)
     if args.output is not None:

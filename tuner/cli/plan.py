@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     from tuner.errors import ConfigError
     from tuner.hardware import DEFAULT_GPU
     from tuner.search.coverage import plan, times
-    from tuner.search.history import measured_most
+    from tuner.search.history import measured_in
     from tuner.selection.reader import find_gpu
     from tuner.store import open_store
 
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     with open_store(args.store) as store:
         gpu = find_gpu(args.gpu, [e.gpu for e in store.entries()]) if args.gpu else DEFAULT_GPU
         say_planning(problems, gpu)
-        regime, found = measured_most(ops[0], gpu, usual_inputs(args, ops[0]), store)
+        regime, found = measured_in(ops[0], gpu, usual_inputs(args, ops[0]), store)
     known = times(problems, gpu, found, predict=not args.measured, note=Progress())
     made = plan(known, args.within / 100)
     head = f"{ops[0]} on {gpu.name}, {regime}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from functools import cache
 
@@ -95,12 +96,20 @@ def measured(
     return {problem: quick for problem, quick in found.items() if any(m.ok for m in quick)}
 
 
-def measured_most(
+def measured_in(
     op: str, gpu: Gpu, regimes: Sequence[Regime], store: Store, with_finals: bool = False
 ) -> tuple[Regime, dict[Problem, list[Measurement]]]:
-    """`measured` under that of some regimes which has most problems, the first of equals."""
-    found = [(one, measured(op, gpu, one, store, with_finals)) for one in regimes]
-    return max(found, key=lambda item: len(item[1]))
+    """`measured` under several regimes: of each problem what the first that has some says, and the
+    regime of most problems. Times of one problem are of one regime, those of two need not be.
+    """
+    found: dict[Problem, list[Measurement]] = {}
+    counts: Counter[Regime] = Counter()
+    for one in regimes:
+        for problem, rows in measured(op, gpu, one, store, with_finals).items():
+            if problem not in found:
+                found[problem] = rows
+                counts[one] += 1
+    return max(regimes, key=counts.__getitem__), found
 
 
 def _is_own(m: Measurement) -> bool:
