@@ -50,6 +50,16 @@ class TestRanking:
         assert [m.config.family for m in chosen] == ["toy"] * 4 + ["near", "vendor_toy"]
         assert chosen[0].config == BEST
 
+    def test_of_a_library_s_list_the_fastest_are_finalists(self) -> None:
+        def plan(n: int) -> Config:
+            return Config("vendor_plans", {"kernel": "plans", "engine": n})
+
+        plans = [ok(plan(n), 20.0 - n) for n in range(8)]
+        broken = failed(plan(9), Status.WRONG_RESULT)
+        chosen = ranking.finalists([*plans, broken, *vendors()], 4, lambda c: c.digest)
+        assert [m.latency_us for m in chosen] == [11.0, 13.0, 14.0, 15.0]
+        assert [m.config.get("engine") for m in chosen] == [None, 7, 6, 5]
+
     def test_finalists_are_three_distinct_kernels_before_variants(self) -> None:
         own = [ok(c, latency(c)) for c in Toy().space(GEMM, DEFAULT_GPU)]
         chosen = ranking.finalists(own, 4, lambda c: str(c["m"]))

@@ -14,7 +14,7 @@ from tuner.selection.describe import (
     table,
     wrapped,
 )
-from tuner.store.entry import Entry, is_vendor
+from tuner.store.entry import Entry, is_vendor, vendor_name
 from tuner.tuning.outcome import Outcome
 
 
@@ -108,7 +108,7 @@ def _roles(entry: Entry, m: Measurement) -> str:
         roles.append("runner-up")
     if m is entry.best_own:
         roles.append("best own")
-    if is_vendor(m.config):
+    if m is entry.vendors.get(vendor_name(m.config)):  # of a library's list the best
         roles.append("baseline")
     return ", ".join(roles)
 

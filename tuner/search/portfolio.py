@@ -42,14 +42,15 @@ MIN_GROUPS = 3
 """Unlike groups of heads, likewise: rates from one model's shapes do not hold for another's."""
 MAX_MEDIAN_ERROR = 0.12
 """Median error of the expected times of models left out, above which a kernel is not chosen."""
-MIN_GAIN = 0.002
+MIN_GAIN = 0.001
 """Mean loss by which one more kernel must lower a domain's."""
-MAX_KERNELS = 6
-"""Own kernels of a domain: each is compiled and proven, and costs a selection a microsecond."""
+MAX_KERNELS = 8
+"""Compiled kernels of a domain: each is built and proven. Launches of one kernel in two ways, as
+with programmatic dependent launch and without, are two candidates."""
 ORIGIN_FACTS = frozenset({"driver", "cuda", "torch", "cudnn", "nvcc"})
 """Facts of the measuring machines that a portfolio tells."""
 FOLDS = 8
-MARGINS = (0.0, 0.02, 0.04, 0.06, 0.08, 0.1)
+MARGINS = (0.0, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3)
 """Margins that are tried; the smallest that keeps `LOWEST_SHARE` is taken."""
 SLOWER = 0.98
 """A choice below this much of the vendor's speed counts as slower."""
@@ -231,11 +232,16 @@ class _Judge:
         best = [min(column) for column in zip(*table, strict=True)]
         chosen: list[int] = []
         reached, loss = [math.inf] * len(best), math.inf
-        while len(chosen) < min(MAX_KERNELS, len(own)):
-            tried = []
+        compiled = [families()[k.config.family].compile_digest(k.config) for k in own]
+        while True:
+            taken, tried = {compiled[at] for at in chosen}, []
             for at in set(range(len(own))) - set(chosen):
+                if len(taken) == MAX_KERNELS and compiled[at] not in taken:
+                    continue
                 times = [min(pair) for pair in zip(reached, table[at], strict=True)]
                 tried.append((_mean_loss(times, best), own[at].config.digest, at, times))
+            if not tried:
+                break
             least, _, at, times = min(tried)
             if chosen and loss - least < MIN_GAIN:
                 break
@@ -257,7 +263,7 @@ class _Judge:
         """At the problems where an own kernel and a vendor's were measured."""
         losses, ratios, owns = [], [], 0
         for rows in self._rows.values():
-            mine = [row for row in rows if row.kernel in own]
+            mine = [row for row in rows if row.kernel in own and self._is_offered(row)]
             theirs = [row for row in rows if row.kernel in vendors]
             if not mine or not theirs:
                 continue
@@ -274,6 +280,12 @@ class _Judge:
         slower = sum(ratio < SLOWER for ratio in ratios) / count
         found = Regret(count, fmean(losses), max(losses), geometric, min(ratios), owns / count)
         return found, slower
+
+    def _is_offered(self, row: _Row) -> bool:
+        """Whether a selection would consider the schedule that was measured."""
+        problem, config = row.point.problem, row.point.config
+        offered = families()[config.family].scheduled(problem, row.kernel.config, self._gpu)
+        return config in offered
 
     def _left_out(self, kernel: _Kernel) -> list[_Row]:
         """Each point of a kernel with the time that the other groups' points let expect."""

@@ -101,15 +101,19 @@ class KernelList:
         except FOREIGN as exc:
             raise ConfigError(f"it cannot be read: {exc!r}") from exc
 
+    def text(self) -> str:
+        """The document as JSON, a line for each kernel."""
+        data = self.to_json()
+        lines = ",\n".join(f"  {json.dumps(row)}" for row in data.pop("kernels"))
+        return f'{json.dumps(data)[:-1]}, "kernels": [\n{lines}\n]}}\n'
+
     def write(self, path: Path) -> None:
-        """Write it as JSON, a line for each kernel.
+        """Write `text` to a file.
 
         Raises:
             StoreError: when it cannot be written.
         """
-        data = self.to_json()
-        lines = ",\n".join(f"  {json.dumps(row)}" for row in data.pop("kernels"))
-        output.write(path, f'{json.dumps(data)[:-1]}, "kernels": [\n{lines}\n]}}\n')
+        output.write(path, self.text())
 
     @classmethod
     def read(cls, path: Path) -> KernelList:

@@ -196,8 +196,11 @@ def is_vendor(config: Config) -> bool:
 
 
 def vendor_name(config: Config) -> str:
-    """Short name of a vendor kernel: its parameters' values, else its family's name."""
-    values = [str(value) for _, value in sorted(config.params.items())]
+    """Short name of a vendor kernel: the words among its parameters, else its family's name.
+
+    The numbers that tell one plan or algorithm of a library from another are no part of it.
+    """
+    values = [value for _, value in sorted(config.params.items()) if isinstance(value, str)]
     return "/".join(values) or config.family.removeprefix(VENDOR_PREFIX)
 
 

@@ -410,13 +410,12 @@ class FusedAttention(Family):
             return (Config(self.name, {**params, "splits": 1}),)
         tiles = -(-attention.seqlen_q * packed // _tile_m(config.params))
         tiles *= attention.batch * attention.heads_q // packed
-        most = min(MOST_SPLITS, attention.seqlen_kv // LEAST_SPLIT_KEYS)
+        once = gpu.sm_count * int(config["blocks_per_sm"]) // tiles
+        most = min(once, attention.seqlen_kv // LEAST_SPLIT_KEYS)
         if config["combine"] == "cluster":
             most = min(most, MOST_CLUSTERED)
-        once, twice = gpu.sm_count // tiles, 2 * gpu.sm_count // tiles
-        several = sorted(
-            {n for n in (2, once // 2, once, twice) if 1 < n <= most} or {most} - {0, 1}
-        )
+        counts = {2**i for i in range(1, max(1, most).bit_length())} | {most}
+        several = sorted(count for count in counts if count > 1)
         return [Config(self.name, {**params, "splits": n}) for n in several]
 
 
