@@ -29,6 +29,7 @@ from tuner.selection.reader import (
     find_gpu,
     lookup,
 )
+from tuner.selection.shipped import in_use
 from tuner.store import Entry, Store, open_store, reading
 from tuner.store.exchange import to_text
 
@@ -571,3 +572,12 @@ def test_what_is_decided_changes_with_decisions_alone(store: Store, path: Path) 
     for file in path.parent.glob("s.sqlite*"):
         file.unlink()
     assert decided(path) == {}
+
+
+def test_a_chained_decision_is_in_use_while_no_stream_s_is() -> None:
+    chained = Entry.of([measured(9.0, regime=WARM.chained)])
+    replayed = measured(9.0, provenance=Provenance.REPLAYED)
+    assert in_use([chained, Entry.of([replayed])]) == [chained, Entry.of([replayed])]
+    stream = Entry.of([measured(11.0)])
+    cold = Entry.of([measured(9.0, regime=WARM.other_inputs.chained)])
+    assert in_use([chained, stream, cold]) == [stream, cold]
