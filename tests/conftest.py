@@ -22,10 +22,14 @@ from goldens import Goldens
 from tuner import settings
 from tuner.errors import TunerError
 
-# A shell without job control starts what it runs in the background with SIGINT ignored, and so are
-# the processes that tests start from there.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A shell without job control starts what it runs in the background with SIGINT ignored, and nohup
+# with SIGHUP; so would be the processes that tests start from there, and tests wait for their end.
+for _number, _handler in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGHUP, signal.SIG_DFL),
+):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _handler)
 
 hypothesis.settings.register_profile("tuner", deadline=None, database=None)
 hypothesis.settings.load_profile("tuner")
