@@ -354,9 +354,7 @@ class TestInterruption:
 
         on_wait.append(self.press(hangs))
         with Interruption() as interruption:
-            result = setting.job(
-                setting.gpus(2, before), PROBLEMS, interruption=interruption
-            ).run()
+            result = setting.job(setting.gpus(2, before), PROBLEMS, interruption=interruption).run()
         assert result.interrupted and len(result.outcomes) + len(result.failed) < len(PROBLEMS)
         assert setting.winners(), "the best so far is decided"
         assert setting.repeated() == []
