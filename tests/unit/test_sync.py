@@ -104,7 +104,7 @@ class TestSync:
             for _ in range(2):
                 assert "does not answer" in gone.stderr.readline()
             gone.send_signal(signal.SIGINT)
-            assert gone.wait(10) == 130
+            assert gone.wait(60) == 130
         finally:
             gone.kill()
             gone.communicate()
