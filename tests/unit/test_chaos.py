@@ -368,21 +368,24 @@ def test_the_service_is_killed(tmp_path: Path) -> None:
         "trials": 6,
         "sampler": "tpe",
     }
-    with service(url) as (address, process):
-        status, job = request(address, "POST", "/v1/jobs", body)
-        assert status == 201
-        worker = subprocess.Popen(
-            python_command("-m", "tuner", "worker", "--drain", "--replay", "--store", url),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env=python_environment(),
-        )
-        path = f"/v1/jobs/{job['id']}"
-        eventually(lambda: request(address, "GET", path)[1]["trials"] != [])
-        process.kill()
-    with service(url) as (address, _):
-        eventually(lambda: request(address, "GET", path)[1]["state"] == "done")
-        assert worker.wait(60) == 0
-        found = request(address, "GET", f"{path}?trials=1000")[1]["trials"]
+    with contextlib.ExitStack() as stack:
+        with service(url) as (address, process):
+            status, job = request(address, "POST", "/v1/jobs", body)
+            assert status == 201
+            worker = subprocess.Popen(
+                python_command("-m", "tuner", "worker", "--drain", "--replay", "--store", url),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=python_environment(),
+            )
+            stack.enter_context(worker)
+            stack.callback(worker.kill)
+            path = f"/v1/jobs/{job['id']}"
+            eventually(lambda: request(address, "GET", path)[1]["trials"] != [])
+            process.kill()
+        with service(url) as (address, _):
+            eventually(lambda: request(address, "GET", path)[1]["state"] == "done")
+            assert worker.wait(PATIENCE_S) == 0
+            found = request(address, "GET", f"{path}?trials=1000")[1]["trials"]
     trials = [(t["shape"], t["config_digest"]) for t in found if not t["is_final"]]
     assert len(trials) == len(set(trials)) > 6

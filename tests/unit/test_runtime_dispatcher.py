@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -199,20 +197,18 @@ def test_a_library_is_hashed_once_for_many_shapes(
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
-def test_a_forked_child_waits_for_no_thread_of_its_parent() -> None:
-    script = (
-        "import importlib, os, threading\n"
-        "dispatch = importlib.import_module('tuner.runtime.dispatch')\n"
-        "dispatch._thread = threading.current_thread()\n"
-        "with dispatch._lock:\n"
-        "    child = os.fork()\n"
-        "    if child == 0:\n"
-        "        free = dispatch._lock.acquire(timeout=5)\n"
-        "        os._exit(0 if free and dispatch._thread is None else 1)\n"
-        "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # for the threads of other tests
+def test_a_forked_child_waits_for_no_thread_of_its_parent(
+    runtime: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dispatch = runtime.dispatch
+    monkeypatch.setattr(dispatch, "_thread", threading.current_thread())
+    with dispatch._lock:
+        child = os.fork()
+        if child == 0:
+            free = dispatch._lock.acquire(timeout=5)
+            os._exit(0 if free and dispatch._thread is None else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_products(server: Server) -> None:
