@@ -24,6 +24,7 @@ NAMES = (
     "repeats",
     "search",
     "service",
+    "suites",
 )
 
 

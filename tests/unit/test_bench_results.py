@@ -151,13 +151,13 @@ def test_sizes(problem: Problem, size: Size) -> None:
 
 def test_a_tie_is_named_and_no_loss() -> None:
     close = row(10.05, 10.0)  # of two per cent deviation each: one per cent at most is a tie
-    assert close.is_tie and close.verdict == "1.00x cudnn, tie"
+    assert close.is_tie and close.verdict == "1.00x cudnn, a tie"
     behind = row(10.09, 10.0)
-    assert behind.verdict == "0.99x cudnn, tie"
+    assert behind.verdict == "0.99x cudnn, a tie"
     assert row(10.2, 10.0).verdict == "0.98x cudnn, slower"
     assert Summary.of([close, behind, row(10.0, 20.0)]).ties == 2
     noisy = replace(close, timed=(replace(close.timed[0], flags=("noisy",)), close.timed[1]))
-    assert noisy.verdict == "1.00x cudnn, tie, noisy"
+    assert noisy.verdict == "1.00x cudnn, a tie, noisy"
     assert row(10.0, None).verdict == "-"
 
 

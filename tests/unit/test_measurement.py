@@ -178,5 +178,5 @@ def test_a_tie_is_within_the_noise_of_both_and_one_percent(
 
 
 def test_a_tie_is_never_called_slower() -> None:
-    assert speedup_text(0.992, "cudnn", is_tie=True) == "0.99x cudnn, tie"
+    assert speedup_text(0.992, "cudnn", is_tie=True) == "0.99x cudnn, a tie"
     assert speedup_text(0.992, "cudnn") == "0.99x cudnn, slower"

@@ -153,7 +153,7 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """The ratio in words, as ``1.29x cudnn``, ``0.99x cudnn, tie`` or ``1.02x cudnn, noisy``;
+        """The ratio in words, as ``1.29x cudnn``, ``0.99x cudnn, a tie`` or ``1.02x cudnn, noisy``;
         ``-`` without one.
         """
         own, peer = self.own, self.peer

@@ -34,7 +34,7 @@ H200 (cudnn at (1,16,1024,64): 14.4 and 14.1 us, November 2026)."""
 
 
 class Change(StrEnum):
-    """What became of a time."""
+    """Change of a time beyond the noise."""
 
     FASTER = "faster"
     SLOWER = "slower"

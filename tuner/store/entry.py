@@ -167,16 +167,18 @@ class Entry:
         fastest_first = sorted((ratio, name) for name, ratio in found.items() if ratio is not None)
         return {name: ratio for ratio, name in fastest_first}
 
-    def is_tie(self, vendor: str) -> bool:
-        """Whether the best own kernel and a vendor's are equal within their noise."""
-        return self.best_own is not None and is_tie(self.best_own, self.vendors[vendor])
-
     @property
     def fastest_vendor(self) -> tuple[str, Measurement] | None:
         """Name and measurement of the fastest vendor's kernel; None where none was measured."""
         times = {name: m.latency_us for name, m in self.vendors.items() if m.latency_us is not None}
         name = min(times, key=times.__getitem__, default=None)
         return None if name is None else (name, self.vendors[name])
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the best own kernel and the fastest vendor's are equal within their noise."""
+        vendor, own = self.fastest_vendor, self.best_own
+        return vendor is not None and own is not None and is_tie(own, vendor[1])
 
 
 def ratios_json(entry: Entry | None) -> dict[str, dict[str, float]]:
