@@ -18,7 +18,7 @@ from tuner.hardware import DEFAULT_GPU
 from tuner.measure import device, worker_client
 from tuner.measure.gate import REFERENCE
 from tuner.measure.log_sum_exp import judge_lse, lse_of
-from tuner.measure.worker import Outcome
+from tuner.measure.request import Outcome
 from tuner.measure.worker_client import Ask
 from tuner.measurement import Environment, Status
 from tuner.problem import AttentionProblem

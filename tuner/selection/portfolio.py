@@ -442,7 +442,7 @@ def shipped() -> tuple[Portfolio, ...]:
 def _models_json(models: DomainModels) -> dict[str, Any]:
     return {
         "domain": models.domain._asdict(),
-        "regime": str(models.regime),
+        "regime": models.regime.key,
         "margin": models.margin,
         "regret": asdict(models.regret),
         "candidates": [_candidate_json(candidate) for candidate in models.candidates],

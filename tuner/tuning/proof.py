@@ -18,7 +18,8 @@ from tuner.compile.artifacts import Artifact
 from tuner.errors import BenchmarkError, ConfigError
 from tuner.hardware import Gpu
 from tuner.measure.gate import REFERENCE
-from tuner.measure.worker import LSE_PROBE, Outcome
+from tuner.measure.request import Outcome
+from tuner.measure.worker import LSE_PROBE
 from tuner.measure.worker_client import AnyWorker, Ask
 from tuner.measurement import Regime, Status
 from tuner.selection.kernels import (
