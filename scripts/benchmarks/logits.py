@@ -94,7 +94,7 @@ class Forced:
 
     def _plan(self, query: Any, key: Any, value: Any, causal: bool, scale: float) -> Any:
         from tuner.runtime.attention_plan import problem_of
-        from tuner.runtime.plan import KernelPlan, own_plan
+        from tuner.runtime.plan import KernelPlan, Posed, own_plan
 
         problem = problem_of(query, key, value, causal)
         member, config = family(FAMILY), self._config(problem)
@@ -104,7 +104,7 @@ class Forced:
         measurement = Measurement(
             problem, config, self._gpu, Regime(), Status.OK, latency_us=1.0, artifacts=keys
         )
-        plan = own_plan(problem, member, measurement, scale, query.get_device(), ())
+        plan = own_plan(Posed(problem, scale), member, measurement, query.get_device())
         if not isinstance(plan, KernelPlan):
             raise BenchmarkError(f"{problem.label()}: {plan}")
         return plan

@@ -171,7 +171,7 @@ def test_where_cublas_won_pytorch_s_own_call_answers(
 
     monkeypatch.setattr(on_cpu.table, "lookup", lookup)
     assert torch.equal(on_cpu.products.matmul(A, B), A @ B)
-    assert on_cpu.counters.stats().fallbacks == {on_cpu.plan.PYTORCHS: 1}
+    assert on_cpu.counters.stats().fallbacks == {on_cpu.refusal.Kind.VENDOR: 1}
 
 
 def test_interleaved_weights_lie_as_the_problem_says(runtime: SimpleNamespace) -> None:
@@ -227,14 +227,15 @@ def test_a_tuned_swiglu_is_run_with_both_tensors(
 ) -> None:
     seen: list[Any] = []
 
-    def plan(kind: Any, call: Any, pose: Any, scale: float, device: int, shape: Any) -> Any:
-        assert call is None and shape == (8, 64)
+    def plan(kind: Any, call: Any) -> Any:
+        posed = call.pose()
+        assert call.told is None and posed.shape == (8, 64)
 
         def run(*tensors: Any) -> Any:
             seen.append(tensors)
-            return tensors[0].new_zeros(shape)
+            return tensors[0].new_zeros(posed.shape)
 
-        return on_cpu.plan.VendorPlan(pose(), Config("own", {}), -1, False, run)
+        return on_cpu.plan.VendorPlan(posed.problem, Config("own", {}), -1, False, run)
 
     monkeypatch.setattr(on_cpu.table.table, "find_out", plan)
     weights = torch.randn(128, 32).half()
@@ -315,14 +316,15 @@ def test_a_tuned_scaled_product_is_run_with_its_factors(
 ) -> None:
     seen: list[Any] = []
 
-    def plan(kind: Any, call: Any, pose: Any, scale: float, device: int, shape: Any) -> Any:
-        assert (call, scale, shape) == (None, 1.0, (8, 16))
+    def plan(kind: Any, call: Any) -> Any:
+        posed = call.pose()
+        assert (call.told, posed.scale, posed.shape) == (None, 1.0, (8, 16))
 
         def run(*tensors: Any) -> Any:
             seen.append(tensors)
-            return torch.zeros(shape)
+            return torch.zeros(posed.shape)
 
-        return on_cpu.plan.VendorPlan(pose(), Config("own", {}), -1, False, run)
+        return on_cpu.plan.VendorPlan(posed.problem, Config("own", {}), -1, False, run)
 
     monkeypatch.setattr(on_cpu.table.table, "find_out", plan)
     given = (E4M3_A, E4M3_B, ROWS, COLUMNS)

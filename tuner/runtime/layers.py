@@ -59,14 +59,13 @@ class LinearCalls:
 
     def _add(self, input: Any, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         tensors = (input, weight) if bias is None else (input, weight, bias)
-        reason = guards.unplain(*tensors) or guards.recast(input)
+        if refusal := guards.unplain(tensors) or guards.recast(input):
+            self.others[refusal.reason] += 1
+            return
         try:
-            if not reason:
-                self.problems[problem_of(input, weight.t(), bias)] += 1
+            self.problems[problem_of(input, weight.t(), bias)] += 1
         except ConfigError as exc:
-            reason = str(exc)
-        if reason:
-            self.others[reason] += 1
+            self.others[str(exc)] += 1
 
 
 @dataclass(frozen=True)

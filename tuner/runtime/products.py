@@ -5,17 +5,19 @@ PyTorch's elsewhere.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional
 
 from tuner.errors import ConfigError
 from tuner.problem import ACTIVATIONS, E4M3, GemmProblem, Major, SwigluProblem
-from tuner.runtime import counters, dispatch, guards
-from tuner.runtime.plan import Plan
+from tuner.runtime import counters, dispatch, guards, serving
+from tuner.runtime.call import Told
+from tuner.runtime.plan import Plan, Posed
 from tuner.runtime.quantised import DTYPES as QUANTISED
-from tuner.runtime.refusal import Refusal, once
+from tuner.runtime.refusal import Kind, Refusal
 from tuner.runtime.table import table
 
 _Matrix = tuple[int, int, int, Major]
@@ -63,13 +65,19 @@ def linear(
     if not torch.compiler.is_compiling():
         product = dispatch.linear(input, weight, bias, activation)
         if product is None:
-            generation = table.refresh(input)
-            served = _serve("linear", input, weight, bias, activation)
-            if not isinstance(served, Refusal):
-                return served
-            dispatch.refuse("linear", (input, weight, bias, activation), served, generation)
-        elif product is not dispatch.REFUSED:
+            call = ProductCall("linear", input, weight, bias, activation)
+            product = serving.answer(call)
+        if product is not None and product is not dispatch.REFUSED:
             return product
+    return _linear(input, weight, bias, activation)
+
+
+def _linear(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str | None,
+) -> torch.Tensor:
     return _PYTORCHS[activation](functional.linear(input, weight, bias))
 
 
@@ -84,14 +92,12 @@ def matmul(
     if not torch.compiler.is_compiling():
         product = dispatch.matmul(input, other, out)
         if out is not None:
-            counters.count_fallback("out is given")
-        elif product is None:
-            generation = table.refresh(input)
-            served = _serve("matmul", input, other)
-            if not isinstance(served, Refusal):
-                return served
-            dispatch.refuse("matmul", (input, other), served, generation)
-        elif product is not dispatch.REFUSED:
+            counters.count_fallback(Kind.OUT)
+            return torch.matmul(input, other, out=out)
+        if product is None:
+            call = ProductCall("matmul", input, other)
+            product = serving.answer(call)
+        if product is not None and product is not dispatch.REFUSED:
             return product
     return torch.matmul(input, other, out=out)
 
@@ -125,14 +131,54 @@ def scaled_mm(
     Returns:
         (M, N)
     """
-    if not torch.compiler.is_compiling():
-        served: torch.Tensor | Refusal = Refusal("a bias or a factor of the result is given")
-        if bias is None and scale_result is None:
-            served = _serve_scaled(a, b, scale_a, scale_b, out_dtype, bool(use_fast_accum))
-        if not isinstance(served, Refusal):
-            return served
-        counters.count_fallback(served.reason)
-    return torch._scaled_mm(a, b, scale_a, scale_b, bias, scale_result, out_dtype, use_fast_accum)
+    call = ScaledCall(a, b, scale_a, scale_b, bias, scale_result, out_dtype, bool(use_fast_accum))
+    return serving.serve(call)
+
+
+class ScaledCall(NamedTuple):
+    """A product of e4m3 matrices."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scale_a: torch.Tensor
+    scale_b: torch.Tensor
+    bias: torch.Tensor | None
+    scale_result: torch.Tensor | None
+    out_dtype: torch.dtype | None
+    fast_accum: bool
+
+    @property
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        return self[:4]
+
+    @property
+    def aligned(self) -> int:
+        return 4
+
+    @property
+    def told(self) -> None:
+        return None
+
+    def refusal(self) -> Refusal | None:
+        if self.bias is not None or self.scale_result is not None:
+            return Refusal(Kind.RESULT)
+        if guards.wants_gradient(*self.inputs):
+            return Refusal(Kind.GRADIENT, "tuned kernels have no backward pass")
+        return None
+
+    def kind(self) -> Hashable:
+        tensors = [(t.shape, t.stride(), t.dtype, t.device) for t in self.inputs]
+        return "scaled_mm", self.out_dtype, self.fast_accum, *tensors
+
+    def pose(self) -> Posed:
+        problem = scaled_problem_of(*self[:4], self.out_dtype, self.fast_accum)
+        return Posed(problem, shape=(*self.a.shape[:-1], *self.b.shape[-1:]))
+
+    def run(self, plan: Plan) -> torch.Tensor | Refusal:
+        return table.run(plan, *self.inputs)
+
+    def by_pytorch(self) -> torch.Tensor:
+        return torch._scaled_mm(*self)
 
 
 def interleave(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -169,30 +215,44 @@ def swiglu(input: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     Returns:
         (..., N)
     """
-    if not torch.compiler.is_compiling():
-        served = _serve_swiglu(input, weights)
-        if not isinstance(served, Refusal):
-            return served
-        counters.count_fallback(served.reason)
-    groups = functional.linear(input, weights).unflatten(-1, (-1, 8, 4, 2))
-    gate, up = groups.transpose(-3, -2).unbind(-1)
-    return (functional.silu(gate) * up).flatten(-3)
+    return serving.serve(SwigluCall(input, weights))
 
 
-def _serve_swiglu(a: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | Refusal:
-    """The tuned kernel's result, or why there is none."""
-    if reason := guards.unserved(a, weights):
-        return once(reason)
-    kind = ("swiglu", *((t.shape, t.stride(), t.dtype, t.device) for t in (a, weights)))
-    plan = table.get(kind)
-    if plan is None:
-        shape = (*a.shape[:-1], weights.shape[0] // 2)
+class SwigluCall(NamedTuple):
+    """Both up projections of a gated MLP, and their product."""
 
-        def pose() -> SwigluProblem:
-            return swiglu_problem_of(a, weights)
+    input: torch.Tensor
+    weights: torch.Tensor
 
-        plan = table.find_out(kind, None, pose, 1.0, a.get_device(), shape)
-    return _run(plan, a, weights)
+    @property
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        return self
+
+    @property
+    def aligned(self) -> int:
+        return 2
+
+    @property
+    def told(self) -> None:
+        return None
+
+    def refusal(self) -> None:
+        return None
+
+    def kind(self) -> Hashable:
+        return "swiglu", *[(t.shape, t.stride(), t.dtype, t.device) for t in self]
+
+    def pose(self) -> Posed:
+        shape = (*self.input.shape[:-1], self.weights.shape[0] // 2)
+        return Posed(swiglu_problem_of(self.input, self.weights), shape=shape)
+
+    def run(self, plan: Plan) -> torch.Tensor | Refusal:
+        return guards.deferred(*self) or table.run(plan, *self)
+
+    def by_pytorch(self) -> torch.Tensor:
+        groups = functional.linear(self.input, self.weights).unflatten(-1, (-1, 8, 4, 2))
+        gate, up = groups.transpose(-3, -2).unbind(-1)
+        return (functional.silu(gate) * up).flatten(-3)
 
 
 def swiglu_problem_of(a: torch.Tensor, weights: torch.Tensor) -> SwigluProblem:
@@ -212,46 +272,6 @@ def swiglu_problem_of(a: torch.Tensor, weights: torch.Tensor) -> SwigluProblem:
     return SwigluProblem(
         m=a.numel() // k, n=weights.shape[0] // 2, k=k, dtype=guards.DTYPES[a.dtype]
     )
-
-
-def _serve_scaled(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale_a: torch.Tensor,
-    scale_b: torch.Tensor,
-    out_dtype: torch.dtype | None,
-    fast_accum: bool,
-) -> torch.Tensor | Refusal:
-    """The tuned kernel's product, or why there is none."""
-    tensors = (a, b, scale_a, scale_b)
-    if reason := guards.unserved(*tensors):
-        return once(reason)
-    if guards.wants_gradient(*tensors):
-        return Refusal(guards.GRADIENT)
-    kinds = tuple((t.shape, t.stride(), t.dtype, t.device) for t in tensors)
-    kind = ("scaled_mm", out_dtype, fast_accum, *kinds)
-    plan = table.get(kind)
-    if plan is None:
-        shape = (*a.shape[:-1], *b.shape[-1:])
-
-        def pose() -> GemmProblem:
-            return scaled_problem_of(a, b, scale_a, scale_b, out_dtype, fast_accum)
-
-        plan = table.find_out(kind, None, pose, 1.0, a.get_device(), shape)
-    if not isinstance(plan, Plan):
-        return plan
-    if reason := guards.misaligned(*tensors):
-        return Refusal(reason)
-    return table.run(plan, *tensors)
-
-
-def _run(plan: Plan | Refusal, *tensors: torch.Tensor) -> torch.Tensor | Refusal:
-    """What the plan makes of the tensors, or why it must not."""
-    if not isinstance(plan, Plan):
-        return plan
-    if reason := guards.misaligned(*tensors) or guards.deferred(*tensors):
-        return Refusal(reason)
-    return table.run(plan, *tensors)
 
 
 def scaled_problem_of(
@@ -293,29 +313,47 @@ def scaled_problem_of(
     )
 
 
-def _serve(
-    name: str,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    activation: str | None = None,
-) -> torch.Tensor | Refusal:
-    """The tuned kernel's product, or why there is none."""
-    tensors = (a, b) if bias is None else (a, b, bias)
-    if reason := guards.unserved(*tensors):
-        return once(reason)
-    kind = (name, activation, *((t.shape, t.stride(), t.dtype, t.device) for t in tensors))
-    plan = table.get(kind)
-    if plan is None:
-        second = b.t() if name == "linear" and b.dim() == 2 else b
-        shape = (*a.shape[:-1], *second.shape[-1:])
-        arguments = (a, b, bias, activation) if name == "linear" else (a, b)
+class ProductCall(NamedTuple):
+    """A call of `linear` or `matmul`."""
 
-        def pose() -> GemmProblem:
-            return problem_of(a, second, bias, activation)
+    name: str
+    a: torch.Tensor
+    b: torch.Tensor
+    bias: torch.Tensor | None = None
+    activation: str | None = None
 
-        plan = table.find_out(kind, (name, arguments), pose, 1.0, a.get_device(), shape)
-    return _run(plan, *tensors)
+    @property
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        return (self.a, self.b) if self.bias is None else (self.a, self.b, self.bias)
+
+    @property
+    def aligned(self) -> int:
+        return 3
+
+    @property
+    def told(self) -> Told:
+        return self.name, self[1:] if self.name == "linear" else self[1:3]
+
+    def refusal(self) -> None:
+        return None
+
+    def kind(self) -> Hashable:
+        tensors = [(t.shape, t.stride(), t.dtype, t.device) for t in self.inputs]
+        return self.name, self.activation, *tensors
+
+    def pose(self) -> Posed:
+        b = self.b.t() if self.name == "linear" and self.b.dim() == 2 else self.b
+        shape = (*self.a.shape[:-1], *b.shape[-1:])
+        return Posed(problem_of(self.a, b, self.bias, self.activation), shape=shape)
+
+    def run(self, plan: Plan) -> torch.Tensor | Refusal:
+        inputs = self.inputs
+        return guards.deferred(*inputs) or table.run(plan, *inputs)
+
+    def by_pytorch(self) -> torch.Tensor:
+        if self.name == "matmul":
+            return torch.matmul(self.a, self.b)
+        return _linear(self.a, self.b, self.bias, self.activation)
 
 
 def problem_of(

@@ -33,8 +33,9 @@ except ImportError as exc:
         "pip install 'cutlass-tuner[transformers]'"
     ) from exc
 
-from tuner.runtime import devices, dispatch, guards, native
-from tuner.runtime.attention import answer, attention
+from tuner.runtime import devices, dispatch, guards, native, serving
+from tuner.runtime.attention import attention
+from tuner.runtime.attention_plan import AttentionCall
 from tuner.runtime.operators import operate
 
 NAME = "tuner"
@@ -219,7 +220,9 @@ def _tuned(
     elif is_causal and query.shape[2] != key.shape[2]:  # a static cache's: `sdpa` cuts it off
         return None
     query, key, value = guards.autocast(devices.TYPE, query, key, value)
-    return (operate if is_compiling else answer)(query, key, value, *options)
+    if is_compiling:
+        return operate(query, key, value, *options)
+    return serving.answer(AttentionCall(query, key, value, *options).biased())
 
 
 def attention_mask(*arguments: Any, config: Any = None, **options: Any) -> torch.Tensor | None:
