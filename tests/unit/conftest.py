@@ -141,12 +141,11 @@ def tuned(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleNam
             out = torch.empty_strided(operand.shape, operand.strides, dtype=inputs[0].dtype)
             return out.copy_(scores.softmax(-1) @ value)
 
-    def find_out(kind: Any, call: Any) -> Any:
+    def find_out(kind: Any, told: Any, pose: Any, device: int) -> Any:
         try:
-            posed = call.pose()
+            posed = pose()
         except ConfigError as exc:
             return on_cpu.refusal.Refusal(on_cpu.refusal.Kind.TENSORS, str(exc))
-        device = call.inputs[0].get_device()
         return Exact(posed.problem, Config("exact", {}), device, False, posed.scale)
 
     made = SimpleNamespace(**vars(on_cpu), writes_lse=True, problems=[])

@@ -95,10 +95,10 @@ def serve(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleNam
     """Has the table find an own kernel for whatever is posed."""
     kernel, member, posed = FakeKernel(), GroupedGemm(), []
 
-    def find_out(kind: Any, call: Any) -> Any:
-        assert call.told is None
+    def find_out(kind: Any, told: Any, pose: Any, device: int) -> Any:
+        assert told is None
         try:
-            problem, scale = call.pose().problem, call.pose().scale
+            problem, scale = pose().problem, pose().scale
         except ConfigError as exc:
             return on_cpu.refusal.Refusal(on_cpu.refusal.Kind.TENSORS, str(exc))
         posed.append((kind, problem))

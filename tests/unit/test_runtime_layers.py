@@ -61,8 +61,8 @@ def served(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Iterator
     """The problems that tuned kernels served: every one, with zeros."""
     asked: list[Problem] = []
 
-    def plan(kind: Any, call: Any) -> Any:
-        posed = call.pose()
+    def plan(kind: Any, told: Any, pose: Any, device: int) -> Any:
+        posed = pose()
 
         def run(*tensors: Any) -> Any:
             asked.append(posed.problem)

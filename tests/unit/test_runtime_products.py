@@ -227,9 +227,9 @@ def test_a_tuned_swiglu_is_run_with_both_tensors(
 ) -> None:
     seen: list[Any] = []
 
-    def plan(kind: Any, call: Any) -> Any:
-        posed = call.pose()
-        assert call.told is None and posed.shape == (8, 64)
+    def plan(kind: Any, told: Any, pose: Any, device: int) -> Any:
+        posed = pose()
+        assert told is None and posed.shape == (8, 64)
 
         def run(*tensors: Any) -> Any:
             seen.append(tensors)
@@ -316,9 +316,9 @@ def test_a_tuned_scaled_product_is_run_with_its_factors(
 ) -> None:
     seen: list[Any] = []
 
-    def plan(kind: Any, call: Any) -> Any:
-        posed = call.pose()
-        assert (call.told, posed.scale, posed.shape) == (None, 1.0, (8, 16))
+    def plan(kind: Any, told: Any, pose: Any, device: int) -> Any:
+        posed = pose()
+        assert (told, posed.scale, posed.shape) == (None, 1.0, (8, 16))
 
         def run(*tensors: Any) -> Any:
             seen.append(tensors)

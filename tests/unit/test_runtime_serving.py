@@ -67,10 +67,10 @@ def planned(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleN
             made.inputs.append(inputs)
             return torch.zeros(self.problem.output.shape)
 
-    def find_out(kind: Any, call: Any) -> Any:
+    def find_out(kind: Any, told: Any, pose: Any, device: int) -> Any:
         made.kinds.append(kind)
         try:
-            return Noted(call.pose().problem, Config("noted", {}), -1, False)
+            return Noted(pose().problem, Config("noted", {}), -1, False)
         except ConfigError as exc:
             return Refusal(Kind.TENSORS, str(exc))
 

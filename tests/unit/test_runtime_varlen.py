@@ -97,17 +97,17 @@ def serve(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleNam
     """Has the table find a fused attention kernel for whatever is posed."""
     kernel, member, posed = FakeKernel(), FusedAttention(), []
 
-    def find_out(kind: Any, call: Any) -> Any:
-        assert call.told is None, "the dispatcher in C++ knows no packed tensors"
+    def find_out(kind: Any, told: Any, pose: Any, device: int) -> Any:
+        assert told is None, "the dispatcher in C++ knows no packed tensors"
         try:
-            posed_now = call.pose()
+            asked = pose()
         except ConfigError as exc:
             return on_cpu.refusal.Refusal(on_cpu.refusal.Kind.TENSORS, str(exc))
-        problem = posed_now.problem
+        problem = asked.problem
         posed.append((kind, problem))
         config = member.space(problem, DEFAULT_GPU)[0]
         plan = on_cpu.plan
-        (launch,) = member.launches(problem, config, posed_now.scale)
+        (launch,) = member.launches(problem, config, asked.scale)
         return plan.KernelPlan(
             problem, config, -1, False,
             shape=problem.output.shape,

@@ -13,17 +13,14 @@ from tuner.problem import LAYOUTS, AttentionProblem, Bias, DType
 from tuner.runtime import guards, native
 from tuner.runtime.autograd import has_backward
 from tuner.runtime.bias import as_bias, axes_of
-from tuner.runtime.call import Told
 from tuner.runtime.composed import NONE, Extras, compose
 from tuner.runtime.plan import Plan, Posed
 from tuner.runtime.refusal import Kind, Refusal
-from tuner.runtime.serving import find
-from tuner.runtime.table import table
+from tuner.runtime.serving import Call, find
+from tuner.runtime.table import Told, table
 
 
-class AttentionCall(NamedTuple):
-    """A call of `tuner.attention`, its tensors as autocast left them."""
-
+class _Attention(NamedTuple):
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
@@ -36,15 +33,18 @@ class AttentionCall(NamedTuple):
     bias: torch.Tensor | Refusal | None = None
     """`attn_mask` as `as_bias` makes it, or why it is none; None without a mask."""
 
+
+class AttentionCall(_Attention, Call):
+    """A call of `tuner.attention`, its tensors as autocast left them."""
+
+    __slots__ = ()
+    aligned = 4
+
     @property
     def inputs(self) -> tuple[torch.Tensor, ...]:
         if self.bias is None or isinstance(self.bias, Refusal):
             return self[:3]
         return *self[:3], self.bias
-
-    @property
-    def aligned(self) -> int:
-        return 4
 
     @property
     def told(self) -> Told | None:

@@ -15,7 +15,7 @@ from tuner.problem.grouped_gemm import Sizes
 from tuner.runtime import devices, guards
 from tuner.runtime.plan import KernelPlan, Plan, Posed
 from tuner.runtime.refusal import Kind, Refusal
-from tuner.runtime.serving import serve
+from tuner.runtime.serving import Call, serve
 from tuner.runtime.table import table
 
 #: Elements that a dimension of a matrix is a multiple of where TMA and PyTorch's kernel take it.
@@ -70,25 +70,22 @@ def _check(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, sizes: str) 
         raise ConfigError(f"sizes={sizes} is not known (allowed: {', '.join(SIZES)})")
 
 
-class GroupedCall(NamedTuple):
-    """The products of a mixture of experts."""
-
+class _Groups(NamedTuple):
     a: torch.Tensor
     b: torch.Tensor
     offsets: torch.Tensor
     sizes: Sizes
 
+
+class GroupedCall(_Groups, Call):
+    """The products of a mixture of experts."""
+
+    __slots__ = ()
+    aligned = 2
+
     @property
     def inputs(self) -> tuple[torch.Tensor, ...]:
         return self.a, self.b, self.offsets
-
-    @property
-    def aligned(self) -> int:
-        return 2
-
-    @property
-    def told(self) -> None:
-        return None
 
     def refusal(self) -> Refusal | None:
         if refusal := guards.deferred(self.a, self.b):

@@ -14,11 +14,11 @@ from torch.nn import functional
 from tuner.errors import ConfigError
 from tuner.problem import ACTIVATIONS, E4M3, GemmProblem, Major, SwigluProblem
 from tuner.runtime import counters, dispatch, guards, serving
-from tuner.runtime.call import Told
 from tuner.runtime.plan import Plan, Posed
 from tuner.runtime.quantised import DTYPES as QUANTISED
 from tuner.runtime.refusal import Kind, Refusal
-from tuner.runtime.table import table
+from tuner.runtime.serving import Call
+from tuner.runtime.table import Told, table
 
 _Matrix = tuple[int, int, int, Major]
 """Batch, rows, columns and storage order."""
@@ -135,9 +135,7 @@ def scaled_mm(
     return serving.serve(call)
 
 
-class ScaledCall(NamedTuple):
-    """A product of e4m3 matrices."""
-
+class _Scaled(NamedTuple):
     a: torch.Tensor
     b: torch.Tensor
     scale_a: torch.Tensor
@@ -147,17 +145,16 @@ class ScaledCall(NamedTuple):
     out_dtype: torch.dtype | None
     fast_accum: bool
 
+
+class ScaledCall(_Scaled, Call):
+    """A product of e4m3 matrices."""
+
+    __slots__ = ()
+    aligned = 4
+
     @property
     def inputs(self) -> tuple[torch.Tensor, ...]:
         return self[:4]
-
-    @property
-    def aligned(self) -> int:
-        return 4
-
-    @property
-    def told(self) -> None:
-        return None
 
     def refusal(self) -> Refusal | None:
         if self.bias is not None or self.scale_result is not None:
@@ -167,15 +164,11 @@ class ScaledCall(NamedTuple):
         return None
 
     def kind(self) -> Hashable:
-        tensors = [(t.shape, t.stride(), t.dtype, t.device) for t in self.inputs]
-        return "scaled_mm", self.out_dtype, self.fast_accum, *tensors
+        return self.key(self.out_dtype, self.fast_accum)
 
     def pose(self) -> Posed:
         problem = scaled_problem_of(*self[:4], self.out_dtype, self.fast_accum)
         return Posed(problem, shape=(*self.a.shape[:-1], *self.b.shape[-1:]))
-
-    def run(self, plan: Plan) -> torch.Tensor | Refusal:
-        return table.run(plan, *self.inputs)
 
     def by_pytorch(self) -> torch.Tensor:
         return torch._scaled_mm(*self)
@@ -218,29 +211,23 @@ def swiglu(input: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return serving.serve(SwigluCall(input, weights))
 
 
-class SwigluCall(NamedTuple):
-    """Both up projections of a gated MLP, and their product."""
-
+class _Gated(NamedTuple):
     input: torch.Tensor
     weights: torch.Tensor
+
+
+class SwigluCall(_Gated, Call):
+    """Both up projections of a gated MLP, and their product."""
+
+    __slots__ = ()
+    aligned = 2
 
     @property
     def inputs(self) -> tuple[torch.Tensor, ...]:
         return self
 
-    @property
-    def aligned(self) -> int:
-        return 2
-
-    @property
-    def told(self) -> None:
-        return None
-
-    def refusal(self) -> None:
-        return None
-
     def kind(self) -> Hashable:
-        return "swiglu", *[(t.shape, t.stride(), t.dtype, t.device) for t in self]
+        return self.key()
 
     def pose(self) -> Posed:
         shape = (*self.input.shape[:-1], self.weights.shape[0] // 2)
@@ -313,33 +300,30 @@ def scaled_problem_of(
     )
 
 
-class ProductCall(NamedTuple):
-    """A call of `linear` or `matmul`."""
-
+class _Product(NamedTuple):
     name: str
     a: torch.Tensor
     b: torch.Tensor
     bias: torch.Tensor | None = None
     activation: str | None = None
 
+
+class ProductCall(_Product, Call):
+    """A call of `linear` or `matmul`."""
+
+    __slots__ = ()
+    aligned = 3
+
     @property
     def inputs(self) -> tuple[torch.Tensor, ...]:
         return (self.a, self.b) if self.bias is None else (self.a, self.b, self.bias)
 
     @property
-    def aligned(self) -> int:
-        return 3
-
-    @property
     def told(self) -> Told:
         return self.name, self[1:] if self.name == "linear" else self[1:3]
 
-    def refusal(self) -> None:
-        return None
-
     def kind(self) -> Hashable:
-        tensors = [(t.shape, t.stride(), t.dtype, t.device) for t in self.inputs]
-        return self.name, self.activation, *tensors
+        return self.key(self.name, self.activation)
 
     def pose(self) -> Posed:
         b = self.b.t() if self.name == "linear" and self.b.dim() == 2 else self.b

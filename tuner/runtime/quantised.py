@@ -11,10 +11,9 @@ from tuner.errors import ConfigError
 from tuner.problem import E4M3, DType
 from tuner.runtime import guards, native
 from tuner.runtime.attention_plan import problem_of, scale_of
-from tuner.runtime.plan import Plan, Posed
+from tuner.runtime.plan import Posed
 from tuner.runtime.refusal import Kind, Refusal
-from tuner.runtime.serving import serve
-from tuner.runtime.table import table
+from tuner.runtime.serving import Call, serve
 
 DTYPES: Mapping[torch.dtype, DType] = {torch.float8_e4m3fn: E4M3}
 
@@ -44,26 +43,23 @@ def attend(
     return serve(QuantisedCall(tensors, factors, bool(is_causal), scale, enable_gqa))
 
 
-class QuantisedCall(NamedTuple):
-    """Attention of e4m3 tensors."""
-
+class _Quantised(NamedTuple):
     tensors: Tensors
     factors: Tensors
     is_causal: bool
     scale: float | None
     enable_gqa: bool
 
+
+class QuantisedCall(_Quantised, Call):
+    """Attention of e4m3 tensors."""
+
+    __slots__ = ()
+    aligned = 3
+
     @property
     def inputs(self) -> tuple[torch.Tensor, ...]:
         return *self.tensors, *self.factors
-
-    @property
-    def aligned(self) -> int:
-        return 3
-
-    @property
-    def told(self) -> None:
-        return None
 
     def refusal(self) -> Refusal | None:
         if guards.wants_gradient(*self.inputs):
@@ -71,18 +67,13 @@ class QuantisedCall(NamedTuple):
         return guards.unscaled(self.scale)
 
     def kind(self) -> Hashable:
-        layouts = [(t.shape, t.stride(), t.dtype, t.device) for t in self.tensors]
-        devices = [t.device for t in self.factors]
-        return E4M3, *layouts, *devices, self.is_causal, self.scale, self.enable_gqa
+        return self.key(self.is_causal, self.scale, self.enable_gqa)
 
     def pose(self) -> Posed:
         if len({t.device for t in self.inputs}) > 1:
             raise ConfigError("tensors and factors differ in device")
         problem = problem_of(*self.tensors, self.is_causal, self.enable_gqa, dtypes=DTYPES)
         return Posed(problem, scale_of(self.tensors[0], self.scale))
-
-    def run(self, plan: Plan) -> torch.Tensor | Refusal:
-        return table.run(plan, *self.inputs)
 
     def by_pytorch(self) -> torch.Tensor:
         query, key, value = (

@@ -15,9 +15,10 @@ import math
 import os
 import threading
 import time
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,7 +29,6 @@ from tuner.errors import BenchmarkError, ConfigError, StoreError
 from tuner.hardware import Gpu
 from tuner.problem import AttentionProblem, Problem, problem_from_json
 from tuner.runtime import counters, devices, dispatch
-from tuner.runtime.call import Call
 from tuner.runtime.plan import KernelPlan, Plan, Posed, resolve
 from tuner.runtime.refusal import Kind, Refusal, once
 from tuner.selection.nearest import class_pattern
@@ -55,6 +55,8 @@ GROWS_BY = 64
 #: Kinds of call kept; more start over, so that a server of ever new shapes stays small.
 _MAX_KNOWN = 4096
 
+Told = tuple[str, tuple[Any, ...]]
+"""Operation and arguments of a call as the C++ dispatcher takes them (`dispatch.put`)."""
 _OFF = Refusal(Kind.OFF, "TUNER_DISABLE is set")
 
 
@@ -129,12 +131,16 @@ class Table:
                 self._look()
         return dispatch.generation()
 
-    def find_out(self, kind: Hashable, call: Call) -> Plan | Refusal:
-        """Ask the store about a call whose kind `get` does not know.
+    def find_out(
+        self, kind: Hashable, told: Told | None, pose: Callable[[], Posed], device: int
+    ) -> Plan | Refusal:
+        """Ask the store about a kind of call that `get` does not know.
 
         Args:
-            kind: the call's, as in `get`.
-            call: what is asked.
+            kind: as in `get`.
+            told: the call as `dispatch.put` takes it; None: the C++ dispatcher keeps no plan.
+            pose: the problem; raises ConfigError where no tuned kernel could serve.
+            device: index of the device that the tensors are on.
         """
         old = self._known.get(kind)
         if devices.is_capturing():  # what was loaded may be captured, whatever the store says now
@@ -145,14 +151,14 @@ class Table:
         try:
             if self._off is not None:  # since `get`
                 return self._off
-            found = self._find(call, self._known.get(kind))
+            found = self._find(pose, device, self._known.get(kind))
             if isinstance(found, Refusal):
                 return old.plan if old and isinstance(old.plan, Plan) else found
             if len(self._known) >= _MAX_KNOWN:
                 self._clear()
             self._known[kind] = found
             # Marked calls go through Python: the dispatcher opens no ranges.
-            if (told := call.told) is not None and not ranges.ON:
+            if told is not None and not ranges.ON:
                 dispatch.prepare(then=self._renew)
                 if isinstance(found.plan, KernelPlan):
                     dispatch.put(*told, found.plan)
@@ -300,17 +306,17 @@ class Table:
             self._known = kept
             self._renew()
 
-    def _find(self, call: Call, old: _Known | None) -> _Known | Refusal:
+    def _find(self, pose: Callable[[], Posed], device: int, old: _Known | None) -> _Known | Refusal:
         """What serves a call now; a refusal, not to be kept, when the store cannot be read."""
         if old and isinstance(old.plan, Plan) and not old.is_stale:
             return replace(old, until=math.inf)  # only the dispatcher must be told again
         try:
-            posed = call.pose()
+            posed = pose()
         except ConfigError as exc:
             return _Known(math.inf, None, Refusal(Kind.TENSORS, str(exc)))
         if self._fault is not None:
             return self._fault
-        problem, device = posed.problem, call.inputs[0].get_device()
+        problem = posed.problem
         near = _neighbourhood(problem, device)
         try:
             known = self._near.get(near)

@@ -16,7 +16,7 @@ from tuner.runtime import devices, guards, native
 from tuner.runtime.attention_plan import scale_of
 from tuner.runtime.plan import KernelPlan, Plan, Posed
 from tuner.runtime.refusal import Kind, Refusal
-from tuner.runtime.serving import serve
+from tuner.runtime.serving import Call, serve
 from tuner.runtime.table import table
 
 
@@ -38,9 +38,7 @@ class _Sized(AttentionProblem):
         return self.rows_kv
 
 
-class VarlenCall(NamedTuple):
-    """Attention over packed sequences."""
-
+class _Packed(NamedTuple):
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
@@ -52,17 +50,16 @@ class VarlenCall(NamedTuple):
     scale: float
     enable_gqa: bool
 
+
+class VarlenCall(_Packed, Call):
+    """Attention over packed sequences."""
+
+    __slots__ = ()
+    aligned = 3
+
     @property
     def inputs(self) -> tuple[torch.Tensor, ...]:
         return self[:5]
-
-    @property
-    def aligned(self) -> int:
-        return 3
-
-    @property
-    def told(self) -> None:
-        return None
 
     @property
     def batch(self) -> int:
