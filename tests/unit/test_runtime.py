@@ -355,13 +355,13 @@ def test_a_problem_is_read_off_its_tensors(
     made = [
         torch.empty_strided(o.shape, o.strides, dtype=torch.bfloat16) for o in problem.operands[:3]
     ]
-    assert runtime.attention_plan.problem_of(*made, problem.is_causal) == problem
+    assert runtime.attention_plan.pose(*made, problem.is_causal, 1.0).problem == problem
     if problem.heads_q != problem.heads_kv:
         with pytest.raises(ConfigError, match="enable_gqa"):
-            runtime.attention_plan.problem_of(*made, problem.is_causal, enable_gqa=False)
+            runtime.attention_plan.pose(*made, problem.is_causal, 1.0, enable_gqa=False)
 
 
 def test_dimensions_of_one_have_any_stride(runtime: SimpleNamespace) -> None:
     tensor = torch.empty_strided((1, 1, 16, 8), (5, 7, 8, 1), dtype=torch.float16)
-    problem = runtime.attention_plan.problem_of(tensor, tensor, tensor, False)
+    problem = runtime.attention_plan.pose(tensor, tensor, tensor, False, 1.0).problem
     assert problem == AttentionProblem.parse("S=16,D=8,H=1")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
 from tuner.errors import ConfigError
-from tuner.problem import LAYOUTS, AttentionProblem, Bias, DType
+from tuner.problem import AttentionProblem, Bias, DType, Layout
 from tuner.runtime import guards, native
 from tuner.runtime.autograd import has_backward
 from tuner.runtime.bias import as_bias, axes_of
@@ -97,9 +97,9 @@ class AttentionCall(_Attention, Call):
         return axes_of(self.bias) if isinstance(self.bias, torch.Tensor) else ""
 
     def pose(self) -> Posed:
-        tensors, is_causal = (self.query, self.key, self.value), bool(self.is_causal)
-        problem = problem_of(*tensors, is_causal, self.enable_gqa, self.extras, bias=self._axes())
-        return Posed(problem, scale_of(self.query, self.scale))
+        tensors, scale = self[:3], scale_of(self.query, self.scale)
+        axes = self._axes()
+        return pose(*tensors, self.is_causal, scale, self.enable_gqa, self.extras, bias=axes)
 
     def run(self, plan: Plan) -> torch.Tensor | Refusal:
         inputs = self.inputs
@@ -148,25 +148,30 @@ def find_plan(
     return find(AttentionCall(query, key, value, None, 0.0, is_causal, scale, enable_gqa))
 
 
-def problem_of(
+def pose(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     is_causal: bool,
+    scale: float,
     enable_gqa: bool = True,
     extras: Extras = NONE,
     dtypes: Mapping[torch.dtype, DType] = guards.DTYPES,
     bias: Bias = "",
-) -> AttentionProblem:
-    """The problem that these tensors pose.
+) -> Posed:
+    """The problem that these tensors pose, and how they lie.
+
+    The problem has the nearest of the layouts, so that what serves a call does not depend on
+    strides. Where the query is not laid out so, the output is laid out as
+    ``torch.empty_like(query)``, as PyTorch's kernels have it. Keys and values that are expanded
+    over all heads are one head.
 
     Raises:
         ConfigError: when they pose none: types, sizes or strides that no tuned kernel has.
     """
-    tensors = (query, key, value)
-    if any(t.dim() != 4 or t.numel() == 0 for t in tensors):
+    if any(t.dim() != 4 or t.numel() == 0 for t in (query, key, value)):
         raise ConfigError("they are not 4-D (B, H, S, D), or are empty")
-    guards.check_alike(*tensors, dtypes=dtypes)
+    guards.check_alike(query, key, value, dtypes=dtypes)
     if key.shape != value.shape or query.shape[::3] != key.shape[::3]:
         raise ConfigError(
             f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} "
@@ -174,23 +179,41 @@ def problem_of(
         )
     if query.shape[1] != key.shape[1] and not enable_gqa:
         raise ConfigError("heads are grouped without enable_gqa")
-    for layout in LAYOUTS:
-        problem = AttentionProblem(
-            seqlen_q=query.shape[2],
-            seqlen_kv=key.shape[2],
-            head_dim=query.shape[3],
-            batch=query.shape[0],
-            heads_q=query.shape[1],
-            heads_kv=key.shape[1],
-            is_causal=is_causal,
-            dtype=dtypes[query.dtype],
-            layout=layout,
-            window_left=extras.left,
-            window_right=extras.right,
-            softcap=extras.softcap,
-            bias=bias,
-        )
-        operands = zip(problem.matrices[:3], tensors, strict=True)
-        if all(guards.lies(tensor, operand.strides) for operand, tensor in operands):
-            return problem
-    raise ConfigError(f"their strides are of no layout (allowed: {', '.join(LAYOUTS)})")
+    if key.stride(1) == value.stride(1) == 0:
+        key, value = key[:, :1], value[:, :1]
+    problem = AttentionProblem(
+        seqlen_q=query.shape[2],
+        seqlen_kv=key.shape[2],
+        head_dim=query.shape[3],
+        batch=query.shape[0],
+        heads_q=query.shape[1],
+        heads_kv=key.shape[1],
+        is_causal=bool(is_causal),
+        dtype=dtypes[query.dtype],
+        layout=_nearest_layout(query, key),
+        window_left=extras.left,
+        window_right=extras.right,
+        softcap=extras.softcap,
+        bias=bias,
+    )
+    *operands, out = problem.matrices
+    strides: dict[str, tuple[int, ...]] = {}
+    for operand, tensor in zip(operands, (query, key, value), strict=True):
+        if not guards.lies(tensor, operand.strides):
+            strides[operand.name] = guards.along(operand, tensor.stride())
+    if "query" in strides:
+        strides[out.name] = guards.along(out, guards.dense(query.shape, query.stride()))
+    return Posed(problem, scale, strides=strides)
+
+
+def _nearest_layout(query: torch.Tensor, key: torch.Tensor) -> Layout:
+    """The layout with the tensors' order of heads and tokens; a single one has any order."""
+    orders: list[Layout | Literal[""]] = []
+    for tensor in (query, key):
+        heads, tokens = tensor.stride()[1:3]
+        is_either = 1 in tensor.shape[1:3]
+        orders.append("" if is_either else "bshd" if heads < tokens else "bhsd")
+    of_queries, of_keys = orders
+    if of_queries == "bshd" and of_keys == "bhsd":
+        return "bshd_bhsd"
+    return of_queries or of_keys or "bhsd"

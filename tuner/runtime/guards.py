@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 from torch.autograd import forward_ad
 
 from tuner.errors import ConfigError
 from tuner.hardware import TMA_ALIGNMENT_BYTES
-from tuner.problem import DType
+from tuner.problem import DType, Operand
 from tuner.runtime import devices
 from tuner.runtime.refusal import Kind, Refusal, once
 
@@ -133,9 +133,23 @@ def lies(tensor: torch.Tensor, strides: tuple[int, ...]) -> bool:
     )
 
 
+def along(operand: Operand, strides: Sequence[int]) -> tuple[int, ...]:
+    """A tensor's strides, those of the operand in dimensions of one element: any would do there,
+    and TMA refuses some.
+    """
+    every = zip(operand.shape, strides, operand.strides, strict=True)
+    return tuple(own if size == 1 else stride for size, stride, own in every)
+
+
+@lru_cache(1024)
+def dense(shape: torch.Size, strides: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of ``torch.empty_like`` a tensor: its own where it is dense, else in their order."""
+    like = torch.empty_strided(shape, strides, device="meta")
+    return tuple(torch.empty_like(like).stride())
+
+
 def laid_out_as(like: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
     """`result` with the strides of `torch.empty_like(like)`, which is what tracing is told."""
-    if result.stride() == like.stride():
+    if result.stride() == like.stride() or lies(result, dense(like.shape, like.stride())):
         return result
-    wanted = torch.empty_like(like)
-    return result if lies(result, wanted.stride()) else wanted.copy_(result)
+    return torch.empty_like(like).copy_(result)

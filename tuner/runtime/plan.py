@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -19,7 +19,7 @@ from tuner.compile.artifacts import (
 from tuner.config import Config
 from tuner.errors import BenchmarkError, ConfigError
 from tuner.families import family
-from tuner.families.base import LSE, SCRATCH, Family, Launch
+from tuner.families.base import LSE, SCRATCH, Family, Launch, Strides
 from tuner.measurement import Measurement, Provenance, Status
 from tuner.problem import GemmProblem, GroupedGemmProblem, Problem
 from tuner.runtime import counters, devices, native
@@ -42,6 +42,9 @@ class Posed:
     """Scale of attention's scores; alpha of a product."""
     shape: tuple[int, ...] = ()
     """Shape of the output, contiguous; empty: that of the problem's output."""
+    strides: Strides = field(default_factory=dict)
+    """Strides of the tensors that lie otherwise than the problem's operands. In dimensions of one
+    element they are the operand's."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -279,9 +282,15 @@ def own_plan(
         kernels[name] = kernel
     problem, config = posed.problem, measurement.config
     shape, output = posed.shape, problem.output
+    if posed.strides:
+        launches = member.strided_launches(problem, config, posed.scale, posed.strides)
+    else:
+        launches = member.launches(problem, config, posed.scale)
+    if isinstance(launches, str):
+        return launches
     steps: list[Step] = []
     offset = _aligned(member.scratch_bytes(problem, config))
-    for launch in member.launches(problem, config, posed.scale):
+    for launch in launches:
         if launch.kernel not in kernels:
             return f"{member.name} names no artifact for its kernel '{launch.kernel}'"
         kernel = kernels[launch.kernel]
@@ -296,7 +305,7 @@ def own_plan(
         device,
         is_nearest=measurement.problem != problem,
         shape=shape or output.shape,
-        strides=_contiguous(shape) if shape else output.strides,
+        strides=_contiguous(shape) if shape else posed.strides.get(output.name, output.strides),
         steps=tuple(steps),
         workspace_bytes=offset,
         dtype=getattr(torch, output.dtype),

@@ -4,7 +4,6 @@ PyTorch's elsewhere.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
@@ -19,9 +18,6 @@ from tuner.runtime.quantised import DTYPES as QUANTISED
 from tuner.runtime.refusal import Kind, Refusal
 from tuner.runtime.serving import Call
 from tuner.runtime.table import Told, table
-
-_Matrix = tuple[int, int, int, Major]
-"""Batch, rows, columns and storage order."""
 
 _PYTORCHS: dict[str | None, Callable[[torch.Tensor], torch.Tensor]] = {
     None: lambda product: product,
@@ -327,8 +323,7 @@ class ProductCall(_Product, Call):
 
     def pose(self) -> Posed:
         b = self.b.t() if self.name == "linear" and self.b.dim() == 2 else self.b
-        shape = (*self.a.shape[:-1], *b.shape[-1:])
-        return Posed(problem_of(self.a, b, self.bias, self.activation), shape=shape)
+        return pose(self.a, b, self.bias, self.activation)
 
     def run(self, plan: Plan) -> torch.Tensor | Refusal:
         inputs = self.inputs
@@ -340,13 +335,15 @@ class ProductCall(_Product, Call):
         return _linear(self.a, self.b, self.bias, self.activation)
 
 
-def problem_of(
+def pose(
     a: torch.Tensor,
     b: torch.Tensor,
     bias: torch.Tensor | None = None,
     activation: str | None = None,
-) -> GemmProblem:
-    """The problem of activation(a @ b + bias).
+) -> Posed:
+    """The problem of activation(a @ b + bias), and how its matrices lie.
+
+    Rows, or columns, of a matrix may lie apart: slices of wider tensors.
 
     Raises:
         ConfigError: when they pose none: types, sizes or strides that no tuned kernel has.
@@ -358,33 +355,55 @@ def problem_of(
         guards.check_alike(a, bias)
         if bias.shape != b.shape[-1:] or not bias.is_contiguous():
             raise ConfigError("the bias is no contiguous vector of the output's columns")
-    if b.dim() == 2 and a.dim() > 2:  # one matrix of all rows
-        if not a.is_contiguous():
-            raise ConfigError("the rows of all batches are not contiguous")
-        a = a.view(-1, a.shape[-1])
-    batch, m, k, layout_a = _matrix(a, "row")
-    batch_b, k_b, n, layout_b = _matrix(b, "col")
-    if a.shape[:-2] != b.shape[:-2] or k != k_b:
+    shape = (*a.shape[:-1], *b.shape[-1:])
+    if a.shape[-1] != b.shape[-2] or (b.dim() > 2 and a.shape[:-2] != b.shape[:-2]):
         raise ConfigError(f"{tuple(a.shape)} @ {tuple(b.shape)} is no product, or broadcasts")
-    return GemmProblem(
+    one, two = _folded(a, all_rows=b.dim() == 2), _folded(b)
+    batch, m, k = one.shape
+    problem = GemmProblem(
         m=m,
-        n=n,
+        n=b.shape[-1],
         k=k,
-        batch=batch_b if batch == 1 else batch,
+        batch=batch,
         dtype=guards.DTYPES[a.dtype],
-        layout_a=layout_a,
-        layout_b=layout_b,
+        layout_a=_order(one, "row"),
+        layout_b=_order(two, "col"),
         epilogue="_".join(filter(None, ("" if bias is None else "bias", activation))),
     )
+    strides = {
+        operand.name: guards.along(operand, matrix.stride())
+        for operand, matrix in zip(problem.operands, (one, two), strict=False)
+        if not guards.lies(matrix, operand.strides)
+    }
+    return Posed(problem, shape=shape, strides=strides)
 
 
-def _matrix(tensor: torch.Tensor, preferred: Major) -> _Matrix:
-    """What `tensor` is, a stack of dense matrices; in `preferred` order where both hold."""
-    *lead, rows, cols = tensor.shape
-    orders: tuple[Major, ...] = ("row", "col") if preferred == "row" else ("col", "row")
-    for order in orders:
-        inner = (cols, 1) if order == "row" else (1, rows)
-        outer = [rows * cols * math.prod(lead[i + 1 :]) for i in range(len(lead))]
-        if guards.lies(tensor, (*outer, *inner)):
-            return math.prod(lead), rows, cols, order
-    raise ConfigError("a matrix is dense neither in rows nor in columns")
+def _folded(tensor: torch.Tensor, all_rows: bool = False) -> torch.Tensor:
+    """A view (batch, rows, columns) of a tensor, with all dimensions before in one.
+
+    Args:
+        tensor: at least two dimensions.
+        all_rows: its leading dimensions are rows as well, of a batch of one.
+    """
+    rows, columns = tensor.shape[-2:]
+    try:
+        return tensor.view((1, -1, columns) if all_rows else (-1, rows, columns))
+    except RuntimeError:
+        raise ConfigError("the leading dimensions do not lie one stride apart") from None
+
+
+def _order(matrices: torch.Tensor, preferred: Major) -> Major:
+    """Storage order of (batch, rows, columns); `preferred` where both hold.
+
+    Raises:
+        ConfigError: when elements follow one another neither in rows nor in columns.
+    """
+    _, rows, columns = matrices.shape
+    _, between_rows, between_columns = matrices.stride()
+    by_rows = between_columns == 1 or columns == 1
+    by_columns = between_rows == 1 or rows == 1
+    if by_rows and by_columns:
+        return preferred
+    if not (by_rows or by_columns):
+        raise ConfigError("elements follow one another neither in rows nor in columns")
+    return "row" if by_rows else "col"

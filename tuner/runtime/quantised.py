@@ -10,7 +10,7 @@ import torch
 from tuner.errors import ConfigError
 from tuner.problem import E4M3, DType
 from tuner.runtime import guards, native
-from tuner.runtime.attention_plan import problem_of, scale_of
+from tuner.runtime.attention_plan import pose, scale_of
 from tuner.runtime.plan import Posed
 from tuner.runtime.refusal import Kind, Refusal
 from tuner.runtime.serving import Call, serve
@@ -72,8 +72,8 @@ class QuantisedCall(_Quantised, Call):
     def pose(self) -> Posed:
         if len({t.device for t in self.inputs}) > 1:
             raise ConfigError("tensors and factors differ in device")
-        problem = problem_of(*self.tensors, self.is_causal, self.enable_gqa, dtypes=DTYPES)
-        return Posed(problem, scale_of(self.tensors[0], self.scale))
+        scale = scale_of(self.tensors[0], self.scale)
+        return pose(*self.tensors, self.is_causal, scale, self.enable_gqa, dtypes=DTYPES)
 
     def by_pytorch(self) -> torch.Tensor:
         query, key, value = (

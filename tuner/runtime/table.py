@@ -317,7 +317,8 @@ class Table:
         if self._fault is not None:
             return self._fault
         problem = posed.problem
-        near = _neighbourhood(problem, device)
+        # Refused for its strides: neighbours may have others.
+        near = None if posed.strides else _neighbourhood(problem, device)
         try:
             known = self._near.get(near)
             if known and time.monotonic() < known.until and not is_decided(problem, self._path):
