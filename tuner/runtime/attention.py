@@ -68,9 +68,10 @@ def attention(
     (`tuner.runtime.composed`).
 
     Args:
-        query: (B, H, SQ, D), fp16 or bf16; contiguous, or a view of a contiguous (B, SQ, H, D).
-        key: (B, HKV, SKV, D), laid out as `query`, or contiguous.
-        value: (B, HKV, SKV, D), laid out as `key`.
+        query: (B, H, SQ, D), fp16 or bf16, with any strides that TMA takes: 1 along D, multiples of
+            16 bytes along the others.
+        key: (B, HKV, SKV, D), as `query`. Keys and values expanded over all heads are one head.
+        value: (B, HKV, SKV, D), as `key`.
         attn_mask: as in PyTorch. Tuned kernels take one that is added to the scores (a float one
             of the query's type), has whole rows of keys, one for all, for each head, each sequence
             or both, and wants no gradient. With them a query all of whose keys are at -inf has
@@ -92,8 +93,8 @@ def attention(
         descale_v: fp32 (B, HKV).
 
     Returns:
-        (B, H, SQ, D), of the inputs' type, bf16 of e4m3; laid out as `query` where a tuned kernel
-        ran.
+        (B, H, SQ, D), of the inputs' type, bf16 of e4m3. Where a tuned kernel ran it is laid out as
+        ``torch.empty_like(query)``.
 
     Raises:
         ConfigError: when `window` or `softcap` is out of range; on descale factors that do not fit

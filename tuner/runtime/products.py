@@ -44,8 +44,8 @@ def linear(
     activation, counted by its reason (`tuner.stats`).
 
     Args:
-        input: (..., K), fp16 or bf16, contiguous.
-        weight: (N, K), contiguous.
+        input: (..., K), fp16 or bf16; rows may lie apart, as in a slice of a wider tensor.
+        weight: (N, K), as `input`.
         bias: (N), contiguous.
         activation: relu, gelu (by erf, PyTorch's default), gelu_tanh or silu.
 
@@ -83,7 +83,7 @@ def matmul(
     """`torch.matmul` by the fastest kernel measured on this GPU.
 
     As `linear`; served are (..., M, K) @ (K, N) and (..., M, K) @ (..., K, N) with equal batch
-    dimensions, each matrix dense in rows or in columns.
+    dimensions, each matrix with elements one after the other in rows or in columns.
     """
     if not torch.compiler.is_compiling():
         product = dispatch.matmul(input, other, out)
