@@ -8,8 +8,9 @@
 Masks are made as for `sdpa`: none where the causal flag says it all, so that a tuned kernel can
 answer, else a tensor, with which PyTorch does. A sliding window is such a tensor once there are as
 many keys as it is wide; so are a cache's earlier keys before several queries, and packed sequences,
-which position_ids tell. In a graph of torch.compile a mask is left out where sizes alone tell it. Without a mask one query sees all keys, and several see keys 0..i: a static
-cache is longer than the prompt that fills it.
+which position_ids tell. In a graph of torch.compile a mask is left out where sizes alone tell it.
+Without a mask one query sees all keys, and several see keys 0..i: a static cache is longer than the
+prompt that fills it.
 
 Transformers hands an attention function whatever its caller passed on. Each keyword is used, is
 known to change nothing (`WITHOUT_EFFECT`), or is an error that names it: what a model's own
