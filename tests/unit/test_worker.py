@@ -57,6 +57,12 @@ for line in os.fdopen(requests):
     request = json.loads(line)
     if request["mode"] == "environment":
         say(event="facts", facts={"torch": "2.11"})
+    if request["mode"] == "listing" and request["family"] == "lost":
+        os._exit(1)
+    if request["mode"] == "listing":
+        found = {"family": request["family"], "params": {"most": request["max_workspace"]}}
+        say(event="phase", index=None, what="candidates", allow_s=30)
+        say(event="listing", configs=[found], reason="")
     for candidate in request.get("candidates", ()):
         index, act = candidate["index"], candidate["config"]["params"]["act"]
         say(event="phase", index=index, what="check, random", allow_s=0)
@@ -738,3 +744,39 @@ def test_vendors_tell_their_versions(events: list[dict[str, Any]]) -> None:
     served = Worker(device, DEFAULT_GPU, {"v": Vendor()}, lambda e: events.append(dict(e)))
     assert served.answer({"mode": "environment"})
     assert {"event": "facts", "facts": {"cudnn": "9.19"}} in events
+
+
+def test_a_library_s_candidates_come_from_the_worker(client: WorkerClient) -> None:
+    assert client.listing(PROBLEM, "toy", 7) == [Config("toy", {"most": 7})]
+    assert client.listing(PROBLEM, "lost", None) == []
+    assert client.listing(PROBLEM, "toy", 8) == [Config("toy", {"most": 8})], "a fresh process"
+
+
+class Listed(Vendor):
+    name = "vendor_listed"
+
+    def listing(self, problem: Any, max_workspace: int | None) -> list[Config]:
+        if max_workspace == 0:
+            raise OSError("no such library")
+        return [Config(self.name, {"kernel": "listed", "n": max_workspace or problem.m})]
+
+
+@pytest.mark.parametrize(
+    ("most", "configs", "reason"), [(None, [512], ""), (3, [3], ""), (0, [], "no such library")]
+)
+def test_a_worker_lists_what_a_library_has(
+    events: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    most: int | None,
+    configs: list[int],
+    reason: str,
+) -> None:
+    monkeypatch.setattr(worker_room, "import_torch", lambda device: None)
+    device: Any = FakeDevice()
+    served = Worker(device, DEFAULT_GPU, {"f": Listed()}, lambda e: events.append(dict(e)))
+    request = {"mode": "listing", "family": "f", "problem": PROBLEM.to_json()}
+    assert served.answer({**request, "max_workspace": most})
+    phase, listing, done = events
+    assert phase["allow_s"] == worker_room.VENDOR_ALLOWANCE_S and done == {"event": "done"}
+    assert [config["params"]["n"] for config in listing["configs"]] == configs
+    assert listing["reason"] == reason

@@ -170,7 +170,8 @@ def pose(
         )
     if query.shape[1] != key.shape[1] and not enable_gqa:
         raise ConfigError("heads are grouped without enable_gqa")
-    if key.stride(1) == value.stride(1) == 0:
+    is_one_head = key.shape[1] > 1 and key.stride(1) == value.stride(1) == 0
+    if is_one_head:
         key, value = key[:, :1], value[:, :1]
     problem = AttentionProblem(
         seqlen_q=query.shape[2],
@@ -190,9 +191,10 @@ def pose(
     *operands, out = problem.matrices
     strides: dict[str, tuple[int, ...]] = {}
     for operand, tensor in zip(operands, (query, key, value), strict=True):
-        if not guards.lies(tensor, operand.strides):
+        # Tensors of more heads than the operand's are for families that look at strides alone.
+        if is_one_head or not guards.lies(tensor, operand.strides):
             strides[operand.name] = guards.along(operand, tensor.stride())
-    if "query" in strides:
+    if not guards.lies(query, operands[0].strides):
         strides[out.name] = guards.along(out, guards.dense(query.shape, query.stride()))
     return Posed(problem, scale, strides=strides)
 
