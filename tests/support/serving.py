@@ -23,7 +23,7 @@ from tuner.service.connections import Limits
 from tuner.service.server import Server, listen
 from tuner.store import Store, open_store
 
-H200, WARM = GPUS["H200"], Regime("graph", "warm")
+H200, WARM = GPUS["H200"], Regime("stream", "warm")
 SHAPE = "S=640,D=64"
 PROBLEM = AttentionProblem.parse(SHAPE)
 READ, WRITE = "r" * 20, "w" * 20

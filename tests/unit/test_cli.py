@@ -633,6 +633,13 @@ class TestResult:
         assert "in 2 min 05 s" in text
         assert "REPLAYED" not in text
 
+    def test_a_tie_with_a_vendor_is_no_winner(self) -> None:
+        text = outcome_text(outcome(attention(OWN.config, 14.45), CUDNN, FLASH), "sqlite:///x")
+        roles = [line.split("  ")[0] for line in text.splitlines()]
+        assert "tied first, best own" in roles and "tied first, baseline" in roles
+        assert "own speed: 1.00x cudnn, a tie; 1.49x flash" in text
+        assert "winner" not in text and "slower" not in text
+
     def test_long_configs_fit_the_width_and_are_complete(self) -> None:
         stage = Config("gemm", {f"parameter_number_{i}": i for i in range(12)})
         stages = {"qk": stage, "softmax": Config("softmax", {"passes": 1}), "pv": stage}

@@ -27,7 +27,7 @@ from tuner.errors import BenchmarkError, ConfigError
 from tuner.families import family
 from tuner.families.base import LSE
 from tuner.hardware import DEFAULT_GPU
-from tuner.measure.stopwatch import WORKSPACE, Subject
+from tuner.measure.subjects import WORKSPACE, Bound, Subject
 from tuner.problem import AttentionProblem
 
 if importlib.util.find_spec("torch"):
@@ -281,10 +281,11 @@ class Kernel(Subject):
         self.in_graph = False
         self.read: dict[int, Any] = {}
 
-    def bind(
-        self, buffers: Mapping[str, int], scale: float, *, deliver: bool = False
-    ) -> Callable[[], None]:
-        return lambda: self.launch(dict(buffers), scale)
+    def bind(self, buffers: Mapping[str, int], scale: float, *, deliver: bool = False) -> Bound:
+        return Bound(lambda: self.launch(dict(buffers), scale), buffers["query"])
+
+    def stream(self) -> int:
+        return 0
 
     def capture(self, calls: Iterable[Callable[[], None]]) -> Any:
         calls = list(calls)

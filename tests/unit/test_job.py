@@ -22,7 +22,7 @@ from tuner.families import families_in
 from tuner.families.base import Family
 from tuner.hardware import DEFAULT_GPU
 from tuner.measure import device
-from tuner.measure.worker import Outcome
+from tuner.measure.request import Outcome
 from tuner.measure.worker_client import Ask
 from tuner.measurement import Environment, Provenance, Regime, Status
 from tuner.problem import GemmProblem, Problem

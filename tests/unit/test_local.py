@@ -22,7 +22,7 @@ from tuner.families.base import KernelSpec
 from tuner.hardware import DEFAULT_GPU
 from tuner.measure import device
 from tuner.measure.gate import REFERENCE
-from tuner.measure.worker import Outcome
+from tuner.measure.request import Outcome
 from tuner.measure.worker_client import Ask
 from tuner.measurement import Environment, Regime, Status
 from tuner.problem import GemmProblem
@@ -145,7 +145,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Made]:
         parts: Any = (compiler, worker)
         made = LocalRunner(
             0,
-            Regime("graph", "warm"),
+            Regime("stream", "warm"),
             parts[0],
             family_modules=[tmp_path / "planted.py"],
             gpu=DEFAULT_GPU,

@@ -19,7 +19,7 @@ from tuner.store import open_store
 from tuner.tuning.sweep import Sweep, SweepOptions
 
 PROBLEM = GemmProblem(256, 256, 256)
-REGIME = Regime("graph", "cold")
+REGIME = Regime("stream", "cold")
 
 
 class Toy(Family):

@@ -119,7 +119,7 @@ class Reader(HTMLParser):
 
 @pytest.fixture(scope="module")
 def recorded() -> Subject:
-    return from_known(SHIPPED, DEFAULT_GPU, Regime.default("attention"), None)
+    return from_known(SHIPPED, DEFAULT_GPU, Regime.choices("attention"), None)
 
 
 @pytest.fixture(scope="module")
@@ -443,12 +443,14 @@ class TestSources:
         mine = measurement(config, 5.0, is_final=True).but(problem=SHIPPED, regime=regime)
         with open_store(str(path)) as store:
             store.decide(SHIPPED, DEFAULT_GPU, regime, [mine], "sweep")
-        found = from_known(SHIPPED, DEFAULT_GPU, regime, str(path))
+        found = from_known(SHIPPED, DEFAULT_GPU, Regime.choices("attention"), str(path))
         assert found.source == f"store {path}"
         assert [m.latency_us for m in found.ranking] == [5.0]
         # A store that lacks the shape leaves it to what ships.
         other = replace(SHIPPED, is_causal=True)
-        assert from_known(other, DEFAULT_GPU, regime, str(path)).source.startswith("shipped")
+        assert from_known(
+            other, DEFAULT_GPU, Regime.choices("attention"), str(path)
+        ).source.startswith("shipped")
 
     def test_what_ships(self, recorded: Subject) -> None:
         assert recorded.source.startswith("shipped recording attention-B1_H16_S1024_D64")

@@ -30,7 +30,7 @@ from tuner.tuning.revalidate import LENDERS, revalidate, widen
 from tuner.tuning.sweep import SweepOptions
 
 LOOKUP = importlib.import_module("tuner.selection.reader")
-H200, WARM = GPUS["H200"], Regime("graph", "warm")
+H200, WARM = GPUS["H200"], Regime("stream", "warm")
 PROBLEM = AttentionProblem.parse("S=1024,D=64")
 BEFORE, NOW = Environment({"driver": "1"}), Environment({"driver": "2"})
 CUDNN = Config("vendor_sdpa", {"kernel": "cudnn"})

@@ -347,7 +347,7 @@ class TestLogin:
 class TestCache:
     def test_it_shows_what_serves_each_problem(self, client: TestClient) -> None:
         page = show(client, "/cache", q=SHAPE)
-        assert "B=1,H=16,S=640,D=64,dtype=fp16 H200, graph-warm cudnn 12.0" in page.said
+        assert "B=1,H=16,S=640,D=64,dtype=fp16 H200, stream-warm cudnn 12.0" in page.said
         assert any(link.startswith("/trials?") and "640" in link for link in page.links)
 
     def test_words_narrow_it(self, client: TestClient) -> None:
@@ -480,7 +480,7 @@ class TestTrials:
         first = trials.choose(found, sweep="t")
         assert first is not None
         assert first.sweep == "t"
-        eager = trials.choose(found, regime=Regime("eager", "warm"))
+        eager = trials.choose(found, regimes=[Regime("eager", "warm")])
         assert eager is not None
         assert eager.regime.launch == "eager"
         only = [run for run in found if run.provenance is Provenance.REPLAYED]
@@ -560,19 +560,19 @@ class TestKernel:
         digest = quick(1, None).config.digest
         page = show(client, "/kernel", shape=SHAPE, config=digest)
         assert HOSTILE in page.words
-        assert "Compile error on H200, graph-warm, for" in page.said
+        assert "Compile error on H200, stream-warm, for" in page.said
 
     def test_its_time_is_that_of_the_gpu_and_regime_it_was_come_from(
         self, client: TestClient, store: Store
     ) -> None:
         decide(store, measured(11.3, gpu=GPUS["H100"], created_at="2027-01-01T00:00:00+00:00"))
-        decide(store, measured(19.0, regime=Regime("graph", "cold")))
+        decide(store, measured(19.0, regime=Regime("stream", "cold")))
         eventually(lambda: len(self.links(client)) == 3)
         headlines = [show(client, link).said.partition(", for ")[0] for link in self.links(client)]
         assert sorted(line.split(measured().config.digest + " ")[1] for line in headlines) == [
-            "11.3 us on H100 80GB HBM3, graph-warm",
-            "12.0 us on H200, graph-warm",
-            "19.0 us on H200, graph-cold",
+            "11.3 us on H100 80GB HBM3, stream-warm",
+            "12.0 us on H200, stream-warm",
+            "19.0 us on H200, stream-cold",
         ]
 
     def links(self, client: TestClient) -> list[str]:
@@ -583,7 +583,7 @@ class TestKernel:
     def test_where_it_was_never_measured(self, client: TestClient) -> None:
         query = {"shape": SHAPE, "config": measured().config.digest}
         page = show(client, "/kernel", 404, **query, gpu="NVIDIA H100", l2="warm")
-        assert "S=640,D=64,dtype=fp16 on NVIDIA H100, graph-warm" in page.said
+        assert "S=640,D=64,dtype=fp16 on NVIDIA H100, stream-warm" in page.said
 
 
 class TestCompare:

@@ -26,9 +26,11 @@ from tuner.families.base import Family
 from tuner.hardware import DEFAULT_GPU
 from tuner.measure import worker as worker_room
 from tuner.measure import worker_client
-from tuner.measure.stopwatch import Entrant, Timing
+from tuner.measure.bursts import Entrant
+from tuner.measure.request import Outcome
+from tuner.measure.stopwatch import Timing
 from tuner.measure.tolerance import Verdict
-from tuner.measure.worker import Outcome, Worker
+from tuner.measure.worker import Worker
 from tuner.measure.worker_client import Ask, WorkerClient
 from tuner.measurement import Clocks, Regime, Status
 from tuner.problem import GemmProblem
@@ -527,6 +529,8 @@ FAKES: dict[str, Any] = {
     "CompiledSubject": FakeSubject,
     "Stopwatch": FakeStopwatch,
     "load": lambda artifact: None,
+    "predecessor": lambda *_: None,
+    "device_us": lambda device, burst: 9.0,
     "entrant": lambda subject, *_: Entrant(subject, []),
 }
 
@@ -546,10 +550,11 @@ def answer(
     limit: int | None = None,
     careful: bool = False,
     device: FakeDevice | None = None,
+    regime: Regime = Regime(),  # noqa: B008
 ) -> bool:
     made = Ask(
         PROBLEM,
-        Regime(),
+        regime,
         mode,
         1,
         KERNEL,
@@ -578,6 +583,22 @@ def test_a_quick_request(events: list[dict[str, Any]]) -> None:
         *("reference, planted", "check, planted", "reference, random", "check, random"),
         *("timing", "check after timing"),
     ]
+
+
+def test_kernels_are_profiled_unchecked(events: list[dict[str, Any]]) -> None:
+    FakeGate.verdicts = [Verdict(Status.WRONG_RESULT, 0.3, "off")]
+    answer(events, "ok", mode="kernels")
+    assert [(r.status, r.latency_us) for r in results(events)] == [(Status.OK, 9.0)]
+    assert FakeGate.verdicts  # nothing was examined
+
+
+def test_a_product_before_the_call_leaves_other_inputs_which_are_not_checked_again(
+    events: list[dict[str, Any]],
+) -> None:
+    good = Verdict(Status.OK, 1e-4)
+    FakeGate.verdicts = [good, good, Verdict(Status.WRONG_RESULT, 0.3, "off")]
+    answer(events, "ok", regime=Regime("stream_gemm", "warm"))
+    assert results(events)[0].status is Status.OK
 
 
 def test_a_probe_is_not_timed(events: list[dict[str, Any]]) -> None:
@@ -633,14 +654,14 @@ def test_finalists_are_timed_together(events: list[dict[str, Any]]) -> None:
     assert answer(events, "ok", "ok", "ok", mode="final")
     assert [r.status for r in results(events)] == [Status.NOT_FINITE, Status.OK, Status.OK]
     assert [r.rounds for r in results(events)] == [0, 20, 20]
-    assert results(events)[1].log == ""
+    assert [r.log for r in results(events)[1:]] == ["again 50.0000 us", ""]
     assert events[-1] == {"event": "done"}
 
 
 def test_kernels_of_a_finalist_are_timed_one_by_one(events: list[dict[str, Any]]) -> None:
     answer(events, "two", mode="final")
     said = "alone scores 50.00 us, output 50.00 us; between launches -50.00 us"
-    assert [r.log for r in results(events)] == [said]
+    assert [r.log for r in results(events)] == [f"again 50.0000 us\n{said}"]
 
 
 @pytest.mark.parametrize("mode", ["quick", "final"])

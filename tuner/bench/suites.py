@@ -22,7 +22,7 @@ from tuner.problem import (
 )
 
 _K = 1024
-_WARM, _COLD = Regime("graph", "warm"), Regime("graph", "cold")
+_WARM, _COLD = Regime("stream", "warm"), Regime("stream", "cold")
 
 Named = Callable[[Problem, Gpu], Mapping[str, Config]]
 """Configs to time whatever the cache holds, by the name that they are shown under."""

@@ -32,7 +32,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ from tuner import settings
 from tuner.base import scratch
 from tuner.base.ownership import close_to_others, open_to_others, trusted_sha256
 from tuner.compile import prebuilt
+from tuner.compile.device_code import device_code
 from tuner.errors import BenchmarkError, ConfigError, StoreError
 from tuner.measurement import Resources, status_of
 
@@ -186,6 +187,8 @@ class ArtifactCache:
                 except OSError:
                     shutil.copyfile(library, target)
                 close_to_others(target)
+                if resources is not None:
+                    resources = replace(resources, code=device_code(target.read_bytes(), key))
                 meta = {
                     "format": FORMAT,
                     "sha256": trusted_sha256(target),

@@ -25,7 +25,7 @@ from tuner.base.processes import python_command, python_environment
 from tuner.compile.artifacts import Artifact
 from tuner.config import Config
 from tuner.errors import BenchmarkError
-from tuner.measure.worker import Outcome
+from tuner.measure.request import Outcome
 from tuner.measurement import Regime, Status
 from tuner.problem import Problem
 
@@ -46,7 +46,7 @@ class Ask:
     problem: Problem
     regime: Regime
     mode: str
-    """quick, final or probe; see `worker.Job`."""
+    """quick, final, probe or kernels; see `request.Job`."""
     seed: int
     reference: Artifact
     """The gate's kernels."""
@@ -61,7 +61,7 @@ class Ask:
             used += self.candidates[index][1].values()
         return {
             "problem": self.problem.to_json(),
-            "regime": str(self.regime),
+            "regime": self.regime.key,
             "mode": self.mode,
             "seed": self.seed,
             "rounds": self.rounds,

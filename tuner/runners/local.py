@@ -179,10 +179,19 @@ class LocalRunner:
         self, problem: Problem, finalists: Sequence[Config], rounds: int
     ) -> list[Measurement]:
         """One request, and so one GPU's times; empty after `cancel`."""
-        pending = self._start(problem, finalists)
+        return self._together(problem, finalists, mode="final", rounds=rounds)
+
+    def kernel_times(self, problem: Problem, configs: Sequence[Config]) -> list[Measurement]:
+        return self._together(problem, configs, mode="kernels")
+
+    def _together(
+        self, problem: Problem, configs: Sequence[Config], *, mode: str, rounds: int = 0
+    ) -> list[Measurement]:
+        """One request to one GPU."""
+        pending = self._start(problem, configs)
         # A GPU waits for no compiler.
         concurrent.futures.wait(pending.futures.values())
-        work = partial(self._evaluator.finish, pending, mode="final", rounds=rounds)
+        work = partial(self._evaluator.finish, pending, mode=mode, rounds=rounds)
         timing = self._pool.submit(work, first=True, home=problem)
         with self._lock:
             self._timing.add(timing)

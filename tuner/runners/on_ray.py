@@ -30,7 +30,7 @@ from tuner.config import Config
 from tuner.errors import BenchmarkError, ConfigError, WorkerLostError
 from tuner.families.base import KernelSpec
 from tuner.hardware import OLDEST_CAPABILITY, Gpu
-from tuner.measure.worker import Outcome
+from tuner.measure.request import Outcome
 from tuner.measure.worker_client import Ask
 from tuner.problem import Problem
 from tuner.runners.choose import ClusterPlace, Machine, Runners

@@ -21,7 +21,7 @@ from tuner.errors import BenchmarkError, CompileError, RenderError
 from tuner.families.base import KernelSpec
 from tuner.hardware import Gpu
 from tuner.measure import device
-from tuner.measure.worker import Outcome
+from tuner.measure.request import Outcome
 from tuner.measure.worker_client import Ask, WorkerClient
 from tuner.measurement import Resources
 from tuner.problem import Problem

@@ -18,6 +18,7 @@ class ReplayRunner:
 
     def __init__(self, recording: Recording) -> None:
         self.gpu = recording.gpu
+        self.regime = recording.regime
         self.environment = recording.environment
         self.provenance = Provenance.REPLAYED
         self.capacity = 1
@@ -79,6 +80,10 @@ class ReplayRunner:
         if any(m.ok for m in self._of(self._final, problem, own or finalists)):
             return final
         return self._of(self._quick, problem, finalists)
+
+    def kernel_times(self, problem: Problem, configs: Sequence[Config]) -> list[Measurement]:
+        """None: no kernel runs."""
+        return []
 
     def cancel(self) -> None:
         """Nothing here ever waits."""

@@ -51,8 +51,8 @@ def rank(measured: Sequence[Measurement]) -> list[Measurement]:
     """Measurements of one pass that passed, best first; a tie is always broken the same way.
 
     Again and again the fastest of what is left is taken together with all that equal it within
-    the noise of the two (at most `TIE`); of these the first is an own kernel before a vendor's,
-    then the smaller workspace, then the smaller digest.
+    the noise of the two (`measurement.is_tie`); of these the first is an own kernel before a
+    vendor's, then the smaller workspace, then the smaller digest.
 
     Raises:
         ValueError: when quick times and final times come together: they do not compare.

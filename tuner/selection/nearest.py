@@ -37,7 +37,7 @@ from tuner.families import families
 from tuner.families.base import FOREIGN, KernelSpec
 from tuner.families.vendor import BESIDE_PYTORCH
 from tuner.hardware import TMA_ALIGNMENT_BYTES
-from tuner.measurement import Measurement
+from tuner.measurement import Measurement, same_kernels
 from tuner.problem import (
     DTYPE_BYTES,
     LAYOUTS,
@@ -453,11 +453,7 @@ def is_enclosed(asked: Sizes, measured: Sequence[tuple[Sizes, bool]]) -> bool:
 
 def _is_of(m: Measurement, lender: Measurement) -> bool:
     """Whether it is the same kernels elsewhere."""
-    return (
-        m.config == lender.config
-        and m.problem != lender.problem
-        and dict(m.artifacts) == dict(lender.artifacts)
-    )
+    return m.config == lender.config and m.problem != lender.problem and same_kernels(m, lender)
 
 
 def nearest_first(problem: Problem, others: Iterable[Problem]) -> list[Problem]:

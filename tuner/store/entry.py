@@ -439,4 +439,4 @@ def entries_from_rows(rows: Iterable[Mapping[str, Any]]) -> list[Entry]:
 def sort_key(entry: Entry) -> tuple[str, str, str, str, int]:
     """The fixed order of entries: problem, GPU, regime, then measured before the others."""
     order = PROVENANCES.index(entry.provenance)
-    return entry.problem.op, entry.problem.key, entry.gpu.identity, str(entry.regime), order
+    return entry.problem.op, entry.problem.key, entry.gpu.identity, entry.regime.key, order

@@ -248,7 +248,7 @@ class Controller:
             return None
         turn.sweep = Sweep(
             claim.problem,
-            options.regime(claim.problem),
+            runner.regime,
             runner,
             self._store.under(claim.lease),
             options.sweep,
@@ -264,7 +264,7 @@ class Controller:
         found = self._store.entries(
             problem=problem,
             gpu=runner.gpu,
-            regime=turn.options.regime(problem),
+            regime=runner.regime,
             provenance=runner.provenance,
         )
         return result_of(found[0]) if found else None

@@ -44,7 +44,7 @@ from tuner.search.study import (
 )
 from tuner.selection.shipped import shipped_index
 from tuner.store import Store, SweepRecord, open_store
-from tuner.store.entry import is_vendor, vendor_name
+from tuner.store.entry import Entry, is_vendor, vendor_name
 from tuner.tuning.outcome import Outcome, first_line, summary
 from tuner.tuning.progress import Interruption, SweepState, Watcher
 
@@ -522,24 +522,29 @@ class Sweep:
 
     def _standing(self) -> list[Config]:
         """The best own config of what is decided, where this sweep did not try it: a search among
-        fewer candidates is not to take its place untimed.
+        fewer candidates is not to take its place untimed. Where nothing is decided in a stream,
+        that of the chained decision.
         """
-        problem, gpu, regime = self.problem, self.runner.gpu, self.regime
-        entries = self.store.entries(
-            problem=problem, gpu=gpu, regime=regime, provenance=self.runner.provenance
-        )
-        if not entries and self.runner.provenance is Provenance.MEASURED:
-            found = (one.entry for one in shipped_index().get((problem, regime), ()))
-            entries = [entry for entry in found if entry.gpu == gpu]
-        best = entries[0].best_own if entries else None
+        problem = self.problem
+        entry = next(filter(None, map(self._decided, Regime.preferred(self.regime))), None)
+        best = entry.best_own if entry else None
         if best is None or best.config in {m.config for m in self._seen(problem)}:
             return []
         family = self._catalogue(problem.op).get(best.config.family)
-        if family is None or not family.accepts(problem, best.config, gpu):
+        if family is None or not family.accepts(problem, best.config, self.runner.gpu):
             return []
         if self.options.compiled_only and not self.runner.compiled(problem, family, [best.config]):
             return []
         return [best.config]
+
+    def _decided(self, regime: Regime) -> Entry | None:
+        """What the store decides under a regime, else what ships."""
+        problem, gpu, provenance = self.problem, self.runner.gpu, self.runner.provenance
+        entries = self.store.entries(problem=problem, gpu=gpu, regime=regime, provenance=provenance)
+        if not entries and provenance is Provenance.MEASURED:
+            found = (one.entry for one in shipped_index().get((problem, regime), ()))
+            entries = [entry for entry in found if entry.gpu == gpu]
+        return entries[0] if entries else None
 
     def _retime(self, configs: Sequence[Config], rounds: int) -> list[Measurement]:
         """One final pass; empty when the first Ctrl-C came during it."""
@@ -658,7 +663,8 @@ def sweep(
     settings = options or SweepOptions()
     place = replace(machine or Machine(), max_workspace=settings.max_workspace)
     with open_store(store) as opened, Runners(place, note) as runners:
-        return Sweep(problem, chosen, runners.of(problem, chosen), opened, settings).run()
+        runner = runners.of(problem, chosen)
+        return Sweep(problem, runner.regime, runner, opened, settings).run()
 
 
 def check_families(names: Sequence[str], op: str, known: Mapping[str, Family]) -> None:

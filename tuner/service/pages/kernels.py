@@ -58,7 +58,7 @@ def find(
     digest: str,
     *,
     gpu: str | None = None,
-    regime: Regime | None = None,
+    regimes: Sequence[Regime] | None = None,
 ) -> Subject | None:
     """The configuration of a digest among all that was measured of a problem.
 
@@ -67,7 +67,7 @@ def find(
         problem: which.
         digest: of the configuration.
         gpu: name of the GPU whose time is wanted; default: any.
-        regime: the regime whose time is wanted; default: any.
+        regimes: those whose times are wanted; default: any.
 
     Returns:
         None where nothing was measured of it there.
@@ -77,7 +77,7 @@ def find(
     """
 
     def is_there(m: Measurement) -> bool:
-        return gpu in (None, m.gpu.name) and regime in (None, m.regime)
+        return gpu in (None, m.gpu.name) and (regimes is None or m.regime in regimes)
 
     every = [m for run in runs(store, problem) for m in run.measurements]
     measured = [m for m in every if m.config.digest == digest]

@@ -58,15 +58,14 @@ def add_report(app: FastAPI, store: Store, served: Served) -> None:
         l2: Annotated[L2 | None, Query()] = None,
     ) -> Response:
         problem = PROBLEMS[op].parse(shape)
-        default = Regime.default(op)
-        place = Regime(regime or default.launch, l2 or default.l2)
+        places = Regime.choices(op, regime, l2 or Regime.default(op).l2)
         where = find_gpu(gpu, served.table.gpus) if gpu else DEFAULT_GPU
         # Seconds of CPU each: those who wait would hold the threads that others need.
         if not making.acquire(blocking=False):
             detail = "another report is being made; load this page again"
             raise HTTPException(503, detail, {"retry-after": "5"})
         try:
-            found = subject.from_store(store, problem, where, place, "the service's store")
+            found = subject.from_store(store, problem, where, places, "the service's store")
             return HTMLResponse(page.render(found), headers=REPORT_HEADERS)
         except NoValidConfigError as exc:
             raise HTTPException(404, str(exc)) from exc

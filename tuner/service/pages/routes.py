@@ -242,7 +242,7 @@ def _add_problem(app: FastAPI, store: Store) -> None:
             key=run,
             sweep=task.sweep if task else sweep,
             gpu=gpu,
-            regime=_regime(op, regime, l2),
+            regimes=_regimes(op, regime, l2),
         )
         if chosen is None and run is not None:
             raise HTTPException(404, f"there is no run {run} of {op} {problem.label()}")
@@ -276,12 +276,12 @@ def _add_problem(app: FastAPI, store: Store) -> None:
         l2: Annotated[L2 | None, Query()] = None,
     ) -> Response:
         problem = PROBLEMS[op].parse(shape)
-        place = _regime(op, regime, l2)
-        found = kernels.find(store, problem, config, gpu=gpu, regime=place)
+        places = _regimes(op, regime, l2)
+        found = kernels.find(store, problem, config, gpu=gpu, regimes=places)
         if found is None:
             what = f"nothing was measured of configuration {config} for {op} {problem.label()}"
             on = f" on {gpu}" if gpu else ""
-            raise HTTPException(404, what + on + (f", {place}" if place else ""))
+            raise HTTPException(404, what + on + (f", {places[0]}" if places else ""))
         differing = environments.differing([m.environment for m in found.measurements])
         return page(request, "kernel", {"subject": found, "differing": differing})
 
@@ -295,10 +295,9 @@ def _with(query: Mapping[str, Any], *, show: str) -> str:
     return url("/trials", **_without_first(query) | {"show": None if show == "all" else show})
 
 
-def _regime(op: Op, launch: Launch | None, l2: L2 | None) -> Regime | None:
-    """Of a query that names a part of it at least; the operation's default fills it up."""
-    default = Regime.default(op)
-    return Regime(launch or default.launch, l2 or default.l2) if launch or l2 else None
+def _regimes(op: Op, launch: Launch | None, l2: L2 | None) -> tuple[Regime, ...] | None:
+    """Those that a query which names a part of one leaves."""
+    return Regime.choices(op, launch, l2) if launch or l2 else None
 
 
 def _task(store: Store, job: str, problem: Problem) -> Task:

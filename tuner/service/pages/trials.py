@@ -153,7 +153,7 @@ def choose(
     key: str | None = None,
     sweep: str | None = None,
     gpu: str | None = None,
-    regime: Regime | None = None,
+    regimes: Sequence[Regime] | None = None,
 ) -> Run | None:
     """The run of a key or sweep, else the newest of a GPU and regime; measured ones first.
 
@@ -162,11 +162,15 @@ def choose(
         key: of the run; nothing else counts then.
         sweep: which made it, where one of these did.
         gpu: name of its GPU.
-        regime: its regime.
+        regimes: its regime is one of these.
     """
     if key is not None:
         return next((run for run in found if run.key == key), None)
-    fitting = [run for run in found if gpu in (None, run.gpu.name) and regime in (None, run.regime)]
+    fitting = [
+        run
+        for run in found
+        if gpu in (None, run.gpu.name) and (regimes is None or run.regime in regimes)
+    ]
     fitting = [run for run in fitting if run.sweep == sweep] or fitting
     measured = (run for run in fitting if run.provenance is Provenance.MEASURED)
     return next(measured, fitting[0] if fitting else None)
@@ -181,7 +185,7 @@ def _grouped(measurements: Iterable[Measurement], source: str) -> list[Run]:
 
 
 def _key(m: Measurement, source: str) -> str:
-    facts = [source, m.sweep, m.gpu.identity, str(m.regime), m.environment.digest, m.provenance]
+    facts = [source, m.sweep, m.gpu.identity, m.regime.key, m.environment.digest, m.provenance]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
 
 
