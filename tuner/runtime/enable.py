@@ -29,12 +29,11 @@ from torch.library import Library
 from tuner.errors import TunerError
 from tuner.runtime import devices, dispatch, guards, native
 from tuner.runtime.attention_plan import find_plan
-from tuner.runtime.refusal import Refusal
+from tuner.runtime.refusal import Kind, Refusal
 from tuner.runtime.table import table
 
 PROVIDER = "tuner"
 """Its name in `torch.nn.attention.list_flash_attention_impls`."""
-BOTTOM_RIGHT = "the causal mask is bottom-right: tuned kernels align it top-left"
 Outputs = tuple[Any, ...]
 """Output, log-sum-exp, cumulative lengths of nested tensors (none), the longest query and key,
 the state of dropout's generator in two tensors, a mask for debugging."""
@@ -151,11 +150,11 @@ def _tuned(
     found: tuple[torch.Tensor, torch.Tensor | None] | Refusal
     generation = table.refresh(query)
     if attn_bias is not None:
-        found = Refusal("attn_mask is given")
+        found = Refusal(Kind.MASK)
     elif dropout_p:
-        found = Refusal("dropout_p is not 0")
+        found = Refusal(Kind.DROPOUT)
     elif name == "flash" and is_causal and query.shape[2] != key.shape[2]:
-        found = Refusal(BOTTOM_RIGHT)
+        found = Refusal(Kind.BOTTOM_RIGHT, "tuned kernels align it top-left")
     else:
         found = _run(query, key, value, is_causal, scale, wants_lse=name != "attention")
     if isinstance(found, Refusal):
@@ -181,7 +180,7 @@ def _run(
         return out if isinstance(out, Refusal) else (out, None)
     if plan.has_lse:
         return table.run_with_lse(plan, query, key, value)
-    return Refusal(f"PyTorch wants the log-sum-exp: {plan.config.family} does not write it")
+    return Refusal(Kind.LSE, f"{plan.config.family} does not write it")
 
 
 class _Switch:
