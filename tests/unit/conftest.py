@@ -101,6 +101,7 @@ def on_cpu(runtime: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleN
     monkeypatch.setattr(devices, "use", lambda index: contextlib.nullcontext())
     monkeypatch.setattr(devices, "is_capturing", lambda: False)
     monkeypatch.setattr(runtime.dispatch, "prepare", lambda then: None)
+    monkeypatch.setattr(runtime.dispatch, "load_built", lambda then: False)
     return runtime
 
 

@@ -27,13 +27,14 @@ from tuner.base import ranges
 from tuner.config import Config
 from tuner.errors import BenchmarkError, ConfigError, StoreError
 from tuner.problem import AttentionProblem, Problem, problem_from_json
-from tuner.runtime import counters, devices, dispatch
+from tuner.runtime import counters, devices, dispatch, lengths
 from tuner.runtime.plan import PYTORCHS, KernelPlan, Plan, resolve
 from tuner.runtime.refusal import Refusal, once
 from tuner.selection.nearest import class_pattern
 from tuner.selection.reader import (
     Answer,
     decided,
+    decided_lengths,
     decided_stamp,
     differences,
     is_decided,
@@ -169,9 +170,9 @@ class Table:
             self._known[kind] = found
             # Marked calls go through Python: the dispatcher opens no ranges.
             if call is not None and not ranges.ON:
-                dispatch.prepare(then=self._renew)
+                dispatch.prepare(then=self.renew)
                 if isinstance(found.plan, KernelPlan):
-                    dispatch.put(*call, found.plan)
+                    dispatch.put(*call, found.plan, self._lengths(found.plan, scale, device))
             return found.plan
         finally:
             self._lock.release()
@@ -210,7 +211,7 @@ class Table:
         with self._lock:
             self._withdrawn.setdefault(problem.key, set()).add(config)
             self._known = {k: v for k, v in self._known.items() if v.problem != problem}
-            self._renew()
+            self.renew()
         reason = f"a launch was refused: {config.family} at {problem.label()}: {exc}"
         counters.count_error(reason)
         return once(reason)
@@ -238,7 +239,7 @@ class Table:
         self._known, self._near = {}, {}
         dispatch.clear()
 
-    def _renew(self) -> None:
+    def renew(self) -> None:
         """Have the dispatcher given every plan anew, each when it is called for."""
         with self._lock:
             self._known = {
@@ -288,7 +289,7 @@ class Table:
         before, self._decided = self._decided, decided(self._path)
         if before is None:
             self._known = {k: v.stale for k, v in self._known.items()}
-            self._renew()
+            self.renew()
             return
         now = self._decided
         changed = {key for key in {*before, *now} if before.get(key) != now.get(key)}
@@ -304,7 +305,7 @@ class Table:
             kept[kind] = known
         if kept != self._known:
             self._known = kept
-            self._renew()
+            self.renew()
 
     def _ask(
         self,
@@ -327,20 +328,61 @@ class Table:
         try:
             known = self._near.get(near)
             if known and time.monotonic() < known.until and not is_decided(problem, self._path):
-                return replace(known, problem=problem)
+                return self._bounded(replace(known, problem=problem))
             gpu = devices.gpu_of(device)
             # Nobody has checked what a rule names.
             answer = lookup(problem, gpu=gpu, path=self._path, with_rules=False)
+            if answer is None:
+                found = _refused(problem, f"no measured winner: {problem.label()}", MISS_EVERY_S)
+            else:
+                found = self._resolve(problem, answer, scale, device, shape)
+            found = self._bounded(found)
         except StoreError as exc:
             return once(self._blame(exc))
-        if answer is None:
-            found = _refused(problem, f"no measured winner: {problem.label()}", MISS_EVERY_S)
-        else:
-            found = self._resolve(problem, answer, scale, device, shape)
         is_exact = answer is not None and answer.kind != "nearest"
         if near is not None and isinstance(found.plan, Refusal) and not is_exact:
             self._near[near] = found
         return found
+
+    def _lengths(self, plan: KernelPlan, scale: float, device: int) -> lengths.Lengths | None:
+        """The plan over a range of lengths of a growing cache, where it serves them all."""
+        problem = plan.problem
+        if not isinstance(problem, AttentionProblem) or not lengths.grows(problem):
+            return None
+
+        def resolved(length: int) -> KernelPlan | None:
+            other = replace(problem, seqlen_kv=length)
+            answer = lookup(other, gpu=devices.gpu_of(device), path=self._path, with_rules=False)
+            withdrawn = self._withdrawn.get(other.key, ())
+            with devices.use(device):
+                found = answer and resolve(
+                    other, answer, scale, device, (), withdrawn, self._absent
+                )
+            is_same = isinstance(found, KernelPlan) and found.config == plan.config
+            return found if is_same else None
+
+        def sized(length: int) -> KernelPlan:
+            return plan.sized(replace(problem, seqlen_kv=length), scale)
+
+        try:
+            decided_here = decided_lengths(problem, self._path)
+            for width in (0, lengths.MIN_BLOCK):
+                ends = lengths.between(problem.seqlen_kv, decided_here, width)
+                if found := lengths.over(plan, problem.seqlen_kv, ends, resolved, sized):
+                    return found
+        except (StoreError, ConfigError, BenchmarkError):  # then it serves its own length
+            pass
+        return None
+
+    def _bounded(self, known: _Known) -> _Known:
+        """A refusal with the lengths of a growing cache that it holds for."""
+        problem, refusal = known.problem, known.plan
+        if not isinstance(refusal, Refusal) or not isinstance(problem, AttentionProblem):
+            return known
+        if not lengths.grows(problem):
+            return known
+        ends = lengths.between(problem.seqlen_kv, decided_lengths(problem, self._path))
+        return replace(known, plan=replace(refusal, lengths=ends))
 
     def _resolve(
         self,
