@@ -6,9 +6,10 @@
 // lead to it: the functions below, which `tuner.attention`, `linear` and `matmul` call, and the
 // operators of torch that `tuner.enable` overrides (operators.h).
 //
-// Of the functions: a call that was refused before returns False, counted by its reason, and is
-// PyTorch's. One that is not in the table, or may not be answered, returns None, and Python decides.
-// They never raise: whatever goes wrong here goes wrong again, and is judged, there.
+// Of the functions: a call that was refused before is counted by its reason, and returns what
+// PyTorch's function returns, or False where that is to be called from Python. One that is not in
+// the table, or may not be answered, returns None, and Python decides. They never raise: whatever
+// goes wrong here goes wrong again, and is judged, there.
 
 #include <Python.h>
 
@@ -18,6 +19,10 @@
 #include <utility>
 #include <vector>
 
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/matmul.h>
+#include <ATen/ops/scaled_dot_product_attention.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include "launch.h"
@@ -35,6 +40,20 @@ bool add(Call& call, PyObject* object) {
 bool read_flag(PyObject* object, bool& flag) {
   flag = object == Py_True;
   return flag || object == Py_False;
+}
+
+// What a function returns; an undefined tensor in an exception's place.
+template <class Function>
+at::Tensor without_gil(Function function) {
+  at::Tensor out;
+  Py_BEGIN_ALLOW_THREADS;
+  try {
+    out = function();
+  } catch (...) {
+    out.reset();
+  }
+  Py_END_ALLOW_THREADS;
+  return out;
 }
 
 // (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
@@ -92,36 +111,49 @@ bool read(Operation operation, Call& call, PyObject* const* arguments) {
   return read_attention(operation, call, arguments);
 }
 
-PyObject* answer(Call const& call) {
-  if (call.may_have_tangent()) Py_RETURN_NONE;
+// PyTorch's answer to a call that was read; undefined where Python is to ask for it: it raises as
+// PyTorch does, and sees modes of __torch_function__.
+at::Tensor pytorchs(Operation operation, Call const& call, PyObject* const* arguments) {
+  if (at::impl::torch_function_mode_enabled()) return {};
+  Native native;
+  auto const& tensors = call.tensors;
+  Optional last;
+  if (operation == kLinear) {
+    if (arguments[3] != Py_None) return {};  // an activation
+    if (call.count > 2) last = *tensors[2];
+    return without_gil([&] { return at::linear(*tensors[0], *tensors[1], last); });
+  }
+  if (operation == kMatmul)
+    return without_gil([&] { return at::matmul(*tensors[0], *tensors[1]); });
+  if (call.count > 3) last = *tensors[3];
+  double const dropout_p = PyFloat_AS_DOUBLE(arguments[4]);
+  bool const is_causal = arguments[5] == Py_True, enable_gqa = arguments[7] == Py_True;
+  std::optional<double> scale;
+  if (arguments[6] != Py_None) scale = PyFloat_AS_DOUBLE(arguments[6]);
+  return without_gil([&] {
+    return at::scaled_dot_product_attention(*tensors[0], *tensors[1], *tensors[2], last, dropout_p,
+                                            is_causal, scale, enable_gqa);
+  });
+}
+
+template <Operation operation>
+PyObject* serve(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  Call call;
+  // Behind the two tensors of a matrix product comes the output that it is to be written to.
+  bool const is_known = operation == kMatmul ? count == 3 && arguments[2] == Py_None
+                                             : count == wanted(operation);
+  if (!is_known || !read(operation, call, arguments) || call.may_have_tangent()) Py_RETURN_NONE;
   Found const found = table().find(call);
-  if (found.is_refused) Py_RETURN_FALSE;
-  if (!found.plan) Py_RETURN_NONE;
-  Outputs made;
-  Py_BEGIN_ALLOW_THREADS;
-  made = run(*found.plan, call);
-  Py_END_ALLOW_THREADS;
-  if (!made.out.defined()) Py_RETURN_NONE;
-  return THPVariable_Wrap(std::move(made.out));
-}
-
-PyObject* attention(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  Call call;
-  if (count != wanted(kAttention) || !read(kAttention, call, arguments)) Py_RETURN_NONE;
-  return answer(call);
-}
-
-PyObject* linear(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  Call call;
-  if (count != wanted(kLinear) || !read(kLinear, call, arguments)) Py_RETURN_NONE;
-  return answer(call);
-}
-
-PyObject* matmul(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  // two tensors, then the output
-  Call call;
-  if (count != 3 || arguments[2] != Py_None || !read(kMatmul, call, arguments)) Py_RETURN_NONE;
-  return answer(call);
+  at::Tensor out;
+  if (found.is_refused) {
+    out = pytorchs(operation, call, arguments);
+    if (!out.defined()) Py_RETURN_FALSE;
+  } else {
+    if (!found.plan) Py_RETURN_NONE;
+    out = without_gil([&] { return run(*found.plan, call).out; });
+    if (!out.defined()) Py_RETURN_NONE;
+  }
+  return THPVariable_Wrap(std::move(out));
 }
 
 template <class Value, class Read>
@@ -321,9 +353,9 @@ PyCFunction as_c(Function* function) {
 
 PyMethodDef methods[] = {
     {"start", start, METH_VARARGS, nullptr},
-    {"attention", as_c(attention), METH_FASTCALL, nullptr},
-    {"linear", as_c(linear), METH_FASTCALL, nullptr},
-    {"matmul", as_c(matmul), METH_FASTCALL, nullptr},
+    {"attention", as_c(serve<kAttention>), METH_FASTCALL, nullptr},
+    {"linear", as_c(serve<kLinear>), METH_FASTCALL, nullptr},
+    {"matmul", as_c(serve<kMatmul>), METH_FASTCALL, nullptr},
     {"put", put, METH_VARARGS, nullptr},
     {"refuse", refuse, METH_VARARGS, nullptr},
     {"clear", clear, METH_NOARGS, nullptr},

@@ -29,6 +29,13 @@ namespace tuner {
 // Whether attention that this thread calls stays PyTorch's: see tuner/runtime/native.py.
 inline thread_local bool is_native = false;
 
+struct Native {
+  bool const before = std::exchange(is_native, true);
+  ~Native() { is_native = before; }
+};
+
+using Optional = std::optional<at::Tensor>;
+
 #if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 11  // no c10::SafeKernelFunction
 
 inline bool install() { return false; }
@@ -37,16 +44,9 @@ inline std::atomic<PyObject*> ask{nullptr};
 
 #else
 
-struct Native {
-  bool const before = std::exchange(is_native, true);
-  ~Native() { is_native = before; }
-};
-
 // Python's (operation, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa):
 // None, or the output and the log-sum-exp or None.
 inline std::atomic<PyObject*> ask{nullptr};
-
-using Optional = std::optional<at::Tensor>;
 
 struct Arguments {
   at::Tensor const &query, &key, &value;

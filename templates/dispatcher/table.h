@@ -23,8 +23,9 @@
 
 namespace tuner {
 
-// Kinds and ranges kept; more start over, so that a server of ever new shapes stays small.
-constexpr size_t kMaxEntries = 8192;
+// Refusals kept; more start over, so that a server of ever new shapes stays small. Of plans Python
+// keeps as few.
+constexpr size_t kMaxRefusals = 4096;
 // Kinds of reasons: each is a sentence of the runtime's.
 constexpr size_t kMaxReasons = 256;
 
@@ -100,26 +101,31 @@ class Table {
     if (plan.is_nearest) nearest_hits.fetch_add(1, std::memory_order_relaxed);
   }
 
-  // Lengths from first to last, those of other calls of the kind; what is there in the way goes.
-  // False where the table was cleared since `generation` (negative: whenever).
+  // For lengths from entry.first to last; what is known of others stays. False where the table was
+  // cleared since `generation` (negative: whenever).
   bool put(Kind const& kind, int64_t last, Entry entry, long long generation) {
     std::unique_lock lock(mutex_);
     if (generation >= 0 && generation != generation_) return false;
-    if (count_ >= kMaxEntries) drop();
+    if (!entry.plan && ++refusals_ > kMaxRefusals) drop_refusals();
     auto& ranges = entries_[kind];
     auto at = ranges.lower_bound(entry.first);
     while (at != ranges.end() && at->second.first <= last) {
+      Entry const before = at->second;
+      if (before.first < entry.first) ranges.emplace(entry.first - 1, before);
+      if (at->first > last) {
+        at->second.first = last + 1;
+        break;
+      }
       at = ranges.erase(at);
-      --count_;
     }
-    ranges.emplace(last, std::move(entry));
-    ++count_;
+    ranges.insert_or_assign(last, std::move(entry));
     return true;
   }
 
   void clear() {
     std::unique_lock lock(mutex_);
-    drop();
+    entries_.clear();
+    refusals_ = 0;
     ++generation_;
   }
 
@@ -135,13 +141,16 @@ class Table {
   void after_fork_in_child() { new (&mutex_) std::shared_mutex; }
 
  private:
-  void drop() {
-    entries_.clear();
-    count_ = 0;
+  void drop_refusals() {
+    for (auto known = entries_.begin(); known != entries_.end();) {
+      std::erase_if(known->second, [](auto const& range) { return !range.second.plan; });
+      known = known->second.empty() ? entries_.erase(known) : std::next(known);
+    }
+    refusals_ = 1;  // the one that is put
   }
 
   std::unordered_map<Kind, std::map<int64_t, Entry>, Hash> entries_;  // by kind, by last length
-  size_t count_ = 0;
+  size_t refusals_ = 0;  // put since the last were dropped
   long long generation_ = 0;
   std::shared_mutex mutex_;
 };

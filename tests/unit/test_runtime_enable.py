@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from runtime_server import built_dispatcher
+from sdpa_backends import CUDNN, FLASH, sdpa_backends
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -20,8 +21,7 @@ from tuner.errors import TunerError  # noqa: E402
 from tuner.problem import AttentionProblem  # noqa: E402
 from tuner.runtime import autograd, native  # noqa: E402
 
-built = built_dispatcher
-FLASH, CUDNN = "_scaled_dot_product_flash_attention", "_scaled_dot_product_cudnn_attention"
+built, backends = built_dispatcher, sdpa_backends
 
 
 def tensors(dtype: Any = torch.float16, requires_grad: bool = False) -> list[Any]:
@@ -40,51 +40,6 @@ def flash(q: Any, k: Any, v: Any, is_causal: bool = False, **options: Any) -> An
 def cudnn(q: Any, k: Any, v: Any, is_causal: bool = False, **options: Any) -> Any:
     wants_lse = any(t.requires_grad for t in (q, k, v))
     return getattr(torch.ops.aten, CUDNN)(q, k, v, None, wants_lse, 0.0, is_causal, **options)[0]
-
-
-@pytest.fixture
-def backends() -> Iterator[list[str]]:
-    """Kernels of the two backends on CPU tensors, where PyTorch has none; the names of the calls
-    that reach them."""
-    calls: list[str] = []
-
-    def forward(name: str) -> Any:
-        def kernel(q: Any, k: Any, v: Any, *options: Any, scale: float | None = None) -> Any:
-            calls.append(name)
-            wants_lse = options[1] if name == CUDNN else True
-            options = options[2:] if name == CUDNN else options
-            is_causal = len(options) > 1 and options[1]
-            out, lse = autograd.forward_with_lse(q, k, v, is_causal, scale)
-            lse = (lse[..., None] if name == CUDNN else lse) if wants_lse else None
-            state = [torch.empty(2), torch.empty(()), torch.empty(0)]
-            return out, lse, None, None, q.shape[2], k.shape[2], *state
-
-        return kernel
-
-    def backward(name: str) -> Any:
-        def kernel(
-            grad: Any,
-            q: Any,
-            k: Any,
-            v: Any,
-            out: Any,
-            lse: Any,
-            *rest: Any,
-            scale: float | None = None,
-        ) -> Any:
-            calls.append(name + "_backward")
-            lse = lse.squeeze(-1) if name == CUDNN else lse
-            is_causal = rest[-1] if name == CUDNN else rest[-3]
-            return autograd.backward(grad, q, k, v, out, lse, is_causal, scale)
-
-        return kernel
-
-    library = torch.library.Library("aten", "IMPL")
-    for name in (FLASH, CUDNN):
-        library.impl(name, forward(name), "CPU")
-        library.impl(name + "_backward", backward(name), "CPU")
-    yield calls
-    library._destroy()
 
 
 def state() -> tuple[Any, ...]:

@@ -13,11 +13,13 @@ import pytest
 from runtime_server import (
     PROBLEM,
     Server,
+    Toy,
     built_dispatcher,
     by_kernel,
     dispatched_server,
     inputs,
 )
+from sdpa_backends import CUDNN, EFFICIENT, FLASH, sdpa_backends
 
 import tuner
 from tuner.problem import AttentionProblem
@@ -26,13 +28,13 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
-built, server = built_dispatcher, dispatched_server
+built, server, backends = built_dispatcher, dispatched_server, sdpa_backends
 SDPA = torch.nn.functional.scaled_dot_product_attention
-MATH, FLASH = SDPBackend.MATH, SDPBackend.FLASH_ATTENTION
+MATH = SDPBackend.MATH
 
 
 @pytest.fixture(autouse=True)
-def enabled(server: Server) -> Iterator[None]:
+def enabled(server: Server, backends: list[str]) -> Iterator[None]:
     """The switch, on over a store that decides `PROBLEM`."""
     server.decide(PROBLEM)
     tuner.enable()
@@ -123,9 +125,7 @@ def test_a_look_at_an_unchanged_store_asks_no_table(server: Server, known: list[
     assert launched and not by_python
 
 
-def test_switched_off(
-    server: Server, known: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_switched_off(server: Server, known: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TUNER_DISABLE", "1")
     server.time_passes()
     for _ in range(2):
@@ -160,9 +160,15 @@ def test_the_backends_that_a_program_allows(server: Server, known: list[Any]) ->
     with sdpa_kernel(MATH):
         _, by_python, launched = server.went(lambda: SDPA(*known))
         assert not by_python and not launched
-    for backend in (FLASH, SDPBackend.CUDNN_ATTENTION):
-        with sdpa_kernel(backend, set_priority=False):
-            assert server.went(lambda: SDPA(*known))[2] or backend is not FLASH
+    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+        with sdpa_kernel(backend):
+            _, by_python, launched = server.went(lambda: SDPA(*known))
+            assert launched and not by_python
+    longer = inputs(AttentionProblem.parse("SQ=8,SKV=16,D=8,H=2"))
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, MATH]):
+        server.runtime.counters.stats(reset=True)
+        SDPA(*longer, is_causal=True)
+        assert server.runtime.counters.stats().calls == 0, "flash aligns such a mask otherwise"
 
 
 def test_an_error_of_cuda_is_raised(server: Server, known: list[Any]) -> None:
@@ -269,7 +275,6 @@ def test_what_is_pytorch_s(server: Server, known: list[Any], case: str) -> None:
 
 def test_a_plain_subclass_is_served(server: Server, known: list[Any]) -> None:
     """It has no kernels of its own: PyTorch has taken it off when the operator is called."""
-    q, k, v = known
     for tensors in (known, inputs(AttentionProblem.parse("S=16,D=8,H=2,layout=bshd"))):
         q = tensors[0].as_subclass(Function)
         out, _, launched = server.went(lambda q=q, t=tensors: SDPA(q, *t[1:]))
@@ -395,6 +400,106 @@ def test_a_checkpoint_is_computed_again(server: Server, known: list[Any]) -> Non
     out = checkpoint(SDPA, *leaves, use_reentrant=False)
     found = torch.autograd.grad(out.square().sum(), leaves)
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+# --- the operators of the backends -----------------------------------------------------------
+
+
+def flash(q: Any, k: Any, v: Any, **options: Any) -> Any:
+    return getattr(torch.ops.aten, FLASH)(q, k, v, **options)
+
+
+def cudnn(q: Any, k: Any, v: Any, wants_lse: bool = True, **options: Any) -> Any:
+    return getattr(torch.ops.aten, CUDNN)(q, k, v, None, wants_lse, **options)
+
+
+def efficient(q: Any, k: Any, v: Any, wants_lse: bool = False, **options: Any) -> Any:
+    return getattr(torch.ops.aten, EFFICIENT)(q, k, v, None, wants_lse, **options)
+
+
+@pytest.fixture
+def writes_lse(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The family of the kernel says that it writes the log-sum-exp."""
+    monkeypatch.setattr(Toy, "writes_lse", True)
+
+
+OPERATORS: dict[str, Callable[..., Any]] = {
+    "flash": flash,
+    "cuDNN with the log-sum-exp": cudnn,
+    "cuDNN": lambda *t, **o: cudnn(*t, wants_lse=False, **o),
+    "efficient": efficient,
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_an_operator_is_served_without_python(
+    server: Server, backends: list[str], writes_lse: None, name: str
+) -> None:
+    call, (q, k, v) = OPERATORS[name], inputs()
+    wanted = pytorchs(lambda: call(q, k, v, scale=0.3))
+    del backends[:]
+    for by_python_wanted in (True, False, False):
+        q.normal_()
+        found, by_python, launched = server.went(lambda: call(q, k, v, scale=0.3))
+        assert launched and by_python is by_python_wanted and by_kernel(found[0], q, 16)
+        assert found[0].stride() == q.stride()
+    assert backends == []
+    for mine, theirs in zip(found[1:4], wanted[1:4], strict=True):
+        is_tensor = isinstance(theirs, torch.Tensor)
+        assert not is_tensor or (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype)
+    assert len(found) == len(wanted) and found[4:6] == wanted[4:6]
+
+
+@pytest.mark.parametrize("name", ["flash", "cuDNN with the log-sum-exp"])
+def test_a_kernel_without_log_sum_exp_is_refused_without_python(
+    server: Server, backends: list[str], name: str
+) -> None:
+    tensors = inputs()
+    for by_python_wanted in (True, False):
+        _, by_python, launched = server.went(lambda: OPERATORS[name](*tensors))
+        assert not launched and by_python is by_python_wanted
+    assert server.runtime.counters.stats().fallbacks == {"PyTorch wants the log-sum-exp": 2}
+    assert len(backends) == 2
+
+
+def test_bottom_right_is_refused_whatever_attention_knows(
+    server: Server, backends: list[str], writes_lse: None
+) -> None:
+    """The same tensors under the same flag are served where the mask is top-left."""
+    server.decide(longer := AttentionProblem.parse("SQ=8,SKV=16,D=8,H=2,causal=1"))
+    tensors = inputs(longer)
+    for _ in range(2):
+        assert server.went(lambda: cudnn(*tensors, is_causal=True))[2]
+        assert server.went(lambda: SDPA(*tensors, is_causal=True))[2]
+        assert not server.went(lambda: flash(*tensors, is_causal=True))[2]
+    assert server.runtime.counters.stats().fallbacks == {"the causal mask is bottom-right": 2}
+
+
+def test_a_debugging_mask_and_an_efficient_log_sum_exp(
+    server: Server, backends: list[str], writes_lse: None
+) -> None:
+    """Outputs that no tuned kernel has."""
+    tensors = inputs()
+    for call in (
+        lambda: flash(*tensors, return_debug_mask=True),
+        lambda: efficient(*tensors, wants_lse=True),
+    ):
+        _, by_python, launched = server.went(call)
+        assert not by_python and not launched
+    assert server.runtime.counters.stats().calls == 0
+
+
+def test_an_output_is_laid_out_as_tracing_was_told(
+    server: Server, backends: list[str], writes_lse: None
+) -> None:
+    """As the query, also where the kernel writes (B, H, S, D) from a query of other strides."""
+    one = AttentionProblem.parse("SQ=1,SKV=16,D=8,H=2")
+    server.decide(one)
+    q, k, v = inputs(one)
+    q = q.transpose(1, 2).contiguous().transpose(1, 2)
+    for _ in range(2):
+        out, _, launched = server.went(lambda: flash(q, k, v)[0])
+        assert launched and by_kernel(out, q, 16)
 
 
 # --- threads and processes -------------------------------------------------------------------

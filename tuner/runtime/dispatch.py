@@ -4,8 +4,9 @@ Until it is loaded, and where it cannot be, they know nothing and every call goe
 It is loaded by a thread that the first plan or refusal starts; where the cache has none, that
 thread compiles it. No call waits for it. `load_built` loads one that is built already.
 
-`attention`, `linear` and `matmul` return a tuned kernel's output, `REFUSED` where equal calls were
-refused before, and None where Python decides.
+`attention`, `linear` and `matmul` return a tuned kernel's output, PyTorch's where equal calls were
+refused before (or `REFUSED` where PyTorch must be called from Python), and None where Python
+decides.
 """
 
 from __future__ import annotations

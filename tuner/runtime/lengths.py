@@ -121,9 +121,7 @@ def _lines(plans: Sequence[tuple[int, KernelPlan]]) -> tuple[WireStep, ...] | No
             return None
         one = each[0]
         tensors = zip((which for which, _ in one.tensors), offsets, strict=True)
-        steps.append(
-            (one.kernel.address, tuple(tensors), integers, one.scalars, one.workspace_at)
-        )
+        steps.append((one.kernel.address, tuple(tensors), integers, one.scalars, one.workspace_at))
     return tuple(steps)
 
 
@@ -135,7 +133,8 @@ def _shape(plan: KernelPlan) -> Any:
 
 def _fit(lengths: Sequence[int], rows: Sequence[Sequence[int]]) -> tuple[Line, ...] | None:
     """Of each column the line through its values at these lengths, ascending; None where one is
-    not a line with whole numbers."""
+    not a line with whole numbers.
+    """
     fitted: list[Line] = []
     for values in zip(*rows, strict=True):
         slope, rest = 0, 0
