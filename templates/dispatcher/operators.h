@@ -152,9 +152,9 @@ class Backend {
 
   // False where PyTorch has no such kernel for the device.
   bool find() {
-    auto const operation = c10::Dispatcher::singleton().findSchemaOrThrow(name_, "");
-    if (!operation.hasKernelForDispatchKey(device.backend)) return false;
-    auto found = operation.getComputedKernelForDispatchKey(device.backend);
+    if (!operation_) operation_ = c10::Dispatcher::singleton().findSchemaOrThrow(name_, "");
+    if (!operation_->hasKernelForDispatchKey(device.backend)) return false;
+    auto found = operation_->getComputedKernelForDispatchKey(device.backend);
     std::atomic_store(&before_, std::make_shared<c10::SafeKernelFunction const>(std::move(found)));
     return true;
   }
@@ -179,11 +179,12 @@ class Backend {
   Result call_kernel(DispatchKeySet keys, Given const&... given) const {
     auto const kernel = std::atomic_load(&before_);
     auto stack = c10::impl::boxArgs<Given...>(given...);
-    kernel->callBoxed(kernel->opHandle(), keys, &stack);
+    kernel->callBoxed(*operation_, keys, &stack);
     return c10::impl::PopResult<Result>::call(stack);
   }
 
   char const* const name_;
+  std::optional<c10::OperatorHandle> operation_;
   std::shared_ptr<c10::SafeKernelFunction const> before_;
 };
 
