@@ -22,10 +22,11 @@ from goldens import Goldens
 from tuner import settings
 from tuner.errors import TunerError
 
-# A shell without job control starts what it runs in the background with SIGINT ignored, and so are
-# the processes that tests start from there.
+# A shell without job control starts background commands with SIGINT ignored, nohup with SIGHUP, and
+# the processes that tests start inherit both.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 hypothesis.settings.register_profile("tuner", deadline=None, database=None)
 hypothesis.settings.load_profile("tuner")

@@ -9,7 +9,19 @@ from collections.abc import Sequence
 from tuner.base.processes import RaisesInterrupted, exit_code
 from tuner.errors import ConfigError, TunerError
 
-NAMES = ("cost", "dispatch", "fleet", "gpus", "levers", "logits", "repeats", "search", "service")
+NAMES = (
+    "cost",
+    "dispatch",
+    "fleet",
+    "gpus",
+    "levers",
+    "logits",
+    "models",
+    "population",
+    "repeats",
+    "search",
+    "service",
+)
 
 
 def main(argv: Sequence[str]) -> int:

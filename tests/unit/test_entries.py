@@ -71,6 +71,7 @@ def measured(latency_us: float = 13.0, config: Config = OWN, **changes: Any) -> 
 def nothing_shipped_and_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("tuner.selection.shipped._tuned", lambda: tmp_path / "tuned")
     monkeypatch.setattr("tuner.selection.rule.shipped", lambda: ())
+    monkeypatch.setattr("tuner.selection.portfolio.shipped", lambda: ())
     monkeypatch.setattr(commands, "_detected", lambda: None)
     LOOKUP.shipped.cache_clear()
     LOOKUP.shipped_index.cache_clear()

@@ -408,23 +408,3 @@ def test_ties_do_not_depend_on_the_order_of_the_problems() -> None:
     asked = [sample.problem for sample in samples]
     answers = [[rule.answer(problem) for problem in asked] for rule in made]
     assert [a and a.config for a in answers[0]] == [a and a.config for a in answers[1]]
-
-
-def test_a_rule_is_made_from_plain_attention_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(history, "_shipped", tuple)
-    url, regime = f"sqlite:///{tmp_path / 's.sqlite'}", Regime.default("attention")
-    config = Config("vendor_sdpa", {"kernel": "flash2"})
-    plain = ["S=512,D=64", "S=1024,D=64", "SQ=1,SKV=2048,D=64"]
-    others = ["S=512,D=64,dtype=e4m3", "S=512,D=64,alibi=1", "S=512,D=64,causal=1,window=100"]
-    with open_store(url) as store:
-        for text in plain + others:
-            problem = AttentionProblem.parse(text)
-            quick = Measurement(problem, config, DEFAULT_GPU, regime, Status.OK, latency_us=10.0)
-            store.add([quick])
-            store.decide(problem, DEFAULT_GPU, regime, [quick.but(is_final=True)], "sweep")
-    out = tmp_path / "rule.json"
-    assert main(["fit", "--store", url, "--output", str(out)]) == 0
-    made = {AttentionProblem.parse(row["problem"]) for row in Rule.read(out).regret.each}
-    assert made == {AttentionProblem.parse(text) for text in plain}

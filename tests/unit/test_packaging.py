@@ -91,9 +91,9 @@ def test_an_installed_wheel_answers_a_shape_that_nobody_tuned(site: Path) -> Non
         "near, far = map(tuner.AttentionProblem.parse, ('S=1999,D=64', 'S=1999,D=64,H=1'))\n"
         "print(tuner.lookup(near, gpu='H200').kind)\n"
         "answer = tuner.lookup(far, gpu='H200')\n"
-        "print(answer.kind, answer.ruled.regret.mean > 0, tuner.__file__)"
+        "print(answer.kind, answer.selected.regret.problems > 0, tuner.__file__)"
     )
-    found = ["nearest", "rule", "True", str(site / "tuner" / "__init__.py")]
+    found = ["nearest", "portfolio", "True", str(site / "tuner" / "__init__.py")]
     assert printed(code, site).split() == found
 
 

@@ -75,8 +75,9 @@ def store(path: Path) -> Iterator[Store]:
 
 @pytest.fixture(autouse=True)
 def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder of shipped decisions, empty at first; no rule ships."""
+    """A folder of shipped decisions, empty at first; no portfolio and no rule ships."""
     monkeypatch.setattr("tuner.selection.rule.shipped", lambda: ())
+    monkeypatch.setattr("tuner.selection.portfolio.shipped", lambda: ())
     folder = tmp_path / "tuned"
     folder.mkdir()
     monkeypatch.setattr("tuner.selection.shipped._tuned", lambda: folder)

@@ -71,6 +71,7 @@ def examine(device: int = 0) -> list[Finding]:
         *_torch_and_peers(),
         _store(),
         _cache(),
+        *_prebuilt(),
     ]
 
 
@@ -275,6 +276,33 @@ def _cache() -> Finding:
         return Finding("artifact cache", MISSING, f"{cache.root}: {problem}", "set TUNER_CACHE_DIR")
     kernels, size = len(cache.keys()), cache.total_bytes() / 1e6
     return Finding("artifact cache", OK, f"{cache.root} ({kernels} kernels, {size:.1f} MB)")
+
+
+def _prebuilt() -> Iterator[Finding]:
+    """The wheel of prebuilt kernels, where it is installed."""
+    import tuner
+    from tuner.compile import prebuilt
+    from tuner.errors import ConfigError
+    from tuner.selection.kernels import KernelList
+
+    path = prebuilt.kernel_list()
+    if path is None:
+        return
+    name, advice = "prebuilt kernels", install_command(prebuilt.DISTRIBUTION)
+    version = _version(prebuilt.DISTRIBUTION)
+    try:
+        known = KernelList.read(path)
+    except ConfigError as exc:
+        yield Finding(name, NOTE, str(exc), advice)
+        return
+    proven = sum(kernel.proof is not None for kernel in known.kernels.values())
+    found = f"{prebuilt.DISTRIBUTION} {version}: {len(known.kernels)} kernels, {proven} proven"
+    found += f", of nvcc {known.nvcc}, for compute capability {known.capability}"
+    if version != tuner.__version__:
+        found += f"; this is cutlass-tuner {tuner.__version__}, whose kernels may be others"
+        yield Finding(name, NOTE, found, advice)
+        return
+    yield Finding(name, OK, f"{found}; they serve where the artifact cache has none")
 
 
 def _unwritable(folder: Path) -> str:

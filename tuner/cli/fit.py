@@ -1,4 +1,4 @@
-"""``tuner fit``: a rule for shapes that nobody tuned, from what was measured."""
+"""``tuner fit``: a portfolio or a rule for shapes that nobody tuned, from measurements."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any
 
 from tuner.problem import PROBLEMS
 
-DESCRIPTION = """Makes a rule that answers any shape of an operation from the problems that the
-store and the shipped recordings hold: by the regrets at all of them, near ones weighing most, by
-the nearest one's best configs, or by a small decision tree, whichever answers problems better that
-were left out when it was made. The rule is JSON; the regret that was found so stands in it. With
---rule, asks such a file."""
+DESCRIPTION = """Makes an answer for any shape of an operation from the problems that the store, the
+shipped recordings and the shipped decisions hold. Attention: a portfolio of few kernels for each
+domain (head dimension, mask, phase) with a time model for each, and the regret at models that were
+left out. Other operations: a rule, by whichever of three kinds answers problems better that were
+left out. Both are JSON. With --rule, asks such a file."""
 
 
 def register(subparsers: Any) -> None:
     """Add the command."""
     parser = subparsers.add_parser(
-        "fit", help="make or ask a rule for shapes nobody tuned", description=DESCRIPTION
+        "fit", help="make a portfolio or a rule for shapes nobody tuned", description=DESCRIPTION
     )
     parser.add_argument("--op", choices=sorted(PROBLEMS), default="attention")
     parser.add_argument("--gpu", metavar="NAME", help="as H200 (default)")
     parser.add_argument("--regime", choices=("graph", "eager"), help="how it is launched")
     parser.add_argument("--l2", choices=("warm", "cold"), help="state of the inputs")
     parser.add_argument("--store", metavar="URL", help="SQLAlchemy URL or SQLite file")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="where to write the rule")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="where to write what was made")
     parser.add_argument("--rule", type=Path, metavar="FILE", help="a rule to ask about --shape")
     parser.add_argument("--shape", metavar="KEY=VALUE,...", help="as S=1500,D=64")
     parser.add_argument("--json", action="store_true", help="one JSON object")
@@ -57,6 +57,8 @@ def _make(args: argparse.Namespace) -> int:
     from tuner.store import open_store
 
     check_place(args.output)
+    if args.op == "attention":
+        return _make_portfolio(args)
     default = Regime.default(args.op)
     regime = Regime(args.regime or default.launch, args.l2 or default.l2)
     with open_store(args.store) as store:
@@ -80,6 +82,35 @@ def _make(args: argparse.Namespace) -> int:
     for row in regret.each:
         text = "not measured" if row["regret"] is None else f"{100 * row['regret']:.1f} %"
         print(f"  {row['problem']}: {text}")
+    return 0
+
+
+def _make_portfolio(args: argparse.Namespace) -> int:
+    from tuner.errors import ConfigError
+    from tuner.hardware import DEFAULT_GPU
+    from tuner.measurement import Regime
+    from tuner.search import portfolio
+    from tuner.selection.reader import find_gpu
+    from tuner.store import open_store
+
+    if args.regime or args.l2:
+        raise ConfigError("--regime and --l2 are not for attention (allowed: neither)")
+    default = Regime.default(args.op)
+    with open_store(args.store) as store:
+        gpu = find_gpu(args.gpu, [e.gpu for e in store.entries()]) if args.gpu else DEFAULT_GPU
+        measured = {
+            regime: portfolio.measurements(args.op, gpu, regime, store)
+            for regime in (default, default.other_inputs)
+        }
+    made = portfolio.make(measured, gpu)
+    if args.output is not None:
+        made.write(args.output)
+    if args.json:
+        print(json.dumps(made.to_json()))
+        return 0
+    for models in made.domains.values():
+        own = sum(not one.is_vendor for one in models.candidates)
+        print(f"{models.domain.label()} ({models.regime}): {own} kernels; {models.regret.text()}")
     return 0
 
 

@@ -39,6 +39,7 @@ from typing import Any
 
 from tuner import settings
 from tuner.base.ownership import close_to_others, open_to_others, trusted_sha256
+from tuner.compile import prebuilt
 from tuner.errors import BenchmarkError, ConfigError, StoreError
 from tuner.measurement import Resources, status_of
 
@@ -77,10 +78,16 @@ class Artifact:
 
 
 class ArtifactCache:
-    """The artifacts under one folder; safe between threads and processes of one machine."""
+    """The artifacts under one folder; safe between threads and processes of one machine.
+
+    Args:
+        root: the folder. Default: the user's, and what it lacks is found in the installed wheel of
+            prebuilt kernels, which is only read.
+    """
 
     def __init__(self, root: Path | None = None) -> None:
         self.root = settings.artifacts_dir() if root is None else root
+        self._prebuilt = prebuilt.artifacts() if root is None else None
 
     def check(self) -> None:
         """See that others cannot put libraries here.
@@ -121,7 +128,7 @@ class ArtifactCache:
     def find(self, key: str) -> Artifact | None:
         """The artifact of `key`, its library's hash verified, or None.
 
-        A corrupt folder is moved to quarantine and is a miss. Finding one counts as using it.
+        A corrupt folder is moved to quarantine. Finding one counts as using it.
         Everything is a miss where others can write the cache, which is said once.
         """
         if not KEY.fullmatch(key):
@@ -132,24 +139,25 @@ class ArtifactCache:
                 _log.warning("%s", reason)
             return None
         folder = self._folder(key)
-        try:
-            text = (folder / "meta.json").read_text(encoding="utf-8")
-        except FileNotFoundError:
-            if folder.is_dir():  # created by rename, so never seen half made: damaged
-                self._quarantine(folder)
-            return None
-        except (OSError, UnicodeDecodeError):
+        artifact = _intact(key, folder)
+        if artifact is not None:
+            _touch(folder / "meta.json")
+            return artifact
+        if folder.is_dir():  # created by rename, so never seen half made: damaged
             self._quarantine(folder)
+        return self._find_prebuilt(key)
+
+    def _find_prebuilt(self, key: str) -> Artifact | None:
+        if self._prebuilt is None or not (folder := self._prebuilt / key).is_dir():
             return None
-        try:
-            artifact = _read_meta(key, folder, text)
-            intact = trusted_sha256(artifact.library) == artifact.sha256
-        except (OSError, ValueError, TypeError, KeyError):
-            intact = False
-        if not intact:
-            self._quarantine(folder)
-            return None
-        _touch(folder / "meta.json")
+        artifact = _intact(key, folder)
+        if artifact is None and str(folder) not in _said:
+            _said.add(str(folder))
+            _log.warning(
+                "the prebuilt kernel %s is damaged or can be changed by others: install %s again",
+                folder,
+                prebuilt.DISTRIBUTION,
+            )
         return artifact
 
     def put(
@@ -516,6 +524,16 @@ def verify(artifact: Artifact) -> None:
 def loaded(key: str) -> LoadedKernel | None:
     """The kernel of an artifact that this process has verified and loaded before."""
     return _loaded.get(key)
+
+
+def _intact(key: str, folder: Path) -> Artifact | None:
+    """What a folder holds, the library's hash verified; None where it is damaged."""
+    try:
+        text = (folder / "meta.json").read_text(encoding="utf-8")
+        artifact = _read_meta(key, folder, text)
+        return artifact if trusted_sha256(artifact.library) == artifact.sha256 else None
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
 
 
 def _read_meta(key: str, folder: Path, text: str) -> Artifact:

@@ -367,6 +367,7 @@ class Compiler:
             *flags(self.capability),
             *(("-fmad=false",) if _UNFUSED in text else ()),
             f"-ccbin={tools.host_compiler}",
+            "-Xlinker=-s",  # symbols name nvcc's temporary files, other ones in each build
             *(f"-I{path}" for path in includes),
             *(f"-L{path}" for path in tools.library_dirs),
         ]

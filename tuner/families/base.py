@@ -138,6 +138,8 @@ class Family(ABC):
     cost_constants: ClassVar[Mapping[str, float]] = {}
     """What `predict_us` takes from measurements, by name, all positive: where their fit starts.
     Empty where nothing is fitted."""
+    work_terms: ClassVar[tuple[str, ...]] = ()
+    """Names of what `work` counts; empty where no time model is made of the family's kernels."""
     _refit: Mapping[str, float] | None = None
     _allowed: ClassVar[Mapping[str, tuple[type, frozenset[Value] | range]]] = {}
     """`domains` as `malformed` reads them: the type, and the values."""
@@ -319,6 +321,23 @@ class Family(ABC):
     @abstractmethod
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
         """Estimated time, microseconds: seeds the search and ranks where no GPU is."""
+
+    def work(self, problem: Problem, config: Config, gpu: Gpu) -> tuple[float, ...]:
+        """Amount of each of `work_terms`. A kernel's expected time is their sum, each times the
+        microseconds that were measured for it (`tuner.selection.portfolio`).
+        """
+        return ()
+
+    def scheduled(self, problem: Problem, config: Config, gpu: Gpu) -> Sequence[Config]:
+        """The compiled kernel of `config` as it may be called for `problem`: a config for each
+        run-time schedule worth considering; empty where the kernel cannot take the problem.
+
+        Args:
+            problem: of the kernel's domain.
+            config: one without the parameters that a schedule sets.
+            gpu: where it runs.
+        """
+        return (config,)
 
     @property
     def constants(self) -> Mapping[str, float]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from tuner.config import Config
 from tuner.hardware import Gpu
 from tuner.measurement import Environment, Measurement, Provenance, speedup_text
 from tuner.problem import Problem
+from tuner.selection.portfolio import Selection
 from tuner.selection.reader import Answer, Entry
 from tuner.selection.rule import Choice
 from tuner.store.entry import is_vendor, ratios_json, vendor_name
@@ -204,7 +206,10 @@ def _winner_rows(answer: Answer, width: int) -> list[tuple[str, list[str]]]:
     """What serves, its time or its rule's regret, and the best own kernel beside it."""
     winner, own = answer.entry.winner, answer.entry.best_own
     rows = [("winner", config_lines(winner.config, width))]
-    if answer.ruled is not None:
+    if answer.selected is not None:
+        rows.append(("expected", wrapped(answer.selected.source, width)))
+        rows.append(("regret", wrapped(answer.selected.regret.text(), width)))
+    elif answer.ruled is not None:
         rows.append(("regret", wrapped(answer.ruled.regret.text(), width)))
     else:
         rows.append(("time", [_time(winner)]))
@@ -236,7 +241,7 @@ def _answer_head(answer: Answer, asked: Problem) -> list[str]:
             f"answered by its neighbour {entry.problem.label()}: every time below was measured at "
             "that shape, not at this one"
         )
-    if answer.ruled is None:
+    if not answer.is_predicted:
         lines += caveats(entry.provenance, entry.gpu, entry.pass_name)
     return lines
 
@@ -337,6 +342,17 @@ def _rule_json(choice: Choice) -> dict[str, Any]:
     return {**facts, "regret": regret}
 
 
+def _selection_json(selection: Selection) -> dict[str, Any]:
+    return {
+        "domain": selection.domain._asdict(),
+        "expected_us": round(selection.expected_us, 3),
+        "vendor": selection.vendor or None,
+        "vendor_expected_us": round(selection.vendor_us, 3) if selection.vendor else None,
+        "regret": asdict(selection.regret),
+        "doubts": list(selection.doubts),
+    }
+
+
 def answer_json(answer: Answer, asked: Problem, *, ranking: bool) -> dict[str, Any]:
     """An answer as one JSON object; ``shape`` and the times are of the problem that was tuned,
     which is another than ``asked`` where the kind is ``nearest``.
@@ -351,6 +367,8 @@ def answer_json(answer: Answer, asked: Problem, *, ranking: bool) -> dict[str, A
     }
     if answer.ruled is not None:
         data["rule"] = _rule_json(answer.ruled)
+    if answer.selected is not None:
+        data["selection"] = _selection_json(answer.selected)
     if ranking:
         data["winner"] = answer.entry.winner.to_json()
         data["ranking"] = [m.to_json() for m in answer.entry.ranking]

@@ -140,8 +140,8 @@ def lookup(
     that comes before what is not measured, and before another GPU. Who names no regime is answered
     from the operation's own (`Regime.default`), and where that has no measurement of the problem
     itself, from the one whose inputs are in the other state: decoding is tuned with cold caches,
-    say, and served whatever state they are in. Where nothing at all is known, a shipped rule
-    chooses; its answer is predicted, has no time, and tells the rule's regret.
+    say, and served whatever state they are in. Where nothing at all is known, a shipped portfolio
+    selects, of products a shipped rule: the answer is predicted, and tells its regret.
 
     Args:
         problem: what is asked, or the text of an attention shape, as ``S=1024,D=64``.
@@ -153,7 +153,7 @@ def lookup(
         environment: the caller's; an answer from another one notes what differs.
         among: choose from these in place of a file's, as from a store that is not SQLite; they
             lend nothing, for they do not tell what passed elsewhere.
-        with_rules: False: ask no rule, for a caller that launches what it is answered.
+        with_rules: False: ask no portfolio and no rule, for a caller that launches the answer.
 
     Raises:
         StoreError: when the file exists and cannot be read.
@@ -185,7 +185,7 @@ def lookup(
         answer = noted(answer, f"no GPU named: this is the answer for {asked.name}")
     if (
         environment is not None
-        and answer.ruled is None
+        and not answer.is_predicted
         and (differing := differences(answer.entry, environment))
     ):
         note = f"{answer.entry.provenance} in another environment ({'; '.join(differing)})"
@@ -311,11 +311,15 @@ def find_gpu(name: str, known: Iterable[Gpu] = ()) -> Gpu:
 def _ruled(
     problem: Problem, gpu: Gpu, regimes: Sequence[Regime], allow_other_gpu: bool
 ) -> Answer | None:
-    """What a shipped rule says; None where there is none, or none of its configs is legal. Of two
-    regimes' the one that was made from nearer problems, of equals the first.
+    """What a shipped portfolio selects, else what a shipped rule says; None where there is neither,
+    or none of its configs is legal. Of two regimes' rules the one that was made from nearer
+    problems, of equals the first.
     """
     from tuner.selection import rule
 
+    selected = _selected(problem, gpu, regimes, allow_other_gpu)
+    if selected is not None:
+        return selected
     matching = [r for r in rule.shipped() if r.op == problem.op and r.regime in regimes]
     own = [r for r in matching if r.gpu.identity == gpu.identity]
     others = [r for r in matching if r.gpu.compute_capability == gpu.compute_capability]
@@ -349,6 +353,30 @@ def _shipped_lengths() -> Mapping[str, set[int]]:
         if isinstance(problem, AttentionProblem):
             found.setdefault(_of_any_length(problem), set()).add(problem.seqlen_kv)
     return found
+
+
+def _selected(
+    problem: Problem, gpu: Gpu, regimes: Sequence[Regime], allow_other_gpu: bool
+) -> Answer | None:
+    """What a shipped portfolio of the GPU selects, else of another one where that is allowed."""
+    from tuner.selection import portfolio
+
+    known = [p for p in portfolio.shipped() if p.op == problem.op]
+    own = [p for p in known if p.gpu.identity == gpu.identity]
+    others = [p for p in known if p.gpu.compute_capability == gpu.compute_capability]
+    for one in own or (others if allow_other_gpu else []):
+        selection = one.select(problem, gpu)
+        if selection is None or selection.regime not in regimes:
+            continue
+        notes = [f"selected from a portfolio: {selection.source}", *selection.doubts, SHIPPED]
+        if one.gpu.identity != gpu.identity:
+            notes.insert(1, f"made on {one.gpu.name}, not on {gpu.name}: another GPU was allowed")
+        chosen = Measurement(
+            problem, selection.config, gpu, selection.regime, Status.OK, Provenance.PREDICTED
+        )
+        entry = Entry.of([chosen], origin=SHIPPED)
+        return Answer(entry, False, tuple(notes), selected=selection)
+    return None
 
 
 class _Reader:

@@ -11,6 +11,7 @@ from tuner.measurement import Environment, Measurement
 from tuner.store.entry import PROVENANCES, Entry
 
 if TYPE_CHECKING:
+    from tuner.selection.portfolio import Selection
     from tuner.selection.rule import Choice
 
 
@@ -19,8 +20,8 @@ class Answer:
     """What `lookup` found."""
 
     entry: Entry
-    """Of the problem itself, or of the nearest one that was tuned; by a rule one without a time
-    (`kind`)."""
+    """Of the problem itself, or of the nearest one that was tuned; by a portfolio or a rule
+    one without a time (`kind`)."""
     exact: bool
     """False when the entry is of another problem, of another GPU, or of another environment than
     the caller's."""
@@ -33,9 +34,19 @@ class Answer:
     ruled: Choice | None = None
     """What a rule says, and its regret, where nothing else is known."""
 
+    selected: Selection | None = None
+    """What a portfolio selects, and why, where nothing was measured."""
+
+    @property
+    def is_predicted(self) -> bool:
+        """Whether a portfolio or a rule chose it: it has no measured time."""
+        return self.ruled is not None or self.selected is not None
+
     @property
     def kind(self) -> str:
-        """``exact``, ``nearest`` or ``rule``."""
+        """``exact``, ``nearest``, ``portfolio`` or ``rule``."""
+        if self.selected is not None:
+            return "portfolio"
         if self.ruled is not None:
             return "rule"
         return "nearest" if self.lent else "exact"

@@ -9,6 +9,7 @@ from itertools import product
 from typing import ClassVar
 
 from tuner.config import Config, Value
+from tuner.families import attention_work
 from tuner.families.base import LSE, Domain, Family, KernelSpec, Launch, Ref
 from tuner.families.fused_attention import cost
 from tuner.hardware import (
@@ -87,6 +88,7 @@ class FusedAttention(Family):
     writes_lse = True
     cost_constants = cost.CONSTANTS
     runtime_parameters = frozenset({"splits", "pdl", "combine"})
+    work_terms = attention_work.TERMS
     domains: ClassVar[Mapping[str, Domain]] = {
         "warp_groups": (1, 2, 3, 4),
         "key_groups": (2, 4),
@@ -384,6 +386,37 @@ class FusedAttention(Family):
         attention = _attention(problem).evened
         head_tile = instance(attention.head_dim)
         return cost.predict_us(attention, config, head_tile, gpu, self.constants)
+
+    def work(self, problem: Problem, config: Config, gpu: Gpu) -> tuple[float, ...]:
+        attention, sharing = _attention(problem), int(config.get("key_groups", 1))
+        tiling = attention_work.Tiling(
+            rows=_tile_m(config.params),
+            keys=int(config["tile_n"]) * sharing,
+            resident=int(config["blocks_per_sm"]),
+            packed=int(config.get("packed_heads", 1)),
+            splits=int(config["splits"]),
+        )
+        return attention_work.work(attention, tiling, gpu)
+
+    def scheduled(self, problem: Problem, config: Config, gpu: Gpu) -> Sequence[Config]:
+        attention = _attention(problem)
+        params, packed = dict(config.params), int(config.get("packed_heads", 1))
+        group = attention.heads_q // attention.heads_kv
+        if group % packed:
+            return ()
+        if group > 1:  # to kernels an absent `packed_heads` is 1
+            params["packed_heads"] = packed
+        if "combine" not in params:
+            return (Config(self.name, {**params, "splits": 1}),)
+        tiles = -(-attention.seqlen_q * packed // _tile_m(config.params))
+        tiles *= attention.batch * attention.heads_q // packed
+        once = gpu.sm_count * int(config["blocks_per_sm"]) // tiles
+        most = min(once, attention.seqlen_kv // LEAST_SPLIT_KEYS)
+        if config["combine"] == "cluster":
+            most = min(most, MOST_CLUSTERED)
+        counts = {2**i for i in range(1, max(1, most).bit_length())} | {most}
+        several = sorted(count for count in counts if count > 1)
+        return [Config(self.name, {**params, "splits": n}) for n in several]
 
 
 def _spills(problem: AttentionProblem, config: Config) -> bool:

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 from tuner import settings
 from tuner.config import Config
+from tuner.families import attention_work
 from tuner.families.base import Domain
 from tuner.families.vendor import FAILURES, Vendor
 from tuner.hardware import DEFAULT_GPU, Gpu
@@ -87,6 +88,7 @@ class VendorSdpa(Vendor):
     op: ClassVar[str] = AttentionProblem.op
     offered: ClassVar[tuple[str, ...]] = (*BACKENDS, "flash3", *VARIANTS, "flash4")
     on_request: ClassVar[tuple[str, ...]] = ("naive",)
+    work_terms: ClassVar[tuple[str, ...]] = attention_work.CLOSED_TERMS
     options: ClassVar[Mapping[str, Domain]] = {"layout": ("bhsd", "bshd")}
 
     def supports(self, problem: Problem, gpu: Gpu) -> str:
@@ -146,6 +148,11 @@ class VendorSdpa(Vendor):
     def environment(self) -> Mapping[str, str]:
         peers = {kernel: version for kernel in PEERS if (version := peer_version(kernel))}
         return {**super().environment(), **peers}
+
+    def work(self, problem: Problem, config: Config, gpu: Gpu) -> tuple[float, ...]:
+        if not isinstance(problem, AttentionProblem):
+            return ()
+        return attention_work.closed_work(problem, gpu)
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
         """A fixed part plus the work at the rate of a large problem."""

@@ -1,0 +1,139 @@
+"""Times of calls behind an ordinary kernel, side by side: one function, `time_calls`.
+
+A kernel that is launched as a programmatic dependent of a copy of itself begins before that has
+ended, and looks faster than in a model. So each call follows an element-wise kernel here, and its
+time is the difference of two CUDA graphs: with the calls, and with the element-wise kernels only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+#: A graph holds as many calls as take about this long, within limits.
+GRAPH_US, MIN_CALLS, MAX_CALLS = 2000.0, 2, 40
+#: All graphs of a call together, repeated, take at most about so long; at least five rounds.
+BUDGET_US, MIN_ROUNDS, MAX_ROUNDS = 6e6, 5, 25
+#: What a contender's code raises when it does not take such tensors.
+FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, AssertionError, ImportError)
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to answer a call.
+
+    Args:
+        name: of the way.
+        call: enqueues it on the tensors of copy i, and returns the output.
+        around: context that it has to be called in.
+    """
+
+    name: str
+    call: Callable[[int], Any]
+    around: Callable[[], AbstractContextManager[Any]] = field(default=contextlib.nullcontext)
+
+
+@dataclass(frozen=True)
+class Times:
+    """Microseconds of a call by contender, and why others have none."""
+
+    us: dict[str, float]
+    failed: dict[str, str]
+
+
+Timer = Callable[[Sequence[Contender], Callable[[int], Any], int], Times]
+
+
+def time_calls(contenders: Sequence[Contender], before: Callable[[int], Any], copies: int) -> Times:
+    """Medians over rounds in which the contenders' graphs are replayed in a shuffled order.
+
+    Args:
+        contenders: each was called once before, so that nothing is loaded while it is captured.
+        before: enqueues the element-wise kernel that writes an input of copy i.
+        copies: of the tensors, gone through in turn.
+    """
+    import torch
+
+    graphs: dict[str, tuple[Any, int]] = {}
+    failed: dict[str, str] = {}
+    for one in contenders:
+        try:
+            count = _calls_of(one, copies)
+            graphs[one.name] = _captured(before, one, count, copies), count
+        except FAILURES as exc:
+            torch.cuda.synchronize()  # raises again where the device is lost
+            failed[one.name] = first_line(exc)
+    if not graphs:
+        return Times({}, failed)
+    alone = {count: _captured(before, None, count, copies) for _, count in graphs.values()}
+    order: list[tuple[Any, list[float]]] = []
+    samples: dict[str, list[float]] = {name: [] for name in graphs}
+    behind: dict[int, list[float]] = {count: [] for count in alone}
+    order += [(graph, samples[name]) for name, (graph, _) in graphs.items()]
+    order += [(graph, behind[count]) for count, graph in alone.items()]
+    one_round = sum(_replayed(graph) for graph, _ in order)  # the first replay of each
+    rounds = min(MAX_ROUNDS, max(MIN_ROUNDS, round(BUDGET_US / max(one_round, 1.0))))
+    chance = random.Random(0)
+    for _ in range(rounds):
+        chance.shuffle(order)
+        for graph, times in order:
+            times.append(_replayed(graph))
+    medians = {count: statistics.median(times) for count, times in behind.items()}
+    us = {
+        name: (statistics.median(samples[name]) - medians[count]) / count
+        for name, (_, count) in graphs.items()
+    }
+    return Times(us, failed)
+
+
+def first_line(exc: BaseException) -> str:
+    """First line of an error's text, at most 200 characters."""
+    lines = str(exc).strip().splitlines() or [""]
+    return (lines[0] or type(exc).__name__)[:200]
+
+
+def _calls_of(one: Contender, copies: int) -> int:
+    """How many calls its graph holds: by the time of a few calls outside of a graph."""
+    import torch
+
+    with one.around():
+        one.call(0)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for i in range(3):
+            one.call(i % copies)
+        end.record()
+        end.synchronize()
+    each = start.elapsed_time(end) * 1e3 / 3
+    wanted = round(GRAPH_US / max(float(each), 1.0))
+    return min(MAX_CALLS, max(MIN_CALLS, min(copies, 16), wanted))
+
+
+def _captured(before: Callable[[int], Any], one: Contender | None, count: int, copies: int) -> Any:
+    import torch
+
+    around = contextlib.nullcontext if one is None else one.around
+    graph = torch.cuda.CUDAGraph()
+    with around(), torch.cuda.graph(graph):
+        for i in range(count):
+            before(i % copies)
+            if one is not None:
+                one.call(i % copies)
+    return graph
+
+
+def _replayed(graph: Any) -> float:
+    """Microseconds of one replay."""
+    import torch
+
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) * 1e3

@@ -1,0 +1,126 @@
+"""A child process with a time limit for each of its answers: what hangs or dies costs one row."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from selectors import EVENT_READ, DefaultSelector
+from typing import Any, Self
+
+from tuner.base.processes import python_environment
+from tuner.errors import BenchmarkError
+
+
+class Worker:
+    """A child process that answers one index at a time, started anew after each that it lost.
+
+    Args:
+        command: reads indices, a line each, and answers each with a line of JSON.
+        limit_s: seconds until an answer; then the child is killed, with all that it started.
+    """
+
+    def __init__(self, command: Sequence[str], limit_s: float) -> None:
+        self._command, self._limit_s = list(command), limit_s
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._end()
+
+    def ask(self, index: int) -> dict[str, Any]:
+        """The child's answer, or ``{"lost": reason}`` when it did not."""
+        try:
+            line = self._asked(index)
+        except TimeoutError:
+            return {"lost": f"no answer after {self._limit_s:g} s"}
+        except OSError as exc:
+            self._end()
+            return {"lost": f"the worker ended: {exc}"}
+        found: dict[str, Any] = json.loads(line)
+        if "lost" in found:  # the device is of no use to this process any more
+            self._end()
+        return found
+
+    def _asked(self, index: int) -> bytes:
+        process = self._started()
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(f"{index}\n".encode())
+        process.stdin.flush()
+        deadline, line = time.monotonic() + self._limit_s, b""
+        with DefaultSelector() as selector:
+            selector.register(process.stdout, EVENT_READ)
+            while not line.endswith(b"\n"):
+                if not selector.select(max(0.0, deadline - time.monotonic())):
+                    self._end()
+                    raise TimeoutError
+                part = os.read(process.stdout.fileno(), 1 << 16)
+                if not part:
+                    raise BrokenPipeError(f"code {process.wait()}")
+                line += part
+        return line
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is None:
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=python_environment(),
+                start_new_session=True,
+                bufsize=0,
+            )
+        return self._process
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        for stream in (process.stdin, process.stdout):
+            if stream is not None:
+                stream.close()
+
+
+def answer_indices(measure: Callable[[int], dict[str, Any]], device: str = "cuda") -> int:
+    """Be such a child: measure what the indices on standard input say.
+
+    Answers alone go to the standard output that the process was started with; what others print
+    goes to its errors. After an error of the device it says ``lost`` and ends.
+
+    Args:
+        measure: makes the answer of an index.
+        device: that the memory of is given back after each.
+
+    Raises:
+        BenchmarkError: without a GPU where the device is one.
+    """
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    import torch
+
+    from benchmarks.call_times import first_line
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise BenchmarkError(f"torch {torch.__version__} sees no CUDA GPU")
+    for line in sys.stdin:
+        try:
+            found = measure(int(line))
+            if device == "cuda":
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
+        except RuntimeError as exc:
+            found = {"lost": first_line(exc)}
+        print(json.dumps(found), file=answers, flush=True)
+        if "lost" in found:
+            return 1
+    return 0

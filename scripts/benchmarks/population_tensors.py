@@ -1,0 +1,153 @@
+"""Tensors of a drawn call as its model would hand them over, and the problem in them.
+
+They are views of one projection, a beginning of a longer cache, or (B, S, H, D) seen as
+(B, H, S, D); `tuner.problem.population` says which.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from tuner.errors import ConfigError
+from tuner.problem import AttentionProblem, Bias, GemmProblem, Problem, SwigluProblem
+from tuner.problem.population import LOWER_RIGHT, PADDING, POSITIONS, Call
+from tuner.runtime.attention_plan import problem_of
+from tuner.runtime.bias import as_bias
+from tuner.runtime.composed import Extras
+from tuner.runtime.products import problem_of as product_of
+from tuner.runtime.products import swiglu_problem_of
+
+COLD_BYTES, MAX_COPIES = 160 << 20, 16
+"""Caches and weights come from memory, not from the L2: copies in turn, three times its 50 MB."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One copy of a call's tensors."""
+
+    tensors: tuple[Any, ...]
+    """Query, key and value; or input, weight and bias (None where there is none)."""
+    source: Any
+    """Tensor that the element-wise kernel reads; it writes the first of `tensors`."""
+    mask: Any = None
+    window_mask: Any = None
+    """Booleans that PyTorch is given in place of a window."""
+
+
+def made(call: Call, device: str, copies: int) -> list[Inputs]:
+    """So many copies of a call's tensors, normal but for zeros in the bias of positions."""
+    build = _attention_inputs if call.views else _product_inputs
+    built = [build(call, device) for _ in range(copies)]
+    masks = {"mask": built[0].mask, "window_mask": built[0].window_mask}
+    return [replace(one, **masks) for one in built]
+
+
+def copies_of(call: Call) -> int:
+    """Copies that leave nothing of one in the L2 when its turn comes again; 1 of prompts, whose
+    tensors were just written.
+    """
+    if call.views and call.kind not in ("decoding", "cross"):
+        return 1
+    return max(1, min(MAX_COPIES, COLD_BYTES // max(1, call.bytes)))
+
+
+def _attention_inputs(call: Call, device: str) -> Inputs:
+    dtype = getattr(torch, call.problem.to_json()["dtype"])
+    meta = device == "meta"
+    buffers = {
+        name: torch.empty(size, dtype=dtype, device=device)
+        if meta
+        else torch.randn(size, dtype=dtype, device=device)
+        for name, size in call.buffers.items()
+    }
+    tensors = tuple(
+        torch.as_strided(buffers[v.buffer], v.shape, v.strides, v.offset) for v in call.views
+    )
+    source = tensors[0] if meta else tensors[0].clone(memory_format=torch.contiguous_format)
+    return Inputs(tensors, source, _mask(call, dtype, device), _window_mask(call, device))
+
+
+def _mask(call: Call, dtype: torch.dtype, device: str) -> Any:
+    """The tensor that `Call.mask` names, as `attn_mask` takes it."""
+    problem = call.problem
+    assert isinstance(problem, AttentionProblem)
+    if call.mask == PADDING:
+        ends = [problem.seqlen_kv - i * problem.seqlen_kv // (2 * problem.batch)
+                for i in range(problem.batch)]  # fmt: skip
+        keys = torch.arange(problem.seqlen_kv, device=device)
+        return (keys < torch.tensor(ends, device=device)[:, None])[:, None, None]
+    if call.mask == LOWER_RIGHT:
+        return _diagonal(problem, device) <= problem.seqlen_kv - problem.seqlen_q
+    if call.mask != POSITIONS:
+        return None
+    heads, rows, keys = problem.heads_q, problem.seqlen_q, problem.seqlen_kv
+    if device == "meta":
+        return torch.empty(1, heads, rows, keys, dtype=dtype, device=device)
+    away = _diagonal(problem, device) - (keys - rows)
+    slopes = 2.0 ** (-8 * torch.arange(1, heads + 1, device=device) / heads)
+    bias = torch.empty(1, heads, rows, keys, dtype=dtype, device=device)
+    for head in range(heads):
+        bias[0, head] = (-away.abs() * slopes[head]).to(dtype)
+    return bias.masked_fill_(away > 0, -torch.inf) if call.kind != "encoding" else bias
+
+
+def _window_mask(call: Call, device: str) -> Any:
+    problem = call.problem
+    assert isinstance(problem, AttentionProblem)
+    if not problem.is_windowed:
+        return None
+    left, right = problem.visible
+    away = _diagonal(problem, device)
+    return (away >= -left) & (away <= right)
+
+
+def _diagonal(problem: AttentionProblem, device: str) -> Any:
+    """(SQ, SKV): how many keys behind a query's own place a key lies."""
+    rows, keys = (torch.arange(n, device=device) for n in (problem.seqlen_q, problem.seqlen_kv))
+    return keys - rows[:, None]
+
+
+def _product_inputs(call: Call, device: str) -> Inputs:
+    problem = call.problem
+    dtype = getattr(torch, problem.to_json()["dtype"])
+
+    def random(*shape: int, scale: float = 1.0) -> Any:
+        if device == "meta":
+            return torch.empty(shape, dtype=dtype, device=device)
+        return torch.randn(shape, dtype=dtype, device=device).mul_(scale)
+
+    assert isinstance(problem, GemmProblem | SwigluProblem)
+    rows = problem.n * (2 if isinstance(problem, SwigluProblem) else 1)
+    is_biased = isinstance(problem, GemmProblem) and problem.has_bias
+    bias = random(problem.n) if is_biased else None
+    source = random(problem.m, problem.k)
+    x = source if device == "meta" else source.clone()
+    return Inputs((x, random(rows, problem.k, scale=problem.k**-0.5), bias), source)
+
+
+def posed(call: Call) -> Problem:
+    """The problem that the runtime reads off such tensors.
+
+    Raises:
+        ConfigError: where it reads none, with the runtime's reason.
+    """
+    inputs = (_attention_inputs if call.views else _product_inputs)(call, "meta")
+    problem = call.problem
+    if isinstance(problem, SwigluProblem):
+        return swiglu_problem_of(*inputs.tensors[:2])
+    if isinstance(problem, GemmProblem):
+        x, weight, bias = inputs.tensors
+        return product_of(x, weight.t(), bias, problem.activation or None)
+    assert isinstance(problem, AttentionProblem)
+    axes: Bias = ""
+    query, key, value = inputs.tensors
+    if inputs.mask is not None:
+        bias = as_bias(inputs.mask, query, key, problem.is_causal)
+        if isinstance(bias, str):
+            raise ConfigError(bias)
+        axes = problem.bias
+    extras = Extras(problem.window_left, problem.window_right, problem.softcap)
+    return problem_of(query, key, value, problem.is_causal, extras=extras, bias=axes)

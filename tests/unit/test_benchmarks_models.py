@@ -1,0 +1,108 @@
+"""``scripts/bench models``: small models on the CPU, and the table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks import models
+from benchmarks.models import MODELS, MODES, TORCH, WAYS, main, measure, report
+
+PLAIN = ("flux",)
+"""Models that need no Transformers."""
+
+
+@pytest.fixture
+def short(monkeypatch: Any) -> None:
+    monkeypatch.setattr(models, "ROUNDS", 1)
+    monkeypatch.setattr(models, "PASSES", 1)
+
+
+def built(model: str, mode: str) -> dict[str, Any]:
+    pytest.importorskip("torch", reason="torch is not installed")
+    if model not in PLAIN:
+        pytest.importorskip("transformers", reason="transformers is not installed")
+    from benchmarks.models_built import Sizes
+
+    return measure(model, mode, 1, "cpu", Sizes(layers=1, heads=4, batch=2, tokens=24, vocab=64))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_model_is_built_and_counted(model: str, short: None) -> None:
+    ways = built(model, "eager")["ways"]
+    assert set(ways) == set(WAYS)
+    for way, found in ways.items():
+        assert found["tokens_per_s"] > 0, (way, found)
+        assert found["error"] < 0.02
+        assert found["hits"] == 0
+    asked = ways["attn_implementation"]["fallbacks"]
+    assert sum(asked.values()) == 1
+    assert not ways[TORCH]["fallbacks"]
+
+
+def test_training_computes_gradients(short: None) -> None:
+    ways = built("flux", "training")["ways"]
+    assert all(found["tokens_per_s"] > 0 for found in ways.values())
+    assert sum(ways["attn_implementation"]["fallbacks"].values()) == 1
+
+
+def test_what_a_model_raises_is_a_row(short: None, monkeypatch: Any) -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    from benchmarks import models_built
+
+    class Stubborn(torch.nn.Linear):
+        def set_attn_implementation(self, name: str) -> None:
+            raise ValueError(f"no {name} here\nand more")
+
+    def build(sizes: Any, dtype: Any, device: str) -> Any:
+        inputs = {"input": torch.randn(2, 8, dtype=dtype)}
+        return models_built.Built(Stubborn(8, 8, dtype=dtype), inputs, 2)
+
+    monkeypatch.setitem(models_built.BUILDS, "flux", build)
+    ways = measure("flux", "eager", 1, "cpu")["ways"]
+    assert ways["attn_implementation"] == {"failed": "no tuner here"}
+    assert ways[TORCH]["tokens_per_s"] > 0
+
+
+def test_names_agree() -> None:
+    pytest.importorskip("torch", reason="torch is not installed")
+    from benchmarks.models_built import BUILDS
+
+    assert tuple(BUILDS) == MODELS
+
+
+def figures(speed: float, **changes: Any) -> dict[str, Any]:
+    counts = {"hits": 0, "nearest": 0, "fallbacks": {}, "errors": {}}
+    return {**counts, "tokens_per_s": speed, "error": 1e-3, **changes}
+
+
+def test_the_table_has_a_line_for_each_way() -> None:
+    rows = [
+        {
+            "model": "llama",
+            "mode": "eager",
+            "layers": 5,
+            "ways": {
+                TORCH: figures(1000.0, error=0.0),
+                "attn_implementation": figures(1200.0, hits=3, nearest=1, fallbacks={"why": 1}),
+                "enable": {"failed": "no registry"},
+            },
+        },
+        {"model": "vit", "mode": "compiled", "lost": "no answer after 300 s"},
+    ]
+    lines = [line.split() for line in report(rows).splitlines()[2:]]
+    assert len(lines) == 2 * len(WAYS)
+    assert lines[0] == ["llama", "eager", "torch", "0", "0", "0", "1000", "1.000", "0.0e+00"]
+    own = ["llama", "eager", "attn_implementation", "3", "1", "1", "1", "1200", "1.200", "1.0e-03"]
+    assert lines[1] == [*own, "1", "why"]
+    assert lines[2] == ["llama", "eager", "enable", "failed:", "no", "registry"]
+    assert all(line[-6:] == "failed: no answer after 300 s".split() for line in lines[3:])
+
+
+@pytest.mark.parametrize("argv", [["--models", "gpt5"], ["--modes", "lazy"]])
+def test_unknown_names_are_refused(argv: list[str], capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        main(argv)
+    allowed = MODELS if "--models" in argv else MODES
+    assert ", ".join(allowed) in " ".join(capsys.readouterr().err.split())

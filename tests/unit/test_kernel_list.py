@@ -1,0 +1,63 @@
+"""Kernel lists: built kernels by spec, and the proofs that stay with a library alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tuner.errors import ConfigError
+from tuner.families.base import KernelSpec
+from tuner.selection.kernels import Kernel, KernelList, Proof
+
+SPEC = KernelSpec("toy.cu.j2", {"tile": 64})
+PROOF = Proof(64, 0, "NVIDIA H200", "580.159.04", "2026-11-23")
+BUILT = Kernel(SPEC.key, "toy_1", "ab" * 32)
+EMPTY = KernelList("13.0.88", "4.2.0", "9.0")
+
+
+def test_a_kernel_is_found_by_its_spec() -> None:
+    known = EMPTY.with_kernels([BUILT])
+    assert known.find(KernelSpec("toy.cu.j2", {"tile": 64})) == BUILT
+    assert known.find(KernelSpec("toy.cu.j2", {"tile": 128})) is None
+
+
+def test_a_proof_stays_with_the_library() -> None:
+    proven = EMPTY.with_kernels([Kernel(SPEC.key, "toy_1", "ab" * 32, PROOF)])
+    again = proven.with_kernels([BUILT]).find(SPEC)
+    assert again is not None and again.proof == PROOF
+    changed = proven.with_kernels([Kernel(SPEC.key, "toy_2", "cd" * 32)]).find(SPEC)
+    assert changed is not None and changed.proof is None
+
+
+def test_a_fault_takes_the_proof_s_place() -> None:
+    proven = EMPTY.with_kernels([Kernel(SPEC.key, "toy_1", "ab" * 32, PROOF)])
+    failed = proven.with_kernels([Kernel(SPEC.key, "toy_1", "ab" * 32, None, "wrong at S=1")])
+    found = failed.find(SPEC)
+    assert found is not None and found.proof is None and found.fault == "wrong at S=1"
+
+
+def test_it_is_what_was_written(tmp_path: Path) -> None:
+    known = EMPTY.with_kernels([Kernel(SPEC.key, "toy_1", "ab" * 32, PROOF)])
+    known.write(tmp_path / "kernels.json")
+    assert KernelList.read(tmp_path / "kernels.json") == known
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": "x"}, "not a kernel list"),
+        ({"version": 2}, "version 2 is not known"),
+        ({"nvcc": 13}, "nvcc=13 is not text"),
+        ({"kernels": [{}]}, "cannot be read"),
+        ({"kernels": [{"spec": "a", "artifact": "../x", "sha256": ""}]}, "not the key"),
+    ],
+)
+def test_another_document_is_refused(
+    tmp_path: Path, change: dict[str, object], message: str
+) -> None:
+    path = tmp_path / "kernels.json"
+    path.write_text(json.dumps({**EMPTY.with_kernels([BUILT]).to_json(), **change}))
+    with pytest.raises(ConfigError, match=message):
+        KernelList.read(path)

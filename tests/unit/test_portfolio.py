@@ -1,0 +1,381 @@
+"""Portfolios: work terms, time models fitted to measurements, and what is selected by them."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fused_configs import maker
+
+from tuner.base import resources
+from tuner.cli import main
+from tuner.config import Config
+from tuner.errors import ConfigError, StoreError
+from tuner.families import families
+from tuner.families.attention_work import TERMS, Tiling, work
+from tuner.hardware import DEFAULT_GPU, GPUS
+from tuner.measurement import Measurement, Provenance, Regime, Status
+from tuner.problem import AttentionProblem
+from tuner.search import portfolio as fitting
+from tuner.selection import portfolio
+from tuner.selection.portfolio import (
+    Candidate,
+    Domain,
+    DomainModels,
+    Portfolio,
+    Regret,
+    Spread,
+)
+from tuner.selection.reader import close, lookup
+
+WARM = Regime("graph", "warm")
+FUSED, VENDOR = families()["fused_attention"], families()["vendor_sdpa"]
+CUDNN = Config("vendor_sdpa", {"kernel": "cudnn"})
+WIDE = maker()(2, 128)
+NARROW = maker()(1, 64, blocks_per_sm=2)
+REGRET = Regret(10, 0.01, 0.05, 1.1, 0.99, 0.9)
+
+
+def attention(text: str) -> AttentionProblem:
+    return AttentionProblem.parse(text)
+
+
+def amounts(text: str, tiling: Tiling) -> dict[str, float]:
+    return dict(zip(TERMS, work(attention(text), tiling, DEFAULT_GPU), strict=True))
+
+
+class TestWork:
+    def test_full_attention(self) -> None:
+        """16 heads of 1024 queries are 128 blocks of 128 rows; 1024 keys are 8 steps of 128."""
+        found = amounts("S=1024,D=64,H=16", Tiling(128, 128))
+        assert (found["rounds"], found["round_steps"], found["longest_steps"]) == (1, 8, 8)
+        assert found["blocks"] == pytest.approx(128 / 132)
+        assert found["mean_steps"] == pytest.approx(8 * 128 / 132)
+        assert found["memory"] == pytest.approx(4 * 16 * 1024 * 64 * 2 / 1e6)
+        assert (found["partials"], found["splits"]) == (0, 0)
+
+    def test_a_causal_mask_halves_the_mean_and_leaves_the_longest(self) -> None:
+        full, causal = (
+            amounts(f"S=4096,D=64{mask}", Tiling(128, 128)) for mask in ("", ",causal=1")
+        )
+        assert causal["longest_steps"] == full["longest_steps"] == 32
+        assert causal["mean_steps"] == pytest.approx(full["mean_steps"] * 33 / 64, rel=0.05)
+
+    def test_a_window_bounds_the_steps(self) -> None:
+        found = amounts("S=8192,D=64,causal=1,window=256", Tiling(128, 128))
+        assert found["longest_steps"] <= 4
+
+    def test_packed_heads_share_rows(self) -> None:
+        shape = "SQ=1,SKV=4096,D=128,H=32,HKV=8"
+        alone, packed = (amounts(shape, Tiling(64, 128, packed=n)) for n in (1, 4))
+        assert packed["blocks"] == pytest.approx(alone["blocks"] / 4)
+
+    def test_splits_share_steps_and_are_combined(self) -> None:
+        shape = "SQ=1,SKV=4096,D=128,H=32,HKV=8"
+        one, eight = (amounts(shape, Tiling(64, 128, packed=4, splits=n)) for n in (1, 8))
+        assert eight["longest_steps"] == one["longest_steps"] / 8 == 4
+        assert eight["splits"] == 8
+        assert eight["partials"] == pytest.approx(4 * 8 * 32 * 128 / 1e6)
+
+    @pytest.mark.parametrize("family", [FUSED, VENDOR], ids=lambda family: family.name)
+    def test_amounts_have_names(self, family: object) -> None:
+        assert isinstance(family, type(FUSED) | type(VENDOR))
+        problem = attention("S=1024,D=64")
+        config = WIDE if family is FUSED else CUDNN
+        assert len(family.work(problem, config, DEFAULT_GPU)) == len(family.work_terms)
+
+
+class TestScheduled:
+    def test_a_kernel_whose_packed_heads_do_not_divide_the_group_is_left_out(self) -> None:
+        packed = maker()(1, 64, packed_heads=4)
+        assert FUSED.scheduled(attention("S=512,D=64,H=14,HKV=2"), packed, DEFAULT_GPU) == ()
+
+    def test_grouped_heads_name_what_is_one(self) -> None:
+        (config,) = FUSED.scheduled(attention("S=512,D=64,H=16,HKV=4"), WIDE, DEFAULT_GPU)
+        assert config["packed_heads"] == 1
+
+    def test_splits_fill_the_chip_and_leave_keys(self) -> None:
+        split = maker()(1, 128, packed_heads=4, splits=2, combine="kernel")
+        problem = attention("SQ=1,SKV=2048,D=128,H=32,HKV=8")
+        counts = [c["splits"] for c in FUSED.scheduled(problem, split, DEFAULT_GPU)]
+        assert counts == [2, 4, 8, 16], "8 tiles have room for 16 blocks each, and 2048 keys for 16"
+        assert all(
+            FUSED.accepts(problem, c, DEFAULT_GPU)
+            for c in FUSED.scheduled(problem, split, DEFAULT_GPU)
+        )
+
+
+@pytest.mark.parametrize(
+    ("text", "domain"),
+    [
+        ("S=1024,D=64", Domain(64, "full", "prompt")),
+        ("S=1024,D=72,causal=1,dtype=bf16", Domain(96, "causal", "prompt")),
+        ("SQ=1,SKV=1024,D=128", Domain(128, "full", "one")),
+        ("SQ=4,SKV=1024,D=128", Domain(128, "full", "few")),
+        ("S=1024,D=64,causal=1,window=128,softcap=30", Domain(64, "windowed", "prompt", True)),
+        ("B=4,S=1024,D=64,varlen=1", Domain(64, "full", "prompt", False, True)),
+        ("S=1024,D=64,bias=1", None),
+        ("S=1024,D=64,dtype=e4m3", None),
+    ],
+)
+def test_the_domain_is_what_is_compiled_in_and_the_phase(text: str, domain: Domain | None) -> None:
+    assert Domain.of(attention(text)) == domain
+
+
+def candidate(config: Config, terms: tuple[str, ...], **rates: float) -> Candidate:
+    spread = Spread((1000, 10**7), (64, 10**5))
+    named = {term.replace(" ", "_"): term for term in terms}
+    return Candidate(config, {named[k]: v for k, v in rates.items()}, 20, 0.02, 0.05, spread)
+
+
+def made(own_us: float, vendor_us: float, margin: float) -> Portfolio:
+    own = candidate(fitting.kernel_of(WIDE), FUSED.work_terms, launch=own_us)
+    vendor = candidate(CUDNN, VENDOR.work_terms, launch=vendor_us)
+    domain = Domain(64, "full", "prompt")
+    models = DomainModels(domain, WARM, [own, vendor], margin, REGRET)
+    return Portfolio("attention", DEFAULT_GPU, {domain: models}, {"days": ["2026-11-23"] * 2})
+
+
+class TestSelect:
+    @pytest.mark.parametrize(
+        ("own_us", "margin", "family"),
+        [
+            (9.0, 0.05, "fused_attention"),
+            (9.6, 0.05, "vendor_sdpa"),
+            (9.6, 0.0, "fused_attention"),
+            (10.5, 0.0, "vendor_sdpa"),
+        ],
+    )
+    def test_an_own_kernel_is_chosen_where_it_is_faster_by_the_margin(
+        self, own_us: float, margin: float, family: str
+    ) -> None:
+        found = made(own_us, 10.0, margin).select(attention("S=1999,D=64"))
+        assert found is not None and found.config.family == family
+        assert (found.vendor, found.vendor_us) == ("cudnn", 10.0)
+        assert found.expected_us == pytest.approx(min(own_us, 10.0), abs=0.7)
+        assert "cudnn 10.0" in found.source
+
+    def test_another_domain_is_not_answered(self) -> None:
+        assert made(9.0, 10.0, 0.0).select(attention("S=1999,D=64,causal=1")) is None
+        assert made(9.0, 10.0, 0.0).select(attention("S=1999,D=64,bias=1")) is None
+
+    def test_an_illegal_kernel_is_passed_over(self) -> None:
+        packed = maker()(1, 64, packed_heads=4)
+        own = candidate(packed, FUSED.work_terms, launch=1.0)
+        domain = Domain(64, "full", "prompt")
+        vendor = candidate(CUDNN, VENDOR.work_terms, launch=10.0)
+        models = DomainModels(domain, WARM, [own, vendor], 0.0, REGRET)
+        one = Portfolio("attention", DEFAULT_GPU, {domain: models})
+        found = one.select(attention("S=1999,D=64,H=16"))
+        assert found is not None and found.config == CUDNN
+
+    def test_sizes_far_from_what_was_measured_are_said(self) -> None:
+        known = made(9.0, 10.0, 0.0)
+        near, far = known.select(attention("S=1999,D=64")), known.select(attention("S=8,D=64,H=1"))
+        assert near is not None and not near.doubts
+        assert far is not None and far.doubts
+
+
+class TestDocument:
+    def test_it_is_what_was_written(self, tmp_path: Path) -> None:
+        known = made(9.0, 10.0, 0.02)
+        known.write(tmp_path / "p.json")
+        again = Portfolio.read(tmp_path / "p.json")
+        assert again.to_json() == known.to_json()
+        problem = attention("S=1999,D=64")
+        assert again.select(problem) == known.select(problem)
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"format": "x"}, "not a portfolio"),
+            ({"version": 9}, "version 9 is not known"),
+            ({"op": "gemm"}, "op 'gemm' has no portfolio"),
+            ({"domains": None}, "cannot be read"),
+            ({"domains": [{}]}, "cannot be read"),
+            ({"gpu": {"name": 3}}, "name=3 is not text"),
+        ],
+    )
+    def test_another_document_is_refused(
+        self, tmp_path: Path, change: dict[str, object], message: str
+    ) -> None:
+        path = tmp_path / "p.json"
+        path.write_text(json.dumps({**made(9.0, 10.0, 0.0).to_json(), **change}))
+        with pytest.raises(ConfigError, match=message):
+            Portfolio.read(path)
+
+    @pytest.mark.parametrize("rate", [-1.0, True, "1", None])
+    def test_a_rate_is_a_number_that_is_not_negative(self, rate: object) -> None:
+        data = json.loads(json.dumps(made(9.0, 10.0, 0.0).to_json()))
+        data["domains"][0]["candidates"][0]["rates"]["launch"] = rate
+        with pytest.raises(ConfigError, match="is not a number"):
+            Portfolio.from_json(data)
+
+    def test_an_unknown_term_is_named(self) -> None:
+        data = json.loads(json.dumps(made(9.0, 10.0, 0.0).to_json()))
+        data["domains"][0]["candidates"][0]["rates"]["wonders"] = 1.0
+        with pytest.raises(ConfigError, match="fused_attention counts no 'wonders'"):
+            Portfolio.from_json(data)
+
+    def test_a_damaged_file_that_ships_is_named(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "bad.json").write_text("{")
+        monkeypatch.setattr(portfolio, "_folder", lambda: tmp_path)
+        portfolio.shipped.cache_clear()
+        with pytest.raises(StoreError, match=r"a shipped file cannot be read: portfolio .*bad\.j"):
+            portfolio.shipped()
+
+
+def planted(seed: int) -> list[Measurement]:
+    """Times of two own kernels and cuDNN by planted rates, with noise of 2 %, at 60 problems."""
+    rng = random.Random(seed)
+    found = []
+    rates = {
+        WIDE.digest: {"launch": 3.0, "busiest_steps": 0.6},
+        NARROW.digest: {"launch": 1.0, "busiest_steps": 0.3, "round_steps": 0.5},
+        CUDNN.digest: {"launch": 6.0, "busiest_steps of 128x128": 0.9},
+    }
+    for _ in range(60):
+        heads, length = rng.choice((8, 12, 16, 24, 32, 40)), rng.randrange(128, 8192)
+        problem = attention(f"H={heads},S={length},D=64")
+        for config in (WIDE, NARROW, CUDNN):
+            family = families()[config.family]
+            work = dict(
+                zip(family.work_terms, family.work(problem, config, DEFAULT_GPU), strict=True)
+            )
+            us = sum(rate * work[term] for term, rate in rates[config.digest].items())
+            us *= rng.uniform(0.98, 1.02)
+            one = Measurement(problem, config, DEFAULT_GPU, WARM, Status.OK, latency_us=us)
+            found.append(one)
+    return found
+
+
+@pytest.fixture(scope="module")
+def known() -> Portfolio:
+    """Made from the planted times."""
+    return fitting.make({WARM: planted(0)}, DEFAULT_GPU)
+
+
+class TestMake:
+    def test_times_are_expected_as_planted(self, known: Portfolio) -> None:
+        (models,) = known.domains.values()
+        assert models.domain == Domain(64, "full", "prompt")
+        for one in models.candidates:
+            assert one.median_error < 0.03
+        for m in planted(1):
+            of = next(c for c in models.candidates if c.config == fitting.kernel_of(m.config))
+            expected = of.expected_us(m.problem, m.config, DEFAULT_GPU)
+            assert expected == pytest.approx(m.latency_us, rel=0.1)
+
+    def test_the_kernel_of_least_time_is_selected(self, known: Portfolio) -> None:
+        """The narrow tile has the smaller launch, the wide one the smaller rate."""
+        small, large = (known.select(attention(f"H=16,S={s},D=64")) for s in (128, 8192))
+        assert small is not None and fitting.kernel_of(small.config) == fitting.kernel_of(NARROW)
+        assert large is not None and fitting.kernel_of(large.config) == fitting.kernel_of(WIDE)
+
+    def test_the_regret_is_of_models_left_out(self, known: Portfolio) -> None:
+        (models,) = known.domains.values()
+        assert models.regret.problems == 60
+        assert 0 <= models.regret.mean < 0.02
+        assert models.regret.over_vendor > 1.2
+
+    def test_one_model_s_problems_are_too_few(self) -> None:
+        alone = [m for m in planted(0) if m.problem.heads_q == 16]  # type: ignore[attr-defined]
+        with pytest.raises(ConfigError, match="no domain has a kernel with 12 measurements"):
+            fitting.make({WARM: alone}, DEFAULT_GPU)
+
+    def test_failed_and_modified_ones_are_left_out(self) -> None:
+        failed = [m.but(status=Status.WRONG_RESULT, latency_us=None) for m in planted(0)]
+        assert fitting.points(failed) == []
+        biased = Measurement(
+            attention("S=1024,D=64,bias=1"), CUDNN, DEFAULT_GPU, WARM, Status.OK, latency_us=9.0
+        )
+        assert fitting.points([biased]) == []
+
+    def test_a_quick_time_comes_before_a_final_one(self) -> None:
+        one = planted(0)[0]
+        both = [one, one.but(latency_us=99.0, is_final=True)]
+        assert [p.us for p in fitting.points(both)] == [one.latency_us]
+
+
+@pytest.fixture
+def ships(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Portfolio]:
+    folder = tmp_path / "portfolio"
+    folder.mkdir()
+    known = made(9.0, 10.0, 0.0)
+    known.write(folder / "a.json")
+    monkeypatch.setattr(portfolio, "_folder", lambda: folder)
+    portfolio.shipped.cache_clear()
+    close()
+    yield known
+    portfolio.shipped.cache_clear()
+
+
+UNTUNED = attention("S=1999,D=64,H=1")
+
+
+class TestLookup:
+    def test_an_untuned_shape_is_predicted(self, ships: Portfolio, tmp_path: Path) -> None:
+        answer = lookup(UNTUNED, gpu="H200", path=tmp_path / "none")
+        assert answer is not None and answer.selected is not None
+        assert (answer.kind, answer.exact) == ("portfolio", False)
+        assert answer.entry.provenance is Provenance.PREDICTED
+        assert answer.entry.winner.latency_us is None
+        assert answer.entry.winner.config.family == "fused_attention"
+        assert answer.selected.regret == REGRET
+
+    def test_who_launches_is_not_told(self, ships: Portfolio, tmp_path: Path) -> None:
+        assert lookup(UNTUNED, gpu="H200", path=tmp_path / "none", with_rules=False) is None
+
+    def test_another_gpu_only_where_it_is_allowed(self, ships: Portfolio, tmp_path: Path) -> None:
+        path = tmp_path / "none"
+        assert lookup(UNTUNED, gpu="H100", path=path) is None
+        answer = lookup(UNTUNED, gpu="H100", path=path, allow_other_gpu=True)
+        assert answer is not None and answer.entry.gpu == GPUS["H100"]
+        assert any("made on NVIDIA H200, not on" in note for note in answer.notes)
+
+    def test_the_command_says_it(
+        self, ships: Portfolio, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(["lookup", "--shape", "S=1999,D=64,H=1", "--gpu", "H200"]) == 0
+        out = capsys.readouterr().out
+        assert "answer       portfolio" in out
+        assert "expected     D=64, full, prompts: expected 9.0 us, cudnn 10.0" in out
+        assert "regret       left out: mean 1.0 %" in out
+        assert main(["lookup", "--shape", "S=1999,D=64,H=1", "--gpu", "H200", "--json"]) == 0
+        answer = json.loads(capsys.readouterr().out)
+        assert (answer["kind"], answer["provenance"]) == ("portfolio", "predicted")
+        assert answer["selection"]["vendor_expected_us"] == 10.0
+
+
+def test_what_ships_is_legal_and_judged_on_enough() -> None:
+    """Every candidate is this version's, and every domain was judged at problems left out."""
+    (ships,) = portfolio.shipped()
+    assert ships.gpu == DEFAULT_GPU
+    for models in ships.domains.values():
+        own = [one for one in models.candidates if not one.is_vendor]
+        assert own and len(own) < len(models.candidates)
+        assert models.regret.problems >= fitting.MIN_POINTS
+        for one in own:
+            assert one.points >= fitting.MIN_POINTS
+            assert one.median_error <= fitting.MAX_MEDIAN_ERROR
+            assert one.family is not None and not one.family.malformed(
+                Config(one.config.family, {**one.config.params, "splits": 1})
+            )
+
+
+def test_the_readme_s_table_is_what_ships() -> None:
+    (ships,) = portfolio.shipped()
+    text = (resources.cache() / "README.md").read_text()
+    for models in ships.domains.values():
+        own, regret = sum(not one.is_vendor for one in models.candidates), models.regret
+        row = (
+            f"| {models.domain.label()} | {models.regime} | {own} | {regret.problems} | "
+            f"{100 * regret.mean:.1f} % | {100 * regret.worst:.1f} % | {regret.over_vendor:.2f} | "
+            f"{regret.least_over_vendor:.2f} |"
+        )
+        assert row in text

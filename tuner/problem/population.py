@@ -1,0 +1,435 @@
+"""Calls drawn from public models: attention and products with the sizes, types, strides and masks
+that the models give them.
+
+How a call is drawn, each choice by its own number from a hash of seed, index and name:
+
+- the model: each equally likely; its layer: by how many of the model's layers are of its kind;
+  its tensor-parallel ranks: each that the model names. Half of the calls are attention.
+- the type: the checkpoint's; float32 ones are run in float16 or bfloat16, each half of the time.
+- a decoder: half prompts, half decoding. Prompts have 128 to 16384 tokens (at most the model's) at
+  batch 1 to 32, `MAX_TOKENS` together. Decoding has batch 1 to 128 and 128 to 32768 cached tokens;
+  three in four have one query, the others 2 to 16, and half of these verify drafts: each query sees
+  the keys up to its own (``lower_right``).
+- lengths and batches are drawn by octaves, each equally likely; within one every whole number is,
+  but half of the lengths are rounded to a multiple of 64, and half of the batches are 1.
+- half of the prompts fill a cache, which holds keys and values heads first. Caches that are decoded
+  from are heads first (half), tokens first, or a beginning of a longer allocation, tokens first.
+- a quarter of the text encoders' batches come with a mask of padding.
+- products: each linear layer of the stack equally likely, its rows the tokens of such a call, at
+  most `MAX_ROWS` or one sequence's.
+
+Calls beyond `MAX_BYTES` or `MAX_FLOPS` are drawn again, and so are those that were drawn before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from tuner.errors import ConfigError
+from tuner.problem import LAYOUTS, AttentionProblem, GemmProblem, Operand, Problem, SwigluProblem
+from tuner.problem.base import DTYPE_BYTES, DType
+from tuner.problem.models import (
+    BHSD,
+    BSHD,
+    GATED,
+    JOINED,
+    OTHER,
+    TENSORS,
+    PublicModel,
+    Stack,
+    public_models,
+)
+from tuner.problem.swiglu import STEP
+
+MIN_TOKENS, MAX_PROMPT, MAX_CACHE = 128, 16384, 32768
+MAX_TOKENS = 65536
+"""Tokens of a batch of prompts."""
+MAX_ROWS = 16384
+MAX_BATCH, MAX_DECODING_BATCH, MAX_QUERIES = 32, 128, 16
+MAX_BYTES, MAX_FLOPS = 12 << 30, 4e13
+"""Most memory of a call's operands and mask, and most work of it."""
+HELD_OUT_OF = 4
+"""One group of models in so many is held out."""
+HELD_OUT_SALT = 3
+"""First whole number with which both sides have models of every field, and a fifth to a third of
+all are held out; chosen before anything was measured.
+"""
+HALF_TYPES: tuple[DType, ...] = ("float16", "bfloat16")
+"""Types that a float32 checkpoint is run in."""
+VOCAB_STEP = 64
+"""Ranks that share the logits' columns pad them to a multiple of this before."""
+TRIES = 20
+"""Draws for each call that is wanted, before a small population counts as exhausted."""
+
+PADDING, LOWER_RIGHT, POSITIONS = "padding", "lower_right", "positions"
+"""Masks: (B, 1, 1, SKV) booleans of real keys; (SQ, SKV) booleans along the diagonal that ends at
+the last query and key; (1, H, SQ, SKV) of the query's type, added to the scores."""
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class View:
+    """A tensor (B, H, S, D) of a call over a buffer that several may share."""
+
+    name: str
+    buffer: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    """In elements."""
+    offset: int = 0
+
+    @property
+    def end(self) -> int:
+        """Elements of the buffer up to its last one."""
+        steps = zip(self.shape, self.strides, strict=True)
+        return self.offset + 1 + sum((size - 1) * stride for size, stride in steps)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call as a model makes it."""
+
+    model: str
+    stack: str
+    kind: str
+    """Prompt, decoding, encoding or cross; of a product the linear layer's name."""
+    ranks: int
+    problem: Problem
+    """The operation and its sizes. Its layout is the one of `views` where that has a name, else the
+    one nearest to it; `mask` other than ``positions`` has no word in it.
+    """
+    views: tuple[View, ...] = ()
+    """Query, key and value; empty for a product, whose operands are dense."""
+    mask: str = ""
+
+    @property
+    def label(self) -> str:
+        """Line for people, which tells the call from all others."""
+        parts = [f"{self.model}/{self.stack} {self.kind}: {self.problem.op}", self.problem.label()]
+        parts += [f"ranks={self.ranks}"] if self.ranks > 1 else []
+        parts += [f"mask={self.mask}"] if self.mask else []
+        parts += [f"strides={self._lies}"] if self.views else []
+        return " ".join(parts)
+
+    @property
+    def _lies(self) -> str:
+        return "/".join(",".join(map(str, view.strides[:3])) for view in self.views)
+
+    @property
+    def key(self) -> str:
+        """Hash of what is computed on which memory, whatever the model."""
+        text = repr((self.problem.key, self.views, self.mask))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def buffers(self) -> Mapping[str, int]:
+        """Elements of each buffer of `views`."""
+        found: dict[str, int] = {}
+        for view in self.views:
+            found[view.buffer] = max(found.get(view.buffer, 0), view.end)
+        return found
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the call's tensors, mask and output."""
+        if not isinstance(self.problem, AttentionProblem):
+            return self.problem.bytes
+        width = DTYPE_BYTES[self.problem.dtype]
+        others = sum(operand.bytes for operand in self.problem.operands[3:])
+        return width * sum(self.buffers.values()) + others
+
+
+class Chance:
+    """Numbers that depend on a seed and a name alone, on every platform and Python.
+
+    Args:
+        seed: of all calls.
+        index: which of them.
+    """
+
+    def __init__(self, seed: int | str, index: int) -> None:
+        self._prefix = f"{seed}/{index}"
+
+    def below(self, count: int, name: str) -> int:
+        """A whole number from 0 to `count` - 1, each equally likely but for 2^-32."""
+        text = f"{self._prefix}/{name}".encode()
+        return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") * count >> 64
+
+    def one_of(self, items: Sequence[_T], name: str) -> _T:
+        """One of several."""
+        return items[self.below(len(items), name)]
+
+    def size(self, low: int, high: int, name: str) -> int:
+        """A size from `low` to `high`, octaves equally likely, and all sizes within one."""
+        octaves = 1
+        while low << octaves < high:
+            octaves += 1
+        start = low << self.below(octaves, f"{name} octave")
+        return start + self.below(min(high, 2 * start) - start + 1, name)
+
+
+def is_held_out(model: PublicModel) -> bool:
+    """True for a model whose calls judge selections, and never make one.
+
+    Decided by a hash of the heads of its largest stack: models of equal attention are on one side,
+    so that a held-out model has no twin among those that a selection is made from.
+    """
+    largest = max(model.stacks, key=lambda stack: stack.layers * stack.hidden**2)
+    text = f"{HELD_OUT_SALT}: {largest.heads}/{largest.heads_kv}/{largest.head_dim}"
+    return hashlib.sha256(text.encode()).digest()[0] % HELD_OUT_OF == 0
+
+
+def subset(names: str) -> tuple[PublicModel, ...]:
+    """Models by ``all``, ``held-out``, ``making`` or their names with commas between.
+
+    Raises:
+        ConfigError: when a name is not known.
+    """
+    models = public_models()
+    if names == "all":
+        return tuple(models.values())
+    if names in ("held-out", "making"):
+        return tuple(m for m in models.values() if is_held_out(m) == (names == "held-out"))
+    for name in names.split(","):
+        if name not in models:
+            allowed = ", ".join(("all", "held-out", "making", *models))
+            raise ConfigError(f"model {name} is not known (allowed: {allowed})")
+    return tuple(models[name] for name in dict.fromkeys(names.split(",")))
+
+
+def draw(seed: int | str, count: int, models: Collection[PublicModel]) -> list[Call]:
+    """The first `count` distinct calls of a seed: of two counts one begins as the other.
+
+    Args:
+        seed: any number or text, as a commit's hash.
+        count: of calls.
+        models: what they are drawn from.
+
+    Raises:
+        ConfigError: when the models have fewer calls than that.
+    """
+    if count < 1 or not models:
+        raise ConfigError(f"count={count} of {len(models)} models (allowed: 1 and more of both)")
+    choices, found = tuple(models), dict[str, Call]()
+    for index in range(TRIES * count):
+        call = _drawn(Chance(seed, index), choices)
+        if call is not None:
+            found.setdefault(call.key, call)
+        if len(found) == count:
+            return list(found.values())
+    raise ConfigError(f"only {len(found)} distinct calls were found (wanted: {count})")
+
+
+def _drawn(chance: Chance, models: Sequence[PublicModel]) -> Call | None:
+    """A call, or None where this one is too large or of a stack that makes none of its kind."""
+    model = chance.one_of(models, "model")
+    ranks = chance.one_of(model.shards, "ranks")
+    dtype = model.dtype
+    if dtype == "float32":
+        dtype = chance.one_of(HALF_TYPES, "type")
+    layer = chance.below(sum(stack.layers for stack in model.stacks), "layer")
+    for stack in model.stacks:
+        layer -= stack.layers
+        if layer < 0:
+            break
+    phase = _phase(chance, model, stack)
+    if chance.below(2, "operation") and stack.attention == "plain":
+        call = _attention(chance, model, stack, ranks, dtype, phase)
+    else:
+        call = _product(chance, model, stack, ranks, dtype, phase)
+    is_small = call is not None and call.bytes <= MAX_BYTES and call.problem.flops <= MAX_FLOPS
+    return call if is_small else None
+
+
+@dataclass(frozen=True)
+class _Phase:
+    """Tokens of one pass."""
+
+    kind: str
+    batch: int
+    queries: int
+    keys: int
+
+
+def _phase(chance: Chance, model: PublicModel, stack: Stack) -> _Phase:
+    if stack.is_generating and chance.below(2, "decoding"):
+        queries = (
+            1 if chance.below(4, "one query") else 2 + chance.below(MAX_QUERIES - 1, "queries")
+        )
+        batch = _batch(chance, MAX_DECODING_BATCH)
+        cached = _length(chance, min(MAX_CACHE, stack.positions), "cached")
+        return _Phase("decoding", batch, min(queries, cached), cached)
+    if stack.lengths:
+        length = chance.one_of(stack.lengths, "length")
+    else:
+        length = _length(chance, min(MAX_PROMPT, stack.positions), "length")
+    batch = _batch(chance, max(1, min(MAX_BATCH, MAX_TOKENS // length)))
+    return _Phase("prompt" if stack.is_generating else "encoding", batch, length, length)
+
+
+def _length(chance: Chance, high: int, name: str) -> int:
+    found = chance.size(min(MIN_TOKENS, high), high, name)
+    return found - found % 64 if chance.below(2, f"{name} rounded") and found > 64 else found
+
+
+def _batch(chance: Chance, high: int) -> int:
+    return chance.size(1, high, "batch") if chance.below(2, "several") else 1
+
+
+def _attention(
+    chance: Chance, model: PublicModel, stack: Stack, ranks: int, dtype: DType, phase: _Phase
+) -> Call:
+    heads, heads_kv = stack.heads // ranks, stack.heads_kv // ranks
+    is_decoding, is_cross = phase.kind == "decoding", stack.mask == "cross"
+    queries, keys = phase.queries, phase.keys
+    if is_cross:
+        keys = chance.one_of(stack.keys, "keys")
+    is_windowed = bool(stack.window) and not is_cross
+    if is_windowed and is_decoding and keys > stack.window:  # the cache keeps what a query sees
+        queries, keys = 1, stack.window
+    mask = ""
+    if stack.has_position_bias:
+        mask = POSITIONS
+    elif is_decoding and not is_cross and queries > 1 and chance.below(2, "verifying"):
+        mask = LOWER_RIGHT
+    elif phase.kind == "encoding" and model.field == "encoder" and phase.batch > 1:
+        mask = "" if chance.below(4, "padded") else PADDING
+    is_causal = stack.mask == "causal" and not is_decoding and not mask
+    side = stack.window - 1 if stack.mask == "causal" else stack.window
+    left = side if is_windowed and not is_decoding else -1
+    shapes = (phase.batch, heads, queries), (phase.batch, heads_kv, keys)
+    views = _views(chance, stack, phase, shapes)
+    problem = AttentionProblem(
+        queries,
+        keys,
+        stack.head_dim,
+        phase.batch,
+        heads,
+        heads_kv,
+        is_causal=is_causal,
+        dtype=dtype,
+        softcap=stack.softcap,
+        window_left=left,
+        window_right=left if stack.mask == "full" else -1,
+        bias="h" if mask == POSITIONS else "",
+    )
+    kind = "cross" if is_cross else phase.kind
+    return Call(model.name, stack.name, kind, ranks, _laid_out(problem, views), views, mask)
+
+
+def _laid_out(problem: AttentionProblem, views: Sequence[View]) -> AttentionProblem:
+    """The problem in the first layout that the views have, or (B, S, H, D) where they have none."""
+    for layout in LAYOUTS:
+        found = replace(problem, layout=layout)
+        if all(map(_lies, views, found.matrices)):
+            return found
+    return replace(problem, layout="bshd")
+
+
+def _lies(view: View, operand: Operand) -> bool:
+    """True if the strides agree along every axis of more than one element."""
+    axes = zip(view.shape, view.strides, operand.strides, strict=True)
+    return all(size == 1 or stride == wanted for size, stride, wanted in axes)
+
+
+def _views(
+    chance: Chance, stack: Stack, phase: _Phase, shapes: tuple[tuple[int, int, int], ...]
+) -> tuple[View, ...]:
+    """Query, key and value of a call, by `TENSORS` and by the cache."""
+    lies = list(TENSORS[stack.tensors])
+    longest = shapes[1][2]
+    if stack.mask == "cross" and stack.is_generating:  # the encoder's, cached
+        lies[1:] = [BHSD, BHSD]
+    elif phase.kind == "prompt" and chance.below(2, "cached"):
+        lies[1:] = [BHSD, BHSD]
+    elif phase.kind == "decoding":
+        lies[1:] = [BHSD, BHSD] if chance.below(2, "heads first") else [BSHD, BSHD]
+        if lies[1] == BSHD and chance.below(2, "longer"):
+            longest = -(-(longest + 1) // 1024) * 1024
+    all_heads = shapes[0][1] + 2 * shapes[1][1]
+    first_heads = (0, shapes[0][1], shapes[0][1] + shapes[1][1])
+    made = []
+    for place, (name, lie) in enumerate(zip(("query", "key", "value"), lies, strict=True)):
+        batch, heads, tokens = shapes[min(place, 1)]
+        width, room = stack.head_dim, tokens if place == 0 else longest
+        shape, offset = (batch, heads, tokens, width), 0
+        if lie == BHSD:
+            strides = (heads * tokens * width, tokens * width, width, 1)
+        elif lie == BSHD:
+            strides = (room * heads * width, width, heads * width, 1)
+        else:
+            row = all_heads * width
+            is_joined = lie == JOINED
+            strides = (tokens * row, width if is_joined else 3 * width, row, 1)
+            offset = width * (first_heads[place] if is_joined else place)
+        buffer = name if lie in (BHSD, BSHD) else "projection"
+        made.append(View(name, buffer, shape, strides, offset))
+    return tuple(made)
+
+
+def _product(
+    chance: Chance, model: PublicModel, stack: Stack, ranks: int, dtype: DType, phase: _Phase
+) -> Call:
+    tokens = phase.queries
+    batch = max(1, min(phase.batch, MAX_ROWS // tokens))
+    name, (n, k, epilogue) = chance.one_of(list(linears(stack, ranks).items()), "layer kind")
+    rows = batch * tokens
+    if name == "logits":
+        rows = batch  # of each sequence's last token
+    elif name == "keys":
+        rows = batch * chance.one_of(stack.keys, "keys")
+    problem: Problem
+    if name == "swiglu":
+        problem = SwigluProblem(rows, n, k, dtype=dtype)
+    else:
+        problem = GemmProblem(rows, n, k, dtype=dtype, epilogue=epilogue)
+    return Call(model.name, stack.name, name, ranks, problem)
+
+
+def linears(stack: Stack, ranks: int = 1) -> dict[str, tuple[int, int, str]]:
+    """Linear layers of a stack on one of several ranks, by name: outputs, inputs, epilogue.
+
+    Columns of the projections into a layer are shared out, and rows of those out of it. ``swiglu``
+    is both up projections as one `SwigluProblem`, where that has the size; N is the output's.
+    """
+    found: dict[str, tuple[int, int, str]] = {}
+    hidden, inner = stack.hidden, stack.intermediate // ranks
+    heads, keys = (n * stack.head_dim // ranks for n in (stack.heads, stack.heads_kv))
+    if stack.attention != "none":
+        biased = "bias" if "qkv" in stack.bias else ""
+        if stack.mask == "cross":
+            found |= {"query": (heads, hidden, biased), "keys": (keys, stack.context, biased)}
+        elif stack.has_joined_projection:
+            found["qkv"] = heads + 2 * keys, hidden, biased
+        else:
+            found |= {"query": (heads, hidden, biased), "key": (keys, hidden, biased)}
+        found["out"] = hidden, heads, "bias" if "out" in stack.bias else ""
+    if inner:
+        found |= _feed_forward(stack, inner)
+    if stack.experts:
+        found["router"] = stack.experts, hidden, "bias" if "router" in stack.bias else ""
+    found |= {name: (n, k, "") for name, (n, k) in (stack.products or {}).items()}
+    if stack.has_logits:
+        padded = -(-stack.vocab // VOCAB_STEP) * VOCAB_STEP if ranks > 1 else stack.vocab
+        found["logits"] = padded // ranks, hidden, "bias" if "logits" in stack.bias else ""
+    return found
+
+
+def _feed_forward(stack: Stack, inner: int) -> Iterator[tuple[str, tuple[int, int, str]]]:
+    hidden, biased = stack.hidden, "bias" if "mlp" in stack.bias else ""
+    if stack.activation not in GATED:
+        activation = "" if stack.activation == OTHER else stack.activation
+        yield "up", (inner, hidden, "_".join(filter(None, (biased, activation))))
+    elif stack.is_up_joined:
+        yield "gate and up", (2 * inner, hidden, biased)
+    else:
+        activation = "" if stack.activation == "swiglu" else GATED[stack.activation]
+        yield "gate", (inner, hidden, "_".join(filter(None, (biased, activation))))
+        yield "up", (inner, hidden, biased)
+    if stack.activation == "swiglu" and not biased and inner % STEP == 0:
+        yield "swiglu", (inner, hidden, "")
+    yield "down", (hidden, inner, biased)

@@ -1,0 +1,384 @@
+"""Portfolios (`tuner.selection.portfolio`) made from measurements.
+
+For each domain, a time model of every kernel that was measured often enough: non-negative least
+squares of relative errors over `Family.work`. Then greedy set cover: kernels join as long as the
+mean loss against the best known time of each problem falls. The regret is that of *models left
+out*: problems with the same heads and head dimension are answered by rates that were fitted to the
+others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from operator import mul
+from statistics import fmean
+
+from tuner.base.install import extra_command
+from tuner.config import Config
+from tuner.errors import ConfigError
+from tuner.families import families
+from tuner.families.vendor.sdpa import BACKENDS
+from tuner.hardware import Gpu
+from tuner.measurement import Measurement, Regime
+from tuner.problem import AttentionProblem, Problem
+from tuner.selection.portfolio import (
+    Candidate,
+    Domain,
+    DomainModels,
+    Portfolio,
+    Regret,
+    Spread,
+)
+from tuner.selection.shipped import shipped_index
+from tuner.store import Store
+
+MIN_POINTS = 12
+"""Measurements of a kernel below which no model is made of it."""
+MIN_GROUPS = 3
+"""Unlike groups of heads, likewise: rates from one model's shapes do not hold for another's."""
+MAX_MEDIAN_ERROR = 0.12
+"""Median error of the expected times of models left out, above which a kernel is not chosen."""
+MIN_GAIN = 0.001
+"""Mean loss by which one more kernel must lower a domain's."""
+MAX_KERNELS = 8
+"""Compiled kernels of a domain: each is built and proven. Launches of one kernel in two ways, as
+with programmatic dependent launch and without, are two candidates."""
+ORIGIN_FACTS = frozenset({"driver", "cuda", "torch", "cudnn", "nvcc"})
+"""Facts of the measuring machines that a portfolio tells."""
+FOLDS = 8
+MARGINS = (0.0, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3)
+"""Margins that are tried; the smallest that keeps `LOWEST_SHARE` is taken."""
+SLOWER = 0.98
+"""A choice below this much of the vendor's speed counts as slower."""
+LOWEST_SHARE = 0.01
+"""Share of choices that may be slower."""
+SCHEDULE = frozenset({"splits", "layout"})
+"""Parameters that a kernel's model leaves to `Family.scheduled`, or to the vendor's preference."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measured time."""
+
+    problem: AttentionProblem
+    config: Config
+    us: float
+
+
+@dataclass(frozen=True, eq=False)
+class _Row:
+    """A point beside the time that was expected without its model."""
+
+    kernel: _Kernel
+    point: Point
+    expected: float
+
+    @property
+    def us(self) -> float:
+        return self.point.us
+
+
+@dataclass(frozen=True, eq=False)
+class _Kernel:
+    """What was measured of one kernel in one domain."""
+
+    config: Config
+    points: Sequence[Point]
+
+    @cached_property
+    def spread(self) -> Spread:
+        return Spread.of(point.problem for point in self.points)
+
+    @property
+    def groups(self) -> list[tuple[int, int, int]]:
+        return [_group(point.problem) for point in self.points]
+
+
+def kernel_of(config: Config) -> Config:
+    """The compiled kernel and how it is launched, without what a shape decides."""
+    params = {name: value for name, value in config.params.items() if name not in SCHEDULE}
+    if params.get("packed_heads") == 1:
+        del params["packed_heads"]
+    return Config(config.family, params)
+
+
+def points(measurements: Iterable[Measurement]) -> list[Point]:
+    """Those of attention that a portfolio is made of; the quick pass where a problem has both."""
+    found: dict[tuple[str, str], Point] = {}
+    for m in sorted(measurements, key=lambda m: not m.is_final):
+        family, problem = families().get(m.config.family), m.problem
+        is_known = family is not None and family.work_terms and not m.config.stages
+        if m.ok and m.latency_us and is_known and isinstance(problem, AttentionProblem):
+            if Domain.of(problem) is not None:
+                found[problem.key, m.config.digest] = Point(problem, m.config, m.latency_us)
+    return list(found.values())
+
+
+def measurements(op: str, gpu: Gpu, regime: Regime, store: Store) -> list[Measurement]:
+    """The store's, the shipped recordings' and what ships of decisions' neighbours."""
+    from tuner.search.history import measured
+
+    found = [
+        m for rows in measured(op, gpu, regime, store, with_finals=True).values() for m in rows
+    ]
+    for ships in (one for same in shipped_index().values() for one in same):
+        if (ships.problem.op, ships.gpu.identity, ships.regime) == (op, gpu.identity, regime):
+            found += ships.around
+    return found
+
+
+def make(measured: Mapping[Regime, Sequence[Measurement]], gpu: Gpu) -> Portfolio:
+    """The portfolio of what was measured on a GPU.
+
+    Args:
+        measured: by regime; a domain takes the regime that measured most of its problems.
+        gpu: where.
+
+    Raises:
+        ConfigError: when no domain was measured enough, or scipy is not installed.
+    """
+    by_domain: dict[Domain, dict[Regime, list[Point]]] = defaultdict(lambda: defaultdict(list))
+    for regime, rows in measured.items():
+        for point in points(rows):
+            domain = Domain.of(point.problem)
+            if domain is not None:
+                by_domain[domain][regime].append(point)
+    made: dict[Domain, DomainModels] = {}
+    for domain, regimes in sorted(by_domain.items()):
+        regime = max(regimes, key=lambda one: (len(regimes[one]), str(one)))
+        models = _models(domain, regime, regimes[regime], gpu)
+        if models is not None:
+            made[domain] = models
+    if not made:
+        raise ConfigError(
+            f"no domain has a kernel with {MIN_POINTS} measurements on {gpu.name}: "
+            "tuner sweep and tuner widen measure them"
+        )
+    return Portfolio(AttentionProblem.op, gpu, made, _origin(measured.values()))
+
+
+def _origin(measured: Iterable[Sequence[Measurement]]) -> dict[str, list[str]]:
+    """First and last day of the measurements, and the values of each fact of their machines."""
+    rows = [m for group in measured for m in group]
+    days = sorted(m.created_at[:10] for m in rows if m.created_at)
+    facts: dict[str, set[str]] = defaultdict(set)
+    for environment in {m.environment.digest: m.environment for m in rows}.values():
+        for name in ORIGIN_FACTS & environment.facts.keys():
+            facts[name].add(str(environment.facts[name]))
+    found = {name: sorted(values) for name, values in sorted(facts.items())}
+    return {"days": [days[0], days[-1]] if days else [], **found}
+
+
+def _models(
+    domain: Domain, regime: Regime, found: Sequence[Point], gpu: Gpu
+) -> DomainModels | None:
+    by_kernel: dict[Config, list[Point]] = defaultdict(list)
+    for point in found:
+        by_kernel[kernel_of(point.config)].append(point)
+    kernels = [
+        kernel
+        for config, rows in sorted(by_kernel.items(), key=lambda item: item[0].digest)
+        if len((kernel := _Kernel(config, rows)).points) >= MIN_POINTS
+        and len(set(kernel.groups)) >= MIN_GROUPS
+    ]
+    own = [kernel for kernel in kernels if not _is_vendor(kernel.config)]
+    if not own:
+        return None
+    judge = _Judge(kernels, gpu)
+    chosen = judge.cover([kernel for kernel in own if judge.is_known(kernel)])
+    if not chosen:
+        return None
+    vendors = [k for k in kernels if _is_vendor(k.config) and _is_served(k.config)]
+    margin, regret = judge.margin(chosen, vendors)
+    candidates = [judge.candidate(kernel) for kernel in (*chosen, *vendors)]
+    return DomainModels(domain, regime, candidates, margin, regret)
+
+
+class _Judge:
+    """Times of a domain's kernels: measured, and expected by rates of other models' problems."""
+
+    def __init__(self, kernels: Sequence[_Kernel], gpu: Gpu) -> None:
+        self._gpu = gpu
+        self._rows: dict[str, list[_Row]] = defaultdict(list)
+        self._errors: dict[Config, list[float]] = {}
+        for kernel in kernels:
+            rows = self._left_out(kernel)
+            self._errors[kernel.config] = sorted(abs(r.expected / r.us - 1) for r in rows)
+            for row in rows:
+                self._rows[row.point.problem.key].append(row)
+
+    def is_known(self, kernel: _Kernel) -> bool:
+        """Whether its expected times are near what was measured."""
+        return self._error(kernel, 0.5) <= MAX_MEDIAN_ERROR
+
+    def _error(self, kernel: _Kernel, quantile: float) -> float:
+        errors = self._errors[kernel.config]
+        return errors[int(quantile * len(errors))]
+
+    def candidate(self, kernel: _Kernel) -> Candidate:
+        """The kernel with rates that are fitted to all of its points."""
+        terms = families()[kernel.config.family].work_terms
+        rates = dict(zip(terms, fitted(kernel.points, self._gpu), strict=True))
+        errors = self._error(kernel, 0.5), self._error(kernel, 0.9)
+        return Candidate(kernel.config, rates, len(kernel.points), *errors, kernel.spread)
+
+    def cover(self, own: Sequence[_Kernel]) -> list[_Kernel]:
+        """Few kernels of small loss against the fastest own one of each problem."""
+        table = self._table(own)
+        best = [min(column) for column in zip(*table, strict=True)]
+        chosen: list[int] = []
+        reached, loss = [math.inf] * len(best), math.inf
+        compiled = [families()[k.config.family].compile_digest(k.config) for k in own]
+        while True:
+            taken, tried = {compiled[at] for at in chosen}, []
+            for at in set(range(len(own))) - set(chosen):
+                if len(taken) == MAX_KERNELS and compiled[at] not in taken:
+                    continue
+                times = [min(pair) for pair in zip(reached, table[at], strict=True)]
+                tried.append((_mean_loss(times, best), own[at].config.digest, at, times))
+            if not tried:
+                break
+            least, _, at, times = min(tried)
+            if chosen and loss - least < MIN_GAIN:
+                break
+            chosen.append(at)
+            reached, loss = times, least
+        return [own[at] for at in chosen]
+
+    def margin(self, own: Sequence[_Kernel], vendors: Sequence[_Kernel]) -> tuple[float, Regret]:
+        """The smallest margin with which few choices are slower, and the regret with it."""
+        for margin in MARGINS:
+            regret, slower = self._regret(own, vendors, margin)
+            if slower <= LOWEST_SHARE:
+                break
+        return margin, regret
+
+    def _regret(
+        self, own: Sequence[_Kernel], vendors: Sequence[_Kernel], margin: float
+    ) -> tuple[Regret, float]:
+        """At the problems where an own kernel and a vendor's were measured."""
+        losses, ratios, owns = [], [], 0
+        for rows in self._rows.values():
+            mine = [row for row in rows if row.kernel in own and self._is_offered(row)]
+            theirs = [row for row in rows if row.kernel in vendors]
+            if not mine or not theirs:
+                continue
+            first, vendor = (min(some, key=lambda row: row.expected) for some in (mine, theirs))
+            is_own = first.expected * (1 + margin) <= vendor.expected
+            owns += is_own
+            chosen = first if is_own else vendor
+            losses.append(chosen.us / min(row.us for row in rows) - 1)
+            ratios.append(min(row.us for row in theirs) / chosen.us)
+        count = len(losses)
+        if not count:
+            return Regret(0, 0.0, 0.0, 1.0, 1.0, 1.0), 0.0
+        geometric = math.exp(fmean(map(math.log, ratios)))
+        slower = sum(ratio < SLOWER for ratio in ratios) / count
+        found = Regret(count, fmean(losses), max(losses), geometric, min(ratios), owns / count)
+        return found, slower
+
+    def _is_offered(self, row: _Row) -> bool:
+        """Whether a selection would consider the schedule that was measured."""
+        problem, config = row.point.problem, row.point.config
+        offered = families()[config.family].scheduled(problem, row.kernel.config, self._gpu)
+        return config in offered
+
+    def _left_out(self, kernel: _Kernel) -> list[_Row]:
+        """Each point of a kernel with the time that the other groups' points let expect."""
+        groups = sorted({_group(point.problem) for point in kernel.points})
+        fold = {group: number % FOLDS for number, group in enumerate(groups)}
+        found = []
+        for number in sorted(set(fold.values())):
+            rest = [p for p in kernel.points if fold[_group(p.problem)] != number]
+            rates = fitted(rest, self._gpu)
+            for point in kernel.points:
+                if fold[_group(point.problem)] == number:
+                    expected = _expected(point.problem, point.config, rates, self._gpu)
+                    found.append(_Row(kernel, point, expected))
+        return found
+
+    def _table(self, own: Sequence[_Kernel]) -> list[list[float]]:
+        """A row for each kernel, a column for each problem: the measured time; else the expected
+        one, longer by the error that nine of ten are below; infinite where the kernel is unfit.
+        """
+        problems = {
+            key: rows[0].point.problem
+            for key, rows in self._rows.items()
+            if any(row.kernel in own for row in rows)
+        }
+        table = []
+        for kernel in own:
+            rates, doubt = fitted(kernel.points, self._gpu), 1 + self._error(kernel, 0.9)
+            known = {
+                key: min((row.us for row in self._rows[key] if row.kernel is kernel), default=0.0)
+                for key in problems
+            }
+            table.append(
+                [
+                    known[key] or self._expected_of(kernel, problem, rates) * doubt
+                    for key, problem in problems.items()
+                ]
+            )
+        return table
+
+    def _expected_of(
+        self, kernel: _Kernel, problem: AttentionProblem, rates: Sequence[float]
+    ) -> float:
+        if not kernel.spread.holds(problem):
+            return math.inf
+        family = families()[kernel.config.family]
+        times = (
+            _expected(problem, config, rates, self._gpu)
+            for config in family.scheduled(problem, kernel.config, self._gpu)
+            if family.accepts(problem, config, self._gpu)
+        )
+        return min(times, default=math.inf)
+
+
+def fitted(points: Sequence[Point], gpu: Gpu) -> list[float]:
+    """Microseconds of each work term, none negative, of least squared relative error.
+
+    Raises:
+        ConfigError: when scipy is not installed.
+    """
+    try:
+        from scipy.optimize import nnls
+    except ImportError as exc:
+        raise ConfigError(f"a portfolio needs scipy: {extra_command('fit')}") from exc
+    import numpy as np
+
+    family = families()[points[0].config.family]
+    amounts = np.array([family.work(p.problem, p.config, gpu) for p in points])
+    relative = amounts / np.array([[p.us] for p in points])
+    rates, _ = nnls(relative, np.ones(len(points)), maxiter=100 * amounts.shape[1])
+    return [float(rate) for rate in rates]
+
+
+def _expected(problem: AttentionProblem, config: Config, rates: Sequence[float], gpu: Gpu) -> float:
+    work = families()[config.family].work(problem, config, gpu)
+    return sum(map(mul, rates, work), 0.0)
+
+
+def _mean_loss(times: Sequence[float], best: Sequence[float]) -> float:
+    """Mean of the losses over the best times, each at most 1: a kernel that a problem lacks."""
+    return fmean(min(1.0, us / least - 1) for us, least in zip(times, best, strict=True))
+
+
+def _group(problem: Problem) -> tuple[int, int, int]:
+    """Equal for the problems of one model: its heads and their size."""
+    if not isinstance(problem, AttentionProblem):
+        raise TypeError(f"expected an attention problem, got {problem.op}")
+    return problem.heads_q, problem.heads_kv, problem.head_dim
+
+
+def _is_vendor(config: Config) -> bool:
+    return families()[config.family].is_vendor
+
+
+def _is_served(config: Config) -> bool:
+    """Whether PyTorch itself has a vendor's kernel, so that a call may be left to it."""
+    return config.get("kernel") in BACKENDS
