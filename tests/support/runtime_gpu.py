@@ -63,6 +63,7 @@ def call_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     dispatch = part("dispatch")
     if request.param == "python":
         monkeypatch.setattr(dispatch, "prepare", lambda then: None)
+        monkeypatch.setattr(dispatch, "load_built", lambda then: False)
         dispatch.use(None)
     else:
         dispatch.prepare(then=part("table").table.renew).join(300)

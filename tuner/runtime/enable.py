@@ -85,24 +85,17 @@ class _Overrides:
         self._library = None
 
 
-def _ask(
-    operation: int,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> Found | None:
+def _ask(operation: int, *arguments: Any) -> Found | None:
     """A tuned kernel's outputs, or None, counted by its reason: see `dispatch.override`."""
-    arguments = query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
-    name = dispatch.OPERATIONS[operation]
+    return _answer(dispatch.OPERATIONS[operation], *arguments)
+
+
+def _answer(name: str, *arguments: Any) -> Found | None:
+    """As `_ask`, of an operation's name."""
     if name != "attention":
         return _with_lse(name, *arguments)
     generation = dispatch.generation()
-    table.refresh(query)
+    table.refresh(arguments[0])
     # After the look that was due the dispatcher knows what it knew before; not what was cleared.
     known = dispatch.attention(*arguments) if generation == dispatch.generation() else None
     if known is not None:
@@ -220,7 +213,7 @@ def _tuned(name: str, *arguments: Any) -> Found | None:
     if native.thread.is_native:  # counted where the call came from
         return None
     with torch.no_grad():  # autograd records the operator
-        found = _ask(dispatch.OPERATIONS.index(name), *arguments, True)
+        found = _answer(name, *arguments, True)
     return found and (guards.laid_out_as(arguments[0], found[0]), found[1])
 
 

@@ -358,8 +358,9 @@ class Table:
                 found = answer and resolve(
                     other, answer, scale, device, (), withdrawn, self._absent
                 )
-            is_same = isinstance(found, KernelPlan) and found.config == plan.config
-            return found if is_same else None
+            if isinstance(found, KernelPlan) and found.config == plan.config:
+                return found
+            return None
 
         def sized(length: int) -> KernelPlan:
             return plan.sized(replace(problem, seqlen_kv=length), scale)
