@@ -77,11 +77,21 @@ inline at::Tensor unwrapped(PyObject* object) {
   return THPVariable_Check(object) ? THPVariable_Unpack(object) : at::Tensor();
 }
 
+// A thread that outlives the interpreter must not wait for its GIL.
+inline bool has_python() {
+#if PY_VERSION_HEX >= 0x030D0000
+  return Py_IsInitialized() && !Py_IsFinalizing();
+#else
+  return Py_IsInitialized() && !_Py_IsFinalizing();
+#endif
+}
+
 // What Python makes of a call that the table does not know; it tells the table.
 inline Outputs asked(Operation operation, Arguments const& given) {
-  PyObject* const function = ask.load();
-  if (!function || !Py_IsInitialized()) return {};
+  if (!has_python()) return {};
   pybind11::gil_scoped_acquire gil;
+  PyObject* const function = ask.load();
+  if (!function) return {};
   c10::AutoGradMode no_gradient(false);  // the operator that was called has them
   auto const object = [](PyObject* made) {
     if (!made) throw python_error();
