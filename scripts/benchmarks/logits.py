@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tuner.base.output import check_place
 from tuner.bench.results import write_json
@@ -93,10 +93,11 @@ class Forced:
         return config
 
     def _plan(self, query: Any, key: Any, value: Any, causal: bool, scale: float) -> Any:
-        from tuner.runtime.attention_plan import problem_of
+        from tuner.runtime.attention_plan import pose
         from tuner.runtime.plan import KernelPlan, own_plan
 
-        problem = problem_of(query, key, value, causal)
+        posed = pose(query, key, value, causal, scale)
+        problem = cast(AttentionProblem, posed.problem)
         member, config = family(FAMILY), self._config(problem)
         specs = member.kernels(problem, config)
         built = self._compiler.submit(list(specs.values()))
@@ -104,7 +105,7 @@ class Forced:
         measurement = Measurement(
             problem, config, self._gpu, Regime(), Status.OK, latency_us=1.0, artifacts=keys
         )
-        plan = own_plan(problem, member, measurement, scale, query.get_device(), ())
+        plan = own_plan(posed, member, measurement, query.get_device())
         if not isinstance(plan, KernelPlan):
             raise BenchmarkError(f"{problem.label()}: {plan}")
         return plan

@@ -72,7 +72,7 @@ def test_its_attention_is_of_a_kind_that_is_served(runtime: Any) -> None:
     seen = []
 
     def attend(query: Any, key: Any, value: Any, **options: Any) -> Any:
-        problem = runtime.attention_plan.problem_of(query, key, value, options["is_causal"])
+        problem = runtime.attention_plan.pose(query, key, value, options["is_causal"], 1.0).problem
         seen.append(problem.label())
         return SDPA(query, key, value, **options)
 
@@ -165,7 +165,7 @@ def test_calls_are_counted_by_what_answered_them(tuned: Any) -> None:
 
 def test_a_figure_is_told_where_something_was_tuned(runtime: Any) -> None:
     """A block is measured by its linear layers: attention has a line of its own."""
-    lost = {"hits": 0, "nearest_hits": 0, "fallbacks": {runtime.plan.PYTORCHS: 13}}
+    lost = {"hits": 0, "nearest_hits": 0, "fallbacks": {runtime.refusal.Kind.VENDOR: 13}}
     missed = {"hits": 0, "nearest_hits": 0, "fallbacks": {"no measured winner": 4}}
     served = {"hits": 4, "nearest_hits": 1, "fallbacks": {}}
 
@@ -191,11 +191,13 @@ def test_what_it_calls_is_what_it_lists(
     products = runtime.products
 
     def attend(query: Any, key: Any, value: Any, **options: Any) -> Any:
-        seen[runtime.attention_plan.problem_of(query, key, value, options["is_causal"])] = None
+        seen[runtime.attention_plan.pose(query, key, value, options["is_causal"], 1.0).problem] = (
+            None
+        )
         return query
 
     def multiply(x: Any, weight: Any) -> Any:
-        seen[products.problem_of(x, weight.t())] = None
+        seen[products.pose(x, weight.t()).problem] = None
         return torch.nn.functional.linear(x, weight)
 
     def gate(x: Any, weights: Any) -> Any:

@@ -375,11 +375,11 @@ def test_switched_off_by_another_thread_while_a_plan_is_made(
     """Between `get`, which still saw it on, and `find_out`."""
     server.decide(PROBLEM)
     table, dispatch = server.runtime.table.table, server.runtime.dispatch
-    q, k, v = inputs()
+    refusal, (q, k, v) = server.runtime.refusal, inputs()
 
     def switch_off() -> None:
         if why == "a refusal":
-            table.pin(None, refusal="the ranks did not agree")
+            table.pin(None, refusal=refusal.Refusal(refusal.Kind.RANKS))
         else:
             monkeypatch.setenv("TUNER_DISABLE", "1")
             server.time_passes()
@@ -406,6 +406,15 @@ def test_switched_off_by_another_thread_while_a_plan_is_made(
     dispatch.put("attention", (q, k, v, None, 0.0, False, None, False), plan)
     _, by_python, launched = server.went(lambda: server.attention(q, k, v))
     assert by_python and not launched, "whatever the dispatcher was given, it answers nothing"
+
+
+def test_no_plan_is_kept_for_a_masked_call(server: Server) -> None:
+    server.decide(PROBLEM)
+    q, k, v = inputs()
+    plan = server.runtime.attention_plan.find_plan(q, k, v, False, None, False)
+    masked = q, k, v, torch.zeros(16, 16).half(), 0.0, False, None, False
+    server.runtime.dispatch.put("attention", masked, plan)
+    assert server.runtime.dispatch.attention(*masked) is None
 
 
 @pytest.mark.parametrize("path", ["python", "dispatcher"])

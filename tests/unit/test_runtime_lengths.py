@@ -96,13 +96,14 @@ def test_lines_are_the_launches_at_every_length(
 
         def plan_at(length: int, member: Any = member, p: Any = problem, m: Any = result) -> Any:
             there = replace(p, seqlen_kv=length)
-            return on_cpu.plan.own_plan(there, member, m.but(problem=there), 0.5, 0, ())
+            posed = on_cpu.plan.Posed(there, 0.5)
+            return on_cpu.plan.own_plan(posed, member, m.but(problem=there), 0)
 
         length = rng.choice([rng.randint(5, 300), rng.randint(300, 9000), rng.randint(9000, 66000)])
         ends = lengths.block(length)
         if ends[0] <= problem.seqlen_q:
             continue
-        made = lengths.over(plan_at(length), length, ends, plan_at, plan_at)
+        made = lengths.served(plan_at(length), length, ends, plan_at)
         if made is None:
             continue
         over_lines.add(member.name)
@@ -132,7 +133,7 @@ def test_numbers_that_are_no_lines_are_not_taken(on_cpu: SimpleNamespace) -> Non
 
     def over(number: Callable[[int], int], scratch: int = 0) -> Any:
         make = lambda n: plan_at(n, number, scratch)  # noqa: E731
-        return lengths.over(make(100), 100, (64, 127), make, make)
+        return lengths.served(make(100), 100, (64, 127), make)
 
     assert over(lambda n: 3 * n + 2).steps[0][2] == ((2, 3),)
     assert over(lambda n: n // 64).steps[0][2] == ((1, 0),)
@@ -141,8 +142,8 @@ def test_numbers_that_are_no_lines_are_not_taken(on_cpu: SimpleNamespace) -> Non
     assert over(lambda n: max(n, 80)) is None
     assert over(lambda n: n, scratch=4) is None
     make = lambda n: plan_at(n, lambda n: n)  # noqa: E731
-    assert lengths.over(make(100), 100, (64, 127), lambda n: None, make) is None
-    assert lengths.over(make(100), 100, (100, 100), make, make) is None
+    assert lengths.served(make(100), 100, (64, 127), lambda n: None) is None
+    assert lengths.served(make(100), 100, (100, 100), make) is None
 
 
 # --- behind the dispatcher -------------------------------------------------------------------
@@ -195,6 +196,32 @@ def test_random_lengths_are_as_python_serves_them(everywhere: Server) -> None:
         everywhere.runtime.dispatch.use(None)
         assert torch.equal(found, call())
         everywhere.runtime.dispatch.use(module)
+
+
+def test_strides_that_do_not_follow_from_the_length_are_not_taken_to(everywhere: Server) -> None:
+    """The last rows of a cache lie as a tensor of their own but for the batches' stride; fewer rows
+    of that cache are another matter."""
+    whole = torch.randn(2, 3, 2, 130, 8).half()[:, 1]
+    q, *_ = cache(130)
+    everywhere.attention(q, whole, whole, enable_gqa=True)
+    for rows in (129, 128):
+        given = whole[:, :, :rows]
+        for attend in (everywhere.attention, everywhere.attention):
+            out, _, launched = everywhere.went(
+                lambda given=given, attend=attend: attend(q, given, given, enable_gqa=True)
+            )
+            assert not launched or by_kernel(out, q, rows)
+
+
+def test_tensors_of_another_length_lie_as_the_dispatcher_has_it() -> None:
+    made = lengths.over(torch.empty(2, 3, 7, 8), 9)
+    assert (made.shape, made.is_contiguous()) == ((2, 3, 9, 8), True)
+    seen = lengths.over(torch.empty(2, 7, 3, 8).transpose(1, 2), 9)
+    assert seen.shape == (2, 3, 9, 8) and seen.transpose(1, 2).is_contiguous()
+    longer = torch.empty(2, 3, 20, 8)[:, :, :7]
+    assert lengths.over(longer, 9).stride() == longer.stride()
+    other = torch.empty(1, 2, 3, 7, 8)[:, 1]
+    assert lengths.over(other, 9).stride() == other.stride() != (168, 56, 8, 1)
 
 
 def test_a_growing_refusal_asks_once_a_block(server: Server) -> None:

@@ -45,7 +45,7 @@ def col(tensor: Any) -> Any:
 def test_a_problem_is_read_off_its_matrices(
     runtime: SimpleNamespace, a: Any, b: Any, wanted: str
 ) -> None:
-    problem = runtime.products.problem_of(a, b)
+    problem = runtime.products.pose(a, b).problem
     assert problem == GemmProblem.parse(wanted)
     assert torch.matmul(a, b).numel() == problem.output.elements
 
@@ -57,16 +57,16 @@ def test_a_problem_is_read_off_its_matrices(
         (A[:, :0], B[:0], "empty"),
         (A, B.bfloat16(), "differ in device or type"),
         (A.float(), B.float(), "is not tuned"),
-        (A.expand(3, 8, 32), B, "not contiguous"),
+        (A.expand(3, 8, 32), B, "one stride apart"),
         (A.expand(3, 8, 32).contiguous(), B.expand(1, 32, 16), "broadcasts"),
         (A, B.expand(3, 32, 16).contiguous(), "broadcasts"),
-        (A[:, ::2], B[:16], "dense neither"),
-        (A[:, :16], B[:16], "dense neither"),
+        (A[:, ::2], B[:16], "neither in rows nor in columns"),
+        (torch.randn(2, 4, 8, 32).half()[:, :3], B.expand(2, 3, 32, 16), "one stride apart"),
     ],
 )
 def test_what_poses_no_problem(runtime: SimpleNamespace, a: Any, b: Any, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        runtime.products.problem_of(a, b)
+        runtime.products.pose(a, b)
 
 
 def test_what_is_not_covered_is_pytorch_s(on_cpu: SimpleNamespace) -> None:
@@ -120,7 +120,7 @@ def test_a_bias_and_an_activation_are_part_of_the_problem(
 )
 def test_what_is_no_bias(runtime: SimpleNamespace, bias: Any, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        runtime.products.problem_of(A, B, bias)
+        runtime.products.pose(A, B, bias)
 
 
 def test_an_unknown_activation_is_told(on_cpu: SimpleNamespace) -> None:
@@ -171,7 +171,7 @@ def test_where_cublas_won_pytorch_s_own_call_answers(
 
     monkeypatch.setattr(on_cpu.table, "lookup", lookup)
     assert torch.equal(on_cpu.products.matmul(A, B), A @ B)
-    assert on_cpu.counters.stats().fallbacks == {on_cpu.plan.PYTORCHS: 1}
+    assert on_cpu.counters.stats().fallbacks == {on_cpu.refusal.Kind.VENDOR: 1}
 
 
 def test_interleaved_weights_lie_as_the_problem_says(runtime: SimpleNamespace) -> None:
@@ -227,14 +227,15 @@ def test_a_tuned_swiglu_is_run_with_both_tensors(
 ) -> None:
     seen: list[Any] = []
 
-    def plan(kind: Any, call: Any, pose: Any, scale: float, device: int, shape: Any) -> Any:
-        assert call is None and shape == (8, 64)
+    def plan(kind: Any, told: Any, pose: Any, device: int) -> Any:
+        posed = pose()
+        assert told is None and posed.shape == (8, 64)
 
         def run(*tensors: Any) -> Any:
             seen.append(tensors)
-            return tensors[0].new_zeros(shape)
+            return tensors[0].new_zeros(posed.shape)
 
-        return on_cpu.plan.VendorPlan(pose(), Config("own", {}), -1, False, run)
+        return on_cpu.plan.VendorPlan(posed.problem, Config("own", {}), -1, False, run)
 
     monkeypatch.setattr(on_cpu.table.table, "find_out", plan)
     weights = torch.randn(128, 32).half()
@@ -315,14 +316,15 @@ def test_a_tuned_scaled_product_is_run_with_its_factors(
 ) -> None:
     seen: list[Any] = []
 
-    def plan(kind: Any, call: Any, pose: Any, scale: float, device: int, shape: Any) -> Any:
-        assert (call, scale, shape) == (None, 1.0, (8, 16))
+    def plan(kind: Any, told: Any, pose: Any, device: int) -> Any:
+        posed = pose()
+        assert (told, posed.scale, posed.shape) == (None, 1.0, (8, 16))
 
         def run(*tensors: Any) -> Any:
             seen.append(tensors)
-            return torch.zeros(shape)
+            return torch.zeros(posed.shape)
 
-        return on_cpu.plan.VendorPlan(pose(), Config("own", {}), -1, False, run)
+        return on_cpu.plan.VendorPlan(posed.problem, Config("own", {}), -1, False, run)
 
     monkeypatch.setattr(on_cpu.table.table, "find_out", plan)
     given = (E4M3_A, E4M3_B, ROWS, COLUMNS)

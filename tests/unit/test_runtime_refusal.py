@@ -165,8 +165,9 @@ def test_pytorch_s_own_kernel_stays_the_fastest(
     """Until the store says something else, however much time passes."""
     now = 1000.0
     monkeypatch.setattr(machine.runtime.table.time, "monotonic", lambda: now)
-    plan = machine.runtime.plan
-    monkeypatch.setattr(plan, "resolve", lambda *_: f"{plan.PYTORCHS}: S=16")
+    plan, refusal = machine.runtime.plan, machine.runtime.refusal
+    vendors = refusal.Refusal(refusal.Kind.VENDOR, "S=16")
+    monkeypatch.setattr(plan, "resolve", lambda *_: vendors)
     monkeypatch.setattr(machine.runtime.table, "resolve", plan.resolve)
     machine.decide(tuned_measurement())
     q = torch.randn(1, 2, 16, 8).half()
@@ -183,6 +184,7 @@ def test_reasons_that_pass_are_not_remembered(
     server: Server, slow: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     devices, table = server.runtime.devices, server.runtime.table.table
+    refusal = server.runtime.refusal
     server.decide(PROBLEM)
     q, k, v = inputs()
     with monkeypatch.context() as patch:
@@ -200,11 +202,11 @@ def test_reasons_that_pass_are_not_remembered(
         for _ in range(2):
             server.attention(q, k, v)
     assert by_kernel(server.attention(q, k, v), q, 16)
-    table._fault = "the store cannot be read: it is locked"
+    table._fault = refusal.once(refusal.Kind.STORE, "it is locked")
     other = inputs(AttentionProblem.parse("S=32,D=8,H=2"))
     for _ in range(2):
         server.attention(*other)
-    table._fault = ""
+    table._fault = None
     server.attention(*other)
     assert [reason.partition(":")[0] for reason in slow] == [
         *["a kernel cannot be loaded inside a graph capture"] * 2,
@@ -239,17 +241,17 @@ def test_what_was_found_before_the_tables_were_cleared_is_not_kept(
     server: Server, slow: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A decision comes between the look-up that missed it and the refusal."""
-    module = importlib.import_module("tuner.runtime.attention")
-    serve, (q, k, v) = module.serve, inputs()
+    module = importlib.import_module("tuner.runtime.serving")
+    find, (q, k, v) = module.find, inputs()
 
-    def late(*arguments: Any) -> Any:
-        found = serve(*arguments)
-        monkeypatch.setattr(module, "serve", serve)
+    def late(call: Any) -> Any:
+        found = find(call)
+        monkeypatch.setattr(module, "find", find)
         server.decide(PROBLEM)
         server.runtime.table.table._look()
         return found
 
-    monkeypatch.setattr(module, "serve", late)
+    monkeypatch.setattr(module, "find", late)
     server.attention(q, k, v)
     assert by_kernel(server.attention(q, k, v), q, 16) and len(slow) == 1
 

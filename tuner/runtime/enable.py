@@ -50,13 +50,12 @@ from torch.library import Library
 
 from tuner.errors import TunerError
 from tuner.runtime import devices, dispatch, guards, native
-from tuner.runtime.attention import answer
-from tuner.runtime.attention_plan import find_plan
+from tuner.runtime.attention_plan import AttentionCall, find_plan
 from tuner.runtime.plan import KernelPlan
-from tuner.runtime.refusal import Refusal
+from tuner.runtime.refusal import Kind, Refusal
+from tuner.runtime.serving import answer
 from tuner.runtime.table import table
 
-BOTTOM_RIGHT = "the causal mask is bottom-right: tuned kernels align it top-left"
 Outputs = tuple[Any, ...]
 """Output, log-sum-exp, cumulative lengths of nested tensors (none), the longest query and key,
 the state of dropout's generator in two tensors, a mask for debugging."""
@@ -100,7 +99,8 @@ def _answer(name: str, *arguments: Any) -> Found | None:
     known = dispatch.attention(*arguments) if generation == dispatch.generation() else None
     if known is not None:
         return None if known is dispatch.REFUSED else (known, None)
-    out = answer(*arguments)
+    call = AttentionCall(*arguments)
+    out = answer(call if arguments[3] is None else call.biased())
     return None if out is None else (out, None)
 
 
@@ -112,18 +112,17 @@ def _with_lse(name: str, *arguments: Any) -> Found | None:
     generation = table.refresh(query)
     found: Found | Refusal
     if attn_mask is not None:
-        found = Refusal("attn_mask is given")
+        found = Refusal(Kind.MASK)
     elif dropout_p:
-        found = Refusal("dropout_p is not 0")
+        found = Refusal(Kind.DROPOUT)
     elif name == "flash" and is_causal and query.shape[2] != key.shape[2]:
-        found = Refusal(BOTTOM_RIGHT)
+        found = Refusal(Kind.BOTTOM_RIGHT, "tuned kernels align it top-left")
     else:
         plan = find_plan(query, key, value, is_causal, scale)
         if isinstance(plan, Refusal):
             found = plan
         elif not plan.has_lse:
-            family = plan.config.family
-            found = Refusal(f"PyTorch wants the log-sum-exp: {family} does not write it")
+            found = Refusal(Kind.LSE, f"{plan.config.family} does not write it")
         else:
             found = table.run_with_lse(plan, query, key, value)
             if isinstance(plan, KernelPlan) and not isinstance(found, Refusal):

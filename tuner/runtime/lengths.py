@@ -5,9 +5,12 @@ strides, and these are lines over the length: a base and a slope. So the dispatc
 and Python is asked once in a block of lengths. A block is an eighth of its lengths at most, and 64
 at least.
 
-A plan is taken for a range of lengths where the look-up names the same config at both ends, and
-where every number of its launches lies on the line through both ends at the lengths between that
-are tried. `test_runtime_lengths.py` proves that for the families here at every length.
+A plan is taken for a range of lengths where the look-up names the same config at both ends and in
+the middle, and where every number of its launches there lies on one line. The tests prove, for the
+families here, that it then does so at every length.
+
+The dispatcher takes calls of different lengths for one kind where their strides are equal, or
+follow from the sizes: `over` makes the tensors of another length as it does.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from tuner.problem import AttentionProblem, Problem
 from tuner.runtime.plan import KernelPlan
@@ -73,12 +78,28 @@ def constant(plan: KernelPlan) -> tuple[WireStep, ...]:
     return _lines(((0, plan),)) or ()
 
 
-def over(
+def over(tensor: torch.Tensor, length: int) -> torch.Tensor:
+    """Keys or values of another length, without memory, as the dispatcher takes them for the same.
+
+    Args:
+        tensor: (B, HKV, SKV, D).
+        length: in the place of SKV.
+    """
+    batch, heads, rows, width = tensor.shape
+    strides = tensor.stride()
+    if strides == (heads * rows * width, rows * width, width, 1):  # as (B, H, S, D)
+        strides = heads * length * width, length * width, width, 1
+    elif strides == (heads * rows * width, width, heads * width, 1):  # as (B, S, H, D)
+        strides = heads * length * width, width, heads * width, 1
+    shape = batch, heads, length, width
+    return torch.empty_strided(shape, strides, dtype=tensor.dtype, device="meta")
+
+
+def served(
     plan: KernelPlan,
     length: int,
     ends: tuple[int, int],
     resolved: Callable[[int], KernelPlan | None],
-    sized: Callable[[int], KernelPlan],
 ) -> Lengths | None:
     """The plan's launches over a range of lengths, or None where it serves its own only.
 
@@ -87,19 +108,16 @@ def over(
         length: of its problem's keys.
         ends: first and last of the range.
         resolved: the plan that serves another length, where it has the same config.
-        sized: the plan with the sizes of another length.
     """
     first, last = ends
     if first == last:
         return None
     plans = {length: plan}
-    for end in ends:
-        found = plans.get(end) or resolved(end)
+    for other in (first, last, (first + last) // 2):
+        found = plans.get(other) or resolved(other)
         if found is None:
             return None
-        plans[end] = found
-    for inner in {first + 1, (first + last) // 2, last - 1} - set(plans):
-        plans[inner] = sized(inner)
+        plans[other] = found
     steps = _lines(sorted(plans.items()))
     return None if steps is None else Lengths(first, last, steps)
 

@@ -54,7 +54,7 @@ def attend(
 ) -> torch.Tensor:
     """`scaled_dot_product_attention` as it is without this project."""
     arguments = query, key, value, attn_mask, dropout_p, is_causal
-    if not is_watched:
+    if torch.compiler.is_compiling() or not is_watched:
         return scaled_dot_product_attention(*arguments, scale=scale, enable_gqa=enable_gqa)
     out: torch.Tensor = call(
         scaled_dot_product_attention, *arguments, scale=scale, enable_gqa=enable_gqa
