@@ -142,7 +142,7 @@ def tuned(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleNam
             out = torch.empty_strided(operand.shape, operand.strides, dtype=inputs[0].dtype)
             return out.copy_(scores.softmax(-1) @ value)
 
-    def find_out(kind: Any, told: Any, pose: Any, device: int) -> Any:
+    def find_out(kind: Any, told: Any, pose: Any, device: int, pose_over: Any) -> Any:
         try:
             posed = pose()
         except ConfigError as exc:

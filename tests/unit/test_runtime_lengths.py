@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from runtime_server import (
     Server,
+    Toy,
     built_dispatcher,
     by_kernel,
     dispatched_server,
@@ -198,19 +199,39 @@ def test_random_lengths_are_as_python_serves_them(everywhere: Server) -> None:
         everywhere.runtime.dispatch.use(module)
 
 
-def test_strides_that_do_not_follow_from_the_length_are_not_taken_to(everywhere: Server) -> None:
-    """The last rows of a cache lie as a tensor of their own but for the batches' stride; fewer rows
-    of that cache are another matter."""
-    whole = torch.randn(2, 3, 2, 130, 8).half()[:, 1]
-    q, *_ = cache(130)
-    everywhere.attention(q, whole, whole, enable_gqa=True)
-    for rows in (129, 128):
+def test_strides_that_do_not_follow_from_the_length(everywhere: Server) -> None:
+    """One of several caches, filled, lies as a tensor of its own but for the stride of the only
+    batch; fewer rows of it do not, and this kernel takes no strides."""
+    whole = torch.randn(1, 3, 2, 130, 8).half()[:, 1]
+    q = torch.randn(1, 4, 1, 8).half()
+    for rows, is_served in ((130, True), (129, False), (130, True), (128, False)):
         given = whole[:, :, :rows]
-        for attend in (everywhere.attention, everywhere.attention):
-            out, _, launched = everywhere.went(
-                lambda given=given, attend=attend: attend(q, given, given, enable_gqa=True)
-            )
-            assert not launched or by_kernel(out, q, rows)
+        out, _, launched = everywhere.went(
+            lambda given=given: everywhere.attention(q, given, given, enable_gqa=True)
+        )
+        assert launched is is_served
+        assert not launched or by_kernel(out, q, rows)
+
+
+def test_a_static_cache_is_served_without_python(
+    everywhere: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slices of one buffer, by a kernel that takes strides."""
+
+    def launches(self: Any, problem: Any, config: Any, scale: float, strides: Any) -> Any:
+        return self.launches(problem, config, scale)
+
+    monkeypatch.setattr(Toy, "strided_launches", launches)
+    q, keys, values = cache(400)
+    asked = 0
+    for length in range(130, 400):
+        k, v = keys[:, :, :length], values[:, :, :length]
+        out, by_python, launched = everywhere.went(
+            lambda k=k, v=v: everywhere.attention(q, k, v, enable_gqa=True)
+        )
+        asked += by_python
+        assert launched and by_kernel(out, q, length), length
+    assert asked == len({lengths.block(length) for length in range(130, 400)})
 
 
 def test_tensors_of_another_length_lie_as_the_dispatcher_has_it() -> None:

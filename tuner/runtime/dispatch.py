@@ -138,6 +138,11 @@ def load(artifact: Artifact) -> ModuleType:
     return module
 
 
+def is_loaded() -> bool:
+    """Whether calls are answered by a dispatcher."""
+    return _module is not None
+
+
 def use(module: Any) -> None:
     """Have calls answered by this module from now on; None for none."""
     global _module, attention, linear, matmul

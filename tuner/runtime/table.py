@@ -329,13 +329,13 @@ class Table:
         try:
             known = self._near.get(near)
             if known and time.monotonic() < known.until and not is_decided(problem, self._path):
-                return self._bounded(replace(known, problem=problem))
+                return self._bounded(replace(known, problem=problem), is_alone=False)
             answer = self._ask(problem, devices.gpu_of(device))
             if answer is None:
                 found = _refused(problem, Refusal(Kind.MISS, problem.label()), MISS_EVERY_S)
             else:
                 found = self._resolve(posed, answer, device)
-            found = self._bounded(found)
+            found = self._bounded(found, is_alone=bool(posed.strides) and answer is not None)
         except StoreError as exc:
             return self._blame(exc)
         is_exact = answer is not None and answer.kind != "nearest"
@@ -348,9 +348,9 @@ class Table:
     ) -> lengths.Lengths | None:
         """The plan over a range of lengths of a growing cache, where it serves them all."""
         problem = plan.problem
-        if pose_over is None or not isinstance(problem, AttentionProblem):
+        if pose_over is None or not dispatch.is_loaded():
             return None
-        if not lengths.grows(problem):
+        if not isinstance(problem, AttentionProblem) or not lengths.grows(problem):
             return None
 
         def resolved(length: int) -> KernelPlan | None:
@@ -374,14 +374,18 @@ class Table:
             pass
         return None
 
-    def _bounded(self, known: _Known) -> _Known:
-        """A refusal with the lengths of a growing cache that it holds for."""
+    def _bounded(self, known: _Known, is_alone: bool) -> _Known:
+        """A refusal with the lengths of a growing cache that it holds for; `is_alone`: its own, for
+        other lengths may have strides that a kernel takes.
+        """
         problem, refusal = known.problem, known.plan
         if not isinstance(refusal, Refusal) or not isinstance(problem, AttentionProblem):
             return known
         if not lengths.grows(problem):
             return known
-        ends = lengths.between(problem.seqlen_kv, decided_lengths(problem, self._path))
+        ends = problem.seqlen_kv, problem.seqlen_kv
+        if not is_alone:
+            ends = lengths.between(problem.seqlen_kv, decided_lengths(problem, self._path))
         return replace(known, plan=replace(refusal, lengths=ends))
 
     def _ask(self, problem: Problem, gpu: Gpu) -> Answer | None:
