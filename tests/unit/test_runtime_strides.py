@@ -7,8 +7,10 @@ stands for `fused_attention` and `gemv`.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +24,7 @@ from tuner.families.fused_attention import FusedAttention
 from tuner.families.gemm import Gemm
 from tuner.families.gemv import Gemv
 from tuner.hardware import DEFAULT_GPU
-from tuner.problem import AttentionProblem, GemmProblem, Problem
+from tuner.problem import LAYOUTS, AttentionProblem, GemmProblem, Problem
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -366,3 +368,19 @@ def test_the_output_is_laid_out_as_torch_s(runtime: SimpleNamespace) -> None:
         assert math.prod(problem.output.shape) == 1 + sum(
             (size - 1) * stride for size, stride in zip(problem.output.shape, out, strict=True)
         ), "dense"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_dense_tensors_have_no_strides_of_their_own(runtime: SimpleNamespace, layout: Any) -> None:
+    """Also where dimensions of one fit several layouts."""
+    sizes = itertools.product((1, 2), (1, 4), (1, 2), (1, 3), (1, 5))
+    for batch, heads, group, queries, keys in sizes:
+        heads_kv = max(1, heads // group)
+        problem = AttentionProblem(queries, keys, D, batch, heads, heads_kv, layout=layout)
+        given = [
+            torch.empty_strided(o.shape, o.strides, dtype=torch.float16)
+            for o in problem.matrices[:3]
+        ]
+        posed = runtime.attention_plan.pose(*given, False, 0.25)
+        assert not posed.strides
+        assert replace(problem, layout=posed.problem.layout) == posed.problem

@@ -32,7 +32,8 @@ import torch
 from tuner.errors import ConfigError
 from tuner.runtime import devices, dispatch, guards, native, quantised, serving
 from tuner.runtime.attention_plan import AttentionCall
-from tuner.runtime.composed import Extras, compose
+from tuner.runtime.bias import as_bias
+from tuner.runtime.composed import NONE, Extras, compose
 from tuner.runtime.operators import operate
 
 
@@ -121,8 +122,10 @@ def attention(
     if out is not None:
         return out
     query, key, value = guards.autocast(devices.TYPE, query, key, value)
-    call = AttentionCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    out = serving.answer(call if attn_mask is None else call.biased())
+    bias = None if attn_mask is None else as_bias(attn_mask, query, key, is_causal)
+    options = attn_mask, dropout_p, is_causal, scale, enable_gqa
+    call = AttentionCall(query, key, value, *options, NONE, bias)
+    out = serving.answer(call)
     return call.by_pytorch() if out is None else out
 
 
@@ -141,5 +144,5 @@ def _composed(call: AttentionCall) -> torch.Tensor:
     call = AttentionCall(query, key, value, *call[3:])
     if torch.compiler.is_compiling():
         return compose(*call[:9])
-    out = serving.answer(call.biased())
+    out = serving.answer(call)
     return call.by_pytorch() if out is None else out

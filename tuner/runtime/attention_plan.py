@@ -12,7 +12,7 @@ from tuner.errors import ConfigError
 from tuner.problem import AttentionProblem, Bias, DType, Layout
 from tuner.runtime import guards, native
 from tuner.runtime.autograd import has_backward
-from tuner.runtime.bias import as_bias, axes_of
+from tuner.runtime.bias import axes_of
 from tuner.runtime.composed import NONE, Extras, compose
 from tuner.runtime.lengths import over
 from tuner.runtime.plan import Plan, Posed
@@ -32,7 +32,7 @@ class _Attention(NamedTuple):
     enable_gqa: bool
     extras: Extras = NONE
     bias: torch.Tensor | Refusal | None = None
-    """`attn_mask` as `as_bias` makes it, or why it is none; None without a mask."""
+    """`attn_mask` as `as_bias` makes it, or why it is none; None without a mask, or with extras."""
 
 
 class AttentionCall(_Attention, Call):
@@ -51,21 +51,12 @@ class AttentionCall(_Attention, Call):
     def told(self) -> Told | None:
         return ("attention", self[:8]) if self.extras == NONE else None
 
-    def biased(self) -> AttentionCall:
-        """The call with its mask read as a bias."""
-        if self.attn_mask is None:
-            return self
-        bias: torch.Tensor | Refusal
-        if self.extras == NONE:
-            bias = as_bias(self.attn_mask, self.query, self.key, self.is_causal)
-        else:
-            bias = Refusal(Kind.MASK, "beside a window or a soft cap")
-        return AttentionCall(*self[:9], bias)
-
     def refusal(self) -> Refusal | None:
         if self.dropout_p:
             return Refusal(Kind.DROPOUT)
-        if self.bias is not None:
+        if self.attn_mask is not None:
+            if self.bias is None:
+                return Refusal(Kind.MASK, "beside a window or a soft cap")
             if isinstance(self.bias, Refusal):
                 return self.bias
             if guards.wants_gradient(*self.inputs):
@@ -110,7 +101,7 @@ class AttentionCall(_Attention, Call):
 
     def run(self, plan: Plan) -> torch.Tensor | Refusal:
         inputs = self.inputs
-        if not guards.wants_gradient(*inputs):
+        if self.bias is not None or not guards.wants_gradient(*inputs):
             return table.run(plan, *inputs)
         if self.extras != NONE:
             return Refusal(

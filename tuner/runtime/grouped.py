@@ -88,11 +88,12 @@ class GroupedCall(_Groups, Call):
         return self.a, self.b, self.offsets
 
     def refusal(self) -> Refusal | None:
-        if refusal := guards.deferred(self.a, self.b):
+        a, b, offsets = self.a, self.b, self.offsets
+        if refusal := guards.deferred(a, b):
             return refusal
-        if not all([tensor.is_contiguous() for tensor in self.inputs]):
+        if not (a.is_contiguous() and b.is_contiguous() and offsets.is_contiguous()):
             return Refusal(Kind.NOT_CONTIGUOUS)
-        if not self.a.device == self.b.device == self.offsets.device:
+        if not a.device == b.device == offsets.device:
             return Refusal(Kind.MIXED)
         return None
 

@@ -67,7 +67,9 @@ class QuantisedCall(_Quantised, Call):
         return guards.unscaled(self.scale)
 
     def kind(self) -> Hashable:
-        return self.key(self.is_causal, self.scale, self.enable_gqa)
+        layouts = [(t.shape, t.stride(), t.dtype, t.device) for t in self.tensors]
+        devices = [t.device for t in self.factors]
+        return E4M3, *layouts, *devices, self.is_causal, self.scale, self.enable_gqa
 
     def pose(self) -> Posed:
         if len({t.device for t in self.inputs}) > 1:

@@ -8,8 +8,9 @@
 Masks are made as for `sdpa`: none where the causal flag says it all, so that a tuned kernel can
 answer, else a tensor, with which PyTorch does. A sliding window is such a tensor once there are as
 many keys as it is wide; so are a cache's earlier keys before several queries, and packed sequences,
-which position_ids tell. In a graph of torch.compile a mask is left out where sizes alone tell it. Without a mask one query sees all keys, and several see keys 0..i: a static
-cache is longer than the prompt that fills it.
+which position_ids tell. In a graph of torch.compile a mask is left out where sizes alone tell it.
+Without a mask one query sees all keys, and several see keys 0..i: a static cache is longer than the
+prompt that fills it.
 
 Transformers hands an attention function whatever its caller passed on. Each keyword is used, is
 known to change nothing (`WITHOUT_EFFECT`), or is an error that names it: what a model's own
@@ -39,6 +40,8 @@ except ImportError as exc:
 from tuner.runtime import devices, dispatch, guards, native, serving
 from tuner.runtime.attention import attention
 from tuner.runtime.attention_plan import AttentionCall
+from tuner.runtime.bias import as_bias
+from tuner.runtime.composed import NONE
 from tuner.runtime.operators import operate
 
 NAME = "tuner"
@@ -225,7 +228,8 @@ def _tuned(
     query, key, value = guards.autocast(devices.TYPE, query, key, value)
     if is_compiling:
         return operate(query, key, value, *options)
-    return serving.answer(AttentionCall(query, key, value, *options).biased())
+    bias = None if mask is None else as_bias(mask, query, key, is_causal)
+    return serving.answer(AttentionCall(query, key, value, *options, NONE, bias))
 
 
 def attention_mask(*arguments: Any, config: Any = None, **options: Any) -> torch.Tensor | None:
