@@ -250,7 +250,45 @@ _EVEN = 0.995
 """Smallest ratio that two decimals show as 1.00."""
 
 
-def speedup_text(ratio: float, than: str = "", *, is_slower: bool | None = None) -> str:
+TIE = 0.01
+"""Largest relative difference of two times that can be a tie."""
+
+
+def is_tie(one: Measurement, other: Measurement) -> bool:
+    """Whether two times are equal within their measured noise, at most `TIE`."""
+    fast, slow = sorted((_us(one), _us(other)))
+    noise = math.hypot(deviation(one), deviation(other))
+    return slow <= fast * (1 + min(TIE, noise))
+
+
+def deviation(measurement: Measurement) -> float:
+    """Standard deviation over the rounds as a part of the median."""
+    return (measurement.std_us or 0.0) / _us(measurement)
+
+
+def _us(measurement: Measurement) -> float:
+    """Latency in microseconds; infinite for a measurement that did not pass."""
+    return math.inf if measurement.latency_us is None else measurement.latency_us
+
+
+def versus(own: Measurement, other: Measurement, name: str = "") -> str:
+    """Two times of one pass as every face gives them: ``1.29x cudnn``, ``0.99x cudnn, a tie`` or
+    ``0.86x cudnn, slower``; empty where they do not compare.
+
+    Args:
+        own: whose speed is told.
+        other: what it is compared with.
+        name: the other kernel's; empty where a heading names it.
+    """
+    ratio = own.speedup(other)
+    if ratio is None:
+        return ""
+    return speedup_text(ratio, name, is_tie=is_tie(own, other))
+
+
+def speedup_text(
+    ratio: float, than: str = "", *, is_slower: bool | None = None, is_tie: bool = False
+) -> str:
     """A ratio of times as every face gives it: ``1.29x cudnn``, or ``0.86x cudnn, slower``.
 
     Args:
@@ -258,6 +296,9 @@ def speedup_text(ratio: float, than: str = "", *, is_slower: bool | None = None)
         than: the other kernel's name; empty where a heading names it.
         is_slower: whether to call it slower, for a caller that knows the noise of the two times;
             by default wherever two decimals show less than 1.
+        is_tie: whether the two times are equal within their noise, which is said then.
     """
     text = f"{ratio:.2f}x {than}".rstrip()
+    if is_tie:
+        return f"{text}, a tie"
     return f"{text}, slower" if (ratio < _EVEN if is_slower is None else is_slower) else text

@@ -13,14 +13,17 @@ NAMES = (
     "cost",
     "dispatch",
     "fleet",
+    "fp8_attention",
     "gpus",
     "levers",
     "logits",
     "models",
+    "peers",
     "population",
     "repeats",
     "search",
     "service",
+    "suites",
 )
 
 

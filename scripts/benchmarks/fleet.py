@@ -342,7 +342,7 @@ def due(recorded: Recording, problem: Problem, trials: int) -> int:
     members = [families_of(RECORDED.op)[name] for name in FAMILIES]
     runner = ReplayRunner(retold(recorded, problem))
     groups = sum(
-        len(list(group_by_kernels(member, runner.restrict(problem, member, space))))
+        len(list(group_by_kernels(member, runner.candidates(problem, member, space))))
         for member in members
         if (space := member.space(problem, recorded.gpu))
     )

@@ -239,7 +239,7 @@ class TestList:
         first, second = printed(capsys, "list").split("\n\n")
         place, heading, rule, row = first.splitlines()
         assert place == "attention on NVIDIA H200, graph-warm: measured, pinned"
-        assert heading.split() == "shape winner us own speed".split()
+        assert heading.split() == "shape serves us own speed".split()
         assert set(rule) == {"-", " "}
         assert row.split(maxsplit=2) == [PROBLEM.label(), "cudnn", "14.1  1.08x cudnn"]
         place, *_, row = second.splitlines()

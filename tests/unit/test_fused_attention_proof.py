@@ -448,7 +448,7 @@ def run_children(
     script = tmp_path / "child.py"
     script.write_text(CHILD.replace("MODE", repr(mode)))
     monkeypatch.setattr(parent, "CHILD", (str(script),))
-    monkeypatch.setattr(parent, "SILENCE_S", 1.0)
+    monkeypatch.setattr(parent, "SILENCE_S", 2.0 if mode == "hang" else 60.0)
     some = [replace(case("S=512,D=64"), seed=seed) for seed in range(3)]
     config = FUSED.space(some[0].problem, DEFAULT_GPU)[0]
     configs = [Config(config.family, {**config.params, "tile_n": n}) for n in (64, 80)]
@@ -462,7 +462,7 @@ def run_children(
 
 @pytest.mark.parametrize(
     "mode, said",
-    [("hang", "no sign of life for 1 s"), ("crash", "its process ended with -6"), ("lost", "3")],
+    [("hang", "no sign of life for 2 s"), ("crash", "its process ended with -6"), ("lost", "3")],
 )
 def test_a_lost_child_costs_one_kernel(
     mode: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

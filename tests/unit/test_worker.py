@@ -25,6 +25,7 @@ from tuner.errors import BenchmarkError, GateError
 from tuner.families.base import Family
 from tuner.hardware import DEFAULT_GPU
 from tuner.measure import worker as worker_room
+from tuner.measure import worker_client
 from tuner.measure.stopwatch import Entrant, Timing
 from tuner.measure.tolerance import Verdict
 from tuner.measure.worker import Outcome, Worker
@@ -47,6 +48,11 @@ def result(index, fatal=False, **outcome):
     outcome = {"status": "ok", "latency_us": 1.0 + index, "log": str(os.getpid()), **outcome}
     say(event="result", index=index, outcome=outcome, fatal=fatal)
 
+def hang(index):  # with --hasty it may last 0.7 s, where anything else may last a minute
+    allow_s = -59.3 if "--hasty" in sys.argv else 0
+    say(event="phase", index=index, what="check, random", allow_s=allow_s)
+    time.sleep(60)
+
 if "--broken" in sys.argv:
     print("no such library")
     sys.exit(3)
@@ -57,18 +63,23 @@ for line in os.fdopen(requests):
     request = json.loads(line)
     if request["mode"] == "environment":
         say(event="facts", facts={"torch": "2.11"})
+    if request["mode"] == "listing" and request["family"] == "lost":
+        os._exit(1)
+    if request["mode"] == "listing":
+        found = {"family": request["family"], "params": {"most": request["max_workspace"]}}
+        say(event="phase", index=None, what="candidates", allow_s=30)
+        say(event="listing", configs=[found], reason="")
     for candidate in request.get("candidates", ()):
         index, act = candidate["index"], candidate["config"]["params"]["act"]
         say(event="phase", index=index, what="check, random", allow_s=0)
         if act == "hang":
-            time.sleep(60)
+            hang(index)
         if act == "hang with a child":
             child = subprocess.Popen(["sleep", "60"])
             open(os.environ["CHILD_FILE"], "w").write(str(child.pid))
-            time.sleep(60)
+            hang(index)
         if act == "slow":
             say(event="phase", index=index, what="reference", allow_s=30)
-            time.sleep(1.5)
         if act == "abort":
             print("kernel printed this", flush=True)
             os.abort()
@@ -84,8 +95,7 @@ for line in os.fdopen(requests):
             say(event="failed", status="out_of_memory", log="no memory for operands")
             break
         if act == "blameless" and not request["careful"]:
-            say(event="phase", index=None, what="interleaved timing", allow_s=0)
-            time.sleep(60)
+            hang(None)
         if act == "blameless":
             os._exit(1)
         if act != "forget":
@@ -104,7 +114,7 @@ def script(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def client(script: Path) -> Iterator[WorkerClient]:
-    made = WorkerClient(command=[sys.executable, str(script)], timeout_s=0.7)
+    made = WorkerClient(command=[sys.executable, str(script), "--hasty"], timeout_s=60)
     yield made
     made.close()
 
@@ -160,8 +170,18 @@ def test_several_faults_in_one_group(client: WorkerClient) -> None:
     assert [o.status for o in outcomes] == wanted
 
 
-def test_an_announced_phase_may_take_longer(client: WorkerClient) -> None:
+def test_an_announced_phase_may_take_longer(
+    client: WorkerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receive, waited = worker_client._Process.receive, []
+
+    def noted(process: Any, timeout_s: float) -> Any:
+        waited.append(timeout_s)
+        return receive(process, timeout_s)
+
+    monkeypatch.setattr(worker_client._Process, "receive", noted)
     assert client.measure(ask("slow"))[0].status is Status.OK
+    assert waited[1:] == [60, 60, 90, 60], "ready; begun, check, reference, the end"
 
 
 def test_a_timeout_kills_the_whole_group(
@@ -200,12 +220,17 @@ def test_facts(client: WorkerClient) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flag", "words"),
-    [("--broken", "exit code 3 while starting\nno such library"), ("--mute", "did not start")],
+    ("flag", "limit_s", "words"),
+    [
+        ("--broken", 60.0, "exit code 3 while starting\nno such library"),
+        ("--mute", 0.2, "did not start"),
+    ],
 )
-def test_a_worker_that_cannot_start_is_an_error(script: Path, flag: str, words: str) -> None:
+def test_a_worker_that_cannot_start_is_an_error(
+    script: Path, flag: str, limit_s: float, words: str
+) -> None:
     command = [sys.executable, str(script), flag]
-    client = WorkerClient(command=command, start_timeout_s=1.5)
+    client = WorkerClient(command=command, start_timeout_s=limit_s)
     with pytest.raises(BenchmarkError, match=words):
         client.measure(ask("ok"))
     assert client.pid is None
@@ -284,7 +309,7 @@ class TestInterrupt:
 
     def test_nothing_is_started_for_a_request_that_is_given_up(self, script: Path) -> None:
         """Between two attempts at its candidates."""
-        client = WorkerClient(command=[sys.executable, str(script)], timeout_s=0.7)
+        client = WorkerClient(command=[sys.executable, str(script)], timeout_s=60)
         attempt = client._attempt
 
         def give_up(*arguments: Any) -> Any:
@@ -738,3 +763,39 @@ def test_vendors_tell_their_versions(events: list[dict[str, Any]]) -> None:
     served = Worker(device, DEFAULT_GPU, {"v": Vendor()}, lambda e: events.append(dict(e)))
     assert served.answer({"mode": "environment"})
     assert {"event": "facts", "facts": {"cudnn": "9.19"}} in events
+
+
+def test_a_library_s_candidates_come_from_the_worker(client: WorkerClient) -> None:
+    assert client.listing(PROBLEM, "toy", 7) == [Config("toy", {"most": 7})]
+    assert client.listing(PROBLEM, "lost", None) == []
+    assert client.listing(PROBLEM, "toy", 8) == [Config("toy", {"most": 8})], "a fresh process"
+
+
+class Listed(Vendor):
+    name = "vendor_listed"
+
+    def listing(self, problem: Any, max_workspace: int | None) -> list[Config]:
+        if max_workspace == 0:
+            raise OSError("no such library")
+        return [Config(self.name, {"kernel": "listed", "n": max_workspace or problem.m})]
+
+
+@pytest.mark.parametrize(
+    ("most", "configs", "reason"), [(None, [512], ""), (3, [3], ""), (0, [], "no such library")]
+)
+def test_a_worker_lists_what_a_library_has(
+    events: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    most: int | None,
+    configs: list[int],
+    reason: str,
+) -> None:
+    monkeypatch.setattr(worker_room, "import_torch", lambda device: None)
+    device: Any = FakeDevice()
+    served = Worker(device, DEFAULT_GPU, {"f": Listed()}, lambda e: events.append(dict(e)))
+    request = {"mode": "listing", "family": "f", "problem": PROBLEM.to_json()}
+    assert served.answer({**request, "max_workspace": most})
+    phase, listing, done = events
+    assert phase["allow_s"] == worker_room.VENDOR_ALLOWANCE_S and done == {"event": "done"}
+    assert [config["params"]["n"] for config in listing["configs"]] == configs
+    assert listing["reason"] == reason

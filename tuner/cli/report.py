@@ -14,10 +14,10 @@ from tuner.errors import ConfigError, NoValidConfigError
 if TYPE_CHECKING:
     from tuner.report.subject import Subject
 
-DESCRIPTION = """Writes one self-contained HTML page of a measured sweep: the verdict, the kernel
-against its peers, what limits it and why it won, the course and the cost of the search, its space,
-which parameters matter, a roofline, memory, and scaling where enough lengths are known. Of the
-store, else of the shipped recordings; no GPU is needed."""
+DESCRIPTION = """Writes one self-contained HTML page of a measured sweep: the verdict and how to use
+it, the kernel beside its peers, its limits, the reasons for its config, course and cost of the
+search, its space, a roofline, memory, and scaling where enough lengths are known. It reads the
+store, else the shipped recordings; no GPU is needed."""
 
 
 def register(subparsers: Any) -> None:

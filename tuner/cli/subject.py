@@ -1,4 +1,4 @@
-"""Which sweep ``tuner report`` and ``tuner explain`` speak of."""
+"""The sweep that ``tuner report`` and ``tuner explain`` speak of."""
 
 from __future__ import annotations
 

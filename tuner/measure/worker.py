@@ -7,6 +7,7 @@ log. One request at a time. Answers are streamed, so that what is finished survi
     {"event": "ready"}                                       once
     {"event": "phase", "index": 3 | null, "what": "...", "allow_s": 2.0}
     {"event": "result", "index": 3, "outcome": {...}, "fatal": false}
+    {"event": "listing", "configs": [...], "reason": ""}     of a library's candidates
     {"event": "failed", "status": "...", "log": "..."}       the request, not a candidate
     {"event": "done"}
 
@@ -63,6 +64,7 @@ from tuner.measure.stopwatch import (
     VendorSubject,
     count_sets,
     entrant,
+    import_torch,
 )
 from tuner.measure.tolerance import Verdict, too_fast
 from tuner.measurement import Clocks, Regime, Status
@@ -210,6 +212,9 @@ class Worker:
             if request["mode"] == "environment":
                 self._emit({"event": "facts", "facts": self._facts()})
                 alive = True
+            elif request["mode"] == "listing":
+                self._emit({"event": "listing", **self._listing(request)})
+                alive = self._device.healthy()
             else:
                 alive = self._measure(Job.from_json(request))
         except BenchmarkError as exc:
@@ -227,6 +232,18 @@ class Worker:
             if member.is_vendor:
                 facts |= member.environment()
         return facts
+
+    def _listing(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """The candidates of a library for a problem; a reason where it has none."""
+        family = self._members[request["family"]]
+        self._phase(None, f"candidates of {family.name}", VENDOR_ALLOWANCE_S)
+        problem = problem_from_json(request["problem"])
+        try:
+            import_torch(self._device)
+            configs = family.listing(problem, request["max_workspace"])
+        except Exception as exc:  # the worker's loop: a library may fail in any way
+            return {"configs": [], "reason": str(exc) or type(exc).__name__}
+        return {"configs": [config.to_json() for config in configs], "reason": ""}
 
     def _phase(self, index: int | None, what: str, allow_s: float = 0.0) -> None:
         self._emit({"event": "phase", "index": index, "what": what, "allow_s": round(allow_s, 3)})

@@ -101,6 +101,8 @@ class AnyWorker(Protocol):
 
     def facts(self) -> dict[str, str]: ...
 
+    def listing(self, problem: Problem, family: str, max_workspace: int | None) -> list[Config]: ...
+
     def interrupt(self) -> None: ...
 
     def close(self) -> None: ...
@@ -157,6 +159,25 @@ class WorkerClient:
                 found = dict(event["facts"])
         if ending is not None:
             raise BenchmarkError(f"the worker failed: {ending.log}", status=ending.status)
+        return found
+
+    def listing(self, problem: Problem, family: str, max_workspace: int | None) -> list[Config]:
+        """`Family.listing` on the GPU; none where the library or the worker fails.
+
+        Raises:
+            BenchmarkError: when no worker can be started.
+            concurrent.futures.CancelledError: after `interrupt`.
+        """
+        request = {
+            "mode": "listing",
+            "problem": problem.to_json(),
+            "family": family,
+            "max_workspace": max_workspace,
+        }
+        found: list[Config] = []
+        for event in self._events(request):
+            if not isinstance(event, _Ending) and event["event"] == "listing":
+                found = [Config.from_json(config) for config in event["configs"]]
         return found
 
     def measure(self, ask: Ask) -> list[Outcome]:

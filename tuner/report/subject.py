@@ -1,4 +1,4 @@
-"""What is reported on: one problem's measurements, from a store, a recording or what ships."""
+"""Measurements of one problem to report on: from a store, a recording or what ships."""
 
 from __future__ import annotations
 
@@ -147,17 +147,54 @@ def from_known(
         StoreError: when the store cannot be read.
         ConfigError: when a bench cannot be read.
     """
-    known, found, also = _measured(shipped()), None, _benches(benches)
     address = url or settings.store_url()
     file = sqlite_file(address)
     if url or file is None or file.exists():
         if file is not None and file.exists():
             entries(file)  # refuses a file of another version, which opening would upgrade
         with open_store(address, create=False) as store:
-            known = _measured(with_shipped(store.entries()))
-            found = _in_store(store, problem, gpu, regime)
-    if found is not None:
-        return Subject(found, f"store {file or 'database'}", known, also)
+            name = f"store {file or 'database'}"
+            return from_store(store, problem, gpu, regime, name, benches)
+    return _shipped(problem, gpu, regime, _measured(shipped()), _benches(benches))
+
+
+def from_store(
+    store: Store,
+    problem: Problem,
+    gpu: Gpu,
+    regime: Regime,
+    name: str,
+    benches: Sequence[Path] = (),
+) -> Subject:
+    """The newest sweep of a problem in an open store, else what ships.
+
+    Args:
+        store: what is read.
+        problem: what was swept.
+        gpu: where.
+        regime: timed how.
+        name: of the store, for people.
+        benches: files of `tuner bench --json`.
+
+    Raises:
+        NoValidConfigError: when nothing was measured; names what was.
+        StoreError: when the store cannot be read.
+        ConfigError: when a bench cannot be read.
+    """
+    known, also = _measured(with_shipped(store.entries())), _benches(benches)
+    if (found := _in_store(store, problem, gpu, regime)) is not None:
+        return Subject(found, name, known, also)
+    return _shipped(problem, gpu, regime, known, also)
+
+
+def _shipped(
+    problem: Problem,
+    gpu: Gpu,
+    regime: Regime,
+    known: tuple[Entry, ...],
+    also: tuple[Results, ...],
+) -> Subject:
+    """A shipped recording, else a decision that ships."""
     if (recorded := recording.find(problem, gpu, regime)) is not None:
         name = recording.file_name(problem, gpu, regime)
         return Subject(recorded, f"shipped recording {name}", known, also)

@@ -34,10 +34,12 @@ class Runner(Protocol):
         """What the machine is; may take seconds to find out the first time."""
         ...
 
-    def restrict(
+    def candidates(
         self, problem: Problem, family: Family, space: Sequence[Config]
     ) -> Sequence[Config]:
-        """The candidates that can be evaluated here; all of `space` unless it is a replay."""
+        """What can be evaluated here: `space`, as far as it was recorded in a replay; of a family
+        with `is_listed` what its library lists, which is asked for now.
+        """
         ...
 
     def compiled(

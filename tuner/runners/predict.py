@@ -39,7 +39,7 @@ class PredictRunner:
         self._queue: deque[tuple[Problem, list[Config]]] = deque()
         self._is_cancelled = False
 
-    def restrict(
+    def candidates(
         self, problem: Problem, family: Family, space: Sequence[Config]
     ) -> Sequence[Config]:
         """Vendors' kernels cannot be estimated, only measured."""

@@ -20,6 +20,7 @@ from tuner.config import Config
 from tuner.errors import BenchmarkError, ConfigError
 from tuner.families import family
 from tuner.families.base import LSE, SCRATCH, Family, Launch, Strides
+from tuner.families.vendor import MEASURED_ONLY
 from tuner.measurement import Measurement, Provenance, Status
 from tuner.problem import GemmProblem, GroupedGemmProblem, Problem
 from tuner.runtime import counters, devices, native
@@ -109,6 +110,8 @@ class VendorPlan(Plan):
     """A vendor's kernel, called through torch."""
 
     call: Callable[..., torch.Tensor]
+    shape: tuple[int, ...] = ()
+    """Of the output; the problem's own where it is empty."""
 
     def _enqueue(self, inputs: Sequence[torch.Tensor], lse: torch.Tensor | None) -> torch.Tensor:
         try:
@@ -117,7 +120,7 @@ class VendorPlan(Plan):
             raise
         except RuntimeError as exc:
             raise BenchmarkError(str(exc)) from exc
-        return out
+        return out.view(self.shape) if self.shape else out
 
 
 @dataclass(frozen=True)
@@ -249,7 +252,9 @@ def _plan(posed: Posed, measurement: Measurement, device: int) -> Plan | Refusal
         member = family(config.family)
         if not member.is_vendor:
             return own_plan(posed, member, measurement, device)
-        if problem.op in (GemmProblem.op, GroupedGemmProblem.op):
+        if (kernel := config.get("kernel")) in MEASURED_ONLY:
+            return f"{kernel} is measured, and not served"
+        if problem.op in (GemmProblem.op, GroupedGemmProblem.op) and not member.is_listed:
             # cuBLAS and cuBLASLt are chosen for the whole process, not for a call: PyTorch's
             # own choice is the vendor's kernel. A loop over groups is not to be captured as timed.
             return Refusal(Kind.VENDOR, problem.label())
@@ -262,7 +267,7 @@ def _plan(posed: Posed, measurement: Measurement, device: int) -> Plan | Refusal
     if isinstance(call, str):
         return call
     is_nearest = measurement.problem != problem
-    return VendorPlan(problem, config, device, is_nearest=is_nearest, call=call)
+    return VendorPlan(problem, config, device, is_nearest=is_nearest, call=call, shape=posed.shape)
 
 
 def own_plan(

@@ -27,6 +27,8 @@ from typing import Any
 import torch
 from torch._dynamo.comptime import comptime
 
+from tuner.base.install import extra_command
+
 try:
     from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -34,7 +36,7 @@ try:
 except ImportError as exc:
     raise ImportError(
         f"tuner.runtime.transformers needs Transformers 5 ({exc}): "
-        "pip install 'cutlass-tuner[transformers]'"
+        f"`{extra_command('transformers')}`"
     ) from exc
 
 from tuner.runtime import devices, dispatch, guards, native, serving

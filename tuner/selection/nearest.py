@@ -35,7 +35,7 @@ from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families import families
 from tuner.families.base import FOREIGN, KernelSpec
-from tuner.families.vendor.sdpa import PEERS, VARIANTS
+from tuner.families.vendor import BESIDE_PYTORCH
 from tuner.hardware import TMA_ALIGNMENT_BYTES
 from tuner.measurement import Measurement
 from tuner.problem import (
@@ -294,7 +294,7 @@ def lenders(entry: Entry) -> list[Measurement]:
 
 def is_pytorchs(config: Config) -> bool:
     """Whether a vendor's kernel is one that PyTorch calls by itself."""
-    return is_vendor(config) and config.get("kernel") not in {*PEERS, *VARIANTS}
+    return is_vendor(config) and config.get("kernel") not in BESIDE_PYTORCH
 
 
 def fits(problem: Problem, measurement: Measurement) -> bool:

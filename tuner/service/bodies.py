@@ -1,4 +1,4 @@
-"""What requests may hold: names and numbers, each within bounds. Nothing else is taken."""
+"""Bodies of requests: names and numbers, each within bounds. Nothing else is taken."""
 
 from __future__ import annotations
 

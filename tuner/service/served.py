@@ -1,4 +1,4 @@
-"""What is served: every decision of a store, in memory, kept up to date by a thread."""
+"""Every decision of a store, in memory, kept up to date by a thread."""
 
 from __future__ import annotations
 

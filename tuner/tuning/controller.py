@@ -450,9 +450,10 @@ class _Leases:
             for lease, progress in list(self._progress.items()):
                 if lease not in self._lost and not self._is_held(lease, progress):
                     self._lost.add(lease)
-                    main = threading.main_thread().ident
-                    if main is not None:
-                        signal.pthread_kill(main, signal.SIGUSR1)
+            main = threading.main_thread().ident
+            # At each beat: Python keeps a signal that comes just before a wait until its end.
+            if self._armed in self._lost and main is not None:
+                signal.pthread_kill(main, signal.SIGUSR1)
 
     def _is_held(self, lease: Lease, progress: Mapping[str, Any]) -> bool:
         pulse = self._pulses.get(lease)

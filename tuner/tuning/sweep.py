@@ -356,7 +356,11 @@ class Sweep:
         most = self.options.max_workspace
         if most is not None:
             space = [c for c in space if family.scratch_bytes(problem, c) <= most]
-        space = self.runner.restrict(problem, family, space)
+        is_slow = family.is_listed  # a library's list takes seconds
+        with self._interruption.waiting() if is_slow else contextlib.nullcontext():
+            space = self.runner.candidates(problem, family, space)
+        if family.is_listed and space:
+            self._note(f"{family.name}: {len(space)} listed by its library")
         return self.runner.compiled(problem, family, space) if self.options.compiled_only else space
 
     def _check_compiled(self) -> None:
@@ -576,6 +580,7 @@ class Sweep:
             self._write(lambda: self.store.decide(*place, ranked, self._record.id))
         seen = self._seen()
         own = [m for m in seen if not is_vendor(m.config)]
+        measured = {vendor_name(m.config) for m in seen if is_vendor(m.config) and m.ok}
         return Outcome(
             problem=self.problem,
             gpu=self.runner.gpu,
@@ -599,7 +604,7 @@ class Sweep:
             unavailable={
                 vendor_name(m.config): first_line(m.log) or m.status.value
                 for m in seen
-                if is_vendor(m.config) and not m.ok
+                if is_vendor(m.config) and not m.ok and vendor_name(m.config) not in measured
             },
             interrupted=self._interruption.requested,
             elapsed_s=time.monotonic() - self._state.started,

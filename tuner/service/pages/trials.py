@@ -9,10 +9,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Literal, get_args
 
 from tuner.hardware import Gpu
-from tuner.measurement import Environment, Measurement, Provenance, Regime, Status, speedup_text
+from tuner.measurement import Environment, Measurement, Provenance, Regime, Status, versus
 from tuner.problem import Problem
 from tuner.report import charts
 from tuner.report.analysis import latency
@@ -25,8 +25,11 @@ from tuner.store import Store
 from tuner.store.entry import is_of_quick_pass, is_vendor
 from tuner.tuning.outcome import first_line
 
-MOST_ROWS = 500
-"""Of the table of all trials; the fastest."""
+ROWS = 100
+"""Of one page of trials."""
+Show = Literal["all", "final", "quick", "failed"]
+SHOWN: tuple[Show, ...] = get_args(Show)
+"""Which trials a page lists."""
 
 
 @dataclass(frozen=True)
@@ -105,8 +108,7 @@ class Run:
         """
         theirs = [m for m in self.measurements if not m.is_final and is_vendor(m.config) and m.ok]
         vendor, best = min(theirs, key=latency, default=None), self.best
-        ratio = best.speedup(vendor) if best and vendor else None
-        return speedup_text(ratio, kernel_name(vendor)) if vendor and ratio else ""
+        return versus(best, vendor, kernel_name(vendor)) if best and vendor else ""
 
     @property
     def failures(self) -> list[Failures]:
@@ -125,11 +127,15 @@ class Run:
         passed = any(math.isfinite(step.best_us) for step in steps)
         return charts.progress(steps) if passed else None
 
-    @property
-    def table(self) -> list[Measurement]:
-        """Every measurement, final ones first, the fastest first."""
-        ordered = sorted(self.measurements, key=lambda m: (not m.is_final, latency(m)))
-        return ordered[:MOST_ROWS]
+    def table(self, show: Show = "all") -> list[Measurement]:
+        """The measurements that are asked for, final ones first, the fastest first."""
+        chosen = {
+            "all": self.measurements,
+            "final": [m for m in self.measurements if m.is_final],
+            "quick": [m for m in self.measurements if not m.is_final],
+            "failed": [m for m in self.measurements if not m.ok],
+        }[show]
+        return sorted(chosen, key=lambda m: (not m.is_final, latency(m)))
 
 
 def runs(store: Store, problem: Problem) -> list[Run]:
