@@ -66,12 +66,13 @@ class ForcedAttention:
         from tuner.runtime.plan import KernelPlan, own_plan
 
         posed = pose(query, key, value, causal, scale)
-        measurement = self._forced.measurement(cast(AttentionProblem, posed.problem))
+        problem = cast(AttentionProblem, posed.problem)
+        measurement = self._forced.measurement(problem)
         if measurement is None:
-            raise BenchmarkError(f"{posed.problem.label()}: {FAMILY} has no legal config")
+            raise BenchmarkError(f"{problem.label()}: {FAMILY} has no legal config")
         plan = own_plan(posed, family(FAMILY), measurement, query.get_device())
         if not isinstance(plan, KernelPlan):
-            raise BenchmarkError(f"{posed.problem.label()}: {plan}")
+            raise BenchmarkError(f"{problem.label()}: {plan}")
         return plan
 
 

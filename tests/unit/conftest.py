@@ -120,6 +120,7 @@ def on_cpu(runtime: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleN
     monkeypatch.setattr(devices, "use", lambda index: contextlib.nullcontext())
     monkeypatch.setattr(devices, "is_capturing", lambda: False)
     monkeypatch.setattr(runtime.dispatch, "prepare", lambda then: None)
+    monkeypatch.setattr(runtime.dispatch, "load_built", lambda then: False)
     return runtime
 
 
@@ -160,7 +161,7 @@ def tuned(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleNam
             out = torch.empty_strided(operand.shape, operand.strides, dtype=inputs[0].dtype)
             return out.copy_(scores.softmax(-1) @ value)
 
-    def find_out(kind: Any, told: Any, pose: Any, device: int) -> Any:
+    def find_out(kind: Any, told: Any, pose: Any, device: int, pose_over: Any) -> Any:
         try:
             posed = pose()
         except ConfigError as exc:

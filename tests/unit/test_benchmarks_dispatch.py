@@ -39,6 +39,11 @@ HOST = {
     "refused_sdpa": 24.0,
     "beyond_refused": 0.75,
     "beyond_refused_enabled": 12.5,
+    "enabled": 13.0,
+    "enabled_over_sdpa": 0.52,
+    "growing": 25.0,
+    "beyond_growing": 0.5,
+    "growing_dispatched": 0.99,
     "has_dispatcher": True,
     "dispatched": 0.998,
 }
@@ -221,7 +226,10 @@ def test_the_report_names_figures_and_their_limits() -> None:
     cells = {line.split("  ")[0]: line.split() for line in lines}
     assert cells["host us beyond the launch"][5:7] == ["1.50", "5.0"]
     assert cells["host us of the table"][-2:] == ["0.10", "0.5"]
-    assert cells["host us more, refused"][4:6] == ["0.75", "2.0"]
+    assert cells["host us more, refused"][4:6] == ["0.75", "1.0"]
+    assert cells["host us more, refused, enabled"][5:7] == ["12.50", "1.0"]
+    assert cells["host, enabled / sdpa"][4:6] == ["0.52", "0.75"]
+    assert cells["host us more, growing cache"][5:7] == ["0.50", "1.0"]
     assert cells["wall / sdpa"][-2:] == ["0.50", "0.70"]
     assert cells["wall / graph"][-2:] == ["1.04", "1.15"]
     assert cells["decoder"][1:] == ["failed", "no", "end"]

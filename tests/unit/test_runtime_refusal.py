@@ -21,13 +21,16 @@ from runtime_server import (
     dispatched_server,
     inputs,
 )
+from sdpa_backends import CUDNN, EFFICIENT, FLASH, sdpa_backends
 
+import tuner
 from tuner.problem import AttentionProblem, GemmProblem, Problem
 from tuner.selection.reader import Answer
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 built, server, machine = built_dispatcher, dispatched_server, fake_machine
+backends = sdpa_backends
 
 SDPA = torch.nn.functional.scaled_dot_product_attention
 LINEAR = torch.nn.functional.linear
@@ -277,34 +280,30 @@ def test_ever_new_shapes_stay_few(server: Server) -> None:
     module = server.runtime.dispatch._module
     arguments = q, k, v, None, 0.0, False
     for i in range(5000):
-        module.refuse(0, (*arguments, 1.0 + i, False), 0, 1e12, module.generation())
-    refused = [module.attention(*arguments, 1.0 + i, False) is False for i in range(5000)]
+        module.refuse(0, (*arguments, 1.0 + i, False), 0, 1e12, 0, 0, module.generation())
+    refused = [module.attention(*arguments, 1.0 + i, False) is not None for i in range(5000)]
     assert refused[-1] and not refused[0] and sum(refused) <= 4096
 
 
-BEFORE = {
-    "flash": "_scaled_dot_product_flash_attention",
-    "cudnn": "_scaled_dot_product_cudnn_attention",
-}
-
-
 @pytest.mark.parametrize("mask", [False, True])
-@pytest.mark.parametrize("name", BEFORE)
+@pytest.mark.parametrize("name", [FLASH, CUDNN, EFFICIENT])
 def test_behind_pytorch_s_attention(
-    server: Server, slow: list[str], monkeypatch: pytest.MonkeyPatch, name: str, mask: bool
+    server: Server, slow: list[str], backends: list[str], name: str, mask: bool
 ) -> None:
-    enable = importlib.import_module("tuner.runtime.enable")
     q, k, v = inputs()
-    options = (torch.ones(16, 16),) if mask else (None,)
-    found = [
-        enable._tuned(which, q, k, v, *options, 0.0, False, None)
-        for which in ((name,) if name == "flash" else (name, "cudnn_with_lse"))
-        for _ in range(3)
-    ]
-    assert found == [None] * len(found)
-    assert len(slow) == len(found) // 3
+    options: list[Any] = [torch.ones(16, 16) if mask else None]
+    wants_lse = [True] if name == CUDNN else [False]
+    if name == FLASH:
+        if mask:
+            return  # it takes none
+        options, wants_lse = [], []
+    operator = getattr(torch.ops.aten, name)
+    with tuner.enabled():
+        for _ in range(3):
+            operator(q, k, v, *options, *wants_lse)
+    assert backends == [name] * 3 and len(slow) == 1
     reason = "attn_mask is given" if mask else "no measured winner"
-    assert server.runtime.counters.stats().fallbacks == {reason: len(found)}
+    assert server.runtime.counters.stats().fallbacks == {reason: 3}
 
 
 def test_a_generation_s_lengths_are_not_looked_up_one_by_one(

@@ -67,7 +67,7 @@ def planned(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleN
             made.inputs.append(inputs)
             return torch.zeros(self.problem.output.shape)
 
-    def find_out(kind: Any, told: Any, pose: Any, device: int) -> Any:
+    def find_out(kind: Any, told: Any, pose: Any, device: int, pose_over: Any) -> Any:
         made.kinds.append(kind)
         try:
             return Noted(pose().problem, Config("noted", {}), -1, False)

@@ -13,6 +13,7 @@ answers it:
 | `attn_mask=causal_upper_left(...)`, `causal_lower_right(...)` | as it says | PyTorch |
 | `attention_varlen` | top-left in each sequence | tuned kernels |
 | nested tensors | PyTorch's | PyTorch |
+| `tuner.enable`: `scaled_dot_product_attention`, efficient's operator | top-left | tuned kernels |
 | `tuner.enable`: `aten::_scaled_dot_product_cudnn_attention` | top-left | tuned kernels |
 | `tuner.enable`: `aten::_scaled_dot_product_flash_attention` | bottom-right | tuned if SQ is SKV |
 | Transformers: no mask, several queries (an empty static cache) | top-left | tuned kernels |

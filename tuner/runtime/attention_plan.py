@@ -14,6 +14,7 @@ from tuner.runtime import guards, native
 from tuner.runtime.autograd import has_backward
 from tuner.runtime.bias import axes_of
 from tuner.runtime.composed import NONE, Extras, compose
+from tuner.runtime.lengths import over
 from tuner.runtime.plan import Plan, Posed
 from tuner.runtime.refusal import Kind, Refusal
 from tuner.runtime.serving import Call, find
@@ -91,6 +92,12 @@ class AttentionCall(_Attention, Call):
         tensors, scale = self[:3], scale_of(self.query, self.scale)
         axes = self._axes()
         return pose(*tensors, self.is_causal, scale, self.enable_gqa, self.extras, bias=axes)
+
+    def pose_over(self, length: int) -> Posed:
+        query, key, value = self[:3]
+        query = torch.empty_strided(query.shape, query.stride(), dtype=query.dtype, device="meta")
+        key, value = over(key, length), over(value, length)
+        return self._replace(query=query, key=key, value=value).pose()
 
     def run(self, plan: Plan) -> torch.Tensor | Refusal:
         inputs = self.inputs

@@ -98,7 +98,8 @@ def _tuned(
     scale: float | None,
 ) -> torch.Tensor | None:
     """A tuned kernel's output, or None, counted by its reason."""
-    arguments = query, key, value, None, 0.0, is_causal, scale, True
+    is_grouped = query.shape[1] != key.shape[1]
+    arguments = query, key, value, None, 0.0, is_causal, scale, is_grouped
     # What `tuner.attention` is refused for the gradient's sake this operator has elsewhere.
     is_alike = not guards.wants_gradient(query, key, value)
     generation = table.refresh(query)

@@ -57,6 +57,9 @@ class Refusal:
     until: float = math.inf
     """Equal calls are refused up to this time (`time.monotonic`), or until the store changes; 0:
     the reason may be another at the next call."""
+    lengths: tuple[int, int] | None = None
+    """Of a cache of keys, the first and the last for which it was found out; None where it is not
+    a matter of lengths."""
 
     @property
     def reason(self) -> str:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from tuner.errors import ConfigError
 from tuner.runtime import counters, dispatch, guards
 from tuner.runtime.plan import Plan, Posed
 from tuner.runtime.refusal import Kind, Refusal
@@ -53,6 +54,12 @@ class Call:
             ConfigError: when no tuned kernel has such types, sizes or strides.
         """
         raise NotImplementedError
+
+    def pose_over(self, length: int) -> Posed:
+        """As `pose`, of attention over a cache of another length that the dispatcher takes for the
+        same kind of call.
+        """
+        raise ConfigError(f"{type(self).__name__} has no cache")
 
     def run(self, plan: Plan) -> torch.Tensor | Refusal:
         """The plan's output, or the reason why this call cannot have it."""
@@ -100,7 +107,8 @@ def find(call: Call) -> Plan | Refusal:
     kind = call.kind()
     plan = table.get(kind)
     if plan is None:
-        plan = table.find_out(kind, call.told, call.pose, inputs[0].get_device())
+        device = inputs[0].get_device()
+        plan = table.find_out(kind, call.told, call.pose, device, call.pose_over)
     if isinstance(plan, Plan) and guards.is_misaligned(inputs[: call.aligned]):
         return Refusal(Kind.MISALIGNED)
     return plan

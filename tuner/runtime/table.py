@@ -28,13 +28,14 @@ from tuner.config import Config
 from tuner.errors import BenchmarkError, ConfigError, StoreError
 from tuner.hardware import Gpu
 from tuner.problem import AttentionProblem, Problem, problem_from_json
-from tuner.runtime import counters, devices, dispatch
+from tuner.runtime import counters, devices, dispatch, lengths
 from tuner.runtime.plan import KernelPlan, Plan, Posed, resolve
 from tuner.runtime.refusal import Kind, Refusal, once
 from tuner.selection.nearest import class_pattern
 from tuner.selection.reader import (
     Answer,
     decided,
+    decided_lengths,
     decided_stamp,
     differences,
     is_decided,
@@ -132,7 +133,12 @@ class Table:
         return dispatch.generation()
 
     def find_out(
-        self, kind: Hashable, told: Told | None, pose: Callable[[], Posed], device: int
+        self,
+        kind: Hashable,
+        told: Told | None,
+        pose: Callable[[], Posed],
+        device: int,
+        pose_over: Callable[[int], Posed] | None = None,
     ) -> Plan | Refusal:
         """Ask the store about a kind of call that `get` does not know.
 
@@ -141,6 +147,7 @@ class Table:
             told: the call as `dispatch.put` takes it; None: the C++ dispatcher keeps no plan.
             pose: the problem; raises ConfigError where no tuned kernel could serve.
             device: index of the device that the tensors are on.
+            pose_over: the problem with a cache of so many keys; None: of no such call.
         """
         old = self._known.get(kind)
         if devices.is_capturing():  # what was loaded may be captured, whatever the store says now
@@ -159,9 +166,9 @@ class Table:
             self._known[kind] = found
             # Marked calls go through Python: the dispatcher opens no ranges.
             if told is not None and not ranges.ON:
-                dispatch.prepare(then=self._renew)
+                dispatch.prepare(then=self.renew)
                 if isinstance(found.plan, KernelPlan):
-                    dispatch.put(*told, found.plan)
+                    dispatch.put(*told, found.plan, self._lengths(found.plan, pose_over, device))
             return found.plan
         finally:
             self._lock.release()
@@ -205,7 +212,7 @@ class Table:
         with self._lock:
             self._withdrawn.setdefault(problem.key, set()).add(config)
             self._known = {k: v for k, v in self._known.items() if v.problem != problem}
-            self._renew()
+            self.renew()
         refusal = once(Kind.LAUNCH, f"{config.family} at {problem.label()}: {exc}")
         counters.count_error(refusal.reason)
         return refusal
@@ -238,7 +245,7 @@ class Table:
         self._known, self._near = {}, {}
         dispatch.clear()
 
-    def _renew(self) -> None:
+    def renew(self) -> None:
         """Have the dispatcher given every plan anew, each when it is called for."""
         with self._lock:
             self._known = {
@@ -288,7 +295,7 @@ class Table:
         before, self._decided = self._decided, decided(self._path)
         if before is None:
             self._known = {k: v.stale for k, v in self._known.items()}
-            self._renew()
+            self.renew()
             return
         now = self._decided
         changed = {key for key in {*before, *now} if before.get(key) != now.get(key)}
@@ -304,7 +311,7 @@ class Table:
             kept[kind] = known
         if kept != self._known:
             self._known = kept
-            self._renew()
+            self.renew()
 
     def _find(self, pose: Callable[[], Posed], device: int, old: _Known | None) -> _Known | Refusal:
         """What serves a call now; a refusal, not to be kept, when the store cannot be read."""
@@ -322,18 +329,64 @@ class Table:
         try:
             known = self._near.get(near)
             if known and time.monotonic() < known.until and not is_decided(problem, self._path):
-                return replace(known, problem=problem)
+                return self._bounded(replace(known, problem=problem), is_alone=False)
             answer = self._ask(problem, devices.gpu_of(device))
+            if answer is None:
+                found = _refused(problem, Refusal(Kind.MISS, problem.label()), MISS_EVERY_S)
+            else:
+                found = self._resolve(posed, answer, device)
+            found = self._bounded(found, is_alone=bool(posed.strides) and answer is not None)
         except StoreError as exc:
             return self._blame(exc)
-        if answer is None:
-            found = _refused(problem, Refusal(Kind.MISS, problem.label()), MISS_EVERY_S)
-        else:
-            found = self._resolve(posed, answer, device)
         is_exact = answer is not None and answer.kind != "nearest"
         if near is not None and isinstance(found.plan, Refusal) and not is_exact:
             self._near[near] = found
         return found
+
+    def _lengths(
+        self, plan: KernelPlan, pose_over: Callable[[int], Posed] | None, device: int
+    ) -> lengths.Lengths | None:
+        """The plan over a range of lengths of a growing cache, where it serves them all."""
+        problem = plan.problem
+        if pose_over is None or not dispatch.is_loaded():
+            return None
+        if not isinstance(problem, AttentionProblem) or not lengths.grows(problem):
+            return None
+
+        def resolved(length: int) -> KernelPlan | None:
+            posed = pose_over(length)
+            answer = self._ask(posed.problem, devices.gpu_of(device))
+            if answer is None:
+                return None
+            withdrawn = self._withdrawn.get(posed.problem.key, ())
+            with devices.use(device):
+                found = resolve(posed, answer, device, withdrawn, self._absent)
+            is_same = isinstance(found, KernelPlan) and found.config == plan.config
+            return found if is_same else None  # type: ignore[return-value]
+
+        try:
+            decided_here = decided_lengths(problem, self._path)
+            for width in (0, lengths.MIN_BLOCK):
+                ends = lengths.between(problem.seqlen_kv, decided_here, width)
+                if found := lengths.served(plan, problem.seqlen_kv, ends, resolved):
+                    return found
+        except (StoreError, ConfigError, BenchmarkError):  # then it serves its own length
+            pass
+        return None
+
+    def _bounded(self, known: _Known, is_alone: bool) -> _Known:
+        """A refusal with the lengths of a growing cache that it holds for; `is_alone`: its own, for
+        other lengths may have strides that a kernel takes.
+        """
+        problem, refusal = known.problem, known.plan
+        if not isinstance(refusal, Refusal) or not isinstance(problem, AttentionProblem):
+            return known
+        if not lengths.grows(problem):
+            return known
+        ends = problem.seqlen_kv, problem.seqlen_kv
+        if not is_alone:
+            ends = lengths.between(problem.seqlen_kv, decided_lengths(problem, self._path))
+        return replace(known, plan=replace(refusal, lengths=ends))
 
     def _ask(self, problem: Problem, gpu: Gpu) -> Answer | None:
         """The answer for a problem on a GPU, or None: the only look-up of the runtime.
