@@ -22,12 +22,11 @@ from tuner.hardware import Gpu
 from tuner.measurement import Measurement, Provenance, Status
 from tuner.problem import AttentionProblem, Problem
 from tuner.runtime import devices, native
-from tuner.runtime.plan import Plan, plan_of
+from tuner.runtime.plan import Plan, Posed, plan_of
+from tuner.runtime.refusal import Kind, Refusal
 from tuner.selection.kernels import lists
 from tuner.selection.portfolio import Domain, Portfolio, Selection, shipped
 
-PYTORCHS = "the portfolio chose PyTorch's"
-UNSERVED = "the portfolio's kernel cannot run here"
 _BACKENDS = {
     SDPBackend.FLASH_ATTENTION.value: "flash2",
     SDPBackend.EFFICIENT_ATTENTION.value: "efficient",
@@ -42,11 +41,8 @@ class Choice:
     """What the portfolio says of a problem, and what of that runs here."""
 
     selection: Selection
-    plan: Plan | None
-    reason: str
-    """Why there is no plan; of one, what was expected."""
-    is_final: bool
-    """It stays so until the store changes: no kernel is missing."""
+    plan: Plan | Refusal
+    """The refusal is for good (`Kind.PORTFOLIO`) or for want of a kernel (`Kind.UNSERVED`)."""
 
 
 def portfolios() -> Sequence[Portfolio]:
@@ -72,28 +68,25 @@ def _portfolio_of(problem: Problem, gpu: Gpu) -> Portfolio | None:
 
 
 def choose(
-    problem: Problem,
+    posed: Posed,
     gpu: Gpu,
-    scale: float,
     device: int,
-    shape: tuple[int, ...],
     withdrawn: Collection[Config],
     absent: Collection[str],
 ) -> Choice | None:
     """What the portfolio has for a problem; None where nothing of it takes the problem.
 
     Args:
-        problem: nobody tuned it.
+        posed: a problem that nobody tuned.
         gpu: where it runs.
-        scale: of the scores.
         device: index of the device, the current one.
-        shape: of the output, as of `plan.resolve`.
         withdrawn: configs that this process must not launch for the problem.
         absent: keys of artifacts that it must not launch.
 
     Raises:
         StoreError: when what ships is damaged.
     """
+    problem = posed.problem
     mine = _portfolio_of(problem, gpu)
     selection = None if mine is None else mine.select(problem, gpu)
     if selection is None:
@@ -110,26 +103,27 @@ def choose(
             Provenance.PREDICTED,
             artifacts=artifacts,
         )
-        return plan_of(problem, predicted, scale, device, shape)
+        found = plan_of(posed, predicted, device)
+        return found.reason if isinstance(found, Refusal) else found
 
     reasons: list[str] = []
-    for us, config in selection.own():
+    for _, config in selection.own():
         found = _own(problem, gpu, config, withdrawn, absent)
         plan = found if isinstance(found, str) else made(config, found)
         if isinstance(plan, Plan):
-            return Choice(selection, plan, f"expected {us:.1f} us", True)
+            return Choice(selection, plan)
         reasons.append(plan)
-    vendor = selection.vendor
     if reasons:
         why = "; ".join(dict.fromkeys(reasons))
-        return Choice(selection, None, f"{UNSERVED}: {problem.label()}: {why}", False)
-    text = f"{PYTORCHS}: {problem.label()}: {selection.source}"
-    if vendor == pytorchs(problem, device) or selection.config in withdrawn:
-        return Choice(selection, None, text, True)
+        return Choice(selection, Refusal(Kind.UNSERVED, f"{problem.label()}: {why}"))
+    text = f"{problem.label()}: {selection.source}"
+    if selection.vendor == pytorchs(problem, device) or selection.config in withdrawn:
+        return Choice(selection, Refusal(Kind.PORTFOLIO, text))
     plan = made(selection.config, {})
     if isinstance(plan, Plan):
-        return Choice(selection, plan, f"expected {selection.vendor_us:.1f} us", True)
-    return Choice(selection, None, f"{text} ({vendor} cannot be called: {plan})", True)
+        return Choice(selection, plan)
+    text += f" ({selection.vendor} cannot be called: {plan})"
+    return Choice(selection, Refusal(Kind.PORTFOLIO, text))
 
 
 def _own(
