@@ -164,7 +164,7 @@ def test_a_mask_that_is_added_is_a_bias(
     for given in (mask, mask.expand(3, 2, 16, 16)):
         assert was_tuned(machine.attention(*tensors, given))
     assert known == [AttentionProblem.parse(f"B=3,H=2,S=16,D=8,bias={bias}")]
-    assert {arguments[3] is None for _, arguments, _ in told} == {False}
+    assert {arguments[3] is None for _, arguments, *_ in told} == {False}
     assert [call[1][0] for call in machine.launched[1::2]] == [mask.data_ptr()] * 2
     assert machine.stats().hits == 2
 

@@ -104,7 +104,8 @@ class Serving:
         if name == "fused_attention":
             return FUSED
         if name == "vendor_sdpa":
-            return SimpleNamespace(name=name, is_vendor=True, vendor_call=self.vendor_call)
+            facts = {"name": name, "is_vendor": True, "is_listed": False}
+            return SimpleNamespace(**facts, vendor_call=self.vendor_call)
         return self.machine.toy
 
     def load(self, artifact: Artifact) -> Any:
