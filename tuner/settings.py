@@ -40,6 +40,11 @@ def artifacts_dir() -> Path:
     return cache_dir() / "artifacts"
 
 
+def kernels_dir() -> Path:
+    """Folder of the lists of built kernels, a file for each compiler and compute capability."""
+    return cache_dir() / "kernels"
+
+
 def store_path() -> Path:
     """The default SQLite file, the one that the runtime reads."""
     return cache_dir() / "store.sqlite"

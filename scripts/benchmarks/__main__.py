@@ -23,6 +23,7 @@ NAMES = (
     "population",
     "repeats",
     "search",
+    "select",
     "service",
     "suites",
 )

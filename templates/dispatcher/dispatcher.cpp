@@ -13,6 +13,7 @@
 
 #include <Python.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -219,13 +220,13 @@ std::pair<int64_t, int64_t> lengths(Call const& call, long long first, long long
 }
 
 PyObject* put(PyObject*, PyObject* arguments) {
-  // (operation, its arguments, (sizes, strides, workspace_bytes, is_nearest, steps), first length,
+  // (operation, its arguments, (sizes, strides, workspace_bytes, source, steps), first length,
   // last length, generation)
   PyObject *inputs, *sizes, *strides, *steps;
-  int operation, is_nearest;
+  int operation, source;
   long long workspace_bytes, first, last, generation;
-  if (!PyArg_ParseTuple(arguments, "iO!(OOLpO)LLL", &operation, &PyTuple_Type, &inputs, &sizes,
-                        &strides, &workspace_bytes, &is_nearest, &steps, &first, &last, &generation))
+  if (!PyArg_ParseTuple(arguments, "iO!(OOLiO)LLL", &operation, &PyTuple_Type, &inputs, &sizes,
+                        &strides, &workspace_bytes, &source, &steps, &first, &last, &generation))
     return nullptr;
   Call call;
   bool is_known = false;
@@ -235,7 +236,7 @@ PyObject* put(PyObject*, PyObject* arguments) {
   if (!is_known || !is_plain) Py_RETURN_FALSE;
   auto plan = std::make_shared<Plan>();
   plan->workspace_bytes = workspace_bytes;
-  plan->is_nearest = is_nearest;
+  plan->source = std::clamp<int>(source, kExact, kPortfolio);
   if (!read_integers(sizes, plan->sizes) || !read_integers(strides, plan->strides) ||
       !read_all(steps, plan->steps, read_step))
     return nullptr;
@@ -281,7 +282,7 @@ PyObject* serve_until(PyObject*, PyObject* arguments) {
 }
 
 PyObject* take_counts(PyObject*, PyObject* reset) {
-  // (hits, those of them by a neighbour's kernels, refused calls by reason)
+  // (hits by source, refused calls by reason)
   int const is_reset = PyObject_IsTrue(reset);
   if (is_reset < 0) return nullptr;
   auto const take = [&](std::atomic<long long>& count) {
@@ -298,7 +299,9 @@ PyObject* take_counts(PyObject*, PyObject* reset) {
     }
     PyTuple_SET_ITEM(counts, i, count);
   }
-  return Py_BuildValue("NNN", take(table().hits), take(table().nearest_hits), counts);
+  auto& hits = table().hits;
+  return Py_BuildValue("NNNN", take(hits[kExact]), take(hits[kNearest]), take(hits[kPortfolio]),
+                       counts);
 }
 
 PyObject* exchange_native(PyObject*, PyObject* value) {

@@ -45,10 +45,13 @@ struct Step {
   int64_t workspace_at;
 };
 
+// Where a plan's configuration comes from (tuner/runtime/dispatch.py).
+enum Source : int { kExact, kNearest, kPortfolio, kSources };
+
 struct Plan {
   std::vector<int64_t> sizes, strides;
   int64_t workspace_bytes;
-  bool is_nearest;
+  int source;
   std::vector<Step> steps;
 };
 
@@ -74,7 +77,7 @@ inline double now() {
 class Table {
  public:
   std::atomic<double> plans_until{0}, refusals_until{0};  // calls are answered up to this time
-  std::atomic<long long> hits{0}, nearest_hits{0};
+  std::array<std::atomic<long long>, kSources> hits{};  // calls by source
   std::array<std::atomic<long long>, kMaxReasons> refused{};  // calls by reason
 
   // Both empty: Python decides.
@@ -97,8 +100,7 @@ class Table {
   }
 
   void count_hit(Plan const& plan) {
-    hits.fetch_add(1, std::memory_order_relaxed);
-    if (plan.is_nearest) nearest_hits.fetch_add(1, std::memory_order_relaxed);
+    hits[plan.source].fetch_add(1, std::memory_order_relaxed);
   }
 
   // For lengths from entry.first to last; what is known of others stays. False where the table was

@@ -131,7 +131,13 @@ class Machine:
         return {key: self.version for key in (PROBLEM.key, OTHER.key, *self.foreign)}
 
     def lookup(
-        self, problem: Problem, *, gpu: Gpu, path: Path | None, with_rules: bool
+        self,
+        problem: Problem,
+        *,
+        gpu: Gpu,
+        path: Path | None,
+        with_rules: bool,
+        with_nearest: bool = True,
     ) -> Answer | None:
         assert not with_rules, "nobody has checked what a rule names"
         self.lookups += 1
@@ -139,6 +145,8 @@ class Machine:
         assert gpu == DEFAULT_GPU
         if self.broken:
             raise self.broken
+        if self.answer is not None and self.answer.lent and not with_nearest:
+            return None
         return self.answer if problem in (PROBLEM, OTHER) else None
 
     def family(self, name: str) -> Any:

@@ -91,7 +91,9 @@ def runtime() -> Iterator[SimpleNamespace]:
     """The runtime's modules, whose names the package gives to functions; all forget at the end."""
     if not importlib.util.find_spec("torch"):
         pytest.skip("torch is not installed")
-    names = "attention attention_plan counters devices dispatch plan products refusal table".split()
+    names = (
+        "attention attention_plan counters devices dispatch plan portfolio products refusal table"
+    ).split()
     modules = {name: importlib.import_module(f"tuner.runtime.{name}") for name in names}
 
     def forget() -> None:
@@ -109,7 +111,9 @@ def runtime() -> Iterator[SimpleNamespace]:
 
 @pytest.fixture
 def on_cpu(runtime: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """The runtime, with CPU tensors served as an H200's; every call goes through Python."""
+    """The runtime, with CPU tensors served as an H200's and no portfolio; every call goes through
+    Python.
+    """
     devices = runtime.devices
     monkeypatch.setattr(devices, "TYPE", "cpu")
     monkeypatch.setattr(devices, "gpu_of", lambda index: DEFAULT_GPU)
@@ -120,6 +124,7 @@ def on_cpu(runtime: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleN
     monkeypatch.setattr(devices, "use", lambda index: contextlib.nullcontext())
     monkeypatch.setattr(devices, "is_capturing", lambda: False)
     monkeypatch.setattr(runtime.dispatch, "prepare", lambda then: None)
+    monkeypatch.setattr(runtime.portfolio, "portfolios", lambda: ())
     monkeypatch.setattr(runtime.dispatch, "load_built", lambda then: False)
     return runtime
 

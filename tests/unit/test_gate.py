@@ -496,3 +496,47 @@ def test_slopes_leave_what_is_planted_on_top() -> None:
     assert means["slopes"] * 16 >= 1
     assert 0 < deviations["slopes"] < means["slopes"] / 3  # positive, and not all alike
     assert gate.moments(BIASED, "large_scores")[1]["bias"] == gate.LARGE
+
+
+class TestLogSumExp:
+    ROWS = ATTENTION.batch * ATTENTION.heads_q * ATTENTION.seqlen_q
+
+    def loaded(self, with_lse: bool) -> tuple[Gate, FakeDevice, FakeKernel]:
+        gate, device, kernel = opened(ATTENTION)
+        gate.load("random", with_lse=with_lse)
+        return gate, device, kernel
+
+    def test_statistics_are_kept_where_they_are_wanted(self) -> None:
+        for with_lse in (False, True):
+            gate, device, kernel = self.loaded(with_lse)
+            (given,) = [tensors for tensors, integers in kernel.given if integers[0] == 4]
+            assert (given[4] in device.live) == with_lse
+            gate.close()
+            assert given[4] not in device.live
+
+    def test_a_reference_without_statistics_is_computed_again(self) -> None:
+        gate, _, kernel = self.loaded(False)
+        gate.load("random", with_lse=True)
+        gate.load("random", with_lse=True)
+        assert [call[0] for call in kernel.calls].count(4) == 2
+
+    @pytest.mark.parametrize("is_wrong", [False, True])
+    def test_every_row_is_compared(self, monkeypatch: pytest.MonkeyPatch, is_wrong: bool) -> None:
+        gate, device, _ = self.loaded(True)
+        lse = Guarded("lse", 64, 4 * self.ROWS)
+
+        def read(pointer: int, size: int) -> bytes:
+            if pointer != lse.pointer:
+                return struct.pack("<2d", 3.0, 1.0) * (size // 16)
+            last = 4.0 if is_wrong else 3.0
+            return struct.pack(f"<{self.ROWS}f", *[3.0] * (self.ROWS - 1), last)
+
+        monkeypatch.setattr(device, "read", read)
+        verdict = gate.examine_lse(lse)
+        assert verdict.status is (Status.WRONG_RESULT if is_wrong else Status.OK)
+        assert (f"first row {self.ROWS - 1}" in verdict.log) == is_wrong
+
+    def test_it_must_be_asked_for(self) -> None:
+        gate, *_ = self.loaded(False)
+        with pytest.raises(BenchmarkError, match="no log-sum-exp to compare with"):
+            gate.examine_lse(Guarded("lse", 64, 4 * self.ROWS))

@@ -14,7 +14,7 @@ from tuner.selection.kernels import Kernel, KernelList, Proof
 SPEC = KernelSpec("toy.cu.j2", {"tile": 64})
 PROOF = Proof(64, 0, "NVIDIA H200", "580.159.04", "2026-11-23")
 BUILT = Kernel(SPEC.key, "toy_1", "ab" * 32)
-EMPTY = KernelList("13.0.88", "4.2.0", "9.0")
+EMPTY = KernelList("13.0.88", "4.2.0", "9.0", "ef" * 32)
 
 
 def test_a_kernel_is_found_by_its_spec() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
+from operator import mul
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from tuner.cli import main
 from tuner.config import Config
 from tuner.errors import ConfigError, StoreError
 from tuner.families import families
-from tuner.families.attention_work import TERMS, Tiling, work
+from tuner.families.attention_work import TERMS, Sizes, Tiling, work
 from tuner.hardware import DEFAULT_GPU, GPUS
 from tuner.measurement import Measurement, Provenance, Regime, Status
 from tuner.problem import AttentionProblem
@@ -44,7 +45,7 @@ def attention(text: str) -> AttentionProblem:
 
 
 def amounts(text: str, tiling: Tiling) -> dict[str, float]:
-    return dict(zip(TERMS, work(attention(text), tiling, DEFAULT_GPU), strict=True))
+    return dict(zip(TERMS, work(Sizes.of(attention(text)), tiling, DEFAULT_GPU), strict=True))
 
 
 class TestWork:
@@ -91,7 +92,7 @@ class TestWork:
 class TestScheduled:
     def test_a_kernel_whose_packed_heads_do_not_divide_the_group_is_left_out(self) -> None:
         packed = maker()(1, 64, packed_heads=4)
-        assert FUSED.scheduled(attention("S=512,D=64,H=14,HKV=2"), packed, DEFAULT_GPU) == ()
+        assert FUSED.scheduled(attention("S=512,D=64,H=14,HKV=2"), packed, DEFAULT_GPU) == []
 
     def test_grouped_heads_name_what_is_one(self) -> None:
         (config,) = FUSED.scheduled(attention("S=512,D=64,H=16,HKV=4"), WIDE, DEFAULT_GPU)
@@ -268,7 +269,9 @@ class TestMake:
             assert one.median_error < 0.03
         for m in planted(1):
             of = next(c for c in models.candidates if c.config == fitting.kernel_of(m.config))
-            expected = of.expected_us(m.problem, m.config, DEFAULT_GPU)
+            assert of.family is not None
+            amounts = of.family.work(m.problem, m.config, DEFAULT_GPU)
+            expected = sum(map(mul, of.priced, amounts))
             assert expected == pytest.approx(m.latency_us, rel=0.1)
 
     def test_the_kernel_of_least_time_is_selected(self, known: Portfolio) -> None:

@@ -116,7 +116,7 @@ def test_a_window_has_a_plan_of_its_own(machine: Machine, monkeypatch: pytest.Mo
     told: list[Any] = []
     windowed = AttentionProblem(16, 16, 8, 1, 2, window_left=4, window_right=2, softcap=30.0)
 
-    def lookup(problem: Problem, *, gpu: Gpu, path: Path | None, with_rules: bool) -> Answer:
+    def lookup(problem: Problem, *, gpu: Gpu, path: Path | None, **_: Any) -> Answer:
         known.append(problem)
         return answer(measured(problem=problem))
 
@@ -151,7 +151,7 @@ def test_a_mask_that_is_added_is_a_bias(
     known: list[Problem] = []
     told: list[Any] = []
 
-    def lookup(problem: Problem, *, gpu: Gpu, path: Path | None, with_rules: bool) -> Answer:
+    def lookup(problem: Problem, *, gpu: Gpu, path: Path | None, **_: Any) -> Answer:
         known.append(problem)
         return answer(measured(problem=problem))
 
@@ -164,7 +164,7 @@ def test_a_mask_that_is_added_is_a_bias(
     for given in (mask, mask.expand(3, 2, 16, 16)):
         assert was_tuned(machine.attention(*tensors, given))
     assert known == [AttentionProblem.parse(f"B=3,H=2,S=16,D=8,bias={bias}")]
-    assert {arguments[3] is None for _, arguments, _ in told} == {False}
+    assert {arguments[3] is None for _, arguments, *_ in told} == {False}
     assert [call[1][0] for call in machine.launched[1::2]] == [mask.data_ptr()] * 2
     assert machine.stats().hits == 2
 

@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -54,6 +55,21 @@ def test_what_is_known_is_answered_without_python(server: Server) -> None:
     stats = server.runtime.counters.stats(reset=True)
     assert (stats.hits, stats.nearest_hits, stats.fallbacks) == (3, 0, {})
     assert server.runtime.counters.stats().hits == 0
+
+
+def test_what_a_portfolio_selected_is_counted_apart(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = server.runtime.plan.own_plan
+    selected = partial(replace, by_portfolio=True)
+    monkeypatch.setattr(server.runtime.plan, "own_plan", lambda *given: selected(own(*given)))
+    server.decide(PROBLEM)
+    q, k, v = inputs()
+    by_python = [server.went(lambda: server.attention(q, k, v))[1] for _ in range(3)]
+    assert by_python == [True, False, False]
+    stats = server.runtime.counters.stats(reset=True)
+    assert (stats.hits, stats.nearest_hits, stats.portfolio_hits) == (3, 0, 3)
+    assert server.runtime.counters.stats().portfolio_hits == 0
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])

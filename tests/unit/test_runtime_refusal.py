@@ -321,7 +321,7 @@ def test_a_generation_s_lengths_are_not_looked_up_one_by_one(
     machine.decide()
     decided = AttentionProblem(1, 40, 8, 1, 2)
 
-    def lookup(problem: Problem, *, gpu: Any, path: Path | None, with_rules: bool) -> Answer | None:
+    def lookup(problem: Problem, *, path: Path | None, **_: Any) -> Answer | None:
         return answer(tuned_measurement(problem=problem)) if problem == decided else None
 
     monkeypatch.setattr(table, "lookup", lookup)

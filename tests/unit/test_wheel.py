@@ -66,7 +66,7 @@ def known(cache: ArtifactCache, library: Path) -> KernelList:
     """A proven kernel and one without a proof."""
     proven = Kernel(spec(64).key, "prebuilt1", put(cache, library, "prebuilt1"), PROOF)
     other = Kernel(spec(128).key, "k2", put(cache, library, "k2"))
-    return KernelList("13.0.88", "4.2.0", "9.0").with_kernels([proven, other])
+    return KernelList("13.0.88", "4.2.0", "9.0", "ef" * 32).with_kernels([proven, other])
 
 
 def members(wheel: Path) -> dict[str, bytes]:
@@ -102,7 +102,9 @@ class TestWriting:
         assert write_wheel(known, cache, tmp_path, with_unproven=True).kernels == 2
 
     def test_nothing_proven_is_an_error(self, cache: ArtifactCache, tmp_path: Path) -> None:
-        known = KernelList("13.0.88", "4.2.0", "9.0").with_kernels([Kernel("a", "prebuilt1", "ab")])
+        known = KernelList("13.0.88", "4.2.0", "9.0", "ef" * 32).with_kernels(
+            [Kernel("a", "prebuilt1", "ab")]
+        )
         with pytest.raises(ConfigError, match="none of 1 kernels is proven: tuner prove"):
             write_wheel(known, cache, tmp_path)
 

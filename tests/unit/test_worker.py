@@ -33,7 +33,7 @@ from tuner.measure.tolerance import Verdict
 from tuner.measure.worker import Worker
 from tuner.measure.worker_client import Ask, WorkerClient
 from tuner.measurement import Clocks, Regime, Status
-from tuner.problem import GemmProblem
+from tuner.problem import AttentionProblem, GemmProblem, Problem
 
 PROBLEM = GemmProblem(m=512, n=512, k=512)
 KERNEL = Artifact("k" * 32, Path("/nowhere/kernel.so"), "0" * 64, None, 0.0)
@@ -424,6 +424,7 @@ class FakeDevice:
 class FakeGate:
     verdicts: list[Verdict]
     broken: tuple[int, ...] = ()
+    is_lse_wrong = False
 
     def __init__(self, device: FakeDevice, kernel: Any) -> None:
         self.device = device
@@ -433,8 +434,8 @@ class FakeGate:
     def open(self, problem: Any, seed: int) -> None:
         pass
 
-    def load(self, kind: str) -> None:
-        pass
+    def load(self, kind: str, with_lse: bool = False) -> None:
+        self.with_lse = with_lse
 
     def allocate(self, pool: Any, name: str, size: int) -> Any:
         return worker_room.Guarded(name, 4096, size)
@@ -448,6 +449,13 @@ class FakeGate:
         if self.examined in FakeGate.broken:
             raise GateError("the reference is not finite")
         return FakeGate.verdicts.pop(0) if FakeGate.verdicts else Verdict(Status.OK, 1e-4)
+
+    def examine_lse(self, lse: Any) -> Verdict:
+        assert self.with_lse and lse.bytes == 4 * 16 * 64
+        log = "log-sum-exp: 1 of 1024 rows are wrong"
+        return (
+            Verdict(Status.WRONG_RESULT, None, log) if FakeGate.is_lse_wrong else Verdict(Status.OK)
+        )
 
 
 class FakeSubject:
@@ -551,9 +559,10 @@ def answer(
     careful: bool = False,
     device: FakeDevice | None = None,
     regime: Regime = Regime(),  # noqa: B008
+    problem: Problem = PROBLEM,
 ) -> bool:
     made = Ask(
-        PROBLEM,
+        problem,
         regime,
         mode,
         1,
@@ -604,6 +613,18 @@ def test_a_product_before_the_call_leaves_other_inputs_which_are_not_checked_aga
 def test_a_probe_is_not_timed(events: list[dict[str, Any]]) -> None:
     answer(events, "ok", mode="probe")
     assert results(events)[0].status is Status.OK and results(events)[0].latency_us is None
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_a_probe_of_the_log_sum_exp_checks_it_too(
+    events: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, is_wrong: bool
+) -> None:
+    monkeypatch.setattr(FakeGate, "is_lse_wrong", is_wrong)
+    answer(events, "ok", mode="probe_lse", problem=AttentionProblem.parse("S=64,D=64"))
+    (outcome,) = results(events)
+    assert outcome.status is (Status.WRONG_RESULT if is_wrong else Status.OK)
+    assert outcome.latency_us is None and outcome.error == (None if is_wrong else 1e-4)
+    assert ("log-sum-exp" in outcome.log) == is_wrong
 
 
 def test_a_failed_check_ends_a_candidate(events: list[dict[str, Any]]) -> None:
@@ -681,10 +702,10 @@ def test_finalists_are_closed_when_the_gate_fails_before_their_timing(
 ) -> None:
     device, load = FakeDevice(), FakeGate.load
 
-    def fail(gate: FakeGate, kind: str) -> None:
+    def fail(gate: FakeGate, kind: str, with_lse: bool = False) -> None:
         if gate.examined == 4:
             raise BenchmarkError("no inputs")
-        load(gate, kind)
+        load(gate, kind, with_lse)
 
     monkeypatch.setattr(FakeGate, "load", fail)
     assert answer(events, "ok", "ok", mode="final", device=device)

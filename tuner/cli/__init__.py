@@ -34,6 +34,7 @@ COMMANDS = (
     "plan",
     "entries",
     "build",
+    "prove",
     "revalidate",
     "bundle",
     "artifacts",

@@ -7,11 +7,12 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from tuner.compile.artifacts import Artifact
     from tuner.compile.compiler import Compiler
     from tuner.families.base import KernelSpec
     from tuner.hardware import Gpu
@@ -87,6 +88,7 @@ def compile_ahead(
     compiler: Compiler,
     time_limit_s: float | None,
     started: float | None = None,
+    finished: Callable[[KernelSpec, Artifact], None] = lambda spec, artifact: None,
 ) -> int:
     """Compile kernels and the gate's; 1 when some are left or failed.
 
@@ -95,19 +97,25 @@ def compile_ahead(
         compiler: what compiles them.
         time_limit_s: seconds after which no more are waited for; None: without end.
         started: `time.monotonic` from which the limit counts; None: now.
+        finished: called with each kernel that is there.
     """
     from tuner.cli import DONE, FAILED
     from tuner.measure.gate import REFERENCE
 
     started = time.monotonic() if started is None else started
     deadline = math.inf if time_limit_s is None else started + time_limit_s
-    waiting = {future for _, future in compiler.submit([REFERENCE, *specs])}
+    specs_of = {future: spec for spec, future in compiler.submit([REFERENCE, *specs])}
+    waiting = set(specs_of)
     done, said = 0, -math.inf
     failed: list[BaseException] = []
     while waiting and (left_s := deadline - time.monotonic()) > 0:
         found, waiting = wait(waiting, min(left_s, PROGRESS_S), FIRST_COMPLETED)
         done += len(found)
-        failed += [exc for future in found if (exc := future.exception()) is not None]
+        for future in found:
+            if (exc := future.exception()) is not None:
+                failed.append(exc)
+            else:
+                finished(specs_of[future], future.result())
         now = time.monotonic()
         if not waiting or now - said >= PROGRESS_S:
             said = now

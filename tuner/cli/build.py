@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from tuner.errors import NoValidConfigError, TunerError
+from tuner.errors import ConfigError, NoValidConfigError, TunerError
 
 if TYPE_CHECKING:
     from tuner.compile.artifacts import Artifact, ArtifactCache
@@ -60,8 +60,17 @@ def register(subparsers: Any) -> None:
         ),
     )
     parser.add_argument("--op", help="only this operation; of --shape, default attention")
-    parser.add_argument("--shape", metavar="KEY=VALUE,...", help="only this problem")
-    parser.add_argument("--gpu", help="only entries of this GPU, as in H200")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--shape", metavar="KEY=VALUE,...", help="only this problem")
+    what.add_argument(
+        "--portfolio",
+        action="store_true",
+        help="the kernels of the shipped portfolio, which serve shapes that nobody tuned",
+    )
+    parser.add_argument("--gpu", help="only entries, or the portfolio, of this GPU, as in H200")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="with --portfolio: list the kernels, compile nothing"
+    )
     parser.add_argument("--jobs", type=int, metavar="N", help="nvcc processes (default: the cores)")
     parser.add_argument("--store", metavar="URL", help="SQLAlchemy URL or SQLite file")
     parser.add_argument("--json", action="store_true", help="one JSON object")
@@ -83,6 +92,10 @@ def run(args: argparse.Namespace) -> int:
     from tuner.selection.describe import counted
     from tuner.store import open_store
 
+    if args.portfolio:
+        return _portfolio(args)
+    if args.dry_run:
+        raise ConfigError("--dry-run is not for entries (allowed: with --portfolio)")
     with open_store(args.store) as store:
         targets = [Target(m) for e in _entries(store, args) for m in _own(e)]
         if not targets:
@@ -121,6 +134,23 @@ def run(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
+def _portfolio(args: argparse.Namespace) -> int:
+    """Build the kernels of the shipped portfolio."""
+    from tuner.cli.portfolio import build
+    from tuner.compile.artifacts import ArtifactCache
+
+    if args.jobs is not None and args.jobs < 1:
+        raise ConfigError(f"--jobs {args.jobs} is out of range (allowed: 1 and more)")
+    if args.json:
+        raise ConfigError("--json is not for --portfolio (allowed: for entries)")
+    artifacts = ArtifactCache()
+    with contextlib.nullcontext() if args.dry_run else _alone(artifacts):
+        code = build(artifacts, args.op, args.gpu, args.jobs, dry_run=args.dry_run)
+        if not args.dry_run:
+            print(f"the runtime's dispatcher: {_dispatcher(artifacts)}", file=sys.stderr)
+    return code
+
+
 @contextlib.contextmanager
 def _alone(artifacts: ArtifactCache) -> Iterator[None]:
     """Hold the machine's one place for a build; says so where another has it."""
@@ -155,7 +185,6 @@ def _entries(store: Store, args: argparse.Namespace) -> Iterable[Entry]:
     problem without any what the nearest lends, else a shipped rule's choice.
     """
     from tuner import settings
-    from tuner.errors import ConfigError
     from tuner.measurement import Provenance
     from tuner.problem import PROBLEMS
     from tuner.selection.reader import find_gpu, lookup, shipped

@@ -53,7 +53,7 @@ GROUPS = (
     Group(
         "compile and carry",
         "tuner build --shape S=1024,D=64 --gpu H200",
-        ("build", "cache", "bundle", "export", "import", "store", "serve", "sync"),
+        ("build", "prove", "cache", "bundle", "export", "import", "store", "serve", "sync"),
     ),
     Group(
         "understand",

@@ -6,7 +6,9 @@ Terms follow from the problem and the kernel's tiles, so they are exact; the rat
 
 from __future__ import annotations
 
-from math import ceil
+from functools import lru_cache
+from itertools import chain
+from operator import itemgetter
 from typing import NamedTuple
 
 from tuner.hardware import Gpu
@@ -58,34 +60,66 @@ class Tiling(NamedTuple):
     """Columns computed for the head dimension; 0: as many as there are."""
 
 
-def work(problem: AttentionProblem, tiling: Tiling, gpu: Gpu) -> tuple[float, ...]:
-    """The amount of each of `TERMS`."""
-    queries = max(1, tiling.rows // tiling.packed)
-    tiles = ceil(problem.seqlen_q / queries)
-    blocks = tiles * problem.batch * problem.heads_q // tiling.packed * tiling.splits
-    longest, mean = _steps(problem, queries, tiles, tiling.keys)
-    longest, mean = ceil(longest / tiling.splits), mean / tiling.splits
-    rounds = ceil(blocks / (gpu.sm_count * tiling.resident))
-    share = blocks / gpu.sm_count
-    width = DTYPE_BYTES[problem.dtype] * problem.head_dim
-    cached = 2 * problem.batch * problem.heads_kv * problem.seqlen_kv * width
-    moved = cached + 2 * problem.batch * problem.heads_q * problem.seqlen_q * width
-    step_bytes = 2 * tiling.keys * width
-    waiting = LATENCY_SHARE * rounds * tiling.resident * longest * step_bytes * gpu.sm_count
-    outputs = problem.batch * problem.heads_q * problem.seqlen_q * problem.head_dim
-    is_split = tiling.splits > 1
+class Sizes(NamedTuple):
+    """What the work of all kernels at one problem is counted from."""
+
+    seqlen_q: int
+    seqlen_kv: int
+    heads: int
+    """Query heads of all sequences."""
+    is_masked: bool
+    left: int
+    right: int
+    """Keys that a query sees before and behind its own (`AttentionProblem.visible`)."""
+    row_bytes: int
+    """Of one query or key of a head."""
+    moved: int
+    """Bytes read and written at least."""
+    outputs: int
+    """Elements."""
+
+    @classmethod
+    def of(cls, problem: AttentionProblem) -> Sizes:
+        """The sizes of a problem."""
+        queries, keys, batch = problem.seqlen_q, problem.seqlen_kv, problem.batch
+        heads, width = batch * problem.heads_q, DTYPE_BYTES[problem.dtype] * problem.head_dim
+        moved = 2 * width * (batch * problem.heads_kv * keys + heads * queries)
+        left, right = problem.visible
+        is_masked = problem.is_causal or problem.is_windowed
+        outputs = heads * queries * problem.head_dim
+        return cls(queries, keys, heads, is_masked, left, right, width, moved, outputs)
+
+
+def work(sizes: Sizes, tiling: Tiling, gpu: Gpu) -> tuple[float, ...]:
+    """The amount of each of `TERMS`. A selection calls it for each candidate: it is kept short."""
+    rows, keys, resident, packed, splits, _ = tiling
+    seqlen_q, seqlen_kv, heads, is_masked, left, right, row_bytes, moved, outputs = sizes
+    sm_count = gpu.sm_count
+    queries = rows // packed or 1
+    tiles = -(-seqlen_q // queries)
+    blocks = tiles * heads // packed * splits
+    if is_masked:
+        longest, mean = _steps(seqlen_q, seqlen_kv, left, right, queries, keys)
+    else:
+        longest = -(-seqlen_kv // keys)
+        mean = float(longest)
+    if splits > 1:
+        longest, mean = -(-longest // splits), mean / splits
+    rounds = -(-blocks // (sm_count * resident))
+    share = blocks / sm_count
+    waiting = LATENCY_SHARE * rounds * resident * longest * 2 * keys * row_bytes * sm_count
     return (
         1.0,
-        float(rounds),
+        rounds,
         rounds * mean,
-        ceil(share) * mean,
+        -(-blocks // sm_count) * mean,
         share * mean,
-        float(longest),
+        longest,
         share,
         moved / MEGABYTE,
-        max(moved, waiting) / MEGABYTE,
-        4 * tiling.splits * outputs / MEGABYTE if is_split else 0.0,
-        float(tiling.splits) if is_split else 0.0,
+        (moved if moved > waiting else waiting) / MEGABYTE,
+        4 * splits * outputs / MEGABYTE if splits > 1 else 0.0,
+        splits if splits > 1 else 0.0,
     )
 
 
@@ -97,7 +131,6 @@ TILINGS = {
 }
 """Tiles that a kernel whose source is not known may have; a fit finds out which."""
 _OF_TILES = ("rounds", "round_steps", "busiest_steps", "mean_steps", "longest_steps")
-_AT = [TERMS.index(name) for name in _OF_TILES]
 CLOSED_TERMS = (
     "launch",
     "blocks",
@@ -109,22 +142,34 @@ CLOSED_TERMS = (
 its keys and values anew."""
 
 
-def closed_work(problem: AttentionProblem, gpu: Gpu) -> tuple[float, ...]:
+def closed_work(sizes: Sizes, gpu: Gpu) -> tuple[float, ...]:
     """The amount of each of `CLOSED_TERMS`, for a kernel whose tiles are not known."""
-    found = [work(problem, tiling, gpu) for tiling in TILINGS.values()]
-    _, _, _, _, _, _, blocks, memory, *_ = found[0]
-    width = DTYPE_BYTES[problem.dtype] * problem.head_dim
-    repeated = 2 * problem.batch * problem.heads_q * problem.seqlen_kv * width / MEGABYTE
-    return (1.0, blocks, memory, repeated, *(one[at] for one in found for at in _AT))
+    found = [work(sizes, tiling, gpu) for tiling in TILINGS.values()]
+    blocks, memory = found[0][6:8]
+    repeated = 2 * sizes.heads * sizes.seqlen_kv * sizes.row_bytes / MEGABYTE
+    return (1.0, blocks, memory, repeated, *chain.from_iterable(map(_of_tiles, found)))
 
 
-def _steps(problem: AttentionProblem, queries: int, tiles: int, keys: int) -> tuple[int, float]:
+_of_tiles = itemgetter(*(TERMS.index(name) for name in _OF_TILES))
+
+
+@lru_cache(1 << 12)
+def _steps(
+    seqlen_q: int, seqlen_kv: int, left: int, right: int, queries: int, keys: int
+) -> tuple[int, float]:
     """Key steps of a block: the most, and the mean of at most 16 blocks, evenly spread."""
-    if not problem.is_causal and not problem.is_windowed:
-        steps = ceil(problem.seqlen_kv / keys)
-        return steps, float(steps)
+    tiles = -(-seqlen_q // queries)
+    step = -(-tiles // 16)
+    if left >= seqlen_q:  # no key is hidden on that side: the last block has the most
+        all_steps = -(-seqlen_kv // keys)
+        most = min(all_steps, -(-(seqlen_q + right) // keys))
+        ends = range((tiles - step) * queries + right, right, -step * queries)
+        steps = [-(-end // keys) if end < seqlen_kv else all_steps for end in ends]
+        return most, (most + sum(steps)) / (1 + len(steps))
     found = []
-    for tile in range(tiles - 1, -1, -ceil(tiles / 16)):
-        seen = problem.keys_of(tile * queries, (tile + 1) * queries - 1)
-        found.append(ceil(seen.stop / keys) - seen.start // keys if seen else 0)
+    for tile in range(tiles - 1, -1, -step):
+        first = tile * queries
+        end = min(seqlen_kv, min(first + queries, seqlen_q) + right)
+        start = first - left if first > left else 0
+        found.append(-(-end // keys) - start // keys if end > start else 0)
     return max(found), sum(found) / len(found)

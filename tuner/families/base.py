@@ -11,7 +11,7 @@ import copy
 import json
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any, ClassVar, Self, final
@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Self, final
 from tuner.base import resources
 from tuner.config import Config, Value
 from tuner.errors import TunerError
+from tuner.families.attention_work import Sizes, Tiling
 from tuner.hardware import (
     MAX_TMA_STRIDE_BYTES,
     OLDEST_CAPABILITY,
@@ -359,12 +360,24 @@ class Family(ABC):
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
         """Estimated time, microseconds: seeds the search and ranks where no GPU is."""
 
+    @final
     def work(self, problem: Problem, config: Config, gpu: Gpu) -> tuple[float, ...]:
         """Amount of each of `work_terms`. A kernel's expected time is their sum, each times the
         microseconds that were measured for it (`tuner.selection.portfolio`).
         """
+        if not self.work_terms or not isinstance(problem, AttentionProblem):
+            return ()
+        return self.amounts(Sizes.of(problem), self.tiling(config), gpu)
+
+    def amounts(self, sizes: Sizes, tiling: Tiling, gpu: Gpu) -> tuple[float, ...]:
+        """`work` of sizes and a tiling that the caller has already."""
         return ()
 
+    def tiling(self, config: Config) -> Tiling:
+        """How an attention kernel cuts the scores into blocks; splits as in `config`, else 1."""
+        return Tiling(128, 128)
+
+    @final
     def scheduled(self, problem: Problem, config: Config, gpu: Gpu) -> Sequence[Config]:
         """The compiled kernel of `config` as it may be called for `problem`: a config for each
         run-time schedule worth considering; empty where the kernel cannot take the problem.
@@ -374,7 +387,22 @@ class Family(ABC):
             config: one without the parameters that a schedule sets.
             gpu: where it runs.
         """
-        return (config,)
+        counts = self.splits(problem, config, gpu)
+        return [self.called(problem, config, count) for count in counts]
+
+    def splits(self, problem: Problem, config: Config, gpu: Gpu) -> Sequence[int]:
+        """Counts of splits of the schedules of `scheduled`."""
+        return (1,)
+
+    def called(self, problem: Problem, config: Config, splits: int) -> Config:
+        """The config of the schedule with as many splits."""
+        return config
+
+    def legality_facts(self, problem: Problem) -> Hashable:
+        """Equal for two problems of one domain (`tuner.selection.portfolio.Domain`) that the same
+        of the family's configs are legal for.
+        """
+        return problem
 
     @property
     def constants(self) -> Mapping[str, float]:

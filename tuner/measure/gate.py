@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import random
 import struct
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -19,6 +20,7 @@ from tuner.compile.artifacts import LoadedKernel
 from tuner.errors import BenchmarkError
 from tuner.families.base import KernelSpec
 from tuner.measure.device import Device, Pool
+from tuner.measure.log_sum_exp import judge_lse, lse_of, score_rows
 from tuner.measure.subjects import Call
 from tuner.measure.tolerance import (
     Comparison,
@@ -166,6 +168,8 @@ class Gate:
         self._references = Pool(device)
         self._operands: dict[str, Guarded] = {}
         self._known: dict[str, tuple[int, dict[str, int]]] = {}
+        self._statistics: dict[str, int] = {}
+        """Of each row of attention, maximum and sum of exponentials, where they are kept."""
         self._kind = ""
 
     @property
@@ -176,9 +180,7 @@ class Gate:
     def open(self, problem: Problem, seed: int) -> None:
         """Allocate a problem's buffers and forget the references of another problem or seed."""
         if (problem, seed) != (self._problem, self._seed):
-            self._references.close()
-            self._known.clear()
-            self._kind = ""
+            self._forget()
         if problem != self._problem:
             self.close()
             self._operands = {
@@ -189,20 +191,33 @@ class Gate:
 
     def close(self) -> None:
         """Free everything that depends on the problem."""
-        self._references.close()
+        self._forget()
         self._buffers.close()
+        self._operands, self._problem = {}, None
+
+    def _forget(self) -> None:
+        self._references.close()
         self._known.clear()
-        self._operands, self._problem, self._kind = {}, None, ""
+        self._statistics.clear()
+        self._kind = ""
 
     def allocate(self, pool: Pool, name: str, size: int) -> Guarded:
         """A buffer of `pool` with guard bands, 256-byte aligned, an even number of bytes."""
         size += size % 2
         return Guarded(name, pool.allocate(size + 2 * GUARD_BYTES) + GUARD_BYTES, size)
 
-    def load(self, kind: str) -> None:
-        """Put the inputs of `kind` into the buffers; computes the reference when it is new."""
+    def load(self, kind: str, with_lse: bool = False) -> None:
+        """Put the inputs of `kind` into the buffers; computes the reference when it is new.
+
+        Args:
+            kind: of `KINDS`.
+            with_lse: of attention: `examine_lse` will be called.
+        """
         problem, seed = self._opened()
         self._fill(problem, kind, seed)
+        if with_lse and kind not in self._statistics:
+            self._known.pop(kind, None)
+            self._statistics[kind] = self._references.allocate(16 * score_rows(problem))
         if kind not in self._known:
             reference = self._references.allocate(4 * problem.output.elements)
             self._compute(problem, kind, reference)
@@ -249,6 +264,25 @@ class Gate:
             self._compute(problem, self._kind, reference)
             comparison = self.compare(written, reference, output, limits)
         verdict = judge(comparison, output, strayed, changed, limits)
+        log = verdict.log and f"{self._kind} inputs: {verdict.log}"
+        return Verdict(verdict.status, verdict.error, log)
+
+    def examine_lse(self, lse: Guarded) -> Verdict:
+        """Judge the log-sum-exp that an attention kernel left, after `examine`.
+
+        Args:
+            lse: (B, H, SQ) fp32; of packed sequences (H, total_q).
+
+        Raises:
+            BenchmarkError: when it was not asked for by `load`.
+        """
+        problem, _ = self._opened()
+        if not isinstance(problem, AttentionProblem) or self._kind not in self._statistics:
+            raise BenchmarkError("the numerics gate has no log-sum-exp to compare with")
+        rows = lse.bytes // 4
+        statistics = array("d", self._device.read(self._statistics[self._kind], 16 * rows))
+        found = array("f", self._device.read(lse.pointer, lse.bytes))
+        verdict = judge_lse(found, lse_of(problem, statistics))
         log = verdict.log and f"{self._kind} inputs: {verdict.log}"
         return Verdict(verdict.status, verdict.error, log)
 
@@ -392,19 +426,20 @@ class Gate:
         elif isinstance(problem, GroupedGemmProblem):
             self._compute_groups(problem, kind, scale, reference)
         elif isinstance(problem, AttentionProblem):
-            self._compute_attention(problem, scale, reference)
+            self._compute_attention(problem, kind, scale, reference)
         else:
             integers = (_SOFTMAX, *_softmax_integers(problem))
             self._run((*inputs, reference), integers, (scale,))
         self._device.wait()
 
-    def _compute_attention(self, problem: AttentionProblem, scale: float, reference: int) -> None:
+    def _compute_attention(
+        self, problem: AttentionProblem, kind: str, scale: float, reference: int
+    ) -> None:
         """One sequence after the other where their lengths vary; else all at once."""
         at = self.pointers
         others = [at.get(name, 0) for name in _ATTENTION_OTHERS]
         with Pool(self._device) as pool:
-            rows = problem.batch * problem.heads_q * problem.seqlen_q
-            statistics = pool.allocate(16 * rows)
+            statistics = self._statistics.get(kind) or pool.allocate(16 * score_rows(problem))
             for one, shift in _parts(problem):
                 matrices = [at[name] + shift[name] for name in ("query", "key", "value")]
                 self._run(
@@ -418,6 +453,7 @@ class Gate:
                     ),
                     (scale, one.softcap),
                 )
+                statistics += 16 * score_rows(one)
             self._device.wait()
 
     def _compute_groups(

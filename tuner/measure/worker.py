@@ -40,7 +40,7 @@ from tuner.base.processes import EndingSignals
 from tuner.compile.artifacts import load
 from tuner.errors import BenchmarkError, GateError, TunerError
 from tuner.families import families, families_in
-from tuner.families.base import SCRATCH, Family
+from tuner.families.base import LSE, SCRATCH, Family
 from tuner.hardware import Gpu
 from tuner.measure import device as device_room
 from tuner.measure.bursts import Burst, Sets, count_sets, entrant
@@ -53,6 +53,7 @@ from tuner.measure.gate import (
     scale_of,
 )
 from tuner.measure.kernel_times import again_text, alone_us, described, device_us
+from tuner.measure.log_sum_exp import lse_bytes
 from tuner.measure.predecessor import predecessor
 from tuner.measure.request import Candidate, Job, Outcome
 from tuner.measure.stopwatch import Stopwatch, Timing
@@ -66,6 +67,10 @@ from tuner.problem import problem_from_json
 VENDOR_ALLOWANCE_S = 120.0
 #: A round of many finalists, some of them slow, may take this much longer than a launch.
 _ROUND_ALLOWANCE_S = 10.0
+
+LSE_PROBE = "probe_lse"
+PROBES = ("probe", LSE_PROBE)
+"""Modes that check and do not time."""
 
 Emit = Callable[[Mapping[str, Any]], None]
 
@@ -219,7 +224,7 @@ class Worker:
             if job.mode == "kernels":
                 return self._profiled(job, rotation, stopwatch, prepared)
             self._check(job, prepared)
-            if prepared.verdict.status is not Status.OK or job.mode == "probe":
+            if prepared.verdict.status is not Status.OK or job.mode in PROBES:
                 return prepared.outcome(prepared.verdict)
             prepared.burst = self._burst(job, rotation, stopwatch, prepared)
             timing, clocks = stopwatch.quick(prepared.burst)
@@ -263,6 +268,8 @@ class Worker:
             gate.allocate(pool, SCRATCH, subject.scratch_bytes),
             gate.allocate(pool, WORKSPACE, subject.workspace_bytes),
         ]
+        if job.mode == LSE_PROBE:
+            own.append(gate.allocate(pool, LSE, lse_bytes(job.problem)))
         return _Prepared(index, subject, own)
 
     def _burst(
@@ -286,9 +293,10 @@ class Worker:
         worst = 0.0
         vendor = isinstance(prepared.subject, VendorSubject)
         allowance = VENDOR_ALLOWANCE_S if vendor else 0.0
+        lse = next((guarded for guarded in prepared.own if guarded.name == LSE), None)
         for kind in kinds_of(job.problem, is_vendor=vendor):
             self._phase(prepared.index, f"reference, {kind}", reference_seconds(job.problem))
-            gate.load(kind)
+            gate.load(kind, with_lse=lse is not None)
             self._phase(prepared.index, f"check, {kind}", allowance)
             scale = scale_of(job.problem, kind)
             buffers = {**gate.pointers, **prepared.buffers}
@@ -296,10 +304,13 @@ class Worker:
             gate.arm(prepared.own)
             call()
             verdict = gate.examine(prepared.own)
+            error = verdict.error
+            if verdict.status is Status.OK and lse is not None:
+                verdict = gate.examine_lse(lse)
             if verdict.status is not Status.OK:
                 prepared.verdict = verdict
                 return
-            worst = max(worst, verdict.error or 0.0)
+            worst = max(worst, error or 0.0)
         prepared.verdict = Verdict(Status.OK, worst)
 
     def _recheck(self, job: Job, prepared: _Prepared, timing: Timing) -> Verdict:

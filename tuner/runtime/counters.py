@@ -28,6 +28,8 @@ class Stats:
     """Calls that a tuned kernel, own or a vendor's, answered."""
     nearest_hits: int = 0
     """Those of them answered by the configuration of a neighbouring shape."""
+    portfolio_hits: int = 0
+    """Those of them answered by what a portfolio selected."""
     fallbacks: Mapping[str, int] = field(default_factory=dict)
     """Calls that PyTorch answered, by kind of reason, most frequent first."""
     errors: Mapping[str, int] = field(default_factory=dict)
@@ -46,13 +48,14 @@ class _Counts:
         self.lock = threading.Lock()
         self.hits = 0
         self.nearest_hits = 0
+        self.portfolio_hits = 0
         self.fallbacks: Counter[str] = Counter()
         self.errors: Counter[str] = Counter()
         self.said: set[str] = set()
 
 
 _counts = _Counts()
-Source = Callable[[bool], tuple[int, int, Mapping[str, int]]]
+Source = Callable[[bool], tuple[int, int, int, Mapping[str, int]]]
 _sources: list[Source] = []
 
 
@@ -63,26 +66,28 @@ def stats(reset: bool = False) -> Stats:
         reset: start again from zero after this.
     """
     with _counts.lock:
-        hits, nearest, fallbacks = _counts.hits, _counts.nearest_hits, Counter(_counts.fallbacks)
+        hits = [_counts.hits, _counts.nearest_hits, _counts.portfolio_hits]
+        fallbacks = Counter(_counts.fallbacks)
         for source in _sources:
-            more, more_nearest, more_fallbacks = source(reset)
-            hits, nearest = hits + more, nearest + more_nearest
+            *more, more_fallbacks = source(reset)
+            hits = [a + b for a, b in zip(hits, more, strict=True)]
             fallbacks.update(more_fallbacks)
-        found = Stats(
-            hits, nearest, dict(fallbacks.most_common()), dict(_counts.errors.most_common())
-        )
+        errors = dict(_counts.errors.most_common())
+        all_hits, nearest, selected = hits
+        found = Stats(all_hits, nearest, selected, dict(fallbacks.most_common()), errors)
         if reset:
-            _counts.hits = _counts.nearest_hits = 0
+            _counts.hits = _counts.nearest_hits = _counts.portfolio_hits = 0
             _counts.fallbacks.clear()
             _counts.errors.clear()
     return found
 
 
-def count_hit(is_nearest: bool) -> None:
+def count_hit(is_nearest: bool, by_portfolio: bool = False) -> None:
     """A tuned kernel answered a call."""
     with _counts.lock:
         _counts.hits += 1
         _counts.nearest_hits += is_nearest
+        _counts.portfolio_hits += by_portfolio
 
 
 def count_fallback(reason: str) -> None:
@@ -100,8 +105,8 @@ def count_error(reason: str) -> None:
 
 
 def add_source(source: Source) -> None:
-    """Have what is counted elsewhere added: hits, nearest hits, and fallbacks by kind of reason;
-    the argument is `reset`.
+    """Have what is counted elsewhere added: hits, nearest ones, a portfolio's, and fallbacks by
+    kind of reason; the argument is `reset`.
     """
     _sources.append(source)
 

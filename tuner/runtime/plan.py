@@ -57,6 +57,8 @@ class Plan(ABC):
     device: int
     is_nearest: bool
     """The configuration was measured for a neighbouring problem."""
+    by_portfolio: bool = field(default=False, kw_only=True)
+    """A portfolio selected the configuration by expected time."""
 
     @property
     def has_lse(self) -> bool:
@@ -80,7 +82,7 @@ class Plan(ABC):
                 context is lost, whatever is called next.
         """
         out = self._on_device(inputs, None)
-        counters.count_hit(self.is_nearest)
+        counters.count_hit(self.is_nearest, self.by_portfolio)
         return out
 
     def run_with_lse(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -90,7 +92,7 @@ class Plan(ABC):
         batch, heads, rows, _ = self.problem.output.shape
         lse = torch.empty((batch, heads, rows), dtype=torch.float32, device=inputs[0].device)
         out = self._on_device(inputs, lse)
-        counters.count_hit(self.is_nearest)
+        counters.count_hit(self.is_nearest, self.by_portfolio)
         return out, lse
 
     def _on_device(self, inputs: Sequence[torch.Tensor], lse: torch.Tensor | None) -> torch.Tensor:
@@ -237,7 +239,7 @@ def resolve(
         elif any(key in absent for key in measurement.artifacts.values()):
             reasons.append(f"{config.family} is not compiled on every rank")
         else:
-            plan = _plan(posed, measurement, device)
+            plan = plan_of(posed, measurement, device)
             if not isinstance(plan, str):
                 return plan
             reasons.append(plan)
@@ -245,7 +247,7 @@ def resolve(
     return Refusal(Kind.UNAVAILABLE, f"{problem.label()}: {why}")
 
 
-def _plan(posed: Posed, measurement: Measurement, device: int) -> Plan | Refusal | str:
+def plan_of(posed: Posed, measurement: Measurement, device: int) -> Plan | Refusal | str:
     """The plan of one entry, why the next one must serve, or a refusal of them all."""
     problem, config = posed.problem, measurement.config
     try:
@@ -269,7 +271,16 @@ def _plan(posed: Posed, measurement: Measurement, device: int) -> Plan | Refusal
     if isinstance(call, str):
         return call
     is_nearest = measurement.problem != problem
-    return VendorPlan(problem, config, device, is_nearest=is_nearest, call=call, shape=posed.shape)
+    is_selected = measurement.provenance is Provenance.PREDICTED
+    return VendorPlan(
+        problem,
+        config,
+        device,
+        is_nearest=is_nearest,
+        call=call,
+        shape=posed.shape,
+        by_portfolio=is_selected,
+    )
 
 
 def own_plan(
@@ -317,6 +328,7 @@ def own_plan(
         workspace_bytes=offset,
         dtype=getattr(torch, output.dtype),
         writes_lse=member.writes_lse,
+        by_portfolio=measurement.provenance is Provenance.PREDICTED,
     )
 
 

@@ -18,6 +18,8 @@ class Kind(StrEnum):
     CAPTURING = "a kernel cannot be loaded inside a graph capture"
     MISS = "no measured winner"
     VENDOR = "PyTorch's own kernel was the fastest"
+    PORTFOLIO = "the portfolio chose PyTorch's"
+    UNSERVED = "the portfolio's kernel cannot run here"
     UNAVAILABLE = "nothing of the entry can run here"
     MEMORY = "out of memory"
     LAUNCH = "a launch was refused"

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,9 @@ from tuner.base import ranges
 from tuner.config import Config
 from tuner.errors import BenchmarkError, ConfigError, StoreError
 from tuner.hardware import Gpu
+from tuner.measurement import Provenance
 from tuner.problem import AttentionProblem, Problem, problem_from_json
-from tuner.runtime import counters, devices, dispatch, lengths
+from tuner.runtime import counters, devices, dispatch, lengths, portfolio
 from tuner.runtime.plan import KernelPlan, Plan, Posed, resolve
 from tuner.runtime.refusal import Kind, Refusal, once
 from tuner.selection.nearest import class_pattern
@@ -330,18 +332,65 @@ class Table:
             known = self._near.get(near)
             if known and time.monotonic() < known.until and not is_decided(problem, self._path):
                 return self._bounded(replace(known, problem=problem), is_alone=False)
-            answer = self._ask(problem, devices.gpu_of(device))
-            if answer is None:
-                found = _refused(problem, Refusal(Kind.MISS, problem.label()), MISS_EVERY_S)
-            else:
-                found = self._resolve(posed, answer, device)
-            found = self._bounded(found, is_alone=bool(posed.strides) and answer is not None)
+            found, is_exact = self._serving(posed, device)
         except StoreError as exc:
             return self._blame(exc)
-        is_exact = answer is not None and answer.kind != "nearest"
         if near is not None and isinstance(found.plan, Refusal) and not is_exact:
             self._near[near] = found
         return found
+
+    def _serving(self, posed: Posed, device: int) -> tuple[_Known, bool]:
+        """What serves a problem, and whether a decision of its own says so: else the portfolio's
+        choice, else the nearest tuned problem's kernels.
+
+        Raises:
+            StoreError: when the store cannot be read.
+        """
+        problem = posed.problem
+        gpu = devices.gpu_of(device)
+        ask = partial(self._ask, problem, gpu)
+        chosen: _Known | None = None
+        # Ranks that agreed on decisions may have unlike kernel lists.
+        if self._path is None and portfolio.knows(problem, gpu):
+            own: _Known | None = None
+            answer = ask(with_nearest=False)
+            if answer is not None and answer.entry.provenance is Provenance.MEASURED:
+                own = self._resolve(posed, answer, device)
+                if isinstance(own.plan, Plan) or own.until == math.inf:
+                    return self._bounded(own, bool(posed.strides)), True
+            chosen = self._choose(posed, device)
+            if chosen is not None and isinstance(chosen.plan, Plan):
+                return chosen, False
+            if own is not None:
+                return self._bounded(own, bool(posed.strides)), True
+            if chosen is not None and chosen.until == math.inf:
+                return self._bounded(chosen, bool(posed.strides)), False
+        # The nearest tuned problem's kernels; of problems without a portfolio decisions, too.
+        answer = ask()
+        if answer is None:
+            miss = _refused(problem, Refusal(Kind.MISS, problem.label()), MISS_EVERY_S)
+            return self._bounded(chosen or miss, is_alone=False), False
+        found = self._resolve(posed, answer, device)
+        if chosen is not None and not isinstance(found.plan, Plan):
+            found = chosen
+        return self._bounded(found, bool(posed.strides)), answer.kind != "nearest"
+
+    def _choose(self, posed: Posed, device: int) -> _Known | None:
+        """What the portfolio serves; None where it knows nothing of such problems."""
+        problem = posed.problem
+        withdrawn = self._withdrawn.get(problem.key, ())
+        with devices.use(device):
+            gpu = devices.gpu_of(device)
+            choice = portfolio.choose(posed, gpu, device, withdrawn, self._absent)
+        if choice is None:
+            return None
+        selection, plan = choice.selection, choice.plan
+        if isinstance(plan, Refusal):
+            is_final = plan.kind is Kind.PORTFOLIO
+            return _refused(problem, plan, math.inf if is_final else RETRY_EVERY_S)
+        doubts = "".join(f", {doubt}" for doubt in selection.doubts)
+        _log.info("%s: portfolio: %s%s", problem.label(), selection.source, doubts)
+        return _Known(math.inf, problem, plan)
 
     def _lengths(
         self, plan: KernelPlan, pose_over: Callable[[int], Posed] | None, device: int
@@ -354,13 +403,8 @@ class Table:
             return None
 
         def resolved(length: int) -> KernelPlan | None:
-            posed = pose_over(length)
-            answer = self._ask(posed.problem, devices.gpu_of(device))
-            if answer is None:
-                return None
-            withdrawn = self._withdrawn.get(posed.problem.key, ())
-            with devices.use(device):
-                found = resolve(posed, answer, device, withdrawn, self._absent)
+            known, _ = self._serving(pose_over(length), device)
+            found = known.plan
             is_same = isinstance(found, KernelPlan) and found.config == plan.config
             return found if is_same else None  # type: ignore[return-value]
 
@@ -388,14 +432,16 @@ class Table:
             ends = lengths.between(problem.seqlen_kv, decided_lengths(problem, self._path))
         return replace(known, plan=replace(refusal, lengths=ends))
 
-    def _ask(self, problem: Problem, gpu: Gpu) -> Answer | None:
-        """The answer for a problem on a GPU, or None: the only look-up of the runtime.
+    def _ask(self, problem: Problem, gpu: Gpu, with_nearest: bool = True) -> Answer | None:
+        """The store's answer for a problem on a GPU, or None: the only look-up of the runtime.
 
         Raises:
             StoreError: when the store cannot be read.
         """
         # Nobody has checked what a rule names.
-        return lookup(problem, gpu=gpu, path=self._path, with_rules=False)
+        return lookup(
+            problem, gpu=gpu, path=self._path, with_rules=False, with_nearest=with_nearest
+        )
 
     def _resolve(self, posed: Posed, answer: Answer, device: int) -> _Known:
         """The part of the store's answer that can run here."""

@@ -328,7 +328,9 @@ class _Judge:
     def _expected_of(
         self, kernel: _Kernel, problem: AttentionProblem, rates: Sequence[float]
     ) -> float:
-        if not kernel.spread.holds(problem):
+        if not kernel.spread.holds(
+            problem.batch * problem.heads_q * problem.seqlen_q, problem.seqlen_kv
+        ):
             return math.inf
         family = families()[kernel.config.family]
         times = (

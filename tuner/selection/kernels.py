@@ -3,25 +3,85 @@
 A portfolio names configs. What runs is an artifact, whose key only the compiler knows, for it holds
 the versions and the rendered text. A *kernel list* brings both together: for each `KernelSpec` the
 artifact that was built from it, and its `Proof`. ``tuner build --portfolio`` writes the user's,
-``tuner prove`` enters the proofs, and a wheel of prebuilt kernels carries its own. Needs the
-standard library only.
+``tuner prove`` enters the proofs, and a wheel of prebuilt kernels carries its own. The arguments of
+a launch are declared by the templates: a list of other templates is not used. Needs the standard
+library only.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tuner.base import document, output
-from tuner.compile.artifacts import KEY
+from tuner import settings
+from tuner.base import document, output, resources
+from tuner.compile import prebuilt
+from tuner.compile.artifacts import KEY, Artifact, ArtifactCache
+from tuner.config import Config
 from tuner.errors import ConfigError
-from tuner.families.base import FOREIGN, KernelSpec
+from tuner.families import families
+from tuner.families.base import FOREIGN, Family, KernelSpec
+from tuner.problem import AttentionProblem, DType
+from tuner.selection.portfolio import Portfolio
+
+_log = logging.getLogger(__name__)
 
 FORMAT = "cutlass-tuner kernels"
 VERSION = 1
+_FACTS = ("nvcc", "cutlass", "capability", "templates")
+DTYPES: tuple[DType, ...] = ("float16", "bfloat16")
+"""Types that share a domain of a portfolio; each has kernels of its own."""
+BUILD, PROVE = "tuner build --portfolio", "tuner prove"
+"""Commands that make and check what a list lacks."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """The kernels of one config of a portfolio: what is built and proven together."""
+
+    config: Config
+    """Its run-time parameters are one choice of several."""
+    problem: AttentionProblem
+    """A small one of the kernels' domain; the config need not be legal for its heads."""
+
+    @cached_property
+    def family(self) -> Family:
+        return families()[self.config.family]
+
+    @cached_property
+    def kernels(self) -> Mapping[str, KernelSpec]:
+        """By name within the family."""
+        return self.family.kernels(self.problem, self.config)
+
+    def label(self) -> str:
+        """Short text for people."""
+        problem = self.problem
+        mask = "causal" if problem.is_causal else "full"
+        more = f" {problem.extras}" if problem.extras else ""
+        names = {name: value for name, value in self.config.params.items()
+                 if name not in self.family.runtime_parameters}  # fmt: skip
+        shown = ",".join(f"{name}={int(value)}" for name, value in sorted(names.items()))
+        return f"{self.family.name} D={problem.head_dim} {mask}{more} {problem.dtype}: {shown}"
+
+
+def targets(portfolio: Portfolio) -> list[Target]:
+    """The kernels of all own candidates, once each, for both types."""
+    found: dict[tuple[str, ...], Target] = {}
+    for domain, models in sorted(portfolio.domains.items()):
+        for candidate in models.candidates:
+            if candidate.family is None or candidate.is_vendor:
+                continue
+            for dtype in DTYPES:
+                for problem in domain.problems(dtype):
+                    target = Target(candidate.config, problem)
+                    keys = tuple(sorted(spec.key for spec in target.kernels.values()))
+                    found.setdefault(keys, target)
+    return list(found.values())
 
 
 @dataclass(frozen=True)
@@ -60,6 +120,8 @@ class KernelList:
     nvcc: str
     cutlass: str
     capability: str
+    templates: str
+    """`resources.templates_digest` of what they were built from."""
     kernels: Mapping[str, Kernel] = field(default_factory=dict)
 
     def find(self, spec: KernelSpec) -> Kernel | None:
@@ -79,7 +141,7 @@ class KernelList:
     def to_json(self) -> dict[str, Any]:
         """The document that `from_json` reads."""
         rows = [asdict(kernel) for _, kernel in sorted(self.kernels.items())]
-        facts = {"nvcc": self.nvcc, "cutlass": self.cutlass, "capability": self.capability}
+        facts = {name: getattr(self, name) for name in _FACTS}
         return {"format": FORMAT, "version": VERSION, **facts, "kernels": rows}
 
     @classmethod
@@ -96,7 +158,7 @@ class KernelList:
         try:
             kernels = [_kernel_from(row) for row in data["kernels"]]
             facts = document.checked(cls, data)
-            named = {name: facts[name] for name in ("nvcc", "cutlass", "capability")}
+            named = {name: facts[name] for name in _FACTS}
             return cls(**named, kernels={kernel.spec: kernel for kernel in kernels})
         except FOREIGN as exc:
             raise ConfigError(f"it cannot be read: {exc!r}") from exc
@@ -135,3 +197,119 @@ def _kernel_from(row: Mapping[str, Any]) -> Kernel:
         raise ConfigError(f"'{facts['artifact'][:80]}' is not the key of an artifact")
     checked = None if proof is None else Proof(**document.checked(Proof, proof))
     return Kernel(**{**facts, "proof": checked})
+
+
+def path_of(nvcc: str, capability: str) -> Path:
+    """The user's list of one compiler's kernels."""
+    return settings.kernels_dir() / f"{nvcc}-{capability}.json"
+
+
+def users() -> list[Path]:
+    """The user's kernel lists, newest compiler last."""
+    return sorted(settings.kernels_dir().glob("*.json"))
+
+
+def places() -> list[Path]:
+    """Every kernel list of this machine: the installed wheel's, then the user's."""
+    found = prebuilt.kernel_list()
+    return [*([] if found is None else [found]), *users()]
+
+
+def update(path: Path, add: Iterable[Kernel], start: KernelList | None = None) -> KernelList:
+    """Add kernels to a list on disk, while no other process does; returns what was written.
+
+    Args:
+        path: of the list.
+        add: as of `KernelList.with_kernels`.
+        start: what is added to; None: what is on disk.
+
+    Raises:
+        ConfigError: when the list cannot be read.
+        StoreError: when it cannot be written.
+    """
+    with ArtifactCache().lock("kernels"):
+        found = (KernelList.read(path) if start is None else start).with_kernels(add)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        found.write(path)
+    return found
+
+
+class Lists:
+    """The kernel lists of this machine that fit this version, read again when a file changes."""
+
+    def __init__(self) -> None:
+        self._stamp: Any = None
+        self._known: tuple[KernelList, ...] = ()
+        self._faults: dict[str, str] = {}
+        """By the library's hash: what failed in one list is not served from another."""
+        self._there: set[Kernel] = set()
+        """Those whose libraries were hashed; loading one hashes it again."""
+
+    def known(self) -> tuple[KernelList, ...]:
+        """All of them; one that cannot be read is left out, and said once."""
+        paths = places()
+        stamp = [(str(path), _stamp_of(path)) for path in paths]
+        if stamp != self._stamp:
+            found = []
+            for path in paths:
+                try:
+                    found.append(KernelList.read(path))
+                except ConfigError as exc:
+                    _log.warning("%s", exc)
+            current = resources.templates_digest() if found else ""
+            self._known = tuple(one for one in found if one.templates == current)
+            self._faults = {
+                kernel.sha256: kernel.fault
+                for one in self._known
+                for kernel in one.kernels.values()
+                if kernel.fault
+            }
+            self._there = set()
+            self._stamp = stamp
+        return self._known
+
+    def proven(self, specs: Mapping[str, KernelSpec], capability: str) -> dict[str, str] | str:
+        """The artifacts of proven kernels, by the keys of `specs`; else why one is not served."""
+        reasons = []
+        for one in reversed(self.known()):
+            if one.capability != capability:
+                continue
+            found = {name: self._proven(one, spec) for name, spec in specs.items()}
+            faults = [fault for _, fault in found.values() if fault]
+            if not faults:
+                return {name: key for name, (key, _) in found.items()}
+            reasons.append(faults[0])
+        return reasons[0] if reasons else f"no kernel is built ({BUILD})"
+
+    def _proven(self, one: KernelList, spec: KernelSpec) -> tuple[str, str]:
+        """The key of a proven kernel's artifact, or why it is not served."""
+        kernel = one.find(spec)
+        if kernel is None:
+            return "", f"a kernel is not built ({BUILD})"
+        if fault := self._faults.get(kernel.sha256, ""):
+            return "", f"a kernel failed its proof: {fault}"
+        if kernel.proof is None:
+            return "", f"a kernel is not proven ({PROVE})"
+        if kernel not in self._there and artifact_of(one, kernel) is None:
+            return "", f"the artifact of a proven kernel is not in the cache ({BUILD})"
+        self._there.add(kernel)
+        return kernel.artifact, ""
+
+
+def artifact_of(one: KernelList, kernel: Kernel) -> Artifact | None:
+    """The artifact of a kernel, if the cache has the very library, of the list's compiler."""
+    artifact = ArtifactCache().find(kernel.artifact)
+    if artifact is None or artifact.sha256 != kernel.sha256:
+        return None
+    return artifact if artifact.facts.get("nvcc") == one.nvcc else None
+
+
+def _stamp_of(path: Path) -> Any:
+    try:
+        facts = path.stat()
+    except OSError:
+        return None
+    return facts.st_mtime_ns, facts.st_size, facts.st_ino
+
+
+lists = Lists()

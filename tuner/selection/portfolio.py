@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache, cached_property
 from operator import mul
@@ -25,16 +25,18 @@ from tuner.base import document, output, resources
 from tuner.config import Config
 from tuner.errors import ConfigError, StoreError
 from tuner.families import families
+from tuner.families.attention_work import Sizes, Tiling
 from tuner.families.base import FOREIGN, Family
 from tuner.families.fused_attention import instance
 from tuner.hardware import Gpu
 from tuner.measurement import Regime
-from tuner.problem import E4M3, AttentionProblem, Problem
+from tuner.problem import E4M3, AttentionProblem, DType, Problem
 
 FORMAT = "cutlass-tuner portfolio"
 VERSION = 1
 REACH = 2
 """Factor by which a size may exceed the measured ones: beyond it a time model is not trusted."""
+_FAR = f"no kernel was measured within {REACH} times these sizes"
 #: Rates of a time model are written with as many digits.
 _DIGITS = 5
 
@@ -69,6 +71,26 @@ class Domain(NamedTuple):
             problem.is_varlen,
         )
 
+    def problems(self, dtype: DType) -> tuple[AttentionProblem, ...]:
+        """A small problem for each kernel that a config needs in this domain and type: a windowed
+        one has two, of which one is causal.
+        """
+        both = (False, True) if self.mask == "windowed" else (self.mask == "causal",)
+        return tuple(
+            AttentionProblem(
+                seqlen_q=256,
+                seqlen_kv=512,
+                head_dim=self.head_dim,
+                is_causal=is_causal,
+                dtype=dtype,
+                layout="bshd" if self.is_varlen else "bhsd",
+                window_left=64 if self.mask == "windowed" else -1,
+                softcap=50.0 if self.has_softcap else 0.0,
+                is_varlen=self.is_varlen,
+            )
+            for is_causal in both
+        )
+
     def label(self) -> str:
         """Short text for people."""
         more = (", soft cap" if self.has_softcap else "") + (", packed" if self.is_varlen else "")
@@ -89,10 +111,9 @@ class Spread(NamedTuple):
         rows, keys = ((min(each), max(each)) for each in zip(*sizes, strict=True))
         return cls(rows, keys)
 
-    def holds(self, problem: AttentionProblem) -> bool:
-        """Whether no size is beyond `REACH` times the measured ones."""
+    def holds(self, rows: int, keys: int) -> bool:
+        """Whether neither is beyond `REACH` times the measured ones."""
         (least, most), (fewest, longest) = self
-        rows, keys = _sizes(problem)
         return (
             least <= REACH * rows
             and rows <= REACH * most
@@ -130,27 +151,41 @@ class Candidate:
         return self.family is not None and self.family.is_vendor
 
     @cached_property
-    def _rates(self) -> tuple[float, ...]:
+    def priced(self) -> tuple[float, ...]:
+        """The rate of each of the family's work terms."""
         terms = self.family.work_terms if self.family else ()
         return tuple(self.rates.get(term, 0.0) for term in terms)
 
-    def expected_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
-        """Expected time, microseconds.
+    @cached_property
+    def tiling(self) -> Tiling:
+        """The kernel's, of one split."""
+        return Tiling(128, 128) if self.family is None else self.family.tiling(self.config)
 
-        Args:
-            problem: of the domain that the model was made for.
-            config: the candidate's, as `scheduled` gives it.
-            gpu: the one that was measured.
-        """
-        if self.family is None:
-            return math.inf
-        return sum(map(mul, self._rates, self.family.work(problem, config, gpu)), 0.0)
+    @cached_property
+    def split_tilings(self) -> Mapping[int, Tiling]:
+        """The kernel's, by its splits."""
+        return _SplitTilings(self.tiling)
 
-    def timed(self, problem: Problem, gpu: Gpu) -> Iterator[tuple[float, Config]]:
-        """Expected microseconds of each schedule, of which not each need be legal."""
-        if self.family is not None:
-            for config in self.family.scheduled(problem, self.config, gpu):
-                yield self.expected_us(problem, config, gpu), config
+
+class _SplitTilings(dict[int, Tiling]):
+    """Tilings that differ in their splits, each made once."""
+
+    def __init__(self, one: Tiling) -> None:
+        super().__init__()
+        self._one = one
+
+    def __missing__(self, splits: int) -> Tiling:
+        self[splits] = found = self._one._replace(splits=splits)
+        return found
+
+
+class Estimate(NamedTuple):
+    """A candidate as it may be called for a problem, and the time that is expected of it."""
+
+    us: float
+    place: int
+    """Of the candidate in its domain; of equal times the first is taken."""
+    splits: int
 
 
 @dataclass(frozen=True)
@@ -186,6 +221,65 @@ class DomainModels:
     margin: float
     """Share of its own time by which an own kernel is expected to beat the vendor's, at least."""
     regret: Regret
+    _legal: dict[Hashable, bool] = field(default_factory=dict, compare=False, repr=False)
+    """What `config` found out, by candidate, splits and `Family.legality_facts`."""
+
+    def estimates(
+        self, problem: AttentionProblem, gpu: Gpu
+    ) -> tuple[list[Estimate], list[Estimate], bool]:
+        """Own kernels and vendor's, fastest first, legal or not; and whether an own one was
+        measured near: else all are here.
+        """
+        sizes = Sizes.of(problem)
+        rows, keys = sizes.heads * sizes.seqlen_q, sizes.seqlen_kv
+        own: list[Estimate] = []
+        vendors: list[Estimate] = []
+        closed: dict[str, tuple[float, ...]] = {}
+        far, is_near = [], False
+        for place, one in enumerate(self.candidates):
+            family = one.family
+            if family is None:
+                continue
+            if one.is_vendor:
+                if family.name not in closed:  # the same for each of its kernels
+                    closed[family.name] = family.amounts(sizes, one.tiling, gpu)
+                us = sum(map(mul, one.priced, closed[family.name]))
+                vendors.append(Estimate(us, place, 1))
+            elif one.spread.holds(rows, keys):
+                is_near = True
+                own += _own_estimates(place, one, problem, sizes, gpu)
+            else:
+                far.append((place, one))
+        if not is_near:
+            for place, one in far:
+                own += _own_estimates(place, one, problem, sizes, gpu)
+        own.sort()
+        vendors.sort()
+        return own, vendors, is_near
+
+    def config(self, problem: Problem, estimate: Estimate, gpu: Gpu) -> Config | None:
+        """The config of an estimate; None where it is not legal for the problem."""
+        one = self.candidates[estimate.place]
+        if one.family is None:
+            return None
+        config = one.family.called(problem, one.config, estimate.splits)
+        key = estimate.place, estimate.splits, gpu.identity, one.family.legality_facts(problem)
+        is_legal = self._legal.get(key)
+        if is_legal is None:
+            is_legal = self._legal[key] = one.family.accepts(problem, config, gpu)
+        return config if is_legal else None
+
+
+def _own_estimates(
+    place: int, one: Candidate, problem: AttentionProblem, sizes: Sizes, gpu: Gpu
+) -> list[Estimate]:
+    """One for each schedule of a kernel."""
+    family, priced, tilings = one.family, one.priced, one.split_tilings
+    assert family is not None
+    return [
+        Estimate(sum(map(mul, priced, family.amounts(sizes, tilings[splits], gpu))), place, splits)
+        for splits in family.splits(problem, one.config, gpu)
+    ]
 
 
 @dataclass(frozen=True)
@@ -201,8 +295,11 @@ class Selection:
     regime: Regime
     regret: Regret
     doubts: tuple[str, ...] = ()
-    alternatives: tuple[tuple[float, Config], ...] = field(default=(), compare=False)
-    """Own kernels by expected microseconds, fastest first."""
+    own: Callable[[], Iterator[tuple[float, Config]]] = field(
+        default=lambda: iter(()), compare=False, repr=False
+    )
+    """Own kernels that are expected to beat the vendor's by the margin, by microseconds, fastest
+    first; their configs are made one by one."""
 
     @property
     def source(self) -> str:
@@ -235,27 +332,29 @@ class Portfolio:
         models = None if domain is None else self.domains.get(domain)
         if models is None or not isinstance(problem, AttentionProblem):
             return None
-        target, doubts = gpu or self.gpu, []
-        near = [one for one in models.candidates if one.is_vendor or one.spread.holds(problem)]
-        if all(one.is_vendor for one in near):
-            near = list(models.candidates)
-            doubts.append(f"no kernel was measured within {REACH} times these sizes")
-        own: list[tuple[float, Config]] = []
+        target = gpu or self.gpu
+        own, vendors, is_near = models.estimates(problem, target)
         vendor_us, vendor = math.inf, None
-        for candidate in near:
-            for expected, config in candidate.timed(problem, target):
-                if not candidate.is_vendor:
-                    own.append((expected, config))
-                elif expected < vendor_us and _is_legal(problem, config, target):
-                    vendor_us, vendor = expected, config
-        own.sort(key=lambda one: one[0])
-        best = next((one for one in own if _is_legal(problem, one[1], target)), None)
-        if best is None and vendor is None:
-            return None
-        chosen_us, chosen = vendor_us, vendor
-        if best is not None and (vendor is None or best[0] * (1 + models.margin) <= vendor_us):
+        for estimate in vendors:
+            if (vendor := models.config(problem, estimate, target)) is not None:
+                vendor_us = estimate.us
+                break
+        bound = vendor_us / (1 + models.margin)
+
+        def faster() -> Iterator[tuple[float, Config]]:
+            for estimate in own:
+                if estimate.us > bound:
+                    return
+                if (config := models.config(problem, estimate, target)) is not None:
+                    yield estimate.us, config
+
+        best = next(faster(), None)
+        if best is not None:
             chosen_us, chosen = best
-        assert chosen is not None
+        elif vendor is not None:
+            chosen_us, chosen = vendor_us, vendor
+        else:
+            return None
         return Selection(
             chosen,
             chosen_us,
@@ -264,8 +363,8 @@ class Portfolio:
             models.domain,
             models.regime,
             models.regret,
-            tuple(doubts),
-            tuple(own),
+            () if is_near else (_FAR,),
+            faster,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -338,11 +437,6 @@ def shipped() -> tuple[Portfolio, ...]:
         return tuple(Portfolio.read(path) for path in sorted(_folder().glob("*.json")))
     except ConfigError as exc:
         raise StoreError(f"a shipped file cannot be read: {exc}") from exc
-
-
-def _is_legal(problem: Problem, config: Config, gpu: Gpu) -> bool:
-    family = families().get(config.family)
-    return family is not None and family.accepts(problem, config, gpu)
 
 
 def _models_json(models: DomainModels) -> dict[str, Any]:

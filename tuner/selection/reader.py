@@ -131,6 +131,7 @@ def lookup(
     environment: Environment | None = None,
     among: Sequence[Entry] | None = None,
     with_rules: bool = True,
+    with_nearest: bool = True,
 ) -> Answer | None:
     """What is decided for `problem`, or None.
 
@@ -156,6 +157,7 @@ def lookup(
         among: choose from these in place of a file's, as from a store that is not SQLite; they
             lend nothing, for they do not tell what passed elsewhere.
         with_rules: False: ask no portfolio and no rule, for a caller that launches the answer.
+        with_nearest: False: only what is decided for the problem itself.
 
     Raises:
         StoreError: when the file exists and cannot be read.
@@ -177,7 +179,8 @@ def lookup(
         if not (rank := _rank(answer)):
             break
         # The nearest is of rank 1 itself.
-        found = _known(problem, asked.identity, one, path, allow_other_gpu, among, rank > 1)
+        lends = with_nearest and rank > 1
+        found = _known(problem, asked.identity, one, path, allow_other_gpu, among, lends)
         if found is not None and _rank(found) < rank:
             note = f"timed {one}: nothing better is known {regimes[0]}"
             answer = found if one == regimes[0] else noted(found, note)
@@ -204,7 +207,7 @@ def _known(
     path: Path | None,
     allow_other_gpu: bool,
     among: Sequence[Entry] | None,
-    with_nearest: bool = True,
+    with_nearest: bool,
 ) -> Answer | None:
     """What is decided under one regime."""
     if among is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import ClassVar
 
@@ -409,36 +409,46 @@ class FusedAttention(Family):
         head_tile = instance(attention.head_dim)
         return cost.predict_us(attention, config, head_tile, gpu, self.constants)
 
-    def work(self, problem: Problem, config: Config, gpu: Gpu) -> tuple[float, ...]:
-        attention, sharing = _attention(problem), int(config.get("key_groups", 1))
-        tiling = attention_work.Tiling(
+    def amounts(
+        self, sizes: attention_work.Sizes, tiling: attention_work.Tiling, gpu: Gpu
+    ) -> tuple[float, ...]:
+        return attention_work.work(sizes, tiling, gpu)
+
+    def tiling(self, config: Config) -> attention_work.Tiling:
+        return attention_work.Tiling(
             rows=_tile_m(config.params),
-            keys=int(config["tile_n"]) * sharing,
+            keys=int(config["tile_n"]) * int(config.get("key_groups", 1)),
             resident=int(config["blocks_per_sm"]),
             packed=int(config.get("packed_heads", 1)),
-            splits=int(config["splits"]),
+            splits=int(config.get("splits", 1)),
         )
-        return attention_work.work(attention, tiling, gpu)
 
-    def scheduled(self, problem: Problem, config: Config, gpu: Gpu) -> Sequence[Config]:
-        attention = _attention(problem)
-        params, packed = dict(config.params), int(config.get("packed_heads", 1))
-        group = attention.heads_q // attention.heads_kv
-        if group % packed:
+    def splits(self, problem: Problem, config: Config, gpu: Gpu) -> Sequence[int]:
+        attention, params = _attention(problem), config.params
+        packed = int(params.get("packed_heads", 1))
+        if packed != 1 and attention.heads_q // attention.heads_kv % packed:
             return ()
-        if group > 1:  # to kernels an absent `packed_heads` is 1
-            params["packed_heads"] = packed
         if "combine" not in params:
-            return (Config(self.name, {**params, "splits": 1}),)
-        tiles = -(-attention.seqlen_q * packed // _tile_m(config.params))
+            return (1,)
+        tiles = -(-attention.seqlen_q * packed // _tile_m(params))
         tiles *= attention.batch * attention.heads_q // packed
-        once = gpu.sm_count * int(config["blocks_per_sm"]) // tiles
+        once = gpu.sm_count * int(params["blocks_per_sm"]) // tiles
         most = min(once, attention.seqlen_kv // LEAST_SPLIT_KEYS)
-        if config["combine"] == "cluster":
+        if params["combine"] == "cluster":
             most = min(most, MOST_CLUSTERED)
         counts = {2**i for i in range(1, max(1, most).bit_length())} | {most}
-        several = sorted(count for count in counts if count > 1)
-        return [Config(self.name, {**params, "splits": n}) for n in several]
+        return sorted(count for count in counts if count > 1)
+
+    def called(self, problem: Problem, config: Config, splits: int) -> Config:
+        """To kernels an absent `packed_heads` is 1."""
+        attention, params = _attention(problem), {**config.params, "splits": splits}
+        if attention.heads_q > attention.heads_kv:
+            params.setdefault("packed_heads", 1)
+        return Config(self.name, params)
+
+    def legality_facts(self, problem: Problem) -> Hashable:
+        attention = _attention(problem)
+        return attention.dtype, attention.heads_q // attention.heads_kv
 
 
 def _spills(problem: AttentionProblem, config: Config) -> bool:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -150,10 +150,15 @@ class VendorSdpa(Vendor):
     def environment(self) -> Mapping[str, str]:
         return {**super().environment(), **peers.versions((*PEERS, SERVING))}
 
-    def work(self, problem: Problem, config: Config, gpu: Gpu) -> tuple[float, ...]:
+    def amounts(
+        self, sizes: attention_work.Sizes, tiling: attention_work.Tiling, gpu: Gpu
+    ) -> tuple[float, ...]:
+        return attention_work.closed_work(sizes, gpu)
+
+    def legality_facts(self, problem: Problem) -> Hashable:
         if not isinstance(problem, AttentionProblem):
-            return ()
-        return attention_work.closed_work(problem, gpu)
+            return problem
+        return problem.dtype, problem.seqlen_q == problem.seqlen_kv, problem.is_causal
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
         """A fixed part plus the work at the rate of a large problem."""

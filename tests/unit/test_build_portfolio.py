@@ -1,0 +1,196 @@
+"""`tuner build --portfolio` with a compiler that is not there: the list that it writes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+
+from tuner.base import resources
+from tuner.cli import build as room
+from tuner.cli import main
+from tuner.compile import compiler, toolchain
+from tuner.compile.artifacts import Artifact
+from tuner.errors import CompileError
+from tuner.families.base import KernelSpec
+from tuner.measure.gate import REFERENCE
+from tuner.selection import portfolio
+from tuner.selection.kernels import Kernel, KernelList, Proof, path_of, targets
+from tuner.selection.portfolio import Domain, shipped
+
+TOOLS = SimpleNamespace(nvcc_version="13.0.88", cutlass_version="4.2.0")
+PROOF = Proof(64, 0, "NVIDIA H200", "580.1", "2026-11-23")
+FULL = Domain(256, "full", "prompt")
+
+
+class Compiler:
+    """Names artifacts after their specs and the version of the templates."""
+
+    version: ClassVar[str] = "1"
+    refuses: ClassVar[str] = ""
+    built: ClassVar[list[KernelSpec]] = []
+
+    def __init__(self, tools: Any, artifacts: Any, *, jobs: int | None, capability: str) -> None:
+        self.toolchain, self.capability = tools, capability
+
+    def __enter__(self) -> Compiler:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def key(self, spec: KernelSpec) -> str:
+        return hashlib.sha256(f"{self.version}{spec.key}".encode()).hexdigest()[:32]
+
+    def cached(self, spec: KernelSpec) -> Artifact | None:
+        return self._artifact(spec) if spec in self.built else None
+
+    def _artifact(self, spec: KernelSpec) -> Artifact:
+        key = self.key(spec)
+        return Artifact(key, Path("kernel.so"), f"sha of {key}", None, 30.0)
+
+    def submit(self, specs: Sequence[KernelSpec]) -> list[tuple[KernelSpec, Future[Artifact]]]:
+        made = []
+        for spec in specs:
+            future: Future[Artifact] = Future()
+            if self.refuses and spec.variables.get("dtype") == self.refuses:
+                future.set_exception(CompileError("nvcc refused"))
+            else:
+                self.built.append(spec)
+                future.set_result(self._artifact(spec))
+            made.append((spec, future))
+        return made
+
+
+@pytest.fixture(autouse=True)
+def one_domain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A portfolio of one domain with one candidate: two kernels."""
+    (whole,) = shipped()
+    one = replace(whole, domains={FULL: whole.domains[FULL]})
+    monkeypatch.setattr(portfolio, "shipped", lambda: (one,))
+    monkeypatch.setattr(compiler, "Compiler", Compiler)
+    monkeypatch.setattr(toolchain, "find_toolchain", lambda: TOOLS)
+    monkeypatch.setattr(room, "_dispatcher", lambda artifacts: "there already")
+    for name, value in (("version", "1"), ("refuses", ""), ("built", [])):
+        monkeypatch.setattr(Compiler, name, value)
+
+
+def written() -> KernelList:
+    return KernelList.read(path_of("13.0.88", "9.0"))
+
+
+def test_every_candidate_has_kernels_of_both_types() -> None:
+    (known,) = portfolio.shipped()
+    found = targets(known)
+    assert [target.problem.dtype for target in found] == ["float16", "bfloat16"]
+    assert len({spec.key for target in found for spec in target.kernels.values()}) == 2
+
+
+def test_run_time_parameters_make_no_further_kernels() -> None:
+    (known,) = shipped.__wrapped__()  # type: ignore[attr-defined]
+    found = [spec.key for target in targets(known) for spec in target.kernels.values()]
+    own = [c for m in known.domains.values() for c in m.candidates if not c.is_vendor]
+    assert len(found) == len(set(found)) < 2 * len(own)
+
+
+def test_a_windowed_domain_has_a_causal_kernel_and_another() -> None:
+    problems = Domain(64, "windowed", "prompt").problems("float16")
+    assert [problem.is_causal for problem in problems] == [False, True]
+    assert all(Domain.of(problem) == Domain(64, "windowed", "prompt") for problem in problems)
+
+
+def test_what_is_built_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["build", "--portfolio", "--gpu", "H200"]) == 0
+    known = written()
+    assert (known.nvcc, known.capability) == ("13.0.88", "9.0")
+    assert known.templates == resources.templates_digest()
+    assert len(known.kernels) == 3 and known.find(REFERENCE) is not None
+    assert "3 of 3 kernels" in capsys.readouterr().err
+
+
+def test_a_dry_run_lists_and_compiles_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["build", "--portfolio", "--dry-run"]) == 0
+    assert capsys.readouterr().out.count("missing ") == 2
+    assert Compiler.built == [] and not path_of("13.0.88", "9.0").exists()
+    main(["build", "--portfolio"])
+    capsys.readouterr()
+    main(["build", "--portfolio", "--dry-run"])
+    assert capsys.readouterr().out.count("compiled ") == 2
+
+
+def prove() -> None:
+    kernels = [replace(one, proof=PROOF) for one in written().kernels.values()]
+    written().with_kernels(kernels).write(path_of("13.0.88", "9.0"))
+
+
+def test_a_second_build_keeps_the_proofs() -> None:
+    main(["build", "--portfolio"])
+    prove()
+    assert main(["build", "--portfolio"]) == 0
+    assert all(one.proof == PROOF for one in written().kernels.values())
+
+
+def test_another_template_s_kernels_lose_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    main(["build", "--portfolio"])
+    prove()
+    monkeypatch.setattr(resources, "templates_digest", lambda: "another")
+    assert main(["build", "--portfolio"]) == 0
+    assert all(one.proof == PROOF for one in written().kernels.values())  # the same libraries
+    monkeypatch.setattr(resources, "templates_digest", lambda: "a third")
+    monkeypatch.setattr(Compiler, "version", "2")
+    assert main(["build", "--portfolio"]) == 0
+    assert written().templates == "a third"
+    assert all(one.proof is None for one in written().kernels.values())
+
+
+def test_a_kernel_that_does_not_compile_is_not_listed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Compiler, "refuses", "bfloat16")
+    assert main(["build", "--portfolio"]) == 1
+    assert "1 kernel failed: nvcc refused" in capsys.readouterr().err
+    types = [target.problem.dtype for target in targets(portfolio.shipped()[0])]
+    assert types == ["float16", "bfloat16"] and len(written().kernels) == 2
+
+
+def test_a_damaged_list_is_made_anew(capsys: pytest.CaptureFixture[str]) -> None:
+    path = path_of("13.0.88", "9.0")
+    path.parent.mkdir(parents=True)
+    path.write_text("{")
+    assert main(["build", "--portfolio"]) == 0
+    assert "made anew" in capsys.readouterr().err and len(written().kernels) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--op", "gemm"], "no portfolio ships for that (allowed: --op attention"),
+        (["--gpu", "H100"], "no portfolio ships for that"),
+        (["--jobs", "0"], "--jobs 0 is out of range"),
+        (["--shape", "S=1024,D=64"], "not allowed with"),
+    ],
+)
+def test_what_is_out_of_range_is_named(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = main(["build", "--portfolio", *arguments])
+    except SystemExit as end:
+        code = int(str(end.code))
+    assert code == 2 and message in capsys.readouterr().err
+
+
+def test_a_dry_run_is_for_the_portfolio(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["build", "--dry-run"]) == 2
+    assert "--dry-run is not for entries" in capsys.readouterr().err
+
+
+def test_a_kernel_keeps_its_place_in_the_list() -> None:
+    main(["build", "--portfolio"])
+    kernel = next(iter(written().kernels.values()))
+    assert isinstance(kernel, Kernel) and len(kernel.artifact) == 32

@@ -1,0 +1,304 @@
+"""`tuner prove` without a GPU: a worker that is not there judges; verdicts are kept at once."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tuner import settings
+from tuner.base import resources
+from tuner.cli import main
+from tuner.compile import prebuilt
+from tuner.compile.artifacts import Artifact, ArtifactCache
+from tuner.errors import BenchmarkError, ConfigError
+from tuner.hardware import DEFAULT_GPU
+from tuner.measure import device, worker_client
+from tuner.measure.gate import REFERENCE
+from tuner.measure.log_sum_exp import judge_lse, lse_of
+from tuner.measure.request import Outcome
+from tuner.measure.worker_client import Ask
+from tuner.measurement import Environment, Status
+from tuner.problem import AttentionProblem
+from tuner.selection.kernels import Kernel, KernelList, Lists, Target, path_of, targets, users
+from tuner.selection.portfolio import shipped
+from tuner.tuning.proof import Prover, plan
+
+NVCC = "13.0.88"
+TARGETS = targets(shipped()[0])[:3]
+OK = Outcome(Status.OK)
+Judge = Callable[[Ask], Outcome]
+
+
+class Worker:
+    """Answers as it is told, and remembers what it was asked."""
+
+    def __init__(self, judge: Judge = lambda ask: OK) -> None:
+        self.judge, self.asks = judge, list[Ask]()
+
+    def measure(self, ask: Ask) -> list[Outcome]:
+        self.asks.append(ask)
+        return [self.judge(ask)]
+
+    def renew(self) -> None: ...
+    def interrupt(self) -> None: ...
+    def close(self) -> None: ...
+    def facts(self) -> dict[str, str]:
+        return {}
+
+
+def put(key: str, text: str) -> Artifact:
+    """An artifact whose library holds a text."""
+    cache = ArtifactCache()
+    cache.root.mkdir(parents=True, exist_ok=True)
+    library = settings.cache_dir() / f"{key}-{len(text)}.so"
+    library.write_text(text)
+    facts = {"nvcc": NVCC}
+    return cache.put(key, library, resources=None, compile_cpu_s=1.0, source="", facts=facts)
+
+
+@pytest.fixture
+def built() -> Path:
+    """A list of three kernels and the gate's."""
+    kernels = []
+    specs = [REFERENCE, *(spec for target in TARGETS for spec in target.kernels.values())]
+    for number, spec in enumerate(specs):
+        artifact = put(f"key{number}", f"library {number}")
+        kernels.append(Kernel(spec.key, artifact.key, artifact.sha256))
+    known = KernelList(NVCC, "4.2.0", "9.0", resources.templates_digest())
+    path = path_of(NVCC, "9.0")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    known.with_kernels(kernels).write(path)
+    return path
+
+
+def prover(worker: Worker, **more: object) -> Prover:
+    return Prover(DEFAULT_GPU, "580.1", worker, problems=64, **more)  # type: ignore[arg-type]
+
+
+def verdicts(path: Path) -> list[tuple[bool, str]]:
+    known = KernelList.read(path)
+    found = [known.find(spec) for target in TARGETS for spec in target.kernels.values()]
+    return [(one.proof is not None, one.fault) for one in found if one is not None]
+
+
+def wrong_at_one_query(ask: Ask) -> Outcome:
+    """A kernel that is wrong where there is one query."""
+    if isinstance(ask.problem, AttentionProblem) and ask.problem.seqlen_q == 1:
+        return Outcome(Status.WRONG_RESULT, log="relative error 1.0")
+    return OK
+
+
+def test_what_passed_is_proven(built: Path) -> None:
+    worker = Worker()
+    progress = prover(worker, seed=3).run(plan(built, TARGETS))
+    assert (progress.kernels, progress.done, progress.faults) == (3, 3, [])
+    assert verdicts(built) == [(True, "")] * 3
+    kernel = KernelList.read(built).find(TARGETS[0].kernels["attention"])
+    assert kernel is not None and kernel.proof is not None
+    assert (kernel.proof.problems, kernel.proof.seed, kernel.proof.gpu) == (64, 3, "NVIDIA H200")
+    assert kernel.proof.driver == "580.1"
+    modes = {ask.mode for ask in worker.asks}
+    assert modes == {"probe", "probe_lse"} and len(worker.asks) == 3 * 64
+    assert len({ask.seed for ask in worker.asks}) > 64
+
+
+def test_a_wrong_kernel_is_caught_and_named_with_its_problem(built: Path) -> None:
+    first = TARGETS[0].kernels["attention"]
+
+    def judge(ask: Ask) -> Outcome:
+        [(config, _)] = ask.candidates
+        is_first = TARGETS[0].family.kernels(ask.problem, config)["attention"] == first
+        return wrong_at_one_query(ask) if is_first else OK
+
+    progress = prover(Worker(judge)).run(plan(built, TARGETS))
+    (fault,) = progress.faults
+    assert "wrong_result at" in fault and "SQ=1" in fault and "relative error 1.0" in fault
+    (is_proven, kept), *others = verdicts(built)
+    assert not is_proven and "SQ=1" in kept and others == [(True, "")] * 2
+    assert "failed its proof" in str(Lists().proven(TARGETS[0].kernels, "9.0"))
+    assert Lists().proven(TARGETS[1].kernels, "9.0") == {"attention": "key2"}
+
+
+@pytest.mark.parametrize("status", [Status.TIMEOUT, Status.WORKER_DIED, Status.ILLEGAL_ACCESS])
+def test_a_kernel_that_hangs_or_strays_has_a_fault(built: Path, status: Status) -> None:
+    progress = prover(Worker(lambda ask: Outcome(status, log="gone"))).run(plan(built, TARGETS))
+    assert len(progress.faults) == 3 and str(status) in progress.faults[0]
+
+
+def test_an_ended_run_goes_on_where_it_was(built: Path) -> None:
+    worker = Worker()
+    stopped = prover(worker, is_over=lambda: len(worker.asks) >= 64 + 10)
+    assert stopped.run(plan(built, TARGETS)).done == 1
+    assert verdicts(built) == [(True, ""), (False, ""), (False, "")]
+    todo = plan(built, TARGETS)
+    assert (len(todo.waiting), todo.proven) == (2, 1)
+    again = Worker()
+    assert prover(again).run(todo).done == 2 and len(again.asks) == 2 * 64
+    assert plan(built, TARGETS).waiting == []
+    assert len(plan(built, TARGETS, again=True).waiting) == 3
+
+
+def test_memory_that_is_short_is_no_verdict(built: Path) -> None:
+    with pytest.raises(BenchmarkError, match="memory is short"):
+        prover(Worker(lambda ask: Outcome(Status.OUT_OF_MEMORY))).run(plan(built, TARGETS))
+    assert verdicts(built) == [(False, "")] * 3
+
+
+def test_what_is_not_built_is_counted(built: Path) -> None:
+    more = targets(shipped()[0])[3:5]
+    assert plan(built, [*TARGETS, *more]).missing == 2
+    ArtifactCache().remove("key1")
+    assert plan(built, TARGETS).missing == 1
+
+
+def test_without_the_gate_s_kernels_nothing_is_proven(built: Path) -> None:
+    ArtifactCache().remove("key0")
+    with pytest.raises(ConfigError, match="the numerics gate's kernels are not built"):
+        plan(built, TARGETS)
+
+
+class TestLists:
+    def served(self, path: Path, target: Target = TARGETS[0]) -> object:
+        return Lists().proven(target.kernels, "9.0")
+
+    def test_only_what_is_proven_is_served(self, built: Path) -> None:
+        assert "not proven (tuner prove)" in str(self.served(built))
+        prover(Worker()).run(plan(built, TARGETS))
+        assert self.served(built) == {"attention": "key1"}
+        assert "no kernel is built (tuner build --portfolio)" in str(
+            Lists().proven(TARGETS[0].kernels, "10.0")
+        )
+
+    def test_another_library_is_not_served(self, built: Path) -> None:
+        prover(Worker()).run(plan(built, TARGETS))
+        ArtifactCache().remove("key1")
+        assert "not in the cache" in str(self.served(built))
+        put("key1", "another library")
+        assert "not in the cache" in str(self.served(built))
+
+    def test_a_list_of_other_templates_is_not_used(
+        self, built: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        prover(Worker()).run(plan(built, TARGETS))
+        monkeypatch.setattr(resources, "templates_digest", lambda: "another")
+        assert "no kernel is built" in str(self.served(built))
+
+    def test_a_new_verdict_is_seen(self, built: Path) -> None:
+        lists = Lists()
+        assert isinstance(lists.proven(TARGETS[0].kernels, "9.0"), str)
+        prover(Worker()).run(plan(built, TARGETS))
+        assert lists.proven(TARGETS[0].kernels, "9.0") == {"attention": "key1"}
+
+    def test_a_library_is_hashed_once(self, built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        prover(Worker()).run(plan(built, TARGETS))
+        lists, found = Lists(), list[str]()
+        find = ArtifactCache.find
+        monkeypatch.setattr(
+            ArtifactCache, "find", lambda cache, key: (found.append(key), find(cache, key))[1]
+        )
+        for _ in range(3):
+            assert lists.proven(TARGETS[0].kernels, "9.0") == {"attention": "key1"}
+        assert found == ["key1"]
+
+    def test_a_damaged_list_serves_nothing(
+        self, built: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        built.write_text("{")
+        assert "no kernel is built" in str(self.served(built)) and "kernel list" in caplog.text
+
+
+class TestWheel:
+    def test_the_wheel_s_list_serves_beside_the_user_s(
+        self, built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        prover(Worker()).run(plan(built, TARGETS))
+        carried = built.rename(tmp_path / "kernels.json")
+        monkeypatch.setattr(prebuilt, "kernel_list", lambda: carried)
+        assert Lists().proven(TARGETS[0].kernels, "9.0") == {"attention": "key1"}
+        assert users() == []
+
+    def test_what_failed_here_is_not_served_from_the_wheel(
+        self, built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        prover(Worker()).run(plan(built, TARGETS))
+        carried = tmp_path / "kernels.json"
+        carried.write_text(built.read_text())
+        monkeypatch.setattr(prebuilt, "kernel_list", lambda: carried)
+        prover(Worker(wrong_at_one_query)).run(plan(built, TARGETS, again=True))
+        assert "failed its proof" in str(Lists().proven(TARGETS[0].kernels, "9.0"))
+
+
+class TestCommand:
+    @pytest.fixture
+    def worker(self, monkeypatch: pytest.MonkeyPatch) -> Worker:
+        made = Worker()
+        monkeypatch.setattr(worker_client, "WorkerClient", lambda index: made)
+        monkeypatch.setattr(device, "detect", lambda index: DEFAULT_GPU)
+        monkeypatch.setattr(device, "environment", lambda index: Environment({"driver": "580.1"}))
+        return made
+
+    def test_everything_passes(
+        self, built: Path, worker: Worker, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(["prove", "--problems", "8"]) == 0
+        assert "3 kernels to prove" in (text := capsys.readouterr().err)
+        assert "3 of 3 kernels proven" in text
+        assert all(is_proven for is_proven, _ in verdicts(built))
+
+    def test_a_fault_is_said_now_and_the_next_time(
+        self, built: Path, worker: Worker, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        worker.judge = wrong_at_one_query
+        assert main(["prove"]) == 1
+        assert capsys.readouterr().err.count("not served: fused_attention D=64 causal") == 3
+        worker.judge = lambda ask: OK
+        assert main(["prove"]) == 1
+        assert "3 failed before" in capsys.readouterr().err
+        assert main(["prove", "--again"]) == 0
+        assert verdicts(built) == [(True, "")] * 3
+
+    def test_a_dry_run_checks_nothing(self, built: Path, worker: Worker) -> None:
+        assert main(["prove", "--dry-run"]) == 0 and worker.asks == []
+
+    @pytest.mark.usefixtures("worker")
+    def test_nothing_is_built(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["prove"]) == 2
+        assert "no kernel is built" in capsys.readouterr().err
+
+
+class TestLogSumExp:
+    PROBLEM = AttentionProblem.parse("S=2,D=8,H=1")
+
+    def test_what_is_right(self) -> None:
+        wanted = lse_of(self.PROBLEM, [0.0, 1.0, -float("inf"), 0.0])
+        assert wanted == [0.0, -float("inf")]
+        assert judge_lse(array("f", [0.0005, -float("inf")]), wanted).status is Status.OK
+
+    @pytest.mark.parametrize("wrong", [0.1, float("nan"), float("inf")])
+    def test_what_is_wrong(self, wrong: float) -> None:
+        verdict = judge_lse(array("f", [0.0, wrong]), [0.0, 0.0])
+        assert verdict.status is Status.WRONG_RESULT and "first row 1" in verdict.log
+
+    def test_a_row_without_keys_is_not_finite(self) -> None:
+        assert judge_lse([0.0], [-float("inf")]).status is Status.WRONG_RESULT
+
+    def test_packed_sequences_lie_head_after_head(self) -> None:
+        problem = AttentionProblem.parse("B=2,S=4,D=8,H=2,varlen=1")
+        first, second = problem.lengths_q
+        statistics = [
+            value
+            for sequence, length in enumerate((first, second))
+            for head in range(2)
+            for row in range(length)
+            for value in (100.0 * head + 10.0 * sequence + row, 1.0)
+        ]
+        wanted = [
+            100.0 * head + 10.0 * sequence + row
+            for head in range(2)
+            for sequence, length in enumerate((first, second))
+            for row in range(length)
+        ]
+        assert lse_of(problem, statistics) == wanted

@@ -1,0 +1,274 @@
+"""Calls that nobody tuned: proven kernels of the portfolio, PyTorch's where it chose that."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fused_configs import maker
+from runtime_machine import (
+    PATTERN,
+    SDPA,
+    WRITTEN,
+    Machine,
+    answer,
+    fake_machine,
+    inputs,
+    measured,
+    same,
+)
+
+from tuner.compile.artifacts import Artifact
+from tuner.config import Config
+from tuner.errors import BenchmarkError
+from tuner.families import families
+from tuner.hardware import DEFAULT_GPU
+from tuner.measurement import Regime
+from tuner.problem import AttentionProblem
+from tuner.selection.kernels import BUILD, PROVE
+from tuner.selection.portfolio import (
+    Candidate,
+    Domain,
+    DomainModels,
+    Portfolio,
+    Regret,
+    Spread,
+)
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+machine = fake_machine
+
+SHAPE = (1, 2, 16, 64)
+PROBLEM = AttentionProblem.parse("S=16,D=64,H=2")
+FIRST, SECOND = maker()(2, 128), maker()(1, 64)
+CUDNN, FLASH = (Config("vendor_sdpa", {"kernel": name}) for name in ("cudnn", "flash2"))
+FUSED = families()["fused_attention"]
+
+
+def candidate(config: Config, us: float) -> Candidate:
+    """One whose time is always the same."""
+    compiled = {k: v for k, v in config.params.items() if k != "splits"}
+    spread = Spread((1, 1 << 20), (1, 1 << 20))
+    return Candidate(Config(config.family, compiled), {"launch": us}, 20, 0.01, 0.02, spread)
+
+
+def made(*candidates: Candidate, margin: float = 0.05) -> Portfolio:
+    domain, regret = Domain(64, "full", "prompt"), Regret(10, 0.01, 0.05, 1.1, 0.99, 0.9)
+    models = DomainModels(domain, Regime(), candidates, margin, regret)
+    return Portfolio("attention", DEFAULT_GPU, {domain: models})
+
+
+class FusedKernel:
+    """Writes a pattern to the output."""
+
+    def __init__(self, key: str, launched: list[str]) -> None:
+        self.key, self.launched = key, launched
+
+    def workspace_bytes(self, integers: Sequence[int]) -> int:
+        return 0
+
+    def bind(self, integers: Sequence[int], scalars: Sequence[float]) -> Callable[..., None]:
+        size = 2 * int(torch.tensor(integers[:2]).prod()) * integers[3] * integers[5]
+
+        def launch(tensors: Sequence[int], workspace: int, stream: int) -> None:
+            self.launched.append(self.key)
+            ctypes.memset(tensors[3], PATTERN, size)
+
+        return launch
+
+
+class Serving:
+    """A machine with a portfolio, and what is said of each of its kernels."""
+
+    def __init__(self, machine: Machine, runtime: SimpleNamespace) -> None:
+        self.machine, self.runtime = machine, runtime
+        self.portfolio = made(
+            candidate(FIRST, 10.0), candidate(SECOND, 11.0), candidate(FLASH, 20.0)
+        )
+        self.proven: dict[str, str] = {}
+        """By the tile of the kernel: its artifact, or why there is none."""
+        self.launched: list[str] = []
+        self.vendors: list[str] = []
+
+    def says(self, specs: Any, capability: str) -> dict[str, str] | str:
+        tile = str(specs["attention"].variables["tile_n"])
+        found = self.proven.get(tile, f"a kernel is not proven ({PROVE})")
+        return {"attention": found} if found.startswith("key") else found
+
+    def family(self, name: str) -> Any:
+        if name == "fused_attention":
+            return FUSED
+        if name == "vendor_sdpa":
+            facts = {"name": name, "is_vendor": True, "is_listed": False}
+            return SimpleNamespace(**facts, vendor_call=self.vendor_call)
+        return self.machine.toy
+
+    def load(self, artifact: Artifact) -> Any:
+        is_toys = artifact.key in ("key-first", "key-second")
+        return self.machine.load(artifact) if is_toys else FusedKernel(artifact.key, self.launched)
+
+    def vendor_call(self, problem: Any, config: Config, scale: float) -> Any:
+        def call(*tensors: Any) -> Any:
+            self.vendors.append(config["kernel"])
+            return SDPA(*tensors)
+
+        return call
+
+    def call(self, shape: tuple[int, ...] = SHAPE) -> bool:
+        """Whether an own kernel answered."""
+        tensors = inputs(shape)
+        out = self.runtime.attention.attention(*tensors)
+        own = bool((out == WRITTEN).all())
+        assert own or same(out, SDPA(*tensors))
+        return own
+
+    @property
+    def fallbacks(self) -> list[str]:
+        return list(self.machine.stats().fallbacks)
+
+
+@pytest.fixture
+def serving(machine: Machine, on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Serving:
+    made = Serving(machine, on_cpu)
+    monkeypatch.setattr(on_cpu.portfolio, "portfolios", lambda: (made.portfolio,))
+    monkeypatch.setattr(on_cpu.portfolio.lists, "proven", made.says)
+    monkeypatch.setattr(on_cpu.portfolio, "pytorchs", lambda problem, device: "flash2")
+    monkeypatch.setattr(on_cpu.plan, "family", made.family)
+    monkeypatch.setattr(on_cpu.plan, "load", made.load)
+    machine.present |= {"key-wide", "key-narrow"}
+    made.proven = {"128": "key-wide", "64": "key-narrow"}
+    return made
+
+
+def test_a_proven_kernel_serves_a_shape_that_nobody_tuned(serving: Serving) -> None:
+    assert serving.call() and serving.call((2, 4, 40, 56))
+    assert serving.launched == ["key-wide"] * 2
+    stats = serving.machine.stats()
+    assert (stats.hits, stats.nearest_hits, stats.portfolio_hits) == (2, 0, 2)
+
+
+def test_what_is_not_proven_is_passed_over_for_the_next_that_wins(serving: Serving) -> None:
+    del serving.proven["128"]
+    assert serving.call() and serving.launched == ["key-narrow"]
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        f"a kernel is not proven ({PROVE})",
+        f"a kernel is not built ({BUILD})",
+        "a kernel failed its proof: wrong_result at S=1",
+    ],
+)
+def test_without_a_proof_pytorch_answers_and_the_reason_names_the_command(
+    serving: Serving, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    serving.proven = dict.fromkeys(("128", "64"), reason)
+    with caplog.at_level("INFO", "tuner"):
+        assert not serving.call() and serving.launched == []
+    assert serving.fallbacks == ["the portfolio's kernel cannot run here"]
+    assert reason in caplog.text
+
+
+def test_a_kernel_that_is_proven_later_is_taken_up(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, known = 1000.0, serving.proven
+    monkeypatch.setattr(serving.runtime.table.time, "monotonic", lambda: now)
+    serving.proven = {}
+    assert not serving.call()
+    serving.proven = known
+    now += serving.runtime.table.RETRY_EVERY_S
+    assert serving.call()
+
+
+def test_a_kernel_that_does_not_beat_the_vendor_by_the_margin_is_not_launched(
+    serving: Serving, caplog: pytest.LogCaptureFixture
+) -> None:
+    serving.portfolio = made(candidate(FIRST, 19.5), candidate(FLASH, 20.0))
+    with caplog.at_level("INFO", "tuner"):
+        assert not serving.call() and not serving.call()
+    assert serving.fallbacks == ["the portfolio chose PyTorch's"]
+    assert "expected 20.0 us, flash2 20.0" in caplog.text
+    assert serving.vendors == [] and serving.machine.lookups == 1
+
+
+def test_a_vendor_s_kernel_that_pytorch_would_not_take_is_called(serving: Serving) -> None:
+    serving.portfolio = made(candidate(FIRST, 19.5), candidate(FLASH, 25.0), candidate(CUDNN, 15.0))
+    assert not serving.call() and serving.vendors == ["cudnn"]
+    stats = serving.machine.stats()
+    assert (stats.hits, stats.portfolio_hits, stats.fallbacks) == (1, 1, {})
+
+
+def test_an_own_decision_comes_first(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    decided = answer(measured().but(problem=PROBLEM))
+    monkeypatch.setattr(serving.runtime.table, "lookup", lambda problem, **_: decided)
+    assert serving.call() and serving.launched == []
+    assert serving.machine.loads == 2 and serving.machine.stats().portfolio_hits == 0
+
+
+def test_a_decision_whose_kernels_are_not_here_leaves_it_to_the_portfolio(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decided = answer(measured().but(problem=PROBLEM))
+    monkeypatch.setattr(serving.runtime.table, "lookup", lambda problem, **_: decided)
+    serving.machine.present.discard("key-second")
+    assert serving.call() and serving.launched == ["key-wide"]
+    serving.proven = {}
+    assert not serving.call((1, 2, 24, 64))
+
+
+def test_the_nearest_answers_where_nothing_is_proven(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serving.proven = {}
+    theirs = measured()
+    lent = replace(answer(theirs), exact=False, lent=(theirs,))
+    monkeypatch.setattr(
+        serving.runtime.table,
+        "lookup",
+        lambda problem, *, with_nearest=True, **_: lent if with_nearest else None,
+    )
+    assert serving.call() and serving.launched == []
+    assert serving.machine.stats().nearest_hits == 1
+
+
+def test_a_refused_launch_withdraws_that_kernel_for_the_problem(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(artifact: Any) -> Any:
+        kernel = FusedKernel(artifact.key, serving.launched)
+        if artifact.key == "key-wide":
+
+            def bind(*_: Any) -> Callable[..., None]:
+                def launch(*_: Any) -> None:
+                    raise BenchmarkError("refused")
+
+                return launch
+
+            kernel.bind = bind  # type: ignore[method-assign]
+        return kernel
+
+    monkeypatch.setattr(serving.runtime.plan, "load", load)
+    assert not serving.call()
+    assert serving.call() and serving.launched == ["key-narrow"]
+
+
+def test_a_pinned_table_asks_no_portfolio(serving: Serving, tmp_path: Any) -> None:
+    serving.runtime.table.table.pin(tmp_path / "agreed.sqlite")
+    assert not serving.call() and serving.fallbacks == ["no measured winner"]
+
+
+def test_an_artifact_that_a_rank_lacks_is_not_launched(serving: Serving) -> None:
+    serving.runtime.table.table.pin(None, ["key-wide"])
+    assert serving.call() and serving.launched == ["key-narrow"]
+
+
+def test_pytorch_is_asked_about_small_tensors(on_cpu: SimpleNamespace) -> None:
+    problem = AttentionProblem.parse("B=64,S=131072,D=64,H=64,causal=1")
+    assert on_cpu.portfolio.pytorchs(problem, 0) in ("flash2", "efficient", "cudnn", "")

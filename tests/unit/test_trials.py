@@ -1,0 +1,138 @@
+"""Problems that kernels are proven on: every edge planted, all legal, bounded, repeatable."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tuner.hardware import DEFAULT_GPU
+from tuner.problem import LAYOUTS
+from tuner.selection.kernels import Target, targets
+from tuner.selection.portfolio import Domain, shipped
+from tuner.tuning.trials import MAX_BYTES, MAX_FLOPS, Fact, Trial, trials
+
+TARGETS = targets(shipped()[0])
+#: One of each kind: persistent, one block a tile, packed heads, split keys.
+KINDS = {
+    "persistent": next(t for t in TARGETS if t.config["persistent"]),
+    "one block a tile": next(
+        t for t in TARGETS if not t.config["persistent"] and t.config["warp_groups"] == 1
+    ),
+    "packed": next(t for t in TARGETS if t.config.get("packed_heads", 1) == 8),
+    "split": next(t for t in TARGETS if t.config.get("combine") == "kernel"),
+    "large heads": next(t for t in TARGETS if t.problem.head_dim == 256),
+}
+
+
+def drawn(target: Target, count: int = 64, seed: int = 0) -> list[Trial]:
+    return trials(target, DEFAULT_GPU, count, seed)
+
+
+def facts(target: Target) -> set[Fact]:
+    found: set[Fact] = set()
+    return found.union(*(trial.facts(target.family, DEFAULT_GPU) for trial in drawn(target)))
+
+
+def of_domain(mask: str, **more: bool) -> Target:
+    """A kernel of a domain that no portfolio has yet."""
+    domain = Domain(64, mask, "prompt", **more)  # type: ignore[arg-type]
+    plain = KINDS["one block a tile"].config
+    config = replace(plain, params={k: v for k, v in plain.params.items() if k != "stages_output"})
+    return Target(config, domain.problems("float16")[0])
+
+
+def values(found: set[Fact], axis: str) -> set[Any]:
+    return {value for name, value in found if name == axis}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_trial_is_legal_small_and_of_the_kernel(kind: str) -> None:
+    target = KINDS[kind]
+    found = drawn(target)
+    assert len(found) >= 64 and len(set(found)) == len(found)
+    for trial in found:
+        problem = trial.problem
+        assert not target.family.violations(problem, trial.config, DEFAULT_GPU)
+        assert target.family.kernels(problem, trial.config) == target.kernels
+        assert problem.flops <= MAX_FLOPS
+        assert sum(operand.bytes for operand in problem.operands) <= MAX_BYTES
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_edges_of_tiles_are_among_them(kind: str) -> None:
+    target = KINDS[kind]
+    tiling, found = target.family.tiling(target.config), facts(target)
+    rows = tiling.rows // tiling.packed
+    assert {1, rows - 1, rows, rows + 1, 2 * rows - 1, 2 * rows + 1} - {0} <= values(
+        found, "seqlen_q"
+    )
+    assert {1, *(tiling.keys + n for n in (-1, 0, 1))} <= values(found, "seqlen_kv")
+    assert values(found, "longer") == {-1, 0, 1}
+    assert values(found, "fills_chip") == {False, True}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_head_dimensions_layouts_and_batches(kind: str) -> None:
+    target, found = KINDS[kind], facts(KINDS[kind])
+    below = {64: range(8, 65, 8), 128: range(104, 129, 8), 256: range(200, 257, 8)}
+    assert values(found, "head_dim") == set(below[target.problem.head_dim])
+    assert values(found, "layout") == set(LAYOUTS)
+    assert {1, 32} <= values(found, "batch") and max(values(found, "batch")) == 32
+    assert values(found, "with_lse") == {False, True}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_heads_of_every_legal_ratio(kind: str) -> None:
+    target, found = KINDS[kind], values(facts(KINDS[kind]), "heads")
+    packed = target.family.tiling(target.config).packed
+    named = {(71, 1), (14, 2), (28, 4), (25, 25)}
+    assert named & found == {pair for pair in named if pair[0] // pair[1] % packed == 0}
+    ratios = {heads_q // heads_kv for heads_q, heads_kv in found}
+    assert {packed * n for n in (1, 2, 3, 5, 7)} <= ratios
+
+
+def test_splits_from_one_to_the_most_each_way_they_are_combined() -> None:
+    schedules: dict[int, set[Any]] = defaultdict(set)
+    for pairs in values(facts(KINDS["one block a tile"]), "schedule"):
+        named = dict(pairs)
+        schedules[named["splits"]].add((named.get("combine"), named["pdl"]))
+    assert schedules[1] == {(None, False), (None, True)}
+    both = {(way, pdl) for way in ("cluster", "kernel") for pdl in (False, True)}
+    assert schedules[2] == schedules[16] == both
+    assert schedules[512] == {("kernel", False), ("kernel", True)}
+
+
+def test_persistent_kernels_are_not_split() -> None:
+    found = values(facts(KINDS["persistent"]), "schedule")
+    assert {dict(pairs)["splits"] for pairs in found} == {1}
+
+
+def test_windows_on_either_side_and_soft_caps() -> None:
+    sides = values(facts(of_domain("windowed")), "window")
+    assert sides == {(True, False), (False, True), (True, True)}
+    assert values(facts(of_domain("full", has_softcap=True)), "softcap") == {50.0, 5.0}
+
+
+def test_packed_sequences_have_one_layout_and_no_splits() -> None:
+    found = facts(of_domain("causal", is_varlen=True))
+    assert values(found, "layout") == {"bshd"}
+    assert {dict(pairs)["splits"] for pairs in values(found, "schedule")} == {1}
+
+
+def test_equal_seeds_draw_equal_trials_and_both_types_alike() -> None:
+    target = KINDS["packed"]
+    assert drawn(target) == drawn(target) != drawn(target, seed=1)
+    other = next(
+        t for t in TARGETS if t.config == target.config and t.problem.dtype != target.problem.dtype
+    )
+    assert [replace(t.problem, dtype="bfloat16") for t in drawn(target)] == [
+        replace(t.problem, dtype="bfloat16") for t in drawn(other)
+    ]
+
+
+def test_more_are_drawn_where_more_are_asked() -> None:
+    target = KINDS["split"]
+    assert len(drawn(target, 200)) >= 200

@@ -1,0 +1,132 @@
+"""The kernels of the shipped portfolios: what `tuner build --portfolio` compiles and lists."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+from tuner.cli import DONE
+from tuner.cli.ahead import compile_ahead, say
+from tuner.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tuner.compile.artifacts import Artifact, ArtifactCache
+    from tuner.compile.compiler import Compiler
+    from tuner.families.base import KernelSpec
+    from tuner.selection.kernels import KernelList, Target
+    from tuner.selection.portfolio import Portfolio
+
+
+def chosen(op: str | None, gpu: str | None) -> list[Portfolio]:
+    """The shipped portfolios of an operation and a GPU.
+
+    Args:
+        op: operation; None: all.
+        gpu: name; None: all.
+
+    Raises:
+        ConfigError: when there is none.
+    """
+    from tuner.selection.portfolio import shipped
+    from tuner.selection.reader import find_gpu
+
+    known = shipped()
+    name = find_gpu(gpu, [one.gpu for one in known]).name if gpu else None
+    found = [one for one in known if op in (None, one.op) and name in (None, one.gpu.name)]
+    if not found:
+        allowed = ", ".join(f"--op {one.op} --gpu '{one.gpu.name}'" for one in known) or "none"
+        raise ConfigError(f"no portfolio ships for that (allowed: {allowed})")
+    return found
+
+
+def build(
+    artifacts: ArtifactCache, op: str | None, gpu: str | None, jobs: int | None, *, dry_run: bool
+) -> int:
+    """Compile the kernels of the shipped portfolios, and enter each into the user's kernel list.
+
+    Args:
+        artifacts: where compiled kernels are kept.
+        op: as of `chosen`.
+        gpu: as of `chosen`.
+        jobs: nvcc processes at a time; None: the cores.
+        dry_run: list the kernels, compile nothing.
+
+    Returns:
+        Exit code: 1 when a kernel failed.
+
+    Raises:
+        ConfigError: when no portfolio ships for that.
+        CompileError: when there is no compiler.
+        StoreError: when the artifact cache or the list cannot be written.
+    """
+    from tuner.compile.compiler import Compiler
+    from tuner.compile.toolchain import find_toolchain
+    from tuner.selection.kernels import targets
+
+    by_capability: dict[str, list[Target]] = {}
+    for one in chosen(op, gpu):
+        by_capability.setdefault(one.gpu.compute_capability, []).extend(targets(one))
+    tools, codes = find_toolchain(), []
+    for capability, wanted in sorted(by_capability.items()):
+        with Compiler(tools, artifacts, jobs=jobs, capability=capability) as compiler:
+            codes.append(_build(wanted, compiler, dry_run))
+    return max(codes)
+
+
+def _build(wanted: Sequence[Target], compiler: Compiler, dry_run: bool) -> int:
+    from tuner.measure.gate import REFERENCE
+    from tuner.selection.kernels import PROVE, Kernel, path_of, update
+
+    specs = list(dict.fromkeys(spec for one in wanted for spec in one.kernels.values()))
+    there = {spec: found for spec in specs if (found := compiler.cached(spec)) is not None}
+    if dry_run:
+        for one in wanted:
+            is_there = all(spec in there for spec in one.kernels.values())
+            print(f"{'compiled' if is_there else 'missing '}  {one.label()}")
+    text = f"{len(specs)} kernels, {len(there)} of them compiled already"
+    left = len(specs) - len(there)
+    if there and left:
+        cpu_s = left * fmean(artifact.compile_cpu_s for artifact in there.values())
+        text += f"; the others take about {cpu_s / 60:.0f} CPU-minutes, as these did"
+    say(text)
+    if dry_run:
+        return DONE
+    path = path_of(compiler.toolchain.nvcc_version, compiler.capability)
+    update(path, (), _start(path, compiler, [REFERENCE, *specs]))
+    started = time.monotonic()
+
+    def enter(spec: KernelSpec, artifact: Artifact) -> None:
+        update(path, [Kernel(spec.key, artifact.key, artifact.sha256)])
+
+    code = compile_ahead(specs, compiler, None, started, enter)
+    say(f"{path}: {PROVE} checks these kernels on the GPU, the runtime serves what passed")
+    return code
+
+
+def _start(path: Path, compiler: Compiler, specs: Sequence[KernelSpec]) -> KernelList:
+    """The list on disk; where other templates made it, the kernels that these make alike."""
+    from tuner.base import resources
+    from tuner.selection.kernels import KernelList
+
+    tools = compiler.toolchain
+    start = KernelList(
+        tools.nvcc_version,
+        tools.cutlass_version,
+        compiler.capability,
+        resources.templates_digest(),
+    )
+    try:
+        known = KernelList.read(path) if path.is_file() else start
+    except ConfigError as exc:
+        say(f"made anew: {exc}")
+        return start
+    if replace(known, kernels={}) == start:
+        return known
+    keys = {spec.key: compiler.key(spec) for spec in specs}
+    alike = (one for one in known.kernels.values() if keys.get(one.spec) == one.artifact)
+    return start.with_kernels(alike)

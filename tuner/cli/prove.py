@@ -1,0 +1,170 @@
+"""``tuner prove``: check the portfolio's built kernels over all the problems that they serve."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from tuner.cli.ahead import PROGRESS_S, say
+from tuner.errors import BenchmarkError, ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tuner.hardware import Gpu
+    from tuner.tuning.proof import Plan, Progress, Prover
+
+DESCRIPTION = """Takes every kernel that `tuner build --portfolio` built through the numerics gate,
+on problems drawn from all that it serves: edges of tiles, one query, one key, every ratio of heads,
+every layout, splits, log-sum-exp. The runtime serves what passed, at any shape. Nothing is timed. A
+verdict is stored as soon as it is known: the same command goes on where it stopped."""
+
+
+def register(subparsers: Any) -> None:
+    """Add the command."""
+    parser = subparsers.add_parser(
+        "prove", help="check the portfolio's kernels over all shapes", description=DESCRIPTION
+    )
+    parser.add_argument("--op", help="only this operation's portfolio")
+    parser.add_argument("--device", type=int, default=0, help="CUDA device (default 0)")
+    parser.add_argument(
+        "--problems", type=int, default=64, metavar="N", help="of each kernel at least (default 64)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the draw (default 0)")
+    parser.add_argument("--again", action="store_true", help="also kernels that have a verdict")
+    parser.add_argument("--dry-run", action="store_true", help="say what is left, check nothing")
+    parser.add_argument(
+        "--time-limit", type=float, metavar="SECONDS", help="end after this, with what there is"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prove; 1 when a kernel failed, now or before, or is left.
+
+    Raises:
+        ConfigError: when an argument is out of range, or nothing is built for this GPU.
+        BenchmarkError: when there is no GPU, or the gate itself fails.
+        StoreError: when a kernel list cannot be written.
+    """
+    from tuner.base.processes import exit_code
+    from tuner.cli import DONE, FAILED
+    from tuner.hardware import DEFAULT_GPU
+    from tuner.measure import device
+    from tuner.measure.worker_client import WorkerClient
+    from tuner.tuning.progress import Interruption
+    from tuner.tuning.proof import Prover
+
+    if args.problems < 1:
+        raise ConfigError(f"--problems {args.problems} is out of range (allowed: 1 or more)")
+    gpu = device.detect(args.device)
+    if gpu is None and not args.dry_run:
+        raise BenchmarkError(f"CUDA device {args.device} is not there: kernels run to be proven")
+    gpu = gpu or DEFAULT_GPU
+    plans = _plans(args, gpu)
+    for todo in plans:
+        say(
+            f"{todo.path}: {len(todo.waiting)} kernels to prove, {todo.proven} proven, "
+            f"{len(todo.failed)} failed before, {todo.missing} not built"
+        )
+    faults = [fault for todo in plans for fault in todo.failed]
+    left = 0
+    if args.dry_run:
+        _name(faults)
+        return DONE
+    started = time.monotonic()
+    worker = WorkerClient(args.device)
+    try:
+        with Interruption() as interruption:
+
+            def is_over() -> bool:
+                spent = time.monotonic() - started
+                return interruption.requested or spent > (args.time_limit or float("inf"))
+
+            prover = Prover(
+                gpu,
+                str(device.environment(args.device).facts.get("driver", "")),
+                worker,
+                problems=args.problems,
+                seed=args.seed,
+                changed=_Teller(args.problems),
+                is_over=is_over,
+            )
+            left = _prove(prover, plans, faults)
+    finally:
+        worker.close()
+    _name(faults)
+    if left:
+        print(f"tuner: {left} kernels are left; the same command goes on", file=sys.stderr)
+    if interruption.number is not None:
+        return exit_code(interruption.number)
+    return FAILED if faults or left else DONE
+
+
+def _prove(prover: Prover, plans: Sequence[Plan], faults: list[str]) -> int:
+    """Prove each list's kernels, add what failed to `faults`; returns how many are left."""
+    left = 0
+    for todo in plans:
+        found = prover.run(todo)
+        faults += found.faults
+        left += found.kernels - found.done
+        passed = found.done - len(found.faults)
+        spent = time.monotonic() - found.started
+        say(f"{todo.path}: {passed} of {found.kernels} kernels proven in {spent:.0f} s")
+    return left
+
+
+def _plans(args: argparse.Namespace, gpu: Gpu) -> list[Plan]:
+    """What each list of the GPU's compute capability lacks."""
+    from tuner.base import resources
+    from tuner.selection.kernels import BUILD, KernelList, targets, users
+    from tuner.selection.portfolio import shipped
+    from tuner.tuning.proof import plan
+
+    portfolios = [
+        one
+        for one in shipped()
+        if args.op in (None, one.op) and one.gpu.compute_capability == gpu.compute_capability
+    ]
+    wanted = {
+        tuple(sorted(spec.key for spec in target.kernels.values())): target
+        for one in portfolios
+        for target in targets(one)
+    }
+    known = {path: KernelList.read(path) for path in users()}
+    current = gpu.compute_capability, resources.templates_digest()
+    paths = [path for path, one in known.items() if (one.capability, one.templates) == current]
+    if not wanted or not paths:
+        what = "kernel is built" if wanted else "portfolio ships"
+        raise ConfigError(
+            f"no {what} for compute capability {current[0]}, templates {current[1][:8]} ({BUILD})"
+        )
+    return [plan(path, list(wanted.values()), again=args.again) for path in paths]
+
+
+def _name(faults: Sequence[str]) -> None:
+    """Name each kernel that is never served, and how it failed."""
+    for fault in faults:
+        print(f"tuner: not served: {fault}", file=sys.stderr)
+
+
+class _Teller:
+    """Says every `PROGRESS_S` how far a run is."""
+
+    def __init__(self, problems: int) -> None:
+        self._problems, self._next = problems, 0.0
+
+    def __call__(self, progress: Progress) -> None:
+        now = time.monotonic()
+        if now < self._next:
+            return
+        self._next = now + PROGRESS_S
+        left_s = progress.left_s()
+        say(
+            f"{progress.done} of {progress.kernels} kernels, {progress.trials} of "
+            f"{self._problems} problems of the next, {now - progress.started:.0f} s"
+            + ("" if left_s is None else f", about {left_s:.0f} s left")
+            + (f", {len(progress.faults)} failed" if progress.faults else "")
+        )

@@ -1,0 +1,76 @@
+"""Attention's log-sum-exp: its size, its reference and what it may be off by. Nothing runs here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from tuner.errors import BenchmarkError
+from tuner.measure.tolerance import Verdict
+from tuner.measurement import Status
+from tuner.problem import AttentionProblem, Problem
+
+ABSOLUTE, RELATIVE = 1e-3, 1e-5
+"""A value may be off by ``ABSOLUTE + RELATIVE * |reference|``: it is computed in fp32."""
+
+
+def score_rows(problem: Problem) -> int:
+    """Rows of attention's scores, each sequence as long as the longest."""
+    if not isinstance(problem, AttentionProblem):
+        raise BenchmarkError(f"'{problem.op}' has no log-sum-exp")
+    return problem.batch * problem.heads_q * problem.seqlen_q
+
+
+def lse_bytes(problem: Problem) -> int:
+    """Of the log-sum-exp of attention: fp32 (B, H, SQ), of packed sequences (H, total_q).
+
+    Raises:
+        BenchmarkError: for another operation.
+    """
+    rows = score_rows(problem)
+    if isinstance(problem, AttentionProblem) and problem.is_varlen:
+        rows = problem.heads_q * problem.total_q
+    return 4 * rows
+
+
+def lse_of(problem: AttentionProblem, statistics: Sequence[float]) -> list[float]:
+    """The log-sum-exp of a problem, in its memory's order.
+
+    Args:
+        problem: of packed sequences, or of equal ones.
+        statistics: maximum and sum of exponentials of each row, sequence after sequence, head
+            after head.
+    """
+    tops, totals = statistics[::2], statistics[1::2]
+    found = [
+        top + math.log(total) if total else -math.inf
+        for top, total in zip(tops, totals, strict=True)
+    ]
+    if not problem.is_varlen:
+        return found
+    heads: list[list[float]] = [[] for _ in range(problem.heads_q)]
+    start = 0
+    for rows in problem.lengths_q:
+        for head in heads:
+            head += found[start : start + rows]
+            start += rows
+    return [value for head in heads for value in head]
+
+
+def judge_lse(found: Sequence[float], wanted: Sequence[float]) -> Verdict:
+    """Compare a log-sum-exp with its reference, -inf where a query sees no key."""
+    worst, first, count = 0.0, -1, 0
+    for index, (value, reference) in enumerate(zip(found, wanted, strict=True)):
+        if value == reference:
+            continue
+        away = abs(value - reference)
+        if away <= ABSOLUTE + RELATIVE * abs(reference) and math.isfinite(reference):
+            worst = max(worst, away)
+            continue
+        count += 1
+        first = index if first < 0 else first
+    if not count:
+        return Verdict(Status.OK, worst)
+    text = f"log-sum-exp: {count} of {len(wanted)} rows are wrong, first row {first}: "
+    text += f"{found[first]:.6g}, not {wanted[first]:.6g}"
+    return Verdict(Status.WRONG_RESULT, None, text)

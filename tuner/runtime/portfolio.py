@@ -1,0 +1,183 @@
+"""What the portfolio serves: shapes that nobody tuned, by kernels that were proven.
+
+The portfolio selects by expected time (`tuner.selection.portfolio`), the kernel lists say what was
+built and proven (`tuner.selection.kernels`). An own kernel is launched only with a proof, and only
+where it is expected to be faster than the vendor's; else the vendor's kernel answers, which is
+PyTorch's own call where PyTorch would choose it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+from torch.nn.attention import SDPBackend
+
+from tuner.config import Config
+from tuner.errors import TunerError
+from tuner.families import family
+from tuner.hardware import Gpu
+from tuner.measurement import Measurement, Provenance, Status
+from tuner.problem import AttentionProblem, Problem
+from tuner.runtime import devices, native
+from tuner.runtime.plan import Plan, Posed, plan_of
+from tuner.runtime.refusal import Kind, Refusal
+from tuner.selection.kernels import lists
+from tuner.selection.portfolio import Domain, Portfolio, Selection, shipped
+
+_BACKENDS = {
+    SDPBackend.FLASH_ATTENTION.value: "flash2",
+    SDPBackend.EFFICIENT_ATTENTION.value: "efficient",
+    SDPBackend.CUDNN_ATTENTION.value: "cudnn",
+}
+#: Lengths of the tensors that PyTorch is asked about.
+_ASKED_LENGTHS = (128, 256)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the portfolio says of a problem, and what of that runs here."""
+
+    selection: Selection
+    plan: Plan | Refusal
+    """The refusal is for good (`Kind.PORTFOLIO`) or for want of a kernel (`Kind.UNSERVED`)."""
+
+
+def portfolios() -> Sequence[Portfolio]:
+    """Those that serve: what ships."""
+    return shipped()
+
+
+def knows(problem: Problem, gpu: Gpu) -> bool:
+    """Whether a portfolio was made for problems like this one on this GPU.
+
+    Raises:
+        StoreError: when what ships is damaged.
+    """
+    mine = _portfolio_of(problem, gpu)
+    return mine is not None and Domain.of(problem) in mine.domains
+
+
+def _portfolio_of(problem: Problem, gpu: Gpu) -> Portfolio | None:
+    return next(
+        (one for one in portfolios() if one.op == problem.op and one.gpu.identity == gpu.identity),
+        None,
+    )
+
+
+def choose(
+    posed: Posed,
+    gpu: Gpu,
+    device: int,
+    withdrawn: Collection[Config],
+    absent: Collection[str],
+) -> Choice | None:
+    """What the portfolio has for a problem; None where nothing of it takes the problem.
+
+    Args:
+        posed: a problem that nobody tuned.
+        gpu: where it runs.
+        device: index of the device, the current one.
+        withdrawn: configs that this process must not launch for the problem.
+        absent: keys of artifacts that it must not launch.
+
+    Raises:
+        StoreError: when what ships is damaged.
+    """
+    problem = posed.problem
+    mine = _portfolio_of(problem, gpu)
+    selection = None if mine is None else mine.select(problem, gpu)
+    if selection is None:
+        return None
+
+    def made(config: Config, artifacts: dict[str, str]) -> Plan | str:
+        """The plan of a config that was selected, not measured."""
+        predicted = Measurement(
+            problem,
+            config,
+            gpu,
+            selection.regime,
+            Status.OK,
+            Provenance.PREDICTED,
+            artifacts=artifacts,
+        )
+        found = plan_of(posed, predicted, device)
+        return found.reason if isinstance(found, Refusal) else found
+
+    reasons: list[str] = []
+    for _, config in selection.own():
+        found = _own(problem, gpu, config, withdrawn, absent)
+        plan = found if isinstance(found, str) else made(config, found)
+        if isinstance(plan, Plan):
+            return Choice(selection, plan)
+        reasons.append(plan)
+    if reasons:
+        why = "; ".join(dict.fromkeys(reasons))
+        return Choice(selection, Refusal(Kind.UNSERVED, f"{problem.label()}: {why}"))
+    text = f"{problem.label()}: {selection.source}"
+    if selection.vendor == pytorchs(problem, device) or selection.config in withdrawn:
+        return Choice(selection, Refusal(Kind.PORTFOLIO, text))
+    plan = made(selection.config, {})
+    if isinstance(plan, Plan):
+        return Choice(selection, plan)
+    text += f" ({selection.vendor} cannot be called: {plan})"
+    return Choice(selection, Refusal(Kind.PORTFOLIO, text))
+
+
+def _own(
+    problem: Problem,
+    gpu: Gpu,
+    config: Config,
+    withdrawn: Collection[Config],
+    absent: Collection[str],
+) -> dict[str, str] | str:
+    """The proven artifacts of an own config, or why it is not served."""
+    if config in withdrawn:
+        return f"{config.family} failed in this process"
+    try:
+        specs = family(config.family).kernels(problem, config)
+    except TunerError as exc:
+        return str(exc)
+    found = lists.proven(specs, gpu.compute_capability)
+    if not isinstance(found, str) and any(key in absent for key in found.values()):
+        return f"{config.family} is not compiled on every rank"
+    return found
+
+
+def pytorchs(problem: Problem, device: int) -> str:
+    """The kernel that PyTorch would choose, by the vendor family's name; empty for another.
+
+    PyTorch is asked about small tensors: its choice depends on types, heads, masks and strides, and
+    of the lengths on whether they are one, or equal.
+
+    Args:
+        problem: of attention.
+        device: index of the device.
+    """
+    if not isinstance(problem, AttentionProblem) or problem.extras:
+        return ""
+    lengths = problem.seqlen_q, problem.seqlen_kv
+    short, long = _ASKED_LENGTHS
+    asked = [n if n == 1 else long if n == max(lengths) else short for n in lengths]
+    small = replace(problem, batch=1, seqlen_q=asked[0], seqlen_kv=asked[1])
+    return _pytorchs(small, device)
+
+
+@lru_cache(1 << 10)
+def _pytorchs(problem: AttentionProblem, device: int) -> str:
+    place = torch.device(devices.TYPE, device)
+    query, key, value = (
+        torch.empty_strided(
+            operand.shape, operand.strides, dtype=getattr(torch, operand.dtype), device=place
+        )
+        for operand in problem.operands[:3]
+    )
+    is_grouped = problem.heads_q != problem.heads_kv
+    chosen = native.call(
+        torch._fused_sdp_choice,
+        *(query, key, value, None, 0.0, problem.is_causal),
+        enable_gqa=is_grouped,
+    )
+    return _BACKENDS.get(int(chosen), "")
