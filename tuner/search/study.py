@@ -1,13 +1,14 @@
-"""What to evaluate next: budgets, one search a family, and the share of each family.
+"""Budgets of a sweep, one search a family, and each family's share.
 
-The unit of search is a *group*: candidates that share their compiled kernels, so that what costs
-time (compiling) is spent once. A group's value is the logarithm of the best latency among its
-run-time variants. The sampler `model` takes the group with the largest expected gain over all
-families (`surrogate`: each family's cost model, corrected by what was measured here and on like
-problems), and ends when no gain worth its compile is expected. The others stand beside it to be
-compared (`scripts/bench search`): random, the cost models' order, and Optuna's ask and tell from
-the families' seeds on.
-All is in memory: what was measured before is told again from the store, which alone is durable.
+The unit of search is a *group*: candidates that share their compiled kernels, so that the costly
+part (compiling) is spent once. A group is one trial of its family's Optuna study
+(`samplers.GroupStudy`). Its value is the logarithm of the best latency among its run-time variants.
+The sampler `model` proposes the group with the largest expected gain over all families: a
+Gaussian-process residual over each family's cost model (`surrogate`). It ends when no gain worth
+its compile is expected. The other samplers are for comparison (`scripts/bench search`): random,
+the cost models' order, and Optuna's TPE and GP from the families' seeds on.
+Studies live in memory: measurements are told again from the store, which alone is durable.
+`storage` keeps copies of the studies for Optuna's tools.
 """
 
 from __future__ import annotations
@@ -18,19 +19,20 @@ import random
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tuner import settings
+from tuner.base.printable import one_line
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families.base import Family, group_by_kernels
 from tuner.hardware import Gpu
 from tuner.measurement import Measurement
 from tuner.problem import Problem
-from tuner.search.optuna_sampler import STARTUP, OptunaSampler
 
 if TYPE_CHECKING:
-    from tuner.search.surrogate import Features, Past, Surrogate
+    from tuner.search.samplers import GroupStudy, ModelSampler
+    from tuner.search.surrogate import Past, Surrogate
 
 
 @dataclass(frozen=True)
@@ -191,17 +193,12 @@ class FamilySearch:
             family.compile_digest(group[0]): group for group in group_by_kernels(family, space)
         }
         self.best_us = math.inf
-        self.finished = 0
-        self.pending: set[str] = set()
         self.seen: dict[str, Measurement] = {}
         """Measurements by the digest of their config."""
-        self.surrogate: Surrogate | None = None
+        self.model: ModelSampler | None = None
         self._heat = heat
         self._survivors: list[str] = []
-        self._sampler = sampler
-        self._seed = seed + zlib.crc32(family.name.encode())
-        self._optuna: OptunaSampler | None = None
-        self._values: dict[str, float | None] = {}
+        self._is_known = False
         estimates = {
             config.digest: family.predict_us(problem, config, gpu)
             for group in self.groups.values()
@@ -209,34 +206,76 @@ class FamilySearch:
         }
         for group in self.groups.values():
             group.sort(key=lambda config: estimates[config.digest])
-        predicted = {key: estimates[group[0].digest] for key, group in self.groups.items()}
-        if sampler == "model":
-            from tuner.search import surrogate
+        self._predicted = {key: estimates[group[0].digest] for key, group in self.groups.items()}
+        self.trials = self._study(problem, gpu, space, seeds, sampler, seed, history)
 
-            past = _past(family, gpu, history)
-            self.surrogate = surrogate.Surrogate(problem, self._features(), predicted, past)
-            order = sorted(self.groups, key=self.surrogate.mean)
-        elif sampler == "random":
-            order = random.Random(self._seed).sample(list(self.groups), len(self.groups))
+    def _study(
+        self,
+        problem: Problem,
+        gpu: Gpu,
+        space: Sequence[Config],
+        seeds: int,
+        sampler: str,
+        seed: int,
+        history: Iterable[Measurement],
+    ) -> GroupStudy:
+        from tuner.search import samplers, surrogate
+
+        features = {
+            key: surrogate.features_of(self.family, group[0]) for key, group in self.groups.items()
+        }
+        seed += zlib.crc32(self.family.name.encode())
+        if sampler == "model":
+            past = _past(self.family, gpu, history)
+            made = surrogate.Surrogate(problem, features, self._predicted, past)
+            groups = samplers.Groups(features, dict.fromkeys(sorted(self.groups, key=made.mean)))
+            self.model = samplers.ModelSampler(groups, made)
+            return samplers.GroupStudy(groups, self.model)
+        if sampler == "random":
+            order = random.Random(seed).sample(list(self.groups), len(self.groups))
         else:
-            first = [family.compile_digest(c) for c in family.seeds(problem, gpu, space, seeds)]
-            rest = sorted(self.groups, key=lambda key: predicted[key])
+            suggested = self.family.seeds(problem, gpu, space, seeds)
+            first = [self.family.compile_digest(config) for config in suggested]
+            rest = sorted(self.groups, key=lambda key: self._predicted[key])
             order = [key for key in dict.fromkeys(first + rest) if key in self.groups]
-        self._open = dict.fromkeys(order)
+        groups = samplers.Groups(features, dict.fromkeys(order))
+        if sampler in samplers.MISSES:
+            return samplers.GroupStudy(
+                groups,
+                samplers.library_sampler(sampler, seed),
+                startup=samplers.STARTUP,
+                attempts=samplers.MISSES[sampler],
+            )
+        return samplers.GroupStudy(groups, samplers.OrderSampler(groups))
+
+    @property
+    def surrogate(self) -> Surrogate | None:
+        """The surrogate of the sampler `model`; None for another sampler."""
+        return None if self.model is None else self.model.surrogate
+
+    @property
+    def finished(self) -> int:
+        """Groups with a result."""
+        return len(self.trials.groups.values)
+
+    @property
+    def pending(self) -> list[str]:
+        """Keys of the groups that were asked for and have no result yet."""
+        return [key for key in self.trials.groups.running if key not in self._survivors]
 
     @property
     def started(self) -> int:
-        return self.finished + len(self.pending) + len(self._survivors)
+        return self.finished + len(self.trials.groups.running)
 
     @property
     def underway(self) -> list[str]:
         """Keys of the groups that are started and not finished."""
-        return [*self.pending, *self._survivors]
+        return list(self.trials.groups.running)
 
     @property
     def open(self) -> list[str]:
-        """Keys of the groups that are neither finished nor pending, most promising first."""
-        return list(self._open)
+        """Keys of the groups that are neither finished nor running, most promising first."""
+        return list(self.trials.groups.open)
 
     def missing(self, key: str) -> list[Config]:
         """What is to be measured next of a group: a first heat, or all that is left."""
@@ -244,31 +283,19 @@ class FamilySearch:
         is_first = self._heat > 0 and len(left) == len(self.groups[key])
         return left[: self._heat] if is_first else left
 
-    def suggest(self) -> str:
-        """The open group that Optuna, or before it knows enough the ranking, has next."""
-        first = next(iter(self._open))
-        if self._sampler in ("random", "cost") or self.finished < STARTUP:
-            return first
-        if self._optuna is None:
-            self._optuna = OptunaSampler(self._features(), self._sampler, self._seed)
-            # Values first: an infeasible one is told as the worst of them.
-            for key, value in sorted(self._values.items(), key=lambda item: item[1] is None):
-                self._optuna.tell(key, value)
-        return self._optuna.suggest(self._open) or first
-
-    def take(self, key: str) -> list[Config]:
-        """Start an open group; what is to be measured of it."""
-        del self._open[key]
-        self.pending.add(key)
-        return self.missing(key)
+    def take(self, key: str | None = None) -> list[Config]:
+        """Start an open group, by default the sampler's next one; its configs to measure."""
+        return self.missing(self.trials.start(key))
 
     def take_survivor(self) -> list[Config] | None:
-        """What is left of a group whose first heat did well; it is compiled already."""
-        if not self._survivors:
-            return None
-        key = self._survivors.pop(0)
-        self.pending.add(key)
-        return self.missing(key)
+        """Configs left of a group whose first heat did well; it is compiled already."""
+        return self.missing(self._survivors.pop(0)) if self._survivors else None
+
+    def tell_known(self, measurements: Iterable[Measurement]) -> None:
+        """Take in measurements from the store; their trials are marked so."""
+        self._is_known = True
+        self.tell(measurements)
+        self._is_known = False
 
     def tell(self, measurements: Iterable[Measurement]) -> None:
         """Take in measurements; those of configs outside the space are ignored."""
@@ -282,12 +309,11 @@ class FamilySearch:
                 self.best_us = min(self.best_us, measurement.latency_us)
             touched.setdefault(key)
         for key in touched:
-            if key in self._values:
+            if key in self.trials.groups.values:
                 continue
             if not self.missing(key) or self._has_lost(key):
                 self._finish(key)
             elif key in self.pending:
-                self.pending.discard(key)
                 self._survivors.append(key)
 
     def _has_lost(self, key: str) -> bool:
@@ -300,23 +326,35 @@ class FamilySearch:
 
     def _finish(self, key: str) -> None:
         seen = [self.seen[c.digest] for c in self.groups[key] if c.digest in self.seen]
-        value = _value(seen)
-        self._values[key] = value
-        self.finished += 1
-        self._open.pop(key, None)
-        self.pending.discard(key)
-        if self._optuna is not None:
-            self._optuna.tell(key, value)
-        if self.surrogate is not None:
-            # A group of which nothing passed is as bad as the worst that did.
-            values = [v for v in self._values.values() if v is not None]
-            if values:
-                self.surrogate.observe(key, max(values) if value is None else value)
+        if key in self.trials.groups.open:
+            self.trials.start(key)
+        if key in self._survivors:
+            self._survivors.remove(key)
+        self.trials.finish(key, _value(seen), self._attributes(key, seen))
 
-    def _features(self) -> dict[str, Features]:
-        from tuner.search.surrogate import features_of
-
-        return {key: features_of(self.family, group[0]) for key, group in self.groups.items()}
+    def _attributes(self, key: str, seen: Sequence[Measurement]) -> dict[str, Any]:
+        """User attributes of a finished trial."""
+        runtime = self.family.runtime_parameters
+        times = [m.latency_us for m in seen if m.ok and m.latency_us is not None]
+        found: dict[str, Any] = {
+            "provenance": seen[0].provenance.value,
+            "from_store": self._is_known,
+            "predicted_us": self._predicted[key],
+            "variants": [
+                {
+                    "params": {k: v for k, v in m.config.params.items() if k in runtime},
+                    "status": m.status.value,
+                    "latency_us": m.latency_us,
+                }
+                for m in seen
+            ],
+        }
+        if times:
+            return {**found, "latency_us": min(times)}
+        failed = next((m for m in seen if m.log.strip()), seen[0])
+        log = next(iter(failed.log.strip().splitlines()), "")
+        reason = f"{failed.status.value}: {log}" if log else failed.status.value
+        return {**found, "reason": one_line(reason)}
 
 
 def _value(measurements: Iterable[Measurement]) -> float | None:
@@ -400,10 +438,7 @@ class Search:
         if any(member.surrogate is None for member in self.members):
             return self._ask_in_turn()
         chosen = self._most_gain({})
-        if chosen is None:
-            return None
-        member, key = chosen
-        return member.take(key)
+        return None if chosen is None else chosen[0].take()
 
     def tell(self, measurements: Sequence[Measurement]) -> None:
         for member in self.members:
@@ -411,7 +446,8 @@ class Search:
 
     def tell_known(self, measurements: Sequence[Measurement]) -> None:
         """Tell what the store holds before the first `ask`."""
-        self.tell(measurements)
+        for member in self.members:
+            member.tell_known(m for m in measurements if m.config.family == member.family.name)
         self.told = self.spent
 
     def ahead(self) -> list[list[Config]]:
@@ -474,19 +510,16 @@ class Search:
         if not self.members:
             return None
         best = self._best()
-        found: tuple[float, str, FamilySearch, str] | None = None
+        found: tuple[float, FamilySearch, str] | None = None
         for member in self.members:
-            assumed = taken.get(member.family.name, ())
-            keys = [key for key in member.open if key not in assumed]
-            if not keys or member.surrogate is None:
+            if member.model is None:
                 continue
-            gains = member.surrogate.gains(keys, best, [*member.underway, *assumed])
-            key = max(keys, key=lambda key: gains[key])
-            if found is None or gains[key] > found[0]:
-                found = gains[key], member.family.name, member, key
+            offer = member.model.offer(best, taken.get(member.family.name, ()))
+            if offer is not None and (found is None or offer[0] > found[0]):
+                found = offer[0], member, offer[1]
         if found is None or found[0] < self.least_gain:
             return None
-        return found[2], found[3]
+        return found[1:]
 
     def _best(self) -> float:
         """Logarithm of the best time so far; before there is one, of the best expected."""
@@ -507,7 +540,7 @@ class Search:
         if member is None:
             return None
         by_rank = member.started < self.seeds or self._is_enumerated(member)
-        return member.take(member.open[0] if by_rank else member.suggest())
+        return member.take(member.open[0] if by_rank else None)
 
     @property
     def _share(self) -> int:
