@@ -61,6 +61,7 @@ def register(subparsers: Any) -> None:
         "--list", action="store_true", help="say what --compile would compile, do nothing"
     )
     parser.add_argument("--store", metavar="URL", help="SQLAlchemy URL or SQLite file")
+    add_studies(parser)
     parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
     parser.set_defaults(run=run)
 
@@ -93,6 +94,16 @@ def add_budget(parser: argparse.ArgumentParser) -> None:
         "--no-widen",
         action="store_true",
         help="do not check the winner at the shapes around its own, which then it cannot serve",
+    )
+
+
+def add_studies(parser: argparse.ArgumentParser) -> None:
+    """Argument of `open_storage`."""
+    parser.add_argument(
+        "--optuna-storage",
+        metavar="URL",
+        help="keep copies of the searches' Optuna studies there: sqlite:///FILE, postgresql://..., "
+        "or a journal file (default: TUNER_OPTUNA_STORAGE)",
     )
 
 
@@ -156,6 +167,7 @@ def run(args: argparse.Namespace) -> int:
     """Sweep; 0 when everything was decided."""
     from tuner.cli.display import create_display
     from tuner.runners.opening import open_runners
+    from tuner.search.storage import open_storage
     from tuner.store import open_store
     from tuner.tuning.job import Job
     from tuner.tuning.progress import Interruption
@@ -170,6 +182,7 @@ def run(args: argparse.Namespace) -> int:
         open_store(url) as store,
         Interruption() as interruption,
         create_display(url, show_results=not args.json) as display,
+        open_storage(args.optuna_storage, display.note) as studies,
         open_runners(machine, display.note) as kinds,
     ):
         job = Job(
@@ -180,6 +193,7 @@ def run(args: argparse.Namespace) -> int:
             watcher=display,
             interruption=interruption,
             further=kinds[1:],
+            studies=studies,
         )
         if kinds[0].gpu is None and not args.replay:
             _say_known(problems, options, store, url, display.note)

@@ -189,6 +189,7 @@ class FamilySearch:
             history: measurements of other problems, which `model` learns from.
         """
         self.family = family
+        self.problem = problem
         self.groups: dict[str, list[Config]] = {
             family.compile_digest(group[0]): group for group in group_by_kernels(family, space)
         }
