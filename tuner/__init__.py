@@ -96,7 +96,10 @@ __all__ = ["__version__", *_HOMES]
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'tuner' has no attribute '{name}'")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
+    try:
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+    except ImportError as exc:
+        raise ImportError(f"tuner.{name}: {exc}", name=exc.name) from exc
     globals()[name] = value
     return value
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from functools import cached_property
@@ -60,39 +60,129 @@ class Provenance(StrEnum):
     PREDICTED = "predicted"
 
 
+LAUNCHES = ("stream", "chained", "eager")
+"""Ways to launch what is timed, see `Regime`."""
+BEHIND = {"stream": "elementwise", "stream_gemm": "gemm"}
+"""Predecessor of each call, by launch; ``stream_gemm`` is a bench's only."""
+#: Earlier names: `chained` was `graph`, and is still stored under it.
+_STORED = {"chained": "graph"}
+_READ = {old: new for new, old in _STORED.items()}
+_COLD_OPS = ("gemm", "swiglu", "grouped_gemm")
+
+
+def launch_named(text: str) -> str:
+    """One of `LAUNCHES`, also by its earlier name."""
+    return _READ.get(text, text)
+
+
 @dataclass(frozen=True)
 class Regime:
-    """How a kernel is timed: launched from a CUDA graph or eagerly, inputs warm or cold in L2."""
+    """How a kernel is timed.
 
-    launch: str = "graph"
+    `launch`:
+
+    - ``stream``: a CUDA graph of n times [predecessor; call], less the same graph of predecessors
+      alone. The predecessor is an ordinary element-wise kernel, without programmatic launch, which
+      writes the call's first operand (the query, the activations).
+    - ``chained``: a CUDA graph of n calls, each behind the one before it. Kernels launched as
+      programmatic dependents overlap there. Stored, exported and recorded as ``graph``.
+    - ``eager``: n calls launched one by one.
+    - ``stream_gemm``: as ``stream``, behind a GEMM of PyTorch's; only of ``tuner bench``.
+
+    `l2`, the state of the inputs in the L2 cache:
+
+    - ``warm``: one set of buffers; what fits in the cache stays there. So are a prompt's keys and
+      values, which a projection has just written.
+    - ``cold``: the calls rotate over sets of buffers that hold three times the cache: weights,
+      scales, biases, key and value caches and outputs. Under ``stream`` the first operand of each
+      set is rotated also, yet warm: its predecessor has just written it.
+    """
+
+    launch: str = "stream"
     l2: str = "warm"
 
     def __post_init__(self) -> None:
-        if self.launch not in ("graph", "eager"):
-            raise ConfigError(f"regime={self.launch} is not known (allowed: graph, eager)")
+        object.__setattr__(self, "launch", launch_named(self.launch))
+        if self.launch not in (*LAUNCHES, *BEHIND):
+            raise ConfigError(f"regime={self.launch} is not known (allowed: {', '.join(LAUNCHES)})")
         if self.l2 not in ("warm", "cold"):
             raise ConfigError(f"l2={self.l2} is not known (allowed: warm, cold)")
 
     @classmethod
     def default(cls, op: str) -> Regime:
-        """Warm for attention and softmax, whose inputs were just written; cold (rotated buffers)
-        for GEMM, whose weights were not.
+        """``stream``; warm for attention and softmax, whose inputs were just written; cold for
+        products, whose weights were not.
         """
-        return cls("graph", "cold" if op in ("gemm", "swiglu", "grouped_gemm") else "warm")
+        return cls("stream", "cold" if op in _COLD_OPS else "warm")
+
+    @classmethod
+    def choices(
+        cls, op: str, launch: str | None = None, l2: str | None = None
+    ) -> tuple[Regime, ...]:
+        """Regimes that may answer for an operation, the preferred one first.
+
+        Without a launch, decisions of ``stream`` come before ``chained`` ones of the same inputs,
+        and without a state of the inputs the operation's usual one comes before the other.
+
+        Args:
+            op: the operation.
+            launch: only this launch.
+            l2: only this state of the inputs.
+        """
+        usual = cls.default(op)
+        states = [l2] if l2 else [usual.l2, usual.other_inputs.l2]
+        launches = [launch] if launch else ["stream", "chained"]
+        if launch and not l2:
+            states = states[:1]
+        return tuple(cls(one, state) for state in states for one in launches)
+
+    @classmethod
+    def preferred(cls, wanted: Regime) -> tuple[Regime, ...]:
+        """`wanted`, and where that is ``stream`` the chained one of the same inputs after it."""
+        return (wanted, wanted.chained) if wanted.launch == "stream" else (wanted,)
+
+    @property
+    def behind(self) -> str:
+        """The predecessor of each timed call, a value of `BEHIND`; empty where there is none."""
+        return BEHIND.get(self.launch, "")
 
     @property
     def other_inputs(self) -> Regime:
         """The same launch with the inputs in the other state."""
         return replace(self, l2="cold" if self.l2 == "warm" else "warm")
 
+    @property
+    def chained(self) -> Regime:
+        """The same inputs behind copies of the call."""
+        return replace(self, launch="chained")
+
     @classmethod
     def parse(cls, text: str) -> Regime:
-        """Read ``graph-warm``, the text of `str(regime)`."""
+        """Read ``stream-warm`` or ``graph-warm``: the text of `str(regime)` or its `key`."""
         launch, _, l2 = text.partition("-")
         return cls(launch, l2)
 
+    @property
+    def key(self) -> str:
+        """The text in stores, exports, recordings and rules: ``graph-warm`` for chained-warm."""
+        return f"{_STORED.get(self.launch, self.launch)}-{self.l2}"
+
     def __str__(self) -> str:
         return f"{self.launch}-{self.l2}"
+
+
+Regimes = Regime | Sequence[Regime]
+"""One regime or several."""
+
+
+def listed(regimes: Regimes) -> tuple[Regime, ...]:
+    """One regime or several as several."""
+    return (regimes,) if isinstance(regimes, Regime) else tuple(regimes)
+
+
+def regime_keys(regimes: Regimes) -> list[str]:
+    """Stored texts of one regime or of several."""
+    return [one.key for one in listed(regimes)]
 
 
 @dataclass(frozen=True)
@@ -119,6 +209,12 @@ class Resources:
     stack_bytes: int
     smem_bytes: int = 0
     """Static shared memory; dynamic shared memory is the launch's."""
+    code: str = ""
+    """Hash of the kernel's machine code (`compile.device_code`); empty where it is not known."""
+
+    def to_json(self) -> dict[str, int | str]:
+        """Every field; no code where it is not known."""
+        return {name: value for name, value in vars(self).items() if value != ""}
 
 
 @dataclass(frozen=True)
@@ -206,13 +302,13 @@ class Measurement:
             "problem": self.problem.to_json(),
             "config": self.config.to_json(),
             "gpu": dict(vars(self.gpu)),
-            "regime": str(self.regime),
+            "regime": self.regime.key,
             "status": self.status.value,
             "provenance": self.provenance.value,
             "environment": dict(self.environment.facts),
             "flags": list(self.flags),
             "artifacts": dict(self.artifacts),
-            "resources": {name: dict(vars(used)) for name, used in self.resources.items()},
+            "resources": {name: used.to_json() for name, used in self.resources.items()},
             "clocks": {**vars(self.clocks), "throttle": list(self.clocks.throttle)},
         }
 
@@ -246,11 +342,73 @@ class Measurement:
             raise ConfigError(f"not a measurement: {type(exc).__name__} {exc}") from exc
 
 
+def same_kernels(one: Measurement, other: Measurement) -> bool:
+    """Whether two measurements ran the same machine code: the same artifacts, or artifacts whose
+    code is known to be equal, as after an edit of a template that changed no instruction.
+    """
+    if dict(one.artifacts) == dict(other.artifacts):
+        return True
+    codes = [
+        {name: m.resources[name].code for name in m.artifacts if name in m.resources}
+        for m in (one, other)
+    ]
+    is_known = all(codes[0].values()) and set(codes[0]) == set(one.artifacts)
+    return bool(codes[0]) and is_known and codes[0] == codes[1]
+
+
 _EVEN = 0.995
 """Smallest ratio that two decimals show as 1.00."""
 
 
-def speedup_text(ratio: float, than: str = "", *, is_slower: bool | None = None) -> str:
+TIE = 0.01
+"""Largest relative difference of two times that can be a tie."""
+
+
+def within_noise(ratio: float, one: float, other: float) -> bool:
+    """Whether two times of a ratio are equal within their noise, at most `TIE`.
+
+    Args:
+        ratio: of the two times, either way round.
+        one: standard deviation of one as a part of its median.
+        other: of the other.
+    """
+    return max(ratio, 1 / ratio) <= 1 + min(TIE, math.hypot(one, other))
+
+
+def is_tie(one: Measurement, other: Measurement) -> bool:
+    """Whether two times are equal within their measured noise, at most `TIE`."""
+    fast, slow = sorted((_us(one), _us(other)))
+    return within_noise(slow / fast, deviation(one), deviation(other))
+
+
+def deviation(measurement: Measurement) -> float:
+    """Standard deviation over the rounds as a part of the median."""
+    return (measurement.std_us or 0.0) / _us(measurement)
+
+
+def _us(measurement: Measurement) -> float:
+    """Latency in microseconds; infinite for a measurement that did not pass."""
+    return math.inf if measurement.latency_us is None else measurement.latency_us
+
+
+def versus(own: Measurement, other: Measurement, name: str = "") -> str:
+    """Two times of one pass as every face gives them: ``1.29x cudnn``, ``0.99x cudnn, a tie`` or
+    ``0.86x cudnn, slower``; empty where they do not compare.
+
+    Args:
+        own: whose speed is told.
+        other: what it is compared with.
+        name: the other kernel's; empty where a heading names it.
+    """
+    ratio = own.speedup(other)
+    if ratio is None:
+        return ""
+    return speedup_text(ratio, name, is_tie=is_tie(own, other))
+
+
+def speedup_text(
+    ratio: float, than: str = "", *, is_slower: bool | None = None, is_tie: bool = False
+) -> str:
     """A ratio of times as every face gives it: ``1.29x cudnn``, or ``0.86x cudnn, slower``.
 
     Args:
@@ -258,6 +416,9 @@ def speedup_text(ratio: float, than: str = "", *, is_slower: bool | None = None)
         than: the other kernel's name; empty where a heading names it.
         is_slower: whether to call it slower, for a caller that knows the noise of the two times;
             by default wherever two decimals show less than 1.
+        is_tie: whether the two times are equal within their noise, which is said then.
     """
     text = f"{ratio:.2f}x {than}".rstrip()
+    if is_tie:
+        return f"{text}, a tie"
     return f"{text}, slower" if (ratio < _EVEN if is_slower is None else is_slower) else text

@@ -10,17 +10,21 @@ from tuner.base.processes import RaisesInterrupted, exit_code
 from tuner.errors import ConfigError, TunerError
 
 NAMES = (
+    "block",
     "cost",
     "dispatch",
     "fleet",
+    "fp8_attention",
     "gpus",
     "levers",
     "logits",
     "models",
+    "peers",
     "population",
     "repeats",
     "search",
     "service",
+    "suites",
 )
 
 

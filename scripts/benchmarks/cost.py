@@ -89,12 +89,13 @@ def quick_pass(part: Recording) -> tuple[Measurement, ...]:
 
 
 def estimated(problem: Problem) -> Regime:
-    """What estimates of a problem stand for: its operation's default, but cold caches for decoding,
-    whose keys no other kernel has just written.
+    """What estimates of a problem stand for: chained, as the shipped recordings are, with its
+    operation's usual inputs, but cold caches for decoding, whose keys no other kernel has just
+    written.
     """
     if isinstance(problem, AttentionProblem) and problem.is_decoding:
-        return Regime("graph", "cold")
-    return Regime.default(problem.op)
+        return Regime("chained", "cold")
+    return Regime.default(problem.op).chained
 
 
 class Fit:

@@ -42,7 +42,7 @@ from tuner.bench.results import write_json
 from tuner.compile import dispatcher
 from tuner.compile.artifacts import ArtifactCache
 from tuner.errors import BenchmarkError, ConfigError, TunerError
-from tuner.families.vendor.sdpa import peer_version
+from tuner.families.vendor import peers
 from tuner.measure import device
 from tuner.measurement import Provenance
 from tuner.problem import Problem, problem_from_json
@@ -192,7 +192,7 @@ def environment() -> dict[str, Any]:
         **device.environment().facts,
         "torch": torch.__version__,
         "cudnn": torch.backends.cudnn.version(),
-        "flash4": peer_version("flash4"),
+        "flash4": peers.version("flash4"),
         "python": platform.python_version(),
         "cpu": _cpu(),
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

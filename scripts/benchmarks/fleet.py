@@ -199,8 +199,9 @@ class Crew:
             options = JobOptions.from_json(claim.options)
             with self._clock.spent("simulation"):
                 runner = Worn(retold(self._recorded, claim.problem), self.speed, count)
-            regime = options.regime(claim.problem)
-            sweep = Sweep(claim.problem, regime, runner, self._store.under(lease), options.sweep)
+            sweep = Sweep(
+                claim.problem, runner.regime, runner, self._store.under(lease), options.sweep
+            )
             self._store.jobs.begin(lease, sweep.id)
             outcome = sweep.run()
             self._store.jobs.finish(lease, f"{outcome.kernels} kernels")
@@ -310,7 +311,7 @@ def recorded_sweep() -> Recording:
     Raises:
         ConfigError: when the recording is not there.
     """
-    found = recording.find(RECORDED, DEFAULT_GPU, Regime.default(RECORDED.op))
+    found = recording.find(RECORDED, DEFAULT_GPU, Regime.choices(RECORDED.op))
     if found is None:
         raise ConfigError(f"there is no recording of {RECORDED.label()}")
     kept = [m for m in found.measurements if m.config.family in (*FAMILIES, "vendor_sdpa")]
@@ -342,7 +343,7 @@ def due(recorded: Recording, problem: Problem, trials: int) -> int:
     members = [families_of(RECORDED.op)[name] for name in FAMILIES]
     runner = ReplayRunner(retold(recorded, problem))
     groups = sum(
-        len(list(group_by_kernels(member, runner.restrict(problem, member, space))))
+        len(list(group_by_kernels(member, runner.candidates(problem, member, space))))
         for member in members
         if (space := member.space(problem, recorded.gpu))
     )

@@ -12,48 +12,27 @@ import argparse
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.forced import made
 from tuner.base.output import check_place
 from tuner.bench.results import write_json
-from tuner.compile.artifacts import ArtifactCache
-from tuner.compile.compiler import Compiler
-from tuner.compile.toolchain import find_toolchain
-from tuner.config import Config
 from tuner.errors import BenchmarkError, ConfigError
 from tuner.families import family
-from tuner.measure.device import detect
-from tuner.measurement import Measurement, Regime, Status
-from tuner.problem import AttentionProblem
 
 FAMILY = "fused_attention"
 FORCED = "forced"
 IMPLEMENTATIONS = ("eager", "sdpa", FORCED)
-LENGTH = 512
-"""Tokens that the kernels are chosen for."""
 TOP = 4
 """Tokens that a search of as many beams looks at."""
 
 
-def is_plain(config: Config) -> bool:
-    """True if one config serves every length: its launch alone depends on the sizes."""
-    return config.get("splits", 1) == 1 and not config.get("persistent")
+class ForcedAttention:
+    """The fused kernel for any attention without a mask, as Transformers calls it."""
 
-
-class Forced:
-    """The fused kernel for any attention without a mask: one config a problem, compiled on demand.
-
-    The estimate's first choice at a canonical length serves every length, so that a model needs a
-    handful of kernels.
-    """
-
-    def __init__(self, compiler: Compiler) -> None:
-        gpu = detect()
-        if gpu is None:
-            raise BenchmarkError("no GPU found: scripts/bench logits runs kernels")
-        self._compiler, self._gpu = compiler, gpu
+    def __init__(self) -> None:
+        self._forced = made([FAMILY])
         self._plans: dict[Any, Any] = {}
         self.calls = 0
 
@@ -81,30 +60,16 @@ class Forced:
         self.calls += 1
         return self._plans[kind].run(query, key, value).transpose(1, 2).contiguous(), None
 
-    def _config(self, problem: AttentionProblem) -> Config:
-        """The estimate's choice at the canonical length, the same for all lengths."""
-        queries = LENGTH if problem.is_causal else problem.seqlen_q
-        canonical = replace(problem, seqlen_q=queries, seqlen_kv=LENGTH, batch=1)
-        member = family(FAMILY)
-        space = [c for c in member.space(canonical, self._gpu) if is_plain(c)]
-        config = min(space, key=lambda c: member.predict_us(canonical, c, self._gpu))
-        if reasons := member.violations(problem, config, self._gpu):
-            raise BenchmarkError(f"{problem.label()}: {'; '.join(reasons)}")
-        return config
-
     def _plan(self, query: Any, key: Any, value: Any, causal: bool, scale: float) -> Any:
         from tuner.runtime.attention_plan import problem_of
         from tuner.runtime.plan import KernelPlan, own_plan
 
         problem = problem_of(query, key, value, causal)
-        member, config = family(FAMILY), self._config(problem)
-        specs = member.kernels(problem, config)
-        built = self._compiler.submit(list(specs.values()))
-        keys = {name: future.result().key for name, (_, future) in zip(specs, built, strict=True)}
-        measurement = Measurement(
-            problem, config, self._gpu, Regime(), Status.OK, latency_us=1.0, artifacts=keys
-        )
-        plan = own_plan(problem, member, measurement, scale, query.get_device(), ())
+        measurement = self._forced.measurement(problem)
+        if measurement is None:
+            raise BenchmarkError(f"{problem.label()}: {FAMILY} has no legal config")
+        device = query.get_device()
+        plan = own_plan(problem, family(FAMILY), measurement, scale, device, ())
         if not isinstance(plan, KernelPlan):
             raise BenchmarkError(f"{problem.label()}: {plan}")
         return plan
@@ -144,7 +109,7 @@ def logits(model: Any, tokens: Any, following: Any) -> Any:
     return torch.cat([first.logits, second.logits], dim=1).double()
 
 
-def rows(forced: Forced, seeds: int) -> list[dict[str, Any]]:
+def rows(forced: ForcedAttention, seeds: int) -> list[dict[str, Any]]:
     """One row a model, seed and implementation: its error, and the top tokens that differ."""
     import torch
     from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
@@ -211,9 +176,8 @@ def main(argv: Sequence[str]) -> int:
     if args.seeds < 1:
         raise ConfigError(f"--seeds {args.seeds} is out of range (allowed: 1 and more)")
     check_place(args.json)
-    with Compiler(find_toolchain(), ArtifactCache()) as compiler:
-        forced = Forced(compiler)
-        found = rows(forced, args.seeds)
+    forced = ForcedAttention()
+    found = rows(forced, args.seeds)
     import torch
     import transformers
 

@@ -28,8 +28,7 @@ from tuner.base import document, resources
 from tuner.base.output import check_place
 from tuner.base.processes import python_command
 from tuner.errors import BenchmarkError, ConfigError, StoreError
-from tuner.families.vendor import installed_versions
-from tuner.families.vendor.sdpa import PEERS, peer_version
+from tuner.families.vendor import installed_versions, peers
 from tuner.measure import device
 from tuner.problem import listing as problem_listing
 from tuner.problem.population import Call, draw, subset
@@ -125,8 +124,8 @@ def surroundings() -> dict[str, Any]:
         raise BenchmarkError(
             "no GPU found: scripts/bench population runs kernels (--list does not)"
         )
-    peers = {name: peer_version(name) for name in PEERS}
-    return {"gpu": gpu.name, **device.environment().facts, **installed_versions(), **peers}
+    builds = peers.versions(peers.PEERS)
+    return {"gpu": gpu.name, **device.environment().facts, **installed_versions(), **builds}
 
 
 def listing(calls: Sequence[Call]) -> str:

@@ -21,7 +21,7 @@ from tuner.families import family
 from tuner.families.base import LSE, KernelSpec
 from tuner.hardware import DEFAULT_GPU
 from tuner.measure.device import Device
-from tuner.measure.stopwatch import WORKSPACE, CompiledSubject, import_torch
+from tuner.measure.subjects import WORKSPACE, CompiledSubject, import_torch
 from tuner.measure.tolerance import E4M3_DEPTH, E4M3_TRUNCATION
 from tuner.problem import AttentionProblem
 

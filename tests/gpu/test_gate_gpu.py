@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from tuner.families.base import KernelSpec
 from tuner.measure import stopwatch
+from tuner.measure.bursts import Entrant
 from tuner.measure.device import (
     Device,
     Pool,
@@ -22,7 +22,8 @@ from tuner.measure.gate import (
     Gate,
     scale_of,
 )
-from tuner.measure.stopwatch import Entrant, Stopwatch, Subject
+from tuner.measure.stopwatch import Stopwatch
+from tuner.measure.subjects import Bound, Subject
 from tuner.measurement import Regime, Status
 from tuner.problem import (
     E4M3,
@@ -233,14 +234,20 @@ class Copy(Subject):
     def __init__(self, device: Device) -> None:
         self._device = device
 
-    def bind(self, buffers: Any, scale: float, *, deliver: bool = False) -> Callable[[], None]:
-        return lambda: self._device.copy(buffers["to"], buffers["from"], buffers["bytes"])
+    def bind(self, buffers: Any, scale: float, *, deliver: bool = False) -> Bound:
+        def copy() -> None:
+            self._device.copy(buffers["to"], buffers["from"], buffers["bytes"])
+
+        return Bound(copy, buffers["from"])
+
+    def stream(self) -> int:
+        return self._device.stream
 
     def capture(self, calls: Any) -> Any:
         return self._device.capture(lambda: stopwatch._all(calls))
 
 
-@pytest.mark.parametrize("launch", ["graph", "eager"])
+@pytest.mark.parametrize("launch", ["chained", "eager"])
 def test_a_copy_takes_as_long_as_its_bytes(device: Device, launch: str) -> None:
     gpu = detect()
     assert gpu is not None

@@ -17,7 +17,7 @@ from tuner.families.gemm import Gemm, gemm_launch
 from tuner.hardware import DEFAULT_GPU
 from tuner.measure.device import Device, Pool
 from tuner.measure.gate import REFERENCE, Gate
-from tuner.measure.stopwatch import CompiledSubject
+from tuner.measure.subjects import CompiledSubject
 from tuner.measurement import Status
 from tuner.problem import EPILOGUES
 

@@ -13,7 +13,7 @@ from tuner.families.gemm.swiglu import GemmSwiglu
 from tuner.hardware import DEFAULT_GPU
 from tuner.measure.device import Device
 from tuner.measure.gate import REFERENCE, Gate
-from tuner.measure.stopwatch import CompiledSubject
+from tuner.measure.subjects import CompiledSubject
 from tuner.problem import SwigluProblem
 
 pytestmark = pytest.mark.gpu

@@ -13,7 +13,7 @@ from tuner.families.gemv import KERNEL, Gemv
 from tuner.hardware import DEFAULT_GPU
 from tuner.measure.device import Device, Pool
 from tuner.measure.gate import REFERENCE, Gate
-from tuner.measure.stopwatch import CompiledSubject
+from tuner.measure.subjects import CompiledSubject
 
 pytestmark = pytest.mark.gpu
 

@@ -15,7 +15,7 @@ from tuner.families.grouped_gemm import GroupedGemm
 from tuner.hardware import DEFAULT_GPU
 from tuner.measure.device import Device, Pool
 from tuner.measure.gate import KINDS, REFERENCE, Gate
-from tuner.measure.stopwatch import WORKSPACE, CompiledSubject
+from tuner.measure.subjects import WORKSPACE, CompiledSubject
 from tuner.measurement import Status
 from tuner.problem import GroupedGemmProblem
 

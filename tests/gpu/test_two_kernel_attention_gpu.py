@@ -23,7 +23,7 @@ from tuner.families.two_kernel_attention import chunk_sizes
 from tuner.hardware import DEFAULT_GPU
 from tuner.measure.device import Device
 from tuner.measure.gate import REFERENCE, Gate
-from tuner.measure.stopwatch import CompiledSubject
+from tuner.measure.subjects import CompiledSubject
 from tuner.problem import AttentionProblem
 
 torch = pytest.importorskip("torch", reason="torch is not installed")

@@ -20,7 +20,7 @@ from tuner.families import family
 from tuner.families.base import KernelSpec
 from tuner.hardware import DEFAULT_GPU
 from tuner.measure import device
-from tuner.measure.worker import Outcome
+from tuner.measure.request import Outcome
 from tuner.measure.worker_client import Ask
 from tuner.measurement import Clocks, Environment, Measurement, Regime, Status
 from tuner.problem import AttentionProblem, Problem
@@ -30,7 +30,7 @@ from tuner.selection.reader import Entry
 
 PROBLEM = AttentionProblem.parse("H=8,S=384,D=64")
 CAUSAL = replace(PROBLEM, is_causal=True)
-WARM, COLD = Regime("graph", "warm"), Regime("graph", "cold")
+WARM, COLD = Regime("stream", "warm"), Regime("stream", "cold")
 PEERS = ("cudnn", "flash3", "flash3_splits")
 OWN = family("fused_attention").space(PROBLEM, DEFAULT_GPU)
 OWN_CAUSAL = family("fused_attention").space(CAUSAL, DEFAULT_GPU)[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tuner.families.base import SCRATCH
 from tuner.measure.device import Device, Pool
 from tuner.measure.gate import Gate, kinds_of, scale_of
-from tuner.measure.stopwatch import WORKSPACE, CompiledSubject
+from tuner.measure.subjects import WORKSPACE, CompiledSubject
 from tuner.measurement import Status
 from tuner.problem import Problem
 

@@ -20,7 +20,7 @@ from tuner.store import Store
 from tuner.tuning.job import JobOptions
 from tuner.tuning.sweep import SweepOptions
 
-REGIME = Regime("graph", "cold")
+REGIME = Regime("stream", "cold")
 ENVIRONMENT = Environment({"driver": "1"})
 OPTIONS = JobOptions(SweepOptions(trials=8, sampler="tpe")).to_json()
 

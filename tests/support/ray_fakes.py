@@ -15,7 +15,7 @@ import tuner
 from tuner.compile.artifacts import ArtifactCache
 from tuner.errors import BenchmarkError
 from tuner.hardware import GPUS
-from tuner.measure.worker import Outcome
+from tuner.measure.request import Outcome
 from tuner.measure.worker_client import Ask
 from tuner.measurement import Measurement, Regime
 from tuner.problem import AttentionProblem

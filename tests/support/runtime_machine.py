@@ -145,7 +145,10 @@ class Machine:
         if name == "toy":
             return self.toy
         return SimpleNamespace(
-            name=name, is_vendor=True, vendor_call=lambda problem, config, scale: self.vendor
+            name=name,
+            is_vendor=True,
+            is_listed=False,
+            vendor_call=lambda problem, config, scale: self.vendor,
         )
 
     def decide(self, *ranking: Measurement) -> None:

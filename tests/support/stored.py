@@ -17,7 +17,7 @@ from tuner.measurement import (
 from tuner.problem import AttentionProblem, Problem
 
 H200, H100 = GPUS["H200"], GPUS["H100"]
-WARM = Regime("graph", "warm")
+WARM = Regime("stream", "warm")
 PROBLEM = AttentionProblem(1024, 1024, 64)
 OTHER = AttentionProblem(1024, 1024, 64, is_causal=True)
 OWN = Config("cutlass_fmha", {"tile_m": 128, "kernel_schedule": "KernelTma"})

@@ -24,7 +24,7 @@ from tuner.tuning.sweep import Sweep, SweepOptions
 
 GEMM = GemmProblem(512, 512, 512)
 ATTENTION = AttentionProblem.parse("S=512,D=64")
-REGIME = Regime("graph", "warm")
+REGIME = Regime("stream", "warm")
 ENVIRONMENT = Environment({"driver": "1"})
 
 

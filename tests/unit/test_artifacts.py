@@ -12,7 +12,7 @@ import pytest
 from locks import hold
 
 from tuner import cli
-from tuner.base import ownership
+from tuner.base import ownership, scratch
 from tuner.compile import artifacts
 from tuner.compile.artifacts import (
     Artifact,
@@ -382,7 +382,7 @@ def test_leftovers_of_dead_processes_are_swept(
     with cache.workspace() as alive:
         cache.sweep()
         assert dead.exists()  # too young to tell
-        monkeypatch.setattr(artifacts, "_SWEEP_AGE_S", -1.0)
+        monkeypatch.setattr(scratch, "_SWEEP_AGE_S", -1.0)
         cache.sweep()
         assert not dead.exists()
         assert alive.exists()

@@ -32,7 +32,7 @@ from bench_machines import (
 from benchmarks import __main__ as bench_main
 from tuner.base.processes import Interrupted
 from tuner.bench import presets
-from tuner.bench.comparison import Task
+from tuner.bench.comparison import Comparison, Task
 from tuner.bench.contenders import Role
 from tuner.bench.results import Results
 from tuner.cli import bench_tables, main
@@ -107,8 +107,8 @@ def test_named_kernels_are_timed_and_no_part_of_a_ratio(machines: Machines) -> N
 def test_a_row_is_one_interleaved_request(machines: Machines) -> None:
     results, saved, notes = compare(machines, task(), task(regime=COLD), entries=[entry(*OWN[:3])])
     assert [(a.mode, str(a.regime), a.rounds) for a in machines.worker.asked] == [
-        ("final", "graph-warm", 20),
-        ("final", "graph-cold", 20),
+        ("final", "stream-warm", 20),
+        ("final", "stream-cold", 20),
     ]
     (row, _) = results.rows
     assert [t.config for t in row.timed[:3]] == OWN[:3]
@@ -239,12 +239,44 @@ def test_the_command_times_what_the_store_holds(
     shape = ("--shape", "H=8,S=384,D=64", "--against", "cudnn,flash3", "--l2", "both")
     given = ("--json", files[0], "--csv", files[1], "--markdown", files[2])
     assert command(*shape, *given, "--rounds", 5) == 0
-    (warm, cold) = machines.worker.asked
+    (warm, cold, *profiled) = machines.worker.asked
+    assert [(ask.mode, len(ask.candidates)) for ask in profiled] == [("kernels", 2)] * 2
     assert [c for c, _ in warm.candidates][:3] == OWN[:3] and warm.rounds == 5
-    assert str(cold.regime) == "graph-cold"
+    assert str(cold.regime) == "stream-cold"
     shown = capsys.readouterr()
     assert "geometric mean 2.00x the fastest peer;" in shown.out.splitlines()[-1]
+    assert "10.0 / 20.0" in files[2].read_text()  # by the profiler, own and peer
     assert "1/2 attention" in shown.err and all(file.stat().st_size for file in files)
+
+
+def test_launches_and_the_kernel_before_the_call_are_chosen(
+    command: Callable[..., int], machines: Machines
+) -> None:
+    shape = ("--shape", "H=8,S=384,D=64", "--against", "cudnn", "--no-kernel-times")
+    wanted = {
+        ("--regime", "both"): ["stream-warm", "chained-warm"],
+        ("--regime", "graph"): ["chained-warm"],
+        ("--regime", "eager"): ["eager-warm"],
+        ("--behind", "gemm"): ["stream_gemm-warm"],
+        ("--behind", "gemm", "--l2", "both"): ["stream_gemm-warm", "stream_gemm-cold"],
+    }
+    for options, regimes in wanted.items():
+        machines.worker.asked.clear()
+        assert command(*shape, *options) == 0
+        assert [str(ask.regime) for ask in machines.worker.asked] == regimes
+
+
+def test_what_cannot_be_profiled_costs_a_note(machines: Machines) -> None:
+    machines.worker.before = lambda ask: fail() if ask.mode == "kernels" else None
+
+    def fail() -> None:
+        raise BenchmarkError("the profiler saw no kernel")
+
+    made = Comparison(
+        [task()], machines, [entry(*OWN[:2])], with_kernel_times=True, note=lambda text: None
+    )
+    (row,) = made.run(lambda results: None).rows
+    assert row.ratio == 2.0 and "not profiled: the profiler saw no kernel" in row.notes
 
 
 @pytest.mark.parametrize(
@@ -259,7 +291,7 @@ def test_an_interrupted_run_keeps_its_rows_and_goes_on(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     def interrupt(ask: Ask) -> None:
-        if str(ask.regime) == "graph-cold":
+        if str(ask.regime) == "stream-cold":
             raise raised
 
     machines.worker.before = interrupt
@@ -270,7 +302,8 @@ def test_an_interrupted_run_keeps_its_rows_and_goes_on(
     machines.worker.before = lambda ask: None
     machines.worker.asked.clear()
     assert command(*given, "--resume") == 0
-    assert [str(ask.regime) for ask in machines.worker.asked] == ["graph-cold"]
+    asked = [(ask.mode, str(ask.regime)) for ask in machines.worker.asked]
+    assert asked == [("final", "stream-cold"), ("kernels", "stream-cold")]
     assert len(Results.read(tmp_path / "b.json").rows) == 2
 
 

@@ -17,6 +17,7 @@ from tuner.cli import main
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families import family
+from tuner.families.vendor.cudnn_plans import VendorCudnnPlans
 from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Provenance
 from tuner.problem import E4M3, AttentionProblem, GemmProblem, Problem
@@ -159,12 +160,48 @@ def test_quantised_attention_has_own_kernels_and_no_peer() -> None:
 
 def test_peers_by_name() -> None:
     assert peers_named("gemm") == [
-        *("cublas", "cublaslt", "addmm", "addmm_activation", "scaled_mm")
+        *("cublas", "cublaslt", "torch_compile", "addmm", "addmm_activation", "scaled_mm"),
+        "cublaslt_search",
     ]
     assert "naive" not in peers_named("attention")
     assert peers_named("attention", ["naive", "flash3"]) == ["flash3", "flash3_splits", "naive"]
     with pytest.raises(ConfigError, match=r"'flash9' is no peer of attention \(allowed: cudnn"):
         peers_named("attention", ["flash9"])
+
+
+def test_a_library_takes_part_with_the_best_that_a_sweep_found() -> None:
+    problem = GemmProblem(512, 512, 512)
+
+    def searched(entries: Sequence[Entry]) -> tuple[list[Config], tuple[str, ...]]:
+        against = peers_named("gemm", ["cublaslt"])
+        assert against == ["cublaslt", "cublaslt_search"]
+        found = line_up(problem, DEFAULT_GPU, COLD, entries, against, own=1, with_untuned=False)
+        peers = [c.config for c in found.contenders if c.name == "cublaslt_search"]
+        return peers, found.notes
+
+    numbers = dict.fromkeys(family("vendor_cublaslt_search").identity, 3)
+    listed = Config("vendor_cublaslt_search", {"kernel": "cublaslt_search", **numbers})
+    other = Config(listed.family, {**listed.params, "tile": 4})
+    own = family("gemm").space(problem, DEFAULT_GPU)[0]
+    decided = entry(own, other, listed, problem=problem)
+    assert searched([decided]) == ([other], ())
+    [first], notes = searched([])
+    assert first.params == {"kernel": "cublaslt_search"}
+    assert "cublaslt_search is its library's first choice: no sweep timed its list" in notes
+
+
+def test_plans_take_part_where_their_frontend_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def peers(lacking: str) -> tuple[list[str], str]:
+        monkeypatch.setattr(VendorCudnnPlans, "lacks", lambda self: lacking)
+        against = peers_named("attention", ["cudnn"])
+        found = line_up(PROBLEM, DEFAULT_GPU, WARM, [], against, own=1, with_untuned=False)
+        names = [c.name for c in found.contenders if c.role is Role.PEER]
+        return names, "; ".join(found.notes)
+
+    names, notes = peers("nothing is installed")
+    assert names == ["cudnn"] and "cudnn_plans is left out: nothing is installed" in notes
+    names, notes = peers("")
+    assert names == ["cudnn_plans", "cudnn"] and "first choice" in notes
 
 
 def test_the_tiles_of_the_design_documents_are_legal_and_as_named() -> None:
@@ -190,10 +227,10 @@ def test_a_wrong_preset_is_told(name: str, op: str) -> None:
 @pytest.mark.parametrize(
     ("epilogue", "further"),
     [
-        ("", []),
+        ("", ["cublaslt_search"]),
         ("gelu", []),
         ("bias_gelu", ["addmm"]),
-        ("bias_relu", ["addmm", "addmm_activation"]),
+        ("bias_relu", ["addmm", "addmm_activation", "cublaslt_search"]),
     ],
 )
 def test_the_peers_of_a_gemm_are_those_of_its_epilogue(epilogue: str, further: list[str]) -> None:
@@ -209,7 +246,11 @@ def test_the_peers_of_a_gemm_are_those_of_its_epilogue(epilogue: str, further: l
 def test_the_peer_of_an_e4m3_product_is_torch_s(fast_accum: bool) -> None:
     problem = GemmProblem(512, 512, 512, dtype=E4M3, fast_accum=fast_accum)
     half = replace(problem, dtype="bfloat16", fast_accum=True)
-    for one, wanted in ((problem, ["scaled_mm"]), (half, ["cublas", "cublaslt"])):
+    searched = "cublaslt_search"
+    for one, wanted in (
+        (problem, ["scaled_mm", searched]),
+        (half, ["cublas", "cublaslt", "torch_compile"]),
+    ):
         against = peers_named("gemm")
         found = line_up(one, DEFAULT_GPU, COLD, [], against, own=1, with_untuned=False)
         assert [c.name for c in found.contenders if c.role is Role.PEER] == wanted

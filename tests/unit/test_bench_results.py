@@ -24,12 +24,12 @@ from bench_machines import (
 )
 
 from tuner.bench.contenders import Role
-from tuner.bench.results import Results, Row, Summary, Timed
+from tuner.bench.results import Results, Row, Size, Summary, Timed, size_of
 from tuner.cli import bench_tables
 from tuner.errors import ConfigError
 from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Environment, Resources, Status
-from tuner.problem import AttentionProblem, Problem
+from tuner.problem import AttentionProblem, GemmProblem, Problem, SoftmaxProblem, SwigluProblem
 
 machines = fake_machines
 
@@ -110,16 +110,88 @@ def test_tables_say_one_row_a_problem_and_the_mean_last() -> None:
     (loss,) = [text for text in lines if text.startswith("B=1,H=8,S=384,D=64 ") and "8.00" in text]
     assert loss.split()[1:6] == ["9.00", "8.00", "0.89x", "cudnn,", "slower"]
     assert "cudnn: timeout (B=1,H=8,S=384,D=64,causal=1,dtype=fp16)" in lines
-    assert lines[-2].startswith("toy, graph-warm: 1 problem, 1 without a ratio")
+    assert lines[-2].startswith("toy, stream-warm: 1 problem, 1 without a ratio")
     assert lines[-1].endswith(
         "own speed: geometric mean 0.89x the fastest peer, slower; "
         "worst 0.89x at B=1,H=8,S=384,D=64,dtype=fp16, slower"
     )
 
 
+def test_sizes_have_means_of_their_own() -> None:
+    lengths = {512: 20.0, 1024: 5.0, 2048: 10.0, 32768: 40.0}
+    rows = [row(10.0, us, replace(PROBLEM, seqlen_q=n, seqlen_kv=n)) for n, us in lengths.items()]
+    found = Summary.of(rows)
+    assert [(part.size, part.count) for part in found.parts] == [
+        ("up to 1024", 2),
+        ("1025 to 4096", 1),
+        ("above 4096", 1),
+    ]
+    assert [part.geometric_mean for part in found.parts] == pytest.approx([1.0, 1.0, 4.0])
+    said = bench_tables.summary_text(found).splitlines()
+    assert said[1:] == [
+        "  up to 1024 keys or rows: 2, 1.00x",
+        "  1025 to 4096 keys or rows: 1, 1.00x",
+        "  above 4096 keys or rows: 1, 4.00x",
+    ]
+    assert Summary.of(rows[:2]).parts == ()
+
+
+@pytest.mark.parametrize(
+    ("problem", "size"),
+    [
+        (GemmProblem(64, 14336, 4096), Size.SMALL),
+        (SwigluProblem(4096, 14336, 4096), Size.MIDDLE),
+        (SoftmaxProblem(rows=8, cols=8192), Size.LARGE),
+        (AttentionProblem.parse("SQ=1,SKV=8192,D=64"), Size.LARGE),
+    ],
+)
+def test_sizes(problem: Problem, size: Size) -> None:
+    assert size_of(problem) is size
+
+
+def test_a_tie_is_named_and_no_loss() -> None:
+    close = row(10.05, 10.0)  # of two per cent deviation each: one per cent at most is a tie
+    assert close.is_tie and close.verdict == "1.00x cudnn, a tie"
+    behind = row(10.09, 10.0)
+    assert behind.verdict == "0.99x cudnn, a tie"
+    assert row(10.2, 10.0).verdict == "0.98x cudnn, slower"
+    assert Summary.of([close, behind, row(10.0, 20.0)]).ties == 2
+    noisy = replace(close, timed=(replace(close.timed[0], flags=("noisy",)), close.timed[1]))
+    assert noisy.verdict == "1.00x cudnn, a tie, noisy"
+    assert row(10.0, None).verdict == "-"
+
+
+def test_both_regimes_stand_side_by_side() -> None:
+    chained = row(10.0, 20.0, regime=WARM.chained)
+    results = Results(
+        DEFAULT_GPU, Environment({}), (row(10.0, 12.0), chained, row(9.0, 8.0, CAUSAL))
+    )
+    stream, apart = bench_tables.text(results, details=()).split("toy, chained-warm, microseconds")
+    (heading,) = [line for line in stream.splitlines() if line.startswith("problem")]
+    assert heading.split()[-1] == "chained" and "chained" not in apart.splitlines()[1]
+    (line,) = [line for line in stream.splitlines() if "1.20x cudnn" in line and "D=64 " in line]
+    assert line.endswith("2.00x cudnn")
+
+
+def test_the_control_and_the_profiler_are_told() -> None:
+    timed_twice = row(10.0, 12.0)
+    own, peer = timed_twice.timed
+    timed_twice = replace(
+        timed_twice,
+        timed=(replace(own, again_us=10.04, kernel_us=9.1), replace(peer, kernel_us=11.5)),
+    )
+    results = Results(DEFAULT_GPU, Environment({}), (timed_twice,))
+    assert Results.from_json(results.to_json()) == results
+    text = bench_tables.text(results, details=())
+    assert "9.10 / 11.5" in text
+    assert text.splitlines()[-1] == "  one kernel timed twice in a pass: within 0.4 %"
+    (first, _) = csv.DictReader(io.StringIO(bench_tables.csv_text(results)))
+    assert (first["again_us"], first["kernel_us"]) == ("10.04", "9.1")
+
+
 def test_a_shape_named_alone_is_shown_kernel_by_kernel() -> None:
     text = bench_tables.text(shown(), details=("toy",))
-    assert "attention B=1,H=8,S=384,D=64,dtype=fp16, graph-warm" in text
+    assert "attention B=1,H=8,S=384,D=64,dtype=fp16, stream-warm" in text
     (line,) = [t for t in text.splitlines() if t.startswith("cudnn") and "20.0" in t]
     assert line.split()[:3] == ["cudnn", "peer", "20.0"]
 
@@ -141,8 +213,8 @@ def test_decoding_is_shown_by_what_it_reads() -> None:
 def test_csv_and_markdown_hold_every_row() -> None:
     found = list(csv.DictReader(io.StringIO(bench_tables.csv_text(shown()))))
     assert [(f["regime"], f["kernel"], f["latency_us"]) for f in found[:2]] == [
-        ("graph-warm", "ours", "10.0"),
-        ("graph-warm", "cudnn", "20.0"),
+        ("stream-warm", "ours", "10.0"),
+        ("stream-warm", "cudnn", "20.0"),
     ]
     assert len(found) == 6 and float(found[0]["tflops"]) > 0 and found[3]["tflops"] == ""
     text = bench_tables.markdown(shown())

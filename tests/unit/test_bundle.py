@@ -33,7 +33,7 @@ from tuner.selection.reader import close, lookup
 from tuner.store import Entry, open_store
 
 LOOKUP = importlib.import_module("tuner.selection.reader")
-H200, WARM = GPUS["H200"], Regime("graph", "warm")
+H200, WARM = GPUS["H200"], Regime("stream", "warm")
 PROBLEM = SoftmaxProblem(1024, 1024, 4)
 MEMBER = families()["softmax"]
 SPACE = MEMBER.space(PROBLEM, H200)

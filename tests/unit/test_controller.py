@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import sqlite3
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,6 +43,14 @@ def drained(store: Store, replays: Replays | None = None, **options: Any) -> int
         store, Machine(), catalogue=catalogue, create_runners=runners, **options
     ) as controller:
         return controller.run(drain=True)
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    """In the main thread, while others go on."""
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.005)
 
 
 class TestPulse:
@@ -195,6 +204,29 @@ class TestController:
         assert store.best(ONE, DEFAULT_GPU, REGIME) is None
         assert replays.closed, "what was half way through something is gone"
 
+    def test_a_signal_that_came_too_early_is_sent_again(
+        self, store: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """One that comes just before the main thread begins to wait is not seen until its end."""
+        send, sent = signal.pthread_kill, []
+
+        def lose_the_first(thread: int, number: int) -> None:
+            sent.append(number)
+            if len(sent) > 1:
+                send(thread, number)
+
+        monkeypatch.setattr(signal, "pthread_kill", lose_the_first)
+        job = store.jobs.submit([ONE], OPTIONS)
+
+        def hang(problem: Problem) -> None:
+            store.jobs.cancel(job)
+            threading.Event().wait(60)
+            pytest.fail("nobody ended the wait")
+
+        assert drained(store, Replays(hang), lease_s=0.3) == 0
+        assert sent == [signal.SIGUSR1] * 2
+        assert states(store, job) == ["cancelled"]
+
     def test_a_controller_that_slept_too_long_writes_nothing(self, store: Store) -> None:
         """Another one took over while this one's process stood still."""
         taken = []
@@ -230,21 +262,26 @@ class TestController:
             return extend(self, *arguments, **options)
 
         monkeypatch.setattr(SqlJobs, "extend", flaky)
+        monkeypatch.setattr("tuner.tuning.controller.BEAT_S", 0.01)
         job = store.jobs.submit([ONE], OPTIONS)
-        assert drained(store, Replays(pause_s=0.2), lease_s=1.5) == 1
-        assert len(failures) == 2
+        assert drained(store, Replays(lambda _: wait_until(lambda: len(failures) == 2))) == 1
         assert store.jobs.tasks(job)[0].attempt == 1
 
-    def test_progress_is_told_while_at_work(self, store: Store) -> None:
+    def test_progress_is_told_while_at_work(
+        self, store: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("tuner.tuning.controller.BEAT_S", 0.01)
         job = store.jobs.submit([ONE], OPTIONS)
-        told: list[Mapping[str, Any]] = []
+        collected: list[Problem] = []
 
         def look(problem: Problem) -> None:
-            told.append(store.jobs.tasks(job)[0].progress)
+            collected.append(problem)
+            if len(collected) == 3:  # two groups are known by then
+                wait_until(lambda: store.jobs.tasks(job)[0].progress.get("candidates", 0) > 0)
+                assert store.jobs.tasks(job)[0].progress["phase"] == "search"
 
-        drained(store, Replays(look, pause_s=0.15), lease_s=0.3)
-        assert any(facts.get("candidates", 0) > 0 for facts in told)
-        assert {"search"} <= {facts.get("phase") for facts in told}
+        assert drained(store, Replays(look)) == 1
+        assert len(collected) > 3
 
     @pytest.mark.parametrize("number", ENDING_SIGNALS)
     def test_being_stopped_gives_the_problem_back_at_once(self, store: Store, number: int) -> None:
@@ -296,7 +333,13 @@ class TestController:
         assert "tuner worker --replay" in capsys.readouterr().err
         with open_store(url) as store:
             assert states(store, job) == ["queued"]
-        assert main(["worker", "--drain", "--replay", "--store", url]) == 0
+        studies = f"sqlite:///{tmp_path / 'optuna.db'}"
+        words = ["worker", "--drain", "--replay", "--store", url, "--optuna-storage", studies]
+        assert main(words) == 0
         assert "1 problem decided" in capsys.readouterr().err
         with open_store(url) as store:
             assert states(store, job) == ["done"]
+        with sqlite3.connect(tmp_path / "optuna.db") as database:
+            [(trials,)] = database.execute("SELECT count(*) FROM trials")
+        database.close()
+        assert trials > 0

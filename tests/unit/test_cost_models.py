@@ -150,7 +150,7 @@ class Toy(Family):
 
 
 def recorded(problem: Problem, slope: float, fixed: float) -> Recording:
-    regime = Regime.default(problem.op)
+    regime = Regime.default(problem.op).chained
     return Recording(
         problem,
         DEFAULT_GPU,
@@ -205,17 +205,17 @@ def test_another_regime_is_another_thing(toy: Toy) -> None:
     from dataclasses import replace
 
     part = recorded(GemmProblem(256, 256, 256), 2.0, 3.0)
-    fit = cost.Fit([replace(part, regime=Regime("graph", "warm"))])
+    fit = cost.Fit([replace(part, regime=Regime("chained", "warm"))])
     assert fit.parts == []
     assert fit.constants(toy) == dict(toy.cost_constants)
 
 
 def test_decoding_is_estimated_with_cold_caches() -> None:
     decoding = AttentionProblem.parse("B=1,H=32,HKV=8,SQ=1,SKV=1024,D=128")
-    assert cost.estimated(decoding) == Regime("graph", "cold")
-    assert cost.estimated(AttentionProblem.parse("S=1024,D=64")) == Regime("graph", "warm")
-    assert cost.estimated(AttentionProblem.parse("S=32,D=64")) == Regime("graph", "warm")
-    assert cost.estimated(GemmProblem(1, 4096, 4096)) == Regime("graph", "cold")
+    assert cost.estimated(decoding) == Regime("chained", "cold")
+    assert cost.estimated(AttentionProblem.parse("S=1024,D=64")) == Regime("chained", "warm")
+    assert cost.estimated(AttentionProblem.parse("S=32,D=64")) == Regime("chained", "warm")
+    assert cost.estimated(GemmProblem(1, 4096, 4096)) == Regime("chained", "cold")
 
 
 def attention_us(text: str, **params: int | bool | str) -> float:

@@ -152,7 +152,7 @@ def test_a_spare_family_is_not_planned_with() -> None:
 
 def test_predictions_of_a_shape_left_out_are_near_what_was_recorded(tmp_path: Path) -> None:
     """The belief's first choice among what was recorded, against the recorded best."""
-    regime = Regime.default("attention")
+    regime = Regime.default("attention").chained
     with open_store(f"sqlite:///{tmp_path}/s.sqlite") as store:
         found = measured("attention", DEFAULT_GPU, regime, store)
     problem = AttentionProblem.parse("S=1024,D=64")

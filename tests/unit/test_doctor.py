@@ -82,6 +82,22 @@ def test_a_complete_machine_can_measure(
     assert said["torch"].endswith(f" - {extra_command('torch')}")
 
 
+def test_peers_that_are_missing_are_a_line_each(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("torch", reason="torch is not installed")
+    monkeypatch.setattr(
+        doctor.importlib.util, "find_spec", lambda name: object() if name == "torch" else None
+    )
+    monkeypatch.setenv("TUNER_PEERS_PATH", str(tmp_path))
+    (tmp_path / "deep_gemm_peer.py").write_text("")
+    said = lines(capsys, 0)
+    assert said["peers"].startswith("ok: deep_gemm deep_gemm_peer ")
+    command = install_command("nvidia-cudnn-frontend")
+    wanted = f"note: nvidia-cudnn-frontend is not installed - {command}"
+    assert said["cudnn_plans"] == wanted
+
+
 def test_json_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     assert tuner("doctor", "--json") == 0
     data = json.loads(capsys.readouterr().out)

@@ -10,9 +10,14 @@ from tuner.measure.gate import E4M3_DEVIATION
 from tuner.measure.tolerance import (
     E4M3_MARGIN,
     E4M3_ROUNDING,
+    E4M3_ROW,
     E4M3_SUM,
+    Comparison,
+    Limits,
+    judge,
     limits_of,
 )
+from tuner.measurement import Status
 from tuner.problem import E4M3, AttentionProblem, GemmProblem
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -20,17 +25,39 @@ from fused_attention_proof import e4m3, reference  # noqa: E402
 from fused_attention_proof.cases import Case  # noqa: E402
 
 
-def error(text: str, kind: str, tile_n: int) -> tuple[float, float]:
-    """Of the emulation, and what the gate allows."""
-    problem = AttentionProblem.parse(f"{text},dtype=e4m3")
+def emulated(
+    problem: AttentionProblem, kind: str, tile_n: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """FlashAttention-3's output and its reference, of one draw of inputs."""
     case = Case("e4m3", problem, kind)
     drawn = {m.name: torch.empty(m.shape) for m in problem.matrices[:3]}
     reference.draw_inputs(case, drawn)
     restored = {name: e4m3.restored(*e4m3.quantise(tensor)) for name, tensor in drawn.items()}
-    out = e4m3.flash_attention_3(case, restored, tile_n)
-    found = reference.difference(out, reference.attention(case, restored))
-    assert found.not_finite == 0
-    return found.frobenius, limits_of(problem).frobenius
+    return e4m3.flash_attention_3(case, restored, tile_n), reference.attention(case, restored).out
+
+
+def error(text: str, kind: str, tile_n: int) -> tuple[float, float]:
+    """Of the emulation, and what the gate allows."""
+    problem = AttentionProblem.parse(f"{text},dtype=e4m3")
+    out, expected = (tensor.double() for tensor in emulated(problem, kind, tile_n))
+    assert out.isfinite().all()
+    return float((out - expected).norm() / expected.norm()), limits_of(problem).frobenius
+
+
+def compared(out: torch.Tensor, expected: torch.Tensor, limits: Limits) -> Comparison:
+    """What the gate's compare kernel sees; rows are those of the last dimension."""
+    out, expected = out.double(), expected.double()
+    rows = expected.square().mean(-1, keepdim=True).sqrt().expand_as(expected)
+    off = (out - expected).abs()
+    pairs = zip(expected.flatten().tolist(), rows.flatten().tolist(), strict=True)
+    allowed = torch.tensor([limits.allowed(*pair) for pair in pairs], dtype=torch.float64)
+    return Comparison(
+        expected.numel(),
+        float(off.square().sum()),
+        float(expected.square().sum()),
+        beyond=int((off.flatten() > allowed).sum()),
+        worst=float(off.max()),
+    )
 
 
 def test_rounding_is_what_the_gate_expects() -> None:
@@ -43,6 +70,35 @@ def test_rounding_is_what_the_gate_expects() -> None:
 def test_sound_arithmetic_passes_the_gate(text: str, kind: str) -> None:
     found, allowed = error(text, kind, 96)
     assert 0 < found < allowed
+
+
+#: The limit of an element before it followed its row.
+ONE_FOR_ALL = Limits(limits_of(AttentionProblem.parse("S=64,D=64,dtype=e4m3")).frobenius, 0.25, 0.0)
+
+
+@pytest.mark.parametrize("kind", ["random", "dominant", "large_scores"])
+def test_elements_of_sound_arithmetic_are_near_their_rows_scale(kind: str) -> None:
+    problem = AttentionProblem.parse("H=2,SQ=96,SKV=1100,D=64,dtype=e4m3")
+    out, expected = emulated(problem, kind, 224)
+    seen = compared(out, expected, limits_of(problem))
+    assert seen.beyond == 0
+    assert judge(seen, problem.output, {}, [], limits_of(problem)).status is Status.OK
+    rows = expected.double().square().mean(-1, keepdim=True).sqrt()
+    worst = float(((out.double() - expected.double()).abs() / rows).max())
+    assert 0.05 < worst < E4M3_ROW  # not a limit that nothing comes near
+
+
+def test_a_row_that_was_left_out_is_seen_where_outputs_are_small() -> None:
+    problem = AttentionProblem.parse("H=1,SQ=3000,SKV=4000,D=64,dtype=e4m3")
+    out, expected = emulated(problem, "random", 224)
+    assert 0.005 < float(expected.double().square().mean().sqrt()) < 0.05
+    out[0, 0, 137] = 0
+    seen = compared(out, expected, ONE_FOR_ALL)
+    assert judge(seen, problem.output, {}, [], ONE_FOR_ALL).status is Status.OK
+    limits = limits_of(problem)
+    verdict = judge(compared(out, expected, limits), problem.output, {}, [], limits)
+    assert verdict.status is Status.WRONG_RESULT
+    assert "row's RMS" in verdict.log
 
 
 def test_quantised_tensors_are_near_what_they_were() -> None:

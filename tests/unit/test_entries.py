@@ -38,7 +38,7 @@ LOOKUP = importlib.import_module("tuner.selection.reader")
 
 SHIPPED_ENTRIES = LOOKUP.shipped()
 H200, H100 = GPUS["H200"], GPUS["H100"]
-WARM, COLD = Regime("graph", "warm"), Regime("graph", "cold")
+WARM, COLD = Regime("stream", "warm"), Regime("stream", "cold")
 PROBLEM = AttentionProblem(1024, 1024, 64)
 GEMM = GemmProblem(512, 512, 256)
 SHAPE = ["--shape", "S=1024,D=64"]
@@ -107,7 +107,7 @@ class TestLookup:
     ) -> None:
         out = printed(capsys, "lookup", *SHAPE, "--gpu", "H200")
         for part in (
-            f"attention {PROBLEM.label()} on NVIDIA H200, graph-warm",
+            f"attention {PROBLEM.label()} on NVIDIA H200, stream-warm",
             "cutlass_fmha kernel_schedule=KernelTma tile_m=128",
             "13.0 us (deviation 1.0 % over 20 rounds), 330 TFLOP/s",
             "own speed    1.08x cudnn",
@@ -166,7 +166,7 @@ class TestLookup:
         assert run("lookup", *SHAPE, "--gpu", "H100", "--json") == 1
         captured = capsys.readouterr()
         assert captured.out == "null\n"
-        assert "known for NVIDIA H200 (graph-warm); --allow-other-gpu answers" in captured.err
+        assert "known for NVIDIA H200 (stream-warm); --allow-other-gpu answers" in captured.err
 
     def test_another_gpu_when_allowed(
         self, filled: Path, capsys: pytest.CaptureFixture[str]
@@ -175,7 +175,8 @@ class TestLookup:
         assert f"measured on NVIDIA H200, not on {H100.name}" in out
 
     def test_the_regime(self, filled: Path) -> None:
-        assert run("lookup", *SHAPE, "--regime", "graph", "--l2", "warm") == 0
+        assert run("lookup", *SHAPE, "--regime", "stream", "--l2", "warm") == 0
+        assert run("lookup", *SHAPE, "--regime", "chained", "--l2", "warm") == 1
         assert run("lookup", *SHAPE, "--l2", "cold") == 1
         assert run("lookup", *SHAPE, "--regime", "eager") == 1
 
@@ -238,12 +239,12 @@ class TestList:
             store.pin(PROBLEM, H200, WARM, CUDNN)
         first, second = printed(capsys, "list").split("\n\n")
         place, heading, rule, row = first.splitlines()
-        assert place == "attention on NVIDIA H200, graph-warm: measured, pinned"
-        assert heading.split() == "shape winner us own speed".split()
+        assert place == "attention on NVIDIA H200, stream-warm: measured, pinned"
+        assert heading.split() == "shape serves us own speed".split()
         assert set(rule) == {"-", " "}
         assert row.split(maxsplit=2) == [PROBLEM.label(), "cudnn", "14.1  1.08x cudnn"]
         place, *_, row = second.splitlines()
-        assert place == "gemm on NVIDIA H200, graph-cold: replayed"
+        assert place == "gemm on NVIDIA H200, stream-cold: replayed"
         assert row.split() == [GEMM.label(), "gemm", "5.25", "-"]
 
     def test_sizes_are_sorted_as_numbers(self, capsys: pytest.CaptureFixture[str]) -> None:
@@ -387,7 +388,7 @@ class TestExchange:
             run("export", str(tmp_path / "e.json"))
             store.decide(GEMM, H200, COLD, [legal(4.0)], "s")
         out = printed(capsys, "import", str(tmp_path / "e.json"))
-        assert f"not taken: {GEMM.label()} on NVIDIA H200 (graph-cold)" in out
+        assert f"not taken: {GEMM.label()} on NVIDIA H200 (stream-cold)" in out
 
     def test_bad_rows_are_named_with_the_file(self, tmp_path: Path) -> None:
         with open_store() as store:

@@ -21,13 +21,13 @@ from tuner.measure.evaluate import (
     trim,
 )
 from tuner.measure.gate import REFERENCE
-from tuner.measure.worker import Outcome
+from tuner.measure.request import Outcome
 from tuner.measure.worker_client import Ask
 from tuner.measurement import Environment, Measurement, Provenance, Regime, Resources, Status
 from tuner.problem import GemmProblem
 
 PROBLEM = GemmProblem(m=64, n=64, k=64)
-REGIME = Regime("graph", "cold")
+REGIME = Regime("stream", "cold")
 USED = Resources(168, 0, 0, 0)
 
 

@@ -33,7 +33,7 @@ from tuner.store.entry import sort_key
 from tuner.store.exchange import Trusted, load, parse, to_text
 
 H200, H100 = GPUS["H200"], GPUS["H100"]
-WARM, COLD = Regime("graph", "warm"), Regime("graph", "cold")
+WARM, COLD = Regime("stream", "warm"), Regime("stream", "cold")
 PROBLEM = AttentionProblem(1024, 1024, 64)
 GEMM = GemmProblem(4096, 4096, 4096)
 OWN = Config("cutlass_fmha", {"tile_m": 128})
@@ -141,7 +141,7 @@ def test_a_decision_of_ones_own_stands_against_an_imported_one(filled: Store) ->
         other.decide(PROBLEM, H200, WARM, [measured(SLOWER, 12)], "mine")
         report = other.import_(filled.export())
         assert (report.entries_added, report.entries_replaced) == (2, 0)
-        assert report.entries_kept == (f"{PROBLEM.label()} on NVIDIA H200 (graph-warm)",)
+        assert report.entries_kept == (f"{PROBLEM.label()} on NVIDIA H200 (stream-warm)",)
         entry = other.best(PROBLEM, H200, WARM)
         assert entry is not None
         assert (entry.sweep, entry.origin, entry.pinned) == ("mine", "", False)

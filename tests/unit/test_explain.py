@@ -305,11 +305,11 @@ class TestWork:
                 assert max(least.values()) <= m.latency_us, (m.config, least)
 
     def test_memory_counts_what_the_l2_cannot_keep(self) -> None:
-        assert work.memory_bytes(GEMM, DEFAULT_GPU, Regime("graph", "cold")) == GEMM.bytes
+        assert work.memory_bytes(GEMM, DEFAULT_GPU, Regime("stream", "cold")) == GEMM.bytes
         beyond = GEMM.bytes - DEFAULT_GPU.l2_bytes
-        assert work.memory_bytes(GEMM, DEFAULT_GPU, Regime("graph", "warm")) == beyond
+        assert work.memory_bytes(GEMM, DEFAULT_GPU, Regime("stream", "warm")) == beyond
         small = replace(GEMM, m=128)
-        assert work.memory_bytes(small, DEFAULT_GPU, Regime("graph", "warm")) == 0
+        assert work.memory_bytes(small, DEFAULT_GPU, Regime("stream", "warm")) == 0
 
 
 class TestCommand:
@@ -352,7 +352,7 @@ class TestCommand:
     def test_the_text_says_where_numbers_come_from(self) -> None:
         text = explanation_text(sample(), account(sample()))
         assert text.startswith(
-            "gemm M=4096,N=4096,K=4096,dtype=fp16 on NVIDIA H200, graph-cold: measured 2026-11-20"
+            "gemm M=4096,N=4096,K=4096,dtype=fp16 on NVIDIA H200, stream-cold: measured 2026-11-20"
         )
         assert text.count("[measured]") + text.count("[computed]") == sum(
             len(c.claims) for c in account(sample()).contrasts

@@ -25,7 +25,7 @@ from tuner.store.exchange import to_text
 
 lookup = importlib.import_module("tuner.selection.reader")
 
-SHORT, LONG = 60, 1000
+SHORT, LONG = 30, 1000
 """Damaged stores."""
 
 Call = Callable[[], object]

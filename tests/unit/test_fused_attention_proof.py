@@ -27,7 +27,7 @@ from tuner.errors import BenchmarkError, ConfigError
 from tuner.families import family
 from tuner.families.base import LSE
 from tuner.hardware import DEFAULT_GPU
-from tuner.measure.stopwatch import WORKSPACE, Subject
+from tuner.measure.subjects import WORKSPACE, Bound, Subject
 from tuner.problem import AttentionProblem
 
 if importlib.util.find_spec("torch"):
@@ -281,10 +281,11 @@ class Kernel(Subject):
         self.in_graph = False
         self.read: dict[int, Any] = {}
 
-    def bind(
-        self, buffers: Mapping[str, int], scale: float, *, deliver: bool = False
-    ) -> Callable[[], None]:
-        return lambda: self.launch(dict(buffers), scale)
+    def bind(self, buffers: Mapping[str, int], scale: float, *, deliver: bool = False) -> Bound:
+        return Bound(lambda: self.launch(dict(buffers), scale), buffers["query"])
+
+    def stream(self) -> int:
+        return 0
 
     def capture(self, calls: Iterable[Callable[[], None]]) -> Any:
         calls = list(calls)
@@ -448,7 +449,7 @@ def run_children(
     script = tmp_path / "child.py"
     script.write_text(CHILD.replace("MODE", repr(mode)))
     monkeypatch.setattr(parent, "CHILD", (str(script),))
-    monkeypatch.setattr(parent, "SILENCE_S", 1.0)
+    monkeypatch.setattr(parent, "SILENCE_S", 2.0 if mode == "hang" else 60.0)
     some = [replace(case("S=512,D=64"), seed=seed) for seed in range(3)]
     config = FUSED.space(some[0].problem, DEFAULT_GPU)[0]
     configs = [Config(config.family, {**config.params, "tile_n": n}) for n in (64, 80)]
@@ -462,7 +463,7 @@ def run_children(
 
 @pytest.mark.parametrize(
     "mode, said",
-    [("hang", "no sign of life for 1 s"), ("crash", "its process ended with -6"), ("lost", "3")],
+    [("hang", "no sign of life for 2 s"), ("crash", "its process ended with -6"), ("lost", "3")],
 )
 def test_a_lost_child_costs_one_kernel(
     mode: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

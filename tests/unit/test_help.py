@@ -15,9 +15,10 @@ from tuner import cli
 from tuner.base.install import extra_command
 from tuner.cli import doctor, quickstart
 from tuner.cli.doctor import MISSING, OK, Finding
-from tuner.cli.help import GROUPS, commands_of, shapes_text
+from tuner.cli.help import GROUPS, WORDS, commands_of, shapes_text
 from tuner.errors import CompileError, ConfigError
 from tuner.problem import PROBLEMS, Problem
+from tuner.report.glossary import MEANINGS
 from tuner.selection import reader
 
 
@@ -41,7 +42,20 @@ class TestHelp:
         assert capsys.readouterr().out.startswith("usage: tuner sweep")
         assert cli.main(["help", "nope"]) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith("tuner: 'nope' is not a topic (allowed: shapes, or a command: ")
+        assert line.startswith(
+            "tuner: 'nope' is not a topic (allowed: shapes, glossary, or a command: "
+        )
+
+    def test_a_glossary_of_ten_words_and_of_parameters(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert cli.main(["help", "glossary"]) == 0
+        out = capsys.readouterr().out
+        assert max(map(len, out.splitlines())) <= 120
+        words, parameters = ([r.split()[0] for r in p.splitlines()] for p in out.split("\n\n"))
+        assert words[2:] == list(WORDS)
+        assert len(WORDS) == 10
+        assert parameters[3:] == list(MEANINGS)
 
     def test_shapes_describe_every_key(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main(["help", "shapes"]) == 0

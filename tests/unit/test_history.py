@@ -94,7 +94,7 @@ def test_shipped_recordings_of_problems_that_the_store_lacks(store: Store) -> No
 def test_another_chip_or_regime_says_nothing(store: Store) -> None:
     ship(FAR, CONFIGS[0])
     assert history.history(NEW, GPUS["H100"], REGIME, HERE.digest, store) == []
-    warm = Regime("graph", "warm")
+    warm = Regime("stream", "warm")
     assert history.history(NEW, DEFAULT_GPU, warm, HERE.digest, store) == []
 
 
@@ -111,3 +111,22 @@ def test_a_rule_is_made_from_everything_measured(store: Store) -> None:
     assert set(found) == {NEW, FAR}
     assert {m.config for m in found[NEW]} == {*CONFIGS, CUBLAS}
     assert {m.config for m in found[FAR]} == {CONFIGS[0], CUBLAS}
+
+
+def test_a_problem_s_times_are_of_the_first_regime_that_has_some(store: Store) -> None:
+    tuned(store, NEW)
+    ship(NEW, CONFIGS[0])
+    ship(FAR, CONFIGS[0])
+    regimes = (Regime("eager", "cold"), REGIME)
+    regime, found = history.measured_in("gemm", DEFAULT_GPU, regimes, store)
+    assert regime == REGIME and set(found) == {NEW, FAR}
+    assert len(found[NEW]) == len(CONFIGS) + 1  # cuBLAS's also
+
+
+def test_a_search_in_a_stream_is_told_what_was_chained(store: Store) -> None:
+    chained = [measured(NEAR, config).but(regime=REGIME.chained) for config in CONFIGS]
+    store.add(chained)
+    store.decide(NEAR, DEFAULT_GPU, REGIME.chained, [chained[0].but(is_final=True)], "s")
+    assert {m.problem for m in told(store)} == {NEAR}
+    tuned(store, NEAR)
+    assert {m.regime for m in told(store)} == {REGIME}, "once it was timed in a stream"

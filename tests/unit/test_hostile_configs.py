@@ -84,9 +84,12 @@ def measured(problem: Problem, config: Config, **changes: Any) -> Measurement:
 def test_a_mutant_is_refused_or_legal(name: str, text: str, long_mode: bool) -> None:
     member, (problem, configs) = family(name), legal(name, text)
     accepted = refused = 0
+    known = {part for config in configs for part in parameters(config.to_json())}
+    met: set[str] = set()
     found = mutants(member, configs, random.Random(f"{name} {text}"))
-    for raw in islice(found, 100_000 if long_mode else 3_000):
+    for raw in islice(found, 100_000 if long_mode else 1_000):
         config = as_config(raw)
+        met |= {parameter for parameter, value in {*parameters(raw)} - known}
         reasons = member.violations(problem, config, DEFAULT_GPU)
         assert all(reason.isascii() and reason.isprintable() for reason in reasons), raw
         assert all(len(reason) < 600 for reason in reasons), raw
@@ -100,6 +103,15 @@ def test_a_mutant_is_refused_or_legal(name: str, text: str, long_mode: bool) -> 
             assert MARK not in render(spec, "id")
         assert Config.from_json(json.loads(json.dumps(raw))) == config
     assert accepted and refused > accepted
+    assert met >= {parameter for parameter, _ in known}, "each had a value that is not legal"
+
+
+def parameters(raw: Raw) -> Iterator[tuple[str, str]]:
+    """Names and values of a config, those of its stages too."""
+    for name, value in raw["params"].items():
+        yield name, hex(value) if type(value) is int else repr(value)  # some have 5000 digits
+    for inner in raw.get("stages", {}).values():
+        yield from parameters(inner)
 
 
 @pytest.mark.parametrize(("name", "text"), OWN)
@@ -196,6 +208,8 @@ def test_what_ships_is_made_of_declared_values() -> None:
     assert len(seen) > 2000 and {c.family for c in seen} >= {m for m in families() if "_" in m} - {
         "cutlass_fmha",
         "triton_attention",
+        "vendor_cublaslt_search",
+        "vendor_cudnn_plans",
     }
     wrong = {
         (where, reason): config.to_json()

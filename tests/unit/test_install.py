@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import re
 import shlex
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 
 from tuner.base import install, resources
 from tuner.base.install import extra_command, install_command
+from tuner.base.processes import python_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -50,9 +53,41 @@ def test_every_hint_names_an_extra_that_exists_and_no_bare_pip() -> None:
         tree = ast.parse(path.read_text())
         named |= set(_calls(tree))
         texts = (n.value for n in ast.walk(tree) if isinstance(n, ast.Constant))
-        if any(isinstance(text, str) and "pip install" in text for text in texts):
+        if any(isinstance(text, str) and re.search(r"pip install\b", text) for text in texts):
             bare.append(path.relative_to(ROOT).as_posix())
     assert named
     assert named <= set(project["optional-dependencies"])
     assert project["name"] == install.DISTRIBUTION
-    assert bare == ["tuner/runtime/__init__.py", "tuner/runtime/transformers.py"]
+    assert bare == []
+
+
+@pytest.mark.parametrize(
+    ("absent", "code", "start", "extra"),
+    [
+        ("torch", "tuner.linear", "tuner.linear: tuner.runtime needs PyTorch (", "torch"),
+        ("torch", "import tuner.runtime", "tuner.runtime needs PyTorch (", "torch"),
+        (
+            "transformers",
+            "import tuner.runtime.transformers",
+            "tuner.runtime.transformers needs Transformers 5 (",
+            "transformers",
+        ),
+    ],
+)
+def test_what_the_runtime_lacks_is_named_with_the_command(
+    absent: str, code: str, start: str, extra: str
+) -> None:
+    if absent != "torch":
+        pytest.importorskip("torch", reason="torch is not installed")
+    script = f"import sys, tuner; sys.modules[{absent!r}] = None; {code}"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", script],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=python_environment(),
+    )
+    assert done.returncode == 1
+    line = done.stderr.splitlines()[-1].removeprefix("ImportError: ")
+    assert line.startswith(start)
+    assert line.endswith(f"`{extra_command(extra)}`")

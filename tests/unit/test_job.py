@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from concurrent import futures
 from concurrent.futures import CancelledError, Future
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from tuner.families import families_in
 from tuner.families.base import Family
 from tuner.hardware import DEFAULT_GPU
 from tuner.measure import device
-from tuner.measure.worker import Outcome
+from tuner.measure.request import Outcome
 from tuner.measure.worker_client import Ask
 from tuner.measurement import Environment, Provenance, Regime, Status
 from tuner.problem import GemmProblem, Problem
@@ -311,30 +311,50 @@ def test_a_store_that_fails_ends_the_job_at_once(
 
 
 class TestInterruption:
-    """Ctrl-C through a real signal, which reaches the main thread while others sweep."""
+    """Ctrl-C through a real signal to the main thread while others sweep. That thread raises it
+    itself: one from another thread may come just before the wait, and wait as well.
+    """
+
+    @pytest.fixture
+    def on_wait(self, monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
+        """Done one after the other, each when the main thread begins to wait for the others."""
+        acts: list[Callable[[], None]] = []
+
+        def wait(*arguments: Any, **options: Any) -> Any:
+            if acts:
+                acts.pop(0)()
+            return futures.wait(*arguments, **options)
+
+        monkeypatch.setattr("tuner.tuning.job.wait", wait)
+        return acts
 
     @staticmethod
-    def hang(after: int, then: Callable[[], None]) -> Callable[[FakeWorker, Ask], None]:
-        """Every quick request hangs from the `after`-th on; the first that does calls `then`."""
-        count, lock, called = Counter[str](), threading.Lock(), threading.Event()
+    def press(after: threading.Event) -> Callable[[], None]:
+        """Ctrl-C as soon as something has come."""
+
+        def act() -> None:
+            assert after.wait(PATIENCE_S)
+            signal.raise_signal(signal.SIGINT)
+
+        return act
+
+    def test_the_first_keeps_the_best_so_far_of_each(
+        self, setting: Setting, on_wait: list[Callable[[], None]]
+    ) -> None:
+        asked, lock, hangs = Counter[str](), threading.Lock(), threading.Event()
 
         def before(worker: FakeWorker, ask: Ask) -> None:
+            """Every quick request hangs from the 21st on."""
             with lock:
-                count["asked"] += 1
-                hangs = count["asked"] > after and ask.mode == "quick"
-            if hangs:
-                if not called.is_set():
-                    called.set()
-                    then()
+                asked["all"] += 1
+                is_last = asked["all"] > 20 and ask.mode == "quick"
+            if is_last:
+                hangs.set()
                 assert worker.interrupted.wait(PATIENCE_S), "nobody gave it up"
 
-        return before
-
-    def test_the_first_keeps_the_best_so_far_of_each(self, setting: Setting) -> None:
-        press = lambda: os.kill(os.getpid(), signal.SIGINT)  # noqa: E731
-        gpus = setting.gpus(2, self.hang(20, press))
+        on_wait.append(self.press(hangs))
         with Interruption() as interruption:
-            result = setting.job(gpus, PROBLEMS, interruption=interruption).run()
+            result = setting.job(setting.gpus(2, before), PROBLEMS, interruption=interruption).run()
         assert result.interrupted and len(result.outcomes) + len(result.failed) < len(PROBLEMS)
         assert setting.winners(), "the best so far is decided"
         assert setting.repeated() == []
@@ -342,12 +362,22 @@ class TestInterruption:
         assert len(ended.outcomes) + len(ended.skipped) == len(PROBLEMS)
         assert setting.repeated() == [], "a resumed job measures nothing again"
 
-    def test_the_second_ends_at_once(self, setting: Setting) -> None:
-        def before(worker: FakeWorker, ask: Ask) -> None:
-            if ask.mode == "final":
-                os.kill(os.getpid(), signal.SIGINT)
-                worker.interrupted.wait(PATIENCE_S)
+    def test_the_second_ends_at_once(
+        self, setting: Setting, on_wait: list[Callable[[], None]]
+    ) -> None:
+        finals = threading.Event(), threading.Event()
+        count, lock = Counter[str](), threading.Lock()
 
+        def before(worker: FakeWorker, ask: Ask) -> None:
+            """A final pass hangs; what the first Ctrl-C makes of it, too."""
+            if ask.mode == "final":
+                with lock:
+                    which = min(count["finals"], 1)
+                    count["finals"] += 1
+                finals[which].set()
+                assert worker.interrupted.wait(PATIENCE_S), "nobody gave it up"
+
+        on_wait += map(self.press, finals)
         gpus = setting.gpus(2, before)
         with Interruption() as interruption, pytest.raises(KeyboardInterrupt):
             setting.job(gpus, PROBLEMS, interruption=interruption).run()

@@ -23,7 +23,7 @@ from tuner.store.entry import Entry
 from tuner.store.jobs import Claim, result_of, result_text
 from tuner.store.sql_jobs import SqlJobs
 
-H200, WARM = GPUS["H200"], Regime("graph", "warm")
+H200, WARM = GPUS["H200"], Regime("stream", "warm")
 ONE, TWO, THREE = (GemmProblem(size, size, size) for size in (128, 256, 512))
 ENVIRONMENT = Environment({"driver": "580"})
 PAST, FUTURE = 0.0, 1e12

@@ -23,7 +23,7 @@ from tuner.measure.kernel_times import described, read
 from tuner.measurement import Environment, Measurement, Regime, Status
 from tuner.problem import Problem
 
-WARM = Regime("graph", "warm")
+WARM = Regime("stream", "warm")
 TILED = presets.TILED
 NAMED = presets.three_kernels(TILED, DEFAULT_GPU)
 FIRST = "three kernels 64x128x64, softmax 32"

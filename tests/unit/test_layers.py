@@ -57,7 +57,7 @@ HOMES: dict[str, set[str]] = {
     "alembic": {"store"},
     "cuda": {
         "cli.doctor",
-        "measure.stopwatch",
+        "measure.subjects",
         "measure.device",
         "measure.gate",
         "measure.worker",
@@ -80,7 +80,7 @@ HOMES: dict[str, set[str]] = {
         "bench",
         "cli",
         "families",
-        "measure.stopwatch",
+        "measure.subjects",
         "measure.device",
         "measure.gate",
         "measure.worker",

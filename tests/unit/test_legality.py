@@ -34,7 +34,7 @@ from tuner.problem import PROBLEMS, GemmProblem, Problem
 from tuner.runners import local
 
 PROBLEM = GemmProblem(m=64, n=64, k=64)
-REGIME = Regime("graph", "cold")
+REGIME = Regime("stream", "cold")
 CLEAN, SPILLING = Resources(168, 0, 0, 0), Resources(255, 64, 0, 64)
 
 

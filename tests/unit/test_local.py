@@ -22,7 +22,7 @@ from tuner.families.base import KernelSpec
 from tuner.hardware import DEFAULT_GPU
 from tuner.measure import device
 from tuner.measure.gate import REFERENCE
-from tuner.measure.worker import Outcome
+from tuner.measure.request import Outcome
 from tuner.measure.worker_client import Ask
 from tuner.measurement import Environment, Regime, Status
 from tuner.problem import GemmProblem
@@ -42,6 +42,10 @@ class Planted(Family):
     def predict_us(self, problem, config, gpu): return 1.0
     def kernels(self, problem, config):
         return {"main": KernelSpec("planted.cu.j2", {"tile": config["tile"]})}
+
+class Listed(Planted):
+    name, is_vendor, is_listed = "listed", True, True
+    domains = {"n": (1, 2)}
 
 class Half(Planted):
     name, is_vendor = "ready", True
@@ -71,6 +75,9 @@ class FakeCompiler:
 class FakeWorker:
     def __init__(self) -> None:
         self.asked: list[Ask] = []
+        self.listed: list[tuple[Any, ...]] = []
+        self.found = [2, 1, 3]
+        self.holds: threading.Event | None = None
         self.closed = 0
 
     def measure(self, ask: Ask) -> list[Outcome]:
@@ -79,6 +86,17 @@ class FakeWorker:
 
     def facts(self) -> dict[str, str]:
         return {"torch": "2.11"}
+
+    def listing(self, problem: GemmProblem, family: str, most: int | None) -> list[Config]:
+        self.listed.append((problem, family, most))
+        if self.holds is not None:
+            self.holds.wait(PATIENCE_S)
+            raise CancelledError
+        return [Config(family, {"n": n}) for n in self.found]
+
+    def interrupt(self) -> None:
+        if self.holds is not None:
+            self.holds.set()
 
     def renew(self) -> None:
         pass
@@ -127,7 +145,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Made]:
         parts: Any = (compiler, worker)
         made = LocalRunner(
             0,
-            Regime("graph", "warm"),
+            Regime("stream", "warm"),
             parts[0],
             family_modules=[tmp_path / "planted.py"],
             gpu=DEFAULT_GPU,
@@ -344,7 +362,39 @@ def test_a_machine_without_the_device_is_an_error(monkeypatch: pytest.MonkeyPatc
 
 def test_families_of_a_file(tmp_path: Path) -> None:
     (tmp_path / "planted.py").write_text(FAMILY)
-    assert set(families_in(tmp_path / "planted.py")) == {"planted", "ready"}
+    assert set(families_in(tmp_path / "planted.py")) == {"planted", "listed", "ready"}
     (tmp_path / "broken.py").write_text("import no_such_module")
     with pytest.raises(ConfigError, match="cannot be imported"):
         families_in(tmp_path / "broken.py")
+
+
+def test_a_library_s_candidates_are_asked_for_and_judged(
+    make: Callable[[], Made], tmp_path: Path
+) -> None:
+    runner, _, worker = make()
+    members = families_in(tmp_path / "planted.py")
+    first = [Config("listed", {"n": 1})]
+    assert runner.candidates(PROBLEM, members["planted"], first) == first
+    assert worker.listed == []
+    found = runner.candidates(PROBLEM, members["listed"], first)
+    assert [config["n"] for config in found] == [2, 1], "in its order, without what is not legal"
+    assert worker.listed == [(PROBLEM, "listed", None)]
+    worker.found = []
+    assert runner.candidates(PROBLEM, members["listed"], first) == first
+
+
+def test_a_listing_can_be_given_up(make: Callable[[], Made], tmp_path: Path) -> None:
+    runner, _, worker = make()
+    member = families_in(tmp_path / "planted.py")["listed"]
+    worker.holds = threading.Event()
+    first = [Config("listed", {"n": 1})]
+    found: list[Any] = []
+    thread = threading.Thread(
+        target=lambda: found.append(runner.candidates(PROBLEM, member, first)), daemon=True
+    )
+    thread.start()
+    while not worker.listed:
+        assert thread.is_alive()
+    runner.cancel()
+    thread.join(PATIENCE_S)
+    assert found == [first]

@@ -17,6 +17,8 @@ from tuner.measurement import (
     Regime,
     Resources,
     Status,
+    is_tie,
+    regime_keys,
     speedup_text,
 )
 from tuner.problem import GemmProblem
@@ -26,7 +28,7 @@ MEASUREMENT = Measurement(
     GemmProblem(4096, 4096, 4096),
     CONFIG,
     DEFAULT_GPU,
-    Regime("graph", "cold"),
+    Regime("stream", "cold"),
     Status.OK,
     Provenance.MEASURED,
     Environment({"driver": "580", "power_limit_w": 700}),
@@ -112,10 +114,10 @@ def test_what_is_no_measurement_is_refused(field: str) -> None:
 
 
 def test_regimes() -> None:
-    assert str(Regime.default("gemm")) == "graph-cold"
-    assert str(Regime.default("attention")) == "graph-warm"
+    assert str(Regime.default("gemm")) == "stream-cold"
+    assert str(Regime.default("attention")) == "stream-warm"
     assert Regime.parse("eager-cold") == Regime("eager", "cold")
-    for text in ("graph", "graph-hot", "lazy-warm"):
+    for text in ("stream", "stream-hot", "lazy-warm"):
         with pytest.raises(ConfigError, match="allowed"):
             Regime.parse(text)
 
@@ -140,3 +142,41 @@ def test_gpus_by_name() -> None:
     assert len({gpu.identity for gpu in GPUS.values()}) == len(GPUS)
     with pytest.raises(ConfigError, match=r"'B200' is not known \(allowed: H200, H100"):
         gpu_by_name("B200")
+
+
+def test_the_chained_regime_is_stored_under_its_earlier_name() -> None:
+    chained = Regime("chained", "warm")
+    assert (str(chained), chained.key) == ("chained-warm", "graph-warm")
+    assert Regime.parse("graph-warm") == Regime.parse("chained-warm") == Regime("graph") == chained
+    assert MEASUREMENT.but(regime=chained).to_json()["regime"] == "graph-warm"
+    stream = Regime("stream", "cold")
+    assert (str(stream), stream.key) == ("stream-cold", "stream-cold")
+    assert regime_keys([stream, chained]) == ["stream-cold", "graph-warm"]
+
+
+def test_regimes_are_chosen_by_what_is_named() -> None:
+    def texts(*arguments: str | None) -> list[str]:
+        return [str(one) for one in Regime.choices(*arguments)]  # type: ignore[arg-type]
+
+    assert texts("attention") == ["stream-warm", "chained-warm", "stream-cold", "chained-cold"]
+    assert texts("gemm") == ["stream-cold", "chained-cold", "stream-warm", "chained-warm"]
+    assert texts("gemm", None, "warm") == ["stream-warm", "chained-warm"]
+    assert texts("gemm", "graph", None) == ["chained-cold"]
+    assert texts("attention", "eager", "cold") == ["eager-cold"]
+
+
+@pytest.mark.parametrize(
+    ("other", "std", "tie"), [(10.05, 0.05, True), (10.05, 0.01, False), (10.2, 1.0, False)]
+)
+def test_a_tie_is_within_the_noise_of_both_and_one_percent(
+    other: float, std: float, tie: bool
+) -> None:
+    one = MEASUREMENT.but(latency_us=10.0, std_us=std)
+    assert is_tie(one, one.but(latency_us=other)) == tie
+    assert is_tie(one.but(latency_us=other), one) == tie
+    assert not is_tie(one, one.but(latency_us=None))
+
+
+def test_a_tie_is_never_called_slower() -> None:
+    assert speedup_text(0.992, "cudnn", is_tie=True) == "0.99x cudnn, a tie"
+    assert speedup_text(0.992, "cudnn") == "0.99x cudnn, slower"

@@ -132,7 +132,7 @@ def test_a_store_of_every_revision_opens_with_all_it_held(asset: Path, tmp_path:
     """Made by `tests/assets/README.md`'s lines: a pinned decision, a failure, a done sweep."""
     path = tmp_path / "s.sqlite"
     shutil.copy(asset, path)
-    problem, h200, warm = AttentionProblem(1024, 1024, 64), GPUS["H200"], Regime("graph", "warm")
+    problem, h200, warm = AttentionProblem(1024, 1024, 64), GPUS["H200"], Regime("chained", "warm")
     with open_store(str(path)) as store:
         entry = store.best(problem, h200, warm)
         assert entry is not None

@@ -48,7 +48,7 @@ from tuner.store import Entry, Store, open_store
 from tuner.store.exchange import to_text
 
 MODULE = importlib.import_module("tuner.selection.reader")
-H200, WARM = GPUS["H200"], Regime("graph", "warm")
+H200, WARM = GPUS["H200"], Regime("stream", "warm")
 PROBLEM = AttentionProblem.parse("S=1024,D=64")
 NEAR = AttentionProblem.parse("S=1100,D=64")
 CUDNN = Config("vendor_sdpa", {"kernel": "cudnn"})
@@ -409,7 +409,7 @@ class TestLookup:
         asked = ["lookup", "--store", str(path), "--gpu", "H200", "--shape", "S=1100,D=64"]
         assert main(asked) == 0
         head, neighbour, *rest = capsys.readouterr().out.splitlines()
-        assert head == f"attention {NEAR.label()} on NVIDIA H200, graph-warm"
+        assert head == f"attention {NEAR.label()} on NVIDIA H200, stream-warm"
         said = " ".join([neighbour, *rest])
         assert f"answered by its neighbour {PROBLEM.label()}: every time below was" in said
         assert f"at {PROBLEM.label()}: 12.0 us" in said and "1.17x cudnn" in said

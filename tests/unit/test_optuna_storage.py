@@ -13,7 +13,7 @@ import pytest
 from optuna.storages import JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
-from toys import CountingRunner, failed, recording, sweep
+from toys import REGIME, CountingRunner, failed, recording, sweep
 
 from tuner.errors import ConfigError, StoreError
 from tuner.measurement import Measurement, Status
@@ -78,7 +78,7 @@ def test_a_sweeps_trials_are_kept_with_times_and_reasons(url: str, store: Store)
     assert run(url, store, CountingRunner(recording(change=change)), trials=27) == []
     study = only_study(url)
     assert study.study_name.startswith("gemm M=")
-    assert "| graph-warm | toy | replayed " in study.study_name
+    assert f"| {REGIME} | toy | replayed " in study.study_name
     assert study.user_attrs["provenance"] == "replayed"
     assert study.user_attrs["environment"] == {"driver": "1"}
     evaluated = [t for t in study.trials if KERNEL in t.user_attrs]

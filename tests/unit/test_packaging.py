@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -160,10 +161,67 @@ def test_scripts_are_sound(script: str) -> None:
     subprocess.run(["bash", "-n", str(file)], check=True)
 
 
-def test_ci_runs_the_same_commands() -> None:
-    text = (ROOT / ".ci" / "run").read_text()
-    assert [line for line in text.splitlines() if line.startswith("scripts/")] == [
-        "scripts/check",
-        "scripts/test",
-    ]
+FAKES = {
+    "python.sh": "top=$PWD python=$PWD/python",
+    "setup": "echo setup",
+    "check": "echo check; exit $CHECK",
+    "test": "echo test; exit $TEST",
+    "../python": """
+        case "$*" in
+          *tests/compile*) echo "compile $*"; exit $COMPILE;;
+          *tests/unit/test_a.py*) echo "first $*"; exit $FIRST;;
+          *) echo "second $*"; exit $SECOND;;
+        esac""",
+}
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """The scripts of continuous integration over fakes of what they run."""
+    for folder in ("scripts", ".ci", "tests/unit"):
+        (tmp_path / folder).mkdir(parents=True)
+    for name, text in FAKES.items():
+        (tmp_path / "scripts" / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+        (tmp_path / "scripts" / name).chmod(0o755)
+    for file in (ROOT / "tests" / "unit").glob("test_*.py"):
+        (tmp_path / "tests" / "unit" / file.name).touch()
+    (tmp_path / "tests" / "unit" / "test_a.py").touch()
+    return tmp_path
+
+
+def run(checkout: Path, script: str, **codes: int) -> subprocess.CompletedProcess[str]:
+    variables = {name: str(codes.get(name, 0)) for name in FAILURES}
+    return subprocess.run(
+        ["bash", script],
+        cwd=checkout,
+        env={"PATH": os.environ["PATH"], **variables},
+        capture_output=True,
+        text=True,
+    )
+
+
+FAILURES = ("CHECK", "TEST", "FIRST", "SECOND", "COMPILE")
+
+
+def test_ci_checks_and_tests_and_either_may_fail_it(checkout: Path) -> None:
+    shutil.copy(ROOT / ".ci" / "run", checkout / ".ci" / "run")
     assert (ROOT / ".ci" / "run").stat().st_mode & 0o111
+    done = run(checkout, ".ci/run")
+    assert (done.stdout.split(), done.returncode) == (["setup", "test", "check"], 0), done.stderr
+    for failing in ("CHECK", "TEST"):
+        done = run(checkout, ".ci/run", **{failing: 3})
+        assert (done.stdout.split(), done.returncode) == (["setup", "test", "check"], 3)
+
+
+def test_every_test_is_run_once_and_any_may_fail_the_run(checkout: Path) -> None:
+    shutil.copy(ROOT / "scripts" / "test", checkout / "scripts" / "test")
+    done = run(checkout, "scripts/test")
+    setup, *lines = done.stdout.splitlines()
+    assert (setup, done.returncode) == ("setup", 0), done.stderr
+    said = {words[0]: words[1:] for words in map(str.split, lines)}
+    assert said["compile"] == ["-P", "-m", "pytest", "tests/compile"]
+    files = [word for half in ("first", "second") for word in said[half] if word.endswith(".py")]
+    everything = sorted((checkout / "tests" / "unit").glob("test_*.py"))
+    assert sorted(files) == [str(file.relative_to(checkout)) for file in everything]
+    for failing in ("FIRST", "SECOND", "COMPILE"):
+        assert run(checkout, "scripts/test", **{failing: 3}).returncode == 3

@@ -17,14 +17,16 @@ from tuner.measure import profile
 from tuner.measure.profile import Profile
 from tuner.measurement import Environment, Measurement, Regime, Status
 from tuner.problem import AttentionProblem
-from tuner.report import analysis, counters, page, pictures
+from tuner.report import analysis, counters, curves, lengths, page, pictures, spec
 from tuner.report.explain import COUNTED, explain
+from tuner.report.lengths import Length
 from tuner.report.palette import DARK, LIGHT, colours
 from tuner.report.subject import Subject
 from tuner.runners.recording import Recording
 from tuner.store import Entry
 
 ASSET = Path(__file__).parents[1] / "assets" / "ncu_attention.csv"
+STANDING = "standing"
 REGIME = Regime.default("attention")
 SHORT, LONG, OTHER = (AttentionProblem.parse(f"S={n},D=64") for n in (1024, 2048, 512))
 OWN = Config("fused_attention", {"tile_n": 128})
@@ -68,11 +70,11 @@ def counted(config: Config = OWN) -> Profile:
 
 
 class TestStanding:
-    def test_each_problem_by_its_own_fastest_vendor_smallest_first(self, subject: Subject) -> None:
+    def test_each_problem_by_its_own_fastest_vendor_slowest_first(self, subject: Subject) -> None:
         """The subject's own measurements stand for what its store decided before."""
         found = analysis.standing(subject)
-        assert [s.problem for s in found] == [OTHER, SHORT, LONG]
-        assert [round(s.ratio, 3) for s in found] == [1.8, 1.2, 0.95]
+        assert [s.problem for s in found] == [LONG, SHORT, OTHER]
+        assert [round(s.ratio, 3) for s in found] == [0.95, 1.2, 1.8]
         assert [s.vendor.config for s in found] == [CUDNN, FLASH, CUDNN]
 
     def test_other_gpus_and_regimes_are_no_part(self, subject: Subject) -> None:
@@ -88,17 +90,44 @@ class TestStanding:
 
     def test_the_page_says_it(self, subject: Subject) -> None:
         (section,) = (s for s in page.sections(subject) if s.name == "standing")
-        assert "own kernels are ahead in 2" in section.words[0]
+        assert "own kernels are ahead in 2, tie in 0 and are behind in 1" in section.words[0]
         assert section.table is not None
         assert [row[-1] for row in section.table.rows] == [
-            "1.80x cudnn",
-            "1.20x flash4",
             "0.95x cudnn, slower",
+            "1.20x flash4",
+            "1.80x cudnn",
         ]
         svg = pictures.svg(section.figures[0].spec)
         for text in ("1.80x cudnn", "1.20x flash4", "0.95x cudnn, slower", "\u25b8 S=1024"):
             assert text in svg, "what all share stands at the axis, not in each label"
         assert "undefined" not in svg
+
+    def test_a_tie_is_neither_a_win_nor_a_loss(self, subject: Subject) -> None:
+        tied = entry(OTHER, 9.99, 10, 12)
+        noisy = tuple(m.but(std_us=0.05) for m in tied.ranking)
+        known = (replace(tied, ranking=noisy, best_own=noisy[0], vendors={"cudnn": noisy[1]}),)
+        known += subject.known[:2]
+        (section,) = (s for s in page.sections(replace(subject, known=known)) if s.name == STANDING)
+        assert "ahead in 1, tie in 1 and are behind in 1" in section.words[0]
+        values = section.figures[0].spec["data"]["values"]
+        assert [value["who"] for value in values] == ["vendor is faster", "a tie", "own is faster"]
+        assert values[1]["text"] == "1.00x cudnn, a tie"
+
+    def test_names_stand_whole_above_their_bars(self, subject: Subject) -> None:
+        """No label of an axis can be cut, and none takes the bars' width."""
+        wide = replace(OTHER, window_left=256, window_right=256, softcap=30.0, heads_kv=1)
+        many = replace(subject, known=(*subject.known, entry(wide, 5, 6, 7)))
+        for name in (STANDING, "peers", "memory"):
+            (section,) = (s for s in page.sections(many) if s.name == name)
+            made = section.figures[0].spec
+            written = [layer["data"]["values"] for layer in made["layer"] if "data" in layer]
+            lines = [row["lines"] for rows in written for row in rows if "lines" in row]
+            field = next(iter(made["data"]["values"][0]))
+            names = {str(value[field]) for value in made["data"]["values"]}
+            assert {"".join(texts) for texts in lines} == names
+            assert max(len(line) for texts in lines for line in texts) <= spec.MAX_LINE
+            bars = [layer["encoding"]["y"] for layer in made["layer"] if "y" in layer["encoding"]]
+            assert all(y["axis"] is None for y in bars)
 
     def test_alone_there_is_nothing_to_compare(self, subject: Subject) -> None:
         names = [s.name for s in page.sections(replace(subject, known=()))]
@@ -113,6 +142,56 @@ def test_too_few_lengths_are_said_with_what_adds_some(subject: Subject) -> None:
     assert not section.figures
     (section,) = (s for s in page.sections(subject) if s.name == "scaling")
     assert [figure.name for figure in section.figures] == ["scaling", "memory-scaling"]
+
+
+class TestLengths:
+    """The pictures over the sequence length."""
+
+    def lengths(self, kernels: int, seqlens: tuple[int, ...] = (512, 1024, 2048)) -> list[Length]:
+        """The first kernel is the fastest up to 1024, the last one beyond; all others between."""
+        found = []
+        for seqlen in seqlens:
+            problem = replace(OTHER, seqlen_q=seqlen, seqlen_kv=seqlen)
+            for number in range(kernels):
+                name = f"vendor{number}" if number else "fused_attention"
+                place = number if seqlen <= 1024 else -number
+                m = measured(problem, OWN, 20.0 + place)
+                found.append(Length(seqlen, name, number > 0, m))
+        return found
+
+    def test_six_series_at_most_and_no_colour_twice(self) -> None:
+        found = self.lengths(11)
+        names = lengths.drawn(found)
+        assert len(names) == lengths.MAX_SERIES
+        assert {"fused_attention", "vendor10", "vendor1"} <= {*names}, "who is the fastest is there"
+        assert names[0] == "fused_attention"
+        shown = [length for length in found if length.kernel in names]
+        for made in (curves.scaling(shown), curves.memory_scaling(shown)):
+            scale = made["layer"][1]["encoding"]["color"]["scale"]
+            assert {*scale["domain"]} == {*names}
+            assert len({*scale["range"]}) == len(names)
+
+    def test_more_series_than_colours_are_refused(self) -> None:
+        with pytest.raises(ValueError, match="9 series"):
+            spec.series_of([str(number) for number in range(9)])
+
+    def test_the_best_of_each_kind_goes_before_vendors(self) -> None:
+        found = self.lengths(11)
+        for family in ("two_kernel_attention", "three_kernel_attention"):
+            for length in self.lengths(1):
+                slow = length.measurement.but(latency_us=90.0)
+                found.append(replace(length, kernel=family, measurement=slow))
+        names = lengths.drawn(found)
+        assert {"two_kernel_attention", "three_kernel_attention"} <= {*names}
+
+    def test_the_axis_keeps_the_label_of_every_length(self) -> None:
+        seqlens = tuple(2**n for n in range(7, 17))
+        axis = curves.scaling(self.lengths(2, seqlens))["layer"][0]["encoding"]["x"]["axis"]
+        assert axis["values"] == list(seqlens)
+        assert axis["labelOverlap"] is False
+        svg = pictures.svg(curves.scaling(self.lengths(2, (1000, 1024, 2048))))
+        assert ">2k<" in svg and ">1000<" in svg
+        assert ">1k<" not in svg, "it would stand on the label beside it"
 
 
 class TestCounters:
@@ -157,10 +236,10 @@ class TestCounters:
 
 class TestFiles:
     def test_light_and_dark_in_one(self, subject: Subject) -> None:
-        for spec in pictures.specs(subject).values():
-            svg = pictures.svg(spec)
+        for made in pictures.specs(subject).values():
+            svg = pictures.svg(made)
             root = ElementTree.fromstring(svg)
-            assert root.get("aria-label") == spec["description"]
+            assert root.get("aria-label") == made["description"]
             used = set(re.findall(r"var\(--([a-z0-9-]+)\)", svg))
             assert used and used <= set(LIGHT)
             style = root[0].text or ""

@@ -15,7 +15,7 @@ import pytest
 from tuner.compile.artifacts import Artifact
 from tuner.config import Config
 from tuner.errors import BenchmarkError, WorkerLostError
-from tuner.measure.worker import Outcome
+from tuner.measure.request import Outcome
 from tuner.measure.worker_client import Ask, WorkerClient
 from tuner.measurement import Regime, Status
 from tuner.problem import GemmProblem

@@ -31,7 +31,7 @@ from tuner.selection.portfolio import (
 )
 from tuner.selection.reader import close, lookup
 
-WARM = Regime("graph", "warm")
+WARM = Regime("stream", "warm")
 FUSED, VENDOR = families()["fused_attention"], families()["vendor_sdpa"]
 CUDNN = Config("vendor_sdpa", {"kernel": "cudnn"})
 WIDE = maker()(2, 128)

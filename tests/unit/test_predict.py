@@ -19,7 +19,7 @@ from tuner.store import open_store
 from tuner.tuning.sweep import Sweep, SweepOptions
 
 PROBLEM = GemmProblem(256, 256, 256)
-REGIME = Regime("graph", "cold")
+REGIME = Regime("stream", "cold")
 
 
 class Toy(Family):
@@ -81,8 +81,8 @@ def test_nothing_is_collected_of_what_was_given_up() -> None:
 def test_vendors_cannot_be_predicted() -> None:
     vendor = VendorBlas()
     space = vendor.space(PROBLEM, DEFAULT_GPU)
-    assert predict().restrict(PROBLEM, vendor, space) == []
-    assert predict().restrict(PROBLEM, TOY, group(5)) == group(5)
+    assert predict().candidates(PROBLEM, vendor, space) == []
+    assert predict().candidates(PROBLEM, TOY, group(5)) == group(5)
 
 
 def test_a_sweep_ranks_the_most_promising_few(tmp_path: Any) -> None:

@@ -499,3 +499,10 @@ def test_divisors_of_many_heads_are_not_searched() -> None:
         AttentionProblem.parse("S=64,D=64,H=6,HKV=4")
     with pytest.raises(ConfigError, match=re.escape("must divide H (allowed: a divisor of H)")):
         AttentionProblem.parse(f"S=64,D=64,H={2**31 - 1},HKV=2")
+
+
+@pytest.mark.parametrize("softcap", [30.0, 0.1, 1 / 3, 1234567.25, 1e-7, 2e22])
+def test_a_label_says_the_soft_cap_exactly(softcap: float) -> None:
+    problem = AttentionProblem(64, 64, 64, softcap=softcap)
+    assert AttentionProblem.parse(problem.label()) == problem
+    assert "softcap=30," in AttentionProblem(64, 64, 64, softcap=30.0).label()

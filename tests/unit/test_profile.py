@@ -161,7 +161,7 @@ class TestRunning:
         assert asked["kernels"] == {"attention": ["key", "/key.so", "1"]}
 
     def test_a_cold_regime_flushes_the_caches(self) -> None:
-        cold = profiler.command(Path("ncu"), Path("t"), Regime("graph", "cold"), ["a", "b"])
+        cold = profiler.command(Path("ncu"), Path("t"), Regime("stream", "cold"), ["a", "b"])
         assert "--cache-control=all" in cold
         assert "--metrics=a,b" in cold
 
@@ -212,8 +212,8 @@ class TestRunning:
         child = tmp_path / "child"
         ncu = fake(tmp_path, f"sleep 600 & echo $! > {child}; wait")
         started = time.monotonic()
-        with pytest.raises(BenchmarkError, match=r"longer than 0\.5 s") as caught:
-            profiled_by(ncu, timeout_s=0.5)
+        with pytest.raises(BenchmarkError, match="longer than 2 s") as caught:
+            profiled_by(ncu, timeout_s=2.0)
         assert caught.value.status is Status.TIMEOUT
         assert time.monotonic() - started < 60
         state = Path(f"/proc/{child.read_text().strip()}/stat")

@@ -7,7 +7,7 @@ from toys import BEST, GEMM, Toy, failed, latency, ok, vendors
 
 from tuner.config import Config
 from tuner.hardware import DEFAULT_GPU
-from tuner.measurement import Status
+from tuner.measurement import Status, is_tie
 from tuner.search import ranking
 
 
@@ -29,10 +29,10 @@ class TestRanking:
 
     def test_band_is_the_measured_noise_and_one_percent_at_most(self) -> None:
         one, close, far = (ok(self.config(n), us) for n, us in ((1, 10.0), (2, 10.05), (3, 10.15)))
-        assert not ranking.is_tie(one, close), "0.1 % of noise each"
+        assert not is_tie(one, close), "0.1 % of noise each"
         loud = [m.but(std_us=0.5) for m in (one, close, far)]
-        assert ranking.is_tie(loud[0], loud[1])
-        assert not ranking.is_tie(loud[0], loud[2])
+        assert is_tie(loud[0], loud[1])
+        assert not is_tie(loud[0], loud[2])
 
     def test_times_of_two_passes_are_not_ranked_together(self) -> None:
         final, quick = ok(self.config(1), 10.0, is_final=True), ok(self.config(2), 9.0)
@@ -49,6 +49,16 @@ class TestRanking:
         chosen = ranking.finalists([far, near, *own, *vendors()], 4, lambda c: c.digest)
         assert [m.config.family for m in chosen] == ["toy"] * 4 + ["near", "vendor_toy"]
         assert chosen[0].config == BEST
+
+    def test_of_a_library_s_list_the_fastest_are_finalists(self) -> None:
+        def plan(n: int) -> Config:
+            return Config("vendor_plans", {"kernel": "plans", "engine": n})
+
+        plans = [ok(plan(n), 20.0 - n) for n in range(8)]
+        broken = failed(plan(9), Status.WRONG_RESULT)
+        chosen = ranking.finalists([*plans, broken, *vendors()], 4, lambda c: c.digest)
+        assert [m.latency_us for m in chosen] == [11.0, 13.0, 14.0, 15.0]
+        assert [m.config.get("engine") for m in chosen] == [None, 7, 6, 5]
 
     def test_finalists_are_three_distinct_kernels_before_variants(self) -> None:
         own = [ok(c, latency(c)) for c in Toy().space(GEMM, DEFAULT_GPU)]

@@ -29,6 +29,7 @@ from tuner.selection.reader import (
     find_gpu,
     lookup,
 )
+from tuner.selection.shipped import in_use
 from tuner.store import Entry, Store, open_store, reading
 from tuner.store.exchange import to_text
 
@@ -36,7 +37,7 @@ from tuner.store.exchange import to_text
 MODULE = importlib.import_module("tuner.selection.reader")
 
 H200, H100, PCIE = GPUS["H200"], GPUS["H100"], GPUS["H100-PCIe"]
-WARM, EAGER = Regime("graph", "warm"), Regime("eager", "warm")
+WARM, EAGER = Regime("stream", "warm"), Regime("eager", "warm")
 PROBLEM = AttentionProblem(1024, 1024, 64)
 OWN = Config("cutlass_fmha", {"tile_m": 128})
 CUDNN = Config("vendor_sdpa", {"backend": "cudnn"})
@@ -130,7 +131,7 @@ class TestAnswers:
         assert lookup(PROBLEM, gpu=H100, path=path) is None
 
     def test_the_regime_is_the_operations_own(self, store: Store, path: Path) -> None:
-        gemm, cold = GemmProblem(64, 64, 64), Regime("graph", "cold")
+        gemm, cold = GemmProblem(64, 64, 64), Regime("stream", "cold")
         decide(store, measured(problem=gemm, regime=cold))
         assert us(lookup(gemm, gpu=H200, path=path)) == 13
         assert lookup(gemm, gpu=H200, regime=WARM, path=path) is None
@@ -138,12 +139,12 @@ class TestAnswers:
     def test_who_names_no_regime_is_answered_from_either_state_of_the_inputs(
         self, store: Store, path: Path
     ) -> None:
-        cold = Regime("graph", "cold")
+        cold = Regime("stream", "cold")
         decide(store, measured(regime=cold))
         answer = lookup(PROBLEM, gpu=H200, path=path)
         assert (us(answer), answer and answer.exact) == (13, True)
         assert answer is not None
-        assert answer.notes == ("timed graph-cold: nothing better is known graph-warm",)
+        assert answer.notes == ("timed stream-cold: nothing better is known stream-warm",)
         assert lookup(PROBLEM, gpu=H200, regime=WARM, path=path) is None
         assert us(lookup(PROBLEM, gpu=H200, among=store.entries())) == 13
         replayed = measured(11.0, provenance=Provenance.REPLAYED)
@@ -152,6 +153,22 @@ class TestAnswers:
         decide(store, measured(12.0))
         answer = lookup(PROBLEM, gpu=H200, path=path)
         assert (us(answer), answer and answer.notes) == (12, ())
+
+    def test_a_chained_decision_serves_until_one_of_a_stream_replaces_it(
+        self, store: Store, path: Path
+    ) -> None:
+        chained = Regime("chained", "warm")
+        decide(store, measured(9.0, regime=chained))
+        decide(store, measured(8.0, regime=Regime("stream", "cold")))
+        answer = lookup(PROBLEM, gpu=H200, path=path)
+        assert answer is not None
+        assert (us(answer), answer.entry.regime) == (9, chained)
+        assert answer.notes == ("timed chained-warm: nothing better is known stream-warm",)
+        assert us(lookup(PROBLEM, gpu=H200, among=store.entries())) == 9
+        decide(store, measured(11.0))
+        answer = lookup(PROBLEM, gpu=H200, path=path)
+        assert (us(answer), answer and answer.notes) == (11, ())
+        assert us(lookup(PROBLEM, gpu=H200, regime=chained, path=path)) == 9
 
     def test_no_gpu_is_said(self, store: Store, path: Path) -> None:
         decide(store, measured())
@@ -555,3 +572,12 @@ def test_what_is_decided_changes_with_decisions_alone(store: Store, path: Path) 
     for file in path.parent.glob("s.sqlite*"):
         file.unlink()
     assert decided(path) == {}
+
+
+def test_a_chained_decision_is_in_use_while_no_stream_s_is() -> None:
+    chained = Entry.of([measured(9.0, regime=WARM.chained)])
+    replayed = measured(9.0, provenance=Provenance.REPLAYED)
+    assert in_use([chained, Entry.of([replayed])]) == [chained, Entry.of([replayed])]
+    stream = Entry.of([measured(11.0)])
+    cold = Entry.of([measured(9.0, regime=WARM.other_inputs.chained)])
+    assert in_use([chained, stream, cold]) == [stream, cold]

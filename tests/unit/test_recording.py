@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,13 @@ from tuner.measurement import (
 )
 from tuner.problem import AttentionProblem, GemmProblem, SoftmaxProblem
 from tuner.runners import recording
+from tuner.runners.choose import Machine, Runners
 from tuner.runners.recording import Recording
 from tuner.store import open_store
 
 PROBLEM = AttentionProblem.parse("S=512,D=64")
 STAGE = GemmProblem(512, 512, 64)
-REGIME = Regime("graph", "warm")
+REGIME = Regime("stream", "warm")
 ENVIRONMENT = Environment({"driver": "580.1", "clock_max_mhz": 1980, "power_limit_w": 700.5})
 
 
@@ -105,8 +107,32 @@ def test_find_goes_by_content(tmp_path: Path) -> None:
     assert recording.find(PROBLEM, DEFAULT_GPU, REGIME, [tmp_path]) == WHOLE
     assert recording.find(STAGE, DEFAULT_GPU, REGIME, [tmp_path]) is None
     assert recording.find(PROBLEM, GPUS["H100-PCIe"], REGIME, [tmp_path]) is None
-    assert recording.find(PROBLEM, DEFAULT_GPU, Regime("graph", "cold"), [tmp_path]) is None
+    assert recording.find(PROBLEM, DEFAULT_GPU, Regime("stream", "cold"), [tmp_path]) is None
     assert recording.find(PROBLEM, DEFAULT_GPU, REGIME, [tmp_path / "none"]) is None
+
+
+def test_of_several_regimes_the_first_that_was_recorded_is_found(tmp_path: Path) -> None:
+    chained = replace(
+        WHOLE,
+        regime=REGIME.chained,
+        measurements=tuple(m.but(regime=REGIME.chained) for m in WHOLE.measurements),
+        stages=(),
+    )
+    recording.write(tmp_path / "a.json.gz", chained)
+    either = Regime.preferred(REGIME)
+    found = recording.find(PROBLEM, DEFAULT_GPU, either, [tmp_path])
+    assert found is not None and str(found.regime) == "chained-warm"
+    assert recording.find(PROBLEM, DEFAULT_GPU, REGIME, [tmp_path]) is None
+    recording.write(tmp_path / "b.json.gz", WHOLE)
+    assert recording.find(PROBLEM, DEFAULT_GPU, either, [tmp_path]) == WHOLE
+
+
+def test_a_replay_is_of_the_recorded_regime() -> None:
+    """What ships is chained, and says so."""
+    problem = AttentionProblem.parse("S=1024,D=64")
+    with Runners(Machine(replay=True), lambda note: None) as runners:
+        runner = runners.of(problem, Regime.default("attention"))
+    assert (runner.provenance, str(runner.regime)) == (Provenance.REPLAYED, "chained-warm")
 
 
 def test_shipped_recordings_are_whole_and_named_alike() -> None:
@@ -122,7 +148,7 @@ def test_shipped_recordings_are_whole_and_named_alike() -> None:
 
 def test_file_name_holds_no_odd_characters() -> None:
     name = recording.file_name(PROBLEM, Gpu("NVIDIA H100 80GB HBM3", "9.0", 132, 1, 1.0, 1), REGIME)
-    assert name == "attention-B1_H16_S512_D64_dtypefp16-H100_80GB_HBM3-graph-warm.json.gz"
+    assert name == "attention-B1_H16_S512_D64_dtypefp16-H100_80GB_HBM3-stream-warm.json.gz"
 
 
 def damaged(change: Callable[[dict[str, Any]], None]) -> bytes:

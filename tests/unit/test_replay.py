@@ -53,15 +53,15 @@ def test_groups_come_back_in_order_as_replayed() -> None:
 
 def test_space_is_what_was_recorded() -> None:
     replay = runner(made(SPACE[2], 5.0), made(SPACE[0], 6.0))
-    assert replay.restrict(PROBLEM, SOFTMAX, SPACE) == [SPACE[0], SPACE[2]]
-    assert replay.restrict(GemmProblem(8, 8, 8), SOFTMAX, SPACE) == []
+    assert replay.candidates(PROBLEM, SOFTMAX, SPACE) == [SPACE[0], SPACE[2]]
+    assert replay.candidates(GemmProblem(8, 8, 8), SOFTMAX, SPACE) == []
 
 
 def test_recorded_candidates_stand_in_when_the_space_has_none() -> None:
     """As for a composite family whose best stages are others this time; legal ones only."""
     illegal = Config("softmax", {**SPACE[0].params, "threads_per_row": 7})
     replay = runner(made(SPACE[0], 5.0), made(illegal, 4.0))
-    assert replay.restrict(PROBLEM, SOFTMAX, SPACE[1:]) == [SPACE[0]]
+    assert replay.candidates(PROBLEM, SOFTMAX, SPACE[1:]) == [SPACE[0]]
 
 
 def test_what_was_not_recorded_does_not_exist() -> None:
@@ -102,7 +102,7 @@ def test_vendors_among_themselves_have_their_final_times() -> None:
 
 def test_a_final_time_does_not_pass_for_a_quick_one() -> None:
     replay = runner(made(SPACE[0], 5.0), made(SPACE[1], 5.2, final=True))
-    assert replay.restrict(PROBLEM, SOFTMAX, SPACE) == [SPACE[0]]
+    assert replay.candidates(PROBLEM, SOFTMAX, SPACE) == [SPACE[0]]
     with pytest.raises(KeyError):
         replay.submit(PROBLEM, SPACE[1:2])
 

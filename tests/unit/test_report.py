@@ -24,7 +24,7 @@ from tuner.families.softmax import Softmax
 from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Environment, Measurement, Regime, Status
 from tuner.problem import AttentionProblem, SoftmaxProblem
-from tuner.report import analysis, charts, course, lengths, page
+from tuner.report import analysis, charts, course, curves, lengths, page
 from tuner.report.heat import heat_panels
 from tuner.report.spec import CROSS, Spec
 from tuner.report.subject import Subject, from_known
@@ -119,7 +119,7 @@ class Reader(HTMLParser):
 
 @pytest.fixture(scope="module")
 def recorded() -> Subject:
-    return from_known(SHIPPED, DEFAULT_GPU, Regime.default("attention"), None)
+    return from_known(SHIPPED, DEFAULT_GPU, Regime.choices("attention"), None)
 
 
 @pytest.fixture(scope="module")
@@ -267,7 +267,7 @@ class TestVerdict:
 
     def test_a_tie(self) -> None:
         text = analysis.verdict(of(self.own(40.1, 0.5), vendor("a", 40.0, 0.5)))
-        assert "in 40.1 us: 1.00x a (a tie; 40.0 us, the one vendor's kernel measured)." in text
+        assert "in 40.1 us: 1.00x a, a tie (40.0 us, the one vendor's kernel measured)." in text
 
     def test_alone(self) -> None:
         assert analysis.verdict(of(self.own(40.0))).endswith("no vendor's kernel was measured.")
@@ -383,8 +383,8 @@ class TestScaling:
         }
         ((place, before, after),) = lengths.crossings(found)
         assert (round(place), before, after) == (1024, "fused_attention", "cudnn")
-        assert "cudnn from here" in drawn(charts.scaling(found))
-        assert drawn(charts.memory_scaling(found))
+        assert "cudnn from here" in drawn(curves.scaling(found))
+        assert drawn(curves.memory_scaling(found))
 
     def test_each_kind_against_the_vendors(self) -> None:
         found = lengths.scaling(self.subject((256, 1, 3), (512, 10, 20), (2048, 80, 40)))
@@ -430,7 +430,7 @@ class TestScaling:
     def test_without_a_crossing(self) -> None:
         found = lengths.scaling(self.subject((256, 1, 3), (512, 10, 20), (1024, 30, 40)))
         assert lengths.crossings(found) == []
-        assert "from here" not in drawn(charts.scaling(found))
+        assert "from here" not in drawn(curves.scaling(found))
 
 
 class TestSources:
@@ -443,12 +443,14 @@ class TestSources:
         mine = measurement(config, 5.0, is_final=True).but(problem=SHIPPED, regime=regime)
         with open_store(str(path)) as store:
             store.decide(SHIPPED, DEFAULT_GPU, regime, [mine], "sweep")
-        found = from_known(SHIPPED, DEFAULT_GPU, regime, str(path))
+        found = from_known(SHIPPED, DEFAULT_GPU, Regime.choices("attention"), str(path))
         assert found.source == f"store {path}"
         assert [m.latency_us for m in found.ranking] == [5.0]
         # A store that lacks the shape leaves it to what ships.
         other = replace(SHIPPED, is_causal=True)
-        assert from_known(other, DEFAULT_GPU, regime, str(path)).source.startswith("shipped")
+        assert from_known(
+            other, DEFAULT_GPU, Regime.choices("attention"), str(path)
+        ).source.startswith("shipped")
 
     def test_what_ships(self, recorded: Subject) -> None:
         assert recorded.source.startswith("shipped recording attention-B1_H16_S1024_D64")

@@ -15,6 +15,7 @@ from lenders import OWN, toy_family
 from tuner.cli import main
 from tuner.config import Config
 from tuner.errors import NoValidConfigError
+from tuner.families.vendor.cudnn_plans import VendorCudnnPlans
 from tuner.hardware import GPUS
 from tuner.measurement import Environment, Measurement, Provenance, Regime, Status
 from tuner.problem import AttentionProblem, Problem
@@ -29,7 +30,7 @@ from tuner.tuning.revalidate import LENDERS, revalidate, widen
 from tuner.tuning.sweep import SweepOptions
 
 LOOKUP = importlib.import_module("tuner.selection.reader")
-H200, WARM = GPUS["H200"], Regime("graph", "warm")
+H200, WARM = GPUS["H200"], Regime("stream", "warm")
 PROBLEM = AttentionProblem.parse("S=1024,D=64")
 BEFORE, NOW = Environment({"driver": "1"}), Environment({"driver": "2"})
 CUDNN = Config("vendor_sdpa", {"kernel": "cudnn"})
@@ -138,6 +139,23 @@ class TestRevalidate:
         (timed,) = runner.retimed
         assert [c for c in timed if not c.family.startswith("vendor")] == [OWN[0]]
         assert {c["kernel"] for c in timed[1:]} >= {"cudnn", "flash2", "flash3", "flash4"}
+
+    def test_a_library_s_list_is_searched_anew(
+        self, store: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def plan(engine: int) -> Config:
+            numbers = {"engine": engine, "is_unified": False, "version": 92000}
+            return Config("vendor_cudnn_plans", {"kernel": "cudnn_plans", **numbers})
+
+        monkeypatch.setattr(VendorCudnnPlans, "lacks", lambda self: "")
+        runner = runner_of({plan(n): 15.0 - n for n in range(8)})
+        runner.candidates = lambda problem, family, space: [plan(n) for n in range(8)]
+        entry = decide(store, measured(OWN[0], 12.0))
+        result = revalidate(entry, runner, store)
+        assert [len(group) for _, group in runner.submitted] == [8]
+        timed = [c for c in runner.retimed[0] if c.family == "vendor_cudnn_plans"]
+        assert timed == [plan(7), plan(6), plan(5)]
+        assert result.after.winner.config == plan(7)
 
     def test_a_vendor_can_win(self, store: Store) -> None:
         entry = decide(store, measured(OWN[0], 12.0))

@@ -222,7 +222,7 @@ if __name__ == "__main__":
         worker = context.Process(target=attend, args=(inputs.tolist(), answers))
         worker.start()
         assert torch.allclose(torch.tensor(answers.get(timeout=100)), wanted)
-        worker.join(10)
+        worker.join(100)
         print(method, worker.exitcode)
 """
 

@@ -10,6 +10,7 @@ import pytest
 
 from tuner.config import Config
 from tuner.errors import ConfigError
+from tuner.families import family
 from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Measurement, Regime, Status
 from tuner.problem import GemmProblem, Problem, SwigluProblem
@@ -172,6 +173,80 @@ def test_where_cublas_won_pytorch_s_own_call_answers(
     monkeypatch.setattr(on_cpu.table, "lookup", lookup)
     assert torch.equal(on_cpu.products.matmul(A, B), A @ B)
     assert on_cpu.counters.stats().fallbacks == {on_cpu.plan.PYTORCHS: 1}
+
+
+def asked(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, *ranking: Measurement) -> None:
+    """Have the store answer with a ranking."""
+    answer = Answer(Entry.of(ranking), exact=True)
+    monkeypatch.setattr(on_cpu.table, "lookup", lambda problem, **_: answer)
+
+
+def won(problem: Problem, family: str, kernel: str, us: float, **params: int) -> Measurement:
+    return Measurement(
+        problem=problem,
+        config=Config(family, {"kernel": kernel, **params}),
+        gpu=DEFAULT_GPU,
+        regime=Regime.default("gemm"),
+        status=Status.OK,
+        latency_us=us,
+        is_final=True,
+    )
+
+
+@pytest.fixture
+def lt_library(monkeypatch: pytest.MonkeyPatch) -> Any:
+    from lt_fakes import FakeLt
+
+    from tuner.families.vendor import lt
+
+    fake = FakeLt()
+    library = lt.Library(fake)
+    monkeypatch.setattr(lt, "library", lambda: library)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    return fake
+
+
+def algorithm(problem: GemmProblem) -> Measurement:
+    listed = family("vendor_cublaslt_search").listing(problem, None)[1]
+    return won(problem, listed.family, "", 1.0).but(config=listed)
+
+
+def test_an_algorithm_of_cublaslt_that_won_is_served(
+    on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, lt_library: Any
+) -> None:
+    x, weight, bias = A.view(2, 4, 32), B.t().contiguous(), torch.randn(16).half()
+    problem = GemmProblem(m=8, n=16, k=32, epilogue="bias_relu")
+    asked(on_cpu, monkeypatch, algorithm(problem), won(problem, "vendor_blas", "cublas", 2.0))
+    wanted = torch.nn.functional.linear(x, weight, bias).relu()
+    for _ in range(2):
+        served = on_cpu.products.linear(x, weight, bias, activation="relu")
+        assert served.shape == (2, 4, 16) and torch.allclose(served, wanted, atol=2e-2)
+    assert [name for name, *_ in lt_library.launched] == [66, 66]
+    assert on_cpu.counters.stats().hits == 2
+
+
+def test_an_algorithm_of_another_version_is_not_served(
+    on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, lt_library: Any
+) -> None:
+    problem = GemmProblem(m=8, n=16, k=32)
+    first = algorithm(problem)
+    lt_library.version += 1
+    asked(on_cpu, monkeypatch, first, won(problem, "vendor_blas", "cublas", 2.0))
+    weight = B.t().contiguous()
+    assert torch.equal(on_cpu.products.linear(A, weight), torch.nn.functional.linear(A, weight))
+    assert lt_library.launched == []
+    assert on_cpu.counters.stats().fallbacks == {on_cpu.plan.PYTORCHS: 1}
+
+
+@pytest.mark.parametrize("kernel", ["torch_compile", "inductor", "deep_gemm"])
+def test_a_peer_that_won_leaves_the_call_to_the_next(on_cpu: SimpleNamespace, kernel: str) -> None:
+    problem = GemmProblem(m=8, n=16, k=32, epilogue="bias")
+    ranking = won(problem, "vendor_blas", kernel, 1.0), won(problem, "gemm", "", 2.0)
+    answer = Answer(Entry.of(ranking), exact=True)
+    reason = on_cpu.plan.resolve(problem, answer, 1.0, 0, (), ())
+    assert isinstance(reason, str) and not reason.startswith(on_cpu.plan.PYTORCHS)
+    assert f"{kernel} is measured, and not served; " in reason
 
 
 def test_interleaved_weights_lie_as_the_problem_says(runtime: SimpleNamespace) -> None:

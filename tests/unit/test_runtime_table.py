@@ -158,6 +158,13 @@ def test_a_vendor_that_won_is_called(machine: Machine) -> None:
     assert was_tuned(machine.attention(q, k, v))
 
 
+def test_a_kernel_that_is_measured_only_makes_way(machine: Machine) -> None:
+    machine.vendor = lambda q, k, v: torch.full_like(q, 3.0)
+    serving = Config("vendor_sdpa", {"kernel": "flash3_serving"})
+    machine.decide(measured("vendor_sdpa", latency_us=5.0, config=serving), measured())
+    assert was_tuned(machine.attention(*inputs()))
+
+
 def test_a_pinned_winner_comes_first(machine: Machine) -> None:
     machine.vendor = lambda q, k, v: torch.full_like(q, 3.0)
     vendor, own = measured("vendor_sdpa", latency_us=5.0), measured()
@@ -199,7 +206,9 @@ def test_a_vendor_s_kernel_is_tried_as_pytorch_s_own(
         seen.append(native.thread.is_native)
         return lambda q, k, v: torch.full_like(q, 3.0)
 
-    vendor = SimpleNamespace(name="vendor_sdpa", is_vendor=True, vendor_call=vendor_call)
+    vendor = SimpleNamespace(
+        name="vendor_sdpa", is_vendor=True, is_listed=False, vendor_call=vendor_call
+    )
     monkeypatch.setattr(machine.runtime.plan, "family", lambda name: vendor)
     machine.decide(measured("vendor_sdpa"))
     assert bool((machine.attention(*inputs()) == 3.0).all())

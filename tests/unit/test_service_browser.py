@@ -23,8 +23,11 @@ from tuner.store.jobs import Claim
 pytest.importorskip("vl_convert", reason="vl-convert-python is not installed")
 PHONE, DESK = 390, 1280
 PATHS = (
+    "/",
     "/cache",
     "/jobs",
+    "/jobs/new",
+    "/report?shape=S%3D1024,D%3D64",
     "/trials?shape=S%3D1024,D%3D64",
     "/compare",
     f"/compare?a={Environment({'driver': '580'}).digest}&b={Environment({'driver': '590'}).digest}",
@@ -189,6 +192,86 @@ def test_searching_while_typing(browser: Browser, site: Site) -> None:
     browser.wait(f"{rows} === 1")
     assert browser.run("return location.search") == "?q=cudnn+s%3D640"
     assert browser.run("return document.activeElement.id") == "q"
+
+
+def test_every_control_has_a_name_and_can_be_reached(browser: Browser, site: Site) -> None:
+    """Labels for those who hear a page, and the keyboard for those who use no pointer."""
+    id, _ = site.claim()
+    kernel = f"/kernel?shape={SHAPE}&config={measured().config.digest}"
+    browser.resize(DESK)
+    for path in (*PATHS, f"/jobs/{id}", kernel):
+        browser.go(site.address + path)
+        nameless = browser.run(
+            "return [...document.querySelectorAll('a, button, input:not([type=hidden]), select,"
+            " textarea, summary, progress, [role=img], [role=region]')].filter(e => {"
+            " const by = e.getAttribute('aria-labelledby');"
+            " const said = e.getAttribute('aria-label') || e.title || e.innerText.trim()"
+            " || [...(e.labels ?? [])].map(l => l.innerText).join('')"
+            " || (by && document.getElementById(by)?.innerText);"
+            " return !said && e.checkVisibility(); }).map(e => e.outerHTML.slice(0, 90))"
+        )
+        assert nameless == [], path
+        lost = browser.run(
+            "return [...document.querySelectorAll('a[href], button, input, select, textarea')]"
+            ".filter(e => e.tabIndex < 0).length"
+        )
+        assert lost == 0, path
+
+
+def test_sources_can_be_copied(browser: Browser, site: Site) -> None:
+    browser.go(f"{site.address}/trials?shape=S%3D1024,D%3D64")
+    link = browser.wait("document.querySelector('.verdict a[href^=\\'/kernel\\']')?.href")
+    browser.go(link)
+    browser.wait("document.querySelector('[data-copy]:not([hidden])') !== null")
+    browser.run(
+        "navigator.clipboard.writeText = async (text) => { window.copied = text; };"
+        "document.querySelector('[data-copy]').click()"
+    )
+    browser.wait("document.querySelector('[data-copy]').textContent === 'Copied'")
+    source = browser.run("return document.querySelector('.source .text').textContent")
+    assert browser.run("return window.copied") == source
+    assert source.startswith("#include")
+    assert browser.run("return document.querySelectorAll('.tok-keyword').length") > 10
+
+
+def test_submitting_and_cancelling_with_a_token(
+    browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TUNER_READ_TOKEN", READ)
+    monkeypatch.setenv("TUNER_WRITE_TOKEN", WRITE)
+    url = str(tmp_path / "s.sqlite")
+    log_in = (
+        "document.getElementById('token').value = arguments[0];"
+        "document.querySelector('.login button').click()"
+    )
+    send = (
+        "const form = document.getElementById(arguments[0]);"
+        "form.querySelector('[name=token]').value = arguments[1];"
+        "form.querySelector('button').click()"
+    )
+    fault = "document.querySelector('.fault:not([hidden])')?.textContent"
+    with open_store(url) as store, service(url) as (address, _):
+        browser.go(f"{address}/jobs/new")
+        browser.run(log_in, READ)
+        browser.wait("location.pathname === '/jobs/new' && document.readyState === 'complete'")
+        browser.run("document.getElementById('problems').value = 'S=640,D=64\\n\\nS=64,Q=1'")
+        browser.run(send, "new-job", READ)
+        assert browser.wait(fault) == "this token may only read"
+        browser.run(send, "new-job", WRITE)
+        assert browser.wait(f"({fault})?.startsWith('problems.1: ')")
+        assert store.jobs.all() == []
+        browser.run("document.getElementById('problems').value = 'S=640,D=64'")
+        browser.run(send, "new-job", WRITE)
+        browser.wait("/^.jobs.[0-9a-f]{12}$/.test(location.pathname)")
+        (job,) = store.jobs.all()
+        assert [task.problem for task in store.jobs.tasks(job.id)] == [PROBLEM]
+        browser.wait("document.getElementById('live')?.textContent === 'live'")
+        browser.run(send, "cancel-job", WRITE)
+        browser.wait("document.body.innerText.includes('cancelled')")
+        browser.wait("document.getElementById('cancel-job') === null")
+        assert [job.state for job in store.jobs.all()] == ["cancelled"]
+        stored = "JSON.stringify([{...localStorage}, {...sessionStorage}, document.cookie])"
+        assert WRITE not in browser.run(f"return {stored}")
 
 
 def test_a_service_that_is_away_is_said(browser: Browser, tmp_path: Path) -> None:

@@ -27,7 +27,8 @@ from tuner.report import assets
 from tuner.report.palette import DARK, LIGHT, colours
 from tuner.report.spec import CONFIG
 from tuner.service.app import create_app
-from tuner.service.pages import environments, render, table, trials
+from tuner.service.pages import environments, overview, render, table, trials
+from tuner.service.pages.highlight import highlight
 from tuner.service.pages.routes import MAX_LOGINS
 from tuner.service.served import Table
 from tuner.service.tokens import COOKIE, LIFETIME_S, MAX_SESSIONS, Sessions, Tokens
@@ -346,7 +347,7 @@ class TestLogin:
 class TestCache:
     def test_it_shows_what_serves_each_problem(self, client: TestClient) -> None:
         page = show(client, "/cache", q=SHAPE)
-        assert "B=1,H=16,S=640,D=64,dtype=fp16 H200, graph-warm cudnn 12.0" in page.said
+        assert "B=1,H=16,S=640,D=64,dtype=fp16 H200, stream-warm cudnn 12.0" in page.said
         assert any(link.startswith("/trials?") and "640" in link for link in page.links)
 
     def test_words_narrow_it(self, client: TestClient) -> None:
@@ -479,7 +480,7 @@ class TestTrials:
         first = trials.choose(found, sweep="t")
         assert first is not None
         assert first.sweep == "t"
-        eager = trials.choose(found, regime=Regime("eager", "warm"))
+        eager = trials.choose(found, regimes=[Regime("eager", "warm")])
         assert eager is not None
         assert eager.regime.launch == "eager"
         only = [run for run in found if run.provenance is Provenance.REPLAYED]
@@ -559,19 +560,19 @@ class TestKernel:
         digest = quick(1, None).config.digest
         page = show(client, "/kernel", shape=SHAPE, config=digest)
         assert HOSTILE in page.words
-        assert "Compile error on H200, graph-warm, for" in page.said
+        assert "Compile error on H200, stream-warm, for" in page.said
 
     def test_its_time_is_that_of_the_gpu_and_regime_it_was_come_from(
         self, client: TestClient, store: Store
     ) -> None:
         decide(store, measured(11.3, gpu=GPUS["H100"], created_at="2027-01-01T00:00:00+00:00"))
-        decide(store, measured(19.0, regime=Regime("graph", "cold")))
+        decide(store, measured(19.0, regime=Regime("stream", "cold")))
         eventually(lambda: len(self.links(client)) == 3)
         headlines = [show(client, link).said.partition(", for ")[0] for link in self.links(client)]
         assert sorted(line.split(measured().config.digest + " ")[1] for line in headlines) == [
-            "11.3 us on H100 80GB HBM3, graph-warm",
-            "12.0 us on H200, graph-warm",
-            "19.0 us on H200, graph-cold",
+            "11.3 us on H100 80GB HBM3, stream-warm",
+            "12.0 us on H200, stream-warm",
+            "19.0 us on H200, stream-cold",
         ]
 
     def links(self, client: TestClient) -> list[str]:
@@ -582,7 +583,7 @@ class TestKernel:
     def test_where_it_was_never_measured(self, client: TestClient) -> None:
         query = {"shape": SHAPE, "config": measured().config.digest}
         page = show(client, "/kernel", 404, **query, gpu="NVIDIA H100", l2="warm")
-        assert "S=640,D=64,dtype=fp16 on NVIDIA H100, graph-warm" in page.said
+        assert "S=640,D=64,dtype=fp16 on NVIDIA H100, stream-warm" in page.said
 
 
 class TestCompare:
@@ -633,6 +634,173 @@ class TestCompare:
         assert "These are the same environment." in same.said
         show(client, "/compare", 404, a="0" * 16, b=shipped)
         show(client, "/compare", 422, a=HOSTILE, b=shipped)
+
+
+class TestOverview:
+    """The landing page."""
+
+    def test_wins_ties_and_losses_are_counted_apart(self) -> None:
+        def decided(number: int, own: float, vendor: float, noise: float = 0.01) -> Entry:
+            problem = replace(PROBLEM, batch=number)
+            times = [measured(own, problem, config=OWN), measured(vendor, problem)]
+            return Entry.of([m.but(std_us=noise) for m in times])
+
+        entries = [
+            decided(1, 10.0, 12.0),
+            decided(2, 10.0, 9.0),
+            decided(3, 10.0, 7.0),
+            decided(4, 10.05, 10.0, noise=0.1),
+            Entry.of([measured(10.0, replace(PROBLEM, batch=5), config=OWN)]),
+        ]
+        found = overview.overview(entries)
+        counts = {name: found.count(name) for name in ("ahead", "tied", "behind", "alone")}
+        assert counts == {"ahead": 1, "tied": 1, "behind": 2, "alone": 1}
+        assert [entry.problem.batch for entry in found.losses] == [3, 2], "the largest first"
+        (part,) = found.parts
+        assert part.mean == "0.93x, slower"
+        assert part.bar == {"done": 1, "cancelled": 1, "failed": 2}
+
+    def test_only_measured_times_count(self) -> None:
+        predicted = measured(provenance=Provenance.PREDICTED)
+        assert overview.overview([Entry.of([predicted])]).total == 0
+
+    def test_it_leads_to_what_it_counts(self, client: TestClient) -> None:
+        page = show(client, "/")
+        assert "are behind in" in page.said
+        link = next(link for link in page.links if "standing=behind" in link)
+        listed = show(client, link)
+        speeds = re.findall(r"0\.\d\dx \w+, slower", listed.said)
+        assert speeds
+        assert ", a tie" not in listed.said
+
+    def test_who_works_on_what(self, client: TestClient, store: Store) -> None:
+        assert "No worker is busy" in show(client, "/").said
+        id = store.jobs.submit([PROBLEM], {})
+        claim = store.jobs.claim("host:7")
+        assert claim is not None
+        store.jobs.extend(claim.lease, {"phase": "search", "done": 3, "goal": 12})
+        page = show(client, "/")
+        assert "host:7 attention B=1,H=16,S=640,D=64,dtype=fp16" in page.said
+        assert "search 3/12" in page.said
+        assert f"/jobs/{id}" in page.links
+
+
+class TestFilters:
+    """Lists that show a part."""
+
+    def test_decisions(self, client: TestClient) -> None:
+        page = show(client, "/cache", op="gemm", standing="behind")
+        rows = [text for tag, text in page.tags if tag == "th" and text.get("scope") == "row"]
+        assert 0 < len(rows) < 50
+        assert "that match, of" in page.said
+        assert all("op=gemm" in link for link in page.links if link.startswith("/cache?"))
+        assert client.get("/cache", params={"standing": "winning"}).status_code == 422
+        assert client.get("/cache", params={"op": "conv"}).status_code == 422
+
+    def test_jobs_by_state(self, client: TestClient, store: Store) -> None:
+        kept, ended = (store.jobs.submit([PROBLEM], {}) for _ in range(2))
+        store.jobs.cancel(ended)
+        page = show(client, "/jobs", state="cancelled")
+        assert f"/jobs/{ended}" in page.links
+        assert f"/jobs/{kept}" not in page.links
+        assert "No job is failed." in show(client, "/jobs", state="failed").said
+
+    def test_trials_in_pages_and_by_pass(self, client: TestClient, store: Store) -> None:
+        count = trials.ROWS + 30
+        store.add(
+            [quick(n % 60, 20.0 + n, config=Config("softmax", {"n": n})) for n in range(count)]
+        )
+        store.add([quick(n, None, config=Config("softmax", {"f": n})) for n in range(2)])
+        query = {"shape": SHAPE, "sweep": "s"}
+        page = show(client, "/trials", **query)
+        assert f"1 to {trials.ROWS} of {count + 2} measurements" in page.said
+        (following,) = (link for link in page.links if "first=" in link)
+        assert f"{trials.ROWS + 1} to {count + 2} of" in show(client, following).said
+        failed = show(client, "/trials", **query, show="failed")
+        assert "1 to 2 of 2 measurements (failed)" in failed.said
+        assert "0 measurements (final)" in show(client, "/trials", **query, show="final").said
+
+
+class TestReport:
+    """From a verdict to why it is so."""
+
+    def test_the_verdict_links_to_it(self, client: TestClient) -> None:
+        page = show(client, "/trials", shape="S=1024,D=64", gpu="NVIDIA H200")
+        link = next(link for link in page.links if link.startswith("/report?"))
+        answer = client.get(link)
+        assert answer.status_code == 200
+        text = Text(answer.text).said
+        assert "fused_attention b68d7d computes attention B=1,H=16,S=1024,D=64,dtype=fp16" in text
+        assert "tuner build --shape B=1,H=16,S=1024,D=64,dtype=fp16" in text
+
+    def test_its_scripts_reach_nothing(self, client: TestClient) -> None:
+        answer = client.get("/report", params={"shape": SHAPE})
+        policy = answer.headers["content-security-policy"]
+        assert policy.startswith("sandbox allow-scripts; default-src 'none'; ")
+        assert "allow-same-origin" not in policy
+        assert "connect-src" not in policy
+        assert "frame-ancestors 'none'" in policy
+
+    def test_what_was_not_measured_has_none(self, client: TestClient) -> None:
+        text = show(client, "/report", status=404, shape="S=777,D=64").said
+        assert "nothing was measured for attention B=1,H=16,S=777,D=64" in text
+
+
+class TestSubmitting:
+    """Forms that write; what they send is the API's."""
+
+    def test_the_token_is_asked_for_where_there_is_one(
+        self, client: TestClient, guarded: TestClient, store: Store
+    ) -> None:
+        id = store.jobs.submit([PROBLEM], {})
+        guarded.post("/login", data={"token": READ, "next": "/"})
+        for path in ("/jobs/new", f"/jobs/{id}"):
+            for served, asks in ((client, False), (guarded, True)):
+                fields = [a.get("name") for tag, a in show(served, path).tags if tag == "input"]
+                assert ("token" in fields) == asks, path
+
+    def test_without_its_script_a_form_sends_nothing(
+        self, client: TestClient, store: Store
+    ) -> None:
+        """A browser would put the token into an address."""
+        id = store.jobs.submit([PROBLEM], {})
+        for path, name in (("/jobs/new", "new-job"), (f"/jobs/{id}", "cancel-job")):
+            tags = show(client, path).tags
+            start = next(at for at, (_, found) in enumerate(tags) if found.get("id") == name)
+            assert tags[start][1]["method"] == "post"
+            button = next(found for tag, found in tags[start:] if tag == "button")
+            assert "disabled" in button
+
+    def test_a_job_that_ended_cannot_be_cancelled(self, client: TestClient, store: Store) -> None:
+        id = store.jobs.submit([PROBLEM], {})
+        assert "Cancel this job" in show(client, f"/jobs/{id}").said
+        store.jobs.cancel(id)
+        assert "Cancel this job" not in show(client, f"/jobs/{id}").said
+
+
+class TestHighlighting:
+    @given(st.text(alphabet=st.sampled_from("ab0_\"'#/*\n <&\\"), max_size=60))
+    def test_every_character_is_kept(self, text: str) -> None:
+        for language in ("cuda", "python"):
+            made = highlight(text, language)  # type: ignore[arg-type]
+            assert Text(f"<pre>x{made}</pre>").words == f"x{text}"
+            assert set(re.findall(r"<[^>]*>", made)) <= TAGS
+
+    def test_kinds(self) -> None:
+        made = highlight('#include <a.h>\nfor (int i = 0x1f; ; ) f("for"); // for\n', "cuda")
+        assert re.findall(r'tok-(\w+)">([^<]*)<', made) == [
+            ("directive", "#include &lt;a.h&gt;"),
+            ("keyword", "for"),
+            ("keyword", "int"),
+            ("number", "0x1f"),
+            ("string", "&quot;for&quot;"),
+            ("comment", "// for"),
+        ]
+
+
+TAGS = {
+    f'<span class="tok-{kind}">' for kind in ("comment", "directive", "string", "number", "keyword")
+} | {"</span>"}
 
 
 def test_the_pages_are_carried_by_the_wheel() -> None:

@@ -36,7 +36,7 @@ class TestProcess:
                 connection.request("GET", f"/v1/jobs/{job['id']}/events")
                 assert connection.getresponse().readline().startswith(b"id: ")
                 process.send_signal(signal.SIGINT)
-                assert process.wait(20) == 130
+                assert process.wait(60) == 130
 
     def test_a_client_that_says_nothing_holds_up_nobody(self, tmp_path: Path) -> None:
         with service(str(tmp_path / "s.sqlite")) as (address, _):

@@ -63,7 +63,7 @@ def baselines(problem: Problem) -> set[str]:
 
 
 def found(problem: Problem) -> recording.Recording:
-    answer = recording.find(problem, H200, Regime.default(problem.op))
+    answer = recording.find(problem, H200, Regime.choices(problem.op))
     assert answer is not None
     return answer
 
@@ -114,7 +114,7 @@ def test_a_quick_sweep_replays_to_within_two_percent_of_the_best(
     baselines = [line for line in out.splitlines() if line.startswith("baseline")]
     assert len(baselines) == 6 and all(line in readme for line in baselines)
     with open_store() as store:
-        entry = store.best(ATTENTION, H200, Regime.default("attention"))
+        entry = store.best(ATTENTION, H200, Regime.default("attention").chained)
     assert entry is not None and entry.provenance is Provenance.REPLAYED
     best = min(
         m.latency_us
@@ -173,7 +173,7 @@ def test_the_readme_prints_what_ships(problem: AttentionProblem, cells: list[str
     (entry,) = [
         e
         for e in shipped()
-        if (e.problem, e.gpu, e.regime) == (problem, H200, Regime.default(problem.op))
+        if (e.problem, e.gpu, e.regime) == (problem, H200, Regime.default(problem.op).chained)
     ]
     own, vendors = entry.best_own, {name: m.latency_us for name, m in entry.vendors.items()}
     assert own is not None and own.latency_us is not None and own.tflops is not None

@@ -19,7 +19,7 @@ from tuner.selection.reader import entries, lookup
 from tuner.selection.snapshot import take, unpack
 from tuner.store import SweepRecord, open_store
 
-H200, WARM = GPUS["H200"], Regime("graph", "warm")
+H200, WARM = GPUS["H200"], Regime("stream", "warm")
 PROBLEM = AttentionProblem.parse("S=1024,D=64")
 NEAR = AttentionProblem.parse("S=1100,D=64")
 

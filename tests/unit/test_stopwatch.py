@@ -3,58 +3,32 @@
 from __future__ import annotations
 
 import importlib.util
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from clocked import FakeDevice
 
 from tuner.config import Config
 from tuner.errors import BenchmarkError
 from tuner.families.base import Family, Launch, Ref
 from tuner.hardware import DEFAULT_GPU
+from tuner.measure import bursts as bursts_module
 from tuner.measure import device
 from tuner.measure import stopwatch as benchmark
-from tuner.measure.stopwatch import (
-    Burst,
-    Stopwatch,
-    Timing,
-    count_calls,
-    count_sets,
-    summarize,
-)
+from tuner.measure import subjects as subjects_module
+from tuner.measure.bursts import Burst, Entrant, Step, count_calls, count_sets
+from tuner.measure.stopwatch import Stopwatch, Timing, summarize
+from tuner.measure.subjects import CompiledSubject, Subject, VendorSubject
 from tuner.measurement import Clocks, Regime
 from tuner.problem import AttentionProblem, GemmProblem
 
-WARM, COLD = Regime("graph", "warm"), Regime("graph", "cold")
+WARM, COLD = Regime("stream", "warm"), Regime("stream", "cold")
 SMALL, LARGE = GemmProblem(m=512, n=512, k=512), GemmProblem(m=8192, n=8192, k=8192)
 PLENTY = 100 << 30
-
-
-class FakeDevice:
-    """Time passes only where a burst says so."""
-
-    index, stream = 0, 0
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.waits = 0
-
-    def event(self) -> list[float]:
-        return [0.0]
-
-    def destroy_event(self, event: list[float]) -> None:
-        event.clear()
-
-    def record(self, event: list[float]) -> None:
-        event[0] = self.now
-
-    def elapsed_us(self, start: list[float], end: list[float]) -> float:
-        return end[0] - start[0]
-
-    def wait(self) -> None:
-        self.waits += 1
 
 
 class FakeBurst:
@@ -65,6 +39,12 @@ class FakeBurst:
     def enqueue(self) -> None:
         self.order.append(self.name)
         self.clock.now += self.cost() * self.n
+
+    def enqueue_alone(self) -> None:
+        return
+
+    def steps(self, samples: int, chance: random.Random) -> list[Step]:
+        return [Step(1, self.enqueue)] * samples
 
 
 @pytest.fixture
@@ -101,7 +81,7 @@ def test_bursts_are_long_and_use_every_set_equally(estimate: float, sets: int) -
     n = count_calls(estimate, sets)
     assert n >= 2 and n % sets == 0
     assert n * estimate >= 100
-    assert n <= max(benchmark.MOST_CALLS + sets, sets)
+    assert n <= max(bursts_module.MOST_CALLS + sets, sets)
 
 
 def test_timing_is_the_median_and_its_deviation() -> None:
@@ -195,15 +175,18 @@ def test_preparing_sizes_and_warms_a_burst(clocks: list[Clocks]) -> None:
     def call() -> None:
         clock.now += 10.0
 
-    class Eager(benchmark.Subject):
+    class Eager(Subject):
         def bind(self, buffers: Any, scale: float, *, deliver: bool = False) -> Any:
             return call
 
         def capture(self, calls: Any) -> Any:
             raise AssertionError("an eager burst is not captured")
 
+        def stream(self) -> int:
+            return 0
+
     watch = Stopwatch(clock, Regime("eager", "warm"))  # type: ignore[arg-type]
-    burst = watch.prepare(benchmark.Entrant(Eager(), [call]))
+    burst = watch.prepare(Entrant(Eager(), [call]))
     assert burst.n == 40
     assert clock.now >= benchmark.WARM_UP_US
     assert watch.quick(burst)[0].median_us == 10.0
@@ -213,26 +196,29 @@ def test_what_fails_while_it_is_warmed_up_leaves_no_graph(monkeypatch: pytest.Mo
     closed: list[Burst] = []
     monkeypatch.setattr(Burst, "close", lambda burst: closed.append(burst))
 
-    class Faulty(benchmark.Subject):
+    class Faulty(Subject):
         def bind(self, buffers: Any, scale: float, *, deliver: bool = False) -> Any:
             raise AssertionError("bound already")
 
         def capture(self, calls: Any) -> Any:
             return SimpleNamespace(replay=fault)
 
+        def stream(self) -> int:
+            return 0
+
     def fault() -> None:
         raise BenchmarkError("CUDA error 700")
 
     watch = Stopwatch(FakeDevice(), WARM)  # type: ignore[arg-type]
     with pytest.raises(BenchmarkError, match="700"):
-        watch.prepare(benchmark.Entrant(Faulty(), [lambda: None]))
+        watch.prepare(Entrant(Faulty(), [lambda: None]))
     assert len(closed) == 1
 
 
 def test_a_graph_burst_rotates_over_the_sets() -> None:
     made: list[str] = []
 
-    class Recorded(benchmark.Subject):
+    class Recorded(Subject):
         def bind(self, buffers: Any, scale: float, *, deliver: bool = False) -> Any:
             raise AssertionError
 
@@ -241,11 +227,14 @@ def test_a_graph_burst_rotates_over_the_sets() -> None:
                 call()
             return self
 
+        def stream(self) -> int:
+            return 0
+
         def replay(self) -> None:
             made.append("replay")
 
     calls = [lambda: made.append("x"), lambda: made.append("y")]
-    burst = Burst(Recorded(), calls, 4, "graph")
+    burst = Burst(Entrant(Recorded(), calls), 4, "chained")
     burst.enqueue()
     assert made == ["x", "y", "x", "y", "replay"]
 
@@ -283,10 +272,10 @@ class FakeKernel:
         self.launched.append(arguments)
 
 
-def subject(config: Config, kernel: FakeKernel) -> benchmark.CompiledSubject:
+def subject(config: Config, kernel: FakeKernel) -> CompiledSubject:
     where: Any = FakeDevice()
     kernels: Any = {"one": kernel}
-    return benchmark.CompiledSubject(where, Toy(), SMALL, config, kernels, 1.0)
+    return CompiledSubject(where, Toy(), SMALL, config, kernels, 1.0)
 
 
 def test_each_launch_has_a_workspace_of_its_own() -> None:
@@ -323,7 +312,7 @@ def test_lanes_have_streams_of_their_own_between_a_fork_and_a_join() -> None:
 
     where: Any = Forking()
     kernels: Any = {"one": Kernel()}
-    made = benchmark.CompiledSubject(where, Dealt(), SMALL, Config("dealt"), kernels, 1.0)
+    made = CompiledSubject(where, Dealt(), SMALL, Config("dealt"), kernels, 1.0)
     made.bind({"a": 100, "scratch": 300, "workspace": 4096}, 1.0)()
     assert seen == [("fork", 2), (0, 10), (1, 11), (2, 10), ("join", 2)]
 
@@ -337,7 +326,7 @@ def test_the_launches_of_one_kernel() -> None:
 
     one, two = FakeKernel(), FakeKernel()
     where, kernels = FakeDevice(), {"one": one, "two": two}
-    whole = benchmark.CompiledSubject(where, Two(), SMALL, Config("toy"), kernels, 1.0)  # type: ignore[arg-type]
+    whole = CompiledSubject(where, Two(), SMALL, Config("toy"), kernels, 1.0)  # type: ignore[arg-type]
     parts = whole.parts()
     assert list(parts) == ["one", "two"]
     buffers = {"a": 100, "scratch": 300, "workspace": 4096}
@@ -388,12 +377,10 @@ def test_a_vendor_gets_its_layout_and_delivers_in_the_problem_s(
     stats = ("requested_bytes.all.current", "requested_bytes.all.peak")
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda: dict.fromkeys(stats, next(used)))
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
-    monkeypatch.setattr(benchmark, "import_torch", lambda device: torch)
-    monkeypatch.setattr(
-        benchmark.VendorSubject, "_tensor", lambda self, pointer, operand: memory[pointer]
-    )
+    monkeypatch.setattr(subjects_module, "import_torch", lambda device: torch)
+    monkeypatch.setattr(VendorSubject, "_tensor", lambda self, pointer, operand: memory[pointer])
     vendor, where = Seen(), FakeDevice()
-    made = benchmark.VendorSubject(where, vendor, problem, Config(vendor.name))  # type: ignore[arg-type]
+    made = VendorSubject(where, vendor, problem, Config(vendor.name))  # type: ignore[arg-type]
     query, _, value, out = memory.values()
     made.bind(buffers, 0.5, deliver=True)()
     assert vendor.served == [replace(problem, layout="bshd")]

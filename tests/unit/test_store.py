@@ -68,7 +68,7 @@ class TestContract:
                 first.but(is_final=True),
                 first.but(config=SLOWER),
                 first.but(gpu=H100),
-                first.but(regime=Regime("graph", "cold")),
+                first.but(regime=Regime("stream", "cold")),
                 first.but(provenance=Provenance.REPLAYED),
                 fault,
             ]
@@ -182,7 +182,7 @@ class TestContract:
         store.decide(PROBLEM, H200, WARM, [measured()], "s")
         assert store.best(OTHER, H200, WARM) is None
         assert store.best(PROBLEM, H100, WARM) is None
-        assert store.best(PROBLEM, H200, Regime("graph", "cold")) is None
+        assert store.best(PROBLEM, H200, Regime("stream", "cold")) is None
 
     def test_the_newest_decision_of_a_kind_stands(self, store: Store) -> None:
         store.decide(PROBLEM, H200, WARM, [measured(OWN, 13), measured(SLOWER, 14)], "s1")
@@ -252,7 +252,7 @@ class TestContract:
 
     def test_entries_by_filter(self, store: Store) -> None:
         gemm = GemmProblem(64, 64, 64)
-        cold = Regime("graph", "cold")
+        cold = Regime("stream", "cold")
         store.decide(PROBLEM, H200, WARM, [measured()], "a")
         store.decide(PROBLEM, H100, WARM, [measured(gpu=H100)], "b")
         store.decide(gemm, H200, cold, [measured(problem=gemm, regime=cold)], "c")
@@ -288,7 +288,7 @@ class TestContract:
         assert found.id == "new"
         assert store.find_sweep(OTHER, H200, WARM, "e", "t") is None
         assert store.find_sweep(PROBLEM, H100, WARM, "e", "t") is None
-        assert store.find_sweep(PROBLEM, H200, Regime("graph", "cold"), "e", "t") is None
+        assert store.find_sweep(PROBLEM, H200, Regime("stream", "cold"), "e", "t") is None
         assert store.find_sweep(PROBLEM, H200, WARM, "x", "t") is None
         assert store.find_sweep(PROBLEM, H200, WARM, "e", "x") is None
 

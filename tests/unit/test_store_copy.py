@@ -19,7 +19,7 @@ from tuner.store import Store, SweepRecord, open_store
 from tuner.store.copy import copy
 from tuner.store.sql import SqlStore
 
-H200, WARM = GPUS["H200"], Regime("graph", "warm")
+H200, WARM = GPUS["H200"], Regime("stream", "warm")
 PROBLEM = AttentionProblem.parse("S=1024,D=64")
 
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from toys import (
@@ -20,10 +21,12 @@ from toys import (
     ENVIRONMENT,
     GEMM,
     REGIME,
+    TOYS,
     Clock,
     Composite,
     CountingRunner,
     Toy,
+    ToyVendor,
     catalogue,
     failed,
     latency,
@@ -34,7 +37,7 @@ from toys import (
 
 from tuner.config import Config
 from tuner.errors import BenchmarkError, ConfigError, NoValidConfigError
-from tuner.families.base import Family
+from tuner.families.base import Domain, Family
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.measurement import Environment, Measurement, Provenance, Status
 from tuner.problem import Problem
@@ -61,6 +64,42 @@ def test_a_toy_family_is_swept_to_its_optimum(store: Store) -> None:
     assert stored is not None
     assert stored.winner.config == BEST
     assert stored.provenance is Provenance.REPLAYED
+
+
+def test_of_a_library_s_list_the_best_stands_for_it(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Listing(ToyVendor):
+        name = "vendor_listing"
+        is_listed = True
+        domains: ClassVar[Mapping[str, Domain]] = {
+            "kernel": ("plans",),
+            "engine": tuple(range(1, 9)),
+        }
+        runtime_parameters = frozenset({"engine"})
+
+        def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
+            return []
+
+    def plan(engine: int) -> Config:
+        return Config("vendor_listing", {"kernel": "plans", "engine": engine})
+
+    monkeypatch.setitem(TOYS, "vendor_listing", Listing())
+    recorded = recording()
+    listed = [
+        *(ok(plan(n), 20.0 - n) for n in range(1, 8)),
+        failed(plan(8), Status.UNAVAILABLE, "refused"),
+    ]
+    whole = replace(recorded, measurements=(*recorded.measurements, *listed))
+    runner = CountingRunner(whole)
+    outcome = sweep(runner, store, trials=27).run()
+    assert sum(runner.submitted[f"{GEMM.key} {plan(n).digest}"] for n in range(1, 9)) == 8
+    assert "vendor_listing: 8 listed by its library" in outcome.notes
+    assert outcome.unavailable == {"absent": "not installed"}, "one of eight is no absence"
+    assert outcome.entry is not None
+    assert outcome.entry.vendors["plans"].config == plan(7)
+    assert outcome.entry.speedups == {"blas": pytest.approx(1.1), "plans": pytest.approx(1.3)}
+    assert [m.config["engine"] for m in outcome.ranking if m.config.get("engine")] == [7, 6, 5]
 
 
 def test_optuna_finds_the_optimum_of_what_does_not_fit(store: Store) -> None:

@@ -9,13 +9,22 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tuner.config import Config
 from tuner.families import families, family
-from tuner.families.vendor import Vendor, compiled, tried
+from tuner.families.vendor import (
+    BESIDE_PYTORCH,
+    MAX_AUTOTUNE,
+    ListedVendor,
+    Vendor,
+    compiled,
+    peers,
+    tried,
+)
 from tuner.families.vendor import sdpa as sdpa
 from tuner.families.vendor.blas import (
     addmm,
@@ -44,6 +53,8 @@ from tuner.problem import (
 PROBLEMS: dict[str, Problem] = {
     "vendor_sdpa": AttentionProblem.parse("S=1024,D=64"),
     "vendor_blas": GemmProblem.parse("M=4096,N=4096,K=4096"),
+    "vendor_cublaslt_search": GemmProblem.parse("M=4096,N=4096,K=4096"),
+    "vendor_cudnn_plans": AttentionProblem.parse("S=1024,D=64"),
     "vendor_softmax": SoftmaxProblem.parse("M=1024,N=1024,B=16"),
     "vendor_swiglu": SwigluProblem.parse("M=4096,N=14336,K=4096"),
     "vendor_grouped_gemm": GroupedGemmProblem.parse("G=8,M=4096,N=14336,K=4096,dtype=bf16"),
@@ -59,7 +70,7 @@ def forget_peers() -> Iterator[None]:
     """No test sees a peer that another one made, nor one that is installed."""
     path = list(sys.path)
     modules = {name: sys.modules.pop(name, None) for name in PEER_MODULES}
-    for cached in (sdpa._load_peer, sdpa._peer_version):
+    for cached in (peers._load, peers._version):
         cached.cache_clear()
     yield
     sys.path[:] = path
@@ -67,7 +78,7 @@ def forget_peers() -> Iterator[None]:
         sys.modules.pop(name, None)
         if module is not None:
             sys.modules[name] = module
-    for cached in (sdpa._load_peer, sdpa._peer_version):
+    for cached in (peers._load, peers._version):
         cached.cache_clear()
 
 
@@ -105,13 +116,13 @@ def test_space_is_legal_and_priced(name: str) -> None:
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_violations_name_what_is_wrong(name: str) -> None:
     member, problem = family(name), PROBLEMS[name]
-    other = next(p for n, p in PROBLEMS.items() if n != name)
+    other = next(p for p in PROBLEMS.values() if p.op != problem.op)
     good = Config(name, {"kernel": member.offered[0]})  # type: ignore[attr-defined]
     assert f"serves {problem.op}" in member.violations(other, good, DEFAULT_GPU)[0]
     assert member.space(other, DEFAULT_GPU) == []
-    wrong = Config(name, {"kernel": "flash9", "tile_m": 128})
+    wrong = Config(name, {"kernel": "flash9", "tile_x": 128})
     text = "; ".join(member.violations(problem, wrong, DEFAULT_GPU))
-    assert "kernel='flash9'" in text and member.offered[0] in text and "tile_m" in text  # type: ignore[attr-defined]
+    assert "kernel='flash9'" in text and member.offered[0] in text and "tile_x" in text  # type: ignore[attr-defined]
     assert isinstance(member.vendor_call(problem, wrong, 1.0), str)
 
 
@@ -126,11 +137,38 @@ def test_predictions_follow_the_measured_order() -> None:
         assert ranked[-1]["kernel"] == "efficient"
 
 
+def test_what_pytorch_never_calls_is_named() -> None:
+    named = {*sdpa.PEERS, *sdpa.VARIANTS, *sdpa.TILES, *peers.PEERS, "torch_compile", "inductor"}
+    for member in families().values():
+        if isinstance(member, ListedVendor):
+            named |= set(member.offered)
+    assert named == BESIDE_PYTORCH
+
+
+def test_what_is_installed_joins_the_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def space(name: str) -> set[str]:
+        return {c["kernel"] for c in family(name).space(PROBLEMS[name], DEFAULT_GPU)}
+
+    half = GemmProblem(512, 512, 512, dtype="bfloat16")
+    monkeypatch.setitem(PROBLEMS, "vendor_blas", half)
+    further = {"flash3_serving", "deep_gemm", *sdpa.TILES}
+    assert not further & (space("vendor_sdpa") | space("vendor_blas"))
+    for module in ("fa3_serving", "deep_gemm_peer", "fa4"):
+        (tmp_path / f"{module}.py").write_text("")
+    monkeypatch.setenv("TUNER_PEERS_PATH", str(tmp_path))
+    found = space("vendor_sdpa") | space("vendor_blas")
+    assert further & found == {"flash3_serving", "deep_gemm"}, "a module has one tile"
+    monkeypatch.setattr(peers, "version", lambda name: f"{name} 1.0")
+    assert further <= space("vendor_sdpa") | space("vendor_blas")
+    facts = {**family("vendor_sdpa").environment(), **family("vendor_blas").environment()}
+    assert facts.items() >= {name: f"{name} 1.0" for name in peers.PEERS}.items()
+
+
 def test_flash2_alone_is_called_with_variable_lengths() -> None:
     member = family("vendor_sdpa")
     problem = AttentionProblem.parse("B=3,S=64,D=64,varlen=1")
     refusals = {k: member.refusal(problem, k) for k in (*member.offered, *member.on_request)}  # type: ignore[attr-defined]
-    assert refusals.pop("flash2") == ""
+    assert refusals.pop("flash2") == refusals.pop("flash3_serving") == ""
     assert refusals == {k: f"{k} is not called with variable lengths" for k in refusals}
     unequal = AttentionProblem.parse("B=3,SQ=8,SKV=64,D=64,varlen=1,causal=1")
     assert "bottom-right" in member.refusal(unequal, "flash2")  # type: ignore[attr-defined]
@@ -191,13 +229,17 @@ def test_flash2_is_given_slopes_and_a_backend_its_bias(monkeypatch: pytest.Monke
     assert (arguments[4:], options) == ((False, 0.0, True), {"scale": 0.5})
 
 
-def test_quantised_attention_is_refused_with_a_reason() -> None:
+def test_quantised_attention_is_the_serving_build_s() -> None:
     member, problem = family("vendor_sdpa"), AttentionProblem.parse("S=64,D=64,dtype=e4m3")
-    assert "float8_e4m3fn" in member.supports(problem, DEFAULT_GPU)
-    for kernel in ("cudnn", "flash3", "flash3_splits", "naive"):
+    for kernel in ("cudnn", "flash3", "flash3_splits", "naive", "flash4_128x128"):
         config = Config("vendor_sdpa", {"kernel": kernel})
         assert len(member.violations(problem, config, DEFAULT_GPU)) == 1
         assert "float8_e4m3fn" in str(member.vendor_call(problem, config, 0.125))
+    config = Config("vendor_sdpa", {"kernel": "flash3_serving"})
+    assert member.violations(problem, config, DEFAULT_GPU) == []
+    grouped = replace(problem, heads_kv=4)
+    assert "a factor a KV head" in member.supports(grouped, DEFAULT_GPU)
+    assert len(member.violations(grouped, config, DEFAULT_GPU)) == 1
 
 
 @pytest.mark.parametrize(
@@ -323,7 +365,7 @@ def close(out: Any, wanted: Any) -> bool:
 def test_peers_agree_with_fp64(
     kind: str, kernel: str, shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module, package, _ = sdpa.PEERS[kernel]
+    module, package = peers.PEERS[kernel].module, peers.PEERS[kernel].package
     if kind == "module":
         (tmp_path / f"{module}.py").write_text(PEER)
     else:
@@ -340,7 +382,7 @@ def test_peers_agree_with_fp64(
     out = call(*inputs)
     assert out.shape == problem.output.shape
     assert close(out, reference(problem, 0.3, inputs))
-    assert sdpa.peer_version(kernel)
+    assert peers.version(kernel)
 
 
 @needs_torch
@@ -380,6 +422,142 @@ def test_a_peer_is_given_the_window_and_the_cap(
     assert not isinstance(call, str), call
     reason = tried(call, problem, "flash4", "cpu")
     assert isinstance(reason, str) and "window_size" in reason
+
+
+SERVING = """
+import torch
+
+given = []
+
+def metadata(used, seqlen_q, seqlen_kv, heads, heads_kv, head_dim, dtype, causal=True, **options):
+    given.append(("metadata", used.tolist(), (seqlen_q, seqlen_kv, heads, heads_kv), options))
+    return "plan"
+
+def fwd(q, k, v, causal=True, scale=None, **options):
+    given.append(("fwd", options))
+    if "cu_seqlens_q" in options:
+        return q
+    q, k, v = (t.transpose(1, 2).double() for t in (q, k, v))
+    if "q_descale" in options:
+        factors = (options[f"{x}_descale"][:, :, None, None] for x in "qkv")
+        q, k, v = (t * factor for t, factor in zip((q, k, v), factors, strict=True))
+    out = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=causal, scale=scale, enable_gqa=True
+    )
+    return out.transpose(1, 2).bfloat16()
+"""
+
+
+@pytest.fixture
+def serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    (tmp_path / "fa3_serving.py").write_text(SERVING)
+    monkeypatch.setenv("TUNER_PEERS_PATH", str(tmp_path))
+    return peers.module_of("flash3_serving")
+
+
+@needs_torch
+@pytest.mark.parametrize(
+    "shape", ["S=48,D=16,H=4,HKV=2,causal=1,B=2,dtype=bf16", "S=32,D=16,H=4,B=2,dtype=e4m3"]
+)
+def test_the_serving_build_is_called_as_a_server_does(serving: Any, shape: str) -> None:
+    import torch
+
+    problem = AttentionProblem.parse(shape)
+    call = sdpa.VendorSdpa().connect(problem, "flash3_serving", 0.3)
+    assert not isinstance(call, str), call
+    inputs = [
+        t.to(getattr(torch, o.dtype))
+        for t, o in zip(
+            tensors(replace(problem, dtype="bfloat16"))
+            + [torch.rand(o.shape) + 0.5 for o in problem.operands[3:-1]],
+            problem.operands[:-1],
+            strict=True,
+        )
+    ]
+    out = [call(*inputs) for _ in range(2)][-1]
+    assert out.shape == problem.output.shape
+    factors = [t.double()[:, :, None, None] for t in inputs[3:]] or [1.0] * 3
+    plain = [t.double() * factor for t, factor in zip(inputs, factors, strict=False)]
+    wanted = reference(replace(problem, dtype="bfloat16"), 0.3, plain)
+    assert (out.double() - wanted).norm() / wanted.norm() < 8e-3
+    kinds = [kind for kind, *_ in serving.given]
+    assert kinds == ["metadata", "fwd", "fwd"], "the metadata is made once"
+    lengths = (problem.seqlen_q, problem.seqlen_kv, problem.heads_q, problem.heads_kv)
+    assert serving.given[0][1:] == ([problem.seqlen_kv] * 2, lengths, {})
+    assert serving.given[1][1]["metadata"] == "plan"
+
+
+@needs_torch
+def test_the_serving_build_takes_packed_tensors(serving: Any) -> None:
+    import torch
+
+    problem = AttentionProblem.parse("B=2,H=4,HKV=2,SQ=8,SKV=16,D=64,varlen=1")
+    call = sdpa.VendorSdpa().connect(problem, "flash3_serving", 0.5)
+    assert not isinstance(call, str), call
+    inputs = [
+        torch.zeros(o.shape, dtype=getattr(torch, o.dtype)).as_strided(o.shape, o.strides)
+        for o in problem.operands[:-1]
+    ]
+    out = call(*inputs)
+    assert out.shape == problem.output.shape
+    [(_, options)] = serving.given
+    assert options["cu_seqlens_q"] is inputs[3] and options["cu_seqlens_k"] is inputs[4]
+    assert (options["max_seqlen_q"], options["max_seqlen_k"]) == (8, 16)
+    assert "metadata" not in options
+
+
+@needs_torch
+def test_a_tile_is_an_argument_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    def attend(
+        q: Any, k: Any, v: Any, *, causal: bool, softmax_scale: float, **options: Any
+    ) -> Any:
+        given.append((causal, softmax_scale, options))
+        return q, None
+
+    given: list[Any] = []
+    problem = AttentionProblem.parse("S=32,D=8,H=2,causal=1")
+    call = sdpa.VendorSdpa().connect(problem, "flash4_128x160", 0.3)
+    assert call == "flash4 has tiles where the package flash-attn-4 is installed"
+    monkeypatch.setattr(peers, "is_package", lambda name: True)
+    interface = SimpleNamespace(_flash_attn_fwd=attend)
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", interface)
+    call = sdpa.VendorSdpa().connect(problem, "flash4_128x160", 0.3)
+    assert not isinstance(call, str), call
+    inputs = tensors(problem)
+    assert torch.equal(call(*inputs), inputs[0])
+    assert given == [(True, 0.3, {"tile_mn": (128, 160)})]
+    windowed = replace(problem, window_left=4)
+    assert "no sliding window" in sdpa.VendorSdpa().refusal(windowed, "flash4_128x160")
+
+
+@needs_torch
+def test_deep_gemm_agrees_with_fp64(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "deep_gemm_peer.py").write_text(
+        "class module:\n"
+        "    def bf16_gemm_nt(a, b, d, c):\n"
+        "        assert a.is_contiguous() and b.is_contiguous() and c is None\n"
+        "        d.copy_(a @ b.T)\n"
+    )
+    monkeypatch.setenv("TUNER_PEERS_PATH", str(tmp_path))
+    member, problem = family("vendor_blas"), GemmProblem(48, 32, 64, dtype="bfloat16")
+    call = member.connect(problem, "deep_gemm", 1.0)  # type: ignore[attr-defined]
+    a, b = tensors(problem)
+    wanted = a.double() @ b.double()
+    out = tried(call, problem, "deep_gemm", "cpu")(a, b)  # type: ignore[operator]
+    assert (out.double() - wanted).norm() / wanted.norm() < 8e-3
+    for change in (
+        {"dtype": "float16", "dtype_d": ""},
+        {"epilogue": "bias"},
+        {"layout_b": "row"},
+        {"batch": 2},
+    ):
+        other = replace(problem, **change)  # type: ignore[arg-type]
+        config = Config("vendor_blas", {"kernel": "deep_gemm"})
+        assert len(member.violations(other, config, DEFAULT_GPU)) == 1
 
 
 @needs_torch
@@ -423,11 +601,11 @@ def test_a_layout_of_its_own_changes_the_strides_alone() -> None:
 
 @pytest.mark.parametrize("kernel", sdpa.PEERS)
 def test_a_missing_peer_is_a_reason(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, sdpa.PEERS[kernel][1], None)  # as if not installed
+    monkeypatch.setitem(sys.modules, peers.PEERS[kernel].package, None)  # as if not installed
     monkeypatch.setattr(importlib.metadata, "distributions", lambda **_: [])
     reason = sdpa.peer(kernel)
     assert isinstance(reason, str) and "TUNER_PEERS_PATH" in reason
-    assert sdpa.peer_version(kernel) == ""
+    assert peers.version(kernel) == ""
     assert kernel not in family("vendor_sdpa").environment()
 
 
@@ -451,12 +629,15 @@ def test_a_module_peer_is_named_by_its_content(
     versions = set()
     for text in ("a = 1", "a = 2"):
         (tmp_path / "fa3.py").write_text(text)
-        sdpa._peer_version.cache_clear()
-        versions.add(sdpa.peer_version("flash3"))
+        peers._version.cache_clear()
+        versions.add(peers.version("flash3"))
     (tmp_path / "fa3.so.xz").write_bytes(b"library")
-    sdpa._peer_version.cache_clear()
-    versions.add(sdpa.peer_version("flash3"))
-    assert len(versions) == 3 and "" not in versions
+    peers._version.cache_clear()
+    versions.add(peers.version("flash3"))
+    (tmp_path / "fa3_serving.py").write_text("another peer's")
+    peers._version.cache_clear()
+    versions.add(peers.version("flash3"))
+    assert len(versions) == 3 and all(version.startswith("fa3 ") for version in versions)
 
 
 @needs_torch
@@ -513,6 +694,7 @@ def test_every_way_of_an_epilogue_agrees_with_fp64(epilogue: str, dtype: Any) ->
         "addmm": addmm,
         "addmm_activation": addmm_activation,
         "inductor": as_in_a_model,
+        "torch_compile": as_in_a_model,
     }
     offered = {config["kernel"] for config in member.space(problem, DEFAULT_GPU)}
     assert ("addmm" in offered) == (problem.has_bias or problem.has_residual)
@@ -550,7 +732,8 @@ def test_products_with_factors_agree_with_fp64(dtype: Any, scales: Any) -> None:
 
     problem = GemmProblem(48, 32, 64, dtype=dtype, scales=scales)
     offered = {c["kernel"] for c in family("vendor_blas").space(problem, DEFAULT_GPU)}
-    assert offered == ({"scaled_mm"} if dtype == E4M3 else {"cublas", "cublaslt"})
+    wanted = {"scaled_mm"} if dtype == E4M3 else {"cublas", "cublaslt", "torch_compile"}
+    assert offered == wanted
     a, b, *factors = tensors(GemmProblem(48, 32, 64, dtype="bfloat16", scales=scales))
     a, b = (matrix.to(getattr(torch, dtype)) for matrix in (a, b))
     wanted = factors[0].double().view(-1, 1) * (a.double() @ b.double()) * factors[1].double()
@@ -683,7 +866,22 @@ def test_inductor_compiles_every_problem_of_a_suite(name: str, light: list[str])
         with torch.no_grad():
             assert torch.equal(call(*inputs), eager(*inputs))
             call(*inputs)
-    assert light == ["max-autotune-no-cudagraphs"] * 9
+    assert light == [MAX_AUTOTUNE] * 9
+
+
+@needs_torch
+def test_compiled_kernels_of_one_request_stay_compiled(light: list[Any]) -> None:
+    """Compiling one anew while another is captured would break the capture."""
+    import torch
+
+    problem = SwigluProblem(16, 32, 64, weights="concatenated")
+    member: Any = family("vendor_swiglu")
+    inputs, wanted = tensors(problem), swiglu(problem)
+    calls = [member.connect(problem, kernel, 1.0) for kernel in ("torch_compile", "inductor")]
+    with torch.no_grad():
+        for call in calls * 3:
+            assert torch.equal(call(*inputs), wanted(*inputs))
+    assert light == [None, MAX_AUTOTUNE]
 
 
 @needs_torch

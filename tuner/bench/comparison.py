@@ -18,7 +18,7 @@ from tuner.families import family
 from tuner.families.base import KernelSpec
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.measure.gate import REFERENCE
-from tuner.measurement import Regime, speedup_text
+from tuner.measurement import Regime
 from tuner.problem import Problem
 from tuner.runners.base import Runner
 from tuner.selection.reader import Entry
@@ -67,6 +67,8 @@ class Comparison:
         entries: the cache's decisions.
         own: own kernels to take from each decision.
         with_untuned: time what the cost model picks beside what was tuned.
+        with_kernel_times: once all rows are timed, have the profiler say how long the kernels of
+            the fastest own one and of the fastest peer run.
         note: told how it goes on.
     """
 
@@ -78,10 +80,12 @@ class Comparison:
         *,
         own: int = 3,
         with_untuned: bool = False,
+        with_kernel_times: bool = False,
         note: Callable[[str], None],
     ) -> None:
         self._tasks, self._machines, self._entries = tasks, machines, entries
         self._own, self._with_untuned, self._note = own, with_untuned, note
+        self._with_kernel_times = with_kernel_times
 
     def run(self, save: Callable[[Results], None], earlier: Results | None = None) -> Results:
         """Fill every row; `save` is given what is there after each.
@@ -120,7 +124,32 @@ class Comparison:
             save(results)
             said = f"{self._tasks[number].label}: {_said(filled[number])}"
             self._note(f"{done}/{len(left)} {said}")
+        # Last, for a profiler stays with the process that it was started in.
+        for number in left if self._with_kernel_times else ():
+            filled[number] = self._profiled(filled[number])
+            results = base.with_rows(filled)
+            save(results)
         return results
+
+    def _profiled(self, row: Row) -> Row:
+        """A stream's row with the durations of its fastest kernels; as it is where those fail."""
+        chosen = [t for t in (row.own, row.peer) if t is not None and row.regime.behind]
+        if not chosen:
+            return row
+        try:
+            runner = self._machines.of(row.problem, row.regime)
+            seen = runner.kernel_times(row.problem, [timed.config for timed in chosen])
+        except StoreError:
+            raise
+        except TunerError as exc:
+            return replace(row, notes=(*row.notes, f"not profiled: {exc}"))
+        found = {t.name: m for t, m in zip(chosen, seen, strict=False)}
+        failed = [f"{name} was not profiled: {m.log}" for name, m in found.items() if not m.ok]
+        timed = tuple(
+            replace(t, kernel_us=found[t.name].latency_us) if t.name in found else t
+            for t in row.timed
+        )
+        return replace(row, timed=timed, notes=(*row.notes, *failed))
 
     def compile(self) -> list[BaseException]:
         """Have every kernel of every row built, and what checks them; no GPU is needed.
@@ -235,6 +264,6 @@ def _said(row: Row) -> str:
     if row.failure:
         return row.failure
     parts = [f"{t.name} {t.latency_us:.4g} us" for t in (row.own, row.peer) if t and t.latency_us]
-    if row.ratio is not None and row.peer is not None:
-        parts.append(speedup_text(row.ratio, row.peer.name))
+    if row.ratio is not None:
+        parts.append(row.verdict)
     return ", ".join(parts) or "no kernel passed"

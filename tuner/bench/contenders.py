@@ -104,7 +104,7 @@ def line_up(
         if config not in roles
     ]
     rivals = [
-        *_peers(problem, gpu, against),
+        *_peers(problem, gpu, against, cached, notes),
         *_compiled_peers(problem, gpu, against, cached, notes),
     ]
     configs = {contender.config for contender in rivals}
@@ -157,33 +157,47 @@ def predicted(problem: Problem, gpu: Gpu, count: int) -> list[Config]:
 def peers_named(op: str, names: Sequence[str] = ()) -> list[str]:
     """Kernels of the vendors and peers of an operation; without names, all of their space.
 
-    A name takes its variants along: ``flash3`` is ``flash3`` and ``flash3_splits``.
+    A name takes its variants along that are timed by default: ``flash3`` is ``flash3`` and
+    ``flash3_splits``, ``cublaslt`` is ``cublaslt`` and ``cublaslt_search``.
 
     Raises:
         ConfigError: when a name is not known; says which are.
     """
     vendors = _vendors(op)
+    usual = [kernel for member in vendors for kernel in (*member.offered, *member.found())]
     if not names:
-        return [kernel for member in vendors for kernel in member.offered]
+        return usual
     known = [k for member in vendors for k in (*member.offered, *member.on_request)]
     known += [name for name, member in COMPILED_PEERS.items() if family(member).op == op]
     chosen: dict[str, None] = {}
     for name in names:
-        matching = [k for k in known if k == name or k.startswith(f"{name}_")]
+        matching = [k for k in known if k == name or (k.startswith(f"{name}_") and k in usual)]
         if not matching:
             raise ConfigError(f"'{name}' is no peer of {op} (allowed: {', '.join(known)})")
         chosen.update(dict.fromkeys(matching))
     return [kernel for kernel in known if kernel in chosen]
 
 
-def _peers(problem: Problem, gpu: Gpu, names: Sequence[str]) -> list[Contender]:
-    found = []
+def _peers(
+    problem: Problem, gpu: Gpu, names: Sequence[str], cached: Sequence[Entry], notes: list[str]
+) -> Iterator[Contender]:
+    """Those named that take the problem; of a library's list what a sweep found fastest."""
     for member in _vendors(problem.op):
         for kernel in (*member.offered, *member.on_request):
             config = member.preferred(problem, kernel)
-            if kernel in names and not member.violations(problem, config, gpu):
-                found.append(Contender(Role.PEER, config))
-    return found
+            if kernel not in names or member.violations(problem, config, gpu):
+                continue
+            if member.is_listed:
+                if reason := member.lacks():
+                    notes.append(f"{kernel} is left out: {reason}")
+                    continue
+                ranked = [m.config for entry in cached for m in entry.ranking]
+                best = [c for c in ranked if c.family == member.name]
+                if best:
+                    config = best[0]
+                else:
+                    notes.append(f"{kernel} is its library's first choice: no sweep timed its list")
+            yield Contender(Role.PEER, config)
 
 
 def _compiled_peers(

@@ -190,7 +190,7 @@ def _first_choice(name: str, problem: Problem, gpu: Gpu) -> Config | None:
     return next(iter(member.seeds(problem, gpu, member.space(problem, gpu), 1)), None)
 
 
-_LAUNCHED = (Regime("graph", "warm"), Regime("eager", "warm"))
+_LAUNCHED = (Regime("stream", "warm"), Regime("chained", "warm"), Regime("eager", "warm"))
 PRESETS: dict[str, tuple[Suite, ...]] = {
     NAME: (
         Suite(
@@ -210,7 +210,7 @@ PRESETS: dict[str, tuple[Suite, ...]] = {
             NAME,
             "their GEMM tile, and CUTLASS's default",
             (GemmProblem(4096, 4096, 4096), GemmProblem(8192, 8192, 8192)),
-            (Regime("graph", "cold"), Regime("eager", "cold")),
+            (Regime("stream", "cold"), Regime("eager", "cold")),
             against=(),
             named=gemms,
         ),

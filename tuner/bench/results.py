@@ -7,6 +7,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Self
@@ -17,11 +18,22 @@ from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.hardware import Gpu
 from tuner.measure import kernel_times
-from tuner.measurement import Clocks, Environment, Measurement, Regime, Resources, Status
+from tuner.measurement import (
+    Clocks,
+    Environment,
+    Measurement,
+    Regime,
+    Resources,
+    Status,
+    speedup_text,
+    within_noise,
+)
 from tuner.problem import AttentionProblem, Problem, problem_from_json
 from tuner.tuning.outcome import first_line
 
 FORMAT = 1
+#: Keys of attention, or rows of a product: largest small problem, largest middle one.
+SMALL, MIDDLE = 1024, 4096
 #: Half the width of a median's 95 % confidence interval in standard errors of the mean: 1.96 for
 #: normally distributed rounds, and a median spreads sqrt(pi / 2) as wide as a mean.
 _MEDIAN_95 = 1.96 * math.sqrt(math.pi / 2)
@@ -54,6 +66,11 @@ class Timed:
     log: str = ""
     stages_us: Mapping[str, float] = field(default_factory=dict)
     """Of a call of several kernels, each with the others left out, in their order."""
+    again_us: float | None = None
+    """The same kernel's time as a second participant of the same pass: the control."""
+    kernel_us: float | None = None
+    """How long its kernels ran, by the profiler, in a run of their own; of kernels that overlap
+    the sum. The latency holds the launch also, and what the predecessor left in the caches."""
 
     @classmethod
     def of(cls, contender: Contender, seen: Measurement) -> Self:
@@ -71,7 +88,13 @@ class Timed:
             seen.resources,
             seen.log,
             kernel_times.read(seen.log) if seen.ok else {},
+            kernel_times.read_again(seen.log) if seen.ok else None,
         )
+
+    @property
+    def deviation(self) -> float:
+        """Standard deviation over the rounds as a part of the median."""
+        return (self.std_us or 0.0) / (self.latency_us or math.inf)
 
     @property
     def half_width_us(self) -> float | None:
@@ -120,6 +143,31 @@ class Row:
             return None
         return peer.latency_us / own.latency_us
 
+    @property
+    def is_tie(self) -> bool:
+        """Whether own kernel and peer are equal within the noise of both."""
+        own, peer = self.own, self.peer
+        if self.ratio is None or own is None or peer is None:
+            return False
+        return within_noise(self.ratio, own.deviation, peer.deviation)
+
+    @property
+    def verdict(self) -> str:
+        """The ratio in words, as ``1.29x cudnn``, ``0.99x cudnn, a tie`` or ``1.02x cudnn, noisy``;
+        ``-`` without one.
+        """
+        own, peer = self.own, self.peer
+        if self.ratio is None or own is None or peer is None:
+            return "-"
+        text = speedup_text(self.ratio, peer.name, is_tie=self.is_tie)
+        return f"{text}, noisy" if "noisy" in (*own.flags, *peer.flags) else text
+
+    @property
+    def control(self) -> float | None:
+        """What two times of one kernel in this pass differ by, as a part of them."""
+        pairs = [(t.again_us, t.latency_us) for t in self.timed if t.again_us and t.latency_us]
+        return max((abs(again / us - 1) for again, us in pairs), default=None)
+
     def figures(self, timed: Timed, gpu: Gpu) -> dict[str, float]:
         """What follows from a time, by name; empty without one.
 
@@ -153,6 +201,8 @@ class Row:
         if timed.stages_us:
             # Below zero where a kernel begins before the one before it ends.
             found["gaps_us"] = us - sum(timed.stages_us.values())
+        extra = {"again_us": timed.again_us, "kernel_us": timed.kernel_us}
+        found |= {name: seen for name, seen in extra.items() if seen is not None}
         if timed.half_width_us is not None:
             found["half_width_us"] = timed.half_width_us
         return found
@@ -195,6 +245,8 @@ class Row:
             "fastest_peer": peer and peer.name,
             "fastest_peer_us": peer and peer.latency_us,
             "peer_over_own": self.ratio,
+            "is_tie": self.is_tie,
+            "control": self.control,
             "kernels": [
                 {
                     **asdict(timed),
@@ -250,6 +302,33 @@ def _fastest(timed: Sequence[Timed]) -> Timed | None:
     return min(passed, key=lambda t: t.latency_us or 0.0, default=None)
 
 
+class Size(StrEnum):
+    """How long a problem is: its keys, or its rows."""
+
+    SMALL = "up to 1024"
+    MIDDLE = "1025 to 4096"
+    LARGE = "above 4096"
+
+
+def size_of(problem: Problem) -> Size:
+    """By the keys of attention, the rows of a product, the columns of a softmax."""
+    facts = ("seqlen_kv", "m", "cols")
+    length = next(getattr(problem, name) for name in facts if hasattr(problem, name))
+    if length <= SMALL:
+        return Size.SMALL
+    return Size.MIDDLE if length <= MIDDLE else Size.LARGE
+
+
+@dataclass(frozen=True)
+class Part:
+    """The problems of one size."""
+
+    size: Size
+    count: int
+    geometric_mean: float
+    """Of peer's time over own time."""
+
+
 @dataclass(frozen=True)
 class Summary:
     """A suite under one regime."""
@@ -264,12 +343,25 @@ class Summary:
     """Of peer's time over own time."""
     worst: float | None
     worst_label: str
+    ties: int = 0
+    """Problems whose two times are equal within the noise of both."""
+    parts: tuple[Part, ...] = ()
+    """By size, where there are problems of several."""
+    control: float | None = None
+    """The largest part that two times of one kernel in one pass differ by."""
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> Self:
         """Args: rows: of one suite and regime, at least one."""
         ratios = {row.problem.label(): row.ratio for row in rows if row.ratio is not None}
         worst = min(ratios, key=lambda label: ratios[label], default="")
+        known = [(size_of(row.problem), row.ratio) for row in rows if row.ratio is not None]
+        sized = {size: [ratio for of, ratio in known if of is size] for size in Size}
+        parts = [
+            Part(size, len(found), statistics.geometric_mean(found))
+            for size, found in sized.items()
+            if found
+        ]
         return cls(
             suite=rows[0].suite,
             regime=rows[0].regime,
@@ -278,6 +370,9 @@ class Summary:
             geometric_mean=statistics.geometric_mean(ratios.values()) if ratios else None,
             worst=ratios.get(worst),
             worst_label=worst,
+            ties=sum(row.is_tie for row in rows),
+            parts=tuple(parts) if len(parts) > 1 else (),
+            control=max((row.control for row in rows if row.control is not None), default=None),
         )
 
 
@@ -299,6 +394,13 @@ class Results:
         order = {key: i for i, key in reversed([*enumerate(map(_section, self.rows))])}
         ranked = sorted(self.rows, key=lambda row: order[_section(row)])
         return [list(group) for _, group in groupby(ranked, key=_section)]
+
+    def beside(self, row: Row) -> Row | None:
+        """The chained row of a stream's problem and inputs."""
+        if not row.regime.behind:
+            return None
+        place = (row.suite, row.problem, row.regime.chained)
+        return next((r for r in self.rows if (r.suite, r.problem, r.regime) == place), None)
 
     @property
     def summaries(self) -> list[Summary]:

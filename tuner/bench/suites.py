@@ -22,7 +22,7 @@ from tuner.problem import (
 )
 
 _K = 1024
-_WARM, _COLD = Regime("graph", "warm"), Regime("graph", "cold")
+_WARM, _COLD = Regime("stream", "warm"), Regime("stream", "cold")
 
 Named = Callable[[Problem, Gpu], Mapping[str, Config]]
 """Configs to time whatever the cache holds, by the name that they are shown under."""
@@ -142,7 +142,7 @@ SUITES: dict[str, Suite] = {
             "products of two matrices, as they are; buffers rotated",
             tuple(GemmProblem(*size, dtype=dtype) for dtype in _TYPES for size in _PLAIN),
             (_COLD,),
-            against=("cublas", "cublaslt"),
+            against=("cublas", "cublaslt", "deep_gemm"),
         ),
         Suite(
             "mlp",
@@ -153,7 +153,7 @@ SUITES: dict[str, Suite] = {
                 for problem in _mlp(tokens, *mlp)
             ),
             (_COLD,),
-            against=("cublas", "cublaslt", "addmm", "inductor"),
+            against=("cublas", "cublaslt", "torch_compile", "addmm", "inductor"),
         ),
         Suite(
             "fp8",
@@ -173,7 +173,7 @@ SUITES: dict[str, Suite] = {
                 for width, tokens in product((14336, 4096), (1, 4, 16, 64))
             ),
             (_COLD,),
-            against=("cublas", "cublaslt"),
+            against=("cublas", "cublaslt", "deep_gemm"),
         ),
         Suite(
             "gated",

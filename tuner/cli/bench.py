@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tuner.errors import ConfigError
+from tuner.measurement import BEHIND, LAUNCHES, launch_named
 from tuner.problem import PROBLEMS
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from tuner.bench.suites import Suite
     from tuner.measurement import Regime
 
+BOTH = "both"
 SHAPES = "shapes"
 """`bench.results.Row.suite` of problems that were named one by one."""
 
@@ -60,9 +62,28 @@ def register(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--l2",
-        choices=("warm", "cold", "both"),
+        choices=("warm", "cold", BOTH),
         help="state of the inputs (default: the suite's; for --shape cold for gemm, swiglu "
         "and grouped_gemm, else warm)",
+    )
+    parser.add_argument(
+        "--regime",
+        type=launch_named,
+        choices=(*LAUNCHES, BOTH),
+        help="stream: behind an ordinary kernel, as in a model (default); chained: behind copies "
+        f"of itself; eager: without a CUDA graph; {BOTH}: in a stream and chained",
+    )
+    parser.add_argument(
+        "--behind",
+        choices=tuple(BEHIND.values()),
+        default="elementwise",
+        help="the ordinary kernel of a stream (default elementwise)",
+    )
+    parser.add_argument(
+        "--kernel-times",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="at the end, how long the fastest kernels of a stream run by the profiler",
     )
     parser.add_argument("--rounds", type=int, metavar="N", help="interleaved rounds at least")
     parser.add_argument(
@@ -138,6 +159,7 @@ def run(args: argparse.Namespace) -> int:
                 runners,
                 entries,
                 own=args.own,
+                with_kernel_times=args.kernel_times,
                 with_untuned=bool(args.shape) if args.untuned is None else args.untuned,
                 note=_note,
             )
@@ -206,13 +228,20 @@ def _suites(args: argparse.Namespace) -> list[Suite]:
 
 
 def _regimes(args: argparse.Namespace, suite: Suite) -> list[Regime]:
-    """The suite's, with the state of the inputs that --l2 asks for."""
+    """The suite's, with the launches and the state of the inputs that the options ask for."""
     from tuner.measurement import Regime
 
-    if args.l2 is None:
-        return list(suite.regimes)
-    states = ("warm", "cold") if args.l2 == "both" else (args.l2,)
-    return list(dict.fromkeys(Regime(r.launch, l2) for r in suite.regimes for l2 in states))
+    stream = next(launch for launch, kernel in BEHIND.items() if kernel == args.behind)
+    asked = {None: (), BOTH: ("stream", "chained")}.get(args.regime, (args.regime,))
+    states = {None: (), BOTH: ("warm", "cold")}.get(args.l2, (args.l2,))
+    return list(
+        dict.fromkeys(
+            Regime(stream if launch == "stream" else launch, l2)
+            for regime in suite.regimes
+            for launch in asked or (regime.launch,)
+            for l2 in states or (regime.l2,)
+        )
+    )
 
 
 def _earlier(args: argparse.Namespace) -> Results | None:

@@ -32,6 +32,8 @@ FIGURES = (
     "tokens_per_s_per_mb",
     "gaps_us",
     "over_own",
+    "again_us",
+    "kernel_us",
 )
 """Columns of the CSV that follow from a time, in the order of `Row.figures`' names."""
 
@@ -47,7 +49,7 @@ def text(results: Results, details: Collection[str | None]) -> str:
     for rows in results.sections:
         if rows[0].suite in details:
             parts += [_kernels(row, results.gpu) for row in rows]
-        parts.append(f"{_heading(rows)}\n{table(_cells(rows, results.gpu), _numbers(rows))}")
+        parts.append(f"{_heading(rows)}\n{table(_cells(rows, results), _numbers(rows))}")
         parts += ["\n".join(missing)] if (missing := _missing(rows)) else []
     parts.append("\n".join(summary_text(summary) for summary in results.summaries))
     return "\n\n".join(parts)
@@ -57,7 +59,7 @@ def markdown(results: Results, details: Collection[str | None] = ()) -> str:
     """The same tables as Markdown."""
     parts = [_environment(results)]
     for rows, summary in zip(results.sections, results.summaries, strict=True):
-        grid = _grid(_cells(rows, results.gpu), _numbers(rows))
+        grid = _grid(_cells(rows, results), _numbers(rows))
         parts += [f"## {_heading(rows)}", grid, summary_text(summary)]
         for row in rows if rows[0].suite in details else ():
             cells = _kernel_cells(row, results.gpu)
@@ -98,17 +100,26 @@ def csv_text(results: Results) -> str:
 
 
 def summary_text(summary: Summary) -> str:
-    """One line: how the own kernels stand in a suite."""
+    """How the own kernels stand in a suite: in all, and by the problems' sizes."""
     count = f"{summary.count} problem{'' if summary.count == 1 else 's'}"
     head = f"{summary.suite}, {summary.regime}: {count}"
     head += f", {summary.missing} without a ratio" if summary.missing else ""
     if summary.geometric_mean is None or summary.worst is None:
         return head
-    return (
+    if summary.ties:
+        head += f", {summary.ties} tie{'' if summary.ties == 1 else 's'}"
+    lines = [
         f"{head}, own speed: geometric mean "
         f"{speedup_text(summary.geometric_mean, 'the fastest peer')}; "
         f"worst {speedup_text(summary.worst, f'at {summary.worst_label}')}"
-    )
+    ]
+    lines += [
+        f"  {part.size} keys or rows: {part.count}, {speedup_text(part.geometric_mean)}"
+        for part in summary.parts
+    ]
+    if summary.control is not None:
+        lines.append(f"  one kernel timed twice in a pass: within {100 * summary.control:.1f} %")
+    return "\n".join(lines)
 
 
 def _environment(results: Results) -> str:
@@ -140,12 +151,32 @@ def _numbers(rows: Sequence[Row]) -> frozenset[int]:
     return frozenset(range(1, len(_peers(rows)) + 6))
 
 
-def _cells(rows: Sequence[Row], gpu: Gpu) -> list[list[str]]:
+CHAINED, KERNELS = "chained", "kernel alone"
+"""Columns of a stream's table: the ratio behind copies of the call; durations by the profiler."""
+
+
+def _cells(rows: Sequence[Row], results: Results) -> list[list[str]]:
     """One row a problem under a heading: first text, then numbers, then the kernel's name."""
     peers = _peers(rows)
     speed, name = ("TB/s", "tb_per_s") if _is_decoding(rows) else ("TFLOP/s", "tflops")
     heading = ["problem", "own", *peers, "own speed", speed, "us/head", "error", "own kernel"]
-    return [heading, *(_line(row, gpu, peers, name) for row in rows)]
+    cells = [heading, *(_line(row, results.gpu, peers, name) for row in rows)]
+    beside = [results.beside(row) for row in rows]
+    if any(beside):
+        _append(cells, CHAINED, [row.verdict if row else "-" for row in beside])
+    if any(timed.kernel_us for row in rows for timed in row.timed):
+        _append(cells, KERNELS, [_durations(row) for row in rows])
+    return cells
+
+
+def _append(cells: list[list[str]], heading: str, column: Sequence[str]) -> None:
+    for line, cell in zip(cells, (heading, *column), strict=True):
+        line.append(cell)
+
+
+def _durations(row: Row) -> str:
+    """Of the own kernel and of the fastest peer, by the profiler, microseconds."""
+    return " / ".join(microseconds(t.kernel_us) if t else "-" for t in (row.own, row.peer))
 
 
 def _line(row: Row, gpu: Gpu, peers: Sequence[str], speed: str) -> list[str]:
@@ -156,7 +187,7 @@ def _line(row: Row, gpu: Gpu, peers: Sequence[str], speed: str) -> list[str]:
         row.problem.label().replace(",dtype=fp16", ""),
         microseconds(own.latency_us if own else None),
         *(_cell(found.get(name)) for name in peers),
-        "-" if row.ratio is None or row.peer is None else speedup_text(row.ratio, row.peer.name),
+        row.verdict,
         f"{figures[speed]:.{2 if speed == 'tb_per_s' else 0}f}" if figures else "-",
         f"{figures['us_per_head']:.3f}" if "us_per_head" in figures else "-",
         f"{own.error:.1e}" if own and own.error is not None else "-",

@@ -159,6 +159,7 @@ def _entries(store: Store, args: argparse.Namespace) -> Iterable[Entry]:
     from tuner.measurement import Provenance
     from tuner.problem import PROBLEMS
     from tuner.selection.reader import find_gpu, lookup, shipped
+    from tuner.selection.shipped import in_use
     from tuner.store.entry import Entry, sort_key
     from tuner.store.reading import sqlite_file
     from tuner.tuning.job import DEFAULT_OP
@@ -173,7 +174,7 @@ def _entries(store: Store, args: argparse.Namespace) -> Iterable[Entry]:
     found = {sort_key(entry): entry for entry in [*shipped(), *stored]}
     chosen = [
         entry
-        for _, entry in sorted(found.items())
+        for entry in in_use(entry for _, entry in sorted(found.items()))
         if entry.provenance is Provenance.MEASURED
         and args.op in (None, entry.problem.op)
         and problem in (None, entry.problem)

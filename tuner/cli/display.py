@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from tuner.base.printable import printable, raw_stream
 from tuner.cli.result import outcome_text
-from tuner.measurement import speedup_text
+from tuner.measurement import versus
 from tuner.selection.describe import kernel_name, microseconds
 from tuner.tuning.outcome import Outcome
 from tuner.tuning.progress import SweepState, Watcher
@@ -140,8 +140,8 @@ def facts_of(state: SweepState) -> dict[str, str]:
     """Name and text of each fact; empty text where there is nothing to say."""
     failed = ", ".join(f"{count} {status}" for status, count in state.failures.most_common())
     own, vendor = state.best_own, state.best_vendor
-    ratio = own.speedup(vendor) if own and vendor else None
-    against = f" ({speedup_text(ratio, kernel_name(vendor))})" if vendor and ratio else ""
+    speed = versus(own, vendor, kernel_name(vendor)) if own and vendor else ""
+    against = f" ({speed})" if speed else ""
     best = f"{microseconds(own.latency_us)} us {kernel_name(own)}{against}" if own else ""
     building = state.building()
     waiting = state.in_flight - building

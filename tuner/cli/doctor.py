@@ -212,7 +212,7 @@ def _torch_and_peers() -> Iterator[Finding]:
         )
         return
     from tuner.families import families
-    from tuner.families.vendor.sdpa import PEERS
+    from tuner.families.vendor.peers import PEERS
 
     facts: dict[str, str] = {}
     try:
@@ -231,8 +231,15 @@ def _torch_and_peers() -> Iterator[Finding]:
     else:
         yield Finding("torch", OK, f"{torch.__version__}, CUDA {build}")
     peers = ", ".join(f"{name} {facts[name]}" for name in PEERS if name in facts)
-    advice = "FlashAttention-3 and -4 are measured where installed or under TUNER_PEERS_PATH"
+    advice = (
+        "FlashAttention-3 and -4 and DeepGEMM are measured where installed or under "
+        "TUNER_PEERS_PATH"
+    )
     yield Finding("peers", OK, peers) if peers else Finding("peers", NOTE, "none", advice)
+    for family in families().values():
+        if family.is_listed and (lacks := family.lacks()):
+            found, _, how = lacks.partition(": ")
+            yield Finding(family.name.removeprefix("vendor_"), NOTE, found, how)
 
 
 def _store() -> Finding:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from tuner import settings
 from tuner.base import output, resources
+from tuner.cli.timing import add_launch, regimes_of
 from tuner.config import Config
 from tuner.errors import ConfigError, NoValidConfigError, StoreError
 from tuner.hardware import DEFAULT_GPU, Gpu
@@ -105,7 +106,7 @@ def _filters(parser: argparse.ArgumentParser) -> None:
 
 def _place(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", metavar="NAME", help="as H200; default: this machine's")
-    parser.add_argument("--regime", choices=("graph", "eager"), help="how it is launched")
+    add_launch(parser)
     parser.add_argument("--l2", choices=("warm", "cold"), help="state of the inputs")
 
 
@@ -139,7 +140,7 @@ def list_all(args: argparse.Namespace) -> int:
         if wanted["op"] in (None, e.problem.op)
         and wanted["problem"] in (None, e.problem)
         and (wanted["gpu"] is None or wanted["gpu"].identity == e.gpu.identity)
-        and wanted["regime"] in (None, e.regime)
+        and (wanted["regime"] is None or e.regime in wanted["regime"])
         and wanted["provenance"] in (None, e.provenance)
     ]
     found.sort(key=describe.order_of)
@@ -305,17 +306,19 @@ def _config(text: str, store: Store, problem: Problem, gpu: Gpu, regime: Regime)
             f"nothing to pin: no config is measured for {problem.op} {problem.label()} on "
             f"{gpu.name} ({regime}) in this store{_import_hint(problem)}"
         )
-    found = [d for d, config in passed.items() if is_vendor(config) and vendor_name(config) == text]
-    if len(found) == 1:
-        return passed[found[0]]
+    named = [m for m in measured if m.ok and is_vendor(m.config) and vendor_name(m.config) == text]
+    if named:
+        return min(named, key=lambda m: m.latency_us or 0.0).config
     found = [digest for digest in passed if digest.startswith(text.lower())]
     if len(text) < _MIN_DIGEST or len(found) != 1:
         kind = "names several" if len(found) > 1 else "names none"
-        known = ", ".join(sorted(passed)[:6]) + (", ..." if len(passed) > 6 else "")
+        own = sorted(digest for digest, config in passed.items() if not is_vendor(config))
+        vendors = sorted({vendor_name(config) for config in passed.values() if is_vendor(config)})
+        digits = f"{_MIN_DIGEST} or more digits of {describe.first_few(own)}" if own else ""
         raise ConfigError(
             f"--config {text} {kind} of the {len(passed)} configs that passed for "
-            f"{problem.label()} on {gpu.name} ({regime}) (allowed: {_MIN_DIGEST} or more digits of "
-            f"{known})"
+            f"{problem.label()} on {gpu.name} ({regime}) (allowed: "
+            f"{' or '.join(filter(None, [digits, ', '.join(vendors)]))})"
         )
     return passed[found[0]]
 
@@ -397,13 +400,11 @@ def _asked(args: argparse.Namespace) -> Problem:
     return PROBLEMS[args.op].parse(args.shape)
 
 
-def _regime(args: argparse.Namespace, problem: Problem | None) -> Regime | None:
-    """What the options name; half of one is completed from the problem's default."""
+def _regimes(args: argparse.Namespace, problem: Problem | None) -> tuple[Regime, ...] | None:
+    """Those that the options leave; None where they name no part of one."""
     if args.regime is None and args.l2 is None:
         return None
-    op = problem.op if problem else (args.op or "attention")
-    default = Regime.default(op)
-    return Regime(args.regime or default.launch, args.l2 or default.l2)
+    return regimes_of(args, problem.op if problem else (args.op or "attention"))
 
 
 def _wanted(args: argparse.Namespace, known: Sequence[Entry]) -> dict[str, Any]:
@@ -414,7 +415,7 @@ def _wanted(args: argparse.Namespace, known: Sequence[Entry]) -> dict[str, Any]:
         "op": args.op,
         "problem": problem,
         "gpu": find_gpu(args.gpu, [e.gpu for e in known]) if args.gpu else None,
-        "regime": _regime(args, problem),
+        "regime": _regimes(args, problem),
         "provenance": Provenance(provenance) if provenance else None,
     }
 
@@ -423,7 +424,10 @@ def _one(args: argparse.Namespace, store: Store) -> tuple[Problem, Gpu, Regime]:
     """The problem, GPU and regime of a command that changes one entry."""
     problem = _asked(args)
     gpu = find_gpu(args.gpu, [e.gpu for e in store.entries()]) if args.gpu else _detected()
-    return problem, gpu or DEFAULT_GPU, _regime(args, problem) or Regime.default(problem.op)
+    gpu = gpu or DEFAULT_GPU
+    regimes = regimes_of(args, problem.op)
+    decided = (one for one in regimes if store.best(problem, gpu, one) is not None)
+    return problem, gpu, next(decided, regimes[0])
 
 
 def _detected() -> Gpu | None:
@@ -443,7 +447,7 @@ def _environment() -> Environment:
 def _answer(args: argparse.Namespace) -> Answer | None:
     """Look a shape up; on a miss say so on standard error."""
     problem = _asked(args)
-    regime = _regime(args, problem)
+    regimes = _regimes(args, problem)
     path = _file(args)
     among = known_entries(args) if path is None else None
     known_gpus = gpus(path) if among is None else [e.gpu for e in among]
@@ -455,7 +459,7 @@ def _answer(args: argparse.Namespace) -> Answer | None:
         lookup,
         problem,
         gpu=gpu,
-        regime=regime,
+        regime=regimes,
         path=path,
         environment=here,
         among=among,
@@ -471,7 +475,7 @@ def _answer(args: argparse.Namespace) -> Answer | None:
             hint += "; --allow-other-gpu answers from another GPU"
         message = (
             f"tuner: nothing known for {problem.op} {problem.label()} on {name} "
-            f"({regime or Regime.default(problem.op)}){hint}"
+            f"({(regimes or Regime.choices(problem.op))[0]}){hint}"
         )
         print(message, file=sys.stderr)
         if args.json:

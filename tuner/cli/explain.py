@@ -65,7 +65,7 @@ def explanation_text(subject: Subject, found: Explanation) -> str:
         lines += _claims(contrast.claims)
     if found.single:
         lines += ["", "Changing one parameter alone", *_claims(found.single)]
-    lines += ["", "What limits it", *_claims(found.limits), *_claims(found.counted)]
+    lines += ["", "Limits", *_claims(found.limits), *_claims(found.counted)]
     return "\n".join(lines)
 
 

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tuner.cli.timing import add_launch, usual_inputs
 from tuner.problem import PROBLEMS
 
 DESCRIPTION = """Makes an answer for any shape of an operation from the problems that the store, the
@@ -23,7 +24,7 @@ def register(subparsers: Any) -> None:
     )
     parser.add_argument("--op", choices=sorted(PROBLEMS), default="attention")
     parser.add_argument("--gpu", metavar="NAME", help="as H200 (default)")
-    parser.add_argument("--regime", choices=("graph", "eager"), help="how it is launched")
+    add_launch(parser)
     parser.add_argument("--l2", choices=("warm", "cold"), help="state of the inputs")
     parser.add_argument("--store", metavar="URL", help="SQLAlchemy URL or SQLite file")
     parser.add_argument("--output", type=Path, metavar="FILE", help="where to write what was made")
@@ -49,9 +50,8 @@ def run(args: argparse.Namespace) -> int:
 def _make(args: argparse.Namespace) -> int:
     from tuner.base.output import check_place
     from tuner.hardware import DEFAULT_GPU
-    from tuner.measurement import Regime
     from tuner.search import fit
-    from tuner.search.history import measured
+    from tuner.search.history import measured_in
     from tuner.selection.reader import find_gpu
     from tuner.selection.rule import LEAST_JUDGED
     from tuner.store import open_store
@@ -59,11 +59,10 @@ def _make(args: argparse.Namespace) -> int:
     check_place(args.output)
     if args.op == "attention":
         return _make_portfolio(args)
-    default = Regime.default(args.op)
-    regime = Regime(args.regime or default.launch, args.l2 or default.l2)
     with open_store(args.store) as store:
         gpu = find_gpu(args.gpu, [e.gpu for e in store.entries()]) if args.gpu else DEFAULT_GPU
-        found = measured(args.op, gpu, regime, store, with_finals=True)
+        regimes = usual_inputs(args, args.op)
+        regime, found = measured_in(args.op, gpu, regimes, store, with_finals=True)
     samples = [fit.Sample.of(p, rows) for p, rows in found.items() if p.is_plain]
     rule = fit.fit(samples, gpu, regime)
     if args.output is not None:
@@ -95,12 +94,11 @@ def _make_portfolio(args: argparse.Namespace) -> int:
 
     if args.regime or args.l2:
         raise ConfigError("--regime and --l2 are not for attention (allowed: neither)")
-    default = Regime.default(args.op)
     with open_store(args.store) as store:
         gpu = find_gpu(args.gpu, [e.gpu for e in store.entries()]) if args.gpu else DEFAULT_GPU
         measured = {
             regime: portfolio.measurements(args.op, gpu, regime, store)
-            for regime in (default, default.other_inputs)
+            for regime in Regime.choices(args.op)
         }
     made = portfolio.make(measured, gpu)
     if args.output is not None:

@@ -11,8 +11,22 @@ from tuner.errors import ConfigError
 from tuner.problem import PROBLEMS
 from tuner.selection.describe import table
 
-SHAPES = "shapes"
-"""The topic that is not a command's help."""
+SHAPES, GLOSSARY = "shapes", "glossary"
+"""The topics that are not a command's help."""
+
+WORDS: Mapping[str, str] = {
+    "problem": "An operation with its shape, types and layouts: what is to be computed.",
+    "family": "Kernels of one template, or of one vendor library; it knows its legal configs.",
+    "config": "A family's parameters with their values; named by the digest of both.",
+    "gate": "Check of a candidate's results against a reference; what fails it is never ranked.",
+    "pass": "Run that times candidates: the quick one each alone, the final one all by turns.",
+    "regime": "Way of timing: CUDA graph or eager launches, with warm or cold L2.",
+    "decision": "Ranking of a final pass in the store, with the kernel that serves the problem.",
+    "provenance": "Source of a time: measured here, replayed from a recording, or predicted.",
+    "neighbour": "Measured problem whose kernel may serve a shape that nobody tuned.",
+    "tie": "Two times that are equal within their noise, at most 1 %.",
+}
+"""Words that every face uses."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +71,9 @@ GROUPS = (
 
 def register(subparsers: Any) -> None:
     """Add the command."""
-    about = "this text, a command's, or the keys of --shape (`tuner help shapes`)"
+    about = "this text, a command's, `tuner help shapes` or `tuner help glossary`"
     parser = subparsers.add_parser("help", help=about, description=f"Prints {about}.")
-    parser.add_argument("topic", nargs="?", metavar="TOPIC", help="shapes, or a command")
+    parser.add_argument("topic", nargs="?", metavar="TOPIC", help="shapes, glossary, or a command")
     parser.set_defaults(run=run)
 
 
@@ -75,13 +89,17 @@ def run(args: argparse.Namespace) -> int:
     if args.topic == SHAPES:
         print(shapes_text())
         return 0
+    if args.topic == GLOSSARY:
+        print(glossary_text())
+        return 0
     if args.topic is None:
         args.root.print_help()
         return 0
     known = commands_of(args.root)
     if args.topic not in known:
         raise ConfigError(
-            f"'{args.topic}' is not a topic (allowed: {SHAPES}, or a command: {', '.join(known)})"
+            f"'{args.topic}' is not a topic (allowed: {SHAPES}, {GLOSSARY}, or a command: "
+            f"{', '.join(known)})"
         )
     known[args.topic].print_help()
     return 0
@@ -106,6 +124,14 @@ def groups_text(about: Mapping[str, str]) -> str:
         lines += [f"  {name:<{width}}  {about[name]}" for name in group.commands]
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
+
+
+def glossary_text() -> str:
+    """The words that every face uses, and the families' parameters."""
+    from tuner.report.glossary import MEANINGS
+
+    words = table([("word", "meaning"), *WORDS.items()])
+    return f"{words}\n\nParameters of configs\n{table([('name', 'meaning'), *MEANINGS.items()])}"
 
 
 def shapes_text() -> str:

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tuner.cli.timing import add_launch, usual_inputs
 from tuner.problem import PROBLEMS, Problem
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def register(subparsers: Any) -> None:
         "--measured", action="store_true", help="count measured times only, predict none"
     )
     parser.add_argument("--gpu", metavar="NAME", help="as H200 (default)")
-    parser.add_argument("--regime", choices=("graph", "eager"), help="how it is launched")
+    add_launch(parser)
     parser.add_argument("--l2", choices=("warm", "cold"), help="state of the inputs")
     parser.add_argument("--store", metavar="URL", help="SQLAlchemy URL or SQLite file")
     parser.add_argument("--json", action="store_true", help="one JSON object")
@@ -55,9 +56,8 @@ def run(args: argparse.Namespace) -> int:
     from tuner.cli.ahead import Progress, say_planning
     from tuner.errors import ConfigError
     from tuner.hardware import DEFAULT_GPU
-    from tuner.measurement import Regime
     from tuner.search.coverage import plan, times
-    from tuner.search.history import measured
+    from tuner.search.history import measured_in
     from tuner.selection.reader import find_gpu
     from tuner.store import open_store
 
@@ -67,12 +67,10 @@ def run(args: argparse.Namespace) -> int:
     ops = sorted({problem.op for problem in problems})
     if len(ops) > 1:
         raise ConfigError(f"a plan is for one operation; the list has {' and '.join(ops)}")
-    default = Regime.default(ops[0])
-    regime = Regime(args.regime or default.launch, args.l2 or default.l2)
     with open_store(args.store) as store:
         gpu = find_gpu(args.gpu, [e.gpu for e in store.entries()]) if args.gpu else DEFAULT_GPU
         say_planning(problems, gpu)
-        found = measured(ops[0], gpu, regime, store)
+        regime, found = measured_in(ops[0], gpu, usual_inputs(args, ops[0]), store)
     known = times(problems, gpu, found, predict=not args.measured, note=Progress())
     made = plan(known, args.within / 100)
     head = f"{ops[0]} on {gpu.name}, {regime}"

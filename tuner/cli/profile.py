@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tuner.cli.timing import add_launch, usual_inputs
 from tuner.problem import PROBLEMS
 
 if TYPE_CHECKING:
@@ -35,7 +37,7 @@ def register(subparsers: Any) -> None:
         metavar="NAME",
         help="another kernel of the ranking: a vendor's name, or the beginning of a digest",
     )
-    parser.add_argument("--regime", choices=("graph", "eager"), help="whose decision to read")
+    add_launch(parser, "whose decision to read")
     parser.add_argument("--l2", choices=("warm", "cold"), help="cold flushes the caches before")
     parser.add_argument("--store", metavar="URL", help="SQLAlchemy URL or SQLite file")
     parser.add_argument("--ncu", type=Path, metavar="PATH", help="Nsight Compute's command")
@@ -60,18 +62,17 @@ def run(args: argparse.Namespace) -> int:
     from tuner.measure import profiler
     from tuner.measure.device import detect
     from tuner.measure.profile import keep
-    from tuner.measurement import Regime, Status
+    from tuner.measurement import Status
 
     if args.timeout <= 0:
         raise ConfigError(f"--timeout {args.timeout:g} is out of range (allowed: above 0)")
     problem = PROBLEMS[args.op].parse(args.shape)
-    default = Regime.default(problem.op)
-    regime = Regime(args.regime or default.launch, args.l2 or default.l2)
+    regimes = usual_inputs(args, problem.op)
     ncu = profiler.find_ncu(args.ncu)
     gpu = detect()
     if gpu is None:
         raise BenchmarkError("there is no NVIDIA GPU to profile on", status=Status.UNAVAILABLE)
-    config = _chosen(known_entries(args), problem, gpu, regime, args.kernel)
+    config, regime = _chosen(known_entries(args), problem, gpu, regimes, args.kernel)
     counted = _profile(ncu, problem, config, gpu, regime, args.timeout)
     path = keep(counted)
     if args.json:
@@ -83,9 +84,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _chosen(
-    entries: list[Entry], problem: Problem, gpu: Gpu, regime: Regime, name: str | None
-) -> Config:
-    """The best own kernel of the shape's measured decision, or the one that is named."""
+    entries: list[Entry],
+    problem: Problem,
+    gpu: Gpu,
+    regimes: Sequence[Regime],
+    name: str | None,
+) -> tuple[Config, Regime]:
+    """The best own kernel of the shape's measured decision, or the one that is named, and the
+    regime of the decision.
+    """
     from tuner.errors import ConfigError, NoValidConfigError
     from tuner.measurement import Provenance
     from tuner.store.entry import is_vendor, vendor_name
@@ -93,6 +100,7 @@ def _chosen(
     entry = next(
         (
             e
+            for regime in regimes
             for e in entries
             if (e.problem, e.gpu.identity, e.regime) == (problem, gpu.identity, regime)
             and e.provenance is Provenance.MEASURED
@@ -101,12 +109,12 @@ def _chosen(
     )
     if entry is None:
         raise NoValidConfigError(
-            f"nothing is measured for {problem.op} {problem.label()} on {gpu.name} ({regime}): "
+            f"nothing is measured for {problem.op} {problem.label()} on {gpu.name} ({regimes[0]}): "
             "`tuner sweep` comes first"
         )
     ranked = list(dict.fromkeys(m.config for m in entry.ranking))
     if name is None:
-        return (entry.best_own or entry.winner).config
+        return (entry.best_own or entry.winner).config, entry.regime
     names = [vendor_name(c) if is_vendor(c) else c.digest for c in ranked]
     found = [
         config
@@ -118,7 +126,7 @@ def _chosen(
             f"--kernel {name} names {len(found)} kernels of the ranking (allowed: "
             f"{', '.join(names)})"
         )
-    return found[0]
+    return found[0], entry.regime
 
 
 def _profile(

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tuner.cli.timing import add_launch, usual_inputs
 from tuner.problem import PROBLEMS
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def register(subparsers: Any) -> None:
         "--problems", type=Path, metavar="FILE", help="YAML or JSON list, a file each in OUT"
     )
     parser.add_argument("--gpu", metavar="NAME", help="as H200 (default)")
-    parser.add_argument("--regime", choices=("graph", "eager"), help="how it is launched")
+    add_launch(parser)
     parser.add_argument("--l2", choices=("warm", "cold"), help="state of the inputs")
     parser.add_argument("--store", metavar="URL", help="SQLAlchemy URL or SQLite file")
     parser.add_argument("--json", action="store_true", help="one JSON object")
@@ -50,7 +51,6 @@ def run(args: argparse.Namespace) -> int:
     from tuner.runners import recording
     from tuner.selection.reader import find_gpu
     from tuner.store import open_store
-    from tuner.tuning.job import JobOptions
 
     problems = problems_of(args)
     out: Path = args.out
@@ -61,15 +61,15 @@ def run(args: argparse.Namespace) -> int:
     with open_store(args.store, create=False) as store:
         gpu = find_gpu(args.gpu, [e.gpu for e in store.entries()]) if args.gpu else DEFAULT_GPU
         for problem in problems:
-            regime = JobOptions(launch=args.regime, l2=args.l2).regime(problem)
+            regimes = usual_inputs(args, problem.op)
             try:
-                found = recording.from_store(store, problem, gpu, regime)
+                found = recording.from_store(store, problem, gpu, regimes)
             except ConfigError as exc:
                 if args.shape:
                     raise
                 missing.append(str(exc))
                 continue
-            name = recording.file_name(problem, gpu, regime)
+            name = recording.file_name(problem, gpu, found.regime)
             path = out / name if out.is_dir() else out
             rows.append(_facts(path, recording.write(path, found), found))
     if args.json:

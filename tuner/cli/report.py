@@ -14,10 +14,10 @@ from tuner.errors import ConfigError, NoValidConfigError
 if TYPE_CHECKING:
     from tuner.report.subject import Subject
 
-DESCRIPTION = """Writes one self-contained HTML page of a measured sweep: the verdict, the kernel
-against its peers, what limits it and why it won, the course and the cost of the search, its space,
-which parameters matter, a roofline, memory, and scaling where enough lengths are known. Of the
-store, else of the shipped recordings; no GPU is needed."""
+DESCRIPTION = """Writes one self-contained HTML page of a measured sweep: the verdict and how to use
+it, the kernel beside its peers, its limits, the reasons for its config, course and cost of the
+search, its space, a roofline, memory, and scaling where enough lengths are known. It reads the
+store, else the shipped recordings; no GPU is needed."""
 
 
 def register(subparsers: Any) -> None:
@@ -98,6 +98,7 @@ def _job(args: argparse.Namespace) -> int:
     """
     from tuner.hardware import DEFAULT_GPU
     from tuner.measure.device import detect
+    from tuner.measurement import Regime
     from tuner.report.analysis import verdict
     from tuner.report.subject import from_known
     from tuner.runners.recording import SUFFIX, file_name
@@ -117,14 +118,14 @@ def _job(args: argparse.Namespace) -> int:
     gpu = find_gpu(args.gpu) if args.gpu else detect() or DEFAULT_GPU
     options, written, missing = JobOptions.from_json(job.options), [], []
     for problem in problems:
-        regime = options.regime(problem)
+        regimes = Regime.preferred(options.regime(problem))
         try:
-            subject = from_known(problem, gpu, regime, args.store, args.bench or ())
+            subject = from_known(problem, gpu, regimes, args.store, args.bench or ())
         except NoValidConfigError:
             missing.append(f"{problem.op} {problem.label()}")
             continue
         place.mkdir(parents=True, exist_ok=True)
-        path = place / (file_name(problem, gpu, regime).removesuffix(SUFFIX) + ".html")
+        path = place / (file_name(problem, gpu, subject.regime).removesuffix(SUFFIX) + ".html")
         size = _write(path, subject)
         written.append({**_facts(path, size, subject), "verdict": verdict(subject)})
         if not args.json:

@@ -1,8 +1,8 @@
-"""What a sweep prints at its end."""
+"""Text that a sweep prints at its end."""
 
 from __future__ import annotations
 
-from tuner.measurement import Measurement, speedup_text
+from tuner.measurement import Measurement, is_tie, versus
 from tuner.problem import AttentionProblem
 from tuner.selection.describe import (
     WIDTH,
@@ -14,7 +14,7 @@ from tuner.selection.describe import (
     table,
     wrapped,
 )
-from tuner.store.entry import Entry, is_vendor
+from tuner.store.entry import Entry, is_vendor, vendor_name
 from tuner.tuning.outcome import Outcome
 
 
@@ -56,9 +56,8 @@ def _unranked_lines(outcome: Outcome) -> list[str]:
     for m in outcome.unranked:
         text = f"not ranked, without a final time: {short_name(m)}: "
         text += f"{microseconds(m.latency_us)} us in the quick pass"
-        ratio = m.speedup(vendor) if vendor else None
-        if vendor and ratio is not None:
-            text += f", {speedup_text(ratio, f'{short_name(vendor)} there')}"
+        if vendor and (speed := versus(m, vendor, f"{short_name(vendor)} there")):
+            text += f", {speed}"
         lines += wrapped(text)
     return lines
 
@@ -97,14 +96,17 @@ def _shown(entry: Entry) -> list[Measurement]:
 
 
 def _roles(entry: Entry, m: Measurement) -> str:
-    roles = []
-    if m is entry.ranking[0]:
+    first, roles = entry.ranking[0], []
+    is_tied = entry.is_tied and first is entry.best_own
+    if is_tied and (m is first or (is_vendor(m.config) and is_tie(first, m))):
+        roles.append("tied first")
+    elif m is first:
         roles.append("winner")
     elif m is entry.ranking[1]:
         roles.append("runner-up")
     if m is entry.best_own:
         roles.append("best own")
-    if is_vendor(m.config):
+    if m is entry.vendors.get(vendor_name(m.config)):  # of a library's list the best
         roles.append("baseline")
     return ", ".join(roles)
 

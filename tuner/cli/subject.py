@@ -1,4 +1,4 @@
-"""Which sweep ``tuner report`` and ``tuner explain`` speak of."""
+"""The sweep that ``tuner report`` and ``tuner explain`` speak of."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tuner.cli.timing import add_launch, usual_inputs
 from tuner.problem import PROBLEMS
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ def add_subject(parser: argparse.ArgumentParser) -> Any:
     what.add_argument("--recording", type=Path, metavar="FILE", help="a recorded sweep")
     parser.add_argument("--op", choices=sorted(PROBLEMS), default="attention")
     parser.add_argument("--gpu", metavar="NAME", help="as H200; default: this machine's, or H200")
-    parser.add_argument("--regime", choices=("graph", "eager"), help="how it is launched")
+    add_launch(parser)
     parser.add_argument("--l2", choices=("warm", "cold"), help="state of the inputs")
     parser.add_argument("--store", metavar="URL", help="SQLAlchemy URL or SQLite file")
     return what
@@ -36,12 +37,11 @@ def subject_of(args: argparse.Namespace) -> Subject:
     from tuner.measure.device import detect
     from tuner.report import subject
     from tuner.selection.reader import find_gpu
-    from tuner.tuning.job import JobOptions
 
     benches = getattr(args, "bench", None) or ()
     if args.recording is not None:
         return subject.from_file(args.recording, benches)
     problem = PROBLEMS[args.op].parse(args.shape)
-    regime = JobOptions(launch=args.regime, l2=args.l2).regime(problem)
+    regimes = usual_inputs(args, problem.op)
     gpu = find_gpu(args.gpu) if args.gpu else detect() or DEFAULT_GPU
-    return subject.from_known(problem, gpu, regime, args.store, benches)
+    return subject.from_known(problem, gpu, regimes, args.store, benches)

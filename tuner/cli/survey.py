@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tuner.cli.ahead import compile_ahead, say
+from tuner.cli.timing import add_launch
 from tuner.problem import PROBLEMS
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def register(subparsers: Any) -> None:
     parser.add_argument(
         "--time-limit", type=float, metavar="SECONDS", help="end after this, with what there is"
     )
-    parser.add_argument("--regime", choices=("graph", "eager"), help="how it is launched")
+    add_launch(parser)
     parser.add_argument("--l2", choices=("warm", "cold"), help="state of the inputs")
     parser.add_argument("--device", default="0", metavar="N,...", help="CUDA devices of one kind")
     parser.add_argument("--jobs", type=int, metavar="N", help="nvcc processes at a time")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tuner import settings
 from tuner.cli.ahead import sweep_ahead
 from tuner.cli.artifacts import parse_size
+from tuner.cli.timing import add_launch
 from tuner.errors import ConfigError
 from tuner.problem import PROBLEMS
 
@@ -109,8 +110,10 @@ def add_studies(parser: argparse.ArgumentParser) -> None:
 
 def add_regime(parser: argparse.ArgumentParser) -> None:
     """How it is timed, and within which memory."""
-    parser.add_argument(
-        "--regime", choices=("graph", "eager"), help="how it is launched (default graph)"
+    add_launch(
+        parser,
+        "stream: behind an ordinary kernel, as in a model (default); chained: behind copies of "
+        "itself; eager: without a CUDA graph",
     )
     parser.add_argument(
         "--l2",
@@ -216,7 +219,7 @@ def _say_known(
     them.
     """
     from tuner.hardware import DEFAULT_GPU
-    from tuner.measurement import Provenance
+    from tuner.measurement import Provenance, Regime
     from tuner.selection.reader import lookup
     from tuner.selection.shipped import with_shipped
     from tuner.store.reading import sqlite_file
@@ -225,8 +228,8 @@ def _say_known(
     among = None if path else with_shipped(store.entries())
     known: list[tuple[Problem, Problem]] = []
     for problem in problems:
-        regime = options.regime(problem) if options.launch or options.l2 else None
-        answer = lookup(problem, gpu=DEFAULT_GPU, regime=regime, path=path, among=among)
+        regimes = Regime.choices(problem.op, options.launch, options.l2)
+        answer = lookup(problem, gpu=DEFAULT_GPU, regime=regimes, path=path, among=among)
         if answer is not None and answer.entry.provenance is Provenance.MEASURED:
             known.append((problem, answer.entry.problem))
     if not known:
@@ -251,6 +254,7 @@ def _check_ahead(args: argparse.Namespace) -> None:
     for option, given, why in (
         ("--compiled-only", args.compiled_only, "it would leave nothing to compile"),
         ("--replay", args.replay, "a replay needs no kernels"),
+        ("--optuna-storage", args.optuna_storage, "nothing is searched"),
     ):
         if ahead and given:
             raise ConfigError(f"{option} contradicts {ahead}: {why}; leave one of them out")

@@ -28,18 +28,19 @@ import logging
 import os
 import re
 import shutil
-import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from tuner import settings
+from tuner.base import scratch
 from tuner.base.ownership import close_to_others, open_to_others, trusted_sha256
 from tuner.compile import prebuilt
+from tuner.compile.device_code import device_code
 from tuner.errors import BenchmarkError, ConfigError, StoreError
 from tuner.measurement import Resources, status_of
 
@@ -52,7 +53,6 @@ FORMAT = 1
 SAFE_AGE_S = 60.0
 """`prune` leaves what was made or used within this time: somebody may be about to load it."""
 _TOUCH_EVERY_S = 10.0
-_SWEEP_AGE_S = 10.0
 _LOCK_POLL_S = 0.05
 
 _FOLDER_MODE = 0o755
@@ -187,6 +187,8 @@ class ArtifactCache:
                 except OSError:
                     shutil.copyfile(library, target)
                 close_to_others(target)
+                if resources is not None:
+                    resources = replace(resources, code=device_code(target.read_bytes(), key))
                 meta = {
                     "format": FORMAT,
                     "sha256": trusted_sha256(target),
@@ -227,19 +229,12 @@ class ArtifactCache:
         Raises:
             StoreError: when the cache folder cannot be written, or others can write it.
         """
-        try:
-            building = self._made(".building")
-            folder = Path(tempfile.mkdtemp(dir=building))
-            # Held while we live: a folder whose lock is free belongs to a dead process.
-            lock = os.open(folder, os.O_RDONLY)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError as exc:
-            raise self.write_error(exc) from exc
-        try:
+        with contextlib.ExitStack() as stack:
+            try:
+                folder = stack.enter_context(scratch.held(self._made(".building")))
+            except OSError as exc:
+                raise self.write_error(exc) from exc
             yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-            os.close(lock)
 
     def _made(self, name: str) -> Path:
         """A folder of the cache's own under the root, made where it is not there.
@@ -301,17 +296,7 @@ class ArtifactCache:
             StoreError: when others can write the cache folder.
         """
         self.check()
-        for folder in _folders(self.root / ".building"):
-            try:
-                lock = os.open(folder, os.O_RDONLY)
-            except OSError:
-                continue
-            with contextlib.suppress(OSError):
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # Between its mkdir and its lock a live one looks dead too: leave young ones.
-                if time.time() - folder.stat().st_mtime > _SWEEP_AGE_S:
-                    shutil.rmtree(folder, ignore_errors=True)
-            os.close(lock)
+        scratch.sweep(self.root / ".building")
 
     def keys(self) -> list[str]:
         """Every key in the cache, sorted; not verified."""

@@ -122,6 +122,9 @@ class Family(ABC):
     """It competes where no other own family serves the GPU, elsewhere when it is named."""
     is_vendor: ClassVar[bool] = False
     """A vendor's kernel is a baseline: nothing to compile, called through `vendor_call`."""
+    is_listed: ClassVar[bool] = False
+    """A library lists its candidates where the GPU is (`listing`); `space` has the library's own
+    first choice."""
     runtime_parameters: ClassVar[frozenset[str]] = frozenset()
     """Parameters that do not change the compiled kernels."""
     domains: ClassVar[Mapping[str, Domain]] = {}
@@ -269,8 +272,8 @@ class Family(ABC):
         return f"{self.name} has no {problem.extras}" if problem.extras else ""
 
     def lacks(self) -> str:
-        """What this machine needs to compile its kernels and has not, and how to get it; empty
-        when nothing. No part of legality: what is compiled already runs without.
+        """What this machine needs to compile or list its kernels and has not, and how to get it;
+        empty when nothing. Not part of legality: what is compiled already runs without.
         """
         return ""
 
@@ -307,6 +310,18 @@ class Family(ABC):
         problem's operands, or the reason why this machine cannot run it. May import torch.
         """
         return f"{self.name} is compiled, not called"
+
+    def listing(self, problem: Problem, max_workspace: int | None) -> Sequence[Config]:
+        """Candidates that a library offers for `problem` on this GPU, in its order, each once.
+
+        For families with `is_listed`; runs in the process that measures. May import torch, and
+        raise whatever the library raises.
+
+        Args:
+            problem: what is computed.
+            max_workspace: bytes that a candidate may use beside its operands; None: no limit.
+        """
+        return ()
 
     def handed_over(self, problem: Problem, config: Config) -> Problem:
         """`problem` in the layout in which a vendor's kernel wants its operands; by default its

@@ -17,7 +17,7 @@ from tuner.errors import BenchmarkError, CompileError, RenderError, StoreError
 from tuner.families.base import FOREIGN, Family, KernelSpec
 from tuner.hardware import Gpu
 from tuner.measure.gate import REFERENCE
-from tuner.measure.worker import Outcome
+from tuner.measure.request import Outcome
 from tuner.measure.worker_client import AnyWorker, Ask
 from tuner.measurement import Environment, Measurement, Regime, Status
 from tuner.problem import Problem
@@ -114,7 +114,8 @@ class Evaluator:
         Args:
             pending: from `start`.
             worker: of the GPU to measure on.
-            mode: quick (one by one), final (interleaved over `rounds`), probe (checks only).
+            mode: quick (one by one), final (interleaved over `rounds`), probe (checks only),
+                kernels (the profiler's durations, unchecked).
             rounds: of a final pass.
 
         Raises:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import random
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -19,6 +19,7 @@ from tuner.compile.artifacts import LoadedKernel
 from tuner.errors import BenchmarkError
 from tuner.families.base import KernelSpec
 from tuner.measure.device import Device, Pool
+from tuner.measure.subjects import Call
 from tuner.measure.tolerance import (
     Comparison,
     Limits,
@@ -96,6 +97,7 @@ _DTYPES = {"float16": 0, "bfloat16": 1, "float32": 2, E4M3: 3}
 _FILL, _PLANT_ATTENTION, _SCALE_COLUMNS, _PLANT_SOFTMAX = 0, 1, 2, 3
 _ATTENTION, _GEMM, _SOFTMAX, _COMPARE, _COUNT_CHANGED, _CHECKSUM = 4, 5, 6, 7, 8, 9
 _GATE_PAIRS, _PLANT_HUGE_ATTENTION, _PLANT_HUGE_SOFTMAX = 10, 11, 12
+_COPY = 13
 _RESULT_BYTES = 64
 #: Operands that hold no data of a random kind.
 _STARTS = ("cu_seqlens_q", "cu_seqlens_kv", "offsets")
@@ -252,12 +254,21 @@ class Gate:
 
     def compare(self, output: int, reference: int, operand: Operand, limits: Limits) -> Comparison:
         """Compare an output's memory with fp32 reference memory of the same order."""
+        width = max(
+            extent
+            for extent, stride in zip(operand.shape, operand.strides, strict=True)
+            if stride == 1
+        )
         data = self._ask(
             (output, reference, self._result),
-            (_COMPARE, _DTYPES[operand.dtype], operand.elements),
-            (limits.absolute, limits.relative),
+            (_COMPARE, _DTYPES[operand.dtype], operand.elements, width),
+            (limits.absolute, limits.relative, limits.row),
         )
         return Comparison.unpack(data, operand.elements)
+
+    def copying(self, source: int, target: int, size: int, stream: Callable[[], int]) -> Call:
+        """A launch of the element-wise kernel that copies `size` bytes, on the stream of then."""
+        return lambda: self._kernel.launch((source, target), (_COPY, size), (), 0, stream())
 
     def reference(self, kind: str) -> int:
         """Address of the fp32 reference of inputs that were loaded before."""

@@ -1,18 +1,24 @@
-"""The kernels of one call, each alone: what the call takes beside them is between its launches."""
+"""The kernels of one call: each alone, and by the profiler.
+
+What a call takes beside the kernels timed alone lies between its launches. What it takes beside
+the profiler's durations is the launch itself, and what its predecessor left in the caches.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from tuner.measure.stopwatch import (
-    CompiledSubject,
-    Sets,
-    Stopwatch,
-    entrant,
-)
+from tuner.errors import BenchmarkError
+from tuner.measure.bursts import Burst, Sets, entrant
+from tuner.measure.device import Device
+from tuner.measure.stopwatch import Stopwatch
+from tuner.measure.subjects import CompiledSubject, import_torch
+from tuner.measurement import Status
 
-_ALONE = re.compile(r"alone (.*); between launches ")
+_ALONE = re.compile(r"^alone (.*); between launches ", re.MULTILINE)
+_AGAIN = re.compile(r"^again ([\d.]+) us", re.MULTILINE)
 _ONE = re.compile(r"(\S+) (-?[\d.]+) us")
 
 
@@ -55,7 +61,54 @@ def described(found: Mapping[str, float], whole_us: float) -> str:
     return f"alone {parts}; between launches {whole_us - sum(found.values()):.2f} us"
 
 
+def again_text(us: float) -> str:
+    """One line: the time of the same kernel, timed in the same pass as another finalist."""
+    return f"again {us:.4f} us"
+
+
+def read_again(log: str) -> float | None:
+    """The inverse of `again_text`; None for another log."""
+    said = _AGAIN.search(log)
+    return float(said[1]) if said else None
+
+
+def device_us(device: Device, burst: Burst) -> float:
+    """Microseconds that the kernels of one call run, by PyTorch's profiler; of kernels that
+    overlap the sum. Those of the predecessors are left out.
+
+    Args:
+        device: where.
+        burst: prepared; it was replayed before.
+
+    Raises:
+        BenchmarkError: without torch, or when the profiler saw no kernel.
+    """
+    torch = import_torch(device)
+    whole = _recorded(torch, device, burst.enqueue)
+    alone = _recorded(torch, device, burst.enqueue_alone)
+    found = 0.0
+    for name, (count, us) in whole.items():
+        others, _ = alone.get(name, (0, 0.0))
+        found += us * max(0, count - others) / count
+    if not found:
+        raise BenchmarkError("the profiler saw no kernel", status=Status.UNAVAILABLE)
+    return found / burst.n
+
+
+def _recorded(torch: Any, device: Device, work: Callable[[], None]) -> dict[str, tuple[int, float]]:
+    """Count and microseconds of each kernel that some work launches, by name."""
+    profiler = torch.profiler
+    with profiler.profile(activities=[profiler.ProfilerActivity.CUDA]) as seen:
+        work()
+        device.wait()
+    return {
+        event.key: (event.count, event.self_device_time_total)
+        for event in seen.key_averages()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    }
+
+
 def read(line: str) -> dict[str, float]:
-    """The inverse of `described`, to a hundredth of a microsecond; empty for another line."""
-    said = _ALONE.match(line)
+    """The inverse of `described`, to a hundredth of a microsecond; empty for another log."""
+    said = _ALONE.search(line)
     return {name: float(us) for name, us in _ONE.findall(said[1])} if said else {}

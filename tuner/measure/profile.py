@@ -151,7 +151,7 @@ class Profile:
             "version": VERSION,
             "problem": self.problem.to_json(),
             "gpu": asdict(self.gpu),
-            "regime": str(self.regime),
+            "regime": self.regime.key,
             "config": self.config.to_json(),
             "environment": dict(self.environment.facts),
             "created_at": self.created_at,

@@ -21,7 +21,7 @@ from tuner.families.base import SCRATCH
 from tuner.measure import device as device_room
 from tuner.measure.device import Device, Pool
 from tuner.measure.gate import Gate, scale_of
-from tuner.measure.stopwatch import (
+from tuner.measure.subjects import (
     WORKSPACE,
     CompiledSubject,
     Subject,

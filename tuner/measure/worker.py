@@ -7,6 +7,7 @@ log. One request at a time. Answers are streamed, so that what is finished survi
     {"event": "ready"}                                       once
     {"event": "phase", "index": 3 | null, "what": "...", "allow_s": 2.0}
     {"event": "result", "index": 3, "outcome": {...}, "fatal": false}
+    {"event": "listing", "configs": [...], "reason": ""}     of a library's candidates
     {"event": "failed", "status": "...", "log": "..."}       the request, not a candidate
     {"event": "done"}
 
@@ -36,13 +37,13 @@ from typing import Any
 
 from tuner.base import ranges
 from tuner.base.processes import EndingSignals
-from tuner.compile.artifacts import Artifact, load
-from tuner.config import Config
+from tuner.compile.artifacts import load
 from tuner.errors import BenchmarkError, GateError, TunerError
 from tuner.families import families, families_in
 from tuner.families.base import SCRATCH, Family
 from tuner.hardware import Gpu
 from tuner.measure import device as device_room
+from tuner.measure.bursts import Burst, Sets, count_sets, entrant
 from tuner.measure.device import Device, Pool
 from tuner.measure.gate import (
     Gate,
@@ -51,22 +52,14 @@ from tuner.measure.gate import (
     reference_seconds,
     scale_of,
 )
-from tuner.measure.kernel_times import alone_us, described
-from tuner.measure.stopwatch import (
-    WORKSPACE,
-    Burst,
-    CompiledSubject,
-    Sets,
-    Stopwatch,
-    Subject,
-    Timing,
-    VendorSubject,
-    count_sets,
-    entrant,
-)
+from tuner.measure.kernel_times import again_text, alone_us, described, device_us
+from tuner.measure.predecessor import predecessor
+from tuner.measure.request import Candidate, Job, Outcome
+from tuner.measure.stopwatch import Stopwatch, Timing
+from tuner.measure.subjects import WORKSPACE, CompiledSubject, Subject, VendorSubject, import_torch
 from tuner.measure.tolerance import Verdict, too_fast
-from tuner.measurement import Clocks, Regime, Status
-from tuner.problem import Problem, problem_from_json
+from tuner.measurement import Status
+from tuner.problem import problem_from_json
 
 #: Importing torch, loading cuDNN, choosing algorithms and compiling (FlashAttention-4 does) may
 #: take this much longer than a launch.
@@ -75,86 +68,6 @@ VENDOR_ALLOWANCE_S = 120.0
 _ROUND_ALLOWANCE_S = 10.0
 
 Emit = Callable[[Mapping[str, Any]], None]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of one candidate; the part of a `Measurement` that only the GPU knows."""
-
-    status: Status
-    latency_us: float | None = None
-    std_us: float | None = None
-    rounds: int = 0
-    flags: tuple[str, ...] = ()
-    error: float | None = None
-    workspace_bytes: int = 0
-    clocks: Clocks = field(default_factory=Clocks)
-    log: str = ""
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Outcome:
-        """The inverse of `dataclasses.asdict` through JSON."""
-        values = dict(data)
-        clocks = dict(values.pop("clocks", {}))
-        clocks["throttle"] = tuple(clocks.get("throttle", ()))
-        return cls(
-            status=Status(values.pop("status")),
-            flags=tuple(values.pop("flags", ())),
-            clocks=Clocks(**clocks),
-            **values,
-        )
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """One config of a request."""
-
-    index: int
-    """Its place among the configs of the driver."""
-    config: Config
-    artifacts: Mapping[str, Artifact]
-    """By the kernel's name within the family; empty for a vendor's."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """One request, read."""
-
-    problem: Problem
-    regime: Regime
-    mode: str
-    """quick: check and time each; final: interleave all; probe: check only."""
-    seed: int
-    rounds: int
-    careful: bool
-    max_workspace: int | None
-    reference: Artifact
-    candidates: Sequence[Candidate]
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Job:
-        artifacts = {
-            key: Artifact(key, Path(library), sha256, None, 0.0)
-            for key, (library, sha256) in data["artifacts"].items()
-        }
-        return cls(
-            problem=problem_from_json(data["problem"]),
-            regime=Regime.parse(data["regime"]),
-            mode=data["mode"],
-            seed=data["seed"],
-            rounds=data.get("rounds", 0),
-            careful=data.get("careful", False),
-            max_workspace=data.get("max_workspace"),
-            reference=artifacts[data["reference"]],
-            candidates=[
-                Candidate(
-                    item["index"],
-                    Config.from_json(item["config"]),
-                    {name: artifacts[key] for name, key in item["kernels"].items()},
-                )
-                for item in data["candidates"]
-            ],
-        )
 
 
 @dataclass
@@ -166,6 +79,7 @@ class _Prepared:
     own: Sequence[Guarded]
     verdict: Verdict = field(default_factory=lambda: Verdict(Status.OK))
     burst: Burst | None = None
+    control: Burst | None = None
 
     @property
     def buffers(self) -> dict[str, int]:
@@ -177,8 +91,8 @@ class _Prepared:
         return subject.scratch_bytes + subject.workspace_bytes + subject.temporary_bytes
 
     def close(self) -> None:
-        if self.burst is not None:
-            self.burst.close()
+        for burst in filter(None, (self.burst, self.control)):
+            burst.close()
         self.subject.close()
 
     def outcome(self, verdict: Verdict, timing: Timing | None = None, **more: Any) -> Outcome:
@@ -210,6 +124,9 @@ class Worker:
             if request["mode"] == "environment":
                 self._emit({"event": "facts", "facts": self._facts()})
                 alive = True
+            elif request["mode"] == "listing":
+                self._emit({"event": "listing", **self._listing(request)})
+                alive = self._device.healthy()
             else:
                 alive = self._measure(Job.from_json(request))
         except BenchmarkError as exc:
@@ -227,6 +144,18 @@ class Worker:
             if member.is_vendor:
                 facts |= member.environment()
         return facts
+
+    def _listing(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """The candidates of a library for a problem; a reason where it has none."""
+        family = self._members[request["family"]]
+        self._phase(None, f"candidates of {family.name}", VENDOR_ALLOWANCE_S)
+        problem = problem_from_json(request["problem"])
+        try:
+            import_torch(self._device)
+            configs = family.listing(problem, request["max_workspace"])
+        except Exception as exc:  # the worker's loop: a library may fail in any way
+            return {"configs": [], "reason": str(exc) or type(exc).__name__}
+        return {"configs": [config.to_json() for config in configs], "reason": ""}
 
     def _phase(self, index: int | None, what: str, allow_s: float = 0.0) -> None:
         self._emit({"event": "phase", "index": index, "what": what, "allow_s": round(allow_s, 3)})
@@ -287,16 +216,27 @@ class Worker:
         prepared = self._prepare(job, pool, candidate)
         stopwatch = Stopwatch(self._device, job.regime)
         try:
+            if job.mode == "kernels":
+                return self._profiled(job, rotation, stopwatch, prepared)
             self._check(job, prepared)
             if prepared.verdict.status is not Status.OK or job.mode == "probe":
                 return prepared.outcome(prepared.verdict)
-            burst = self._burst(job, rotation, stopwatch, prepared)
-            timing, clocks = stopwatch.quick(burst)
+            prepared.burst = self._burst(job, rotation, stopwatch, prepared)
+            timing, clocks = stopwatch.quick(prepared.burst)
             verdict = self._recheck(job, prepared, timing)
             return prepared.outcome(verdict, timing, clocks=clocks)
         finally:
             prepared.close()
             stopwatch.close()
+
+    def _profiled(
+        self, job: Job, rotation: _Rotation, stopwatch: Stopwatch, prepared: _Prepared
+    ) -> Outcome:
+        """How long the kernels of a call run, by the profiler."""
+        prepared.burst = self._burst(job, rotation, stopwatch, prepared)
+        self._phase(prepared.index, "profiling", VENDOR_ALLOWANCE_S)
+        timing = Timing(device_us(self._device, prepared.burst), 0.0, 1)
+        return prepared.outcome(prepared.verdict, timing)
 
     def _prepare(self, job: Job, pool: Pool, candidate: Candidate) -> _Prepared:
         index, config = candidate.index, candidate.config
@@ -328,12 +268,12 @@ class Worker:
     def _burst(
         self, job: Job, rotation: _Rotation, stopwatch: Stopwatch, prepared: _Prepared
     ) -> Burst:
+        """A burst of a candidate, ready to be timed."""
         vendor = isinstance(prepared.subject, VendorSubject)
         self._phase(prepared.index, "timing", VENDOR_ALLOWANCE_S if vendor else 0.0)
         scale = scale_of(job.problem)
         entered = entrant(prepared.subject, rotation.sets(), prepared.buffers, scale)
-        prepared.burst = stopwatch.prepare(entered)
-        return prepared.burst
+        return stopwatch.prepare(entered)
 
     def _opened(self) -> Gate:
         if self._gate is None:
@@ -368,6 +308,8 @@ class Worker:
             return Verdict(Status.TOO_FAST, prepared.verdict.error, reason)
         if prepared.burst is None or isinstance(prepared.subject, VendorSubject):
             return prepared.verdict  # a vendor's output stays in memory of its own
+        if job.regime.behind == "gemm":
+            return prepared.verdict  # its predecessor computed other inputs
         gate = self._opened()
         self._phase(prepared.index, "check after timing")
         gate.arm(prepared.own)
@@ -394,7 +336,7 @@ class Worker:
                 self._check(job, prepared)
                 if prepared.verdict.status is not Status.OK:
                     return prepared.outcome(prepared.verdict)
-                self._burst(job, rotation, stopwatch, prepared)
+                prepared.burst = self._burst(job, rotation, stopwatch, prepared)
                 ready.append(prepared)
                 return None
 
@@ -421,7 +363,8 @@ class Worker:
 
         def progress(which: int) -> None:
             nonlocal culprit
-            culprit = ready[which].index if which >= 0 else None
+            # The control is the first finalist once more.
+            culprit = ready[which % len(ready)].index if which >= 0 else None
             self._phase(culprit, "interleaved timing", _ROUND_ALLOWANCE_S)
 
         def conclude(prepared: _Prepared, timing: Timing) -> Outcome:
@@ -433,13 +376,22 @@ class Worker:
                     prepared.subject, rotation.sets(), prepared.buffers, scale, stopwatch
                 )
                 verdict = replace(verdict, log=described(found, timing.median_us))
+            if prepared is ready[0] and verdict.status is Status.OK:
+                lines = [again_text(control.median_us), verdict.log]
+                verdict = replace(verdict, log="\n".join(filter(None, lines)))
             return prepared.outcome(verdict, timing, clocks=clocks)
 
         gate.load("random")
         bursts = [prepared.burst for prepared in ready if prepared.burst is not None]
+        culprit = ready[0].index
         try:
-            with ranges.named(f"interleaved timing of {len(bursts)}"):
-                timings, clocks = stopwatch.final(bursts, job.rounds, progress, careful=job.careful)
+            # The control: what two times of one kernel differ by.
+            ready[0].control = self._burst(job, rotation, stopwatch, ready[0])
+            bursts.append(ready[0].control)
+            with ranges.named(f"interleaved timing of {len(ready)}"):
+                (*timings, control), clocks = stopwatch.final(
+                    bursts, job.rounds, progress, careful=job.careful
+                )
         except Exception as exc:  # as in the worker's loop, but of whose turn it was
             outcome = self._explain(exc)
             if culprit is None:
@@ -465,7 +417,8 @@ class _Rotation:
             device, problem = self._worker._device, self._job.problem
             count = count_sets(problem, self._worker._gpu, self._job.regime, device.free_bytes())
             self._gate.load("random")
-            self._sets = Sets(device, problem, self._gate.pointers, count)
+            behind = partial(predecessor, self._job.regime, device, self._gate, problem)
+            self._sets = Sets(device, problem, self._gate.pointers, count, behind)
         return self._sets
 
     def __enter__(self) -> _Rotation:

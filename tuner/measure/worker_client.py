@@ -25,7 +25,7 @@ from tuner.base.processes import python_command, python_environment
 from tuner.compile.artifacts import Artifact
 from tuner.config import Config
 from tuner.errors import BenchmarkError
-from tuner.measure.worker import Outcome
+from tuner.measure.request import Outcome
 from tuner.measurement import Regime, Status
 from tuner.problem import Problem
 
@@ -46,7 +46,7 @@ class Ask:
     problem: Problem
     regime: Regime
     mode: str
-    """quick, final or probe; see `worker.Job`."""
+    """quick, final, probe or kernels; see `request.Job`."""
     seed: int
     reference: Artifact
     """The gate's kernels."""
@@ -61,7 +61,7 @@ class Ask:
             used += self.candidates[index][1].values()
         return {
             "problem": self.problem.to_json(),
-            "regime": str(self.regime),
+            "regime": self.regime.key,
             "mode": self.mode,
             "seed": self.seed,
             "rounds": self.rounds,
@@ -100,6 +100,8 @@ class AnyWorker(Protocol):
     def measure(self, ask: Ask) -> list[Outcome]: ...
 
     def facts(self) -> dict[str, str]: ...
+
+    def listing(self, problem: Problem, family: str, max_workspace: int | None) -> list[Config]: ...
 
     def interrupt(self) -> None: ...
 
@@ -157,6 +159,25 @@ class WorkerClient:
                 found = dict(event["facts"])
         if ending is not None:
             raise BenchmarkError(f"the worker failed: {ending.log}", status=ending.status)
+        return found
+
+    def listing(self, problem: Problem, family: str, max_workspace: int | None) -> list[Config]:
+        """`Family.listing` on the GPU; none where the library or the worker fails.
+
+        Raises:
+            BenchmarkError: when no worker can be started.
+            concurrent.futures.CancelledError: after `interrupt`.
+        """
+        request = {
+            "mode": "listing",
+            "problem": problem.to_json(),
+            "family": family,
+            "max_workspace": max_workspace,
+        }
+        found: list[Config] = []
+        for event in self._events(request):
+            if not isinstance(event, _Ending) and event["event"] == "listing":
+                found = [Config.from_json(config) for config in event["configs"]]
         return found
 
     def measure(self, ask: Ask) -> list[Outcome]:

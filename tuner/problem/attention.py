@@ -347,7 +347,7 @@ class AttentionProblem(Problem):
         )
         tail = ",varlen=1" if self.is_varlen else ""
         tail += (",causal=1" if self.is_causal else "") + self._window_label()
-        tail += f",softcap={self.softcap:g}" if self.softcap else ""
+        tail += f",softcap={_exact(self.softcap)}" if self.softcap else ""
         tail += (f",bias={self.bias}" if self.bias else "") + (",alibi=1" if self.is_alibi else "")
         tail += f",dtype={DTYPE_SHORT[self.dtype]}"
         is_implied = self.is_varlen or self.layout == "bhsd"
@@ -446,3 +446,9 @@ def _divisors(n: int) -> str:
     if n > MAX_LISTED_HEADS:
         return "a divisor of H"
     return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
+
+
+def _exact(value: float) -> str:
+    """The shortest text that reads as this number."""
+    short = f"{value:g}"
+    return short if float(short) == value else repr(value)

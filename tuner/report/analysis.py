@@ -1,4 +1,4 @@
-"""What follows from the measurements of a sweep; every number from one that was measured."""
+"""Conclusions from the measurements of a sweep; every number comes from a measured one."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from typing import Any
 
 from tuner.config import Config, Value
 from tuner.families import families
-from tuner.measurement import Measurement, speedup_text
+from tuner.measurement import Measurement, is_tie, versus
 from tuner.problem import Problem
 from tuner.report.subject import Subject
-from tuner.search.ranking import is_tie
 from tuner.selection.describe import microseconds, short_name
 from tuner.store.entry import is_vendor
 
@@ -34,7 +33,7 @@ def latency(measurement: Measurement) -> float:
 
 
 def verdict(subject: Subject) -> str:
-    """Who won, by how much, in one sentence."""
+    """The winner and its ratio, in one sentence."""
     entry = subject.entry
     own, first = entry.best_own, entry.ranking[0]
     name = f"{subject.problem.op} {subject.problem.label()}"
@@ -48,17 +47,15 @@ def verdict(subject: Subject) -> str:
     if entry.fastest_vendor is None:
         return f"{short_name(own)} computes {name} in {_us(own)}; no vendor's kernel was measured."
     vendor, fastest = entry.fastest_vendor
-    ratio = latency(fastest) / latency(own)
+    speed, is_tied = versus(own, fastest, vendor), is_tie(own, fastest)
     count = len(entry.vendors)
     beside = f"{_us(fastest)}, the {f'fastest of {count} vendors' if count > 1 else 'one vendor'}'"
     beside += " kernels" if count > 1 else "s kernel measured"
-    if is_tie(own, fastest) or ratio > 1:
-        tie = "a tie; " if is_tie(own, fastest) else ""
-        speed = speedup_text(ratio, vendor)
-        return f"{short_name(own)} computes {name} in {_us(own)}: {speed} ({tie}{beside})."
+    if is_tied or latency(own) < latency(fastest):
+        return f"{short_name(own)} computes {name} in {_us(own)}: {speed} ({beside})."
     return (
         f"{vendor} stays the fastest for {name} with {_us(fastest)}; the best own kernel, "
-        f"{short_name(own)}, takes {_us(own)}: {speedup_text(ratio, vendor)}."
+        f"{short_name(own)}, takes {_us(own)}: {speed}."
     )
 
 
@@ -289,14 +286,19 @@ class Standing:
         return latency(self.vendor) / latency(self.own)
 
     @property
+    def is_tied(self) -> bool:
+        """Whether the two are equal within their noise."""
+        return is_tie(self.own, self.vendor)
+
+    @property
     def speed(self) -> str:
         """The ratio in words, as ``1.29x cudnn``."""
-        return speedup_text(self.ratio, short_name(self.vendor))
+        return versus(self.own, self.vendor, short_name(self.vendor))
 
 
 def standing(subject: Subject) -> list[Standing]:
-    """Every measured problem of the operation with both, smallest first; under the subject's
-    regime, on its GPU. This one's numbers are the subject's own.
+    """Every measured problem of the operation with both, the least own speed first; under the
+    subject's regime, on its GPU. This one's numbers are the subject's own.
     """
     here = (subject.problem.op, subject.gpu.identity, subject.regime)
     known = {
@@ -309,4 +311,4 @@ def standing(subject: Subject) -> list[Standing]:
         for problem, entry in known.items()
         if entry.best_own is not None and entry.vendors
     ]
-    return sorted(found, key=lambda s: (s.problem.flops, s.problem.key))
+    return sorted(found, key=lambda s: (s.ratio, s.problem.flops, s.problem.key))

@@ -1,4 +1,4 @@
-"""What pictures need in a browser: the drawing library, and how it is called.
+"""Scripts that pictures need in a browser: the drawing library, and its call.
 
 The report carries them inside its one file; the service hands them out beside its pages.
 """

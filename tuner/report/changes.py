@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from tuner.errors import ConfigError
-from tuner.measurement import Measurement, Provenance, speedup_text
+from tuner.measurement import Measurement, Provenance, deviation, is_tie, speedup_text
 from tuner.report.analysis import latency
 from tuner.runners import recording
-from tuner.search.ranking import deviation, is_tie, rank
+from tuner.search.ranking import rank
 from tuner.selection.describe import short_name
 from tuner.selection.reader import Entry, shipped
 from tuner.selection.reader import entries as stored_entries
@@ -34,7 +34,7 @@ H200 (cudnn at (1,16,1024,64): 14.4 and 14.1 us, November 2026)."""
 
 
 class Change(StrEnum):
-    """What became of a time."""
+    """Change of a time beyond the noise."""
 
     FASTER = "faster"
     SLOWER = "slower"

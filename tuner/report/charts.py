@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,13 +11,14 @@ from tuner.measurement import Measurement, Status
 from tuner.report.analysis import Importance, Standing, latency
 from tuner.report.course import Step
 from tuner.report.explain import limits
-from tuner.report.lengths import Length, crossings
 from tuner.report.spec import (
     BEST,
     CROSS,
     FAILED,
     INK,
     SERIES,
+    SOFT,
+    Rows,
     Spec,
     channel,
     log_scale,
@@ -29,6 +31,8 @@ from tuner.report.work import l2_bytes_per_us, total, works
 from tuner.selection.describe import config_text, microseconds, short_name
 from tuner.store.entry import is_vendor
 
+FASTER, TIED, SLOWER = "own is faster", "a tie", "vendor is faster"
+"""How two kernels compare; a tie is within their noise."""
 _HERE = "\u25b8 "
 """Marks the subject's own problem among others."""
 
@@ -47,34 +51,40 @@ def ranking(subject: Subject) -> Spec:
         }
         for m in subject.ranking
     ]
-    y = channel("kernel", "", "nominal", sort=None, axis={"title": None, "labelLimit": 170})
+    rows = Rows("kernel", [short_name(m) for m in subject.ranking])
+    y = rows.y
     who = {
         "field": "who",
         "type": "nominal",
         "scale": {"domain": ["own", "vendor"], "range": [SERIES[0], SERIES[7]]},
         "legend": {"orient": "top", "title": None},
     }
-    top = 1.45 * max(latency(m) for m in subject.ranking)
+    top = 1.3 * max(latency(m) for m in subject.ranking)
     x = channel("us", "microseconds a call", scale={"domain": [0, top], "nice": False})
     tooltip = tips(("kernel", "kernel"), ("text", "time"), ("config", "config"))
     return picture(
         values,
         "Time of every kernel of the final pass, in order of rank.",
-        height=28 * len(values),
-        encoding={"y": y, "x": x},
+        height=rows.height,
         layer=[
-            {"mark": {"type": "bar", "height": 16}, "encoding": {"color": who, "tooltip": tooltip}},
+            {"mark": rows.bar, "encoding": {"y": y, "x": x, "color": who, "tooltip": tooltip}},
             {
-                "mark": {"type": "rule", "color": INK, "strokeWidth": 2},
-                "encoding": {"x": channel("low", "microseconds a call"), "x2": {"field": "high"}},
+                "mark": {"type": "rule", "color": INK, "strokeWidth": 2, **rows.at_bar},
+                "encoding": {
+                    "y": y,
+                    "x": channel("low", "microseconds a call"),
+                    "x2": {"field": "high"},
+                },
             },
             {
-                "mark": {"type": "text", "align": "left", "dx": 6, "color": INK},
+                "mark": {"type": "text", "align": "left", "dx": 6, "color": INK, **rows.at_bar},
                 "encoding": {
+                    "y": y,
                     "x": channel("high", "microseconds a call"),
                     "text": {"field": "text"},
                 },
             },
+            rows.layer,
         ],
     )
 
@@ -285,16 +295,14 @@ def busy(subject: Subject, measurement: Measurement) -> Spec:
 
 
 def standing(found: Sequence[Standing], subject: Subject) -> Spec:
-    """Own speed as a multiple of the fastest vendor's, from 1 to either side."""
-    labels = [s.problem.label() for s in found]
-    common = [part for part in labels[0].split(",") if all(part in x.split(",") for x in labels)]
+    """Own speed as a multiple of the fastest vendor's, from 1 to either side, in order."""
+    labels, common = _without_common([s.problem.label() for s in found])
     values = [
         {
-            "problem": (_HERE if s.problem == subject.problem else "")
-            + ",".join(part for part in label.split(",") if part not in common),
+            "problem": (_HERE if s.problem == subject.problem else "") + label,
             "ratio": s.ratio,
             "even": 1,
-            "who": "own is faster" if s.ratio >= 1 else "vendor is faster",
+            "who": TIED if s.is_tied else FASTER if s.ratio > 1 else SLOWER,
             "text": s.speed,
             "at": max(1.0, s.ratio),
             "own": f"{microseconds(s.own.latency_us)} us {short_name(s.own)}",
@@ -306,28 +314,32 @@ def standing(found: Sequence[Standing], subject: Subject) -> Spec:
     high = max(1.05, *(s.ratio for s in found))
     x = channel(
         "ratio",
-        "own speed, multiples of the fastest vendor's"
-        + (f", {','.join(common)}" if common else ""),
+        f"own speed over the fastest vendor's{f', {common}' if common else ''}",
         scale={"domain": [low, high + 0.35 * (high - low)], "nice": False},
-        axis={"tickCount": 6},
+        # At the top: a reader of a long list sees it first.
+        axis={"tickCount": 6, "orient": "top"},
     )
-    y = channel("problem", "", "nominal", sort=None, axis={"title": None, "labelLimit": 260})
+    rows = Rows("problem", [str(value["problem"]) for value in values])
+    y = rows.y
     who = {
         "field": "who",
         "type": "nominal",
-        "scale": {"domain": ["own is faster", "vendor is faster"], "range": [SERIES[0], SERIES[7]]},
+        "scale": {
+            "domain": [FASTER, TIED, SLOWER],
+            "range": [SERIES[0], SERIES[4], SERIES[7]],
+        },
         "legend": {"orient": "top", "title": None},
     }
     tooltip = tips(("problem", "problem"), ("own", "own"), ("vendor", "fastest vendor"))
-    even = {"type": "rule", "color": INK, "strokeWidth": 1.5}
+    even = {"type": "rule", "color": SOFT}
     return picture(
         values,
         "Speed of the best own kernel as a multiple of the fastest vendor's, of every tuned "
         "problem.",
-        height=26 * len(values),
+        height=rows.height,
         layer=[
             {
-                "mark": {"type": "bar", "height": 14},
+                "mark": rows.bar,
                 "encoding": {
                     "y": y,
                     "x": x,
@@ -337,7 +349,7 @@ def standing(found: Sequence[Standing], subject: Subject) -> Spec:
                 },
             },
             {
-                "mark": {"type": "text", "align": "left", "dx": 6, "color": INK},
+                "mark": {"type": "text", "align": "left", "dx": 6, "color": INK, **rows.at_bar},
                 "encoding": {"y": y, "x": {**x, "field": "at"}, "text": {"field": "text"}},
             },
             {
@@ -345,8 +357,24 @@ def standing(found: Sequence[Standing], subject: Subject) -> Spec:
                 "mark": even,
                 "encoding": {"x": x},
             },
+            rows.layer,
         ],
     )
+
+
+def _without_common(labels: Sequence[str]) -> tuple[list[str], str]:
+    """Labels without the parts that all of them share, or all but those that name another type.
+
+    Returns:
+        the labels, and the parts that were left out.
+    """
+    split = [label.split(",") for label in labels]
+    common = [part for part in split[0] if all(part in parts for parts in split)]
+    types = Counter(part for parts in split for part in parts if part.startswith("dtype="))
+    if types and types.total() == len(labels):
+        common += [part for part, _ in types.most_common(1) if part not in common]
+    kept = [",".join(part for part in parts if part not in common) for parts in split]
+    return kept, ",".join(common)
 
 
 def memory(subject: Subject) -> Spec:
@@ -363,121 +391,23 @@ def memory(subject: Subject) -> Spec:
             (("operands", m.problem.bytes), ("beside them", m.workspace_bytes))
         )
     ]
-    return picture(
-        values,
-        "Memory of each kernel of the final pass: the operands, and what it uses beside them.",
-        height=24 * len(subject.ranking),
-        mark={"type": "bar", "height": 14},
-        encoding={
-            "y": channel(
-                "kernel", "", "nominal", sort=None, axis={"title": None, "labelLimit": 170}
-            ),
-            "x": channel("MB", "MB (10^6 bytes)", stack="zero"),
-            "order": {"field": "order"},
-            "color": {
-                "field": "part",
-                "type": "nominal",
-                "scale": {"domain": ["operands", "beside them"], "range": [SERIES[7], SERIES[1]]},
-                "legend": {"orient": "top", "title": None},
-            },
-            "tooltip": tips(("kernel", "kernel"), ("part", "part"), ("MB", "MB")),
-        },
-    )
-
-
-def scaling(lengths: Sequence[Length]) -> Spec:
-    """Rate of the fastest of each kernel over the sequence length; crossings marked."""
-    marks = [
-        {"seqlen": place, "text": f"{after} from here"} for place, _, after in crossings(lengths)
-    ]
-    spec = _over_length(
-        lengths,
-        "TFLOP/s",
-        "Rate of the fastest of each kernel over the sequence length.",
-        [length.measurement.tflops or 0.0 for length in lengths],
-    )
-    x = _length_axis(lengths)
-    spec["layer"] += [
-        {
-            "data": {"values": marks},
-            "mark": {"type": "rule", "color": INK, "strokeDash": [4, 4]},
-            "encoding": {"x": x},
-        },
-        {
-            "data": {"values": marks},
-            "mark": {"type": "text", "align": "left", "angle": 90, "dy": -5, "color": INK},
-            "encoding": {"x": x, "y": {"value": 4}, "text": {"field": "text"}},
-        },
-    ]
-    return spec
-
-
-def memory_scaling(lengths: Sequence[Length]) -> Spec:
-    """Memory beside the operands, and with them, over the sequence length."""
-    sizes = [
-        (length.measurement.problem.bytes + length.measurement.workspace_bytes) / 1e6
-        for length in lengths
-    ]
-    description = "Memory of a call over the sequence length, operands counted."
-    return _over_length(lengths, "MB (10^6 bytes)", description, sizes, is_log=True)
-
-
-def _length_axis(lengths: Sequence[Length]) -> Spec:
-    measured = sorted({length.seqlen for length in lengths})
-    axis = {"values": measured, "format": "d"}
-    return channel("seqlen", "sequence length", axis=axis, **log_scale(base=2, padding=16))
-
-
-def _over_length(
-    lengths: Sequence[Length],
-    title: str,
-    description: str,
-    numbers: Sequence[float],
-    *,
-    is_log: bool = False,
-) -> Spec:
-    values = [
-        {
-            "seqlen": length.seqlen,
-            "y": number,
-            "series": length.kernel,
-            "who": "vendor" if length.is_vendor else "own",
-            "text": f"{microseconds(length.measurement.latency_us)} us",
-            "config": config_text(length.measurement.config),
-        }
-        for length, number in zip(lengths, numbers, strict=True)
-    ]
-    # Own kernels first: they have the strongest colours.
-    series = series_of(
-        [name for _, name in sorted({(length.is_vendor, length.kernel) for length in lengths})]
-    )
-    x = _length_axis(lengths)
-    y = channel("y", title, **(log_scale() if is_log else {}))
-    tooltip = tips(
-        ("seqlen", "length"),
-        ("series", "kernel"),
-        ("text", "time"),
-        ("y", title),
-        ("config", "config"),
-    )
-    dashes = {
-        "field": "who",
+    rows = Rows("kernel", [short_name(m) for m in subject.ranking])
+    part = {
+        "field": "part",
         "type": "nominal",
-        "scale": {"domain": ["own", "vendor"], "range": [[1, 0], [5, 4]]},
-        "legend": {"orient": "bottom", "title": None},
+        "scale": {"domain": ["operands", "beside them"], "range": [SERIES[7], SERIES[1]]},
+        "legend": {"orient": "top", "title": None},
+    }
+    bars = {
+        "y": rows.y,
+        "x": channel("MB", "MB (10^6 bytes)", stack="zero"),
+        "order": {"field": "order"},
+        "color": part,
+        "tooltip": tips(("kernel", "kernel"), ("part", "part"), ("MB", "MB")),
     }
     return picture(
         values,
-        description,
-        height=320,
-        layer=[
-            {
-                "mark": "line",
-                "encoding": {"x": x, "y": y, "color": series["color"], "strokeDash": dashes},
-            },
-            {
-                "mark": {"type": "point", "filled": True, "size": 50},
-                "encoding": {"x": x, "y": y, **series, "tooltip": tooltip},
-            },
-        ],
+        "Memory of each kernel of the final pass: the operands, and what it uses beside them.",
+        height=rows.height,
+        layer=[{"mark": rows.bar, "encoding": bars}, rows.layer],
     )

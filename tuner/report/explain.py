@@ -20,12 +20,11 @@ from tuner.measure.profile import (
     STALLS,
     Profile,
 )
-from tuner.measurement import Measurement
+from tuner.measurement import Measurement, deviation, is_tie
 from tuner.report import analysis
 from tuner.report.analysis import latency
 from tuner.report.subject import Subject
 from tuner.report.work import Work, floors, total, works
-from tuner.search.ranking import deviation, is_tie
 from tuner.selection.describe import microseconds, short_name
 from tuner.store.entry import is_vendor
 

@@ -141,6 +141,47 @@ def fastest_of_kinds(lengths: Sequence[Length]) -> dict[str, str]:
     return {kind: _against(times, vendors) for kind, times in best.items() if {*times} & {*vendors}}
 
 
+MAX_SERIES = 6
+"""Kernels that one picture shows."""
+
+
+def drawn(lengths: Sequence[Length]) -> list[str]:
+    """The kernels of a picture, at most `MAX_SERIES`, own ones first.
+
+    In this order: the fastest at some length, the best own one of each of `KINDS`, the fastest
+    vendor's at some length, the other vendors', the other own ones; among equals the one with the
+    least mean loss against the fastest at its lengths.
+    """
+    vendors = {length.kernel for length in lengths if length.is_vendor}
+    losses = _losses(lengths)
+    ordered = sorted(losses, key=lambda name: (sum(losses[name]) / len(losses[name]), name))
+    best_of_kind: dict[str, str] = {}
+    for name in ordered:
+        if name not in vendors:
+            best_of_kind.setdefault(KINDS.get(name, name), name)
+    leaders = [name for name in ordered if min(losses[name]) == 0]
+    theirs = _losses([length for length in lengths if length.is_vendor])
+    leading_vendors = [name for name in ordered if min(theirs.get(name, [1.0])) == 0]
+    others = [name for name in ordered if name in vendors]
+    wanted = dict.fromkeys([*leaders, *best_of_kind.values(), *leading_vendors, *others, *ordered])
+    return sorted(
+        list(wanted)[:MAX_SERIES], key=lambda name: (name in vendors, ordered.index(name))
+    )
+
+
+def _losses(lengths: Sequence[Length]) -> dict[str, list[float]]:
+    """Logarithm of each kernel's time over the fastest's, at each of its lengths."""
+    fastest: dict[int, float] = {}
+    for length in lengths:
+        us = latency(length.measurement)
+        fastest[length.seqlen] = min(us, fastest.get(length.seqlen, math.inf))
+    losses: dict[str, list[float]] = {}
+    for length in lengths:
+        loss = math.log(latency(length.measurement) / fastest[length.seqlen])
+        losses.setdefault(length.kernel, []).append(loss)
+    return losses
+
+
 def _against(times: Mapping[int, float], vendors: Mapping[int, float]) -> str:
     """Ratios at the ends and the crossings in between."""
     both = sorted({*times} & {*vendors})

@@ -10,8 +10,9 @@ from xml.sax.saxutils import escape, quoteattr
 from tuner.base import output
 from tuner.base.install import extra_command
 from tuner.errors import ConfigError
-from tuner.report.page import EXTRA, sections
+from tuner.report.page import EXTRA
 from tuner.report.palette import colours
+from tuner.report.sections import sections
 from tuner.report.spec import CONFIG, Spec
 from tuner.report.subject import Subject
 

@@ -6,7 +6,9 @@ says is said by a shape, a position or a word too. Widths follow the page.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 Spec = dict[str, Any]
@@ -18,7 +20,10 @@ _WORDS = {
     "labelFont": FONT,
     "titleFont": FONT,
     "labelFontSize": 12,
+    "labelLimit": 0,  # whole, however long
 }
+LEGEND_COLUMNS = 2
+"""Of a legend on a wide page; ``figures.js`` takes one on a narrow one."""
 #: Vega-Lite's configuration of every picture.
 CONFIG: Mapping[str, Any] = {
     "background": "transparent",
@@ -32,7 +37,7 @@ CONFIG: Mapping[str, Any] = {
         "domainColor": "var(--soft)",
         "tickColor": "var(--soft)",
     },
-    "legend": _WORDS,
+    "legend": {**_WORDS, "columns": LEGEND_COLUMNS, "columnPadding": 32},
     "text": {"fontSize": 12},
 }
 
@@ -48,7 +53,7 @@ SHAPES = (
     "triangle-left",
 )
 CROSS = "\u2715"
-INK, BEST, FAILED = "var(--ink)", "var(--best)", "var(--failed)"
+INK, SOFT, BEST, FAILED = "var(--ink)", "var(--soft)", "var(--best)", "var(--failed)"
 
 
 def picture(values: Sequence[Mapping[str, Any]], description: str, **rest: Any) -> Spec:
@@ -72,30 +77,91 @@ def log_scale(**rest: Any) -> Spec:
 
 
 def series_of(names: Sequence[str]) -> Spec:
-    """Colour and shape of each name."""
+    """Colour and shape of each name; no two share a colour.
+
+    Raises:
+        ValueError: when there are more names than colours.
+    """
     domain = list(names)
-    key = {"orient": "top", "title": None, "columns": 2, "labelLimit": 220, "columnPadding": 32}
+    if len(domain) > len(SERIES):
+        raise ValueError(f"{len(domain)} series (allowed: {len(SERIES)})")
+    key = {"orient": "top", "title": None}
     return {
         "color": {
             "field": "series",
             "type": "nominal",
-            "scale": {
-                "domain": domain,
-                "range": [SERIES[i % len(SERIES)] for i in range(len(domain))],
-            },
+            "scale": {"domain": domain, "range": list(SERIES[: len(domain)])},
             "legend": key,
         },
         "shape": {
             "field": "series",
             "type": "nominal",
-            "scale": {
-                "domain": domain,
-                # One further each time the colours begin again: no two names look the same.
-                "range": [SHAPES[(i + i // len(SERIES)) % len(SHAPES)] for i in range(len(domain))],
-            },
+            "scale": {"domain": domain, "range": list(SHAPES[: len(domain)])},
             "legend": key,
         },
     }
+
+
+LINE, MAX_LINE = 14, 40
+"""Of a name above its bar: pixels a line, and characters that fit a page of 390 pixels."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Horizontal bars whose names stand above them, whole on a page of any width."""
+
+    field: str
+    names: Sequence[str]
+
+    @property
+    def y(self) -> Spec:
+        """The vertical channel."""
+        return channel(self.field, "", "nominal", sort=None, axis=None)
+
+    @property
+    def height(self) -> int:
+        """Of the picture."""
+        return self._row * len(dict.fromkeys(self.names))
+
+    @property
+    def at_bar(self) -> Spec:
+        """Of a mark at the bar's height."""
+        return {"yOffset": self._row // 2 - 10}
+
+    @property
+    def bar(self) -> Spec:
+        """The mark of a bar."""
+        return {"type": "bar", "height": 12, **self.at_bar}
+
+    @property
+    def layer(self) -> Spec:
+        """The layer that writes the names."""
+        lines = {name: lines_of(name) for name in self.names}
+        most = max(map(len, lines.values()), default=1)
+        # Each name stands right above its bar.
+        values = [
+            {self.field: name, "lines": [""] * (most - len(own)) + own}
+            for name, own in lines.items()
+        ]
+        mark: Spec = {"type": "text", "align": "left", "baseline": "middle", "color": INK}
+        mark |= {"dy": 10 - self._row // 2, "lineHeight": LINE, "limit": 0}
+        encoding = {"y": self.y, "x": {"value": 0}, "text": {"field": "lines"}}
+        return {"data": {"values": values}, "mark": mark, "encoding": encoding}
+
+    @property
+    def _row(self) -> int:
+        """Pixels of a row."""
+        return 24 + LINE * max((len(lines_of(name)) for name in self.names), default=1)
+
+
+def lines_of(name: str) -> list[str]:
+    """A name in lines of at most `MAX_LINE` characters, broken behind commas and spaces."""
+    lines = [""]
+    for part in re.findall(r"[^, ]*[, ]*", name):
+        if len((lines[-1] + part).rstrip()) > MAX_LINE and lines[-1]:
+            lines.append("")
+        lines[-1] += part
+    return [line.rstrip() for line in lines]
 
 
 def tips(*fields: tuple[str, str]) -> list[Spec]:

@@ -1,7 +1,8 @@
-"""What is reported on: one problem's measurements, from a store, a recording or what ships."""
+"""Measurements of one problem to report on: from a store, a recording or what ships."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from tuner.errors import ConfigError, NoValidConfigError
 from tuner.hardware import Gpu
 from tuner.measure import profile
 from tuner.measure.profile import Profile
-from tuner.measurement import Clocks, Environment, Measurement, Provenance, Regime
+from tuner.measurement import Clocks, Environment, Measurement, Provenance, Regime, Regimes, listed
 from tuner.problem import Problem
 from tuner.runners import recording
 from tuner.runners.recording import Recording
@@ -129,7 +130,7 @@ def _benches(given: Sequence[Path]) -> tuple[Results, ...]:
 def from_known(
     problem: Problem,
     gpu: Gpu,
-    regime: Regime,
+    regimes: Regimes,
     url: str | None = None,
     benches: Sequence[Path] = (),
 ) -> Subject:
@@ -138,7 +139,7 @@ def from_known(
     Args:
         problem: what was swept.
         gpu: where.
-        regime: timed how.
+        regimes: timed how, the preferred one first.
         url: the store; default: `settings.store_url`, which need not exist.
         benches: files of `tuner bench --json`.
 
@@ -147,27 +148,66 @@ def from_known(
         StoreError: when the store cannot be read.
         ConfigError: when a bench cannot be read.
     """
-    known, found, also = _measured(shipped()), None, _benches(benches)
     address = url or settings.store_url()
     file = sqlite_file(address)
     if url or file is None or file.exists():
         if file is not None and file.exists():
             entries(file)  # refuses a file of another version, which opening would upgrade
         with open_store(address, create=False) as store:
-            known = _measured(with_shipped(store.entries()))
-            found = _in_store(store, problem, gpu, regime)
-    if found is not None:
-        return Subject(found, f"store {file or 'database'}", known, also)
-    if (recorded := recording.find(problem, gpu, regime)) is not None:
-        name = recording.file_name(problem, gpu, regime)
+            name = f"store {file or 'database'}"
+            return from_store(store, problem, gpu, regimes, name, benches)
+    return _shipped(problem, gpu, regimes, _measured(shipped()), _benches(benches))
+
+
+def from_store(
+    store: Store,
+    problem: Problem,
+    gpu: Gpu,
+    regimes: Regimes,
+    name: str,
+    benches: Sequence[Path] = (),
+) -> Subject:
+    """The newest sweep of a problem in an open store, else what ships.
+
+    Args:
+        store: what is read.
+        problem: what was swept.
+        gpu: where.
+        regimes: timed how, the preferred one first.
+        name: of the store, for people.
+        benches: files of `tuner bench --json`.
+
+    Raises:
+        NoValidConfigError: when nothing was measured; names what was.
+        StoreError: when the store cannot be read.
+        ConfigError: when a bench cannot be read.
+    """
+    known, also = _measured(with_shipped(store.entries())), _benches(benches)
+    stored = (_in_store(store, problem, gpu, one) for one in listed(regimes))
+    if (found := next(filter(None, stored), None)) is not None:
+        return Subject(found, name, known, also)
+    return _shipped(problem, gpu, regimes, known, also)
+
+
+def _shipped(
+    problem: Problem,
+    gpu: Gpu,
+    regimes: Regimes,
+    known: tuple[Entry, ...],
+    also: tuple[Results, ...],
+) -> Subject:
+    """A shipped recording, else a decision that ships."""
+    if (recorded := recording.find(problem, gpu, regimes)) is not None:
+        name = recording.file_name(problem, gpu, recorded.regime)
         return Subject(recorded, f"shipped recording {name}", known, also)
-    for entry in known:
+    for regime, entry in itertools.product(listed(regimes), known):
         if (entry.problem, entry.gpu.identity, entry.regime) == (problem, gpu.identity, regime):
             environment = entry.winner.environment
             decided = Recording(problem, entry.gpu, regime, environment, entry.ranking)
             return Subject(decided, "shipped decisions", known, also)
     raise NoValidConfigError(
-        f"nothing was measured for {problem.op} {problem.label()} on {gpu.name} ({regime}): "
+        f"nothing was measured for {problem.op} {problem.label()} on {gpu.name} "
+        f"({listed(regimes)[0]}): "
         f"`tuner sweep` measures it (measured for {problem.op}, nearest first: "
         f"{first_few(_nearest(problem, known)) or 'none'})"
     )

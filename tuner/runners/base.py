@@ -8,7 +8,7 @@ from typing import Protocol
 from tuner.config import Config
 from tuner.families.base import Family
 from tuner.hardware import Gpu
-from tuner.measurement import Environment, Measurement, Provenance
+from tuner.measurement import Environment, Measurement, Provenance, Regime
 from tuner.problem import Problem
 
 
@@ -20,6 +20,8 @@ class Runner(Protocol):
     """
 
     gpu: Gpu
+    regime: Regime
+    """How it times; a replay's is its recording's."""
     provenance: Provenance
     capacity: int
     """Groups worth having in flight."""
@@ -34,10 +36,12 @@ class Runner(Protocol):
         """What the machine is; may take seconds to find out the first time."""
         ...
 
-    def restrict(
+    def candidates(
         self, problem: Problem, family: Family, space: Sequence[Config]
     ) -> Sequence[Config]:
-        """The candidates that can be evaluated here; all of `space` unless it is a replay."""
+        """What can be evaluated here: `space`, as far as it was recorded in a replay; of a family
+        with `is_listed` what its library lists, which is asked for now.
+        """
         ...
 
     def compiled(
@@ -68,6 +72,12 @@ class Runner(Protocol):
     ) -> list[Measurement]:
         """Time finalists interleaved in one run, on one GPU: one measurement each, `is_final`;
         none after `cancel`.
+        """
+        ...
+
+    def kernel_times(self, problem: Problem, configs: Sequence[Config]) -> list[Measurement]:
+        """How long the kernels of a call run, by the profiler: one measurement each; empty where
+        nothing is measured.
         """
         ...
 

@@ -68,7 +68,7 @@ class Runners:
         self._machine = machine
         self._note = note
         self._lock = threading.RLock()
-        self._local: dict[str, Runner] = {}
+        self._local: dict[Regime, Runner] = {}
         self._others: list[Runner] = []
         self._compiler: Compiler | None = None
         self._pool: WorkerPool | None = None
@@ -102,9 +102,9 @@ class Runners:
         """
         with self._lock:
             if self.gpu is not None:
-                if str(regime) not in self._local:
-                    self._local[str(regime)] = self._create_local(self.gpu, regime)
-                return self._local[str(regime)]
+                if regime not in self._local:
+                    self._local[regime] = self._create_local(self.gpu, regime)
+                return self._local[regime]
             runner = self._create_other(problem, regime)
             self._others.append(runner)
             return runner
@@ -171,12 +171,14 @@ class Runners:
         return None
 
     def _create_other(self, problem: Problem, regime: Regime) -> Runner:
-        found = recording.find(problem, DEFAULT_GPU, regime)
-        label = f"{problem.label()} on {DEFAULT_GPU.name}, {regime}"
+        label = f"{problem.label()} on {DEFAULT_GPU.name}"
+        found = recording.find(problem, DEFAULT_GPU, Regime.preferred(regime))
         if found is not None:
-            self._note(f"replaying the recorded sweep of {label}")
+            self._note(f"replaying the recorded sweep of {label}, {found.regime}")
             return ReplayRunner(found)
-        self._note(f"no recording of {label}: ranking by predicted time, nothing is compiled")
+        self._note(
+            f"no recording of {label}, {regime}: ranking by predicted time, nothing is compiled"
+        )
         return PredictRunner(DEFAULT_GPU, regime)
 
     def compiler(self) -> Compiler:

@@ -20,7 +20,7 @@ from tuner.families.base import Family
 from tuner.hardware import HOPPER, Gpu
 from tuner.measure import device
 from tuner.measure.evaluate import Evaluator, Pending
-from tuner.measure.worker_client import TIMEOUT_S, WorkerClient
+from tuner.measure.worker_client import TIMEOUT_S, AnyWorker, WorkerClient
 from tuner.measurement import Environment, Measurement, Provenance, Regime
 from tuner.problem import Problem
 from tuner.runners.pool import WorkerPool
@@ -69,6 +69,7 @@ class LocalRunner:
         self.gpu = found
         self.regime = regime
         self._index, self._compiler, self._facts = device_index, compiler, facts
+        self._max_workspace = max_workspace
         members: dict[str, Family] = dict(families())
         for path in family_modules:
             members |= families_in(path)
@@ -87,6 +88,7 @@ class LocalRunner:
         self._is_cancelled = False
         """Whether nothing was submitted since the last `cancel`."""
         self._timing: set[Future[list[Measurement]]] = set()
+        self._asking: set[Future[list[Config]]] = set()
         self._done: queue.SimpleQueue[_Done | None] = queue.SimpleQueue()
 
     @cached_property
@@ -106,10 +108,27 @@ class LocalRunner:
     def building(self) -> int:
         return sum(not pending.is_ready for pending in [*self._open])
 
-    def restrict(
+    def candidates(
         self, problem: Problem, family: Family, space: Sequence[Config]
     ) -> Sequence[Config]:
-        return space
+        if not family.is_listed:
+            return space
+        work = partial(_listing, problem=problem, name=family.name, most=self._max_workspace)
+        asking = self._pool.submit(work, first=True, home=problem)
+        with self._lock:
+            self._asking.add(asking)
+        try:
+            listed = [c for c in asking.result() if family.accepts(problem, c, self.gpu)]
+        except CancelledError:
+            listed = []
+        except BaseException:
+            self._pool.cancel([asking])
+            raise
+        finally:
+            with self._lock:
+                self._asking.discard(asking)
+        # A library that lists nothing says why when its first choice is measured.
+        return listed or space
 
     def compiled(
         self, problem: Problem, family: Family, space: Sequence[Config]
@@ -160,10 +179,19 @@ class LocalRunner:
         self, problem: Problem, finalists: Sequence[Config], rounds: int
     ) -> list[Measurement]:
         """One request, and so one GPU's times; empty after `cancel`."""
-        pending = self._start(problem, finalists)
+        return self._together(problem, finalists, mode="final", rounds=rounds)
+
+    def kernel_times(self, problem: Problem, configs: Sequence[Config]) -> list[Measurement]:
+        return self._together(problem, configs, mode="kernels")
+
+    def _together(
+        self, problem: Problem, configs: Sequence[Config], *, mode: str, rounds: int = 0
+    ) -> list[Measurement]:
+        """One request to one GPU."""
+        pending = self._start(problem, configs)
         # A GPU waits for no compiler.
         concurrent.futures.wait(pending.futures.values())
-        work = partial(self._evaluator.finish, pending, mode="final", rounds=rounds)
+        work = partial(self._evaluator.finish, pending, mode=mode, rounds=rounds)
         timing = self._pool.submit(work, first=True, home=problem)
         with self._lock:
             self._timing.add(timing)
@@ -181,9 +209,10 @@ class LocalRunner:
     def cancel(self) -> None:
         with self._lock:
             timing, self._timing, self._open = self._timing, set(), []
+            asking, self._asking = self._asking, set()
             self._is_cancelled = True
             waiting, self._done = self._done, queue.SimpleQueue()
-        self._pool.cancel(timing)
+        self._pool.cancel([*timing, *asking])
         waiting.put(None)
 
     def close(self) -> None:
@@ -205,3 +234,7 @@ class LocalRunner:
             )
             self._timing.add(timing)
         timing.add_done_callback(lambda timing: done.put((pending, timing)))
+
+
+def _listing(worker: AnyWorker, *, problem: Problem, name: str, most: int | None) -> list[Config]:
+    return worker.listing(problem, name, most)

@@ -26,11 +26,13 @@ from tuner.compile.artifacts import Artifact, ArtifactCache
 from tuner.compile.compiler import Compiler, KernelJob
 from tuner.compile.render import render
 from tuner.compile.toolchain import Toolchain
+from tuner.config import Config
 from tuner.errors import BenchmarkError, ConfigError, WorkerLostError
 from tuner.families.base import KernelSpec
 from tuner.hardware import OLDEST_CAPABILITY, Gpu
-from tuner.measure.worker import Outcome
+from tuner.measure.request import Outcome
 from tuner.measure.worker_client import Ask
+from tuner.problem import Problem
 from tuner.runners.choose import ClusterPlace, Machine, Runners
 from tuner.runners.pool import WorkerPool
 from tuner.runners.ray_nodes import Built, Card, Gauge, Parcel, arrived, artifacts_of, build, keep
@@ -409,6 +411,18 @@ class RemoteWorker:
 
     def facts(self) -> dict[str, str]:
         return {}  # the card has them all
+
+    def listing(self, problem: Problem, family: str, max_workspace: int | None) -> list[Config]:
+        """As `WorkerClient.listing`, there; none where the actor went away, which the next request
+        sees.
+        """
+        if self._actor is None:
+            return []
+        try:
+            reply = self._actor.listing.remote(problem, family, max_workspace)
+            return list(self._ray.get(reply))
+        except self._ray.exceptions.RayError:
+            return []
 
     def measure(self, ask: Ask) -> list[Outcome]:
         """As `WorkerClient.measure`, there.

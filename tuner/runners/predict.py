@@ -34,12 +34,12 @@ class PredictRunner:
         self.capacity = 1
         self.building = 0
         self.environment = Environment()
-        self._regime = regime
+        self.regime = regime
         self._catalogue = catalogue
         self._queue: deque[tuple[Problem, list[Config]]] = deque()
         self._is_cancelled = False
 
-    def restrict(
+    def candidates(
         self, problem: Problem, family: Family, space: Sequence[Config]
     ) -> Sequence[Config]:
         """Vendors' kernels cannot be estimated, only measured."""
@@ -78,6 +78,10 @@ class PredictRunner:
         """The estimates again; there is nothing to time."""
         return [self._estimate(problem, config).but(is_final=True) for config in finalists]
 
+    def kernel_times(self, problem: Problem, configs: Sequence[Config]) -> list[Measurement]:
+        """None: no kernel runs."""
+        return []
+
     def cancel(self) -> None:
         self._is_cancelled = True
         self._queue.clear()
@@ -91,7 +95,7 @@ class PredictRunner:
             problem,
             config,
             self.gpu,
-            self._regime,
+            self.regime,
             Status.OK,
             self.provenance,
             self.environment,

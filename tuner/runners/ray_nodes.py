@@ -16,13 +16,15 @@ from typing import Any
 import tuner
 from tuner.compile.artifacts import Artifact, ArtifactCache
 from tuner.compile.compiler import Compiler, find_toolchain
+from tuner.config import Config
 from tuner.errors import BenchmarkError, CompileError, RenderError
 from tuner.families.base import KernelSpec
 from tuner.hardware import Gpu
 from tuner.measure import device
-from tuner.measure.worker import Outcome
+from tuner.measure.request import Outcome
 from tuner.measure.worker_client import Ask, WorkerClient
 from tuner.measurement import Resources
+from tuner.problem import Problem
 
 Parcel = Mapping[str, bytes]
 """Libraries by their SHA-256."""
@@ -186,6 +188,10 @@ class Gauge:
         facts = {**device.environment(0).facts, **self._client.facts()}
         node = ray.util.get_node_ip_address()
         return Card(node, tuner.__version__, gpu, facts)
+
+    def listing(self, problem: Problem, family: str, max_workspace: int | None) -> list[Config]:
+        """As `WorkerClient.listing`."""
+        return self._client.listing(problem, family, max_workspace)
 
     def measure(self, ask: Ask, parcels: Mapping[str, Any]) -> Reply:
         """Check and time candidates.

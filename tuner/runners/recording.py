@@ -26,8 +26,11 @@ from tuner.measurement import (
     Measurement,
     Provenance,
     Regime,
+    Regimes,
     Resources,
     Status,
+    listed,
+    regime_keys,
 )
 from tuner.problem import Problem, problem_from_json
 from tuner.store import Store
@@ -92,7 +95,7 @@ def file_name(problem: Problem, gpu: Gpu, regime: Regime) -> str:
     """Name under ``cache/recordings/``, for people: `find` goes by what the file holds."""
     label = re.sub(r"[^A-Za-z0-9]+", "_", problem.label().replace("=", ""))
     chip = gpu.name.removeprefix("NVIDIA ").replace(" ", "_")
-    return f"{problem.op}-{label}-{chip}-{regime}{SUFFIX}"
+    return f"{problem.op}-{label}-{chip}-{regime.key}{SUFFIX}"
 
 
 def folder() -> Path:
@@ -101,45 +104,53 @@ def folder() -> Path:
 
 
 def find(
-    problem: Problem, gpu: Gpu, regime: Regime, where: Sequence[Path] | None = None
+    problem: Problem, gpu: Gpu, regimes: Regimes, where: Sequence[Path] | None = None
 ) -> Recording | None:
-    """The recording of a problem, None when there is none.
+    """The recording of a problem, None when there is none. Of several regimes the first that has
+    one answers.
 
     Args:
         problem: what was recorded.
         gpu: on which GPU model.
-        regime: timed how.
+        regimes: timed how, the preferred one first.
         where: folders to look in; the shipped recordings by default.
 
     Raises:
         ConfigError: when a file of the operation is damaged.
     """
+    keys, asked, found = regime_keys(regimes), problem.to_json(), dict[str, Recording]()
     for path in sorted(p for place in where or [folder()] for p in place.glob(f"*{SUFFIX}")):
         header = _read_json(path)
-        wanted = {"problem": problem.to_json(), "regime": str(regime)}
-        if all(header.get(name) == value for name, value in wanted.items()):
-            recording = _decode(path, header)
-            if recording.gpu.identity == gpu.identity:
-                return recording
-    return None
+        if header.get("problem") != asked or header.get("regime") not in keys:
+            continue
+        recording = _decode(path, header)
+        if recording.gpu.identity == gpu.identity:
+            found.setdefault(recording.regime.key, recording)
+            if recording.regime.key == keys[0]:
+                break
+    return next((found[key] for key in keys if key in found), None)
 
 
-def from_store(store: Store, problem: Problem, gpu: Gpu, regime: Regime) -> Recording:
+def from_store(store: Store, problem: Problem, gpu: Gpu, regimes: Regimes) -> Recording:
     """What a store holds of the sweeps of a problem: the environment of the newest decision (or
-    of the newest measurement), each config's newest quick time, the final pass of the decision.
+    of the newest measurement), each config's newest quick time, the final pass of the decision. Of
+    several regimes the first that was measured.
 
     Raises:
         ConfigError: when nothing was measured.
     """
-    entries = store.entries(problem=problem, gpu=gpu, regime=regime, provenance=Provenance.MEASURED)
-    measured = store.measurements(
-        problem=problem, gpu=gpu, regime=regime, provenance=Provenance.MEASURED
-    )
-    finals = entries[0].ranking if entries else ()
-    if not measured:
-        raise ConfigError(f"nothing was measured for {problem.label()} on {gpu.name}, {regime}")
-    newest = (finals or measured)[-1]
-    return _from_store(store, problem, newest, finals)
+    wanted = listed(regimes)
+    for regime in wanted:
+        measured = store.measurements(
+            problem=problem, gpu=gpu, regime=regime, provenance=Provenance.MEASURED
+        )
+        if measured:
+            entries = store.entries(
+                problem=problem, gpu=gpu, regime=regime, provenance=Provenance.MEASURED
+            )
+            finals = entries[0].ranking if entries else ()
+            return _from_store(store, problem, (finals or measured)[-1], finals)
+    raise ConfigError(f"nothing was measured for {problem.label()} on {gpu.name}, {wanted[0]}")
 
 
 def _from_store(
@@ -294,7 +305,7 @@ def _encode(recording: Recording) -> dict[str, Any]:
         "version": VERSION,
         "gpu": asdict(recording.gpu),
         "environment": dict(recording.environment.facts),
-        "regime": str(recording.regime),
+        "regime": recording.regime.key,
         **_encode_part(recording),
     }
 
@@ -346,7 +357,7 @@ def _encode_row(measurement: Measurement, position: int) -> list[Any]:
         "error": None if measurement.error is None else float(f"{measurement.error:.3g}"),
         "workspace_bytes": measurement.workspace_bytes,
         "compile_cpu_s": _round(measurement.compile_cpu_s, 2),
-        "resources": {n: list(asdict(r).values()) for n, r in measurement.resources.items()},
+        "resources": {n: list(r.to_json().values()) for n, r in measurement.resources.items()},
         "clocks": None if measurement.clocks == Clocks() else list(clocks.values()),
         "log": measurement.log[-LOG_CHARACTERS:],
         "created_at": measurement.created_at,

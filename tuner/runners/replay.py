@@ -18,6 +18,7 @@ class ReplayRunner:
 
     def __init__(self, recording: Recording) -> None:
         self.gpu = recording.gpu
+        self.regime = recording.regime
         self.environment = recording.environment
         self.provenance = Provenance.REPLAYED
         self.capacity = 1
@@ -39,13 +40,14 @@ class ReplayRunner:
         for config in dict.fromkeys(m.config for m in quick):
             self._configs.setdefault((problem, config.family), []).append(config)
 
-    def restrict(self, problem: Problem, family: Family, space: Sequence[Config]) -> list[Config]:
+    def candidates(self, problem: Problem, family: Family, space: Sequence[Config]) -> list[Config]:
         """The members of `space` that were recorded; when there is none (a composite family
-        whose best stages were others), every recorded candidate that is still legal.
+        whose best stages were others), and of what a library listed, every recorded candidate
+        that is still legal.
         """
         recorded = self._configs.get((problem.key, family.name), [])
         members = set(recorded)
-        kept = [config for config in space if config in members]
+        kept = [] if family.is_listed else [config for config in space if config in members]
         return kept or [c for c in recorded if family.accepts(problem, c, self.gpu)]
 
     def compiled(
@@ -78,6 +80,10 @@ class ReplayRunner:
         if any(m.ok for m in self._of(self._final, problem, own or finalists)):
             return final
         return self._of(self._quick, problem, finalists)
+
+    def kernel_times(self, problem: Problem, configs: Sequence[Config]) -> list[Measurement]:
+        """None: no kernel runs."""
+        return []
 
     def cancel(self) -> None:
         """Nothing here ever waits."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 try:
     import torch as _torch  # noqa: F401
 except ImportError as exc:
+    from tuner.base.install import extra_command
+
     raise ImportError(
-        f"tuner.attention needs PyTorch ({exc}): pip install 'cutlass-tuner[torch]'"
+        f"tuner.runtime needs PyTorch ({exc}): `{extra_command('torch')}`", name="torch"
     ) from exc
 
 from tuner.runtime import operators as _operators  # noqa: F401  (defines them)

@@ -20,7 +20,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import tempfile
 import threading
 import time
 from collections.abc import Mapping
@@ -32,8 +31,9 @@ from typing import Any
 import torch.distributed as dist
 
 import tuner
+from tuner.base import scratch
 from tuner.compile.artifacts import ArtifactCache
-from tuner.errors import ConfigError
+from tuner.errors import ConfigError, StoreError
 from tuner.runtime import devices
 from tuner.runtime.table import table
 from tuner.selection.reader import entries
@@ -67,7 +67,7 @@ class Agreement:
 
 _lock = threading.Lock()
 _agreed: Agreement | None = None
-_folder: tempfile.TemporaryDirectory[str] | None = None
+_folder: Path | None = None
 
 
 def agree(store: dist.Store | None = None, *, timeout_s: float = TIMEOUT_S) -> Agreement:
@@ -97,9 +97,12 @@ def agree(store: dist.Store | None = None, *, timeout_s: float = TIMEOUT_S) -> A
         raise ConfigError("agree needs a process group: torch.distributed.init_process_group first")
     with _lock:
         if _agreed is None:
-            _folder = _folder or tempfile.TemporaryDirectory(prefix="tuner-agreed-")
+            try:
+                _folder = _folder or scratch.held_until_exit("tuner-agreed-")
+            except OSError as exc:
+                raise StoreError(f"no temporary folder for what the ranks agree on: {exc}") from exc
             shared = store or dist.distributed_c10d._get_default_store()
-            meeting = _Meeting(shared, Path(_folder.name), timeout_s)
+            meeting = _Meeting(shared, _folder, timeout_s)
             _agreed = meeting.hold()
         return _agreed
 

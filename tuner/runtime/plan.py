@@ -20,6 +20,7 @@ from tuner.config import Config
 from tuner.errors import BenchmarkError, ConfigError
 from tuner.families import family
 from tuner.families.base import LSE, SCRATCH, Family, Launch
+from tuner.families.vendor import MEASURED_ONLY
 from tuner.measurement import Measurement, Provenance, Status
 from tuner.problem import GemmProblem, GroupedGemmProblem, Problem
 from tuner.runtime import counters, devices, native
@@ -94,6 +95,8 @@ class VendorPlan(Plan):
     """A vendor's kernel, called through torch."""
 
     call: Callable[..., torch.Tensor]
+    shape: tuple[int, ...] = ()
+    """Of the output; the problem's own where it is empty."""
 
     def _enqueue(self, inputs: Sequence[torch.Tensor], lse: torch.Tensor | None) -> torch.Tensor:
         try:
@@ -102,7 +105,7 @@ class VendorPlan(Plan):
             raise
         except RuntimeError as exc:
             raise BenchmarkError(str(exc)) from exc
-        return out
+        return out.view(self.shape) if self.shape else out
 
 
 @dataclass(frozen=True)
@@ -241,7 +244,9 @@ def _plan(
         member = family(config.family)
         if not member.is_vendor:
             return own_plan(problem, member, measurement, scale, device, shape)
-        if problem.op in (GemmProblem.op, GroupedGemmProblem.op):
+        if (kernel := config.get("kernel")) in MEASURED_ONLY:
+            return f"{kernel} is measured, and not served"
+        if problem.op in (GemmProblem.op, GroupedGemmProblem.op) and not member.is_listed:
             # cuBLAS and cuBLASLt are chosen for the whole process, not for a call: PyTorch's
             # own choice is the vendor's kernel. A loop over groups is not to be captured as timed.
             return PYTORCHS
@@ -254,7 +259,7 @@ def _plan(
     if isinstance(call, str):
         return call
     is_nearest = measurement.problem != problem
-    return VendorPlan(problem, config, device, is_nearest=is_nearest, call=call)
+    return VendorPlan(problem, config, device, is_nearest=is_nearest, call=call, shape=shape)
 
 
 def own_plan(

@@ -23,6 +23,8 @@ from typing import Any
 
 import torch
 
+from tuner.base.install import extra_command
+
 try:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -30,7 +32,7 @@ try:
 except ImportError as exc:
     raise ImportError(
         f"tuner.runtime.transformers needs Transformers 5 ({exc}): "
-        "pip install 'cutlass-tuner[transformers]'"
+        f"`{extra_command('transformers')}`"
     ) from exc
 
 from tuner.runtime import devices, dispatch, guards, native

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Collection, Sequence
 from functools import cache
 
 from tuner.families import families
@@ -26,28 +28,48 @@ def history(
     Args:
         problem: what is to be searched; its own recording is left out.
         gpu: measured on GPUs with this identity.
-        regime: timed so.
+        regime: timed so; of a problem without such measurements, chained ones of the same inputs.
         environment: digest of the one whose measurements of `problem` the search is told anyway.
         store: where to look.
     """
+    found: list[Measurement] = []
+    for one in Regime.preferred(regime):
+        known = {problem, *(m.problem for m in found)}
+        # What was timed so in this environment is told anyway, what was chained is not.
+        told = environment if one == regime else ""
+        found += _stored(problem, gpu, one, store, known - {problem}, told)
+        known |= {m.problem for m in found}
+        for part in _shipped():
+            here = (part.gpu.identity, part.regime) == (gpu.identity, one)
+            if here and part.problem.op == problem.op and part.problem not in known:
+                found += [m for m in part.measurements if not m.is_final]
+    return [m for m in found if _is_own(m)]
+
+
+def _stored(
+    problem: Problem,
+    gpu: Gpu,
+    regime: Regime,
+    store: Store,
+    known: Collection[Problem],
+    environment: str,
+) -> list[Measurement]:
+    """Quick measurements of the store's nearest problems that are not `known`, and of this one
+    in other environments.
+    """
     decided = store.entries(op=problem.op, gpu=gpu, regime=regime, provenance=Provenance.MEASURED)
     near = sorted(
-        {entry.problem for entry in decided}, key=lambda p: (doublings(problem, p), p.key)
+        {entry.problem for entry in decided} - {problem, *known},
+        key=lambda p: (doublings(problem, p), p.key),
     )
-    found = [
+    return [
         m
-        for one in [problem, *(p for p in near if p != problem)][: MOST_PROBLEMS + 1]
+        for one in [problem, *near][: MOST_PROBLEMS + 1]
         for m in store.measurements(
             problem=one, gpu=gpu, regime=regime, provenance=Provenance.MEASURED, final=False
         )
         if one != problem or m.environment.digest != environment
     ]
-    known = {problem, *(m.problem for m in found)}
-    for part in _shipped():
-        here = (part.gpu.identity, part.regime) == (gpu.identity, regime)
-        if here and part.problem.op == problem.op and part.problem not in known:
-            found += [m for m in part.measurements if not m.is_final]
-    return [m for m in found if _is_own(m)]
 
 
 def measured(
@@ -72,6 +94,22 @@ def measured(
         if here and part.problem not in found:
             found[part.problem] = [m for m in part.measurements if with_finals or not m.is_final]
     return {problem: quick for problem, quick in found.items() if any(m.ok for m in quick)}
+
+
+def measured_in(
+    op: str, gpu: Gpu, regimes: Sequence[Regime], store: Store, with_finals: bool = False
+) -> tuple[Regime, dict[Problem, list[Measurement]]]:
+    """`measured` under several regimes: of each problem what the first that has some says, and the
+    regime of most problems. Times of one problem are of one regime, those of two need not be.
+    """
+    found: dict[Problem, list[Measurement]] = {}
+    counts: Counter[Regime] = Counter()
+    for one in regimes:
+        for problem, rows in measured(op, gpu, one, store, with_finals).items():
+            if problem not in found:
+                found[problem] = rows
+                counts[one] += 1
+    return max(regimes, key=counts.__getitem__), found
 
 
 def _is_own(m: Measurement) -> bool:

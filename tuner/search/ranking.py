@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from tuner.config import Config
-from tuner.measurement import Measurement
-from tuner.store.entry import is_vendor
+from tuner.measurement import Measurement, is_tie
+from tuner.store.entry import is_vendor, vendor_name
 
-TIE = 0.01
-"""Largest relative difference that can be a tie."""
 FAMILY_REACH = 1.3
 """The best candidate of every own family within this factor of the best own one is a finalist."""
 LEAST_OWN = 3
 """Distinct own kernels in the final pass, where as many passed."""
+MAX_LISTED = 3
+"""Candidates of one library's list, plans or algorithms, in the final pass: its fastest."""
 
 
 def finalists(
     measurements: Sequence[Measurement], count: int, kernel: Callable[[Config], str]
 ) -> list[Measurement]:
-    """The quick pass's candidates to time again: the best own ones and every vendor's kernel.
+    """The quick pass's candidates to time again: the best own ones and every vendor's kernel, of
+    several by one name the fastest.
 
     Args:
         measurements: of the quick pass, any status.
@@ -38,15 +39,20 @@ def finalists(
     chosen = list(kernels.values())[: min(count, LEAST_OWN)]
     chosen += [m for m in own if m not in chosen][: count - len(chosen)]
     chosen += [m for m in families.values() if m not in chosen]
-    return chosen + [m for m in passed if is_vendor(m.config)]
+    named = Counter[str]()
+    for m in passed:
+        if is_vendor(m.config) and named[name := vendor_name(m.config)] < MAX_LISTED:
+            named[name] += 1
+            chosen.append(m)
+    return chosen
 
 
 def rank(measured: Sequence[Measurement]) -> list[Measurement]:
     """Measurements of one pass that passed, best first; a tie is always broken the same way.
 
     Again and again the fastest of what is left is taken together with all that equal it within
-    the noise of the two (at most `TIE`); of these the first is an own kernel before a vendor's,
-    then the smaller workspace, then the smaller digest.
+    the noise of the two (`measurement.is_tie`); of these the first is an own kernel before a
+    vendor's, then the smaller workspace, then the smaller digest.
 
     Raises:
         ValueError: when quick times and final times come together: they do not compare.
@@ -61,18 +67,6 @@ def rank(measured: Sequence[Measurement]) -> list[Measurement]:
         ranking.append(first)
         left.remove(first)
     return ranking
-
-
-def is_tie(one: Measurement, other: Measurement) -> bool:
-    """Whether two times are equal within their measured noise, at most `TIE`."""
-    fast, slow = sorted((_us(one), _us(other)))
-    noise = math.hypot(deviation(one), deviation(other))
-    return slow <= fast * (1 + min(TIE, noise))
-
-
-def deviation(measurement: Measurement) -> float:
-    """Standard deviation over the rounds as a part of the median."""
-    return (measurement.std_us or 0.0) / _us(measurement)
 
 
 def _us(measurement: Measurement) -> float:

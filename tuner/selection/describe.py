@@ -10,7 +10,7 @@ from typing import Any
 
 from tuner.config import Config
 from tuner.hardware import Gpu
-from tuner.measurement import Environment, Measurement, Provenance, speedup_text
+from tuner.measurement import Environment, Measurement, Provenance, versus
 from tuner.problem import Problem
 from tuner.selection.portfolio import Selection
 from tuner.selection.reader import Answer, Entry
@@ -72,14 +72,15 @@ def speedups_text(entry: Entry) -> str:
     """The best own kernel against every vendor's, as ``1.29x cudnn; 0.95x flash3, slower``."""
     if entry.best_own is None:
         return "no own kernel passed"
-    found = "; ".join(speedup_text(ratio, name) for name, ratio in entry.speedups.items())
+    own, vendors = entry.best_own, entry.vendors
+    found = "; ".join(versus(own, vendors[name], name) for name in entry.speedups)
     return found or "no vendor kernel was measured"
 
 
 def against_fastest(entry: Entry) -> str:
     """The best own kernel against the fastest vendor's, as ``1.29x cudnn``; ``-`` without both."""
-    name, ratio = next(iter(entry.speedups.items()), ("", None))
-    return "-" if ratio is None else speedup_text(ratio, name)
+    own, vendor = entry.best_own, entry.fastest_vendor
+    return (versus(own, vendor[1], vendor[0]) if own and vendor else "") or "-"
 
 
 def caveats(provenance: Provenance, gpu: Gpu, pass_name: str = "final") -> list[str]:
@@ -158,7 +159,7 @@ def list_text(entries: Sequence[Entry]) -> str:
                 against_fastest(entry),
             )
         )
-    heading = ("shape", "winner", "us", "own speed")
+    heading = ("shape", "serves", "us", "own speed")
     return "\n\n".join(
         f"{place}\n{table([heading, *rows], right=frozenset({2}))}" for place, rows in found.items()
     )
@@ -205,7 +206,8 @@ def answer_text(answer: Answer, asked: Problem, source: str) -> str:
 def _winner_rows(answer: Answer, width: int) -> list[tuple[str, list[str]]]:
     """What serves, its time or its rule's regret, and the best own kernel beside it."""
     winner, own = answer.entry.winner, answer.entry.best_own
-    rows = [("winner", config_lines(winner.config, width))]
+    is_tied = answer.entry.is_tied and winner is own
+    rows = [("tied first" if is_tied else "winner", config_lines(winner.config, width))]
     if answer.selected is not None:
         rows.append(("expected", wrapped(answer.selected.source, width)))
         rows.append(("regret", wrapped(answer.selected.regret.text(), width)))
@@ -225,8 +227,8 @@ def _transferred_lines(measurement: Measurement, entry: Entry, width: int) -> li
     text = f"at {entry.problem.label()}: {_time(measurement)}"
     if entry.fastest_vendor is not None:
         name, vendor = entry.fastest_vendor
-        ratio = measurement.speedup(vendor)
-        text += "" if ratio is None else f"; {speedup_text(ratio, name)}"
+        speed = versus(measurement, vendor, name)
+        text += f"; {speed}" if speed else ""
     return [*config_lines(measurement.config, width), *wrapped(text, width)]
 
 

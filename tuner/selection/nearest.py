@@ -35,9 +35,9 @@ from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families import families
 from tuner.families.base import FOREIGN, KernelSpec
-from tuner.families.vendor.sdpa import PEERS, VARIANTS
+from tuner.families.vendor import BESIDE_PYTORCH
 from tuner.hardware import TMA_ALIGNMENT_BYTES
-from tuner.measurement import Measurement
+from tuner.measurement import Measurement, same_kernels
 from tuner.problem import (
     DTYPE_BYTES,
     LAYOUTS,
@@ -294,7 +294,7 @@ def lenders(entry: Entry) -> list[Measurement]:
 
 def is_pytorchs(config: Config) -> bool:
     """Whether a vendor's kernel is one that PyTorch calls by itself."""
-    return is_vendor(config) and config.get("kernel") not in {*PEERS, *VARIANTS}
+    return is_vendor(config) and config.get("kernel") not in BESIDE_PYTORCH
 
 
 def fits(problem: Problem, measurement: Measurement) -> bool:
@@ -453,11 +453,7 @@ def is_enclosed(asked: Sizes, measured: Sequence[tuple[Sizes, bool]]) -> bool:
 
 def _is_of(m: Measurement, lender: Measurement) -> bool:
     """Whether it is the same kernels elsewhere."""
-    return (
-        m.config == lender.config
-        and m.problem != lender.problem
-        and dict(m.artifacts) == dict(lender.artifacts)
-    )
+    return m.config == lender.config and m.problem != lender.problem and same_kernels(m, lender)
 
 
 def nearest_first(problem: Problem, others: Iterable[Problem]) -> list[Problem]:

@@ -348,7 +348,7 @@ def _is_legal(problem: Problem, config: Config, gpu: Gpu) -> bool:
 def _models_json(models: DomainModels) -> dict[str, Any]:
     return {
         "domain": models.domain._asdict(),
-        "regime": str(models.regime),
+        "regime": models.regime.key,
         "margin": models.margin,
         "regret": asdict(models.regret),
         "candidates": [_candidate_json(candidate) for candidate in models.candidates],

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from tuner import settings
 from tuner.errors import ConfigError
 from tuner.hardware import DEFAULT_GPU, Gpu, gpu_by_name
-from tuner.measurement import Environment, Measurement, Provenance, Regime, Status
+from tuner.measurement import Environment, Measurement, Provenance, Regime, Regimes, Status, listed
 from tuner.problem import AttentionProblem, Problem
 from tuner.selection.result import Answer, choose, differences, noted
 from tuner.selection.shipped import (
@@ -120,7 +120,7 @@ def lookup(
     problem: Problem | str,
     *,
     gpu: Gpu | str | None = None,
-    regime: Regime | None = None,
+    regime: Regimes | None = None,
     path: Path | None = None,
     allow_other_gpu: bool = False,
     environment: Environment | None = None,
@@ -133,15 +133,17 @@ def lookup(
     comes before what ships with the package. Where nothing is measured for the problem itself, the
     nearest measured one may lend its configs (`tuner.selection.nearest`; `Answer.kind` says so);
     that comes before what is not measured, and before another GPU. Who names no regime is answered
-    from the operation's own (`Regime.default`), and where that has no measurement of the problem
-    itself, from the one whose inputs are in the other state: decoding is tuned with cold caches,
-    say, and served whatever state they are in. Where nothing at all is known, a shipped portfolio
-    selects, of products a shipped rule: the answer is predicted, and tells its regret.
+    in the order of `Regime.choices`: a decision timed in a stream comes before a chained one of the
+    same inputs, which serves until it is replaced; where the operation's usual inputs have no
+    measurement of the problem itself, those in the other state answer: decoding is tuned with cold
+    caches, say, and served whatever state they are in. Where nothing at all is known, a shipped
+    portfolio selects, of products a shipped rule: the answer is predicted, and tells its regret.
 
     Args:
         problem: what is asked, or the text of an attention shape, as ``S=1024,D=64``.
         gpu: the GPU or its name; default: `hardware.DEFAULT_GPU`, which the answer notes.
-        regime: no other answers; default: as above.
+        regime: this one answers, or of several the first that knows the problem best; default: as
+            above.
         path: the SQLite file; default: `store_file`.
         allow_other_gpu: answer a miss from another GPU of the same compute capability, the one
             with the nearest count of multiprocessors; the answer notes it.
@@ -161,18 +163,20 @@ def lookup(
         raise ConfigError(f"lookup of a {type(problem).__name__} (allowed: {allowed})")
     if isinstance(gpu, str):
         gpu = find_gpu(gpu, gpus(path) if among is None else [entry.gpu for entry in among])
-    default = regime or Regime.default(problem.op)
+    regimes = listed(regime or Regime.choices(problem.op))
     asked = gpu or DEFAULT_GPU
     if among is None:
         path = path or store_file()
-    answer = _known(problem, asked.identity, default, path, allow_other_gpu, among)
-    if regime is None and (rank := _rank(answer)):
-        other, with_nearest = default.other_inputs, rank > 1  # which is of rank 1 itself
-        second = _known(problem, asked.identity, other, path, allow_other_gpu, among, with_nearest)
-        if second is not None and _rank(second) < rank:
-            answer = noted(second, f"timed {other}: nothing better is known {default}")
+    answer: Answer | None = None
+    for one in regimes:
+        if not (rank := _rank(answer)):
+            break
+        # The nearest is of rank 1 itself.
+        found = _known(problem, asked.identity, one, path, allow_other_gpu, among, rank > 1)
+        if found is not None and _rank(found) < rank:
+            note = f"timed {one}: nothing better is known {regimes[0]}"
+            answer = found if one == regimes[0] else noted(found, note)
     if answer is None and with_rules:
-        regimes = (default,) if regime else (default, default.other_inputs)
         answer = _ruled(problem, asked, regimes, allow_other_gpu)
     if answer is None:
         return None
@@ -357,6 +361,7 @@ class _Reader:
         self._file = StoreFile(path, self._forget)
         self._lock = threading.Lock()
         self._stamp: Hashable = None
+        self._latest: tuple[Problem, list[Entry], Mapping[str, Mapping[str, str]]] | None = None
         self._answers: dict[tuple[Problem, str, Regime, bool, bool], Answer | None] = {}
         self._classes: dict[tuple[Hashable, str, Regime], list[Problem]] = {}
         self._lenders: dict[tuple[Problem, str, Regime], tuple[Answer, nearest.Loans] | None] = {}
@@ -402,8 +407,7 @@ class _Reader:
             return [*dict.fromkeys(ships), *stored]
 
     def is_decided(self, problem: Problem) -> bool:
-        default = Regime.default(problem.op)
-        if any((problem, regime) in shipped_index() for regime in (default, default.other_inputs)):
+        if any((problem, regime) in shipped_index() for regime in Regime.choices(problem.op)):
             return True
         with self._lock:
             self._file.refresh()
@@ -437,6 +441,7 @@ class _Reader:
 
     def _forget(self) -> None:
         """Drop what was read from the file."""
+        self._latest = None
         self._stamp = None
         self._answers.clear()
         self._classes.clear()
@@ -446,11 +451,18 @@ class _Reader:
         shipped_ones = [one.entry for one in shipped_index().get((problem, regime), [])]
         if not self._file.has_tables:
             return shipped_ones
-        stored = self._entries(" WHERE b.problem = ? AND b.regime = ?", (problem.key, str(regime)))
-        builds = self._file.select(_BUILDS, (problem.key,)) if shipped_ones else []
-        with self._decoding():
-            made = {config: artifacts_from_row(artifacts) for config, artifacts in builds}
-        return stored + with_builds(shipped_ones, made)
+        stored, made = self._stored(problem)
+        return [e for e in stored if e.regime == regime] + with_builds(shipped_ones, made)
+
+    def _stored(self, problem: Problem) -> tuple[list[Entry], Mapping[str, Mapping[str, str]]]:
+        """The file's entries of a problem and its builds; kept for the next regime's turn."""
+        if self._latest is None or self._latest[0] != problem:
+            found = self._entries(" WHERE b.problem = ?", (problem.key,))
+            builds = self._file.select(_BUILDS, (problem.key,))
+            with self._decoding():
+                made = {config: artifacts_from_row(artifacts) for config, artifacts in builds}
+            self._latest = problem, found, made
+        return self._latest[1:]
 
     def _nearest(self, problem: Problem, identity: str, regime: Regime) -> Answer | None:
         """What the nearest tuned problem lends, None where none lends anything."""
@@ -469,7 +481,7 @@ class _Reader:
 
         key = (class_of(problem), identity, regime)
         if key not in self._classes:
-            asked = class_pattern(problem), identity, str(regime)
+            asked = class_pattern(problem), identity, regime.key
             rows = self._file.select(_OF_CLASS, asked) if self._file.has_tables else []
             with self._decoding():
                 known = [problem_from_row(text) for (text,) in rows]
@@ -510,7 +522,7 @@ class _Reader:
         query = _QUICK.format(
             problems=", ".join("?" * len(keys)), configs=", ".join("?" * len(digests))
         )
-        rows = self._file.select(query, (*keys, *digests, entry.gpu.identity, str(entry.regime)))
+        rows = self._file.select(query, (*keys, *digests, entry.gpu.identity, entry.regime.key))
         with self._decoding():
             found = (dict(zip(STORED_COLUMNS, row, strict=True)) for row in rows)
             stored = [checked_measurement(row) for row in found]

@@ -187,7 +187,7 @@ class Rule:
             "version": VERSION,
             "op": self.op,
             "gpu": asdict(self.gpu),
-            "regime": str(self.regime),
+            "regime": self.regime.key,
             "kind": self.kind,
             "regret": self.regret.to_json(),
             "mean_regret_of_other_kinds": dict(self.others),

@@ -141,6 +141,19 @@ def with_shipped(
     return [found[key] for key in sorted(found)]
 
 
+def in_use(entries: Iterable[Entry]) -> list[Entry]:
+    """Those that a lookup may answer with: no chained one beside a stream's of the same problem,
+    GPU, inputs and provenance.
+    """
+    found = list(entries)
+
+    def place(entry: Entry, regime: Regime) -> tuple[Problem, str, Regime, str]:
+        return entry.problem, entry.gpu.identity, regime, entry.provenance.value
+
+    streams = {place(e, e.regime.chained) for e in found if e.regime.launch == "stream"}
+    return [e for e in found if place(e, e.regime) not in streams]
+
+
 def with_builds(found: Iterable[Entry], builds: Mapping[str, Mapping[str, str]]) -> list[Entry]:
     """Shipped entries with the artifacts that were built here (`Store.record_build`)."""
 

@@ -112,6 +112,8 @@ class Result(Answer):
     fastest_vendor_us: float | None
     vendor_over_own: float | None
     """The fastest vendor's time over the best own kernel's: above 1 ours is faster."""
+    is_tie: bool = False
+    """Whether the two are equal within their noise."""
 
 
 class Task(Answer):

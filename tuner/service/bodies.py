@@ -1,4 +1,4 @@
-"""What requests may hold: names and numbers, each within bounds. Nothing else is taken."""
+"""Bodies of requests: names and numbers, each within bounds. Nothing else is taken."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ MAX_BATCH = 1000
 MAX_PROBLEMS = 10_000
 
 Op = Literal["attention", "gemm", "grouped_gemm", "softmax", "swiglu"]
-Launch = Literal["graph", "eager"]
+Launch = Literal["stream", "chained", "eager", "graph"]
+"""`graph` is the earlier name of `chained`."""
 L2 = Literal["warm", "cold"]
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_]{1,64}$")]
 GpuName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9 ._()-]{1,64}$")]

@@ -1,4 +1,4 @@
-"""What is served: every decision of a store, in memory, kept up to date by a thread."""
+"""Every decision of a store, in memory, kept up to date by a thread."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Self
 
 from tuner.errors import StoreError
 from tuner.hardware import Gpu
-from tuner.measurement import Regime
+from tuner.measurement import Regime, launch_named
 from tuner.problem import PROBLEMS, Problem
 from tuner.selection.describe import answer_json, entry_json
 from tuner.selection.reader import (
@@ -99,14 +99,11 @@ class Table:
 
     def _find(self, question: Question) -> bytes:
         problem = PROBLEMS[question.op].parse(question.shape)
-        default = Regime.default(question.op)
-        regime = Regime(question.regime or default.launch, question.l2 or default.l2)
-        is_named = bool(question.regime or question.l2)
-        regimes = [regime] if is_named else [regime, regime.other_inputs]
+        regimes = Regime.choices(question.op, question.regime, question.l2)
         answer = lookup(
             problem,
             gpu=find_gpu(question.gpu, self.gpus) if question.gpu else None,
-            regime=regime if is_named else None,
+            regime=regimes,
             allow_other_gpu=question.allow_other_gpu,
             among=[e for r in regimes for e in self.index.get((problem, r), [])],
             with_rules=False,  # what ships answers wherever it is installed
@@ -132,13 +129,14 @@ class Table:
         """
         problem = PROBLEMS[op or "attention"].parse(shape) if shape is not None else None
         wanted = find_gpu(gpu, self.gpus) if gpu is not None else None
+        launch = launch_named(regime) if regime else None
         return [
             entry
             for entry in self.entries
             if op in (None, entry.problem.op)
             and problem in (None, entry.problem)
             and (wanted is None or wanted.identity == entry.gpu.identity)
-            and regime in (None, entry.regime.launch)
+            and launch in (None, entry.regime.launch)
             and l2 in (None, entry.regime.l2)
             and provenance in (None, str(entry.provenance))
         ]

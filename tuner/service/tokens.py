@@ -1,4 +1,4 @@
-"""Who may read and who may write: bearer tokens, and the cookie that a login gives a browser."""
+"""Rights to read and to write: bearer tokens, and the cookie that a login gives a browser."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_SESSIONS = 1000
 
 @dataclass(frozen=True)
 class Tokens:
-    """Who may read and who may write, too; empty ones ask nobody."""
+    """The tokens to read and to write; where both are empty, none is asked for."""
 
     read: str = ""
     write: str = ""

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from tuner.measurement import Environment, Measurement, Provenance, Status
+from tuner.measurement import Environment, Measurement, Provenance, Status, same_kernels
 from tuner.problem import Problem, problem_from_json
 
 _DIGITS = 3
@@ -50,13 +50,14 @@ def rows(
 
 
 def _speaks_for(m: Measurement, ranked: Measurement) -> bool:
-    of = (m.gpu.identity, m.regime, dict(m.artifacts))
+    of = (m.gpu.identity, m.regime)
     return (
         (m.ok or m.is_fault)
         and not m.is_final
         and m.provenance is Provenance.MEASURED
         and m.problem != ranked.problem
-        and of == (ranked.gpu.identity, ranked.regime, dict(ranked.artifacts))
+        and of == (ranked.gpu.identity, ranked.regime)
+        and same_kernels(m, ranked)
     )
 
 

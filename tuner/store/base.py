@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from tuner.config import Config
 from tuner.hardware import Gpu
-from tuner.measurement import Environment, Measurement, Provenance, Regime
+from tuner.measurement import Environment, Measurement, Provenance, Regime, Regimes
 from tuner.problem import Problem
 from tuner.store.entry import Entry
 from tuner.store.jobs import Jobs, Lease
@@ -94,7 +94,7 @@ class Store(ABC):
         *,
         problem: Problem | None = None,
         gpu: Gpu | None = None,
-        regime: Regime | None = None,
+        regime: Regimes | None = None,
         environment: str | None = None,
         provenance: Provenance | None = None,
         final: bool | None = None,
@@ -104,7 +104,7 @@ class Store(ABC):
         Args:
             problem: only of this problem.
             gpu: only of GPUs with this identity.
-            regime: only of this regime.
+            regime: only of this regime or of these.
             environment: only of the environment with this digest.
             provenance: only of this provenance.
             final: only final ones (True) or only the others (False).
@@ -207,7 +207,7 @@ class Store(ABC):
 
     @abstractmethod
     def forget(
-        self, problem: Problem, gpu: Gpu | None = None, regime: Regime | None = None
+        self, problem: Problem, gpu: Gpu | None = None, regime: Regimes | None = None
     ) -> tuple[int, int]:
         """Delete a problem's decisions, sweeps and measurements, damaged rows among them.
 
@@ -222,7 +222,7 @@ class Store(ABC):
         op: str | None = None,
         problem: Problem | None = None,
         gpu: Gpu | None = None,
-        regime: Regime | None = None,
+        regime: Regimes | None = None,
         provenance: Provenance | None = None,
         trials: bool = False,
         around: Around | None = None,
@@ -233,7 +233,7 @@ class Store(ABC):
             op: only of this operation.
             problem: only of this problem.
             gpu: only of GPUs with this identity.
-            regime: only of this regime.
+            regime: only of this regime or of these.
             provenance: only of this provenance.
             trials: every measurement, not only those that decisions rank.
             around: the shapes around a decision's problem at which what its configs did is told,

@@ -25,6 +25,7 @@ from tuner.measurement import (
     Regime,
     Resources,
     Status,
+    is_tie,
 )
 from tuner.problem import Problem, problem_from_json
 
@@ -173,6 +174,12 @@ class Entry:
         name = min(times, key=times.__getitem__, default=None)
         return None if name is None else (name, self.vendors[name])
 
+    @property
+    def is_tied(self) -> bool:
+        """Whether the best own kernel and the fastest vendor's are equal within their noise."""
+        vendor, own = self.fastest_vendor, self.best_own
+        return vendor is not None and own is not None and is_tie(own, vendor[1])
+
 
 def ratios_json(entry: Entry | None) -> dict[str, dict[str, float]]:
     """An entry's ratios by vendor's kernel, as its JSON holds them.
@@ -191,8 +198,11 @@ def is_vendor(config: Config) -> bool:
 
 
 def vendor_name(config: Config) -> str:
-    """Short name of a vendor kernel: its parameters' values, else its family's name."""
-    values = [str(value) for _, value in sorted(config.params.items())]
+    """Short name of a vendor kernel: the words among its parameters, else its family's name.
+
+    The numbers that tell one plan or algorithm of a library from another are no part of it.
+    """
+    values = [value for _, value in sorted(config.params.items()) if isinstance(value, str)]
     return "/".join(values) or config.family.removeprefix(VENDOR_PREFIX)
 
 
@@ -429,4 +439,4 @@ def entries_from_rows(rows: Iterable[Mapping[str, Any]]) -> list[Entry]:
 def sort_key(entry: Entry) -> tuple[str, str, str, str, int]:
     """The fixed order of entries: problem, GPU, regime, then measured before the others."""
     order = PROVENANCES.index(entry.provenance)
-    return entry.problem.op, entry.problem.key, entry.gpu.identity, str(entry.regime), order
+    return entry.problem.op, entry.problem.key, entry.gpu.identity, entry.regime.key, order

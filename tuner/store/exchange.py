@@ -116,7 +116,7 @@ def to_text(document: Mapping[str, Any]) -> str:
 def _order(measurement: Measurement) -> tuple[Any, ...]:
     """By what was asked, then final ones first and the fastest first; the digest ends ties."""
     m = measurement
-    asked = (m.problem.op, m.problem.key, m.gpu.identity, str(m.regime), m.provenance.value)
+    asked = (m.problem.op, m.problem.key, m.gpu.identity, m.regime.key, m.provenance.value)
     time = math.inf if m.latency_us is None else m.latency_us
     return *asked, not m.is_final, time, digest_of(m)
 

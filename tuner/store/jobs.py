@@ -46,7 +46,8 @@ def result_of(entry: Entry) -> dict[str, Any]:
     """What a finished task tells of its decision, as names and numbers.
 
     ``vendor_over_own`` is the fastest vendor's time over the best own kernel's, above 1 where ours
-    is faster; it and the names are null where one of the two is missing. Times are microseconds.
+    is faster; it and the names are null where one of the two is missing. ``is_tie``: the two are
+    equal within their noise. Times are microseconds.
     """
     winner, own, vendor = entry.winner, entry.best_own, entry.fastest_vendor
     config = winner.config
@@ -61,6 +62,7 @@ def result_of(entry: Entry) -> dict[str, Any]:
         "fastest_vendor": vendor[0] if vendor else None,
         "fastest_vendor_us": vendor[1].latency_us if vendor else None,
         "vendor_over_own": own.speedup(vendor[1]) if own and vendor else None,
+        "is_tie": entry.is_tied,
     }
 
 
@@ -74,9 +76,17 @@ def result_text(result: Mapping[str, Any]) -> str:
         *(["quick pass"] if result["pass"] == "quick" else []),
     ]
     if result["vendor_over_own"] is not None:
-        speed = speedup_text(result["vendor_over_own"], result["fastest_vendor"])
-        facts.append(f"own speed {speed}")
+        facts.append(f"own speed {result_speed(result)}")
     return ", ".join(facts)
+
+
+def result_speed(result: Mapping[str, Any]) -> str:
+    """A result's own speed in words; ``-`` without both times."""
+    ratio = result["vendor_over_own"]
+    if ratio is None:
+        return "-"
+    # Results of earlier versions do not tell ties.
+    return speedup_text(ratio, result["fastest_vendor"], is_tie=result.get("is_tie", False))
 
 
 _SHOWN: Mapping[str, tuple[type, ...]] = {

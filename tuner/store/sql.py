@@ -16,7 +16,7 @@ from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from tuner.config import Config
 from tuner.errors import ConfigError, StoreError, TunerError
 from tuner.hardware import Gpu
-from tuner.measurement import Measurement, Provenance, Regime, Status
+from tuner.measurement import Measurement, Provenance, Regime, Regimes, Status, regime_keys
 from tuner.problem import Problem
 from tuner.store import exchange, models
 from tuner.store import statements as run
@@ -128,7 +128,7 @@ class SqlStore(Store):
         *,
         problem: Problem | None = None,
         gpu: Gpu | None = None,
-        regime: Regime | None = None,
+        regime: Regimes | None = None,
         environment: str | None = None,
         provenance: Provenance | None = None,
         final: bool | None = None,
@@ -206,7 +206,7 @@ class SqlStore(Store):
             (view.c.op, op),
             (view.c.problem, problem.key if problem else None),
             (view.c.gpu_identity, gpu.identity if gpu else None),
-            (view.c.regime, str(regime) if regime else None),
+            (view.c.regime, regime.key if regime else None),
             (view.c.provenance, provenance.value if provenance else None),
         ):
             if value is not None:
@@ -232,7 +232,7 @@ class SqlStore(Store):
                     id=sweep.id,
                     problem_id=run.problem_id(connection, sweep.problem),
                     gpu_id=run.gpu_id(connection, sweep.gpu),
-                    regime=str(sweep.regime),
+                    regime=sweep.regime.key,
                     environment=sweep.environment,
                     settings=sweep.settings,
                     state=sweep.state,
@@ -315,7 +315,7 @@ class SqlStore(Store):
             connection.execute(_B.insert().values(**key, artifacts=canonical(dict(artifacts))))
 
     def forget(
-        self, problem: Problem, gpu: Gpu | None = None, regime: Regime | None = None
+        self, problem: Problem, gpu: Gpu | None = None, regime: Regimes | None = None
     ) -> tuple[int, int]:
         with self.transaction(write=True) as connection:
             found = connection.scalar(sa.select(_P.c.id).where(_P.c.key == problem.key))
@@ -330,9 +330,10 @@ class SqlStore(Store):
                 sweeps = sweeps.where(_S.c.gpu_id.in_(models_of))
                 measurements = measurements.where(_M.c.gpu_id.in_(models_of))
             if regime is not None:
-                winners = winners.where(_W.c.regime == str(regime))
-                sweeps = sweeps.where(_S.c.regime == str(regime))
-                measurements = measurements.where(_M.c.regime == str(regime))
+                keys = regime_keys(regime)
+                winners = winners.where(_W.c.regime.in_(keys))
+                sweeps = sweeps.where(_S.c.regime.in_(keys))
+                measurements = measurements.where(_M.c.regime.in_(keys))
             decisions = connection.execute(winners).rowcount
             connection.execute(sweeps)
             return decisions, connection.execute(measurements).rowcount
@@ -343,7 +344,7 @@ class SqlStore(Store):
         op: str | None = None,
         problem: Problem | None = None,
         gpu: Gpu | None = None,
-        regime: Regime | None = None,
+        regime: Regimes | None = None,
         provenance: Provenance | None = None,
         trials: bool = False,
         around: Around | None = None,
@@ -404,7 +405,7 @@ class SqlStore(Store):
         query = run.MEASUREMENTS.where(
             _P.c.key.in_([problem.key for problem in shapes]),
             _M.c.config_digest.in_([m.config.digest for m in ranked]),
-            _M.c.regime == str(first.regime),
+            _M.c.regime == first.regime.key,
             _M.c.provenance == Provenance.MEASURED.value,
             _M.c.is_final.is_(False),
             _G.c.identity == first.gpu.identity,

@@ -15,7 +15,15 @@ from sqlalchemy.exc import IntegrityError
 
 from tuner.errors import StoreError
 from tuner.hardware import Gpu
-from tuner.measurement import Environment, Measurement, Provenance, Regime, Status
+from tuner.measurement import (
+    Environment,
+    Measurement,
+    Provenance,
+    Regime,
+    Regimes,
+    Status,
+    regime_keys,
+)
 from tuner.problem import Problem
 from tuner.store import models
 from tuner.store.base import ImportReport
@@ -61,7 +69,7 @@ def matching(
     table: sa.Table,
     problem: Problem | None,
     gpu: Gpu | None,
-    regime: Regime | None,
+    regime: Regimes | None,
     provenance: Provenance | None,
 ) -> sa.Select[Any]:
     """Narrow a query that joins `problems`.
@@ -72,7 +80,7 @@ def matching(
         table: its table that has a regime and a provenance.
         problem: only of this problem.
         gpu: only of this GPU identity.
-        regime: only of this regime.
+        regime: only of this regime or of these.
         provenance: only of this provenance.
     """
     if problem is not None:
@@ -80,7 +88,7 @@ def matching(
     if gpu is not None:
         query = query.where(identity == gpu.identity)
     if regime is not None:
-        query = query.where(table.c.regime == str(regime))
+        query = query.where(table.c.regime.in_(regime_keys(regime)))
     if provenance is not None:
         query = query.where(table.c.provenance == provenance.value)
     return query
@@ -262,7 +270,7 @@ def ensure_winner(connection: sa.Connection, first: Measurement) -> tuple[int, b
     key = {
         "problem_id": problem_id(connection, first.problem),
         "gpu": first.gpu.identity,
-        "regime": str(first.regime),
+        "regime": first.regime.key,
         "provenance": first.provenance.value,
     }
     return ensure(connection, _W, key, {"sweep": "", "decided_at": ""})

@@ -254,7 +254,7 @@ class Controller:
             return None
         turn.sweep = Sweep(
             claim.problem,
-            options.regime(claim.problem),
+            runner.regime,
             runner,
             self._store.under(claim.lease),
             options.sweep,
@@ -271,7 +271,7 @@ class Controller:
         found = self._store.entries(
             problem=problem,
             gpu=runner.gpu,
-            regime=turn.options.regime(problem),
+            regime=runner.regime,
             provenance=runner.provenance,
         )
         return result_of(found[0]) if found else None
@@ -457,9 +457,10 @@ class _Leases:
             for lease, progress in list(self._progress.items()):
                 if lease not in self._lost and not self._is_held(lease, progress):
                     self._lost.add(lease)
-                    main = threading.main_thread().ident
-                    if main is not None:
-                        signal.pthread_kill(main, signal.SIGUSR1)
+            main = threading.main_thread().ident
+            # At each beat: Python keeps a signal that comes just before a wait until its end.
+            if self._armed in self._lost and main is not None:
+                signal.pthread_kill(main, signal.SIGUSR1)
 
     def _is_held(self, lease: Lease, progress: Mapping[str, Any]) -> bool:
         pulse = self._pulses.get(lease)

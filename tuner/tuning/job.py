@@ -71,7 +71,7 @@ class JobOptions:
         Raises:
             ConfigError: when a family that they name does not serve one of them.
         """
-        Regime(self.launch or "graph", self.l2 or "warm")
+        Regime(self.launch or "stream", self.l2 or "warm")
         for op in sorted({problem.op for problem in problems}):
             check_families(self.sweep.families, op, catalogue(op))
 
@@ -82,7 +82,7 @@ class JobOptions:
         found = store.find_sweep(
             problem,
             runner.gpu,
-            self.regime(problem),
+            runner.regime,
             runner.environment.digest,
             self.sweep.digest(runner.provenance),
         )
@@ -284,13 +284,12 @@ class Job:
         """The sweep of a problem, None when it is tuned already."""
         if problem in self._sweeps:
             return self._sweeps[problem]
-        regime = self._options.regime(problem)
-        runner = runner_of(problem, regime)
+        runner = runner_of(problem, self._options.regime(problem))
         if self._options.find_tuned(problem, runner, self._store) is not None:
             return None
         return Sweep(
             problem,
-            regime,
+            runner.regime,
             runner,
             self._store,
             self._options.sweep,

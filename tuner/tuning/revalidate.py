@@ -61,12 +61,7 @@ def revalidate(entry: Entry, runner: Runner, store: Store) -> Revalidation:
     """
     problem = entry.problem
     stored = [m for m in (entry.winner, *entry.ranking) if nearest.fits(problem, m)]
-    vendors = [
-        config
-        for member in families_of(problem.op).values()
-        if member.is_vendor and not member.supports(problem, runner.gpu)
-        for config in member.space(problem, runner.gpu)
-    ]
+    vendors = _vendors(problem, runner)
     configs = list(dict.fromkeys([*(m.config for m in stored), *vendors]))
     finals, ranked = _time(problem, configs, runner)
     store.add([m for m in finals if not m.ok])
@@ -81,6 +76,23 @@ def revalidate(entry: Entry, runner: Runner, store: Store) -> Revalidation:
     )
     failed = tuple(m for m in finals if not m.ok and not is_vendor(m.config))
     return Revalidation(entry, after[0], failed)
+
+
+def _vendors(problem: Problem, runner: Runner) -> list[Config]:
+    """Every vendor's kernel; of a library's list the fastest of a quick pass."""
+    found: list[Config] = []
+    for member in families_of(problem.op).values():
+        if not member.is_vendor or member.supports(problem, runner.gpu) or member.lacks():
+            continue
+        space = member.space(problem, runner.gpu)
+        if member.is_listed:
+            space = runner.candidates(problem, member, space)
+        if len(space) > ranking.MAX_LISTED and member.is_listed:
+            runner.submit(problem, space)
+            passed = ranking.finalists(runner.collect(), 0, lambda config: config.digest)
+            space = [m.config for m in passed]
+        found += space
+    return found
 
 
 def _time(

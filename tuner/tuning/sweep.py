@@ -45,7 +45,7 @@ from tuner.search.study import (
 )
 from tuner.selection.shipped import shipped_index
 from tuner.store import Store, SweepRecord, open_store
-from tuner.store.entry import is_vendor, vendor_name
+from tuner.store.entry import Entry, is_vendor, vendor_name
 from tuner.tuning.outcome import Outcome, first_line, summary
 from tuner.tuning.progress import Interruption, SweepState, Watcher
 
@@ -366,7 +366,11 @@ class Sweep:
         most = self.options.max_workspace
         if most is not None:
             space = [c for c in space if family.scratch_bytes(problem, c) <= most]
-        space = self.runner.restrict(problem, family, space)
+        is_slow = family.is_listed  # a library's list takes seconds
+        with self._interruption.waiting() if is_slow else contextlib.nullcontext():
+            space = self.runner.candidates(problem, family, space)
+        if family.is_listed and space:
+            self._note(f"{family.name}: {len(space)} listed by its library")
         return self.runner.compiled(problem, family, space) if self.options.compiled_only else space
 
     def _check_compiled(self) -> None:
@@ -559,24 +563,29 @@ class Sweep:
 
     def _standing(self) -> list[Config]:
         """The best own config of what is decided, where this sweep did not try it: a search among
-        fewer candidates is not to take its place untimed.
+        fewer candidates is not to take its place untimed. Where nothing is decided in a stream,
+        that of the chained decision.
         """
-        problem, gpu, regime = self.problem, self.runner.gpu, self.regime
-        entries = self.store.entries(
-            problem=problem, gpu=gpu, regime=regime, provenance=self.runner.provenance
-        )
-        if not entries and self.runner.provenance is Provenance.MEASURED:
-            found = (one.entry for one in shipped_index().get((problem, regime), ()))
-            entries = [entry for entry in found if entry.gpu == gpu]
-        best = entries[0].best_own if entries else None
+        problem = self.problem
+        entry = next(filter(None, map(self._decided, Regime.preferred(self.regime))), None)
+        best = entry.best_own if entry else None
         if best is None or best.config in {m.config for m in self._seen(problem)}:
             return []
         family = self._catalogue(problem.op).get(best.config.family)
-        if family is None or not family.accepts(problem, best.config, gpu):
+        if family is None or not family.accepts(problem, best.config, self.runner.gpu):
             return []
         if self.options.compiled_only and not self.runner.compiled(problem, family, [best.config]):
             return []
         return [best.config]
+
+    def _decided(self, regime: Regime) -> Entry | None:
+        """What the store decides under a regime, else what ships."""
+        problem, gpu, provenance = self.problem, self.runner.gpu, self.runner.provenance
+        entries = self.store.entries(problem=problem, gpu=gpu, regime=regime, provenance=provenance)
+        if not entries and provenance is Provenance.MEASURED:
+            found = (one.entry for one in shipped_index().get((problem, regime), ()))
+            entries = [entry for entry in found if entry.gpu == gpu]
+        return entries[0] if entries else None
 
     def _retime(self, configs: Sequence[Config], rounds: int) -> list[Measurement]:
         """One final pass; empty when the first Ctrl-C came during it."""
@@ -617,6 +626,7 @@ class Sweep:
             self._write(lambda: self.store.decide(*place, ranked, self._record.id))
         seen = self._seen()
         own = [m for m in seen if not is_vendor(m.config)]
+        measured = {vendor_name(m.config) for m in seen if is_vendor(m.config) and m.ok}
         return Outcome(
             problem=self.problem,
             gpu=self.runner.gpu,
@@ -640,7 +650,7 @@ class Sweep:
             unavailable={
                 vendor_name(m.config): first_line(m.log) or m.status.value
                 for m in seen
-                if is_vendor(m.config) and not m.ok
+                if is_vendor(m.config) and not m.ok and vendor_name(m.config) not in measured
             },
             interrupted=self._interruption.requested,
             elapsed_s=time.monotonic() - self._state.started,
@@ -704,7 +714,7 @@ def sweep(
         Runners(place, note) as runners,
     ):
         runner = runners.of(problem, chosen)
-        return Sweep(problem, chosen, runner, opened, settings, studies=studies).run()
+        return Sweep(problem, runner.regime, runner, opened, settings, studies=studies).run()
 
 
 def check_families(names: Sequence[str], op: str, known: Mapping[str, Family]) -> None:

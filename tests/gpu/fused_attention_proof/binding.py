@@ -10,7 +10,7 @@ from tuner.config import Config
 from tuner.families import family
 from tuner.families.base import LSE, KernelSpec
 from tuner.measure.device import Device
-from tuner.measure.stopwatch import CompiledSubject
+from tuner.measure.subjects import CompiledSubject
 from tuner.problem import Problem
 
 Libraries = Mapping[str, tuple[str, str, str]]

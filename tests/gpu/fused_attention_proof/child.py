@@ -26,7 +26,7 @@ from tuner.config import Config
 from tuner.errors import BenchmarkError, TunerError
 from tuner.families import family
 from tuner.measure.device import Device, environment
-from tuner.measure.stopwatch import import_torch
+from tuner.measure.subjects import import_torch
 
 from .binding import subject, writes_lse
 from .cases import Case

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tuner.families.base import LSE, SCRATCH
 from tuner.measure.gate import GUARD_BYTES, POISON
-from tuner.measure.stopwatch import WORKSPACE, Subject
+from tuner.measure.subjects import WORKSPACE, Subject
 from tuner.problem import Operand
 
 from .cases import Case

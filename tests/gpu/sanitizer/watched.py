@@ -23,7 +23,7 @@ from tuner.config import Config
 from tuner.families.base import LSE, SCRATCH
 from tuner.measure.device import Device, Pool
 from tuner.measure.gate import moments, scale_of, starts_of
-from tuner.measure.stopwatch import WORKSPACE
+from tuner.measure.subjects import WORKSPACE
 from tuner.problem import E4M3, AttentionProblem, Operand, Problem, problem_from_json
 
 #: Distinct elements; a tensor repeats them.

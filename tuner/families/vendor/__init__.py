@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import types
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +33,7 @@ FAILURES = (
 """What a vendor's or a peer's code raises when it cannot serve: each becomes a reason."""
 
 
-_served: set[tuple[str, Problem]] = set()
+_served: set[tuple[Config, Problem]] = set()
 """What ran once in this process: not tried again for each new scale and each new buffer."""
 
 
@@ -40,8 +41,26 @@ _served: set[tuple[str, Problem]] = set()
 PACKAGES: dict[str, tuple[str, ...]] = {
     "torch": ("torch",),
     "cudnn": ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12"),
+    "cudnn_frontend": ("nvidia-cudnn-frontend",),
     "cublas": ("nvidia-cublas", "nvidia-cublas-cu13", "nvidia-cublas-cu12"),
 }
+
+MEASURED_ONLY: frozenset[str] = frozenset(
+    {
+        *("deep_gemm", "torch_compile", "inductor", "flash3_serving"),
+        *("flash4_128x128", "flash4_128x160", "flash4_192x128", "flash4_192x144"),
+    }
+)
+"""Kernels that the runtime does not call where they win: they compile in a call, or keep a state
+(FlashAttention-3's metadata) that one stream at a time may use."""
+
+BESIDE_PYTORCH: frozenset[str] = MEASURED_ONLY | {
+    *("cudnn_plans", "cublaslt_search", "flash3", "flash3_splits", "flash4")
+}
+"""Kernels that eager PyTorch never calls by itself: to leave a call to it is not to run these."""
+
+MAX_INTEGER = 2**31 - 1
+"""Largest value of a library's own parameter: what the schema of entries takes."""
 
 
 class Vendor(Family):
@@ -51,14 +70,18 @@ class Vendor(Family):
     offered: ClassVar[tuple[str, ...]]
     """Values of ``kernel``, in the order of the space."""
     on_request: ClassVar[tuple[str, ...]] = ()
-    """Values of ``kernel`` that are no part of the space: too slow to win, timed when named."""
+    """Values of ``kernel`` that are not part of the space: too slow to win, or not installed on
+    most machines (`found`); timed when named."""
     options: ClassVar[Mapping[str, Domain]] = {}
     """Domains of parameters that a config may have beside ``kernel``."""
+    is_tried: ClassVar[bool] = True
+    """A call is run once before it is handed out, unless its library was asked already."""
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """The domains are what `offered`, `on_request` and `options` say."""
-        cls.domains = {"kernel": (*cls.offered, *cls.on_request), **cls.options}
-        cls.optional = frozenset(cls.options)
+        """The domains are what `offered`, `on_request` and `options` say, where it has kernels."""
+        if hasattr(cls, "offered"):
+            cls.domains = {"kernel": (*cls.offered, *cls.on_request), **cls.options}
+            cls.optional = frozenset(cls.options)
         super().__init_subclass__(**options)
 
     def refusal(self, problem: Problem, kernel: str) -> str:
@@ -71,6 +94,14 @@ class Vendor(Family):
         `FAILURES`.
         """
 
+    def found(self) -> tuple[str, ...]:
+        """Values of `on_request` that this machine has, and that are part of the space there."""
+        return ()
+
+    def connected(self, problem: Problem, config: Config, scale: float) -> Callable[..., Any] | str:
+        """`connect` for a whole config, where more than its kernel counts."""
+        return self.connect(problem, config["kernel"], scale)
+
     def environment(self) -> Mapping[str, str]:
         return installed_versions()
 
@@ -79,7 +110,8 @@ class Vendor(Family):
         return [reason] if reason else []
 
     def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
-        configs = [Config(self.name, {"kernel": kernel}) for kernel in self.offered]
+        kernels = dict.fromkeys((*self.offered, *self.found()))
+        configs = [Config(self.name, {"kernel": kernel}) for kernel in kernels]
         return [config for config in configs if not self.violations(problem, config, gpu)]
 
     def preferred(self, problem: Problem, kernel: str) -> Config:
@@ -101,15 +133,72 @@ class Vendor(Family):
         if not torch.cuda.is_available():
             return f"torch {torch.__version__} sees no CUDA GPU"
         try:
-            call = self.connect(problem, kernel, scale)
+            call = self.connected(problem, config, scale)
         except FAILURES as exc:
             return _sentence(kernel, exc, [])
-        if isinstance(call, str) or (kernel, problem) in _served:
+        if isinstance(call, str) or not self.is_tried or (config, problem) in _served:
             return call
         made = tried(call, problem, kernel, "cuda")
         if not isinstance(made, str):
-            _served.add((kernel, problem))
+            _served.add((config, problem))
         return made
+
+
+class ListedVendor(Vendor):
+    """A library that lists its own candidates on the GPU: execution plans, algorithms.
+
+    A config of the kernel's name only is the library's first choice. Any other holds the numbers
+    that rebuild one candidate, and `version`, the library's: another version refuses it. All of a
+    problem's candidates are one group, for nothing is compiled.
+    """
+
+    is_listed: ClassVar[bool] = True
+    library: ClassVar[str]
+    """Its name among the facts of an environment."""
+    identity: ClassVar[tuple[str, ...]]
+    """Parameters, `version` among them, that every listed config has."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        cls.runtime_parameters = frozenset(cls.options)
+        ranges = {name: domain for name, domain in cls.options.items() if isinstance(domain, range)}
+        cls.draws = {name: tuple(domain[:3]) for name, domain in ranges.items()}
+        super().__init_subclass__(**options)
+
+    @abstractmethod
+    def version(self) -> int:
+        """The library's version here, as one number. May raise any of `FAILURES`."""
+
+    def environment(self) -> Mapping[str, str]:
+        """As all vendors', and the version that the loaded library gives itself."""
+        with contextlib.suppress(*FAILURES):
+            return {**super().environment(), f"{self.library}_loaded": str(self.version())}
+        return super().environment()
+
+    @abstractmethod
+    def rebuilt(self, problem: Any, config: Config, scale: float) -> Callable[..., Any] | str:
+        """`connected` of a config that this version of the library listed, or of its first choice.
+        May raise any of `FAILURES`.
+        """
+
+    def supports(self, problem: Problem, gpu: Gpu) -> str:
+        return super().supports(problem, gpu) or self.refusal(problem, self.offered[0])
+
+    def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
+        if len(config.params) == 1:
+            return []
+        absent = [name for name in self.identity if name not in config.params]
+        return [f"parameter {name} is missing" for name in absent]
+
+    def connect(self, problem: Any, kernel: str, scale: float) -> Callable[..., Any] | str:
+        return self.connected(problem, Config(self.name, {"kernel": kernel}), scale)
+
+    def connected(self, problem: Problem, config: Config, scale: float) -> Callable[..., Any] | str:
+        if faults := self.malformed(config):  # a store's text goes no further
+            return "; ".join(faults)
+        listed, here = config.get("version"), self.version()
+        if listed not in (None, here):
+            return f"{config['kernel']} of version {listed}, and the library's here is {here}"
+        return self.rebuilt(problem, config, scale)
 
 
 def tried(
@@ -143,22 +232,42 @@ def tried(
     return call
 
 
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` of one problem's tensors as torch.compile makes it when it searches longest.
+def compiled(function: Callable[..., Any], mode: str | None = None) -> Callable[..., Any]:
+    """`function` of one problem's tensors as torch.compile makes it.
 
     Compiled when it is first called, which `tried` does outside of any timing. It gets no CUDA
     graphs of its own (``max-autotune`` would replay one inside ours): its calls are captured like
-    all others'. What cannot be compiled as a whole is an error, never partly eager. The problems
-    before are forgotten: their functions are of one code, of which Dynamo compiles eight
-    (`recompile_limit`) and then calls the Python.
+    all others'. What cannot be compiled as a whole is an error, never partly eager. Its code is
+    copied, because Dynamo compiles one code eight times (`recompile_limit`) and then calls the
+    Python, and several problems' functions share one.
+
+    Args:
+        function: over torch tensors.
+        mode: of torch.compile: None, its default, or one that searches longer.
     """
     import torch
 
-    torch.compiler.reset()
-    made: Callable[..., Any] = torch.compile(
-        function, mode="max-autotune-no-cudagraphs", dynamic=False, fullgraph=True
+    code = function.__code__.replace()
+    own = types.FunctionType(
+        code,
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
     )
+    made: Callable[..., Any] = torch.compile(own, mode=mode, dynamic=False, fullgraph=True)
     return made
+
+
+MAX_AUTOTUNE = "max-autotune-no-cudagraphs"
+"""Mode of torch.compile that searches longest."""
+
+
+def stream_of(device: Any) -> int:
+    """The stream that torch enqueues on now; the only one on a CPU, for tests."""
+    import torch
+
+    return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
 
 
 def _sentence(kernel: str, exc: BaseException, said: Sequence[str]) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
 from tuner.config import Config
-from tuner.families.vendor import Vendor, compiled
+from tuner.families.vendor import MAX_AUTOTUNE, Vendor, compiled, peers
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.problem import E4M3, GemmProblem, Problem
 
@@ -19,6 +19,7 @@ STREAM_GBS = 2400.0
 #: A small product's time inside a graph, microseconds: one launch and one wave's latency.
 START_US = 3.0
 LIBRARIES = ("cublas", "cublaslt")
+DEEP_GEMM = "deep_gemm"
 #: The argument of `torch._addmm_activation` by epilogue; cuBLASLt's GELU is the one by tanh.
 FUSED_ACTIVATIONS = {"bias_relu": False, "bias_gelu_tanh": True}
 
@@ -27,14 +28,23 @@ class VendorBlas(Vendor):
     """``kernel``: which library torch calls, cublas or cublaslt, each with the epilogue in kernels
     of torch behind it; addmm, the product with a bias or onto a residual in one call, and the rest
     behind it; addmm_activation, cuBLASLt's fused epilogue; scaled_mm, torch's product of e4m3, with
-    the problem's accumulation; on request inductor, what torch.compile makes of it when it searches
-    longest.
+    the problem's accumulation; torch_compile, what torch.compile makes of an epilogue; on request
+    inductor, the same when it searches longest; where it is installed deep_gemm, DeepGEMM's product
+    of bf16.
     """
 
     name: ClassVar[str] = "vendor_blas"
     op: ClassVar[str] = GemmProblem.op
-    offered: ClassVar[tuple[str, ...]] = (*LIBRARIES, "addmm", "addmm_activation", "scaled_mm")
-    on_request: ClassVar[tuple[str, ...]] = ("inductor",)
+    offered: ClassVar[tuple[str, ...]] = (
+        *(*LIBRARIES, "torch_compile", "addmm", "addmm_activation", "scaled_mm"),
+    )
+    on_request: ClassVar[tuple[str, ...]] = ("inductor", DEEP_GEMM)
+
+    def found(self) -> tuple[str, ...]:
+        return (DEEP_GEMM,) if peers.version(DEEP_GEMM) else ()
+
+    def environment(self) -> Mapping[str, str]:
+        return {**super().environment(), **peers.versions((DEEP_GEMM,))}
 
     def refusal(self, problem: Problem, kernel: str) -> str:
         if not isinstance(problem, GemmProblem):
@@ -43,6 +53,10 @@ class VendorBlas(Vendor):
             return f"scaled_mm multiplies {E4M3}"
         if problem.dtype == E4M3 and kernel not in ("scaled_mm", "inductor"):
             return f"{kernel} does not multiply {E4M3}"
+        if kernel == "torch_compile" and not (problem.epilogue or problem.scales):
+            return "torch_compile has nothing to fuse: no epilogue"
+        if kernel == DEEP_GEMM:
+            return _deep_gemm_refusal(problem)
         if kernel not in ("addmm", "addmm_activation"):
             return ""
         if problem.batch > 1 or problem.dtype_d != problem.dtype:
@@ -58,8 +72,11 @@ class VendorBlas(Vendor):
 
         if scale != 1.0:
             return f"{kernel} is offered with alpha 1, not {scale}"
-        if kernel == "inductor":
-            return compiled(as_in_a_model(problem))
+        if kernel in ("torch_compile", "inductor"):
+            mode = MAX_AUTOTUNE if kernel == "inductor" else None
+            return compiled(as_in_a_model(problem), mode)
+        if kernel == DEEP_GEMM:
+            return deep_gemm(problem)
         if kernel == "scaled_mm":
             return scaled_mm(problem)
         if kernel not in LIBRARIES:
@@ -95,8 +112,38 @@ class VendorBlas(Vendor):
         passes = problem.has_bias + problem.has_residual + bool(problem.activation)
         if problem.scales and problem.dtype != E4M3:
             passes += 2
-        passes -= {"addmm": 1, "addmm_activation": 2, "inductor": passes}.get(config["kernel"], 0)
+        fused = {"addmm": 1, "addmm_activation": 2, "inductor": passes}
+        fused["torch_compile"] = passes - min(1, passes - problem.has_bias)
+        passes -= fused.get(config["kernel"], 0)
         return product + passes * (START_US + 2 * problem.output.bytes / stream / 1e3)
+
+
+def _deep_gemm_refusal(problem: GemmProblem) -> str:
+    if problem.dtype != "bfloat16" or problem.scales:
+        return f"{DEEP_GEMM} is called with bf16; its factors are of blocks"
+    if problem.batch > 1 or problem.epilogue:
+        return f"{DEEP_GEMM} makes one matrix and has no epilogue"
+    if (problem.layout_a, problem.layout_b) != ("row", "col"):
+        return f"{DEEP_GEMM} is called with both matrices along K"
+    return ""
+
+
+def deep_gemm(problem: GemmProblem) -> Callable[[Any, Any], Any] | str:
+    """call(a, b) -> d by DeepGEMM, which compiles its kernel with nvcc in the first call."""
+    import torch
+
+    module = peers.module_of(DEEP_GEMM)
+    if isinstance(module, str):
+        return module
+    multiply = getattr(module, "module", module).bf16_gemm_nt
+    dtype = getattr(torch, problem.dtype_d)
+
+    def call(a: Any, b: Any) -> Any:
+        d = torch.empty(problem.output.shape, dtype=dtype, device=a.device)
+        multiply(a[0], b[0].t(), d[0], None)
+        return d
+
+    return call
 
 
 def matmul(problem: GemmProblem) -> Callable[[Any, Any], Any]:

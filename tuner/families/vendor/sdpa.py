@@ -4,23 +4,16 @@ request the three steps one by one.
 
 from __future__ import annotations
 
-import hashlib
 import importlib
-import importlib.metadata
-import importlib.util
-import sys
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache
-from pathlib import Path
 from typing import Any, ClassVar
 
-from tuner import settings
 from tuner.config import Config
 from tuner.families import attention_work
 from tuner.families.base import Domain
-from tuner.families.vendor import FAILURES, Vendor
+from tuner.families.vendor import FAILURES, Vendor, peers
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.problem import E4M3, AttentionProblem, Layout, Problem
 
@@ -39,26 +32,26 @@ BACKENDS: dict[str, tuple[str, str, str, tuple[Any, ...]]] = {
         "_scaled_dot_product_efficient_attention", (False,),
     ),
 }  # fmt: skip
-#: kernel -> (module under TUNER_PEERS_PATH, package, its distributions)
-PEERS = {
-    "flash3": ("fa3", "flash_attn_interface", ("flash-attn-3", "flash_attn_3")),
-    "flash4": ("fa4", "flash_attn.cute", ("flash-attn-4", "flash_attn_4")),
-}
+PEERS = ("flash3", "flash4")
+SERVING = "flash3_serving"
 #: kernel -> (peer, further arguments). Zero splits let FlashAttention-3 choose how many parts the
 #: keys are cut into; by default it takes one.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "flash3_splits": ("flash3", {"num_splits": 0}),
 }
+#: kernel -> rows and keys of FlashAttention-4's tile, which its package takes an argument for.
+TILES = {f"flash4_{m}x{n}": (m, n) for m, n in ((128, 128), (128, 160), (192, 128), (192, 144))}
 #: The layout that each kernel likes best: the one that it was written for.
 LAYOUTS: dict[str, Layout] = {
     "cudnn": "bhsd",
     "naive": "bhsd",
-    **dict.fromkeys(("flash2", "efficient", *PEERS, *VARIANTS), "bshd"),
+    **dict.fromkeys(("flash2", "efficient", *PEERS, *VARIANTS, SERVING, *TILES), "bshd"),
 }
 #: kernel -> microseconds of a tiny call, then TFLOP/s of a large one: full and causal at D <= 64,
 #: full and causal above. From one H200, CUDA 13.0, torch 2.11, cuDNN 9.19: (16,16,2048,64) and
 #: (4,16,2048,128), and (1,16,1024,64) for the first. `efficient` was not measured: taken at 0.6
-#: of flash2; `naive` at 0.1: its scores go through memory three times.
+#: of flash2; `naive` at 0.1: its scores go through memory three times. The serving build and the
+#: tiles were not measured either: taken for their peers.
 RATES: dict[str, tuple[float, float, float, float, float]] = {
     "cudnn": (5.0, 463, 378, 623, 462),
     "flash2": (7.0, 296, 250, 344, 254),
@@ -68,10 +61,7 @@ RATES: dict[str, tuple[float, float, float, float, float]] = {
     "flash4": (6.5, 499, 373, 640, 528),
     "naive": (15.0, 30, 15, 34, 17),
 }
-
-#: PyTorch's operators take 16-bit tensors. FlashAttention-3 built with fp8 takes one factor a KV
-#: head for Q, ours one a query head.
-_NO_E4M3 = f"vendor_sdpa takes fp16 and bf16 alone, not {E4M3} with descale factors"
+RATES |= {SERVING: RATES["flash3"], **dict.fromkeys(TILES, RATES["flash4"])}
 
 Attend = Callable[..., Any]
 """attend(query, key, value, causal=, scale=) over (B, S, H, D) tensors; with ``window_size=(left,
@@ -80,22 +70,27 @@ right)`` and ``softcap=`` where the problem has them."""
 
 class VendorSdpa(Vendor):
     """``kernel``: a backend of torch (cudnn, flash2, efficient), a peer (flash3, flash4) or a
-    variant of one; naive on request. ``layout``, if given: how it gets its operands, whatever the
+    variant of one; where they are installed FlashAttention-3's serving build and FlashAttention-4
+    over its tiles; naive on request. ``layout``, if given: how it gets its operands, whatever the
     problem's layout is.
     """
 
     name: ClassVar[str] = "vendor_sdpa"
     op: ClassVar[str] = AttentionProblem.op
     offered: ClassVar[tuple[str, ...]] = (*BACKENDS, "flash3", *VARIANTS, "flash4")
-    on_request: ClassVar[tuple[str, ...]] = ("naive",)
+    on_request: ClassVar[tuple[str, ...]] = ("naive", SERVING, *TILES)
     work_terms: ClassVar[tuple[str, ...]] = attention_work.CLOSED_TERMS
     options: ClassVar[Mapping[str, Domain]] = {"layout": ("bhsd", "bshd")}
 
     def supports(self, problem: Problem, gpu: Gpu) -> str:
         reason = super().supports(problem, gpu)
         if not reason and isinstance(problem, AttentionProblem) and problem.dtype == E4M3:
-            return _NO_E4M3
+            return self.refusal(problem, SERVING)
         return reason
+
+    def found(self) -> tuple[str, ...]:
+        serving = (SERVING,) if peers.version(SERVING) else ()
+        return (*serving, *(TILES if peers.is_package("flash4") else ()))
 
     def preferred(self, problem: Problem, kernel: str) -> Config:
         layout = LAYOUTS[kernel]
@@ -111,11 +106,13 @@ class VendorSdpa(Vendor):
     def refusal(self, problem: Problem, kernel: str) -> str:
         if not isinstance(problem, AttentionProblem):
             return ""
-        if problem.dtype == E4M3:
-            return _NO_E4M3
-        if problem.is_varlen and kernel != "flash2":
+        if problem.dtype == E4M3 and kernel != SERVING:
+            return f"{kernel} takes fp16 and bf16, not {E4M3} with descale factors"
+        if problem.dtype == E4M3 and problem.heads_q != problem.heads_kv:
+            return f"{kernel} takes a factor a KV head of {E4M3}: H and HKV must be equal"
+        if problem.is_varlen and kernel not in ("flash2", SERVING):
             return f"{kernel} is not called with variable lengths"
-        if problem.is_windowed and kernel in ("cudnn", "efficient"):
+        if problem.is_windowed and kernel in ("cudnn", "efficient", *TILES):
             return f"{kernel} has no sliding window"
         if problem.softcap and kernel in BACKENDS:
             return f"{kernel} has no soft cap"
@@ -126,13 +123,16 @@ class VendorSdpa(Vendor):
             return f"{kernel} has no ALiBi"
         square = problem.seqlen_q == problem.seqlen_kv
         is_masked = problem.is_causal or problem.is_windowed or problem.is_alibi
-        if is_masked and not square and kernel in ("flash2", *PEERS, *VARIANTS):
+        if is_masked and not square and kernel in ("flash2", SERVING, *PEERS, *VARIANTS, *TILES):
             mask = "causal mask" if problem.is_causal else "diagonal of ALiBi"
             mask = "sliding window" if problem.is_windowed else mask
             return f"{kernel} aligns a {mask} bottom-right: SQ and SKV must be equal"
         return ""
 
     def connect(self, problem: AttentionProblem, kernel: str, scale: float) -> Attend | str:
+        if kernel == SERVING:
+            module = peers.module_of(SERVING)
+            return module if isinstance(module, str) else serving_call(module, problem, scale)
         if problem.is_varlen:
             return flash2_varlen_call(problem, scale)
         if kernel in BACKENDS:
@@ -142,12 +142,13 @@ class VendorSdpa(Vendor):
         if kernel == "naive":
             return naive_call(problem, scale)
         name, options = VARIANTS.get(kernel, (kernel, {}))
-        attend = peer(name)
+        if kernel in TILES:
+            options = {"tile_mn": TILES[kernel]}
+        attend = tiled_peer() if kernel in TILES else peer(name)
         return attend if isinstance(attend, str) else peer_call(attend, problem, scale, **options)
 
     def environment(self) -> Mapping[str, str]:
-        peers = {kernel: version for kernel in PEERS if (version := peer_version(kernel))}
-        return {**super().environment(), **peers}
+        return {**super().environment(), **peers.versions((*PEERS, SERVING))}
 
     def work(self, problem: Problem, config: Config, gpu: Gpu) -> tuple[float, ...]:
         if not isinstance(problem, AttentionProblem):
@@ -304,41 +305,67 @@ def peer_call(attend: Attend, problem: AttentionProblem, scale: float, **options
     return call
 
 
-def peer(kernel: str) -> Attend | str:
-    """FlashAttention-3's or -4's forward pass, or why this machine has none.
-
-    A module under ``TUNER_PEERS_PATH`` comes before a package there, and that before an
-    installed one.
+def serving_call(module: Any, problem: AttentionProblem, scale: float) -> Attend:
+    """FlashAttention-3's serving build: its kernels of variable lengths, with the metadata that a
+    server makes once a step. e4m3 comes with a factor a head.
     """
-    return _load_peer(kernel, settings.peers_path())
+    import torch
+
+    options: dict[str, Any] = {"causal": problem.is_causal, "scale": scale}
+    if problem.is_windowed:
+        options["window"] = problem.visible
+    if problem.softcap:
+        options["softcap"] = problem.softcap
+    made: dict[str, Any] = {}
+
+    def prepare(query: Any) -> None:
+        used = torch.full(
+            (problem.batch,), problem.seqlen_kv, dtype=torch.int32, device=query.device
+        )
+        sizes = problem.seqlen_q, problem.seqlen_kv, problem.heads_q, problem.heads_kv
+        masks = {name: value for name, value in options.items() if name != "scale"}
+        made["metadata"] = module.metadata(used, *sizes, problem.head_dim, query.dtype, **masks)
+        made["seqused_k"] = used
+        made["max_seqlen_k"] = problem.seqlen_kv
+
+    def call(query: Any, key: Any, value: Any, *others: Any) -> Any:
+        if problem.is_varlen:
+            tensors = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+            lengths = {"cu_seqlens_q": others[0], "max_seqlen_q": problem.seqlen_q}
+            lengths |= {"cu_seqlens_k": others[1], "max_seqlen_k": problem.seqlen_kv}
+            return module.fwd(*tensors, **lengths, **options).transpose(0, 1)[None]
+        if not made:  # in the first call, which `tried` makes outside of any capture
+            prepare(query)
+        names = ("q_descale", "k_descale", "v_descale")
+        factors = dict(zip(names, others, strict=False))
+        tensors = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        return module.fwd(*tensors, **made, **factors, **options).transpose(1, 2)
+
+    return call
 
 
-@cache
-def _load_peer(kernel: str, folder: Path | None) -> Attend | str:
-    module_name, package, _ = PEERS[kernel]
+def peer(kernel: str) -> Attend | str:
+    """FlashAttention-3's or -4's forward pass, or why this machine has none."""
+    module = peers.module_of(kernel)
+    if isinstance(module, str):
+        return module
     try:
-        if folder and (file := folder / f"{module_name}.py").is_file():
-            module = _load_file(f"tuner_peer_{module_name}", file)
+        if hasattr(module, "fwd"):
             return _only_output(module.fwd, "scale")
-        if folder and str(folder) not in sys.path:
-            sys.path.append(str(folder))
-        return _only_output(importlib.import_module(package).flash_attn_func, "softmax_scale")
-    except ModuleNotFoundError as exc:
-        if exc.name and package.startswith(exc.name):
-            return f"{kernel} is not here: no {package}, no {module_name}.py in TUNER_PEERS_PATH"
+        return _only_output(module.flash_attn_func, "softmax_scale")
+    except AttributeError as exc:
         return f"{kernel} cannot be loaded: {exc}"
+
+
+def tiled_peer() -> Attend | str:
+    """FlashAttention-4's forward pass that takes a tile: of the package, not of its public API."""
+    if not peers.is_package("flash4"):
+        return "flash4 has tiles where the package flash-attn-4 is installed"
+    try:
+        module = importlib.import_module("flash_attn.cute.interface")
+        return _only_output(module._flash_attn_fwd, "softmax_scale")
     except FAILURES as exc:
-        return f"{kernel} cannot be loaded: {type(exc).__name__} {exc}"
-
-
-def _load_file(name: str, file: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{file} is no Python module")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
+        return f"flash4 cannot be loaded: {type(exc).__name__} {exc}"
 
 
 def _only_output(function: Callable[..., Any], scale_name: str) -> Attend:
@@ -351,27 +378,3 @@ def _only_output(function: Callable[..., Any], scale_name: str) -> Attend:
         return result[0] if isinstance(result, tuple | list) else result
 
     return attend
-
-
-def peer_version(kernel: str) -> str:
-    """What names the peer's build: a package's version, or a hash of a module's files."""
-    return _peer_version(kernel, settings.peers_path())
-
-
-@cache
-def _peer_version(kernel: str, folder: Path | None) -> str:
-    module_name, package, distributions = PEERS[kernel]
-    if folder and (folder / f"{module_name}.py").is_file():
-        content = hashlib.sha256()
-        for file in sorted(folder.glob(f"{module_name}*")):
-            if file.is_file():
-                content.update(file.name.encode() + b"\0" + file.read_bytes())
-        return content.hexdigest()[:16]
-    places = [str(folder), *sys.path] if folder else sys.path
-    for name in distributions:
-        for found in importlib.metadata.distributions(name=name, path=places):
-            return str(found.version)
-    try:
-        return "unversioned" if importlib.util.find_spec(package) else ""
-    except (ImportError, ValueError):
-        return ""

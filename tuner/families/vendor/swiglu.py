@@ -7,20 +7,20 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from tuner.config import Config
-from tuner.families.vendor import Vendor, compiled
+from tuner.families.vendor import MAX_AUTOTUNE, Vendor, compiled
 from tuner.families.vendor.blas import START_US, STREAM_GBS, VendorBlas
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.problem import GemmProblem, Problem, SwigluProblem
 
 
 class VendorSwiglu(Vendor):
-    """``kernel``: torch, three kernels; on request inductor, what torch.compile makes of them when
-    it searches longest. Both get the weights concatenated.
+    """``kernel``: torch, three kernels; torch_compile, what torch.compile makes of them; on request
+    inductor, the same when it searches longest. All get the weights concatenated.
     """
 
     name: ClassVar[str] = "vendor_swiglu"
     op: ClassVar[str] = SwigluProblem.op
-    offered: ClassVar[tuple[str, ...]] = ("torch",)
+    offered: ClassVar[tuple[str, ...]] = ("torch", "torch_compile")
     on_request: ClassVar[tuple[str, ...]] = ("inductor",)
 
     def handed_over(self, problem: Problem, config: Config) -> Problem:
@@ -35,7 +35,9 @@ class VendorSwiglu(Vendor):
             return f"{kernel} is offered with alpha 1, not {scale}"
         if problem.weights != "concatenated":
             return f"{kernel} wants the weights concatenated"
-        return swiglu(problem) if kernel == "torch" else compiled(swiglu(problem))
+        if kernel == "torch":
+            return swiglu(problem)
+        return compiled(swiglu(problem), MAX_AUTOTUNE if kernel == "inductor" else None)
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
         """The product as cuBLAS computes it, and twice a kernel of three passes over a half."""
@@ -44,7 +46,7 @@ class VendorSwiglu(Vendor):
         product = GemmProblem(problem.m, 2 * problem.n, problem.k, dtype=problem.dtype)
         blas = VendorBlas().predict_us(product, Config("vendor_blas", {"kernel": "cublas"}), gpu)
         stream = STREAM_GBS * gpu.memory_gbs / DEFAULT_GPU.memory_gbs
-        kernels = 1 if config["kernel"] == "inductor" else 2
+        kernels = 2 if config["kernel"] == "torch" else 1
         return blas + kernels * (START_US + 3 * problem.output.bytes / stream / 1e3)
 
 

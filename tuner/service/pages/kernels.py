@@ -9,8 +9,10 @@ from tuner.compile.render import render
 from tuner.config import Config
 from tuner.errors import TunerError
 from tuner.families import families
+from tuner.families.base import KernelSpec
 from tuner.measurement import Measurement, Regime, Resources
 from tuner.problem import Problem
+from tuner.service.pages.highlight import Language
 from tuner.service.pages.trials import runs
 from tuner.store import Store
 from tuner.store.entry import is_vendor
@@ -23,7 +25,8 @@ class Kernel:
     name: str
     """Within its family."""
     source: str
-    """CUDA text; empty where this version of the program cannot render it."""
+    """CUDA or Python text; empty where this version of the program cannot render it."""
+    language: Language
     resources: Resources | None
     """What ptxas said; None where it was not recorded."""
     artifact: str
@@ -55,7 +58,7 @@ def find(
     digest: str,
     *,
     gpu: str | None = None,
-    regime: Regime | None = None,
+    regimes: Sequence[Regime] | None = None,
 ) -> Subject | None:
     """The configuration of a digest among all that was measured of a problem.
 
@@ -64,7 +67,7 @@ def find(
         problem: which.
         digest: of the configuration.
         gpu: name of the GPU whose time is wanted; default: any.
-        regime: the regime whose time is wanted; default: any.
+        regimes: those whose times are wanted; default: any.
 
     Returns:
         None where nothing was measured of it there.
@@ -74,7 +77,7 @@ def find(
     """
 
     def is_there(m: Measurement) -> bool:
-        return gpu in (None, m.gpu.name) and regime in (None, m.regime)
+        return gpu in (None, m.gpu.name) and (regimes is None or m.regime in regimes)
 
     every = [m for run in runs(store, problem) for m in run.measurements]
     measured = [m for m in every if m.config.digest == digest]
@@ -87,14 +90,21 @@ def find(
     resources = next((m.resources for m in measured if m.resources), {})
     artifacts = next((m.artifacts for m in measured if m.artifacts), {})
     kernels = [
-        Kernel(name, sources.get(name, ""), resources.get(name), artifacts.get(name, ""))
+        Kernel(
+            name,
+            *sources.get(name, ("", "cuda")),
+            resources.get(name),
+            artifacts.get(name, ""),
+        )
         for name in sorted({*sources, *resources, *artifacts})
     ]
     return Subject(problem, config, measured, kernels, silence)
 
 
-def _sources(problem: Problem, measured: Sequence[Measurement]) -> tuple[Mapping[str, str], str]:
-    """The text of each kernel, or why there is none."""
+def _sources(
+    problem: Problem, measured: Sequence[Measurement]
+) -> tuple[Mapping[str, tuple[str, Language]], str]:
+    """Text and language of each kernel, or why there is none."""
     first = measured[0]
     if is_vendor(first.config):
         return {}, "A vendor's kernel: called, not compiled; it has no source here."
@@ -103,8 +113,14 @@ def _sources(problem: Problem, measured: Sequence[Measurement]) -> tuple[Mapping
         return {}, "This version of the program does not have this configuration."
     # The name that the compiled text carries, where it was compiled here.
     artifacts = next((m.artifacts for m in measured if m.artifacts), {})
+    digest = first.config.digest
     try:
         specs = family.kernels(problem, first.config)
-        return {n: render(s, artifacts.get(n, first.config.digest)) for n, s in specs.items()}, ""
+        found = {name: _rendered(spec, artifacts.get(name, digest)) for name, spec in specs.items()}
+        return found, ""
     except TunerError as exc:
         return {}, f"It cannot be rendered: {exc}"
+
+
+def _rendered(spec: KernelSpec, name: str) -> tuple[str, Language]:
+    return render(spec, name), "python" if spec.template.endswith(".py.j2") else "cuda"

@@ -1,5 +1,5 @@
 // Keeps a page current: fetches it again and takes over the parts that changed (`data-live`).
-import { draw } from "/static/figures.js";
+import { draw, offerCopy } from "/static/figures.js";
 
 const MOST_LINES = 1000; // of the log
 const LOG_SLACK = 40; // pixels from its end within which it follows what is added
@@ -131,4 +131,5 @@ search?.addEventListener("input", () => {
   }, 150);
 });
 
+for (const button of document.querySelectorAll("[data-copy]")) offerCopy(button);
 await drawAll();

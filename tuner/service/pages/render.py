@@ -12,8 +12,9 @@ from fastapi import Request
 from fastapi.responses import HTMLResponse
 
 import tuner
-from tuner.measurement import Measurement, speedup_text
+from tuner.measurement import Measurement
 from tuner.problem import Problem
+from tuner.report import glossary
 from tuner.report.explain import size
 from tuner.selection.describe import (
     against_fastest,
@@ -25,8 +26,10 @@ from tuner.selection.describe import (
     where_from,
 )
 from tuner.service.guard import is_for_people
+from tuner.service.pages.highlight import highlight
 from tuner.service.tokens import COOKIE
 from tuner.store.entry import Entry, is_vendor
+from tuner.store.jobs import result_speed
 
 if TYPE_CHECKING:
     import jinja2
@@ -106,6 +109,7 @@ def _environment() -> jinja2.Environment:
         "marks": where_from,
         "speed": against_fastest,
         "bytes": size,
+        "highlight": highlight,
         "stamp": _stamp,
         "percent": _percent,
     }
@@ -113,10 +117,12 @@ def _environment() -> jinja2.Environment:
         "version": tuner.__version__,
         "url": url,
         "trials_url": trials_url,
+        "report_url": report_url,
+        "terms": glossary.MEANINGS,
         "kernel_url": kernel_url,
         "caveats": caveats,
         "is_vendor": is_vendor,
-        "speedup_text": speedup_text,
+        "result_speed": result_speed,
     }
     return made
 
@@ -132,6 +138,11 @@ def trials_url(of: Entry | Measurement | Problem, **query: Any) -> str:
     if isinstance(of, Problem):
         return url("/trials", op=of.op, shape=of.label(), **query)
     return url("/trials", op=of.problem.op, shape=of.problem.label(), **_place(of), **query)
+
+
+def report_url(of: Entry) -> str:
+    """The report of an entry's problem, on its GPU and in its regime."""
+    return url("/report", op=of.problem.op, shape=of.problem.label(), **_place(of))
 
 
 def kernel_url(measurement: Measurement) -> str:

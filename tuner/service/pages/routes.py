@@ -6,16 +6,17 @@ import gzip
 import hashlib
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import cache
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args
 from urllib.parse import parse_qs
 
 from fastapi import FastAPI, Header, HTTPException, Query, Request, Response
 from fastapi.responses import RedirectResponse
 
 from tuner.errors import ConfigError
-from tuner.measurement import Regime
+from tuner.measurement import Provenance, Regime
 from tuner.problem import PROBLEMS, Problem
 from tuner.report import assets
 from tuner.report.palette import colours
@@ -23,13 +24,15 @@ from tuner.service.bodies import L2, Digest, GpuName, JobId, Launch, Op, RunKey,
 from tuner.service.connections import network_of
 from tuner.service.guard import LOGIN_PATH, LOGOUT_PATH
 from tuner.service.pages import environments, kernels, trials
+from tuner.service.pages.overview import Overviews, workers
 from tuner.service.pages.render import FOLDER, page, url
-from tuner.service.pages.table import ROWS, Order, Searcher
+from tuner.service.pages.reports import add_report
+from tuner.service.pages.table import ROWS, Filter, Order, Searcher, Standing
 from tuner.service.rates import RateLimit
 from tuner.service.served import Served
 from tuner.service.tokens import COOKIE, LIFETIME_S, Sessions
 from tuner.store import Store
-from tuner.store.jobs import TASK_STATES, Task
+from tuner.store.jobs import MOST_PRIORITY, TASK_STATES, Task
 
 JOB_ROWS = 50
 TASK_ROWS = 200
@@ -42,6 +45,7 @@ another's to a browser."""
 _STATIC = {
     "pages.css": "text/css",
     "pages.js": "text/javascript",
+    "forms.js": "text/javascript",
     "figures.js": "text/javascript",
     "vega.js": "text/javascript",
 }
@@ -53,6 +57,7 @@ STATIC_HEADERS = {
 }
 
 First = Annotated[int, Query(ge=0, lt=1 << 31)]
+State = Annotated[str, Query(pattern=f"^({'|'.join(TASK_STATES)})$")]
 
 
 def add_pages(app: FastAPI, store: Store, served: Served, sessions: Sessions) -> None:
@@ -65,9 +70,11 @@ def add_pages(app: FastAPI, store: Store, served: Served, sessions: Sessions) ->
         sessions: where tokens are asked for, who may log in.
     """
     _add_static(app)
+    _add_overview(app, store, served)
     _add_cache(app, served)
-    _add_jobs(app, store)
+    _add_jobs(app, store, needs_token=bool(sessions))
     _add_problem(app, store)
+    add_report(app, store, served)
     _add_compare(app, store)
     if sessions:
         _add_login(app, sessions)
@@ -97,7 +104,7 @@ def _static(name: str) -> tuple[bytes, bytes, str]:
     """A file plain and under gzip, and its weak ETag: the two differ in their bytes."""
     if name == "pages.css":
         text = f"{colours()}\n{_read(name)}"
-    elif name == "pages.js":
+    elif name in ("pages.js", "forms.js"):
         text = _read(name)
     else:
         text = assets.figures() if name == "figures.js" else assets.library()
@@ -109,27 +116,50 @@ def _read(name: str) -> str:
     return (FOLDER / name).read_text(encoding="utf-8")
 
 
-def _add_cache(app: FastAPI, served: Served) -> None:
-    searcher = Searcher()
+def _add_overview(app: FastAPI, store: Store, served: Served) -> None:
+    overviews = Overviews()
 
     @app.get("/", include_in_schema=False)
-    async def start() -> Response:
-        return RedirectResponse("/cache", 303)
+    def start(request: Request) -> Response:
+        values = {
+            "overview": overviews.of(served.table),
+            "counts": store.jobs.counts(),
+            "states": TASK_STATES,
+            "workers": workers(store.jobs),
+        }
+        return page(request, "overview", values)
+
+
+def _add_cache(app: FastAPI, served: Served) -> None:
+    searcher = Searcher()
 
     @app.get("/cache", include_in_schema=False)
     def decisions(
         request: Request,
         q: Annotated[Words, Query()] = "",
         order: Annotated[Order, Query()] = "problem",
+        op: Annotated[Op | Literal[""], Query()] = "",
+        gpu: Annotated[GpuName | Literal[""], Query()] = "",
+        provenance: Annotated[Provenance | Literal[""], Query()] = "",
+        standing: Annotated[Standing | Literal[""], Query()] = "",
         first: First = 0,
     ) -> Response:
-        found = searcher.find(served.table, q, order=order, first=first)
+        only = Filter(op, gpu, str(provenance), standing)
+        found = searcher.find(served.table, q, order=order, first=first, only=only)
+        query = {"q": q, **asdict(only)}
+        pages = _neighbours("/cache", found.first, ROWS, found.total, **query, order=order)
         values = {
             "found": found,
             "known": len(served.table.entries),
-            "q": q,
+            "query": query,
             "order": order,
-            "pages": _neighbours("/cache", found.first, ROWS, found.total, q=q, order=order),
+            "choices": {
+                "op": sorted({entry.problem.op for entry in served.table.entries}),
+                "gpu": sorted({entry.gpu.name for entry in served.table.entries}),
+                "provenance": [str(p) for p in Provenance],
+                "standing": get_args(Standing),
+            },
+            "pages": pages,
         }
         return page(request, "cache", values)
 
@@ -143,24 +173,31 @@ def _neighbours(path: str, first: int, rows: int, total: int, **query: Any) -> d
     }
 
 
-def _add_jobs(app: FastAPI, store: Store) -> None:
+def _add_jobs(app: FastAPI, store: Store, *, needs_token: bool) -> None:
     @app.get("/jobs", include_in_schema=False)
-    def jobs(request: Request, first: First = 0) -> Response:
-        found = store.jobs.all()
+    def jobs(request: Request, state: State | None = None, first: First = 0) -> Response:
+        every = store.jobs.all()
+        found = [job for job in every if state in (None, job.state)]
         values = {
             "jobs": found[first : first + JOB_ROWS],
-            "total": len(found),
+            "total": len(every),
             "counts": store.jobs.counts(),
+            "state": state,
             "states": TASK_STATES,
-            "pages": _neighbours("/jobs", first, JOB_ROWS, len(found)),
+            "pages": _neighbours("/jobs", first, JOB_ROWS, len(found), state=state),
         }
         return page(request, "jobs", values)
+
+    @app.get("/jobs/new", include_in_schema=False)
+    async def new_job(request: Request) -> Response:
+        values = {"ops": list(PROBLEMS), "needs_token": needs_token, "most": MOST_PRIORITY}
+        return page(request, "new_job", values)
 
     @app.get("/jobs/{id}", include_in_schema=False)
     def job(
         request: Request,
         id: JobId,
-        state: Annotated[str | None, Query(pattern=f"^({'|'.join(TASK_STATES)})$")] = None,
+        state: State | None = None,
         first: First = 0,
     ) -> Response:
         found = store.jobs.find(id)
@@ -176,6 +213,7 @@ def _add_jobs(app: FastAPI, store: Store) -> None:
             "tasks": tasks[first : first + TASK_ROWS],
             "state": state,
             "states": TASK_STATES,
+            "needs_token": needs_token,
             "pages": _neighbours(f"/jobs/{id}", first, TASK_ROWS, len(tasks), state=state),
         }
         return page(request, "job", values)
@@ -193,6 +231,8 @@ def _add_problem(app: FastAPI, store: Store) -> None:
         sweep: Annotated[Words | None, Query()] = None,
         run: Annotated[RunKey | None, Query()] = None,
         job: Annotated[JobId | None, Query()] = None,
+        show: Annotated[trials.Show, Query()] = "all",
+        first: First = 0,
     ) -> Response:
         problem = PROBLEMS[op].parse(shape)
         task = None if job is None else _task(store, job, problem)
@@ -202,13 +242,27 @@ def _add_problem(app: FastAPI, store: Store) -> None:
             key=run,
             sweep=task.sweep if task else sweep,
             gpu=gpu,
-            regime=_regime(op, regime, l2),
+            regimes=_regimes(op, regime, l2),
         )
         if chosen is None and run is not None:
             raise HTTPException(404, f"there is no run {run} of {op} {problem.label()}")
         if task is not None and chosen is not None and chosen.sweep != (task.sweep or None):
             chosen = None  # nothing of its sweep yet: what another one found is not its
-        values = {"problem": problem, "runs": found, "run": chosen, "job": job, "task": task}
+        rows = chosen.table(show) if chosen else []
+        query = dict(request.query_params) | {"show": None if show == "all" else show}
+        values = {
+            "problem": problem,
+            "runs": found,
+            "run": chosen,
+            "job": job,
+            "task": task,
+            "rows": rows[first : first + trials.ROWS],
+            "total": len(rows),
+            "first": first,
+            "show": show,
+            "filters": {name: _with(query, show=name) for name in trials.SHOWN},
+            "pages": _neighbours("/trials", first, trials.ROWS, len(rows), **_without_first(query)),
+        }
         return page(request, "trials", values)
 
     @app.get("/kernel", include_in_schema=False)
@@ -222,20 +276,28 @@ def _add_problem(app: FastAPI, store: Store) -> None:
         l2: Annotated[L2 | None, Query()] = None,
     ) -> Response:
         problem = PROBLEMS[op].parse(shape)
-        place = _regime(op, regime, l2)
-        found = kernels.find(store, problem, config, gpu=gpu, regime=place)
+        places = _regimes(op, regime, l2)
+        found = kernels.find(store, problem, config, gpu=gpu, regimes=places)
         if found is None:
             what = f"nothing was measured of configuration {config} for {op} {problem.label()}"
             on = f" on {gpu}" if gpu else ""
-            raise HTTPException(404, what + on + (f", {place}" if place else ""))
+            raise HTTPException(404, what + on + (f", {places[0]}" if places else ""))
         differing = environments.differing([m.environment for m in found.measurements])
         return page(request, "kernel", {"subject": found, "differing": differing})
 
 
-def _regime(op: Op, launch: Launch | None, l2: L2 | None) -> Regime | None:
-    """Of a query that names a part of it at least; the operation's default fills it up."""
-    default = Regime.default(op)
-    return Regime(launch or default.launch, l2 or default.l2) if launch or l2 else None
+def _without_first(query: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in query.items() if name != "first"}
+
+
+def _with(query: Mapping[str, Any], *, show: str) -> str:
+    """The address of the same trials, filtered anew, from the first on."""
+    return url("/trials", **_without_first(query) | {"show": None if show == "all" else show})
+
+
+def _regimes(op: Op, launch: Launch | None, l2: L2 | None) -> tuple[Regime, ...] | None:
+    """Those that a query which names a part of one leaves."""
+    return Regime.choices(op, launch, l2) if launch or l2 else None
 
 
 def _task(store: Store, job: str, problem: Problem) -> Task:

@@ -14,8 +14,42 @@ from tuner.service.served import Table
 ROWS = 100
 """Of one page."""
 
-Order = Literal["problem", "us", "-tflops", "-speed", "-decided"]
+Order = Literal["problem", "us", "-tflops", "-speed", "speed", "-decided"]
 """A leading minus begins with the largest."""
+Standing = Literal["ahead", "tied", "behind", "alone"]
+"""Own kernels beside the fastest vendor's: faster, equal within noise, slower, not compared."""
+
+
+@dataclass(frozen=True)
+class Filter:
+    """What entries must have; empty fields let all through."""
+
+    op: str = ""
+    gpu: str = ""
+    provenance: str = ""
+    standing: str = ""
+
+    def lets(self, entry: Entry) -> bool:
+        """Whether an entry has all of it."""
+        return (
+            self.op in ("", entry.problem.op)
+            and self.gpu in ("", entry.gpu.name)
+            and self.provenance in ("", str(entry.provenance))
+            and self.standing in ("", standing_of(entry))
+        )
+
+
+NO_FILTER = Filter()
+
+
+def standing_of(entry: Entry) -> Standing:
+    """How the best own kernel stands against the fastest vendor's."""
+    ratio = next(iter(entry.speedups.values()), None)
+    if ratio is None:
+        return "alone"
+    if entry.is_tied:
+        return "tied"
+    return "ahead" if ratio > 1 else "behind"
 
 
 _KEYS: dict[str, Callable[[Entry], tuple[float | str, ...]]] = {
@@ -46,7 +80,9 @@ class Searcher:
     def __init__(self) -> None:
         self._prepared: tuple[Table | None, list[tuple[str, Entry]]] = (None, [])
 
-    def find(self, table: Table, words: str, *, order: Order, first: int = 0) -> Found:
+    def find(
+        self, table: Table, words: str, *, order: Order, first: int = 0, only: Filter = NO_FILTER
+    ) -> Found:
         """The entries that hold every one of some words, in any case of letters.
 
         Args:
@@ -54,9 +90,14 @@ class Searcher:
             words: parts of the operation, shape, GPU, regime, winner or origin.
             order: by which column.
             first: how many to skip.
+            only: what else they must have.
         """
         wanted = words.casefold().split()
-        found = [entry for text, entry in self._texts(table) if all(w in text for w in wanted)]
+        found = [
+            entry
+            for text, entry in self._texts(table)
+            if all(w in text for w in wanted) and only.lets(entry)
+        ]
         name = order.removeprefix("-")
         if name in _KEYS:
             found.sort(key=_KEYS[name], reverse=order != name)

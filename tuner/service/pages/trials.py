@@ -9,10 +9,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Literal, get_args
 
 from tuner.hardware import Gpu
-from tuner.measurement import Environment, Measurement, Provenance, Regime, Status, speedup_text
+from tuner.measurement import Environment, Measurement, Provenance, Regime, Status, versus
 from tuner.problem import Problem
 from tuner.report import charts
 from tuner.report.analysis import latency
@@ -25,8 +25,11 @@ from tuner.store import Store
 from tuner.store.entry import is_of_quick_pass, is_vendor
 from tuner.tuning.outcome import first_line
 
-MOST_ROWS = 500
-"""Of the table of all trials; the fastest."""
+ROWS = 100
+"""Of one page of trials."""
+Show = Literal["all", "final", "quick", "failed"]
+SHOWN: tuple[Show, ...] = get_args(Show)
+"""Which trials a page lists."""
 
 
 @dataclass(frozen=True)
@@ -105,8 +108,7 @@ class Run:
         """
         theirs = [m for m in self.measurements if not m.is_final and is_vendor(m.config) and m.ok]
         vendor, best = min(theirs, key=latency, default=None), self.best
-        ratio = best.speedup(vendor) if best and vendor else None
-        return speedup_text(ratio, kernel_name(vendor)) if vendor and ratio else ""
+        return versus(best, vendor, kernel_name(vendor)) if best and vendor else ""
 
     @property
     def failures(self) -> list[Failures]:
@@ -125,11 +127,15 @@ class Run:
         passed = any(math.isfinite(step.best_us) for step in steps)
         return charts.progress(steps) if passed else None
 
-    @property
-    def table(self) -> list[Measurement]:
-        """Every measurement, final ones first, the fastest first."""
-        ordered = sorted(self.measurements, key=lambda m: (not m.is_final, latency(m)))
-        return ordered[:MOST_ROWS]
+    def table(self, show: Show = "all") -> list[Measurement]:
+        """The measurements that are asked for, final ones first, the fastest first."""
+        chosen = {
+            "all": self.measurements,
+            "final": [m for m in self.measurements if m.is_final],
+            "quick": [m for m in self.measurements if not m.is_final],
+            "failed": [m for m in self.measurements if not m.ok],
+        }[show]
+        return sorted(chosen, key=lambda m: (not m.is_final, latency(m)))
 
 
 def runs(store: Store, problem: Problem) -> list[Run]:
@@ -147,7 +153,7 @@ def choose(
     key: str | None = None,
     sweep: str | None = None,
     gpu: str | None = None,
-    regime: Regime | None = None,
+    regimes: Sequence[Regime] | None = None,
 ) -> Run | None:
     """The run of a key or sweep, else the newest of a GPU and regime; measured ones first.
 
@@ -156,11 +162,15 @@ def choose(
         key: of the run; nothing else counts then.
         sweep: which made it, where one of these did.
         gpu: name of its GPU.
-        regime: its regime.
+        regimes: its regime is one of these.
     """
     if key is not None:
         return next((run for run in found if run.key == key), None)
-    fitting = [run for run in found if gpu in (None, run.gpu.name) and regime in (None, run.regime)]
+    fitting = [
+        run
+        for run in found
+        if gpu in (None, run.gpu.name) and (regimes is None or run.regime in regimes)
+    ]
     fitting = [run for run in fitting if run.sweep == sweep] or fitting
     measured = (run for run in fitting if run.provenance is Provenance.MEASURED)
     return next(measured, fitting[0] if fitting else None)
@@ -175,7 +185,7 @@ def _grouped(measurements: Iterable[Measurement], source: str) -> list[Run]:
 
 
 def _key(m: Measurement, source: str) -> str:
-    facts = [source, m.sweep, m.gpu.identity, str(m.regime), m.environment.digest, m.provenance]
+    facts = [source, m.sweep, m.gpu.identity, m.regime.key, m.environment.digest, m.provenance]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
 
 

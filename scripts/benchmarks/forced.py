@@ -1,0 +1,178 @@
+"""Kernels for problems that nobody tuned: one config each, compiled on demand.
+
+For benchmarks that check kernels on shapes of other people's choice, where a search would take
+hours. The config is the first legal one by predicted time at a canonical length, so that many
+shapes share a kernel.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from tuner.compile.artifacts import ArtifactCache
+from tuner.compile.compiler import Compiler
+from tuner.compile.toolchain import find_toolchain
+from tuner.config import Config
+from tuner.errors import BenchmarkError, TunerError
+from tuner.families import family
+from tuner.families.base import KernelSpec
+from tuner.hardware import DEFAULT_GPU, Gpu
+from tuner.measure.device import detect
+from tuner.measurement import Measurement, Regime, Status
+from tuner.problem import AttentionProblem, Problem
+from tuner.selection.reader import Answer
+from tuner.store.entry import Entry
+
+FAMILIES = ("fused_attention", "two_kernel_attention")
+"""Tried in this order; the second one has biases."""
+LENGTH = 512
+"""Queries and keys that configs are chosen for."""
+HEAD_DIMS = (64, 96, 128, 192, 256)
+"""Widths that the fused kernel is compiled for; others are padded to the next one."""
+VARIANTS = ("", "causal=1", "left=64", "softcap=50", "varlen=1", "varlen=1,causal=1", "bias=h")
+
+
+def is_plain(config: Config) -> bool:
+    """True if one config serves every length: its launch alone depends on the sizes."""
+    return config.get("splits", 1) == 1 and not config.get("persistent")
+
+
+class Forced:
+    """Answers any attention problem that a family takes, as if it had been tuned.
+
+    Args:
+        compiler: compiles what is not in the artifact cache yet.
+        gpu: device that the kernels run on.
+        families: names, tried in this order.
+    """
+
+    def __init__(self, compiler: Compiler, gpu: Gpu, families: Sequence[str] = FAMILIES) -> None:
+        self._compiler, self._gpu, self._families = compiler, gpu, tuple(families)
+        self._orders: dict[tuple[str, Problem], list[Config]] = {}
+        self._answers: dict[Problem, Answer | None] = {}
+
+    def config(self, problem: AttentionProblem) -> Config | None:
+        """The first legal config of the first family that has one; None where no family has."""
+        for name in self._families:
+            member = family(name)
+            if member.supports(problem, self._gpu):
+                continue
+            ordered = self._ordered(name, problem)
+            for config in ordered:
+                if not member.violations(problem, config, self._gpu):
+                    return config
+            # Run-time parameters may depend on the sizes: the same kernels, launched otherwise.
+            places = {self._compiled_part(name, c): at for at, c in reversed([*enumerate(ordered)])}
+            own = [c for c in member.space(problem, self._gpu) if is_plain(c)]
+            own = [c for c in own if self._compiled_part(name, c) in places]
+            if own:
+                return min(own, key=lambda c: places[self._compiled_part(name, c)])
+        return None
+
+    def _compiled_part(self, name: str, config: Config) -> Config:
+        """A config without what is decided when it is launched."""
+        at_run_time = family(name).runtime_parameters
+        kept = {name: value for name, value in config.params.items() if name not in at_run_time}
+        return Config(config.family, kept)
+
+    def _ordered(self, name: str, problem: AttentionProblem) -> list[Config]:
+        """A family's configs at the canonical length, the least predicted time first."""
+        queries = LENGTH if problem.seqlen_q > 1 or problem.is_causal else 1
+        canonical = replace(problem, seqlen_q=queries, seqlen_kv=LENGTH, batch=1)
+        if (name, canonical) not in self._orders:
+            member = family(name)
+            space = [c for c in member.space(canonical, self._gpu) if is_plain(c)]
+            space.sort(key=lambda c: member.predict_us(canonical, c, self._gpu))
+            self._orders[name, canonical] = space
+        return self._orders[name, canonical]
+
+    def measurement(self, problem: AttentionProblem) -> Measurement | None:
+        """The config with its compiled kernels, marked as measured; its time means nothing.
+
+        Raises:
+            CompileError: when a kernel does not compile.
+        """
+        config = self.config(problem)
+        if config is None:
+            return None
+        specs = family(config.family).kernels(problem, config)
+        built = self._compiler.submit(list(specs.values()))
+        keys = {name: future.result().key for name, (_, future) in zip(specs, built, strict=True)}
+        return Measurement(
+            problem, config, self._gpu, Regime(), Status.OK, latency_us=1.0, artifacts=keys
+        )
+
+    def lookup(self, problem: Problem, **_: Any) -> Answer | None:
+        """In the place of `tuner.selection.reader.lookup`, whatever was tuned.
+
+        Raises:
+            CompileError: when a kernel does not compile.
+        """
+        if problem not in self._answers:
+            found = self.measurement(problem) if isinstance(problem, AttentionProblem) else None
+            answer = None if found is None else Answer(Entry.of([found]), exact=True)
+            self._answers[problem] = answer
+        return self._answers[problem]
+
+    def compile_usual(self) -> int:
+        """Compile what most shapes need, all at once; returns the number of kernels.
+
+        Raises:
+            CompileError: when a kernel does not compile.
+        """
+        specs: dict[KernelSpec, None] = {}
+        for problem in usual_problems():
+            config = self.config(problem)
+            if config is not None:
+                kernels = family(config.family).kernels(problem, config)
+                specs |= dict.fromkeys(kernels.values())
+        for _, future in self._compiler.submit(list(specs)):
+            future.result()
+        return len(specs)
+
+
+def usual_problems() -> Iterator[AttentionProblem]:
+    """Problems of every width, type and variant at the canonical length."""
+    for head_dim in HEAD_DIMS:
+        for dtype in ("fp16", "bf16"):
+            for variant in VARIANTS:
+                text = f"H=8,S={LENGTH},D={head_dim},dtype={dtype}"
+                yield AttentionProblem.parse(f"{text},{variant}" if variant else text)
+
+
+def made(families: Sequence[str] = FAMILIES, *, needs_gpu: bool = True) -> Forced:
+    """For this machine; its compiler lives as long as the process.
+
+    Raises:
+        BenchmarkError: where there is no GPU and one is needed.
+        CompileError: where there is no compiler.
+    """
+    gpu = detect()
+    if gpu is None and needs_gpu:
+        raise BenchmarkError("no GPU found: forced kernels run on one")
+    return Forced(Compiler(find_toolchain(), ArtifactCache()), gpu or DEFAULT_GPU, families)
+
+
+def install(families: Sequence[str] = FAMILIES) -> None:
+    """Have the runtime of this process serve every attention call so, PyTorch's own ones too.
+
+    Raises:
+        TunerError: where there is no GPU, no compiler, or no registry of attention providers.
+    """
+    import tuner
+
+    # The package gives the module's name to the table itself.
+    table = importlib.import_module("tuner.runtime.table")
+    forced = made(families)
+
+    def lookup(problem: Problem, **options: Any) -> Answer | None:
+        try:
+            return forced.lookup(problem, **options)
+        except TunerError as exc:  # a call that PyTorch answers would hide it
+            raise RuntimeError(f"{problem.label()}: {exc}") from exc
+
+    table.lookup = lookup  # type: ignore[attr-defined]
+    tuner.enable()

@@ -1,0 +1,354 @@
+"""PyTorch's and FlashAttention's own tests of attention, by forced kernels and by PyTorch alone.
+
+``scripts/bench suites --pytorch PATH --flash-attention PATH`` runs ``test/test_transformers.py``
+(its SDPA classes) and ``tests/test_flash_attn.py`` of two checkouts, each twice: by PyTorch alone,
+and with kernels of this project forced onto every shape that they take (`benchmarks.forced`).
+Failures that PyTorch alone does not have are what counts; those of tests that assert which backend
+ran, or dropout's random stream, are listed apart, by name.
+
+The same command goes on where it was stopped, in the folder of ``--work``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from benchmarks.suites_plugin import ALONE, FORCED, Share, is_complete, read
+from tuner.base.install import install_command
+from tuner.base.output import check_place
+from tuner.bench.results import write_json
+from tuner.errors import BenchmarkError, ConfigError
+
+TOP = Path(__file__).resolve().parents[2]
+MODES = (ALONE, FORCED)
+EXPECTED: Mapping[str, str] = {
+    r"sdp_choice|sdp_priority|sdp_backend|backend_(?:selection|priority)|test_dispatch": (
+        "asserts which backend answers"
+    ),
+    r"dropout(?:_p)?_0_[0-9]*[1-9]|dropout_mask|philox|test_dropout": (
+        "depends on dropout's random stream"
+    ),
+}
+"""Patterns of tests whose failure by forced kernels says nothing about a result, and why."""
+MOST_NAMES = 20
+"""Of a list on the terminal; the JSON has all."""
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Tests of another project."""
+
+    name: str
+    checkout: Path
+    file: str
+    """Of the tests, in the checkout."""
+    keyword: str = ""
+    """pytest's ``-k``."""
+    sample: float = 1.0
+    """Part of them that is run."""
+    needs: str = "pytest"
+    """Package that the tests import, beside torch."""
+    forcing: str = Share.forcing
+    is_flash_attention: bool = False
+
+    @property
+    def path(self) -> Path:
+        return self.checkout / self.file
+
+    def check(self) -> None:
+        """See that the tests are there.
+
+        Raises:
+            ConfigError: when they are not, or a package that they import is missing.
+        """
+        if not self.path.is_file():
+            raise ConfigError(f"{self.path} is not there (wanted: a checkout with {self.file})")
+        if find_spec(self.needs) is None:
+            raise ConfigError(f"{self.file} needs {self.needs}: `{install_command(self.needs)}`")
+
+
+@dataclass
+class Process:
+    """One running share of a suite."""
+
+    share: Share
+    popen: subprocess.Popen[bytes]
+    known: int
+    """Tests of its record when it began."""
+
+
+def suites_of(args: argparse.Namespace) -> list[Suite]:
+    """The suites that were named.
+
+    Raises:
+        ConfigError: when none was, or a checkout is another one.
+    """
+    found = []
+    if args.pytorch is not None:
+        file = "test/test_transformers.py"
+        keyword = args.keyword or "SDPA"
+        found.append(Suite("pytorch", args.pytorch.resolve(), file, keyword, needs="expecttest"))
+    if args.flash_attention is not None:
+        found.append(
+            Suite(
+                "flash-attention",
+                args.flash_attention.resolve(),
+                "tests/test_flash_attn.py",
+                args.keyword or "not kvcache and not paged",
+                args.sample,
+                needs="einops",
+                is_flash_attention=True,
+            )
+        )
+    if not found:
+        raise ConfigError("name a checkout: --pytorch PATH, --flash-attention PATH or both")
+    for suite in found:
+        suite.check()
+    return found
+
+
+class Runner:
+    """Runs the shares of a suite as processes, and again those whose CUDA context was lost.
+
+    Args:
+        work: folder of records and logs; what they hold is not run again.
+        processes: of one suite and mode at a time.
+        deadline: of `time.monotonic`; what runs then is ended.
+    """
+
+    def __init__(self, work: Path, processes: int, deadline: float) -> None:
+        self._work, self._processes, self._deadline = work, processes, deadline
+
+    def run(self, suite: Suite, mode: str) -> dict[str, dict[str, Any]]:
+        """The tests of a suite by name, as far as they were run.
+
+        Raises:
+            BenchmarkError: when a process ends before its first test, or there is none.
+        """
+        self._work.mkdir(parents=True, exist_ok=True)
+        running = [self._start(suite, share) for share in self._shares(suite, mode)]
+        shares = [process.share for process in running]
+        try:
+            while running:
+                running = [next for process in running for next in self._next(suite, process)]
+        finally:
+            for process in running:
+                _end(process.popen)
+        found: dict[str, dict[str, Any]] = {}
+        for share in shares:
+            found |= read(Path(share.record))
+        if not found and time.monotonic() < self._deadline:
+            raise BenchmarkError(f"no test of {suite.path} was run (-k '{suite.keyword}')")
+        return found
+
+    def _shares(self, suite: Suite, mode: str) -> Iterator[Share]:
+        checkout = str(suite.checkout) if suite.is_flash_attention else ""
+        for number in range(self._processes):
+            name = f"{suite.name}-{mode}-{number}-of-{self._processes}"
+            yield Share(
+                mode,
+                str((self._work / f"{name}.jsonl").resolve()),
+                number,
+                self._processes,
+                suite.sample,
+                suite.forcing,
+                checkout,
+            )
+
+    def _start(self, suite: Suite, share: Share) -> Process:
+        command = [sys.executable, "-P", "-m", "pytest", "-p", "benchmarks.suites_plugin"]
+        # Settings and hooks of the checkout want plug-ins that are not here.
+        command += ["-q", "--tb=short", "-p", "no:cacheprovider", "--noconftest", "-c", os.devnull]
+        command += ["--rootdir", str(suite.path.parent), str(suite.path)]
+        command += ["-k", suite.keyword] if suite.keyword else []
+        paths = [str(TOP), str(TOP / "scripts"), os.environ.get("PYTHONPATH", "")]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        known = len(read(Path(share.record)))
+        with Path(share.record).with_suffix(".log").open("ab") as log:
+            popen = subprocess.Popen(
+                command,
+                cwd=suite.path.parent,
+                env={**environment, **share.environment()},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        return Process(share, popen, known)
+
+    def _next(self, suite: Suite, process: Process) -> Iterator[Process]:
+        """The process while it runs; the one that goes on after it; nothing after the last."""
+        left_s = self._deadline - time.monotonic()
+        if left_s <= 0:
+            _end(process.popen)
+            return
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.popen.wait(min(left_s, 1.0))
+        if process.popen.returncode is None:
+            yield process
+            return
+        record = Path(process.share.record)
+        if is_complete(record):
+            return
+        if len(read(record)) == process.known:
+            tail = record.with_suffix(".log").read_text(errors="replace").splitlines()[-5:]
+            raise BenchmarkError(f"{record.stem} ended without a test: {' | '.join(tail)}")
+        yield self._start(suite, process.share)
+
+
+def _end(popen: subprocess.Popen[bytes]) -> None:
+    """End a process and its children."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(popen.pid, signal.SIGKILL)
+    popen.wait()
+
+
+def compared(
+    alone: Mapping[str, Mapping[str, Any]], forced: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """What the forced kernels did to a suite.
+
+    Args:
+        alone: tests by name, as PyTorch answers.
+        forced: the same with forced kernels.
+    """
+    new, expected = [], []
+    for name, row in sorted(forced.items()):
+        if row["outcome"] != "failed" or alone.get(name, row)["outcome"] == "failed":
+            continue
+        fact = {"id": name, "message": row["message"], "hits": row["hits"]}
+        reason = next((why for text, why in EXPECTED.items() if re.search(text, name)), "")
+        if reason:
+            expected.append({**fact, "reason": reason})
+        else:
+            new.append(fact)
+    fallbacks: Counter[str] = Counter()
+    for row in forced.values():
+        fallbacks.update(row["fallbacks"])
+    return {
+        "tests": len({*alone, *forced}),
+        "not_run": sorted({*alone} ^ {*forced}),
+        "alone": dict(Counter(row["outcome"] for row in alone.values())),
+        "forced": dict(Counter(row["outcome"] for row in forced.values())),
+        "skipped": dict(
+            Counter(
+                row["message"] for row in forced.values() if row["outcome"] == "skipped"
+            ).most_common()
+        ),
+        "hits": sum(row["hits"] for row in forced.values()),
+        "tests_with_hits": sum(row["hits"] > 0 for row in forced.values()),
+        "fallbacks": dict(fallbacks.most_common()),
+        "new_failures": new,
+        "expected_failures": expected,
+    }
+
+
+def text_of(name: str, found: Mapping[str, Any]) -> str:
+    """What a person reads of a suite."""
+    counts = ", ".join(f"{count} {outcome}" for outcome, count in found["forced"].items())
+    alone = ", ".join(f"{count} {outcome}" for outcome, count in found["alone"].items())
+    lines = [
+        f"{name}: {found['tests']} tests; forced: {counts}; PyTorch alone: {alone}",
+        f"  {found['hits']} calls answered by forced kernels, in {found['tests_with_hits']} tests; "
+        f"{sum(found['fallbacks'].values())} by PyTorch",
+        f"  failures that PyTorch alone does not have: {len(found['new_failures'])}",
+        *_names(row["id"] for row in found["new_failures"]),
+        f"  besides, tests of backends and of dropout: {len(found['expected_failures'])}",
+        *_names(f"{row['id']} ({row['reason']})" for row in found["expected_failures"]),
+    ]
+    if found["not_run"]:
+        lines.append(f"  run in one mode only: {len(found['not_run'])} tests")
+    return "\n".join(lines)
+
+
+def _names(names: Iterator[str]) -> list[str]:
+    every = list(names)
+    lines = [f"    {name}" for name in every[:MOST_NAMES]]
+    more = len(every) - MOST_NAMES
+    return [*lines, f"    and {more} more"] if more > 0 else lines
+
+
+def _environment(suites: Sequence[Suite]) -> dict[str, Any]:
+    """Versions that the counts stand for."""
+    import torch
+
+    commits = {}
+    for suite in suites:
+        command = ["git", "-C", str(suite.checkout), "rev-parse", "HEAD"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        commits[suite.name] = done.stdout.strip() or "not a git checkout"
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    return {"gpu": gpu, "torch": torch.__version__, "commits": commits}
+
+
+def run_suites(suites: Sequence[Suite], runner: Runner) -> dict[str, Any]:
+    """Every suite in both modes: the document that ``--json`` writes.
+
+    Raises:
+        BenchmarkError: when the tests of one cannot be run.
+    """
+    found = {}
+    for suite in suites:
+        alone, forced = (runner.run(suite, mode) for mode in MODES)
+        found[suite.name] = compared(alone, forced)
+        options = {**asdict(suite), "checkout": suite.checkout.name}
+        found[suite.name]["options"] = options
+    return {"environment": _environment(suites), "suites": found}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run them; 1 when a test fails by forced kernels alone, or was not run.
+
+    Raises:
+        BenchmarkError: where there is no GPU, or tests cannot be run.
+        ConfigError: when the options are wrong.
+    """
+    parser = argparse.ArgumentParser(prog="scripts/bench suites", description=__doc__)
+    parser.add_argument("--pytorch", type=Path, metavar="PATH", help="checkout of torch's version")
+    parser.add_argument("--flash-attention", type=Path, metavar="PATH", help="checkout")
+    parser.add_argument("--keyword", metavar="TEXT", help="pytest's -k (default: of each suite)")
+    parser.add_argument(
+        "--sample", type=float, default=0.02, help="part of FlashAttention's tests (default 0.02)"
+    )
+    parser.add_argument("--processes", type=int, default=4, help="side by side (default 4)")
+    parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="end what runs then")
+    parser.add_argument(
+        "--work", type=Path, default=Path("suites"), metavar="DIR", help="records (default suites)"
+    )
+    parser.add_argument(
+        "--compile-only", action="store_true", help="compile the usual kernels; needs no GPU"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all of it here")
+    args = parser.parse_args(argv)
+    if args.processes < 1 or not 0 < args.sample <= 1:
+        raise ConfigError("--processes must be 1 or more, --sample above 0 and at most 1")
+    check_place(args.json)
+    from benchmarks import forced
+
+    if args.compile_only:
+        print(f"{forced.made(needs_gpu=False).compile_usual()} kernels compiled")
+        return 0
+    suites = suites_of(args)
+    deadline = time.monotonic() + (args.time_limit or float("inf"))
+    forced.made().compile_usual()
+    document = run_suites(suites, Runner(args.work, args.processes, deadline))
+    for name, found in document["suites"].items():
+        print(text_of(name, found))
+    if args.json:
+        write_json(args.json, document)
+    is_clean = all(
+        not found["new_failures"] and not found["not_run"] for found in document["suites"].values()
+    )
+    return 0 if is_clean else 1

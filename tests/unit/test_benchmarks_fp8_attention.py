@@ -1,0 +1,31 @@
+"""The comparison of e4m3 attention: cuDNN's graph, and what is printed."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import fp8_attention
+from tuner.problem import AttentionProblem
+
+PROBLEM = AttentionProblem.parse("B=2,H=4,S=256,D=128,causal=1,dtype=e4m3,layout=bshd")
+
+
+def test_nvidia_s_frontend_takes_the_graph() -> None:
+    cudnn = pytest.importorskip("cudnn", reason="nvidia-cudnn-frontend is not installed")
+    made = fp8_attention.Fp8Graph(cudnn, PROBLEM, 0.1, "AUTO", None)
+    assert len(made.graph.nodes) == 1
+    assert {t.uid for t in made.graph.get_outputs()} == {10, 11, 12}
+
+
+def test_its_problems_are_of_equal_heads_and_e4m3() -> None:
+    problems = [AttentionProblem.parse(shape) for shape in fp8_attention.SHAPES]
+    assert {(p.dtype, p.head_dim) for p in problems} == {("float8_e4m3fn", 128)}
+    assert all(p.heads_q == p.heads_kv for p in problems), "FlashAttention-3 takes no others"
+    assert {p.seqlen_q for p in problems if p.is_causal} == {2048, 4096, 8192, 16384}
+
+
+def test_a_problem_s_lines_name_times_errors_and_absences() -> None:
+    rows = [{"name": "flash3_serving", "us": 150.0, "tflops": 460.0, "error": 0.031}]
+    said = fp8_attention.text({"label": "S=2048", "rows": rows, "no": ["cudnn: not installed"]})
+    assert "150.00 us    460 TFLOP/s  error 3.10e-02  flash3_serving" in said
+    assert said.endswith("not measured: cudnn: not installed")

@@ -1,0 +1,114 @@
+"""Every algorithm that cuBLASLt's heuristic returns for a product, by the attributes that rebuild
+it: what PyTorch's cuBLASLt would do, had it timed all instead of taking the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from tuner.config import Config
+from tuner.families.base import Domain
+from tuner.families.vendor import MAX_INTEGER, ListedVendor, lt, stream_of
+from tuner.families.vendor.blas import VendorBlas
+from tuner.hardware import Gpu
+from tuner.problem import E4M3, GemmProblem, Problem
+
+KERNEL = "cublaslt_search"
+COUNT = 64
+"""Algorithms asked for."""
+WORKSPACE_BYTES = 32 << 20
+"""Most that an algorithm may use: what NVIDIA recommends on Hopper, and PyTorch allows there."""
+
+
+class VendorCublasltSearch(ListedVendor):
+    """``kernel``: cublaslt_search. The other parameters are those of `lt.ATTRIBUTES`, numbers of
+    cuBLASLt's own, and its `version`. A bias, ReLU, GELU by tanh and a residual are part of the
+    product; e4m3 comes with its factors. Each call allocates its workspace from torch.
+    """
+
+    name: ClassVar[str] = "vendor_cublaslt_search"
+    op: ClassVar[str] = GemmProblem.op
+    offered: ClassVar[tuple[str, ...]] = (KERNEL,)
+    library: ClassVar[str] = "cublaslt"
+    options: ClassVar[Mapping[str, Domain]] = {
+        name: range(MAX_INTEGER + 1) for name in (*lt.ATTRIBUTES, "version")
+    }
+    identity: ClassVar[tuple[str, ...]] = tuple(options)
+    is_tried: ClassVar[bool] = False  # cublasLtMatmulAlgoCheck says it without a launch
+
+    def refusal(self, problem: Problem, kernel: str) -> str:
+        if not isinstance(problem, GemmProblem):
+            return ""
+        if problem.epilogue not in lt.EPILOGUES:
+            known = ", ".join(filter(None, lt.EPILOGUES))
+            return f"{kernel} has no epilogue {problem.epilogue} (allowed: {known})"
+        if problem.scales and problem.dtype != E4M3:
+            return f"{kernel} takes factors of {E4M3}, not of {problem.dtype}"
+        return ""
+
+    def version(self) -> int:
+        return lt.library().version
+
+    def listing(self, problem: Problem, max_workspace: int | None) -> Sequence[Config]:
+        if not isinstance(problem, GemmProblem):
+            return []
+        most = WORKSPACE_BYTES if max_workspace is None else min(max_workspace, WORKSPACE_BYTES)
+        product, version = _product(problem), self.version()
+        found: dict[Config, None] = {}
+        for one in product.heuristics(COUNT, most):
+            numbers = product.attributes(one.algorithm)
+            if max(numbers.values()) <= MAX_INTEGER:
+                found.setdefault(
+                    Config(self.name, {"kernel": KERNEL, **numbers, "version": version})
+                )
+        return list(found)
+
+    def rebuilt(
+        self, problem: GemmProblem, config: Config, scale: float
+    ) -> Callable[..., Any] | str:
+        if scale != 1.0:
+            return f"{KERNEL} is offered with alpha 1, not {scale}"
+        product = _product(problem)
+        if "algorithm" in config.params:
+            chosen = product.rebuilt({name: config[name] for name in lt.ATTRIBUTES})
+        else:
+            chosen = product.heuristics(1, WORKSPACE_BYTES)[0]
+        if chosen.workspace_bytes > WORKSPACE_BYTES:
+            return f"{KERNEL} needs {chosen.workspace_bytes} bytes (allowed: {WORKSPACE_BYTES})"
+        return called(problem, product, chosen)
+
+    def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
+        """As cuBLAS's product in one kernel."""
+        return VendorBlas().predict_us(problem, Config("vendor_blas", {"kernel": "inductor"}), gpu)
+
+
+def _product(problem: GemmProblem) -> lt.Product:
+    import torch
+
+    return lt.Product(lt.library(), problem, torch.cuda.current_device())
+
+
+def called(problem: GemmProblem, product: lt.Product, chosen: lt.Heuristic) -> Callable[..., Any]:
+    """call(a, b, *others) -> d, newly allocated; looks at the tensors' addresses only."""
+    import torch
+
+    names = [operand.name for operand in problem.operands[:-1]]
+    shape, strides = problem.output.shape, problem.output.strides
+    dtype, size = getattr(torch, problem.output.dtype), chosen.workspace_bytes
+
+    def call(*inputs: Any) -> Any:
+        device = inputs[0].device
+        out = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        workspace = torch.empty(size, dtype=torch.uint8, device=device) if size else None
+        addresses = {name: x.data_ptr() for name, x in zip(names, inputs, strict=True)}
+        addresses["d"] = out.data_ptr()
+        product.launch(
+            chosen,
+            addresses,
+            0 if workspace is None else workspace.data_ptr(),
+            stream_of(device),
+        )
+        return out
+
+    return call

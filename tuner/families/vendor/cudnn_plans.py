@@ -1,0 +1,146 @@
+"""Every execution plan that cuDNN has for attention: the heuristics A, B and fallback, all plans,
+where PyTorch takes the first.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from tuner.base.install import install_command
+from tuner.config import Config
+from tuner.families.base import Domain
+from tuner.families.vendor import MAX_INTEGER, ListedVendor, cudnn_graph, stream_of
+from tuner.families.vendor.cudnn_graph import KNOBS, Graph
+from tuner.families.vendor.sdpa import VendorSdpa
+from tuner.hardware import Gpu
+from tuner.problem import E4M3, AttentionProblem, Problem
+
+KERNEL = "cudnn_plans"
+FRONTEND = "nvidia-cudnn-frontend"
+_NEEDED = ("get_engine_and_knobs_at_index", "create_execution_plan", "execute_plan_at_index")
+
+
+class VendorCudnnPlans(ListedVendor):
+    """``kernel``: cudnn_plans. `engine`, the knobs that it has and `is_unified` rebuild a plan;
+    `version` is cuDNN's. Needs nvidia-cudnn-frontend. Each call allocates its workspace from torch.
+    """
+
+    name: ClassVar[str] = "vendor_cudnn_plans"
+    op: ClassVar[str] = AttentionProblem.op
+    offered: ClassVar[tuple[str, ...]] = (KERNEL,)
+    library: ClassVar[str] = "cudnn"
+    identity: ClassVar[tuple[str, ...]] = ("engine", "is_unified", "version")
+    options: ClassVar[Mapping[str, Domain]] = {
+        "engine": range(MAX_INTEGER + 1),
+        "is_unified": (False, True),
+        "version": range(MAX_INTEGER + 1),
+        **{name: range(MAX_INTEGER + 1) for name in KNOBS},
+    }
+
+    def refusal(self, problem: Problem, kernel: str) -> str:
+        if not isinstance(problem, AttentionProblem):
+            return ""
+        lacking = (
+            (f"descale factors of {E4M3} a head", problem.dtype == E4M3),
+            ("variable lengths", problem.is_varlen),
+            ("soft cap", problem.softcap > 0),
+            ("ALiBi of any slopes", problem.is_alibi),
+            (
+                "sliding window of more queries than keys",
+                problem.is_windowed and problem.seqlen_q > problem.seqlen_kv,
+            ),
+        )
+        return next((f"{kernel} has no {what}" for what, is_asked in lacking if is_asked), "")
+
+    def lacks(self) -> str:
+        if importlib.util.find_spec("cudnn") is None:
+            return f"{FRONTEND} is not installed: {install_command(FRONTEND)}"
+        return ""
+
+    def version(self) -> int:
+        return int(frontend().backend_version())
+
+    def listing(self, problem: Problem, max_workspace: int | None) -> Sequence[Config]:
+        if not isinstance(problem, AttentionProblem):
+            return []
+        cudnn, version = frontend(), self.version()
+        scale = 1 / math.sqrt(problem.head_dim)
+        handle = _handle(cudnn)
+        return [
+            Config(
+                self.name,
+                {
+                    "kernel": KERNEL,
+                    "engine": one.engine,
+                    "is_unified": one.is_unified,
+                    "version": version,
+                    **dict(one.knobs),
+                },
+            )
+            for one in cudnn_graph.names(cudnn, problem, scale, handle)
+        ]
+
+    def rebuilt(
+        self, problem: AttentionProblem, config: Config, scale: float
+    ) -> Callable[..., Any] | str:
+        cudnn = frontend()
+        handle = _handle(cudnn)
+        try:
+            if "engine" not in config.params:
+                plan = Graph(cudnn, problem, scale, "AUTO", handle).first()
+            else:
+                kind = cudnn_graph.IMPLEMENTATIONS[config["is_unified"]]
+                knobs = {name: config[name] for name in KNOBS if name in config.params}
+                plan = Graph(cudnn, problem, scale, kind, handle).built(config["engine"], knobs)
+        except cudnn.cudnnGraphNotSupportedError as exc:  # of no class that others have
+            return f"{KERNEL} refuses: {exc}"
+        return called(problem, plan)
+
+    def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
+        """As PyTorch's choice among them."""
+        return VendorSdpa().predict_us(problem, Config("vendor_sdpa", {"kernel": "cudnn"}), gpu)
+
+
+def frontend() -> Any:
+    """CuDNN's Python frontend.
+
+    Raises:
+        ImportError: when it is not installed, or too old to rebuild a plan.
+    """
+    try:
+        cudnn = importlib.import_module("cudnn")
+    except ImportError as exc:
+        raise ImportError(f"{exc}: {install_command(FRONTEND)}") from exc
+    if absent := [name for name in _NEEDED if not hasattr(cudnn.pygraph, name)]:
+        raise ImportError(f"nvidia-cudnn-frontend is too old: it has no {absent[0]}")
+    return cudnn
+
+
+def _handle(cudnn: Any) -> Any:
+    import torch
+
+    device = torch.cuda.current_device()
+    return cudnn_graph.handle_of(cudnn, device, stream_of(torch.device("cuda", device)))
+
+
+def called(problem: AttentionProblem, plan: cudnn_graph.Plan) -> Callable[..., Any]:
+    """call(query, key, value[, bias]) -> out, newly allocated."""
+    import torch
+
+    shape, strides = problem.output.shape, problem.output.strides
+    dtype, size = getattr(torch, problem.output.dtype), max(1, plan.workspace_bytes)
+
+    def call(*inputs: Any) -> Any:
+        device = inputs[0].device
+        out = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        workspace = torch.empty(size, dtype=torch.uint8, device=device)
+        tensors = dict(enumerate((*inputs, out), 1))
+        handle = cudnn_graph.handle_of(plan.cudnn, device.index or 0, stream_of(device))
+        plan.execute(tensors, workspace, handle)
+        return out
+
+    return call

@@ -1,0 +1,110 @@
+"""The ordinary kernel that stands before each timed call, as one does in a model.
+
+It is launched without attributes, so that nothing behind it begins before it ends, and it writes
+the call's first operand, which is then as warm as in a model.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from tuner.errors import BenchmarkError
+from tuner.measure.device import Device, Pool
+from tuner.measure.gate import Gate
+from tuner.measure.subjects import Bound, Call, CudaArray, Subject, import_torch
+from tuner.measurement import Regime
+from tuner.problem import Operand, Problem
+
+#: Columns of the product behind which calls are timed, at most: a model's hidden size.
+MAX_COLUMNS = 4096
+
+
+class Predecessor(ABC):
+    """Writes the first operand of calls."""
+
+    @abstractmethod
+    def bind(self, call: Bound, subject: Subject) -> Call:
+        """The launch that writes the first operand of `call`, on the subject's stream of then."""
+
+
+class ElementWise(Predecessor):
+    """Copies the operand from a buffer of its own, 16 bytes a thread at a time: the reads and
+    writes of any element-wise kernel, here without arithmetic, so that every type will do.
+    """
+
+    def __init__(self, gate: Gate, source: int, size: int) -> None:
+        """Args: gate: has the kernel; source: device address; size: bytes of the operand."""
+        self._gate, self._source, self._size = gate, source, size
+
+    def bind(self, call: Bound, subject: Subject) -> Call:
+        return self._gate.copying(self._source, call.first, self._size, subject.stream)
+
+
+class Product(Predecessor):
+    """Computes the operand as a product of random matrices by PyTorch's own GEMM. What the operand
+    held before is lost.
+    """
+
+    def __init__(self, device: Device, operand: Operand) -> None:
+        """Imports torch.
+
+        Raises:
+            BenchmarkError: with status UNAVAILABLE without torch or GPU, and for other types than
+                fp16 and bf16.
+        """
+        self._torch = torch = import_torch(device)
+        if operand.dtype not in ("float16", "bfloat16"):
+            raise BenchmarkError(
+                f"a GEMM cannot write a first operand of {operand.dtype} (allowed: fp16, bf16)"
+            )
+        columns = largest_factor(operand.elements, MAX_COLUMNS)
+        self._shape = (operand.elements // columns, columns)
+        self._dtype = getattr(torch, operand.dtype)
+        self._device, self._operand = device, operand
+        draw = partial(torch.randn, device=f"cuda:{device.index}", dtype=self._dtype)
+        self._a, self._b = draw(self._shape), draw((columns, columns)) / columns**0.5
+
+    def bind(self, call: Bound, subject: Subject) -> Call:
+        torch = self._torch
+        flat = replace(self._operand, shape=self._shape, strides=(self._shape[1], 1))
+        array = CudaArray(call.first, flat)
+        out = torch.as_tensor(array, device=f"cuda:{self._device.index}").view(self._dtype)
+
+        def write() -> Any:
+            with torch.no_grad():
+                torch.mm(self._a, self._b, out=out)
+
+        return write
+
+
+def largest_factor(number: int, most: int) -> int:
+    """The largest divisor of a number that is at most `most`."""
+    return next(one for one in range(min(most, number), 0, -1) if number % one == 0)
+
+
+def predecessor(
+    regime: Regime, device: Device, gate: Gate, problem: Problem, pool: Pool
+) -> Predecessor | None:
+    """The predecessor that a regime asks for; None where calls follow one another.
+
+    Args:
+        regime: how calls are timed.
+        device: where.
+        gate: has the problem open, with the inputs that are timed.
+        problem: what is timed.
+        pool: for the element-wise kernel's source.
+
+    Raises:
+        BenchmarkError: where there is no memory for it, or no PyTorch for a product.
+    """
+    first = problem.operands[0]
+    if not regime.behind:
+        return None
+    if regime.behind == "gemm":
+        return Product(device, first)
+    source = pool.allocate(first.bytes)
+    device.copy(source, gate.pointers[first.name], first.bytes)
+    return ElementWise(gate, source, first.bytes)

@@ -1,0 +1,446 @@
+"""The parts of the page: words, pictures and tables of each, in order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from tuner.bench.results import half_width_us
+from tuner.measure.profile import COUNTERS, STALLS
+from tuner.measurement import Measurement, speedup_text
+from tuner.problem import AttentionProblem
+from tuner.report import analysis, charts, counters, course, curves
+from tuner.report.explain import Explanation, explain, size
+from tuner.report.glossary import meanings
+from tuner.report.heat import heat_panels
+from tuner.report.lengths import (
+    LEAST_LENGTHS,
+    crossings,
+    drawn,
+    fastest_of_kinds,
+    lengths_known,
+    scaling,
+)
+from tuner.report.spec import Spec
+from tuner.report.subject import Subject
+from tuner.report.use import Use, use
+from tuner.selection.describe import (
+    config_text,
+    facts_text,
+    microseconds,
+    short_name,
+)
+from tuner.store.entry import is_vendor
+
+MOST_ROWS = 1000
+"""Candidates in the table of all; the fastest."""
+
+Row = Sequence[str]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A picture and the numbers under it."""
+
+    name: str
+    title: str
+    spec: Spec
+
+
+@dataclass(frozen=True)
+class Table:
+    """A heading and rows."""
+
+    columns: Row
+    rows: Sequence[Row]
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page."""
+
+    name: str
+    title: str
+    words: Sequence[str] = ()
+    figures: Sequence[Figure] = ()
+    table: Table | None = None
+    table_title: str = "The numbers"
+    is_table_open: bool = False
+    explanation: Explanation | None = None
+    use: Use | None = None
+    """Commands to copy."""
+    terms: Sequence[tuple[str, str]] = ()
+    """(name, meaning) of a glossary."""
+    level: int = 2
+    """Of its heading; 3 belongs to the 2 before it."""
+
+
+def sections(subject: Subject) -> list[Section]:
+    """The parts of the page, in order."""
+    return list(_sections(subject))
+
+
+def _sections(subject: Subject) -> Iterable[Section]:
+    yield _use(subject)
+    yield _peers(subject)
+    if (account := explain(subject)) is not None:
+        own = account.config
+        yield Section(
+            "limits",
+            "Limits",
+            [
+                f"Work of {short_name(own)} over the chip's peak rate, as a share of the measured "
+                f"{microseconds(own.latency_us)} us. The units work side by side: the longest bar "
+                "is nearest to a limit, and the sum of the bars means nothing. Computed, not "
+                f"counted by a profiler; clock of the multiprocessors {subject.clock_mhz} MHz.",
+                account.limits[-1].text,
+            ],
+            [Figure("limits", "Busy at the least", charts.busy(subject, own))],
+        )
+        yield from _counted(subject, account)
+        yield Section("why", "Why this configuration", explanation=account)
+    yield from _search(subject)
+    yield from _space(subject)
+    if (roofline := charts.roofline(subject)) is not None:
+        intensity = subject.problem.flops / subject.problem.bytes
+        allowed = intensity * subject.gpu.memory_gbs / 1e3
+        yield Section(
+            "roofline",
+            "Roofline",
+            [
+                "Each point is a candidate: how many operations of the problem it does for a byte "
+                "between the L2 and the multiprocessors (computed from its tiles), and how fast it "
+                "was (measured). The ring marks the best own kernel.",
+                f"The memory's roof is not drawn: the operands alone allow {intensity:.0f} FLOP a "
+                f"byte, which at {subject.gpu.memory_gbs:.0f} GB/s is {allowed:.0f} TFLOP/s if "
+                "nothing was in the L2 before.",
+            ],
+            [Figure("roofline", "TFLOP/s over FLOP a byte", roofline)],
+        )
+    yield from _scaling(subject)
+    yield from _standing(subject)
+    yield Section(
+        "memory",
+        "Memory",
+        [f"The operands take {size(subject.problem.bytes)}; a kernel may need memory beside them."],
+        [Figure("memory", "Memory of the finalists", charts.memory(subject))],
+    )
+    yield _glossary(subject)
+    yield _all(subject)
+
+
+def _use(subject: Subject) -> Section:
+    """The commands that put the decision to use, and who answers the call then."""
+    first, own = subject.entry.ranking[0], subject.entry.best_own
+    found = use(subject.problem, subject.gpu)
+    words = []
+    if own is None:
+        words.append(
+            "No own kernel passed: there is nothing to build, and PyTorch answers the call."
+        )
+    elif is_vendor(first.config):
+        words.append(
+            f"{short_name(first)} is the fastest here, so PyTorch goes on answering the call. The "
+            "build compiles the best own kernel, for comparisons."
+        )
+    else:
+        words.append("Compile the kernel once, here or on any machine with nvcc; then call it.")
+    if not found.call:
+        words.append(
+            "`tuner` has no Python call for this problem: it is tuned as a part of others."
+        )
+    return Section("use", "Use it", words, use=found)
+
+
+def _glossary(subject: Subject) -> Section:
+    names = {
+        name
+        for m in subject.recording.measurements
+        for config in (m.config, *m.config.stages.values())
+        for name in config.params
+    }
+    words, terms = ["Names of the parameters on this page."], meanings(names)
+    if len(terms) < len(names):
+        words.append("Others are the vendors' own, of their libraries' plans and algorithms.")
+    return Section("glossary", "Glossary", words, terms=terms)
+
+
+PER_TOKEN = ("us a head", "Mtokens/s", "tokens/s/MB")
+
+
+def _peers(subject: Subject) -> Section:
+    attention = isinstance(subject.problem, AttentionProblem)
+    columns = (
+        *("kernel", "us", "+- 95 %", "deviation", "TFLOP/s", "of peak", "error"),
+        *(PER_TOKEN if attention else ()),
+        "beside the operands",
+    )
+    peak = subject.gpu.peak_tflops * subject.problem.tensor_rate
+    rows = [
+        (
+            short_name(m),
+            microseconds(m.latency_us),
+            "-" if (half := half_width_us(m.std_us, m.rounds)) is None else f"{half:.2g}",
+            f"{100 * (m.std_us or 0) / analysis.latency(m):.1f} %",
+            f"{m.tflops or 0:.0f}",
+            f"{100 * (m.tflops or 0) / peak:.0f} %",
+            "-" if m.error is None else f"{m.error:.1e}",
+            *_per_token(m),
+            size(m.workspace_bytes),
+        )
+        for m in subject.ranking
+    ]
+    rounds = max(m.rounds for m in subject.ranking)
+    words = [
+        f"One interleaved run of up to {rounds} rounds; whiskers are one standard deviation. In "
+        "order of rank: times equal within their noise, at most 1 %, are a tie, and of these own "
+        "kernels stand first."
+    ]
+    if not subject.has_finals:
+        words = ["Quick times only: there was no final pass, in which all are timed side by side."]
+    if flagged := [f"{short_name(m)}: {', '.join(m.flags)}" for m in subject.ranking if m.flags]:
+        words.append(f"Flagged: {'; '.join(flagged)}.")
+    figure = Figure("ranking", "Microseconds a call", charts.ranking(subject))
+    return Section("peers", "Against the peers", words, [figure], Table(columns, rows))
+
+
+def _per_token(m: Measurement) -> Iterable[str]:
+    """Figures of `PER_TOKEN`; none where the problem has no tokens."""
+    if isinstance(m.problem, AttentionProblem):
+        tokens = m.problem.total_q * 1e6 / analysis.latency(m)
+        yield f"{analysis.latency(m) / (m.problem.batch * m.problem.heads_q):.3g}"
+        yield f"{tokens / 1e6:.2f}"
+        yield f"{tokens / ((m.problem.bytes + m.workspace_bytes) / 1e6):.0f}"
+
+
+def _counted(subject: Subject, account: Explanation) -> Iterable[Section]:
+    """What `tuner profile` counted of the best own kernel, a part of the section before."""
+    found = subject.profile_of(account.config.config)
+    if found is None:
+        return
+    rows = [
+        (kernel.kernel, counter.label, f"{value.value:,.6g}", value.unit, counter.says)
+        for kernel in found.kernels
+        for counter, value in kernel.shown(COUNTERS)
+    ]
+    ncu = found.environment.facts.get("ncu", "of an unknown version")
+    figures = [Figure("counters", "Share of what each can do", counters.shares(found.main))]
+    if found.main.shown(STALLS):
+        figures.append(Figure("stalls", "What warps wait for", counters.stalls(found.main)))
+    yield Section(
+        "counted",
+        "Profiler counters",
+        [
+            f"One call under Nsight Compute {ncu}, {found.created_at[:10]}, clocks not locked; "
+            f"of {found.main.kernel}, the launch that takes longest. It ran by itself: times above "
+            "are the stopwatch's.",
+            *(claim.text for claim in account.counted[1:]),
+        ],
+        figures,
+        Table(("kernel", "counter", "value", "unit", "says"), rows),
+        level=3,
+    )
+
+
+def _search(subject: Subject) -> Iterable[Section]:
+    steps = course.progress(subject)
+    stopping = course.stopping(steps)
+    if not stopping:
+        return
+    cost = course.cost(subject)
+    failed = ", ".join(f"{count} {status}" for status, count in cost.failures.items())
+    words = [
+        f"The fastest of the quick pass was candidate {course.found_at(steps)} of {len(steps)}."
+        f"{_passes(subject)}",
+        f"Compiling took {cost.compile_cpu_s:.0f} CPU-seconds for {cost.compiled} candidates "
+        f"(others shared their kernels or found them compiled); compiling, checking and timing "
+        f"went on for {cost.worked_s:.0f} s, breaks of more than {course.BREAK_S:.0f} s left out. "
+        f"Failed: {failed or 'none'}.",
+    ]
+    rows = [
+        (
+            str(stop.candidates),
+            microseconds(stop.best_us),
+            f"{100 * stop.loss:.1f} %",
+            f"{stop.compile_cpu_s:.0f}",
+            f"{stop.worked_s:.0f}",
+        )
+        for stop in stopping
+    ]
+    columns = ("stopped after", "best so far, us", "lost", "CPU-seconds compiling", "seconds")
+    table = Table(columns, rows)
+    figure = Figure("progress", "Time over trial", charts.progress(steps))
+    title = "Cost of stopping earlier"
+    yield Section("search", "The search", words, [figure], table, title, is_table_open=True)
+
+
+def _passes(subject: Subject) -> str:
+    """How the best own kernel's two times differ; empty where it has one."""
+    own = subject.entry.best_own
+    quick = own and analysis.quick_of(subject, own.config)
+    if own is None or quick is None or not own.is_final:
+        return ""
+    return (
+        f" Compare within a pass: {short_name(own)} took {microseconds(quick.latency_us)} us in "
+        f"the quick pass and {microseconds(own.latency_us)} us in the final one, which runs longer "
+        "and beside the vendors' kernels."
+    )
+
+
+def _space(subject: Subject) -> Iterable[Section]:
+    heats = list(analysis.heat_maps(subject))
+    if heats:
+        words = (
+            "The best quick time, microseconds, of each place; brighter is faster, the darkest is "
+            "twice the family's best or slower. An empty place was not measured; crosses count "
+            "failures. Everything beside the parameters named is the best that was tried."
+        )
+        yield Section("space", "The space", [words])
+    for number, heat in enumerate(heats):
+        panels = heat_panels(heat)
+        of = "" if heat.problem == subject.problem else f", stage {heat.problem.label()}"
+        columns = (heat.row, heat.column, heat.panel or "-", "best us", "passed", "failed")
+        rows = [
+            (
+                str(cell.row),
+                str(cell.column),
+                "-" if cell.panel is None else str(cell.panel),
+                microseconds(cell.passed[0].latency_us) if cell.passed else "-",
+                str(len(cell.passed)),
+                str(len(cell.failed)),
+            )
+            for cell in sorted(heat.cells, key=lambda c: (str(c.panel), str(c.row), str(c.column)))
+        ]
+        yield Section(
+            f"space-{number}",
+            f"{heat.family}{of}",
+            level=3,
+            figures=[
+                Figure(f"space-{number}-{place}", title, spec)
+                for place, (title, spec) in enumerate(panels)
+            ],
+            table=Table(columns, rows),
+        )
+    if found := analysis.importances(subject):
+        yield Section(
+            "importance",
+            "Importance of parameters",
+            [
+                "Share of the spread of times (their logarithm) that a parameter explains by "
+                "itself, of what single parameters explain (fANOVA, a forest fitted to the "
+                "measured candidates; what only combinations explain is left out)."
+            ],
+            [
+                Figure(
+                    f"importance-{i.family}",
+                    f"{i.family}, {i.candidates} candidates",
+                    charts.importance(i),
+                )
+                for i in found
+            ],
+        )
+
+
+def _scaling(subject: Subject) -> Iterable[Section]:
+    found = scaling(subject)
+    if not found:
+        if isinstance(subject.problem, AttentionProblem):
+            known = ", ".join(map(str, lengths_known(subject))) or "none"
+            text = (
+                f"Not drawn: it takes {LEAST_LENGTHS} problems, tuned or benched, that differ in "
+                f"their sequence length only (known: {known}). `tuner sweep` of other lengths, the "
+                "rest as here, adds them, with memory and with where one kernel overtakes another."
+            )
+            yield Section("scaling", "Sequence length", [text])
+        return
+    changes = [f"{a} to {b} near {place:.0f}" for place, a, b in crossings(found)]
+    days = sorted({length.measurement.created_at[:10] for length in found})
+    words = [
+        "Problems that differ in their sequence length only; each point is the fastest of its "
+        f"kernel in that problem's own interleaved run ({', '.join(filter(None, days))}).",
+        f"The fastest changes: {'; '.join(changes)}."
+        if changes
+        else "One kernel is the fastest at every length.",
+        *(f"{kind}: {text}." for kind, text in fastest_of_kinds(found).items()),
+    ]
+    rows = [
+        (
+            str(length.seqlen),
+            length.kernel,
+            microseconds(length.measurement.latency_us),
+            f"{length.measurement.tflops or 0:.0f}",
+            f"{length.tokens_per_s / 1e6:.2f}",
+            size(length.bytes),
+            f"{length.tokens_per_s / (length.bytes / 1e6):.0f}",
+        )
+        for length in found
+    ]
+    names = drawn(found)
+    shown = [length for length in found if length.kernel in names]
+    if left_out := sorted({length.kernel for length in found} - {*names}):
+        words.append(f"In the table and not drawn: {', '.join(left_out)}.")
+    figures = [
+        Figure("scaling", "TFLOP/s over sequence length", curves.scaling(shown)),
+        Figure("memory-scaling", "Memory over sequence length", curves.memory_scaling(shown)),
+    ]
+    columns = ("sequence length", "kernel", "us", "TFLOP/s", "Mtokens/s", "memory", "tokens/s/MB")
+    yield Section("scaling", "Sequence length", words, figures, Table(columns, rows))
+
+
+def _standing(subject: Subject) -> Iterable[Section]:
+    """Every tuned problem of the operation, this one among them."""
+    found = analysis.standing(subject)
+    if len(found) < 2:
+        return
+    mean = math.exp(sum(math.log(s.ratio) for s in found) / len(found))
+    tied = sum(s.is_tied for s in found)
+    ahead = sum(s.ratio > 1 and not s.is_tied for s in found)
+    words = [
+        f"Speed of the best own kernel as a multiple of the fastest vendor's, in each problem's "
+        f"final pass, of all {len(found)} that are known for {subject.gpu.name}, "
+        f"{subject.regime}: own kernels are ahead in {ahead}, tie in {tied} and "
+        f"are behind in {len(found) - ahead - tied}; geometric mean "
+        f"{speedup_text(mean, 'the fastest vendor')}. The slowest stand first. A label leaves out "
+        "what the axis names, unless it differs there.",
+    ]
+    rows = [
+        (
+            s.problem.label(),
+            short_name(s.own),
+            microseconds(s.own.latency_us),
+            short_name(s.vendor),
+            microseconds(s.vendor.latency_us),
+            s.speed,
+        )
+        for s in found
+    ]
+    columns = ("problem", "best own", "us", "fastest vendor", "us", "own speed")
+    figure = Figure(
+        "standing", "Own speed against the fastest vendor", charts.standing(found, subject)
+    )
+    yield Section("standing", "All tuned problems", words, [figure], Table(columns, rows))
+
+
+def _all(subject: Subject) -> Section:
+    measured: list[Measurement] = sorted(
+        subject.recording.measurements, key=lambda m: (not m.is_final, analysis.latency(m))
+    )
+    rows = [
+        (
+            "final" if m.is_final else "quick",
+            microseconds(m.latency_us),
+            m.status.value,
+            "vendor" if is_vendor(m.config) else "own",
+            config_text(m.config),
+        )
+        for m in measured[:MOST_ROWS]
+    ]
+    words = [
+        f"Environment: {facts_text(subject.environment)}.",
+        "The page holds all of it, stages included, as JSON in its element with the id data.",
+    ]
+    if len(measured) > MOST_ROWS:
+        words.append(f"The table shows {MOST_ROWS} of {len(measured)} measurements.")
+    table = Table(("pass", "us", "status", "whose", "config"), rows)
+    return Section("all", "Every measurement", words, table=table)

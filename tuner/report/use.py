@@ -1,0 +1,115 @@
+"""The commands and the Python line that put a result to use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tuner.hardware import Gpu
+from tuner.problem import AttentionProblem, Problem
+from tuner.problem.base import E4M3
+from tuner.problem.gemm import GemmProblem
+from tuner.problem.grouped_gemm import GroupedGemmProblem
+from tuner.problem.swiglu import SwigluProblem
+
+
+@dataclass(frozen=True)
+class Use:
+    """How a measured problem is built and called."""
+
+    build: str
+    """Shell command that compiles the kernel; needs no GPU."""
+    call: str
+    """Python expression that calls it; empty where the runtime has no such call."""
+    tensors: str
+    """Shapes and types of the call's tensors."""
+
+    @property
+    def python(self) -> str:
+        """Lines to paste; empty without a call."""
+        if not self.call:
+            return ""
+        return f"import tuner\n# {self.tensors}\nout = {self.call}\nprint(tuner.stats())"
+
+
+def use(problem: Problem, gpu: Gpu) -> Use:
+    """How to build and call a problem's kernel.
+
+    Args:
+        problem: what was measured.
+        gpu: where; ``tuner build`` takes the name.
+    """
+    op = "" if isinstance(problem, AttentionProblem) else f"--op {problem.op} "
+    build = f"tuner build {op}--shape {problem.label()} --gpu '{gpu.name}'"
+    call, tensors = "", ""
+    if isinstance(problem, AttentionProblem):
+        call, tensors = _attention(problem)
+    elif isinstance(problem, GemmProblem):
+        call, tensors = _product(problem)
+    elif isinstance(problem, SwigluProblem) and problem.weights == "interleaved":
+        m, n, k = problem.m, problem.n, problem.k
+        call = "tuner.swiglu(x, tuner.interleave(gate, up))"
+        tensors = f"x ({m}, {k}), gate and up ({n}, {k}), {problem.dtype}"
+    elif isinstance(problem, GroupedGemmProblem):
+        g, m, n, k = problem.groups, problem.m, problem.n, problem.k
+        call = f'tuner.grouped_mm(a, b, offsets, sizes="{problem.sizes}")'
+        tensors = f"a ({m}, {k}), b ({g}, {n}, {k}), {problem.dtype}; offsets int32 ({g + 1})"
+    return Use(build, call, tensors)
+
+
+def _attention(p: AttentionProblem) -> tuple[str, str]:
+    if p.is_alibi:
+        return "", ""  # the runtime takes no slopes
+    arguments = ["q", "k", "v"]
+    kind = "float8_e4m3fn" if p.dtype == E4M3 else p.dtype
+    if p.is_varlen:
+        call = "tuner.attention_varlen"
+        arguments += ["cu_seqlens_q", "cu_seqlens_kv", str(p.seqlen_q), str(p.seqlen_kv)]
+        q, kv = f"(total_q, {p.heads_q}, {p.head_dim})", f"(total_kv, {p.heads_kv}, {p.head_dim})"
+        shapes = f"q {q}, k and v {kv}, {kind}; cu_seqlens_* int32 ({p.batch + 1})"
+    else:
+        call = "tuner.attention"
+        q = f"({p.batch}, {p.heads_q}, {p.seqlen_q}, {p.head_dim})"
+        kv = f"({p.batch}, {p.heads_kv}, {p.seqlen_kv}, {p.head_dim})"
+        shapes = f"q {q}, k and v {kv}, {kind}"
+    if p.bias:
+        arguments.append("attn_mask=bias")
+        batch = p.batch if "b" in p.bias else 1
+        heads = p.heads_q if "h" in p.bias else 1
+        shapes += f"; bias ({batch}, {heads}, {p.seqlen_q}, {p.seqlen_kv})"
+    arguments += ["is_causal=True"] if p.is_causal else []
+    arguments += ["enable_gqa=True"] if p.heads_kv != p.heads_q else []
+    if (p.window_left, p.window_right) != (-1, -1):
+        arguments.append(f"window=({p.window_left}, {p.window_right})")
+    arguments += [f"softcap={p.softcap:g}"] if p.softcap else []
+    if p.dtype == E4M3:
+        arguments += [f"descale_{name}=descale_{name}" for name in "qkv"]
+        shapes += f"; descale_q ({p.batch}, {p.heads_q}), descale_k and descale_v "
+        shapes += f"({p.batch}, {p.heads_kv}), fp32"
+    return f"{call}({', '.join(arguments)})", shapes
+
+
+def _product(p: GemmProblem) -> tuple[str, str]:
+    if "residual" in p.epilogue or p.dtype_d == "float32":
+        return "", ""  # the runtime adds no residual and writes no fp32
+    if p.scales:
+        if p.dtype != E4M3:
+            return "", ""
+        factors = f"({p.m}, 1) and (1, {p.n})" if p.scales == "row" else "of one element each"
+        call = f"tuner.scaled_mm(a, b, scale_a, scale_b, out_dtype=torch.{p.dtype_d}"
+        call += ", use_fast_accum=True)" if p.fast_accum else ")"
+        shapes = f"a ({p.m}, {p.k}), b ({p.k}, {p.n}) stored by columns, float8_e4m3fn"
+        return call, f"{shapes}; scales fp32 {factors}"
+    if (p.layout_a, p.layout_b, p.batch) == ("row", "col", 1):
+        has_bias = p.epilogue.startswith("bias")
+        name = p.epilogue.removeprefix("bias").removeprefix("_")
+        arguments = ["x", "weight", *(["bias"] if has_bias else [])]
+        arguments += [f'activation="{name}"'] if name else []
+        shapes = f"x ({p.m}, {p.k}), weight ({p.n}, {p.k}), {p.dtype}"
+        shapes += f"; bias ({p.n})" if has_bias else ""
+        return f"tuner.linear({', '.join(arguments)})", shapes
+    if p.epilogue:
+        return "", ""
+    batch = f"{p.batch}, " if p.batch > 1 else ""
+    orders = {"row": "by rows", "col": "by columns"}
+    a = f"a ({batch}{p.m}, {p.k}) stored {orders[p.layout_a]}"
+    return "tuner.matmul(a, b)", f"{a}, b ({batch}{p.k}, {p.n}) stored {orders[p.layout_b]}"

@@ -1,0 +1,113 @@
+"""The landing page's figures: what is tuned, where own kernels win and lose, and who works."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tuner.measurement import Provenance, speedup_text
+from tuner.service.pages.table import standing_of
+from tuner.service.served import Table
+from tuner.store.entry import Entry
+from tuner.store.jobs import Jobs, Task
+
+MOST_LOSSES = 5
+"""Problems that the page names."""
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """Measured decisions of one operation, GPU and regime."""
+
+    op: str
+    gpu: str
+    regime: str
+    entries: Sequence[Entry]
+
+    @property
+    def compared(self) -> list[Entry]:
+        """Those that hold an own kernel's and a vendor's time of one pass."""
+        return [entry for entry in self.entries if entry.speedups]
+
+    def count(self, standing: str) -> int:
+        """Entries of a `Standing`."""
+        return sum(standing_of(entry) == standing for entry in self.entries)
+
+    @property
+    def bar(self) -> dict[str, int]:
+        """Counts by the classes of the bar that shows them."""
+        classes = {"done": "ahead", "cancelled": "tied", "failed": "behind"}
+        found = {name: self.count(standing) for name, standing in classes.items()}
+        return {name: count for name, count in found.items() if count}
+
+    @property
+    def mean(self) -> str:
+        """Geometric mean of own speed in words; ``-`` without a comparison."""
+        ratios = [ratio_of(entry) for entry in self.compared]
+        if not ratios:
+            return "-"
+        return speedup_text(math.exp(sum(map(math.log, ratios)) / len(ratios)))
+
+
+@dataclass(frozen=True)
+class Overview:
+    """What a table of decisions covers."""
+
+    parts: Sequence[Coverage]
+    losses: Sequence[Entry]
+    """The largest, first; ties are none."""
+
+    @property
+    def total(self) -> int:
+        return sum(len(part.entries) for part in self.parts)
+
+    @property
+    def gpus(self) -> list[str]:
+        return sorted({part.gpu for part in self.parts})
+
+    def count(self, standing: str) -> int:
+        """Entries of a `Standing`, of all parts."""
+        return sum(part.count(standing) for part in self.parts)
+
+
+def ratio_of(entry: Entry) -> float:
+    """The fastest vendor's time over the best own kernel's; above 1 ours is faster."""
+    return next(iter(entry.speedups.values()))
+
+
+class Overviews:
+    """Makes the overview of a table once."""
+
+    def __init__(self) -> None:
+        self._kept: tuple[Table, Overview] | None = None
+
+    def of(self, table: Table) -> Overview:
+        """The overview of what is served."""
+        kept = self._kept  # two requests may both make it: each then has the same
+        if kept is None or kept[0] is not table:
+            kept = self._kept = (table, overview(table.entries))
+        return kept[1]
+
+
+def overview(entries: Sequence[Entry]) -> Overview:
+    """Sum up the measured ones of some decisions."""
+    groups: dict[tuple[str, str, str], list[Entry]] = {}
+    for entry in entries:
+        if entry.provenance is Provenance.MEASURED:
+            place = entry.problem.op, entry.gpu.name, str(entry.regime)
+            groups.setdefault(place, []).append(entry)
+    parts = [Coverage(*place, found) for place, found in sorted(groups.items())]
+    lost = [entry for part in parts for entry in part.compared if standing_of(entry) == "behind"]
+    return Overview(parts, sorted(lost, key=ratio_of)[:MOST_LOSSES])
+
+
+def workers(jobs: Jobs) -> list[tuple[str, Task]]:
+    """(job, task) of everything that is worked on, by who works.
+
+    Raises:
+        StoreError: when the store cannot be read.
+    """
+    running = [job.id for job in jobs.all() if job.counts.get("running")]
+    found = [(id, task) for id in running for task in jobs.tasks(id, state="running")]
+    return sorted(found, key=lambda pair: (pair[1].holder, pair[1].id))
