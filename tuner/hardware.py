@@ -34,6 +34,8 @@ WGMMA_K_BYTES = 32
 MAX_PORTABLE_CLUSTER = 8
 #: Global addresses and strides of a TMA tensor map are multiples of this (CUDA driver API).
 TMA_ALIGNMENT_BYTES = 16
+#: Byte strides of a tensor map stay below this (CUDA driver API, cuTensorMapEncodeTiled).
+MAX_TMA_STRIDE_BYTES = 2**40
 #: Dense fp16/bf16 tensor-core operations of one SM a clock: 1024 FMA x 4 tensor cores / 2 [H100].
 TENSOR_FLOPS_PER_CLOCK_SM = 4096
 #: The same by compute capability: peak of a part's datasheet over its multiprocessors and boost

@@ -13,13 +13,14 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from benchmarks.forced import made
 from tuner.base.output import check_place
 from tuner.bench.results import write_json
 from tuner.errors import BenchmarkError, ConfigError
 from tuner.families import family
+from tuner.problem import AttentionProblem
 
 FAMILY = "fused_attention"
 FORCED = "forced"
@@ -61,15 +62,15 @@ class ForcedAttention:
         return self._plans[kind].run(query, key, value).transpose(1, 2).contiguous(), None
 
     def _plan(self, query: Any, key: Any, value: Any, causal: bool, scale: float) -> Any:
-        from tuner.runtime.attention_plan import problem_of
+        from tuner.runtime.attention_plan import pose
         from tuner.runtime.plan import KernelPlan, own_plan
 
-        problem = problem_of(query, key, value, causal)
+        posed = pose(query, key, value, causal, scale)
+        problem = cast(AttentionProblem, posed.problem)
         measurement = self._forced.measurement(problem)
         if measurement is None:
             raise BenchmarkError(f"{problem.label()}: {FAMILY} has no legal config")
-        device = query.get_device()
-        plan = own_plan(problem, family(FAMILY), measurement, scale, device, ())
+        plan = own_plan(posed, family(FAMILY), measurement, query.get_device())
         if not isinstance(plan, KernelPlan):
             raise BenchmarkError(f"{problem.label()}: {plan}")
         return plan

@@ -18,7 +18,7 @@ from benchmarks.population_tensors import Inputs, copies_of, made, posed
 from benchmarks.population_ways import PYTORCH, TUNER, activation, contenders
 from tuner.problem import AttentionProblem, GemmProblem, SwigluProblem
 from tuner.problem.population import Call
-from tuner.runtime.plan import PYTORCHS
+from tuner.runtime.refusal import Kind
 from tuner.selection.reader import Answer
 from tuner.store.entry import is_vendor
 
@@ -43,7 +43,7 @@ def answered(stats: Any, answer: Answer | None) -> tuple[str, str]:
         return REFUSED, next(iter(stats.errors))
     if stats.fallbacks:
         reason = next(iter(stats.fallbacks))
-        return (CHOSEN if reason == PYTORCHS else REFUSED), reason
+        return (CHOSEN if reason == Kind.VENDOR else REFUSED), reason
     if not stats.hits:
         return REFUSED, "not counted"
     kind = OWN if answer is None else KINDS.get(answer.kind, answer.kind)

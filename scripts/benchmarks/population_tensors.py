@@ -14,11 +14,12 @@ import torch
 from tuner.errors import ConfigError
 from tuner.problem import AttentionProblem, Bias, GemmProblem, Problem, SwigluProblem
 from tuner.problem.population import LOWER_RIGHT, PADDING, POSITIONS, Call
-from tuner.runtime.attention_plan import problem_of
+from tuner.runtime.attention_plan import pose, scale_of
 from tuner.runtime.bias import as_bias
 from tuner.runtime.composed import Extras
-from tuner.runtime.products import problem_of as product_of
+from tuner.runtime.products import pose as product_of
 from tuner.runtime.products import swiglu_problem_of
+from tuner.runtime.refusal import Refusal
 
 COLD_BYTES, MAX_COPIES = 160 << 20, 16
 """Caches and weights come from memory, not from the L2: copies in turn, three times its 50 MB."""
@@ -140,14 +141,15 @@ def posed(call: Call) -> Problem:
         return swiglu_problem_of(*inputs.tensors[:2])
     if isinstance(problem, GemmProblem):
         x, weight, bias = inputs.tensors
-        return product_of(x, weight.t(), bias, problem.activation or None)
+        return product_of(x, weight.t(), bias, problem.activation or None).problem
     assert isinstance(problem, AttentionProblem)
     axes: Bias = ""
     query, key, value = inputs.tensors
     if inputs.mask is not None:
         bias = as_bias(inputs.mask, query, key, problem.is_causal)
-        if isinstance(bias, str):
-            raise ConfigError(bias)
+        if isinstance(bias, Refusal):
+            raise ConfigError(bias.reason)
         axes = problem.bias
     extras = Extras(problem.window_left, problem.window_right, problem.softcap)
-    return problem_of(query, key, value, problem.is_causal, extras=extras, bias=axes)
+    scale = scale_of(query, None)
+    return pose(query, key, value, problem.is_causal, scale, extras=extras, bias=axes).problem

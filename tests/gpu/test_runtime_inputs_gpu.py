@@ -385,7 +385,7 @@ def test_gemma2_is_capped(compiler: Compiler, gpu: Gpu) -> None:
 def test_refused_calls_do_not_come_to_python(monkeypatch: pytest.MonkeyPatch) -> None:
     """`scripts/bench dispatch --parts host` prints what they cost."""
     dispatch, counters = part("dispatch"), part("counters")
-    dispatch.prepare(then=part("table").table._renew).join(300)
+    dispatch.prepare(then=part("table").table.renew).join(300)
     if dispatch._module is None:
         dispatch._thread = None
         pytest.skip("no dispatcher: a C++ compiler or Python's headers are missing")

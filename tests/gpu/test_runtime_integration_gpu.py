@@ -118,6 +118,11 @@ def decide(
     opened.decide(problem, measured.gpu, measured.regime, [measured], "test")
 
 
+def part(name: str) -> Any:
+    """A module of the runtime; the package gives some of these names to functions."""
+    return importlib.import_module(f"tuner.runtime.{name}")
+
+
 def stats(reset: bool = False) -> Any:
     return importlib.import_module("tuner.runtime.counters").stats(reset)
 
@@ -333,11 +338,13 @@ def test_compiled_training(dynamic: bool) -> None:
 
 
 def state() -> tuple[Any, ...]:
-    names = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_cudnn_attention")
+    backends = (f"_scaled_dot_product_{one}_attention" for one in ("flash", "cudnn", "efficient"))
     return (
-        *(torch._C._dispatch_dump_table(f"aten::{name}") for name in names),
+        *(
+            torch._C._dispatch_dump_table(f"aten::{name}")
+            for name in ("scaled_dot_product_attention", *backends)
+        ),
         torch._C._get_sdp_priority_order(),
-        torch.nn.attention.current_flash_attention_impl(),
     )
 
 
@@ -348,7 +355,7 @@ def test_pytorch_s_attention_is_answered(problem: AttentionProblem, backends: st
     SDPA(*tensors, **options(problem))  # PyTorch settles its order of backends at its first call
     before = state()
     with tuner.enabled():
-        assert torch.nn.attention.current_flash_attention_impl() == "tuner"
+        assert state() != before
         if backends is None:
             out = SDPA(*tensors, **options(problem))
         else:
@@ -426,6 +433,26 @@ def test_a_vendor_that_won_answers_behind_pytorch_s_attention(kernel: str) -> No
         for _ in range(2):
             check(problem, SDPA(*tensors), tensors)
     assert (stats().hits, stats().calls, stats().errors) == (2, 2, {})
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_a_served_call_passes_no_python(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eager without and with gradients, and compiled."""
+    monkeypatch.setattr(part("table"), "LOOK_EVERY_S", 1e6)
+    part("dispatch").prepare(then=part("table").table.renew).join(300)
+    tensors = inputs(CAUSAL, requires_grad=mode is torch.enable_grad)
+    compiled = torch.compile(lambda *t: SDPA(*t, is_causal=True), fullgraph=True)
+    with mode(), tuner.enabled():
+        for call in (lambda: SDPA(*tensors, is_causal=True), lambda: compiled(*tensors)):
+            for _ in range(3):
+                call()
+            asked = stats().hits
+            with monkeypatch.context() as patch:
+                patch.setattr(part("enable"), "_answer", lambda *_: pytest.fail("Python was asked"))
+                for _ in range(5):
+                    out = call()
+            check(CAUSAL, out.detach(), [t.detach() for t in tensors])
+            assert stats().hits == asked + 5
 
 
 def test_captured_behind_pytorch_s_attention() -> None:

@@ -97,7 +97,7 @@ dispatch = importlib.import_module("tuner.runtime.dispatch")
 if sys.argv[2] == "python":
     dispatch.prepare = lambda then: None
 else:
-    dispatch.prepare(then=table._renew).join(300)
+    dispatch.prepare(then=table.renew).join(300)
     assert dispatch._module is not None
 tensors = [torch.randn(o.shape, device="cuda").half() for o in problem.operands[:3]]
 wanted = torch.nn.functional.scaled_dot_product_attention(*tensors)

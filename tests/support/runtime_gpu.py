@@ -63,9 +63,10 @@ def call_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     dispatch = part("dispatch")
     if request.param == "python":
         monkeypatch.setattr(dispatch, "prepare", lambda then: None)
+        monkeypatch.setattr(dispatch, "load_built", lambda then: False)
         dispatch.use(None)
     else:
-        dispatch.prepare(then=part("table").table._renew).join(300)
+        dispatch.prepare(then=part("table").table.renew).join(300)
         if dispatch._module is None:
             dispatch._thread = None
             pytest.skip("no dispatcher: a C++ compiler or Python's headers are missing")

@@ -174,6 +174,7 @@ def fake_machine(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Ma
     monkeypatch.setattr(on_cpu.table, "decided", made.decided)
     monkeypatch.setattr(on_cpu.table, "decided_stamp", made.decided_stamp)
     monkeypatch.setattr(on_cpu.table, "is_decided", made.is_decided)
+    monkeypatch.setattr(on_cpu.table, "decided_lengths", lambda problem, path: set())
     monkeypatch.setattr(on_cpu.plan, "load", made.load)
     monkeypatch.setattr(on_cpu.plan, "ArtifactCache", lambda: made)
     monkeypatch.setattr(on_cpu.plan, "family", made.family)

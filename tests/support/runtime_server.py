@@ -2,7 +2,8 @@
 that write a pattern.
 
 The kernel fills the output with the first element of the query (or of a product's first matrix)
-plus the count of its rows, so a result says which tensors and which plan it came from.
+plus the count of its rows (and of the keys that attention has more than queries), so a result says
+which tensors and which plan it came from.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ int tuner_KEY_launch(void* const* tensors, int64_t const* n, double const*, void
   *static_cast<char*>(workspace) = 1;
   auto const first = *static_cast<_Float16 const*>(tensors[0]);
   auto* const out = static_cast<_Float16*>(tensors[1]);
-  for (int64_t i = 0; i < n[0]; ++i) out[i] = first + static_cast<_Float16>(n[1]);
+  for (int64_t i = 0; i < n[0]; ++i) out[i] = first + static_cast<_Float16>(n[1] + n[2]);
   return 0;
 }
 }
@@ -69,7 +70,9 @@ class Toy(Family):
     def launches(self, problem: Problem, config: Config, scale: float) -> list[Launch]:
         output = problem.output
         tensors = (Ref(problem.operands[0].name), Ref(output.name))
-        return [Launch("main", tensors, (output.elements, output.shape[-2]), (scale,))]
+        is_attention = isinstance(problem, AttentionProblem)
+        more = problem.seqlen_kv - problem.seqlen_q if is_attention else 0
+        return [Launch("main", tensors, (output.elements, output.shape[-2], more), (scale,))]
 
 
 _built: list[SimpleNamespace] = []

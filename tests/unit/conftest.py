@@ -91,7 +91,7 @@ def runtime() -> Iterator[SimpleNamespace]:
     """The runtime's modules, whose names the package gives to functions; all forget at the end."""
     if not importlib.util.find_spec("torch"):
         pytest.skip("torch is not installed")
-    names = "attention attention_plan counters devices dispatch plan products table".split()
+    names = "attention attention_plan counters devices dispatch plan products refusal table".split()
     modules = {name: importlib.import_module(f"tuner.runtime.{name}") for name in names}
 
     def forget() -> None:
@@ -120,6 +120,7 @@ def on_cpu(runtime: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleN
     monkeypatch.setattr(devices, "use", lambda index: contextlib.nullcontext())
     monkeypatch.setattr(devices, "is_capturing", lambda: False)
     monkeypatch.setattr(runtime.dispatch, "prepare", lambda then: None)
+    monkeypatch.setattr(runtime.dispatch, "load_built", lambda then: False)
     return runtime
 
 
@@ -160,12 +161,12 @@ def tuned(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleNam
             out = torch.empty_strided(operand.shape, operand.strides, dtype=inputs[0].dtype)
             return out.copy_(scores.softmax(-1) @ value)
 
-    def find_out(*arguments: Any) -> Any:
-        *_, pose, scale, device = arguments
+    def find_out(kind: Any, told: Any, pose: Any, device: int, pose_over: Any) -> Any:
         try:
-            return Exact(pose(), Config("exact", {}), device, False, scale)
+            posed = pose()
         except ConfigError as exc:
-            return on_cpu.table.Refusal(f"no kernel takes such tensors: {exc}")
+            return on_cpu.refusal.Refusal(on_cpu.refusal.Kind.TENSORS, str(exc))
+        return Exact(posed.problem, Config("exact", {}), device, False, posed.scale)
 
     made = SimpleNamespace(**vars(on_cpu), writes_lse=True, problems=[])
     monkeypatch.setattr(on_cpu.table.table, "get", lambda kind: None)

@@ -39,6 +39,11 @@ HOST = {
     "refused_sdpa": 24.0,
     "beyond_refused": 0.75,
     "beyond_refused_enabled": 12.5,
+    "enabled": 13.0,
+    "enabled_over_sdpa": 0.52,
+    "growing": 25.0,
+    "beyond_growing": 0.5,
+    "growing_dispatched": 0.99,
     "has_dispatcher": True,
     "dispatched": 0.998,
 }
@@ -67,7 +72,7 @@ def test_its_attention_is_of_a_kind_that_is_served(runtime: Any) -> None:
     seen = []
 
     def attend(query: Any, key: Any, value: Any, **options: Any) -> Any:
-        problem = runtime.attention_plan.problem_of(query, key, value, options["is_causal"])
+        problem = runtime.attention_plan.pose(query, key, value, options["is_causal"], 1.0).problem
         seen.append(problem.label())
         return SDPA(query, key, value, **options)
 
@@ -160,7 +165,7 @@ def test_calls_are_counted_by_what_answered_them(tuned: Any) -> None:
 
 def test_a_figure_is_told_where_something_was_tuned(runtime: Any) -> None:
     """A block is measured by its linear layers: attention has a line of its own."""
-    lost = {"hits": 0, "nearest_hits": 0, "fallbacks": {runtime.plan.PYTORCHS: 13}}
+    lost = {"hits": 0, "nearest_hits": 0, "fallbacks": {runtime.refusal.Kind.VENDOR: 13}}
     missed = {"hits": 0, "nearest_hits": 0, "fallbacks": {"no measured winner": 4}}
     served = {"hits": 4, "nearest_hits": 1, "fallbacks": {}}
 
@@ -186,11 +191,13 @@ def test_what_it_calls_is_what_it_lists(
     products = runtime.products
 
     def attend(query: Any, key: Any, value: Any, **options: Any) -> Any:
-        seen[runtime.attention_plan.problem_of(query, key, value, options["is_causal"])] = None
+        seen[runtime.attention_plan.pose(query, key, value, options["is_causal"], 1.0).problem] = (
+            None
+        )
         return query
 
     def multiply(x: Any, weight: Any) -> Any:
-        seen[products.problem_of(x, weight.t())] = None
+        seen[products.pose(x, weight.t()).problem] = None
         return torch.nn.functional.linear(x, weight)
 
     def gate(x: Any, weights: Any) -> Any:
@@ -219,7 +226,10 @@ def test_the_report_names_figures_and_their_limits() -> None:
     cells = {line.split("  ")[0]: line.split() for line in lines}
     assert cells["host us beyond the launch"][5:7] == ["1.50", "5.0"]
     assert cells["host us of the table"][-2:] == ["0.10", "0.5"]
-    assert cells["host us more, refused"][4:6] == ["0.75", "2.0"]
+    assert cells["host us more, refused"][4:6] == ["0.75", "1.0"]
+    assert cells["host us more, refused, enabled"][5:7] == ["12.50", "1.0"]
+    assert cells["host, enabled / sdpa"][4:6] == ["0.52", "0.75"]
+    assert cells["host us more, growing cache"][5:7] == ["0.50", "1.0"]
     assert cells["wall / sdpa"][-2:] == ["0.50", "0.70"]
     assert cells["wall / graph"][-2:] == ["1.04", "1.15"]
     assert cells["decoder"][1:] == ["failed", "no", "end"]

@@ -106,8 +106,7 @@ def test_a_call_is_made_checked_and_timed(calls: Any, name: str, monkeypatch: An
     assert row["us"]["tuner"] == 8.0 and row["us"]["pytorch"] == row["us"]["pytorch again"] == 10.0
     assert not row["wrong"], row["errors"]
     assert 0 < row["errors"]["tuner"] < 0.02
-    is_masked = name in ("padding", "drafts")
-    said = "attn_mask is given" if is_masked else "the tensors are not on a CUDA device"
+    said = "the tensors are not on a CUDA device"
     assert (row["answered"], row["reason"]) == ("refused", said)
     json.dumps(row)
     if name in SMALL and SMALL[name].views:

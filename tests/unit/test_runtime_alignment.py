@@ -74,7 +74,7 @@ def test_top_left(
     is_tuned: bool,
 ) -> None:
     if not is_tuned:
-        refusal = tuned.table.Refusal("no measured winner: none here")
+        refusal = tuned.refusal.Refusal(tuned.refusal.Kind.MISS, "none here")
         monkeypatch.setattr(tuned.table.table, "find_out", lambda *_: refusal)
     q, k, v = tensors(*lengths, heads_kv)
     assert close(TOP_LEFT[way](q, k, v), exact(q, k, v))
@@ -177,7 +177,7 @@ def test_nested_tensors_are_pytorch_s(tuned: SimpleNamespace) -> None:
 
 
 def test_e4m3_is_top_left(tuned: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    refusal = tuned.table.Refusal("no measured winner: none here")
+    refusal = tuned.refusal.Refusal(tuned.refusal.Kind.MISS, "none here")
     monkeypatch.setattr(tuned.table.table, "find_out", lambda *_: refusal)
     q, k, v = (t.to(torch.float8_e4m3fn) for t in tensors(5, 12, heads_kv=4))
     ones = torch.ones(2, 4)

@@ -106,7 +106,7 @@ def test_masks_come_on_top_of_the_window(counters: Any) -> None:
         for mask in (~hidden, added):
             out = attention(*tensors, attn_mask=mask, window=(6, 6), softcap=softcap)
             assert off(out, wanted) < 1e-6
-    assert counters.stats().fallbacks == {"attn_mask is given": 4}
+    assert counters.stats().fallbacks == {"the tensors are not on a CUDA device": 4}
 
 
 def test_queries_that_a_mask_leaves_no_key_are_zero() -> None:

@@ -277,8 +277,13 @@ def test_what_a_call_costs_is_measured_through_it(
     assert min(found[name] for name in ("bare", "attention", "python", "sdpa", "table")) > 0
     assert found["beyond_launch"] == found["attention"] - found["bare"]
     assert found["beyond_refused"] == found["refused"] - found["refused_sdpa"]
+    assert 0 < found["enabled_over_sdpa"] < 1 < found["growing"]
+    grown = (calls.ROUNDS + 1) * calls.BURST
+    assert found["growing_dispatched"] > 0.98, "Python is asked once a block of lengths"
+    under_enable = calls.ROUNDS * (calls.BURST + 1)
     counted = server.runtime.counters.stats().fallbacks
-    assert counted == {"no measured winner": (calls.ROUNDS + 1) * calls.BURST}
+    refused = (calls.ROUNDS + 1) * calls.BURST + under_enable
+    assert counted == {"no measured winner": refused + grown}
     assert server.runtime.dispatch._module is module
     q, k, v = inputs()
     server.decide(PROBLEM)
@@ -366,11 +371,11 @@ def test_switched_off_by_another_thread_while_a_plan_is_made(
     """Between `get`, which still saw it on, and `find_out`."""
     server.decide(PROBLEM)
     table, dispatch = server.runtime.table.table, server.runtime.dispatch
-    q, k, v = inputs()
+    refusal, (q, k, v) = server.runtime.refusal, inputs()
 
     def switch_off() -> None:
         if why == "a refusal":
-            table.pin(None, refusal="the ranks did not agree")
+            table.pin(None, refusal=refusal.Refusal(refusal.Kind.RANKS))
         else:
             monkeypatch.setenv("TUNER_DISABLE", "1")
             server.time_passes()
@@ -397,6 +402,15 @@ def test_switched_off_by_another_thread_while_a_plan_is_made(
     dispatch.put("attention", (q, k, v, None, 0.0, False, None, False), plan)
     _, by_python, launched = server.went(lambda: server.attention(q, k, v))
     assert by_python and not launched, "whatever the dispatcher was given, it answers nothing"
+
+
+def test_no_plan_is_kept_for_a_masked_call(server: Server) -> None:
+    server.decide(PROBLEM)
+    q, k, v = inputs()
+    plan = server.runtime.attention_plan.find_plan(q, k, v, False, None, False)
+    masked = q, k, v, torch.zeros(16, 16).half(), 0.0, False, None, False
+    server.runtime.dispatch.put("attention", masked, plan)
+    assert server.runtime.dispatch.attention(*masked) is None
 
 
 @pytest.mark.parametrize("path", ["python", "dispatcher"])

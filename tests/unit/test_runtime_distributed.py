@@ -46,13 +46,13 @@ from tuner.runtime import devices, dispatch, distributed, plan
 
 launched = []
 
-def own(problem, member, measurement, scale, device, shape):
+def own(posed, member, measurement, device):
     def call(*tensors):
         launched.append(dict(measurement.config.params))
-        return torch.nn.functional.scaled_dot_product_attention(*tensors, scale=scale)
+        return torch.nn.functional.scaled_dot_product_attention(*tensors, scale=posed.scale)
     if plan.ArtifactCache().find(measurement.artifacts["attention"]) is None:
         return "it is not in the cache"
-    return plan.VendorPlan(problem, measurement.config, device, is_nearest=False, call=call)
+    return plan.VendorPlan(posed.problem, measurement.config, device, is_nearest=False, call=call)
 
 plan.own_plan = own
 devices.TYPE, devices.current = "cpu", lambda: -1

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from runtime_server import built_dispatcher
+from sdpa_backends import CUDNN, FLASH, sdpa_backends
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
-
-from torch.nn import attention as registry  # noqa: E402
 
 import tuner  # noqa: E402
 from tuner.config import Config  # noqa: E402
@@ -21,7 +21,7 @@ from tuner.errors import TunerError  # noqa: E402
 from tuner.problem import AttentionProblem  # noqa: E402
 from tuner.runtime import autograd, native  # noqa: E402
 
-FLASH, CUDNN = "_scaled_dot_product_flash_attention", "_scaled_dot_product_cudnn_attention"
+built, backends = built_dispatcher, sdpa_backends
 
 
 def tensors(dtype: Any = torch.float16, requires_grad: bool = False) -> list[Any]:
@@ -42,63 +42,30 @@ def cudnn(q: Any, k: Any, v: Any, is_causal: bool = False, **options: Any) -> An
     return getattr(torch.ops.aten, CUDNN)(q, k, v, None, wants_lse, 0.0, is_causal, **options)[0]
 
 
-@pytest.fixture
-def backends() -> Iterator[list[str]]:
-    """Kernels of the two backends on CPU tensors, where PyTorch has none; the names of the calls
-    that reach them."""
-    calls: list[str] = []
-
-    def forward(name: str) -> Any:
-        def kernel(q: Any, k: Any, v: Any, *options: Any, scale: float | None = None) -> Any:
-            calls.append(name)
-            wants_lse = options[1] if name == CUDNN else True
-            options = options[2:] if name == CUDNN else options
-            is_causal = len(options) > 1 and options[1]
-            out, lse = autograd.forward_with_lse(q, k, v, is_causal, scale)
-            lse = (lse[..., None] if name == CUDNN else lse) if wants_lse else None
-            state = [torch.empty(2), torch.empty(()), torch.empty(0)]
-            return out, lse, None, None, q.shape[2], k.shape[2], *state
-
-        return kernel
-
-    def backward(name: str) -> Any:
-        def kernel(
-            grad: Any,
-            q: Any,
-            k: Any,
-            v: Any,
-            out: Any,
-            lse: Any,
-            *rest: Any,
-            scale: float | None = None,
-        ) -> Any:
-            calls.append(name + "_backward")
-            lse = lse.squeeze(-1) if name == CUDNN else lse
-            is_causal = rest[-1] if name == CUDNN else rest[-3]
-            return autograd.backward(grad, q, k, v, out, lse, is_causal, scale)
-
-        return kernel
-
-    library = torch.library.Library("aten", "IMPL")
-    for name in (FLASH, CUDNN):
-        library.impl(name, forward(name), "CPU")
-        library.impl(name + "_backward", backward(name), "CPU")
-    yield calls
-    library._destroy()
-
-
 def state() -> tuple[Any, ...]:
     """Everything of the process that enabling may touch."""
     operators = (FLASH, CUDNN, "scaled_dot_product_attention", FLASH + "_backward")
     return (
         *(torch._C._dispatch_dump_table(f"aten::{name}") for name in operators),
         torch._C._get_sdp_priority_order(),
-        registry.current_flash_attention_impl(),
+        native.exchange(native.exchange(False)),
+        native.exchange,
+        native.is_watched,
     )
 
 
+@pytest.fixture(autouse=True, params=["python", "dispatcher"])
+def path(request: pytest.FixtureRequest) -> str:
+    """The operators are overridden from Python, or by the dispatcher."""
+    if request.param == "dispatcher":
+        modules = request.getfixturevalue("on_cpu")
+        built = request.getfixturevalue("built")
+        modules.dispatch.use(modules.dispatch.load(built.dispatcher))
+    return str(request.param)
+
+
 @pytest.fixture(autouse=True)
-def restored(request: pytest.FixtureRequest) -> Iterator[None]:
+def restored(request: pytest.FixtureRequest, path: str) -> Iterator[None]:
     if "backends" in request.fixturenames:
         request.getfixturevalue("backends")
     before = state()
@@ -110,9 +77,9 @@ def restored(request: pytest.FixtureRequest) -> Iterator[None]:
 def test_it_is_not_enabled_by_importing() -> None:
     code = (
         "import torch, tuner; tuner.attention, tuner.enable\n"
-        "import tuner.runtime.enable, torch.nn.attention as registry\n"
-        "assert registry.current_flash_attention_impl() is None\n"
-        f"assert 'tuner' not in torch._C._dispatch_dump('aten::{FLASH}')"
+        "import tuner.runtime.enable\n"
+        f"for name in ('{FLASH}', 'scaled_dot_product_attention'):\n"
+        "    assert 'tuner' not in torch._C._dispatch_dump('aten::' + name)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -244,7 +211,7 @@ def test_without_kernels_to_stand_before_it_does_nothing() -> None:
 
 
 def is_on() -> bool:
-    return registry.current_flash_attention_impl() == "tuner"
+    return native.is_watched
 
 
 def test_nesting() -> None:
@@ -291,50 +258,79 @@ def test_threads_that_overlap() -> None:
     assert not is_on()
 
 
-class Other:
-    """Another provider of flash attention."""
-
-    active = 0
-
-    def __init__(self) -> None:
-        Other.active += 1
-
-    def remove(self) -> None:
-        Other.active -= 1
-
-
 @pytest.fixture
-def other(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    registry.register_flash_attention_impl("other", register_fn=Other)
-    yield "other"
-    if registry.current_flash_attention_impl() == "other":
-        registry.restore_flash_attention_impl()
-    from torch.nn.attention import _registry
+def provider(backends: list[str]) -> Iterator[Any]:
+    """Another kernel of the flash operator, as a provider of flash attention registers one."""
+    calls: list[str] = []
 
-    monkeypatch.delitem(_registry._FLASH_ATTENTION_IMPLS, "other")
-    assert Other.active == 0
+    def kernel(q: Any, k: Any, v: Any, *options: Any, scale: float | None = None) -> Any:
+        calls.append("other")
+        out, lse = autograd.forward_with_lse(q, k, v, False, scale)
+        state = [torch.empty(2), torch.empty(()), torch.empty(0)]
+        return out, lse, None, None, q.shape[2], k.shape[2], *state
+
+    def activate() -> None:
+        made.library = torch.library.Library("aten", "IMPL")
+        made.library.impl(FLASH, kernel, "CPU", allow_override=True)
+
+    def remove() -> None:
+        made.library._destroy()
+        made.library = None
+
+    made = SimpleNamespace(library=None, calls=calls, activate=activate, remove=remove)
+    yield made
+    if made.library is not None:
+        remove()
 
 
-def test_a_provider_that_was_active_is_again(other: str) -> None:
-    registry.activate_flash_attention_impl(other)
+@pytest.mark.filterwarnings("ignore:.*Overriding a previously registered kernel")
+def test_a_provider_that_was_active_answers_what_is_not_served(
+    tuned: SimpleNamespace, backends: list[str], provider: Any
+) -> None:
+    provider.activate()
     with tuner.enabled():
-        assert is_on() and Other.active == 0
-    assert registry.current_flash_attention_impl() == other and Other.active == 1
+        flash(*tensors())
+        assert len(tuned.problems) == 1 and provider.calls == []
+        flash(*tensors(torch.float32))
+        assert provider.calls == ["other"] and backends == []
+    flash(*tensors())
+    assert provider.calls == ["other", "other"] and len(tuned.problems) == 1
+    provider.remove()
 
 
+@pytest.mark.filterwarnings("ignore:.*Overriding a previously registered kernel")
 def test_a_provider_activated_meanwhile_stays(
-    tuned: SimpleNamespace, backends: list[str], other: str
+    tuned: SimpleNamespace, backends: list[str], provider: Any
 ) -> None:
     with tuner.enabled():
-        registry.activate_flash_attention_impl(other)
+        provider.activate()
         flash(*tensors())
-        assert tuned.problems == [] and backends == [FLASH]
-    assert registry.current_flash_attention_impl() == other
+        assert tuned.problems == [] and provider.calls == ["other"]
+    flash(*tensors())
+    assert provider.calls == ["other", "other"] and backends == []
+    provider.remove()
 
 
-def test_a_pytorch_without_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(registry, "register_flash_attention_impl")
-    with pytest.raises(TunerError, match=r"needs .* PyTorch 2\.11"):
+@pytest.mark.filterwarnings("ignore:.*Overriding a previously registered kernel")
+def test_a_provider_removed_meanwhile_is_not_called(
+    tuned: SimpleNamespace, backends: list[str], provider: Any, path: str
+) -> None:
+    if path == "python":
+        pytest.skip("Python keeps the kernel that was there when it was enabled")
+    provider.activate()
+    with tuner.enabled():
+        provider.remove()
+        flash(*tensors(torch.float32))
+        assert backends == [FLASH] and provider.calls == []
+        flash(*tensors())
+        assert len(tuned.problems) == 1, "the operator is overridden again"
+        flash(*tensors(torch.float32))
+    assert backends == [FLASH, FLASH]
+
+
+def test_an_older_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.library, "get_kernel")
+    with pytest.raises(TunerError, match=r"needs PyTorch 2\.11"):
         tuner.enable()
     monkeypatch.undo()
     with tuner.enabled():

@@ -95,18 +95,18 @@ def serve(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleNam
     """Has the table find an own kernel for whatever is posed."""
     kernel, member, posed = FakeKernel(), GroupedGemm(), []
 
-    def find_out(kind: Any, call: Any, pose: Any, scale: float, device: int) -> Any:
-        assert call is None and scale == 1.0
+    def find_out(kind: Any, told: Any, pose: Any, device: int) -> Any:
+        assert told is None
         try:
-            problem = pose()
+            problem, scale = pose().problem, pose().scale
         except ConfigError as exc:
-            return on_cpu.table.Refusal(str(exc))
+            return on_cpu.refusal.Refusal(on_cpu.refusal.Kind.TENSORS, str(exc))
         posed.append((kind, problem))
         config = member.space(problem, DEFAULT_GPU)[0]
         plan = on_cpu.plan
         (launch,) = member.launches(problem, config, scale)
         return plan.KernelPlan(
-            problem, config, device, False,
+            problem, config, -1, False,
             shape=problem.output.shape,
             strides=problem.output.strides,
             steps=(plan._step(problem, kernel, launch, 0),),
@@ -153,8 +153,8 @@ def test_calls_with_like_rows_are_of_one_kind(
         (lambda a, b, o: (a.requires_grad_(), b, o), "a gradient is wanted"),
         (lambda a, b, o: (a.t().contiguous().t(), b, o), "not contiguous"),
         (lambda a, b, o: (a, b[:, ::2], o), "not contiguous"),
-        (lambda a, b, o: (a.float(), b.float(), o), "is not tuned"),
-        (lambda a, b, o: (a[:0], b, o * 0), "empty"),
+        (lambda a, b, o: (a.float(), b.float(), o), "takes such tensors"),
+        (lambda a, b, o: (a[:0], b, o * 0), "takes such tensors"),
     ],
 )
 def test_what_a_kernel_cannot_take_is_pytorch_s(
@@ -194,4 +194,4 @@ def test_where_pytorch_won_its_own_call_answers(
     monkeypatch.setattr(on_cpu.table, "lookup", lookup)
     a, b, offsets = inputs()
     torch.testing.assert_close(grouped_mm(a, b, offsets), expected(a, b), atol=1e-2, rtol=1e-2)
-    assert on_cpu.counters.stats().fallbacks == {on_cpu.plan.PYTORCHS: 1}
+    assert on_cpu.counters.stats().fallbacks == {on_cpu.refusal.Kind.VENDOR: 1}

@@ -61,12 +61,14 @@ def served(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Iterator
     """The problems that tuned kernels served: every one, with zeros."""
     asked: list[Problem] = []
 
-    def plan(kind: Any, call: Any, pose: Any, scale: float, device: int, shape: Any) -> Any:
-        def run(*tensors: Any) -> Any:
-            asked.append(pose())
-            return tensors[0].new_zeros(shape)
+    def plan(kind: Any, told: Any, pose: Any, device: int) -> Any:
+        posed = pose()
 
-        return on_cpu.plan.VendorPlan(pose(), Config("own", {}), -1, False, run)
+        def run(*tensors: Any) -> Any:
+            asked.append(posed.problem)
+            return tensors[0].new_zeros(posed.shape)
+
+        return on_cpu.plan.VendorPlan(posed.problem, Config("own", {}), -1, False, run)
 
     monkeypatch.setattr(on_cpu.table.table, "find_out", plan)
     yield asked

@@ -46,7 +46,7 @@ def col(tensor: Any) -> Any:
 def test_a_problem_is_read_off_its_matrices(
     runtime: SimpleNamespace, a: Any, b: Any, wanted: str
 ) -> None:
-    problem = runtime.products.problem_of(a, b)
+    problem = runtime.products.pose(a, b).problem
     assert problem == GemmProblem.parse(wanted)
     assert torch.matmul(a, b).numel() == problem.output.elements
 
@@ -58,16 +58,16 @@ def test_a_problem_is_read_off_its_matrices(
         (A[:, :0], B[:0], "empty"),
         (A, B.bfloat16(), "differ in device or type"),
         (A.float(), B.float(), "is not tuned"),
-        (A.expand(3, 8, 32), B, "not contiguous"),
+        (A.expand(3, 8, 32), B, "one stride apart"),
         (A.expand(3, 8, 32).contiguous(), B.expand(1, 32, 16), "broadcasts"),
         (A, B.expand(3, 32, 16).contiguous(), "broadcasts"),
-        (A[:, ::2], B[:16], "dense neither"),
-        (A[:, :16], B[:16], "dense neither"),
+        (A[:, ::2], B[:16], "neither in rows nor in columns"),
+        (torch.randn(2, 4, 8, 32).half()[:, :3], B.expand(2, 3, 32, 16), "one stride apart"),
     ],
 )
 def test_what_poses_no_problem(runtime: SimpleNamespace, a: Any, b: Any, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        runtime.products.problem_of(a, b)
+        runtime.products.pose(a, b)
 
 
 def test_what_is_not_covered_is_pytorch_s(on_cpu: SimpleNamespace) -> None:
@@ -121,7 +121,7 @@ def test_a_bias_and_an_activation_are_part_of_the_problem(
 )
 def test_what_is_no_bias(runtime: SimpleNamespace, bias: Any, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        runtime.products.problem_of(A, B, bias)
+        runtime.products.pose(A, B, bias)
 
 
 def test_an_unknown_activation_is_told(on_cpu: SimpleNamespace) -> None:
@@ -172,7 +172,7 @@ def test_where_cublas_won_pytorch_s_own_call_answers(
 
     monkeypatch.setattr(on_cpu.table, "lookup", lookup)
     assert torch.equal(on_cpu.products.matmul(A, B), A @ B)
-    assert on_cpu.counters.stats().fallbacks == {on_cpu.plan.PYTORCHS: 1}
+    assert on_cpu.counters.stats().fallbacks == {on_cpu.refusal.Kind.VENDOR: 1}
 
 
 def asked(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, *ranking: Measurement) -> None:
@@ -226,6 +226,16 @@ def test_an_algorithm_of_cublaslt_that_won_is_served(
     assert on_cpu.counters.stats().hits == 2
 
 
+def test_an_algorithm_of_cublaslt_takes_no_strides(
+    on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, lt_library: Any
+) -> None:
+    x, weight = torch.randn(8, 96).half()[:, :32], B.t().contiguous()
+    asked(on_cpu, monkeypatch, algorithm(GemmProblem(m=8, n=16, k=32)))
+    assert torch.equal(on_cpu.products.linear(x, weight), torch.nn.functional.linear(x, weight))
+    assert lt_library.launched == []
+    assert on_cpu.counters.stats().fallbacks == {on_cpu.refusal.Kind.UNAVAILABLE: 1}
+
+
 def test_an_algorithm_of_another_version_is_not_served(
     on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, lt_library: Any
 ) -> None:
@@ -236,7 +246,7 @@ def test_an_algorithm_of_another_version_is_not_served(
     weight = B.t().contiguous()
     assert torch.equal(on_cpu.products.linear(A, weight), torch.nn.functional.linear(A, weight))
     assert lt_library.launched == []
-    assert on_cpu.counters.stats().fallbacks == {on_cpu.plan.PYTORCHS: 1}
+    assert on_cpu.counters.stats().fallbacks == {on_cpu.refusal.Kind.VENDOR: 1}
 
 
 @pytest.mark.parametrize("kernel", ["torch_compile", "inductor", "deep_gemm"])
@@ -244,9 +254,9 @@ def test_a_peer_that_won_leaves_the_call_to_the_next(on_cpu: SimpleNamespace, ke
     problem = GemmProblem(m=8, n=16, k=32, epilogue="bias")
     ranking = won(problem, "vendor_blas", kernel, 1.0), won(problem, "gemm", "", 2.0)
     answer = Answer(Entry.of(ranking), exact=True)
-    reason = on_cpu.plan.resolve(problem, answer, 1.0, 0, (), ())
-    assert isinstance(reason, str) and not reason.startswith(on_cpu.plan.PYTORCHS)
-    assert f"{kernel} is measured, and not served; " in reason
+    refusal = on_cpu.plan.resolve(on_cpu.plan.Posed(problem), answer, 0, ())
+    assert refusal.kind is on_cpu.refusal.Kind.UNAVAILABLE
+    assert f"{kernel} is measured, and not served; " in refusal.detail
 
 
 def test_interleaved_weights_lie_as_the_problem_says(runtime: SimpleNamespace) -> None:
@@ -302,14 +312,15 @@ def test_a_tuned_swiglu_is_run_with_both_tensors(
 ) -> None:
     seen: list[Any] = []
 
-    def plan(kind: Any, call: Any, pose: Any, scale: float, device: int, shape: Any) -> Any:
-        assert call is None and shape == (8, 64)
+    def plan(kind: Any, told: Any, pose: Any, device: int) -> Any:
+        posed = pose()
+        assert told is None and posed.shape == (8, 64)
 
         def run(*tensors: Any) -> Any:
             seen.append(tensors)
-            return tensors[0].new_zeros(shape)
+            return tensors[0].new_zeros(posed.shape)
 
-        return on_cpu.plan.VendorPlan(pose(), Config("own", {}), -1, False, run)
+        return on_cpu.plan.VendorPlan(posed.problem, Config("own", {}), -1, False, run)
 
     monkeypatch.setattr(on_cpu.table.table, "find_out", plan)
     weights = torch.randn(128, 32).half()
@@ -390,14 +401,15 @@ def test_a_tuned_scaled_product_is_run_with_its_factors(
 ) -> None:
     seen: list[Any] = []
 
-    def plan(kind: Any, call: Any, pose: Any, scale: float, device: int, shape: Any) -> Any:
-        assert (call, scale, shape) == (None, 1.0, (8, 16))
+    def plan(kind: Any, told: Any, pose: Any, device: int) -> Any:
+        posed = pose()
+        assert (told, posed.scale, posed.shape) == (None, 1.0, (8, 16))
 
         def run(*tensors: Any) -> Any:
             seen.append(tensors)
-            return torch.zeros(shape)
+            return torch.zeros(posed.shape)
 
-        return on_cpu.plan.VendorPlan(pose(), Config("own", {}), -1, False, run)
+        return on_cpu.plan.VendorPlan(posed.problem, Config("own", {}), -1, False, run)
 
     monkeypatch.setattr(on_cpu.table.table, "find_out", plan)
     given = (E4M3_A, E4M3_B, ROWS, COLUMNS)

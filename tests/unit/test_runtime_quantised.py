@@ -60,10 +60,10 @@ def test_a_kernel_is_given_tensors_and_factors(
             seen.append(inputs)
             return torch.zeros(self.problem.output.shape, dtype=torch.bfloat16)
 
-    def find_out(kind: Any, call: Any, pose: Any, scale: float, device: int) -> Any:
-        assert call is None, "the dispatcher in C++ knows no factors"
-        posed.append(pose())
-        return Recorded(posed[-1], Config("recorded", {}), device, False)
+    def find_out(kind: Any, told: Any, pose: Any, device: int) -> Any:
+        assert told is None, "the dispatcher in C++ knows no factors"
+        posed.append(pose().problem)
+        return Recorded(posed[-1], Config("recorded", {}), -1, False)
 
     seen: list[Any] = []
     posed: list[AttentionProblem] = []

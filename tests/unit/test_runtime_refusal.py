@@ -21,13 +21,16 @@ from runtime_server import (
     dispatched_server,
     inputs,
 )
+from sdpa_backends import CUDNN, EFFICIENT, FLASH, sdpa_backends
 
+import tuner
 from tuner.problem import AttentionProblem, GemmProblem, Problem
 from tuner.selection.reader import Answer
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 built, server, machine = built_dispatcher, dispatched_server, fake_machine
+backends = sdpa_backends
 
 SDPA = torch.nn.functional.scaled_dot_product_attention
 LINEAR = torch.nn.functional.linear
@@ -162,8 +165,9 @@ def test_pytorch_s_own_kernel_stays_the_fastest(
     """Until the store says something else, however much time passes."""
     now = 1000.0
     monkeypatch.setattr(machine.runtime.table.time, "monotonic", lambda: now)
-    plan = machine.runtime.plan
-    monkeypatch.setattr(plan, "resolve", lambda *_: f"{plan.PYTORCHS}: S=16")
+    plan, refusal = machine.runtime.plan, machine.runtime.refusal
+    vendors = refusal.Refusal(refusal.Kind.VENDOR, "S=16")
+    monkeypatch.setattr(plan, "resolve", lambda *_: vendors)
     monkeypatch.setattr(machine.runtime.table, "resolve", plan.resolve)
     machine.decide(tuned_measurement())
     q = torch.randn(1, 2, 16, 8).half()
@@ -180,6 +184,7 @@ def test_reasons_that_pass_are_not_remembered(
     server: Server, slow: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     devices, table = server.runtime.devices, server.runtime.table.table
+    refusal = server.runtime.refusal
     server.decide(PROBLEM)
     q, k, v = inputs()
     with monkeypatch.context() as patch:
@@ -197,11 +202,11 @@ def test_reasons_that_pass_are_not_remembered(
         for _ in range(2):
             server.attention(q, k, v)
     assert by_kernel(server.attention(q, k, v), q, 16)
-    table._fault = "the store cannot be read: it is locked"
+    table._fault = refusal.once(refusal.Kind.STORE, "it is locked")
     other = inputs(AttentionProblem.parse("S=32,D=8,H=2"))
     for _ in range(2):
         server.attention(*other)
-    table._fault = ""
+    table._fault = None
     server.attention(*other)
     assert [reason.partition(":")[0] for reason in slow] == [
         *["a kernel cannot be loaded inside a graph capture"] * 2,
@@ -236,17 +241,17 @@ def test_what_was_found_before_the_tables_were_cleared_is_not_kept(
     server: Server, slow: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A decision comes between the look-up that missed it and the refusal."""
-    module = importlib.import_module("tuner.runtime.attention")
-    serve, (q, k, v) = module.serve, inputs()
+    module = importlib.import_module("tuner.runtime.serving")
+    find, (q, k, v) = module.find, inputs()
 
-    def late(*arguments: Any) -> Any:
-        found = serve(*arguments)
-        monkeypatch.setattr(module, "serve", serve)
+    def late(call: Any) -> Any:
+        found = find(call)
+        monkeypatch.setattr(module, "find", find)
         server.decide(PROBLEM)
         server.runtime.table.table._look()
         return found
 
-    monkeypatch.setattr(module, "serve", late)
+    monkeypatch.setattr(module, "find", late)
     server.attention(q, k, v)
     assert by_kernel(server.attention(q, k, v), q, 16) and len(slow) == 1
 
@@ -275,34 +280,30 @@ def test_ever_new_shapes_stay_few(server: Server) -> None:
     module = server.runtime.dispatch._module
     arguments = q, k, v, None, 0.0, False
     for i in range(5000):
-        module.refuse(0, (*arguments, 1.0 + i, False), 0, 1e12, module.generation())
-    refused = [module.attention(*arguments, 1.0 + i, False) is False for i in range(5000)]
+        module.refuse(0, (*arguments, 1.0 + i, False), 0, 1e12, 0, 0, module.generation())
+    refused = [module.attention(*arguments, 1.0 + i, False) is not None for i in range(5000)]
     assert refused[-1] and not refused[0] and sum(refused) <= 4096
 
 
-BEFORE = {
-    "flash": "_scaled_dot_product_flash_attention",
-    "cudnn": "_scaled_dot_product_cudnn_attention",
-}
-
-
 @pytest.mark.parametrize("mask", [False, True])
-@pytest.mark.parametrize("name", BEFORE)
+@pytest.mark.parametrize("name", [FLASH, CUDNN, EFFICIENT])
 def test_behind_pytorch_s_attention(
-    server: Server, slow: list[str], monkeypatch: pytest.MonkeyPatch, name: str, mask: bool
+    server: Server, slow: list[str], backends: list[str], name: str, mask: bool
 ) -> None:
-    enable = importlib.import_module("tuner.runtime.enable")
     q, k, v = inputs()
-    options = (torch.ones(16, 16),) if mask else (None,)
-    found = [
-        enable._tuned(which, q, k, v, *options, 0.0, False, None)
-        for which in ((name,) if name == "flash" else (name, "cudnn_with_lse"))
-        for _ in range(3)
-    ]
-    assert found == [None] * len(found)
-    assert len(slow) == len(found) // 3
+    options: list[Any] = [torch.ones(16, 16) if mask else None]
+    wants_lse = [True] if name == CUDNN else [False]
+    if name == FLASH:
+        if mask:
+            return  # it takes none
+        options, wants_lse = [], []
+    operator = getattr(torch.ops.aten, name)
+    with tuner.enabled():
+        for _ in range(3):
+            operator(q, k, v, *options, *wants_lse)
+    assert backends == [name] * 3 and len(slow) == 1
     reason = "attn_mask is given" if mask else "no measured winner"
-    assert server.runtime.counters.stats().fallbacks == {reason: len(found)}
+    assert server.runtime.counters.stats().fallbacks == {reason: 3}
 
 
 def test_a_generation_s_lengths_are_not_looked_up_one_by_one(

@@ -44,7 +44,7 @@ def test_a_pinned_table_asks_its_file_and_launches_nothing_that_is_absent(
     assert not was_tuned(machine.attention(*inputs()))
     assert machine.asked[-1] == tmp_path / "agreed.sqlite"
     assert list(machine.stats().fallbacks) == ["nothing of the entry can run here"]
-    on_cpu.table.table.pin(None, refusal="the ranks did not agree")
+    on_cpu.table.table.pin(None, refusal=on_cpu.refusal.Refusal(on_cpu.refusal.Kind.RANKS))
     assert not was_tuned(machine.attention(*inputs()))
     assert machine.stats().fallbacks["the ranks did not agree"] == 1
     on_cpu.table.table.pin(None)

@@ -20,7 +20,6 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 from tuner.problem import shapes  # noqa: E402
 from tuner.runtime import transformers as tuned_attention  # noqa: E402
 
-TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 VOCABULARY = 97
 LENGTH = 12
 SMALL = {
@@ -290,8 +289,7 @@ def test_compiled_into_one_graph(tuned: SimpleNamespace, name: str) -> None:
     options = {} if name == "BertForMaskedLM" else {"use_cache": False}
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     assert close(compiled(ids, **options).logits, reference(ids, **options).logits)
-    # Before PyTorch 2.14 Transformers makes a tensor of a compiled model's causal mask.
-    assert len(tuned.problems) == (2 if name == "BertForMaskedLM" or TORCH >= (2, 14) else 0)
+    assert len(tuned.problems) == 2
 
 
 GEMMA = {**SMALL, "num_key_value_heads": 2, "head_dim": 16, "query_pre_attn_scalar": 16}

@@ -97,18 +97,19 @@ def serve(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleNam
     """Has the table find a fused attention kernel for whatever is posed."""
     kernel, member, posed = FakeKernel(), FusedAttention(), []
 
-    def find_out(kind: Any, call: Any, pose: Any, scale: float, device: int) -> Any:
-        assert call is None, "the dispatcher in C++ knows no packed tensors"
+    def find_out(kind: Any, told: Any, pose: Any, device: int) -> Any:
+        assert told is None, "the dispatcher in C++ knows no packed tensors"
         try:
-            problem = pose()
+            asked = pose()
         except ConfigError as exc:
-            return on_cpu.table.Refusal(str(exc))
+            return on_cpu.refusal.Refusal(on_cpu.refusal.Kind.TENSORS, str(exc))
+        problem = asked.problem
         posed.append((kind, problem))
         config = member.space(problem, DEFAULT_GPU)[0]
         plan = on_cpu.plan
-        (launch,) = member.launches(problem, config, scale)
+        (launch,) = member.launches(problem, config, asked.scale)
         return plan.KernelPlan(
-            problem, config, device, False,
+            problem, config, -1, False,
             shape=problem.output.shape,
             strides=problem.output.strides,
             steps=(plan._step(problem, kernel, launch, 0),),
@@ -163,9 +164,12 @@ def test_calls_of_like_sizes_are_of_one_kind(
     ("change", "reason"),
     [
         (lambda i: i[0].requires_grad_(), "a gradient is wanted"),
-        (lambda i: i.__setitem__(0, i[0].mT.contiguous().mT), "packed tensors are not contiguous"),
-        (lambda i: i.__setitem__(slice(0, 3), [t.float() for t in i[:3]]), "torch.float32"),
-        (lambda i: i.__setitem__(slice(0, 3), [t[..., :12].contiguous() for t in i[:3]]), "D=12"),
+        (lambda i: i.__setitem__(0, i[0].mT.contiguous().mT), "the tensors are not contiguous"),
+        (lambda i: i.__setitem__(slice(0, 3), [t.float() for t in i[:3]]), "takes such tensors"),
+        (
+            lambda i: i.__setitem__(slice(0, 3), [t[..., :12].contiguous() for t in i[:3]]),
+            "takes such tensors",
+        ),
     ],
 )
 def test_what_a_kernel_cannot_take_is_pytorch_s(

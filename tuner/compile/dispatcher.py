@@ -20,8 +20,8 @@ from tuner.compile.artifacts import Artifact, ArtifactCache
 from tuner.errors import CompileError
 
 MODULE = "tuner_dispatcher"
-SOURCE = "dispatcher.cpp"
-"""File name under ``templates/``."""
+SOURCE = "dispatcher/dispatcher.cpp"
+"""Under ``templates/``; its headers lie beside it."""
 FLAGS = ("-std=c++20", "-O2", "-DNDEBUG", "-shared", "-fPIC", "-fvisibility=hidden", "-w")
 LIBRARIES = ("-ltorch_python", "-ltorch_cpu", "-lc10")
 TIMEOUT_S = 300.0
@@ -82,8 +82,13 @@ def build(artifacts: ArtifactCache, processes: ProcessPool | None = None) -> Art
 
 
 def _key() -> str:
-    source = (resources.templates() / SOURCE).read_bytes()
-    ingredients = [hashlib.sha256(source).hexdigest(), FLAGS, LIBRARIES, _facts()]
+    folder = (resources.templates() / SOURCE).parent
+    sources = {
+        file.name: hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in sorted(folder.iterdir())
+        if file.suffix in (".cpp", ".h")
+    }
+    ingredients = [sources, FLAGS, LIBRARIES, _facts()]
     return hashlib.sha256(json.dumps(ingredients).encode()).hexdigest()[:32]
 
 
@@ -108,4 +113,5 @@ def _places() -> list[str]:
     ):
         if not header.is_file():
             raise CompileError(f"the dispatcher needs {header}, which is not there ({help})")
-    return [f"-isystem{torch / 'include'}", f"-isystem{python}", f"-L{torch / 'lib'}"]
+    includes = torch / "include", torch / "include/torch/csrc/api/include", python
+    return [*(f"-isystem{folder}" for folder in includes), f"-L{torch / 'lib'}"]

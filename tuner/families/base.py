@@ -19,8 +19,13 @@ from typing import Any, ClassVar, Self, final
 from tuner.base import resources
 from tuner.config import Config, Value
 from tuner.errors import TunerError
-from tuner.hardware import OLDEST_CAPABILITY, Gpu
-from tuner.problem import E4M3, AttentionProblem, Problem
+from tuner.hardware import (
+    MAX_TMA_STRIDE_BYTES,
+    OLDEST_CAPABILITY,
+    TMA_ALIGNMENT_BYTES,
+    Gpu,
+)
+from tuner.problem import DTYPE_BYTES, E4M3, AttentionProblem, Operand, Problem
 
 SCRATCH = "scratch"
 """Name of the family's own temporary buffer among the tensors of a `Launch`."""
@@ -28,6 +33,9 @@ LSE = "lse"
 """Name of attention's log-sum-exp among the tensors of a `Launch`: (B, H, SQ) contiguous fp32,
 natural logarithm of the sum of exp(scaled score), -inf where a query sees no key. Optional: a
 caller that does not want it passes a null pointer."""
+
+Strides = Mapping[str, tuple[int, ...]]
+"""Strides of tensors, elements, by the operand's name: one for each of its dimensions."""
 
 FOREIGN = (
     TunerError,
@@ -299,6 +307,20 @@ class Family(ABC):
         """
         return []
 
+    def strided_launches(
+        self, problem: Problem, config: Config, scale: float, strides: Strides
+    ) -> list[Launch] | str:
+        """As `launches`, for tensors with strides of their own; or the reason why none can run.
+
+        Args:
+            problem: what is computed; of its operands' layouts the nearest one.
+            config: a legal config of this family.
+            scale: as in `launches`.
+            strides: of each operand that lies otherwise than the problem's. In dimensions of one
+                element they are the problem's.
+        """
+        return f"{self.name} takes no strides but those of its layouts"
+
     def scratch_bytes(self, problem: Problem, config: Config) -> int:
         """Bytes of `SCRATCH`; kernels' own workspaces come on top."""
         return 0
@@ -400,6 +422,34 @@ class Family(ABC):
         """Equal for configs that share every compiled kernel."""
         params = {k: v for k, v in config.params.items() if k not in self.runtime_parameters}
         return Config(self.name, params, config.stages).digest
+
+
+def tma_conflict(operand: Operand, strides: Sequence[int], contiguous: int = -1) -> str:
+    """Reason why TMA cannot read a tensor with such strides; empty when it can.
+
+    A stride of 0 is refused: `cuTensorMapEncodeTiled` documents strides that are at least as long
+    as the extent below them.
+
+    Args:
+        operand: shape and type of the tensor.
+        strides: elements, one for each dimension.
+        contiguous: dimension along which the elements follow one another.
+    """
+    width, inner = DTYPE_BYTES[operand.dtype], contiguous % len(strides)
+    for axis, (size, stride) in enumerate(zip(operand.shape, strides, strict=True)):
+        said = f"{operand.name}'s stride of {stride} elements in dimension {axis}"
+        if size == 1:
+            continue
+        if axis == inner:
+            if stride != 1:
+                return f"{said} is not 1"
+        elif stride == 0:
+            return f"{said}: TMA takes no expanded tensor"
+        elif stride * width % TMA_ALIGNMENT_BYTES:
+            return f"{said} is not a multiple of {TMA_ALIGNMENT_BYTES} bytes"
+        elif stride * width >= MAX_TMA_STRIDE_BYTES:
+            return f"{said} is 2^40 bytes or more"
+    return ""
 
 
 def shown(value: object) -> str:

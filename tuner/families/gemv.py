@@ -15,7 +15,8 @@ from typing import ClassVar
 
 from tuner.config import Config, Value
 from tuner.errors import ConfigError
-from tuner.families.base import Domain, Family, KernelSpec, Launch, Ref
+from tuner.families.base import Domain, Family, KernelSpec, Launch, Ref, Strides
+from tuner.families.gemm import stride_conflict
 from tuner.hardware import (
     GRAPH_LAUNCH_US,
     HOPPER,
@@ -145,12 +146,25 @@ class Gemv(Family):
         return {KERNEL: KernelSpec(TEMPLATE, variables, WORDS)}
 
     def launches(self, problem: Problem, config: Config, scale: float) -> list[Launch]:
+        return self._launches(_gemm(problem), config, scale, {})
+
+    def strided_launches(
+        self, problem: Problem, config: Config, scale: float, strides: Strides
+    ) -> list[Launch] | str:
         problem = _gemm(problem)
+        if reason := stride_conflict(problem, strides):
+            return reason
+        return self._launches(problem, config, scale, strides)
+
+    def _launches(
+        self, problem: GemmProblem, config: Config, scale: float, strides: Strides
+    ) -> list[Launch]:
         a, b, *others, d = problem.operands
+        along_a, along_b = (strides.get(o.name, o.strides) for o in (a, b))
         integers = (
             *(problem.m, problem.n, problem.k, problem.batch),
-            *(problem.k, problem.k, problem.n),
-            *(a.strides[0], b.strides[0], d.strides[0]),
+            *(along_a[1], along_b[2], problem.n),
+            *(along_a[0], along_b[0], d.strides[0]),
             *(int(config["persistent"]), int(config["pdl"]), config["lead"]),
         )
         tensors = tuple(Ref(operand.name) for operand in (a, b, d, *others))

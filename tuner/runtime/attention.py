@@ -13,6 +13,7 @@ answers it:
 | `attn_mask=causal_upper_left(...)`, `causal_lower_right(...)` | as it says | PyTorch |
 | `attention_varlen` | top-left in each sequence | tuned kernels |
 | nested tensors | PyTorch's | PyTorch |
+| `tuner.enable`: `scaled_dot_product_attention`, efficient's operator | top-left | tuned kernels |
 | `tuner.enable`: `aten::_scaled_dot_product_cudnn_attention` | top-left | tuned kernels |
 | `tuner.enable`: `aten::_scaled_dot_product_flash_attention` | bottom-right | tuned if SQ is SKV |
 | Transformers: no mask, several queries (an empty static cache) | top-left | tuned kernels |
@@ -24,18 +25,16 @@ Grouped heads change nothing of it: query head h reads key head h // (H / HKV).
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
 from tuner.errors import ConfigError
-from tuner.runtime import counters, devices, dispatch, guards, native, quantised
-from tuner.runtime.attention_plan import find_plan
-from tuner.runtime.autograd import has_backward
-from tuner.runtime.bias import GIVEN, as_bias
+from tuner.runtime import devices, dispatch, guards, native, quantised, serving
+from tuner.runtime.attention_plan import AttentionCall
+from tuner.runtime.bias import as_bias
 from tuner.runtime.composed import NONE, Extras, compose
 from tuner.runtime.operators import operate
-from tuner.runtime.refusal import Refusal
-from tuner.runtime.table import table
 
 
 def attention(
@@ -71,9 +70,10 @@ def attention(
     (`tuner.runtime.composed`).
 
     Args:
-        query: (B, H, SQ, D), fp16 or bf16; contiguous, or a view of a contiguous (B, SQ, H, D).
-        key: (B, HKV, SKV, D), laid out as `query`, or contiguous.
-        value: (B, HKV, SKV, D), laid out as `key`.
+        query: (B, H, SQ, D), fp16 or bf16, with any strides that TMA takes: 1 along D, multiples of
+            16 bytes along the others.
+        key: (B, HKV, SKV, D), as `query`. Keys and values expanded over all heads are one head.
+        value: (B, HKV, SKV, D), as `key`.
         attn_mask: as in PyTorch. Tuned kernels take one that is added to the scores (a float one
             of the query's type), has whole rows of keys, one for all, for each head, each sequence
             or both, and wants no gradient. With them a query all of whose keys are at -inf has
@@ -95,8 +95,8 @@ def attention(
         descale_v: fp32 (B, HKV).
 
     Returns:
-        (B, H, SQ, D), of the inputs' type, bf16 of e4m3; laid out as `query` where a tuned kernel
-        ran.
+        (B, H, SQ, D), of the inputs' type, bf16 of e4m3. Where a tuned kernel ran it is laid out as
+        ``torch.empty_like(query)``.
 
     Raises:
         ConfigError: when `window` or `softcap` is out of range; on descale factors that do not fit
@@ -113,123 +113,36 @@ def attention(
         return quantised.attend((query, key, value), descales, is_causal, scale, enable_gqa)
     if window is not None or softcap:
         options = attn_mask, dropout_p, is_causal, scale, enable_gqa
-        return _composed(query, key, value, *options, Extras.of(window, softcap))
-    if not torch.compiler.is_compiling():
-        out = dispatch.attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
-        )
-        if out is dispatch.REFUSED:
-            return native.attend(
-                query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
-            )
-        if out is not None:
-            return out
-    query, key, value = guards.autocast(devices.TYPE, query, key, value)
-    arguments = query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
-    if not torch.compiler.is_compiling():
-        out = answer(*arguments)
-        return native.attend(*arguments) if out is None else out
-    out = operate(*arguments)
+        return _composed(AttentionCall(query, key, value, *options, Extras.of(window, softcap)))
+    if torch.compiler.is_compiling():
+        return _traced(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    out = dispatch.attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if out is dispatch.REFUSED:
+        return native.attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if out is not None:
         return out
-    return scaled_dot_product_attention(*arguments[:6], scale=scale, enable_gqa=enable_gqa)
-
-
-def _composed(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    extras: Extras,
-) -> torch.Tensor:
-    """The tuned kernel's output under a window or a soft cap, or that of PyTorch's operations."""
     query, key, value = guards.autocast(devices.TYPE, query, key, value)
-    arguments = query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+    bias = None if attn_mask is None else as_bias(attn_mask, query, key, is_causal)
+    options = attn_mask, dropout_p, is_causal, scale, enable_gqa
+    call = AttentionCall(query, key, value, *options, NONE, bias)
+    out = serving.answer(call)
+    return call.by_pytorch() if out is None else out
+
+
+def _traced(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *options: Any
+) -> torch.Tensor:
+    """The operator of torch.compile's graph, or PyTorch's attention."""
+    arguments = *guards.autocast(devices.TYPE, query, key, value), *options
+    out = operate(*arguments)
+    return native.attend(*arguments) if out is None else out
+
+
+def _composed(call: AttentionCall) -> torch.Tensor:
+    """The tuned kernel's output under a window or a soft cap, or that of PyTorch's operations."""
+    query, key, value = guards.autocast(devices.TYPE, *call[:3])
+    call = AttentionCall(query, key, value, *call[3:])
     if torch.compiler.is_compiling():
-        return compose(*arguments, extras)
-    out = answer(*arguments, extras)
-    if out is None:
-        out = native.call(compose, *arguments, extras)
-    return out
-
-
-def answer(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    extras: Extras = NONE,
-) -> torch.Tensor | None:
-    """The tuned kernel's output, or None, counted by its reason, where PyTorch must answer."""
-    served: torch.Tensor | Refusal
-    generation = table.refresh(query)
-    if dropout_p:
-        served = Refusal("dropout_p is not 0")
-    elif attn_mask is None:
-        served = serve(query, key, value, is_causal, scale, enable_gqa, extras)
-    elif extras != NONE:
-        served = Refusal(f"{GIVEN}: beside a window or a soft cap")
-    else:
-        served = _serve_biased(query, key, value, attn_mask, is_causal, scale, enable_gqa)
-    if not isinstance(served, Refusal):
-        return served
-    if extras == NONE:
-        arguments = query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
-        dispatch.refuse("attention", arguments, served, generation)
-    else:  # which the dispatcher does not know
-        counters.count_fallback(served.reason)
-    return None
-
-
-def _serve_biased(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> torch.Tensor | Refusal:
-    """As `serve`, with a mask that is added to the scores."""
-    bias = as_bias(attn_mask, query, key, is_causal)
-    if isinstance(bias, str):
-        return Refusal(bias)
-    if guards.wants_gradient(query, key, value, bias):
-        return Refusal("a gradient is wanted: tuned kernels have none for an attn_mask")
-    plan = find_plan(query, key, value, is_causal, scale, enable_gqa, bias=bias)
-    return plan if isinstance(plan, Refusal) else table.run(plan, query, key, value, bias)
-
-
-def serve(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    extras: Extras = NONE,
-) -> torch.Tensor | Refusal:
-    """The tuned kernel's output, or why there is none; counts hits, and no fallback."""
-    plan = find_plan(query, key, value, is_causal, scale, enable_gqa, extras)
-    if isinstance(plan, Refusal):
-        return plan
-    if not guards.wants_gradient(query, key, value):
-        return table.run(plan, query, key, value)
-    if extras != NONE:
-        return Refusal(
-            "a gradient is wanted: PyTorch has no backward kernel for a window or a soft cap"
-        )
-    if not plan.has_lse:
-        return Refusal(f"a gradient is wanted: {plan.config.family} does not write the log-sum-exp")
-    if not has_backward(query, key, is_causal):
-        return Refusal("a gradient is wanted: PyTorch has no fused backward kernel for such shapes")
-    out: torch.Tensor = torch.ops.tuner.attention_with_lse(query, key, value, is_causal, scale)[0]
-    return out
+        return compose(*call[:9])
+    out = serving.answer(call)
+    return call.by_pytorch() if out is None else out

@@ -1,20 +1,136 @@
-"""The plan that serves attention of given tensors, and the problem that they pose."""
+"""Attention of given tensors as a call: the problem that they pose, and the plan that serves it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
+from typing import Literal, NamedTuple
 
 import torch
 
 from tuner.errors import ConfigError
-from tuner.problem import LAYOUTS, AttentionProblem, Bias, DType
-from tuner.runtime import guards
+from tuner.problem import AttentionProblem, Bias, DType, Layout
+from tuner.runtime import guards, native
+from tuner.runtime.autograd import has_backward
 from tuner.runtime.bias import axes_of
-from tuner.runtime.composed import NONE, Extras
-from tuner.runtime.plan import Plan
-from tuner.runtime.refusal import Refusal, once
-from tuner.runtime.table import table
+from tuner.runtime.composed import NONE, Extras, compose
+from tuner.runtime.lengths import over
+from tuner.runtime.plan import Plan, Posed
+from tuner.runtime.refusal import Kind, Refusal
+from tuner.runtime.serving import Call, find
+from tuner.runtime.table import Told, table
+
+
+class _Attention(NamedTuple):
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    attn_mask: torch.Tensor | None
+    dropout_p: float
+    is_causal: bool
+    scale: float | None
+    enable_gqa: bool
+    extras: Extras = NONE
+    bias: torch.Tensor | Refusal | None = None
+    """`attn_mask` as `as_bias` makes it, or why it is none; None without a mask, or with extras."""
+
+
+class AttentionCall(_Attention, Call):
+    """A call of `tuner.attention`, its tensors as autocast left them."""
+
+    __slots__ = ()
+    aligned = 4
+
+    @property
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        if self.bias is None or isinstance(self.bias, Refusal):
+            return self[:3]
+        return *self[:3], self.bias
+
+    @property
+    def told(self) -> Told | None:
+        return ("attention", self[:8]) if self.extras == NONE else None
+
+    def refusal(self) -> Refusal | None:
+        if self.dropout_p:
+            return Refusal(Kind.DROPOUT)
+        if self.attn_mask is not None:
+            if self.bias is None:
+                return Refusal(Kind.MASK, "beside a window or a soft cap")
+            if isinstance(self.bias, Refusal):
+                return self.bias
+            if guards.wants_gradient(*self.inputs):
+                return Refusal(Kind.GRADIENT, "tuned kernels have none for an attn_mask")
+        return None if self.scale is None else guards.unscaled(self.scale)
+
+    def kind(self) -> Hashable:
+        query, key, value = self[:3]
+        return (
+            query.shape,
+            key.shape,
+            value.shape,
+            query.stride(),
+            key.stride(),
+            value.stride(),
+            query.dtype,
+            key.dtype,
+            value.dtype,
+            query.device,
+            key.device,
+            value.device,
+            self.is_causal,
+            self.scale,
+            self.enable_gqa,
+            self.extras,
+            "" if self.bias is None else self._axes(),
+        )
+
+    def _axes(self) -> Bias:
+        return axes_of(self.bias) if isinstance(self.bias, torch.Tensor) else ""
+
+    def pose(self) -> Posed:
+        tensors, scale = self[:3], scale_of(self.query, self.scale)
+        axes = self._axes()
+        return pose(*tensors, self.is_causal, scale, self.enable_gqa, self.extras, bias=axes)
+
+    def pose_over(self, length: int) -> Posed:
+        query, key, value = self[:3]
+        query = torch.empty_strided(query.shape, query.stride(), dtype=query.dtype, device="meta")
+        key, value = over(key, length), over(value, length)
+        return self._replace(query=query, key=key, value=value).pose()
+
+    def run(self, plan: Plan) -> torch.Tensor | Refusal:
+        inputs = self.inputs
+        if self.bias is not None or not guards.wants_gradient(*inputs):
+            return table.run(plan, *inputs)
+        if self.extras != NONE:
+            return Refusal(
+                Kind.GRADIENT, "PyTorch has no backward kernel for a window or a soft cap"
+            )
+        if not plan.has_lse:
+            return without_lse(plan)
+        if not has_backward(self.query, self.key, self.is_causal):
+            return Refusal(Kind.GRADIENT, "PyTorch has no fused backward kernel for such shapes")
+        out: torch.Tensor = torch.ops.tuner.attention_with_lse(*inputs, self.is_causal, self.scale)[
+            0
+        ]
+        return out
+
+    def by_pytorch(self) -> torch.Tensor:
+        if self.extras == NONE:
+            return native.attend(*self[:8])
+        out: torch.Tensor = native.call(compose, *self[:9])
+        return out
+
+
+def without_lse(plan: Plan) -> Refusal:
+    """Why a plan serves no call that wants a gradient."""
+    return Refusal(Kind.GRADIENT, f"{plan.config.family} does not write the log-sum-exp")
+
+
+def scale_of(query: torch.Tensor, scale: float | None) -> float:
+    """The scale of the scores: 1/sqrt(D) when None."""
+    return 1 / math.sqrt(query.shape[-1] or 1) if scale is None else float(scale)
 
 
 def find_plan(
@@ -24,74 +140,36 @@ def find_plan(
     is_causal: bool,
     scale: float | None,
     enable_gqa: bool = True,
-    extras: Extras = NONE,
-    bias: torch.Tensor | None = None,
 ) -> Plan | Refusal:
-    """What serves such tensors, or the reason that nothing does; runs and counts nothing.
-
-    Looks neither at gradients nor at autocast: the caller does. `bias` is one of `as_bias`.
-    """
-    inputs = (query, key, value) if bias is None else (query, key, value, bias)
-    if reason := guards.unserved(*inputs):
-        return once(reason)
-    axes: Bias = "" if bias is None else axes_of(bias)
-    if scale is not None and not scale > 0:  # NaN too
-        return Refusal(guards.SCALE)
-    kind = (
-        query.shape,
-        key.shape,
-        value.shape,
-        query.stride(),
-        key.stride(),
-        value.stride(),
-        query.dtype,
-        key.dtype,
-        value.dtype,
-        query.device,
-        key.device,
-        value.device,
-        is_causal,
-        scale,
-        enable_gqa,
-        extras,
-        axes,
-    )
-    plan = table.get(kind)
-    if plan is None:
-        plan = table.find_out(
-            kind,
-            # The dispatcher knows of plain calls alone.
-            ("attention", (query, key, value, None, 0.0, is_causal, scale, enable_gqa))
-            if extras == NONE and not axes
-            else None,
-            lambda: problem_of(query, key, value, bool(is_causal), enable_gqa, extras, bias=axes),
-            1 / math.sqrt(query.shape[-1] or 1) if scale is None else float(scale),
-            query.get_device(),
-        )
-    if isinstance(plan, Plan) and (reason := guards.misaligned(*inputs)):
-        return Refusal(reason)
-    return plan
+    """What serves plain attention of such tensors, or the reason that nothing does."""
+    table.refresh(query)
+    return find(AttentionCall(query, key, value, None, 0.0, is_causal, scale, enable_gqa))
 
 
-def problem_of(
+def pose(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     is_causal: bool,
+    scale: float,
     enable_gqa: bool = True,
     extras: Extras = NONE,
     dtypes: Mapping[torch.dtype, DType] = guards.DTYPES,
     bias: Bias = "",
-) -> AttentionProblem:
-    """The problem that these tensors pose.
+) -> Posed:
+    """The problem that these tensors pose, and how they lie.
+
+    The problem has the nearest of the layouts, so that what serves a call does not depend on
+    strides. Where the query is not laid out so, the output is laid out as
+    ``torch.empty_like(query)``, as PyTorch's kernels have it. Keys and values that are expanded
+    over all heads are one head.
 
     Raises:
         ConfigError: when they pose none: types, sizes or strides that no tuned kernel has.
     """
-    tensors = (query, key, value)
-    if any(t.dim() != 4 or t.numel() == 0 for t in tensors):
+    if any(t.dim() != 4 or t.numel() == 0 for t in (query, key, value)):
         raise ConfigError("they are not 4-D (B, H, S, D), or are empty")
-    guards.check_alike(*tensors, dtypes=dtypes)
+    guards.check_alike(query, key, value, dtypes=dtypes)
     if key.shape != value.shape or query.shape[::3] != key.shape[::3]:
         raise ConfigError(
             f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} "
@@ -99,23 +177,43 @@ def problem_of(
         )
     if query.shape[1] != key.shape[1] and not enable_gqa:
         raise ConfigError("heads are grouped without enable_gqa")
-    for layout in LAYOUTS:
-        problem = AttentionProblem(
-            seqlen_q=query.shape[2],
-            seqlen_kv=key.shape[2],
-            head_dim=query.shape[3],
-            batch=query.shape[0],
-            heads_q=query.shape[1],
-            heads_kv=key.shape[1],
-            is_causal=is_causal,
-            dtype=dtypes[query.dtype],
-            layout=layout,
-            window_left=extras.left,
-            window_right=extras.right,
-            softcap=extras.softcap,
-            bias=bias,
-        )
-        operands = zip(problem.matrices[:3], tensors, strict=True)
-        if all(guards.lies(tensor, operand.strides) for operand, tensor in operands):
-            return problem
-    raise ConfigError(f"their strides are of no layout (allowed: {', '.join(LAYOUTS)})")
+    is_one_head = key.shape[1] > 1 and key.stride(1) == value.stride(1) == 0
+    if is_one_head:
+        key, value = key[:, :1], value[:, :1]
+    problem = AttentionProblem(
+        seqlen_q=query.shape[2],
+        seqlen_kv=key.shape[2],
+        head_dim=query.shape[3],
+        batch=query.shape[0],
+        heads_q=query.shape[1],
+        heads_kv=key.shape[1],
+        is_causal=bool(is_causal),
+        dtype=dtypes[query.dtype],
+        layout=_nearest_layout(query, key),
+        window_left=extras.left,
+        window_right=extras.right,
+        softcap=extras.softcap,
+        bias=bias,
+    )
+    *operands, out = problem.matrices
+    strides: dict[str, tuple[int, ...]] = {}
+    for operand, tensor in zip(operands, (query, key, value), strict=True):
+        # Tensors of more heads than the operand's are for families that look at strides alone.
+        if is_one_head or not guards.lies(tensor, operand.strides):
+            strides[operand.name] = guards.along(operand, tensor.stride())
+    if not guards.lies(query, operands[0].strides):
+        strides[out.name] = guards.along(out, guards.dense(query.shape, query.stride()))
+    return Posed(problem, scale, strides=strides)
+
+
+def _nearest_layout(query: torch.Tensor, key: torch.Tensor) -> Layout:
+    """The layout with the tensors' order of heads and tokens; a single one has any order."""
+    orders: list[Layout | Literal[""]] = []
+    for tensor in (query, key):
+        heads, tokens = tensor.stride()[1:3]
+        is_either = 1 in tensor.shape[1:3]
+        orders.append("" if is_either else "bshd" if heads < tokens else "bhsd")
+    of_queries, of_keys = orders
+    if of_queries == "bshd" and of_keys == "bhsd":
+        return "bshd_bhsd"
+    return of_queries or of_keys or "bhsd"

@@ -6,24 +6,23 @@ import torch
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from tuner.problem import Bias
-
-GIVEN = "attn_mask is given"
+from tuner.runtime.refusal import Kind, Refusal
 
 
 def as_bias(
     mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor, is_causal: bool
-) -> torch.Tensor | str:
+) -> torch.Tensor | Refusal:
     """The mask as (B or 1, H or 1, SQ, SKV), contiguous and without a copy: axes that it is
     expanded along are left out. Or why no tuned kernel takes it.
     """
     if is_causal:  # PyTorch's documentation forbids both
-        return f"{GIVEN}: beside is_causal"
+        return Refusal(Kind.MASK, "beside is_causal")
     if type(mask) is not torch.Tensor or mask.layout is not torch.strided:
-        return f"{GIVEN}: it is no plain tensor"
+        return Refusal(Kind.MASK, "it is no plain tensor")
     if mask.dtype != query.dtype or mask.device != query.device:
-        return f"{GIVEN}: it is not of the query's type and device"
+        return Refusal(Kind.MASK, "it is not of the query's type and device")
     if mask.dim() not in (2, 3, 4) or query.dim() != 4 or key.dim() != 4:
-        return f"{GIVEN}: it is not (SQ, SKV) with heads and batch before them"
+        return Refusal(Kind.MASK, "it is not (SQ, SKV) with heads and batch before them")
     bias = mask[(None,) * (4 - mask.dim())]
     for axis in (0, 1):
         if bias.stride(axis) == 0:
@@ -31,7 +30,7 @@ def as_bias(
     wanted = (*query.shape[:3], key.shape[2])
     has_axes = all(size in (1, whole) for size, whole in zip(bias.shape[:2], wanted, strict=False))
     if not has_axes or bias.shape[2:] != wanted[2:] or not bias.is_contiguous():
-        return f"{GIVEN}: it is not contiguous in whole rows of keys"
+        return Refusal(Kind.MASK, "it is not contiguous in whole rows of keys")
     return bias
 
 

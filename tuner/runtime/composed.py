@@ -5,8 +5,7 @@ where no tuned kernel does. `scaled_dot_product_attention` has neither.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch.nn.functional import dropout, scaled_dot_product_attention
@@ -18,8 +17,7 @@ from tuner.runtime.bias import with_elements
 _SCORES_BYTES = 1 << 28
 
 
-@dataclass(frozen=True)
-class Extras:
+class Extras(NamedTuple):
     """What a call asks for beside plain attention; `AttentionProblem` says what it means."""
 
     left: int = -1

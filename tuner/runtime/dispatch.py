@@ -1,11 +1,12 @@
-"""The C++ dispatcher (`templates/dispatcher.cpp`) behind a few functions.
+"""The C++ dispatcher (`templates/dispatcher`) behind a few functions.
 
 Until it is loaded, and where it cannot be, they know nothing and every call goes through Python.
 It is loaded by a thread that the first plan or refusal starts; where the cache has none, that
-thread compiles it. No call waits for it.
+thread compiles it. No call waits for it. `load_built` loads one that is built already.
 
-`attention`, `linear` and `matmul` return a tuned kernel's output, `REFUSED` where equal calls were
-refused before, and None where Python decides.
+`attention`, `linear` and `matmul` return a tuned kernel's output, PyTorch's where equal calls were
+refused before (or `REFUSED` where PyTorch must be called from Python), and None where Python
+decides.
 """
 
 from __future__ import annotations
@@ -29,37 +30,37 @@ from tuner.compile import dispatcher
 from tuner.compile.artifacts import Artifact, ArtifactCache, verify
 from tuner.errors import TunerError
 from tuner.runtime import counters, devices
+from tuner.runtime.lengths import Lengths, block, constant
 from tuner.runtime.plan import KernelPlan
 from tuner.runtime.refusal import Refusal
 
 _log = logging.getLogger("tuner.runtime")
 
-OPERATIONS = ("attention", "linear", "matmul", "flash", "cudnn", "cudnn_with_lse")
-"""In the order of the dispatcher's `Operation`; the last three are PyTorch's operators, of which it
-knows refusals only.
-"""
+OPERATIONS = ("attention", "linear", "matmul", "flash", "cudnn_with_lse")
+"""In the order of the dispatcher's `Operation`; the last two are backends of PyTorch's attention
+that return the log-sum-exp."""
 REFUSED: Final = False
 """The answer to a call that is PyTorch's, which was counted."""
+_PRODUCTS = "linear", "matmul"
 
 
 def _unknown(*arguments: Any) -> None:
     """The answer of a dispatcher that knows nothing."""
 
 
-def _refuses_nothing(*arguments: Any) -> bool:
-    return False
-
-
 attention: Callable[..., torch.Tensor | Literal[False] | None] = _unknown
 linear: Callable[..., torch.Tensor | Literal[False] | None] = _unknown
 matmul: Callable[..., torch.Tensor | Literal[False] | None] = _unknown
-_refuses: Callable[..., bool] = _refuses_nothing
 
 _module: Any = None
 _kinds: list[str] = []
 """Of the reasons of refusals, in the order in which the dispatcher counts them."""
 _thread: threading.Thread | None = None
 _lock = threading.Lock()
+
+
+_UNLOADABLE = (TunerError, ImportError, OSError, AttributeError)
+"""Errors after which calls go through Python."""
 
 
 def prepare(then: Callable[[], None]) -> threading.Thread:
@@ -81,14 +82,36 @@ def prepare(then: Callable[[], None]) -> threading.Thread:
         return _thread
 
 
+def load_built(then: Callable[[], None]) -> bool:
+    """Load the dispatcher now, where it is built already; true where it is loaded.
+
+    Args:
+        then: called when it was loaded here.
+    """
+    if _module is not None:
+        return True
+    try:
+        found = dispatcher.find(ArtifactCache())
+        if found is None:
+            return False
+        use(load(found))
+    except _UNLOADABLE as exc:
+        _log.info("no dispatcher, calls go through Python: %s", exc)
+        return False
+    then()
+    return True
+
+
 def _prepare(then: Callable[[], None]) -> None:
+    if _module is not None:
+        return
     processes = ProcessPool(dispatcher.TIMEOUT_S)
     atexit.register(processes.kill)
     try:
         cache = ArtifactCache()
         found = dispatcher.find(cache) or dispatcher.build(cache, processes)
         use(load(found))
-    except (TunerError, ImportError, OSError, AttributeError) as exc:
+    except _UNLOADABLE as exc:
         _log.info("no dispatcher, calls go through Python: %s", exc)
         return
     finally:
@@ -115,31 +138,43 @@ def load(artifact: Artifact) -> ModuleType:
     return module
 
 
+def is_loaded() -> bool:
+    """Whether calls are answered by a dispatcher."""
+    return _module is not None
+
+
 def use(module: Any) -> None:
     """Have calls answered by this module from now on; None for none."""
-    global _module, attention, linear, matmul, _refuses
+    global _module, attention, linear, matmul
     _module = module
     attention, linear, matmul = (getattr(module, name, _unknown) for name in OPERATIONS[:3])
-    _refuses = getattr(module, "refuses", _refuses_nothing)
 
 
-def put(operation: str, arguments: tuple[Any, ...], plan: KernelPlan) -> None:
+def put(
+    operation: str,
+    arguments: tuple[Any, ...],
+    plan: KernelPlan,
+    lengths: Lengths | None = None,
+    generation: int = -1,
+) -> None:
     """Have calls like this one answered with a plan.
 
     Args:
-        operation: one of the first three of `OPERATIONS`.
+        operation: one of `OPERATIONS`.
         arguments: attention's query, key, value, attn_mask, dropout_p, is_causal, scale and
-            enable_gqa; linear's input, weight, bias and activation; the two tensors of matmul.
+            enable_gqa, for the backends too; linear's input, weight, bias and activation; the two
+            tensors of matmul.
         plan: what serves them.
+        lengths: of a cache of keys, those of other calls that it serves.
+        generation: from before the plan was looked for, where the table's lock is not held.
     """
     if _module is None:
         return
-    steps = [
-        (step.kernel.address, step.tensors, step.integers, step.scalars, step.workspace_at)
-        for step in plan.steps
-    ]
+    steps, first, last = constant(plan), 0, 0
+    if lengths is not None:
+        steps, first, last = lengths.steps, lengths.first, lengths.last
     made = (plan.shape, plan.strides, plan.workspace_bytes, plan.is_nearest, steps)
-    _module.put(OPERATIONS.index(operation), arguments, made)
+    _module.put(OPERATIONS.index(operation), arguments, made, first, last, generation)
 
 
 def generation() -> int:
@@ -153,7 +188,8 @@ def refuse(operation: str, arguments: tuple[Any, ...], refusal: Refusal, generat
     Args:
         operation: one of `OPERATIONS`.
         arguments: as of `put`.
-        refusal: why.
+        refusal: why. Over a cache of keys it holds for its `lengths`; where it names none, the
+            reason lies in the tensors, and holds for the whole `block`.
         generation: from before the reason was looked for: what was cleared since is not known.
     """
     counters.count_fallback(refusal.reason)
@@ -163,13 +199,35 @@ def refuse(operation: str, arguments: tuple[Any, ...], refusal: Refusal, generat
     with _lock:
         if kind not in _kinds:
             _kinds.append(kind)
+    lengths = 0, 0
+    if operation not in _PRODUCTS and arguments[1].dim() == 4:
+        lengths = refusal.lengths or block(arguments[1].shape[2])
     which = OPERATIONS.index(operation), arguments, _kinds.index(kind), refusal.until
-    _module.refuse(*which, generation)
+    _module.refuse(*which, *lengths, generation)
 
 
-def refuses(operation: str, *arguments: Any) -> bool:
-    """Whether equal calls of one of PyTorch's operators were refused before; counts this one."""
-    return _refuses is not _refuses_nothing and _refuses(OPERATIONS.index(operation), *arguments)
+def override(ask: Callable[..., Any]) -> Callable[[bool], bool] | None:
+    """Override PyTorch's attention by the dispatcher (`tuner.runtime.enable`).
+
+    Args:
+        ask: gives the output and the log-sum-exp or None of a call that the dispatcher does not
+            know, or None where the call is PyTorch's; called with the position in `OPERATIONS` and
+            the arguments as of `put`.
+
+    Returns:
+        A function that sets whether this thread's attention stays PyTorch's and returns what it
+        was; None where the dispatcher is not loaded, or this PyTorch has no such overrides.
+    """
+    if _module is None or not _module.install_overrides(ask):
+        return None
+    exchange: Callable[[bool], bool] = _module.exchange_native
+    return exchange
+
+
+def remove_overrides() -> None:
+    """Leave PyTorch's attention as it was."""
+    if _module is not None:
+        _module.remove_overrides()
 
 
 def clear() -> None:

@@ -35,6 +35,7 @@ from tuner.base import scratch
 from tuner.compile.artifacts import ArtifactCache
 from tuner.errors import ConfigError, StoreError
 from tuner.runtime import devices
+from tuner.runtime.refusal import Kind, Refusal
 from tuner.runtime.table import table
 from tuner.selection.reader import entries
 from tuner.selection.snapshot import take, unpack
@@ -134,7 +135,7 @@ class _Meeting:
             said = str(exc).partition("\n")[0]
             agreed, lacking = Agreement(f"the process group's store failed: {said}"), set()
         if agreed.refusal:
-            table.pin(None, refusal=f"the ranks did not agree: {agreed.refusal}")
+            table.pin(None, refusal=Refusal(Kind.RANKS, agreed.refusal))
             _log.warning("rank %d: no tuned kernel is launched: %s", self._rank, agreed.refusal)
             return agreed
         table.pin(self._path, agreed.absent)

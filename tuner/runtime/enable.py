@@ -1,18 +1,40 @@
 """`enable`: the tuned kernels behind PyTorch's own attention, so that a model changes no line.
 
-The switch is a provider, named "tuner", of PyTorch's registry of flash-attention implementations.
-It stands before the kernels of two operators: flash, as every provider does, and cuDNN, which
-PyTorch 2.13 prefers on Hopper. So it is reached under either order of preference, and the order
-stays: putting flash first, for the whole process, would give every call without a tuned kernel to
-FlashAttention-2 (22 us at (1,16,1024,64) on an H200) where cuDNN takes 14.
+Overridden, by the C++ dispatcher (`templates/dispatcher/operators.h`):
 
-PyTorch decides as ever which backend may take a call, computes gradients with that backend's
-backward kernel, and traces the same graphs: what is compiled follows the switch when it runs.
+| operator of `aten` | dispatch key | calls that reach it |
+|---|---|---|
+| `scaled_dot_product_attention` | CompositeImplicitAutograd | all, before a backend is chosen |
+| `_scaled_dot_product_flash_attention` | CUDA | recorded by autograd; compiled graphs |
+| `_scaled_dot_product_cudnn_attention` | CUDA | the same |
+| `_scaled_dot_product_efficient_attention` | CUDA | compiled graphs; masked calls among them |
 
-Under ``is_causal`` the two operators align the mask differently where there are more keys than
-queries, or fewer: flash bottom-right (`torch.nn.attention.bias.causal_lower_right` calls it so),
-cuDNN top-left, as tuned kernels do. `scaled_dot_product_attention` itself means top-left, and
-gives flash no such call.
+The first is the fast way: it saves PyTorch's choice of a backend. Its kernel has PyTorch's own key,
+so every table that is computed from it stays as it was. A kernel for CUDA or AutogradCUDA would
+end the operator's decomposition: tracing in inference mode asks for such a kernel, and would put
+the whole operator into the graph. The kernel asks the table about plain tensors that want no
+gradient and no tangent, and where the program allows a fused backend (`sdpa_kernel`). It hands
+everything else to PyTorch's function: tensors or thread state with other dispatch keys, which are
+fake tensors, subclasses, nested tensors, functorch's transforms and modes.
+
+A call that wants a gradient passes through PyTorch's function to a backend's operator. Autograd
+records it there, with PyTorch's formula, and the kernel below gives the output and the log-sum-exp.
+So gradients do not depend on whether the switch was on in the forward pass or in the backward pass.
+The backends' former kernels are kept (`c10::SafeKernelFunction`), called for what is not served,
+and looked for anew when their owner has removed them.
+
+The table answers hits and refusals without Python and without the GIL. Python is asked, under the
+GIL, about an unknown kind of call and twice a second about the store. A refused call passes the
+operators below uncounted. Removal destroys the registrations: the dispatcher has PyTorch's kernels
+again.
+
+Where the dispatcher is not built, the flash and cuDNN operators are overridden from Python instead.
+A dispatcher that is built meanwhile takes over at the next `enable`.
+
+Under ``is_causal`` the operators align the mask differently where there are more keys than queries,
+or fewer: flash bottom-right (`torch.nn.attention.bias.causal_lower_right` calls it so), the others
+top-left, as tuned kernels do. `scaled_dot_product_attention` itself means top-left, and gives flash
+no such call.
 """
 
 from __future__ import annotations
@@ -28,41 +50,106 @@ from torch.library import Library
 
 from tuner.errors import TunerError
 from tuner.runtime import devices, dispatch, guards, native
-from tuner.runtime.attention_plan import find_plan
-from tuner.runtime.refusal import Refusal
+from tuner.runtime.attention_plan import AttentionCall, find_plan
+from tuner.runtime.bias import as_bias
+from tuner.runtime.plan import KernelPlan
+from tuner.runtime.refusal import Kind, Refusal
+from tuner.runtime.serving import answer
 from tuner.runtime.table import table
 
-PROVIDER = "tuner"
-"""Its name in `torch.nn.attention.list_flash_attention_impls`."""
-BOTTOM_RIGHT = "the causal mask is bottom-right: tuned kernels align it top-left"
 Outputs = tuple[Any, ...]
 """Output, log-sum-exp, cumulative lengths of nested tensors (none), the longest query and key,
 the state of dropout's generator in two tensors, a mask for debugging."""
+Found = tuple[torch.Tensor, torch.Tensor | None]
+"""Output and log-sum-exp."""
 
 
-class _Handle:
-    """What is in the dispatcher while the provider is active."""
+class _Overrides:
+    """Registrations with torch's dispatcher, while this lives."""
 
     def __init__(self) -> None:
+        self._library: Library | None = None
+        dispatch.load_built(then=table.renew)
+        exchange = dispatch.override(_ask)
+        if exchange is None:
+            self._library = _override_from_python()
+        native.exchange = exchange or native.exchange_here
         native.is_watched = True
-        self._library: Library | None = Library("aten", "IMPL")
-        key = devices.TYPE.upper()
-        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-        for name, before in (
-            ("_scaled_dot_product_flash_attention", _before_flash),
-            ("_scaled_dot_product_cudnn_attention", _before_cudnn),
-        ):
-            if not has_kernel(f"aten::{name}", key):  # a PyTorch without CUDA
-                continue
-            kernel = torch.library.get_kernel(f"aten::{name}", key)
-            with warnings.catch_warnings():  # of a kernel replaced by another: it is meant
-                warnings.simplefilter("ignore", UserWarning)
-                self._library.impl(name, before(kernel), key, with_keyset=True)
 
     def remove(self) -> None:
-        """Leave the dispatcher as it was found."""
-        self._library = None
+        """Leave PyTorch's dispatcher as it was found."""
         native.is_watched = False
+        native.exchange = native.exchange_here
+        if self._library is None:
+            dispatch.remove_overrides()
+        self._library = None
+
+
+def _ask(operation: int, *arguments: Any) -> Found | None:
+    """A tuned kernel's outputs, or None, counted by its reason: see `dispatch.override`."""
+    return _answer(dispatch.OPERATIONS[operation], *arguments)
+
+
+def _answer(name: str, *arguments: Any) -> Found | None:
+    """As `_ask`, of an operation's name."""
+    if name != "attention":
+        return _with_lse(name, *arguments)
+    generation = dispatch.generation()
+    table.refresh(arguments[0])
+    # After the look that was due the dispatcher knows what it knew before; not what was cleared.
+    known = dispatch.attention(*arguments) if generation == dispatch.generation() else None
+    if known is not None:
+        return None if known is dispatch.REFUSED else (known, None)
+    query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = arguments
+    bias = None if attn_mask is None else as_bias(attn_mask, query, key, is_causal)
+    options = attn_mask, dropout_p, is_causal, scale, enable_gqa
+    out = answer(AttentionCall(query, key, value, *options, bias=bias))
+    return None if out is None else (out, None)
+
+
+def _with_lse(name: str, *arguments: Any) -> Found | None:
+    """Of a backend's operator that returns the log-sum-exp; its name is one of
+    `dispatch.OPERATIONS`, the arguments are those of attention.
+    """
+    query, key, value, attn_mask, dropout_p, is_causal, scale, _ = arguments
+    generation = table.refresh(query)
+    found: Found | Refusal
+    if attn_mask is not None:
+        found = Refusal(Kind.MASK)
+    elif dropout_p:
+        found = Refusal(Kind.DROPOUT)
+    elif name == "flash" and is_causal and query.shape[2] != key.shape[2]:
+        found = Refusal(Kind.BOTTOM_RIGHT, "tuned kernels align it top-left")
+    else:
+        plan = find_plan(query, key, value, is_causal, scale)
+        if isinstance(plan, Refusal):
+            found = plan
+        elif not plan.has_lse:
+            found = Refusal(Kind.LSE, f"{plan.config.family} does not write it")
+        else:
+            found = table.run_with_lse(plan, query, key, value)
+            if isinstance(plan, KernelPlan) and not isinstance(found, Refusal):
+                dispatch.put(name, arguments, plan, generation=generation)
+    if isinstance(found, Refusal):
+        dispatch.refuse(name, arguments, found, generation)
+        return None
+    return found
+
+
+def _override_from_python() -> Library:
+    """Override the backends that have a kernel here; where there are none, nothing."""
+    library, key = Library("aten", "IMPL"), devices.TYPE.upper()
+    for name, before in (
+        ("_scaled_dot_product_flash_attention", _before_flash),
+        ("_scaled_dot_product_cudnn_attention", _before_cudnn),
+    ):
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key):
+            continue
+        kernel = torch.library.get_kernel(f"aten::{name}", key)
+        with warnings.catch_warnings():  # of a kernel replaced by another: it is meant
+            warnings.simplefilter("ignore", UserWarning)
+            library.impl(name, before(kernel), key, with_keyset=True)
+    return library
 
 
 def _before_flash(kernel: Any) -> Callable[..., Outputs]:
@@ -108,7 +195,7 @@ def _before_cudnn(kernel: Any) -> Callable[..., Outputs]:
     ) -> Outputs:
         found = None
         if not return_debug_mask:
-            name = "cudnn_with_lse" if compute_log_sumexp else "cudnn"
+            name = "cudnn_with_lse" if compute_log_sumexp else "attention"
             found = _tuned(name, query, key, value, attn_bias, dropout_p, is_causal, scale)
         if found is None:
             options = attn_bias, compute_log_sumexp, dropout_p, is_causal, return_debug_mask
@@ -123,65 +210,13 @@ def _before_cudnn(kernel: Any) -> Callable[..., Outputs]:
     return attend
 
 
-def _tuned(
-    name: str,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_bias: torch.Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-    """A tuned kernel's output and log-sum-exp, or None, counted by its reason.
-
-    The operator's name is one of `dispatch.OPERATIONS`; only "cudnn" wants no log-sum-exp.
-    """
+def _tuned(name: str, *arguments: Any) -> Found | None:
+    """As `_ask`, under the operators that Python overrides: heads may be grouped."""
     if native.thread.is_native:  # counted where the call came from
         return None
-    arguments = query, key, value, attn_bias, dropout_p, is_causal, scale, True
-    if name == "cudnn" and attn_bias is None and not dropout_p:
-        name = "attention"  # the very call of `tuner.attention`
-        known = dispatch.attention(*arguments)
-        if known is not None:
-            is_refused = known is dispatch.REFUSED
-            return None if is_refused else (guards.laid_out_as(query, known), None)
-    elif dispatch.refuses(name, *arguments):
-        return None
-    found: tuple[torch.Tensor, torch.Tensor | None] | Refusal
-    generation = table.refresh(query)
-    if attn_bias is not None:
-        found = Refusal("attn_mask is given")
-    elif dropout_p:
-        found = Refusal("dropout_p is not 0")
-    elif name == "flash" and is_causal and query.shape[2] != key.shape[2]:
-        found = Refusal(BOTTOM_RIGHT)
-    else:
-        found = _run(query, key, value, is_causal, scale, wants_lse=name != "attention")
-    if isinstance(found, Refusal):
-        dispatch.refuse(name, arguments, found, generation)
-        return None
-    out, lse = found
-    return guards.laid_out_as(query, out), lse
-
-
-def _run(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    is_causal: bool,
-    scale: float | None,
-    wants_lse: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None] | Refusal:
-    plan = find_plan(query, key, value, is_causal, scale)
-    if isinstance(plan, Refusal):
-        return plan
-    if not wants_lse:
-        out = table.run(plan, query, key, value)
-        return out if isinstance(out, Refusal) else (out, None)
-    if plan.has_lse:
-        return table.run_with_lse(plan, query, key, value)
-    return Refusal(f"PyTorch wants the log-sum-exp: {plan.config.family} does not write it")
+    with torch.no_grad():  # autograd records the operator
+        found = _answer(name, *arguments, True)
+    return found and (guards.laid_out_as(arguments[0], found[0]), found[1])
 
 
 class _Switch:
@@ -191,7 +226,11 @@ class _Switch:
         self._lock = threading.Lock()
         self._is_enabled = False
         self._open = 0
-        self._previous: str | None = None
+        self._overrides: _Overrides | None = None
+
+    @property
+    def is_on(self) -> bool:
+        return self._overrides is not None
 
     def set(self, is_enabled: bool | None = None, opened: int = 0) -> None:
         with self._lock:
@@ -206,29 +245,17 @@ class _Switch:
                 raise
 
     def _apply(self) -> None:
-        try:
-            from torch.nn.attention import (
-                activate_flash_attention_impl,
-                current_flash_attention_impl,
-                register_flash_attention_impl,
-                restore_flash_attention_impl,
-            )
-        except ImportError as exc:
-            raise TunerError(
-                "tuner.enable needs the registry of attention providers of PyTorch 2.11 or newer; "
-                f"this is {torch.__version__} (tuner.attention works here)"
-            ) from exc
-        current = current_flash_attention_impl()
-        wanted = self._is_enabled or self._open > 0
-        if wanted and current != PROVIDER:
-            self._previous = current
-            register_flash_attention_impl(PROVIDER, register_fn=_Handle)
-            activate_flash_attention_impl(PROVIDER)
-        elif not wanted and current == PROVIDER:
-            if self._previous is None:
-                restore_flash_attention_impl()
-            else:
-                activate_flash_attention_impl(self._previous)
+        is_wanted = self._is_enabled or self._open > 0
+        if is_wanted and self._overrides is None:
+            if not hasattr(torch.library, "get_kernel"):
+                raise TunerError(
+                    f"tuner.enable needs PyTorch 2.11 or newer; this is {torch.__version__} "
+                    "(tuner.attention works here)"
+                )
+            self._overrides = _Overrides()
+        elif not is_wanted and self._overrides is not None:
+            self._overrides.remove()
+            self._overrides = None
 
 
 _switch = _Switch()
@@ -237,20 +264,19 @@ _switch = _Switch()
 def enable() -> None:
     """Put the tuned kernels behind `torch.nn.functional.scaled_dot_product_attention`.
 
-    For the whole process, compiled models too. A call is answered by a tuned kernel where PyTorch
-    would have chosen its flash or cuDNN kernel; all others, and those without a tuned kernel, are
-    PyTorch's exactly as before (`tuner.stats` counts the latter). Switch while no other thread is
-    inside attention. Enabling twice is enabling once; a process started with ``spawn`` starts
-    without.
+    For the whole process, compiled models too. Where the program allows a fused backend, a tuned
+    kernel answers if there is one. All other calls are PyTorch's exactly as before (`tuner.stats`
+    counts them). Switch while no other thread is inside attention. Enabling twice is enabling once;
+    a process started with ``spawn`` starts without.
 
     Raises:
-        TunerError: when this PyTorch has no registry of attention providers.
+        TunerError: when this PyTorch is older than 2.11.
     """
     _switch.set(is_enabled=True)
 
 
 def disable() -> None:
-    """Undo `enable`: the dispatcher, and a provider that was active before, are as they were.
+    """Undo `enable`: PyTorch's dispatcher is as it was.
 
     Inside a ``with tuner.enabled()`` the tuned kernels stay until it ends.
     """

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from functools import lru_cache
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
 from tuner.errors import ConfigError
 from tuner.problem import SIZES, GroupedGemmProblem
 from tuner.problem.grouped_gemm import Sizes
-from tuner.runtime import counters, devices, guards
-from tuner.runtime.plan import KernelPlan, Plan
-from tuner.runtime.refusal import Refusal, once
+from tuner.runtime import devices, guards
+from tuner.runtime.plan import KernelPlan, Plan, Posed
+from tuner.runtime.refusal import Kind, Refusal
+from tuner.runtime.serving import Call, serve
 from tuner.runtime.table import table
 
 #: Elements that a dimension of a matrix is a multiple of where TMA and PyTorch's kernel take it.
@@ -51,12 +54,7 @@ def grouped_mm(
         Whatever PyTorch raises on types that it refuses, and what CUDA reports of earlier kernels.
     """
     _check(a, b, offsets, sizes)
-    if not torch.compiler.is_compiling():
-        out = _serve(a, b, offsets, sizes)
-        if not isinstance(out, Refusal):
-            return out
-        counters.count_fallback(out.reason)
-    return _pytorchs(a, b, offsets)
+    return serve(GroupedCall(a, b, offsets, sizes))
 
 
 def _check(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, sizes: str) -> None:
@@ -72,27 +70,48 @@ def _check(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, sizes: str) 
         raise ConfigError(f"sizes={sizes} is not known (allowed: {', '.join(SIZES)})")
 
 
-def _serve(
-    a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, sizes: Sizes
-) -> torch.Tensor | Refusal:
-    """The tuned kernel's product, or why there is none."""
-    if reason := guards.unserved(a, b, offsets) or guards.deferred(a, b):
-        return once(reason)
-    if not (a.is_contiguous() and b.is_contiguous() and offsets.is_contiguous()):
-        return once("the tensors are not contiguous")
-    if len({tensor.device for tensor in (a, b, offsets)}) > 1:
-        return once("the tensors differ in device")
-    kind = ("grouped_mm", _rounded(a.shape[0]), b.shape, a.dtype, b.dtype, a.device, sizes)
-    plan = table.get(kind)
-    if plan is None:
-        plan = table.find_out(kind, None, lambda: problem_of(a, b, sizes), 1.0, a.get_device())
-    if not isinstance(plan, Plan):
-        return plan
-    if reason := guards.misaligned(a, b):
-        return once(reason)
-    if isinstance(plan, KernelPlan):
-        plan = _sized(plan, a.shape[0])
-    return table.run(plan, a, b, offsets)
+class _Groups(NamedTuple):
+    a: torch.Tensor
+    b: torch.Tensor
+    offsets: torch.Tensor
+    sizes: Sizes
+
+
+class GroupedCall(_Groups, Call):
+    """The products of a mixture of experts."""
+
+    __slots__ = ()
+    aligned = 2
+
+    @property
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        return self.a, self.b, self.offsets
+
+    def refusal(self) -> Refusal | None:
+        a, b, offsets = self.a, self.b, self.offsets
+        if refusal := guards.deferred(a, b):
+            return refusal
+        if not (a.is_contiguous() and b.is_contiguous() and offsets.is_contiguous()):
+            return Refusal(Kind.NOT_CONTIGUOUS)
+        if not a.device == b.device == offsets.device:
+            return Refusal(Kind.MIXED)
+        return None
+
+    def kind(self) -> Hashable:
+        a, b = self.a, self.b
+        rows = _rounded(a.shape[0])
+        return "grouped_mm", rows, b.shape, a.dtype, b.dtype, a.device, self.sizes
+
+    def pose(self) -> Posed:
+        return Posed(problem_of(self.a, self.b, self.sizes))
+
+    def run(self, plan: Plan) -> torch.Tensor | Refusal:
+        if isinstance(plan, KernelPlan):
+            plan = _sized(plan, self.a.shape[0])
+        return table.run(plan, *self.inputs)
+
+    def by_pytorch(self) -> torch.Tensor:
+        return _pytorchs(self.a, self.b, self.offsets)
 
 
 def problem_of(a: torch.Tensor, b: torch.Tensor, sizes: Sizes) -> GroupedGemmProblem:

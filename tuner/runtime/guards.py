@@ -2,56 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache, lru_cache
 
 import torch
 from torch.autograd import forward_ad
 
 from tuner.errors import ConfigError
 from tuner.hardware import TMA_ALIGNMENT_BYTES
-from tuner.problem import DType
+from tuner.problem import DType, Operand
 from tuner.runtime import devices
+from tuner.runtime.refusal import Kind, Refusal, once
 
 DTYPES: dict[torch.dtype, DType] = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
-GRADIENT = "a gradient is wanted: tuned kernels have no backward pass"
-SCALE = "scale is not positive: tuned kernels take the maxima of the scores before scaling"
-
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_STRIDED = torch.strided
+_transforms = torch._C._functorch.peek_interpreter_stack
+_modes = torch._C._len_torch_dispatch_stack
 
 
-def unplain(*tensors: torch.Tensor) -> str:
-    """Why these are not plain strided tensors; else empty."""
+@cache
+def _type_of(device: torch.device) -> str:
+    """``device.type``, which makes a new text each time."""
+    return str(device.type)
+
+
+def unplain(tensors: Iterable[torch.Tensor]) -> Refusal | None:
+    """Reason why these are not plain strided tensors; else None."""
     for tensor in tensors:
         if type(tensor) not in _PLAIN:
-            return "an input is not a plain tensor"
-        if tensor.layout is not torch.strided or tensor.is_nested:
-            return "a tensor is not strided"
-    return ""
+            return once(Kind.SUBCLASS)
+        if tensor.layout is not _STRIDED or tensor.is_nested:
+            return once(Kind.NOT_STRIDED)
+    return None
 
 
-def unserved(*tensors: torch.Tensor) -> str:
-    """Why these are not tensors that a kernel can be given; else empty. Looks at no size."""
-    if reason := unplain(*tensors):
-        return reason
-    if tensors[0].device.type != devices.TYPE:
-        return "the tensors are not on a CUDA device"
-    if torch._C._functorch.peek_interpreter_stack() or torch._C._len_torch_dispatch_stack():
-        return "a transform or a dispatch mode of torch is active"
+def unserved(tensors: Sequence[torch.Tensor]) -> Refusal | None:
+    """Reason why a kernel cannot be given these tensors; else None. Looks at no size."""
+    if refusal := unplain(tensors):
+        return refusal
+    if _type_of(tensors[0].device) != devices.TYPE:
+        return once(Kind.DEVICE)
+    if _transforms() or _modes():
+        return once(Kind.TRANSFORM)
     # A dual tensor requires no gradient, and its dispatch keys are any tensor's.
     if forward_ad._current_level >= 0:
-        return "forward-mode differentiation is active: tuned kernels compute no tangents"
+        return once(Kind.TANGENT, "tuned kernels compute no tangents")
     for tensor in tensors:
         if tensor.is_neg():
-            return "a tensor is a negative view: its memory has the other sign"
+            return once(Kind.NEGATIVE, "its memory has the other sign")
         if tensor._is_zerotensor():
-            return "a tensor of zeros has no memory"
-    return ""
+            return once(Kind.ZEROS)
+    return None
 
 
 def wants_gradient(*tensors: torch.Tensor) -> bool:
     """Whether autograd records a call with these tensors."""
-    return torch.is_grad_enabled() and any([tensor.requires_grad for tensor in tensors])
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor.requires_grad:
+                return True
+    return False
 
 
 def autocast(device: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -67,33 +79,38 @@ def autocast(device: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     )
 
 
-def deferred(*tensors: torch.Tensor) -> str:
-    """Why PyTorch must have this call, by the state of autograd and autocast; else empty."""
+def deferred(*tensors: torch.Tensor) -> Refusal | None:
+    """Reason why PyTorch has this call, by the state of autograd and autocast; else None."""
     if wants_gradient(*tensors):
-        return GRADIENT
+        return Refusal(Kind.GRADIENT, "tuned kernels have no backward pass")
     return recast(tensors[0])
 
 
-def recast(tensor: torch.Tensor) -> str:
-    """Why PyTorch must have a call with this tensor, by the state of autocast; else empty."""
+def recast(tensor: torch.Tensor) -> Refusal | None:
+    """Reason why PyTorch has a call with this tensor, by the state of autocast; else None."""
     device = tensor.device.type
     if (
         torch.amp.is_autocast_available(device)
         and torch.is_autocast_enabled(device)
         and torch.get_autocast_dtype(device) != tensor.dtype
     ):
-        return "autocast wants another type than the tensors'"
-    return ""
+        return Refusal(Kind.AUTOCAST)
+    return None
 
 
-def misaligned(*tensors: torch.Tensor) -> str:
-    """Why TMA cannot read these tensors; else empty."""
+def unscaled(scale: float | None) -> Refusal | None:
+    """Reason why tuned attention does not take a scale of the scores; else None."""
+    if scale is None or scale > 0:  # False of NaN
+        return None
+    return Refusal(Kind.SCALE, "tuned kernels take the maxima of the scores before scaling")
+
+
+def is_misaligned(tensors: Iterable[torch.Tensor]) -> bool:
+    """True when TMA cannot read one of these tensors where it starts."""
     bits = 0
     for tensor in tensors:
         bits |= tensor.data_ptr()
-    if bits % TMA_ALIGNMENT_BYTES:
-        return f"a tensor does not start at a multiple of {TMA_ALIGNMENT_BYTES} bytes"
-    return ""
+    return bits % TMA_ALIGNMENT_BYTES != 0
 
 
 def check_alike(*tensors: torch.Tensor, dtypes: Mapping[torch.dtype, DType] = DTYPES) -> None:
@@ -116,9 +133,23 @@ def lies(tensor: torch.Tensor, strides: tuple[int, ...]) -> bool:
     )
 
 
+def along(operand: Operand, strides: Sequence[int]) -> tuple[int, ...]:
+    """A tensor's strides, those of the operand in dimensions of one element: any would do there,
+    and TMA refuses some.
+    """
+    every = zip(operand.shape, strides, operand.strides, strict=True)
+    return tuple(own if size == 1 else stride for size, stride, own in every)
+
+
+@lru_cache(1024)
+def dense(shape: torch.Size, strides: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of ``torch.empty_like`` a tensor: its own where it is dense, else in their order."""
+    like = torch.empty_strided(shape, strides, device="meta")
+    return tuple(torch.empty_like(like).stride())
+
+
 def laid_out_as(like: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
     """`result` with the strides of `torch.empty_like(like)`, which is what tracing is told."""
-    if result.stride() == like.stride():
+    if result.stride() == like.stride() or lies(result, dense(like.shape, like.stride())):
         return result
-    wanted = torch.empty_like(like)
-    return result if lies(result, wanted.stride()) else wanted.copy_(result)
+    return torch.empty_like(like).copy_(result)

@@ -23,9 +23,9 @@ from torch.nn.utils import parametrize
 
 from tuner.base import output
 from tuner.errors import ConfigError, TunerError
-from tuner.problem import GemmProblem, listing
+from tuner.problem import Problem, listing
 from tuner.runtime import guards
-from tuner.runtime.products import linear, problem_of
+from tuner.runtime.products import linear, pose
 
 _log = logging.getLogger("tuner.runtime")
 
@@ -44,7 +44,7 @@ class TunedLinear(torch.nn.Linear):  # type: ignore[misc]  # torch is skipped
 class LinearCalls:
     """What the linear layers of a model were called with."""
 
-    problems: Counter[GemmProblem] = field(default_factory=Counter)
+    problems: Counter[Problem] = field(default_factory=Counter)
     """Calls by the problem that they pose, in the order in which those first came."""
     others: Counter[str] = field(default_factory=Counter)
     """Calls that pose none, by the reason."""
@@ -59,14 +59,13 @@ class LinearCalls:
 
     def _add(self, input: Any, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         tensors = (input, weight) if bias is None else (input, weight, bias)
-        reason = guards.unplain(*tensors) or guards.recast(input)
+        if refusal := guards.unplain(tensors) or guards.recast(input):
+            self.others[refusal.reason] += 1
+            return
         try:
-            if not reason:
-                self.problems[problem_of(input, weight.t(), bias)] += 1
+            self.problems[pose(input, weight.t(), bias).problem] += 1
         except ConfigError as exc:
-            reason = str(exc)
-        if reason:
-            self.others[reason] += 1
+            self.others[str(exc)] += 1
 
 
 @dataclass(frozen=True)

@@ -15,20 +15,31 @@ class _Thread(threading.local):
 
 
 is_watched = False
-"""Whether `tuner.enable` stands before PyTorch's attention: else nothing asks for `thread`."""
+"""Whether `tuner.enable` overrides PyTorch's attention: else nothing reads the thread's flag."""
 thread = _Thread()
 """`is_native` is true where a call of PyTorch's attention must stay PyTorch's: a fallback, or a
 vendor's kernel that a plan calls."""
 
 
+def exchange_here(is_native: bool) -> bool:
+    """Set the thread's flag; returns what it was."""
+    before = thread.is_native
+    thread.is_native = is_native
+    return before
+
+
+exchange: Callable[[bool], bool] = exchange_here
+"""As `exchange_here`, of the flag that is read: the dispatcher's where it overrides attention."""
+
+
 def call(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """What `function` returns where all attention that it calls stays PyTorch's."""
-    before = thread.is_native
-    thread.is_native = True
+    swap = exchange
+    before = swap(True)
     try:
         return function(*arguments, **options)
     finally:
-        thread.is_native = before
+        swap(before)
 
 
 def attend(
@@ -43,7 +54,7 @@ def attend(
 ) -> torch.Tensor:
     """`scaled_dot_product_attention` as it is without this project."""
     arguments = query, key, value, attn_mask, dropout_p, is_causal
-    if not is_watched:
+    if torch.compiler.is_compiling() or not is_watched:
         return scaled_dot_product_attention(*arguments, scale=scale, enable_gqa=enable_gqa)
     out: torch.Tensor = call(
         scaled_dot_product_attention, *arguments, scale=scale, enable_gqa=enable_gqa

@@ -15,7 +15,7 @@ from torch.library import Library, register_autograd, register_fake
 
 from tuner.errors import ConfigError
 from tuner.runtime import autograd, counters, devices, dispatch, guards, native
-from tuner.runtime.attention_plan import find_plan
+from tuner.runtime.attention_plan import find_plan, without_lse
 from tuner.runtime.refusal import Refusal
 from tuner.runtime.table import table
 
@@ -98,7 +98,8 @@ def _tuned(
     scale: float | None,
 ) -> torch.Tensor | None:
     """A tuned kernel's output, or None, counted by its reason."""
-    arguments = query, key, value, None, 0.0, is_causal, scale, True
+    is_grouped = query.shape[1] != key.shape[1]
+    arguments = query, key, value, None, 0.0, is_causal, scale, is_grouped
     # What `tuner.attention` is refused for the gradient's sake this operator has elsewhere.
     is_alike = not guards.wants_gradient(query, key, value)
     generation = table.refresh(query)
@@ -125,13 +126,11 @@ def _attention_with_lse(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     _check(query, key, value)
     plan = find_plan(query, key, value, is_causal, scale)
+    found: tuple[torch.Tensor, torch.Tensor] | Refusal
     if isinstance(plan, Refusal):
-        found: Any = plan
-    elif not plan.has_lse:
-        reason = f"a gradient is wanted: {plan.config.family} does not write the log-sum-exp"
-        found = Refusal(reason)
+        found = plan
     else:
-        found = table.run_with_lse(plan, query, key, value)
+        found = table.run_with_lse(plan, query, key, value) if plan.has_lse else without_lse(plan)
     if isinstance(found, Refusal):
         counters.count_fallback(found.reason)
         found = autograd.forward_with_lse(query, key, value, is_causal, scale)

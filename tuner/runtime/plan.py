@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -19,18 +19,33 @@ from tuner.compile.artifacts import (
 from tuner.config import Config
 from tuner.errors import BenchmarkError, ConfigError
 from tuner.families import family
-from tuner.families.base import LSE, SCRATCH, Family, Launch
+from tuner.families.base import LSE, SCRATCH, Family, Launch, Strides
 from tuner.families.vendor import MEASURED_ONLY
 from tuner.measurement import Measurement, Provenance, Status
 from tuner.problem import GemmProblem, GroupedGemmProblem, Problem
 from tuner.runtime import counters, devices, native
+from tuner.runtime.refusal import Kind, Refusal
 from tuner.selection.reader import Answer
 
-PYTORCHS = "PyTorch's own kernel was the fastest"
 #: What a family raises on a config of another version of itself.
 _FOREIGN = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 #: Workspaces start at multiples of this, as an allocation of their own would.
 _ALIGNMENT = 256
+
+
+@dataclass(frozen=True)
+class Posed:
+    """The problem of a call, and what its launch needs beside it."""
+
+    problem: Problem
+    """Problem that is looked up."""
+    scale: float = 1.0
+    """Scale of attention's scores; alpha of a product."""
+    shape: tuple[int, ...] = ()
+    """Shape of the output, contiguous; empty: that of the problem's output."""
+    strides: Strides = field(default_factory=dict)
+    """Strides of the tensors that lie otherwise than the problem's operands. In dimensions of one
+    element they are the operand's."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,28 +207,24 @@ class KernelPlan(Plan):
 
 
 def resolve(
-    problem: Problem,
+    posed: Posed,
     answer: Answer,
-    scale: float,
     device: int,
-    shape: tuple[int, ...],
     withdrawn: Collection[Config],
     absent: Collection[str] = (),
-) -> Plan | str:
+) -> Plan | Refusal:
     """The best measured entry of `answer` that this machine can run, or why there is none.
 
     Predicted and replayed entries, failed ones and `withdrawn` configs are never taken.
 
     Args:
-        problem: what is asked.
-        answer: what the store says of it.
-        scale: of attention's scores; alpha of a product.
+        posed: problem of the call, and how it lies.
+        answer: entry of the store for the problem.
         device: index of the device, the current one.
-        shape: of the output, contiguous; the problem's own where it is empty.
         withdrawn: configs that this process must not launch.
         absent: keys of artifacts that it must not launch, though they may be here.
     """
-    reasons: list[str] = []
+    problem, reasons = posed.problem, list[str]()
     wanted = answer.entry.problem if answer.kind == "nearest" else problem
     for measurement in answer.candidates:
         config = measurement.config
@@ -226,32 +237,31 @@ def resolve(
         elif any(key in absent for key in measurement.artifacts.values()):
             reasons.append(f"{config.family} is not compiled on every rank")
         else:
-            plan = _plan(problem, measurement, scale, device, shape)
-            if isinstance(plan, Plan):
+            plan = _plan(posed, measurement, device)
+            if not isinstance(plan, str):
                 return plan
-            if plan == PYTORCHS:
-                return f"{PYTORCHS}: {problem.label()}"
             reasons.append(plan)
     why = "; ".join(dict.fromkeys(reasons)) or "the entry has no candidates"
-    return f"nothing of the entry can run here: {problem.label()}: {why}"
+    return Refusal(Kind.UNAVAILABLE, f"{problem.label()}: {why}")
 
 
-def _plan(
-    problem: Problem, measurement: Measurement, scale: float, device: int, shape: tuple[int, ...]
-) -> Plan | str:
-    config = measurement.config
+def _plan(posed: Posed, measurement: Measurement, device: int) -> Plan | Refusal | str:
+    """The plan of one entry, why the next one must serve, or a refusal of them all."""
+    problem, config = posed.problem, measurement.config
     try:
         member = family(config.family)
         if not member.is_vendor:
-            return own_plan(problem, member, measurement, scale, device, shape)
+            return own_plan(posed, member, measurement, device)
         if (kernel := config.get("kernel")) in MEASURED_ONLY:
             return f"{kernel} is measured, and not served"
+        if member.is_listed and posed.strides:  # it is called with addresses alone
+            return f"{member.name} takes no strides but those of its layouts"
         if problem.op in (GemmProblem.op, GroupedGemmProblem.op) and not member.is_listed:
             # cuBLAS and cuBLASLt are chosen for the whole process, not for a call: PyTorch's
             # own choice is the vendor's kernel. A loop over groups is not to be captured as timed.
-            return PYTORCHS
+            return Refusal(Kind.VENDOR, problem.label())
         # It tries its kernel, which while `tuner.enable` holds would ask for this plan again.
-        call = native.call(member.vendor_call, problem, config, scale)
+        call = native.call(member.vendor_call, problem, config, posed.scale)
     except (BenchmarkError, ConfigError) as exc:
         return str(exc)
     except _FOREIGN as exc:
@@ -259,16 +269,11 @@ def _plan(
     if isinstance(call, str):
         return call
     is_nearest = measurement.problem != problem
-    return VendorPlan(problem, config, device, is_nearest=is_nearest, call=call, shape=shape)
+    return VendorPlan(problem, config, device, is_nearest=is_nearest, call=call, shape=posed.shape)
 
 
 def own_plan(
-    problem: Problem,
-    member: Family,
-    measurement: Measurement,
-    scale: float,
-    device: int,
-    shape: tuple[int, ...],
+    posed: Posed, member: Family, measurement: Measurement, device: int
 ) -> KernelPlan | str:
     """The launches of an own config; a reason when one of its artifacts is not here."""
     cache = ArtifactCache()
@@ -282,10 +287,17 @@ def own_plan(
                 return f"artifact {key} of {member.name} is not in the cache (tuner build makes it)"
             kernel = load(artifact)
         kernels[name] = kernel
-    config, output = measurement.config, problem.output
+    problem, config = posed.problem, measurement.config
+    shape, output = posed.shape, problem.output
+    if posed.strides:
+        launches = member.strided_launches(problem, config, posed.scale, posed.strides)
+    else:
+        launches = member.launches(problem, config, posed.scale)
+    if isinstance(launches, str):
+        return launches
     steps: list[Step] = []
     offset = _aligned(member.scratch_bytes(problem, config))
-    for launch in member.launches(problem, config, scale):
+    for launch in launches:
         if launch.kernel not in kernels:
             return f"{member.name} names no artifact for its kernel '{launch.kernel}'"
         kernel = kernels[launch.kernel]
@@ -300,7 +312,7 @@ def own_plan(
         device,
         is_nearest=measurement.problem != problem,
         shape=shape or output.shape,
-        strides=_contiguous(shape) if shape else output.strides,
+        strides=_contiguous(shape) if shape else posed.strides.get(output.name, output.strides),
         steps=tuple(steps),
         workspace_bytes=offset,
         dtype=getattr(torch, output.dtype),

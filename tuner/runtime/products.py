@@ -4,22 +4,20 @@ PyTorch's elsewhere.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional
 
 from tuner.errors import ConfigError
 from tuner.problem import ACTIVATIONS, E4M3, GemmProblem, Major, SwigluProblem
-from tuner.runtime import counters, dispatch, guards
-from tuner.runtime.plan import Plan
+from tuner.runtime import counters, dispatch, guards, serving
+from tuner.runtime.plan import Plan, Posed
 from tuner.runtime.quantised import DTYPES as QUANTISED
-from tuner.runtime.refusal import Refusal, once
-from tuner.runtime.table import table
-
-_Matrix = tuple[int, int, int, Major]
-"""Batch, rows, columns and storage order."""
+from tuner.runtime.refusal import Kind, Refusal
+from tuner.runtime.serving import Call
+from tuner.runtime.table import Told, table
 
 _PYTORCHS: dict[str | None, Callable[[torch.Tensor], torch.Tensor]] = {
     None: lambda product: product,
@@ -46,8 +44,8 @@ def linear(
     activation, counted by its reason (`tuner.stats`).
 
     Args:
-        input: (..., K), fp16 or bf16, contiguous.
-        weight: (N, K), contiguous.
+        input: (..., K), fp16 or bf16; rows may lie apart, as in a slice of a wider tensor.
+        weight: (N, K), as `input`.
         bias: (N), contiguous.
         activation: relu, gelu (by erf, PyTorch's default), gelu_tanh or silu.
 
@@ -63,13 +61,19 @@ def linear(
     if not torch.compiler.is_compiling():
         product = dispatch.linear(input, weight, bias, activation)
         if product is None:
-            generation = table.refresh(input)
-            served = _serve("linear", input, weight, bias, activation)
-            if not isinstance(served, Refusal):
-                return served
-            dispatch.refuse("linear", (input, weight, bias, activation), served, generation)
-        elif product is not dispatch.REFUSED:
+            call = ProductCall("linear", input, weight, bias, activation)
+            product = serving.answer(call)
+        if product is not None and product is not dispatch.REFUSED:
             return product
+    return _linear(input, weight, bias, activation)
+
+
+def _linear(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str | None,
+) -> torch.Tensor:
     return _PYTORCHS[activation](functional.linear(input, weight, bias))
 
 
@@ -79,19 +83,17 @@ def matmul(
     """`torch.matmul` by the fastest kernel measured on this GPU.
 
     As `linear`; served are (..., M, K) @ (K, N) and (..., M, K) @ (..., K, N) with equal batch
-    dimensions, each matrix dense in rows or in columns.
+    dimensions, each matrix with elements one after the other in rows or in columns.
     """
     if not torch.compiler.is_compiling():
         product = dispatch.matmul(input, other, out)
         if out is not None:
-            counters.count_fallback("out is given")
-        elif product is None:
-            generation = table.refresh(input)
-            served = _serve("matmul", input, other)
-            if not isinstance(served, Refusal):
-                return served
-            dispatch.refuse("matmul", (input, other), served, generation)
-        elif product is not dispatch.REFUSED:
+            counters.count_fallback(Kind.OUT)
+            return torch.matmul(input, other, out=out)
+        if product is None:
+            call = ProductCall("matmul", input, other)
+            product = serving.answer(call)
+        if product is not None and product is not dispatch.REFUSED:
             return product
     return torch.matmul(input, other, out=out)
 
@@ -125,14 +127,47 @@ def scaled_mm(
     Returns:
         (M, N)
     """
-    if not torch.compiler.is_compiling():
-        served: torch.Tensor | Refusal = Refusal("a bias or a factor of the result is given")
-        if bias is None and scale_result is None:
-            served = _serve_scaled(a, b, scale_a, scale_b, out_dtype, bool(use_fast_accum))
-        if not isinstance(served, Refusal):
-            return served
-        counters.count_fallback(served.reason)
-    return torch._scaled_mm(a, b, scale_a, scale_b, bias, scale_result, out_dtype, use_fast_accum)
+    call = ScaledCall(a, b, scale_a, scale_b, bias, scale_result, out_dtype, bool(use_fast_accum))
+    return serving.serve(call)
+
+
+class _Scaled(NamedTuple):
+    a: torch.Tensor
+    b: torch.Tensor
+    scale_a: torch.Tensor
+    scale_b: torch.Tensor
+    bias: torch.Tensor | None
+    scale_result: torch.Tensor | None
+    out_dtype: torch.dtype | None
+    fast_accum: bool
+
+
+class ScaledCall(_Scaled, Call):
+    """A product of e4m3 matrices."""
+
+    __slots__ = ()
+    aligned = 4
+
+    @property
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        return self[:4]
+
+    def refusal(self) -> Refusal | None:
+        if self.bias is not None or self.scale_result is not None:
+            return Refusal(Kind.RESULT)
+        if guards.wants_gradient(*self.inputs):
+            return Refusal(Kind.GRADIENT, "tuned kernels have no backward pass")
+        return None
+
+    def kind(self) -> Hashable:
+        return self.key(self.out_dtype, self.fast_accum)
+
+    def pose(self) -> Posed:
+        problem = scaled_problem_of(*self[:4], self.out_dtype, self.fast_accum)
+        return Posed(problem, shape=(*self.a.shape[:-1], *self.b.shape[-1:]))
+
+    def by_pytorch(self) -> torch.Tensor:
+        return torch._scaled_mm(*self)
 
 
 def interleave(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -169,30 +204,38 @@ def swiglu(input: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     Returns:
         (..., N)
     """
-    if not torch.compiler.is_compiling():
-        served = _serve_swiglu(input, weights)
-        if not isinstance(served, Refusal):
-            return served
-        counters.count_fallback(served.reason)
-    groups = functional.linear(input, weights).unflatten(-1, (-1, 8, 4, 2))
-    gate, up = groups.transpose(-3, -2).unbind(-1)
-    return (functional.silu(gate) * up).flatten(-3)
+    return serving.serve(SwigluCall(input, weights))
 
 
-def _serve_swiglu(a: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | Refusal:
-    """The tuned kernel's result, or why there is none."""
-    if reason := guards.unserved(a, weights):
-        return once(reason)
-    kind = ("swiglu", *((t.shape, t.stride(), t.dtype, t.device) for t in (a, weights)))
-    plan = table.get(kind)
-    if plan is None:
-        shape = (*a.shape[:-1], weights.shape[0] // 2)
+class _Gated(NamedTuple):
+    input: torch.Tensor
+    weights: torch.Tensor
 
-        def pose() -> SwigluProblem:
-            return swiglu_problem_of(a, weights)
 
-        plan = table.find_out(kind, None, pose, 1.0, a.get_device(), shape)
-    return _run(plan, a, weights)
+class SwigluCall(_Gated, Call):
+    """Both up projections of a gated MLP, and their product."""
+
+    __slots__ = ()
+    aligned = 2
+
+    @property
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        return self
+
+    def kind(self) -> Hashable:
+        return self.key()
+
+    def pose(self) -> Posed:
+        shape = (*self.input.shape[:-1], self.weights.shape[0] // 2)
+        return Posed(swiglu_problem_of(self.input, self.weights), shape=shape)
+
+    def run(self, plan: Plan) -> torch.Tensor | Refusal:
+        return guards.deferred(*self) or table.run(plan, *self)
+
+    def by_pytorch(self) -> torch.Tensor:
+        groups = functional.linear(self.input, self.weights).unflatten(-1, (-1, 8, 4, 2))
+        gate, up = groups.transpose(-3, -2).unbind(-1)
+        return (functional.silu(gate) * up).flatten(-3)
 
 
 def swiglu_problem_of(a: torch.Tensor, weights: torch.Tensor) -> SwigluProblem:
@@ -212,46 +255,6 @@ def swiglu_problem_of(a: torch.Tensor, weights: torch.Tensor) -> SwigluProblem:
     return SwigluProblem(
         m=a.numel() // k, n=weights.shape[0] // 2, k=k, dtype=guards.DTYPES[a.dtype]
     )
-
-
-def _serve_scaled(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale_a: torch.Tensor,
-    scale_b: torch.Tensor,
-    out_dtype: torch.dtype | None,
-    fast_accum: bool,
-) -> torch.Tensor | Refusal:
-    """The tuned kernel's product, or why there is none."""
-    tensors = (a, b, scale_a, scale_b)
-    if reason := guards.unserved(*tensors):
-        return once(reason)
-    if guards.wants_gradient(*tensors):
-        return Refusal(guards.GRADIENT)
-    kinds = tuple((t.shape, t.stride(), t.dtype, t.device) for t in tensors)
-    kind = ("scaled_mm", out_dtype, fast_accum, *kinds)
-    plan = table.get(kind)
-    if plan is None:
-        shape = (*a.shape[:-1], *b.shape[-1:])
-
-        def pose() -> GemmProblem:
-            return scaled_problem_of(a, b, scale_a, scale_b, out_dtype, fast_accum)
-
-        plan = table.find_out(kind, None, pose, 1.0, a.get_device(), shape)
-    if not isinstance(plan, Plan):
-        return plan
-    if reason := guards.misaligned(*tensors):
-        return Refusal(reason)
-    return table.run(plan, *tensors)
-
-
-def _run(plan: Plan | Refusal, *tensors: torch.Tensor) -> torch.Tensor | Refusal:
-    """What the plan makes of the tensors, or why it must not."""
-    if not isinstance(plan, Plan):
-        return plan
-    if reason := guards.misaligned(*tensors) or guards.deferred(*tensors):
-        return Refusal(reason)
-    return table.run(plan, *tensors)
 
 
 def scaled_problem_of(
@@ -293,38 +296,54 @@ def scaled_problem_of(
     )
 
 
-def _serve(
-    name: str,
+class _Product(NamedTuple):
+    name: str
+    a: torch.Tensor
+    b: torch.Tensor
+    bias: torch.Tensor | None = None
+    activation: str | None = None
+
+
+class ProductCall(_Product, Call):
+    """A call of `linear` or `matmul`."""
+
+    __slots__ = ()
+    aligned = 3
+
+    @property
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        return (self.a, self.b) if self.bias is None else (self.a, self.b, self.bias)
+
+    @property
+    def told(self) -> Told:
+        return self.name, self[1:] if self.name == "linear" else self[1:3]
+
+    def kind(self) -> Hashable:
+        return self.key(self.name, self.activation)
+
+    def pose(self) -> Posed:
+        b = self.b.t() if self.name == "linear" and self.b.dim() == 2 else self.b
+        return pose(self.a, b, self.bias, self.activation)
+
+    def run(self, plan: Plan) -> torch.Tensor | Refusal:
+        inputs = self.inputs
+        return guards.deferred(*inputs) or table.run(plan, *inputs)
+
+    def by_pytorch(self) -> torch.Tensor:
+        if self.name == "matmul":
+            return torch.matmul(self.a, self.b)
+        return _linear(self.a, self.b, self.bias, self.activation)
+
+
+def pose(
     a: torch.Tensor,
     b: torch.Tensor,
     bias: torch.Tensor | None = None,
     activation: str | None = None,
-) -> torch.Tensor | Refusal:
-    """The tuned kernel's product, or why there is none."""
-    tensors = (a, b) if bias is None else (a, b, bias)
-    if reason := guards.unserved(*tensors):
-        return once(reason)
-    kind = (name, activation, *((t.shape, t.stride(), t.dtype, t.device) for t in tensors))
-    plan = table.get(kind)
-    if plan is None:
-        second = b.t() if name == "linear" and b.dim() == 2 else b
-        shape = (*a.shape[:-1], *second.shape[-1:])
-        arguments = (a, b, bias, activation) if name == "linear" else (a, b)
+) -> Posed:
+    """The problem of activation(a @ b + bias), and how its matrices lie.
 
-        def pose() -> GemmProblem:
-            return problem_of(a, second, bias, activation)
-
-        plan = table.find_out(kind, (name, arguments), pose, 1.0, a.get_device(), shape)
-    return _run(plan, *tensors)
-
-
-def problem_of(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    activation: str | None = None,
-) -> GemmProblem:
-    """The problem of activation(a @ b + bias).
+    Rows, or columns, of a matrix may lie apart: slices of wider tensors.
 
     Raises:
         ConfigError: when they pose none: types, sizes or strides that no tuned kernel has.
@@ -336,33 +355,55 @@ def problem_of(
         guards.check_alike(a, bias)
         if bias.shape != b.shape[-1:] or not bias.is_contiguous():
             raise ConfigError("the bias is no contiguous vector of the output's columns")
-    if b.dim() == 2 and a.dim() > 2:  # one matrix of all rows
-        if not a.is_contiguous():
-            raise ConfigError("the rows of all batches are not contiguous")
-        a = a.view(-1, a.shape[-1])
-    batch, m, k, layout_a = _matrix(a, "row")
-    batch_b, k_b, n, layout_b = _matrix(b, "col")
-    if a.shape[:-2] != b.shape[:-2] or k != k_b:
+    shape = (*a.shape[:-1], *b.shape[-1:])
+    if a.shape[-1] != b.shape[-2] or (b.dim() > 2 and a.shape[:-2] != b.shape[:-2]):
         raise ConfigError(f"{tuple(a.shape)} @ {tuple(b.shape)} is no product, or broadcasts")
-    return GemmProblem(
+    one, two = _folded(a, all_rows=b.dim() == 2), _folded(b)
+    batch, m, k = one.shape
+    problem = GemmProblem(
         m=m,
-        n=n,
+        n=b.shape[-1],
         k=k,
-        batch=batch_b if batch == 1 else batch,
+        batch=batch,
         dtype=guards.DTYPES[a.dtype],
-        layout_a=layout_a,
-        layout_b=layout_b,
+        layout_a=_order(one, "row"),
+        layout_b=_order(two, "col"),
         epilogue="_".join(filter(None, ("" if bias is None else "bias", activation))),
     )
+    strides = {
+        operand.name: guards.along(operand, matrix.stride())
+        for operand, matrix in zip(problem.operands, (one, two), strict=False)
+        if not guards.lies(matrix, operand.strides)
+    }
+    return Posed(problem, shape=shape, strides=strides)
 
 
-def _matrix(tensor: torch.Tensor, preferred: Major) -> _Matrix:
-    """What `tensor` is, a stack of dense matrices; in `preferred` order where both hold."""
-    *lead, rows, cols = tensor.shape
-    orders: tuple[Major, ...] = ("row", "col") if preferred == "row" else ("col", "row")
-    for order in orders:
-        inner = (cols, 1) if order == "row" else (1, rows)
-        outer = [rows * cols * math.prod(lead[i + 1 :]) for i in range(len(lead))]
-        if guards.lies(tensor, (*outer, *inner)):
-            return math.prod(lead), rows, cols, order
-    raise ConfigError("a matrix is dense neither in rows nor in columns")
+def _folded(tensor: torch.Tensor, all_rows: bool = False) -> torch.Tensor:
+    """A view (batch, rows, columns) of a tensor, with all dimensions before in one.
+
+    Args:
+        tensor: at least two dimensions.
+        all_rows: its leading dimensions are rows as well, of a batch of one.
+    """
+    rows, columns = tensor.shape[-2:]
+    try:
+        return tensor.view((1, -1, columns) if all_rows else (-1, rows, columns))
+    except RuntimeError:
+        raise ConfigError("the leading dimensions do not lie one stride apart") from None
+
+
+def _order(matrices: torch.Tensor, preferred: Major) -> Major:
+    """Storage order of (batch, rows, columns); `preferred` where both hold.
+
+    Raises:
+        ConfigError: when elements follow one another neither in rows nor in columns.
+    """
+    _, rows, columns = matrices.shape
+    _, between_rows, between_columns = matrices.stride()
+    by_rows = between_columns == 1 or columns == 1
+    by_columns = between_rows == 1 or rows == 1
+    if by_rows and by_columns:
+        return preferred
+    if not (by_rows or by_columns):
+        raise ConfigError("elements follow one another neither in rows nor in columns")
+    return "row" if by_rows else "col"

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
+from typing import NamedTuple
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
 from tuner.errors import ConfigError
-from tuner.problem import E4M3, AttentionProblem, DType
-from tuner.runtime import counters, guards, native
-from tuner.runtime.attention_plan import problem_of
-from tuner.runtime.plan import Plan
-from tuner.runtime.refusal import Refusal, once
-from tuner.runtime.table import table
+from tuner.problem import E4M3, DType
+from tuner.runtime import guards, native
+from tuner.runtime.attention_plan import pose, scale_of
+from tuner.runtime.plan import Posed
+from tuner.runtime.refusal import Kind, Refusal
+from tuner.runtime.serving import Call, serve
 
 DTYPES: Mapping[torch.dtype, DType] = {torch.float8_e4m3fn: E4M3}
 
@@ -41,19 +40,51 @@ def attend(
         ConfigError: when a tensor is no e4m3, or a factor is missing or has another shape or type.
     """
     factors = _checked(tensors, descales)
-    if not torch.compiler.is_compiling():
-        out = _serve(tensors, factors, is_causal, scale, enable_gqa)
-        if not isinstance(out, Refusal):
-            return out
-        counters.count_fallback(out.reason)
-    query, key, value = (
-        (tensor.float() * factor[..., None, None]).to(torch.bfloat16)
-        for tensor, factor in zip(tensors, factors, strict=True)
-    )
-    arguments = query, key, value, None, 0.0, is_causal
-    if torch.compiler.is_compiling():
-        return scaled_dot_product_attention(*arguments, scale=scale, enable_gqa=enable_gqa)
-    return native.attend(*arguments, scale, enable_gqa)
+    return serve(QuantisedCall(tensors, factors, bool(is_causal), scale, enable_gqa))
+
+
+class _Quantised(NamedTuple):
+    tensors: Tensors
+    factors: Tensors
+    is_causal: bool
+    scale: float | None
+    enable_gqa: bool
+
+
+class QuantisedCall(_Quantised, Call):
+    """Attention of e4m3 tensors."""
+
+    __slots__ = ()
+    aligned = 3
+
+    @property
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        return *self.tensors, *self.factors
+
+    def refusal(self) -> Refusal | None:
+        if guards.wants_gradient(*self.inputs):
+            return Refusal(Kind.GRADIENT, "e4m3 kernels have no backward pass")
+        return guards.unscaled(self.scale)
+
+    def kind(self) -> Hashable:
+        layouts = [(t.shape, t.stride(), t.dtype, t.device) for t in self.tensors]
+        devices = [t.device for t in self.factors]
+        return E4M3, *layouts, *devices, self.is_causal, self.scale, self.enable_gqa
+
+    def pose(self) -> Posed:
+        if len({t.device for t in self.inputs}) > 1:
+            raise ConfigError("tensors and factors differ in device")
+        scale = scale_of(self.tensors[0], self.scale)
+        return pose(*self.tensors, self.is_causal, scale, self.enable_gqa, dtypes=DTYPES)
+
+    def by_pytorch(self) -> torch.Tensor:
+        query, key, value = (
+            (tensor.float() * factor[..., None, None]).to(torch.bfloat16)
+            for tensor, factor in zip(self.tensors, self.factors, strict=True)
+        )
+        return native.attend(
+            query, key, value, None, 0.0, self.is_causal, self.scale, self.enable_gqa
+        )
 
 
 def _checked(tensors: Tensors, descales: tuple[torch.Tensor | None, ...]) -> Tensors:
@@ -76,40 +107,3 @@ def _checked(tensors: Tensors, descales: tuple[torch.Tensor | None, ...]) -> Ten
         found.append(factor.contiguous())
     query, key, value = found
     return query, key, value
-
-
-def _serve(
-    tensors: Tensors, factors: Tensors, is_causal: bool, scale: float | None, enable_gqa: bool
-) -> torch.Tensor | Refusal:
-    """The tuned kernel's output, or why there is none."""
-    if reason := guards.unserved(*tensors, *factors):
-        return once(reason)
-    if guards.wants_gradient(*tensors, *factors):
-        return once("a gradient is wanted: e4m3 kernels have no backward pass")
-    if scale is not None and not scale > 0:  # NaN too
-        return once(guards.SCALE)
-    devices = tuple(t.device for t in (*tensors, *factors))
-    layouts = tuple((t.shape, t.stride(), t.dtype) for t in tensors)
-    kind = (E4M3, *layouts, *devices, is_causal, scale, enable_gqa)
-    plan = table.get(kind)
-    if plan is None:
-        plan = table.find_out(
-            kind,
-            None,
-            lambda: _problem(tensors, factors, is_causal, enable_gqa),
-            1 / math.sqrt(tensors[0].shape[-1] or 1) if scale is None else float(scale),
-            tensors[0].get_device(),
-        )
-    if not isinstance(plan, Plan):
-        return plan
-    if reason := guards.misaligned(*tensors):
-        return once(reason)
-    return table.run(plan, *tensors, *factors)
-
-
-def _problem(
-    tensors: Tensors, factors: Tensors, is_causal: bool, enable_gqa: bool
-) -> AttentionProblem:
-    if len({t.device for t in (*tensors, *factors)}) > 1:
-        raise ConfigError("tensors and factors differ in device")
-    return problem_of(*tensors, bool(is_causal), enable_gqa, dtypes=DTYPES)

@@ -1,21 +1,72 @@
-"""Why PyTorch answers a call in a tuned kernel's place."""
+"""Reasons why PyTorch answers a call in place of a tuned kernel."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from enum import StrEnum
+
+from tuner.hardware import TMA_ALIGNMENT_BYTES
+
+
+class Kind(StrEnum):
+    """Kinds of reason, as `tuner.stats` counts them."""
+
+    OFF = "switched off"
+    RANKS = "the ranks did not agree"
+    STORE = "the store cannot be read"
+    CAPTURING = "a kernel cannot be loaded inside a graph capture"
+    MISS = "no measured winner"
+    VENDOR = "PyTorch's own kernel was the fastest"
+    UNAVAILABLE = "nothing of the entry can run here"
+    MEMORY = "out of memory"
+    LAUNCH = "a launch was refused"
+
+    SUBCLASS = "an input is not a plain tensor"
+    NOT_STRIDED = "a tensor is not strided"
+    DEVICE = "the tensors are not on a CUDA device"
+    TRANSFORM = "a transform or a dispatch mode of torch is active"
+    TANGENT = "forward-mode differentiation is active"
+    NEGATIVE = "a tensor is a negative view"
+    ZEROS = "a tensor of zeros has no memory"
+    MISALIGNED = f"a tensor does not start at a multiple of {TMA_ALIGNMENT_BYTES} bytes"
+    MIXED = "the tensors differ in device or type"
+    NOT_CONTIGUOUS = "the tensors are not contiguous"
+    EMPTY = "there are no queries or no keys"
+    TENSORS = "no kernel takes such tensors"
+
+    AUTOCAST = "autocast wants another type than the tensors'"
+    GRADIENT = "a gradient is wanted"
+    LSE = "PyTorch wants the log-sum-exp"
+    MASK = "attn_mask is given"
+    DROPOUT = "dropout_p is not 0"
+    SCALE = "scale is not positive"
+    BOTTOM_RIGHT = "the causal mask is bottom-right"
+    GROUPED_HEADS = "heads are grouped without enable_gqa"
+    OUT = "out is given"
+    RESULT = "a bias or a factor of the result is given"
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A reason, one line (`counters`), and how long calls of the same kind have it too."""
+    """Reason why no tuned kernel serves a call."""
 
-    reason: str
+    kind: Kind
+    detail: str = ""
+    """Subject of the reason, on the same line; empty where the kind says it all."""
     until: float = math.inf
     """Equal calls are refused up to this time (`time.monotonic`), or until the store changes; 0:
     the reason may be another at the next call."""
+    lengths: tuple[int, int] | None = None
+    """Of a cache of keys, the first and the last for which it was found out; None where it is not
+    a matter of lengths."""
+
+    @property
+    def reason(self) -> str:
+        """One line: the kind, and behind a colon the detail."""
+        return f"{self.kind}: {self.detail}" if self.detail else str(self.kind)
 
 
-def once(reason: str) -> Refusal:
+def once(kind: Kind, detail: str = "") -> Refusal:
     """A refusal of one call, for a reason that can pass."""
-    return Refusal(reason, 0.0)
+    return Refusal(kind, detail, 0.0)

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -26,14 +26,16 @@ from tuner import settings
 from tuner.base import ranges
 from tuner.config import Config
 from tuner.errors import BenchmarkError, ConfigError, StoreError
+from tuner.hardware import Gpu
 from tuner.problem import AttentionProblem, Problem, problem_from_json
-from tuner.runtime import counters, devices, dispatch
-from tuner.runtime.plan import PYTORCHS, KernelPlan, Plan, resolve
-from tuner.runtime.refusal import Refusal, once
+from tuner.runtime import counters, devices, dispatch, lengths
+from tuner.runtime.plan import KernelPlan, Plan, Posed, resolve
+from tuner.runtime.refusal import Kind, Refusal, once
 from tuner.selection.nearest import class_pattern
 from tuner.selection.reader import (
     Answer,
     decided,
+    decided_lengths,
     decided_stamp,
     differences,
     is_decided,
@@ -54,11 +56,9 @@ GROWS_BY = 64
 #: Kinds of call kept; more start over, so that a server of ever new shapes stays small.
 _MAX_KNOWN = 4096
 
-OFF = "switched off: TUNER_DISABLE is set"
-CAPTURING = "a kernel cannot be loaded inside a graph capture: call once before"
-
-
-_Output = TypeVar("_Output")
+Told = tuple[str, tuple[Any, ...]]
+"""Operation and arguments of a call as the C++ dispatcher takes them (`dispatch.put`)."""
+_OFF = Refusal(Kind.OFF, "TUNER_DISABLE is set")
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class _Known:
     @property
     def passing(self) -> Plan | Refusal:
         """The plan, or why there is none, for one call."""
-        return once(self.plan.reason) if isinstance(self.plan, Refusal) else self.plan
+        return replace(self.plan, until=0.0) if isinstance(self.plan, Refusal) else self.plan
 
 
 class Table:
@@ -97,12 +97,12 @@ class Table:
         """Of the store's decisions, at the last look."""
         self._decided: Mapping[str, Hashable] | None = None
         """They themselves, from the first change on."""
-        self._off = ""
-        """Why nothing is served; empty where something is."""
+        self._off: Refusal | None = None
+        """Reason why nothing is served; None where something is."""
         self._path: Path | None = None
         self._absent: frozenset[str] = frozenset()
-        self._refusal = ""
-        self._fault = ""
+        self._refusal: Refusal | None = None
+        self._fault: Refusal | None = None
         self._flagged: set[str] = set()
 
     def get(self, kind: Hashable) -> Plan | Refusal | None:
@@ -111,67 +111,64 @@ class Table:
         Args:
             kind: everything that tells this call from others: equal kinds pose equal problems.
         """
-        now = time.monotonic()
-        if now >= self._look_at:
-            self._look()
-        if self._off:
-            return Refusal(self._off)
+        if self._off is not None:
+            return self._off
         known = self._known.get(kind)
-        return known.plan if known is not None and now < known.until else None
+        if known is None or (known.until != math.inf and time.monotonic() >= known.until):
+            return None
+        return known.plan
 
     def refresh(self, tensor: torch.Tensor) -> int:
-        """Look at the store where that is due; returns the dispatcher's generation, for refusals
-        that are found from now on.
+        """Look at the store where that is due, before a call is looked up in this table.
 
         Args:
-            tensor: one of a call's; nothing is looked up for those of other devices.
+            tensor: one of the call's; nothing is looked up for those of other devices.
+
+        Returns:
+            The dispatcher's generation, for refusals that are found from now on.
         """
-        is_due = time.monotonic() >= self._look_at
-        if is_due and isinstance(tensor, torch.Tensor) and tensor.device.type == devices.TYPE:
-            self._look()
+        if time.monotonic() >= self._look_at:
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == devices.TYPE:
+                self._look()
         return dispatch.generation()
 
     def find_out(
         self,
         kind: Hashable,
-        call: tuple[str, tuple[Any, ...]] | None,
-        pose: Callable[[], Problem],
-        scale: float,
+        told: Told | None,
+        pose: Callable[[], Posed],
         device: int,
-        shape: tuple[int, ...] = (),
+        pose_over: Callable[[int], Posed] | None = None,
     ) -> Plan | Refusal:
         """Ask the store about a kind of call that `get` does not know.
 
         Args:
             kind: as in `get`.
-            call: operation and arguments, as `dispatch.put` takes them; None for an operation that
-                the dispatcher does not have, and where they do not say everything that tells this
-                call from others.
+            told: the call as `dispatch.put` takes it; None: the C++ dispatcher keeps no plan.
             pose: the problem; raises ConfigError where no tuned kernel could serve.
-            scale: of attention's scores; alpha of a product.
             device: index of the device that the tensors are on.
-            shape: of the output, contiguous, where it is not the problem's.
+            pose_over: the problem with a cache of so many keys; None: of no such call.
         """
         old = self._known.get(kind)
         if devices.is_capturing():  # what was loaded may be captured, whatever the store says now
-            return once(CAPTURING) if old is None else old.passing
+            return once(Kind.CAPTURING, "call once before") if old is None else old.passing
         # While another thread asks, what was known a moment ago is good enough.
         if not self._lock.acquire(blocking=old is None) and old is not None:
             return old.passing
         try:
-            if self._off:  # since `get`
-                return Refusal(self._off)
-            found = self._ask(pose, scale, device, shape, self._known.get(kind))
+            if self._off is not None:  # since `get`
+                return self._off
+            found = self._find(pose, device, self._known.get(kind))
             if isinstance(found, Refusal):
                 return old.plan if old and isinstance(old.plan, Plan) else found
             if len(self._known) >= _MAX_KNOWN:
                 self._clear()
             self._known[kind] = found
             # Marked calls go through Python: the dispatcher opens no ranges.
-            if call is not None and not ranges.ON:
-                dispatch.prepare(then=self._renew)
+            if told is not None and not ranges.ON:
+                dispatch.prepare(then=self.renew)
                 if isinstance(found.plan, KernelPlan):
-                    dispatch.put(*call, found.plan)
+                    dispatch.put(*told, found.plan, self._lengths(found.plan, pose_over, device))
             return found.plan
         finally:
             self._lock.release()
@@ -183,26 +180,31 @@ class Table:
         Raises:
             RuntimeError: what CUDA reports of an earlier kernel.
         """
-        return self._attempt(plan, plan.run, inputs)
+        try:
+            if not ranges.ON:
+                return plan.run(*inputs)
+            with ranges.named(f"tuner {plan.config.family} {plan.problem.label()}"):
+                return plan.run(*inputs)
+        except (torch.OutOfMemoryError, BenchmarkError) as exc:
+            return self._failed(plan, exc)
 
     def run_with_lse(
         self, plan: Plan, *inputs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor] | Refusal:
         """As `run`, of a plan that has the log-sum-exp."""
-        return self._attempt(plan, plan.run_with_lse, inputs)
-
-    def _attempt(
-        self, plan: Plan, call: Callable[..., _Output], inputs: tuple[torch.Tensor, ...]
-    ) -> _Output | Refusal:
         try:
             if not ranges.ON:
-                return call(*inputs)
+                return plan.run_with_lse(*inputs)
             with ranges.named(f"tuner {plan.config.family} {plan.problem.label()}"):
-                return call(*inputs)
-        except torch.OutOfMemoryError:  # for this call only: the next may have more
-            return once(f"out of memory: {plan.config.family} at {plan.problem.label()}")
-        except BenchmarkError as exc:
+                return plan.run_with_lse(*inputs)
+        except (torch.OutOfMemoryError, BenchmarkError) as exc:
+            return self._failed(plan, exc)
+
+    def _failed(self, plan: Plan, exc: Exception) -> Refusal:
+        if isinstance(exc, BenchmarkError):
             return self.withdraw(plan, exc)
+        # For this call only: the next may have more.
+        return once(Kind.MEMORY, f"{plan.config.family} at {plan.problem.label()}")
 
     def withdraw(self, plan: Plan, exc: BenchmarkError) -> Refusal:
         """Never launch a plan's config for its problem again in this process; returns why."""
@@ -210,18 +212,23 @@ class Table:
         with self._lock:
             self._withdrawn.setdefault(problem.key, set()).add(config)
             self._known = {k: v for k, v in self._known.items() if v.problem != problem}
-            self._renew()
-        reason = f"a launch was refused: {config.family} at {problem.label()}: {exc}"
-        counters.count_error(reason)
-        return once(reason)
+            self.renew()
+        refusal = once(Kind.LAUNCH, f"{config.family} at {problem.label()}: {exc}")
+        counters.count_error(refusal.reason)
+        return refusal
 
-    def pin(self, path: Path | None, absent: Collection[str] = (), refusal: str = "") -> None:
+    def pin(
+        self,
+        path: Path | None,
+        absent: Collection[str] = (),
+        refusal: Refusal | None = None,
+    ) -> None:
         """Serve what one file decides, whatever becomes of the user's store.
 
         Args:
             path: the SQLite file; None: the user's.
             absent: keys of the artifacts that must not be launched, here though they may be.
-            refusal: why nothing at all is served; empty where something is.
+            refusal: reason why nothing at all is served; None where something is.
         """
         with self._lock:
             self._path, self._absent, self._refusal = path, frozenset(absent), refusal
@@ -238,7 +245,7 @@ class Table:
         self._known, self._near = {}, {}
         dispatch.clear()
 
-    def _renew(self) -> None:
+    def renew(self) -> None:
         """Have the dispatcher given every plan anew, each when it is called for."""
         with self._lock:
             self._known = {
@@ -251,14 +258,14 @@ class Table:
 
     def _serve(self) -> None:
         """Have the dispatcher answer up to the next look; nothing is served while it is off."""
-        dispatch.serve_until(self._look_at, with_plans=not self._off)
+        dispatch.serve_until(self._look_at, with_plans=self._off is None)
 
     def _look(self) -> None:
         """See whether the store has changed; another thread's look is as good."""
         if devices.is_capturing() or not self._lock.acquire(blocking=False):
             return
         try:
-            self._fault = ""
+            self._fault = None
             wait = LOOK_EVERY_S
             try:
                 stamp = decided_stamp(self._path)
@@ -268,7 +275,7 @@ class Table:
             except StoreError as exc:
                 self._blame(exc)
                 wait = RETRY_EVERY_S
-            off = OFF if settings.disabled() else self._refusal
+            off = _OFF if settings.disabled() else self._refusal
             if off != self._off:
                 self._off = off
                 self._clear()
@@ -288,7 +295,7 @@ class Table:
         before, self._decided = self._decided, decided(self._path)
         if before is None:
             self._known = {k: v.stale for k, v in self._known.items()}
-            self._renew()
+            self.renew()
             return
         now = self._decided
         changed = {key for key in {*before, *now} if before.get(key) != now.get(key)}
@@ -304,64 +311,105 @@ class Table:
             kept[kind] = known
         if kept != self._known:
             self._known = kept
-            self._renew()
+            self.renew()
 
-    def _ask(
-        self,
-        pose: Callable[[], Problem],
-        scale: float,
-        device: int,
-        shape: tuple[int, ...],
-        old: _Known | None,
-    ) -> _Known | Refusal:
-        """What the store says now; a refusal, not to be kept, when it cannot be read."""
+    def _find(self, pose: Callable[[], Posed], device: int, old: _Known | None) -> _Known | Refusal:
+        """What serves a call now; a refusal, not to be kept, when the store cannot be read."""
         if old and isinstance(old.plan, Plan) and not old.is_stale:
             return replace(old, until=math.inf)  # only the dispatcher must be told again
         try:
-            problem = old.problem if old and old.problem else pose()
+            posed = pose()
         except ConfigError as exc:
-            return _Known(math.inf, None, Refusal(f"no kernel takes such tensors: {exc}"))
-        if self._fault:
-            return once(self._fault)
-        near = _neighbourhood(problem, device)
+            return _Known(math.inf, None, Refusal(Kind.TENSORS, str(exc)))
+        if self._fault is not None:
+            return self._fault
+        problem = posed.problem
+        # Refused for its strides: neighbours may have others.
+        near = None if posed.strides else _neighbourhood(problem, device)
         try:
             known = self._near.get(near)
             if known and time.monotonic() < known.until and not is_decided(problem, self._path):
-                return replace(known, problem=problem)
-            gpu = devices.gpu_of(device)
-            # Nobody has checked what a rule names.
-            answer = lookup(problem, gpu=gpu, path=self._path, with_rules=False)
+                return self._bounded(replace(known, problem=problem), is_alone=False)
+            answer = self._ask(problem, devices.gpu_of(device))
+            if answer is None:
+                found = _refused(problem, Refusal(Kind.MISS, problem.label()), MISS_EVERY_S)
+            else:
+                found = self._resolve(posed, answer, device)
+            found = self._bounded(found, is_alone=bool(posed.strides) and answer is not None)
         except StoreError as exc:
-            return once(self._blame(exc))
-        if answer is None:
-            found = _refused(problem, f"no measured winner: {problem.label()}", MISS_EVERY_S)
-        else:
-            found = self._resolve(problem, answer, scale, device, shape)
+            return self._blame(exc)
         is_exact = answer is not None and answer.kind != "nearest"
         if near is not None and isinstance(found.plan, Refusal) and not is_exact:
             self._near[near] = found
         return found
 
-    def _resolve(
-        self,
-        problem: Problem,
-        answer: Answer,
-        scale: float,
-        device: int,
-        shape: tuple[int, ...],
-    ) -> _Known:
-        """What of the store's answer can run here."""
+    def _lengths(
+        self, plan: KernelPlan, pose_over: Callable[[int], Posed] | None, device: int
+    ) -> lengths.Lengths | None:
+        """The plan over a range of lengths of a growing cache, where it serves them all."""
+        problem = plan.problem
+        if pose_over is None or not dispatch.is_loaded():
+            return None
+        if not isinstance(problem, AttentionProblem) or not lengths.grows(problem):
+            return None
+
+        def resolved(length: int) -> KernelPlan | None:
+            posed = pose_over(length)
+            answer = self._ask(posed.problem, devices.gpu_of(device))
+            if answer is None:
+                return None
+            withdrawn = self._withdrawn.get(posed.problem.key, ())
+            with devices.use(device):
+                found = resolve(posed, answer, device, withdrawn, self._absent)
+            is_same = isinstance(found, KernelPlan) and found.config == plan.config
+            return found if is_same else None  # type: ignore[return-value]
+
+        try:
+            decided_here = decided_lengths(problem, self._path)
+            for width in (0, lengths.MIN_BLOCK):
+                ends = lengths.between(problem.seqlen_kv, decided_here, width)
+                if found := lengths.served(plan, problem.seqlen_kv, ends, resolved):
+                    return found
+        except (StoreError, ConfigError, BenchmarkError):  # then it serves its own length
+            pass
+        return None
+
+    def _bounded(self, known: _Known, is_alone: bool) -> _Known:
+        """A refusal with the lengths of a growing cache that it holds for; `is_alone`: its own, for
+        other lengths may have strides that a kernel takes.
+        """
+        problem, refusal = known.problem, known.plan
+        if not isinstance(refusal, Refusal) or not isinstance(problem, AttentionProblem):
+            return known
+        if not lengths.grows(problem):
+            return known
+        ends = problem.seqlen_kv, problem.seqlen_kv
+        if not is_alone:
+            ends = lengths.between(problem.seqlen_kv, decided_lengths(problem, self._path))
+        return replace(known, plan=replace(refusal, lengths=ends))
+
+    def _ask(self, problem: Problem, gpu: Gpu) -> Answer | None:
+        """The answer for a problem on a GPU, or None: the only look-up of the runtime.
+
+        Raises:
+            StoreError: when the store cannot be read.
+        """
+        # Nobody has checked what a rule names.
+        return lookup(problem, gpu=gpu, path=self._path, with_rules=False)
+
+    def _resolve(self, posed: Posed, answer: Answer, device: int) -> _Known:
+        """The part of the store's answer that can run here."""
+        problem = posed.problem
         with devices.use(device):
             withdrawn = self._withdrawn.get(problem.key, ())
-            plan = resolve(problem, answer, scale, device, shape, withdrawn, self._absent)
+            plan = resolve(posed, answer, device, withdrawn, self._absent)
         for note in answer.notes:
             _log.info("%s: %s", problem.label(), note)
         self._flag(answer)
         if isinstance(plan, Plan):
             return _Known(math.inf, problem, plan)
         # That stays so until the store says something else.
-        is_vendors = plan.startswith(PYTORCHS)
-        return _refused(problem, plan, math.inf if is_vendors else RETRY_EVERY_S)
+        return _refused(problem, plan, math.inf if plan.kind is Kind.VENDOR else RETRY_EVERY_S)
 
     def _flag(self, answer: Answer) -> None:
         """Say once that entries are served which another environment measured."""
@@ -373,17 +421,17 @@ class Table:
                 found,
             )
 
-    def _blame(self, exc: StoreError) -> str:
+    def _blame(self, exc: StoreError) -> Refusal:
         """Remember, up to the next look, that the store cannot be read."""
-        self._fault = f"the store cannot be read: {exc}"
-        counters.count_error(self._fault)
+        self._fault = once(Kind.STORE, str(exc))
+        counters.count_error(self._fault.reason)
         return self._fault
 
 
-def _refused(problem: Problem, reason: str, for_s: float) -> _Known:
+def _refused(problem: Problem, refusal: Refusal, for_s: float) -> _Known:
     """A refusal that is good for so long."""
     until = time.monotonic() + for_s
-    return _Known(until, problem, Refusal(reason, until))
+    return _Known(until, problem, replace(refusal, until=until))
 
 
 def _neighbourhood(problem: Problem, device: int) -> Hashable | None:

@@ -8,8 +8,9 @@
 Masks are made as for `sdpa`: none where the causal flag says it all, so that a tuned kernel can
 answer, else a tensor, with which PyTorch does. A sliding window is such a tensor once there are as
 many keys as it is wide; so are a cache's earlier keys before several queries, and packed sequences,
-which position_ids tell. Without a mask one query sees all keys, and several see keys 0..i: a static
-cache is longer than the prompt that fills it.
+which position_ids tell. In a graph of torch.compile a mask is left out where sizes alone tell it.
+Without a mask one query sees all keys, and several see keys 0..i: a static cache is longer than the
+prompt that fills it.
 
 Transformers hands an attention function whatever its caller passed on. Each keyword is used, is
 known to change nothing (`WITHOUT_EFFECT`), or is an error that names it: what a model's own
@@ -18,15 +19,18 @@ known to change nothing (`WITHOUT_EFFECT`), or is an error that names it: what a
 
 from __future__ import annotations
 
+import operator
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch._dynamo.comptime import comptime
 
 from tuner.base.install import extra_command
 
 try:
-    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import sdpa_mask
 except ImportError as exc:
@@ -35,8 +39,11 @@ except ImportError as exc:
         f"`{extra_command('transformers')}`"
     ) from exc
 
-from tuner.runtime import devices, dispatch, guards, native
-from tuner.runtime.attention import answer, attention
+from tuner.runtime import devices, dispatch, guards, native, serving
+from tuner.runtime.attention import attention
+from tuner.runtime.attention_plan import AttentionCall
+from tuner.runtime.bias import as_bias
+from tuner.runtime.composed import NONE
 from tuner.runtime.operators import operate
 
 NAME = "tuner"
@@ -221,7 +228,10 @@ def _tuned(
     elif is_causal and query.shape[2] != key.shape[2]:  # a static cache's: `sdpa` cuts it off
         return None
     query, key, value = guards.autocast(devices.TYPE, query, key, value)
-    return (operate if is_compiling else answer)(query, key, value, *options)
+    if is_compiling:
+        return operate(query, key, value, *options)
+    bias = None if mask is None else as_bias(mask, query, key, is_causal)
+    return serving.answer(AttentionCall(query, key, value, *options, NONE, bias))
 
 
 def attention_mask(*arguments: Any, config: Any = None, **options: Any) -> torch.Tensor | None:
@@ -230,9 +240,88 @@ def attention_mask(*arguments: Any, config: Any = None, **options: Any) -> torch
     """
     if getattr(config, "num_kv_shared_layers", None):
         options["allow_is_causal_skip"] = False
+    if torch.compiler.is_dynamo_compiling() and _is_told_by_shape(**options):
+        return None
     make: Callable[..., torch.Tensor | None] = sdpa_mask
     return make(*arguments, config=config, **options)
 
 
+def _is_told_by_shape(
+    q_length: Any = None,
+    kv_length: Any = None,
+    q_offset: Any = None,
+    attention_mask: torch.Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    **_: Any,
+) -> bool:
+    """Whether sizes alone say that `sdpa_mask` may leave out the mask.
+
+    Before PyTorch 2.14 `torch.compiler.is_exporting` is true in every graph, and `sdpa_mask` makes
+    a tensor, which no tuned kernel takes. A padding mask is data: no graph can look at it.
+    """
+    if attention_mask is not None or q_length is None or kv_length is None:
+        return False
+    if local_size is not None and kv_length >= local_size:
+        return False
+    if allow_is_bidirectional_skip:
+        return True
+    if not allow_is_causal_skip or isinstance(q_offset, torch.Tensor):
+        return False
+    return bool(q_length == 1 or kv_length == q_length or q_offset == 0)
+
+
+class _Found(threading.local):
+    is_counted = False
+
+
+_found = _Found()
+"""Result of `_look`, from compile time to the line of the graph behind it."""
+
+
+def _look(context: Any) -> None:
+    """At compile time: whether ``position_ids``, a local of the caller, counts up from a number."""
+    _found.is_counted = _counts_up(context.get_local("position_ids").as_proxy().node)
+
+
+def _counts_up(node: Any) -> bool:
+    """Whether a node of the graph is a `torch.arange` by ones, shifted and expanded at most."""
+    while node.op in ("call_function", "call_method"):
+        before, *others = node.args
+        if node.target is torch.arange:
+            return len(node.args) < 3 and "step" not in node.kwargs
+        if node.target in (operator.add, torch.add):
+            numbers = [n for n in others if not isinstance(_value(n), torch.Tensor)]
+            if node.kwargs or len(numbers) != 1:
+                return False
+        elif (node.target, *others) != ("unsqueeze", 0) and node.target != "expand":
+            return False
+        node = before
+    return False
+
+
+def _value(argument: Any) -> Any:
+    """The example of a graph's node, or a constant itself."""
+    return argument.meta.get("example_value") if hasattr(argument, "meta") else argument
+
+
+_is_counted: Callable[[], bool] = torch.compiler.assume_constant_result(lambda: _found.is_counted)
+
+
+def _packed_sequences(position_ids: torch.Tensor) -> torch.Tensor | None:
+    """Transformers' `find_packed_sequence_indices`; None also in a graph that counts the positions
+    itself, which holds one sequence. Transformers takes any positions of a graph for packed ones.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        comptime(_look)
+        if _is_counted():
+            return None
+    found: torch.Tensor | None = _find_packed(position_ids)
+    return found
+
+
+_find_packed = masking_utils.find_packed_sequence_indices
+masking_utils.find_packed_sequence_indices = _packed_sequences
 AttentionInterface.register(NAME, attention_forward)
 AttentionMaskInterface.register(NAME, attention_mask)

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
 from tuner.errors import ConfigError
 from tuner.problem import AttentionProblem
-from tuner.runtime import counters, devices, guards, native
-from tuner.runtime.plan import KernelPlan, Plan
-from tuner.runtime.refusal import Refusal, once
+from tuner.runtime import devices, guards, native
+from tuner.runtime.attention_plan import scale_of
+from tuner.runtime.plan import KernelPlan, Plan, Posed
+from tuner.runtime.refusal import Kind, Refusal
+from tuner.runtime.serving import Call, serve
 from tuner.runtime.table import table
-
-Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -38,16 +38,103 @@ class _Sized(AttentionProblem):
         return self.rows_kv
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """What a call asks for beside its tensors."""
-
-    batch: int
+class _Packed(NamedTuple):
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    starts_q: torch.Tensor
+    starts_kv: torch.Tensor
     longest_q: int
     longest_kv: int
     is_causal: bool
     scale: float
     enable_gqa: bool
+
+
+class VarlenCall(_Packed, Call):
+    """Attention over packed sequences."""
+
+    __slots__ = ()
+    aligned = 3
+
+    @property
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        return self[:5]
+
+    @property
+    def batch(self) -> int:
+        """Sequences, B."""
+        return int(self.starts_q.numel()) - 1
+
+    def refusal(self) -> Refusal | None:
+        query, key, value = tensors = self.query, self.key, self.value
+        if guards.wants_gradient(query, key, value):
+            return Refusal(Kind.GRADIENT, "kernels of variable lengths have no backward pass")
+        if refusal := guards.unscaled(self.scale):
+            return refusal
+        if not all([t.numel() for t in tensors]) or not (
+            self.batch and self.longest_q and self.longest_kv
+        ):
+            return Refusal(Kind.EMPTY)
+        if len({t.device for t in self.inputs}) > 1 or len({t.dtype for t in tensors}) > 1:
+            return Refusal(Kind.MIXED)
+        if not all([t.is_contiguous() for t in self.inputs]):
+            return Refusal(Kind.NOT_CONTIGUOUS)
+        if query.shape[1] != key.shape[1] and not self.enable_gqa:
+            return Refusal(Kind.GROUPED_HEADS)
+        return None
+
+    def kind(self) -> Hashable:
+        query = self.query
+        return (
+            *("varlen", query.shape[1:], self.key.shape[1], query.dtype, query.device),
+            *(self.is_causal, self.scale),
+            *map(_rounded, (self.batch, self.longest_q, self.longest_kv)),
+        )
+
+    def pose(self) -> Posed:
+        query, key, value = self.query, self.key, self.value
+        guards.check_alike(query, key, value)
+        problem = AttentionProblem(
+            seqlen_q=_rounded(self.longest_q),
+            seqlen_kv=_rounded(self.longest_kv),
+            head_dim=query.shape[2],
+            batch=_rounded(self.batch),
+            heads_q=query.shape[1],
+            heads_kv=key.shape[1],
+            is_causal=self.is_causal,
+            dtype=guards.DTYPES[query.dtype],
+            is_varlen=True,
+        )
+        return Posed(problem, self.scale)
+
+    def run(self, plan: Plan) -> torch.Tensor | Refusal:
+        query, key, value, *starts = self.inputs
+        if isinstance(plan, KernelPlan):
+            sizes = self.batch, self.longest_q, self.longest_kv
+            plan = _sized(plan, sizes, query.shape, key.shape, self.scale)
+        # A batch of one, as the problem's operands have it.
+        out = table.run(plan, *[t.transpose(0, 1)[None] for t in (query, key, value)], *starts)
+        return out if isinstance(out, Refusal) else out[0].transpose(0, 1)
+
+    def by_pytorch(self) -> torch.Tensor:
+        """PyTorch's attention of each sequence, which must know the lengths."""
+        query, key, value = self.query, self.key, self.value
+        of_queries = _ends(self.starts_q, "cu_seqlens_q", query.shape[0], self.longest_q)
+        of_keys = _ends(self.starts_kv, "cu_seqlens_kv", key.shape[0], self.longest_kv)
+        done = []
+        for (first, last), keys in zip(pairwise(of_queries), pairwise(of_keys), strict=True):
+            rows, seen = query[first:last], slice(*keys)
+            if len(rows) and keys[0] < keys[1]:
+                one, keys_of, values_of = (
+                    t.transpose(0, 1)[None] for t in (rows, key[seen], value[seen])
+                )
+                options = None, 0.0, self.is_causal, self.scale, self.enable_gqa
+                out = native.attend(one, keys_of, values_of, *options)
+                done.append(out[0].transpose(0, 1))
+            else:
+                done.append(torch.zeros_like(rows))
+        return torch.cat([*done, torch.zeros_like(query[of_queries[-1] :])])
 
 
 def attention_varlen(
@@ -104,24 +191,10 @@ def attention_varlen(
     for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_kv", max_seqlen_kv)):
         if longest < 0:
             raise ConfigError(f"{name}={longest} is out of range (allowed: 0 or more)")
-    tensors = guards.autocast(devices.TYPE, query, key, value)
-    query, key, value = tensors
-    wanted = 1 / math.sqrt(query.shape[-1] or 1) if scale is None else float(scale)
-    asked = _Asked(
-        cu_seqlens_q.numel() - 1,
-        int(max_seqlen_q),
-        int(max_seqlen_kv),
-        bool(is_causal),
-        wanted,
-        enable_gqa,
-    )
-    starts = cu_seqlens_q, cu_seqlens_kv
-    if not torch.compiler.is_compiling():
-        out = _serve((query, key, value), starts, asked)
-        if not isinstance(out, Refusal):
-            return out
-        counters.count_fallback(out.reason)
-    return _one_by_one((query, key, value), starts, asked)
+    query, key, value = guards.autocast(devices.TYPE, query, key, value)
+    lengths = cu_seqlens_q, cu_seqlens_kv, int(max_seqlen_q), int(max_seqlen_kv)
+    options = bool(is_causal), scale_of(query, scale), enable_gqa
+    return serve(VarlenCall(query, key, value, *lengths, *options))
 
 
 def _check(
@@ -148,77 +221,6 @@ def _check(
         )
 
 
-def _serve(
-    tensors: Tensors, starts: tuple[torch.Tensor, torch.Tensor], asked: _Asked
-) -> torch.Tensor | Refusal:
-    """The tuned kernel's output, or why there is none."""
-    if reason := guards.unserved(*tensors, *starts) or _unpacked(tensors, starts, asked):
-        return once(reason)
-    query, key, _ = tensors
-    kind = (
-        *("varlen", query.shape[1:], key.shape[1], query.dtype, query.device),
-        *(asked.is_causal, asked.scale),
-        *map(_rounded, (asked.batch, asked.longest_q, asked.longest_kv)),
-    )
-    plan = table.get(kind)
-    if plan is None:
-        plan = table.find_out(
-            kind,
-            None,
-            lambda: _problem(tensors, asked),
-            asked.scale,
-            query.get_device(),
-        )
-    if not isinstance(plan, Plan):
-        return plan
-    if reason := guards.misaligned(*tensors):
-        return once(reason)
-    if isinstance(plan, KernelPlan):
-        plan = _sized(plan, asked, tensors[0].shape, tensors[1].shape, query.dtype)
-    # A batch of one, as the problem's operands have it.
-    out = table.run(plan, *(t.transpose(0, 1)[None] for t in tensors), *starts)
-    return out if isinstance(out, Refusal) else out[0].transpose(0, 1)
-
-
-def _unpacked(tensors: Tensors, starts: tuple[torch.Tensor, torch.Tensor], asked: _Asked) -> str:
-    """Why no kernel takes such a call, whatever the store says; else empty."""
-    if guards.wants_gradient(*tensors):
-        return "a gradient is wanted: kernels of variable lengths have no backward pass"
-    if not asked.scale > 0:  # NaN too
-        return guards.SCALE
-    sizes = asked.batch, asked.longest_q, asked.longest_kv
-    if any(t.numel() == 0 for t in tensors) or not all(sizes):
-        return "there are no queries or no keys"
-    if len({t.device for t in (*tensors, *starts)}) > 1 or len({t.dtype for t in tensors}) > 1:
-        return "the tensors differ in device or type"
-    if not all(t.is_contiguous() for t in (*tensors, *starts)):
-        return "packed tensors are not contiguous"
-    if tensors[0].shape[1] != tensors[1].shape[1] and not asked.enable_gqa:
-        return "heads are grouped without enable_gqa"
-    return ""
-
-
-def _problem(tensors: Tensors, asked: _Asked) -> AttentionProblem:
-    """The problem whose kernels serve calls of such sizes.
-
-    Raises:
-        ConfigError: when no tuned kernel has such types or sizes.
-    """
-    query, key, _ = tensors
-    guards.check_alike(*tensors)
-    return AttentionProblem(
-        seqlen_q=_rounded(asked.longest_q),
-        seqlen_kv=_rounded(asked.longest_kv),
-        head_dim=query.shape[2],
-        batch=_rounded(asked.batch),
-        heads_q=query.shape[1],
-        heads_kv=key.shape[1],
-        is_causal=asked.is_causal,
-        dtype=guards.DTYPES[query.dtype],
-        is_varlen=True,
-    )
-
-
 def _rounded(size: int) -> int:
     """Up to a power of two: few kinds of call, however lengths vary."""
     return 1 << (size - 1).bit_length()
@@ -226,40 +228,31 @@ def _rounded(size: int) -> int:
 
 @lru_cache(256)
 def _sized(
-    plan: KernelPlan, asked: _Asked, shape_q: torch.Size, shape_kv: torch.Size, dtype: torch.dtype
+    plan: KernelPlan,
+    sizes: tuple[int, int, int],
+    shape_q: torch.Size,
+    shape_kv: torch.Size,
+    scale: float,
 ) -> KernelPlan:
-    """The plan with the sizes of a call."""
+    """The plan with the sizes of a call: B and the longest lengths, and the tensors' shapes."""
+    known = plan.problem
+    if not isinstance(known, AttentionProblem):
+        raise ConfigError(f"{known.op} has no packed sequences")
+    batch, longest_q, longest_kv = sizes
     problem = _Sized(
-        seqlen_q=asked.longest_q,
-        seqlen_kv=asked.longest_kv,
+        seqlen_q=longest_q,
+        seqlen_kv=longest_kv,
         head_dim=shape_q[2],
-        batch=asked.batch,
+        batch=batch,
         heads_q=shape_q[1],
         heads_kv=shape_kv[1],
-        is_causal=asked.is_causal,
-        dtype=guards.DTYPES[dtype],
+        is_causal=known.is_causal,
+        dtype=known.dtype,
         is_varlen=True,
         rows_q=shape_q[0],
         rows_kv=shape_kv[0],
     )
-    return plan.sized(problem, asked.scale)
-
-
-def _one_by_one(
-    tensors: Tensors, starts: tuple[torch.Tensor, torch.Tensor], asked: _Asked
-) -> torch.Tensor:
-    """PyTorch's attention of each sequence, which must know the lengths."""
-    query, key, value = tensors
-    of_queries = _ends(starts[0], "cu_seqlens_q", query.shape[0], asked.longest_q)
-    of_keys = _ends(starts[1], "cu_seqlens_kv", key.shape[0], asked.longest_kv)
-    done = []
-    for (first, last), keys in zip(pairwise(of_queries), pairwise(of_keys), strict=True):
-        rows, seen = query[first:last], slice(*keys)
-        if len(rows) and keys[0] < keys[1]:
-            done.append(_attend(rows, key[seen], value[seen], asked))
-        else:
-            done.append(torch.zeros_like(rows))
-    return torch.cat([*done, torch.zeros_like(query[of_queries[-1] :])])
+    return plan.sized(problem, scale)
 
 
 def _ends(starts: torch.Tensor, name: str, rows: int, longest: int) -> list[int]:
@@ -277,18 +270,3 @@ def _ends(starts: torch.Tensor, name: str, rows: int, longest: int) -> list[int]
             f"{name} has a sequence of {max(lengths)} (allowed: up to max_seqlen, {longest})"
         )
     return found
-
-
-def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, asked: _Asked
-) -> torch.Tensor:
-    """One sequence's, (S, H, D)."""
-    query, key, value = (t.transpose(0, 1)[None] for t in (query, key, value))
-    arguments = query, key, value, None, 0.0, asked.is_causal
-    if torch.compiler.is_compiling():
-        out = scaled_dot_product_attention(
-            *arguments, scale=asked.scale, enable_gqa=asked.enable_gqa
-        )
-    else:
-        out = native.attend(*arguments, asked.scale, asked.enable_gqa)
-    return out[0].transpose(0, 1)

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +61,7 @@ __all__ = [
     "close",
     "copy_store",
     "decided",
+    "decided_lengths",
     "decided_stamp",
     "differences",
     "entries",
@@ -105,6 +107,9 @@ _STAMP = (
 )
 _OF_PROBLEM = (
     "SELECT 1 FROM winners w JOIN problems p ON p.id = w.problem_id WHERE p.key = ? LIMIT 1"
+)
+_ALIKE = (
+    "SELECT DISTINCT p.key FROM winners w JOIN problems p ON p.id = w.problem_id WHERE p.key GLOB ?"
 )
 _OF_CLASS = (
     "SELECT p.key FROM winners w JOIN problems p ON p.id = w.problem_id "
@@ -254,6 +259,16 @@ def is_decided(problem: Problem, path: Path | None = None) -> bool:
     return _reader(path or store_file()).is_decided(problem)
 
 
+def decided_lengths(problem: AttentionProblem, path: Path | None = None) -> set[int]:
+    """Lengths of keys for which something is decided, on any GPU and under any regime, all other
+    fields being the problem's.
+
+    Raises:
+        StoreError: when the file exists and cannot be read.
+    """
+    return _reader(path or store_file()).decided_lengths(problem)
+
+
 def decided_stamp(path: Path | None = None) -> Hashable:
     """Another value once something was decided anew.
 
@@ -327,6 +342,21 @@ def _ruled(
             entry = Entry.of([config], origin=SHIPPED)
             return Answer(entry, False, (*notes, *choice.doubts, SHIPPED), ruled=choice)
     return None
+
+
+def _of_any_length(problem: AttentionProblem) -> str:
+    """A GLOB that finds the keys of problems which differ in the length of their keys only."""
+    return problem.key.replace(f'"seqlen_kv":{problem.seqlen_kv}', '"seqlen_kv":*')
+
+
+@cache
+def _shipped_lengths() -> Mapping[str, set[int]]:
+    """What ships: lengths of keys by `_of_any_length`."""
+    found: dict[str, set[int]] = {}
+    for problem, _ in shipped_index():
+        if isinstance(problem, AttentionProblem):
+            found.setdefault(_of_any_length(problem), set()).add(problem.seqlen_kv)
+    return found
 
 
 def _selected(
@@ -412,6 +442,16 @@ class _Reader:
         with self._lock:
             self._file.refresh()
             return self._file.has_tables and bool(self._file.select(_OF_PROBLEM, (problem.key,)))
+
+    def decided_lengths(self, problem: AttentionProblem) -> set[int]:
+        alike = _of_any_length(problem)
+        with self._lock:
+            self._file.refresh()
+            rows = self._file.select(_ALIKE, (alike,)) if self._file.has_tables else []
+            with self._decoding():
+                found = [problem_from_row(text) for (text,) in rows]
+        lengths = {p.seqlen_kv for p in found if isinstance(p, AttentionProblem)}
+        return lengths | _shipped_lengths().get(alike, set())
 
     def decided(self) -> Mapping[str, Hashable]:
         with self._lock:

@@ -10,7 +10,16 @@ from typing import ClassVar
 
 from tuner.config import Config, Value
 from tuner.families import attention_work
-from tuner.families.base import LSE, Domain, Family, KernelSpec, Launch, Ref
+from tuner.families.base import (
+    LSE,
+    Domain,
+    Family,
+    KernelSpec,
+    Launch,
+    Ref,
+    Strides,
+    tma_conflict,
+)
 from tuner.families.fused_attention import cost
 from tuner.hardware import (
     HOPPER,
@@ -361,8 +370,21 @@ class FusedAttention(Family):
         }
 
     def launches(self, problem: Problem, config: Config, scale: float) -> list[Launch]:
+        return self._launches(_attention(problem), config, scale, {})
+
+    def strided_launches(
+        self, problem: Problem, config: Config, scale: float, strides: Strides
+    ) -> list[Launch] | str:
         attention = _attention(problem)
-        strides = [s for matrix in attention.matrices for s in matrix.strides[:3]]
+        for matrix in attention.matrices:
+            if reason := tma_conflict(matrix, strides.get(matrix.name, matrix.strides)):
+                return reason
+        return self._launches(attention, config, scale, strides)
+
+    def _launches(
+        self, attention: AttentionProblem, config: Config, scale: float, own: Strides
+    ) -> list[Launch]:
+        strides = [s for m in attention.matrices for s in own.get(m.name, m.strides)[:3]]
         extents = (
             attention.batch,
             attention.heads_q,
@@ -372,7 +394,7 @@ class FusedAttention(Family):
             attention.head_dim,
         )
         names = [matrix.name for matrix in attention.matrices]
-        others = [operand.name for operand in problem.operands if operand.name not in names]
+        others = [operand.name for operand in attention.operands if operand.name not in names]
         tensors = tuple(Ref(name) for name in (*names, LSE, *others))
         clustered = config.get("combine", "kernel") == "cluster"
         schedule = (config["splits"], int(config["pdl"]), int(clustered))

@@ -16,7 +16,15 @@ from typing import ClassVar
 
 from tuner.config import Config, Value
 from tuner.errors import ConfigError
-from tuner.families.base import Domain, Family, KernelSpec, Launch, Ref
+from tuner.families.base import (
+    Domain,
+    Family,
+    KernelSpec,
+    Launch,
+    Ref,
+    Strides,
+    tma_conflict,
+)
 from tuner.families.gemm import cost
 from tuner.families.gemm import space as gemm_space
 from tuner.families.gemm.shape import (
@@ -36,6 +44,7 @@ from tuner.families.gemm.shape import (
 from tuner.hardware import (
     HOPPER,
     MAX_PORTABLE_CLUSTER,
+    MAX_TMA_STRIDE_BYTES,
     SMEM_PER_BLOCK_BYTES,
     TMA_ALIGNMENT_BYTES,
     WARP_GROUP,
@@ -69,8 +78,6 @@ MAX_ACCUMULATORS = 192
 MAX_STAGES = 32
 #: Largest box of a TMA copy in any mode (CUDA driver API, cuTensorMapEncodeTiled).
 MAX_TMA_BOX = 256
-#: Byte strides of a tensor map stay below 2^40 (same place).
-MAX_TMA_STRIDE_BYTES = 2**40
 #: Blocks of a grid in y and z [CUDA C++ Programming Guide]; only the plain schedule has one block
 #: a tile, the others are persistent.
 MAX_GRID_YZ = 65535
@@ -161,8 +168,21 @@ class Gemm(Family):
         return {KERNEL: KernelSpec(TEMPLATE, variables, WORDS)}
 
     def launches(self, problem: Problem, config: Config, scale: float) -> list[Launch]:
+        return self._launches(_gemm(problem), config, scale, {})
+
+    def strided_launches(
+        self, problem: Problem, config: Config, scale: float, strides: Strides
+    ) -> list[Launch] | str:
         problem = _gemm(problem)
+        if reason := stride_conflict(problem, strides):
+            return reason
+        return self._launches(problem, config, scale, strides)
+
+    def _launches(
+        self, problem: GemmProblem, config: Config, scale: float, strides: Strides
+    ) -> list[Launch]:
         a, b, *_, d = problem.operands
+        along_a, along_b = (strides.get(o.name, o.strides) for o in (a, b))
         return [
             gemm_launch(
                 problem,
@@ -171,11 +191,11 @@ class Gemm(Family):
                 a=Ref(a.name),
                 b=Ref(b.name),
                 d=Ref(d.name),
-                lda=problem.k if problem.layout_a == "row" else problem.m,
-                ldb=problem.n if problem.layout_b == "row" else problem.k,
+                lda=along_a[1 if problem.layout_a == "row" else 2],
+                ldb=along_b[1 if problem.layout_b == "row" else 2],
                 ldd=problem.n,
-                batch_a=a.strides[0],
-                batch_b=b.strides[0],
+                batch_a=along_a[0],
+                batch_b=along_b[0],
                 batch_d=d.strides[0],
                 alpha=scale,
                 pdl=config.get("pdl", False),
@@ -345,6 +365,18 @@ def _problem_violations(problem: GemmProblem, config: Config) -> list[str]:
     if config["kernel_schedule"] == PLAIN and max(blocks_n, shape.batch) > MAX_GRID_YZ:
         reasons.append(f"{PLAIN} has at most {MAX_GRID_YZ} tiles along N and batches")
     return reasons
+
+
+def stride_conflict(problem: GemmProblem, strides: Strides) -> str:
+    """Reason why no GEMM reads A and B with such strides; empty when they can."""
+    a, b, *_ = problem.operands
+    orders = problem.layout_a, problem.layout_b
+    for operand, order in zip((a, b), orders, strict=True):
+        along = strides.get(operand.name, operand.strides)
+        if reason := tma_conflict(operand, along, 2 if order == "row" else 1):
+            return reason
+    others = strides.keys() - {a.name, b.name}
+    return f"{', '.join(sorted(others))}: of A and B only strides are free" if others else ""
 
 
 def gemm_launch(

@@ -1,0 +1,314 @@
+// What `tuner.enable` registers with torch's dispatcher: see tuner/runtime/enable.py.
+//
+// Called with the GIL or without, by any thread. What the table does not know is asked of Python,
+// under the GIL; what Python does not serve goes to the kernel that was registered before.
+
+#pragma once
+
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/library.h>
+#include <torch/version.h>
+
+#include <memory>
+#include <optional>
+#include <string_view>
+#include <tuple>
+
+#include <ATen/Context.h>
+#include <ATen/core/boxing/impl/boxing.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/alias.h>
+#include <ATen/ops/scaled_dot_product_attention_native.h>
+#include <c10/util/Exception.h>
+
+#include "launch.h"
+
+namespace tuner {
+
+// Whether attention that this thread calls stays PyTorch's: see tuner/runtime/native.py.
+inline thread_local bool is_native = false;
+
+struct Native {
+  bool const before = std::exchange(is_native, true);
+  ~Native() { is_native = before; }
+};
+
+using Optional = std::optional<at::Tensor>;
+
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 11  // no c10::SafeKernelFunction
+
+inline bool install() { return false; }
+inline void uninstall() {}
+inline std::atomic<PyObject*> ask{nullptr};
+
+#else
+
+// Python's (operation, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa):
+// None, or the output and the log-sum-exp or None.
+inline std::atomic<PyObject*> ask{nullptr};
+
+struct Arguments {
+  at::Tensor const &query, &key, &value;
+  Optional const& mask;
+  double dropout_p;
+  bool is_causal;
+  std::optional<double> const& scale;
+  bool enable_gqa;
+
+  bool read(Operation operation, Call& call, bool is_below_autograd) const {
+    return read_attention(operation, call, query, key, value, given(), dropout_p, is_causal,
+                          scale ? &*scale : nullptr, enable_gqa, is_below_autograd);
+  }
+
+  at::Tensor const* given() const { return mask && mask->defined() ? &*mask : nullptr; }
+};
+
+// A tensor's object; of a subclass, which torch has dealt with before it came here, a plain alias.
+inline PyObject* wrapped(at::Tensor const& tensor) {
+  PyObject* const object = THPVariable_Wrap(tensor);
+  if (!object || THPVariable_CheckExact(object)) return object;
+  Py_DECREF(object);
+  at::AutoDispatchBelowADInplaceOrView below;
+  return THPVariable_Wrap(at::alias(tensor));
+}
+
+inline at::Tensor unwrapped(PyObject* object) {
+  return THPVariable_Check(object) ? THPVariable_Unpack(object) : at::Tensor();
+}
+
+// A thread that outlives the interpreter must not wait for its GIL.
+inline bool has_python() {
+#if PY_VERSION_HEX >= 0x030D0000
+  return Py_IsInitialized() && !Py_IsFinalizing();
+#else
+  return Py_IsInitialized() && !_Py_IsFinalizing();
+#endif
+}
+
+// What Python makes of a call that the table does not know; it tells the table.
+inline Outputs asked(Operation operation, Arguments const& given) {
+  if (!has_python()) return {};
+  pybind11::gil_scoped_acquire gil;
+  PyObject* const function = ask.load();
+  if (!function) return {};
+  c10::AutoGradMode no_gradient(false);  // the operator that was called has them
+  auto const object = [](PyObject* made) {
+    if (!made) throw python_error();
+    return pybind11::reinterpret_steal<pybind11::object>(made);
+  };
+  try {
+    pybind11::object mask = pybind11::none(), scale = pybind11::none();
+    if (given.given()) mask = object(wrapped(*given.given()));
+    if (given.scale) scale = object(PyFloat_FromDouble(*given.scale));
+    auto const answer = object(PyObject_CallFunction(
+        function, "iNNNOdOOO", static_cast<int>(operation), wrapped(given.query),
+        wrapped(given.key), wrapped(given.value), mask.ptr(), given.dropout_p,
+        given.is_causal ? Py_True : Py_False, scale.ptr(), given.enable_gqa ? Py_True : Py_False));
+    if (!PyTuple_Check(answer.ptr()) || PyTuple_GET_SIZE(answer.ptr()) != 2) return {};
+    return {unwrapped(PyTuple_GET_ITEM(answer.ptr(), 0)), unwrapped(PyTuple_GET_ITEM(answer.ptr(), 1))};
+  } catch (python_error& error) {
+    error.persist();
+    throw;
+  }
+}
+
+// A tuned kernel's outputs, laid out as the query; nothing, counted, where the call is PyTorch's.
+inline Outputs tuned(Operation operation, Arguments const& given, Call const& call) {
+  bool const wants_lse = operation != kAttention;
+  Found const found = table().find(call);
+  if (found.is_refused) return {};
+  Outputs made;
+  if (found.plan) made = run(*found.plan, call, wants_lse);
+  if (!made.out.defined()) made = asked(operation, given);
+  if (made.out.defined()) made.out = laid_out_as(given.query, std::move(made.out));
+  return made;
+}
+
+// Whether the program lets PyTorch choose a fused kernel for such a call (torch.nn.attention.
+// sdpa_kernel, torch.backends.cuda.enable_flash_sdp): flash takes no mask.
+inline bool may_be_fused(Arguments const& given) {
+  auto const& context = at::globalContext();
+  if (context.userEnabledCuDNNSDP()) return true;
+  bool const is_flash = !given.given() && !(given.is_causal && given.query.dim() == 4 &&
+                                            given.key.dim() == 4 && given.query.size(2) != given.key.size(2));
+  return is_flash && context.userEnabledFlashSDP();
+}
+
+// aten::scaled_dot_product_attention. Calls that autograd records go on to a backend's operator.
+inline at::Tensor attend(at::Tensor const& query, at::Tensor const& key, at::Tensor const& value,
+                         Optional const& mask, double dropout_p, bool is_causal,
+                         std::optional<double> scale, bool enable_gqa) {
+  auto const pytorchs = [&] {
+    return at::native::scaled_dot_product_attention(query, key, value, mask, dropout_p, is_causal,
+                                                    scale, enable_gqa);
+  };
+  Arguments const given{query, key, value, mask, dropout_p, is_causal, scale, enable_gqa};
+  Call call;
+  if (is_native || !given.read(kAttention, call, false) || call.wants_gradient() ||
+      call.may_have_tangent() || !may_be_fused(given))
+    return pytorchs();
+  if (auto made = tuned(kAttention, given, call); made.out.defined()) return std::move(made.out);
+  Native native;  // it was counted
+  return pytorchs();
+}
+
+// An operator of a backend, and the kernel that was registered for it before.
+class Backend {
+ public:
+  explicit Backend(char const* name) : name_(name) {}
+
+  char const* name() const { return name_; }
+
+  // False where PyTorch has no such kernel for the device.
+  bool find() {
+    if (!operation_) operation_ = c10::Dispatcher::singleton().findSchemaOrThrow(name_, "");
+    if (!operation_->hasKernelForDispatchKey(device.backend)) return false;
+    auto found = operation_->getComputedKernelForDispatchKey(device.backend);
+    std::atomic_store(&before_, std::make_shared<c10::SafeKernelFunction const>(std::move(found)));
+    return true;
+  }
+
+  template <class Result, class... Given>
+  Result call(DispatchKeySet keys, Given const&... given) const {
+    try {
+      return call_kernel<Result>(keys, given...);
+    } catch (c10::Error const& error) {
+      // Whoever registered the kernel has taken it away: a provider of flash attention, say.
+      std::string_view const what = error.what_without_backtrace();
+      if (what.substr(0, 39) != "SafeKernelFunction has been invalidated") throw;
+    }
+    find_backends_anew();
+    return call_kernel<Result>(keys, given...);
+  }
+
+ private:
+  static void find_backends_anew();
+
+  template <class Result, class... Given>
+  Result call_kernel(DispatchKeySet keys, Given const&... given) const {
+    auto const kernel = std::atomic_load(&before_);
+    auto stack = c10::impl::boxArgs<Given...>(given...);
+    kernel->callBoxed(*operation_, keys, &stack);
+    return c10::impl::PopResult<Result>::call(stack);
+  }
+
+  char const* const name_;
+  std::optional<c10::OperatorHandle> operation_;
+  std::shared_ptr<c10::SafeKernelFunction const> before_;
+};
+
+inline Backend flash_backend{"aten::_scaled_dot_product_flash_attention"};
+inline Backend cudnn_backend{"aten::_scaled_dot_product_cudnn_attention"};
+inline Backend efficient_backend{"aten::_scaled_dot_product_efficient_attention"};
+
+using Nine = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, c10::SymInt, c10::SymInt,
+                        at::Tensor, at::Tensor, at::Tensor>;
+using Four = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+
+// The outputs of a backend's operator by a tuned kernel, or nothing.
+inline Outputs behind(Operation operation, Arguments const& given) {
+  Call call;
+  if (is_native || !given.read(operation, call, true)) return {};
+  return tuned(operation, given, call);
+}
+
+inline at::Tensor unused(at::Tensor const& like, c10::IntArrayRef sizes, c10::ScalarType type) {
+  return at::empty(sizes, like.options().dtype(type));
+}
+
+inline Nine flash(DispatchKeySet keys, at::Tensor const& query, at::Tensor const& key,
+                  at::Tensor const& value, double dropout_p, bool is_causal, bool return_debug_mask,
+                  std::optional<double> scale) {
+  Optional const none;
+  Arguments const given{query, key, value, none, dropout_p, is_causal, scale, true};
+  Outputs made;
+  if (!return_debug_mask) made = behind(kFlash, given);
+  if (!made.out.defined())
+    return flash_backend.call<Nine>(keys, query, key, value, dropout_p, is_causal,
+                                    return_debug_mask, scale);
+  return {made.out, made.lse, {}, {}, query.size(2), key.size(2),
+          unused(query, {2}, at::kUInt64), unused(query, {}, at::kUInt64),
+          unused(query, {0}, query.scalar_type())};
+}
+
+inline Nine cudnn(DispatchKeySet keys, at::Tensor const& query, at::Tensor const& key,
+                  at::Tensor const& value, Optional const& mask, bool compute_lse,
+                  double dropout_p, bool is_causal, bool return_debug_mask,
+                  std::optional<double> scale) {
+  Arguments const given{query, key, value, mask, dropout_p, is_causal, scale, true};
+  Outputs made;
+  if (!return_debug_mask) made = behind(compute_lse ? kCudnnWithLse : kAttention, given);
+  if (!made.out.defined())
+    return cudnn_backend.call<Nine>(keys, query, key, value, mask, compute_lse, dropout_p,
+                                    is_causal, return_debug_mask, scale);
+  at::Tensor const lse = made.lse.defined() ? made.lse.unsqueeze(-1) : at::Tensor();
+  return {made.out, lse, {}, {}, query.size(2), key.size(2), unused(query, {}, at::kLong),
+          unused(query, {}, at::kLong), {}};
+}
+
+inline Four efficient(DispatchKeySet keys, at::Tensor const& query, at::Tensor const& key,
+                      at::Tensor const& value, Optional const& mask, bool compute_lse,
+                      double dropout_p, bool is_causal, std::optional<double> scale) {
+  Arguments const given{query, key, value, mask, dropout_p, is_causal, scale, true};
+  Outputs made;
+  if (!compute_lse) made = behind(kAttention, given);  // its log-sum-exp has rows of its own
+  if (!made.out.defined())
+    return efficient_backend.call<Four>(keys, query, key, value, mask, compute_lse, dropout_p,
+                                        is_causal, scale);
+  return {made.out, unused(query, {query.size(0), query.size(1), 0}, at::kFloat),
+          unused(query, {}, at::kLong), unused(query, {}, at::kLong)};
+}
+
+inline std::mutex installing;
+inline std::unique_ptr<torch::Library> overrides, backend_overrides;
+
+// Torch warns of a kernel that replaces another: here it is meant.
+class Silent : public c10::WarningHandler {
+  void process(c10::Warning const&) override {}
+};
+
+inline std::unique_ptr<torch::Library> library(DispatchKey key) {
+  return std::make_unique<torch::Library>(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
+}
+
+inline void install_backends() {
+  Silent silent;
+  c10::WarningUtils::WarningHandlerGuard guard(&silent);
+  backend_overrides = library(device.backend);
+  auto const put = [](Backend& backend, auto kernel) {
+    if (backend.find()) backend_overrides->impl(backend.name() + std::strlen("aten::"), kernel);
+  };
+  put(flash_backend, TORCH_FN(flash));
+  put(cudnn_backend, TORCH_FN(cudnn));
+  put(efficient_backend, TORCH_FN(efficient));
+}
+
+inline void Backend::find_backends_anew() {
+  std::scoped_lock lock(installing);
+  if (!backend_overrides) return;  // disabled meanwhile
+  backend_overrides.reset();
+  install_backends();
+}
+
+inline void uninstall() {
+  std::scoped_lock lock(installing);
+  backend_overrides.reset();
+  overrides.reset();
+}
+
+// False where this torch cannot.
+inline bool install() {
+  std::scoped_lock lock(installing);
+  if (overrides) return true;
+  install_backends();
+  Silent silent;
+  c10::WarningUtils::WarningHandlerGuard guard(&silent);
+  overrides = library(DispatchKey::CompositeImplicitAutograd);
+  overrides->impl("scaled_dot_product_attention", TORCH_FN(attend));
+  return true;
+}
+
+#endif
+
+}  // namespace tuner

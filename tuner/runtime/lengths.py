@@ -1,0 +1,166 @@
+"""Key lengths of a growing cache: which of them one plan serves, and its launches there.
+
+A generation poses a longer cache with every token. Its launches differ in few numbers, sizes and
+strides, and these are lines over the length: a base and a slope. So the dispatcher computes them,
+and Python is asked once in a block of lengths. A block is an eighth of its lengths at most, and 64
+at least.
+
+A plan is taken for a range of lengths where the look-up names the same config at both ends and in
+the middle, and where every number of its launches there lies on one line. The tests prove, for the
+families here, that it then does so at every length.
+
+The dispatcher takes calls of different lengths for one kind where their strides are equal, or
+follow from the sizes: `over` makes the tensors of another length as it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tuner.problem import AttentionProblem, Problem
+from tuner.runtime.plan import KernelPlan
+
+MIN_BLOCK = 64
+"""Lengths."""
+
+Line = tuple[int, int]
+"""Base and slope: at a length it is base + slope * length."""
+WireStep = tuple[int, tuple[tuple[int, Line], ...], tuple[Line, ...], tuple[float, ...], int]
+"""A step as the dispatcher takes it: the launch function's address, of each tensor which address of
+the call and the offset in bytes, integers, scalars, and the offset in the workspace."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Launches of a plan at all lengths from `first` to `last`."""
+
+    first: int
+    last: int
+    steps: tuple[WireStep, ...]
+
+
+def grows(problem: Problem) -> bool:
+    """Whether the keys are a cache, whose length is another at the next call."""
+    return isinstance(problem, AttentionProblem) and problem.seqlen_q != problem.seqlen_kv
+
+
+def block(length: int, width: int = 0) -> tuple[int, int]:
+    """First and last of the lengths that are treated as `length` is.
+
+    Args:
+        length: at least 1.
+        width: lengths in a block; 0: by the length.
+    """
+    width = width or max(MIN_BLOCK, 1 << max(0, length.bit_length() - 4))
+    first = length // width * width
+    return max(1, first), first + width - 1
+
+
+def between(length: int, decided: Iterable[int], width: int = 0) -> tuple[int, int]:
+    """The part of the block of `length` that has none of the other lengths that are `decided`."""
+    first, last = block(length, width)
+    for other in decided:
+        if other < length:
+            first = max(first, other + 1)
+        elif other > length:
+            last = min(last, other - 1)
+        else:
+            return length, length
+    return first, last
+
+
+def constant(plan: KernelPlan) -> tuple[WireStep, ...]:
+    """A plan's launches, the same at every length."""
+    return _lines(((0, plan),)) or ()
+
+
+def over(tensor: torch.Tensor, length: int) -> torch.Tensor:
+    """Keys or values of another length, without memory, as the dispatcher takes them for the same.
+
+    Args:
+        tensor: (B, HKV, SKV, D).
+        length: in the place of SKV.
+    """
+    batch, heads, rows, width = tensor.shape
+    strides = tensor.stride()
+    if strides == (heads * rows * width, rows * width, width, 1):  # as (B, H, S, D)
+        strides = heads * length * width, length * width, width, 1
+    elif strides == (heads * rows * width, width, heads * width, 1):  # as (B, S, H, D)
+        strides = heads * length * width, width, heads * width, 1
+    shape = batch, heads, length, width
+    return torch.empty_strided(shape, strides, dtype=tensor.dtype, device="meta")
+
+
+def served(
+    plan: KernelPlan,
+    length: int,
+    ends: tuple[int, int],
+    resolved: Callable[[int], KernelPlan | None],
+) -> Lengths | None:
+    """The plan's launches over a range of lengths, or None where it serves its own only.
+
+    Args:
+        plan: what serves `length`.
+        length: of its problem's keys.
+        ends: first and last of the range.
+        resolved: the plan that serves another length, where it has the same config.
+    """
+    first, last = ends
+    if first == last:
+        return None
+    plans = {length: plan}
+    for other in (first, last, (first + last) // 2):
+        found = plans.get(other) or resolved(other)
+        if found is None:
+            return None
+        plans[other] = found
+    steps = _lines(sorted(plans.items()))
+    return None if steps is None else Lengths(first, last, steps)
+
+
+def _lines(plans: Sequence[tuple[int, KernelPlan]]) -> tuple[WireStep, ...] | None:
+    """The steps of plans by length, as lines over it; None where they are none."""
+    if len({_shape(plan) for _, plan in plans}) > 1:
+        return None
+    lengths = [length for length, _ in plans]
+    steps: list[WireStep] = []
+    for each in zip(*(plan.steps for _, plan in plans), strict=True):
+        if len({(s.kernel.address, s.scalars, s.workspace_at) for s in each}) > 1:
+            return None
+        if len({tuple(which for which, _ in s.tensors) for s in each}) > 1:
+            return None
+        offsets = _fit(lengths, [[at for _, at in s.tensors] for s in each])
+        integers = _fit(lengths, [s.integers for s in each])
+        if offsets is None or integers is None:
+            return None
+        one = each[0]
+        tensors = zip((which for which, _ in one.tensors), offsets, strict=True)
+        steps.append((one.kernel.address, tuple(tensors), integers, one.scalars, one.workspace_at))
+    return tuple(steps)
+
+
+def _shape(plan: KernelPlan) -> Any:
+    """What must be the same at every length."""
+    counts = tuple((len(step.tensors), len(step.integers)) for step in plan.steps)
+    return plan.shape, plan.strides, plan.workspace_bytes, counts
+
+
+def _fit(lengths: Sequence[int], rows: Sequence[Sequence[int]]) -> tuple[Line, ...] | None:
+    """Of each column the line through its values at these lengths, ascending; None where one is
+    not a line with whole numbers.
+    """
+    fitted: list[Line] = []
+    for values in zip(*rows, strict=True):
+        slope, rest = 0, 0
+        if len(lengths) > 1:
+            slope, rest = divmod(values[-1] - values[0], lengths[-1] - lengths[0])
+        base = values[0] - slope * lengths[0]
+        on_line = (base + slope * x == y for x, y in zip(lengths, values, strict=True))
+        if rest or not all(on_line):
+            return None
+        fitted.append((base, slope))
+    return tuple(fitted)

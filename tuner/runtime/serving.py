@@ -1,0 +1,114 @@
+"""The way of every call: guards, key, table, alignment, launch; else PyTorch and a count.
+
+An operation of the runtime is one `Call`, a `NamedTuple` because one is made in each call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, ClassVar
+
+import torch
+
+from tuner.errors import ConfigError
+from tuner.runtime import counters, dispatch, guards
+from tuner.runtime.plan import Plan, Posed
+from tuner.runtime.refusal import Kind, Refusal
+from tuner.runtime.table import Told, table
+
+
+class Call:
+    """One call: tensors and options."""
+
+    __slots__ = ()
+    aligned: ClassVar[int]
+    """Count of the leading `inputs` that a kernel reads from multiples of 16 bytes."""
+
+    @property
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        """Tensors that a kernel gets, in the order of the problem's operands."""
+        raise NotImplementedError
+
+    @property
+    def told(self) -> Told | None:
+        """The call as the C++ dispatcher takes it; None: it knows no such calls."""
+        return None
+
+    def refusal(self) -> Refusal | None:
+        """Reason why no kernel takes the call, whatever the store says; else None."""
+        return None
+
+    def kind(self) -> Hashable:
+        """Key of the call: equal keys pose equal problems and share a plan."""
+        raise NotImplementedError
+
+    def key(self, *options: Hashable) -> Hashable:
+        """A `kind` of the inputs' sizes, strides, types and devices, and of `options`."""
+        tensors = [(t.shape, t.stride(), t.dtype, t.device) for t in self.inputs]
+        return type(self), *options, *tensors
+
+    def pose(self) -> Posed:
+        """The problem of the call.
+
+        Raises:
+            ConfigError: when no tuned kernel has such types, sizes or strides.
+        """
+        raise NotImplementedError
+
+    def pose_over(self, length: int) -> Posed:
+        """As `pose`, of attention over a cache of another length that the dispatcher takes for the
+        same kind of call.
+        """
+        raise ConfigError(f"{type(self).__name__} has no cache")
+
+    def run(self, plan: Plan) -> torch.Tensor | Refusal:
+        """The plan's output, or the reason why this call cannot have it."""
+        return table.run(plan, *self.inputs)
+
+    def by_pytorch(self) -> Any:
+        """PyTorch's answer to the call."""
+        raise NotImplementedError
+
+
+def serve(call: Call) -> torch.Tensor:
+    """The output of a call, by a tuned kernel or by PyTorch; PyTorch's in a graph of torch.compile.
+
+    Raises:
+        Whatever PyTorch raises on arguments that it refuses, and what CUDA reports of an earlier
+        kernel.
+    """
+    out: torch.Tensor | None = None if torch.compiler.is_compiling() else answer(call)
+    return call.by_pytorch() if out is None else out
+
+
+def answer(call: Call) -> torch.Tensor | None:
+    """A tuned kernel's output, or None, counted by its reason, where PyTorch must answer."""
+    generation = table.refresh(call.inputs[0])
+    plan = find(call)
+    out = plan if isinstance(plan, Refusal) else call.run(plan)
+    if not isinstance(out, Refusal):
+        return out
+    if (told := call.told) is None:
+        counters.count_fallback(out.reason)
+    else:
+        dispatch.refuse(*told, out, generation)
+    return None
+
+
+def find(call: Call) -> Plan | Refusal:
+    """The plan that serves a call, or the reason why there is none; runs and counts nothing.
+
+    Looks neither at gradients nor at autocast, which a call does in `Call.run`.
+    """
+    inputs = call.inputs
+    refusal = guards.unserved(inputs) or call.refusal()
+    if refusal is not None:
+        return refusal
+    kind = call.kind()
+    plan = table.get(kind)
+    if plan is None:
+        device = inputs[0].get_device()
+        plan = table.find_out(kind, call.told, call.pose, device, call.pose_over)
+    if isinstance(plan, Plan) and guards.is_misaligned(inputs[: call.aligned]):
+        return Refusal(Kind.MISALIGNED)
+    return plan
