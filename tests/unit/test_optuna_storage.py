@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import optuna
@@ -29,10 +29,10 @@ def store() -> Iterator[Store]:
         yield opened
 
 
-@pytest.fixture(params=["database", "journal"])
+@pytest.fixture(params=["sqlite", "journal"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    name = "optuna.db" if request.param == "database" else "optuna.log"
-    return f"sqlite:///{tmp_path / name}" if request.param == "database" else str(tmp_path / name)
+    journal = tmp_path / "optuna"
+    return str(journal) if request.param == "journal" else f"sqlite:///{journal}"
 
 
 def opened(url: str) -> RDBStorage | JournalStorage:
@@ -117,6 +117,15 @@ def test_a_resumed_sweep_goes_on_in_the_same_study(url: str, store: Store) -> No
     kernels = [t.user_attrs[KERNEL] for t in study.trials if KERNEL in t.user_attrs]
     assert len(kernels) == len(set(kernels)) == 27
     assert study.study_name == first.study_name
+
+
+def test_a_postgresql_database_takes_studies(
+    create_postgres_url: Callable[[], str], store: Store
+) -> None:
+    url = create_postgres_url()
+    assert run(url, store, trials=10) == []
+    assert run(url, store, trials=12) == []
+    assert len([t for t in only_study(url).trials if KERNEL in t.user_attrs]) == 12
 
 
 def test_what_the_store_told_is_marked(url: str, store: Store) -> None:

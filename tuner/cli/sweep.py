@@ -103,8 +103,8 @@ def add_studies(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--optuna-storage",
         metavar="URL",
-        help="keep copies of the searches' Optuna studies there: sqlite:///FILE, postgresql://..., "
-        "or a journal file (default: TUNER_OPTUNA_STORAGE)",
+        help="keep copies of the searches' Optuna studies there: sqlite:///FILE, "
+        "postgresql+psycopg://..., or a journal file (default: TUNER_OPTUNA_STORAGE)",
     )
 
 
