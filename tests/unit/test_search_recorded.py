@@ -18,7 +18,8 @@ from tuner.hardware import Gpu
 from tuner.measurement import Measurement
 from tuner.problem import Problem
 from tuner.runners import recording
-from tuner.search.study import FamilySearch, Search
+from tuner.search.family_search import FamilySearch
+from tuner.search.study import Search
 from tuner.store.entry import is_vendor
 
 ATTENTION = "attention-B1_H16_S1024_D64_dtypefp16-H200-graph-warm"

@@ -18,13 +18,9 @@ from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.measurement import Measurement, Regime, Status
 from tuner.problem import GemmProblem, Problem
 from tuner.search import study as module
+from tuner.search.family_search import FamilySearch
 from tuner.search.samplers import ABSENT, KERNEL, ModelSampler, choices_of
-from tuner.search.study import (
-    SAMPLERS,
-    FamilySearch,
-    Search,
-    sampler_name,
-)
+from tuner.search.study import SAMPLERS, Search, sampler_name
 from tuner.search.surrogate import Surrogate, features_of
 
 PROBLEM = GemmProblem(512, 512, 512)

@@ -8,6 +8,7 @@ latency in microseconds as its value, or the state FAIL and a reason.
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -185,6 +186,9 @@ class _Copy:
             direction="minimize",
             load_if_exists=True,
         )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            self._study.set_metric_names(["latency_us"])
         known = self._study.user_attrs
         for name, value in subject.attributes().items():
             if known.get(name) != value:

@@ -35,14 +35,8 @@ from tuner.problem import Problem
 from tuner.runners.base import Runner
 from tuner.runners.choose import Machine, Runners
 from tuner.search import ranking
-from tuner.search.study import (
-    DEFAULT_TRIALS,
-    FamilySearch,
-    Search,
-    effort,
-    least_estimate_us,
-    sampler_name,
-)
+from tuner.search.family_search import FamilySearch
+from tuner.search.study import DEFAULT_TRIALS, Search, effort, least_estimate_us, sampler_name
 from tuner.selection.shipped import shipped_index
 from tuner.store import Store, SweepRecord, open_store
 from tuner.store.entry import Entry, is_vendor, vendor_name
