@@ -13,6 +13,7 @@ VARIABLES: dict[str, str] = {
     "TUNER_CUTLASS_DIR": "a CUTLASS checkout to use instead of the nvidia-cutlass wheel",
     "TUNER_PEERS_PATH": "folder with peers to measure against: fa3.py, fa4.py, fa3_serving.py, ...",
     "TUNER_SAMPLER": "what searches: model (default), tpe, gp, cost or random",
+    "TUNER_OPTUNA_STORAGE": "URL or journal file that takes copies of the Optuna studies",
     "TUNER_READ_TOKEN": "bearer token to look things up in a service (`tuner serve`, `tuner sync`)",
     "TUNER_WRITE_TOKEN": "bearer token to submit and cancel jobs, too (`tuner serve`)",
     "TUNER_DISABLE": "1 sends every call of the runtime to PyTorch",
@@ -73,6 +74,11 @@ def peers_path() -> Path | None:
 def sampler() -> str | None:
     """The sampler the user named."""
     return _text("TUNER_SAMPLER")
+
+
+def optuna_storage() -> str | None:
+    """The Optuna storage that takes copies of the studies; None keeps none."""
+    return _text("TUNER_OPTUNA_STORAGE")
 
 
 def read_token() -> str:

@@ -7,7 +7,7 @@ which a part is killed (SIGKILL) at random moments, whatever their workers were 
 process comes in the place of each.
 
 What is a worker's is counted in CPU time of its thread (`time.thread_time`), of which the search's
-(`search.FamilySearch`, `Search.ask`) and the simulation's own are taken away. Of a killed process
+(`FamilySearch`, `Search.ask`) and the simulation's own are taken away. Of a killed process
 what it spent in its last second is not counted.
 """
 
@@ -41,7 +41,8 @@ from tuner.problem import AttentionProblem, Problem
 from tuner.runners import recording
 from tuner.runners.recording import Recording
 from tuner.runners.replay import ReplayRunner
-from tuner.search.study import FamilySearch, Search
+from tuner.search.family_search import FamilySearch
+from tuner.search.study import Search
 from tuner.store import Store, open_store
 from tuner.store.jobs import Claim, Lease
 from tuner.store.sql import SqlStore

@@ -28,7 +28,8 @@ from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.problem import Problem
 from tuner.runners.choose import Machine, Runners
 from tuner.runners.gpus import parse_devices
-from tuner.search.study import FamilySearch, effort
+from tuner.search.family_search import FamilySearch
+from tuner.search.study import effort
 from tuner.store import open_store
 from tuner.tuning.job import (
     Job,

@@ -42,13 +42,8 @@ from tuner.measurement import Measurement
 from tuner.problem import Problem
 from tuner.runners import recording
 from tuner.search import ranking
-from tuner.search.study import (
-    DEFAULT_TRIALS,
-    EFFORTS,
-    SAMPLERS,
-    FamilySearch,
-    Search,
-)
+from tuner.search.family_search import FamilySearch
+from tuner.search.study import DEFAULT_TRIALS, EFFORTS, SAMPLERS, Search
 from tuner.selection.describe import table
 
 COMPILED = (1, 2, 4, 8, 12, 16, 40)

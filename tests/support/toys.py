@@ -17,6 +17,7 @@ from tuner.measurement import Environment, Measurement, Regime, Status
 from tuner.problem import AttentionProblem, GemmProblem, Problem
 from tuner.runners.recording import Recording
 from tuner.runners.replay import ReplayRunner
+from tuner.search.storage import StudyStorage
 from tuner.store import Store
 from tuner.tuning.progress import Interruption
 from tuner.tuning.sweep import Sweep, SweepOptions
@@ -207,9 +208,17 @@ def sweep(
     store: Store,
     problem: Problem = GEMM,
     interruption: Interruption | None = None,
+    studies: StudyStorage | None = None,
     **options: object,
 ) -> Sweep:
     chosen = SweepOptions(**{"sampler": "tpe", **options})  # type: ignore[arg-type]
     return Sweep(
-        problem, REGIME, runner, store, chosen, interruption=interruption, catalogue=catalogue
+        problem,
+        REGIME,
+        runner,
+        store,
+        chosen,
+        interruption=interruption,
+        catalogue=catalogue,
+        studies=studies,
     )

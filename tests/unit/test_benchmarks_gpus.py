@@ -17,7 +17,8 @@ from tuner.hardware import DEFAULT_GPU
 from tuner.measure import device
 from tuner.measurement import Environment, Measurement, Provenance, Regime, Status
 from tuner.problem import AttentionProblem
-from tuner.search.study import FamilySearch, Search, effort
+from tuner.search.family_search import FamilySearch
+from tuner.search.study import Search, effort
 from tuner.tuning.job import JobResult
 from tuner.tuning.outcome import Outcome
 

@@ -121,6 +121,21 @@ class TestReplayedSweep:
         assert (first["resumed"], second["resumed"]) == (0, 10)
         assert first["winner"]["config"] == second["winner"]["config"]
 
+    def test_an_optuna_storage_takes_the_study_or_is_refused_first(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        journal = tmp_path / "optuna.log"
+        words = ["sweep", *SHAPE, "--trials", "5", "--optuna-storage"]
+        assert cli.main([*words, str(journal)]) == 0
+        out, err = capsys.readouterr()
+        assert "Optuna" not in out + err, "its log is quiet"
+        assert "softmax M=256,N=512" in journal.read_text()
+        assert cli.main([*words, str(tmp_path)]) == 1
+        out, err = capsys.readouterr()
+        assert (out, err.count("\n")) == ("", 1)
+        assert f"Optuna storage {tmp_path} is a folder; name a file in it" in err
+        assert cli.main([*words, str(journal), "--list"]) == 2
+
     def test_problems_goes_on_and_reports_at_the_end(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -332,7 +333,13 @@ class TestController:
         assert "tuner worker --replay" in capsys.readouterr().err
         with open_store(url) as store:
             assert states(store, job) == ["queued"]
-        assert main(["worker", "--drain", "--replay", "--store", url]) == 0
+        studies = f"sqlite:///{tmp_path / 'optuna.db'}"
+        words = ["worker", "--drain", "--replay", "--store", url, "--optuna-storage", studies]
+        assert main(words) == 0
         assert "1 problem decided" in capsys.readouterr().err
         with open_store(url) as store:
             assert states(store, job) == ["done"]
+        with sqlite3.connect(tmp_path / "optuna.db") as database:
+            [(trials,)] = database.execute("SELECT count(*) FROM trials")
+        database.close()
+        assert trials > 0

@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import ClassVar
 
+import optuna
 import pytest
+from optuna.trial import TrialState
 
 from tuner.config import Config
 from tuner.errors import ConfigError
@@ -15,15 +17,10 @@ from tuner.families.base import Domain, Family
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.measurement import Measurement, Regime, Status
 from tuner.problem import GemmProblem, Problem
-from tuner.search import optuna_sampler
 from tuner.search import study as module
-from tuner.search.optuna_sampler import ABSENT
-from tuner.search.study import (
-    SAMPLERS,
-    FamilySearch,
-    Search,
-    sampler_name,
-)
+from tuner.search.family_search import FamilySearch
+from tuner.search.samplers import ABSENT, KERNEL, ModelSampler, choices_of
+from tuner.search.study import SAMPLERS, Search, sampler_name
 from tuner.search.surrogate import Surrogate, features_of
 
 PROBLEM = GemmProblem(512, 512, 512)
@@ -126,13 +123,13 @@ def test_groups_are_sets_of_compiled_kernels() -> None:
     assert sum(map(len, groups.values())) == len(Toy().space(PROBLEM, DEFAULT_GPU))
 
 
-def test_a_space_that_fits_is_enumerated_once_without_optuna(
+def test_a_space_that_fits_is_enumerated_once_without_a_draw(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def refuse(sampler: str, seed: int) -> None:
-        raise AssertionError("no study is needed")
+    def refuse(*_: object) -> None:
+        raise AssertionError("the ranking is enough")
 
-    monkeypatch.setattr(optuna_sampler, "create_study", refuse)
+    monkeypatch.setattr(optuna.samplers.TPESampler, "sample_relative", refuse)
     toy = member(Toy())
     asked = run(Search([toy], total=500, seeds=4))
     digests = [config.digest for group in asked for config in group]
@@ -169,28 +166,20 @@ def test_equal_seeds_ask_equally(sampler: str) -> None:
 
 def test_model_reads_conditions_from_the_space() -> None:
     features = [features_of(Toy(), c) for c in Toy().space(PROBLEM, DEFAULT_GPU)]
-    choices = optuna_sampler._choices(features)
+    choices = choices_of(features)
     assert choices["stages"] == (2, 3, 4, ABSENT)  # nothing else says whether it is there
     assert choices["splits"] == (1, 2)  # the schedule does
 
 
-def test_infeasible_suggestions_are_told_and_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[float | None] = []
-    original = optuna_sampler.OptunaSampler._complete
-
-    def complete(self: optuna_sampler.OptunaSampler, trial: object, value: float | None) -> None:
-        told.append(value)
-        original(self, trial, value)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(optuna_sampler.OptunaSampler, "_complete", complete)
+def test_infeasible_suggestions_are_told_and_cost_nothing() -> None:
     toy = member(Toy())
     asked = run(Search([toy], total=40, seeds=4))
     assert len(asked) == 40
-    assert None in told, "256 x 256 is illegal and must have been suggested in 34 trials"
-    study = toy._optuna._study  # type: ignore[union-attr]
-    infeasible = [t for t in study.trials if t.constraints.get("runs", 0) > 0]
+    illegal = [t for t in toy.trials.study.trials if KERNEL not in t.user_attrs and t.constraints]
+    assert illegal, "256 x 256 is illegal and must have been suggested in 34 trials"
+    assert {t.user_attrs["reason"] for t in illegal} == {"no legal config has these values"}
+    infeasible = [t for t in toy.trials.study.trials if t.constraints.get("runs", 0) > 0]
     worst = max(math.log(latency(c)) for group in asked for c in group)
-    assert infeasible
     assert all(t.value <= worst for t in infeasible), "no huge sentinel"
 
 
@@ -203,10 +192,11 @@ def test_failures_are_told_as_infeasible() -> None:
         status = statuses[search.spent % 2]
         failed += status is Status.TIMEOUT
         search.tell(measure(group, status))
-    study = toy._optuna._study  # type: ignore[union-attr]
-    complete = [t for t in study.trials if t.value is not None]
-    assert sum(t.constraints["runs"] > 0 for t in complete) >= failed
-    assert all(t.value < 5 for t in complete)
+    trials = toy.trials.study.trials
+    evaluated = [t for t in trials if KERNEL in t.user_attrs]
+    assert sum(t.constraints["runs"] > 0 for t in evaluated) == failed
+    assert {t.user_attrs.get("reason") for t in evaluated} == {None, "timeout"}
+    assert all(t.value < 5 for t in trials if t.value is not None)
 
 
 def test_known_groups_are_not_asked_again_and_count() -> None:
@@ -454,3 +444,43 @@ def test_a_lost_heat_stays_lost_after_a_restart() -> None:
     search = Search([again], total=100, seeds=4)
     search.tell_known(sorted(raced.seen.values(), key=lambda m: m.latency_us or 0))
     assert search.ask() is None
+
+
+def test_every_group_is_a_trial_of_an_optuna_study() -> None:
+    toy = member(Toy(), sampler="model")
+    asked = run(Search([toy], total=12, seeds=4))
+    study = toy.trials.study
+    assert isinstance(study.sampler, ModelSampler)
+    assert [t.user_attrs[KERNEL] for t in study.trials] == [
+        Toy().compile_digest(group[0]) for group in asked
+    ]
+    assert {t.state for t in study.trials} == {TrialState.COMPLETE}
+    assert math.exp(study.best_value) == pytest.approx(toy.best_us)
+    for trial, group in zip(study.trials, asked, strict=True):
+        row = features_of(Toy(), group[0])
+        assert {name: value for name, value in trial.params.items() if value != ABSENT} == row
+        assert [v["latency_us"] for v in trial.user_attrs["variants"]] == list(map(latency, group))
+
+
+def test_the_model_is_an_optuna_sampler_by_itself() -> None:
+    """Asked through the study and no search, it finds what the search finds."""
+    toy, other = member(Toy(), sampler="model"), member(Toy(), sampler="model")
+    for _ in range(24):
+        key = toy.trials.start()
+        value = math.log(min(map(latency, toy.groups[key])))
+        toy.trials.finish(key, value, {})
+    asked = run(Search([other], total=24, seeds=4))
+    assert list(toy.trials.groups.values) == [Toy().compile_digest(group[0]) for group in asked]
+
+
+def test_trials_from_the_store_are_marked_and_those_given_up_fail() -> None:
+    toy = member(Toy(), sampler="model")
+    search = Search([toy], total=20, seeds=4)
+    search.tell_known(measure(next(iter(toy.groups.values()))))
+    search.tell(measure(search.ask() or []))
+    assert search.ask() is not None
+    toy.trials.abandon("interrupted")
+    known, told, given_up = toy.trials.study.trials
+    assert (known.user_attrs["from_store"], told.user_attrs["from_store"]) == (True, False)
+    assert (known.state, told.state) == (TrialState.COMPLETE, TrialState.COMPLETE)
+    assert (given_up.state, given_up.user_attrs["reason"]) == (TrialState.FAIL, "interrupted")

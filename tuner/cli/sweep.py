@@ -62,6 +62,7 @@ def register(subparsers: Any) -> None:
         "--list", action="store_true", help="say what --compile would compile, do nothing"
     )
     parser.add_argument("--store", metavar="URL", help="SQLAlchemy URL or SQLite file")
+    add_studies(parser)
     parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
     parser.set_defaults(run=run)
 
@@ -94,6 +95,16 @@ def add_budget(parser: argparse.ArgumentParser) -> None:
         "--no-widen",
         action="store_true",
         help="do not check the winner at the shapes around its own, which then it cannot serve",
+    )
+
+
+def add_studies(parser: argparse.ArgumentParser) -> None:
+    """Argument of `open_storage`."""
+    parser.add_argument(
+        "--optuna-storage",
+        metavar="URL",
+        help="keep copies of the searches' Optuna studies there: sqlite:///FILE, "
+        "postgresql+psycopg://..., or a journal file (default: TUNER_OPTUNA_STORAGE)",
     )
 
 
@@ -159,6 +170,7 @@ def run(args: argparse.Namespace) -> int:
     """Sweep; 0 when everything was decided."""
     from tuner.cli.display import create_display
     from tuner.runners.opening import open_runners
+    from tuner.search.storage import open_storage
     from tuner.store import open_store
     from tuner.tuning.job import Job
     from tuner.tuning.progress import Interruption
@@ -173,6 +185,7 @@ def run(args: argparse.Namespace) -> int:
         open_store(url) as store,
         Interruption() as interruption,
         create_display(url, show_results=not args.json) as display,
+        open_storage(args.optuna_storage, display.note) as studies,
         open_runners(machine, display.note) as kinds,
     ):
         job = Job(
@@ -183,6 +196,7 @@ def run(args: argparse.Namespace) -> int:
             watcher=display,
             interruption=interruption,
             further=kinds[1:],
+            studies=studies,
         )
         if kinds[0].gpu is None and not args.replay:
             _say_known(problems, options, store, url, display.note)
@@ -240,6 +254,7 @@ def _check_ahead(args: argparse.Namespace) -> None:
     for option, given, why in (
         ("--compiled-only", args.compiled_only, "it would leave nothing to compile"),
         ("--replay", args.replay, "a replay needs no kernels"),
+        ("--optuna-storage", args.optuna_storage, "nothing is searched"),
     ):
         if ahead and given:
             raise ConfigError(f"{option} contradicts {ahead}: {why}; leave one of them out")

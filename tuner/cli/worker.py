@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from tuner import settings
-from tuner.cli.sweep import add_machine, machine_of
+from tuner.cli.sweep import add_machine, add_studies, machine_of
 
 DESCRIPTION = """Takes one problem after the other from the jobs of the store, those of the highest
 priority first, and tunes it on this machine's GPU. Several workers may share a store. Each holds a
@@ -25,6 +25,7 @@ def register(subparsers: Any) -> None:
     )
     add_machine(parser, "0")
     parser.add_argument("--store", metavar="URL", help="SQLAlchemy URL or SQLite file")
+    add_studies(parser)
     parser.set_defaults(run=run)
 
 
@@ -39,6 +40,7 @@ def run(args: argparse.Namespace) -> int:
     from tuner.cli import DONE
     from tuner.cli.display import create_display
     from tuner.runners.opening import open_creator
+    from tuner.search.storage import open_storage
     from tuner.selection.describe import counted
     from tuner.store import open_store
     from tuner.tuning.controller import Controller
@@ -49,8 +51,11 @@ def run(args: argparse.Namespace) -> int:
         # One that is named must be there: a slip would find no job. The default place is made.
         open_store(url, create=not args.store) as store,
         create_display(url, show_results=True) as display,
+        open_storage(args.optuna_storage, display.note) as studies,
         open_creator(machine, display.note) as create_runners,
-        Controller(store, machine, watcher=display, create_runners=create_runners) as controller,
+        Controller(
+            store, machine, watcher=display, create_runners=create_runners, studies=studies
+        ) as controller,
     ):
         decided = controller.run(drain=args.drain)
     print(f"tuner: {counted(decided, 'problem')} decided", file=sys.stderr)

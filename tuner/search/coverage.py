@@ -26,8 +26,8 @@ from tuner.families.base import Family, without_spare
 from tuner.hardware import Gpu
 from tuner.measurement import Measurement, Provenance
 from tuner.problem import Problem
+from tuner.search.family_search import FamilySearch
 from tuner.search.fit import Sample, answers_everywhere
-from tuner.search.study import FamilySearch
 from tuner.store.entry import is_vendor, vendor_name
 
 

@@ -1,36 +1,31 @@
-"""What to evaluate next: budgets, one search a family, and the share of each family.
+"""Budgets of a sweep, one search a family, and each family's share.
 
-The unit of search is a *group*: candidates that share their compiled kernels, so that what costs
-time (compiling) is spent once. A group's value is the logarithm of the best latency among its
-run-time variants. The sampler `model` takes the group with the largest expected gain over all
-families (`surrogate`: each family's cost model, corrected by what was measured here and on like
-problems), and ends when no gain worth its compile is expected. The others stand beside it to be
-compared (`scripts/bench search`): random, the cost models' order, and Optuna's ask and tell from
-the families' seeds on.
-All is in memory: what was measured before is told again from the store, which alone is durable.
+The unit of search is a *group*: candidates that share their compiled kernels, so that the costly
+part (compiling) is spent once. A group is one trial of its family's Optuna study
+(`samplers.GroupStudy`). Its value is the logarithm of the best latency among its run-time variants.
+The sampler `model` proposes the group with the largest expected gain over all families: a
+Gaussian-process residual over each family's cost model (`surrogate`). It ends when no gain worth
+its compile is expected. The other samplers are for comparison (`scripts/bench search`): random,
+the cost models' order, and Optuna's TPE and GP from the families' seeds on.
+Studies live in memory: measurements are told again from the store, which alone is durable.
+`storage` keeps copies of the studies for Optuna's tools.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import math
-import random
-import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from tuner import settings
 from tuner.config import Config
 from tuner.errors import ConfigError
-from tuner.families.base import Family, group_by_kernels
+from tuner.families.base import Family
 from tuner.hardware import Gpu
 from tuner.measurement import Measurement
 from tuner.problem import Problem
-from tuner.search.optuna_sampler import STARTUP, OptunaSampler
-
-if TYPE_CHECKING:
-    from tuner.search.surrogate import Features, Past, Surrogate
+from tuner.search.family_search import FamilySearch
 
 
 @dataclass(frozen=True)
@@ -52,7 +47,7 @@ class Effort:
     """A family whose best estimate is so many times the best of all is left out unless named."""
     heat: int
     """Candidates of a trial timed first; the others only where one of these comes within
-    `RACE_MARGIN` of its family's best. 0 times all."""
+    `family_search.RACE_MARGIN` of its family's best. 0 times all."""
     finalists: int
     """Own candidates timed again beside the vendors' kernels."""
     rounds: int
@@ -95,9 +90,6 @@ EFFORTS: dict[str, Effort] = {
 DEFAULT_TRIALS = 40
 
 SAMPLERS = ("model", "tpe", "gp", "cost", "random")
-RACE_MARGIN = 0.1
-"""Of 173 recorded GEMM kernels the first 2 of up to 8 run-time variants come within 0.5 % of the
-best variant in the median and 7 % in nine of ten; racing them times 40 % and loses no winner."""
 PROMISE_EXPONENT = 4
 """A family twice as slow as the best one gets 1/16 of its share."""
 UNSERVED = 1.0
@@ -157,196 +149,6 @@ def least_estimate_us(
     return min((family.predict_us(problem, c, gpu) for c in space), default=math.inf)
 
 
-class FamilySearch:
-    """What is known of one family's groups. Deterministic for equal results and seed."""
-
-    def __init__(
-        self,
-        family: Family,
-        problem: Problem,
-        gpu: Gpu,
-        space: Sequence[Config],
-        *,
-        seeds: int,
-        sampler: str,
-        seed: int,
-        heat: int = 0,
-        history: Iterable[Measurement] = (),
-    ) -> None:
-        """Group and rank the space.
-
-        Args:
-            family: whose configs they are.
-            problem: what is computed.
-            gpu: where.
-            space: the candidates.
-            seeds: of the family's own suggestions that lead the ranking.
-            sampler: one of `SAMPLERS`.
-            seed: of what is drawn.
-            heat: as `Effort.heat`.
-            history: measurements of other problems, which `model` learns from.
-        """
-        self.family = family
-        self.groups: dict[str, list[Config]] = {
-            family.compile_digest(group[0]): group for group in group_by_kernels(family, space)
-        }
-        self.best_us = math.inf
-        self.finished = 0
-        self.pending: set[str] = set()
-        self.seen: dict[str, Measurement] = {}
-        """Measurements by the digest of their config."""
-        self.surrogate: Surrogate | None = None
-        self._heat = heat
-        self._survivors: list[str] = []
-        self._sampler = sampler
-        self._seed = seed + zlib.crc32(family.name.encode())
-        self._optuna: OptunaSampler | None = None
-        self._values: dict[str, float | None] = {}
-        estimates = {
-            config.digest: family.predict_us(problem, config, gpu)
-            for group in self.groups.values()
-            for config in group
-        }
-        for group in self.groups.values():
-            group.sort(key=lambda config: estimates[config.digest])
-        predicted = {key: estimates[group[0].digest] for key, group in self.groups.items()}
-        if sampler == "model":
-            from tuner.search import surrogate
-
-            past = _past(family, gpu, history)
-            self.surrogate = surrogate.Surrogate(problem, self._features(), predicted, past)
-            order = sorted(self.groups, key=self.surrogate.mean)
-        elif sampler == "random":
-            order = random.Random(self._seed).sample(list(self.groups), len(self.groups))
-        else:
-            first = [family.compile_digest(c) for c in family.seeds(problem, gpu, space, seeds)]
-            rest = sorted(self.groups, key=lambda key: predicted[key])
-            order = [key for key in dict.fromkeys(first + rest) if key in self.groups]
-        self._open = dict.fromkeys(order)
-
-    @property
-    def started(self) -> int:
-        return self.finished + len(self.pending) + len(self._survivors)
-
-    @property
-    def underway(self) -> list[str]:
-        """Keys of the groups that are started and not finished."""
-        return [*self.pending, *self._survivors]
-
-    @property
-    def open(self) -> list[str]:
-        """Keys of the groups that are neither finished nor pending, most promising first."""
-        return list(self._open)
-
-    def missing(self, key: str) -> list[Config]:
-        """What is to be measured next of a group: a first heat, or all that is left."""
-        left = [config for config in self.groups[key] if config.digest not in self.seen]
-        is_first = self._heat > 0 and len(left) == len(self.groups[key])
-        return left[: self._heat] if is_first else left
-
-    def suggest(self) -> str:
-        """The open group that Optuna, or before it knows enough the ranking, has next."""
-        first = next(iter(self._open))
-        if self._sampler in ("random", "cost") or self.finished < STARTUP:
-            return first
-        if self._optuna is None:
-            self._optuna = OptunaSampler(self._features(), self._sampler, self._seed)
-            # Values first: an infeasible one is told as the worst of them.
-            for key, value in sorted(self._values.items(), key=lambda item: item[1] is None):
-                self._optuna.tell(key, value)
-        return self._optuna.suggest(self._open) or first
-
-    def take(self, key: str) -> list[Config]:
-        """Start an open group; what is to be measured of it."""
-        del self._open[key]
-        self.pending.add(key)
-        return self.missing(key)
-
-    def take_survivor(self) -> list[Config] | None:
-        """What is left of a group whose first heat did well; it is compiled already."""
-        if not self._survivors:
-            return None
-        key = self._survivors.pop(0)
-        self.pending.add(key)
-        return self.missing(key)
-
-    def tell(self, measurements: Iterable[Measurement]) -> None:
-        """Take in measurements; those of configs outside the space are ignored."""
-        touched: dict[str, None] = {}
-        for measurement in measurements:
-            key = self.family.compile_digest(measurement.config)
-            if key not in self.groups or measurement.config not in self.groups[key]:
-                continue
-            self.seen[measurement.config.digest] = measurement
-            if measurement.latency_us is not None and measurement.ok:
-                self.best_us = min(self.best_us, measurement.latency_us)
-            touched.setdefault(key)
-        for key in touched:
-            if key in self._values:
-                continue
-            if not self.missing(key) or self._has_lost(key):
-                self._finish(key)
-            elif key in self.pending:
-                self.pending.discard(key)
-                self._survivors.append(key)
-
-    def _has_lost(self, key: str) -> bool:
-        """Whether a first heat was timed, and none of it is worth timing the rest for."""
-        seen = [self.seen[c.digest] for c in self.groups[key] if c.digest in self.seen]
-        if not self._heat or len(seen) < self._heat:
-            return False
-        value = _value(seen)
-        return value is None or value > math.log((1 + RACE_MARGIN) * self.best_us)
-
-    def _finish(self, key: str) -> None:
-        seen = [self.seen[c.digest] for c in self.groups[key] if c.digest in self.seen]
-        value = _value(seen)
-        self._values[key] = value
-        self.finished += 1
-        self._open.pop(key, None)
-        self.pending.discard(key)
-        if self._optuna is not None:
-            self._optuna.tell(key, value)
-        if self.surrogate is not None:
-            # A group of which nothing passed is as bad as the worst that did.
-            values = [v for v in self._values.values() if v is not None]
-            if values:
-                self.surrogate.observe(key, max(values) if value is None else value)
-
-    def _features(self) -> dict[str, Features]:
-        from tuner.search.surrogate import features_of
-
-        return {key: features_of(self.family, group[0]) for key, group in self.groups.items()}
-
-
-def _value(measurements: Iterable[Measurement]) -> float | None:
-    """The logarithm of the best time; None where nothing passed."""
-    times = [m.latency_us for m in measurements if m.ok and m.latency_us is not None]
-    return math.log(min(times)) if times else None
-
-
-def _past(family: Family, gpu: Gpu, history: Iterable[Measurement]) -> list[Past]:
-    """What other problems' measurements say of the family's cost model, a problem each."""
-    from tuner.search.surrogate import Past, features_of
-
-    problems: dict[Problem, list[Measurement]] = {}
-    for m in history:
-        if m.config.family == family.name:
-            problems.setdefault(m.problem, []).append(m)
-    found = []
-    for problem, measured in problems.items():
-        by_config = {m.config: m for m in measured}
-        features, errors = [], []
-        for group in group_by_kernels(family, by_config):
-            value = _value(by_config[config] for config in group)
-            if value is not None:
-                predicted = min(family.predict_us(problem, config, gpu) for config in group)
-                features.append(features_of(family, group[0]))
-                errors.append(value - math.log(predicted))
-        found.append(Past(problem, features, errors))
-    return found
-
-
 @dataclass
 class Search:
     """The families of one problem over one budget.
@@ -400,10 +202,7 @@ class Search:
         if any(member.surrogate is None for member in self.members):
             return self._ask_in_turn()
         chosen = self._most_gain({})
-        if chosen is None:
-            return None
-        member, key = chosen
-        return member.take(key)
+        return None if chosen is None else chosen[0].take()
 
     def tell(self, measurements: Sequence[Measurement]) -> None:
         for member in self.members:
@@ -411,7 +210,8 @@ class Search:
 
     def tell_known(self, measurements: Sequence[Measurement]) -> None:
         """Tell what the store holds before the first `ask`."""
-        self.tell(measurements)
+        for member in self.members:
+            member.tell_known(m for m in measurements if m.config.family == member.family.name)
         self.told = self.spent
 
     def ahead(self) -> list[list[Config]]:
@@ -474,19 +274,16 @@ class Search:
         if not self.members:
             return None
         best = self._best()
-        found: tuple[float, str, FamilySearch, str] | None = None
+        found: tuple[float, FamilySearch, str] | None = None
         for member in self.members:
-            assumed = taken.get(member.family.name, ())
-            keys = [key for key in member.open if key not in assumed]
-            if not keys or member.surrogate is None:
+            if member.model is None:
                 continue
-            gains = member.surrogate.gains(keys, best, [*member.underway, *assumed])
-            key = max(keys, key=lambda key: gains[key])
-            if found is None or gains[key] > found[0]:
-                found = gains[key], member.family.name, member, key
+            offer = member.model.offer(best, taken.get(member.family.name, ()))
+            if offer is not None and (found is None or offer[0] > found[0]):
+                found = offer[0], member, offer[1]
         if found is None or found[0] < self.least_gain:
             return None
-        return found[2], found[3]
+        return found[1:]
 
     def _best(self) -> float:
         """Logarithm of the best time so far; before there is one, of the best expected."""
@@ -507,7 +304,7 @@ class Search:
         if member is None:
             return None
         by_rank = member.started < self.seeds or self._is_enumerated(member)
-        return member.take(member.open[0] if by_rank else member.suggest())
+        return member.take(member.open[0] if by_rank else None)
 
     @property
     def _share(self) -> int:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from tuner.base.processes import EndingSignals, Interrupted
 from tuner.errors import (
@@ -39,6 +39,9 @@ from tuner.store.jobs import LEASE_S, Claim, Jobs, Lease, result_of, result_text
 from tuner.tuning.job import JobOptions, widen_winner
 from tuner.tuning.progress import SweepState, Watcher
 from tuner.tuning.sweep import Catalogue, Sweep
+
+if TYPE_CHECKING:
+    from tuner.search.storage import StudyStorage
 
 _LOG = logging.getLogger("tuner.controller")
 
@@ -75,6 +78,7 @@ class Controller:
         lease_s: how long this process may stay silent before another takes over.
         catalogue: finds the families of an operation.
         create_runners: what evaluates, for a machine and a sink of notes.
+        studies: takes copies of the searches' studies.
     """
 
     def __init__(
@@ -86,12 +90,14 @@ class Controller:
         lease_s: float = LEASE_S,
         catalogue: Catalogue = families_of,
         create_runners: Callable[[Machine, Callable[[str], None]], Runners] = Runners,
+        studies: StudyStorage | None = None,
     ) -> None:
         self._store = store
         self._machine = machine
         self._create_runners = create_runners
         self._watcher = watcher or Watcher()
         self._catalogue = catalogue
+        self._studies = studies
         self._holder = f"{socket.gethostname()[:100]}:{os.getpid()}"
         self._leases = _Leases(store, lease_s)
         self._runners: Runners | None = None
@@ -254,6 +260,7 @@ class Controller:
             options.sweep,
             watcher=_Reporter(self._watcher, self._store, claim, self._leases),
             catalogue=self._catalogue,
+            studies=self._studies,
         )
         jobs.begin(claim.lease, turn.sweep.id)
         return turn.sweep

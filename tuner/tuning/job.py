@@ -13,7 +13,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from tuner.base import document
 from tuner.base.printable import one_line
@@ -35,6 +35,9 @@ from tuner.tuning.sweep import (
     SweepOptions,
     check_families,
 )
+
+if TYPE_CHECKING:
+    from tuner.search.storage import StudyStorage
 
 DEFAULT_OP = "attention"
 MAX_BYTES = 4 << 20
@@ -128,6 +131,7 @@ class Job:
         interruption: ends it early.
         catalogue: finds the families of an operation.
         further: runners of other kinds of GPU; times of two kinds never meet in one sweep.
+        studies: takes copies of the searches' studies.
 
     Raises:
         ConfigError: when a family that the options name does not serve one of them.
@@ -144,6 +148,7 @@ class Job:
         interruption: Interruption | None = None,
         catalogue: Catalogue = families_of,
         further: Sequence[Runners] = (),
+        studies: StudyStorage | None = None,
     ) -> None:
         options.check(problems, catalogue)
         self._problems = list(dict.fromkeys(problems))
@@ -154,6 +159,7 @@ class Job:
         self._watcher = watcher or Watcher()
         self._interruption = interruption or Interruption()
         self._catalogue = catalogue
+        self._studies = studies
         self._sweeps: dict[Problem, Sweep] = {}
         self._beside: list[Runner] = []
         self._lock = threading.Lock()
@@ -290,6 +296,7 @@ class Job:
             watcher=self._watcher,
             interruption=self._interruption,
             catalogue=self._catalogue,
+            studies=self._studies,
         )
 
     def _ahead(self, problems: Sequence[Problem]) -> None:

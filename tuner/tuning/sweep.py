@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from typing import TYPE_CHECKING
 
 from tuner.config import Config
 from tuner.errors import (
@@ -34,19 +35,16 @@ from tuner.problem import Problem
 from tuner.runners.base import Runner
 from tuner.runners.choose import Machine, Runners
 from tuner.search import ranking
-from tuner.search.study import (
-    DEFAULT_TRIALS,
-    FamilySearch,
-    Search,
-    effort,
-    least_estimate_us,
-    sampler_name,
-)
+from tuner.search.family_search import FamilySearch
+from tuner.search.study import DEFAULT_TRIALS, Search, effort, least_estimate_us, sampler_name
 from tuner.selection.shipped import shipped_index
 from tuner.store import Store, SweepRecord, open_store
 from tuner.store.entry import Entry, is_vendor, vendor_name
 from tuner.tuning.outcome import Outcome, first_line, summary
 from tuner.tuning.progress import Interruption, SweepState, Watcher
+
+if TYPE_CHECKING:
+    from tuner.search.storage import StudyStorage
 
 _LOG = logging.getLogger("tuner.sweep")
 
@@ -55,6 +53,8 @@ Catalogue = Callable[[str], Mapping[str, Family]]
 
 STAGES_TIME = 0.5
 """Part of the time limit that the stages of composite families may use."""
+INTERRUPTED = "interrupted"
+"""Reason of a trial that had no result when its sweep ended."""
 INTERRUPTED_FINALISTS = 2
 LEAST_ROUNDS = 20
 
@@ -119,6 +119,7 @@ class Sweep:
         watcher: Watcher | None = None,
         interruption: Interruption | None = None,
         catalogue: Catalogue = families_of,
+        studies: StudyStorage | None = None,
     ) -> None:
         self.problem = problem
         self.regime = regime
@@ -132,6 +133,7 @@ class Sweep:
         self._watcher = watcher or Watcher()
         self._interruption = interruption or Interruption()
         self._catalogue = catalogue
+        self._studies = studies
         self._notes: list[str] = []
         self._unranked: list[Measurement] = []
         self._own, self._vendors = self._competitors()
@@ -191,6 +193,8 @@ class Sweep:
             with contextlib.suppress(StoreError):  # the first fault is the one to be told
                 self.store.end_sweep(self._record.id, "interrupted")
             raise
+        finally:
+            self._end_studies()
         ended = "interrupted" if outcome.interrupted else "done"
         self._write(lambda: self.store.end_sweep(self._record.id, ended))
         return outcome
@@ -385,6 +389,8 @@ class Sweep:
         state.resumed += search.told
         state.done_before = search.told
         limit = min(self.runner.capacity, search.at_once)
+        for member in search.members:
+            self._copy(member)
         while True:
             burst: list[list[Config]] = []
             while search.pending < limit and not self._stopped(deadline):
@@ -442,9 +448,38 @@ class Sweep:
         if member is None:
             return  # Left over from the problem before, whose time was over: kept, nothing more.
         member.tell(measured)
+        self._copy(member)
         self._state.in_flight -= 1
         for m in measured:
             self._count(m)
+
+    def _copy(self, member: FamilySearch) -> None:
+        """Copy the finished trials of an own family to the Optuna storage."""
+        if self._studies is None or member.family.is_vendor:
+            return
+        from tuner.search.storage import Subject
+
+        runner = self.runner
+        subject = Subject(
+            member.problem,
+            runner.gpu,
+            self.regime,
+            runner.environment,
+            runner.provenance,
+            member.family.name,
+            self._sampler,
+            self.options.seed,
+        )
+        self._studies.copy(member.trials, subject)
+
+    def _end_studies(self) -> None:
+        """Fail the trials that have no result, and let go of the copies."""
+        for member in self._members.values():
+            member.trials.abandon(INTERRUPTED)
+            if member.started:
+                self._copy(member)
+            if self._studies is not None:
+                self._studies.forget(member.trials)
 
     def _write(self, write: Callable[[], object]) -> None:
         """Write to the store, again while another program has it locked, up to Ctrl-C.
@@ -642,6 +677,7 @@ def sweep(
     options: SweepOptions | None = None,
     machine: Machine | None = None,
     store: str | None = None,
+    optuna_storage: str | None = None,
     note: Callable[[str], None] = _LOG.warning,
 ) -> Outcome:
     """Tune one problem, as ``tuner sweep`` does: on the GPU, else replayed, else predicted.
@@ -652,6 +688,8 @@ def sweep(
         options: budgets and families.
         machine: GPU, compile jobs.
         store: SQLAlchemy URL or path; default: `settings.store_url()`.
+        optuna_storage: takes copies of the studies, as `StudyStorage` names it; default:
+            `settings.optuna_storage()`.
         note: told once what a person should know.
 
     Raises:
@@ -659,12 +697,18 @@ def sweep(
         CompileError: when there is a GPU and no compiler.
         StoreError: when the store cannot be opened or written.
     """
+    from tuner.search.storage import open_storage
+
     chosen = regime or Regime.default(problem.op)
     settings = options or SweepOptions()
     place = replace(machine or Machine(), max_workspace=settings.max_workspace)
-    with open_store(store) as opened, Runners(place, note) as runners:
+    with (
+        open_store(store) as opened,
+        open_storage(optuna_storage, note) as studies,
+        Runners(place, note) as runners,
+    ):
         runner = runners.of(problem, chosen)
-        return Sweep(problem, runner.regime, runner, opened, settings).run()
+        return Sweep(problem, runner.regime, runner, opened, settings, studies=studies).run()
 
 
 def check_families(names: Sequence[str], op: str, known: Mapping[str, Family]) -> None:

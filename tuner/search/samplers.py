@@ -1,0 +1,299 @@
+"""Optuna samplers over the groups of one family: the tuner's own, and Optuna's beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution
+from optuna.samplers import BaseSampler
+from optuna.trial import FrozenTrial, TrialState
+
+from tuner.config import Value
+from tuner.search.surrogate import Features, Surrogate
+
+STARTUP = 6
+"""Finished groups of a family before TPE or the GP proposes; until then the family's ranking does.
+"""
+ABSENT = "(absent)"
+"""Choice that stands for a parameter which a config does not have."""
+MISSES = {"tpe": 12, "gp": 3}
+"""Proposals outside the legal space or already explored before the ranking decides. TPE draws
+anew each time, for 1 to 35 ms; the GP comes back to the same place, for 70 to 350 ms."""
+KERNEL = "kernel"
+"""User attribute of a trial: digest of the group's compiled kernels."""
+
+
+@dataclass
+class Groups:
+    """Groups of one family and their state: each is open, running or finished."""
+
+    features: Mapping[str, Features]
+    """Compile-time parameters of each group, by its key."""
+    open: dict[str, None]
+    """Keys in the family's ranking, most promising first."""
+    running: dict[str, optuna.Trial] = field(default_factory=dict)
+    values: dict[str, float | None] = field(default_factory=dict)
+    """Of the finished groups: the logarithm of the best time; None where nothing passed."""
+
+    @cached_property
+    def distributions(self) -> dict[str, CategoricalDistribution]:
+        """Categoricals, each the union of the values that the family's space holds."""
+        found = choices_of(list(self.features.values()))
+        return {name: CategoricalDistribution(choices) for name, choices in found.items()}
+
+    @property
+    def worst(self) -> float | None:
+        """The largest value; None before there is one."""
+        return max((v for v in self.values.values() if v is not None), default=None)
+
+    def params(self, key: str) -> dict[str, Value]:
+        """Parameters of a group's trial."""
+        row = self.features[key]
+        return {
+            name: row.get(name, ABSENT)
+            for name, distribution in self.distributions.items()
+            if name in row or ABSENT in distribution.choices
+        }
+
+
+class GroupSampler(BaseSampler):  # type: ignore[misc]  # Optuna is untyped here
+    """Base of the samplers that propose one of a finite list of groups, all parameters at once."""
+
+    def __init__(self, groups: Groups) -> None:
+        self.groups = groups
+
+    def propose(self) -> str:
+        """Key of the group that is evaluated next."""
+        raise NotImplementedError
+
+    def infer_relative_search_space(
+        self, study: optuna.Study, trial: FrozenTrial
+    ) -> dict[str, BaseDistribution]:
+        return dict(self.groups.distributions)
+
+    def sample_relative(
+        self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
+        return self.groups.params(self.propose())
+
+    def sample_independent(
+        self,
+        study: optuna.Study,
+        trial: FrozenTrial,
+        param_name: str,
+        param_distribution: BaseDistribution,
+    ) -> Any:
+        raise ValueError(f"{param_name} is not a parameter of the group that was proposed")
+
+
+class OrderSampler(GroupSampler):
+    """The first open group of the ranking, or a group that the search names."""
+
+    named: str | None = None
+
+    def propose(self) -> str:
+        return self.named or next(iter(self.groups.open))
+
+
+class ModelSampler(GroupSampler):
+    """The open group with the largest expected improvement under the surrogate."""
+
+    def __init__(self, groups: Groups, surrogate: Surrogate) -> None:
+        super().__init__(groups)
+        self.surrogate = surrogate
+        self._offered: str | None = None
+
+    def offer(self, best: float, assumed: Collection[str] = ()) -> tuple[float, str] | None:
+        """Expected improvement and key of the best open group; None when no group is open. The
+        next trial has this group, unless `assumed` holds some.
+
+        Args:
+            best: logarithm of the time to improve on; several families may share it.
+            assumed: open groups to take for running.
+        """
+        keys = [key for key in self.groups.open if key not in assumed]
+        if not keys:
+            return None
+        gains = self.surrogate.gains(keys, best, [*self.groups.running, *assumed])
+        key = max(keys, key=lambda key: gains[key])
+        if not assumed:
+            self._offered = key
+        return gains[key], key
+
+    def propose(self) -> str:
+        if self._offered not in self.groups.open:
+            self.offer(self._best())
+        assert self._offered is not None
+        return self._offered
+
+    def _best(self) -> float:
+        """The least value; before there is one, the least that is expected."""
+        values = [value for value in self.groups.values.values() if value is not None]
+        return min(values) if values else min(map(self.surrogate.mean, self.groups.features))
+
+    def after_trial(
+        self,
+        study: optuna.Study,
+        trial: FrozenTrial,
+        state: TrialState,
+        values: Sequence[float] | None,
+    ) -> None:
+        self._offered = None
+        if state == TrialState.COMPLETE and values is not None:
+            self.surrogate.observe(trial.user_attrs[KERNEL], values[0])
+
+
+def library_sampler(name: str, seed: int) -> BaseSampler:
+    """Optuna's own sampler.
+
+    Args:
+        name: tpe or gp.
+        seed: of what is drawn.
+    """
+    if name == "gp":
+        return optuna.samplers.GPSampler(
+            seed=seed, n_startup_trials=STARTUP, warn_independent_sampling=False
+        )
+    return optuna.samplers.TPESampler(
+        seed=seed, n_startup_trials=STARTUP, multivariate=True, constant_liar=True
+    )
+
+
+class GroupStudy:
+    """Optuna study in memory whose trials are the groups of one family; minimises the logarithm of
+    microseconds. Deterministic for equal results and seed.
+    """
+
+    def __init__(
+        self, groups: Groups, sampler: BaseSampler, *, startup: int = 0, attempts: int = 1
+    ) -> None:
+        """Begin without a trial.
+
+        Args:
+            groups: their state, which this study keeps.
+            sampler: proposes.
+            startup: finished groups before it is asked; until then the ranking goes on.
+            attempts: proposals that are no open group before the ranking decides.
+        """
+        self.groups = groups
+        self._sampler = sampler
+        self._order = OrderSampler(groups)
+        self._startup = startup
+        self._attempts = attempts
+
+    @cached_property
+    def study(self) -> optuna.Study:
+        """The study itself."""
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        return optuna.create_study(sampler=self._sampler, direction="minimize")
+
+    def start(self, key: str | None = None) -> str:
+        """Begin a trial; the key of its group.
+
+        Args:
+            key: an open group; None lets the sampler propose.
+        """
+        if key is None and len(self.groups.values) >= self._startup:
+            for _ in range(self._attempts):
+                trial, drawn = self._draw()
+                if drawn in self.groups.open:
+                    return self._begin(trial, drawn)
+                self._reject(trial, drawn)
+        self._order.named = key
+        self.study.sampler = self._order
+        try:
+            trial, drawn = self._draw()
+        finally:
+            self.study.sampler = self._sampler
+        assert drawn is not None
+        return self._begin(trial, drawn)
+
+    def _begin(self, trial: optuna.Trial, key: str) -> str:
+        del self.groups.open[key]
+        self.groups.running[key] = trial
+        trial.set_user_attr(KERNEL, key)
+        return key
+
+    def _draw(self) -> tuple[optuna.Trial, str | None]:
+        """A trial; the key of its group, or None when no config is like it. A parameter that does
+        not apply to the values chosen so far is not suggested.
+        """
+        trial = self.study.ask()
+        left, legal = list(self.groups.features), True
+        for name, distribution in self.groups.distributions.items():
+            if all(name not in self.groups.features[key] for key in left):
+                continue
+            choice = trial.suggest_categorical(name, distribution.choices)
+            kept = [key for key in left if self.groups.features[key].get(name, ABSENT) == choice]
+            left, legal = kept or left, legal and bool(kept)
+        return trial, left[0] if legal else None
+
+    def _reject(self, trial: optuna.Trial, key: str | None) -> None:
+        """End a trial that cannot be evaluated: it costs nothing."""
+        if key is not None:  # Explored already: nothing to learn from it.
+            self.study.tell(trial, state=TrialState.FAIL)
+            return
+        trial.set_user_attr("reason", "no legal config has these values")
+        self._tell(trial, None)
+
+    def finish(self, key: str, value: float | None, attributes: Mapping[str, Any]) -> None:
+        """End a group's trial.
+
+        Args:
+            key: a running group.
+            value: logarithm of its best time; None when nothing passed.
+            attributes: user attributes of the trial.
+        """
+        trial = self.groups.running.pop(key)
+        self.groups.values[key] = value
+        for name, attribute in attributes.items():
+            trial.set_user_attr(name, attribute)
+        self._tell(trial, value)
+
+    def _tell(self, trial: optuna.Trial, value: float | None) -> None:
+        """An infeasible trial is told as the worst one so far, because the GP and the surrogate
+        learn from values only; before there is a value it fails, and no sampler learns from it.
+        """
+        trial.set_constraint("runs", 1.0 if value is None else -1.0)  # feasible at or below zero
+        told = self.groups.worst if value is None else value
+        state = TrialState.FAIL if told is None else TrialState.COMPLETE
+        self.study.tell(trial, told, state=state)
+
+    def abandon(self, reason: str) -> None:
+        """Fail the trials that run.
+
+        Args:
+            reason: user attribute of each.
+        """
+        while self.groups.running:
+            _, trial = self.groups.running.popitem()
+            trial.set_user_attr("reason", reason)
+            self.study.tell(trial, state=TrialState.FAIL)
+
+
+def choices_of(features: Sequence[Features]) -> dict[str, tuple[Value, ...]]:
+    """Values of each parameter; those that every config has come first, so that what applies is
+    known when a conditional one's turn comes. `ABSENT` is a choice only where the parameters
+    before leave open whether it applies.
+    """
+    counts: dict[str, int] = {}
+    for row in features:
+        for name in row:
+            counts[name] = counts.get(name, 0) + 1
+    names = sorted(counts, key=lambda name: -counts[name])
+    choices: dict[str, tuple[Value, ...]] = {}
+    for position, name in enumerate(names):
+        values = {row[name] for row in features if name in row}
+        ordered: list[Value] = sorted(values, key=lambda v: (isinstance(v, str), v))
+        presence: dict[tuple[Any, ...], set[bool]] = {}
+        for row in features:
+            context = tuple(row.get(earlier, ABSENT) for earlier in names[:position])
+            presence.setdefault(context, set()).add(name in row)
+        if any(len(seen) == 2 for seen in presence.values()):
+            ordered.append(ABSENT)
+        choices[name] = tuple(ordered)
+    return choices
