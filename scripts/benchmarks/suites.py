@@ -17,7 +17,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +28,7 @@ from typing import Any
 from benchmarks.suites_plugin import ALONE, FORCED, Share, is_complete, read
 from tuner.base.install import install_command
 from tuner.base.output import check_place
+from tuner.base.processes import python_command
 from tuner.bench.results import write_json
 from tuner.errors import BenchmarkError, ConfigError
 
@@ -169,7 +169,7 @@ class Runner:
             )
 
     def _start(self, suite: Suite, share: Share) -> Process:
-        command = [sys.executable, "-P", "-m", "pytest", "-p", "benchmarks.suites_plugin"]
+        command = python_command("-m", "pytest", "-p", "benchmarks.suites_plugin")
         # Settings and hooks of the checkout want plug-ins that are not here.
         command += ["-q", "--tb=short", "-p", "no:cacheprovider", "--noconftest", "-c", os.devnull]
         command += ["--rootdir", str(suite.path.parent), str(suite.path)]
