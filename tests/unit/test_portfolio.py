@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Iterator
 from operator import mul
@@ -178,6 +179,38 @@ class TestSelect:
         near, far = known.select(attention("S=1999,D=64")), known.select(attention("S=8,D=64,H=1"))
         assert near is not None and not near.doubts
         assert far is not None and far.doubts
+
+
+class TestKin:
+    """Domains that PyTorch's operator lacks, and that were not measured."""
+
+    @pytest.mark.parametrize(
+        "extra", ["softcap=30", "causal=1,window=128", "left=64,right=3", "B=4,varlen=1"]
+    )
+    def test_the_rates_of_the_plain_domain_serve(self, extra: str) -> None:
+        known = made(9.0, 5.0, 0.0)
+        found = known.select(attention(f"S=1999,D=64,{extra}"))
+        assert found is not None and found.config.family == "fused_attention"
+        assert (found.vendor, found.vendor_us) == ("", math.inf), "PyTorch has no such operator"
+        assert found.doubts[0] == "the rates are those of D=64, full, prompts"
+
+    def test_what_pytorch_has_is_not_answered_so(self) -> None:
+        assert made(9.0, 5.0, 0.0).models_of(Domain(64, "causal", "prompt")) is None
+        assert made(9.0, 5.0, 0.0).models_of(Domain(128, "full", "prompt")) is None
+
+    def test_packed_sequences_have_no_staged_output(self) -> None:
+        own = candidate(maker()(2, 128, stages_output=True), FUSED.work_terms, launch=9.0)
+        domain = Domain(64, "full", "prompt")
+        models = DomainModels(domain, WARM, [own], 0.0, REGRET)
+        known = Portfolio("attention", DEFAULT_GPU, {domain: models})
+        found = known.select(attention("B=4,S=1999,D=64,varlen=1"))
+        assert found is not None and "stages_output" not in found.config.params
+
+    def test_each_is_served_once(self) -> None:
+        known = made(9.0, 5.0, 0.0)
+        domains = [domain for domain, _ in known.served()]
+        assert len(domains) == len(set(domains)) > 1
+        assert {domain.head_dim for domain in domains} == {64}
 
 
 class TestDocument:

@@ -57,7 +57,7 @@ def knows(problem: Problem, gpu: Gpu) -> bool:
         StoreError: when what ships is damaged.
     """
     mine = _portfolio_of(problem, gpu)
-    return mine is not None and Domain.of(problem) in mine.domains
+    return mine is not None and mine.models_of(Domain.of(problem)) is not None
 
 
 def _portfolio_of(problem: Problem, gpu: Gpu) -> Portfolio | None:

@@ -72,7 +72,7 @@ class Target:
 def targets(portfolio: Portfolio) -> list[Target]:
     """The kernels of all own candidates, once each, for both types."""
     found: dict[tuple[str, ...], Target] = {}
-    for domain, models in sorted(portfolio.domains.items()):
+    for domain, models in portfolio.served():
         for candidate in models.candidates:
             if candidate.family is None or candidate.is_vendor:
                 continue

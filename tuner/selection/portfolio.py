@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache, cached_property
 from operator import mul
 from pathlib import Path
@@ -40,6 +40,7 @@ _FAR = f"no kernel was measured within {REACH} times these sizes"
 #: Rates of a time model are written with as many digits.
 _DIGITS = 5
 
+Mask = Literal["full", "causal", "windowed"]
 Phase = Literal["prompt", "few", "one"]
 """Prompts; decoding with several queries, fewer than a tile has rows; decoding with one."""
 
@@ -49,7 +50,7 @@ class Domain(NamedTuple):
 
     head_dim: int
     """Columns that the kernels compute: the smallest instance that holds D."""
-    mask: Literal["full", "causal", "windowed"]
+    mask: Mask
     phase: Phase
     has_softcap: bool = False
     is_varlen: bool = False
@@ -61,7 +62,7 @@ class Domain(NamedTuple):
             return None
         if problem.dtype == E4M3 or problem.modifiers:
             return None
-        mask: Literal["full", "causal", "windowed"] = "causal" if problem.is_causal else "full"
+        mask: Mask = "causal" if problem.is_causal else "full"
         phase: Phase = "few" if problem.is_decoding else "prompt"
         return cls(
             instance(problem.head_dim),
@@ -70,6 +71,17 @@ class Domain(NamedTuple):
             problem.softcap > 0,
             problem.is_varlen,
         )
+
+    @property
+    def kin(self) -> Iterator[Domain]:
+        """Domains whose kernels do the same work but for what PyTorch's operator lacks: windows,
+        soft caps, packed sequences. Nearest first.
+        """
+        masks: tuple[Mask, ...] = ("causal", "full") if self.mask == "windowed" else (self.mask,)
+        for mask in masks:
+            other = self._replace(mask=mask, has_softcap=False, is_varlen=False)
+            if other != self:
+                yield other
 
     def problems(self, dtype: DType) -> tuple[AttentionProblem, ...]:
         """A small problem for each kernel that a config needs in this domain and type: a windowed
@@ -221,6 +233,8 @@ class DomainModels:
     margin: float
     """Share of its own time by which an own kernel is expected to beat the vendor's, at least."""
     regret: Regret
+    kin: Domain | None = None
+    """Domain whose rates these are, where this one was not measured."""
     _legal: dict[Hashable, bool] = field(default_factory=dict, compare=False, repr=False)
     """What `config` found out, by candidate, splits and `Family.legality_facts`."""
 
@@ -270,6 +284,13 @@ class DomainModels:
         return config if is_legal else None
 
 
+def _doubts(models: DomainModels, is_near: bool) -> Iterator[str]:
+    if models.kin is not None:
+        yield f"the rates are those of {models.kin.label()}"
+    if not is_near:
+        yield _FAR
+
+
 def _own_estimates(
     place: int, one: Candidate, problem: AttentionProblem, sizes: Sizes, gpu: Gpu
 ) -> list[Estimate]:
@@ -317,6 +338,53 @@ class Portfolio:
     domains: Mapping[Domain, DomainModels]
     origin: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """First and last day of the measurements (``days``), and versions of the machines."""
+    _found: dict[Domain, DomainModels | None] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+
+    def models_of(self, domain: Domain | None) -> DomainModels | None:
+        """The candidates of a domain. One with a window, a soft cap or packed sequences that was
+        not measured has its kin's best kernel: PyTorch composes such a call of operations, which
+        takes several times as long.
+        """
+        if domain is None:
+            return None
+        if domain not in self._found:
+            self._found[domain] = self.domains.get(domain) or self._kin_of(domain)
+        return self._found[domain]
+
+    def served(self) -> Iterator[tuple[Domain, DomainModels]]:
+        """The domains that were measured, and those of their kin, in a fixed order."""
+        for domain, models in sorted(self.domains.items()):
+            yield domain, models
+            if domain.mask != "causal" and domain.phase == "prompt":
+                varied = [domain._replace(has_softcap=True), domain._replace(is_varlen=True)]
+            else:
+                windowed = domain._replace(mask="windowed")
+                varied = [windowed, windowed._replace(has_softcap=True)]
+                varied += [domain._replace(has_softcap=True)]
+                varied += [domain._replace(is_varlen=True)] * (domain.phase == "prompt")
+            for one in varied:
+                if one not in self.domains and (kin := self.models_of(one)) is not None:
+                    yield one, kin
+
+    def _kin_of(self, domain: Domain) -> DomainModels | None:
+        (problem, *_) = domain.problems("float16")
+        for other in domain.kin:
+            models = self.domains.get(other)
+            if models is None:
+                continue
+            for one in sorted(models.candidates, key=lambda c: "packed_heads" in c.config.params):
+                if one.family is None or one.is_vendor:
+                    continue
+                packed = int(one.config.get("packed_heads", 1))
+                grouped = replace(problem, heads_q=packed, heads_kv=1)
+                config = one.family.carried(grouped, one.config)
+                called = one.family.called(grouped, config, 1)
+                if one.family.accepts(grouped, called, self.gpu):
+                    lent = replace(one, config=config)
+                    return replace(models, domain=domain, candidates=[lent], margin=0.0, kin=other)
+        return None
 
     def select(self, problem: Problem, gpu: Gpu | None = None) -> Selection | None:
         """The kernel that is expected to be fastest.
@@ -326,10 +394,10 @@ class Portfolio:
             gpu: where it runs; default: the portfolio's.
 
         Returns:
-            None where the problem's domain was not measured, or no candidate takes the problem.
+            None where neither the problem's domain nor its kin was measured, or no candidate takes
+            the problem.
         """
-        domain = Domain.of(problem)
-        models = None if domain is None else self.domains.get(domain)
+        models = self.models_of(Domain.of(problem))
         if models is None or not isinstance(problem, AttentionProblem):
             return None
         target = gpu or self.gpu
@@ -363,7 +431,7 @@ class Portfolio:
             models.domain,
             models.regime,
             models.regret,
-            () if is_near else (_FAR,),
+            tuple(_doubts(models, is_near)),
             faster,
         )
 

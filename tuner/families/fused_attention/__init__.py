@@ -312,12 +312,15 @@ class FusedAttention(Family):
                 yield Config(self.name, params)
 
     def carried(self, problem: Problem, config: Config) -> Config:
-        """Without grouped heads there is no `packed_heads`, which is to kernels as 1. Where the
-        queries of a head fill no tile the choice is another: nothing is carried to there.
+        """Without grouped heads there is no `packed_heads`, which is to kernels as 1, and with
+        variable lengths no `stages_output`. Where the queries of a head fill no tile the choice is
+        another: nothing is carried to there.
         """
         attention = _attention(problem)
         group = attention.heads_q // attention.heads_kv
         params = dict(config.params)
+        if attention.is_varlen:
+            params.pop("stages_output", None)
         packed = math.gcd(int(params.pop("packed_heads", 1)), group)
         if attention.seqlen_q < _tile_m(params):
             return config
