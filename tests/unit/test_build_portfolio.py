@@ -36,7 +36,10 @@ class Compiler:
     refuses: ClassVar[str] = ""
     built: ClassVar[list[KernelSpec]] = []
 
-    def __init__(self, tools: Any, artifacts: Any, *, jobs: int | None, capability: str) -> None:
+    def __init__(
+        self, tools: Any, artifacts: Any, *, jobs: int | None, batch: int, capability: str
+    ) -> None:
+        assert batch == 1, "kernels of one unit depend on one another's company"
         self.toolchain, self.capability = tools, capability
 
     def __enter__(self) -> Compiler:
@@ -69,10 +72,11 @@ class Compiler:
 
 @pytest.fixture(autouse=True)
 def one_domain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A portfolio of one domain with one candidate: two kernels."""
+    """A portfolio of one domain with one candidate, and none of its kin: two kernels."""
     (whole,) = shipped()
     one = replace(whole, domains={FULL: whole.domains[FULL]})
     monkeypatch.setattr(portfolio, "shipped", lambda: (one,))
+    monkeypatch.setattr(portfolio.Portfolio, "_kin_of", lambda self, domain: None)
     monkeypatch.setattr(compiler, "Compiler", Compiler)
     monkeypatch.setattr(toolchain, "find_toolchain", lambda: TOOLS)
     monkeypatch.setattr(room, "_dispatcher", lambda artifacts: "there already")

@@ -154,6 +154,12 @@ class TestWriting:
         assert main(arguments) == 0
         out = capsys.readouterr().out
         assert ": 1 kernels, " in out and "left out, for they are not proven: 1" in out
+        monkeypatch.setattr("tuner.bundle.wheel.users", lambda: [tmp_path / "kernels.json"])
+        assert main(["--out", str(tmp_path)]) == 0
+        assert ": 1 kernels, " in capsys.readouterr().out
+        monkeypatch.setattr("tuner.bundle.wheel.users", list)
+        assert main(["--out", str(tmp_path)]) == 1
+        assert "there is no kernel list: tuner build --portfolio" in capsys.readouterr().err
         assert main(["--kernels", str(tmp_path / "none.json")]) == 1
         assert capsys.readouterr().err.startswith("build-kernels: kernel list ")
 

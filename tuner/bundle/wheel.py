@@ -33,7 +33,7 @@ from tuner.base import output
 from tuner.compile.artifacts import Artifact, ArtifactCache
 from tuner.compile.prebuilt import ARTIFACTS, DISTRIBUTION, KERNELS, PACKAGE
 from tuner.errors import ConfigError, TunerError
-from tuner.selection.kernels import KernelList
+from tuner.selection.kernels import KernelList, users
 
 MAX_BYTES = 60_000_000
 """Size of a wheel at most: what package indexes take without asking."""
@@ -172,12 +172,16 @@ def _record(members: Mapping[str, bytes], own: str) -> bytes:
 def main(arguments: list[str] | None = None) -> int:
     """Write the wheel that the arguments name; says its size and hash."""
     parser = argparse.ArgumentParser(prog="scripts/build-kernels", description=__doc__)
-    parser.add_argument("--kernels", type=Path, required=True, metavar="FILE", help="kernel list")
+    text = "kernel list (default: the one of `tuner build --portfolio`)"
+    parser.add_argument("--kernels", type=Path, metavar="FILE", help=text)
     parser.add_argument("--out", type=Path, default=Path("dist"), metavar="FOLDER")
     parser.add_argument("--unproven", action="store_true", help="pack unproven kernels too")
     args = parser.parse_args(arguments)
     try:
-        known = KernelList.read(args.kernels)
+        lists = [args.kernels] if args.kernels else users()[-1:]
+        if not lists:
+            raise ConfigError("there is no kernel list: tuner build --portfolio")
+        known = KernelList.read(lists[0])
         made = write_wheel(known, ArtifactCache(), args.out, with_unproven=args.unproven)
     except TunerError as exc:
         print(f"build-kernels: {exc}", file=sys.stderr)

@@ -73,7 +73,8 @@ def build(
         by_capability.setdefault(one.gpu.compute_capability, []).extend(targets(one))
     tools, codes = find_toolchain(), []
     for capability, wanted in sorted(by_capability.items()):
-        with Compiler(tools, artifacts, jobs=jobs, capability=capability) as compiler:
+        # Each by itself: equal builds are equal bytes, as the wheel of prebuilt kernels needs.
+        with Compiler(tools, artifacts, jobs=jobs, batch=1, capability=capability) as compiler:
             codes.append(_build(wanted, compiler, dry_run))
     return max(codes)
 
