@@ -50,7 +50,7 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Pass:
-    """What goes through the blocks at once."""
+    """Tokens and sequences that go through the blocks at once."""
 
     batch: int
     tokens: int
@@ -164,7 +164,7 @@ def passes(
 
 
 def problems(chosen: Sequence[Pass], dtype: DType, sizes: Sizes = LLAMA_3_8B) -> list[Problem]:
-    """What the blocks call, for `tuner sweep --problems`."""
+    """Problems that the blocks pose, for `tuner sweep --problems`."""
     found: dict[Problem, None] = {}
     width = sizes.heads * sizes.head_dim
     for what in chosen:
@@ -359,7 +359,7 @@ def report(document: Mapping[str, Any]) -> str:
 
 
 def environment(dtype: str, layers: int) -> dict[str, Any]:
-    """What the run depends on.
+    """Facts that the run depends on.
 
     Raises:
         BenchmarkError: where there is no GPU or no PyTorch.

@@ -89,7 +89,7 @@ def quick_pass(part: Recording) -> tuple[Measurement, ...]:
 
 
 def estimated(problem: Problem) -> Regime:
-    """What estimates of a problem stand for: chained, as the shipped recordings are, with its
+    """Regime that estimates of a problem stand for: chained, as the shipped recordings are, with its
     operation's usual inputs, but cold caches for decoding, whose keys no other kernel has just
     written.
     """

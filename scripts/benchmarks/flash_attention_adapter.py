@@ -18,7 +18,7 @@ import torch
 import tuner
 
 Window = Any
-"""(left, right), as integers or as elements of a tensor; -1 is no limit."""
+"""(left, right), as integers or as elements of a tensor; -1 stands for none."""
 
 
 def install(checkout: Path) -> None:
