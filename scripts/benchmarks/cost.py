@@ -89,9 +89,10 @@ def quick_pass(part: Recording) -> tuple[Measurement, ...]:
 
 
 def estimated(problem: Problem) -> Regime:
-    """Regime that estimates of a problem stand for: chained, as the shipped recordings are, with its
-    operation's usual inputs, but cold caches for decoding, whose keys no other kernel has just
-    written.
+    """Regime that estimates of a problem stand for: chained, as the shipped recordings are.
+
+    Inputs are the operation's usual ones, but cold caches for decoding, whose keys no other kernel
+    has just written.
     """
     if isinstance(problem, AttentionProblem) and problem.is_decoding:
         return Regime("chained", "cold")
