@@ -151,8 +151,8 @@ def _dispatched(module: Any, with_refused: bool = False) -> int:
     """Calls that the dispatcher has answered: those that were served, or refused ones too."""
     if module is None:
         return 0
-    hits, _, refused = module.take_counts(False)
-    return int(hits) + (sum(refused) if with_refused else 0)
+    *hits, refused = module.take_counts(False)
+    return int(sum(hits)) + (sum(refused) if with_refused else 0)
 
 
 def _inputs(problem: AttentionProblem = PROBLEM) -> list[Any]:

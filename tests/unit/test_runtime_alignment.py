@@ -110,13 +110,13 @@ def test_flash_is_bottom_right(tuned: SimpleNamespace, lengths: tuple[int, int])
     assert close(full, exact(q, k, v, lengths[1]))
 
 
-@pytest.mark.parametrize("name", ["cudnn", "cudnn_with_lse"])
+@pytest.mark.parametrize("name", ["attention", "cudnn_with_lse"])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_cudnn_is_top_left(tuned: SimpleNamespace, lengths: tuple[int, int], name: str) -> None:
     enable = importlib.import_module("tuner.runtime.enable")
     q, k, v = tensors(*lengths)
     out, lse = enable._tuned(name, q, k, v, None, 0.0, True, None)
-    assert close(out, exact(q, k, v)) and (lse is None) == (name == "cudnn")
+    assert close(out, exact(q, k, v)) and (lse is None) == (name == "attention")
 
 
 @pytest.mark.parametrize("lengths", [(5, 12), (12, 5), (8, 8)], ids=str)

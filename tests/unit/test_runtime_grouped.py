@@ -95,7 +95,7 @@ def serve(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleNam
     """Has the table find an own kernel for whatever is posed."""
     kernel, member, posed = FakeKernel(), GroupedGemm(), []
 
-    def find_out(kind: Any, told: Any, pose: Any, device: int) -> Any:
+    def find_out(kind: Any, told: Any, pose: Any, device: int, _: Any = None) -> Any:
         assert told is None
         try:
             problem, scale = pose().problem, pose().scale

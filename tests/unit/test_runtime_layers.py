@@ -61,7 +61,7 @@ def served(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Iterator
     """The problems that tuned kernels served: every one, with zeros."""
     asked: list[Problem] = []
 
-    def plan(kind: Any, told: Any, pose: Any, device: int) -> Any:
+    def plan(kind: Any, told: Any, pose: Any, device: int, _: Any = None) -> Any:
         posed = pose()
 
         def run(*tensors: Any) -> Any:

@@ -312,7 +312,7 @@ def test_a_tuned_swiglu_is_run_with_both_tensors(
 ) -> None:
     seen: list[Any] = []
 
-    def plan(kind: Any, told: Any, pose: Any, device: int) -> Any:
+    def plan(kind: Any, told: Any, pose: Any, device: int, _: Any = None) -> Any:
         posed = pose()
         assert told is None and posed.shape == (8, 64)
 
@@ -401,7 +401,7 @@ def test_a_tuned_scaled_product_is_run_with_its_factors(
 ) -> None:
     seen: list[Any] = []
 
-    def plan(kind: Any, told: Any, pose: Any, device: int) -> Any:
+    def plan(kind: Any, told: Any, pose: Any, device: int, _: Any = None) -> Any:
         posed = pose()
         assert (told, posed.scale, posed.shape) == (None, 1.0, (8, 16))
 

@@ -60,7 +60,7 @@ def test_a_kernel_is_given_tensors_and_factors(
             seen.append(inputs)
             return torch.zeros(self.problem.output.shape, dtype=torch.bfloat16)
 
-    def find_out(kind: Any, told: Any, pose: Any, device: int) -> Any:
+    def find_out(kind: Any, told: Any, pose: Any, device: int, _: Any = None) -> Any:
         assert told is None, "the dispatcher in C++ knows no factors"
         posed.append(pose().problem)
         return Recorded(posed[-1], Config("recorded", {}), -1, False)

@@ -97,7 +97,7 @@ def serve(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleNam
     """Has the table find a fused attention kernel for whatever is posed."""
     kernel, member, posed = FakeKernel(), FusedAttention(), []
 
-    def find_out(kind: Any, told: Any, pose: Any, device: int) -> Any:
+    def find_out(kind: Any, told: Any, pose: Any, device: int, _: Any = None) -> Any:
         assert told is None, "the dispatcher in C++ knows no packed tensors"
         try:
             asked = pose()
