@@ -17,6 +17,7 @@ VARIABLES: dict[str, str] = {
     "TUNER_READ_TOKEN": "bearer token to look things up in a service (`tuner serve`, `tuner sync`)",
     "TUNER_WRITE_TOKEN": "bearer token to submit and cancel jobs, too (`tuner serve`)",
     "TUNER_DISABLE": "1 sends every call of the runtime to PyTorch",
+    "TUNER_BENCHMARK": "1 times the portfolio's kernels on the first call of an untuned shape",
     "TUNER_NVTX": "1 marks calls and timings with NVTX ranges, for Nsight Systems",
     "TUNER_BUILD_ON_MISS": "1 lets the runtime have missing kernels compiled, in the background",
 }
@@ -94,6 +95,11 @@ def write_token() -> str:
 def disabled() -> bool:
     """Whether the runtime stands aside."""
     return os.environ.get("TUNER_DISABLE", "") not in ("", "0")
+
+
+def benchmark() -> bool:
+    """Whether the runtime times untuned shapes on their first call."""
+    return os.environ.get("TUNER_BENCHMARK", "") not in ("", "0")
 
 
 def nvtx() -> bool:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,12 +25,13 @@ from runtime_machine import (
     same,
 )
 
+from tuner import settings
 from tuner.compile.artifacts import Artifact
 from tuner.config import Config
 from tuner.errors import BenchmarkError
 from tuner.families import families
 from tuner.hardware import DEFAULT_GPU
-from tuner.measurement import Regime
+from tuner.measurement import Environment, Regime
 from tuner.problem import AttentionProblem
 from tuner.selection.kernels import BUILD, PROVE
 from tuner.selection.portfolio import (
@@ -40,6 +44,7 @@ from tuner.selection.portfolio import (
 )
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
+benchmark = importlib.import_module("tuner.runtime.benchmark")
 
 machine = fake_machine
 
@@ -272,3 +277,106 @@ def test_an_artifact_that_a_rank_lacks_is_not_launched(serving: Serving) -> None
 def test_pytorch_is_asked_about_small_tensors(on_cpu: SimpleNamespace) -> None:
     problem = AttentionProblem.parse("B=64,S=131072,D=64,H=64,causal=1")
     assert on_cpu.portfolio.pytorchs(problem, 0) in ("flash2", "efficient", "cudnn", "")
+
+
+class TestBenchmark:
+    """``TUNER_BENCHMARK=1``: the first call of a shape is timed."""
+
+    @pytest.fixture
+    def timed(
+        self, serving: Serving, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> dict[str, float]:
+        """Microseconds of a call by what it launches; PyTorch's under "sdpa"."""
+        times = {"key-wide": 9.0, "key-narrow": 5.0, "sdpa": 20.0}
+
+        def burst_us(function: Callable[[], object], count: int) -> float:
+            before = len(serving.launched)
+            function()
+            launched = serving.launched[before:]
+            self.bursts += 1
+            return count * times[launched[0] if launched else "sdpa"]
+
+        self.bursts = 0
+        monkeypatch.setattr(serving.runtime.devices, "burst_us", burst_us)
+        monkeypatch.setenv("TUNER_BENCHMARK", "1")
+        monkeypatch.setenv("TUNER_CACHE_DIR", str(tmp_path / "cache"))
+        return times
+
+    def journal(self) -> list[dict[str, Any]]:
+        path = settings.cache_dir() / "benchmarked.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()]
+
+    def test_the_kernel_that_is_fastest_here_serves(
+        self, serving: Serving, timed: dict[str, float]
+    ) -> None:
+        """The portfolio expects the wide one to be faster."""
+        assert serving.call()
+        assert serving.launched[-1] == "key-narrow"
+        (row,) = self.journal()
+        assert (row["us"], row["pytorch_us"]) == (5.0, 20.0)
+        stats = serving.machine.stats()
+        assert (stats.hits, stats.portfolio_hits) == (1, 1), "what is timed is no hit"
+
+    def test_pytorch_s_serves_where_no_kernel_gains_enough(
+        self, serving: Serving, timed: dict[str, float]
+    ) -> None:
+        timed["sdpa"] = 5.05
+        assert not serving.call()
+        assert serving.fallbacks == ["timed here, PyTorch's own attention was the fastest"]
+        (row,) = self.journal()
+        assert row["config"] is None
+
+    def test_a_shape_is_timed_once(
+        self, serving: Serving, timed: dict[str, float], on_cpu: SimpleNamespace
+    ) -> None:
+        assert serving.call()
+        bursts = self.bursts
+        assert serving.call() and self.bursts == bursts > 0
+        on_cpu.table.table.forget()
+        benchmark.journal = benchmark.Journal()  # as another process has it
+        assert serving.call() and self.bursts == bursts
+        assert serving.launched[-1] == "key-narrow"
+
+    def test_damaged_lines_are_passed_over(
+        self, serving: Serving, timed: dict[str, float], on_cpu: SimpleNamespace
+    ) -> None:
+        path = settings.cache_dir() / "benchmarked.jsonl"
+        path.parent.mkdir(parents=True)
+        path.write_bytes(b'{"problem": 1}\n\xff\n[]\n{"gpu"')
+        assert serving.call() and serving.launched[-1] == "key-narrow"
+        kept = benchmark.Journal().find(PROBLEM, DEFAULT_GPU)
+        assert kept is not None and kept.us == 5.0
+
+    def test_another_environment_is_timed_anew(
+        self, serving: Serving, timed: dict[str, float], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert serving.call()
+        bursts = self.bursts
+        environment = Environment({"driver": "another"})
+        monkeypatch.setattr(serving.runtime.devices, "environment", lambda: environment)
+        serving.runtime.table.table.forget()
+        assert serving.call() and self.bursts > bursts
+        assert len(self.journal()) == 2
+
+    def test_a_launch_that_is_refused_loses(
+        self, serving: Serving, timed: dict[str, float], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refused(plan: Any, *inputs: Any) -> Any:
+            if plan.config["tile_n"] == 64:
+                raise BenchmarkError("refused")
+            return plan.run(*inputs)
+
+        monkeypatch.setattr(serving.runtime.plan.Plan, "run_uncounted", refused)
+        assert serving.call() and serving.launched[-1] == "key-wide"
+
+    def test_without_the_setting_nothing_is_timed(
+        self, serving: Serving, timed: dict[str, float], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.delenv("TUNER_BENCHMARK")
+        assert serving.call() and serving.launched == ["key-wide"] and self.bursts == 0
+
+    def test_nothing_is_timed_where_nothing_is_proven(
+        self, serving: Serving, timed: dict[str, float]
+    ) -> None:
+        serving.proven = {}
+        assert not serving.call() and self.bursts == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from tuner.measurement import Environment
 TYPE = "cuda"
 """Device type whose tensors are served."""
 
+_SPIN_CLOCKS = 400_000
+"""Clocks, some 200 us, in which the host enqueues a burst."""
 _gpus: dict[int, Gpu] = {}
 
 
@@ -89,6 +92,21 @@ def use(index: int) -> contextlib.AbstractContextManager[Any]:
 def is_capturing() -> bool:
     """Whether the current stream records a CUDA graph."""
     return bool(torch.cuda.is_current_stream_capturing())
+
+
+def burst_us(function: Callable[[], object], count: int) -> float:
+    """Microseconds of the current stream for `function` called so often in a row.
+
+    The stream spins first, so that the host is ahead, and what the GPU does is what is timed.
+    """
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(_SPIN_CLOCKS)
+    start.record()
+    for _ in range(count):
+        function()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) * 1e3
 
 
 @cache

@@ -46,6 +46,8 @@ class Posed:
     strides: Strides = field(default_factory=dict)
     """Strides of the tensors that lie otherwise than the problem's operands. In dimensions of one
     element they are the operand's."""
+    run: Callable[[Plan | None], object] | None = field(default=None, compare=False)
+    """Enqueues the call by a plan, or by PyTorch, to be timed; None: not to be."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +86,10 @@ class Plan(ABC):
         out = self._on_device(inputs, None)
         counters.count_hit(self.is_nearest, self.by_portfolio)
         return out
+
+    def run_uncounted(self, *inputs: torch.Tensor) -> torch.Tensor:
+        """As `run`, and no hit."""
+        return self._on_device(inputs, None)
 
     def run_with_lse(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """As `run`, with attention's log-sum-exp: fp32 (B, H, SQ), of packed sequences (1, H,

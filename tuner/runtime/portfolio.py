@@ -8,7 +8,7 @@ PyTorch's own call where PyTorch would choose it too.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -21,7 +21,7 @@ from tuner.families import family
 from tuner.hardware import Gpu
 from tuner.measurement import Measurement, Provenance, Status
 from tuner.problem import AttentionProblem, Problem
-from tuner.runtime import devices, native
+from tuner.runtime import benchmark, devices, native
 from tuner.runtime.plan import Plan, Posed, plan_of
 from tuner.runtime.refusal import Kind, Refusal
 from tuner.selection.kernels import lists
@@ -106,6 +106,10 @@ def choose(
         found = plan_of(posed, predicted, device)
         return found.reason if isinstance(found, Refusal) else found
 
+    if posed.run is not None:
+        timed = _timed(posed, gpu, selection, made, withdrawn, absent)
+        if timed is not None:
+            return timed
     reasons: list[str] = []
     for _, config in selection.own():
         found = _own(problem, gpu, config, withdrawn, absent)
@@ -124,6 +128,39 @@ def choose(
         return Choice(selection, plan)
     text += f" ({selection.vendor} cannot be called: {plan})"
     return Choice(selection, Refusal(Kind.PORTFOLIO, text))
+
+
+def _timed(
+    posed: Posed,
+    gpu: Gpu,
+    selection: Selection,
+    made: Callable[[Config, dict[str, str]], Plan | str],
+    withdrawn: Collection[Config],
+    absent: Collection[str],
+) -> Choice | None:
+    """What was fastest here, timed now if it was not before; None where nothing can be timed."""
+    problem, run = posed.problem, posed.run
+    assert run is not None
+    plans: dict[Config, Plan] = {}
+    known = benchmark.journal.find(problem, gpu)
+    for _, config in selection.ranked():
+        if known is not None and config != known.config:
+            continue
+        found = _own(problem, gpu, config, withdrawn, absent)
+        plan = found if isinstance(found, str) else made(config, found)
+        if isinstance(plan, Plan):
+            plans[config] = plan
+        if len(plans) == benchmark.KERNELS:
+            break
+    if known is None and plans:
+        known = benchmark.journal.decide(problem, gpu, plans, run)
+    if known is None:
+        return None
+    if known.config is None:
+        text = f"{problem.label()}: {known.pytorch_us:.1f} us"
+        return Choice(selection, Refusal(Kind.TIMED, text))
+    chosen = plans.get(known.config)
+    return None if chosen is None else Choice(selection, chosen)
 
 
 def _own(

@@ -19,6 +19,7 @@ class Kind(StrEnum):
     MISS = "no measured winner"
     VENDOR = "PyTorch's own kernel was the fastest"
     PORTFOLIO = "the portfolio chose PyTorch's"
+    TIMED = "timed here, PyTorch's own attention was the fastest"
     UNSERVED = "the portfolio's kernel cannot run here"
     UNAVAILABLE = "nothing of the entry can run here"
     MEMORY = "out of memory"

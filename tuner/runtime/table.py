@@ -386,7 +386,7 @@ class Table:
             return None
         selection, plan = choice.selection, choice.plan
         if isinstance(plan, Refusal):
-            is_final = plan.kind is Kind.PORTFOLIO
+            is_final = plan.kind in (Kind.PORTFOLIO, Kind.TIMED)
             return _refused(problem, plan, math.inf if is_final else RETRY_EVERY_S)
         doubts = "".join(f", {doubt}" for doubt in selection.doubts)
         _log.info("%s: portfolio: %s%s", problem.label(), selection.source, doubts)

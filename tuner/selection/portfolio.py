@@ -16,7 +16,7 @@ import json
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from operator import mul
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -321,6 +321,10 @@ class Selection:
     )
     """Own kernels that are expected to beat the vendor's by the margin, by microseconds, fastest
     first; their configs are made one by one."""
+    ranked: Callable[[], Iterator[tuple[float, Config]]] = field(
+        default=lambda: iter(()), compare=False, repr=False
+    )
+    """All own kernels, likewise."""
 
     @property
     def source(self) -> str:
@@ -409,13 +413,14 @@ class Portfolio:
                 break
         bound = vendor_us / (1 + models.margin)
 
-        def faster() -> Iterator[tuple[float, Config]]:
+        def ranked(bound: float = math.inf) -> Iterator[tuple[float, Config]]:
             for estimate in own:
                 if estimate.us > bound:
                     return
                 if (config := models.config(problem, estimate, target)) is not None:
                     yield estimate.us, config
 
+        faster = partial(ranked, bound)
         best = next(faster(), None)
         if best is not None:
             chosen_us, chosen = best
@@ -433,6 +438,7 @@ class Portfolio:
             models.regret,
             tuple(_doubts(models, is_near)),
             faster,
+            ranked,
         )
 
     def to_json(self) -> dict[str, Any]:

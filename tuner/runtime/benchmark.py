@@ -1,0 +1,222 @@
+"""Choice by measurement in place: ``TUNER_BENCHMARK=1``, as ``torch.backends.cudnn.benchmark``.
+
+The first call of a shape that nobody tuned times the portfolio's most promising proven kernels and
+PyTorch's own attention on the call's tensors, outside of captures, and keeps the fastest. Choices
+are lines of ``benchmarked.jsonl`` under ``TUNER_CACHE_DIR``, each for one problem, GPU and
+environment. A lock is held while a shape is timed, so that the processes of one machine, the ranks
+of a program among them, keep one choice. Needs no compiler and no SQLAlchemy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import math
+import os
+import random
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from tuner import settings
+from tuner.base import document
+from tuner.config import Config
+from tuner.errors import BenchmarkError, ConfigError
+from tuner.hardware import Gpu
+from tuner.problem import Problem
+from tuner.runtime import devices
+from tuner.runtime.plan import Plan
+
+_log = logging.getLogger("tuner.runtime")
+
+KERNELS = 3
+"""Own kernels that are timed for a shape."""
+MIN_GAIN = 0.02
+"""Share of its time by which an own kernel must beat PyTorch's: less is noise of so few rounds."""
+ROUNDS = range(3, 11)
+"""Fewest and most rounds; in each every contender runs `BURST` times, in shuffled order."""
+BURST = 4
+BUDGET_US = 200_000.0
+"""Time on the GPU that the rounds of a shape may take, beyond the fewest."""
+
+Run = Callable[[Plan | None], object]
+"""Enqueues the call by a plan, or by PyTorch."""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """The choice for a problem."""
+
+    config: Config | None
+    """None: PyTorch's own attention."""
+    us: float
+    """Median time of what was chosen."""
+    pytorch_us: float
+
+
+class Journal:
+    """The choices in a file; safe between threads and processes."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._path: Path | None = None
+        self._read = 0
+        self._known: dict[tuple[str, str, str], Timed] = {}
+
+    def find(self, problem: Problem, gpu: Gpu) -> Timed | None:
+        """The choice for a problem on a GPU, made in this environment."""
+        with self._lock:
+            self._refresh()
+            return self._known.get(_key(problem, gpu))
+
+    def decide(
+        self, problem: Problem, gpu: Gpu, contenders: Mapping[Config, Plan], run: Run
+    ) -> Timed | None:
+        """Time the contenders and PyTorch's attention, and keep the fastest; what another process
+        chose meanwhile is taken over.
+
+        Returns:
+            None where memory ran out.
+        """
+        with self._lock, self._alone():
+            found = self.find(problem, gpu)
+            if found is not None:
+                return found
+            times = _time(contenders, run)
+            if times is None:
+                return None
+            chosen = _fastest(times)
+            self._write(problem, gpu, chosen)
+            self._known[_key(problem, gpu)] = chosen
+        name = "PyTorch's" if chosen.config is None else chosen.config.family
+        _log.info(
+            "%s: timed here: %s %.1f us, PyTorch's %.1f",
+            *(problem.label(), name, chosen.us, chosen.pytorch_us),
+        )
+        return chosen
+
+    def _refresh(self) -> None:
+        """Read the lines that came since the last look; damaged ones are passed over."""
+        path = _path()
+        if path != self._path:
+            self._path, self._read, self._known = path, 0, {}
+        try:
+            size = path.stat().st_size
+            if size == self._read:
+                return
+            if size < self._read:  # another file
+                self._read, self._known = 0, {}
+            with path.open("rb") as file:
+                file.seek(self._read)
+                text = file.read()
+        except OSError:
+            return
+        whole = text.rfind(b"\n") + 1  # a line that is being written is read later
+        self._read += whole
+        for line in text[:whole].splitlines():
+            with contextlib.suppress(ConfigError, ValueError, LookupError, TypeError):
+                key, timed = _from_line(line)
+                self._known[key] = timed
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Hold the journal's lock file; without one where the folder cannot be written."""
+        path = _path().with_suffix(".lock")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as exc:
+            _log.info("choices are not kept: %s", exc)
+            yield
+            return
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _write(self, problem: Problem, gpu: Gpu, timed: Timed) -> None:
+        key, identity, environment = _key(problem, gpu)
+        row = {
+            "problem": json.loads(key),
+            "gpu": identity,
+            "environment": environment,
+            "config": None if timed.config is None else timed.config.to_json(),
+            "us": round(timed.us, 3),
+            "pytorch_us": round(timed.pytorch_us, 3),
+            "at": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+        line = json.dumps(row, sort_keys=True).encode() + b"\n"
+        with contextlib.suppress(OSError), _path().open("ab+", buffering=0) as file:
+            # Behind a line that was cut short begins another.
+            if size := file.seek(0, os.SEEK_END):
+                file.seek(size - 1)
+                line = line if file.read(1) == b"\n" else b"\n" + line
+            file.write(line)
+
+
+def _path() -> Path:
+    return settings.cache_dir() / "benchmarked.jsonl"
+
+
+def _key(problem: Problem, gpu: Gpu) -> tuple[str, str, str]:
+    return problem.key, gpu.identity, devices.environment().digest
+
+
+def _from_line(line: bytes) -> tuple[tuple[str, str, str], Timed]:
+    row: dict[str, Any] = document.parse(line)
+    problem = json.dumps(row["problem"], sort_keys=True, separators=(",", ":"))
+    config = None if row["config"] is None else Config.from_json(row["config"])
+    timed = Timed(config, float(row["us"]), float(row["pytorch_us"]))
+    return (problem, str(row["gpu"]), str(row["environment"])), timed
+
+
+def _time(contenders: Mapping[Config, Plan], run: Run) -> dict[Config | None, float] | None:
+    """Median microseconds of a call by each contender and, under None, by PyTorch's; infinite for
+    one whose launch was refused; None where memory ran out.
+    """
+    plans: dict[Config | None, Plan | None] = {None: None}
+    plans.update(contenders.items())
+    samples: dict[Config | None, list[float]] = {config: [] for config in plans}
+    rounds, order, shuffle = ROUNDS.start, list(plans), random.Random(0).shuffle
+    try:
+        for config in order:  # loads, plans and warms up
+            samples[config].append(_sample(plans[config], run))
+        took = sum(sum(times) for times in samples.values()) * BURST
+        rounds = max(ROUNDS.start, min(ROUNDS.stop - 1, int(BUDGET_US / max(took, 1.0))))
+        for times in samples.values():
+            times.clear()
+        for _ in range(rounds):
+            shuffle(order)
+            for config in order:
+                samples[config].append(_sample(plans[config], run))
+    except torch.OutOfMemoryError:
+        return None
+    return {config: median(times) for config, times in samples.items()}
+
+
+def _sample(plan: Plan | None, run: Run) -> float:
+    try:
+        return devices.burst_us(lambda: run(plan), BURST) / BURST
+    except BenchmarkError:
+        return math.inf
+
+
+def _fastest(times: Mapping[Config | None, float]) -> Timed:
+    pytorch_us = times[None]
+    own = {config: us for config, us in times.items() if config is not None}
+    best = min(own, key=lambda config: own[config])
+    if own[best] * (1 + MIN_GAIN) <= pytorch_us:
+        return Timed(best, own[best], pytorch_us)
+    return Timed(None, pytorch_us, pytorch_us)
+
+
+journal = Journal()
