@@ -6,6 +6,7 @@ import json
 import math
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from operator import mul
 from pathlib import Path
 
@@ -205,6 +206,15 @@ class TestKin:
         known = Portfolio("attention", DEFAULT_GPU, {domain: models})
         found = known.select(attention("B=4,S=1999,D=64,varlen=1"))
         assert found is not None and "stages_output" not in found.config.params
+
+    def test_legality_is_found_out_anew(self) -> None:
+        """A config of the plain domain may spill under a window."""
+        known = made(9.0, 5.0, 0.0)
+        assert known.select(attention("S=1999,D=64")) is not None
+        kin = known.models_of(Domain(64, "full", "prompt", has_softcap=True))
+        assert kin is not None and not kin._legal
+        assert known.domains[Domain(64, "full", "prompt")]._legal
+        assert replace(known, domains={})._found == {}
 
     def test_each_is_served_once(self) -> None:
         known = made(9.0, 5.0, 0.0)

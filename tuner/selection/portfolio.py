@@ -235,7 +235,9 @@ class DomainModels:
     regret: Regret
     kin: Domain | None = None
     """Domain whose rates these are, where this one was not measured."""
-    _legal: dict[Hashable, bool] = field(default_factory=dict, compare=False, repr=False)
+    _legal: dict[Hashable, bool] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
     """What `config` found out, by candidate, splits and `Family.legality_facts`."""
 
     def estimates(
@@ -343,7 +345,7 @@ class Portfolio:
     origin: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """First and last day of the measurements (``days``), and versions of the machines."""
     _found: dict[Domain, DomainModels | None] = field(
-        default_factory=dict, compare=False, repr=False
+        default_factory=dict, init=False, compare=False, repr=False
     )
 
     def models_of(self, domain: Domain | None) -> DomainModels | None:
