@@ -30,7 +30,7 @@ SHAPES = tuple(
     for mask in ("", ",causal=1")
 )
 FACTOR = 0.5
-"""Of queries, keys and values."""
+"""Descale factor of queries, keys and values."""
 ROUNDS, CALLS = 20, 10
 NAMES = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
 """cuDNN's factors, in the order of their operands behind queries, keys and values."""

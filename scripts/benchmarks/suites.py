@@ -44,7 +44,7 @@ EXPECTED: Mapping[str, str] = {
 }
 """Patterns of tests whose failure by forced kernels says nothing about a result, and why."""
 MOST_NAMES = 20
-"""Of a list on the terminal; the JSON has all."""
+"""Longest list on the terminal; the JSON has all."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Suite:
     name: str
     checkout: Path
     file: str
-    """Of the tests, in the checkout."""
+    """Path of the tests in the checkout."""
     keyword: str = ""
     """pytest's ``-k``."""
     sample: float = 1.0
@@ -218,7 +218,7 @@ def _end(popen: subprocess.Popen[bytes]) -> None:
 def compared(
     alone: Mapping[str, Mapping[str, Any]], forced: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """What the forced kernels did to a suite.
+    """Outcome of a suite under the forced kernels.
 
     Args:
         alone: tests by name, as PyTorch answers.
@@ -256,7 +256,7 @@ def compared(
 
 
 def text_of(name: str, found: Mapping[str, Any]) -> str:
-    """What a person reads of a suite."""
+    """Lines about a suite, for people."""
     counts = ", ".join(f"{count} {outcome}" for outcome, count in found["forced"].items())
     alone = ", ".join(f"{count} {outcome}" for outcome, count in found["alone"].items())
     lines = [

@@ -30,7 +30,7 @@ END = "end"
 
 @dataclass(frozen=True)
 class Share:
-    """What one process runs."""
+    """Part of a suite that one process runs."""
 
     mode: str
     """`ALONE`: PyTorch answers every call; `FORCED`: forced kernels where they can."""
@@ -47,7 +47,7 @@ class Share:
     """Checkout of FlashAttention, whose functions are then stood in for."""
 
     def wants(self, name: str) -> bool:
-        """Whether a test is in the sample and in this share."""
+        """True for a test of the sample and of this share."""
         digest = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8])
         return digest % 10**6 < self.sample * 10**6 and digest // 10**6 % self.of == self.number
 

@@ -220,3 +220,11 @@ def _fastest(times: Mapping[Config | None, float]) -> Timed:
 
 
 journal = Journal()
+
+
+def _after_fork() -> None:
+    journal._lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

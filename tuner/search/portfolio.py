@@ -4,7 +4,8 @@ For each domain, a time model of every kernel that was measured often enough: no
 squares of relative errors over `Family.work`. Then greedy set cover: kernels join as long as the
 mean loss against the best known time of each problem falls. The regret is that of *models left
 out*: problems with the same heads and head dimension are answered by rates that were fitted to the
-others.
+others. Kernels and margin are chosen with all problems, and a choice is judged among the kernels
+and schedules measured at a problem: both flatter the regret.
 """
 
 from __future__ import annotations

@@ -202,7 +202,9 @@ class Estimate(NamedTuple):
 
 @dataclass(frozen=True)
 class Regret:
-    """How selections did at problems whose models were left out when the rates were fitted."""
+    """How selections did at problems whose models were left out when the rates were fitted; the
+    kernels and the margin were chosen with them.
+    """
 
     problems: int
     mean: float
