@@ -136,7 +136,8 @@ def make(measured: Mapping[Regime, Sequence[Measurement]], gpu: Gpu) -> Portfoli
     """The portfolio of what was measured on a GPU.
 
     Args:
-        measured: by regime; a domain takes the regime that measured most of its problems.
+        measured: by regime; a domain takes what was timed in a stream where that suffices for a
+            model of its kernels, else the regime that measured most of its problems.
         gpu: where.
 
     Raises:
@@ -150,10 +151,14 @@ def make(measured: Mapping[Regime, Sequence[Measurement]], gpu: Gpu) -> Portfoli
                 by_domain[domain][regime].append(point)
     made: dict[Domain, DomainModels] = {}
     for domain, regimes in sorted(by_domain.items()):
-        regime = max(regimes, key=lambda one: (len(regimes[one]), str(one)))
-        models = _models(domain, regime, regimes[regime], gpu)
-        if models is not None:
-            made[domain] = models
+        by_use = sorted(
+            regimes, key=lambda one: (one.launch != "stream", -len(regimes[one]), str(one))
+        )
+        for regime in by_use:
+            models = _models(domain, regime, regimes[regime], gpu)
+            if models is not None:
+                made[domain] = models
+                break
     if not made:
         raise ConfigError(
             f"no domain has a kernel with {MIN_POINTS} measurements on {gpu.name}: "
