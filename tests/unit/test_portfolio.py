@@ -336,16 +336,16 @@ class TestMake:
 
     def test_failed_and_modified_ones_are_left_out(self) -> None:
         failed = [m.but(status=Status.WRONG_RESULT, latency_us=None) for m in planted(0)]
-        assert fitting.points(failed) == []
+        assert fitting.points(failed, DEFAULT_GPU) == []
         biased = Measurement(
             attention("S=1024,D=64,bias=1"), CUDNN, DEFAULT_GPU, WARM, Status.OK, latency_us=9.0
         )
-        assert fitting.points([biased]) == []
+        assert fitting.points([biased], DEFAULT_GPU) == []
 
     def test_a_quick_time_comes_before_a_final_one(self) -> None:
         one = planted(0)[0]
         both = [one, one.but(latency_us=99.0, is_final=True)]
-        assert [p.us for p in fitting.points(both)] == [one.latency_us]
+        assert [p.us for p in fitting.points(both, DEFAULT_GPU)] == [one.latency_us]
 
 
 @pytest.fixture

@@ -33,6 +33,7 @@ from tuner.selection.portfolio import (
     Portfolio,
     Regret,
     Spread,
+    preferred,
 )
 from tuner.selection.shipped import shipped_index
 from tuner.store import Store
@@ -52,11 +53,9 @@ ORIGIN_FACTS = frozenset({"driver", "cuda", "torch", "cudnn", "nvcc"})
 """Facts of the measuring machines that a portfolio tells."""
 FOLDS = 8
 MARGINS = (0.0, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3)
-"""Margins that are tried; the smallest that keeps `LOWEST_SHARE` is taken."""
-SLOWER = 0.98
-"""A choice below this much of the vendor's speed counts as slower."""
-LOWEST_SHARE = 0.01
-"""Share of choices that may be slower."""
+"""Margins that are tried."""
+SLOWER_COSTS = 3.0
+"""What is lost to the vendor's kernel counts as often, beside what is lost to the fastest one."""
 SCHEDULE = frozenset({"splits", "layout"})
 """Parameters that a kernel's model leaves to `Family.scheduled`, or to the vendor's preference."""
 
@@ -107,15 +106,20 @@ def kernel_of(config: Config) -> Config:
     return Config(config.family, params)
 
 
-def points(measurements: Iterable[Measurement]) -> list[Point]:
-    """Those of attention that a portfolio is made of; the quick pass where a problem has both."""
+def points(measurements: Iterable[Measurement], gpu: Gpu) -> list[Point]:
+    """Those of attention that a portfolio is made of; the quick pass where a problem has both. More
+    splits than a selection considers are left out.
+    """
     found: dict[tuple[str, str], Point] = {}
     for m in sorted(measurements, key=lambda m: not m.is_final):
         family, problem = families().get(m.config.family), m.problem
-        is_known = family is not None and family.work_terms and not m.config.stages
-        if m.ok and m.latency_us and is_known and isinstance(problem, AttentionProblem):
-            if Domain.of(problem) is not None:
-                found[problem.key, m.config.digest] = Point(problem, m.config, m.latency_us)
+        if family is None or not family.work_terms or m.config.stages:
+            continue
+        if not (m.ok and m.latency_us and isinstance(problem, AttentionProblem)):
+            continue
+        most = max(family.splits(problem, m.config, gpu), default=0)
+        if Domain.of(problem) is not None and m.config.get("splits", 1) <= most:
+            found[problem.key, m.config.digest] = Point(problem, m.config, m.latency_us)
     return list(found.values())
 
 
@@ -145,7 +149,7 @@ def make(measured: Mapping[Regime, Sequence[Measurement]], gpu: Gpu) -> Portfoli
     """
     by_domain: dict[Domain, dict[Regime, list[Point]]] = defaultdict(lambda: defaultdict(list))
     for regime, rows in measured.items():
-        for point in points(rows):
+        for point in points(rows, gpu):
             domain = Domain.of(point.problem)
             if domain is not None:
                 by_domain[domain][regime].append(point)
@@ -256,24 +260,26 @@ class _Judge:
         return [own[at] for at in chosen]
 
     def margin(self, own: Sequence[_Kernel], vendors: Sequence[_Kernel]) -> tuple[float, Regret]:
-        """The smallest margin with which few choices are slower, and the regret with it."""
-        for margin in MARGINS:
-            regret, slower = self._regret(own, vendors, margin)
-            if slower <= LOWEST_SHARE:
-                break
+        """The margin with which choices cost least, and the regret with it."""
+        tried = [(self._regret(own, vendors, margin), margin) for margin in MARGINS]
+        (_, regret), margin = min(tried, key=lambda one: one[0][0])
         return margin, regret
 
     def _regret(
         self, own: Sequence[_Kernel], vendors: Sequence[_Kernel], margin: float
-    ) -> tuple[Regret, float]:
-        """At the problems where an own kernel and a vendor's were measured."""
+    ) -> tuple[float, Regret]:
+        """Mean cost of a choice, and the regret, at the problems where an own kernel and a vendor's
+        were measured.
+        """
         losses, ratios, owns = [], [], 0
         for rows in self._rows.values():
             mine = [row for row in rows if row.kernel in own and self._is_offered(row)]
             theirs = [row for row in rows if row.kernel in vendors]
             if not mine or not theirs:
                 continue
-            first, vendor = (min(some, key=lambda row: row.expected) for some in (mine, theirs))
+            first = min(mine, key=lambda row: row.expected)
+            named = {str(row.kernel.config["kernel"]): row for row in theirs}
+            vendor = named[preferred({name: row.expected for name, row in named.items()})]
             is_own = first.expected * (1 + margin) <= vendor.expected
             owns += is_own
             chosen = first if is_own else vendor
@@ -281,11 +287,11 @@ class _Judge:
             ratios.append(min(row.us for row in theirs) / chosen.us)
         count = len(losses)
         if not count:
-            return Regret(0, 0.0, 0.0, 1.0, 1.0, 1.0), 0.0
+            return 0.0, Regret(0, 0.0, 0.0, 1.0, 1.0, 1.0)
         geometric = math.exp(fmean(map(math.log, ratios)))
-        slower = sum(ratio < SLOWER for ratio in ratios) / count
+        cost = fmean(losses) + SLOWER_COSTS * fmean(max(0.0, 1 / ratio - 1) for ratio in ratios)
         found = Regret(count, fmean(losses), max(losses), geometric, min(ratios), owns / count)
-        return found, slower
+        return cost, found
 
     def _is_offered(self, row: _Row) -> bool:
         """Whether a selection would consider the schedule that was measured."""
