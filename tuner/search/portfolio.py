@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import mul
@@ -38,8 +38,10 @@ from tuner.selection.portfolio import (
 from tuner.selection.shipped import shipped_index
 from tuner.store import Store
 
-MIN_POINTS = 12
+MIN_POINTS = 6
 """Measurements of a kernel below which no model is made of it."""
+PRIOR_WEIGHT = 0.3
+"""Measurements that the rates of all own kernels of a domain count for in the fit of one."""
 MIN_GROUPS = 3
 """Unlike groups of heads, likewise: rates from one model's shapes do not hold for another's."""
 MAX_MEDIAN_ERROR = 0.12
@@ -213,6 +215,8 @@ class _Judge:
 
     def __init__(self, kernels: Sequence[_Kernel], gpu: Gpu) -> None:
         self._gpu = gpu
+        self._own = [p for k in kernels if not _is_vendor(k.config) for p in k.points]
+        self._priors: dict[frozenset[tuple[int, int, int]], list[float]] = {}
         self._rows: dict[str, list[_Row]] = defaultdict(list)
         self._errors: dict[Config, list[float]] = {}
         for kernel in kernels:
@@ -232,9 +236,24 @@ class _Judge:
     def candidate(self, kernel: _Kernel) -> Candidate:
         """The kernel with rates that are fitted to all of its points."""
         terms = families()[kernel.config.family].work_terms
-        rates = dict(zip(terms, fitted(kernel.points, self._gpu), strict=True))
+        rates = dict(zip(terms, self._rates(kernel), strict=True))
         errors = self._error(kernel, 0.5), self._error(kernel, 0.9)
         return Candidate(kernel.config, rates, len(kernel.points), *errors, kernel.spread)
+
+    def _rates(self, kernel: _Kernel, held: Collection[tuple[int, int, int]] = ()) -> list[float]:
+        """Fitted to a kernel's points, and drawn to those of all own kernels of the domain, without
+        the problems of some heads.
+        """
+        key = frozenset(held)
+        if _is_vendor(kernel.config):
+            prior = None
+        elif key in self._priors:
+            prior = self._priors[key]
+        else:
+            rest = [p for p in self._own if _group(p.problem) not in key]
+            prior = self._priors[key] = fitted(rest, self._gpu)
+        rest = [p for p in kernel.points if _group(p.problem) not in key]
+        return fitted(rest, self._gpu, prior)
 
     def cover(self, own: Sequence[_Kernel]) -> list[_Kernel]:
         """Few kernels of small loss against the fastest own one of each problem."""
@@ -305,8 +324,8 @@ class _Judge:
         fold = {group: number % FOLDS for number, group in enumerate(groups)}
         found = []
         for number in sorted(set(fold.values())):
-            rest = [p for p in kernel.points if fold[_group(p.problem)] != number]
-            rates = fitted(rest, self._gpu)
+            held = {group for group in groups if fold[group] == number}
+            rates = self._rates(kernel, held)
             for point in kernel.points:
                 if fold[_group(point.problem)] == number:
                     expected = _expected(point.problem, point.config, rates, self._gpu)
@@ -324,7 +343,7 @@ class _Judge:
         }
         table = []
         for kernel in own:
-            rates, doubt = fitted(kernel.points, self._gpu), 1 + self._error(kernel, 0.9)
+            rates, doubt = self._rates(kernel), 1 + self._error(kernel, 0.9)
             known = {
                 key: min((row.us for row in self._rows[key] if row.kernel is kernel), default=0.0)
                 for key in problems
@@ -353,8 +372,13 @@ class _Judge:
         return min(times, default=math.inf)
 
 
-def fitted(points: Sequence[Point], gpu: Gpu) -> list[float]:
+def fitted(points: Sequence[Point], gpu: Gpu, prior: Sequence[float] | None = None) -> list[float]:
     """Microseconds of each work term, none negative, of least squared relative error.
+
+    Args:
+        points: what was measured.
+        gpu: where.
+        prior: rates that these are drawn to, term by term, each by its share of the times.
 
     Raises:
         ConfigError: when scipy is not installed.
@@ -368,7 +392,12 @@ def fitted(points: Sequence[Point], gpu: Gpu) -> list[float]:
     family = families()[points[0].config.family]
     amounts = np.array([family.work(p.problem, p.config, gpu) for p in points])
     relative = amounts / np.array([[p.us] for p in points])
-    rates, _ = nnls(relative, np.ones(len(points)), maxiter=100 * amounts.shape[1])
+    wanted = np.ones(len(points))
+    if prior is not None:
+        weights = math.sqrt(PRIOR_WEIGHT) * relative.mean(axis=0)
+        relative = np.vstack([relative, np.diag(weights)])
+        wanted = np.concatenate([wanted, weights * np.array(prior)])
+    rates, _ = nnls(relative, wanted, maxiter=100 * amounts.shape[1])
     return [float(rate) for rate in rates]
 
 
