@@ -375,7 +375,7 @@ class TestMake:
             expected = (
                 sum(map(mul, rates, family.work(p.problem, p.config, DEFAULT_GPU))) for p in wide
             )
-            return max(abs(us / p.us - 1) for us, p in zip(expected, wide, strict=True))
+            return max(float(abs(us / p.us - 1)) for us, p in zip(expected, wide, strict=True))
 
         assert error(drawn) < 0.2 < error(alone)
 
