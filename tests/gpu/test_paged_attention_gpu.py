@@ -19,7 +19,6 @@ from tuner.compile.compiler import Compiler
 from tuner.config import Config
 from tuner.families import family
 from tuner.families.base import KernelSpec
-from tuner.hardware import DEFAULT_GPU
 from tuner.problem import AttentionProblem
 
 pytestmark = [pytest.mark.gpu, pytest.mark.compile]
@@ -72,7 +71,9 @@ KERNELS: dict[str, tuple[str, tuple[int, ...], int, Config]] = {
     "sinks, soft cap": (
         "H=8,HKV=1,D=64,causal=1,softcap=20,sinks=1", (64, 128), 5, make(1, 64, packed_heads=8),
     ),
-    "wide heads": ("H=4,HKV=2,D=256,causal=1,dtype=bf16", (16, 48), 200, make(2, 80, packed_heads=2)),
+    "wide heads": (
+        "H=4,HKV=2,D=256,causal=1,dtype=bf16", (16, 48), 200, make(2, 80, packed_heads=2),
+    ),
 }  # fmt: skip
 
 
@@ -99,7 +100,8 @@ def draws(name: str) -> list[dict[str, Any]]:
     found = []
     for index in range(DRAWS):
         queries = rng.choice((1, most)) if most < 64 else rng.choice((1, most // 2, most))
-        problem = posed(name, rng.choice(sizes), queries, rng.choice((70, 400, 2500)), rng.choice((1, 3, 9, 70)))
+        keys, batch = rng.choice((70, 400, 2500)), rng.choice((1, 3, 9, 70))
+        problem = posed(name, rng.choice(sizes), queries, keys, batch)
         splits = rng.choice((1, 2, 5, 16)) if can_split else 1
         combine = rng.choice(("kernel", "cluster")) if can_cluster else "kernel"
         found.append(
