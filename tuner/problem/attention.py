@@ -241,12 +241,14 @@ class AttentionProblem(Problem):
     def _reduce_window(self) -> None:
         """Give equal masks equal fields."""
         left, right, is_causal = self.window_left, self.window_right, self.is_causal
-        last = (self.seqlen_kv if self.is_paged else self.seqlen_q) - 1
+        last, behind = self.seqlen_q - 1, self.seqlen_kv - 1
+        if self.is_paged:  # masks are bottom-right
+            last, behind = behind, last
         if left >= last:  # the last query sees key 0
             left = -1
         if right == 0:
             is_causal = True
-        if is_causal or right >= self.seqlen_kv - 1:  # the first query sees the last key
+        if is_causal or right >= behind:  # the first query sees the last key
             right = -1
         object.__setattr__(self, "window_left", left)
         object.__setattr__(self, "window_right", right)
@@ -289,9 +291,11 @@ class AttentionProblem(Problem):
         """(left, right): query i sees keys i - left..i + right of those that there are, counted
         from `position`.
         """
-        most = self.seqlen_kv if self.is_paged else self.seqlen_q
-        left = most if self.window_left < 0 else self.window_left
-        right = self.seqlen_kv if self.window_right < 0 else self.window_right
+        most_left, most_right = self.seqlen_q, self.seqlen_kv
+        if self.is_paged:
+            most_left = most_right = max(most_left, most_right)
+        left = most_left if self.window_left < 0 else self.window_left
+        right = most_right if self.window_right < 0 else self.window_right
         return left, 0 if self.is_causal else right
 
     def keys_of(self, first: int, last: int) -> range:
