@@ -14,11 +14,17 @@ from typing import Any
 
 import pytest
 from fused_configs import maker
+from gating import pass_the_gate
 
+from tuner.compile.artifacts import load
 from tuner.compile.compiler import Compiler
 from tuner.config import Config
 from tuner.families import family
 from tuner.families.base import KernelSpec
+from tuner.measure.device import Device
+from tuner.measure.gate import REFERENCE, Gate, scale_of
+from tuner.measure.subjects import CompiledSubject
+from tuner.measurement import Status
 from tuner.problem import AttentionProblem
 
 pytestmark = [pytest.mark.gpu, pytest.mark.compile]
@@ -89,7 +95,7 @@ def spec(name: str) -> KernelSpec:
 
 def kernels() -> list[KernelSpec]:
     """Compiled from the start; see `conftest.compiler`."""
-    return [spec(name) for name in KERNELS]
+    return [REFERENCE, *(spec(name) for name in KERNELS)]
 
 
 def draws(name: str) -> list[dict[str, Any]]:
@@ -148,3 +154,39 @@ def test_a_kernel_agrees_with_float64(name: str, compiler: Compiler) -> None:
     found = [f"{line['draw']['problem']} splits={line['draw']['splits']}: {line['faults'][:3]}"
              for line in lines if line["faults"]]  # fmt: skip
     assert not found, f"{len(found)} of {DRAWS} draws fail: " + "\n".join(found)
+
+
+@pytest.mark.parametrize("name", ["few", "chunk", "sinks and window"])
+def test_the_gate_passes_a_kernel(
+    name: str, device: Device, gate: Gate, compiler: Compiler
+) -> None:
+    [(_, future)] = compiler.submit([spec(name)])
+    text, sizes, queries, config = KERNELS[name]
+    problem = AttentionProblem.parse(
+        f"B=13,SQ={min(queries, 100)},SKV=600,{text},page_size={sizes[-1]},varlen=1,layout=bshd"
+    )
+    kernel = {"attention": load(future.result())}
+    subject = CompiledSubject(device, FAMILY, problem, config, kernel, 1.0)
+    pass_the_gate(device, gate, problem, subject)
+
+
+def test_the_gate_sees_keys_that_are_left_out(
+    device: Device, gate: Gate, compiler: Compiler
+) -> None:
+    [(_, future)] = compiler.submit([spec("few")])
+    text, sizes, queries, config = KERNELS["few"]
+    problem = AttentionProblem.parse(f"B=3,SQ={queries},SKV=600,{text},page_size={sizes[0]}")
+    kernel = load(future.result())
+    gate.open(problem, 7)
+    try:
+        for kind in ("dominant", "random"):
+            gate.load(kind)
+            gate.arm()
+            (launch,) = FAMILY.launches(problem, config, scale_of(problem, kind))
+            integers = [*launch.integers]
+            integers[4] = 599  # keys of a sequence at most
+            addresses = [gate.pointers.get(ref.operand, 0) for ref in launch.tensors]
+            kernel.launch(addresses, integers, launch.scalars, 0, device.stream)
+            assert gate.examine().status is not Status.OK, kind
+    finally:
+        gate.close()
