@@ -79,6 +79,8 @@ MOST_STAGED = 16
 MOST_CLUSTERED = 16
 #: Keys of one split: fewer do not pay for the combining kernel.
 LEAST_SPLIT_KEYS = 128
+#: Splits of sequences of unlike lengths, where there are tiles enough without.
+UNLIKE_SPLITS = 8
 #: mbarriers and two tiles' coordinates at the end of the shared memory, rounded to the alignment
 #: of the tiles.
 BARRIER_BYTES = 1024
@@ -293,8 +295,12 @@ class FusedAttention(Family):
         for (groups, sharing, blocks), tile_n, buffers, packed, in_registers in levers:
             tile_m = 64 * groups // sharing
             tiles = -(-problem.seqlen_q * packed // tile_m) * heads // packed
+            is_crowded = tiles > gpu.sm_count
             if rows <= tile_m - 64 or (
-                groups == 1 and shares_sm and (tiles > gpu.sm_count) != (blocks > 1)
+                groups == 1
+                and shares_sm
+                and is_crowded != (blocks > 1)
+                and (is_crowded or not problem.is_paged)
             ):
                 continue
             if sharing > 1 and (tiles > gpu.sm_count or in_registers or buffers > 1):
@@ -303,7 +309,7 @@ class FusedAttention(Family):
                 continue
             ordered = (False, True) if sharing == 1 else (False,)
             for depth, ping_pong, early, (splits, combine), pdl, staged in product(
-                (4, 8) if sharing > 1 else (2, 4) if rows <= 64 else (2,),
+                (4, 8) if sharing > 1 else _depths(problem, rows),
                 ordered if groups > 1 and buffers == 1 else (None,),
                 (0, 50) if buffers == 1 else (None,),
                 _splits(problem, tiles, gpu),
@@ -311,6 +317,8 @@ class FusedAttention(Family):
                 (False, True),
             ):
                 if staged and (splits > 1 or problem.is_paged):  # partial outputs are not staged
+                    continue
+                if problem.is_paged and blocks > 1 and tiles * splits <= gpu.sm_count:
                     continue
                 params: dict[str, Value] = {
                     "warp_groups": groups,
@@ -339,8 +347,8 @@ class FusedAttention(Family):
 
     def carried(self, problem: Problem, config: Config) -> Config:
         """Without grouped heads there is no `packed_heads`, which is to kernels as 1, and with
-        variable lengths no `stages_output`. Where the queries of a head fill no tile the choice is
-        another: nothing is carried to there.
+        variable lengths or paged caches no `stages_output`. Where the queries of a head fill no
+        tile the choice is another: nothing is carried to there.
         """
         attention = _attention(problem)
         group = attention.heads_q // attention.heads_kv
@@ -348,7 +356,7 @@ class FusedAttention(Family):
         if attention.is_packed:
             params.pop("stages_output", None)
         packed = math.gcd(int(params.pop("packed_heads", 1)), group)
-        if attention.seqlen_q < _tile_m(params):
+        if attention.seqlen_q < _tile_m(params) and not attention.is_paged:
             return config
         return Config(self.name, {**params, "packed_heads": packed} if group > 1 else params)
 
@@ -529,6 +537,13 @@ def _packings(problem: AttentionProblem) -> tuple[int, ...]:
     return (1, most) if most > 1 else (1,)
 
 
+def _depths(problem: AttentionProblem, rows: int) -> tuple[int, ...]:
+    """Stages of the rings, for `rows` rows of packed queries."""
+    if rows > 64:
+        return (2,)
+    return (2, 3, 4) if problem.is_paged else (2, 4)
+
+
 def _splits(problem: AttentionProblem, tiles: int, gpu: Gpu) -> tuple[tuple[int, str | None], ...]:
     """One, the powers of two by which `tiles` fill an idle chip up to twice, and what fills it
     once and twice as nearly as can be; how combined.
@@ -537,6 +552,8 @@ def _splits(problem: AttentionProblem, tiles: int, gpu: Gpu) -> tuple[tuple[int,
         return ((1, None),)
     once, twice = gpu.sm_count // tiles, 2 * gpu.sm_count // tiles
     most = min(twice, problem.seqlen_kv // LEAST_SPLIT_KEYS)
+    if problem.is_paged and problem.is_varlen:  # the longest must not outlast the others
+        most = max(most, min(UNLIKE_SPLITS, problem.seqlen_kv // LEAST_SPLIT_KEYS))
     counts = {2**i for i in range(1, max(1, most).bit_length())} | {once, twice}
     several = sorted(count for count in counts if 1 < count <= most)
     clustered = [(splits, "cluster") for splits in several if splits <= MOST_CLUSTERED]
