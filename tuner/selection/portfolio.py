@@ -64,7 +64,7 @@ class Domain(NamedTuple):
         """The domain of a problem; None of those that no portfolio is made for."""
         if not isinstance(problem, AttentionProblem):
             return None
-        if problem.dtype == E4M3 or problem.modifiers:
+        if problem.dtype == E4M3 or problem.modifiers or problem.is_paged:
             return None
         mask: Mask = "causal" if problem.is_causal else "full"
         phase: Phase = "few" if problem.is_decoding else "prompt"
