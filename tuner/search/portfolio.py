@@ -3,16 +3,17 @@
 For each domain, a time model of every kernel that was measured often enough: non-negative least
 squares of relative errors over `Family.work`. Then greedy set cover: kernels join as long as the
 mean loss against the best known time of each problem falls. The regret is that of *models left
-out*: problems with the same heads and head dimension are answered by rates that were fitted to the
-others. Kernels and margin are chosen with all problems, and a choice is judged among the kernels
-and schedules measured at a problem: both flatter the regret.
+out*: problems of one model, with the same heads and head dimension, or of one layer's widths, are
+answered by rates that were fitted to the others. Kernels and margin are chosen with all problems,
+and a choice is judged among the kernels and schedules measured at a problem: both flatter the
+regret.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import mul
@@ -22,13 +23,12 @@ from tuner.base.install import extra_command
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families import families
-from tuner.families.vendor.sdpa import BACKENDS
 from tuner.hardware import Gpu
 from tuner.measurement import Measurement, Regime
-from tuner.problem import AttentionProblem, Problem
+from tuner.problem import Problem
+from tuner.selection.domains import AnyDomain, Domain
 from tuner.selection.portfolio import (
     Candidate,
-    Domain,
     DomainModels,
     Portfolio,
     Regret,
@@ -40,7 +40,7 @@ from tuner.store import Store
 MIN_POINTS = 12
 """Measurements of a kernel below which no model is made of it."""
 MIN_GROUPS = 3
-"""Unlike groups of heads, likewise: rates from one model's shapes do not hold for another's."""
+"""Unlike models (`Domain.group`), likewise: rates from one's shapes do not hold for another's."""
 MAX_MEDIAN_ERROR = 0.12
 """Median error of the expected times of models left out, above which a kernel is not chosen."""
 MIN_GAIN = 0.001
@@ -51,12 +51,11 @@ with programmatic dependent launch and without, are two candidates."""
 ORIGIN_FACTS = frozenset({"driver", "cuda", "torch", "cudnn", "nvcc"})
 """Facts of the measuring machines that a portfolio tells."""
 FOLDS = 8
-MARGINS = (0.0, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3)
-"""Margins that are tried; the smallest that keeps `LOWEST_SHARE` is taken."""
-SLOWER = 0.98
-"""A choice below this much of the vendor's speed counts as slower."""
-LOWEST_SHARE = 0.01
-"""Share of choices that may be slower."""
+MARGINS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
+"""Margins that are tried (`DomainModels.margin`)."""
+LOSS_WEIGHT = 5.0
+"""A choice that is slower than the vendor's kernel counts so many times as much as one that is
+faster by the same factor."""
 SCHEDULE = frozenset({"splits", "layout"})
 """Parameters that a kernel's model leaves to `Family.scheduled`, or to the vendor's preference."""
 
@@ -65,7 +64,7 @@ SCHEDULE = frozenset({"splits", "layout"})
 class Point:
     """One measured time."""
 
-    problem: AttentionProblem
+    problem: Problem
     config: Config
     us: float
 
@@ -87,16 +86,18 @@ class _Row:
 class _Kernel:
     """What was measured of one kernel in one domain."""
 
+    domain: AnyDomain
     config: Config
     points: Sequence[Point]
 
     @cached_property
     def spread(self) -> Spread:
-        return Spread.of(point.problem for point in self.points)
+        return Spread.of(self.domain.sizes(point.problem) for point in self.points)
 
-    @property
-    def groups(self) -> list[tuple[int, int, int]]:
-        return [_group(point.problem) for point in self.points]
+    @cached_property
+    def groups(self) -> Sequence[Hashable]:
+        """Of each point."""
+        return [self.domain.group(point.problem) for point in self.points]
 
 
 def kernel_of(config: Config) -> Config:
@@ -108,14 +109,13 @@ def kernel_of(config: Config) -> Config:
 
 
 def points(measurements: Iterable[Measurement]) -> list[Point]:
-    """Those of attention that a portfolio is made of; the quick pass where a problem has both."""
+    """Those that a portfolio is made of; the quick pass where a problem has both."""
     found: dict[tuple[str, str], Point] = {}
     for m in sorted(measurements, key=lambda m: not m.is_final):
         family, problem = families().get(m.config.family), m.problem
         is_known = family is not None and family.work_terms and not m.config.stages
-        if m.ok and m.latency_us and is_known and isinstance(problem, AttentionProblem):
-            if Domain.of(problem) is not None:
-                found[problem.key, m.config.digest] = Point(problem, m.config, m.latency_us)
+        if m.ok and m.latency_us and is_known and Domain.of(problem) is not None:
+            found[problem.key, m.config.digest] = Point(problem, m.config, m.latency_us)
     return list(found.values())
 
 
@@ -132,23 +132,24 @@ def measurements(op: str, gpu: Gpu, regime: Regime, store: Store) -> list[Measur
     return found
 
 
-def make(measured: Mapping[Regime, Sequence[Measurement]], gpu: Gpu) -> Portfolio:
-    """The portfolio of what was measured on a GPU.
+def make(op: str, measured: Mapping[Regime, Sequence[Measurement]], gpu: Gpu) -> Portfolio:
+    """The portfolio of an operation, from what was measured on a GPU.
 
     Args:
+        op: operation.
         measured: by regime; a domain takes the regime that measured most of its problems.
         gpu: where.
 
     Raises:
         ConfigError: when no domain was measured enough, or scipy is not installed.
     """
-    by_domain: dict[Domain, dict[Regime, list[Point]]] = defaultdict(lambda: defaultdict(list))
+    by_domain: dict[AnyDomain, dict[Regime, list[Point]]] = defaultdict(lambda: defaultdict(list))
     for regime, rows in measured.items():
         for point in points(rows):
             domain = Domain.of(point.problem)
             if domain is not None:
                 by_domain[domain][regime].append(point)
-    made: dict[Domain, DomainModels] = {}
+    made: dict[AnyDomain, DomainModels] = {}
     for domain, regimes in sorted(by_domain.items()):
         regime = max(regimes, key=lambda one: (len(regimes[one]), str(one)))
         models = _models(domain, regime, regimes[regime], gpu)
@@ -159,7 +160,7 @@ def make(measured: Mapping[Regime, Sequence[Measurement]], gpu: Gpu) -> Portfoli
             f"no domain has a kernel with {MIN_POINTS} measurements on {gpu.name}: "
             "tuner sweep and tuner widen measure them"
         )
-    return Portfolio(AttentionProblem.op, gpu, made, _origin(measured.values()))
+    return Portfolio(op, gpu, made, _origin(measured.values()))
 
 
 def _origin(measured: Iterable[Sequence[Measurement]]) -> dict[str, list[str]]:
@@ -175,7 +176,7 @@ def _origin(measured: Iterable[Sequence[Measurement]]) -> dict[str, list[str]]:
 
 
 def _models(
-    domain: Domain, regime: Regime, found: Sequence[Point], gpu: Gpu
+    domain: AnyDomain, regime: Regime, found: Sequence[Point], gpu: Gpu
 ) -> DomainModels | None:
     by_kernel: dict[Config, list[Point]] = defaultdict(list)
     for point in found:
@@ -183,17 +184,17 @@ def _models(
     kernels = [
         kernel
         for config, rows in sorted(by_kernel.items(), key=lambda item: item[0].digest)
-        if len((kernel := _Kernel(config, rows)).points) >= MIN_POINTS
+        if len((kernel := _Kernel(domain, config, rows)).points) >= MIN_POINTS
         and len(set(kernel.groups)) >= MIN_GROUPS
     ]
     own = [kernel for kernel in kernels if not _is_vendor(kernel.config)]
     if not own:
         return None
-    judge = _Judge(kernels, gpu)
+    judge = _Judge(domain, kernels, gpu)
     chosen = judge.cover([kernel for kernel in own if judge.is_known(kernel)])
     if not chosen:
         return None
-    vendors = [k for k in kernels if _is_vendor(k.config) and _is_served(k.config)]
+    vendors = [k for k in kernels if k.config.get("kernel") in domain.vendors]
     margin, regret = judge.margin(chosen, vendors)
     candidates = [judge.candidate(kernel) for kernel in (*chosen, *vendors)]
     return DomainModels(domain, regime, candidates, margin, regret)
@@ -202,8 +203,8 @@ def _models(
 class _Judge:
     """Times of a domain's kernels: measured, and expected by rates of other models' problems."""
 
-    def __init__(self, kernels: Sequence[_Kernel], gpu: Gpu) -> None:
-        self._gpu = gpu
+    def __init__(self, domain: AnyDomain, kernels: Sequence[_Kernel], gpu: Gpu) -> None:
+        self._domain, self._gpu = domain, gpu
         self._rows: dict[str, list[_Row]] = defaultdict(list)
         self._errors: dict[Config, list[float]] = {}
         for kernel in kernels:
@@ -251,25 +252,27 @@ class _Judge:
         return [own[at] for at in chosen]
 
     def margin(self, own: Sequence[_Kernel], vendors: Sequence[_Kernel]) -> tuple[float, Regret]:
-        """The smallest margin with which few choices are slower, and the regret with it."""
-        for margin in MARGINS:
-            regret, slower = self._regret(own, vendors, margin)
-            if slower <= LOWEST_SHARE:
-                break
-        return margin, regret
+        """The margin of most gain over the vendor's, slower choices weighed; the regret with it."""
+        found = {margin: self._regret(own, vendors, margin) for margin in MARGINS}
+        best = max(found, key=lambda margin: found[margin][1])
+        return best, found[best][0]
 
     def _regret(
         self, own: Sequence[_Kernel], vendors: Sequence[_Kernel], margin: float
     ) -> tuple[Regret, float]:
-        """At the problems where an own kernel and a vendor's were measured."""
+        """At the problems where an own kernel and a vendor's were measured: what choices cost, and
+        the mean logarithm of their speed over the vendor's, slower ones weighed.
+        """
         losses, ratios, owns = [], [], 0
         for rows in self._rows.values():
             mine = [row for row in rows if row.kernel in own and self._is_offered(row)]
             theirs = [row for row in rows if row.kernel in vendors]
             if not mine or not theirs:
                 continue
-            first, vendor = (min(some, key=lambda row: row.expected) for some in (mine, theirs))
-            is_own = first.expected * (1 + margin) <= vendor.expected
+            doubts = {row: 1 + margin * self._error(row.kernel, 0.9) for row in mine}
+            first = min(mine, key=lambda row: row.expected * doubts[row])
+            vendor = min(theirs, key=lambda row: row.expected)
+            is_own = first.expected * doubts[first] <= vendor.expected
             owns += is_own
             chosen = first if is_own else vendor
             losses.append(chosen.us / min(row.us for row in rows) - 1)
@@ -277,10 +280,10 @@ class _Judge:
         count = len(losses)
         if not count:
             return Regret(0, 0.0, 0.0, 1.0, 1.0, 1.0), 0.0
-        geometric = math.exp(fmean(map(math.log, ratios)))
-        slower = sum(ratio < SLOWER for ratio in ratios) / count
+        gains = [math.log(ratio) for ratio in ratios]
+        geometric = math.exp(fmean(gains))
         found = Regret(count, fmean(losses), max(losses), geometric, min(ratios), owns / count)
-        return found, slower
+        return found, fmean(gain * (LOSS_WEIGHT if gain < 0 else 1.0) for gain in gains)
 
     def _is_offered(self, row: _Row) -> bool:
         """Whether a selection would consider the schedule that was measured."""
@@ -290,14 +293,15 @@ class _Judge:
 
     def _left_out(self, kernel: _Kernel) -> list[_Row]:
         """Each point of a kernel with the time that the other groups' points let expect."""
-        groups = sorted({_group(point.problem) for point in kernel.points})
+        groups = sorted(set(kernel.groups), key=repr)
         fold = {group: number % FOLDS for number, group in enumerate(groups)}
+        folds = [fold[group] for group in kernel.groups]
         found = []
-        for number in sorted(set(fold.values())):
-            rest = [p for p in kernel.points if fold[_group(p.problem)] != number]
-            rates = fitted(rest, self._gpu)
-            for point in kernel.points:
-                if fold[_group(point.problem)] == number:
+        for number in sorted(set(folds)):
+            of_points = list(zip(folds, kernel.points, strict=True))
+            rates = fitted([point for of, point in of_points if of != number], self._gpu)
+            for of, point in of_points:
+                if of == number:
                     expected = _expected(point.problem, point.config, rates, self._gpu)
                     found.append(_Row(kernel, point, expected))
         return found
@@ -326,12 +330,8 @@ class _Judge:
             )
         return table
 
-    def _expected_of(
-        self, kernel: _Kernel, problem: AttentionProblem, rates: Sequence[float]
-    ) -> float:
-        if not kernel.spread.holds(
-            problem.batch * problem.heads_q * problem.seqlen_q, problem.seqlen_kv
-        ):
+    def _expected_of(self, kernel: _Kernel, problem: Problem, rates: Sequence[float]) -> float:
+        if not kernel.spread.holds(self._domain.sizes(problem)):
             return math.inf
         family = families()[kernel.config.family]
         times = (
@@ -361,7 +361,7 @@ def fitted(points: Sequence[Point], gpu: Gpu) -> list[float]:
     return [float(rate) for rate in rates]
 
 
-def _expected(problem: AttentionProblem, config: Config, rates: Sequence[float], gpu: Gpu) -> float:
+def _expected(problem: Problem, config: Config, rates: Sequence[float], gpu: Gpu) -> float:
     work = families()[config.family].work(problem, config, gpu)
     return sum(map(mul, rates, work), 0.0)
 
@@ -371,17 +371,5 @@ def _mean_loss(times: Sequence[float], best: Sequence[float]) -> float:
     return fmean(min(1.0, us / least - 1) for us, least in zip(times, best, strict=True))
 
 
-def _group(problem: Problem) -> tuple[int, int, int]:
-    """Equal for the problems of one model: its heads and their size."""
-    if not isinstance(problem, AttentionProblem):
-        raise TypeError(f"expected an attention problem, got {problem.op}")
-    return problem.heads_q, problem.heads_kv, problem.head_dim
-
-
 def _is_vendor(config: Config) -> bool:
     return families()[config.family].is_vendor
-
-
-def _is_served(config: Config) -> bool:
-    """Whether PyTorch itself has a vendor's kernel, so that a call may be left to it."""
-    return config.get("kernel") in BACKENDS

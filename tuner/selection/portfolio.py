@@ -5,7 +5,7 @@ kernel that was proven over its domain (`Proof`) may serve any shape of it. Spee
 selection: a *time model* for each kernel, the microseconds of each amount of work that
 `Family.work` counts, fitted to measurements (`tuner.search.portfolio`). `Portfolio.select` adds the
 terms up for each candidate, and chooses an own kernel only where it is expected to be faster than
-the vendor's by the domain's margin.
+the vendor's even if its model errs: by the domain's margin times the error found of that model.
 
 What ships lies under ``cache/portfolio/``. Needs the standard library only.
 """
@@ -17,125 +17,48 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, cached_property, partial
+from itertools import islice
 from operator import mul
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from tuner.base import document, output, resources
 from tuner.config import Config
 from tuner.errors import ConfigError, StoreError
 from tuner.families import families
-from tuner.families.attention_work import Sizes, Tiling
 from tuner.families.base import FOREIGN, Family
-from tuner.families.fused_attention import instance
+from tuner.families.work import Sizes, sizes_of
 from tuner.hardware import Gpu
 from tuner.measurement import Regime
-from tuner.problem import E4M3, AttentionProblem, DType, Problem
+from tuner.problem import Problem
+from tuner.selection.domains import DOMAINS, AnyDomain, Domain
 
 FORMAT = "cutlass-tuner portfolio"
-VERSION = 1
+VERSION = 2
 REACH = 2
 """Factor by which a size may exceed the measured ones: beyond it a time model is not trusted."""
 _FAR = f"no kernel was measured within {REACH} times these sizes"
 #: Rates of a time model are written with as many digits.
 _DIGITS = 5
 
-Mask = Literal["full", "causal", "windowed"]
-Phase = Literal["prompt", "few", "one"]
-"""Prompts; decoding with several queries, fewer than a tile has rows; decoding with one."""
-
-
-class Domain(NamedTuple):
-    """What is compiled into a kernel, or changes which resource binds it."""
-
-    head_dim: int
-    """Columns that the kernels compute: the smallest instance that holds D."""
-    mask: Mask
-    phase: Phase
-    has_softcap: bool = False
-    is_varlen: bool = False
-
-    @classmethod
-    def of(cls, problem: Problem) -> Domain | None:
-        """The domain of a problem; None of those that no portfolio is made for."""
-        if not isinstance(problem, AttentionProblem):
-            return None
-        if problem.dtype == E4M3 or problem.modifiers:
-            return None
-        mask: Mask = "causal" if problem.is_causal else "full"
-        phase: Phase = "few" if problem.is_decoding else "prompt"
-        return cls(
-            instance(problem.head_dim),
-            "windowed" if problem.is_windowed else mask,
-            "one" if problem.is_decoding and problem.seqlen_q == 1 else phase,
-            problem.softcap > 0,
-            problem.is_varlen,
-        )
-
-    @property
-    def kin(self) -> Iterator[Domain]:
-        """Domains whose kernels do the same work but for what PyTorch's operator lacks: windows,
-        soft caps, packed sequences. Nearest first.
-        """
-        masks: tuple[Mask, ...] = ("causal", "full") if self.mask == "windowed" else (self.mask,)
-        for mask in masks:
-            other = self._replace(mask=mask, has_softcap=False, is_varlen=False)
-            if other != self:
-                yield other
-
-    def problems(self, dtype: DType) -> tuple[AttentionProblem, ...]:
-        """A small problem for each kernel that a config needs in this domain and type: a windowed
-        one has two, of which one is causal.
-        """
-        both = (False, True) if self.mask == "windowed" else (self.mask == "causal",)
-        return tuple(
-            AttentionProblem(
-                seqlen_q=256,
-                seqlen_kv=512,
-                head_dim=self.head_dim,
-                is_causal=is_causal,
-                dtype=dtype,
-                layout="bshd" if self.is_varlen else "bhsd",
-                window_left=64 if self.mask == "windowed" else -1,
-                softcap=50.0 if self.has_softcap else 0.0,
-                is_varlen=self.is_varlen,
-            )
-            for is_causal in both
-        )
-
-    def label(self) -> str:
-        """Short text for people."""
-        more = (", soft cap" if self.has_softcap else "") + (", packed" if self.is_varlen else "")
-        phase = {"prompt": "prompts", "few": "few queries", "one": "one query"}[self.phase]
-        return f"D={self.head_dim}, {self.mask}{more}, {phase}"
-
 
 class Spread(NamedTuple):
     """Smallest and largest sizes that a kernel was measured at."""
 
-    rows: tuple[int, int]
-    """Rows of scores: sequences times query heads times queries."""
-    keys: tuple[int, int]
+    bounds: tuple[tuple[int, int], ...]
+    """Of each of the domain's `axes`."""
 
     @classmethod
-    def of(cls, problems: Iterable[AttentionProblem]) -> Spread:
-        sizes = [_sizes(problem) for problem in problems]
-        rows, keys = ((min(each), max(each)) for each in zip(*sizes, strict=True))
-        return cls(rows, keys)
+    def of(cls, sizes: Iterable[tuple[int, ...]]) -> Spread:
+        """The spread of problems' `Domain.sizes`."""
+        return cls(tuple((min(each), max(each)) for each in zip(*sizes, strict=True)))
 
-    def holds(self, rows: int, keys: int) -> bool:
-        """Whether neither is beyond `REACH` times the measured ones."""
-        (least, most), (fewest, longest) = self
-        return (
-            least <= REACH * rows
-            and rows <= REACH * most
-            and fewest <= REACH * keys
-            and keys <= REACH * longest
-        )
-
-
-def _sizes(problem: AttentionProblem) -> tuple[int, int]:
-    return problem.batch * problem.heads_q * problem.seqlen_q, problem.seqlen_kv
+    def holds(self, sizes: tuple[int, ...]) -> bool:
+        """Whether none is beyond `REACH` times the measured ones."""
+        for (least, most), size in zip(self.bounds, sizes, strict=True):
+            if REACH * size < least or size > REACH * most:
+                return False
+        return True
 
 
 @dataclass(frozen=True)
@@ -169,24 +92,24 @@ class Candidate:
         return tuple(self.rates.get(term, 0.0) for term in terms)
 
     @cached_property
-    def tiling(self) -> Tiling:
-        """The kernel's, of one split."""
-        return Tiling(128, 128) if self.family is None else self.family.tiling(self.config)
+    def tiling(self) -> Any:
+        """The kernel's (`Family.tiling`), of one split."""
+        return None if self.family is None else self.family.tiling(self.config)
 
     @cached_property
-    def split_tilings(self) -> Mapping[int, Tiling]:
+    def split_tilings(self) -> Mapping[int, Any]:
         """The kernel's, by its splits."""
         return _SplitTilings(self.tiling)
 
 
-class _SplitTilings(dict[int, Tiling]):
+class _SplitTilings(dict[int, Any]):
     """Tilings that differ in their splits, each made once."""
 
-    def __init__(self, one: Tiling) -> None:
+    def __init__(self, one: Any) -> None:
         super().__init__()
         self._one = one
 
-    def __missing__(self, splits: int) -> Tiling:
+    def __missing__(self, splits: int) -> Any:
         self[splits] = found = self._one._replace(splits=splits)
         return found
 
@@ -194,6 +117,8 @@ class _SplitTilings(dict[int, Tiling]):
 class Estimate(NamedTuple):
     """A candidate as it may be called for a problem, and the time that is expected of it."""
 
+    cautious_us: float
+    """`us` and the margin times the model's error."""
     us: float
     place: int
     """Of the candidate in its domain; of equal times the first is taken."""
@@ -229,27 +154,32 @@ class Regret:
 class DomainModels:
     """The candidates of one domain, and how well they are known."""
 
-    domain: Domain
+    domain: AnyDomain
     regime: Regime
     candidates: Sequence[Candidate]
     margin: float
-    """Share of its own time by which an own kernel is expected to beat the vendor's, at least."""
+    """An own kernel is chosen that is expected to beat the vendor's by so many times its model's
+    `Candidate.p90_error`, at least."""
     regret: Regret
-    kin: Domain | None = None
+    kin: AnyDomain | None = None
     """Domain whose rates these are, where this one was not measured."""
     _legal: dict[Hashable, bool] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
     """What `config` found out, by candidate, splits and `Family.legality_facts`."""
 
+    @property
+    def vendors(self) -> list[Candidate]:
+        """The vendors' kernels among the candidates."""
+        return [one for one in self.candidates if one.is_vendor]
+
     def estimates(
-        self, problem: AttentionProblem, gpu: Gpu
+        self, problem: Problem, gpu: Gpu
     ) -> tuple[list[Estimate], list[Estimate], bool]:
         """Own kernels and vendor's, fastest first, legal or not; and whether an own one was
         measured near: else all are here.
         """
-        sizes = Sizes.of(problem)
-        rows, keys = sizes.heads * sizes.seqlen_q, sizes.seqlen_kv
+        sizes, measured = sizes_of(problem), self.domain.sizes(problem)
         own: list[Estimate] = []
         vendors: list[Estimate] = []
         closed: dict[str, tuple[float, ...]] = {}
@@ -262,18 +192,29 @@ class DomainModels:
                 if family.name not in closed:  # the same for each of its kernels
                     closed[family.name] = family.amounts(sizes, one.tiling, gpu)
                 us = sum(map(mul, one.priced, closed[family.name]))
-                vendors.append(Estimate(us, place, 1))
-            elif one.spread.holds(rows, keys):
+                vendors.append(Estimate(us, us, place, 1))
+            elif one.spread.holds(measured):
                 is_near = True
-                own += _own_estimates(place, one, problem, sizes, gpu)
+                own += self._own(place, one, problem, sizes, gpu)
             else:
                 far.append((place, one))
         if not is_near:
             for place, one in far:
-                own += _own_estimates(place, one, problem, sizes, gpu)
+                own += self._own(place, one, problem, sizes, gpu)
         own.sort()
         vendors.sort()
         return own, vendors, is_near
+
+    def _own(
+        self, place: int, one: Candidate, problem: Problem, sizes: Sizes, gpu: Gpu
+    ) -> Iterator[Estimate]:
+        """One for each schedule of a kernel."""
+        family, priced, tilings = one.family, one.priced, one.split_tilings
+        assert family is not None
+        doubt = 1 + self.margin * one.p90_error
+        for splits in family.splits(problem, one.config, gpu):
+            us = sum(map(mul, priced, family.amounts(sizes, tilings[splits], gpu)))
+            yield Estimate(us * doubt, us, place, splits)
 
     def config(self, problem: Problem, estimate: Estimate, gpu: Gpu) -> Config | None:
         """The config of an estimate; None where it is not legal for the problem."""
@@ -295,18 +236,6 @@ def _doubts(models: DomainModels, is_near: bool) -> Iterator[str]:
         yield _FAR
 
 
-def _own_estimates(
-    place: int, one: Candidate, problem: AttentionProblem, sizes: Sizes, gpu: Gpu
-) -> list[Estimate]:
-    """One for each schedule of a kernel."""
-    family, priced, tilings = one.family, one.priced, one.split_tilings
-    assert family is not None
-    return [
-        Estimate(sum(map(mul, priced, family.amounts(sizes, tilings[splits], gpu))), place, splits)
-        for splits in family.splits(problem, one.config, gpu)
-    ]
-
-
 @dataclass(frozen=True)
 class Selection:
     """The kernel chosen for a shape, and why."""
@@ -316,15 +245,15 @@ class Selection:
     vendor: str
     """The vendor's fastest kernel, by expectation; empty where none has a time model."""
     vendor_us: float
-    domain: Domain
+    domain: AnyDomain
     regime: Regime
     regret: Regret
     doubts: tuple[str, ...] = ()
     own: Callable[[], Iterator[tuple[float, Config]]] = field(
         default=lambda: iter(()), compare=False, repr=False
     )
-    """Own kernels that are expected to beat the vendor's by the margin, by microseconds, fastest
-    first; their configs are made one by one."""
+    """Own kernels that are expected to beat the vendor's by the margin, with their expected
+    microseconds, the most promising first; their configs are made one by one."""
     ranked: Callable[[], Iterator[tuple[float, Config]]] = field(
         default=lambda: iter(()), compare=False, repr=False
     )
@@ -343,17 +272,16 @@ class Portfolio:
 
     op: str
     gpu: Gpu
-    domains: Mapping[Domain, DomainModels]
+    domains: Mapping[AnyDomain, DomainModels]
     origin: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """First and last day of the measurements (``days``), and versions of the machines."""
-    _found: dict[Domain, DomainModels | None] = field(
+    _found: dict[AnyDomain, DomainModels | None] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
 
-    def models_of(self, domain: Domain | None) -> DomainModels | None:
-        """The candidates of a domain. One with a window, a soft cap or packed sequences that was
-        not measured has its kin's best kernel: PyTorch composes such a call of operations, which
-        takes several times as long.
+    def models_of(self, domain: AnyDomain | None) -> DomainModels | None:
+        """The candidates of a domain; one that was not measured, with a window, say, or a bias, has
+        the best of its kin's (`Domain.kin`).
         """
         if domain is None:
             return None
@@ -361,38 +289,37 @@ class Portfolio:
             self._found[domain] = self.domains.get(domain) or self._kin_of(domain)
         return self._found[domain]
 
-    def served(self) -> Iterator[tuple[Domain, DomainModels]]:
+    def served(self) -> Iterator[tuple[AnyDomain, DomainModels]]:
         """The domains that were measured, and those of their kin, in a fixed order."""
         for domain, models in sorted(self.domains.items()):
             yield domain, models
-            if domain.mask != "causal" and domain.phase == "prompt":
-                varied = [domain._replace(has_softcap=True), domain._replace(is_varlen=True)]
-            else:
-                windowed = domain._replace(mask="windowed")
-                varied = [windowed, windowed._replace(has_softcap=True)]
-                varied += [domain._replace(has_softcap=True)]
-                varied += [domain._replace(is_varlen=True)] * (domain.phase == "prompt")
-            for one in varied:
+            for one in domain.varied:
                 if one not in self.domains and (kin := self.models_of(one)) is not None:
                     yield one, kin
 
-    def _kin_of(self, domain: Domain) -> DomainModels | None:
-        (problem, *_) = domain.problems("float16")
+    def _kin_of(self, domain: AnyDomain) -> DomainModels | None:
         for other in domain.kin:
             models = self.domains.get(other)
             if models is None:
                 continue
-            for one in sorted(models.candidates, key=lambda c: "packed_heads" in c.config.params):
-                if one.family is None or one.is_vendor:
-                    continue
-                packed = int(one.config.get("packed_heads", 1))
-                grouped = replace(problem, heads_q=packed, heads_kv=1)
-                config = one.family.carried(grouped, one.config)
-                called = one.family.called(grouped, config, 1)
-                if one.family.accepts(grouped, called, self.gpu):
-                    lent = replace(one, config=config)
-                    return replace(models, domain=domain, candidates=[lent], margin=0.0, kin=other)
+            lent = list(islice(self._lent(domain, models), domain.kin_kernels))
+            if not lent:
+                continue
+            candidates, margin = lent, 0.0
+            if domain.has_rival_kin:
+                candidates, margin = [*lent, *models.vendors], models.margin
+            return replace(models, domain=domain, candidates=candidates, margin=margin, kin=other)
         return None
+
+    def _lent(self, domain: AnyDomain, models: DomainModels) -> Iterator[Candidate]:
+        """Own candidates as they are called in a domain of the kin, the most wanted first."""
+        for one in sorted(models.candidates, key=lambda c: "packed_heads" in c.config.params):
+            if one.family is None or one.is_vendor:
+                continue
+            problem = domain.problem_for(one.config)
+            config = one.family.carried(problem, one.config)
+            if one.family.accepts(problem, one.family.called(problem, config, 1), self.gpu):
+                yield replace(one, config=config)
 
     def select(self, problem: Problem, gpu: Gpu | None = None) -> Selection | None:
         """The kernel that is expected to be fastest.
@@ -406,7 +333,7 @@ class Portfolio:
             the problem.
         """
         models = self.models_of(Domain.of(problem))
-        if models is None or not isinstance(problem, AttentionProblem):
+        if models is None:
             return None
         target = gpu or self.gpu
         own, vendors, is_near = models.estimates(problem, target)
@@ -415,16 +342,15 @@ class Portfolio:
             if (vendor := models.config(problem, estimate, target)) is not None:
                 vendor_us = estimate.us
                 break
-        bound = vendor_us / (1 + models.margin)
 
         def ranked(bound: float = math.inf) -> Iterator[tuple[float, Config]]:
             for estimate in own:
-                if estimate.us > bound:
+                if estimate.cautious_us > bound:
                     return
                 if (config := models.config(problem, estimate, target)) is not None:
                     yield estimate.us, config
 
-        faster = partial(ranked, bound)
+        faster = partial(ranked, vendor_us)
         best = next(faster(), None)
         if best is not None:
             chosen_us, chosen = best
@@ -468,9 +394,10 @@ class Portfolio:
         if data.get("version") != VERSION:
             raise ConfigError(f"version {data.get('version')!r} is not known (allowed: {VERSION})")
         try:
-            if data["op"] != AttentionProblem.op:
-                raise ConfigError(f"op {data['op']!r} has no portfolio (allowed: attention)")
-            models = [_models_from(row) for row in data["domains"]]
+            if data["op"] not in DOMAINS:
+                allowed = ", ".join(DOMAINS)
+                raise ConfigError(f"op {data['op']!r} has no portfolio (allowed: {allowed})")
+            models = [_models_from(DOMAINS[data["op"]], row) for row in data["domains"]]
             gpu = Gpu(**document.checked(Gpu, data["gpu"]))
             origin = {str(name): list(map(str, values)) for name, values in data["origin"].items()}
             return cls(data["op"], gpu, {each.domain: each for each in models}, origin)
@@ -523,11 +450,11 @@ def _models_json(models: DomainModels) -> dict[str, Any]:
         "regime": models.regime.key,
         "margin": models.margin,
         "regret": asdict(models.regret),
-        "candidates": [_candidate_json(candidate) for candidate in models.candidates],
+        "candidates": [_candidate_json(models.domain, one) for one in models.candidates],
     }
 
 
-def _candidate_json(candidate: Candidate) -> dict[str, Any]:
+def _candidate_json(domain: AnyDomain, candidate: Candidate) -> dict[str, Any]:
     rates = {term: float(f"{us:.{_DIGITS}g}") for term, us in candidate.rates.items() if us}
     return {
         **candidate.config.to_json(),
@@ -535,30 +462,30 @@ def _candidate_json(candidate: Candidate) -> dict[str, Any]:
         "points": candidate.points,
         "median_error": round(candidate.median_error, 4),
         "p90_error": round(candidate.p90_error, 4),
-        "spread": candidate.spread._asdict(),
+        "spread": dict(zip(domain.axes, candidate.spread.bounds, strict=True)),
     }
 
 
-def _models_from(row: Mapping[str, Any]) -> DomainModels:
-    domain, margin = Domain(**row["domain"]), _number(row["margin"])
+def _models_from(kind: type[AnyDomain], row: Mapping[str, Any]) -> DomainModels:
+    domain, margin = kind(**row["domain"]), _number(row["margin"])
     return DomainModels(
         domain,
         Regime.parse(row["regime"]),
-        [_candidate_from(one) for one in row["candidates"]],
+        [_candidate_from(kind, one) for one in row["candidates"]],
         margin,
         Regret(**document.checked(Regret, row["regret"])),
     )
 
 
-def _candidate_from(row: Mapping[str, Any]) -> Candidate:
+def _candidate_from(kind: type[AnyDomain], row: Mapping[str, Any]) -> Candidate:
     config = Config.from_json({"family": row["family"], "params": row["params"]})
     family = families().get(config.family)
     rates = {str(term): _number(us) for term, us in row["rates"].items()}
     if family is not None and (unknown := set(rates) - set(family.work_terms)):
         raise ConfigError(f"{config.family} counts no '{sorted(unknown)[0]}'")
     errors = _number(row["median_error"]), _number(row["p90_error"])
-    spread = {name: (int(low), int(high)) for name, (low, high) in row["spread"].items()}
-    return Candidate(config, rates, int(row["points"]), *errors, Spread(**spread))
+    bounds = tuple((int(low), int(high)) for low, high in (row["spread"][x] for x in kind.axes))
+    return Candidate(config, rates, int(row["points"]), *errors, Spread(bounds))
 
 
 def _number(value: Any) -> float:

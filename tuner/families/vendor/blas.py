@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
 from tuner.config import Config
+from tuner.families import product_work
 from tuner.families.vendor import MAX_AUTOTUNE, Vendor, compiled, peers
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.problem import E4M3, GemmProblem, Problem
@@ -39,6 +40,7 @@ class VendorBlas(Vendor):
         *(*LIBRARIES, "torch_compile", "addmm", "addmm_activation", "scaled_mm"),
     )
     on_request: ClassVar[tuple[str, ...]] = ("inductor", DEEP_GEMM)
+    work_terms: ClassVar[tuple[str, ...]] = product_work.CLOSED_TERMS
 
     def found(self) -> tuple[str, ...]:
         return (DEEP_GEMM,) if peers.version(DEEP_GEMM) else ()
@@ -98,6 +100,13 @@ class VendorBlas(Vendor):
                 library(previous)
 
         return call
+
+    def amounts(self, sizes: product_work.Sizes, tiling: None, gpu: Gpu) -> tuple[float, ...]:
+        return product_work.closed_work(sizes, gpu)
+
+    def legality_facts(self, problem: Problem) -> Hashable:
+        """Of problems of a domain all are taken."""
+        return ()
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
         """A fixed part, the longer of the products and the bytes at cuBLAS's rates, and for each
