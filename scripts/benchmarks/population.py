@@ -154,8 +154,6 @@ def looked_up(call: Call) -> tuple[str, str]:
     answer = lookup(problem, gpu=GPU)
     if answer is None:
         return "nothing known", ""
-    if answer.kind == "rule":
-        return "rule, not launched", ""
     chosen = answer.candidates[0].config
     by = f"PyTorch's {chosen.get('kernel')}" if is_vendor(chosen) else "own kernel"
     return f"{answer.kind}, {by}", "" if answer.exact else answer.entry.problem.label()

@@ -375,7 +375,7 @@ class TestLookup:
         assert answer.selected.regret == REGRET
 
     def test_who_launches_is_not_told(self, ships: Portfolio, tmp_path: Path) -> None:
-        assert lookup(UNTUNED, gpu="H200", path=tmp_path / "none", with_rules=False) is None
+        assert lookup(UNTUNED, gpu="H200", path=tmp_path / "none", with_portfolio=False) is None
 
     def test_another_gpu_only_where_it_is_allowed(self, ships: Portfolio, tmp_path: Path) -> None:
         path = tmp_path / "none"

@@ -342,7 +342,7 @@ def test_how_many_lengths_what_ships_serves(tmp_path: Path) -> None:
 
     def served(*shapes: str) -> int:
         none, problems = tmp_path / "none.sqlite", map(AttentionProblem.parse, shapes)
-        return sum(bool(lookup(p, gpu=H200, path=none, with_rules=False)) for p in problems)
+        return sum(bool(lookup(p, gpu=H200, path=none, with_portfolio=False)) for p in problems)
 
     prompts = [
         f"{model},S={length},causal={causal}"

@@ -168,11 +168,6 @@ class Problem(ABC):
         """Short text for people, in the syntax of `parse`."""
 
     @property
-    def is_plain(self) -> bool:
-        """Whether measurements of it speak for other shapes: rules are made from such alone."""
-        return True
-
-    @property
     @abstractmethod
     def flops(self) -> int:
         """Floating-point operations of the operation itself; a causal mask counts half, a sliding

@@ -45,9 +45,6 @@ MAX_MEDIAN_ERROR = 0.12
 """Median error of the expected times of models left out, above which a kernel is not chosen."""
 MIN_GAIN = 0.001
 """Mean loss by which one more kernel must lower a domain's."""
-MAX_KERNELS = 8
-"""Compiled kernels of a domain: each is built and proven. Launches of one kernel in two ways, as
-with programmatic dependent launch and without, are two candidates."""
 ORIGIN_FACTS = frozenset({"driver", "cuda", "torch", "cudnn", "nvcc"})
 """Facts of the measuring machines that a portfolio tells."""
 FOLDS = 8
@@ -238,7 +235,7 @@ class _Judge:
         while True:
             taken, tried = {compiled[at] for at in chosen}, []
             for at in set(range(len(own))) - set(chosen):
-                if len(taken) == MAX_KERNELS and compiled[at] not in taken:
+                if len(taken) == self._domain.max_kernels and compiled[at] not in taken:
                     continue
                 times = [min(pair) for pair in zip(reached, table[at], strict=True)]
                 tried.append((_mean_loss(times, best), own[at].config.digest, at, times))

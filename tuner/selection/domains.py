@@ -40,6 +40,9 @@ class Domain:
     op: ClassVar[str]
     axes: ClassVar[tuple[str, ...]]
     """Names of `sizes`."""
+    max_kernels: ClassVar[int]
+    """Compiled kernels of a domain: each is built and proven. Launches of one kernel in two ways,
+    as with programmatic dependent launch and without, are two candidates."""
     kin_kernels: ClassVar[int]
     """Kernels that its kin has of it at most."""
     has_rival_kin: ClassVar[bool]
@@ -110,6 +113,7 @@ class AttentionDomain(_Attention, Domain):
     __slots__ = ()
     op = AttentionProblem.op
     axes = ("rows", "keys")
+    max_kernels = 8
     kin_kernels = 1
     has_rival_kin = False
 
@@ -211,7 +215,8 @@ class ProductDomain(_Product, Domain):
     __slots__ = ()
     op = GemmProblem.op
     axes = ("m", "n", "k")
-    kin_kernels = 3
+    max_kernels = 6
+    kin_kernels = 2
     has_rival_kin = True
 
     @classmethod
@@ -269,6 +274,7 @@ class GatedDomain(_Gated, Domain):
     __slots__ = ()
     op = SwigluProblem.op
     axes = ProductDomain.axes
+    max_kernels = 4
     kin_kernels = 0
     has_rival_kin = True
     sizes = staticmethod(ProductDomain.sizes)

@@ -26,7 +26,8 @@ from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families import families
 from tuner.families.base import FOREIGN, Family, KernelSpec
-from tuner.problem import AttentionProblem, DType
+from tuner.problem import DType, Problem
+from tuner.selection.domains import Domain
 from tuner.selection.portfolio import Portfolio
 
 _log = logging.getLogger(__name__)
@@ -46,8 +47,8 @@ class Target:
 
     config: Config
     """Its run-time parameters are one choice of several."""
-    problem: AttentionProblem
-    """A small one of the kernels' domain; the config need not be legal for its heads."""
+    problem: Problem
+    """A small one of the kernels' domain; the config need not be legal for its sizes."""
 
     @cached_property
     def family(self) -> Family:
@@ -60,13 +61,15 @@ class Target:
 
     def label(self) -> str:
         """Short text for people."""
-        problem = self.problem
-        mask = "causal" if problem.is_causal else "full"
-        more = f" {problem.extras}" if problem.extras else ""
         names = {name: value for name, value in self.config.params.items()
                  if name not in self.family.runtime_parameters}  # fmt: skip
-        shown = ",".join(f"{name}={int(value)}" for name, value in sorted(names.items()))
-        return f"{self.family.name} D={problem.head_dim} {mask}{more} {problem.dtype}: {shown}"
+        shown = ",".join(
+            f"{name}={value if isinstance(value, str) else int(value)}"
+            for name, value in sorted(names.items())
+        )
+        domain, dtype = Domain.of(self.problem), getattr(self.problem, "dtype", "")
+        place = "" if domain is None else f" {domain.label()},"
+        return f"{self.family.name}{place} {dtype}: {shown}"
 
 
 def targets(portfolio: Portfolio) -> list[Target]:
