@@ -40,9 +40,6 @@ class Domain:
     op: ClassVar[str]
     axes: ClassVar[tuple[str, ...]]
     """Names of `sizes`."""
-    max_kernels: ClassVar[int]
-    """Compiled kernels of a domain: each is built and proven. Launches of one kernel in two ways,
-    as with programmatic dependent launch and without, are two candidates."""
     kin_kernels: ClassVar[int]
     """Kernels that its kin has of it at most."""
     has_rival_kin: ClassVar[bool]
@@ -81,6 +78,13 @@ class Domain:
         raise NotImplementedError
 
     @property
+    def max_kernels(self) -> int:
+        """Compiled kernels that it has at most: each is built and proven. Launches of one kernel in
+        two ways, as with programmatic dependent launch and without, are two candidates.
+        """
+        raise NotImplementedError
+
+    @property
     def vendors(self) -> frozenset[str]:
         """Kernels that PyTorch itself has for such calls, by the vendor family's names."""
         raise NotImplementedError
@@ -113,7 +117,6 @@ class AttentionDomain(_Attention, Domain):
     __slots__ = ()
     op = AttentionProblem.op
     axes = ("rows", "keys")
-    max_kernels = 8
     kin_kernels = 1
     has_rival_kin = False
 
@@ -159,6 +162,10 @@ class AttentionDomain(_Attention, Domain):
             yield self._replace(is_varlen=True)
 
     @property
+    def max_kernels(self) -> int:
+        return 8
+
+    @property
     def vendors(self) -> frozenset[str]:
         return frozenset(BACKENDS)
 
@@ -190,8 +197,13 @@ class AttentionDomain(_Attention, Domain):
         return f"D={self.head_dim}, {self.mask}{more}, {phase}"
 
 
-_USUAL_ROWS: Mapping[Rows, tuple[int, ...]] = {"few": (8, 16), "narrow": (128,), "wide": (1024,)}
-#: Kernels of few rows are compiled for up to half of them, and for all.
+#: Kernels of few rows are compiled for up to half of them, and for all; all of A is in their shared
+#: memory.
+_SMALL: Mapping[Rows, tuple[tuple[int, int], ...]] = {
+    "few": ((1, 256), (MOST_FEW // 2 + 1, 256)),
+    "narrow": ((128, 4096),),
+    "wide": ((1024, 4096),),
+}
 _ROWS_TEXT: Mapping[Rows, str] = {
     "few": f"M to {MOST_FEW}",
     "narrow": f"M to {MOST_NARROW}",
@@ -215,7 +227,6 @@ class ProductDomain(_Product, Domain):
     __slots__ = ()
     op = GemmProblem.op
     axes = ("m", "n", "k")
-    max_kernels = 6
     kin_kernels = 2
     has_rival_kin = True
 
@@ -250,14 +261,18 @@ class ProductDomain(_Product, Domain):
                     yield self._replace(epilogue=epilogue)
 
     @property
+    def max_kernels(self) -> int:
+        return 4 if self.epilogue else 6
+
+    @property
     def vendors(self) -> frozenset[str]:
         """`torch.nn.functional.linear`'s: the bias is added by the product's own call."""
         return frozenset(("addmm",) if self.epilogue.startswith("bias") else ("cublas",))
 
     def problems(self, dtype: DType) -> tuple[GemmProblem, ...]:
         return tuple(
-            GemmProblem(m, 4096, 4096, dtype=dtype, epilogue=self.epilogue)
-            for m in _USUAL_ROWS[self.rows]
+            GemmProblem(m, 4096, k, dtype=dtype, epilogue=self.epilogue)
+            for m, k in _SMALL[self.rows]
         )
 
     def label(self) -> str:
@@ -274,7 +289,6 @@ class GatedDomain(_Gated, Domain):
     __slots__ = ()
     op = SwigluProblem.op
     axes = ProductDomain.axes
-    max_kernels = 4
     kin_kernels = 0
     has_rival_kin = True
     sizes = staticmethod(ProductDomain.sizes)
@@ -294,11 +308,15 @@ class GatedDomain(_Gated, Domain):
         yield from ()
 
     @property
+    def max_kernels(self) -> int:
+        return 4
+
+    @property
     def vendors(self) -> frozenset[str]:
         return frozenset({"torch"})
 
     def problems(self, dtype: DType) -> tuple[SwigluProblem, ...]:
-        return (SwigluProblem(_USUAL_ROWS[self.rows][-1], 4096, 4096, dtype=dtype),)
+        return tuple(SwigluProblem(m, 4096, k, dtype=dtype) for m, k in _SMALL[self.rows][-1:])
 
     def label(self) -> str:
         return _ROWS_TEXT[self.rows]

@@ -26,7 +26,8 @@ from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families import families
 from tuner.families.base import FOREIGN, Family, KernelSpec
-from tuner.problem import DType, Problem
+from tuner.hardware import Gpu
+from tuner.problem import AttentionProblem, DType, Problem
 from tuner.selection.domains import Domain
 from tuner.selection.portfolio import Portfolio
 
@@ -59,6 +60,15 @@ class Target:
         """By name within the family."""
         return self.family.kernels(self.problem, self.config)
 
+    def has_use(self, gpu: Gpu) -> bool:
+        """Whether the kernel takes any problem. Of products with few rows the small one needs the
+        least shared memory; attention's need not have the heads that a config packs.
+        """
+        if isinstance(self.problem, AttentionProblem):
+            return True
+        config = self.family.called(self.problem, self.config, 1)
+        return self.family.accepts(self.problem, config, gpu)
+
     def label(self) -> str:
         """Short text for people."""
         names = {name: value for name, value in self.config.params.items()
@@ -82,8 +92,9 @@ def targets(portfolio: Portfolio) -> list[Target]:
             for dtype in DTYPES:
                 for problem in domain.problems(dtype):
                     target = Target(candidate.config, problem)
-                    keys = tuple(sorted(spec.key for spec in target.kernels.values()))
-                    found.setdefault(keys, target)
+                    if target.has_use(portfolio.gpu):
+                        keys = tuple(sorted(spec.key for spec in target.kernels.values()))
+                        found.setdefault(keys, target)
     return list(found.values())
 
 
