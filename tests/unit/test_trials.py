@@ -10,11 +10,13 @@ import pytest
 
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import LAYOUTS
+from tuner.selection.domains import AttentionDomain
 from tuner.selection.kernels import Target, targets
-from tuner.selection.portfolio import Domain, shipped
+from tuner.selection.portfolio import shipped
 from tuner.tuning.trials import MAX_BYTES, MAX_FLOPS, Fact, Trial, trials
 
-TARGETS = targets(shipped()[0])
+PORTFOLIOS = {one.op: one for one in shipped()}
+TARGETS = targets(PORTFOLIOS["attention"])
 #: One of each kind: persistent, one block a tile, packed heads, split keys.
 KINDS = {
     "persistent": next(t for t in TARGETS if t.config["persistent"]),
@@ -38,7 +40,7 @@ def facts(target: Target) -> set[Fact]:
 
 def of_domain(mask: str, **more: bool) -> Target:
     """A kernel of a domain that no portfolio has yet."""
-    domain = Domain(64, mask, "prompt", **more)  # type: ignore[arg-type]
+    domain = AttentionDomain(64, mask, "prompt", **more)  # type: ignore[arg-type]
     plain = KINDS["one block a tile"].config
     config = replace(plain, params={k: v for k, v in plain.params.items() if k != "stages_output"})
     return Target(config, domain.problems("float16")[0])

@@ -200,7 +200,6 @@ class Gemv(Family):
         starts_us = constants["start_us"] * further / resident**1.5
         return float(GRAPH_LAUNCH_US + ends_us + stream_us + starts_us)
 
-
     def amounts(
         self, sizes: product_work.Sizes, tiling: product_work.Rows, gpu: Gpu
     ) -> tuple[float, ...]:

@@ -121,7 +121,7 @@ class AttentionDomain(_Attention, Domain):
     has_rival_kin = False
 
     @classmethod
-    def holding(cls, problem: AttentionProblem) -> Self | None:
+    def holding(cls, problem: Any) -> Self | None:
         if problem.dtype == E4M3 or problem.modifiers:
             return None
         mask: Mask = "causal" if problem.is_causal else "full"
@@ -135,12 +135,12 @@ class AttentionDomain(_Attention, Domain):
         )
 
     @staticmethod
-    def sizes(problem: AttentionProblem) -> tuple[int, ...]:
+    def sizes(problem: Any) -> tuple[int, ...]:
         """Rows of scores (sequences times query heads times queries), and keys."""
         return problem.batch * problem.heads_q * problem.seqlen_q, problem.seqlen_kv
 
     @staticmethod
-    def group(problem: AttentionProblem) -> Hashable:
+    def group(problem: Any) -> Hashable:
         return problem.heads_q, problem.heads_kv, problem.head_dim
 
     @property
@@ -231,7 +231,7 @@ class ProductDomain(_Product, Domain):
     has_rival_kin = True
 
     @classmethod
-    def holding(cls, problem: GemmProblem) -> Self | None:
+    def holding(cls, problem: Any) -> Self | None:
         is_linear = problem.batch == 1 and problem.layout_a == "row" and problem.layout_b == "col"
         if not is_linear or problem.scales or problem.dtype != problem.dtype_d:
             return None
@@ -239,11 +239,11 @@ class ProductDomain(_Product, Domain):
         return cls(rows, problem.epilogue) if rows in EPILOGUES.get(problem.epilogue, ()) else None
 
     @staticmethod
-    def sizes(problem: GemmProblem | SwigluProblem) -> tuple[int, ...]:
+    def sizes(problem: Any) -> tuple[int, ...]:
         return problem.m, problem.n, problem.k
 
     @staticmethod
-    def group(problem: GemmProblem | SwigluProblem) -> Hashable:
+    def group(problem: Any) -> Hashable:
         """A layer's widths."""
         return problem.n, problem.k
 
@@ -295,7 +295,7 @@ class GatedDomain(_Gated, Domain):
     group = staticmethod(ProductDomain.group)
 
     @classmethod
-    def holding(cls, problem: SwigluProblem) -> Self | None:
+    def holding(cls, problem: Any) -> Self | None:
         return cls(rows_of(problem.m)) if problem.weights == "interleaved" else None
 
     @property
@@ -319,7 +319,7 @@ class GatedDomain(_Gated, Domain):
         return tuple(SwigluProblem(m, 4096, k, dtype=dtype) for m, k in _SMALL[self.rows][-1:])
 
     def label(self) -> str:
-        return _ROWS_TEXT[self.rows]
+        return f"{_ROWS_TEXT[self.rows]}, gated"
 
 
 AnyDomain = AttentionDomain | ProductDomain | GatedDomain

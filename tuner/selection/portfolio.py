@@ -173,9 +173,7 @@ class DomainModels:
         """The vendors' kernels among the candidates."""
         return [one for one in self.candidates if one.is_vendor]
 
-    def estimates(
-        self, problem: Problem, gpu: Gpu
-    ) -> tuple[list[Estimate], list[Estimate], bool]:
+    def estimates(self, problem: Problem, gpu: Gpu) -> tuple[list[Estimate], list[Estimate], bool]:
         """Own kernels and vendor's, fastest first, legal or not; and whether an own one was
         measured near: else all are here.
         """

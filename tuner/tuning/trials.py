@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import Any, cast
 
 from tuner.config import Config, Value
 from tuner.families import product_work
@@ -76,10 +76,11 @@ class Trial:
         """Of the tensors that lie otherwise than the problem's."""
         found = {}
         for operand, apart in zip(self.problem.operands, self.apart, strict=False):
-            *outer, inner = sorted(operand.strides, reverse=True)
             if apart:
-                pitch = outer[-1] + apart
-                found[operand.name] = tuple(pitch if s == outer[-1] else s for s in operand.strides)
+                row = sorted(operand.strides)[1]
+                found[operand.name] = tuple(
+                    row + apart if stride == row else stride for stride in operand.strides
+                )
         return found
 
     def facts(self, family: Family, gpu: Gpu) -> set[Fact]:
@@ -101,9 +102,7 @@ class Trial:
             ("schedule", _schedule(family, self.config)),
         }
 
-    def _attention_facts(
-        self, problem: AttentionProblem, family: Family, gpu: Gpu
-    ) -> set[Fact]:
+    def _attention_facts(self, problem: AttentionProblem, family: Family, gpu: Gpu) -> set[Fact]:
         config = self.config
         longer = problem.seqlen_q - problem.seqlen_kv
         tiling = family.tiling(config)
@@ -186,9 +185,7 @@ class _Draw(ABC):
     def _trial(self, values: Mapping[str, Any], planted: Mapping[str, Any]) -> Trial | None:
         """A trial of these values; None where they do not go together."""
 
-    def _config(
-        self, problem: Problem, schedule: Sequence[tuple[str, Value]]
-    ) -> Config | None:
+    def _config(self, problem: Problem, schedule: Sequence[tuple[str, Value]]) -> Config | None:
         """The kernel's config for a problem; None where it is another kernel's, or not legal."""
         family, config = self._family, self._carried(problem)
         if config is None:
@@ -308,19 +305,19 @@ class _AttentionDraw(_Draw):
 class _ProductDraw(_Draw):
     def __init__(self, target: Target, gpu: Gpu, rng: random.Random) -> None:
         super().__init__(target, gpu, rng)
-        family, self._usual = self._family, target.problem
+        family, self._usual = self._family, cast(Any, target.problem)
         is_gated = isinstance(target.problem, SwigluProblem)
         self._step = SWIGLU_STEP if is_gated else _ALIGNED
         tile_m, tile_n, depth = tile_of(family.tiling(target.config))
         columns = tile_n // 2 if is_gated else tile_n
-        strides = {"a": self._usual.operands[0].strides}
-        takes = not isinstance(family.strided_launches(self._usual, target.config, 1.0, strides), str)
+        dense = {"a": self._usual.operands[0].strides}
+        launches = family.strided_launches(self._usual, target.config, 1.0, dense)
         self.axes = {
             "m": [m for m in _edges(tile_m) if self._holds(m)],
             "n": [*self._edges(columns), _VOCABULARY],
             "k": [*self._edges(depth, _ALIGNED), _DEEP],
             "fills_chip": (False, True),
-            "apart": _APART if takes else _APART[:1],
+            "apart": _APART[:1] if isinstance(launches, str) else _APART,
             "schedule": [one for one in _schedules(family) if self._config(self._usual, one)],
         }
 

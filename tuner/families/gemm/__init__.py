@@ -16,6 +16,7 @@ from typing import ClassVar
 
 from tuner.config import Config, Value
 from tuner.errors import ConfigError
+from tuner.families import product_work
 from tuner.families.base import (
     Domain,
     Family,
@@ -25,7 +26,6 @@ from tuner.families.base import (
     Strides,
     tma_conflict,
 )
-from tuner.families import product_work
 from tuner.families.gemm import cost
 from tuner.families.gemm import space as gemm_space
 from tuner.families.gemm.shape import (
@@ -280,7 +280,7 @@ def tiling_of(config: Config) -> product_work.Tiling:
         used = int(config["stages"] * (config["tile_m"] + config["tile_n"]) * config["tile_k"])
         room = SMEM_PER_SM_BYTES // (2 * used + SMEM_RESERVED_PER_BLOCK_BYTES)
         resident = max(1, min(cost.MAX_RESIDENT, room))
-    mode, cluster = params.get("decomposition_mode"), params["cluster_m"] * params["cluster_n"]
+    mode, cluster = params.get("decomposition_mode"), config["cluster_m"] * config["cluster_n"]
     return product_work.Tiling(
         rows=int(params["tile_m"]),
         columns=int(params["tile_n"]),
@@ -289,7 +289,7 @@ def tiling_of(config: Config) -> product_work.Tiling:
         cluster_columns=int(params["cluster_n"]),
         is_swapped=bool(params["swap_ab"]),
         resident=resident,
-        spared=cost.spared(int(cluster)),
+        spared=cost.spared(cluster),
         swizzle=int(params.get("max_swizzle_size", 1)),
         along_columns=params.get("raster_order", "AlongN") == "AlongN",
         splits=product_work.STREAM_K if mode == "StreamK" else int(params.get("splits", 1)),

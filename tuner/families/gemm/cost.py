@@ -186,7 +186,9 @@ def _busy_cycles(
     if schedule == PLAIN:
         # Blocks that share a multiprocessor hide each other's start and end.
         _, used = smem_bytes(problem, config)
-        shared = max(1, min(MAX_RESIDENT, SMEM_PER_SM_BYTES // (used + SMEM_RESERVED_PER_BLOCK_BYTES)))
+        shared = max(
+            1, min(MAX_RESIDENT, SMEM_PER_SM_BYTES // (used + SMEM_RESERVED_PER_BLOCK_BYTES))
+        )
         alone = constants["startup_clocks"] / 2 + main + epilogue
         together = steps * _step_cycles(problem, config, shared, constants)
         return ceil(tiles / (workers * shared)) * max(alone, shared * max(together, stores))

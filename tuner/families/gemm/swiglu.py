@@ -14,8 +14,8 @@ from typing import ClassVar
 
 from tuner.config import Config
 from tuner.errors import ConfigError
-from tuner.families.base import Domain, Family, KernelSpec, Launch, Ref
 from tuner.families import product_work
+from tuner.families.base import Domain, Family, KernelSpec, Launch, Ref
 from tuner.families.gemm import (
     KERNEL,
     Gemm,
