@@ -151,15 +151,17 @@ class TestSelect:
     @pytest.mark.parametrize(
         ("own_us", "margin", "family"),
         [
-            (9.0, 0.05, "fused_attention"),
-            (9.6, 0.05, "vendor_sdpa"),
+            (9.0, 1.0, "fused_attention"),
+            (9.6, 1.0, "vendor_sdpa"),
+            (9.6, 0.5, "fused_attention"),
             (9.6, 0.0, "fused_attention"),
             (10.5, 0.0, "vendor_sdpa"),
         ],
     )
-    def test_an_own_kernel_is_chosen_where_it_is_faster_by_the_margin(
+    def test_an_own_kernel_is_chosen_where_it_is_faster_even_if_its_model_errs(
         self, own_us: float, margin: float, family: str
     ) -> None:
+        """Nine of ten of its times are within 5 % of what was expected."""
         found = made(own_us, 10.0, margin).select(attention("S=1999,D=64"))
         assert found is not None and found.config.family == family
         assert (found.vendor, found.vendor_us) == ("cudnn", 10.0)

@@ -33,10 +33,10 @@ from tuner.families import families
 from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Environment, Regime
 from tuner.problem import AttentionProblem
+from tuner.selection.domains import AttentionDomain
 from tuner.selection.kernels import BUILD, PROVE
 from tuner.selection.portfolio import (
     Candidate,
-    Domain,
     DomainModels,
     Portfolio,
     Regret,
@@ -58,12 +58,12 @@ FUSED = families()["fused_attention"]
 def candidate(config: Config, us: float) -> Candidate:
     """One whose time is always the same."""
     compiled = {k: v for k, v in config.params.items() if k != "splits"}
-    spread = Spread((1, 1 << 20), (1, 1 << 20))
+    spread = Spread(((1, 1 << 20), (1, 1 << 20)))
     return Candidate(Config(config.family, compiled), {"launch": us}, 20, 0.01, 0.02, spread)
 
 
-def made(*candidates: Candidate, margin: float = 0.05) -> Portfolio:
-    domain, regret = Domain(64, "full", "prompt"), Regret(10, 0.01, 0.05, 1.1, 0.99, 0.9)
+def made(*candidates: Candidate, margin: float = 2.0) -> Portfolio:
+    domain, regret = AttentionDomain(64, "full", "prompt"), Regret(10, 0.01, 0.05, 1.1, 0.99, 0.9)
     models = DomainModels(domain, Regime(), candidates, margin, regret)
     return Portfolio("attention", DEFAULT_GPU, {domain: models})
 
