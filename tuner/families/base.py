@@ -369,7 +369,8 @@ class Family(ABC):
             return ()
         return self.amounts(sizes_of(problem), self.tiling(config), gpu)
 
-    def amounts(self, sizes: Any, tiling: Any, gpu: Gpu) -> tuple[float, ...]:
+    @staticmethod
+    def amounts(sizes: Any, tiling: Any, gpu: Gpu) -> tuple[float, ...]:
         """`work` of `tuner.families.work.sizes_of` a problem and of a `tiling`."""
         return ()
 
@@ -395,6 +396,10 @@ class Family(ABC):
     def splits(self, problem: Problem, config: Config, gpu: Gpu) -> Sequence[int]:
         """Counts of splits of the schedules of `scheduled`."""
         return (1,)
+
+    def is_scheduled(self, config: Config) -> bool:
+        """Whether `splits` depends on the problem; else they are those of `tiling`."""
+        return False
 
     def called(self, problem: Problem, config: Config, splits: int) -> Config:
         """The config of the schedule with as many splits."""

@@ -88,6 +88,7 @@ class Gemv(Family):
     capabilities = (HOPPER,)
     cost_constants = CONSTANTS
     work_terms: ClassVar[tuple[str, ...]] = product_work.ROW_TERMS
+    amounts = staticmethod(product_work.row_work)
     runtime_parameters: ClassVar[frozenset[str]] = frozenset({"persistent", "pdl", "lead"})
     domains: ClassVar[Mapping[str, Domain]] = {
         "warps": (1, 2, 4, 8, 16, 32),
@@ -199,11 +200,6 @@ class Gemv(Family):
         further = 0 if config["persistent"] else ceil(rounds / resident) - 1
         starts_us = constants["start_us"] * further / resident**1.5
         return float(GRAPH_LAUNCH_US + ends_us + stream_us + starts_us)
-
-    def amounts(
-        self, sizes: product_work.Sizes, tiling: product_work.Rows, gpu: Gpu
-    ) -> tuple[float, ...]:
-        return product_work.row_work(sizes, tiling, gpu)
 
     def tiling(self, config: Config) -> product_work.Rows:
         resident, is_persistent = int(config["blocks_per_sm"]), bool(config["persistent"])

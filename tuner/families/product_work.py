@@ -226,7 +226,7 @@ CLOSED_TERMS = (
 _of_tiles = itemgetter(*(TERMS.index(name) for name in _OF_TILES))
 
 
-def closed_work(sizes: Sizes, gpu: Gpu) -> tuple[float, ...]:
+def closed_work(sizes: Sizes, tiling: None, gpu: Gpu) -> tuple[float, ...]:
     """The amount of each of `CLOSED_TERMS`, for a kernel whose tiles are not known."""
     found = [work(sizes, tiling, gpu) for tiling in TILINGS.values()]
     flops = 2 * sizes.m * sizes.n * sizes.k / GIGAFLOP

@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, cached_property, partial
 from itertools import islice
-from operator import mul
+from operator import itemgetter, mul
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,12 +53,14 @@ class Spread(NamedTuple):
         """The spread of problems' `Domain.sizes`."""
         return cls(tuple((min(each), max(each)) for each in zip(*sizes, strict=True)))
 
+    @property
+    def reached(self) -> tuple[tuple[float, float], ...]:
+        """The bounds within `REACH` times the measured sizes."""
+        return tuple((low / REACH, high * REACH) for low, high in self.bounds)
+
     def holds(self, sizes: tuple[int, ...]) -> bool:
         """Whether none is beyond `REACH` times the measured ones."""
-        for (least, most), size in zip(self.bounds, sizes, strict=True):
-            if REACH * size < least or size > REACH * most:
-                return False
-        return True
+        return _is_near(self.reached, sizes)
 
 
 @dataclass(frozen=True)
@@ -90,28 +92,6 @@ class Candidate:
         """The rate of each of the family's work terms."""
         terms = self.family.work_terms if self.family else ()
         return tuple(self.rates.get(term, 0.0) for term in terms)
-
-    @cached_property
-    def tiling(self) -> Any:
-        """The kernel's (`Family.tiling`), of one split."""
-        return None if self.family is None else self.family.tiling(self.config)
-
-    @cached_property
-    def split_tilings(self) -> Mapping[int, Any]:
-        """The kernel's, by its splits."""
-        return _SplitTilings(self.tiling)
-
-
-class _SplitTilings(dict[int, Any]):
-    """Tilings that differ in their splits, each made once."""
-
-    def __init__(self, one: Any) -> None:
-        super().__init__()
-        self._one = one
-
-    def __missing__(self, splits: int) -> Any:
-        self[splits] = found = self._one._replace(splits=splits)
-        return found
 
 
 class Estimate(NamedTuple):
@@ -173,46 +153,27 @@ class DomainModels:
         """The vendors' kernels among the candidates."""
         return [one for one in self.candidates if one.is_vendor]
 
+    @cached_property
+    def _own(self) -> Sequence[_Alike]:
+        return _alike(self.candidates, self.margin, is_vendor=False)
+
+    @cached_property
+    def _vendors(self) -> Sequence[_Alike]:
+        return _alike(self.candidates, 0.0, is_vendor=True)
+
     def estimates(self, problem: Problem, gpu: Gpu) -> tuple[list[Estimate], list[Estimate], bool]:
         """Own kernels and vendor's, fastest first, legal or not; and whether an own one was
         measured near: else all are here.
         """
         sizes, measured = sizes_of(problem), self.domain.sizes(problem)
-        own: list[Estimate] = []
-        vendors: list[Estimate] = []
-        closed: dict[str, tuple[float, ...]] = {}
-        far, is_near = [], False
-        for place, one in enumerate(self.candidates):
-            family = one.family
-            if family is None:
-                continue
-            if one.is_vendor:
-                if family.name not in closed:  # the same for each of its kernels
-                    closed[family.name] = family.amounts(sizes, one.tiling, gpu)
-                us = sum(map(mul, one.priced, closed[family.name]))
-                vendors.append(Estimate(us, us, place, 1))
-            elif one.spread.holds(measured):
-                is_near = True
-                own += self._own(place, one, problem, sizes, gpu)
-            else:
-                far.append((place, one))
+        own = _estimated(self._own, problem, sizes, measured, gpu)
+        vendors = _estimated(self._vendors, problem, sizes, None, gpu)
+        is_near = bool(own)
         if not is_near:
-            for place, one in far:
-                own += self._own(place, one, problem, sizes, gpu)
+            own = _estimated(self._own, problem, sizes, None, gpu)
         own.sort()
         vendors.sort()
         return own, vendors, is_near
-
-    def _own(
-        self, place: int, one: Candidate, problem: Problem, sizes: Sizes, gpu: Gpu
-    ) -> Iterator[Estimate]:
-        """One for each schedule of a kernel."""
-        family, priced, tilings = one.family, one.priced, one.split_tilings
-        assert family is not None
-        doubt = 1 + self.margin * one.p90_error
-        for splits in family.splits(problem, one.config, gpu):
-            us = sum(map(mul, priced, family.amounts(sizes, tilings[splits], gpu)))
-            yield Estimate(us * doubt, us, place, splits)
 
     def config(self, problem: Problem, estimate: Estimate, gpu: Gpu) -> Config | None:
         """The config of an estimate; None where it is not legal for the problem."""
@@ -225,6 +186,95 @@ class DomainModels:
         if is_legal is None:
             is_legal = self._legal[key] = one.family.accepts(problem, config, gpu)
         return config if is_legal else None
+
+
+class _Priced(NamedTuple):
+    """A candidate as its time is added up."""
+
+    place: int
+    bounds: tuple[tuple[float, float], ...]
+    """Sizes within `REACH` of the measured ones."""
+    used: Callable[[Sequence[float]], Sequence[float]]
+    """Of the amounts of work those with a rate."""
+    rates: tuple[float, ...]
+    doubt: float
+    """Factor of the margin."""
+
+
+class _Alike(NamedTuple):
+    """Candidates of equal work: they cut the problem alike, and are launched in several ways."""
+
+    family: Family
+    config: Config
+    """One of them."""
+    tilings: dict[int, Any]
+    """By splits."""
+    splits: Sequence[int] | None
+    """None: the problem's."""
+    members: list[_Priced]
+
+
+def _alike(candidates: Sequence[Candidate], margin: float, *, is_vendor: bool) -> list[_Alike]:
+    """Own candidates, or the vendors', that this version has a family for."""
+    found: dict[Hashable, _Alike] = {}
+    for place, one in enumerate(candidates):
+        family, config = one.family, one.config
+        if family is None or family.is_vendor != is_vendor:
+            continue
+        tiling, is_scheduled = family.tiling(config), family.is_scheduled(config)
+        splits = None if is_scheduled else (1,) if tiling is None else (tiling.splits,)
+        tilings = _Tilings(tiling)
+        # Those with a schedule may have unlike ones.
+        key = family.name, tiling, config if is_scheduled else None
+        alike = found.setdefault(key, _Alike(family, config, tilings, splits, []))
+        # At least two, so that what is taken is a tuple.
+        used = [place for place, us in enumerate(one.priced) if us]
+        used = used if len(used) > 1 else [0, 1]
+        rates, doubt = tuple(one.priced[term] for term in used), 1 + margin * one.p90_error
+        alike.members.append(_Priced(place, one.spread.reached, itemgetter(*used), rates, doubt))
+    return list(found.values())
+
+
+class _Tilings(dict[int, Any]):
+    """Tilings that differ in their splits, each made once."""
+
+    def __init__(self, one: Any) -> None:
+        super().__init__({1 if one is None else one.splits: one})
+        self._one = one
+
+    def __missing__(self, splits: int) -> Any:
+        self[splits] = found = self._one._replace(splits=splits)
+        return found
+
+
+def _estimated(
+    groups: Sequence[_Alike],
+    problem: Problem,
+    sizes: Sizes,
+    measured: tuple[int, ...] | None,
+    gpu: Gpu,
+) -> list[Estimate]:
+    """The estimates of candidates that were measured near some sizes; of all without those."""
+    found = []
+    for family, config, tilings, splits, members in groups:
+        near = members
+        if measured is not None:
+            near = [one for one in members if _is_near(one.bounds, measured)]
+            if not near:
+                continue
+        for count in family.splits(problem, config, gpu) if splits is None else splits:
+            amounts = family.amounts(sizes, tilings[count], gpu)
+            for place, _, used, rates, doubt in near:
+                us = sum(map(mul, rates, used(amounts)))
+                found.append(Estimate(us * doubt, us, place, count))
+    return found
+
+
+def _is_near(bounds: tuple[tuple[float, float], ...], sizes: tuple[int, ...]) -> bool:
+    for (low, high), size in zip(bounds, sizes, strict=True):
+        if not low <= size <= high:
+            return False
+    return True
 
 
 def _doubts(models: DomainModels, is_near: bool) -> Iterator[str]:

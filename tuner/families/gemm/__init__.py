@@ -105,6 +105,7 @@ class Gemm(Family):
     capabilities = (HOPPER,)
     cost_constants = cost.CONSTANTS
     work_terms = product_work.TERMS
+    amounts = staticmethod(product_work.work)
     runtime_parameters: ClassVar[frozenset[str]] = frozenset(
         {"raster_order", "max_swizzle_size", "decomposition_mode", "splits", "pdl"}
     )
@@ -253,16 +254,14 @@ class Gemm(Family):
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
         return cost.predict_us(_gemm(problem), config, gpu, self.constants)
 
-    def amounts(
-        self, sizes: product_work.Sizes, tiling: product_work.Tiling, gpu: Gpu
-    ) -> tuple[float, ...]:
-        return product_work.work(sizes, tiling, gpu)
-
     def tiling(self, config: Config) -> product_work.Tiling:
         return tiling_of(config)
 
     def splits(self, problem: Problem, config: Config, gpu: Gpu) -> Sequence[int]:
         return splits_of(product_work.Sizes.of(_gemm(problem)), config, gpu)
+
+    def is_scheduled(self, config: Config) -> bool:
+        return bool(config.get("decomposition_mode") == "SplitK")
 
     def called(self, problem: Problem, config: Config, splits: int) -> Config:
         return split(config, splits)

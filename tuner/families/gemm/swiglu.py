@@ -43,6 +43,7 @@ class GemmSwiglu(Family):
     op = SwigluProblem.op
     capabilities = (HOPPER,)
     work_terms = product_work.TERMS
+    amounts = staticmethod(product_work.work)
     runtime_parameters: ClassVar[frozenset[str]] = Gemm.runtime_parameters
     domains: ClassVar[Mapping[str, Domain]] = {
         **Gemm.domains,
@@ -114,16 +115,14 @@ class GemmSwiglu(Family):
         """
         return cost.predict_us(product_of(problem), config, gpu, _GEMM.constants)
 
-    def amounts(
-        self, sizes: product_work.Sizes, tiling: product_work.Tiling, gpu: Gpu
-    ) -> tuple[float, ...]:
-        return product_work.work(sizes, tiling, gpu)
-
     def tiling(self, config: Config) -> product_work.Tiling:
         return tiling_of(config)
 
     def splits(self, problem: Problem, config: Config, gpu: Gpu) -> Sequence[int]:
         return splits_of(product_work.Sizes.of(product_of(problem)), config, gpu)
+
+    def is_scheduled(self, config: Config) -> bool:
+        return bool(config.get("decomposition_mode") == "SplitK")
 
     def called(self, problem: Problem, config: Config, splits: int) -> Config:
         return split(config, splits)

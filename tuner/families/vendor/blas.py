@@ -41,6 +41,7 @@ class VendorBlas(Vendor):
     )
     on_request: ClassVar[tuple[str, ...]] = ("inductor", DEEP_GEMM)
     work_terms: ClassVar[tuple[str, ...]] = product_work.CLOSED_TERMS
+    amounts = staticmethod(product_work.closed_work)
 
     def found(self) -> tuple[str, ...]:
         return (DEEP_GEMM,) if peers.version(DEEP_GEMM) else ()
@@ -100,9 +101,6 @@ class VendorBlas(Vendor):
                 library(previous)
 
         return call
-
-    def amounts(self, sizes: product_work.Sizes, tiling: None, gpu: Gpu) -> tuple[float, ...]:
-        return product_work.closed_work(sizes, gpu)
 
     def legality_facts(self, problem: Problem) -> Hashable:
         """Of problems of a domain all are taken."""

@@ -24,6 +24,7 @@ class VendorSwiglu(Vendor):
     offered: ClassVar[tuple[str, ...]] = ("torch", "torch_compile")
     on_request: ClassVar[tuple[str, ...]] = ("inductor",)
     work_terms: ClassVar[tuple[str, ...]] = product_work.CLOSED_TERMS
+    amounts = staticmethod(product_work.closed_work)
 
     def handed_over(self, problem: Problem, config: Config) -> Problem:
         if not isinstance(problem, SwigluProblem):
@@ -40,9 +41,6 @@ class VendorSwiglu(Vendor):
         if kernel == "torch":
             return swiglu(problem)
         return compiled(swiglu(problem), MAX_AUTOTUNE if kernel == "inductor" else None)
-
-    def amounts(self, sizes: product_work.Sizes, tiling: None, gpu: Gpu) -> tuple[float, ...]:
-        return product_work.closed_work(sizes, gpu)
 
     def legality_facts(self, problem: Problem) -> Hashable:
         """Of problems of a domain all are taken."""
