@@ -14,9 +14,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tuner.problem import AttentionProblem, GemmProblem, Problem, SwigluProblem
+from tuner.problem import AttentionProblem, Problem
 from tuner.selection.describe import table
-from tuner.selection.domains import AnyDomain, AttentionDomain, Domain
+from tuner.selection.domains import (
+    AnyDomain,
+    AttentionDomain,
+    Domain,
+    GatedDomain,
+    ProductDomain,
+)
 from tuner.selection.portfolio import Portfolio, shipped
 
 LIMIT_US = 10.0
@@ -50,9 +56,11 @@ def main(argv: Sequence[str]) -> int:
 def shapes(domain: AnyDomain, count: int, seed: int) -> list[Problem]:
     """Unlike problems of a domain."""
     rng, found = random.Random(f"{seed}:{domain}"), dict[Problem, None]()
-    draw = attention if isinstance(domain, AttentionDomain) else product
     while len(found) < count:
-        problem = draw(domain, rng)
+        if isinstance(domain, AttentionDomain):
+            problem: Problem = attention(domain, rng)
+        else:
+            problem = product(domain, rng)
         if Domain.of(problem) == domain:
             found[problem] = None
     return list(found)
@@ -77,7 +85,7 @@ def attention(domain: AttentionDomain, rng: random.Random) -> AttentionProblem:
     )
 
 
-def product(domain: AnyDomain, rng: random.Random) -> GemmProblem | SwigluProblem:
+def product(domain: ProductDomain | GatedDomain, rng: random.Random) -> Problem:
     """A layer of a model's widths, of any number of rows; other widths near them, for variety."""
     (usual, *_) = domain.problems("bfloat16")
     n, k = (rng.choice(WIDTHS) + 64 * rng.randrange(-4, 5) for _ in range(2))
