@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import mul
@@ -33,12 +33,15 @@ from tuner.selection.portfolio import (
     Portfolio,
     Regret,
     Spread,
+    preferred,
 )
 from tuner.selection.shipped import shipped_index
 from tuner.store import Store
 
-MIN_POINTS = 12
+MIN_POINTS = 6
 """Measurements of a kernel below which no model is made of it."""
+PRIOR_WEIGHT = 0.3
+"""Measurements that the rates of all own kernels of a domain count for in the fit of one."""
 MIN_GROUPS = 3
 """Unlike models (`Domain.group`), likewise: rates from one's shapes do not hold for another's."""
 MAX_MEDIAN_ERROR = 0.12
@@ -50,9 +53,8 @@ ORIGIN_FACTS = frozenset({"driver", "cuda", "torch", "cudnn", "nvcc"})
 FOLDS = 8
 MARGINS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
 """Margins that are tried (`DomainModels.margin`)."""
-LOSS_WEIGHT = 5.0
-"""A choice that is slower than the vendor's kernel counts so many times as much as one that is
-faster by the same factor."""
+SLOWER_COSTS = 3.0
+"""What is lost to the vendor's kernel counts as often, beside what is lost to the fastest one."""
 SCHEDULE = frozenset({"splits", "layout"})
 """Parameters that a kernel's model leaves to `Family.scheduled`, or to the vendor's preference."""
 
@@ -92,7 +94,7 @@ class _Kernel:
         return Spread.of(self.domain.sizes(point.problem) for point in self.points)
 
     @cached_property
-    def groups(self) -> Sequence[Hashable]:
+    def groups(self) -> Sequence[tuple[int, ...]]:
         """Of each point."""
         return [self.domain.group(point.problem) for point in self.points]
 
@@ -105,13 +107,19 @@ def kernel_of(config: Config) -> Config:
     return Config(config.family, params)
 
 
-def points(measurements: Iterable[Measurement]) -> list[Point]:
-    """Those that a portfolio is made of; the quick pass where a problem has both."""
+def points(measurements: Iterable[Measurement], gpu: Gpu) -> list[Point]:
+    """Those that a portfolio is made of; the quick pass where a problem has both. More splits than
+    a selection considers are left out.
+    """
     found: dict[tuple[str, str], Point] = {}
     for m in sorted(measurements, key=lambda m: not m.is_final):
         family, problem = families().get(m.config.family), m.problem
-        is_known = family is not None and family.work_terms and not m.config.stages
-        if m.ok and m.latency_us and is_known and Domain.of(problem) is not None:
+        if family is None or not family.work_terms or m.config.stages:
+            continue
+        if not (m.ok and m.latency_us) or Domain.of(problem) is None:
+            continue
+        counts = family.splits(problem, m.config, gpu)
+        if counts and m.config.get("splits", 1) <= max(1, *counts):
             found[problem.key, m.config.digest] = Point(problem, m.config, m.latency_us)
     return list(found.values())
 
@@ -134,7 +142,8 @@ def make(op: str, measured: Mapping[Regime, Sequence[Measurement]], gpu: Gpu) ->
 
     Args:
         op: operation.
-        measured: by regime; a domain takes the regime that measured most of its problems.
+        measured: by regime; a domain takes what was timed in a stream where that suffices for a
+            model of its kernels, else the regime that measured most of its problems.
         gpu: where.
 
     Raises:
@@ -142,16 +151,20 @@ def make(op: str, measured: Mapping[Regime, Sequence[Measurement]], gpu: Gpu) ->
     """
     by_domain: dict[AnyDomain, dict[Regime, list[Point]]] = defaultdict(lambda: defaultdict(list))
     for regime, rows in measured.items():
-        for point in points(rows):
+        for point in points(rows, gpu):
             domain = Domain.of(point.problem)
             if domain is not None:
                 by_domain[domain][regime].append(point)
     made: dict[AnyDomain, DomainModels] = {}
     for domain, regimes in sorted(by_domain.items()):
-        regime = max(regimes, key=lambda one: (len(regimes[one]), str(one)))
-        models = _models(domain, regime, regimes[regime], gpu)
-        if models is not None:
-            made[domain] = models
+        by_use = sorted(
+            regimes, key=lambda one: (one.launch != "stream", -len(regimes[one]), str(one))
+        )
+        for regime in by_use:
+            models = _models(domain, regime, regimes[regime], gpu)
+            if models is not None:
+                made[domain] = models
+                break
     if not made:
         raise ConfigError(
             f"no domain has a kernel with {MIN_POINTS} measurements on {gpu.name}: "
@@ -202,6 +215,12 @@ class _Judge:
 
     def __init__(self, domain: AnyDomain, kernels: Sequence[_Kernel], gpu: Gpu) -> None:
         self._domain, self._gpu = domain, gpu
+        self._own: dict[str, list[Point]] = defaultdict(list)
+        """Points of own kernels, by family."""
+        for kernel in kernels:
+            if not _is_vendor(kernel.config):
+                self._own[kernel.config.family] += kernel.points
+        self._priors: dict[tuple[str, frozenset[tuple[int, ...]]], list[float]] = {}
         self._rows: dict[str, list[_Row]] = defaultdict(list)
         self._errors: dict[Config, list[float]] = {}
         for kernel in kernels:
@@ -221,9 +240,23 @@ class _Judge:
     def candidate(self, kernel: _Kernel) -> Candidate:
         """The kernel with rates that are fitted to all of its points."""
         terms = families()[kernel.config.family].work_terms
-        rates = dict(zip(terms, fitted(kernel.points, self._gpu), strict=True))
+        rates = dict(zip(terms, self._rates(kernel), strict=True))
         errors = self._error(kernel, 0.5), self._error(kernel, 0.9)
         return Candidate(kernel.config, rates, len(kernel.points), *errors, kernel.spread)
+
+    def _rates(self, kernel: _Kernel, held: Collection[tuple[int, ...]] = ()) -> list[float]:
+        """Fitted to a kernel's points, and drawn to those of all own kernels of its family in the
+        domain, without the problems of some models.
+        """
+        out, group = frozenset(held), self._domain.group
+        key, prior = (kernel.config.family, out), None
+        if not _is_vendor(kernel.config):
+            if key not in self._priors:
+                rest = [p for p in self._own[key[0]] if group(p.problem) not in out]
+                self._priors[key] = fitted(rest, self._gpu)
+            prior = self._priors[key]
+        rest = [p for p in kernel.points if group(p.problem) not in out]
+        return fitted(rest, self._gpu, prior)
 
     def cover(self, own: Sequence[_Kernel]) -> list[_Kernel]:
         """Few kernels of small loss against the fastest own one of each problem."""
@@ -249,16 +282,16 @@ class _Judge:
         return [own[at] for at in chosen]
 
     def margin(self, own: Sequence[_Kernel], vendors: Sequence[_Kernel]) -> tuple[float, Regret]:
-        """The margin of most gain over the vendor's, slower choices weighed; the regret with it."""
-        found = {margin: self._regret(own, vendors, margin) for margin in MARGINS}
-        best = max(found, key=lambda margin: found[margin][1])
-        return best, found[best][0]
+        """The margin with which choices cost least, and the regret with it."""
+        tried = [(self._regret(own, vendors, margin), margin) for margin in MARGINS]
+        (_, regret), margin = min(tried, key=lambda one: one[0][0])
+        return margin, regret
 
     def _regret(
         self, own: Sequence[_Kernel], vendors: Sequence[_Kernel], margin: float
-    ) -> tuple[Regret, float]:
-        """At the problems where an own kernel and a vendor's were measured: what choices cost, and
-        the mean logarithm of their speed over the vendor's, slower ones weighed.
+    ) -> tuple[float, Regret]:
+        """Mean cost of a choice, and the regret, at the problems where an own kernel and a vendor's
+        were measured.
         """
         losses, ratios, owns = [], [], 0
         for rows in self._rows.values():
@@ -268,7 +301,8 @@ class _Judge:
                 continue
             doubts = {row: 1 + margin * self._error(row.kernel, 0.9) for row in mine}
             first = min(mine, key=lambda row: row.expected * doubts[row])
-            vendor = min(theirs, key=lambda row: row.expected)
+            named = {str(row.kernel.config["kernel"]): row for row in theirs}
+            vendor = named[preferred({name: row.expected for name, row in named.items()})]
             is_own = first.expected * doubts[first] <= vendor.expected
             owns += is_own
             chosen = first if is_own else vendor
@@ -276,11 +310,11 @@ class _Judge:
             ratios.append(min(row.us for row in theirs) / chosen.us)
         count = len(losses)
         if not count:
-            return Regret(0, 0.0, 0.0, 1.0, 1.0, 1.0), 0.0
-        gains = [math.log(ratio) for ratio in ratios]
-        geometric = math.exp(fmean(gains))
+            return 0.0, Regret(0, 0.0, 0.0, 1.0, 1.0, 1.0)
+        geometric = math.exp(fmean(map(math.log, ratios)))
+        cost = fmean(losses) + SLOWER_COSTS * fmean(max(0.0, 1 / ratio - 1) for ratio in ratios)
         found = Regret(count, fmean(losses), max(losses), geometric, min(ratios), owns / count)
-        return found, fmean(gain * (LOSS_WEIGHT if gain < 0 else 1.0) for gain in gains)
+        return cost, found
 
     def _is_offered(self, row: _Row) -> bool:
         """Whether a selection would consider the schedule that was measured."""
@@ -290,14 +324,14 @@ class _Judge:
 
     def _left_out(self, kernel: _Kernel) -> list[_Row]:
         """Each point of a kernel with the time that the other groups' points let expect."""
-        groups = sorted(set(kernel.groups), key=repr)
+        groups = sorted(set(kernel.groups))
         fold = {group: number % FOLDS for number, group in enumerate(groups)}
         folds = [fold[group] for group in kernel.groups]
         found = []
         for number in sorted(set(folds)):
-            of_points = list(zip(folds, kernel.points, strict=True))
-            rates = fitted([point for of, point in of_points if of != number], self._gpu)
-            for of, point in of_points:
+            held = {group for group in groups if fold[group] == number}
+            rates = self._rates(kernel, held)
+            for of, point in zip(folds, kernel.points, strict=True):
                 if of == number:
                     expected = _expected(point.problem, point.config, rates, self._gpu)
                     found.append(_Row(kernel, point, expected))
@@ -314,7 +348,7 @@ class _Judge:
         }
         table = []
         for kernel in own:
-            rates, doubt = fitted(kernel.points, self._gpu), 1 + self._error(kernel, 0.9)
+            rates, doubt = self._rates(kernel), 1 + self._error(kernel, 0.9)
             known = {
                 key: min((row.us for row in self._rows[key] if row.kernel is kernel), default=0.0)
                 for key in problems
@@ -339,8 +373,13 @@ class _Judge:
         return min(times, default=math.inf)
 
 
-def fitted(points: Sequence[Point], gpu: Gpu) -> list[float]:
+def fitted(points: Sequence[Point], gpu: Gpu, prior: Sequence[float] | None = None) -> list[float]:
     """Microseconds of each work term, none negative, of least squared relative error.
+
+    Args:
+        points: what was measured.
+        gpu: where.
+        prior: rates that these are drawn to, term by term, each by its share of the times.
 
     Raises:
         ConfigError: when scipy is not installed.
@@ -354,7 +393,12 @@ def fitted(points: Sequence[Point], gpu: Gpu) -> list[float]:
     family = families()[points[0].config.family]
     amounts = np.array([family.work(p.problem, p.config, gpu) for p in points])
     relative = amounts / np.array([[p.us] for p in points])
-    rates, _ = nnls(relative, np.ones(len(points)), maxiter=100 * amounts.shape[1])
+    wanted = np.ones(len(points))
+    if prior is not None:
+        weights = math.sqrt(PRIOR_WEIGHT) * relative.mean(axis=0)
+        relative = np.vstack([relative, np.diag(weights)])
+        wanted = np.concatenate([wanted, weights * np.array(prior)])
+    rates, _ = nnls(relative, wanted, maxiter=100 * amounts.shape[1])
     return [float(rate) for rate in rates]
 
 

@@ -5,7 +5,7 @@ A domain has its own few kernels, and time models that hold within it. fp16 and 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
@@ -63,7 +63,7 @@ class Domain:
         raise NotImplementedError
 
     @staticmethod
-    def group(problem: Any) -> Hashable:
+    def group(problem: Any) -> tuple[int, ...]:
         """Equal for the problems of one model: they are left out of a fit together."""
         raise NotImplementedError
 
@@ -140,7 +140,7 @@ class AttentionDomain(_Attention, Domain):
         return problem.batch * problem.heads_q * problem.seqlen_q, problem.seqlen_kv
 
     @staticmethod
-    def group(problem: Any) -> Hashable:
+    def group(problem: Any) -> tuple[int, ...]:
         return problem.heads_q, problem.heads_kv, problem.head_dim
 
     @property
@@ -243,7 +243,7 @@ class ProductDomain(_Product, Domain):
         return problem.m, problem.n, problem.k
 
     @staticmethod
-    def group(problem: Any) -> Hashable:
+    def group(problem: Any) -> tuple[int, ...]:
         """A layer's widths."""
         return problem.n, problem.k
 
