@@ -174,7 +174,7 @@ def main() -> None:
     folder = OUT / "recordings"
     folder.mkdir(parents=True, exist_ok=True)
     with Runners(Machine(parse_devices("0"), None, replay=False), lambda text: None) as runners:
-        survey = Survey(samples, lambda problem: Regime("stream", "cold"), runners.of, folder,
+        survey = Survey(samples, lambda problem: Regime("stream", "cold"), runners.of, folder, together=64,
                         time_limit_s=max(20.0, left() - 15))
         done = survey.run()
     whole = sum(p.is_complete for p in done)
