@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from fused_configs import maker
+from gemm_configs import tile
 
 from tuner.base import resources
 from tuner.cli import main
@@ -21,10 +22,11 @@ from tuner.families import families
 from tuner.families.attention_work import TERMS, Sizes, Tiling, work
 from tuner.hardware import DEFAULT_GPU, GPUS
 from tuner.measurement import Measurement, Provenance, Regime, Status
-from tuner.problem import AttentionProblem
+from tuner.problem import AttentionProblem, GemmProblem
 from tuner.search import portfolio as fitting
 from tuner.selection import portfolio
-from tuner.selection.domains import AttentionDomain, Domain
+from tuner.selection.domains import AttentionDomain, Domain, ProductDomain
+from tuner.selection.kernels import targets
 from tuner.selection.portfolio import (
     Candidate,
     DomainModels,
@@ -311,6 +313,84 @@ def known() -> Portfolio:
     return fitting.make("attention", {WARM: planted(0)}, DEFAULT_GPU)
 
 
+GEMV = Config(
+    "gemv",
+    {
+        **{"warps": 8, "k_warps": 8, "row_tiles": 2, "pieces": 4, "stages": 4},
+        **{"blocks_per_sm": 1, "persistent": True, "pdl": True, "lead": 1024},
+    },
+)
+CUBLAS = Config("vendor_blas", {"kernel": "cublas"})
+
+
+def planted_products(seed: int) -> list[Measurement]:
+    """Times of a kernel of few rows, of a tile and of cuBLAS by planted rates, with noise of 2 %:
+    the first is faster than cuBLAS at one row, and slower at four.
+    """
+    rng, found = random.Random(seed), []
+    rates: dict[str, dict[str, float]] = {
+        GEMV.digest: {"launch": 1.0, "memory": 0.2, "row_steps": 0.15},
+        tile(64, 64).digest: {"launch": 3.0, "memory": 0.3},
+        CUBLAS.digest: {"launch": 2.0, "memory": 0.28},
+    }
+    for _ in range(60):
+        n, k, m = 1024 * rng.randint(1, 8), 1024 * rng.randint(1, 4), rng.choice((1, 2, 3, 4))
+        problem = GemmProblem(m, n, k, dtype="bfloat16")
+        for config in (GEMV, tile(64, 64), CUBLAS):
+            family = families()[config.family]
+            if family.violations(problem, config, DEFAULT_GPU):
+                continue
+            work = dict(
+                zip(family.work_terms, family.work(problem, config, DEFAULT_GPU), strict=True)
+            )
+            us = sum(rate * work[term] for term, rate in rates[config.digest].items())
+            us *= rng.uniform(0.98, 1.02)
+            cold = Regime("stream", "cold")
+            found.append(Measurement(problem, config, DEFAULT_GPU, cold, Status.OK, latency_us=us))
+    return found
+
+
+@pytest.fixture(scope="module")
+def few_rows() -> Portfolio:
+    """Made from the planted times."""
+    return fitting.make("gemm", {Regime("stream", "cold"): planted_products(0)}, DEFAULT_GPU)
+
+
+class TestMakeProducts:
+    def test_a_portfolio_of_products(self, few_rows: Portfolio) -> None:
+        (models,) = few_rows.domains.values()
+        assert (few_rows.op, models.domain) == ("gemm", ProductDomain("few"))
+        assert [one.config.get("kernel") for one in models.vendors] == ["cublas"]
+        assert Portfolio.from_json(json.loads(json.dumps(few_rows.to_json()))).op == "gemm"
+
+    def test_an_own_kernel_where_it_is_faster_and_pytorch_s_elsewhere(
+        self, few_rows: Portfolio
+    ) -> None:
+        """Between the sizes that were measured."""
+        one, four = (few_rows.select(GemmProblem(m, 4224, 2176)) for m in (1, 4))
+        assert one is not None and one.config == GEMV and one.vendor == "cublas"
+        assert four is not None and four.config == CUBLAS
+
+    def test_a_bias_has_the_plain_product_s_kernels(self, few_rows: Portfolio) -> None:
+        found = few_rows.select(GemmProblem(1, 4224, 2176, epilogue="bias"))
+        assert found is not None and found.config == GEMV
+        assert found.doubts == ("the rates are those of M to 16",)
+        assert {d.label() for d, _ in few_rows.served()} == {"M to 16", "M to 16, bias"}
+
+    def test_its_kernels_are_listed_for_both_types_and_both_widths(
+        self, few_rows: Portfolio
+    ) -> None:
+        """A kernel of few rows is compiled for up to half of them, and for all."""
+        gemvs = [t for t in targets(few_rows) if t.config == GEMV and not t.problem.epilogue]  # type: ignore[attr-defined]
+        assert sorted((t.problem.dtype, t.problem.m) for t in gemvs) == [  # type: ignore[attr-defined]
+            *(("bfloat16", 1), ("bfloat16", 9), ("float16", 1), ("float16", 9))
+        ]
+
+    def test_a_width_without_alignment_is_pytorch_s(self, few_rows: Portfolio) -> None:
+        found = few_rows.select(GemmProblem(1, 4224, 2177))
+        assert found is not None and found.config == CUBLAS
+
+
 class TestMake:
     def test_times_are_expected_as_planted(self, known: Portfolio) -> None:
         (models,) = known.domains.values()
@@ -357,7 +437,9 @@ class TestMake:
     def test_stream_times_come_before_more_chained_ones(self) -> None:
         stream = Regime("stream", "warm")
         few = [replace(m, regime=stream) for m in planted(2)[:90]]
-        (models,) = fitting.make({WARM: planted(0), stream: few}, DEFAULT_GPU).domains.values()
+        (models,) = fitting.make(
+            "attention", {WARM: planted(0), stream: few}, DEFAULT_GPU
+        ).domains.values()
         assert models.regime == stream and models.regret.problems == 30
 
     def test_more_splits_than_a_selection_considers_are_left_out(self) -> None:

@@ -328,7 +328,8 @@ def _attention_ways(problem: AttentionProblem) -> list[dict[str, Value]]:
     """
     if not problem.is_decoding:
         return [{"pdl": False}, {"pdl": True}]
-    return [{"pdl": True}, *[{"pdl": True, "combine": way} for way in ("cluster", "kernel")]]
+    ways: tuple[dict[str, Value], ...] = ({}, {"combine": "cluster"}, {"combine": "kernel"})
+    return [{"pdl": True, **way} for way in ways]
 
 
 def _product_ways(problem: Any, kernel: Config) -> list[dict[str, Value]]:
