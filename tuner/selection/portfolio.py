@@ -98,15 +98,10 @@ class Candidate:
         return tuple(self.rates.get(term, 0.0) for term in terms)
 
 
-class Estimate(NamedTuple):
-    """A candidate as it may be called for a problem, and the time that is expected of it."""
-
-    cautious_us: float
-    """`us` and the margin times the model's error."""
-    us: float
-    place: int
-    """Of the candidate in its domain; of equal times the first is taken."""
-    splits: int
+Estimate = tuple[float, float, int, int]
+"""A candidate as it may be called for a problem: its expected microseconds with the margin times
+the model's error, and without; its place in the domain, of equal times the first is taken; splits.
+"""
 
 
 @dataclass(frozen=True)
@@ -165,12 +160,22 @@ class DomainModels:
     def _vendors(self) -> Sequence[_Alike]:
         return _alike(self.candidates, 0.0, is_vendor=True)
 
+    @cached_property
+    def _shared(self) -> tuple[tuple[float, float], ...]:
+        """The sizes that all own candidates were measured near."""
+        reached = [one.bounds for alike in self._own for one in alike.members]
+        return tuple(
+            (max(low for low, _ in each), min(high for _, high in each))
+            for each in zip(*reached, strict=True)
+        )
+
     def estimates(self, problem: Problem, gpu: Gpu) -> tuple[list[Estimate], list[Estimate], bool]:
         """Own kernels and vendor's, fastest first, legal or not; and whether an own one was
         measured near: else all are here.
         """
         sizes, measured = sizes_of(problem), self.domain.sizes(problem)
-        own = _estimated(self._own, problem, sizes, measured, gpu)
+        are_near = bool(self._own) and _is_near(self._shared, measured)
+        own = _estimated(self._own, problem, sizes, None if are_near else measured, gpu)
         vendors = _estimated(self._vendors, problem, sizes, None, gpu)
         is_near = bool(own)
         if not is_near:
@@ -181,11 +186,12 @@ class DomainModels:
 
     def config(self, problem: Problem, estimate: Estimate, gpu: Gpu) -> Config | None:
         """The config of an estimate; None where it is not legal for the problem."""
-        one = self.candidates[estimate.place]
+        _, _, place, splits = estimate
+        one = self.candidates[place]
         if one.family is None:
             return None
-        config = one.family.called(problem, one.config, estimate.splits)
-        key = estimate.place, estimate.splits, gpu.identity, one.family.legality_facts(problem)
+        config = one.family.called(problem, one.config, splits)
+        key = place, splits, gpu.identity, one.family.legality_facts(problem)
         is_legal = self._legal.get(key)
         if is_legal is None:
             is_legal = self._legal[key] = one.family.accepts(problem, config, gpu)
@@ -270,7 +276,7 @@ def _estimated(
             amounts = family.amounts(sizes, tilings[count], gpu)
             for place, _, used, rates, doubt in near:
                 us = sum(map(mul, rates, used(amounts)))
-                found.append(Estimate(us * doubt, us, place, count))
+                found.append((us * doubt, us, place, count))
     return found
 
 
@@ -402,7 +408,7 @@ class Portfolio:
         target = gpu or self.gpu
         own, vendors, is_near = models.estimates(problem, target)
         known = {
-            str(config["kernel"]): (estimate.us, config)
+            str(config["kernel"]): (estimate[1], config)
             for estimate in vendors
             if (config := models.config(problem, estimate, target)) is not None
         }
@@ -412,10 +418,11 @@ class Portfolio:
 
         def ranked(bound: float = math.inf) -> Iterator[tuple[float, Config]]:
             for estimate in own:
-                if estimate.cautious_us > bound:
+                cautious_us, us, *_ = estimate
+                if cautious_us > bound:
                     return
                 if (config := models.config(problem, estimate, target)) is not None:
-                    yield estimate.us, config
+                    yield us, config
 
         faster = partial(ranked, vendor_us)
         best = next(faster(), None)
