@@ -377,6 +377,10 @@ class TestMakeProducts:
         assert found.doubts == ("the rates are those of M to 16",)
         assert {d.label() for d, _ in few_rows.served()} == {"M to 16", "M to 16, bias"}
 
+    def test_an_activation_without_kernels_is_pytorch_s(self, few_rows: Portfolio) -> None:
+        found = few_rows.select(GemmProblem(1, 4224, 2176, epilogue="bias_gelu"))
+        assert found is not None and found.config == CUBLAS and list(found.ranked()) == []
+
     def test_its_kernels_are_listed_for_both_types_and_both_widths(
         self, few_rows: Portfolio
     ) -> None:
@@ -385,6 +389,12 @@ class TestMakeProducts:
         assert sorted((t.problem.dtype, t.problem.m) for t in gemvs) == [  # type: ignore[attr-defined]
             *(("bfloat16", 1), ("bfloat16", 9), ("float16", 1), ("float16", 9))
         ]
+
+    def test_far_from_what_was_measured_it_is_pytorch_s(self, few_rows: Portfolio) -> None:
+        near, far = (few_rows.select(GemmProblem(1, n, 2176)) for n in (16384, 65536))
+        assert near is not None and near.config == GEMV and not near.doubts
+        assert far is not None and far.config == CUBLAS and far.doubts
+        assert [config for _, config in far.ranked()][0] == GEMV, "it may be timed in place"
 
     def test_a_width_without_alignment_is_pytorch_s(self, few_rows: Portfolio) -> None:
         found = few_rows.select(GemmProblem(1, 4224, 2177))

@@ -30,7 +30,7 @@ EPILOGUES: Mapping[str, tuple[Rows, ...]] = {
     "bias_gelu_tanh": ("wide",),
 }
 """Rows of products that portfolios have kernels for, by epilogue: those that public models call
-most. Each epilogue is a kernel of its own."""
+most. Each epilogue is a kernel of its own; the others are PyTorch's."""
 
 
 class Domain:
@@ -40,11 +40,12 @@ class Domain:
     op: ClassVar[str]
     axes: ClassVar[tuple[str, ...]]
     """Names of `sizes`."""
-    kin_kernels: ClassVar[int]
-    """Kernels that its kin has of it at most."""
     has_rival_kin: ClassVar[bool]
     """PyTorch serves its kin by the same kernels, whose time models hold there too. Else it has no
     such operator, and composes the call, which takes several times as long."""
+    reaches_far: ClassVar[bool]
+    """An own kernel is chosen at sizes far from measured ones, too: of attention PyTorch's kernels
+    are slower nearly everywhere, of products seldom."""
 
     @staticmethod
     def of(problem: Problem) -> AnyDomain | None:
@@ -75,6 +76,11 @@ class Domain:
     @property
     def varied(self) -> Iterator[Self]:
         """Domains that it is kin of, and that are served."""
+        raise NotImplementedError
+
+    @property
+    def kin_kernels(self) -> int:
+        """Kernels that it has of its kin at most, where it was not measured."""
         raise NotImplementedError
 
     @property
@@ -117,8 +123,8 @@ class AttentionDomain(_Attention, Domain):
     __slots__ = ()
     op = AttentionProblem.op
     axes = ("rows", "keys")
-    kin_kernels = 1
     has_rival_kin = False
+    reaches_far = True
 
     @classmethod
     def holding(cls, problem: Any) -> Self | None:
@@ -160,6 +166,10 @@ class AttentionDomain(_Attention, Domain):
         yield self._replace(has_softcap=True)
         if self.phase == "prompt":
             yield self._replace(is_varlen=True)
+
+    @property
+    def kin_kernels(self) -> int:
+        return 1
 
     @property
     def max_kernels(self) -> int:
@@ -227,16 +237,15 @@ class ProductDomain(_Product, Domain):
     __slots__ = ()
     op = GemmProblem.op
     axes = ("m", "n", "k")
-    kin_kernels = 2
     has_rival_kin = True
+    reaches_far = False
 
     @classmethod
     def holding(cls, problem: Any) -> Self | None:
         is_linear = problem.batch == 1 and problem.layout_a == "row" and problem.layout_b == "col"
         if not is_linear or problem.scales or problem.dtype != problem.dtype_d:
             return None
-        rows = rows_of(problem.m)
-        return cls(rows, problem.epilogue) if rows in EPILOGUES.get(problem.epilogue, ()) else None
+        return None if problem.has_residual else cls(rows_of(problem.m), problem.epilogue)
 
     @staticmethod
     def sizes(problem: Any) -> tuple[int, ...]:
@@ -259,6 +268,10 @@ class ProductDomain(_Product, Domain):
             for epilogue, rows in EPILOGUES.items():
                 if epilogue and self.rows in rows:
                     yield self._replace(epilogue=epilogue)
+
+    @property
+    def kin_kernels(self) -> int:
+        return 2 if self.rows in EPILOGUES.get(self.epilogue, ()) else 0
 
     @property
     def max_kernels(self) -> int:
@@ -289,8 +302,8 @@ class GatedDomain(_Gated, Domain):
     __slots__ = ()
     op = SwigluProblem.op
     axes = ProductDomain.axes
-    kin_kernels = 0
     has_rival_kin = True
+    reaches_far = False
     sizes = staticmethod(ProductDomain.sizes)
     group = staticmethod(ProductDomain.group)
 
@@ -306,6 +319,10 @@ class GatedDomain(_Gated, Domain):
     @property
     def varied(self) -> Iterator[Self]:
         yield from ()
+
+    @property
+    def kin_kernels(self) -> int:
+        return 0
 
     @property
     def max_kernels(self) -> int:

@@ -373,12 +373,13 @@ class Portfolio:
             if models is None:
                 continue
             lent = list(islice(self._lent(domain, models), domain.kin_kernels))
-            if not lent:
-                continue
             candidates, margin = lent, 0.0
             if domain.has_rival_kin:
                 candidates, margin = [*lent, *models.vendors], models.margin
-            return replace(models, domain=domain, candidates=candidates, margin=margin, kin=other)
+            if candidates:
+                return replace(
+                    models, domain=domain, candidates=candidates, margin=margin, kin=other
+                )
         return None
 
     def _lent(self, domain: AnyDomain, models: DomainModels) -> Iterator[Candidate]:
@@ -424,7 +425,8 @@ class Portfolio:
                 if (config := models.config(problem, estimate, target)) is not None:
                     yield us, config
 
-        faster = partial(ranked, vendor_us)
+        is_trusted = is_near or vendor is None or models.domain.reaches_far
+        faster = partial(ranked, vendor_us if is_trusted else 0.0)
         best = next(faster(), None)
         if best is not None:
             chosen_us, chosen = best
