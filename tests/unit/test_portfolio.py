@@ -394,7 +394,7 @@ class TestMakeProducts:
         near, far = (few_rows.select(GemmProblem(1, n, 2176)) for n in (16384, 65536))
         assert near is not None and near.config == GEMV and not near.doubts
         assert far is not None and far.config == CUBLAS and far.doubts
-        assert [config for _, config in far.ranked()][0] == GEMV, "it may be timed in place"
+        assert next(far.ranked())[1] == GEMV, "it may be timed in place"
 
     def test_a_width_without_alignment_is_pytorch_s(self, few_rows: Portfolio) -> None:
         found = few_rows.select(GemmProblem(1, 4224, 2177))

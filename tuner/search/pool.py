@@ -65,6 +65,8 @@ KERNELS = 8
 """Compiled kernels of a domain of attention."""
 PRODUCT_KERNELS: Mapping[Rows, int] = {"few": 9, "narrow": 14, "wide": 10}
 """The same of products; those with an epilogue have the portfolio's."""
+GATED_KERNELS = 6
+"""Of gated products."""
 STREAM_KERNELS = 2
 """Of the kernels of narrow products those that divide K between multiprocessors, at least."""
 SPLITS = 2
@@ -190,7 +192,8 @@ def _kernels(
     count, is_narrow = KERNELS, False
     if not isinstance(domain, AttentionDomain):
         is_narrow = domain.rows == "narrow"
-        count = PRODUCT_KERNELS[domain.rows]
+        is_gated = isinstance(domain, GatedDomain)
+        count = GATED_KERNELS if is_gated else PRODUCT_KERNELS[domain.rows]
         if known and isinstance(domain, ProductDomain) and domain.epilogue:
             count = 0
     if len(known) >= count:
@@ -336,7 +339,7 @@ def _product_ways(problem: Any, kernel: Config) -> list[dict[str, Value]]:
     """Orders of tiles, persistent blocks or not; of few rows also programmatic dependent launch;
     each way to divide K.
     """
-    is_short = isinstance(problem, GemmProblem) and min(problem.m, problem.n) <= MOST_NARROW
+    is_short = min(problem.m, problem.n) <= MOST_NARROW
     if kernel.family == "gemv":
         early, late = {"pdl": True, "lead": GEMV_LEAD}, {"pdl": False, "lead": 0}
         return [{"persistent": one, **way} for one in (True, False) for way in (early, late)]
