@@ -19,6 +19,7 @@ NAMES = (
     "levers",
     "logits",
     "models",
+    "paged",
     "peers",
     "population",
     "repeats",

@@ -19,6 +19,7 @@ from itertools import accumulate
 from tuner.compile.artifacts import LoadedKernel
 from tuner.errors import BenchmarkError
 from tuner.families.base import KernelSpec, Strides
+from tuner.measure import pages
 from tuner.measure.device import Device, Pool
 from tuner.measure.log_sum_exp import judge_lse, lse_of, score_rows
 from tuner.measure.subjects import Call
@@ -99,12 +100,13 @@ _DTYPES = {"float16": 0, "bfloat16": 1, "float32": 2, E4M3: 3}
 _FILL, _PLANT_ATTENTION, _SCALE_COLUMNS, _PLANT_SOFTMAX = 0, 1, 2, 3
 _ATTENTION, _GEMM, _SOFTMAX, _COMPARE, _COUNT_CHANGED, _CHECKSUM = 4, 5, 6, 7, 8, 9
 _GATE_PAIRS, _PLANT_HUGE_ATTENTION, _PLANT_HUGE_SOFTMAX = 10, 11, 12
-_COPY = 13
+_COPY, _TO_PAGES = 13, 14
 _RESULT_BYTES = 64
 #: Operands that hold no data of a random kind.
 _STARTS = ("cu_seqlens_q", "cu_seqlens_kv", "offsets")
+_TABLES = ("page_table", "seqused_k")
 #: Attention's operands beside the matrices as the reference takes them; null where there is none.
-_ATTENTION_OTHERS = ("descale_q", "descale_k", "descale_v", "bias", "slopes")
+_ATTENTION_OTHERS = ("descale_q", "descale_k", "descale_v", "bias", "slopes", "sinks")
 
 
 def kinds_of(problem: Problem, *, is_vendor: bool = False) -> tuple[str, ...]:
@@ -168,6 +170,8 @@ class Gate:
         self._buffers = Pool(device)
         self._references = Pool(device)
         self._operands: dict[str, Guarded] = {}
+        self._rows: dict[str, Guarded] = {}
+        """Of a paged cache keys and values as packed rows, which are copied to its pages."""
         self._known: dict[str, tuple[int, dict[str, int]]] = {}
         self._statistics: dict[str, int] = {}
         """Of each row of attention, maximum and sum of exponentials, where they are kept."""
@@ -177,6 +181,11 @@ class Gate:
     def pointers(self) -> dict[str, int]:
         """Device address of each operand."""
         return {name: guarded.pointer for name, guarded in self._operands.items()}
+
+    @property
+    def _sources(self) -> dict[str, int]:
+        """Device address of each operand as the reference reads it."""
+        return {**self.pointers, **{name: rows.pointer for name, rows in self._rows.items()}}
 
     def open(self, problem: Problem, seed: int, strides: Strides | None = None) -> None:
         """Allocate a problem's buffers and forget the references of another problem or seed.
@@ -196,6 +205,11 @@ class Gate:
                 operand.name: self.allocate(self._buffers, operand.name, operand.bytes)
                 for operand in self._memory()
             }
+            if isinstance(problem, AttentionProblem) and problem.is_paged:
+                size = pages.row_bytes(problem)
+                self._rows = {
+                    name: self.allocate(self._buffers, name, size) for name in ("key", "value")
+                }
         self._seed = seed
 
     def _memory(self) -> list[Operand]:
@@ -210,7 +224,7 @@ class Gate:
         """Free everything that depends on the problem."""
         self._forget()
         self._buffers.close()
-        self._operands, self._problem, self._strides = {}, None, {}
+        self._operands, self._rows, self._problem, self._strides = {}, {}, None, {}
 
     def _forget(self) -> None:
         self._references.close()
@@ -360,31 +374,55 @@ class Gate:
                     self._operands[operand.name].pointer, starts_of(problem, operand, kind)
                 )
                 continue
+            if operand.name in _TABLES and isinstance(problem, AttentionProblem):
+                data = pages.written(problem, operand.name, kind, seed)
+                self._device.write(self._operands[operand.name].pointer, data)
+                continue
+            elements = operand.elements
+            if operand.name in self._rows:
+                elements = self._rows[operand.name].bytes // DTYPE_BYTES[operand.dtype]
             self._run(
-                (self._operands[operand.name].pointer,),
-                (_FILL, _DTYPES[operand.dtype], operand.elements, draw.getrandbits(62)),
+                (self._sources[operand.name],),
+                (_FILL, _DTYPES[operand.dtype], elements, draw.getrandbits(62)),
                 (means.get(operand.name, 0.0), deviations.get(operand.name, 1.0)),
             )
         if kind == "dominant" or kind == "planted":
-            self._plant(problem, seed, draw.getrandbits(62))
+            self._plant(problem, kind, seed, draw.getrandbits(62))
         elif kind == "huge_scores":
-            self._plant_huge(problem, draw.getrandbits(62))
+            self._plant_huge(problem, kind, draw.getrandbits(62))
+        if isinstance(problem, AttentionProblem) and problem.is_paged:
+            self._fill_pages(problem, kind)
 
     def _lying(self, operand: Operand) -> Operand:
         """An operand with the strides that it has here."""
         return replace(operand, strides=self._strides.get(operand.name, operand.strides))
 
-    def _plant(self, problem: Problem, seed: int, row_seed: int) -> None:
-        at = self.pointers
+    def _fill_pages(self, problem: AttentionProblem, kind: str) -> None:
+        """Copy keys and values to their pages; all other slots hold the poison."""
+        heads, width = problem.heads_kv, problem.head_dim
+        columns = max(problem.pages)
+        for operand in problem.matrices[1:3]:
+            cache = self._operands[operand.name]
+            self._device.fill16(cache.pointer, POISON, cache.bytes)
+            source, table = self._rows[operand.name].pointer, self.pointers["page_table"]
+            for part in pages.parts(problem, kind):
+                integers = (part.keys, heads, width, *operand.strides[:3], problem.page_size)
+                if part.keys:
+                    self._run((source, cache.pointer, table), (_TO_PAGES, *integers))
+                source += 2 * part.keys * heads * width
+                table += 4 * columns
+
+    def _plant(self, problem: Problem, kind: str, seed: int, row_seed: int) -> None:
+        at = self._sources
         if isinstance(problem, AttentionProblem):
-            for one, shift in _parts(problem):
+            for one, shift, sides in _parts(problem, kind):
                 self._run(
                     (at["query"] + shift["query"], at["key"] + shift["key"]),
                     (
                         _PLANT_ATTENTION,
                         _DTYPES[one.dtype],
                         *_attention_integers(one, 2),
-                        *one.visible,
+                        *sides,
                         row_seed,
                     ),
                     (DOMINANCE,),
@@ -407,16 +445,16 @@ class Gate:
                 (LARGE / SOFTMAX_SCALE,),
             )
 
-    def _plant_huge(self, problem: Problem, row_seed: int) -> None:
+    def _plant_huge(self, problem: Problem, kind: str, row_seed: int) -> None:
         """Scores that are all equal, and one that differs, as large as the type allows."""
-        at = self.pointers
+        at = self._sources
         if not isinstance(problem, AttentionProblem):
             rows, cols, *_ = _softmax_integers(problem)
             limits = (HUGE_SOFTMAX.start, len(HUGE_SOFTMAX))
             self._run((at["scores"],), (_PLANT_HUGE_SOFTMAX, rows, cols, row_seed), limits)
             return
         exponents, _ = HUGE_EXPONENTS[problem.dtype]
-        for one, shift in _parts(problem):
+        for one, shift, _ in _parts(problem, kind):
             self._run(
                 (at["query"] + shift["query"], at["key"] + shift["key"]),
                 (
@@ -457,11 +495,11 @@ class Gate:
         self, problem: AttentionProblem, kind: str, scale: float, reference: int
     ) -> None:
         """One sequence after the other where their lengths vary; else all at once."""
-        at = self.pointers
+        at = self._sources
         others = [at.get(name, 0) for name in _ATTENTION_OTHERS]
         with Pool(self._device) as pool:
             statistics = self._statistics.get(kind) or pool.allocate(16 * score_rows(problem))
-            for one, shift in _parts(problem):
+            for one, shift, sides in _parts(problem, kind):
                 matrices = [at[name] + shift[name] for name in ("query", "key", "value")]
                 self._run(
                     (*matrices, reference + shift["reference"], statistics, *others),
@@ -469,7 +507,7 @@ class Gate:
                         _ATTENTION,
                         _DTYPES[one.dtype],
                         *_attention_integers(one, 4),
-                        *one.visible,
+                        *sides,
                         *one.bias_strides,
                     ),
                     (scale, one.softcap),
@@ -600,20 +638,29 @@ def _group_rows(problem: GroupedGemmProblem, kind: str) -> tuple[int, ...]:
     return 0, *rows_of("zipf", problem.m, problem.groups - 1)
 
 
-def _parts(problem: AttentionProblem) -> Iterator[tuple[AttentionProblem, Mapping[str, int]]]:
-    """What the reference is given at once, and where that lies: bytes beyond each tensor's start.
+def _parts(
+    problem: AttentionProblem, kind: str
+) -> Iterator[tuple[AttentionProblem, Mapping[str, int], tuple[int, int]]]:
+    """What the reference is given at once; where that lies, bytes beyond each tensor's start; and
+    left and right of its mask.
 
-    Sequences of variable lengths one by one; any other problem is whole.
+    Sequences of variable lengths, and those of a paged cache, one by one; any other problem is
+    whole.
     """
     starts = dict.fromkeys(("query", "key", "value", "reference"), 0)
-    if not problem.is_varlen:
-        yield problem, starts
+    if not problem.is_packed:
+        yield problem, starts, problem.visible
         return
-    for one in problem.sequences:
-        yield one, dict(starts)
+    if problem.is_paged:
+        every = [(one, keys, sides) for one, keys, *sides in pages.parts(problem, kind)]
+    else:
+        every = [(one, one.seqlen_kv, [*one.visible]) for one in problem.sequences]
+    for one, keys, (left, right) in every:
+        yield one, dict(starts), (left, right)
         query, key, value, out = one.matrices
-        for operand in (query, key, value):
-            starts[operand.name] += operand.bytes
+        starts["query"] += query.bytes
+        for operand in (key, value):
+            starts[operand.name] += operand.bytes // one.seqlen_kv * keys
         starts["reference"] += 4 * out.elements
 
 

@@ -128,7 +128,7 @@ class AttentionDomain(_Attention, Domain):
 
     @classmethod
     def holding(cls, problem: Any) -> Self | None:
-        if problem.dtype == E4M3 or problem.modifiers:
+        if problem.dtype == E4M3 or problem.modifiers or problem.is_paged:
             return None
         mask: Mask = "causal" if problem.is_causal else "full"
         phase: Phase = "few" if problem.is_decoding else "prompt"
