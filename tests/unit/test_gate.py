@@ -317,6 +317,25 @@ def test_packed_sequences_are_planted_and_computed_one_by_one() -> None:
     )
 
 
+def test_rows_that_lie_apart_are_checked_where_they_lie() -> None:
+    """All of the memory between the first and the last element is filled, and must not change."""
+    m, n, k = GEMM.m, GEMM.n, GEMM.k
+    strides = {"a": (m * k, k + 8, 1), "b": (n * k, 1, k + 24)}
+    device, kernel = FakeDevice(), FakeKernel()
+    made = Gate(device, kernel)  # type: ignore[arg-type]
+    made.open(GEMM, 7, strides)
+    made.load("planted")
+    sizes = {name: guarded.bytes for name, guarded in made._operands.items()}
+    assert sizes["a"] == 2 * ((m - 1) * (k + 8) + k) and sizes["b"] == 2 * ((n - 1) * (k + 24) + k)
+    of = {integers[0]: integers for _, integers in kernel.given}
+    assert of[2][4:7] == [m * k, k + 8, 1], "columns of A are scaled where they are"
+    assert of[5][6:12] == [*strides["a"], *strides["b"]]
+    filled = [integers[2] for _, integers in kernel.given if integers[0] == 0]
+    assert filled == [sizes["a"] // 2, sizes["b"] // 2]
+    made.open(GEMM, 7)
+    assert made._operands["a"].bytes == 2 * m * k, "another layout has buffers of its own"
+
+
 @pytest.mark.parametrize("kind", KINDS["attention"])
 def test_a_paged_cache_is_drawn_as_rows_that_are_copied_to_their_pages(kind: str) -> None:
     made, device, kernel = opened(PAGED)

@@ -193,7 +193,7 @@ def test_a_replayed_sweep_of_a_bias(tmp_path: Path) -> None:
     assert outcome.entry is not None
     assert outcome.entry.speedups == {"efficient": pytest.approx(99 / 30)}
     for asked, is_known in ((problem, True), (replace(problem, bias=""), False), (BIASED, False)):
-        found = lookup(asked, gpu=DEFAULT_GPU, path=tmp_path / "store.sqlite", with_rules=False)
+        found = lookup(asked, gpu=DEFAULT_GPU, path=tmp_path / "store.sqlite", with_portfolio=False)
         assert (found is not None and found.entry.problem == problem) == is_known
 
 

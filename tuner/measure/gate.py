@@ -13,12 +13,12 @@ import random
 import struct
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from tuner.compile.artifacts import LoadedKernel
 from tuner.errors import BenchmarkError
-from tuner.families.base import KernelSpec
+from tuner.families.base import KernelSpec, Strides
 from tuner.measure import pages
 from tuner.measure.device import Device, Pool
 from tuner.measure.log_sum_exp import judge_lse, lse_of, score_rows
@@ -165,6 +165,7 @@ class Gate:
         self._device, self._kernel = device, kernel
         self._result = device.allocate(_RESULT_BYTES)
         self._problem: Problem | None = None
+        self._strides: Strides = {}
         self._seed: int | None = None
         self._buffers = Pool(device)
         self._references = Pool(device)
@@ -186,28 +187,44 @@ class Gate:
         """Device address of each operand as the reference reads it."""
         return {**self.pointers, **{name: rows.pointer for name, rows in self._rows.items()}}
 
-    def open(self, problem: Problem, seed: int) -> None:
-        """Allocate a problem's buffers and forget the references of another problem or seed."""
-        if (problem, seed) != (self._problem, self._seed):
+    def open(self, problem: Problem, seed: int, strides: Strides | None = None) -> None:
+        """Allocate a problem's buffers and forget the references of another problem or seed.
+
+        Args:
+            problem: what is checked.
+            seed: of the inputs.
+            strides: of a product's matrices that lie otherwise than the problem's.
+        """
+        opened = problem, strides or {}
+        if (*opened, seed) != (self._problem, self._strides, self._seed):
             self._forget()
-        if problem != self._problem:
+        if opened != (self._problem, self._strides):
             self.close()
+            self._problem, self._strides = opened
             self._operands = {
                 operand.name: self.allocate(self._buffers, operand.name, operand.bytes)
-                for operand in problem.operands
+                for operand in self._memory()
             }
             if isinstance(problem, AttentionProblem) and problem.is_paged:
                 size = pages.row_bytes(problem)
                 self._rows = {
                     name: self.allocate(self._buffers, name, size) for name in ("key", "value")
                 }
-        self._problem, self._seed = problem, seed
+        self._seed = seed
+
+    def _memory(self) -> list[Operand]:
+        """The memory of each operand, the output's last."""
+        problem, strides = self._problem, self._strides
+        assert problem is not None
+        return [
+            one.apart(strides[one.name]) if one.name in strides else one for one in problem.operands
+        ]
 
     def close(self) -> None:
         """Free everything that depends on the problem."""
         self._forget()
         self._buffers.close()
-        self._operands, self._rows, self._problem = {}, {}, None
+        self._operands, self._rows, self._problem, self._strides = {}, {}, None, {}
 
     def _forget(self) -> None:
         self._references.close()
@@ -235,7 +252,7 @@ class Gate:
         if kind not in self._known:
             reference = self._references.allocate(4 * problem.output.elements)
             self._compute(problem, kind, reference)
-            sums = {operand.name: self._checksum(operand) for operand in problem.operands[:-1]}
+            sums = {operand.name: self._checksum(operand) for operand in self._memory()[:-1]}
             self._known[kind] = (reference, sums)
         self._kind = kind
 
@@ -268,7 +285,7 @@ class Gate:
         }
         changed = [
             operand.name
-            for operand in problem.operands[:-1]
+            for operand in self._memory()[:-1]
             if self._checksum(operand) != sums[operand.name]
         ]
         limits, output = limits_of(problem), problem.output
@@ -351,7 +368,7 @@ class Gate:
     def _fill(self, problem: Problem, kind: str, seed: int) -> None:
         means, deviations = moments(problem, kind)
         draw = random.Random(f"{seed}:{kind}")
-        for operand in problem.operands[:-1]:
+        for operand in self._memory()[:-1]:
             if operand.name in _STARTS:
                 self._device.write(
                     self._operands[operand.name].pointer, starts_of(problem, operand, kind)
@@ -375,6 +392,10 @@ class Gate:
             self._plant_huge(problem, kind, draw.getrandbits(62))
         if isinstance(problem, AttentionProblem) and problem.is_paged:
             self._fill_pages(problem, kind)
+
+    def _lying(self, operand: Operand) -> Operand:
+        """An operand with the strides that it has here."""
+        return replace(operand, strides=self._strides.get(operand.name, operand.strides))
 
     def _fill_pages(self, problem: AttentionProblem, kind: str) -> None:
         """Copy keys and values to their pages; all other slots hold the poison."""
@@ -408,7 +429,7 @@ class Gate:
                 )
         elif isinstance(problem, GemmProblem | SwigluProblem | GroupedGemmProblem):
             columns = border_columns(problem.k, seed)
-            batch, rows, strides = _matrices(problem.operands[0])
+            batch, rows, strides = _matrices(self._lying(problem.operands[0]))
             self._run(
                 (at["a"],),
                 (
@@ -449,7 +470,7 @@ class Gate:
         inputs = [at[operand.name] for operand in problem.operands[:-1]]
         scale = scale_of(problem, kind)
         if isinstance(problem, GemmProblem):
-            a, b, *_, d = problem.operands
+            a, b, *_, d = map(self._lying, problem.operands)
             extents = (problem.batch, problem.m, problem.n, problem.k)
             activation = ("", *ACTIVATIONS).index(problem.activation)
             integers = (

@@ -16,7 +16,7 @@ from typing import Any
 from tuner.compile.artifacts import LoadedKernel
 from tuner.config import Config
 from tuner.errors import BenchmarkError
-from tuner.families.base import LSE, Family, Ref
+from tuner.families.base import LSE, Family, Launch, Ref, Strides
 from tuner.measure.device import Device, Graph
 from tuner.measurement import Status
 from tuner.problem import Operand, Problem
@@ -88,18 +88,29 @@ class CompiledSubject(Subject):
         config: Config,
         kernels: Mapping[str, LoadedKernel],
         scale: float,
+        strides: Strides | None = None,
     ) -> None:
+        self._strides = strides or {}
         self._device, self._family, self._problem = device, family, problem
         self._config, self._kernels = config, kernels
         self._only = ""
         self._offsets: list[int] = []
-        for launch in family.launches(problem, config, scale):
+        for launch in self._launches(scale):
             self._offsets.append(self.workspace_bytes)
             needed = kernels[launch.kernel].workspace_bytes(launch.integers)
             self.workspace_bytes += math.ceil(needed / _ALIGN) * _ALIGN
         self.scratch_bytes = family.scratch_bytes(problem, config)
         if not self._offsets:
             raise BenchmarkError(f"{family.name} launches nothing for {config.digest}")
+
+    def _launches(self, scale: float) -> list[Launch]:
+        """Raises: BenchmarkError: when the family takes no such strides."""
+        if not self._strides:
+            return self._family.launches(self._problem, self._config, scale)
+        found = self._family.strided_launches(self._problem, self._config, scale, self._strides)
+        if isinstance(found, str):
+            raise BenchmarkError(found)
+        return found
 
     def parts(self) -> dict[str, CompiledSubject]:
         """Each kernel's launches as a subject of their own, in the order of the kernels. Timed on
@@ -112,7 +123,7 @@ class CompiledSubject(Subject):
         return found
 
     def bind(self, buffers: Mapping[str, int], scale: float, *, deliver: bool = False) -> Bound:
-        launches = self._family.launches(self._problem, self._config, scale)
+        launches = self._launches(scale)
         device, lanes = self._device, 1 + max(launch.lane for launch in launches)
         prepared = [
             (

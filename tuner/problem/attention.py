@@ -334,13 +334,6 @@ class AttentionProblem(Problem):
         return " or ".join(name for name, is_on in parts if is_on)
 
     @property
-    def is_plain(self) -> bool:
-        """What kernels of plain fp16 or bf16 attention lack something for has others' kernels, and
-        is too rare among what is measured to be judged by them.
-        """
-        return not self.extras and self.dtype != E4M3
-
-    @property
     def modifiers(self) -> str:
         """Of the extras those that add to the scores; or empty."""
         parts = (("additive bias", bool(self.bias)), ("ALiBi", self.is_alibi))

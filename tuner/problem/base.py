@@ -52,6 +52,13 @@ class Operand:
         """Bytes of the tensor; problems are dense, so elements x width."""
         return self.elements * DTYPE_BYTES[self.dtype]
 
+    def apart(self, strides: tuple[int, ...]) -> Operand:
+        """It over memory in which elements lie apart: a flat operand of as many elements as there
+        are from the first to the last.
+        """
+        last = sum((n - 1) * stride for n, stride in zip(self.shape, strides, strict=True))
+        return Operand(self.name, (last + 1,), (1,), self.dtype, self.is_output)
+
 
 class Meaning(NamedTuple):
     """One key of a problem's text, for people."""
@@ -166,11 +173,6 @@ class Problem(ABC):
     @abstractmethod
     def label(self) -> str:
         """Short text for people, in the syntax of `parse`."""
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether measurements of it speak for other shapes: rules are made from such alone."""
-        return True
 
     @property
     @abstractmethod

@@ -36,7 +36,8 @@ def linear(
     *,
     activation: str | None = None,
 ) -> torch.Tensor:
-    """`torch.nn.functional.linear`, and an activation, by the fastest kernel measured on this GPU.
+    """`torch.nn.functional.linear`, and an activation, by the fastest kernel measured on this GPU,
+    or expected to be where nothing was measured (`tuner.selection.portfolio`).
 
     A bias and an activation are parts of one kernel where that was tuned: each combination is a
     problem of its own (`GemmProblem.epilogue`). Whatever has no tuned kernel that won (other types,
@@ -227,7 +228,8 @@ class SwigluCall(_Gated, Call):
 
     def pose(self) -> Posed:
         shape = (*self.input.shape[:-1], self.weights.shape[0] // 2)
-        return Posed(swiglu_problem_of(self.input, self.weights), shape=shape)
+        posed = Posed(swiglu_problem_of(self.input, self.weights), shape=shape)
+        return self.measurable(posed)
 
     def run(self, plan: Plan) -> torch.Tensor | Refusal:
         return guards.deferred(*self) or table.run(plan, *self)
@@ -323,7 +325,7 @@ class ProductCall(_Product, Call):
 
     def pose(self) -> Posed:
         b = self.b.t() if self.name == "linear" and self.b.dim() == 2 else self.b
-        return pose(self.a, b, self.bias, self.activation)
+        return self.measurable(pose(self.a, b, self.bias, self.activation))
 
     def run(self, plan: Plan) -> torch.Tensor | Refusal:
         inputs = self.inputs

@@ -438,9 +438,9 @@ class Table:
         Raises:
             StoreError: when the store cannot be read.
         """
-        # Nobody has checked what a rule names.
+        # The portfolio's choices are made with a look at the proofs (`_choose`).
         return lookup(
-            problem, gpu=gpu, path=self._path, with_rules=False, with_nearest=with_nearest
+            problem, gpu=gpu, path=self._path, with_portfolio=False, with_nearest=with_nearest
         )
 
     def _resolve(self, posed: Posed, answer: Answer, device: int) -> _Known:

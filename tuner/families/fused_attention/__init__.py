@@ -111,6 +111,7 @@ class FusedAttention(Family):
     cost_constants = cost.CONSTANTS
     runtime_parameters = frozenset({"splits", "pdl", "combine"})
     work_terms = attention_work.TERMS
+    amounts = staticmethod(attention_work.work)
     domains: ClassVar[Mapping[str, Domain]] = {
         "warp_groups": (1, 2, 3, 4),
         "key_groups": (2, 4),
@@ -460,11 +461,6 @@ class FusedAttention(Family):
         head_tile = instance(attention.head_dim)
         return cost.predict_us(attention, config, head_tile, gpu, self.constants)
 
-    def amounts(
-        self, sizes: attention_work.Sizes, tiling: attention_work.Tiling, gpu: Gpu
-    ) -> tuple[float, ...]:
-        return attention_work.work(sizes, tiling, gpu)
-
     def tiling(self, config: Config) -> attention_work.Tiling:
         return attention_work.Tiling(
             rows=_tile_m(config.params),
@@ -489,6 +485,9 @@ class FusedAttention(Family):
         most = min(room // tiles, attention.seqlen_kv // LEAST_SPLIT_KEYS)
         counts = {2**i for i in range(1, max(1, most).bit_length())} | {most}
         return sorted(count for count in counts if count > 1)
+
+    def is_scheduled(self, config: Config) -> bool:
+        return "combine" in config.params or config.get("packed_heads", 1) != 1
 
     def called(self, problem: Problem, config: Config, splits: int) -> Config:
         """To kernels an absent `packed_heads` is 1."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
 from tuner.config import Config
+from tuner.families import product_work
 from tuner.families.vendor import MAX_AUTOTUNE, Vendor, compiled, peers
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.problem import E4M3, GemmProblem, Problem
@@ -39,6 +40,8 @@ class VendorBlas(Vendor):
         *(*LIBRARIES, "torch_compile", "addmm", "addmm_activation", "scaled_mm"),
     )
     on_request: ClassVar[tuple[str, ...]] = ("inductor", DEEP_GEMM)
+    work_terms: ClassVar[tuple[str, ...]] = product_work.CLOSED_TERMS
+    amounts = staticmethod(product_work.closed_work)
 
     def found(self) -> tuple[str, ...]:
         return (DEEP_GEMM,) if peers.version(DEEP_GEMM) else ()
@@ -98,6 +101,10 @@ class VendorBlas(Vendor):
                 library(previous)
 
         return call
+
+    def legality_facts(self, problem: Problem) -> Hashable:
+        """Of problems of a domain all are taken."""
+        return ()
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
         """A fixed part, the longer of the products and the bytes at cuBLAS's rates, and for each

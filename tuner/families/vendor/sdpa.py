@@ -80,6 +80,7 @@ class VendorSdpa(Vendor):
     offered: ClassVar[tuple[str, ...]] = (*BACKENDS, "flash3", *VARIANTS, "flash4")
     on_request: ClassVar[tuple[str, ...]] = ("naive", SERVING, *TILES)
     work_terms: ClassVar[tuple[str, ...]] = attention_work.CLOSED_TERMS
+    amounts = staticmethod(attention_work.closed_work)
     options: ClassVar[Mapping[str, Domain]] = {"layout": ("bhsd", "bshd")}
 
     def supports(self, problem: Problem, gpu: Gpu) -> str:
@@ -154,11 +155,6 @@ class VendorSdpa(Vendor):
 
     def environment(self) -> Mapping[str, str]:
         return {**super().environment(), **peers.versions((*PEERS, SERVING))}
-
-    def amounts(
-        self, sizes: attention_work.Sizes, tiling: attention_work.Tiling, gpu: Gpu
-    ) -> tuple[float, ...]:
-        return attention_work.closed_work(sizes, gpu)
 
     def legality_facts(self, problem: Problem) -> Hashable:
         if not isinstance(problem, AttentionProblem):
