@@ -122,11 +122,11 @@ class FusedAttentionBackward(Family):
     @staticmethod
     def registers(problem: AttentionBackwardProblem, config: Config) -> int:
         """Accumulators and operands of products that a thread holds at once, at most: dK and dV
-        with S^T, dP^T and P^T; or with the next S^T and dQ.
+        and an operand of theirs with S^T and dP^T, or with the next S^T and dQ.
         """
         head_dim, tile_m = instance(problem.head_dim), int(config["tile_m"])
         of_dq = tile_m * head_dim // int(config["warp_groups"]) // 128
-        return head_dim + max(tile_m + tile_m // 4, tile_m // 2 + max(of_dq, tile_m // 4))
+        return head_dim + tile_m // 4 + max(tile_m, tile_m // 2 + of_dq)
 
     @staticmethod
     def smem_bytes(problem: AttentionBackwardProblem, config: Config) -> int:
