@@ -136,9 +136,7 @@ def check(kernel: Any, config: Config, problem: AttentionBackwardProblem, repeat
         tensors_of = {**buffers, **outs}
         pointers = [tensors_of[ref.operand].data_ptr() for ref in launch.tensors]
         stream = torch.cuda.current_stream().cuda_stream
-        kernel.launch(
-            pointers, launch.integers, launch.scalars, workspace.data_ptr(), stream
-        )
+        kernel.launch(pointers, launch.integers, launch.scalars, workspace.data_ptr(), stream)
         torch.cuda.synchronize()
         runs.append(list(outs.values()))
     gradients = [wanted[name] for name in ("query", "key", "value")]

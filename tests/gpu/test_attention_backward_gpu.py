@@ -266,9 +266,7 @@ VENDORS = (
 
 @pytest.mark.parametrize("label", VENDORS)
 @pytest.mark.parametrize("kernel", ["cudnn", "flash2", "flash3"])
-def test_vendors_gradients_are_those_of_float64(
-    missing_gpu: str, kernel: str, label: str
-) -> None:
+def test_vendors_gradients_are_those_of_float64(missing_gpu: str, kernel: str, label: str) -> None:
     """From the log-sum-exp of another forward pass."""
     if missing_gpu:
         pytest.skip(missing_gpu)

@@ -184,9 +184,12 @@ def tuned(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleNam
                 weights = weights.tril()
             inner = (grad * out).sum(-1, keepdim=True)
             scores = weights * (grad @ values.mT - inner) * self.scale
-            found = scores @ keys, *(
-                t.unflatten(1, (key.shape[1], group)).sum(2)
-                for t in (scores.mT @ query, weights.mT @ grad)
+            found = (
+                scores @ keys,
+                *(
+                    t.unflatten(1, (key.shape[1], group)).sum(2)
+                    for t in (scores.mT @ query, weights.mT @ grad)
+                ),
             )
             return tuple(t.to(inputs[0].dtype) for t in found)
 

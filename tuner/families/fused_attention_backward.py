@@ -154,9 +154,7 @@ class FusedAttentionBackward(Family):
         sections = sorted({1, 8, 32, 1 << (heads - 1).bit_length()})
         most = 1 << (heads - 1).bit_length()
         ways = ("ordered",) if problem.is_deterministic else ("bulk", "direct")
-        levers = product(
-            (1, 2), (64, 96, 128), (2, 3), (2, 1), (False, True), ways, (50, 0, 100)
-        )
+        levers = product((1, 2), (64, 96, 128), (2, 3), (2, 1), (False, True), ways, (50, 0, 100))
         for groups, tile_m, stages, ds_stages, swaps, way, early in levers:
             if GROUP_KEYS * (groups - 1) >= problem.seqlen_kv or swaps != bool(tile_m % 64):
                 continue

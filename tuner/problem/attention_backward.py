@@ -72,7 +72,9 @@ class AttentionBackwardProblem(Problem):
         return AttentionProblem(**shared)
 
     @classmethod
-    def of(cls, forward: AttentionProblem, is_deterministic: bool = False) -> AttentionBackwardProblem:
+    def of(
+        cls, forward: AttentionProblem, is_deterministic: bool = False
+    ) -> AttentionBackwardProblem:
         """The gradients of an attention.
 
         Raises:

@@ -64,9 +64,10 @@ def attention(
     entries are never launched. The first call of a shape loads its kernel: make one before
     capturing a CUDA graph.
 
-    A gradient is computed by what was measured for it (``op=attention_backward``), else by
+    A gradient is computed by what was measured for it (`AttentionBackwardProblem`), else by
     PyTorch's backward kernels, from the output and the log-sum-exp of the tuned kernel, where it
-    writes one; of what PyTorch answers, only where something was measured. Autocast casts the inputs, as it does PyTorch's.
+    writes one; of what PyTorch answers, only where something was measured. Autocast casts the
+    inputs, as it does PyTorch's.
 
     PyTorch's operator has no `window` and no `softcap`. With either, what no tuned kernel answers,
     gradients and graphs of torch.compile among it, is composed of PyTorch's operations

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from tuner.errors import ConfigError
-from tuner.problem import AttentionBackwardProblem
+from tuner.problem import AttentionBackwardProblem, AttentionProblem
 from tuner.runtime import guards
 from tuner.runtime.attention_plan import pose, scale_of
 from tuner.runtime.autograd import Three
@@ -49,8 +49,10 @@ class GradientsCall(_Gradients, Call):
 
     def pose(self) -> Posed:
         query, key, value, out, lse, grad_out = self.inputs
-        forward = pose(query, key, value, self.is_causal, scale_of(query, self.scale))
-        problem = AttentionBackwardProblem.of(forward.problem, self.is_deterministic)
+        posed = pose(query, key, value, self.is_causal, scale_of(query, self.scale))
+        if not isinstance(posed.problem, AttentionProblem):
+            raise ConfigError(f"{posed.problem.op} has no gradients")
+        problem = AttentionBackwardProblem.of(posed.problem, self.is_deterministic)
         guards.check_alike(query, out, grad_out)
         if out.shape != query.shape or grad_out.shape != query.shape:
             raise ConfigError("output and its gradient are not of the query's shape")
@@ -58,18 +60,15 @@ class GradientsCall(_Gradients, Call):
             raise ConfigError("keys and values are expanded over heads, their gradients are not")
         if lse.dtype != torch.float32 or not lse.is_contiguous():
             raise ConfigError("the log-sum-exp is not contiguous fp32")
-        like = {"grad_query": query, "grad_key": key, "grad_value": value}
-        given = dict(zip((operand.name for operand in problem.inputs), self.inputs, strict=True))
-        strides: dict[str, tuple[int, ...]] = {}
-        for operand in problem.operands:
-            tensor = like.get(operand.name, given.get(operand.name))
-            found = tensor.stride()
-            if operand.is_output:
-                found = guards.dense(tensor.shape, found)
-            found = guards.along(operand, found)
-            if found != operand.strides:
-                strides[operand.name] = found
-        return Posed(problem, forward.scale, strides=strides)
+        # Gradients lie as `torch.empty_like` of their tensors.
+        laid = [tensor.stride() for tensor in self.inputs]
+        laid += [guards.dense(t.shape, t.stride()) for t in (query, key, value)]
+        strides = {
+            operand.name: found
+            for operand, own in zip(problem.operands, laid, strict=True)
+            if (found := guards.along(operand, own)) != operand.strides
+        }
+        return Posed(problem, posed.scale, strides=strides)
 
 
 def is_measured(

@@ -98,7 +98,7 @@ class SdpaBackward(Vendor):
 
 
 def cudnn_call(problem: AttentionBackwardProblem, scale: float) -> Differentiate:
-    """cuDNN's through PyTorch's operator, whose log-sum-exp has a dimension more."""
+    """PyTorch's operator of cuDNN, whose log-sum-exp has a dimension more."""
     import torch
 
     operator = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
