@@ -192,11 +192,16 @@ def _random_state(torch: Any) -> tuple[Any, Any]:
 
 @contextlib.contextmanager
 def _deterministic(torch: Any) -> Iterator[None]:
-    """PyTorch's operators as they are where a program wants equal bits in every run."""
+    """PyTorch's operators as they are where a program wants equal bits in every run, without the
+    filling of new memory that comes with it.
+    """
     before = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    fills = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warns)
+        torch.utils.deterministic.fill_uninitialized_memory = fills
