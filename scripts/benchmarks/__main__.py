@@ -20,6 +20,7 @@ NAMES = (
     "levers",
     "logits",
     "models",
+    "paged",
     "peers",
     "population",
     "repeats",

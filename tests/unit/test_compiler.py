@@ -72,9 +72,9 @@ class Fake:
         nvcc.chmod(0o755)
         self.templates = folder / "templates"
         self.templates.mkdir()
-        for name in ("a.cu.j2", "b.cu.j2"):
-            (self.templates / name).write_text(
-                "{% include 'part.j2' %}struct kernel_{{ id }} {{ n }};"
+        for name in ("a", "b"):
+            (self.templates / f"{name}.cu.j2").write_text(
+                f"{{% include 'part.j2' %}}struct kernel_{{{{ id }}}} {{{{ n }}}}; // {name}"
             )
         (self.templates / "part.j2").write_text('#include "header.h"\n')
         (self.templates / "header.h").write_text("// header\n")
@@ -127,7 +127,7 @@ def test_kernels_are_built_in_units(fake: Fake) -> None:
     assert built[0].library.samefile(built[3].library)
     assert not built[0].library.samefile(built[4].library)
     source = (built[2].library.parent / "kernel.cu").read_text()
-    assert source.endswith(f"struct kernel_{built[2].key} 2;")
+    assert source.endswith(f"struct kernel_{built[2].key} 2; // a")
     assert fake.leftovers() == []
 
 
@@ -307,10 +307,8 @@ INGREDIENTS: dict[str, Callable[[Fake, pytest.MonkeyPatch], object]] = {
     "nvcc": change_toolchain("nvcc_version", "13.1.0"),
     "cutlass": change_toolchain("cutlass_version", "4.3.0"),
     "cutlass headers": change_toolchain("cutlass_digest", "edited"),
-    "template": write(
-        "a.cu.j2", "{% include 'part.j2' %}{# says nothing #}struct kernel_{{ id }} {{ n }};"
-    ),
-    "include": write("part.j2", '{# new #}#include "header.h"\n'),
+    "template": write("a.cu.j2", "{% include 'part.j2' %}struct kernel_{{ id }} {{ n }}; // c"),
+    "include": write("part.j2", '// new\n#include "header.h"\n'),
     "header": write("header.h", "// changed\n"),
     "flags": lambda _, patch: patch.setattr(compiler, "FLAGS", ("-O2",)),
     "append": lambda _, patch: patch.setenv("NVCC_APPEND_FLAGS", "-O1"),
@@ -325,6 +323,13 @@ def test_the_key_changes_with(fake: Fake, monkeypatch: pytest.MonkeyPatch, ingre
     after = fake.compiler().key(spec(1))
     assert len(before) == len(after) == 32
     assert before != after
+
+
+def test_the_key_does_not_change_with_what_rendering_leaves_out(fake: Fake) -> None:
+    before = fake.compiler().key(spec(1))
+    text = "{% include 'part.j2' %}{# says nothing #}struct kernel_{{ id }} {{ n }}; // a"
+    (fake.templates / "a.cu.j2").write_text(text)
+    assert fake.compiler().key(spec(1)) == before
 
 
 def test_the_key_changes_with_the_variables_and_not_with_paths(fake: Fake, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tuner.base import resources
-from tuner.compile.render import render, template_digest
+from tuner.compile.render import included, render, template_digest
 from tuner.errors import RenderError
 from tuner.families.base import KernelSpec
 
@@ -156,3 +156,10 @@ def test_a_missing_include_is_named_by_the_digest(templates: Path) -> None:
     (templates / "a.cu.j2").write_text("{% include 'gone.j2' %}")
     with pytest.raises(RenderError, match=r"template gone\.j2 cannot be read"):
         template_digest("a.cu.j2")
+
+
+def test_a_text_s_own_headers_are_those_of_the_templates(templates: Path) -> None:
+    (templates / "sub").mkdir()
+    (templates / "sub" / "a.h").write_text("")
+    text = '#include <vector>\n#include "sub/a.h"\n#include "cute/tensor.hpp"\n'
+    assert included(text) == ["sub/a.h"]

@@ -81,7 +81,7 @@ def build(
 
 def _build(wanted: Sequence[Target], compiler: Compiler, dry_run: bool) -> int:
     from tuner.measure.gate import REFERENCE
-    from tuner.selection.kernels import PROVE, Kernel, path_of, update
+    from tuner.selection.kernels import PROVE, Kernel, KernelList, path_of, update
 
     specs = list(dict.fromkeys(spec for one in wanted for spec in one.kernels.values()))
     there = {spec: found for spec in specs if (found := compiler.cached(spec)) is not None}
@@ -102,10 +102,14 @@ def _build(wanted: Sequence[Target], compiler: Compiler, dry_run: bool) -> int:
     started = time.monotonic()
 
     def enter(spec: KernelSpec, artifact: Artifact) -> None:
-        update(path, [Kernel(spec.key, artifact.key, artifact.sha256)])
+        update(path, [Kernel(spec.key, artifact.key, artifact.sha256)], are_built=True)
 
     code = compile_ahead(specs, compiler, None, started, enter)
-    say(f"{path}: {PROVE} checks these kernels on the GPU, the runtime serves what passed")
+    built = [kernel for spec in specs if (kernel := KernelList.read(path).find(spec)) is not None]
+    proven = sum(kernel.proof is not None for kernel in built)
+    text = f"{path}: {proven} of {len(built)} kernels are proven and served"
+    left = any(kernel.proof is None and not kernel.fault for kernel in built)
+    say(f"{text}; {PROVE} checks the others on the GPU" if left else text)
     return code
 
 

@@ -35,6 +35,12 @@ def register(subparsers: Any) -> None:
     what.add_argument(
         "--problems", type=Path, metavar="FILE", help="YAML or JSON list (default: the one shipped)"
     )
+    what.add_argument(
+        "--portfolio",
+        action="store_true",
+        help="in place of a random draw the kernels that a portfolio may be made of, and "
+        "PyTorch's, at problems of public models",
+    )
     parser.add_argument("--op", choices=sorted(PROBLEMS), default="attention")
     parser.add_argument("--kernels", type=int, default=120, help="of each problem (default 120)")
     parser.add_argument("--variants", type=int, default=4, help="of each kernel (default 4)")
@@ -63,38 +69,38 @@ def run(args: argparse.Namespace) -> int:
     from tuner.hardware import DEFAULT_GPU
     from tuner.runners.choose import Machine, Runners
     from tuner.runners.gpus import parse_devices
+    from tuner.search.pool import regime
     from tuner.tuning.job import JobOptions
     from tuner.tuning.progress import Interruption
-    from tuner.tuning.survey import (
-        NO_GPU,
-        Draw,
-        Survey,
-        draw,
-    )
+    from tuner.tuning.survey import NO_GPU, POOL_REQUEST_KERNELS, REQUEST_KERNELS, Draw, Survey
 
     if args.jobs is not None and args.jobs < 1:
         raise ConfigError(f"jobs={args.jobs} is out of range (allowed: 1 or more)")
     how = Draw(args.kernels, args.variants, args.seed, tuple(args.family or ()))
-    problems = _problems(args)
+    if args.portfolio and (args.regime or args.l2):
+        raise ConfigError("--regime and --l2 are not for --portfolio (allowed: neither)")
     if args.list:
-        samples = [draw(problem, DEFAULT_GPU, how) for problem in problems]
-        _list(samples, how, DEFAULT_GPU, print)
+        _list(_samples(args, DEFAULT_GPU, how), how, DEFAULT_GPU, print)
         return 0
     machine = Machine(parse_devices(args.device), args.jobs, replay=args.compile)
     with Runners(machine, say) as runners:
         if runners.gpu is None and not args.compile:
             raise BenchmarkError(NO_GPU)
         gpu = runners.gpu or DEFAULT_GPU
-        samples = [draw(problem, gpu, how) for problem in problems]
+        samples = _samples(args, gpu, how)
         specs = _list(samples, how, gpu, say)
         if args.compile:
-            return compile_ahead(specs, runners.compiler(), args.time_limit)
+            compiler = runners.compiler()
+            if args.portfolio:
+                compiler.batch = 1  # as `tuner build --portfolio`: equal builds are equal bytes
+            return compile_ahead(specs, compiler, args.time_limit)
         with Interruption() as interruption:
             survey = Survey(
                 samples,
-                JobOptions(launch=args.regime, l2=args.l2).regime,
+                regime if args.portfolio else JobOptions(launch=args.regime, l2=args.l2).regime,
                 runners.of,
                 args.out,
+                together=POOL_REQUEST_KERNELS if args.portfolio else REQUEST_KERNELS,
                 changed=lambda progress: say(progress_text(progress)),
                 interruption=interruption,
                 time_limit_s=args.time_limit,
@@ -118,6 +124,16 @@ def _code(found: Sequence[Progress], interrupted_by: int | None) -> int:
     if interrupted_by is not None:
         return exit_code(interrupted_by)
     return FAILED if left else DONE
+
+
+def _samples(args: argparse.Namespace, gpu: Gpu, how: Draw) -> list[Sample]:
+    """What is measured of each problem."""
+    from tuner.selection.portfolio import shipped
+    from tuner.tuning.survey import draw, pooled
+
+    if not args.portfolio:
+        return [draw(problem, gpu, how) for problem in _problems(args)]
+    return pooled(gpu, next((one for one in shipped() if one.gpu.identity == gpu.identity), None))
 
 
 def _problems(args: argparse.Namespace) -> list[Problem]:

@@ -30,7 +30,7 @@ from tuner.base.processes import Finished, ProcessPool
 from tuner.compile import triton_compiler
 from tuner.compile.artifacts import Artifact, ArtifactCache
 from tuner.compile.ptxas import parse_advice, parse_resources
-from tuner.compile.render import render, template_digest
+from tuner.compile.render import included, render, template_digest
 from tuner.compile.toolchain import Toolchain, find_toolchain, include_dirs
 from tuner.config import Config
 from tuner.errors import CompileError, StoreError, TunerError
@@ -145,10 +145,11 @@ class Compiler:
             RenderError: when the spec does not render.
             CompileError: when it is Triton's and there is none.
         """
+        text = render(spec, _PLACEHOLDER)
         ingredients = {
             **self._ingredients(spec),
-            "template": template_digest(spec.template),
-            "text": render(spec, _PLACEHOLDER),
+            "headers": {name: template_digest(name) for name in included(text)},
+            "text": text,
         }
         return hashlib.sha256(json.dumps(ingredients, sort_keys=True).encode()).hexdigest()[:32]
 

@@ -82,7 +82,7 @@ def _fault(value: object, words: Sequence[str]) -> str:
 
 
 def template_digest(template: str) -> str:
-    """SHA-256 of a template and of all that it pulls in.
+    """SHA-256 of a file under ``templates/`` and of all that it pulls in.
 
     Followed transitively: Jinja's include, import and extends, and the `#include` of headers
     that lie under ``templates/`` (CUTLASS's own headers are the toolchain's part of a key).
@@ -102,6 +102,12 @@ def template_digest(template: str) -> str:
     files = tuple((folder / name, _mtime(folder / name)) for name in texts)
     _digests[folder, template] = (files, digest.hexdigest())
     return digest.hexdigest()
+
+
+def included(text: str) -> list[str]:
+    """Names of the headers under ``templates/`` that a rendered text includes itself."""
+    folder = resources.templates()
+    return sorted({name for name in _INCLUDE.findall(text) if (folder / name).is_file()})
 
 
 @lru_cache(maxsize=8)

@@ -132,7 +132,11 @@ class TwoKernelAttention(Family):
             return reason
         if problem.dtype == E4M3:
             return f"{self.name} takes no descale factors: fp16 and bf16 alone, not {E4M3}"
-        lacking = (("sliding window", problem.is_windowed), ("variable lengths", problem.is_varlen))
+        lacking = (
+            ("sliding window", problem.is_windowed),
+            ("variable lengths", problem.is_varlen),
+            ("paged cache", problem.is_paged),
+        )
         missing = " or ".join(name for name, is_on in lacking if is_on)
         return f"{self.name} has no {missing}" if missing else ""
 

@@ -19,6 +19,7 @@ from itertools import accumulate
 from tuner.compile.artifacts import LoadedKernel
 from tuner.errors import BenchmarkError
 from tuner.families.base import KernelSpec
+from tuner.measure import pages
 from tuner.measure.device import Device, Pool
 from tuner.measure.log_sum_exp import judge_lse, lse_of, score_rows
 from tuner.measure.subjects import Call
@@ -102,12 +103,13 @@ _DTYPES = {"float16": 0, "bfloat16": 1, "float32": 2, E4M3: 3}
 _FILL, _PLANT_ATTENTION, _SCALE_COLUMNS, _PLANT_SOFTMAX = 0, 1, 2, 3
 _ATTENTION, _GEMM, _SOFTMAX, _COMPARE, _COUNT_CHANGED, _CHECKSUM = 4, 5, 6, 7, 8, 9
 _GATE_PAIRS, _PLANT_HUGE_ATTENTION, _PLANT_HUGE_SOFTMAX = 10, 11, 12
-_COPY, _GRADIENTS, _KEEP_ATTENTION = 13, 14, 15
+_COPY, _TO_PAGES, _GRADIENTS, _KEEP_ATTENTION = 13, 14, 15, 16
 _RESULT_BYTES = 64
 #: Operands that hold no data of a random kind.
 _STARTS = ("cu_seqlens_q", "cu_seqlens_kv", "offsets")
+_TABLES = ("page_table", "seqused_k")
 #: Attention's operands beside the matrices as the reference takes them; null where there is none.
-_ATTENTION_OTHERS = ("descale_q", "descale_k", "descale_v", "bias", "slopes")
+_ATTENTION_OTHERS = ("descale_q", "descale_k", "descale_v", "bias", "slopes", "sinks")
 
 
 def kinds_of(problem: Problem, *, is_vendor: bool = False) -> tuple[str, ...]:
@@ -170,6 +172,8 @@ class Gate:
         self._buffers = Pool(device)
         self._references = Pool(device)
         self._operands: dict[str, Guarded] = {}
+        self._rows: dict[str, Guarded] = {}
+        """Of a paged cache keys and values as packed rows, which are copied to its pages."""
         self._known: dict[str, tuple[dict[str, int], dict[str, int]]] = {}
         """Of each kind of inputs: references by output, and checksums of the inputs."""
         self._kept: dict[str, tuple[int, int]] = {}
@@ -183,6 +187,11 @@ class Gate:
         """Device address of each operand."""
         return {name: guarded.pointer for name, guarded in self._operands.items()}
 
+    @property
+    def _sources(self) -> dict[str, int]:
+        """Device address of each operand as the reference reads it."""
+        return {**self.pointers, **{name: rows.pointer for name, rows in self._rows.items()}}
+
     def open(self, problem: Problem, seed: int) -> None:
         """Allocate a problem's buffers and forget the references of another problem or seed."""
         if (problem, seed) != (self._problem, self._seed):
@@ -193,13 +202,18 @@ class Gate:
                 operand.name: self.allocate(self._buffers, operand.name, operand.bytes)
                 for operand in problem.operands
             }
+            if isinstance(problem, AttentionProblem) and problem.is_paged:
+                size = pages.row_bytes(problem)
+                self._rows = {
+                    name: self.allocate(self._buffers, name, size) for name in ("key", "value")
+                }
         self._problem, self._seed = problem, seed
 
     def close(self) -> None:
         """Free everything that depends on the problem."""
         self._forget()
         self._buffers.close()
-        self._operands, self._problem = {}, None
+        self._operands, self._rows, self._problem = {}, {}, None
 
     def _forget(self) -> None:
         self._references.close()
@@ -365,15 +379,24 @@ class Gate:
                     self._operands[operand.name].pointer, starts_of(problem, operand, kind)
                 )
                 continue
+            if operand.name in _TABLES and isinstance(problem, AttentionProblem):
+                data = pages.written(problem, operand.name, kind, seed)
+                self._device.write(self._operands[operand.name].pointer, data)
+                continue
+            elements = operand.elements
+            if operand.name in self._rows:
+                elements = self._rows[operand.name].bytes // DTYPE_BYTES[operand.dtype]
             self._run(
-                (self._operands[operand.name].pointer,),
-                (_FILL, _DTYPES[operand.dtype], operand.elements, draw.getrandbits(62)),
+                (self._sources[operand.name],),
+                (_FILL, _DTYPES[operand.dtype], elements, draw.getrandbits(62)),
                 (means.get(operand.name, 0.0), deviations.get(operand.name, 1.0)),
             )
         if kind == "dominant" or kind == "planted":
-            self._plant(problem, seed, draw.getrandbits(62))
+            self._plant(problem, kind, seed, draw.getrandbits(62))
         elif kind == "huge_scores":
-            self._plant_huge(problem, draw.getrandbits(62))
+            self._plant_huge(problem, kind, draw.getrandbits(62))
+        if isinstance(problem, AttentionProblem) and problem.is_paged:
+            self._fill_pages(problem, kind)
         if isinstance(problem, AttentionBackwardProblem):
             self._keep_attention(problem, kind)
 
@@ -386,7 +409,7 @@ class Gate:
             self._kept[kind] = (exact, statistics)
         exact, statistics = self._kept[kind]
         scale = scale_of(problem, kind)
-        self._run_attention(forward, (exact, statistics), {}, scale)
+        self._run_attention(forward, kind, (exact, statistics), {}, scale)
         self._run(
             (exact, statistics, at["out"], at["logsumexp"]),
             (
@@ -395,20 +418,35 @@ class Gate:
             ),
         )
 
-    def _plant(self, problem: Problem, seed: int, row_seed: int) -> None:
-        at = self.pointers
+    def _fill_pages(self, problem: AttentionProblem, kind: str) -> None:
+        """Copy keys and values to their pages; all other slots hold the poison."""
+        heads, width = problem.heads_kv, problem.head_dim
+        columns = max(problem.pages)
+        for operand in problem.matrices[1:3]:
+            cache = self._operands[operand.name]
+            self._device.fill16(cache.pointer, POISON, cache.bytes)
+            source, table = self._rows[operand.name].pointer, self.pointers["page_table"]
+            for part in pages.parts(problem, kind):
+                integers = (part.keys, heads, width, *operand.strides[:3], problem.page_size)
+                if part.keys:
+                    self._run((source, cache.pointer, table), (_TO_PAGES, *integers))
+                source += 2 * part.keys * heads * width
+                table += 4 * columns
+
+    def _plant(self, problem: Problem, kind: str, seed: int, row_seed: int) -> None:
+        at = self._sources
         if isinstance(problem, AttentionProblem | AttentionBackwardProblem):
             strength = DOMINANCE
             if isinstance(problem, AttentionBackwardProblem):
                 strength, problem = _prominence(problem), problem.forward
-            for one, shift in _parts(problem):
+            for one, shift, sides in _parts(problem, kind):
                 self._run(
                     (at["query"] + shift["query"], at["key"] + shift["key"]),
                     (
                         _PLANT_ATTENTION,
                         _DTYPES[one.dtype],
                         *_attention_integers(one, 2),
-                        *one.visible,
+                        *sides,
                         row_seed,
                     ),
                     (strength,),
@@ -431,16 +469,16 @@ class Gate:
                 (LARGE / SOFTMAX_SCALE,),
             )
 
-    def _plant_huge(self, problem: Problem, row_seed: int) -> None:
+    def _plant_huge(self, problem: Problem, kind: str, row_seed: int) -> None:
         """Scores that are all equal, and one that differs, as large as the type allows."""
-        at = self.pointers
+        at = self._sources
         if not isinstance(problem, AttentionProblem):
             rows, cols, *_ = _softmax_integers(problem)
             limits = (HUGE_SOFTMAX.start, len(HUGE_SOFTMAX))
             self._run((at["scores"],), (_PLANT_HUGE_SOFTMAX, rows, cols, row_seed), limits)
             return
         exponents, _ = HUGE_EXPONENTS[problem.dtype]
-        for one, shift in _parts(problem):
+        for one, shift, _ in _parts(problem, kind):
             self._run(
                 (at["query"] + shift["query"], at["key"] + shift["key"]),
                 (
@@ -483,16 +521,17 @@ class Gate:
     def _compute_attention(
         self, problem: AttentionProblem, kind: str, scale: float, reference: int
     ) -> None:
-        at = self.pointers
+        at = self._sources
         others = {name: at[name] for name in _ATTENTION_OTHERS if name in at}
         with Pool(self._device) as pool:
             statistics = self._statistics.get(kind) or pool.allocate(16 * score_rows(problem))
-            self._run_attention(problem, (reference, statistics), others, scale)
+            self._run_attention(problem, kind, (reference, statistics), others, scale)
             self._device.wait()
 
     def _run_attention(
         self,
         problem: AttentionProblem,
+        kind: str,
         results: tuple[int, int],
         others: Mapping[str, int],
         scale: float,
@@ -501,13 +540,14 @@ class Gate:
 
         Args:
             problem: what is computed of the operands `query`, `key` and `value`.
+            kind: of the inputs.
             results: addresses of the fp32 output and of each row's maximum and sum.
             others: addresses of those of `_ATTENTION_OTHERS` that there are.
             scale: of the scores.
         """
-        at = self.pointers
+        at = self._sources
         reference, statistics = results
-        for one, shift in _parts(problem):
+        for one, shift, sides in _parts(problem, kind):
             matrices = [at[name] + shift[name] for name in ("query", "key", "value")]
             further = [others.get(name, 0) for name in _ATTENTION_OTHERS]
             self._run(
@@ -516,7 +556,7 @@ class Gate:
                     _ATTENTION,
                     _DTYPES[one.dtype],
                     *_attention_integers(one, 4),
-                    *one.visible,
+                    *sides,
                     *one.bias_strides,
                 ),
                 (scale, one.softcap),
@@ -680,20 +720,29 @@ def _prominence(problem: AttentionBackwardProblem) -> float:
     return math.log(keys / 2) / (SCALE_FACTOR * math.sqrt(problem.head_dim))
 
 
-def _parts(problem: AttentionProblem) -> Iterator[tuple[AttentionProblem, Mapping[str, int]]]:
-    """What the reference is given at once, and where that lies: bytes beyond each tensor's start.
+def _parts(
+    problem: AttentionProblem, kind: str
+) -> Iterator[tuple[AttentionProblem, Mapping[str, int], tuple[int, int]]]:
+    """What the reference is given at once; where that lies, bytes beyond each tensor's start; and
+    left and right of its mask.
 
-    Sequences of variable lengths one by one; any other problem is whole.
+    Sequences of variable lengths, and those of a paged cache, one by one; any other problem is
+    whole.
     """
     starts = dict.fromkeys(("query", "key", "value", "reference"), 0)
-    if not problem.is_varlen:
-        yield problem, starts
+    if not problem.is_packed:
+        yield problem, starts, problem.visible
         return
-    for one in problem.sequences:
-        yield one, dict(starts)
+    if problem.is_paged:
+        every = [(one, keys, sides) for one, keys, *sides in pages.parts(problem, kind)]
+    else:
+        every = [(one, one.seqlen_kv, [*one.visible]) for one in problem.sequences]
+    for one, keys, (left, right) in every:
+        yield one, dict(starts), (left, right)
         query, key, value, out = one.matrices
-        for operand in (query, key, value):
-            starts[operand.name] += operand.bytes
+        starts["query"] += query.bytes
+        for operand in (key, value):
+            starts[operand.name] += operand.bytes // one.seqlen_kv * keys
         starts["reference"] += 4 * out.elements
 
 

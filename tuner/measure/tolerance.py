@@ -248,6 +248,9 @@ def floor_work(problem: Problem) -> tuple[int, int]:
         return sum(flops for flops, _ in each), sum(moved for _, moved in each)
     keys = problem.seqlen_kv
     seen = min(problem.seqlen_q + problem.visible[1], keys)
+    if problem.is_paged:  # whole pages, of which no slot behind a sequence is read
+        keys = sum(problem.pages) // problem.batch * problem.page_size
+        seen = len(problem.keys_of(0, problem.seqlen_q - 1))
     unread = (keys - seen) * problem.head_dim * problem.heads_kv * problem.batch
     flops = 4 * problem.batch * problem.heads_q * problem.head_dim * problem.pairs
     unread *= 2

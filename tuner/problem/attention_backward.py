@@ -80,11 +80,13 @@ class AttentionBackwardProblem(Problem):
         Raises:
             ConfigError: when it has none here.
         """
-        if forward.is_varlen or forward.softcap or forward.modifiers:
-            plain = replace(forward, window_left=-1, window_right=-1)
-            raise ConfigError(f"attention with {plain.extras} has no gradients (allowed: without)")
         shared = {f.name: getattr(forward, f.name) for f in fields(cls) if hasattr(forward, f.name)}
-        return cls(**shared, is_deterministic=is_deterministic)
+        made = cls(**shared, is_deterministic=is_deterministic)
+        if made.forward != forward:
+            raise ConfigError(
+                f"{forward.label()} has no gradients (allowed: masks and windows, no other extra)"
+            )
+        return made
 
     def label(self) -> str:
         return self.forward.label() + (",deterministic=1" if self.is_deterministic else "")

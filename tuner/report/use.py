@@ -61,6 +61,8 @@ def _attention(p: AttentionProblem) -> tuple[str, str]:
         return "", ""  # the runtime takes no slopes
     arguments = ["q", "k", "v"]
     kind = "float8_e4m3fn" if p.dtype == E4M3 else p.dtype
+    if p.is_paged:
+        return _paged(p)
     if p.is_varlen:
         call = "tuner.attention_varlen"
         arguments += ["cu_seqlens_q", "cu_seqlens_kv", str(p.seqlen_q), str(p.seqlen_kv)]
@@ -86,6 +88,22 @@ def _attention(p: AttentionProblem) -> tuple[str, str]:
         shapes += f"; descale_q ({p.batch}, {p.heads_q}), descale_k and descale_v "
         shapes += f"({p.batch}, {p.heads_kv}), fp32"
     return f"{call}({', '.join(arguments)})", shapes
+
+
+def _paged(p: AttentionProblem) -> tuple[str, str]:
+    arguments = ["q", "k_cache", "v_cache", "page_table", "seqused_k", "cu_seqlens_q"]
+    arguments += [f"max_seqlen_q={p.seqlen_q}", f"max_seqlen_k={p.seqlen_kv}"]
+    arguments += [] if p.is_causal else ["causal=False"]
+    if p.is_windowed:
+        arguments.append(f"window=({p.window_left}, {p.window_right})")
+    arguments += [f"softcap={p.softcap:g}"] if p.softcap else []
+    arguments += ["sinks=sinks"] if p.has_sinks else []
+    cache = f"(pages, {p.page_size}, {p.heads_kv}, {p.head_dim})"
+    shapes = f"q (total_q, {p.heads_q}, {p.head_dim}), k_cache and v_cache {cache}, {p.dtype}; "
+    shapes += f"page_table ({p.batch}, {max(p.pages)}), seqused_k ({p.batch}) and "
+    shapes += f"cu_seqlens_q ({p.batch + 1}), int32"
+    shapes += f"; sinks ({p.heads_q}), fp32" if p.has_sinks else ""
+    return f"tuner.paged_attention({', '.join(arguments)})", shapes
 
 
 def _product(p: GemmProblem) -> tuple[str, str]:

@@ -12,6 +12,7 @@ answers it:
 | a window | along the top-left diagonal | tuned kernels, or PyTorch's operations |
 | `attn_mask=causal_upper_left(...)`, `causal_lower_right(...)` | as it says | PyTorch |
 | `attention_varlen` | top-left in each sequence | tuned kernels |
+| `paged_attention` | bottom-right in each sequence | tuned kernels |
 | nested tensors | PyTorch's | PyTorch |
 | `tuner.enable`: `scaled_dot_product_attention`, efficient's operator | top-left | tuned kernels |
 | `tuner.enable`: `aten::_scaled_dot_product_cudnn_attention` | top-left | tuned kernels |

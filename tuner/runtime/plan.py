@@ -68,6 +68,11 @@ class Plan(ABC):
         """Whether `run_with_lse` can be called."""
         return False
 
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        """Of the output."""
+        return self.problem.output.shape
+
     def run(self, *inputs: torch.Tensor) -> torch.Tensor:
         """Enqueue the call on the current stream of the plan's device, and count it.
 
@@ -96,7 +101,7 @@ class Plan(ABC):
         """As `run`, with attention's log-sum-exp: fp32 (B, H, SQ), of packed sequences (1, H,
         total_q), natural logarithm.
         """
-        batch, heads, rows, _ = self.problem.output.shape
+        batch, heads, rows, _ = self.out_shape
         lse = torch.empty((batch, heads, rows), dtype=torch.float32, device=inputs[0].device)
         out = self._on_device(inputs, lse)
         counters.count_hit(self.is_nearest, self.by_portfolio)
@@ -185,15 +190,30 @@ class KernelPlan(Plan):
     def has_lse(self) -> bool:
         return self.writes_lse
 
-    def sized(self, problem: Problem, scale: float) -> KernelPlan:
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        return self.shape
+
+    def sized(self, problem: Problem, scale: float, strides: Strides | None = None) -> KernelPlan:
         """These kernels for the sizes of another problem, which are arguments of their launches.
 
         Args:
             problem: of the same class; one that the config is legal for. The plan's own remains
                 what it is known by.
             scale: as it was resolved with.
+            strides: of the operands that lie otherwise than the problem's.
+
+        Raises:
+            ConfigError: when the kernels take no such strides.
         """
-        launches = family(self.config.family).launches(problem, self.config, scale)
+        member = family(self.config.family)
+        if strides is None:
+            launches = member.launches(problem, self.config, scale)
+        else:
+            found = member.strided_launches(problem, self.config, scale, strides)
+            if isinstance(found, str):
+                raise ConfigError(found)
+            launches = found
         offset, steps = self.steps[0].workspace_at, []
         for known, launch in zip(self.steps, launches, strict=True):
             steps.append(_step(problem, known.kernel, launch, offset))

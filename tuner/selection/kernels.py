@@ -4,8 +4,9 @@ A portfolio names configs. What runs is an artifact, whose key only the compiler
 the versions and the rendered text. A *kernel list* brings both together: for each `KernelSpec` the
 artifact that was built from it, and its `Proof`. ``tuner build --portfolio`` writes the user's,
 ``tuner prove`` enters the proofs, and a wheel of prebuilt kernels carries its own. The arguments of
-a launch are declared by the templates: a list of other templates is not used. Needs the standard
-library only.
+a launch are declared by the templates: a list of other templates is not used. Proofs of one
+compiler's artifacts ship (`shipped_proofs`): whoever builds the same need not prove it again. Needs
+the standard library only.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import json
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from tuner.base import document, output, resources
 from tuner.compile import prebuilt
 from tuner.compile.artifacts import KEY, Artifact, ArtifactCache
 from tuner.config import Config
-from tuner.errors import ConfigError
+from tuner.errors import ConfigError, StoreError
 from tuner.families import families
 from tuner.families.base import FOREIGN, Family, KernelSpec
 from tuner.problem import AttentionProblem, DType
@@ -70,9 +71,11 @@ class Target:
 
 
 def targets(portfolio: Portfolio) -> list[Target]:
-    """The kernels of all own candidates, once each, for both types."""
+    """The kernels of all own candidates, once each, for both types; those of measured domains
+    first.
+    """
     found: dict[tuple[str, ...], Target] = {}
-    for domain, models in portfolio.served():
+    for domain, models in sorted(portfolio.served(), key=lambda one: one[1].kin is not None):
         for candidate in models.candidates:
             if candidate.family is None or candidate.is_vendor:
                 continue
@@ -127,6 +130,19 @@ class KernelList:
     def find(self, spec: KernelSpec) -> Kernel | None:
         """The kernel that was built from a spec."""
         return self.kernels.get(spec.key)
+
+    def with_built(self, kernels: Iterable[Kernel]) -> KernelList:
+        """It with kernels that were just built; those that have no verdict here have the shipped
+        proof of their artifact.
+        """
+        known = self.with_kernels(kernels)
+        proofs = shipped_proofs()
+        lent = (
+            replace(kernel, proof=proofs[kernel.artifact])
+            for kernel in known.kernels.values()
+            if kernel.proof is None and not kernel.fault and kernel.artifact in proofs
+        )
+        return known.with_kernels(lent)
 
     def with_kernels(self, kernels: Iterable[Kernel]) -> KernelList:
         """It with these added. One whose artifact changed loses its proof."""
@@ -215,12 +231,38 @@ def places() -> list[Path]:
     return [*([] if found is None else [found]), *users()]
 
 
-def update(path: Path, add: Iterable[Kernel], start: KernelList | None = None) -> KernelList:
+@cache
+def shipped_proofs() -> Mapping[str, Proof]:
+    """Proofs that ship with the package, under ``cache/proofs/``, by the key of the artifact. The
+    key holds the compiler's version, the flags and the source, so an equal one is the same kernel.
+
+    Raises:
+        StoreError: when such a file is damaged.
+    """
+    found = {}
+    try:
+        for path in sorted((resources.cache() / "proofs").glob("*.json")):
+            for kernel in KernelList.read(path).kernels.values():
+                if kernel.proof is not None:
+                    found[kernel.artifact] = kernel.proof
+    except ConfigError as exc:
+        raise StoreError(f"a shipped file cannot be read: {exc}") from exc
+    return found
+
+
+def update(
+    path: Path,
+    add: Iterable[Kernel],
+    start: KernelList | None = None,
+    *,
+    are_built: bool = False,
+) -> KernelList:
     """Add kernels to a list on disk, while no other process does; returns what was written.
 
     Args:
         path: of the list.
         add: as of `KernelList.with_kernels`.
+        are_built: as of `KernelList.with_built`.
         start: what is added to; None: what is on disk.
 
     Raises:
@@ -228,7 +270,8 @@ def update(path: Path, add: Iterable[Kernel], start: KernelList | None = None) -
         StoreError: when it cannot be written.
     """
     with ArtifactCache().lock("kernels"):
-        found = (KernelList.read(path) if start is None else start).with_kernels(add)
+        known = KernelList.read(path) if start is None else start
+        found = known.with_built(add) if are_built else known.with_kernels(add)
         path.parent.mkdir(parents=True, exist_ok=True)
         found.write(path)
     return found

@@ -207,7 +207,7 @@ def drawn(problem: Problem) -> tuple[Problem, ...]:
 
 def _elsewhere(problem: Problem, found: Sequence[Problem]) -> Iterator[Problem]:
     """Attention's problem and the first of its shapes in the other layouts."""
-    if isinstance(problem, AttentionProblem) and not problem.is_varlen:
+    if isinstance(problem, AttentionProblem) and not problem.is_packed:
         alike = [p for p in found if isinstance(p, AttentionProblem)]
         near = [p for p in alike if distance(problem, p) <= REACH - ANOTHER_LAYOUT]
         for shape in [problem, *near][:DRAWN_ELSEWHERE]:

@@ -37,6 +37,10 @@ VERSION = 1
 REACH = 2
 """Factor by which a size may exceed the measured ones: beyond it a time model is not trusted."""
 _FAR = f"no kernel was measured within {REACH} times these sizes"
+PYTORCHS_ORDER = ("cudnn", "flash2", "efficient")
+"""PyTorch's kernels in the order in which it chooses them on Hopper (torch 2.11)."""
+VENDOR_MARGIN = 0.25
+"""Share of its time by which another of PyTorch's kernels has to beat PyTorch's choice."""
 #: Rates of a time model are written with as many digits.
 _DIGITS = 5
 
@@ -60,7 +64,7 @@ class Domain(NamedTuple):
         """The domain of a problem; None of those that no portfolio is made for."""
         if not isinstance(problem, AttentionProblem):
             return None
-        if problem.dtype == E4M3 or problem.modifiers:
+        if problem.dtype == E4M3 or problem.modifiers or problem.is_paged:
             return None
         mask: Mask = "causal" if problem.is_causal else "full"
         phase: Phase = "few" if problem.is_decoding else "prompt"
@@ -288,6 +292,18 @@ class DomainModels:
         return config if is_legal else None
 
 
+def preferred(expected: Mapping[str, float]) -> str:
+    """The vendor's kernel to leave a call to: PyTorch's own choice, unless another is expected to
+    be faster by `VENDOR_MARGIN`.
+
+    Args:
+        expected: microseconds by kernel; one at least.
+    """
+    usual = next((name for name in PYTORCHS_ORDER if name in expected), min(expected))
+    best = min(expected, key=lambda name: (expected[name], name))
+    return best if expected[best] * (1 + VENDOR_MARGIN) < expected[usual] else usual
+
+
 def _doubts(models: DomainModels, is_near: bool) -> Iterator[str]:
     if models.kin is not None:
         yield f"the rates are those of {models.kin.label()}"
@@ -410,11 +426,14 @@ class Portfolio:
             return None
         target = gpu or self.gpu
         own, vendors, is_near = models.estimates(problem, target)
+        known = {
+            str(config["kernel"]): (estimate.us, config)
+            for estimate in vendors
+            if (config := models.config(problem, estimate, target)) is not None
+        }
         vendor_us, vendor = math.inf, None
-        for estimate in vendors:
-            if (vendor := models.config(problem, estimate, target)) is not None:
-                vendor_us = estimate.us
-                break
+        if known:
+            vendor_us, vendor = known[preferred({name: us for name, (us, _) in known.items()})]
         bound = vendor_us / (1 + models.margin)
 
         def ranked(bound: float = math.inf) -> Iterator[tuple[float, Config]]:

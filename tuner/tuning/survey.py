@@ -3,6 +3,7 @@
 A sweep measures what looks good, so its recording flatters whatever chose it. A survey draws
 kernels at random, by a hash of the seed and of what is compiled: the same command draws the same
 ones, and problems whose spaces share kernels draw the same of them, so that each is compiled once.
+`pooled` takes the kernels that a portfolio may be made of in their place (`tuner.search.pool`).
 What is measured lies in one recording a problem, written after every request; what a recording
 holds of this environment is not measured again.
 """
@@ -28,6 +29,8 @@ from tuner.problem import Problem
 from tuner.runners import recording
 from tuner.runners.base import Runner
 from tuner.runners.recording import Recording
+from tuner.search import pool
+from tuner.selection.portfolio import Portfolio
 from tuner.tuning.progress import Interruption
 from tuner.tuning.sweep import Catalogue, check_families
 
@@ -35,6 +38,8 @@ NO_GPU = "no GPU found: a survey is measured on a GPU; --compile compiles its ke
 REQUEST_KERNELS = 4
 """Kernels that are timed in one request: as many as a translation unit holds, so that all are
 there at once; and each request computes the references of its problem anew."""
+POOL_REQUEST_KERNELS = 64
+"""The same of a portfolio's kernels, which are compiled ahead."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +127,24 @@ def draw(problem: Problem, gpu: Gpu, how: Draw, catalogue: Catalogue = families_
     return Sample(problem, tuple(drawn), counts)
 
 
+def pooled(gpu: Gpu, portfolio: Portfolio | None) -> list[Sample]:
+    """The kernels that a portfolio may be made of, and PyTorch's, at problems of public models.
+
+    Args:
+        gpu: where.
+        portfolio: the one that ships for the GPU, if one does.
+    """
+    found = []
+    for domain, problems in pool.problems().items():
+        for problem, groups in pool.sample(domain, problems, gpu, portfolio).items():
+            spaces: dict[str, tuple[int, int]] = {}
+            for group in groups:
+                kernels, candidates = spaces.get(group[0].family, (0, 0))
+                spaces[group[0].family] = kernels + 1, candidates + len(group)
+            found.append(Sample(problem, tuple(map(tuple, groups)), spaces))
+    return found
+
+
 def _kernel(family: Family, problem: Problem, group: Sequence[Config]) -> str:
     """What is compiled for a group, whatever problem it is for."""
     return "\n".join(sorted(spec.key for spec in family.kernels(problem, group[0]).values()))
@@ -169,6 +192,7 @@ class Survey:
         regime_of: how a problem is timed.
         runner_of: the runner of a problem and regime.
         folder: where the recordings lie.
+        together: kernels of one request.
         changed: called with a problem's progress after every request.
         interruption: ends it early; what was measured is kept.
         time_limit_s: after which no result is waited for any more; None: no limit.
@@ -181,6 +205,7 @@ class Survey:
         runner_of: Callable[[Problem, Regime], Runner],
         folder: Path,
         *,
+        together: int = REQUEST_KERNELS,
         changed: Callable[[Progress], None] = lambda progress: None,
         interruption: Interruption | None = None,
         time_limit_s: float | None = None,
@@ -190,7 +215,7 @@ class Survey:
                 f"time-limit={time_limit_s} is out of range (allowed: above 0 seconds)"
             )
         self._samples, self._regime_of, self._runner_of = samples, regime_of, runner_of
-        self._folder, self._changed = folder, changed
+        self._folder, self._together, self._changed = folder, together, changed
         self._interruption = interruption or Interruption()
         self._limit_s = time_limit_s
         self._deadline = math.inf
@@ -242,7 +267,7 @@ class Survey:
     def _measure(self, progress: Progress, runner: Runner) -> None:
         """Request by request; each is in the recording before the next is waited for."""
         started, problem = time.monotonic(), progress.sample.problem
-        requests = _requests(_missing(progress))
+        requests = _requests(_missing(progress), self._together)
         for request in requests:
             runner.submit(problem, request)
         left = len(requests)
@@ -292,14 +317,14 @@ def _missing(progress: Progress) -> list[list[Config]]:
     return [group for group in left if group]
 
 
-def _requests(groups: Sequence[Sequence[Config]]) -> list[list[Config]]:
-    """Candidates of up to `REQUEST_KERNELS` kernels of one family each."""
+def _requests(groups: Sequence[Sequence[Config]], together: int) -> list[list[Config]]:
+    """Candidates of up to `together` kernels of one family each."""
     requests: list[list[Config]] = []
     families: dict[str, list[Sequence[Config]]] = {}
     for group in groups:
         families.setdefault(group[0].family, []).append(group)
     for of_family in families.values():
-        for start in range(0, len(of_family), REQUEST_KERNELS):
-            together = of_family[start : start + REQUEST_KERNELS]
-            requests.append([config for group in together for config in group])
+        for start in range(0, len(of_family), together):
+            part = of_family[start : start + together]
+            requests.append([config for group in part for config in group])
     return requests
