@@ -27,6 +27,12 @@ SHAPES: dict[str, tuple[str, ...]] = {
         "H=8,HKV=2,S=500,D=128,dtype=e4m3",
         "B=2,H=4,S=640,D=64,causal=1,bias=h",
     ),
+    "attention_backward": (
+        "S=1024,D=64",
+        "B=2,H=8,HKV=2,S=1000,D=128,causal=1,dtype=bf16,layout=bshd",
+        "H=4,SQ=384,SKV=100,D=80",
+        "H=4,S=2048,D=128,deterministic=1,window=300",
+    ),
     "gemm": (
         "M=4096,N=4096,K=4096",
         "M=512,N=768,K=256,layout_a=col,layout_b=row,B=4,dtype=bf16",

@@ -41,6 +41,14 @@ SHAPES: dict[str, tuple[str, ...]] = {
         "B=3,H=8,HKV=2,S=1000,D=64,varlen=1",
         "B=2,H=8,HKV=2,S=1000,D=128,causal=1,bias=h,alibi=1",
     ),
+    "attention_backward": (
+        "S=1024,D=64",
+        "B=2,H=8,HKV=2,S=1000,D=128,causal=1,dtype=bf16",
+        "B=2,H=4,SQ=384,SKV=700,D=128,layout=bshd",
+        "B=2,H=4,S=640,D=96,dtype=bf16",
+        "B=2,H=8,HKV=2,S=1000,D=64,left=100,right=64",
+        "B=2,H=4,S=1024,D=64,causal=1,deterministic=1",
+    ),
     "gemm": (
         "M=4096,N=4096,K=4096",
         "M=2048,N=1536,K=1024,layout_a=row,layout_b=row",

@@ -30,10 +30,12 @@ from tuner.measure.tolerance import (
     judge,
     limits_of,
 )
+from tuner.measurement import Status
 from tuner.problem import (
     ACTIVATIONS,
     DTYPE_BYTES,
     E4M3,
+    AttentionBackwardProblem,
     AttentionProblem,
     GemmProblem,
     GroupedGemmProblem,
@@ -55,6 +57,7 @@ GUARD_BYTES = 1 << 20
 #: Kinds of inputs. `random` comes last: its inputs stay in the buffers for the timing.
 KINDS: dict[str, tuple[str, ...]] = {
     "attention": ("dominant", "large_scores", "huge_scores", "random"),
+    "attention_backward": ("planted", "random"),
     "gemm": ("planted", "random"),
     "swiglu": ("planted", "random"),
     "grouped_gemm": ("planted", "random"),
@@ -100,7 +103,7 @@ _DTYPES = {"float16": 0, "bfloat16": 1, "float32": 2, E4M3: 3}
 _FILL, _PLANT_ATTENTION, _SCALE_COLUMNS, _PLANT_SOFTMAX = 0, 1, 2, 3
 _ATTENTION, _GEMM, _SOFTMAX, _COMPARE, _COUNT_CHANGED, _CHECKSUM = 4, 5, 6, 7, 8, 9
 _GATE_PAIRS, _PLANT_HUGE_ATTENTION, _PLANT_HUGE_SOFTMAX = 10, 11, 12
-_COPY, _TO_PAGES = 13, 14
+_COPY, _TO_PAGES, _GRADIENTS, _KEEP_ATTENTION = 13, 14, 15, 16
 _RESULT_BYTES = 64
 #: Operands that hold no data of a random kind.
 _STARTS = ("cu_seqlens_q", "cu_seqlens_kv", "offsets")
@@ -123,9 +126,9 @@ def scale_of(problem: Problem, kind: str = "random") -> float:
     if isinstance(problem, GemmProblem | SwigluProblem | GroupedGemmProblem):
         return 1.0
     base = SOFTMAX_SCALE
-    if isinstance(problem, AttentionProblem):
+    if isinstance(problem, AttentionProblem | AttentionBackwardProblem):
         base = 1 / math.sqrt(problem.head_dim)
-    return base * SCALE_FACTOR if kind == "dominant" else base
+    return base * SCALE_FACTOR if kind in ("dominant", "planted") else base
 
 
 def reference_seconds(problem: Problem) -> float:
@@ -172,7 +175,10 @@ class Gate:
         self._operands: dict[str, Guarded] = {}
         self._rows: dict[str, Guarded] = {}
         """Of a paged cache keys and values as packed rows, which are copied to its pages."""
-        self._known: dict[str, tuple[int, dict[str, int]]] = {}
+        self._known: dict[str, tuple[dict[str, int], dict[str, int]]] = {}
+        """Of each kind of inputs: references by output, and checksums of the inputs."""
+        self._kept: dict[str, tuple[int, int]] = {}
+        """Of each kind of inputs to gradients: attention's exact output and row statistics."""
         self._statistics: dict[str, int] = {}
         """Of each row of attention, maximum and sum of exponentials, where they are kept."""
         self._kind = ""
@@ -213,12 +219,16 @@ class Gate:
         self._seed = seed
 
     def _memory(self) -> list[Operand]:
-        """The memory of each operand, the output's last."""
+        """The memory of each operand, the outputs' last."""
         problem, strides = self._problem, self._strides
         assert problem is not None
         return [
             one.apart(strides[one.name]) if one.name in strides else one for one in problem.operands
         ]
+
+    def _inputs(self) -> list[Operand]:
+        """The memory of what is read."""
+        return [operand for operand in self._memory() if not operand.is_output]
 
     def close(self) -> None:
         """Free everything that depends on the problem."""
@@ -229,6 +239,7 @@ class Gate:
     def _forget(self) -> None:
         self._references.close()
         self._known.clear()
+        self._kept.clear()
         self._statistics.clear()
         self._kind = ""
 
@@ -250,17 +261,20 @@ class Gate:
             self._known.pop(kind, None)
             self._statistics[kind] = self._references.allocate(16 * score_rows(problem))
         if kind not in self._known:
-            reference = self._references.allocate(4 * problem.output.elements)
-            self._compute(problem, kind, reference)
-            sums = {operand.name: self._checksum(operand) for operand in self._memory()[:-1]}
-            self._known[kind] = (reference, sums)
+            references = {
+                output.name: self._references.allocate(4 * output.elements)
+                for output in problem.outputs
+            }
+            self._compute(problem, kind, references)
+            sums = {operand.name: self._checksum(operand) for operand in self._inputs()}
+            self._known[kind] = (references, sums)
         self._kind = kind
 
     def arm(self, extra: Sequence[Guarded] = ()) -> None:
-        """Poison the output, the candidate's own buffers, and every guard band."""
+        """Poison the outputs, the candidate's own buffers, and every guard band."""
         problem, _ = self._opened()
-        output = self._operands[problem.output.name]
-        for buffer in (output, *extra):
+        outputs = [self._operands[output.name] for output in problem.outputs]
+        for buffer in (*outputs, *extra):
             self._device.fill16(buffer.pointer, POISON, buffer.bytes)
         for buffer in (*self._operands.values(), *extra):
             self._device.fill16(buffer.pointer - GUARD_BYTES, POISON, GUARD_BYTES)
@@ -277,7 +291,7 @@ class Gate:
         """
         self._device.wait()
         problem, _ = self._opened()
-        reference, sums = self._known[self._kind]
+        references, sums = self._known[self._kind]
         strayed = {
             buffer.name: self._count(buffer.pointer - GUARD_BYTES)
             + self._count(buffer.pointer + buffer.bytes)
@@ -285,18 +299,24 @@ class Gate:
         }
         changed = [
             operand.name
-            for operand in self._memory()[:-1]
+            for operand in self._inputs()
             if self._checksum(operand) != sums[operand.name]
         ]
-        limits, output = limits_of(problem), problem.output
-        written = self._operands[output.name].pointer
-        comparison = self.compare(written, reference, output, limits)
-        if not comparison.is_sound and not changed:
-            self._compute(problem, self._kind, reference)
-            comparison = self.compare(written, reference, output, limits)
-        verdict = judge(comparison, output, strayed, changed, limits)
-        log = verdict.log and f"{self._kind} inputs: {verdict.log}"
-        return Verdict(verdict.status, verdict.error, log)
+        limits = limits_of(problem)
+        worst = 0.0
+        for output in problem.outputs:
+            written = self._operands[output.name].pointer
+            comparison = self.compare(written, references[output.name], output, limits)
+            if not comparison.is_sound and not changed:
+                self._compute(problem, self._kind, references)
+                comparison = self.compare(written, references[output.name], output, limits)
+            verdict = judge(comparison, output, strayed, changed, limits)
+            if verdict.status is not Status.OK:
+                name = "" if len(problem.outputs) == 1 else f"{output.name}: "
+                log = verdict.log and f"{self._kind} inputs: {name}{verdict.log}"
+                return Verdict(verdict.status, verdict.error, log)
+            worst = max(worst, verdict.error or 0.0)
+        return Verdict(Status.OK, worst)
 
     def examine_lse(self, lse: Guarded) -> Verdict:
         """Judge the log-sum-exp that an attention kernel left, after `examine`.
@@ -335,9 +355,15 @@ class Gate:
         """A launch of the element-wise kernel that copies `size` bytes, on the stream of then."""
         return lambda: self._kernel.launch((source, target), (_COPY, size), (), 0, stream())
 
-    def reference(self, kind: str) -> int:
-        """Address of the fp32 reference of inputs that were loaded before."""
-        return self._known[kind][0]
+    def reference(self, kind: str, output: str = "") -> int:
+        """Address of the fp32 reference of inputs that were loaded before.
+
+        Args:
+            kind: of the inputs.
+            output: name of the operand; empty: the last one.
+        """
+        problem, _ = self._opened()
+        return self._known[kind][0][output or problem.output.name]
 
     def _opened(self) -> tuple[Problem, int]:
         if self._problem is None or self._seed is None:
@@ -368,7 +394,7 @@ class Gate:
     def _fill(self, problem: Problem, kind: str, seed: int) -> None:
         means, deviations = moments(problem, kind)
         draw = random.Random(f"{seed}:{kind}")
-        for operand in self._memory()[:-1]:
+        for operand in self._inputs():
             if operand.name in _STARTS:
                 self._device.write(
                     self._operands[operand.name].pointer, starts_of(problem, operand, kind)
@@ -392,6 +418,26 @@ class Gate:
             self._plant_huge(problem, kind, draw.getrandbits(62))
         if isinstance(problem, AttentionProblem) and problem.is_paged:
             self._fill_pages(problem, kind)
+        if isinstance(problem, AttentionBackwardProblem):
+            self._keep_attention(problem, kind)
+
+    def _keep_attention(self, problem: AttentionBackwardProblem, kind: str) -> None:
+        """Put attention's output and log-sum-exp in their places among the inputs."""
+        forward, at = problem.forward, self.pointers
+        if kind not in self._kept:
+            exact = self._references.allocate(4 * forward.output.elements)
+            statistics = self._references.allocate(16 * score_rows(forward))
+            self._kept[kind] = (exact, statistics)
+        exact, statistics = self._kept[kind]
+        scale = scale_of(problem, kind)
+        self._run_attention(forward, kind, (exact, statistics), {}, scale)
+        self._run(
+            (exact, statistics, at["out"], at["logsumexp"]),
+            (
+                *(_KEEP_ATTENTION, _DTYPES[problem.dtype]),
+                *(forward.output.elements, score_rows(forward)),
+            ),
+        )
 
     def _lying(self, operand: Operand) -> Operand:
         """An operand with the strides that it has here."""
@@ -414,7 +460,10 @@ class Gate:
 
     def _plant(self, problem: Problem, kind: str, seed: int, row_seed: int) -> None:
         at = self._sources
-        if isinstance(problem, AttentionProblem):
+        if isinstance(problem, AttentionProblem | AttentionBackwardProblem):
+            strength = DOMINANCE
+            if isinstance(problem, AttentionBackwardProblem):
+                strength, problem = _prominence(problem), problem.forward
             for one, shift, sides in _parts(problem, kind):
                 self._run(
                     (at["query"] + shift["query"], at["key"] + shift["key"]),
@@ -425,7 +474,7 @@ class Gate:
                         *sides,
                         row_seed,
                     ),
-                    (DOMINANCE,),
+                    (strength,),
                 )
         elif isinstance(problem, GemmProblem | SwigluProblem | GroupedGemmProblem):
             columns = border_columns(problem.k, seed)
@@ -465,9 +514,10 @@ class Gate:
                 (exponents.start, len(exponents)),
             )
 
-    def _compute(self, problem: Problem, kind: str, reference: int) -> None:
+    def _compute(self, problem: Problem, kind: str, references: Mapping[str, int]) -> None:
         at = self.pointers
-        inputs = [at[operand.name] for operand in problem.operands[:-1]]
+        inputs = [at[operand.name] for operand in problem.inputs]
+        reference = references[problem.output.name]
         scale = scale_of(problem, kind)
         if isinstance(problem, GemmProblem):
             a, b, *_, d = map(self._lying, problem.operands)
@@ -486,6 +536,8 @@ class Gate:
             self._compute_groups(problem, kind, scale, reference)
         elif isinstance(problem, AttentionProblem):
             self._compute_attention(problem, kind, scale, reference)
+        elif isinstance(problem, AttentionBackwardProblem):
+            self._compute_gradients(problem, kind, scale, references)
         else:
             integers = (_SOFTMAX, *_softmax_integers(problem))
             self._run((*inputs, reference), integers, (scale,))
@@ -494,25 +546,68 @@ class Gate:
     def _compute_attention(
         self, problem: AttentionProblem, kind: str, scale: float, reference: int
     ) -> None:
-        """One sequence after the other where their lengths vary; else all at once."""
         at = self._sources
-        others = [at.get(name, 0) for name in _ATTENTION_OTHERS]
+        others = {name: at[name] for name in _ATTENTION_OTHERS if name in at}
         with Pool(self._device) as pool:
             statistics = self._statistics.get(kind) or pool.allocate(16 * score_rows(problem))
-            for one, shift, sides in _parts(problem, kind):
-                matrices = [at[name] + shift[name] for name in ("query", "key", "value")]
-                self._run(
-                    (*matrices, reference + shift["reference"], statistics, *others),
-                    (
-                        _ATTENTION,
-                        _DTYPES[one.dtype],
-                        *_attention_integers(one, 4),
-                        *sides,
-                        *one.bias_strides,
-                    ),
-                    (scale, one.softcap),
-                )
-                statistics += 16 * score_rows(one)
+            self._run_attention(problem, kind, (reference, statistics), others, scale)
+            self._device.wait()
+
+    def _run_attention(
+        self,
+        problem: AttentionProblem,
+        kind: str,
+        results: tuple[int, int],
+        others: Mapping[str, int],
+        scale: float,
+    ) -> None:
+        """One sequence after the other where their lengths vary; else all at once.
+
+        Args:
+            problem: what is computed of the operands `query`, `key` and `value`.
+            kind: of the inputs.
+            results: addresses of the fp32 output and of each row's maximum and sum.
+            others: addresses of those of `_ATTENTION_OTHERS` that there are.
+            scale: of the scores.
+        """
+        at = self._sources
+        reference, statistics = results
+        for one, shift, sides in _parts(problem, kind):
+            matrices = [at[name] + shift[name] for name in ("query", "key", "value")]
+            further = [others.get(name, 0) for name in _ATTENTION_OTHERS]
+            self._run(
+                (*matrices, reference + shift["reference"], statistics, *further),
+                (
+                    _ATTENTION,
+                    _DTYPES[one.dtype],
+                    *_attention_integers(one, 4),
+                    *sides,
+                    *one.bias_strides,
+                ),
+                (scale, one.softcap),
+            )
+            statistics += 16 * score_rows(one)
+
+    def _compute_gradients(
+        self,
+        problem: AttentionBackwardProblem,
+        kind: str,
+        scale: float,
+        references: Mapping[str, int],
+    ) -> None:
+        """From the exact output, not from the rounded one among the inputs."""
+        forward, at = problem.forward, self.pointers
+        with Pool(self._device) as pool:
+            delta = pool.allocate(8 * score_rows(forward))
+            inputs = [at[name] for name in ("query", "key", "value", "grad_out")]
+            self._run(
+                (*inputs, *self._kept[kind], delta, *references.values()),
+                (
+                    *(_GRADIENTS, _DTYPES[problem.dtype]),
+                    *(*_attention_integers(forward, 4), *forward.visible),
+                ),
+                (scale,),
+            )
             self._device.wait()
 
     def _compute_groups(
@@ -565,6 +660,8 @@ def moments(problem: Problem, kind: str) -> tuple[dict[str, float], dict[str, fl
             slope = DOMINANCE / max(problem.seqlen_q, problem.seqlen_kv)
         means = {"slopes": slope, "key": KEY_MEAN if kind == "dominant" else 0.0}
         return means, {"query": large, "bias": large, "slopes": slope / 4}
+    if isinstance(problem, AttentionBackwardProblem):
+        return {"key": KEY_MEAN if kind == "planted" else 0.0}, {}
     if isinstance(problem, SwigluProblem):
         return {}, {"weights": 1 / math.sqrt(problem.k)}
     if isinstance(problem, GemmProblem | GroupedGemmProblem):
@@ -636,6 +733,16 @@ def _group_rows(problem: GroupedGemmProblem, kind: str) -> tuple[int, ...]:
     if kind != "planted" or problem.groups == 1:
         return problem.rows
     return 0, *rows_of("zipf", problem.m, problem.groups - 1)
+
+
+def _prominence(problem: AttentionBackwardProblem) -> float:
+    """What a query is times its key: the key then has about a quarter of the row's probability.
+
+    Where it has nearly all, as under `dominant`, derivatives of the scores are differences of equal
+    numbers, and all that is left of them is the rounding of the output.
+    """
+    keys = max(4, problem.seqlen_kv)
+    return math.log(keys / 2) / (SCALE_FACTOR * math.sqrt(problem.head_dim))
 
 
 def _parts(

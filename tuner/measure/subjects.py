@@ -226,13 +226,12 @@ class VendorSubject(Subject):
 
     def bind(self, buffers: Mapping[str, int], scale: float, *, deliver: bool = False) -> Bound:
         function = self._callable(scale)
-        *here, last = self._problem.operands
-        *wanted, _ = self._wanted.operands
         inputs = [
             self._input(buffers[one.name], one, other)
-            for one, other in zip(here, wanted, strict=True)
+            for one, other in zip(self._problem.inputs, self._wanted.inputs, strict=True)
         ]
-        output = self._tensor(buffers[last.name], last)
+        outputs = [self._tensor(buffers[one.name], one) for one in self._problem.outputs]
+        size = sum(one.bytes for one in self._problem.outputs)
         torch = self._torch
 
         def call() -> Any:
@@ -243,15 +242,17 @@ class VendorSubject(Subject):
             torch.cuda.reset_peak_memory_stats()
             before = self._requested("current")
             result = call()
-            used = self._requested("peak") - before - last.bytes
+            used = self._requested("peak") - before - size
             self.temporary_bytes = max(self.temporary_bytes, used)
-            if tuple(result.shape) != tuple(output.shape):
+            results = result if isinstance(result, tuple) else (result,)
+            came, wanted = ([tuple(t.shape) for t in ts] for ts in (results, outputs))
+            if came != wanted:
                 raise BenchmarkError(
-                    f"{self._family.name} returned shape {tuple(result.shape)}, "
-                    f"wanted {tuple(output.shape)}",
+                    f"{self._family.name} returned shapes {came}, wanted {wanted}",
                     status=Status.WRONG_RESULT,
                 )
-            output.copy_(result)
+            for output, one in zip(outputs, results, strict=True):
+                output.copy_(one)
 
         return Bound(call_and_deliver if deliver else call, inputs[0].data_ptr())
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from tuner.errors import ConfigError
 from tuner.problem.attention import LAYOUTS, AttentionProblem, Bias, Layout
+from tuner.problem.attention_backward import AttentionBackwardProblem
 from tuner.problem.base import (
     DTYPE_ALIASES,
     DTYPE_BYTES,
@@ -41,6 +42,7 @@ __all__ = [
     "PROBLEMS",
     "SCALES",
     "SIZES",
+    "AttentionBackwardProblem",
     "AttentionProblem",
     "Bias",
     "DType",
@@ -63,6 +65,7 @@ PROBLEMS: dict[str, type[Problem]] = {
     cls.op: cls
     for cls in (
         AttentionProblem,
+        AttentionBackwardProblem,
         GemmProblem,
         SwigluProblem,
         GroupedGemmProblem,

@@ -184,10 +184,21 @@ class Problem(ABC):
     @property
     @abstractmethod
     def operands(self) -> tuple[Operand, ...]:
-        """Inputs in order, then the output."""
+        """Inputs in order, then the outputs."""
+
+    @property
+    def inputs(self) -> tuple[Operand, ...]:
+        """Operands that are read."""
+        return tuple(operand for operand in self.operands if not operand.is_output)
+
+    @property
+    def outputs(self) -> tuple[Operand, ...]:
+        """Operands that are written, last."""
+        return tuple(operand for operand in self.operands if operand.is_output)
 
     @property
     def output(self) -> Operand:
+        """The only output, or the last of several."""
         return self.operands[-1]
 
     @property

@@ -16,6 +16,7 @@ from torch.library import Library, register_autograd, register_fake
 from tuner.errors import ConfigError
 from tuner.runtime import autograd, counters, devices, dispatch, guards, native
 from tuner.runtime.attention_plan import find_plan, without_lse
+from tuner.runtime.gradients import gradients
 from tuner.runtime.refusal import Refusal
 from tuner.runtime.table import table
 
@@ -149,7 +150,8 @@ def _attention_backward(
     scale: float | None = None,
 ) -> Tensors:
     _check(query, key, value)
-    grads = autograd.backward(grad_out, query, key, value, out, lse, is_causal, scale)
+    arguments = grad_out, query, key, value, out, lse, is_causal, scale
+    grads = gradients(*arguments) or autograd.backward(*arguments)
     return tuple(guards.laid_out_as(t, g) for t, g in zip((query, key, value), grads, strict=True))
 
 

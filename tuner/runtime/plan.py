@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -106,6 +107,16 @@ class Plan(ABC):
         counters.count_hit(self.is_nearest, self.by_portfolio)
         return out, lse
 
+    def run_all(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """As `run`, of a problem with several outputs: all of them."""
+        if devices.current() == self.device:
+            outs = self._enqueue_all(inputs)
+        else:
+            with devices.use(self.device):
+                outs = self._enqueue_all(inputs)
+        counters.count_hit(self.is_nearest, self.by_portfolio)
+        return outs
+
     def _on_device(self, inputs: Sequence[torch.Tensor], lse: torch.Tensor | None) -> torch.Tensor:
         if devices.current() == self.device:
             return self._enqueue(inputs, lse)
@@ -117,6 +128,9 @@ class Plan(ABC):
         self, inputs: Sequence[torch.Tensor], lse: torch.Tensor | None
     ) -> torch.Tensor: ...
 
+    def _enqueue_all(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        return (self._enqueue(inputs, None),)
+
 
 @dataclass(frozen=True, eq=False)
 class VendorPlan(Plan):
@@ -127,13 +141,19 @@ class VendorPlan(Plan):
     """Of the output; the problem's own where it is empty."""
 
     def _enqueue(self, inputs: Sequence[torch.Tensor], lse: torch.Tensor | None) -> torch.Tensor:
+        out: torch.Tensor = self._called(inputs)
+        return out.view(self.shape) if self.shape else out
+
+    def _enqueue_all(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        return tuple(self._called(inputs))
+
+    def _called(self, inputs: Sequence[torch.Tensor]) -> Any:
         try:
-            out: torch.Tensor = native.call(self.call, *inputs)
+            return native.call(self.call, *inputs)
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except RuntimeError as exc:
             raise BenchmarkError(str(exc)) from exc
-        return out.view(self.shape) if self.shape else out
 
 
 @dataclass(frozen=True)
@@ -145,7 +165,7 @@ class Step:
     """The kernel with `integers` and `scalars` bound to it."""
     tensors: tuple[tuple[int, int], ...]
     """Of each tensor: which of the call's addresses, and the offset in bytes from it. Addresses
-    are the inputs, the output, the workspace, the log-sum-exp."""
+    are the inputs, the outputs, the workspace, the log-sum-exp."""
     integers: tuple[int, ...]
     scalars: tuple[float, ...]
     workspace_at: int
@@ -163,6 +183,8 @@ class KernelPlan(Plan):
     workspace_bytes: int
     dtype: torch.dtype
     writes_lse: bool
+    further: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...] = ()
+    """Shape, strides and type of the outputs before the last, of a problem with several."""
 
     @property
     def has_lse(self) -> bool:
@@ -206,16 +228,39 @@ class KernelPlan(Plan):
         )
 
     def _enqueue(self, inputs: Sequence[torch.Tensor], lse: torch.Tensor | None) -> torch.Tensor:
-        device = inputs[0].device
+        out = self._allocated(inputs, self.shape, self.strides, self.dtype)
+        self._launch(inputs, (out,), lse)
+        return out
+
+    def _enqueue_all(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        every = *self.further, (self.shape, self.strides, self.dtype)
+        outs = tuple(self._allocated(inputs, *one) for one in every)
+        self._launch(inputs, outs, None)
+        return outs
+
+    @staticmethod
+    def _allocated(
+        inputs: Sequence[torch.Tensor],
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        return torch.empty_strided(shape, strides, dtype=dtype, device=inputs[0].device)
+
+    def _launch(
+        self,
+        inputs: Sequence[torch.Tensor],
+        outs: Sequence[torch.Tensor],
+        lse: torch.Tensor | None,
+    ) -> None:
         devices.bind(self.device)
-        out = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
         base = 0
         if self.workspace_bytes:
+            device = inputs[0].device
             workspace = torch.empty(self.workspace_bytes, dtype=torch.uint8, device=device)
             base = workspace.data_ptr()
         addresses = [
-            *(tensor.data_ptr() for tensor in inputs),
-            out.data_ptr(),
+            *(tensor.data_ptr() for tensor in (*inputs, *outs)),
             base,
             0 if lse is None else lse.data_ptr(),
         ]
@@ -231,7 +276,6 @@ class KernelPlan(Plan):
                         f"CUDA error at {self.config.family}, of it or of an earlier kernel: {exc}"
                     ) from exc
                 raise
-        return out
 
 
 def resolve(
@@ -354,6 +398,10 @@ def own_plan(
         workspace_bytes=offset,
         dtype=getattr(torch, output.dtype),
         writes_lse=member.writes_lse,
+        further=tuple(
+            (one.shape, posed.strides.get(one.name, one.strides), getattr(torch, one.dtype))
+            for one in problem.outputs[:-1]
+        ),
         by_portfolio=measurement.provenance is Provenance.PREDICTED,
     )
 

@@ -202,6 +202,16 @@ class Table:
         except (torch.OutOfMemoryError, BenchmarkError) as exc:
             return self._failed(plan, exc)
 
+    def run_all(self, plan: Plan, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...] | Refusal:
+        """As `run`, of a problem with several outputs."""
+        try:
+            if not ranges.ON:
+                return plan.run_all(*inputs)
+            with ranges.named(f"tuner {plan.config.family} {plan.problem.label()}"):
+                return plan.run_all(*inputs)
+        except (torch.OutOfMemoryError, BenchmarkError) as exc:
+            return self._failed(plan, exc)
+
     def _failed(self, plan: Plan, exc: Exception) -> Refusal:
         if isinstance(exc, BenchmarkError):
             return self.withdraw(plan, exc)
