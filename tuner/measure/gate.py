@@ -417,6 +417,7 @@ class Gate:
             integers = (
                 *(_GEMM, _DTYPES[problem.dtype], *extents, *a.strides, *b.strides, *d.strides),
                 *(activation, _DTYPES[d.dtype], int(problem.scales == "row")),
+                problem.operands[2].strides[0] if problem.scales == "block" else 0,
             )
             others = ("bias", "residual", "scale_a", "scale_b")
             tensors = (at["a"], at["b"], reference, *(at.get(name, 0) for name in others))
@@ -466,7 +467,7 @@ class Gate:
             a = self.pointers["a"] + start * k * width
             b = self.pointers["b"] + group * n * k * width
             strides = (rows * k, k, 1, n * k, 1, k, rows * n, n, 1)
-            integers = (_GEMM, _DTYPES[problem.dtype], 1, rows, n, k, *strides, 0, 0, 0)
+            integers = (_GEMM, _DTYPES[problem.dtype], 1, rows, n, k, *strides, 0, 0, 0, 0)
             if rows:
                 self._run((a, b, reference + 4 * start * n, 0, 0, 0, 0), integers, (scale, 1.0))
             start += rows
@@ -479,7 +480,7 @@ class Gate:
             both = pool.allocate(4 * m * 2 * n)
             extents = (1, m, 2 * n, k)
             strides = (m * k, k, 1, 2 * n * k, 1, k, m * 2 * n, 2 * n, 1)
-            integers = (_GEMM, _DTYPES[problem.dtype], *extents, *strides, 0, 0, 0)
+            integers = (_GEMM, _DTYPES[problem.dtype], *extents, *strides, 0, 0, 0, 0)
             self._run((at["a"], at["weights"], both, 0, 0, 0, 0), integers, (scale, 1.0))
             steps = [stride // k for stride in problem.operands[1].strides[:-1]]
             self._run((both, reference), (_GATE_PAIRS, m, n, *steps))

@@ -112,7 +112,8 @@ def limits_of(problem: Problem) -> Limits:
     """
     usual = LIMITS[problem.output.dtype]
     if isinstance(problem, GemmProblem) and problem.dtype == E4M3:
-        kept = problem.k if problem.fast_accum else min(problem.k, PROMOTED_K)
+        is_kept = problem.fast_accum and problem.scales != "block"
+        kept = problem.k if is_kept else min(problem.k, PROMOTED_K)
         lost = E4M3_MARGIN * E4M3_SUM * math.sqrt(kept)
         return Limits(
             math.hypot(usual.frobenius, lost),

@@ -24,7 +24,14 @@ from tuner.problem.base import (
     Problem,
     listing,
 )
-from tuner.problem.gemm import ACTIVATIONS, EPILOGUES, SCALES, GemmProblem, Major
+from tuner.problem.gemm import (
+    ACTIVATIONS,
+    EPILOGUES,
+    SCALE_BLOCK,
+    SCALES,
+    GemmProblem,
+    Major,
+)
 from tuner.problem.grouped_gemm import SIZES, GroupedGemmProblem, rows_of
 from tuner.problem.softmax import SoftmaxProblem
 from tuner.problem.swiglu import PAIRINGS, Pairing, SwigluProblem
@@ -40,6 +47,7 @@ __all__ = [
     "PAIRINGS",
     "PROBLEMS",
     "SCALES",
+    "SCALE_BLOCK",
     "SIZES",
     "AttentionProblem",
     "Bias",

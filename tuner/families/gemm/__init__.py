@@ -126,6 +126,12 @@ class Gemm(Family):
     )
     draws: ClassVar[Mapping[str, tuple[Value, ...]]] = {"stages": (1, 2, 3, 4, 6, 8, 12)}
 
+    def supports(self, problem: Problem, gpu: Gpu) -> str:
+        reason = super().supports(problem, gpu)
+        if not reason and isinstance(problem, GemmProblem) and problem.scales == "block":
+            return f"{self.name} takes factors of operands and of rows, not of blocks"
+        return reason
+
     def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
         problem = _gemm(problem)
         return _presence_violations(config) or [
