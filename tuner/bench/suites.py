@@ -12,7 +12,7 @@ from tuner.hardware import Gpu
 from tuner.measurement import Regime
 from tuner.problem import (
     E4M3,
-    SCALES,
+    EPILOGUE_SCALES,
     AttentionProblem,
     DType,
     GemmProblem,
@@ -160,7 +160,7 @@ SUITES: dict[str, Suite] = {
             "products of e4m3 with their factors, each accumulation of its own; buffers rotated",
             tuple(
                 GemmProblem(*size, dtype=E4M3, scales=scales, fast_accum=fast_accum)
-                for fast_accum, scales, size in product((True, False), SCALES[:2], _QUANTISED)
+                for fast_accum, scales, size in product((True, False), EPILOGUE_SCALES, _QUANTISED)
             ),
             (_COLD,),
             against=("scaled_mm",),

@@ -36,8 +36,9 @@ STORED_COLUMNS = 16
 #: Registers of a thread for sums and for the tensor cores' accumulators: 192 of 232 compile
 #: without a spill.
 MAX_SUMS = 192
-#: Blocks of K in flight at most: shared memory holds 22 of the smallest tile, 64 x 8.
-MAX_STAGES = 24
+#: Blocks of K in flight: one is copied while another is used, and shared memory holds 24 of the
+#: smallest tile, 64 x 8.
+MIN_STAGES, MAX_STAGES = 2, 24
 RASTER_ORDERS = {"AlongM": 1, "AlongN": 2}
 #: Factors of B's columns that a stage has room for, and bytes of its two barriers.
 COLUMN_PLACES, BARRIER_BYTES = 4, 16
@@ -71,7 +72,7 @@ class BlockScaledGemm(Family):
         "swap_ab": (False, True),
         "tile_m": (64, 128, 256),
         "tile_n": (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192),
-        "stages": range(2, MAX_STAGES + 1),
+        "stages": range(MIN_STAGES, MAX_STAGES + 1),
         "cluster_m": (1, 2),
         "cluster_n": (1, 2),
         "split_k": (1, 2, 4, 8),
@@ -249,36 +250,42 @@ _TILES = (
     *product((256,), (64, 96, 112, 128)),
     *product((64,), (64, 96, 128, 160, 192)),
 )
-_SWAPPED = tuple(product((64, 128, 256), (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192)))
-#: Most tiles a multiprocessor for which K is worth dividing.
-_SPLIT_ROUNDS = 1.0
-#: Tiles over which neighbours are worth having share a tile by multicast.
-_CLUSTERED_TILES = 66
+_SWAPPED = (*product((64, 128, 256), (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192)),)
+#: Blocks of a cluster along both sides of its tiles and along K.
+_CLUSTERS = ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 1, 4), (1, 1, 8))
+#: Tiles along A's rows at most, for which swapped operands read the weights.
+_MAX_READS = 4
+#: Blocks a multiprocessor at most, and least blocks of K of each, for which K is worth dividing.
+_MAX_SPLIT_ROUNDS, _MIN_SPLIT_STEPS = 2, 2
+#: Tiles from which on neighbours are worth having share a tile by multicast: half of the chip.
+_MIN_CLUSTERED = 66
 
 
 def _compiled(problem: GemmProblem, gpu: Gpu) -> Iterator[dict[str, Value]]:
     """Compile-time parameters worth a kernel, in a fixed order."""
-    blocks = ceil(problem.k / SCALE_BLOCK)
+    steps = ceil(problem.k / SCALE_BLOCK)
     oriented = [(False, tile) for tile in _TILES] + [(True, tile) for tile in _SWAPPED]
     for swapped, (tile_m, tile_n) in oriented:
         rows, columns = (problem.n, problem.m) if swapped else (problem.m, problem.n)
-        # A tile that is wider than needed, or much too narrow, multiplies or reads in vain.
-        least = min((n for n in _widths(swapped) if n >= columns), default=tile_n)
-        if tile_n > least or (tile_m > 64 and rows <= tile_m // 2):
+        widths = {width for _, width in (_SWAPPED if swapped else _TILES)}
+        # A tile that is wider or higher than needed multiplies in vain.
+        is_wide = tile_n > min((n for n in widths if n >= columns), default=tile_n)
+        if is_wide or (tile_m > INSTRUCTION_ROWS and rows <= tile_m // 2):
             continue
         if swapped and ceil(columns / tile_n) > _MAX_READS:
             continue
         count = ceil(rows / tile_m) * ceil(columns / tile_n)
         for cluster_m, cluster_n, splits in _CLUSTERS:
-            if splits > 1 and (count * splits > 2 * _SPLIT_ROUNDS * gpu.sm_count or blocks < 2 * splits):
+            is_full = count * splits > _MAX_SPLIT_ROUNDS * gpu.sm_count
+            if splits > 1 and (is_full or steps < _MIN_SPLIT_STEPS * splits):
                 continue
-            if cluster_m * cluster_n > 1 and count < _CLUSTERED_TILES:
+            if cluster_m * cluster_n > 1 and count < _MIN_CLUSTERED:
                 continue
             params: dict[str, Value] = {
                 "swap_ab": swapped,
                 "tile_m": tile_m,
                 "tile_n": tile_n,
-                "stages": 2,
+                "stages": MIN_STAGES,
                 "cluster_m": cluster_m,
                 "cluster_n": cluster_n,
                 "split_k": splits,
@@ -287,20 +294,10 @@ def _compiled(problem: GemmProblem, gpu: Gpu) -> Iterator[dict[str, Value]]:
             yield {**params, "stages": min(fitting, MAX_STAGES)}
 
 
-#: Times that swapped operands may read the weights: tiles along A's rows.
-_MAX_READS = 4
-_CLUSTERS = ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 1, 4), (1, 1, 8))
-
-
-def _widths(swapped: bool) -> Sequence[int]:
-    return sorted({tile_n for _, tile_n in (_SWAPPED if swapped else _TILES)})
-
-
 def _launched(problem: GemmProblem, compiled: dict[str, Value]) -> Iterator[dict[str, Value]]:
     """The run-time choices of one kernel that differ from one another for this shape."""
-    config = Config(BlockScaledGemm.name, compiled)
-    along = tiles(problem, config)
-    bands = (1,) if min(along) == 1 else tuple(b for b in (1, 4, 8, 16) if b <= 2 * min(along))
-    orders = ("AlongM",) if min(along) == 1 else tuple(RASTER_ORDERS)
+    least = min(tiles(problem, Config(BlockScaledGemm.name, compiled)))
+    bands = [band for band in (1, 4, 8, 16) if band <= 2 * least] if least > 1 else [1]
+    orders = RASTER_ORDERS if least > 1 else ("AlongM",)
     for order, band in product(orders, bands):
         yield {**compiled, "raster_order": order, "max_swizzle_size": band, "pdl": True}

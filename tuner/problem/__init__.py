@@ -26,11 +26,13 @@ from tuner.problem.base import (
 )
 from tuner.problem.gemm import (
     ACTIVATIONS,
+    EPILOGUE_SCALES,
     EPILOGUES,
     SCALE_BLOCK,
     SCALES,
     GemmProblem,
     Major,
+    Scales,
 )
 from tuner.problem.grouped_gemm import SIZES, GroupedGemmProblem, rows_of
 from tuner.problem.softmax import SoftmaxProblem
@@ -42,6 +44,7 @@ __all__ = [
     "DTYPE_BYTES",
     "E4M3",
     "EPILOGUES",
+    "EPILOGUE_SCALES",
     "LAYOUTS",
     "MAX_EXTENT",
     "PAIRINGS",
@@ -59,6 +62,7 @@ __all__ = [
     "Operand",
     "Pairing",
     "Problem",
+    "Scales",
     "SoftmaxProblem",
     "SwigluProblem",
     "listing",

@@ -32,6 +32,8 @@ EPILOGUES = (
 """What a GEMM may do with its product besides storing it."""
 Scales = Literal["tensor", "row", "block"]
 SCALES: tuple[Scales, ...] = get_args(Scales)
+EPILOGUE_SCALES = SCALES[:2]
+"""Factors that the whole sum over K is multiplied by."""
 SCALE_BLOCK = 128
 """Elements of K, and columns of B, that a factor of ``block`` is for."""
 SCALE_ROWS = 4
@@ -128,10 +130,9 @@ class GemmProblem(Problem):
         if self.scales:
             check_choice("scales", self.scales, SCALES)
             if self.scales == "block":
-                check_choice("dtype of scales=block", self.dtype, (E4M3,))
-                check_choice("dtype_d of scales=block", self.dtype_d, ("bfloat16",))
-                if not self.fast_accum:
-                    raise ConfigError("scales=block sums up blocks in fp32 (allowed: fast_accum=1)")
+                if (self.dtype, self.dtype_d, self.fast_accum) != (E4M3, "bfloat16", True):
+                    only = "dtype=e4m3, dtype_d=bf16, fast_accum=1"
+                    raise ConfigError(f"scales=block has its own sums of e4m3 (allowed: {only})")
             if self.epilogue or self.batch > 1:
                 raise ConfigError(
                     f"scales={self.scales} has no epilogue and no batch (allowed: neither)"

@@ -5,13 +5,23 @@ PyTorch's elsewhere.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from math import ceil
 from typing import NamedTuple
 
 import torch
 from torch.nn import functional
 
 from tuner.errors import ConfigError
-from tuner.problem import ACTIVATIONS, E4M3, GemmProblem, Major, SwigluProblem
+from tuner.families.base import Strides
+from tuner.problem import (
+    ACTIVATIONS,
+    E4M3,
+    SCALE_BLOCK,
+    GemmProblem,
+    Major,
+    Scales,
+    SwigluProblem,
+)
 from tuner.runtime import counters, dispatch, guards, serving
 from tuner.runtime.plan import Plan, Posed
 from tuner.runtime.quantised import DTYPES as QUANTISED
@@ -117,8 +127,9 @@ def scaled_mm(
     Args:
         a: (M, K), float8_e4m3fn, contiguous.
         b: (K, N), float8_e4m3fn, stored by columns.
-        scale_a: fp32, one element, or (M, 1) for factors of the rows.
-        scale_b: fp32, one element, or (1, N).
+        scale_a: fp32, one element, (M, 1) for factors of the rows, or (M, K / 128) for factors of
+            blocks, with any strides.
+        scale_b: fp32, one element, (1, N), or (K / 128, N / 128).
         bias: as in `torch._scaled_mm`; not tuned.
         scale_result: as in `torch._scaled_mm`; not tuned.
         out_dtype: bf16 or fp16; None is e4m3, which is not tuned.
@@ -164,7 +175,8 @@ class ScaledCall(_Scaled, Call):
 
     def pose(self) -> Posed:
         problem = scaled_problem_of(*self[:4], self.out_dtype, self.fast_accum)
-        return Posed(problem, shape=(*self.a.shape[:-1], *self.b.shape[-1:]))
+        strides = _block_strides(problem, self.scale_a, self.scale_b)
+        return Posed(problem, shape=(*self.a.shape[:-1], *self.b.shape[-1:]), strides=strides)
 
     def by_pytorch(self) -> torch.Tensor:
         return torch._scaled_mm(*self)
@@ -281,19 +293,42 @@ def scaled_problem_of(
     factors = (scale_a, scale_b)
     if any(t.dtype != torch.float32 or t.device != a.device for t in factors):
         raise ConfigError("the factors are not fp32 on the matrices' device")
-    is_tensor = scale_a.numel() == scale_b.numel() == 1
-    is_row = [tuple(t.shape) for t in factors] == [(m, 1), (1, n)]
-    if not (is_tensor or (is_row and scale_a.is_contiguous() and scale_b.is_contiguous())):
-        raise ConfigError(f"the factors are not one each, nor dense ({m}, 1) and (1, {n})")
+    shapes, blocks = [tuple(t.shape) for t in factors], ceil(k / SCALE_BLOCK)
+    of_blocks = [(m, blocks), (blocks, ceil(n / SCALE_BLOCK))]
+    scales: Scales
+    if scale_a.numel() == scale_b.numel() == 1:
+        scales = "tensor"
+    elif shapes == [(m, 1), (1, n)] and scale_a.is_contiguous() and scale_b.is_contiguous():
+        scales = "row"
+    elif shapes == of_blocks:
+        scales = "block"
+    else:
+        raise ConfigError(
+            f"the factors are not one each, nor dense ({m}, 1) and (1, {n}), nor of blocks, "
+            f"{of_blocks[0]} and {of_blocks[1]}"
+        )
     return GemmProblem(
         m=m,
         n=n,
         k=k,
         dtype=E4M3,
         dtype_d=guards.DTYPES[out_dtype],
-        scales="tensor" if is_tensor else "row",
-        fast_accum=fast_accum,
+        scales=scales,
+        fast_accum=fast_accum or scales == "block",
     )
+
+
+def _block_strides(problem: GemmProblem, scale_a: torch.Tensor, scale_b: torch.Tensor) -> Strides:
+    """Strides of factors of blocks that lie otherwise than the problem's operands."""
+    if problem.scales != "block":
+        return {}
+    _, _, of_a, of_b, _ = problem.operands
+    given = ((of_a, scale_a.t()), (of_b, scale_b.t()))
+    return {
+        operand.name: guards.along(operand, factors.stride())
+        for operand, factors in given
+        if not guards.lies(factors, operand.strides)
+    }
 
 
 class _Product(NamedTuple):

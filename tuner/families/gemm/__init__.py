@@ -51,7 +51,14 @@ from tuner.hardware import (
     WGMMA_K_BYTES,
     Gpu,
 )
-from tuner.problem import ACTIVATIONS, DTYPE_BYTES, E4M3, SCALES, GemmProblem, Problem
+from tuner.problem import (
+    ACTIVATIONS,
+    DTYPE_BYTES,
+    E4M3,
+    EPILOGUE_SCALES,
+    GemmProblem,
+    Problem,
+)
 
 KERNEL = "gemm"
 """Name of the one kernel."""
@@ -67,7 +74,7 @@ WORDS = {
     "kernel_schedule": tuple(CONSUMERS),
     "epilogue_schedule": _EPILOGUES,
     "tile_scheduler": _SCHEDULERS,
-    "scales": ("", *SCALES),
+    "scales": ("", *EPILOGUE_SCALES),
     "bias": ("", "m", "n"),
     "activation": ("", *ACTIVATIONS),
 }

@@ -1,0 +1,592 @@
+#include <atomic>
+#include <cstdint>
+
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+#include "pipeline.h"
+#include "ptx.h"
+#include "warp.h"
+
+namespace k_0123456789abcdef {
+
+using namespace tuner;
+
+constexpr bool kSwapped = false;
+constexpr int kTileX = 128;
+constexpr int kTileY = 128;
+constexpr int kStages = 6;
+constexpr int kClusterX = 1;
+constexpr int kClusterY = 1;
+constexpr int kSplits = 1;
+
+constexpr int kBlock = 128;  // of K, and of B's columns: what one factor is for
+constexpr int kWarp = 32;
+constexpr int kWarpGroup = 128;
+constexpr int kGroups = kTileX > 64 ? 2 : 1;      // warp groups that multiply
+constexpr int kParts = kTileX / 64 / kGroups;     // times 64 rows, of a warp group
+constexpr int kResults = kTileY / 2;              // of an instruction, a thread
+constexpr int kThreads = kWarpGroup * (1 + kGroups);
+constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;  // (56 + 2 x 224) x 128 = 384 x 168
+constexpr int kMulticast = kClusterX * kClusterY;
+constexpr int kCluster = kMulticast * kSplits;
+constexpr int kKnownDevices = 64;
+constexpr int kMaxSmem = 232448;
+
+// Factors of A's rows in a tile, and blocks of B's columns that a tile can reach into.
+constexpr int kRowFactors = kSwapped ? kTileY : kTileX;
+constexpr int gcd(int a, int b) { return b == 0 ? a : gcd(b, a % b); }
+constexpr int column_blocks(int width) {
+  return (kBlock - gcd(width, kBlock) + width - 1) / kBlock + 1;  // from the last of its starts
+}
+constexpr int kColumnFactors = kSwapped ? (kTileX + kBlock - 1) / kBlock : column_blocks(kTileY);
+constexpr int kGranule = gcd(kTileY, kBlock);  // columns that never lie in two blocks
+constexpr int kColumnPlaces = 4;
+static_assert(kColumnFactors <= kColumnPlaces, "places of a stage's factors of columns");
+
+constexpr int kBytesX = kTileX * kBlock, kBytesY = kTileY * kBlock;
+constexpr int kFactorBytes = ((kRowFactors + 3) / 4 * 4 + kColumnPlaces) * 4;
+constexpr int kColumnOffset = (kRowFactors + 3) / 4 * 4;  // floats before the factors of columns
+constexpr int kFirstY = kStages * kBytesX;
+constexpr int kFirstFactor = kFirstY + kStages * kBytesY;
+constexpr int kFirstBarrier = kFirstFactor + kStages * kFactorBytes;
+constexpr int kSmemBytes = kFirstBarrier + 2 * kStages * 8;
+static_assert(kSmemBytes <= kMaxSmem, "tile and stages exceed shared memory");
+static_assert(kStages >= 2, "a block is copied while another is used");
+static_assert(kClusterX == 1 || kClusterY == 1, "multicast goes one way");
+static_assert(kSplits == 1 || kMulticast == 1, "blocks that divide K share no tile");
+static_assert(kSplits == 1 || kTileX * kTileY * 4 <= kFirstFactor, "partial sums take the ring's place");
+static_assert(kTileY % (kSwapped ? 8 : 16) == 0 && kTileY % (8 * kClusterX) == 0, "whole swizzle atoms");
+
+// A producer waits for a stage that all consumers of the blocks it writes to have left; its TMA thread and
+// its warp of factors arrive when they have filled it.
+constexpr int kFullArrivals = 1 + kWarp;
+constexpr int kEmptyArrivals = kGroups * (kWarpGroup / kWarp) * kMulticast;
+
+enum NamedBarrier { kConsumersMeet = 1 };
+
+struct Params {
+  CUtensorMap x, y;
+  __nv_bfloat16* d;
+  const float* scale_a;
+  const float* scale_b;
+  int m, n, blocks;       // blocks of K
+  int tiles_x, tiles_y;   // of a cluster
+  int band;               // tiles of the other side that are walked together
+  bool along_x, lead;
+  int64_t ldd, a_row, a_block, b_column, b_block;
+  float alpha;
+};
+
+using Accumulators = float[kResults];
+
+// accumulators = x y, or += x y: 64 rows, 32 of K.
+__device__ __forceinline__ void multiply(Accumulators& d, uint64_t x, uint64_t y, int adds) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %66, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+      "}, %64, %65, p, 1, 1;\n"
+      "}\n"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), 
+        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), 
+        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), 
+        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), 
+        "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), 
+        "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), 
+        "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), 
+        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+      : "l"(x), "l"(y), "r"(adds));
+}
+
+// Keeps the compiler from moving what reads or writes accumulators past it.
+__device__ __forceinline__ void fence(Accumulators& d) {
+#pragma unroll
+  for (int i = 0; i < kResults; ++i) accumulator_fence(d[i]);
+}
+
+struct Stage {
+  int index = 0;
+  uint32_t phase = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++index == kStages) index = 0, phase ^= 1;
+  }
+};
+
+// Where things lie in shared memory.
+struct Ring {
+  uint32_t base;
+
+  __device__ __forceinline__ uint32_t x(int stage) const { return base + stage * kBytesX; }
+  __device__ __forceinline__ uint32_t y(int stage) const { return base + kFirstY + stage * kBytesY; }
+  __device__ __forceinline__ uint32_t factors(int stage) const { return base + kFirstFactor + stage * kFactorBytes; }
+  __device__ __forceinline__ uint32_t full(int stage) const { return base + kFirstBarrier + stage * 8; }
+  __device__ __forceinline__ uint32_t empty(int stage) const { return full(kStages + stage); }
+};
+
+// A block's work: tiles from `first` on, `step` apart, and its part of K.
+struct Work {
+  int first, step, tiles;
+  int begin, end;      // blocks of K
+  uint32_t rank;
+
+  __device__ __forceinline__ explicit Work(Params const& p)
+      : first(blockIdx.x / kCluster), step(gridDim.x / kCluster), tiles(p.tiles_x * p.tiles_y), begin(0),
+        end(p.blocks), rank(kCluster > 1 ? block_rank() : 0) {
+    if constexpr (kSplits > 1) {
+      begin = static_cast<int>(int64_t(p.blocks) * rank / kSplits);
+      end = static_cast<int>(int64_t(p.blocks) * (rank + 1) / kSplits);
+    }
+  }
+};
+
+// First rows of x and y of a tile: bands of `band` tiles of one side are walked along the other.
+struct Tile {
+  int x, y;
+
+  __device__ __forceinline__ Tile(Params const& p, Work const& work, int tile) {
+    const int along = p.along_x ? p.tiles_x : p.tiles_y, across = p.along_x ? p.tiles_y : p.tiles_x;
+    const int band = tile / (p.band * along), rest = tile - band * p.band * along;
+    const int width = min(p.band, across - band * p.band);
+    const int major = rest / width, minor = band * p.band + rest % width;
+    const int tile_x = p.along_x ? major : minor, tile_y = p.along_x ? minor : major;
+    x = (tile_x * kClusterX + (kClusterX > 1 ? int(work.rank) : 0)) * kTileX;
+    y = (tile_y * kClusterY + (kClusterY > 1 ? int(work.rank) : 0)) * kTileY;
+  }
+};
+
+// One thread: the ring's tiles. A block loads its share of a tile that the cluster shares, for all.
+__device__ __forceinline__ void load_tiles(Params const& p, Ring ring, Work const& work) {
+  constexpr int kRowsX = kTileX / kClusterY, kRowsY = kTileY / kClusterX;
+  constexpr uint16_t kAll = (1 << kMulticast) - 1;
+  const int share_x = kClusterY > 1 ? int(work.rank) * kRowsX : 0, share_y = kClusterX > 1 ? int(work.rank) * kRowsY : 0;
+  if (p.lead && work.first < work.tiles) {
+    // Weights that the L2 fetches while the kernel in front still runs: nothing is read of them yet, and
+    // what that kernel writes goes through the L2.
+    const Tile tile(p, work, work.first);
+    for (int block = work.begin; block < min(work.end, work.begin + kStages); ++block) {
+      if constexpr (kSwapped) fetch_box(p.x, block * kBlock, tile.x + share_x);
+      else fetch_box(p.y, block * kBlock, tile.y + share_y);
+    }
+  }
+  grid_dependency_wait();
+  Stage stage;
+  for (int t = work.first; t < work.tiles; t += work.step) {
+    const Tile tile(p, work, t);
+    for (int block = work.begin; block < work.end; ++block, stage.advance()) {
+      const uint32_t full = ring.full(stage.index);
+      wait_for(ring.empty(stage.index), stage.phase ^ 1);  // the first time round it is
+      arrive_expecting(full, kBytesX + kBytesY);
+      const uint32_t x = ring.x(stage.index) + share_x * kBlock, y = ring.y(stage.index) + share_y * kBlock;
+      if constexpr (kClusterY > 1) copy_box_to(p.x, x, block * kBlock, tile.x + share_x, full, kAll);
+      else copy_box(p.x, x, block * kBlock, tile.x, full);
+      if constexpr (kClusterX > 1) copy_box_to(p.y, y, block * kBlock, tile.y + share_y, full, kAll);
+      else copy_box(p.y, y, block * kBlock, tile.y, full);
+    }
+  }
+}
+
+// A warp: the factors of the ring's tiles; zeros beyond the matrices.
+__device__ __forceinline__ void load_factors(Params const& p, Ring ring, Work const& work) {
+  const int lane = threadIdx.x % kWarp;
+  const int last_column = (p.n - 1) / kBlock;
+  grid_dependency_wait();
+  Stage stage;
+  for (int t = work.first; t < work.tiles; t += work.step) {
+    const Tile tile(p, work, t);
+    const int row = kSwapped ? tile.y : tile.x, column = (kSwapped ? tile.x : tile.y) / kBlock;
+    const bool has_column = lane < kColumnFactors && column + lane <= last_column;
+    const float* of_column = p.scale_b + (has_column ? column + lane : 0) * p.b_column;
+    for (int block = work.begin; block < work.end; ++block, stage.advance()) {
+      const uint32_t to = ring.factors(stage.index);
+      wait_for(ring.empty(stage.index), stage.phase ^ 1);
+#pragma unroll
+      for (int i = lane; i < kRowFactors; i += kWarp) {
+        const bool is_there = row + i < p.m;
+        copy_float(to + i * 4, p.scale_a + (is_there ? row + i : 0) * p.a_row + block * p.a_block, is_there);
+      }
+      if (lane < kColumnFactors) copy_float(to + (kColumnOffset + lane) * 4, of_column + block * p.b_block, has_column);
+      arrive_after_copies(ring.full(stage.index));
+    }
+  }
+}
+
+// Of a thread that multiplies.
+struct Lane {
+  int group, warp, row, column;  // row of eight, and first of two columns of eight
+
+  __device__ __forceinline__ Lane()
+      : group(threadIdx.x / kWarpGroup - 1), warp(threadIdx.x / kWarp % 4), row(threadIdx.x % kWarp / 4),
+        column(threadIdx.x % 4 * 2) {}
+  // First of the two rows of x in its tile, the other is eight further.
+  __device__ __forceinline__ int first(int part) const { return (group * kParts + part) * 64 + warp * 16 + row; }
+};
+
+using Sums = float[kParts][kResults];
+
+// What a thread needs of a stage's factors, read while the products run: of its rows of x and of the
+// columns' blocks. Of swapped operands the rows' factors go along the columns and are read as they are used.
+struct Factors {
+  float upper[kParts], lower[kParts], weight[kColumnFactors];
+
+  __device__ __forceinline__ Factors(uint32_t factors, Lane const& lane) {
+    if constexpr (!kSwapped) {
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        upper[part] = load_shared(factors + lane.first(part) * 4);
+        lower[part] = load_shared(factors + (lane.first(part) + 8) * 4);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kColumnFactors; ++i) weight[i] = load_shared(factors + (kColumnOffset + i) * 4);
+  }
+};
+
+// sums += accumulators, times the factors of the block of K; `shift` is the tile's first column within a
+// block of columns, of operands that are not swapped.
+__device__ __forceinline__ void promote(Accumulators const& d, float (&sums)[kResults], Factors const& of, uint32_t factors,
+                                        Lane const& lane, int part, int shift) {
+  if constexpr (kSwapped) {
+    float weight = of.weight[0];
+    if (kColumnFactors > 1 && lane.group > 0) weight = of.weight[kColumnFactors - 1];  // 128 columns each
+#pragma unroll
+    for (int c = 0; c < kResults / 4; ++c) {
+      float2 factor = load_shared_pair(factors + (8 * c + lane.column) * 4);
+      factor.x *= weight, factor.y *= weight;
+      sums[4 * c] = fmaf(factor.x, d[4 * c], sums[4 * c]);
+      sums[4 * c + 1] = fmaf(factor.y, d[4 * c + 1], sums[4 * c + 1]);
+      sums[4 * c + 2] = fmaf(factor.x, d[4 * c + 2], sums[4 * c + 2]);
+      sums[4 * c + 3] = fmaf(factor.y, d[4 * c + 3], sums[4 * c + 3]);
+    }
+  } else {
+#pragma unroll
+    for (int granule = 0; granule < kTileY / kGranule; ++granule) {
+      float weight = of.weight[0];
+#pragma unroll
+      for (int i = 1; i < kColumnFactors; ++i)
+        if (shift + granule * kGranule >= i * kBlock) weight = of.weight[i];
+      const float upper = of.upper[part] * weight, lower = of.lower[part] * weight;
+#pragma unroll
+      for (int octet = 0; octet < kGranule / 8; ++octet) {
+        const int c = granule * (kGranule / 8) + octet;
+        sums[4 * c] = fmaf(upper, d[4 * c], sums[4 * c]);
+        sums[4 * c + 1] = fmaf(upper, d[4 * c + 1], sums[4 * c + 1]);
+        sums[4 * c + 2] = fmaf(lower, d[4 * c + 2], sums[4 * c + 2]);
+        sums[4 * c + 3] = fmaf(lower, d[4 * c + 3], sums[4 * c + 3]);
+      }
+    }
+  }
+}
+
+// A stage's bytes are no longer read, by this warp.
+__device__ __forceinline__ void leave(uint32_t empty) {
+  async_copy_fence();
+  __syncwarp();
+  const uint32_t lane = threadIdx.x % kWarp;
+  if constexpr (kMulticast > 1) {
+    if (lane < kMulticast) arrive_in_block(in_block(empty, lane));
+  } else {
+    if (lane == 0) arrive(empty);
+  }
+}
+
+__device__ __forceinline__ void store(__nv_bfloat16* to, uint32_t const (&word)[4]) {
+  *reinterpret_cast<uint4*>(to) = make_uint4(word[0], word[1], word[2], word[3]);
+}
+
+// Rows of x are D's rows: the four lanes of a row trade octets of columns, so that each stores 16 bytes of
+// them. `read(i)` is the thread's i-th sum of a part.
+template <class Read>
+__device__ __forceinline__ void store_rows(Params const& p, Tile const& tile, int row, int first, Read&& read) {
+  const int quad = threadIdx.x % 4;
+  uint32_t word[4];
+  if constexpr (kResults % 16 == 0) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) word[i] = packed_bf16(read(first + 4 * i + 2 * half), read(first + 4 * i + 2 * half + 1));
+      transpose_quad(word);
+      const int at = row + 8 * half, column = tile.y + first * 2 + 8 * quad;
+      if (at < p.m && column < p.n) store(p.d + at * p.ldd + column, word);
+    }
+  } else {  // two octets of both rows
+#pragma unroll
+    for (int i = 0; i < 4; ++i) word[i] = packed_bf16(read(first + 4 * (i % 2) + i / 2 * 2), read(first + 4 * (i % 2) + i / 2 * 2 + 1));
+    transpose_quad(word);
+    const int at = row + 8 * (quad / 2), column = tile.y + first * 2 + 8 * (quad % 2);
+    if (at < p.m && column < p.n) store(p.d + at * p.ldd + column, word);
+  }
+}
+
+// Rows of x are D's columns: eight by eight results are transposed within the warp.
+template <class Read>
+__device__ __forceinline__ void store_columns(Params const& p, Tile const& tile, int row, int first, Read&& read) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const uint32_t word = transposed(packed_bf16(read(first + 2 * half), read(first + 2 * half + 1)));
+    const int lane = threadIdx.x % kWarp;
+    const int at = tile.y + first * 2 + lane / 4, column = row - lane / 4 + 8 * half + lane % 4 * 2;
+    if (at < p.m && column < p.n) *reinterpret_cast<uint32_t*>(p.d + at * p.ldd + column) = word;
+  }
+}
+
+constexpr int kStored = kSwapped ? 4 : (kResults % 16 == 0 ? 16 : 8);  // results that are stored at a time
+
+template <class Read>
+__device__ __forceinline__ void store_part(Params const& p, Tile const& tile, Lane const& lane, int part, int first, Read&& read) {
+  const int row = tile.x + lane.first(part);
+  if constexpr (kSwapped) store_columns(p, tile, row, first, read);
+  else store_rows(p, tile, row, first, read);
+}
+
+// Blocks that divide K: each keeps its sums in shared memory, and adds and stores its share of all.
+__device__ __forceinline__ void store_reduced(Params const& p, Tile const& tile, Ring ring, Lane const& lane, uint32_t rank,
+                                              Sums const& sums) {
+  constexpr int kConsumers = kGroups * kWarpGroup;
+  const uint32_t mine = ring.base + (threadIdx.x - kWarpGroup) * 4;
+  // Both warp groups have read the last of the ring.
+  named_barrier(kConsumersMeet, kConsumers);
+#pragma unroll
+  for (int part = 0; part < kParts; ++part)
+#pragma unroll
+    for (int i = 0; i < kResults; ++i)
+      store_shared(mine + (part * kResults + i) * kConsumers * 4, sums[part][i]);
+  cluster_sync();
+#pragma unroll
+  for (int part = 0; part < kParts; ++part)
+#pragma unroll
+    for (int first = 0; first < kResults; first += kStored) {
+      if ((part * (kResults / kStored) + first / kStored) % kSplits != rank) continue;
+      float values[kStored] = {};
+#pragma unroll
+      for (int split = 0; split < kSplits; ++split) {
+        const uint32_t there = in_block(mine, split);
+#pragma unroll
+        for (int i = 0; i < kStored; ++i)
+          values[i] += load_cluster_float(there + (part * kResults + first + i) * kConsumers * 4);
+      }
+      store_part(p, tile, lane, part, first, [&](int i) { return p.alpha * values[i - first]; });
+    }
+}
+
+__device__ __forceinline__ void multiply_tiles(Params const& p, Ring ring, Work const& work) {
+  const Lane lane;
+  Stage stage;
+  for (int t = work.first; t < work.tiles; t += work.step) {
+    const Tile tile(p, work, t);
+    const int shift = tile.y % kBlock;
+    Sums sums;
+#pragma unroll
+    for (int part = 0; part < kParts; ++part)
+#pragma unroll
+      for (int i = 0; i < kResults; ++i) sums[part][i] = 0.0f;
+#pragma unroll 1
+    for (int block = work.begin; block < work.end; ++block, stage.advance()) {
+      const uint64_t x = k_major_operand(ring.x(stage.index) + lane.group * kParts * 64 * kBlock);
+      const uint64_t y = k_major_operand(ring.y(stage.index));
+      wait_for(ring.full(stage.index), stage.phase);
+      const Factors factors(ring.factors(stage.index), lane);
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        Accumulators d;
+        fence(d);
+        products_begin();
+#pragma unroll
+        for (int k = 0; k < kBlock / 32; ++k) multiply(d, x + (part * 64 * kBlock + k * 32) / 16, y + k * 32 / 16, k);
+        products_commit();
+        fence(d);
+        products_wait();
+        fence(d);
+        promote(d, sums[part], factors, ring.factors(stage.index), lane, part, shift);
+      }
+      leave(ring.empty(stage.index));
+    }
+    if constexpr (kSplits > 1) {
+      store_reduced(p, tile, ring, lane, work.rank, sums);
+    } else {
+#pragma unroll
+      for (int part = 0; part < kParts; ++part)
+#pragma unroll
+        for (int first = 0; first < kResults; first += kStored)
+          store_part(p, tile, lane, part, first, [&](int i) { return p.alpha * sums[part][i]; });
+    }
+  }
+}
+
+__global__ void __launch_bounds__(kThreads, 1) block_scaled_0123456789abcdef(const __grid_constant__ Params p) {
+  extern __shared__ __align__(1024) char shared[];
+  const Ring ring{shared_address(shared)};
+  const Work work(p);
+  if (threadIdx.x == 0) {
+    if (ring.base % 1024 != 0) __trap();  // of a swizzle atom
+    for (int stage = 0; stage < kStages; ++stage) {
+      init_barrier(ring.full(stage), kFullArrivals);
+      init_barrier(ring.empty(stage), kEmptyArrivals);
+    }
+    barrier_init_fence();
+  }
+  __syncthreads();
+  if constexpr (kCluster > 1) cluster_sync();
+  if (threadIdx.x < kWarpGroup) {
+    if constexpr (kGroups > 1) give_registers<kProducerRegisters>();
+    if (threadIdx.x == 0) load_tiles(p, ring, work);
+    else if (threadIdx.x / kWarp == 1) load_factors(p, ring, work);
+    __syncwarp();
+    if constexpr (kSplits > 1) cluster_sync();  // with the consumers of `store_reduced`
+  } else {
+    if constexpr (kGroups > 1) take_registers<kConsumerRegisters>();
+    grid_dependency_wait();
+    // The kernel behind waits in the same way: it may come as soon as there is room.
+    grid_dependency_launch();
+    multiply_tiles(p, ring, work);
+  }
+  // Nobody's shared memory is written to or read after it has ended.
+  if constexpr (kCluster > 1) cluster_sync();
+}
+
+inline bool aligned(int64_t elements, int64_t width) {
+  return elements > 0 && elements * width % 16 == 0 && elements < (int64_t(1) << 36);
+}
+
+inline bool valid(const int64_t* integers) {
+  for (int i = 0; i < 3; ++i)
+    if (integers[i] < 1 || integers[i] > (1 << 30)) return false;
+  const int64_t m = integers[0], n = integers[1], k = integers[2];
+  if (n % 8 != 0 || k % 16 != 0 || (k + kBlock - 1) / kBlock < kSplits) return false;
+  if (!aligned(integers[3], 1) || !aligned(integers[4], 1) || !aligned(integers[5], 2)) return false;
+  for (int i = 6; i < 10; ++i)
+    if (integers[i] < 0 || integers[i] >= (int64_t(1) << 36)) return false;
+  const int64_t tiles = ((m + 7) / 8) * ((n + 7) / 8);
+  return integers[3] >= k && integers[4] >= k && integers[5] >= n && integers[10] >= 1 && integers[10] <= 64 &&
+         (integers[11] == 1 || integers[11] == 2) && tiles <= (int64_t(1) << 30);
+}
+
+// 128 elements of K by `rows` rows of a row-major matrix.
+inline cudaError_t describe(CUtensorMap* map, const void* data, int64_t k, int64_t rows, int64_t stride, uint32_t box_rows) {
+  using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
+                              const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
+                              CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+  static Encode encode = nullptr;
+  static const cudaError_t found = [] {
+    cudaDriverEntryPointQueryResult result{};
+    void* entry = nullptr;
+    cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &result);
+    if (error == cudaSuccess && result != cudaDriverEntryPointSuccess) error = cudaErrorNotSupported;
+    encode = reinterpret_cast<Encode>(entry);
+    return error;
+  }();
+  if (found != cudaSuccess) return found;
+  const cuuint64_t extents[] = {cuuint64_t(k), cuuint64_t(rows)}, strides[] = {cuuint64_t(stride)};
+  const cuuint32_t box[] = {kBlock, box_rows}, steps[] = {1, 1};
+  const CUresult made = encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, const_cast<void*>(data), extents, strides, box, steps,
+                               CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                               CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return made == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+inline int set_attributes(cudaLaunchAttribute* attributes, bool pdl) {
+  int count = 0;
+  if (kCluster > 1) {
+    attributes[count].id = cudaLaunchAttributeClusterDimension;
+    attributes[count].val.clusterDim.x = kCluster;
+    attributes[count].val.clusterDim.y = 1;
+    attributes[count++].val.clusterDim.z = 1;
+  }
+  if (pdl) {
+    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  return count;
+}
+
+// Allows the kernel its shared memory, and asks how many of its clusters the device holds at once. Once a
+// device.
+inline cudaError_t prepare(int* clusters) {
+  static std::atomic<int> known[kKnownDevices];
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  if (device < kKnownDevices && (*clusters = known[device].load()) > 0) return cudaSuccess;
+  auto entry = &block_scaled_0123456789abcdef;
+  error = cudaFuncSetAttribute(entry, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmemBytes);
+  if (error == cudaSuccess && kCluster == 1)
+    error = cudaDeviceGetAttribute(clusters, cudaDevAttrMultiProcessorCount, device);
+  if (error == cudaSuccess && kCluster > 1) {
+    cudaLaunchAttribute attributes[2]{};
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(kCluster);
+    config.blockDim = dim3(kThreads);
+    config.dynamicSmemBytes = kSmemBytes;
+    config.attrs = attributes;
+    config.numAttrs = set_attributes(attributes, false);
+    error = cudaOccupancyMaxActiveClusters(clusters, entry, &config);
+  }
+  if (error == cudaSuccess && *clusters < 1) error = cudaErrorLaunchOutOfResources;
+  if (error == cudaSuccess && device < kKnownDevices) known[device].store(*clusters);
+  return error;
+}
+
+inline cudaError_t launch(void* const* tensors, const int64_t* integers, const double* scalars, cudaStream_t stream) {
+  if (!valid(integers)) return cudaErrorInvalidValue;
+  for (int i = 0; i < 5; ++i)
+    if (tensors[i] == nullptr || reinterpret_cast<uintptr_t>(tensors[i]) % (i < 3 ? 16 : 4) != 0)
+      return cudaErrorMisalignedAddress;
+  int clusters = 0;
+  if (cudaError_t error = prepare(&clusters); error != cudaSuccess) return error;
+  const int64_t m = integers[0], n = integers[1], k = integers[2];
+  const int64_t rows_x = kSwapped ? n : m, rows_y = kSwapped ? m : n;
+  Params p{};
+  const void* const of_x = tensors[kSwapped ? 1 : 0];
+  const void* const of_y = tensors[kSwapped ? 0 : 1];
+  cudaError_t error = describe(&p.x, of_x, k, rows_x, integers[kSwapped ? 4 : 3], kTileX / kClusterY);
+  if (error == cudaSuccess) error = describe(&p.y, of_y, k, rows_y, integers[kSwapped ? 3 : 4], kTileY / kClusterX);
+  if (error != cudaSuccess) return error;
+  p.d = static_cast<__nv_bfloat16*>(tensors[2]);
+  p.scale_a = static_cast<const float*>(tensors[3]);
+  p.scale_b = static_cast<const float*>(tensors[4]);
+  p.m = static_cast<int>(m);
+  p.n = static_cast<int>(n);
+  p.blocks = static_cast<int>((k + kBlock - 1) / kBlock);
+  p.tiles_x = static_cast<int>((rows_x + kTileX * kClusterX - 1) / (kTileX * kClusterX));
+  p.tiles_y = static_cast<int>((rows_y + kTileY * kClusterY - 1) / (kTileY * kClusterY));
+  p.along_x = (integers[11] == 1) != kSwapped;
+  const int across = p.along_x ? p.tiles_y : p.tiles_x;
+  p.band = integers[10] < across ? static_cast<int>(integers[10]) : across;
+  p.lead = integers[12] != 0;
+  p.ldd = integers[5];
+  p.a_row = integers[6];
+  p.a_block = integers[7];
+  p.b_column = integers[8];
+  p.b_block = integers[9];
+  p.alpha = static_cast<float>(scalars[0]);
+  const int tiles = p.tiles_x * p.tiles_y;
+  // Partial sums take the ring's place, so that blocks which divide K have one tile each.
+  const int resident = kSplits > 1 || tiles < clusters ? tiles : clusters;
+  cudaLaunchAttribute attributes[2]{};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(resident * kCluster);
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = kSmemBytes;
+  config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs = set_attributes(attributes, integers[12] != 0);
+  return cudaLaunchKernelEx(&config, block_scaled_0123456789abcdef, p);
+}
+
+}  // namespace k_0123456789abcdef
+
+extern "C" int tuner_0123456789abcdef_workspace(const int64_t* integers, int64_t* bytes) {
+  *bytes = 0;
+  return k_0123456789abcdef::valid(integers) ? 0 : static_cast<int>(cudaErrorInvalidValue);
+}
+
+extern "C" int tuner_0123456789abcdef_launch(void* const* tensors, const int64_t* integers, const double* scalars, void*,
+                                     void* stream) {
+  return static_cast<int>(k_0123456789abcdef::launch(tensors, integers, scalars, static_cast<cudaStream_t>(stream)));
+}
