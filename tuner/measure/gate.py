@@ -84,6 +84,8 @@ SLOPE = 2.0**-4
 COLUMN_FACTOR = 16.0
 #: The same of e4m3: a column's largest stays below 448 up to seven deviations.
 E4M3_COLUMN_FACTOR = 4.0
+#: What factors of blocks are multiplied by that are to be unlike their neighbours'.
+SMALL_FACTOR = 1 / 16
 #: A softmax alone works on scores of deviation 8, as raw scores of D = 64 have.
 SOFTMAX_SCALE = 0.125
 #: `dominant` uses a scale other than the default, so that a kernel ignoring its scale is seen.
@@ -379,11 +381,33 @@ class Gate:
                 ),
                 (E4M3_COLUMN_FACTOR if problem.dtype == E4M3 else COLUMN_FACTOR,),
             )
+            if isinstance(problem, GemmProblem) and problem.scales == "block":
+                self._plant_factors(problem, seed)
         else:
             self._run(
                 (at["scores"],),
                 (_PLANT_SOFTMAX, *_softmax_integers(problem), row_seed),
                 (LARGE / SOFTMAX_SCALE,),
+            )
+
+    def _plant_factors(self, problem: GemmProblem, seed: int) -> None:
+        """Small factors of A's rows at the borders of tiles, and of the last block of B's columns:
+        a neighbour's factor in their place makes a result 16 times too large.
+        """
+        _, _, scale_a, scale_b, _ = problem.operands
+        (blocks, _), (columns, _) = scale_a.shape, scale_b.shape
+        rows = border_columns(problem.m, seed)
+        for operand, strides, chosen in (
+            (scale_a, scale_a.strides, rows),
+            (scale_b, scale_b.strides[::-1], [columns - 1]),
+        ):
+            self._run(
+                (self.pointers[operand.name],),
+                (
+                    *(_SCALE_COLUMNS, _DTYPES[operand.dtype], 1, blocks, operand.elements),
+                    *(*strides, len(chosen), *chosen),
+                ),
+                (SMALL_FACTOR,),
             )
 
     def _plant_huge(self, problem: Problem, row_seed: int) -> None:
