@@ -1,4 +1,4 @@
-"""The template of block-scaled products through nvcc, and on the host: a cluster's threads emulated."""
+"""The template of block-scaled products through nvcc, and on emulated threads of a cluster."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_the_library_refuses_what_it_would_get_wrong(compiler: Compiler) -> None
 #: The product of a warp group is the emulator's.
 _MULTIPLY = re.compile(r"(__device__ __forceinline__ void multiply\(.*?\) \{\n).*?\n\}\n", re.S)
 _PRODUCT = r"\1  emulator::self().products.push_back({d, x, y, adds, kTileY});\n}\n"
-#: M, N, K; tiles of a band, along the rows, clusters at once: one tile, several, more than clusters.
+#: M, N, K; tiles of a band, walked along the rows, clusters at once.
 EMULATED = ((130, 72, 1040, 1, True, 1), (300, 392, 1024, 4, False, 2))
 MUTANTS = {
     "a stage is free before it was read": (
@@ -107,9 +107,7 @@ MUTANTS = {
 }
 
 
-def emulated(
-    chosen: Config, nvcc: Path, folder: Path, mutant: tuple[str, str] = ("", "")
-) -> str:
+def emulated(chosen: Config, nvcc: Path, folder: Path, mutant: tuple[str, str] = ("", "")) -> str:
     """What an emulated kernel says of its products; empty where they are all right."""
     text = render(spec_of(chosen), "emulated")
     device_half = text[: text.index("inline bool aligned(")] + "}  // namespace\n"
