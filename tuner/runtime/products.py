@@ -22,7 +22,7 @@ from tuner.problem import (
     Scales,
     SwigluProblem,
 )
-from tuner.runtime import counters, dispatch, guards, serving
+from tuner.runtime import block_scaled, counters, dispatch, guards, serving
 from tuner.runtime.plan import Plan, Posed
 from tuner.runtime.quantised import DTYPES as QUANTISED
 from tuner.runtime.refusal import Kind, Refusal
@@ -45,6 +45,7 @@ def linear(
     bias: torch.Tensor | None = None,
     *,
     activation: str | None = None,
+    weight_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`torch.nn.functional.linear`, and an activation, by the fastest kernel measured on this GPU.
 
@@ -53,21 +54,31 @@ def linear(
     gradients, cuBLAS faster, ...) is PyTorch's `linear` with these same arguments, then its own
     activation, counted by its reason (`tuner.stats`).
 
+    With `weight_scale` the weights are e4m3 elements with factors of blocks. Rows of the input are
+    quantised in blocks of 128, and multiplied as `scaled_mm` does; bias and activation follow in
+    kernels of their own. Where no tuned kernel serves that product PyTorch multiplies the input,
+    not quantised, by the weights in bf16.
+
     Args:
         input: (..., K), fp16 or bf16; rows may lie apart, as in a slice of a wider tensor.
         weight: (N, K), as `input`.
         bias: (N), contiguous.
         activation: relu, gelu (by erf, PyTorch's default), gelu_tanh or silu.
+        weight_scale: (N / 128, K / 128), rounded up, fp32; the input is then bf16, and the weight
+            float8_e4m3fn.
 
     Returns:
         (..., N)
 
     Raises:
-        ConfigError: when there is no such activation.
+        ConfigError: when there is no such activation, or with `weight_scale` no such weight.
     """
     if activation not in _PYTORCHS:
         allowed = ", ".join(ACTIVATIONS)
         raise ConfigError(f"activation={activation} is not known (allowed: {allowed}, None)")
+    if weight_scale is not None:
+        product = _linear_of_blocks(input, weight, weight_scale)
+        return _PYTORCHS[activation](product if bias is None else product + bias)
     if not torch.compiler.is_compiling():
         product = dispatch.linear(input, weight, bias, activation)
         if product is None:
@@ -85,6 +96,21 @@ def _linear(
     activation: str | None,
 ) -> torch.Tensor:
     return _PYTORCHS[activation](functional.linear(input, weight, bias))
+
+
+def _linear_of_blocks(
+    input: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor
+) -> torch.Tensor:
+    """`linear` of e4m3 weights with factors of blocks, without a bias or an activation."""
+    block_scaled.check(input, weight, scale)
+    out: torch.Tensor | None = None
+    if not (torch.compiler.is_compiling() or guards.wants_gradient(input, scale)):
+        a, scale_a = block_scaled.quantised(input.reshape(-1, input.shape[-1]))
+        call = ScaledCall(a, weight.t(), scale_a, scale.t(), None, None, torch.bfloat16, True)
+        out = serving.answer(call)
+    if out is None:
+        return functional.linear(input, block_scaled.dequantised(weight, scale))
+    return out.view(*input.shape[:-1], weight.shape[0])
 
 
 def matmul(
