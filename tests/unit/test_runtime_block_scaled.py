@@ -1,4 +1,4 @@
-"""`scaled_mm` and `linear` with factors of blocks: the problem, its strides, what PyTorch answers."""
+"""`scaled_mm` and `linear` with factors of blocks: problems, strides, PyTorch's answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ WEIGHT_SCALE = torch.rand(3, 4) + 0.5
 
 def side_by_side(scale: Any, rows: int) -> Any:
     """The same factors, those of the rows after one another, `rows` of them a block."""
-    return torch.nn.functional.pad(scale.t(), (0, rows - scale.shape[0])).t()[: scale.shape[0]]
+    padded = torch.nn.functional.pad(scale.t(), (0, rows - scale.shape[0])).contiguous()
+    return padded.t()[: scale.shape[0]]
 
 
 def factors_of(a: Any) -> Any:
@@ -69,7 +70,7 @@ def test_quantised_rows_stand_for_what_they_were(k: int) -> None:
     elements, scale = quantised(rows)
     blocks = -(-k // 128)
     assert elements.is_contiguous() and elements.dtype == torch.float8_e4m3fn
-    assert scale.shape == (6, blocks) and scale.stride() == (1, 6)
+    assert scale.shape == (6, blocks) and scale.t().is_contiguous()
     each = scale.repeat_interleave(128, 1)[:, :k]
     error = (elements.float() * each - rows.float()).abs()
     # Half of a spacing of 2^-3, or of the smallest spacing, 2^-9, of a block's factor.
@@ -99,11 +100,9 @@ def test_a_tuned_linear_layer_multiplies_quantised_rows(
 ) -> None:
     def plan(kind: Any, told: Any, pose: Any, device: int, _: Any = None) -> Any:
         def run(a: Any, b: Any, scale_a: Any, scale_b: Any) -> Any:
-            wide_a = a.float() * scale_a.repeat_interleave(128, 1)[:, :K]
-            wide_b = (
-                b.float() * scale_b.repeat_interleave(128, 0)[:K].repeat_interleave(128, 1)[:, :N]
-            )
-            return (wide_a @ wide_b).bfloat16()
+            of_rows = scale_a.repeat_interleave(128, 1)[:, :K]
+            of_blocks = scale_b.repeat_interleave(128, 0)[:K].repeat_interleave(128, 1)[:, :N]
+            return ((a.float() * of_rows) @ (b.float() * of_blocks)).bfloat16()
 
         return on_cpu.plan.VendorPlan(pose().problem, Config("own", {}), -1, False, run)
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 
 from tuner.hardware import Gpu
 from tuner.problem import AttentionProblem, Problem
 from tuner.problem.base import E4M3
-from tuner.problem.gemm import GemmProblem
+from tuner.problem.gemm import SCALE_BLOCK, GemmProblem
 from tuner.problem.grouped_gemm import GroupedGemmProblem
 from tuner.problem.swiglu import SwigluProblem
 
@@ -94,7 +95,12 @@ def _product(p: GemmProblem) -> tuple[str, str]:
     if p.scales:
         if p.dtype != E4M3:
             return "", ""
-        factors = f"({p.m}, 1) and (1, {p.n})" if p.scales == "row" else "of one element each"
+        blocks, columns = ceil(p.k / SCALE_BLOCK), ceil(p.n / SCALE_BLOCK)
+        factors = {
+            "tensor": "of one element each",
+            "row": f"({p.m}, 1) and (1, {p.n})",
+            "block": f"({p.m}, {blocks}) and ({blocks}, {columns})",
+        }[p.scales]
         call = f"tuner.scaled_mm(a, b, scale_a, scale_b, out_dtype=torch.{p.dtype_d}"
         call += ", use_fast_accum=True)" if p.fast_accum else ")"
         shapes = f"a ({p.m}, {p.k}), b ({p.k}, {p.n}) stored by columns, float8_e4m3fn"

@@ -11,7 +11,14 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from tuner.config import Config
-from tuner.families import family, gemv, grouped_gemm, triton_attention, two_kernel_attention
+from tuner.families import (
+    block_scaled_gemm,
+    family,
+    gemv,
+    grouped_gemm,
+    triton_attention,
+    two_kernel_attention,
+)
 from tuner.families.cutlass_fmha.shape import Shape
 from tuner.families.fused_attention import FusedAttention, instance
 from tuner.families.gemm.shape import (
@@ -35,6 +42,7 @@ from tuner.hardware import (
 from tuner.measurement import Measurement, Regime
 from tuner.problem import (
     DTYPE_BYTES,
+    SCALE_BLOCK,
     AttentionProblem,
     GemmProblem,
     GroupedGemmProblem,
@@ -136,6 +144,8 @@ def _works(problem: Problem, config: Config, gpu: Gpu) -> tuple[Work, ...]:
             return tuple(_two_kernels(problem, config, gpu))
         case GemmProblem(), "gemm":
             return (_gemm(problem, config, gpu),)
+        case GemmProblem(), "block_scaled_gemm":
+            return (_block_scaled_gemm(problem, config, gpu),)
         case GemmProblem(), "gemv":
             return (_gemv(problem, config, gpu),)
         case SwigluProblem(), "gemm_swiglu":
@@ -345,6 +355,30 @@ def _gemm(problem: GemmProblem, config: Config, gpu: Gpu) -> Work:
         exponentials=0.0,
         # Multicast: a block reads its share of a tile and has the rest from its cluster.
         l2_bytes=width * tile_k * (tile_m / cluster_n + tile_n / cluster_m) * steps
+        + sum(operand.bytes for operand in problem.operands[2:]),
+    )
+
+
+def _block_scaled_gemm(problem: GemmProblem, config: Config, gpu: Gpu) -> Work:
+    tile_m, tile_n, splits = config["tile_m"], config["tile_n"], config["split_k"]
+    cluster = config["cluster_m"] * config["cluster_n"]
+    along = block_scaled_gemm.tiles(problem, config)
+    blocks = along[0] * along[1] * cluster
+    steps = blocks * ceil(problem.k / SCALE_BLOCK)
+    loaded = tile_m / config["cluster_n"] + tile_n / config["cluster_m"]
+    return Work(
+        kernel="block_scaled_gemm",
+        launches=1,
+        tiles=blocks * splits,
+        slots=gpu.sm_count // (cluster * splits) * cluster * splits,
+        is_even=True,
+        threads=WARP_GROUP * (1 + min(2, tile_m // WGMMA_M)),
+        smem_bytes=config["stages"] * block_scaled_gemm.stage_bytes(config),
+        blocks_per_sm=1,
+        tensor_flops=2.0 * tile_m * tile_n * SCALE_BLOCK * steps,
+        wgmma=steps * _wgmmas(tile_m, tile_n, SCALE_BLOCK) // problem.tensor_rate,
+        exponentials=0.0,
+        l2_bytes=SCALE_BLOCK * loaded * steps
         + sum(operand.bytes for operand in problem.operands[2:]),
     )
 
