@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from block_scaled_cases import CASES, config
+from block_scaled_cases import CASES, GROUPED, config
 from block_scaled_cases import problem as problem_of
 
 from tuner.base import resources
@@ -16,8 +16,7 @@ from tuner.compile.compiler import Compiler
 from tuner.compile.render import render
 from tuner.config import Config
 from tuner.errors import BenchmarkError
-from tuner.families.base import KernelSpec
-from tuner.families.block_scaled_gemm import KERNEL, BlockScaledGemm
+from tuner.families.block_scaled_gemm import BlockScaledGemm, spec_of
 
 pytestmark = [pytest.mark.compile, pytest.mark.timeout(900)]
 
@@ -26,15 +25,14 @@ ANY = problem_of(1000, 2112, 1152)
 EMULATOR = Path(__file__).parent / "emulator"
 
 
-def spec_of(chosen: Config) -> KernelSpec:
-    return FAMILY.kernels(ANY, chosen)[KERNEL]
-
-
-SPECS = [spec_of(chosen) for chosen in CASES.values()]
+SPECS = [
+    *(spec_of(chosen, is_grouped=False) for chosen in CASES.values()),
+    *(spec_of(CASES[name], is_grouped=True) for name in GROUPED),
+]
 
 
 def test_no_kernel_spills_or_serialises_its_products(compiler: Compiler) -> None:
-    for case, (_, future) in zip(CASES, compiler.submit(SPECS), strict=True):
+    for case, (_, future) in zip((*CASES, *GROUPED), compiler.submit(SPECS), strict=True):
         artifact = future.result()
         used = artifact.resources
         assert used is not None
@@ -62,6 +60,9 @@ def test_the_library_refuses_what_it_would_get_wrong(compiler: Compiler) -> None
         (10, 0),
         (11, 0),
         (11, 3),
+        (13, 0),
+        (13, 2),
+        (14, -1),
     ):
         wrong = [*launch.integers]
         wrong[position] = value
@@ -83,6 +84,8 @@ _MULTIPLY = re.compile(r"(__device__ __forceinline__ void multiply\(.*?\) \{\n).
 _PRODUCT = r"\1  emulator::self().products.push_back({d, x, y, adds, kTileY});\n}\n"
 #: M, N, K; tiles of a band, walked along the rows, clusters at once.
 EMULATED = ((130, 72, 1040, 1, True, 1), (300, 392, 1024, 4, False, 2))
+#: The same of groups, and how many.
+EMULATED_GROUPS = ((130, 72, 272, 1, True, 1, 5), (200, 136, 128, 1, False, 3, 70))
 MUTANTS = {
     "a stage is free before it was read": (
         "wait_for(ring.empty(stage.index), stage.phase ^ 1);  // the first time round it is",
@@ -107,20 +110,27 @@ MUTANTS = {
 }
 
 
-def emulated(chosen: Config, nvcc: Path, folder: Path, mutant: tuple[str, str] = ("", "")) -> str:
+def emulated(
+    chosen: Config,
+    nvcc: Path,
+    folder: Path,
+    mutant: tuple[str, str] = ("", ""),
+    is_grouped: bool = False,
+) -> str:
     """What an emulated kernel says of its products; empty where they are all right."""
-    text = render(spec_of(chosen), "emulated")
+    text = render(spec_of(chosen, is_grouped=is_grouped), "emulated")
     device_half = text[: text.index("inline bool aligned(")] + "}  // namespace\n"
     device_half, products = _MULTIPLY.subn(_PRODUCT, device_half)
     shared = "extern __shared__ __align__(1024) char shared[];"
     assert products == 1 and shared in device_half and mutant[0] in device_half
     device_half = device_half.replace(shared, "char* const shared = nullptr;").replace(*mutant)
-    cases = "".join(
-        f"  if (emulated::run({{{m}, {n}, {k}, {band}, {int(along)}, {clusters}}}, 1)) return 1;\n"
-        for m, n, k, band, along, clusters in EMULATED
+    cases = EMULATED_GROUPS if is_grouped else [(*case, 1) for case in EMULATED]
+    calls = "".join(
+        f"  if (emulated::run({{{', '.join(str(int(value)) for value in case)}}}, 1)) return 1;\n"
+        for case in cases
     )
     source, program = folder / "emulated.cpp", folder / "emulated"
-    source.write_text(f'{device_half}#include "block_scaled.h"\nint main() {{\n{cases}}}\n')
+    source.write_text(f'{device_half}#include "block_scaled.h"\nint main() {{\n{calls}}}\n')
     command = [str(nvcc), "-x", "c++", "-std=c++17", "-O2", "-Xcompiler=-w"]
     command += [f"-I{folder}" for folder in (EMULATOR, resources.templates())]
     subprocess.run([*command, "-o", str(program), str(source)], check=True)
@@ -135,6 +145,14 @@ def test_an_emulated_kernel_is_right(compiler: Compiler, case: str, tmp_path: Pa
     if CASES[case]["split_k"] > 1 and CASES[case]["tile_m"] > 128:
         few["stages"] = CASES[case]["stages"]
     assert emulated(Config(FAMILY.name, few), compiler.toolchain.nvcc, tmp_path) == ""
+
+
+@pytest.mark.parametrize("case", GROUPED)
+def test_an_emulated_kernel_follows_the_groups(
+    compiler: Compiler, case: str, tmp_path: Path
+) -> None:
+    few = Config(FAMILY.name, {**CASES[case].params, "stages": 2})
+    assert emulated(few, compiler.toolchain.nvcc, tmp_path, is_grouped=True) == ""
 
 
 @pytest.mark.parametrize("name", MUTANTS)

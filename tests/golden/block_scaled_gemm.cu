@@ -19,6 +19,7 @@ constexpr int kStages = 6;
 constexpr int kClusterX = 1;
 constexpr int kClusterY = 1;
 constexpr int kSplits = 1;
+constexpr bool kGrouped = false;
 
 constexpr int kBlock = 128;  // of K, and of B's columns: what one factor is for
 constexpr int kWarp = 32;
@@ -54,7 +55,7 @@ constexpr int kSmemBytes = kFirstBarrier + 2 * kStages * 8;
 static_assert(kSmemBytes <= kMaxSmem, "tile and stages exceed shared memory");
 static_assert(kStages >= 2, "a block is copied while another is used");
 static_assert(kClusterX == 1 || kClusterY == 1, "multicast goes one way");
-static_assert(kSplits == 1 || kMulticast == 1, "blocks that divide K share no tile");
+static_assert(kSplits == 1 || (kMulticast == 1 && !kGrouped), "blocks that divide K share no tile, nor groups");
 static_assert(kSplits == 1 || kTileX * kTileY * 4 <= kFirstFactor, "partial sums take the ring's place");
 static_assert(kTileY % (kSwapped ? 8 : 16) == 0 && kTileY % (8 * kClusterX) == 0, "whole swizzle atoms");
 
@@ -70,11 +71,13 @@ struct Params {
   __nv_bfloat16* d;
   const float* scale_a;
   const float* scale_b;
+  const int* offsets;
   int m, n, blocks;       // blocks of K
-  int tiles_x, tiles_y;   // of a cluster
-  int band;               // tiles of the other side that are walked together
+  int groups;
+  int tiles_x, tiles_y;   // of a cluster; of groups those of B's columns only
+  int band;               // tiles of the other side that are walked together, at most
   bool along_x, lead;
-  int64_t ldd, a_row, a_block, b_column, b_block;
+  int64_t ldd, a_row, a_block, b_column, b_block, b_group;
   float alpha;
 };
 
@@ -130,15 +133,13 @@ struct Ring {
   __device__ __forceinline__ uint32_t empty(int stage) const { return full(kStages + stage); }
 };
 
-// A block's work: tiles from `first` on, `step` apart, and its part of K.
-struct Work {
-  int first, step, tiles;
-  int begin, end;      // blocks of K
-  uint32_t rank;
+// A block's part of K.
+struct Part {
+  int begin, end;  // blocks
+  uint32_t rank;   // of the block in its cluster
 
-  __device__ __forceinline__ explicit Work(Params const& p)
-      : first(blockIdx.x / kCluster), step(gridDim.x / kCluster), tiles(p.tiles_x * p.tiles_y), begin(0),
-        end(p.blocks), rank(kCluster > 1 ? block_rank() : 0) {
+  __device__ __forceinline__ explicit Part(Params const& p)
+      : begin(0), end(p.blocks), rank(kCluster > 1 ? block_rank() : 0) {
     if constexpr (kSplits > 1) {
       begin = static_cast<int>(int64_t(p.blocks) * rank / kSplits);
       end = static_cast<int>(int64_t(p.blocks) * (rank + 1) / kSplits);
@@ -146,40 +147,74 @@ struct Work {
   }
 };
 
-// First rows of x and y of a tile: bands of `band` tiles of one side are walked along the other.
 struct Tile {
-  int x, y;
-
-  __device__ __forceinline__ Tile(Params const& p, Work const& work, int tile) {
-    const int along = p.along_x ? p.tiles_x : p.tiles_y, across = p.along_x ? p.tiles_y : p.tiles_x;
-    const int band = tile / (p.band * along), rest = tile - band * p.band * along;
-    const int width = min(p.band, across - band * p.band);
-    const int major = rest / width, minor = band * p.band + rest % width;
-    const int tile_x = p.along_x ? major : minor, tile_y = p.along_x ? minor : major;
-    x = (tile_x * kClusterX + (kClusterX > 1 ? int(work.rank) : 0)) * kTileX;
-    y = (tile_y * kClusterY + (kClusterY > 1 ? int(work.rank) : 0)) * kTileY;
-  }
+  int x, y;         // first rows of x and y
+  int row, column;  // first of D, the column within the group's
+  int end;          // of the rows
+  int group;
 };
 
-// One thread: the ring's tiles. A block loads its share of a tile that the cluster shares, for all.
-__device__ __forceinline__ void load_tiles(Params const& p, Ring ring, Work const& work) {
+// The tile-th of a product with `tiles_x` by `tiles_y` tiles of clusters, at D's row `start`. Bands of
+// `band` tiles of one side are walked along the other.
+__device__ __forceinline__ Tile tile_of(Params const& p, Part const& part, int tiles_x, int tiles_y, int tile, int start,
+                                        int end, int group) {
+  const int along = p.along_x ? tiles_x : tiles_y, across = p.along_x ? tiles_y : tiles_x;
+  const int widest = min(p.band, across);
+  const int band = tile / (widest * along), rest = tile - band * widest * along;
+  const int width = min(widest, across - band * widest);
+  const int major = rest / width, minor = band * widest + rest % width;
+  const int tile_x = p.along_x ? major : minor, tile_y = p.along_x ? minor : major;
+  const int x = (tile_x * kClusterX + (kClusterX > 1 ? int(part.rank) : 0)) * kTileX;
+  const int y = (tile_y * kClusterY + (kClusterY > 1 ? int(part.rank) : 0)) * kTileY;
+  Tile found;
+  found.row = start + (kSwapped ? y : x);
+  found.column = kSwapped ? x : y;
+  found.x = kSwapped ? group * p.n + x : found.row;
+  found.y = kSwapped ? found.row : group * p.n + y;
+  found.end = end;
+  found.group = group;
+  return found;
+}
+
+// The tiles of a block.
+class Tiles {
+ public:
+  __device__ __forceinline__ explicit Tiles(Params const&) : next_(blockIdx.x / kCluster) {}
+
+  __device__ __forceinline__ bool take(Params const& p, Part const& part, Tile& tile) {
+    if (next_ >= p.tiles_x * p.tiles_y) return false;
+    tile = tile_of(p, part, p.tiles_x, p.tiles_y, next_, 0, p.m, 0);
+    next_ += gridDim.x / kCluster;
+    return true;
+  }
+
+ private:
+  int next_;
+};
+
+// A warp, whose first lane copies: the ring's tiles. A block loads its share of a tile that the cluster
+// shares, for all.
+__device__ __forceinline__ void load_tiles(Params const& p, Ring ring, Part const& part) {
   constexpr int kRowsX = kTileX / kClusterY, kRowsY = kTileY / kClusterX;
   constexpr uint16_t kAll = (1 << kMulticast) - 1;
-  const int share_x = kClusterY > 1 ? int(work.rank) * kRowsX : 0, share_y = kClusterX > 1 ? int(work.rank) * kRowsY : 0;
-  if (p.lead && work.first < work.tiles) {
-    // Weights that the L2 fetches while the kernel in front still runs: nothing is read of them yet, and
-    // what that kernel writes goes through the L2.
-    const Tile tile(p, work, work.first);
-    for (int block = work.begin; block < min(work.end, work.begin + kStages); ++block) {
-      if constexpr (kSwapped) fetch_box(p.x, block * kBlock, tile.x + share_x);
-      else fetch_box(p.y, block * kBlock, tile.y + share_y);
+  const bool is_first = threadIdx.x % kWarp == 0;
+  const int share_x = kClusterY > 1 ? int(part.rank) * kRowsX : 0, share_y = kClusterX > 1 ? int(part.rank) * kRowsY : 0;
+  Tile tile;
+  if constexpr (!kGrouped) {
+    if (p.lead && is_first && Tiles(p).take(p, part, tile)) {
+      // Weights that the L2 fetches while the kernel in front still runs: nothing is read of them yet, and
+      // what that kernel writes goes through the L2.
+      for (int block = part.begin; block < min(part.end, part.begin + kStages); ++block) {
+        if constexpr (kSwapped) fetch_box(p.x, block * kBlock, tile.x + share_x);
+        else fetch_box(p.y, block * kBlock, tile.y + share_y);
+      }
     }
+    __syncwarp();
   }
   grid_dependency_wait();
   Stage stage;
-  for (int t = work.first; t < work.tiles; t += work.step) {
-    const Tile tile(p, work, t);
-    for (int block = work.begin; block < work.end; ++block, stage.advance()) {
+  for (Tiles tiles(p); tiles.take(p, part, tile); __syncwarp()) {
+    for (int block = part.begin; is_first && block < part.end; ++block, stage.advance()) {
       const uint32_t full = ring.full(stage.index);
       wait_for(ring.empty(stage.index), stage.phase ^ 1);  // the first time round it is
       arrive_expecting(full, kBytesX + kBytesY);
@@ -193,23 +228,23 @@ __device__ __forceinline__ void load_tiles(Params const& p, Ring ring, Work cons
 }
 
 // A warp: the factors of the ring's tiles; zeros beyond the matrices.
-__device__ __forceinline__ void load_factors(Params const& p, Ring ring, Work const& work) {
+__device__ __forceinline__ void load_factors(Params const& p, Ring ring, Part const& part) {
   const int lane = threadIdx.x % kWarp;
   const int last_column = (p.n - 1) / kBlock;
   grid_dependency_wait();
   Stage stage;
-  for (int t = work.first; t < work.tiles; t += work.step) {
-    const Tile tile(p, work, t);
-    const int row = kSwapped ? tile.y : tile.x, column = (kSwapped ? tile.x : tile.y) / kBlock;
-    const bool has_column = lane < kColumnFactors && column + lane <= last_column;
-    const float* of_column = p.scale_b + (has_column ? column + lane : 0) * p.b_column;
-    for (int block = work.begin; block < work.end; ++block, stage.advance()) {
+  Tile tile;
+  for (Tiles tiles(p); tiles.take(p, part, tile);) {
+    const int column = tile.column / kBlock + lane;
+    const bool has_column = lane < kColumnFactors && column <= last_column;
+    const float* of_column = p.scale_b + tile.group * p.b_group + (has_column ? column : 0) * p.b_column;
+    for (int block = part.begin; block < part.end; ++block, stage.advance()) {
       const uint32_t to = ring.factors(stage.index);
       wait_for(ring.empty(stage.index), stage.phase ^ 1);
 #pragma unroll
       for (int i = lane; i < kRowFactors; i += kWarp) {
-        const bool is_there = row + i < p.m;
-        copy_float(to + i * 4, p.scale_a + (is_there ? row + i : 0) * p.a_row + block * p.a_block, is_there);
+        const bool is_there = tile.row + i < tile.end;
+        copy_float(to + i * 4, p.scale_a + (is_there ? tile.row + i : 0) * p.a_row + block * p.a_block, is_there);
       }
       if (lane < kColumnFactors) copy_float(to + (kColumnOffset + lane) * 4, of_column + block * p.b_block, has_column);
       arrive_after_copies(ring.full(stage.index));
@@ -312,15 +347,15 @@ __device__ __forceinline__ void store_rows(Params const& p, Tile const& tile, in
 #pragma unroll
       for (int i = 0; i < 4; ++i) word[i] = packed_bf16(read(first + 4 * i + 2 * half), read(first + 4 * i + 2 * half + 1));
       transpose_quad(word);
-      const int at = row + 8 * half, column = tile.y + first * 2 + 8 * quad;
-      if (at < p.m && column < p.n) store(p.d + at * p.ldd + column, word);
+      const int at = row + 8 * half, column = tile.column + first * 2 + 8 * quad;
+      if (at < tile.end && column < p.n) store(p.d + at * p.ldd + column, word);
     }
   } else {  // two octets of both rows
 #pragma unroll
     for (int i = 0; i < 4; ++i) word[i] = packed_bf16(read(first + 4 * (i % 2) + i / 2 * 2), read(first + 4 * (i % 2) + i / 2 * 2 + 1));
     transpose_quad(word);
-    const int at = row + 8 * (quad / 2), column = tile.y + first * 2 + 8 * (quad % 2);
-    if (at < p.m && column < p.n) store(p.d + at * p.ldd + column, word);
+    const int at = row + 8 * (quad / 2), column = tile.column + first * 2 + 8 * (quad % 2);
+    if (at < tile.end && column < p.n) store(p.d + at * p.ldd + column, word);
   }
 }
 
@@ -331,8 +366,8 @@ __device__ __forceinline__ void store_columns(Params const& p, Tile const& tile,
   for (int half = 0; half < 2; ++half) {
     const uint32_t word = transposed(packed_bf16(read(first + 2 * half), read(first + 2 * half + 1)));
     const int lane = threadIdx.x % kWarp;
-    const int at = tile.y + first * 2 + lane / 4, column = row - lane / 4 + 8 * half + lane % 4 * 2;
-    if (at < p.m && column < p.n) *reinterpret_cast<uint32_t*>(p.d + at * p.ldd + column) = word;
+    const int at = tile.row + first * 2 + lane / 4, column = row - lane / 4 + 8 * half + lane % 4 * 2;
+    if (at < tile.end && column < p.n) *reinterpret_cast<uint32_t*>(p.d + at * p.ldd + column) = word;
   }
 }
 
@@ -340,7 +375,7 @@ constexpr int kStored = kSwapped ? 4 : (kResults % 16 == 0 ? 16 : 8);  // result
 
 template <class Read>
 __device__ __forceinline__ void store_part(Params const& p, Tile const& tile, Lane const& lane, int part, int first, Read&& read) {
-  const int row = tile.x + lane.first(part);
+  const int row = (kSwapped ? tile.column : tile.row) + lane.first(part);
   if constexpr (kSwapped) store_columns(p, tile, row, first, read);
   else store_rows(p, tile, row, first, read);
 }
@@ -375,19 +410,19 @@ __device__ __forceinline__ void store_reduced(Params const& p, Tile const& tile,
     }
 }
 
-__device__ __forceinline__ void multiply_tiles(Params const& p, Ring ring, Work const& work) {
+__device__ __forceinline__ void multiply_tiles(Params const& p, Ring ring, Part const& of_k) {
   const Lane lane;
   Stage stage;
-  for (int t = work.first; t < work.tiles; t += work.step) {
-    const Tile tile(p, work, t);
-    const int shift = tile.y % kBlock;
+  Tile tile;
+  for (Tiles tiles(p); tiles.take(p, of_k, tile);) {
+    const int shift = tile.column % kBlock;
     Sums sums;
 #pragma unroll
     for (int part = 0; part < kParts; ++part)
 #pragma unroll
       for (int i = 0; i < kResults; ++i) sums[part][i] = 0.0f;
 #pragma unroll 1
-    for (int block = work.begin; block < work.end; ++block, stage.advance()) {
+    for (int block = of_k.begin; block < of_k.end; ++block, stage.advance()) {
       const uint64_t x = k_major_operand(ring.x(stage.index) + lane.group * kParts * 64 * kBlock);
       const uint64_t y = k_major_operand(ring.y(stage.index));
       wait_for(ring.full(stage.index), stage.phase);
@@ -408,7 +443,7 @@ __device__ __forceinline__ void multiply_tiles(Params const& p, Ring ring, Work 
       leave(ring.empty(stage.index));
     }
     if constexpr (kSplits > 1) {
-      store_reduced(p, tile, ring, lane, work.rank, sums);
+      store_reduced(p, tile, ring, lane, of_k.rank, sums);
     } else {
 #pragma unroll
       for (int part = 0; part < kParts; ++part)
@@ -422,7 +457,7 @@ __device__ __forceinline__ void multiply_tiles(Params const& p, Ring ring, Work 
 __global__ void __launch_bounds__(kThreads, 1) block_scaled_0123456789abcdef(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) char shared[];
   const Ring ring{shared_address(shared)};
-  const Work work(p);
+  const Part part(p);
   if (threadIdx.x == 0) {
     if (ring.base % 1024 != 0) __trap();  // of a swizzle atom
     for (int stage = 0; stage < kStages; ++stage) {
@@ -435,16 +470,15 @@ __global__ void __launch_bounds__(kThreads, 1) block_scaled_0123456789abcdef(con
   if constexpr (kCluster > 1) cluster_sync();
   if (threadIdx.x < kWarpGroup) {
     if constexpr (kGroups > 1) give_registers<kProducerRegisters>();
-    if (threadIdx.x == 0) load_tiles(p, ring, work);
-    else if (threadIdx.x / kWarp == 1) load_factors(p, ring, work);
-    __syncwarp();
+    if (threadIdx.x / kWarp == 0) load_tiles(p, ring, part);
+    else if (threadIdx.x / kWarp == 1) load_factors(p, ring, part);
     if constexpr (kSplits > 1) cluster_sync();  // with the consumers of `store_reduced`
   } else {
     if constexpr (kGroups > 1) take_registers<kConsumerRegisters>();
     grid_dependency_wait();
     // The kernel behind waits in the same way: it may come as soon as there is room.
     grid_dependency_launch();
-    multiply_tiles(p, ring, work);
+    multiply_tiles(p, ring, part);
   }
   // Nobody's shared memory is written to or read after it has ended.
   if constexpr (kCluster > 1) cluster_sync();
@@ -462,7 +496,11 @@ inline bool valid(const int64_t* integers) {
   if (!aligned(integers[3], 1) || !aligned(integers[4], 1) || !aligned(integers[5], 2)) return false;
   for (int i = 6; i < 10; ++i)
     if (integers[i] < 0 || integers[i] >= (int64_t(1) << 36)) return false;
-  const int64_t tiles = ((m + 7) / 8) * ((n + 7) / 8);
+  const int64_t groups = integers[13];
+  if (groups < 1 || groups > 65536 || (!kGrouped && groups > 1) || groups * n > INT32_MAX || integers[14] < 0 ||
+      integers[14] >= (int64_t(1) << 36))
+    return false;
+  const int64_t tiles = ((m + 7) / 8 + groups - 1) * ((n + 7) / 8);
   return integers[3] >= k && integers[4] >= k && integers[5] >= n && integers[10] >= 1 && integers[10] <= 64 &&
          (integers[11] == 1 || integers[11] == 2) && tiles <= (int64_t(1) << 30);
 }
@@ -534,13 +572,13 @@ inline cudaError_t prepare(int* clusters) {
 
 inline cudaError_t launch(void* const* tensors, const int64_t* integers, const double* scalars, cudaStream_t stream) {
   if (!valid(integers)) return cudaErrorInvalidValue;
-  for (int i = 0; i < 5; ++i)
+  for (int i = 0; i < (kGrouped ? 6 : 5); ++i)
     if (tensors[i] == nullptr || reinterpret_cast<uintptr_t>(tensors[i]) % (i < 3 ? 16 : 4) != 0)
       return cudaErrorMisalignedAddress;
   int clusters = 0;
   if (cudaError_t error = prepare(&clusters); error != cudaSuccess) return error;
-  const int64_t m = integers[0], n = integers[1], k = integers[2];
-  const int64_t rows_x = kSwapped ? n : m, rows_y = kSwapped ? m : n;
+  const int64_t m = integers[0], n = integers[1], k = integers[2], groups = integers[13];
+  const int64_t rows_x = kSwapped ? n * groups : m, rows_y = kSwapped ? m : n * groups;
   Params p{};
   const void* const of_x = tensors[kSwapped ? 1 : 0];
   const void* const of_y = tensors[kSwapped ? 0 : 1];
@@ -553,19 +591,24 @@ inline cudaError_t launch(void* const* tensors, const int64_t* integers, const d
   p.m = static_cast<int>(m);
   p.n = static_cast<int>(n);
   p.blocks = static_cast<int>((k + kBlock - 1) / kBlock);
-  p.tiles_x = static_cast<int>((rows_x + kTileX * kClusterX - 1) / (kTileX * kClusterX));
-  p.tiles_y = static_cast<int>((rows_y + kTileY * kClusterY - 1) / (kTileY * kClusterY));
+  const auto tiles_of = [](int64_t rows, int a_cluster) { return static_cast<int>((rows + a_cluster - 1) / a_cluster); };
+  p.tiles_x = tiles_of(kSwapped ? n : m, kTileX * kClusterX);
+  p.tiles_y = tiles_of(kSwapped ? m : n, kTileY * kClusterY);
   p.along_x = (integers[11] == 1) != kSwapped;
-  const int across = p.along_x ? p.tiles_y : p.tiles_x;
-  p.band = integers[10] < across ? static_cast<int>(integers[10]) : across;
+  p.band = static_cast<int>(integers[10]);
   p.lead = integers[12] != 0;
   p.ldd = integers[5];
   p.a_row = integers[6];
   p.a_block = integers[7];
   p.b_column = integers[8];
   p.b_block = integers[9];
+  p.b_group = integers[14];
+  p.groups = static_cast<int>(groups);
+  p.offsets = kGrouped ? static_cast<const int*>(tensors[5]) : nullptr;
   p.alpha = static_cast<float>(scalars[0]);
-  const int tiles = p.tiles_x * p.tiles_y;
+  // Of groups at most: each but the first may begin a tile of rows.
+  const int tiles = (p.tiles_x + (kGrouped && !kSwapped ? p.groups - 1 : 0)) *
+                    (p.tiles_y + (kGrouped && kSwapped ? p.groups - 1 : 0));
   // Partial sums take the ring's place, so that blocks which divide K have one tile each.
   const int resident = kSplits > 1 || tiles < clusters ? tiles : clusters;
   cudaLaunchAttribute attributes[2]{};

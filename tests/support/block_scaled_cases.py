@@ -67,5 +67,24 @@ SIZES = (
 )
 
 
+def grouped(chosen: Config) -> Config:
+    """The config of `block_scaled_grouped_gemm` with the same tiles."""
+    params = {name: value for name, value in chosen.params.items() if name != "split_k"}
+    return Config("block_scaled_grouped_gemm", params)
+
+
+#: The kernels that are proven over groups: both orientations, multicast along either side.
+GROUPED = (
+    "square",
+    "columns of three blocks",
+    "tall",
+    "swapped",
+    "swapped, tall and odd",
+    "one warp group",
+)
+#: Groups, rows of all, N, K: one with rows alone, more than a warp's lanes, more than rows.
+GROUPED_SIZES = ((4, 300, 264, 400), (40, 1000, 520, 1152), (70, 60, 136, 272), (1, 130, 72, 128))
+
+
 def problem(m: int, n: int, k: int) -> GemmProblem:
     return GemmProblem(m, n, k, dtype=E4M3, scales="block")

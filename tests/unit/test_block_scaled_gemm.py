@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from block_scaled_cases import CASES, SIZES, config
+from block_scaled_cases import CASES, SIZES, config, grouped
 from block_scaled_cases import problem as problem_of
 from goldens import Goldens
 
@@ -15,10 +15,14 @@ from tuner.errors import ConfigError
 from tuner.families import families_of
 from tuner.families.base import Ref, group_by_kernels
 from tuner.families.block_scaled_gemm import KERNEL, BlockScaledGemm, stage_bytes, tiles
+from tuner.families.block_scaled_grouped_gemm import BlockScaledGroupedGemm
 from tuner.hardware import DEFAULT_GPU, SMEM_PER_BLOCK_BYTES
-from tuner.problem import GemmProblem
+from tuner.problem import GemmProblem, GroupedGemmProblem
 
 FAMILY = BlockScaledGemm()
+GROUPED = BlockScaledGroupedGemm()
+EXPERTS = GroupedGemmProblem.parse("G=8,M=300,N=264,K=400,sizes=zipf,dtype=e4m3")
+ONE = grouped(CASES["square"])
 LARGE = problem_of(4096, 7168, 2048)
 
 
@@ -103,10 +107,10 @@ def test_a_launch_has_the_factors_strides() -> None:
     [launch] = FAMILY.launches(problem, CASES["tall"], 0.5)
     assert launch.tensors == tuple(map(Ref, ("a", "b", "d", "scale_a", "scale_b")))
     assert launch.scalars == (0.5,)
-    assert launch.integers == (333, 1000, 2064, 2064, 2064, 1000, 1, 336, 17, 1, 2, 2, 1)
+    assert launch.integers == (333, 1000, 2064, 2064, 2064, 1000, 1, 336, 17, 1, 2, 2, 1, 1, 0)
     strides = {"a": (0, 4096, 1), "scale_a": (1, 17), "scale_b": (1, 8)}
     [strided] = FAMILY.strided_launches(problem, CASES["tall"], 0.5, strides)
-    assert strided.integers == (333, 1000, 2064, 4096, 2064, 1000, 17, 1, 1, 8, 2, 2, 1)
+    assert strided.integers == (333, 1000, 2064, 4096, 2064, 1000, 17, 1, 1, 8, 2, 2, 1, 1, 0)
     for wrong, reason in (
         ({"a": (0, 2065, 1)}, "a's stride of 2065 elements in dimension 1 is not a multiple"),
         ({"b": (0, 2, 2064)}, "b's stride of 2 elements in dimension 1 is not 1"),
@@ -156,4 +160,36 @@ def test_golden_texts(goldens: Goldens) -> None:
         name: render(FAMILY.kernels(LARGE, one)[KERNEL], "0123456789abcdef")
         for name, one in chosen.items()
     }
+    [grouped] = GROUPED.kernels(EXPERTS, ONE).values()
+    texts["grouped"] = render(grouped, "0123456789abcdef")
     goldens.check("block_scaled_gemm", texts)
+
+
+def test_groups_have_their_own_kernels_and_the_same_rules() -> None:
+    assert EXPERTS.output.dtype == "bfloat16" and EXPERTS.tensor_rate == 2
+    shapes = {operand.name: operand.shape for operand in EXPERTS.operands}
+    assert (shapes["scale_a"], shapes["scale_b"]) == ((4, 300), (8, 3, 4))
+    [launch] = GROUPED.launches(EXPERTS, ONE, 0.5)
+    names = ("a", "b", "d", "scale_a", "scale_b", "offsets")
+    assert launch.tensors == tuple(map(Ref, names))
+    assert launch.integers == (300, 264, 400, 400, 400, 264, 1, 300, 4, 1, 4, 1, 1, 8, 12)
+    assert GROUPED.violations(EXPERTS, ONE, DEFAULT_GPU) == []
+    too_wide = Config(GROUPED.name, {**ONE.params, "tile_m": 256, "tile_n": 144})
+    [first, *_] = GROUPED.violations(EXPERTS, too_wide, DEFAULT_GPU)
+    assert "needs 216 registers a thread for sums" in first
+    for text, reason in (
+        ("G=8,M=300,N=264,K=400,dtype=bf16", "takes factors of blocks: dtype=e4m3"),
+        ("G=8,M=300,N=260,K=400,dtype=e4m3", "not multiples of 8 and 16"),
+    ):
+        assert reason in GROUPED.supports(GroupedGemmProblem.parse(text), DEFAULT_GPU)
+    others = families_of("grouped_gemm")
+    assert "fp16 and bf16 alone" in others["grouped_gemm"].supports(EXPERTS, DEFAULT_GPU)
+    assert others["vendor_grouped_gemm"].space(EXPERTS, DEFAULT_GPU) == []
+
+
+def test_groups_take_tiles_of_their_mean_and_of_their_largest() -> None:
+    zipf = GroupedGemmProblem.parse("G=64,M=2048,N=4096,K=7168,sizes=zipf,dtype=e4m3")
+    space = GROUPED.space(zipf, DEFAULT_GPU)
+    assert not any("split_k" in c.params for c in space)
+    assert {c["tile_n"] for c in space if c["swap_ab"]} >= {16, 32, 64, 128}
+    assert any(c["tile_m"] == 128 and not c["swap_ab"] for c in space)

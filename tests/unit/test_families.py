@@ -45,6 +45,7 @@ SHAPES: dict[str, tuple[str, ...]] = {
     "grouped_gemm": (
         "G=8,M=4096,N=14336,K=4096,dtype=bf16",
         "G=64,M=300,N=1408,K=2048,sizes=zipf",
+        "G=16,M=2000,N=1408,K=2048,sizes=zipf,dtype=e4m3",
     ),
     "softmax": ("M=1024,N=1024,B=16", "M=333,N=1000,B=3,causal=1"),
 }

@@ -88,17 +88,11 @@ class BlockScaledGemm(Family):
             return reason
         if problem.scales != "block":
             return f"{self.name} takes factors of blocks: scales=block"
-        # 16-byte rows, of e4m3 and of bf16.
-        if problem.k % 16 or problem.n % 8:
-            return f"N={problem.n} and K={problem.k} are not multiples of 8 and 16 (TMA)"
-        if max(problem.m, problem.n, problem.k) > MAX_EXTENT:
-            return f"{problem.m} x {problem.n} x {problem.k} exceeds {MAX_EXTENT} in one extent"
-        if ceil(problem.m / 8) * ceil(problem.n / 8) > MAX_TILES:
-            return f"{problem.m} x {problem.n} results are over {64 * MAX_TILES}"
-        return ""
+        return extent_conflict(problem.m, problem.n, problem.k)
 
     def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
-        return [*_tile_violations(config), *_cluster_violations(_gemm(problem), config)]
+        reasons = [*tile_violations(config), *cluster_violations(config)]
+        return reasons + _split_violations(_gemm(problem), config)
 
     def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
         if self.supports(problem, gpu):
@@ -113,8 +107,7 @@ class BlockScaledGemm(Family):
         return found
 
     def kernels(self, problem: Problem, config: Config) -> dict[str, KernelSpec]:
-        variables = {k: v for k, v in config.params.items() if k not in self.runtime_parameters}
-        return {KERNEL: KernelSpec(TEMPLATE, variables)}
+        return {KERNEL: spec_of(config, is_grouped=False)}
 
     def launches(self, problem: Problem, config: Config, scale: float) -> list[Launch]:
         return self._launches(_gemm(problem), config, scale, {})
@@ -143,9 +136,8 @@ class BlockScaledGemm(Family):
             *(along[a.name][1], along[b.name][2], along[d.name][1]),
             *reversed(along[scale_a.name]),
             *along[scale_b.name],
-            config["max_swizzle_size"],
-            RASTER_ORDERS[config["raster_order"]],
-            int(config["pdl"]),
+            *launched(config),
+            *(1, 0),
         )
         tensors = tuple(Ref(operand.name) for operand in (a, b, d, scale_a, scale_b))
         return [Launch(KERNEL, tensors, integers, (scale,))]
@@ -166,6 +158,31 @@ class BlockScaledGemm(Family):
         memory_us = problem.bytes / (gpu.memory_gbs * MEMORY_EFFICIENCY * 1e3)
         longest = float((compute_us**4 + memory_us**4) ** 0.25)
         return GRAPH_LAUNCH_US * (0.5 if config["pdl"] else 1.0) + longest
+
+
+def extent_conflict(m: int, n: int, k: int, groups: int = 1) -> str:
+    """Why the template takes no operands of such extents; empty when it does."""
+    # 16-byte rows, of e4m3 and of bf16.
+    if k % 16 or n % 8:
+        return f"N={n} and K={k} are not multiples of 8 and 16 (TMA)"
+    if max(m, n, k) > MAX_EXTENT:
+        return f"{m} x {n} x {k} exceeds {MAX_EXTENT} in one extent"
+    if (ceil(m / 8) + groups - 1) * ceil(n / 8) > MAX_TILES:
+        return f"{m} x {n} results are over {64 * MAX_TILES}"
+    return ""
+
+
+def spec_of(config: Config, *, is_grouped: bool) -> KernelSpec:
+    """The kernel of a config, of one product or of groups."""
+    at_run_time = BlockScaledGemm.runtime_parameters
+    compiled = {k: v for k, v in config.params.items() if k not in at_run_time}
+    return KernelSpec(TEMPLATE, {"split_k": 1, **compiled, "grouped": is_grouped})
+
+
+def launched(config: Config) -> tuple[int, int, int]:
+    """Integers of a launch that the run-time parameters choose."""
+    order = RASTER_ORDERS[config["raster_order"]]
+    return config["max_swizzle_size"], order, int(config["pdl"])
 
 
 def step_clocks(config: Config) -> float:
@@ -207,7 +224,8 @@ def _gemm(problem: Problem) -> GemmProblem:
     raise ConfigError(f"{BlockScaledGemm.name} serves {BlockScaledGemm.op}, not {problem.op}")
 
 
-def _tile_violations(config: Config) -> list[str]:
+def tile_violations(config: Config) -> list[str]:
+    """Why a tile has no kernel: its stores, its sums, its stages."""
     tile_m, tile_n, stages = config["tile_m"], config["tile_n"], config["stages"]
     reasons = []
     if tile_n % STORED_COLUMNS and not config["swap_ab"]:
@@ -224,18 +242,24 @@ def _tile_violations(config: Config) -> list[str]:
     return reasons
 
 
-def _cluster_violations(problem: GemmProblem, config: Config) -> list[str]:
-    cluster_m, cluster_n, splits = config["cluster_m"], config["cluster_n"], config["split_k"]
-    tile_m, tile_n = config["tile_m"], config["tile_n"]
+def cluster_violations(config: Config) -> list[str]:
+    """Why blocks cannot share tiles."""
+    cluster_m, cluster_n, tile_n = config["cluster_m"], config["cluster_n"], config["tile_n"]
     reasons = []
     if cluster_m * cluster_n > 2:
         reasons.append(f"cluster {cluster_m}x{cluster_n} shares both operands (allowed: one)")
     # Each block of a cluster loads its half of the tile that they share: whole swizzle atoms.
     if tile_n % (INSTRUCTION_COLUMNS * cluster_m):
         reasons.append(f"cluster_m={cluster_m} does not halve tile_n={tile_n} in eights")
+    return reasons
+
+
+def _split_violations(problem: GemmProblem, config: Config) -> list[str]:
+    tile_m, tile_n, splits = config["tile_m"], config["tile_n"], config["split_k"]
     if splits == 1:
-        return reasons
-    if cluster_m * cluster_n > 1:
+        return []
+    reasons = []
+    if config["cluster_m"] * config["cluster_n"] > 1:
         reasons.append(f"split_k={splits} goes with a cluster of its own alone")
     if splits > ceil(problem.k / SCALE_BLOCK):
         reasons.append(f"split_k={splits} has more parts than K={problem.k} has blocks")

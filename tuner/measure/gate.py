@@ -486,14 +486,21 @@ class Gate:
     ) -> None:
         """One group that has rows after the other."""
         n, k, width = problem.n, problem.k, DTYPE_BYTES[problem.dtype]
+        factors = {operand.name: operand for operand in problem.operands[3:-1]}
+        step = factors["scale_a"].strides[0] if factors else 0
         start = 0
         for group, rows in enumerate(_group_rows(problem, kind)):
             a = self.pointers["a"] + start * k * width
             b = self.pointers["b"] + group * n * k * width
             strides = (rows * k, k, 1, n * k, 1, k, rows * n, n, 1)
-            integers = (_GEMM, _DTYPES[problem.dtype], 1, rows, n, k, *strides, 0, 0, 0, 0)
+            integers = (_GEMM, _DTYPES[problem.dtype], 1, rows, n, k, *strides, 0, 0, 0, step)
+            scales = (0, 0)
+            if factors:
+                shift = 4 * group * factors["scale_b"].strides[0]
+                scales = self.pointers["scale_a"] + 4 * start, self.pointers["scale_b"] + shift
             if rows:
-                self._run((a, b, reference + 4 * start * n, 0, 0, 0, 0), integers, (scale, 1.0))
+                outputs = (a, b, reference + 4 * start * n, 0, 0, *scales)
+                self._run(outputs, integers, (scale, 1.0))
             start += rows
 
     def _compute_swiglu(self, problem: SwigluProblem, scale: float, reference: int) -> None:

@@ -42,6 +42,12 @@ SCALE_ROWS = 4
 _OFF: Mapping[str, Any] = {"epilogue": "", "scales": "", "fast_accum": True}
 
 
+def block_scales(m: int, n: int, k: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Shapes of the factors of blocks of A, (M, K), and of B, (K, N)."""
+    blocks = ceil(k / SCALE_BLOCK)
+    return (blocks, ceil(m / SCALE_ROWS) * SCALE_ROWS), (ceil(n / SCALE_BLOCK), blocks)
+
+
 @dataclass(frozen=True)
 class GemmProblem(Problem):
     """D[b] = A[b] @ B[b], fp32 accumulation; A is (M, K), B is (K, N), D is (M, N) row-major.
@@ -193,12 +199,8 @@ class GemmProblem(Problem):
             matrix("b", self.k, self.n, self.layout_b, self.dtype, False),
         ]
         if self.scales == "block":
-            blocks = ceil(self.k / SCALE_BLOCK)
-            sides = {
-                "scale_a": (blocks, ceil(self.m / SCALE_ROWS) * SCALE_ROWS),
-                "scale_b": (ceil(self.n / SCALE_BLOCK), blocks),
-            }
-            found += [Operand(x, side, (side[1], 1), "float32") for x, side in sides.items()]
+            sides = zip(("scale_a", "scale_b"), block_scales(self.m, self.n, self.k), strict=True)
+            found += [Operand(x, side, (side[1], 1), "float32") for x, side in sides]
         elif self.scales:
             sizes = (self.m, self.n) if self.scales == "row" else (1, 1)
             names = ("scale_a", "scale_b")

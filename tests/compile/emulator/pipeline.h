@@ -297,18 +297,31 @@ inline void run_products() {
 inline void __syncwarp(unsigned = ~0u) { emulator::meet(emulator::self().warp->meeting, 32); }
 inline void __syncthreads() { emulator::meet(emulator::self().block->meetings[-1], int(emulator::machine().block.x)); }
 [[noreturn]] inline void __trap() { emulator::fail("trap"); }
-inline uint32_t __shfl_xor_sync(unsigned, uint32_t word, int step) {
+// A lane's word, as all lanes gave theirs.
+inline uint32_t word_of_lane(uint32_t word, int lane) {
   emulator::Warp& warp = *emulator::self().warp;
-  int const lane = threadIdx.x % 32;
-  warp.words[lane] = word;
+  warp.words[threadIdx.x % 32] = word;
   emulator::meet(warp.meeting, 32);
-  uint32_t const other = warp.words[lane ^ step];
+  uint32_t const other = warp.words[lane];
   emulator::meet(warp.meeting, 32);
   return other;
 }
+inline uint32_t __shfl_xor_sync(unsigned, uint32_t word, int step) { return word_of_lane(word, threadIdx.x % 32 ^ step); }
+inline int __shfl_sync(unsigned, int word, int lane) { return int(word_of_lane(word, lane)); }
+inline int __shfl_up_sync(unsigned, int word, int step) {
+  int const lane = threadIdx.x % 32;
+  return int(word_of_lane(word, lane >= step ? lane - step : lane));
+}
+inline unsigned __ballot_sync(unsigned, bool holds) {
+  unsigned all = 0;
+  for (int lane = 0; lane < 32; ++lane) all |= word_of_lane(holds, lane) << lane;
+  return all;
+}
+inline int __popc(unsigned word) { return __builtin_popcount(word); }
 // The rest of warp.h.
 inline float __shfl_xor_sync(unsigned, float, int) { emulator::fail("a float is not shuffled here"); }
 inline int min(int a, int b) { return a < b ? a : b; }
+inline int max(int a, int b) { return a > b ? a : b; }
 
 namespace tuner {
 
