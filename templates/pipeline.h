@@ -149,6 +149,26 @@ __device__ __forceinline__ void products_wait() { asm volatile("wgmma.wait_group
 // Keeps the compiler from moving what reads or writes an accumulator past it.
 __device__ __forceinline__ void accumulator_fence(float& x) { asm volatile("" : "+f"(x)::"memory"); }
 
+// Four matrices of eight by eight 16-bit values, two of each a lane; lane 8 i + r has the address of row r of
+// matrix i.
+__device__ __forceinline__ void store_matrices(uint32_t to, uint32_t const (&word)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], { %1, %2, %3, %4 };"
+               ::"r"(to), "r"(word[0]), "r"(word[1]), "r"(word[2]), "r"(word[3]) : "memory");
+}
+
+// A box of a matrix from shared memory by TMA, a group of copies of its own; what lies beyond the matrix is left.
+__device__ __forceinline__ void store_box(CUtensorMap const& map, uint32_t from, int column, int row) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, { %1, %2 }], [%3];\ncp.async.bulk.commit_group;"
+               ::"l"(&map), "r"(column), "r"(row), "r"(from) : "memory");
+}
+
+// Until all but the last `kLeft` of this thread's boxes have been read, or all been stored.
+template <int kLeft>
+__device__ __forceinline__ void boxes_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kLeft) : "memory");
+}
+__device__ __forceinline__ void boxes_stored() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
 // Two floats as bf16, the first in the lower half.
 __device__ __forceinline__ uint32_t packed_bf16(float low, float high) {
   uint32_t both;

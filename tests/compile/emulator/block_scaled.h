@@ -32,6 +32,7 @@ inline int run(Case const& c, unsigned seed) {
   Params p{};
   p.x = emulator::map_of({(kSwapped ? b : a).data(), c.k, rows_x, c.k, kTileX / kClusterY});
   p.y = emulator::map_of({(kSwapped ? a : b).data(), c.k, rows_y, c.k, kTileY / kClusterX});
+  p.d_map = emulator::map_of({reinterpret_cast<uint8_t*>(d.data()), 2 * c.n, c.m, 2 * c.n, 16});
   p.d = reinterpret_cast<__nv_bfloat16*>(d.data());
   p.scale_a = scale_a.data();
   p.scale_b = scale_b.data();

@@ -77,6 +77,7 @@ struct Fiber {
   bool ended = false;
   std::vector<Product> products;
   std::deque<Copy> copies;  // of single floats, and arrivals behind them: in order
+  std::deque<Copy> stores;  // boxes that are still to be read
 };
 
 struct Machine {
@@ -404,6 +405,38 @@ inline void products_begin() {}
 inline void products_commit() {}
 inline void products_wait() { emulator::run_products(); }
 inline void accumulator_fence(float&) {}
+inline void store_matrices(uint32_t to, uint32_t const (&word)[4]) {
+  emulator::Warp& warp = *emulator::self().warp;
+  int const lane = threadIdx.x % 32;
+  for (int matrix = 0; matrix < 4; ++matrix) {
+    warp.words[lane] = word[matrix];
+    emulator::meet(warp.meeting, 32);
+    if (lane / 8 == matrix) {  // this lane has the address of one of its rows
+      if (to % 16) emulator::fail("a row of a matrix lies between 16 bytes");
+      std::memcpy(emulator::bytes_at(emulator::place_of(to), 16), warp.words + lane % 8 * 4, 16);
+    }
+    emulator::meet(warp.meeting, 32);
+  }
+}
+inline void store_box(CUtensorMap const& map, uint32_t from, int column, int row) {
+  emulator::Matrix matrix;
+  std::memcpy(&matrix, &map, sizeof(matrix));
+  if (from % 1024) emulator::fail("a box lies between swizzle atoms");
+  emulator::Place const source = emulator::place_of(from);
+  uint8_t const* const bytes = emulator::bytes_at(source, matrix.box_rows * 128);
+  emulator::self().stores.push_back({[=] {
+    for (int r = 0; r < matrix.box_rows; ++r)
+      for (int c = 0; c < 128; ++c)
+        if (row + r < matrix.rows && 2 * column + c < matrix.columns)
+          const_cast<uint8_t*>(matrix.data)[(row + r) * matrix.stride + 2 * column + c] =
+              source.block->memory.at(emulator::swizzled(source.address + r * 128 + c) - emulator::kBase);
+  }});
+}
+template <int kLeft> void boxes_read() {
+  auto& stores = emulator::self().stores;
+  while (stores.size() > kLeft) stores.front().run(), stores.pop_front();
+}
+inline void boxes_stored() { boxes_read<0>(); }
 inline uint32_t packed_bf16(float low, float high) {
   auto const bits = [](float x) { return uint32_t(__bfloat16_as_ushort(__float2bfloat16(x))); };
   return bits(high) << 16 | bits(low);
