@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from block_scaled_cases import CASES, GROUPED, config
+from block_scaled_cases import CASES, GROUPED, config, grouped
 from block_scaled_cases import problem as problem_of
 
 from tuner.base import resources
@@ -27,7 +27,7 @@ EMULATOR = Path(__file__).parent / "emulator"
 
 SPECS = [
     *(spec_of(chosen, is_grouped=False) for chosen in CASES.values()),
-    *(spec_of(CASES[name], is_grouped=True) for name in GROUPED),
+    *(spec_of(grouped(CASES[name]), is_grouped=True) for name in GROUPED),
 ]
 
 
@@ -151,7 +151,7 @@ def test_an_emulated_kernel_is_right(compiler: Compiler, case: str, tmp_path: Pa
 def test_an_emulated_kernel_follows_the_groups(
     compiler: Compiler, case: str, tmp_path: Path
 ) -> None:
-    few = Config(FAMILY.name, {**CASES[case].params, "stages": 2})
+    few = Config(FAMILY.name, {**grouped(CASES[case]).params, "stages": 2})
     assert emulated(few, compiler.toolchain.nvcc, tmp_path, is_grouped=True) == ""
 
 

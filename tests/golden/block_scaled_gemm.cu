@@ -19,6 +19,7 @@ constexpr int kStages = 6;
 constexpr int kClusterX = 1;
 constexpr int kClusterY = 1;
 constexpr int kSplits = 1;
+constexpr int kStoreBuffers = 1;
 constexpr bool kGrouped = false;
 
 constexpr int kBlock = 128;  // of K, and of B's columns: what one factor is for
@@ -49,7 +50,9 @@ constexpr int kBytesX = kTileX * kBlock, kBytesY = kTileY * kBlock;
 constexpr int kFactorBytes = ((kRowFactors + 3) / 4 * 4 + kColumnPlaces) * 4;
 constexpr int kColumnOffset = (kRowFactors + 3) / 4 * 4;  // floats before the factors of columns
 constexpr int kFirstY = kStages * kBytesX;
-constexpr int kFirstFactor = kFirstY + kStages * kBytesY;
+constexpr int kBoxColumns = 64, kBoxBytes = 16 * kBoxColumns * 2;
+constexpr int kFirstBox = kFirstY + kStages * kBytesY;
+constexpr int kFirstFactor = kFirstBox + kGroups * (kWarpGroup / kWarp) * kStoreBuffers * kBoxBytes;
 constexpr int kFirstBarrier = kFirstFactor + kStages * kFactorBytes;
 constexpr int kSmemBytes = kFirstBarrier + 2 * kStages * 8;
 static_assert(kSmemBytes <= kMaxSmem, "tile and stages exceed shared memory");
@@ -57,6 +60,7 @@ static_assert(kStages >= 2, "a block is copied while another is used");
 static_assert(kClusterX == 1 || kClusterY == 1, "multicast goes one way");
 static_assert(kSplits == 1 || (kMulticast == 1 && !kGrouped), "blocks that divide K share no tile, nor groups");
 static_assert(kSplits == 1 || kTileX * kTileY * 4 <= kFirstFactor, "partial sums take the ring's place");
+static_assert(kStoreBuffers == 0 || (!kSwapped && !kGrouped && kSplits == 1 && kTileY >= kBoxColumns), "whole boxes");
 static_assert(kTileY % (kSwapped ? 8 : 16) == 0 && kTileY % (8 * kClusterX) == 0, "whole swizzle atoms");
 
 // A producer waits for a stage that all consumers of the blocks it writes to have left; its TMA thread and
@@ -67,7 +71,7 @@ constexpr int kEmptyArrivals = kGroups * (kWarpGroup / kWarp) * kMulticast;
 enum NamedBarrier { kConsumersMeet = 1 };
 
 struct Params {
-  CUtensorMap x, y;
+  CUtensorMap x, y, d_map;
   __nv_bfloat16* d;
   const float* scale_a;
   const float* scale_b;
@@ -128,6 +132,7 @@ struct Ring {
 
   __device__ __forceinline__ uint32_t x(int stage) const { return base + stage * kBytesX; }
   __device__ __forceinline__ uint32_t y(int stage) const { return base + kFirstY + stage * kBytesY; }
+  __device__ __forceinline__ uint32_t boxes(int warp) const { return base + kFirstBox + warp * kStoreBuffers * kBoxBytes; }
   __device__ __forceinline__ uint32_t factors(int stage) const { return base + kFirstFactor + stage * kFactorBytes; }
   __device__ __forceinline__ uint32_t full(int stage) const { return base + kFirstBarrier + stage * 8; }
   __device__ __forceinline__ uint32_t empty(int stage) const { return full(kStages + stage); }
@@ -241,7 +246,7 @@ __device__ __forceinline__ void load_factors(Params const& p, Ring ring, Part co
     for (int block = part.begin; block < part.end; ++block, stage.advance()) {
       const uint32_t to = ring.factors(stage.index);
       wait_for(ring.empty(stage.index), stage.phase ^ 1);
-#pragma unroll
+#pragma unroll 2
       for (int i = lane; i < kRowFactors; i += kWarp) {
         const bool is_there = tile.row + i < tile.end;
         copy_float(to + i * 4, p.scale_a + (is_there ? tile.row + i : 0) * p.a_row + block * p.a_block, is_there);
@@ -380,6 +385,36 @@ __device__ __forceinline__ void store_part(Params const& p, Tile const& tile, La
   else store_rows(p, tile, row, first, read);
 }
 
+// By way of shared memory: a warp's 16 rows, 64 columns at a time, the last of them once more where they are
+// no multiple. `box` is the warp's next buffer.
+__device__ __forceinline__ void store_boxes(Params const& p, Tile const& tile, Ring ring, Lane const& lane, int part, int& box,
+                                            float const (&sums)[kResults]) {
+  constexpr int kBuffers = kStoreBuffers > 0 ? kStoreBuffers : 1;
+  const int thread = threadIdx.x % kWarp, row = thread % 16;
+  const uint32_t boxes = ring.boxes(lane.group * 4 + lane.warp);
+#pragma unroll
+  for (int chunk = 0; chunk < (kTileY + kBoxColumns - 1) / kBoxColumns; ++chunk) {
+    const int first = chunk * kBoxColumns + kBoxColumns <= kTileY ? chunk * kBoxColumns : kTileY - kBoxColumns;
+    const uint32_t to = boxes + box * kBoxBytes;
+    if (thread == 0) boxes_read<kBuffers - 1>();
+    __syncwarp();
+#pragma unroll
+    for (int octet = 0; octet < kBoxColumns / 8; octet += 2) {
+      uint32_t word[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {  // rows 0 to 7 and 8 to 15 of one octet, and of the next
+        const int at = (first / 8 + octet + i / 2) * 4 + i % 2 * 2;
+        word[i] = packed_bf16(p.alpha * sums[at], p.alpha * sums[at + 1]);
+      }
+      store_matrices(to + row * kSwizzleBytes + ((octet + thread / 16) ^ (row % 8)) * 16, word);
+    }
+    async_copy_fence();
+    __syncwarp();
+    if (thread == 0) store_box(p.d_map, to, tile.column + first, tile.row + lane.first(part) - lane.row);
+    box = box + 1 == kBuffers ? 0 : box + 1;
+  }
+}
+
 // Blocks that divide K: each keeps its sums in shared memory, and adds and stores its share of all.
 __device__ __forceinline__ void store_reduced(Params const& p, Tile const& tile, Ring ring, Lane const& lane, uint32_t rank,
                                               Sums const& sums) {
@@ -414,6 +449,7 @@ __device__ __forceinline__ void multiply_tiles(Params const& p, Ring ring, Part 
   const Lane lane;
   Stage stage;
   Tile tile;
+  int box = 0;
   for (Tiles tiles(p); tiles.take(p, of_k, tile);) {
     const int shift = tile.column % kBlock;
     Sums sums;
@@ -444,6 +480,9 @@ __device__ __forceinline__ void multiply_tiles(Params const& p, Ring ring, Part 
     }
     if constexpr (kSplits > 1) {
       store_reduced(p, tile, ring, lane, of_k.rank, sums);
+    } else if constexpr (kStoreBuffers > 0) {
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) store_boxes(p, tile, ring, lane, part, box, sums[part]);
     } else {
 #pragma unroll
       for (int part = 0; part < kParts; ++part)
@@ -451,6 +490,10 @@ __device__ __forceinline__ void multiply_tiles(Params const& p, Ring ring, Part 
         for (int first = 0; first < kResults; first += kStored)
           store_part(p, tile, lane, part, first, [&](int i) { return p.alpha * sums[part][i]; });
     }
+  }
+  if constexpr (kStoreBuffers > 0) {
+    if (threadIdx.x % kWarp == 0) boxes_stored();
+    __syncwarp();
   }
 }
 
@@ -505,8 +548,9 @@ inline bool valid(const int64_t* integers) {
          (integers[11] == 1 || integers[11] == 2) && tiles <= (int64_t(1) << 30);
 }
 
-// 128 elements of K by `rows` rows of a row-major matrix.
-inline cudaError_t describe(CUtensorMap* map, const void* data, int64_t k, int64_t rows, int64_t stride, uint32_t box_rows) {
+// Boxes of 128 bytes by `box_rows` rows of a row-major matrix of `width` elements a row.
+inline cudaError_t describe(CUtensorMap* map, CUtensorMapDataType type, int bytes, const void* data, int64_t width, int64_t rows,
+                            int64_t stride, uint32_t box_rows) {
   using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
                               const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
                               CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
@@ -520,9 +564,9 @@ inline cudaError_t describe(CUtensorMap* map, const void* data, int64_t k, int64
     return error;
   }();
   if (found != cudaSuccess) return found;
-  const cuuint64_t extents[] = {cuuint64_t(k), cuuint64_t(rows)}, strides[] = {cuuint64_t(stride)};
-  const cuuint32_t box[] = {kBlock, box_rows}, steps[] = {1, 1};
-  const CUresult made = encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, const_cast<void*>(data), extents, strides, box, steps,
+  const cuuint64_t extents[] = {cuuint64_t(width), cuuint64_t(rows)}, strides[] = {cuuint64_t(stride * bytes)};
+  const cuuint32_t box[] = {cuuint32_t(kSwizzleBytes / bytes), box_rows}, steps[] = {1, 1};
+  const CUresult made = encode(map, type, 2, const_cast<void*>(data), extents, strides, box, steps,
                                CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return made == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
@@ -582,8 +626,12 @@ inline cudaError_t launch(void* const* tensors, const int64_t* integers, const d
   Params p{};
   const void* const of_x = tensors[kSwapped ? 1 : 0];
   const void* const of_y = tensors[kSwapped ? 0 : 1];
-  cudaError_t error = describe(&p.x, of_x, k, rows_x, integers[kSwapped ? 4 : 3], kTileX / kClusterY);
-  if (error == cudaSuccess) error = describe(&p.y, of_y, k, rows_y, integers[kSwapped ? 3 : 4], kTileY / kClusterX);
+  const auto bytes = CU_TENSOR_MAP_DATA_TYPE_UINT8;
+  cudaError_t error = describe(&p.x, bytes, 1, of_x, k, rows_x, integers[kSwapped ? 4 : 3], kTileX / kClusterY);
+  if (error == cudaSuccess)
+    error = describe(&p.y, bytes, 1, of_y, k, rows_y, integers[kSwapped ? 3 : 4], kTileY / kClusterX);
+  if (error == cudaSuccess && kStoreBuffers > 0)
+    error = describe(&p.d_map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, tensors[2], n, m, integers[5], 16);
   if (error != cudaSuccess) return error;
   p.d = static_cast<__nv_bfloat16*>(tensors[2]);
   p.scale_a = static_cast<const float*>(tensors[3]);

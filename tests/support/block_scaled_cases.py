@@ -13,6 +13,7 @@ def config(
     swap_ab: bool = False,
     cluster: tuple[int, int] = (1, 1),
     split_k: int = 1,
+    store_buffers: int = 0,
     raster: tuple[str, int] = ("AlongM", 4),
     pdl: bool = True,
 ) -> Config:
@@ -26,6 +27,7 @@ def config(
             "cluster_m": cluster[0],
             "cluster_n": cluster[1],
             "split_k": split_k,
+            "store_buffers": store_buffers,
             "raster_order": raster[0],
             "max_swizzle_size": raster[1],
             "pdl": pdl,
@@ -36,16 +38,16 @@ def config(
 #: Every height and kind of width in both orientations, multicast either way, K divided; a kernel
 #: each.
 CASES: dict[str, Config] = {
-    "square": config((128, 128), 6),
+    "square": config((128, 128), 6, store_buffers=1),
     "two stages": config((128, 128), 2, pdl=False),
-    "columns of two blocks": config((128, 192), 5, cluster=(2, 1)),
+    "columns of two blocks": config((128, 192), 5, cluster=(2, 1), store_buffers=1),
     "columns of three blocks": config((128, 176), 5, cluster=(1, 2)),
     "odd octets": config((128, 144), 6, cluster=(2, 1), raster=("AlongN", 1)),
-    "narrow": config((128, 80), 7, raster=("AlongN", 16)),
-    "tall": config((256, 128), 4, cluster=(2, 1), raster=("AlongN", 2)),
+    "narrow": config((128, 80), 7, store_buffers=2, raster=("AlongN", 16)),
+    "tall": config((256, 128), 4, cluster=(2, 1), store_buffers=1, raster=("AlongN", 2)),
     "tall, halved": config((256, 112), 4, cluster=(1, 2)),
     "tall, split": config((256, 96), 4, split_k=2),
-    "one warp group": config((64, 96), 8),
+    "one warp group": config((64, 96), 8, store_buffers=2),
     "split": config((128, 64), 8, split_k=2),
     "swapped": config((128, 16), 12, swap_ab=True),
     "swapped, one octet": config((128, 8), 10, swap_ab=True, cluster=(1, 2)),
@@ -69,7 +71,8 @@ SIZES = (
 
 def grouped(chosen: Config) -> Config:
     """The config of `block_scaled_grouped_gemm` with the same tiles."""
-    params = {name: value for name, value in chosen.params.items() if name != "split_k"}
+    alone = ("split_k", "store_buffers")
+    params = {name: value for name, value in chosen.params.items() if name not in alone}
     return Config("block_scaled_grouped_gemm", params)
 
 

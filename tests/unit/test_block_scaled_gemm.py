@@ -14,7 +14,13 @@ from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families import families_of
 from tuner.families.base import Ref, group_by_kernels
-from tuner.families.block_scaled_gemm import KERNEL, BlockScaledGemm, stage_bytes, tiles
+from tuner.families.block_scaled_gemm import (
+    KERNEL,
+    BlockScaledGemm,
+    smem_bytes,
+    stage_bytes,
+    tiles,
+)
 from tuner.families.block_scaled_grouped_gemm import BlockScaledGroupedGemm
 from tuner.hardware import DEFAULT_GPU, SMEM_PER_BLOCK_BYTES
 from tuner.problem import GemmProblem, GroupedGemmProblem
@@ -64,6 +70,9 @@ def test_no_other_own_family_serves_factors_of_blocks() -> None:
         (config((128, 24), 4, swap_ab=True, cluster=(2, 1)), "does not halve tile_n=24 in eights"),
         (config((128, 64), 4, cluster=(2, 1), split_k=2), "split_k=2 goes with a cluster of its"),
         (config((256, 128), 2, split_k=2), "2 stages have no room for 256x128 fp32 sums"),
+        (config((128, 64), 4, swap_ab=True, store_buffers=1), "is for neither swapped operands"),
+        (config((128, 48), 4, store_buffers=1), "tile_n=48 has no box of 64 columns"),
+        (config((128, 128), 6, store_buffers=2), "232640 bytes of shared memory at 6 stages"),
         (config((128, 64), 4, split_k=8), "split_k=8 has more parts than K=512 has blocks"),
         (Config("block_scaled_gemm", {}), "parameter tile_m is missing"),
     ],
@@ -85,8 +94,8 @@ def test_the_space_fills_shared_memory_and_wastes_no_tile(size: tuple[int, int, 
     space = FAMILY.space(problem, DEFAULT_GPU)
     for group in group_by_kernels(FAMILY, space):
         chosen, stages = group[0], group[0]["stages"]
-        assert stages * stage_bytes(chosen) <= SMEM_PER_BLOCK_BYTES
-        assert stages == 24 or (stages + 1) * stage_bytes(chosen) > SMEM_PER_BLOCK_BYTES
+        assert smem_bytes(chosen) <= SMEM_PER_BLOCK_BYTES
+        assert stages == 24 or smem_bytes(chosen) + stage_bytes(chosen) > SMEM_PER_BLOCK_BYTES
         texts = {render(FAMILY.kernels(problem, c)[KERNEL], "x") for c in group}
         assert len(texts) == 1
     split = {c["split_k"] for c in space}

@@ -132,3 +132,62 @@ def test_other_weights_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=reason):
         runtime.products.linear(input, weight, weight_scale=scale)
+
+
+ROWS_OF_GROUPS = (5, 0, 1, 7)
+
+
+def experts() -> tuple[Any, ...]:
+    """A, B, offsets and both factors; two rows belong to no group."""
+    offsets = torch.tensor([0, *ROWS_OF_GROUPS]).cumsum(0).int()
+    a = torch.randn(15, K).to(torch.float8_e4m3fn)
+    b = torch.randn(4, N, K).to(torch.float8_e4m3fn)
+    return a, b, offsets, torch.rand(15, 4) + 0.5, torch.rand(4, 3, 4) + 0.5
+
+
+def test_experts_are_multiplied_in_bf16_where_no_kernel_serves_them(
+    on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import tuner
+
+    asked: list[Any] = []
+    monkeypatch.setattr(on_cpu.table, "lookup", lambda problem, **_: asked.append(problem))
+    a, b, offsets, scale_a, scale_b = experts()
+    out = tuner.grouped_mm(a, b, offsets, scale_a=scale_a, scale_b=scale_b)
+    wide_a = a.float() * scale_a.repeat_interleave(128, 1)[:, :K]
+    wide_b = b.float() * scale_b.repeat_interleave(128, 1)[:, :N].repeat_interleave(128, 2)[..., :K]
+    groups = [group for group, rows in enumerate(ROWS_OF_GROUPS) for _ in range(rows)]
+    wanted = torch.stack([wide_b[group] @ row for row, group in zip(wide_a, groups, strict=False)])
+    assert out.dtype == torch.bfloat16 and out.shape == (15, N)
+    assert (out[:13].float() - wanted).norm() / wanted.norm() < 8e-3
+    assert [problem.label() for problem in asked] == [f"G=4,M=16,N={N},K={K},dtype=e4m3"]
+
+
+def test_a_kernel_is_given_the_factors_of_all_rows_side_by_side(
+    on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import tuner
+
+    seen: list[Any] = []
+
+    def plan(kind: Any, told: Any, pose: Any, device: int, _: Any = None) -> Any:
+        def run(*tensors: Any) -> Any:
+            seen.extend(tensors)
+            return torch.zeros(15, N)
+
+        return on_cpu.plan.VendorPlan(pose().problem, Config("own", {}), -1, False, run)
+
+    monkeypatch.setattr(on_cpu.table.table, "find_out", plan)
+    a, b, offsets, scale_a, scale_b = experts()
+    assert not tuner.grouped_mm(a, b, offsets, scale_a=scale_a, scale_b=scale_b).any()
+    assert [seen[0] is a, seen[1] is b, seen[2] is offsets, seen[4] is scale_b] == [True] * 4
+    assert torch.equal(seen[3], scale_a) and seen[3].stride() == (1, 16)
+    for given, reason in (
+        ({"scale_a": scale_a}, "scale_b is missing"),
+        ({"scale_a": scale_a[:9], "scale_b": scale_b}, r"scale_a is torch.float32 \(9, 4\)"),
+        ({"scale_a": scale_a, "scale_b": scale_b.half()}, "scale_b is torch.float16"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            tuner.grouped_mm(a, b, offsets, **given)
+    with pytest.raises(ConfigError, match="factors are for float8_e4m3fn"):
+        tuner.grouped_mm(a.half(), b.half(), offsets, scale_a=scale_a, scale_b=scale_b)

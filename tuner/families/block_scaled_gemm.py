@@ -30,7 +30,7 @@ KERNEL = "block_scaled_gemm"
 """Name of the one kernel."""
 TEMPLATE = "block_scaled_gemm.cu.j2"
 #: Rows of an instruction of a warp group (PTX ISA, wgmma), and columns of the narrowest.
-INSTRUCTION_ROWS, INSTRUCTION_COLUMNS = 64, 8
+INSTRUCTION_ROWS, INSTRUCTION_COLUMNS, INSTRUCTION_WARPS = 64, 8, 4
 #: Columns that the four lanes of a row store together: tiles of D's columns are multiples.
 STORED_COLUMNS = 16
 #: Registers of a thread for sums and for the tensor cores' accumulators: 192 of 232 compile
@@ -42,6 +42,9 @@ MIN_STAGES, MAX_STAGES = 2, 24
 RASTER_ORDERS = {"AlongM": 1, "AlongN": 2}
 #: Factors of B's columns that a stage has room for, and bytes of its two barriers.
 COLUMN_PLACES, BARRIER_BYTES = 4, 16
+#: Rows and columns of a warp's box of results, and its bytes.
+BOX_ROWS, BOX_COLUMNS = 16, 64
+BOX_BYTES = 2 * BOX_ROWS * BOX_COLUMNS
 #: Largest extents, as the template checks them: tiles beyond the last one fit 32 bits.
 MAX_EXTENT = 1 << 30
 MAX_TILES = 1 << 30
@@ -76,6 +79,7 @@ class BlockScaledGemm(Family):
         "cluster_m": (1, 2),
         "cluster_n": (1, 2),
         "split_k": (1, 2, 4, 8),
+        "store_buffers": (0, 1, 2),
         "raster_order": tuple(RASTER_ORDERS),
         "max_swizzle_size": (1, 2, 4, 8, 16),
         "pdl": (False, True),
@@ -92,7 +96,7 @@ class BlockScaledGemm(Family):
 
     def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
         reasons = [*tile_violations(config), *cluster_violations(config)]
-        return reasons + _split_violations(_gemm(problem), config)
+        return reasons + _split_violations(_gemm(problem), config) + _store_violations(config)
 
     def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
         if self.supports(problem, gpu):
@@ -176,7 +180,8 @@ def spec_of(config: Config, *, is_grouped: bool) -> KernelSpec:
     """The kernel of a config, of one product or of groups."""
     at_run_time = BlockScaledGemm.runtime_parameters
     compiled = {k: v for k, v in config.params.items() if k not in at_run_time}
-    return KernelSpec(TEMPLATE, {"split_k": 1, **compiled, "grouped": is_grouped})
+    alone: dict[str, Value] = {"split_k": 1, "store_buffers": 0}
+    return KernelSpec(TEMPLATE, {**alone, **compiled, "grouped": is_grouped})
 
 
 def launched(config: Config) -> tuple[int, int, int]:
@@ -207,6 +212,20 @@ def stage_bytes(config: Config) -> int:
     return (tile_m + tile_n) * SCALE_BLOCK + 4 * (factors + COLUMN_PLACES) + BARRIER_BYTES
 
 
+def smem_bytes(config: Config) -> int:
+    """Shared memory of a block: its stages, and its warps' boxes of results."""
+    warps = INSTRUCTION_WARPS * min(2, int(config["tile_m"]) // INSTRUCTION_ROWS)
+    boxes = int(config.get("store_buffers", 0)) * warps * BOX_BYTES
+    return int(config["stages"]) * stage_bytes(config) + boxes
+
+
+def deepened(config: Config) -> Config:
+    """A config with as many stages as fit."""
+    least = Config(config.family, {**config.params, "stages": MIN_STAGES})
+    more = (SMEM_PER_BLOCK_BYTES - smem_bytes(least)) // stage_bytes(least)
+    return Config(config.family, {**config.params, "stages": min(MIN_STAGES + more, MAX_STAGES)})
+
+
 def tiles(problem: GemmProblem, config: Config) -> tuple[int, int]:
     """Tiles of a cluster along the instruction's rows and along its columns."""
     rows, columns = problem.m, problem.n
@@ -235,7 +254,7 @@ def tile_violations(config: Config) -> list[str]:
         reasons.append(
             f"tile {tile_m}x{tile_n} needs {sums} registers a thread for sums (at most {MAX_SUMS})"
         )
-    if (used := stages * stage_bytes(config)) > SMEM_PER_BLOCK_BYTES:
+    if (used := smem_bytes(config)) > SMEM_PER_BLOCK_BYTES:
         reasons.append(
             f"{used} bytes of shared memory at {stages} stages exceed {SMEM_PER_BLOCK_BYTES}"
         )
@@ -265,6 +284,18 @@ def _split_violations(problem: GemmProblem, config: Config) -> list[str]:
         reasons.append(f"split_k={splits} has more parts than K={problem.k} has blocks")
     if 4 * tile_m * tile_n > config["stages"] * (tile_m + tile_n) * SCALE_BLOCK:
         reasons.append(f"{config['stages']} stages have no room for {tile_m}x{tile_n} fp32 sums")
+    return reasons
+
+
+def _store_violations(config: Config) -> list[str]:
+    buffers = config["store_buffers"]
+    if not buffers:
+        return []
+    reasons = []
+    if config["swap_ab"] or config["split_k"] > 1:
+        reasons.append(f"store_buffers={buffers} is for neither swapped operands nor divided K")
+    if config["tile_n"] < BOX_COLUMNS:
+        reasons.append(f"tile_n={config['tile_n']} has no box of {BOX_COLUMNS} columns")
     return reasons
 
 
@@ -313,9 +344,9 @@ def _compiled(problem: GemmProblem, gpu: Gpu) -> Iterator[dict[str, Value]]:
                 "cluster_m": cluster_m,
                 "cluster_n": cluster_n,
                 "split_k": splits,
+                "store_buffers": 0 if swapped or splits > 1 else 1,
             }
-            fitting = SMEM_PER_BLOCK_BYTES // stage_bytes(Config(BlockScaledGemm.name, params))
-            yield {**params, "stages": min(fitting, MAX_STAGES)}
+            yield dict(deepened(Config(BlockScaledGemm.name, params)).params)
 
 
 def _launched(problem: GemmProblem, compiled: dict[str, Value]) -> Iterator[dict[str, Value]]:

@@ -17,6 +17,7 @@ from tuner.families.base import Domain, Family, KernelSpec, Launch, Ref
 from tuner.families.block_scaled_gemm import (
     BlockScaledGemm,
     cluster_violations,
+    deepened,
     extent_conflict,
     launched,
     spec_of,
@@ -37,7 +38,9 @@ class BlockScaledGroupedGemm(Family):
     capabilities = (HOPPER,)
     runtime_parameters: ClassVar[frozenset[str]] = BlockScaledGemm.runtime_parameters
     domains: ClassVar[Mapping[str, Domain]] = {
-        name: domain for name, domain in BlockScaledGemm.domains.items() if name != "split_k"
+        name: domain
+        for name, domain in BlockScaledGemm.domains.items()
+        if name not in ("split_k", "store_buffers")
     }
     draws = BlockScaledGemm.draws
 
@@ -54,9 +57,7 @@ class BlockScaledGroupedGemm(Family):
         return [*tile_violations(config), *cluster_violations(config)]
 
     def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
-        """`block_scaled_gemm`'s candidates for a group of the mean size, for the largest one, and for
-        one between them.
-        """
+        """Candidates of `block_scaled_gemm` for groups of the mean, the largest and a middle size."""
         if not isinstance(problem, GroupedGemmProblem) or self.supports(problem, gpu):
             return []
         busy = [rows for rows in problem.rows if rows]
@@ -66,7 +67,7 @@ class BlockScaledGroupedGemm(Family):
             for one in _PRODUCT.space(_product(problem, rows), gpu):
                 if one["split_k"] == 1:
                     params = {name: one[name] for name in self.domains}
-                    found.setdefault(Config(self.name, params))
+                    found.setdefault(deepened(Config(self.name, params)))
         return list(found)
 
     def kernels(self, problem: Problem, config: Config) -> dict[str, KernelSpec]:
@@ -94,7 +95,7 @@ class BlockScaledGroupedGemm(Family):
         along = "n" if config["swap_ab"] else "m"
         step = config[f"tile_{along}"] * config[f"cluster_{along}"]
         rows = sum(ceil(rows / step) * step for rows in problem.rows)
-        one = Config(_PRODUCT.name, {**config.params, "split_k": 1})
+        one = Config(_PRODUCT.name, {**config.params, "split_k": 1, "store_buffers": 0})
         endless = replace(gpu, memory_gbs=float("inf"))
         compute = _PRODUCT.predict_us(_product(problem, rows), one, endless)
         return float((compute**4 + gpu.floor_us(0, problem.bytes) ** 4) ** 0.25)

@@ -53,6 +53,7 @@ MEANINGS: Mapping[str, str] = {
     "splits": "Parts into which the keys (attention) or K (products) are split over blocks.",
     "stages": "Pipeline depth: tiles in flight between memory and the tensor cores.",
     "stages_output": "The output goes through shared memory and TMA.",
+    "store_buffers": "Boxes of shared memory a warp stores its results through; 0: none.",
     "streams": "CUDA streams over which the launches are dealt.",
     "swap_ab": "Computes the transposed product, so that M and N change places.",
     "threads_per_row": "Threads that share a row.",

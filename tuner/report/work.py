@@ -373,7 +373,7 @@ def _block_scaled_gemm(problem: GemmProblem, config: Config, gpu: Gpu) -> Work:
         slots=gpu.sm_count // (cluster * splits) * cluster * splits,
         is_even=True,
         threads=WARP_GROUP * (1 + min(2, tile_m // WGMMA_M)),
-        smem_bytes=config["stages"] * block_scaled_gemm.stage_bytes(config),
+        smem_bytes=block_scaled_gemm.smem_bytes(config),
         blocks_per_sm=1,
         tensor_flops=2.0 * tile_m * tile_n * SCALE_BLOCK * steps,
         wgmma=steps * _wgmmas(tile_m, tile_n, SCALE_BLOCK) // problem.tensor_rate,

@@ -34,6 +34,12 @@ def quantised(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return elements.to(torch.float8_e4m3fn).contiguous(), scale
 
 
+def dequantised_rows(rows: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """(M, K) in bf16 of e4m3 rows and their blocks' factors."""
+    each = scale.repeat_interleave(SCALE_BLOCK, 1)[:, : rows.shape[1]]
+    return (rows.float() * each).to(torch.bfloat16)
+
+
 def dequantised(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """(N, K) in bf16 of e4m3 weights and their blocks' factors."""
     n, k = weight.shape
