@@ -60,6 +60,11 @@ SHAPES = (
         "G=4,M=64,N=128,K=256,sizes=zipf",
         'tuner.grouped_mm(a, b, offsets, sizes="zipf")',
     ),
+    (
+        "grouped_gemm",
+        "G=4,M=64,N=128,K=256,dtype=e4m3",
+        'tuner.grouped_mm(a, b, offsets, sizes="uniform", scale_a=scale_a, scale_b=scale_b)',
+    ),
 )
 UNSERVED = (
     ("attention", "S=512,D=64,alibi=1"),

@@ -57,7 +57,7 @@ class BlockScaledGroupedGemm(Family):
         return [*tile_violations(config), *cluster_violations(config)]
 
     def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
-        """Candidates of `block_scaled_gemm` for groups of the mean, the largest and a middle size."""
+        """Candidates of one product: groups of the mean size, of the largest, and between."""
         if not isinstance(problem, GroupedGemmProblem) or self.supports(problem, gpu):
             return []
         busy = [rows for rows in problem.rows if rows]

@@ -52,8 +52,12 @@ def use(problem: Problem, gpu: Gpu) -> Use:
         tensors = f"x ({m}, {k}), gate and up ({n}, {k}), {problem.dtype}"
     elif isinstance(problem, GroupedGemmProblem):
         g, m, n, k = problem.groups, problem.m, problem.n, problem.k
-        call = f'tuner.grouped_mm(a, b, offsets, sizes="{problem.sizes}")'
+        factors = ", scale_a=scale_a, scale_b=scale_b" if problem.dtype == E4M3 else ""
+        call = f'tuner.grouped_mm(a, b, offsets, sizes="{problem.sizes}"{factors})'
         tensors = f"a ({m}, {k}), b ({g}, {n}, {k}), {problem.dtype}; offsets int32 ({g + 1})"
+        if factors:
+            blocks, columns = ceil(k / SCALE_BLOCK), ceil(n / SCALE_BLOCK)
+            tensors += f"; scales fp32 ({m}, {blocks}) and ({g}, {columns}, {blocks})"
     return Use(build, call, tensors)
 
 

@@ -150,6 +150,8 @@ def _works(problem: Problem, config: Config, gpu: Gpu) -> tuple[Work, ...]:
             return (_gemv(problem, config, gpu),)
         case SwigluProblem(), "gemm_swiglu":
             return (_gemm_swiglu(problem, config, gpu),)
+        case GroupedGemmProblem(), "block_scaled_grouped_gemm":
+            return (_block_scaled_groups(problem, config, gpu),)
         case GroupedGemmProblem(), "grouped_gemm":
             return (_grouped_gemm(problem, config, gpu),)
         case SoftmaxProblem(), "softmax":
@@ -383,6 +385,22 @@ def _block_scaled_gemm(problem: GemmProblem, config: Config, gpu: Gpu) -> Work:
     )
 
 
+def _block_scaled_groups(problem: GroupedGemmProblem, config: Config, gpu: Gpu) -> Work:
+    one = Config("block_scaled_gemm", {**config.params, "split_k": 1, "store_buffers": 0})
+    return _of_groups(
+        [
+            _block_scaled_gemm(
+                GemmProblem(rows, problem.n, problem.k, dtype=problem.dtype, scales="block"),
+                one,
+                gpu,
+            )
+            for rows in problem.rows
+            if rows
+        ],
+        config.family,
+    )
+
+
 def _gemm_swiglu(problem: SwigluProblem, config: Config, gpu: Gpu) -> Work:
     """The product of both projections; half of its columns are stored, an exponential each."""
     found = _gemm(product_of(problem), config, gpu)
@@ -419,7 +437,6 @@ def _gemv(problem: GemmProblem, config: Config, gpu: Gpu) -> Work:
 
 
 def _grouped_gemm(problem: GroupedGemmProblem, config: Config, gpu: Gpu) -> Work:
-    """As many tiles as the groups have, each padded to whole ones."""
     each = [
         _gemm(
             GemmProblem(rows, problem.n, problem.k, dtype=problem.dtype),
@@ -430,11 +447,15 @@ def _grouped_gemm(problem: GroupedGemmProblem, config: Config, gpu: Gpu) -> Work
         if rows
     ]
     _, smem = grouped_gemm.smem_bytes(problem, config)
+    return replace(_of_groups(each, "grouped_gemm"), smem_bytes=smem)
+
+
+def _of_groups(each: Sequence[Work], kernel: str) -> Work:
+    """As many tiles as the groups have, each padded to whole ones."""
     return replace(
         each[0],
-        kernel="grouped_gemm",
+        kernel=kernel,
         tiles=sum(work.tiles for work in each),
-        smem_bytes=smem,
         tensor_flops=total(each, "tensor_flops"),
         wgmma=total(each, "wgmma"),
         l2_bytes=total(each, "l2_bytes"),
