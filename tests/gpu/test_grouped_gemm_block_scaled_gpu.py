@@ -72,3 +72,21 @@ def test_a_captured_call_reads_its_offsets_when_it_is_replayed(
         verdict = gate.examine()
         assert verdict.status is Status.OK, verdict.log
     graph.close()
+
+
+def test_offsets_beyond_the_rows_write_nothing_beside_them(
+    device: Device, gate: Gate, compiler: Compiler
+) -> None:
+    """Nobody can look at them before the kernel runs: it takes them for the nearest bound."""
+    problem = GroupedGemmProblem(3, 200, 136, 272, dtype=E4M3)
+    for case in GROUPED:
+        subject = subject_of(device, compiler, case, problem)
+        gate.open(problem, 5)
+        gate.load("random")
+        gate.arm()
+        offsets = (-70_000, 150, 100, 2_000_000)
+        data = b"".join(at.to_bytes(4, "little", signed=True) for at in offsets)
+        device.write(gate.pointers["offsets"], data)
+        subject.bind({**gate.pointers, WORKSPACE: 0}, 1.0)()
+        log = gate.examine().log
+        assert log == "random inputs: input 'offsets' was changed"  # by this test, and no more
