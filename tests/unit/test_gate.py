@@ -40,6 +40,7 @@ from tuner.problem import (
 
 GEMM = GemmProblem(m=4, n=8, k=64)
 SCALED = GemmProblem(4, 8, 64, dtype=E4M3, scales="row")
+BLOCKS = GemmProblem(300, 264, 400, dtype=E4M3, scales="block")
 ATTENTION = AttentionProblem(seqlen_q=70, seqlen_kv=90, head_dim=64, heads_q=2, layout="bshd")
 QUANTISED = AttentionProblem.parse("H=4,HKV=2,SQ=70,SKV=90,D=64,dtype=e4m3")
 BIASED = AttentionProblem.parse("B=2,H=4,HKV=2,SQ=70,SKV=90,D=64,bias=h,alibi=1,causal=1")
@@ -188,8 +189,9 @@ def opened(problem: Problem) -> tuple[Gate, FakeDevice, FakeKernel]:
 
 #: Command, tensors, integers and scalars as the template's opening comment lists them.
 COMMANDS = {
-    "gemm": [*[(0, 1, 4, 2)] * 2, (2, 1, None, 1), (5, 7, 18, 2), *[(9, 2, 2, 0)] * 2],
-    "scaled": [*[(0, 1, 4, 2)] * 4, (2, 1, None, 1), (5, 7, 18, 2), *[(9, 2, 2, 0)] * 4],
+    "gemm": [*[(0, 1, 4, 2)] * 2, (2, 1, None, 1), (5, 7, 19, 2), *[(9, 2, 2, 0)] * 2],
+    "scaled": [*[(0, 1, 4, 2)] * 4, (2, 1, None, 1), (5, 7, 19, 2), *[(9, 2, 2, 0)] * 4],
+    "blocks": [*[(0, 1, 4, 2)] * 4, *[(2, 1, None, 1)] * 3, (5, 7, 19, 2), *[(9, 2, 2, 0)] * 4],
     "attention": [
         *[(0, 1, 4, 2)] * 3, (1, 2, 17, 1), (4, 11, 25, 2), *[(9, 2, 2, 0)] * 3,
     ],
@@ -197,10 +199,10 @@ COMMANDS = {
         *[(0, 1, 4, 2)] * 5, (1, 2, 17, 1), (4, 11, 25, 2), *[(9, 2, 2, 0)] * 5,
     ],
     "swiglu": [
-        *[(0, 1, 4, 2)] * 2, (2, 1, None, 1), (5, 7, 18, 2), (10, 2, 7, 0), *[(9, 2, 2, 0)] * 2,
+        *[(0, 1, 4, 2)] * 2, (2, 1, None, 1), (5, 7, 19, 2), (10, 2, 7, 0), *[(9, 2, 2, 0)] * 2,
     ],
     "grouped_gemm": [
-        *[(0, 1, 4, 2)] * 2, (2, 1, None, 1), *[(5, 7, 18, 2)] * 2, *[(9, 2, 2, 0)] * 3,
+        *[(0, 1, 4, 2)] * 2, (2, 1, None, 1), *[(5, 7, 19, 2)] * 2, *[(9, 2, 2, 0)] * 3,
     ],
     "softmax": [(0, 1, 4, 2), (3, 1, 6, 1), (6, 2, 5, 1), (9, 2, 2, 0)],
     "e4m3": [
@@ -221,6 +223,7 @@ COMMANDS = {
     [
         (GEMM, "gemm"),
         (SCALED, "scaled"),
+        (BLOCKS, "blocks"),
         (SwigluProblem(4, 32, 64), "swiglu"),
         (GROUPED, "grouped_gemm"),
         (ATTENTION, "attention"),
@@ -248,7 +251,7 @@ def test_planted_e4m3_columns_do_not_saturate() -> None:
     assert (gate.COLUMN_FACTOR,) not in kernel.scalars
 
 
-@pytest.mark.parametrize("scales", ["tensor", "row"])
+@pytest.mark.parametrize("scales", ["tensor", "row", "block"])
 def test_a_product_s_reference_is_given_its_factors(scales: Any) -> None:
     made, _, kernel = opened(replace(SCALED, scales=scales))
     made.load("random")
@@ -257,11 +260,25 @@ def test_a_product_s_reference_is_given_its_factors(scales: Any) -> None:
     assert tensors == [
         *(at["a"], at["b"], made.reference("random"), 0, 0, at["scale_a"], at["scale_b"])
     ]
-    assert (integers[1], integers[-1]) == (3, int(scales == "row"))
+    stride = 4 if scales == "block" else 0  # four rows side by side
+    assert (integers[1], *integers[-2:]) == (3, int(scales == "row"), stride)
     made, _, kernel = opened(GEMM)
     made.load("random")
     [(tensors, _)] = [given for given in kernel.given if given[1][0] == 5]
     assert tensors[3:] == [0, 0, 0, 0]
+
+
+def test_some_factors_of_blocks_are_unlike_their_neighbours() -> None:
+    made, _, kernel = opened(BLOCKS)
+    made.load("planted")
+    at, planted = made.pointers, [given for given in kernel.given if given[1][0] == 2]
+    [_, (of_a, rows), (of_b, columns)] = planted
+    assert (of_a, of_b) == ([at["scale_a"]], [at["scale_b"]])
+    # fp32, four blocks of K, one row or block of columns each of those that are named.
+    borders = gate.border_columns(300, 7)
+    assert rows[1:] == [2, 1, 4, 4 * 300, 300, 1, len(borders), *borders]
+    assert columns[1:] == [2, 1, 4, 3 * 4, 1, 4, 1, 2]
+    assert kernel.scalars.count((gate.SMALL_FACTOR,)) == 2
 
 
 @pytest.mark.parametrize("dtype", ["float16", E4M3])

@@ -116,7 +116,7 @@ def test_defaults() -> None:
         ("gemm", "M=16,N=16,K=16,dtype=e4m3,dtype_d=fp32", "dtype_d=fp32", "bf16"),
         ("gemm", "M=16,N=16,K=16,dtype=e4m3,layout_a=col", "layout_a=col", "row"),
         ("gemm", "M=16,N=16,K=16,dtype=e4m3,layout_b=row", "layout_b=row", "col"),
-        ("gemm", "M=16,N=16,K=16,scales=block", "scales=block", "tensor, row"),
+        ("gemm", "M=16,N=16,K=16,scales=column", "scales=column", "tensor, row, block"),
         ("gemm", "M=16,N=16,K=16,scales=row,epilogue=bias", "no epilogue", "neither"),
         ("gemm", "M=16,N=16,K=16,dtype=e4m3,B=2", "no batch", "neither"),
         ("gemm", "M=16,N=16,K=16,fast_accum=0", "fast_accum=0", "allowed: 1"),

@@ -61,11 +61,21 @@ SHAPES = (
         "M=64,N=128,K=256,dtype=e4m3",
         "tuner.scaled_mm(a, b, scale_a, scale_b, out_dtype=torch.bfloat16, use_fast_accum=True)",
     ),
+    (
+        "gemm",
+        "M=64,N=128,K=256,dtype=e4m3,scales=block",
+        "tuner.scaled_mm(a, b, scale_a, scale_b, out_dtype=torch.bfloat16, use_fast_accum=True)",
+    ),
     ("swiglu", "M=64,N=128,K=256", "tuner.swiglu(x, tuner.interleave(gate, up))"),
     (
         "grouped_gemm",
         "G=4,M=64,N=128,K=256,sizes=zipf",
         'tuner.grouped_mm(a, b, offsets, sizes="zipf")',
+    ),
+    (
+        "grouped_gemm",
+        "G=4,M=64,N=128,K=256,dtype=e4m3",
+        'tuner.grouped_mm(a, b, offsets, sizes="uniform", scale_a=scale_a, scale_b=scale_b)',
     ),
 )
 UNSERVED = (

@@ -88,6 +88,8 @@ SLOPE = 2.0**-4
 COLUMN_FACTOR = 16.0
 #: The same of e4m3: a column's largest stays below 448 up to seven deviations.
 E4M3_COLUMN_FACTOR = 4.0
+#: What factors of blocks are multiplied by that are to be unlike their neighbours'.
+SMALL_FACTOR = 1 / 16
 #: A softmax alone works on scores of deviation 8, as raw scores of D = 64 have.
 SOFTMAX_SCALE = 0.125
 #: `dominant` uses a scale other than the default, so that a kernel ignoring its scale is seen.
@@ -487,11 +489,33 @@ class Gate:
                 ),
                 (E4M3_COLUMN_FACTOR if problem.dtype == E4M3 else COLUMN_FACTOR,),
             )
+            if isinstance(problem, GemmProblem) and problem.scales == "block":
+                self._plant_factors(problem, seed)
         else:
             self._run(
                 (at["scores"],),
                 (_PLANT_SOFTMAX, *_softmax_integers(problem), row_seed),
                 (LARGE / SOFTMAX_SCALE,),
+            )
+
+    def _plant_factors(self, problem: GemmProblem, seed: int) -> None:
+        """Small factors of A's rows at the borders of tiles, and of the last block of B's columns:
+        a neighbour's factor in their place makes a result 16 times too large.
+        """
+        _, _, scale_a, scale_b, _ = problem.operands
+        (blocks, _), (columns, _) = scale_a.shape, scale_b.shape
+        rows = border_columns(problem.m, seed)
+        for operand, strides, chosen in (
+            (scale_a, scale_a.strides, rows),
+            (scale_b, scale_b.strides[::-1], [columns - 1]),
+        ):
+            self._run(
+                (self.pointers[operand.name],),
+                (
+                    *(_SCALE_COLUMNS, _DTYPES[operand.dtype], 1, blocks, operand.elements),
+                    *(*strides, len(chosen), *chosen),
+                ),
+                (SMALL_FACTOR,),
             )
 
     def _plant_huge(self, problem: Problem, kind: str, row_seed: int) -> None:
@@ -526,6 +550,7 @@ class Gate:
             integers = (
                 *(_GEMM, _DTYPES[problem.dtype], *extents, *a.strides, *b.strides, *d.strides),
                 *(activation, _DTYPES[d.dtype], int(problem.scales == "row")),
+                problem.operands[2].strides[0] if problem.scales == "block" else 0,
             )
             others = ("bias", "residual", "scale_a", "scale_b")
             tensors = (at["a"], at["b"], reference, *(at.get(name, 0) for name in others))
@@ -615,14 +640,21 @@ class Gate:
     ) -> None:
         """One group that has rows after the other."""
         n, k, width = problem.n, problem.k, DTYPE_BYTES[problem.dtype]
+        factors = {operand.name: operand for operand in problem.operands[3:-1]}
+        step = factors["scale_a"].strides[0] if factors else 0
         start = 0
         for group, rows in enumerate(_group_rows(problem, kind)):
             a = self.pointers["a"] + start * k * width
             b = self.pointers["b"] + group * n * k * width
             strides = (rows * k, k, 1, n * k, 1, k, rows * n, n, 1)
-            integers = (_GEMM, _DTYPES[problem.dtype], 1, rows, n, k, *strides, 0, 0, 0)
+            integers = (_GEMM, _DTYPES[problem.dtype], 1, rows, n, k, *strides, 0, 0, 0, step)
+            scales = (0, 0)
+            if factors:
+                shift = 4 * group * factors["scale_b"].strides[0]
+                scales = self.pointers["scale_a"] + 4 * start, self.pointers["scale_b"] + shift
             if rows:
-                self._run((a, b, reference + 4 * start * n, 0, 0, 0, 0), integers, (scale, 1.0))
+                outputs = (a, b, reference + 4 * start * n, 0, 0, *scales)
+                self._run(outputs, integers, (scale, 1.0))
             start += rows
 
     def _compute_swiglu(self, problem: SwigluProblem, scale: float, reference: int) -> None:
@@ -633,7 +665,7 @@ class Gate:
             both = pool.allocate(4 * m * 2 * n)
             extents = (1, m, 2 * n, k)
             strides = (m * k, k, 1, 2 * n * k, 1, k, m * 2 * n, 2 * n, 1)
-            integers = (_GEMM, _DTYPES[problem.dtype], *extents, *strides, 0, 0, 0)
+            integers = (_GEMM, _DTYPES[problem.dtype], *extents, *strides, 0, 0, 0, 0)
             self._run((at["a"], at["weights"], both, 0, 0, 0, 0), integers, (scale, 1.0))
             steps = [stride // k for stride in problem.operands[1].strides[:-1]]
             self._run((both, reference), (_GATE_PAIRS, m, n, *steps))

@@ -125,8 +125,10 @@ def limits_of(problem: Problem) -> Limits:
     if isinstance(problem, AttentionBackwardProblem):
         return GRADIENT_LIMITS[problem.dtype]
     usual = LIMITS[problem.output.dtype]
-    if isinstance(problem, GemmProblem) and problem.dtype == E4M3:
-        kept = problem.k if problem.fast_accum else min(problem.k, PROMOTED_K)
+    if isinstance(problem, GemmProblem | GroupedGemmProblem) and problem.dtype == E4M3:
+        kept = min(problem.k, PROMOTED_K)
+        if isinstance(problem, GemmProblem) and problem.fast_accum and problem.scales != "block":
+            kept = problem.k
         lost = E4M3_MARGIN * E4M3_SUM * math.sqrt(kept)
         return Limits(
             math.hypot(usual.frobenius, lost),

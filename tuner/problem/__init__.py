@@ -25,7 +25,16 @@ from tuner.problem.base import (
     Problem,
     listing,
 )
-from tuner.problem.gemm import ACTIVATIONS, EPILOGUES, SCALES, GemmProblem, Major
+from tuner.problem.gemm import (
+    ACTIVATIONS,
+    EPILOGUE_SCALES,
+    EPILOGUES,
+    SCALE_BLOCK,
+    SCALES,
+    GemmProblem,
+    Major,
+    Scales,
+)
 from tuner.problem.grouped_gemm import SIZES, GroupedGemmProblem, rows_of
 from tuner.problem.softmax import SoftmaxProblem
 from tuner.problem.swiglu import PAIRINGS, Pairing, SwigluProblem
@@ -36,11 +45,13 @@ __all__ = [
     "DTYPE_BYTES",
     "E4M3",
     "EPILOGUES",
+    "EPILOGUE_SCALES",
     "LAYOUTS",
     "MAX_EXTENT",
     "PAIRINGS",
     "PROBLEMS",
     "SCALES",
+    "SCALE_BLOCK",
     "SIZES",
     "AttentionBackwardProblem",
     "AttentionProblem",
@@ -53,6 +64,7 @@ __all__ = [
     "Operand",
     "Pairing",
     "Problem",
+    "Scales",
     "SoftmaxProblem",
     "SwigluProblem",
     "listing",

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 
 from tuner.hardware import Gpu
 from tuner.problem import AttentionProblem, Problem
 from tuner.problem.base import E4M3
-from tuner.problem.gemm import GemmProblem
+from tuner.problem.gemm import SCALE_BLOCK, GemmProblem
 from tuner.problem.grouped_gemm import GroupedGemmProblem
 from tuner.problem.swiglu import SwigluProblem
 
@@ -51,8 +52,12 @@ def use(problem: Problem, gpu: Gpu) -> Use:
         tensors = f"x ({m}, {k}), gate and up ({n}, {k}), {problem.dtype}"
     elif isinstance(problem, GroupedGemmProblem):
         g, m, n, k = problem.groups, problem.m, problem.n, problem.k
-        call = f'tuner.grouped_mm(a, b, offsets, sizes="{problem.sizes}")'
+        factors = ", scale_a=scale_a, scale_b=scale_b" if problem.dtype == E4M3 else ""
+        call = f'tuner.grouped_mm(a, b, offsets, sizes="{problem.sizes}"{factors})'
         tensors = f"a ({m}, {k}), b ({g}, {n}, {k}), {problem.dtype}; offsets int32 ({g + 1})"
+        if factors:
+            blocks, columns = ceil(k / SCALE_BLOCK), ceil(n / SCALE_BLOCK)
+            tensors += f"; scales fp32 ({m}, {blocks}) and ({g}, {columns}, {blocks})"
     return Use(build, call, tensors)
 
 
@@ -112,7 +117,12 @@ def _product(p: GemmProblem) -> tuple[str, str]:
     if p.scales:
         if p.dtype != E4M3:
             return "", ""
-        factors = f"({p.m}, 1) and (1, {p.n})" if p.scales == "row" else "of one element each"
+        blocks, columns = ceil(p.k / SCALE_BLOCK), ceil(p.n / SCALE_BLOCK)
+        factors = {
+            "tensor": "of one element each",
+            "row": f"({p.m}, 1) and (1, {p.n})",
+            "block": f"({p.m}, {blocks}) and ({blocks}, {columns})",
+        }[p.scales]
         call = f"tuner.scaled_mm(a, b, scale_a, scale_b, out_dtype=torch.{p.dtype_d}"
         call += ", use_fast_accum=True)" if p.fast_accum else ")"
         shapes = f"a ({p.m}, {p.k}), b ({p.k}, {p.n}) stored by columns, float8_e4m3fn"

@@ -54,7 +54,14 @@ from tuner.hardware import (
     WGMMA_K_BYTES,
     Gpu,
 )
-from tuner.problem import ACTIVATIONS, DTYPE_BYTES, E4M3, SCALES, GemmProblem, Problem
+from tuner.problem import (
+    ACTIVATIONS,
+    DTYPE_BYTES,
+    E4M3,
+    EPILOGUE_SCALES,
+    GemmProblem,
+    Problem,
+)
 
 KERNEL = "gemm"
 """Name of the one kernel."""
@@ -70,7 +77,7 @@ WORDS = {
     "kernel_schedule": tuple(CONSUMERS),
     "epilogue_schedule": _EPILOGUES,
     "tile_scheduler": _SCHEDULERS,
-    "scales": ("", *SCALES),
+    "scales": ("", *EPILOGUE_SCALES),
     "bias": ("", "m", "n"),
     "activation": ("", *ACTIVATIONS),
 }
@@ -135,6 +142,12 @@ class Gemm(Family):
         }
     )
     draws: ClassVar[Mapping[str, tuple[Value, ...]]] = {"stages": (1, 2, 3, 4, 6, 8, 12)}
+
+    def supports(self, problem: Problem, gpu: Gpu) -> str:
+        reason = super().supports(problem, gpu)
+        if not reason and isinstance(problem, GemmProblem) and problem.scales == "block":
+            return f"{self.name} takes factors of operands and of rows, not of blocks"
+        return reason
 
     def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
         problem = _gemm(problem)
