@@ -49,6 +49,10 @@ class VendorBlas(Vendor):
     def environment(self) -> Mapping[str, str]:
         return {**super().environment(), **peers.versions((DEEP_GEMM,))}
 
+    def supports(self, problem: Problem, gpu: Gpu) -> str:
+        reasons = [self.refusal(problem, kernel) for kernel in (*self.offered, *self.found())]
+        return super().supports(problem, gpu) or ("" if "" in reasons else reasons[-1])
+
     def refusal(self, problem: Problem, kernel: str) -> str:
         if not isinstance(problem, GemmProblem):
             return ""
