@@ -32,6 +32,7 @@ from tuner.store.exchange import parse, read, to_text, write
 
 PROBLEM_TEXTS = {
     "attention": ("S=1024,D=64", "B=2,H=8,HKV=2,SQ=384,SKV=1536,D=128"),
+    "attention_backward": ("S=1024,D=64", "B=2,H=8,HKV=2,SQ=384,SKV=1536,D=128,causal=1"),
     "gemm": ("M=16,N=4096,K=4096",),
     "swiglu": ("M=512,N=11008,K=4096",),
     "grouped_gemm": ("G=8,M=4096,N=14336,K=4096,dtype=bf16",),
