@@ -81,6 +81,8 @@ MOST_CLUSTERED = 16
 #: GPC, of which some are left over. On an H200 42 clusters of three, 16 of eight or 8 of sixteen
 #: took two rounds.
 CLUSTERED_SHARE = 0.85
+#: Rows of a page that one copy may bring, widest first.
+BOXES = (64, PAGE_MULTIPLE)
 #: Keys of one split: fewer do not pay for the combining kernel.
 LEAST_SPLIT_KEYS = 128
 #: Splits of sequences of unlike lengths, where there are tiles enough without.
@@ -390,7 +392,7 @@ class FusedAttention(Family):
         producer, consumer = _registers(attention, config)
         paged: dict[str, Value] = {}
         if attention.is_paged:
-            rows = math.gcd(attention.page_size, int(config["tile_n"]))
+            rows = _box_rows(attention.page_size, int(config["tile_n"]))
             paged = {"is_paged": True, "box_rows": rows, "has_sinks": attention.has_sinks}
         return {
             "attention": KernelSpec(
@@ -407,7 +409,7 @@ class FusedAttention(Family):
                     "is_causal": attention.is_causal,
                     "is_windowed": attention.is_windowed,
                     "has_softcap": attention.softcap > 0,
-                    "is_varlen": attention.is_varlen,
+                    "is_varlen": attention.is_varlen and not attention.is_paged,
                     "producer_registers": producer,
                     "consumer_registers": consumer,
                     **paged,
@@ -526,6 +528,11 @@ def _registers(problem: AttentionProblem, config: Config) -> tuple[int, int]:
     """Of a producer's and of a consumer's thread."""
     table = PAGED_REGISTERS if problem.is_paged else REGISTERS
     return table[config["warp_groups"], config["blocks_per_sm"]]
+
+
+def _box_rows(page_size: int, tile_n: int) -> int:
+    """Rows of a page that one copy brings: few kernels serve pages of every size."""
+    return next(rows for rows in BOXES if page_size % rows == tile_n % rows == 0)
 
 
 def _tile_m(params: Mapping[str, Value]) -> int:
