@@ -130,9 +130,13 @@ class FusedAttention(Family):
         "splits": range(1, MOST_SPLITS + 1),
         "pdl": (False, True),
         "combine": ("cluster", "kernel"),
+        "box_rows": BOXES,
     }
     optional = frozenset(
-        {"key_groups", "packed_heads", "ping_pong", "early_exp", "stages_output", "combine"}
+        {
+            *("key_groups", "packed_heads", "ping_pong", "early_exp", "stages_output", "combine"),
+            "box_rows",
+        }
     )
     draws: ClassVar[Mapping[str, tuple[Value, ...]]] = {
         "tile_n": (32, 64, 80, 96, 112, 128, 144, 160, 176, 192, 224, 256),
@@ -165,8 +169,7 @@ class FusedAttention(Family):
         found += self._packing(problem, config)
         if problem.is_varlen and not problem.is_paged and splits > 1:
             found.append(f"splits={splits} is not for variable lengths (allowed: 1)")
-        if problem.is_paged:
-            found += self._paging(problem, config)
+        found += self._paging(problem, config)
         if splits > 1 and config["persistent"]:
             found.append(f"splits={splits} is for one block a tile, not for persistent blocks")
         if ("combine" in config.params) != (splits > 1):
@@ -220,15 +223,16 @@ class FusedAttention(Family):
 
     @staticmethod
     def _paging(problem: AttentionProblem, config: Config) -> list[str]:
-        """What is wrong with a config for a paged cache."""
-        found = []
+        """What is wrong with a config for a paged cache; elsewhere with `box_rows`."""
+        found, rows = [], config.get("box_rows", PAGE_MULTIPLE)
+        if not problem.is_paged:
+            return ["box_rows is for paged caches, only"] * ("box_rows" in config.params)
         if "key_groups" in config.params:
             found.append("key_groups is not for paged caches")
-        box = math.gcd(problem.page_size, config["tile_n"])
-        if box % PAGE_MULTIPLE:
+        if problem.page_size % rows or config["tile_n"] % rows:
             found.append(
-                f"tile_n={config['tile_n']} and page_size={problem.page_size} share no multiple "
-                f"of {PAGE_MULTIPLE}"
+                f"box_rows={rows} does not divide both page_size={problem.page_size} and "
+                f"tile_n={config['tile_n']}"
             )
         return found
 
@@ -362,6 +366,8 @@ class FusedAttention(Family):
         params = dict(config.params)
         if attention.is_packed:
             params.pop("stages_output", None)
+        if not attention.is_paged:
+            params.pop("box_rows", None)
         packed = math.gcd(int(params.pop("packed_heads", 1)), group)
         if attention.seqlen_q < _tile_m(params) and not attention.is_paged:
             return config
@@ -371,9 +377,10 @@ class FusedAttention(Family):
         self, problem: Problem, gpu: Gpu, members: Sequence[Config], rng: random.Random
     ) -> Config:
         """As drawn, with `ping_pong`, `early_exp` and `combine` only where they apply; `key_groups`
-        and `stages_output` are each off half of the time.
+        and `stages_output` are each off half of the time; boxes are as wide as they can be.
         """
         params = dict(super().draw(problem, gpu, members, rng).params)
+        params.pop("box_rows", None)
         for name in ("key_groups", "stages_output"):
             if rng.random() < 0.5:
                 params.pop(name, None)
@@ -392,7 +399,8 @@ class FusedAttention(Family):
         producer, consumer = _registers(attention, config)
         paged: dict[str, Value] = {}
         if attention.is_paged:
-            rows = _box_rows(attention.page_size, int(config["tile_n"]))
+            widest = _box_rows(attention.page_size, int(config["tile_n"]))
+            rows = config.get("box_rows", widest)
             paged = {"is_paged": True, "box_rows": rows, "has_sinks": attention.has_sinks}
         return {
             "attention": KernelSpec(
