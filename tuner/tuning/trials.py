@@ -289,7 +289,7 @@ class _AttentionDraw(_Draw):
             window_right=rng.randrange(span) if has_right else -1,
             softcap=values["softcap"],
             page_size=values.get("page_size", 0),
-            is_varlen=values.get("is_varlen", self._target.problem.is_varlen),
+            is_varlen=values.get("is_varlen", self._usual.is_varlen),
         )
         drawn = Trial(problem, self._compiled, values["with_lse"]).facts(self._family, self._gpu)
         wanted = {(name, value) for name, value in planted.items() if name != "schedule"}
@@ -301,7 +301,7 @@ class _AttentionDraw(_Draw):
 
     def _pages_of(self, size: int) -> bool:
         """Whether the kernel's copies divide pages of this size."""
-        problem, kernels = replace(self._target.problem, page_size=size), self._target.kernels
+        problem, kernels = replace(self._usual, page_size=size), self._target.kernels
         is_divided = all(size % int(one.variables["box_rows"]) == 0 for one in kernels.values())
         return is_divided and self._family.kernels(problem, self._target.config) == kernels
 
