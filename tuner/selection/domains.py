@@ -10,13 +10,15 @@ from dataclasses import replace
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from tuner.config import Config
-from tuner.families.fused_attention import instance
+from tuner.families.fused_attention import INSTANCES, instance
 from tuner.families.vendor.sdpa import BACKENDS
 from tuner.problem import E4M3, AttentionProblem, DType, GemmProblem, Problem, SwigluProblem
 
 Mask = Literal["full", "causal", "windowed"]
 Phase = Literal["prompt", "few", "one"]
 """Prompts; decoding with several queries, fewer than a tile has rows; decoding with one."""
+#: Slots of a page of the problems that stand for paged caches: copies of all kernels divide it.
+_PAGE = 64
 Rows = Literal["few", "narrow", "wide"]
 """Rows of a product: so few that one block holds them all; up to two tiles, which the weights'
 way through memory binds; more, which tensor cores bind."""
@@ -78,6 +80,11 @@ class Domain:
         """Domains that it is kin of, and that are served."""
         raise NotImplementedError
 
+    @classmethod
+    def others(cls) -> Iterator[Self]:
+        """Domains that are served where their kin was measured, and are `varied` of none."""
+        yield from ()
+
     @property
     def kin_kernels(self) -> int:
         """Kernels that it has of its kin at most, where it was not measured."""
@@ -115,6 +122,9 @@ class _Attention(NamedTuple):
     phase: Phase
     has_softcap: bool = False
     is_varlen: bool = False
+    is_paged: bool = False
+    """Sequences alike in length and unlike ones have the same kernels."""
+    has_sinks: bool = False
 
 
 class AttentionDomain(_Attention, Domain):
@@ -128,7 +138,7 @@ class AttentionDomain(_Attention, Domain):
 
     @classmethod
     def holding(cls, problem: Any) -> Self | None:
-        if problem.dtype == E4M3 or problem.modifiers or problem.is_paged:
+        if problem.dtype == E4M3 or problem.modifiers:
             return None
         mask: Mask = "causal" if problem.is_causal else "full"
         phase: Phase = "few" if problem.is_decoding else "prompt"
@@ -137,7 +147,9 @@ class AttentionDomain(_Attention, Domain):
             "windowed" if problem.is_windowed else mask,
             "one" if problem.is_decoding and problem.seqlen_q == 1 else phase,
             problem.softcap > 0,
-            problem.is_varlen,
+            problem.is_varlen and not problem.is_paged,
+            problem.is_paged,
+            problem.has_sinks,
         )
 
     @staticmethod
@@ -151,6 +163,14 @@ class AttentionDomain(_Attention, Domain):
 
     @property
     def kin(self) -> Iterator[Self]:
+        """Of paged caches dense ones, nearest head dimension first; under a bottom-right mask few
+        queries see nearly all keys.
+        """
+        if self.is_paged:
+            mask: Mask = "causal" if self.phase == "prompt" else "full"
+            for width in sorted(INSTANCES, key=lambda width: (abs(width - self.head_dim), width)):
+                yield type(self)(width, mask, self.phase)
+            return
         masks: tuple[Mask, ...] = ("causal", "full") if self.mask == "windowed" else (self.mask,)
         for mask in masks:
             other = self._replace(mask=mask, has_softcap=False, is_varlen=False)
@@ -167,6 +187,22 @@ class AttentionDomain(_Attention, Domain):
         if self.phase == "prompt":
             yield self._replace(is_varlen=True)
 
+    @classmethod
+    def others(cls) -> Iterator[Self]:
+        """Those of paged caches: plain ones of every instance, with windows where public models
+        have them, and with sinks as GPT-OSS has.
+        """
+        kinds: tuple[tuple[Mask, Phase], ...]
+        kinds = ("full", "one"), ("causal", "few"), ("causal", "prompt")
+        for head_dim in INSTANCES:
+            for mask, phase in kinds:
+                one = cls(head_dim, mask, phase, is_paged=True)
+                yield one
+                if head_dim == 64:
+                    yield one._replace(has_sinks=True)
+                if head_dim in (64, 128, 256):
+                    yield one._replace(mask="windowed", has_sinks=head_dim == 64)
+
     @property
     def kin_kernels(self) -> int:
         return 1
@@ -180,19 +216,26 @@ class AttentionDomain(_Attention, Domain):
         return frozenset(BACKENDS)
 
     def problems(self, dtype: DType) -> tuple[AttentionProblem, ...]:
-        """A windowed domain has two, of which one is causal."""
+        """A windowed domain has two, of which one is causal; but of paged caches, where one query
+        needs no causal mask, and others come with one.
+        """
         both = (False, True) if self.mask == "windowed" else (self.mask == "causal",)
+        queries = 256
+        if self.is_paged:
+            both, queries = (self.phase != "one",), {"one": 1, "few": 8, "prompt": 256}[self.phase]
         return tuple(
             AttentionProblem(
-                seqlen_q=256,
+                seqlen_q=queries,
                 seqlen_kv=512,
                 head_dim=self.head_dim,
                 is_causal=is_causal,
                 dtype=dtype,
-                layout="bshd" if self.is_varlen else "bhsd",
+                layout="bshd" if self.is_varlen or self.is_paged else "bhsd",
                 window_left=64 if self.mask == "windowed" else -1,
                 softcap=50.0 if self.has_softcap else 0.0,
                 is_varlen=self.is_varlen,
+                page_size=_PAGE if self.is_paged else 0,
+                has_sinks=self.has_sinks,
             )
             for is_causal in both
         )
@@ -203,6 +246,7 @@ class AttentionDomain(_Attention, Domain):
 
     def label(self) -> str:
         more = (", soft cap" if self.has_softcap else "") + (", packed" if self.is_varlen else "")
+        more += (", paged" if self.is_paged else "") + (", sinks" if self.has_sinks else "")
         phase = {"prompt": "prompts", "few": "few queries", "one": "one query"}[self.phase]
         return f"D={self.head_dim}, {self.mask}{more}, {phase}"
 
