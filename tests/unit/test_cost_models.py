@@ -19,7 +19,13 @@ from tuner.families import families, families_of
 from tuner.families.base import Domain, Family
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.measurement import Environment, Measurement, Regime, Status
-from tuner.problem import AttentionProblem, GemmProblem, Problem, SoftmaxProblem
+from tuner.problem import (
+    AttentionBackwardProblem,
+    AttentionProblem,
+    GemmProblem,
+    Problem,
+    SoftmaxProblem,
+)
 from tuner.runners.recording import Recording
 
 FITTED = {name: f for name, f in families().items() if f.cost_constants}
@@ -27,6 +33,10 @@ PROBLEMS: dict[str, list[Problem]] = {
     "attention": [
         AttentionProblem.parse(text)
         for text in ("S=1024,D=64", "S=4096,D=128,causal=1", "B=4,H=32,HKV=8,SQ=1,SKV=8192,D=128")
+    ],
+    "attention_backward": [
+        AttentionBackwardProblem.parse(text)
+        for text in ("S=1024,D=64", "B=4,H=32,HKV=8,S=2048,D=128,causal=1")
     ],
     "gemm": [GemmProblem(4096, 4096, 4096), GemmProblem(16, 14336, 4096)],
     "softmax": [SoftmaxProblem(1024, 1024, 16)],
@@ -68,6 +78,7 @@ def test_every_constant_counts_somewhere(name: str) -> None:
 
 #: A call a batch, which grouped heads of a strided layout need.
 MORE: dict[str, list[Problem]] = {
+    "attention_backward": [AttentionBackwardProblem.parse("S=1024,D=64,deterministic=1")],
     "attention": [
         AttentionProblem.parse("B=3,H=8,HKV=2,S=1024,D=64,layout=bshd"),
         AttentionProblem.parse("S=1000,D=64"),

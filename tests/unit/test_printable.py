@@ -21,6 +21,7 @@ from tuner.cli import main
 from tuner.cli.display import LiveDisplay
 from tuner.errors import ConfigError
 from tuner.measurement import Environment
+from tuner.selection import portfolio
 from tuner.store import open_store
 from tuner.store.exchange import read, to_text
 
@@ -91,6 +92,8 @@ def test_commands_print_no_control_character(
 ) -> None:
     monkeypatch.setattr("tuner.selection.shipped._tuned", lambda: evil_file.parent / "none")
     monkeypatch.setattr("tuner.cli.entries._detected", lambda: None)
+    monkeypatch.setattr("tuner.selection.portfolio._folder", lambda: evil_file.parent / "none")
+    portfolio.shipped.cache_clear()
     READER.shipped.cache_clear()
     READER.shipped_index.cache_clear()
     # Their kernels may be legal: what is refused is shown by the test below.
@@ -102,6 +105,7 @@ def test_commands_print_no_control_character(
     assert "\\x9b" in done.out + done.err or "\\u009b" in done.out + done.err
     READER.shipped.cache_clear()
     READER.shipped_index.cache_clear()
+    portfolio.shipped.cache_clear()
 
 
 def test_a_refused_file_adds_no_line_of_its_own(evil_file: Path) -> None:

@@ -139,7 +139,8 @@ def test_shipped_recordings_are_whole_and_named_alike() -> None:
     for path in FILES:
         found = read_once(path)
         assert path.name == recording.file_name(found.problem, found.gpu, found.regime)
-        assert any(m.is_final and m.ok for m in found.measurements), path.name
+        is_survey = found.regime.launch == "stream"
+        assert any(m.ok and m.is_final is not is_survey for m in found.measurements), path.name
         assert found.kernels() > 0
         known = {m.config.digest for part in found.walk() for m in part.measurements}
         for m in found.measurements:

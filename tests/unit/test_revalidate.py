@@ -198,7 +198,7 @@ class TestWiden:
         assert (lender.lends, lender.passed, lender.failed) == (True, DRAWN, ())
         assert lender.over_pytorch == pytest.approx(0.5)
         assert seen[0] == (0, DRAWN) and seen[-1] == (DRAWN, DRAWN)
-        answer = lookup(near, gpu=H200)
+        answer = lookup(near, gpu=H200, with_portfolio=False)
         assert answer is not None
         assert (answer.kind, [m.config for m in answer.lent]) == ("nearest", [OWN[0]])
 
