@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 from tuner.errors import ConfigError
-from tuner.problem.attention import LAYOUTS, AttentionProblem, Bias, Layout
+from tuner.problem.attention import LAYOUTS, AttentionProblem, Axes, Layout
 from tuner.problem.base import (
     DTYPE_ALIASES,
     DTYPE_BYTES,
@@ -42,7 +42,7 @@ __all__ = [
     "SCALES",
     "SIZES",
     "AttentionProblem",
-    "Bias",
+    "Axes",
     "DType",
     "GemmProblem",
     "GroupedGemmProblem",

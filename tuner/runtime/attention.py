@@ -32,7 +32,7 @@ import torch
 from tuner.errors import ConfigError
 from tuner.runtime import devices, dispatch, guards, native, quantised, serving
 from tuner.runtime.attention_plan import AttentionCall
-from tuner.runtime.bias import as_bias
+from tuner.runtime.bias import as_operand
 from tuner.runtime.composed import NONE, Extras, compose
 from tuner.runtime.operators import operate
 
@@ -56,8 +56,8 @@ def attention(
     """softmax(scale * Q K^T + mask) V by the fastest kernel measured on this GPU.
 
     Has the signature and the meaning of `torch.nn.functional.scaled_dot_product_attention`, which
-    answers, with these same arguments, whatever no tuned kernel can: most masks, dropout, other
-    shapes, CPU tensors, `TUNER_DISABLE=1`, ... Each such call is counted by its reason
+    answers, with these same arguments, whatever no tuned kernel can: dropout, masks that want a
+    gradient, other shapes, CPU tensors, `TUNER_DISABLE=1`, ... Each such call is counted by its reason
     (`tuner.stats`), and the reason is logged once to ``tuner.runtime``. Predicted and replayed
     entries are never launched. The first call of a shape loads its kernel: make one before
     capturing a CUDA graph.
@@ -74,10 +74,10 @@ def attention(
             16 bytes along the others.
         key: (B, HKV, SKV, D), as `query`. Keys and values expanded over all heads are one head.
         value: (B, HKV, SKV, D), as `key`.
-        attn_mask: as in PyTorch. Tuned kernels take one that is added to the scores (a float one
-            of the query's type), has whole rows of keys, one for all, for each head, each sequence
-            or both, and wants no gradient. With them a query all of whose keys are at -inf has
-            zeros for its output.
+        attn_mask: as in PyTorch. Tuned kernels take booleans, true where a query sees a key, and
+            what is added to the scores, of the query's type, on its device, broadcast along any
+            axes and with any strides, that want no gradient. With them a query that sees no key, or
+            all of whose keys are at -inf, has zeros for its output, as with PyTorch's.
         dropout_p: as in PyTorch; no tuned kernel takes one.
         is_causal: query i sees keys 0..i.
         scale: of the scores; 1/sqrt(D) when None.
@@ -122,9 +122,9 @@ def attention(
     if out is not None:
         return out
     query, key, value = guards.autocast(devices.TYPE, query, key, value)
-    bias = None if attn_mask is None else as_bias(attn_mask, query, key, is_causal)
+    operand = None if attn_mask is None else as_operand(attn_mask, query, key, is_causal)
     options = attn_mask, dropout_p, is_causal, scale, enable_gqa
-    call = AttentionCall(query, key, value, *options, NONE, bias)
+    call = AttentionCall(query, key, value, *options, NONE, operand)
     out = serving.answer(call)
     return call.by_pytorch() if out is None else out
 

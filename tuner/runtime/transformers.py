@@ -42,7 +42,7 @@ except ImportError as exc:
 from tuner.runtime import devices, dispatch, guards, native, serving
 from tuner.runtime.attention import attention
 from tuner.runtime.attention_plan import AttentionCall
-from tuner.runtime.bias import as_bias
+from tuner.runtime.bias import as_operand
 from tuner.runtime.composed import NONE
 from tuner.runtime.operators import operate
 
@@ -230,8 +230,8 @@ def _tuned(
     query, key, value = guards.autocast(devices.TYPE, query, key, value)
     if is_compiling:
         return operate(query, key, value, *options)
-    bias = None if mask is None else as_bias(mask, query, key, is_causal)
-    return serving.answer(AttentionCall(query, key, value, *options, NONE, bias))
+    operand = None if mask is None else as_operand(mask, query, key, is_causal)
+    return serving.answer(AttentionCall(query, key, value, *options, NONE, operand))
 
 
 def attention_mask(*arguments: Any, config: Any = None, **options: Any) -> torch.Tensor | None:

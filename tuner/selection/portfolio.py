@@ -17,9 +17,10 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, cached_property, partial
+from itertools import product
 from operator import mul
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from tuner.base import document, output, resources
 from tuner.config import Config
@@ -43,6 +44,8 @@ _DIGITS = 5
 Mask = Literal["full", "causal", "windowed"]
 Phase = Literal["prompt", "few", "one"]
 """Prompts; decoding with several queries, fewer than a tile has rows; decoding with one."""
+Operand = Literal["", "bool", "additive"]
+"""Kind of a mask that is an operand; empty: none."""
 
 
 class Domain(NamedTuple):
@@ -54,14 +57,16 @@ class Domain(NamedTuple):
     phase: Phase
     has_softcap: bool = False
     is_varlen: bool = False
+    operand: Operand = ""
 
     @classmethod
     def of(cls, problem: Problem) -> Domain | None:
         """The domain of a problem; None of those that no portfolio is made for."""
         if not isinstance(problem, AttentionProblem):
             return None
-        if problem.dtype == E4M3 or problem.modifiers:
+        if problem.dtype == E4M3 or problem.is_alibi:
             return None
+        operand: Operand = "bool" if problem.mask else "additive" if problem.bias else ""
         mask: Mask = "causal" if problem.is_causal else "full"
         phase: Phase = "few" if problem.is_decoding else "prompt"
         return cls(
@@ -70,18 +75,20 @@ class Domain(NamedTuple):
             "one" if problem.is_decoding and problem.seqlen_q == 1 else phase,
             problem.softcap > 0,
             problem.is_varlen,
+            operand,
         )
 
     @property
     def kin(self) -> Iterator[Domain]:
-        """Domains whose kernels do the same work but for what PyTorch's operator lacks: windows,
-        soft caps, packed sequences. Nearest first.
+        """Domains whose kernels do the same work but for what PyTorch's fast kernels lack: windows,
+        soft caps, packed sequences, masks as operands. Nearest first.
         """
         masks: tuple[Mask, ...] = ("causal", "full") if self.mask == "windowed" else (self.mask,)
-        for mask in masks:
-            other = self._replace(mask=mask, has_softcap=False, is_varlen=False)
-            if other != self:
-                yield other
+        phases = (self.phase, *_OTHER_PHASES[self.phase]) if self.operand else (self.phase,)
+        for phase, mask in product(phases, masks):
+            plain = Domain(self.head_dim, mask, phase)
+            if plain != self:
+                yield plain
 
     def problems(self, dtype: DType) -> tuple[AttentionProblem, ...]:
         """A small problem for each kernel that a config needs in this domain and type: a windowed
@@ -99,6 +106,8 @@ class Domain(NamedTuple):
                 window_left=64 if self.mask == "windowed" else -1,
                 softcap=50.0 if self.has_softcap else 0.0,
                 is_varlen=self.is_varlen,
+                mask="1" if self.operand == "bool" else "",
+                bias="1" if self.operand == "additive" else "",
             )
             for is_causal in both
         )
@@ -106,8 +115,17 @@ class Domain(NamedTuple):
     def label(self) -> str:
         """Short text for people."""
         more = (", soft cap" if self.has_softcap else "") + (", packed" if self.is_varlen else "")
+        more += f", {self.operand} mask" if self.operand else ""
         phase = {"prompt": "prompts", "few": "few queries", "one": "one query"}[self.phase]
         return f"D={self.head_dim}, {self.mask}{more}, {phase}"
+
+
+#: Phases whose kernels a mask as an operand may have where its own has none, nearest first.
+_OTHER_PHASES: Mapping[Phase, tuple[Phase, ...]] = {
+    "prompt": (),
+    "few": ("one", "prompt"),
+    "one": ("few", "prompt"),
+}
 
 
 class Spread(NamedTuple):
@@ -351,9 +369,9 @@ class Portfolio:
     )
 
     def models_of(self, domain: Domain | None) -> DomainModels | None:
-        """The candidates of a domain. One with a window, a soft cap or packed sequences that was
-        not measured has its kin's best kernel: PyTorch composes such a call of operations, which
-        takes several times as long.
+        """The candidates of a domain. One with a window, a soft cap, packed sequences or a mask as
+        an operand that was not measured has its kin's best kernel: PyTorch composes such a call of
+        operations, or has its slowest kernel for it, which takes several times as long.
         """
         if domain is None:
             return None
@@ -375,24 +393,49 @@ class Portfolio:
             for one in varied:
                 if one not in self.domains and (kin := self.models_of(one)) is not None:
                     yield one, kin
+        # PyTorch takes no causal flag beside a mask.
+        sizes = sorted({domain.head_dim for domain in self.domains})
+        operands = get_args(Operand)[1:]
+        for head_dim, phase, operand in product(sizes, get_args(Phase), operands):
+            one = Domain(head_dim, "full", phase, operand=operand)
+            if one not in self.domains and (kin := self.models_of(one)) is not None:
+                yield one, kin
 
     def _kin_of(self, domain: Domain) -> DomainModels | None:
-        (problem, *_) = domain.problems("float16")
+        """The best kernel of the nearest kin; of a mask as an operand, which models have at all
+        sizes, that of each count of packed heads, one among them.
+        """
         for other in domain.kin:
             models = self.domains.get(other)
             if models is None:
                 continue
+            lent: dict[int, Candidate] = {}
             for one in sorted(models.candidates, key=lambda c: "packed_heads" in c.config.params):
-                if one.family is None or one.is_vendor:
-                    continue
                 packed = int(one.config.get("packed_heads", 1))
-                grouped = replace(problem, heads_q=packed, heads_kv=1)
-                config = one.family.carried(grouped, one.config)
-                called = one.family.called(grouped, config, 1)
-                if one.family.accepts(grouped, called, self.gpu):
-                    lent = replace(one, config=config)
-                    return replace(models, domain=domain, candidates=[lent], margin=0.0, kin=other)
+                if packed not in lent and (found := self._lent(domain, one, packed)) is not None:
+                    lent[packed] = found
+                    if not domain.operand:
+                        break
+            if domain.operand and lent and 1 not in lent:
+                (first, *_) = lent.values()
+                params = {k: v for k, v in first.config.params.items() if k != "packed_heads"}
+                alone = replace(first, config=Config(first.config.family, params))
+                lent |= {1: found} if (found := self._lent(domain, alone, 1)) is not None else {}
+            if lent:
+                own = list(lent.values())
+                return replace(models, domain=domain, candidates=own, margin=0.0, kin=other)
         return None
+
+    def _lent(self, domain: Domain, one: Candidate, packed: int) -> Candidate | None:
+        """A candidate as it is called in a domain of its kin; None where it is not legal there."""
+        if one.family is None or one.is_vendor:
+            return None
+        (problem, *_) = domain.problems("float16")
+        grouped = replace(problem, heads_q=packed, heads_kv=1)
+        config = one.family.carried(grouped, one.config)
+        called = one.family.called(grouped, config, 1)
+        is_legal = one.family.accepts(grouped, called, self.gpu)
+        return replace(one, config=config) if is_legal else None
 
     def select(self, problem: Problem, gpu: Gpu | None = None) -> Selection | None:
         """The kernel that is expected to be fastest.

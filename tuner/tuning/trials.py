@@ -12,13 +12,13 @@ import random
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import Any, get_args
 
 from tuner.config import Config, Value
 from tuner.families.base import Family
 from tuner.hardware import Gpu
 from tuner.problem import LAYOUTS, AttentionProblem
-from tuner.problem.attention import MAX_HEAD_DIM
+from tuner.problem.attention import MAX_HEAD_DIM, Axes
 from tuner.selection.kernels import Target
 
 MAX_FLOPS = 1 << 32
@@ -72,6 +72,7 @@ class Trial:
             ("layout", problem.layout),
             ("window", (problem.window_left >= 0, problem.window_right >= 0)),
             ("softcap", problem.softcap),
+            ("operand", problem.bias or problem.mask),
             ("schedule", _schedule(family, config)),
             ("with_lse", self.with_lse),
         }
@@ -134,6 +135,7 @@ class _Draw:
             "layout": ("bshd",) if target.problem.is_varlen else LAYOUTS,
             "window": self._windows(),
             "softcap": _SOFTCAPS if target.problem.softcap else (0.0,),
+            "operand": get_args(Axes)[1:] if target.problem.mask_operand else ("",),
             "schedule": [one for one in _schedules(family) if self._config(usual, one)],
             "with_lse": (False, True),
         }
@@ -188,6 +190,7 @@ class _Draw:
             window_left=rng.randrange(span) if has_left else -1,
             window_right=rng.randrange(span) if has_right else -1,
             softcap=values["softcap"],
+            **({given.name: values["operand"]} if (given := self._target.problem.mask_operand) else {}),
         )
         drawn = Trial(problem, self._compiled, values["with_lse"]).facts(self._family, self._gpu)
         wanted = {(name, value) for name, value in planted.items() if name != "schedule"}
