@@ -306,6 +306,12 @@ class DomainModels:
         return config if is_legal else None
 
 
+def _unpacked(one: Candidate) -> Candidate:
+    """The candidate with one head in the rows of a tile."""
+    params = {name: value for name, value in one.config.params.items() if name != "packed_heads"}
+    return replace(one, config=Config(one.config.family, params, one.config.stages))
+
+
 def _doubts(models: DomainModels, is_near: bool) -> Iterator[str]:
     if models.kin is not None:
         yield f"the rates are those of {models.kin.label()}"
@@ -402,39 +408,38 @@ class Portfolio:
                 yield one, kin
 
     def _kin_of(self, domain: Domain) -> DomainModels | None:
-        """The best kernel of the nearest kin; of a mask as an operand, which models have at all
-        sizes, that of each count of packed heads, one among them.
+        """The best kernel of the nearest kin. For a mask as an operand, which models have at all
+        sizes, the best of each count of packed heads, one among them, with and without splits.
         """
         for other in domain.kin:
             models = self.domains.get(other)
             if models is None:
                 continue
-            lent: dict[int, Candidate] = {}
-            for one in sorted(models.candidates, key=lambda c: "packed_heads" in c.config.params):
-                packed = int(one.config.get("packed_heads", 1))
-                if packed not in lent and (found := self._lent(domain, one, packed)) is not None:
-                    lent[packed] = found
+            own = sorted(models.candidates, key=lambda one: "packed_heads" in one.config.params)
+            if domain.operand:
+                own += [_unpacked(one) for one in own]
+            lent: dict[Hashable, Candidate] = {}
+            for one in own:
+                kind = one.config.get("packed_heads", 1), "combine" in one.config.params
+                if kind not in lent and (found := self._lent(domain, one)) is not None:
+                    lent[kind] = found
                     if not domain.operand:
                         break
-            if domain.operand and lent and 1 not in lent:
-                (first, *_) = lent.values()
-                params = {k: v for k, v in first.config.params.items() if k != "packed_heads"}
-                alone = replace(first, config=Config(first.config.family, params))
-                lent |= {1: found} if (found := self._lent(domain, alone, 1)) is not None else {}
             if lent:
-                own = list(lent.values())
-                return replace(models, domain=domain, candidates=own, margin=0.0, kin=other)
+                candidates = list(lent.values())
+                return replace(models, domain=domain, candidates=candidates, margin=0.0, kin=other)
         return None
 
-    def _lent(self, domain: Domain, one: Candidate, packed: int) -> Candidate | None:
+    def _lent(self, domain: Domain, one: Candidate) -> Candidate | None:
         """A candidate as it is called in a domain of its kin; None where it is not legal there."""
         if one.family is None or one.is_vendor:
             return None
         (problem, *_) = domain.problems("float16")
-        grouped = replace(problem, heads_q=packed, heads_kv=1)
+        grouped = replace(problem, heads_q=int(one.config.get("packed_heads", 1)), heads_kv=1)
         config = one.family.carried(grouped, one.config)
-        called = one.family.called(grouped, config, 1)
-        is_legal = one.family.accepts(grouped, called, self.gpu)
+        counts = one.family.splits(grouped, config, self.gpu) if domain.operand else (1,)
+        called = (one.family.called(grouped, config, count) for count in counts)
+        is_legal = any(one.family.accepts(grouped, config, self.gpu) for config in called)
         return replace(one, config=config) if is_legal else None
 
     def select(self, problem: Problem, gpu: Gpu | None = None) -> Selection | None:
