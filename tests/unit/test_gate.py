@@ -481,12 +481,26 @@ def test_the_reference_is_given_bias_and_slopes() -> None:
     made.load("random")
     [(tensors, integers)] = [given for given in kernel.given if given[1][0] == 4]
     at = made.pointers
-    assert tensors[5:] == [0, 0, 0, at["bias"], at["slopes"]]
+    assert tensors[5:] == [0, 0, 0, at["bias"], at["slopes"], 0]
     assert integers[-3:] == [0, 70 * 90, 90]
     made, _, kernel = opened(ATTENTION)
     made.load("random")
     [(tensors, integers)] = [given for given in kernel.given if given[1][0] == 4]
-    assert (tensors[5:], integers[-3:]) == ([0] * 5, [0] * 3)
+    assert (tensors[5:], integers[-3:]) == ([0] * 6, [0] * 3)
+
+
+@pytest.mark.parametrize(("axes", "extents"), [("b", (140, 70, 90)), ("bhk", (8, 1, 90))])
+def test_a_boolean_mask_is_planted_row_by_row(axes: str, extents: tuple[int, ...]) -> None:
+    problem = AttentionProblem.parse(f"B=2,H=4,SQ=70,SKV=90,D=64,mask={axes}")
+    made, _, kernel = opened(problem)
+    made.load("random")
+    at = made.pointers["mask"]
+    [(tensors, integers)] = [given for given in kernel.given if given[1][0] == 14]
+    assert tensors == [at] and tuple(integers[1:4]) == extents
+    assert not [given for given in kernel.given if given[1][0] == 0 and given[0] == [at]]
+    [(tensors, integers)] = [given for given in kernel.given if given[1][0] == 4]
+    assert tensors[5:] == [0, 0, 0, 0, 0, at]
+    assert tuple(integers[-3:]) == problem.mask_strides
 
 
 def test_slopes_leave_what_is_planted_on_top() -> None:

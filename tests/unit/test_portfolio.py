@@ -120,7 +120,9 @@ class TestScheduled:
         ("SQ=4,SKV=1024,D=128", Domain(128, "full", "few")),
         ("S=1024,D=64,causal=1,window=128,softcap=30", Domain(64, "windowed", "prompt", True)),
         ("B=4,S=1024,D=64,varlen=1", Domain(64, "full", "prompt", False, True)),
-        ("S=1024,D=64,bias=1", None),
+        ("S=1024,D=64,alibi=1", None),
+        ("S=1024,D=64,bias=1", Domain(64, "full", "prompt", operand="additive")),
+        ("B=2,SQ=1,SKV=1024,D=64,mask=b", Domain(64, "full", "one", operand="bool")),
         ("S=1024,D=64,dtype=e4m3", None),
     ],
 )
@@ -163,7 +165,7 @@ class TestSelect:
 
     def test_another_domain_is_not_answered(self) -> None:
         assert made(9.0, 10.0, 0.0).select(attention("S=1999,D=64,causal=1")) is None
-        assert made(9.0, 10.0, 0.0).select(attention("S=1999,D=64,bias=1")) is None
+        assert made(9.0, 10.0, 0.0).select(attention("S=1999,D=64,alibi=1")) is None
 
     def test_an_illegal_kernel_is_passed_over(self) -> None:
         packed = maker()(1, 64, packed_heads=4)
@@ -215,6 +217,43 @@ class TestKin:
         assert kin is not None and not kin._legal
         assert known.domains[Domain(64, "full", "prompt")]._legal
         assert replace(known, domains={})._found == {}
+
+    @pytest.mark.parametrize("text", ["bias=h", "mask=1"])
+    def test_a_mask_as_an_operand_is_served_at_every_phase(self, text: str) -> None:
+        own = candidate(maker()(2, 160), FUSED.work_terms, launch=9.0)
+        domain = Domain(128, "full", "prompt")
+        models = DomainModels(domain, WARM, [own], 0.5, REGRET)
+        known = Portfolio("attention", DEFAULT_GPU, {domain: models})
+        for shape in ("S=1999", "SQ=5,SKV=1999", "SQ=1,SKV=1999", "SQ=1,SKV=1999,H=16,HKV=4"):
+            found = known.select(attention(f"{shape},D=128,{text}"))
+            assert found is not None and found.config["tile_n"] == 128, "160 leaves no registers"
+            assert found.vendor == ""
+        assert known.select(attention("SQ=5,SKV=1999,D=128")) is None
+        operands = [domain.operand for domain, _ in known.served() if domain.operand]
+        assert sorted(operands) == ["additive"] * 3 + ["bool"] * 3
+        for domain, _ in known.served():
+            for problem in domain.problems("float16"):
+                assert Domain.of(problem) is not None
+                assert Domain.of(problem)._replace(phase=domain.phase) == domain  # type: ignore[union-attr]
+
+    def test_packed_heads_and_splits_are_each_lent(self) -> None:
+        made = [
+            candidate(config, FUSED.work_terms, launch=9.0)
+            for config in (
+                maker()(1, 64, packed_heads=4),
+                maker()(1, 64, packed_heads=4, splits=2, combine="kernel"),
+                maker()(1, 80, packed_heads=4),
+            )
+        ]
+        domain = Domain(64, "full", "one")
+        models = DomainModels(domain, WARM, made, 0.5, REGRET)
+        known = Portfolio("attention", DEFAULT_GPU, {domain: models})
+        kin = known.models_of(domain._replace(operand="bool"))
+        assert kin is not None and kin.margin == 0
+        kinds = [(c.config.get("packed_heads", 1), "combine" in c.config.params) for c in kin.candidates]
+        assert kinds == [(4, False), (4, True), (1, False), (1, True)]
+        capped = known.models_of(domain._replace(has_softcap=True))
+        assert capped is not None and len(capped.candidates) == 1
 
     def test_each_is_served_once(self) -> None:
         known = made(9.0, 5.0, 0.0)
