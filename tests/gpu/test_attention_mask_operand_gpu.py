@@ -1,5 +1,5 @@
-"""Masks as operands on the GPU against float64 and against PyTorch's own answer: the numerics gate's
-proof of such kernels, masks as models have them, and `tuner.attention` with them."""
+"""Masks as operands on the GPU: the numerics gate's proof of such kernels, masks as models have
+them against float64, and `tuner.attention` with them against PyTorch's own answer."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ LIMITS = {"float16": 6e-4, "bfloat16": 5e-3}
 LENGTHS = [(1, 1), (1, 1000), (1, 4097), (5, 800), (64, 64), (129, 127), (300, 40), (1337, 999)]
 make = maker(early_exp=50, ping_pong=True)
 
-#: What a kernel is compiled for, and a config: D from 64 to 256, both types and kinds, packed heads,
-#: splits, key groups, both loops, the causal flag and the soft cap.
+#: What a kernel is compiled for, and a config: D from 64 to 256, both types and kinds, packed
+#: heads, splits, key groups, both loops, the causal flag and the soft cap.
 KERNELS: dict[str, tuple[str, Config]] = {
     "bool, D=64": ("B=2,H=4,D=64,mask=1", make(2, 128, persistent=True, stages_output=True)),
     "additive, D=64": (
@@ -56,9 +56,15 @@ KERNELS: dict[str, tuple[str, Config]] = {
     ),
     "bool, D=256": ("B=2,H=2,D=256,mask=1,dtype=bf16", make(2, 64)),
     "additive, D=192": ("B=2,H=2,D=160,bias=1,dtype=bf16", make(1, 64)),
-    "bool, causal, soft cap": ("B=2,H=4,HKV=2,D=80,causal=1,softcap=20,mask=1", make(1, 64, packed_heads=2)),
-    "additive, causal, soft cap": ("B=2,H=2,D=64,causal=1,softcap=20,bias=1", make(2, 128, persistent=True)),
-}  # fmt: skip
+    "bool, causal, soft cap": (
+        "B=2,H=4,HKV=2,D=80,causal=1,softcap=20,mask=1",
+        make(1, 64, packed_heads=2),
+    ),
+    "additive, causal, soft cap": (
+        "B=2,H=2,D=64,causal=1,softcap=20,bias=1",
+        make(2, 128, persistent=True),
+    ),
+}
 
 
 def spec(text: str, config: Config) -> KernelSpec:

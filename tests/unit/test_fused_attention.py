@@ -338,7 +338,7 @@ def test_windows_and_soft_caps_are_compiled_in_and_their_sizes_are_not() -> None
 
 
 def test_a_mask_operand_is_launched_with_its_strides_last() -> None:
-    """As the template's opening comment lists tensors and integers; 0 along axes that it has not."""
+    """As the template's opening comment lists tensors and integers; 0 along missing axes."""
     config = make(2, 64)
     shape = "B=2,H=3,SQ=96,SKV=200,D=64"
     for text, kind, strides in (

@@ -250,7 +250,9 @@ class TestKin:
         known = Portfolio("attention", DEFAULT_GPU, {domain: models})
         kin = known.models_of(domain._replace(operand="bool"))
         assert kin is not None and kin.margin == 0
-        kinds = [(c.config.get("packed_heads", 1), "combine" in c.config.params) for c in kin.candidates]
+        kinds = [
+            (c.config.get("packed_heads", 1), "combine" in c.config.params) for c in kin.candidates
+        ]
         assert kinds == [(4, False), (4, True), (1, False), (1, True)]
         capped = known.models_of(domain._replace(has_softcap=True))
         assert capped is not None and len(capped.candidates) == 1

@@ -251,7 +251,7 @@ def test_a_bias_has_no_axis_of_one_element(text: str, same: str) -> None:
 
 def test_a_boolean_mask_is_an_operand_of_bytes() -> None:
     problem = AttentionProblem.parse("B=2,H=3,SQ=5,SKV=7,D=64,mask=bk")
-    query, key, value, mask, out = problem.operands
+    mask = problem.operands[3]
     assert (mask.name, mask.shape, mask.dtype, mask.bytes) == ("mask", (2, 1, 1, 7), "bool", 14)
     assert problem.mask_strides == (7, 0, 0)
     assert (problem.extras, problem.is_plain) == ("boolean mask", False)

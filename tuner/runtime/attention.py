@@ -11,6 +11,7 @@ answers it:
 | their gradients | top-left | cuDNN's kernel, or recomputed; flash's where SQ is SKV |
 | a window | along the top-left diagonal | tuned kernels, or PyTorch's operations |
 | `attn_mask=causal_upper_left(...)`, `causal_lower_right(...)` | as it says | PyTorch |
+| another `attn_mask` | none | tuned kernels |
 | `attention_varlen` | top-left in each sequence | tuned kernels |
 | nested tensors | PyTorch's | PyTorch |
 | `tuner.enable`: `scaled_dot_product_attention`, efficient's operator | top-left | tuned kernels |
@@ -18,7 +19,7 @@ answers it:
 | `tuner.enable`: `aten::_scaled_dot_product_flash_attention` | bottom-right | tuned if SQ is SKV |
 | Transformers: no mask, several queries (an empty static cache) | top-left | tuned kernels |
 | Transformers: no mask, one query | none, all keys | tuned kernels |
-| Transformers: queries after a filled cache | a mask | PyTorch |
+| Transformers: queries after a filled cache | a mask | tuned kernels |
 
 Grouped heads change nothing of it: query head h reads key head h // (H / HKV).
 """
@@ -57,9 +58,9 @@ def attention(
 
     Has the signature and the meaning of `torch.nn.functional.scaled_dot_product_attention`, which
     answers, with these same arguments, whatever no tuned kernel can: dropout, masks that want a
-    gradient, other shapes, CPU tensors, `TUNER_DISABLE=1`, ... Each such call is counted by its reason
-    (`tuner.stats`), and the reason is logged once to ``tuner.runtime``. Predicted and replayed
-    entries are never launched. The first call of a shape loads its kernel: make one before
+    gradient, other shapes, CPU tensors, `TUNER_DISABLE=1`, ... Each such call is counted by its
+    reason (`tuner.stats`), and the reason is logged once to ``tuner.runtime``. Predicted and
+    replayed entries are never launched. The first call of a shape loads its kernel: make one before
     capturing a CUDA graph.
 
     A gradient is computed by PyTorch's backward kernels from the tuned kernel's output and

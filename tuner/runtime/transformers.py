@@ -5,10 +5,10 @@
     import tuner.runtime.transformers
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="tuner")
 
-Masks are made as for `sdpa`: none where the causal flag says it all, so that a tuned kernel can
-answer, else a tensor, with which PyTorch does. A sliding window is such a tensor once there are as
-many keys as it is wide; so are a cache's earlier keys before several queries, and packed sequences,
-which position_ids tell. In a graph of torch.compile a mask is left out where sizes alone tell it.
+Masks are made as for `sdpa`: none where the causal flag says it all, else a tensor, which is an
+operand of the tuned kernel. A sliding window is such a tensor once there are as many keys as it is
+wide; so are a cache's earlier keys before several queries, and packed sequences, which position_ids
+tell. In a graph of torch.compile a mask is left out where sizes alone tell it.
 Without a mask one query sees all keys, and several see keys 0..i: a static cache is longer than the
 prompt that fills it.
 
