@@ -11,7 +11,7 @@ import torch
 
 from tuner import settings
 from tuner.errors import ConfigError
-from tuner.problem import AttentionProblem, Axes, DType, Layout
+from tuner.problem import AttentionProblem, DType, Layout
 from tuner.runtime import guards, native
 from tuner.runtime.autograd import has_backward
 from tuner.runtime.bias import axes_of, steps_of
@@ -95,8 +95,8 @@ class AttentionCall(_Attention, Call):
 
     def pose(self) -> Posed:
         tensors, scale = self[:3], scale_of(self.query, self.scale)
-        options = self.is_causal, scale, self.enable_gqa, self.extras
-        posed = pose(*tensors, *options, mask=self._mask)
+        causal, grouped, mask = self.is_causal, self.enable_gqa, self._mask
+        posed = pose(*tensors, causal, scale, grouped, self.extras, mask=mask)
         if not settings.benchmark() or self.query.is_meta or guards.wants_gradient(*self.inputs):
             return posed
         return replace(posed, run=self._timed)
@@ -209,7 +209,8 @@ def pose(
         window_left=extras.left,
         window_right=extras.right,
         softcap=extras.softcap,
-        **_mask_axes(mask),
+        bias="" if mask is None or mask.dtype == torch.bool else axes_of(mask),
+        mask="" if mask is None or mask.dtype != torch.bool else axes_of(mask),
     )
     *operands, out = problem.matrices
     strides: dict[str, tuple[int, ...]] = {}
@@ -219,19 +220,11 @@ def pose(
             strides[operand.name] = guards.along(operand, tensor.stride())
     if not guards.lies(query, operands[0].strides):
         strides[out.name] = guards.along(out, guards.dense(query.shape, query.stride()))
-    if mask is not None and (operand := problem.mask_operand) is not None:
-        sizes = zip(operand.shape, steps_of(mask), operand.strides, strict=True)
-        steps = tuple(own if size == 1 else step for size, step, own in sizes)
-        if steps != operand.strides:
-            strides[operand.name] = steps
+    if mask is not None and (masked := problem.mask_operand) is not None:
+        steps = guards.along(masked, steps_of(mask))
+        if steps != masked.strides:
+            strides[masked.name] = steps
     return Posed(problem, scale, strides=strides)
-
-
-def _mask_axes(mask: torch.Tensor | None) -> dict[str, Axes]:
-    """A mask as fields of a problem."""
-    if mask is None:
-        return {}
-    return {"mask" if mask.dtype == torch.bool else "bias": axes_of(mask)}
 
 
 def _nearest_layout(query: torch.Tensor, key: torch.Tensor) -> Layout:

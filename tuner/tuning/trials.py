@@ -190,16 +190,12 @@ class _Draw:
             window_left=rng.randrange(span) if has_left else -1,
             window_right=rng.randrange(span) if has_right else -1,
             softcap=values["softcap"],
-            **self._operand(values["operand"]),
+            bias=values["operand"] if self._target.problem.bias else "",
+            mask=values["operand"] if self._target.problem.mask else "",
         )
         drawn = Trial(problem, self._compiled, values["with_lse"]).facts(self._family, self._gpu)
         wanted = {(name, value) for name, value in planted.items() if name != "schedule"}
         return problem if wanted <= drawn else None
-
-    def _operand(self, axes: Axes) -> dict[str, Axes]:
-        """A mask operand of the kernel's kind, as a field of a problem."""
-        given = self._target.problem.mask_operand
-        return {} if given is None else {given.name: axes}
 
     def _config(
         self, problem: AttentionProblem, schedule: Sequence[tuple[str, Value]]
