@@ -92,10 +92,10 @@ def _attention(
 ) -> torch.Tensor:
     _check(query, key, value)
     is_grouped = query.shape[1] != key.shape[1]
-    arguments = query, key, value, attn_mask, 0.0, is_causal, scale, is_grouped
-    out = _tuned(*arguments)
+    out = _tuned(query, key, value, attn_mask, is_causal, scale, is_grouped)
     if out is None:
-        out = native.attend(*arguments)
+        options = attn_mask, 0.0, is_causal, scale, is_grouped
+        out = native.attend(query, key, value, *options)
     return guards.laid_out_as(query, out)
 
 
@@ -104,19 +104,19 @@ def _tuned(
     key: torch.Tensor,
     value: torch.Tensor,
     attn_mask: torch.Tensor | None,
-    *options: Any,
+    is_causal: bool,
+    scale: float | None,
+    is_grouped: bool,
 ) -> torch.Tensor | None:
     """A tuned kernel's output, or None, counted by its reason."""
-    arguments = query, key, value, attn_mask, *options
+    arguments = query, key, value, attn_mask, 0.0, is_causal, scale, is_grouped
     # What `tuner.attention` is refused for the gradient's sake this operator has elsewhere.
     is_alike = not guards.wants_gradient(query, key, value)
     generation = table.refresh(query)
     known = dispatch.attention(*arguments) if is_alike else None
     if known is not None:
         return None if known is dispatch.REFUSED else known
-    operand = None
-    if attn_mask is not None:
-        operand = as_operand(attn_mask, query, key, bool(arguments[5]))
+    operand = None if attn_mask is None else as_operand(attn_mask, query, key, is_causal)
     call = AttentionCall(*arguments, NONE, operand)
     plan = find(call)
     out = plan if isinstance(plan, Refusal) else table.run(plan, *call.inputs)
