@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tuner.base import resources
 from tuner.errors import ConfigError
 from tuner.families.base import KernelSpec
-from tuner.selection.kernels import Kernel, KernelList, Proof
+from tuner.selection.kernels import Kernel, KernelList, Proof, shipped_proofs
 
 SPEC = KernelSpec("toy.cu.j2", {"tile": 64})
 PROOF = Proof(64, 0, "NVIDIA H200", "580.159.04", "2026-11-23")
@@ -36,6 +39,30 @@ def test_a_fault_takes_the_proof_s_place() -> None:
     failed = proven.with_kernels([Kernel(SPEC.key, "toy_1", "ab" * 32, None, "wrong at S=1")])
     found = failed.find(SPEC)
     assert found is not None and found.proof is None and found.fault == "wrong at S=1"
+
+
+@pytest.fixture
+def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A proof of one artifact that ships."""
+    (tmp_path / "proofs").mkdir()
+    proven = EMPTY.with_kernels([Kernel("another spec", "toy_1", "cd" * 32, PROOF)])
+    proven.write(tmp_path / "proofs" / "a.json")
+    monkeypatch.setattr(resources, "cache", lambda: tmp_path)
+    shipped_proofs.cache_clear()
+    yield
+    shipped_proofs.cache_clear()
+
+
+def test_a_built_kernel_has_the_shipped_proof_of_its_artifact(shipped: None) -> None:
+    """Whatever compiled the host's half, and whatever its spec is called."""
+    found = EMPTY.with_built([BUILT, replace(BUILT, spec="b", artifact="toy_2")])
+    assert [one.proof for _, one in sorted(found.kernels.items())] == [None, PROOF]
+
+
+def test_a_verdict_of_this_machine_is_kept(shipped: None) -> None:
+    failed = EMPTY.with_kernels([replace(BUILT, fault="wrong at S=1")])
+    found = failed.with_built([BUILT]).find(SPEC)
+    assert found is not None and (found.proof, found.fault) == (None, "wrong at S=1")
 
 
 def test_it_is_what_was_written(tmp_path: Path) -> None:

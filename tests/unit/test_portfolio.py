@@ -372,21 +372,68 @@ class TestMake:
 
     def test_one_model_s_problems_are_too_few(self) -> None:
         alone = [m for m in planted(0) if m.problem.heads_q == 16]  # type: ignore[attr-defined]
-        with pytest.raises(ConfigError, match="no domain has a kernel with 12 measurements"):
+        with pytest.raises(ConfigError, match="no domain has a kernel with 6 measurements"):
             fitting.make({WARM: alone}, DEFAULT_GPU)
 
     def test_failed_and_modified_ones_are_left_out(self) -> None:
         failed = [m.but(status=Status.WRONG_RESULT, latency_us=None) for m in planted(0)]
-        assert fitting.points(failed) == []
+        assert fitting.points(failed, DEFAULT_GPU) == []
         sloped = Measurement(
             attention("S=1024,D=64,alibi=1"), CUDNN, DEFAULT_GPU, WARM, Status.OK, latency_us=9.0
         )
-        assert fitting.points([sloped]) == []
+        assert fitting.points([sloped], DEFAULT_GPU) == []
 
     def test_a_quick_time_comes_before_a_final_one(self) -> None:
         one = planted(0)[0]
         both = [one, one.but(latency_us=99.0, is_final=True)]
-        assert [p.us for p in fitting.points(both)] == [one.latency_us]
+        assert [p.us for p in fitting.points(both, DEFAULT_GPU)] == [one.latency_us]
+
+    def test_stream_times_come_before_more_chained_ones(self) -> None:
+        stream = Regime("stream", "warm")
+        few = [replace(m, regime=stream) for m in planted(2)[:90]]
+        (models,) = fitting.make({WARM: planted(0), stream: few}, DEFAULT_GPU).domains.values()
+        assert models.regime == stream and models.regret.problems == 30
+
+    def test_more_splits_than_a_selection_considers_are_left_out(self) -> None:
+        problem = attention("SQ=1,SKV=4096,D=64,H=16,B=1")
+        params = {**NARROW.params, "persistent": False, "warp_groups": 1, "blocks_per_sm": 1}
+        kept = {}
+        for combine in ("cluster", "kernel"):  # 16 tiles: 8 splits of each are 128 blocks
+            config = Config(NARROW.family, {**params, "combine": combine, "splits": 8})
+            m = Measurement(problem, config, DEFAULT_GPU, WARM, Status.OK, latency_us=9.0)
+            kept[combine] = len(fitting.points([m], DEFAULT_GPU))
+        assert kept == {"cluster": 0, "kernel": 1}
+
+    def test_few_measurements_are_drawn_to_the_domain_s_rates(self) -> None:
+        found = fitting.points(planted(0), DEFAULT_GPU)
+        wide = [point for point in found if point.config == WIDE]
+        prior = fitting.fitted(wide, DEFAULT_GPU)
+        alone = fitting.fitted(wide[:1], DEFAULT_GPU)
+        drawn = fitting.fitted(wide[:1], DEFAULT_GPU, prior)
+
+        def error(rates: list[float]) -> float:
+            family = families()[WIDE.family]
+            expected = (
+                sum(map(mul, rates, family.work(p.problem, p.config, DEFAULT_GPU))) for p in wide
+            )
+            return max(float(abs(us / p.us - 1)) for us, p in zip(expected, wide, strict=True))
+
+        assert error(drawn) < 0.2 < error(alone)
+
+
+@pytest.mark.parametrize(
+    ("expected", "kernel"),
+    [
+        ({"cudnn": 10.0, "flash2": 8.1}, "cudnn"),
+        ({"cudnn": 10.0, "flash2": 7.9}, "flash2"),
+        ({"flash2": 10.0, "efficient": 9.0}, "flash2"),
+        ({"efficient": 9.0}, "efficient"),
+    ],
+)
+def test_another_of_pytorch_s_kernels_has_to_be_much_faster(
+    expected: dict[str, float], kernel: str
+) -> None:
+    assert portfolio.preferred(expected) == kernel
 
 
 @pytest.fixture

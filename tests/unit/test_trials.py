@@ -21,7 +21,7 @@ KINDS = {
     "one block a tile": next(
         t for t in TARGETS if not t.config["persistent"] and t.config["warp_groups"] == 1
     ),
-    "packed": next(t for t in TARGETS if t.config.get("packed_heads", 1) == 8),
+    "packed": next(t for t in TARGETS if t.config.get("packed_heads", 1) > 1),
     "split": next(t for t in TARGETS if t.config.get("combine") == "kernel"),
     "large heads": next(t for t in TARGETS if t.problem.head_dim == 256),
 }

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import mul
@@ -33,12 +33,15 @@ from tuner.selection.portfolio import (
     Portfolio,
     Regret,
     Spread,
+    preferred,
 )
 from tuner.selection.shipped import shipped_index
 from tuner.store import Store
 
-MIN_POINTS = 12
+MIN_POINTS = 6
 """Measurements of a kernel below which no model is made of it."""
+PRIOR_WEIGHT = 0.3
+"""Measurements that the rates of all own kernels of a domain count for in the fit of one."""
 MIN_GROUPS = 3
 """Unlike groups of heads, likewise: rates from one model's shapes do not hold for another's."""
 MAX_MEDIAN_ERROR = 0.12
@@ -52,11 +55,9 @@ ORIGIN_FACTS = frozenset({"driver", "cuda", "torch", "cudnn", "nvcc"})
 """Facts of the measuring machines that a portfolio tells."""
 FOLDS = 8
 MARGINS = (0.0, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3)
-"""Margins that are tried; the smallest that keeps `LOWEST_SHARE` is taken."""
-SLOWER = 0.98
-"""A choice below this much of the vendor's speed counts as slower."""
-LOWEST_SHARE = 0.01
-"""Share of choices that may be slower."""
+"""Margins that are tried."""
+SLOWER_COSTS = 3.0
+"""What is lost to the vendor's kernel counts as often, beside what is lost to the fastest one."""
 SCHEDULE = frozenset({"splits", "layout"})
 """Parameters that a kernel's model leaves to `Family.scheduled`, or to the vendor's preference."""
 
@@ -107,15 +108,20 @@ def kernel_of(config: Config) -> Config:
     return Config(config.family, params)
 
 
-def points(measurements: Iterable[Measurement]) -> list[Point]:
-    """Those of attention that a portfolio is made of; the quick pass where a problem has both."""
+def points(measurements: Iterable[Measurement], gpu: Gpu) -> list[Point]:
+    """Those of attention that a portfolio is made of; the quick pass where a problem has both. More
+    splits than a selection considers are left out.
+    """
     found: dict[tuple[str, str], Point] = {}
     for m in sorted(measurements, key=lambda m: not m.is_final):
         family, problem = families().get(m.config.family), m.problem
-        is_known = family is not None and family.work_terms and not m.config.stages
-        if m.ok and m.latency_us and is_known and isinstance(problem, AttentionProblem):
-            if Domain.of(problem) is not None:
-                found[problem.key, m.config.digest] = Point(problem, m.config, m.latency_us)
+        if family is None or not family.work_terms or m.config.stages:
+            continue
+        if not (m.ok and m.latency_us and isinstance(problem, AttentionProblem)):
+            continue
+        most = max(family.splits(problem, m.config, gpu), default=0)
+        if Domain.of(problem) is not None and m.config.get("splits", 1) <= most:
+            found[problem.key, m.config.digest] = Point(problem, m.config, m.latency_us)
     return list(found.values())
 
 
@@ -145,7 +151,7 @@ def make(measured: Mapping[Regime, Sequence[Measurement]], gpu: Gpu) -> Portfoli
     """
     by_domain: dict[Domain, dict[Regime, list[Point]]] = defaultdict(lambda: defaultdict(list))
     for regime, rows in measured.items():
-        for point in points(rows):
+        for point in points(rows, gpu):
             domain = Domain.of(point.problem)
             if domain is not None:
                 by_domain[domain][regime].append(point)
@@ -209,6 +215,8 @@ class _Judge:
 
     def __init__(self, kernels: Sequence[_Kernel], gpu: Gpu) -> None:
         self._gpu = gpu
+        self._own = [p for k in kernels if not _is_vendor(k.config) for p in k.points]
+        self._priors: dict[frozenset[tuple[int, int, int]], list[float]] = {}
         self._rows: dict[str, list[_Row]] = defaultdict(list)
         self._errors: dict[Config, list[float]] = {}
         for kernel in kernels:
@@ -228,9 +236,24 @@ class _Judge:
     def candidate(self, kernel: _Kernel) -> Candidate:
         """The kernel with rates that are fitted to all of its points."""
         terms = families()[kernel.config.family].work_terms
-        rates = dict(zip(terms, fitted(kernel.points, self._gpu), strict=True))
+        rates = dict(zip(terms, self._rates(kernel), strict=True))
         errors = self._error(kernel, 0.5), self._error(kernel, 0.9)
         return Candidate(kernel.config, rates, len(kernel.points), *errors, kernel.spread)
+
+    def _rates(self, kernel: _Kernel, held: Collection[tuple[int, int, int]] = ()) -> list[float]:
+        """Fitted to a kernel's points, and drawn to those of all own kernels of the domain, without
+        the problems of some heads.
+        """
+        key = frozenset(held)
+        if _is_vendor(kernel.config):
+            prior = None
+        elif key in self._priors:
+            prior = self._priors[key]
+        else:
+            rest = [p for p in self._own if _group(p.problem) not in key]
+            prior = self._priors[key] = fitted(rest, self._gpu)
+        rest = [p for p in kernel.points if _group(p.problem) not in key]
+        return fitted(rest, self._gpu, prior)
 
     def cover(self, own: Sequence[_Kernel]) -> list[_Kernel]:
         """Few kernels of small loss against the fastest own one of each problem."""
@@ -256,24 +279,26 @@ class _Judge:
         return [own[at] for at in chosen]
 
     def margin(self, own: Sequence[_Kernel], vendors: Sequence[_Kernel]) -> tuple[float, Regret]:
-        """The smallest margin with which few choices are slower, and the regret with it."""
-        for margin in MARGINS:
-            regret, slower = self._regret(own, vendors, margin)
-            if slower <= LOWEST_SHARE:
-                break
+        """The margin with which choices cost least, and the regret with it."""
+        tried = [(self._regret(own, vendors, margin), margin) for margin in MARGINS]
+        (_, regret), margin = min(tried, key=lambda one: one[0][0])
         return margin, regret
 
     def _regret(
         self, own: Sequence[_Kernel], vendors: Sequence[_Kernel], margin: float
-    ) -> tuple[Regret, float]:
-        """At the problems where an own kernel and a vendor's were measured."""
+    ) -> tuple[float, Regret]:
+        """Mean cost of a choice, and the regret, at the problems where an own kernel and a vendor's
+        were measured.
+        """
         losses, ratios, owns = [], [], 0
         for rows in self._rows.values():
             mine = [row for row in rows if row.kernel in own and self._is_offered(row)]
             theirs = [row for row in rows if row.kernel in vendors]
             if not mine or not theirs:
                 continue
-            first, vendor = (min(some, key=lambda row: row.expected) for some in (mine, theirs))
+            first = min(mine, key=lambda row: row.expected)
+            named = {str(row.kernel.config["kernel"]): row for row in theirs}
+            vendor = named[preferred({name: row.expected for name, row in named.items()})]
             is_own = first.expected * (1 + margin) <= vendor.expected
             owns += is_own
             chosen = first if is_own else vendor
@@ -281,11 +306,11 @@ class _Judge:
             ratios.append(min(row.us for row in theirs) / chosen.us)
         count = len(losses)
         if not count:
-            return Regret(0, 0.0, 0.0, 1.0, 1.0, 1.0), 0.0
+            return 0.0, Regret(0, 0.0, 0.0, 1.0, 1.0, 1.0)
         geometric = math.exp(fmean(map(math.log, ratios)))
-        slower = sum(ratio < SLOWER for ratio in ratios) / count
+        cost = fmean(losses) + SLOWER_COSTS * fmean(max(0.0, 1 / ratio - 1) for ratio in ratios)
         found = Regret(count, fmean(losses), max(losses), geometric, min(ratios), owns / count)
-        return found, slower
+        return cost, found
 
     def _is_offered(self, row: _Row) -> bool:
         """Whether a selection would consider the schedule that was measured."""
@@ -299,8 +324,8 @@ class _Judge:
         fold = {group: number % FOLDS for number, group in enumerate(groups)}
         found = []
         for number in sorted(set(fold.values())):
-            rest = [p for p in kernel.points if fold[_group(p.problem)] != number]
-            rates = fitted(rest, self._gpu)
+            held = {group for group in groups if fold[group] == number}
+            rates = self._rates(kernel, held)
             for point in kernel.points:
                 if fold[_group(point.problem)] == number:
                     expected = _expected(point.problem, point.config, rates, self._gpu)
@@ -318,7 +343,7 @@ class _Judge:
         }
         table = []
         for kernel in own:
-            rates, doubt = fitted(kernel.points, self._gpu), 1 + self._error(kernel, 0.9)
+            rates, doubt = self._rates(kernel), 1 + self._error(kernel, 0.9)
             known = {
                 key: min((row.us for row in self._rows[key] if row.kernel is kernel), default=0.0)
                 for key in problems
@@ -347,8 +372,13 @@ class _Judge:
         return min(times, default=math.inf)
 
 
-def fitted(points: Sequence[Point], gpu: Gpu) -> list[float]:
+def fitted(points: Sequence[Point], gpu: Gpu, prior: Sequence[float] | None = None) -> list[float]:
     """Microseconds of each work term, none negative, of least squared relative error.
+
+    Args:
+        points: what was measured.
+        gpu: where.
+        prior: rates that these are drawn to, term by term, each by its share of the times.
 
     Raises:
         ConfigError: when scipy is not installed.
@@ -362,7 +392,12 @@ def fitted(points: Sequence[Point], gpu: Gpu) -> list[float]:
     family = families()[points[0].config.family]
     amounts = np.array([family.work(p.problem, p.config, gpu) for p in points])
     relative = amounts / np.array([[p.us] for p in points])
-    rates, _ = nnls(relative, np.ones(len(points)), maxiter=100 * amounts.shape[1])
+    wanted = np.ones(len(points))
+    if prior is not None:
+        weights = math.sqrt(PRIOR_WEIGHT) * relative.mean(axis=0)
+        relative = np.vstack([relative, np.diag(weights)])
+        wanted = np.concatenate([wanted, weights * np.array(prior)])
+    rates, _ = nnls(relative, wanted, maxiter=100 * amounts.shape[1])
     return [float(rate) for rate in rates]
 
 

@@ -71,9 +71,11 @@ class Target:
 
 
 def targets(portfolio: Portfolio) -> list[Target]:
-    """The kernels of all own candidates, once each, for both types."""
+    """The kernels of all own candidates, once each, for both types; those of measured domains
+    first.
+    """
     found: dict[tuple[str, ...], Target] = {}
-    for domain, models in portfolio.served():
+    for domain, models in sorted(portfolio.served(), key=lambda one: one[1].kin is not None):
         for candidate in models.candidates:
             if candidate.family is None or candidate.is_vendor:
                 continue

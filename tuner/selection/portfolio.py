@@ -38,6 +38,10 @@ VERSION = 1
 REACH = 2
 """Factor by which a size may exceed the measured ones: beyond it a time model is not trusted."""
 _FAR = f"no kernel was measured within {REACH} times these sizes"
+PYTORCHS_ORDER = ("cudnn", "flash2", "efficient")
+"""PyTorch's kernels in the order in which it chooses them on Hopper (torch 2.11)."""
+VENDOR_MARGIN = 0.25
+"""Share of its time by which another of PyTorch's kernels has to beat PyTorch's choice."""
 #: Rates of a time model are written with as many digits.
 _DIGITS = 5
 
@@ -312,6 +316,18 @@ def _unpacked(one: Candidate) -> Candidate:
     return replace(one, config=Config(one.config.family, params, one.config.stages))
 
 
+def preferred(expected: Mapping[str, float]) -> str:
+    """The vendor's kernel to leave a call to: PyTorch's own choice, unless another is expected to
+    be faster by `VENDOR_MARGIN`.
+
+    Args:
+        expected: microseconds by kernel; one at least.
+    """
+    usual = next((name for name in PYTORCHS_ORDER if name in expected), min(expected))
+    best = min(expected, key=lambda name: (expected[name], name))
+    return best if expected[best] * (1 + VENDOR_MARGIN) < expected[usual] else usual
+
+
 def _doubts(models: DomainModels, is_near: bool) -> Iterator[str]:
     if models.kin is not None:
         yield f"the rates are those of {models.kin.label()}"
@@ -458,11 +474,14 @@ class Portfolio:
             return None
         target = gpu or self.gpu
         own, vendors, is_near = models.estimates(problem, target)
+        known = {
+            str(config["kernel"]): (estimate.us, config)
+            for estimate in vendors
+            if (config := models.config(problem, estimate, target)) is not None
+        }
         vendor_us, vendor = math.inf, None
-        for estimate in vendors:
-            if (vendor := models.config(problem, estimate, target)) is not None:
-                vendor_us = estimate.us
-                break
+        if known:
+            vendor_us, vendor = known[preferred({name: us for name, (us, _) in known.items()})]
         bound = vendor_us / (1 + models.margin)
 
         def ranked(bound: float = math.inf) -> Iterator[tuple[float, Config]]:
