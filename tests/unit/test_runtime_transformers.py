@@ -168,10 +168,29 @@ def test_a_static_cache_is_longer_than_the_prompt(tuned: SimpleNamespace) -> Non
 
 
 def test_what_changes_the_result_is_left_to_sdpa(tuned: SimpleNamespace) -> None:
-    bias = torch.randn(1, 2, 8, 8).half()
-    attend(position_bias=bias)
     attend(dropout=0.5)
     assert tuned.problems == []
+
+
+def test_a_bias_by_positions_is_an_operand(tuned: SimpleNamespace) -> None:
+    """With the mask in it, as `sdpa` has it."""
+    bias = torch.randn(1, 2, 8, 8).half()
+    seen = torch.ones(8, 8, dtype=torch.bool).tril()
+    query, key, value = (torch.randn(1, 2, 8, 16).half() for _ in range(3))
+    for mask, is_causal in (
+        (None, False),
+        (None, True),
+        (seen[None, None], None),
+        (bias.flip(-1), None),
+    ):
+        options = {"position_bias": bias, "attention_mask": mask, "is_causal": is_causal}
+        out, _ = attend(query=query, key=key, value=value, **options)
+        options["is_causal"] = bool(is_causal)
+        wanted, _ = tuned_attention.sdpa_attention_forward(
+            torch.nn.Identity(), query, key, value, **options
+        )
+        assert torch.allclose(out, wanted, atol=4e-3)
+    assert [problem.bias for problem in tuned.problems] == ["h"] * 4
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

@@ -111,7 +111,7 @@ def attention_forward(
         dropout: probability.
         scaling: of the scores; 1/sqrt(D) when None.
         is_causal: overrides the module's.
-        position_bias: added to the scores, left to `sdpa`.
+        position_bias: (B or 1, H or 1, SQ, SKV), added to the scores; wants no softcap.
         cache: a paged one, left to `sdpa`.
         softcap: as in `tuner.attention`: of the scaled scores, before the mask.
         kwargs: what the model passes on.
@@ -133,7 +133,9 @@ def attention_forward(
     if position_bias is not None:
         if softcap is not None:
             raise ValueError(_refusal("position_bias beside softcap"))
-        return _sdpa(*arguments, is_causal, position_bias)
+        attention_mask = _with_positions(position_bias, attention_mask, causal, query, key)
+        causal = False
+        arguments = module, query, key, value, attention_mask, dropout, scaling
     if softcap is None:
         out = _tuned(query, key, value, attention_mask, dropout, causal, scaling)
     else:
@@ -198,6 +200,25 @@ def _is_causal(
             "not say is_causal: use 'eager'"
         )
     return bool(causal)
+
+
+def _with_positions(
+    bias: torch.Tensor,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    query: torch.Tensor,
+    key: torch.Tensor,
+) -> torch.Tensor:
+    """A bias by positions as the mask that `sdpa` makes of it: the lowest number of the type where
+    a key is hidden.
+    """
+    if mask is None and is_causal:
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=key.device).tril()
+    if mask is None:
+        return bias
+    if mask.dtype != torch.bool:
+        return bias + mask
+    return torch.where(mask, bias, torch.finfo(key.dtype).min)
 
 
 def _sdpa(*arguments: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
