@@ -34,7 +34,17 @@ own_store, path = fresh_store, call_path
 
 FAMILY = family("fused_attention")
 LIMITS = {"float16": 6e-4, "bfloat16": 5e-3}
-LENGTHS = [(1, 1), (1, 1000), (1, 4097), (5, 800), (64, 64), (129, 127), (300, 40), (1337, 999)]
+LENGTHS = [
+    (1, 1),
+    (1, 1000),
+    (1, 4097),
+    (5, 800),
+    (64, 64),
+    (129, 127),
+    (300, 40),
+    (257, 1024),
+    (1337, 999),
+]
 make = maker(early_exp=50, ping_pong=True)
 
 #: What a kernel is compiled for, and a config: D from 64 to 256, both types and kinds, packed
@@ -302,7 +312,9 @@ SERVED = {
 def test_a_model_is_served_with_its_mask(
     name: str, through: str, own_store: None, path: str, compiler: Compiler
 ) -> None:
-    """Every row is what PyTorch's own kernel makes of it, rows that see no key among them."""
+    """Rows are what PyTorch's own kernel makes of them, and zero where they see no key: there
+    cuDNN's kernel leaves the mask away.
+    """
     import tuner
 
     text, _ = SERVED[name]
@@ -312,6 +324,13 @@ def test_a_model_is_served_with_its_mask(
     tensors, mask = inputs(problem, 1.0), mask_of(problem, SERVED[name][1].__name__)
     plain = torch.nn.functional.scaled_dot_product_attention
     wanted = plain(*tensors, mask)
+
+    def agrees(out: Any, wanted: Any, mask: Any) -> bool:
+        seen = (mask if mask.dtype == torch.bool else mask > -math.inf).any(-1)
+        seen = seen.expand(out.shape[:3])
+        away = (out - wanted)[seen].float().norm() / wanted[seen].float().norm()
+        return bool(away < 2e-3 and (out[~seen] == 0).all())
+
     store(problem, this_gpu(), config, artifacts={"attention": future.result().key})
     forget()
     if through == "enabled" and path == "python":
@@ -322,14 +341,12 @@ def test_a_model_is_served_with_its_mask(
         else:
             with tuner.enabled():
                 out = plain(*tensors, mask)
-        assert float((out - wanted).float().norm() / wanted.float().norm()) < 2e-3
-        unseen = (wanted == 0).all(-1)
-        assert (out[unseen] == 0).all()
+        assert agrees(out, wanted, mask)
     assert tuner.stats(reset=True).hits == 3
     # Another mask of the same kind is another launch of the same plan.
     other = mask.roll(1, 0)
     out, wanted = tuner.attention(*tensors, other), plain(*tensors, other)
-    assert float((out - wanted).float().norm() / wanted.float().norm()) < 2e-3
+    assert agrees(out, wanted, other)
     assert tuner.stats(reset=True).hits == 1
     asked = mask.float() if mask.dtype == torch.bool else mask.clone().requires_grad_()
     tuner.attention(*tensors, asked)

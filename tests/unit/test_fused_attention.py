@@ -368,13 +368,16 @@ def test_a_mask_operand_is_launched_with_its_strides_last() -> None:
 
 
 def test_a_mask_operand_leaves_registers_for_narrower_tiles() -> None:
-    plain, masked = (AttentionProblem.parse(f"S=1024,D=128{text}") for text in ("", ",mask=1"))
+    plain, masked, boolean = (
+        AttentionProblem.parse(f"S=1024,D=128{text}") for text in ("", ",bias=1", ",mask=1")
+    )
     wide = make(2, 160, ping_pong=True, persistent=True)
     assert FAMILY.accepts(plain, wide, DEFAULT_GPU)
     assert not FAMILY.accepts(masked, wide, DEFAULT_GPU)
     assert FAMILY.carried(plain, wide) == wide
     narrow = FAMILY.carried(masked, wide)
     assert narrow["tile_n"] == 128
+    assert FAMILY.carried(boolean, wide)["tile_n"] == 144, "a byte a key, not two"
     assert FAMILY.accepts(masked, narrow, DEFAULT_GPU)
     assert {c["tile_n"] for c in FAMILY.space(masked, DEFAULT_GPU)} <= {64, 80, 96, 128}
 

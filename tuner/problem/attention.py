@@ -76,7 +76,7 @@ class AttentionProblem(Problem):
     behind it all queries share one row over the keys: ``bk`` is padding, (B, 1, 1, SKV). As an
     operand it is (B or 1, H or 1, SQ or 1, SKV), contiguous. A boolean one is `mask`, with the same
     axes: a query sees the keys at which it is true, and one that sees none has zeros for its
-    output, as with SDPA. A problem has one of both.
+    output, as with SDPA's math, flash and efficient kernels. A problem has one of both.
 
     ``alibi=1`` adds -slope * |i - j| to the score of query i and key j, with fp32 `slopes` (H,):
     along the diagonal of our masks, as windows lie. FlashAttention's has the diagonal bottom-right,

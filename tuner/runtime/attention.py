@@ -78,7 +78,8 @@ def attention(
         attn_mask: as in PyTorch. Tuned kernels take booleans, true where a query sees a key, and
             what is added to the scores, of the query's type, on its device, broadcast along any
             axes and with any strides, that want no gradient. With them a query that sees no key, or
-            all of whose keys are at -inf, has zeros for its output, as with PyTorch's.
+            all of whose keys are at -inf, has zeros for its output, as with PyTorch's math and
+            efficient kernels. (cuDNN's leaves a boolean mask away in such a row.)
         dropout_p: as in PyTorch; no tuned kernel takes one.
         is_causal: query i sees keys 0..i.
         scale: of the scores; 1/sqrt(D) when None.

@@ -58,8 +58,8 @@ NARROW_OVERHEAD_REGISTERS = 24
 #: Further ones beside two score buffers under a sliding window, whose mask has two edges; with
 #: tile_n=128 at D=64, 192 accumulators, ptxas spills 28 bytes.
 WINDOW_REGISTERS = 24
-#: Further ones beside the words of a mask operand, two keys each: where its rows lie.
-MASK_REGISTERS = 8
+#: Further ones beside the elements of a mask operand: where its rows lie.
+MASK_REGISTERS = 16
 #: Query heads that share a tile's rows at most.
 MOST_PACKED = 32
 #: The same with e4m3: a thread's two rows are 8 apart and have one factor, that of one head.
@@ -479,7 +479,8 @@ def _spills(problem: AttentionProblem, config: Config) -> bool:
     consumer = REGISTERS[groups, config["blocks_per_sm"]][1]
     overhead = NARROW_OVERHEAD_REGISTERS if consumer <= 104 else OVERHEAD_REGISTERS
     overhead += WINDOW_REGISTERS if problem.is_windowed and buffers > 1 else 0
-    overhead += tile_n // 4 + MASK_REGISTERS if problem.mask_operand else 0
+    if (operand := problem.mask_operand) is not None:
+        overhead += tile_n * DTYPE_BYTES[operand.dtype] // 8 + MASK_REGISTERS
     accumulators = buffers * tile_n // 2 + width * tile_n // 8 + head_dim // 2
     accumulators += width * head_dim // 8 if keeps_q else 0
     return bool(accumulators + overhead > consumer)
