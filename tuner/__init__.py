@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from tuner.runtime.layers import linear_problems as linear_problems
     from tuner.runtime.layers import restore_linear_ as restore_linear_
     from tuner.runtime.layers import tune_linear_ as tune_linear_
+    from tuner.runtime.paged import paged_attention as paged_attention
     from tuner.runtime.products import interleave as interleave
     from tuner.runtime.products import linear as linear
     from tuner.runtime.products import matmul as matmul
@@ -82,6 +83,7 @@ _HOMES = {
     "linear_problems": "tuner.runtime",
     "lookup": "tuner.selection.reader",
     "matmul": "tuner.runtime",
+    "paged_attention": "tuner.runtime",
     "restore_linear_": "tuner.runtime",
     "scaled_mm": "tuner.runtime",
     "stats": "tuner.runtime",

@@ -10,6 +10,7 @@ from tuner.base.processes import RaisesInterrupted, exit_code
 from tuner.errors import ConfigError, TunerError
 
 NAMES = (
+    "backward",
     "block",
     "cost",
     "dispatch",
@@ -19,6 +20,7 @@ NAMES = (
     "levers",
     "logits",
     "models",
+    "paged",
     "peers",
     "population",
     "repeats",

@@ -120,7 +120,7 @@ def _build(problems: Sequence[Problem]) -> None:
     """
     gpu, artifacts = device.detect(), ArtifactCache()
     for wanted in problems:
-        answer = lookup(wanted, gpu=gpu, with_rules=False)
+        answer = lookup(wanted, gpu=gpu, with_portfolio=False)
         label = f"{wanted.op} {wanted.label()}"
         if answer is None or answer.entry.provenance is not Provenance.MEASURED:
             _note(f"not tuned: {label}")

@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.worker:
         return answer_indices(lambda index: _measure(calls[index]))
     if args.list or args.problems:
-        print(listing(calls) if args.list else problem_list(calls), end="\n" if args.list else "")
+        print(listing(calls) if args.list else problem_list(calls, args.op), end="")
         return 0
     if args.json:
         check_place(args.json)
@@ -80,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--problems", action="store_true", help="print the problems for `tuner sweep --problems`"
     )
+    parser.add_argument("--op", help="with --problems: only this operation's, as gemm")
     parser.add_argument("--list", action="store_true", help="print the calls and lookup results")
     parser.add_argument("--json", type=Path, metavar="OUT", help="JSON lines, gone on with")
     parser.add_argument("--report", type=Path, metavar="FILE", help="print such a file's tables")
@@ -108,9 +109,15 @@ def commit() -> str:
     raise ConfigError("--seed commit needs a checkout of git (allowed elsewhere: any other text)")
 
 
-def problem_list(calls: Sequence[Call]) -> str:
-    """The distinct problems of the calls, as a file for ``tuner sweep --problems``."""
-    return problem_listing(dict.fromkeys(call.problem for call in calls))
+def problem_list(calls: Sequence[Call], op: str | None = None) -> str:
+    """The distinct problems of the calls, as a file for ``tuner sweep --problems``.
+
+    Args:
+        calls: what was drawn.
+        op: only this operation's; None: all.
+    """
+    problems = dict.fromkeys(call.problem for call in calls)
+    return problem_listing(problem for problem in problems if op in (None, problem.op))
 
 
 def surroundings() -> dict[str, Any]:
@@ -138,7 +145,7 @@ def listing(calls: Sequence[Call]) -> str:
         if kind == NOT_POSED:
             reasons[detail] += 1
     said = [f"{count:5d}  {reason}" for reason, count in reasons.most_common()]
-    return "\n".join([*lines, "", _counted(counts), "", f"{NOT_POSED}:", *said])
+    return "\n".join([*lines, "", _counted(counts), "", f"{NOT_POSED}:", *said, ""])
 
 
 def looked_up(call: Call) -> tuple[str, str]:
@@ -154,8 +161,6 @@ def looked_up(call: Call) -> tuple[str, str]:
     answer = lookup(problem, gpu=GPU)
     if answer is None:
         return "nothing known", ""
-    if answer.kind == "rule":
-        return "rule, not launched", ""
     chosen = answer.candidates[0].config
     by = f"PyTorch's {chosen.get('kernel')}" if is_vendor(chosen) else "own kernel"
     return f"{answer.kind}, {by}", "" if answer.exact else answer.entry.problem.label()

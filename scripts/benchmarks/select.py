@@ -12,15 +12,25 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
-from tuner.problem import AttentionProblem
+from tuner.problem import AttentionProblem, Problem
 from tuner.selection.describe import table
-from tuner.selection.portfolio import Domain, Portfolio, shipped
+from tuner.selection.domains import (
+    AnyDomain,
+    AttentionDomain,
+    Domain,
+    GatedDomain,
+    ProductDomain,
+)
+from tuner.selection.portfolio import Portfolio, shipped
 
 LIMIT_US = 10.0
 """The aim."""
 HEADS = ((16, 16), (32, 8), (28, 4), (71, 1))
 LENGTHS = {"prompt": (64, 8192), "few": (2, 32), "one": (1, 1)}
+ROWS = {"few": (1, 16), "narrow": (17, 256), "wide": (257, 16384)}
+WIDTHS = (1024, 2048, 2560, 3072, 3584, 4096, 5120, 8192, 11008, 14336, 28672)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -43,32 +53,46 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def shapes(domain: Domain, count: int, seed: int) -> list[AttentionProblem]:
+def shapes(domain: AnyDomain, count: int, seed: int) -> list[Problem]:
     """Unlike problems of a domain."""
-    rng, found = random.Random(f"{seed}:{domain}"), dict[AttentionProblem, None]()
-    (usual, *_) = domain.problems("bfloat16")
-    least, most = LENGTHS[domain.phase]
+    rng, found = random.Random(f"{seed}:{domain}"), dict[Problem, None]()
     while len(found) < count:
-        heads_q, heads_kv = rng.choice(HEADS)
-        problem = AttentionProblem(
-            seqlen_q=rng.randint(least, most),
-            seqlen_kv=rng.randint(256, 65536),
-            head_dim=domain.head_dim,
-            batch=rng.randint(1, 16),
-            heads_q=heads_q,
-            heads_kv=heads_kv,
-            is_causal=usual.is_causal,
-            dtype=usual.dtype,
-            window_left=usual.window_left,
-            softcap=usual.softcap,
-            is_varlen=usual.is_varlen,
-        )
+        if isinstance(domain, AttentionDomain):
+            problem: Problem = attention(domain, rng)
+        else:
+            problem = product(domain, rng)
         if Domain.of(problem) == domain:
             found[problem] = None
     return list(found)
 
 
-def selection_us(portfolio: Portfolio, problems: Sequence[AttentionProblem], rounds: int) -> float:
+def attention(domain: AttentionDomain, rng: random.Random) -> AttentionProblem:
+    """A problem of a model's heads."""
+    (usual, *_) = domain.problems("bfloat16")
+    heads_q, heads_kv = rng.choice(HEADS)
+    return AttentionProblem(
+        seqlen_q=rng.randint(*LENGTHS[domain.phase]),
+        seqlen_kv=rng.randint(256, 65536),
+        head_dim=domain.head_dim,
+        batch=rng.randint(1, 16),
+        heads_q=heads_q,
+        heads_kv=heads_kv,
+        is_causal=usual.is_causal,
+        dtype=usual.dtype,
+        window_left=usual.window_left,
+        softcap=usual.softcap,
+        is_varlen=usual.is_varlen,
+    )
+
+
+def product(domain: ProductDomain | GatedDomain, rng: random.Random) -> Problem:
+    """A layer of a model's widths, of any number of rows; other widths near them, for variety."""
+    (usual, *_) = domain.problems("bfloat16")
+    n, k = (rng.choice(WIDTHS) + 64 * rng.randrange(-4, 5) for _ in range(2))
+    return replace(usual, m=rng.randint(*ROWS[domain.rows]), n=n, k=k)
+
+
+def selection_us(portfolio: Portfolio, problems: Sequence[Problem], rounds: int) -> float:
     """CPU time of one selection, microseconds: the median of the rounds' means."""
     each = len(problems) // rounds
     found = []

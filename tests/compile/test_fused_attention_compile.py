@@ -52,6 +52,22 @@ KERNELS = [
     )
 ]
 SPECS = [FAMILY.kernels(problem, config)["attention"] for problem, config in KERNELS]
+#: Decoding and prompts over pages, in the types and instances that engines have most: what it is
+#: for, and a config.
+PAGED = [
+    (
+        AttentionProblem.parse(f"B=2,H=8,HKV=2,SKV=1000,page_size=16,{text},D={width},{dtype}"),
+        make(packed_heads=4, early_exp=50, **{"tile_n": 8192 // width, **levers}),
+    )
+    for width in (64, 128)
+    for dtype in ("dtype=fp16", "dtype=bf16")
+    for text, levers in (
+        ("SQ=1", {"groups": 1, "blocks_per_sm": 2, "persistent": True, "kv_stages": 3}),
+        ("SQ=4,causal=1", {"groups": 1, "blocks_per_sm": 2, "splits": 2, "kv_stages": 3}),
+        ("SQ=600,causal=1", {"groups": 2, "tile_n": 128, "persistent": True}),
+        ("SQ=600,causal=1,window=100,softcap=30,sinks=1", {"groups": 2, "tile_n": 128}),
+    )
+]
 #: Instances, groups, rings and blocks at an SM, to be counted by the compiler.
 SIZES = [
     *KERNELS,
@@ -71,6 +87,10 @@ SIZES = [
     # No clusters there.
     (AttentionProblem.parse("B=3,S=1024,D=64,varlen=1"), make(1, 16)),
     (AttentionProblem.parse("S=1024,D=96,dtype=e4m3"), make(1, 32, persistent=True)),
+    # Clusters, but for persistent blocks.
+    (AttentionProblem.parse("B=3,S=1024,D=64,page_size=16"), make(1, 16)),
+    (AttentionProblem.parse("B=3,S=1024,D=64,page_size=16"), make(1, 16, persistent=True)),
+    (AttentionProblem.parse("B=3,S=1024,D=128,page_size=64,varlen=1"), make(1, 64, kv_stages=3)),
 ]
 
 #: The layouts' swizzle, by itself: what else the header holds needs CUDA.
@@ -99,6 +119,19 @@ def test_a_sample_compiles_without_spills_or_advice(compiler: Compiler) -> None:
         assert used is not None
         assert (used.spill_store_bytes, used.spill_load_bytes) == (0, 0), config
         assert artifact.facts["advice"] == [], config
+
+
+def test_paged_kernels_compile_without_spills_or_advice(compiler: Compiler) -> None:
+    specs = [FAMILY.kernels(problem, config)["attention"] for problem, config in PAGED]
+    for (problem, config), (spec, future) in zip(PAGED, compiler.submit(specs), strict=True):
+        assert FAMILY.violations(problem, config, DEFAULT_GPU) == []
+        used = future.result().resources
+        assert used is not None
+        assert (used.spill_store_bytes, used.spill_load_bytes) == (0, 0), problem.label()
+        assert future.result().facts["advice"] == [], problem.label()
+        groups = config["warp_groups"]
+        of_groups = groups * spec.variables["consumer_registers"]
+        assert spec.variables["producer_registers"] + of_groups <= used.registers * (groups + 1)
 
 
 def test_a_block_is_launched_with_the_registers_that_setmaxnreg_shares_out(

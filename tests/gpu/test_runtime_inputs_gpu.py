@@ -34,6 +34,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("own_store")]
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left  # noqa: E402
 
+from tuner.runtime.refusal import Kind  # noqa: E402
+
 own_store, path, gpu = fresh_store, call_path, served_gpu
 
 FAMILY = "fused_attention"
@@ -280,8 +282,25 @@ OTHERWISE: dict[str, Change] = {
 }
 
 
+STRIDED = ("every other key", "rows apart")
+"""Served where they lie: strides are arguments of a launch."""
+
+
 @pytest.mark.compile
-@pytest.mark.parametrize("way", OTHERWISE)
+@pytest.mark.parametrize("way", STRIDED)
+def test_strided_tensors_are_served(way: str, path: str, compiler: Compiler, gpu: Gpu) -> None:
+    tune(FULL, compiler, gpu)
+    q, k, v = OTHERWISE[way](*inputs(FULL))
+    wanted = exact(q, k, v, None)
+    for _ in range(3):
+        assert error(tuner.attention(q, k, v), wanted) < TOLERANCE["float16"]
+    with tuner.enabled():
+        assert error(SDPA(q, k, v), wanted) < TOLERANCE["float16"]
+    assert hits() == 4
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("way", [way for way in OTHERWISE if way not in STRIDED])
 def test_tensors_that_lie_otherwise(way: str, path: str, compiler: Compiler, gpu: Gpu) -> None:
     tune(FULL, compiler, gpu)
     tensors = inputs(FULL)
@@ -314,13 +333,16 @@ def test_products_that_lie_otherwise(path: str, compiler: Compiler, gpu: Gpu) ->
         (shifted(a, 1), w),
         (a, w[:1].expand(w.shape)),
         (a, shifted(w.contiguous(), 4)),
-        (torch.cat([a, a], 1)[:, :256], w),
     ):
         for _ in range(2):
             out = tuner.linear(x, y)
             wanted = x.double() @ y.double().t()
             assert error(out, wanted) < TOLERANCE["float16"]
     assert hits() == 0
+    wider = torch.cat([a, a], 1)[:, :256]  # rows of a wider tensor are served where they lie
+    wanted = wider.double() @ w.double().t()
+    assert error(tuner.linear(wider, w), wanted) < TOLERANCE["float16"]
+    assert hits() == 1
     torch.cuda.synchronize()
 
 
@@ -415,4 +437,4 @@ def test_refused_calls_do_not_come_to_python(monkeypatch: pytest.MonkeyPatch) ->
                     SDPA(q, k, v)
     assert len(slow) <= len(calls) + 2
     fallbacks = counters.stats().fallbacks
-    assert fallbacks == {"no measured winner": 50, "attn_mask is given": 10}
+    assert fallbacks == {Kind.UNSERVED: 30, Kind.MISS: 20, Kind.MASK: 10}

@@ -136,10 +136,10 @@ class Machine:
         *,
         gpu: Gpu,
         path: Path | None,
-        with_rules: bool,
+        with_portfolio: bool,
         with_nearest: bool = True,
     ) -> Answer | None:
-        assert not with_rules, "nobody has checked what a rule names"
+        assert not with_portfolio, "the portfolio is asked with a look at the proofs"
         self.lookups += 1
         self.asked.append(path)
         assert gpu == DEFAULT_GPU

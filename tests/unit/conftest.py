@@ -133,7 +133,8 @@ def on_cpu(runtime: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleN
 def tuned(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A tuned kernel for every attention problem: exact, and counted as a hit.
 
-    `writes_lse` says whether it writes the log-sum-exp, `problems` which it was given.
+    `writes_lse` says whether it writes the log-sum-exp, `problems` which it was given. With
+    `differentiates` there is one for gradients, too.
     """
     import torch
 
@@ -170,14 +171,44 @@ def tuned(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleNam
             # As kernels do: zeros where a query sees no key.
             return out.copy_(scores.softmax(-1).nan_to_num(0.0) @ value)
 
+    @dataclasses.dataclass(frozen=True, eq=False)
+    class ExactGradients(on_cpu.plan.Plan):  # type: ignore[name-defined,misc]
+        scale: float
+
+        def _enqueue(self, inputs: Any, lse: Any) -> Any:
+            raise NotImplementedError
+
+        def _enqueue_all(self, inputs: Any) -> Any:
+            made.problems.append(self.problem)
+            query, key, value, out, lse, grad = (t.detach().float() for t in inputs)
+            group = query.shape[1] // key.shape[1]
+            keys, values = (t.repeat_interleave(group, 1) for t in (key, value))
+            weights = (self.scale * query @ keys.mT - lse[..., None]).exp()
+            if self.problem.is_causal:
+                weights = weights.tril()
+            inner = (grad * out).sum(-1, keepdim=True)
+            scores = weights * (grad @ values.mT - inner) * self.scale
+            found = (
+                scores @ keys,
+                *(
+                    t.unflatten(1, (key.shape[1], group)).sum(2)
+                    for t in (scores.mT @ query, weights.mT @ grad)
+                ),
+            )
+            return tuple(t.to(inputs[0].dtype) for t in found)
+
     def find_out(kind: Any, told: Any, pose: Any, device: int, pose_over: Any) -> Any:
         try:
             posed = pose()
         except ConfigError as exc:
             return on_cpu.refusal.Refusal(on_cpu.refusal.Kind.TENSORS, str(exc))
-        return Exact(posed.problem, Config("exact", {}), device, False, posed.scale)
+        is_backward = posed.problem.op == "attention_backward"
+        if is_backward and not made.differentiates:
+            return on_cpu.refusal.Refusal(on_cpu.refusal.Kind.MISS, posed.problem.label())
+        kind_of = ExactGradients if is_backward else Exact
+        return kind_of(posed.problem, Config("exact", {}), device, False, posed.scale)
 
-    made = SimpleNamespace(**vars(on_cpu), writes_lse=True, problems=[])
+    made = SimpleNamespace(**vars(on_cpu), writes_lse=True, differentiates=False, problems=[])
     monkeypatch.setattr(on_cpu.table.table, "get", lambda kind: None)
     monkeypatch.setattr(on_cpu.table.table, "find_out", find_out)
     return made

@@ -33,6 +33,7 @@ def test_suites_hold_what_they_are_named_for() -> None:
         "plain": 16,
         "mlp": 12,
         "fp8": 8,
+        "block_scaled": 84,
         "few": 8,
         "gated": 8,
         "moe": 12,
@@ -43,7 +44,9 @@ def test_suites_hold_what_they_are_named_for() -> None:
     assert sum(getattr(p, "is_causal", False) for p in acceptance) == 11
     assert all(p.is_causal for p in SUITES["long"].problems if isinstance(p, AttentionProblem))
     assert [s.name for s in suites_named(ALL, "attention")] == ["acceptance", "decoding", "long"]
-    assert [s.name for s in suites_named(ALL, "gemm")] == ["plain", "mlp", "fp8", "few"]
+    assert [s.name for s in suites_named(ALL, "gemm")] == [
+        *("plain", "mlp", "fp8", "block_scaled", "few")
+    ]
     assert [s.name for s in suites_named("", "gemm")] == ["plain"]
     assert GemmProblem(512, 14336, 4096, epilogue="bias_gelu") in SUITES["mlp"].problems
 
@@ -76,7 +79,8 @@ def test_every_suite_names_peers_that_exist() -> None:
             "grouped_gemm": "grouped_mm",
             "swiglu": "inductor",
         }
-        assert ("scaled_mm" if suite.name == "fp8" else wanted[suite.op]) in known
+        is_quantised = suite.name in ("fp8", "block_scaled")
+        assert ("scaled_mm" if is_quantised else wanted[suite.op]) in known
     assert {"addmm_activation", "inductor"} < set(peers_named("gemm", SUITES["mlp"].against))
 
 

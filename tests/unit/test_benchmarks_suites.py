@@ -205,7 +205,7 @@ class TestForced:
         self, made: forced.Forced, shape: str
     ) -> None:
         problem = AttentionProblem.parse(shape)
-        answer = made.lookup(problem, gpu=DEFAULT_GPU, path=None, with_rules=False)
+        answer = made.lookup(problem, gpu=DEFAULT_GPU, path=None, with_portfolio=False)
         assert answer is not None
         assert (answer.kind, answer.exact) == ("exact", True)
         (measurement,) = answer.candidates

@@ -161,7 +161,10 @@ def test_an_illegal_config_is_not_compiled(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize("provenance", [Provenance.PREDICTED, Provenance.REPLAYED])
-def test_nothing_unmeasured_is_built(provenance: Provenance) -> None:
+def test_nothing_unmeasured_is_built(
+    provenance: Provenance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tuner.selection.portfolio.shipped", lambda: ())
     decide(own(provenance=provenance))
     with pytest.raises(NoValidConfigError, match="nothing to build"):
         run(*ONLY)

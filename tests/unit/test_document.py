@@ -37,7 +37,6 @@ def test_what_is_nested_too_deeply_is_wrong_input(text: str) -> None:
         ("a.json", ["sweep", "--problems", "FILE"]),
         ("a.yaml", ["sweep", "--problems", "FILE"]),
         ("a.json", ["shapes", "--model", "FILE"]),
-        ("a.json", ["fit", "--rule", "FILE", "--shape", "S=64,D=64"]),
         ("a.json", ["bench", "attention", "--resume", "--json", "FILE"]),
         ("a.json.gz", ["report", "--recording", "FILE"]),
     ],

@@ -70,7 +70,6 @@ def measured(latency_us: float = 13.0, config: Config = OWN, **changes: Any) -> 
 @pytest.fixture(autouse=True)
 def nothing_shipped_and_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("tuner.selection.shipped._tuned", lambda: tmp_path / "tuned")
-    monkeypatch.setattr("tuner.selection.rule.shipped", lambda: ())
     monkeypatch.setattr("tuner.selection.portfolio.shipped", lambda: ())
     monkeypatch.setattr(commands, "_detected", lambda: None)
     LOOKUP.shipped.cache_clear()

@@ -27,6 +27,12 @@ SHAPES: dict[str, tuple[str, ...]] = {
         "H=8,HKV=2,S=500,D=128,dtype=e4m3",
         "B=2,H=4,S=640,D=64,causal=1,bias=h",
     ),
+    "attention_backward": (
+        "S=1024,D=64",
+        "B=2,H=8,HKV=2,S=1000,D=128,causal=1,dtype=bf16,layout=bshd",
+        "H=4,SQ=384,SKV=100,D=80",
+        "H=4,S=2048,D=128,deterministic=1,window=300",
+    ),
     "gemm": (
         "M=4096,N=4096,K=4096",
         "M=512,N=768,K=256,layout_a=col,layout_b=row,B=4,dtype=bf16",
@@ -38,11 +44,14 @@ SHAPES: dict[str, tuple[str, ...]] = {
         "M=1024,N=768,K=512,scales=row",
         "M=2048,N=1536,K=1024,dtype=e4m3",
         "M=16,N=4096,K=4096,dtype=e4m3,scales=row,fast_accum=0",
+        "M=2048,N=1544,K=1040,dtype=e4m3,scales=block",
+        "M=3,N=4096,K=4096,dtype=e4m3,scales=block",
     ),
     "swiglu": ("M=4096,N=14336,K=4096", "M=200,N=96,K=136,dtype=bf16"),
     "grouped_gemm": (
         "G=8,M=4096,N=14336,K=4096,dtype=bf16",
         "G=64,M=300,N=1408,K=2048,sizes=zipf",
+        "G=16,M=2000,N=1408,K=2048,sizes=zipf,dtype=e4m3",
     ),
     "softmax": ("M=1024,N=1024,B=16", "M=333,N=1000,B=3,causal=1"),
 }

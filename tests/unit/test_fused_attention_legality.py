@@ -40,7 +40,7 @@ PING_PONG = "ping_pong is for two warp groups or more with one score buffer, onl
 EARLY_EXP = "early_exp is for one score buffer, only"
 PACKED = "packed_heads is for several query heads to a KV head, only"
 SHARED = "key_groups is for one tile a block, one score buffer and no ping_pong, only"
-STAGES = "stages_output is not for variable lengths or more than 16 packed heads"
+STAGES = "stages_output is not for variable lengths, paged caches or more than 16 packed heads"
 STAGED: dict[str, Value] = {"stages_output": True}
 WGMMA = "accumulator registers of a WGMMA + 26 exceed"
 
@@ -109,6 +109,9 @@ def shared(groups: int, key_groups: int, tile_n: int, **more: Any) -> Config:
         ("D=64", make(2, 64, stages_output=False), "stages_output=False is not known (allowed: Tr"),
         ("D=64,varlen=1", make(2, 64, **STAGED), STAGES),
         ("H=32,HKV=1,D=64", make(2, 64, packed_heads=32, **STAGED), STAGES),
+        ("D=64,page_size=16", make(2, 64, **STAGED), STAGES),
+        ("D=64,page_size=16", shared(2, 2, 64), "key_groups is not for paged caches"),
+        ("D=64,page_size=16", make(2, 64, splits=2, persistent=True), "splits=2 is for one block"),
         ("D=64", make(1, 64, blocks_per_sm=3), "blocks_per_sm=3 is not known (allowed: 1, 2)"),
     ],
 )
@@ -163,6 +166,12 @@ def test_one_violation_at_a_time(text: str, config: Config, reason: str) -> None
         ("D=64,causal=1,window=64,softcap=30", make(2, 128, persistent=True)),
         ("D=128,softcap=30", make(2, 128, q_in_registers=True, splits=2)),
         ("B=3,H=8,HKV=2,D=64,causal=1,varlen=1", make(2, 64, packed_heads=4, persistent=True)),
+        ("B=3,D=64,varlen=1,page_size=16", make(1, 80, splits=3)),
+        ("D=64,causal=1,window=64,softcap=30,page_size=48,sinks=1", make(1, 256, splits=2)),
+        (
+            "H=8,HKV=2,D=128,page_size=272",
+            make(1, 64, packed_heads=4, splits=16, combine="cluster"),
+        ),
     ],
 )
 def test_legal_near_the_limits(text: str, config: Config) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from tuner.base import resources
 from tuner.errors import BenchmarkError, GateError
-from tuner.measure import gate
+from tuner.measure import gate, pages
 from tuner.measure.device import Pool
 from tuner.measure.gate import (
     KINDS,
@@ -40,10 +40,14 @@ from tuner.problem import (
 
 GEMM = GemmProblem(m=4, n=8, k=64)
 SCALED = GemmProblem(4, 8, 64, dtype=E4M3, scales="row")
+BLOCKS = GemmProblem(300, 264, 400, dtype=E4M3, scales="block")
 ATTENTION = AttentionProblem(seqlen_q=70, seqlen_kv=90, head_dim=64, heads_q=2, layout="bshd")
 QUANTISED = AttentionProblem.parse("H=4,HKV=2,SQ=70,SKV=90,D=64,dtype=e4m3")
 BIASED = AttentionProblem.parse("B=2,H=4,HKV=2,SQ=70,SKV=90,D=64,bias=h,alibi=1,causal=1")
 PACKED = AttentionProblem.parse("B=3,H=4,HKV=2,SQ=8,SKV=16,D=64,varlen=1")
+PAGED = AttentionProblem.parse(
+    "B=3,H=4,HKV=2,SQ=8,SKV=40,D=64,varlen=1,causal=1,page_size=16,sinks=1"
+)
 GROUPED = GroupedGemmProblem(3, 7, 8, 64, sizes="sparse")
 NAN = float("nan")
 GOOD = Comparison(elements=32, error_squares=32e-8, reference_squares=32.0)
@@ -185,26 +189,31 @@ def opened(problem: Problem) -> tuple[Gate, FakeDevice, FakeKernel]:
 
 #: Command, tensors, integers and scalars as the template's opening comment lists them.
 COMMANDS = {
-    "gemm": [*[(0, 1, 4, 2)] * 2, (2, 1, None, 1), (5, 7, 18, 2), *[(9, 2, 2, 0)] * 2],
-    "scaled": [*[(0, 1, 4, 2)] * 4, (2, 1, None, 1), (5, 7, 18, 2), *[(9, 2, 2, 0)] * 4],
+    "gemm": [*[(0, 1, 4, 2)] * 2, (2, 1, None, 1), (5, 7, 19, 2), *[(9, 2, 2, 0)] * 2],
+    "scaled": [*[(0, 1, 4, 2)] * 4, (2, 1, None, 1), (5, 7, 19, 2), *[(9, 2, 2, 0)] * 4],
+    "blocks": [*[(0, 1, 4, 2)] * 4, *[(2, 1, None, 1)] * 3, (5, 7, 19, 2), *[(9, 2, 2, 0)] * 4],
     "attention": [
-        *[(0, 1, 4, 2)] * 3, (1, 2, 17, 1), (4, 11, 25, 2), *[(9, 2, 2, 0)] * 3,
+        *[(0, 1, 4, 2)] * 3, (1, 2, 17, 1), (4, 12, 25, 2), *[(9, 2, 2, 0)] * 3,
     ],
     "biased": [
-        *[(0, 1, 4, 2)] * 5, (1, 2, 17, 1), (4, 11, 25, 2), *[(9, 2, 2, 0)] * 5,
+        *[(0, 1, 4, 2)] * 5, (1, 2, 17, 1), (4, 12, 25, 2), *[(9, 2, 2, 0)] * 5,
     ],
     "swiglu": [
-        *[(0, 1, 4, 2)] * 2, (2, 1, None, 1), (5, 7, 18, 2), (10, 2, 7, 0), *[(9, 2, 2, 0)] * 2,
+        *[(0, 1, 4, 2)] * 2, (2, 1, None, 1), (5, 7, 19, 2), (10, 2, 7, 0), *[(9, 2, 2, 0)] * 2,
     ],
     "grouped_gemm": [
-        *[(0, 1, 4, 2)] * 2, (2, 1, None, 1), *[(5, 7, 18, 2)] * 2, *[(9, 2, 2, 0)] * 3,
+        *[(0, 1, 4, 2)] * 2, (2, 1, None, 1), *[(5, 7, 19, 2)] * 2, *[(9, 2, 2, 0)] * 3,
     ],
     "softmax": [(0, 1, 4, 2), (3, 1, 6, 1), (6, 2, 5, 1), (9, 2, 2, 0)],
     "e4m3": [
-        *[(0, 1, 4, 2)] * 6, (1, 2, 17, 1), (4, 11, 25, 2), *[(9, 2, 2, 0)] * 6,
+        *[(0, 1, 4, 2)] * 6, (1, 2, 17, 1), (4, 12, 25, 2), *[(9, 2, 2, 0)] * 6,
     ],
     "varlen": [
-        *[(0, 1, 4, 2)] * 3, *[(1, 2, 17, 1)] * 3, *[(4, 11, 25, 2)] * 3, *[(9, 2, 2, 0)] * 5,
+        *[(0, 1, 4, 2)] * 3, *[(1, 2, 17, 1)] * 3, *[(4, 12, 25, 2)] * 3, *[(9, 2, 2, 0)] * 5,
+    ],
+    "paged": [
+        *[(0, 1, 4, 2)] * 4, *[(1, 2, 17, 1)] * 3, *[(14, 3, 8, 0)] * 4, *[(4, 12, 25, 2)] * 3,
+        *[(9, 2, 2, 0)] * 7,
     ],
 }  # fmt: skip
 
@@ -214,6 +223,7 @@ COMMANDS = {
     [
         (GEMM, "gemm"),
         (SCALED, "scaled"),
+        (BLOCKS, "blocks"),
         (SwigluProblem(4, 32, 64), "swiglu"),
         (GROUPED, "grouped_gemm"),
         (ATTENTION, "attention"),
@@ -221,6 +231,7 @@ COMMANDS = {
         (SoftmaxProblem(rows=6, cols=9), "softmax"),
         (QUANTISED, "e4m3"),
         (PACKED, "varlen"),
+        (PAGED, "paged"),
     ],
 )
 def test_arguments_have_the_template_s_lengths(problem: Problem, name: str) -> None:
@@ -240,7 +251,7 @@ def test_planted_e4m3_columns_do_not_saturate() -> None:
     assert (gate.COLUMN_FACTOR,) not in kernel.scalars
 
 
-@pytest.mark.parametrize("scales", ["tensor", "row"])
+@pytest.mark.parametrize("scales", ["tensor", "row", "block"])
 def test_a_product_s_reference_is_given_its_factors(scales: Any) -> None:
     made, _, kernel = opened(replace(SCALED, scales=scales))
     made.load("random")
@@ -249,11 +260,25 @@ def test_a_product_s_reference_is_given_its_factors(scales: Any) -> None:
     assert tensors == [
         *(at["a"], at["b"], made.reference("random"), 0, 0, at["scale_a"], at["scale_b"])
     ]
-    assert (integers[1], integers[-1]) == (3, int(scales == "row"))
+    stride = 4 if scales == "block" else 0  # four rows side by side
+    assert (integers[1], *integers[-2:]) == (3, int(scales == "row"), stride)
     made, _, kernel = opened(GEMM)
     made.load("random")
     [(tensors, _)] = [given for given in kernel.given if given[1][0] == 5]
     assert tensors[3:] == [0, 0, 0, 0]
+
+
+def test_some_factors_of_blocks_are_unlike_their_neighbours() -> None:
+    made, _, kernel = opened(BLOCKS)
+    made.load("planted")
+    at, planted = made.pointers, [given for given in kernel.given if given[1][0] == 2]
+    [_, (of_a, rows), (of_b, columns)] = planted
+    assert (of_a, of_b) == ([at["scale_a"]], [at["scale_b"]])
+    # fp32, four blocks of K, one row or block of columns each of those that are named.
+    borders = gate.border_columns(300, 7)
+    assert rows[1:] == [2, 1, 4, 4 * 300, 300, 1, len(borders), *borders]
+    assert columns[1:] == [2, 1, 4, 3 * 4, 1, 4, 1, 2]
+    assert kernel.scalars.count((gate.SMALL_FACTOR,)) == 2
 
 
 @pytest.mark.parametrize("dtype", ["float16", E4M3])
@@ -307,6 +332,77 @@ def test_packed_sequences_are_planted_and_computed_one_by_one() -> None:
     assert floor_work(PACKED) == tuple(
         map(sum, zip(*(floor_work(one) for one in PACKED.sequences), strict=True))
     )
+
+
+def test_rows_that_lie_apart_are_checked_where_they_lie() -> None:
+    """All of the memory between the first and the last element is filled, and must not change."""
+    m, n, k = GEMM.m, GEMM.n, GEMM.k
+    strides = {"a": (m * k, k + 8, 1), "b": (n * k, 1, k + 24)}
+    device, kernel = FakeDevice(), FakeKernel()
+    made = Gate(device, kernel)  # type: ignore[arg-type]
+    made.open(GEMM, 7, strides)
+    made.load("planted")
+    sizes = {name: guarded.bytes for name, guarded in made._operands.items()}
+    assert sizes["a"] == 2 * ((m - 1) * (k + 8) + k) and sizes["b"] == 2 * ((n - 1) * (k + 24) + k)
+    of = {integers[0]: integers for _, integers in kernel.given}
+    assert of[2][4:7] == [m * k, k + 8, 1], "columns of A are scaled where they are"
+    assert of[5][6:12] == [*strides["a"], *strides["b"]]
+    filled = [integers[2] for _, integers in kernel.given if integers[0] == 0]
+    assert filled == [sizes["a"] // 2, sizes["b"] // 2]
+    made.open(GEMM, 7)
+    assert made._operands["a"].bytes == 2 * m * k, "another layout has buffers of its own"
+
+
+@pytest.mark.parametrize("kind", KINDS["attention"])
+def test_a_paged_cache_is_drawn_as_rows_that_are_copied_to_their_pages(kind: str) -> None:
+    made, device, kernel = opened(PAGED)
+    made.load(kind)
+    at, lengths = made.pointers, pages.lengths_of(PAGED, kind)
+    if kind == "random":
+        assert lengths == PAGED.lengths_kv
+    else:  # one sequence has all that it can, one no key, one a key more than a page
+        assert lengths == (PAGED.lengths_kv[0], 0, min(17, PAGED.lengths_kv[2]))
+    assert device.written[at["seqused_k"]] == struct.pack("<3i", *lengths)
+    assert device.written[at["cu_seqlens_q"]] == struct.pack("<4i", 0, *accumulate(PAGED.lengths_q))
+    table = struct.unpack("<9i", device.written[at["page_table"]])
+    rows = [table[3 * i : 3 * i + 3] for i in range(3)]
+    used = [-(-length // 16) for length in lengths]
+    assert [sum(page >= 0 for page in row) for row in rows] == used
+    assert all(set(row[count:]) <= {pages.UNSET} for row, count in zip(rows, used, strict=True))
+    named = [page for page in table if page >= 0]
+    assert len(set(named)) == len(named) and max(named) < PAGED.matrices[1].shape[0]
+    copies = [(t, n) for t, n in kernel.given if n[0] == 14]
+    with_keys = [i for i in range(3) if lengths[i]]
+    assert [(t[1], t[2], n[1]) for t, n in copies] == [
+        (at[name], at["page_table"] + 12 * i, lengths[i])
+        for name in ("key", "value")
+        for i in with_keys
+    ]
+    assert {tuple(n[2:]) for _, n in copies} == {(2, 64, *PAGED.matrices[1].strides[:3], 16)}
+    computed = [(t, n) for t, n in kernel.given if n[0] == 4]
+    for i, (tensors, integers) in enumerate(computed):
+        assert integers[5:7] == [PAGED.lengths_q[i], max(1, lengths[i])]
+        assert tensors[0] == at["query"] + 2 * 256 * sum(PAGED.lengths_q[:i])
+        rows_before = 2 * 128 * sum(lengths[:i])
+        assert tensors[1] == copies[0][0][0] + rows_before
+        assert tensors[2] == copies[len(with_keys)][0][0] + rows_before
+        assert tensors[10] == at["sinks"]
+        left, right = integers[20:22]
+        position = lengths[i] - PAGED.lengths_q[i]
+        if lengths[i]:  # a query sees all keys to its own place, counted from the end
+            assert right == position and left >= 40 - position
+        else:
+            assert PAGED.lengths_q[i] - 1 + right < 0
+
+
+def test_a_paged_cache_s_floor_counts_no_unused_slot_and_no_hidden_key() -> None:
+    whole = AttentionProblem.parse("B=2,H=4,SQ=1,SKV=64,D=64,page_size=16")
+    part = AttentionProblem.parse("B=2,H=4,SQ=1,SKV=49,D=64,page_size=16")
+    window = AttentionProblem.parse("B=2,H=4,SQ=1,SKV=64,D=64,page_size=16,left=9")
+    row = 2 * 2 * 2 * 4 * 64  # keys and values of both sequences, bytes
+    assert whole.bytes == part.bytes == floor_work(whole)[1]
+    assert floor_work(whole)[1] - floor_work(part)[1] == 15 * row
+    assert floor_work(whole)[1] - floor_work(window)[1] == 54 * row
 
 
 def test_a_reference_is_computed_once_a_kind_and_seed() -> None:
@@ -481,12 +577,12 @@ def test_the_reference_is_given_bias_and_slopes() -> None:
     made.load("random")
     [(tensors, integers)] = [given for given in kernel.given if given[1][0] == 4]
     at = made.pointers
-    assert tensors[5:] == [0, 0, 0, at["bias"], at["slopes"], 0]
+    assert tensors[5:] == [0, 0, 0, at["bias"], at["slopes"], 0, 0]
     assert integers[-3:] == [0, 70 * 90, 90]
     made, _, kernel = opened(ATTENTION)
     made.load("random")
     [(tensors, integers)] = [given for given in kernel.given if given[1][0] == 4]
-    assert (tensors[5:], integers[-3:]) == ([0] * 6, [0] * 3)
+    assert (tensors[5:], integers[-3:]) == ([0] * 7, [0] * 3)
 
 
 @pytest.mark.parametrize(("axes", "extents"), [("b", (140, 70, 90)), ("bhk", (8, 1, 90))])
@@ -495,11 +591,11 @@ def test_a_boolean_mask_is_planted_row_by_row(axes: str, extents: tuple[int, ...
     made, _, kernel = opened(problem)
     made.load("random")
     at = made.pointers["mask"]
-    [(tensors, integers)] = [given for given in kernel.given if given[1][0] == 14]
+    [(tensors, integers)] = [given for given in kernel.given if given[1][0] == 17]
     assert tensors == [at] and tuple(integers[1:4]) == extents
     assert not [given for given in kernel.given if given[1][0] == 0 and given[0] == [at]]
     [(tensors, integers)] = [given for given in kernel.given if given[1][0] == 4]
-    assert tensors[5:] == [0, 0, 0, 0, 0, at]
+    assert tensors[5:] == [0, 0, 0, 0, 0, 0, at]
     assert tuple(integers[-3:]) == problem.mask_strides
 
 

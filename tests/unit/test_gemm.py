@@ -20,7 +20,7 @@ from tuner.families.base import Ref
 from tuner.families.gemm import Gemm, gemm_launch
 from tuner.families.gemm.shape import NO_SMEM, smem_bytes
 from tuner.hardware import DEFAULT_GPU, SMEM_PER_BLOCK_BYTES
-from tuner.problem import E4M3, EPILOGUES, SCALES, AttentionProblem, GemmProblem
+from tuner.problem import E4M3, EPILOGUE_SCALES, EPILOGUES, AttentionProblem, GemmProblem
 
 
 def test_the_family_is_found() -> None:
@@ -231,7 +231,7 @@ def test_factors_follow_the_output_and_the_operands_that_are_swapped() -> None:
     assert swapped.tensors == tuple(map(Ref, ("b", "a", "d", "scale_b", "scale_a")))
 
 
-@pytest.mark.parametrize("scales", SCALES)
+@pytest.mark.parametrize("scales", EPILOGUE_SCALES)
 def test_factors_go_through_shared_memory(scales: Any) -> None:
     problem = replace(QUANTISED, scales=scales)
     reasons = GEMM.violations(problem, ping(tile_k=128, epilogue_schedule=NO_SMEM), DEFAULT_GPU)

@@ -65,7 +65,7 @@ HOMES: dict[str, set[str]] = {
     },
     "fastapi": {"service"},
     "jinja2": {"compile.render", "report", "service"},
-    "numpy": {"bench", "report", "search.fit", "search.portfolio", "search.surrogate"},
+    "numpy": {"bench", "report", "search.portfolio", "search.surrogate"},
     "nvMatmulHeuristics": {"families"},
     "optuna": {"report", "search.samplers", "search.storage"},
     "prometheus_client": {"service"},

@@ -374,7 +374,6 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture
 def store(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     monkeypatch.setattr("tuner.selection.shipped._tuned", lambda: tmp_path / "nothing shipped")
-    monkeypatch.setattr("tuner.selection.rule.shipped", lambda: ())
     monkeypatch.setattr("tuner.selection.portfolio.shipped", lambda: ())
     MODULE.close()
     MODULE.shipped.cache_clear()

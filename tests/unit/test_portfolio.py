@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from fused_configs import maker
+from gemm_configs import tile
 
 from tuner.base import resources
 from tuner.cli import main
@@ -21,12 +22,13 @@ from tuner.families import families
 from tuner.families.attention_work import TERMS, Sizes, Tiling, work
 from tuner.hardware import DEFAULT_GPU, GPUS
 from tuner.measurement import Measurement, Provenance, Regime, Status
-from tuner.problem import AttentionProblem
+from tuner.problem import AttentionProblem, GemmProblem
 from tuner.search import portfolio as fitting
 from tuner.selection import portfolio
+from tuner.selection.domains import AttentionDomain, Domain, ProductDomain
+from tuner.selection.kernels import targets
 from tuner.selection.portfolio import (
     Candidate,
-    Domain,
     DomainModels,
     Portfolio,
     Regret,
@@ -114,24 +116,33 @@ class TestScheduled:
 @pytest.mark.parametrize(
     ("text", "domain"),
     [
-        ("S=1024,D=64", Domain(64, "full", "prompt")),
-        ("S=1024,D=72,causal=1,dtype=bf16", Domain(96, "causal", "prompt")),
-        ("SQ=1,SKV=1024,D=128", Domain(128, "full", "one")),
-        ("SQ=4,SKV=1024,D=128", Domain(128, "full", "few")),
-        ("S=1024,D=64,causal=1,window=128,softcap=30", Domain(64, "windowed", "prompt", True)),
-        ("B=4,S=1024,D=64,varlen=1", Domain(64, "full", "prompt", False, True)),
+        ("S=1024,D=64", AttentionDomain(64, "full", "prompt")),
+        ("S=1024,D=72,causal=1,dtype=bf16", AttentionDomain(96, "causal", "prompt")),
+        ("SQ=1,SKV=1024,D=128", AttentionDomain(128, "full", "one")),
+        ("SQ=4,SKV=1024,D=128", AttentionDomain(128, "full", "few")),
+        (
+            "S=1024,D=64,causal=1,window=128,softcap=30",
+            AttentionDomain(64, "windowed", "prompt", True),
+        ),
+        ("B=4,S=1024,D=64,varlen=1", AttentionDomain(64, "full", "prompt", False, True)),
         ("S=1024,D=64,alibi=1", None),
-        ("S=1024,D=64,bias=1", Domain(64, "full", "prompt", operand="additive")),
-        ("B=2,SQ=1,SKV=1024,D=64,mask=b", Domain(64, "full", "one", operand="bool")),
+        ("S=1024,D=64,bias=1", AttentionDomain(64, "full", "prompt", operand="additive")),
+        (
+            "B=2,SQ=1,SKV=1024,D=64,mask=b",
+            AttentionDomain(64, "full", "one", operand="bool"),
+        ),
+        ("S=1024,D=64,causal=1,page_size=16", None),
         ("S=1024,D=64,dtype=e4m3", None),
     ],
 )
-def test_the_domain_is_what_is_compiled_in_and_the_phase(text: str, domain: Domain | None) -> None:
+def test_the_domain_is_what_is_compiled_in_and_the_phase(
+    text: str, domain: AttentionDomain | None
+) -> None:
     assert Domain.of(attention(text)) == domain
 
 
 def candidate(config: Config, terms: tuple[str, ...], **rates: float) -> Candidate:
-    spread = Spread((1000, 10**7), (64, 10**5))
+    spread = Spread(((1000, 10**7), (64, 10**5)))
     named = {term.replace(" ", "_"): term for term in terms}
     return Candidate(config, {named[k]: v for k, v in rates.items()}, 20, 0.02, 0.05, spread)
 
@@ -139,7 +150,7 @@ def candidate(config: Config, terms: tuple[str, ...], **rates: float) -> Candida
 def made(own_us: float, vendor_us: float, margin: float) -> Portfolio:
     own = candidate(fitting.kernel_of(WIDE), FUSED.work_terms, launch=own_us)
     vendor = candidate(CUDNN, VENDOR.work_terms, launch=vendor_us)
-    domain = Domain(64, "full", "prompt")
+    domain = AttentionDomain(64, "full", "prompt")
     models = DomainModels(domain, WARM, [own, vendor], margin, REGRET)
     return Portfolio("attention", DEFAULT_GPU, {domain: models}, {"days": ["2026-11-23"] * 2})
 
@@ -148,15 +159,17 @@ class TestSelect:
     @pytest.mark.parametrize(
         ("own_us", "margin", "family"),
         [
-            (9.0, 0.05, "fused_attention"),
-            (9.6, 0.05, "vendor_sdpa"),
+            (9.0, 1.0, "fused_attention"),
+            (9.6, 1.0, "vendor_sdpa"),
+            (9.6, 0.5, "fused_attention"),
             (9.6, 0.0, "fused_attention"),
             (10.5, 0.0, "vendor_sdpa"),
         ],
     )
-    def test_an_own_kernel_is_chosen_where_it_is_faster_by_the_margin(
+    def test_an_own_kernel_is_chosen_where_it_is_faster_even_if_its_model_errs(
         self, own_us: float, margin: float, family: str
     ) -> None:
+        """Nine of ten of its times are within 5 % of what was expected."""
         found = made(own_us, 10.0, margin).select(attention("S=1999,D=64"))
         assert found is not None and found.config.family == family
         assert (found.vendor, found.vendor_us) == ("cudnn", 10.0)
@@ -170,7 +183,7 @@ class TestSelect:
     def test_an_illegal_kernel_is_passed_over(self) -> None:
         packed = maker()(1, 64, packed_heads=4)
         own = candidate(packed, FUSED.work_terms, launch=1.0)
-        domain = Domain(64, "full", "prompt")
+        domain = AttentionDomain(64, "full", "prompt")
         vendor = candidate(CUDNN, VENDOR.work_terms, launch=10.0)
         models = DomainModels(domain, WARM, [own, vendor], 0.0, REGRET)
         one = Portfolio("attention", DEFAULT_GPU, {domain: models})
@@ -198,12 +211,12 @@ class TestKin:
         assert found.doubts[0] == "the rates are those of D=64, full, prompts"
 
     def test_what_pytorch_has_is_not_answered_so(self) -> None:
-        assert made(9.0, 5.0, 0.0).models_of(Domain(64, "causal", "prompt")) is None
-        assert made(9.0, 5.0, 0.0).models_of(Domain(128, "full", "prompt")) is None
+        assert made(9.0, 5.0, 0.0).models_of(AttentionDomain(64, "causal", "prompt")) is None
+        assert made(9.0, 5.0, 0.0).models_of(AttentionDomain(128, "full", "prompt")) is None
 
     def test_packed_sequences_have_no_staged_output(self) -> None:
         own = candidate(maker()(2, 128, stages_output=True), FUSED.work_terms, launch=9.0)
-        domain = Domain(64, "full", "prompt")
+        domain = AttentionDomain(64, "full", "prompt")
         models = DomainModels(domain, WARM, [own], 0.0, REGRET)
         known = Portfolio("attention", DEFAULT_GPU, {domain: models})
         found = known.select(attention("B=4,S=1999,D=64,varlen=1"))
@@ -213,15 +226,15 @@ class TestKin:
         """A config of the plain domain may spill under a window."""
         known = made(9.0, 5.0, 0.0)
         assert known.select(attention("S=1999,D=64")) is not None
-        kin = known.models_of(Domain(64, "full", "prompt", has_softcap=True))
+        kin = known.models_of(AttentionDomain(64, "full", "prompt", has_softcap=True))
         assert kin is not None and not kin._legal
-        assert known.domains[Domain(64, "full", "prompt")]._legal
+        assert known.domains[AttentionDomain(64, "full", "prompt")]._legal
         assert replace(known, domains={})._found == {}
 
     @pytest.mark.parametrize(("text", "width"), [("bias=h", 128), ("mask=1", 144)])
     def test_a_mask_as_an_operand_is_served_at_every_phase(self, text: str, width: int) -> None:
         own = candidate(maker()(2, 160), FUSED.work_terms, launch=9.0)
-        domain = Domain(128, "full", "prompt")
+        domain = AttentionDomain(128, "full", "prompt")
         models = DomainModels(domain, WARM, [own], 0.5, REGRET)
         known = Portfolio("attention", DEFAULT_GPU, {domain: models})
         for shape in ("S=1999", "SQ=5,SKV=1999", "SQ=1,SKV=1999", "SQ=1,SKV=1999,H=16,HKV=4"):
@@ -245,7 +258,7 @@ class TestKin:
                 maker()(1, 80, packed_heads=4),
             )
         ]
-        domain = Domain(64, "full", "one")
+        domain = AttentionDomain(64, "full", "one")
         models = DomainModels(domain, WARM, made, 0.5, REGRET)
         known = Portfolio("attention", DEFAULT_GPU, {domain: models})
         kin = known.models_of(domain._replace(operand="bool"))
@@ -278,7 +291,7 @@ class TestDocument:
         [
             ({"format": "x"}, "not a portfolio"),
             ({"version": 9}, "version 9 is not known"),
-            ({"op": "gemm"}, "op 'gemm' has no portfolio"),
+            ({"op": "softmax"}, "op 'softmax' has no portfolio"),
             ({"domains": None}, "cannot be read"),
             ({"domains": [{}]}, "cannot be read"),
             ({"gpu": {"name": 3}}, "name=3 is not text"),
@@ -342,13 +355,101 @@ def planted(seed: int) -> list[Measurement]:
 @pytest.fixture(scope="module")
 def known() -> Portfolio:
     """Made from the planted times."""
-    return fitting.make({WARM: planted(0)}, DEFAULT_GPU)
+    return fitting.make("attention", {WARM: planted(0)}, DEFAULT_GPU)
+
+
+GEMV = Config(
+    "gemv",
+    {
+        **{"warps": 8, "k_warps": 8, "row_tiles": 2, "pieces": 4, "stages": 4},
+        **{"blocks_per_sm": 1, "persistent": True, "pdl": True, "lead": 1024},
+    },
+)
+CUBLAS = Config("vendor_blas", {"kernel": "cublas"})
+
+
+def planted_products(seed: int) -> list[Measurement]:
+    """Times of a kernel of few rows, of a tile and of cuBLAS by planted rates, with noise of 2 %:
+    the first is faster than cuBLAS at one row, and slower at four.
+    """
+    rng, found = random.Random(seed), []
+    rates: dict[str, dict[str, float]] = {
+        GEMV.digest: {"launch": 1.0, "memory": 0.2, "row_steps": 0.15},
+        tile(64, 64).digest: {"launch": 3.0, "memory": 0.3},
+        CUBLAS.digest: {"launch": 2.0, "memory": 0.28},
+    }
+    for _ in range(60):
+        n, k, m = 1024 * rng.randint(1, 8), 1024 * rng.randint(1, 4), rng.choice((1, 2, 3, 4))
+        problem = GemmProblem(m, n, k, dtype="bfloat16")
+        for config in (GEMV, tile(64, 64), CUBLAS):
+            family = families()[config.family]
+            if family.violations(problem, config, DEFAULT_GPU):
+                continue
+            work = dict(
+                zip(family.work_terms, family.work(problem, config, DEFAULT_GPU), strict=True)
+            )
+            us = sum(rate * work[term] for term, rate in rates[config.digest].items())
+            us *= rng.uniform(0.98, 1.02)
+            cold = Regime("stream", "cold")
+            found.append(Measurement(problem, config, DEFAULT_GPU, cold, Status.OK, latency_us=us))
+    return found
+
+
+@pytest.fixture(scope="module")
+def few_rows() -> Portfolio:
+    """Made from the planted times."""
+    return fitting.make("gemm", {Regime("stream", "cold"): planted_products(0)}, DEFAULT_GPU)
+
+
+class TestMakeProducts:
+    def test_a_portfolio_of_products(self, few_rows: Portfolio) -> None:
+        (models,) = few_rows.domains.values()
+        assert (few_rows.op, models.domain) == ("gemm", ProductDomain("few"))
+        assert [one.config.get("kernel") for one in models.vendors] == ["cublas"]
+        assert Portfolio.from_json(json.loads(json.dumps(few_rows.to_json()))).op == "gemm"
+
+    def test_an_own_kernel_where_it_is_faster_and_pytorch_s_elsewhere(
+        self, few_rows: Portfolio
+    ) -> None:
+        """Between the sizes that were measured."""
+        one, four = (few_rows.select(GemmProblem(m, 4224, 2176)) for m in (1, 4))
+        assert one is not None and one.config == GEMV and one.vendor == "cublas"
+        assert four is not None and four.config == CUBLAS
+
+    def test_a_bias_has_the_plain_product_s_kernels(self, few_rows: Portfolio) -> None:
+        found = few_rows.select(GemmProblem(1, 4224, 2176, epilogue="bias"))
+        assert found is not None and found.config == GEMV
+        assert found.doubts == ("the rates are those of M to 16",)
+        assert {d.label() for d, _ in few_rows.served()} == {"M to 16", "M to 16, bias"}
+
+    def test_an_activation_without_kernels_is_pytorch_s(self, few_rows: Portfolio) -> None:
+        found = few_rows.select(GemmProblem(1, 4224, 2176, epilogue="bias_gelu"))
+        assert found is not None and found.config == CUBLAS and list(found.ranked()) == []
+
+    def test_its_kernels_are_listed_for_both_types_and_both_widths(
+        self, few_rows: Portfolio
+    ) -> None:
+        """A kernel of few rows is compiled for up to half of them, and for all."""
+        gemvs = [t for t in targets(few_rows) if t.config == GEMV and not t.problem.epilogue]  # type: ignore[attr-defined]
+        assert sorted((t.problem.dtype, t.problem.m) for t in gemvs) == [  # type: ignore[attr-defined]
+            *(("bfloat16", 1), ("bfloat16", 9), ("float16", 1), ("float16", 9))
+        ]
+
+    def test_far_from_what_was_measured_it_is_pytorch_s(self, few_rows: Portfolio) -> None:
+        near, far = (few_rows.select(GemmProblem(1, n, 2176)) for n in (16384, 65536))
+        assert near is not None and near.config == GEMV and not near.doubts
+        assert far is not None and far.config == CUBLAS and far.doubts
+        assert next(far.ranked())[1] == GEMV, "it may be timed in place"
+
+    def test_a_width_without_alignment_is_pytorch_s(self, few_rows: Portfolio) -> None:
+        found = few_rows.select(GemmProblem(1, 4224, 2177))
+        assert found is not None and found.config == CUBLAS
 
 
 class TestMake:
     def test_times_are_expected_as_planted(self, known: Portfolio) -> None:
         (models,) = known.domains.values()
-        assert models.domain == Domain(64, "full", "prompt")
+        assert models.domain == AttentionDomain(64, "full", "prompt")
         for one in models.candidates:
             assert one.median_error < 0.03
         for m in planted(1):
@@ -373,7 +474,7 @@ class TestMake:
     def test_one_model_s_problems_are_too_few(self) -> None:
         alone = [m for m in planted(0) if m.problem.heads_q == 16]  # type: ignore[attr-defined]
         with pytest.raises(ConfigError, match="no domain has a kernel with 6 measurements"):
-            fitting.make({WARM: alone}, DEFAULT_GPU)
+            fitting.make("attention", {WARM: alone}, DEFAULT_GPU)
 
     def test_failed_and_modified_ones_are_left_out(self) -> None:
         failed = [m.but(status=Status.WRONG_RESULT, latency_us=None) for m in planted(0)]
@@ -391,7 +492,9 @@ class TestMake:
     def test_stream_times_come_before_more_chained_ones(self) -> None:
         stream = Regime("stream", "warm")
         few = [replace(m, regime=stream) for m in planted(2)[:90]]
-        (models,) = fitting.make({WARM: planted(0), stream: few}, DEFAULT_GPU).domains.values()
+        (models,) = fitting.make(
+            "attention", {WARM: planted(0), stream: few}, DEFAULT_GPU
+        ).domains.values()
         assert models.regime == stream and models.regret.problems == 30
 
     def test_more_splits_than_a_selection_considers_are_left_out(self) -> None:
@@ -463,7 +566,7 @@ class TestLookup:
         assert answer.selected.regret == REGRET
 
     def test_who_launches_is_not_told(self, ships: Portfolio, tmp_path: Path) -> None:
-        assert lookup(UNTUNED, gpu="H200", path=tmp_path / "none", with_rules=False) is None
+        assert lookup(UNTUNED, gpu="H200", path=tmp_path / "none", with_portfolio=False) is None
 
     def test_another_gpu_only_where_it_is_allowed(self, ships: Portfolio, tmp_path: Path) -> None:
         path = tmp_path / "none"
@@ -488,24 +591,24 @@ class TestLookup:
 
 def test_what_ships_is_legal_and_judged_on_enough() -> None:
     """Every candidate is this version's, and every domain was judged at problems left out."""
-    (ships,) = portfolio.shipped()
-    assert ships.gpu == DEFAULT_GPU
-    for models in ships.domains.values():
+    assert [ships.op for ships in portfolio.shipped()] == ["attention", "gemm", "swiglu"]
+    assert all(ships.gpu == DEFAULT_GPU for ships in portfolio.shipped())
+    for models in (models for ships in portfolio.shipped() for models in ships.domains.values()):
         own = [one for one in models.candidates if not one.is_vendor]
         assert own and len(own) < len(models.candidates)
         assert models.regret.problems >= fitting.MIN_POINTS
         for one in own:
             assert one.points >= fitting.MIN_POINTS
             assert one.median_error <= fitting.MAX_MEDIAN_ERROR
-            assert one.family is not None and not one.family.malformed(
-                Config(one.config.family, {**one.config.params, "splits": 1})
-            )
+            assert one.family is not None
+            problem = models.domain.problem_for(one.config)
+            called = one.family.called(problem, one.config, 1)
+            assert not one.family.malformed(called)
 
 
 def test_the_readme_s_table_is_what_ships() -> None:
-    (ships,) = portfolio.shipped()
     text = (resources.cache() / "README.md").read_text()
-    for models in ships.domains.values():
+    for models in (models for ships in portfolio.shipped() for models in ships.domains.values()):
         own, regret = sum(not one.is_vendor for one in models.candidates), models.regret
         row = (
             f"| {models.domain.label()} | {models.regime} | {own} | {regret.problems} | "

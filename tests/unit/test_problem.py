@@ -38,6 +38,11 @@ EXAMPLES: list[Problem] = [
     AttentionProblem.parse("S=512,D=64,left=7,right=100,softcap=12.5,layout=bshd"),
     AttentionProblem.parse("SQ=100,SKV=512,D=64,right=7"),
     AttentionProblem.parse("B=5,H=8,HKV=2,SQ=100,SKV=512,D=64,varlen=1,causal=1"),
+    AttentionProblem.parse("B=2,H=8,HKV=2,SQ=1,SKV=512,D=64,page_size=16"),
+    AttentionProblem.parse(
+        "B=5,SQ=9,SKV=512,D=64,varlen=1,causal=1,window=100,softcap=30,page_size=48,sinks=1"
+    ),
+    AttentionProblem.parse("S=512,D=64,page_size=64,layout=bshd"),
     AttentionProblem.parse("S=512,D=64,bias=1"),
     AttentionProblem.parse("B=2,S=512,D=64,mask=bk"),
     AttentionProblem.parse("B=2,H=8,HKV=2,SQ=100,SKV=512,D=64,causal=1,softcap=30,bias=bh,alibi=1"),
@@ -102,11 +107,18 @@ def test_defaults() -> None:
         ("attention", "S=64,D=64,bias=hb", "bias=hb", "0, 1, b, h, bh"),
         ("attention", "S=64,D=64,alibi=8", "alibi=8", "true"),
         ("attention", "S=64,D=64,varlen=1,layout=bshd_bhsd", "layout=bshd_bhsd", "bshd"),
+        ("attention", "S=64,D=64,page_size=24", "page_size=24", "multiples of 16"),
+        ("attention", "S=64,D=64,page_size=-16", "page_size=-16", "0 to"),
+        ("attention", "S=64,D=64,page_size=16,dtype=e4m3", "no paged cache", "bf16"),
+        ("attention", "S=64,D=64,page_size=16,bias=1", "no additive bias", "neither"),
+        ("attention", "S=64,D=64,page_size=16,mask=1", "no boolean mask", "neither"),
+        ("attention", "S=64,D=64,page_size=16,layout=bshd_bhsd", "layout=bshd_bhsd", "bshd"),
+        ("attention", "S=64,D=64,sinks=1", "sinks=1", "with page_size"),
         ("gemm", "M=16,N=16,K=16,dtype=fp32", "dtype=fp32", "e4m3"),
         ("gemm", "M=16,N=16,K=16,dtype=e4m3,dtype_d=fp32", "dtype_d=fp32", "bf16"),
         ("gemm", "M=16,N=16,K=16,dtype=e4m3,layout_a=col", "layout_a=col", "row"),
         ("gemm", "M=16,N=16,K=16,dtype=e4m3,layout_b=row", "layout_b=row", "col"),
-        ("gemm", "M=16,N=16,K=16,scales=block", "scales=block", "tensor, row"),
+        ("gemm", "M=16,N=16,K=16,scales=column", "scales=column", "tensor, row, block"),
         ("gemm", "M=16,N=16,K=16,scales=row,epilogue=bias", "no epilogue", "neither"),
         ("gemm", "M=16,N=16,K=16,dtype=e4m3,B=2", "no batch", "neither"),
         ("gemm", "M=16,N=16,K=16,fast_accum=0", "fast_accum=0", "allowed: 1"),
@@ -201,6 +213,7 @@ def test_equal_masks_are_equal_problems(text: str, same: str) -> None:
         ("S=64,D=64,softcap=1", "soft cap"),
         ("S=64,D=64,window=0,softcap=1", "sliding window or soft cap"),
         ("S=64,D=64,varlen=1", "variable lengths"),
+        ("S=64,D=64,page_size=16,sinks=1", "paged cache or sinks"),
         ("S=64,D=64,bias=1", "additive bias"),
         ("S=64,D=64,right=3,bias=h,alibi=1", "sliding window or additive bias or ALiBi"),
     ],
@@ -254,7 +267,7 @@ def test_a_boolean_mask_is_an_operand_of_bytes() -> None:
     mask = problem.operands[3]
     assert (mask.name, mask.shape, mask.dtype, mask.bytes) == ("mask", (2, 1, 1, 7), "bool", 14)
     assert problem.mask_strides == (7, 0, 0)
-    assert (problem.extras, problem.is_plain) == ("boolean mask", False)
+    assert problem.extras == "boolean mask"
     assert problem.bytes == AttentionProblem.parse("B=2,H=3,SQ=5,SKV=7,D=64").bytes + 14
     assert "mask" not in AttentionProblem.parse("S=64,D=64,bias=1").to_json()
 
@@ -386,6 +399,50 @@ def test_packed_sequences_are_a_batch_of_one_with_their_starts() -> None:
         "B=3,H=4,HKV=2,SQ=5,SKV=10,D=64,causal=1,layout=bshd"
     )
     assert problem.evened.evened == problem.evened
+
+
+def test_a_paged_cache_has_pages_for_every_sequence() -> None:
+    text = "B=3,H=4,HKV=2,SQ=8,SKV=40,D=64,varlen=1,causal=1,page_size=16"
+    problem = AttentionProblem.parse(text)
+    assert sorted(problem.lengths_kv) == [10, 25, 40] and sorted(problem.pages) == [1, 2, 3]
+    query, key, value, table, used, starts, out = problem.operands
+    assert (query.shape, query.strides) == ((1, 4, 15, 64), (15 * 256, 64, 256, 1))
+    assert (key.shape, key.strides) == ((6, 2, 16, 64), (2048, 1024, 64, 1))
+    assert (value.shape, out.shape) == (key.shape, query.shape)
+    assert [o.name for o in (table, used, starts)] == ["page_table", "seqused_k", "cu_seqlens_q"]
+    assert [o.shape for o in (table, used, starts)] == [(3, 3), (3,), (4,)]
+    assert {o.dtype for o in (table, used, starts)} == {"int32"}
+    by_slot = AttentionProblem.parse(text + ",layout=bshd").matrices[1]
+    assert (by_slot.shape, by_slot.strides) == (key.shape, (2048, 64, 128, 1))
+    sinks = AttentionProblem.parse(text + ",sinks=1").operands[-2]
+    assert (sinks.name, sinks.shape, sinks.dtype) == ("sinks", (4,), "float32")
+
+
+@given(
+    queries=st.integers(1, 40),
+    keys=st.integers(1, 40),
+    left=st.integers(-1, 40),
+    right=st.integers(-1, 40),
+    is_causal=st.booleans(),
+)
+def test_masks_of_pages_are_bottom_right(
+    queries: int, keys: int, left: int, right: int, is_causal: bool
+) -> None:
+    problem = AttentionProblem(
+        queries, keys, 64, 2, 4, page_size=16, window_left=left, window_right=right,
+        is_causal=is_causal,
+    )  # fmt: skip
+    right = 0 if is_causal else right
+
+    def seen(query: int) -> set[int]:
+        at = query + keys - queries
+        first, last = (at - left if left >= 0 else 0), (at + right if right >= 0 else keys - 1)
+        return {key for key in range(keys) if first <= key <= last}
+
+    assert all(set(problem.keys_of(i, i)) == seen(i) for i in range(queries))
+    assert problem.pairs == sum(len(seen(i)) for i in range(queries))
+    if problem.is_causal or problem.is_windowed:
+        assert problem.flops == 4 * 2 * 4 * 64 * problem.pairs
 
 
 def test_packed_sequences_have_one_layout() -> None:

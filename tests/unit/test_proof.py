@@ -253,7 +253,7 @@ class TestCommand:
     ) -> None:
         worker.judge = wrong_at_one_query
         assert main(["prove"]) == 1
-        assert capsys.readouterr().err.count("not served: fused_attention D=64 causal") == 3
+        assert capsys.readouterr().err.count("not served: fused_attention D=64, causal") == 3
         worker.judge = lambda ask: OK
         assert main(["prove"]) == 1
         assert "3 failed before" in capsys.readouterr().err

@@ -76,8 +76,7 @@ def store(path: Path) -> Iterator[Store]:
 
 @pytest.fixture(autouse=True)
 def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder of shipped decisions, empty at first; no portfolio and no rule ships."""
-    monkeypatch.setattr("tuner.selection.rule.shipped", lambda: ())
+    """A folder of shipped decisions, empty at first; no portfolio ships."""
     monkeypatch.setattr("tuner.selection.portfolio.shipped", lambda: ())
     folder = tmp_path / "tuned"
     folder.mkdir()

@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from torch.nn.attention import SDPBackend  # noqa: E402
 
+from tuner.problem import AttentionBackwardProblem  # noqa: E402
 from tuner.runtime import autograd  # noqa: E402  (and the operators)
 
 SDPA = torch.nn.functional.scaled_dot_product_attention
@@ -73,6 +74,48 @@ def test_a_tuned_kernel_answers_and_its_gradient_is_right(
     assert close([out], [wanted])
     assert close(gradients(out, inputs, grad), gradients(wanted, inputs, grad))
     assert (len(tuned.problems), tuned.counters.stats().hits) == (1, 1)
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("heads_kv,is_causal", [(4, False), (2, True)])
+def test_what_was_measured_for_gradients_computes_them(
+    tuned: SimpleNamespace, heads_kv: int, is_causal: bool, layout: str
+) -> None:
+    tuned.differentiates = True
+    inputs = tensors(heads_kv, layout=layout)
+    options = {"is_causal": is_causal, "scale": 0.3, "enable_gqa": heads_kv != 4}
+    out, wanted = tuned.attention.attention(*inputs, **options), SDPA(*inputs, **options)
+    grad = torch.randn_like(out)
+    found = gradients(out, inputs, grad)
+    assert close(found, gradients(wanted, inputs, grad))
+    assert [t.stride() for t in found] == [t.stride() for t in inputs]
+    forward, backward = tuned.problems
+    assert backward == AttentionBackwardProblem.of(forward)
+    assert tuned.counters.stats().hits == 2
+
+
+def test_deterministic_programs_have_deterministic_gradients(tuned: SimpleNamespace) -> None:
+    tuned.differentiates = True
+    inputs = tensors()
+    out = tuned.attention.attention(*inputs)
+    torch.use_deterministic_algorithms(True)
+    try:
+        out.sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert tuned.problems[1] == AttentionBackwardProblem.of(tuned.problems[0], True)
+
+
+def test_gradients_of_expanded_keys_are_pytorch_s(tuned: SimpleNamespace) -> None:
+    """Keys of one head that all heads share have a gradient a head."""
+    tuned.differentiates = True
+    query, key, value = tensors()
+    key, value = (t.detach()[:, :1].expand(2, 4, 6, 8).requires_grad_() for t in (key, value))
+    out, wanted = (attend(query, key, value) for attend in (tuned.attention.attention, SDPA))
+    grad = torch.randn_like(out)
+    inputs = [query, key, value]
+    assert close(gradients(out, inputs, grad), gradients(wanted, inputs, grad))
+    assert [problem.op for problem in tuned.problems] == ["attention"]
 
 
 def test_only_some_inputs_want_a_gradient(tuned: SimpleNamespace) -> None:

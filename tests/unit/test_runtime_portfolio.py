@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from fused_configs import maker
+from gemm_configs import tile
 from runtime_machine import (
     PATTERN,
     SDPA,
@@ -33,10 +34,10 @@ from tuner.families import families
 from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Environment, Regime
 from tuner.problem import AttentionProblem
+from tuner.selection.domains import AttentionDomain, ProductDomain
 from tuner.selection.kernels import BUILD, PROVE
 from tuner.selection.portfolio import (
     Candidate,
-    Domain,
     DomainModels,
     Portfolio,
     Regret,
@@ -58,12 +59,12 @@ FUSED = families()["fused_attention"]
 def candidate(config: Config, us: float) -> Candidate:
     """One whose time is always the same."""
     compiled = {k: v for k, v in config.params.items() if k != "splits"}
-    spread = Spread((1, 1 << 20), (1, 1 << 20))
+    spread = Spread(((1, 1 << 20), (1, 1 << 20)))
     return Candidate(Config(config.family, compiled), {"launch": us}, 20, 0.01, 0.02, spread)
 
 
-def made(*candidates: Candidate, margin: float = 0.05) -> Portfolio:
-    domain, regret = Domain(64, "full", "prompt"), Regret(10, 0.01, 0.05, 1.1, 0.99, 0.9)
+def made(*candidates: Candidate, margin: float = 2.0) -> Portfolio:
+    domain, regret = AttentionDomain(64, "full", "prompt"), Regret(10, 0.01, 0.05, 1.1, 0.99, 0.9)
     models = DomainModels(domain, Regime(), candidates, margin, regret)
     return Portfolio("attention", DEFAULT_GPU, {domain: models})
 
@@ -380,3 +381,90 @@ class TestBenchmark:
     ) -> None:
         serving.proven = {}
         assert not serving.call() and self.bursts == 0
+
+
+class ProductKernel(FusedKernel):
+    """Writes a pattern to the product."""
+
+    def bind(self, integers: Sequence[int], scalars: Sequence[float]) -> Callable[..., None]:
+        size = 2 * integers[0] * integers[1]
+
+        def launch(tensors: Sequence[int], workspace: int, stream: int) -> None:
+            self.launched.append(self.key)
+            ctypes.memset(tensors[2], PATTERN, size)
+
+        return launch
+
+
+class TestProducts:
+    """`linear` of a layer that nobody tuned."""
+
+    GEMM = families()["gemm"]
+    CUBLAS = Config("vendor_blas", {"kernel": "cublas"})
+
+    @pytest.fixture
+    def linear(self, serving: Serving, monkeypatch: pytest.MonkeyPatch) -> Callable[..., bool]:
+        """Whether an own kernel answered a call of some rows."""
+        self.chosen(serving, 10.0)
+        serving.proven = {"64": "key-wide"}
+        monkeypatch.setattr(
+            serving.runtime.portfolio.lists,
+            "proven",
+            lambda specs, capability: (
+                {"gemm": serving.proven["64"]}
+                if serving.proven
+                else f"a kernel is not built ({BUILD})"
+            ),
+        )
+        monkeypatch.setattr(serving.runtime.plan, "family", lambda name: families()[name])
+        monkeypatch.setattr(
+            serving.runtime.plan, "load", lambda one: ProductKernel(one.key, serving.launched)
+        )
+
+        def call(m: int, bias: bool = False) -> bool:
+            a, weight = torch.randn(m, 64).half(), torch.randn(128, 64).half()
+            added = torch.randn(128).half() if bias else None
+            out = serving.runtime.products.linear(a, weight, added)
+            own = bool((out == WRITTEN).all())
+            assert own or same(out, torch.nn.functional.linear(a, weight, added))
+            return own
+
+        return call
+
+    def chosen(self, serving: Serving, own_us: float) -> None:
+        spread = Spread(((1, 1 << 20),) * 3)
+        own = Candidate(tile(64, 64), {"launch": own_us}, 20, 0.01, 0.02, spread)
+        theirs = Candidate(self.CUBLAS, {"launch": 20.0}, 20, 0.01, 0.02, spread)
+        regret = Regret(10, 0.01, 0.05, 1.1, 0.99, 0.9)
+        models = DomainModels(ProductDomain("narrow"), Regime(), (own, theirs), 1.0, regret)
+        serving.portfolio = Portfolio("gemm", DEFAULT_GPU, {models.domain: models})
+
+    def test_a_proven_kernel_serves(self, serving: Serving, linear: Callable[..., bool]) -> None:
+        assert linear(33) and linear(200) and serving.launched == ["key-wide"] * 2
+        assert serving.machine.stats().portfolio_hits == 2
+
+    def test_with_a_bias_by_the_kernel_of_its_kin(
+        self, serving: Serving, linear: Callable[..., bool]
+    ) -> None:
+        assert linear(33, bias=True) and serving.launched == ["key-wide"]
+
+    def test_pytorch_s_where_it_is_expected_to_be_faster(
+        self, serving: Serving, linear: Callable[..., bool]
+    ) -> None:
+        self.chosen(serving, 19.9)
+        assert not linear(33) and not linear(33) and serving.launched == []
+        assert serving.fallbacks == ["the portfolio chose PyTorch's"]
+        assert serving.machine.lookups == 1, "what stays so is not asked for again"
+
+    def test_rows_that_no_domain_holds_are_the_nearest_s(
+        self, serving: Serving, linear: Callable[..., bool]
+    ) -> None:
+        assert not linear(300) and serving.launched == []
+        assert serving.fallbacks == ["no measured winner"]
+
+    def test_without_its_kernel_pytorch_answers(
+        self, serving: Serving, linear: Callable[..., bool]
+    ) -> None:
+        serving.proven = {}
+        assert not linear(33)
+        assert serving.fallbacks == ["the portfolio's kernel cannot run here"]

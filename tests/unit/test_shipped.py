@@ -281,15 +281,15 @@ def test_every_file_of_evidence_is_explained_and_none_is_missing() -> None:
 @pytest.mark.parametrize(
     ("shape", "op", "kind"),
     [
-        ("B=1,H=32,HKV=8,SQ=1,SKV=1057,D=128,layout=bshd", "attention", "nearest"),
-        ("B=1,H=16,S=777,D=64", "attention", "nearest"),
-        ("B=1,H=16,S=1100,D=64,layout=bshd", "attention", "nearest"),
-        ("M=1,N=6144,K=4096,dtype=bf16", "gemm", "nearest"),
-        ("M=600,N=12288,K=4096,dtype=bf16", "swiglu", "nearest"),
-        # Of these no measurement on both sides says that the neighbour's kernel is faster.
-        ("B=1,H=32,HKV=8,SQ=1,SKV=9000,D=128,dtype=bf16", "attention", "portfolio"),
-        ("B=1,H=16,S=777,D=64,layout=bshd", "attention", "portfolio"),
-        ("M=3000,N=6144,K=4096,dtype=bf16", "gemm", "rule"),
+        ("B=1,H=32,HKV=8,SQ=1,SKV=1057,D=128,layout=bshd", "attention", "portfolio"),
+        ("B=1,H=16,S=777,D=64", "attention", "portfolio"),
+        ("M=1,N=6144,K=4096,dtype=bf16", "gemm", "portfolio"),
+        ("M=3000,N=6144,K=4096,dtype=bf16", "gemm", "portfolio"),
+        ("M=100,N=6144,K=4096,dtype=bf16,epilogue=bias", "gemm", "portfolio"),
+        ("M=600,N=12288,K=4096,dtype=bf16", "swiglu", "portfolio"),
+        # No portfolio knows these.
+        ("M=4505,N=14336,K=4096,dtype=e4m3", "gemm", "nearest"),
+        ("G=64,M=1843,N=1408,K=2048,sizes=zipf,dtype=bf16", "grouped_gemm", "nearest"),
     ],
 )
 def test_what_ships_serves_the_sizes_between(
@@ -342,7 +342,7 @@ def test_how_many_lengths_what_ships_serves(tmp_path: Path) -> None:
 
     def served(*shapes: str) -> int:
         none, problems = tmp_path / "none.sqlite", map(AttentionProblem.parse, shapes)
-        return sum(bool(lookup(p, gpu=H200, path=none, with_rules=False)) for p in problems)
+        return sum(bool(lookup(p, gpu=H200, path=none, with_portfolio=False)) for p in problems)
 
     prompts = [
         f"{model},S={length},causal={causal}"

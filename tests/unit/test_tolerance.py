@@ -155,6 +155,9 @@ def test_e4m3_products_are_allowed_what_their_accumulators_lose(k: int, seen: fl
         summed = tolerance.limits_of(replace(fast, fast_accum=False))
         assert summed == tolerance.limits_of(replace(fast, k=128))
         assert limits.frobenius > summed.frobenius < 1.1 * usual.frobenius
+    blocks = GemmProblem(64, 64, k, dtype=E4M3, scales="block")
+    summed = GemmProblem(64, 64, k, dtype=E4M3, fast_accum=False)
+    assert tolerance.limits_of(blocks) == tolerance.limits_of(summed)
     assert tolerance.limits_of(GEMM) == LIMITS["float16"]
 
 

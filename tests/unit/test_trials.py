@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 
 from tuner.hardware import DEFAULT_GPU
-from tuner.problem import LAYOUTS
+from tuner.problem import LAYOUTS, GemmProblem
+from tuner.selection.domains import AttentionDomain
 from tuner.selection.kernels import Target, targets
-from tuner.selection.portfolio import Domain, shipped
-from tuner.tuning.trials import MAX_BYTES, MAX_FLOPS, Fact, Trial, trials
+from tuner.selection.portfolio import shipped
+from tuner.tuning.trials import MAX_BYTES, MAX_FLOPS, Fact, Trial, tile_of, trials
 
-TARGETS = targets(shipped()[0])
+PORTFOLIOS = {one.op: one for one in shipped()}
+TARGETS = targets(PORTFOLIOS["attention"])
 #: One of each kind: persistent, one block a tile, packed heads, split keys.
 KINDS = {
     "persistent": next(t for t in TARGETS if t.config["persistent"]),
@@ -38,7 +40,7 @@ def facts(target: Target) -> set[Fact]:
 
 def of_domain(mask: str, **more: bool) -> Target:
     """A kernel of a domain that no portfolio has yet."""
-    domain = Domain(64, mask, "prompt", **more)  # type: ignore[arg-type]
+    domain = AttentionDomain(64, mask, "prompt", **more)  # type: ignore[arg-type]
     plain = KINDS["one block a tile"].config
     config = replace(plain, params={k: v for k, v in plain.params.items() if k != "stages_output"})
     return Target(config, domain.problems("float16")[0])
@@ -120,6 +122,76 @@ def test_packed_sequences_have_one_layout_and_no_splits() -> None:
     found = facts(of_domain("causal", is_varlen=True))
     assert values(found, "layout") == {"bshd"}
     assert {dict(pairs)["splits"] for pairs in values(found, "schedule")} == {1}
+
+
+PRODUCTS = [t for op in ("gemm", "swiglu") for t in targets(PORTFOLIOS[op])]
+#: One of each kind: all of A in shared memory, swapped operands, a wide tile, a gated one.
+PRODUCT_KINDS = {
+    "few rows": next(t for t in PRODUCTS if t.family.name == "gemv"),
+    "swapped": next(t for t in PRODUCTS if t.config.get("swap_ab")),
+    "wide": next(t for t in PRODUCTS if t.config.get("tile_scheduler") == "Persistent"),
+    "with a bias": next(t for t in PRODUCTS if getattr(t.problem, "epilogue", "") == "bias"),
+    "gated": next(t for t in PRODUCTS if t.problem.op == "swiglu"),
+}
+
+
+@pytest.mark.parametrize("kind", PRODUCT_KINDS)
+class TestProducts:
+    def test_every_trial_is_legal_small_and_of_the_kernel(self, kind: str) -> None:
+        target = PRODUCT_KINDS[kind]
+        found = drawn(target)
+        assert len(found) >= 64 and len(set(found)) == len(found)
+        for trial in found:
+            assert not target.family.violations(trial.problem, trial.config, DEFAULT_GPU)
+            assert target.family.kernels(trial.problem, trial.config) == target.kernels
+            assert trial.problem.flops <= MAX_FLOPS and trial.problem.bytes <= MAX_BYTES
+            launched = target.family.strided_launches(
+                trial.problem, trial.config, 1.0, trial.strides
+            )
+            assert isinstance(launched, list) or not trial.strides
+
+    def test_edges_of_tiles_are_among_them(self, kind: str) -> None:
+        target, found = PRODUCT_KINDS[kind], facts(PRODUCT_KINDS[kind])
+        rows, columns, depth = tile_of(target.family.tiling(target.config))
+        step = 32 if kind == "gated" else 8
+        columns = columns // 2 if kind == "gated" else columns
+        if kind != "few rows":
+            assert {1, rows - 1, rows, rows + 1, 2 * rows + 1} <= values(found, "m")
+        assert {step, columns, columns + step, 2 * columns - step} <= values(found, "n")
+        assert {8, depth - 8, depth, depth + 8, 2 * depth + 8} <= values(found, "k")
+        assert 16392 in values(found, "k") or kind == "few rows", "A would not fit"
+        assert 128256 in values(found, "n") and values(found, "fills_chip") == {False, True}
+        assert any(n // step % 2 for n in values(found, "n") if n > 16 * step)
+
+    def test_rows_lie_apart(self, kind: str) -> None:
+        apart = values(facts(PRODUCT_KINDS[kind]), "apart")
+        if kind == "gated":  # its launches take no strides
+            assert apart == {(0, 0)}
+        else:
+            assert {(0, 0), (8, 0), (0, 8), (72, 1024)} <= apart | {(8, 0), (72, 1024)}
+            assert any(b for _, b in apart)
+
+    def test_every_launch_is_among_them(self, kind: str) -> None:
+        target = PRODUCT_KINDS[kind]
+        schedules = [dict(pairs) for pairs in values(facts(target), "schedule")]
+        if kind == "few rows":
+            assert {(s["persistent"], s["pdl"]) for s in schedules} == {
+                *((p, d) for p in (False, True) for d in (False, True))
+            }
+        else:
+            assert {s["raster_order"] for s in schedules} == {"AlongM", "AlongN"}
+            assert {s["max_swizzle_size"] for s in schedules} == {1, 2, 4, 8}
+            assert {s.get("pdl", False) for s in schedules} == {False, True}
+
+
+def test_strides_are_those_of_longer_rows() -> None:
+    problem = GemmProblem(100, 200, 64)
+    config = PRODUCT_KINDS["wide"].config
+    assert Trial(problem, config).strides == {}
+    assert Trial(problem, config, apart=(8, 16)).strides == {
+        "a": (6400, 72, 1),
+        "b": (12800, 1, 80),
+    }
 
 
 def test_equal_seeds_draw_equal_trials_and_both_types_alike() -> None:

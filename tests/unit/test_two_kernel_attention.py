@@ -200,7 +200,7 @@ def test_a_replayed_sweep_of_alibi(tmp_path: Path) -> None:
     assert outcome.entry.speedups == {"naive": pytest.approx(99 / 30)}
     plain = replace(problem, is_alibi=False)
     for asked, is_known in ((problem, True), (plain, False), (BIASED, False)):
-        found = lookup(asked, gpu=DEFAULT_GPU, path=tmp_path / "store.sqlite", with_rules=False)
+        found = lookup(asked, gpu=DEFAULT_GPU, path=tmp_path / "store.sqlite", with_portfolio=False)
         assert (found is not None and found.entry.problem == problem) == is_known
 
 

@@ -35,6 +35,18 @@ SHAPES = (
         "S=512,D=64,varlen=1,causal=1",
         "tuner.attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_kv, 512, 512, is_causal=True)",
     ),
+    (
+        "attention",
+        "B=2,SQ=1,SKV=512,D=64,page_size=16",
+        "tuner.paged_attention(q, k_cache, v_cache, page_table, seqused_k, cu_seqlens_q, "
+        "max_seqlen_q=1, max_seqlen_k=512, causal=False)",
+    ),
+    (
+        "attention",
+        "B=2,SQ=7,SKV=512,D=64,causal=1,window=99,softcap=30,page_size=16,sinks=1",
+        "tuner.paged_attention(q, k_cache, v_cache, page_table, seqused_k, cu_seqlens_q, "
+        "max_seqlen_q=7, max_seqlen_k=512, window=(99, -1), softcap=30, sinks=sinks)",
+    ),
     ("gemm", "M=64,N=128,K=256", "tuner.linear(x, weight)"),
     (
         "gemm",
@@ -49,11 +61,21 @@ SHAPES = (
         "M=64,N=128,K=256,dtype=e4m3",
         "tuner.scaled_mm(a, b, scale_a, scale_b, out_dtype=torch.bfloat16, use_fast_accum=True)",
     ),
+    (
+        "gemm",
+        "M=64,N=128,K=256,dtype=e4m3,scales=block",
+        "tuner.scaled_mm(a, b, scale_a, scale_b, out_dtype=torch.bfloat16, use_fast_accum=True)",
+    ),
     ("swiglu", "M=64,N=128,K=256", "tuner.swiglu(x, tuner.interleave(gate, up))"),
     (
         "grouped_gemm",
         "G=4,M=64,N=128,K=256,sizes=zipf",
         'tuner.grouped_mm(a, b, offsets, sizes="zipf")',
+    ),
+    (
+        "grouped_gemm",
+        "G=4,M=64,N=128,K=256,dtype=e4m3",
+        'tuner.grouped_mm(a, b, offsets, sizes="uniform", scale_a=scale_a, scale_b=scale_b)',
     ),
 )
 UNSERVED = (

@@ -40,8 +40,8 @@ from tuner.families.vendor.swiglu import swiglu
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import (
     E4M3,
+    EPILOGUE_SCALES,
     EPILOGUES,
-    SCALES,
     AttentionProblem,
     GemmProblem,
     GroupedGemmProblem,
@@ -725,7 +725,7 @@ def test_every_way_of_an_epilogue_agrees_with_fp64(epilogue: str, dtype: Any) ->
 
 
 @needs_torch
-@pytest.mark.parametrize("scales", SCALES)
+@pytest.mark.parametrize("scales", EPILOGUE_SCALES)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", E4M3])
 def test_products_with_factors_agree_with_fp64(dtype: Any, scales: Any) -> None:
     import torch

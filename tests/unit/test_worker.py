@@ -431,7 +431,7 @@ class FakeGate:
         self.pointers = {"a": 1, "b": 2, "d": 3}
         self.examined = 0
 
-    def open(self, problem: Any, seed: int) -> None:
+    def open(self, problem: Any, seed: int, strides: Any) -> None:
         pass
 
     def load(self, kind: str, with_lse: bool = False) -> None:

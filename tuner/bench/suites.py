@@ -12,7 +12,7 @@ from tuner.hardware import Gpu
 from tuner.measurement import Regime
 from tuner.problem import (
     E4M3,
-    SCALES,
+    EPILOGUE_SCALES,
     AttentionProblem,
     DType,
     GemmProblem,
@@ -85,6 +85,17 @@ _PLAIN = (
 )
 #: Those of them that are multiplied in e4m3.
 _QUANTISED = ((8192, 8192, 8192), (4096, 14336, 4096))
+#: N and K of two layers of each of six models, which ship or are quantised with factors of blocks,
+#: as their published configurations have them.
+_BLOCK_SCALED = (
+    *((2112, 7168), (24576, 1536)),  # DeepSeek-V3: down projections of q and kv; queries
+    *((6144, 4096), (4096, 12288)),  # Qwen3-8B: q, k and v; MLP down
+    *((9216, 4096), (4096, 8192)),  # Qwen3-235B-A22B: q, k and v; attention's output
+    *((57344, 8192), (8192, 28672)),  # Llama 3.1 70B: MLP gate and up; down
+    *((14336, 5120), (5120, 12288)),  # GLM-4.5: q, k and v; attention's output
+    *((4096, 7168), (7168, 2048)),  # Kimi-K2: shared expert's gate and up; down
+)
+_BLOCK_SCALED_TOKENS = (1, 16, 64, 256, 1024, 4096, 8192)
 _TYPES: tuple[DType, ...] = ("float16", "bfloat16")
 #: Hidden and intermediate size of Llama 3 8B and of Llama 2 7B.
 _MLPS = ((4096, 14336), (4096, 11008))
@@ -160,10 +171,20 @@ SUITES: dict[str, Suite] = {
             "products of e4m3 with their factors, each accumulation of its own; buffers rotated",
             tuple(
                 GemmProblem(*size, dtype=E4M3, scales=scales, fast_accum=fast_accum)
-                for fast_accum, scales, size in product((True, False), SCALES, _QUANTISED)
+                for fast_accum, scales, size in product((True, False), EPILOGUE_SCALES, _QUANTISED)
             ),
             (_COLD,),
             against=("scaled_mm",),
+        ),
+        Suite(
+            "block_scaled",
+            "layers of six models in e4m3 with factors of blocks; buffers rotated",
+            tuple(
+                GemmProblem(tokens, *layer, dtype=E4M3, scales="block")
+                for layer, tokens in product(_BLOCK_SCALED, _BLOCK_SCALED_TOKENS)
+            ),
+            (_COLD,),
+            against=("scaled_mm", "deep_gemm"),
         ),
         Suite(
             "few",

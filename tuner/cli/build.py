@@ -55,7 +55,7 @@ def register(subparsers: Any) -> None:
         description=(
             "Compiles the best own kernel of every measured entry, imported and shipped ones "
             "too, with this machine's compiler; for a --shape that has none, what the nearest one "
-            "lends, or what the shipped rule chooses. Nothing is timed. A machine runs one build "
+            "lends, or what the portfolio selects. Nothing is timed. A machine runs one build "
             "at a time; another waits."
         ),
     )
@@ -182,7 +182,7 @@ def _dispatcher(artifacts: ArtifactCache) -> str:
 
 def _entries(store: Store, args: argparse.Namespace) -> Iterable[Entry]:
     """Measured decisions of the store, and the shipped ones that it does not have itself; for one
-    problem without any what the nearest lends, else a shipped rule's choice.
+    problem without any what the nearest lends, else a portfolio's choice.
     """
     from tuner import settings
     from tuner.measurement import Provenance
@@ -211,7 +211,7 @@ def _entries(store: Store, args: argparse.Namespace) -> Iterable[Entry]:
     ]
     if problem is not None and not chosen:
         path = sqlite_file(args.store or settings.store_url())
-        answer = lookup(problem, gpu=gpu, path=path) if path else None
+        answer = lookup(problem, gpu=gpu, path=path, with_portfolio=False) if path else None
         if answer is None or answer.kind != "nearest":
             answer = lookup(problem, gpu=gpu, among=())
         if answer is not None:

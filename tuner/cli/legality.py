@@ -41,6 +41,14 @@ SHAPES: dict[str, tuple[str, ...]] = {
         "B=3,H=8,HKV=2,S=1000,D=64,varlen=1",
         "B=2,H=8,HKV=2,S=1000,D=128,causal=1,bias=h,alibi=1",
     ),
+    "attention_backward": (
+        "S=1024,D=64",
+        "B=2,H=8,HKV=2,S=1000,D=128,causal=1,dtype=bf16",
+        "B=2,H=4,SQ=384,SKV=700,D=128,layout=bshd",
+        "B=2,H=4,S=640,D=96,dtype=bf16",
+        "B=2,H=8,HKV=2,S=1000,D=64,left=100,right=64",
+        "B=2,H=4,S=1024,D=64,causal=1,deterministic=1",
+    ),
     "gemm": (
         "M=4096,N=4096,K=4096",
         "M=2048,N=1536,K=1024,layout_a=row,layout_b=row",
@@ -56,11 +64,14 @@ SHAPES: dict[str, tuple[str, ...]] = {
         "M=1000,N=1016,K=1040,dtype=e4m3",
         "M=16,N=4096,K=4096,dtype=e4m3,scales=row",
         "M=2048,N=1536,K=1024,dtype=e4m3,scales=row,fast_accum=0",
+        "M=1000,N=1544,K=1040,dtype=e4m3,scales=block",
+        "M=16,N=4096,K=4096,dtype=e4m3,scales=block",
     ),
     "swiglu": ("M=4096,N=14336,K=4096", "M=200,N=96,K=136,dtype=bf16"),
     "grouped_gemm": (
         "G=8,M=4096,N=14336,K=4096,dtype=bf16",
         "G=64,M=300,N=1408,K=2048,sizes=zipf",
+        "G=64,M=300,N=1408,K=2048,sizes=zipf,dtype=e4m3",
     ),
     "softmax": (
         "M=1024,N=1024,B=16",

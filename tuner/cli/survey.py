@@ -128,12 +128,18 @@ def _code(found: Sequence[Progress], interrupted_by: int | None) -> int:
 
 def _samples(args: argparse.Namespace, gpu: Gpu, how: Draw) -> list[Sample]:
     """What is measured of each problem."""
+    from tuner.errors import ConfigError
+    from tuner.selection.domains import DOMAINS
     from tuner.selection.portfolio import shipped
     from tuner.tuning.survey import draw, pooled
 
+    if args.portfolio and args.op not in DOMAINS:
+        raise ConfigError(f"--op {args.op} has no portfolio (allowed: {', '.join(DOMAINS)})")
     if not args.portfolio:
         return [draw(problem, gpu, how) for problem in _problems(args)]
-    return pooled(gpu, next((one for one in shipped() if one.gpu.identity == gpu.identity), None))
+    wanted = args.op, gpu.identity
+    known = (one for one in shipped() if (one.op, one.gpu.identity) == wanted)
+    return pooled(args.op, gpu, next(known, None))
 
 
 def _problems(args: argparse.Namespace) -> list[Problem]:

@@ -215,33 +215,36 @@ def _say_known(
     url: str,
     note: Callable[[str], None],
 ) -> None:
-    """Where nothing can be measured, say how to see what was measured of the problems, or near
-    them.
+    """Where nothing can be measured, say how to see what was measured of the problems, or what
+    measurements of others make of them.
     """
     from tuner.hardware import DEFAULT_GPU
     from tuner.measurement import Provenance, Regime
-    from tuner.selection.reader import lookup
+    from tuner.selection.reader import Answer, lookup
     from tuner.selection.shipped import with_shipped
     from tuner.store.reading import sqlite_file
 
     path = sqlite_file(url)
     among = None if path else with_shipped(store.entries())
-    known: list[tuple[Problem, Problem]] = []
+    known: list[tuple[Problem, Answer]] = []
     for problem in problems:
         regimes = Regime.choices(problem.op, options.launch, options.l2)
         answer = lookup(problem, gpu=DEFAULT_GPU, regime=regimes, path=path, among=among)
-        if answer is not None and answer.entry.provenance is Provenance.MEASURED:
-            known.append((problem, answer.entry.problem))
+        if answer is not None and (
+            answer.is_predicted or answer.entry.provenance is Provenance.MEASURED
+        ):
+            known.append((problem, answer))
     if not known:
         return
-    problem, tuned = known[0]
+    problem, answer = known[0]
     op = "" if problem.op == "attention" else f" --op {problem.op}"
     command = f"`tuner lookup{op} --shape {problem.label()}`"
     if len(problems) > 1:
         note(f"measurements answer {len(known)} of the {len(problems)} problems, as {command}")
         return
+    tuned = answer.entry.problem
     where = "of this shape" if tuned == problem else f"of its neighbour {tuned.label()}"
-    note(f"{command} answers from measurements {where}")
+    note(f"{command} answers from measurements {'elsewhere' if answer.is_predicted else where}")
 
 
 def _check_ahead(args: argparse.Namespace) -> None:

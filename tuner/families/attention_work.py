@@ -142,7 +142,7 @@ CLOSED_TERMS = (
 its keys and values anew."""
 
 
-def closed_work(sizes: Sizes, gpu: Gpu) -> tuple[float, ...]:
+def closed_work(sizes: Sizes, tiling: None, gpu: Gpu) -> tuple[float, ...]:
     """The amount of each of `CLOSED_TERMS`, for a kernel whose tiles are not known."""
     found = [work(sizes, tiling, gpu) for tiling in TILINGS.values()]
     blocks, memory = found[0][6:8]

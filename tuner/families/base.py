@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Self, final
 from tuner.base import resources
 from tuner.config import Config, Value
 from tuner.errors import TunerError
-from tuner.families.attention_work import Sizes, Tiling
+from tuner.families.work import sizes_of
 from tuner.hardware import (
     MAX_TMA_STRIDE_BYTES,
     OLDEST_CAPABILITY,
@@ -365,17 +365,20 @@ class Family(ABC):
         """Amount of each of `work_terms`. A kernel's expected time is their sum, each times the
         microseconds that were measured for it (`tuner.selection.portfolio`).
         """
-        if not self.work_terms or not isinstance(problem, AttentionProblem):
+        if not self.work_terms:
             return ()
-        return self.amounts(Sizes.of(problem), self.tiling(config), gpu)
+        return self.amounts(sizes_of(problem), self.tiling(config), gpu)
 
-    def amounts(self, sizes: Sizes, tiling: Tiling, gpu: Gpu) -> tuple[float, ...]:
-        """`work` of sizes and a tiling that the caller has already."""
+    @staticmethod
+    def amounts(sizes: Any, tiling: Any, gpu: Gpu) -> tuple[float, ...]:
+        """`work` of `tuner.families.work.sizes_of` a problem and of a `tiling`."""
         return ()
 
-    def tiling(self, config: Config) -> Tiling:
-        """How an attention kernel cuts the scores into blocks; splits as in `config`, else 1."""
-        return Tiling(128, 128)
+    def tiling(self, config: Config) -> Any:
+        """How a kernel cuts the problem into blocks, as `amounts` takes it; its ``splits`` as in
+        `config`, else 1. None for a kernel whose tiles are not known.
+        """
+        return None
 
     @final
     def scheduled(self, problem: Problem, config: Config, gpu: Gpu) -> Sequence[Config]:
@@ -393,6 +396,10 @@ class Family(ABC):
     def splits(self, problem: Problem, config: Config, gpu: Gpu) -> Sequence[int]:
         """Counts of splits of the schedules of `scheduled`."""
         return (1,)
+
+    def is_scheduled(self, config: Config) -> bool:
+        """Whether `splits` depends on the problem; else they are those of `tiling`."""
+        return False
 
     def called(self, problem: Problem, config: Config, splits: int) -> Config:
         """The config of the schedule with as many splits."""

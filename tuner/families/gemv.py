@@ -8,13 +8,14 @@ the kernel's start and end hide behind its neighbours in the stream.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import product
 from math import ceil
 from typing import ClassVar
 
 from tuner.config import Config, Value
 from tuner.errors import ConfigError
+from tuner.families import product_work
 from tuner.families.base import Domain, Family, KernelSpec, Launch, Ref, Strides
 from tuner.families.gemm import stride_conflict
 from tuner.hardware import (
@@ -86,6 +87,8 @@ class Gemv(Family):
     op: ClassVar[str] = GemmProblem.op
     capabilities = (HOPPER,)
     cost_constants = CONSTANTS
+    work_terms: ClassVar[tuple[str, ...]] = product_work.ROW_TERMS
+    amounts = staticmethod(product_work.row_work)
     runtime_parameters: ClassVar[frozenset[str]] = frozenset({"persistent", "pdl", "lead"})
     domains: ClassVar[Mapping[str, Domain]] = {
         "warps": (1, 2, 4, 8, 16, 32),
@@ -197,6 +200,15 @@ class Gemv(Family):
         further = 0 if config["persistent"] else ceil(rounds / resident) - 1
         starts_us = constants["start_us"] * further / resident**1.5
         return float(GRAPH_LAUNCH_US + ends_us + stream_us + starts_us)
+
+    def tiling(self, config: Config) -> product_work.Rows:
+        resident, is_persistent = int(config["blocks_per_sm"]), bool(config["persistent"])
+        return product_work.Rows(block_rows(config), step_k(config), resident, is_persistent)
+
+    def legality_facts(self, problem: Problem) -> Hashable:
+        """Shared memory holds all of A."""
+        product = _gemm(problem)
+        return product.dtype, product.m, product.k
 
 
 def block_rows(config: Config) -> int:

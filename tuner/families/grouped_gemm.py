@@ -28,7 +28,7 @@ from tuner.families.gemm.shape import (
     round_up,
 )
 from tuner.hardware import GRAPH_LAUNCH_US, HOPPER, SMEM_PER_BLOCK_BYTES, Gpu
-from tuner.problem import DTYPE_BYTES, GemmProblem, GroupedGemmProblem, Problem
+from tuner.problem import DTYPE_BYTES, E4M3, GemmProblem, GroupedGemmProblem, Problem
 
 KERNEL = "grouped_gemm"
 TEMPLATE = "grouped_gemm.cu.j2"
@@ -61,6 +61,12 @@ class GroupedGemm(Family):
         "kernel_schedule": SCHEDULES,
         "raster_order": tuple(RASTER_ORDERS),
     }
+
+    def supports(self, problem: Problem, gpu: Gpu) -> str:
+        reason = super().supports(problem, gpu)
+        if not reason and _grouped(problem).dtype == E4M3:
+            return f"{self.name} takes no factors: fp16 and bf16 alone, not {E4M3}"
+        return reason
 
     def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
         problem = _grouped(problem)

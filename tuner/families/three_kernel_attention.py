@@ -114,7 +114,7 @@ class ThreeKernelAttention(Family):
 
     def stages(self, problem: Problem) -> Mapping[str, Problem]:
         problem = _attention(problem)
-        if problem.dtype == E4M3 or problem.is_varlen:
+        if problem.dtype == E4M3 or problem.is_packed:
             return {}
         return _all_heads(problem)._asdict()
 

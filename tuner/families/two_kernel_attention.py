@@ -136,6 +136,7 @@ class TwoKernelAttention(Family):
             ("sliding window", problem.is_windowed),
             ("variable lengths", problem.is_varlen),
             ("boolean mask", bool(problem.mask)),
+            ("paged cache", problem.is_paged),
         )
         missing = " or ".join(name for name, is_on in lacking if is_on)
         return f"{self.name} has no {missing}" if missing else ""

@@ -160,7 +160,7 @@ class Sets:
         try:
             for _ in range(count - 1):
                 new = {o.name: self._pool.allocate(o.bytes) for o in problem.operands}
-                for operand in problem.operands[:-1]:
+                for operand in problem.inputs:
                     device.copy(new[operand.name], first[operand.name], operand.bytes)
                 self.buffers.append(new)
             self.predecessor = behind(self._pool)

@@ -13,12 +13,13 @@ import random
 import struct
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from tuner.compile.artifacts import LoadedKernel
 from tuner.errors import BenchmarkError
-from tuner.families.base import KernelSpec
+from tuner.families.base import KernelSpec, Strides
+from tuner.measure import pages
 from tuner.measure.device import Device, Pool
 from tuner.measure.log_sum_exp import judge_lse, lse_of, score_rows
 from tuner.measure.subjects import Call
@@ -29,10 +30,12 @@ from tuner.measure.tolerance import (
     judge,
     limits_of,
 )
+from tuner.measurement import Status
 from tuner.problem import (
     ACTIVATIONS,
     DTYPE_BYTES,
     E4M3,
+    AttentionBackwardProblem,
     AttentionProblem,
     GemmProblem,
     GroupedGemmProblem,
@@ -54,6 +57,7 @@ GUARD_BYTES = 1 << 20
 #: Kinds of inputs. `random` comes last: its inputs stay in the buffers for the timing.
 KINDS: dict[str, tuple[str, ...]] = {
     "attention": ("dominant", "large_scores", "huge_scores", "random"),
+    "attention_backward": ("planted", "random"),
     "gemm": ("planted", "random"),
     "swiglu": ("planted", "random"),
     "grouped_gemm": ("planted", "random"),
@@ -84,6 +88,8 @@ SLOPE = 2.0**-4
 COLUMN_FACTOR = 16.0
 #: The same of e4m3: a column's largest stays below 448 up to seven deviations.
 E4M3_COLUMN_FACTOR = 4.0
+#: What factors of blocks are multiplied by that are to be unlike their neighbours'.
+SMALL_FACTOR = 1 / 16
 #: A softmax alone works on scores of deviation 8, as raw scores of D = 64 have.
 SOFTMAX_SCALE = 0.125
 #: `dominant` uses a scale other than the default, so that a kernel ignoring its scale is seen.
@@ -99,12 +105,13 @@ _DTYPES = {"float16": 0, "bfloat16": 1, "float32": 2, E4M3: 3}
 _FILL, _PLANT_ATTENTION, _SCALE_COLUMNS, _PLANT_SOFTMAX = 0, 1, 2, 3
 _ATTENTION, _GEMM, _SOFTMAX, _COMPARE, _COUNT_CHANGED, _CHECKSUM = 4, 5, 6, 7, 8, 9
 _GATE_PAIRS, _PLANT_HUGE_ATTENTION, _PLANT_HUGE_SOFTMAX = 10, 11, 12
-_COPY, _PLANT_MASK = 13, 14
+_COPY, _TO_PAGES, _GRADIENTS, _KEEP_ATTENTION, _PLANT_MASK = 13, 14, 15, 16, 17
 _RESULT_BYTES = 64
 #: Operands that hold no data of a random kind.
 _STARTS = ("cu_seqlens_q", "cu_seqlens_kv", "offsets")
+_TABLES = ("page_table", "seqused_k")
 #: Attention's operands beside the matrices as the reference takes them; null where there is none.
-_ATTENTION_OTHERS = ("descale_q", "descale_k", "descale_v", "bias", "slopes", "mask")
+_ATTENTION_OTHERS = ("descale_q", "descale_k", "descale_v", "bias", "slopes", "sinks", "mask")
 
 
 def kinds_of(problem: Problem, *, is_vendor: bool = False) -> tuple[str, ...]:
@@ -121,9 +128,9 @@ def scale_of(problem: Problem, kind: str = "random") -> float:
     if isinstance(problem, GemmProblem | SwigluProblem | GroupedGemmProblem):
         return 1.0
     base = SOFTMAX_SCALE
-    if isinstance(problem, AttentionProblem):
+    if isinstance(problem, AttentionProblem | AttentionBackwardProblem):
         base = 1 / math.sqrt(problem.head_dim)
-    return base * SCALE_FACTOR if kind == "dominant" else base
+    return base * SCALE_FACTOR if kind in ("dominant", "planted") else base
 
 
 def reference_seconds(problem: Problem) -> float:
@@ -163,11 +170,17 @@ class Gate:
         self._device, self._kernel = device, kernel
         self._result = device.allocate(_RESULT_BYTES)
         self._problem: Problem | None = None
+        self._strides: Strides = {}
         self._seed: int | None = None
         self._buffers = Pool(device)
         self._references = Pool(device)
         self._operands: dict[str, Guarded] = {}
-        self._known: dict[str, tuple[int, dict[str, int]]] = {}
+        self._rows: dict[str, Guarded] = {}
+        """Of a paged cache keys and values as packed rows, which are copied to its pages."""
+        self._known: dict[str, tuple[dict[str, int], dict[str, int]]] = {}
+        """Of each kind of inputs: references by output, and checksums of the inputs."""
+        self._kept: dict[str, tuple[int, int]] = {}
+        """Of each kind of inputs to gradients: attention's exact output and row statistics."""
         self._statistics: dict[str, int] = {}
         """Of each row of attention, maximum and sum of exponentials, where they are kept."""
         self._kind = ""
@@ -177,27 +190,58 @@ class Gate:
         """Device address of each operand."""
         return {name: guarded.pointer for name, guarded in self._operands.items()}
 
-    def open(self, problem: Problem, seed: int) -> None:
-        """Allocate a problem's buffers and forget the references of another problem or seed."""
-        if (problem, seed) != (self._problem, self._seed):
+    @property
+    def _sources(self) -> dict[str, int]:
+        """Device address of each operand as the reference reads it."""
+        return {**self.pointers, **{name: rows.pointer for name, rows in self._rows.items()}}
+
+    def open(self, problem: Problem, seed: int, strides: Strides | None = None) -> None:
+        """Allocate a problem's buffers and forget the references of another problem or seed.
+
+        Args:
+            problem: what is checked.
+            seed: of the inputs.
+            strides: of a product's matrices that lie otherwise than the problem's.
+        """
+        opened = problem, strides or {}
+        if (*opened, seed) != (self._problem, self._strides, self._seed):
             self._forget()
-        if problem != self._problem:
+        if opened != (self._problem, self._strides):
             self.close()
+            self._problem, self._strides = opened
             self._operands = {
                 operand.name: self.allocate(self._buffers, operand.name, operand.bytes)
-                for operand in problem.operands
+                for operand in self._memory()
             }
-        self._problem, self._seed = problem, seed
+            if isinstance(problem, AttentionProblem) and problem.is_paged:
+                size = pages.row_bytes(problem)
+                self._rows = {
+                    name: self.allocate(self._buffers, name, size) for name in ("key", "value")
+                }
+        self._seed = seed
+
+    def _memory(self) -> list[Operand]:
+        """The memory of each operand, the outputs' last."""
+        problem, strides = self._problem, self._strides
+        assert problem is not None
+        return [
+            one.apart(strides[one.name]) if one.name in strides else one for one in problem.operands
+        ]
+
+    def _inputs(self) -> list[Operand]:
+        """The memory of what is read."""
+        return [operand for operand in self._memory() if not operand.is_output]
 
     def close(self) -> None:
         """Free everything that depends on the problem."""
         self._forget()
         self._buffers.close()
-        self._operands, self._problem = {}, None
+        self._operands, self._rows, self._problem, self._strides = {}, {}, None, {}
 
     def _forget(self) -> None:
         self._references.close()
         self._known.clear()
+        self._kept.clear()
         self._statistics.clear()
         self._kind = ""
 
@@ -219,17 +263,20 @@ class Gate:
             self._known.pop(kind, None)
             self._statistics[kind] = self._references.allocate(16 * score_rows(problem))
         if kind not in self._known:
-            reference = self._references.allocate(4 * problem.output.elements)
-            self._compute(problem, kind, reference)
-            sums = {operand.name: self._checksum(operand) for operand in problem.operands[:-1]}
-            self._known[kind] = (reference, sums)
+            references = {
+                output.name: self._references.allocate(4 * output.elements)
+                for output in problem.outputs
+            }
+            self._compute(problem, kind, references)
+            sums = {operand.name: self._checksum(operand) for operand in self._inputs()}
+            self._known[kind] = (references, sums)
         self._kind = kind
 
     def arm(self, extra: Sequence[Guarded] = ()) -> None:
-        """Poison the output, the candidate's own buffers, and every guard band."""
+        """Poison the outputs, the candidate's own buffers, and every guard band."""
         problem, _ = self._opened()
-        output = self._operands[problem.output.name]
-        for buffer in (output, *extra):
+        outputs = [self._operands[output.name] for output in problem.outputs]
+        for buffer in (*outputs, *extra):
             self._device.fill16(buffer.pointer, POISON, buffer.bytes)
         for buffer in (*self._operands.values(), *extra):
             self._device.fill16(buffer.pointer - GUARD_BYTES, POISON, GUARD_BYTES)
@@ -246,7 +293,7 @@ class Gate:
         """
         self._device.wait()
         problem, _ = self._opened()
-        reference, sums = self._known[self._kind]
+        references, sums = self._known[self._kind]
         strayed = {
             buffer.name: self._count(buffer.pointer - GUARD_BYTES)
             + self._count(buffer.pointer + buffer.bytes)
@@ -254,18 +301,24 @@ class Gate:
         }
         changed = [
             operand.name
-            for operand in problem.operands[:-1]
+            for operand in self._inputs()
             if self._checksum(operand) != sums[operand.name]
         ]
-        limits, output = limits_of(problem), problem.output
-        written = self._operands[output.name].pointer
-        comparison = self.compare(written, reference, output, limits)
-        if not comparison.is_sound and not changed:
-            self._compute(problem, self._kind, reference)
-            comparison = self.compare(written, reference, output, limits)
-        verdict = judge(comparison, output, strayed, changed, limits)
-        log = verdict.log and f"{self._kind} inputs: {verdict.log}"
-        return Verdict(verdict.status, verdict.error, log)
+        limits = limits_of(problem)
+        worst = 0.0
+        for output in problem.outputs:
+            written = self._operands[output.name].pointer
+            comparison = self.compare(written, references[output.name], output, limits)
+            if not comparison.is_sound and not changed:
+                self._compute(problem, self._kind, references)
+                comparison = self.compare(written, references[output.name], output, limits)
+            verdict = judge(comparison, output, strayed, changed, limits)
+            if verdict.status is not Status.OK:
+                name = "" if len(problem.outputs) == 1 else f"{output.name}: "
+                log = verdict.log and f"{self._kind} inputs: {name}{verdict.log}"
+                return Verdict(verdict.status, verdict.error, log)
+            worst = max(worst, verdict.error or 0.0)
+        return Verdict(Status.OK, worst)
 
     def examine_lse(self, lse: Guarded) -> Verdict:
         """Judge the log-sum-exp that an attention kernel left, after `examine`.
@@ -304,9 +357,15 @@ class Gate:
         """A launch of the element-wise kernel that copies `size` bytes, on the stream of then."""
         return lambda: self._kernel.launch((source, target), (_COPY, size), (), 0, stream())
 
-    def reference(self, kind: str) -> int:
-        """Address of the fp32 reference of inputs that were loaded before."""
-        return self._known[kind][0]
+    def reference(self, kind: str, output: str = "") -> int:
+        """Address of the fp32 reference of inputs that were loaded before.
+
+        Args:
+            kind: of the inputs.
+            output: name of the operand; empty: the last one.
+        """
+        problem, _ = self._opened()
+        return self._known[kind][0][output or problem.output.name]
 
     def _opened(self) -> tuple[Problem, int]:
         if self._problem is None or self._seed is None:
@@ -337,7 +396,7 @@ class Gate:
     def _fill(self, problem: Problem, kind: str, seed: int) -> None:
         means, deviations = moments(problem, kind)
         draw = random.Random(f"{seed}:{kind}")
-        for operand in problem.operands[:-1]:
+        for operand in self._inputs():
             if operand.name in _STARTS:
                 self._device.write(
                     self._operands[operand.name].pointer, starts_of(problem, operand, kind)
@@ -349,34 +408,85 @@ class Gate:
                 pointer = self._operands[operand.name].pointer
                 self._run((pointer,), (_PLANT_MASK, *extents, draw.getrandbits(62)))
                 continue
+            if operand.name in _TABLES and isinstance(problem, AttentionProblem):
+                data = pages.written(problem, operand.name, kind, seed)
+                self._device.write(self._operands[operand.name].pointer, data)
+                continue
+            elements = operand.elements
+            if operand.name in self._rows:
+                elements = self._rows[operand.name].bytes // DTYPE_BYTES[operand.dtype]
             self._run(
-                (self._operands[operand.name].pointer,),
-                (_FILL, _DTYPES[operand.dtype], operand.elements, draw.getrandbits(62)),
+                (self._sources[operand.name],),
+                (_FILL, _DTYPES[operand.dtype], elements, draw.getrandbits(62)),
                 (means.get(operand.name, 0.0), deviations.get(operand.name, 1.0)),
             )
         if kind == "dominant" or kind == "planted":
-            self._plant(problem, seed, draw.getrandbits(62))
+            self._plant(problem, kind, seed, draw.getrandbits(62))
         elif kind == "huge_scores":
-            self._plant_huge(problem, draw.getrandbits(62))
+            self._plant_huge(problem, kind, draw.getrandbits(62))
+        if isinstance(problem, AttentionProblem) and problem.is_paged:
+            self._fill_pages(problem, kind)
+        if isinstance(problem, AttentionBackwardProblem):
+            self._keep_attention(problem, kind)
 
-    def _plant(self, problem: Problem, seed: int, row_seed: int) -> None:
-        at = self.pointers
-        if isinstance(problem, AttentionProblem):
-            for one, shift in _parts(problem):
+    def _keep_attention(self, problem: AttentionBackwardProblem, kind: str) -> None:
+        """Put attention's output and log-sum-exp in their places among the inputs."""
+        forward, at = problem.forward, self.pointers
+        if kind not in self._kept:
+            exact = self._references.allocate(4 * forward.output.elements)
+            statistics = self._references.allocate(16 * score_rows(forward))
+            self._kept[kind] = (exact, statistics)
+        exact, statistics = self._kept[kind]
+        scale = scale_of(problem, kind)
+        self._run_attention(forward, kind, (exact, statistics), {}, scale)
+        self._run(
+            (exact, statistics, at["out"], at["logsumexp"]),
+            (
+                *(_KEEP_ATTENTION, _DTYPES[problem.dtype]),
+                *(forward.output.elements, score_rows(forward)),
+            ),
+        )
+
+    def _lying(self, operand: Operand) -> Operand:
+        """An operand with the strides that it has here."""
+        return replace(operand, strides=self._strides.get(operand.name, operand.strides))
+
+    def _fill_pages(self, problem: AttentionProblem, kind: str) -> None:
+        """Copy keys and values to their pages; all other slots hold the poison."""
+        heads, width = problem.heads_kv, problem.head_dim
+        columns = max(problem.pages)
+        for operand in problem.matrices[1:3]:
+            cache = self._operands[operand.name]
+            self._device.fill16(cache.pointer, POISON, cache.bytes)
+            source, table = self._rows[operand.name].pointer, self.pointers["page_table"]
+            for part in pages.parts(problem, kind):
+                integers = (part.keys, heads, width, *operand.strides[:3], problem.page_size)
+                if part.keys:
+                    self._run((source, cache.pointer, table), (_TO_PAGES, *integers))
+                source += 2 * part.keys * heads * width
+                table += 4 * columns
+
+    def _plant(self, problem: Problem, kind: str, seed: int, row_seed: int) -> None:
+        at = self._sources
+        if isinstance(problem, AttentionProblem | AttentionBackwardProblem):
+            strength = DOMINANCE
+            if isinstance(problem, AttentionBackwardProblem):
+                strength, problem = _prominence(problem), problem.forward
+            for one, shift, sides in _parts(problem, kind):
                 self._run(
                     (at["query"] + shift["query"], at["key"] + shift["key"]),
                     (
                         _PLANT_ATTENTION,
                         _DTYPES[one.dtype],
                         *_attention_integers(one, 2),
-                        *one.visible,
+                        *sides,
                         row_seed,
                     ),
-                    (DOMINANCE,),
+                    (strength,),
                 )
         elif isinstance(problem, GemmProblem | SwigluProblem | GroupedGemmProblem):
             columns = border_columns(problem.k, seed)
-            batch, rows, strides = _matrices(problem.operands[0])
+            batch, rows, strides = _matrices(self._lying(problem.operands[0]))
             self._run(
                 (at["a"],),
                 (
@@ -385,6 +495,8 @@ class Gate:
                 ),
                 (E4M3_COLUMN_FACTOR if problem.dtype == E4M3 else COLUMN_FACTOR,),
             )
+            if isinstance(problem, GemmProblem) and problem.scales == "block":
+                self._plant_factors(problem, seed)
         else:
             self._run(
                 (at["scores"],),
@@ -392,16 +504,36 @@ class Gate:
                 (LARGE / SOFTMAX_SCALE,),
             )
 
-    def _plant_huge(self, problem: Problem, row_seed: int) -> None:
+    def _plant_factors(self, problem: GemmProblem, seed: int) -> None:
+        """Small factors of A's rows at the borders of tiles, and of the last block of B's columns:
+        a neighbour's factor in their place makes a result 16 times too large.
+        """
+        _, _, scale_a, scale_b, _ = problem.operands
+        (blocks, _), (columns, _) = scale_a.shape, scale_b.shape
+        rows = border_columns(problem.m, seed)
+        for operand, strides, chosen in (
+            (scale_a, scale_a.strides, rows),
+            (scale_b, scale_b.strides[::-1], [columns - 1]),
+        ):
+            self._run(
+                (self.pointers[operand.name],),
+                (
+                    *(_SCALE_COLUMNS, _DTYPES[operand.dtype], 1, blocks, operand.elements),
+                    *(*strides, len(chosen), *chosen),
+                ),
+                (SMALL_FACTOR,),
+            )
+
+    def _plant_huge(self, problem: Problem, kind: str, row_seed: int) -> None:
         """Scores that are all equal, and one that differs, as large as the type allows."""
-        at = self.pointers
+        at = self._sources
         if not isinstance(problem, AttentionProblem):
             rows, cols, *_ = _softmax_integers(problem)
             limits = (HUGE_SOFTMAX.start, len(HUGE_SOFTMAX))
             self._run((at["scores"],), (_PLANT_HUGE_SOFTMAX, rows, cols, row_seed), limits)
             return
         exponents, _ = HUGE_EXPONENTS[problem.dtype]
-        for one, shift in _parts(problem):
+        for one, shift, _ in _parts(problem, kind):
             self._run(
                 (at["query"] + shift["query"], at["key"] + shift["key"]),
                 (
@@ -412,17 +544,19 @@ class Gate:
                 (exponents.start, len(exponents)),
             )
 
-    def _compute(self, problem: Problem, kind: str, reference: int) -> None:
+    def _compute(self, problem: Problem, kind: str, references: Mapping[str, int]) -> None:
         at = self.pointers
-        inputs = [at[operand.name] for operand in problem.operands[:-1]]
+        inputs = [at[operand.name] for operand in problem.inputs]
+        reference = references[problem.output.name]
         scale = scale_of(problem, kind)
         if isinstance(problem, GemmProblem):
-            a, b, *_, d = problem.operands
+            a, b, *_, d = map(self._lying, problem.operands)
             extents = (problem.batch, problem.m, problem.n, problem.k)
             activation = ("", *ACTIVATIONS).index(problem.activation)
             integers = (
                 *(_GEMM, _DTYPES[problem.dtype], *extents, *a.strides, *b.strides, *d.strides),
                 *(activation, _DTYPES[d.dtype], int(problem.scales == "row")),
+                problem.operands[2].strides[0] if problem.scales == "block" else 0,
             )
             others = ("bias", "residual", "scale_a", "scale_b")
             tensors = (at["a"], at["b"], reference, *(at.get(name, 0) for name in others))
@@ -433,6 +567,8 @@ class Gate:
             self._compute_groups(problem, kind, scale, reference)
         elif isinstance(problem, AttentionProblem):
             self._compute_attention(problem, kind, scale, reference)
+        elif isinstance(problem, AttentionBackwardProblem):
+            self._compute_gradients(problem, kind, scale, references)
         else:
             integers = (_SOFTMAX, *_softmax_integers(problem))
             self._run((*inputs, reference), integers, (scale,))
@@ -441,25 +577,68 @@ class Gate:
     def _compute_attention(
         self, problem: AttentionProblem, kind: str, scale: float, reference: int
     ) -> None:
-        """One sequence after the other where their lengths vary; else all at once."""
-        at = self.pointers
-        others = [at.get(name, 0) for name in _ATTENTION_OTHERS]
+        at = self._sources
+        others = {name: at[name] for name in _ATTENTION_OTHERS if name in at}
         with Pool(self._device) as pool:
             statistics = self._statistics.get(kind) or pool.allocate(16 * score_rows(problem))
-            for one, shift in _parts(problem):
-                matrices = [at[name] + shift[name] for name in ("query", "key", "value")]
-                self._run(
-                    (*matrices, reference + shift["reference"], statistics, *others),
-                    (
-                        _ATTENTION,
-                        _DTYPES[one.dtype],
-                        *_attention_integers(one, 4),
-                        *one.visible,
-                        *one.mask_strides,
-                    ),
-                    (scale, one.softcap),
-                )
-                statistics += 16 * score_rows(one)
+            self._run_attention(problem, kind, (reference, statistics), others, scale)
+            self._device.wait()
+
+    def _run_attention(
+        self,
+        problem: AttentionProblem,
+        kind: str,
+        results: tuple[int, int],
+        others: Mapping[str, int],
+        scale: float,
+    ) -> None:
+        """One sequence after the other where their lengths vary; else all at once.
+
+        Args:
+            problem: what is computed of the operands `query`, `key` and `value`.
+            kind: of the inputs.
+            results: addresses of the fp32 output and of each row's maximum and sum.
+            others: addresses of those of `_ATTENTION_OTHERS` that there are.
+            scale: of the scores.
+        """
+        at = self._sources
+        reference, statistics = results
+        for one, shift, sides in _parts(problem, kind):
+            matrices = [at[name] + shift[name] for name in ("query", "key", "value")]
+            further = [others.get(name, 0) for name in _ATTENTION_OTHERS]
+            self._run(
+                (*matrices, reference + shift["reference"], statistics, *further),
+                (
+                    _ATTENTION,
+                    _DTYPES[one.dtype],
+                    *_attention_integers(one, 4),
+                    *sides,
+                    *one.mask_strides,
+                ),
+                (scale, one.softcap),
+            )
+            statistics += 16 * score_rows(one)
+
+    def _compute_gradients(
+        self,
+        problem: AttentionBackwardProblem,
+        kind: str,
+        scale: float,
+        references: Mapping[str, int],
+    ) -> None:
+        """From the exact output, not from the rounded one among the inputs."""
+        forward, at = problem.forward, self.pointers
+        with Pool(self._device) as pool:
+            delta = pool.allocate(8 * score_rows(forward))
+            inputs = [at[name] for name in ("query", "key", "value", "grad_out")]
+            self._run(
+                (*inputs, *self._kept[kind], delta, *references.values()),
+                (
+                    *(_GRADIENTS, _DTYPES[problem.dtype]),
+                    *(*_attention_integers(forward, 4), *forward.visible),
+                ),
+                (scale,),
+            )
             self._device.wait()
 
     def _compute_groups(
@@ -467,14 +646,21 @@ class Gate:
     ) -> None:
         """One group that has rows after the other."""
         n, k, width = problem.n, problem.k, DTYPE_BYTES[problem.dtype]
+        factors = {operand.name: operand for operand in problem.operands[3:-1]}
+        step = factors["scale_a"].strides[0] if factors else 0
         start = 0
         for group, rows in enumerate(_group_rows(problem, kind)):
             a = self.pointers["a"] + start * k * width
             b = self.pointers["b"] + group * n * k * width
             strides = (rows * k, k, 1, n * k, 1, k, rows * n, n, 1)
-            integers = (_GEMM, _DTYPES[problem.dtype], 1, rows, n, k, *strides, 0, 0, 0)
+            integers = (_GEMM, _DTYPES[problem.dtype], 1, rows, n, k, *strides, 0, 0, 0, step)
+            scales = (0, 0)
+            if factors:
+                shift = 4 * group * factors["scale_b"].strides[0]
+                scales = self.pointers["scale_a"] + 4 * start, self.pointers["scale_b"] + shift
             if rows:
-                self._run((a, b, reference + 4 * start * n, 0, 0, 0, 0), integers, (scale, 1.0))
+                outputs = (a, b, reference + 4 * start * n, 0, 0, *scales)
+                self._run(outputs, integers, (scale, 1.0))
             start += rows
 
     def _compute_swiglu(self, problem: SwigluProblem, scale: float, reference: int) -> None:
@@ -485,7 +671,7 @@ class Gate:
             both = pool.allocate(4 * m * 2 * n)
             extents = (1, m, 2 * n, k)
             strides = (m * k, k, 1, 2 * n * k, 1, k, m * 2 * n, 2 * n, 1)
-            integers = (_GEMM, _DTYPES[problem.dtype], *extents, *strides, 0, 0, 0)
+            integers = (_GEMM, _DTYPES[problem.dtype], *extents, *strides, 0, 0, 0, 0)
             self._run((at["a"], at["weights"], both, 0, 0, 0, 0), integers, (scale, 1.0))
             steps = [stride // k for stride in problem.operands[1].strides[:-1]]
             self._run((both, reference), (_GATE_PAIRS, m, n, *steps))
@@ -512,6 +698,8 @@ def moments(problem: Problem, kind: str) -> tuple[dict[str, float], dict[str, fl
             slope = DOMINANCE / max(problem.seqlen_q, problem.seqlen_kv)
         means = {"slopes": slope, "key": KEY_MEAN if kind == "dominant" else 0.0}
         return means, {"query": large, "bias": large, "slopes": slope / 4}
+    if isinstance(problem, AttentionBackwardProblem):
+        return {"key": KEY_MEAN if kind == "planted" else 0.0}, {}
     if isinstance(problem, SwigluProblem):
         return {}, {"weights": 1 / math.sqrt(problem.k)}
     if isinstance(problem, GemmProblem | GroupedGemmProblem):
@@ -585,20 +773,39 @@ def _group_rows(problem: GroupedGemmProblem, kind: str) -> tuple[int, ...]:
     return 0, *rows_of("zipf", problem.m, problem.groups - 1)
 
 
-def _parts(problem: AttentionProblem) -> Iterator[tuple[AttentionProblem, Mapping[str, int]]]:
-    """What the reference is given at once, and where that lies: bytes beyond each tensor's start.
+def _prominence(problem: AttentionBackwardProblem) -> float:
+    """What a query is times its key: the key then has about a quarter of the row's probability.
 
-    Sequences of variable lengths one by one; any other problem is whole.
+    Where it has nearly all, as under `dominant`, derivatives of the scores are differences of equal
+    numbers, and all that is left of them is the rounding of the output.
+    """
+    keys = max(4, problem.seqlen_kv)
+    return math.log(keys / 2) / (SCALE_FACTOR * math.sqrt(problem.head_dim))
+
+
+def _parts(
+    problem: AttentionProblem, kind: str
+) -> Iterator[tuple[AttentionProblem, Mapping[str, int], tuple[int, int]]]:
+    """What the reference is given at once; where that lies, bytes beyond each tensor's start; and
+    left and right of its mask.
+
+    Sequences of variable lengths, and those of a paged cache, one by one; any other problem is
+    whole.
     """
     starts = dict.fromkeys(("query", "key", "value", "reference"), 0)
-    if not problem.is_varlen:
-        yield problem, starts
+    if not problem.is_packed:
+        yield problem, starts, problem.visible
         return
-    for one in problem.sequences:
-        yield one, dict(starts)
+    if problem.is_paged:
+        every = [(one, keys, sides) for one, keys, *sides in pages.parts(problem, kind)]
+    else:
+        every = [(one, one.seqlen_kv, [*one.visible]) for one in problem.sequences]
+    for one, keys, (left, right) in every:
+        yield one, dict(starts), (left, right)
         query, key, value, out = one.matrices
-        for operand in (query, key, value):
-            starts[operand.name] += operand.bytes
+        starts["query"] += query.bytes
+        for operand in (key, value):
+            starts[operand.name] += operand.bytes // one.seqlen_kv * keys
         starts["reference"] += 4 * out.elements
 
 

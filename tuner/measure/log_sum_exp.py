@@ -28,7 +28,7 @@ def lse_bytes(problem: Problem) -> int:
         BenchmarkError: for another operation.
     """
     rows = score_rows(problem)
-    if isinstance(problem, AttentionProblem) and problem.is_varlen:
+    if isinstance(problem, AttentionProblem) and problem.is_packed:
         rows = problem.heads_q * problem.total_q
     return 4 * rows
 
@@ -46,7 +46,7 @@ def lse_of(problem: AttentionProblem, statistics: Sequence[float]) -> list[float
         top + math.log(total) if total else -math.inf
         for top, total in zip(tops, totals, strict=True)
     ]
-    if not problem.is_varlen:
+    if not problem.is_packed:
         return found
     heads: list[list[float]] = [[] for _ in range(problem.heads_q)]
     start = 0

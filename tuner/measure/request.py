@@ -9,6 +9,7 @@ from typing import Any
 
 from tuner.compile.artifacts import Artifact
 from tuner.config import Config
+from tuner.families.base import Strides
 from tuner.measurement import Clocks, Regime, Status
 from tuner.problem import Problem, problem_from_json
 
@@ -68,6 +69,8 @@ class Job:
     max_workspace: int | None
     reference: Artifact
     candidates: Sequence[Candidate]
+    strides: Strides = field(default_factory=dict)
+    """Of a product's matrices that lie otherwise than the problem's; where nothing is timed."""
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Job:
@@ -92,4 +95,5 @@ class Job:
                 )
                 for item in data["candidates"]
             ],
+            strides={name: tuple(along) for name, along in data.get("strides", {}).items()},
         )

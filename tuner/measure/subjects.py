@@ -16,7 +16,7 @@ from typing import Any
 from tuner.compile.artifacts import LoadedKernel
 from tuner.config import Config
 from tuner.errors import BenchmarkError
-from tuner.families.base import LSE, Family, Ref
+from tuner.families.base import LSE, Family, Launch, Ref, Strides
 from tuner.measure.device import Device, Graph
 from tuner.measurement import Status
 from tuner.problem import Operand, Problem
@@ -88,18 +88,29 @@ class CompiledSubject(Subject):
         config: Config,
         kernels: Mapping[str, LoadedKernel],
         scale: float,
+        strides: Strides | None = None,
     ) -> None:
+        self._strides = strides or {}
         self._device, self._family, self._problem = device, family, problem
         self._config, self._kernels = config, kernels
         self._only = ""
         self._offsets: list[int] = []
-        for launch in family.launches(problem, config, scale):
+        for launch in self._launches(scale):
             self._offsets.append(self.workspace_bytes)
             needed = kernels[launch.kernel].workspace_bytes(launch.integers)
             self.workspace_bytes += math.ceil(needed / _ALIGN) * _ALIGN
         self.scratch_bytes = family.scratch_bytes(problem, config)
         if not self._offsets:
             raise BenchmarkError(f"{family.name} launches nothing for {config.digest}")
+
+    def _launches(self, scale: float) -> list[Launch]:
+        """Raises: BenchmarkError: when the family takes no such strides."""
+        if not self._strides:
+            return self._family.launches(self._problem, self._config, scale)
+        found = self._family.strided_launches(self._problem, self._config, scale, self._strides)
+        if isinstance(found, str):
+            raise BenchmarkError(found)
+        return found
 
     def parts(self) -> dict[str, CompiledSubject]:
         """Each kernel's launches as a subject of their own, in the order of the kernels. Timed on
@@ -112,7 +123,7 @@ class CompiledSubject(Subject):
         return found
 
     def bind(self, buffers: Mapping[str, int], scale: float, *, deliver: bool = False) -> Bound:
-        launches = self._family.launches(self._problem, self._config, scale)
+        launches = self._launches(scale)
         device, lanes = self._device, 1 + max(launch.lane for launch in launches)
         prepared = [
             (
@@ -215,13 +226,12 @@ class VendorSubject(Subject):
 
     def bind(self, buffers: Mapping[str, int], scale: float, *, deliver: bool = False) -> Bound:
         function = self._callable(scale)
-        *here, last = self._problem.operands
-        *wanted, _ = self._wanted.operands
         inputs = [
             self._input(buffers[one.name], one, other)
-            for one, other in zip(here, wanted, strict=True)
+            for one, other in zip(self._problem.inputs, self._wanted.inputs, strict=True)
         ]
-        output = self._tensor(buffers[last.name], last)
+        outputs = [self._tensor(buffers[one.name], one) for one in self._problem.outputs]
+        size = sum(one.bytes for one in self._problem.outputs)
         torch = self._torch
 
         def call() -> Any:
@@ -232,15 +242,17 @@ class VendorSubject(Subject):
             torch.cuda.reset_peak_memory_stats()
             before = self._requested("current")
             result = call()
-            used = self._requested("peak") - before - last.bytes
+            used = self._requested("peak") - before - size
             self.temporary_bytes = max(self.temporary_bytes, used)
-            if tuple(result.shape) != tuple(output.shape):
+            results = result if isinstance(result, tuple) else (result,)
+            came, wanted = ([tuple(t.shape) for t in ts] for ts in (results, outputs))
+            if came != wanted:
                 raise BenchmarkError(
-                    f"{self._family.name} returned shape {tuple(result.shape)}, "
-                    f"wanted {tuple(output.shape)}",
+                    f"{self._family.name} returned shapes {came}, wanted {wanted}",
                     status=Status.WRONG_RESULT,
                 )
-            output.copy_(result)
+            for output, one in zip(outputs, results, strict=True):
+                output.copy_(one)
 
         return Bound(call_and_deliver if deliver else call, inputs[0].data_ptr())
 

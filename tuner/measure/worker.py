@@ -169,7 +169,7 @@ class Worker:
         self._phase(None, f"buffers of {job.problem.label()}")
         if self._gate is None:
             self._gate = Gate(self._device, load(job.reference))
-        self._gate.open(job.problem, job.seed)
+        self._gate.open(job.problem, job.seed, job.strides)
         if job.mode == "final":
             return self._measure_together(job, self._gate)
         with _Rotation(self, job, self._gate) as rotation:
@@ -256,7 +256,9 @@ class Worker:
             self._phase(index, "loading")
             kernels = {name: load(artifact) for name, artifact in candidate.artifacts.items()}
             scale = scale_of(job.problem)
-            subject = CompiledSubject(self._device, family, job.problem, config, kernels, scale)
+            subject = CompiledSubject(
+                self._device, family, job.problem, config, kernels, scale, job.strides
+            )
         wanted = subject.scratch_bytes + subject.workspace_bytes
         if job.max_workspace is not None and wanted > job.max_workspace:
             raise BenchmarkError(

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -25,6 +25,7 @@ from tuner.base.processes import python_command, python_environment
 from tuner.compile.artifacts import Artifact
 from tuner.config import Config
 from tuner.errors import BenchmarkError
+from tuner.families.base import Strides
 from tuner.measure.request import Outcome
 from tuner.measurement import Regime, Status
 from tuner.problem import Problem
@@ -53,6 +54,8 @@ class Ask:
     candidates: Sequence[tuple[Config, Mapping[str, Artifact]]]
     rounds: int = 0
     max_workspace: int | None = None
+    strides: Strides = field(default_factory=dict)
+    """As `request.Job` has them."""
 
     def to_json(self, indices: Sequence[int], careful: bool) -> dict[str, Any]:
         """The request for some of the candidates."""
@@ -67,6 +70,7 @@ class Ask:
             "rounds": self.rounds,
             "careful": careful,
             "max_workspace": self.max_workspace,
+            "strides": dict(self.strides),
             "reference": self.reference.key,
             "artifacts": {a.key: [str(a.library), a.sha256] for a in used},
             "candidates": [

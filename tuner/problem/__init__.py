@@ -14,6 +14,7 @@ from typing import Any
 
 from tuner.errors import ConfigError
 from tuner.problem.attention import LAYOUTS, AttentionProblem, Axes, Layout
+from tuner.problem.attention_backward import AttentionBackwardProblem
 from tuner.problem.base import (
     DTYPE_ALIASES,
     DTYPE_BYTES,
@@ -24,7 +25,16 @@ from tuner.problem.base import (
     Problem,
     listing,
 )
-from tuner.problem.gemm import ACTIVATIONS, EPILOGUES, SCALES, GemmProblem, Major
+from tuner.problem.gemm import (
+    ACTIVATIONS,
+    EPILOGUE_SCALES,
+    EPILOGUES,
+    SCALE_BLOCK,
+    SCALES,
+    GemmProblem,
+    Major,
+    Scales,
+)
 from tuner.problem.grouped_gemm import SIZES, GroupedGemmProblem, rows_of
 from tuner.problem.softmax import SoftmaxProblem
 from tuner.problem.swiglu import PAIRINGS, Pairing, SwigluProblem
@@ -35,12 +45,15 @@ __all__ = [
     "DTYPE_BYTES",
     "E4M3",
     "EPILOGUES",
+    "EPILOGUE_SCALES",
     "LAYOUTS",
     "MAX_EXTENT",
     "PAIRINGS",
     "PROBLEMS",
     "SCALES",
+    "SCALE_BLOCK",
     "SIZES",
+    "AttentionBackwardProblem",
     "AttentionProblem",
     "Axes",
     "DType",
@@ -51,6 +64,7 @@ __all__ = [
     "Operand",
     "Pairing",
     "Problem",
+    "Scales",
     "SoftmaxProblem",
     "SwigluProblem",
     "listing",
@@ -63,6 +77,7 @@ PROBLEMS: dict[str, type[Problem]] = {
     cls.op: cls
     for cls in (
         AttentionProblem,
+        AttentionBackwardProblem,
         GemmProblem,
         SwigluProblem,
         GroupedGemmProblem,

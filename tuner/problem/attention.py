@@ -44,7 +44,11 @@ _OFF: Mapping[str, Any] = {
     "bias": "",
     "mask": "",
     "is_alibi": False,
+    "page_size": 0,
+    "has_sinks": False,
 }
+PAGE_MULTIPLE = 16
+"""Keys that the size of a page is a multiple of: the rows of the smallest copy to shared memory."""
 #: Of the order in which the sequences of unlike lengths lie.
 _LENGTHS_SEED = 0
 
@@ -87,7 +91,16 @@ class AttentionProblem(Problem):
     D), whose layout is called bshd. Two int32 operands, `cu_seqlens_q` and `cu_seqlens_kv` (B + 1),
     hold the rows where each sequence starts, and the last one's end. Each sequence is attention of
     its own, a causal mask top-left in each. Tuned and measured on `lengths_q` and `lengths_kv`.
-    It comes with no window, soft cap, bias or ALiBi, and not with e4m3.
+    It comes with no window, soft cap, bias, mask or ALiBi, and not with e4m3.
+
+    With ``page_size=P`` keys and values lie in a cache of pages, key and value (pages, HKV, P, D)
+    seen so whatever their strides, and int32 `page_table` (B, ceil(SKV / P)) names each sequence's
+    pages in order; int32 `seqused_k` (B) holds how many keys each sequence has, and query and out
+    are packed as with ``varlen=1``, `cu_seqlens_q` saying where sequences start. Masks are
+    bottom-right: the last query of a sequence is at its last key, as in engines that serve. With
+    ``varlen=1`` lengths differ as there. ``sinks=1``: fp32 `sinks` (H,), a logit for each head
+    that takes part in the softmax and has no value. Windows and soft caps may come with it, e4m3,
+    bias, mask and ALiBi not. A query that sees no key has zeros for its output.
     """
 
     op: ClassVar[str] = "attention"
@@ -108,6 +121,8 @@ class AttentionProblem(Problem):
         "mask": "mask",
         "alibi": "is_alibi",
         "varlen": "is_varlen",
+        "page_size": "page_size",
+        "sinks": "has_sinks",
         "dtype": "dtype",
         "layout": "layout",
     }
@@ -128,6 +143,10 @@ class AttentionProblem(Problem):
         "mask": Meaning("axes of a boolean mask, as of a bias"),
         "alibi": Meaning("1: a slope of each head times the distance is subtracted"),
         "varlen": Meaning("1: packed sequences of several lengths, S the longest"),
+        "page_size": Meaning(
+            f"keys of a page of a paged cache, a multiple of {PAGE_MULTIPLE}; 0: none", "tokens"
+        ),
+        "sinks": Meaning("1: a learned logit of each head in the softmax; paged caches only"),
         "dtype": Meaning("type of Q, K and V: fp16, bf16 or e4m3"),
         "layout": Meaning(f"order of the dimensions in memory: {', '.join(LAYOUTS)}"),
     }
@@ -149,6 +168,8 @@ class AttentionProblem(Problem):
     bias: Axes = ""
     is_alibi: bool = False
     mask: Axes = ""
+    page_size: int = 0
+    has_sinks: bool = False
 
     def __post_init__(self) -> None:
         if self.heads_kv == 0:
@@ -185,11 +206,29 @@ class AttentionProblem(Problem):
         self._reduce_axes("mask")
         if self.bias and self.mask:
             raise ConfigError("mask beside bias is not known (allowed: one of both)")
+        check_extent("page_size", self.page_size, 0)
         self._reduce_window()
         if self.dtype == E4M3 and self.extras:
             raise ConfigError(f"dtype=e4m3 has no {self.extras} (allowed: fp16 and bf16 with it)")
-        if self.is_varlen:
+        if self.is_paged:
+            self._check_paged()
+        elif self.has_sinks:
+            raise ConfigError("sinks=1 is for paged caches (allowed: with page_size)")
+        elif self.is_varlen:
             self._check_varlen()
+
+    def _check_paged(self) -> None:
+        if self.page_size % PAGE_MULTIPLE:
+            raise ConfigError(
+                f"page_size={self.page_size} has no kernel (allowed: multiples of {PAGE_MULTIPLE})"
+            )
+        check_extent("B", self.batch, maximum=MAX_PARTS)
+        if self.modifiers:
+            raise ConfigError(
+                "page_size has no additive bias, no boolean mask and no ALiBi (allowed: neither)"
+            )
+        if self.layout == "bshd_bhsd":
+            raise ConfigError(f"layout={self.layout} is not for page_size (allowed: bhsd, bshd)")
 
     def _check_varlen(self) -> None:
         check_extent("B", self.batch, maximum=MAX_PARTS)
@@ -217,15 +256,38 @@ class AttentionProblem(Problem):
     def _reduce_window(self) -> None:
         """Give equal masks equal fields."""
         left, right, is_causal = self.window_left, self.window_right, self.is_causal
-        if left >= self.seqlen_q - 1:  # the last query sees key 0
+        last, behind = self.seqlen_q - 1, self.seqlen_kv - 1
+        if self.is_paged:  # masks are bottom-right
+            last, behind = behind, last
+        if left >= last:  # the last query sees key 0
             left = -1
         if right == 0:
             is_causal = True
-        if is_causal or right >= self.seqlen_kv - 1:  # the first query sees the last key
+        if is_causal or right >= behind:  # the first query sees the last key
             right = -1
         object.__setattr__(self, "window_left", left)
         object.__setattr__(self, "window_right", right)
         object.__setattr__(self, "is_causal", is_causal)
+
+    @property
+    def is_paged(self) -> bool:
+        """Keys and values lie in pages."""
+        return self.page_size > 0
+
+    @property
+    def is_packed(self) -> bool:
+        """Queries of all sequences lie one after the other."""
+        return self.is_varlen or self.is_paged
+
+    @property
+    def position(self) -> int:
+        """Key at which the mask's diagonal begins: the first query's."""
+        return self.seqlen_kv - self.seqlen_q if self.is_paged else 0
+
+    @property
+    def pages(self) -> tuple[int, ...]:
+        """Pages of each sequence, as a problem of a paged cache is measured."""
+        return tuple(-(-length // self.page_size) for length in self.lengths_kv)
 
     @property
     def is_windowed(self) -> bool:
@@ -241,22 +303,28 @@ class AttentionProblem(Problem):
 
     @property
     def visible(self) -> tuple[int, int]:
-        """(left, right): query i sees keys i - left..i + right of those that there are."""
-        left = self.seqlen_q if self.window_left < 0 else self.window_left
-        right = self.seqlen_kv if self.window_right < 0 else self.window_right
+        """(left, right): query i sees keys i - left..i + right of those that there are, counted
+        from `position`.
+        """
+        most_left, most_right = self.seqlen_q, self.seqlen_kv
+        if self.is_paged:
+            most_left = most_right = max(most_left, most_right)
+        left = most_left if self.window_left < 0 else self.window_left
+        right = most_right if self.window_right < 0 else self.window_right
         return left, 0 if self.is_causal else right
 
     def keys_of(self, first: int, last: int) -> range:
         """The keys that queries first..last see; beyond the last query there is none."""
         left, right = self.visible
-        end = min(self.seqlen_kv, min(last, self.seqlen_q - 1) + right + 1)
-        return range(max(0, first - left), end)
+        end = min(self.seqlen_kv, self.position + min(last, self.seqlen_q - 1) + right + 1)
+        return range(max(0, self.position + first - left), end)
 
     @property
     def pairs(self) -> int:
         """(query, key) pairs of one head that the mask lets through."""
         left, right = self.visible
-        return self._keys_below(right + 1) - self._keys_below(-left)
+        at = self.position
+        return self._keys_below(at + right + 1) - self._keys_below(at - left)
 
     def _keys_below(self, offset: int) -> int:
         """Over all queries i, the sum of the numbers of keys below i + offset."""
@@ -274,16 +342,11 @@ class AttentionProblem(Problem):
             ("sliding window", self.is_windowed),
             ("soft cap", self.softcap > 0),
             ("variable lengths", self.is_varlen),
+            ("paged cache", self.is_paged),
+            ("sinks", self.has_sinks),
             (self.modifiers, bool(self.modifiers)),
         )
         return " or ".join(name for name, is_on in parts if is_on)
-
-    @property
-    def is_plain(self) -> bool:
-        """What kernels of plain fp16 or bf16 attention lack something for has others' kernels, and
-        is too rare among what is measured to be judged by them.
-        """
-        return not self.extras and self.dtype != E4M3
 
     @property
     def modifiers(self) -> str:
@@ -369,7 +432,10 @@ class AttentionProblem(Problem):
         tail += f",mask={self.mask}" if self.mask else ""
         tail += ",alibi=1" if self.is_alibi else ""
         tail += f",dtype={DTYPE_SHORT[self.dtype]}"
-        is_implied = self.is_varlen or self.layout == "bhsd"
+        tail += f",page_size={self.page_size}" if self.is_paged else ""
+        tail += ",sinks=1" if self.has_sinks else ""
+        is_packed = self.is_varlen and not self.is_paged
+        is_implied = is_packed or self.layout == "bhsd"
         tail += "" if is_implied else f",layout={self.layout}"
         return f"B={self.batch},{heads},{length},D={self.head_dim}{tail}"
 
@@ -383,7 +449,7 @@ class AttentionProblem(Problem):
     def flops(self) -> int:
         if self.is_varlen:
             return sum(sequence.flops for sequence in self.sequences)
-        if self.is_windowed:
+        if self.is_windowed or (self.is_paged and self.is_causal):
             return 4 * self.batch * self.heads_q * self.head_dim * self.pairs
         full = 4 * self.batch * self.heads_q * self.seqlen_q * self.seqlen_kv * self.head_dim
         return full // 2 if self.is_causal else full
@@ -395,6 +461,8 @@ class AttentionProblem(Problem):
     @property
     def operands(self) -> tuple[Operand, ...]:
         *inputs, out = self.matrices
+        if self.is_paged:
+            return (*inputs, *self._tables(), out)
         if self.is_varlen:
             return (*inputs, *self._starts(), out)
         if self.dtype == E4M3:
@@ -404,6 +472,14 @@ class AttentionProblem(Problem):
     def _starts(self) -> Iterator[Operand]:
         for name in ("q", "kv"):
             yield Operand(f"cu_seqlens_{name}", (self.batch + 1,), (1,), "int32")
+
+    def _tables(self) -> Iterator[Operand]:
+        most = max(self.pages)
+        yield Operand("page_table", (self.batch, most), (most, 1), "int32")
+        yield Operand("seqused_k", (self.batch,), (1,), "int32")
+        yield Operand("cu_seqlens_q", (self.batch + 1,), (1,), "int32")
+        if self.has_sinks:
+            yield Operand("sinks", (self.heads_q,), (1,), "float32")
 
     def _descales(self) -> Iterator[Operand]:
         for name, heads in (("q", self.heads_q), ("k", self.heads_kv), ("v", self.heads_kv)):
@@ -444,14 +520,19 @@ class AttentionProblem(Problem):
     @property
     def matrices(self) -> tuple[Operand, Operand, Operand, Operand]:
         """Of the operands query, key, value and out, all (B, H, S, D); packed sequences are a batch
-        of one.
+        of one, and each page of a cache is one of many.
         """
-        batch, rows_q, rows_kv = self.batch, self.seqlen_q, self.seqlen_kv
-        if self.is_varlen:
-            batch, rows_q, rows_kv = 1, self.total_q, self.total_kv
+        parts_q, rows_q = self.batch, self.seqlen_q
+        parts_kv, rows_kv = self.batch, self.seqlen_kv
         of_queries, _, of_keys = self.layout.partition("_")
+        if self.is_packed:
+            parts_q, rows_q, of_keys, of_queries = 1, self.total_q, of_queries, "bshd"
+        if self.is_paged:
+            parts_kv, rows_kv = sum(self.pages), self.page_size
+        elif self.is_varlen:
+            parts_kv, rows_kv = 1, self.total_kv
 
-        def tensor(name: str, heads: int, seqlen: int, layout: str) -> Operand:
+        def tensor(name: str, heads: int, batch: int, seqlen: int, layout: str) -> Operand:
             shape = (batch, heads, seqlen, self.head_dim)
             if layout == "bhsd":
                 strides = (heads * seqlen * self.head_dim, seqlen * self.head_dim, self.head_dim, 1)
@@ -462,10 +543,10 @@ class AttentionProblem(Problem):
             return Operand(name, shape, strides, dtype, is_output)
 
         return (
-            tensor("query", self.heads_q, rows_q, of_queries),
-            tensor("key", self.heads_kv, rows_kv, of_keys or of_queries),
-            tensor("value", self.heads_kv, rows_kv, of_keys or of_queries),
-            tensor("out", self.heads_q, rows_q, of_queries),
+            tensor("query", self.heads_q, parts_q, rows_q, of_queries),
+            tensor("key", self.heads_kv, parts_kv, rows_kv, of_keys or of_queries),
+            tensor("value", self.heads_kv, parts_kv, rows_kv, of_keys or of_queries),
+            tensor("out", self.heads_q, parts_q, rows_q, of_queries),
         )
 
 

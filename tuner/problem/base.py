@@ -59,6 +59,13 @@ class Operand:
         """Bytes of the tensor; problems are dense, so elements x width."""
         return self.elements * DTYPE_BYTES[self.dtype]
 
+    def apart(self, strides: tuple[int, ...]) -> Operand:
+        """It over memory in which elements lie apart: a flat operand of as many elements as there
+        are from the first to the last.
+        """
+        last = sum((n - 1) * stride for n, stride in zip(self.shape, strides, strict=True))
+        return Operand(self.name, (last + 1,), (1,), self.dtype, self.is_output)
+
 
 class Meaning(NamedTuple):
     """One key of a problem's text, for people."""
@@ -175,11 +182,6 @@ class Problem(ABC):
         """Short text for people, in the syntax of `parse`."""
 
     @property
-    def is_plain(self) -> bool:
-        """Whether measurements of it speak for other shapes: rules are made from such alone."""
-        return True
-
-    @property
     @abstractmethod
     def flops(self) -> int:
         """Floating-point operations of the operation itself; a causal mask counts half, a sliding
@@ -189,10 +191,21 @@ class Problem(ABC):
     @property
     @abstractmethod
     def operands(self) -> tuple[Operand, ...]:
-        """Inputs in order, then the output."""
+        """Inputs in order, then the outputs."""
+
+    @property
+    def inputs(self) -> tuple[Operand, ...]:
+        """Operands that are read."""
+        return tuple(operand for operand in self.operands if not operand.is_output)
+
+    @property
+    def outputs(self) -> tuple[Operand, ...]:
+        """Operands that are written, last."""
+        return tuple(operand for operand in self.operands if operand.is_output)
 
     @property
     def output(self) -> Operand:
+        """The only output, or the last of several."""
         return self.operands[-1]
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import ceil
 from typing import Any, ClassVar, Literal, get_args
 
 from tuner.errors import ConfigError
@@ -29,10 +30,22 @@ EPILOGUES = (
     *(f"bias_{activation}" for activation in ACTIVATIONS),
 )
 """What a GEMM may do with its product besides storing it."""
-Scales = Literal["tensor", "row"]
+Scales = Literal["tensor", "row", "block"]
 SCALES: tuple[Scales, ...] = get_args(Scales)
+EPILOGUE_SCALES = SCALES[:2]
+"""Factors that the whole sum over K is multiplied by."""
+SCALE_BLOCK = 128
+"""Elements of K, and columns of B, that a factor of ``block`` is for."""
+SCALE_ROWS = 4
+"""Factors of A's rows lie in multiples of as many: 16 bytes, as DeepGEMM's TMA reads them."""
 #: Fields that the JSON leaves out where they have these values.
 _OFF: Mapping[str, Any] = {"epilogue": "", "scales": "", "fast_accum": True}
+
+
+def block_scales(m: int, n: int, k: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Shapes of the factors of blocks of A, (M, K), and of B, (K, N)."""
+    blocks = ceil(k / SCALE_BLOCK)
+    return (blocks, ceil(m / SCALE_ROWS) * SCALE_ROWS), (ceil(n / SCALE_BLOCK), blocks)
 
 
 @dataclass(frozen=True)
@@ -47,6 +60,12 @@ class GemmProblem(Problem):
     epilogue and no batch. With `dtype` e4m3 they are what makes A and B of their elements: `tensor`
     unless said otherwise. D is then bf16 (the default) or fp16, and both operands lie along K, as
     8-bit WGMMA wants them.
+
+    ``block`` is e4m3's alone, with D in bf16. Each row of A has a factor for every `SCALE_BLOCK` of
+    K, and B one for every `SCALE_BLOCK` of columns and of K; a block's sum times its two factors is
+    added to an fp32 sum, whatever `fast_accum` is, which stays 1. scale_a is (K / 128, M) with M
+    contiguous and rounded up to `SCALE_ROWS`, scale_b (N / 128, K / 128); blocks at an end may be
+    cut off.
 
     `fast_accum` is `torch._scaled_mm`'s of e4m3 products: whether a kernel may leave the whole sum
     over K in the tensor cores' accumulators, which keep about 14 bits. Without, it adds parts to
@@ -116,6 +135,10 @@ class GemmProblem(Problem):
             check_choice("epilogue", self.epilogue, EPILOGUES)
         if self.scales:
             check_choice("scales", self.scales, SCALES)
+            if self.scales == "block":
+                if (self.dtype, self.dtype_d, self.fast_accum) != (E4M3, "bfloat16", True):
+                    only = "dtype=e4m3, dtype_d=bf16, fast_accum=1"
+                    raise ConfigError(f"scales=block has its own sums of e4m3 (allowed: {only})")
             if self.epilogue or self.batch > 1:
                 raise ConfigError(
                     f"scales={self.scales} has no epilogue and no batch (allowed: neither)"
@@ -175,7 +198,10 @@ class GemmProblem(Problem):
             matrix("a", self.m, self.k, self.layout_a, self.dtype, False),
             matrix("b", self.k, self.n, self.layout_b, self.dtype, False),
         ]
-        if self.scales:
+        if self.scales == "block":
+            sides = zip(("scale_a", "scale_b"), block_scales(self.m, self.n, self.k), strict=True)
+            found += [Operand(x, side, (side[1], 1), "float32") for x, side in sides]
+        elif self.scales:
             sizes = (self.m, self.n) if self.scales == "row" else (1, 1)
             names = ("scale_a", "scale_b")
             found += [Operand(x, (n,), (1,), "float32") for x, n in zip(names, sizes, strict=True)]

@@ -10,9 +10,11 @@ from itertools import accumulate
 from typing import ClassVar, Literal, get_args
 
 from tuner.errors import ConfigError
+from tuner.hardware import E4M3_RATE
 from tuner.problem.base import (
     DTYPE_BYTES,
     DTYPE_SHORT,
+    E4M3,
     MAX_EXTENT,
     MAX_PARTS,
     DType,
@@ -22,6 +24,7 @@ from tuner.problem.base import (
     check_choice,
     check_extent,
 )
+from tuner.problem.gemm import block_scales
 
 Sizes = Literal["uniform", "zipf", "sparse"]
 SIZES: tuple[Sizes, ...] = get_args(Sizes)
@@ -36,6 +39,10 @@ class GroupedGemmProblem(Problem):
     A is (M, K), the rows of all groups one after the other, B is (G, N, K), D is (M, N), all
     row-major; accumulation is fp32. Offsets are G + 1 int32 on the device, from 0 to M. It is
     ``torch._grouped_mm(a, b.transpose(-2, -1), offs=offsets[1:])``.
+
+    With `dtype` e4m3 the operands have factors of blocks, as those of `GemmProblem` have with
+    ``scales=block``: scale_a is (K / 128, M) with the rows of all groups, scale_b (G, N / 128,
+    K / 128). D is then bf16.
 
     M is the number of all rows. Kernels read the offsets when they run and take any; `sizes` names
     those that a problem is measured with, always the same: ``uniform``, as equal as they can be;
@@ -58,7 +65,7 @@ class GroupedGemmProblem(Problem):
         "N": Meaning("columns of D", "columns"),
         "K": Meaning("columns of A, and of B of each group", "elements"),
         "sizes": Meaning(f"how the rows are shared out when measured: {', '.join(SIZES)}"),
-        "dtype": Meaning("type of A, B and D: fp16 or bf16"),
+        "dtype": Meaning("type of A, B and D: fp16, bf16, or e4m3 of A and B, D then bf16"),
     }
     required: ClassVar[tuple[str, ...]] = ("G", "M", "N", "K")
 
@@ -79,7 +86,7 @@ class GroupedGemmProblem(Problem):
             )
         check_extent("G", self.groups, maximum=MAX_PARTS)
         check_choice("sizes", self.sizes, SIZES)
-        check_choice("dtype", self.dtype, ("float16", "bfloat16"))
+        check_choice("dtype", self.dtype, ("float16", "bfloat16", E4M3))
 
     def label(self) -> str:
         text = f"G={self.groups},M={self.m},N={self.n},K={self.k}"
@@ -96,6 +103,10 @@ class GroupedGemmProblem(Problem):
         return 2 * self.m * self.n * self.k
 
     @property
+    def tensor_rate(self) -> int:
+        return E4M3_RATE if self.dtype == E4M3 else 1
+
+    @property
     def bytes(self) -> int:
         """Weights of empty groups are not read."""
         idle = sum(1 for rows in self.rows if not rows)
@@ -104,11 +115,21 @@ class GroupedGemmProblem(Problem):
     @property
     def operands(self) -> tuple[Operand, ...]:
         m, n, k = self.m, self.n, self.k
-        return (
+        inputs = (
             Operand("a", (m, k), (k, 1), self.dtype),
             Operand("b", (self.groups, n, k), (n * k, k, 1), self.dtype),
             Operand("offsets", (self.groups + 1,), (1,), "int32"),
-            Operand("d", (m, n), (n, 1), self.dtype, True),
+        )
+        if self.dtype != E4M3:
+            return (*inputs, Operand("d", (m, n), (n, 1), self.dtype, True))
+        (blocks, rows), (columns, _) = block_scales(m, n, k)
+        return (
+            *inputs,
+            Operand("scale_a", (blocks, rows), (rows, 1), "float32"),
+            Operand(
+                "scale_b", (self.groups, columns, blocks), (columns * blocks, blocks, 1), "float32"
+            ),
+            Operand("d", (m, n), (n, 1), "bfloat16", True),
         )
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 
 from tuner.hardware import Gpu
 from tuner.problem import AttentionProblem, Problem
 from tuner.problem.base import E4M3
-from tuner.problem.gemm import GemmProblem
+from tuner.problem.gemm import SCALE_BLOCK, GemmProblem
 from tuner.problem.grouped_gemm import GroupedGemmProblem
 from tuner.problem.swiglu import SwigluProblem
 
@@ -51,8 +52,12 @@ def use(problem: Problem, gpu: Gpu) -> Use:
         tensors = f"x ({m}, {k}), gate and up ({n}, {k}), {problem.dtype}"
     elif isinstance(problem, GroupedGemmProblem):
         g, m, n, k = problem.groups, problem.m, problem.n, problem.k
-        call = f'tuner.grouped_mm(a, b, offsets, sizes="{problem.sizes}")'
+        factors = ", scale_a=scale_a, scale_b=scale_b" if problem.dtype == E4M3 else ""
+        call = f'tuner.grouped_mm(a, b, offsets, sizes="{problem.sizes}"{factors})'
         tensors = f"a ({m}, {k}), b ({g}, {n}, {k}), {problem.dtype}; offsets int32 ({g + 1})"
+        if factors:
+            blocks, columns = ceil(k / SCALE_BLOCK), ceil(n / SCALE_BLOCK)
+            tensors += f"; scales fp32 ({m}, {blocks}) and ({g}, {columns}, {blocks})"
     return Use(build, call, tensors)
 
 
@@ -61,6 +66,8 @@ def _attention(p: AttentionProblem) -> tuple[str, str]:
         return "", ""  # the runtime takes no slopes
     arguments = ["q", "k", "v"]
     kind = "float8_e4m3fn" if p.dtype == E4M3 else p.dtype
+    if p.is_paged:
+        return _paged(p)
     if p.is_varlen:
         call = "tuner.attention_varlen"
         arguments += ["cu_seqlens_q", "cu_seqlens_kv", str(p.seqlen_q), str(p.seqlen_kv)]
@@ -87,13 +94,34 @@ def _attention(p: AttentionProblem) -> tuple[str, str]:
     return f"{call}({', '.join(arguments)})", shapes
 
 
+def _paged(p: AttentionProblem) -> tuple[str, str]:
+    arguments = ["q", "k_cache", "v_cache", "page_table", "seqused_k", "cu_seqlens_q"]
+    arguments += [f"max_seqlen_q={p.seqlen_q}", f"max_seqlen_k={p.seqlen_kv}"]
+    arguments += [] if p.is_causal else ["causal=False"]
+    if p.is_windowed:
+        arguments.append(f"window=({p.window_left}, {p.window_right})")
+    arguments += [f"softcap={p.softcap:g}"] if p.softcap else []
+    arguments += ["sinks=sinks"] if p.has_sinks else []
+    cache = f"(pages, {p.page_size}, {p.heads_kv}, {p.head_dim})"
+    shapes = f"q (total_q, {p.heads_q}, {p.head_dim}), k_cache and v_cache {cache}, {p.dtype}; "
+    shapes += f"page_table ({p.batch}, {max(p.pages)}), seqused_k ({p.batch}) and "
+    shapes += f"cu_seqlens_q ({p.batch + 1}), int32"
+    shapes += f"; sinks ({p.heads_q}), fp32" if p.has_sinks else ""
+    return f"tuner.paged_attention({', '.join(arguments)})", shapes
+
+
 def _product(p: GemmProblem) -> tuple[str, str]:
     if "residual" in p.epilogue or p.dtype_d == "float32":
         return "", ""  # the runtime adds no residual and writes no fp32
     if p.scales:
         if p.dtype != E4M3:
             return "", ""
-        factors = f"({p.m}, 1) and (1, {p.n})" if p.scales == "row" else "of one element each"
+        blocks, columns = ceil(p.k / SCALE_BLOCK), ceil(p.n / SCALE_BLOCK)
+        factors = {
+            "tensor": "of one element each",
+            "row": f"({p.m}, 1) and (1, {p.n})",
+            "block": f"({p.m}, {blocks}) and ({blocks}, {columns})",
+        }[p.scales]
         call = f"tuner.scaled_mm(a, b, scale_a, scale_b, out_dtype=torch.{p.dtype_d}"
         call += ", use_fast_accum=True)" if p.fast_accum else ")"
         shapes = f"a ({p.m}, {p.k}), b ({p.k}, {p.n}) stored by columns, float8_e4m3fn"

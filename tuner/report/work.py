@@ -11,7 +11,14 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from tuner.config import Config
-from tuner.families import family, gemv, grouped_gemm, triton_attention, two_kernel_attention
+from tuner.families import (
+    block_scaled_gemm,
+    family,
+    gemv,
+    grouped_gemm,
+    triton_attention,
+    two_kernel_attention,
+)
 from tuner.families.cutlass_fmha.shape import Shape
 from tuner.families.fused_attention import FusedAttention, instance
 from tuner.families.gemm.shape import (
@@ -35,6 +42,7 @@ from tuner.hardware import (
 from tuner.measurement import Measurement, Regime
 from tuner.problem import (
     DTYPE_BYTES,
+    SCALE_BLOCK,
     AttentionProblem,
     GemmProblem,
     GroupedGemmProblem,
@@ -136,10 +144,14 @@ def _works(problem: Problem, config: Config, gpu: Gpu) -> tuple[Work, ...]:
             return tuple(_two_kernels(problem, config, gpu))
         case GemmProblem(), "gemm":
             return (_gemm(problem, config, gpu),)
+        case GemmProblem(), "block_scaled_gemm":
+            return (_block_scaled_gemm(problem, config, gpu),)
         case GemmProblem(), "gemv":
             return (_gemv(problem, config, gpu),)
         case SwigluProblem(), "gemm_swiglu":
             return (_gemm_swiglu(problem, config, gpu),)
+        case GroupedGemmProblem(), "block_scaled_grouped_gemm":
+            return (_block_scaled_groups(problem, config, gpu),)
         case GroupedGemmProblem(), "grouped_gemm":
             return (_grouped_gemm(problem, config, gpu),)
         case SoftmaxProblem(), "softmax":
@@ -349,6 +361,46 @@ def _gemm(problem: GemmProblem, config: Config, gpu: Gpu) -> Work:
     )
 
 
+def _block_scaled_gemm(problem: GemmProblem, config: Config, gpu: Gpu) -> Work:
+    tile_m, tile_n, splits = config["tile_m"], config["tile_n"], config["split_k"]
+    cluster = config["cluster_m"] * config["cluster_n"]
+    along = block_scaled_gemm.tiles(problem, config)
+    blocks = along[0] * along[1] * cluster
+    steps = blocks * ceil(problem.k / SCALE_BLOCK)
+    loaded = tile_m / config["cluster_n"] + tile_n / config["cluster_m"]
+    return Work(
+        kernel="block_scaled_gemm",
+        launches=1,
+        tiles=blocks * splits,
+        slots=gpu.sm_count // (cluster * splits) * cluster * splits,
+        is_even=True,
+        threads=WARP_GROUP * (1 + min(2, tile_m // WGMMA_M)),
+        smem_bytes=block_scaled_gemm.smem_bytes(config),
+        blocks_per_sm=1,
+        tensor_flops=2.0 * tile_m * tile_n * SCALE_BLOCK * steps,
+        wgmma=steps * _wgmmas(tile_m, tile_n, SCALE_BLOCK) // problem.tensor_rate,
+        exponentials=0.0,
+        l2_bytes=SCALE_BLOCK * loaded * steps
+        + sum(operand.bytes for operand in problem.operands[2:]),
+    )
+
+
+def _block_scaled_groups(problem: GroupedGemmProblem, config: Config, gpu: Gpu) -> Work:
+    one = Config("block_scaled_gemm", {**config.params, "split_k": 1, "store_buffers": 0})
+    return _of_groups(
+        [
+            _block_scaled_gemm(
+                GemmProblem(rows, problem.n, problem.k, dtype=problem.dtype, scales="block"),
+                one,
+                gpu,
+            )
+            for rows in problem.rows
+            if rows
+        ],
+        config.family,
+    )
+
+
 def _gemm_swiglu(problem: SwigluProblem, config: Config, gpu: Gpu) -> Work:
     """The product of both projections; half of its columns are stored, an exponential each."""
     found = _gemm(product_of(problem), config, gpu)
@@ -385,7 +437,6 @@ def _gemv(problem: GemmProblem, config: Config, gpu: Gpu) -> Work:
 
 
 def _grouped_gemm(problem: GroupedGemmProblem, config: Config, gpu: Gpu) -> Work:
-    """As many tiles as the groups have, each padded to whole ones."""
     each = [
         _gemm(
             GemmProblem(rows, problem.n, problem.k, dtype=problem.dtype),
@@ -396,11 +447,15 @@ def _grouped_gemm(problem: GroupedGemmProblem, config: Config, gpu: Gpu) -> Work
         if rows
     ]
     _, smem = grouped_gemm.smem_bytes(problem, config)
+    return replace(_of_groups(each, "grouped_gemm"), smem_bytes=smem)
+
+
+def _of_groups(each: Sequence[Work], kernel: str) -> Work:
+    """As many tiles as the groups have, each padded to whole ones."""
     return replace(
         each[0],
-        kernel="grouped_gemm",
+        kernel=kernel,
         tiles=sum(work.tiles for work in each),
-        smem_bytes=smem,
         tensor_flops=total(each, "tensor_flops"),
         wgmma=total(each, "wgmma"),
         l2_bytes=total(each, "l2_bytes"),

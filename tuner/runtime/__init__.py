@@ -17,6 +17,7 @@ from tuner.runtime.counters import Stats, stats
 from tuner.runtime.enable import disable, enable, enabled
 from tuner.runtime.grouped import grouped_mm
 from tuner.runtime.layers import linear_problems, restore_linear_, tune_linear_
+from tuner.runtime.paged import paged_attention
 from tuner.runtime.products import interleave, linear, matmul, scaled_mm, swiglu
 from tuner.runtime.varlen import attention_varlen
 
@@ -32,6 +33,7 @@ __all__ = [
     "linear",
     "linear_problems",
     "matmul",
+    "paged_attention",
     "restore_linear_",
     "scaled_mm",
     "stats",

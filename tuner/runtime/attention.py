@@ -8,11 +8,12 @@ answers it:
 | way in | causal mask | answered by |
 |---|---|---|
 | `tuner.attention`, e4m3 too; operators `tuner::attention*` | top-left | tuned kernels |
-| their gradients | top-left | cuDNN's kernel, or recomputed; flash's where SQ is SKV |
+| their gradients | top-left | what was measured, cuDNN's, or recomputed; flash's if SQ is SKV |
 | a window | along the top-left diagonal | tuned kernels, or PyTorch's operations |
 | `attn_mask=causal_upper_left(...)`, `causal_lower_right(...)` | as it says | PyTorch |
 | another `attn_mask` | none | tuned kernels |
 | `attention_varlen` | top-left in each sequence | tuned kernels |
+| `paged_attention` | bottom-right in each sequence | tuned kernels |
 | nested tensors | PyTorch's | PyTorch |
 | `tuner.enable`: `scaled_dot_product_attention`, efficient's operator | top-left | tuned kernels |
 | `tuner.enable`: `aten::_scaled_dot_product_cudnn_attention` | top-left | tuned kernels |
@@ -35,7 +36,9 @@ from tuner.runtime import devices, dispatch, guards, native, quantised, serving
 from tuner.runtime.attention_plan import AttentionCall
 from tuner.runtime.bias import as_operand
 from tuner.runtime.composed import NONE, Extras, compose
+from tuner.runtime.gradients import is_measured
 from tuner.runtime.operators import operate
+from tuner.runtime.table import table
 
 
 def attention(
@@ -63,8 +66,10 @@ def attention(
     replayed entries are never launched. The first call of a shape loads its kernel: make one before
     capturing a CUDA graph.
 
-    A gradient is computed by PyTorch's backward kernels from the tuned kernel's output and
-    log-sum-exp, where it writes one. Autocast casts the inputs, as it does PyTorch's.
+    A gradient is computed by what was measured for it (`AttentionBackwardProblem`), else by
+    PyTorch's backward kernels, from the output and the log-sum-exp of the tuned kernel, where it
+    writes one; of what PyTorch answers, only where something was measured. Autocast casts the
+    inputs, as it does PyTorch's.
 
     PyTorch's operator has no `window` and no `softcap`. With either, what no tuned kernel answers,
     gradients and graphs of torch.compile among it, is composed of PyTorch's operations
@@ -124,6 +129,13 @@ def attention(
     if out is not None:
         return out
     query, key, value = guards.autocast(devices.TYPE, query, key, value)
+    is_plain = attn_mask is None and not dropout_p
+    if is_plain and guards.wants_gradient(query, key, value):
+        table.refresh(query)
+        if is_measured(query, key, value, is_causal, scale):
+            out = operate(query, key, value, None, 0.0, is_causal, scale, enable_gqa)
+            if out is not None:
+                return out
     operand = None if attn_mask is None else as_operand(attn_mask, query, key, is_causal)
     options = attn_mask, dropout_p, is_causal, scale, enable_gqa
     call = AttentionCall(query, key, value, *options, NONE, operand)

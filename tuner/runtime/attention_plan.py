@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping
-from dataclasses import replace
 from typing import Literal, NamedTuple
 
 import torch
 
-from tuner import settings
 from tuner.errors import ConfigError
 from tuner.problem import AttentionProblem, DType, Layout
 from tuner.runtime import guards, native
@@ -97,14 +95,7 @@ class AttentionCall(_Attention, Call):
         tensors, scale = self[:3], scale_of(self.query, self.scale)
         causal, grouped, mask = self.is_causal, self.enable_gqa, self._mask
         posed = pose(*tensors, causal, scale, grouped, self.extras, mask=mask)
-        if not settings.benchmark() or self.query.is_meta or guards.wants_gradient(*self.inputs):
-            return posed
-        return replace(posed, run=self._timed)
-
-    def _timed(self, plan: Plan | None) -> torch.Tensor:
-        """One call by a plan, or by PyTorch, that counts nowhere."""
-        with torch.no_grad():
-            return self.by_pytorch() if plan is None else plan.run_uncounted(*self.inputs)
+        return self.measurable(posed)
 
     def pose_over(self, length: int) -> Posed:
         query, key, value = self[:3]

@@ -1,7 +1,7 @@
 """Choice by measurement in place: ``TUNER_BENCHMARK=1``, as ``torch.backends.cudnn.benchmark``.
 
 The first call of a shape that nobody tuned times the portfolio's most promising proven kernels and
-PyTorch's own attention on the call's tensors, outside of captures, and keeps the fastest. Choices
+PyTorch's own on the call's tensors, outside of captures, and keeps the fastest. Choices
 are lines of ``benchmarked.jsonl`` under ``TUNER_CACHE_DIR``, each for one problem, GPU and
 environment. A lock is held while a shape is timed, so that the processes of one machine, the ranks
 of a program among them, keep one choice. Needs no compiler and no SQLAlchemy.
@@ -56,7 +56,7 @@ class Timed:
     """The choice for a problem."""
 
     config: Config | None
-    """None: PyTorch's own attention."""
+    """None: PyTorch's own."""
     us: float
     """Median time of what was chosen."""
     pytorch_us: float
@@ -80,7 +80,7 @@ class Journal:
     def decide(
         self, problem: Problem, gpu: Gpu, contenders: Mapping[Config, Plan], run: Run
     ) -> Timed | None:
-        """Time the contenders and PyTorch's attention, and keep the fastest; what another process
+        """Time the contenders and PyTorch's own kernel, and keep the fastest; what another process
         chose meanwhile is taken over.
 
         Returns:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -10,10 +10,12 @@ from typing import NamedTuple
 import torch
 
 from tuner.errors import ConfigError
-from tuner.problem import SIZES, GroupedGemmProblem
+from tuner.problem import SIZES, DType, GroupedGemmProblem
+from tuner.problem.gemm import block_scales
 from tuner.problem.grouped_gemm import Sizes
-from tuner.runtime import devices, guards
+from tuner.runtime import block_scaled, devices, guards
 from tuner.runtime.plan import KernelPlan, Plan, Posed
+from tuner.runtime.quantised import DTYPES as QUANTISED
 from tuner.runtime.refusal import Kind, Refusal
 from tuner.runtime.serving import Call, serve
 from tuner.runtime.table import table
@@ -23,7 +25,13 @@ _STEP = 8
 
 
 def grouped_mm(
-    a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, *, sizes: Sizes = "uniform"
+    a: torch.Tensor,
+    b: torch.Tensor,
+    offsets: torch.Tensor,
+    *,
+    sizes: Sizes = "uniform",
+    scale_a: torch.Tensor | None = None,
+    scale_b: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """a[offsets[g] : offsets[g + 1]] @ b[g]^T of each group g, one after the other.
 
@@ -37,16 +45,23 @@ def grouped_mm(
     look at them before: it trusts that they begin with 0 and never fall, and takes one beyond the
     rows for their end.
 
+    With `scale_a` and `scale_b` the operands are e4m3 elements with factors of blocks. Where no
+    tuned kernel serves them they are multiplied in bf16, group after group.
+
     Args:
-        a: (M, K), fp16 or bf16; a tuned kernel takes contiguous tensors.
+        a: (M, K), fp16 or bf16, or float8_e4m3fn; a tuned kernel takes contiguous tensors.
         b: (G, N, K), as `a`.
         offsets: int32 (G + 1), on the tensors' device: where each group's rows start, and the last
             one's end. Groups may be empty.
         sizes: which of the distributions that are tuned resembles these groups; see
             `GroupedGemmProblem`. What ships is tuned for zipf.
+        scale_a: (M, K / 128), rounded up, fp32; best with the rows side by side, M rounded up to 4
+            of them for each block, for any others are copied.
+        scale_b: (G, N / 128, K / 128), rounded up, fp32, contiguous.
 
     Returns:
-        (M, N), of the inputs' type. Rows beyond the last group's end are undefined.
+        (M, N), of the inputs' type, or bf16 of e4m3. Rows beyond the last group's end are
+        undefined.
 
     Raises:
         ConfigError: on tensors or sizes that are not as above; where a product a group answers, on
@@ -54,7 +69,9 @@ def grouped_mm(
         Whatever PyTorch raises on types that it refuses, and what CUDA reports of earlier kernels.
     """
     _check(a, b, offsets, sizes)
-    return serve(GroupedCall(a, b, offsets, sizes))
+    if scale_a is None and scale_b is None:
+        return serve(GroupedCall(a, b, offsets, sizes))
+    return serve(GroupedCall(a, b, offsets, sizes, *_factors(a, b, scale_a, scale_b)))
 
 
 def _check(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, sizes: str) -> None:
@@ -70,11 +87,38 @@ def _check(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, sizes: str) 
         raise ConfigError(f"sizes={sizes} is not known (allowed: {', '.join(SIZES)})")
 
 
+def _factors(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor | None,
+    scale_b: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both, as the problem's operands lie."""
+    if a.dtype != torch.float8_e4m3fn or b.dtype != torch.float8_e4m3fn:
+        raise ConfigError(f"factors are for float8_e4m3fn, not {a.dtype} and {b.dtype}")
+    (m, k), (groups, n, _) = a.shape, b.shape
+    (blocks, rows), (columns, _) = block_scales(m, n, k)
+    of_rows = _factor("scale_a", scale_a, (m, blocks))
+    of_blocks = _factor("scale_b", scale_b, (groups, columns, blocks))
+    if of_rows.stride() != (1, rows):
+        of_rows = torch.nn.functional.pad(of_rows.t(), (0, rows - m)).contiguous().t()[:m]
+    return of_rows, of_blocks.contiguous()
+
+
+def _factor(name: str, given: torch.Tensor | None, shape: tuple[int, ...]) -> torch.Tensor:
+    if given is None or given.dtype != torch.float32 or tuple(given.shape) != shape:
+        found = "missing" if given is None else f"{given.dtype} {tuple(given.shape)}"
+        raise ConfigError(f"{name} is {found} (allowed: torch.float32 {shape})")
+    return given
+
+
 class _Groups(NamedTuple):
     a: torch.Tensor
     b: torch.Tensor
     offsets: torch.Tensor
     sizes: Sizes
+    scale_a: torch.Tensor | None = None
+    scale_b: torch.Tensor | None = None
 
 
 class GroupedCall(_Groups, Call):
@@ -85,7 +129,9 @@ class GroupedCall(_Groups, Call):
 
     @property
     def inputs(self) -> tuple[torch.Tensor, ...]:
-        return self.a, self.b, self.offsets
+        if self.scale_a is None or self.scale_b is None:
+            return self.a, self.b, self.offsets
+        return self.a, self.b, self.offsets, self.scale_a, self.scale_b
 
     def refusal(self) -> Refusal | None:
         a, b, offsets = self.a, self.b, self.offsets
@@ -93,17 +139,20 @@ class GroupedCall(_Groups, Call):
             return refusal
         if not (a.is_contiguous() and b.is_contiguous() and offsets.is_contiguous()):
             return Refusal(Kind.NOT_CONTIGUOUS)
-        if not a.device == b.device == offsets.device:
+        if len({tensor.device for tensor in self.inputs}) > 1:
             return Refusal(Kind.MIXED)
         return None
 
     def kind(self) -> Hashable:
         a, b = self.a, self.b
         rows = _rounded(a.shape[0])
-        return "grouped_mm", rows, b.shape, a.dtype, b.dtype, a.device, self.sizes
+        has_factors = self.scale_a is not None
+        types = (a.dtype, b.dtype, has_factors)
+        return "grouped_mm", rows, b.shape, *types, a.device, self.sizes
 
     def pose(self) -> Posed:
-        return Posed(problem_of(self.a, self.b, self.sizes))
+        dtypes = guards.DTYPES if self.scale_a is None else QUANTISED
+        return Posed(problem_of(self.a, self.b, self.sizes, dtypes))
 
     def run(self, plan: Plan) -> torch.Tensor | Refusal:
         if isinstance(plan, KernelPlan):
@@ -111,22 +160,31 @@ class GroupedCall(_Groups, Call):
         return table.run(plan, *self.inputs)
 
     def by_pytorch(self) -> torch.Tensor:
-        return _pytorchs(self.a, self.b, self.offsets)
+        if self.scale_a is None or self.scale_b is None:
+            return _pytorchs(self.a, self.b, self.offsets)
+        a = block_scaled.dequantised_rows(self.a, self.scale_a)
+        each = zip(self.b, self.scale_b, strict=True)
+        b = torch.stack([block_scaled.dequantised(*one) for one in each])
+        return _pytorchs(a, b, self.offsets)
 
 
-def problem_of(a: torch.Tensor, b: torch.Tensor, sizes: Sizes) -> GroupedGemmProblem:
+def problem_of(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    sizes: Sizes,
+    dtypes: Mapping[torch.dtype, DType] = guards.DTYPES,
+) -> GroupedGemmProblem:
     """The problem whose kernels serve as many rows: a power of two, so that there are few.
 
     Raises:
         ConfigError: when no tuned kernel has such types or sizes.
     """
-    guards.check_alike(a, b)
+    guards.check_alike(a, b, dtypes=dtypes)
     if a.numel() == 0 or b.numel() == 0:
         raise ConfigError("they are empty")
     groups, n, k = b.shape
-    return GroupedGemmProblem(
-        groups, _rounded(a.shape[0]), n, k, sizes=sizes, dtype=guards.DTYPES[a.dtype]
-    )
+    rows, dtype = _rounded(a.shape[0]), dtypes[a.dtype]
+    return GroupedGemmProblem(groups, rows, n, k, sizes=sizes, dtype=dtype)
 
 
 def _rounded(rows: int) -> int:

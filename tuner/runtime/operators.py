@@ -18,6 +18,7 @@ from tuner.runtime import autograd, counters, devices, dispatch, guards, native
 from tuner.runtime.attention_plan import AttentionCall, find_plan, without_lse
 from tuner.runtime.bias import as_operand
 from tuner.runtime.composed import NONE
+from tuner.runtime.gradients import gradients
 from tuner.runtime.refusal import Refusal
 from tuner.runtime.serving import find
 from tuner.runtime.table import table
@@ -161,7 +162,8 @@ def _attention_backward(
     scale: float | None = None,
 ) -> Tensors:
     _check(query, key, value)
-    grads = autograd.backward(grad_out, query, key, value, out, lse, is_causal, scale)
+    arguments = grad_out, query, key, value, out, lse, is_causal, scale
+    grads = gradients(*arguments) or autograd.backward(*arguments)
     return tuple(guards.laid_out_as(t, g) for t, g in zip((query, key, value), grads, strict=True))
 
 

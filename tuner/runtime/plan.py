@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -67,6 +68,11 @@ class Plan(ABC):
         """Whether `run_with_lse` can be called."""
         return False
 
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        """Of the output."""
+        return self.problem.output.shape
+
     def run(self, *inputs: torch.Tensor) -> torch.Tensor:
         """Enqueue the call on the current stream of the plan's device, and count it.
 
@@ -95,11 +101,21 @@ class Plan(ABC):
         """As `run`, with attention's log-sum-exp: fp32 (B, H, SQ), of packed sequences (1, H,
         total_q), natural logarithm.
         """
-        batch, heads, rows, _ = self.problem.output.shape
+        batch, heads, rows, _ = self.out_shape
         lse = torch.empty((batch, heads, rows), dtype=torch.float32, device=inputs[0].device)
         out = self._on_device(inputs, lse)
         counters.count_hit(self.is_nearest, self.by_portfolio)
         return out, lse
+
+    def run_all(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """As `run`, of a problem with several outputs: all of them."""
+        if devices.current() == self.device:
+            outs = self._enqueue_all(inputs)
+        else:
+            with devices.use(self.device):
+                outs = self._enqueue_all(inputs)
+        counters.count_hit(self.is_nearest, self.by_portfolio)
+        return outs
 
     def _on_device(self, inputs: Sequence[torch.Tensor], lse: torch.Tensor | None) -> torch.Tensor:
         if devices.current() == self.device:
@@ -112,6 +128,9 @@ class Plan(ABC):
         self, inputs: Sequence[torch.Tensor], lse: torch.Tensor | None
     ) -> torch.Tensor: ...
 
+    def _enqueue_all(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        return (self._enqueue(inputs, None),)
+
 
 @dataclass(frozen=True, eq=False)
 class VendorPlan(Plan):
@@ -122,13 +141,19 @@ class VendorPlan(Plan):
     """Of the output; the problem's own where it is empty."""
 
     def _enqueue(self, inputs: Sequence[torch.Tensor], lse: torch.Tensor | None) -> torch.Tensor:
+        out: torch.Tensor = self._called(inputs)
+        return out.view(self.shape) if self.shape else out
+
+    def _enqueue_all(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        return tuple(self._called(inputs))
+
+    def _called(self, inputs: Sequence[torch.Tensor]) -> Any:
         try:
-            out: torch.Tensor = native.call(self.call, *inputs)
+            return native.call(self.call, *inputs)
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except RuntimeError as exc:
             raise BenchmarkError(str(exc)) from exc
-        return out.view(self.shape) if self.shape else out
 
 
 @dataclass(frozen=True)
@@ -140,7 +165,7 @@ class Step:
     """The kernel with `integers` and `scalars` bound to it."""
     tensors: tuple[tuple[int, int], ...]
     """Of each tensor: which of the call's addresses, and the offset in bytes from it. Addresses
-    are the inputs, the output, the workspace, the log-sum-exp."""
+    are the inputs, the outputs, the workspace, the log-sum-exp."""
     integers: tuple[int, ...]
     scalars: tuple[float, ...]
     workspace_at: int
@@ -158,20 +183,37 @@ class KernelPlan(Plan):
     workspace_bytes: int
     dtype: torch.dtype
     writes_lse: bool
+    further: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...] = ()
+    """Shape, strides and type of the outputs before the last, of a problem with several."""
 
     @property
     def has_lse(self) -> bool:
         return self.writes_lse
 
-    def sized(self, problem: Problem, scale: float) -> KernelPlan:
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        return self.shape
+
+    def sized(self, problem: Problem, scale: float, strides: Strides | None = None) -> KernelPlan:
         """These kernels for the sizes of another problem, which are arguments of their launches.
 
         Args:
             problem: of the same class; one that the config is legal for. The plan's own remains
                 what it is known by.
             scale: as it was resolved with.
+            strides: of the operands that lie otherwise than the problem's.
+
+        Raises:
+            ConfigError: when the kernels take no such strides.
         """
-        launches = family(self.config.family).launches(problem, self.config, scale)
+        member = family(self.config.family)
+        if strides is None:
+            launches = member.launches(problem, self.config, scale)
+        else:
+            found = member.strided_launches(problem, self.config, scale, strides)
+            if isinstance(found, str):
+                raise ConfigError(found)
+            launches = found
         offset, steps = self.steps[0].workspace_at, []
         for known, launch in zip(self.steps, launches, strict=True):
             steps.append(_step(problem, known.kernel, launch, offset))
@@ -186,16 +228,39 @@ class KernelPlan(Plan):
         )
 
     def _enqueue(self, inputs: Sequence[torch.Tensor], lse: torch.Tensor | None) -> torch.Tensor:
-        device = inputs[0].device
+        out = self._allocated(inputs, self.shape, self.strides, self.dtype)
+        self._launch(inputs, (out,), lse)
+        return out
+
+    def _enqueue_all(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        every = *self.further, (self.shape, self.strides, self.dtype)
+        outs = tuple(self._allocated(inputs, *one) for one in every)
+        self._launch(inputs, outs, None)
+        return outs
+
+    @staticmethod
+    def _allocated(
+        inputs: Sequence[torch.Tensor],
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        return torch.empty_strided(shape, strides, dtype=dtype, device=inputs[0].device)
+
+    def _launch(
+        self,
+        inputs: Sequence[torch.Tensor],
+        outs: Sequence[torch.Tensor],
+        lse: torch.Tensor | None,
+    ) -> None:
         devices.bind(self.device)
-        out = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
         base = 0
         if self.workspace_bytes:
+            device = inputs[0].device
             workspace = torch.empty(self.workspace_bytes, dtype=torch.uint8, device=device)
             base = workspace.data_ptr()
         addresses = [
-            *(tensor.data_ptr() for tensor in inputs),
-            out.data_ptr(),
+            *(tensor.data_ptr() for tensor in (*inputs, *outs)),
             base,
             0 if lse is None else lse.data_ptr(),
         ]
@@ -211,7 +276,6 @@ class KernelPlan(Plan):
                         f"CUDA error at {self.config.family}, of it or of an earlier kernel: {exc}"
                     ) from exc
                 raise
-        return out
 
 
 def resolve(
@@ -334,6 +398,10 @@ def own_plan(
         workspace_bytes=offset,
         dtype=getattr(torch, output.dtype),
         writes_lse=member.writes_lse,
+        further=tuple(
+            (one.shape, posed.strides.get(one.name, one.strides), getattr(torch, one.dtype))
+            for one in problem.outputs[:-1]
+        ),
         by_portfolio=measurement.provenance is Provenance.PREDICTED,
     )
 

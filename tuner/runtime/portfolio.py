@@ -24,8 +24,9 @@ from tuner.problem import AttentionProblem, Problem
 from tuner.runtime import benchmark, devices, native
 from tuner.runtime.plan import Plan, Posed, plan_of
 from tuner.runtime.refusal import Kind, Refusal
+from tuner.selection.domains import Domain
 from tuner.selection.kernels import lists
-from tuner.selection.portfolio import Domain, Portfolio, Selection, shipped
+from tuner.selection.portfolio import Portfolio, Selection, shipped
 
 _BACKENDS = {
     SDPBackend.FLASH_ATTENTION.value: "flash2",
@@ -121,7 +122,11 @@ def choose(
         why = "; ".join(dict.fromkeys(reasons))
         return Choice(selection, Refusal(Kind.UNSERVED, f"{problem.label()}: {why}"))
     text = f"{problem.label()}: {selection.source}"
-    if selection.vendor == pytorchs(problem, device) or selection.config in withdrawn:
+    # Of products PyTorch's own kernels are the only vendor's: a call cannot choose another library.
+    is_pytorchs = not isinstance(problem, AttentionProblem) or (
+        selection.vendor == pytorchs(problem, device)
+    )
+    if is_pytorchs or selection.config in withdrawn:
         return Choice(selection, Refusal(Kind.PORTFOLIO, text))
     plan = made(selection.config, {})
     if isinstance(plan, Plan):

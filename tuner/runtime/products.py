@@ -5,14 +5,24 @@ PyTorch's elsewhere.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from math import ceil
 from typing import NamedTuple
 
 import torch
 from torch.nn import functional
 
 from tuner.errors import ConfigError
-from tuner.problem import ACTIVATIONS, E4M3, GemmProblem, Major, SwigluProblem
-from tuner.runtime import counters, dispatch, guards, serving
+from tuner.families.base import Strides
+from tuner.problem import (
+    ACTIVATIONS,
+    E4M3,
+    SCALE_BLOCK,
+    GemmProblem,
+    Major,
+    Scales,
+    SwigluProblem,
+)
+from tuner.runtime import block_scaled, counters, dispatch, guards, serving
 from tuner.runtime.plan import Plan, Posed
 from tuner.runtime.quantised import DTYPES as QUANTISED
 from tuner.runtime.refusal import Kind, Refusal
@@ -35,29 +45,41 @@ def linear(
     bias: torch.Tensor | None = None,
     *,
     activation: str | None = None,
+    weight_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`torch.nn.functional.linear`, and an activation, by the fastest kernel measured on this GPU.
+    """`torch.nn.functional.linear`, and an activation, by the fastest kernel measured on this GPU,
+    or expected to be where nothing was measured (`tuner.selection.portfolio`).
 
     A bias and an activation are parts of one kernel where that was tuned: each combination is a
     problem of its own (`GemmProblem.epilogue`). Whatever has no tuned kernel that won (other types,
     gradients, cuBLAS faster, ...) is PyTorch's `linear` with these same arguments, then its own
     activation, counted by its reason (`tuner.stats`).
 
+    With `weight_scale` the weights are e4m3 elements with factors of blocks. Rows of the input are
+    quantised in blocks of 128, and multiplied as `scaled_mm` does; bias and activation follow in
+    kernels of their own. Where no tuned kernel serves that product PyTorch multiplies the input,
+    not quantised, by the weights in bf16.
+
     Args:
         input: (..., K), fp16 or bf16; rows may lie apart, as in a slice of a wider tensor.
         weight: (N, K), as `input`.
         bias: (N), contiguous.
         activation: relu, gelu (by erf, PyTorch's default), gelu_tanh or silu.
+        weight_scale: (N / 128, K / 128), rounded up, fp32; the input is then bf16, and the weight
+            float8_e4m3fn.
 
     Returns:
         (..., N)
 
     Raises:
-        ConfigError: when there is no such activation.
+        ConfigError: when there is no such activation, or with `weight_scale` no such weight.
     """
     if activation not in _PYTORCHS:
         allowed = ", ".join(ACTIVATIONS)
         raise ConfigError(f"activation={activation} is not known (allowed: {allowed}, None)")
+    if weight_scale is not None:
+        product = _linear_of_blocks(input, weight, weight_scale)
+        return _PYTORCHS[activation](product if bias is None else product + bias)
     if not torch.compiler.is_compiling():
         product = dispatch.linear(input, weight, bias, activation)
         if product is None:
@@ -75,6 +97,21 @@ def _linear(
     activation: str | None,
 ) -> torch.Tensor:
     return _PYTORCHS[activation](functional.linear(input, weight, bias))
+
+
+def _linear_of_blocks(
+    input: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor
+) -> torch.Tensor:
+    """`linear` of e4m3 weights with factors of blocks, without a bias or an activation."""
+    block_scaled.check(input, weight, scale)
+    out: torch.Tensor | None = None
+    if not (torch.compiler.is_compiling() or guards.wants_gradient(input, scale)):
+        a, scale_a = block_scaled.quantised(input.reshape(-1, input.shape[-1]))
+        call = ScaledCall(a, weight.t(), scale_a, scale.t(), None, None, torch.bfloat16, True)
+        out = serving.answer(call)
+    if out is None:
+        return functional.linear(input, block_scaled.dequantised(weight, scale))
+    return out.view(*input.shape[:-1], weight.shape[0])
 
 
 def matmul(
@@ -117,8 +154,9 @@ def scaled_mm(
     Args:
         a: (M, K), float8_e4m3fn, contiguous.
         b: (K, N), float8_e4m3fn, stored by columns.
-        scale_a: fp32, one element, or (M, 1) for factors of the rows.
-        scale_b: fp32, one element, or (1, N).
+        scale_a: fp32, one element, (M, 1) for factors of the rows, or (M, K / 128) for factors of
+            blocks, with any strides.
+        scale_b: fp32, one element, (1, N), or (K / 128, N / 128).
         bias: as in `torch._scaled_mm`; not tuned.
         scale_result: as in `torch._scaled_mm`; not tuned.
         out_dtype: bf16 or fp16; None is e4m3, which is not tuned.
@@ -164,7 +202,8 @@ class ScaledCall(_Scaled, Call):
 
     def pose(self) -> Posed:
         problem = scaled_problem_of(*self[:4], self.out_dtype, self.fast_accum)
-        return Posed(problem, shape=(*self.a.shape[:-1], *self.b.shape[-1:]))
+        strides = _block_strides(problem, self.scale_a, self.scale_b)
+        return Posed(problem, shape=(*self.a.shape[:-1], *self.b.shape[-1:]), strides=strides)
 
     def by_pytorch(self) -> torch.Tensor:
         return torch._scaled_mm(*self)
@@ -227,7 +266,8 @@ class SwigluCall(_Gated, Call):
 
     def pose(self) -> Posed:
         shape = (*self.input.shape[:-1], self.weights.shape[0] // 2)
-        return Posed(swiglu_problem_of(self.input, self.weights), shape=shape)
+        posed = Posed(swiglu_problem_of(self.input, self.weights), shape=shape)
+        return self.measurable(posed)
 
     def run(self, plan: Plan) -> torch.Tensor | Refusal:
         return guards.deferred(*self) or table.run(plan, *self)
@@ -281,19 +321,42 @@ def scaled_problem_of(
     factors = (scale_a, scale_b)
     if any(t.dtype != torch.float32 or t.device != a.device for t in factors):
         raise ConfigError("the factors are not fp32 on the matrices' device")
-    is_tensor = scale_a.numel() == scale_b.numel() == 1
-    is_row = [tuple(t.shape) for t in factors] == [(m, 1), (1, n)]
-    if not (is_tensor or (is_row and scale_a.is_contiguous() and scale_b.is_contiguous())):
-        raise ConfigError(f"the factors are not one each, nor dense ({m}, 1) and (1, {n})")
+    shapes, blocks = [tuple(t.shape) for t in factors], ceil(k / SCALE_BLOCK)
+    of_blocks = [(m, blocks), (blocks, ceil(n / SCALE_BLOCK))]
+    scales: Scales
+    if scale_a.numel() == scale_b.numel() == 1:
+        scales = "tensor"
+    elif shapes == [(m, 1), (1, n)] and scale_a.is_contiguous() and scale_b.is_contiguous():
+        scales = "row"
+    elif shapes == of_blocks:
+        scales = "block"
+    else:
+        raise ConfigError(
+            f"the factors are not one each, nor dense ({m}, 1) and (1, {n}), nor of blocks, "
+            f"{of_blocks[0]} and {of_blocks[1]}"
+        )
     return GemmProblem(
         m=m,
         n=n,
         k=k,
         dtype=E4M3,
         dtype_d=guards.DTYPES[out_dtype],
-        scales="tensor" if is_tensor else "row",
-        fast_accum=fast_accum,
+        scales=scales,
+        fast_accum=fast_accum or scales == "block",
     )
+
+
+def _block_strides(problem: GemmProblem, scale_a: torch.Tensor, scale_b: torch.Tensor) -> Strides:
+    """Strides of factors of blocks that lie otherwise than the problem's operands."""
+    if problem.scales != "block":
+        return {}
+    _, _, of_a, of_b, _ = problem.operands
+    given = ((of_a, scale_a.t()), (of_b, scale_b.t()))
+    return {
+        operand.name: guards.along(operand, factors.stride())
+        for operand, factors in given
+        if not guards.lies(factors, operand.strides)
+    }
 
 
 class _Product(NamedTuple):
@@ -323,7 +386,7 @@ class ProductCall(_Product, Call):
 
     def pose(self) -> Posed:
         b = self.b.t() if self.name == "linear" and self.b.dim() == 2 else self.b
-        return pose(self.a, b, self.bias, self.activation)
+        return self.measurable(pose(self.a, b, self.bias, self.activation))
 
     def run(self, plan: Plan) -> torch.Tensor | Refusal:
         inputs = self.inputs

@@ -6,10 +6,12 @@ An operation of the runtime is one `Call`, a `NamedTuple` because one is made in
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 
+from tuner import settings
 from tuner.errors import ConfigError
 from tuner.runtime import counters, dispatch, guards
 from tuner.runtime.plan import Plan, Posed
@@ -54,6 +56,18 @@ class Call:
             ConfigError: when no tuned kernel has such types, sizes or strides.
         """
         raise NotImplementedError
+
+    def measurable(self, posed: Posed) -> Posed:
+        """Its problem with the call itself, to be timed where ``TUNER_BENCHMARK`` asks for it."""
+        inputs = self.inputs
+        if not settings.benchmark() or inputs[0].is_meta or guards.wants_gradient(*inputs):
+            return posed
+        return replace(posed, run=self._timed)
+
+    def _timed(self, plan: Plan | None) -> torch.Tensor:
+        """One call by a plan, or by PyTorch, that counts nowhere."""
+        with torch.no_grad():
+            return self.by_pytorch() if plan is None else plan.run_uncounted(*self.inputs)
 
     def pose_over(self, length: int) -> Posed:
         """As `pose`, of attention over a cache of another length that the dispatcher takes for the

@@ -202,6 +202,16 @@ class Table:
         except (torch.OutOfMemoryError, BenchmarkError) as exc:
             return self._failed(plan, exc)
 
+    def run_all(self, plan: Plan, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...] | Refusal:
+        """As `run`, of a problem with several outputs."""
+        try:
+            if not ranges.ON:
+                return plan.run_all(*inputs)
+            with ranges.named(f"tuner {plan.config.family} {plan.problem.label()}"):
+                return plan.run_all(*inputs)
+        except (torch.OutOfMemoryError, BenchmarkError) as exc:
+            return self._failed(plan, exc)
+
     def _failed(self, plan: Plan, exc: Exception) -> Refusal:
         if isinstance(exc, BenchmarkError):
             return self.withdraw(plan, exc)
@@ -438,9 +448,9 @@ class Table:
         Raises:
             StoreError: when the store cannot be read.
         """
-        # Nobody has checked what a rule names.
+        # The portfolio's choices are made with a look at the proofs (`_choose`).
         return lookup(
-            problem, gpu=gpu, path=self._path, with_rules=False, with_nearest=with_nearest
+            problem, gpu=gpu, path=self._path, with_portfolio=False, with_nearest=with_nearest
         )
 
     def _resolve(self, posed: Posed, answer: Answer, device: int) -> _Known:

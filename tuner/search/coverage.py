@@ -27,7 +27,7 @@ from tuner.hardware import Gpu
 from tuner.measurement import Measurement, Provenance
 from tuner.problem import Problem
 from tuner.search.family_search import FamilySearch
-from tuner.search.fit import Sample, answers_everywhere
+from tuner.selection.nearest import is_pytorchs
 from tuner.store.entry import is_vendor, vendor_name
 
 
@@ -159,23 +159,25 @@ def times(
 def _times(
     problem: Problem, gpu: Gpu, measured: Mapping[Problem, Sequence[Measurement]], predict: bool
 ) -> Times:
-    quick = measured.get(problem, ())
-    sample = Sample.of(problem, quick)
+    rows = measured.get(problem, ())
+    passed = {m.config: m.latency_us for m in rows if m.ok and m.latency_us is not None}
     known = families()
     found: dict[Config, Time] = {}
     if predict:
         past = [m for other, ms in measured.items() if other != problem for m in ms]
         own = [f for f in families_of(problem.op).values() if not f.is_vendor]
         for family in without_spare([f for f in own if not f.supports(problem, gpu)]):
-            found |= _predicted(family, problem, gpu, past, sample)
-    for config, us in sample.times.items():
+            found |= _predicted(family, problem, gpu, past, passed)
+    for config, us in passed.items():
         family_of = known.get(config.family)
-        if family_of and answers_everywhere(config) and family_of.accepts(problem, config, gpu):
+        # A vendor's kernel from a package of its own is not everywhere.
+        is_there = not is_vendor(config) or is_pytorchs(config)
+        if family_of and is_there and family_of.accepts(problem, config, gpu):
             found[config] = Time(us, Provenance.MEASURED)
-    for config in sample.failed:
+    for config in {m.config for m in rows if not m.ok} - passed.keys():
         found.pop(config, None)
     known_best = Times(problem, found).best_us
-    peers = [(us, vendor_name(c)) for c, us in sample.times.items() if is_vendor(c)]
+    peers = [(us, vendor_name(c)) for c, us in passed.items() if is_vendor(c)]
     us, name = min(peers, default=(math.inf, ""))
     return Times(problem, found, (name, us) if us < known_best else None)
 
@@ -185,7 +187,7 @@ def _predicted(
     problem: Problem,
     gpu: Gpu,
     past: Sequence[Measurement],
-    sample: Sample,
+    passed: Mapping[Config, float],
 ) -> dict[Config, Time]:
     """A family's space as the search believes it, given what was measured; nothing of composite
     ones, whose stages are tuned first.
@@ -203,7 +205,7 @@ def _predicted(
     if search.surrogate is None:
         return {}
     for key, group in search.groups.items():
-        if us := [sample.times[config] for config in group if config in sample.times]:
+        if us := [passed[config] for config in group if config in passed]:
             search.surrogate.observe(key, math.log(min(us)))
     found = {}
     for key, group in search.groups.items():

@@ -97,7 +97,7 @@ def measured(
 
 
 def measured_in(
-    op: str, gpu: Gpu, regimes: Sequence[Regime], store: Store, with_finals: bool = False
+    op: str, gpu: Gpu, regimes: Sequence[Regime], store: Store
 ) -> tuple[Regime, dict[Problem, list[Measurement]]]:
     """`measured` under several regimes: of each problem what the first that has some says, and the
     regime of most problems. Times of one problem are of one regime, those of two need not be.
@@ -105,7 +105,7 @@ def measured_in(
     found: dict[Problem, list[Measurement]] = {}
     counts: Counter[Regime] = Counter()
     for one in regimes:
-        for problem, rows in measured(op, gpu, one, store, with_finals).items():
+        for problem, rows in measured(op, gpu, one, store).items():
             if problem not in found:
                 found[problem] = rows
                 counts[one] += 1

@@ -1,10 +1,10 @@
 """What a portfolio is made from: kernels worth timing, and problems of public models.
 
-For each domain of `tuner.selection.portfolio` that models call, `problems` draws calls of the
-models that selections are made from. `sample` names the kernels: those of the shipped portfolio,
-and where it has few for the domain, the best by the families' time estimates out of the spaces of
-its problems and of the kernels that serve near domains. ``tuner survey --portfolio`` measures them,
-and `tuner fit` makes a portfolio of the recordings.
+For each domain of `tuner.selection.domains` that models call, `problems` draws calls of the models
+that selections are made from. `sample` names the kernels: those of the shipped portfolio, and where
+it has few for the domain, the best by the families' time estimates out of the spaces of its
+problems and, of attention, of the kernels that serve near domains. ``tuner survey --portfolio``
+measures them, and `tuner fit` makes a portfolio of the recordings.
 """
 
 from __future__ import annotations
@@ -13,27 +13,47 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from statistics import fmean
+from typing import Any, TypeVar
 
 from tuner.config import Config, Value
 from tuner.families import families, families_of
 from tuner.families.base import Family
 from tuner.families.fused_attention import INSTANCES
-from tuner.families.vendor.sdpa import BACKENDS
+from tuner.families.gemm.shape import PLAIN
+from tuner.families.gemv import LEAD as GEMV_LEAD
 from tuner.hardware import Gpu
 from tuner.measurement import Regime
-from tuner.problem import AttentionProblem, Problem
-from tuner.problem.population import draw, subset
-from tuner.selection.portfolio import Domain, Mask, Phase, Portfolio
+from tuner.problem import AttentionProblem, GemmProblem, Problem
+from tuner.problem.population import Call, draw, subset
+from tuner.selection.domains import (
+    EPILOGUES,
+    MOST_NARROW,
+    AnyDomain,
+    AttentionDomain,
+    Domain,
+    GatedDomain,
+    Mask,
+    Phase,
+    ProductDomain,
+    Rows,
+)
+from tuner.selection.portfolio import Portfolio
+
+_P = TypeVar("_P", bound=Problem)
 
 SEED, CALLS = "survey", 4000
 """Of the calls of models that problems are taken from."""
 PROBLEMS: Mapping[int, int] = {64: 18, 96: 12, 128: 18, 192: 12, 256: 12}
-"""Problems of a domain, by head dimension: most models have 64 or 128."""
+"""Problems of a domain of attention, by head dimension: most models have 64 or 128."""
+PRODUCTS, FUSED_PRODUCTS = 24, 12
+"""Problems of a domain of products, and of one with an activation."""
 MAX_FLOPS = 2e12
-"""Of a problem, about 3 ms on an H200."""
+"""Of a problem of attention, about 3 ms on an H200."""
+MAX_PRODUCT_FLOPS = 4e11
+"""Of a product: its time follows from those of smaller ones."""
 KINDS: tuple[tuple[Mask, Phase], ...] = (
     ("causal", "prompt"),
     ("full", "prompt"),
@@ -42,36 +62,76 @@ KINDS: tuple[tuple[Mask, Phase], ...] = (
 )
 """Masks and phases whose kernels are timed; windows, soft caps and packed sequences share them."""
 KERNELS = 8
-"""Compiled kernels of a domain."""
+"""Compiled kernels of a domain of attention."""
+PRODUCT_KERNELS: Mapping[Rows, int] = {"few": 9, "narrow": 14, "wide": 10}
+"""The same of products; those with an epilogue have the portfolio's."""
+GATED_KERNELS = 6
+"""Of gated products."""
+STREAM_KERNELS = 2
+"""Of the kernels of narrow products those that divide K between multiprocessors, at least."""
 SPLITS = 2
 """Counts of splits that are timed of a kernel, the best by the estimate."""
 
 
-def domains() -> list[Domain]:
-    """What is timed."""
-    return [Domain(width, mask, phase) for width, (mask, phase) in product(INSTANCES, KINDS)]
+def domains(op: str) -> list[AnyDomain]:
+    """What is timed of an operation."""
+    if op == AttentionDomain.op:
+        return [
+            AttentionDomain(width, mask, phase)
+            for width, (mask, phase) in product(INSTANCES, KINDS)
+        ]
+    if op == ProductDomain.op:
+        return [ProductDomain(rows, name) for name, kinds in EPILOGUES.items() for rows in kinds]
+    return [GatedDomain(rows) for rows in PRODUCT_KERNELS]
 
 
-def problems() -> dict[Domain, list[AttentionProblem]]:
-    """Problems of each of `domains`, in bf16: in turn one of each count of heads that models have.
-    Where fewer models have the head dimension, calls of others are taken with it.
+def problems(op: str) -> dict[AnyDomain, list[Any]]:
+    """Problems of each of `domains`, in bf16: in turn one of each count of heads, or of each
+    layer's widths, that models have. Where fewer models have a head dimension, calls of others are
+    taken with it.
     """
-    called: dict[Domain, dict[AttentionProblem, None]] = defaultdict(dict)
-    for call in draw(SEED, CALLS, subset("making")):
-        problem = call.problem
-        if isinstance(problem, AttentionProblem) and problem.flops <= MAX_FLOPS:
+    called: dict[AnyDomain, dict[Problem, None]] = defaultdict(dict)
+    for call in _calls():
+        if call.problem.op == op and (problem := _as_timed(call.problem)) is not None:
             domain = Domain.of(problem)
-            if domain is not None and not domain.has_softcap:
-                called[domain][replace(problem, dtype="bfloat16")] = None
-    return {domain: _taken(domain, called) for domain in domains()}
+            if domain is not None:
+                called[domain][problem] = None
+    if op == AttentionDomain.op:
+        return {domain: _taken(domain, called) for domain in domains(op)}  # type: ignore[arg-type]
+    return {
+        domain: _in_turn(domain, list(called[domain]))[: _wanted(domain)] for domain in domains(op)
+    }
+
+
+@cache
+def _calls() -> tuple[Call, ...]:
+    return tuple(draw(SEED, CALLS, subset("making")))
+
+
+def _as_timed(problem: Any) -> Problem | None:
+    """A call's problem in bf16; None of one that is too large, or modified."""
+    most = MAX_FLOPS if isinstance(problem, AttentionProblem) else MAX_PRODUCT_FLOPS
+    if problem.flops > most or (isinstance(problem, AttentionProblem) and problem.softcap):
+        return None
+    types = {"dtype": "bfloat16"}
+    if isinstance(problem, GemmProblem):
+        types["dtype_d"] = "bfloat16"
+    found: Problem = replace(problem, **types)
+    return found
+
+
+def _wanted(domain: AnyDomain) -> int:
+    """Problems of a domain of products."""
+    is_fused = isinstance(domain, ProductDomain) and domain.epilogue not in ("", "bias")
+    return FUSED_PRODUCTS if is_fused else PRODUCTS
 
 
 def _taken(
-    domain: Domain, called: Mapping[Domain, Mapping[AttentionProblem, None]]
+    domain: AttentionDomain, called: Mapping[AttentionDomain, Mapping[AttentionProblem, None]]
 ) -> list[AttentionProblem]:
     wanted = PROBLEMS[domain.head_dim]
     own = list(called.get(domain, ()))
-    found = dict.fromkeys(_in_turn(own)[:wanted])
+    found = dict.fromkeys(_in_turn(domain, own)[:wanted])
     widths = sorted({problem.head_dim for problem in own} | {domain.head_dim})
     others = [
         problem
@@ -79,7 +139,7 @@ def _taken(
         if width != domain.head_dim
         for problem in called.get(domain._replace(head_dim=width), ())
     ]
-    for number, problem in enumerate(_in_turn(others)):
+    for number, problem in enumerate(_in_turn(domain, others)):
         if len(found) == wanted:
             break
         head_dim = widths[number % len(widths)]
@@ -88,24 +148,24 @@ def _taken(
     return list(found)
 
 
-def _in_turn(found: Sequence[AttentionProblem]) -> list[AttentionProblem]:
-    """One of each count of heads, then a second of each, ..."""
-    groups: dict[tuple[int, int], list[AttentionProblem]] = defaultdict(list)
+def _in_turn(domain: AnyDomain, found: Sequence[_P]) -> list[_P]:
+    """One of each count of heads, or of each layer's widths, then a second of each, ..."""
+    groups: dict[tuple[int, ...], list[_P]] = defaultdict(list)
     for problem in found:
-        groups[problem.heads_q, problem.heads_kv].append(problem)
+        groups[domain.group(problem)[:2]].append(problem)
     turns = max(map(len, groups.values()), default=0)
     return [group[turn] for turn in range(turns) for group in groups.values() if turn < len(group)]
 
 
 def regime(problem: Problem) -> Regime:
-    """How a problem is timed: in a stream; a cache that is decoded from is cold."""
-    is_decoding = isinstance(problem, AttentionProblem) and problem.is_decoding
-    return Regime("stream", "cold" if is_decoding else "warm")
+    """How a problem is timed: in a stream; weights and a cache that is decoded from are cold."""
+    is_cold = not isinstance(problem, AttentionProblem) or problem.is_decoding
+    return Regime("stream", "cold" if is_cold else "warm")
 
 
 def sample(
-    domain: Domain, problems: Sequence[AttentionProblem], gpu: Gpu, portfolio: Portfolio | None
-) -> dict[AttentionProblem, list[list[Config]]]:
+    domain: AnyDomain, problems: Sequence[_P], gpu: Gpu, portfolio: Portfolio | None
+) -> dict[_P, list[list[Config]]]:
     """Candidates at each problem of a domain, those that share a kernel together; PyTorch's last.
 
     Args:
@@ -118,32 +178,42 @@ def sample(
     found = {}
     for problem in problems:
         groups = [list(_variants(problem, kernel, gpu)) for kernel in kernels]
-        vendor = families_of(problem.op)["vendor_sdpa"]
-        own = [c for c in vendor.space(problem, gpu) if c.get("kernel") in BACKENDS]
+        vendors = [f for f in families_of(problem.op).values() if f.is_vendor and f.work_terms]
+        own = [c for f in vendors for c in f.space(problem, gpu) if c["kernel"] in domain.vendors]
         found[problem] = [group for group in (*groups, own) if group]
     return found
 
 
 def _kernels(
-    domain: Domain, problems: Sequence[AttentionProblem], gpu: Gpu, portfolio: Portfolio | None
+    domain: AnyDomain, problems: Sequence[Any], gpu: Gpu, portfolio: Portfolio | None
 ) -> list[Config]:
     """Compiled kernels of a domain, as configs without run-time parameters."""
     known = dict.fromkeys(_of_portfolio(domain, portfolio))
-    if len(known) >= KERNELS:
+    count, is_narrow = KERNELS, False
+    if not isinstance(domain, AttentionDomain):
+        is_narrow = domain.rows == "narrow"
+        is_gated = isinstance(domain, GatedDomain)
+        count = GATED_KERNELS if is_gated else PRODUCT_KERNELS[domain.rows]
+        if known and isinstance(domain, ProductDomain) and domain.epilogue:
+            count = 0
+    if len(known) >= count:
         return list(known)
     near = [one for other in _near(domain) for one in _of_portfolio(other, portfolio)]
     spaces = [
         _compiled(config)
-        for family in families_of(AttentionProblem.op).values()
+        for family in families_of(domain.op).values()
         if family.work_terms and not family.is_vendor
         for problem in problems
-        for config in _best(family, problem, gpu)
+        for config in _best(family, problem, gpu, is_narrow)
     ]
     usable = [
         (one, [_estimate(problem, one, gpu) for problem in problems])
         for one in dict.fromkeys((*known, *near, *spaces))
     ]
-    return _covering(usable, len(known), KERNELS)
+    divided = [one for one in usable if one[0].get("tile_scheduler") == "StreamK"]
+    streamed = _covering(divided, 0, STREAM_KERNELS) if is_narrow else []
+    usable = [one for one in usable if one[0] not in streamed]
+    return [*_covering(usable, len(known), count - len(streamed)), *streamed]
 
 
 def _covering(
@@ -179,17 +249,23 @@ def _loss(times: Sequence[float], best: Sequence[float]) -> float:
     return fmean(min(1.0, us / least - 1) if us < math.inf else 1.0 for us, least in pairs)
 
 
-def _of_portfolio(domain: Domain, portfolio: Portfolio | None) -> Iterator[Config]:
-    models = portfolio.domains.get(domain) if portfolio else None
+def _of_portfolio(domain: AnyDomain, portfolio: Portfolio | None) -> Iterator[Config]:
+    """Those of attention's measured domains; of products also what their kin has."""
+    models = None
+    if portfolio is not None:
+        is_attention = isinstance(domain, AttentionDomain)
+        models = portfolio.domains.get(domain) if is_attention else portfolio.models_of(domain)
     for candidate in models.candidates if models else ():
         if not candidate.is_vendor and candidate.family is not None:
             yield _compiled(candidate.config)
 
 
-def _near(domain: Domain) -> Iterator[Domain]:
+def _near(domain: AnyDomain) -> Iterator[AnyDomain]:
     """Domains of which kernels may serve this one too: the other phase of decoding, and the head
     dimensions on both sides.
     """
+    if not isinstance(domain, AttentionDomain):
+        return
     other: dict[Phase, Phase] = {"one": "few", "few": "one"}
     if domain.phase in other:
         yield domain._replace(phase=other[domain.phase])
@@ -207,8 +283,12 @@ def _compiled(config: Config) -> Config:
     return Config(config.family, {**rest, **packed})
 
 
-def _best(family: Family, problem: AttentionProblem, gpu: Gpu, count: int = 4) -> list[Config]:
-    """The first of a problem's space by the estimate, each of another kernel."""
+def _best(
+    family: Family, problem: Problem, gpu: Gpu, is_narrow: bool, count: int = 4
+) -> list[Config]:
+    """The first of a problem's space by the estimate, each of another kernel; of narrow products
+    the first that divides K, too.
+    """
     if family.supports(problem, gpu):
         return []
     found: dict[Config, Config] = {}
@@ -217,25 +297,24 @@ def _best(family: Family, problem: AttentionProblem, gpu: Gpu, count: int = 4) -
         found.setdefault(_compiled(config), config)
         if len(found) == count:
             break
-    return list(found.values())
+    divided = (c for c in space if is_narrow and c.get("tile_scheduler") == "StreamK")
+    return [*found.values(), *([first] if (first := next(divided, None)) is not None else [])]
 
 
-def _estimate(problem: AttentionProblem, kernel: Config, gpu: Gpu) -> float:
+def _estimate(problem: Problem, kernel: Config, gpu: Gpu) -> float:
     """Microseconds of a kernel's best variant by the family's estimate; infinite without any."""
     family = families()[kernel.family]
     found = (family.predict_us(problem, one, gpu) for one in _variants(problem, kernel, gpu))
     return min(found, default=math.inf)
 
 
-def _variants(problem: AttentionProblem, kernel: Config, gpu: Gpu) -> Iterator[Config]:
-    """A compiled kernel's calls at a problem. Of prompts with and without programmatic dependent
-    launch; of decoding each way to combine splits, with few counts of them.
-    """
+def _variants(problem: Problem, kernel: Config, gpu: Gpu) -> Iterator[Config]:
+    """A compiled kernel's calls at a problem, with few counts of splits."""
     family = families()[kernel.family]
-    ways: list[dict[str, Value]] = [{"pdl": False}, {"pdl": True}]
-    if problem.is_decoding:
-        ways = [{"pdl": True}]
-        ways += [{"pdl": True, "combine": way} for way in ("cluster", "kernel")]
+    if isinstance(problem, AttentionProblem):
+        ways = _attention_ways(problem)
+    else:
+        ways = _product_ways(problem, kernel)
     for way in ways:
         config = Config(kernel.family, {**kernel.params, **way})
         legal = [
@@ -244,3 +323,34 @@ def _variants(problem: AttentionProblem, kernel: Config, gpu: Gpu) -> Iterator[C
             if family.accepts(problem, one, gpu)
         ]
         yield from sorted(legal, key=partial(family.predict_us, problem, gpu=gpu))[:SPLITS]
+
+
+def _attention_ways(problem: AttentionProblem) -> list[dict[str, Value]]:
+    """Launches of prompts with and without programmatic dependent launch; of decoding each way to
+    combine splits.
+    """
+    if not problem.is_decoding:
+        return [{"pdl": False}, {"pdl": True}]
+    ways: tuple[dict[str, Value], ...] = ({}, {"combine": "cluster"}, {"combine": "kernel"})
+    return [{"pdl": True, **way} for way in ways]
+
+
+def _product_ways(problem: Any, kernel: Config) -> list[dict[str, Value]]:
+    """Orders of tiles, persistent blocks or not; of few rows also programmatic dependent launch;
+    each way to divide K.
+    """
+    is_short = min(problem.m, problem.n) <= MOST_NARROW
+    if kernel.family == "gemv":
+        early, late = {"pdl": True, "lead": GEMV_LEAD}, {"pdl": False, "lead": 0}
+        return [{"persistent": one, **way} for one in (True, False) for way in (early, late)]
+    if kernel["kernel_schedule"] == PLAIN:
+        return [{}, {"pdl": True}]
+    orders: list[dict[str, Value]] = [
+        {"raster_order": order, "max_swizzle_size": swizzle}
+        for swizzle in ((1,) if is_short else (1, 4))
+        for order in ("AlongM", "AlongN")
+    ]
+    if kernel.get("tile_scheduler") == "StreamK":
+        modes = "StreamK", "SplitK"
+        return [{**orders[0], "decomposition_mode": mode} for mode in modes]
+    return [*orders, *([{**orders[0], "pdl": True}] if is_short else [])]

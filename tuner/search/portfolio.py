@@ -3,9 +3,10 @@
 For each domain, a time model of every kernel that was measured often enough: non-negative least
 squares of relative errors over `Family.work`. Then greedy set cover: kernels join as long as the
 mean loss against the best known time of each problem falls. The regret is that of *models left
-out*: problems with the same heads and head dimension are answered by rates that were fitted to the
-others. Kernels and margin are chosen with all problems, and a choice is judged among the kernels
-and schedules measured at a problem: both flatter the regret.
+out*: problems of one model, with the same heads and head dimension, or of one layer's widths, are
+answered by rates that were fitted to the others. Kernels and margin are chosen with all problems,
+and a choice is judged among the kernels and schedules measured at a problem: both flatter the
+regret.
 """
 
 from __future__ import annotations
@@ -22,13 +23,12 @@ from tuner.base.install import extra_command
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families import families
-from tuner.families.vendor.sdpa import BACKENDS
 from tuner.hardware import Gpu
 from tuner.measurement import Measurement, Regime
-from tuner.problem import AttentionProblem, Problem
+from tuner.problem import Problem
+from tuner.selection.domains import AnyDomain, Domain
 from tuner.selection.portfolio import (
     Candidate,
-    Domain,
     DomainModels,
     Portfolio,
     Regret,
@@ -43,19 +43,16 @@ MIN_POINTS = 6
 PRIOR_WEIGHT = 0.3
 """Measurements that the rates of all own kernels of a domain count for in the fit of one."""
 MIN_GROUPS = 3
-"""Unlike groups of heads, likewise: rates from one model's shapes do not hold for another's."""
+"""Unlike models (`Domain.group`), likewise: rates from one's shapes do not hold for another's."""
 MAX_MEDIAN_ERROR = 0.12
 """Median error of the expected times of models left out, above which a kernel is not chosen."""
 MIN_GAIN = 0.001
 """Mean loss by which one more kernel must lower a domain's."""
-MAX_KERNELS = 8
-"""Compiled kernels of a domain: each is built and proven. Launches of one kernel in two ways, as
-with programmatic dependent launch and without, are two candidates."""
 ORIGIN_FACTS = frozenset({"driver", "cuda", "torch", "cudnn", "nvcc"})
 """Facts of the measuring machines that a portfolio tells."""
 FOLDS = 8
-MARGINS = (0.0, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3)
-"""Margins that are tried."""
+MARGINS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
+"""Margins that are tried (`DomainModels.margin`)."""
 SLOWER_COSTS = 3.0
 """What is lost to the vendor's kernel counts as often, beside what is lost to the fastest one."""
 SCHEDULE = frozenset({"splits", "layout"})
@@ -66,7 +63,7 @@ SCHEDULE = frozenset({"splits", "layout"})
 class Point:
     """One measured time."""
 
-    problem: AttentionProblem
+    problem: Problem
     config: Config
     us: float
 
@@ -88,16 +85,18 @@ class _Row:
 class _Kernel:
     """What was measured of one kernel in one domain."""
 
+    domain: AnyDomain
     config: Config
     points: Sequence[Point]
 
     @cached_property
     def spread(self) -> Spread:
-        return Spread.of(point.problem for point in self.points)
+        return Spread.of(self.domain.sizes(point.problem) for point in self.points)
 
-    @property
-    def groups(self) -> list[tuple[int, int, int]]:
-        return [_group(point.problem) for point in self.points]
+    @cached_property
+    def groups(self) -> Sequence[tuple[int, ...]]:
+        """Of each point."""
+        return [self.domain.group(point.problem) for point in self.points]
 
 
 def kernel_of(config: Config) -> Config:
@@ -109,18 +108,18 @@ def kernel_of(config: Config) -> Config:
 
 
 def points(measurements: Iterable[Measurement], gpu: Gpu) -> list[Point]:
-    """Those of attention that a portfolio is made of; the quick pass where a problem has both. More
-    splits than a selection considers are left out.
+    """Those that a portfolio is made of; the quick pass where a problem has both. More splits than
+    a selection considers are left out.
     """
     found: dict[tuple[str, str], Point] = {}
     for m in sorted(measurements, key=lambda m: not m.is_final):
         family, problem = families().get(m.config.family), m.problem
         if family is None or not family.work_terms or m.config.stages:
             continue
-        if not (m.ok and m.latency_us and isinstance(problem, AttentionProblem)):
+        if not (m.ok and m.latency_us) or Domain.of(problem) is None:
             continue
-        most = max(family.splits(problem, m.config, gpu), default=0)
-        if Domain.of(problem) is not None and m.config.get("splits", 1) <= most:
+        counts = family.splits(problem, m.config, gpu)
+        if counts and m.config.get("splits", 1) <= max(1, *counts):
             found[problem.key, m.config.digest] = Point(problem, m.config, m.latency_us)
     return list(found.values())
 
@@ -138,10 +137,11 @@ def measurements(op: str, gpu: Gpu, regime: Regime, store: Store) -> list[Measur
     return found
 
 
-def make(measured: Mapping[Regime, Sequence[Measurement]], gpu: Gpu) -> Portfolio:
-    """The portfolio of what was measured on a GPU.
+def make(op: str, measured: Mapping[Regime, Sequence[Measurement]], gpu: Gpu) -> Portfolio:
+    """The portfolio of an operation, from what was measured on a GPU.
 
     Args:
+        op: operation.
         measured: by regime; a domain takes what was timed in a stream where that suffices for a
             model of its kernels, else the regime that measured most of its problems.
         gpu: where.
@@ -149,13 +149,13 @@ def make(measured: Mapping[Regime, Sequence[Measurement]], gpu: Gpu) -> Portfoli
     Raises:
         ConfigError: when no domain was measured enough, or scipy is not installed.
     """
-    by_domain: dict[Domain, dict[Regime, list[Point]]] = defaultdict(lambda: defaultdict(list))
+    by_domain: dict[AnyDomain, dict[Regime, list[Point]]] = defaultdict(lambda: defaultdict(list))
     for regime, rows in measured.items():
         for point in points(rows, gpu):
             domain = Domain.of(point.problem)
             if domain is not None:
                 by_domain[domain][regime].append(point)
-    made: dict[Domain, DomainModels] = {}
+    made: dict[AnyDomain, DomainModels] = {}
     for domain, regimes in sorted(by_domain.items()):
         by_use = sorted(
             regimes, key=lambda one: (one.launch != "stream", -len(regimes[one]), str(one))
@@ -170,7 +170,7 @@ def make(measured: Mapping[Regime, Sequence[Measurement]], gpu: Gpu) -> Portfoli
             f"no domain has a kernel with {MIN_POINTS} measurements on {gpu.name}: "
             "tuner sweep and tuner widen measure them"
         )
-    return Portfolio(AttentionProblem.op, gpu, made, _origin(measured.values()))
+    return Portfolio(op, gpu, made, _origin(measured.values()))
 
 
 def _origin(measured: Iterable[Sequence[Measurement]]) -> dict[str, list[str]]:
@@ -186,7 +186,7 @@ def _origin(measured: Iterable[Sequence[Measurement]]) -> dict[str, list[str]]:
 
 
 def _models(
-    domain: Domain, regime: Regime, found: Sequence[Point], gpu: Gpu
+    domain: AnyDomain, regime: Regime, found: Sequence[Point], gpu: Gpu
 ) -> DomainModels | None:
     by_kernel: dict[Config, list[Point]] = defaultdict(list)
     for point in found:
@@ -194,17 +194,17 @@ def _models(
     kernels = [
         kernel
         for config, rows in sorted(by_kernel.items(), key=lambda item: item[0].digest)
-        if len((kernel := _Kernel(config, rows)).points) >= MIN_POINTS
+        if len((kernel := _Kernel(domain, config, rows)).points) >= MIN_POINTS
         and len(set(kernel.groups)) >= MIN_GROUPS
     ]
     own = [kernel for kernel in kernels if not _is_vendor(kernel.config)]
     if not own:
         return None
-    judge = _Judge(kernels, gpu)
+    judge = _Judge(domain, kernels, gpu)
     chosen = judge.cover([kernel for kernel in own if judge.is_known(kernel)])
     if not chosen:
         return None
-    vendors = [k for k in kernels if _is_vendor(k.config) and _is_served(k.config)]
+    vendors = [k for k in kernels if k.config.get("kernel") in domain.vendors]
     margin, regret = judge.margin(chosen, vendors)
     candidates = [judge.candidate(kernel) for kernel in (*chosen, *vendors)]
     return DomainModels(domain, regime, candidates, margin, regret)
@@ -213,10 +213,14 @@ def _models(
 class _Judge:
     """Times of a domain's kernels: measured, and expected by rates of other models' problems."""
 
-    def __init__(self, kernels: Sequence[_Kernel], gpu: Gpu) -> None:
-        self._gpu = gpu
-        self._own = [p for k in kernels if not _is_vendor(k.config) for p in k.points]
-        self._priors: dict[frozenset[tuple[int, int, int]], list[float]] = {}
+    def __init__(self, domain: AnyDomain, kernels: Sequence[_Kernel], gpu: Gpu) -> None:
+        self._domain, self._gpu = domain, gpu
+        self._own: dict[str, list[Point]] = defaultdict(list)
+        """Points of own kernels, by family."""
+        for kernel in kernels:
+            if not _is_vendor(kernel.config):
+                self._own[kernel.config.family] += kernel.points
+        self._priors: dict[tuple[str, frozenset[tuple[int, ...]]], list[float]] = {}
         self._rows: dict[str, list[_Row]] = defaultdict(list)
         self._errors: dict[Config, list[float]] = {}
         for kernel in kernels:
@@ -240,19 +244,18 @@ class _Judge:
         errors = self._error(kernel, 0.5), self._error(kernel, 0.9)
         return Candidate(kernel.config, rates, len(kernel.points), *errors, kernel.spread)
 
-    def _rates(self, kernel: _Kernel, held: Collection[tuple[int, int, int]] = ()) -> list[float]:
-        """Fitted to a kernel's points, and drawn to those of all own kernels of the domain, without
-        the problems of some heads.
+    def _rates(self, kernel: _Kernel, held: Collection[tuple[int, ...]] = ()) -> list[float]:
+        """Fitted to a kernel's points, and drawn to those of all own kernels of its family in the
+        domain, without the problems of some models.
         """
-        key = frozenset(held)
-        if _is_vendor(kernel.config):
-            prior = None
-        elif key in self._priors:
+        out, group = frozenset(held), self._domain.group
+        key, prior = (kernel.config.family, out), None
+        if not _is_vendor(kernel.config):
+            if key not in self._priors:
+                rest = [p for p in self._own[key[0]] if group(p.problem) not in out]
+                self._priors[key] = fitted(rest, self._gpu)
             prior = self._priors[key]
-        else:
-            rest = [p for p in self._own if _group(p.problem) not in key]
-            prior = self._priors[key] = fitted(rest, self._gpu)
-        rest = [p for p in kernel.points if _group(p.problem) not in key]
+        rest = [p for p in kernel.points if group(p.problem) not in out]
         return fitted(rest, self._gpu, prior)
 
     def cover(self, own: Sequence[_Kernel]) -> list[_Kernel]:
@@ -265,7 +268,7 @@ class _Judge:
         while True:
             taken, tried = {compiled[at] for at in chosen}, []
             for at in set(range(len(own))) - set(chosen):
-                if len(taken) == MAX_KERNELS and compiled[at] not in taken:
+                if len(taken) == self._domain.max_kernels and compiled[at] not in taken:
                     continue
                 times = [min(pair) for pair in zip(reached, table[at], strict=True)]
                 tried.append((_mean_loss(times, best), own[at].config.digest, at, times))
@@ -296,10 +299,11 @@ class _Judge:
             theirs = [row for row in rows if row.kernel in vendors]
             if not mine or not theirs:
                 continue
-            first = min(mine, key=lambda row: row.expected)
+            doubts = {row: 1 + margin * self._error(row.kernel, 0.9) for row in mine}
+            first = min(mine, key=lambda row: row.expected * doubts[row])
             named = {str(row.kernel.config["kernel"]): row for row in theirs}
             vendor = named[preferred({name: row.expected for name, row in named.items()})]
-            is_own = first.expected * (1 + margin) <= vendor.expected
+            is_own = first.expected * doubts[first] <= vendor.expected
             owns += is_own
             chosen = first if is_own else vendor
             losses.append(chosen.us / min(row.us for row in rows) - 1)
@@ -320,14 +324,15 @@ class _Judge:
 
     def _left_out(self, kernel: _Kernel) -> list[_Row]:
         """Each point of a kernel with the time that the other groups' points let expect."""
-        groups = sorted({_group(point.problem) for point in kernel.points})
+        groups = sorted(set(kernel.groups))
         fold = {group: number % FOLDS for number, group in enumerate(groups)}
+        folds = [fold[group] for group in kernel.groups]
         found = []
-        for number in sorted(set(fold.values())):
+        for number in sorted(set(folds)):
             held = {group for group in groups if fold[group] == number}
             rates = self._rates(kernel, held)
-            for point in kernel.points:
-                if fold[_group(point.problem)] == number:
+            for of, point in zip(folds, kernel.points, strict=True):
+                if of == number:
                     expected = _expected(point.problem, point.config, rates, self._gpu)
                     found.append(_Row(kernel, point, expected))
         return found
@@ -356,12 +361,8 @@ class _Judge:
             )
         return table
 
-    def _expected_of(
-        self, kernel: _Kernel, problem: AttentionProblem, rates: Sequence[float]
-    ) -> float:
-        if not kernel.spread.holds(
-            problem.batch * problem.heads_q * problem.seqlen_q, problem.seqlen_kv
-        ):
+    def _expected_of(self, kernel: _Kernel, problem: Problem, rates: Sequence[float]) -> float:
+        if not kernel.spread.holds(self._domain.sizes(problem)):
             return math.inf
         family = families()[kernel.config.family]
         times = (
@@ -401,7 +402,7 @@ def fitted(points: Sequence[Point], gpu: Gpu, prior: Sequence[float] | None = No
     return [float(rate) for rate in rates]
 
 
-def _expected(problem: AttentionProblem, config: Config, rates: Sequence[float], gpu: Gpu) -> float:
+def _expected(problem: Problem, config: Config, rates: Sequence[float], gpu: Gpu) -> float:
     work = families()[config.family].work(problem, config, gpu)
     return sum(map(mul, rates, work), 0.0)
 
@@ -411,17 +412,5 @@ def _mean_loss(times: Sequence[float], best: Sequence[float]) -> float:
     return fmean(min(1.0, us / least - 1) for us, least in zip(times, best, strict=True))
 
 
-def _group(problem: Problem) -> tuple[int, int, int]:
-    """Equal for the problems of one model: its heads and their size."""
-    if not isinstance(problem, AttentionProblem):
-        raise TypeError(f"expected an attention problem, got {problem.op}")
-    return problem.heads_q, problem.heads_kv, problem.head_dim
-
-
 def _is_vendor(config: Config) -> bool:
     return families()[config.family].is_vendor
-
-
-def _is_served(config: Config) -> bool:
-    """Whether PyTorch itself has a vendor's kernel, so that a call may be left to it."""
-    return config.get("kernel") in BACKENDS

@@ -63,7 +63,14 @@ class Effort:
 #: groups a family, which enumerates every space that is not larger.
 EFFORTS: dict[str, Effort] = {
     "quick": Effort(
-        trials={"attention": 16, "gemm": 40, "swiglu": 40, "grouped_gemm": 40, "softmax": 16},
+        trials={
+            "attention": 16,
+            "attention_backward": 16,
+            "gemm": 40,
+            "swiglu": 40,
+            "grouped_gemm": 40,
+            "softmax": 16,
+        },
         stage_trials=4,
         stage_keep=2,
         seeds=6,
@@ -75,7 +82,14 @@ EFFORTS: dict[str, Effort] = {
         predicted=2,
     ),
     "full": Effort(
-        trials={"attention": 200, "gemm": 200, "swiglu": 200, "grouped_gemm": 200, "softmax": 200},
+        trials={
+            "attention": 200,
+            "attention_backward": 200,
+            "gemm": 200,
+            "swiglu": 200,
+            "grouped_gemm": 200,
+            "softmax": 200,
+        },
         stage_trials=48,
         stage_keep=4,
         seeds=12,

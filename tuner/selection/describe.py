@@ -14,7 +14,6 @@ from tuner.measurement import Environment, Measurement, Provenance, versus
 from tuner.problem import Problem
 from tuner.selection.portfolio import Selection
 from tuner.selection.reader import Answer, Entry
-from tuner.selection.rule import Choice
 from tuner.store.entry import is_vendor, ratios_json, vendor_name
 
 WIDTH = 100
@@ -176,8 +175,8 @@ def answer_text(answer: Answer, asked: Problem, source: str) -> str:
 
     Args:
         answer: what was found; of a neighbour the heading names both shapes, and the transferred
-            configs stand in the winner's place with their times there; a rule's choice has a
-            regret in a time's place.
+            configs stand in the winner's place with their times there; a portfolio's choice has
+            an expected time.
         asked: the problem that was looked up.
         source: the store's name.
     """
@@ -204,15 +203,13 @@ def answer_text(answer: Answer, asked: Problem, source: str) -> str:
 
 
 def _winner_rows(answer: Answer, width: int) -> list[tuple[str, list[str]]]:
-    """What serves, its time or its rule's regret, and the best own kernel beside it."""
+    """What serves, its time or what is expected of it, and the best own kernel beside it."""
     winner, own = answer.entry.winner, answer.entry.best_own
     is_tied = answer.entry.is_tied and winner is own
     rows = [("tied first" if is_tied else "winner", config_lines(winner.config, width))]
     if answer.selected is not None:
         rows.append(("expected", wrapped(answer.selected.source, width)))
         rows.append(("regret", wrapped(answer.selected.regret.text(), width)))
-    elif answer.ruled is not None:
-        rows.append(("regret", wrapped(answer.ruled.regret.text(), width)))
     else:
         rows.append(("time", [_time(winner)]))
     if own and own.config != winner.config:
@@ -337,13 +334,6 @@ def entry_json(entry: Entry) -> dict[str, Any]:
     }
 
 
-def _rule_json(choice: Choice) -> dict[str, Any]:
-    regret = choice.regret.to_json()
-    del regret["each"]
-    facts = {"kind": choice.kind, "source": choice.source, "doubts": list(choice.doubts)}
-    return {**facts, "regret": regret}
-
-
 def _selection_json(selection: Selection) -> dict[str, Any]:
     return {
         "domain": selection.domain._asdict(),
@@ -367,8 +357,6 @@ def answer_json(answer: Answer, asked: Problem, *, ranking: bool) -> dict[str, A
         "exact": answer.exact,
         "notes": list(answer.notes),
     }
-    if answer.ruled is not None:
-        data["rule"] = _rule_json(answer.ruled)
     if answer.selected is not None:
         data["selection"] = _selection_json(answer.selected)
     if ranking:

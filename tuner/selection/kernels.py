@@ -27,7 +27,9 @@ from tuner.config import Config
 from tuner.errors import ConfigError, StoreError
 from tuner.families import families
 from tuner.families.base import FOREIGN, Family, KernelSpec
-from tuner.problem import AttentionProblem, DType
+from tuner.hardware import Gpu
+from tuner.problem import AttentionProblem, DType, Problem
+from tuner.selection.domains import Domain
 from tuner.selection.portfolio import Portfolio
 
 _log = logging.getLogger(__name__)
@@ -47,8 +49,8 @@ class Target:
 
     config: Config
     """Its run-time parameters are one choice of several."""
-    problem: AttentionProblem
-    """A small one of the kernels' domain; the config need not be legal for its heads."""
+    problem: Problem
+    """A small one of the kernels' domain; the config need not be legal for its sizes."""
 
     @cached_property
     def family(self) -> Family:
@@ -59,15 +61,26 @@ class Target:
         """By name within the family."""
         return self.family.kernels(self.problem, self.config)
 
+    def has_use(self, gpu: Gpu) -> bool:
+        """Whether the kernel takes any problem. Of products with few rows the small one needs the
+        least shared memory; attention's need not have the heads that a config packs.
+        """
+        if isinstance(self.problem, AttentionProblem):
+            return True
+        config = self.family.called(self.problem, self.config, 1)
+        return self.family.accepts(self.problem, config, gpu)
+
     def label(self) -> str:
         """Short text for people."""
-        problem = self.problem
-        mask = "causal" if problem.is_causal else "full"
-        more = f" {problem.extras}" if problem.extras else ""
         names = {name: value for name, value in self.config.params.items()
                  if name not in self.family.runtime_parameters}  # fmt: skip
-        shown = ",".join(f"{name}={int(value)}" for name, value in sorted(names.items()))
-        return f"{self.family.name} D={problem.head_dim} {mask}{more} {problem.dtype}: {shown}"
+        shown = ",".join(
+            f"{name}={value if isinstance(value, str) else int(value)}"
+            for name, value in sorted(names.items())
+        )
+        domain, dtype = Domain.of(self.problem), getattr(self.problem, "dtype", "")
+        place = "" if domain is None else f" {domain.label()},"
+        return f"{self.family.name}{place} {dtype}: {shown}"
 
 
 def targets(portfolio: Portfolio) -> list[Target]:
@@ -82,8 +95,9 @@ def targets(portfolio: Portfolio) -> list[Target]:
             for dtype in DTYPES:
                 for problem in domain.problems(dtype):
                     target = Target(candidate.config, problem)
-                    keys = tuple(sorted(spec.key for spec in target.kernels.values()))
-                    found.setdefault(keys, target)
+                    if target.has_use(portfolio.gpu):
+                        keys = tuple(sorted(spec.key for spec in target.kernels.values()))
+                        found.setdefault(keys, target)
     return list(found.values())
 
 

@@ -41,6 +41,7 @@ from tuner.measurement import Measurement, same_kernels
 from tuner.problem import (
     DTYPE_BYTES,
     LAYOUTS,
+    AttentionBackwardProblem,
     AttentionProblem,
     GemmProblem,
     GroupedGemmProblem,
@@ -78,6 +79,9 @@ _ATTEMPTS = 1000
 #: kernels are told when they run.
 _FREE: Mapping[str, frozenset[str]] = {
     AttentionProblem.op: frozenset(
+        {"batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_kv", "layout"}
+    ),
+    AttentionBackwardProblem.op: frozenset(
         {"batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_kv", "layout"}
     ),
     GemmProblem.op: frozenset({"m", "n", "k", "batch"}),
@@ -165,7 +169,7 @@ def _place(problem: Problem) -> tuple[tuple[Any, ...], Sizes]:
 
 def _axes(problem: Problem) -> tuple[float, ...]:
     """What a kernel sees of the sizes; batch and heads are one, its number of matrices."""
-    if isinstance(problem, AttentionProblem):
+    if isinstance(problem, AttentionProblem | AttentionBackwardProblem):
         group = problem.heads_q / problem.heads_kv
         return problem.batch * problem.heads_q, problem.seqlen_q, problem.seqlen_kv, group
     if isinstance(problem, GemmProblem):
@@ -203,7 +207,7 @@ def drawn(problem: Problem) -> tuple[Problem, ...]:
 
 def _elsewhere(problem: Problem, found: Sequence[Problem]) -> Iterator[Problem]:
     """Attention's problem and the first of its shapes in the other layouts."""
-    if isinstance(problem, AttentionProblem) and not problem.is_varlen:
+    if isinstance(problem, AttentionProblem) and not problem.is_packed:
         alike = [p for p in found if isinstance(p, AttentionProblem)]
         near = [p for p in alike if distance(problem, p) <= REACH - ANOTHER_LAYOUT]
         for shape in [problem, *near][:DRAWN_ELSEWHERE]:
@@ -279,6 +283,7 @@ def _draw_softmax(problem: Any, rng: random.Random) -> dict[str, int]:
 
 _DRAWS: Mapping[str, Callable[[Any, random.Random], dict[str, int]]] = {
     AttentionProblem.op: _draw_attention,
+    AttentionBackwardProblem.op: _draw_attention,
     GemmProblem.op: _draw_gemm,
     SwigluProblem.op: _draw_swiglu,
     GroupedGemmProblem.op: _draw_grouped_gemm,

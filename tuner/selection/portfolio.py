@@ -5,7 +5,7 @@ kernel that was proven over its domain (`Proof`) may serve any shape of it. Spee
 selection: a *time model* for each kernel, the microseconds of each amount of work that
 `Family.work` counts, fitted to measurements (`tuner.search.portfolio`). `Portfolio.select` adds the
 terms up for each candidate, and chooses an own kernel only where it is expected to be faster than
-the vendor's by the domain's margin.
+the vendor's even if its model errs: by the domain's margin times the error found of that model.
 
 What ships lies under ``cache/portfolio/``. Needs the standard library only.
 """
@@ -17,24 +17,24 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, cached_property, partial
-from itertools import product
-from operator import mul
+from itertools import islice
+from operator import itemgetter, mul
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 from tuner.base import document, output, resources
 from tuner.config import Config
 from tuner.errors import ConfigError, StoreError
 from tuner.families import families
-from tuner.families.attention_work import Sizes, Tiling
 from tuner.families.base import FOREIGN, Family
-from tuner.families.fused_attention import instance
+from tuner.families.work import Sizes, sizes_of
 from tuner.hardware import Gpu
 from tuner.measurement import Regime
-from tuner.problem import E4M3, AttentionProblem, DType, Problem
+from tuner.problem import Problem
+from tuner.selection.domains import DOMAINS, AnyDomain, Domain
 
 FORMAT = "cutlass-tuner portfolio"
-VERSION = 1
+VERSION = 2
 REACH = 2
 """Factor by which a size may exceed the measured ones: beyond it a time model is not trusted."""
 _FAR = f"no kernel was measured within {REACH} times these sizes"
@@ -45,119 +45,26 @@ VENDOR_MARGIN = 0.25
 #: Rates of a time model are written with as many digits.
 _DIGITS = 5
 
-Mask = Literal["full", "causal", "windowed"]
-Phase = Literal["prompt", "few", "one"]
-"""Prompts; decoding with several queries, fewer than a tile has rows; decoding with one."""
-Operand = Literal["", "bool", "additive"]
-"""Kind of a mask that is an operand; empty: none."""
-
-
-class Domain(NamedTuple):
-    """What is compiled into a kernel, or changes which resource binds it."""
-
-    head_dim: int
-    """Columns that the kernels compute: the smallest instance that holds D."""
-    mask: Mask
-    phase: Phase
-    has_softcap: bool = False
-    is_varlen: bool = False
-    operand: Operand = ""
-
-    @classmethod
-    def of(cls, problem: Problem) -> Domain | None:
-        """The domain of a problem; None of those that no portfolio is made for."""
-        if not isinstance(problem, AttentionProblem):
-            return None
-        if problem.dtype == E4M3 or problem.is_alibi:
-            return None
-        operand: Operand = "bool" if problem.mask else "additive" if problem.bias else ""
-        mask: Mask = "causal" if problem.is_causal else "full"
-        phase: Phase = "few" if problem.is_decoding else "prompt"
-        return cls(
-            instance(problem.head_dim),
-            "windowed" if problem.is_windowed else mask,
-            "one" if problem.is_decoding and problem.seqlen_q == 1 else phase,
-            problem.softcap > 0,
-            problem.is_varlen,
-            operand,
-        )
-
-    @property
-    def kin(self) -> Iterator[Domain]:
-        """Domains whose kernels do the same work but for what PyTorch's fast kernels lack: windows,
-        soft caps, packed sequences, masks as operands. Nearest first.
-        """
-        masks: tuple[Mask, ...] = ("causal", "full") if self.mask == "windowed" else (self.mask,)
-        phases = (self.phase, *_OTHER_PHASES[self.phase]) if self.operand else (self.phase,)
-        for phase, mask in product(phases, masks):
-            plain = Domain(self.head_dim, mask, phase)
-            if plain != self:
-                yield plain
-
-    def problems(self, dtype: DType) -> tuple[AttentionProblem, ...]:
-        """A small problem for each kernel that a config needs in this domain and type: a windowed
-        one has two, of which one is causal.
-        """
-        both = (False, True) if self.mask == "windowed" else (self.mask == "causal",)
-        return tuple(
-            AttentionProblem(
-                seqlen_q=256,
-                seqlen_kv=512,
-                head_dim=self.head_dim,
-                is_causal=is_causal,
-                dtype=dtype,
-                layout="bshd" if self.is_varlen else "bhsd",
-                window_left=64 if self.mask == "windowed" else -1,
-                softcap=50.0 if self.has_softcap else 0.0,
-                is_varlen=self.is_varlen,
-                mask="1" if self.operand == "bool" else "",
-                bias="1" if self.operand == "additive" else "",
-            )
-            for is_causal in both
-        )
-
-    def label(self) -> str:
-        """Short text for people."""
-        more = (", soft cap" if self.has_softcap else "") + (", packed" if self.is_varlen else "")
-        more += f", {self.operand} mask" if self.operand else ""
-        phase = {"prompt": "prompts", "few": "few queries", "one": "one query"}[self.phase]
-        return f"D={self.head_dim}, {self.mask}{more}, {phase}"
-
-
-#: Phases whose kernels a mask as an operand may have where its own has none, nearest first.
-_OTHER_PHASES: Mapping[Phase, tuple[Phase, ...]] = {
-    "prompt": (),
-    "few": ("one", "prompt"),
-    "one": ("few", "prompt"),
-}
-
 
 class Spread(NamedTuple):
     """Smallest and largest sizes that a kernel was measured at."""
 
-    rows: tuple[int, int]
-    """Rows of scores: sequences times query heads times queries."""
-    keys: tuple[int, int]
+    bounds: tuple[tuple[int, int], ...]
+    """Of each of the domain's `axes`."""
 
     @classmethod
-    def of(cls, problems: Iterable[AttentionProblem]) -> Spread:
-        sizes = [_sizes(problem) for problem in problems]
-        rows, keys = ((min(each), max(each)) for each in zip(*sizes, strict=True))
-        return cls(rows, keys)
+    def of(cls, sizes: Iterable[tuple[int, ...]]) -> Spread:
+        """The spread of problems' `Domain.sizes`."""
+        return cls(tuple((min(each), max(each)) for each in zip(*sizes, strict=True)))
 
-    def holds(self, rows: int, keys: int) -> bool:
-        """Whether neither is beyond `REACH` times the measured ones."""
-        (least, most), (fewest, longest) = self
-        return (
-            least <= REACH * rows
-            and rows <= REACH * most
-            and fewest <= REACH * keys
-            and keys <= REACH * longest
-        )
+    @property
+    def reached(self) -> tuple[tuple[float, float], ...]:
+        """The bounds within `REACH` times the measured sizes."""
+        return tuple((low / REACH, high * REACH) for low, high in self.bounds)
 
-
-def _sizes(problem: AttentionProblem) -> tuple[int, int]:
-    return problem.batch * problem.heads_q * problem.seqlen_q, problem.seqlen_kv
+    def holds(self, sizes: tuple[int, ...]) -> bool:
+        """Whether none is beyond `REACH` times the measured ones."""
+        return _is_near(self.reached, sizes)
 
 
 @dataclass(frozen=True)
@@ -190,36 +97,11 @@ class Candidate:
         terms = self.family.work_terms if self.family else ()
         return tuple(self.rates.get(term, 0.0) for term in terms)
 
-    @cached_property
-    def tiling(self) -> Tiling:
-        """The kernel's, of one split."""
-        return Tiling(128, 128) if self.family is None else self.family.tiling(self.config)
 
-    @cached_property
-    def split_tilings(self) -> Mapping[int, Tiling]:
-        """The kernel's, by its splits."""
-        return _SplitTilings(self.tiling)
-
-
-class _SplitTilings(dict[int, Tiling]):
-    """Tilings that differ in their splits, each made once."""
-
-    def __init__(self, one: Tiling) -> None:
-        super().__init__()
-        self._one = one
-
-    def __missing__(self, splits: int) -> Tiling:
-        self[splits] = found = self._one._replace(splits=splits)
-        return found
-
-
-class Estimate(NamedTuple):
-    """A candidate as it may be called for a problem, and the time that is expected of it."""
-
-    us: float
-    place: int
-    """Of the candidate in its domain; of equal times the first is taken."""
-    splits: int
+Estimate = tuple[float, float, int, int]
+"""A candidate as it may be called for a problem: its expected microseconds with the margin times
+the model's error, and without; its place in the domain, of equal times the first is taken; splits.
+"""
 
 
 @dataclass(frozen=True)
@@ -251,63 +133,158 @@ class Regret:
 class DomainModels:
     """The candidates of one domain, and how well they are known."""
 
-    domain: Domain
+    domain: AnyDomain
     regime: Regime
     candidates: Sequence[Candidate]
     margin: float
-    """Share of its own time by which an own kernel is expected to beat the vendor's, at least."""
+    """An own kernel is chosen that is expected to beat the vendor's by so many times its model's
+    `Candidate.p90_error`, at least."""
     regret: Regret
-    kin: Domain | None = None
+    kin: AnyDomain | None = None
     """Domain whose rates these are, where this one was not measured."""
     _legal: dict[Hashable, bool] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
     """What `config` found out, by candidate, splits and `Family.legality_facts`."""
 
-    def estimates(
-        self, problem: AttentionProblem, gpu: Gpu
-    ) -> tuple[list[Estimate], list[Estimate], bool]:
+    @property
+    def vendors(self) -> list[Candidate]:
+        """The vendors' kernels among the candidates."""
+        return [one for one in self.candidates if one.is_vendor]
+
+    @cached_property
+    def _own(self) -> Sequence[_Alike]:
+        return _alike(self.candidates, self.margin, is_vendor=False)
+
+    @cached_property
+    def _vendors(self) -> Sequence[_Alike]:
+        return _alike(self.candidates, 0.0, is_vendor=True)
+
+    @cached_property
+    def _shared(self) -> tuple[tuple[float, float], ...]:
+        """The sizes that all own candidates were measured near."""
+        reached = [one.bounds for alike in self._own for one in alike.members]
+        return tuple(
+            (max(low for low, _ in each), min(high for _, high in each))
+            for each in zip(*reached, strict=True)
+        )
+
+    def estimates(self, problem: Problem, gpu: Gpu) -> tuple[list[Estimate], list[Estimate], bool]:
         """Own kernels and vendor's, fastest first, legal or not; and whether an own one was
         measured near: else all are here.
         """
-        sizes = Sizes.of(problem)
-        rows, keys = sizes.heads * sizes.seqlen_q, sizes.seqlen_kv
-        own: list[Estimate] = []
-        vendors: list[Estimate] = []
-        closed: dict[str, tuple[float, ...]] = {}
-        far, is_near = [], False
-        for place, one in enumerate(self.candidates):
-            family = one.family
-            if family is None:
-                continue
-            if one.is_vendor:
-                if family.name not in closed:  # the same for each of its kernels
-                    closed[family.name] = family.amounts(sizes, one.tiling, gpu)
-                us = sum(map(mul, one.priced, closed[family.name]))
-                vendors.append(Estimate(us, place, 1))
-            elif one.spread.holds(rows, keys):
-                is_near = True
-                own += _own_estimates(place, one, problem, sizes, gpu)
-            else:
-                far.append((place, one))
+        sizes, measured = sizes_of(problem), self.domain.sizes(problem)
+        are_near = bool(self._own) and _is_near(self._shared, measured)
+        own = _estimated(self._own, problem, sizes, None if are_near else measured, gpu)
+        vendors = _estimated(self._vendors, problem, sizes, None, gpu)
+        is_near = bool(own)
         if not is_near:
-            for place, one in far:
-                own += _own_estimates(place, one, problem, sizes, gpu)
+            own = _estimated(self._own, problem, sizes, None, gpu)
         own.sort()
         vendors.sort()
         return own, vendors, is_near
 
     def config(self, problem: Problem, estimate: Estimate, gpu: Gpu) -> Config | None:
         """The config of an estimate; None where it is not legal for the problem."""
-        one = self.candidates[estimate.place]
+        _, _, place, splits = estimate
+        one = self.candidates[place]
         if one.family is None:
             return None
-        config = one.family.called(problem, one.config, estimate.splits)
-        key = estimate.place, estimate.splits, gpu.identity, one.family.legality_facts(problem)
+        config = one.family.called(problem, one.config, splits)
+        key = place, splits, gpu.identity, one.family.legality_facts(problem)
         is_legal = self._legal.get(key)
         if is_legal is None:
             is_legal = self._legal[key] = one.family.accepts(problem, config, gpu)
         return config if is_legal else None
+
+
+class _Priced(NamedTuple):
+    """A candidate as its time is added up."""
+
+    place: int
+    bounds: tuple[tuple[float, float], ...]
+    """Sizes within `REACH` of the measured ones."""
+    used: Callable[[Sequence[float]], Sequence[float]]
+    """Of the amounts of work those with a rate."""
+    rates: tuple[float, ...]
+    doubt: float
+    """Factor of the margin."""
+
+
+class _Alike(NamedTuple):
+    """Candidates of equal work: they cut the problem alike, and are launched in several ways."""
+
+    family: Family
+    config: Config
+    """One of them."""
+    tilings: dict[int, Any]
+    """By splits."""
+    splits: Sequence[int] | None
+    """None: the problem's."""
+    members: list[_Priced]
+
+
+def _alike(candidates: Sequence[Candidate], margin: float, *, is_vendor: bool) -> list[_Alike]:
+    """Own candidates, or the vendors', that this version has a family for."""
+    found: dict[Hashable, _Alike] = {}
+    for place, one in enumerate(candidates):
+        family, config = one.family, one.config
+        if family is None or family.is_vendor != is_vendor:
+            continue
+        tiling, is_scheduled = family.tiling(config), family.is_scheduled(config)
+        splits = None if is_scheduled else (1,) if tiling is None else (tiling.splits,)
+        tilings = _Tilings(tiling)
+        # Those with a schedule may have unlike ones.
+        key = family.name, tiling, config if is_scheduled else None
+        alike = found.setdefault(key, _Alike(family, config, tilings, splits, []))
+        # At least two, so that what is taken is a tuple.
+        used = [place for place, us in enumerate(one.priced) if us]
+        used = used if len(used) > 1 else [0, 1]
+        rates, doubt = tuple(one.priced[term] for term in used), 1 + margin * one.p90_error
+        alike.members.append(_Priced(place, one.spread.reached, itemgetter(*used), rates, doubt))
+    return list(found.values())
+
+
+class _Tilings(dict[int, Any]):
+    """Tilings that differ in their splits, each made once."""
+
+    def __init__(self, one: Any) -> None:
+        super().__init__({1 if one is None else one.splits: one})
+        self._one = one
+
+    def __missing__(self, splits: int) -> Any:
+        self[splits] = found = self._one._replace(splits=splits)
+        return found
+
+
+def _estimated(
+    groups: Sequence[_Alike],
+    problem: Problem,
+    sizes: Sizes,
+    measured: tuple[int, ...] | None,
+    gpu: Gpu,
+) -> list[Estimate]:
+    """The estimates of candidates that were measured near some sizes; of all without those."""
+    found = []
+    for family, config, tilings, splits, members in groups:
+        near = members
+        if measured is not None:
+            near = [one for one in members if _is_near(one.bounds, measured)]
+            if not near:
+                continue
+        for count in family.splits(problem, config, gpu) if splits is None else splits:
+            amounts = family.amounts(sizes, tilings[count], gpu)
+            for place, _, used, rates, doubt in near:
+                us = sum(map(mul, rates, used(amounts)))
+                found.append((us * doubt, us, place, count))
+    return found
+
+
+def _is_near(bounds: tuple[tuple[float, float], ...], sizes: tuple[int, ...]) -> bool:
+    for (low, high), size in zip(bounds, sizes, strict=True):
+        if not low <= size <= high:
+            return False
+    return True
 
 
 def _unpacked(one: Candidate) -> Candidate:
@@ -335,18 +312,6 @@ def _doubts(models: DomainModels, is_near: bool) -> Iterator[str]:
         yield _FAR
 
 
-def _own_estimates(
-    place: int, one: Candidate, problem: AttentionProblem, sizes: Sizes, gpu: Gpu
-) -> list[Estimate]:
-    """One for each schedule of a kernel."""
-    family, priced, tilings = one.family, one.priced, one.split_tilings
-    assert family is not None
-    return [
-        Estimate(sum(map(mul, priced, family.amounts(sizes, tilings[splits], gpu))), place, splits)
-        for splits in family.splits(problem, one.config, gpu)
-    ]
-
-
 @dataclass(frozen=True)
 class Selection:
     """The kernel chosen for a shape, and why."""
@@ -356,15 +321,15 @@ class Selection:
     vendor: str
     """The vendor's fastest kernel, by expectation; empty where none has a time model."""
     vendor_us: float
-    domain: Domain
+    domain: AnyDomain
     regime: Regime
     regret: Regret
     doubts: tuple[str, ...] = ()
     own: Callable[[], Iterator[tuple[float, Config]]] = field(
         default=lambda: iter(()), compare=False, repr=False
     )
-    """Own kernels that are expected to beat the vendor's by the margin, by microseconds, fastest
-    first; their configs are made one by one."""
+    """Own kernels that are expected to beat the vendor's by the margin, with their expected
+    microseconds, the most promising first; their configs are made one by one."""
     ranked: Callable[[], Iterator[tuple[float, Config]]] = field(
         default=lambda: iter(()), compare=False, repr=False
     )
@@ -383,17 +348,16 @@ class Portfolio:
 
     op: str
     gpu: Gpu
-    domains: Mapping[Domain, DomainModels]
+    domains: Mapping[AnyDomain, DomainModels]
     origin: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """First and last day of the measurements (``days``), and versions of the machines."""
-    _found: dict[Domain, DomainModels | None] = field(
+    _found: dict[AnyDomain, DomainModels | None] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
 
-    def models_of(self, domain: Domain | None) -> DomainModels | None:
-        """The candidates of a domain. One with a window, a soft cap, packed sequences or a mask as
-        an operand that was not measured has its kin's best kernel: PyTorch composes such a call of
-        operations, or has its slowest kernel for it, which takes several times as long.
+    def models_of(self, domain: AnyDomain | None) -> DomainModels | None:
+        """The candidates of a domain; one that was not measured, with a window, say, or a bias, has
+        the best of its kin's (`Domain.kin`).
         """
         if domain is None:
             return None
@@ -401,61 +365,68 @@ class Portfolio:
             self._found[domain] = self.domains.get(domain) or self._kin_of(domain)
         return self._found[domain]
 
-    def served(self) -> Iterator[tuple[Domain, DomainModels]]:
-        """The domains that were measured, and those of their kin, in a fixed order."""
+    def served(self) -> Iterator[tuple[AnyDomain, DomainModels]]:
+        """The domains that were measured, and those of their kin, each once, in a fixed order."""
+        known = set(self.domains)
         for domain, models in sorted(self.domains.items()):
             yield domain, models
-            if domain.mask != "causal" and domain.phase == "prompt":
-                varied = [domain._replace(has_softcap=True), domain._replace(is_varlen=True)]
-            else:
-                windowed = domain._replace(mask="windowed")
-                varied = [windowed, windowed._replace(has_softcap=True)]
-                varied += [domain._replace(has_softcap=True)]
-                varied += [domain._replace(is_varlen=True)] * (domain.phase == "prompt")
-            for one in varied:
-                if one not in self.domains and (kin := self.models_of(one)) is not None:
+            for one in domain.varied:
+                if one not in known and (kin := self.models_of(one)) is not None:
+                    known.add(one)
                     yield one, kin
-        # PyTorch takes no causal flag beside a mask.
-        sizes = sorted({domain.head_dim for domain in self.domains})
-        operands = get_args(Operand)[1:]
-        for head_dim, phase, operand in product(sizes, get_args(Phase), operands):
-            one = Domain(head_dim, "full", phase, operand=operand)
-            if one not in self.domains and (kin := self.models_of(one)) is not None:
-                yield one, kin
 
-    def _kin_of(self, domain: Domain) -> DomainModels | None:
-        """The best kernel of the nearest kin. For a mask as an operand, which models have at all
-        sizes, the best of each count of packed heads, one among them, with and without splits.
-        """
+    def _kin_of(self, domain: AnyDomain) -> DomainModels | None:
         for other in domain.kin:
             models = self.domains.get(other)
             if models is None:
                 continue
-            own = sorted(models.candidates, key=lambda one: "packed_heads" in one.config.params)
-            if domain.operand:
-                own += [_unpacked(one) for one in own]
-            lent: dict[Hashable, Candidate] = {}
-            for one in own:
-                kind = one.config.get("packed_heads", 1), "combine" in one.config.params
-                if kind not in lent and (found := self._lent(domain, one)) is not None:
-                    lent[kind] = found
-                    if not domain.operand:
-                        break
-            if lent:
-                candidates = list(lent.values())
-                return replace(models, domain=domain, candidates=candidates, margin=0.0, kin=other)
+            lent = list(islice(self._lent(domain, models), domain.kin_kernels))
+            candidates, margin = lent, 0.0
+            if domain.has_rival_kin:
+                candidates, margin = [*lent, *models.vendors], models.margin
+            if candidates:
+                return replace(
+                    models, domain=domain, candidates=candidates, margin=margin, kin=other
+                )
         return None
 
-    def _lent(self, domain: Domain, one: Candidate) -> Candidate | None:
-        """A candidate as it is called in a domain of its kin; None where it is not legal there."""
-        if one.family is None or one.is_vendor:
+    def _lent(self, domain: AnyDomain, models: DomainModels) -> Iterator[Candidate]:
+        """Own candidates as they are called in a domain of the kin, the most wanted first."""
+        own = [one for one in models.candidates if not one.is_vendor]
+        own.sort(key=lambda one: "packed_heads" in one.config.params)
+        if domain.kin_kernels is not None:
+            for one in own:
+                if (carried := self._carried(domain, one, (1,))) is not None:
+                    yield carried
+            return
+        kinds = set[Hashable]()
+        for one in (*own, *map(_unpacked, own)):
+            kind = one.config.get("packed_heads", 1), "combine" in one.config.params
+            if kind not in kinds and (carried := self._carried(domain, one)) is not None:
+                kinds.add(kind)
+                yield carried
+
+    def _carried(
+        self, domain: AnyDomain, one: Candidate, splits: Sequence[int] | None = None
+    ) -> Candidate | None:
+        """A candidate as it is called in a domain of its kin.
+
+        Args:
+            domain: that of the kin.
+            one: a candidate.
+            splits: counts of splits that it may be called with; None: those of its family.
+
+        Returns:
+            None where it is legal with none of these counts.
+        """
+        family = one.family
+        if family is None:
             return None
-        (problem, *_) = domain.problems("float16")
-        grouped = replace(problem, heads_q=int(one.config.get("packed_heads", 1)), heads_kv=1)
-        config = one.family.carried(grouped, one.config)
-        counts = one.family.splits(grouped, config, self.gpu) if domain.operand else (1,)
-        called = (one.family.called(grouped, config, count) for count in counts)
-        is_legal = any(one.family.accepts(grouped, config, self.gpu) for config in called)
+        problem = domain.problem_for(one.config)
+        config = family.carried(problem, one.config)
+        counts = family.splits(problem, config, self.gpu) if splits is None else splits
+        called = (family.called(problem, config, count) for count in counts)
+        is_legal = any(family.accepts(problem, config, self.gpu) for config in called)
         return replace(one, config=config) if is_legal else None
 
     def select(self, problem: Problem, gpu: Gpu | None = None) -> Selection | None:
@@ -470,28 +441,29 @@ class Portfolio:
             the problem.
         """
         models = self.models_of(Domain.of(problem))
-        if models is None or not isinstance(problem, AttentionProblem):
+        if models is None:
             return None
         target = gpu or self.gpu
         own, vendors, is_near = models.estimates(problem, target)
         known = {
-            str(config["kernel"]): (estimate.us, config)
+            str(config["kernel"]): (estimate[1], config)
             for estimate in vendors
             if (config := models.config(problem, estimate, target)) is not None
         }
         vendor_us, vendor = math.inf, None
         if known:
             vendor_us, vendor = known[preferred({name: us for name, (us, _) in known.items()})]
-        bound = vendor_us / (1 + models.margin)
 
         def ranked(bound: float = math.inf) -> Iterator[tuple[float, Config]]:
             for estimate in own:
-                if estimate.us > bound:
+                cautious_us, us, *_ = estimate
+                if cautious_us > bound:
                     return
                 if (config := models.config(problem, estimate, target)) is not None:
-                    yield estimate.us, config
+                    yield us, config
 
-        faster = partial(ranked, bound)
+        is_trusted = is_near or vendor is None or models.domain.reaches_far
+        faster = partial(ranked, vendor_us if is_trusted else 0.0)
         best = next(faster(), None)
         if best is not None:
             chosen_us, chosen = best
@@ -535,9 +507,10 @@ class Portfolio:
         if data.get("version") != VERSION:
             raise ConfigError(f"version {data.get('version')!r} is not known (allowed: {VERSION})")
         try:
-            if data["op"] != AttentionProblem.op:
-                raise ConfigError(f"op {data['op']!r} has no portfolio (allowed: attention)")
-            models = [_models_from(row) for row in data["domains"]]
+            if data["op"] not in DOMAINS:
+                allowed = ", ".join(DOMAINS)
+                raise ConfigError(f"op {data['op']!r} has no portfolio (allowed: {allowed})")
+            models = [_models_from(DOMAINS[data["op"]], row) for row in data["domains"]]
             gpu = Gpu(**document.checked(Gpu, data["gpu"]))
             origin = {str(name): list(map(str, values)) for name, values in data["origin"].items()}
             return cls(data["op"], gpu, {each.domain: each for each in models}, origin)
@@ -590,11 +563,11 @@ def _models_json(models: DomainModels) -> dict[str, Any]:
         "regime": models.regime.key,
         "margin": models.margin,
         "regret": asdict(models.regret),
-        "candidates": [_candidate_json(candidate) for candidate in models.candidates],
+        "candidates": [_candidate_json(models.domain, one) for one in models.candidates],
     }
 
 
-def _candidate_json(candidate: Candidate) -> dict[str, Any]:
+def _candidate_json(domain: AnyDomain, candidate: Candidate) -> dict[str, Any]:
     rates = {term: float(f"{us:.{_DIGITS}g}") for term, us in candidate.rates.items() if us}
     return {
         **candidate.config.to_json(),
@@ -602,30 +575,30 @@ def _candidate_json(candidate: Candidate) -> dict[str, Any]:
         "points": candidate.points,
         "median_error": round(candidate.median_error, 4),
         "p90_error": round(candidate.p90_error, 4),
-        "spread": candidate.spread._asdict(),
+        "spread": dict(zip(domain.axes, candidate.spread.bounds, strict=True)),
     }
 
 
-def _models_from(row: Mapping[str, Any]) -> DomainModels:
-    domain, margin = Domain(**row["domain"]), _number(row["margin"])
+def _models_from(kind: type[AnyDomain], row: Mapping[str, Any]) -> DomainModels:
+    domain, margin = kind(**row["domain"]), _number(row["margin"])
     return DomainModels(
         domain,
         Regime.parse(row["regime"]),
-        [_candidate_from(one) for one in row["candidates"]],
+        [_candidate_from(kind, one) for one in row["candidates"]],
         margin,
         Regret(**document.checked(Regret, row["regret"])),
     )
 
 
-def _candidate_from(row: Mapping[str, Any]) -> Candidate:
+def _candidate_from(kind: type[AnyDomain], row: Mapping[str, Any]) -> Candidate:
     config = Config.from_json({"family": row["family"], "params": row["params"]})
     family = families().get(config.family)
     rates = {str(term): _number(us) for term, us in row["rates"].items()}
     if family is not None and (unknown := set(rates) - set(family.work_terms)):
         raise ConfigError(f"{config.family} counts no '{sorted(unknown)[0]}'")
     errors = _number(row["median_error"]), _number(row["p90_error"])
-    spread = {name: (int(low), int(high)) for name, (low, high) in row["spread"].items()}
-    return Candidate(config, rates, int(row["points"]), *errors, Spread(**spread))
+    bounds = tuple((int(low), int(high)) for low, high in (row["spread"][x] for x in kind.axes))
+    return Candidate(config, rates, int(row["points"]), *errors, Spread(bounds))
 
 
 def _number(value: Any) -> float:

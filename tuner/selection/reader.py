@@ -1,8 +1,8 @@
 """The read path: what is decided for a problem, from the user's store, then from what ships.
 
-A problem that nobody tuned is answered from the nearest tuned one, where the rule of
-`tuner.selection.nearest` allows it, else by a shipped rule (`tuner.selection.rule`), which names a
-configuration and its measured regret and is never launched.
+A problem that nobody tuned is answered by a shipped portfolio (`tuner.selection.portfolio`), which
+names a configuration, its expected time and its regret. Where no portfolio knows such problems, the
+nearest tuned one answers, as far as `tuner.selection.nearest` allows it.
 
 Needs the standard library only. A dict stands in front of SQLite; it is good as long as
 ``PRAGMA data_version`` and the file itself stay the same (under write-ahead logging the file's
@@ -17,7 +17,7 @@ import threading
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -130,20 +130,21 @@ def lookup(
     allow_other_gpu: bool = False,
     environment: Environment | None = None,
     among: Sequence[Entry] | None = None,
-    with_rules: bool = True,
+    with_portfolio: bool = True,
     with_nearest: bool = True,
 ) -> Answer | None:
     """What is decided for `problem`, or None.
 
     A measured decision comes before a replayed and a predicted one; of equals the user's store
-    comes before what ships with the package. Where nothing is measured for the problem itself, the
-    nearest measured one may lend its configs (`tuner.selection.nearest`; `Answer.kind` says so);
-    that comes before what is not measured, and before another GPU. Who names no regime is answered
-    in the order of `Regime.choices`: a decision timed in a stream comes before a chained one of the
-    same inputs, which serves until it is replaced; where the operation's usual inputs have no
-    measurement of the problem itself, those in the other state answer: decoding is tuned with cold
-    caches, say, and served whatever state they are in. Where nothing at all is known, a shipped
-    portfolio selects, of products a shipped rule: the answer is predicted, and tells its regret.
+    comes before what ships with the package. Who names no regime is answered in the order of
+    `Regime.choices`: a decision timed in a stream comes before a chained one of the same inputs,
+    which serves until it is replaced; where the operation's usual inputs have no measurement of the
+    problem itself, those in the other state answer: decoding is tuned with cold caches, say, and
+    served whatever state they are in. Where nothing is measured for the problem itself, a shipped
+    portfolio selects: the answer is predicted, and tells its regret. Of problems without a
+    portfolio the nearest measured one may lend its configs (`tuner.selection.nearest`;
+    `Answer.kind` says so). Both come before what is predicted for the problem, and before another
+    GPU; what is lent comes before a replay, too.
 
     Args:
         problem: what is asked, or the text of an attention shape, as ``S=1024,D=64``.
@@ -156,7 +157,7 @@ def lookup(
         environment: the caller's; an answer from another one notes what differs.
         among: choose from these in place of a file's, as from a store that is not SQLite; they
             lend nothing, for they do not tell what passed elsewhere.
-        with_rules: False: ask no portfolio and no rule, for a caller that launches the answer.
+        with_portfolio: False: ask no portfolio, for a caller that launches the answer.
         with_nearest: False: only what is decided for the problem itself.
 
     Raises:
@@ -174,18 +175,15 @@ def lookup(
     asked = gpu or DEFAULT_GPU
     if among is None:
         path = path or store_file()
-    answer: Answer | None = None
-    for one in regimes:
-        if not (rank := _rank(answer)):
-            break
-        # The nearest is of rank 1 itself.
-        lends = with_nearest and rank > 1
-        found = _known(problem, asked.identity, one, path, allow_other_gpu, among, lends)
-        if found is not None and _rank(found) < rank:
-            note = f"timed {one}: nothing better is known {regimes[0]}"
-            answer = found if one == regimes[0] else noted(found, note)
-    if answer is None and with_rules:
-        answer = _ruled(problem, asked, regimes, allow_other_gpu)
+    known = partial(_best, problem, asked.identity, regimes, path, allow_other_gpu, among)
+    answer = known(with_nearest=False)
+    selected = None
+    if with_portfolio and _is_open(answer):
+        selected = _selected(problem, asked, regimes, allow_other_gpu and answer is None)
+    if selected is not None:
+        answer = selected
+    elif with_nearest and _rank(answer):
+        answer = known(with_nearest=True)
     if answer is None:
         return None
     if gpu is None:
@@ -198,6 +196,37 @@ def lookup(
         note = f"{answer.entry.provenance} in another environment ({'; '.join(differing)})"
         answer = replace(noted(answer, note), exact=False)
     return answer
+
+
+def _best(
+    problem: Problem,
+    identity: str,
+    regimes: Sequence[Regime],
+    path: Path | None,
+    allow_other_gpu: bool,
+    among: Sequence[Entry] | None,
+    *,
+    with_nearest: bool,
+) -> Answer | None:
+    """What is decided, under the first of the regimes that knows the problem best."""
+    answer: Answer | None = None
+    for one in regimes:
+        if not (rank := _rank(answer)):
+            break
+        # The nearest is of rank 1 itself.
+        lends = with_nearest and rank > 1
+        found = _known(problem, identity, one, path, allow_other_gpu, among, lends)
+        if found is not None and _rank(found) < rank:
+            note = f"timed {one}: nothing better is known {regimes[0]}"
+            answer = found if one == regimes[0] else noted(found, note)
+    return answer
+
+
+def _is_open(answer: Answer | None) -> bool:
+    """Whether a portfolio's choice is better than what is decided for the problem itself."""
+    if answer is None or not answer.exact:
+        return True
+    return answer.entry.provenance is Provenance.PREDICTED
 
 
 def _known(
@@ -313,38 +342,6 @@ def find_gpu(name: str, known: Iterable[Gpu] = ()) -> Gpu:
         return gpu_by_name(name)
     except ConfigError as exc:
         raise ConfigError(f"{exc}; in the store: {', '.join(stored) or 'none'}") from exc
-
-
-def _ruled(
-    problem: Problem, gpu: Gpu, regimes: Sequence[Regime], allow_other_gpu: bool
-) -> Answer | None:
-    """What a shipped portfolio selects, else what a shipped rule says; None where there is neither,
-    or none of its configs is legal. Of two regimes' rules the one that was made from nearer
-    problems, of equals the first.
-    """
-    from tuner.selection import rule
-
-    selected = _selected(problem, gpu, regimes, allow_other_gpu)
-    if selected is not None:
-        return selected
-    matching = [r for r in rule.shipped() if r.op == problem.op and r.regime in regimes]
-    own = [r for r in matching if r.gpu.identity == gpu.identity]
-    others = [r for r in matching if r.gpu.compute_capability == gpu.compute_capability]
-    chosen = own or (others if allow_other_gpu else [])
-    for one in sorted(chosen, key=lambda r: (r.away(problem)[0], regimes.index(r.regime))):
-        choice = one.answer(problem, gpu)
-        if choice is not None:
-            notes = [f"by a rule ({choice.kind}: {choice.source})"]
-            if one.regime != regimes[0]:
-                notes.append(f"timed {one.regime}: the rule of {regimes[0]} knows nothing nearer")
-            if one.gpu.identity != gpu.identity:
-                notes.append(f"made on {one.gpu.name}, not on {gpu.name}: another GPU was allowed")
-            config = Measurement(
-                problem, choice.config, gpu, one.regime, Status.OK, Provenance.PREDICTED
-            )
-            entry = Entry.of([config], origin=SHIPPED)
-            return Answer(entry, False, (*notes, *choice.doubts, SHIPPED), ruled=choice)
-    return None
 
 
 def _of_any_length(problem: AttentionProblem) -> str:

@@ -12,7 +12,6 @@ from tuner.store.entry import PROVENANCES, Entry
 
 if TYPE_CHECKING:
     from tuner.selection.portfolio import Selection
-    from tuner.selection.rule import Choice
 
 
 @dataclass(frozen=True)
@@ -20,8 +19,8 @@ class Answer:
     """What `lookup` found."""
 
     entry: Entry
-    """Of the problem itself, or of the nearest one that was tuned; by a portfolio or a rule
-    one without a time (`kind`)."""
+    """Of the problem itself, or of the nearest one that was tuned; by a portfolio one without a
+    time (`kind`)."""
     exact: bool
     """False when the entry is of another problem, of another GPU, or of another environment than
     the caller's."""
@@ -31,24 +30,19 @@ class Answer:
     lent: tuple[Measurement, ...] = ()
     """Of the nearest problem's own configs those that may serve the one asked for, best first;
     empty where the entry is the problem's own."""
-    ruled: Choice | None = None
-    """What a rule says, and its regret, where nothing else is known."""
-
     selected: Selection | None = None
     """What a portfolio selects, and why, where nothing was measured."""
 
     @property
     def is_predicted(self) -> bool:
-        """Whether a portfolio or a rule chose it: it has no measured time."""
-        return self.ruled is not None or self.selected is not None
+        """Whether a portfolio chose it: it has no measured time."""
+        return self.selected is not None
 
     @property
     def kind(self) -> str:
-        """``exact``, ``nearest``, ``portfolio`` or ``rule``."""
+        """``exact``, ``nearest`` or ``portfolio``."""
         if self.selected is not None:
             return "portfolio"
-        if self.ruled is not None:
-            return "rule"
         return "nearest" if self.lent else "exact"
 
     @property

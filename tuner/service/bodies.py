@@ -20,7 +20,7 @@ from tuner.store.jobs import MOST_PRIORITY
 MAX_BATCH = 1000
 MAX_PROBLEMS = 10_000
 
-Op = Literal["attention", "gemm", "grouped_gemm", "softmax", "swiglu"]
+Op = Literal["attention", "attention_backward", "gemm", "grouped_gemm", "softmax", "swiglu"]
 Launch = Literal["stream", "chained", "eager", "graph"]
 """`graph` is the earlier name of `chained`."""
 L2 = Literal["warm", "cold"]

@@ -106,7 +106,7 @@ class Table:
             regime=regimes,
             allow_other_gpu=question.allow_other_gpu,
             among=[e for r in regimes for e in self.index.get((problem, r), [])],
-            with_rules=False,  # what ships answers wherever it is installed
+            with_portfolio=False,  # what ships answers wherever it is installed
         )
         if answer is None:
             return b"null"

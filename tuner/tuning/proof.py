@@ -204,6 +204,7 @@ class Prover:
             seed=int(hashlib.sha256(text.encode()).hexdigest()[:12], 16),
             reference=reference,
             candidates=[(trial.config, artifacts)],
+            strides=trial.strides,
         )
         return self._worker.measure(ask)[0]
 

@@ -127,15 +127,16 @@ def draw(problem: Problem, gpu: Gpu, how: Draw, catalogue: Catalogue = families_
     return Sample(problem, tuple(drawn), counts)
 
 
-def pooled(gpu: Gpu, portfolio: Portfolio | None) -> list[Sample]:
+def pooled(op: str, gpu: Gpu, portfolio: Portfolio | None) -> list[Sample]:
     """The kernels that a portfolio may be made of, and PyTorch's, at problems of public models.
 
     Args:
+        op: operation.
         gpu: where.
-        portfolio: the one that ships for the GPU, if one does.
+        portfolio: the one that ships for it and the GPU, if one does.
     """
     found = []
-    for domain, problems in pool.problems().items():
+    for domain, problems in pool.problems(op).items():
         for problem, groups in pool.sample(domain, problems, gpu, portfolio).items():
             spaces: dict[str, tuple[int, int]] = {}
             for group in groups:

@@ -1,24 +1,30 @@
 """Problems that a kernel is proven on: drawn by a seed from all of its domain, edges planted.
 
 Sizes, strides and counts of heads are arguments of a launch, so a kernel's domain is all of them.
-Each *axis* has values that errors hide at: one query, one key, lengths beside a tile's edge, head
-dimensions below the compiled one, odd counts of heads, every legal ratio of heads, the most splits.
-Each value is in one trial at least; the others are drawn. A trial is bounded in memory and time.
+Each *axis* has values that errors hide at. Of attention: one query, one key, lengths beside a
+tile's edge, head dimensions below the compiled one, odd counts of heads, every legal ratio of
+heads, the most splits. Of products: one row, extents beside a tile's edge, odd multiples of the
+alignment, a vocabulary's columns, rows that lie apart. Each value is in one trial at least; the
+others are drawn. A trial is bounded in memory and time.
 """
 
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 from tuner.config import Config, Value
-from tuner.families.base import Family
+from tuner.families import product_work
+from tuner.families.base import Family, Strides
+from tuner.families.gemv import MOST_ROWS
 from tuner.hardware import Gpu
-from tuner.problem import LAYOUTS, AttentionProblem
+from tuner.problem import LAYOUTS, AttentionProblem, Problem, SwigluProblem
 from tuner.problem.attention import MAX_HEAD_DIM, Axes
+from tuner.problem.swiglu import STEP as SWIGLU_STEP
 from tuner.selection.kernels import Target
 
 MAX_FLOPS = 1 << 32
@@ -41,6 +47,14 @@ _OF_RANGE = (1, 2, 3, 7, 16, 17, 64)
 _SOFTCAPS = (50.0, 5.0)
 #: Longest planted sequence of keys.
 _LONG = 16384 + 1
+#: Elements of 16 bits of which a product's rows are whole multiples.
+_ALIGNED = 8
+MAX_EXTENT = 8192
+"""Of a drawn product's columns and depth; planted ones may be longer."""
+#: Columns of a public model's logits, and a depth beyond every pipeline.
+_VOCABULARY, _DEEP = 128256, 16384 + 8
+#: Elements that lie between the rows of A, and of the weights.
+_APART = ((0, 0), (8, 0), (0, 8), (72, 1024))
 
 Fact = tuple[str, Hashable]
 """An axis and a value there."""
@@ -50,14 +64,46 @@ Fact = tuple[str, Hashable]
 class Trial:
     """One problem, the config that a kernel is called with, and the optional output."""
 
-    problem: AttentionProblem
+    problem: Problem
     config: Config
-    with_lse: bool
-    """The log-sum-exp is wanted."""
+    with_lse: bool = False
+    """The log-sum-exp of attention is wanted."""
+    apart: tuple[int, int] = (0, 0)
+    """Elements between the rows of a product's A, and between those of its weights."""
+
+    @property
+    def strides(self) -> Strides:
+        """Of the tensors that lie otherwise than the problem's."""
+        found = {}
+        for operand, apart in zip(self.problem.operands, self.apart, strict=False):
+            if apart:
+                row = sorted(operand.strides)[1]
+                found[operand.name] = tuple(
+                    row + apart if stride == row else stride for stride in operand.strides
+                )
+        return found
 
     def facts(self, family: Family, gpu: Gpu) -> set[Fact]:
         """The value on each axis."""
-        problem, config = self.problem, self.config
+        if isinstance(self.problem, AttentionProblem):
+            return self._attention_facts(self.problem, family, gpu)
+        return self._product_facts(self.problem, family, gpu)
+
+    def _product_facts(self, problem: Any, family: Family, gpu: Gpu) -> set[Fact]:
+        sizes = product_work.Sizes.of(problem)
+        tile_m, tile_n, _ = tile_of(family.tiling(self.config))
+        tiles = -(-sizes.m // tile_m) * -(-sizes.n // tile_n)
+        return {
+            ("m", problem.m),
+            ("n", problem.n),
+            ("k", problem.k),
+            ("fills_chip", tiles > 2 * gpu.sm_count),
+            ("apart", self.apart),
+            ("schedule", _schedule(family, self.config)),
+        }
+
+    def _attention_facts(self, problem: AttentionProblem, family: Family, gpu: Gpu) -> set[Fact]:
+        config = self.config
         longer = problem.seqlen_q - problem.seqlen_kv
         tiling = family.tiling(config)
         tiles = -(-problem.seqlen_q * tiling.packed // tiling.rows) * problem.batch
@@ -80,7 +126,9 @@ class Trial:
     def label(self) -> str:
         """Short text for people."""
         runtime = ",".join(f"{k}={v}" for k, v in sorted(self.config.params.items()))
-        return f"{self.problem.label()} with {runtime}{' and log-sum-exp' * self.with_lse}"
+        more = " and log-sum-exp" * self.with_lse
+        more += f", rows {self.apart} apart" if any(self.apart) else ""
+        return f"{self.problem.label()} with {runtime}{more}"
 
 
 def trials(target: Target, gpu: Gpu, count: int, seed: int) -> list[Trial]:
@@ -93,7 +141,8 @@ def trials(target: Target, gpu: Gpu, count: int, seed: int) -> list[Trial]:
         seed: equal seeds draw equal trials.
     """
     # Equal for both types: what fails in one is looked at in the other.
-    draw = _Draw(target, gpu, random.Random(f"{seed}:{target.config.digest}"))
+    kind = _AttentionDraw if target.problem.op == AttentionProblem.op else _ProductDraw
+    draw: _Draw = kind(target, gpu, random.Random(f"{seed}:{target.config.digest}"))
     found: dict[Trial, None] = {}
     seen: set[Fact] = set()
     for name, values in draw.axes.items():
@@ -109,8 +158,10 @@ def trials(target: Target, gpu: Gpu, count: int, seed: int) -> list[Trial]:
     return list(found)
 
 
-class _Draw:
+class _Draw(ABC):
     """Draws trials of one kernel."""
+
+    axes: Mapping[str, Sequence[Any]]
 
     def __init__(self, target: Target, gpu: Gpu, rng: random.Random) -> None:
         self._target, self._gpu, self._rng = target, gpu, rng
@@ -118,13 +169,56 @@ class _Draw:
         names = family.runtime_parameters
         compiled = {k: v for k, v in target.config.params.items() if k not in names}
         self._compiled = Config(target.config.family, compiled, target.config.stages)
+
+    def one(self, planted: Mapping[str, Any]) -> Trial | None:
+        """A trial with given values on some axes; None where none was found."""
+        for _ in range(_ATTEMPTS):
+            values = {**{name: self._value(name) for name in self.axes}, **planted}
+            if (trial := self._trial(values, planted)) is not None:
+                return trial
+        return None
+
+    @abstractmethod
+    def _value(self, name: str) -> Any:
+        """A value of an axis."""
+
+    @abstractmethod
+    def _trial(self, values: Mapping[str, Any], planted: Mapping[str, Any]) -> Trial | None:
+        """A trial of these values; None where they do not go together."""
+
+    def _config(self, problem: Problem, schedule: Sequence[tuple[str, Value]]) -> Config | None:
+        """The kernel's config for a problem; None where it is another kernel's, or not legal."""
+        family, config = self._family, self._carried(problem)
+        if config is None:
+            return None
+        config = Config(config.family, {**config.params, **dict(schedule)}, config.stages)
+        if family.violations(problem, config, self._gpu):
+            return None
+        return config if family.kernels(problem, config) == self._target.kernels else None
+
+    def _carried(self, problem: Problem) -> Config | None:
+        """The compiled kernel as it is called for a problem, without run-time parameters."""
+        found = self._family.scheduled(problem, self._compiled, self._gpu)
+        names = self._family.runtime_parameters
+        for config in found:
+            params = {name: value for name, value in config.params.items() if name not in names}
+            return Config(config.family, params, config.stages)
+        return None
+
+
+class _AttentionDraw(_Draw):
+    def __init__(self, target: Target, gpu: Gpu, rng: random.Random) -> None:
+        super().__init__(target, gpu, rng)
+        family = self._family
+        assert isinstance(target.problem, AttentionProblem)
+        self._usual = target.problem
         tiling = family.tiling(target.config)
         self._packed = tiling.packed
         queries = max(1, tiling.rows // tiling.packed)
         heads = list(dict.fromkeys(self._heads()))
         heads_q, heads_kv = heads[0]
         usual = replace(target.problem, heads_q=heads_q, heads_kv=heads_kv)
-        self.axes: Mapping[str, Sequence[Any]] = {
+        self.axes = {
             "head_dim": [d for d in range(8, MAX_HEAD_DIM + 1, 8) if self._holds(d)],
             "heads": heads,
             "batch": _BATCHES,
@@ -140,21 +234,6 @@ class _Draw:
             "with_lse": (False, True),
         }
 
-    def one(self, planted: Mapping[str, Any]) -> Trial | None:
-        """A trial with given values on some axes; None where none was found."""
-        for _ in range(_ATTEMPTS):
-            values = {**{name: self._value(name) for name in self.axes}, **planted}
-            problem = self._problem(values, planted)
-            if problem is None or not _is_small(problem, values["schedule"]):
-                continue
-            rows = problem.batch * problem.heads_q * problem.seqlen_q
-            if values["with_lse"] and rows > MAX_LSE_ROWS:
-                continue
-            config = self._config(problem, values["schedule"])
-            if config is not None:
-                return Trial(problem, config, values["with_lse"])
-        return None
-
     def _value(self, name: str) -> Any:
         """One of an axis's values half of the time; of sizes anything the other half."""
         if name in ("seqlen_q", "seqlen_kv") and self._rng.random() < 0.5:
@@ -162,6 +241,16 @@ class _Draw:
         if name == "batch" and self._rng.random() < 0.5:
             return self._rng.randint(1, 4)
         return self._rng.choice(self.axes[name])
+
+    def _trial(self, values: Mapping[str, Any], planted: Mapping[str, Any]) -> Trial | None:
+        problem = self._problem(values, planted)
+        if problem is None or not _is_small(problem, values["schedule"]):
+            return None
+        rows = problem.batch * problem.heads_q * problem.seqlen_q
+        if values["with_lse"] and rows > MAX_LSE_ROWS:
+            return None
+        config = self._config(problem, values["schedule"])
+        return None if config is None else Trial(problem, config, values["with_lse"])
 
     def _problem(
         self, values: Mapping[str, Any], planted: Mapping[str, Any]
@@ -179,7 +268,7 @@ class _Draw:
         has_left, has_right = values["window"]
         span = max(seqlen_q, seqlen_kv)
         problem = replace(
-            self._target.problem,
+            self._usual,
             seqlen_q=seqlen_q,
             seqlen_kv=seqlen_kv,
             head_dim=values["head_dim"],
@@ -190,55 +279,104 @@ class _Draw:
             window_left=rng.randrange(span) if has_left else -1,
             window_right=rng.randrange(span) if has_right else -1,
             softcap=values["softcap"],
-            bias=values["operand"] if self._target.problem.bias else "",
-            mask=values["operand"] if self._target.problem.mask else "",
+            bias=values["operand"] if self._usual.bias else "",
+            mask=values["operand"] if self._usual.mask else "",
         )
         drawn = Trial(problem, self._compiled, values["with_lse"]).facts(self._family, self._gpu)
         wanted = {(name, value) for name, value in planted.items() if name != "schedule"}
         return problem if wanted <= drawn else None
 
-    def _config(
-        self, problem: AttentionProblem, schedule: Sequence[tuple[str, Value]]
-    ) -> Config | None:
-        """The kernel's config for a problem; None where it is another kernel's, or not legal."""
-        family, config = self._family, self._carried(problem)
-        if config is None:
-            return None
-        config = Config(config.family, {**config.params, **dict(schedule)}, config.stages)
-        if family.violations(problem, config, self._gpu):
-            return None
-        return config if family.kernels(problem, config) == self._target.kernels else None
-
-    def _carried(self, problem: AttentionProblem) -> Config | None:
-        """The compiled kernel as it is called for a problem, without run-time parameters."""
-        found = self._family.scheduled(problem, self._compiled, self._gpu)
-        names = self._family.runtime_parameters
-        for config in found:
-            params = {name: value for name, value in config.params.items() if name not in names}
-            return Config(config.family, params, config.stages)
-        return None
-
     def _holds(self, head_dim: int) -> bool:
-        problem = replace(self._target.problem, head_dim=head_dim)
+        problem = replace(self._usual, head_dim=head_dim)
         return self._family.kernels(problem, self._target.config) == self._target.kernels
 
     def _heads(self) -> Iterator[tuple[int, int]]:
         ratios = [(n * self._packed * heads, heads) for n in _RATIOS for heads in _KEY_HEADS]
         for heads_q, heads_kv in (*_HEADS, *ratios):
-            problem = replace(self._target.problem, heads_q=heads_q, heads_kv=heads_kv)
+            problem = replace(self._usual, heads_q=heads_q, heads_kv=heads_kv)
             if self._carried(problem) is not None:
                 yield heads_q, heads_kv
 
     def _windows(self) -> Sequence[tuple[bool, bool]]:
         """Which sides a window has."""
-        if not self._target.problem.is_windowed:
+        if not self._usual.is_windowed:
             return ((False, False),)
-        if self._target.problem.is_causal:
+        if self._usual.is_causal:
             return ((True, False),)
         return (True, False), (False, True), (True, True)
 
 
-def _is_small(problem: AttentionProblem, schedule: Sequence[tuple[str, Value]]) -> bool:
+class _ProductDraw(_Draw):
+    def __init__(self, target: Target, gpu: Gpu, rng: random.Random) -> None:
+        super().__init__(target, gpu, rng)
+        family, self._usual = self._family, cast(Any, target.problem)
+        is_gated = isinstance(target.problem, SwigluProblem)
+        self._step = SWIGLU_STEP if is_gated else _ALIGNED
+        tile_m, tile_n, depth = tile_of(family.tiling(target.config))
+        columns = tile_n // 2 if is_gated else tile_n
+        dense = {"a": self._usual.operands[0].strides}
+        launches = family.strided_launches(self._usual, target.config, 1.0, dense)
+        self.axes = {
+            "m": [m for m in _edges(tile_m) if self._holds(m)],
+            "n": [*self._edges(columns), _VOCABULARY],
+            "k": [*self._edges(depth, _ALIGNED), _DEEP],
+            "fills_chip": (False, True),
+            "apart": _APART[:1] if isinstance(launches, str) else _APART,
+            "schedule": [one for one in _schedules(family) if self._config(self._usual, one)],
+        }
+
+    def _edges(self, tile: int, step: int = 0) -> list[int]:
+        """One step, and the extents beside the edges of a tile, in whole steps."""
+        step = step or self._step
+        tile = -(-tile // step) * step
+        near = (tile - step, tile, tile + step, 2 * tile - step, 2 * tile + step, 5 * tile)
+        odd = step * (2 * self._rng.randrange(8, 128) + 1)
+        return sorted({step, odd, *(extent for extent in near if extent > 0)})
+
+    def _holds(self, m: int) -> bool:
+        """Whether it is the kernel for so many rows, and takes them."""
+        problem = replace(self._usual, m=m)
+        if self._family.supports(problem, self._gpu):
+            return False
+        return self._family.kernels(problem, self._target.config) == self._target.kernels
+
+    def _value(self, name: str) -> Any:
+        """One of an axis's values half of the time; of extents anything the other half."""
+        rng = self._rng
+        if name not in ("m", "n", "k") or rng.random() < 0.5:
+            return rng.choice(self.axes[name])
+        if name == "m":
+            return round(2 ** rng.uniform(0, max(self.axes["m"][-1], 1).bit_length() + 1))
+        step = self._step if name == "n" else _ALIGNED
+        return step * round(2 ** rng.uniform(0, (MAX_EXTENT // step).bit_length() - 1))
+
+    def _trial(self, values: Mapping[str, Any], planted: Mapping[str, Any]) -> Trial | None:
+        m, n, k = values["m"], values["n"], values["k"]
+        problem = replace(self._usual, m=m, n=n, k=k)
+        if not self._holds(m) or not _is_small(problem, values["schedule"]):
+            return None
+        apart_a, apart_b = values["apart"]
+        apart = (0 if m == 1 else apart_a), (0 if n == 1 else apart_b)
+        config = self._config(problem, values["schedule"])
+        if config is None or 2 * (m * apart[0] + n * apart[1]) > MAX_BYTES:
+            return None
+        trial = Trial(problem, config, apart=apart)
+        is_wanted = set(planted.items()) <= trial.facts(self._family, self._gpu)
+        return trial if is_wanted else None
+
+
+def tile_of(tiling: Any) -> tuple[int, int, int]:
+    """Rows of A, columns of the weights, and elements of K that a kernel of products computes at a
+    time.
+    """
+    if isinstance(tiling, product_work.Rows):
+        return MOST_ROWS, tiling.rows, tiling.depth
+    tile = tiling.rows, tiling.columns
+    tile_m, tile_n = tile[::-1] if tiling.is_swapped else tile
+    return tile_m, tile_n, tiling.depth
+
+
+def _is_small(problem: Problem, schedule: Sequence[tuple[str, Value]]) -> bool:
     splits = int(dict(schedule).get("splits", 1))
     partial = 4 * splits * problem.output.elements if splits > 1 else 0
     operands = sum(operand.bytes for operand in problem.operands)

@@ -29,6 +29,7 @@ from tuner.hardware import (
     Gpu,
 )
 from tuner.problem import DTYPE_BYTES, E4M3, AttentionProblem, Problem
+from tuner.problem.attention import PAGE_MULTIPLE
 
 #: Text that the template takes, by variable.
 WORDS = {"dtype": ("float16", "bfloat16", E4M3), "mask_operand": ("bool", "additive")}
@@ -46,6 +47,12 @@ REGISTERS: Mapping[tuple[int, int], tuple[int, int]] = {
     (3, 2): (32, 72),
     (4, 1): (32, 112),
     (4, 2): (32, 48),
+}
+#: The same of paged caches, whose producer is a whole warp with the places of its copies.
+PAGED_REGISTERS: Mapping[tuple[int, int], tuple[int, int]] = {
+    **REGISTERS,
+    (1, 2): (56, 200),
+    (2, 1): (40, 232),
 }
 #: Registers a thread needs at its launch beside the accumulators of one WGMMA: with fewer ptxas
 #: gives up (C7602, which names the sum).
@@ -78,6 +85,8 @@ MOST_CLUSTERED = 16
 CLUSTERED_SHARE = 0.85
 #: Keys of one split: fewer do not pay for the combining kernel.
 LEAST_SPLIT_KEYS = 128
+#: Splits of sequences of unlike lengths, where there are tiles enough without.
+UNLIKE_SPLITS = 8
 #: mbarriers and two tiles' coordinates at the end of the shared memory, rounded to the alignment
 #: of the tiles.
 BARRIER_BYTES = 1024
@@ -104,6 +113,7 @@ class FusedAttention(Family):
     cost_constants = cost.CONSTANTS
     runtime_parameters = frozenset({"splits", "pdl", "combine"})
     work_terms = attention_work.TERMS
+    amounts = staticmethod(attention_work.work)
     domains: ClassVar[Mapping[str, Domain]] = {
         "warp_groups": (1, 2, 3, 4),
         "key_groups": (2, 4),
@@ -153,8 +163,10 @@ class FusedAttention(Family):
             found.append("early_exp is for one score buffer, only")
         found += self._sharing(problem, config)
         found += self._packing(problem, config)
-        if problem.is_varlen and splits > 1:
+        if problem.is_varlen and not problem.is_paged and splits > 1:
             found.append(f"splits={splits} is not for variable lengths (allowed: 1)")
+        if problem.is_paged:
+            found += self._paging(problem, config)
         if splits > 1 and config["persistent"]:
             found.append(f"splits={splits} is for one block a tile, not for persistent blocks")
         if ("combine" in config.params) != (splits > 1):
@@ -199,11 +211,25 @@ class FusedAttention(Family):
                 )
         if "stages_output" in config.params:
             packed = config.get("packed_heads", 1)
-            if problem.is_varlen or packed > MOST_STAGED:
+            if problem.is_packed or packed > MOST_STAGED:
                 found.append(
-                    "stages_output is not for variable lengths or more than "
+                    "stages_output is not for variable lengths, paged caches or more than "
                     f"{MOST_STAGED} packed heads"
                 )
+        return found
+
+    @staticmethod
+    def _paging(problem: AttentionProblem, config: Config) -> list[str]:
+        """What is wrong with a config for a paged cache."""
+        found = []
+        if "key_groups" in config.params:
+            found.append("key_groups is not for paged caches")
+        box = math.gcd(problem.page_size, config["tile_n"])
+        if box % PAGE_MULTIPLE:
+            found.append(
+                f"tile_n={config['tile_n']} and page_size={problem.page_size} share no multiple "
+                f"of {PAGE_MULTIPLE}"
+            )
         return found
 
     @staticmethod
@@ -232,7 +258,8 @@ class FusedAttention(Family):
         columns, tile_m = instance(problem.head_dim), _tile_m(config.params)
         rows = tile_m + 2 * config["kv_stages"] * config["tile_n"]
         operands = rows * columns * DTYPE_BYTES[problem.dtype]
-        is_split = not (config["persistent"] or problem.is_varlen)
+        is_split = problem.is_paged or not problem.is_varlen
+        is_split = is_split and not config["persistent"]
         share = 4 * tile_m * (columns + 8 + 1) if is_split and config["warp_groups"] == 1 else 0
         out = 2 * tile_m * columns if config.get("stages_output") else 0
         partners = (config.get("key_groups", 1) - 1) * 8 * tile_m * (columns // 2 + 4)
@@ -275,22 +302,30 @@ class FusedAttention(Family):
         for (groups, sharing, blocks), tile_n, buffers, packed, in_registers in levers:
             tile_m = 64 * groups // sharing
             tiles = -(-problem.seqlen_q * packed // tile_m) * heads // packed
+            is_crowded = tiles > gpu.sm_count
             if rows <= tile_m - 64 or (
-                groups == 1 and shares_sm and (tiles > gpu.sm_count) != (blocks > 1)
+                groups == 1
+                and shares_sm
+                and is_crowded != (blocks > 1)
+                and (is_crowded or not problem.is_paged)
             ):
                 continue
             if sharing > 1 and (tiles > gpu.sm_count or in_registers or buffers > 1):
                 continue
+            if sharing > 1 and problem.is_paged:
+                continue
             ordered = (False, True) if sharing == 1 else (False,)
             for depth, ping_pong, early, (splits, combine), pdl, staged in product(
-                (4, 8) if sharing > 1 else (2, 4) if rows <= 64 else (2,),
+                (4, 8) if sharing > 1 else _depths(problem, rows),
                 ordered if groups > 1 and buffers == 1 else (None,),
                 (0, 50) if buffers == 1 else (None,),
                 _splits(problem, tiles, gpu),
                 (False, True),
                 (False, True),
             ):
-                if staged and splits > 1:  # partial outputs are not staged
+                if staged and (splits > 1 or problem.is_paged):  # partial outputs are not staged
+                    continue
+                if problem.is_paged and blocks > 1 and tiles * splits <= gpu.sm_count:
                     continue
                 params: dict[str, Value] = {
                     "warp_groups": groups,
@@ -319,18 +354,19 @@ class FusedAttention(Family):
 
     def carried(self, problem: Problem, config: Config) -> Config:
         """Without grouped heads there is no `packed_heads`, which is to kernels as 1, and with
-        variable lengths no `stages_output`; a mask operand leaves registers for narrower tiles.
-        Where the queries of a head fill no tile the choice is another: nothing is carried to there.
+        variable lengths or paged caches no `stages_output`; a mask operand leaves registers for
+        narrower tiles. Where the queries of a head fill no tile the choice is another: nothing is
+        carried to there.
         """
         attention = _attention(problem)
         if attention.mask_operand:
             config = _narrowed(attention, config)
         group = attention.heads_q // attention.heads_kv
         params = dict(config.params)
-        if attention.is_varlen:
+        if attention.is_packed:
             params.pop("stages_output", None)
         packed = math.gcd(int(params.pop("packed_heads", 1)), group)
-        if attention.seqlen_q < _tile_m(params):
+        if attention.seqlen_q < _tile_m(params) and not attention.is_paged:
             return config
         return Config(self.name, {**params, "packed_heads": packed} if group > 1 else params)
 
@@ -356,7 +392,11 @@ class FusedAttention(Family):
 
     def kernels(self, problem: Problem, config: Config) -> dict[str, KernelSpec]:
         attention = _attention(problem)
-        producer, consumer = REGISTERS[config["warp_groups"], config["blocks_per_sm"]]
+        producer, consumer = _registers(attention, config)
+        paged: dict[str, Value] = {}
+        if attention.is_paged:
+            rows = math.gcd(attention.page_size, int(config["tile_n"]))
+            paged = {"is_paged": True, "box_rows": rows, "has_sinks": attention.has_sinks}
         return {
             "attention": KernelSpec(
                 "fused_attention.cu.j2",
@@ -376,6 +416,7 @@ class FusedAttention(Family):
                     **_mask_variables(attention),
                     "producer_registers": producer,
                     "consumer_registers": consumer,
+                    **paged,
                 },
                 WORDS,
             )
@@ -413,19 +454,19 @@ class FusedAttention(Family):
         schedule = (config["splits"], int(config["pdl"]), int(clustered))
         window = attention.visible if attention.is_windowed else ()
         cap = (attention.softcap,) if attention.softcap else ()
-        totals = (attention.total_q, attention.total_kv) if attention.is_varlen else ()
-        integers = (*extents, *strides, *schedule, *window, *totals, *masked)
+        rows: tuple[int, ...] = ()
+        if attention.is_paged:
+            key, table = attention.matrices[1], own.get("page_table", (max(attention.pages), 1))
+            rows = (attention.total_q, attention.page_size, key.shape[0], table[0])
+        elif attention.is_varlen:
+            rows = (attention.total_q, attention.total_kv)
+        integers = (*extents, *strides, *schedule, *window, *rows, *masked)
         return [Launch("attention", tensors, integers, (scale, *cap))]
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
         attention = _attention(problem).evened
         head_tile = instance(attention.head_dim)
         return cost.predict_us(attention, config, head_tile, gpu, self.constants)
-
-    def amounts(
-        self, sizes: attention_work.Sizes, tiling: attention_work.Tiling, gpu: Gpu
-    ) -> tuple[float, ...]:
-        return attention_work.work(sizes, tiling, gpu)
 
     def tiling(self, config: Config) -> attention_work.Tiling:
         return attention_work.Tiling(
@@ -452,6 +493,9 @@ class FusedAttention(Family):
         counts = {2**i for i in range(1, max(1, most).bit_length())} | {most}
         return sorted(count for count in counts if count > 1)
 
+    def is_scheduled(self, config: Config) -> bool:
+        return "combine" in config.params or config.get("packed_heads", 1) != 1
+
     def called(self, problem: Problem, config: Config, splits: int) -> Config:
         """To kernels an absent `packed_heads` is 1."""
         attention, params = _attention(problem), {**config.params, "splits": splits}
@@ -461,7 +505,8 @@ class FusedAttention(Family):
 
     def legality_facts(self, problem: Problem) -> Hashable:
         attention = _attention(problem)
-        return attention.dtype, attention.heads_q // attention.heads_kv
+        facts = attention.dtype, attention.heads_q // attention.heads_kv
+        return (*facts, attention.page_size) if attention.is_paged else facts
 
 
 def _spills(problem: AttentionProblem, config: Config) -> bool:
@@ -476,7 +521,7 @@ def _spills(problem: AttentionProblem, config: Config) -> bool:
     if keeps_q and problem.is_causal and head_dim > 96 and groups > 1:
         if not config.get("ping_pong", False) and tile_n != 128:
             return True
-    consumer = REGISTERS[groups, config["blocks_per_sm"]][1]
+    consumer = _registers(problem, config)[1]
     overhead = NARROW_OVERHEAD_REGISTERS if consumer <= 104 else OVERHEAD_REGISTERS
     overhead += WINDOW_REGISTERS if problem.is_windowed and buffers > 1 else 0
     if (operand := problem.mask_operand) is not None:
@@ -484,6 +529,12 @@ def _spills(problem: AttentionProblem, config: Config) -> bool:
     accumulators = buffers * tile_n // 2 + width * tile_n // 8 + head_dim // 2
     accumulators += width * head_dim // 8 if keeps_q else 0
     return bool(accumulators + overhead > consumer)
+
+
+def _registers(problem: AttentionProblem, config: Config) -> tuple[int, int]:
+    """Of a producer's and of a consumer's thread."""
+    table = PAGED_REGISTERS if problem.is_paged else REGISTERS
+    return table[config["warp_groups"], config["blocks_per_sm"]]
 
 
 def _narrowed(problem: AttentionProblem, config: Config) -> Config:
@@ -525,14 +576,23 @@ def _packings(problem: AttentionProblem) -> tuple[int, ...]:
     return (1, most) if most > 1 else (1,)
 
 
+def _depths(problem: AttentionProblem, rows: int) -> tuple[int, ...]:
+    """Stages of the rings, for `rows` rows of packed queries."""
+    if rows > 64:
+        return (2,)
+    return (2, 3, 4) if problem.is_paged else (2, 4)
+
+
 def _splits(problem: AttentionProblem, tiles: int, gpu: Gpu) -> tuple[tuple[int, str | None], ...]:
     """One, the powers of two by which `tiles` fill an idle chip up to twice, and what fills it
     once and twice as nearly as can be; how combined.
     """
-    if problem.is_windowed or problem.is_varlen:
+    if not problem.is_paged and (problem.is_windowed or problem.is_varlen):
         return ((1, None),)
     once, twice = gpu.sm_count // tiles, 2 * gpu.sm_count // tiles
     most = min(twice, problem.seqlen_kv // LEAST_SPLIT_KEYS)
+    if problem.is_paged and problem.is_varlen:  # the longest must not outlast the others
+        most = max(most, min(UNLIKE_SPLITS, problem.seqlen_kv // LEAST_SPLIT_KEYS))
     counts = {2**i for i in range(1, max(1, most).bit_length())} | {once, twice}
     several = sorted(count for count in counts if 1 < count <= most)
     clustered = [(splits, "cluster") for splits in several if splits <= MOST_CLUSTERED]

@@ -11,11 +11,12 @@ factors a tree of its nodes. Tables and formulas are in `gemm_shape`, the candid
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import ClassVar
 
 from tuner.config import Config, Value
 from tuner.errors import ConfigError
+from tuner.families import product_work
 from tuner.families.base import (
     Domain,
     Family,
@@ -46,12 +47,21 @@ from tuner.hardware import (
     MAX_PORTABLE_CLUSTER,
     MAX_TMA_STRIDE_BYTES,
     SMEM_PER_BLOCK_BYTES,
+    SMEM_PER_SM_BYTES,
+    SMEM_RESERVED_PER_BLOCK_BYTES,
     TMA_ALIGNMENT_BYTES,
     WARP_GROUP,
     WGMMA_K_BYTES,
     Gpu,
 )
-from tuner.problem import ACTIVATIONS, DTYPE_BYTES, E4M3, SCALES, GemmProblem, Problem
+from tuner.problem import (
+    ACTIVATIONS,
+    DTYPE_BYTES,
+    E4M3,
+    EPILOGUE_SCALES,
+    GemmProblem,
+    Problem,
+)
 
 KERNEL = "gemm"
 """Name of the one kernel."""
@@ -67,7 +77,7 @@ WORDS = {
     "kernel_schedule": tuple(CONSUMERS),
     "epilogue_schedule": _EPILOGUES,
     "tile_scheduler": _SCHEDULERS,
-    "scales": ("", *SCALES),
+    "scales": ("", *EPILOGUE_SCALES),
     "bias": ("", "m", "n"),
     "activation": ("", *ACTIVATIONS),
 }
@@ -81,6 +91,11 @@ MAX_TMA_BOX = 256
 #: Blocks of a grid in y and z [CUDA C++ Programming Guide]; only the plain schedule has one block
 #: a tile, the others are persistent.
 MAX_GRID_YZ = 65535
+
+VAST = 1 << 20
+"""Extent below which no count of tiles exceeds a grid's."""
+ALIGNED = TMA_ALIGNMENT_BYTES // 2
+"""Elements of 16 bits of which TMA takes whole multiples."""
 
 #: Parameters that are variables of the template under their own names.
 _COMPILED = (
@@ -96,6 +111,8 @@ class Gemm(Family):
     op = "gemm"
     capabilities = (HOPPER,)
     cost_constants = cost.CONSTANTS
+    work_terms = product_work.TERMS
+    amounts = staticmethod(product_work.work)
     runtime_parameters: ClassVar[frozenset[str]] = frozenset(
         {"raster_order", "max_swizzle_size", "decomposition_mode", "splits", "pdl"}
     )
@@ -125,6 +142,12 @@ class Gemm(Family):
         }
     )
     draws: ClassVar[Mapping[str, tuple[Value, ...]]] = {"stages": (1, 2, 3, 4, 6, 8, 12)}
+
+    def supports(self, problem: Problem, gpu: Gpu) -> str:
+        reason = super().supports(problem, gpu)
+        if not reason and isinstance(problem, GemmProblem) and problem.scales == "block":
+            return f"{self.name} takes factors of operands and of rows, not of blocks"
+        return reason
 
     def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
         problem = _gemm(problem)
@@ -243,6 +266,75 @@ class Gemm(Family):
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
         return cost.predict_us(_gemm(problem), config, gpu, self.constants)
+
+    def tiling(self, config: Config) -> product_work.Tiling:
+        return tiling_of(config)
+
+    def splits(self, problem: Problem, config: Config, gpu: Gpu) -> Sequence[int]:
+        return splits_of(product_work.Sizes.of(_gemm(problem)), config, gpu)
+
+    def is_scheduled(self, config: Config) -> bool:
+        return bool(config.get("decomposition_mode") == "SplitK")
+
+    def called(self, problem: Problem, config: Config, splits: int) -> Config:
+        return split(config, splits)
+
+    def legality_facts(self, problem: Problem) -> Hashable:
+        return legality_facts(_gemm(problem))
+
+
+def tiling_of(config: Config) -> product_work.Tiling:
+    """How a kernel of the family cuts its product. Blocks that share a multiprocessor are those of
+    the plain schedule, as its stages leave room for them.
+    """
+    params, resident = config.params, 1
+    if params["kernel_schedule"] == PLAIN:
+        used = int(config["stages"] * (config["tile_m"] + config["tile_n"]) * config["tile_k"])
+        room = SMEM_PER_SM_BYTES // (2 * used + SMEM_RESERVED_PER_BLOCK_BYTES)
+        resident = max(1, min(cost.MAX_RESIDENT, room))
+    mode, cluster = params.get("decomposition_mode"), config["cluster_m"] * config["cluster_n"]
+    return product_work.Tiling(
+        rows=int(params["tile_m"]),
+        columns=int(params["tile_n"]),
+        depth=int(params["tile_k"]),
+        cluster_rows=int(params["cluster_m"]),
+        cluster_columns=int(params["cluster_n"]),
+        is_swapped=bool(params["swap_ab"]),
+        resident=resident,
+        spared=cost.spared(cluster),
+        swizzle=int(params.get("max_swizzle_size", 1)),
+        along_columns=params.get("raster_order", "AlongN") == "AlongN",
+        splits=product_work.STREAM_K if mode == "StreamK" else int(params.get("splits", 1)),
+    )
+
+
+def splits_of(sizes: product_work.Sizes, config: Config, gpu: Gpu) -> Sequence[int]:
+    """Counts of splits of a kernel that are worth considering: those that fill the chip once."""
+    mode = config.get("decomposition_mode")
+    if mode != "SplitK":
+        return (product_work.STREAM_K,) if mode else (1,)
+    m, n = (sizes.n, sizes.m) if config["swap_ab"] else (sizes.m, sizes.n)
+    tiles = -(-m // config["tile_m"]) * -(-n // config["tile_n"])
+    steps = -(-sizes.k // config["tile_k"])
+    return [
+        count
+        for count in gemm_space.SPLITS
+        if 2 * count <= steps and tiles * (count - 1) < 2 * gpu.sm_count
+    ]
+
+
+def split(config: Config, splits: int) -> Config:
+    """A config with as many splits, where it has any; then two at least."""
+    if config.get("decomposition_mode") != "SplitK":
+        return config
+    return Config(config.family, {**config.params, "splits": max(splits, gemm_space.SPLITS[0])})
+
+
+def legality_facts(problem: GemmProblem) -> Hashable:
+    """Of a plain product without a batch; vast ones may have too many tiles for a grid."""
+    if max(problem.m, problem.n, problem.k) >= VAST:
+        return problem
+    return problem.dtype, problem.n % ALIGNED, problem.k % ALIGNED
 
 
 def _gemm(problem: Problem) -> GemmProblem:

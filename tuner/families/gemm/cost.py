@@ -41,6 +41,8 @@ SMEM_BYTES_PER_CLOCK = 128
 #: Blocks that run at once where they come in clusters of this size, of 132 multiprocessors: a
 #: cluster stays within a GPC of at most 18 (hw_info.hpp of CUTLASS 4.2 models it so).
 CLUSTERED_BLOCKS = {1: 132, 2: 132, 4: 116, 8: 112}
+#: Blocks that share a multiprocessor at most.
+MAX_RESIDENT = 4
 #: Part of the L2 that inputs can keep.
 L2_SHARE = 0.7
 #: Memory bandwidth reached over the data sheet's: 4.3 of 4.8 TB/s measured on one H200. Not fitted:
@@ -103,6 +105,11 @@ def predict_us(
     longest = sum(t**SHARPNESS for t in (compute_us, memory_us, power_us)) ** (1 / SHARPNESS)
     startup_us = constants["startup_clocks"] / gpu.clock_max_mhz
     return float(GRAPH_LAUNCH_US + startup_us * (PDL_SHARE if config.get("pdl") else 1) + longest)
+
+
+def spared(cluster: int) -> float:
+    """Share of the multiprocessors that blocks in clusters of a size leave unused."""
+    return 1 - CLUSTERED_BLOCKS[cluster] / CLUSTERED_BLOCKS[1]
 
 
 def _energy(
@@ -179,7 +186,9 @@ def _busy_cycles(
     if schedule == PLAIN:
         # Blocks that share a multiprocessor hide each other's start and end.
         _, used = smem_bytes(problem, config)
-        shared = max(1, min(4, SMEM_PER_SM_BYTES // (used + SMEM_RESERVED_PER_BLOCK_BYTES)))
+        shared = max(
+            1, min(MAX_RESIDENT, SMEM_PER_SM_BYTES // (used + SMEM_RESERVED_PER_BLOCK_BYTES))
+        )
         alone = constants["startup_clocks"] / 2 + main + epilogue
         together = steps * _step_cycles(problem, config, shared, constants)
         return ceil(tiles / (workers * shared)) * max(alone, shared * max(together, stores))

@@ -88,7 +88,7 @@ _NO_SMEM_TILES = (
     (PINGPONG, 128, 64),
     (PINGPONG, 128, 128),
 )
-_SPLITS = (2, 3, 4, 6, 8)
+SPLITS = (2, 3, 4, 6, 8)
 #: A swap pays where one side is short: tile_m is at least 64, tile_n may be 16. So does hiding the
 #: launch behind the kernel in front: the product takes few microseconds.
 _SHORT_SIDE = 128
@@ -281,6 +281,6 @@ def _decompositions(shape: Shape, config: Config, gpu: Gpu) -> Iterator[dict[str
     # Without a partial wave, or with too little K to divide, it falls back to plain scheduling.
     if tiles % gpu.sm_count and steps > STREAM_K_MIN_STEPS:
         yield {"decomposition_mode": "StreamK"}
-    for splits in _SPLITS:
+    for splits in SPLITS:
         if 2 * splits <= steps and tiles * splits <= _MAX_SPLIT_WAVES * gpu.sm_count:
             yield {"decomposition_mode": "SplitK", "splits": splits}

@@ -9,13 +9,23 @@ where a tile ends within a group) by itself, without shared memory. Everything e
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import ClassVar
 
 from tuner.config import Config
 from tuner.errors import ConfigError
+from tuner.families import product_work
 from tuner.families.base import Domain, Family, KernelSpec, Launch, Ref
-from tuner.families.gemm import KERNEL, Gemm, cost, gemm_launch
+from tuner.families.gemm import (
+    KERNEL,
+    Gemm,
+    cost,
+    gemm_launch,
+    legality_facts,
+    split,
+    splits_of,
+    tiling_of,
+)
 from tuner.families.gemm import space as gemm_space
 from tuner.families.gemm.shape import NO_SMEM
 from tuner.hardware import HOPPER, Gpu
@@ -32,6 +42,8 @@ class GemmSwiglu(Family):
     name = "gemm_swiglu"
     op = SwigluProblem.op
     capabilities = (HOPPER,)
+    work_terms = product_work.TERMS
+    amounts = staticmethod(product_work.work)
     runtime_parameters: ClassVar[frozenset[str]] = Gemm.runtime_parameters
     domains: ClassVar[Mapping[str, Domain]] = {
         **Gemm.domains,
@@ -102,6 +114,21 @@ class GemmSwiglu(Family):
         computes no activation: the one stands for the other until there are measurements.
         """
         return cost.predict_us(product_of(problem), config, gpu, _GEMM.constants)
+
+    def tiling(self, config: Config) -> product_work.Tiling:
+        return tiling_of(config)
+
+    def splits(self, problem: Problem, config: Config, gpu: Gpu) -> Sequence[int]:
+        return splits_of(product_work.Sizes.of(product_of(problem)), config, gpu)
+
+    def is_scheduled(self, config: Config) -> bool:
+        return bool(config.get("decomposition_mode") == "SplitK")
+
+    def called(self, problem: Problem, config: Config, splits: int) -> Config:
+        return split(config, splits)
+
+    def legality_facts(self, problem: Problem) -> Hashable:
+        return legality_facts(product_of(problem))
 
 
 def product_of(problem: Problem) -> GemmProblem:

@@ -219,17 +219,15 @@ def tried(
         warnings.simplefilter("always")
         try:
             with torch.no_grad():
-                out = call(*(empty(o).zero_() for o in problem.operands if not o.is_output))
+                out = call(*(empty(o).zero_() for o in problem.inputs))
             if device == "cuda":
                 torch.cuda.synchronize()
         except FAILURES as exc:
             return _sentence(kernel, exc, [str(warning.message) for warning in said])
-    shape, dtype = tuple(out.shape), str(out.dtype).removeprefix("torch.")
-    if (shape, dtype) != (problem.output.shape, problem.output.dtype):
-        return (
-            f"{kernel} returned {dtype} {shape}, not {problem.output.dtype} {problem.output.shape}"
-        )
-    return call
+    outs = out if isinstance(out, tuple) else (out,)
+    found = ", ".join(f"{str(o.dtype).removeprefix('torch.')} {tuple(o.shape)}" for o in outs)
+    wanted = ", ".join(f"{o.dtype} {o.shape}" for o in problem.outputs)
+    return call if found == wanted else f"{kernel} returned {found}, not {wanted}"
 
 
 def compiled(function: Callable[..., Any], mode: str | None = None) -> Callable[..., Any]:

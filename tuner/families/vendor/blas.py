@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
 from tuner.config import Config
+from tuner.families import product_work
 from tuner.families.vendor import MAX_AUTOTUNE, Vendor, compiled, peers
 from tuner.hardware import DEFAULT_GPU, Gpu
-from tuner.problem import E4M3, GemmProblem, Problem
+from tuner.problem import E4M3, SCALE_BLOCK, GemmProblem, Problem
 
 #: TFLOP/s of a large fp16 product and GB/s of one that reads a matrix once (M = 1), both cuBLAS
 #: on one H200, CUDA 13.0; the first sits at the power limit.
@@ -39,6 +40,8 @@ class VendorBlas(Vendor):
         *(*LIBRARIES, "torch_compile", "addmm", "addmm_activation", "scaled_mm"),
     )
     on_request: ClassVar[tuple[str, ...]] = ("inductor", DEEP_GEMM)
+    work_terms: ClassVar[tuple[str, ...]] = product_work.CLOSED_TERMS
+    amounts = staticmethod(product_work.closed_work)
 
     def found(self) -> tuple[str, ...]:
         return (DEEP_GEMM,) if peers.version(DEEP_GEMM) else ()
@@ -51,12 +54,16 @@ class VendorBlas(Vendor):
             return ""
         if kernel == "scaled_mm" and problem.dtype != E4M3:
             return f"scaled_mm multiplies {E4M3}"
+        if problem.scales == "block" and kernel not in ("scaled_mm", DEEP_GEMM):
+            return f"{kernel} has no product with factors of blocks"
+        if kernel == "scaled_mm" and problem.scales == "block":
+            return _block_refusal(problem)
+        if kernel == DEEP_GEMM:
+            return _deep_gemm_refusal(problem)
         if problem.dtype == E4M3 and kernel not in ("scaled_mm", "inductor"):
             return f"{kernel} does not multiply {E4M3}"
         if kernel == "torch_compile" and not (problem.epilogue or problem.scales):
             return "torch_compile has nothing to fuse: no epilogue"
-        if kernel == DEEP_GEMM:
-            return _deep_gemm_refusal(problem)
         if kernel not in ("addmm", "addmm_activation"):
             return ""
         if problem.batch > 1 or problem.dtype_d != problem.dtype:
@@ -99,6 +106,10 @@ class VendorBlas(Vendor):
 
         return call
 
+    def legality_facts(self, problem: Problem) -> Hashable:
+        """Of problems of a domain all are taken."""
+        return ()
+
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
         """A fixed part, the longer of the products and the bytes at cuBLAS's rates, and for each
         kernel behind it the result read and written once more. 8-bit products are taken for twice
@@ -119,8 +130,11 @@ class VendorBlas(Vendor):
 
 
 def _deep_gemm_refusal(problem: GemmProblem) -> str:
+    if problem.scales == "block":
+        blocks = problem.k % SCALE_BLOCK or problem.n % 64
+        return f"{DEEP_GEMM} takes K in 128s and N in 64s" if blocks else ""
     if problem.dtype != "bfloat16" or problem.scales:
-        return f"{DEEP_GEMM} is called with bf16; its factors are of blocks"
+        return f"{DEEP_GEMM} is called with bf16, or with factors of blocks"
     if problem.batch > 1 or problem.epilogue:
         return f"{DEEP_GEMM} makes one matrix and has no epilogue"
     if (problem.layout_a, problem.layout_b) != ("row", "col"):
@@ -128,19 +142,33 @@ def _deep_gemm_refusal(problem: GemmProblem) -> str:
     return ""
 
 
-def deep_gemm(problem: GemmProblem) -> Callable[[Any, Any], Any] | str:
-    """call(a, b) -> d by DeepGEMM, which compiles its kernel with nvcc in the first call."""
+def _block_refusal(problem: GemmProblem) -> str:
+    """What cuBLASLt's factors of blocks do not take, as torch hands them over."""
+    blocks, cut = divmod(problem.k, SCALE_BLOCK)
+    if cut or blocks % 4 or problem.m % 4:
+        return "scaled_mm with factors of blocks takes K in 512s and M in fours"
+    return ""
+
+
+def deep_gemm(problem: GemmProblem) -> Callable[..., Any] | str:
+    """call(a, b[, scale_a, scale_b]) -> d by DeepGEMM, which compiles its kernel with nvcc in the
+    first call.
+    """
     import torch
 
     module = peers.module_of(DEEP_GEMM)
     if isinstance(module, str):
         return module
-    multiply = getattr(module, "module", module).bf16_gemm_nt
+    library = getattr(module, "module", module)
     dtype = getattr(torch, problem.dtype_d)
 
-    def call(a: Any, b: Any) -> Any:
+    def call(a: Any, b: Any, *factors: Any) -> Any:
         d = torch.empty(problem.output.shape, dtype=dtype, device=a.device)
-        multiply(a[0], b[0].t(), d[0], None)
+        if factors:
+            of_rows = factors[0][:, : problem.m].t()
+            library.fp8_gemm_nt((a[0], of_rows), (b[0].t(), factors[1]), d[0])
+        else:
+            library.bf16_gemm_nt(a[0], b[0].t(), d[0], None)
         return d
 
     return call
@@ -204,6 +232,8 @@ def scaled_mm(problem: GemmProblem) -> Callable[..., Any]:
     import torch
 
     out_dtype = getattr(torch, problem.dtype_d)
+    if problem.scales == "block":
+        return _scaled_by_blocks(problem)
 
     def call(a: Any, b: Any, scale_a: Any, scale_b: Any) -> Any:
         return torch._scaled_mm(
@@ -213,6 +243,24 @@ def scaled_mm(problem: GemmProblem) -> Callable[..., Any]:
             scale_b.view(1, -1),
             out_dtype=out_dtype,
             use_fast_accum=problem.fast_accum,
+        ).unsqueeze(0)
+
+    return call
+
+
+def _scaled_by_blocks(problem: GemmProblem) -> Callable[..., Any]:
+    from torch.nn import functional
+
+    kinds = functional.ScalingType
+
+    def call(a: Any, b: Any, scale_a: Any, scale_b: Any) -> Any:
+        return functional.scaled_mm(
+            a[0],
+            b[0],
+            scale_a[:, : problem.m].t(),
+            kinds.BlockWise1x128,
+            scale_b.t(),
+            kinds.BlockWise128x128,
         ).unsqueeze(0)
 
     return call

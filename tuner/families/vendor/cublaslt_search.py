@@ -45,6 +45,8 @@ class VendorCublasltSearch(ListedVendor):
             return f"{kernel} has no epilogue {problem.epilogue} (allowed: {known})"
         if problem.scales and problem.dtype != E4M3:
             return f"{kernel} takes factors of {E4M3}, not of {problem.dtype}"
+        if problem.scales == "block":
+            return f"{kernel} takes factors of operands and of rows, not of blocks"
         return ""
 
     def version(self) -> int:

@@ -47,6 +47,7 @@ class VendorCudnnPlans(ListedVendor):
         lacking = (
             (f"descale factors of {E4M3} a head", problem.dtype == E4M3),
             ("variable lengths", problem.is_varlen),
+            ("paged cache", problem.is_paged),
             ("soft cap", problem.softcap > 0),
             ("ALiBi of any slopes", problem.is_alibi),
             (

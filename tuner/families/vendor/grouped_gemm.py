@@ -10,7 +10,7 @@ from tuner.config import Config
 from tuner.families.vendor import Vendor
 from tuner.families.vendor.blas import PEAK_TFLOPS, START_US, STREAM_GBS
 from tuner.hardware import DEFAULT_GPU, Gpu
-from tuner.problem import GroupedGemmProblem, Problem
+from tuner.problem import E4M3, GroupedGemmProblem, Problem
 
 
 class VendorGroupedGemm(Vendor):
@@ -26,6 +26,8 @@ class VendorGroupedGemm(Vendor):
         if isinstance(problem, GroupedGemmProblem) and kernel == "grouped_mm":
             # Of other types it is a loop that reads the offsets back to the host.
             return "" if problem.dtype == "bfloat16" else "grouped_mm is a kernel for bf16 alone"
+        if isinstance(problem, GroupedGemmProblem) and problem.dtype == E4M3:
+            return f"{kernel} takes no factors of {E4M3}"
         return ""
 
     def connect(

@@ -80,6 +80,7 @@ class VendorSdpa(Vendor):
     offered: ClassVar[tuple[str, ...]] = (*BACKENDS, "flash3", *VARIANTS, "flash4")
     on_request: ClassVar[tuple[str, ...]] = ("naive", SERVING, *TILES)
     work_terms: ClassVar[tuple[str, ...]] = attention_work.CLOSED_TERMS
+    amounts = staticmethod(attention_work.closed_work)
     options: ClassVar[Mapping[str, Domain]] = {"layout": ("bhsd", "bshd")}
 
     def supports(self, problem: Problem, gpu: Gpu) -> str:
@@ -110,6 +111,8 @@ class VendorSdpa(Vendor):
             return f"{kernel} takes fp16 and bf16, not {E4M3} with descale factors"
         if problem.dtype == E4M3 and problem.heads_q != problem.heads_kv:
             return f"{kernel} takes a factor a KV head of {E4M3}: H and HKV must be equal"
+        if problem.is_paged:
+            return "" if kernel == SERVING else f"{kernel} is not called with paged caches"
         if problem.is_varlen and kernel not in ("flash2", SERVING):
             return f"{kernel} is not called with variable lengths"
         if problem.is_windowed and kernel in ("cudnn", "efficient", *TILES):
@@ -134,8 +137,11 @@ class VendorSdpa(Vendor):
     def connect(self, problem: AttentionProblem, kernel: str, scale: float) -> Attend | str:
         if kernel == SERVING:
             module = peers.module_of(SERVING)
-            return module if isinstance(module, str) else serving_call(module, problem, scale)
-        if problem.is_varlen:
+            if isinstance(module, str):
+                return module
+            made = paged_call if problem.is_paged else serving_call
+            return made(module, problem, scale)
+        if problem.is_varlen and not problem.is_paged:
             return flash2_varlen_call(problem, scale)
         if kernel in BACKENDS:
             call = _backend_call(problem, kernel, scale)
@@ -151,11 +157,6 @@ class VendorSdpa(Vendor):
 
     def environment(self) -> Mapping[str, str]:
         return {**super().environment(), **peers.versions((*PEERS, SERVING))}
-
-    def amounts(
-        self, sizes: attention_work.Sizes, tiling: attention_work.Tiling, gpu: Gpu
-    ) -> tuple[float, ...]:
-        return attention_work.closed_work(sizes, gpu)
 
     def legality_facts(self, problem: Problem) -> Hashable:
         if not isinstance(problem, AttentionProblem):
@@ -347,6 +348,36 @@ def serving_call(module: Any, problem: AttentionProblem, scale: float) -> Attend
         factors = dict(zip(names, others, strict=False))
         tensors = (tensor.transpose(1, 2) for tensor in (query, key, value))
         return module.fwd(*tensors, **made, **factors, **options).transpose(1, 2)
+
+    return call
+
+
+def paged_call(module: Any, problem: AttentionProblem, scale: float) -> Attend:
+    """FlashAttention-3's serving build over a paged cache, with the metadata that a server makes
+    once a step.
+    """
+    window = (-1, -1)
+    if problem.is_windowed:
+        left, right = problem.window_left, problem.window_right
+        window = (left, 0 if problem.is_causal else right)
+    masks = {"causal": problem.is_causal, "window": window, "softcap": problem.softcap}
+    longest = problem.seqlen_q, problem.seqlen_kv
+    made: dict[str, Any] = {}
+
+    def call(
+        query: Any, key: Any, value: Any, table: Any, used: Any, starts: Any, *sinks: Any
+    ) -> Any:
+        if not made:  # in the first call, which `tried` makes outside of any capture
+            sizes = *longest, problem.heads_q, problem.heads_kv, problem.head_dim
+            of_pages = {"cu_seqlens_q": starts, "page_size": problem.page_size}
+            made["metadata"] = module.metadata(used, *sizes, query.dtype, **of_pages, **masks)
+        lengths = {"cu_seqlens_q": starts, "max_seqlen_q": longest[0], "max_seqlen_k": longest[1]}
+        options = {**lengths, **masks, **made, "page_table": table, "seqused_k": used}
+        if sinks:
+            options["sinks"] = sinks[0].to(query.dtype)
+        cache = (tensor.transpose(1, 2) for tensor in (key, value))
+        out = module.fwd(query[0].transpose(0, 1), *cache, scale=scale, **options)
+        return out.transpose(0, 1)[None]
 
     return call
 

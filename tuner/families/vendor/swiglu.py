@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any, ClassVar
 
 from tuner.config import Config
+from tuner.families import product_work
 from tuner.families.vendor import MAX_AUTOTUNE, Vendor, compiled
 from tuner.families.vendor.blas import START_US, STREAM_GBS, VendorBlas
 from tuner.hardware import DEFAULT_GPU, Gpu
@@ -22,6 +23,8 @@ class VendorSwiglu(Vendor):
     op: ClassVar[str] = SwigluProblem.op
     offered: ClassVar[tuple[str, ...]] = ("torch", "torch_compile")
     on_request: ClassVar[tuple[str, ...]] = ("inductor",)
+    work_terms: ClassVar[tuple[str, ...]] = product_work.CLOSED_TERMS
+    amounts = staticmethod(product_work.closed_work)
 
     def handed_over(self, problem: Problem, config: Config) -> Problem:
         if not isinstance(problem, SwigluProblem):
@@ -38,6 +41,10 @@ class VendorSwiglu(Vendor):
         if kernel == "torch":
             return swiglu(problem)
         return compiled(swiglu(problem), MAX_AUTOTUNE if kernel == "inductor" else None)
+
+    def legality_facts(self, problem: Problem) -> Hashable:
+        """Of problems of a domain all are taken."""
+        return ()
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
         """The product as cuBLAS computes it, and twice a kernel of three passes over a half."""

@@ -1,0 +1,289 @@
+"""Gradients of attention by our own kernels and all that the machine has beside them.
+
+``scripts/bench backward`` compiles a few variants of the own kernel for each of 19 shapes and times
+them beside cuDNN, FlashAttention-2 and -3, these deterministic too. The output and the log-sum-exp
+that all read are FlashAttention-2's. Times are medians of rounds in which all take turns in a
+shuffled order, each a CUDA graph of several calls.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tuner.base.output import check_place
+from tuner.bench.results import write_json
+from tuner.compile.artifacts import ArtifactCache, LoadedKernel, load
+from tuner.compile.compiler import Compiler, find_toolchain
+from tuner.config import Config, Value
+from tuner.errors import BenchmarkError, TunerError
+from tuner.families import family
+from tuner.families.base import KernelSpec
+from tuner.hardware import DEFAULT_GPU
+from tuner.problem import AttentionBackwardProblem
+
+_SIZES = (
+    *("B=1,H=16,S=1024,D=64", "B=16,H=16,S=2048,D=64", "B=1,H=8,S=8192,D=64"),
+    *("B=1,H=32,S=1024,D=128", "B=4,H=16,S=2048,D=128", "B=2,H=16,S=8192,D=128"),
+    *("B=1,H=32,S=4096,D=128", "B=4,H=8,S=4096,D=256", "B=2,H=32,HKV=8,S=4096,D=128"),
+)
+SHAPES = (
+    "B=4,H=16,S=4096,D=64,dtype=bf16,layout=bshd",
+    *(f"{size}{mask},dtype=bf16,layout=bshd" for size in _SIZES for mask in ("", ",causal=1")),
+)
+ROUNDS, BURST_US = 20, 2000.0
+VENDORS = ("cudnn", "flash2", "flash3", "flash4")
+BASE: Mapping[str, Value] = {
+    "warp_groups": 2,
+    "tile_m": 64,
+    "stages": 2,
+    "ds_stages": 2,
+    "swap_dq": False,
+    "dq": "bulk",
+    "early_exp": 50,
+    "section_heads": 8,
+    "pdl": True,
+}
+#: Names of the own variants, and what they change; those that are legal for a shape take part.
+VARIANTS: Mapping[str, Mapping[str, Value]] = {
+    "own": {},
+    "own 128": {"tile_m": 128},
+    "own 128 late": {"tile_m": 128, "early_exp": 0},
+    "own 128 early": {"tile_m": 128, "early_exp": 100},
+    "own 128 direct": {"tile_m": 128, "dq": "direct"},
+    "own late": {"early_exp": 0},
+    "own early": {"early_exp": 100},
+    "own direct": {"dq": "direct"},
+    "own direct 3 stages": {"dq": "direct", "stages": 3, "ds_stages": 1},
+    "own one head": {"section_heads": 1},
+    "own all heads": {"section_heads": 1024},
+}
+Calls = dict[str, Callable[[], Any]]
+
+
+def variants(problem: AttentionBackwardProblem) -> dict[str, Config]:
+    """The own configs of a problem by name, legal ones, those added in order among them."""
+    member = family("fused_attention_backward")
+    ordered = replace(problem, is_deterministic=True)
+    found = {}
+    for name, changes in VARIANTS.items():
+        config = Config(member.name, {**BASE, **changes})
+        if not member.violations(problem, config, DEFAULT_GPU):
+            found[name] = config
+        config = Config(member.name, {**BASE, **changes, "dq": "ordered"})
+        is_other = changes.get("dq", "bulk") == "bulk" and "early_exp" not in changes
+        if is_other and not member.violations(ordered, config, DEFAULT_GPU):
+            found[f"{name}, ordered"] = config
+    return found
+
+
+def specs_of(problem: AttentionBackwardProblem) -> dict[str, KernelSpec]:
+    """The kernels of `variants`."""
+    member = family("fused_attention_backward")
+    return {
+        name: next(iter(member.kernels(problem, config).values()))
+        for name, config in variants(problem).items()
+    }
+
+
+def own_call(
+    problem: AttentionBackwardProblem, config: Config, kernel: LoadedKernel, inputs: Sequence[Any]
+) -> Callable[[], Any]:
+    """One call of an own kernel on fixed inputs, into outputs of its own."""
+    import torch
+
+    (launch,) = family(config.family).launches(problem, config, 1 / math.sqrt(problem.head_dim))
+    outs = [
+        torch.empty_strided(o.shape, o.strides, dtype=getattr(torch, o.dtype), device="cuda")
+        for o in problem.outputs
+    ]
+    size = kernel.workspace_bytes(launch.integers)
+    workspace = torch.empty(size, dtype=torch.uint8, device="cuda")
+    names = [operand.name for operand in problem.operands]
+    tensors = dict(zip(names, (*inputs, *outs), strict=True))
+    pointers = [tensors[ref.operand].data_ptr() for ref in launch.tensors]
+    launched = kernel.bind(launch.integers, launch.scalars)
+
+    def call() -> Any:
+        stream = torch.cuda.current_stream().cuda_stream
+        launched(pointers, workspace.data_ptr(), stream)
+        return outs
+
+    return call
+
+
+def forward(problem: AttentionBackwardProblem) -> list[Any]:
+    """Inputs: drawn, and what FlashAttention-2's forward pass leaves."""
+    import torch
+
+    torch.manual_seed(0)
+    query, key, value, grad_out = (
+        torch.empty_strided(
+            o.shape, o.strides, dtype=getattr(torch, o.dtype), device="cuda"
+        ).normal_()
+        for o in problem.inputs
+        if o.name in ("query", "key", "value", "grad_out")
+    )
+    lengths = problem.seqlen_q, problem.seqlen_kv
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        *(t.transpose(1, 2) for t in (query, key, value)),
+        *(None, None, *lengths, 0.0, problem.is_causal, False),
+        scale=1 / math.sqrt(problem.head_dim),
+    )
+    return [query, key, value, out.transpose(1, 2), lse, grad_out]
+
+
+def contenders(
+    problem: AttentionBackwardProblem, kernels: Mapping[KernelSpec, LoadedKernel]
+) -> tuple[Calls, list[str]]:
+    """Calls by name, and what could not take part."""
+    inputs, refused = forward(problem), list[str]()
+    scale = 1 / math.sqrt(problem.head_dim)
+    calls: Calls = {}
+    specs = specs_of(problem)
+    for name, config in variants(problem).items():
+        if specs[name] in kernels:
+            calls[name] = own_call(problem, config, kernels[specs[name]], inputs)
+        else:
+            refused.append(f"{name}: does not compile")
+    for kernel in VENDORS:
+        for is_deterministic in (False, True):
+            name = f"{kernel}, deterministic" if is_deterministic else kernel
+            posed = replace(problem, is_deterministic=is_deterministic)
+            config = Config("sdpa_backward", {"kernel": kernel})
+            call = family("sdpa_backward").vendor_call(posed, config, scale)
+            if isinstance(call, str):
+                refused.append(f"{name}: {call}")
+            else:
+                calls[name] = lambda call=call: call(*inputs)  # type: ignore[misc]
+    return calls, refused
+
+
+def timed(calls: Mapping[str, Callable[[], Any]], estimate_us: float) -> dict[str, float]:
+    """Microseconds a call, the median over rounds."""
+    import torch
+
+    count = max(2, min(20, round(BURST_US / estimate_us)))
+    graphs = {}
+    for name, call in calls.items():
+        call()
+        torch.cuda.synchronize()
+        graphs[name] = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graphs[name]):
+            for _ in range(count):
+                call()
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    order = list(calls)
+    for _ in range(ROUNDS):
+        random.shuffle(order)
+        for name in order:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graphs[name].replay()
+            end.record()
+            end.synchronize()
+            found[name].append(1e3 * start.elapsed_time(end) / count)
+    return {name: statistics.median(times) for name, times in found.items()}
+
+
+def compared(
+    problem: AttentionBackwardProblem, kernels: Mapping[KernelSpec, LoadedKernel]
+) -> dict[str, Any]:
+    """Time of each for one problem, and how far its gradients are from FlashAttention-2's."""
+    import torch
+
+    with torch.no_grad():
+        calls, refused = contenders(problem, kernels)
+        wanted = [t.double() for t in calls["flash2"]()]
+        away = {
+            name: max(
+                float((made.double() - other).norm() / other.norm())
+                for made, other in zip(call(), wanted, strict=True)
+            )
+            for name, call in calls.items()
+        }
+        del wanted
+        estimate = problem.flops / 5e8
+        times = timed(calls, max(30.0, estimate))
+    rows = [
+        {"name": name, "us": us, "tflops": problem.flops / us / 1e6, "away": away[name]}
+        for name, us in sorted(times.items(), key=lambda item: item[1])
+    ]
+    return {"problem": problem.to_json(), "label": problem.label(), "rows": rows, "no": refused}
+
+
+def text(found: dict[str, Any]) -> str:
+    """A problem's lines, the fastest first, and how the own kernels stand."""
+    lines = [found["label"]]
+    lines += [
+        f"  {row['us']:9.2f} us {row['tflops']:6.0f} TFLOP/s  from flash2 {row['away']:.1e}  "
+        f"{row['name']}"
+        for row in found["rows"]
+    ]
+    for mode in ("", "deterministic"):
+        own, other = best(found, True, mode), best(found, False, mode)
+        if own and other:
+            title = f"own {mode} speed".replace("  ", " ")
+            lines.append(f"  {title}: {other['us'] / own['us']:.3f} of {other['name']}")
+    return "\n".join([*lines, *(f"  not measured: {why}" for why in found["no"])])
+
+
+def best(found: Mapping[str, Any], is_own: bool, mode: str) -> dict[str, Any] | None:
+    """The fastest row of the own kernels or of the others.
+
+    Args:
+        found: of `compared`.
+        is_own: of which.
+        mode: ``deterministic`` for those that are; empty for all others.
+    """
+    word = "ordered" if is_own else "deterministic"
+    rows = [row for row in found["rows"] if row["name"].startswith("own") == is_own]
+    alike = [row for row in rows if (word in row["name"]) == bool(mode)]
+    return min(alike, key=lambda row: float(row["us"]), default=None)
+
+
+def built(problems: Sequence[AttentionBackwardProblem]) -> dict[KernelSpec, LoadedKernel]:
+    """The kernels of all problems' variants that compile."""
+    wanted = dict.fromkeys(spec for problem in problems for spec in specs_of(problem).values())
+    kernels = {}
+    with Compiler(find_toolchain(), ArtifactCache()) as compiler:
+        for spec, future in compiler.submit(list(wanted)):
+            try:
+                kernels[spec] = load(future.result())
+            except TunerError as exc:
+                print(f"does not compile: {exc}", flush=True)
+    return kernels
+
+
+def main(argv: Sequence[str]) -> int:
+    """Compare, print, write.
+
+    Raises:
+        ConfigError: when a shape is wrong.
+        BenchmarkError: when torch sees no GPU.
+    """
+    parser = argparse.ArgumentParser(prog="scripts/bench backward", description=__doc__)
+    parser.add_argument("--shape", action="append", default=[], help="as S=1024,D=64,dtype=bf16")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    args = parser.parse_args(argv)
+    check_place(args.json)
+    problems = [AttentionBackwardProblem.parse(shape) for shape in args.shape or SHAPES]
+    import torch
+
+    if not torch.cuda.is_available():
+        raise BenchmarkError(f"torch {torch.__version__} sees no GPU")
+    kernels = built(problems)
+    environment = dict(family("sdpa_backward").environment())
+    every = []
+    for problem in problems:
+        every.append(compared(problem, kernels))
+        print(text(every[-1]), flush=True)
+        if args.json is not None:
+            write_json(args.json, {"environment": environment, "problems": every})
+    return 0

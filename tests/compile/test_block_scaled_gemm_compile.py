@@ -1,0 +1,168 @@
+"""The template of block-scaled products through nvcc, and on emulated threads of a cluster."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from block_scaled_cases import CASES, GROUPED, config, grouped
+from block_scaled_cases import problem as problem_of
+
+from tuner.base import resources
+from tuner.compile.artifacts import load
+from tuner.compile.compiler import Compiler
+from tuner.compile.render import render
+from tuner.config import Config
+from tuner.errors import BenchmarkError
+from tuner.families.block_scaled_gemm import BlockScaledGemm, spec_of
+
+pytestmark = [pytest.mark.compile, pytest.mark.timeout(900)]
+
+FAMILY = BlockScaledGemm()
+ANY = problem_of(1000, 2112, 1152)
+EMULATOR = Path(__file__).parent / "emulator"
+
+
+SPECS = [
+    *(spec_of(chosen, is_grouped=False) for chosen in CASES.values()),
+    *(spec_of(grouped(CASES[name]), is_grouped=True) for name in GROUPED),
+]
+
+
+def test_no_kernel_spills_or_serialises_its_products(compiler: Compiler) -> None:
+    for case, (_, future) in zip((*CASES, *GROUPED), compiler.submit(SPECS), strict=True):
+        artifact = future.result()
+        used = artifact.resources
+        assert used is not None
+        assert (used.spill_store_bytes, used.spill_load_bytes, used.stack_bytes) == (0, 0, 0), case
+        assert not artifact.facts.get("advice"), case
+
+
+def test_the_library_refuses_what_it_would_get_wrong(compiler: Compiler) -> None:
+    [(_, future)] = compiler.submit(SPECS[:1])
+    kernel = load(future.result())
+    (launch,) = FAMILY.launches(ANY, CASES["square"], 1.0)
+    assert kernel.workspace_bytes(launch.integers) == 0
+    for position, value in (
+        (0, 0),
+        (1, 2113),
+        (1, 2**30 + 8),
+        (2, 1160),
+        (3, 1136),
+        (3, 1153),
+        (4, 1153),
+        (5, 2108),
+        (5, 2104),
+        (7, -1),
+        (9, 2**36),
+        (10, 0),
+        (11, 0),
+        (11, 3),
+        (13, 0),
+        (13, 2),
+        (14, -1),
+    ):
+        wrong = [*launch.integers]
+        wrong[position] = value
+        with pytest.raises(BenchmarkError):
+            kernel.workspace_bytes(wrong)
+        with pytest.raises(BenchmarkError):
+            kernel.launch((256, 512, 768, 1024, 1280), wrong, launch.scalars, 0, 0)
+    for tensors in (
+        (264, 512, 768, 1024, 1280),
+        (256, 512, 768, 0, 1280),
+        (256, 512, 768, 1026, 4),
+    ):
+        with pytest.raises(BenchmarkError):
+            kernel.launch(tensors, launch.integers, launch.scalars, 0, 0)
+
+
+#: The product of a warp group is the emulator's.
+_MULTIPLY = re.compile(r"(__device__ __forceinline__ void multiply\(.*?\) \{\n).*?\n\}\n", re.S)
+_PRODUCT = r"\1  emulator::self().products.push_back({d, x, y, adds, kTileY});\n}\n"
+#: M, N, K; tiles of a band, walked along the rows, clusters at once.
+EMULATED = ((130, 72, 1040, 1, True, 1), (300, 392, 1024, 4, False, 2))
+#: The same of groups, and how many.
+EMULATED_GROUPS = ((130, 72, 272, 1, True, 1, 5), (200, 136, 128, 1, False, 3, 70))
+MUTANTS = {
+    "a stage is free before it was read": (
+        "wait_for(ring.empty(stage.index), stage.phase ^ 1);  // the first time round it is",
+        "",
+    ),
+    "a warp does not leave": ("if (lane == 0) arrive(empty);", ""),
+    "a block does not tell its neighbour": ("if (lane < kMulticast)", "if (lane == 0)"),
+    "a block ends before its neighbour": (
+        "  if constexpr (kCluster > 1) cluster_sync();\n}",
+        "}",
+    ),
+    "sums are overwritten while they are read": ("named_barrier(kConsumersMeet, kConsumers);", ""),
+    "a neighbour's rows": ("share_y * kBlock;", "0 * share_y;"),
+    "the tile's first block of columns for all": (
+        "if (shift + granule * kGranule >= i * kBlock) weight",
+        "if (false) weight",
+    ),
+    "the next row's factor": (
+        "factors + lane.first(part) * 4)",
+        "factors + lane.first(part) * 4 + 4)",
+    ),
+}
+
+
+def emulated(
+    chosen: Config,
+    nvcc: Path,
+    folder: Path,
+    mutant: tuple[str, str] = ("", ""),
+    is_grouped: bool = False,
+) -> str:
+    """What an emulated kernel says of its products; empty where they are all right."""
+    text = render(spec_of(chosen, is_grouped=is_grouped), "emulated")
+    device_half = text[: text.index("inline bool aligned(")] + "}  // namespace\n"
+    device_half, products = _MULTIPLY.subn(_PRODUCT, device_half)
+    shared = "extern __shared__ __align__(1024) char shared[];"
+    assert products == 1 and shared in device_half and mutant[0] in device_half
+    device_half = device_half.replace(shared, "char* const shared = nullptr;").replace(*mutant)
+    cases = EMULATED_GROUPS if is_grouped else [(*case, 1) for case in EMULATED]
+    calls = "".join(
+        f"  if (emulated::run({{{', '.join(str(int(value)) for value in case)}}}, 1)) return 1;\n"
+        for case in cases
+    )
+    source, program = folder / "emulated.cpp", folder / "emulated"
+    source.write_text(f'{device_half}#include "block_scaled.h"\nint main() {{\n{calls}}}\n')
+    command = [str(nvcc), "-x", "c++", "-std=c++17", "-O2", "-Xcompiler=-w"]
+    command += [f"-I{folder}" for folder in (EMULATOR, resources.templates())]
+    subprocess.run([*command, "-o", str(program), str(source)], check=True)
+    done = subprocess.run([str(program)], capture_output=True, text=True, timeout=300, check=False)
+    return "" if done.returncode == 0 else (done.stdout + done.stderr).strip() or "it failed"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_emulated_kernel_is_right(compiler: Compiler, case: str, tmp_path: Path) -> None:
+    # As few stages as there are at most two of three blocks under way, that they are used again.
+    few = {**CASES[case].params, "stages": min(3, CASES[case]["stages"])}
+    if CASES[case]["split_k"] > 1 and CASES[case]["tile_m"] > 128:
+        few["stages"] = CASES[case]["stages"]
+    assert emulated(Config(FAMILY.name, few), compiler.toolchain.nvcc, tmp_path) == ""
+
+
+@pytest.mark.parametrize("case", GROUPED)
+def test_an_emulated_kernel_follows_the_groups(
+    compiler: Compiler, case: str, tmp_path: Path
+) -> None:
+    few = Config(FAMILY.name, {**grouped(CASES[case]).params, "stages": 2})
+    assert emulated(few, compiler.toolchain.nvcc, tmp_path, is_grouped=True) == ""
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_the_emulator_finds_what_is_wrong(compiler: Compiler, name: str, tmp_path: Path) -> None:
+    chosen = {
+        "a block does not tell its neighbour": config((128, 128), 2, cluster=(2, 1)),
+        "a block ends before its neighbour": config((128, 64), 2, split_k=2),
+        "sums are overwritten while they are read": config((128, 64), 2, split_k=2),
+        "a neighbour's rows": config((128, 128), 2, cluster=(2, 1)),
+        "the tile's first block of columns for all": config((128, 192), 2),
+    }
+    one = chosen.get(name, CASES["two stages"])
+    assert emulated(one, compiler.toolchain.nvcc, tmp_path, MUTANTS[name])

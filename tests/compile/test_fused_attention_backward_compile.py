@@ -1,0 +1,211 @@
+"""The gradients' template through nvcc; its tiles, masks and order through the host compiler."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tuner.compile.artifacts import load
+from tuner.compile.compiler import Compiler
+from tuner.compile.render import render
+from tuner.compile.toolchain import find_toolchain
+from tuner.config import Config, Value
+from tuner.families.fused_attention_backward import KERNEL, FusedAttentionBackward
+from tuner.hardware import DEFAULT_GPU
+from tuner.problem import AttentionBackwardProblem
+
+pytestmark = [pytest.mark.compile, pytest.mark.timeout(900)]
+
+FAMILY = FusedAttentionBackward()
+LENGTHS = (1, 63, 65, 129, 300)
+SIDES = (-1, 0, 1, 7, 64, 100)
+
+
+def make(**changes: Value) -> Config:
+    params: dict[str, Value] = {
+        "warp_groups": 2,
+        "tile_m": 64,
+        "stages": 2,
+        "ds_stages": 2,
+        "swap_dq": False,
+        "dq": "bulk",
+        "early_exp": 50,
+        "section_heads": 8,
+        "pdl": True,
+    }
+    return Config(FAMILY.name, {**params, **changes})
+
+
+#: Between them every value of every lever that is compiled in.
+KERNELS = [
+    (AttentionBackwardProblem.parse(text), config)
+    for text, config in (
+        ("S=1024,D=128,dtype=bf16", make()),
+        ("B=2,H=8,HKV=2,S=1000,D=64,causal=1", make(tile_m=128, dq="direct", early_exp=0)),
+        (
+            "B=2,H=4,S=1000,D=128,causal=1,dtype=bf16,deterministic=1",
+            make(dq="ordered", ds_stages=1, early_exp=100),
+        ),
+        ("H=4,S=1000,D=96,left=100,right=7", make(stages=3, ds_stages=1)),
+        ("H=4,S=1000,D=64", make(swap_dq=True, tile_m=96)),
+        ("H=4,S=1000,D=40,dtype=bf16", make(warp_groups=1)),
+    )
+]
+SPECS = [FAMILY.kernels(problem, config)[KERNEL] for problem, config in KERNELS]
+
+
+@pytest.mark.parametrize("number", range(len(KERNELS)))
+def test_they_compile_without_spills_or_advice(number: int, compiler: Compiler) -> None:
+    """ptxas advises where it serializes WGMMAs or ignores setmaxnreg: C7504 to C7515."""
+    problem, config = KERNELS[number]
+    assert FAMILY.violations(problem, config, DEFAULT_GPU) == []
+    [(_, future)] = compiler.submit([SPECS[number]])
+    artifact = future.result()
+    used = artifact.resources
+    assert used is not None
+    assert max(used.spill_store_bytes, used.spill_load_bytes) <= 16, config
+    assert artifact.facts["advice"] == [], config
+
+
+def test_workspace_is_the_sums_the_statistics_and_the_counts(compiler: Compiler) -> None:
+    for (problem, config), (_, future) in zip(KERNELS, compiler.submit(SPECS), strict=True):
+        (launch,) = FAMILY.launches(problem, config, 0.125)
+        head_dim = next(d for d in (64, 96, 128) if d >= problem.head_dim)
+        tile_m = int(config["tile_m"])
+        tiles = -(-problem.seqlen_q // tile_m) * problem.batch * problem.heads_q
+        counts = 4 if config["dq"] == "ordered" else 0
+        wanted = tiles * (4 * tile_m * (head_dim + 2) + counts)
+        assert load(future.result()).workspace_bytes(launch.integers) == wanted
+
+
+PREAMBLE = """
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <vector>
+#define CUTE_DEVICE
+#define CUTE_UNROLL
+using std::max;
+using std::min;
+struct Octets { int c, r, j; };
+Octets make_coord(int c, int r, int j) { return {c, r, j}; }
+// The rows of all warp groups, as the accumulators of their threads hold them.
+struct Scores {
+  std::vector<float> at;
+  int columns, thread = 0;
+  Scores(int rows, int columns) : at(rows * columns, 1.f), columns(columns) {}
+  float& operator()(Octets o, int, int) {
+    int const row = (thread - 128) / 32 * 16 + thread % 32 / 4 + 8 * o.r;
+    return at[row * columns + 8 * o.j + thread % 4 * 2 + o.c];
+  }
+};
+"""
+
+#: What a launch does: every block, every head of it, every tile of queries in turn. Each pair that
+#: the mask shows is counted once; queries beyond the last have no probability, whatever the mask
+#: says. Tiles of keys come to each tile of queries in the order that `before` says.
+CHECK = """
+struct Params {
+  int batch, heads, heads_kv, seqlen_q, seqlen_kv, head_dim, m_blocks, n_blocks, section;
+  int left, right;
+};
+@tile@
+@mask@
+bool holds(int queries, int keys, int left, int right, int section) {
+  int const batch = 2, heads_kv = 2, group = 2, heads = heads_kv * group;
+  Params p{batch, heads, heads_kv, queries, keys, 64};
+  p.m_blocks = (queries + kTileM - 1) / kTileM, p.n_blocks = (keys + kTileN - 1) / kTileN;
+  p.section = min(section, batch * heads_kv), p.left = left, p.right = right;
+  std::vector<int> seen(batch * heads * queries * keys), added(batch * heads * p.m_blocks);
+  std::vector<int> tiles(batch * heads_kv * p.n_blocks);
+  for (int index = 0; index < p.n_blocks * batch * heads_kv; ++index) {
+    Tile const t = Tile::at(p, index);
+    if (t.first < 0 || t.first > t.last || t.last > p.m_blocks) return false;
+    ++tiles[(t.batch * heads_kv + t.head_kv) * p.n_blocks + t.n_block];
+    if (t.steps(p) != (t.last - t.first) * group) return false;
+    for (int head = t.head_kv * group; head < (t.head_kv + 1) * group; ++head) {
+      for (int m = t.first; m < t.last; ++m) {
+        int const at = (t.batch * heads + head) * p.m_blocks + m;
+        if (row_tile(p, t.batch, head, m) != at || t.before(p, m) != added[at]++) return false;
+        Scores scores(kTileN, kTileM);
+        if (t.is_masked(p, m)) {
+          for (scores.thread = 128; scores.thread < 128 * (kGroups + 1); ++scores.thread) {
+            mask(scores, p, t, m, scores.thread);
+          }
+        }
+        for (int n = 0; n < kTileN; ++n) {
+          for (int i = 0; i < kTileM; ++i) {
+            int const query = m * kTileM + i, key = t.n_block * kTileN + n;
+            if (query >= queries || scores.at[n * kTileM + i] == 0.f) continue;
+            if (key >= keys) return false;  // beyond the end, and not masked
+            ++seen[((t.batch * heads + head) * queries + query) * keys + key];
+          }
+        }
+      }
+    }
+  }
+  for (int count : tiles) if (count != 1) return false;
+  for (size_t i = 0; i < seen.size(); ++i) {
+    int const key = i % keys, query = i / keys % queries;
+    if (seen[i] != (key >= query - left && key <= query + right)) return false;
+  }
+  return true;
+}
+"""
+
+
+def part(body: str, pattern: str) -> str:
+    found = re.search(pattern, body, re.MULTILINE | re.DOTALL)
+    assert found is not None, pattern
+    return found[0]
+
+
+def source(number: int, problem: AttentionBackwardProblem, config: Config) -> str:
+    """One kernel's tiles and masks in a namespace of its own."""
+    rendered = render(FAMILY.kernels(problem, config)[KERNEL], "x")
+    body = rendered.split("namespace k_x {")[1]
+    constants = re.findall(r"^constexpr (?:int|bool) [^;(]*;", body, re.MULTILINE)
+    tile = part(body, r"^struct Tile \{.*?^\};")
+    row_tile = part(body, r"^CUTE_DEVICE int64_t row_tile\(.*?^\}")
+    mask = part(body, r"^CUTE_DEVICE int first_key\(.*?^\}\n") + part(
+        body, r"^template <class Scores>\nCUTE_DEVICE void mask\(.*?^\}"
+    )
+    checked = CHECK.replace("@tile@", f"{tile}\n{row_tile}").replace("@mask@", mask)
+    return f"namespace k_{number} {{\n" + "\n".join(constants) + f"\n{checked}\n}}\n"
+
+
+def test_each_pair_of_the_mask_is_visited_once_and_in_order(tmp_path: Path) -> None:
+    kernels, calls = [], []
+    shapes = itertools.product((0, 1), (0, 1), (make(), make(tile_m=96), make(warp_groups=1)))
+    for number, (windowed, causal, config) in enumerate(shapes):
+        text = f"S=1024,D=64,causal={causal}" + (",window=9" if windowed else "")
+        kernels.append(source(number, AttentionBackwardProblem.parse(text), config))
+        cases = {}
+        base = AttentionBackwardProblem.parse(f"S=1,D=64,causal={causal}")
+        for queries, keys in itertools.product(LENGTHS, LENGTHS):
+            for left, right in itertools.product(SIDES, (-1,) if causal else SIDES):
+                sizes = {"seqlen_q": queries, "seqlen_kv": keys}
+                one = replace(base, **sizes, window_left=left, window_right=right)
+                if one.is_windowed == windowed and one.is_causal == causal:
+                    cases[queries, keys, *one.visible] = True
+        assert len(cases) >= len(LENGTHS) ** 2
+        rows = ", ".join(f"{{{', '.join(map(str, case))}}}" for case in cases)
+        calls.append(
+            f"  {{ int cases[][4] = {{{rows}}};\n"
+            "    for (auto& c : cases) for (int section : {1, 4})\n"
+            f"      if (!k_{number}::holds(c[0], c[1], c[2], c[3], section))\n"
+            f'        std::printf("{number}: %d queries, %d keys, %d left, %d right, %d\\n", '
+            "c[0], c[1], c[2], c[3], section); }\n"
+        )
+    text = PREAMBLE + "".join(kernels) + "int main() {\n" + "".join(calls) + "}\n"
+    (tmp_path / "tiles.cpp").write_text(text)
+    command = [str(find_toolchain().host_compiler), "-std=c++17", "-O2", "-w"]
+    command += ["-o", str(tmp_path / "tiles"), str(tmp_path / "tiles.cpp")]
+    subprocess.run(command, check=True, timeout=200)
+    done = subprocess.run([str(tmp_path / "tiles")], check=True, capture_output=True, text=True)
+    assert done.stdout == ""

@@ -1,0 +1,291 @@
+"""Our own gradients of attention on the GPU: drawn problems against float64, beside
+FlashAttention-2's error; equal bits; the gate's own reference; the vendors' adapters.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tuner.compile.compiler import Compiler
+from tuner.config import Config, Value
+from tuner.families import family
+from tuner.families.base import KernelSpec
+from tuner.families.fused_attention_backward import instance
+from tuner.hardware import DEFAULT_GPU
+from tuner.measure.device import Device, detect
+from tuner.measure.gate import KINDS, REFERENCE, Gate, scale_of
+from tuner.problem import AttentionBackwardProblem, Operand
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]
+
+CHILD = Path(__file__).with_name("attention_backward_child.py")
+CHILD_S = 120.0
+"""Of one kernel on all its problems, torch's import and float64 references among it."""
+CHILDREN = 4
+"""At a time: most of their time is torch's import."""
+DRAWN, SEED = 128, 0
+MARGIN = 1.2
+"""Largest error over FlashAttention-2's, and over that of rounding alone."""
+SMALL = {"float16": 5e-5, "bfloat16": 4e-4}
+"""Added to the other's error: of few elements it varies."""
+
+BASE: dict[str, Value] = {
+    "warp_groups": 2,
+    "tile_m": 64,
+    "stages": 2,
+    "ds_stages": 2,
+    "swap_dq": False,
+    "dq": "bulk",
+    "early_exp": 50,
+    "section_heads": 8,
+    "pdl": True,
+}
+#: Every lever, once at least; each drawn problem takes the next that is legal for it.
+LEVERS: tuple[dict[str, Value], ...] = (
+    {},
+    {"dq": "ordered"},
+    {"dq": "direct", "section_heads": 1},
+    {"tile_m": 128, "early_exp": 0},
+    {"stages": 3, "ds_stages": 1, "dq": "direct", "pdl": False},
+    {"ds_stages": 1, "early_exp": 100, "dq": "ordered", "section_heads": 2},
+    {"swap_dq": True, "tile_m": 64},
+    {"swap_dq": True, "tile_m": 96},
+    {"warp_groups": 1},
+    {"tile_m": 128, "dq": "ordered", "ds_stages": 1},
+)
+
+
+def draw(rng: random.Random) -> AttentionBackwardProblem:
+    """Any sizes, masks and layouts; more often near the edges of tiles."""
+    head_dim = rng.choice((64, 64, 128, 128, 96, 32, 72, 120))
+    heads_kv = rng.choice((1, 2, 3))
+    length = rng.choice((rng.randint(1, 200), rng.randint(200, 1500), 64 * rng.randint(1, 12)))
+    other = length if rng.random() < 0.6 else max(1, length + rng.choice((-63, -1, 1, 64, 300)))
+    mask = rng.choice(("full", "causal", "causal", "window", "left"))
+    sides = {"window_left": -1, "window_right": -1}
+    if mask in ("window", "left"):
+        sides["window_left"] = rng.choice((0, 1, 63, 100, 400))
+    if mask == "window":
+        sides["window_right"] = rng.choice((1, 64, 130))
+    return AttentionBackwardProblem(
+        seqlen_q=length,
+        seqlen_kv=other,
+        head_dim=head_dim,
+        batch=rng.choice((1, 1, 2)),
+        heads_q=heads_kv * rng.choice((1, 1, 2, 4)),
+        heads_kv=heads_kv,
+        is_causal=mask in ("causal", "left"),
+        dtype=rng.choice(("bfloat16", "float16")),
+        layout=rng.choice(("bhsd", "bshd", "bshd_bhsd")),
+        **sides,
+    )
+
+
+def levers_of(problem: AttentionBackwardProblem) -> list[Config]:
+    """Two configs for all problems that compile alike: there are few kernels, and in all of them
+    every lever.
+    """
+    member, gpu = family("fused_attention_backward"), detect() or DEFAULT_GPU
+    configs = [Config(member.name, {**BASE, **lever}) for lever in LEVERS]
+    legal = [config for config in configs if not member.violations(problem, config, gpu)]
+    facts = instance(problem.head_dim), problem.dtype, problem.is_causal, problem.is_windowed
+    random.Random(f"{SEED}{facts}").shuffle(legal)
+    return legal[:2]
+
+
+@cache
+def cases() -> tuple[tuple[AttentionBackwardProblem, Config], ...]:
+    rng = random.Random("backward")
+    problems = [draw(rng) for _ in range(DRAWN)]
+    return tuple((problem, rng.choice(levers_of(problem))) for problem in problems)
+
+
+def test_every_lever_is_drawn() -> None:
+    used = {tuple(config.params.items()) for _, config in cases()}
+    assert used == {tuple({**BASE, **lever}.items()) for lever in LEVERS}
+
+
+def spec_of(problem: AttentionBackwardProblem, config: Config) -> KernelSpec:
+    (spec,) = family("fused_attention_backward").kernels(problem, config).values()
+    return spec
+
+
+def kernels() -> list[KernelSpec]:
+    """Compiled from the start; see `conftest.compiler`."""
+    return [REFERENCE, *dict.fromkeys(spec_of(*case) for case in cases())]
+
+
+@pytest.fixture(scope="module")
+def found(compiler: Compiler) -> dict[tuple[AttentionBackwardProblem, Config], Any]:
+    """What the children say of each case, or the fault that ended one."""
+    results: dict[tuple[AttentionBackwardProblem, Config], Any] = {}
+    specs = list(dict.fromkeys(spec_of(*case) for case in cases()))
+
+    def run(spec: KernelSpec, future: Future[Any]) -> None:
+        mine = [case for case in cases() if spec_of(*case) == spec]
+        results.update(_child(str(compiler.artifacts.root), future.result().key, mine))
+
+    with ThreadPoolExecutor(CHILDREN) as pool:
+        for done in [pool.submit(run, *one) for one in compiler.submit(specs)]:
+            done.result()
+    return {case: results[case] for case in cases()}
+
+
+def _child(
+    artifacts: str, key: str, mine: Sequence[tuple[AttentionBackwardProblem, Config]]
+) -> dict[tuple[AttentionBackwardProblem, Config], Any]:
+    """One kernel on its problems, in a process of its own."""
+    plan = {
+        "artifacts": artifacts,
+        "key": key,
+        "cases": [
+            {"problem": problem.to_json(), "config": config.to_json(), "repeats": 3}
+            for problem, config in mine
+        ],
+    }
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(plan, file)
+        file.flush()
+        command = [sys.executable, str(CHILD), file.name]
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=CHILD_S, check=False
+            )
+            said, fault = done.stdout, f"ended with {done.returncode}: {done.stderr[-800:]}"
+        except subprocess.TimeoutExpired as exc:
+            said = exc.stdout.decode() if isinstance(exc.stdout, bytes) else exc.stdout or ""
+            fault = f"was killed after {CHILD_S:.0f} s"
+    found: dict[tuple[AttentionBackwardProblem, Config], Any] = dict.fromkeys(mine, fault)
+    for line in said.splitlines():
+        event = json.loads(line)
+        if "case" in event:
+            found[mine[event["case"]]] = event
+    return found
+
+
+def test_gradients_are_as_near_as_a_peer_s(found: dict) -> None:
+    faults, peers, worst = [], 0, 0.0
+    for (problem, config), result in found.items():
+        label = f"{problem.label()} {dict(config.params)}"
+        if isinstance(result, str):
+            faults.append(f"{label}: {result}")
+            continue
+        peers += result["has_peer"]
+        pairs = list(zip(result["errors"], result["others"], strict=True))
+        worst = max([worst, *(a / max(b, 1e-12) for a, b in pairs if b > 1e-4)])
+        if not result["finite"] or any(a > MARGIN * b + SMALL[problem.dtype] for a, b in pairs):
+            faults.append(f"{label}: {result}")
+    print(f"{len(found)} problems, {peers} beside FlashAttention-2, worst ratio {worst:.3f}")
+    assert not faults, f"{len(faults)} faults, first: {faults[0]}"
+    assert len(found) == DRAWN and peers >= 60
+
+
+def test_equal_inputs_have_equal_gradients(found: dict) -> None:
+    """Those of keys and values always; those of queries where they are added in order."""
+    ordered = 0
+    for (problem, config), result in found.items():
+        if isinstance(result, str):
+            continue
+        of_query, *others = result["same"]
+        assert all(others), problem.label()
+        if config["dq"] == "ordered":
+            ordered += 1
+            assert of_query, problem.label()
+    assert ordered >= 10
+
+
+REFERENCES = (
+    "B=2,H=4,HKV=2,SQ=200,SKV=300,D=72",
+    "H=2,S=190,D=128,causal=1,dtype=bf16,layout=bshd",
+    "H=2,SQ=130,SKV=60,D=8,causal=1",
+    "B=2,H=4,HKV=2,SQ=300,SKV=200,D=64,left=70,right=9",
+    "H=2,S=100,D=256,dtype=bf16",
+)
+
+
+def tensor(device: Device, pointer: int, operand: Operand, dtype: str | None = None) -> Any:
+    """An operand as float64 on the CPU."""
+    kind = getattr(torch, dtype or operand.dtype)
+    width = torch.empty((), dtype=kind).element_size()
+    flat = torch.frombuffer(bytearray(device.read(pointer, operand.elements * width)), dtype=kind)
+    return flat.as_strided(operand.shape, operand.strides).double()
+
+
+@pytest.mark.parametrize("label", REFERENCES)
+def test_the_gate_s_reference_is_autograd_s(device: Device, gate: Gate, label: str) -> None:
+    problem = AttentionBackwardProblem.parse(label)
+    gate.open(problem, 5)
+    for kind in KINDS[problem.op]:
+        gate.load(kind)
+        at = {o.name: tensor(device, gate.pointers[o.name], o) for o in problem.inputs}
+        leaves = [at[name].requires_grad_() for name in ("query", "key", "value")]
+        group = problem.heads_q // problem.heads_kv
+        query, key, value = leaves
+        keys, values = (t.repeat_interleave(group, 1) for t in (key, value))
+        left, right = problem.visible
+        rows = torch.arange(problem.seqlen_q)[:, None]
+        columns = torch.arange(problem.seqlen_kv)
+        hidden = (columns < rows - left) | (columns > rows + right)
+        scores = (query @ keys.mT * scale_of(problem, kind)).masked_fill(hidden, -math.inf)
+        is_seen = ~hidden.all(-1, keepdim=True)
+        weights = scores.masked_fill(~is_seen, 0).softmax(-1) * is_seen
+        out = weights @ values
+        wanted = torch.autograd.grad(out, leaves, at["grad_out"])
+        assert (at["out"] - out).norm() < 4e-3 * out.norm()
+        seen = is_seen[:, 0].expand_as(at["logsumexp"])
+        lse = scores.logsumexp(-1)
+        assert (at["logsumexp"][seen] - lse[seen]).abs().max() < 1e-4
+        assert (at["logsumexp"][~seen] == -math.inf).all()
+        for operand, gradient in zip(problem.outputs, wanted, strict=True):
+            made = tensor(device, gate.reference(kind, operand.name), operand, "float32")
+            norm = float(gradient.norm())
+            assert float((made - gradient).norm()) <= 2e-5 * norm + 1e-9, operand.name
+
+
+VENDORS = (
+    "H=4,S=1000,D=64",
+    "B=2,H=8,HKV=2,S=512,D=128,causal=1,dtype=bf16,layout=bshd",
+    "H=4,SQ=128,SKV=640,D=128,dtype=bf16",
+    "H=4,S=1024,D=64,causal=1,left=100",
+    "H=4,S=512,D=64,causal=1,dtype=bf16,deterministic=1",
+)
+
+
+@pytest.mark.parametrize("label", VENDORS)
+@pytest.mark.parametrize("kernel", ["cudnn", "flash2", "flash3"])
+def test_vendors_gradients_are_those_of_float64(missing_gpu: str, kernel: str, label: str) -> None:
+    """From the log-sum-exp of another forward pass."""
+    if missing_gpu:
+        pytest.skip(missing_gpu)
+    sys.path.insert(0, str(CHILD.parent))
+    import attention_backward_child as child
+
+    problem = AttentionBackwardProblem.parse(label)
+    scale = 1 / math.sqrt(problem.head_dim)
+    config = Config("sdpa_backward", {"kernel": kernel})
+    call = family("sdpa_backward").vendor_call(problem, config, scale)
+    if isinstance(call, str):
+        pytest.skip(call)
+    tensors = child.drawn(problem, 3)
+    wanted = child.exact(problem, tensors, scale)
+    operands = {operand.name: operand for operand in problem.operands}
+    out = child.empty(operands["out"]).copy_(wanted["out"])
+    lse = wanted["lse"].float().contiguous()
+    inputs = [tensors[name] for name in ("query", "key", "value")]
+    grads = call(*inputs, out, lse, tensors["grad_out"])
+    limit = {"float16": 1e-3, "bfloat16": 8e-3}[problem.dtype]
+    for made, name in zip(grads, ("query", "key", "value"), strict=True):
+        assert child.error(made, wanted[name]) < limit, name

@@ -1,0 +1,192 @@
+"""Attention over paged caches on the GPU against float64: pages shuffled and shared, lengths at
+their edges, unset entries and unused slots that are no numbers. Each kernel runs in a process of
+its own that may hang or die.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fused_configs import maker
+from gating import pass_the_gate
+
+from tuner.compile.artifacts import load
+from tuner.compile.compiler import Compiler
+from tuner.config import Config
+from tuner.families import family
+from tuner.families.base import KernelSpec
+from tuner.measure.device import Device
+from tuner.measure.gate import REFERENCE, Gate, scale_of
+from tuner.measure.subjects import CompiledSubject
+from tuner.measurement import Status
+from tuner.problem import AttentionProblem
+
+pytestmark = [pytest.mark.gpu, pytest.mark.compile]
+
+FAMILY = family("fused_attention")
+CHILD = Path(__file__).parent / "paged_attention_child.py"
+#: A child is killed after so long; importing torch comes first.
+LIMIT_S = 240.0
+LIMITS = {"float16": 6e-4, "bfloat16": 5e-3}
+#: Batches drawn for each kernel.
+DRAWS = 14
+make = maker(early_exp=50, ping_pong=True)
+#: One query of packed heads, two blocks a multiprocessor.
+DECODING = {"packed_heads": 4, "blocks_per_sm": 2, "pdl": True}
+
+#: What is compiled in, sizes of pages that its copies divide, most queries, and a config.
+KERNELS: dict[str, tuple[str, tuple[int, ...], int, Config]] = {
+    "decoding": (
+        "H=32,HKV=8,D=128,dtype=bf16", (16, 48), 1, make(1, 64, **DECODING),
+    ),
+    "decoding, persistent": (
+        "H=32,HKV=8,D=128,dtype=bf16", (16, 48), 1, make(1, 64, persistent=True, **DECODING),
+    ),
+    "decoding, wide": (
+        "H=32,HKV=8,D=128,dtype=bf16", (64, 192), 1, make(1, 128, packed_heads=4, pdl=True),
+    ),
+    "few": (
+        "H=8,HKV=2,D=128,causal=1,dtype=bf16", (16, 80), 16, make(1, 64, kv_stages=3, **DECODING),
+    ),
+    "chunk": (
+        "H=8,HKV=2,D=128,causal=1,dtype=bf16", (16, 48), 600,
+        make(2, 128, packed_heads=4, persistent=True, pdl=True),
+    ),
+    "chunk, one tile a block": (
+        "H=8,HKV=2,D=128,causal=1,dtype=bf16", (64, 320), 600,
+        make(2, 128, packed_heads=4, pdl=True),
+    ),
+    "chunk, wide pages": (
+        "H=6,D=64,causal=1", (128, 256), 600, make(2, 128, 2, q_in_registers=False),
+    ),
+    "three groups": (
+        "H=8,HKV=4,D=64,causal=1", (32, 160), 400,
+        make(3, 96, packed_heads=2, persistent=True),
+    ),
+    "no mask": ("H=4,HKV=2,D=96", (16, 112), 300, make(2, 80, packed_heads=2, persistent=True)),
+    "sinks and window": (
+        "H=16,HKV=2,D=64,causal=1,window=40,sinks=1,dtype=bf16", (16, 48), 300,
+        make(1, 64, packed_heads=8, blocks_per_sm=2),
+    ),
+    "sinks, soft cap": (
+        "H=8,HKV=1,D=64,causal=1,softcap=20,sinks=1", (64, 128), 5, make(1, 64, packed_heads=8),
+    ),
+    "wide heads": (
+        "H=4,HKV=2,D=256,causal=1,dtype=bf16", (16, 48), 200, make(2, 80, packed_heads=2),
+    ),
+}  # fmt: skip
+
+
+def posed(name: str, size: int, queries: int, keys: int, batch: int) -> AttentionProblem:
+    text = f"B={batch},SQ={queries},SKV={keys},{KERNELS[name][0]},page_size={size}"
+    return AttentionProblem.parse(text)
+
+
+def spec(name: str) -> KernelSpec:
+    _, sizes, queries, config = KERNELS[name]
+    return FAMILY.kernels(posed(name, sizes[0], queries, 1000, 1), config)["attention"]
+
+
+def kernels() -> list[KernelSpec]:
+    """Compiled from the start; see `conftest.compiler`."""
+    return [REFERENCE, *(spec(name) for name in KERNELS)]
+
+
+def draws(name: str) -> list[dict[str, Any]]:
+    """Problems of a kernel with the schedules that it can have."""
+    _, sizes, most, config = KERNELS[name]
+    rng = random.Random(name)
+    can_split, can_cluster = not config["persistent"], config["warp_groups"] == 1
+    found = []
+    for index in range(DRAWS):
+        queries = rng.choice((1, most)) if most < 64 else rng.choice((1, most // 2, most))
+        keys, batch = rng.choice((70, 400, 2500)), rng.choice((1, 3, 9, 70))
+        problem = posed(name, rng.choice(sizes), queries, keys, batch)
+        splits = rng.choice((1, 2, 5, 16)) if can_split else 1
+        combine = rng.choice(("kernel", "cluster")) if can_cluster else "kernel"
+        found.append(
+            {
+                "problem": problem.label(),
+                "seed": 1000 * len(name) + index,
+                "splits": splits,
+                "combine": combine,
+                "is_mixed": rng.random() < 0.6,
+                "is_captured": index % 5 == 0,
+                "limit": LIMITS[problem.dtype],
+            }
+        )
+    return found
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_kernel_agrees_with_float64(name: str, compiler: Compiler) -> None:
+    config = KERNELS[name][3]
+    [(_, future)] = compiler.submit([spec(name)])
+    artifact = future.result()
+    used = artifact.resources
+    assert used is not None
+    wanted = {
+        "key": artifact.key,
+        "library": str(artifact.library),
+        "config": config.to_json(),
+        "draws": draws(name),
+    }
+    try:
+        done = subprocess.run(
+            [sys.executable, str(CHILD)],
+            input=json.dumps(wanted),
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+        )
+    except subprocess.TimeoutExpired as exc:
+        said = (exc.stdout or b"").decode().splitlines()
+        pytest.fail(f"hung after {len(said)} draws; the last was {said[-1:]}")
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert done.returncode == 0, f"{len(lines)} draws done; {done.stderr[-2000:]}"
+    assert len(lines) == DRAWS
+    found = [f"{line['draw']['problem']} splits={line['draw']['splits']}: {line['faults'][:3]}"
+             for line in lines if line["faults"]]  # fmt: skip
+    assert not found, f"{len(found)} of {DRAWS} draws fail: " + "\n".join(found)
+
+
+@pytest.mark.parametrize("name", ["few", "chunk", "sinks and window"])
+def test_the_gate_passes_a_kernel(
+    name: str, device: Device, gate: Gate, compiler: Compiler
+) -> None:
+    [(_, future)] = compiler.submit([spec(name)])
+    text, sizes, queries, config = KERNELS[name]
+    problem = AttentionProblem.parse(
+        f"B=13,SQ={min(queries, 100)},SKV=600,{text},page_size={sizes[-1]},varlen=1,layout=bshd"
+    )
+    kernel = {"attention": load(future.result())}
+    subject = CompiledSubject(device, FAMILY, problem, config, kernel, 1.0)
+    pass_the_gate(device, gate, problem, subject)
+
+
+def test_the_gate_sees_keys_that_are_left_out(
+    device: Device, gate: Gate, compiler: Compiler
+) -> None:
+    [(_, future)] = compiler.submit([spec("few")])
+    text, sizes, queries, config = KERNELS["few"]
+    problem = AttentionProblem.parse(f"B=3,SQ={queries},SKV=600,{text},page_size={sizes[0]}")
+    kernel = load(future.result())
+    gate.open(problem, 7)
+    try:
+        for kind in ("dominant", "random"):
+            gate.load(kind)
+            gate.arm()
+            (launch,) = FAMILY.launches(problem, config, scale_of(problem, kind))
+            integers = [*launch.integers]
+            integers[4] = 599  # keys of a sequence at most
+            addresses = [gate.pointers.get(ref.operand, 0) for ref in launch.tensors]
+            kernel.launch(addresses, integers, launch.scalars, 0, device.stream)
+            assert gate.examine().status is not Status.OK, kind
+    finally:
+        gate.close()

@@ -1,0 +1,93 @@
+"""The kernels of the family `block_scaled_gemm` that tests prove, and the sizes they do it at."""
+
+from __future__ import annotations
+
+from tuner.config import Config
+from tuner.problem import E4M3, GemmProblem
+
+
+def config(
+    tile: tuple[int, int],
+    stages: int,
+    *,
+    swap_ab: bool = False,
+    cluster: tuple[int, int] = (1, 1),
+    split_k: int = 1,
+    store_buffers: int = 0,
+    raster: tuple[str, int] = ("AlongM", 4),
+    pdl: bool = True,
+) -> Config:
+    return Config(
+        "block_scaled_gemm",
+        {
+            "swap_ab": swap_ab,
+            "tile_m": tile[0],
+            "tile_n": tile[1],
+            "stages": stages,
+            "cluster_m": cluster[0],
+            "cluster_n": cluster[1],
+            "split_k": split_k,
+            "store_buffers": store_buffers,
+            "raster_order": raster[0],
+            "max_swizzle_size": raster[1],
+            "pdl": pdl,
+        },
+    )
+
+
+#: Every height and kind of width in both orientations, multicast either way, K divided; a kernel
+#: each.
+CASES: dict[str, Config] = {
+    "square": config((128, 128), 6, store_buffers=1),
+    "two stages": config((128, 128), 2, pdl=False),
+    "columns of two blocks": config((128, 192), 5, cluster=(2, 1), store_buffers=1),
+    "columns of three blocks": config((128, 176), 5, cluster=(1, 2)),
+    "odd octets": config((128, 144), 6, cluster=(2, 1), raster=("AlongN", 1)),
+    "narrow": config((128, 80), 7, store_buffers=2, raster=("AlongN", 16)),
+    "tall": config((256, 128), 4, cluster=(2, 1), store_buffers=1, raster=("AlongN", 2)),
+    "tall, halved": config((256, 112), 4, cluster=(1, 2)),
+    "tall, split": config((256, 96), 4, split_k=2),
+    "one warp group": config((64, 96), 8, store_buffers=2),
+    "split": config((128, 64), 8, split_k=2),
+    "swapped": config((128, 16), 12, swap_ab=True),
+    "swapped, one octet": config((128, 8), 10, swap_ab=True, cluster=(1, 2)),
+    "swapped, tall": config((256, 64), 5, swap_ab=True, cluster=(2, 1)),
+    "swapped, tall and odd": config((256, 112), 4, swap_ab=True, cluster=(1, 2)),
+    "swapped, three octets": config((64, 24), 16, swap_ab=True, cluster=(1, 2)),
+    "swapped, wide": config((128, 192), 5, swap_ab=True),
+    "swapped, split": config((128, 16), 12, swap_ab=True, split_k=4),
+    "swapped, split in eight": config((256, 32), 5, swap_ab=True, split_k=8),
+    "swapped, least": config((64, 8), 24, swap_ab=True, split_k=2),
+}
+#: M, N, K: rows, columns and blocks that tiles and blocks cut off.
+SIZES = (
+    (130, 72, 1024),
+    (1, 520, 1040),
+    (333, 1000, 2064),
+    (64, 4096, 1536),
+    (1000, 2112, 1152),
+)
+
+
+def grouped(chosen: Config) -> Config:
+    """The config of `block_scaled_grouped_gemm` with the same tiles."""
+    alone = ("split_k", "store_buffers")
+    params = {name: value for name, value in chosen.params.items() if name not in alone}
+    return Config("block_scaled_grouped_gemm", params)
+
+
+#: The kernels that are proven over groups: both orientations, multicast along either side.
+GROUPED = (
+    "square",
+    "columns of three blocks",
+    "tall",
+    "swapped",
+    "swapped, tall and odd",
+    "one warp group",
+)
+#: Groups, rows of all, N, K: one with rows alone, more than a warp's lanes, more than rows.
+GROUPED_SIZES = ((4, 300, 264, 400), (40, 1000, 520, 1152), (70, 60, 136, 272), (1, 130, 72, 128))
+
+
+def problem(m: int, n: int, k: int) -> GemmProblem:
+    return GemmProblem(m, n, k, dtype=E4M3, scales="block")

@@ -1,0 +1,49 @@
+"""The benchmark of paged caches: its cases, the kernels that it tries, and what it prints."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from benchmarks import paged
+from tuner.hardware import DEFAULT_GPU
+
+CASES = list(paged.cases([]))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.label())
+def test_each_case_has_legal_kernels_that_spill_nothing(case: paged.Case) -> None:
+    for config in paged.configs(case):
+        made = list(paged.schedules(case, config))
+        assert made, paged.short(config)
+        for one in made:
+            assert paged.FAMILY.accepts(case.problem, one, DEFAULT_GPU), paged.short(one)
+        kernels = {paged.FAMILY.kernels(case.problem, one)["attention"] for one in made}
+        assert kernels == {paged.FAMILY.kernels(case.problem, config)["attention"]}
+
+
+def test_cases_are_chosen_by_group() -> None:
+    assert {case.group for case in paged.cases(["few", "mixed"])} == {"few", "mixed"}
+    decoding = [(len(case.keys), case.keys[0]) for case in paged.cases(["decode"])]
+    assert len(set(decoding)) == 12 and len(decoding) == 24
+
+
+def test_bytes_and_operations_are_those_of_what_is_seen() -> None:
+    case = paged.Case("mixed", (1, 3), (100, 7), 16, heads_q=4, heads_kv=2, head_dim=64)
+    assert case.bytes == 2 * 2 * 2 * 64 * 107
+    assert case.cached_bytes == 2 * 2 * 2 * 64 * 16 * 8
+    assert case.flops == 4 * 4 * 64 * (100 + 5 + 6 + 7)
+    assert not case.is_even and paged.Case("decode", (1, 1), (9, 9), 16).is_even
+
+
+def test_a_row_and_the_means_say_who_was_faster() -> None:
+    found = {
+        "case": "decode B=1", "group": "decode", "us": {"own": 10.0, "flash3": 12.0},
+        "config": "1/64", "terabytes_s": 4.0, "tflops": 3.0, "difference": 2e-3,
+    }  # fmt: skip
+    row = paged.line(found)
+    assert "10.0 us" in row and "1.200" in row and "nan" in row and "2.0e-03" in row
+    slower = {**found, "us": {"own": 10.0, "flash3": 9.0}}
+    mean = math.sqrt(1.2 * 0.9)
+    assert paged.means([found, slower]) == [f"decode   over flash3 : mean {mean:.3f}, least 0.900"]

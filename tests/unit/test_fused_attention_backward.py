@@ -1,0 +1,313 @@
+"""Our own gradients of attention: their problem, legality, variables and launches."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from goldens import Goldens
+
+from tuner.compile.render import render
+from tuner.config import Config, Value
+from tuner.errors import ConfigError
+from tuner.families import family
+from tuner.families.fused_attention_backward import (
+    INSTANCES,
+    KERNEL,
+    REGISTERS,
+    FusedAttentionBackward,
+    instance,
+)
+from tuner.hardware import DEFAULT_GPU, SMEM_PER_BLOCK_BYTES
+from tuner.problem import AttentionBackwardProblem, AttentionProblem, problem_from_json
+
+FAMILY = FusedAttentionBackward()
+VENDOR = family("sdpa_backward")
+PROBLEM = AttentionBackwardProblem.parse("S=1024,D=128")
+BASE: dict[str, Value] = {
+    "warp_groups": 2,
+    "tile_m": 64,
+    "stages": 2,
+    "ds_stages": 2,
+    "swap_dq": False,
+    "dq": "bulk",
+    "early_exp": 50,
+    "section_heads": 8,
+    "pdl": True,
+}
+
+
+def make(**changes: Value) -> Config:
+    return Config(FAMILY.name, {**BASE, **changes})
+
+
+def wrong(problem: AttentionBackwardProblem, **changes: Value) -> str:
+    return "; ".join(FAMILY.violations(problem, make(**changes), DEFAULT_GPU))
+
+
+# The problem.
+
+
+def test_a_problem_is_read_from_text_and_json() -> None:
+    text = "B=2,H=8,HKV=2,SQ=500,SKV=300,D=72,causal=1,window=100,dtype=bf16,layout=bshd"
+    problem = AttentionBackwardProblem.parse(f"{text},deterministic=1")
+    assert problem.label() == f"{text},deterministic=1"
+    assert problem_from_json(json.loads(problem.key)) == problem
+    assert problem.forward == AttentionProblem.parse(text)
+    assert AttentionBackwardProblem.of(problem.forward, True) == problem
+    assert AttentionBackwardProblem.of(problem.forward) == replace(problem, is_deterministic=False)
+
+
+def test_operands_are_those_of_attention_and_their_gradients() -> None:
+    problem = AttentionBackwardProblem.parse("B=2,H=8,HKV=2,SQ=500,SKV=300,D=72,layout=bshd_bhsd")
+    shapes = {o.name: o.shape for o in problem.operands}
+    strides = {o.name: o.strides for o in problem.operands}
+    assert [o.name for o in problem.inputs] == [
+        *("query", "key", "value", "out", "logsumexp", "grad_out")
+    ]
+    assert [o.name for o in problem.outputs] == ["grad_query", "grad_key", "grad_value"]
+    for name in ("query", "key", "value"):
+        assert shapes[f"grad_{name}"] == shapes[name]
+        assert strides[f"grad_{name}"] == strides[name]
+    assert strides["grad_out"] == strides["out"] == strides["query"]
+    assert shapes["logsumexp"] == (2, 8, 500)
+    assert problem.flops == 10 * 2 * 8 * 500 * 300 * 72
+
+
+def test_masks_of_equal_meaning_are_one_problem() -> None:
+    wide = AttentionBackwardProblem.parse("S=100,D=64,window=99")
+    assert wide == AttentionBackwardProblem.parse("S=100,D=64")
+    assert AttentionBackwardProblem.parse("S=100,D=64,right=0").is_causal
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("S=100,D=64,dtype=e4m3", "dtype=e4m3 has no gradients"),
+        ("S=100,D=60", "D=60 has no tuned kernel"),
+        ("S=100,D=64,softcap=5", "unknown key 'softcap' for attention_backward"),
+        ("H=3,HKV=2,S=100,D=64", "HKV must divide H"),
+    ],
+)
+def test_what_has_no_gradients_is_refused(text: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        AttentionBackwardProblem.parse(text)
+
+
+@pytest.mark.parametrize("extra", ["softcap=5", "bias=h", "alibi=1", "varlen=1"])
+def test_attention_with_more_has_none(extra: str) -> None:
+    forward = AttentionProblem.parse(f"S=100,D=64,{extra}")
+    with pytest.raises(ConfigError, match="has no gradients"):
+        AttentionBackwardProblem.of(forward)
+
+
+# Legality.
+
+
+@pytest.mark.parametrize(
+    ("text", "changes", "reason"),
+    [
+        ("S=1024,D=128", {"tile_m": 96}, "tile_m=96 is not a multiple of 64"),
+        ("S=1024,D=128", {"tile_m": 128}, "304 registers a thread exceed 240"),
+        ("S=1024,D=128", {"warp_groups": 1}, "registers a thread exceed 240"),
+        ("S=1024,D=64", {"warp_groups": 1, "tile_m": 128}, "2 slabs of dQ do not divide"),
+        ("S=1024,D=96", {"swap_dq": True}, "head dimension=96 is not a multiple of 64"),
+        ("S=1024,D=128", {"stages": 3}, "bytes of shared memory exceed"),
+        ("S=1024,D=64,deterministic=1", {}, "dq=bulk adds in any order"),
+        ("S=1024,D=256", {}, "has no head dimension above 128"),
+        ("S=1024,D=64", {"dq": "none"}, "dq='none' is not known"),
+        ("S=1024,D=64", {"section_heads": 3}, "section_heads=3 is not known"),
+    ],
+)
+def test_an_illegal_config_says_why(text: str, changes: dict[str, Any], reason: str) -> None:
+    assert reason in wrong(AttentionBackwardProblem.parse(text), **changes)
+
+
+@pytest.mark.parametrize(
+    ("text", "changes"),
+    [
+        ("S=1024,D=128", {}),
+        ("S=1024,D=128", {"stages": 3, "ds_stages": 1, "dq": "direct"}),
+        ("S=1024,D=64", {"tile_m": 128}),
+        ("S=1024,D=64", {"tile_m": 96, "swap_dq": True}),
+        ("S=1024,D=96", {"stages": 3}),
+        ("S=1024,D=64", {"warp_groups": 1}),
+        ("S=1024,D=128,deterministic=1", {"dq": "ordered"}),
+    ],
+)
+def test_configs_that_compile_are_legal(text: str, changes: dict[str, Any]) -> None:
+    assert wrong(AttentionBackwardProblem.parse(text), **changes) == ""
+
+
+@pytest.mark.parametrize("groups", REGISTERS)
+def test_setmaxnreg_asks_for_no_more_than_a_block_has(groups: int) -> None:
+    """A group that asks for more than its block was launched with waits for ever."""
+    producer, consumer = REGISTERS[groups]
+    launched = min(255, 65536 // (128 * (groups + 1))) // 8 * 8
+    assert producer % 8 == consumer % 8 == 0
+    assert 24 <= producer <= consumer <= 256
+    assert producer + groups * consumer <= (groups + 1) * launched
+
+
+def test_shared_memory_holds_every_part() -> None:
+    """K and V, the rings with their statistics, dS, and dQ on its way; barriers."""
+    problem = AttentionBackwardProblem.parse("S=1024,D=104")
+    operands, rings = 2 * 2 * 128 * 128, 2 * 2 * 64 * (2 * 128 + 4)
+    wanted = operands + rings + 2 * 2 * 64 * 128 + 4 * 64 * 128
+    found = FAMILY.smem_bytes(problem, make())
+    assert wanted < found <= wanted + 2048
+    assert FAMILY.smem_bytes(problem, make(dq="direct")) == found - 4 * 64 * 128
+    for config in FAMILY.space(problem, DEFAULT_GPU):
+        assert FAMILY.smem_bytes(problem, config) <= SMEM_PER_BLOCK_BYTES
+
+
+def test_deterministic_problems_have_ordered_configs_only() -> None:
+    space = FAMILY.space(replace(PROBLEM, is_deterministic=True), DEFAULT_GPU)
+    assert {config["dq"] for config in space} == {"ordered"}
+    assert {config["dq"] for config in FAMILY.space(PROBLEM, DEFAULT_GPU)} == {"bulk", "direct"}
+
+
+# What a launch is told.
+
+
+@pytest.mark.parametrize("head_dim", range(8, 129, 8))
+def test_a_head_is_padded_to_the_next_instance(head_dim: int) -> None:
+    columns = instance(head_dim)
+    assert columns in INSTANCES
+    assert not any(head_dim <= smaller < columns for smaller in INSTANCES)
+    problem = AttentionBackwardProblem(100, 100, head_dim)
+    assert FAMILY.kernels(problem, make())[KERNEL].variables["head_dim"] == columns
+    (launch,) = FAMILY.launches(problem, make(), 0.5)
+    assert launch.integers[5] == head_dim
+
+
+def test_integers_are_sizes_strides_and_schedule() -> None:
+    problem = AttentionBackwardProblem.parse("B=2,H=8,HKV=2,SQ=500,SKV=300,D=64,layout=bshd")
+    (launch,) = FAMILY.launches(problem, make(section_heads=4), 0.5)
+    assert [ref.operand for ref in launch.tensors] == [o.name for o in problem.operands]
+    query, key = (500 * 8 * 64, 64, 8 * 64), (300 * 2 * 64, 64, 2 * 64)
+    strides = (query, key, key, query, query, query, key, key)
+    assert launch.integers == (2, 8, 2, 500, 300, 64, *(s for each in strides for s in each), 1, 4)
+    assert launch.scalars == (0.5,)
+    (windowed,) = FAMILY.launches(replace(problem, window_left=7, window_right=9), make(), 0.5)
+    assert windowed.integers[32:] == (7, 9)
+
+
+def test_strides_of_a_call_reach_the_launch_or_are_refused() -> None:
+    problem = AttentionBackwardProblem.parse("B=2,H=8,S=500,D=64")
+    own = {"grad_out": (1 << 20, 1 << 14, 128, 1), "grad_key": (1 << 21, 1 << 15, 64, 1)}
+    launches = FAMILY.strided_launches(problem, make(), 0.5, own)
+    assert not isinstance(launches, str)
+    assert launches[0].integers[18:21] == own["grad_out"][:3]
+    assert launches[0].integers[24:27] == own["grad_key"][:3]
+    odd = {"grad_out": (1 << 20, 1 << 14, 65, 1)}
+    assert "not a multiple of 16 bytes" in str(FAMILY.strided_launches(problem, make(), 0.5, odd))
+    apart = {"logsumexp": (8 * 500, 1, 8)}
+    assert FAMILY.strided_launches(problem, make(), 0.5, apart) == "logsumexp is not contiguous"
+
+
+def test_more_work_is_expected_to_take_longer() -> None:
+    times = [
+        FAMILY.predict_us(AttentionBackwardProblem(length, length, 128), make(), DEFAULT_GPU)
+        for length in (512, 1024, 2048, 4096)
+    ]
+    assert times == sorted(times)
+    ordered = FAMILY.predict_us(PROBLEM, make(dq="ordered"), DEFAULT_GPU)
+    assert ordered > FAMILY.predict_us(PROBLEM, make(), DEFAULT_GPU)
+
+
+# Vendors.
+
+
+@pytest.mark.parametrize(
+    ("text", "kernel", "reason"),
+    [
+        ("S=100,D=64,window=9", "cudnn", "no sliding window"),
+        ("S=100,D=64,deterministic=1", "cudnn", "not deterministic"),
+        ("S=100,D=256,deterministic=1", "flash3", "not deterministic with head dimensions above"),
+        ("SQ=100,SKV=90,D=64,causal=1", "flash2", "aligns a causal mask bottom-right"),
+        ("SQ=100,SKV=90,D=64,left=9", "flash3", "aligns a sliding window bottom-right"),
+    ],
+)
+def test_vendors_refuse_what_they_would_compute_otherwise(
+    text: str, kernel: str, reason: str
+) -> None:
+    problem = AttentionBackwardProblem.parse(text)
+    config = Config(VENDOR.name, {"kernel": kernel})
+    assert reason in "; ".join(VENDOR.violations(problem, config, DEFAULT_GPU))
+
+
+def test_vendors_operators_have_the_arguments_that_they_are_given() -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    aten = torch.ops.aten
+    arguments = aten._flash_attention_backward.default._schema.arguments
+    assert [a.name for a in arguments[:14]] == [
+        *("grad_out", "query", "key", "value", "out", "logsumexp", "cum_seq_q", "cum_seq_k"),
+        *("max_q", "max_k", "dropout_p", "is_causal", "rng_state", "unused"),
+    ]
+    assert {"scale", "window_size_left", "window_size_right"} <= {a.name for a in arguments}
+    arguments = aten._scaled_dot_product_cudnn_attention_backward.default._schema.arguments
+    assert [a.name for a in arguments] == [
+        *("grad_out", "query", "key", "value", "out", "logsumexp", "philox_seed"),
+        *("philox_offset", "attn_bias", "cum_seq_q", "cum_seq_k", "max_q", "max_k"),
+        *("dropout_p", "is_causal", "scale"),
+    ]
+
+
+# The text, and what it computes.
+
+
+def test_golden_texts(goldens: Goldens) -> None:
+    windowed = AttentionBackwardProblem.parse("S=1024,D=64,causal=1,window=9,dtype=bf16")
+    made = {
+        "plain": (PROBLEM, make()),
+        "windowed": (windowed, make(tile_m=128, dq="direct")),
+        "ordered": (PROBLEM, make(dq="ordered", swap_dq=True)),
+    }
+    texts = {
+        name: render(FAMILY.kernels(problem, config)[KERNEL], "KERNEL_ID")
+        for name, (problem, config) in made.items()
+    }
+    goldens.check("fused_attention_backward", texts)
+
+
+@pytest.mark.parametrize("text", ["S=200,D=8", "SQ=130,SKV=70,D=8,causal=1", "S=150,D=8,left=20"])
+def test_the_order_of_the_kernel_gives_the_gradients(text: str) -> None:
+    """Tiles of keys, each against tiles of queries: probabilities from the log-sum-exp to base 2,
+    derivatives by the rows' sums of dO x O, dQ summed over tiles of keys; against autograd.
+    """
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    problem = AttentionBackwardProblem.parse(f"H=2,{text}")
+    tile_m, tile_n, scale = 64, 128, 0.3
+    torch.manual_seed(0)
+    wide = {"dtype": torch.float64}
+    query, grad = (torch.randn(2, problem.seqlen_q, 8, **wide) for _ in range(2))
+    key, value = (torch.randn(2, problem.seqlen_kv, 8, **wide) for _ in range(2))
+    leaves = [t.requires_grad_() for t in (query, key, value)]
+    left, right = problem.visible
+    rows, columns = torch.arange(problem.seqlen_q)[:, None], torch.arange(problem.seqlen_kv)
+    hidden = (columns < rows - left) | (columns > rows + right)
+    scores = (query @ key.mT * scale).masked_fill(hidden, -math.inf)
+    out = scores.softmax(-1) @ value
+    wanted = torch.autograd.grad(out, leaves, grad)
+    with torch.no_grad():
+        lse2 = scores.logsumexp(-1) / math.log(2)
+        delta = (grad * out).sum(-1)
+        found = [torch.zeros_like(t) for t in leaves]
+        for n in range(0, problem.seqlen_kv, tile_n):
+            keys = slice(n, n + tile_n)
+            for m in range(0, problem.seqlen_q, tile_m):
+                queries = slice(m, m + tile_m)
+                s = key[:, keys] @ query[:, queries].mT
+                p = torch.exp2(s * (scale / math.log(2)) - lse2[:, None, queries])
+                p = p.masked_fill(hidden[queries, keys].mT, 0)
+                dp = value[:, keys] @ grad[:, queries].mT
+                ds = p * (dp - delta[:, None, queries])
+                found[2][:, keys] += p @ grad[:, queries]
+                found[1][:, keys] += ds @ query[:, queries] * scale
+                found[0][:, queries] += ds.mT @ key[:, keys] * scale
+    for made, other in zip(found, wanted, strict=True):
+        assert torch.allclose(made, other)

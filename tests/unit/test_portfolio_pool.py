@@ -1,0 +1,137 @@
+"""What a portfolio is made from: problems of models that judge nothing, kernels of every domain."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+from tuner.families import families
+from tuner.hardware import DEFAULT_GPU
+from tuner.problem import AttentionProblem, Problem
+from tuner.problem.population import draw, subset
+from tuner.search import pool
+from tuner.selection.domains import (
+    AnyDomain,
+    AttentionDomain,
+    Domain,
+    GatedDomain,
+    ProductDomain,
+)
+from tuner.selection.portfolio import shipped
+from tuner.tuning.survey import pooled
+
+SHIPPED = {one.op: one for one in shipped()}
+FOUND = pool.problems("attention")
+PRODUCTS = {**pool.problems("gemm"), **pool.problems("swiglu")}
+FEW = AttentionDomain(128, "full", "few")
+
+
+@pytest.mark.parametrize("domain", FOUND, ids=lambda domain: domain.label())
+def test_a_domain_s_problems_are_its_own(domain: AttentionDomain) -> None:
+    found = FOUND[domain]
+    assert len(set(found)) == len(found) == pool.PROBLEMS[domain.head_dim]
+    for problem in found:
+        assert Domain.of(problem) == domain
+        assert problem.flops <= pool.MAX_FLOPS and problem.dtype == "bfloat16"
+    assert len({(p.heads_q, p.heads_kv, p.head_dim) for p in found}) >= 3
+
+
+def test_every_mask_and_phase_of_every_head_dimension_is_timed() -> None:
+    kinds = {(d.mask, d.phase) for d in FOUND}
+    assert kinds == set(pool.KINDS) and len(FOUND) == len(kinds) * 5
+
+
+def test_no_held_out_model_s_heads_take_part() -> None:
+    """But where a model that takes part has the same: a hash of heads and width decides."""
+    making = {
+        (call.problem.heads_q, call.problem.heads_kv)
+        for call in draw(pool.SEED, pool.CALLS, subset("making"))
+        if isinstance(call.problem, AttentionProblem)
+    }
+    assert {(p.heads_q, p.heads_kv) for found in FOUND.values() for p in found} <= making
+
+
+def sample(domain: AnyDomain, with_portfolio: bool) -> Mapping[Problem, Sequence[object]]:
+    portfolio = SHIPPED[domain.op] if with_portfolio else None
+    return pool.sample(domain, {**FOUND, **PRODUCTS}[domain], DEFAULT_GPU, portfolio)
+
+
+@pytest.mark.parametrize("with_portfolio", [False, True])
+@pytest.mark.parametrize(
+    "domain",
+    [FEW, ProductDomain("few"), ProductDomain("wide", "bias"), GatedDomain("wide")],
+    ids=lambda domain: domain.label(),
+)
+def test_candidates_are_legal_and_beside_pytorch_s(domain: AnyDomain, with_portfolio: bool) -> None:
+    for problem, groups in sample(domain, with_portfolio).items():
+        *own, vendors = groups
+        assert own and {config.get("kernel") for config in vendors} == domain.vendors  # type: ignore[attr-defined]
+        for group in own:
+            kernels = set()
+            for config in group:  # type: ignore[attr-defined]
+                family = families()[config.family]
+                assert not family.violations(problem, config, DEFAULT_GPU)
+                kernels |= {spec.key for spec in family.kernels(problem, config).values()}
+            assert len(kernels) == 1
+
+
+def test_a_domain_has_so_many_kernels() -> None:
+    kernels = {
+        spec.key
+        for problem, groups in sample(FEW, False).items()
+        for group in groups[:-1]
+        for spec in families()[group[0].family].kernels(problem, group[0]).values()  # type: ignore[index]
+    }
+    assert 4 <= len(kernels) <= 2 * pool.KERNELS  # packed heads are compiled in
+
+
+def test_a_cache_is_cold_and_a_prompt_warm() -> None:
+    regimes = {d.phase: {str(pool.regime(p)) for p in FOUND[d]} for d in FOUND}
+    assert regimes["prompt"] == {"stream-warm"} and regimes["one"] == {"stream-cold"}
+
+
+def test_a_survey_takes_all_of_them() -> None:
+    samples = pooled("attention", DEFAULT_GPU, SHIPPED["attention"])
+    assert [one.problem for one in samples] == [p for found in FOUND.values() for p in found]
+    for one in samples:
+        assert sum(kernels for kernels, _ in one.spaces.values()) == len(one.groups)
+        assert sum(count for _, count in one.spaces.values()) == one.candidates
+
+
+@pytest.mark.parametrize("domain", PRODUCTS, ids=lambda domain: domain.label())
+def test_a_domain_s_products_are_of_many_layers(domain: ProductDomain | GatedDomain) -> None:
+    found = PRODUCTS[domain]
+    assert 8 <= len(found) == len(set(found)) <= pool.PRODUCTS
+    for problem in found:
+        assert Domain.of(problem) == domain and str(pool.regime(problem)) == "stream-cold"
+        assert problem.flops <= pool.MAX_PRODUCT_FLOPS and problem.dtype == "bfloat16"
+    assert len({(p.n, p.k) for p in found}) >= 4
+
+
+def test_every_domain_of_products_is_timed() -> None:
+    assert len([domain for domain in PRODUCTS if domain.op == "gemm"]) == 8
+    assert {d.rows for d in PRODUCTS if isinstance(d, GatedDomain)} == {"few", "narrow", "wide"}
+
+
+def test_narrow_products_are_timed_with_k_divided() -> None:
+    kernels = {
+        (config["tile_m"], config["tile_n"], config.get("decomposition_mode"))
+        for groups in sample(ProductDomain("narrow"), True).values()
+        for group in groups[:-1]
+        for config in group  # type: ignore[attr-defined]
+    }
+    divided = {tile[:2] for tile in kernels if tile[2] == "SplitK"}
+    assert len(divided) == pool.STREAM_KERNELS
+
+
+def test_a_product_with_a_bias_is_timed_with_the_kernels_of_its_kin() -> None:
+    own, kin = (
+        {
+            families()[group[0].family].compile_digest(group[0])  # type: ignore[index]
+            for groups in sample(ProductDomain("wide", epilogue), True).values()
+            for group in groups[:-1]
+        }
+        for epilogue in ("bias", "")
+    )
+    assert own and own < kin

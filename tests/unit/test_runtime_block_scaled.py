@@ -1,0 +1,193 @@
+"""`scaled_mm` and `linear` with factors of blocks: problems, strides, PyTorch's answers."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tuner.config import Config
+from tuner.errors import ConfigError
+from tuner.problem import GemmProblem
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+M, N, K = 5, 264, 400
+ROWS = torch.randn(M, K).bfloat16()
+WEIGHT = torch.randn(N, K).to(torch.float8_e4m3fn)
+WEIGHT_SCALE = torch.rand(3, 4) + 0.5
+
+
+def side_by_side(scale: Any, rows: int) -> Any:
+    """The same factors, those of the rows after one another, `rows` of them a block."""
+    padded = torch.nn.functional.pad(scale.t(), (0, rows - scale.shape[0])).contiguous()
+    return padded.t()[: scale.shape[0]]
+
+
+def factors_of(a: Any) -> Any:
+    return torch.rand(a.shape[0], 4) + 0.5
+
+
+@pytest.mark.parametrize(
+    ("scale_a", "scale_b", "strides"),
+    [
+        (side_by_side(factors_of(ROWS), 8), WEIGHT_SCALE.t(), {}),
+        (factors_of(ROWS), WEIGHT_SCALE.t(), {"scale_a": (1, 4)}),
+        (side_by_side(factors_of(ROWS), 5), WEIGHT_SCALE.t(), {"scale_a": (5, 1)}),
+        (
+            side_by_side(factors_of(ROWS), 8),
+            WEIGHT_SCALE.t().contiguous(),
+            {"scale_b": (1, 3)},
+        ),
+    ],
+)
+def test_factors_of_blocks_may_lie_in_any_way(
+    runtime: SimpleNamespace, scale_a: Any, scale_b: Any, strides: Any
+) -> None:
+    a, b = ROWS.to(torch.float8_e4m3fn), WEIGHT.t()
+    call = runtime.products.ScaledCall(a, b, scale_a, scale_b, None, None, torch.bfloat16, False)
+    posed = call.pose()
+    assert posed.problem == GemmProblem.parse(f"M={M},N={N},K={K},dtype=e4m3,scales=block")
+    assert (posed.strides, posed.shape) == (strides, (M, N))
+
+
+def test_other_factors_and_outputs_pose_no_problem(runtime: SimpleNamespace) -> None:
+    a, b = ROWS.to(torch.float8_e4m3fn), WEIGHT.t()
+    problem_of = runtime.products.scaled_problem_of
+    with pytest.raises(ConfigError, match=r"nor of blocks, \(5, 4\) and \(4, 3\)"):
+        problem_of(a, b, factors_of(a), WEIGHT_SCALE, torch.bfloat16, True)
+    with pytest.raises(ConfigError, match="scales=block has its own sums"):
+        problem_of(a, b, factors_of(a), WEIGHT_SCALE.t(), torch.float16, True)
+
+
+@pytest.mark.parametrize("k", [400, 128, 16])
+def test_quantised_rows_stand_for_what_they_were(k: int) -> None:
+    from tuner.runtime.block_scaled import MIN_MAXIMUM, quantised
+
+    rows = torch.randn(6, k).bfloat16() * torch.logspace(-3, 3, 6).bfloat16().view(-1, 1)
+    rows[2] = 0
+    elements, scale = quantised(rows)
+    blocks = -(-k // 128)
+    assert elements.is_contiguous() and elements.dtype == torch.float8_e4m3fn
+    assert scale.shape == (6, blocks) and scale.t().is_contiguous()
+    each = scale.repeat_interleave(128, 1)[:, :k]
+    error = (elements.float() * each - rows.float()).abs()
+    # Half of a spacing of 2^-3, or of the smallest spacing, 2^-9, of a block's factor.
+    assert (error <= torch.maximum(rows.float().abs() / 16, each * 2.0**-10) * 1.001).all()
+    largest = torch.stack([part.float().abs().amax(1) for part in rows.split(128, 1)], 1)
+    assert torch.allclose(scale * 448, largest.clamp_min(MIN_MAXIMUM))
+    assert not elements[2].float().any()
+
+
+def test_a_linear_layer_is_pytorch_s_where_no_kernel_serves_it(
+    on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(on_cpu.table, "lookup", lambda problem, **_: asked.append(problem))
+    each = WEIGHT_SCALE.repeat_interleave(128, 0)[:N].repeat_interleave(128, 1)[:, :K]
+    wide, bias = (WEIGHT.float() * each).bfloat16(), torch.randn(N).bfloat16()
+    out = on_cpu.products.linear(
+        ROWS.view(1, M, K), WEIGHT, bias, activation="relu", weight_scale=WEIGHT_SCALE
+    )
+    assert torch.equal(out, torch.relu(torch.nn.functional.linear(ROWS, wide) + bias)[None])
+    assert asked == [GemmProblem.parse(f"M={M},N={N},K={K},dtype=e4m3,scales=block")]
+    assert on_cpu.counters.stats().fallbacks == {"no measured winner": 1}
+
+
+def test_a_tuned_linear_layer_multiplies_quantised_rows(
+    on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def plan(kind: Any, told: Any, pose: Any, device: int, _: Any = None) -> Any:
+        def run(a: Any, b: Any, scale_a: Any, scale_b: Any) -> Any:
+            of_rows = scale_a.repeat_interleave(128, 1)[:, :K]
+            of_blocks = scale_b.repeat_interleave(128, 0)[:K].repeat_interleave(128, 1)[:, :N]
+            return ((a.float() * of_rows) @ (b.float() * of_blocks)).bfloat16()
+
+        return on_cpu.plan.VendorPlan(pose().problem, Config("own", {}), -1, False, run)
+
+    monkeypatch.setattr(on_cpu.table.table, "find_out", plan)
+    linear = on_cpu.products.linear
+    out = linear(ROWS.view(1, M, K), WEIGHT, weight_scale=WEIGHT_SCALE)
+    each = WEIGHT_SCALE.repeat_interleave(128, 0)[:N].repeat_interleave(128, 1)[:, :K]
+    wanted = ROWS.float() @ (WEIGHT.float() * each).t()
+    assert out.shape == (1, M, N)
+    assert 1e-3 < (out - wanted).norm() / wanted.norm() < 4e-2, "the rows are rounded to e4m3"
+    needs = ROWS.clone().requires_grad_()
+    linear(needs, WEIGHT, weight_scale=WEIGHT_SCALE).sum().backward()
+    assert needs.grad is not None, "gradients are PyTorch's"
+
+
+@pytest.mark.parametrize(
+    ("input", "weight", "scale", "reason"),
+    [
+        (ROWS.half(), WEIGHT, WEIGHT_SCALE, "float16, float8_e4m3fn, float32 .allowed: bf16"),
+        (ROWS, WEIGHT.float(), WEIGHT_SCALE, "bfloat16, float32, float32"),
+        (ROWS[:, :384], WEIGHT, WEIGHT_SCALE, r"\(5, 384\) and \(264, 400\) make no product"),
+        (ROWS, WEIGHT, WEIGHT_SCALE.t(), r"weight_scale is \(4, 3\) .allowed: \(3, 4\)"),
+    ],
+)
+def test_other_weights_are_refused(
+    runtime: SimpleNamespace, input: Any, weight: Any, scale: Any, reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        runtime.products.linear(input, weight, weight_scale=scale)
+
+
+ROWS_OF_GROUPS = (5, 0, 1, 7)
+
+
+def experts() -> tuple[Any, ...]:
+    """A, B, offsets and both factors; two rows belong to no group."""
+    offsets = torch.tensor([0, *ROWS_OF_GROUPS]).cumsum(0).int()
+    a = torch.randn(15, K).to(torch.float8_e4m3fn)
+    b = torch.randn(4, N, K).to(torch.float8_e4m3fn)
+    return a, b, offsets, torch.rand(15, 4) + 0.5, torch.rand(4, 3, 4) + 0.5
+
+
+def test_experts_are_multiplied_in_bf16_where_no_kernel_serves_them(
+    on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import tuner
+
+    asked: list[Any] = []
+    monkeypatch.setattr(on_cpu.table, "lookup", lambda problem, **_: asked.append(problem))
+    a, b, offsets, scale_a, scale_b = experts()
+    out = tuner.grouped_mm(a, b, offsets, scale_a=scale_a, scale_b=scale_b)
+    wide_a = a.float() * scale_a.repeat_interleave(128, 1)[:, :K]
+    wide_b = b.float() * scale_b.repeat_interleave(128, 1)[:, :N].repeat_interleave(128, 2)[..., :K]
+    groups = [group for group, rows in enumerate(ROWS_OF_GROUPS) for _ in range(rows)]
+    wanted = torch.stack([wide_b[group] @ row for row, group in zip(wide_a, groups, strict=False)])
+    assert out.dtype == torch.bfloat16 and out.shape == (15, N)
+    assert (out[:13].float() - wanted).norm() / wanted.norm() < 8e-3
+    assert [problem.label() for problem in asked] == [f"G=4,M=16,N={N},K={K},dtype=e4m3"]
+
+
+def test_a_kernel_is_given_the_factors_of_all_rows_side_by_side(
+    on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import tuner
+
+    seen: list[Any] = []
+
+    def plan(kind: Any, told: Any, pose: Any, device: int, _: Any = None) -> Any:
+        def run(*tensors: Any) -> Any:
+            seen.extend(tensors)
+            return torch.zeros(15, N)
+
+        return on_cpu.plan.VendorPlan(pose().problem, Config("own", {}), -1, False, run)
+
+    monkeypatch.setattr(on_cpu.table.table, "find_out", plan)
+    a, b, offsets, scale_a, scale_b = experts()
+    assert not tuner.grouped_mm(a, b, offsets, scale_a=scale_a, scale_b=scale_b).any()
+    assert [seen[0] is a, seen[1] is b, seen[2] is offsets, seen[4] is scale_b] == [True] * 4
+    assert torch.equal(seen[3], scale_a) and seen[3].stride() == (1, 16)
+    for given, reason in (
+        ({"scale_a": scale_a}, "scale_b is missing"),
+        ({"scale_a": scale_a[:9], "scale_b": scale_b}, r"scale_a is torch.float32 \(9, 4\)"),
+        ({"scale_a": scale_a, "scale_b": scale_b.half()}, "scale_b is torch.float16"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            tuner.grouped_mm(a, b, offsets, **given)
+    with pytest.raises(ConfigError, match="factors are for float8_e4m3fn"):
+        tuner.grouped_mm(a.half(), b.half(), offsets, scale_a=scale_a, scale_b=scale_b)

@@ -1,0 +1,302 @@
+"""Attention over paged caches: what a kernel is given, what PyTorch answers, what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tuner.config import Config
+from tuner.errors import ConfigError
+from tuner.families.fused_attention import FusedAttention
+from tuner.hardware import DEFAULT_GPU
+from tuner.problem import AttentionProblem
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+SIZE, HEADS, HEADS_KV, WIDTH = 16, 4, 2, 16
+QUERIES, KEYS = (5, 0, 1, 20, 3), (9, 4, 0, 33, 48)
+UNUSED = math.inf
+
+
+@pytest.fixture
+def paged(runtime: SimpleNamespace) -> Any:
+    return importlib.import_module("tuner.runtime.paged").paged_attention
+
+
+def batch(dtype: Any = torch.float32, form: str = "slots", spare: int = 0) -> dict[str, Any]:
+    """Arguments by name; `spare` queries belong to no sequence."""
+    counts = [-(-keys // SIZE) for keys in KEYS]
+    shape = (sum(counts) + 2, SIZE, HEADS_KV, WIDTH)
+    if form == "halves":  # (pages, HKV, page size, 2 D)
+        both = torch.full((shape[0], HEADS_KV, SIZE, 2 * WIDTH), UNUSED, dtype=dtype)
+        caches = [both[..., half].transpose(1, 2) for half in (slice(WIDTH), slice(WIDTH, None))]
+    else:
+        caches = [torch.full(shape, UNUSED, dtype=dtype) for _ in range(2)]
+    table = torch.full((len(KEYS), max(counts) + 1), -7, dtype=torch.int32)
+    pages = iter(torch.randperm(sum(counts)).tolist())
+    for row, keys, count in zip(table, KEYS, counts, strict=True):
+        for at in range(count):
+            row[at] = page = next(pages)
+            for cache in caches:
+                slots = min(SIZE, keys - at * SIZE)
+                cache[page, :slots] = torch.randn(slots, HEADS_KV, WIDTH).to(dtype)
+    return {
+        "query": torch.randn(sum(QUERIES) + spare, HEADS, WIDTH).to(dtype),
+        "key_cache": caches[0],
+        "value_cache": caches[1],
+        "page_table": table,
+        "seqused_k": torch.tensor(KEYS).int(),
+        "cu_seqlens_q": torch.tensor([0, *QUERIES]).cumsum(0).int(),
+        "max_seqlen_q": max(QUERIES),
+    }
+
+
+def expected(given: dict[str, Any], **options: Any) -> tuple[Any, Any]:
+    """Row by row, head by head."""
+    query, cached = given["query"].detach(), given["key_cache"].detach()
+    out, lse = torch.zeros_like(query), torch.full(query.shape[1::-1], -math.inf)
+    left, right = options.get("window", (-1, -1))
+    row = 0
+    for queries, keys, pages in zip(QUERIES, KEYS, given["page_table"], strict=True):
+        for i in range(queries):
+            at = i + keys - queries
+            limit = at + 1 if options.get("causal", True) else keys
+            limit = min(limit, at + right + 1) if right >= 0 else limit
+            seen = range(max(0, at - left) if left >= 0 else 0, max(0, min(keys, limit)))
+            for head in range(HEADS):
+                places = [(int(pages[k // SIZE]), k % SIZE, head // 2) for k in seen]
+                scores = [float(query[row, head] @ cached[p]) for p in places]
+                scores = [score * options.get("scale", 0.25) for score in scores]
+                if cap := options.get("softcap", 0.0):
+                    scores = [cap * math.tanh(score / cap) for score in scores]
+                sinks = options.get("sinks")
+                every = torch.tensor([*scores, *([] if sinks is None else [float(sinks[head])])])
+                if not len(every):
+                    continue
+                lse[head, row] = every.logsumexp(0)
+                for weight, place in zip(every.softmax(0), places, strict=False):
+                    out[row, head] += weight * given["value_cache"][place]
+            row += 1
+    return out, lse
+
+
+OPTIONS = [
+    {},
+    {"causal": False},
+    {"scale": 0.7, "softcap": 3.0},
+    {"window": (6, 0)},
+    {"window": (4, 3), "causal": False},
+    {"sinks": torch.tensor([0.5, -2.0, 1.0, 3.0])},
+    {"sinks": torch.tensor([0.5, -2.0, 1.0, 3.0]).bfloat16(), "window": (3, 0), "softcap": 2.0},
+]
+
+
+@pytest.mark.parametrize("form", ["slots", "halves"])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_pytorch_answers_one_sequence_after_the_other(
+    runtime: SimpleNamespace, paged: Any, options: dict[str, Any], form: str
+) -> None:
+    given = batch(form=form)
+    out, lse = paged(**given, **options, return_lse=True)
+    wanted, wanted_lse = expected(given, **options)
+    torch.testing.assert_close(out, wanted)
+    torch.testing.assert_close(lse, wanted_lse)
+    assert torch.equal(paged(**given, **options), out)
+    assert runtime.counters.stats().fallbacks == {"the tensors are not on a CUDA device": 2}
+
+
+def test_a_block_of_rows_at_a_time(paged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = batch(spare=2)
+    whole = paged(**given)
+    monkeypatch.setattr(importlib.import_module("tuner.runtime.paged"), "_SCORES_BYTES", 4000)
+    torch.testing.assert_close(paged(**given), whole)
+
+
+def test_every_sequence_has_as_many_queries_where_no_starts_are_given(paged: Any) -> None:
+    given = batch()
+    del given["cu_seqlens_q"], given["max_seqlen_q"]
+    given["query"] = torch.randn(2 * len(KEYS), HEADS, WIDTH)
+    starts = torch.arange(0, 2 * len(KEYS) + 1, 2).int()
+    assert torch.equal(paged(**given), paged(**given, cu_seqlens_q=starts))
+
+
+def test_gradients_flow_through_pytorch_s_answer(paged: Any) -> None:
+    given = batch()
+    names = ("query", "key_cache", "value_cache")
+    given |= {name: given[name].nan_to_num(posinf=0.0).requires_grad_() for name in names}
+    inputs = [given[name] for name in names]
+    wanted = torch.autograd.grad(expected(given)[0].square().sum(), inputs[2:])
+    found = torch.autograd.grad(paged(**given).square().sum(), inputs)
+    torch.testing.assert_close(found[2:], wanted)
+    assert all(grad.isfinite().all() for grad in found)
+
+
+@dataclasses.dataclass(frozen=True)
+class FakeKernel:
+    """Takes launches down, and writes nothing."""
+
+    launched: list[Any] = dataclasses.field(default_factory=list)
+
+    def bind(self, integers: Any, scalars: Any) -> Any:
+        return lambda tensors, workspace, stream: self.launched.append((tensors, integers, scalars))
+
+    def workspace_bytes(self, integers: Any) -> int:
+        return 0
+
+
+@pytest.fixture
+def served(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Has the table find a fused attention kernel for whatever is posed."""
+    kernel, member, posed = FakeKernel(), FusedAttention(), []
+
+    def find_out(kind: Any, told: Any, pose: Any, device: int, _: Any = None) -> Any:
+        assert told is None, "the dispatcher in C++ knows no paged caches"
+        asked = pose()
+        problem = asked.problem
+        posed.append((kind, problem))
+        config: Config = member.space(problem, DEFAULT_GPU)[0]
+        plan = on_cpu.plan
+        (launch,) = member.launches(problem, config, asked.scale)
+        return plan.KernelPlan(
+            problem, config, -1, False,
+            shape=problem.output.shape,
+            strides=problem.output.strides,
+            steps=(plan._step(problem, kernel, launch, 0),),
+            workspace_bytes=0,
+            dtype=torch.float16,
+            writes_lse=True,
+        )  # fmt: skip
+
+    monkeypatch.setattr(on_cpu.table.table, "get", lambda kind: None)
+    monkeypatch.setattr(on_cpu.table.table, "find_out", find_out)
+    return SimpleNamespace(posed=posed, launched=kernel.launched)
+
+
+def test_a_kernel_is_given_the_sizes_and_strides_of_the_call(
+    served: SimpleNamespace, on_cpu: SimpleNamespace, paged: Any
+) -> None:
+    given = batch(torch.float16, "halves", spare=1)
+    sinks = torch.zeros(HEADS)
+    out, lse = paged(**given, window=(6, 0), scale=0.5, sinks=sinks, return_lse=True)
+    assert (out.shape, out.is_contiguous(), out.dtype) == (
+        given["query"].shape,
+        True,
+        torch.float16,
+    )
+    assert (lse.shape, lse.dtype) == ((HEADS, 30), torch.float32)
+    # Looked up by powers of two ...
+    [(_, problem)] = served.posed
+    assert problem == AttentionProblem.parse(
+        "B=8,H=4,HKV=2,SQ=32,SKV=64,D=16,causal=1,left=6,page_size=16,sinks=1,layout=bshd"
+    )
+    # ... and launched with what there is.
+    [(tensors, integers, scalars)] = served.launched
+    names = ("query", "key_cache", "value_cache", "page_table", "seqused_k", "cu_seqlens_q")
+    query, key, value, table, used, starts = (given[name].data_ptr() for name in names)
+    addresses = [query, key, value, out.data_ptr(), lse.data_ptr(), table, used, starts]
+    assert tensors == [*addresses, sinks.data_ptr()]
+    assert integers[:6] == (5, 4, 2, 20, 64, 16)
+    assert integers[7:9] == integers[16:18] == (16, 64)
+    # Of a page, a head and a slot, in rows of two halves.
+    assert integers[9:12] == integers[12:15] == (2 * 16 * 32, 16 * 32, 32)
+    columns = given["page_table"].shape[1]
+    assert integers[21:] == (6, 0, 30, 16, given["key_cache"].shape[0], columns)
+    assert scalars == (0.5,) and on_cpu.counters.stats().hits == 1
+
+
+def test_one_query_needs_no_mask_and_no_starts(served: SimpleNamespace, paged: Any) -> None:
+    given = batch(torch.float16)
+    del given["cu_seqlens_q"], given["max_seqlen_q"]
+    given["query"] = torch.randn(len(KEYS), HEADS, WIDTH).half()
+    paged(**given, max_seqlen_k=50)
+    [(_, problem)] = served.posed
+    assert problem == AttentionProblem.parse(
+        "B=8,H=4,HKV=2,SQ=1,SKV=64,D=16,page_size=16,layout=bshd"
+    )
+    [(tensors, integers, _)] = served.launched
+    assert tensors[7] == 0 and integers[3:5] == (1, 50)
+
+
+def test_calls_of_like_sizes_are_of_one_kind(served: SimpleNamespace, paged: Any) -> None:
+    given = batch(torch.float16)
+    for more in ({}, {"max_seqlen_k": 33}, {"max_seqlen_k": 32}, {"scale": 2.0}):
+        paged(**given, **more)
+    kinds = [kind for kind, _ in served.posed]
+    assert kinds[0] == kinds[1] and len(set(kinds)) == 3
+
+
+def test_strides_that_no_copy_reads_are_pytorch_s(
+    served: SimpleNamespace, on_cpu: SimpleNamespace, paged: Any
+) -> None:
+    given = batch(torch.float16)
+    wide = torch.zeros(*given["key_cache"].shape[:-1], WIDTH + 1, dtype=torch.float16)
+    wide[..., :WIDTH] = given["key_cache"].nan_to_num(posinf=0.0)
+    given["key_cache"] = wide[..., :WIDTH]
+    given["max_seqlen_k"] = 48
+    given["cu_seqlens_q"] = torch.tensor([0, *QUERIES]).cumsum(0).int()
+    paged(**given)
+    assert on_cpu.counters.stats().fallbacks == {"no kernel takes such tensors": 1}
+    assert not served.launched
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"query": torch.zeros(29, 4, 1, 16)}, r"query \(29, 4, 1, 16\).*allowed: \(total_q, H"),
+        ({"query": torch.zeros(29, 3, 16)}, "HKV a divisor of H"),
+        ({"query": torch.zeros(29, 4, 16).half()}, "query is torch.float16, the caches torch.fl"),
+        ({"seqused_k": torch.zeros(5)}, r"seqused_k is torch.float32 \(5,\) .allowed: torch.int32"),
+        ({"seqused_k": torch.zeros(4).int()}, r"page_table is torch.int32 \(5, 4\)"),
+        ({"cu_seqlens_q": torch.zeros(5).int()}, r"cu_seqlens_q is torch.int32 \(5,\)"),
+        ({"cu_seqlens_q": None}, "29 queries of 5 sequences without cu_seqlens_q"),
+        ({"max_seqlen_k": 65}, r"max_seqlen_k=65 is out of range .allowed: 0 to 64, the 4 pages"),
+        ({"max_seqlen_q": -1}, "max_seqlen_q=-1 is out of range"),
+        ({"max_seqlen_q": 19}, "cu_seqlens_q has a sequence of 20 .allowed: up to 19"),
+        ({"max_seqlen_k": 40}, "seqused_k runs from 0 to 48 .allowed: 0 to 40"),
+        ({"sinks": torch.zeros(2)}, r"sinks are \(2,\) .allowed: \(4,\)"),
+        ({"softcap": -1.0}, "softcap=-1.0 is out of range"),
+        ({"window": (-2, 0)}, "window="),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_line(
+    paged: Any, changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        paged(**{**batch(), **changes})
+    assert "\n" not in str(caught.value)
+
+
+def test_a_page_of_another_size_is_refused(paged: Any) -> None:
+    given = batch()
+    for name in ("key_cache", "value_cache"):
+        given[name] = given[name][:, :12]
+    with pytest.raises(ConfigError, match=r"pages have 12 slots .allowed: multiples of 16"):
+        paged(**given)
+
+
+def test_opcheck() -> None:
+    importlib.import_module("tuner.runtime")  # defines the operator
+    given = batch()
+    given |= {name: given[name].nan_to_num(posinf=0.0) for name in ("key_cache", "value_cache")}
+    tensors = list(given.values())[:6]
+    options = (20, 64, True, 6, -1, 2.0, 0.25)
+    operator = torch.ops.tuner.paged_attention.default
+    torch.library.opcheck(operator, (*tensors, torch.zeros(HEADS), *options))
+    torch.library.opcheck(operator, (*tensors, None, *options))
+
+
+def test_a_graph_of_torch_compile_holds_the_operator(paged: Any) -> None:
+    given, graphs = batch(), []
+
+    def keep(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(lambda: paged(**given), backend=keep, fullgraph=True)
+    assert torch.equal(compiled(), paged(**given))
+    calls = [str(n.target) for n in graphs[0].graph.nodes if n.op == "call_function"]
+    assert "tuner.paged_attention" in calls[0]

@@ -1,0 +1,358 @@
+"""GEMM of e4m3 operands with factors of blocks, 1 x 128 of A and 128 x 128 of B.
+
+Its template has a main loop of its own: TMA-fed, the tensor cores' sums added to fp32 sums with
+their factors after every 128 of K. A swapped config computes D^T = B^T A^T, so that few rows of A
+are the narrow side of a tile. `split_k` blocks of a cluster divide K between them and add their
+sums in a fixed order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from math import ceil
+from typing import ClassVar
+
+from tuner.config import Config, Value
+from tuner.errors import ConfigError
+from tuner.families.base import Domain, Family, KernelSpec, Launch, Ref, Strides, tma_conflict
+from tuner.hardware import (
+    E4M3_RATE,
+    GRAPH_LAUNCH_US,
+    HOPPER,
+    SMEM_PER_BLOCK_BYTES,
+    TENSOR_FLOPS_PER_CLOCK_SM,
+    Gpu,
+)
+from tuner.problem import SCALE_BLOCK, GemmProblem, Problem
+
+KERNEL = "block_scaled_gemm"
+"""Name of the one kernel."""
+TEMPLATE = "block_scaled_gemm.cu.j2"
+#: Rows of an instruction of a warp group (PTX ISA, wgmma), and columns of the narrowest.
+INSTRUCTION_ROWS, INSTRUCTION_COLUMNS, INSTRUCTION_WARPS = 64, 8, 4
+#: Columns that the four lanes of a row store together: tiles of D's columns are multiples.
+STORED_COLUMNS = 16
+#: Registers of a thread for sums and for the tensor cores' accumulators: 192 of 232 compile
+#: without a spill.
+MAX_SUMS = 192
+#: Blocks of K in flight: one is copied while another is used, and shared memory holds 24 of the
+#: smallest tile, 64 x 8.
+MIN_STAGES, MAX_STAGES = 2, 24
+RASTER_ORDERS = {"AlongM": 1, "AlongN": 2}
+#: Factors of B's columns that a stage has room for, and bytes of its two barriers.
+COLUMN_PLACES, BARRIER_BYTES = 4, 16
+#: Rows and columns of a warp's box of results, and its bytes.
+BOX_ROWS, BOX_COLUMNS = 16, 64
+BOX_BYTES = 2 * BOX_ROWS * BOX_COLUMNS
+#: Largest extents, as the template checks them: tiles beyond the last one fit 32 bits.
+MAX_EXTENT = 1 << 30
+MAX_TILES = 1 << 30
+
+#: First guesses, to be fitted: bytes of the L2 that a multiprocessor gets a clock, all of them
+#: loading; of memory, over the data sheet's; clocks of a tile's start and end, and those of its
+#: sums' way to memory, a column of a warp group.
+L2_BYTES_PER_CLOCK = 40.0
+MEMORY_EFFICIENCY = 0.88
+TILE_CLOCKS, COLUMN_CLOCKS = 900.0, 6.0
+SMEM_BYTES_PER_CLOCK = 128
+STEP_CLOCKS = 40.0
+START_CLOCKS = 3000.0
+#: Of a cluster that divides K: its two meetings, and bytes that its blocks exchange a clock.
+MEETING_CLOCKS, EXCHANGED_BYTES_PER_CLOCK = 1500.0, 16.0
+
+
+class BlockScaledGemm(Family):
+    """One kernel; its raster and its launch are run-time choices."""
+
+    name: ClassVar[str] = "block_scaled_gemm"
+    op: ClassVar[str] = GemmProblem.op
+    capabilities = (HOPPER,)
+    runtime_parameters: ClassVar[frozenset[str]] = frozenset(
+        {"raster_order", "max_swizzle_size", "pdl"}
+    )
+    domains: ClassVar[Mapping[str, Domain]] = {
+        "swap_ab": (False, True),
+        "tile_m": (64, 128, 256),
+        "tile_n": (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192),
+        "stages": range(MIN_STAGES, MAX_STAGES + 1),
+        "cluster_m": (1, 2),
+        "cluster_n": (1, 2),
+        "split_k": (1, 2, 4, 8),
+        "store_buffers": (0, 1, 2),
+        "raster_order": tuple(RASTER_ORDERS),
+        "max_swizzle_size": (1, 2, 4, 8, 16),
+        "pdl": (False, True),
+    }
+    draws: ClassVar[Mapping[str, tuple[Value, ...]]] = {"stages": (2, 3, 4, 5, 6, 8, 12, 16)}
+
+    def supports(self, problem: Problem, gpu: Gpu) -> str:
+        reason = super().supports(problem, gpu)
+        if reason or not isinstance(problem, GemmProblem):
+            return reason
+        if problem.scales != "block":
+            return f"{self.name} takes factors of blocks: scales=block"
+        return extent_conflict(problem.m, problem.n, problem.k)
+
+    def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
+        reasons = [*tile_violations(config), *cluster_violations(config)]
+        return reasons + _split_violations(_gemm(problem), config) + _store_violations(config)
+
+    def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
+        if self.supports(problem, gpu):
+            return []
+        problem = _gemm(problem)
+        found: list[Config] = []
+        for compiled in _compiled(problem, gpu):
+            group = [Config(self.name, params) for params in _launched(problem, compiled)]
+            # Candidates of one kernel differ in run-time choices, legal by construction.
+            if not self.violations(problem, group[0], gpu):
+                found += group
+        return found
+
+    def kernels(self, problem: Problem, config: Config) -> dict[str, KernelSpec]:
+        return {KERNEL: spec_of(config, is_grouped=False)}
+
+    def launches(self, problem: Problem, config: Config, scale: float) -> list[Launch]:
+        return self._launches(_gemm(problem), config, scale, {})
+
+    def strided_launches(
+        self, problem: Problem, config: Config, scale: float, strides: Strides
+    ) -> list[Launch] | str:
+        problem = _gemm(problem)
+        a, b, scale_a, scale_b, _ = problem.operands
+        for operand, contiguous in ((a, 2), (b, 1)):
+            along = strides.get(operand.name, operand.strides)
+            if reason := tma_conflict(operand, along, contiguous):
+                return reason
+        free = (a.name, b.name, scale_a.name, scale_b.name)
+        if others := strides.keys() - set(free):
+            return f"{', '.join(sorted(others))}: only {', '.join(free)} have free strides"
+        return self._launches(problem, config, scale, strides)
+
+    def _launches(
+        self, problem: GemmProblem, config: Config, scale: float, strides: Strides
+    ) -> list[Launch]:
+        a, b, scale_a, scale_b, d = problem.operands
+        along = {o.name: strides.get(o.name, o.strides) for o in problem.operands}
+        integers = (
+            *(problem.m, problem.n, problem.k),
+            *(along[a.name][1], along[b.name][2], along[d.name][1]),
+            *reversed(along[scale_a.name]),
+            *along[scale_b.name],
+            *launched(config),
+            *(1, 0),
+        )
+        tensors = tuple(Ref(operand.name) for operand in (a, b, d, scale_a, scale_b))
+        return [Launch(KERNEL, tensors, integers, (scale,))]
+
+    def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
+        """The busiest multiprocessor's clocks beside memory's time, nearly the longer of them."""
+        problem = _gemm(problem)
+        tiles_x, tiles_y = tiles(problem, config)
+        splits, area = int(config["split_k"]), int(config["tile_m"] * config["tile_n"])
+        steps = ceil(ceil(problem.k / SCALE_BLOCK) / splits)
+        blocks = tiles_x * tiles_y * int(config["cluster_m"] * config["cluster_n"]) * splits
+        rounds = ceil(blocks / gpu.sm_count)
+        end = TILE_CLOCKS + COLUMN_CLOCKS * area / INSTRUCTION_ROWS / min(2, config["tile_m"] // 64)
+        if splits > 1:
+            end += MEETING_CLOCKS + 4 * area / EXCHANGED_BYTES_PER_CLOCK
+        clocks = START_CLOCKS + rounds * (steps * step_clocks(config) + end)
+        compute_us = clocks / gpu.clock_max_mhz
+        memory_us = problem.bytes / (gpu.memory_gbs * MEMORY_EFFICIENCY * 1e3)
+        longest = float((compute_us**4 + memory_us**4) ** 0.25)
+        return GRAPH_LAUNCH_US * (0.5 if config["pdl"] else 1.0) + longest
+
+
+def extent_conflict(m: int, n: int, k: int, groups: int = 1) -> str:
+    """Why the template takes no operands of such extents; empty when it does."""
+    # 16-byte rows, of e4m3 and of bf16.
+    if k % 16 or n % 8:
+        return f"N={n} and K={k} are not multiples of 8 and 16 (TMA)"
+    if max(m, n, k) > MAX_EXTENT:
+        return f"{m} x {n} x {k} exceeds {MAX_EXTENT} in one extent"
+    if (ceil(m / 8) + groups - 1) * ceil(n / 8) > MAX_TILES:
+        return f"{m} x {n} results are over {64 * MAX_TILES}"
+    return ""
+
+
+def spec_of(config: Config, *, is_grouped: bool) -> KernelSpec:
+    """The kernel of a config, of one product or of groups."""
+    at_run_time = BlockScaledGemm.runtime_parameters
+    compiled = {k: v for k, v in config.params.items() if k not in at_run_time}
+    alone: dict[str, Value] = {"split_k": 1, "store_buffers": 0}
+    return KernelSpec(TEMPLATE, {**alone, **compiled, "grouped": is_grouped})
+
+
+def launched(config: Config) -> tuple[int, int, int]:
+    """Integers of a launch that the run-time parameters choose."""
+    order = RASTER_ORDERS[config["raster_order"]]
+    return config["max_swizzle_size"], order, int(config["pdl"])
+
+
+def step_clocks(config: Config) -> float:
+    """Clocks of 128 of K of a tile: products, what they read of shared memory beside what is
+    copied there, and the tile's way from the L2, whichever takes longest.
+    """
+    tile_m, tile_n = int(config["tile_m"]), int(config["tile_n"])
+    instructions = tile_m // INSTRUCTION_ROWS
+    rate = TENSOR_FLOPS_PER_CLOCK_SM * E4M3_RATE
+    tensor = 2 * tile_m * tile_n * SCALE_BLOCK / rate
+    read = instructions * (INSTRUCTION_ROWS + tile_n) * SCALE_BLOCK
+    copied = (tile_m + tile_n) * SCALE_BLOCK
+    loaded = (tile_m / config["cluster_n"] + tile_n / config["cluster_m"]) * SCALE_BLOCK
+    shared = (read + copied / 2) / SMEM_BYTES_PER_CLOCK
+    return float(max(tensor, shared, loaded / L2_BYTES_PER_CLOCK) + STEP_CLOCKS)
+
+
+def stage_bytes(config: Config) -> int:
+    """Shared memory of a stage: its tiles, its factors, its two barriers."""
+    tile_m, tile_n = int(config["tile_m"]), int(config["tile_n"])
+    factors = tile_n if config["swap_ab"] else tile_m
+    return (tile_m + tile_n) * SCALE_BLOCK + 4 * (factors + COLUMN_PLACES) + BARRIER_BYTES
+
+
+def smem_bytes(config: Config) -> int:
+    """Shared memory of a block: its stages, and its warps' boxes of results."""
+    warps = INSTRUCTION_WARPS * min(2, int(config["tile_m"]) // INSTRUCTION_ROWS)
+    boxes = int(config.get("store_buffers", 0)) * warps * BOX_BYTES
+    return int(config["stages"]) * stage_bytes(config) + boxes
+
+
+def deepened(config: Config) -> Config:
+    """A config with as many stages as fit."""
+    least = Config(config.family, {**config.params, "stages": MIN_STAGES})
+    more = (SMEM_PER_BLOCK_BYTES - smem_bytes(least)) // stage_bytes(least)
+    return Config(config.family, {**config.params, "stages": min(MIN_STAGES + more, MAX_STAGES)})
+
+
+def tiles(problem: GemmProblem, config: Config) -> tuple[int, int]:
+    """Tiles of a cluster along the instruction's rows and along its columns."""
+    rows, columns = problem.m, problem.n
+    if config["swap_ab"]:
+        rows, columns = columns, rows
+    return (
+        ceil(rows / (config["tile_m"] * config["cluster_m"])),
+        ceil(columns / (config["tile_n"] * config["cluster_n"])),
+    )
+
+
+def _gemm(problem: Problem) -> GemmProblem:
+    if isinstance(problem, GemmProblem):
+        return problem
+    raise ConfigError(f"{BlockScaledGemm.name} serves {BlockScaledGemm.op}, not {problem.op}")
+
+
+def tile_violations(config: Config) -> list[str]:
+    """Why a tile has no kernel: its stores, its sums, its stages."""
+    tile_m, tile_n, stages = config["tile_m"], config["tile_n"], config["stages"]
+    reasons = []
+    if tile_n % STORED_COLUMNS and not config["swap_ab"]:
+        reasons.append(f"tile_n={tile_n} is not a multiple of {STORED_COLUMNS} (swap_ab=False)")
+    parts = max(1, tile_m // (2 * INSTRUCTION_ROWS))
+    if (sums := (parts + 1) * tile_n // 2) > MAX_SUMS:
+        reasons.append(
+            f"tile {tile_m}x{tile_n} needs {sums} registers a thread for sums (at most {MAX_SUMS})"
+        )
+    if (used := smem_bytes(config)) > SMEM_PER_BLOCK_BYTES:
+        reasons.append(
+            f"{used} bytes of shared memory at {stages} stages exceed {SMEM_PER_BLOCK_BYTES}"
+        )
+    return reasons
+
+
+def cluster_violations(config: Config) -> list[str]:
+    """Why blocks cannot share tiles."""
+    cluster_m, cluster_n, tile_n = config["cluster_m"], config["cluster_n"], config["tile_n"]
+    reasons = []
+    if cluster_m * cluster_n > 2:
+        reasons.append(f"cluster {cluster_m}x{cluster_n} shares both operands (allowed: one)")
+    # Each block of a cluster loads its half of the tile that they share: whole swizzle atoms.
+    if tile_n % (INSTRUCTION_COLUMNS * cluster_m):
+        reasons.append(f"cluster_m={cluster_m} does not halve tile_n={tile_n} in eights")
+    return reasons
+
+
+def _split_violations(problem: GemmProblem, config: Config) -> list[str]:
+    tile_m, tile_n, splits = config["tile_m"], config["tile_n"], config["split_k"]
+    if splits == 1:
+        return []
+    reasons = []
+    if config["cluster_m"] * config["cluster_n"] > 1:
+        reasons.append(f"split_k={splits} goes with a cluster of its own alone")
+    if splits > ceil(problem.k / SCALE_BLOCK):
+        reasons.append(f"split_k={splits} has more parts than K={problem.k} has blocks")
+    if 4 * tile_m * tile_n > config["stages"] * (tile_m + tile_n) * SCALE_BLOCK:
+        reasons.append(f"{config['stages']} stages have no room for {tile_m}x{tile_n} fp32 sums")
+    return reasons
+
+
+def _store_violations(config: Config) -> list[str]:
+    buffers = config["store_buffers"]
+    if not buffers:
+        return []
+    reasons = []
+    if config["swap_ab"] or config["split_k"] > 1:
+        reasons.append(f"store_buffers={buffers} is for neither swapped operands nor divided K")
+    if config["tile_n"] < BOX_COLUMNS:
+        reasons.append(f"tile_n={config['tile_n']} has no box of {BOX_COLUMNS} columns")
+    return reasons
+
+
+#: Tiles of A's rows by B's columns, and, swapped, of B's columns by A's rows.
+_TILES = (
+    *product((128,), (64, 80, 96, 112, 128, 144, 160, 176, 192)),
+    *product((256,), (64, 96, 112, 128)),
+    *product((64,), (64, 96, 128, 160, 192)),
+)
+_SWAPPED = (*product((64, 128, 256), (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192)),)
+#: Blocks of a cluster along both sides of its tiles and along K.
+_CLUSTERS = ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 1, 4), (1, 1, 8))
+#: Tiles along A's rows at most, for which swapped operands read the weights.
+_MAX_READS = 4
+#: Blocks a multiprocessor at most, and least blocks of K of each, for which K is worth dividing.
+_MAX_SPLIT_ROUNDS, _MIN_SPLIT_STEPS = 2, 2
+#: Tiles from which on neighbours are worth having share a tile by multicast: half of the chip.
+_MIN_CLUSTERED = 66
+
+
+def _compiled(problem: GemmProblem, gpu: Gpu) -> Iterator[dict[str, Value]]:
+    """Compile-time parameters worth a kernel, in a fixed order."""
+    steps = ceil(problem.k / SCALE_BLOCK)
+    oriented = [(False, tile) for tile in _TILES] + [(True, tile) for tile in _SWAPPED]
+    for swapped, (tile_m, tile_n) in oriented:
+        rows, columns = (problem.n, problem.m) if swapped else (problem.m, problem.n)
+        widths = {width for _, width in (_SWAPPED if swapped else _TILES)}
+        # A tile that is wider or higher than needed multiplies in vain.
+        is_wide = tile_n > min((n for n in widths if n >= columns), default=tile_n)
+        if is_wide or (tile_m > INSTRUCTION_ROWS and rows <= tile_m // 2):
+            continue
+        if swapped and ceil(columns / tile_n) > _MAX_READS:
+            continue
+        count = ceil(rows / tile_m) * ceil(columns / tile_n)
+        for cluster_m, cluster_n, splits in _CLUSTERS:
+            is_full = count * splits > _MAX_SPLIT_ROUNDS * gpu.sm_count
+            if splits > 1 and (is_full or steps < _MIN_SPLIT_STEPS * splits):
+                continue
+            if cluster_m * cluster_n > 1 and count < _MIN_CLUSTERED:
+                continue
+            params: dict[str, Value] = {
+                "swap_ab": swapped,
+                "tile_m": tile_m,
+                "tile_n": tile_n,
+                "stages": MIN_STAGES,
+                "cluster_m": cluster_m,
+                "cluster_n": cluster_n,
+                "split_k": splits,
+                "store_buffers": 0 if swapped or splits > 1 else 1,
+            }
+            yield dict(deepened(Config(BlockScaledGemm.name, params)).params)
+
+
+def _launched(problem: GemmProblem, compiled: dict[str, Value]) -> Iterator[dict[str, Value]]:
+    """The run-time choices of one kernel that differ from one another for this shape."""
+    least = min(tiles(problem, Config(BlockScaledGemm.name, compiled)))
+    bands = [band for band in (1, 4, 8, 16) if band <= 2 * least] if least > 1 else [1]
+    orders = RASTER_ORDERS if least > 1 else ("AlongM",)
+    for order, band in product(orders, bands):
+        yield {**compiled, "raster_order": order, "max_swizzle_size": band, "pdl": True}

@@ -1,0 +1,112 @@
+"""Grouped GEMM of e4m3 operands with factors of blocks: `block_scaled_gemm`'s kernels over groups.
+
+The rows of all groups lie one after the other and begin anywhere; the offsets are read on the
+device. Tiles are taken group after group, and K is not divided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import ceil, sqrt
+from typing import ClassVar
+
+from tuner.config import Config
+from tuner.errors import ConfigError
+from tuner.families.base import Domain, Family, KernelSpec, Launch, Ref
+from tuner.families.block_scaled_gemm import (
+    BlockScaledGemm,
+    cluster_violations,
+    deepened,
+    extent_conflict,
+    launched,
+    spec_of,
+    tile_violations,
+)
+from tuner.hardware import HOPPER, Gpu
+from tuner.problem import E4M3, GemmProblem, GroupedGemmProblem, Problem
+
+KERNEL = "block_scaled_grouped_gemm"
+_PRODUCT = BlockScaledGemm()
+
+
+class BlockScaledGroupedGemm(Family):
+    """Tiles, clusters and rasters of `block_scaled_gemm`, for groups as they are measured."""
+
+    name: ClassVar[str] = "block_scaled_grouped_gemm"
+    op: ClassVar[str] = GroupedGemmProblem.op
+    capabilities = (HOPPER,)
+    runtime_parameters: ClassVar[frozenset[str]] = BlockScaledGemm.runtime_parameters
+    domains: ClassVar[Mapping[str, Domain]] = {
+        name: domain
+        for name, domain in BlockScaledGemm.domains.items()
+        if name not in ("split_k", "store_buffers")
+    }
+    draws = BlockScaledGemm.draws
+
+    def supports(self, problem: Problem, gpu: Gpu) -> str:
+        reason = super().supports(problem, gpu)
+        if reason:
+            return reason
+        problem = _grouped(problem)
+        if problem.dtype != E4M3:
+            return f"{self.name} takes factors of blocks: dtype=e4m3"
+        return extent_conflict(problem.m, problem.n, problem.k, problem.groups)
+
+    def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
+        return [*tile_violations(config), *cluster_violations(config)]
+
+    def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
+        """Candidates of one product: groups of the mean size, of the largest, and between."""
+        if not isinstance(problem, GroupedGemmProblem) or self.supports(problem, gpu):
+            return []
+        busy = [rows for rows in problem.rows if rows]
+        found: dict[Config, None] = {}
+        mean, largest = ceil(problem.m / len(busy)), max(busy)
+        for rows in sorted({mean, round(sqrt(mean * largest)), largest}):
+            for one in _PRODUCT.space(_product(problem, rows), gpu):
+                if one["split_k"] == 1:
+                    params = {name: one[name] for name in self.domains}
+                    found.setdefault(deepened(Config(self.name, params)))
+        return list(found)
+
+    def kernels(self, problem: Problem, config: Config) -> dict[str, KernelSpec]:
+        return {KERNEL: spec_of(config, is_grouped=True)}
+
+    def launches(self, problem: Problem, config: Config, scale: float) -> list[Launch]:
+        problem = _grouped(problem)
+        a, b, offsets, scale_a, scale_b, d = problem.operands
+        integers = (
+            *(problem.m, problem.n, problem.k),
+            *(a.strides[0], b.strides[1], d.strides[0]),
+            *reversed(scale_a.strides),
+            *scale_b.strides[1:],
+            *launched(config),
+            *(problem.groups, scale_b.strides[0]),
+        )
+        tensors = tuple(Ref(operand.name) for operand in (a, b, d, scale_a, scale_b, offsets))
+        return [Launch(KERNEL, tensors, integers, (scale,))]
+
+    def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
+        """As `block_scaled_gemm`'s estimate of a product whose rows are every group's, each padded
+        to whole tiles, were memory no matter; and at least the bytes' time.
+        """
+        problem = _grouped(problem)
+        along = "n" if config["swap_ab"] else "m"
+        step = config[f"tile_{along}"] * config[f"cluster_{along}"]
+        rows = sum(ceil(rows / step) * step for rows in problem.rows)
+        one = Config(_PRODUCT.name, {**config.params, "split_k": 1, "store_buffers": 0})
+        endless = replace(gpu, memory_gbs=float("inf"))
+        compute = _PRODUCT.predict_us(_product(problem, rows), one, endless)
+        return float((compute**4 + gpu.floor_us(0, problem.bytes) ** 4) ** 0.25)
+
+
+def _product(problem: GroupedGemmProblem, rows: int) -> GemmProblem:
+    return GemmProblem(rows, problem.n, problem.k, dtype=E4M3, scales="block")
+
+
+def _grouped(problem: Problem) -> GroupedGemmProblem:
+    if isinstance(problem, GroupedGemmProblem):
+        return problem
+    name = BlockScaledGroupedGemm.name
+    raise ConfigError(f"{name} serves {GroupedGemmProblem.op}, not {problem.op}")

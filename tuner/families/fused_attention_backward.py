@@ -1,0 +1,247 @@
+"""Our own gradients of attention: `templates/fused_attention_backward.cu.j2`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from typing import ClassVar
+
+from tuner.config import Config, Value
+from tuner.families.base import (
+    Domain,
+    Family,
+    KernelSpec,
+    Launch,
+    Ref,
+    Strides,
+    tma_conflict,
+)
+from tuner.hardware import (
+    DEFAULT_GPU,
+    GRAPH_LAUNCH_US,
+    HOPPER,
+    SMEM_PER_BLOCK_BYTES,
+    Gpu,
+)
+from tuner.problem import MAX_EXTENT, AttentionBackwardProblem, Operand, Problem
+
+KERNEL = "attention_backward"
+"""Name of the one kernel: its library launches all three."""
+#: Text that the template takes, by variable.
+WORDS = {"dtype": ("float16", "bfloat16"), "dq": ("bulk", "ordered", "direct")}
+#: Columns that the template is instantiated for; a smaller D is padded by TMA.
+INSTANCES = (64, 96, 128)
+#: (producer, consumer) registers after setmaxnreg, by warp groups: multiples of 8 (PTX ISA,
+#: setmaxnreg) whose sum over a block's threads stays within what the block gets at its launch.
+REGISTERS: Mapping[int, tuple[int, int]] = {1: (56, 240), 2: (24, 240)}
+#: Registers a consumer thread needs beside its accumulators and operands. Found by compiling with
+#: nvcc 13.0: 224 of 240 spill one word, and more serialise the products.
+OVERHEAD_REGISTERS = 16
+#: Keys of a warp group.
+GROUP_KEYS = 64
+#: mbarriers at the end of the shared memory, and what aligns its parts to 1024 bytes.
+BARRIER_BYTES = 2048
+#: KV heads whose blocks run side by side, at most.
+MOST_HEADS = 1024
+
+#: What only measurements say of a time: where a fit starts.
+CONSTANTS: Mapping[str, float] = {
+    # Share of the tensor cores' peak that a long loop of steps reaches.
+    "rate": 0.6,
+    # The same at D = 64, whose exponentials take longer beside its products.
+    "narrow_rate": 0.52,
+    # Clocks of a block beside its steps: first loads, last stores.
+    "block_clocks": 6000.0,
+    # Microseconds of the kernels before and after, beside their bytes.
+    "rows_us": 3.0,
+    # Share by which each step grows where dQ is added in order.
+    "ordered": 0.15,
+}
+
+
+def instance(head_dim: int) -> int:
+    """The smallest instance that holds `head_dim` columns."""
+    return next(d for d in INSTANCES if d >= head_dim)
+
+
+class FusedAttentionBackward(Family):
+    """Rows of dO x O, then a block for every tile of keys, then dQ's sums turned into dQ."""
+
+    name: ClassVar[str] = "fused_attention_backward"
+    op: ClassVar[str] = AttentionBackwardProblem.op
+    capabilities = (HOPPER,)
+    cost_constants = CONSTANTS
+    runtime_parameters = frozenset({"section_heads", "pdl"})
+    domains: ClassVar[Mapping[str, Domain]] = {
+        "warp_groups": (1, 2),
+        "tile_m": (64, 96, 128),
+        "stages": (2, 3),
+        "ds_stages": (1, 2),
+        "swap_dq": (False, True),
+        "dq": WORDS["dq"],
+        "early_exp": (0, 50, 100),
+        "section_heads": tuple(2**i for i in range(MOST_HEADS.bit_length())),
+        "pdl": (False, True),
+    }
+
+    def supports(self, problem: Problem, gpu: Gpu) -> str:
+        reason = super().supports(problem, gpu)
+        if reason or not isinstance(problem, AttentionBackwardProblem):
+            return reason
+        if problem.head_dim > INSTANCES[-1]:
+            return f"{self.name} has no head dimension above {INSTANCES[-1]}"
+        return ""
+
+    def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
+        problem, found = _backward(problem), []
+        head_dim = instance(problem.head_dim)
+        groups, tile_m, swaps = config["warp_groups"], config["tile_m"], config["swap_dq"]
+        if problem.is_deterministic and config["dq"] != "ordered":
+            found.append(f"dq={config['dq']} adds in any order: deterministic=1 needs ordered")
+        rows, columns = (head_dim, tile_m) if swaps else (tile_m, head_dim)
+        side = "head dimension" if swaps else "tile_m"
+        slabs = rows // 64
+        if rows % 64:
+            found.append(f"{side}={rows} is not a multiple of 64, the rows of a product for dQ")
+        elif groups % slabs:
+            found.append(f"{slabs} slabs of dQ do not divide warp_groups={groups}")
+        elif columns % (groups // slabs * 16):
+            found.append(f"{groups // slabs} groups do not share {columns} columns of dQ in 16s")
+        else:
+            needed = self.registers(problem, config) + OVERHEAD_REGISTERS
+            if needed > REGISTERS[groups][1]:
+                found.append(f"{needed} registers a thread exceed {REGISTERS[groups][1]}")
+        smem = self.smem_bytes(problem, config)
+        if smem > SMEM_PER_BLOCK_BYTES:
+            found.append(f"{smem} bytes of shared memory exceed {SMEM_PER_BLOCK_BYTES}")
+        tiles = -(-problem.seqlen_q // tile_m) * problem.batch * problem.heads_q
+        if tiles > MAX_EXTENT:
+            found.append(f"{tiles} tiles of queries exceed {MAX_EXTENT}")
+        return found
+
+    @staticmethod
+    def registers(problem: AttentionBackwardProblem, config: Config) -> int:
+        """Accumulators and operands of products that a thread holds at once, at most: dK and dV
+        and an operand of theirs with S^T and dP^T, or with the next S^T and dQ.
+        """
+        head_dim, tile_m = instance(problem.head_dim), int(config["tile_m"])
+        of_dq = tile_m * head_dim // int(config["warp_groups"]) // 128
+        return head_dim + tile_m // 4 + max(tile_m, tile_m // 2 + of_dq)
+
+    @staticmethod
+    def smem_bytes(problem: AttentionBackwardProblem, config: Config) -> int:
+        """Dynamic shared memory: K and V, the rings of Q and dO with their rows' statistics, dS,
+        and dQ on its way to memory.
+        """
+        head_dim, tile_m = instance(problem.head_dim), int(config["tile_m"])
+        keys = GROUP_KEYS * int(config["warp_groups"])
+        found = 2 * 2 * keys * head_dim
+        found += int(config["stages"]) * 2 * tile_m * (2 * head_dim + 4)
+        found += int(config["ds_stages"]) * 2 * tile_m * keys
+        found += 0 if config["dq"] == "direct" else 4 * tile_m * head_dim
+        return found + BARRIER_BYTES
+
+    def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
+        if not isinstance(problem, AttentionBackwardProblem) or self.supports(problem, gpu):
+            return []
+        return [c for c in self._grid(problem) if not self.violations(problem, c, gpu)]
+
+    def _grid(self, problem: AttentionBackwardProblem) -> Iterator[Config]:
+        """Two warp groups but where there are few keys; the transposed product for dQ only where
+        the other has no slabs; dQ in order only where it has to be.
+        """
+        heads = min(MOST_HEADS, problem.batch * problem.heads_kv)
+        sections = sorted({1, 8, 32, 1 << (heads - 1).bit_length()})
+        most = 1 << (heads - 1).bit_length()
+        ways = ("ordered",) if problem.is_deterministic else ("bulk", "direct")
+        levers = product((1, 2), (64, 96, 128), (2, 3), (2, 1), (False, True), ways, (50, 0, 100))
+        for groups, tile_m, stages, ds_stages, swaps, way, early in levers:
+            if GROUP_KEYS * (groups - 1) >= problem.seqlen_kv or swaps != bool(tile_m % 64):
+                continue
+            for section, pdl in product([s for s in sections if s <= most], (True, False)):
+                params: dict[str, Value] = {
+                    "warp_groups": groups,
+                    "tile_m": tile_m,
+                    "stages": stages,
+                    "ds_stages": ds_stages,
+                    "swap_dq": swaps,
+                    "dq": way,
+                    "early_exp": early,
+                    "section_heads": section,
+                    "pdl": pdl,
+                }
+                yield Config(self.name, params)
+
+    def kernels(self, problem: Problem, config: Config) -> dict[str, KernelSpec]:
+        problem = _backward(problem)
+        producer, consumer = REGISTERS[config["warp_groups"]]
+        compiled = {k: v for k, v in config.params.items() if k not in self.runtime_parameters}
+        variables = {
+            **compiled,
+            "dtype": problem.dtype,
+            "head_dim": instance(problem.head_dim),
+            "is_causal": problem.is_causal,
+            "is_windowed": problem.is_windowed,
+            "producer_registers": producer,
+            "consumer_registers": consumer,
+        }
+        return {KERNEL: KernelSpec("fused_attention_backward.cu.j2", variables, WORDS)}
+
+    def launches(self, problem: Problem, config: Config, scale: float) -> list[Launch]:
+        return self._launches(_backward(problem), config, scale, {})
+
+    def strided_launches(
+        self, problem: Problem, config: Config, scale: float, strides: Strides
+    ) -> list[Launch] | str:
+        backward = _backward(problem)
+        for tensor in _matrices(backward):
+            if reason := tma_conflict(tensor, strides.get(tensor.name, tensor.strides)):
+                return reason
+        if "logsumexp" in strides:
+            return "logsumexp is not contiguous"
+        return self._launches(backward, config, scale, strides)
+
+    def _launches(
+        self, problem: AttentionBackwardProblem, config: Config, scale: float, own: Strides
+    ) -> list[Launch]:
+        strides = [s for m in _matrices(problem) for s in own.get(m.name, m.strides)[:3]]
+        extents = (
+            *(problem.batch, problem.heads_q, problem.heads_kv),
+            *(problem.seqlen_q, problem.seqlen_kv, problem.head_dim),
+        )
+        window = problem.visible if problem.is_windowed else ()
+        schedule = (int(config["pdl"]), int(config["section_heads"]))
+        tensors = tuple(Ref(operand.name) for operand in problem.operands)
+        return [Launch(KERNEL, tensors, (*extents, *strides, *schedule, *window), (scale,))]
+
+    def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
+        problem, constants = _backward(problem), self.constants
+        head_dim, tile_m = instance(problem.head_dim), int(config["tile_m"])
+        keys = GROUP_KEYS * int(config["warp_groups"])
+        rate = constants["narrow_rate" if head_dim <= 64 else "rate"]
+        # A SM's share of the peak, and what the exponentials take where they exceed the products.
+        clock_mhz = gpu.peak_tflops / DEFAULT_GPU.peak_tflops * 1755.0
+        flops_per_us = gpu.peak_tflops * 1e6 / gpu.sm_count
+        step_us = 10 * tile_m * keys * head_dim / flops_per_us / rate
+        if config["dq"] == "ordered":
+            step_us *= 1 + constants["ordered"]
+        blocks = -(-problem.seqlen_kv // keys) * problem.batch * problem.heads_kv
+        seen = problem.forward.pairs / (problem.seqlen_q * problem.seqlen_kv)
+        rows = -(-problem.seqlen_q // tile_m)
+        each = max(1.0, rows * seen + 0.5) * problem.heads_q / problem.heads_kv
+        waves = max(1.0, blocks / gpu.sm_count)
+        block_us = constants["block_clocks"] / clock_mhz + each * step_us
+        moved = 12 * problem.batch * problem.heads_q * problem.seqlen_q * head_dim
+        around_us = constants["rows_us"] + moved / gpu.memory_gbs / 1e3
+        return float(GRAPH_LAUNCH_US + around_us + waves * block_us)
+
+
+def _matrices(problem: AttentionBackwardProblem) -> list[Operand]:
+    """Operands whose strides a launch is told, in its order."""
+    return [operand for operand in problem.operands if operand.name != "logsumexp"]
+
+
+def _backward(problem: Problem) -> AttentionBackwardProblem:
+    if not isinstance(problem, AttentionBackwardProblem):
+        raise TypeError(f"expected gradients of attention, got {problem.op}")
+    return problem

@@ -1,0 +1,234 @@
+"""Amounts of work of a matrix product: what a kernel's time is a sum of.
+
+As `tuner.families.attention_work`, for products. A tile's K steps follow from the problem and the
+kernel's tiles, so they are exact; the rates are measured. Where memory or the tensor cores bound a
+product, the time is the longer of the two and not their sum: ``bound`` is that longer one at
+nominal rates.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+from operator import itemgetter
+from typing import NamedTuple
+
+from tuner.hardware import Gpu
+from tuner.problem import DTYPE_BYTES, GemmProblem, SwigluProblem
+
+MEGABYTE, GIGAFLOP = 1e6, 1e9
+NOMINAL_GBS, NOMINAL_TFLOPS = 4300.0, 800.0
+"""Rates of `bound`: what one H200 reads of memory, and multiplies below its power limit."""
+STREAM_K = 0
+"""`Tiling.splits` of stream-K: every multiprocessor has an equal share of all K steps."""
+_LEAST_TILES = {8: 6, 4: 3, 2: 2}
+"""Tiles of each mode from which a swizzle is used (tile_scheduler_params.h of CUTLASS)."""
+
+
+class Tiling(NamedTuple):
+    """How a kernel cuts the product into blocks: along its own rows and columns, which are those of
+    D, or of D^T where the operands are swapped.
+    """
+
+    rows: int
+    columns: int
+    depth: int = 64
+    """Elements of K of a step."""
+    cluster_rows: int = 1
+    cluster_columns: int = 1
+    is_swapped: bool = False
+    resident: int = 1
+    """Blocks of a multiprocessor."""
+    spared: float = 0.0
+    """Share of the multiprocessors that clusters of this size leave unused."""
+    swizzle: int = 1
+    """Clusters of the minor mode that a scheduler takes before it goes on along the major one."""
+    along_columns: bool = True
+    """The major mode is that of the columns."""
+    splits: int = 1
+    """Blocks that share the K of a tile, or `STREAM_K`."""
+
+
+class Sizes(NamedTuple):
+    """What the work of all kernels at one product is counted from."""
+
+    m: int
+    n: int
+    k: int
+    width: int
+    """Bytes of an element of A and B."""
+    inputs: float
+    """Megabytes of A and B."""
+    output: float
+    """Megabytes written, and read of a residual."""
+
+    @classmethod
+    def of(cls, problem: GemmProblem | SwigluProblem) -> Sizes:
+        """The sizes of a product, of a gated one with the columns of both projections."""
+        m, n, k, width = problem.m, problem.n, problem.k, DTYPE_BYTES[problem.dtype]
+        output = width * m * n / MEGABYTE
+        if isinstance(problem, SwigluProblem):
+            n *= 2
+        elif problem.has_residual:
+            output *= 2
+        return cls(m, n, k, width, width * k * (m + n) / MEGABYTE, output)
+
+
+TERMS = (
+    "launch",
+    "waves",
+    "wave_steps",
+    "mean_steps",
+    "tiles",
+    "padding",
+    "memory",
+    "bound",
+    "repeated",
+    "output",
+    "partials",
+    "splits",
+)
+"""Names of what `work` counts:
+
+- a launch; waves of tiles over the chip, and the K steps of all waves;
+- K steps and tiles of the mean multiprocessor; its K steps of tiles that lie outside of D;
+- megabytes through memory; microseconds of memory or of the busiest multiprocessor, the longer;
+- megabytes that waves read beyond the first time; megabytes of the output;
+- megabytes of partial sums, and splits to combine.
+"""
+
+
+def work(sizes: Sizes, tiling: Tiling, gpu: Gpu) -> tuple[float, ...]:
+    """The amount of each of `TERMS`. A selection calls it for each candidate: it is kept short."""
+    rows, columns, depth, by_m, by_n, is_swapped, resident, spared, swizzle, along, splits = tiling
+    m, n, k, width, inputs, output = sizes
+    sm_count = gpu.sm_count
+    if is_swapped:
+        m, n = n, m
+    filled_m, filled_n = -(-m // rows), -(-n // columns)
+    tiles_m, tiles_n = -(-filled_m // by_m) * by_m, -(-filled_n // by_n) * by_n
+    while swizzle > 1 and min(tiles_m, tiles_n) < _LEAST_TILES[swizzle]:
+        swizzle >>= 1
+    if swizzle > 1:
+        tiles_m = -(-tiles_m // (swizzle * by_m)) * swizzle * by_m
+        tiles_n = -(-tiles_n // (swizzle * by_n)) * swizzle * by_n
+    tiles, steps = tiles_m * tiles_n, -(-k // depth)
+    slots = int(sm_count * (1 - spared)) * resident
+    if splits > 1:
+        steps = -(-steps // splits)
+        waves = float(-(-tiles * splits // slots))
+        blocks = tiles * splits
+    else:
+        waves = -(-tiles // slots) if splits else max(1.0, tiles / slots)
+        blocks = tiles
+    step_us = 2e-6 * rows * columns * depth * sm_count / NOMINAL_TFLOPS
+    # Tiles of a wave: so many of the minor mode, and of the major one what is left.
+    wave = slots if slots < tiles else tiles
+    major, band = (tiles_n, by_m * swizzle) if along else (tiles_m, by_n * swizzle)
+    across = max(band, -(-wave // major))
+    beside = -(-wave // across)
+    read = across * rows + beside * columns if along else across * columns + beside * rows
+    repeated = tiles / wave * width * k * read / MEGABYTE - inputs
+    wave_steps, memory = waves * steps, inputs + output
+    bound, slowest = memory * 1e3 / NOMINAL_GBS, wave_steps * resident * step_us
+    return (
+        1.0,
+        waves,
+        wave_steps,
+        blocks * steps / sm_count,
+        blocks / sm_count,
+        (tiles - filled_m * filled_n) * steps / sm_count,
+        memory,
+        bound if bound > slowest else slowest,
+        repeated if repeated > 0.0 else 0.0,
+        output,
+        4e-6 * splits * m * n if splits > 1 else 0.0,
+        splits if splits > 1 else 0.0,
+    )
+
+
+class Rows(NamedTuple):
+    """How a kernel of few rows cuts the weights."""
+
+    rows: int
+    """Of the weights, which a block owns at a time."""
+    depth: int
+    """Elements of K of a step."""
+    resident: int
+    """Blocks of a multiprocessor."""
+    is_persistent: bool
+    splits: int = 1
+
+
+ROW_TERMS = (
+    "launch",
+    "rounds",
+    "waves",
+    "round_steps",
+    "steps",
+    "mean_steps",
+    "tiles",
+    "memory",
+    "uneven",
+    "uneven_root",
+    "inputs",
+    "row_steps",
+)
+"""Names of what `row_work` counts:
+
+- a launch; rounds of tiles over the multiprocessors, waves of blocks, and steps of all rounds;
+- K steps of a tile and of the mean multiprocessor, whose tiles are ``tiles``;
+- megabytes through memory, times the busiest multiprocessor's share of them, and its fourth root;
+- megabytes of A that blocks read anew, and steps of the busiest multiprocessor by rows of A.
+"""
+
+
+def row_work(sizes: Sizes, tiling: Rows, gpu: Gpu) -> tuple[float, ...]:
+    """The amount of each of `ROW_TERMS`."""
+    rows, depth, resident, is_persistent, _ = tiling
+    m, n, k, width, inputs, output = sizes
+    sm_count = gpu.sm_count
+    tiles, steps = -(-n // rows), -(-k // depth)
+    rounds, slots = -(-tiles // sm_count), sm_count * resident
+    blocks = min(tiles, slots) if is_persistent else tiles
+    memory, share = inputs + output, rounds * sm_count / tiles
+    return (
+        1.0,
+        rounds,
+        -(-tiles // slots),
+        rounds * steps,
+        steps,
+        tiles * steps / sm_count,
+        tiles / sm_count,
+        memory,
+        memory * share,
+        memory * share**0.25,
+        width * blocks * m * k / MEGABYTE,
+        rounds * steps * m,
+    )
+
+
+TILINGS = {
+    "128x256": Tiling(128, 256),
+    "256x128": Tiling(256, 128),
+    "128x64": Tiling(128, 64),
+    "32x64": Tiling(32, 64),
+}
+"""Tiles that a kernel whose source is not known may have; a fit finds out which."""
+_OF_TILES = ("waves", "wave_steps", "mean_steps", "bound")
+CLOSED_TERMS = (
+    "launch",
+    "memory",
+    "output",
+    "gigaflops",
+    *(f"{term} of {tiles}" for tiles in TILINGS for term in _OF_TILES),
+)
+"""Names of what `closed_work` counts."""
+_of_tiles = itemgetter(*(TERMS.index(name) for name in _OF_TILES))
+
+
+def closed_work(sizes: Sizes, tiling: None, gpu: Gpu) -> tuple[float, ...]:
+    """The amount of each of `CLOSED_TERMS`, for a kernel whose tiles are not known."""
+    found = [work(sizes, tiling, gpu) for tiling in TILINGS.values()]
+    flops = 2 * sizes.m * sizes.n * sizes.k / GIGAFLOP
+    amounts = map(_of_tiles, found)
+    return (1.0, sizes.inputs + sizes.output, sizes.output, flops, *chain.from_iterable(amounts))

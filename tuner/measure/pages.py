@@ -1,0 +1,84 @@
+"""A paged cache as the numerics gate fills it: lengths, tables and masks. Nothing runs here.
+
+Keys and values are drawn as packed rows, which the reference reads, and then copied to their pages,
+which are shuffled. All other slots hold the gate's poison, a NaN.
+"""
+
+from __future__ import annotations
+
+import random
+import struct
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain
+from typing import NamedTuple
+
+from tuner.problem import AttentionProblem
+
+UNSET = -1
+"""Entries of a table behind a sequence's last page."""
+
+
+class Part(NamedTuple):
+    """One sequence of a paged problem, as dense attention."""
+
+    problem: AttentionProblem
+    """Of one sequence without mask; of one key where it has none, which nothing sees."""
+    keys: int
+    left: int
+    """Query i sees keys i - left..i + right."""
+    right: int
+
+
+def lengths_of(problem: AttentionProblem, kind: str) -> tuple[int, ...]:
+    """Keys of each sequence under a kind of inputs.
+
+    A kernel that is timed on one distribution serves any: all kinds but `random`, whose inputs are
+    timed, come with lengths at the edges of pages, and none.
+    """
+    if kind == "random":
+        return problem.lengths_kv
+    size = problem.page_size
+    edges = (problem.seqlen_kv, 0, size + 1, 1, size, size - 1)
+    return tuple(
+        min(longest, edges[index % len(edges)]) for index, longest in enumerate(problem.lengths_kv)
+    )
+
+
+def table_of(problem: AttentionProblem, kind: str, seed: int) -> list[list[int]]:
+    """Pages of each sequence, in order, all rows as long as the longest."""
+    places = list(range(sum(problem.pages)))
+    random.Random(f"{seed}:pages").shuffle(places)
+    columns, rows = max(problem.pages), []
+    free = iter(places)
+    for count, length in zip(problem.pages, lengths_of(problem, kind), strict=True):
+        own = [next(free) for _ in range(count)][: -(-length // problem.page_size)]
+        rows.append([*own, *[UNSET] * (columns - len(own))])
+    return rows
+
+
+def written(problem: AttentionProblem, name: str, kind: str, seed: int) -> bytes:
+    """What the operand `page_table` or `seqused_k` holds."""
+    values = lengths_of(problem, kind)
+    if name == "page_table":
+        values = tuple(chain.from_iterable(table_of(problem, kind, seed)))
+    return struct.pack(f"<{len(values)}i", *values)
+
+
+def row_bytes(problem: AttentionProblem) -> int:
+    """Of the packed rows that keys, or values, are drawn as."""
+    return 2 * problem.total_kv * problem.heads_kv * problem.head_dim
+
+
+def parts(problem: AttentionProblem, kind: str) -> Iterator[Part]:
+    """The sequences, in order."""
+    left, right = problem.visible
+    for queries, keys in zip(problem.lengths_q, lengths_of(problem, kind), strict=True):
+        position = keys - queries
+        one = replace(
+            problem, batch=1, seqlen_q=queries, seqlen_kv=max(1, keys), is_varlen=False,
+            is_causal=False, window_left=-1, window_right=-1, page_size=0, has_sinks=False,
+            layout="bshd",
+        )  # fmt: skip
+        sides = (left - position, right + position) if keys else (0, -queries - 1)
+        yield Part(one, keys, *sides)

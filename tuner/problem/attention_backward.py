@@ -1,0 +1,119 @@
+"""Gradients of attention: `AttentionBackwardProblem`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import ClassVar
+
+from tuner.errors import ConfigError
+from tuner.problem.attention import AttentionProblem, Layout
+from tuner.problem.base import E4M3, DType, Meaning, Operand, Problem
+
+#: Keys of attention that its gradients have, and what the deterministic ones add.
+_SHARED = (
+    *("B", "H", "HKV", "S", "SQ", "SKV", "D"),
+    *("causal", "window", "left", "right", "dtype", "layout"),
+)
+
+
+@dataclass(frozen=True)
+class AttentionBackwardProblem(Problem):
+    """Gradients of query, key and value from that of attention's output.
+
+    Inputs are what attention read and wrote: query, key, value, out, its log-sum-exp (fp32 (B, H,
+    SQ), natural logarithm, -inf for a query that sees no key) and the gradient of out. Shapes,
+    masks, layouts and the scale are those of `AttentionProblem`, whose soft caps, biases, variable
+    lengths and e4m3 have no gradients here. Each gradient lies as its tensor does; those of a KV
+    head are sums over its query heads.
+
+    With ``deterministic=1`` equal inputs have equal gradients to the bit in every run.
+    """
+
+    op: ClassVar[str] = "attention_backward"
+    keys: ClassVar[Mapping[str, str]] = {
+        **{key: AttentionProblem.keys[key] for key in _SHARED},
+        "deterministic": "is_deterministic",
+    }
+    meanings: ClassVar[Mapping[str, Meaning]] = {
+        **{key: AttentionProblem.meanings[key] for key in _SHARED},
+        "dtype": Meaning("type of all tensors: fp16 or bf16"),
+        "deterministic": Meaning("1: the same bits in every run"),
+    }
+    required: ClassVar[tuple[str, ...]] = AttentionProblem.required
+
+    seqlen_q: int
+    seqlen_kv: int
+    head_dim: int
+    batch: int = 1
+    heads_q: int = 16
+    heads_kv: int = 0
+    is_causal: bool = False
+    dtype: DType = "float16"
+    layout: Layout = "bhsd"
+    window_left: int = -1
+    window_right: int = -1
+    is_deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dtype == E4M3:
+            raise ConfigError("dtype=e4m3 has no gradients (allowed: fp16, bf16)")
+        forward = self.forward  # which refuses what is out of range, and reduces equal masks
+        for field in fields(self):
+            if field.name != "is_deterministic":
+                object.__setattr__(self, field.name, getattr(forward, field.name))
+
+    @cached_property
+    def forward(self) -> AttentionProblem:
+        """The attention whose gradients these are."""
+        shared = {f.name: getattr(self, f.name) for f in fields(self)}
+        del shared["is_deterministic"]
+        return AttentionProblem(**shared)
+
+    @classmethod
+    def of(
+        cls, forward: AttentionProblem, is_deterministic: bool = False
+    ) -> AttentionBackwardProblem:
+        """The gradients of an attention.
+
+        Raises:
+            ConfigError: when it has none here.
+        """
+        shared = {f.name: getattr(forward, f.name) for f in fields(cls) if hasattr(forward, f.name)}
+        made = cls(**shared, is_deterministic=is_deterministic)
+        if made.forward != forward:
+            raise ConfigError(
+                f"{forward.label()} has no gradients (allowed: masks and windows, no other extra)"
+            )
+        return made
+
+    def label(self) -> str:
+        return self.forward.label() + (",deterministic=1" if self.is_deterministic else "")
+
+    @property
+    def is_windowed(self) -> bool:
+        """As of the attention."""
+        return self.forward.is_windowed
+
+    @property
+    def visible(self) -> tuple[int, int]:
+        """(left, right), as of the attention."""
+        return self.forward.visible
+
+    @property
+    def flops(self) -> int:
+        """Of five products where attention has two."""
+        return self.forward.flops * 5 // 2
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        query, key, value, out = self.forward.matrices
+        rows = (self.batch, self.heads_q, self.seqlen_q)
+        strides = (self.heads_q * self.seqlen_q, self.seqlen_q, 1)
+        return (
+            *(query, key, value, replace(out, is_output=False)),
+            Operand("logsumexp", rows, strides, "float32"),
+            replace(out, name="grad_out", is_output=False),
+            *(replace(o, name=f"grad_{o.name}", is_output=True) for o in (query, key, value)),
+        )

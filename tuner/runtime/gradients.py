@@ -1,0 +1,129 @@
+"""Gradients of attention by what was measured for them: an own kernel or a vendor's."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import NamedTuple
+
+import torch
+
+from tuner.errors import ConfigError
+from tuner.problem import AttentionBackwardProblem, AttentionProblem
+from tuner.runtime import guards
+from tuner.runtime.attention_plan import pose, scale_of
+from tuner.runtime.autograd import Three
+from tuner.runtime.plan import Plan, Posed
+from tuner.runtime.refusal import Refusal
+from tuner.runtime.serving import Call, find
+from tuner.runtime.table import table
+
+
+class _Gradients(NamedTuple):
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+    grad_out: torch.Tensor
+    is_causal: bool
+    scale: float | None
+    is_deterministic: bool
+
+
+class GradientsCall(_Gradients, Call):
+    """A call of ``tuner::attention_backward``."""
+
+    __slots__ = ()
+    aligned = 6
+
+    @property
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        return self[:6]
+
+    def refusal(self) -> Refusal | None:
+        return None if self.scale is None else guards.unscaled(self.scale)
+
+    def kind(self) -> Hashable:
+        options = self.is_causal, self.scale, self.is_deterministic
+        return Call.key(self, *options)  # whose name here is a tensor's
+
+    def pose(self) -> Posed:
+        query, key, value, out, lse, grad_out = self.inputs
+        posed = pose(query, key, value, self.is_causal, scale_of(query, self.scale))
+        if not isinstance(posed.problem, AttentionProblem):
+            raise ConfigError(f"{posed.problem.op} has no gradients")
+        problem = AttentionBackwardProblem.of(posed.problem, self.is_deterministic)
+        guards.check_alike(query, out, grad_out)
+        if out.shape != query.shape or grad_out.shape != query.shape:
+            raise ConfigError("output and its gradient are not of the query's shape")
+        if problem.heads_kv != key.shape[1]:
+            raise ConfigError("keys and values are expanded over heads, their gradients are not")
+        if lse.dtype != torch.float32 or not lse.is_contiguous():
+            raise ConfigError("the log-sum-exp is not contiguous fp32")
+        # Gradients lie as `torch.empty_like` of their tensors.
+        laid = [tensor.stride() for tensor in self.inputs]
+        laid += [guards.dense(t.shape, t.stride()) for t in (query, key, value)]
+        strides = {
+            operand.name: found
+            for operand, own in zip(problem.operands, laid, strict=True)
+            if (found := guards.along(operand, own)) != operand.strides
+        }
+        return Posed(problem, posed.scale, strides=strides)
+
+
+def is_measured(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    is_causal: bool,
+    scale: float | None,
+) -> bool:
+    """Whether something was measured for the gradients of such tensors, and can run here: then the
+    forward pass is to keep its log-sum-exp, whoever computes it.
+    """
+    if query.dtype not in guards.DTYPES or query.dim() != 4:
+        return False
+    lse = torch.empty(query.shape[:3], dtype=torch.float32, device="meta")
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    call = GradientsCall(query, key, value, query, lse, query, is_causal, scale, is_deterministic)
+    return isinstance(find(call), Plan)
+
+
+def gradients(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    is_causal: bool,
+    scale: float | None,
+) -> Three | None:
+    """Gradients of query, key and value, or None where nothing was measured for such tensors.
+
+    Where the program wants deterministic algorithms, what was measured for deterministic gradients.
+
+    Args:
+        grad_out: gradient of attention's output.
+        query: (B, H, SQ, D).
+        key: (B, HKV, SKV, D).
+        value: as `key`.
+        out: attention's output.
+        lse: its log-sum-exp, (B, H, SQ).
+        is_causal: as of the attention.
+        scale: as of the attention.
+    """
+    if lse.dtype != torch.float32 or query.dtype not in guards.DTYPES:
+        return None  # of a composition in another precision
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    tensors = query, key, value, out, lse, grad_out
+    call = GradientsCall(*tensors, is_causal, scale, is_deterministic)
+    table.refresh(query)
+    plan = find(call)
+    if not isinstance(plan, Plan):
+        return None
+    grads = table.run_all(plan, *call.inputs)
+    if isinstance(grads, Refusal):
+        return None
+    grad_query, grad_key, grad_value = grads
+    return grad_query, grad_key, grad_value

@@ -1,0 +1,494 @@
+"""Attention over a paged cache: a tuned kernel, or PyTorch's operations, one sequence at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch.library import Library, register_fake
+
+from tuner.errors import ConfigError
+from tuner.families.base import Strides
+from tuner.problem import AttentionProblem
+from tuner.problem.attention import PAGE_MULTIPLE
+from tuner.runtime import guards
+from tuner.runtime.attention_plan import scale_of, without_lse
+from tuner.runtime.composed import Extras
+from tuner.runtime.plan import KernelPlan, Plan, Posed
+from tuner.runtime.refusal import Kind, Refusal
+from tuner.runtime.serving import Call, serve
+from tuner.runtime.table import table
+
+#: Bytes of scores that are alive at once where PyTorch answers.
+_SCORES_BYTES = 1 << 28
+
+
+@dataclass(frozen=True)
+class _Sized(AttentionProblem):
+    """A call's problem, whose query has as many rows and whose cache as many pages as the call's,
+    not as the problem that kernels are measured on.
+    """
+
+    rows_q: int = 0
+    cached: int = 0
+
+    @property
+    def total_q(self) -> int:
+        return self.rows_q
+
+    @property
+    def pages(self) -> tuple[int, ...]:
+        return (self.cached,)
+
+
+class _Paged(NamedTuple):
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    page_table: torch.Tensor
+    seqused_k: torch.Tensor
+    starts_q: torch.Tensor | None
+    sinks: torch.Tensor | None
+    longest_q: int
+    longest_kv: int
+    is_causal: bool
+    extras: Extras
+    scale: float
+    with_lse: bool
+
+
+class PagedCall(_Paged, Call):
+    """Attention over a paged cache."""
+
+    __slots__ = ()
+    aligned = 3
+
+    @property
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        starts = self.starts_q
+        if starts is None:  # a null pointer: all sequences have as many queries
+            starts = self.seqused_k[:0]
+        others = () if self.sinks is None else (self.sinks,)
+        return (*self[:5], starts, *others)
+
+    @property
+    def batch(self) -> int:
+        """Sequences, B."""
+        return int(self.seqused_k.numel())
+
+    def refusal(self) -> Refusal | None:
+        query, key, value = self[:3]
+        if guards.wants_gradient(query, key, value):
+            return Refusal(Kind.GRADIENT, "kernels of paged caches have no backward pass")
+        if refusal := guards.unscaled(self.scale):
+            return refusal
+        if not all([t.numel() for t in (query, key, value, self.page_table)]):
+            return Refusal(Kind.EMPTY)
+        if len({t.device for t in self.inputs}) > 1:
+            return Refusal(Kind.MIXED)
+        return None
+
+    def kind(self) -> Hashable:
+        query = self.query
+        return (
+            *("paged", query.shape[1:], self.key.shape[1:3], query.dtype, self.key.dtype),
+            *(query.device, self.is_causal, self.extras, self.scale, self.sinks is None),
+            *map(_rounded, (self.batch, self.longest_q, self.longest_kv)),
+        )
+
+    def pose(self) -> Posed:
+        guards.check_alike(self.query, self.key, self.value)
+        left, right, softcap = self.extras
+        problem = AttentionProblem(
+            seqlen_q=_rounded(self.longest_q),
+            seqlen_kv=_rounded(self.longest_kv),
+            head_dim=self.query.shape[2],
+            batch=_rounded(self.batch),
+            heads_q=self.query.shape[1],
+            heads_kv=self.key.shape[2],
+            is_causal=self.is_causal,
+            dtype=guards.DTYPES[self.query.dtype],
+            layout="bshd",
+            window_left=left,
+            window_right=right,
+            softcap=softcap,
+            page_size=self.key.shape[1],
+            has_sinks=self.sinks is not None,
+        )
+        return Posed(problem, self.scale)
+
+    def run(self, plan: Plan) -> Any:
+        if self.with_lse and not plan.has_lse:
+            return without_lse(plan)
+        if isinstance(plan, KernelPlan):
+            tensors = self.query, self.key, self.value, self.page_table
+            shapes = self.query.shape, self.key.shape
+            sizes = self.batch, self.longest_q, self.longest_kv
+            strides = tuple(tensor.stride() for tensor in tensors)
+            sized = _sized(plan, self.extras, sizes, shapes, strides, self.scale)
+            if isinstance(sized, str):
+                return Refusal(Kind.TENSORS, sized)
+            plan = sized
+        query, key, value, *others = self.inputs
+        given = query.transpose(0, 1)[None], key.transpose(1, 2), value.transpose(1, 2), *others
+        if not self.with_lse:
+            out = table.run(plan, *given)
+            return out if isinstance(out, Refusal) else out[0].transpose(0, 1)
+        both = table.run_with_lse(plan, *given)
+        return both if isinstance(both, Refusal) else (both[0][0].transpose(0, 1), both[1][0])
+
+    def by_pytorch(self) -> Any:
+        out, lse = composed(self)
+        return (out, lse) if self.with_lse else out
+
+
+def paged_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    seqused_k: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    *,
+    causal: bool = True,
+    window: int | tuple[int, int] | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """softmax(scale * Q K^T + mask) V of B sequences whose keys and values lie in pages.
+
+    Sequence b has the queries cu_seqlens_q[b]..cu_seqlens_q[b + 1] and, in the order of its row of
+    `page_table`, the first seqused_k[b] slots of its pages: the new keys are in the cache already.
+    Its last query is at its last key (bottom-right): query i of n sees keys up to
+    i + seqused_k[b] - n. A query that sees no key has zeros for its output and minus infinity for
+    its log-sum-exp. Decoding, several queries and chunks of prompts may be in one call, and
+    sequences may share pages.
+
+    Nothing behind a sequence is used: entries of the table behind its last page are not read, and
+    what unused slots hold, be it infinite, reaches no result. Lengths, starts and table lie on the
+    device, so that a captured CUDA graph serves lengths that grow up to `max_seqlen_k`. A tuned
+    kernel trusts that cu_seqlens_q begin with 0, never fall and end within `query`, that no
+    sequence has more than `max_seqlen_q` queries, and that the entries which it reads name pages of
+    the cache. Keys beyond `max_seqlen_k` are not seen.
+
+    Where no tuned kernel can, PyTorch's operations answer for one sequence after the other, which
+    reads the lengths back and so waits for the device, and cannot be captured; each such call is
+    counted by its reason (`tuner.stats`). Kernels are found by B and the longest lengths, each
+    rounded up to a power of two.
+
+    Args:
+        query: (total_q, H, D), fp16 or bf16.
+        key_cache: (pages, page size, HKV, D), of `query`'s type, HKV a divisor of H. Any strides
+            that are multiples of 16 bytes, D contiguous: heads before slots, or keys and values
+            that are halves of one tensor, are views.
+        value_cache: as `key_cache`.
+        page_table: int32 (B, columns), contiguous in a row.
+        seqused_k: int32 (B,), contiguous: keys of each sequence, at most columns * page size.
+        cu_seqlens_q: int32 (B + 1,), contiguous; None: every sequence has total_q / B queries.
+        max_seqlen_q: queries of the longest sequence, or more; None: total_q with `cu_seqlens_q`.
+        max_seqlen_k: keys of the longest sequence, or more; None: columns * page size.
+        causal: hide the keys behind a query.
+        window: (left, right) keys that a query sees before and behind its own place, or one number
+            for both; -1: all.
+        softcap: each scaled score s becomes softcap * tanh(s / softcap); 0: none.
+        sinks: (H,), a logit for each head that takes part in the softmax and has no value. It is
+            converted to fp32 where it is not.
+        scale: of the scores; 1/sqrt(D) when None.
+        return_lse: return (out, log-sum-exp) too. The latter is fp32 (H, total_q), the natural
+            logarithm of the sum of the exponentials, that of the sink among them.
+
+    Returns:
+        (total_q, H, D), of `query`'s type, or with `return_lse` that and the log-sum-exp. Rows
+        behind the last sequence's end are undefined.
+
+    Raises:
+        ConfigError: before anything is launched, on tensors that are not as above, a page size
+            that is not a multiple of 16, or lengths beyond the table's row; where PyTorch answers,
+            on lengths that do not fit the tensors.
+        Whatever CUDA reports of an earlier kernel.
+    """
+    queries, keys = _checked(
+        query, key_cache, value_cache, page_table, seqused_k, cu_seqlens_q, sinks,
+        max_seqlen_q, max_seqlen_k,
+    )  # fmt: skip
+    extras = Extras.of(window, softcap)
+    factor = scale_of(query, scale)
+    if torch.compiler.is_compiling():
+        tensors = query, key_cache, value_cache, page_table, seqused_k, cu_seqlens_q, sinks
+        both = torch.ops.tuner.paged_attention(*tensors, queries, keys, causal, *extras, factor)
+        return both if return_lse else both[0]
+    tensors = query, key_cache, value_cache, page_table, seqused_k, cu_seqlens_q, _wide(sinks)
+    return _serve(*tensors, queries, keys, causal, extras, factor, return_lse)
+
+
+def _serve(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    page_table: torch.Tensor,
+    seqused_k: torch.Tensor,
+    starts_q: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    queries: int,
+    keys: int,
+    is_causal: bool,
+    extras: Extras,
+    scale: float,
+    with_lse: bool,
+) -> Any:
+    """One query sees all keys before it, which needs no causal mask: fewer kernels to prove."""
+    if is_causal or queries == 1:
+        extras = extras._replace(right=-1)
+    masked = bool(is_causal) and queries != 1
+    tensors = query, key, value, page_table, seqused_k, starts_q, sinks
+    return serve(PagedCall(*tensors, queries, keys, masked, extras, scale, with_lse))
+
+
+def _wide(sinks: torch.Tensor | None) -> torch.Tensor | None:
+    return None if sinks is None else sinks.to(torch.promote_types(sinks.dtype, torch.float32))
+
+
+def _checked(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    page_table: torch.Tensor,
+    seqused_k: torch.Tensor,
+    starts_q: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    longest_q: int | None,
+    longest_kv: int | None,
+) -> tuple[int, int]:
+    """The longest lengths. Refuses what no call is, before anything is launched.
+
+    Raises:
+        ConfigError: says what came and what is allowed.
+    """
+    shapes = f"query {tuple(query.shape)}, caches {tuple(key.shape)} and {tuple(value.shape)}"
+    if query.dim() != 3 or key.dim() != 4 or key.shape != value.shape:
+        raise ConfigError(
+            f"{shapes} (allowed: (total_q, H, D) and twice (pages, page size, HKV, D))"
+        )
+    _, size, heads_kv, width = key.shape
+    if query.shape[2] != width or query.shape[1] % max(1, heads_kv):
+        raise ConfigError(f"{shapes} (allowed: one D, and HKV a divisor of H)")
+    if not query.dtype == key.dtype == value.dtype:
+        raise ConfigError(f"query is {query.dtype}, the caches {key.dtype} and {value.dtype}")
+    if not size or size % PAGE_MULTIPLE:
+        raise ConfigError(f"pages have {size} slots (allowed: multiples of {PAGE_MULTIPLE})")
+    batch = seqused_k.numel()
+    for name, tensor, shape in (
+        ("seqused_k", seqused_k, (batch,)),
+        ("page_table", page_table, (batch, page_table.shape[-1])),
+        *(() if starts_q is None else (("cu_seqlens_q", starts_q, (batch + 1,)),)),
+    ):
+        is_row = tensor.shape[-1] < 2 or tensor.stride(-1) == 1
+        if tensor.dtype != torch.int32 or tensor.shape != shape or not is_row:
+            raise ConfigError(
+                f"{name} is {tensor.dtype} {tuple(tensor.shape)} "
+                f"(allowed: torch.int32 {shape}, contiguous rows)"
+            )
+    if sinks is not None and sinks.shape != query.shape[1:2]:
+        raise ConfigError(f"sinks are {tuple(sinks.shape)} (allowed: ({query.shape[1]},))")
+    room = page_table.shape[1] * size
+    keys = room if longest_kv is None else int(longest_kv)
+    if not 0 <= keys <= room:
+        raise ConfigError(
+            f"max_seqlen_k={keys} is out of range (allowed: 0 to {room}, the "
+            f"{page_table.shape[1]} pages of {size} in a row of page_table)"
+        )
+    total = query.shape[0]
+    if starts_q is not None:
+        queries = total if longest_q is None else int(longest_q)
+    elif total % max(1, batch) or (longest_q is not None and longest_q * batch != total):
+        raise ConfigError(
+            f"{total} queries of {batch} sequences without cu_seqlens_q (allowed: as many of each)"
+        )
+    else:
+        queries = total // max(1, batch)
+    if queries < 0:
+        raise ConfigError(f"max_seqlen_q={queries} is out of range (allowed: 0 or more)")
+    return queries, keys
+
+
+def _rounded(size: int) -> int:
+    """Up to a power of two: few kinds of call, however lengths vary."""
+    return 1 << (max(1, size) - 1).bit_length()
+
+
+@lru_cache(1024)
+def _sized(
+    plan: KernelPlan,
+    extras: Extras,
+    sizes: tuple[int, int, int],
+    shapes: tuple[torch.Size, torch.Size],
+    strides: tuple[tuple[int, ...], ...],
+    scale: float,
+) -> KernelPlan | str:
+    """The plan with the sizes and strides of a call, or why its kernels take no such strides."""
+    known = plan.problem
+    if not isinstance(known, AttentionProblem):
+        raise ConfigError(f"{known.op} has no paged cache")
+    batch, longest_q, longest_kv = sizes
+    shape_q, shape_kv = shapes
+    problem = _Sized(
+        seqlen_q=max(1, longest_q),
+        seqlen_kv=max(1, longest_kv),
+        head_dim=shape_q[2],
+        batch=batch,
+        heads_q=shape_q[1],
+        heads_kv=shape_kv[2],
+        is_causal=known.is_causal,
+        dtype=known.dtype,
+        layout="bshd",
+        softcap=known.softcap,
+        page_size=shape_kv[1],
+        has_sinks=known.has_sinks,
+        rows_q=shape_q[0],
+        cached=shape_kv[0],
+    )
+    # What was compiled in stays, though so few keys that a window hides none may come.
+    for name in ("window_left", "window_right"):
+        object.__setattr__(problem, name, getattr(known, name))
+    row, head, _ = strides[0]
+    caches = [(page, of_head, slot, 1) for page, slot, of_head, _ in strides[1:3]]
+    operands = {operand.name: operand for operand in problem.matrices}
+    own: Strides = {
+        "query": guards.along(operands["query"], (row * shape_q[0], head, row, 1)),
+        "key": guards.along(operands["key"], caches[0]),
+        "value": guards.along(operands["value"], caches[1]),
+        "page_table": strides[3],
+    }
+    if any(stride[-1] != 1 for stride in strides[:3]):
+        return "D is not contiguous"
+    try:
+        return plan.sized(problem, scale, own)
+    except ConfigError as exc:
+        return str(exc)
+
+
+def composed(call: PagedCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and log-sum-exp by PyTorch's operations, a block of one sequence's rows at a time.
+
+    Raises:
+        ConfigError: on lengths that do not fit the tensors.
+    """
+    query, total = call.query, call.query.shape[0]
+    wide = torch.promote_types(query.dtype, torch.float32)
+    lengths = call.seqused_k.tolist()
+    room = min(call.longest_kv, call.page_table.shape[1] * call.key.shape[1])
+    if max(lengths, default=0) > room or min(lengths, default=0) < 0:
+        raise ConfigError(
+            f"seqused_k runs from {min(lengths)} to {max(lengths)} (allowed: 0 to {room})"
+        )
+    if call.starts_q is None:
+        starts = [index * call.longest_q for index in range(call.batch + 1)]
+    else:
+        starts = call.starts_q.tolist()
+    counts = [end - start for start, end in pairwise(starts)]
+    if starts[0] != 0 or min(counts, default=0) < 0 or starts[-1] > total:
+        raise ConfigError(
+            f"cu_seqlens_q runs from {starts[0]} to {starts[-1]} "
+            f"(allowed: from 0, never falling, to {total} at most)"
+        )
+    if max(counts, default=0) > call.longest_q:
+        raise ConfigError(
+            f"cu_seqlens_q has a sequence of {max(counts)} (allowed: up to {call.longest_q})"
+        )
+    parts = [
+        part
+        for index, (start, length) in enumerate(zip(starts, lengths, strict=False))
+        for part in _blocks(call, index, start, counts[index], length, wide)
+    ]
+    rest = query[starts[-1] :]
+    outs = [out for out, _ in parts]
+    sums = [lse for _, lse in parts]
+    blank = torch.full((query.shape[1], len(rest)), -math.inf, dtype=wide, device=query.device)
+    return torch.cat([*outs, torch.zeros_like(rest)]), torch.cat([*sums, blank], -1)
+
+
+def _blocks(
+    call: PagedCall, index: int, start: int, queries: int, length: int, wide: torch.dtype
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """(rows, H, D) and (H, rows) of a sequence's rows, in order."""
+    size, heads_kv = call.key.shape[1:3]
+    heads = call.query.shape[1]
+    pages = call.page_table[index, : -(-length // size)].long()
+    keys, values = (
+        cache[pages].flatten(0, 1)[:length].to(wide).permute(1, 0, 2)[:, None]
+        for cache in (call.key, call.value)
+    )  # (HKV, 1, length, D)
+    step = max(1, _SCORES_BYTES // max(1, heads * max(1, length) * wide.itemsize))
+    for first in range(0, queries, step):
+        last = min(first + step, queries)
+        rows = call.query[start + first : start + last].to(wide)
+        rows = rows.unflatten(1, (heads_kv, heads // heads_kv)).permute(1, 2, 0, 3)
+        scores = (rows * call.scale) @ keys.mT
+        if softcap := call.extras.softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        away = torch.arange(length, device=scores.device) - (length - queries)
+        away = away - torch.arange(first, last, device=scores.device)[:, None]
+        right = 0 if call.is_causal else call.extras.right
+        if right >= 0:
+            scores = scores.masked_fill(away > right, -math.inf)
+        if call.extras.left >= 0:
+            scores = scores.masked_fill(away < -call.extras.left, -math.inf)
+        if call.sinks is not None:
+            sinks = call.sinks.to(wide).view(heads_kv, -1, 1, 1).expand(-1, -1, last - first, 1)
+            scores = torch.cat((scores, sinks), -1)
+        sums = scores.logsumexp(-1) if scores.shape[-1] else scores.new_full(
+            scores.shape[:-1], -math.inf
+        )  # fmt: skip
+        weights = (scores - sums.masked_fill(sums.isneginf(), 0.0)[..., None]).exp()
+        out = (weights[..., :length] @ values).flatten(0, 1).transpose(0, 1)
+        yield out.to(call.query.dtype), sums.flatten(0, 1)
+
+
+_library = Library("tuner", "FRAGMENT")
+_library.define(
+    "paged_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor page_table, "
+    "Tensor seqused_k, Tensor? cu_seqlens_q, Tensor? sinks, int max_seqlen_q, int max_seqlen_k, "
+    "bool causal, int left, int right, float softcap, float scale) -> (Tensor out, Tensor lse)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def _operator(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    page_table: torch.Tensor,
+    seqused_k: torch.Tensor,
+    starts_q: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    longest_q: int,
+    longest_kv: int,
+    causal: bool,
+    left: int,
+    right: int,
+    softcap: float,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    tensors = query, key, value, page_table, seqused_k, starts_q, sinks
+    queries, keys = _checked(*tensors, longest_q, longest_kv)
+    extras = Extras(left, right, softcap)
+    out, lse = _serve(*tensors[:6], _wide(sinks), queries, keys, causal, extras, scale, True)
+    return out.contiguous(), lse.contiguous()
+
+
+def _fake(query: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    wide = torch.promote_types(query.dtype, torch.float32)
+    return query.new_empty(query.shape), query.new_empty(query.shape[1::-1], dtype=wide)
+
+
+_library.impl("paged_attention", _operator, "CompositeExplicitAutograd")
+register_fake("tuner::paged_attention", _fake, lib=_library)

@@ -1,0 +1,370 @@
+"""Domains of a portfolio: what is compiled into a kernel, or changes which resource binds it.
+
+A domain has its own few kernels, and time models that hold within it. fp16 and bf16 share one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import product
+from typing import Any, ClassVar, Literal, NamedTuple, Self, get_args
+
+from tuner.config import Config
+from tuner.families.fused_attention import instance
+from tuner.families.vendor.sdpa import BACKENDS
+from tuner.problem import E4M3, AttentionProblem, DType, GemmProblem, Problem, SwigluProblem
+
+Mask = Literal["full", "causal", "windowed"]
+Phase = Literal["prompt", "few", "one"]
+"""Prompts; decoding with several queries, fewer than a tile has rows; decoding with one."""
+MaskOperand = Literal["", "bool", "additive"]
+"""Kind of a mask that is an operand; empty: none."""
+Rows = Literal["few", "narrow", "wide"]
+"""Rows of a product: so few that one block holds them all; up to two tiles, which the weights'
+way through memory binds; more, which tensor cores bind."""
+
+MOST_FEW, MOST_NARROW = 16, 256
+"""Most rows of a product of few rows, and of a narrow one."""
+EPILOGUES: Mapping[str, tuple[Rows, ...]] = {
+    "": ("few", "narrow", "wide"),
+    "bias": ("few", "narrow", "wide"),
+    "bias_gelu": ("wide",),
+    "bias_gelu_tanh": ("wide",),
+}
+"""Rows of products that portfolios have kernels for, by epilogue: those that public models call
+most. Each epilogue is a kernel of its own; the others are PyTorch's."""
+
+
+class Domain:
+    """What the domains of all operations have; each is a `NamedTuple` too."""
+
+    __slots__ = ()
+    op: ClassVar[str]
+    axes: ClassVar[tuple[str, ...]]
+    """Names of `sizes`."""
+    has_rival_kin: ClassVar[bool]
+    """PyTorch serves its kin by the same kernels, whose time models hold there too. Else it has no
+    such operator, and composes the call, which takes several times as long."""
+    reaches_far: ClassVar[bool]
+    """An own kernel is chosen at sizes far from measured ones, too: of attention PyTorch's kernels
+    are slower nearly everywhere, of products seldom."""
+
+    @staticmethod
+    def of(problem: Problem) -> AnyDomain | None:
+        """The domain of a problem; None of those that no portfolio is made for."""
+        kind = DOMAINS.get(problem.op)
+        return None if kind is None else kind.holding(problem)
+
+    @classmethod
+    def holding(cls, problem: Any) -> Self | None:
+        """As `of`, for problems of the operation."""
+        raise NotImplementedError
+
+    @staticmethod
+    def sizes(problem: Any) -> tuple[int, ...]:
+        """What a kernel was measured at, and is trusted near to."""
+        raise NotImplementedError
+
+    @staticmethod
+    def group(problem: Any) -> tuple[int, ...]:
+        """Equal for the problems of one model: they are left out of a fit together."""
+        raise NotImplementedError
+
+    @property
+    def kin(self) -> Iterator[Self]:
+        """Domains whose kernels do the same work but for what was not measured. Nearest first."""
+        raise NotImplementedError
+
+    @property
+    def varied(self) -> Iterator[Self]:
+        """Domains that it is kin of, and that are served."""
+        raise NotImplementedError
+
+    @property
+    def kin_kernels(self) -> int | None:
+        """Kernels that it has of its kin at most, where it was not measured; None: the best of each
+        count of packed heads, one among them, with and without splits.
+        """
+        raise NotImplementedError
+
+    @property
+    def max_kernels(self) -> int:
+        """Compiled kernels that it has at most: each is built and proven. Launches of one kernel in
+        two ways, as with programmatic dependent launch and without, are two candidates.
+        """
+        raise NotImplementedError
+
+    @property
+    def vendors(self) -> frozenset[str]:
+        """Kernels that PyTorch itself has for such calls, by the vendor family's names."""
+        raise NotImplementedError
+
+    def problems(self, dtype: DType) -> tuple[Problem, ...]:
+        """A small problem for each kernel that a config needs in this domain and type."""
+        raise NotImplementedError
+
+    def problem_for(self, config: Config) -> Problem:
+        """A small problem that a config of the domain is legal for."""
+        return self.problems("float16")[0]
+
+    def label(self) -> str:
+        """Short text for people."""
+        raise NotImplementedError
+
+
+class _Attention(NamedTuple):
+    head_dim: int
+    """Columns that the kernels compute: the smallest instance that holds D."""
+    mask: Mask
+    phase: Phase
+    has_softcap: bool = False
+    is_varlen: bool = False
+    operand: MaskOperand = ""
+
+
+#: Phases whose kernels a mask as an operand may have where its own has none, nearest first.
+_OTHER_PHASES: Mapping[Phase, tuple[Phase, ...]] = {
+    "prompt": (),
+    "few": ("one", "prompt"),
+    "one": ("few", "prompt"),
+}
+
+
+class AttentionDomain(_Attention, Domain):
+    """Head dimension, mask and phase."""
+
+    __slots__ = ()
+    op = AttentionProblem.op
+    axes = ("rows", "keys")
+    has_rival_kin = False
+    reaches_far = True
+
+    @classmethod
+    def holding(cls, problem: Any) -> Self | None:
+        if problem.dtype == E4M3 or problem.is_alibi or problem.is_paged:
+            return None
+        operand: MaskOperand = "bool" if problem.mask else "additive" if problem.bias else ""
+        mask: Mask = "causal" if problem.is_causal else "full"
+        phase: Phase = "few" if problem.is_decoding else "prompt"
+        return cls(
+            instance(problem.head_dim),
+            "windowed" if problem.is_windowed else mask,
+            "one" if problem.is_decoding and problem.seqlen_q == 1 else phase,
+            problem.softcap > 0,
+            problem.is_varlen,
+            operand,
+        )
+
+    @staticmethod
+    def sizes(problem: Any) -> tuple[int, ...]:
+        """Rows of scores (sequences times query heads times queries), and keys."""
+        return problem.batch * problem.heads_q * problem.seqlen_q, problem.seqlen_kv
+
+    @staticmethod
+    def group(problem: Any) -> tuple[int, ...]:
+        return problem.heads_q, problem.heads_kv, problem.head_dim
+
+    @property
+    def kin(self) -> Iterator[Self]:
+        masks: tuple[Mask, ...] = ("causal", "full") if self.mask == "windowed" else (self.mask,)
+        phases = (self.phase, *_OTHER_PHASES[self.phase]) if self.operand else (self.phase,)
+        for phase, mask in product(phases, masks):
+            plain = type(self)(self.head_dim, mask, phase)
+            if plain != self:
+                yield plain
+
+    @property
+    def varied(self) -> Iterator[Self]:
+        windowed = self._replace(mask="windowed")
+        if self.mask == "causal" or self.phase != "prompt":
+            yield windowed
+            yield windowed._replace(has_softcap=True)
+        yield self._replace(has_softcap=True)
+        if self.phase == "prompt":
+            yield self._replace(is_varlen=True)
+        if self.mask == "full":  # PyTorch takes no causal flag beside a mask
+            for phase, operand in product(get_args(Phase), get_args(MaskOperand)[1:]):
+                if self.phase in (phase, *_OTHER_PHASES[phase]):
+                    yield self._replace(phase=phase, operand=operand)
+
+    @property
+    def kin_kernels(self) -> int | None:
+        return None if self.operand else 1
+
+    @property
+    def max_kernels(self) -> int:
+        return 8
+
+    @property
+    def vendors(self) -> frozenset[str]:
+        return frozenset(BACKENDS)
+
+    def problems(self, dtype: DType) -> tuple[AttentionProblem, ...]:
+        """A windowed domain has two, of which one is causal."""
+        both = (False, True) if self.mask == "windowed" else (self.mask == "causal",)
+        return tuple(
+            AttentionProblem(
+                seqlen_q=256,
+                seqlen_kv=512,
+                head_dim=self.head_dim,
+                is_causal=is_causal,
+                dtype=dtype,
+                layout="bshd" if self.is_varlen else "bhsd",
+                window_left=64 if self.mask == "windowed" else -1,
+                softcap=50.0 if self.has_softcap else 0.0,
+                is_varlen=self.is_varlen,
+                mask="1" if self.operand == "bool" else "",
+                bias="1" if self.operand == "additive" else "",
+            )
+            for is_causal in both
+        )
+
+    def problem_for(self, config: Config) -> AttentionProblem:
+        packed = int(config.get("packed_heads", 1))
+        return replace(self.problems("float16")[0], heads_q=packed, heads_kv=1)
+
+    def label(self) -> str:
+        more = (", soft cap" if self.has_softcap else "") + (", packed" if self.is_varlen else "")
+        more += f", {self.operand} mask" if self.operand else ""
+        phase = {"prompt": "prompts", "few": "few queries", "one": "one query"}[self.phase]
+        return f"D={self.head_dim}, {self.mask}{more}, {phase}"
+
+
+#: Kernels of few rows are compiled for up to half of them, and for all; all of A is in their shared
+#: memory.
+_SMALL: Mapping[Rows, tuple[tuple[int, int], ...]] = {
+    "few": ((1, 256), (MOST_FEW // 2 + 1, 256)),
+    "narrow": ((128, 4096),),
+    "wide": ((1024, 4096),),
+}
+_ROWS_TEXT: Mapping[Rows, str] = {
+    "few": f"M to {MOST_FEW}",
+    "narrow": f"M to {MOST_NARROW}",
+    "wide": f"M above {MOST_NARROW}",
+}
+
+
+def rows_of(m: int) -> Rows:
+    """The kind of product with so many rows."""
+    return "few" if m <= MOST_FEW else "narrow" if m <= MOST_NARROW else "wide"
+
+
+class _Product(NamedTuple):
+    rows: Rows
+    epilogue: str = ""
+
+
+class ProductDomain(_Product, Domain):
+    """Products as `tuner.linear` calls them, both operands along K, by their rows and epilogue."""
+
+    __slots__ = ()
+    op = GemmProblem.op
+    axes = ("m", "n", "k")
+    has_rival_kin = True
+    reaches_far = False
+
+    @classmethod
+    def holding(cls, problem: Any) -> Self | None:
+        is_linear = problem.batch == 1 and problem.layout_a == "row" and problem.layout_b == "col"
+        if not is_linear or problem.scales or problem.dtype != problem.dtype_d:
+            return None
+        return None if problem.has_residual else cls(rows_of(problem.m), problem.epilogue)
+
+    @staticmethod
+    def sizes(problem: Any) -> tuple[int, ...]:
+        return problem.m, problem.n, problem.k
+
+    @staticmethod
+    def group(problem: Any) -> tuple[int, ...]:
+        """A layer's widths."""
+        return problem.n, problem.k
+
+    @property
+    def kin(self) -> Iterator[Self]:
+        """Its product without the epilogue, which PyTorch fuses or computes by further kernels."""
+        if self.epilogue:
+            yield self._replace(epilogue="")
+
+    @property
+    def varied(self) -> Iterator[Self]:
+        if not self.epilogue:
+            for epilogue, rows in EPILOGUES.items():
+                if epilogue and self.rows in rows:
+                    yield self._replace(epilogue=epilogue)
+
+    @property
+    def kin_kernels(self) -> int:
+        return 2 if self.rows in EPILOGUES.get(self.epilogue, ()) else 0
+
+    @property
+    def max_kernels(self) -> int:
+        return 4 if self.epilogue else 6
+
+    @property
+    def vendors(self) -> frozenset[str]:
+        """`torch.nn.functional.linear`'s: the bias is added by the product's own call."""
+        return frozenset(("addmm",) if self.epilogue.startswith("bias") else ("cublas",))
+
+    def problems(self, dtype: DType) -> tuple[GemmProblem, ...]:
+        return tuple(
+            GemmProblem(m, 4096, k, dtype=dtype, epilogue=self.epilogue)
+            for m, k in _SMALL[self.rows]
+        )
+
+    def label(self) -> str:
+        return _ROWS_TEXT[self.rows] + (f", {self.epilogue}" if self.epilogue else "")
+
+
+class _Gated(NamedTuple):
+    rows: Rows
+
+
+class GatedDomain(_Gated, Domain):
+    """Gated products, by their rows."""
+
+    __slots__ = ()
+    op = SwigluProblem.op
+    axes = ProductDomain.axes
+    has_rival_kin = True
+    reaches_far = False
+    sizes = staticmethod(ProductDomain.sizes)
+    group = staticmethod(ProductDomain.group)
+
+    @classmethod
+    def holding(cls, problem: Any) -> Self | None:
+        return cls(rows_of(problem.m)) if problem.weights == "interleaved" else None
+
+    @property
+    def kin(self) -> Iterator[Self]:
+        """None: all were measured, or none."""
+        yield from ()
+
+    @property
+    def varied(self) -> Iterator[Self]:
+        yield from ()
+
+    @property
+    def kin_kernels(self) -> int:
+        return 0
+
+    @property
+    def max_kernels(self) -> int:
+        return 4
+
+    @property
+    def vendors(self) -> frozenset[str]:
+        return frozenset({"torch"})
+
+    def problems(self, dtype: DType) -> tuple[SwigluProblem, ...]:
+        return tuple(SwigluProblem(m, 4096, k, dtype=dtype) for m, k in _SMALL[self.rows][-1:])
+
+    def label(self) -> str:
+        return f"{_ROWS_TEXT[self.rows]}, gated"
+
+
+AnyDomain = AttentionDomain | ProductDomain | GatedDomain
+DOMAINS: Mapping[str, type[AnyDomain]] = {
+    kind.op: kind for kind in (AttentionDomain, ProductDomain, GatedDomain)
+}
+"""The kind of domain of each operation that has portfolios."""
