@@ -32,15 +32,21 @@ from tuner.store.exchange import parse, read, to_text, write
 
 PROBLEM_TEXTS = {
     "attention": ("S=1024,D=64", "B=2,H=8,HKV=2,SQ=384,SKV=1536,D=128"),
+    "attention_backward": ("S=1024,D=64", "B=2,H=8,HKV=2,SQ=384,SKV=1536,D=128,causal=1"),
     "gemm": ("M=16,N=4096,K=4096",),
     "swiglu": ("M=512,N=11008,K=4096",),
     "grouped_gemm": ("G=8,M=4096,N=14336,K=4096,dtype=bf16",),
     "softmax": ("M=1024,N=1024,B=16",),
 }
+#: Of families that serve some of an operation's problems.
+FAMILY_TEXTS = {
+    "block_scaled_gemm": ("M=16,N=4096,K=4096,dtype=e4m3,scales=block",),
+    "block_scaled_grouped_gemm": ("G=16,M=2000,N=1408,K=2048,sizes=zipf,dtype=e4m3",),
+}
 CASES = [
     pytest.param(name, text, id=f"{name}-{text}")
     for name, member in families().items()
-    for text in PROBLEM_TEXTS[member.op]
+    for text in FAMILY_TEXTS.get(name, PROBLEM_TEXTS[member.op])
 ]
 OWN = [case for case in CASES if not family(case.values[0]).is_vendor]  # type: ignore[arg-type]
 #: Text that a template once rendered as it came, at a shape that ships.
@@ -203,7 +209,11 @@ def test_what_ships_is_made_of_declared_values() -> None:
             ranked = [*one.entry.ranking, one.entry.winner, *one.around]
             seen |= dict.fromkeys((m.config for m in ranked), f"tuned {one.problem.label()}")
     assert len(seen) > 2000 and {c.family for c in seen} >= {m for m in families() if "_" in m} - {
+        "block_scaled_gemm",
+        "block_scaled_grouped_gemm",
         "cutlass_fmha",
+        "fused_attention_backward",
+        "sdpa_backward",
         "triton_attention",
         "vendor_cublaslt_search",
         "vendor_cudnn_plans",

@@ -68,7 +68,23 @@ def found(problem: Problem) -> recording.Recording:
     return answer
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name.split("_dtype")[0])
+SURVEYS = [path for path in FILES if "-stream-" in path.name]
+"""Of `tuner survey --portfolio`: kernels at problems that nobody decides, each timed once."""
+
+
+@pytest.mark.parametrize("path", SURVEYS, ids=lambda path: path.name.split("_dtype")[0])
+def test_a_survey_holds_own_kernels_beside_pytorch_s(path: Path) -> None:
+    recorded = read_once(path)
+    assert not any(m.is_final for m in recorded.measurements)
+    good = [m for m in recorded.measurements if m.ok]
+    assert {family(m.config.family).is_vendor for m in good} == {True, False}
+    assert all(m.latency_us is not None and m.latency_us > 0 for m in good)
+    assert recorded.environment.facts["driver"]
+
+
+@pytest.mark.parametrize(
+    "path", sorted({*FILES} - {*SURVEYS}), ids=lambda path: path.name.split("_dtype")[0]
+)
 def test_a_recording_reads_and_holds_its_baselines(path: Path) -> None:
     recorded = read_once(path)
     finals = [m for m in recorded.measurements if m.is_final and m.ok]

@@ -823,6 +823,33 @@ def test_grouped_products_agree_with_fp64(kernel: str) -> None:
     assert (out.double() - wanted).norm() / wanted.norm() < 8e-3
 
 
+@needs_torch
+def test_products_with_factors_of_blocks_agree_with_fp64() -> None:
+    import torch
+
+    def widened(elements: Any, scale: Any) -> Any:
+        return elements.double() * scale.double().repeat_interleave(128, -1)[..., :272]
+
+    problem = GemmProblem(6, 264, 272, dtype=E4M3, scales="block")
+    space = family("vendor_blas").space(problem, DEFAULT_GPU)
+    assert [config["kernel"] for config in space] == ["cublas", "cublaslt"]
+    a, b = torch.randn(1, 6, 272), torch.randn(1, 264, 272)
+    a, b = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
+    scale_a, scale_b = torch.rand(3, 8) + 0.5, torch.rand(3, 3) + 0.5
+    call = tried(unfused(problem), problem, "cublas", "cpu")
+    assert not isinstance(call, str), call
+    wide_b = widened(b[0], scale_b.repeat_interleave(128, 0)[:264])
+    wanted = widened(a[0], scale_a[:, :6].t()) @ wide_b.t()
+    out = call(a, b.mT, scale_a, scale_b)
+    assert (out[0].double() - wanted).norm() / wanted.norm() < 8e-3
+    groups = GroupedGemmProblem(2, 6, 264, 272, dtype=E4M3)
+    loop, offsets = in_turn(groups), torch.tensor([0, 2, 6], dtype=torch.int32)
+    both = torch.cat((b, b)), torch.stack((scale_b, 2 * scale_b))
+    out = loop(a[0], both[0], offsets, scale_a, both[1])
+    wanted[2:] *= 2
+    assert (out.double() - wanted).norm() / wanted.norm() < 8e-3
+
+
 def test_the_grouped_kernel_of_torch_is_for_bf16() -> None:
     space = family("vendor_grouped_gemm").space(GroupedGemmProblem(4, 64, 32, 48), DEFAULT_GPU)
     assert [config["kernel"] for config in space] == ["mm"]

@@ -27,11 +27,12 @@ FUSED_ACTIVATIONS = {"bias_relu": False, "bias_gelu_tanh": True}
 
 class VendorBlas(Vendor):
     """``kernel``: which library torch calls, cublas or cublaslt, each with the epilogue in kernels
-    of torch behind it; addmm, the product with a bias or onto a residual in one call, and the rest
-    behind it; addmm_activation, cuBLASLt's fused epilogue; scaled_mm, torch's product of e4m3, with
-    the problem's accumulation; torch_compile, what torch.compile makes of an epilogue; on request
-    inductor, the same when it searches longest; where it is installed deep_gemm, DeepGEMM's product
-    of bf16.
+    of torch behind it, and operands with factors of blocks made bf16 in front; addmm, the product
+    with a bias or onto a residual in one call, and the rest behind it; addmm_activation,
+    cuBLASLt's fused epilogue; scaled_mm, torch's product of e4m3, with the problem's accumulation;
+    torch_compile, what torch.compile makes of an epilogue; on request inductor, the same when it
+    searches longest; where it is installed deep_gemm, DeepGEMM's product of bf16, or of e4m3 with
+    factors of blocks.
     """
 
     name: ClassVar[str] = "vendor_blas"
@@ -49,11 +50,17 @@ class VendorBlas(Vendor):
     def environment(self) -> Mapping[str, str]:
         return {**super().environment(), **peers.versions((DEEP_GEMM,))}
 
+    def supports(self, problem: Problem, gpu: Gpu) -> str:
+        reasons = [self.refusal(problem, kernel) for kernel in (*self.offered, *self.found())]
+        return super().supports(problem, gpu) or ("" if "" in reasons else reasons[-1])
+
     def refusal(self, problem: Problem, kernel: str) -> str:
         if not isinstance(problem, GemmProblem):
             return ""
         if kernel == "scaled_mm" and problem.dtype != E4M3:
             return f"scaled_mm multiplies {E4M3}"
+        if problem.scales == "block" and kernel in LIBRARIES:
+            return ""
         if problem.scales == "block" and kernel not in ("scaled_mm", DEEP_GEMM):
             return f"{kernel} has no product with factors of blocks"
         if kernel == "scaled_mm" and problem.scales == "block":
@@ -192,7 +199,11 @@ def matmul(problem: GemmProblem) -> Callable[[Any, Any], Any]:
 
 
 def unfused(problem: GemmProblem) -> Callable[..., Any]:
-    """call(a, b, *others) -> d: the product, and a kernel a part of the epilogue."""
+    """call(a, b, *others) -> d: the product, and a kernel a part of the epilogue; with factors of
+    blocks the product of what they make of both operands, in bf16.
+    """
+    if problem.scales == "block":
+        return _of_wide_operands(problem)
     if problem.dtype == E4M3:
         return scaled_mm(problem)
     product, finish = matmul(problem), epilogue(problem)
@@ -244,6 +255,28 @@ def scaled_mm(problem: GemmProblem) -> Callable[..., Any]:
             out_dtype=out_dtype,
             use_fast_accum=problem.fast_accum,
         ).unsqueeze(0)
+
+    return call
+
+
+def widened(elements: Any, scale: Any) -> Any:
+    """(rows, columns) in bf16 of e4m3 elements with a factor for each 128 of both, or for each row
+    and 128 columns.
+    """
+    import torch
+
+    rows, columns = elements.shape
+    each = scale.repeat_interleave(SCALE_BLOCK, 1)[:, :columns]
+    each = each if each.shape[0] == rows else each.repeat_interleave(SCALE_BLOCK, 0)[:rows]
+    return (elements.float() * each).to(torch.bfloat16)
+
+
+def _of_wide_operands(problem: GemmProblem) -> Callable[..., Any]:
+    import torch
+
+    def call(a: Any, b: Any, scale_a: Any, scale_b: Any) -> Any:
+        of_rows = scale_a[:, : problem.m].t()
+        return torch.mm(widened(a[0], of_rows), widened(b[0].t(), scale_b).t()).unsqueeze(0)
 
     return call
 

@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 from tuner.config import Config
 from tuner.families.vendor import Vendor
-from tuner.families.vendor.blas import PEAK_TFLOPS, START_US, STREAM_GBS
+from tuner.families.vendor.blas import PEAK_TFLOPS, START_US, STREAM_GBS, widened
 from tuner.hardware import DEFAULT_GPU, Gpu
-from tuner.problem import E4M3, GroupedGemmProblem, Problem
+from tuner.problem import GroupedGemmProblem, Problem
 
 
 class VendorGroupedGemm(Vendor):
@@ -26,8 +26,6 @@ class VendorGroupedGemm(Vendor):
         if isinstance(problem, GroupedGemmProblem) and kernel == "grouped_mm":
             # Of other types it is a loop that reads the offsets back to the host.
             return "" if problem.dtype == "bfloat16" else "grouped_mm is a kernel for bf16 alone"
-        if isinstance(problem, GroupedGemmProblem) and problem.dtype == E4M3:
-            return f"{kernel} takes no factors of {E4M3}"
         return ""
 
     def connect(
@@ -65,8 +63,8 @@ def grouped(a: Any, b: Any, offsets: Any) -> Any:
     return torch._grouped_mm(a, b.transpose(-2, -1), offs=offsets[1:])
 
 
-def in_turn(problem: GroupedGemmProblem) -> Callable[[Any, Any, Any], Any]:
-    """call(a, b, offsets) -> d by a torch.mm a group.
+def in_turn(problem: GroupedGemmProblem) -> Callable[..., Any]:
+    """call(a, b, offsets) -> d by a torch.mm a group; operands with factors are made bf16 before.
 
     It needs the offsets on the host: each call reads them back, which waits for the device. While a
     graph is captured they cannot be read, and the last call's stand for them: what is timed there
@@ -76,10 +74,14 @@ def in_turn(problem: GroupedGemmProblem) -> Callable[[Any, Any, Any], Any]:
 
     known: list[int] = [0] * (problem.groups + 1)
 
-    def call(a: Any, b: Any, offsets: Any) -> Any:
+    def call(a: Any, b: Any, offsets: Any, *factors: Any) -> Any:
+        if factors:  # e4m3's
+            of_rows, of_blocks = factors[0][:, : a.shape[0]].t(), factors[1]
+            a = widened(a, of_rows)
+            b = [widened(one, scale) for one, scale in zip(b, of_blocks, strict=True)]
         if not (a.is_cuda and torch.cuda.is_current_stream_capturing()):
             known[:] = offsets.tolist()
-        d = torch.empty((a.shape[0], b.shape[1]), dtype=a.dtype, device=a.device)
+        d = torch.empty((a.shape[0], problem.n), dtype=a.dtype, device=a.device)
         for group, (start, end) in enumerate(pairwise(known)):
             if start < end:
                 torch.mm(a[start:end], b[group].t(), out=d[start:end])
