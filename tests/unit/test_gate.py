@@ -4,6 +4,7 @@ themselves are compared with numpy in tests/gpu/test_gate_gpu.py.
 
 from __future__ import annotations
 
+import re
 import struct
 import zlib
 from dataclasses import replace
@@ -73,6 +74,19 @@ def test_the_template_and_the_gate_agree_on_the_poison() -> None:
     assert f"kPoison = 0x{POISON:X}" in text
     assert POISON & 0x7C00 == 0x7C00 and POISON & 0x3FF  # a NaN in fp16
     assert POISON & 0x7F80 == 0x7F80 and POISON & 0x7F  # and in bf16, so in the upper half of fp32
+
+
+def test_each_command_of_the_template_is_one_that_its_launch_goes_to() -> None:
+    """Those whose first argument is the type, and the others."""
+    text = (resources.templates() / "reference.cu.j2").read_text()
+    typed, _, rest = text.partition("int run_typed(")[2].partition("inline int run_untyped(")
+    untyped, _, launch = rest.partition('extern "C"')
+    cases = [{int(n) for n in re.findall(r"case (\d+):", part)} for part in (typed, untyped)]
+    assert not cases[0] & cases[1] and cases[0] | cases[1] == set(range(max(cases[1]) + 1))
+    [condition] = re.findall(r"if \((.*)\) \{\s+return own::run_untyped", launch, re.DOTALL)
+    python = " ".join(condition.split()).replace("||", "or").replace("&&", "and")
+    for command in range(max(cases[1]) + 2):
+        assert eval(python, {"command": command}) == (command in cases[1]), command
 
 
 @pytest.mark.parametrize("k", [1, 8, 16, 17, 64, 129, 4096])
