@@ -116,6 +116,7 @@ def emulated(
     folder: Path,
     mutant: tuple[str, str] = ("", ""),
     is_grouped: bool = False,
+    orders: int = 1,
 ) -> str:
     """What an emulated kernel says of its products; empty where they are all right."""
     text = render(spec_of(chosen, is_grouped=is_grouped), "emulated")
@@ -125,9 +126,11 @@ def emulated(
     assert products == 1 and shared in device_half and mutant[0] in device_half
     device_half = device_half.replace(shared, "char* const shared = nullptr;").replace(*mutant)
     cases = EMULATED_GROUPS if is_grouped else [(*case, 1) for case in EMULATED]
+    given = [", ".join(str(int(value)) for value in case) for case in cases]
     calls = "".join(
-        f"  if (emulated::run({{{', '.join(str(int(value)) for value in case)}}}, 1)) return 1;\n"
-        for case in cases
+        f"  if (emulated::run({{{numbers}}}, {seed})) return 1;\n"
+        for seed in range(orders)
+        for numbers in given
     )
     source, program = folder / "emulated.cpp", folder / "emulated"
     source.write_text(f'{device_half}#include "block_scaled.h"\nint main() {{\n{calls}}}\n')
@@ -159,10 +162,10 @@ def test_an_emulated_kernel_follows_the_groups(
 def test_the_emulator_finds_what_is_wrong(compiler: Compiler, name: str, tmp_path: Path) -> None:
     chosen = {
         "a block does not tell its neighbour": config((128, 128), 2, cluster=(2, 1)),
-        "a block ends before its neighbour": config((128, 64), 2, split_k=2),
+        "a block ends before its neighbour": config((64, 64), 2, split_k=8),
         "sums are overwritten while they are read": config((128, 64), 2, split_k=2),
         "a neighbour's rows": config((128, 128), 2, cluster=(2, 1)),
         "the tile's first block of columns for all": config((128, 192), 2),
     }
     one = chosen.get(name, CASES["two stages"])
-    assert emulated(one, compiler.toolchain.nvcc, tmp_path, MUTANTS[name])
+    assert emulated(one, compiler.toolchain.nvcc, tmp_path, MUTANTS[name], orders=4)

@@ -52,20 +52,19 @@ KERNELS = [
     )
 ]
 SPECS = [FAMILY.kernels(problem, config)["attention"] for problem, config in KERNELS]
-#: Decoding and prompts over pages, in the types and instances that engines have most: what it is
-#: for, and a config.
+#: Decoding and chunks over pages, and all that a softmax may have: what it is for, and a config.
 PAGED = [
     (
-        AttentionProblem.parse(f"B=2,H=8,HKV=2,SKV=1000,page_size=16,{text},D={width},{dtype}"),
-        make(packed_heads=4, early_exp=50, **{"tile_n": 8192 // width, **levers}),
+        AttentionProblem.parse(f"B=2,H=8,HKV=2,SKV=1000,page_size=16,{text}"),
+        make(packed_heads=4, early_exp=50, **levers),
     )
-    for width in (64, 128)
-    for dtype in ("dtype=fp16", "dtype=bf16")
     for text, levers in (
-        ("SQ=1", {"groups": 1, "blocks_per_sm": 2, "persistent": True, "kv_stages": 3}),
-        ("SQ=4,causal=1", {"groups": 1, "blocks_per_sm": 2, "splits": 2, "kv_stages": 3}),
-        ("SQ=600,causal=1", {"groups": 2, "tile_n": 128, "persistent": True}),
-        ("SQ=600,causal=1,window=100,softcap=30,sinks=1", {"groups": 2, "tile_n": 128}),
+        ("SQ=1,D=128,dtype=fp16", {"groups": 1, "tile_n": 64, "blocks_per_sm": 2, "kv_stages": 3}),
+        ("SQ=600,D=128,causal=1,dtype=bf16", {"groups": 2, "tile_n": 128, "persistent": True}),
+        (
+            "SQ=600,D=64,causal=1,window=100,softcap=30,sinks=1,dtype=bf16",
+            {"groups": 2, "tile_n": 128},
+        ),
     )
 ]
 #: Instances, groups, rings and blocks at an SM, to be counted by the compiler.

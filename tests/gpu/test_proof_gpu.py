@@ -31,8 +31,28 @@ def of_mask(is_causal: bool) -> Target:
     )
 
 
+def of_pages(head_dim: int, has_sinks: bool) -> Target:
+    """The first kernel of paged caches whose copies fit every page; with sinks under a window."""
+    return next(
+        target
+        for target in targets(shipped()[0])
+        if target.problem.is_paged
+        and (target.problem.head_dim, target.problem.has_sinks) == (head_dim, has_sinks)
+        and target.problem.is_windowed == has_sinks
+        and target.config["box_rows"] == 16
+    )
+
+
+SOUND = {
+    "full": of_mask(False),
+    "causal": of_mask(True),
+    "paged": of_pages(128, False),
+    "paged, sinks and window": of_pages(64, True),
+}
+
+
 def kernels() -> list[KernelSpec]:
-    return [REFERENCE, *(of_mask(is_causal).kernels["attention"] for is_causal in (False, True))]
+    return [REFERENCE, *(target.kernels["attention"] for target in SOUND.values())]
 
 
 @pytest.fixture(scope="module")
@@ -59,11 +79,11 @@ def proven(
     return Prover(detect() or DEFAULT_GPU, "", worker).run(todo)
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("name", SOUND)
 def test_a_sound_kernel_is_proven(
-    compiler: Compiler, worker: WorkerClient, tmp_path: Path, is_causal: bool
+    compiler: Compiler, worker: WorkerClient, tmp_path: Path, name: str
 ) -> None:
-    target, path = of_mask(is_causal), tmp_path / "kernels.json"
+    target, path = SOUND[name], tmp_path / "kernels.json"
     progress = proven(compiler, worker, path, target, target)
     assert progress.faults == []
     kernel = KernelList.read(path).find(target.kernels["attention"])

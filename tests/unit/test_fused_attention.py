@@ -114,6 +114,7 @@ def test_one_launch_with_extents_strides_and_schedule(
 
 
 def test_splits_and_pdl_share_a_kernel_and_nothing_else_does() -> None:
+    """But for `box_rows`, which paged caches have."""
     config = make(2, 64, packed_heads=2, splits=3)
     spec = FAMILY.kernels(GROUPED, config)["attention"]
     others: dict[str, Value] = {
@@ -134,7 +135,7 @@ def test_splits_and_pdl_share_a_kernel_and_nothing_else_does() -> None:
         "stages_output": True,
     }
     absent = {"key_groups", "stages_output"}
-    assert set(others) == set(config.params) | absent == set(FAMILY.domains)
+    assert set(others) == set(config.params) | absent == set(FAMILY.domains) - {"box_rows"}
     assert (spec.variables["key_groups"], spec.variables["stages_output"]) == (1, False)
     for name, value in others.items():
         other = Config(config.family, {**config.params, name: value})
@@ -143,6 +144,30 @@ def test_splits_and_pdl_share_a_kernel_and_nothing_else_does() -> None:
         assert (len(group_by_kernels(FAMILY, [config, other])) == 1) == is_shared, name
         launched = [FAMILY.launches(GROUPED, c, 1.0)[0].integers for c in (config, other)]
         assert (launched[0] != launched[1]) == is_shared, name
+
+
+def test_boxes_are_as_wide_as_pages_and_tiles_allow() -> None:
+    """And one kernel serves pages of every size where a config says so."""
+
+    def boxes(page_size: int, tile_n: int, **more: Value) -> Value:
+        problem = AttentionProblem.parse(f"SQ=1,SKV=999,D=64,page_size={page_size}")
+        config = make(1, tile_n, **more)
+        reasons = FAMILY.violations(problem, config, DEFAULT_GPU)
+        return reasons[0] if reasons else FAMILY.kernels(problem, config)["attention"].variables[
+            "box_rows"
+        ]  # fmt: skip
+
+    assert [boxes(*each) for each in ((64, 64), (128, 128), (192, 64))] == [64] * 3
+    assert [boxes(*each) for each in ((16, 64), (32, 64), (80, 64), (64, 80))] == [16] * 4
+    assert boxes(64, 64, box_rows=16) == 16
+    assert "box_rows=64 does not divide both page_size=48 and tile_n=64" in str(
+        boxes(48, 64, box_rows=64)
+    )
+    dense = AttentionProblem.parse("S=512,D=64")
+    assert FAMILY.violations(dense, make(1, 64, box_rows=16), DEFAULT_GPU) == [
+        "box_rows is for paged caches, only"
+    ]
+    assert "box_rows" not in FAMILY.carried(dense, make(1, 64, box_rows=16)).params
 
 
 @st.composite

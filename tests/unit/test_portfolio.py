@@ -131,7 +131,10 @@ class TestScheduled:
             "B=2,SQ=1,SKV=1024,D=64,mask=b",
             AttentionDomain(64, "full", "one", operand="bool"),
         ),
-        ("S=1024,D=64,causal=1,page_size=16", None),
+        (
+            "S=1024,D=64,causal=1,page_size=16",
+            AttentionDomain(64, "causal", "prompt", is_paged=True),
+        ),
         ("S=1024,D=64,dtype=e4m3", None),
     ],
 )
@@ -277,7 +280,101 @@ class TestKin:
         assert {domain.head_dim for domain in domains} == {64}
 
 
+class TestPaged:
+    """Paged caches, by what ships."""
+
+    SHIPPED = next(one for one in portfolio.shipped() if one.op == "attention")
+
+    def config(self, text: str) -> Config:
+        found = self.SHIPPED.select(AttentionProblem.parse(text))
+        assert found is not None and found.vendor == "", "PyTorch has no such operator"
+        assert found.doubts[0].startswith("the rates are those of D=")
+        return found.config
+
+    @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+    @pytest.mark.parametrize("head_dim", [64, 80, 128, 192, 256])
+    @pytest.mark.parametrize("page_size", [16, 32, 48, 64, 80, 256])
+    def test_every_page_head_dimension_and_type_is_served(
+        self, page_size: int, head_dim: int, dtype: str
+    ) -> None:
+        tail = f"D={head_dim},page_size={page_size},dtype={dtype}"
+        for heads in ("H=32,HKV=8", "H=28,HKV=4", "H=71,HKV=1", "H=12"):
+            for sizes in ("SQ=1", "SQ=5,causal=1", "SQ=700,causal=1"):
+                for batch in (1, 9, 256):
+                    self.config(f"B={batch},{sizes},SKV=3000,{heads},{tail}")
+
+    def test_splits_fill_the_chip_and_no_more(self) -> None:
+        for batch, keys in ((1, 1024), (1, 16384), (4, 4096)):
+            config = self.config(f"B={batch},SQ=1,SKV={keys},H=32,HKV=8,D=128,page_size=16")
+            assert config["packed_heads"] == 4 and config["splits"] > 1
+            assert config["splits"] * 8 * batch <= 2 * DEFAULT_GPU.sm_count
+        for batch in (64, 128):
+            config = self.config(f"B={batch},SQ=1,SKV=4096,H=32,HKV=8,D=128,page_size=16")
+            assert config["splits"] == 1
+
+    def test_wide_boxes_where_pages_have_them(self) -> None:
+        for page_size, rows in ((16, 16), (48, 16), (64, 64), (128, 64)):
+            text = f"B=8,SQ=1,SKV=4096,H=32,HKV=8,D=128,page_size={page_size}"
+            assert self.config(text)["box_rows"] == rows
+
+    def test_batches_with_a_chunk_share_the_keys_of_a_head(self) -> None:
+        config = self.config("B=64,SQ=2048,SKV=8192,H=32,HKV=8,D=128,causal=1,page_size=16")
+        assert (config["packed_heads"], config["warp_groups"]) == (4, 2)
+
+    def test_windows_and_sinks_of_public_models(self) -> None:
+        tail = "page_size=16,dtype=bf16"
+        for text in (
+            f"B=9,SQ=1,SKV=4096,left=127,H=64,HKV=8,D=64,sinks=1,{tail}",
+            f"B=9,SQ=1,SKV=4096,H=64,HKV=8,D=64,sinks=1,{tail}",
+            f"B=9,SQ=400,SKV=4096,causal=1,window=127,H=64,HKV=8,D=64,sinks=1,{tail}",
+            f"B=9,SQ=400,SKV=4096,causal=1,window=1023,H=32,HKV=16,D=128,{tail}",
+            f"B=9,SQ=1,SKV=4096,left=1023,H=8,HKV=4,D=256,{tail}",
+        ):
+            self.config(text)
+
+    @pytest.mark.parametrize(
+        "text", ["D=128", "D=128,causal=1,softcap=30", "D=64,causal=1,window=9"]
+    )
+    def test_for_others_no_kernel_is_made(self, text: str) -> None:
+        """Full masks of several queries, soft caps, and windows at D=64 without sinks."""
+        problem = AttentionProblem.parse(f"SQ=200,SKV=4096,H=8,page_size=16,{text}")
+        assert self.SHIPPED.select(problem) is None
+
+    def test_few_kernels_serve_a_head_dimension(self) -> None:
+        plain: dict[int, int] = {}
+        others: dict[int, int] = {}
+        for target in targets(self.SHIPPED):
+            problem = target.problem
+            if problem.is_paged:
+                is_plain = not (problem.is_windowed or problem.has_sinks)
+                counts = plain if is_plain else others
+                counts[problem.head_dim] = counts.get(problem.head_dim, 0) + 1
+        assert plain == dict.fromkeys((64, 96, 128, 192, 256), 14)
+        assert others == {64: 8, 128: 4, 256: 4}
+
+    def test_lengths_that_differ_have_the_kernels_of_those_that_are_alike(self) -> None:
+        text = "B=4,SQ=1,SKV=512,H=8,D=64,page_size=16"
+        alike, unlike = (AttentionProblem.parse(each) for each in (text, f"{text},varlen=1"))
+        assert Domain.of(alike) == Domain.of(unlike)
+        config = self.config(text)
+        assert FUSED.kernels(alike, config) == FUSED.kernels(unlike, config)
+
+    def test_keys_before_a_chunk_are_work(self) -> None:
+        """Masks are bottom-right: a chunk behind 7680 keys sees nearly all of 8192."""
+        chunk, whole = (
+            sum(FUSED.work(AttentionProblem.parse(text), maker()(2, 128), DEFAULT_GPU)[4:5])
+            for text in (
+                "SQ=512,SKV=8192,D=128,causal=1,page_size=16", "SQ=512,SKV=8192,D=128",
+            )
+        )  # fmt: skip
+        assert 0.95 * whole < chunk < whole
+
+
 class TestDocument:
+    def test_what_ships_is_as_it_was_without_pages(self) -> None:
+        domains = [row["domain"] for one in portfolio.shipped() for row in one.to_json()["domains"]]
+        assert domains and not any("is_paged" in domain for domain in domains)
+
     def test_it_is_what_was_written(self, tmp_path: Path) -> None:
         known = made(9.0, 10.0, 0.02)
         known.write(tmp_path / "p.json")

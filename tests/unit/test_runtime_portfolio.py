@@ -42,6 +42,7 @@ from tuner.selection.portfolio import (
     Portfolio,
     Regret,
     Spread,
+    shipped,
 )
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -468,3 +469,36 @@ class TestProducts:
         serving.proven = {}
         assert not linear(33)
         assert serving.fallbacks == ["the portfolio's kernel cannot run here"]
+
+
+def test_a_proven_kernel_serves_a_paged_cache(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its splits are of the rounded batch and table, whose lengths stay on the device."""
+    runtime = importlib.import_module("tuner.runtime.paged")
+    serving.portfolio = next(one for one in shipped() if one.op == "attention")
+    selected: list[Config] = []
+
+    def says(specs: Any, capability: str) -> dict[str, str] | str:
+        rows = specs["attention"].variables["box_rows"]
+        return {"attention": "key-narrow"} if rows == 16 else f"a kernel is not proven ({PROVE})"
+
+    made = serving.runtime.portfolio._own
+
+    def own(problem: Any, gpu: Any, config: Config, *others: Any) -> Any:
+        selected.append(config)
+        return made(problem, gpu, config, *others)
+
+    monkeypatch.setattr(serving.runtime.portfolio.lists, "proven", says)
+    monkeypatch.setattr(serving.runtime.portfolio, "_own", own)
+    batch, pages, heads, heads_kv, width = 3, 40, 32, 8, 64
+    cache = torch.zeros(2, pages, 64, heads_kv, width, dtype=torch.float16)
+    query = torch.zeros(batch, heads, width, dtype=torch.float16)
+    table = torch.zeros(batch, 12, dtype=torch.int32)
+    lengths = torch.full((batch,), 700, dtype=torch.int32)
+    out = runtime.paged_attention(query, *cache, table, lengths)
+    assert bool((out == WRITTEN).all()) and serving.launched == ["key-narrow"]
+    assert serving.machine.stats().portfolio_hits == 1
+    # Wide boxes were preferred for pages of 64, and are not proven.
+    assert selected[0]["box_rows"] == 64 and selected[-1]["box_rows"] == 16
+    assert selected[-1]["splits"] > 1

@@ -148,6 +148,8 @@ def plant(
         kernel, asked = Reads(compute), list[Problem]()
 
         def lookup(problem: Problem, **_: Any) -> Any:
+            if problem.op != member.op:  # that of the gradients
+                return None
             asked.append(problem)
             config = member.space(problem, DEFAULT_GPU)[0]
             artifacts = dict.fromkeys(member.kernels(problem, config), "key-first")

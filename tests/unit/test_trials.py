@@ -46,6 +46,17 @@ def of_domain(mask: str, **more: bool) -> Target:
     return Target(config, domain.problems("float16")[0])
 
 
+def paged(head_dim: int, box_rows: int) -> Target:
+    """A kernel of decoding over pages."""
+    return next(
+        target
+        for target in TARGETS
+        if target.problem.is_paged
+        and target.problem.head_dim == head_dim
+        and target.config["box_rows"] == box_rows
+    )
+
+
 def values(found: set[Fact], axis: str) -> set[Any]:
     return {value for name, value in found if name == axis}
 
@@ -208,3 +219,33 @@ def test_equal_seeds_draw_equal_trials_and_both_types_alike() -> None:
 def test_more_are_drawn_where_more_are_asked() -> None:
     target = KINDS["split"]
     assert len(drawn(target, 200)) >= 200
+
+
+@pytest.mark.parametrize(
+    ("box_rows", "sizes"), [(16, {16, 32, 48, 64, 80, 128, 192, 256}), (64, {64, 128, 192, 256})]
+)
+def test_paged_caches_have_every_page_layout_and_unlike_lengths(
+    box_rows: int, sizes: set[int]
+) -> None:
+    target = paged(128, box_rows)
+    found = facts(target)
+    assert values(found, "page_size") == sizes
+    assert values(found, "is_varlen") == {False, True}
+    assert values(found, "layout") == {"bhsd", "bshd"}
+    assert {("combine", "cluster"), ("combine", "kernel")} <= {
+        one for schedule in values(found, "schedule") for one in schedule
+    }
+    for trial in drawn(target):
+        assert not target.family.violations(trial.problem, trial.config, DEFAULT_GPU)
+        assert target.family.kernels(trial.problem, trial.config) == target.kernels
+        assert sum(operand.bytes for operand in trial.problem.operands) <= MAX_BYTES
+
+
+def test_windows_and_sinks_of_paged_caches() -> None:
+    for target in TARGETS:
+        if target.problem.has_sinks and target.problem.is_windowed:
+            sides = values(facts(target), "window")
+            assert (True, False) in sides
+            assert all(trial.problem.has_sinks for trial in drawn(target))
+            return
+    raise AssertionError("no kernel of sinks and windows")

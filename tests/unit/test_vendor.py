@@ -42,6 +42,7 @@ from tuner.problem import (
     E4M3,
     EPILOGUE_SCALES,
     EPILOGUES,
+    AttentionBackwardProblem,
     AttentionProblem,
     GemmProblem,
     GroupedGemmProblem,
@@ -51,6 +52,7 @@ from tuner.problem import (
 )
 
 PROBLEMS: dict[str, Problem] = {
+    "sdpa_backward": AttentionBackwardProblem.parse("S=1024,D=64"),
     "vendor_sdpa": AttentionProblem.parse("S=1024,D=64"),
     "vendor_blas": GemmProblem.parse("M=4096,N=4096,K=4096"),
     "vendor_cublaslt_search": GemmProblem.parse("M=4096,N=4096,K=4096"),

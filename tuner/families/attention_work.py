@@ -70,7 +70,7 @@ class Sizes(NamedTuple):
     is_masked: bool
     left: int
     right: int
-    """Keys that a query sees before and behind its own (`AttentionProblem.visible`)."""
+    """Keys that query i sees before and behind key i (`AttentionProblem.visible`)."""
     row_bytes: int
     """Of one query or key of a head."""
     moved: int
@@ -85,6 +85,7 @@ class Sizes(NamedTuple):
         heads, width = batch * problem.heads_q, DTYPE_BYTES[problem.dtype] * problem.head_dim
         moved = 2 * width * (batch * problem.heads_kv * keys + heads * queries)
         left, right = problem.visible
+        left, right = left - problem.position, max(0, right + problem.position)
         is_masked = problem.is_causal or problem.is_windowed
         outputs = heads * queries * problem.head_dim
         return cls(queries, keys, heads, is_masked, left, right, width, moved, outputs)

@@ -11,7 +11,7 @@ from itertools import product
 from typing import Any, ClassVar, Literal, NamedTuple, Self, get_args
 
 from tuner.config import Config
-from tuner.families.fused_attention import instance
+from tuner.families.fused_attention import INSTANCES, instance
 from tuner.families.vendor.sdpa import BACKENDS
 from tuner.problem import E4M3, AttentionProblem, DType, GemmProblem, Problem, SwigluProblem
 
@@ -20,6 +20,8 @@ Phase = Literal["prompt", "few", "one"]
 """Prompts; decoding with several queries, fewer than a tile has rows; decoding with one."""
 MaskOperand = Literal["", "bool", "additive"]
 """Kind of a mask that is an operand; empty: none."""
+#: Slots of a page of the problems that stand for paged caches: copies of all kernels divide it.
+_PAGE = 64
 Rows = Literal["few", "narrow", "wide"]
 """Rows of a product: so few that one block holds them all; up to two tiles, which the weights'
 way through memory binds; more, which tensor cores bind."""
@@ -81,6 +83,11 @@ class Domain:
         """Domains that it is kin of, and that are served."""
         raise NotImplementedError
 
+    @classmethod
+    def others(cls) -> Iterator[Self]:
+        """Domains that are served where their kin was measured, and are `varied` of none."""
+        yield from ()
+
     @property
     def kin_kernels(self) -> int | None:
         """Kernels that it has of its kin at most, where it was not measured; None: the best of each
@@ -120,6 +127,9 @@ class _Attention(NamedTuple):
     phase: Phase
     has_softcap: bool = False
     is_varlen: bool = False
+    is_paged: bool = False
+    """Sequences alike in length and unlike ones have the same kernels."""
+    has_sinks: bool = False
     operand: MaskOperand = ""
 
 
@@ -142,7 +152,7 @@ class AttentionDomain(_Attention, Domain):
 
     @classmethod
     def holding(cls, problem: Any) -> Self | None:
-        if problem.dtype == E4M3 or problem.is_alibi or problem.is_paged:
+        if problem.dtype == E4M3 or problem.is_alibi:
             return None
         operand: MaskOperand = "bool" if problem.mask else "additive" if problem.bias else ""
         mask: Mask = "causal" if problem.is_causal else "full"
@@ -152,7 +162,9 @@ class AttentionDomain(_Attention, Domain):
             "windowed" if problem.is_windowed else mask,
             "one" if problem.is_decoding and problem.seqlen_q == 1 else phase,
             problem.softcap > 0,
-            problem.is_varlen,
+            problem.is_varlen and not problem.is_paged,
+            problem.is_paged,
+            problem.has_sinks,
             operand,
         )
 
@@ -167,6 +179,14 @@ class AttentionDomain(_Attention, Domain):
 
     @property
     def kin(self) -> Iterator[Self]:
+        """Of paged caches dense ones, nearest head dimension first; under a bottom-right mask few
+        queries see nearly all keys.
+        """
+        if self.is_paged:
+            mask: Mask = "causal" if self.phase == "prompt" else "full"
+            for width in sorted(INSTANCES, key=lambda width: (abs(width - self.head_dim), width)):
+                yield type(self)(width, mask, self.phase)
+            return
         masks: tuple[Mask, ...] = ("causal", "full") if self.mask == "windowed" else (self.mask,)
         phases = (self.phase, *_OTHER_PHASES[self.phase]) if self.operand else (self.phase,)
         for phase, mask in product(phases, masks):
@@ -183,10 +203,26 @@ class AttentionDomain(_Attention, Domain):
         yield self._replace(has_softcap=True)
         if self.phase == "prompt":
             yield self._replace(is_varlen=True)
-        if self.mask == "full":  # PyTorch takes no causal flag beside a mask
-            for phase, operand in product(get_args(Phase), get_args(MaskOperand)[1:]):
-                if self.phase in (phase, *_OTHER_PHASES[phase]):
-                    yield self._replace(phase=phase, operand=operand)
+
+    @classmethod
+    def others(cls) -> Iterator[Self]:
+        """Those of paged caches: plain ones of every instance, with windows where public models
+        have them, and with sinks as GPT-OSS has. Those of masks as operands, beside which PyTorch
+        takes no causal flag: of every instance and phase.
+        """
+        kinds: tuple[tuple[Mask, Phase], ...]
+        kinds = ("full", "one"), ("causal", "few"), ("causal", "prompt")
+        for head_dim in INSTANCES:
+            for mask, phase in kinds:
+                one = cls(head_dim, mask, phase, is_paged=True)
+                yield one
+                if head_dim == 64:
+                    yield one._replace(has_sinks=True)
+                if head_dim in (64, 128, 256):
+                    yield one._replace(mask="windowed", has_sinks=head_dim == 64)
+        operands = get_args(MaskOperand)[1:]
+        for head_dim, of_mask, operand in product(INSTANCES, get_args(Phase), operands):
+            yield cls(head_dim, "full", of_mask, operand=operand)
 
     @property
     def kin_kernels(self) -> int | None:
@@ -201,21 +237,28 @@ class AttentionDomain(_Attention, Domain):
         return frozenset(BACKENDS)
 
     def problems(self, dtype: DType) -> tuple[AttentionProblem, ...]:
-        """A windowed domain has two, of which one is causal."""
+        """A windowed domain has two, of which one is causal; but of paged caches, where one query
+        needs no causal mask, and others come with one.
+        """
         both = (False, True) if self.mask == "windowed" else (self.mask == "causal",)
+        queries = 256
+        if self.is_paged:
+            both, queries = (self.phase != "one",), {"one": 1, "few": 8, "prompt": 256}[self.phase]
         return tuple(
             AttentionProblem(
-                seqlen_q=256,
+                seqlen_q=queries,
                 seqlen_kv=512,
                 head_dim=self.head_dim,
                 is_causal=is_causal,
                 dtype=dtype,
-                layout="bshd" if self.is_varlen else "bhsd",
+                layout="bshd" if self.is_varlen or self.is_paged else "bhsd",
                 window_left=64 if self.mask == "windowed" else -1,
                 softcap=50.0 if self.has_softcap else 0.0,
                 is_varlen=self.is_varlen,
                 mask="1" if self.operand == "bool" else "",
                 bias="1" if self.operand == "additive" else "",
+                page_size=_PAGE if self.is_paged else 0,
+                has_sinks=self.has_sinks,
             )
             for is_causal in both
         )
@@ -226,6 +269,7 @@ class AttentionDomain(_Attention, Domain):
 
     def label(self) -> str:
         more = (", soft cap" if self.has_softcap else "") + (", packed" if self.is_varlen else "")
+        more += (", paged" if self.is_paged else "") + (", sinks" if self.has_sinks else "")
         more += f", {self.operand} mask" if self.operand else ""
         phase = {"prompt": "prompts", "few": "few queries", "one": "one query"}[self.phase]
         return f"D={self.head_dim}, {self.mask}{more}, {phase}"

@@ -27,11 +27,12 @@ from tuner.config import Config
 from tuner.errors import ConfigError, StoreError
 from tuner.families import families
 from tuner.families.base import FOREIGN, Family
+from tuner.families.fused_attention import paged
 from tuner.families.work import Sizes, sizes_of
 from tuner.hardware import Gpu
 from tuner.measurement import Regime
 from tuner.problem import Problem
-from tuner.selection.domains import DOMAINS, AnyDomain, Domain
+from tuner.selection.domains import DOMAINS, AnyDomain, AttentionDomain, Domain
 
 FORMAT = "cutlass-tuner portfolio"
 VERSION = 2
@@ -56,6 +57,13 @@ class Spread(NamedTuple):
     def of(cls, sizes: Iterable[tuple[int, ...]]) -> Spread:
         """The spread of problems' `Domain.sizes`."""
         return cls(tuple((min(each), max(each)) for each in zip(*sizes, strict=True)))
+
+    @classmethod
+    def over(cls, spreads: Iterable[Spread]) -> Spread:
+        """The smallest that holds all of some."""
+        axes = zip(*(one.bounds for one in spreads), strict=True)
+        return cls(tuple((min(low for low, _ in axis), max(high for _, high in axis))
+                         for axis in axes))  # fmt: skip
 
     @property
     def reached(self) -> tuple[tuple[float, float], ...]:
@@ -312,6 +320,26 @@ def _doubts(models: DomainModels, is_near: bool) -> Iterator[str]:
         yield _FAR
 
 
+def _like(kernel: Config, combine: str | None, candidates: Iterable[Candidate]) -> Candidate | None:
+    """The own kernel most like another, with a way to combine splits; None where none has it."""
+    found = [
+        one
+        for one in candidates
+        if one.config.family == kernel.family and one.config.get("combine") == combine
+    ]
+
+    def unlike(one: Candidate) -> tuple[bool, bool, bool]:
+        config = one.config
+        is_packed = config.get("packed_heads", 1) > 1
+        return (
+            "key_groups" in config.params,
+            config["warp_groups"] != kernel["warp_groups"],
+            is_packed != (kernel.get("packed_heads", 1) > 1),
+        )
+
+    return min(found, key=unlike, default=None)
+
+
 @dataclass(frozen=True)
 class Selection:
     """The kernel chosen for a shape, and why."""
@@ -366,16 +394,48 @@ class Portfolio:
         return self._found[domain]
 
     def served(self) -> Iterator[tuple[AnyDomain, DomainModels]]:
-        """The domains that were measured, and those of their kin, each once, in a fixed order."""
-        known = set(self.domains)
+        """The domains that were measured, and those of their kin, in a fixed order."""
         for domain, models in sorted(self.domains.items()):
             yield domain, models
             for one in domain.varied:
-                if one not in known and (kin := self.models_of(one)) is not None:
-                    known.add(one)
+                if one not in self.domains and (kin := self.models_of(one)) is not None:
                     yield one, kin
+        for one in DOMAINS[self.op].others():
+            if one not in self.domains and (kin := self.models_of(one)) is not None:
+                yield one, kin
+
+    def _paged_of(self, domain: AttentionDomain) -> DomainModels | None:
+        """The kernels of a paged domain, each schedule with the rates of the dense kernel that is
+        most like it. None are made for other domains.
+        """
+        if domain not in tuple(domain.others()):
+            return None
+        is_plain = domain.mask != "windowed" and not domain.has_sinks
+        found: list[Candidate] = []
+        donor: DomainModels | None = None
+        for kernel in paged.kernels(domain.head_dim, domain.phase, is_plain=is_plain):
+            is_short = kernel["warp_groups"] == 1  # others are for prompts, whoever else comes
+            like = domain if is_short else domain._replace(phase="prompt")
+            for combine in (None, "cluster", "kernel") if is_short else (None,):
+                for other in like.kin:
+                    models = self.domains.get(other)
+                    one = None if models is None else _like(kernel, combine, models.candidates)
+                    if one is not None:
+                        more = {} if combine is None else {"combine": combine}
+                        config = Config(kernel.family, {**kernel.params, **more})
+                        found.append(replace(one, config=config))
+                        donor = donor or models
+                        break
+        if donor is None:
+            return None
+        # All schedules of a kernel compete: none is left out for the sizes its rates are from.
+        spread = Spread.over(one.spread for one in found)
+        lent = [replace(one, spread=spread) for one in found]
+        return replace(donor, domain=domain, candidates=lent, margin=0.0, kin=donor.domain)
 
     def _kin_of(self, domain: AnyDomain) -> DomainModels | None:
+        if isinstance(domain, AttentionDomain) and domain.is_paged:
+            return self._paged_of(domain)
         for other in domain.kin:
             models = self.domains.get(other)
             if models is None:
@@ -559,12 +619,19 @@ def shipped() -> tuple[Portfolio, ...]:
 
 def _models_json(models: DomainModels) -> dict[str, Any]:
     return {
-        "domain": models.domain._asdict(),
+        "domain": _domain_json(models.domain),
         "regime": models.regime.key,
         "margin": models.margin,
         "regret": asdict(models.regret),
         "candidates": [_candidate_json(models.domain, one) for one in models.candidates],
     }
+
+
+def _domain_json(domain: AnyDomain) -> dict[str, Any]:
+    """What came later than version 2 is there only where it is so."""
+    later = "is_paged", "has_sinks", "operand"
+    absent = {name for name in later if not getattr(domain, name, True)}
+    return {name: value for name, value in domain._asdict().items() if name not in absent}
 
 
 def _candidate_json(domain: AnyDomain, candidate: Candidate) -> dict[str, Any]:

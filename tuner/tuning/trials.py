@@ -45,6 +45,8 @@ _RATIOS, _KEY_HEADS = (1, 2, 3, 5, 7), (1, 2, 5)
 #: Values that are tried of a run-time parameter whose domain is a range, beside its last.
 _OF_RANGE = (1, 2, 3, 7, 16, 17, 64)
 _SOFTCAPS = (50.0, 5.0)
+#: Slots of a page: engines', and those that no power of two divides well.
+_PAGES = (16, 32, 48, 64, 80, 128, 192, 256)
 #: Longest planted sequence of keys.
 _LONG = 16384 + 1
 #: Elements of 16 bits of which a product's rows are whole multiples.
@@ -121,6 +123,8 @@ class Trial:
             ("operand", problem.bias or problem.mask),
             ("schedule", _schedule(family, config)),
             ("with_lse", self.with_lse),
+            ("page_size", problem.page_size),
+            ("is_varlen", problem.is_varlen),
         }
 
     def label(self) -> str:
@@ -233,6 +237,13 @@ class _AttentionDraw(_Draw):
             "schedule": [one for one in _schedules(family) if self._config(usual, one)],
             "with_lse": (False, True),
         }
+        if target.problem.is_paged:  # and the gate fills lengths at the edges of pages, and none
+            self.axes = {
+                **self.axes,
+                "layout": ("bhsd", "bshd"),
+                "page_size": [size for size in _PAGES if self._pages_of(size)],
+                "is_varlen": (False, True),
+            }
 
     def _value(self, name: str) -> Any:
         """One of an axis's values half of the time; of sizes anything the other half."""
@@ -281,6 +292,8 @@ class _AttentionDraw(_Draw):
             softcap=values["softcap"],
             bias=values["operand"] if self._usual.bias else "",
             mask=values["operand"] if self._usual.mask else "",
+            page_size=values.get("page_size", 0),
+            is_varlen=values.get("is_varlen", self._usual.is_varlen),
         )
         drawn = Trial(problem, self._compiled, values["with_lse"]).facts(self._family, self._gpu)
         wanted = {(name, value) for name, value in planted.items() if name != "schedule"}
@@ -289,6 +302,12 @@ class _AttentionDraw(_Draw):
     def _holds(self, head_dim: int) -> bool:
         problem = replace(self._usual, head_dim=head_dim)
         return self._family.kernels(problem, self._target.config) == self._target.kernels
+
+    def _pages_of(self, size: int) -> bool:
+        """Whether the kernel's copies divide pages of this size."""
+        problem, kernels = replace(self._usual, page_size=size), self._target.kernels
+        is_divided = all(size % int(one.variables["box_rows"]) == 0 for one in kernels.values())
+        return is_divided and self._family.kernels(problem, self._target.config) == kernels
 
     def _heads(self) -> Iterator[tuple[int, int]]:
         ratios = [(n * self._packed * heads, heads) for n in _RATIOS for heads in _KEY_HEADS]

@@ -83,6 +83,8 @@ MOST_CLUSTERED = 16
 #: GPC, of which some are left over. On an H200 42 clusters of three, 16 of eight or 8 of sixteen
 #: took two rounds.
 CLUSTERED_SHARE = 0.85
+#: Rows of a page that one copy may bring, widest first.
+BOXES = (64, PAGE_MULTIPLE)
 #: Keys of one split: fewer do not pay for the combining kernel.
 LEAST_SPLIT_KEYS = 128
 #: Splits of sequences of unlike lengths, where there are tiles enough without.
@@ -130,9 +132,13 @@ class FusedAttention(Family):
         "splits": range(1, MOST_SPLITS + 1),
         "pdl": (False, True),
         "combine": ("cluster", "kernel"),
+        "box_rows": BOXES,
     }
     optional = frozenset(
-        {"key_groups", "packed_heads", "ping_pong", "early_exp", "stages_output", "combine"}
+        {
+            *("key_groups", "packed_heads", "ping_pong", "early_exp", "stages_output", "combine"),
+            "box_rows",
+        }
     )
     draws: ClassVar[Mapping[str, tuple[Value, ...]]] = {
         "tile_n": (32, 64, 80, 96, 112, 128, 144, 160, 176, 192, 224, 256),
@@ -165,8 +171,7 @@ class FusedAttention(Family):
         found += self._packing(problem, config)
         if problem.is_varlen and not problem.is_paged and splits > 1:
             found.append(f"splits={splits} is not for variable lengths (allowed: 1)")
-        if problem.is_paged:
-            found += self._paging(problem, config)
+        found += self._paging(problem, config)
         if splits > 1 and config["persistent"]:
             found.append(f"splits={splits} is for one block a tile, not for persistent blocks")
         if ("combine" in config.params) != (splits > 1):
@@ -220,15 +225,16 @@ class FusedAttention(Family):
 
     @staticmethod
     def _paging(problem: AttentionProblem, config: Config) -> list[str]:
-        """What is wrong with a config for a paged cache."""
-        found = []
+        """What is wrong with a config for a paged cache; elsewhere with `box_rows`."""
+        found, rows = [], config.get("box_rows", PAGE_MULTIPLE)
+        if not problem.is_paged:
+            return ["box_rows is for paged caches, only"] * ("box_rows" in config.params)
         if "key_groups" in config.params:
             found.append("key_groups is not for paged caches")
-        box = math.gcd(problem.page_size, config["tile_n"])
-        if box % PAGE_MULTIPLE:
+        if problem.page_size % rows or config["tile_n"] % rows:
             found.append(
-                f"tile_n={config['tile_n']} and page_size={problem.page_size} share no multiple "
-                f"of {PAGE_MULTIPLE}"
+                f"box_rows={rows} does not divide both page_size={problem.page_size} and "
+                f"tile_n={config['tile_n']}"
             )
         return found
 
@@ -365,6 +371,8 @@ class FusedAttention(Family):
         params = dict(config.params)
         if attention.is_packed:
             params.pop("stages_output", None)
+        if not attention.is_paged:
+            params.pop("box_rows", None)
         packed = math.gcd(int(params.pop("packed_heads", 1)), group)
         if attention.seqlen_q < _tile_m(params) and not attention.is_paged:
             return config
@@ -374,9 +382,10 @@ class FusedAttention(Family):
         self, problem: Problem, gpu: Gpu, members: Sequence[Config], rng: random.Random
     ) -> Config:
         """As drawn, with `ping_pong`, `early_exp` and `combine` only where they apply; `key_groups`
-        and `stages_output` are each off half of the time.
+        and `stages_output` are each off half of the time; boxes are as wide as they can be.
         """
         params = dict(super().draw(problem, gpu, members, rng).params)
+        params.pop("box_rows", None)
         for name in ("key_groups", "stages_output"):
             if rng.random() < 0.5:
                 params.pop(name, None)
@@ -395,7 +404,8 @@ class FusedAttention(Family):
         producer, consumer = _registers(attention, config)
         paged: dict[str, Value] = {}
         if attention.is_paged:
-            rows = math.gcd(attention.page_size, int(config["tile_n"]))
+            widest = _box_rows(attention.page_size, int(config["tile_n"]))
+            rows = config.get("box_rows", widest)
             paged = {"is_paged": True, "box_rows": rows, "has_sinks": attention.has_sinks}
         return {
             "attention": KernelSpec(
@@ -412,7 +422,7 @@ class FusedAttention(Family):
                     "is_causal": attention.is_causal,
                     "is_windowed": attention.is_windowed,
                     "has_softcap": attention.softcap > 0,
-                    "is_varlen": attention.is_varlen,
+                    "is_varlen": attention.is_varlen and not attention.is_paged,
                     **_mask_variables(attention),
                     "producer_registers": producer,
                     "consumer_registers": consumer,
@@ -535,6 +545,11 @@ def _registers(problem: AttentionProblem, config: Config) -> tuple[int, int]:
     """Of a producer's and of a consumer's thread."""
     table = PAGED_REGISTERS if problem.is_paged else REGISTERS
     return table[config["warp_groups"], config["blocks_per_sm"]]
+
+
+def _box_rows(page_size: int, tile_n: int) -> int:
+    """Rows of a page that one copy brings: few kernels serve pages of every size."""
+    return next(rows for rows in BOXES if page_size % rows == tile_n % rows == 0)
 
 
 def _narrowed(problem: AttentionProblem, config: Config) -> Config:

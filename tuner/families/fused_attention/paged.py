@@ -1,0 +1,76 @@
+"""Kernels that serve paged caches of any shape: a few for each head dimension.
+
+They were chosen by times of paged decoding and of chunks on an H200 (`scripts/bench paged`). Boxes
+of 16 rows serve pages of every size.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from tuner.config import Config, Value
+
+_NAME = "fused_attention"
+#: Rows of a page that a copy brings: 16 are in every page.
+_ANY_PAGE, _WIDE = 16, 64
+
+
+def kernels(
+    head_dim: int, phase: Literal["prompt", "few", "one"], *, is_plain: bool
+) -> tuple[Config, ...]:
+    """The kernels of one phase, preferred ones first, without the parameters of a schedule.
+
+    Args:
+        head_dim: the instance.
+        phase: what the longest sequence has: a chunk of a prompt, few queries, or one.
+        is_plain: neither windows nor soft caps nor sinks; else one kernel takes all heads.
+    """
+    any_heads = _short(head_dim, 1, _ANY_PAGE)
+    if not is_plain:
+        return (any_heads,)
+    if phase == "one":
+        four, eight = (_short(head_dim, heads, _ANY_PAGE) for heads in (4, 8))
+        return _short(head_dim, 4, _WIDE), four, eight, any_heads
+    return _short(head_dim, 4, _ANY_PAGE), _chunk(head_dim, 4), _chunk(head_dim, 1)
+
+
+def _short(head_dim: int, packed: int, box_rows: int) -> Config:
+    """One group, whose keys splits may share."""
+    is_narrow = head_dim <= 128
+    params: dict[str, Value] = {
+        "warp_groups": 1,
+        "tile_n": 128 if head_dim == 64 else 64,
+        "kv_stages": 3 if is_narrow else 2,
+        "score_buffers": 1,
+        "early_exp": 50,
+        "q_in_registers": False,
+        "persistent": False,
+        "blocks_per_sm": 2 if is_narrow else 1,
+        "pdl": True,
+        "box_rows": box_rows,
+    }
+    return _packed(params, packed)
+
+
+def _chunk(head_dim: int, packed: int) -> Config:
+    """Two groups, whose blocks take one tile of queries after the other: chunks of prompts, and
+    batches that hold decoding too.
+    """
+    params: dict[str, Value] = {
+        "warp_groups": 2,
+        "tile_n": 128 if head_dim <= 128 else 80,
+        "kv_stages": 2,
+        "score_buffers": 1,
+        "early_exp": 50,
+        "ping_pong": True,
+        "q_in_registers": False,
+        "persistent": True,
+        "blocks_per_sm": 1,
+        "pdl": True,
+        "box_rows": _ANY_PAGE,
+    }
+    return _packed(params, packed)
+
+
+def _packed(params: dict[str, Value], heads: int) -> Config:
+    return Config(_NAME, {**params, "packed_heads": heads} if heads > 1 else params)
