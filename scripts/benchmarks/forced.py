@@ -27,12 +27,21 @@ from tuner.selection.reader import Answer
 from tuner.store.entry import Entry
 
 FAMILIES = ("fused_attention", "two_kernel_attention")
-"""Tried in this order; the second one has biases."""
+"""Tried in this order; the second one has ALiBi."""
 LENGTH = 512
 """Queries and keys that configs are chosen for."""
 HEAD_DIMS = (64, 96, 128, 192, 256)
 """Widths that the fused kernel is compiled for; others are padded to the next one."""
-VARIANTS = ("", "causal=1", "left=64", "softcap=50", "varlen=1", "varlen=1,causal=1", "bias=h")
+VARIANTS = (
+    "",
+    "causal=1",
+    "left=64",
+    "softcap=50",
+    "varlen=1",
+    "varlen=1,causal=1",
+    "bias=h",
+    "mask=b",
+)
 
 
 def is_plain(config: Config) -> bool:

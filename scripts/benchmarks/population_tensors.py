@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from tuner.errors import ConfigError
-from tuner.problem import AttentionProblem, Bias, GemmProblem, Problem, SwigluProblem
+from tuner.problem import AttentionProblem, GemmProblem, Problem, SwigluProblem
 from tuner.problem.population import LOWER_RIGHT, PADDING, POSITIONS, Call
 from tuner.runtime.attention_plan import pose, scale_of
-from tuner.runtime.bias import as_bias
+from tuner.runtime.bias import as_operand
 from tuner.runtime.composed import Extras
 from tuner.runtime.products import pose as product_of
 from tuner.runtime.products import swiglu_problem_of
@@ -143,13 +143,13 @@ def posed(call: Call) -> Problem:
         x, weight, bias = inputs.tensors
         return product_of(x, weight.t(), bias, problem.activation or None).problem
     assert isinstance(problem, AttentionProblem)
-    axes: Bias = ""
     query, key, value = inputs.tensors
+    mask = None
     if inputs.mask is not None:
-        bias = as_bias(inputs.mask, query, key, problem.is_causal)
-        if isinstance(bias, Refusal):
-            raise ConfigError(bias.reason)
-        axes = problem.bias
+        found = as_operand(inputs.mask, query, key, problem.is_causal)
+        if isinstance(found, Refusal):
+            raise ConfigError(found.reason)
+        mask = found
     extras = Extras(problem.window_left, problem.window_right, problem.softcap)
     scale = scale_of(query, None)
-    return pose(query, key, value, problem.is_causal, scale, extras=extras, bias=axes).problem
+    return pose(query, key, value, problem.is_causal, scale, extras=extras, mask=mask).problem

@@ -148,7 +148,7 @@ def tuned(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleNam
 
         def _enqueue(self, inputs: Any, lse: Any) -> Any:
             made.problems.append(self.problem)
-            query, key, value = (t.detach().float() for t in inputs)
+            query, key, value = (t.detach().float() for t in inputs[:3])
             group = query.shape[1] // key.shape[1]
             key, value = (t.repeat_interleave(group, 1) for t in (key, value))
             scores = self.scale * query @ key.mT
@@ -160,12 +160,16 @@ def tuned(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleNam
                 seen = seen.tril(0 if self.problem.is_causal else right)
             if left >= 0:
                 seen = seen.triu(-left)
+            for mask in inputs[3:]:
+                is_boolean = mask.dtype == torch.bool
+                scores = scores.masked_fill(~mask, -torch.inf) if is_boolean else scores + mask
             scores = scores.masked_fill(~seen, -torch.inf)
             if lse is not None:
                 lse.copy_(scores.logsumexp(-1))
             operand = self.problem.output
             out = torch.empty_strided(operand.shape, operand.strides, dtype=inputs[0].dtype)
-            return out.copy_(scores.softmax(-1) @ value)
+            # As kernels do: zeros where a query sees no key.
+            return out.copy_(scores.softmax(-1).nan_to_num(0.0) @ value)
 
     @dataclasses.dataclass(frozen=True, eq=False)
     class ExactGradients(on_cpu.plan.Plan):  # type: ignore[name-defined,misc]

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -195,12 +196,18 @@ def test_what_the_runtime_reads_off_the_tensors(calls: Any) -> None:
     assert calls.posed(SMALL["positions"]) == SMALL["positions"].problem
     assert calls.posed(SMALL["gelu"]) == SMALL["gelu"].problem
     assert calls.posed(SMALL["swiglu"]) == SMALL["swiglu"].problem
-    for name in ("padding", "drafts"):
-        with pytest.raises(ConfigError, match="attn_mask is given"):
-            calls.posed(SMALL[name])
+    padded, drafts = (SMALL[name].problem for name in ("padding", "drafts"))
+    assert isinstance(padded, AttentionProblem) and isinstance(drafts, AttentionProblem)
+    assert calls.posed(SMALL["padding"]) == replace(padded, mask="bk")
+    assert calls.posed(SMALL["drafts"]) == replace(drafts, mask="1")
 
 
-def test_a_listing_counts_every_call(calls: Any) -> None:
+def test_a_listing_counts_every_call(calls: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tuner.runtime.refusal import Kind, Refusal
+
+    refusal = Refusal(Kind.MASK, "not of the query's type")
+    tensors = "benchmarks.population_tensors.as_operand"
+    monkeypatch.setattr(tensors, lambda *arguments: refusal)
     few = [SMALL["padding"], SMALL["linear"], SMALL["plain"]]
     text = listing(few)
     assert all(call.label in text for call in few)

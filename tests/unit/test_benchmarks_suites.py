@@ -227,7 +227,7 @@ class TestForced:
 
     def test_what_no_family_takes_is_pytorchs(self, made: forced.Forced) -> None:
         assert made.lookup(GemmProblem(128, 128, 64)) is None
-        assert made.lookup(AttentionProblem.parse("S=128,D=64,bias=h,left=3")) is None
+        assert made.lookup(AttentionProblem.parse("S=128,D=64,alibi=1,left=3")) is None
 
     def test_the_usual_kernels_are_compiled_at_once(
         self, made: forced.Forced, compiler: Compiler

@@ -362,6 +362,51 @@ def test_windows_and_soft_caps_are_compiled_in_and_their_sizes_are_not() -> None
     assert FAMILY.launches(causal, config, 0.125)[0].integers[-2:] == (64, 0)
 
 
+def test_a_mask_operand_is_launched_with_its_strides_last() -> None:
+    """As the template's opening comment lists tensors and integers; 0 along missing axes."""
+    config = make(2, 64)
+    shape = "B=2,H=3,SQ=96,SKV=200,D=64"
+    for text, kind, strides in (
+        ("bias=bh", "additive", (3 * 96 * 200, 96 * 200, 200, 1)),
+        ("bias=h", "additive", (0, 96 * 200, 200, 1)),
+        ("mask=1", "bool", (0, 0, 200, 1)),
+        ("mask=bk", "bool", (200, 0, 0, 1)),
+        ("mask=bk,left=9", "bool", (200, 0, 0, 1)),
+    ):
+        problem = AttentionProblem.parse(f"{shape},{text}")
+        assert FAMILY.violations(problem, config, DEFAULT_GPU) == []
+        variables = FAMILY.kernels(problem, config)["attention"].variables
+        assert variables["mask_operand"] == kind
+        (launch,) = FAMILY.launches(problem, config, 0.5)
+        name = "bias" if kind == "additive" else "mask"
+        assert [ref.operand for ref in launch.tensors[3:]] == ["out", "lse", name]
+        assert launch.integers[-4:] == strides
+        assert len(launch.integers) == 25 + 2 * problem.is_windowed
+        own = {name: (7, 8, 9, 0)}
+        given = FAMILY.strided_launches(problem, config, 0.5, own)
+        assert not isinstance(given, str)
+        wanted = tuple(x and y for x, y in zip(strides, (7, 8, 9, 1), strict=True))
+        assert given[0].integers[-4:-1] == wanted[:3] and given[0].integers[-1] == 0
+    plain = FAMILY.kernels(AttentionProblem.parse(shape), config)["attention"]
+    assert "mask_operand" not in plain.variables
+    assert FAMILY.supports(AttentionProblem.parse(f"{shape},alibi=1"), DEFAULT_GPU)
+
+
+def test_a_mask_operand_leaves_registers_for_narrower_tiles() -> None:
+    plain, masked, boolean = (
+        AttentionProblem.parse(f"S=1024,D=128{text}") for text in ("", ",bias=1", ",mask=1")
+    )
+    wide = make(2, 160, ping_pong=True, persistent=True)
+    assert FAMILY.accepts(plain, wide, DEFAULT_GPU)
+    assert not FAMILY.accepts(masked, wide, DEFAULT_GPU)
+    assert FAMILY.carried(plain, wide) == wide
+    narrow = FAMILY.carried(masked, wide)
+    assert narrow["tile_n"] == 128
+    assert FAMILY.carried(boolean, wide)["tile_n"] == 144, "a byte a key, not two"
+    assert FAMILY.accepts(masked, narrow, DEFAULT_GPU)
+    assert {c["tile_n"] for c in FAMILY.space(masked, DEFAULT_GPU)} <= {64, 80, 96, 128}
+
+
 def test_variable_lengths_are_launched_with_their_starts_and_totals_last() -> None:
     """As the template's opening comment lists tensors and integers."""
     problem = AttentionProblem.parse("B=3,H=8,HKV=4,SQ=96,SKV=200,D=64,varlen=1")
@@ -447,6 +492,8 @@ RENDERED = {
         "B=3,H=8,HKV=2,S=1000,D=64,varlen=1",
         make(2, 96, score_buffers=2, packed_heads=4),
     ),
+    "bias": ("B=3,H=8,HKV=2,S=1000,D=64,softcap=30,bias=h", make(2, 64, packed_heads=4)),
+    "mask": ("B=3,S=1000,D=64,causal=1,mask=bk", make(2, 64, score_buffers=2)),
     "paged": (
         "B=3,H=8,HKV=2,SQ=600,SKV=1000,D=128,causal=1,page_size=48",
         make(2, 128, packed_heads=4, ping_pong=True, early_exp=50, persistent=True),

@@ -4,6 +4,7 @@ themselves are compared with numpy in tests/gpu/test_gate_gpu.py.
 
 from __future__ import annotations
 
+import re
 import struct
 import zlib
 from dataclasses import replace
@@ -73,6 +74,19 @@ def test_the_template_and_the_gate_agree_on_the_poison() -> None:
     assert f"kPoison = 0x{POISON:X}" in text
     assert POISON & 0x7C00 == 0x7C00 and POISON & 0x3FF  # a NaN in fp16
     assert POISON & 0x7F80 == 0x7F80 and POISON & 0x7F  # and in bf16, so in the upper half of fp32
+
+
+def test_each_command_of_the_template_is_one_that_its_launch_goes_to() -> None:
+    """Those whose first argument is the type, and the others."""
+    text = (resources.templates() / "reference.cu.j2").read_text()
+    typed, _, rest = text.partition("int run_typed(")[2].partition("inline int run_untyped(")
+    untyped, _, launch = rest.partition('extern "C"')
+    cases = [{int(n) for n in re.findall(r"case (\d+):", part)} for part in (typed, untyped)]
+    assert not cases[0] & cases[1] and cases[0] | cases[1] == set(range(max(cases[1]) + 1))
+    [condition] = re.findall(r"if \((.*)\) \{\s+return own::run_untyped", launch, re.DOTALL)
+    python = " ".join(condition.split()).replace("||", "or").replace("&&", "and")
+    for command in range(max(cases[1]) + 2):
+        assert eval(python, {"command": command}) == (command in cases[1]), command
 
 
 @pytest.mark.parametrize("k", [1, 8, 16, 17, 64, 129, 4096])
@@ -193,10 +207,10 @@ COMMANDS = {
     "scaled": [*[(0, 1, 4, 2)] * 4, (2, 1, None, 1), (5, 7, 19, 2), *[(9, 2, 2, 0)] * 4],
     "blocks": [*[(0, 1, 4, 2)] * 4, *[(2, 1, None, 1)] * 3, (5, 7, 19, 2), *[(9, 2, 2, 0)] * 4],
     "attention": [
-        *[(0, 1, 4, 2)] * 3, (1, 2, 17, 1), (4, 11, 25, 2), *[(9, 2, 2, 0)] * 3,
+        *[(0, 1, 4, 2)] * 3, (1, 2, 17, 1), (4, 12, 25, 2), *[(9, 2, 2, 0)] * 3,
     ],
     "biased": [
-        *[(0, 1, 4, 2)] * 5, (1, 2, 17, 1), (4, 11, 25, 2), *[(9, 2, 2, 0)] * 5,
+        *[(0, 1, 4, 2)] * 5, (1, 2, 17, 1), (4, 12, 25, 2), *[(9, 2, 2, 0)] * 5,
     ],
     "swiglu": [
         *[(0, 1, 4, 2)] * 2, (2, 1, None, 1), (5, 7, 19, 2), (10, 2, 7, 0), *[(9, 2, 2, 0)] * 2,
@@ -206,13 +220,13 @@ COMMANDS = {
     ],
     "softmax": [(0, 1, 4, 2), (3, 1, 6, 1), (6, 2, 5, 1), (9, 2, 2, 0)],
     "e4m3": [
-        *[(0, 1, 4, 2)] * 6, (1, 2, 17, 1), (4, 11, 25, 2), *[(9, 2, 2, 0)] * 6,
+        *[(0, 1, 4, 2)] * 6, (1, 2, 17, 1), (4, 12, 25, 2), *[(9, 2, 2, 0)] * 6,
     ],
     "varlen": [
-        *[(0, 1, 4, 2)] * 3, *[(1, 2, 17, 1)] * 3, *[(4, 11, 25, 2)] * 3, *[(9, 2, 2, 0)] * 5,
+        *[(0, 1, 4, 2)] * 3, *[(1, 2, 17, 1)] * 3, *[(4, 12, 25, 2)] * 3, *[(9, 2, 2, 0)] * 5,
     ],
     "paged": [
-        *[(0, 1, 4, 2)] * 4, *[(1, 2, 17, 1)] * 3, *[(14, 3, 8, 0)] * 4, *[(4, 11, 25, 2)] * 3,
+        *[(0, 1, 4, 2)] * 4, *[(1, 2, 17, 1)] * 3, *[(14, 3, 8, 0)] * 4, *[(4, 12, 25, 2)] * 3,
         *[(9, 2, 2, 0)] * 7,
     ],
 }  # fmt: skip
@@ -577,12 +591,26 @@ def test_the_reference_is_given_bias_and_slopes() -> None:
     made.load("random")
     [(tensors, integers)] = [given for given in kernel.given if given[1][0] == 4]
     at = made.pointers
-    assert tensors[5:] == [0, 0, 0, at["bias"], at["slopes"], 0]
+    assert tensors[5:] == [0, 0, 0, at["bias"], at["slopes"], 0, 0]
     assert integers[-3:] == [0, 70 * 90, 90]
     made, _, kernel = opened(ATTENTION)
     made.load("random")
     [(tensors, integers)] = [given for given in kernel.given if given[1][0] == 4]
-    assert (tensors[5:], integers[-3:]) == ([0] * 6, [0] * 3)
+    assert (tensors[5:], integers[-3:]) == ([0] * 7, [0] * 3)
+
+
+@pytest.mark.parametrize(("axes", "extents"), [("b", (140, 70, 90)), ("bhk", (8, 1, 90))])
+def test_a_boolean_mask_is_planted_row_by_row(axes: str, extents: tuple[int, ...]) -> None:
+    problem = AttentionProblem.parse(f"B=2,H=4,SQ=70,SKV=90,D=64,mask={axes}")
+    made, _, kernel = opened(problem)
+    made.load("random")
+    at = made.pointers["mask"]
+    [(tensors, integers)] = [given for given in kernel.given if given[1][0] == 17]
+    assert tensors == [at] and tuple(integers[1:4]) == extents
+    assert not [given for given in kernel.given if given[1][0] == 0 and given[0] == [at]]
+    [(tensors, integers)] = [given for given in kernel.given if given[1][0] == 4]
+    assert tensors[5:] == [0, 0, 0, 0, 0, 0, at]
+    assert tuple(integers[-3:]) == problem.mask_strides
 
 
 def test_slopes_leave_what_is_planted_on_top() -> None:

@@ -125,7 +125,16 @@ class TestScheduled:
             AttentionDomain(64, "windowed", "prompt", True),
         ),
         ("B=4,S=1024,D=64,varlen=1", AttentionDomain(64, "full", "prompt", False, True)),
-        ("S=1024,D=64,bias=1", None),
+        ("S=1024,D=64,alibi=1", None),
+        ("S=1024,D=64,bias=1", AttentionDomain(64, "full", "prompt", operand="additive")),
+        (
+            "B=2,SQ=1,SKV=1024,D=64,mask=b",
+            AttentionDomain(64, "full", "one", operand="bool"),
+        ),
+        (
+            "S=1024,D=64,causal=1,page_size=16",
+            AttentionDomain(64, "causal", "prompt", is_paged=True),
+        ),
         ("S=1024,D=64,dtype=e4m3", None),
     ],
 )
@@ -172,7 +181,7 @@ class TestSelect:
 
     def test_another_domain_is_not_answered(self) -> None:
         assert made(9.0, 10.0, 0.0).select(attention("S=1999,D=64,causal=1")) is None
-        assert made(9.0, 10.0, 0.0).select(attention("S=1999,D=64,bias=1")) is None
+        assert made(9.0, 10.0, 0.0).select(attention("S=1999,D=64,alibi=1")) is None
 
     def test_an_illegal_kernel_is_passed_over(self) -> None:
         packed = maker()(1, 64, packed_heads=4)
@@ -224,6 +233,45 @@ class TestKin:
         assert kin is not None and not kin._legal
         assert known.domains[AttentionDomain(64, "full", "prompt")]._legal
         assert replace(known, domains={})._found == {}
+
+    @pytest.mark.parametrize(("text", "width"), [("bias=h", 128), ("mask=1", 144)])
+    def test_a_mask_as_an_operand_is_served_at_every_phase(self, text: str, width: int) -> None:
+        own = candidate(maker()(2, 160), FUSED.work_terms, launch=9.0)
+        domain = AttentionDomain(128, "full", "prompt")
+        models = DomainModels(domain, WARM, [own], 0.5, REGRET)
+        known = Portfolio("attention", DEFAULT_GPU, {domain: models})
+        for shape in ("S=1999", "SQ=5,SKV=1999", "SQ=1,SKV=1999", "SQ=1,SKV=1999,H=16,HKV=4"):
+            found = known.select(attention(f"{shape},D=128,{text}"))
+            assert found is not None and found.config["tile_n"] == width, "160 leaves no registers"
+            assert found.vendor == ""
+        assert known.select(attention("SQ=5,SKV=1999,D=128")) is None
+        operands = [domain.operand for domain, _ in known.served() if domain.operand]
+        assert sorted(operands) == ["additive"] * 3 + ["bool"] * 3
+        for domain, _ in known.served():
+            for problem in domain.problems("float16"):
+                assert Domain.of(problem) is not None
+                assert Domain.of(problem)._replace(phase=domain.phase) == domain  # type: ignore[union-attr]
+
+    def test_packed_heads_and_splits_are_each_lent(self) -> None:
+        made = [
+            candidate(config, FUSED.work_terms, launch=9.0)
+            for config in (
+                maker()(1, 64, packed_heads=4),
+                maker()(1, 64, packed_heads=4, splits=2, combine="kernel"),
+                maker()(1, 80, packed_heads=4),
+            )
+        ]
+        domain = AttentionDomain(64, "full", "one")
+        models = DomainModels(domain, WARM, made, 0.5, REGRET)
+        known = Portfolio("attention", DEFAULT_GPU, {domain: models})
+        kin = known.models_of(domain._replace(operand="bool"))
+        assert kin is not None and kin.margin == 0
+        kinds = [
+            (c.config.get("packed_heads", 1), "combine" in c.config.params) for c in kin.candidates
+        ]
+        assert kinds == [(4, False), (4, True), (1, False), (1, True)]
+        capped = known.models_of(domain._replace(has_softcap=True))
+        assert capped is not None and len(capped.candidates) == 1
 
     def test_each_is_served_once(self) -> None:
         known = made(9.0, 5.0, 0.0)
@@ -528,10 +576,10 @@ class TestMake:
     def test_failed_and_modified_ones_are_left_out(self) -> None:
         failed = [m.but(status=Status.WRONG_RESULT, latency_us=None) for m in planted(0)]
         assert fitting.points(failed, DEFAULT_GPU) == []
-        biased = Measurement(
-            attention("S=1024,D=64,bias=1"), CUDNN, DEFAULT_GPU, WARM, Status.OK, latency_us=9.0
+        sloped = Measurement(
+            attention("S=1024,D=64,alibi=1"), CUDNN, DEFAULT_GPU, WARM, Status.OK, latency_us=9.0
         )
-        assert fitting.points([biased], DEFAULT_GPU) == []
+        assert fitting.points([sloped], DEFAULT_GPU) == []
 
     def test_a_quick_time_comes_before_a_final_one(self) -> None:
         one = planted(0)[0]

@@ -44,6 +44,7 @@ EXAMPLES: list[Problem] = [
     ),
     AttentionProblem.parse("S=512,D=64,page_size=64,layout=bshd"),
     AttentionProblem.parse("S=512,D=64,bias=1"),
+    AttentionProblem.parse("B=2,S=512,D=64,mask=bk"),
     AttentionProblem.parse("B=2,H=8,HKV=2,SQ=100,SKV=512,D=64,causal=1,softcap=30,bias=bh,alibi=1"),
     GemmProblem.parse("M=4096,N=512,K=64"),
     GemmProblem.parse("M=8,N=16,K=24,B=3,dtype=bf16,dtype_d=fp32,layout_a=col,layout_b=row"),
@@ -110,6 +111,7 @@ def test_defaults() -> None:
         ("attention", "S=64,D=64,page_size=-16", "page_size=-16", "0 to"),
         ("attention", "S=64,D=64,page_size=16,dtype=e4m3", "no paged cache", "bf16"),
         ("attention", "S=64,D=64,page_size=16,bias=1", "no additive bias", "neither"),
+        ("attention", "S=64,D=64,page_size=16,mask=1", "no boolean mask", "neither"),
         ("attention", "S=64,D=64,page_size=16,layout=bshd_bhsd", "layout=bshd_bhsd", "bshd"),
         ("attention", "S=64,D=64,sinks=1", "sinks=1", "with page_size"),
         ("gemm", "M=16,N=16,K=16,dtype=fp32", "dtype=fp32", "e4m3"),
@@ -227,6 +229,8 @@ def test_what_a_plain_kernel_lacks(text: str, extras: str) -> None:
         ("bias=b", (2, 1, 5, 7), (35, 0, 7)),
         ("bias=h", (1, 3, 5, 7), (0, 35, 7)),
         ("bias=bh,alibi=1", (2, 3, 5, 7), (105, 35, 7)),
+        ("bias=bk", (2, 1, 1, 7), (7, 0, 0)),
+        ("bias=hk", (1, 3, 1, 7), (0, 7, 0)),
     ],
 )
 def test_a_bias_lies_densely_and_is_read_by_its_strides(
@@ -235,23 +239,37 @@ def test_a_bias_lies_densely_and_is_read_by_its_strides(
     problem = AttentionProblem.parse(f"B=2,H=3,SQ=5,SKV=7,D=64,dtype=bf16,{text}")
     bias, *slopes, _ = problem.operands[3:]
     assert (bias.name, bias.shape, bias.dtype) == ("bias", shape, "bfloat16")
-    assert bias.strides == (shape[1] * 35, 35, 7, 1)
-    assert problem.bias_strides == steps
+    matrix = shape[2] * 7
+    assert bias.strides == (shape[1] * matrix, matrix, 7, 1)
+    assert problem.mask_strides == steps
     assert [(s.name, s.shape, s.dtype) for s in slopes] == (
         [("slopes", (3,), "float32")] if problem.is_alibi else []
     )
     plain = AttentionProblem.parse("B=2,H=3,SQ=5,SKV=7,D=64")
-    assert plain.bias_strides == (0, 0, 0)
+    assert plain.mask_strides == (0, 0, 0)
     assert problem.bytes == plain.bytes + bias.bytes + sum(s.bytes for s in slopes)
     assert problem.flops == plain.flops
 
 
 @pytest.mark.parametrize(
     ("text", "same"),
-    [("H=4,bias=bh", "h"), ("H=4,bias=b", "1"), ("B=2,H=1,bias=bh", "b"), ("H=1,bias=bh", "1")],
-)
+    [("H=4,bias=bh", "h"), ("H=4,bias=b", "1"), ("B=2,H=1,bias=bh", "b"), ("H=1,bias=bh", "1"),
+     ("H=4,bias=bhk", "hk"), ("B=2,H=4,SQ=1,bias=bk", "b"), ("SQ=1,bias=k", "1")],
+)  # fmt: skip
 def test_a_bias_has_no_axis_of_one_element(text: str, same: str) -> None:
-    assert AttentionProblem.parse(f"S=64,D=64,{text}").bias == same
+    size = "SKV=64" if "SQ" in text else "S=64"
+    assert AttentionProblem.parse(f"{size},D=64,{text}").bias == same
+    assert AttentionProblem.parse(f"{size},D=64,{text.replace('bias', 'mask')}").mask == same
+
+
+def test_a_boolean_mask_is_an_operand_of_bytes() -> None:
+    problem = AttentionProblem.parse("B=2,H=3,SQ=5,SKV=7,D=64,mask=bk")
+    mask = problem.operands[3]
+    assert (mask.name, mask.shape, mask.dtype, mask.bytes) == ("mask", (2, 1, 1, 7), "bool", 14)
+    assert problem.mask_strides == (7, 0, 0)
+    assert problem.extras == "boolean mask"
+    assert problem.bytes == AttentionProblem.parse("B=2,H=3,SQ=5,SKV=7,D=64").bytes + 14
+    assert "mask" not in AttentionProblem.parse("S=64,D=64,bias=1").to_json()
 
 
 @given(

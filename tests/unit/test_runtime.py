@@ -68,7 +68,7 @@ def test_the_first_reason_of_a_kind_is_a_warning(
 def test_arguments_of_pytorch_s_are_passed_on(machine: Machine) -> None:
     machine.decide(measured())
     q, k, v = inputs()
-    mask = torch.ones(16, 16, dtype=torch.bool).tril()
+    mask = torch.randn(16, 16)
     assert same(machine.attention(q, k, v, mask), SDPA(q, k, v, mask))
     torch.manual_seed(1)
     out = machine.attention(q, k, v, None, 0.5, True)
@@ -169,20 +169,87 @@ def test_a_mask_that_is_added_is_a_bias(
     assert machine.stats().hits == 2
 
 
-def test_masks_that_are_no_bias_are_pytorch_s(machine: Machine) -> None:
+@pytest.mark.parametrize(
+    ("size", "axes"),
+    [
+        ((16, 16), "1"),
+        ((1, 16), "k"),
+        ((3, 1, 1, 16), "bk"),
+        ((3, 1, 16, 16), "b"),
+        ((2, 16, 16), "h"),
+        ((3, 2, 1, 16), "bhk"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float16])
+def test_masks_are_posed_by_kind_and_axes(
+    size: tuple[int, ...], axes: str, dtype: torch.dtype
+) -> None:
+    tensors = [torch.randn(3, 2, 16, 8).half() for _ in range(3)]
+    mask = torch.ones(size).to(dtype)
+    name = "mask" if dtype == torch.bool else "bias"
+    wanted = AttentionProblem.parse(f"B=3,H=2,S=16,D=8,{name}={axes}")
+    kinds = set()
+    for given in (mask, mask.expand(3, 2, 16, 16), mask.clone()):
+        call = called(tensors, given)
+        posed = call.pose()
+        assert (posed.problem, posed.strides) == (wanted, {})
+        kinds.add(call.kind())
+    assert len(kinds) == 1
+    other = torch.float16 if dtype == torch.bool else torch.bool
+    assert called(tensors, mask.to(other)).kind() not in kinds
+    assert called(tensors, None).kind() not in kinds
+
+
+def test_a_mask_s_own_strides_are_those_of_the_launch() -> None:
+    tensors = [torch.randn(3, 2, 16, 8).half() for _ in range(3)]
+    wide = torch.ones(3, 1, 16, 40, dtype=torch.bool)
+    posed = called(tensors, wide[..., :16]).pose()
+    assert posed.problem == AttentionProblem.parse("B=3,H=2,S=16,D=8,mask=b")
+    assert posed.strides == {"mask": (640, 256, 40, 1)}
+    column = torch.ones(3, 1, 16, 1, dtype=torch.bool)
+    assert called(tensors, column).pose().strides == {"mask": (16, 256, 1, 0)}
+    turned = torch.ones(16, 16).half().mT.clone(memory_format=torch.preserve_format)
+    assert called(tensors, turned).pose().strides == {"bias": (256, 256, 1, 16)}
+
+
+@pytest.mark.parametrize(
+    ("mask", "strides"),
+    [
+        (torch.ones(3, 1, 4, 16, dtype=torch.bool), {}),
+        (torch.ones(3, 1, 4, 64, dtype=torch.bool)[..., :16], {"mask": (256, 80, 64, 1)}),
+        (torch.ones(4, 1, dtype=torch.bool), {"mask": (80, 80, 1, 0)}),
+        (torch.ones(16, dtype=torch.bool).expand(4, 16), {}),
+    ],
+)
+def test_a_mask_grows_with_its_cache_as_the_dispatcher_has_it(
+    mask: torch.Tensor, strides: dict[str, tuple[int, ...]]
+) -> None:
+    """Whole masks are whole at every length; cut-out ones keep their strides."""
+    query = torch.randn(3, 2, 4, 8).half()
+    key, value = (torch.randn(3, 2, 16, 8).half() for _ in range(2))
+    posed = called([query, key, value], mask).pose_over(20)
+    assert isinstance(posed.problem, AttentionProblem)
+    assert (posed.problem.seqlen_kv, posed.strides) == (20, strides)
+
+
+def called(tensors: list[torch.Tensor], mask: torch.Tensor | None) -> Any:
+    """A call of `tuner.attention` with such a mask."""
+    from tuner.runtime.attention_plan import AttentionCall
+    from tuner.runtime.bias import as_operand
+    from tuner.runtime.composed import NONE
+
+    operand = None if mask is None else as_operand(mask, *tensors[:2], False)
+    return AttentionCall(*tensors, mask, 0.0, False, None, False, NONE, operand)
+
+
+def test_masks_that_no_kernel_takes_are_pytorch_s(machine: Machine) -> None:
     machine.decide(measured())
     q, k, v = inputs()
-    wide = torch.randn(16, 32).half()
-    masks = (
-        torch.randn(16, 16) > 0,
-        wide[:, :16],
-        wide[:1, :16],
-        torch.randn(16, 16).half().requires_grad_(),
-    )
+    masks = (torch.randn(16, 16), torch.randn(16, 16).half().requires_grad_())
     for mask in masks:
         assert same(machine.attention(q, k, v, mask), SDPA(q, k, v, mask))
-    assert machine.stats().fallbacks == {"attn_mask is given": 3, "a gradient is wanted": 1}
-    mask = wide[:, :16].clone()
+    assert machine.stats().fallbacks == {"attn_mask is given": 1, "a gradient is wanted": 1}
+    mask = torch.randn(16, 16).half()
     out = machine.attention(q, k, v, mask, is_causal=True)
     assert same(out, SDPA(q, k, v, mask, is_causal=True))
     assert machine.launched == []

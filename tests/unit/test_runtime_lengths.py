@@ -269,7 +269,7 @@ def test_masks_that_grow_are_refused_without_python(
     )
     for length in range(130, 190):
         q, k, v = cache(length)
-        mask = torch.ones(2, 1, 1, length) > 0
+        mask = torch.ones(2, 1, 1, length)  # of another type than the tensors
         found = server.attention(q, k, v, mask, enable_gqa=True)
         assert torch.equal(found, SDPA(q, k, v, mask, enable_gqa=True))
     assert len(slow) == 1

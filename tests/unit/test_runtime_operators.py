@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tuner.errors import ConfigError
+
 torch = pytest.importorskip("torch", reason="torch is not installed")
 importlib.import_module("tuner.runtime")  # defines the operators
 
@@ -84,6 +86,29 @@ def test_opcheck_of_what_a_tuned_kernel_answers(tuned: SimpleNamespace, layout: 
     assert tuned.problems
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float16])
+def test_a_graph_holds_a_mask_as_an_operand(tuned: SimpleNamespace, dtype: Any) -> None:
+    """Each call of the graph decides; without a gradient only."""
+    import tuner
+
+    q, k, v = tensors(4, 2, (5, 7))
+    mask = (torch.randn(2, 1, 5, 7) > 0).to(dtype)
+    graphs: list[Any] = []
+    attend = torch.compile(
+        lambda *t: tuner.attention(*t, enable_gqa=True), backend=recording(graphs), fullgraph=True
+    )
+    wanted = SDPA(q, k, v, mask, enable_gqa=True)
+    assert close(attend(q, k, v, mask), wanted)
+    assert nodes(graphs) == ["tuner.attention.default"]
+    torch.library.opcheck(torch.ops.tuner.attention.default, (q, k, v, False, None, mask))
+    graphs.clear()
+    learnt = [t.requires_grad_() for t in (q, k, v)]
+    assert close(attend(*learnt, mask), wanted)
+    assert "tuner.attention.default" not in nodes(graphs)
+    with pytest.raises(ConfigError, match="no gradient beside attn_mask"):
+        torch.ops.tuner.attention(*learnt, False, None, mask).sum().backward()
+
+
 def test_the_log_sum_exp(tuned: SimpleNamespace) -> None:
     q, k, v = tensors(4, 2, (5, 7))
     out, lse = torch.ops.tuner.attention_with_lse(q, k, v, True, 0.3)
@@ -144,7 +169,7 @@ def test_compiled_into_one_graph(tuned: SimpleNamespace, dynamic: bool) -> None:
 
 def test_compiled_calls_that_no_kernel_takes_stay_pytorch_s(tuned: SimpleNamespace) -> None:
     graphs: list[Any] = []
-    mask = torch.ones(6, 6, dtype=torch.bool).tril()
+    mask = torch.randn(6, 6)  # of another type than the tensors
 
     def block(q: Any, k: Any, v: Any) -> Any:
         masked = tuned.attention.attention(q, k, v, mask)

@@ -110,9 +110,11 @@ def test_a_tuned_kernel_answers_every_layer(tuned: SimpleNamespace, name: str) -
     assert [p.label() for p in tuned.problems] == [tuned.problems[0].label()] * 2
     assert tuned.problems[0].is_causal is (name != "BertForMaskedLM")
     found = model(ids, attention_mask=mask, **options).logits
-    assert torch.equal(found, reference(ids, attention_mask=mask, **options).logits)
+    wanted = reference(ids, attention_mask=mask, **options).logits
+    assert found.isfinite().all() and close(found[mask > 0], wanted[mask > 0])
+    assert {p.mask for p in tuned.problems[2:]} == {"b"}
     stats = tuned.counters.stats()
-    assert (stats.hits, dict(stats.fallbacks)) == (2, {"attn_mask is given": 2})
+    assert (stats.hits, dict(stats.fallbacks)) == (4, {})
 
 
 def test_generation_through_tuned_kernels(tuned: SimpleNamespace) -> None:
@@ -166,10 +168,29 @@ def test_a_static_cache_is_longer_than_the_prompt(tuned: SimpleNamespace) -> Non
 
 
 def test_what_changes_the_result_is_left_to_sdpa(tuned: SimpleNamespace) -> None:
-    bias = torch.randn(1, 2, 8, 8).half()
-    attend(position_bias=bias)
     attend(dropout=0.5)
     assert tuned.problems == []
+
+
+def test_a_bias_by_positions_is_an_operand(tuned: SimpleNamespace) -> None:
+    """With the mask in it, as `sdpa` has it."""
+    bias = torch.randn(1, 2, 8, 8).half()
+    seen = torch.ones(8, 8, dtype=torch.bool).tril()
+    query, key, value = (torch.randn(1, 2, 8, 16).half() for _ in range(3))
+    for mask, is_causal in (
+        (None, False),
+        (None, True),
+        (seen[None, None], None),
+        (bias.flip(-1), None),
+    ):
+        options = {"position_bias": bias, "attention_mask": mask, "is_causal": is_causal}
+        out, _ = attend(query=query, key=key, value=value, **options)
+        options["is_causal"] = bool(is_causal)
+        wanted, _ = tuned_attention.sdpa_attention_forward(
+            torch.nn.Identity(), query, key, value, **options
+        )
+        assert torch.allclose(out, wanted, atol=4e-3)
+    assert [problem.bias for problem in tuned.problems] == ["h"] * 4
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -211,7 +232,7 @@ def test_keywords_that_change_nothing(tuned: SimpleNamespace) -> None:
     mask = torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()
     said = {"sliding_window": 3, "cu_seq_lens_q": torch.tensor([0, 3, 8]), "attention_mask": mask}
     attend(**said)
-    assert len(tuned.problems) == 1
+    assert [problem.mask for problem in tuned.problems] == ["", "1"]
 
 
 def test_a_layer_that_does_not_say_whether_it_is_causal(tuned: SimpleNamespace) -> None:
@@ -223,7 +244,7 @@ def test_a_layer_that_does_not_say_whether_it_is_causal(tuned: SimpleNamespace) 
     forward(torch.nn.Identity(), q, k, v, None, is_causal=False)
     forward(torch.nn.Identity(), q[:, :, :1].contiguous(), k, v, None)
     forward(torch.nn.Identity(), q, k, v, torch.ones(1, 1, 8, 8, dtype=torch.bool))
-    assert [problem.is_causal for problem in tuned.problems] == [False, False]
+    assert [problem.is_causal for problem in tuned.problems] == [False, False, False]
 
 
 def sources() -> Iterator[str]:

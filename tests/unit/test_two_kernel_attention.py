@@ -161,18 +161,24 @@ def test_a_bias_takes_registers() -> None:
     assert not any("registers" in said for said in FAMILY.violations(PROBLEM, config, DEFAULT_GPU))
 
 
-def test_a_sweep_of_a_bias_has_this_family_alone() -> None:
-    for problem in (BIASED, replace(BIASED, bias=""), replace(BIASED, is_alibi=False)):
+def test_a_sweep_of_alibi_has_this_family_alone() -> None:
+    for problem in (BIASED, replace(BIASED, bias="")):
         serving = [m for m in families_of("attention").values() if m.space(problem, DEFAULT_GPU)]
         own = [member for member in serving if not member.is_vendor]
         assert [m.name for m in without_spare(own)] == [FAMILY.name]
+    biased = replace(BIASED, is_alibi=False)
+    serving = [m for m in families_of("attention").values() if m.space(biased, DEFAULT_GPU)]
+    own = [member for member in serving if not member.is_vendor]
+    assert [m.name for m in own] == ["fused_attention", FAMILY.name]
+    assert [m.name for m in without_spare(own)] == ["fused_attention"]
+    assert FAMILY.supports(replace(biased, bias="", mask="h"), DEFAULT_GPU)
 
 
-def test_a_replayed_sweep_of_a_bias(tmp_path: Path) -> None:
-    """It is decided, and found again for this bias alone."""
-    problem = replace(BIASED, is_alibi=False)
+def test_a_replayed_sweep_of_alibi(tmp_path: Path) -> None:
+    """It is decided, and found again for these slopes alone."""
+    problem = replace(BIASED, bias="")
     space = FAMILY.space(problem, DEFAULT_GPU)
-    vendor = Config("vendor_sdpa", {"kernel": "efficient"})
+    vendor = Config("vendor_sdpa", {"kernel": "naive"})
     times = {config: 30.0 + place for place, config in enumerate(space)} | {vendor: 99.0}
     regime, environment = Regime.default(problem.op), Environment({"driver": "1"})
     measured = tuple(
@@ -191,8 +197,9 @@ def test_a_replayed_sweep_of_a_bias(tmp_path: Path) -> None:
     outcome = Sweep(problem, regime, runner, store, options).run()
     assert outcome.ranking[0].config == space[0]
     assert outcome.entry is not None
-    assert outcome.entry.speedups == {"efficient": pytest.approx(99 / 30)}
-    for asked, is_known in ((problem, True), (replace(problem, bias=""), False), (BIASED, False)):
+    assert outcome.entry.speedups == {"naive": pytest.approx(99 / 30)}
+    plain = replace(problem, is_alibi=False)
+    for asked, is_known in ((problem, True), (plain, False), (BIASED, False)):
         found = lookup(asked, gpu=DEFAULT_GPU, path=tmp_path / "store.sqlite", with_portfolio=False)
         assert (found is not None and found.entry.problem == problem) == is_known
 

@@ -275,9 +275,9 @@ def test_windows_caps_and_biases_go_to_who_has_them(
     assert any(reason in found[0] for found in refused)
     assert all(len(found) == 1 for found in refused)
     lacking = ["cutlass_fmha", "three_kernel_attention", "triton_attention"]
-    for name in lacking + (["fused_attention"] if problem.modifiers else []):
+    for name in lacking + (["fused_attention"] if problem.is_alibi else []):
         assert family(name).space(problem, DEFAULT_GPU) == []
-        has_no = problem.modifiers if name == "fused_attention" else problem.extras
+        has_no = "ALiBi" if name == "fused_attention" else problem.extras
         assert family(name).supports(problem, DEFAULT_GPU) == f"{name} has no {has_no}"
 
 

@@ -7,7 +7,7 @@ So the probabilities are written once and read once, in the image that shared me
 Under a causal mask neither kernel touches the tiles above the diagonal.
 
 Between product and mask the first kernel applies the score modifiers that are compiled into it:
-soft cap, additive bias, ALiBi. It is the only own kernel that has the last two.
+soft cap, additive bias, ALiBi. It is the only own kernel that has the last one.
 
 A launch takes `heads_per_launch` heads and of each `rows_per_launch` rows of queries, whose
 probabilities are the scratch. With `pdl` each kernel starts before its predecessor ends and waits
@@ -99,7 +99,7 @@ class TwoKernelAttention(Family):
     op = "attention"
     capabilities = (HOPPER,)
     writes_lse = True
-    # The fused kernel is faster where it serves the problem, which is without bias and ALiBi.
+    # The fused kernel is faster where it serves the problem, which is without ALiBi.
     is_spare = True
     cost_constants = CONSTANTS
     runtime_parameters = frozenset({"heads_per_launch", "rows_per_launch", "splits", "pdl"})
@@ -135,6 +135,7 @@ class TwoKernelAttention(Family):
         lacking = (
             ("sliding window", problem.is_windowed),
             ("variable lengths", problem.is_varlen),
+            ("boolean mask", bool(problem.mask)),
             ("paged cache", problem.is_paged),
         )
         missing = " or ".join(name for name, is_on in lacking if is_on)
@@ -399,7 +400,7 @@ def _chunk_launches(
         (Ref(query.name), Ref(key.name), probabilities, statistics, *modifiers),
         (
             *(*common, *query.strides[:3], *key.strides[:3], config["splits"]),
-            *(problem.bias_strides if problem.bias else ()),
+            *(problem.mask_strides if problem.bias else ()),
         ),
         (scale, *((problem.softcap,) if problem.softcap else ())),
     )

@@ -105,13 +105,13 @@ _DTYPES = {"float16": 0, "bfloat16": 1, "float32": 2, E4M3: 3}
 _FILL, _PLANT_ATTENTION, _SCALE_COLUMNS, _PLANT_SOFTMAX = 0, 1, 2, 3
 _ATTENTION, _GEMM, _SOFTMAX, _COMPARE, _COUNT_CHANGED, _CHECKSUM = 4, 5, 6, 7, 8, 9
 _GATE_PAIRS, _PLANT_HUGE_ATTENTION, _PLANT_HUGE_SOFTMAX = 10, 11, 12
-_COPY, _TO_PAGES, _GRADIENTS, _KEEP_ATTENTION = 13, 14, 15, 16
+_COPY, _TO_PAGES, _GRADIENTS, _KEEP_ATTENTION, _PLANT_MASK = 13, 14, 15, 16, 17
 _RESULT_BYTES = 64
 #: Operands that hold no data of a random kind.
 _STARTS = ("cu_seqlens_q", "cu_seqlens_kv", "offsets")
 _TABLES = ("page_table", "seqused_k")
 #: Attention's operands beside the matrices as the reference takes them; null where there is none.
-_ATTENTION_OTHERS = ("descale_q", "descale_k", "descale_v", "bias", "slopes", "sinks")
+_ATTENTION_OTHERS = ("descale_q", "descale_k", "descale_v", "bias", "slopes", "sinks", "mask")
 
 
 def kinds_of(problem: Problem, *, is_vendor: bool = False) -> tuple[str, ...]:
@@ -402,6 +402,12 @@ class Gate:
                     self._operands[operand.name].pointer, starts_of(problem, operand, kind)
                 )
                 continue
+            if operand.dtype == "bool":
+                *parts, rows, keys = operand.shape
+                extents = math.prod(parts) * rows, rows, keys
+                pointer = self._operands[operand.name].pointer
+                self._run((pointer,), (_PLANT_MASK, *extents, draw.getrandbits(62)))
+                continue
             if operand.name in _TABLES and isinstance(problem, AttentionProblem):
                 data = pages.written(problem, operand.name, kind, seed)
                 self._device.write(self._operands[operand.name].pointer, data)
@@ -607,7 +613,7 @@ class Gate:
                     _DTYPES[one.dtype],
                     *_attention_integers(one, 4),
                     *sides,
-                    *one.bias_strides,
+                    *one.mask_strides,
                 ),
                 (scale, one.softcap),
             )

@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 from tuner.errors import ConfigError
-from tuner.problem.attention import LAYOUTS, AttentionProblem, Bias, Layout
+from tuner.problem.attention import LAYOUTS, AttentionProblem, Axes, Layout
 from tuner.problem.attention_backward import AttentionBackwardProblem
 from tuner.problem.base import (
     DTYPE_ALIASES,
@@ -55,7 +55,7 @@ __all__ = [
     "SIZES",
     "AttentionBackwardProblem",
     "AttentionProblem",
-    "Bias",
+    "Axes",
     "DType",
     "GemmProblem",
     "GroupedGemmProblem",

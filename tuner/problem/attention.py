@@ -28,8 +28,9 @@ Layout = Literal["bhsd", "bshd", "bshd_bhsd"]
 as Transformers' models have them that fill a cache.
 """
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
-Bias = Literal["", "1", "b", "h", "bh"]
-"""Which of the axes B and H an additive bias has beside the queries and keys; 1: neither."""
+Axes = Literal["", "1", "b", "h", "bh", "k", "bk", "hk", "bhk"]
+"""Axes of a mask operand, whose last one is that of the keys: B, H, and the queries unless it is
+``k``, which has one row for all of them; 1: neither B nor H."""
 #: Head dimensions above this have no instance on Hopper (a 64 x 256 output fills the registers).
 MAX_HEAD_DIM = 256
 MAX_LISTED_HEADS = 1024
@@ -41,6 +42,7 @@ _OFF: Mapping[str, Any] = {
     "softcap": 0.0,
     "is_varlen": False,
     "bias": "",
+    "mask": "",
     "is_alibi": False,
     "page_size": 0,
     "has_sinks": False,
@@ -72,22 +74,24 @@ class AttentionProblem(Problem):
     is none. Neither comes with e4m3.
 
     An additive bias is SDPA's float `attn_mask`: `bias`, of Q's type, is added to the scaled scores
-    behind the soft cap (FlashAttention's order). ``bias=1`` is one (SQ, SKV) for everything (a mask
-    by position), ``b`` has one for each sequence (padding), ``h`` for each head (relative
-    positions, shared by the batch), ``bh`` for each of both (pair representations): all that
-    broadcasts to the scores with whole rows. As an operand it is (B or 1, H or 1, SQ, SKV),
-    contiguous. A vector over the keys would be another, cheaper kernel; -inf hides a key.
+    behind the soft cap (FlashAttention's order); -inf hides a key. ``bias=1`` is one (SQ, SKV) for
+    everything (a mask by position), ``b`` has one for each sequence, ``h`` for each head (relative
+    positions, shared by the batch), ``bh`` for each of both (pair representations). With a ``k``
+    behind it all queries share one row over the keys: ``bk`` is padding, (B, 1, 1, SKV). As an
+    operand it is (B or 1, H or 1, SQ or 1, SKV), contiguous. A boolean one is `mask`, with the same
+    axes: a query sees the keys at which it is true, and one that sees none has zeros for its
+    output, as with SDPA's math, flash and efficient kernels. A problem has one of both.
 
     ``alibi=1`` adds -slope * |i - j| to the score of query i and key j, with fp32 `slopes` (H,):
     along the diagonal of our masks, as windows lie. FlashAttention's has the diagonal bottom-right,
-    which is the same where SQ = SKV. It may come with a bias. Neither comes with e4m3 or varlen.
+    which is the same where SQ = SKV. It may come with a bias. None comes with e4m3 or varlen.
 
     With ``varlen=1`` the B sequences differ in length, SQ and SKV being the longest's, and lie one
     after the other in packed tensors: query and out (total_q, H, D), key and value (total_kv, HKV,
     D), whose layout is called bshd. Two int32 operands, `cu_seqlens_q` and `cu_seqlens_kv` (B + 1),
     hold the rows where each sequence starts, and the last one's end. Each sequence is attention of
     its own, a causal mask top-left in each. Tuned and measured on `lengths_q` and `lengths_kv`.
-    It comes with no window, soft cap, bias or ALiBi, and not with e4m3.
+    It comes with no window, soft cap, bias, mask or ALiBi, and not with e4m3.
 
     With ``page_size=P`` keys and values lie in a cache of pages, key and value (pages, HKV, P, D)
     seen so whatever their strides, and int32 `page_table` (B, ceil(SKV / P)) names each sequence's
@@ -96,7 +100,7 @@ class AttentionProblem(Problem):
     bottom-right: the last query of a sequence is at its last key, as in engines that serve. With
     ``varlen=1`` lengths differ as there. ``sinks=1``: fp32 `sinks` (H,), a logit for each head
     that takes part in the softmax and has no value. Windows and soft caps may come with it, e4m3,
-    bias and ALiBi not. A query that sees no key has zeros for its output.
+    bias, mask and ALiBi not. A query that sees no key has zeros for its output.
     """
 
     op: ClassVar[str] = "attention"
@@ -114,6 +118,7 @@ class AttentionProblem(Problem):
         "right": "window_right",
         "softcap": "softcap",
         "bias": "bias",
+        "mask": "mask",
         "alibi": "is_alibi",
         "varlen": "is_varlen",
         "page_size": "page_size",
@@ -134,7 +139,8 @@ class AttentionProblem(Problem):
         "left": Meaning("keys that a query sees before its own; -1: all", "tokens"),
         "right": Meaning("keys that a query sees behind its own; -1: all", "tokens"),
         "softcap": Meaning("bound of the scaled scores, by tanh; 0: none"),
-        "bias": Meaning("axes of an additive bias: 1 (neither), b, h or bh"),
+        "bias": Meaning("axes of an additive bias: 1 (neither), b, h or bh, k for one row"),
+        "mask": Meaning("axes of a boolean mask, as of a bias"),
         "alibi": Meaning("1: a slope of each head times the distance is subtracted"),
         "varlen": Meaning("1: packed sequences of several lengths, S the longest"),
         "page_size": Meaning(
@@ -159,8 +165,9 @@ class AttentionProblem(Problem):
     window_right: int = -1
     softcap: float = 0.0
     is_varlen: bool = False
-    bias: Bias = ""
+    bias: Axes = ""
     is_alibi: bool = False
+    mask: Axes = ""
     page_size: int = 0
     has_sinks: bool = False
 
@@ -195,8 +202,11 @@ class AttentionProblem(Problem):
         if not 0 <= self.softcap < math.inf:
             raise ConfigError(f"softcap={self.softcap} is out of range (allowed: 0, none, or more)")
         object.__setattr__(self, "softcap", float(self.softcap))
+        self._reduce_axes("bias")
+        self._reduce_axes("mask")
+        if self.bias and self.mask:
+            raise ConfigError("mask beside bias is not known (allowed: one of both)")
         check_extent("page_size", self.page_size, 0)
-        self._reduce_bias()
         self._reduce_window()
         if self.dtype == E4M3 and self.extras:
             raise ConfigError(f"dtype=e4m3 has no {self.extras} (allowed: fp16 and bf16 with it)")
@@ -214,7 +224,9 @@ class AttentionProblem(Problem):
             )
         check_extent("B", self.batch, maximum=MAX_PARTS)
         if self.modifiers:
-            raise ConfigError("page_size has no additive bias and no ALiBi (allowed: neither)")
+            raise ConfigError(
+                "page_size has no additive bias, no boolean mask and no ALiBi (allowed: neither)"
+            )
         if self.layout == "bshd_bhsd":
             raise ConfigError(f"layout={self.layout} is not for page_size (allowed: bhsd, bshd)")
 
@@ -223,20 +235,23 @@ class AttentionProblem(Problem):
         if self.is_windowed or self.softcap:
             raise ConfigError("varlen=1 has no sliding window and no soft cap (allowed: neither)")
         if self.modifiers:
-            raise ConfigError("varlen=1 has no additive bias and no ALiBi (allowed: neither)")
+            raise ConfigError(
+                "varlen=1 has no additive bias, no boolean mask and no ALiBi (allowed: neither)"
+            )
         if self.layout == "bshd_bhsd":
             raise ConfigError(f"layout={self.layout} is not for varlen=1 (allowed: bshd)")
         object.__setattr__(self, "layout", "bshd")
 
-    def _reduce_bias(self) -> None:
-        """Give equal biases equal fields: no axis of one element."""
-        bias: str = self.bias
-        bias = "" if bias == "0" else bias
-        check_choice("bias", bias or "0", ("0", *get_args(Bias)[1:]))
-        if bias:
-            bias = bias.replace("b", "" if self.batch == 1 else "b")
-            bias = bias.replace("h", "" if self.heads_q == 1 else "h") or "1"
-        object.__setattr__(self, "bias", bias)
+    def _reduce_axes(self, name: str) -> None:
+        """Give equal biases, or masks, equal fields: no axis of one element."""
+        axes: str = getattr(self, name)
+        axes = "" if axes == "0" else axes
+        check_choice(name, axes or "0", ("0", *get_args(Axes)[1:]))
+        if axes:
+            axes = axes.replace("b", "" if self.batch == 1 else "b")
+            axes = axes.replace("h", "" if self.heads_q == 1 else "h")
+            axes = axes.replace("k", "" if self.seqlen_q == 1 else "k") or "1"
+        object.__setattr__(self, name, axes)
 
     def _reduce_window(self) -> None:
         """Give equal masks equal fields."""
@@ -336,7 +351,11 @@ class AttentionProblem(Problem):
     @property
     def modifiers(self) -> str:
         """Of the extras those that add to the scores; or empty."""
-        parts = (("additive bias", bool(self.bias)), ("ALiBi", self.is_alibi))
+        parts = (
+            ("additive bias", bool(self.bias)),
+            ("boolean mask", bool(self.mask)),
+            ("ALiBi", self.is_alibi),
+        )
         return " or ".join(name for name, is_on in parts if is_on)
 
     @property
@@ -409,7 +428,9 @@ class AttentionProblem(Problem):
         tail = ",varlen=1" if self.is_varlen else ""
         tail += (",causal=1" if self.is_causal else "") + self._window_label()
         tail += f",softcap={_exact(self.softcap)}" if self.softcap else ""
-        tail += (f",bias={self.bias}" if self.bias else "") + (",alibi=1" if self.is_alibi else "")
+        tail += f",bias={self.bias}" if self.bias else ""
+        tail += f",mask={self.mask}" if self.mask else ""
+        tail += ",alibi=1" if self.is_alibi else ""
         tail += f",dtype={DTYPE_SHORT[self.dtype]}"
         tail += f",page_size={self.page_size}" if self.is_paged else ""
         tail += ",sinks=1" if self.has_sinks else ""
@@ -465,27 +486,36 @@ class AttentionProblem(Problem):
             yield Operand(f"descale_{name}", (self.batch, heads), (heads, 1), "float32")
 
     def _modifiers(self) -> Iterator[Operand]:
-        if self.bias:
-            batch = self.batch if "b" in self.bias else 1
-            heads = self.heads_q if "h" in self.bias else 1
-            row, matrix = self.seqlen_kv, self.seqlen_q * self.seqlen_kv
-            shape = (batch, heads, self.seqlen_q, self.seqlen_kv)
-            yield Operand("bias", shape, (heads * matrix, matrix, row, 1), self.dtype)
+        if (operand := self.mask_operand) is not None:
+            yield operand
         if self.is_alibi:
             yield Operand("slopes", (self.heads_q,), (1,), "float32")
 
     @property
-    def bias_strides(self) -> tuple[int, int, int]:
-        """Elements from one batch, head and query of the bias to the next; 0 along an axis that it
-        has not, and without a bias.
+    def mask_operand(self) -> Operand | None:
+        """The additive bias, or the boolean mask; None without either."""
+        axes = self.bias or self.mask
+        if not axes:
+            return None
+        batch = self.batch if "b" in axes else 1
+        heads = self.heads_q if "h" in axes else 1
+        rows, row = 1 if "k" in axes else self.seqlen_q, self.seqlen_kv
+        strides = (heads * rows * row, rows * row, row, 1)
+        dtype: DType = self.dtype if self.bias else "bool"
+        return Operand("bias" if self.bias else "mask", (batch, heads, rows, row), strides, dtype)
+
+    @property
+    def mask_strides(self) -> tuple[int, int, int]:
+        """Elements from one batch, head and query of the bias or mask to the next; 0 along an axis
+        that it has not, and without either.
         """
-        matrix = self.seqlen_q * self.seqlen_kv if self.bias else 0
-        heads = self.heads_q if "h" in self.bias else 1
-        return (
-            heads * matrix if "b" in self.bias else 0,
-            matrix if "h" in self.bias else 0,
-            self.seqlen_kv if self.bias else 0,
-        )
+        operand = self.mask_operand
+        if operand is None:
+            return 0, 0, 0
+        axes = self.bias or self.mask
+        batch, head, query, _ = operand.strides
+        has_rows = self.seqlen_q > 1 and "k" not in axes
+        return batch * ("b" in axes), head * ("h" in axes), query * has_rows
 
     @property
     def matrices(self) -> tuple[Operand, Operand, Operand, Operand]:

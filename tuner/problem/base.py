@@ -13,10 +13,17 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from tuner.errors import ConfigError
 
-DType = Literal["float16", "bfloat16", "float32", "float8_e4m3fn", "int32"]
+DType = Literal["float16", "bfloat16", "float32", "float8_e4m3fn", "int32", "bool"]
 E4M3: DType = "float8_e4m3fn"
 """Quantised operands: see `AttentionProblem` and `GemmProblem`."""
-DTYPE_BYTES: dict[str, int] = {"float16": 2, "bfloat16": 2, "float32": 4, E4M3: 1, "int32": 4}
+DTYPE_BYTES: dict[str, int] = {
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    E4M3: 1,
+    "int32": 4,
+    "bool": 1,
+}
 DTYPE_ALIASES: dict[str, str] = {
     "fp16": "float16",
     "half": "float16",

@@ -78,11 +78,10 @@ def _attention(p: AttentionProblem) -> tuple[str, str]:
         q = f"({p.batch}, {p.heads_q}, {p.seqlen_q}, {p.head_dim})"
         kv = f"({p.batch}, {p.heads_kv}, {p.seqlen_kv}, {p.head_dim})"
         shapes = f"q {q}, k and v {kv}, {kind}"
-    if p.bias:
-        arguments.append("attn_mask=bias")
-        batch = p.batch if "b" in p.bias else 1
-        heads = p.heads_q if "h" in p.bias else 1
-        shapes += f"; bias ({batch}, {heads}, {p.seqlen_q}, {p.seqlen_kv})"
+    if (operand := p.mask_operand) is not None:
+        arguments.append(f"attn_mask={operand.name}")
+        shapes += f"; {operand.name} ({', '.join(map(str, operand.shape))})"
+        shapes += ", bool" if p.mask else ""
     arguments += ["is_causal=True"] if p.is_causal else []
     arguments += ["enable_gqa=True"] if p.heads_kv != p.heads_q else []
     if (p.window_left, p.window_right) != (-1, -1):

@@ -11,6 +11,7 @@ answers it:
 | their gradients | top-left | what was measured, cuDNN's, or recomputed; flash's if SQ is SKV |
 | a window | along the top-left diagonal | tuned kernels, or PyTorch's operations |
 | `attn_mask=causal_upper_left(...)`, `causal_lower_right(...)` | as it says | PyTorch |
+| another `attn_mask` | none | tuned kernels |
 | `attention_varlen` | top-left in each sequence | tuned kernels |
 | `paged_attention` | bottom-right in each sequence | tuned kernels |
 | nested tensors | PyTorch's | PyTorch |
@@ -19,7 +20,7 @@ answers it:
 | `tuner.enable`: `aten::_scaled_dot_product_flash_attention` | bottom-right | tuned if SQ is SKV |
 | Transformers: no mask, several queries (an empty static cache) | top-left | tuned kernels |
 | Transformers: no mask, one query | none, all keys | tuned kernels |
-| Transformers: queries after a filled cache | a mask | PyTorch |
+| Transformers: queries after a filled cache | a mask | tuned kernels |
 
 Grouped heads change nothing of it: query head h reads key head h // (H / HKV).
 """
@@ -33,7 +34,7 @@ import torch
 from tuner.errors import ConfigError
 from tuner.runtime import devices, dispatch, guards, native, quantised, serving
 from tuner.runtime.attention_plan import AttentionCall
-from tuner.runtime.bias import as_bias
+from tuner.runtime.bias import as_operand
 from tuner.runtime.composed import NONE, Extras, compose
 from tuner.runtime.gradients import is_measured
 from tuner.runtime.operators import operate
@@ -59,10 +60,10 @@ def attention(
     """softmax(scale * Q K^T + mask) V by the fastest kernel measured on this GPU.
 
     Has the signature and the meaning of `torch.nn.functional.scaled_dot_product_attention`, which
-    answers, with these same arguments, whatever no tuned kernel can: most masks, dropout, other
-    shapes, CPU tensors, `TUNER_DISABLE=1`, ... Each such call is counted by its reason
-    (`tuner.stats`), and the reason is logged once to ``tuner.runtime``. Predicted and replayed
-    entries are never launched. The first call of a shape loads its kernel: make one before
+    answers, with these same arguments, whatever no tuned kernel can: dropout, masks that want a
+    gradient, other shapes, CPU tensors, `TUNER_DISABLE=1`, ... Each such call is counted by its
+    reason (`tuner.stats`), and the reason is logged once to ``tuner.runtime``. Predicted and
+    replayed entries are never launched. The first call of a shape loads its kernel: make one before
     capturing a CUDA graph.
 
     A gradient is computed by what was measured for it (`AttentionBackwardProblem`), else by
@@ -79,10 +80,11 @@ def attention(
             16 bytes along the others.
         key: (B, HKV, SKV, D), as `query`. Keys and values expanded over all heads are one head.
         value: (B, HKV, SKV, D), as `key`.
-        attn_mask: as in PyTorch. Tuned kernels take one that is added to the scores (a float one
-            of the query's type), has whole rows of keys, one for all, for each head, each sequence
-            or both, and wants no gradient. With them a query all of whose keys are at -inf has
-            zeros for its output.
+        attn_mask: as in PyTorch. Tuned kernels take booleans, true where a query sees a key, and
+            what is added to the scores, of the query's type, on its device, broadcast along any
+            axes and with any strides, that want no gradient. With them a query that sees no key, or
+            all of whose keys are at -inf, has zeros for its output, as with PyTorch's math and
+            efficient kernels. (cuDNN's leaves a boolean mask away in such a row.)
         dropout_p: as in PyTorch; no tuned kernel takes one.
         is_causal: query i sees keys 0..i.
         scale: of the scores; 1/sqrt(D) when None.
@@ -134,9 +136,9 @@ def attention(
             out = operate(query, key, value, None, 0.0, is_causal, scale, enable_gqa)
             if out is not None:
                 return out
-    bias = None if attn_mask is None else as_bias(attn_mask, query, key, is_causal)
+    operand = None if attn_mask is None else as_operand(attn_mask, query, key, is_causal)
     options = attn_mask, dropout_p, is_causal, scale, enable_gqa
-    call = AttentionCall(query, key, value, *options, NONE, bias)
+    call = AttentionCall(query, key, value, *options, NONE, operand)
     out = serving.answer(call)
     return call.by_pytorch() if out is None else out
 

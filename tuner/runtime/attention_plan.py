@@ -9,10 +9,11 @@ from typing import Literal, NamedTuple
 import torch
 
 from tuner.errors import ConfigError
-from tuner.problem import AttentionProblem, Bias, DType, Layout
+from tuner.problem import AttentionProblem, DType, Layout
 from tuner.runtime import guards, native
 from tuner.runtime.autograd import has_backward
-from tuner.runtime.bias import axes_of
+from tuner.runtime.bias import axes_of, steps_of
+from tuner.runtime.bias import over as mask_over
 from tuner.runtime.composed import NONE, Extras, compose
 from tuner.runtime.lengths import over
 from tuner.runtime.plan import Plan, Posed
@@ -31,8 +32,9 @@ class _Attention(NamedTuple):
     scale: float | None
     enable_gqa: bool
     extras: Extras = NONE
-    bias: torch.Tensor | Refusal | None = None
-    """`attn_mask` as `as_bias` makes it, or why it is none; None without a mask, or with extras."""
+    operand: torch.Tensor | Refusal | None = None
+    """`attn_mask` as `as_operand` makes it, or why no kernel takes it; None without a mask, or with
+    extras."""
 
 
 class AttentionCall(_Attention, Call):
@@ -43,9 +45,8 @@ class AttentionCall(_Attention, Call):
 
     @property
     def inputs(self) -> tuple[torch.Tensor, ...]:
-        if self.bias is None or isinstance(self.bias, Refusal):
-            return self[:3]
-        return *self[:3], self.bias
+        mask = self._mask
+        return self[:3] if mask is None else (*self[:3], mask)
 
     @property
     def told(self) -> Told | None:
@@ -55,10 +56,10 @@ class AttentionCall(_Attention, Call):
         if self.dropout_p:
             return Refusal(Kind.DROPOUT)
         if self.attn_mask is not None:
-            if self.bias is None:
+            if self.operand is None:
                 return Refusal(Kind.MASK, "beside a window or a soft cap")
-            if isinstance(self.bias, Refusal):
-                return self.bias
+            if isinstance(self.operand, Refusal):
+                return self.operand
             if guards.wants_gradient(*self.inputs):
                 return Refusal(Kind.GRADIENT, "tuned kernels have none for an attn_mask")
         return None if self.scale is None else guards.unscaled(self.scale)
@@ -82,27 +83,32 @@ class AttentionCall(_Attention, Call):
             self.scale,
             self.enable_gqa,
             self.extras,
-            "" if self.bias is None else self._axes(),
+            None if (mask := self._mask) is None else (mask.dtype, steps_of(mask)),
         )
 
-    def _axes(self) -> Bias:
-        return axes_of(self.bias) if isinstance(self.bias, torch.Tensor) else ""
+    @property
+    def _mask(self) -> torch.Tensor | None:
+        """The mask operand; None without one."""
+        return self.operand if isinstance(self.operand, torch.Tensor) else None
 
     def pose(self) -> Posed:
         tensors, scale = self[:3], scale_of(self.query, self.scale)
-        axes = self._axes()
-        posed = pose(*tensors, self.is_causal, scale, self.enable_gqa, self.extras, bias=axes)
+        causal, grouped, mask = self.is_causal, self.enable_gqa, self._mask
+        posed = pose(*tensors, causal, scale, grouped, self.extras, mask=mask)
         return self.measurable(posed)
 
     def pose_over(self, length: int) -> Posed:
         query, key, value = self[:3]
         query = torch.empty_strided(query.shape, query.stride(), dtype=query.dtype, device="meta")
+        operand = self.operand
+        if self.attn_mask is not None and isinstance(operand, torch.Tensor):
+            operand = mask_over(self.attn_mask, operand, key.shape[2], length)
         key, value = over(key, length), over(value, length)
-        return self._replace(query=query, key=key, value=value).pose()
+        return self._replace(query=query, key=key, value=value, operand=operand).pose()
 
     def run(self, plan: Plan) -> torch.Tensor | Refusal:
         inputs = self.inputs
-        if self.bias is not None or not guards.wants_gradient(*inputs):
+        if self.operand is not None or not guards.wants_gradient(*inputs):
             return table.run(plan, *inputs)
         if self.extras != NONE:
             return Refusal(
@@ -156,14 +162,14 @@ def pose(
     enable_gqa: bool = True,
     extras: Extras = NONE,
     dtypes: Mapping[torch.dtype, DType] = guards.DTYPES,
-    bias: Bias = "",
+    mask: torch.Tensor | None = None,
 ) -> Posed:
     """The problem that these tensors pose, and how they lie.
 
     The problem has the nearest of the layouts, so that what serves a call does not depend on
     strides. Where the query is not laid out so, the output is laid out as
     ``torch.empty_like(query)``, as PyTorch's kernels have it. Keys and values that are expanded
-    over all heads are one head.
+    over all heads are one head. A `mask` is as `as_operand` makes it.
 
     Raises:
         ConfigError: when they pose none: types, sizes or strides that no tuned kernel has.
@@ -194,7 +200,8 @@ def pose(
         window_left=extras.left,
         window_right=extras.right,
         softcap=extras.softcap,
-        bias=bias,
+        bias="" if mask is None or mask.dtype == torch.bool else axes_of(mask),
+        mask="" if mask is None or mask.dtype != torch.bool else axes_of(mask),
     )
     *operands, out = problem.matrices
     strides: dict[str, tuple[int, ...]] = {}
@@ -204,6 +211,10 @@ def pose(
             strides[operand.name] = guards.along(operand, tensor.stride())
     if not guards.lies(query, operands[0].strides):
         strides[out.name] = guards.along(out, guards.dense(query.shape, query.stride()))
+    if mask is not None and (masked := problem.mask_operand) is not None:
+        steps = guards.along(masked, steps_of(mask))
+        if steps != masked.strides:
+            strides[masked.name] = steps
     return Posed(problem, scale, strides=strides)
 
 

@@ -1,37 +1,73 @@
-"""What an `attn_mask` is: the additive bias that tuned kernels take, or a mask to compute with."""
+"""What an `attn_mask` is: the mask operand that tuned kernels take, or a mask to compute with."""
 
 from __future__ import annotations
 
 import torch
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
-from tuner.problem import Bias
+from tuner.problem import Axes
 from tuner.runtime.refusal import Kind, Refusal
 
 
-def as_bias(
+def as_operand(
     mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor, is_causal: bool
 ) -> torch.Tensor | Refusal:
-    """The mask as (B or 1, H or 1, SQ, SKV), contiguous and without a copy: axes that it is
-    expanded along are left out. Or why no tuned kernel takes it.
+    """The mask as (B, H, SQ, SKV) without a copy: booleans, or what is added to the scores, of the
+    query's type. Sizes are whole or 1. Or why no tuned kernel takes it.
     """
     if is_causal:  # PyTorch's documentation forbids both
         return Refusal(Kind.MASK, "beside is_causal")
     if type(mask) is not torch.Tensor or mask.layout is not torch.strided:
         return Refusal(Kind.MASK, "it is no plain tensor")
-    if mask.dtype != query.dtype or mask.device != query.device:
-        return Refusal(Kind.MASK, "it is not of the query's type and device")
+    if mask.dtype not in (query.dtype, torch.bool) or mask.device != query.device:
+        return Refusal(Kind.MASK, "it is not boolean or of the query's type, and on its device")
     if mask.dim() not in (2, 3, 4) or query.dim() != 4 or key.dim() != 4:
         return Refusal(Kind.MASK, "it is not (SQ, SKV) with heads and batch before them")
-    bias = mask[(None,) * (4 - mask.dim())]
-    for axis in (0, 1):
-        if bias.stride(axis) == 0:
-            bias = bias.narrow(axis, 0, 1)
+    whole = mask[(None,) * (4 - mask.dim())]
     wanted = (*query.shape[:3], key.shape[2])
-    has_axes = all(size in (1, whole) for size, whole in zip(bias.shape[:2], wanted, strict=False))
-    if not has_axes or bias.shape[2:] != wanted[2:] or not bias.is_contiguous():
-        return Refusal(Kind.MASK, "it is not contiguous in whole rows of keys")
-    return bias
+    if any(size not in (1, full) for size, full in zip(whole.shape, wanted, strict=True)):
+        return Refusal(Kind.MASK, "it does not broadcast to the scores")
+    return whole
+
+
+def steps_of(operand: torch.Tensor) -> tuple[int, int, int, int]:
+    """Elements from one batch, head, query and key of a mask operand to the next; 0 where it is
+    broadcast.
+    """
+    sizes = zip(operand.shape, operand.stride(), strict=True)
+    batch, head, query, key = (0 if size == 1 else stride for size, stride in sizes)
+    return batch, head, query, key
+
+
+def axes_of(operand: torch.Tensor) -> Axes:
+    """What a problem calls such an operand; see `AttentionProblem`."""
+    batch, head, query, _ = (step != 0 for step in steps_of(operand))
+    axes: dict[tuple[bool, bool], tuple[Axes, Axes]] = {
+        (False, False): ("1", "k"),
+        (True, False): ("b", "bk"),
+        (False, True): ("h", "hk"),
+        (True, True): ("bh", "bhk"),
+    }
+    return axes[batch, head][not query]
+
+
+def over(mask: torch.Tensor, operand: torch.Tensor, length: int, keys: int) -> torch.Tensor:
+    """A mask operand over another number of keys, without memory, as the dispatcher takes it for
+    the same (`tuner.runtime.lengths`).
+
+    Args:
+        mask: `attn_mask` as it was given.
+        operand: as `as_operand` made it of the mask.
+        length: its keys.
+        keys: in the place of `length`.
+    """
+    *sizes, last = operand.shape
+    if last != length:
+        return operand
+    shape = (*sizes, keys)
+    if mask.is_contiguous():
+        return torch.empty(shape, dtype=operand.dtype, device="meta")
+    return torch.empty_strided(shape, operand.stride(), dtype=operand.dtype, device="meta")
 
 
 def with_elements(mask: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -43,11 +79,3 @@ def with_elements(mask: torch.Tensor, device: torch.device) -> torch.Tensor:
     is_lower_right = mask.variant == CausalVariant.LOWER_RIGHT
     seen = torch.ones(mask.seq_len_q, mask.seq_len_kv, dtype=torch.bool, device=device)
     return seen.tril(mask.seq_len_kv - mask.seq_len_q if is_lower_right else 0)
-
-
-def axes_of(bias: torch.Tensor) -> Bias:
-    """What a problem calls such a bias; see `AttentionProblem`."""
-    batch, heads = (size > 1 for size in bias.shape[:2])
-    if batch:
-        return "bh" if heads else "b"
-    return "h" if heads else "1"

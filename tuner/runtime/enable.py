@@ -51,7 +51,7 @@ from torch.library import Library
 from tuner.errors import TunerError
 from tuner.runtime import devices, dispatch, guards, native
 from tuner.runtime.attention_plan import AttentionCall, find_plan
-from tuner.runtime.bias import as_bias
+from tuner.runtime.bias import as_operand
 from tuner.runtime.plan import KernelPlan
 from tuner.runtime.refusal import Kind, Refusal
 from tuner.runtime.serving import answer
@@ -101,9 +101,9 @@ def _answer(name: str, *arguments: Any) -> Found | None:
     if known is not None:
         return None if known is dispatch.REFUSED else (known, None)
     query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = arguments
-    bias = None if attn_mask is None else as_bias(attn_mask, query, key, is_causal)
+    operand = None if attn_mask is None else as_operand(attn_mask, query, key, is_causal)
     options = attn_mask, dropout_p, is_causal, scale, enable_gqa
-    out = answer(AttentionCall(query, key, value, *options, bias=bias))
+    out = answer(AttentionCall(query, key, value, *options, operand=operand))
     return None if out is None else (out, None)
 
 

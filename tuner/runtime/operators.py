@@ -15,15 +15,18 @@ from torch.library import Library, register_autograd, register_fake
 
 from tuner.errors import ConfigError
 from tuner.runtime import autograd, counters, devices, dispatch, guards, native
-from tuner.runtime.attention_plan import find_plan, without_lse
+from tuner.runtime.attention_plan import AttentionCall, find_plan, without_lse
+from tuner.runtime.bias import as_operand
+from tuner.runtime.composed import NONE
 from tuner.runtime.gradients import gradients
 from tuner.runtime.refusal import Refusal
+from tuner.runtime.serving import find
 from tuner.runtime.table import table
 
 _INPUTS = "Tensor query, Tensor key, Tensor value"
 _OPTIONS = "bool is_causal=False, float? scale=None"
 _SCHEMAS = {
-    "attention": f"({_INPUTS}, {_OPTIONS}) -> Tensor",
+    "attention": f"({_INPUTS}, {_OPTIONS}, Tensor? attn_mask=None) -> Tensor",
     "attention_with_lse": f"({_INPUTS}, {_OPTIONS}) -> (Tensor out, Tensor lse)",
     "attention_backward": f"(Tensor grad_out, {_INPUTS}, Tensor out, Tensor lse, {_OPTIONS})"
     " -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)",
@@ -50,10 +53,14 @@ def operate(
 
     Looks at what is the same in all calls of a graph; what serves is decided in each.
     """
-    if attn_mask is not None or dropout_p or not _is_operable(query, key, value, enable_gqa):
+    if dropout_p or not _is_operable(query, key, value, enable_gqa):
         return None
     out: torch.Tensor | None = None
-    if not guards.wants_gradient(query, key, value):
+    if attn_mask is not None:
+        is_operand = attn_mask.dtype in (torch.bool, query.dtype) and attn_mask.dim() in (2, 3, 4)
+        if is_operand and not is_causal and not guards.wants_gradient(query, key, value, attn_mask):
+            out = torch.ops.tuner.attention(query, key, value, False, scale, attn_mask)
+    elif not guards.wants_gradient(query, key, value):
         out = torch.ops.tuner.attention(query, key, value, is_causal, scale)
     elif autograd.has_backward(query, key, is_causal):
         out, _ = torch.ops.tuner.attention_with_lse(query, key, value, is_causal, scale)
@@ -82,12 +89,14 @@ def _attention(
     value: torch.Tensor,
     is_causal: bool = False,
     scale: float | None = None,
+    attn_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     _check(query, key, value)
-    out = _tuned(query, key, value, is_causal, scale)
+    is_grouped = query.shape[1] != key.shape[1]
+    out = _tuned(query, key, value, attn_mask, is_causal, scale, is_grouped)
     if out is None:
-        grouped = query.shape[1] != key.shape[1]
-        out = native.attend(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=grouped)
+        options = attn_mask, 0.0, is_causal, scale, is_grouped
+        out = native.attend(query, key, value, *options)
     return guards.laid_out_as(query, out)
 
 
@@ -95,20 +104,23 @@ def _tuned(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
     is_causal: bool,
     scale: float | None,
+    is_grouped: bool,
 ) -> torch.Tensor | None:
     """A tuned kernel's output, or None, counted by its reason."""
-    is_grouped = query.shape[1] != key.shape[1]
-    arguments = query, key, value, None, 0.0, is_causal, scale, is_grouped
+    arguments = query, key, value, attn_mask, 0.0, is_causal, scale, is_grouped
     # What `tuner.attention` is refused for the gradient's sake this operator has elsewhere.
     is_alike = not guards.wants_gradient(query, key, value)
     generation = table.refresh(query)
     known = dispatch.attention(*arguments) if is_alike else None
     if known is not None:
         return None if known is dispatch.REFUSED else known
-    plan = find_plan(query, key, value, is_causal, scale)
-    out = plan if isinstance(plan, Refusal) else table.run(plan, query, key, value)
+    operand = None if attn_mask is None else as_operand(attn_mask, query, key, is_causal)
+    call = AttentionCall(*arguments, NONE, operand)
+    plan = find(call)
+    out = plan if isinstance(plan, Refusal) else table.run(plan, *call.inputs)
     if not isinstance(out, Refusal):
         return out
     if is_alike:
@@ -180,6 +192,7 @@ def _fake_attention(
     value: torch.Tensor,
     is_causal: bool = False,
     scale: float | None = None,
+    attn_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     return torch.empty_like(query)
 
@@ -218,16 +231,23 @@ for _name, _real, _fake in (
 
 
 def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    *tensors, ctx.is_causal, ctx.scale = inputs
+    *tensors, ctx.is_causal, ctx.scale, attn_mask = inputs
+    ctx.is_masked = attn_mask is not None
     ctx.save_for_backward(*tensors)
 
 
 def _recompute(ctx: Any, grad_out: torch.Tensor) -> tuple[Any, ...]:
-    """Of `tuner::attention`, which keeps no log-sum-exp: a second forward pass writes one."""
+    """Of `tuner::attention`, which keeps no log-sum-exp: a second forward pass writes one.
+
+    Raises:
+        ConfigError: beside a mask.
+    """
+    if ctx.is_masked:
+        raise ConfigError("tuner::attention has no gradient beside attn_mask (allowed: no mask)")
     options = ctx.is_causal, ctx.scale
     out, lse = torch.ops.tuner.attention_with_lse(*ctx.saved_tensors, *options)
     grads = torch.ops.tuner.attention_backward(grad_out, *ctx.saved_tensors, out, lse, *options)
-    return (*grads, None, None)
+    return (*grads, None, None, None)
 
 
 def _keep_outputs(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:

@@ -5,10 +5,10 @@
     import tuner.runtime.transformers
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="tuner")
 
-Masks are made as for `sdpa`: none where the causal flag says it all, so that a tuned kernel can
-answer, else a tensor, with which PyTorch does. A sliding window is such a tensor once there are as
-many keys as it is wide; so are a cache's earlier keys before several queries, and packed sequences,
-which position_ids tell. In a graph of torch.compile a mask is left out where sizes alone tell it.
+Masks are made as for `sdpa`: none where the causal flag says it all, else a tensor, which is an
+operand of the tuned kernel. A sliding window is such a tensor once there are as many keys as it is
+wide; so are a cache's earlier keys before several queries, and packed sequences, which position_ids
+tell. In a graph of torch.compile a mask is left out where sizes alone tell it.
 Without a mask one query sees all keys, and several see keys 0..i: a static cache is longer than the
 prompt that fills it.
 
@@ -42,7 +42,7 @@ except ImportError as exc:
 from tuner.runtime import devices, dispatch, guards, native, serving
 from tuner.runtime.attention import attention
 from tuner.runtime.attention_plan import AttentionCall
-from tuner.runtime.bias import as_bias
+from tuner.runtime.bias import as_operand
 from tuner.runtime.composed import NONE
 from tuner.runtime.operators import operate
 
@@ -111,7 +111,7 @@ def attention_forward(
         dropout: probability.
         scaling: of the scores; 1/sqrt(D) when None.
         is_causal: overrides the module's.
-        position_bias: added to the scores, left to `sdpa`.
+        position_bias: (B or 1, H or 1, SQ, SKV), added to the scores; wants no softcap.
         cache: a paged one, left to `sdpa`.
         softcap: as in `tuner.attention`: of the scaled scores, before the mask.
         kwargs: what the model passes on.
@@ -133,7 +133,9 @@ def attention_forward(
     if position_bias is not None:
         if softcap is not None:
             raise ValueError(_refusal("position_bias beside softcap"))
-        return _sdpa(*arguments, is_causal, position_bias)
+        attention_mask = _with_positions(position_bias, attention_mask, causal, query, key)
+        causal = False
+        arguments = module, query, key, value, attention_mask, dropout, scaling
     if softcap is None:
         out = _tuned(query, key, value, attention_mask, dropout, causal, scaling)
     else:
@@ -200,6 +202,25 @@ def _is_causal(
     return bool(causal)
 
 
+def _with_positions(
+    bias: torch.Tensor,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    query: torch.Tensor,
+    key: torch.Tensor,
+) -> torch.Tensor:
+    """A bias by positions as the mask that `sdpa` makes of it: the lowest number of the type where
+    a key is hidden.
+    """
+    if mask is None and is_causal:
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=key.device).tril()
+    if mask is None:
+        return bias
+    if mask.dtype != torch.bool:
+        return bias + mask
+    return torch.where(mask, bias, torch.finfo(key.dtype).min)
+
+
 def _sdpa(*arguments: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
     """Transformers' own, whose attention stays PyTorch's."""
     result: tuple[torch.Tensor, None]
@@ -230,8 +251,8 @@ def _tuned(
     query, key, value = guards.autocast(devices.TYPE, query, key, value)
     if is_compiling:
         return operate(query, key, value, *options)
-    bias = None if mask is None else as_bias(mask, query, key, is_causal)
-    return serving.answer(AttentionCall(query, key, value, *options, NONE, bias))
+    operand = None if mask is None else as_operand(mask, query, key, is_causal)
+    return serving.answer(AttentionCall(query, key, value, *options, NONE, operand))
 
 
 def attention_mask(*arguments: Any, config: Any = None, **options: Any) -> torch.Tensor | None:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from itertools import product
+from typing import Any, ClassVar, Literal, NamedTuple, Self, get_args
 
 from tuner.config import Config
 from tuner.families.fused_attention import INSTANCES, instance
@@ -17,6 +18,8 @@ from tuner.problem import E4M3, AttentionProblem, DType, GemmProblem, Problem, S
 Mask = Literal["full", "causal", "windowed"]
 Phase = Literal["prompt", "few", "one"]
 """Prompts; decoding with several queries, fewer than a tile has rows; decoding with one."""
+MaskOperand = Literal["", "bool", "additive"]
+"""Kind of a mask that is an operand; empty: none."""
 #: Slots of a page of the problems that stand for paged caches: copies of all kernels divide it.
 _PAGE = 64
 Rows = Literal["few", "narrow", "wide"]
@@ -86,8 +89,10 @@ class Domain:
         yield from ()
 
     @property
-    def kin_kernels(self) -> int:
-        """Kernels that it has of its kin at most, where it was not measured."""
+    def kin_kernels(self) -> int | None:
+        """Kernels that it has of its kin at most, where it was not measured; None: the best of each
+        count of packed heads, one among them, with and without splits.
+        """
         raise NotImplementedError
 
     @property
@@ -125,6 +130,15 @@ class _Attention(NamedTuple):
     is_paged: bool = False
     """Sequences alike in length and unlike ones have the same kernels."""
     has_sinks: bool = False
+    operand: MaskOperand = ""
+
+
+#: Phases whose kernels a mask as an operand may have where its own has none, nearest first.
+_OTHER_PHASES: Mapping[Phase, tuple[Phase, ...]] = {
+    "prompt": (),
+    "few": ("one", "prompt"),
+    "one": ("few", "prompt"),
+}
 
 
 class AttentionDomain(_Attention, Domain):
@@ -138,8 +152,9 @@ class AttentionDomain(_Attention, Domain):
 
     @classmethod
     def holding(cls, problem: Any) -> Self | None:
-        if problem.dtype == E4M3 or problem.modifiers:
+        if problem.dtype == E4M3 or problem.is_alibi:
             return None
+        operand: MaskOperand = "bool" if problem.mask else "additive" if problem.bias else ""
         mask: Mask = "causal" if problem.is_causal else "full"
         phase: Phase = "few" if problem.is_decoding else "prompt"
         return cls(
@@ -150,6 +165,7 @@ class AttentionDomain(_Attention, Domain):
             problem.is_varlen and not problem.is_paged,
             problem.is_paged,
             problem.has_sinks,
+            operand,
         )
 
     @staticmethod
@@ -172,10 +188,11 @@ class AttentionDomain(_Attention, Domain):
                 yield type(self)(width, mask, self.phase)
             return
         masks: tuple[Mask, ...] = ("causal", "full") if self.mask == "windowed" else (self.mask,)
-        for mask in masks:
-            other = self._replace(mask=mask, has_softcap=False, is_varlen=False)
-            if other != self:
-                yield other
+        phases = (self.phase, *_OTHER_PHASES[self.phase]) if self.operand else (self.phase,)
+        for phase, mask in product(phases, masks):
+            plain = type(self)(self.head_dim, mask, phase)
+            if plain != self:
+                yield plain
 
     @property
     def varied(self) -> Iterator[Self]:
@@ -190,7 +207,8 @@ class AttentionDomain(_Attention, Domain):
     @classmethod
     def others(cls) -> Iterator[Self]:
         """Those of paged caches: plain ones of every instance, with windows where public models
-        have them, and with sinks as GPT-OSS has.
+        have them, and with sinks as GPT-OSS has. Those of masks as operands, beside which PyTorch
+        takes no causal flag: of every instance and phase.
         """
         kinds: tuple[tuple[Mask, Phase], ...]
         kinds = ("full", "one"), ("causal", "few"), ("causal", "prompt")
@@ -202,10 +220,13 @@ class AttentionDomain(_Attention, Domain):
                     yield one._replace(has_sinks=True)
                 if head_dim in (64, 128, 256):
                     yield one._replace(mask="windowed", has_sinks=head_dim == 64)
+        operands = get_args(MaskOperand)[1:]
+        for head_dim, of_mask, operand in product(INSTANCES, get_args(Phase), operands):
+            yield cls(head_dim, "full", of_mask, operand=operand)
 
     @property
-    def kin_kernels(self) -> int:
-        return 1
+    def kin_kernels(self) -> int | None:
+        return None if self.operand else 1
 
     @property
     def max_kernels(self) -> int:
@@ -234,6 +255,8 @@ class AttentionDomain(_Attention, Domain):
                 window_left=64 if self.mask == "windowed" else -1,
                 softcap=50.0 if self.has_softcap else 0.0,
                 is_varlen=self.is_varlen,
+                mask="1" if self.operand == "bool" else "",
+                bias="1" if self.operand == "additive" else "",
                 page_size=_PAGE if self.is_paged else 0,
                 has_sinks=self.has_sinks,
             )
@@ -247,6 +270,7 @@ class AttentionDomain(_Attention, Domain):
     def label(self) -> str:
         more = (", soft cap" if self.has_softcap else "") + (", packed" if self.is_varlen else "")
         more += (", paged" if self.is_paged else "") + (", sinks" if self.has_sinks else "")
+        more += f", {self.operand} mask" if self.operand else ""
         phase = {"prompt": "prompts", "few": "few queries", "one": "one query"}[self.phase]
         return f"D={self.head_dim}, {self.mask}{more}, {phase}"
 

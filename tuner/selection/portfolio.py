@@ -295,6 +295,12 @@ def _is_near(bounds: tuple[tuple[float, float], ...], sizes: tuple[int, ...]) ->
     return True
 
 
+def _unpacked(one: Candidate) -> Candidate:
+    """The candidate with one head in the rows of a tile."""
+    params = {name: value for name, value in one.config.params.items() if name != "packed_heads"}
+    return replace(one, config=Config(one.config.family, params, one.config.stages))
+
+
 def preferred(expected: Mapping[str, float]) -> str:
     """The vendor's kernel to leave a call to: PyTorch's own choice, unless another is expected to
     be faster by `VENDOR_MARGIN`.
@@ -446,13 +452,42 @@ class Portfolio:
 
     def _lent(self, domain: AnyDomain, models: DomainModels) -> Iterator[Candidate]:
         """Own candidates as they are called in a domain of the kin, the most wanted first."""
-        for one in sorted(models.candidates, key=lambda c: "packed_heads" in c.config.params):
-            if one.family is None or one.is_vendor:
-                continue
-            problem = domain.problem_for(one.config)
-            config = one.family.carried(problem, one.config)
-            if one.family.accepts(problem, one.family.called(problem, config, 1), self.gpu):
-                yield replace(one, config=config)
+        own = [one for one in models.candidates if not one.is_vendor]
+        own.sort(key=lambda one: "packed_heads" in one.config.params)
+        if domain.kin_kernels is not None:
+            for one in own:
+                if (carried := self._carried(domain, one, (1,))) is not None:
+                    yield carried
+            return
+        kinds = set[Hashable]()
+        for one in (*own, *map(_unpacked, own)):
+            kind = one.config.get("packed_heads", 1), "combine" in one.config.params
+            if kind not in kinds and (carried := self._carried(domain, one)) is not None:
+                kinds.add(kind)
+                yield carried
+
+    def _carried(
+        self, domain: AnyDomain, one: Candidate, splits: Sequence[int] | None = None
+    ) -> Candidate | None:
+        """A candidate as it is called in a domain of its kin.
+
+        Args:
+            domain: that of the kin.
+            one: a candidate.
+            splits: counts of splits that it may be called with; None: those of its family.
+
+        Returns:
+            None where it is legal with none of these counts.
+        """
+        family = one.family
+        if family is None:
+            return None
+        problem = domain.problem_for(one.config)
+        config = family.carried(problem, one.config)
+        counts = family.splits(problem, config, self.gpu) if splits is None else splits
+        called = (family.called(problem, config, count) for count in counts)
+        is_legal = any(family.accepts(problem, config, self.gpu) for config in called)
+        return replace(one, config=config) if is_legal else None
 
     def select(self, problem: Problem, gpu: Gpu | None = None) -> Selection | None:
         """The kernel that is expected to be fastest.
@@ -594,7 +629,8 @@ def _models_json(models: DomainModels) -> dict[str, Any]:
 
 def _domain_json(domain: AnyDomain) -> dict[str, Any]:
     """What came later than version 2 is there only where it is so."""
-    absent = {name for name in ("is_paged", "has_sinks") if not getattr(domain, name, True)}
+    later = "is_paged", "has_sinks", "operand"
+    absent = {name for name in later if not getattr(domain, name, True)}
     return {name: value for name, value in domain._asdict().items() if name not in absent}
 
 

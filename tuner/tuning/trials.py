@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 from tuner.config import Config, Value
 from tuner.families import product_work
@@ -23,7 +23,7 @@ from tuner.families.base import Family, Strides
 from tuner.families.gemv import MOST_ROWS
 from tuner.hardware import Gpu
 from tuner.problem import LAYOUTS, AttentionProblem, Problem, SwigluProblem
-from tuner.problem.attention import MAX_HEAD_DIM
+from tuner.problem.attention import MAX_HEAD_DIM, Axes
 from tuner.problem.swiglu import STEP as SWIGLU_STEP
 from tuner.selection.kernels import Target
 
@@ -120,6 +120,7 @@ class Trial:
             ("layout", problem.layout),
             ("window", (problem.window_left >= 0, problem.window_right >= 0)),
             ("softcap", problem.softcap),
+            ("operand", problem.bias or problem.mask),
             ("schedule", _schedule(family, config)),
             ("with_lse", self.with_lse),
             ("page_size", problem.page_size),
@@ -232,6 +233,7 @@ class _AttentionDraw(_Draw):
             "layout": ("bshd",) if target.problem.is_varlen else LAYOUTS,
             "window": self._windows(),
             "softcap": _SOFTCAPS if target.problem.softcap else (0.0,),
+            "operand": get_args(Axes)[1:] if target.problem.mask_operand else ("",),
             "schedule": [one for one in _schedules(family) if self._config(usual, one)],
             "with_lse": (False, True),
         }
@@ -288,6 +290,8 @@ class _AttentionDraw(_Draw):
             window_left=rng.randrange(span) if has_left else -1,
             window_right=rng.randrange(span) if has_right else -1,
             softcap=values["softcap"],
+            bias=values["operand"] if self._usual.bias else "",
+            mask=values["operand"] if self._usual.mask else "",
             page_size=values.get("page_size", 0),
             is_varlen=values.get("is_varlen", self._usual.is_varlen),
         )

@@ -32,7 +32,7 @@ from tuner.problem import DTYPE_BYTES, E4M3, AttentionProblem, Problem
 from tuner.problem.attention import PAGE_MULTIPLE
 
 #: Text that the template takes, by variable.
-WORDS = {"dtype": ("float16", "bfloat16", E4M3)}
+WORDS = {"dtype": ("float16", "bfloat16", E4M3), "mask_operand": ("bool", "additive")}
 #: Columns of Q, K and V that the template is instantiated for; a smaller D is padded by TMA.
 INSTANCES = (64, 96, 128, 192, 256)
 #: (producer, consumer) registers after setmaxnreg, by (warp groups, blocks an SM): multiples of 8
@@ -65,6 +65,8 @@ NARROW_OVERHEAD_REGISTERS = 24
 #: Further ones beside two score buffers under a sliding window, whose mask has two edges; with
 #: tile_n=128 at D=64, 192 accumulators, ptxas spills 28 bytes.
 WINDOW_REGISTERS = 24
+#: Further ones beside the elements of a mask operand: where its rows lie.
+MASK_REGISTERS = 16
 #: Query heads that share a tile's rows at most.
 MOST_PACKED = 32
 #: The same with e4m3: a thread's two rows are 8 apart and have one factor, that of one head.
@@ -145,9 +147,9 @@ class FusedAttention(Family):
 
     def supports(self, problem: Problem, gpu: Gpu) -> str:
         reason = super().supports(problem, gpu)
-        if reason or not isinstance(problem, AttentionProblem) or not problem.modifiers:
+        if reason or not isinstance(problem, AttentionProblem) or not problem.is_alibi:
             return reason
-        return f"{self.name} has no {problem.modifiers}"
+        return f"{self.name} has no ALiBi"
 
     def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
         problem, found = _attention(problem), []
@@ -358,10 +360,13 @@ class FusedAttention(Family):
 
     def carried(self, problem: Problem, config: Config) -> Config:
         """Without grouped heads there is no `packed_heads`, which is to kernels as 1, and with
-        variable lengths or paged caches no `stages_output`. Where the queries of a head fill no
-        tile the choice is another: nothing is carried to there.
+        variable lengths or paged caches no `stages_output`; a mask operand leaves registers for
+        narrower tiles. Where the queries of a head fill no tile the choice is another: nothing is
+        carried to there.
         """
         attention = _attention(problem)
+        if attention.mask_operand:
+            config = _narrowed(attention, config)
         group = attention.heads_q // attention.heads_kv
         params = dict(config.params)
         if attention.is_packed:
@@ -418,6 +423,7 @@ class FusedAttention(Family):
                     "is_windowed": attention.is_windowed,
                     "has_softcap": attention.softcap > 0,
                     "is_varlen": attention.is_varlen and not attention.is_paged,
+                    **_mask_variables(attention),
                     "producer_registers": producer,
                     "consumer_registers": consumer,
                     **paged,
@@ -452,6 +458,7 @@ class FusedAttention(Family):
         )
         names = [matrix.name for matrix in attention.matrices]
         others = [operand.name for operand in attention.operands if operand.name not in names]
+        masked = _mask_strides(attention, own)
         tensors = tuple(Ref(name) for name in (*names, LSE, *others))
         clustered = config.get("combine", "kernel") == "cluster"
         schedule = (config["splits"], int(config["pdl"]), int(clustered))
@@ -463,7 +470,7 @@ class FusedAttention(Family):
             rows = (attention.total_q, attention.page_size, key.shape[0], table[0])
         elif attention.is_varlen:
             rows = (attention.total_q, attention.total_kv)
-        integers = (*extents, *strides, *schedule, *window, *rows)
+        integers = (*extents, *strides, *schedule, *window, *rows, *masked)
         return [Launch("attention", tensors, integers, (scale, *cap))]
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
@@ -527,6 +534,8 @@ def _spills(problem: AttentionProblem, config: Config) -> bool:
     consumer = _registers(problem, config)[1]
     overhead = NARROW_OVERHEAD_REGISTERS if consumer <= 104 else OVERHEAD_REGISTERS
     overhead += WINDOW_REGISTERS if problem.is_windowed and buffers > 1 else 0
+    if (operand := problem.mask_operand) is not None:
+        overhead += tile_n * DTYPE_BYTES[operand.dtype] // 8 + MASK_REGISTERS
     accumulators = buffers * tile_n // 2 + width * tile_n // 8 + head_dim // 2
     accumulators += width * head_dim // 8 if keeps_q else 0
     return bool(accumulators + overhead > consumer)
@@ -541,6 +550,33 @@ def _registers(problem: AttentionProblem, config: Config) -> tuple[int, int]:
 def _box_rows(page_size: int, tile_n: int) -> int:
     """Rows of a page that one copy brings: few kernels serve pages of every size."""
     return next(rows for rows in BOXES if page_size % rows == tile_n % rows == 0)
+
+
+def _narrowed(problem: AttentionProblem, config: Config) -> Config:
+    """The config with the widest tiles, at most its own, at which nothing spills."""
+    step = 32 // DTYPE_BYTES[problem.dtype]
+    widths = range(int(config["tile_n"]), 0, -step)
+    tried = (Config(config.family, {**config.params, "tile_n": width}) for width in widths)
+    return next((one for one in tried if not _spills(problem, one)), config)
+
+
+def _mask_variables(problem: AttentionProblem) -> Mapping[str, Value]:
+    """What is compiled in of a mask operand: that there is one, and its kind."""
+    kind = "additive" if problem.bias else "bool"
+    return {"mask_operand": kind} if problem.mask_operand else {}
+
+
+def _mask_strides(problem: AttentionProblem, own: Strides) -> tuple[int, ...]:
+    """Strides of a mask operand over batch, heads, queries and keys, 0 along axes that it has not;
+    empty without one.
+    """
+    operand = problem.mask_operand
+    if operand is None:
+        return ()
+    strides = own.get(operand.name, (*problem.mask_strides, 1))
+    return tuple(
+        0 if size == 1 else stride for size, stride in zip(operand.shape, strides, strict=True)
+    )
 
 
 def _tile_m(params: Mapping[str, Value]) -> int:
