@@ -636,6 +636,12 @@ def test_another_of_pytorch_s_kernels_has_to_be_much_faster(
     assert portfolio.preferred(expected) == kernel
 
 
+def test_another_of_pytorch_s_kernels_has_to_be_measured_near() -> None:
+    expected = {"cudnn": 833.0, "flash2": 281.0}
+    assert portfolio.preferred(expected, {"flash2"}) == "flash2"
+    assert portfolio.preferred(expected, set()) == "cudnn"
+
+
 @pytest.fixture
 def ships(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Portfolio]:
     folder = tmp_path / "portfolio"

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, cached_property, partial
 from itertools import islice
@@ -301,15 +301,17 @@ def _unpacked(one: Candidate) -> Candidate:
     return replace(one, config=Config(one.config.family, params, one.config.stages))
 
 
-def preferred(expected: Mapping[str, float]) -> str:
+def preferred(expected: Mapping[str, float], near: Collection[str] | None = None) -> str:
     """The vendor's kernel to leave a call to: PyTorch's own choice, unless another is expected to
     be faster by `VENDOR_MARGIN`.
 
     Args:
         expected: microseconds by kernel; one at least.
+        near: kernels whose expectations are trusted at these sizes; None: all.
     """
     usual = next((name for name in PYTORCHS_ORDER if name in expected), min(expected))
-    best = min(expected, key=lambda name: (expected[name], name))
+    trusted = [name for name in expected if name == usual or near is None or name in near]
+    best = min(trusted, key=lambda name: (expected[name], name))
     return best if expected[best] * (1 + VENDOR_MARGIN) < expected[usual] else usual
 
 
@@ -512,7 +514,11 @@ class Portfolio:
         }
         vendor_us, vendor = math.inf, None
         if known:
-            vendor_us, vendor = known[preferred({name: us for name, (us, _) in known.items()})]
+            sizes = models.domain.sizes(problem)
+            near = {str(one.config["kernel"]) for one in models.vendors if one.spread.holds(sizes)}
+            vendor_us, vendor = known[
+                preferred({name: us for name, (us, _) in known.items()}, near)
+            ]
 
         def ranked(bound: float = math.inf) -> Iterator[tuple[float, Config]]:
             for estimate in own:
