@@ -324,9 +324,11 @@ __device__ __forceinline__ void promote(Accumulators const& d, float (&sums)[kRe
   }
 }
 
-// A stage's bytes are no longer read, by this warp.
+// A stage's bytes are no longer read, by this warp. Its products have ended, and factors that were read in
+// front of them are long there; those that swapped operands read behind them are waited for. Not by all: the
+// fence (MEMBAR.ALL.CTA) waits for the last tile's stores too.
 __device__ __forceinline__ void leave(uint32_t empty) {
-  async_copy_fence();
+  if constexpr (kSwapped) async_copy_fence();
   __syncwarp();
   const uint32_t lane = threadIdx.x % kWarp;
   if constexpr (kMulticast > 1) {
