@@ -141,6 +141,18 @@ def emulated(
     return "" if done.returncode == 0 else (done.stdout + done.stderr).strip() or "it failed"
 
 
+#: Emulated in every run, half a minute of a core each; the others with ``scripts/test --long``.
+USUAL = {*list(CASES)[:2], *list(GROUPED)[:1], *list(MUTANTS)[:2]}
+
+
+@pytest.fixture
+def emulates(request: pytest.FixtureRequest, long_mode: bool) -> None:
+    """Skips what only a long run emulates."""
+    if not long_mode and next(iter(request.node.callspec.params.values())) not in USUAL:
+        pytest.skip("scripts/test --long emulates it")
+
+
+@pytest.mark.usefixtures("emulates")
 @pytest.mark.parametrize("case", CASES)
 def test_an_emulated_kernel_is_right(compiler: Compiler, case: str, tmp_path: Path) -> None:
     # As few stages as there are at most two of three blocks under way, that they are used again.
@@ -150,6 +162,7 @@ def test_an_emulated_kernel_is_right(compiler: Compiler, case: str, tmp_path: Pa
     assert emulated(Config(FAMILY.name, few), compiler.toolchain.nvcc, tmp_path) == ""
 
 
+@pytest.mark.usefixtures("emulates")
 @pytest.mark.parametrize("case", GROUPED)
 def test_an_emulated_kernel_follows_the_groups(
     compiler: Compiler, case: str, tmp_path: Path
@@ -158,6 +171,7 @@ def test_an_emulated_kernel_follows_the_groups(
     assert emulated(few, compiler.toolchain.nvcc, tmp_path, is_grouped=True) == ""
 
 
+@pytest.mark.usefixtures("emulates")
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_emulator_finds_what_is_wrong(compiler: Compiler, name: str, tmp_path: Path) -> None:
     chosen = {
