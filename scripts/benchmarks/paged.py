@@ -83,7 +83,7 @@ class Case:
 
     @property
     def bytes(self) -> int:
-        """Of the keys and values that are seen."""
+        """Bytes of the keys and values that queries see."""
         seen = sum(
             min(keys, self.window + queries) if self.window >= 0 else keys
             for queries, keys in zip(self.queries, self.keys, strict=True)
@@ -92,7 +92,7 @@ class Case:
 
     @property
     def cached_bytes(self) -> int:
-        """Of the pages of one cache."""
+        """Bytes of the pages of one copy of the keys and values."""
         pages = sum(-(-keys // self.page_size) for keys in self.keys)
         return 4 * pages * self.page_size * self.heads_kv * self.head_dim
 
@@ -439,7 +439,7 @@ def compared(case: Case, pool: Any, kernels: Mapping[Config, LoadedKernel]) -> d
 
 
 def _dense_key(config: Config) -> Config:
-    """What the dense kernel of a config is known by."""
+    """Key under which the dense kernel of a config is kept."""
     return Config("dense", config.params)
 
 

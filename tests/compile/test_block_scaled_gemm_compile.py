@@ -118,7 +118,7 @@ def emulated(
     is_grouped: bool = False,
     orders: int = 1,
 ) -> str:
-    """What an emulated kernel says of its products; empty where they are all right."""
+    """Output of an emulated kernel about its products; empty where all are right."""
     text = render(spec_of(chosen, is_grouped=is_grouped), "emulated")
     device_half = text[: text.index("inline bool aligned(")] + "}  // namespace\n"
     device_half, products = _MULTIPLY.subn(_PRODUCT, device_half)

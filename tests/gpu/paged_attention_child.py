@@ -204,7 +204,7 @@ def _packed(tensor: Any) -> tuple[int, ...]:
 
 
 def faults(batch: Batch, launcher: Launcher, scale: float, limit: float) -> list[str]:
-    """What is wrong with what a launch left."""
+    """Faults of a launch's results."""
     torch.cuda.synchronize()
     found: list[str] = []
     out, lse = launcher.out[1:-1], launcher.lse

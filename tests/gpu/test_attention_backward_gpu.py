@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]
 
 CHILD = Path(__file__).with_name("attention_backward_child.py")
 CHILD_S = 120.0
-"""Of one kernel on all its problems, torch's import and float64 references among it."""
+"""Limit of one kernel on all its problems, with torch's import and float64 references."""
 CHILDREN = 4
 """At a time: most of their time is torch's import."""
 DRAWN, SEED = 128, 0
@@ -130,7 +130,7 @@ def kernels() -> list[KernelSpec]:
 
 @pytest.fixture(scope="module")
 def found(compiler: Compiler) -> dict[tuple[AttentionBackwardProblem, Config], Any]:
-    """What the children say of each case, or the fault that ended one."""
+    """Each child's answer for each case, or the fault that ended it."""
     results: dict[tuple[AttentionBackwardProblem, Config], Any] = {}
     specs = list(dict.fromkeys(spec_of(*case) for case in cases()))
 

@@ -28,6 +28,7 @@ from tuner.errors import ConfigError, StoreError
 from tuner.families import families
 from tuner.families.base import FOREIGN, Family
 from tuner.families.fused_attention import paged
+from tuner.families.vendor.sdpa import BACKENDS
 from tuner.families.work import Sizes, sizes_of
 from tuner.hardware import Gpu
 from tuner.measurement import Regime
@@ -39,8 +40,6 @@ VERSION = 2
 REACH = 2
 """Factor by which a size may exceed the measured ones: beyond it a time model is not trusted."""
 _FAR = f"no kernel was measured within {REACH} times these sizes"
-PYTORCHS_ORDER = ("cudnn", "flash2", "efficient")
-"""PyTorch's kernels in the order in which it chooses them on Hopper (torch 2.11)."""
 VENDOR_MARGIN = 0.25
 """Share of its time by which another of PyTorch's kernels has to beat PyTorch's choice."""
 #: Rates of a time model are written with as many digits.
@@ -309,7 +308,7 @@ def preferred(expected: Mapping[str, float], near: Collection[str] | None = None
         expected: microseconds by kernel; one at least.
         near: kernels whose expectations are trusted at these sizes; None: all.
     """
-    usual = next((name for name in PYTORCHS_ORDER if name in expected), min(expected))
+    usual = next((name for name in BACKENDS if name in expected), min(expected))
     trusted = [name for name in expected if name == usual or near is None or name in near]
     best = min(trusted, key=lambda name: (expected[name], name))
     return best if expected[best] * (1 + VENDOR_MARGIN) < expected[usual] else usual

@@ -18,7 +18,8 @@ from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.problem import E4M3, AttentionProblem, Layout, Problem
 
 #: kernel that torch carries -> its switch and its check of tensors in torch.backends.cuda, its
-#: operator, and the operator's arguments between tensors or bias and dropout: no log-sum-exp.
+#: operator, and the operator's arguments between tensors or bias and dropout: no log-sum-exp. In
+#: the order in which torch 2.11 chooses them on Hopper.
 BACKENDS: dict[str, tuple[str, str, str, tuple[Any, ...]]] = {
     "cudnn": (
         "cudnn_sdp_enabled", "can_use_cudnn_attention",
