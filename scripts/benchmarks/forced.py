@@ -1,8 +1,9 @@
 """Kernels for problems that nobody tuned: one config each, compiled on demand.
 
 For benchmarks that check kernels on shapes of other people's choice, where a search would take
-hours. The config is the first legal one by predicted time at a canonical length, so that many
-shapes share a kernel.
+hours. The kernel is the portfolio's, also where a vendor's is expected to be faster. Where no
+portfolio knows the domain, the config is the first legal one by predicted time at a canonical
+length, so that many shapes share a kernel.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.measure.device import detect
 from tuner.measurement import Measurement, Regime, Status
 from tuner.problem import AttentionProblem, Problem
+from tuner.selection import portfolio
 from tuner.selection.reader import Answer
 from tuner.store.entry import Entry
 
@@ -64,7 +66,14 @@ class Forced:
         self._answers: dict[Problem, Answer | None] = {}
 
     def config(self, problem: AttentionProblem) -> Config | None:
-        """The first legal config of the first family that has one; None where no family has."""
+        """The portfolio's kernel, or the first legal config of the first family that has one;
+        None where no family has.
+        """
+        for one in portfolio.shipped():
+            selection = one.select(problem, self._gpu) if one.op == problem.op else None
+            own = (config for _, config in selection.ranked()) if selection else iter(())
+            if (found := next(own, None)) is not None and found.family in self._families:
+                return found
         for name in self._families:
             member = family(name)
             if member.supports(problem, self._gpu):

@@ -71,6 +71,12 @@ def register(subparsers: Any) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="with --portfolio: list the kernels, compile nothing"
     )
+    parser.add_argument(
+        "--reproducible",
+        action="store_true",
+        help="with --portfolio: one library a kernel, so that equal builds are equal bytes; takes "
+        "about three times the CPU time",
+    )
     parser.add_argument("--jobs", type=int, metavar="N", help="nvcc processes (default: the cores)")
     parser.add_argument("--store", metavar="URL", help="SQLAlchemy URL or SQLite file")
     parser.add_argument("--json", action="store_true", help="one JSON object")
@@ -94,8 +100,10 @@ def run(args: argparse.Namespace) -> int:
 
     if args.portfolio:
         return _portfolio(args)
-    if args.dry_run:
-        raise ConfigError("--dry-run is not for entries (allowed: with --portfolio)")
+    for option in ("dry_run", "reproducible"):
+        if getattr(args, option):
+            name = option.replace("_", "-")
+            raise ConfigError(f"--{name} is not for entries (allowed: with --portfolio)")
     with open_store(args.store) as store:
         targets = [Target(m) for e in _entries(store, args) for m in _own(e)]
         if not targets:
@@ -145,7 +153,14 @@ def _portfolio(args: argparse.Namespace) -> int:
         raise ConfigError("--json is not for --portfolio (allowed: for entries)")
     artifacts = ArtifactCache()
     with contextlib.nullcontext() if args.dry_run else _alone(artifacts):
-        code = build(artifacts, args.op, args.gpu, args.jobs, dry_run=args.dry_run)
+        code = build(
+            artifacts,
+            args.op,
+            args.gpu,
+            args.jobs,
+            dry_run=args.dry_run,
+            reproducible=args.reproducible,
+        )
         if not args.dry_run:
             print(f"the runtime's dispatcher: {_dispatcher(artifacts)}", file=sys.stderr)
     return code

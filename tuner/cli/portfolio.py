@@ -45,7 +45,13 @@ def chosen(op: str | None, gpu: str | None) -> list[Portfolio]:
 
 
 def build(
-    artifacts: ArtifactCache, op: str | None, gpu: str | None, jobs: int | None, *, dry_run: bool
+    artifacts: ArtifactCache,
+    op: str | None,
+    gpu: str | None,
+    jobs: int | None,
+    *,
+    dry_run: bool,
+    reproducible: bool,
 ) -> int:
     """Compile the kernels of the shipped portfolios, and enter each into the user's kernel list.
 
@@ -55,6 +61,8 @@ def build(
         gpu: as of `chosen`.
         jobs: nvcc processes at a time; None: the cores.
         dry_run: list the kernels, compile nothing.
+        reproducible: one library a kernel, so that equal builds are equal bytes, as the wheel of
+            prebuilt kernels needs; about three times the CPU time of libraries of eight.
 
     Returns:
         Exit code: 1 when a kernel failed.
@@ -64,7 +72,7 @@ def build(
         CompileError: when there is no compiler.
         StoreError: when the artifact cache or the list cannot be written.
     """
-    from tuner.compile.compiler import Compiler
+    from tuner.compile.compiler import UNIT, Compiler
     from tuner.compile.toolchain import find_toolchain
     from tuner.selection.kernels import targets
 
@@ -73,8 +81,8 @@ def build(
         by_capability.setdefault(one.gpu.compute_capability, []).extend(targets(one))
     tools, codes = find_toolchain(), []
     for capability, wanted in sorted(by_capability.items()):
-        # Each by itself: equal builds are equal bytes, as the wheel of prebuilt kernels needs.
-        with Compiler(tools, artifacts, jobs=jobs, batch=1, capability=capability) as compiler:
+        batch = 1 if reproducible else UNIT
+        with Compiler(tools, artifacts, jobs, batch, capability=capability) as compiler:
             codes.append(_build(wanted, compiler, dry_run))
     return max(codes)
 
@@ -85,6 +93,12 @@ def _build(wanted: Sequence[Target], compiler: Compiler, dry_run: bool) -> int:
 
     specs = list(dict.fromkeys(spec for one in wanted for spec in one.kernels.values()))
     there = {spec: found for spec in specs if (found := compiler.cached(spec)) is not None}
+    if compiler.batch == 1:
+        shared = [spec for spec, found in there.items() if found.facts["kernels_in_unit"] > 1]
+        for spec in shared:
+            artifact = there.pop(spec)
+            if not dry_run:
+                compiler.artifacts.remove(artifact.key)
     if dry_run:
         for one in wanted:
             is_there = all(spec in there for spec in one.kernels.values())

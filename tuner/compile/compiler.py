@@ -53,6 +53,8 @@ FLAGS = (
     "-DCUTLASS_ENABLE_GDC_FOR_SM90",
     "-Xptxas=-v",
 )
+UNIT = 8
+"""Most kernels of a translation unit."""
 UNIT_BYTES = 7 << 30
 """Memory that one unit takes: 7.1 GB at the peak of eight unlike attention kernels, 2.7 GB of eight
 alike; 7.0 GB of eight unlike products, 5.1 to 6.2 GB of eight alike; nvcc 13.0."""
@@ -100,7 +102,7 @@ class Compiler:
         toolchain: Toolchain,
         artifacts: ArtifactCache,
         jobs: int | None = None,
-        batch: int = 8,
+        batch: int = UNIT,
         timeout_s: float = NVCC_TIMEOUT_S,
         capability: str = HOPPER,
     ) -> None:
