@@ -16,7 +16,7 @@ from tuner.base import resources
 from tuner.cli import build as room
 from tuner.cli import main
 from tuner.compile import compiler, toolchain
-from tuner.compile.artifacts import Artifact
+from tuner.compile.artifacts import Artifact, ArtifactCache
 from tuner.errors import CompileError
 from tuner.families.base import KernelSpec
 from tuner.measure.gate import REFERENCE
@@ -36,12 +36,13 @@ class Compiler:
     version: ClassVar[str] = "1"
     refuses: ClassVar[str] = ""
     built: ClassVar[list[KernelSpec]] = []
+    company: ClassVar[int] = 1
 
     def __init__(
         self, tools: Any, artifacts: Any, *, jobs: int | None, batch: int, capability: str
     ) -> None:
-        assert batch == 1, "kernels of one unit depend on one another's company"
         self.toolchain, self.capability = tools, capability
+        self.artifacts, self.batch = artifacts, batch
 
     def __enter__(self) -> Compiler:
         return self
@@ -56,7 +57,8 @@ class Compiler:
 
     def _artifact(self, spec: KernelSpec) -> Artifact:
         key = self.key(spec)
-        return Artifact(key, Path("kernel.so"), f"sha of {key}", None, 30.0)
+        facts = {"kernels_in_unit": self.company}
+        return Artifact(key, Path("kernel.so"), f"sha of {key}", None, 30.0, facts)
 
     def submit(self, specs: Sequence[KernelSpec]) -> list[tuple[KernelSpec, Future[Artifact]]]:
         made = []
@@ -81,7 +83,7 @@ def one_domain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "Compiler", Compiler)
     monkeypatch.setattr(toolchain, "find_toolchain", lambda: TOOLS)
     monkeypatch.setattr(room, "_dispatcher", lambda artifacts: "there already")
-    for name, value in (("version", "1"), ("refuses", ""), ("built", [])):
+    for name, value in (("version", "1"), ("refuses", ""), ("built", []), ("company", 1)):
         monkeypatch.setattr(Compiler, name, value)
 
 
@@ -192,9 +194,26 @@ def test_what_is_out_of_range_is_named(
     assert code == 2 and message in capsys.readouterr().err
 
 
-def test_a_dry_run_is_for_the_portfolio(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["build", "--dry-run"]) == 2
-    assert "--dry-run is not for entries" in capsys.readouterr().err
+@pytest.mark.parametrize("option", ["--dry-run", "--reproducible"])
+def test_some_options_are_for_the_portfolio(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["build", option]) == 2
+    assert f"{option} is not for entries" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("company", "removed"), [(1, 0), (8, 2)])
+def test_a_reproducible_build_makes_shared_libraries_anew(
+    company: int, removed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main(["build", "--portfolio"])
+    monkeypatch.setattr(Compiler, "company", company)
+    gone: list[str] = []
+    monkeypatch.setattr(ArtifactCache, "remove", lambda self, key: gone.append(key))
+    assert main(["build", "--portfolio", "--reproducible", "--dry-run"]) == 0
+    assert gone == []
+    assert main(["build", "--portfolio", "--reproducible"]) == 0
+    assert len(gone) == removed
 
 
 def test_a_kernel_keeps_its_place_in_the_list() -> None:

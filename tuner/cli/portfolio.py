@@ -82,7 +82,7 @@ def build(
     tools, codes = find_toolchain(), []
     for capability, wanted in sorted(by_capability.items()):
         batch = 1 if reproducible else UNIT
-        with Compiler(tools, artifacts, jobs, batch, capability=capability) as compiler:
+        with Compiler(tools, artifacts, jobs=jobs, batch=batch, capability=capability) as compiler:
             codes.append(_build(wanted, compiler, dry_run))
     return max(codes)
 
