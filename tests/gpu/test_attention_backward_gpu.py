@@ -25,7 +25,8 @@ from tuner.families.base import KernelSpec
 from tuner.families.fused_attention_backward import instance
 from tuner.hardware import DEFAULT_GPU
 from tuner.measure.device import Device, detect
-from tuner.measure.gate import KINDS, REFERENCE, Gate, scale_of
+from tuner.measure.gate import REFERENCE, Gate
+from tuner.measure.gate.inputs import KINDS, scale_of
 from tuner.problem import AttentionBackwardProblem, Operand
 
 torch = pytest.importorskip("torch", reason="torch is not installed")

@@ -191,12 +191,8 @@ def test_the_gate_passes_the_kernel_and_sees_a_sequence_that_ends_early(
     compiler: Compiler,
 ) -> None:
     from tuner.measure.device import Device
-    from tuner.measure.gate import (
-        KINDS,
-        REFERENCE,
-        Gate,
-        scale_of,
-    )
+    from tuner.measure.gate import REFERENCE, Gate
+    from tuner.measure.gate.inputs import KINDS, scale_of
 
     text, config = KERNELS["full, packed"]
     [(_, reference), (_, future)] = compiler.submit([REFERENCE, spec(text, config)])

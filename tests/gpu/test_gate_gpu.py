@@ -16,12 +16,8 @@ from tuner.measure.device import (
     detect,
     read_clocks,
 )
-from tuner.measure.gate import (
-    KINDS,
-    REFERENCE,
-    Gate,
-    scale_of,
-)
+from tuner.measure.gate import REFERENCE, Gate
+from tuner.measure.gate.inputs import KINDS, scale_of
 from tuner.measure.stopwatch import Stopwatch
 from tuner.measure.subjects import Bound, Subject
 from tuner.measurement import Regime, Status

@@ -15,7 +15,8 @@ from tuner.families.base import KernelSpec
 from tuner.families.block_scaled_gemm import KERNEL, BlockScaledGemm
 from tuner.hardware import DEFAULT_GPU
 from tuner.measure.device import Device, Pool
-from tuner.measure.gate import REFERENCE, Gate, kinds_of
+from tuner.measure.gate import REFERENCE, Gate
+from tuner.measure.gate.inputs import kinds_of
 from tuner.measure.subjects import CompiledSubject, VendorSubject
 from tuner.measurement import Status
 from tuner.problem import GemmProblem

@@ -17,7 +17,8 @@ from tuner.families.base import KernelSpec
 from tuner.families.gemm import Gemm
 from tuner.hardware import DEFAULT_GPU
 from tuner.measure.device import Device, Pool
-from tuner.measure.gate import KINDS, REFERENCE, Gate
+from tuner.measure.gate import REFERENCE, Gate
+from tuner.measure.gate.inputs import KINDS
 from tuner.measure.subjects import WORKSPACE, CompiledSubject, VendorSubject
 from tuner.measurement import Status
 from tuner.problem import E4M3, GemmProblem

@@ -12,7 +12,8 @@ from tuner.families.base import KernelSpec
 from tuner.families.block_scaled_grouped_gemm import KERNEL, BlockScaledGroupedGemm
 from tuner.hardware import DEFAULT_GPU
 from tuner.measure.device import Device
-from tuner.measure.gate import KINDS, REFERENCE, Gate
+from tuner.measure.gate import REFERENCE, Gate
+from tuner.measure.gate.inputs import KINDS
 from tuner.measure.subjects import WORKSPACE, CompiledSubject
 from tuner.measurement import Status
 from tuner.problem import E4M3, GroupedGemmProblem

@@ -22,7 +22,8 @@ from tuner.config import Config
 from tuner.families import family
 from tuner.families.base import KernelSpec
 from tuner.measure.device import Device
-from tuner.measure.gate import REFERENCE, Gate, scale_of
+from tuner.measure.gate import REFERENCE, Gate
+from tuner.measure.gate.inputs import scale_of
 from tuner.measure.subjects import CompiledSubject
 from tuner.measurement import Status
 from tuner.problem import AttentionProblem

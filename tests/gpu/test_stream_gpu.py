@@ -12,7 +12,8 @@ from tuner.families import families_of
 from tuner.families.vendor import Vendor
 from tuner.measure.bursts import Burst, Entrant, Sets, entrant
 from tuner.measure.device import Device, Pool
-from tuner.measure.gate import Gate, scale_of
+from tuner.measure.gate import Gate
+from tuner.measure.gate.inputs import scale_of
 from tuner.measure.kernel_times import device_us
 from tuner.measure.predecessor import predecessor
 from tuner.measure.stopwatch import Stopwatch

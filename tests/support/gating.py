@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from tuner.families.base import SCRATCH
 from tuner.measure.device import Device, Pool
-from tuner.measure.gate import Gate, kinds_of, scale_of
+from tuner.measure.gate import Gate
+from tuner.measure.gate.inputs import kinds_of, scale_of
 from tuner.measure.subjects import WORKSPACE, CompiledSubject
 from tuner.measurement import Status
 from tuner.problem import Problem

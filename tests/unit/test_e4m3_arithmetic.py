@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from tuner.measure.gate import E4M3_DEVIATION
+from tuner.measure.gate.inputs import E4M3_DEVIATION
 from tuner.measure.tolerance import (
     E4M3_MARGIN,
     E4M3_ROUNDING,

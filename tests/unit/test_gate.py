@@ -15,17 +15,11 @@ import pytest
 
 from tuner.base import resources
 from tuner.errors import BenchmarkError, GateError
-from tuner.measure import gate, pages
+from tuner.measure import pages
 from tuner.measure.device import Pool
-from tuner.measure.gate import (
-    KINDS,
-    POISON,
-    Gate,
-    Guarded,
-    border_columns,
-    kinds_of,
-    scale_of,
-)
+from tuner.measure.gate import Gate, inputs, kernels
+from tuner.measure.gate.inputs import KINDS, border_columns, kinds_of, scale_of
+from tuner.measure.gate.kernels import POISON, Guarded
 from tuner.measure.tolerance import Comparison, floor_work
 from tuner.measurement import Status
 from tuner.problem import (
@@ -57,15 +51,15 @@ GOOD = Comparison(elements=32, error_squares=32e-8, reference_squares=32.0)
 @pytest.mark.parametrize("kind", set(KINDS["attention"]) - {"huge_scores"})
 def test_quantised_inputs_stand_for_what_others_are(kind: str) -> None:
     """Element times factor has the moments of the unquantised kind; nothing saturates."""
-    means, deviations = gate.moments(QUANTISED, kind)
-    plain_means, plain_deviations = gate.moments(ATTENTION, kind)
+    means, deviations = inputs.moments(QUANTISED, kind)
+    plain_means, plain_deviations = inputs.moments(ATTENTION, kind)
     for name, short in (("query", "q"), ("key", "k"), ("value", "v")):
         factor = means[f"descale_{short}"]
         assert factor * deviations[name] == pytest.approx(plain_deviations.get(name, 1.0))
         assert factor * means.get(name, 0.0) == pytest.approx(plain_means.get(name, 0.0))
         assert 0 < deviations[f"descale_{short}"] < factor / 6  # positive, and not all alike
         # Planted queries are DOMINANCE times a key of at most five and a half deviations.
-        most = gate.DOMINANCE * (means.get("key", 0.0) + 5.5 * deviations["key"])
+        most = inputs.DOMINANCE * (means.get("key", 0.0) + 5.5 * deviations["key"])
         assert most < 448
 
 
@@ -112,8 +106,8 @@ def test_huge_scores_are_as_large_as_the_type_allows(
 ) -> None:
     """Nothing planted overflows, and scores run from 1e4 up; they are exact in fp32."""
     problem = AttentionProblem(64, 64, 64, dtype=cast(DType, dtype))
-    exponents, key = gate.HUGE_EXPONENTS[dtype]
-    means, deviations = gate.moments(problem, "huge_scores")
+    exponents, key = inputs.HUGE_EXPONENTS[dtype]
+    means, deviations = inputs.moments(problem, "huge_scores")
     assert means["key"] == 2.0**key
     assert deviations["key"] == 0
     assert 2.0 ** exponents[-1] <= largest
@@ -127,7 +121,7 @@ def test_huge_scores_are_as_large_as_the_type_allows(
 def test_nothing_is_added_to_huge_scores() -> None:
     """In fp32 it would be lost beside them, in the reference it would not."""
     problem = AttentionProblem.parse("H=2,S=64,D=64,bias=h,alibi=1")
-    means, deviations = gate.moments(problem, "huge_scores")
+    means, deviations = inputs.moments(problem, "huge_scores")
     for name in ("bias", "slopes"):
         assert (means.get(name, 0.0), deviations[name]) == (0, 0)
 
@@ -257,12 +251,12 @@ def test_arguments_have_the_template_s_lengths(problem: Problem, name: str) -> N
 
 
 def test_planted_e4m3_columns_do_not_saturate() -> None:
-    _, deviations = gate.moments(SCALED, "planted")
-    assert 7 * gate.E4M3_COLUMN_FACTOR * deviations["a"] <= 448
+    _, deviations = inputs.moments(SCALED, "planted")
+    assert 7 * inputs.E4M3_COLUMN_FACTOR * deviations["a"] <= 448
     made, _, kernel = opened(SCALED)
     made.load("planted")
-    assert (gate.E4M3_COLUMN_FACTOR,) in kernel.scalars
-    assert (gate.COLUMN_FACTOR,) not in kernel.scalars
+    assert (inputs.E4M3_COLUMN_FACTOR,) in kernel.scalars
+    assert (inputs.COLUMN_FACTOR,) not in kernel.scalars
 
 
 @pytest.mark.parametrize("scales", ["tensor", "row", "block"])
@@ -289,20 +283,20 @@ def test_some_factors_of_blocks_are_unlike_their_neighbours() -> None:
     [_, (of_a, rows), (of_b, columns)] = planted
     assert (of_a, of_b) == ([at["scale_a"]], [at["scale_b"]])
     # fp32, four blocks of K, one row or block of columns each of those that are named.
-    borders = gate.border_columns(300, 7)
+    borders = inputs.border_columns(300, 7)
     assert rows[1:] == [2, 1, 4, 4 * 300, 300, 1, len(borders), *borders]
     assert columns[1:] == [2, 1, 4, 3 * 4, 1, 4, 1, 2]
-    assert kernel.scalars.count((gate.SMALL_FACTOR,)) == 2
+    assert kernel.scalars.count((inputs.SMALL_FACTOR,)) == 2
 
 
 @pytest.mark.parametrize("dtype", ["float16", E4M3])
 def test_scaled_products_have_a_deviation_of_one(dtype: Any) -> None:
     problem = GemmProblem(64, 64, 4096, dtype=dtype, scales="row")
-    means, deviations = gate.moments(problem, "random")
+    means, deviations = inputs.moments(problem, "random")
     product = deviations.get("a", 1.0) * deviations["b"] * means["scale_a"] * means["scale_b"]
     assert product * problem.k**0.5 == pytest.approx(1)
     for name in ("scale_a", "scale_b"):
-        assert deviations[name] == gate.DESCALE_SPREAD * means[name]
+        assert deviations[name] == inputs.DESCALE_SPREAD * means[name]
 
 
 def test_groups_are_computed_one_by_one_and_planted_ones_lie_otherwise() -> None:
@@ -356,7 +350,7 @@ def test_rows_that_lie_apart_are_checked_where_they_lie() -> None:
     made = Gate(device, kernel)  # type: ignore[arg-type]
     made.open(GEMM, 7, strides)
     made.load("planted")
-    sizes = {name: guarded.bytes for name, guarded in made._operands.items()}
+    sizes = {name: guarded.bytes for name, guarded in made.operands.items()}
     assert sizes["a"] == 2 * ((m - 1) * (k + 8) + k) and sizes["b"] == 2 * ((n - 1) * (k + 24) + k)
     of = {integers[0]: integers for _, integers in kernel.given}
     assert of[2][4:7] == [m * k, k + 8, 1], "columns of A are scaled where they are"
@@ -364,7 +358,7 @@ def test_rows_that_lie_apart_are_checked_where_they_lie() -> None:
     filled = [integers[2] for _, integers in kernel.given if integers[0] == 0]
     assert filled == [sizes["a"] // 2, sizes["b"] // 2]
     made.open(GEMM, 7)
-    assert made._operands["a"].bytes == 2 * m * k, "another layout has buffers of its own"
+    assert made.operands["a"].bytes == 2 * m * k, "another layout has buffers of its own"
 
 
 @pytest.mark.parametrize("kind", KINDS["attention"])
@@ -446,7 +440,7 @@ def test_a_reference_that_is_not_finite_is_computed_once_more(
         return compared[-1]
 
     monkeypatch.setattr(made, "compare", compare)
-    monkeypatch.setattr(made, "_count", lambda band: 0)
+    monkeypatch.setattr(made._kernels, "strayed", lambda buffer: 0)
     if is_overwritten:
         assert made.examine().status is Status.OK
     else:
@@ -466,8 +460,8 @@ def test_everything_is_armed() -> None:
     assert (output, GEMM.output.bytes) in device.filled
     for operand in GEMM.operands:
         pointer = made.pointers[operand.name]
-        assert (pointer - gate.GUARD_BYTES, gate.GUARD_BYTES) in device.filled
-        assert (pointer + operand.bytes, gate.GUARD_BYTES) in device.filled
+        assert (pointer - kernels.GUARD_BYTES, kernels.GUARD_BYTES) in device.filled
+        assert (pointer + operand.bytes, kernels.GUARD_BYTES) in device.filled
     assert (made.pointers["a"], GEMM.operands[0].bytes) not in device.filled
 
 
@@ -533,7 +527,7 @@ class MemoryKernel(FakeKernel):
 @pytest.fixture
 def guarded(monkeypatch: pytest.MonkeyPatch) -> tuple[Gate, Memory, Guarded]:
     """A gate over real bytes, armed for a product with a bias, and the candidate's own buffer."""
-    monkeypatch.setattr(gate, "GUARD_BYTES", 1 << 10)
+    monkeypatch.setattr(kernels, "GUARD_BYTES", 1 << 10)
     device = Memory()
     made = Gate(device, MemoryKernel(device))  # type: ignore[arg-type]
     made.open(replace(GEMM, epilogue="bias_residual"), 7)
@@ -554,12 +548,12 @@ def test_a_word_written_beside_any_buffer_is_seen(
     guarded: tuple[Gate, Memory, Guarded], name: str, place: str
 ) -> None:
     made, device, own = guarded
-    [buffer] = [one for one in (*made._operands.values(), own) if one.name == name]
+    [buffer] = [one for one in (*made.operands.values(), own) if one.name == name]
     word = {
-        "first before": -gate.GUARD_BYTES,
+        "first before": -kernels.GUARD_BYTES,
         "last before": -2,
         "first behind": buffer.bytes,
-        "last behind": buffer.bytes + gate.GUARD_BYTES - 2,
+        "last behind": buffer.bytes + kernels.GUARD_BYTES - 2,
     }[place]
     device.write(buffer.pointer + word, b"\0\0")
     verdict = made.examine([own])
@@ -573,7 +567,7 @@ def test_a_changed_input_is_seen(
     guarded: tuple[Gate, Memory, Guarded], name: str, place: str
 ) -> None:
     made, device, own = guarded
-    buffer = made._operands[name]
+    buffer = made.operands[name]
     device.write(buffer.pointer + (0 if place == "first" else buffer.bytes - 1), b"\x01")
     verdict = made.examine([own])
     assert verdict.status is Status.OUT_OF_BOUNDS
@@ -614,12 +608,12 @@ def test_a_boolean_mask_is_planted_row_by_row(axes: str, extents: tuple[int, ...
 
 
 def test_slopes_leave_what_is_planted_on_top() -> None:
-    means, _ = gate.moments(BIASED, "dominant")
-    assert means["slopes"] * 90 <= gate.DOMINANCE
-    means, deviations = gate.moments(BIASED, "random")
+    means, _ = inputs.moments(BIASED, "dominant")
+    assert means["slopes"] * 90 <= inputs.DOMINANCE
+    means, deviations = inputs.moments(BIASED, "random")
     assert means["slopes"] * 16 >= 1
     assert 0 < deviations["slopes"] < means["slopes"] / 3  # positive, and not all alike
-    assert gate.moments(BIASED, "large_scores")[1]["bias"] == gate.LARGE
+    assert inputs.moments(BIASED, "large_scores")[1]["bias"] == inputs.LARGE
 
 
 class TestLogSumExp:

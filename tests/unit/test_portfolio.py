@@ -4,52 +4,43 @@ from __future__ import annotations
 
 import json
 import math
-import random
-from collections.abc import Iterator
 from dataclasses import replace
-from operator import mul
 from pathlib import Path
 
 import pytest
 from fused_configs import maker
-from gemm_configs import tile
+from portfolio_cases import (
+    CUDNN,
+    FUSED,
+    REGRET,
+    VENDOR,
+    WARM,
+    WIDE,
+    amounts,
+    attention,
+    candidate,
+    known_fixture,
+    made,
+    ships_fixture,
+)
 
-from tuner.base import resources
 from tuner.cli import main
 from tuner.config import Config
-from tuner.errors import ConfigError, StoreError
-from tuner.families import families
-from tuner.families.attention_work import TERMS, Sizes, Tiling, work
+from tuner.families.attention_work import Tiling
 from tuner.hardware import DEFAULT_GPU, GPUS
-from tuner.measurement import Measurement, Provenance, Regime, Status
-from tuner.problem import AttentionProblem, GemmProblem
-from tuner.search import portfolio as fitting
+from tuner.measurement import Provenance
+from tuner.problem import AttentionProblem
 from tuner.selection import portfolio
-from tuner.selection.domains import AttentionDomain, Domain, ProductDomain
+from tuner.selection.domains import AttentionDomain, Domain
 from tuner.selection.kernels import targets
 from tuner.selection.portfolio import (
-    Candidate,
     DomainModels,
     Portfolio,
-    Regret,
-    Spread,
 )
-from tuner.selection.reader import close, lookup
+from tuner.selection.reader import lookup
 
-WARM = Regime("stream", "warm")
-FUSED, VENDOR = families()["fused_attention"], families()["vendor_sdpa"]
-CUDNN = Config("vendor_sdpa", {"kernel": "cudnn"})
-WIDE = maker()(2, 128)
-NARROW = maker()(1, 64, blocks_per_sm=2)
-REGRET = Regret(10, 0.01, 0.05, 1.1, 0.99, 0.9)
-
-
-def attention(text: str) -> AttentionProblem:
-    return AttentionProblem.parse(text)
-
-
-def amounts(text: str, tiling: Tiling) -> dict[str, float]:
-    return dict(zip(TERMS, work(Sizes.of(attention(text)), tiling, DEFAULT_GPU), strict=True))
+known = known_fixture
+ships = ships_fixture
 
 
 class TestWork:
@@ -142,20 +133,6 @@ def test_the_domain_is_what_is_compiled_in_and_the_phase(
     text: str, domain: AttentionDomain | None
 ) -> None:
     assert Domain.of(attention(text)) == domain
-
-
-def candidate(config: Config, terms: tuple[str, ...], **rates: float) -> Candidate:
-    spread = Spread(((1000, 10**7), (64, 10**5)))
-    named = {term.replace(" ", "_"): term for term in terms}
-    return Candidate(config, {named[k]: v for k, v in rates.items()}, 20, 0.02, 0.05, spread)
-
-
-def made(own_us: float, vendor_us: float, margin: float) -> Portfolio:
-    own = candidate(fitting.kernel_of(WIDE), FUSED.work_terms, launch=own_us)
-    vendor = candidate(CUDNN, VENDOR.work_terms, launch=vendor_us)
-    domain = AttentionDomain(64, "full", "prompt")
-    models = DomainModels(domain, WARM, [own, vendor], margin, REGRET)
-    return Portfolio("attention", DEFAULT_GPU, {domain: models}, {"days": ["2026-11-23"] * 2})
 
 
 class TestSelect:
@@ -370,291 +347,6 @@ class TestPaged:
         assert 0.95 * whole < chunk < whole
 
 
-class TestDocument:
-    def test_what_ships_is_as_it_was_without_pages(self) -> None:
-        domains = [row["domain"] for one in portfolio.shipped() for row in one.to_json()["domains"]]
-        assert domains and not any("is_paged" in domain for domain in domains)
-
-    def test_it_is_what_was_written(self, tmp_path: Path) -> None:
-        known = made(9.0, 10.0, 0.02)
-        known.write(tmp_path / "p.json")
-        again = Portfolio.read(tmp_path / "p.json")
-        assert again.to_json() == known.to_json()
-        problem = attention("S=1999,D=64")
-        assert again.select(problem) == known.select(problem)
-
-    @pytest.mark.parametrize(
-        ("change", "message"),
-        [
-            ({"format": "x"}, "not a portfolio"),
-            ({"version": 9}, "version 9 is not known"),
-            ({"op": "softmax"}, "op 'softmax' has no portfolio"),
-            ({"domains": None}, "cannot be read"),
-            ({"domains": [{}]}, "cannot be read"),
-            ({"gpu": {"name": 3}}, "name=3 is not text"),
-        ],
-    )
-    def test_another_document_is_refused(
-        self, tmp_path: Path, change: dict[str, object], message: str
-    ) -> None:
-        path = tmp_path / "p.json"
-        path.write_text(json.dumps({**made(9.0, 10.0, 0.0).to_json(), **change}))
-        with pytest.raises(ConfigError, match=message):
-            Portfolio.read(path)
-
-    @pytest.mark.parametrize("rate", [-1.0, True, "1", None])
-    def test_a_rate_is_a_number_that_is_not_negative(self, rate: object) -> None:
-        data = json.loads(json.dumps(made(9.0, 10.0, 0.0).to_json()))
-        data["domains"][0]["candidates"][0]["rates"]["launch"] = rate
-        with pytest.raises(ConfigError, match="is not a number"):
-            Portfolio.from_json(data)
-
-    def test_an_unknown_term_is_named(self) -> None:
-        data = json.loads(json.dumps(made(9.0, 10.0, 0.0).to_json()))
-        data["domains"][0]["candidates"][0]["rates"]["wonders"] = 1.0
-        with pytest.raises(ConfigError, match="fused_attention counts no 'wonders'"):
-            Portfolio.from_json(data)
-
-    def test_a_damaged_file_that_ships_is_named(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        (tmp_path / "bad.json").write_text("{")
-        monkeypatch.setattr(portfolio, "_folder", lambda: tmp_path)
-        portfolio.shipped.cache_clear()
-        with pytest.raises(StoreError, match=r"a shipped file cannot be read: portfolio .*bad\.j"):
-            portfolio.shipped()
-
-
-def planted(seed: int) -> list[Measurement]:
-    """Times of two own kernels and cuDNN by planted rates, with noise of 2 %, at 60 problems."""
-    rng = random.Random(seed)
-    found = []
-    rates = {
-        WIDE.digest: {"launch": 3.0, "busiest_steps": 0.6},
-        NARROW.digest: {"launch": 1.0, "busiest_steps": 0.3, "round_steps": 0.5},
-        CUDNN.digest: {"launch": 6.0, "busiest_steps of 128x128": 0.9},
-    }
-    for _ in range(60):
-        heads, length = rng.choice((8, 12, 16, 24, 32, 40)), rng.randrange(128, 8192)
-        problem = attention(f"H={heads},S={length},D=64")
-        for config in (WIDE, NARROW, CUDNN):
-            family = families()[config.family]
-            work = dict(
-                zip(family.work_terms, family.work(problem, config, DEFAULT_GPU), strict=True)
-            )
-            us = sum(rate * work[term] for term, rate in rates[config.digest].items())
-            us *= rng.uniform(0.98, 1.02)
-            one = Measurement(problem, config, DEFAULT_GPU, WARM, Status.OK, latency_us=us)
-            found.append(one)
-    return found
-
-
-@pytest.fixture(scope="module")
-def known() -> Portfolio:
-    """Made from the planted times."""
-    return fitting.make("attention", {WARM: planted(0)}, DEFAULT_GPU)
-
-
-GEMV = Config(
-    "gemv",
-    {
-        **{"warps": 8, "k_warps": 8, "row_tiles": 2, "pieces": 4, "stages": 4},
-        **{"blocks_per_sm": 1, "persistent": True, "pdl": True, "lead": 1024},
-    },
-)
-CUBLAS = Config("vendor_blas", {"kernel": "cublas"})
-
-
-def planted_products(seed: int) -> list[Measurement]:
-    """Times of a kernel of few rows, of a tile and of cuBLAS by planted rates, with noise of 2 %:
-    the first is faster than cuBLAS at one row, and slower at four.
-    """
-    rng, found = random.Random(seed), []
-    rates: dict[str, dict[str, float]] = {
-        GEMV.digest: {"launch": 1.0, "memory": 0.2, "row_steps": 0.15},
-        tile(64, 64).digest: {"launch": 3.0, "memory": 0.3},
-        CUBLAS.digest: {"launch": 2.0, "memory": 0.28},
-    }
-    for _ in range(60):
-        n, k, m = 1024 * rng.randint(1, 8), 1024 * rng.randint(1, 4), rng.choice((1, 2, 3, 4))
-        problem = GemmProblem(m, n, k, dtype="bfloat16")
-        for config in (GEMV, tile(64, 64), CUBLAS):
-            family = families()[config.family]
-            if family.violations(problem, config, DEFAULT_GPU):
-                continue
-            work = dict(
-                zip(family.work_terms, family.work(problem, config, DEFAULT_GPU), strict=True)
-            )
-            us = sum(rate * work[term] for term, rate in rates[config.digest].items())
-            us *= rng.uniform(0.98, 1.02)
-            cold = Regime("stream", "cold")
-            found.append(Measurement(problem, config, DEFAULT_GPU, cold, Status.OK, latency_us=us))
-    return found
-
-
-@pytest.fixture(scope="module")
-def few_rows() -> Portfolio:
-    """Made from the planted times."""
-    return fitting.make("gemm", {Regime("stream", "cold"): planted_products(0)}, DEFAULT_GPU)
-
-
-class TestMakeProducts:
-    def test_a_portfolio_of_products(self, few_rows: Portfolio) -> None:
-        (models,) = few_rows.domains.values()
-        assert (few_rows.op, models.domain) == ("gemm", ProductDomain("few"))
-        assert [one.config.get("kernel") for one in models.vendors] == ["cublas"]
-        assert Portfolio.from_json(json.loads(json.dumps(few_rows.to_json()))).op == "gemm"
-
-    def test_an_own_kernel_where_it_is_faster_and_pytorch_s_elsewhere(
-        self, few_rows: Portfolio
-    ) -> None:
-        """Between the sizes that were measured."""
-        one, four = (few_rows.select(GemmProblem(m, 4224, 2176)) for m in (1, 4))
-        assert one is not None and one.config == GEMV and one.vendor == "cublas"
-        assert four is not None and four.config == CUBLAS
-
-    def test_a_bias_has_the_plain_product_s_kernels(self, few_rows: Portfolio) -> None:
-        found = few_rows.select(GemmProblem(1, 4224, 2176, epilogue="bias"))
-        assert found is not None and found.config == GEMV
-        assert found.doubts == ("the rates are those of M to 16",)
-        assert {d.label() for d, _ in few_rows.served()} == {"M to 16", "M to 16, bias"}
-
-    def test_an_activation_without_kernels_is_pytorch_s(self, few_rows: Portfolio) -> None:
-        found = few_rows.select(GemmProblem(1, 4224, 2176, epilogue="bias_gelu"))
-        assert found is not None and found.config == CUBLAS and list(found.ranked()) == []
-
-    def test_its_kernels_are_listed_for_both_types_and_both_widths(
-        self, few_rows: Portfolio
-    ) -> None:
-        """A kernel of few rows is compiled for up to half of them, and for all."""
-        gemvs = [t for t in targets(few_rows) if t.config == GEMV and not t.problem.epilogue]  # type: ignore[attr-defined]
-        assert sorted((t.problem.dtype, t.problem.m) for t in gemvs) == [  # type: ignore[attr-defined]
-            *(("bfloat16", 1), ("bfloat16", 9), ("float16", 1), ("float16", 9))
-        ]
-
-    def test_far_from_what_was_measured_it_is_pytorch_s(self, few_rows: Portfolio) -> None:
-        near, far = (few_rows.select(GemmProblem(1, n, 2176)) for n in (16384, 65536))
-        assert near is not None and near.config == GEMV and not near.doubts
-        assert far is not None and far.config == CUBLAS and far.doubts
-        assert next(far.ranked())[1] == GEMV, "it may be timed in place"
-
-    def test_a_width_without_alignment_is_pytorch_s(self, few_rows: Portfolio) -> None:
-        found = few_rows.select(GemmProblem(1, 4224, 2177))
-        assert found is not None and found.config == CUBLAS
-
-
-class TestMake:
-    def test_times_are_expected_as_planted(self, known: Portfolio) -> None:
-        (models,) = known.domains.values()
-        assert models.domain == AttentionDomain(64, "full", "prompt")
-        for one in models.candidates:
-            assert one.median_error < 0.03
-        for m in planted(1):
-            of = next(c for c in models.candidates if c.config == fitting.kernel_of(m.config))
-            assert of.family is not None
-            amounts = of.family.work(m.problem, m.config, DEFAULT_GPU)
-            expected = sum(map(mul, of.priced, amounts))
-            assert expected == pytest.approx(m.latency_us, rel=0.1)
-
-    def test_the_kernel_of_least_time_is_selected(self, known: Portfolio) -> None:
-        """The narrow tile has the smaller launch, the wide one the smaller rate."""
-        small, large = (known.select(attention(f"H=16,S={s},D=64")) for s in (128, 8192))
-        assert small is not None and fitting.kernel_of(small.config) == fitting.kernel_of(NARROW)
-        assert large is not None and fitting.kernel_of(large.config) == fitting.kernel_of(WIDE)
-
-    def test_the_regret_is_of_models_left_out(self, known: Portfolio) -> None:
-        (models,) = known.domains.values()
-        assert models.regret.problems == 60
-        assert 0 <= models.regret.mean < 0.02
-        assert models.regret.over_vendor > 1.2
-
-    def test_one_model_s_problems_are_too_few(self) -> None:
-        alone = [m for m in planted(0) if m.problem.heads_q == 16]  # type: ignore[attr-defined]
-        with pytest.raises(ConfigError, match="no domain has a kernel with 6 measurements"):
-            fitting.make("attention", {WARM: alone}, DEFAULT_GPU)
-
-    def test_failed_and_modified_ones_are_left_out(self) -> None:
-        failed = [m.but(status=Status.WRONG_RESULT, latency_us=None) for m in planted(0)]
-        assert fitting.points(failed, DEFAULT_GPU) == []
-        sloped = Measurement(
-            attention("S=1024,D=64,alibi=1"), CUDNN, DEFAULT_GPU, WARM, Status.OK, latency_us=9.0
-        )
-        assert fitting.points([sloped], DEFAULT_GPU) == []
-
-    def test_a_quick_time_comes_before_a_final_one(self) -> None:
-        one = planted(0)[0]
-        both = [one, one.but(latency_us=99.0, is_final=True)]
-        assert [p.us for p in fitting.points(both, DEFAULT_GPU)] == [one.latency_us]
-
-    def test_stream_times_come_before_more_chained_ones(self) -> None:
-        stream = Regime("stream", "warm")
-        few = [replace(m, regime=stream) for m in planted(2)[:90]]
-        (models,) = fitting.make(
-            "attention", {WARM: planted(0), stream: few}, DEFAULT_GPU
-        ).domains.values()
-        assert models.regime == stream and models.regret.problems == 30
-
-    def test_more_splits_than_a_selection_considers_are_left_out(self) -> None:
-        problem = attention("SQ=1,SKV=4096,D=64,H=16,B=1")
-        params = {**NARROW.params, "persistent": False, "warp_groups": 1, "blocks_per_sm": 1}
-        kept = {}
-        for combine in ("cluster", "kernel"):  # 16 tiles: 8 splits of each are 128 blocks
-            config = Config(NARROW.family, {**params, "combine": combine, "splits": 8})
-            m = Measurement(problem, config, DEFAULT_GPU, WARM, Status.OK, latency_us=9.0)
-            kept[combine] = len(fitting.points([m], DEFAULT_GPU))
-        assert kept == {"cluster": 0, "kernel": 1}
-
-    def test_few_measurements_are_drawn_to_the_domain_s_rates(self) -> None:
-        found = fitting.points(planted(0), DEFAULT_GPU)
-        wide = [point for point in found if point.config == WIDE]
-        prior = fitting.fitted(wide, DEFAULT_GPU)
-        alone = fitting.fitted(wide[:1], DEFAULT_GPU)
-        drawn = fitting.fitted(wide[:1], DEFAULT_GPU, prior)
-
-        def error(rates: list[float]) -> float:
-            family = families()[WIDE.family]
-            expected = (
-                sum(map(mul, rates, family.work(p.problem, p.config, DEFAULT_GPU))) for p in wide
-            )
-            return max(float(abs(us / p.us - 1)) for us, p in zip(expected, wide, strict=True))
-
-        assert error(drawn) < 0.2 < error(alone)
-
-
-@pytest.mark.parametrize(
-    ("expected", "kernel"),
-    [
-        ({"cudnn": 10.0, "flash2": 8.1}, "cudnn"),
-        ({"cudnn": 10.0, "flash2": 7.9}, "flash2"),
-        ({"flash2": 10.0, "efficient": 9.0}, "flash2"),
-        ({"efficient": 9.0}, "efficient"),
-    ],
-)
-def test_another_of_pytorch_s_kernels_has_to_be_much_faster(
-    expected: dict[str, float], kernel: str
-) -> None:
-    assert portfolio.preferred(expected) == kernel
-
-
-def test_another_of_pytorch_s_kernels_has_to_be_measured_near() -> None:
-    expected = {"cudnn": 833.0, "flash2": 281.0}
-    assert portfolio.preferred(expected, {"flash2"}) == "flash2"
-    assert portfolio.preferred(expected, set()) == "cudnn"
-
-
-@pytest.fixture
-def ships(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Portfolio]:
-    folder = tmp_path / "portfolio"
-    folder.mkdir()
-    known = made(9.0, 10.0, 0.0)
-    known.write(folder / "a.json")
-    monkeypatch.setattr(portfolio, "_folder", lambda: folder)
-    portfolio.shipped.cache_clear()
-    close()
-    yield known
-    portfolio.shipped.cache_clear()
-
-
 UNTUNED = attention("S=1999,D=64,H=1")
 
 
@@ -690,32 +382,3 @@ class TestLookup:
         answer = json.loads(capsys.readouterr().out)
         assert (answer["kind"], answer["provenance"]) == ("portfolio", "predicted")
         assert answer["selection"]["vendor_expected_us"] == 10.0
-
-
-def test_what_ships_is_legal_and_judged_on_enough() -> None:
-    """Every candidate is this version's, and every domain was judged at problems left out."""
-    assert [ships.op for ships in portfolio.shipped()] == ["attention", "gemm", "swiglu"]
-    assert all(ships.gpu == DEFAULT_GPU for ships in portfolio.shipped())
-    for models in (models for ships in portfolio.shipped() for models in ships.domains.values()):
-        own = [one for one in models.candidates if not one.is_vendor]
-        assert own and len(own) < len(models.candidates)
-        assert models.regret.problems >= fitting.MIN_POINTS
-        for one in own:
-            assert one.points >= fitting.MIN_POINTS
-            assert one.median_error <= fitting.MAX_MEDIAN_ERROR
-            assert one.family is not None
-            problem = models.domain.problem_for(one.config)
-            called = one.family.called(problem, one.config, 1)
-            assert not one.family.malformed(called)
-
-
-def test_the_readme_s_table_is_what_ships() -> None:
-    text = (resources.cache() / "README.md").read_text()
-    for models in (models for ships in portfolio.shipped() for models in ships.domains.values()):
-        own, regret = sum(not one.is_vendor for one in models.candidates), models.regret
-        row = (
-            f"| {models.domain.label()} | {models.regime} | {own} | {regret.problems} | "
-            f"{100 * regret.mean:.1f} % | {100 * regret.worst:.1f} % | {regret.over_vendor:.2f} | "
-            f"{regret.least_over_vendor:.2f} |"
-        )
-        assert row in text

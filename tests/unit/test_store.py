@@ -60,7 +60,8 @@ class TestContract:
     def test_evidence_is_of_the_same_configs_gpu_and_regime_elsewhere(self, store: Store) -> None:
         near, far = AttentionProblem(1100, 1100, 64), AttentionProblem(1200, 1200, 64)
         first = measured(problem=near, is_final=False)
-        fault = failed(problem=near, created_at="2026-10-01T12:00:00+00:00")
+        ran = {"artifacts": first.artifacts, "created_at": "2026-10-01T12:00:00+00:00"}
+        fault = failed().but(problem=near, **ran)
         store.add(
             [
                 first,

@@ -114,7 +114,7 @@ def line_up(
 
 def _best(entry: Entry, gpu: Gpu, count: int, notes: list[str]) -> Iterator[Config]:
     """The winner where it is an own kernel, then the best own ones, as far as they are legal."""
-    ranked = [m.config for m in (entry.winner, *entry.ranking) if not is_vendor(m.config)]
+    ranked = [m.config for m in entry.ranked if not is_vendor(m.config)]
     left = count
     for config in dict.fromkeys(ranked):
         if reason := _illegal(entry.problem, config, gpu):

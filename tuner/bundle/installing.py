@@ -377,7 +377,7 @@ def _point(
         mine = (
             known.artifacts.values()
             for entry in store.entries(problem=m.problem)
-            for known in (entry.winner, *entry.ranking)
+            for known in entry.ranked
             if known.config == m.config
         )
         if not any(keys and all(map(artifacts.find, keys)) for keys in mine):

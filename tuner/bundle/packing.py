@@ -88,7 +88,7 @@ def _kernels(entry: Entry, artifacts: ArtifactCache) -> dict[str, Artifact]:
     """The artifacts of an entry's own configs; those of the first ones have to be there."""
     found: dict[str, Artifact] = {}
     needed = {m.config for m in (entry.winner, entry.best_own) if m is not None}
-    for m in (entry.winner, *entry.ranking):
+    for m in entry.ranked:
         if is_vendor(m.config):
             continue
         try:
@@ -163,7 +163,7 @@ def _document(entries: Sequence[Entry], store: Store) -> dict[str, Any]:
 
 def _around(entry: Entry, store: Store) -> list[Measurement]:
     shapes = nearest.drawn(entry.problem)
-    return [*shipped_around(entry), *store.evidence((entry.winner, *entry.ranking), shapes)]
+    return [*shipped_around(entry), *store.evidence(entry.ranked, shapes)]
 
 
 def _write(out: Path, members: Mapping[str, bytes | Path]) -> tuple[int, str]:

@@ -20,7 +20,8 @@ from tuner.families import family
 from tuner.families.base import SCRATCH
 from tuner.measure import device as device_room
 from tuner.measure.device import Device, Pool
-from tuner.measure.gate import Gate, scale_of
+from tuner.measure.gate import Gate
+from tuner.measure.gate.inputs import scale_of
 from tuner.measure.subjects import (
     WORKSPACE,
     CompiledSubject,

@@ -45,13 +45,10 @@ from tuner.hardware import Gpu
 from tuner.measure import device as device_room
 from tuner.measure.bursts import Burst, Sets, count_sets, entrant
 from tuner.measure.device import Device, Pool
-from tuner.measure.gate import (
-    Gate,
-    Guarded,
-    kinds_of,
-    reference_seconds,
-    scale_of,
-)
+from tuner.measure.gate import Gate
+from tuner.measure.gate.inputs import kinds_of, scale_of
+from tuner.measure.gate.kernels import Guarded
+from tuner.measure.gate.reference import reference_seconds
 from tuner.measure.kernel_times import again_text, alone_us, described, device_us
 from tuner.measure.log_sum_exp import lse_bytes
 from tuner.measure.predecessor import predecessor

@@ -187,7 +187,7 @@ class _Meeting:
             key
             for entry in entries(self._path)
             if entry.gpu.identity == gpu.identity
-            for measurement in (entry.winner, *entry.ranking)
+            for measurement in entry.ranked
             for key in measurement.artifacts.values()
         }
         lacking = sorted(key for key in wanted if cache.find(key) is None)

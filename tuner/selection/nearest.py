@@ -37,7 +37,7 @@ from tuner.families import families
 from tuner.families.base import FOREIGN, KernelSpec
 from tuner.families.vendor import BESIDE_PYTORCH
 from tuner.hardware import TMA_ALIGNMENT_BYTES
-from tuner.measurement import Measurement, same_kernels
+from tuner.measurement import Measurement
 from tuner.problem import (
     DTYPE_BYTES,
     LAYOUTS,
@@ -50,6 +50,7 @@ from tuner.problem import (
     SwigluProblem,
 )
 from tuner.store.entry import Entry, is_vendor
+from tuner.store.evidence import comparable, newest
 
 Sizes = tuple[float, ...]
 """What a kernel sees of a problem's sizes, in octaves; batch and heads are one."""
@@ -333,29 +334,31 @@ def _kernels(problem: Problem, config: Config) -> Mapping[str, KernelSpec] | Non
         return None
 
 
+def may_serve(passed: int, failed: int) -> bool:
+    """Whether a config may serve other shapes, by the number of shapes where its kernels passed
+    and failed.
+    """
+    return passed >= LEAST_PASSED and not failed
+
+
 class Loans:
     """What one tuned problem's entry lends, made ready to be asked of many problems.
 
     Args:
         entry: measured.
-        evidence: quick measurements at `drawn(entry.problem)` on the entry's GPU and under its
-            regime; of one config at one shape the newest that is a verdict counts.
+        evidence: measurements at `drawn(entry.problem)`. What does not count for the entry is left
+            out (`tuner.store.evidence`); of one config at one shape the newest counts.
     """
 
     def __init__(self, entry: Entry, evidence: Iterable[Measurement]) -> None:
         self._problem = entry.problem
-        seen: dict[tuple[Problem, str], Measurement] = {}
-        for m in [*sorted(evidence, key=lambda m: m.created_at), *entry.ranking]:
-            if m.ok or m.is_fault:
-                seen[m.problem, m.config.digest] = m
-        rivals: dict[Problem, float] = {}  # the fastest of PyTorch's own
-        for m in seen.values():
-            if m.latency_us is not None and is_pytorchs(m.config):
-                rivals[m.problem] = min(m.latency_us, rivals.get(m.problem, math.inf))
+        nearby = list(evidence)
+        rivals = _fastest_of_pytorchs(nearby, entry)
         self._lent: list[_Lent] = []
         for lender in lenders(entry):
-            own = [m for m in seen.values() if _is_of(m, lender)]
-            if len(own) >= LEAST_PASSED and all(m.ok for m in own):
+            own = newest(nearby, lender).values()
+            passed = sum(m.ok for m in own)
+            if may_serve(passed, len(own) - passed):
                 self._lent.append(_Lent.of(lender, [lender, *own], rivals))
         #: Shapes where a kernel of these and PyTorch's were timed, by layout: key, sizes, shape.
         self._shapes: dict[str, list[tuple[str, Sizes, Problem]]] = {}
@@ -391,6 +394,18 @@ class Loans:
                 estimate = families()[m.config.family].predict_us(problem, m.config, m.gpu)
                 estimated.append((known[0][1].over_estimate * estimate, m.config.digest, m))
         return tuple(m for _, _, m in sorted(estimated, key=lambda item: item[:2]))
+
+
+def _fastest_of_pytorchs(nearby: Sequence[Measurement], entry: Entry) -> dict[Problem, float]:
+    """Microseconds of PyTorch's fastest kernel by problem, the entry's own among them."""
+    found = [m for m in nearby if is_pytorchs(m.config) and comparable(m, entry.winner)]
+    found = [*sorted(found, key=lambda m: m.created_at), *entry.ranking]
+    last = {(m.problem, m.config.digest): m for m in found if is_pytorchs(m.config)}
+    fastest: dict[Problem, float] = {}
+    for m in last.values():
+        if m.latency_us is not None:
+            fastest[m.problem] = min(m.latency_us, fastest.get(m.problem, math.inf))
+    return fastest
 
 
 class _Time(NamedTuple):
@@ -454,11 +469,6 @@ def is_enclosed(asked: Sizes, measured: Sequence[tuple[Sizes, bool]]) -> bool:
         if not all(side and all(side[:NEIGHBOURS]) for side in (above, below)):
             return False
     return bool(measured)
-
-
-def _is_of(m: Measurement, lender: Measurement) -> bool:
-    """Whether it is the same kernels elsewhere."""
-    return m.config == lender.config and m.problem != lender.problem and same_kernels(m, lender)
 
 
 def nearest_first(problem: Problem, others: Iterable[Problem]) -> list[Problem]:

@@ -35,6 +35,7 @@ from tuner.selection.shipped import (
     with_builds,
     with_shipped,
 )
+from tuner.store import evidence
 from tuner.store.entry import (
     BEST_COLUMNS,
     CHECKED_COLUMNS,
@@ -114,10 +115,6 @@ _ALIKE = (
 _OF_CLASS = (
     "SELECT p.key FROM winners w JOIN problems p ON p.id = w.problem_id "
     "WHERE p.key GLOB ? AND w.gpu = ? AND w.regime = ? AND w.provenance = 'measured'"
-)
-_QUICK = (
-    STORED + " WHERE p.key IN ({problems}) AND m.config_digest IN ({configs}) AND g.identity = ? "
-    "AND m.regime = ? AND m.provenance = 'measured' AND NOT m.is_final ORDER BY m.id"
 )
 
 
@@ -546,8 +543,8 @@ class _Reader:
             if found is None or found.entry.provenance != PROVENANCES[0]:
                 self._lenders[key] = None
             else:
-                evidence = self._evidence(found.entry, drawn(problem))
-                self._lenders[key] = found, Loans(found.entry, evidence)
+                around = self._evidence(found.entry, drawn(problem))
+                self._lenders[key] = found, Loans(found.entry, around)
         return self._lenders[key]
 
     def _evidence(self, entry: Entry, problems: Sequence[Problem]) -> list[Measurement]:
@@ -557,16 +554,13 @@ class _Reader:
         shipped_ones = shipped_around(entry)
         if not self._file.has_tables:
             return shipped_ones
-        keys = [problem.key for problem in problems]
-        digests = [m.config.digest for m in (entry.winner, *entry.ranking)]
-        query = _QUICK.format(
-            problems=", ".join("?" * len(keys)), configs=", ".join("?" * len(digests))
-        )
-        rows = self._file.select(query, (*keys, *digests, entry.gpu.identity, entry.regime.key))
+        ranked = entry.ranked
+        condition, values = evidence.query(ranked, problems)
+        rows = self._file.select(f"{STORED} WHERE {condition} ORDER BY measurements.id", values)
         with self._decoding():
             found = (dict(zip(STORED_COLUMNS, row, strict=True)) for row in rows)
             stored = [checked_measurement(row) for row in found]
-        return [*shipped_ones, *stored]
+        return [*shipped_ones, *evidence.counted(stored, ranked)]
 
     def _entries(self, where: str, values: tuple[str, ...]) -> list[Entry]:
         if not self._file.has_tables:

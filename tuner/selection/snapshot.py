@@ -21,14 +21,13 @@ from tuner.store.entry import (
     check_digest,
     row_digest,
 )
+from tuner.store.evidence import QUICK_AND_MEASURED
 from tuner.store.faults import FAULTS, decoding, store_error
 
-#: A final pass is read where it is ranked; a quick one tells `tuner.selection.nearest` whether a
-#: ranked config may serve at other shapes.
-_DROP = """
+#: Ranked measurements stay, and those that may count as evidence for a ranked config.
+_DROP = f"""
 DELETE FROM measurements WHERE id NOT IN (SELECT measurement_id FROM rankings)
-  AND (is_final OR provenance != 'measured'
-       OR config_digest NOT IN (SELECT config_digest FROM ranked));
+  AND NOT ({QUICK_AND_MEASURED} AND config_digest IN (SELECT config_digest FROM ranked));
 DELETE FROM job_events;
 DELETE FROM tasks;
 DELETE FROM jobs;
@@ -73,7 +72,7 @@ def take(path: Path | None = None) -> bytes:
 
 def _drop_logs(copy: sqlite3.Connection) -> None:
     """Empty the measurements' logs, and renew the SHA-256 that covers them."""
-    for values in copy.execute(f"{STORED} WHERE m.log != ''").fetchall():
+    for values in copy.execute(f"{STORED} WHERE measurements.log != ''").fetchall():
         row = dict(zip(STORED_COLUMNS, values, strict=True))
         check_digest(row)
         stored = {name: row[name] for name in MEASUREMENT_COLUMNS}

@@ -17,8 +17,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from tuner.measurement import Environment, Measurement, Provenance, Status, same_kernels
+from tuner.measurement import Environment, Measurement, Status
 from tuner.problem import Problem, problem_from_json
+from tuner.store.evidence import counts
 
 _DIGITS = 3
 """Nanoseconds: a quick time is no better."""
@@ -32,33 +33,21 @@ def rows(
     Args:
         entry: the decision's number.
         ranked: what it ranks, and pins, by number.
-        evidence: quick measurements. What is of other configs, kernels or problems of the decision
-            is left out, and what is no verdict; of one config at one shape the newest counts.
+        evidence: measurements. What does not count for the decision is left out
+            (`tuner.store.evidence`); of one config at one shape the newest is told.
     """
-    number = {m.config.digest: n for n, m in sorted(ranked.items(), reverse=True)}
-    newest: dict[tuple[str, int], Measurement] = {}
+    newest: dict[tuple[str, str], tuple[int, Measurement]] = {}
     for m in sorted(evidence, key=lambda m: m.created_at):
-        at = number.get(m.config.digest)
-        if at is not None and _speaks_for(m, ranked[at]):
-            newest[m.problem.key, at] = m
+        at = next((n for n, one in sorted(ranked.items()) if counts(m, one)), None)
+        if at is not None:
+            newest[m.problem.key, m.config.digest] = at, m
     sweeps: dict[tuple[str, str], dict[tuple[str, str], dict[int, Measurement]]] = {}
-    for (key, at), m in sorted(newest.items()):
+    places = {(key, at): m for (key, _), (at, m) in newest.items()}
+    for (key, at), m in sorted(places.items()):
         shapes = sweeps.setdefault((m.sweep, m.environment.digest), {})
         shapes.setdefault((key, m.created_at), {})[at] = m
     for _, shapes in sorted(sweeps.items()):
         yield _row(entry, next(iter(ranked.values())).problem.to_json(), list(shapes.values()))
-
-
-def _speaks_for(m: Measurement, ranked: Measurement) -> bool:
-    of = (m.gpu.identity, m.regime)
-    return (
-        (m.ok or m.is_fault)
-        and not m.is_final
-        and m.provenance is Provenance.MEASURED
-        and m.problem != ranked.problem
-        and of == (ranked.gpu.identity, ranked.regime)
-        and same_kernels(m, ranked)
-    )
 
 
 def _row(

@@ -71,11 +71,12 @@ BEST_COLUMNS = (
 """Columns of the `best` view, one row a ranked measurement."""
 
 STORED_COLUMNS = (*MEASUREMENT_COLUMNS, "digest")
-_JOINED = {"problem": "p.key", "gpu": "g.facts", "environment": "e.facts"}
+_JOINED = {"problem": "problems.key", "gpu": "gpus.facts", "environment": "environments.facts"}
 STORED = (
-    f"SELECT {', '.join(_JOINED.get(name, f'm.{name}') for name in STORED_COLUMNS)} "
-    "FROM measurements m JOIN problems p ON p.id = m.problem_id JOIN gpus g ON g.id = m.gpu_id "
-    "JOIN environments e ON e.id = m.environment_id"
+    f"SELECT {', '.join(_JOINED.get(name, f'measurements.{name}') for name in STORED_COLUMNS)} "
+    "FROM measurements JOIN problems ON problems.id = measurements.problem_id "
+    "JOIN gpus ON gpus.id = measurements.gpu_id "
+    "JOIN environments ON environments.id = measurements.environment_id"
 )
 """Selects every measurement, as `checked_measurement` reads it."""
 
@@ -139,6 +140,13 @@ class Entry:
     @property
     def problem(self) -> Problem:
         return self.ranking[0].problem
+
+    @property
+    def ranked(self) -> tuple[Measurement, ...]:
+        """The winner, which may be pinned, and the ranking; a winner that is not pinned is in it
+        twice.
+        """
+        return self.winner, *self.ranking
 
     @property
     def gpu(self) -> Gpu:

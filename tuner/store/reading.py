@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import quote
@@ -75,7 +75,9 @@ class StoreFile:
             self.has_tables = self._check_schema()
             self._version = version
 
-    def select(self, query: str, values: tuple[str, ...] = ()) -> list[tuple[Any, ...]]:
+    def select(
+        self, query: str, values: tuple[str, ...] | Mapping[str, str] = ()
+    ) -> list[tuple[Any, ...]]:
         """Every row; none without a file."""
         if self._connection is None:
             return []

@@ -18,7 +18,7 @@ from tuner.errors import ConfigError, StoreError, TunerError
 from tuner.hardware import Gpu
 from tuner.measurement import Measurement, Provenance, Regime, Regimes, Status, regime_keys
 from tuner.problem import Problem
-from tuner.store import exchange, models
+from tuner.store import evidence, exchange, models
 from tuner.store import statements as run
 from tuner.store.base import (
     SWEEP_STATES,
@@ -382,13 +382,13 @@ class SqlStore(Store):
                 check_ranking([measured[id] for id in decision.ranking])
                 if decision.pinned is not None and decision.pinned not in measured:
                     raise LookupError(f"there is no measurement {decision.pinned}")
-        evidence: list[list[Measurement]] = []
+        nearby: list[list[Measurement]] = []
         if around is not None:
             for decision in decisions:
                 ranked = [measured[id] for id in decision.numbers]
                 shapes = around(ranked[0].problem)
-                evidence.append(self._evidence(connection, ranked, shapes))
-        return exchange.write(measured, decisions, evidence)
+                nearby.append(self._evidence(connection, ranked, shapes))
+        return exchange.write(measured, decisions, nearby)
 
     def evidence(
         self, ranked: Sequence[Measurement], shapes: Sequence[Problem]
@@ -399,18 +399,10 @@ class SqlStore(Store):
     def _evidence(
         self, connection: sa.Connection, ranked: Sequence[Measurement], shapes: Sequence[Problem]
     ) -> list[Measurement]:
-        first = ranked[0]
-        if first.provenance is not Provenance.MEASURED:
-            return []
-        query = run.MEASUREMENTS.where(
-            _P.c.key.in_([problem.key for problem in shapes]),
-            _M.c.config_digest.in_([m.config.digest for m in ranked]),
-            _M.c.regime == first.regime.key,
-            _M.c.provenance == Provenance.MEASURED.value,
-            _M.c.is_final.is_(False),
-            _G.c.identity == first.gpu.identity,
-        )
-        return [m for _, m in self._read(connection.execute(query.order_by(_M.c.id)))]
+        condition, values = evidence.query(ranked, shapes)
+        query = run.MEASUREMENTS.where(sa.text(condition)).order_by(_M.c.id)
+        rows = self._read(connection.execute(query, values))
+        return evidence.counted((m for _, m in rows), ranked)
 
     def import_(
         self, document: Mapping[str, Any], *, origin: str = "imported", check: Check | None = None

@@ -60,7 +60,7 @@ def revalidate(entry: Entry, runner: Runner, store: Store) -> Revalidation:
         StoreError: when the store cannot be written.
     """
     problem = entry.problem
-    stored = [m for m in (entry.winner, *entry.ranking) if nearest.fits(problem, m)]
+    stored = [m for m in entry.ranked if nearest.fits(problem, m)]
     vendors = _vendors(problem, runner)
     configs = list(dict.fromkeys([*(m.config for m in stored), *vendors]))
     finals, ranked = _time(problem, configs, runner)
@@ -121,7 +121,7 @@ class Lender:
     @property
     def lends(self) -> bool:
         """Whether it may serve shapes that nobody tuned (`tuner.selection.nearest`)."""
-        return self.passed >= nearest.LEAST_PASSED and not self.failed
+        return nearest.may_serve(self.passed, len(self.failed))
 
 
 def widen(

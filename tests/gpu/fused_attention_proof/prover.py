@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tuner.families.base import LSE, SCRATCH
-from tuner.measure.gate import GUARD_BYTES, POISON
+from tuner.measure.gate.kernels import GUARD_BYTES, POISON
 from tuner.measure.subjects import WORKSPACE, Subject
 from tuner.problem import Operand
 

@@ -22,7 +22,7 @@ from fused_attention_proof.binding import Libraries, subject, writes_lse
 from tuner.config import Config
 from tuner.families.base import LSE, SCRATCH
 from tuner.measure.device import Device, Pool
-from tuner.measure.gate import moments, scale_of, starts_of
+from tuner.measure.gate.inputs import moments, scale_of, starts_of
 from tuner.measure.subjects import WORKSPACE
 from tuner.problem import E4M3, AttentionProblem, Operand, Problem, problem_from_json
 

@@ -1,0 +1,69 @@
+"""Recordings of a softmax problem that the command replays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tuner.families.softmax import Softmax
+from tuner.hardware import DEFAULT_GPU
+from tuner.measurement import Environment, Measurement, Regime, Status
+from tuner.problem import SoftmaxProblem
+from tuner.runners import recording
+from tuner.runners.recording import Recording
+
+PROBLEM = SoftmaxProblem(256, 512)
+
+
+SHAPE = ["--op", "softmax", "--shape", "M=256,N=512"]
+
+
+REGIME = Regime.default("softmax")
+
+
+ENVIRONMENT = Environment({"driver": "580"})
+
+
+def recorded(problem: SoftmaxProblem = PROBLEM) -> Recording:
+    """Every candidate; the last of the space is the fastest; every fifth failed."""
+    measured = []
+    for position, config in enumerate(Softmax().space(problem, DEFAULT_GPU)):
+        failed = position % 5 == 0
+        measured.append(
+            Measurement(
+                problem,
+                config,
+                DEFAULT_GPU,
+                REGIME,
+                Status.TIMEOUT if failed else Status.OK,
+                environment=ENVIRONMENT,
+                latency_us=None if failed else 50.0 - 0.1 * position,
+                std_us=None if failed else 0.01,
+                rounds=0 if failed else 20,
+            )
+        )
+    return Recording(problem, DEFAULT_GPU, REGIME, ENVIRONMENT, tuple(measured))
+
+
+@pytest.fixture
+def recordings_fixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in place of the shipped recordings, with one of `PROBLEM`."""
+    folder = tmp_path / "recordings"
+    recording.write(folder / "one.json.gz", recorded())
+    monkeypatch.setattr(recording, "folder", lambda: folder)
+    monkeypatch.setenv("TUNER_SAMPLER", "tpe")  # a tenth of the time of gp
+    return folder
+
+
+REPLAYED = """
+import sys
+from pathlib import Path
+from tuner import cli
+from tuner.measure import device
+from tuner.runners import recording
+recordings = Path(sys.argv.pop(1))
+device.detect = lambda index=0: None
+recording.folder = lambda: recordings
+sys.exit(cli.main())
+"""

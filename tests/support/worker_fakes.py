@@ -1,0 +1,196 @@
+"""A device, a gate and a stopwatch without a GPU, for the worker's own `main`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tuner.compile.artifacts import Artifact
+from tuner.config import Config
+from tuner.errors import BenchmarkError, GateError
+from tuner.families.base import Family
+from tuner.measure import worker as worker_room
+from tuner.measure.bursts import Entrant
+from tuner.measure.stopwatch import Timing
+from tuner.measure.tolerance import Verdict
+from tuner.measurement import Clocks, Status
+from tuner.problem import GemmProblem
+
+PROBLEM = GemmProblem(m=512, n=512, k=512)
+
+
+KERNEL = Artifact("k" * 32, Path("/nowhere/kernel.so"), "0" * 64, None, 0.0)
+
+
+class Toy(Family):
+    name, op = "toy", "gemm"
+
+    def conflicts(self, problem: Any, config: Any, gpu: Any) -> list[str]:
+        return []
+
+    def space(self, problem: Any, gpu: Any) -> list[Config]:
+        return []
+
+    def predict_us(self, problem: Any, config: Any, gpu: Any) -> float:
+        return 1.0
+
+
+class FakeDevice:
+    index = 0
+    stream = 0
+
+    def __init__(self) -> None:
+        self.sticky = False
+        self.open: list[Any] = []
+
+    def close(self, what: Any) -> None:
+        """As CUDA does: a lost context lets go of nothing."""
+        self.synchronize()
+        self.open.remove(what)
+
+    def synchronize(self) -> None:
+        if self.sticky:
+            raise BenchmarkError("CUDA error 700", status=Status.ILLEGAL_ACCESS)
+
+    def healthy(self) -> bool:
+        return not self.sticky
+
+    def wait(self) -> None:
+        pass
+
+    def allocate(self, size: int) -> int:
+        return 1 << 20
+
+    def free(self, pointer: int) -> None:
+        pass
+
+    def free_bytes(self) -> int:
+        return 1 << 30
+
+
+class FakeGate:
+    verdicts: list[Verdict]
+    broken: tuple[int, ...] = ()
+    is_lse_wrong = False
+
+    def __init__(self, device: FakeDevice, kernel: Any) -> None:
+        self.device = device
+        self.pointers = {"a": 1, "b": 2, "d": 3}
+        self.examined = 0
+
+    def open(self, problem: Any, seed: int, strides: Any) -> None:
+        pass
+
+    def load(self, kind: str, with_lse: bool = False) -> None:
+        self.with_lse = with_lse
+
+    def allocate(self, pool: Any, name: str, size: int) -> Any:
+        return worker_room.Guarded(name, 4096, size)
+
+    def arm(self, extra: Any = ()) -> None:
+        pass
+
+    def examine(self, extra: Any = ()) -> Verdict:
+        self.device.synchronize()
+        self.examined += 1
+        if self.examined in FakeGate.broken:
+            raise GateError("the reference is not finite")
+        return FakeGate.verdicts.pop(0) if FakeGate.verdicts else Verdict(Status.OK, 1e-4)
+
+    def examine_lse(self, lse: Any) -> Verdict:
+        assert self.with_lse and lse.bytes == 4 * 16 * 64
+        log = "log-sum-exp: 1 of 1024 rows are wrong"
+        return (
+            Verdict(Status.WRONG_RESULT, None, log) if FakeGate.is_lse_wrong else Verdict(Status.OK)
+        )
+
+
+class FakeSubject:
+    scratch_bytes, workspace_bytes, temporary_bytes = 64, 256, 16
+
+    def __init__(
+        self, device: FakeDevice, family: Any, problem: Any, config: Config, *_: Any
+    ) -> None:
+        self.device, self.act = device, config.get("act", "ok")
+        device.open.append(self)
+
+    def timed(self) -> None:
+        """What passes its check and the quick timing may still do beside others."""
+        if self.act == "sticky when timed":
+            self.device.sticky = True
+        if self.act == "refused when timed":
+            raise BenchmarkError("CUDA error 1")
+
+    def bind(self, buffers: Any, scale: float, *, deliver: bool = False) -> Any:
+        if self.act == "sticky":
+            self.device.sticky = True
+        if self.act == "raises":
+            raise KeyError("tile_q")
+        return lambda: None
+
+    def parts(self) -> dict[str, FakeSubject]:
+        return dict.fromkeys(("scores", "output") if self.act == "two" else ("main",), self)
+
+    def close(self) -> None:
+        self.device.close(self)
+
+
+class FakeBurst:
+    def __init__(self, entrant: Entrant) -> None:
+        self.subject: Any = entrant.subject
+
+        self.subject.device.open.append(self)
+
+    def enqueue(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.subject.device.close(self)
+
+
+class FakeStopwatch:
+    latency_us = 50.0
+
+    def __init__(self, device: Any, regime: Any) -> None:
+        self.device = device
+        device.open.append(self)
+
+    def prepare(self, entrant: Entrant) -> FakeBurst:
+        if getattr(entrant.subject, "act", "") == "not captured":
+            raise BenchmarkError("CUDA error 900")
+        return FakeBurst(entrant)
+
+    def quick(self, burst: Any) -> tuple[Timing, Clocks]:
+        return Timing(self.latency_us, 0.1, 7), Clocks(1900)
+
+    def final(self, bursts: Any, rounds: int, progress: Any, *, careful: bool) -> Any:
+        progress(-1)
+        for index, burst in enumerate(bursts):
+            if careful:
+                progress(index)
+            burst.subject.timed()
+            if careful:
+                self.device.synchronize()
+        self.device.synchronize()
+        return [Timing(self.latency_us, 0.1, rounds) for _ in bursts], Clocks(1900)
+
+    def close(self) -> None:
+        self.device.close(self)
+
+
+#: In place of what `worker` imports.
+FAKES: dict[str, Any] = {
+    "Gate": FakeGate,
+    "CompiledSubject": FakeSubject,
+    "Stopwatch": FakeStopwatch,
+    "load": lambda artifact: None,
+    "predecessor": lambda *_: None,
+    "device_us": lambda device, burst: 9.0,
+    "entrant": lambda subject, *_: Entrant(subject, []),
+}
+
+
+WHEN_TIMED = [
+    ("sticky when timed", Status.ILLEGAL_ACCESS, "CUDA error 700"),
+    ("refused when timed", Status.LAUNCH_ERROR, "CUDA error 1"),
+]

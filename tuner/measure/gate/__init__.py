@@ -1,0 +1,204 @@
+"""The compulsory numerics check, wholly on the GPU: inputs, reference, comparison, guards.
+
+Every check runs a candidate on freshly drawn inputs into a poisoned output between guard bands
+and compares all of it with a reference computed in fp64 (products of up to 32 elements summed in
+fp32 first) by the kernels of ``templates/reference.cu.j2``. PyTorch and numpy take no part.
+`inputs` says what the inputs are, `filling` puts them on the device, `reference` computes what
+belongs to them, and `measure.tolerance` says how far an output may deviate.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+
+from tuner.compile.artifacts import LoadedKernel
+from tuner.errors import BenchmarkError
+from tuner.families.base import KernelSpec, Strides
+from tuner.measure.device import Device, Pool
+from tuner.measure.gate.filling import fill
+from tuner.measure.gate.kernels import POISON, Buffers, Guarded, Kernels, guarded
+from tuner.measure.gate.reference import References
+from tuner.measure.log_sum_exp import judge_lse, lse_of
+from tuner.measure.subjects import Call
+from tuner.measure.tolerance import Comparison, Limits, Verdict, judge, limits_of
+from tuner.measurement import Status
+from tuner.problem import AttentionBackwardProblem, AttentionProblem, Operand, Problem
+
+REFERENCE = KernelSpec("reference.cu.j2")
+"""The kernels that compute references; compiled like a candidate's."""
+
+
+class Gate:
+    """Checks candidates on one device.
+
+    The operands' buffers belong to the gate and are allocated once a problem; references are kept
+    for the latest problem and seed.
+
+    Args:
+        device: where to run.
+        kernel: `REFERENCE`, compiled and loaded.
+    """
+
+    def __init__(self, device: Device, kernel: LoadedKernel) -> None:
+        self._device, self._kernels = device, Kernels(device, kernel)
+        self._buffers: Buffers | None = None
+        self._references: References | None = None
+        self._seed: int | None = None
+        self._sums: dict[str, dict[str, int]] = {}
+        """Checksums of each kind of inputs, by operand."""
+        self._kind = ""
+
+    @property
+    def operands(self) -> dict[str, Guarded]:
+        """Buffer of each operand."""
+        return self._buffers.operands if self._buffers else {}
+
+    @property
+    def pointers(self) -> dict[str, int]:
+        """Device address of each operand."""
+        return self._buffers.pointers if self._buffers else {}
+
+    def open(self, problem: Problem, seed: int, strides: Strides | None = None) -> None:
+        """Allocate a problem's buffers and forget the references of another problem or seed.
+
+        Args:
+            problem: what is checked.
+            seed: of the inputs.
+            strides: of a product's matrices that lie otherwise than the problem's.
+        """
+        buffers, strides = self._buffers, strides or {}
+        if buffers is None or (buffers.problem, buffers.strides) != (problem, strides):
+            self.close()
+            self._buffers = buffers = Buffers(self._device, problem, strides)
+        if self._references is None or seed != self._seed:
+            self._forget()
+            self._references = References(self._kernels, buffers)
+        self._seed = seed
+
+    def close(self) -> None:
+        """Free everything that depends on the problem."""
+        self._forget()
+        if self._buffers is not None:
+            self._buffers.close()
+        self._buffers = None
+
+    def _forget(self) -> None:
+        if self._references is not None:
+            self._references.close()
+        self._references = None
+        self._sums.clear()
+        self._kind = ""
+
+    def allocate(self, pool: Pool, name: str, size: int) -> Guarded:
+        """A buffer of `pool` with guard bands, 256-byte aligned, an even number of bytes."""
+        return guarded(pool, name, size)
+
+    def load(self, kind: str, with_lse: bool = False) -> None:
+        """Put the inputs of `kind` into the buffers; computes the reference when it is new.
+
+        Args:
+            kind: of `inputs.KINDS`.
+            with_lse: of attention: `examine_lse` will be called.
+        """
+        buffers, references, seed = self._opened()
+        fill(self._kernels, buffers, kind, seed)
+        if isinstance(buffers.problem, AttentionBackwardProblem):
+            references.keep_attention(buffers.problem, kind)
+        if references.load(kind, with_lse):
+            self._sums[kind] = {operand.name: self._checksum(operand) for operand in buffers.inputs}
+        self._kind = kind
+
+    def arm(self, extra: Sequence[Guarded] = ()) -> None:
+        """Poison the outputs, the candidate's own buffers, and every guard band."""
+        buffers, _, _ = self._opened()
+        operands, problem = buffers.operands, buffers.problem
+        outputs = [operands[output.name] for output in problem.outputs]
+        for buffer in (*outputs, *extra):
+            self._device.fill16(buffer.pointer, POISON, buffer.bytes)
+        for buffer in (*operands.values(), *extra):
+            self._kernels.poison(buffer)
+
+    def examine(self, extra: Sequence[Guarded] = ()) -> Verdict:
+        """Wait for the candidate and judge what it left.
+
+        A reference that is not finite is computed again: what strays far may have written there.
+
+        Raises:
+            BenchmarkError: when the candidate's work failed on the device.
+            GateError: when the reference is not finite either way.
+        """
+        self._device.wait()
+        buffers, references, _ = self._opened()
+        problem, sums = buffers.problem, self._sums[self._kind]
+        wanted = references.outputs(self._kind)
+        strayed = {
+            buffer.name: self._kernels.strayed(buffer)
+            for buffer in (*buffers.operands.values(), *extra)
+        }
+        changed = [
+            operand.name
+            for operand in buffers.inputs
+            if self._checksum(operand) != sums[operand.name]
+        ]
+        limits = limits_of(problem)
+        worst = 0.0
+        for output in problem.outputs:
+            written = buffers.operands[output.name].pointer
+            comparison = self.compare(written, wanted[output.name], output, limits)
+            if not comparison.is_sound and not changed:
+                references.compute(self._kind)
+                comparison = self.compare(written, wanted[output.name], output, limits)
+            verdict = judge(comparison, output, strayed, changed, limits)
+            if verdict.status is not Status.OK:
+                name = "" if len(problem.outputs) == 1 else f"{output.name}: "
+                log = verdict.log and f"{self._kind} inputs: {name}{verdict.log}"
+                return Verdict(verdict.status, verdict.error, log)
+            worst = max(worst, verdict.error or 0.0)
+        return Verdict(Status.OK, worst)
+
+    def examine_lse(self, lse: Guarded) -> Verdict:
+        """Judge the log-sum-exp that an attention kernel left, after `examine`.
+
+        Args:
+            lse: (B, H, SQ) fp32; of packed sequences (H, total_q).
+
+        Raises:
+            BenchmarkError: when it was not asked for by `load`.
+        """
+        buffers, references, _ = self._opened()
+        problem, kept = buffers.problem, references.statistics(self._kind)
+        if not isinstance(problem, AttentionProblem) or kept is None:
+            raise BenchmarkError("the numerics gate has no log-sum-exp to compare with")
+        rows = lse.bytes // 4
+        statistics = array("d", self._device.read(kept, 16 * rows))
+        found = array("f", self._device.read(lse.pointer, lse.bytes))
+        verdict = judge_lse(found, lse_of(problem, statistics))
+        log = verdict.log and f"{self._kind} inputs: {verdict.log}"
+        return Verdict(verdict.status, verdict.error, log)
+
+    def compare(self, output: int, reference: int, operand: Operand, limits: Limits) -> Comparison:
+        """Compare an output's memory with fp32 reference memory of the same order."""
+        return self._kernels.compare(output, reference, operand, limits)
+
+    def copying(self, source: int, target: int, size: int, stream: Callable[[], int]) -> Call:
+        """A launch of the element-wise kernel that copies `size` bytes, on the stream of then."""
+        return self._kernels.copying(source, target, size, stream)
+
+    def reference(self, kind: str, output: str = "") -> int:
+        """Address of the fp32 reference of inputs that were loaded before.
+
+        Args:
+            kind: of the inputs.
+            output: name of the operand; empty: the last one.
+        """
+        buffers, references, _ = self._opened()
+        return references.outputs(kind)[output or buffers.problem.output.name]
+
+    def _opened(self) -> tuple[Buffers, References, int]:
+        if self._buffers is None or self._references is None or self._seed is None:
+            raise BenchmarkError("the numerics gate has no problem open")
+        return self._buffers, self._references, self._seed
+
+    def _checksum(self, operand: Operand) -> int:
+        return self._kernels.checksum(self.pointers[operand.name], operand.bytes)

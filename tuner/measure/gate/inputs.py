@@ -1,0 +1,228 @@
+"""Inputs of the numerics gate: their kinds, distributions and planted elements. Pure functions."""
+
+from __future__ import annotations
+
+import math
+import random
+import struct
+from collections.abc import Iterator, Mapping
+from itertools import accumulate
+
+from tuner.errors import BenchmarkError
+from tuner.measure import pages
+from tuner.problem import (
+    E4M3,
+    AttentionBackwardProblem,
+    AttentionProblem,
+    GemmProblem,
+    GroupedGemmProblem,
+    Operand,
+    Problem,
+    SwigluProblem,
+    rows_of,
+)
+
+#: Kinds of inputs. `random` comes last: its inputs stay in the buffers for the timing.
+KINDS: dict[str, tuple[str, ...]] = {
+    "attention": ("dominant", "large_scores", "huge_scores", "random"),
+    "attention_backward": ("planted", "random"),
+    "gemm": ("planted", "random"),
+    "swiglu": ("planted", "random"),
+    "grouped_gemm": ("planted", "random"),
+    "softmax": ("dominant", "large_scores", "huge_scores", "random"),
+}
+#: `huge_scores`: exponents of the elements of queries, and of those of keys. Scores are D times
+#: their product: from 1e4 to 1e10 in fp16, whose largest power is 2^15, and to 1e12 in bf16. e4m3's
+#: elements stay below 448, and the factors of its queries do the rest.
+HUGE_EXPONENTS: Mapping[str, tuple[range, int]] = {
+    "float16": (range(-4, 15), 14),
+    "bfloat16": (range(-8, 21), 18),
+    E4M3: (range(2, 8), 7),
+}
+HUGE_DESCALE = 2.0**20
+#: The same of a softmax alone, whose scores are fp32.
+HUGE_SOFTMAX = range(14, 41)
+#: `large_scores`: standard deviation of the scaled scores, which random inputs have at 1.
+LARGE = 30.0
+#: `dominant`: a query is this many times its key, so that with D = 64 its score stands 32 above
+#: the mean of the others, whose deviation is 4.5; or minus this where every score is to be low.
+DOMINANCE = 4.0
+#: Mean of the keys under `dominant`, which makes all scores of a negative query negative.
+KEY_MEAN = 0.5
+#: Mean of ALiBi's slopes, a quarter of it their deviation: near keys outweigh far ones. Under
+#: `dominant` the farthest key loses no more than `DOMINANCE`, so that what is planted shows.
+SLOPE = 2.0**-4
+#: `planted`: what the columns of A at the borders of k-tiles are multiplied by.
+COLUMN_FACTOR = 16.0
+#: The same of e4m3: a column's largest stays below 448 up to seven deviations.
+E4M3_COLUMN_FACTOR = 4.0
+#: What factors of blocks are multiplied by that are to be unlike their neighbours'.
+SMALL_FACTOR = 1 / 16
+#: A softmax alone works on scores of deviation 8, as raw scores of D = 64 have.
+SOFTMAX_SCALE = 0.125
+#: `dominant` uses a scale other than the default, so that a kernel ignoring its scale is seen.
+SCALE_FACTOR = 0.75
+
+#: Standard deviation of e4m3 elements: `dominant`, `DOMINANCE` times six deviations, stays below
+#: 448. Its inverse is the mean of the descale factors, so that what they stand for is as normal as
+#: other inputs; their deviation over their mean makes heads unlike.
+E4M3_DEVIATION = 16.0
+DESCALE_SPREAD = 1 / 8
+
+
+STARTS = ("cu_seqlens_q", "cu_seqlens_kv", "offsets")
+"""Operands that hold where sequences or groups start."""
+
+
+def kinds_of(problem: Problem, *, is_vendor: bool = False) -> tuple[str, ...]:
+    """Kinds of inputs that a candidate for `problem` is checked with.
+
+    A vendor's kernel is spared `huge_scores`: where it overflows, PyTorch's own answer does.
+    """
+    kinds = KINDS[problem.op]
+    return tuple(kind for kind in kinds if not (is_vendor and kind == "huge_scores"))
+
+
+def scale_of(problem: Problem, kind: str = "random") -> float:
+    """The scale (alpha of a GEMM) that a problem is checked with; `random`'s is the timed one."""
+    if isinstance(problem, GemmProblem | SwigluProblem | GroupedGemmProblem):
+        return 1.0
+    base = SOFTMAX_SCALE
+    if isinstance(problem, AttentionProblem | AttentionBackwardProblem):
+        base = 1 / math.sqrt(problem.head_dim)
+    return base * SCALE_FACTOR if kind in ("dominant", "planted") else base
+
+
+def border_columns(k: int, seed: int) -> list[int]:
+    """Up to ten distinct columns of A: the first, the last, and both sides of tile borders."""
+    draw = random.Random(f"{seed}:columns")
+    columns = {0, k - 1}
+    for tile in (16, 32, 64, 128):
+        if k > tile:
+            border = tile * draw.randint(1, (k - 1) // tile)
+            columns |= {border - 1, border}
+    return sorted(columns)
+
+
+def moments(problem: Problem, kind: str) -> tuple[dict[str, float], dict[str, float]]:
+    """Mean and standard deviation of each input that are not 0 and 1."""
+    large = LARGE if kind == "large_scores" else 1.0
+    if kind == "huge_scores":
+        return _huge_moments(problem)
+    if isinstance(problem, AttentionProblem) and problem.dtype == E4M3:
+        return _e4m3_moments(kind == "dominant", large)
+    if isinstance(problem, AttentionProblem):
+        slope = SLOPE
+        if kind == "dominant":
+            slope = DOMINANCE / max(problem.seqlen_q, problem.seqlen_kv)
+        means = {"slopes": slope, "key": KEY_MEAN if kind == "dominant" else 0.0}
+        return means, {"query": large, "bias": large, "slopes": slope / 4}
+    if isinstance(problem, AttentionBackwardProblem):
+        return {"key": KEY_MEAN if kind == "planted" else 0.0}, {}
+    if isinstance(problem, SwigluProblem):
+        return {}, {"weights": 1 / math.sqrt(problem.k)}
+    if isinstance(problem, GemmProblem | GroupedGemmProblem):
+        # Outputs of deviation 1: the bound of 2e-3 an element then speaks of rounding, while with
+        # N(0,1) operands it would judge how a sum of size sqrt(K) is accumulated in fp32.
+        # What is added to them is smaller: a sum must not cancel a product which a vendor rounded.
+        deviations = {"b": 1 / math.sqrt(problem.k), "bias": 0.5, "residual": 0.5}
+        if problem.dtype != E4M3:
+            return _scaled({"scale_a": 1.0, "scale_b": 1.0}, deviations)
+        factors = {"scale_a": 1 / E4M3_DEVIATION, "scale_b": deviations["b"] / E4M3_DEVIATION}
+        return _scaled(factors, dict.fromkeys("ab", E4M3_DEVIATION))
+    return {}, {"scores": large / SOFTMAX_SCALE}
+
+
+def _huge_moments(problem: Problem) -> tuple[dict[str, float], dict[str, float]]:
+    """Keys that are all alike, for `Gate._plant_huge`; nothing is added to their scores.
+
+    What a bias or ALiBi adds would be lost beside them in fp32, and not in the reference.
+    """
+    if not isinstance(problem, AttentionProblem):
+        return {}, {}
+    means: dict[str, float] = {}
+    deviations: dict[str, float] = {}
+    if problem.dtype == E4M3:
+        means, deviations = _e4m3_moments(False, HUGE_DESCALE)
+    _, exponent = HUGE_EXPONENTS[problem.dtype]
+    return (
+        {**means, "key": 2.0**exponent},
+        {**deviations, "key": 0.0, "bias": 0.0, "slopes": 0.0},
+    )
+
+
+def _e4m3_moments(has_mean: bool, large: float) -> tuple[dict[str, float], dict[str, float]]:
+    """`moments` of quantised tensors and their factors, which make them what others are."""
+    factors = {f"descale_{name}": 1 / E4M3_DEVIATION for name in "qkv"}
+    factors["descale_q"] *= large
+    means, deviations = _scaled(factors, dict.fromkeys(("query", "key", "value"), E4M3_DEVIATION))
+    return {**means, "key": KEY_MEAN * E4M3_DEVIATION if has_mean else 0.0}, deviations
+
+
+def _scaled(
+    factors: dict[str, float], deviations: dict[str, float]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Means and deviations of factors, and of the elements that they scale."""
+    return factors, {
+        **{name: mean * DESCALE_SPREAD for name, mean in factors.items()},
+        **deviations,
+    }
+
+
+def starts_of(problem: Problem, operand: Operand, kind: str) -> bytes:
+    """Where each of the packed sequences or groups starts, and the last one's end."""
+    lengths = _lengths(problem, operand, kind)
+    return struct.pack(f"<{operand.elements}i", 0, *accumulate(lengths))
+
+
+def _lengths(problem: Problem, starts: Operand, kind: str) -> tuple[int, ...]:
+    if isinstance(problem, GroupedGemmProblem):
+        return group_rows(problem, kind)
+    if not isinstance(problem, AttentionProblem):
+        raise BenchmarkError(f"'{problem.op}' has no sequences of variable lengths")
+    return problem.lengths_q if starts.name == STARTS[0] else problem.lengths_kv
+
+
+def group_rows(problem: GroupedGemmProblem, kind: str) -> tuple[int, ...]:
+    """Rows of each group. A kernel that is timed on one distribution serves any: planted inputs
+    come with the first group empty and the others unlike.
+    """
+    if kind != "planted" or problem.groups == 1:
+        return problem.rows
+    return 0, *rows_of("zipf", problem.m, problem.groups - 1)
+
+
+def prominence(problem: AttentionBackwardProblem) -> float:
+    """What a query is times its key: the key then has about a quarter of the row's probability.
+
+    Where it has nearly all, as under `dominant`, derivatives of the scores are differences of equal
+    numbers, and all that is left of them is the rounding of the output.
+    """
+    keys = max(4, problem.seqlen_kv)
+    return math.log(keys / 2) / (SCALE_FACTOR * math.sqrt(problem.head_dim))
+
+
+def parts_of(
+    problem: AttentionProblem, kind: str
+) -> Iterator[tuple[AttentionProblem, Mapping[str, int], tuple[int, int]]]:
+    """What the reference is given at once; where that lies, bytes beyond each tensor's start; and
+    left and right of its mask.
+
+    Sequences of variable lengths, and those of a paged cache, one by one; any other problem is
+    whole.
+    """
+    starts = dict.fromkeys(("query", "key", "value", "reference"), 0)
+    if not problem.is_packed:
+        yield problem, starts, problem.visible
+        return
+    if problem.is_paged:
+        every = [(one, keys, sides) for one, keys, *sides in pages.parts(problem, kind)]
+    else:
+        every = [(one, one.seqlen_kv, [*one.visible]) for one in problem.sequences]
+    for one, keys, (left, right) in every:
+        yield one, dict(starts), (left, right)
+        query, key, value, out = one.matrices
+        starts["query"] += query.bytes
+        for operand in (key, value):
+            starts[operand.name] += operand.bytes // one.seqlen_kv * keys
+        starts["reference"] += 4 * out.elements
