@@ -20,6 +20,7 @@ from tuner.measure.gate.inputs import (
     moments,
     parts_of,
     prominence,
+    sees_nothing,
     starts_of,
 )
 from tuner.measure.gate.kernels import (
@@ -115,6 +116,8 @@ def _plant(
         if isinstance(problem, AttentionBackwardProblem):
             strength, problem = prominence(problem), problem.forward
         for one, shift, sides in parts_of(problem, kind):
+            if sees_nothing(one, sides):
+                continue
             kernels.run(
                 (at["query"] + shift["query"], at["key"] + shift["key"]),
                 (
@@ -179,7 +182,9 @@ def _plant_huge(
         kernels.run((at["scores"],), (Command.PLANT_HUGE_SOFTMAX, rows, cols, row_seed), limits)
         return
     exponents, _ = HUGE_EXPONENTS[problem.dtype]
-    for one, shift, _ in parts_of(problem, kind):
+    for one, shift, sides in parts_of(problem, kind):
+        if sees_nothing(one, sides):
+            continue
         kernels.run(
             (at["query"] + shift["query"], at["key"] + shift["key"]),
             (

@@ -220,9 +220,21 @@ def parts_of(
     else:
         every = [(one, one.seqlen_kv, [*one.visible]) for one in problem.sequences]
     for one, keys, (left, right) in every:
-        yield one, dict(starts), (left, right)
+        # Of a sequence without keys a row is read that is there, though nothing sees it.
+        first = {} if keys else {"key": 0, "value": 0}
+        yield one, {**starts, **first}, (left, right)
         query, key, value, out = one.matrices
         starts["query"] += query.bytes
         for operand in (key, value):
             starts[operand.name] += operand.bytes // one.seqlen_kv * keys
         starts["reference"] += 4 * out.elements
+
+
+def sees_nothing(one: AttentionProblem, sides: tuple[int, int]) -> bool:
+    """Whether not even the last query of a part sees a key.
+
+    Args:
+        one: a part as of `parts_of`.
+        sides: left and right of its mask.
+    """
+    return one.seqlen_q - 1 + sides[1] < 0
