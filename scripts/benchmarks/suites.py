@@ -99,8 +99,9 @@ def suites_of(args: argparse.Namespace) -> list[Suite]:
     found = []
     if args.pytorch is not None:
         file = "test/test_transformers.py"
-        keyword = args.keyword or "SDPA"
-        found.append(Suite("pytorch", args.pytorch.resolve(), file, keyword, needs="expecttest"))
+        keyword = args.keyword or "SDPA and CUDA"
+        sample = args.pytorch_sample
+        found.append(Suite("pytorch", args.pytorch.resolve(), file, keyword, sample, "expecttest"))
     if args.flash_attention is not None:
         found.append(
             Suite(
@@ -322,6 +323,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--sample", type=float, default=0.02, help="part of FlashAttention's tests (default 0.02)"
     )
+    parser.add_argument(
+        "--pytorch-sample", type=float, default=1.0, help="part of PyTorch's tests (default 1)"
+    )
     parser.add_argument("--processes", type=int, default=4, help="side by side (default 4)")
     parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="end what runs then")
     parser.add_argument(
@@ -332,8 +336,9 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all of it here")
     args = parser.parse_args(argv)
-    if args.processes < 1 or not 0 < args.sample <= 1:
-        raise ConfigError("--processes must be 1 or more, --sample above 0 and at most 1")
+    samples = (args.sample, args.pytorch_sample)
+    if args.processes < 1 or not all(0 < sample <= 1 for sample in samples):
+        raise ConfigError("--processes must be 1 or more, samples above 0 and at most 1")
     check_place(args.json)
     from benchmarks import forced
 
