@@ -202,6 +202,17 @@ class TestKin:
         found = known.select(attention("B=4,S=1999,D=64,varlen=1"))
         assert found is not None and "stages_output" not in found.config.params
 
+    @pytest.mark.parametrize("mask", ["full", "windowed"])
+    def test_a_soft_cap_takes_a_kernel_of_another_phase(self, mask: Any) -> None:
+        known = next(one for one in shipped() if one.op == "attention")
+        domain = AttentionDomain(256, mask, "one", has_softcap=True)
+        assert domain._replace(mask="full", has_softcap=False) not in known.domains
+        models = known.models_of(domain)
+        assert models is not None and models.kin is not None
+        assert (models.kin.head_dim, models.kin.phase) == (256, "prompt")
+        assert not models.vendors, "PyTorch has no operator for it"
+        assert known.models_of(AttentionDomain(256, "full", "one")) is None
+
     def test_legality_is_found_out_anew(self) -> None:
         """A config of the plain domain may spill under a window."""
         known = made(9.0, 5.0, 0.0)

@@ -180,7 +180,8 @@ class AttentionDomain(_Attention, Domain):
     @property
     def kin(self) -> Iterator[Self]:
         """Of paged caches dense ones, nearest head dimension first; under a bottom-right mask few
-        queries see nearly all keys.
+        queries see nearly all keys. What PyTorch composes of operations, or has only a slow kernel
+        for, takes kernels of other phases where none of its own was measured.
         """
         if self.is_paged:
             mask: Mask = "causal" if self.phase == "prompt" else "full"
@@ -188,7 +189,8 @@ class AttentionDomain(_Attention, Domain):
                 yield type(self)(width, mask, self.phase)
             return
         masks: tuple[Mask, ...] = ("causal", "full") if self.mask == "windowed" else (self.mask,)
-        phases = (self.phase, *_OTHER_PHASES[self.phase]) if self.operand else (self.phase,)
+        is_slow_elsewhere = self.operand or self.has_softcap or self.mask == "windowed"
+        phases = (self.phase, *(_OTHER_PHASES[self.phase] if is_slow_elsewhere else ()))
         for phase, mask in product(phases, masks):
             plain = type(self)(self.head_dim, mask, phase)
             if plain != self:
