@@ -31,7 +31,7 @@ from tuner.hardware import DEFAULT_GPU, GPUS
 from tuner.measurement import Provenance
 from tuner.problem import AttentionProblem
 from tuner.selection import portfolio
-from tuner.selection.domains import AttentionDomain, Domain
+from tuner.selection.domains import AttentionDomain, Domain, Mask
 from tuner.selection.kernels import targets
 from tuner.selection.portfolio import (
     DomainModels,
@@ -203,8 +203,8 @@ class TestKin:
         assert found is not None and "stages_output" not in found.config.params
 
     @pytest.mark.parametrize("mask", ["full", "windowed"])
-    def test_a_soft_cap_takes_a_kernel_of_another_phase(self, mask: Any) -> None:
-        known = next(one for one in shipped() if one.op == "attention")
+    def test_a_soft_cap_takes_a_kernel_of_another_phase(self, mask: Mask) -> None:
+        known = next(one for one in portfolio.shipped() if one.op == "attention")
         domain = AttentionDomain(256, mask, "one", has_softcap=True)
         assert domain._replace(mask="full", has_softcap=False) not in known.domains
         models = known.models_of(domain)
