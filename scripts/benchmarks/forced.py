@@ -79,15 +79,15 @@ class Forced:
             if member.supports(problem, self._gpu):
                 continue
             ordered = self._ordered(name, problem)
-            for config in ordered:
-                if not member.violations(problem, config, self._gpu):
-                    return config
+            legal = (c for c in ordered if not member.violations(problem, c, self._gpu))
+            if (config := next(legal, None)) is not None:
+                return config
             # Run-time parameters may depend on the sizes: the same kernels, launched otherwise.
             places = {self._compiled_part(name, c): at for at, c in reversed([*enumerate(ordered)])}
-            own = [c for c in member.space(problem, self._gpu) if is_plain(c)]
-            own = [c for c in own if self._compiled_part(name, c) in places]
-            if own:
-                return min(own, key=lambda c: places[self._compiled_part(name, c)])
+            plain = [c for c in member.space(problem, self._gpu) if is_plain(c)]
+            plain = [c for c in plain if self._compiled_part(name, c) in places]
+            if plain:
+                return min(plain, key=lambda c: places[self._compiled_part(name, c)])
         return None
 
     def _compiled_part(self, name: str, config: Config) -> Config:

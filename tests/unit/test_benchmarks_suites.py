@@ -162,7 +162,7 @@ def test_a_package_that_its_tests_import_is_named(planted: suites.Suite) -> None
         (["--pytorch", "nowhere"], "a checkout with test/test_transformers.py"),
         (["--flash-attention", "nowhere"], "a checkout with tests/test_flash_attn.py"),
         (["--pytorch", "x", "--processes", "0"], "--processes must be 1 or more"),
-        (["--flash-attention", "x", "--sample", "2"], "--sample above 0"),
+        (["--flash-attention", "x", "--sample", "2"], "samples above 0 and at most 1"),
     ],
 )
 def test_wrong_arguments_are_one_line(arguments: list[str], reason: str) -> None:
