@@ -132,6 +132,12 @@ def test_a_dry_run_lists_and_compiles_nothing(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out.count("compiled ") == 2
 
 
+def test_only_the_kernels_that_are_named_are_built() -> None:
+    assert main(["build", "--portfolio", "--only", "D=256,bfloat16"]) == 0
+    specs = [spec for spec in Compiler.built if spec != REFERENCE]
+    assert [spec.variables["dtype"] for spec in specs] == ["bfloat16"]
+
+
 def prove() -> None:
     kernels = [replace(one, proof=PROOF) for one in written().kernels.values()]
     written().with_kernels(kernels).write(path_of("13.0.88", "9.0"))
@@ -181,6 +187,7 @@ def test_a_damaged_list_is_made_anew(capsys: pytest.CaptureFixture[str]) -> None
         (["--op", "gemm"], "no portfolio ships for that (allowed: --op attention"),
         (["--gpu", "H100"], "no portfolio ships for that"),
         (["--jobs", "0"], "--jobs 0 is out of range"),
+        (["--only", "D=256,paged"], "no kernel of the portfolio has D=256, paged in its line"),
         (["--shape", "S=1024,D=64"], "not allowed with"),
     ],
 )
@@ -194,12 +201,12 @@ def test_what_is_out_of_range_is_named(
     assert code == 2 and message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", ["--dry-run", "--reproducible"])
+@pytest.mark.parametrize("option", ["--dry-run", "--reproducible", "--only=D=256"])
 def test_some_options_are_for_the_portfolio(
     option: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["build", option]) == 2
-    assert f"{option} is not for entries" in capsys.readouterr().err
+    assert f"{option.partition('=')[0]} is not for entries" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("company", "removed"), [(1, 0), (8, 2)])

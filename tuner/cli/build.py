@@ -69,6 +69,12 @@ def register(subparsers: Any) -> None:
     )
     parser.add_argument("--gpu", help="only entries, or the portfolio, of this GPU, as in H200")
     parser.add_argument(
+        "--only",
+        metavar="TEXT,...",
+        help="with --portfolio: only kernels whose line of --dry-run holds each of these, as in "
+        "paged,D=64,bfloat16",
+    )
+    parser.add_argument(
         "--dry-run", action="store_true", help="with --portfolio: list the kernels, compile nothing"
     )
     parser.add_argument(
@@ -100,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.portfolio:
         return _portfolio(args)
-    for option in ("dry_run", "reproducible"):
+    for option in ("dry_run", "reproducible", "only"):
         if getattr(args, option):
             name = option.replace("_", "-")
             raise ConfigError(f"--{name} is not for entries (allowed: with --portfolio)")
@@ -158,6 +164,7 @@ def _portfolio(args: argparse.Namespace) -> int:
             args.op,
             args.gpu,
             args.jobs,
+            only=tuple(args.only.split(",")) if args.only else (),
             dry_run=args.dry_run,
             reproducible=args.reproducible,
         )

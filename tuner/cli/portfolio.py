@@ -50,6 +50,7 @@ def build(
     gpu: str | None,
     jobs: int | None,
     *,
+    only: Sequence[str],
     dry_run: bool,
     reproducible: bool,
 ) -> int:
@@ -60,6 +61,7 @@ def build(
         op: as of `chosen`.
         gpu: as of `chosen`.
         jobs: nvcc processes at a time; None: the cores.
+        only: texts that a kernel's label must hold, all of them; none: every kernel.
         dry_run: list the kernels, compile nothing.
         reproducible: one library a kernel, so that equal builds are equal bytes, as the wheel of
             prebuilt kernels needs; about three times the CPU time of libraries of eight.
@@ -68,7 +70,7 @@ def build(
         Exit code: 1 when a kernel failed.
 
     Raises:
-        ConfigError: when no portfolio ships for that.
+        ConfigError: when no portfolio ships for that, or no kernel's label holds all of `only`.
         CompileError: when there is no compiler.
         StoreError: when the artifact cache or the list cannot be written.
     """
@@ -78,7 +80,13 @@ def build(
 
     by_capability: dict[str, list[Target]] = {}
     for one in chosen(op, gpu):
-        by_capability.setdefault(one.gpu.compute_capability, []).extend(targets(one))
+        named = [t for t in targets(one) if all(text in t.label() for text in only)]
+        by_capability.setdefault(one.gpu.compute_capability, []).extend(named)
+    if not any(by_capability.values()):
+        raise ConfigError(
+            f"no kernel of the portfolio has {', '.join(only)} in its line "
+            "(allowed: texts of `tuner build --portfolio --dry-run`)"
+        )
     tools, codes = find_toolchain(), []
     for capability, wanted in sorted(by_capability.items()):
         batch = 1 if reproducible else UNIT
