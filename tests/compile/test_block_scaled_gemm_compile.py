@@ -141,8 +141,8 @@ def emulated(
     return "" if done.returncode == 0 else (done.stdout + done.stderr).strip() or "it failed"
 
 
-#: Emulated in every run, half a minute of a core each; the others with ``scripts/test --long``.
-USUAL = {*list(CASES)[:2], *list(GROUPED)[:1], *list(MUTANTS)[:2]}
+#: Emulated in every run; the others with ``scripts/test --long``.
+USUAL = {"two stages", "a warp does not leave"}
 
 
 @pytest.fixture
