@@ -158,24 +158,25 @@ class _Encoder(torch.nn.Module):  # type: ignore[misc]  # torch is skipped
         self.encoder.set_attn_implementation(name)
 
     def forward(self, input_features: Any) -> Any:
-        """(B, 80, 3000) to the last hidden states, (B, 1500, hidden)."""
+        """(B, 80, 2 * frames) to the last hidden states, (B, frames, hidden)."""
         return self.encoder(input_features).last_hidden_state
 
 
 def whisper(sizes: Sizes, dtype: torch.dtype, device: str) -> Built:
-    """Encoder layers of Whisper-large, 1500 frames."""
+    """Encoder layers of Whisper-large, 1500 frames where no tokens are given."""
     from transformers import WhisperConfig
 
-    heads, batch = sizes.heads or 20, sizes.batch or 8
+    heads, batch, frames = sizes.heads or 20, sizes.batch or 8, sizes.tokens or 1500
     config = WhisperConfig(
         d_model=64 * heads, encoder_attention_heads=heads, decoder_attention_heads=heads,
         encoder_ffn_dim=256 * heads, decoder_ffn_dim=256 * heads, encoder_layers=sizes.layers,
         decoder_layers=1, vocab_size=sizes.vocab, dropout=0.0, attention_dropout=0.0,
         pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
+        max_source_positions=frames,
     )  # fmt: skip
-    inputs = {"input_features": torch.randn(batch, 80, 3000, dtype=dtype, device=device)}
+    inputs = {"input_features": torch.randn(batch, 80, 2 * frames, dtype=dtype, device=device)}
     built = _model(config, inputs, dtype, device)
-    return Built(_Encoder(built.module.encoder), inputs, batch * 1500)
+    return Built(_Encoder(built.module.encoder), inputs, batch * frames)
 
 
 class FluxBlock(torch.nn.Module):  # type: ignore[misc]

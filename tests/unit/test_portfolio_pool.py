@@ -91,9 +91,12 @@ def test_a_cache_is_cold_and_a_prompt_warm() -> None:
     assert regimes["prompt"] == {"stream-warm"} and regimes["one"] == {"stream-cold"}
 
 
-def test_a_survey_takes_all_of_them() -> None:
+def test_a_survey_takes_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "PROBLEMS", dict.fromkeys(pool.PROBLEMS, 2))
+    few = pool.problems("attention")
+    assert few.keys() == FOUND.keys()
     samples = pooled("attention", DEFAULT_GPU, SHIPPED["attention"])
-    assert [one.problem for one in samples] == [p for found in FOUND.values() for p in found]
+    assert [one.problem for one in samples] == [p for found in few.values() for p in found]
     for one in samples:
         assert sum(kernels for kernels, _ in one.spaces.values()) == len(one.groups)
         assert sum(count for _, count in one.spaces.values()) == one.candidates
