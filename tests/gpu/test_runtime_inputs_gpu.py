@@ -51,12 +51,13 @@ LONGER, SHORTER, SQUARE, FULL = (
 )
 CAP = 5.0
 CAPPED = AttentionProblem.parse("B=2,H=4,HKV=2,S=256,D=64,causal=1,layout=bshd,softcap=5")
+ALONE = AttentionProblem.parse("H=1,S=1,D=64,dtype=bf16")
 PRODUCT = GemmProblem.parse("M=512,N=768,K=256")
 
 
 def kernels() -> list[KernelSpec]:
     """Compiled from the start; see `conftest.compiler`."""
-    problems = LONGER, SHORTER, SQUARE, FULL, CAPPED
+    problems = LONGER, SHORTER, SQUARE, FULL, CAPPED, ALONE
     specs = [spec for problem in problems for spec in first_kernels(problem, FAMILY)]
     return list(dict.fromkeys([*specs, *first_kernels(PRODUCT, "gemm")]))
 
@@ -85,6 +86,15 @@ def error(out: Any, wanted: Any) -> float:
 
 def hits() -> int:
     return int(part("counters").stats(reset=True).hits)
+
+
+@pytest.mark.compile
+def test_a_score_beyond_its_rounded_maximum_is_a_number(compiler: Compiler, gpu: Gpu) -> None:
+    """One score of about 1e12, whose scaled maximum rounds."""
+    tune(ALONE, compiler, gpu)
+    q, k, v = (torch.full_like(t, 133120.0) for t in inputs(ALONE))
+    assert torch.equal(tuner.attention(q, k, v), v)
+    assert hits() == 1
 
 
 # --- where a causal mask lies ---------------------------------------------------------------

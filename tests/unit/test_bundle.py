@@ -227,6 +227,17 @@ class TestCommand:
         assert command(maker, str(tmp_path / "c.tar"), *shape) == 1
         assert "is not in the cache" in capsys.readouterr().err
 
+    def test_of_many_that_are_left_out_the_first_are_named_and_the_rest_counted(
+        self, maker: Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        for rows in range(1, 20):
+            other = SoftmaxProblem(64 * rows, 1024)
+            lone = measured(SPACE[0], 3.0, "9" * 32, problem=other)
+            maker.store.decide(other, H200, WARM, [lone], "sweep")
+        assert command(maker, str(tmp_path / "b.tar"), "--all") == 0
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == 4 and lines[-1] == "left out: 16 more (all of them: --json)"
+
     def test_of_many_without_kernels_the_first_are_named_and_the_rest_counted(
         self, maker: Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:

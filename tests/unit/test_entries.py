@@ -467,8 +467,9 @@ class TestPinAndForget:
     ) -> None:
         with open_store() as store:
             store.add([measured(14.1, CUDNN)])
-        out = printed(capsys, "pin", *SHAPE, "--config", "cudnn")
-        assert "vendor_sdpa backend=cudnn, 14.1 us" in out
+        for text in ("cudnn", "vendor_sdpa backend=cudnn"):
+            out = printed(capsys, "pin", *SHAPE, "--config", text)
+            assert "vendor_sdpa backend=cudnn, 14.1 us" in out
 
     def test_by_digest_beginning_or_json(
         self, filled: Path, capsys: pytest.CaptureFixture[str]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,7 +110,7 @@ def test_every_page_fits_and_asks_nobody_else(browser: Browser, site: Site) -> N
     id, _ = site.claim()
     kernel = f"/kernel?shape={SHAPE}&config={measured().config.digest}"
     for path in (*PATHS, f"/jobs/{id}", kernel):
-        for width, is_dark in ((DESK, False), (PHONE, True)):
+        for width, is_dark in itertools.product((DESK, PHONE), (False, True)):
             browser.resize(width, is_dark=is_dark)
             browser.go(site.address + path)
             browser.wait("document.readyState === 'complete'")

@@ -8,6 +8,8 @@ import shlex
 
 import pytest
 
+pytest.importorskip("torch", reason="torch is not installed")
+
 import tuner.runtime
 from tuner import cli
 from tuner.families import families

@@ -66,7 +66,7 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+        super().__init__(*args, **{"allow_abbrev": False, **options})
         self.register("type", None, _text)
 
     def add_subparsers(self, **options: Any) -> Any:
@@ -120,7 +120,6 @@ def parser() -> Parser:
         usage="tuner [-h] [--version] COMMAND ...",
         epilog=f"{EXIT_CODES}\n\nenvironment variables:\n{variables}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     root.add_argument("--version", action="version", version=f"cutlass-tuner {tuner.__version__}")
     commands = root.add_subparsers(

@@ -74,12 +74,13 @@ def sweep_ahead(
 
 def wanted_text(number: int, one: Wanted) -> str:
     """One line of at most `COLUMNS`: expected gain in percent of a problem's time, summed over
-    the problems, the first problem, and as much of the config as fits.
+    the problems, the first problem, the config's digest, and as much of the config as fits.
     """
     from tuner.selection.describe import config_text, counted, cut
 
     first = f"{counted(len(one.problems), 'problem')}, first {one.problems[0].label()}"
-    text = f"{number}: gain {100 * one.worth:.1f} % over {first}: {config_text(one.config)}"
+    config = f"{one.config.digest[:6]} {config_text(one.config)}"
+    text = f"{number}: gain {100 * one.worth:.1f} % over {first}: {config}"
     return cut(text, COLUMNS)
 
 

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from tuner.store import Entry
 
 INSTALL = "install"
+MAX_REASONS = 3
+"""Lines about entries that were left out; the others are counted."""
 
 DESCRIPTION = """Packs measured entries with their compiled kernels, for machines and containers
 without a compiler, and prints the file's SHA-256. `tuner bundle install FILE` verifies such a file
@@ -83,8 +85,10 @@ def _pack(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({**vars(packed), "file": str(out)}))
         return 0
-    for reason in packed.left_out:
+    for reason in packed.left_out[:MAX_REASONS]:
         print(f"left out: {reason}", file=sys.stderr)
+    if (more := len(packed.left_out) - MAX_REASONS) > 0:
+        print(f"left out: {more} more (all of them: --json)", file=sys.stderr)
     print(
         f"{counted(packed.entries, 'entry')} with {counted(packed.kernels, 'kernel')} in {out}, "
         f"{packed.bytes} bytes\nsha256 {packed.sha256}"

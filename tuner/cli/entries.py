@@ -306,19 +306,20 @@ def _config(text: str, store: Store, problem: Problem, gpu: Gpu, regime: Regime)
             f"nothing to pin: no config is measured for {problem.op} {problem.label()} on "
             f"{gpu.name} ({regime}) in this store{_import_hint(problem)}"
         )
-    named = [m for m in measured if m.ok and is_vendor(m.config) and vendor_name(m.config) == text]
+    vendors = [m for m in measured if m.ok and is_vendor(m.config)]
+    named = [m for m in vendors if text in (vendor_name(m.config), describe.config_text(m.config))]
     if named:
         return min(named, key=lambda m: m.latency_us or 0.0).config
     found = [digest for digest in passed if digest.startswith(text.lower())]
     if len(text) < _MIN_DIGEST or len(found) != 1:
         kind = "names several" if len(found) > 1 else "names none"
         own = sorted(digest for digest, config in passed.items() if not is_vendor(config))
-        vendors = sorted({vendor_name(config) for config in passed.values() if is_vendor(config)})
+        others = sorted({vendor_name(m.config) for m in vendors})
         digits = f"{_MIN_DIGEST} or more digits of {describe.first_few(own)}" if own else ""
         raise ConfigError(
             f"--config {text} {kind} of the {len(passed)} configs that passed for "
             f"{problem.label()} on {gpu.name} ({regime}) (allowed: "
-            f"{' or '.join(filter(None, [digits, ', '.join(vendors)]))})"
+            f"{' or '.join(filter(None, [digits, ', '.join(others)]))})"
         )
     return passed[found[0]]
 

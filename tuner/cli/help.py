@@ -20,7 +20,7 @@ WORDS: Mapping[str, str] = {
     "config": "A family's parameters with their values; named by the digest of both.",
     "gate": "Check of a candidate's results against a reference; what fails it is never ranked.",
     "pass": "Run that times candidates: the quick one each alone, the final one all by turns.",
-    "regime": "Way of timing: CUDA graph or eager launches, with warm or cold L2.",
+    "regime": "Way of timing: stream (behind an ordinary kernel), chained, eager; L2 warm or cold.",
     "decision": "Ranking of a final pass in the store, with the kernel that serves the problem.",
     "provenance": "Source of a time: measured here, replayed from a recording, or predicted.",
     "neighbour": "Measured problem whose kernel may serve a shape that nobody tuned.",
