@@ -39,8 +39,8 @@ MASKS: Mapping[str, Callable[[Any, Any], Any]] = {
     "window": lambda q, k: (k <= q) & (q - k < WINDOW),
     "prefix": lambda q, k: (k <= q) | (k < PREFIX),
 }
-#: (tile_n, score_buffers) of the configs that are tried.
-TILES = ((128, 1), (128, 2), (64, 2))
+#: (tile_n, score_buffers, kv_stages) of the configs that are tried.
+TILES = ((128, 1, 2), (128, 1, 3), (128, 2, 2), (64, 2, 2))
 Kernels = Mapping[Config, LoadedKernel]
 
 
@@ -77,13 +77,13 @@ def cases(names: Sequence[str] = ()) -> Iterator[Case]:
 def configs(problem: AttentionProblem) -> list[Config]:
     """Configs that are tried: those of `TILES` in which nothing spills, persistent and not."""
     found = []
-    for (tile_n, buffers), is_persistent in product(TILES, (True, False)):
+    for (tile_n, buffers, stages), is_persistent in product(TILES, (True, False)):
         made = Config(
             FAMILY.name,
             {
                 "warp_groups": 2,
                 "tile_n": tile_n,
-                "kv_stages": 2,
+                "kv_stages": stages,
                 "score_buffers": buffers,
                 "q_in_registers": False,
                 "persistent": is_persistent,
@@ -101,7 +101,7 @@ def configs(problem: AttentionProblem) -> list[Config]:
 
 def short(config: Config) -> str:
     """A config for a table."""
-    text = f"{config['tile_n']}/{config['score_buffers']}"
+    text = f"{config['tile_n']}/{config['score_buffers']}/{config['kv_stages']}"
     return text + (" persistent" if config["persistent"] else "")
 
 

@@ -7,9 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from fused_configs import maker
 
+from tuner.config import Config
 from tuner.errors import ConfigError
-from tuner.families import families
+from tuner.families import families, family
 from tuner.hardware import DEFAULT_GPU
 from tuner.measure import block_masks
 from tuner.measure.gate.inputs import kinds_of
@@ -18,6 +20,8 @@ from tuner.problem import AttentionProblem, problem_from_json
 from tuner.selection.domains import Domain
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
+FAMILY = family("fused_attention")
+make = maker(ping_pong=True)
 PROBLEMS = [
     AttentionProblem.parse(text)
     for text in (
@@ -142,6 +146,50 @@ def test_no_other_family_takes_one() -> None:
         if not member.supports(problem, DEFAULT_GPU) and member.space(problem, DEFAULT_GPU)
     }
     assert own == {"fused_attention"}
+
+
+@pytest.mark.parametrize(
+    ("shape", "config", "words"),
+    [
+        ("block_mask=1", make(2, 96), "tile_n=96 is not for block_mask (allowed: 32, 64, 128)"),
+        ("block_mask=1", make(3, 64), "192 rows of 1 packed heads do not divide the 128 queries"),
+        ("block_mask=1", make(2, 64, splits=2), "key_groups and splits > 1 are not for block_mask"),
+        (
+            "block_mask=1",
+            make(2, 64, key_groups=2, ping_pong=None),
+            "key_groups and splits > 1 are not for block_mask",
+        ),
+        (
+            "HKV=4,block_mask=h",
+            make(2, 64, packed_heads=4),
+            "packed_heads=4 is not for a block_mask of each head (allowed: 1)",
+        ),
+    ],
+)
+def test_configs_that_no_block_mask_takes(shape: str, config: Config, words: str) -> None:
+    problem = AttentionProblem.parse(f"S=1024,D=64,{shape}")
+    params = {name: value for name, value in config.params.items() if value is not None}
+    found = FAMILY.violations(problem, Config(config.family, params), DEFAULT_GPU)
+    assert any(line.startswith(words) for line in found), found
+
+
+def test_what_is_searched_is_legal_and_spills_nothing() -> None:
+    for text in ("D=64,block_mask=1", "HKV=4,D=128,block_mask=h", "HKV=2,D=64,block_mask=b"):
+        problem = AttentionProblem.parse(f"B=2,S=2048,{text}")
+        space = FAMILY.space(problem, DEFAULT_GPU)
+        assert len(space) > 20
+        assert all(FAMILY.accepts(problem, config, DEFAULT_GPU) for config in space)
+        packed = {config.get("packed_heads", 1) for config in space}
+        assert packed == ({1, 8} if "block_mask=b" in text else {1})
+
+
+def test_a_mask_is_compiled_in_and_its_axes_are_not() -> None:
+    one, other, none = (
+        FAMILY.kernels(AttentionProblem.parse(f"B=2,S=1024,D=64{more}"), make(2, 64))["attention"]
+        for more in (",block_mask=1", ",block_mask=bh", "")
+    )
+    assert one == other != none
+    assert "is_sparse" not in none.variables
 
 
 def test_the_floor_counts_no_bits() -> None:

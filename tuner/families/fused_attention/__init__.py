@@ -630,6 +630,8 @@ def _packings(problem: AttentionProblem) -> tuple[int, ...]:
 
 def _depths(problem: AttentionProblem, rows: int) -> tuple[int, ...]:
     """Stages of the rings, for `rows` rows of packed queries."""
+    if problem.block_mask:  # a block's first keys wait for the table
+        return (2, 3)
     if rows > 64:
         return (2,)
     return (2, 3, 4) if problem.is_paged else (2, 4)
