@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from tuner.runtime.products import matmul as matmul
     from tuner.runtime.products import scaled_mm as scaled_mm
     from tuner.runtime.products import swiglu as swiglu
+    from tuner.runtime.sparse import sparse_attention as sparse_attention
     from tuner.runtime.varlen import attention_varlen as attention_varlen
     from tuner.selection.reader import Answer as Answer
     from tuner.selection.reader import Entry as Entry
@@ -86,6 +87,7 @@ _HOMES = {
     "paged_attention": "tuner.runtime",
     "restore_linear_": "tuner.runtime",
     "scaled_mm": "tuner.runtime",
+    "sparse_attention": "tuner.runtime",
     "stats": "tuner.runtime",
     "sweep": "tuner.tuning.sweep",
     "swiglu": "tuner.runtime",

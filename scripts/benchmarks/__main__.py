@@ -19,6 +19,7 @@ NAMES = (
     "gpus",
     "levers",
     "logits",
+    "masks",
     "models",
     "paged",
     "peers",

@@ -15,7 +15,7 @@ import pytest
 
 from tuner.base import resources
 from tuner.errors import BenchmarkError, GateError
-from tuner.measure import pages
+from tuner.measure import block_masks, pages
 from tuner.measure.device import Pool
 from tuner.measure.gate import Gate, inputs, kernels
 from tuner.measure.gate.inputs import KINDS, border_columns, kinds_of, scale_of
@@ -606,6 +606,22 @@ def test_a_boolean_mask_is_planted_row_by_row(axes: str, extents: tuple[int, ...
     [(tensors, integers)] = [given for given in kernel.given if given[1][0] == 4]
     assert tensors[5:] == [0, 0, 0, 0, 0, 0, at]
     assert tuple(integers[-3:]) == problem.mask_strides
+
+
+@pytest.mark.parametrize("kind", KINDS["attention"])
+def test_a_block_sparse_mask_is_written_as_tables_and_dense_for_the_reference(kind: str) -> None:
+    problem = AttentionProblem.parse("B=2,H=4,SQ=170,SKV=290,D=64,block_mask=h")
+    made, device, kernel = opened(problem)
+    made.load(kind)
+    tables, at = block_masks.tables(problem, kind, 7), made.pointers
+    for name in ("block_counts", "block_indices", "block_bits"):
+        assert device.written[at[name]] == getattr(tables, name)
+        assert not [given for given in kernel.given if given[1][0] == 0 and given[0] == [at[name]]]
+    [(tensors, integers)] = [given for given in kernel.given if given[1][0] == 4]
+    *others, dense = tensors[5:]
+    assert others == [0] * 6 and device.written[dense] == tables.dense
+    assert len(tables.dense) == 4 * 170 * 290
+    assert tuple(integers[-3:]) == problem.mask_strides == (0, 170 * 290, 290)
 
 
 def test_slopes_leave_what_is_planted_on_top() -> None:

@@ -40,6 +40,7 @@ PROBLEM_TEXTS = {
 }
 #: Of families that serve some of an operation's problems.
 FAMILY_TEXTS = {
+    "fused_attention": (*PROBLEM_TEXTS["attention"], "S=1024,D=64,block_mask=1"),
     "block_scaled_gemm": ("M=16,N=4096,K=4096,dtype=e4m3,scales=block",),
     "block_scaled_grouped_gemm": ("G=16,M=2000,N=1408,K=2048,sizes=zipf,dtype=e4m3",),
 }

@@ -137,6 +137,7 @@ class TwoKernelAttention(Family):
             ("variable lengths", problem.is_varlen),
             ("boolean mask", bool(problem.mask)),
             ("paged cache", problem.is_paged),
+            ("block-sparse mask", bool(problem.block_mask)),
         )
         missing = " or ".join(name for name, is_on in lacking if is_on)
         return f"{self.name} has no {missing}" if missing else ""

@@ -256,6 +256,9 @@ def floor_work(problem: Problem) -> tuple[int, int]:
     unread = (keys - seen) * problem.head_dim * problem.heads_kv * problem.batch
     flops = 4 * problem.batch * problem.heads_q * problem.head_dim * problem.pairs
     unread *= 2
+    for bits in problem.operands[3:-1]:
+        if bits.name == "block_bits":  # of blocks that are seen whole or not at all none is read
+            unread += bits.bytes // DTYPE_BYTES[problem.dtype]
     for bias in problem.operands[3:-1]:
         if bias.name == "bias":  # one element for each visible pair
             unread += bias.elements - bias.shape[0] * bias.shape[1] * problem.pairs

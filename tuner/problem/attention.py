@@ -46,9 +46,14 @@ _OFF: Mapping[str, Any] = {
     "is_alibi": False,
     "page_size": 0,
     "has_sinks": False,
+    "block_mask": "",
 }
 PAGE_MULTIPLE = 16
 """Keys that the size of a page is a multiple of: the rows of the smallest copy to shared memory."""
+BLOCK_SIZE = 128
+"""Queries, and keys, of a block of a block-sparse mask: FlexAttention's default."""
+BLOCK_AXES: tuple[Axes, ...] = ("1", "b", "h", "bh")
+"""Axes that a block-sparse mask may have."""
 #: Of the order in which the sequences of unlike lengths lie.
 _LENGTHS_SEED = 0
 
@@ -101,6 +106,17 @@ class AttentionProblem(Problem):
     ``varlen=1`` lengths differ as there. ``sinks=1``: fp32 `sinks` (H,), a logit for each head
     that takes part in the softmax and has no value. Windows and soft caps may come with it, e4m3,
     bias, mask and ALiBi not. A query that sees no key has zeros for its output.
+
+    A block-sparse mask is FlexAttention's `BlockMask` as tables over blocks of 128 queries and 128
+    keys: ``block_mask=1`` one for all, ``b``, ``h``, ``bh`` as of a bias. With QB and KB blocks of
+    queries and keys, and 1 in place of B and H along axes that it has not, int32 `block_counts`
+    (B, H, QB, 2) holds how many blocks of keys each block of queries sees whole, and how many in
+    part; `block_indices` (B, H, QB, KB) the former's numbers, then the latter's; `block_bits`
+    (B, H, QB, KB, 128, 4) of each of them 128 bits a query, set where it sees a key. Word q of the
+    four holds the keys 8 j + 2 q and 8 j + 2 q + 1 of the block as its bits 2 j and 2 j + 1. A
+    query that sees no key has zeros for its output. It comes with a soft cap, and with no other
+    mask, e4m3, varlen or pages. It is timed on `block_prefix` keys seen by all, and a causal mask
+    that ends at the last query and key.
     """
 
     op: ClassVar[str] = "attention"
@@ -123,6 +139,7 @@ class AttentionProblem(Problem):
         "varlen": "is_varlen",
         "page_size": "page_size",
         "sinks": "has_sinks",
+        "block_mask": "block_mask",
         "dtype": "dtype",
         "layout": "layout",
     }
@@ -147,6 +164,7 @@ class AttentionProblem(Problem):
             f"keys of a page of a paged cache, a multiple of {PAGE_MULTIPLE}; 0: none", "tokens"
         ),
         "sinks": Meaning("1: a learned logit of each head in the softmax; paged caches only"),
+        "block_mask": Meaning("axes of a block-sparse mask: 1 (neither), b, h or bh"),
         "dtype": Meaning("type of Q, K and V: fp16, bf16 or e4m3"),
         "layout": Meaning(f"order of the dimensions in memory: {', '.join(LAYOUTS)}"),
     }
@@ -170,6 +188,7 @@ class AttentionProblem(Problem):
     mask: Axes = ""
     page_size: int = 0
     has_sinks: bool = False
+    block_mask: Axes = ""
 
     def __post_init__(self) -> None:
         if self.heads_kv == 0:
@@ -206,8 +225,13 @@ class AttentionProblem(Problem):
         self._reduce_axes("mask")
         if self.bias and self.mask:
             raise ConfigError("mask beside bias is not known (allowed: one of both)")
+        self._reduce_axes("block_mask", BLOCK_AXES)
         check_extent("page_size", self.page_size, 0)
         self._reduce_window()
+        if self.block_mask and (self.is_causal or self.is_windowed or self.mask_operand):
+            raise ConfigError("block_mask beside another mask is not known (allowed: one of both)")
+        if self.block_mask and self.is_alibi:
+            raise ConfigError("block_mask has no ALiBi (allowed: alibi=0)")
         if self.dtype == E4M3 and self.extras:
             raise ConfigError(f"dtype=e4m3 has no {self.extras} (allowed: fp16 and bf16 with it)")
         if self.is_paged:
@@ -224,9 +248,7 @@ class AttentionProblem(Problem):
             )
         check_extent("B", self.batch, maximum=MAX_PARTS)
         if self.modifiers:
-            raise ConfigError(
-                "page_size has no additive bias, no boolean mask and no ALiBi (allowed: neither)"
-            )
+            raise ConfigError(f"page_size has no {self.modifiers} (allowed: neither)")
         if self.layout == "bshd_bhsd":
             raise ConfigError(f"layout={self.layout} is not for page_size (allowed: bhsd, bshd)")
 
@@ -235,18 +257,16 @@ class AttentionProblem(Problem):
         if self.is_windowed or self.softcap:
             raise ConfigError("varlen=1 has no sliding window and no soft cap (allowed: neither)")
         if self.modifiers:
-            raise ConfigError(
-                "varlen=1 has no additive bias, no boolean mask and no ALiBi (allowed: neither)"
-            )
+            raise ConfigError(f"varlen=1 has no {self.modifiers} (allowed: neither)")
         if self.layout == "bshd_bhsd":
             raise ConfigError(f"layout={self.layout} is not for varlen=1 (allowed: bshd)")
         object.__setattr__(self, "layout", "bshd")
 
-    def _reduce_axes(self, name: str) -> None:
+    def _reduce_axes(self, name: str, known: tuple[Axes, ...] = get_args(Axes)[1:]) -> None:
         """Give equal biases, or masks, equal fields: no axis of one element."""
         axes: str = getattr(self, name)
         axes = "" if axes == "0" else axes
-        check_choice(name, axes or "0", ("0", *get_args(Axes)[1:]))
+        check_choice(name, axes or "0", ("0", *known))
         if axes:
             axes = axes.replace("b", "" if self.batch == 1 else "b")
             axes = axes.replace("h", "" if self.heads_q == 1 else "h")
@@ -315,6 +335,9 @@ class AttentionProblem(Problem):
 
     def keys_of(self, first: int, last: int) -> range:
         """The keys that queries first..last see; beyond the last query there is none."""
+        if self.block_mask:
+            shown = min(last, self.seqlen_q - 1) + 1 + self.seqlen_kv - self.seqlen_q
+            return range(max(self.block_prefix, min(shown, self.seqlen_kv)))
         left, right = self.visible
         end = min(self.seqlen_kv, self.position + min(last, self.seqlen_q - 1) + right + 1)
         return range(max(0, self.position + first - left), end)
@@ -322,18 +345,28 @@ class AttentionProblem(Problem):
     @property
     def pairs(self) -> int:
         """(query, key) pairs of one head that the mask lets through."""
+        if self.block_mask:
+            prefix, behind = self.block_prefix, self.seqlen_kv - self.block_prefix
+            offset = self.seqlen_kv - self.seqlen_q + 1 - prefix
+            return prefix * self.seqlen_q + self._keys_below(offset, behind)
         left, right = self.visible
         at = self.position
-        return self._keys_below(at + right + 1) - self._keys_below(at - left)
+        most = self.seqlen_kv
+        return self._keys_below(at + right + 1, most) - self._keys_below(at - left, most)
 
-    def _keys_below(self, offset: int) -> int:
-        """Over all queries i, the sum of the numbers of keys below i + offset."""
+    def _keys_below(self, offset: int, most: int) -> int:
+        """Over all queries i, the sum of the numbers of `most` keys that are below i + offset."""
 
-        def total(end: int) -> int:  # of x clamped to [0, seqlen_kv], over x < end
-            rising = max(0, min(end, self.seqlen_kv))
-            return rising * (rising - 1) // 2 + max(0, end - self.seqlen_kv) * self.seqlen_kv
+        def total(end: int) -> int:  # of x clamped to [0, most], over x < end
+            rising = max(0, min(end, most))
+            return rising * (rising - 1) // 2 + max(0, end - most) * most
 
         return total(self.seqlen_q + offset) - total(offset)
+
+    @property
+    def block_prefix(self) -> int:
+        """Keys that all queries see, as a problem with a block-sparse mask is measured."""
+        return -(-self.seqlen_kv // 4)
 
     @property
     def extras(self) -> str:
@@ -350,11 +383,12 @@ class AttentionProblem(Problem):
 
     @property
     def modifiers(self) -> str:
-        """Of the extras those that add to the scores; or empty."""
+        """Of the extras those that change single scores; or empty."""
         parts = (
             ("additive bias", bool(self.bias)),
             ("boolean mask", bool(self.mask)),
             ("ALiBi", self.is_alibi),
+            ("block-sparse mask", bool(self.block_mask)),
         )
         return " or ".join(name for name, is_on in parts if is_on)
 
@@ -431,6 +465,7 @@ class AttentionProblem(Problem):
         tail += f",bias={self.bias}" if self.bias else ""
         tail += f",mask={self.mask}" if self.mask else ""
         tail += ",alibi=1" if self.is_alibi else ""
+        tail += f",block_mask={self.block_mask}" if self.block_mask else ""
         tail += f",dtype={DTYPE_SHORT[self.dtype]}"
         tail += f",page_size={self.page_size}" if self.is_paged else ""
         tail += ",sinks=1" if self.has_sinks else ""
@@ -449,7 +484,7 @@ class AttentionProblem(Problem):
     def flops(self) -> int:
         if self.is_varlen:
             return sum(sequence.flops for sequence in self.sequences)
-        if self.is_windowed or (self.is_paged and self.is_causal):
+        if self.is_windowed or self.block_mask or (self.is_paged and self.is_causal):
             return 4 * self.batch * self.heads_q * self.head_dim * self.pairs
         full = 4 * self.batch * self.heads_q * self.seqlen_q * self.seqlen_kv * self.head_dim
         return full // 2 if self.is_causal else full
@@ -490,6 +525,25 @@ class AttentionProblem(Problem):
             yield operand
         if self.is_alibi:
             yield Operand("slopes", (self.heads_q,), (1,), "float32")
+        if self.block_mask:
+            *rows, columns = self.block_shape
+            for name, tail in (
+                ("block_counts", (2,)),
+                ("block_indices", (columns,)),
+                ("block_bits", (columns, BLOCK_SIZE, BLOCK_SIZE // 32)),
+            ):
+                shape = (*rows, *tail)
+                yield Operand(name, shape, _contiguous(shape), "int32")
+
+    @property
+    def block_shape(self) -> tuple[int, int, int, int]:
+        """(B, H, QB, KB) of the tables of a block-sparse mask, 1 along axes that it has not."""
+        return (
+            self.batch if "b" in self.block_mask else 1,
+            self.heads_q if "h" in self.block_mask else 1,
+            -(-self.seqlen_q // BLOCK_SIZE),
+            -(-self.seqlen_kv // BLOCK_SIZE),
+        )
 
     @property
     def mask_operand(self) -> Operand | None:
@@ -507,8 +561,12 @@ class AttentionProblem(Problem):
     @property
     def mask_strides(self) -> tuple[int, int, int]:
         """Elements from one batch, head and query of the bias or mask to the next; 0 along an axis
-        that it has not, and without either.
+        that it has not, and without either. Of a block-sparse mask those of its dense form.
         """
+        if self.block_mask:
+            of_batch, of_heads, *_ = self.block_shape
+            one = self.seqlen_q * self.seqlen_kv
+            return of_heads * one * (of_batch > 1), one * (of_heads > 1), self.seqlen_kv
         operand = self.mask_operand
         if operand is None:
             return 0, 0, 0
@@ -548,6 +606,10 @@ class AttentionProblem(Problem):
             tensor("value", self.heads_kv, parts_kv, rows_kv, of_keys or of_queries),
             tensor("out", self.heads_q, parts_q, rows_q, of_queries),
         )
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 def _divisors(n: int) -> str:

@@ -68,6 +68,8 @@ def _attention(p: AttentionProblem) -> tuple[str, str]:
     kind = "float8_e4m3fn" if p.dtype == E4M3 else p.dtype
     if p.is_paged:
         return _paged(p)
+    if p.block_mask:
+        return _sparse(p)
     if p.is_varlen:
         call = "tuner.attention_varlen"
         arguments += ["cu_seqlens_q", "cu_seqlens_kv", str(p.seqlen_q), str(p.seqlen_kv)]
@@ -108,6 +110,16 @@ def _paged(p: AttentionProblem) -> tuple[str, str]:
     shapes += f"cu_seqlens_q ({p.batch + 1}), int32"
     shapes += f"; sinks ({p.heads_q}), fp32" if p.has_sinks else ""
     return f"tuner.paged_attention({', '.join(arguments)})", shapes
+
+
+def _sparse(p: AttentionProblem) -> tuple[str, str]:
+    arguments = ["q", "k", "v", "block_mask"]
+    arguments += [f"softcap={p.softcap:g}"] if p.softcap else []
+    q = f"({p.batch}, {p.heads_q}, {p.seqlen_q}, {p.head_dim})"
+    kv = f"({p.batch}, {p.heads_kv}, {p.seqlen_kv}, {p.head_dim})"
+    axes = ", ".join(str(size) for size in (*p.block_shape[:2], p.seqlen_q, p.seqlen_kv))
+    shapes = f"q {q}, k and v {kv}, {p.dtype}; block_mask ({axes}), FlexAttention's"
+    return f"tuner.sparse_attention({', '.join(arguments)})", shapes
 
 
 def _product(p: GemmProblem) -> tuple[str, str]:

@@ -265,7 +265,7 @@ def _attention(
         launches=launches,
         tiles=row_blocks * heads * splits,
         slots=gpu.sm_count * blocks_per_sm,
-        is_even=not problem.is_causal,
+        is_even=not (problem.is_causal or problem.block_mask),
         threads=threads,
         smem_bytes=smem,
         blocks_per_sm=blocks_per_sm,

@@ -19,6 +19,7 @@ from tuner.runtime.grouped import grouped_mm
 from tuner.runtime.layers import linear_problems, restore_linear_, tune_linear_
 from tuner.runtime.paged import paged_attention
 from tuner.runtime.products import interleave, linear, matmul, scaled_mm, swiglu
+from tuner.runtime.sparse import sparse_attention
 from tuner.runtime.varlen import attention_varlen
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "paged_attention",
     "restore_linear_",
     "scaled_mm",
+    "sparse_attention",
     "stats",
     "swiglu",
     "tune_linear_",

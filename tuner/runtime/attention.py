@@ -14,6 +14,7 @@ answers it:
 | another `attn_mask` | none | tuned kernels |
 | `attention_varlen` | top-left in each sequence | tuned kernels |
 | `paged_attention` | bottom-right in each sequence | tuned kernels |
+| `sparse_attention` | as the block mask says | tuned kernels, or FlexAttention |
 | nested tensors | PyTorch's | PyTorch |
 | `tuner.enable`: `scaled_dot_product_attention`, efficient's operator | top-left | tuned kernels |
 | `tuner.enable`: `aten::_scaled_dot_product_cudnn_attention` | top-left | tuned kernels |

@@ -42,6 +42,7 @@ class Kind(StrEnum):
     GRADIENT = "a gradient is wanted"
     LSE = "PyTorch wants the log-sum-exp"
     MASK = "attn_mask is given"
+    BLOCK_MASK = "no kernel takes such a block mask"
     DROPOUT = "dropout_p is not 0"
     SCALE = "scale is not positive"
     BOTTOM_RIGHT = "the causal mask is bottom-right"

@@ -152,7 +152,7 @@ class AttentionDomain(_Attention, Domain):
 
     @classmethod
     def holding(cls, problem: Any) -> Self | None:
-        if problem.dtype == E4M3 or problem.is_alibi:
+        if problem.dtype == E4M3 or problem.is_alibi or problem.block_mask:
             return None
         operand: MaskOperand = "bool" if problem.mask else "additive" if problem.bias else ""
         mask: Mask = "causal" if problem.is_causal else "full"

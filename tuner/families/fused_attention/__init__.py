@@ -29,7 +29,7 @@ from tuner.hardware import (
     Gpu,
 )
 from tuner.problem import DTYPE_BYTES, E4M3, AttentionProblem, Problem
-from tuner.problem.attention import PAGE_MULTIPLE
+from tuner.problem.attention import BLOCK_SIZE, PAGE_MULTIPLE
 
 #: Text that the template takes, by variable.
 WORDS = {"dtype": ("float16", "bfloat16", E4M3), "mask_operand": ("bool", "additive")}
@@ -48,7 +48,7 @@ REGISTERS: Mapping[tuple[int, int], tuple[int, int]] = {
     (4, 1): (32, 112),
     (4, 2): (32, 48),
 }
-#: The same of paged caches, whose producer is a whole warp with the places of its copies.
+#: The same of paged caches and block-sparse masks, whose producer has the places of its copies.
 PAGED_REGISTERS: Mapping[tuple[int, int], tuple[int, int]] = {
     **REGISTERS,
     (1, 2): (56, 200),
@@ -67,6 +67,10 @@ NARROW_OVERHEAD_REGISTERS = 24
 WINDOW_REGISTERS = 24
 #: Further ones beside the elements of a mask operand: where its rows lie.
 MASK_REGISTERS = 16
+#: The same of a block-sparse mask: where its bits lie, and those of two rows.
+BLOCK_MASK_REGISTERS = 12
+#: Rows of K and V that a tile under a block-sparse mask may have: its bits lie in one word.
+SPARSE_TILES = (32, 64, 128)
 #: Query heads that share a tile's rows at most.
 MOST_PACKED = 32
 #: The same with e4m3: a thread's two rows are 8 apart and have one factor, that of one head.
@@ -172,6 +176,7 @@ class FusedAttention(Family):
         if problem.is_varlen and not problem.is_paged and splits > 1:
             found.append(f"splits={splits} is not for variable lengths (allowed: 1)")
         found += self._paging(problem, config)
+        found += self._blocks(problem, config)
         if splits > 1 and config["persistent"]:
             found.append(f"splits={splits} is for one block a tile, not for persistent blocks")
         if ("combine" in config.params) != (splits > 1):
@@ -239,6 +244,27 @@ class FusedAttention(Family):
         return found
 
     @staticmethod
+    def _blocks(problem: AttentionProblem, config: Config) -> list[str]:
+        """What is wrong with a config for a block-sparse mask."""
+        if not problem.block_mask:
+            return []
+        found = []
+        packed, tile_m = config.get("packed_heads", 1), _tile_m(config.params)
+        if config["tile_n"] not in SPARSE_TILES:
+            allowed = ", ".join(map(str, SPARSE_TILES))
+            found.append(f"tile_n={config['tile_n']} is not for block_mask (allowed: {allowed})")
+        if tile_m % packed or BLOCK_SIZE % (tile_m // packed):
+            found.append(
+                f"{tile_m} rows of {packed} packed heads do not divide the {BLOCK_SIZE} queries of "
+                "a block of block_mask"
+            )
+        if "key_groups" in config.params or config["splits"] > 1:
+            found.append("key_groups and splits > 1 are not for block_mask")
+        if packed > 1 and "h" in problem.block_mask:
+            found.append(f"packed_heads={packed} is not for a block_mask of each head (allowed: 1)")
+        return found
+
+    @staticmethod
     def _packing(problem: AttentionProblem, config: Config) -> list[str]:
         """What is wrong with `packed_heads`."""
         group = problem.heads_q // problem.heads_kv
@@ -264,7 +290,7 @@ class FusedAttention(Family):
         columns, tile_m = instance(problem.head_dim), _tile_m(config.params)
         rows = tile_m + 2 * config["kv_stages"] * config["tile_n"]
         operands = rows * columns * DTYPE_BYTES[problem.dtype]
-        is_split = problem.is_paged or not problem.is_varlen
+        is_split = problem.is_paged or not (problem.is_varlen or problem.block_mask)
         is_split = is_split and not config["persistent"]
         share = 4 * tile_m * (columns + 8 + 1) if is_split and config["warp_groups"] == 1 else 0
         out = 2 * tile_m * columns if config.get("stages_output") else 0
@@ -304,6 +330,8 @@ class FusedAttention(Family):
         tiles_n: tuple[int, ...] = (64, 80, 96, 128, 160) if head_dim == 128 else (64, 80, 96, 128)
         if is_e4m3:
             tiles_n = (64, 96, 128, 160, 192, 224)
+        if problem.block_mask:
+            tiles_n = (64, 128)
         levers = product(SHAPES, tiles_n, (1, 2), packings, (False, True))
         for (groups, sharing, blocks), tile_n, buffers, packed, in_registers in levers:
             tile_m = 64 * groups // sharing
@@ -424,6 +452,7 @@ class FusedAttention(Family):
                     "has_softcap": attention.softcap > 0,
                     "is_varlen": attention.is_varlen and not attention.is_paged,
                     **_mask_variables(attention),
+                    **({"is_sparse": True} if attention.block_mask else {}),
                     "producer_registers": producer,
                     "consumer_registers": consumer,
                     **paged,
@@ -470,7 +499,12 @@ class FusedAttention(Family):
             rows = (attention.total_q, attention.page_size, key.shape[0], table[0])
         elif attention.is_varlen:
             rows = (attention.total_q, attention.total_kv)
-        integers = (*extents, *strides, *schedule, *window, *rows, *masked)
+        blocks: tuple[int, ...] = ()
+        if attention.block_mask:
+            of_batch, of_heads, of_queries, columns = attention.block_shape
+            steps = of_heads * of_queries * (of_batch > 1), of_queries * (of_heads > 1)
+            blocks = (*steps, columns)
+        integers = (*extents, *strides, *schedule, *window, *rows, *masked, *blocks)
         return [Launch("attention", tensors, integers, (scale, *cap))]
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
@@ -516,6 +550,8 @@ class FusedAttention(Family):
     def legality_facts(self, problem: Problem) -> Hashable:
         attention = _attention(problem)
         facts = attention.dtype, attention.heads_q // attention.heads_kv
+        if attention.block_mask:
+            return (*facts, "h" in attention.block_mask)
         return (*facts, attention.page_size) if attention.is_paged else facts
 
 
@@ -536,6 +572,7 @@ def _spills(problem: AttentionProblem, config: Config) -> bool:
     overhead += WINDOW_REGISTERS if problem.is_windowed and buffers > 1 else 0
     if (operand := problem.mask_operand) is not None:
         overhead += tile_n * DTYPE_BYTES[operand.dtype] // 8 + MASK_REGISTERS
+    overhead += BLOCK_MASK_REGISTERS if problem.block_mask else 0
     accumulators = buffers * tile_n // 2 + width * tile_n // 8 + head_dim // 2
     accumulators += width * head_dim // 8 if keeps_q else 0
     return bool(accumulators + overhead > consumer)
@@ -543,7 +580,7 @@ def _spills(problem: AttentionProblem, config: Config) -> bool:
 
 def _registers(problem: AttentionProblem, config: Config) -> tuple[int, int]:
     """Of a producer's and of a consumer's thread."""
-    table = PAGED_REGISTERS if problem.is_paged else REGISTERS
+    table = PAGED_REGISTERS if problem.is_paged or problem.block_mask else REGISTERS
     return table[config["warp_groups"], config["blocks_per_sm"]]
 
 
@@ -593,6 +630,8 @@ def _packings(problem: AttentionProblem) -> tuple[int, ...]:
 
 def _depths(problem: AttentionProblem, rows: int) -> tuple[int, ...]:
     """Stages of the rings, for `rows` rows of packed queries."""
+    if problem.block_mask:  # a block's first keys wait for the table
+        return (2, 3)
     if rows > 64:
         return (2,)
     return (2, 3, 4) if problem.is_paged else (2, 4)
@@ -602,7 +641,7 @@ def _splits(problem: AttentionProblem, tiles: int, gpu: Gpu) -> tuple[tuple[int,
     """One, the powers of two by which `tiles` fill an idle chip up to twice, and what fills it
     once and twice as nearly as can be; how combined.
     """
-    if not problem.is_paged and (problem.is_windowed or problem.is_varlen):
+    if problem.block_mask or (not problem.is_paged and (problem.is_windowed or problem.is_varlen)):
         return ((1, None),)
     once, twice = gpu.sm_count // tiles, 2 * gpu.sm_count // tiles
     most = min(twice, problem.seqlen_kv // LEAST_SPLIT_KEYS)

@@ -114,7 +114,7 @@ def predict_us(
     if config["score_buffers"] > 1:  # the last keys' product is computed once more
         longest, mean = longest + 0.5, mean + 0.5
     step = _step_clocks(problem, config, head_tile, resident, constants)
-    if problem.is_causal:
+    if problem.is_causal or problem.block_mask:  # tiles of unlike lengths
         average = mean * blocks / resident
         clocks = max(longest, average + constants["imbalance"] * longest) * step
     else:

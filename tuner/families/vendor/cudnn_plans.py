@@ -50,6 +50,7 @@ class VendorCudnnPlans(ListedVendor):
             ("paged cache", problem.is_paged),
             ("soft cap", problem.softcap > 0),
             ("ALiBi of any slopes", problem.is_alibi),
+            ("block-sparse mask", bool(problem.block_mask)),
             (
                 "sliding window of more queries than keys",
                 problem.is_windowed and problem.seqlen_q > problem.seqlen_kv,

@@ -124,6 +124,8 @@ class VendorSdpa(Vendor):
             return f"{kernel} has no additive bias"
         if problem.mask:
             return f"{kernel} is not called with boolean masks"
+        if problem.block_mask:
+            return f"{kernel} has no block-sparse mask"
         # A bias that says the same would be rounded to 16 bits.
         if problem.is_alibi and kernel not in ("flash2", "naive"):
             return f"{kernel} has no ALiBi"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 
-from tuner.measure import pages
+from tuner.measure import block_masks, pages
 from tuner.measure.gate.inputs import (
     COLUMN_FACTOR,
     DOMINANCE,
@@ -45,6 +45,7 @@ from tuner.problem import (
 )
 
 _TABLES = ("page_table", "seqused_k")
+_BLOCKS = ("block_counts", "block_indices", "block_bits")
 
 
 def fill(kernels: Kernels, buffers: Buffers, kind: str, seed: int) -> None:
@@ -71,6 +72,10 @@ def fill(kernels: Kernels, buffers: Buffers, kind: str, seed: int) -> None:
             pointer = buffers.operands[operand.name].pointer
             kernels.run((pointer,), (Command.PLANT_MASK, *extents, draw.getrandbits(62)))
             continue
+        if operand.name in _BLOCKS and isinstance(problem, AttentionProblem):
+            data = getattr(block_masks.tables(problem, kind, seed), operand.name)
+            kernels.device.write(buffers.operands[operand.name].pointer, data)
+            continue
         if operand.name in _TABLES and isinstance(problem, AttentionProblem):
             data = pages.written(problem, operand.name, kind, seed)
             kernels.device.write(buffers.operands[operand.name].pointer, data)
@@ -89,6 +94,9 @@ def fill(kernels: Kernels, buffers: Buffers, kind: str, seed: int) -> None:
         _plant_huge(kernels, buffers, problem, kind, draw.getrandbits(62))
     if isinstance(problem, AttentionProblem) and problem.is_paged:
         _fill_pages(kernels, buffers, problem, kind)
+    if isinstance(problem, AttentionProblem) and problem.block_mask:
+        dense = block_masks.tables(problem, kind, seed).dense
+        kernels.device.write(buffers.rows["mask"].pointer, dense)
 
 
 def _fill_pages(kernels: Kernels, buffers: Buffers, problem: AttentionProblem, kind: str) -> None:

@@ -146,10 +146,15 @@ class Buffers:
             for operand in self._memory()
         }
         self.rows: dict[str, Guarded] = {}
-        """Of a paged cache keys and values as packed rows, which are copied to its pages."""
+        """Of a paged cache keys and values as packed rows, which are copied to its pages; of a
+        block-sparse mask the dense one. Read by the reference alone."""
         if isinstance(problem, AttentionProblem) and problem.is_paged:
             size = pages.row_bytes(problem)
             self.rows = {name: guarded(self._pool, name, size) for name in ("key", "value")}
+        if isinstance(problem, AttentionProblem) and problem.block_mask:
+            batches, heads, *_ = problem.block_shape
+            size = batches * heads * problem.seqlen_q * problem.seqlen_kv
+            self.rows = {"mask": guarded(self._pool, "mask", size)}
 
     @property
     def pointers(self) -> dict[str, int]:

@@ -1,0 +1,259 @@
+"""Attention under block masks: launches, answers of FlexAttention, and refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import importlib
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tuner.config import Config
+from tuner.errors import ConfigError
+from tuner.families.fused_attention import FusedAttention
+from tuner.hardware import DEFAULT_GPU
+from tuner.problem import AttentionProblem
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+BATCH, HEADS, HEADS_KV, QUERIES, KEYS, WIDTH = 2, 4, 2, 150, 300, 32
+
+
+def causal(b: Any, h: Any, q: Any, k: Any) -> Any:
+    """Bottom-right, but for the first queries, which see no key."""
+    return (k <= q + KEYS - QUERIES) & (q > 10)
+
+
+def of_heads(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return causal(b, h, q, k) & (k % (h + 2) == 0)
+
+
+def masked(mod: Any = causal, batch: Any = None, heads: Any = None, **options: Any) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return create_block_mask(mod, batch, heads, QUERIES, KEYS, device="cpu", **options)
+
+
+def tensors(dtype: Any = torch.float32) -> list[Any]:
+    shapes = (HEADS, QUERIES), (HEADS_KV, KEYS), (HEADS_KV, KEYS)
+    return [torch.randn(BATCH, heads, rows, WIDTH).to(dtype) for heads, rows in shapes]
+
+
+@pytest.fixture
+def sparse(runtime: SimpleNamespace) -> Any:
+    return importlib.import_module("tuner.runtime.sparse")
+
+
+def expected(given: list[Any], mod: Any, scale: float, softcap: float) -> tuple[Any, Any]:
+    from torch.nn.attention.flex_attention import create_mask
+
+    query, key, value = given
+    key, value = (t.repeat_interleave(HEADS // HEADS_KV, 1) for t in (key, value))
+    scores = query @ key.mT * scale
+    scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+    scores = scores.masked_fill(~create_mask(mod, 1, HEADS, QUERIES, KEYS, "cpu"), -math.inf)
+    return scores.softmax(-1).nan_to_num(0.0) @ value, scores.logsumexp(-1)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_flex_attention_answers_and_the_reason_is_counted(
+    sparse: Any, runtime: SimpleNamespace, softcap: float
+) -> None:
+    given = tensors()
+    options = {"scale": 0.3, "softcap": softcap}
+    out, lse = sparse.sparse_attention(
+        *given, masked(of_heads, None, HEADS), return_lse=True, **options
+    )
+    wanted, wanted_lse = expected(given, of_heads, 0.3, softcap)
+    torch.testing.assert_close(out, wanted)
+    torch.testing.assert_close(lse, wanted_lse)
+    assert (out[:, :, :11] == 0).all() and lse[:, :, :11].isneginf().all()
+    assert runtime.counters.stats().fallbacks == {"the tensors are not on a CUDA device": 1}
+    alone = sparse.sparse_attention(*given, masked(of_heads, None, HEADS), **options)
+    assert torch.equal(alone, out)
+
+
+def test_graphs_of_torch_compile_hold_flex_attention(sparse: Any) -> None:
+    given, mask, graphs = tensors(), masked(), []
+
+    def keep(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(
+        lambda: sparse.sparse_attention(*given, mask), backend=keep, fullgraph=True
+    )
+    torch.testing.assert_close(compiled(), expected(given, causal, WIDTH**-0.5, 0.0)[0])
+    assert "flex_attention" in {str(node.target) for node in graphs[0].graph.nodes}
+
+
+@dataclasses.dataclass
+class FakeKernel:
+    """Takes launches down, and writes nothing."""
+
+    launched: list[Any] = dataclasses.field(default_factory=list)
+
+    def bind(self, integers: Any, scalars: Any) -> Any:
+        return lambda tensors, workspace, stream: self.launched.append((tensors, integers, scalars))
+
+    def workspace_bytes(self, integers: Any) -> int:
+        return 0
+
+
+@pytest.fixture
+def served(
+    on_cpu: SimpleNamespace, sparse: Any, monkeypatch: pytest.MonkeyPatch
+) -> SimpleNamespace:
+    """Has the table find a fused attention kernel for whatever is posed; FlexAttention's answer is
+    the number of the call.
+    """
+    kernel, member, posed, asked_flex = FakeKernel(), FusedAttention(), [], []
+
+    def find_out(kind: Any, told: Any, pose: Any, device: int, _: Any = None) -> Any:
+        assert told is None, "the dispatcher in C++ knows no block masks"
+        asked = pose()
+        problem = asked.problem
+        posed.append((kind, problem))
+        config: Config = member.space(problem, DEFAULT_GPU)[0]
+        plan = on_cpu.plan
+        launches = member.strided_launches(problem, config, asked.scale, asked.strides)
+        assert not isinstance(launches, str)
+        return plan.KernelPlan(
+            problem, config, -1, False,
+            shape=problem.output.shape,
+            strides=problem.output.strides,
+            steps=(plan._step(problem, kernel, launches[0], 0),),
+            workspace_bytes=0,
+            dtype=torch.float16,
+            writes_lse=True,
+        )  # fmt: skip
+
+    def flex(*arguments: Any, **options: Any) -> Any:
+        asked_flex.append(options)
+        return len(asked_flex)
+
+    monkeypatch.setattr(on_cpu.table.table, "get", lambda kind: None)
+    monkeypatch.setattr(on_cpu.table.table, "find_out", find_out)
+    monkeypatch.setattr(sparse, "_compiled", lambda: flex)
+    return SimpleNamespace(posed=posed, launched=kernel.launched, flex=asked_flex)
+
+
+def test_a_kernel_is_given_the_tables_of_the_mask(
+    served: SimpleNamespace, on_cpu: SimpleNamespace, sparse: Any
+) -> None:
+    from tuner.runtime import block_mask
+
+    given, mask = tensors(torch.float16), masked(of_heads, None, HEADS)
+    given[1] = given[1].transpose(1, 2).contiguous().transpose(1, 2)  # in another order
+    out, lse = sparse.sparse_attention(*given, mask, scale=0.5, softcap=3, return_lse=True)
+    [(_, problem)] = served.posed
+    assert problem == AttentionProblem.parse(
+        "B=2,H=4,HKV=2,SQ=150,SKV=300,D=32,softcap=3,block_mask=h"
+    )
+    [(addresses, integers, scalars)] = served.launched
+    tables = block_mask.tables_of(mask)
+    wanted = (*given, out, lse, *tables)
+    assert addresses == [tensor.data_ptr() for tensor in wanted]
+    assert (lse.shape, lse.dtype) == ((BATCH, HEADS, QUERIES), torch.float32)
+    assert integers[9:12] == given[1].stride()[:3]
+    assert integers[18:] == (1, integers[19], 0, 0, 2, 3)  # of a head two rows, of three columns
+    assert scalars == (0.5, 3.0) and on_cpu.counters.stats().hits == 1
+    assert not served.flex
+
+
+def test_tables_are_made_once_and_live_as_long_as_the_mask(
+    served: SimpleNamespace, on_cpu: SimpleNamespace, sparse: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tuner.runtime import block_mask
+
+    made = []
+    own = block_mask.tabulated
+    monkeypatch.setattr(block_mask, "tabulated", lambda mask: made.append(1) or own(mask))
+    given, mask = tensors(torch.float16), masked()
+    for _ in range(2):
+        sparse.sparse_attention(*given, mask)
+    assert len(made) == 1 and len(block_mask._known) == 1
+    monkeypatch.setattr(on_cpu.devices, "stream_of", lambda index: 4711)
+    sparse.sparse_attention(*given, mask)
+    assert len(made) == 2, "memory of one stream's is not used on another"
+    del mask
+    gc.collect()
+    assert not block_mask._known
+
+
+def test_no_tables_are_made_in_a_graph_capture(
+    served: SimpleNamespace, on_cpu: SimpleNamespace, sparse: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, known, new = tensors(torch.float16), masked(), masked()
+    sparse.sparse_attention(*given, known)
+    monkeypatch.setattr(on_cpu.devices, "is_capturing", lambda: True)
+    monkeypatch.setattr(on_cpu.devices, "stream_of", lambda index: 4711)
+    sparse.sparse_attention(*given, known)
+    assert len(served.launched) == 2 and served.launched[0][0][5:] == served.launched[1][0][5:]
+    assert sparse.sparse_attention(*given, new) == 1
+    reason = "a kernel cannot be loaded inside a graph capture"
+    assert on_cpu.counters.stats().fallbacks == {reason: 1}
+
+
+def test_calls_of_unlike_masks_are_of_unlike_kinds(served: SimpleNamespace, sparse: Any) -> None:
+    given = tensors(torch.float16)
+    for mask in (masked(), masked(), masked(batch=BATCH), masked(heads=HEADS)):
+        sparse.sparse_attention(*given, mask)
+    kinds = [kind for kind, _ in served.posed]
+    assert kinds[0] == kinds[1] and len(set(kinds)) == 3
+    assert [problem.block_mask for _, problem in served.posed] == ["1", "1", "b", "h"]
+
+
+def refused(
+    sparse: Any, on_cpu: SimpleNamespace, given: list[Any], mask: Any, **options: Any
+) -> str:
+    assert sparse.sparse_attention(*given, mask, **options) == 1
+    [(reason, count)] = on_cpu.counters.stats().fallbacks.items()
+    assert count == 1
+    return str(reason)
+
+
+def test_what_no_kernel_takes_is_flex_attention_s(
+    served: SimpleNamespace, on_cpu: SimpleNamespace, sparse: Any
+) -> None:
+    given = tensors(torch.float16)
+    given[0].requires_grad_()
+    assert refused(sparse, on_cpu, given, masked()) == "a gradient is wanted"
+    assert not served.launched and served.flex[0]["enable_gqa"]
+
+
+@pytest.mark.parametrize("case", ["lengths", "batches", "size"])
+def test_a_mask_that_does_not_fit_is_flex_attention_s(
+    served: SimpleNamespace,
+    on_cpu: SimpleNamespace,
+    sparse: Any,
+    case: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given, mask = tensors(torch.float16), masked(batch=3 if case == "batches" else None)
+    if case == "lengths":
+        given[1:] = [tensor[:, :, :299] for tensor in given[1:]]
+    if case == "size":
+        monkeypatch.setattr(
+            importlib.import_module("tuner.runtime.block_mask"), "MAX_BITS_BYTES", 9
+        )
+    assert refused(sparse, on_cpu, given, mask) == "no kernel takes such a block mask"
+    assert not served.launched and not served.posed
+
+
+def test_a_negative_scale_is_flex_attention_s(
+    served: SimpleNamespace, on_cpu: SimpleNamespace, sparse: Any
+) -> None:
+    given = tensors(torch.float16)
+    assert refused(sparse, on_cpu, given, masked(), scale=-1.0) == "scale is not positive"
+
+
+def test_wrong_arguments_are_refused_in_one_line(sparse: Any) -> None:
+    given = tensors()
+    with pytest.raises(ConfigError, match=r"block_mask is Tensor .allowed: BlockMask, which"):
+        sparse.sparse_attention(*given, torch.ones(1))
+    with pytest.raises(ConfigError, match=r"softcap=-1 is out of range"):
+        sparse.sparse_attention(*given, masked(), softcap=-1)

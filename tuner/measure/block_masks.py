@@ -1,0 +1,172 @@
+"""Block-sparse masks as the numerics gate draws them, and their tables. Nothing runs here.
+
+A row of a mask is a whole number whose bit k is set where the query sees key k. The dense mask, a
+byte a query and key, is what the reference reads; the tables are what a kernel reads. Places of the
+tables that no kernel may use hold what would be seen in a result.
+"""
+
+from __future__ import annotations
+
+import random
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, reduce
+from operator import and_, or_
+from typing import NamedTuple
+
+from tuner.problem import AttentionProblem
+from tuner.problem.attention import BLOCK_SIZE
+
+UNSET = -1
+"""Entries of a row of `block_indices` behind its last block."""
+#: Masks that differ; those of further batches and heads repeat them.
+_DISTINCT = 5
+#: Bits of a block that nobody uses: all seen.
+_ROW_BYTES = BLOCK_SIZE // 8
+_SEEN = b"\xff" * _ROW_BYTES
+
+Rows = Callable[[int], int]
+"""Keys that a query sees."""
+
+
+class Tables(NamedTuple):
+    """A mask in both forms: operands by name, and the dense mask, (B, H, SQ, SKV) bytes."""
+
+    block_counts: bytes
+    block_indices: bytes
+    block_bits: bytes
+    dense: bytes
+
+
+@lru_cache(4)
+def tables(problem: AttentionProblem, kind: str, seed: int) -> Tables:
+    """The mask of a problem under a kind of inputs.
+
+    A kernel that is timed on one mask serves any: all kinds but `random`, whose inputs are timed,
+    have another pattern in each block of queries.
+
+    Args:
+        problem: with a block-sparse mask.
+        kind: of the gate's inputs.
+        seed: of what is drawn.
+    """
+    batches, heads, *_ = problem.block_shape
+    count = 1 if kind == "random" else min(_DISTINCT, batches * heads)
+    distinct = []
+    for index in range(count):
+        rng = random.Random(f"{seed}:{kind}:{index}")
+        rows = timed(problem) if kind == "random" else list(drawn(problem, rng))
+        distinct.append(tables_of(rows, problem.seqlen_kv))
+    every = [distinct[index % count] for index in range(batches * heads)]
+    return Tables(*(b"".join(parts) for parts in zip(*every, strict=True)))
+
+
+def timed(problem: AttentionProblem) -> list[int]:
+    """Rows of the mask that kernels are timed on: a prefix that all see, and a causal mask."""
+    return [(1 << len(problem.keys_of(query, query))) - 1 for query in range(problem.seqlen_q)]
+
+
+def drawn(problem: AttentionProblem, rng: random.Random) -> Iterator[int]:
+    """Rows of a mask with a pattern of its own in each block of queries."""
+    for first in range(0, problem.seqlen_q, BLOCK_SIZE):
+        row = rng.choice(_PATTERNS)(problem, rng)
+        for query in range(first, min(first + BLOCK_SIZE, problem.seqlen_q)):
+            yield row(query)
+
+
+def tables_of(rows: Sequence[int], keys: int) -> Tables:
+    """The tables of one mask: one batch, one head."""
+    columns = -(-keys // BLOCK_SIZE)
+    counts, indices, bits = bytearray(), bytearray(), bytearray()
+    for first in range(0, len(rows), BLOCK_SIZE):
+        band = rows[first : first + BLOCK_SIZE]
+        common = reduce(and_, band).to_bytes(columns * _ROW_BYTES, "little")
+        union = reduce(or_, band).to_bytes(columns * _ROW_BYTES, "little")
+        full = [c for c in range(columns) if _block(common, c) == _SEEN]
+        seen = [c for c in range(columns) if any(_block(union, c)) and c not in set(full)]
+        listed = [*full, *seen]
+        counts += struct.pack("<2i", len(full), len(seen))
+        indices += struct.pack(f"<{columns}i", *listed, *[UNSET] * (columns - len(listed)))
+        data = [row.to_bytes(columns * _ROW_BYTES, "little") for row in band]
+        for column in listed:
+            bits += b"".join(_in_order(_block(row, column)) for row in data)
+            bits += _SEEN * (BLOCK_SIZE - len(band))
+        bits += _SEEN * (BLOCK_SIZE * (columns - len(listed)))
+    dense = b"".join(_bytes(row, keys) for row in rows)
+    return Tables(bytes(counts), bytes(indices), bytes(bits), dense)
+
+
+def _block(row: bytes, column: int) -> bytes:
+    return row[column * _ROW_BYTES : (column + 1) * _ROW_BYTES]
+
+
+@lru_cache(1 << 16)
+def _in_order(block: bytes) -> bytes:
+    """128 bits of a row in the order of `AttentionProblem`: a word for each lane of a quad."""
+    words = [
+        sum((octet >> 2 * lane & 3) << 2 * j for j, octet in enumerate(block)) for lane in range(4)
+    ]
+    return struct.pack("<4I", *words)
+
+
+_ZEROS_AND_ONES = bytes.maketrans(b"01", b"\0\1")
+
+
+def _bytes(row: int, keys: int) -> bytes:
+    """A byte a key."""
+    return f"{row:0{keys}b}"[::-1].encode().translate(_ZEROS_AND_ONES)
+
+
+def _between(first: int, last: int, keys: int) -> int:
+    """Keys first..last of those that there are."""
+    first, end = max(0, first), min(last + 1, keys)
+    return ((1 << end) - (1 << first)) if first < end else 0
+
+
+def _documents(problem: AttentionProblem, rng: random.Random) -> Rows:
+    keys, length = problem.seqlen_kv, rng.choice((1, 65, 200, 512))
+    return lambda query: _between(query // length * length, query, keys)
+
+
+def _prefix(problem: AttentionProblem, rng: random.Random) -> Rows:
+    keys, prefix = problem.seqlen_kv, rng.randint(1, problem.seqlen_kv)
+    return lambda query: _between(0, max(prefix - 1, query), keys)
+
+
+def _window(problem: AttentionProblem, rng: random.Random) -> Rows:
+    """A window, and tokens that all see."""
+    keys, left = problem.seqlen_kv, rng.choice((0, 7, 128, 300))
+    tokens = sum(1 << key for key in {rng.randrange(keys) for _ in range(3)})
+    return lambda query: _between(query - left, query, keys) | tokens
+
+
+def _blocks(problem: AttentionProblem, rng: random.Random) -> Rows:
+    """Whole blocks of keys, at random."""
+    keys = problem.seqlen_kv
+    starts = [key for key in range(0, keys, BLOCK_SIZE) if rng.random() < 0.4]
+    row = sum(_between(start, start + BLOCK_SIZE - 1, keys) for start in starts)
+    return lambda query: row
+
+
+def _ragged(problem: AttentionProblem, rng: random.Random) -> Rows:
+    """Of each row keys at random, one, or none."""
+    keys, base = problem.seqlen_kv, rng.getrandbits(32)
+
+    def row(query: int) -> int:
+        own = random.Random(base + query)
+        some = own.getrandbits(keys) & own.getrandbits(keys)
+        return own.choice((0, 1 << own.randrange(keys), some))
+
+    return row
+
+
+def _empty(problem: AttentionProblem, rng: random.Random) -> Rows:
+    return lambda query: 0
+
+
+def _full(problem: AttentionProblem, rng: random.Random) -> Rows:
+    row = (1 << problem.seqlen_kv) - 1
+    return lambda query: row
+
+
+_PATTERNS = (_documents, _prefix, _window, _blocks, _ragged, _empty, _full)

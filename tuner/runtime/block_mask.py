@@ -1,0 +1,160 @@
+"""FlexAttention's `BlockMask` as the tables that tuned kernels read, made once for each mask."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.nn.attention.flex_attention import BlockMask, create_mask
+
+from tuner.problem import Axes
+from tuner.problem.attention import BLOCK_SIZE
+from tuner.runtime import devices
+from tuner.runtime.refusal import Kind, Refusal, once
+
+MAX_BITS_BYTES = 1 << 30
+"""Memory of a mask's bits at most: those of one mask for 92,000 queries and keys."""
+#: Queries times keys, of all batches and heads, that a mask function is evaluated for at once.
+_PAIRS_AT_ONCE = 1 << 26
+
+
+class BlockTables(NamedTuple):
+    """The operands of a block-sparse mask; see `AttentionProblem`."""
+
+    counts: torch.Tensor
+    indices: torch.Tensor
+    bits: torch.Tensor
+
+
+#: Tables of each mask, by the stream that they were made on: memory that is given back is used
+#: again in the order of that stream.
+_known: WeakKeyDictionary[BlockMask, dict[int, BlockTables]] = WeakKeyDictionary()
+
+
+def axes_of(mask: BlockMask) -> Axes:
+    """What a problem calls the mask's axes."""
+    batches, heads = mask.kv_num_blocks.shape[:2]
+    by_axes: dict[tuple[bool, bool], Axes] = {
+        (False, False): "1",
+        (True, False): "b",
+        (False, True): "h",
+        (True, True): "bh",
+    }
+    return by_axes[batches > 1, heads > 1]
+
+
+def misfit(mask: BlockMask, query: torch.Tensor, key: torch.Tensor) -> str:
+    """Why no kernel takes a mask with such (B, H, SQ, D) and (B, HKV, SKV, D); or empty."""
+    shape = mask.kv_num_blocks.shape
+    lengths = query.shape[2], key.shape[2]
+    if (
+        len(shape) != 3
+        or shape[0] not in (1, query.shape[0])
+        or shape[1] not in (1, query.shape[1])
+    ):
+        return f"its blocks are {tuple(shape)}, not (B or 1, H or 1, blocks of queries)"
+    if tuple(mask.seq_lengths) != lengths:
+        return f"it is for {tuple(mask.seq_lengths)} queries and keys, not {lengths}"
+    if shape[2] * mask.BLOCK_SIZE[0] < lengths[0]:
+        return f"{shape[2]} blocks of {mask.BLOCK_SIZE[0]} hold fewer than {lengths[0]} queries"
+    rows, columns = (-(-length // BLOCK_SIZE) for length in lengths)
+    needed = shape[0] * shape[1] * rows * columns * BLOCK_SIZE**2 // 8
+    if needed > MAX_BITS_BYTES:
+        return f"its bits take {needed} bytes (allowed: {MAX_BITS_BYTES})"
+    return ""
+
+
+def tables_of(mask: BlockMask) -> BlockTables | Refusal:
+    """The tables of a mask that fits, on its device: those made before, or new ones.
+
+    The mask function is evaluated once for each mask and stream, by PyTorch's operations on the
+    current stream. Nothing waits for the device. In a graph capture tables must be known already:
+    memory of the capture would not outlive it.
+    """
+    known = _known.setdefault(mask, {})
+    stream = devices.stream_of(mask.kv_num_blocks.get_device())
+    if stream in known:
+        return known[stream]
+    if devices.is_capturing():  # which began behind all that was enqueued before
+        made = next(iter(known.values()), None)
+        return once(Kind.CAPTURING, "call once before") if made is None else made
+    with torch.no_grad():
+        known[stream] = tabulated(mask)
+    return known[stream]
+
+
+def tabulated(mask: BlockMask) -> BlockTables:
+    """New tables of a mask that fits, on its device."""
+    queries, keys = mask.seq_lengths
+    batches, heads = mask.kv_num_blocks.shape[:2]
+    columns = -(-keys // BLOCK_SIZE)
+    listed = _listed(mask.kv_num_blocks, mask.kv_indices, mask)
+    whole = torch.zeros_like(listed)
+    if mask.full_kv_num_blocks is not None:
+        whole = _listed(mask.full_kv_num_blocks, mask.full_kv_indices, mask)
+    step = max(1, _PAIRS_AT_ONCE // (batches * heads * keys * BLOCK_SIZE)) * BLOCK_SIZE
+    states, bits = [], []
+    for first in range(0, queries, step):
+        seen = _seen(mask, listed, whole, first, min(first + step, queries))
+        state, of_blocks = _blocks(seen, columns)
+        states.append(state)
+        bits.append(of_blocks)
+    state = torch.cat(states, 2)
+    order = state.argsort(dim=-1, stable=True)
+    counts = torch.stack([(state == one).sum(-1, dtype=torch.int32) for one in (0, 1)], -1)
+    every = torch.cat(bits, 2)
+    ordered = every.gather(3, order[..., None, None].expand(every.shape))
+    return BlockTables(counts.contiguous(), order.int(), ordered)
+
+
+def _listed(counts: torch.Tensor, indices: torch.Tensor | None, mask: BlockMask) -> torch.Tensor:
+    """(B, H, blocks of queries, blocks of keys) of the mask's own size: true where listed."""
+    if indices is None:
+        raise TypeError("a BlockMask with counts of blocks and no indices")
+    columns = -(-mask.seq_lengths[1] // mask.BLOCK_SIZE[1])
+    places = torch.arange(indices.shape[-1], device=indices.device)
+    is_used = places < counts[..., None]
+    # Entries behind the last block of a row go to a column that is dropped.
+    to = torch.where(is_used, indices, columns).long()
+    found = torch.zeros(*indices.shape[:-1], columns + 1, dtype=torch.bool, device=indices.device)
+    return found.scatter_(-1, to, True)[..., :columns]
+
+
+def _seen(
+    mask: BlockMask, listed: torch.Tensor, whole: torch.Tensor, first: int, last: int
+) -> torch.Tensor:
+    """(B, H, last - first, SKV): true where queries first..last see a key."""
+    device, keys = listed.device, mask.seq_lengths[1]
+
+    def of_rows(b: Any, h: Any, query: Any, key: Any) -> Any:
+        return mask.mask_mod(b, h, query + first, key)
+
+    inside = create_mask(of_rows, *listed.shape[:2], last - first, keys, device)
+    of_queries = torch.arange(first, last, device=device) // mask.BLOCK_SIZE[0]
+    of_keys = torch.arange(keys, device=device) // mask.BLOCK_SIZE[1]
+    listed, whole = (blocks[:, :, of_queries][..., of_keys] for blocks in (listed, whole))
+    return whole | (listed & inside)
+
+
+def _blocks(seen: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each block of 128 queries and keys 0 where it is seen whole, 1 in part, 2 not at all; and
+    its bits, int32 (B, H, rows, columns, 128, 4).
+    """
+    behind_q = -seen.shape[2] % BLOCK_SIZE
+    behind_k = columns * BLOCK_SIZE - seen.shape[3]
+    pad = torch.nn.functional.pad
+    # Rows behind the last query are never stored: they hide nothing.
+    seen = pad(pad(seen, (0, behind_k)), (0, 0, 0, behind_q), value=True)
+    blocks = seen.unflatten(3, (columns, BLOCK_SIZE)).unflatten(2, (-1, BLOCK_SIZE))
+    of_rows = blocks.transpose(3, 4)  # (B, H, rows, columns, 128 queries, 128 keys)
+    is_any = of_rows.flatten(-2).any(-1)
+    if behind_q:
+        last = of_rows[:, :, -1, :, : BLOCK_SIZE - behind_q]
+        is_any[:, :, -1] = last.flatten(-2).any(-1)
+    state = 2 - is_any.int() - (is_any & of_rows.flatten(-2).all(-1)).int()
+    # Keys as octets of four pairs, of which a word has one each.
+    pairs = of_rows.unflatten(-1, (BLOCK_SIZE // 8, 4, 2)).transpose(-3, -2)
+    weights = 2 ** torch.arange(8, dtype=torch.uint8, device=seen.device)
+    bytes_ = (pairs.flatten(-3).unflatten(-1, (-1, 8)) * weights).sum(-1, dtype=torch.uint8)
+    return state, bytes_.view(torch.int32)

@@ -1,0 +1,164 @@
+"""Attention under FlexAttention's block masks: a tuned kernel, or FlexAttention itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+from tuner.errors import ConfigError
+from tuner.problem import AttentionProblem
+from tuner.runtime import block_mask as masks
+from tuner.runtime import devices, guards
+from tuner.runtime.attention_plan import pose, scale_of, without_lse
+from tuner.runtime.composed import Extras
+from tuner.runtime.plan import Plan, Posed
+from tuner.runtime.refusal import Kind, Refusal
+from tuner.runtime.serving import Call, serve
+from tuner.runtime.table import table
+
+
+class _Sparse(NamedTuple):
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    block_mask: BlockMask
+    extras: Extras
+    scale: float
+    with_lse: bool
+
+
+class SparseCall(_Sparse, Call):
+    """Attention under a block mask."""
+
+    __slots__ = ()
+    aligned = 3
+
+    @property
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        """Without the mask's tables, which are made where a kernel is found."""
+        return self[:3]
+
+    def refusal(self) -> Refusal | None:
+        query, key, value = self[:3]
+        if guards.wants_gradient(query, key, value):
+            return Refusal(Kind.GRADIENT, "kernels of block masks have no backward pass")
+        if refusal := guards.unscaled(self.scale):
+            return refusal
+        if len({t.device for t in (query, key, value, self.block_mask.kv_num_blocks)}) > 1:
+            return Refusal(Kind.MIXED)
+        if any(t.dim() != 4 or not t.numel() for t in (query, key, value)):
+            return Refusal(Kind.EMPTY)
+        reason = masks.misfit(self.block_mask, query, key)
+        return Refusal(Kind.BLOCK_MASK, reason) if reason else None
+
+    def kind(self) -> Hashable:
+        axes = masks.axes_of(self.block_mask)
+        return Call.key(self, axes, self.extras, self.scale)
+
+    def pose(self) -> Posed:
+        posed = pose(*self[:3], False, self.scale, extras=self.extras)
+        if not isinstance(posed.problem, AttentionProblem):
+            raise ConfigError(f"{posed.problem.op} has no block mask")
+        axes = masks.axes_of(self.block_mask)
+        return replace(posed, problem=replace(posed.problem, block_mask=axes))
+
+    def run(self, plan: Plan) -> Any:
+        if self.with_lse and not plan.has_lse:
+            return without_lse(plan)
+        tables = masks.tables_of(self.block_mask)
+        if isinstance(tables, Refusal):
+            return tables
+        run = table.run_with_lse if self.with_lse else table.run
+        return run(plan, *self[:3], *tables)
+
+    def by_pytorch(self) -> Any:
+        query, key, value = self[:3]
+        softcap = self.extras.softcap
+        options: dict[str, Any] = {
+            "block_mask": self.block_mask,
+            "scale": self.scale,
+            "enable_gqa": query.shape[1] != key.shape[1],
+        }
+        if softcap:
+            options["score_mod"] = _capped(softcap)
+        if self.with_lse:
+            options["return_aux"] = AuxRequest(lse=True)
+        is_fused = query.device.type == devices.TYPE and not torch.compiler.is_compiling()
+        found = (_compiled() if is_fused else flex_attention)(query, key, value, **options)
+        return (found[0], found[1].lse) if self.with_lse else found
+
+
+def sparse_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    block_mask: BlockMask,
+    *,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    return_lse: bool = False,
+) -> Any:
+    """softmax(scale * Q K^T + mask) V under a block mask of FlexAttention.
+
+    Has the meaning of ``torch.nn.attention.flex_attention.flex_attention(query, key, value,
+    block_mask=block_mask)``, which answers, compiled on a GPU, whatever no tuned kernel can:
+    gradients, graphs of torch.compile, masks of other sizes than the tensors, ... Each such call
+    is counted by its reason (`tuner.stats`). A query that sees no key has zeros for its output and
+    minus infinity for its log-sum-exp.
+
+    A tuned kernel reads tables over blocks of 128 queries and 128 keys, with a bit for each pair of
+    a block that is seen in part. They are made of a mask of any ``BLOCK_SIZE`` by the first call
+    with it, and live as long as the `BlockMask` object: a mask function whose tensors have changed
+    since needs a new one. A captured CUDA graph reads them, so its masks must outlive it, and each
+    must have been called with before.
+
+    Args:
+        query: (B, H, SQ, D), fp16 or bf16, with any strides that TMA takes: 1 along D, multiples of
+            16 bytes along the others.
+        key: (B, HKV, SKV, D), as `query`, HKV a divisor of H.
+        value: (B, HKV, SKV, D), as `key`.
+        block_mask: (B or 1, H or 1, SQ, SKV), on the tensors' device.
+        scale: of the scores; 1/sqrt(D) when None.
+        softcap: each scaled score s becomes softcap * tanh(s / softcap), before the mask; 0: none.
+        return_lse: return (out, log-sum-exp) too. The latter is fp32 (B, H, SQ), the natural
+            logarithm of the sum of the exponentials.
+
+    Returns:
+        (B, H, SQ, D), of the inputs' type, or with `return_lse` that and the log-sum-exp.
+
+    Raises:
+        ConfigError: when `block_mask` is not a `BlockMask`, or `softcap` is out of range.
+        Whatever `flex_attention` raises on arguments that it refuses, and what CUDA reports of an
+        earlier kernel.
+    """
+    if not isinstance(block_mask, BlockMask):
+        raise ConfigError(
+            f"block_mask is {type(block_mask).__name__} (allowed: BlockMask, which "
+            "torch.nn.attention.flex_attention.create_block_mask makes)"
+        )
+    extras = Extras.of(None, softcap)
+    query, key, value = guards.autocast(devices.TYPE, query, key, value)
+    factor = scale_of(query, scale)
+    return serve(SparseCall(query, key, value, block_mask, extras, factor, return_lse))
+
+
+@cache
+def _compiled() -> Callable[..., Any]:
+    """FlexAttention as a fused kernel; called plainly it holds all scores."""
+    compiled: Callable[..., Any] = torch.compile(flex_attention)
+    return compiled
+
+
+@lru_cache(256)
+def _capped(softcap: float) -> Callable[..., torch.Tensor]:
+    """A function of scores, one object for each cap: another would be compiled anew."""
+
+    def capped(score: torch.Tensor, *_: Any) -> torch.Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return capped
