@@ -112,7 +112,9 @@ def test_pytorch_answers_one_sequence_after_the_other(
 def test_a_block_of_rows_at_a_time(paged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     given = batch(spare=2)
     whole = paged(**given)
-    monkeypatch.setattr(importlib.import_module("tuner.runtime.paged"), "_SCORES_BYTES", 4000)
+    monkeypatch.setattr(
+        importlib.import_module("tuner.runtime.paged_composed"), "_SCORES_BYTES", 4000
+    )
     torch.testing.assert_close(paged(**given), whole)
 
 
