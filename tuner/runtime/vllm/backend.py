@@ -110,7 +110,7 @@ class TunerImpl(FlashAttentionImpl):  # type: ignore[misc]
         extras = Extras.of(window, self.logits_soft_cap)
         longest = 0 if self._model is None else int(self._model.max_model_len)
         options = self.scale, extras, self._wide_sinks, self._layout, self.head_size, longest
-        self._window, self._form = window, (form := Form(*options))
+        self._window, self._form = window, (form := Form(*options, set()))
         self._kind = self.scale, extras, self.sinks is None
         return form
 

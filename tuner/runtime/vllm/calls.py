@@ -107,6 +107,8 @@ class Form(NamedTuple):
     width: int
     limit: int
     """Keys of the longest sequence that the engine takes; 0: unknown."""
+    warmed: set[tuple[int, int]]
+    """Sequences and their queries of batches that may be captured with so many keys."""
 
 
 def rounded(keys: int, room: int) -> int:
@@ -175,8 +177,10 @@ def _decided(
     room = step.table.shape[1] * form.layout.split(cache, form.width)[0].shape[1]
     found = _prepared(step, form, query, cache, rounded(step.keys, room))
     # A graph of such sequences may be captured next, for as many keys as there may be.
-    is_even = step.tokens == step.queries * step.used.numel()
-    if is_even and form.limit > step.keys and not devices.is_capturing():
+    batch = step.used.numel(), step.queries
+    is_even = step.tokens == step.queries * batch[0]
+    if is_even and batch not in form.warmed and not devices.is_capturing():
+        form.warmed.add(batch)
         _prepared(step, form, query, cache, min(form.limit, room))
     return found
 
