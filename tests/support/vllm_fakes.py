@@ -115,7 +115,6 @@ def stand_ins() -> dict[str, ModuleType]:
     overrides.clear()
     names: dict[str, dict[str, Any]] = {
         "vllm": {},
-        "vllm.config": {"get_current_vllm_config_or_none": None},
         "vllm.v1": {},
         "vllm.v1.attention": {},
         "vllm.v1.attention.backend": {"AttentionCGSupport": CGSupport},
@@ -171,6 +170,11 @@ def engine(
         calls.append(args)
         return "vLLM's own"
 
+    def init(self: Any, layers: dict[str, Any]) -> None:
+        compilation = SimpleNamespace(static_forward_context=layers)
+        self.layer_names = list(layers)
+        self.vllm_config = SimpleNamespace(compilation_config=compilation)
+
     def build(self: Any, prefix: int, common: Any, fast_build: bool = False) -> Any:
         built.append(fast_build)
         return common.metadata
@@ -178,15 +182,9 @@ def engine(
     built: list[bool] = []
     monkeypatch.setattr(flash_attn.FlashAttentionImpl, "forward", forward)
     builder = flash_attn.FlashAttentionMetadataBuilder
-    monkeypatch.setattr(builder, "__init__", lambda self, *args: None)
+    monkeypatch.setattr(builder, "__init__", init)
     monkeypatch.setattr(builder, "build", build)
-    config = SimpleNamespace(
-        model_config=SimpleNamespace(max_model_len=LONGEST),
-        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
-        attention_config=SimpleNamespace(flash_attn_version=None),
-    )
     backend = importlib.import_module(own)
-    monkeypatch.setattr(backend, "get_current_vllm_config_or_none", lambda: config)
     backend.most_queries.cache_clear()
     yield SimpleNamespace(backend=backend, flash_attn=flash_attn, own=calls, built=built)
     backend.most_queries.cache_clear()

@@ -325,34 +325,43 @@ def known_plans(
     monkeypatch.setattr(table, "_find", find)
 
 
-def test_a_capture_for_the_longest_sequences_is_served_after_a_short_warm_up(
+def common(metadata: Any, sequences: int, queries: int) -> Any:
+    return SimpleNamespace(metadata=metadata, num_reqs=sequences, max_query_len=queries)
+
+
+def test_a_capture_is_served_without_a_warm_up(
     engine: SimpleNamespace,
     served: SimpleNamespace,
     on_cpu: SimpleNamespace,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     known_plans(served, on_cpu, monkeypatch)
-    impl, given = layer(engine), tensors(4)
-    call(impl, step(engine, (1,) * 4, 1), given)
+    given = tensors(4)
+    impls = [layer(engine), layer(engine), layer(engine, sliding_window=9)]
+    unserved = layer(engine, alibi_slopes=ALIBI)
+    layers = {str(i): SimpleNamespace(impl=impl, kv_cache=given[1]) for i, impl in enumerate(impls)}
+    layers["alibi"] = SimpleNamespace(impl=unserved, kv_cache=given[1])
+    layers["unbound"] = SimpleNamespace(impl=layer(engine), kv_cache=torch.tensor([]))
+    layers["mamba"] = SimpleNamespace()
+    builder = engine.backend.TunerMetadataBuilder(layers)
+    metadata = step(engine, (1,) * 4, LONGEST)
+    builder.build_for_cudagraph_capture(common(metadata, 4, 1))
     monkeypatch.setattr(on_cpu.devices, "is_capturing", lambda: True)
-    assert call(impl, step(engine, (1,) * 4, LONGEST), given) is given[2]
-    lengths = [problem.seqlen_kv for _, problem in served.posed]
-    assert lengths == [1, LONGEST]
-    # Batches of another kind were not warmed up.
-    assert call(impl, step(engine, (2, 2), LONGEST), given) == "vLLM's own"
+    for impl in impls:
+        assert call(impl, metadata, given) is given[2]
+    problems = [problem for _, problem in served.posed]
+    assert [(p.seqlen_kv, p.window_left) for p in problems] == [(LONGEST, -1), (LONGEST, 8)]
+    # A batch that was not announced.
+    assert call(impls[0], step(engine, (2, 2), LONGEST), given) == "vLLM's own"
     assert on_cpu.counters.stats().fallbacks == {
         "a kernel cannot be loaded inside a graph capture": 1
     }
 
 
-def common(metadata: Any, sequences: int, queries: int) -> Any:
-    return SimpleNamespace(metadata=metadata, num_reqs=sequences, max_query_len=queries)
-
-
 def test_a_schedule_is_made_where_a_graph_reads_one(
     engine: SimpleNamespace, served: SimpleNamespace, on_cpu: SimpleNamespace
 ) -> None:
-    builder, impl = engine.backend.TunerMetadataBuilder(), layer(engine)
+    builder, impl = engine.backend.TunerMetadataBuilder({}), layer(engine)
     builder.build(0, common(step(engine, (1, 1), 100), 2, 1))
     # Warmed up and captured with tuned kernels: no schedule from then on.
     for _ in range(2):
@@ -393,12 +402,15 @@ def test_vllm_s_own_classes_build_metadata_and_accept_the_backend(
         get_head_size=lambda: WIDTH,
         rswa_window=None,
     )
+    layers: dict[str, Any] = {}
     mode = SimpleNamespace(has_full_cudagraphs=lambda: True)
     config = SimpleNamespace(
         model_config=model,
         parallel_config=SimpleNamespace(cp_kv_cache_interleave_size=1),
         cache_config=SimpleNamespace(cache_dtype="auto"),
-        compilation_config=SimpleNamespace(cudagraph_mode=mode, max_cudagraph_capture_size=8),
+        compilation_config=SimpleNamespace(
+            cudagraph_mode=mode, max_cudagraph_capture_size=8, static_forward_context=layers
+        ),
         attention_config=SimpleNamespace(flash_attn_max_num_splits_for_cuda_graph=32),
         scheduler_config=SimpleNamespace(max_num_seqs=8),
     )
@@ -415,11 +427,12 @@ def test_vllm_s_own_classes_build_metadata_and_accept_the_backend(
         block_table_tensor=torch.zeros(2, COLUMNS).int(),
         slot_mapping=torch.zeros(3).long(),
     )
+    impl, given = layer(SimpleNamespace(backend=backend), sliding_window=17), tensors(3)
+    layers["layer"] = SimpleNamespace(impl=impl, kv_cache=given[1])
     metadata = builder.build_for_cudagraph_capture(batch)
     assert isinstance(metadata, flash_attn.FlashAttentionMetadata)
-    impl, given = layer(SimpleNamespace(backend=backend), sliding_window=17), tensors(3)
     assert call(impl, metadata, given) is given[2]
-    assert [problem.window_left for _, problem in served.posed] == [16]
+    assert {problem.window_left for _, problem in served.posed} == {16}
     assert builder._is_served(batch)
     other = builder.update_block_table(metadata, torch.zeros(2, COLUMNS).int(), None)
     assert call(impl, other, given) is given[2]

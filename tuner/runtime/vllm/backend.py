@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from vllm.config import get_current_vllm_config_or_none
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
@@ -23,6 +22,7 @@ from tuner.runtime.vllm.calls import (
     Form,
     Layout,
     Step,
+    decide,
     layout_of,
     most_queries,
     refuse,
@@ -41,8 +41,6 @@ class TunerImpl(FlashAttentionImpl):  # type: ignore[misc]
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         most_queries()  # a wrong setting is said here, not in the first call
-        config = get_current_vllm_config_or_none()
-        self._model = None if config is None else config.model_config
         self._layout: Layout | None = layout_of(FlashAttentionBackend.get_kv_cache_shape)
         self._refusal = self._never()
         self._wide_sinks: torch.Tensor | None = None
@@ -55,9 +53,16 @@ class TunerImpl(FlashAttentionImpl):  # type: ignore[misc]
         if self.sinks is None:
             return
         if self._wide_sinks is None:
-            self._wide_sinks = self.sinks.detach().float()
+            self._wide_sinks = _wide(self.sinks)
         else:  # where a captured graph reads them
             self._wide_sinks.copy_(self.sinks.detach())
+
+    def load(self, cache: torch.Tensor, metadata: Any) -> None:
+        """Have the kernel that serves a step loaded, before its calls are captured."""
+        step = _step_of(metadata)
+        if self._refusal is None and step.refusal is None and cache.numel():
+            query = cache.new_empty((step.tokens, self.num_heads, self.head_size))
+            decide(step, self._form_of(metadata), self._kind, query, cache, query)
 
     def forward(
         self,
@@ -86,33 +91,24 @@ class TunerImpl(FlashAttentionImpl):  # type: ignore[misc]
         self, query: torch.Tensor, cache: torch.Tensor, metadata: Any, output: torch.Tensor
     ) -> bool:
         """Whether a tuned kernel wrote the output."""
-        step = getattr(metadata, _STEP, None)
-        if (
-            step is None
-            or step.table is not metadata.block_table  # a copy for another group of layers
-            or step.used is not metadata.seq_lens
-        ):
-            step = _step_of(metadata)
-            setattr(metadata, _STEP, step)
+        step = _step_of(metadata)
         if (refusal := self._refusal or step.refusal) is not None:
             refuse(refusal, step)
             return False
-        window = getattr(metadata, "sliding_window", None) or self.sliding_window
-        form = self._form
-        if form is None or window != self._window:
-            form = self._form_of(window)
-        return run(step, form, self._kind, query, cache, output)
+        return run(step, self._form_of(metadata), self._kind, query, cache, output)
 
-    def _form_of(self, window: tuple[int, int]) -> Form:
+    def _form_of(self, metadata: Any) -> Form:
+        window = getattr(metadata, "sliding_window", None) or self.sliding_window
+        if self._form is not None and window == self._window:
+            return self._form
         if self.sinks is not None and self._wide_sinks is None:
-            self._wide_sinks = self.sinks.detach().float()
+            self._wide_sinks = _wide(self.sinks)
         assert self._layout is not None
         extras = Extras.of(window, self.logits_soft_cap)
-        longest = 0 if self._model is None else int(self._model.max_model_len)
-        options = self.scale, extras, self._wide_sinks, self._layout, self.head_size, longest
-        self._window, self._form = window, (form := Form(*options, set()))
         self._kind = self.scale, extras, self.sinks is None
-        return form
+        self._window = window
+        self._form = Form(self.scale, extras, self._wide_sinks, self._layout, self.head_size)
+        return self._form
 
     def _never(self) -> Refusal | None:
         """Reason why no call of the layer is served; else None."""
@@ -150,8 +146,13 @@ class TunerMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
         return super().build(common_prefix_len, common_attn_metadata, is_fast)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
+        """Metadata of a capture or of its warm-up, where vLLM has one. Neither has begun here."""
         metadata = super().build_for_cudagraph_capture(common_attn_metadata)
         self._captured.setdefault(_shape_of(common_attn_metadata), []).append(metadata)
+        layers = self.vllm_config.compilation_config.static_forward_context
+        for layer in map(layers.get, self.layer_names):
+            if isinstance(impl := getattr(layer, "impl", None), TunerImpl):
+                impl.load(layer.kv_cache, metadata)
         return metadata
 
     def _is_served(self, common: Any) -> bool:
@@ -182,7 +183,24 @@ def _shape_of(common: Any) -> tuple[int, int]:
     return common.num_reqs, common.max_query_len
 
 
+def _wide(sinks: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode(False):  # weights may be loaded again outside of it
+        return sinks.detach().float()
+
+
 def _step_of(metadata: Any) -> Step:
+    step: Step | None = getattr(metadata, _STEP, None)
+    if (
+        step is None
+        or step.table is not metadata.block_table  # a copy for another group of layers
+        or step.used is not metadata.seq_lens
+    ):
+        step = _step(metadata)
+        setattr(metadata, _STEP, step)
+    return step
+
+
+def _step(metadata: Any) -> Step:
     causal = metadata.causal
     refusal: Refusal | None = None
     if metadata.use_cascade:

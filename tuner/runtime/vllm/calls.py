@@ -15,7 +15,7 @@ import torch
 
 from tuner import settings
 from tuner.errors import ConfigError
-from tuner.runtime import counters, devices, guards
+from tuner.runtime import counters, guards
 from tuner.runtime.composed import Extras
 from tuner.runtime.paged import checked, paged_call, prepare
 from tuner.runtime.plan import KernelPlan
@@ -105,10 +105,6 @@ class Form(NamedTuple):
     """fp32 (H,)."""
     layout: Layout
     width: int
-    limit: int
-    """Keys of the longest sequence that the engine takes; 0: unknown."""
-    warmed: set[tuple[int, int]]
-    """Sequences and their queries of batches that may be captured with so many keys."""
 
 
 def rounded(keys: int, room: int) -> int:
@@ -135,10 +131,7 @@ def run(
         cache: as the engine has it, with the step's keys and values in it.
         out: (tokens or more, H, D), contiguous.
     """
-    key = kind, query.shape, query.stride(), cache.shape, cache.stride()
-    found = step.decisions.get(key)
-    if found is None:
-        found = step.decisions[key] = _decided(step, form, query, cache, out)
+    found = decide(step, form, kind, query, cache, out)
     if isinstance(found, KernelPlan):
         values = form.layout.values(cache, form.width)
         if guards.is_misaligned((query, cache, values, out)):
@@ -150,10 +143,28 @@ def run(
             if not isinstance(answer, Refusal):
                 step.served += 1
                 return True
-            found = step.decisions[key] = answer
+            found = step.refusal = answer  # the next step looks anew
     step.refused += 1
     counters.count_fallback(found.reason, OTHERS)
     return False
+
+
+def decide(
+    step: Step,
+    form: Form,
+    kind: Any,
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    out: torch.Tensor,
+) -> KernelPlan | Refusal:
+    """What serves a call, with arguments as `run` has them: a kernel, loaded by now, or why none
+    does. Tensors of any content do.
+    """
+    key = kind, query.shape, query.stride(), cache.shape, cache.stride()
+    found = step.decisions.get(key)
+    if found is None:
+        found = step.decisions[key] = _decided(step, form, query, cache, out)
+    return found
 
 
 def refuse(reason: Refusal, step: Step | None = None) -> None:
@@ -175,14 +186,7 @@ def _decided(
     if (out.shape, out.dtype) != (query.shape, query.dtype) or not out.is_contiguous():
         return Refusal(Kind.TENSORS, f"output {out.dtype} {tuple(out.shape)}")
     room = step.table.shape[1] * form.layout.split(cache, form.width)[0].shape[1]
-    found = _prepared(step, form, query, cache, rounded(step.keys, room))
-    # A graph of such sequences may be captured next, for as many keys as there may be.
-    batch = step.used.numel(), step.queries
-    is_even = step.tokens == step.queries * batch[0]
-    if is_even and batch not in form.warmed and not devices.is_capturing():
-        form.warmed.add(batch)
-        _prepared(step, form, query, cache, min(form.limit, room))
-    return found
+    return _prepared(step, form, query, cache, rounded(step.keys, room))
 
 
 def _prepared(
