@@ -131,7 +131,7 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def items(shapes: Sequence[str] | None, ways: Sequence[str] | None, runs: int) -> Iterator[Item]:
-    """What is run, the same in every process: each run has all shapes and ways, shuffled."""
+    """Runs in their order, the same in every process: each has all shapes and ways, shuffled."""
     for run in range(runs):
         every = list(itertools.product(shapes or sorted(SHAPES), ways or (VLLM, TUNER)))
         random.Random(run).shuffle(every)

@@ -248,7 +248,7 @@ def paged_call(
 
 
 def prepare(call: PagedCall) -> KernelPlan | Refusal:
-    """The launches that serve calls of these sizes and strides, or why no kernel does.
+    """The launches that serve calls of these sizes and strides, or the reason why none does.
 
     Runs and counts nothing. A kernel that is called for the first time is loaded, which a capture
     forbids: a refusal says so there. `table.run_into` with the call's `inputs` runs it.

@@ -90,7 +90,7 @@ class TunerImpl(FlashAttentionImpl):  # type: ignore[misc]
     def _answer(
         self, query: torch.Tensor, cache: torch.Tensor, metadata: Any, output: torch.Tensor
     ) -> bool:
-        """Whether a tuned kernel wrote the output."""
+        """True when a tuned kernel wrote the output."""
         step = _step_of(metadata)
         if (refusal := self._refusal or step.refusal) is not None:
             refuse(refusal, step)
@@ -156,8 +156,8 @@ class TunerMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
         return metadata
 
     def _is_served(self, common: Any) -> bool:
-        """Whether all graphs of such batches hold tuned kernels only: FlashAttention reads a
-        schedule from memory that each step writes anew.
+        """True when all graphs of such batches hold tuned kernels only. FlashAttention in a graph
+        reads a schedule from memory that each step writes anew.
         """
         steps = [getattr(one, _STEP, None) for one in self._captured.get(_shape_of(common), ())]
         return bool(steps) and all(one and one.served and not one.refused for one in steps)

@@ -1,7 +1,7 @@
 """Calls of an engine's attention layers: which a tuned kernel serves, decided once a step.
 
 Nothing here imports vLLM. A *step* is one metadata object of the engine: all layers of a kind
-share its table, lengths and decisions. A *form* is all that a layer adds to them.
+share its table, lengths and decisions. A *form* is the options of a layer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tuner.runtime.refusal import Kind, Refusal
 from tuner.runtime.table import table
 
 OTHERS = "vLLM's own FlashAttention"
-"""What answers a call that is refused."""
+"""The answer to calls that are refused."""
 _ROUNDED = 16
 """Longest lengths are rounded up to so many steps an octave or fewer: few launches are sized."""
 
@@ -97,7 +97,7 @@ class Step:
 
 
 class Form(NamedTuple):
-    """What a layer adds to a step."""
+    """The options of a layer."""
 
     scale: float
     extras: Extras
@@ -157,10 +157,11 @@ def decide(
     cache: torch.Tensor,
     out: torch.Tensor,
 ) -> KernelPlan | Refusal:
-    """What serves a call, with arguments as `run` has them: a kernel, loaded by now, or why none
-    does. Tensors of any content do.
+    """The kernel that serves a call, loaded by now, or the reason why none does.
+
+    Arguments are as `run` has them; the tensors' contents are not read.
     """
-    key = kind, query.shape, query.stride(), cache.shape, cache.stride()
+    key = kind, *_lies(query), *_lies(cache), *_lies(out)
     found = step.decisions.get(key)
     if found is None:
         found = step.decisions[key] = _decided(step, form, query, cache, out)
@@ -172,6 +173,10 @@ def refuse(reason: Refusal, step: Step | None = None) -> None:
     if step is not None:
         step.refused += 1
     counters.count_fallback(reason.reason, OTHERS)
+
+
+def _lies(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _decided(
