@@ -6,6 +6,8 @@ import os
 import sys
 from pathlib import Path
 
+from tuner.errors import ConfigError
+
 VARIABLES: dict[str, str] = {
     "TUNER_CACHE_DIR": "folder of the store and the artifacts (default: the user cache folder)",
     "TUNER_STORE": "SQLAlchemy URL of the store for tuning (default: SQLite in TUNER_CACHE_DIR)",
@@ -19,6 +21,7 @@ VARIABLES: dict[str, str] = {
     "TUNER_DISABLE": "1 sends every call of the runtime to PyTorch",
     "TUNER_BENCHMARK": "1 times the portfolio's kernels on the first call of an untuned shape",
     "TUNER_NVTX": "1 marks calls and timings with NVTX ranges, for Nsight Systems",
+    "TUNER_VLLM_QUERIES": "most queries a sequence that the vLLM plug-in takes (default: any)",
     "TUNER_BUILD_ON_MISS": "1 lets the runtime have missing kernels compiled, in the background",
 }
 
@@ -110,3 +113,17 @@ def nvtx() -> bool:
 def build_on_miss() -> bool:
     """Whether the runtime may start `tuner build` for a kernel that is not there."""
     return os.environ.get("TUNER_BUILD_ON_MISS", "") not in ("", "0")
+
+
+def vllm_queries() -> int | None:
+    """Queries of the longest sequence up to which the plug-in takes a call; None: any.
+
+    Raises:
+        ConfigError: when the variable is not a whole number of 1 or more.
+    """
+    text = _text("TUNER_VLLM_QUERIES")
+    if text is None:
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"TUNER_VLLM_QUERIES={text} is out of range (allowed: 1 or more)")
+    return int(text)

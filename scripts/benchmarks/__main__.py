@@ -14,6 +14,7 @@ NAMES = (
     "block",
     "cost",
     "dispatch",
+    "engines",
     "fleet",
     "fp8_attention",
     "gpus",

@@ -90,6 +90,7 @@ HOMES: dict[str, set[str]] = {
     "triton": {"compile.triton_compiler"},
     "uvicorn": {"cli", "service"},
     "vl_convert": {"report"},
+    "vllm": {"runtime"},
 }
 #: Imported when their place is: every other foreign import waits inside a function.
 AT_ONCE: dict[str, set[str]] = {
@@ -105,6 +106,7 @@ AT_ONCE: dict[str, set[str]] = {
     "torch": {"runtime"},
     "transformers": {"runtime"},
     "uvicorn": {"service"},
+    "vllm": {"runtime"},
 }
 
 

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import math
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from paged_kernels import paged_kernels
 
-from tuner.config import Config
 from tuner.errors import ConfigError
-from tuner.families.fused_attention import FusedAttention
-from tuner.hardware import DEFAULT_GPU
 from tuner.problem import AttentionProblem
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 SIZE, HEADS, HEADS_KV, WIDTH = 16, 4, 2, 16
 QUERIES, KEYS = (5, 0, 1, 20, 3), (9, 4, 0, 33, 48)
 UNUSED = math.inf
+
+served = paged_kernels
 
 
 @pytest.fixture
@@ -112,7 +111,9 @@ def test_pytorch_answers_one_sequence_after_the_other(
 def test_a_block_of_rows_at_a_time(paged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     given = batch(spare=2)
     whole = paged(**given)
-    monkeypatch.setattr(importlib.import_module("tuner.runtime.paged"), "_SCORES_BYTES", 4000)
+    monkeypatch.setattr(
+        importlib.import_module("tuner.runtime.paged_composed"), "_SCORES_BYTES", 4000
+    )
     torch.testing.assert_close(paged(**given), whole)
 
 
@@ -133,47 +134,6 @@ def test_gradients_flow_through_pytorch_s_answer(paged: Any) -> None:
     found = torch.autograd.grad(paged(**given).square().sum(), inputs)
     torch.testing.assert_close(found[2:], wanted)
     assert all(grad.isfinite().all() for grad in found)
-
-
-@dataclasses.dataclass(frozen=True)
-class FakeKernel:
-    """Takes launches down, and writes nothing."""
-
-    launched: list[Any] = dataclasses.field(default_factory=list)
-
-    def bind(self, integers: Any, scalars: Any) -> Any:
-        return lambda tensors, workspace, stream: self.launched.append((tensors, integers, scalars))
-
-    def workspace_bytes(self, integers: Any) -> int:
-        return 0
-
-
-@pytest.fixture
-def served(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Has the table find a fused attention kernel for whatever is posed."""
-    kernel, member, posed = FakeKernel(), FusedAttention(), []
-
-    def find_out(kind: Any, told: Any, pose: Any, device: int, _: Any = None) -> Any:
-        assert told is None, "the dispatcher in C++ knows no paged caches"
-        asked = pose()
-        problem = asked.problem
-        posed.append((kind, problem))
-        config: Config = member.space(problem, DEFAULT_GPU)[0]
-        plan = on_cpu.plan
-        (launch,) = member.launches(problem, config, asked.scale)
-        return plan.KernelPlan(
-            problem, config, -1, False,
-            shape=problem.output.shape,
-            strides=problem.output.strides,
-            steps=(plan._step(problem, kernel, launch, 0),),
-            workspace_bytes=0,
-            dtype=torch.float16,
-            writes_lse=True,
-        )  # fmt: skip
-
-    monkeypatch.setattr(on_cpu.table.table, "get", lambda kind: None)
-    monkeypatch.setattr(on_cpu.table.table, "find_out", find_out)
-    return SimpleNamespace(posed=posed, launched=kernel.launched)
 
 
 def test_a_kernel_is_given_the_sizes_and_strides_of_the_call(
@@ -206,6 +166,37 @@ def test_a_kernel_is_given_the_sizes_and_strides_of_the_call(
     columns = given["page_table"].shape[1]
     assert integers[21:] == (6, 0, 30, 16, given["key_cache"].shape[0], columns)
     assert scalars == (0.5,) and on_cpu.counters.stats().hits == 1
+
+
+def test_an_output_of_the_caller_is_written(
+    served: SimpleNamespace, runtime: SimpleNamespace, paged: Any
+) -> None:
+    given = batch(torch.float16)
+    out = torch.empty_like(given["query"])
+    assert paged(**given, out=out) is out
+    found, lse = paged(**given, out=out, return_lse=True)
+    assert found is out and lse.shape == out.shape[1::-1]
+    assert [tensors[3] for tensors, _, _ in served.launched] == [out.data_ptr()] * 2
+
+
+def test_pytorch_s_answer_is_copied_to_an_output_of_the_caller(paged: Any) -> None:
+    given = batch()
+    out = torch.empty_like(given["query"])
+    assert paged(**given, out=out) is out
+    wanted, wanted_lse = paged(**given, return_lse=True)
+    assert torch.equal(out, wanted)
+    found, lse = paged(**given, out=out.zero_(), return_lse=True)
+    assert found is out and torch.equal(out, wanted) and torch.equal(lse, wanted_lse)
+
+
+def test_a_kernel_writes_no_output_that_tma_cannot(
+    served: SimpleNamespace, runtime: SimpleNamespace, paged: Any
+) -> None:
+    given = batch(torch.float16)
+    out = torch.empty(given["query"].numel() + 1, dtype=torch.float16)[1:]
+    out = out.view(given["query"].shape)
+    assert paged(**given, max_seqlen_k=48, out=out) is out
+    assert not served.launched and list(runtime.counters.stats().fallbacks.values()) == [1]
 
 
 def test_one_query_needs_no_mask_and_no_starts(served: SimpleNamespace, paged: Any) -> None:
@@ -258,6 +249,8 @@ def test_strides_that_no_copy_reads_are_pytorch_s(
         ({"max_seqlen_q": 19}, "cu_seqlens_q has a sequence of 20 .allowed: up to 19"),
         ({"max_seqlen_k": 40}, "seqused_k runs from 0 to 48 .allowed: 0 to 40"),
         ({"sinks": torch.zeros(2)}, r"sinks are \(2,\) .allowed: \(4,\)"),
+        ({"out": torch.zeros(29, 4, 16).half()}, r"out is torch.float16 .* .allowed: as query"),
+        ({"out": torch.zeros(4, 29, 16).transpose(0, 1)}, "strides .16, 464, 1. .allowed: .* cont"),
         ({"softcap": -1.0}, "softcap=-1.0 is out of range"),
         ({"window": (-2, 0)}, "window="),
     ],
@@ -298,5 +291,8 @@ def test_a_graph_of_torch_compile_holds_the_operator(paged: Any) -> None:
 
     compiled = torch.compile(lambda: paged(**given), backend=keep, fullgraph=True)
     assert torch.equal(compiled(), paged(**given))
+    out = torch.empty_like(given["query"])
+    into = torch.compile(lambda: paged(**given, out=out), backend=keep, fullgraph=True)
+    assert torch.equal(into(), paged(**given)) and torch.equal(out, paged(**given))
     calls = [str(n.target) for n in graphs[0].graph.nodes if n.op == "call_function"]
     assert "tuner.paged_attention" in calls[0]

@@ -31,7 +31,8 @@ class Stats:
     portfolio_hits: int = 0
     """Those of them answered by what a portfolio selected."""
     fallbacks: Mapping[str, int] = field(default_factory=dict)
-    """Calls that PyTorch answered, by kind of reason, most frequent first."""
+    """Calls that PyTorch, or an engine's own kernel, answered, by kind of reason, most frequent
+    first."""
     errors: Mapping[str, int] = field(default_factory=dict)
     """What went wrong meanwhile, by kind: a refused launch, a store that cannot be read."""
 
@@ -90,11 +91,11 @@ def count_hit(is_nearest: bool, by_portfolio: bool = False) -> None:
         _counts.portfolio_hits += by_portfolio
 
 
-def count_fallback(reason: str) -> None:
-    """PyTorch answers a call, for this reason."""
+def count_fallback(reason: str, by: str = "PyTorch") -> None:
+    """PyTorch, or what else a call falls back to, answers it, for this reason."""
     with _counts.lock:
         _counts.fallbacks[kind_of(reason)] += 1
-    _say("answered by PyTorch: ", reason)
+    _say(f"answered by {by}: ", reason)
 
 
 def count_error(reason: str) -> None:

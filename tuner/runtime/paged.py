@@ -1,13 +1,11 @@
-"""Attention over a paged cache: a tuned kernel, or PyTorch's operations, one sequence at a time."""
+"""Attention over a paged cache: a tuned kernel, or PyTorch's operations (`paged_composed`)."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.library import Library, register_fake
@@ -19,13 +17,11 @@ from tuner.problem.attention import PAGE_MULTIPLE
 from tuner.runtime import guards
 from tuner.runtime.attention_plan import scale_of, without_lse
 from tuner.runtime.composed import Extras
+from tuner.runtime.paged_composed import Paged, composed
 from tuner.runtime.plan import KernelPlan, Plan, Posed
 from tuner.runtime.refusal import Kind, Refusal
-from tuner.runtime.serving import Call, serve
+from tuner.runtime.serving import Call, find, serve
 from tuner.runtime.table import table
-
-#: Bytes of scores that are alive at once where PyTorch answers.
-_SCORES_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -46,23 +42,7 @@ class _Sized(AttentionProblem):
         return (self.cached,)
 
 
-class _Paged(NamedTuple):
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    page_table: torch.Tensor
-    seqused_k: torch.Tensor
-    starts_q: torch.Tensor | None
-    sinks: torch.Tensor | None
-    longest_q: int
-    longest_kv: int
-    is_causal: bool
-    extras: Extras
-    scale: float
-    with_lse: bool
-
-
-class PagedCall(_Paged, Call):
+class PagedCall(Paged, Call):
     """Attention over a paged cache."""
 
     __slots__ = ()
@@ -75,11 +55,6 @@ class PagedCall(_Paged, Call):
             starts = self.seqused_k[:0]
         others = () if self.sinks is None else (self.sinks,)
         return (*self[:5], starts, *others)
-
-    @property
-    def batch(self) -> int:
-        """Sequences, B."""
-        return int(self.seqused_k.numel())
 
     def refusal(self) -> Refusal | None:
         query, key, value = self[:3]
@@ -122,28 +97,37 @@ class PagedCall(_Paged, Call):
         )
         return Posed(problem, self.scale)
 
-    def run(self, plan: Plan) -> Any:
+    def sized(self, plan: Plan) -> KernelPlan | Refusal:
+        """The plan's launches for the sizes and strides of this call, or why it has none."""
+        if not isinstance(plan, KernelPlan):
+            return Refusal(Kind.UNAVAILABLE, f"{plan.config.family} reads no pages")
         if self.with_lse and not plan.has_lse:
             return without_lse(plan)
-        if isinstance(plan, KernelPlan):
-            tensors = self.query, self.key, self.value, self.page_table
-            shapes = self.query.shape, self.key.shape
-            sizes = self.batch, self.longest_q, self.longest_kv
-            strides = tuple(tensor.stride() for tensor in tensors)
-            sized = _sized(plan, self.extras, sizes, shapes, strides, self.scale)
-            if isinstance(sized, str):
-                return Refusal(Kind.TENSORS, sized)
-            plan = sized
-        query, key, value, *others = self.inputs
-        given = query.transpose(0, 1)[None], key.transpose(1, 2), value.transpose(1, 2), *others
-        if not self.with_lse:
-            out = table.run(plan, *given)
-            return out if isinstance(out, Refusal) else out[0].transpose(0, 1)
-        both = table.run_with_lse(plan, *given)
-        return both if isinstance(both, Refusal) else (both[0][0].transpose(0, 1), both[1][0])
+        tensors = self.query, self.key, self.value, self.page_table
+        shapes = self.query.shape, self.key.shape
+        sizes = self.batch, self.longest_q, self.longest_kv
+        strides = tuple(tensor.stride() for tensor in tensors)
+        found = _sized(plan, self.extras, sizes, shapes, strides, self.scale)
+        return Refusal(Kind.TENSORS, found) if isinstance(found, str) else found
+
+    def run(self, plan: Plan) -> Any:
+        sized = self.sized(plan)
+        if isinstance(sized, Refusal):
+            return sized
+        query, out, lse = self.query, self.out, None
+        if out is None:
+            out = query.new_empty(query.shape)
+        elif guards.is_misaligned((out,)):
+            return Refusal(Kind.MISALIGNED)
+        if self.with_lse:
+            lse = query.new_empty(query.shape[1::-1], dtype=torch.float32)
+        found = table.run_into(sized, out, lse, *self.inputs)
+        return found if isinstance(found, Refusal) or lse is None else (found, lse)
 
     def by_pytorch(self) -> Any:
         out, lse = composed(self)
+        if self.out is not None:
+            out = self.out.copy_(out)
         return (out, lse) if self.with_lse else out
 
 
@@ -163,6 +147,7 @@ def paged_attention(
     sinks: torch.Tensor | None = None,
     scale: float | None = None,
     return_lse: bool = False,
+    out: torch.Tensor | None = None,
 ) -> Any:
     """softmax(scale * Q K^T + mask) V of B sequences whose keys and values lie in pages.
 
@@ -205,10 +190,12 @@ def paged_attention(
         scale: of the scores; 1/sqrt(D) when None.
         return_lse: return (out, log-sum-exp) too. The latter is fp32 (H, total_q), the natural
             logarithm of the sum of the exponentials, that of the sink among them.
+        out: where the output is written, contiguous and of `query`'s shape and type; none of the
+            inputs' memory. A tuned kernel writes there; PyTorch's answer is copied.
 
     Returns:
-        (total_q, H, D), of `query`'s type, or with `return_lse` that and the log-sum-exp. Rows
-        behind the last sequence's end are undefined.
+        (total_q, H, D), of `query`'s type, `out` where it is given; with `return_lse` that and the
+        log-sum-exp. Rows behind the last sequence's end are undefined.
 
     Raises:
         ConfigError: before anything is launched, on tensors that are not as above, a page size
@@ -216,21 +203,24 @@ def paged_attention(
             on lengths that do not fit the tensors.
         Whatever CUDA reports of an earlier kernel.
     """
-    queries, keys = _checked(
+    queries, keys = checked(
         query, key_cache, value_cache, page_table, seqused_k, cu_seqlens_q, sinks,
-        max_seqlen_q, max_seqlen_k,
+        max_seqlen_q, max_seqlen_k, out,
     )  # fmt: skip
     extras = Extras.of(window, softcap)
     factor = scale_of(query, scale)
     if torch.compiler.is_compiling():
         tensors = query, key_cache, value_cache, page_table, seqused_k, cu_seqlens_q, sinks
-        both = torch.ops.tuner.paged_attention(*tensors, queries, keys, causal, *extras, factor)
-        return both if return_lse else both[0]
+        given, lse = torch.ops.tuner.paged_attention(
+            *tensors, queries, keys, causal, *extras, factor
+        )
+        given = given if out is None else out.copy_(given)
+        return (given, lse) if return_lse else given
     tensors = query, key_cache, value_cache, page_table, seqused_k, cu_seqlens_q, _wide(sinks)
-    return _serve(*tensors, queries, keys, causal, extras, factor, return_lse)
+    return serve(paged_call(*tensors, queries, keys, causal, extras, factor, return_lse, out))
 
 
-def _serve(
+def paged_call(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -243,21 +233,36 @@ def _serve(
     is_causal: bool,
     extras: Extras,
     scale: float,
-    with_lse: bool,
-) -> Any:
-    """One query sees all keys before it, which needs no causal mask: fewer kernels to prove."""
+    with_lse: bool = False,
+    out: torch.Tensor | None = None,
+) -> PagedCall:
+    """The call, with checked arguments as `paged_attention` has them.
+
+    One query sees all keys before it, which needs no causal mask: fewer kernels to prove.
+    """
     if is_causal or queries == 1:
         extras = extras._replace(right=-1)
     masked = bool(is_causal) and queries != 1
     tensors = query, key, value, page_table, seqused_k, starts_q, sinks
-    return serve(PagedCall(*tensors, queries, keys, masked, extras, scale, with_lse))
+    return PagedCall(*tensors, queries, keys, masked, extras, scale, with_lse, out)
+
+
+def prepare(call: PagedCall) -> KernelPlan | Refusal:
+    """The launches that serve calls of these sizes and strides, or the reason why none does.
+
+    Runs and counts nothing. A kernel that is called for the first time is loaded, which a capture
+    forbids: a refusal says so there. `table.run_into` with the call's `inputs` runs it.
+    """
+    table.refresh(call.query)
+    plan = find(call)
+    return plan if isinstance(plan, Refusal) else call.sized(plan)
 
 
 def _wide(sinks: torch.Tensor | None) -> torch.Tensor | None:
     return None if sinks is None else sinks.to(torch.promote_types(sinks.dtype, torch.float32))
 
 
-def _checked(
+def checked(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -267,6 +272,7 @@ def _checked(
     sinks: torch.Tensor | None,
     longest_q: int | None,
     longest_kv: int | None,
+    out: torch.Tensor | None = None,
 ) -> tuple[int, int]:
     """The longest lengths. Refuses what no call is, before anything is launched.
 
@@ -299,6 +305,13 @@ def _checked(
             )
     if sinks is not None and sinks.shape != query.shape[1:2]:
         raise ConfigError(f"sinks are {tuple(sinks.shape)} (allowed: ({query.shape[1]},))")
+    if out is not None:
+        is_like = (out.shape, out.dtype, out.device) == (query.shape, query.dtype, query.device)
+        if not is_like or not out.is_contiguous():
+            raise ConfigError(
+                f"out is {out.dtype} {tuple(out.shape)} on {out.device}, strides {out.stride()} "
+                f"(allowed: as query, {query.dtype} {tuple(query.shape)}, contiguous)"
+            )
     room = page_table.shape[1] * size
     keys = room if longest_kv is None else int(longest_kv)
     if not 0 <= keys <= room:
@@ -376,83 +389,6 @@ def _sized(
         return str(exc)
 
 
-def composed(call: PagedCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and log-sum-exp by PyTorch's operations, a block of one sequence's rows at a time.
-
-    Raises:
-        ConfigError: on lengths that do not fit the tensors.
-    """
-    query, total = call.query, call.query.shape[0]
-    wide = torch.promote_types(query.dtype, torch.float32)
-    lengths = call.seqused_k.tolist()
-    room = min(call.longest_kv, call.page_table.shape[1] * call.key.shape[1])
-    if max(lengths, default=0) > room or min(lengths, default=0) < 0:
-        raise ConfigError(
-            f"seqused_k runs from {min(lengths)} to {max(lengths)} (allowed: 0 to {room})"
-        )
-    if call.starts_q is None:
-        starts = [index * call.longest_q for index in range(call.batch + 1)]
-    else:
-        starts = call.starts_q.tolist()
-    counts = [end - start for start, end in pairwise(starts)]
-    if starts[0] != 0 or min(counts, default=0) < 0 or starts[-1] > total:
-        raise ConfigError(
-            f"cu_seqlens_q runs from {starts[0]} to {starts[-1]} "
-            f"(allowed: from 0, never falling, to {total} at most)"
-        )
-    if max(counts, default=0) > call.longest_q:
-        raise ConfigError(
-            f"cu_seqlens_q has a sequence of {max(counts)} (allowed: up to {call.longest_q})"
-        )
-    parts = [
-        part
-        for index, (start, length) in enumerate(zip(starts, lengths, strict=False))
-        for part in _blocks(call, index, start, counts[index], length, wide)
-    ]
-    rest = query[starts[-1] :]
-    outs = [out for out, _ in parts]
-    sums = [lse for _, lse in parts]
-    blank = torch.full((query.shape[1], len(rest)), -math.inf, dtype=wide, device=query.device)
-    return torch.cat([*outs, torch.zeros_like(rest)]), torch.cat([*sums, blank], -1)
-
-
-def _blocks(
-    call: PagedCall, index: int, start: int, queries: int, length: int, wide: torch.dtype
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """(rows, H, D) and (H, rows) of a sequence's rows, in order."""
-    size, heads_kv = call.key.shape[1:3]
-    heads = call.query.shape[1]
-    pages = call.page_table[index, : -(-length // size)].long()
-    keys, values = (
-        cache[pages].flatten(0, 1)[:length].to(wide).permute(1, 0, 2)[:, None]
-        for cache in (call.key, call.value)
-    )  # (HKV, 1, length, D)
-    step = max(1, _SCORES_BYTES // max(1, heads * max(1, length) * wide.itemsize))
-    for first in range(0, queries, step):
-        last = min(first + step, queries)
-        rows = call.query[start + first : start + last].to(wide)
-        rows = rows.unflatten(1, (heads_kv, heads // heads_kv)).permute(1, 2, 0, 3)
-        scores = (rows * call.scale) @ keys.mT
-        if softcap := call.extras.softcap:
-            scores = softcap * torch.tanh(scores / softcap)
-        away = torch.arange(length, device=scores.device) - (length - queries)
-        away = away - torch.arange(first, last, device=scores.device)[:, None]
-        right = 0 if call.is_causal else call.extras.right
-        if right >= 0:
-            scores = scores.masked_fill(away > right, -math.inf)
-        if call.extras.left >= 0:
-            scores = scores.masked_fill(away < -call.extras.left, -math.inf)
-        if call.sinks is not None:
-            sinks = call.sinks.to(wide).view(heads_kv, -1, 1, 1).expand(-1, -1, last - first, 1)
-            scores = torch.cat((scores, sinks), -1)
-        sums = scores.logsumexp(-1) if scores.shape[-1] else scores.new_full(
-            scores.shape[:-1], -math.inf
-        )  # fmt: skip
-        weights = (scores - sums.masked_fill(sums.isneginf(), 0.0)[..., None]).exp()
-        out = (weights[..., :length] @ values).flatten(0, 1).transpose(0, 1)
-        yield out.to(call.query.dtype), sums.flatten(0, 1)
-
-
 _library = Library("tuner", "FRAGMENT")
 _library.define(
     "paged_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor page_table, "
@@ -479,9 +415,10 @@ def _operator(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     tensors = query, key, value, page_table, seqused_k, starts_q, sinks
-    queries, keys = _checked(*tensors, longest_q, longest_kv)
+    queries, keys = checked(*tensors, longest_q, longest_kv)
     extras = Extras(left, right, softcap)
-    out, lse = _serve(*tensors[:6], _wide(sinks), queries, keys, causal, extras, scale, True)
+    options = queries, keys, causal, extras, scale, True
+    out, lse = serve(paged_call(*tensors[:6], _wide(sinks), *options))
     return out.contiguous(), lse.contiguous()
 
 

@@ -227,6 +227,27 @@ class KernelPlan(Plan):
             workspace_bytes=offset,
         )
 
+    def run_into(
+        self, out: torch.Tensor, lse: torch.Tensor | None, *inputs: torch.Tensor
+    ) -> torch.Tensor:
+        """As `run`, into memory of the caller's. Of all tensors their addresses alone are read.
+
+        Args:
+            out: as the plan's output lies.
+            lse: where the log-sum-exp is written, as `run_with_lse` has it; None: not wanted.
+            inputs: as `run` has them.
+
+        Returns:
+            `out`.
+        """
+        if devices.current() == self.device:
+            self._launch(inputs, (out,), lse)
+        else:
+            with devices.use(self.device):
+                self._launch(inputs, (out,), lse)
+        counters.count_hit(self.is_nearest, self.by_portfolio)
+        return out
+
     def _enqueue(self, inputs: Sequence[torch.Tensor], lse: torch.Tensor | None) -> torch.Tensor:
         out = self._allocated(inputs, self.shape, self.strides, self.dtype)
         self._launch(inputs, (out,), lse)

@@ -50,6 +50,16 @@ class Kind(StrEnum):
     OUT = "out is given"
     RESULT = "a bias or a factor of the result is given"
 
+    ENCODER = "attention without a growing cache"
+    ALIBI = "ALiBi"
+    CACHE_TYPE = "the cache has another type than the queries"
+    CONTEXT_PARALLEL = "keys are spread over ranks"
+    INVARIANT = "results must not depend on the batch"
+    CASCADE = "cascade attention"
+    ENGINE_MASK = "the engine asks for a mask that no tuned kernel has"
+    CACHE_LAYOUT = "a cache that lies in an unknown way"
+    QUERIES = "more queries than the settings allow"
+
 
 @dataclass(frozen=True, slots=True)
 class Refusal:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -58,6 +58,7 @@ GROWS_BY = 64
 #: Kinds of call kept; more start over, so that a server of ever new shapes stays small.
 _MAX_KNOWN = 4096
 
+_Out = TypeVar("_Out")
 Told = tuple[str, tuple[Any, ...]]
 """Operation and arguments of a call as the C++ dispatcher takes them (`dispatch.put`)."""
 _OFF = Refusal(Kind.OFF, "TUNER_DISABLE is set")
@@ -182,33 +183,30 @@ class Table:
         Raises:
             RuntimeError: what CUDA reports of an earlier kernel.
         """
-        try:
-            if not ranges.ON:
-                return plan.run(*inputs)
-            with ranges.named(f"tuner {plan.config.family} {plan.problem.label()}"):
-                return plan.run(*inputs)
-        except (torch.OutOfMemoryError, BenchmarkError) as exc:
-            return self._failed(plan, exc)
+        return self._tried(plan, plan.run, *inputs)
 
     def run_with_lse(
         self, plan: Plan, *inputs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor] | Refusal:
         """As `run`, of a plan that has the log-sum-exp."""
-        try:
-            if not ranges.ON:
-                return plan.run_with_lse(*inputs)
-            with ranges.named(f"tuner {plan.config.family} {plan.problem.label()}"):
-                return plan.run_with_lse(*inputs)
-        except (torch.OutOfMemoryError, BenchmarkError) as exc:
-            return self._failed(plan, exc)
+        return self._tried(plan, plan.run_with_lse, *inputs)
+
+    def run_into(
+        self, plan: KernelPlan, out: torch.Tensor, lse: torch.Tensor | None, *inputs: torch.Tensor
+    ) -> torch.Tensor | Refusal:
+        """As `run`, into memory of the caller's (`KernelPlan.run_into`)."""
+        return self._tried(plan, plan.run_into, out, lse, *inputs)
 
     def run_all(self, plan: Plan, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...] | Refusal:
         """As `run`, of a problem with several outputs."""
+        return self._tried(plan, plan.run_all, *inputs)
+
+    def _tried(self, plan: Plan, run: Callable[..., _Out], *tensors: Any) -> _Out | Refusal:
         try:
             if not ranges.ON:
-                return plan.run_all(*inputs)
+                return run(*tensors)
             with ranges.named(f"tuner {plan.config.family} {plan.problem.label()}"):
-                return plan.run_all(*inputs)
+                return run(*tensors)
         except (torch.OutOfMemoryError, BenchmarkError) as exc:
             return self._failed(plan, exc)
 

@@ -1,0 +1,379 @@
+"""``scripts/bench engines``: vLLM's engine with its own attention, and with the tuner's plug-in.
+
+The offline engine runs models of a public shape with random weights, in CUDA graphs, each run in a
+process of its own, in a shuffled order. Of each it prints prompt tokens a second, and for each
+concurrency the time to the first token of all requests, the time a further token takes, and output
+tokens a second; and how many of the greedy tokens agree with those of vLLM's own attention. Random
+weights give logits that lie close together, so that few tokens may differ: what two runs of vLLM's
+own agree in stands beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import itertools
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.child import Worker, answer_indices
+from tuner.base.output import check_place
+from tuner.base.processes import python_command
+from tuner.bench.results import write_json
+from tuner.errors import BenchmarkError
+from tuner.measure.device import detect
+from tuner.selection.describe import table
+
+#: Llama 3.2 1B and Llama 3 8B, but for their vocabulary's last tokens.
+SHAPES: dict[str, dict[str, Any]] = {
+    "1b": {
+        "hidden_size": 2048,
+        "num_hidden_layers": 16,
+        "intermediate_size": 8192,
+        "head_dim": 64,
+        "tie_word_embeddings": True,
+    },
+    "8b": {
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "intermediate_size": 14336,
+        "head_dim": 128,
+        "tie_word_embeddings": False,
+    },
+}
+VOCABULARY = 128_000
+VLLM, TUNER, FEW = "vllm", "tuner", "tuner-few"
+WAYS = (VLLM, TUNER, FEW)
+FEW_QUERIES = "16"
+"""``TUNER_VLLM_QUERIES`` of the way `FEW`: decoding and speculation are served, prompts vLLM's."""
+LIMIT_S = 240.0
+PASSES = 3
+PROMPTS, PROMPT = 4, 2048
+"""Of the pass that measures prompts."""
+#: One process, no network.
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+Item = tuple[int, str, str]
+"""Run, shape and way."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure every shape and way; 1 when a run has no figures.
+
+    Raises:
+        BenchmarkError: without vLLM or a GPU.
+        ConfigError: when the results have no place.
+    """
+    args = _parser().parse_args(argv)
+    todo = list(items(args.shape, args.ways, args.runs))
+    if args.worker:
+        return answer_indices(lambda index: measured(todo[index], args))
+    if importlib.util.find_spec("vllm") is None:
+        raise BenchmarkError("vllm is not installed: scripts/bench engines runs its offline engine")
+    if detect() is None:
+        raise BenchmarkError("no GPU found: scripts/bench engines runs kernels")
+    if args.json:
+        check_place(args.json)
+    given = list(sys.argv[2:] if argv is None else argv)
+    command = python_command("-m", "benchmarks", "engines", *given, "--worker")
+    rows: list[dict[str, Any]] = []
+    for index, (run, shape, way) in enumerate(todo):
+        print(f"engines: run {run}, {shape}, {way} ...", file=sys.stderr, flush=True)
+        with Worker(command, args.limit) as worker:  # a new process each
+            rows.append({"run": run, "shape": shape, "way": way, **worker.ask(index)})
+        if args.json:
+            write_json(args.json, {"options": _options(args), "runs": rows})
+    print(report(rows))
+    return int(any("lost" in row for row in rows))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="scripts/bench engines",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--shape", action="append", choices=sorted(SHAPES))
+    parser.add_argument(
+        "--ways", action="append", choices=WAYS, help=f"default: {VLLM} and {TUNER}"
+    )
+    parser.add_argument("--concurrency", type=int, action="append", help="default: 1, 16 and 128")
+    parser.add_argument("--runs", type=int, default=5, help="of each shape and way")
+    parser.add_argument("--prompt", type=int, default=1024, help="tokens of each request's prompt")
+    parser.add_argument("--tokens", type=int, default=128, help="that each request generates")
+    parser.add_argument(
+        "--compile", action="store_true", help="vLLM's defaults: torch.compile, piecewise graphs"
+    )
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write every figure there")
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for a run")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.set_defaults(worker=False)
+    return parser
+
+
+def _options(args: argparse.Namespace) -> dict[str, Any]:
+    names = "prompt", "tokens", "compile"
+    return {name: getattr(args, name) for name in names}
+
+
+def items(shapes: Sequence[str] | None, ways: Sequence[str] | None, runs: int) -> Iterator[Item]:
+    """Runs in their order, the same in every process: each has all shapes and ways, shuffled."""
+    for run in range(runs):
+        every = list(itertools.product(shapes or sorted(SHAPES), ways or (VLLM, TUNER)))
+        random.Random(run).shuffle(every)
+        yield from ((run, shape, way) for shape, way in every)
+
+
+def measured(item: Item, args: argparse.Namespace) -> dict[str, Any]:
+    """The figures of one run, or ``{"lost": reason}``."""
+    from benchmarks.call_times import first_line
+
+    try:
+        return measure(item, args)
+    except Exception as exc:  # an engine raises what it likes
+        return {"lost": f"{type(exc).__name__}: {first_line(exc)}"}
+
+
+def measure(item: Item, args: argparse.Namespace) -> dict[str, Any]:
+    """The figures of one run, in this process.
+
+    Args:
+        item: run, shape and way.
+        args: as they are parsed.
+    """
+    _, shape, way = item
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if way == FEW:
+        os.environ["TUNER_VLLM_QUERIES"] = FEW_QUERIES
+    import vllm
+
+    import tuner
+    from tuner.runtime.vllm import register
+
+    counts = sorted(set(args.concurrency or (1, 16, 128)))
+    options = engine_options(counts, args)
+    if way != VLLM:
+        register()  # as the entry point does where the package is installed
+        options["attention_backend"] = "CUSTOM"
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(config_of(shape)))
+        start = time.perf_counter()
+        llm = vllm.LLM(folder, **options)
+    found: dict[str, Any] = {
+        "vllm": str(vllm.__version__),
+        "attention": attention_of(llm),
+        "ready_s": round(time.perf_counter() - start, 1),
+        "captured": _stats(tuner.stats(reset=True)),
+        "prompt_tokens_per_s": 0.0,
+        "concurrency": {},
+    }
+    generate = Generator(llm, vllm.SamplingParams)
+    generate(PROMPTS, PROMPT, 1, 0)  # warm
+    took = statistics.median(generate(PROMPTS, PROMPT, 1, i)[0] for i in range(1, PASSES + 1))
+    found["prompt_tokens_per_s"] = PROMPTS * PROMPT / took
+    for count in counts:
+        found["concurrency"][str(count)] = _served(generate, count, args)
+    found["eager"] = _stats(tuner.stats(reset=True))
+    return found
+
+
+def _served(generate: Generator, count: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Times of so many requests at once. Prompts are the same in every run and way."""
+    generate(count, args.prompt, 2, 0)
+    firsts = [generate(count, args.prompt, 1, i)[0] for i in range(1, PASSES + 1)]
+    wholes = [generate(count, args.prompt, args.tokens, i) for i in range(1, PASSES)]
+    first, whole = statistics.median(firsts), statistics.median(took for took, _ in wholes)
+    return {
+        "first_token_ms": first * 1e3,
+        "token_ms": (whole - first) / max(1, args.tokens - 1) * 1e3,
+        "tokens_per_s": count * args.tokens / whole,
+        "tokens": wholes[0][1],
+    }
+
+
+class Generator:
+    """Requests to an engine: random prompts of one length, greedy tokens.
+
+    Args:
+        llm: vLLM's ``LLM``.
+        sampling: its ``SamplingParams``.
+    """
+
+    def __init__(self, llm: Any, sampling: Any) -> None:
+        self._llm, self._sampling = llm, sampling
+
+    def __call__(
+        self, count: int, length: int, tokens: int, seed: int
+    ) -> tuple[float, list[list[int]]]:
+        """Seconds until all `count` requests have their `tokens`, and these."""
+        draw = random.Random(f"{count},{length},{seed}")
+        prompts = [
+            {"prompt_token_ids": [draw.randrange(VOCABULARY) for _ in range(length)]}
+            for _ in range(count)
+        ]
+        params = self._sampling(
+            temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False
+        )
+        start = time.perf_counter()
+        outputs = self._llm.generate(prompts, params, use_tqdm=False)
+        took = time.perf_counter() - start
+        found = [list(output.outputs[0].token_ids) for output in outputs]
+        if [len(one) for one in found] != [tokens] * count:
+            raise BenchmarkError(f"the engine did not give {count} x {tokens} tokens")
+        return took, found
+
+
+def config_of(shape: str) -> dict[str, Any]:
+    """Hugging Face's config of a model."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "dtype": "bfloat16",
+        "vocab_size": VOCABULARY + 256,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "hidden_act": "silu",
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": VOCABULARY,
+        "eos_token_id": VOCABULARY + 1,
+        "initializer_range": 0.02,
+        "use_cache": True,
+        **SHAPES[shape],
+    }
+
+
+def engine_options(counts: Sequence[int], args: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of ``LLM``, the same for all ways."""
+    longest = max(PROMPT + 1, args.prompt + args.tokens)
+    options: dict[str, Any] = {
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
+        "max_model_len": -(-longest // 1024) * 1024,
+        "max_num_batched_tokens": 8192,
+        "max_num_seqs": max(counts),
+        "gpu_memory_utilization": 0.6,
+        "enable_prefix_caching": False,
+        "generation_config": "vllm",
+        "disable_log_stats": True,
+        "seed": 0,
+    }
+    if not args.compile:
+        sizes = sorted({*counts, *(2**i for i in range(max(counts).bit_length()))})
+        options["compilation_config"] = {
+            "mode": 0,
+            "cudagraph_mode": "FULL_DECODE_ONLY",
+            "cudagraph_capture_sizes": [size for size in sizes if size <= max(counts)],
+        }
+    return options
+
+
+def attention_of(llm: Any) -> str:
+    """Classes of the attention layers, each with its count."""
+    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
+    names = [type(layer.impl).__qualname__ for layer in layers.values() if hasattr(layer, "impl")]
+    return ", ".join(f"{names.count(name)} {name}" for name in dict.fromkeys(names))
+
+
+def _stats(stats: Any) -> dict[str, Any]:
+    return {"hits": stats.hits, "fallbacks": dict(stats.fallbacks), "errors": dict(stats.errors)}
+
+
+FIGURES = ("first_token_ms", "token_ms", "tokens_per_s")
+HEADING = ("shape", "requests", "figure", "way", "runs", "median", "best", "worst", "speed")
+
+
+def report(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Medians of the runs, each way's speed over vLLM's own, and what the tokens agree in."""
+    lines: list[tuple[str, ...]] = [HEADING]
+    said: list[str] = []
+    for shape in dict.fromkeys(row["shape"] for row in rows):
+        of_shape = [row for row in rows if row["shape"] == shape and "lost" not in row]
+        counts = list(dict.fromkeys(c for row in of_shape for c in row["concurrency"]))
+        ways = list(dict.fromkeys(row["way"] for row in of_shape))
+        ways.sort(key=WAYS.index)
+        for count, figure in (("", "prompt_tokens_per_s"), *itertools.product(counts, FIGURES)):
+            values = {
+                way: [_figure(row, count, figure) for row in of_shape if row["way"] == way]
+                for way in ways
+            }
+            lines.extend(_lines((shape, count or str(PROMPTS), figure), values))
+        said.extend(_agreements(shape, of_shape, counts, ways))
+        for way in ways:
+            if way != VLLM:
+                said.append(_answered(shape, way, of_shape))
+    for row in rows:
+        if "lost" in row:
+            said.append(f"run {row['run']}, {row['shape']}, {row['way']}: lost: {row['lost']}")
+    return "\n".join([table(lines, frozenset(range(4, 9))), *said])
+
+
+def _figure(row: Mapping[str, Any], count: str, figure: str) -> float:
+    return float(row["concurrency"][count][figure] if count else row[figure])
+
+
+def _lines(what: tuple[str, str, str], values: Mapping[str, Sequence[float]]) -> Iterator[Any]:
+    is_rate = what[2].endswith("per_s")
+    shown = "{:.0f}" if is_rate else "{:.2f}"
+    for way, found in values.items():
+        ordered = sorted(found, reverse=is_rate)
+        median, speed = statistics.median(found), ""
+        if way != VLLM and (own := values.get(VLLM)):
+            ratio = median / statistics.median(own)
+            speed = f"{ratio if is_rate else 1 / ratio:.3f}"
+        cells = (shown.format(value) for value in (median, ordered[0], ordered[-1]))
+        yield *what, way, str(len(found)), *cells, speed
+
+
+def _agreements(
+    shape: str, rows: Sequence[Mapping[str, Any]], counts: Sequence[str], ways: Sequence[str]
+) -> Iterator[str]:
+    for count, way in itertools.product(counts, ways):
+        tokens = {
+            one: [row["concurrency"][count]["tokens"] for row in rows if row["way"] == one]
+            for one in (VLLM, way)
+        }
+        wanted = tokens[VLLM][:1]
+        others = tokens[way][1:] if way == VLLM else tokens[way]
+        if wanted and others:
+            same, every = agreement(wanted[0], others[0])
+            yield f"{shape}, {count} requests: {way} has {same} of {every} tokens of {VLLM}'s"
+
+
+def agreement(wanted: Sequence[Sequence[int]], found: Sequence[Sequence[int]]) -> tuple[int, int]:
+    """Tokens of all sequences up to the first that differs in each, and all tokens."""
+    same = sum(
+        sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*one, strict=True)))
+        for one in zip(wanted, found, strict=True)
+    )
+    return same, sum(map(len, wanted))
+
+
+def _answered(shape: str, way: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Calls of attention by what answered them, in the last run of a way."""
+    row = [row for row in rows if row["way"] == way][-1]
+    parts = []
+    for part in ("captured", "eager"):
+        counts = row[part]
+        refused = [f"{number} {kind}" for kind, number in counts["fallbacks"].items()]
+        parts.append(f"{part} {counts['hits']} tuned, {'; '.join(refused) or 'none refused'}")
+    return f"{shape}, {way}: {row['attention']}; {'; '.join(parts)}"

@@ -1,0 +1,185 @@
+"""``scripts/bench engines``: runs of an engine, the table, and what is missing."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm_fakes import REGISTRY, overrides, stand_ins
+
+from benchmarks import engines
+from benchmarks.engines import FEW, TUNER, VLLM, agreement, items, measure, measured, report
+from tuner.errors import BenchmarkError
+
+pytest.importorskip("torch", reason="torch is not installed")
+
+
+class Engine:
+    """An offline engine: each request's tokens count up from its prompt's first."""
+
+    made: list[dict[str, Any]] = []  # noqa: RUF012
+
+    def __init__(self, folder: str, **options: Any) -> None:
+        config = json.loads(Path(folder, "config.json").read_text())
+        self.made.append({**options, "layers": config["num_hidden_layers"]})
+        layers = {str(i): SimpleNamespace(impl=object()) for i in range(2)} | {"norm": object()}
+        compilation = SimpleNamespace(static_forward_context=layers)
+        self.llm_engine = SimpleNamespace(
+            vllm_config=SimpleNamespace(compilation_config=compilation)
+        )
+        self.spare = 0
+
+    def generate(self, prompts: Any, params: Any, use_tqdm: bool) -> list[Any]:
+        count = params.max_tokens + self.spare
+        return [
+            SimpleNamespace(outputs=[SimpleNamespace(token_ids=range(first, first + count))])
+            for first in (prompt["prompt_token_ids"][0] for prompt in prompts)
+        ]
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    for name, module in stand_ins().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    for name in (*engines.ENVIRONMENT, "TUNER_VLLM_QUERIES"):
+        monkeypatch.setenv(name, "")  # is put back
+        monkeypatch.delenv(name)
+    made = sys.modules["vllm"]
+    made.LLM, made.__version__ = Engine, "0.0"  # type: ignore[attr-defined]
+    made.SamplingParams = SimpleNamespace  # type: ignore[attr-defined]
+    Engine.made.clear()
+    return made
+
+
+def arguments(**changes: Any) -> argparse.Namespace:
+    given = {"concurrency": [1, 3], "prompt": 8, "tokens": 5, "compile": False, **changes}
+    return argparse.Namespace(**given)
+
+
+@pytest.mark.parametrize("way", [VLLM, TUNER, FEW])
+def test_a_run_measures_an_engine(
+    vllm: ModuleType, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    found = measure((0, "8b", way), arguments())
+    [options] = Engine.made
+    assert options["layers"] == 32 and options["max_num_seqs"] == 3
+    assert options["compilation_config"]["cudagraph_capture_sizes"] == [1, 2, 3]
+    assert options.get("attention_backend") == (None if way == VLLM else "CUSTOM")
+    assert bool(overrides) == (way != VLLM)
+    assert engines.os.environ.get("TUNER_VLLM_QUERIES") == ("16" if way == FEW else None)
+    assert found["attention"] == "2 object" and found["prompt_tokens_per_s"] > 0
+    assert set(found["concurrency"]) == {"1", "3"}
+    of_three = found["concurrency"]["3"]
+    assert [len(one) for one in of_three["tokens"]] == [5] * 3
+    assert of_three["first_token_ms"] > 0 and of_three["tokens_per_s"] > 0
+    # The same prompts in each way.
+    again = measure((1, "8b", VLLM), arguments())["concurrency"]["3"]["tokens"]
+    assert again == of_three["tokens"] and REGISTRY in sys.modules
+
+
+def test_vllm_s_defaults_are_left_where_they_are_asked_for(vllm: ModuleType) -> None:
+    measure((0, "1b", VLLM), arguments(compile=True))
+    assert "compilation_config" not in Engine.made[0] and Engine.made[0]["layers"] == 16
+
+
+def test_an_engine_that_fails_loses_its_run(
+    vllm: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any, **options: Any) -> None:
+        raise ValueError("no such option\nand more")
+
+    monkeypatch.setattr(vllm, "LLM", refuse)
+    assert measured((0, "1b", VLLM), arguments()) == {"lost": "ValueError: no such option"}
+
+    class Short(Engine):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.spare = -1
+
+    monkeypatch.setattr(vllm, "LLM", Short)
+    assert "did not give 4 x 1 tokens" in measured((0, "1b", VLLM), arguments())["lost"]
+
+
+def test_every_run_has_all_ways_in_a_shuffled_order() -> None:
+    every = list(items(None, [VLLM, TUNER, FEW], 6))
+    assert every == list(items(None, [VLLM, TUNER, FEW], 6))
+    by_run = [[item[1:] for item in every if item[0] == run] for run in range(6)]
+    assert all(set(one) == set(by_run[0]) and len(one) == 6 for one in by_run)
+    assert len({tuple(one) for one in by_run}) > 1
+
+
+def row(run: int, way: str, rate: float, tokens: list[list[int]]) -> dict[str, Any]:
+    found = {"first_token_ms": 5e3 / rate, "token_ms": 1e3 / rate, "tokens_per_s": rate}
+    counts = {"hits": 7, "fallbacks": {"no measured winner": 2}, "errors": {}}
+    return {
+        "run": run, "shape": "1b", "way": way, "attention": "16 TunerImpl", "captured": counts,
+        "eager": {"hits": 0, "fallbacks": {}, "errors": {}}, "prompt_tokens_per_s": 10 * rate,
+        "concurrency": {"16": {**found, "tokens": tokens}},
+    }  # fmt: skip
+
+
+def test_the_table_has_medians_speeds_and_agreement() -> None:
+    rows = [
+        row(0, TUNER, 150.0, [[1, 2, 9, 4], [5, 6, 7, 8]]),
+        row(0, VLLM, 100.0, [[1, 2, 3, 4], [5, 6, 7, 8]]),
+        row(1, VLLM, 120.0, [[1, 2, 3, 4], [5, 6, 7, 0]]),
+        {"run": 1, "shape": "1b", "way": TUNER, "lost": "no answer after 9 s"},
+    ]
+    text = report(rows)
+    lines = [line.split() for line in text.splitlines()]
+    assert ["1b", "4", "prompt_tokens_per_s", "vllm", "2", "1100", "1200", "1000"] in lines
+    assert ["1b", "16", "token_ms", "tuner", "1", "6.67", "6.67", "6.67", "1.375"] in lines
+    assert ["1b", "16", "tokens_per_s", "tuner", "1", "150", "150", "150", "1.364"] in lines
+    assert "1b, 16 requests: vllm has 7 of 8 tokens of vllm's" in text
+    assert "1b, 16 requests: tuner has 6 of 8 tokens of vllm's" in text
+    assert "captured 7 tuned, 2 no measured winner; eager 0 tuned, none refused" in text
+    assert text.splitlines()[-1] == "run 1, 1b, tuner: lost: no answer after 9 s"
+    assert "lost" in report([rows[-1]])
+
+
+def test_agreement_ends_at_the_first_other_token() -> None:
+    assert agreement([[1, 2, 3], [4, 5, 6]], [[1, 0, 3], [4, 5, 6]]) == (4, 6)
+
+
+def test_without_vllm_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(BenchmarkError, match="vllm is not installed: scripts/bench engines"):
+        engines.main([])
+
+
+def test_results_are_written_run_by_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written: list[int] = []
+
+    class Answers:
+        def __init__(self, command: Any, limit_s: float) -> None:
+            assert command[-1] == "--worker" and "16" in command and limit_s == 9.0
+
+        def __enter__(self) -> Answers:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+        def ask(self, index: int) -> dict[str, Any]:
+            if path.exists():
+                written.append(len(json.loads(path.read_text())["runs"]))
+            made = row(0, VLLM, 100.0 + index, [[1, 2]])
+            return {key: made[key] for key in made if key not in ("run", "shape", "way")}
+
+    path = tmp_path / "out.json"
+    monkeypatch.setattr(engines, "Worker", Answers)
+    monkeypatch.setattr(engines, "detect", lambda: object())
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    argv = ["--shape", "1b", "--concurrency", "16", "--runs", "2", "--limit", "9"]
+    assert engines.main([*argv, "--json", str(path)]) == 0
+    assert written == [1, 2, 3]
+    assert [one["run"] for one in json.loads(path.read_text())["runs"]] == [0, 0, 1, 1]
+    assert "tokens_per_s" in capsys.readouterr().out

@@ -1,0 +1,223 @@
+"""vLLM's attention backend ``CUSTOM``: its FlashAttention backend, with calls by tuned kernels.
+
+Cache, metadata and everything that no tuned kernel takes are those of the classes that are
+inherited.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionBackend,
+    FlashAttentionImpl,
+    FlashAttentionMetadataBuilder,
+)
+
+from tuner.runtime.composed import Extras
+from tuner.runtime.refusal import Kind, Refusal
+from tuner.runtime.vllm.calls import (
+    Form,
+    Layout,
+    Step,
+    decide,
+    layout_of,
+    most_queries,
+    refuse,
+    run,
+)
+
+#: Types of a cache that has the queries' own.
+_PLAIN = ("auto", "float16", "half", "bfloat16")
+_STEP = "tuner_step"
+"""Attribute of a metadata object: its `Step`."""
+
+
+class TunerImpl(FlashAttentionImpl):  # type: ignore[misc]
+    """One attention layer."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        most_queries()  # a wrong setting is said here, not in the first call
+        self._layout: Layout | None = layout_of(FlashAttentionBackend.get_kv_cache_shape)
+        self._refusal = self._never()
+        self._wide_sinks: torch.Tensor | None = None
+        self._form: Form | None = None
+        self._kind: Any = None
+        self._window: tuple[int, int] | None = None
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        super().process_weights_after_loading(act_dtype)
+        if self.sinks is None:
+            return
+        if self._wide_sinks is None:
+            self._wide_sinks = _wide(self.sinks)
+        else:  # where a captured graph reads them
+            self._wide_sinks.copy_(self.sinks.detach())
+
+    def load(self, cache: torch.Tensor, metadata: Any) -> None:
+        """Have the kernel that serves a step loaded, before its calls are captured."""
+        step = _step_of(metadata)
+        if self._refusal is None and step.refusal is None and cache.numel():
+            query = cache.new_empty((step.tokens, self.num_heads, self.head_size))
+            decide(step, self._form_of(metadata), self._kind, query, cache, query)
+
+    def forward(
+        self,
+        layer: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        *args: Any,
+        **options: Any,
+    ) -> torch.Tensor:
+        """The attention of one layer and step, written to `output` (tokens, H, D)."""
+        # Without metadata memory is being profiled. The other arguments quantise the output.
+        is_plain = attn_metadata is not None
+        if args or options:
+            is_plain = is_plain and all(one is None for one in (*args, *options.values()))
+        if is_plain and self._answer(query, kv_cache, attn_metadata, output):
+            return output
+        inputs = query, key, value, kv_cache, attn_metadata, output
+        found: torch.Tensor = super().forward(layer, *inputs, *args, **options)
+        return found
+
+    def _answer(
+        self, query: torch.Tensor, cache: torch.Tensor, metadata: Any, output: torch.Tensor
+    ) -> bool:
+        """True when a tuned kernel wrote the output."""
+        step = _step_of(metadata)
+        if (refusal := self._refusal or step.refusal) is not None:
+            refuse(refusal, step)
+            return False
+        return run(step, self._form_of(metadata), self._kind, query, cache, output)
+
+    def _form_of(self, metadata: Any) -> Form:
+        window = getattr(metadata, "sliding_window", None) or self.sliding_window
+        if self._form is not None and window == self._window:
+            return self._form
+        if self.sinks is not None and self._wide_sinks is None:
+            self._wide_sinks = _wide(self.sinks)
+        assert self._layout is not None
+        extras = Extras.of(window, self.logits_soft_cap)
+        self._kind = self.scale, extras, self.sinks is None
+        self._window = window
+        self._form = Form(self.scale, extras, self._wide_sinks, self._layout, self.head_size)
+        return self._form
+
+    def _never(self) -> Refusal | None:
+        """Reason why no call of the layer is served; else None."""
+        if self.attn_type != "decoder":
+            return Refusal(Kind.ENCODER, str(getattr(self.attn_type, "value", self.attn_type)))
+        if self.alibi_slopes is not None:
+            return Refusal(Kind.ALIBI)
+        if self.kv_cache_dtype not in _PLAIN:
+            return Refusal(Kind.CACHE_TYPE, str(self.kv_cache_dtype))
+        for group in ("dcp_world_size", "pcp_world_size"):
+            if getattr(self, group, 1) > 1:
+                return Refusal(Kind.CONTEXT_PARALLEL)
+        if getattr(self, "batch_invariant_enabled", False):
+            return Refusal(Kind.INVARIANT, "VLLM_BATCH_INVARIANT is set")
+        return Refusal(Kind.CACHE_LAYOUT) if self._layout is None else None
+
+
+class TunerMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
+    """FlashAttention's metadata. Graphs are captured of batches in which all sequences have as many
+    queries: a tuned kernel is launched for the longest of them. Where no layer of a graph calls
+    FlashAttention, its schedule is left out.
+    """
+
+    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._captured: dict[tuple[int, int], list[Any]] = {}
+        """Metadata that graphs were captured with, or warmed up, by sequences and queries."""
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> Any:
+        is_fast = fast_build or self._is_served(common_attn_metadata)
+        return super().build(common_prefix_len, common_attn_metadata, is_fast)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
+        """Metadata of a capture or of its warm-up, where vLLM has one. Neither has begun here."""
+        metadata = super().build_for_cudagraph_capture(common_attn_metadata)
+        self._captured.setdefault(_shape_of(common_attn_metadata), []).append(metadata)
+        layers = self.vllm_config.compilation_config.static_forward_context
+        for layer in map(layers.get, self.layer_names):
+            if isinstance(impl := getattr(layer, "impl", None), TunerImpl):
+                impl.load(layer.kv_cache, metadata)
+        return metadata
+
+    def _is_served(self, common: Any) -> bool:
+        """True when all graphs of such batches hold tuned kernels only. FlashAttention in a graph
+        reads a schedule from memory that each step writes anew.
+        """
+        steps = [getattr(one, _STEP, None) for one in self._captured.get(_shape_of(common), ())]
+        return bool(steps) and all(one and one.served and not one.refused for one in steps)
+
+
+class TunerBackend(FlashAttentionBackend):  # type: ignore[misc]
+    """FlashAttention's cache and abilities."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[TunerImpl]:
+        return TunerImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[TunerMetadataBuilder]:
+        return TunerMetadataBuilder
+
+
+def _shape_of(common: Any) -> tuple[int, int]:
+    return common.num_reqs, common.max_query_len
+
+
+def _wide(sinks: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode(False):  # weights may be loaded again outside of it
+        return sinks.detach().float()
+
+
+def _step_of(metadata: Any) -> Step:
+    step: Step | None = getattr(metadata, _STEP, None)
+    if (
+        step is None
+        or step.table is not metadata.block_table  # a copy for another group of layers
+        or step.used is not metadata.seq_lens
+    ):
+        step = _step(metadata)
+        setattr(metadata, _STEP, step)
+    return step
+
+
+def _step(metadata: Any) -> Step:
+    causal = metadata.causal
+    refusal: Refusal | None = None
+    if metadata.use_cascade:
+        refusal = Refusal(Kind.CASCADE)
+    elif not isinstance(causal, bool):
+        refusal = Refusal(Kind.ENGINE_MASK, "causal for some sequences")
+    elif getattr(metadata, "mm_prefix_range_tensor", None) is not None:
+        refusal = Refusal(Kind.ENGINE_MASK, "ranges that see each other")
+    elif getattr(metadata, "rswa_prefix_lens", None) is not None:
+        refusal = Refusal(Kind.ENGINE_MASK, "a prompt that no window hides")
+    return Step(
+        metadata.block_table,
+        metadata.seq_lens,
+        metadata.query_start_loc,
+        int(metadata.max_query_len),
+        int(metadata.max_seq_len),
+        int(metadata.num_actual_tokens),
+        causal is True,
+        refusal,
+    )

@@ -1,0 +1,219 @@
+"""Calls of an engine's attention layers: which a tuned kernel serves, decided once a step.
+
+Nothing here imports vLLM. A *step* is one metadata object of the engine: all layers of a kind
+share its table, lengths and decisions. A *form* is the options of a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+from tuner import settings
+from tuner.errors import ConfigError
+from tuner.runtime import counters, guards
+from tuner.runtime.composed import Extras
+from tuner.runtime.paged import checked, paged_call, prepare
+from tuner.runtime.plan import KernelPlan
+from tuner.runtime.refusal import Kind, Refusal
+from tuner.runtime.table import table
+
+OTHERS = "vLLM's own FlashAttention"
+"""The answer to calls that are refused."""
+_ROUNDED = 16
+"""Longest lengths are rounded up to so many steps an octave or fewer: few launches are sized."""
+
+
+class Layout(NamedTuple):
+    """Places of pages, slots, heads, and keys and values in an engine's cache tensor."""
+
+    order: tuple[int, int, int, int]
+    """Dimensions of pages, slots, heads and elements, of keys alone."""
+    halves: int
+    """Dimension along which keys lie before values; the last one: they share rows."""
+
+    def split(self, cache: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values (pages, page size, HKV, D), views of the cache."""
+        if self.halves == cache.dim() - 1:
+            halves = cache.narrow(-1, 0, width), cache.narrow(-1, width, width)
+        else:
+            halves = cache.select(self.halves, 0), cache.select(self.halves, 1)
+        keys, values = (half.permute(self.order) for half in halves)
+        return keys, values
+
+    def values(self, cache: torch.Tensor, width: int) -> torch.Tensor:
+        """A view that starts where the values do."""
+        if self.halves == cache.dim() - 1:
+            return cache.narrow(-1, width, width)
+        return cache.select(self.halves, 1)
+
+
+def layout_of(shape_of: Callable[[int, int, int, int], tuple[int, ...]]) -> Layout | None:
+    """The layout behind an engine's shape of a cache; None where it is another kind of cache.
+
+    Args:
+        shape_of: shape by count of pages, page size, heads and head dimension.
+    """
+    sizes = pages, slots, heads, width = 7, 48, 5, 88
+    shape = shape_of(*sizes)
+    is_packed = shape.count(2 * width) == 1 and len(shape) == 4
+    if not is_packed and not (shape.count(2) == 1 and len(shape) == 5):
+        return None
+    halves = shape.index(2 * width if is_packed else 2)
+    if is_packed and halves != 3:
+        return None
+    alone = [width if n == 2 * width else n for n in shape if n != 2]
+    if sorted(alone) != sorted(sizes):
+        return None
+    order = alone.index(pages), alone.index(slots), alone.index(heads), alone.index(width)
+    return Layout(order, halves)
+
+
+@dataclass(slots=True)
+class Step:
+    """One metadata object of the engine."""
+
+    table: torch.Tensor
+    """Pages of each sequence."""
+    used: torch.Tensor
+    """Keys of each sequence."""
+    starts: torch.Tensor
+    queries: int
+    """Of the longest sequence."""
+    keys: int
+    """Of the longest sequence, or more."""
+    tokens: int
+    """Queries of all sequences."""
+    is_causal: bool
+    refusal: Refusal | None
+    """Reason why no layer of the step is served."""
+    decisions: dict[Any, KernelPlan | Refusal] = field(default_factory=dict)
+    served: int = 0
+    refused: int = 0
+
+
+class Form(NamedTuple):
+    """The options of a layer."""
+
+    scale: float
+    extras: Extras
+    sinks: torch.Tensor | None
+    """fp32 (H,)."""
+    layout: Layout
+    width: int
+
+
+def rounded(keys: int, room: int) -> int:
+    """`keys` rounded up, within the same power of two, to `room` at most."""
+    width = max(1, (1 << max(0, keys - 1).bit_length()) // _ROUNDED)
+    return min(room, -(-keys // width) * width)
+
+
+def run(
+    step: Step,
+    form: Form,
+    kind: Any,
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    out: torch.Tensor,
+) -> bool:
+    """Have a tuned kernel write the layer's output; False where none does, and it is counted.
+
+    Args:
+        step: of this call.
+        form: of the layer.
+        kind: equal for layers whose forms pose equal calls.
+        query: (tokens or more, H, D).
+        cache: as the engine has it, with the step's keys and values in it.
+        out: (tokens or more, H, D), contiguous.
+    """
+    found = decide(step, form, kind, query, cache, out)
+    if isinstance(found, KernelPlan):
+        values = form.layout.values(cache, form.width)
+        if guards.is_misaligned((query, cache, values, out)):
+            found = Refusal(Kind.MISALIGNED)
+        else:
+            inputs = query, cache, values, step.table, step.used, step.starts
+            others = () if form.sinks is None else (form.sinks,)
+            answer = table.run_into(found, out, None, *inputs, *others)
+            if not isinstance(answer, Refusal):
+                step.served += 1
+                return True
+            found = step.refusal = answer  # the next step looks anew
+    step.refused += 1
+    counters.count_fallback(found.reason, OTHERS)
+    return False
+
+
+def decide(
+    step: Step,
+    form: Form,
+    kind: Any,
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    out: torch.Tensor,
+) -> KernelPlan | Refusal:
+    """The kernel that serves a call, loaded by now, or the reason why none does.
+
+    Arguments are as `run` has them; the tensors' contents are not read.
+    """
+    key = kind, *_lies(query), *_lies(cache), *_lies(out)
+    found = step.decisions.get(key)
+    if found is None:
+        found = step.decisions[key] = _decided(step, form, query, cache, out)
+    return found
+
+
+def refuse(reason: Refusal, step: Step | None = None) -> None:
+    """Count a call that the engine answers itself."""
+    if step is not None:
+        step.refused += 1
+    counters.count_fallback(reason.reason, OTHERS)
+
+
+def _lies(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _decided(
+    step: Step, form: Form, query: torch.Tensor, cache: torch.Tensor, out: torch.Tensor
+) -> KernelPlan | Refusal:
+    if step.refusal is not None:
+        return step.refusal
+    if cache.dtype != query.dtype:
+        return Refusal(Kind.CACHE_TYPE, f"{cache.dtype}, {query.dtype}")
+    if (limit := most_queries()) is not None and step.queries > limit:
+        return Refusal(Kind.QUERIES, f"TUNER_VLLM_QUERIES={limit}")
+    if (out.shape, out.dtype) != (query.shape, query.dtype) or not out.is_contiguous():
+        return Refusal(Kind.TENSORS, f"output {out.dtype} {tuple(out.shape)}")
+    room = step.table.shape[1] * form.layout.split(cache, form.width)[0].shape[1]
+    return _prepared(step, form, query, cache, rounded(step.keys, room))
+
+
+def _prepared(
+    step: Step, form: Form, query: torch.Tensor, cache: torch.Tensor, longest: int
+) -> KernelPlan | Refusal:
+    keys, values = form.layout.split(cache, form.width)
+    of_step = step.table, step.used, step.starts
+    try:
+        checked(query, keys, values, *of_step, form.sinks, step.queries, longest)
+    except ConfigError as exc:
+        return Refusal(Kind.TENSORS, str(exc))
+    options = step.is_causal, form.extras, form.scale
+    return prepare(
+        paged_call(query, keys, values, *of_step, form.sinks, step.queries, longest, *options)
+    )
+
+
+@cache
+def most_queries() -> int | None:
+    """``TUNER_VLLM_QUERIES``, read once.
+
+    Raises:
+        ConfigError: when it is out of range.
+    """
+    return settings.vllm_queries()
