@@ -227,10 +227,10 @@ def paged_attention(
         both = torch.ops.tuner.paged_attention(*tensors, queries, keys, causal, *extras, factor)
         return both if return_lse else both[0]
     tensors = query, key_cache, value_cache, page_table, seqused_k, cu_seqlens_q, _wide(sinks)
-    return _serve(*tensors, queries, keys, causal, extras, factor, return_lse)
+    return serve(call_of(*tensors, queries, keys, causal, extras, factor, return_lse))
 
 
-def _serve(
+def call_of(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -244,13 +244,16 @@ def _serve(
     extras: Extras,
     scale: float,
     with_lse: bool,
-) -> Any:
-    """One query sees all keys before it, which needs no causal mask: fewer kernels to prove."""
+) -> PagedCall:
+    """The call of checked arguments, `sinks` in fp32.
+
+    One query sees all keys before it, which needs no causal mask: fewer kernels to prove.
+    """
     if is_causal or queries == 1:
         extras = extras._replace(right=-1)
     masked = bool(is_causal) and queries != 1
     tensors = query, key, value, page_table, seqused_k, starts_q, sinks
-    return serve(PagedCall(*tensors, queries, keys, masked, extras, scale, with_lse))
+    return PagedCall(*tensors, queries, keys, masked, extras, scale, with_lse)
 
 
 def _wide(sinks: torch.Tensor | None) -> torch.Tensor | None:
@@ -481,7 +484,8 @@ def _operator(
     tensors = query, key, value, page_table, seqused_k, starts_q, sinks
     queries, keys = _checked(*tensors, longest_q, longest_kv)
     extras = Extras(left, right, softcap)
-    out, lse = _serve(*tensors[:6], _wide(sinks), queries, keys, causal, extras, scale, True)
+    options = queries, keys, causal, extras, scale, True
+    out, lse = serve(call_of(*tensors[:6], _wide(sinks), *options))
     return out.contiguous(), lse.contiguous()
 
 

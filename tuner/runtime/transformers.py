@@ -39,7 +39,7 @@ except ImportError as exc:
         f"`{extra_command('transformers')}`"
     ) from exc
 
-from tuner.runtime import devices, dispatch, guards, native, serving
+from tuner.runtime import continuous_batching, devices, dispatch, guards, native, serving
 from tuner.runtime.attention import attention
 from tuner.runtime.attention_plan import AttentionCall
 from tuner.runtime.bias import as_operand
@@ -112,7 +112,7 @@ def attention_forward(
         scaling: of the scores; 1/sqrt(D) when None.
         is_causal: overrides the module's.
         position_bias: (B or 1, H or 1, SQ, SKV), added to the scores; wants no softcap.
-        cache: a paged one, left to `sdpa`.
+        cache: that of continuous batching, or None.
         softcap: as in `tuner.attention`: of the scaled scores, before the mask.
         kwargs: what the model passes on.
 
@@ -124,8 +124,8 @@ def attention_forward(
             nothing says whether the layer is causal.
     """
     arguments = module, query, key, value, attention_mask, dropout, scaling
-    if cache is not None:  # whose keywords are its own
-        return _sdpa(*arguments, is_causal, position_bias, cache, softcap=softcap, **kwargs)
+    if continuous_batching.takes(cache):
+        return _batched(*arguments[:4], position_bias, dropout, scaling, softcap, cache, kwargs)
     for name, given in kwargs.items():
         if given is not None and name not in WITHOUT_EFFECT:
             _check(name, given, attention_mask, key)
@@ -144,6 +144,46 @@ def attention_forward(
     if out is None:
         return _sdpa(*arguments, causal)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _batched(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    position_bias: torch.Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    softcap: float | None,
+    cache: Any,
+    given: Mapping[str, Any],
+) -> tuple[torch.Tensor, None]:
+    """A layer's attention in a step of continuous batching.
+
+    Raises:
+        ValueError: on what it does not know.
+    """
+    for name in given:
+        if given[name] is not None and name not in WITHOUT_EFFECT | continuous_batching.KEYWORDS:
+            _check(name, given[name], None, key)
+    if position_bias is not None or dropout:
+        named = "dropout" if position_bias is None else "position_bias"
+        raise ValueError(_refusal(f"{named} in continuous batching"))
+    tensors = query, key, value
+    return continuous_batching.forward(module, *tensors, scaling, softcap, cache, given), None
+
+
+def paged_attention_forward(*arguments: Any, **options: Any) -> tuple[torch.Tensor, None]:
+    """`attention_forward` under the name that Transformers 5.17 has for continuous batching.
+
+    Raises:
+        ValueError: outside of it, where models make no masks under this name.
+    """
+    if options.get("cache") is None:
+        raise ValueError(
+            f"attn_implementation='paged|{NAME}' is for generate_batch: use '{NAME}' elsewhere"
+        )
+    return attention_forward(*arguments, **options)
 
 
 def _refusal(what: str) -> str:
@@ -345,4 +385,5 @@ def _packed_sequences(position_ids: torch.Tensor) -> torch.Tensor | None:
 _find_packed = masking_utils.find_packed_sequence_indices
 masking_utils.find_packed_sequence_indices = _packed_sequences
 AttentionInterface.register(NAME, attention_forward)
+AttentionInterface.register(f"paged|{NAME}", paged_attention_forward)
 AttentionMaskInterface.register(NAME, attention_mask)
