@@ -34,6 +34,7 @@ from transformers.generation.continuous_batching import (
 )
 
 from tuner.problem.attention import PAGE_MULTIPLE
+from tuner.problem.engines import WINDOW_PAGE
 from tuner.runtime import counters, native, serving
 from tuner.runtime.attention_plan import scale_of
 from tuner.runtime.composed import Extras
@@ -50,9 +51,6 @@ KEYWORDS = frozenset({
     *("logits_processor_args", "is_causal", "sliding_window", "s_aux"),
 })  # fmt: skip
 """Keywords of a layer's call that are used here, or say what the cache knows."""
-
-_PAGE = 64
-"""Slots of a page where a window's keys are copied: the rows of the kernels' smallest tile."""
 
 
 class _Layer(NamedTuple):
@@ -135,19 +133,19 @@ class _Copies(NamedTuple):
     pages: int
     """One of them is for padding."""
     sources: torch.Tensor
-    """int64 (pages * `_PAGE`,): the cache's slot of each slot; none where all keys are new."""
+    """int64: the cache's slot of each slot of the pages; none where all keys are new."""
     new: torch.Tensor
     """int64 (rows,): slots of the new keys."""
 
     def of(self, slots: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-        """(pages, `_PAGE`, HKV, D) of a cache's slots and new rows; what lies between them is
+        """(pages, `WINDOW_PAGE`, HKV, D) of a cache's slots and new rows; what lies between them is
         undefined.
         """
         if self.sources.numel():
             copied = slots.index_select(0, self.sources)
         else:
-            copied = slots.new_empty(self.pages * _PAGE, *slots.shape[1:])
-        return copied.index_copy_(0, self.new, new).unflatten(0, (self.pages, _PAGE))
+            copied = slots.new_empty(self.pages * WINDOW_PAGE, *slots.shape[1:])
+        return copied.index_copy_(0, self.new, new).unflatten(0, (self.pages, WINDOW_PAGE))
 
 
 @dataclass
@@ -225,20 +223,20 @@ def _copy_into_pages(group: _Group) -> None:
     """Lay out pages for a step's keys: each sequence begins a page, and one is left for padding."""
     batch, count = group.batch, len(group.lengths)
     total = batch.reads.numel() or batch.rows
-    pages = total // _PAGE + count  # at most
-    counts = (group.lengths + (_PAGE - 1)) // _PAGE
+    pages = total // WINDOW_PAGE + count  # at most
+    counts = (group.lengths + (WINDOW_PAGE - 1)) // WINDOW_PAGE
     last = counts.cumsum(0, dtype=torch.int32)
     first = last - counts
     every = _counted(pages + 1, last)
     owner = torch.searchsorted(last, every, right=True).clamp(max=count - 1)
-    place = (every - first[owner])[:, None] * _PAGE + _counted(_PAGE, last)
+    place = (every - first[owner])[:, None] * WINDOW_PAGE + _counted(WINDOW_PAGE, last)
     source = (batch.starts_k[owner, None] + place).flatten().clamp(max=total - 1)
     mine = group.owner_q.clamp(max=count - 1)
-    slots = first[mine] * _PAGE + group.place_q
-    new = torch.where(group.owner_q < count, slots, pages * _PAGE)
+    slots = first[mine] * WINDOW_PAGE + group.place_q
+    new = torch.where(group.owner_q < count, slots, pages * WINDOW_PAGE)
     sources = batch.reads[source] if batch.reads.numel() else batch.reads
     group.copies = _Copies(pages + 1, sources, new)
-    columns = _counted(_pages(batch.longest_kv, _PAGE), last)
+    columns = _counted(_pages(batch.longest_kv, WINDOW_PAGE), last)
     group.table = (first[:, None] + columns).clamp(max=pages)
 
 
