@@ -90,6 +90,12 @@ def generated(model: Any, page_size: int = 16, **options: Any) -> list[list[int]
     return [found[f"req_{index}"].generated_tokens for index in range(len(prompts()))]
 
 
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers collects garbage at the end of each batch, which takes longer than the rest."""
+    monkeypatch.setattr(continuous_batching.continuous_api.gc, "collect", lambda *_: 0)
+
+
 _wanted: dict[str, list[list[int]]] = {}
 
 
@@ -218,9 +224,16 @@ def test_each_pass_derives_its_tables_anew(calls: list[Any], steps: list[Any]) -
     assert first is second and third is fourth and first is not third
 
 
+def test_a_transformers_that_is_built_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuned_attention, "continuous_batching", None)
+    tensors = torch.randn(3, 1, 2, 3, 16).unbind()
+    with pytest.raises(ValueError, match="continuous batching with this Transformers"):
+        tuned_attention.attention_forward(SimpleNamespace(), *tensors, None, cache=object())
+
+
 def test_what_continuous_batching_does_not_know() -> None:
     layer = SimpleNamespace(layer_idx=0, is_causal=True)
-    cache = object.__new__(continuous_batching.paged_cache.PagedAttentionCache)
+    cache = object()
     tensors = (torch.randn(1, 4, 3, 16), *torch.randn(2, 1, 2, 3, 16))
     for options, message in (
         ({"novel": 1}, "novel"),

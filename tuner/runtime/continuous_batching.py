@@ -249,11 +249,6 @@ def _counted(count: int, like: torch.Tensor) -> torch.Tensor:
     return torch.arange(count, dtype=torch.int32, device=like.device)
 
 
-def takes(cache: Any) -> bool:
-    """Whether a layer's `cache` is that of continuous batching."""
-    return isinstance(cache, paged_cache.PagedAttentionCache)
-
-
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def forward(
     module: torch.nn.Module,

@@ -39,12 +39,17 @@ except ImportError as exc:
         f"`{extra_command('transformers')}`"
     ) from exc
 
-from tuner.runtime import continuous_batching, devices, dispatch, guards, native, serving
+from tuner.runtime import devices, dispatch, guards, native, serving
 from tuner.runtime.attention import attention
 from tuner.runtime.attention_plan import AttentionCall
 from tuner.runtime.bias import as_operand
 from tuner.runtime.composed import NONE
 from tuner.runtime.operators import operate
+
+try:
+    from tuner.runtime import continuous_batching
+except (ImportError, AttributeError):  # of a Transformers that is built otherwise
+    continuous_batching = None  # type: ignore[assignment]
 
 NAME = "tuner"
 """The value of `attn_implementation`."""
@@ -124,7 +129,7 @@ def attention_forward(
             nothing says whether the layer is causal.
     """
     arguments = module, query, key, value, attention_mask, dropout, scaling
-    if continuous_batching.takes(cache):
+    if cache is not None:
         return _batched(*arguments[:4], position_bias, dropout, scaling, softcap, cache, kwargs)
     for name, given in kwargs.items():
         if given is not None and name not in WITHOUT_EFFECT:
@@ -163,6 +168,8 @@ def _batched(
     Raises:
         ValueError: on what it does not know.
     """
+    if continuous_batching is None:
+        raise ValueError(_refusal("continuous batching with this Transformers"))
     for name in given:
         if given[name] is not None and name not in WITHOUT_EFFECT | continuous_batching.KEYWORDS:
             _check(name, given[name], None, key)
