@@ -54,6 +54,8 @@ ARCHITECTURES: dict[str, tuple[dict[str, Any], str]] = {
     "Gemma2": ({"sliding_window": WINDOW, "attn_logit_softcapping": 2.0}, "eager"),
     "GptOss": ({"sliding_window": WINDOW, **EXPERTS}, "eager"),
 }
+#: With block tables where all layers can have them, and without.
+CASES = [*((name, None) for name in ARCHITECTURES), ("Llama", 0)]
 WINDOWED = ("Mistral", "Gemma2", "GptOss")
 
 
@@ -139,8 +141,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return kept
 
 
-@pytest.mark.parametrize("blocks", [None, 0], ids=["tables", "indices"])
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(("name", "blocks"), CASES)
 def test_the_tokens_of_transformers_own(
     calls: list[Any], steps: list[Any], name: str, blocks: int | None
 ) -> None:
@@ -184,11 +185,11 @@ def test_padded_steps(
     monkeypatch.setattr(runner, "__init__", init)
     options = {"q_padding_interval_size": 8, "kv_padding_interval_size": 64}
     assert generated(made(name, "tuner"), **options) == wanted(name)
+    assert all(call.longest_q <= call.longest_kv for call in calls)
     assert any(step["cu_seq_lens_q"][-1] < step["input_ids"].shape[1] for step in steps)
 
 
-@pytest.mark.parametrize("blocks", [None, 0], ids=["tables", "indices"])
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(("name", "blocks"), CASES)
 def test_transformers_answers_where_no_kernel_does(
     runtime: SimpleNamespace, steps: list[Any], name: str, blocks: int | None
 ) -> None:
@@ -206,9 +207,45 @@ def test_pages_that_no_kernel_takes(
     assert counted == {runtime.refusal.Kind.TENSORS: LAYERS * len(steps)}
 
 
+def test_no_masks_are_made(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else models look whether positions are packed, which waits for the device in each step."""
+    asked: list[Any] = []
+    monkeypatch.setattr(
+        transformers.masking_utils, "find_packed_sequence_indices", lambda ids: asked.append(ids)
+    )
+    generated(made("Llama", "tuner"))
+    assert calls and not asked
+
+
 def test_the_name_with_its_prefix(calls: list[Any]) -> None:
     assert generated(made("Llama", "paged|tuner")) == wanted("Llama")
     assert calls
+
+
+def derived(window: int, **given: Any) -> Any:
+    """What is derived of one sequence of 17 keys, two of which are new, and a row of padding."""
+    rows = torch.zeros(64, 1, 16)
+    layer = continuous_batching._Layer(0, rows, rows, 16, window, trash=63, zeros=62)
+    starts = {"cu_seq_lens_q": [0, 2, 2], "cu_seq_lens_k": [0, 17, 17]}
+    options = {name: torch.tensor(ends, dtype=torch.int32) for name, ends in starts.items()}
+    options |= {"max_length_q": 3, "max_length_k": 17} | given
+    batch = continuous_batching._Batch.of(layer, 3, options)
+    return continuous_batching._derived(layer, batch)
+
+
+def test_a_page_that_one_key_begins_and_padding() -> None:
+    reads = torch.tensor([*range(16), 40])  # the last key lies in another page than the others
+    slots = {"read_index": [reads], "write_index": [torch.tensor([15, 40, 63])]}
+    assert derived(0, **slots).table[0].tolist() == [0, 2]
+    group = derived(20, **slots)
+    copies, page = group.copies, continuous_batching.WINDOW_PAGE
+    assert copies.new.tolist() == [15, 16, (copies.pages - 1) * page]
+    assert copies.sources[:17].tolist() == reads.tolist()
+    assert copies.sources.numel() == copies.pages * page
+    table = torch.tensor([[[3, 1], [-1, -1], [-1, -1]]], dtype=torch.int32)
+    starts = {"cu_seq_lens_q": [0, 1, 1, 1], "cu_seq_lens_k": [0, 17, 17, 17]}
+    ends = {name: torch.tensor(found, dtype=torch.int32) for name, found in starts.items()}
+    assert derived(0, **ends, block_table=table).writes.tolist() == [16, 63, 63]
 
 
 def test_each_pass_derives_its_tables_anew(calls: list[Any], steps: list[Any]) -> None:

@@ -118,7 +118,8 @@ class _Batch(NamedTuple):
             longest_kv = table.shape[1] * layer.page_size
             return cls(starts_q, starts_k, 1, longest_kv, rows, table, none, none)
         slots = given["read_index"][layer.group], given["write_index"][layer.group]
-        longest_q = _either(given, "max_length_q")
+        # A sequence's queries are among its keys, whatever a padded step says.
+        longest_q = min(_either(given, "max_length_q"), longest_kv)
         return cls(starts_q, starts_k, longest_q, longest_kv, rows, None, *slots)
 
 
