@@ -12,6 +12,9 @@ tell. In a graph of torch.compile a mask is left out where sizes alone tell it.
 Without a mask one query sees all keys, and several see keys 0..i: a static cache is longer than the
 prompt that fills it.
 
+In a step of continuous batching (`generate_batch`) `continuous_batching` answers over the cache's
+pages; Transformers 5.17 calls it ``paged|tuner``, and later ones take that name too.
+
 Transformers hands an attention function whatever its caller passed on. Each keyword is used, is
 known to change nothing (`WITHOUT_EFFECT`), or is an error that names it: what a model's own
 `eager_attention_forward` computes is the meaning.
