@@ -27,7 +27,7 @@ from transformers.generation.continuous_batching import model_runner  # noqa: E4
 from tuner.runtime import continuous_batching, serving  # noqa: E402
 from tuner.runtime import transformers as tuned_attention  # noqa: E402
 
-VOCABULARY, LAYERS, WINDOW, NEW = 97, 2, 20, 26
+VOCABULARY, LAYERS, WINDOW, NEW = 97, 2, 20, 12
 CONFIG = transformers.ContinuousBatchingConfig
 FIELDS = {field.name for field in dataclasses.fields(CONFIG)}
 PAGE_SIZE = "page_size" if "page_size" in FIELDS else "block_size"
