@@ -8,6 +8,7 @@ short prompts and single queries meet in one step.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -196,6 +197,19 @@ def test_transformers_answers_where_no_kernel_does(
     assert generated(made(name, "tuner"), max_blocks_per_request=blocks) == wanted(name)
     counted = runtime.counters.stats().fallbacks
     assert counted == {runtime.refusal.Kind.DEVICE: LAYERS * len(steps)}
+
+
+def test_sinks_that_transformers_own_would_not_find(
+    runtime: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its eager attention reads the layer's `sinks`, whatever the layer hands over."""
+    known = transformers.AttentionInterface._global_mapping
+    for name in continuous_batching.NAMES:
+        handed = functools.partial(known[name], s_aux=torch.full((4,), 3.0))
+        monkeypatch.setitem(known, name, handed)
+    refused = generated(made("Llama", "tuner"))
+    monkeypatch.setattr(serving, "answer", lambda call: call.by_pytorch())
+    assert refused == generated(made("Llama", "tuner")) != wanted("Llama")
 
 
 def test_pages_that_no_kernel_takes(

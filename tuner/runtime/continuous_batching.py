@@ -288,7 +288,7 @@ def forward(
     else:
         call = _call(layer, group, rows, scaling, softcap, sinks)
         out = serving.answer(call)
-        is_unknown = softcap or (sinks is not None and not hasattr(module, "sinks"))
+        is_unknown = softcap or (sinks is not None and getattr(module, "sinks", None) is None)
         if out is None and is_unknown:  # to Transformers' own
             out = call.by_pytorch()
     if out is None:
@@ -347,7 +347,7 @@ def _by_transformers(
 ) -> torch.Tensor:
     """Transformers' own attention, over a mask that it would have made on the host."""
     known = AttentionInterface._global_mapping
-    name = "paged|eager" if hasattr(module, "sinks") else "paged|sdpa"
+    name = "paged|sdpa" if given.get("s_aux") is None else "paged|eager"
     own = known.get(name) or known["sdpa"]
     slots = _every_slot(group, layer)
     if group.mask is None:
