@@ -11,6 +11,7 @@ from tuner.errors import ConfigError, TunerError
 
 NAMES = (
     "backward",
+    "batching",
     "block",
     "cost",
     "dispatch",

@@ -4,14 +4,29 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tuner.errors import ConfigError
+from tuner.problem import Problem
+from tuner.problem.engines import ENGINES
 from tuner.problem.shapes import OPS
+
+#: Options that say something of the dense forward pass alone, and of a paged cache alone.
+DENSE, PAGED = ("batch", "decode"), ("concurrency", "page_size", "chunk")
 
 DESCRIPTION = """Lists the attention, GEMM and SwiGLU problems of a dense Transformers model's
 forward pass for ranges of batch sizes and sequence lengths, as JSON that `tuner sweep --problems`
-reads. SwiGLU is both up projections of a gated layer as one kernel (`tuner.swiglu`)."""
+reads. SwiGLU is both up projections of a gated layer as one kernel (`tuner.swiglu`). With --engine
+it lists what the engine asks of `tuner.paged_attention` instead: decoding at each concurrency and
+length, and steps of prompts, with the windows, sinks and soft cap of the model's layers."""
+
+
+def _of(name: str) -> str:
+    """The engines' defaults of an option."""
+    return ", ".join(f"{engine}: {getattr(found, name)}" for engine, found in ENGINES.items())
 
 
 def register(subparsers: Any) -> None:
@@ -23,10 +38,12 @@ def register(subparsers: Any) -> None:
         "--model", type=Path, required=True, metavar="FILE", help="config.json of Transformers"
     )
     parser.add_argument(
-        "--batch", default="1", metavar="LIST", help="as 1,8,32, or 1:32 by doubling (default 1)"
+        "--batch", metavar="LIST", help="as 1,8,32, or 1:32 by doubling (default 1)"
     )
     parser.add_argument(
-        "--seqlen", default="512:4096", metavar="LIST", help="tokens (default 512:4096)"
+        "--seqlen",
+        metavar="LIST",
+        help="tokens (default 512:4096; with --engine 1024:16384, those in the cache)",
     )
     parser.add_argument(
         "--decode", action="store_true", help="one new token; seqlen counts those in the cache"
@@ -34,6 +51,19 @@ def register(subparsers: Any) -> None:
     parser.add_argument("--dtype", metavar="TYPE", help="fp16 or bf16 (default: the model's)")
     parser.add_argument(
         "--op", choices=OPS, help="only this operation (default: all that the model has)"
+    )
+    engine = parser.add_argument_group("paged caches")
+    engine.add_argument(
+        "--engine", choices=tuple(ENGINES), help="whose cache and steps the problems have"
+    )
+    engine.add_argument(
+        "--concurrency", metavar="LIST", help="sequences decoded at a time (default 1,16,64,128)"
+    )
+    engine.add_argument(
+        "--page-size", type=int, metavar="N", help=f"keys of a page ({_of('page_size')})"
+    )
+    engine.add_argument(
+        "--chunk", type=int, metavar="N", help=f"new tokens of a step ({_of('chunk')})"
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: standard output")
     parser.set_defaults(run=run)
@@ -46,24 +76,14 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: when the model or a range is wrong.
     """
     from tuner.base import output
-    from tuner.problem import listing, shapes
+    from tuner.problem import listing
 
     output.check_place(args.output)
-    model = shapes.Model.read(args.model)
-    seqlens = shapes.numbers("seqlen", args.seqlen)
-    found = shapes.problems(
-        model,
-        shapes.numbers("batch", args.batch),
-        seqlens,
-        decode=args.decode,
-        dtype=args.dtype,
-        ops=(args.op,) if args.op else OPS,
-    )
-    longest = max(seqlens)
-    if 0 < model.positions < longest:
-        _note(f"seqlen={longest} is longer than the model's {model.positions} positions")
-    if 0 < model.window < longest:
-        _note(f"attention over more than its window of {model.window} keys is left out")
+    for name in DENSE if args.engine else PAGED:
+        if getattr(args, name) is not (False if name == "decode" else None):
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{option} is {'not for' if args.engine else 'for'} --engine")
+    found = _paged(args) if args.engine else _dense(args)
     text = listing(found)
     if args.output is None:
         print(text, end="")
@@ -71,6 +91,50 @@ def run(args: argparse.Namespace) -> int:
         output.write(args.output, text)
         _note(f"{args.output}: {len(found)} problems")
     return 0
+
+
+def _paged(args: argparse.Namespace) -> Sequence[Problem]:
+    from tuner.problem import engines, shapes
+
+    if args.op not in (None, "attention"):
+        raise ConfigError(f"--op {args.op} is not for --engine (allowed: attention)")
+    changes = {name: getattr(args, name) for name in ("page_size", "chunk")}
+    for name, value in changes.items():
+        if value is not None and value < 1:
+            raise ConfigError(f"{name}={value} is out of range (allowed: 1 or more)")
+    given = {name: value for name, value in changes.items() if value is not None}
+    engine = replace(engines.ENGINES[args.engine], **given)
+    model = engines.Decoder.read(args.model)
+    seqlens = shapes.numbers("seqlen", args.seqlen or "1024:16384")
+    concurrencies = shapes.numbers("concurrency", args.concurrency or "1,16,64,128")
+    found = engines.problems(model, engine, concurrencies, seqlens, args.dtype)
+    _note_positions(model.positions, max(seqlens))
+    return found
+
+
+def _dense(args: argparse.Namespace) -> Sequence[Problem]:
+    from tuner.problem import shapes
+
+    model = shapes.Model.read(args.model)
+    seqlens = shapes.numbers("seqlen", args.seqlen or "512:4096")
+    found = shapes.problems(
+        model,
+        shapes.numbers("batch", args.batch or "1"),
+        seqlens,
+        decode=args.decode,
+        dtype=args.dtype,
+        ops=(args.op,) if args.op else OPS,
+    )
+    longest = max(seqlens)
+    _note_positions(model.positions, longest)
+    if 0 < model.window < longest:
+        _note(f"attention over more than its window of {model.window} keys is left out")
+    return found
+
+
+def _note_positions(positions: int, longest: int) -> None:
+    if 0 < positions < longest:
+        _note(f"seqlen={longest} is longer than the model's {positions} positions")
 
 
 def _note(text: str) -> None:

@@ -612,6 +612,13 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
+def rounded(size: int) -> int:
+    """A size up to a power of two: calls over packed sequences are looked up so, few kinds however
+    lengths vary.
+    """
+    return 1 << (max(1, size) - 1).bit_length()
+
+
 def _divisors(n: int) -> str:
     """Divisors of a number of heads in words, listed up to `MAX_LISTED_HEADS`."""
     if n > MAX_LISTED_HEADS:

@@ -73,14 +73,7 @@ class Model:
             ConfigError: when it cannot be read, lacks a size, or is of a kind whose layers are not
                 known here.
         """
-        try:
-            data = document.parse(path.read_text())
-        except (OSError, ValueError) as exc:
-            raise ConfigError(f"model {path} cannot be read: {exc}") from exc
-        if not isinstance(data, dict):
-            raise ConfigError(f"model {path} is not a configuration of Transformers (an object)")
-        text = data.get("text_config")
-        return cls.of({**data, **text} if isinstance(text, dict) else data)
+        return cls.of(configuration(path))
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Model:
@@ -92,7 +85,7 @@ class Model:
         kind = data.get("model_type")
         if kind not in KINDS:
             raise ConfigError(f"model_type={kind} is not known (allowed: {', '.join(KINDS)})")
-        hidden, heads = _size(data, "hidden_size"), _size(data, "heads")
+        hidden, heads = size(data, "hidden_size"), size(data, "heads")
         head_dim = data.get("head_dim") or hidden // heads
         windowed = data.get("use_sliding_window", True) and kind not in ENCODERS
         window = data.get("sliding_window") if windowed else None
@@ -101,12 +94,12 @@ class Model:
             kind=kind,
             hidden_size=hidden,
             heads_q=heads,
-            heads_kv=_whole("num_key_value_heads", data.get("num_key_value_heads") or heads),
-            head_dim=_whole("head_dim", head_dim),
-            intermediate_size=_size(data, "intermediate_size", 4 * hidden),
-            vocabulary=_whole("vocab_size", data.get("vocab_size", 0), least=0),
-            positions=_size(data, "positions", 0),
-            window=_whole("sliding_window", window or 0, least=0),
+            heads_kv=whole("num_key_value_heads", data.get("num_key_value_heads") or heads),
+            head_dim=whole("head_dim", head_dim),
+            intermediate_size=size(data, "intermediate_size", 4 * hidden),
+            vocabulary=whole("vocab_size", data.get("vocab_size", 0), least=0),
+            positions=size(data, "positions", 0),
+            window=whole("sliding_window", window or 0, least=0),
             dtype=str(data.get("dtype") or data.get("torch_dtype") or "float16"),
             has_swiglu=kind in GATED and activation == "silu",
         )
@@ -244,17 +237,42 @@ def expand(kind: type[Problem], text: str) -> list[Problem]:
     return list(dict.fromkeys(kind.from_keys(row) for row in rows))
 
 
-def _size(data: Mapping[str, Any], quantity: str, default: int | None = None) -> int:
-    """A quantity by whichever of its names the configuration has."""
+def configuration(path: Path) -> Mapping[str, Any]:
+    """The fields of a ``config.json``; of a model of several parts, with its text part's.
+
+    Raises:
+        ConfigError: when it cannot be read.
+    """
+    try:
+        data = document.parse(path.read_text())
+    except (OSError, ValueError) as exc:
+        raise ConfigError(f"model {path} cannot be read: {exc}") from exc
+    if not isinstance(data, dict):
+        raise ConfigError(f"model {path} is not a configuration of Transformers (an object)")
+    text = data.get("text_config")
+    return {**data, **text} if isinstance(text, dict) else data
+
+
+def size(data: Mapping[str, Any], quantity: str, default: int | None = None) -> int:
+    """A quantity by whichever of its names the configuration has.
+
+    Raises:
+        ConfigError: when it has none and there is no default, or not a number.
+    """
     for name in NAMES[quantity]:
         if data.get(name) is not None:
-            return _whole(name, data[name])
+            return whole(name, data[name])
     if default is None:
         raise ConfigError(f"the model's configuration lacks {' or '.join(NAMES[quantity])}")
     return default
 
 
-def _whole(name: str, value: Any, least: int = 1) -> int:
+def whole(name: str, value: Any, least: int = 1) -> int:
+    """A field's whole number.
+
+    Raises:
+        ConfigError: when it is not one, or less than `least`.
+    """
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(f"{name}={value!r} of the model is not a whole number from {least} up")
     return value

@@ -13,7 +13,7 @@ from torch.library import Library, register_fake
 from tuner.errors import ConfigError
 from tuner.families.base import Strides
 from tuner.problem import AttentionProblem
-from tuner.problem.attention import PAGE_MULTIPLE
+from tuner.problem.attention import PAGE_MULTIPLE, rounded
 from tuner.runtime import guards
 from tuner.runtime.attention_plan import scale_of, without_lse
 from tuner.runtime.composed import Extras
@@ -73,17 +73,17 @@ class PagedCall(Paged, Call):
         return (
             *("paged", query.shape[1:], self.key.shape[1:3], query.dtype, self.key.dtype),
             *(query.device, self.is_causal, self.extras, self.scale, self.sinks is None),
-            *map(_rounded, (self.batch, self.longest_q, self.longest_kv)),
+            *map(rounded, (self.batch, self.longest_q, self.longest_kv)),
         )
 
     def pose(self) -> Posed:
         guards.check_alike(self.query, self.key, self.value)
         left, right, softcap = self.extras
         problem = AttentionProblem(
-            seqlen_q=_rounded(self.longest_q),
-            seqlen_kv=_rounded(self.longest_kv),
+            seqlen_q=rounded(self.longest_q),
+            seqlen_kv=rounded(self.longest_kv),
             head_dim=self.query.shape[2],
-            batch=_rounded(self.batch),
+            batch=rounded(self.batch),
             heads_q=self.query.shape[1],
             heads_kv=self.key.shape[2],
             is_causal=self.is_causal,
@@ -331,11 +331,6 @@ def checked(
     if queries < 0:
         raise ConfigError(f"max_seqlen_q={queries} is out of range (allowed: 0 or more)")
     return queries, keys
-
-
-def _rounded(size: int) -> int:
-    """Up to a power of two: few kinds of call, however lengths vary."""
-    return 1 << (max(1, size) - 1).bit_length()
 
 
 @lru_cache(1024)

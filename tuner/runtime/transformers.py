@@ -12,6 +12,9 @@ tell. In a graph of torch.compile a mask is left out where sizes alone tell it.
 Without a mask one query sees all keys, and several see keys 0..i: a static cache is longer than the
 prompt that fills it.
 
+In a step of continuous batching (`generate_batch`) `continuous_batching` answers over the cache's
+pages; Transformers 5.17 calls it ``paged|tuner``, and later ones take that name too.
+
 Transformers hands an attention function whatever its caller passed on. Each keyword is used, is
 known to change nothing (`WITHOUT_EFFECT`), or is an error that names it: what a model's own
 `eager_attention_forward` computes is the meaning.
@@ -45,6 +48,11 @@ from tuner.runtime.attention_plan import AttentionCall
 from tuner.runtime.bias import as_operand
 from tuner.runtime.composed import NONE
 from tuner.runtime.operators import operate
+
+try:
+    from tuner.runtime import continuous_batching
+except (ImportError, AttributeError):  # of a Transformers that is built otherwise
+    continuous_batching = None  # type: ignore[assignment]
 
 NAME = "tuner"
 """The value of `attn_implementation`."""
@@ -112,7 +120,7 @@ def attention_forward(
         scaling: of the scores; 1/sqrt(D) when None.
         is_causal: overrides the module's.
         position_bias: (B or 1, H or 1, SQ, SKV), added to the scores; wants no softcap.
-        cache: a paged one, left to `sdpa`.
+        cache: that of continuous batching, or None.
         softcap: as in `tuner.attention`: of the scaled scores, before the mask.
         kwargs: what the model passes on.
 
@@ -124,8 +132,8 @@ def attention_forward(
             nothing says whether the layer is causal.
     """
     arguments = module, query, key, value, attention_mask, dropout, scaling
-    if cache is not None:  # whose keywords are its own
-        return _sdpa(*arguments, is_causal, position_bias, cache, softcap=softcap, **kwargs)
+    if cache is not None:
+        return _batched(*arguments[:4], position_bias, dropout, scaling, softcap, cache, kwargs)
     for name, given in kwargs.items():
         if given is not None and name not in WITHOUT_EFFECT:
             _check(name, given, attention_mask, key)
@@ -144,6 +152,48 @@ def attention_forward(
     if out is None:
         return _sdpa(*arguments, causal)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _batched(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    position_bias: torch.Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    softcap: float | None,
+    cache: Any,
+    given: Mapping[str, Any],
+) -> tuple[torch.Tensor, None]:
+    """A layer's attention in a step of continuous batching.
+
+    Raises:
+        ValueError: on what it does not know.
+    """
+    if continuous_batching is None:
+        raise ValueError(_refusal("continuous batching with this Transformers"))
+    for name in given:
+        if given[name] is not None and name not in WITHOUT_EFFECT | continuous_batching.KEYWORDS:
+            _check(name, given[name], None, key)
+    if position_bias is not None or dropout:
+        named = "dropout" if position_bias is None else "position_bias"
+        raise ValueError(_refusal(f"{named} in continuous batching"))
+    tensors = query, key, value
+    return continuous_batching.forward(module, *tensors, scaling, softcap, cache, given), None
+
+
+def paged_attention_forward(*arguments: Any, **options: Any) -> tuple[torch.Tensor, None]:
+    """`attention_forward` under the name that Transformers 5.17 has for continuous batching.
+
+    Raises:
+        ValueError: outside of it, where models make no masks under this name.
+    """
+    if options.get("cache") is None:
+        raise ValueError(
+            f"attn_implementation='paged|{NAME}' is for generate_batch: use '{NAME}' elsewhere"
+        )
+    return attention_forward(*arguments, **options)
 
 
 def _refusal(what: str) -> str:
@@ -345,4 +395,5 @@ def _packed_sequences(position_ids: torch.Tensor) -> torch.Tensor | None:
 _find_packed = masking_utils.find_packed_sequence_indices
 masking_utils.find_packed_sequence_indices = _packed_sequences
 AttentionInterface.register(NAME, attention_forward)
+AttentionInterface.register(f"paged|{NAME}", paged_attention_forward)
 AttentionMaskInterface.register(NAME, attention_mask)

@@ -12,6 +12,7 @@ import torch
 
 from tuner.errors import ConfigError
 from tuner.problem import AttentionProblem
+from tuner.problem.attention import rounded
 from tuner.runtime import devices, guards, native
 from tuner.runtime.attention_plan import scale_of
 from tuner.runtime.plan import KernelPlan, Plan, Posed
@@ -89,17 +90,17 @@ class VarlenCall(_Packed, Call):
         return (
             *("varlen", query.shape[1:], self.key.shape[1], query.dtype, query.device),
             *(self.is_causal, self.scale),
-            *map(_rounded, (self.batch, self.longest_q, self.longest_kv)),
+            *map(rounded, (self.batch, self.longest_q, self.longest_kv)),
         )
 
     def pose(self) -> Posed:
         query, key, value = self.query, self.key, self.value
         guards.check_alike(query, key, value)
         problem = AttentionProblem(
-            seqlen_q=_rounded(self.longest_q),
-            seqlen_kv=_rounded(self.longest_kv),
+            seqlen_q=rounded(self.longest_q),
+            seqlen_kv=rounded(self.longest_kv),
             head_dim=query.shape[2],
-            batch=_rounded(self.batch),
+            batch=rounded(self.batch),
             heads_q=query.shape[1],
             heads_kv=key.shape[1],
             is_causal=self.is_causal,
@@ -219,11 +220,6 @@ def _check(
             f"cu_seqlens_q has {starts_q.numel()} entries, cu_seqlens_kv {starts_kv.numel()} "
             "(allowed: B + 1 both)"
         )
-
-
-def _rounded(size: int) -> int:
-    """Up to a power of two: few kinds of call, however lengths vary."""
-    return 1 << (size - 1).bit_length()
 
 
 @lru_cache(256)

@@ -1,0 +1,290 @@
+"""``scripts/bench batching``: Transformers' continuous batching, requests and tokens a second.
+
+A model with the shapes of Llama-3.2-1B or Llama-3-8B and random weights answers requests by the
+manager behind `generate_batch`: prompts of unlike lengths, and as many new tokens for each. Each
+attention runs in a process of its own, in the engine's defaults for it: FlashAttention and the
+tuner have CUDA graphs and asynchronous steps, `sdpa` has neither. A first pass captures the graphs
+and loads the kernels; the median of the others counts.
+
+Tokens are compared with `sdpa`'s, request by request. With random weights logits lie close, and two
+correct kernels part somewhere: FlashAttention's share is the measure of the tuner's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.child import Worker, answer_indices
+from benchmarks.decoder import LLAMA_3_8B, Sizes
+from tuner.base.install import extra_command
+from tuner.base.output import check_place
+from tuner.base.processes import python_command
+from tuner.bench.results import write_json
+from tuner.errors import BenchmarkError, ConfigError
+from tuner.measure.device import detect
+from tuner.selection.describe import table
+
+SDPA, TUNER = "sdpa", "tuner"
+#: Attention of Transformers -> the module that it needs.
+WAYS: Mapping[str, str] = {
+    SDPA: "torch",
+    TUNER: "torch",
+    "flash_attention_3": "flash_attn_interface",
+    "flash_attention_2": "flash_attn",
+}
+#: Sizes and layers of a model card's config.json; `tiny` is for trying this out.
+MODELS: Mapping[str, tuple[Sizes, int]] = {
+    "1b": (Sizes(2048, 32, 8, 64, 8192, 128256), 16),
+    "8b": (LLAMA_3_8B, 32),
+    "tiny": (Sizes(64, 4, 2, 16, 96, 512), 2),
+}
+SHORTEST = 8
+"""The longest prompt has so many times the tokens of the shortest; lengths are log-uniform."""
+LIMIT_S = 240.0
+STEP_TOKENS = 8192
+"""New tokens of a step at most: `max_batch_tokens`, by default of Transformers 5.23."""
+HEADING = ("attention", "requests/s", "tokens/s", "over sdpa", "same tokens", "hits", "refused")
+
+
+@dataclass(frozen=True)
+class Load:
+    """What the model is asked."""
+
+    model: str
+    requests: int
+    prompt: int
+    """Tokens of the longest prompt."""
+    new: int
+    """New tokens of each request."""
+    page_size: int
+
+    def prompts(self) -> list[list[int]]:
+        """Tokens of each request: the same on every machine."""
+        draw = random.Random(0)
+        shortest, vocabulary = max(1, self.prompt // SHORTEST), MODELS[self.model][0].vocabulary
+        lengths = [
+            round(shortest * (self.prompt / shortest) ** draw.random())
+            for _ in range(self.requests)
+        ]
+        return [[draw.randrange(1, vocabulary) for _ in range(length)] for length in lengths]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure each attention; 1 when one that is installed has no figures."""
+    args = _parser().parse_args(argv)
+    load = Load(args.model, args.requests, args.prompt_tokens, args.new_tokens, args.page_size)
+    ways = args.ways
+    if args.worker:
+        return answer_indices(
+            lambda i: measure(ways[i], load, args.rounds, args.device), args.device
+        )
+    _check(args)
+    given = list(sys.argv[2:] if argv is None else argv)
+    command = python_command("-m", "benchmarks", "batching", *given, "--worker")
+    rows: list[dict[str, Any]] = []
+    for index, way in enumerate(ways):
+        if importlib.util.find_spec(WAYS[way]) is None:
+            print(f"batching: {way} is left out: {WAYS[way]} is not installed", file=sys.stderr)
+            continue
+        print(f"batching: {way} ...", file=sys.stderr, flush=True)
+        with Worker(command, args.limit) as worker:  # a cache takes memory until its process ends
+            rows.append({"attention": way, **vars(load), **worker.ask(index)})
+        if args.json:
+            write_json(args.json, rows)
+    print(report(rows))
+    return int(any("lost" in row for row in rows))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="scripts/bench batching",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", choices=tuple(MODELS), default="1b")
+    parser.add_argument("--ways", type=_ways, default=list(WAYS), help=f"of {','.join(WAYS)}")
+    parser.add_argument("--requests", type=int, default=32)
+    parser.add_argument("--prompt-tokens", type=int, default=1024, help="of the longest prompt")
+    parser.add_argument("--new-tokens", type=int, default=128, help="of each request")
+    parser.add_argument("--page-size", type=int, default=256, help="tokens of a page of the cache")
+    parser.add_argument("--rounds", type=int, default=3, help="timed passes of all requests")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write every figure there")
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for an attention")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+def _ways(text: str) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        if name not in WAYS:
+            raise argparse.ArgumentTypeError(f"'{name}' is not known (allowed: {','.join(WAYS)})")
+    return names
+
+
+def _check(args: argparse.Namespace) -> None:
+    for name in ("requests", "prompt_tokens", "new_tokens", "page_size", "rounds"):
+        if getattr(args, name) < 1:
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(
+                f"{option} {getattr(args, name)} is out of range (allowed: 1 or more)"
+            )
+    if importlib.util.find_spec("transformers") is None:
+        raise BenchmarkError(f"Transformers is not installed: `{extra_command('transformers')}`")
+    if args.device == "cuda" and detect() is None:
+        raise BenchmarkError(
+            "no GPU found: scripts/bench batching runs kernels (--device cpu does not)"
+        )
+    if args.json:
+        check_place(args.json)
+
+
+def measure(way: str, load: Load, rounds: int, device: str = "cuda") -> dict[str, Any]:
+    """Figures of one attention.
+
+    Args:
+        way: one of `WAYS`.
+        load: what is asked.
+        rounds: timed passes.
+        device: of the model.
+    """
+    import torch
+    import transformers
+    from transformers.generation.continuous_batching.utils import WorkloadHints
+
+    import tuner
+    import tuner.runtime.transformers
+
+    longest = {"max_prompt_length": load.prompt, "max_generated_length": load.new}
+    seconds: list[float] = []
+    tokens: list[list[int]] = []
+    with _model(way, load, device).continuous_batching_context_manager(
+        generation_config=transformers.GenerationConfig(
+            max_new_tokens=load.new, do_sample=False, eos_token_id=-1, pad_token_id=0
+        ),
+        continuous_batching_config=_config(load),
+        workload_hints=WorkloadHints(**longest, num_requests=load.requests),
+    ) as manager:
+        for _ in range(1 + rounds):
+            start = time.perf_counter()
+            tokens = _pass(manager, load)
+            seconds.append(time.perf_counter() - start)
+    stats = tuner.stats()
+    took = statistics.median(seconds[1:])
+    return {
+        "seconds": seconds[1:],
+        "first_seconds": seconds[0],
+        "requests_per_s": load.requests / took,
+        "tokens_per_s": sum(map(len, tokens)) / took,
+        "hits": stats.hits,
+        "fallbacks": dict(stats.fallbacks),
+        "errors": dict(stats.errors),
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "device": torch.cuda.get_device_name() if device == "cuda" else device,
+        "tokens": tokens,
+    }
+
+
+def _pass(manager: Any, load: Load) -> list[list[int]]:
+    """New tokens of all requests, in their order.
+
+    Raises:
+        RuntimeError: when one has not as many as were asked.
+    """
+    names = manager.add_requests(load.prompts(), max_new_tokens=load.new)
+    found: dict[str, list[int]] = {}
+    while len(found) < len(names):
+        result = manager.get_result(timeout=1)
+        if result is None:
+            if not manager.is_running():
+                raise RuntimeError("Transformers' generation thread ended")
+        elif result.error is not None:
+            raise RuntimeError(f"a request failed: {result.error}")
+        elif result.is_finished():
+            found[result.request_id] = list(map(int, result.generated_tokens))
+    tokens = [found[name] for name in names]
+    if any(len(of_one) != load.new for of_one in tokens):
+        raise RuntimeError(f"a request has not {load.new} new tokens")
+    return tokens
+
+
+def _model(way: str, load: Load, device: str) -> Any:
+    import torch
+    import transformers
+
+    sizes, layers = MODELS[load.model]
+    config = transformers.LlamaConfig(
+        hidden_size=sizes.hidden,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.heads_kv,
+        head_dim=sizes.head_dim,
+        intermediate_size=sizes.inner,
+        vocab_size=sizes.vocabulary,
+        num_hidden_layers=layers,
+        max_position_embeddings=max(8192, load.prompt + load.new),
+    )
+    known = transformers.AttentionInterface._global_mapping
+    name = f"paged|{way}" if "paged|sdpa" in known else way  # Transformers 5.17, and 5.23
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, attn_implementation=name
+        )
+    return model.eval()
+
+
+def _config(load: Load) -> Any:
+    """A cache of as many pages as all requests fill together, and the engine's defaults."""
+    import transformers
+
+    kind = transformers.ContinuousBatchingConfig
+    known = kind.__dataclass_fields__
+    pages = -(-(load.prompt + load.new) // load.page_size) + 1
+    options: dict[str, Any] = {
+        "page_size" if "page_size" in known else "block_size": load.page_size,
+        "num_blocks": load.requests * pages,
+        "max_batch_tokens": min(STEP_TOKENS, load.requests * pages * load.page_size),
+    }
+    if "auto_switch_to_flash" in known:
+        options["auto_switch_to_flash"] = False
+    # Else the passes behind the first would find their prompts in the cache.
+    return kind(**options, allow_block_sharing=False)
+
+
+def report(rows: Iterable[Mapping[str, Any]]) -> str:
+    """A line for each attention."""
+    rows = list(rows)
+    beside = next((row for row in rows if row["attention"] == SDPA and "lost" not in row), None)
+    lines: list[tuple[str, ...]] = [HEADING]
+    for row in rows:
+        if "lost" in row:
+            lines.append((row["attention"], *[""] * 5, f"failed: {row['lost']}"))
+            continue
+        ratio = same = ""
+        if beside is not None:
+            ratio = f"{row['requests_per_s'] / beside['requests_per_s']:.3f}"
+            same = f"{same_share(row['tokens'], beside['tokens']):.1%}"
+        speeds = f"{row['requests_per_s']:.2f}", f"{row['tokens_per_s']:.0f}"
+        said = row["fallbacks"] | row["errors"]
+        reasons = "; ".join(f"{count} {reason}" for reason, count in said.items())
+        lines.append((row["attention"], *speeds, ratio, same, str(row["hits"]), reasons))
+    return table(lines, frozenset(range(1, 6)))
+
+
+def same_share(found: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]]) -> float:
+    """Share of the tokens up to the first of each request that differs."""
+    same = 0
+    for mine, theirs in zip(found, wanted, strict=True):
+        pairs = enumerate(zip(mine, theirs, strict=True))
+        same += next((index for index, (a, b) in pairs if a != b), len(mine))
+    return same / max(1, sum(map(len, wanted)))

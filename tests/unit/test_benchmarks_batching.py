@@ -1,0 +1,92 @@
+"""``scripts/bench batching``: requests, tokens and its report, over a tiny model on CPU tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks import batching
+from benchmarks.batching import SHORTEST, Load, measure, report, same_share
+from tuner.errors import BenchmarkError, ConfigError
+
+LOAD = Load("tiny", requests=3, prompt=32, new=4, page_size=16)
+
+
+def row(way: str, speed: float, tokens: list[list[int]], **more: Any) -> dict[str, Any]:
+    counts: dict[str, Any] = {"hits": 0, "fallbacks": {}, "errors": {}}
+    speeds = {"requests_per_s": speed, "tokens_per_s": 4 * speed}
+    return {"attention": way, "tokens": tokens} | counts | speeds | more
+
+
+def test_prompts_are_unlike_and_the_same_each_time() -> None:
+    load = Load("1b", requests=64, prompt=1024, new=1, page_size=16)
+    lengths = [len(prompt) for prompt in load.prompts()]
+    assert load.prompts() == load.prompts()
+    assert 1024 // SHORTEST <= min(lengths) < 256 < 900 < max(lengths) <= 1024
+
+
+def test_tokens_count_up_to_the_first_that_differs() -> None:
+    assert same_share([[1, 2, 3, 4], [5, 6]], [[1, 2, 9, 4], [5, 6]]) == 4 / 6
+    assert same_share([], []) == 0.0
+
+
+def test_the_report_is_beside_sdpa() -> None:
+    lost = {"attention": "flash_attention_2", "lost": "no answer after 1 s"}
+    rows = [row("sdpa", 2.0, [[1, 2]]), row("tuner", 3.0, [[1, 3]], fallbacks={"no": 7}), lost]
+    *_, tuned, failed = report(rows).splitlines()
+    assert tuned.split() == ["tuner", "3.00", "12", "1.500", "50.0%", "0", "7", "no"]
+    assert failed.endswith("failed: no answer after 1 s")
+    assert "1.500" not in report(rows[1:])
+
+
+@pytest.mark.parametrize("way", ["sdpa", "tuner"])
+def test_every_request_has_its_tokens(runtime: Any, way: str) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    found = measure(way, LOAD, 2, "cpu")
+    assert [len(tokens) for tokens in found["tokens"]] == [4, 4, 4]
+    assert len(found["seconds"]) == 2 and found["requests_per_s"] > 0
+    assert bool(found["fallbacks"]) == (way == "tuner")
+
+
+def test_wrong_options_and_a_machine_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batching, "detect", lambda: None)
+    monkeypatch.setattr(batching.importlib.util, "find_spec", lambda name: object())
+    with pytest.raises(ConfigError, match="--new-tokens 0"):
+        batching.main(["--new-tokens", "0"])
+    with pytest.raises(BenchmarkError, match="no GPU found"):
+        batching.main([])
+    monkeypatch.setattr(batching.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(BenchmarkError, match="Transformers is not installed"):
+        batching.main([])
+
+
+def test_each_attention_has_its_process(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """One that is not installed is left out in one line, and one that is lost costs one row."""
+    started: list[list[int]] = []
+
+    class Worker:
+        def __init__(self, command: Any, limit_s: float) -> None:
+            started.append([])
+
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+        def ask(self, index: int) -> dict[str, Any]:
+            started[-1].append(index)
+            return {"lost": "gone"} if index else row("sdpa", 1.0, [[1]])
+
+    monkeypatch.setattr(batching, "Worker", Worker)
+    has = {"torch", "transformers"}
+    monkeypatch.setattr(
+        batching.importlib.util, "find_spec", lambda name: name if name in has else None
+    )
+    assert batching.main(["--device", "cpu", "--model", "tiny"]) == 1
+    assert started == [[0], [1]]
+    said = capsys.readouterr()
+    assert said.err.count("is left out") == 2 and "failed: gone" in said.out
