@@ -1,4 +1,4 @@
-"""Plain prose of READMEs and public docstrings: openings, "is no", length of sentences and paragraphs.
+"""Prose of pages and public docstrings: openings, "is no", length of sentences and paragraphs.
 
 Code blocks and inline code are left out. Table cells and headings are held to the wording, not to
 the lengths.
@@ -20,14 +20,9 @@ OPENINGS = ("What", "Who", "Whether", "Of", "Where")
 #: Wording that the rules name, and what to write in its place.
 WORDING = {r"\b(?:is|are|was|were) no\b(?! longer)": "is not a"}
 
+FOLDERS = ("cache", "scripts", "templates", "tests", "tuner")
 #: Every page is held.
-PAGES = sorted(
-    path
-    for path in [*ROOT.glob("*.md"), *(ROOT / "tuner").rglob("*.md"), *ROOT.glob("*/*.md")]
-    + [*ROOT.glob("scripts/*/*.md"), *ROOT.glob("cache/*/*.md"), *ROOT.glob("tests/*/*.md")]
-    if not path.is_relative_to(ROOT / "tuner" / "_data")
-)
-PAGES = sorted(set(PAGES))
+PAGES = sorted([*ROOT.glob("*.md"), *(p for f in FOLDERS for p in (ROOT / f).rglob("*.md"))])
 #: Packages and modules of `tuner` whose public docstrings are held.
 STRICT: tuple[str, ...] = ()
 
@@ -66,7 +61,7 @@ def faults(text: str, lengths: bool = True) -> Iterator[str]:
             yield f"{words(sentence)} words (at most {MAX_SENTENCE_WORDS}): {sentence[:60]}"
     for pattern, instead in WORDING.items():
         for match in re.finditer(pattern, text):
-            yield f"'{match[0]}' (say '{instead}'): {text[max(0, match.start() - 40) : match.end() + 20]}"
+            yield f"'{match[0]}' (say '{instead}'): {text[match.start() :][:60]}"
 
 
 def paragraphs(page: str) -> Iterator[tuple[str, bool]]:
