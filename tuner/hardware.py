@@ -107,7 +107,7 @@ class Gpu:
 
     @property
     def is_served(self) -> bool:
-        """Whether some family has kernels for it."""
+        """True when some family has kernels for it."""
         return capability_numbers(self.compute_capability) >= capability_numbers(OLDEST_CAPABILITY)
 
     def floor_us(self, flops: int, bytes_moved: int) -> float:

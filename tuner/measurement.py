@@ -274,7 +274,7 @@ class Measurement:
 
     @property
     def is_fault(self) -> bool:
-        """Whether it speaks against its kernels: they ran and did not pass."""
+        """True when it speaks against its kernels: they ran and did not pass."""
         return not self.ok and self.status not in _NO_VERDICT
 
     @property
@@ -343,7 +343,7 @@ class Measurement:
 
 
 def same_kernels(one: Measurement, other: Measurement) -> bool:
-    """Whether two measurements ran the same machine code: the same artifacts, or artifacts whose
+    """True when two measurements ran the same machine code: the same artifacts, or artifacts whose
     code is known to be equal, as after an edit of a template that changed no instruction.
     """
     if dict(one.artifacts) == dict(other.artifacts):
@@ -365,7 +365,7 @@ TIE = 0.01
 
 
 def within_noise(ratio: float, one: float, other: float) -> bool:
-    """Whether two times of a ratio are equal within their noise, at most `TIE`.
+    """True when two times of a ratio are equal within their noise, at most `TIE`.
 
     Args:
         ratio: of the two times, either way round.
@@ -376,7 +376,7 @@ def within_noise(ratio: float, one: float, other: float) -> bool:
 
 
 def is_tie(one: Measurement, other: Measurement) -> bool:
-    """Whether two times are equal within their measured noise, at most `TIE`."""
+    """True when two times are equal within their measured noise, at most `TIE`."""
     fast, slow = sorted((_us(one), _us(other)))
     return within_noise(slow / fast, deviation(one), deviation(other))
 

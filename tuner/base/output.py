@@ -74,7 +74,7 @@ def _target(path: Path) -> Path:
 
 
 def _is_special(path: Path) -> bool:
-    """Whether something is there that a regular file must not replace; a folder refuses itself."""
+    """True when the path is a device or a FIFO, which a regular file must not replace."""
     try:
         return not stat.S_ISREG(path.stat().st_mode)
     except OSError:

@@ -36,7 +36,7 @@ class Task:
     regime: Regime
     rounds: int
     against: tuple[str, ...]
-    """Of `contenders.peers_named`."""
+    """Names for `contenders.peers_named`."""
     named: Named = none_named
 
     @property

@@ -153,8 +153,8 @@ def _tile(tile: Tile) -> dict[str, Value]:
 
 
 def _cheapest(problem: Problem, gpu: Gpu, wanted: Mapping[str, Value]) -> Config | None:
-    """Of the configs of the space, given these parameters, the legal one with the least estimate;
-    None where none is legal.
+    """Legal config with the least estimate among those of the space with these parameters set; None
+    when none is legal.
     """
     member = family(problem.op)
     changed = {

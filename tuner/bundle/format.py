@@ -49,6 +49,6 @@ def sources_of(measurement: Measurement) -> dict[str, str]:
 
 
 def sha256_of(path: Path) -> str:
-    """Of a file, in hex."""
+    """SHA-256 of a file, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -40,7 +40,7 @@ class Packed:
     kernels: int
     bytes: int
     sha256: str
-    """Of the whole file."""
+    """SHA-256 of the whole file."""
     left_out: tuple[str, ...]
     """Why entries are not in it."""
 

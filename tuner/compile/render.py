@@ -26,9 +26,9 @@ _WORD = re.compile(r"[A-Za-z0-9_:<>, ]{0,128}")
 """Text that a variable may be even where it is declared: names and template arguments, without
 quotes, operators, semicolons, braces or line breaks."""
 _ID = re.compile(r"[A-Za-z0-9_]{0,64}")
-"""Of a kernel: the end of its functions' names."""
+"""Identifier of a kernel: the end of its functions' names."""
 _INTEGER_BITS = 63
-"""Of a variable's magnitude: what fits a 64-bit integer of C++."""
+"""Bits of a variable's magnitude: it must fit a 64-bit integer of C++."""
 
 _digests: dict[tuple[Path, str], tuple[tuple[tuple[Path, int], ...], str]] = {}
 """(folder, template) -> the files it was made of with their mtime_ns, and the digest."""

@@ -124,7 +124,7 @@ def nvcc_version(nvcc: Path) -> str:
 
 
 def is_old(version: str) -> bool:
-    """Whether this nvcc compiles, but makes slower kernels than newer ones."""
+    """True when this nvcc compiles, but makes slower kernels than newer ones."""
     return _numbers(version) < GOOD_NVCC
 
 

@@ -31,7 +31,7 @@ from tuner.families.triton_attention import EXTRA
 from tuner.hardware import smem_per_block_bytes
 
 SUFFIX = ".py.j2"
-"""Of the templates that this module compiles."""
+"""Suffix of the templates that this module compiles."""
 LIBRARY = "triton_library.cpp.j2"
 UNIT, SOURCE = "unit.py", "library.cpp"
 FLAGS = ("-std=c++17", "-O2", "-DNDEBUG", "-shared", "-fPIC", "-fvisibility=hidden")
@@ -43,7 +43,7 @@ _SCRATCH_POINTERS = 2
 
 
 def compiles(template: str) -> bool:
-    """Whether a template is one of Triton's."""
+    """True when a template is one of Triton's."""
     return template.endswith(SUFFIX)
 
 

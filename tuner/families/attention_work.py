@@ -72,7 +72,7 @@ class Sizes(NamedTuple):
     right: int
     """Keys that query i sees before and behind key i (`AttentionProblem.visible`)."""
     row_bytes: int
-    """Of one query or key of a head."""
+    """Bytes of one query or key of a head."""
     moved: int
     """Bytes read and written at least."""
     outputs: int

@@ -54,7 +54,7 @@ Domain = tuple[Value, ...] | range
 """Values that a parameter may have, all of one type: each by name, or a range of whole numbers."""
 
 SHOWN_CHARACTERS = 80
-"""Of a refused name or value in a message."""
+"""Longest refused name or value in a message."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Family(ABC):
     capabilities: ClassVar[tuple[str, ...]] = ()
     """Compute capabilities that its kernels are written for; empty: all that are served."""
     takes_extras: ClassVar[bool] = True
-    """Whether it looks at e4m3 and at `AttentionProblem.extras` itself; else it refuses them."""
+    """True when it looks at e4m3 and at `AttentionProblem.extras` itself; else it refuses them."""
     is_spare: ClassVar[bool] = False
     """It competes where no other own family serves the GPU, elsewhere when it is named."""
     is_vendor: ClassVar[bool] = False
@@ -398,7 +398,7 @@ class Family(ABC):
         return (1,)
 
     def is_scheduled(self, config: Config) -> bool:
-        """Whether `splits` depends on the problem; else they are those of `tiling`."""
+        """True when `splits` depends on the problem; else they are those of `tiling`."""
         return False
 
     def called(self, problem: Problem, config: Config, splits: int) -> Config:
@@ -506,7 +506,7 @@ def listed(domain: Domain) -> str:
 
 
 def without_spare(serving: Sequence[Family]) -> list[Family]:
-    """Of families that serve a problem those made for its GPU; where there are none, all."""
+    """The families made for the GPU among those that serve a problem; all when there are none."""
     return [family for family in serving if not family.is_spare] or list(serving)
 
 

@@ -188,7 +188,7 @@ def as_gemm(config: Config) -> Config:
 
 
 def _is_grouped(config: Config) -> bool:
-    """Whether a config of `gemm` has a counterpart among the grouped kernels."""
+    """True when a config of `gemm` has a counterpart among the grouped kernels."""
     return (
         config["kernel_schedule"] in SCHEDULES
         and config["epilogue_schedule"] != NO_SMEM

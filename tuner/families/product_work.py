@@ -150,7 +150,7 @@ class Rows(NamedTuple):
     """How a kernel of few rows cuts the weights."""
 
     rows: int
-    """Of the weights, which a block owns at a time."""
+    """Rows of the weights that a block owns at a time."""
     depth: int
     """Elements of K of a step."""
     resident: int

@@ -225,7 +225,7 @@ def smem_bytes(problem: AttentionProblem, config: Config, gpu: Gpu) -> int:
 
 
 def _registers(block_m: int, block_n: int, columns: int, warps: int) -> int:
-    """Of a thread: fp32 scores and outputs, 16-bit keys."""
+    """Registers of a thread: fp32 scores and outputs, 16-bit keys."""
     return (block_m * (block_n + columns) + block_n * columns // 2) // (warps * WARP)
 
 

@@ -236,13 +236,13 @@ def _attention(problem: Problem) -> AttentionProblem:
 
 
 def columns(problem: AttentionProblem, stage: str) -> int:
-    """Of a block's tiles: all of Q and K, up to `MOST_COLUMNS` of V."""
+    """Shared memory of a block's tiles: all of Q and K, up to `MOST_COLUMNS` of V."""
     whole = instance(problem.head_dim)
     return whole if stage == "scores" or whole <= MOST_COLUMNS else whole // 2
 
 
 def bias_bytes(problem: AttentionProblem) -> int:
-    """Of the additive bias; 0 without one."""
+    """Strides of the additive bias; 0 without one."""
     return sum(operand.bytes for operand in problem.operands if operand.name == "bias")
 
 

@@ -23,7 +23,7 @@ class Part(NamedTuple):
     """One sequence of a paged problem, as dense attention."""
 
     problem: AttentionProblem
-    """Of one sequence without mask; of one key where it has none, which nothing sees."""
+    """Problem of one sequence without mask; it has one key, which no query sees, instead of none."""
     keys: int
     left: int
     """Query i sees keys i - left..i + right."""
@@ -66,7 +66,7 @@ def written(problem: AttentionProblem, name: str, kind: str, seed: int) -> bytes
 
 
 def row_bytes(problem: AttentionProblem) -> int:
-    """Of the packed rows that keys, or values, are drawn as."""
+    """Bytes of the packed rows that keys, or values, are drawn as."""
     return 2 * problem.total_kv * problem.heads_kv * problem.head_dim
 
 

@@ -70,7 +70,7 @@ class Job:
     reference: Artifact
     candidates: Sequence[Candidate]
     strides: Strides = field(default_factory=dict)
-    """Of a product's matrices that lie otherwise than the problem's; where nothing is timed."""
+    """Strides of a product's matrices that differ from the problem's; for requests without timing."""
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Job:

@@ -33,7 +33,7 @@ class Rota:
         self._burst_us = burst_us
         self._others_us = bursts * sum(burst_us[i] for i in self._others)
         self.orders = self._deal()
-        """Of all indices, without end."""
+        """Indices in their order, without end."""
 
     def settling(self, first: int) -> int:
         """Bursts of a round's first that are not timed: as long as what ran before it, at most

@@ -349,7 +349,7 @@ class _Process:
         return self._popen.pid
 
     def alive(self) -> bool:
-        """Whether it may be asked; one that was sent its signal is as good as gone."""
+        """True when it may be asked; one that was sent its signal is as good as gone."""
         return not self._signalled and self._popen.poll() is None
 
     def send(self, request: Mapping[str, Any]) -> None:

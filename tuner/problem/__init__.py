@@ -114,6 +114,6 @@ def problem_from_json(data: Mapping[str, Any]) -> Problem:
 
 @cache
 def _types(cls: type[Problem]) -> dict[str, type]:
-    """Of what type each field is in JSON."""
+    """JSON type of each field."""
     known = {"int": int, "bool": bool, "float": float}
     return {field.name: known.get(str(field.type), str) for field in fields(cls)}

@@ -350,7 +350,7 @@ class AttentionProblem(Problem):
 
     @property
     def modifiers(self) -> str:
-        """Of the extras those that add to the scores; or empty."""
+        """The extras that add to the scores, in words; or empty."""
         parts = (
             ("additive bias", bool(self.bias)),
             ("boolean mask", bool(self.mask)),
@@ -519,8 +519,8 @@ class AttentionProblem(Problem):
 
     @property
     def matrices(self) -> tuple[Operand, Operand, Operand, Operand]:
-        """Of the operands query, key, value and out, all (B, H, S, D); packed sequences are a batch
-        of one, and each page of a cache is one of many.
+        """The operands query, key, value and out, all (B, H, S, D). Packed sequences are a batch of one;
+        each page of a cache is one of many.
         """
         parts_q, rows_q = self.batch, self.seqlen_q
         parts_kv, rows_kv = self.batch, self.seqlen_kv

@@ -103,7 +103,7 @@ class AttentionBackwardProblem(Problem):
 
     @property
     def flops(self) -> int:
-        """Of five products where attention has two."""
+        """Five products; attention has two."""
         return self.forward.flops * 5 // 2
 
     @property

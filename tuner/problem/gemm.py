@@ -148,12 +148,12 @@ class GemmProblem(Problem):
 
     @property
     def has_bias(self) -> bool:
-        """Whether a vector is added to every row."""
+        """True when a vector is added to every row."""
         return self.epilogue.startswith("bias")
 
     @property
     def has_residual(self) -> bool:
-        """Whether a matrix is added."""
+        """True when a matrix is added."""
         return self.epilogue.endswith("residual")
 
     @property

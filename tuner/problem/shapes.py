@@ -63,7 +63,7 @@ class Model:
     """Keys that a query sees at most; 0 for all."""
     dtype: str
     has_swiglu: bool = False
-    """Whether the feed-forward layer is a gated product with SiLU."""
+    """True when the feed-forward layer is a gated product with SiLU."""
 
     @classmethod
     def read(cls, path: Path) -> Model:

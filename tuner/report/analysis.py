@@ -18,8 +18,8 @@ from tuner.store.entry import is_vendor
 LEAST_CANDIDATES = 20
 """Passed candidates of a family below which the importance of its parameters is not told."""
 TREES, DEPTH = 16, 6
-"""Of the forest that shares are read from: a tenth of the time of Optuna's 64 and 64, and no share
-of the shipped recordings changes by 0.05."""
+"""Size of the forest that shares are read from: a tenth of the time of Optuna's 64 and 64. Shares of
+the shipped recordings change by less than 0.05."""
 #: Axes of a heat map: the first of these that a family has; a family with none is drawn over the
 #: two parameters with the most values.
 ROWS = ("tile_m", "warp_groups", "rows_per_block", "heads_per_launch")
@@ -142,8 +142,8 @@ class Importance:
     family: str
     candidates: int
     shares: dict[str, float]
-    """Of the variance of the times' logarithm that single parameters explain; they add up to 1,
-    largest first.
+    """Shares of the variance of the times' logarithm that single parameters explain, largest first.
+    They add up to 1.
     """
 
 
@@ -287,7 +287,7 @@ class Standing:
 
     @property
     def is_tied(self) -> bool:
-        """Whether the two are equal within their noise."""
+        """True when the two are equal within their noise."""
         return is_tie(self.own, self.vendor)
 
     @property

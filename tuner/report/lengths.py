@@ -31,7 +31,7 @@ class Length:
 
     @property
     def bytes(self) -> int:
-        """Of the operands and what the kernel uses beside them."""
+        """Memory of the operands and of the kernel beside them."""
         return self.measurement.problem.bytes + self.measurement.workspace_bytes
 
     @property

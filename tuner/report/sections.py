@@ -73,7 +73,7 @@ class Section:
     terms: Sequence[tuple[str, str]] = ()
     """(name, meaning) of a glossary."""
     level: int = 2
-    """Of its heading; 3 belongs to the 2 before it."""
+    """Level of the heading; 3 is a part of the 2 before it."""
 
 
 def sections(subject: Subject) -> list[Section]:

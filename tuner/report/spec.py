@@ -23,7 +23,7 @@ _WORDS = {
     "labelLimit": 0,  # whole, however long
 }
 LEGEND_COLUMNS = 2
-"""Of a legend on a wide page; ``figures.js`` takes one on a narrow one."""
+"""Columns of a legend on a wide page; ``figures.js`` takes one on a narrow page."""
 #: Vega-Lite's configuration of every picture.
 CONFIG: Mapping[str, Any] = {
     "background": "transparent",
@@ -103,7 +103,7 @@ def series_of(names: Sequence[str]) -> Spec:
 
 
 LINE, MAX_LINE = 14, 40
-"""Of a name above its bar: pixels a line, and characters that fit a page of 390 pixels."""
+"""Name above its bar: pixels a line, and characters that fit a page of 390 pixels."""
 
 
 @dataclass(frozen=True)
@@ -120,12 +120,12 @@ class Rows:
 
     @property
     def height(self) -> int:
-        """Of the picture."""
+        """Height of the picture."""
         return self._row * len(dict.fromkeys(self.names))
 
     @property
     def at_bar(self) -> Spec:
-        """Of a mark at the bar's height."""
+        """Position of a mark at the bar's height."""
         return {"yOffset": self._row // 2 - 10}
 
     @property

@@ -86,11 +86,11 @@ class Work:
     slots: int
     """Pieces that the chip holds at once."""
     is_even: bool
-    """Whether the pieces are equal; under a causal mask they are not."""
+    """True when the pieces are equal; under a causal mask they are not."""
     threads: int
-    """Of a block."""
+    """Threads of a block."""
     smem_bytes: int
-    """Of a block."""
+    """Shared memory of a block, bytes."""
     blocks_per_sm: int
     tensor_flops: float
     """Executed by tensor cores, padding and masked elements of visited tiles counted."""

@@ -167,7 +167,7 @@ class Runners:
         return WorkerPool([WorkerClient(index) for index in self.devices])
 
     def _facts(self) -> Mapping[str, str | int | float] | None:
-        """Of the GPUs' environment, where this machine cannot be asked."""
+        """Environment of the GPUs, when this machine does not have it."""
         return None
 
     def _create_other(self, problem: Problem, regime: Regime) -> Runner:

@@ -103,7 +103,7 @@ class Cluster:
         self._ray.shutdown()
 
     def runners(self, machine: Machine, note: Note) -> list[ClusterRunners]:
-        """Of each kind of GPU, those with the most GPUs first."""
+        """Runners of each kind of GPU, those with the most GPUs first."""
         return [ClusterRunners(self, kind, machine, note) for kind in self.kinds]
 
     def only(self, machine: Machine, note: Note) -> ClusterRunners:
@@ -372,7 +372,7 @@ class RemoteWorker:
         self._lock = threading.Lock()
         self._is_interrupted = False
         self.card: Card | None = None
-        """Of the first actor; those that replace it must have a like one."""
+        """Facts of the first actor; its replacements must have equal ones."""
         self.reason = ""
         """Why there is no actor."""
 
@@ -388,7 +388,7 @@ class RemoteWorker:
         return self.card
 
     def begin(self, timeout_s: float) -> bool:
-        """Whether there is an actor; creates one, and waits this long for it."""
+        """True when there is an actor; creates one, and waits this long for it."""
         if self._actor is not None and self._coming is None:
             return True
         if self._actor is None:

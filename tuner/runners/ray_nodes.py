@@ -52,10 +52,10 @@ class Card:
     node: str
     """Name of the machine."""
     version: str
-    """Of the tuner there."""
+    """Version of the tuner there."""
     gpu: Gpu
     facts: Mapping[str, str | int | float]
-    """Of the environment: driver, limits of the chip, the vendors' libraries."""
+    """Environment of the node: driver, limits of the chip, the vendors' libraries."""
 
     def differs(self, other: Card) -> str:
         """In what the times of two actors cannot be compared; empty when they can."""

@@ -39,7 +39,7 @@ FORMAT = "cutlass-tuner recording"
 VERSION = 1
 SUFFIX = ".json.gz"
 LOG_CHARACTERS = 400
-"""Of a failure's log; its end is kept, where compilers and CUDA say what was wrong."""
+"""Length of a failure's log. Its end is kept, which has the compiler's or CUDA's reason."""
 ROW = (
     "config",
     "status",

@@ -90,7 +90,7 @@ def use(index: int) -> contextlib.AbstractContextManager[Any]:
 
 
 def is_capturing() -> bool:
-    """Whether the current stream records a CUDA graph."""
+    """True when the current stream records a CUDA graph."""
     return bool(torch.cuda.is_current_stream_capturing())
 
 

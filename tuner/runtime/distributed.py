@@ -47,7 +47,7 @@ _log = logging.getLogger("tuner.runtime")
 TIMEOUT_S = 60.0
 _PREFIX = "tuner/agreement"
 _CHUNK_BYTES = 4 << 20
-"""Of the snapshot; torch 2.13's TCPStore refuses messages of more than 8 MiB."""
+"""Size of a chunk of the snapshot; torch 2.13's TCPStore refuses messages of more than 8 MiB."""
 _PROPOSAL, _VERDICT = "proposal", "verdict"
 
 

@@ -58,7 +58,7 @@ def unserved(tensors: Sequence[torch.Tensor]) -> Refusal | None:
 
 
 def wants_gradient(*tensors: torch.Tensor) -> bool:
-    """Whether autograd records a call with these tensors."""
+    """True when autograd records a call with these tensors."""
     if torch.is_grad_enabled():
         for tensor in tensors:
             if tensor.requires_grad:

@@ -77,7 +77,7 @@ class TunedLayers:
     left: Mapping[str, str]
     """Names of linear layers that stay as they are, each with the reason."""
     calls: LinearCalls
-    """Of the examples."""
+    """Calls of the linear layers that the examples made."""
 
 
 def tune_linear_(
@@ -212,7 +212,7 @@ def _sort_out(model: torch.nn.Module) -> tuple[dict[str, torch.nn.Module], dict[
 
 
 def _is_linear(module: torch.nn.Module) -> bool:
-    """Whether it is a linear layer of any make: those of quantising libraries, too, tell both
+    """True when it is a linear layer of any make: those of quantising libraries, too, tell both
     sizes; so do wrappers of a layer, which are judged by what they hold.
     """
     holds = any(type(child) in (torch.nn.Linear, TunedLinear) for child in module.children())

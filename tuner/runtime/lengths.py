@@ -44,7 +44,7 @@ class Lengths:
 
 
 def grows(problem: Problem) -> bool:
-    """Whether the keys are a cache, whose length is another at the next call."""
+    """True when the keys are a cache, whose length is another at the next call."""
     return isinstance(problem, AttentionProblem) and problem.seqlen_q != problem.seqlen_kv
 
 
@@ -150,8 +150,8 @@ def _shape(plan: KernelPlan) -> Any:
 
 
 def _fit(lengths: Sequence[int], rows: Sequence[Sequence[int]]) -> tuple[Line, ...] | None:
-    """Of each column the line through its values at these lengths, ascending; None where one is
-    not a line with whole numbers.
+    """For each column, the line through its values at these ascending lengths; None when one is not
+    a line of whole numbers.
     """
     fitted: list[Line] = []
     for values in zip(*rows, strict=True):

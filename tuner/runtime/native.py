@@ -15,7 +15,7 @@ class _Thread(threading.local):
 
 
 is_watched = False
-"""Whether `tuner.enable` overrides PyTorch's attention: else nothing reads the thread's flag."""
+"""True when `tuner.enable` overrides PyTorch's attention: else nothing reads the thread's flag."""
 thread = _Thread()
 """`is_native` is true where a call of PyTorch's attention must stay PyTorch's: a fallback, or a
 vendor's kernel that a plan calls."""

@@ -52,7 +52,7 @@ def portfolios() -> Sequence[Portfolio]:
 
 
 def knows(problem: Problem, gpu: Gpu) -> bool:
-    """Whether a portfolio was made for problems like this one on this GPU.
+    """True when a portfolio was made for problems like this one on this GPU.
 
     Raises:
         StoreError: when what ships is damaged.

@@ -62,7 +62,7 @@ class Target:
         return self.family.kernels(self.problem, self.config)
 
     def has_use(self, gpu: Gpu) -> bool:
-        """Whether the kernel takes any problem. Of products with few rows the small one needs the
+        """True when the kernel takes any problem. Of products with few rows the small one needs the
         least shared memory; attention's need not have the heads that a config packs.
         """
         if isinstance(self.problem, AttentionProblem):
@@ -124,7 +124,7 @@ class Kernel:
     artifact: str
     """Key in the artifact cache."""
     sha256: str
-    """Of the library that was checked."""
+    """SHA-256 of the library that was checked."""
     proof: Proof | None = None
     fault: str = ""
     """How it failed the gate, in one line: it is not launched."""

@@ -50,7 +50,7 @@ class Spread(NamedTuple):
     """Smallest and largest sizes that a kernel was measured at."""
 
     bounds: tuple[tuple[int, int], ...]
-    """Of each of the domain's `axes`."""
+    """Bounds of each of the domain's `axes`."""
 
     @classmethod
     def of(cls, sizes: Iterable[tuple[int, ...]]) -> Spread:
@@ -70,7 +70,7 @@ class Spread(NamedTuple):
         return tuple((low / REACH, high * REACH) for low, high in self.bounds)
 
     def holds(self, sizes: tuple[int, ...]) -> bool:
-        """Whether none is beyond `REACH` times the measured ones."""
+        """True when none is beyond `REACH` times the measured ones."""
         return _is_near(self.reached, sizes)
 
 
@@ -85,7 +85,7 @@ class Candidate:
     points: int
     """Measurements that the rates were fitted to."""
     median_error: float
-    """Of problems left out of the fit: the median of |expected / measured - 1|."""
+    """Median of |expected / measured - 1| at problems left out of the fit."""
     p90_error: float
     spread: Spread
 
@@ -212,7 +212,7 @@ class _Priced(NamedTuple):
     bounds: tuple[tuple[float, float], ...]
     """Sizes within `REACH` of the measured ones."""
     used: Callable[[Sequence[float]], Sequence[float]]
-    """Of the amounts of work those with a rate."""
+    """Selects the amounts of work that have a rate."""
     rates: tuple[float, ...]
     doubt: float
     """Factor of the margin."""

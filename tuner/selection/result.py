@@ -19,8 +19,7 @@ class Answer:
     """What `lookup` found."""
 
     entry: Entry
-    """Of the problem itself, or of the nearest one that was tuned; by a portfolio one without a
-    time (`kind`)."""
+    """Entry of the problem, or of its nearest tuned one; a portfolio's has no time (`kind`)."""
     exact: bool
     """False when the entry is of another problem, of another GPU, or of another environment than
     the caller's."""
@@ -28,14 +27,14 @@ class Answer:
     """What the caller should know: another problem's, not measured, another environment, another
     GPU, shipped."""
     lent: tuple[Measurement, ...] = ()
-    """Of the nearest problem's own configs those that may serve the one asked for, best first;
-    empty where the entry is the problem's own."""
+    """Configs of the nearest problem that may serve the asked one, best first; empty for an exact
+    answer."""
     selected: Selection | None = None
     """What a portfolio selects, and why, where nothing was measured."""
 
     @property
     def is_predicted(self) -> bool:
-        """Whether a portfolio chose it: it has no measured time."""
+        """True when a portfolio chose it: it has no measured time."""
         return self.selected is not None
 
     @property

@@ -113,7 +113,7 @@ class Result(Answer):
     vendor_over_own: float | None
     """The fastest vendor's time over the best own kernel's: above 1 ours is faster."""
     is_tie: bool = False
-    """Whether the two are equal within their noise."""
+    """True when the two are equal within their noise."""
 
 
 class Task(Answer):
@@ -162,7 +162,7 @@ class Cancelled(Answer):
 
 
 class Health(Answer):
-    """Whether the store could be read a moment ago."""
+    """True when the store could be read a moment ago."""
 
     status: Literal["ok", "stale"]
     age_s: float

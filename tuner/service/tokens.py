@@ -42,7 +42,7 @@ class Tokens:
         return bool(self.read)
 
     def allows(self, given: bytes, *, writes: bool) -> bool:
-        """Whether a token suffices; who may write may read."""
+        """True when a token suffices; who may write may read."""
         # Both are compared, always: the time tells nothing.
         may_read = hmac.compare_digest(given, self.read.encode())
         may_write = hmac.compare_digest(given, self.write.encode())
@@ -83,7 +83,7 @@ class Sessions:
         return session
 
     def is_open(self, cookies: bytes) -> bool:
-        """Whether a ``Cookie`` header holds a session that has not ended."""
+        """True when a ``Cookie`` header holds a session that has not ended."""
         return self._clock() < self._expiries.get(_hash(_session_of(cookies)), -math.inf)
 
     def end(self, cookies: bytes) -> None:

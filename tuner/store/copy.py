@@ -68,7 +68,7 @@ def copy(source: SqlStore, target: SqlStore, progress: Progress) -> dict[str, in
 def _check(
     reading: sa.Connection, there: sa.Connection, source: SqlStore, target: SqlStore
 ) -> bool:
-    """Whether the copy is complete already.
+    """True when the copy is complete already.
 
     Raises:
         StoreError: when the target holds what the source does not.

@@ -184,7 +184,7 @@ class Entry:
 
     @property
     def is_tied(self) -> bool:
-        """Whether the best own kernel and the fastest vendor's are equal within their noise."""
+        """True when the best own kernel and the fastest vendor's are equal within their noise."""
         vendor, own = self.fastest_vendor, self.best_own
         return vendor is not None and own is not None and is_tie(own, vendor[1])
 
@@ -201,7 +201,7 @@ def ratios_json(entry: Entry | None) -> dict[str, dict[str, float]]:
 
 
 def is_vendor(config: Config) -> bool:
-    """Whether a config calls a vendor's kernel."""
+    """True when a config calls a vendor's kernel."""
     return config.family.startswith(VENDOR_PREFIX)
 
 
@@ -215,7 +215,7 @@ def vendor_name(config: Config) -> str:
 
 
 def is_of_quick_pass(measurement: Measurement) -> bool:
-    """Whether a time is of the quick pass. Older replays stored such times as final ones, with a
+    """True when a time is of the quick pass. Older replays stored such times as final ones, with a
     flag, beside the vendors' final times.
     """
     return not measurement.is_final or "quick" in measurement.flags

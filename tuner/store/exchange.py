@@ -129,7 +129,7 @@ def _row(measurement: Measurement) -> dict[str, Any]:
 
 
 def is_ahead(time: str) -> bool:
-    """Whether a time (UTC, ISO 8601, or empty) lies further ahead than clocks differ."""
+    """True when a time (UTC, ISO 8601, or empty) lies further ahead than clocks differ."""
     limit = datetime.now(UTC) + MAX_AHEAD
     return time[:19] > limit.isoformat(timespec="seconds")[:19]
 

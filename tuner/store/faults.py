@@ -61,7 +61,7 @@ def store_error(where: str, error: BaseException) -> StoreError:
 
 
 def is_busy(error: BaseException | None) -> bool:
-    """Whether SQLite's error says that another connection holds a lock."""
+    """True when SQLite's error says that another connection holds a lock."""
     return _code(error) in _BUSY
 
 

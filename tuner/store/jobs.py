@@ -169,7 +169,7 @@ class JobRecord:
 
     @property
     def is_open(self) -> bool:
-        """Whether something is left to do."""
+        """True when something is left to do."""
         return self.state in OPEN_STATES
 
     def to_json(self) -> dict[str, Any]:
@@ -287,7 +287,7 @@ class Jobs(ABC):
 
     @abstractmethod
     def is_held(self, lease: Lease) -> bool:
-        """Whether a lease is still its holder's; writes nothing."""
+        """True when a lease is still its holder's; writes nothing."""
 
     @abstractmethod
     def begin(self, lease: Lease, sweep: str) -> None:

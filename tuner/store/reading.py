@@ -121,7 +121,7 @@ class StoreFile:
         return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size, has_wal
 
     def _check_schema(self) -> bool:
-        """Whether there are tables; false in a file that is being made just now.
+        """True when there are tables; false in a file that is being made just now.
 
         Raises:
             StoreError: when they are another program's or of another revision.

@@ -50,7 +50,7 @@ MEASUREMENTS: sa.Select[Any] = sa.select(
 
 
 _PARAMETERS = 500
-"""Of one statement; SQLite takes 999 at least."""
+"""Parameters of one statement; SQLite takes 999 at least."""
 
 
 def now() -> str:

@@ -125,7 +125,7 @@ class _Plan:
     _labels: dict[tuple[str, str], str] = field(default_factory=dict)
 
     def worths(self) -> Mapping[tuple[str, str], float]:
-        """Of the groups that are left."""
+        """Values of the groups that are left."""
         if self._worths is None:
             self._worths = self.search.worths(self.taken)
         return self._worths

@@ -333,7 +333,7 @@ class Controller:
 
 
 def longer_pause(pause_s: float) -> float:
-    """Of an idle controller, after it waited so long."""
+    """Next pause of an idle controller, after a pause of so many seconds."""
     return min(1.5 * pause_s, LONGEST_POLL_S)
 
 
@@ -350,11 +350,11 @@ class Pulse:
 
     @property
     def may_hold(self) -> bool:
-        """Whether the lease lasts still if nobody cancelled it."""
+        """True when the lease lasts still if nobody cancelled it."""
         return time.monotonic() - self._written < self._lease_s
 
     def beat(self, progress: Mapping[str, Any]) -> bool:
-        """Whether the lease is held.
+        """True when the lease is held.
 
         Raises:
             StoreError: when the store cannot say.

@@ -43,7 +43,7 @@ class Revalidation:
 
     @property
     def is_replaced(self) -> bool:
-        """Whether another config wins now; a pin is not the tuner's to replace."""
+        """True when another config wins now; a pin is not the tuner's to replace."""
         return self.before.ranking[0].config != self.after.ranking[0].config
 
 
@@ -120,7 +120,7 @@ class Lender:
 
     @property
     def lends(self) -> bool:
-        """Whether it may serve shapes that nobody tuned (`tuner.selection.nearest`)."""
+        """True when it may serve shapes that nobody tuned (`tuner.selection.nearest`)."""
         return nearest.may_serve(self.passed, len(self.failed))
 
 

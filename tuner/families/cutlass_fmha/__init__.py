@@ -231,7 +231,7 @@ class CutlassFmha(Family):
 
 
 def _nests(problem: AttentionProblem) -> bool:
-    """Whether one call serves every batch.
+    """True when one call serves every batch.
 
     The collectives iterate two outer modes with one coordinate for all tensors. Without groups
     they are batch and head. With groups they are (heads of a group, batch x key head): the group

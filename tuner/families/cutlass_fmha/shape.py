@@ -135,7 +135,7 @@ class Shape:
 
     @property
     def is_epilogue_apart(self) -> bool:
-        """Whether the epilogue needs memory of its own instead of the mainloop's.
+        """True when the epilogue needs memory of its own instead of the mainloop's.
 
         A persistent block's does, as the next tile's loads arrive meanwhile. Of others the output
         of warp group i starts i TensorStorages into the slots of Q, and the remainders push it
@@ -184,7 +184,7 @@ class Shape:
         return (supply - LOAD_REGISTERS) // self.warp_groups // 8 * 8
 
     def spills(self, others: int) -> bool:
-        """Whether S, O, P and `others` exceed the registers: then ptxas spills or serialises."""
+        """True when S, O, P and `others` exceed the registers: then ptxas spills or serialises."""
         s = self.group_rows * self.tile_n // WARP_GROUP
         o = self.group_rows * self.head_tile // WARP_GROUP
         return s + o + s // 2 + others > self.consumer_registers

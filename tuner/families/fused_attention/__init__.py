@@ -281,7 +281,7 @@ class FusedAttention(Family):
         ]
 
     def _pays(self, problem: AttentionProblem, config: Config) -> bool:
-        """Whether nothing spills, there are keys for each split, and room on a multiprocessor for
+        """True when nothing spills, there are keys for each split, and room on a multiprocessor for
         its blocks; what has none is legal, and slow.
         """
         blocks = config["blocks_per_sm"]
@@ -520,7 +520,7 @@ class FusedAttention(Family):
 
 
 def _spills(problem: AttentionProblem, config: Config) -> bool:
-    """Whether ptxas runs out of a consumer's registers, as found by compiling: a kernel whose
+    """True when ptxas runs out of a consumer's registers, as found by compiling: a kernel whose
     accumulators are stored and loaded again between its WGMMAs works, and is many times slower.
     """
     head_dim, width = instance(problem.head_dim), DTYPE_BYTES[problem.dtype]
@@ -542,7 +542,7 @@ def _spills(problem: AttentionProblem, config: Config) -> bool:
 
 
 def _registers(problem: AttentionProblem, config: Config) -> tuple[int, int]:
-    """Of a producer's and of a consumer's thread."""
+    """Registers of a producer's and of a consumer's thread."""
     table = PAGED_REGISTERS if problem.is_paged else REGISTERS
     return table[config["warp_groups"], config["blocks_per_sm"]]
 

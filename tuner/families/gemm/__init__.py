@@ -331,7 +331,7 @@ def split(config: Config, splits: int) -> Config:
 
 
 def legality_facts(problem: GemmProblem) -> Hashable:
-    """Of a plain product without a batch; vast ones may have too many tiles for a grid."""
+    """Facts of a plain product without a batch; vast ones may have too many tiles for a grid."""
     if max(problem.m, problem.n, problem.k) >= VAST:
         return problem
     return problem.dtype, problem.n % ALIGNED, problem.k % ALIGNED
@@ -356,7 +356,7 @@ def _presence_violations(config: Config) -> list[str]:
 
 
 def _applies(name: str, params: Mapping[str, Value]) -> bool:
-    """Whether an optional parameter means something beside the others."""
+    """True when an optional parameter means something beside the others."""
     match name:
         case "tile_scheduler":  # stream-K exists for cooperative kernels only
             return params["kernel_schedule"] == COOPERATIVE

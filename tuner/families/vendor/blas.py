@@ -114,7 +114,7 @@ class VendorBlas(Vendor):
         return call
 
     def legality_facts(self, problem: Problem) -> Hashable:
-        """Of problems of a domain all are taken."""
+        """Every problem of a domain is taken."""
         return ()
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:

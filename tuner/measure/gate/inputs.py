@@ -231,7 +231,7 @@ def parts_of(
 
 
 def sees_nothing(one: AttentionProblem, sides: tuple[int, int]) -> bool:
-    """Whether not even the last query of a part sees a key.
+    """True when not even the last query of a part sees a key.
 
     Args:
         one: a part as of `parts_of`.

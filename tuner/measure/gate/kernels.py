@@ -146,7 +146,7 @@ class Buffers:
             for operand in self._memory()
         }
         self.rows: dict[str, Guarded] = {}
-        """Of a paged cache keys and values as packed rows, which are copied to its pages."""
+        """Keys and values of a paged cache as packed rows, which are copied to its pages."""
         if isinstance(problem, AttentionProblem) and problem.is_paged:
             size = pages.row_bytes(problem)
             self.rows = {name: guarded(self._pool, name, size) for name in ("key", "value")}

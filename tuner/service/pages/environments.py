@@ -29,7 +29,7 @@ class Known:
     newest: str
     """Time of its newest final measurement, UTC."""
     is_shipped: bool
-    """Of what ships alone."""
+    """True for shipped decisions only."""
 
     @property
     def digest(self) -> str:

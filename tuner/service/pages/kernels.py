@@ -40,8 +40,7 @@ class Subject:
     problem: Problem
     config: Config
     measurements: Sequence[Measurement]
-    """Of it, those of the GPU and regime that were asked for first, of these the final ones, the
-    newest first; not empty."""
+    """Measurements of it, not empty. Order: of the asked GPU and regime, final ones, newest ones."""
     kernels: Sequence[Kernel]
     silence: str
     """Why there is no source; empty where there is."""

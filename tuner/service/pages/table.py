@@ -12,7 +12,7 @@ from tuner.selection.reader import Entry
 from tuner.service.served import Table
 
 ROWS = 100
-"""Of one page."""
+"""Rows of one page."""
 
 Order = Literal["problem", "us", "-tflops", "-speed", "speed", "-decided"]
 """A leading minus begins with the largest."""
@@ -30,7 +30,7 @@ class Filter:
     standing: str = ""
 
     def lets(self, entry: Entry) -> bool:
-        """Whether an entry has all of it."""
+        """True when an entry has all of it."""
         return (
             self.op in ("", entry.problem.op)
             and self.gpu in ("", entry.gpu.name)

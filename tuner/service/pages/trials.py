@@ -26,7 +26,7 @@ from tuner.store.entry import is_of_quick_pass, is_vendor
 from tuner.tuning.outcome import first_line
 
 ROWS = 100
-"""Of one page of trials."""
+"""Rows of one page of trials."""
 Show = Literal["all", "final", "quick", "failed"]
 SHOWN: tuple[Show, ...] = get_args(Show)
 """Which trials a page lists."""
