@@ -23,7 +23,8 @@ class Part(NamedTuple):
     """One sequence of a paged problem, as dense attention."""
 
     problem: AttentionProblem
-    """Problem of one sequence without mask; it has one key, which no query sees, instead of none."""
+    """Problem of one sequence without mask; it has one key, which no query sees, instead of
+    none."""
     keys: int
     left: int
     """Query i sees keys i - left..i + right."""

@@ -70,7 +70,8 @@ class Job:
     reference: Artifact
     candidates: Sequence[Candidate]
     strides: Strides = field(default_factory=dict)
-    """Strides of a product's matrices that differ from the problem's; for requests without timing."""
+    """Strides of a product's matrices that differ from the problem's; for requests without
+    timing."""
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Job:

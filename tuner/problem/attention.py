@@ -519,8 +519,8 @@ class AttentionProblem(Problem):
 
     @property
     def matrices(self) -> tuple[Operand, Operand, Operand, Operand]:
-        """The operands query, key, value and out, all (B, H, S, D). Packed sequences are a batch of one;
-        each page of a cache is one of many.
+        """The operands query, key, value and out, all (B, H, S, D). Packed sequences are a batch of
+        one; each page of a cache is one of many.
         """
         parts_q, rows_q = self.batch, self.seqlen_q
         parts_kv, rows_kv = self.batch, self.seqlen_kv

@@ -18,8 +18,8 @@ from tuner.store.entry import is_vendor
 LEAST_CANDIDATES = 20
 """Passed candidates of a family below which the importance of its parameters is not told."""
 TREES, DEPTH = 16, 6
-"""Size of the forest that shares are read from: a tenth of the time of Optuna's 64 and 64. Shares of
-the shipped recordings change by less than 0.05."""
+"""Size of the forest that shares are read from: a tenth of the time of Optuna's 64 and 64. Shares
+of the shipped recordings change by less than 0.05."""
 #: Axes of a heat map: the first of these that a family has; a family with none is drawn over the
 #: two parameters with the most values.
 ROWS = ("tile_m", "warp_groups", "rows_per_block", "heads_per_launch")

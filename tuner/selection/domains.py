@@ -179,9 +179,10 @@ class AttentionDomain(_Attention, Domain):
 
     @property
     def kin(self) -> Iterator[Self]:
-        """Related domains whose kernels may serve this one. For paged caches: dense ones, nearest head
-        dimension first; under a bottom-right mask few queries see nearly all keys. What PyTorch composes of operations, or has only a slow kernel
-        for, takes kernels of other phases where none of its own was measured.
+        """Related domains whose kernels may serve this one. For paged caches: dense ones, nearest
+        head dimension first; under a bottom-right mask few queries see nearly all keys. What
+        PyTorch composes of operations, or has only a slow kernel for, takes kernels of other phases
+        where none of its own was measured.
         """
         if self.is_paged:
             mask: Mask = "causal" if self.phase == "prompt" else "full"

@@ -40,7 +40,8 @@ class Subject:
     problem: Problem
     config: Config
     measurements: Sequence[Measurement]
-    """Measurements of it, not empty. Order: of the asked GPU and regime, final ones, newest ones."""
+    """Measurements of it, not empty. Order: of the asked GPU and regime, final ones, newest
+    ones."""
     kernels: Sequence[Kernel]
     silence: str
     """Why there is no source; empty where there is."""
