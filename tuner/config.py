@@ -1,4 +1,4 @@
-"""What is chosen: a family's name and its parameters; frozen, hashable, JSON both ways."""
+"""Configs: a family's name and its parameters; frozen, hashable, JSON both ways."""
 
 from __future__ import annotations
 

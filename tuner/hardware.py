@@ -1,4 +1,4 @@
-"""What the chip offers; every number with its source.
+"""GPUs and their limits; every number with its source.
 
 Sources: [CPG] CUDA C++ Programming Guide 13.0, "Compute Capabilities"; [H100] NVIDIA H100 Tensor
 Core GPU Architecture whitepaper; [DS] NVIDIA H200 and H100 SXM datasheets; [M] measured on one

@@ -1,4 +1,4 @@
-"""What was seen: status, latencies, error against the reference, log, environment."""
+"""Measurements: status, latencies, error against the reference, log, environment."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def status_of(cuda_error: int) -> Status:
 
 
 class Provenance(StrEnum):
-    """Where a latency comes from. The runtime launches MEASURED entries only."""
+    """Origin of a latency. The runtime launches MEASURED entries only."""
 
     MEASURED = "measured"
     REPLAYED = "replayed"
@@ -187,7 +187,7 @@ def regime_keys(regimes: Regimes) -> list[str]:
 
 @dataclass(frozen=True)
 class Environment:
-    """What the measuring machine was: versions and limits by name (driver, cuda, torch, cudnn,
+    """The measuring machine: versions and limits by name (driver, cuda, torch, cudnn,
     cublas, nvcc, cutlass, clock_max_mhz, power_limit_w, peers). Equal facts, equal `digest`.
     """
 
@@ -201,7 +201,7 @@ class Environment:
 
 @dataclass(frozen=True)
 class Resources:
-    """What ptxas reported for one kernel."""
+    """Report of ptxas on one kernel."""
 
     registers: int
     spill_store_bytes: int

@@ -53,7 +53,7 @@ def store_path() -> Path:
 
 
 def store_url() -> str:
-    """Where tuning writes."""
+    """SQLAlchemy URL of the store for tuning."""
     return _text("TUNER_STORE") or f"sqlite:///{store_path()}"
 
 

@@ -1,4 +1,4 @@
-"""Where a file that was asked for goes: written aside, then put in place whole."""
+"""Output files, written aside and then put in place whole."""
 
 from __future__ import annotations
 

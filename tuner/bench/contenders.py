@@ -1,4 +1,4 @@
-"""Who takes part for a problem: what the cache holds of it, and the kernels to measure against."""
+"""Contenders of a problem: the cache's kernels, and the kernels to measure against."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class Lineup:
-    """Who takes part for one problem under one regime."""
+    """Contenders of one problem under one regime."""
 
     contenders: tuple[Contender, ...]
     notes: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""What this project's design documents measured, kernel by kernel, on this machine; and attention
+"""Measurements of this project's design documents, repeated kernel by kernel; and attention
 in two kernels, the step that they named as the next one.
 
 They tried tiles of the GEMMs of three-kernel attention and threads of its softmax, compared the
@@ -185,7 +185,7 @@ def one_of_each(problem: Problem, gpu: Gpu) -> dict[str, Config]:
 
 @cache
 def _first_choice(name: str, problem: Problem, gpu: Gpu) -> Config | None:
-    """What a family's estimate likes best; None where it has nothing."""
+    """Config with a family's least estimate; None for an empty space."""
     member = family(name)
     return next(iter(member.seeds(problem, gpu, member.space(problem, gpu), 1)), None)
 

@@ -1,4 +1,4 @@
-"""What a comparison saw: rows of timed kernels, what follows from them, JSON both ways."""
+"""Results of a comparison: rows of timed kernels, derived figures, JSON both ways."""
 
 from __future__ import annotations
 
@@ -164,12 +164,12 @@ class Row:
 
     @property
     def control(self) -> float | None:
-        """What two times of one kernel in this pass differ by, as a part of them."""
+        """Difference of two times of one kernel in this pass, as a part of them."""
         pairs = [(t.again_us, t.latency_us) for t in self.timed if t.again_us and t.latency_us]
         return max((abs(again / us - 1) for again, us in pairs), default=None)
 
     def figures(self, timed: Timed, gpu: Gpu) -> dict[str, float]:
-        """What follows from a time, by name; empty without one.
+        """Figures derived from a time, by name; empty without one.
 
         ``tb_per_s`` counts the keys and values of attention, every operand of other operations;
         ``over_own`` is the time over that of the fastest own kernel (`own`).

@@ -34,7 +34,7 @@ from tuner.store.exchange import Decision, write
 
 @dataclass(frozen=True)
 class Packed:
-    """What was written."""
+    """The written bundle."""
 
     entries: int
     kernels: int

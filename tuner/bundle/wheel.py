@@ -49,7 +49,7 @@ _KEPT = ("template", "variables", "nvcc", "cutlass", "advice")
 
 @dataclass(frozen=True)
 class Wheel:
-    """What was written."""
+    """The written wheel."""
 
     path: Path
     kernels: int

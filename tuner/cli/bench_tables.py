@@ -200,7 +200,7 @@ def _cell(timed: Timed | None) -> str:
 
 
 def _missing(rows: Sequence[Row]) -> list[str]:
-    """What has no time and why, each reason once; what else should be known."""
+    """Kernels without a time and their reasons, each once; further notes."""
     said: dict[str, list[str]] = {}
     for row in rows:
         label = row.problem.label()

@@ -400,7 +400,7 @@ class LoadedKernel:
 
     @property
     def address(self) -> int:
-        """Where the launch function lies in this process."""
+        """Address of the launch function in this process."""
         return int(ctypes.cast(self._launch, ctypes.c_void_p).value or 0)
 
     def workspace_bytes(self, integers: Sequence[int]) -> int:
@@ -512,7 +512,7 @@ def loaded(key: str) -> LoadedKernel | None:
 
 
 def _intact(key: str, folder: Path) -> Artifact | None:
-    """What a folder holds, the library's hash verified; None where it is damaged."""
+    """Artifact in a folder, the library's hash verified; None when it is damaged."""
     try:
         text = (folder / "meta.json").read_text(encoding="utf-8")
         artifact = _read_meta(key, folder, text)

@@ -156,7 +156,7 @@ class Compiler:
         return hashlib.sha256(json.dumps(ingredients, sort_keys=True).encode()).hexdigest()[:32]
 
     def _ingredients(self, spec: KernelSpec) -> dict[str, Any]:
-        """What a key holds of the compiler."""
+        """Part of a key that stands for the compiler."""
         tools = self.toolchain
         if triton_compiler.compiles(spec.template):
             return triton_compiler.ingredients(tools, self.capability)

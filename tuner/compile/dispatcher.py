@@ -93,7 +93,7 @@ def _key() -> str:
 
 
 def _facts() -> dict[str, str]:
-    """What the binary interface depends on."""
+    """Versions that the binary interface depends on."""
     try:
         torch = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError as exc:

@@ -26,7 +26,7 @@ def folder() -> Path | None:
 
 
 def artifacts() -> Path | None:
-    """Where its artifacts lie."""
+    """Folder of its artifacts."""
     found = folder()
     return None if found is None else found / ARTIFACTS
 

@@ -48,7 +48,7 @@ def compiles(template: str) -> bool:
 
 
 def ingredients(tools: Toolchain, capability: str) -> dict[str, Any]:
-    """What an artifact's key holds beside its template and text.
+    """Part of an artifact's key beside its template and text.
 
     Raises:
         CompileError: when there is no Triton.
@@ -64,7 +64,7 @@ def ingredients(tools: Toolchain, capability: str) -> dict[str, Any]:
 
 
 def command(tools: Toolchain, capability: str) -> list[str]:
-    """What compiles the unit in the working folder."""
+    """Command that compiles the unit in the working folder."""
     options = ["--host-compiler", str(tools.host_compiler)]
     return python_command("-m", "tuner.compile.triton_compiler", capability, *options)
 

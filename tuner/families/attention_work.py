@@ -61,7 +61,7 @@ class Tiling(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What the work of all kernels at one problem is counted from."""
+    """Sizes from which the work of all kernels at one problem is counted."""
 
     seqlen_q: int
     seqlen_kv: int

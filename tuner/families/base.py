@@ -47,7 +47,7 @@ FOREIGN = (
     TypeError,
     ValueError,
 )
-"""What a family raises when it is asked about a config that it cannot express: one of another
+"""Exceptions of a family on a config that it cannot express: one of another
 version of itself, with a parameter missing, of another type, or beyond its tables."""
 
 Domain = tuple[Value, ...] | range
@@ -148,7 +148,7 @@ class Family(ABC):
     writes_lse: ClassVar[bool] = False
     """An attention family whose launches name `LSE` among their tensors."""
     cost_constants: ClassVar[Mapping[str, float]] = {}
-    """What `predict_us` takes from measurements, by name, all positive: where their fit starts.
+    """Fitted constants of `predict_us` by name, all positive: the start of their fit.
     Empty where nothing is fitted."""
     work_terms: ClassVar[tuple[str, ...]] = ()
     """Names of what `work` counts; empty where no time model is made of the family's kernels."""
@@ -245,9 +245,7 @@ class Family(ABC):
         return self.draws.get(name, self.domains.get(name, ()))
 
     def accepts(self, problem: Problem, config: Config, gpu: Gpu) -> bool:
-        """Whether to take over a config that came from a store, a recording or another problem: it
-        is legal.
-        """
+        """True when a config from a store, a recording or another problem is legal here."""
         try:
             return not self.violations(problem, config, gpu)
         except FOREIGN:
@@ -281,7 +279,7 @@ class Family(ABC):
         return f"{self.name} has no {problem.extras}" if problem.extras else ""
 
     def lacks(self) -> str:
-        """What this machine needs to compile or list its kernels and has not, and how to get it;
+        """Tools that this machine lacks to compile or list its kernels, and how to get them;
         empty when nothing. Not part of legality: what is compiled already runs without.
         """
         return ""

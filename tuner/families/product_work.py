@@ -49,7 +49,7 @@ class Tiling(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What the work of all kernels at one product is counted from."""
+    """Sizes from which the work of all kernels at one product is counted."""
 
     m: int
     n: int

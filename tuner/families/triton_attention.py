@@ -111,7 +111,7 @@ class TritonAttention(Family):
         return [c for c in self._grid(problem, gpu) if not self.violations(problem, c, gpu)]
 
     def _grid(self, problem: AttentionProblem, gpu: Gpu) -> Iterator[Config]:
-        """What can pay: programs of as many rows as there are, up to 128; fewer than 64 only for
+        """Candidates that can win: programs of all rows, up to 128; fewer than 64 only for
         short queries and chips that would idle; no more accumulators than registers.
         """
         columns = padded(problem.head_dim)
@@ -257,7 +257,7 @@ def _packings(problem: AttentionProblem) -> tuple[int, ...]:
 
 
 def _packing(problem: AttentionProblem, config: Config) -> list[str]:
-    """What is wrong with `packed_heads`."""
+    """Violations of `packed_heads`."""
     group = problem.heads_q // problem.heads_kv
     if ("packed_heads" in config.params) != (group > 1):
         return ["packed_heads is for several query heads to a KV head, only"]
@@ -271,7 +271,9 @@ def _packing(problem: AttentionProblem, config: Config) -> list[str]:
 
 
 def _extents(problem: AttentionProblem, config: Config) -> list[str]:
-    """What the kernel's 32-bit integers cannot hold: rows, programs, and offsets in a tile."""
+    """Sizes that the kernel's 32-bit integers cannot hold: rows, programs, and offsets in a
+    tile.
+    """
     found = []
     rows = problem.seqlen_q * config.get("packed_heads", 1) + config["block_m"]
     if max(rows, problem.seqlen_kv + config["block_n"]) > MAX_EXTENT:

@@ -84,7 +84,7 @@ CONSTANTS: Mapping[str, float] = {
 
 
 class Chunk(NamedTuple):
-    """What one launch of each kernel covers: heads counted over the batch, rows of each."""
+    """Part of the problem that one launch covers: heads counted over the batch, rows of each."""
 
     first_head: int
     heads: int
@@ -153,8 +153,8 @@ class TwoKernelAttention(Family):
         return [c for c in self._grid(problem, gpu) if not self.violations(problem, c, gpu)]
 
     def _grid(self, problem: AttentionProblem, gpu: Gpu) -> Iterator[Config]:
-        """What can pay: groups that have rows; two blocks at an SM where there are so many, and
-        then of one group each; deep rings where the room is one block's.
+        """Candidates that can win: groups that have rows; two blocks at an SM where there are so
+        many, and then of one group each; deep rings where the room is one block's.
         """
         shapes = []
         for groups, resident in ((1, 1), (1, 2), (2, 1)):
@@ -298,7 +298,7 @@ def _splits(problem: AttentionProblem, blocks: int, tile_n: int, gpu: Gpu) -> li
 
 
 def _stage(problem: AttentionProblem, config: Config, stage: str) -> list[str]:
-    """What is wrong with the parameters of one kernel."""
+    """Violations of the parameters of one kernel."""
     names = ("groups", "stages", "buffers", "blocks_per_sm")
     groups, depth, buffers, resident = (config[f"{stage}_{name}"] for name in names)
     tile_n = config["tile_n"]
@@ -319,7 +319,7 @@ def _stage(problem: AttentionProblem, config: Config, stage: str) -> list[str]:
 
 
 def _chunking(problem: AttentionProblem, config: Config) -> list[str]:
-    """What is wrong with the launches' heads, rows and splits."""
+    """Violations of the launches' heads, rows and splits."""
     heads, rows, splits = (
         config[name] for name in ("heads_per_launch", "rows_per_launch", "splits")
     )

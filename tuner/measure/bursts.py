@@ -85,7 +85,7 @@ class Burst:
             replay()
 
     def steps(self, samples: int, chance: random.Random) -> list[Step]:
-        """What is enqueued between events for a number of times: pairs in shuffled order where
+        """Steps enqueued between events for a number of times: pairs in shuffled order where
         predecessors are subtracted.
         """
         if len(self._replays) < 2:

@@ -59,7 +59,7 @@ def table_of(problem: AttentionProblem, kind: str, seed: int) -> list[list[int]]
 
 
 def written(problem: AttentionProblem, name: str, kind: str, seed: int) -> bytes:
-    """What the operand `page_table` or `seqused_k` holds."""
+    """Contents of the operand `page_table` or `seqused_k`."""
     values = lengths_of(problem, kind)
     if name == "page_table":
         values = tuple(chain.from_iterable(table_of(problem, kind, seed)))

@@ -198,7 +198,7 @@ class Profile:
 
 
 def folder() -> Path:
-    """Where this machine's profiles are kept."""
+    """Folder of this machine's profiles."""
     return settings.cache_dir() / "profiles"
 
 
@@ -235,7 +235,7 @@ def find(problem: Problem, gpu: Gpu, config: Config) -> Profile | None:
 
 
 def read_csv(text: str) -> tuple[KernelCounters, ...]:
-    """What ``ncu --csv --page raw --print-units base`` wrote, a row a launch.
+    """Output of ``ncu --csv --page raw --print-units base``, a row a launch.
 
     Lines before the table (``==PROF==``, what the program printed) are passed over; so is a value
     that is no number, as ``n/a``.

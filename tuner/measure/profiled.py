@@ -37,7 +37,7 @@ CALLS_BEFORE = 2
 def request(
     problem: Problem, config: Config, reference: Artifact, kernels: Mapping[str, Artifact]
 ) -> dict[str, Any]:
-    """What `main` reads."""
+    """Input of `main`."""
     return {
         "problem": problem.to_json(),
         "config": config.to_json(),

@@ -1,4 +1,4 @@
-"""What a worker is asked, and what it answers of each candidate."""
+"""Requests to a worker, and its answer for each candidate."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tuner.problem import Problem, problem_from_json
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one candidate; the part of a `Measurement` that only the GPU knows."""
+    """Result of one candidate; the part of a `Measurement` that only the GPU knows."""
 
     status: Status
     latency_us: float | None = None

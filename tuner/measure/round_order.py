@@ -1,4 +1,4 @@
-"""Who follows whom where kernels are timed side by side."""
+"""Round order of kernels that are timed side by side: a Williams design, shuffled."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ SETTLE_US = 40_000.0
 
 
 class Rota:
-    """Who follows whom in the rounds of a final pass: at the power limit that decides the clocks.
+    """Order of the subjects in each round of a final pass. A subject's clocks depend on its
+    predecessor.
 
     Contenders follow one another equally often (Williams designs, each dealt anew). What is no
     contender comes after them, always in the same order, and the next round begins untimed, until

@@ -139,7 +139,7 @@ class Worker:
         return alive
 
     def _facts(self) -> dict[str, str]:
-        """What the vendor families say of this machine; torch is imported for it."""
+        """Facts of the vendor families about this machine; imports torch."""
         self._phase(None, "versions of the vendors' libraries", VENDOR_ALLOWANCE_S)
         facts: dict[str, str] = {}
         for member in self._members.values():

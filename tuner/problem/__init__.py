@@ -1,4 +1,4 @@
-"""What is asked: one frozen dataclass an operation, parsed from ``S=1024,D=64``.
+"""Problems: one frozen dataclass an operation, parsed from ``S=1024,D=64``.
 
 A problem is the first of the three identities (problem, artifact, environment). It holds the
 operation, data types, layouts, mask and shape; the GPU is named beside it by `hardware.Gpu`.

@@ -337,7 +337,7 @@ class AttentionProblem(Problem):
 
     @property
     def extras(self) -> str:
-        """What a kernel of plain attention, full or causal, lacks for this problem; or empty."""
+        """Features of this problem beyond plain attention, full or causal, in words; or empty."""
         parts = (
             ("sliding window", self.is_windowed),
             ("soft cap", self.softcap > 0),
@@ -406,7 +406,7 @@ class AttentionProblem(Problem):
         )
 
     def to_json(self) -> dict[str, Any]:
-        """What is off is absent, as it was before there was any: window, soft cap, ..."""
+        """As in the base class. Features that are off are absent: window, soft cap, ..."""
         absent = {name for name, off in _OFF.items() if getattr(self, name) == off}
         return {name: value for name, value in super().to_json().items() if name not in absent}
 

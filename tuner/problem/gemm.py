@@ -29,7 +29,7 @@ EPILOGUES = (
     *ACTIVATIONS,
     *(f"bias_{activation}" for activation in ACTIVATIONS),
 )
-"""What a GEMM may do with its product besides storing it."""
+"""Epilogues of a GEMM besides storing the product."""
 Scales = Literal["tensor", "row", "block"]
 SCALES: tuple[Scales, ...] = get_args(Scales)
 EPILOGUE_SCALES = SCALES[:2]
@@ -158,7 +158,7 @@ class GemmProblem(Problem):
 
     @property
     def activation(self) -> Activation:
-        """What is applied to the sum, if anything."""
+        """Activation of the sum, or the empty text."""
         text = self.epilogue.removeprefix("bias").removeprefix("_")
         return next((known for known in ACTIVATIONS if known == text), "")
 

@@ -48,7 +48,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Model:
-    """What decides the shapes of a dense Transformer."""
+    """Sizes of a dense Transformer."""
 
     kind: str
     hidden_size: int

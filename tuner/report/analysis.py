@@ -79,7 +79,7 @@ def differences(one: Config, other: Config) -> dict[str, tuple[Value | None, Val
 
 @dataclass(frozen=True)
 class Change:
-    """What changing one parameter alone did, quick pass against quick pass."""
+    """Effect of changing one parameter alone, quick pass against quick pass."""
 
     name: str
     winner: Value | None

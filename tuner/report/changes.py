@@ -99,7 +99,7 @@ class Pair:
 
     @property
     def new_winner(self) -> str:
-        """What B serves in place of A's winner; empty where that is still as good in B."""
+        """B's choice in place of A's winner; empty when that is still as good in B."""
         before, after = self.served
         if before.config == after.config:
             return ""

@@ -65,10 +65,10 @@ class Explanation:
     """The best own kernel: what is explained."""
     contrasts: tuple[Contrast, ...]
     single: tuple[Claim, ...]
-    """What changing one parameter alone did."""
+    """Effect of changing one parameter alone."""
     limits: tuple[Claim, ...]
     counted: tuple[Claim, ...] = ()
-    """What `tuner profile` counted; empty where it was not run."""
+    """Counters of `tuner profile`; empty when it was not run."""
 
     def to_json(self) -> dict[str, Any]:
         """The account as one JSON object."""
@@ -163,7 +163,7 @@ def _value(value: Value | None) -> str:
 
 
 def _compiled(own: Measurement, other: Measurement) -> list[Claim]:
-    """What ptxas and the launch reported."""
+    """Reports of ptxas and the launch."""
     claims = []
     for kernel in sorted(set(own.resources) & set(other.resources)):
         mine, theirs = own.resources[kernel], other.resources[kernel]

@@ -93,7 +93,7 @@ def _is_sibling(subject: Subject, theirs: Problem, gpu: Gpu, regime: Regime) -> 
 
 
 def crossings(lengths: Sequence[Length]) -> list[tuple[float, str, str]]:
-    """Where another kernel becomes the fastest.
+    """Lengths at which another kernel becomes the fastest.
 
     Returns:
         (sequence length, the one before, the one after); between two measured lengths it is
@@ -201,5 +201,5 @@ def _against(times: Mapping[int, float], vendors: Mapping[int, float]) -> str:
 
 
 def _meeting(short: int, long: int, start: float, end: float) -> float:
-    """Where a straight line over the length's logarithm is 0, between two lengths."""
+    """Zero of a straight line over the length's logarithm, between two lengths."""
     return math.exp(math.log(short) + start / (start - end) * math.log(long / short))

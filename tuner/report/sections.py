@@ -215,7 +215,7 @@ def _per_token(m: Measurement) -> Iterable[str]:
 
 
 def _counted(subject: Subject, account: Explanation) -> Iterable[Section]:
-    """What `tuner profile` counted of the best own kernel, a part of the section before."""
+    """Counters of the best own kernel (`tuner profile`), a part of the section before."""
     found = subject.profile_of(account.config.config)
     if found is None:
         return

@@ -165,5 +165,5 @@ def lines_of(name: str) -> list[str]:
 
 
 def tips(*fields: tuple[str, str]) -> list[Spec]:
-    """What is shown of a mark under the pointer: (field, title)."""
+    """Tooltip of a mark: (field, title)."""
     return [{"field": field, "title": title} for field, title in fields]

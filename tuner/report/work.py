@@ -1,4 +1,4 @@
-"""What a config asks of the chip: tiles, waves, occupancy, bytes, instructions.
+"""A config's demands on the chip: tiles, waves, occupancy, bytes, instructions.
 
 Computed from the config and the problem, never measured, for the families named in `works`; a
 family that is not there has none, and what is shown of it ends at its measurements.

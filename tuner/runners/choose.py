@@ -41,7 +41,7 @@ class ClusterPlace:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where to evaluate."""
+    """Runners of a command."""
 
     devices: tuple[int, ...] | None = (0,)
     """CUDA devices of one kind; None: all that are alike and free (`gpus.choose`)."""
@@ -136,7 +136,7 @@ class Runners:
 
     @cached_property
     def gpu(self) -> Gpu | None:
-        """What the GPUs to measure on are; None where nothing is measured.
+        """GPUs to measure on; None when nothing is measured.
 
         Raises:
             ConfigError: as `devices`.

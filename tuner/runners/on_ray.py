@@ -107,7 +107,7 @@ class Cluster:
         return [ClusterRunners(self, kind, machine, note) for kind in self.kinds]
 
     def only(self, machine: Machine, note: Note) -> ClusterRunners:
-        """Where there is one kind of GPU.
+        """Runner of a cluster with one kind of GPU.
 
         Raises:
             ConfigError: when there are several.
@@ -192,7 +192,7 @@ class Cluster:
         return node["Resources"].get("CPU", 0) >= 1 and _has(node, self._place.compile_labels)
 
     def _compile_selector(self) -> dict[str, str]:
-        """Where the next task may run; asked each time, for nodes come and go."""
+        """Nodes on which the next task may run; asked each time, for nodes come and go."""
         if self._place.compile_labels:
             return dict(self._place.compile_labels)
         bare = [
@@ -356,7 +356,7 @@ class ClusterPool(WorkerPool):
 
 
 class RemoteWorker:
-    """What `WorkerClient` is to a process of this machine, for an actor: one thread asks it,
+    """Counterpart of `WorkerClient` for an actor: one thread asks it,
     `interrupt` may come from another, and holds until `renew`.
 
     Args:
@@ -480,7 +480,7 @@ class RemoteWorker:
 
 
 class Parcels:
-    """Where in Ray's object store each library lies, by its hash: put there once. Safe between
+    """References in Ray's object store of each library, by its hash: put there once. Safe between
     threads.
     """
 

@@ -50,7 +50,7 @@ class WorkerPool:
         self._waiting: list[_Request] = []
         self._running: dict[Future[Any], AnyWorker] = {}
         self._homes: dict[Hashable, AnyWorker] = {}
-        """Who had the first request of each home."""
+        """Worker of the first request of each affinity key."""
         self._threads: list[threading.Thread] = []
         self._numbers = itertools.count()
         self._facts: dict[str, str] | None = None

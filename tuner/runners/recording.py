@@ -99,7 +99,7 @@ def file_name(problem: Problem, gpu: Gpu, regime: Regime) -> str:
 
 
 def folder() -> Path:
-    """Where the shipped recordings lie."""
+    """Folder of the shipped recordings."""
     return resources.cache() / "recordings"
 
 
@@ -132,7 +132,7 @@ def find(
 
 
 def from_store(store: Store, problem: Problem, gpu: Gpu, regimes: Regimes) -> Recording:
-    """What a store holds of the sweeps of a problem: the environment of the newest decision (or
+    """Recording of a problem's sweeps in a store: the environment of the newest decision (or
     of the newest measurement), each config's newest quick time, the final pass of the decision. Of
     several regimes the first that was measured.
 

@@ -163,7 +163,7 @@ def _takes_cudnn(
 
 
 def _random_state(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the backward kernels take as the state of dropout's generator, and never read."""
+    """State of dropout's generator for the backward kernels, which do not read it."""
     return (
         torch.empty(2, dtype=torch.uint64, device=query.device),
         torch.empty((), dtype=torch.uint64, device=query.device),

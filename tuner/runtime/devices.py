@@ -111,7 +111,7 @@ def burst_us(function: Callable[[], object], count: int) -> float:
 
 @cache
 def environment() -> Environment:
-    """What times depend on, as far as it is known without asking the GPU: driver, torch, cuDNN,
+    """Environment of times, as far as it is known without asking the GPU: driver, torch, cuDNN,
     cuBLAS.
     """
     facts: dict[str, str | int | float] = dict(installed_versions())

@@ -1,4 +1,4 @@
-"""What must hold of tensors before any tuned kernel may take them, whatever the store says."""
+"""Conditions that tensors must meet for any tuned kernel, whatever the store holds."""
 
 from __future__ import annotations
 

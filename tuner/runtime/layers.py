@@ -42,7 +42,7 @@ class TunedLinear(torch.nn.Linear):  # type: ignore[misc]  # torch is skipped
 
 @dataclass
 class LinearCalls:
-    """What the linear layers of a model were called with."""
+    """Calls of a model's linear layers."""
 
     problems: Counter[Problem] = field(default_factory=Counter)
     """Calls by the problem that they pose, in the order in which those first came."""
@@ -70,7 +70,7 @@ class LinearCalls:
 
 @dataclass(frozen=True)
 class TunedLayers:
-    """What `tune_linear_` did."""
+    """Result of `tune_linear_`."""
 
     replaced: tuple[str, ...]
     """Names of the layers that call `tuner.linear` from now on."""

@@ -144,7 +144,7 @@ def _lines(plans: Sequence[tuple[int, KernelPlan]]) -> tuple[WireStep, ...] | No
 
 
 def _shape(plan: KernelPlan) -> Any:
-    """What must be the same at every length."""
+    """Parts of a plan that must be equal at every length."""
     counts = tuple((len(step.tensors), len(step.integers)) for step in plan.steps)
     return plan.shape, plan.strides, plan.workspace_bytes, counts
 

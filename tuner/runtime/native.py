@@ -33,7 +33,7 @@ exchange: Callable[[bool], bool] = exchange_here
 
 
 def call(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """What `function` returns where all attention that it calls stays PyTorch's."""
+    """Result of `function`, with PyTorch's attention for every call that it makes."""
     swap = exchange
     before = swap(True)
     try:

@@ -53,7 +53,7 @@ class Posed:
 
 @dataclass(frozen=True, eq=False)
 class Plan(ABC):
-    """What serves the calls of one problem and scale on one device."""
+    """Launches for the calls of one problem and scale on one device."""
 
     problem: Problem
     config: Config

@@ -39,7 +39,7 @@ most. Each epilogue is a kernel of its own; the others are PyTorch's."""
 
 
 class Domain:
-    """What the domains of all operations have; each is a `NamedTuple` too."""
+    """Interface of the domains of all operations; each is also a `NamedTuple`."""
 
     __slots__ = ()
     op: ClassVar[str]
@@ -65,7 +65,7 @@ class Domain:
 
     @staticmethod
     def sizes(problem: Any) -> tuple[int, ...]:
-        """What a kernel was measured at, and is trusted near to."""
+        """Sizes at which a kernel was measured, and near which it is trusted."""
         raise NotImplementedError
 
     @staticmethod

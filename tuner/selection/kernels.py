@@ -108,7 +108,7 @@ class Proof:
     problems: int
     """Problems that passed; with one that failed there is no proof."""
     seed: int
-    """What they were drawn by."""
+    """Seed of the draw."""
     gpu: str
     driver: str
     date: str

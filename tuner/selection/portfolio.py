@@ -152,7 +152,7 @@ class DomainModels:
     _legal: dict[Hashable, bool] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
-    """What `config` found out, by candidate, splits and `Family.legality_facts`."""
+    """Results of `config` by candidate, splits and `Family.legality_facts`."""
 
     @property
     def vendors(self) -> list[Candidate]:
@@ -633,7 +633,7 @@ def _models_json(models: DomainModels) -> dict[str, Any]:
 
 
 def _domain_json(domain: AnyDomain) -> dict[str, Any]:
-    """What came later than version 2 is there only where it is so."""
+    """Fields that came after version 2 are present only when they are true."""
     later = "is_paged", "has_sinks", "operand"
     absent = {name for name in later if not getattr(domain, name, True)}
     return {name: value for name, value in domain._asdict().items() if name not in absent}

@@ -1,4 +1,4 @@
-"""What answers look like, for the OpenAPI document. Objects may hold more than is named here."""
+"""Answers for the OpenAPI document. Objects may hold more than is named here."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Configurations(Answer):
 
 
 class Found(Configuration):
-    """What serves a problem."""
+    """Configuration that serves a problem."""
 
     exact: bool
     notes: list[str]
@@ -99,7 +99,7 @@ class Jobs(Answer):
 
 
 class Result(Answer):
-    """What was decided for a problem of a job."""
+    """Decision for a problem of a job."""
 
     winner: str
     is_vendor: bool

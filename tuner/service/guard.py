@@ -1,4 +1,4 @@
-"""What every request passes before anything reads it: host, token, content type, size.
+"""Checks of every request before anything reads it: host, token, content type, size.
 
 Plain ASGI, so that a refused request costs microseconds.
 """
@@ -35,7 +35,7 @@ LOGIN_PATH, LOGOUT_PATH = "/login", "/logout"
 OPEN_PATHS = (HEALTH_PATH, "/openapi.json", LOGIN_PATH, LOGOUT_PATH)
 """They tell nothing about what is stored."""
 STATIC_PATH = "/static/"
-"""What pages are drawn with; the same for everybody."""
+"""Files that pages are drawn with; the same for every user."""
 API_PATH = "/v1/"
 """Below it programs are answered, never with a page."""
 LOOKUP_PATH = "/v1/configs:lookup"

@@ -57,7 +57,7 @@ class EnvironmentRecord:
 
 @dataclass(frozen=True)
 class ImportReport:
-    """What an import did; nothing of the file is left out unsaid."""
+    """Counts of an import; every line of the file is in one of them."""
 
     measurements_added: int = 0
     measurements_known: int = 0
@@ -137,7 +137,7 @@ class Store(ABC):
 
     @abstractmethod
     def best(self, problem: Problem, gpu: Gpu, regime: Regime) -> Entry | None:
-        """What is decided: the measured entry, else the replayed, else the predicted one."""
+        """The decision: the measured entry, else the replayed, else the predicted one."""
 
     @abstractmethod
     def entries(
@@ -155,7 +155,7 @@ class Store(ABC):
     def evidence(
         self, ranked: Sequence[Measurement], shapes: Sequence[Problem]
     ) -> list[Measurement]:
-        """What measured configs of one problem, GPU and regime did at other shapes: quick
+        """Measurements at other shapes of the configs of one problem, GPU and regime: quick
         measurements, oldest first.
 
         Args:

@@ -1,4 +1,4 @@
-"""What a decision answers, and how it is read from the `best` view. Standard library only.
+"""The answer of a decision, read from the `best` view. Standard library only.
 
 The SQLAlchemy store and the standard-library reader share this module, so a row means the same
 to both.

@@ -62,7 +62,7 @@ class Decision:
 
     @property
     def numbers(self) -> list[int]:
-        """What it ranks, and what it pins."""
+        """Its ranked and its pinned configs."""
         return [*self.ranking, *([] if self.pinned is None else [self.pinned])]
 
     def renumbered(self, ids: Sequence[int] | Mapping[int, int]) -> Decision:
@@ -447,7 +447,7 @@ class Trusted:
         )
 
     def around(self, decision: Decision) -> list[Measurement]:
-        """What the configs of one of the decisions did at other shapes, oldest first."""
+        """Measurements of a decision's configs at other shapes, oldest first."""
         found: list[Measurement] = []
         for line in self._around.get(self.decisions.index(decision), ()):
             row = json.loads(line)

@@ -19,7 +19,7 @@ FAULTS = (
     TypeError,
     ValueError,
 )
-"""What sqlite3, json and the making of a stored object raise on a damaged file: sqlite3 itself a
+"""Exceptions of sqlite3, json and the making of a stored object on a damaged file: sqlite3 itself a
 UnicodeDecodeError, where its message quotes a damaged schema, and a MemoryError."""
 
 _LOCKED = "is locked by another program; nothing was written: try again when it is done"

@@ -113,7 +113,7 @@ class StoreFile:
         raise store_error(str(self._path), exc) from exc
 
     def _identify(self, status: os.stat_result) -> tuple[int, ...]:
-        """What must stay the same for the open connection to be good."""
+        """Identity of the file for which the open connection is good."""
         if not self._is_immutable:
             return status.st_dev, status.st_ino
         # SQLite does not look whether such a file changes: its own times must tell.

@@ -467,7 +467,7 @@ def check(connection: sa.Connection, lease: Lease) -> sa.Row[Any]:
 
 
 def lost(lease: Lease) -> LeaseLostError:
-    """What a former holder is told."""
+    """Message to a former holder."""
     return LeaseLostError(
         f"lease {lease.token} on task {lease.task} is lost: the job was cancelled, or another "
         "controller took over; nothing was written"

@@ -59,7 +59,7 @@ def now() -> str:
 
 
 def identity(measurement: Measurement) -> tuple[Problem, str, Regime]:
-    """What a decision is about."""
+    """Key of a decision."""
     return measurement.problem, measurement.gpu.identity, measurement.regime
 
 

@@ -62,7 +62,7 @@ def wanted(
     catalogue: Catalogue = families_of,
     note: Callable[[str], None] = lambda text: None,
 ) -> list[Wanted]:
-    """What to compile for a job, what is worth most first; whatever is compiled already, so that
+    """Kernels to compile for a job, most valuable first; compiled ones included, so that
     the same job wants the same again.
 
     Args:

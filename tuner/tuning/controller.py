@@ -420,7 +420,7 @@ class _Leases:
                 self.remove(held)
 
     def report(self, lease: Lease, progress: Mapping[str, Any]) -> None:
-        """What the next extension tells of a task."""
+        """Progress of a task for the next extension."""
         if lease in self._progress:
             self._progress[lease] = progress
 
@@ -489,7 +489,7 @@ class _Reporter(Watcher):
 
 
 def progress_of(state: SweepState) -> dict[str, Any]:
-    """What a job's row says of a sweep that is running."""
+    """Progress of a running sweep for the job's row."""
     own, vendor = state.best_own, state.best_vendor
     return {
         "phase": state.phase,

@@ -48,7 +48,7 @@ MAX_ERRORS = 20
 
 @dataclass(frozen=True)
 class JobOptions:
-    """What is common to all problems of a job."""
+    """Options common to all problems of a job."""
 
     sweep: SweepOptions = field(default_factory=SweepOptions)
     launch: str | None = None
@@ -315,7 +315,7 @@ class Job:
 
 
 def _floor_us(problem: Problem) -> float:
-    """What a call takes at least, to order problems by what timing them costs."""
+    """Least time of a call, to order problems by the cost of timing them."""
     return DEFAULT_GPU.floor_us(*floor_work(problem))
 
 

@@ -16,7 +16,7 @@ from tuner.store.entry import ratios_json
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a sweep decided, and what it cost."""
+    """Decision of a sweep, and its cost."""
 
     problem: Problem
     gpu: Gpu

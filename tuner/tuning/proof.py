@@ -42,7 +42,7 @@ _FAULT_CHARACTERS = 400
 
 @dataclass(frozen=True)
 class Plan:
-    """What one kernel list has to prove."""
+    """Kernels of one list that need a proof."""
 
     path: Path
     kernels: KernelList
@@ -54,7 +54,7 @@ class Plan:
     """Kernels of the targets that are not built, or not there any more."""
     proven: int
     failed: Sequence[str]
-    """What failed in an earlier run."""
+    """Failures of an earlier run."""
 
 
 @dataclass

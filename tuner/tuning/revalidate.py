@@ -34,7 +34,7 @@ RIVALS = 2
 
 @dataclass(frozen=True)
 class Revalidation:
-    """What became of one entry."""
+    """Result for one entry."""
 
     before: Entry
     after: Entry
@@ -191,7 +191,7 @@ def _known(
     problem: Problem,
     wanted: Sequence[Measurement],
 ) -> dict[str, Measurement]:
-    """What the store holds of these kernels at a drawn shape, from this environment."""
+    """Measurements in the store of these kernels at a drawn shape, from this environment."""
     artifacts = {m.config.digest: dict(m.artifacts) for m in wanted}
     found = store.measurements(
         problem=problem,

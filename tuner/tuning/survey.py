@@ -60,13 +60,13 @@ class Draw:
                 raise ConfigError(f"{name}={value} is out of range (allowed: 1 or more)")
 
     def rank(self, text: str) -> str:
-        """Where a kernel or a variant stands among others; the first ones are drawn."""
+        """Rank of a kernel or a variant among others; the first ones are drawn."""
         return hashlib.sha256(f"{self.seed}:{text}".encode()).hexdigest()
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What was drawn of one problem."""
+    """Draw of one problem."""
 
     problem: Problem
     groups: tuple[tuple[Config, ...], ...]
@@ -147,7 +147,7 @@ def pooled(op: str, gpu: Gpu, portfolio: Portfolio | None) -> list[Sample]:
 
 
 def _kernel(family: Family, problem: Problem, group: Sequence[Config]) -> str:
-    """What is compiled for a group, whatever problem it is for."""
+    """Key of a group's compiled kernels, whatever the problem."""
     return "\n".join(sorted(spec.key for spec in family.kernels(problem, group[0]).values()))
 
 
@@ -251,7 +251,7 @@ class Survey:
         return runner
 
     def _open(self, sample: Sample) -> Progress:
-        """What a recording in the folder holds of the problem already."""
+        """Measurements of the problem in a recording of the folder."""
         problem, regime = sample.problem, self._regime_of(sample.problem)
         runner = self._runner(problem)
         path = self._folder / recording.file_name(problem, runner.gpu, regime)
@@ -312,7 +312,7 @@ class _Alarm:
 
 
 def _missing(progress: Progress) -> list[list[Config]]:
-    """What was drawn and is not measured, by kernel."""
+    """Drawn candidates that are not measured, by kernel."""
     seen = {m.config for m in progress.seen}
     left = ([c for c in group if c not in seen] for group in progress.sample.groups)
     return [group for group in left if group]

@@ -250,7 +250,7 @@ def _outer_modes(problem: AttentionProblem) -> tuple[int, int]:
 
 
 def _presence_violations(problem: AttentionProblem, config: Config) -> list[str]:
-    """What is there and does not apply, or applies and is not there."""
+    """Parameters that are present and do not apply, or apply and are absent."""
     expected = fields(config["kernel_schedule"], config.get("tile_scheduler"), problem)
     present = config.params.keys()
     if present == expected:

@@ -1,4 +1,4 @@
-"""What a config of `cutlass_fmha` should cost."""
+"""Estimated time of a config of `cutlass_fmha`."""
 
 from __future__ import annotations
 

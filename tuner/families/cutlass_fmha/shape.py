@@ -1,4 +1,4 @@
-"""What a config of `cutlass_fmha` means: its fields, its shared memory and its registers."""
+"""Meaning of a config of `cutlass_fmha`: its fields, its shared memory and its registers."""
 
 from __future__ import annotations
 

@@ -199,7 +199,7 @@ class FusedAttention(Family):
 
     @staticmethod
     def _sharing(problem: AttentionProblem, config: Config) -> list[str]:
-        """What is wrong with `key_groups` and `stages_output`, there only where they are on."""
+        """Violations of `key_groups` and `stages_output`, present only when they are on."""
         found = []
         groups, sharing = config["warp_groups"], config.get("key_groups", 1)
         if "key_groups" in config.params:
@@ -225,7 +225,7 @@ class FusedAttention(Family):
 
     @staticmethod
     def _paging(problem: AttentionProblem, config: Config) -> list[str]:
-        """What is wrong with a config for a paged cache; elsewhere with `box_rows`."""
+        """Violations of a config for a paged cache; otherwise of `box_rows`."""
         found, rows = [], config.get("box_rows", PAGE_MULTIPLE)
         if not problem.is_paged:
             return ["box_rows is for paged caches, only"] * ("box_rows" in config.params)
@@ -240,7 +240,7 @@ class FusedAttention(Family):
 
     @staticmethod
     def _packing(problem: AttentionProblem, config: Config) -> list[str]:
-        """What is wrong with `packed_heads`."""
+        """Violations of `packed_heads`."""
         group = problem.heads_q // problem.heads_kv
         if ("packed_heads" in config.params) != (group > 1):
             return ["packed_heads is for several query heads to a KV head, only"]
@@ -291,7 +291,7 @@ class FusedAttention(Family):
         return bool(fits and not _spills(problem, config))
 
     def _grid(self, problem: AttentionProblem, gpu: Gpu) -> Iterator[Config]:
-        """What can pay: one block a tile where all tiles find room at once, else persistent
+        """Candidates that can win: one block a tile where all tiles fit at once, else persistent
         blocks; one group at an SM only where there are no more tiles than SMs; wide tiles and
         several groups only where they have rows.
         """
@@ -561,7 +561,7 @@ def _narrowed(problem: AttentionProblem, config: Config) -> Config:
 
 
 def _mask_variables(problem: AttentionProblem) -> Mapping[str, Value]:
-    """What is compiled in of a mask operand: that there is one, and its kind."""
+    """Compiled-in part of a mask operand: its presence and kind."""
     kind = "additive" if problem.bias else "bool"
     return {"mask_operand": kind} if problem.mask_operand else {}
 

@@ -1,4 +1,4 @@
-"""What a config of `fused_attention` should cost."""
+"""Estimated time of a config of `fused_attention`."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def predict_us(
 
 
 def _combine_us(problem: AttentionProblem, config: Config, constants: Mapping[str, float]) -> float:
-    """What the splits of a tile take to become one output."""
+    """Time to combine the splits of a tile."""
     splits = int(config["splits"])
     if config["combine"] == "cluster":
         rows = min(64, problem.seqlen_q * int(config.get("packed_heads", 1)))

@@ -344,7 +344,7 @@ def _gemm(problem: Problem) -> GemmProblem:
 
 
 def _presence_violations(config: Config) -> list[str]:
-    """What is there and does not apply, or applies and is not there."""
+    """Parameters that are present and do not apply, or apply and are absent."""
     found, params = [], config.params
     for name in Gemm.optional:
         if name in params:

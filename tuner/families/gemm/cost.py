@@ -1,4 +1,4 @@
-"""What a CollectiveBuilder GEMM should cost, and NVIDIA's opinion on what to try first.
+"""Estimated time of a CollectiveBuilder GEMM, and NVIDIA's proposal of the first candidates.
 
 The estimate ranks candidates. Constants of the hardware are in `hardware`; what only measurements
 say is in `CONSTANTS`, fitted by `scripts/bench cost`.

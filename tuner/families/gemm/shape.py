@@ -1,4 +1,4 @@
-"""What the families that run CollectiveBuilder GEMMs share: words, shapes, sizes."""
+"""Words, shapes and sizes of the families that run CollectiveBuilder GEMMs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the vendors' families share: one parameter ``kernel``, and calls through torch that are
+"""Base of the vendors' families: one parameter ``kernel``, and calls through torch that are
 tried once before they are handed out.
 """
 
@@ -30,11 +30,11 @@ FAILURES = (
     AssertionError,
     StopIteration,
 )
-"""What a vendor's or a peer's code raises when it cannot serve: each becomes a reason."""
+"""Exceptions of a vendor's or a peer's code that cannot serve: each becomes a reason."""
 
 
 _served: set[tuple[Config, Problem]] = set()
-"""What ran once in this process: not tried again for each new scale and each new buffer."""
+"""Calls that ran once in this process: not tried again for each new scale or buffer."""
 
 
 #: Packages behind each fact of `installed_versions`, first found wins.

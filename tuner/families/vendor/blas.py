@@ -150,7 +150,7 @@ def _deep_gemm_refusal(problem: GemmProblem) -> str:
 
 
 def _block_refusal(problem: GemmProblem) -> str:
-    """What cuBLASLt's factors of blocks do not take, as torch hands them over."""
+    """Problems that cuBLASLt's factors of blocks do not take, as torch calls them."""
     blocks, cut = divmod(problem.k, SCALE_BLOCK)
     if cut or blocks % 4 or problem.m % 4:
         return "scaled_mm with factors of blocks takes K in 512s and M in fours"
@@ -321,7 +321,7 @@ def as_in_a_model(problem: GemmProblem) -> Callable[..., Any]:
 
 
 def _after_bias(problem: GemmProblem) -> str:
-    """What its epilogue does beside adding a bias."""
+    """Part of its epilogue beside a bias."""
     return problem.epilogue.removeprefix("bias").removeprefix("_")
 
 

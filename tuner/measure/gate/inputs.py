@@ -170,7 +170,7 @@ def _scaled(
 
 
 def starts_of(problem: Problem, operand: Operand, kind: str) -> bytes:
-    """Where each of the packed sequences or groups starts, and the last one's end."""
+    """Starts of the packed sequences or groups, and the last one's end."""
     lengths = _lengths(problem, operand, kind)
     return struct.pack(f"<{operand.elements}i", 0, *accumulate(lengths))
 
@@ -193,7 +193,7 @@ def group_rows(problem: GroupedGemmProblem, kind: str) -> tuple[int, ...]:
 
 
 def prominence(problem: AttentionBackwardProblem) -> float:
-    """What a query is times its key: the key then has about a quarter of the row's probability.
+    """Factor of a query over its key: the key then has about a quarter of the row's probability.
 
     Where it has nearly all, as under `dominant`, derivatives of the scores are differences of equal
     numbers, and all that is left of them is the rounding of the output.
@@ -205,7 +205,7 @@ def prominence(problem: AttentionBackwardProblem) -> float:
 def parts_of(
     problem: AttentionProblem, kind: str
 ) -> Iterator[tuple[AttentionProblem, Mapping[str, int], tuple[int, int]]]:
-    """What the reference is given at once; where that lies, bytes beyond each tensor's start; and
+    """Problem that the reference is given at once; bytes of it beyond each tensor's start; and
     left and right of its mask.
 
     Sequences of variable lengths, and those of a paged cache, one by one; any other problem is

@@ -28,7 +28,7 @@ class Kernel:
     """CUDA or Python text; empty where this version of the program cannot render it."""
     language: Language
     resources: Resources | None
-    """What ptxas said; None where it was not recorded."""
+    """Report of ptxas; None where it was not recorded."""
     artifact: str
     """Empty where it was not built here."""
 

@@ -85,7 +85,7 @@ def wants_page(request: Request) -> bool:
 def error_page(
     request: Request, status: int, detail: str, headers: Mapping[str, str] | None = None
 ) -> HTMLResponse:
-    """What went wrong, in the frame of the other pages."""
+    """Error message, in the frame of the other pages."""
     values = {"detail": detail, "code": status}
     return page(request, "error", values, status=status, headers=headers)
 

@@ -22,7 +22,7 @@ Standing = Literal["ahead", "tied", "behind", "alone"]
 
 @dataclass(frozen=True)
 class Filter:
-    """What entries must have; empty fields let all through."""
+    """Filter of entries; an empty field filters nothing."""
 
     op: str = ""
     gpu: str = ""
