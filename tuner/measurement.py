@@ -121,8 +121,8 @@ class Regime:
     ) -> tuple[Regime, ...]:
         """Regimes that may answer for an operation, the preferred one first.
 
-        Without a launch, decisions of ``stream`` come before ``chained`` ones of the same inputs,
-        and without a state of the inputs the operation's usual one comes before the other.
+        Without a launch, decisions of ``stream`` come before ``chained`` ones of the same inputs.
+        Without a state of the inputs, the operation's usual one comes first.
 
         Args:
             op: the operation.
@@ -284,8 +284,8 @@ class Measurement:
     def speedup(self, other: Measurement) -> float | None:
         """Time of another kernel over this one's: above 1 this one is faster.
 
-        None unless both passed, in the same pass: quick times and final times do not compare, for
-        a final pass runs at the clocks that its neighbours leave.
+        None unless both passed, in the same pass. Quick times and final times do not compare: a
+        final pass runs at the clocks that its neighbours leave.
         """
         if not self.ok or not other.ok or self.is_final != other.is_final:
             return None
@@ -343,8 +343,8 @@ class Measurement:
 
 
 def same_kernels(one: Measurement, other: Measurement) -> bool:
-    """True when two measurements ran the same machine code: the same artifacts, or artifacts whose
-    code is known to be equal, as after an edit of a template that changed no instruction.
+    """True when two measurements ran the same machine code. An edit of a template may leave it equal in
+    another artifact.
     """
     if dict(one.artifacts) == dict(other.artifacts):
         return True

@@ -36,8 +36,8 @@ def check_place(path: Path | None) -> None:
 def replacing(path: Path) -> Iterator[IO[bytes]]:
     """A file to write that takes the path's place at the end, and leaves it alone on any error.
 
-    A symbolic link stays and its target is replaced. What is there but no regular file, as a
-    device or a FIFO, also stays: it is given the content at the end.
+    A symbolic link stays and its target is replaced. A device or a FIFO also stays, and is
+    given the content at the end.
 
     Raises:
         StoreError: names the path that cannot be written, and why.

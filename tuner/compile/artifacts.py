@@ -9,12 +9,11 @@
     <root>/.locks/            one file a key while somebody builds it
     <root>/.quarantine/       folders whose library does not match its recorded hash
 
-A miss is None. What is wrong with a folder makes it a miss, never an error; only a cache that
-cannot be written is one.
+A miss is None. A damaged folder is a miss; only a cache that cannot be written is an error.
 
-The libraries are loaded into processes. So the root and each library belong to this user or to root
-and nobody else can write them, as PostgreSQL requires of its data folder; a library is hashed
-through one descriptor, and again as soon as its inode, size or time of change differ.
+The libraries are loaded into processes. So the root and each library belong to this user or to
+root, and nobody else can write them, as PostgreSQL requires of its data folder. A library is hashed
+through one descriptor, and again when its inode, size or time of change differs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Compiles the runtime's dispatcher, once for a torch and a Python, and keeps it like a kernel.
 
-It is an extension module of CPython against torch's own headers: 13 CPU-seconds to compile, and
-0.5 us a call with the output's allocation, where an operator of torch's stable ABI takes 2.8.
+It is an extension module of CPython against torch's own headers. It takes 13 CPU-seconds to
+compile, and 0.5 us a call with the output's allocation; an operator of torch's stable ABI takes
+2.8.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """From a unit of rendered Triton kernels to a shared library, without a GPU.
 
 The compiler runs this module as a process: ``python -m tuner.compile.triton_compiler 8.0``, in a
-folder of its own. It imports ``unit.py`` there, has Triton compile each ``BUILD_<id>`` of it for
-the compute capability, and links the cubins into ``kernel.so`` with the C interface that every
-artifact has (`templates/triton_library.cpp.j2`). Triton prints what ptxas says to the log, where it
+folder of its own. It imports ``unit.py`` there and has Triton compile each ``BUILD_<id>`` for the
+compute capability. Then it links the cubins into ``kernel.so`` with the C interface of every
+artifact (`templates/triton_library.cpp.j2`). Triton prints what ptxas says to the log, where it
 is read like nvcc's.
 """
 

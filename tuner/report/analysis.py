@@ -131,7 +131,7 @@ def predicted_us(measurement: Measurement) -> float | None:
 
 
 def quick_of(subject: Subject, config: Config) -> Measurement | None:
-    """A config's quick time: comparable with those of candidates that were no finalists."""
+    """A config's quick time: comparable with other candidates' quick times."""
     return next((m for m in subject.quick if m.ok and m.config == config), None)
 
 

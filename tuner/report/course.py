@@ -16,8 +16,8 @@ from tuner.report.subject import Subject
 from tuner.store.entry import is_vendor
 
 BREAK_S = 120.0
-"""Longer without a measurement is a break between two runs of a sweep: a unit of four kernels takes
-a minute and a half to compile on a full machine."""
+"""Longest time without a measurement in one run of a sweep. A unit of four kernels takes a minute
+and a half to compile on a full machine."""
 
 
 @dataclass(frozen=True)

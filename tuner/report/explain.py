@@ -1,9 +1,8 @@
 """Why a configuration won, in plain words; every claim from a number that it names.
 
-Times, registers and memory beside the operands were measured (by the stopwatch and by ptxas);
-tiles, waves, occupancy, bytes and instructions are computed (`work`); what Nsight Compute counted
-is told where `tuner profile` was run. Computed numbers say what a config asks of the chip, not what
-that cost: only times do.
+Times, registers and memory beside the operands were measured, by the stopwatch and by ptxas. Tiles,
+waves, occupancy, bytes and instructions are computed (`work`). Counters of Nsight Compute are shown
+after `tuner profile`. Computed numbers are a config's demands on the chip; only times are its cost.
 """
 
 from __future__ import annotations

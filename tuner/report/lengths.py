@@ -148,9 +148,9 @@ MAX_SERIES = 6
 def drawn(lengths: Sequence[Length]) -> list[str]:
     """The kernels of a picture, at most `MAX_SERIES`, own ones first.
 
-    In this order: the fastest at some length, the best own one of each of `KINDS`, the fastest
-    vendor's at some length, the other vendors', the other own ones; among equals the one with the
-    least mean loss against the fastest at its lengths.
+    The order: the fastest at some length, the best own one of each of `KINDS`, the fastest
+    vendor's at some length, the others. Among equals the one with the least mean loss against the
+    fastest at its lengths comes first.
     """
     vendors = {length.kernel for length in lengths if length.is_vendor}
     losses = _losses(lengths)

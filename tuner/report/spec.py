@@ -1,7 +1,7 @@
 """The parts of which the pictures' Vega-Lite specifications are made.
 
-Colours are CSS variables (`palette`), so that one picture serves light and dark; what a colour
-says is said by a shape, a position or a word too. Widths follow the page.
+Colours are CSS variables (`palette`), so that one picture serves light and dark. A shape, a
+position or a word repeats the meaning of each colour. Widths follow the page.
 """
 
 from __future__ import annotations
