@@ -343,8 +343,8 @@ class Measurement:
 
 
 def same_kernels(one: Measurement, other: Measurement) -> bool:
-    """True when two measurements ran the same machine code. An edit of a template may leave it equal in
-    another artifact.
+    """True when two measurements ran the same machine code. An edit of a template may leave it
+    equal in another artifact.
     """
     if dict(one.artifacts) == dict(other.artifacts):
         return True

@@ -36,6 +36,8 @@ STRICT: tuple[str, ...] = (
     "hardware",
     "measurement",
     "report",
+    "problem",
+    "runners",
     "service",
     "settings",
 )
@@ -51,11 +53,7 @@ def plain(text: str) -> str:
 def sentences(paragraph: str) -> list[str]:
     """A paragraph's sentences."""
     text = re.sub(r"\b(e\.g|i\.e|vs|cf|approx)\.", r"\1", " ".join(paragraph.split()))
-    return [
-        part
-        for part in re.split(r"(?<=[.!?])[)\"']?\s+(?=[^a-z]|cu[A-Z]|nvcc|ptxas|torch)", text)
-        if part
-    ]
+    return [part for part in re.split(r"(?<=[.!?])(?<!\.\.)[)\"']?\s+", text) if part]
 
 
 def words(text: str) -> int:

@@ -12,7 +12,7 @@
 A miss is None. A damaged folder is a miss; only a cache that cannot be written is an error.
 
 The libraries are loaded into processes. So the root and each library belong to this user or to
-root, and nobody else can write them, as PostgreSQL requires of its data folder. A library is hashed
+root, and nobody else can write them. A library is hashed
 through one descriptor, and again when its inode, size or time of change differs.
 """
 

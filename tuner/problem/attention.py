@@ -29,8 +29,8 @@ as Transformers' models have them that fill a cache.
 """
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 Axes = Literal["", "1", "b", "h", "bh", "k", "bk", "hk", "bhk"]
-"""Axes of a mask operand, whose last one is that of the keys: B, H, and the queries unless it is
-``k``, which has one row for all of them; 1: neither B nor H."""
+"""Axes of a mask operand beside the keys. ``b``, ``h``: it has B, H; 1: neither; ``k``: it has one
+row for all queries."""
 #: Head dimensions above this have no instance on Hopper (a 64 x 256 output fills the registers).
 MAX_HEAD_DIM = 256
 MAX_LISTED_HEADS = 1024
@@ -60,45 +60,53 @@ class AttentionProblem(Problem):
     The causal mask is PyTorch's SDPA's: query i sees keys 0..i (top-left). The default scale is
     1/sqrt(D); it is a run-time argument and no part of the problem.
 
-    With `dtype` e4m3 Q, K and V are quantised: what they stand for is their elements times fp32
-    factors, `descale_q` (B, H) of each query head, `descale_k` and `descale_v` (B, HKV) of each
-    key and value head. The output is bf16. D must be a multiple of 16, the bytes of TMA's pitch.
+    With `dtype` e4m3 Q, K and V are quantised: their elements times fp32 factors are their values.
+    The factors are `descale_q` (B, H), `descale_k` and `descale_v` (B, HKV). The output is bf16. D
+    must be a multiple of 16, the bytes of TMA's pitch.
 
     A sliding window is FlashAttention's ``window_size=(left, right)``, laid along the same
-    diagonal: query i sees keys i - left..i + right, its own among them, and -1 is no limit.
-    ``window=W`` sets both sides, ``left=`` and ``right=`` one. One form stands for each mask: under
-    a causal one the right side is -1, ``right=0`` alone is causal, and a side that cuts nothing off
-    is -1. A query that sees no key has zeros for its output.
+    diagonal: query i sees keys i - left..i + right, its own among them, and -1 means all.
+    ``window=W`` sets both sides, ``left=`` and ``right=`` one. Each mask has one form. Under a
+    causal mask the right side is -1; ``right=0`` alone is causal; a side that cuts nothing off is
+    -1. A query that sees no key has zeros for its output.
 
     A soft cap replaces each scaled score s by ``softcap * tanh(s / softcap)``, before the mask; 0
     is none. Neither comes with e4m3.
 
     An additive bias is SDPA's float `attn_mask`: `bias`, of Q's type, is added to the scaled scores
-    behind the soft cap (FlashAttention's order); -inf hides a key. ``bias=1`` is one (SQ, SKV) for
-    everything (a mask by position), ``b`` has one for each sequence, ``h`` for each head (relative
-    positions, shared by the batch), ``bh`` for each of both (pair representations). With a ``k``
-    behind it all queries share one row over the keys: ``bk`` is padding, (B, 1, 1, SKV). As an
-    operand it is (B or 1, H or 1, SQ or 1, SKV), contiguous. A boolean one is `mask`, with the same
-    axes: a query sees the keys at which it is true, and one that sees none has zeros for its
-    output, as with SDPA's math, flash and efficient kernels. A problem has one of both.
+    behind the soft cap. -inf hides a key. As an operand it is (B or 1, H
+    or 1, SQ or 1, SKV), contiguous.
 
-    ``alibi=1`` adds -slope * |i - j| to the score of query i and key j, with fp32 `slopes` (H,):
-    along the diagonal of our masks, as windows lie. FlashAttention's has the diagonal bottom-right,
-    which is the same where SQ = SKV. It may come with a bias. None comes with e4m3 or varlen.
+    - ``bias=1``: one (SQ, SKV) for everything, a mask by position
+    - ``b``: one for each sequence
+    - ``h``: one for each head, as relative positions
+    - ``bh``: one for each of both, as pair representations
+    - ``k`` behind it: all queries share one row, so ``bk`` is padding
 
-    With ``varlen=1`` the B sequences differ in length, SQ and SKV being the longest's, and lie one
-    after the other in packed tensors: query and out (total_q, H, D), key and value (total_kv, HKV,
-    D), whose layout is called bshd. Two int32 operands, `cu_seqlens_q` and `cu_seqlens_kv` (B + 1),
-    hold the rows where each sequence starts, and the last one's end. Each sequence is attention of
-    its own, a causal mask top-left in each. Tuned and measured on `lengths_q` and `lengths_kv`.
+    A boolean one is `mask`, with the same axes: a query sees the keys at which it is true. A query
+    that sees no key has zeros for its output, as with SDPA's math, flash and efficient kernels. A
+    problem has one of both.
+
+    ``alibi=1`` adds -slope * |i - j| to the score of query i and key j, with fp32 `slopes` (H,). It
+    lies along the diagonal of our masks, as windows do. FlashAttention's has the diagonal
+    bottom-right, which is the same where SQ = SKV. It may come with a bias. None comes with e4m3 or
+    varlen.
+
+    With ``varlen=1`` the B sequences differ in length, and lie one after the other in packed
+    tensors. SQ and SKV are the longest lengths. Query and out are (total_q, H, D), key and value
+    (total_kv, HKV, D), in a layout called bshd. int32 `cu_seqlens_q` and `cu_seqlens_kv` (B + 1)
+    hold each sequence's first row, and the last one's end.
+
+    A causal mask is top-left in each sequence. Tuned and measured on `lengths_q` and `lengths_kv`.
     It comes with no window, soft cap, bias, mask or ALiBi, and not with e4m3.
 
-    With ``page_size=P`` keys and values lie in a cache of pages, key and value (pages, HKV, P, D)
-    seen so whatever their strides, and int32 `page_table` (B, ceil(SKV / P)) names each sequence's
-    pages in order; int32 `seqused_k` (B) holds how many keys each sequence has, and query and out
-    are packed as with ``varlen=1``, `cu_seqlens_q` saying where sequences start. Masks are
-    bottom-right: the last query of a sequence is at its last key, as in engines that serve. With
-    ``varlen=1`` lengths differ as there. ``sinks=1``: fp32 `sinks` (H,), a logit for each head
+    With ``page_size=P`` keys and values lie in a cache of pages, (pages, HKV, P, D) with any
+    strides. int32 `page_table` (B, ceil(SKV / P)) names each sequence's pages in order, and int32
+    `seqused_k` (B) holds its keys. Query and out are packed as with ``varlen=1``, with
+    `cu_seqlens_q`. Masks are bottom-right: the last query of a sequence is at its last key, as in
+    serving engines.
+
+    With ``varlen=1`` lengths differ as there. ``sinks=1``: fp32 `sinks` (H,), a logit for each head
     that takes part in the softmax and has no value. Windows and soft caps may come with it, e4m3,
     bias, mask and ALiBi not. A query that sees no key has zeros for its output.
     """

@@ -39,8 +39,8 @@ class Runner(Protocol):
     def candidates(
         self, problem: Problem, family: Family, space: Sequence[Config]
     ) -> Sequence[Config]:
-        """Candidates that can be evaluated here: `space`, or its recorded part in a replay; of a
-        family with `is_listed` what its library lists, which is asked for now.
+        """Candidates that can be evaluated here: `space`, or its recorded part in a replay. A
+        family with `is_listed` asks its library for its list now.
         """
         ...
 

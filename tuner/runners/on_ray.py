@@ -1,8 +1,8 @@
 """A Ray cluster to evaluate on: units of kernels are tasks on CPU nodes, GPUs are actors.
 
 The process that opens a `Cluster` stays what it is without one: it owns the search of its problem
-and alone writes the store. Tasks and actors know nothing of either. What they lose (a node, an
-actor, an object of the store) is done again, here; what arrives is checked by its hash.
+and alone writes the store. Tasks and actors know nothing of either. Lost work (a node, an
+actor, an object of the store) is done again, here. Arriving objects are checked by their hash.
 """
 
 from __future__ import annotations
@@ -290,8 +290,8 @@ class ClusterRunners(Runners):
 
 
 class ClusterCompiler(Compiler):
-    """Has units built on the cluster's compile nodes, and keeps what they built here too: a sweep
-    that goes on later does not compile again, and what it decides can be served from here.
+    """Has units built on the cluster's compile nodes, and also keeps their artifacts here. A sweep
+    that goes on later does not compile again, and its decisions can be served from here.
     """
 
     def __init__(

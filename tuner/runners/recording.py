@@ -106,8 +106,7 @@ def folder() -> Path:
 def find(
     problem: Problem, gpu: Gpu, regimes: Regimes, where: Sequence[Path] | None = None
 ) -> Recording | None:
-    """The recording of a problem, None when there is none. Of several regimes the first that has
-    one answers.
+    """The recording of a problem in the first regime that has one; None when there is none.
 
     Args:
         problem: what was recorded.
@@ -132,9 +131,10 @@ def find(
 
 
 def from_store(store: Store, problem: Problem, gpu: Gpu, regimes: Regimes) -> Recording:
-    """Recording of a problem's sweeps in a store: the environment of the newest decision (or
-    of the newest measurement), each config's newest quick time, the final pass of the decision. Of
-    several regimes the first that was measured.
+    """Recording of a problem's sweeps in a store, in the first regime that was measured.
+
+    It has the environment of the newest decision or measurement, each config's newest quick time,
+    and the final pass of the decision.
 
     Raises:
         ConfigError: when nothing was measured.

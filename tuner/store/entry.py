@@ -81,8 +81,8 @@ STORED = (
 """Selects every measurement, as `checked_measurement` reads it."""
 
 CHECKED_COLUMNS = ("digest", "measured_artifacts")
-"""Columns beside the view's by which `entries_from_rows` checks a row: SHA-256 of the measurement,
-and its own artifacts where the view has those that were built since."""
+"""Columns beside the view's by which `entries_from_rows` checks a row. They are the measurement's
+SHA-256, and its own artifacts where the view has later ones."""
 
 #: Best first: how `Store.best` and `lookup` choose between decisions for one problem.
 PROVENANCES = (Provenance.MEASURED, Provenance.REPLAYED, Provenance.PREDICTED)
@@ -158,8 +158,8 @@ class Entry:
 
     @property
     def pass_name(self) -> str:
-        """The pass that decided: ``final``, or ``quick`` of a replay whose recording has no final
-        time of any own kernel that it tried; empty of estimates.
+        """The deciding pass: ``final``, or ``quick`` of a replay whose recording has no final time
+        of an own kernel. Empty of estimates.
         """
         if self.provenance is Provenance.PREDICTED:
             return ""
@@ -208,7 +208,7 @@ def is_vendor(config: Config) -> bool:
 def vendor_name(config: Config) -> str:
     """Short name of a vendor kernel: the words among its parameters, else its family's name.
 
-    The numbers that tell one plan or algorithm of a library from another are no part of it.
+    The numbers of a library's plan or algorithm are not a part of it.
     """
     values = [value for _, value in sorted(config.params.items()) if isinstance(value, str)]
     return "/".join(values) or config.family.removeprefix(VENDOR_PREFIX)

@@ -19,8 +19,8 @@ FAULTS = (
     TypeError,
     ValueError,
 )
-"""Exceptions of sqlite3, json and the making of a stored object on a damaged file: sqlite3 itself a
-UnicodeDecodeError, where its message quotes a damaged schema, and a MemoryError."""
+"""Exceptions of sqlite3, json and the making of a stored object on a damaged file. sqlite3
+itself raises a UnicodeDecodeError when its message quotes a damaged schema, and a MemoryError."""
 
 _LOCKED = "is locked by another program; nothing was written: try again when it is done"
 _KEPT = (

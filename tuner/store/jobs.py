@@ -46,7 +46,7 @@ def result_of(entry: Entry) -> dict[str, Any]:
     """A finished task's decision, as names and numbers.
 
     ``vendor_over_own`` is the fastest vendor's time over the best own kernel's, above 1 where ours
-    is faster; it and the names are null where one of the two is missing. ``is_tie``: the two are
+    is faster. It and the names are null when one of the two is missing. ``is_tie``: the two are
     equal within their noise. Times are microseconds.
     """
     winner, own, vendor = entry.winner, entry.best_own, entry.fastest_vendor
@@ -260,7 +260,7 @@ class Jobs(ABC):
 
     @abstractmethod
     def cancel(self, job: str) -> int:
-        """End every open task; returns how many. What was measured is kept, nothing decided."""
+        """End every open task; returns how many. Measurements are kept; nothing is decided."""
 
     @abstractmethod
     def retry(self, job: str) -> int:

@@ -1,7 +1,7 @@
 """The jobs of an SQL store.
 
-Times are the database's own on a server, so that the clocks of its clients do not matter; a clock
-that is set back or forward costs a change of controllers at most.
+Times are the database's own on a server, so that the clocks of its clients do not matter. A clock
+that is set back or forward costs at most a change of controllers.
 """
 
 from __future__ import annotations

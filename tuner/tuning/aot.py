@@ -1,9 +1,9 @@
 """Which kernels to compile before a job has its GPU: those that its searches expect most from.
 
-Problems that differ in their sizes share kernels. The next kernel is the one whose expected gain,
-summed over the problems that it is legal for, is largest, given those chosen before: first what
-serves many problems well, then what may be better at some. A GPU then measures what was compiled
-and waits for no compiler (`SweepOptions.compiled_only`).
+Problems that differ in their sizes share kernels. The next kernel has the largest expected
+gain over the chosen ones, summed over the problems that it is legal for. Kernels that serve many
+problems come first, then those that may be better at some. A GPU then measures compiled kernels
+without waiting for a compiler (`SweepOptions.compiled_only`).
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Works off the jobs of a store: takes one problem at a time under a lease and sweeps it.
 
 The controller owns the search of its problem and is that problem's only writer: all it writes is
-fenced by the lease. A thread extends the lease and sees when it is lost, be it that the job was
-cancelled or that this process was stopped for so long that another one took over; the sweep is
-then abandoned at once. Ctrl-C, SIGTERM and SIGHUP put the problem back into the queue. What was
-measured is in the store in every case, and whoever takes the problem next goes on from there.
+fenced by the lease. A thread extends the lease and sees when it is lost: by a cancelled job, or
+to another controller while this process was stopped. The sweep is then abandoned at once.
+
+Ctrl-C, SIGTERM and SIGHUP put the problem back into the queue. All measurements are in the store,
+and the next controller goes on from there.
 """
 
 from __future__ import annotations
@@ -338,9 +339,9 @@ def longer_pause(pause_s: float) -> float:
 
 
 class Pulse:
-    """Keeps one lease. It is written again when it has lost a quarter of its time or progress is to
-    be told; else it is only asked whether it is still held: a fleet of idle or slow workers would
-    keep the database busy otherwise.
+    """Keeps one lease. It is written again when it has lost a quarter of its time, or with
+    progress. Otherwise it is only read: writes of idle or slow workers would keep the database
+    busy.
     """
 
     def __init__(self, jobs: Jobs, lease: Lease, lease_s: float) -> None:

@@ -133,7 +133,7 @@ def widen(
 ) -> list[Lender]:
     """Check an entry's best own configs, and time them beside PyTorch's, at drawn shapes.
 
-    What the store holds from this environment is not measured again.
+    Measurements in the store from this environment are not repeated.
 
     Args:
         entry: measured on the runner's GPU.

@@ -1,11 +1,12 @@
 """Survey: measure a sample of a problem's space that was drawn before anything was measured.
 
 A sweep measures what looks good, so its recording flatters whatever chose it. A survey draws
-kernels at random, by a hash of the seed and of what is compiled: the same command draws the same
-ones, and problems whose spaces share kernels draw the same of them, so that each is compiled once.
+kernels at random, by a hash of the seed and of the compiled text. The same command draws the same
+ones, and problems whose spaces share kernels draw the same of them.
+
 `pooled` takes the kernels that a portfolio may be made of in their place (`tuner.search.pool`).
-What is measured lies in one recording a problem, written after every request; what a recording
-holds of this environment is not measured again.
+Each problem has one recording, written after every request. Its measurements of this environment
+are not repeated.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from tuner.tuning.sweep import Catalogue, check_families
 
 NO_GPU = "no GPU found: a survey is measured on a GPU; --compile compiles its kernels without one"
 REQUEST_KERNELS = 4
-"""Kernels that are timed in one request: as many as a translation unit holds, so that all are
-there at once; and each request computes the references of its problem anew."""
+"""Kernels that are timed in one request: as many as a translation unit holds. Each request computes
+the references of its problem anew."""
 POOL_REQUEST_KERNELS = 64
 """The same of a portfolio's kernels, which are compiled ahead."""
 
@@ -52,7 +53,7 @@ class Draw:
     """Run-time variants of each kernel at most."""
     seed: int = 0
     families: tuple[str, ...] = ()
-    """Own families; empty means all that compete and are no composite of others."""
+    """Own families; empty means all competing ones that are not composed of others."""
 
     def __post_init__(self) -> None:
         for name in ("kernels", "variants"):

@@ -1,10 +1,14 @@
 """Problems that a kernel is proven on: drawn by a seed from all of its domain, edges planted.
 
 Sizes, strides and counts of heads are arguments of a launch, so a kernel's domain is all of them.
-Each *axis* has values that errors hide at. Of attention: one query, one key, lengths beside a
-tile's edge, head dimensions below the compiled one, odd counts of heads, every legal ratio of
-heads, the most splits. Of products: one row, extents beside a tile's edge, odd multiples of the
-alignment, a vocabulary's columns, rows that lie apart. Each value is in one trial at least; the
+Each *axis* has values at which errors hide:
+
+- attention: one query, one key, lengths beside a tile's edge
+- heads: dimensions below the compiled one, odd counts, every legal ratio; the most splits
+- products: one row, extents beside a tile's edge, odd multiples of the alignment, a vocabulary's
+  columns, rows that lie apart
+
+Each value is in one trial at least; the
 others are drawn. A trial is bounded in memory and time.
 """
 
