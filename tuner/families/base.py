@@ -31,8 +31,8 @@ from tuner.problem import DTYPE_BYTES, E4M3, AttentionProblem, Operand, Problem
 SCRATCH = "scratch"
 """Name of the family's own temporary buffer among the tensors of a `Launch`."""
 LSE = "lse"
-"""Name of attention's log-sum-exp among the tensors of a `Launch`: (B, H, SQ) contiguous fp32,
-natural logarithm of the sum of exp(scaled score), -inf where a query sees no key. Optional: a
+"""Name of attention's log-sum-exp among the tensors of a `Launch`: (B, H, SQ) contiguous fp32.
+It is the natural logarithm of the sum of exp(scaled score), -inf for a query that sees no key. A
 caller that does not want it passes a null pointer."""
 
 Strides = Mapping[str, tuple[int, ...]]
@@ -47,8 +47,8 @@ FOREIGN = (
     TypeError,
     ValueError,
 )
-"""Exceptions of a family on a config that it cannot express: one of another
-version of itself, with a parameter missing, of another type, or beyond its tables."""
+"""Exceptions of a family on a config that it cannot express: a parameter of another version is
+missing, of another type, or beyond its tables."""
 
 Domain = tuple[Value, ...] | range
 """Values that a parameter may have, all of one type: each by name, or a range of whole numbers."""
@@ -113,8 +113,8 @@ class Launch:
     integers: tuple[int, ...]
     scalars: tuple[float, ...] = ()
     lane: int = 0
-    """Launches of one lane follow each other; those of several may run side by side, each lane on
-    a stream of its own, and may as well be launched one after the other."""
+    """Launches of one lane follow each other. Several lanes may run side by side, each on a stream
+    of its own, or one after the other."""
 
 
 class Family(ABC):
@@ -187,8 +187,8 @@ class Family(ABC):
     def violations(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
         """Why `config` cannot serve `problem` on `gpu`; empty when it is legal.
 
-        The only legality predicate: pure, total (never raises) and complete (an illegal config
-        says every reason found; one whose parameters cannot be read, every such parameter).
+        The only legality predicate: pure, total (never raises) and complete (every reason is
+        given). When parameters cannot be read, each of them is a reason.
         """
         found = [reason] if (reason := self.supports(problem, gpu)) else []
         found += self.malformed(config)
@@ -380,8 +380,8 @@ class Family(ABC):
 
     @final
     def scheduled(self, problem: Problem, config: Config, gpu: Gpu) -> Sequence[Config]:
-        """The compiled kernel of `config` as it may be called for `problem`: a config for each
-        run-time schedule worth considering; empty where the kernel cannot take the problem.
+        """Schedules of the compiled kernel of `config` for `problem`: a config for each one worth
+        considering. Empty when the kernel cannot take the problem.
 
         Args:
             problem: of the kernel's domain.

@@ -212,8 +212,8 @@ def programs(problem: AttentionProblem, config: Config) -> int:
 
 
 def smem_bytes(problem: AttentionProblem, config: Config, gpu: Gpu) -> int:
-    """Least shared memory of a block: a tile of Q, and the stages of K and V. Where Triton needs
-    more, to change layouts, its compiler says so.
+    """Least shared memory of a block: a tile of Q, and the stages of K and V. Triton may need more,
+    to change layouts; its compiler says so.
     """
     low, high = FROM_SHARED
     from_shared = low <= capability_numbers(gpu.compute_capability) < high

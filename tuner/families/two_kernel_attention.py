@@ -1,8 +1,9 @@
 """Attention as two kernels: scores and their exponentials, then the product with V.
 
 The first computes tiles of S = Q K^T and stores exp(S - m) in 16 bits, with m the row's maximum in
-that tile alone: in (0, 1] whatever the scores are. The second adds the tiles' products with V, each
-times exp(m - the row's maximum) over the row's sum, which it makes of the tiles' maxima and sums.
+that tile. It lies in (0, 1] whatever the scores are. The second makes the row's maximum and sum of
+the tiles'. It adds the tiles' products with V, each times exp(m - the row's maximum) over that sum.
+
 So the probabilities are written once and read once, in the image that shared memory is to hold.
 Under a causal mask neither kernel touches the tiles above the diagonal.
 
@@ -247,9 +248,9 @@ def bias_bytes(problem: AttentionProblem) -> int:
 
 
 def smem_bytes(problem: AttentionProblem, stage: str, tile_n: int, groups: int, depth: int) -> int:
-    """Dynamic shared memory of a block: the ring of K or V and the images of probabilities, in the
-    first kernel Q, in the second the statistics of its tiles; the barriers. Rounded to the
-    alignment of the tiles; the template asserts that it is so.
+    """Dynamic shared memory of a block: the stages of K or V, the images of probabilities, and the
+    barriers. The first kernel adds Q, the second the statistics of its tiles. Rounded to the
+    alignment of the tiles, as the template asserts.
     """
     width = DTYPE_BYTES[problem.dtype]
     ring = depth * tile_n * columns(problem, stage) * width
@@ -268,8 +269,8 @@ def smem_limit(blocks_per_sm: int) -> int:
 
 
 def chunk_sizes(problem: AttentionProblem) -> list[tuple[int, int]]:
-    """(heads, rows) a launch worth trying: everything at once, then about half as much each time,
-    heads first, while the launches and their probabilities are enough.
+    """(heads, rows) of a launch worth trying: everything at once, then about half each time, heads
+    first, within the limits of launches and probabilities.
     """
     total, blocks = problem.batch * problem.heads_q, ceil(problem.seqlen_q / ROWS)
     sizes = [(total, blocks)]

@@ -49,8 +49,8 @@ class Step(NamedTuple):
 class Burst:
     """n calls of one subject, enqueued together: a graph's replay, or one by one when eager.
 
-    Where calls have predecessors, a second graph holds those alone. A time is the difference of a
-    replay of either, over n.
+    When calls have predecessors, a second graph holds only the predecessors. A time is the
+    difference of a replay of either, over n.
     """
 
     def __init__(self, entrant: Entrant, n: int, launch: str) -> None:

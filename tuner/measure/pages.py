@@ -34,8 +34,8 @@ class Part(NamedTuple):
 def lengths_of(problem: AttentionProblem, kind: str) -> tuple[int, ...]:
     """Keys of each sequence under a kind of inputs.
 
-    A kernel that is timed on one distribution serves any: all kinds but `random`, whose inputs are
-    timed, come with lengths at the edges of pages, and none.
+    A kernel that is timed on one distribution serves any. All kinds but `random`, whose inputs are
+    timed, have lengths at the edges of pages, and zero.
     """
     if kind == "random":
         return problem.lengths_kv

@@ -60,9 +60,10 @@ class Job:
     problem: Problem
     regime: Regime
     mode: str
-    """quick: check and time each; final: interleave all; probe: check only; probe_lse: the
-    same, attention's log-sum-exp among what is checked; kernels: each one's time by the profiler,
-    unchecked."""
+    """- quick: check and time each
+    - final: interleave all
+    - probe: check only; probe_lse: also attention's log-sum-exp
+    - kernels: each one's time by the profiler, unchecked"""
     seed: int
     rounds: int
     careful: bool

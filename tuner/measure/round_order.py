@@ -16,9 +16,9 @@ class Rota:
     """Order of the subjects in each round of a final pass. A subject's clocks depend on its
     predecessor.
 
-    Contenders follow one another equally often (Williams designs, each dealt anew). What is no
-    contender comes after them, always in the same order, and the next round begins untimed, until
-    its clocks have settled.
+    Contenders follow one another equally often (Williams designs, each shuffled). The other
+    subjects come after them in a fixed order, and the next round begins untimed, until its clocks
+    have settled.
 
     Args:
         burst_us: time of each burst.

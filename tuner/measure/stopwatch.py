@@ -98,10 +98,10 @@ class Stopwatch:
     ) -> tuple[list[Timing], Clocks]:
         """Interleave all bursts over at least `rounds` accepted rounds, in the orders of `Rota`.
 
-        Rounds under a thermal or hardware slowdown are taken again, as many as asked for at most;
-        beyond that they stay and everything is flagged ``throttled``. When any deviation is
-        `MOST_DEVIATION` or more, all is timed once more with twice the rounds; what still is gets
-        the flag ``noisy``.
+        Rounds under a thermal or hardware slowdown are taken again, at most as many as asked for.
+        Beyond that they stay, and everything is flagged ``throttled``. When any deviation is
+        `MOST_DEVIATION` or more, all is timed once more with twice the rounds. A deviation that
+        stays gets the flag ``noisy``.
 
         Args:
             bursts: prepared bursts, own kernels and vendors'.

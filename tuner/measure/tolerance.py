@@ -113,8 +113,8 @@ def limits_of(problem: Problem) -> Limits:
     relative roundings d_j are at most 2^-4: e4m3 has three mantissa bits (Micikevicius et al., "FP8
     Formats for Deep Learning", 2022, table 1). They are independent from key to key.
 
-    - Many keys count: relative to the root mean square of the row the error is normal with the
-      deviation `E4M3_ROUNDING`, for both grow alike with the keys. Eight deviations are 0.21.
+    - Many keys count: the error over the row's root mean square is normal with the deviation
+      `E4M3_ROUNDING`, for both grow alike with the keys. Eight deviations are 0.21.
     - One key counts: the row is its value, and an element is off by 2^-4 of itself. None of a row
       exceeds eight times the row's root mean square: 0.5. Kernels that scale the largest
       probability to a power of two round it exactly; vendors' need not.

@@ -212,8 +212,8 @@ class WorkerClient:
             self._is_interrupted = False
 
     def interrupt(self) -> None:
-        """Kill the worker from another thread: what asks it, or comes to ask before `renew`, ends
-        in `CancelledError`, and the next request is a fresh worker's.
+        """Kill the worker from another thread. Requests to it before `renew` end in
+        `CancelledError`, and the next request is a fresh worker's.
         """
         with self._lock:
             self._is_interrupted = True

@@ -137,10 +137,10 @@ class Shape:
     def is_epilogue_apart(self) -> bool:
         """True when the epilogue needs memory of its own instead of the mainloop's.
 
-        A persistent block's does, as the next tile's loads arrive meanwhile. Of others the output
-        of warp group i starts i TensorStorages into the slots of Q, and the remainders push it
-        into the slot of group i + 1, which may still be multiplying, unless slots are larger.
-        The last group's may spread anywhere: the groups' epilogues take turns.
+        A persistent block's does, as the next tile's loads arrive meanwhile. In other blocks the
+        output of warp group i starts i TensorStorages into the slots of Q. Unless slots are larger,
+        it reaches into the slot of group i + 1, which may still be multiplying. The last group's
+        may spread anywhere: the groups' epilogues take turns.
         """
         slot = self.group_rows * self.head_tile * WIDTH
         written = self._epilogue_bytes - ALIGNMENT

@@ -257,9 +257,14 @@ class FusedAttention(Family):
 
     @staticmethod
     def smem_bytes(problem: AttentionProblem, config: Config) -> int:
-        """Dynamic shared memory: one Q tile, the K and the V ring, or in their place what a block
-        leaves to its cluster, fp32 rows of O padded by 8 and their log-sum-exp; the output's tile
-        with `stages_output`; fp32 O, maxima and sums of all key groups but one; the barriers.
+        """Dynamic shared memory of a block:
+
+        - one Q tile and the stages of K and V, or in their place the partials for its cluster:
+          fp32 rows of O padded by 8 and their log-sum-exp
+        - the output's tile with `stages_output`
+        - fp32 O, maxima and sums of all key groups but one
+        - the barriers
+
         """
         columns, tile_m = instance(problem.head_dim), _tile_m(config.params)
         rows = tile_m + 2 * config["kv_stages"] * config["tile_n"]
@@ -359,10 +364,9 @@ class FusedAttention(Family):
                 yield Config(self.name, params)
 
     def carried(self, problem: Problem, config: Config) -> Config:
-        """Without grouped heads there is no `packed_heads`, which is to kernels as 1, and with
-        variable lengths or paged caches no `stages_output`; a mask operand leaves registers for
-        narrower tiles. Where the queries of a head fill no tile the choice is another: nothing is
-        carried to there.
+        """Without grouped heads `packed_heads` is absent, which means 1 to kernels. With variable
+        lengths or paged caches `stages_output` is absent. A mask operand leaves registers for
+        narrower tiles. Nothing is carried to heads whose queries fill no tile.
         """
         attention = _attention(problem)
         if attention.mask_operand:
@@ -381,8 +385,8 @@ class FusedAttention(Family):
     def draw(
         self, problem: Problem, gpu: Gpu, members: Sequence[Config], rng: random.Random
     ) -> Config:
-        """As drawn, with `ping_pong`, `early_exp` and `combine` only where they apply; `key_groups`
-        and `stages_output` are each off half of the time; boxes are as wide as they can be.
+        """As drawn, with `ping_pong`, `early_exp` and `combine` only where they apply. `key_groups`
+        and `stages_output` are each off half of the time. Boxes are as wide as possible.
         """
         params = dict(super().draw(problem, gpu, members, rng).params)
         params.pop("box_rows", None)

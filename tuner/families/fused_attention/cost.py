@@ -88,8 +88,8 @@ def predict_us(
     gpu: Gpu,
     constants: Mapping[str, float],
 ) -> float:
-    """Rounds of the busiest multiprocessor, each the steps of the blocks that share it; or the
-    bytes through memory, if they take longer: of decoding all, as nothing is in the L2 then.
+    """Rounds of the busiest multiprocessor, each the steps of the blocks that share it; at least
+    the time of the bytes through memory. Decoding reads all bytes: nothing is in the L2 then.
 
     Args:
         problem: what is computed.

@@ -2,8 +2,10 @@
 
 Rules read in CUTLASS 4.2's headers name the file under ``include/cutlass`` that holds them; [c]
 was compiled with nvcc 13.0. A swapped config computes D^T = B^T A^T: M and N, the operands and
-their layouts change places and D is written column-major; a bias of the columns is then one of the
-rows, and a factor of each row one of each column. Epilogues are CUTLASS's stock fusion operations,
+their layouts change places, and D is written column-major. A bias of the columns is then one of the
+rows, and a factor of each row one of each column.
+
+Epilogues are CUTLASS's stock fusion operations,
 factors a tree of its nodes. Tables and formulas are in `gemm_shape`, the candidates in
 `gemm_space`, the estimate of their time in `gemm_cost`.
 """

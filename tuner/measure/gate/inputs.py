@@ -195,8 +195,8 @@ def group_rows(problem: GroupedGemmProblem, kind: str) -> tuple[int, ...]:
 def prominence(problem: AttentionBackwardProblem) -> float:
     """Factor of a query over its key: the key then has about a quarter of the row's probability.
 
-    Where it has nearly all, as under `dominant`, derivatives of the scores are differences of equal
-    numbers, and all that is left of them is the rounding of the output.
+    If it had nearly all, as under `dominant`, derivatives would be differences of equal numbers:
+    only the rounding of the output would be left.
     """
     keys = max(4, problem.seqlen_kv)
     return math.log(keys / 2) / (SCALE_FACTOR * math.sqrt(problem.head_dim))

@@ -69,7 +69,7 @@ class References:
             with_lse: of attention: keep the row statistics.
 
         Returns:
-            Whether it was computed.
+            True when it was computed.
         """
         problem = self._buffers.problem
         if with_lse and kind not in self._statistics:
