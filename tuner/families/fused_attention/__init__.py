@@ -257,14 +257,13 @@ class FusedAttention(Family):
 
     @staticmethod
     def smem_bytes(problem: AttentionProblem, config: Config) -> int:
-        """Dynamic shared memory of a block:
+        """Dynamic shared memory of a block, bytes.
 
-        - one Q tile and the stages of K and V, or in their place the partials for its cluster:
-          fp32 rows of O padded by 8 and their log-sum-exp
+        - one Q tile, and the stages of K and V
+        - in their place the partials for its cluster: fp32 rows of O padded by 8, log-sum-exp
         - the output's tile with `stages_output`
         - fp32 O, maxima and sums of all key groups but one
         - the barriers
-
         """
         columns, tile_m = instance(problem.head_dim), _tile_m(config.params)
         rows = tile_m + 2 * config["kv_stages"] * config["tile_n"]

@@ -26,7 +26,7 @@ FUSED_ACTIVATIONS = {"bias_relu": False, "bias_gelu_tanh": True}
 
 
 class VendorBlas(Vendor):
-    """Values of ``kernel``:
+    """Products by the libraries that torch calls; `kernel` is one of these.
 
     - cublas, cublaslt: the library that torch calls. The epilogue is in kernels of torch behind it,
       and operands with factors of blocks are made bf16 in front
