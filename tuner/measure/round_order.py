@@ -12,7 +12,7 @@ CONTENDING = 1.5
 SETTLE_US = 40_000.0
 
 
-class Rota:
+class RoundOrder:
     """Order of the subjects in each round of a final pass. A subject's clocks depend on its
     predecessor.
 
