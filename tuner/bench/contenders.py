@@ -9,7 +9,7 @@ from enum import StrEnum
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families import families_of, family
-from tuner.families.base import FOREIGN, Family, without_spare
+from tuner.families.base import FOREIGN, Family, without_fallbacks
 from tuner.families.vendor import Vendor
 from tuner.hardware import Gpu
 from tuner.measurement import Provenance, Regime
@@ -147,7 +147,7 @@ def predicted(problem: Problem, gpu: Gpu, count: int) -> list[Config]:
         for member in families_of(problem.op).values()
         if not (member.is_vendor or member.supports(problem, gpu) or member.stages(problem))
     ]
-    for member in without_spare(serving):
+    for member in without_fallbacks(serving):
         space = member.space(problem, gpu)
         for config in member.seeds(problem, gpu, space, count) if space else ():
             found.append((member.predict_us(problem, config, gpu), config.digest, config))

@@ -127,7 +127,7 @@ class Family(ABC):
     """Compute capabilities that its kernels are written for; empty: all that are served."""
     takes_extras: ClassVar[bool] = True
     """True when it looks at e4m3 and at `AttentionProblem.extras` itself; else it refuses them."""
-    is_spare: ClassVar[bool] = False
+    is_fallback: ClassVar[bool] = False
     """It competes where no other own family serves the GPU, elsewhere when it is named."""
     is_vendor: ClassVar[bool] = False
     """A vendor's kernel is a baseline: nothing to compile, called through `vendor_call`."""
@@ -503,9 +503,9 @@ def listed(domain: Domain) -> str:
     return f"{domain[0]} to {domain[-1]}{step}"
 
 
-def without_spare(serving: Sequence[Family]) -> list[Family]:
+def without_fallbacks(serving: Sequence[Family]) -> list[Family]:
     """The families made for the GPU among those that serve a problem; all when there are none."""
-    return [family for family in serving if not family.is_spare] or list(serving)
+    return [family for family in serving if not family.is_fallback] or list(serving)
 
 
 def group_by_kernels(family: Family, configs: Iterable[Config]) -> list[list[Config]]:

@@ -78,7 +78,7 @@ class TritonAttention(Family):
     op = "attention"
     takes_extras = False
     writes_lse = True
-    is_spare = True
+    is_fallback = True
     cost_constants = CONSTANTS
     domains: ClassVar[Mapping[str, Domain]] = {
         "block_m": (16, 32, 64, 128, 256),

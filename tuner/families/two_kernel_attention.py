@@ -101,7 +101,7 @@ class TwoKernelAttention(Family):
     capabilities = (HOPPER,)
     writes_lse = True
     # The fused kernel is faster where it serves the problem, which is without ALiBi.
-    is_spare = True
+    is_fallback = True
     cost_constants = CONSTANTS
     runtime_parameters = frozenset({"heads_per_launch", "rows_per_launch", "splits", "pdl"})
     domains: ClassVar[Mapping[str, Domain]] = {

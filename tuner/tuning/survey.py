@@ -23,7 +23,7 @@ from pathlib import Path
 from tuner.config import Config, Value
 from tuner.errors import BenchmarkError, ConfigError
 from tuner.families import families_of
-from tuner.families.base import Family, group_by_kernels, without_spare
+from tuner.families.base import Family, group_by_kernels, without_fallbacks
 from tuner.hardware import Gpu
 from tuner.measurement import Measurement, Provenance, Regime
 from tuner.problem import Problem
@@ -112,7 +112,7 @@ def draw(problem: Problem, gpu: Gpu, how: Draw, catalogue: Catalogue = families_
         if not family.is_vendor and not family.stages(problem) and not family.supports(problem, gpu)
     ]
     named = [family for family in serving if family.name in how.families]
-    kept = named if how.families else without_spare(serving)
+    kept = named if how.families else without_fallbacks(serving)
     spaces = {family: family.space(problem, gpu) for family in kept}
     groups = {family: group_by_kernels(family, space) for family, space in spaces.items()}
     sizes = {family.name: len(of_family) for family, of_family in groups.items()}
