@@ -9,7 +9,7 @@ from enum import StrEnum
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families import families_of, family
-from tuner.families.base import FOREIGN, Family, without_fallbacks
+from tuner.families.base import INCOMPATIBLE_CONFIG_ERRORS, Family, without_fallbacks
 from tuner.families.vendor import Vendor
 from tuner.hardware import Gpu
 from tuner.measurement import Provenance, Regime
@@ -131,7 +131,7 @@ def _illegal(problem: Problem, config: Config, gpu: Gpu) -> str:
         found = member.violations(problem, config, gpu)
         if not found:
             member.kernels(problem, config)
-    except FOREIGN as exc:  # an older version of its family had other parameters
+    except INCOMPATIBLE_CONFIG_ERRORS as exc:  # an older version of its family had other parameters
         return f"{type(exc).__name__}: {exc}"
     return "; ".join(found)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tuner.compile.render import render
 from tuner.families import family
-from tuner.families.base import FOREIGN
+from tuner.families.base import INCOMPATIBLE_CONFIG_ERRORS
 from tuner.measurement import Measurement
 
 FORMAT = "cutlass-tuner-bundle"
@@ -44,7 +44,7 @@ def sources_of(measurement: Measurement) -> dict[str, str]:
         return {
             name: render(spec, measurement.artifacts.get(name, "")) for name, spec in specs.items()
         }
-    except FOREIGN:
+    except INCOMPATIBLE_CONFIG_ERRORS:
         return {}
 
 

@@ -38,7 +38,7 @@ caller that does not want it passes a null pointer."""
 Strides = Mapping[str, tuple[int, ...]]
 """Strides of tensors, elements, by the operand's name: one for each of its dimensions."""
 
-FOREIGN = (
+INCOMPATIBLE_CONFIG_ERRORS = (
     TunerError,
     ArithmeticError,
     AttributeError,
@@ -248,7 +248,7 @@ class Family(ABC):
         """True when a config from a store, a recording or another problem is legal here."""
         try:
             return not self.violations(problem, config, gpu)
-        except FOREIGN:
+        except INCOMPATIBLE_CONFIG_ERRORS:
             return False
 
     def carried(self, problem: Problem, config: Config) -> Config:

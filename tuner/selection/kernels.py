@@ -26,7 +26,7 @@ from tuner.compile.artifacts import KEY, Artifact, ArtifactCache
 from tuner.config import Config
 from tuner.errors import ConfigError, StoreError
 from tuner.families import families
-from tuner.families.base import FOREIGN, Family, KernelSpec
+from tuner.families.base import INCOMPATIBLE_CONFIG_ERRORS, Family, KernelSpec
 from tuner.hardware import Gpu
 from tuner.problem import AttentionProblem, DType, Problem
 from tuner.selection.domains import Domain
@@ -190,7 +190,7 @@ class KernelList:
             facts = document.checked(cls, data)
             named = {name: facts[name] for name in _FACTS}
             return cls(**named, kernels={kernel.spec: kernel for kernel in kernels})
-        except FOREIGN as exc:
+        except INCOMPATIBLE_CONFIG_ERRORS as exc:
             raise ConfigError(f"it cannot be read: {exc!r}") from exc
 
     def text(self) -> str:

@@ -26,7 +26,7 @@ from tuner.base import document, output, resources
 from tuner.config import Config
 from tuner.errors import ConfigError, StoreError
 from tuner.families import families
-from tuner.families.base import FOREIGN, Family
+from tuner.families.base import INCOMPATIBLE_CONFIG_ERRORS, Family
 from tuner.families.fused_attention import paged
 from tuner.families.vendor.sdpa import BACKENDS
 from tuner.families.work import Sizes, sizes_of
@@ -581,7 +581,7 @@ class Portfolio:
             return cls(data["op"], gpu, {each.domain: each for each in models}, origin)
         except ConfigError:
             raise
-        except (*FOREIGN, ValueError) as exc:
+        except (*INCOMPATIBLE_CONFIG_ERRORS, ValueError) as exc:
             raise ConfigError(f"it cannot be read: {exc!r}") from exc
 
     def write(self, path: Path) -> None:
