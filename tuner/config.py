@@ -1,4 +1,4 @@
-"""What is chosen: a family's name and its parameters; frozen, hashable, JSON both ways."""
+"""Configs: a family's name and its parameters; frozen, hashable, JSON both ways."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Value = str | int | bool
 class Config:
     """One candidate: `params` of `family`, and for a composite family the config of each stage.
 
-    Two configs are equal exactly if they mean the same kernels and run-time arguments; `digest`
+    Two configs are equal exactly if they mean the same kernels and run-time arguments. `digest`
     names that equality in the store, in recordings and in Optuna.
     """
 

@@ -55,7 +55,7 @@ class GateError(BenchmarkError):
 
 
 class WorkerLostError(BenchmarkError):
-    """What measured went away before it answered, through no fault of a candidate."""
+    """A worker that went away before it answered, without fault of a candidate."""
 
 
 class StoreError(TunerError):

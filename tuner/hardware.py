@@ -1,8 +1,11 @@
-"""What the chip offers; every number with its source.
+"""GPUs and their limits; every number with its source.
 
-Sources: [CPG] CUDA C++ Programming Guide 13.0, "Compute Capabilities"; [H100] NVIDIA H100 Tensor
-Core GPU Architecture whitepaper; [DS] NVIDIA H200 and H100 SXM datasheets; [M] measured on one
-H200 (driver 580.159, CUDA 13.0, October 2026).
+Sources:
+
+- [CPG] CUDA C++ Programming Guide 13.0, "Compute Capabilities"
+- [H100] NVIDIA H100 Tensor Core GPU Architecture whitepaper
+- [DS] NVIDIA H200 and H100 SXM datasheets
+- [M] measured on one H200 (driver 580.159, CUDA 13.0, October 2026)
 """
 
 from __future__ import annotations
@@ -107,12 +110,12 @@ class Gpu:
 
     @property
     def is_served(self) -> bool:
-        """Whether some family has kernels for it."""
+        """True when some family has kernels for it."""
         return capability_numbers(self.compute_capability) >= capability_numbers(OLDEST_CAPABILITY)
 
     def floor_us(self, flops: int, bytes_moved: int) -> float:
-        """Time that no kernel can beat: tensor-core work at the highest clock, or the bytes that
-        cannot be in L2 through memory at its datasheet bandwidth.
+        """Time that no kernel can beat. It is the tensor cores' work at the highest clock, or the
+        bytes that cannot be in L2 at the datasheet's bandwidth of memory.
 
         Holds no term that a kernel could avoid (exponentials can be polynomials, launches can
         overlap, inputs up to the L2's size can be there already).

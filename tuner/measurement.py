@@ -1,4 +1,4 @@
-"""What was seen: status, latencies, error against the reference, log, environment."""
+"""Measurements: status, latencies, error against the reference, log, environment."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def status_of(cuda_error: int) -> Status:
 
 
 class Provenance(StrEnum):
-    """Where a latency comes from. The runtime launches MEASURED entries only."""
+    """Origin of a latency. The runtime launches MEASURED entries only."""
 
     MEASURED = "measured"
     REPLAYED = "replayed"
@@ -121,8 +121,8 @@ class Regime:
     ) -> tuple[Regime, ...]:
         """Regimes that may answer for an operation, the preferred one first.
 
-        Without a launch, decisions of ``stream`` come before ``chained`` ones of the same inputs,
-        and without a state of the inputs the operation's usual one comes before the other.
+        Without a launch, decisions of ``stream`` come before ``chained`` ones of the same inputs.
+        Without a state of the inputs, the operation's usual one comes first.
 
         Args:
             op: the operation.
@@ -187,7 +187,7 @@ def regime_keys(regimes: Regimes) -> list[str]:
 
 @dataclass(frozen=True)
 class Environment:
-    """What the measuring machine was: versions and limits by name (driver, cuda, torch, cudnn,
+    """The measuring machine: versions and limits by name (driver, cuda, torch, cudnn,
     cublas, nvcc, cutlass, clock_max_mhz, power_limit_w, peers). Equal facts, equal `digest`.
     """
 
@@ -201,7 +201,7 @@ class Environment:
 
 @dataclass(frozen=True)
 class Resources:
-    """What ptxas reported for one kernel."""
+    """Report of ptxas on one kernel."""
 
     registers: int
     spill_store_bytes: int
@@ -274,7 +274,7 @@ class Measurement:
 
     @property
     def is_fault(self) -> bool:
-        """Whether it speaks against its kernels: they ran and did not pass."""
+        """True when it speaks against its kernels: they ran and did not pass."""
         return not self.ok and self.status not in _NO_VERDICT
 
     @property
@@ -284,8 +284,8 @@ class Measurement:
     def speedup(self, other: Measurement) -> float | None:
         """Time of another kernel over this one's: above 1 this one is faster.
 
-        None unless both passed, in the same pass: quick times and final times do not compare, for
-        a final pass runs at the clocks that its neighbours leave.
+        None unless both passed, in the same pass. Quick times and final times do not compare: a
+        final pass runs at the clocks that its neighbours leave.
         """
         if not self.ok or not other.ok or self.is_final != other.is_final:
             return None
@@ -343,8 +343,8 @@ class Measurement:
 
 
 def same_kernels(one: Measurement, other: Measurement) -> bool:
-    """Whether two measurements ran the same machine code: the same artifacts, or artifacts whose
-    code is known to be equal, as after an edit of a template that changed no instruction.
+    """True when two measurements ran the same machine code. An edit of a template may leave it
+    equal in another artifact.
     """
     if dict(one.artifacts) == dict(other.artifacts):
         return True
@@ -365,7 +365,7 @@ TIE = 0.01
 
 
 def within_noise(ratio: float, one: float, other: float) -> bool:
-    """Whether two times of a ratio are equal within their noise, at most `TIE`.
+    """True when two times of a ratio are equal within their noise, at most `TIE`.
 
     Args:
         ratio: of the two times, either way round.
@@ -376,7 +376,7 @@ def within_noise(ratio: float, one: float, other: float) -> bool:
 
 
 def is_tie(one: Measurement, other: Measurement) -> bool:
-    """Whether two times are equal within their measured noise, at most `TIE`."""
+    """True when two times are equal within their measured noise, at most `TIE`."""
     fast, slow = sorted((_us(one), _us(other)))
     return within_noise(slow / fast, deviation(one), deviation(other))
 

@@ -56,7 +56,7 @@ def store_path() -> Path:
 
 
 def store_url() -> str:
-    """Where tuning writes."""
+    """SQLAlchemy URL of the store for tuning."""
     return _text("TUNER_STORE") or f"sqlite:///{store_path()}"
 
 
@@ -96,22 +96,22 @@ def write_token() -> str:
 
 
 def disabled() -> bool:
-    """Whether the runtime stands aside."""
+    """True when the runtime stands aside."""
     return os.environ.get("TUNER_DISABLE", "") not in ("", "0")
 
 
 def benchmark() -> bool:
-    """Whether the runtime times untuned shapes on their first call."""
+    """True when the runtime times untuned shapes on their first call."""
     return os.environ.get("TUNER_BENCHMARK", "") not in ("", "0")
 
 
 def nvtx() -> bool:
-    """Whether what runs is marked for Nsight Systems."""
+    """True when what runs is marked for Nsight Systems."""
     return os.environ.get("TUNER_NVTX", "") not in ("", "0")
 
 
 def build_on_miss() -> bool:
-    """Whether the runtime may start `tuner build` for a kernel that is not there."""
+    """True when the runtime may start `tuner build` for a kernel that is not there."""
     return os.environ.get("TUNER_BUILD_ON_MISS", "") not in ("", "0")
 
 

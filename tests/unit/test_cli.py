@@ -275,6 +275,7 @@ README_FOLDERS = (
     "scripts",
     "scripts/benchmarks",
     "tuner",
+    "tuner/families",
     "tuner/runtime",
     "tuner/tuning",
     "cache",

@@ -20,7 +20,7 @@ from tuner.compile.render import render
 from tuner.config import Config
 from tuner.errors import ConfigError, RenderError
 from tuner.families import families, family
-from tuner.families.base import FOREIGN, Family
+from tuner.families.base import INCOMPATIBLE_CONFIG_ERRORS, Family
 from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Measurement, Regime, Status
 from tuner.problem import PROBLEMS, Problem
@@ -129,7 +129,7 @@ def test_text_in_any_place_stops_at_the_source(name: str, text: str) -> None:
         for raw in in_every_place(config.to_json()):
             try:
                 specs = member.kernels(problem, as_config(raw)).values()
-            except FOREIGN:
+            except INCOMPATIBLE_CONFIG_ERRORS:
                 continue
             for spec in specs:
                 if MARK not in str(spec.variables):

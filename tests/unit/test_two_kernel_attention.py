@@ -15,7 +15,7 @@ from goldens import Goldens
 from tuner.compile.render import render
 from tuner.config import Config, Value
 from tuner.families import families_of
-from tuner.families.base import LSE, SCRATCH, Launch, Ref, group_by_kernels, without_spare
+from tuner.families.base import LSE, SCRATCH, Launch, Ref, group_by_kernels, without_fallbacks
 from tuner.families.two_kernel_attention import (
     ROWS,
     STAGES,
@@ -165,12 +165,12 @@ def test_a_sweep_of_alibi_has_this_family_alone() -> None:
     for problem in (BIASED, replace(BIASED, bias="")):
         serving = [m for m in families_of("attention").values() if m.space(problem, DEFAULT_GPU)]
         own = [member for member in serving if not member.is_vendor]
-        assert [m.name for m in without_spare(own)] == [FAMILY.name]
+        assert [m.name for m in without_fallbacks(own)] == [FAMILY.name]
     biased = replace(BIASED, is_alibi=False)
     serving = [m for m in families_of("attention").values() if m.space(biased, DEFAULT_GPU)]
     own = [member for member in serving if not member.is_vendor]
     assert [m.name for m in own] == ["fused_attention", FAMILY.name]
-    assert [m.name for m in without_spare(own)] == ["fused_attention"]
+    assert [m.name for m in without_fallbacks(own)] == ["fused_attention"]
     assert FAMILY.supports(replace(biased, bias="", mask="h"), DEFAULT_GPU)
 
 

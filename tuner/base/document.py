@@ -130,7 +130,7 @@ def _yaml_loader(pairs: Callable[[list[tuple[str, Any]]], Any]) -> Any:
 def checked(cls: type, data: Any) -> dict[str, Any]:
     """The fields of a dataclass as JSON gave them, each that is there of its type.
 
-    Fields of composite types are passed over, and so is what is no field.
+    Fields of composite types and unknown keys are passed over.
 
     Raises:
         ConfigError: names the field, what it is and what it has to be.

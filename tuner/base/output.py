@@ -1,4 +1,4 @@
-"""Where a file that was asked for goes: written aside, then put in place whole."""
+"""Output files, written aside and then put in place whole."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def check_place(path: Path | None) -> None:
 def replacing(path: Path) -> Iterator[IO[bytes]]:
     """A file to write that takes the path's place at the end, and leaves it alone on any error.
 
-    A symbolic link stays and its target is replaced. What is there but no regular file, as a
-    device or a FIFO, also stays: it is given the content at the end.
+    A symbolic link stays and its target is replaced. A device or a FIFO also stays, and is
+    given the content at the end.
 
     Raises:
         StoreError: names the path that cannot be written, and why.
@@ -74,7 +74,7 @@ def _target(path: Path) -> Path:
 
 
 def _is_special(path: Path) -> bool:
-    """Whether something is there that a regular file must not replace; a folder refuses itself."""
+    """True when the path is a device or a FIFO, which a regular file must not replace."""
     try:
         return not stat.S_ISREG(path.stat().st_mode)
     except OSError:

@@ -42,7 +42,7 @@ def trusted_sha256(path: Path) -> str:
     """SHA-256 of a file, in hex; computed once for each state of it in this process.
 
     The file is read through one descriptor. It is read again when the path names another inode,
-    or when the size or the time of the last change differ; that time cannot be set.
+    or when the size or the time of the last change differs. That time cannot be set.
 
     Raises:
         OSError: when it cannot be read, or others can write it.

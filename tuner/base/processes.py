@@ -36,8 +36,10 @@ exit $status
 """Shell script around a command, which ends the whole process group with its starter.
 
 The script's input is a pipe that nobody writes to. The kernel closes it when the starter dies, in
-whatever way, and the reader kills the group. PR_SET_PDEATHSIG would not do: it reaches nvcc but not
-the cicc that nvcc's shell starts, and it comes already when the starting thread ends. The group
+whatever way, and the reader kills the group. PR_SET_PDEATHSIG would not do. It reaches nvcc but not
+the cicc that nvcc's shell starts, and it comes when the starting thread ends.
+
+The group
 ignores the signals that end a service, so that the compiler is not blamed for them. A command that
 a signal ended ends the script with the same signal.
 """
@@ -125,8 +127,8 @@ class RaisesInterrupted(EndingSignals):
     """Context that `ENDING_SIGNALS` end by raising `Interrupted`.
 
     Once: SIGTERM and SIGHUP are often sent twice, and the second must not cut short what the first
-    began. Ctrl-C raises each time. Where Python drops the exception, as it does in a ``__del__``,
-    the signal is sent again.
+    began. Ctrl-C raises each time. If Python drops the exception, as in a ``__del__``, the signal
+    is sent again.
     """
 
     def __init__(self) -> None:
@@ -189,7 +191,7 @@ def python_command(*arguments: str) -> list[str]:
 def python_environment() -> dict[str, str]:
     """Environment of a process that is to import this same package.
 
-    Where the package is not installed, as in a checkout, its folder comes first in
+    If the package is not installed, as in a checkout, its folder comes first in
     ``PYTHONPATH``. An empty entry there means the working folder and is left out. A relative one
     is resolved here, because the process may have another working folder.
     """

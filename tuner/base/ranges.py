@@ -39,7 +39,7 @@ def _range(text: str) -> Iterator[None]:
 
 @cache
 def _functions() -> tuple[Callable[[str], Any], Callable[[], Any]]:
-    """What opens and closes a range; what does nothing where no library offers it."""
+    """Opens and closes a range; does nothing when no library offers one."""
     for module, push, pop in (
         ("nvtx", "push_range", "pop_range"),
         ("torch.cuda.nvtx", "range_push", "range_pop"),

@@ -1,4 +1,4 @@
-"""Where the data folders are: beside the package in a checkout, inside it in a wheel."""
+"""Paths of the data folders: beside the package in a checkout, inside it in a wheel."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class Task:
     regime: Regime
     rounds: int
     against: tuple[str, ...]
-    """Of `contenders.peers_named`."""
+    """Names for `contenders.peers_named`."""
     named: Named = none_named
 
     @property
@@ -45,7 +45,7 @@ class Task:
 
 
 class Machines(Protocol):
-    """What `runners.choose.Runners` is to a comparison."""
+    """Interface of `runners.choose.Runners` for a comparison."""
 
     @property
     def gpu(self) -> Gpu | None:
@@ -55,7 +55,7 @@ class Machines(Protocol):
         """The runner of a problem."""
 
     def compiler(self) -> Compiler:
-        """What compiles for all of them."""
+        """Compiler for all of them."""
 
 
 class Comparison:

@@ -1,4 +1,4 @@
-"""Who takes part for a problem: what the cache holds of it, and the kernels to measure against."""
+"""Contenders of a problem: the cache's kernels, and the kernels to measure against."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from enum import StrEnum
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families import families_of, family
-from tuner.families.base import FOREIGN, Family, without_spare
+from tuner.families.base import INCOMPATIBLE_CONFIG_ERRORS, Family, without_fallbacks
 from tuner.families.vendor import Vendor
 from tuner.hardware import Gpu
 from tuner.measurement import Provenance, Regime
@@ -51,7 +51,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class Lineup:
-    """Who takes part for one problem under one regime."""
+    """Contenders of one problem under one regime."""
 
     contenders: tuple[Contender, ...]
     notes: tuple[str, ...] = ()
@@ -131,7 +131,7 @@ def _illegal(problem: Problem, config: Config, gpu: Gpu) -> str:
         found = member.violations(problem, config, gpu)
         if not found:
             member.kernels(problem, config)
-    except FOREIGN as exc:  # an older version of its family had other parameters
+    except INCOMPATIBLE_CONFIG_ERRORS as exc:  # an older version of its family had other parameters
         return f"{type(exc).__name__}: {exc}"
     return "; ".join(found)
 
@@ -147,7 +147,7 @@ def predicted(problem: Problem, gpu: Gpu, count: int) -> list[Config]:
         for member in families_of(problem.op).values()
         if not (member.is_vendor or member.supports(problem, gpu) or member.stages(problem))
     ]
-    for member in without_spare(serving):
+    for member in without_fallbacks(serving):
         space = member.space(problem, gpu)
         for config in member.seeds(problem, gpu, space, count) if space else ():
             found.append((member.predict_us(problem, config, gpu), config.digest, config))

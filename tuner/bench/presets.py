@@ -1,9 +1,9 @@
-"""What this project's design documents measured, kernel by kernel, on this machine; and attention
+"""Measurements of this project's design documents, repeated kernel by kernel; and attention
 in two kernels, the step that they named as the next one.
 
-They tried tiles of the GEMMs of three-kernel attention and threads of its softmax, compared the
-fused kernels on four workloads, and one GEMM tile with CUTLASS's default. Each named tile takes the
-schedule, stages and order of blocks that the cost model likes best with it; the default has
+They tried tiles of the GEMMs of three-kernel attention and threads of its softmax. They compared
+the fused kernels on four workloads, and one GEMM tile with CUTLASS's default. Each named tile takes
+the schedule, stages and order of blocks that the cost model likes best with it; the default has
 CUTLASS's.
 
 `LENGTHS_NAME` is their other question: which way of computing attention is best at which length.
@@ -71,8 +71,8 @@ _SHOWN = ("groups", "blocks_per_sm", "buffers")
 
 
 def three_kernels(problem: Problem, gpu: Gpu) -> dict[str, Config]:
-    """Every tile with 32 softmax threads a row, the first tile with the other counts, and the
-    first with each head launched by itself, on one stream and on several.
+    """Every tile has 32 softmax threads a row. The first tile also has the other counts, and each
+    head launched by itself, on one stream and on several.
 
     The product with V has tiles no wider than its output, the head dimension.
     """
@@ -153,8 +153,8 @@ def _tile(tile: Tile) -> dict[str, Value]:
 
 
 def _cheapest(problem: Problem, gpu: Gpu, wanted: Mapping[str, Value]) -> Config | None:
-    """Of the configs of the space, given these parameters, the legal one with the least estimate;
-    None where none is legal.
+    """Legal config with the least estimate among those of the space with these parameters set; None
+    when none is legal.
     """
     member = family(problem.op)
     changed = {
@@ -167,9 +167,9 @@ def _cheapest(problem: Problem, gpu: Gpu, wanted: Mapping[str, Value]) -> Config
 
 
 def one_of_each(problem: Problem, gpu: Gpu) -> dict[str, Config]:
-    """The kernel of every own family that its estimate likes best at `TILED`, or at the problem
-    where that one cannot serve it: one kernel over all lengths, as far as there is one. Spare
-    families take part too, but one for any GPU only where none was made for this one.
+    """One kernel of every own family over all lengths, if possible: the one with the least estimate
+    at `TILED`, or at the problem. Fallback families also take part; one for any GPU only when no
+    family was made for this one.
     """
     found = {}
     serving = [m for m in families_of(problem.op).values() if not m.supports(problem, gpu)]
@@ -185,7 +185,7 @@ def one_of_each(problem: Problem, gpu: Gpu) -> dict[str, Config]:
 
 @cache
 def _first_choice(name: str, problem: Problem, gpu: Gpu) -> Config | None:
-    """What a family's estimate likes best; None where it has nothing."""
+    """Config with a family's least estimate; None for an empty space."""
     member = family(name)
     return next(iter(member.seeds(problem, gpu, member.space(problem, gpu), 1)), None)
 

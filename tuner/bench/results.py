@@ -1,4 +1,4 @@
-"""What a comparison saw: rows of timed kernels, what follows from them, JSON both ways."""
+"""Results of a comparison: rows of timed kernels, derived figures, JSON both ways."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Timed:
     resources: Mapping[str, Resources] = field(default_factory=dict)
     log: str = ""
     stages_us: Mapping[str, float] = field(default_factory=dict)
-    """Of a call of several kernels, each with the others left out, in their order."""
+    """Microseconds of each kernel of a call alone, in their order."""
     again_us: float | None = None
     """The same kernel's time as a second participant of the same pass: the control."""
     kernel_us: float | None = None
@@ -145,7 +145,7 @@ class Row:
 
     @property
     def is_tie(self) -> bool:
-        """Whether own kernel and peer are equal within the noise of both."""
+        """True when own kernel and peer are equal within the noise of both."""
         own, peer = self.own, self.peer
         if self.ratio is None or own is None or peer is None:
             return False
@@ -164,12 +164,12 @@ class Row:
 
     @property
     def control(self) -> float | None:
-        """What two times of one kernel in this pass differ by, as a part of them."""
+        """Difference of two times of one kernel in this pass, as a part of them."""
         pairs = [(t.again_us, t.latency_us) for t in self.timed if t.again_us and t.latency_us]
         return max((abs(again / us - 1) for again, us in pairs), default=None)
 
     def figures(self, timed: Timed, gpu: Gpu) -> dict[str, float]:
-        """What follows from a time, by name; empty without one.
+        """Figures derived from a time, by name; empty without one.
 
         ``tb_per_s`` counts the keys and values of attention, every operand of other operations;
         ``over_own`` is the time over that of the fastest own kernel (`own`).
@@ -326,7 +326,7 @@ class Part:
     size: Size
     count: int
     geometric_mean: float
-    """Of peer's time over own time."""
+    """Geometric mean of peer's time over own time."""
 
 
 @dataclass(frozen=True)
@@ -340,7 +340,7 @@ class Summary:
     missing: int
     """Problems without."""
     geometric_mean: float | None
-    """Of peer's time over own time."""
+    """Geometric mean of peer's time over own time."""
     worst: float | None
     worst_label: str
     ties: int = 0

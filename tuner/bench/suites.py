@@ -42,14 +42,14 @@ class Suite:
     problems: tuple[Problem, ...]
     regimes: tuple[Regime, ...]
     rounds: int = 20
-    """Of the interleaved timing."""
+    """Rounds of the interleaved timing."""
     against: tuple[str, ...] = ("cudnn", "flash2", "flash3", "flash4")
     """Peers that lead somewhere; see `contenders.peers_named`."""
     named: Named = none_named
 
     @property
     def op(self) -> str:
-        """Of all its problems."""
+        """Operation of all its problems."""
         return self.problems[0].op
 
 

@@ -9,10 +9,11 @@ A bundle is a tar file without compression, equal for equal content::
     libraries/<sha256>.so    kernels of one translation unit share one
 
 Installing is the only way in for a binary, and takes all or nothing. Members are read by the names
-above and never extracted. Each kernel's source has to be what this program renders for a config of
-the bundle's entries: so its interface is the one that this program calls. Whether the library was
-made from that source nobody can see: the hash of the whole file, compared with what the maker
-printed, says that it is the maker's.
+above and never extracted. Each kernel's source must equal the text that this program renders for a
+config of the bundle's entries, so its interface is known.
+
+A library does not show whether it was made from that source. The hash of the whole file, compared
+with the printed one, says that it is the maker's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a bundle holds: names, limits, hashes, and the sources of a config."""
+"""Format of a bundle: names, limits, hashes, and the sources of a config."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tuner.compile.render import render
 from tuner.families import family
-from tuner.families.base import FOREIGN
+from tuner.families.base import INCOMPATIBLE_CONFIG_ERRORS
 from tuner.measurement import Measurement
 
 FORMAT = "cutlass-tuner-bundle"
@@ -32,23 +32,23 @@ MAX_TOKENS, MAX_DEPTH = 1 << 25, 32
 
 
 def this_platform() -> str:
-    """What a compiled library runs on, as in ``linux-x86_64``."""
+    """Platform of a compiled library, as ``linux-x86_64``."""
     return f"{sys.platform}-{platform.machine()}"
 
 
 def sources_of(measurement: Measurement) -> dict[str, str]:
-    """What this program renders for each kernel that a measurement names; empty if it cannot."""
+    """Texts that this program renders for a measurement's kernels; empty if it cannot."""
     try:
         member = family(measurement.config.family)
         specs = member.kernels(measurement.problem, measurement.config)
         return {
             name: render(spec, measurement.artifacts.get(name, "")) for name, spec in specs.items()
         }
-    except FOREIGN:
+    except INCOMPATIBLE_CONFIG_ERRORS:
         return {}
 
 
 def sha256_of(path: Path) -> str:
-    """Of a file, in hex."""
+    """SHA-256 of a file, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -43,7 +43,7 @@ _CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Installed:
-    """What an installation did."""
+    """Result of an installation."""
 
     report: ImportReport
     kernels_added: int

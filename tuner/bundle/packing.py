@@ -34,13 +34,13 @@ from tuner.store.exchange import Decision, write
 
 @dataclass(frozen=True)
 class Packed:
-    """What was written."""
+    """The written bundle."""
 
     entries: int
     kernels: int
     bytes: int
     sha256: str
-    """Of the whole file."""
+    """SHA-256 of the whole file."""
     left_out: tuple[str, ...]
     """Why entries are not in it."""
 

@@ -9,8 +9,8 @@ kernel list, for every machine of the GPU's kind, and pip installs it beside the
                                           meta.json
     cutlass_tuner_kernels-<version>.dist-info/
 
-Equal kernels make an equal wheel, byte by byte: members are sorted and dated 1980, and what differs
-from build to build (CPU-seconds, the rendered source) is left out.
+Equal kernels make an equal wheel, byte by byte. Members are sorted and dated 1980. Facts that
+differ from build to build (CPU-seconds, the rendered source) are left out.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _KEPT = ("template", "variables", "nvcc", "cutlass", "advice")
 
 @dataclass(frozen=True)
 class Wheel:
-    """What was written."""
+    """The written wheel."""
 
     path: Path
     kernels: int
@@ -71,8 +71,8 @@ def write_wheel(
         with_unproven: pack kernels without a proof too; none of them is served.
 
     Raises:
-        ConfigError: when nothing is left to pack, an artifact is missing or was built anew since,
-            a library needs a newer glibc, or the wheel exceeds `MAX_BYTES`.
+        ConfigError: when nothing is left to pack, an artifact is missing or was built anew, a
+            library needs a newer glibc, or the wheel exceeds `MAX_BYTES`.
         StoreError: when it cannot be written.
     """
     chosen = [k for k in kernels.kernels.values() if k.proof is not None or with_unproven]

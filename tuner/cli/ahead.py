@@ -73,8 +73,9 @@ def sweep_ahead(
 
 
 def wanted_text(number: int, one: Wanted) -> str:
-    """One line of at most `COLUMNS`: expected gain in percent of a problem's time, summed over
-    the problems, the first problem, the config's digest, and as much of the config as fits.
+    """One line of at most `COLUMNS`: expected gain, first problem, digest, and part of the config.
+
+    The gain is in percent of a problem's time, summed over the problems.
     """
     from tuner.selection.describe import config_text, counted, cut
 

@@ -19,7 +19,7 @@ from tuner.selection.describe import (
 )
 
 FEW_ROWS = 64
-"""Of a product: so many rows take no longer than reading the weights for one."""
+"""Rows of a product that take no longer than reading the weights for one."""
 
 FIGURES = (
     "half_width_us",
@@ -137,7 +137,7 @@ def _peers(rows: Sequence[Row]) -> list[str]:
 
 
 def _is_decoding(rows: Sequence[Row]) -> bool:
-    """Whether reading keys and values, or weights, and not arithmetic, is what counts."""
+    """True when reading keys and values, or weights, and not arithmetic, is what counts."""
     return all(map(_reads, (row.problem for row in rows)))
 
 
@@ -175,7 +175,7 @@ def _append(cells: list[list[str]], heading: str, column: Sequence[str]) -> None
 
 
 def _durations(row: Row) -> str:
-    """Of the own kernel and of the fastest peer, by the profiler, microseconds."""
+    """Microseconds of the own kernel and of the fastest peer, by the profiler."""
     return " / ".join(microseconds(t.kernel_us) if t else "-" for t in (row.own, row.peer))
 
 
@@ -200,7 +200,7 @@ def _cell(timed: Timed | None) -> str:
 
 
 def _missing(rows: Sequence[Row]) -> list[str]:
-    """What has no time and why, each reason once; what else should be known."""
+    """Kernels without a time and their reasons, each once; further notes."""
     said: dict[str, list[str]] = {}
     for row in rows:
         label = row.problem.label()

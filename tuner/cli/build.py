@@ -243,7 +243,9 @@ def _entries(store: Store, args: argparse.Namespace) -> Iterable[Entry]:
 
 
 def _own(entry: Entry) -> Iterator[Measurement]:
-    """What the runtime may launch of an entry: a pinned or winning own config, the best own."""
+    """Configs of an entry that the runtime may launch: a pinned or winning own one, the best
+    own.
+    """
     from tuner.store.entry import is_vendor
 
     if not is_vendor(entry.winner.config):

@@ -1,4 +1,4 @@
-"""What a sweep shows while it runs: a live panel on a terminal, else plain lines.
+"""Display of a running sweep: a live panel on a terminal, else plain lines.
 
 Progress goes to standard error and results to standard output, so that either can be kept.
 """

@@ -26,7 +26,7 @@ class Finding:
     """ok; missing: a sweep cannot measure without it; note: it can, with something left out."""
     found: str
     advice: str = ""
-    """What to do where the state is not ok."""
+    """Advice when the state is not ok."""
 
 
 def register(subparsers: Any) -> None:
@@ -191,7 +191,7 @@ def _compiling() -> Iterator[Finding]:
 
 
 def _triton() -> Finding:
-    """What the attention of GPUs other than Hopper is compiled with."""
+    """Compiler of attention for GPUs other than Hopper."""
     from tuner.families.triton_attention import EXTRA, TritonAttention, triton_version
 
     lacks = TritonAttention().lacks()

@@ -438,7 +438,7 @@ def _detected() -> Gpu | None:
 
 
 def _environment() -> Environment:
-    """What a sweep would record of this machine, as far as it is known without torch."""
+    """Environment that a sweep would record here, as far as it is known without torch."""
     from tuner.families.vendor import installed_versions
     from tuner.measure.device import environment
 

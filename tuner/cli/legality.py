@@ -188,7 +188,7 @@ def _spills(m: Measurement) -> bool:
 def report(
     family: Family, gpu: Gpu, seed: int, drawn: int, outcomes: Sequence[tuple[Draw, Measurement]]
 ) -> dict[str, Any]:
-    """What the command writes: `summary`, and every outcome so far of the `drawn` ones."""
+    """Document of the command: `summary`, and every outcome so far of the `drawn` ones."""
     return {
         "family": family.name,
         "gpu": gpu.name,

@@ -63,8 +63,8 @@ def build(
         jobs: nvcc processes at a time; None: the cores.
         only: texts that a kernel's label must hold, all of them; none: every kernel.
         dry_run: list the kernels, compile nothing.
-        reproducible: one library a kernel, so that equal builds are equal bytes, as the wheel of
-            prebuilt kernels needs; about three times the CPU time of libraries of eight.
+        reproducible: one library a kernel, so that equal builds are equal bytes, for the wheel of
+            prebuilt kernels. About three times the CPU time of libraries of eight.
 
     Returns:
         Exit code: 1 when a kernel failed.

@@ -117,7 +117,7 @@ def _prove(prover: Prover, plans: Sequence[Plan], faults: list[str]) -> int:
 
 
 def _plans(args: argparse.Namespace, gpu: Gpu) -> list[Plan]:
-    """What each list of the GPU's compute capability lacks."""
+    """Kernels without a proof in each list of the GPU's compute capability."""
     from tuner.base import resources
     from tuner.selection.kernels import BUILD, KernelList, targets, users
     from tuner.selection.portfolio import shipped

@@ -127,7 +127,7 @@ def _code(found: Sequence[Progress], interrupted_by: int | None) -> int:
 
 
 def _samples(args: argparse.Namespace, gpu: Gpu, how: Draw) -> list[Sample]:
-    """What is measured of each problem."""
+    """Candidates that are measured for each problem."""
     from tuner.errors import ConfigError
     from tuner.selection.domains import DOMAINS
     from tuner.selection.portfolio import shipped
@@ -175,7 +175,7 @@ def _list(
 
 
 def sample_text(sample: Sample) -> str:
-    """What was drawn of a problem: how much of which family, and which values of parameters."""
+    """Draw of a problem: counts of each family, and values of parameters."""
     kernels = sum(of_family for of_family, _ in sample.spaces.values())
     candidates = sum(of_family for _, of_family in sample.spaces.values())
     lines = [

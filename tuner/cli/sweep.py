@@ -215,7 +215,7 @@ def _say_known(
     url: str,
     note: Callable[[str], None],
 ) -> None:
-    """Where nothing can be measured, say how to see what was measured of the problems, or what
+    """On a machine that cannot measure, say how to see the problems' measurements, or what
     measurements of others make of them.
     """
     from tuner.hardware import DEFAULT_GPU
@@ -264,7 +264,7 @@ def _check_ahead(args: argparse.Namespace) -> None:
 
 
 def machine_of(args: argparse.Namespace, max_workspace: int | None) -> Machine:
-    """Where to evaluate.
+    """Runners of the sweep.
 
     Raises:
         ConfigError: when a number or a device is out of range.
@@ -328,7 +328,7 @@ def problems_of(args: argparse.Namespace) -> list[Problem]:
 
 
 def options_of(args: argparse.Namespace) -> JobOptions:
-    """What decides how they are tuned.
+    """Options of the sweep.
 
     Raises:
         ConfigError: when one is out of range.

@@ -9,12 +9,11 @@
     <root>/.locks/            one file a key while somebody builds it
     <root>/.quarantine/       folders whose library does not match its recorded hash
 
-A miss is None. What is wrong with a folder makes it a miss, never an error; only a cache that
-cannot be written is one.
+A miss is None. A damaged folder is a miss; only a cache that cannot be written is an error.
 
-The libraries are loaded into processes. So the root and each library belong to this user or to root
-and nobody else can write them, as PostgreSQL requires of its data folder; a library is hashed
-through one descriptor, and again as soon as its inode, size or time of change differ.
+The libraries are loaded into processes. So the root and each library belong to this user or to
+root, and nobody else can write them. A library is hashed
+through one descriptor, and again when its inode, size or time of change differs.
 """
 
 from __future__ import annotations
@@ -400,7 +399,7 @@ class LoadedKernel:
 
     @property
     def address(self) -> int:
-        """Where the launch function lies in this process."""
+        """Address of the launch function in this process."""
         return int(ctypes.cast(self._launch, ctypes.c_void_p).value or 0)
 
     def workspace_bytes(self, integers: Sequence[int]) -> int:
@@ -512,7 +511,7 @@ def loaded(key: str) -> LoadedKernel | None:
 
 
 def _intact(key: str, folder: Path) -> Artifact | None:
-    """What a folder holds, the library's hash verified; None where it is damaged."""
+    """Artifact in a folder, the library's hash verified; None when it is damaged."""
     try:
         text = (folder / "meta.json").read_text(encoding="utf-8")
         artifact = _read_meta(key, folder, text)

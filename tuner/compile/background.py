@@ -1,8 +1,8 @@
 """Has the kernels that the runtime misses compiled beside it: ``TUNER_BUILD_ON_MISS=1``.
 
-Off by default: serving compiles nothing. Switched on, a kernel of a measured entry whose artifact
-is not here (imported, shipped or pruned) is built by ``tuner build``, a process of its own that
-outlives this one and of which a machine runs one at a time. The calling thread never waits, and
+Off by default: serving compiles nothing. Switched on, ``tuner build`` compiles the missing kernel
+of a measured entry (imported, shipped or pruned). It is a process of its own that outlives this
+one; a machine runs one at a time. The calling thread never waits, and
 nothing is tuned.
 """
 
@@ -44,8 +44,8 @@ class Builder:
             missing: the measurement that cannot be launched for want of its artifacts.
 
         Returns:
-            Whether this call started it: not when it is switched off, when the measurement is not
-            to be served, and when the problem was asked for before.
+            True when this call started it. False when it is switched off, the measurement is not to
+            be served, or the problem was asked for before.
         """
         if not settings.build_on_miss() or missing.provenance is not Provenance.MEASURED:
             return False

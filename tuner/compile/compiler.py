@@ -1,9 +1,11 @@
 """From kernel specs to artifacts: translation units built by nvcc, several at a time.
 
-A unit holds up to `Compiler.batch` kernels of one template, as alike as those that wait allow: most
-of a compile is reading CUTLASS's headers and instantiating its templates, which kernels of one
-tile share, so a further kernel costs a fraction of the first. A unit that fails is taken apart and
-its kernels are built alone, so one bad kernel never costs its neighbours. A text that includes
+A unit holds up to `Compiler.batch` similar kernels of one template. Most of a compile is reading
+CUTLASS's headers and instantiating its templates, which kernels of one tile share. So a further
+kernel costs a fraction of the first. A unit that fails is taken apart and its kernels are built
+alone.
+
+A text that includes
 ``host_half.h`` has a half for the device, which nvcc compiles alone, and one for the host's
 compiler. Kernels in Triton take the same way: another program builds their units
 (`tuner.compile.triton_compiler`).
@@ -56,8 +58,8 @@ FLAGS = (
 UNIT = 8
 """Most kernels of a translation unit."""
 UNIT_BYTES = 7 << 30
-"""Memory that one unit takes: 7.1 GB at the peak of eight unlike attention kernels, 2.7 GB of eight
-alike; 7.0 GB of eight unlike products, 5.1 to 6.2 GB of eight alike; nvcc 13.0."""
+"""Memory of one unit, nvcc 13.0. Eight unlike attention kernels take 7.1 GB at the peak, eight
+similar ones 2.7 GB; eight unlike products take 7.0 GB, eight similar ones 5.1 to 6.2 GB."""
 NVCC_TIMEOUT_S = 900.0
 HOST_FLAGS = ("-Xcompiler=-fpermissive,-w",)
 """For a host half that is compiled by itself: what only a device runs names what g++ lacks."""
@@ -140,8 +142,8 @@ class Compiler:
     def key(self, spec: KernelSpec) -> str:
         """The artifact's identity, 32 hex digits: equal keys are the same device code.
 
-        The host compiler is no part of it, so that a machine without a GPU can build for one
-        that has another: it only compiles the function that fills in the launch.
+        The host compiler is not a part of it: it only compiles the function that fills in the
+        launch. So a machine can build for another one that has a different host compiler.
 
         Raises:
             RenderError: when the spec does not render.
@@ -156,7 +158,7 @@ class Compiler:
         return hashlib.sha256(json.dumps(ingredients, sort_keys=True).encode()).hexdigest()[:32]
 
     def _ingredients(self, spec: KernelSpec) -> dict[str, Any]:
-        """What a key holds of the compiler."""
+        """Part of a key that stands for the compiler."""
         tools = self.toolchain
         if triton_compiler.compiles(spec.template):
             return triton_compiler.ingredients(tools, self.capability)
@@ -191,9 +193,9 @@ class Compiler:
         more cores busy.
 
         Returns:
-            Futures that give the artifact, or raise CompileError (nvcc refused, with `command`
-            and `log`), RenderError (the spec does not render), StoreError (the cache cannot be
-            written, the disk is full) or concurrent.futures.CancelledError (after `close`).
+            Futures of the artifacts. They raise CompileError (nvcc refused, with `command` and
+            `log`), RenderError (the spec does not render), StoreError (the cache cannot be
+            written) or concurrent.futures.CancelledError (after `close`).
         """
         futures: list[tuple[KernelSpec, Future[Artifact]]] = []
         added = 0

@@ -27,7 +27,7 @@ _NO_BITS = 8
 #: memory; constants.
 _PARTS = (".text.", ".nv.shared.", ".nv.constant")
 DIGITS = 32
-"""Of the hash, hexadecimal."""
+"""Digits of the hash, hexadecimal."""
 
 
 class _Section(NamedTuple):

@@ -1,7 +1,8 @@
 """Compiles the runtime's dispatcher, once for a torch and a Python, and keeps it like a kernel.
 
-It is an extension module of CPython against torch's own headers: 13 CPU-seconds to compile, and
-0.5 us a call with the output's allocation, where an operator of torch's stable ABI takes 2.8.
+It is an extension module of CPython against torch's own headers. It takes 13 CPU-seconds to
+compile, and 0.5 us a call with the output's allocation; an operator of torch's stable ABI takes
+2.8.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def _key() -> str:
 
 
 def _facts() -> dict[str, str]:
-    """What the binary interface depends on."""
+    """Versions that the binary interface depends on."""
     try:
         torch = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError as exc:

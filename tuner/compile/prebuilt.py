@@ -1,7 +1,7 @@
 """The installed wheel of prebuilt kernels (`scripts/build-kernels`), where there is one.
 
-Its package, which is data and never imported, holds artifacts as the cache does, and a kernel list
-(`tuner.selection.kernels`) that says which of them were proven.
+Its package is data and never imported. It holds artifacts as the cache does, and a kernel list with
+their proofs (`tuner.selection.kernels`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def folder() -> Path | None:
 
 
 def artifacts() -> Path | None:
-    """Where its artifacts lie."""
+    """Folder of its artifacts."""
     found = folder()
     return None if found is None else found / ARTIFACTS
 

@@ -1,4 +1,4 @@
-"""What `ptxas -v` says about each kernel of a translation unit."""
+"""Report of `ptxas -v` on each kernel of a translation unit."""
 
 from __future__ import annotations
 

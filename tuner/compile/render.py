@@ -1,7 +1,7 @@
 """From a kernel spec to CUDA text; an unknown variable is an error, never an empty string.
 
-The last place where a config can be refused before it is source code: a variable is a whole
-number, a truth value, or one of the words that its family declares for it (`KernelSpec.words`).
+The last check of a config before it is source code. A variable is a whole number, a truth value, or
+one of the words that its family declares (`KernelSpec.words`).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _WORD = re.compile(r"[A-Za-z0-9_:<>, ]{0,128}")
 """Text that a variable may be even where it is declared: names and template arguments, without
 quotes, operators, semicolons, braces or line breaks."""
 _ID = re.compile(r"[A-Za-z0-9_]{0,64}")
-"""Of a kernel: the end of its functions' names."""
+"""Identifier of a kernel: the end of its functions' names."""
 _INTEGER_BITS = 63
-"""Of a variable's magnitude: what fits a 64-bit integer of C++."""
+"""Bits of a variable's magnitude: it must fit a 64-bit integer of C++."""
 
 _digests: dict[tuple[Path, str], tuple[tuple[tuple[Path, int], ...], str]] = {}
 """(folder, template) -> the files it was made of with their mtime_ns, and the digest."""
@@ -42,8 +42,8 @@ def render(spec: KernelSpec, kernel_id: str) -> str:
         kernel_id: the suffix of every global name of the kernel; the template sees it as `id`.
 
     Raises:
-        RenderError: names the template and what is wrong: a missing file, a syntax error with its
-            line, a variable that `spec` does not give, or one whose value is not declared.
+        RenderError: names the template and the fault: a missing file, a syntax error with its line,
+            a missing variable, or one whose value is not declared.
     """
     if "id" in spec.variables:
         raise RenderError(f"template {spec.template}: 'id' is set by the tuner, not by a family")
@@ -84,8 +84,8 @@ def _fault(value: object, words: Sequence[str]) -> str:
 def template_digest(template: str) -> str:
     """SHA-256 of a file under ``templates/`` and of all that it pulls in.
 
-    Followed transitively: Jinja's include, import and extends, and the `#include` of headers
-    that lie under ``templates/`` (CUTLASS's own headers are the toolchain's part of a key).
+    Followed transitively: Jinja's include, import and extends, and the `#include` of headers under
+    ``templates/``. CUTLASS's own headers are the toolchain's part of a key.
 
     Raises:
         RenderError: when a file is missing, or named by an expression that only rendering knows.

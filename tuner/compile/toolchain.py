@@ -46,7 +46,7 @@ def cutlass_help() -> str:
 
 @dataclass(frozen=True)
 class Toolchain:
-    """What compiles a kernel; every field but the paths is part of an artifact's key."""
+    """Compiler of a kernel; every field but the paths is part of an artifact's key."""
 
     nvcc: Path
     nvcc_version: str
@@ -58,7 +58,7 @@ class Toolchain:
     """Folder with ``include/``, ``tools/`` and ``examples/``."""
     cutlass_version: str
     library_dirs: tuple[Path, ...] = ()
-    """Where the static CUDA runtime lies when nvcc does not know by itself."""
+    """Folder of the static CUDA runtime when nvcc does not find it."""
     cutlass_digest: str = ""
     """SHA-256 over the CUTLASS headers that a kernel can include: a checkout may be edited."""
     triton_version: str = ""
@@ -124,7 +124,7 @@ def nvcc_version(nvcc: Path) -> str:
 
 
 def is_old(version: str) -> bool:
-    """Whether this nvcc compiles, but makes slower kernels than newer ones."""
+    """True when this nvcc compiles, but makes slower kernels than newer ones."""
     return _numbers(version) < GOOD_NVCC
 
 
@@ -186,7 +186,7 @@ def find_cutlass() -> tuple[Path, str]:
 
 
 def include_dirs(cutlass: Path) -> tuple[Path, ...]:
-    """What kernels may include of CUTLASS, the Hopper FMHA example's collectives among it."""
+    """CUTLASS's include folders, with the Hopper FMHA example's collectives."""
     return (
         cutlass / "include",
         cutlass / "tools" / "util" / "include",
@@ -257,7 +257,7 @@ def _nvcc_places() -> Iterator[tuple[str, Path | None]]:
 
 
 def _packaged_nvcc() -> Iterator[Path]:
-    """Where nvidia-cuda-nvcc puts nvcc: ``nvidia/cu13/bin``, the newest major version first."""
+    """Folders of nvidia-cuda-nvcc's nvcc: ``nvidia/cu13/bin``, the newest major version first."""
     spec = importlib.util.find_spec("nvidia")
     for location in (spec and spec.submodule_search_locations) or ():
         yield from sorted(Path(location).glob("cu[0-9]*/bin/nvcc"), reverse=True)
@@ -269,7 +269,7 @@ def _executable(name: str) -> Path | None:
 
 
 def _output(program: Path, *arguments: str) -> str:
-    """What the program prints, or nothing when it cannot be run."""
+    """Output of the program, or nothing when it cannot be run."""
     try:
         done = subprocess.run(
             [str(program), *arguments], capture_output=True, text=True, timeout=60, check=True

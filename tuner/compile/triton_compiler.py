@@ -1,9 +1,9 @@
 """From a unit of rendered Triton kernels to a shared library, without a GPU.
 
 The compiler runs this module as a process: ``python -m tuner.compile.triton_compiler 8.0``, in a
-folder of its own. It imports ``unit.py`` there, has Triton compile each ``BUILD_<id>`` of it for
-the compute capability, and links the cubins into ``kernel.so`` with the C interface that every
-artifact has (`templates/triton_library.cpp.j2`). Triton prints what ptxas says to the log, where it
+folder of its own. It imports ``unit.py`` there and has Triton compile each ``BUILD_<id>`` for the
+compute capability. Then it links the cubins into ``kernel.so`` with the C interface of every
+artifact (`templates/triton_library.cpp.j2`). Triton prints what ptxas says to the log, where it
 is read like nvcc's.
 """
 
@@ -31,7 +31,7 @@ from tuner.families.triton_attention import EXTRA
 from tuner.hardware import smem_per_block_bytes
 
 SUFFIX = ".py.j2"
-"""Of the templates that this module compiles."""
+"""Suffix of the templates that this module compiles."""
 LIBRARY = "triton_library.cpp.j2"
 UNIT, SOURCE = "unit.py", "library.cpp"
 FLAGS = ("-std=c++17", "-O2", "-DNDEBUG", "-shared", "-fPIC", "-fvisibility=hidden")
@@ -43,12 +43,12 @@ _SCRATCH_POINTERS = 2
 
 
 def compiles(template: str) -> bool:
-    """Whether a template is one of Triton's."""
+    """True when a template is one of Triton's."""
     return template.endswith(SUFFIX)
 
 
 def ingredients(tools: Toolchain, capability: str) -> dict[str, Any]:
-    """What an artifact's key holds beside its template and text.
+    """Part of an artifact's key beside its template and text.
 
     Raises:
         CompileError: when there is no Triton.
@@ -64,7 +64,7 @@ def ingredients(tools: Toolchain, capability: str) -> dict[str, Any]:
 
 
 def command(tools: Toolchain, capability: str) -> list[str]:
-    """What compiles the unit in the working folder."""
+    """Command that compiles the unit in the working folder."""
     options = ["--host-compiler", str(tools.host_compiler)]
     return python_command("-m", "tuner.compile.triton_compiler", capability, *options)
 

@@ -1,5 +1,5 @@
-"""Kernel families. Every module here, and in a folder here, that defines a concrete `Family` is
-registered by being there: a new family is one file and one template, and nothing else changes.
+"""Kernel families. A module here, or in a folder here, that defines a concrete `Family` is
+registered. README.md shows how to add one.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class Tiling(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What the work of all kernels at one problem is counted from."""
+    """Sizes from which the work of all kernels at one problem is counted."""
 
     seqlen_q: int
     seqlen_kv: int
@@ -72,7 +72,7 @@ class Sizes(NamedTuple):
     right: int
     """Keys that query i sees before and behind key i (`AttentionProblem.visible`)."""
     row_bytes: int
-    """Of one query or key of a head."""
+    """Bytes of one query or key of a head."""
     moved: int
     """Bytes read and written at least."""
     outputs: int

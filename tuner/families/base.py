@@ -31,14 +31,14 @@ from tuner.problem import DTYPE_BYTES, E4M3, AttentionProblem, Operand, Problem
 SCRATCH = "scratch"
 """Name of the family's own temporary buffer among the tensors of a `Launch`."""
 LSE = "lse"
-"""Name of attention's log-sum-exp among the tensors of a `Launch`: (B, H, SQ) contiguous fp32,
-natural logarithm of the sum of exp(scaled score), -inf where a query sees no key. Optional: a
+"""Name of attention's log-sum-exp among the tensors of a `Launch`: (B, H, SQ) contiguous fp32.
+It is the natural logarithm of the sum of exp(scaled score), -inf for a query that sees no key. A
 caller that does not want it passes a null pointer."""
 
 Strides = Mapping[str, tuple[int, ...]]
 """Strides of tensors, elements, by the operand's name: one for each of its dimensions."""
 
-FOREIGN = (
+INCOMPATIBLE_CONFIG_ERRORS = (
     TunerError,
     ArithmeticError,
     AttributeError,
@@ -47,14 +47,14 @@ FOREIGN = (
     TypeError,
     ValueError,
 )
-"""What a family raises when it is asked about a config that it cannot express: one of another
-version of itself, with a parameter missing, of another type, or beyond its tables."""
+"""Exceptions of a family on a config that it cannot express: a parameter of another version is
+missing, of another type, or beyond its tables."""
 
 Domain = tuple[Value, ...] | range
 """Values that a parameter may have, all of one type: each by name, or a range of whole numbers."""
 
 SHOWN_CHARACTERS = 80
-"""Of a refused name or value in a message."""
+"""Longest refused name or value in a message."""
 
 
 @dataclass(frozen=True)
@@ -113,8 +113,8 @@ class Launch:
     integers: tuple[int, ...]
     scalars: tuple[float, ...] = ()
     lane: int = 0
-    """Launches of one lane follow each other; those of several may run side by side, each lane on
-    a stream of its own, and may as well be launched one after the other."""
+    """Launches of one lane follow each other. Several lanes may run side by side, each on a stream
+    of its own, or one after the other."""
 
 
 class Family(ABC):
@@ -126,8 +126,8 @@ class Family(ABC):
     capabilities: ClassVar[tuple[str, ...]] = ()
     """Compute capabilities that its kernels are written for; empty: all that are served."""
     takes_extras: ClassVar[bool] = True
-    """Whether it looks at e4m3 and at `AttentionProblem.extras` itself; else it refuses them."""
-    is_spare: ClassVar[bool] = False
+    """True when it looks at e4m3 and at `AttentionProblem.extras` itself; else it refuses them."""
+    is_fallback: ClassVar[bool] = False
     """It competes where no other own family serves the GPU, elsewhere when it is named."""
     is_vendor: ClassVar[bool] = False
     """A vendor's kernel is a baseline: nothing to compile, called through `vendor_call`."""
@@ -148,7 +148,7 @@ class Family(ABC):
     writes_lse: ClassVar[bool] = False
     """An attention family whose launches name `LSE` among their tensors."""
     cost_constants: ClassVar[Mapping[str, float]] = {}
-    """What `predict_us` takes from measurements, by name, all positive: where their fit starts.
+    """Fitted constants of `predict_us` by name, all positive: the start of their fit.
     Empty where nothing is fitted."""
     work_terms: ClassVar[tuple[str, ...]] = ()
     """Names of what `work` counts; empty where no time model is made of the family's kernels."""
@@ -187,8 +187,8 @@ class Family(ABC):
     def violations(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
         """Why `config` cannot serve `problem` on `gpu`; empty when it is legal.
 
-        The only legality predicate: pure, total (never raises) and complete (an illegal config
-        says every reason found; one whose parameters cannot be read, every such parameter).
+        The only legality predicate: pure, total (never raises) and complete (every reason is
+        given). When parameters cannot be read, each of them is a reason.
         """
         found = [reason] if (reason := self.supports(problem, gpu)) else []
         found += self.malformed(config)
@@ -245,12 +245,10 @@ class Family(ABC):
         return self.draws.get(name, self.domains.get(name, ()))
 
     def accepts(self, problem: Problem, config: Config, gpu: Gpu) -> bool:
-        """Whether to take over a config that came from a store, a recording or another problem: it
-        is legal.
-        """
+        """True when a config from a store, a recording or another problem is legal here."""
         try:
             return not self.violations(problem, config, gpu)
-        except FOREIGN:
+        except INCOMPATIBLE_CONFIG_ERRORS:
             return False
 
     def carried(self, problem: Problem, config: Config) -> Config:
@@ -281,7 +279,7 @@ class Family(ABC):
         return f"{self.name} has no {problem.extras}" if problem.extras else ""
 
     def lacks(self) -> str:
-        """What this machine needs to compile or list its kernels and has not, and how to get it;
+        """Tools that this machine lacks to compile or list its kernels, and how to get them;
         empty when nothing. Not part of legality: what is compiled already runs without.
         """
         return ""
@@ -382,8 +380,8 @@ class Family(ABC):
 
     @final
     def scheduled(self, problem: Problem, config: Config, gpu: Gpu) -> Sequence[Config]:
-        """The compiled kernel of `config` as it may be called for `problem`: a config for each
-        run-time schedule worth considering; empty where the kernel cannot take the problem.
+        """Schedules of the compiled kernel of `config` for `problem`: a config for each one worth
+        considering. Empty when the kernel cannot take the problem.
 
         Args:
             problem: of the kernel's domain.
@@ -398,7 +396,7 @@ class Family(ABC):
         return (1,)
 
     def is_scheduled(self, config: Config) -> bool:
-        """Whether `splits` depends on the problem; else they are those of `tiling`."""
+        """True when `splits` depends on the problem; else they are those of `tiling`."""
         return False
 
     def called(self, problem: Problem, config: Config, splits: int) -> Config:
@@ -505,9 +503,9 @@ def listed(domain: Domain) -> str:
     return f"{domain[0]} to {domain[-1]}{step}"
 
 
-def without_spare(serving: Sequence[Family]) -> list[Family]:
-    """Of families that serve a problem those made for its GPU; where there are none, all."""
-    return [family for family in serving if not family.is_spare] or list(serving)
+def without_fallbacks(serving: Sequence[Family]) -> list[Family]:
+    """The families made for the GPU among those that serve a problem; all when there are none."""
+    return [family for family in serving if not family.is_fallback] or list(serving)
 
 
 def group_by_kernels(family: Family, configs: Iterable[Config]) -> list[list[Config]]:

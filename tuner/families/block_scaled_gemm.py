@@ -195,8 +195,8 @@ def launched(config: Config) -> tuple[int, int, int]:
 
 
 def step_clocks(config: Config) -> float:
-    """Clocks of 128 of K of a tile: products, what they read of shared memory beside what is
-    copied there, and the tile's way from the L2, whichever takes longest.
+    """Clocks of 128 of K of a tile: the longest of products, shared memory's reads and writes, and
+    the tile's way from the L2.
     """
     tile_m, tile_n = int(config["tile_m"]), int(config["tile_n"])
     instructions = tile_m // INSTRUCTION_ROWS

@@ -88,8 +88,8 @@ class BlockScaledGroupedGemm(Family):
         return [Launch(KERNEL, tensors, integers, (scale,))]
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
-        """As `block_scaled_gemm`'s estimate of a product whose rows are every group's, each padded
-        to whole tiles, were memory no matter; and at least the bytes' time.
+        """As `block_scaled_gemm`'s estimate without memory, of a product with every group's rows,
+        each padded to whole tiles. At least the bytes' time.
         """
         problem = _grouped(problem)
         along = "n" if config["swap_ab"] else "m"

@@ -121,8 +121,8 @@ class FusedAttentionBackward(Family):
 
     @staticmethod
     def registers(problem: AttentionBackwardProblem, config: Config) -> int:
-        """Accumulators and operands of products that a thread holds at once, at most: dK and dV
-        and an operand of theirs with S^T and dP^T, or with the next S^T and dQ.
+        """Most accumulators and operands of products that a thread holds at once. They are dK, dV
+        and an operand of theirs, with S^T and dP^T, or with the next S^T and dQ.
         """
         head_dim, tile_m = instance(problem.head_dim), int(config["tile_m"])
         of_dq = tile_m * head_dim // int(config["warp_groups"]) // 128

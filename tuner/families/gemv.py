@@ -1,9 +1,9 @@
 """GEMM of few rows: a product that takes as long as its weights take to come from memory.
 
 For M up to 16 and weights with K contiguous, as `torch.nn.Linear` has them. Blocks own rows of the
-weights, their warps divide K and add their sums in a fixed order; tensor cores multiply, so that M
-costs nothing. What a config decides is how many bytes are in flight, in copies how long, and how
-the kernel's start and end hide behind its neighbours in the stream.
+weights, and their warps divide K and add their sums in a fixed order. Tensor cores multiply, so
+that M costs nothing. A config decides the bytes in flight and the length of their copies. It also
+decides how the kernel's start and end hide behind its neighbours in the stream.
 """
 
 from __future__ import annotations

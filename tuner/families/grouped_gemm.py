@@ -1,8 +1,8 @@
 """Grouped GEMM through CUTLASS's grouped kernels for Sm90: one launch for all groups.
 
 Tiles, clusters and schedules are those of `gemm`, as far as the grouped kernels have them: both
-persistent schedules, their own tile scheduler, which reads the groups' extents on the device, and
-no swizzle, which that scheduler leaves out where the host does not know the extents
+persistent schedules. Their own tile scheduler reads the groups' extents on the device. It does not
+swizzle when the host does not know the extents
 (gemm/kernel/tile_scheduler_params.h of CUTLASS 4.2, PersistentTileSchedulerSm90GroupParams).
 """
 
@@ -117,9 +117,9 @@ class GroupedGemm(Family):
         ]
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
-        """Nearly the longer of two times: `gemm`'s estimate, by the constants fitted for it, of a
-        product with as many rows as all groups have when each is padded to whole tiles, were
-        memory no matter; and what memory takes for every group's weights.
+        """Nearly the longer of two times. The first is `gemm`'s estimate without memory, of a
+        product with all groups' rows, each padded to whole tiles. The second is memory's time
+        for every group's weights.
         """
         problem, constants = _grouped(problem), _GEMM.constants
         product, endless = _padded(problem, config), replace(gpu, memory_gbs=inf)
@@ -188,7 +188,7 @@ def as_gemm(config: Config) -> Config:
 
 
 def _is_grouped(config: Config) -> bool:
-    """Whether a config of `gemm` has a counterpart among the grouped kernels."""
+    """True when a config of `gemm` has a counterpart among the grouped kernels."""
     return (
         config["kernel_schedule"] in SCHEDULES
         and config["epilogue_schedule"] != NO_SMEM

@@ -1,9 +1,9 @@
 """Amounts of work of a matrix product: what a kernel's time is a sum of.
 
 As `tuner.families.attention_work`, for products. A tile's K steps follow from the problem and the
-kernel's tiles, so they are exact; the rates are measured. Where memory or the tensor cores bound a
-product, the time is the longer of the two and not their sum: ``bound`` is that longer one at
-nominal rates.
+kernel's tiles, so they are exact; the rates are measured. When memory or the tensor cores bound a
+product, its time is the longer of the two, not their sum. ``bound`` is the longer one at nominal
+rates.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _LEAST_TILES = {8: 6, 4: 3, 2: 2}
 
 
 class Tiling(NamedTuple):
-    """How a kernel cuts the product into blocks: along its own rows and columns, which are those of
-    D, or of D^T where the operands are swapped.
+    """Blocks of a kernel along its own rows and columns: those of D, or of D^T with swapped
+    operands.
     """
 
     rows: int
@@ -49,7 +49,7 @@ class Tiling(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What the work of all kernels at one product is counted from."""
+    """Sizes from which the work of all kernels at one product is counted."""
 
     m: int
     n: int
@@ -150,7 +150,7 @@ class Rows(NamedTuple):
     """How a kernel of few rows cuts the weights."""
 
     rows: int
-    """Of the weights, which a block owns at a time."""
+    """Rows of the weights that a block owns at a time."""
     depth: int
     """Elements of K of a step."""
     resident: int

@@ -1,10 +1,11 @@
 """Softmax over rows of fp32 scores, written as 16-bit probabilities: one memory-bound kernel.
 
-The threads of a row read it once into registers (`passes` 1), or twice with an online maximum and
-sum, or three times as in the textbook. Statistics are fp32; the scale is folded with log2(e) into
-exp2. Every config may also be launched in place, that is with the probabilities over the scores'
-own memory (see `softmax_launch`): a row's threads meet at a barrier between reading columns and
-writing over them, so no config needs to be excluded.
+The threads of a row read it `passes` times: once into registers, twice with an online maximum and
+sum, or three times as in textbooks. Statistics are fp32; the scale is folded with log2(e) into
+exp2.
+
+Every config may also be launched in place, with the probabilities over the scores' own memory (see
+`softmax_launch`). A row's threads meet at a barrier between reading columns and writing over them.
 """
 
 from __future__ import annotations

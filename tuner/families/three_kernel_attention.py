@@ -5,10 +5,11 @@ fail the numerics gate once scores are scaled by 30: fp16's spacing at 128 is 0.
 12 % after the exponential.
 
 Few heads a launch keep the scores in L2, many fill the GPU and save launches. With `pdl` each
-kernel after the first starts before its predecessor ends and waits for it on the device; with
-`in_place` the softmax writes its 16-bit probabilities over the fp32 scores, so that P V reads them
-with twice the row stride. The causal mask is applied by the softmax alone: both GEMMs are full.
-With `streams`, which no space has, launches of different heads are dealt over as many streams.
+kernel after the first starts before its predecessor ends and waits for it on the device.
+
+With `in_place` the softmax writes its 16-bit probabilities over the fp32 scores, so that P V reads
+them with twice the row stride. Only the softmax applies the causal mask: both GEMMs are full. With
+`streams`, which no space has, launches of different heads are dealt over as many streams.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ class TritonAttention(Family):
     op = "attention"
     takes_extras = False
     writes_lse = True
-    is_spare = True
+    is_fallback = True
     cost_constants = CONSTANTS
     domains: ClassVar[Mapping[str, Domain]] = {
         "block_m": (16, 32, 64, 128, 256),
@@ -111,7 +111,7 @@ class TritonAttention(Family):
         return [c for c in self._grid(problem, gpu) if not self.violations(problem, c, gpu)]
 
     def _grid(self, problem: AttentionProblem, gpu: Gpu) -> Iterator[Config]:
-        """What can pay: programs of as many rows as there are, up to 128; fewer than 64 only for
+        """Candidates that can win: programs of all rows, up to 128; fewer than 64 only for
         short queries and chips that would idle; no more accumulators than registers.
         """
         columns = padded(problem.head_dim)
@@ -212,8 +212,8 @@ def programs(problem: AttentionProblem, config: Config) -> int:
 
 
 def smem_bytes(problem: AttentionProblem, config: Config, gpu: Gpu) -> int:
-    """Least shared memory of a block: a tile of Q, and the stages of K and V. Where Triton needs
-    more, to change layouts, its compiler says so.
+    """Least shared memory of a block: a tile of Q, and the stages of K and V. Triton may need more,
+    to change layouts; its compiler says so.
     """
     low, high = FROM_SHARED
     from_shared = low <= capability_numbers(gpu.compute_capability) < high
@@ -225,7 +225,7 @@ def smem_bytes(problem: AttentionProblem, config: Config, gpu: Gpu) -> int:
 
 
 def _registers(block_m: int, block_n: int, columns: int, warps: int) -> int:
-    """Of a thread: fp32 scores and outputs, 16-bit keys."""
+    """Registers of a thread: fp32 scores and outputs, 16-bit keys."""
     return (block_m * (block_n + columns) + block_n * columns // 2) // (warps * WARP)
 
 
@@ -257,7 +257,7 @@ def _packings(problem: AttentionProblem) -> tuple[int, ...]:
 
 
 def _packing(problem: AttentionProblem, config: Config) -> list[str]:
-    """What is wrong with `packed_heads`."""
+    """Violations of `packed_heads`."""
     group = problem.heads_q // problem.heads_kv
     if ("packed_heads" in config.params) != (group > 1):
         return ["packed_heads is for several query heads to a KV head, only"]
@@ -271,7 +271,9 @@ def _packing(problem: AttentionProblem, config: Config) -> list[str]:
 
 
 def _extents(problem: AttentionProblem, config: Config) -> list[str]:
-    """What the kernel's 32-bit integers cannot hold: rows, programs, and offsets in a tile."""
+    """Sizes that the kernel's 32-bit integers cannot hold: rows, programs, and offsets in a
+    tile.
+    """
     found = []
     rows = problem.seqlen_q * config.get("packed_heads", 1) + config["block_m"]
     if max(rows, problem.seqlen_kv + config["block_n"]) > MAX_EXTENT:

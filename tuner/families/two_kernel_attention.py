@@ -1,8 +1,9 @@
 """Attention as two kernels: scores and their exponentials, then the product with V.
 
 The first computes tiles of S = Q K^T and stores exp(S - m) in 16 bits, with m the row's maximum in
-that tile alone: in (0, 1] whatever the scores are. The second adds the tiles' products with V, each
-times exp(m - the row's maximum) over the row's sum, which it makes of the tiles' maxima and sums.
+that tile. It lies in (0, 1] whatever the scores are. The second makes the row's maximum and sum of
+the tiles'. It adds the tiles' products with V, each times exp(m - the row's maximum) over that sum.
+
 So the probabilities are written once and read once, in the image that shared memory is to hold.
 Under a causal mask neither kernel touches the tiles above the diagonal.
 
@@ -84,7 +85,7 @@ CONSTANTS: Mapping[str, float] = {
 
 
 class Chunk(NamedTuple):
-    """What one launch of each kernel covers: heads counted over the batch, rows of each."""
+    """Part of the problem that one launch covers: heads counted over the batch, rows of each."""
 
     first_head: int
     heads: int
@@ -100,7 +101,7 @@ class TwoKernelAttention(Family):
     capabilities = (HOPPER,)
     writes_lse = True
     # The fused kernel is faster where it serves the problem, which is without ALiBi.
-    is_spare = True
+    is_fallback = True
     cost_constants = CONSTANTS
     runtime_parameters = frozenset({"heads_per_launch", "rows_per_launch", "splits", "pdl"})
     domains: ClassVar[Mapping[str, Domain]] = {
@@ -154,8 +155,8 @@ class TwoKernelAttention(Family):
         return [c for c in self._grid(problem, gpu) if not self.violations(problem, c, gpu)]
 
     def _grid(self, problem: AttentionProblem, gpu: Gpu) -> Iterator[Config]:
-        """What can pay: groups that have rows; two blocks at an SM where there are so many, and
-        then of one group each; deep rings where the room is one block's.
+        """Candidates that can win: groups that have rows; two blocks at an SM where there are so
+        many, and then of one group each; deep rings where the room is one block's.
         """
         shapes = []
         for groups, resident in ((1, 1), (1, 2), (2, 1)):
@@ -237,20 +238,20 @@ def _attention(problem: Problem) -> AttentionProblem:
 
 
 def columns(problem: AttentionProblem, stage: str) -> int:
-    """Of a block's tiles: all of Q and K, up to `MOST_COLUMNS` of V."""
+    """Shared memory of a block's tiles: all of Q and K, up to `MOST_COLUMNS` of V."""
     whole = instance(problem.head_dim)
     return whole if stage == "scores" or whole <= MOST_COLUMNS else whole // 2
 
 
 def bias_bytes(problem: AttentionProblem) -> int:
-    """Of the additive bias; 0 without one."""
+    """Strides of the additive bias; 0 without one."""
     return sum(operand.bytes for operand in problem.operands if operand.name == "bias")
 
 
 def smem_bytes(problem: AttentionProblem, stage: str, tile_n: int, groups: int, depth: int) -> int:
-    """Dynamic shared memory of a block: the ring of K or V and the images of probabilities, in the
-    first kernel Q, in the second the statistics of its tiles; the barriers. Rounded to the
-    alignment of the tiles; the template asserts that it is so.
+    """Dynamic shared memory of a block: the stages of K or V, the images of probabilities, and the
+    barriers. The first kernel adds Q, the second the statistics of its tiles. Rounded to the
+    alignment of the tiles, as the template asserts.
     """
     width = DTYPE_BYTES[problem.dtype]
     ring = depth * tile_n * columns(problem, stage) * width
@@ -269,8 +270,8 @@ def smem_limit(blocks_per_sm: int) -> int:
 
 
 def chunk_sizes(problem: AttentionProblem) -> list[tuple[int, int]]:
-    """(heads, rows) a launch worth trying: everything at once, then about half as much each time,
-    heads first, while the launches and their probabilities are enough.
+    """(heads, rows) of a launch worth trying: everything at once, then about half each time, heads
+    first, within the limits of launches and probabilities.
     """
     total, blocks = problem.batch * problem.heads_q, ceil(problem.seqlen_q / ROWS)
     sizes = [(total, blocks)]
@@ -299,7 +300,7 @@ def _splits(problem: AttentionProblem, blocks: int, tile_n: int, gpu: Gpu) -> li
 
 
 def _stage(problem: AttentionProblem, config: Config, stage: str) -> list[str]:
-    """What is wrong with the parameters of one kernel."""
+    """Violations of the parameters of one kernel."""
     names = ("groups", "stages", "buffers", "blocks_per_sm")
     groups, depth, buffers, resident = (config[f"{stage}_{name}"] for name in names)
     tile_n = config["tile_n"]
@@ -320,7 +321,7 @@ def _stage(problem: AttentionProblem, config: Config, stage: str) -> list[str]:
 
 
 def _chunking(problem: AttentionProblem, config: Config) -> list[str]:
-    """What is wrong with the launches' heads, rows and splits."""
+    """Violations of the launches' heads, rows and splits."""
     heads, rows, splits = (
         config[name] for name in ("heads_per_launch", "rows_per_launch", "splits")
     )

@@ -42,8 +42,8 @@ class Tables(NamedTuple):
 def tables(problem: AttentionProblem, kind: str, seed: int) -> Tables:
     """The mask of a problem under a kind of inputs.
 
-    A kernel that is timed on one mask serves any: all kinds but `random`, whose inputs are timed,
-    have another pattern in each block of queries.
+    A kernel that is timed on one mask serves any. The timed inputs are those of `random`; all other
+    kinds have another pattern in each block of queries.
 
     Args:
         problem: with a block-sparse mask.

@@ -49,8 +49,8 @@ class Step(NamedTuple):
 class Burst:
     """n calls of one subject, enqueued together: a graph's replay, or one by one when eager.
 
-    Where calls have predecessors, a second graph holds those alone. A time is the difference of a
-    replay of either, over n.
+    When calls have predecessors, a second graph holds only the predecessors. A time is the
+    difference of a replay of either, over n.
     """
 
     def __init__(self, entrant: Entrant, n: int, launch: str) -> None:
@@ -85,7 +85,7 @@ class Burst:
             replay()
 
     def steps(self, samples: int, chance: random.Random) -> list[Step]:
-        """What is enqueued between events for a number of times: pairs in shuffled order where
+        """Steps enqueued between events for a number of times: pairs in shuffled order where
         predecessors are subtracted.
         """
         if len(self._replays) < 2:

@@ -124,7 +124,7 @@ def count() -> int:
 
 
 def detect(index: int = 0) -> Gpu | None:
-    """What CUDA device `index` is; None where there is no driver or no such device."""
+    """CUDA device `index`; None without a driver or such a device."""
     try:
         call("cuInit", 0)
         if index >= call("cuDeviceGetCount"):

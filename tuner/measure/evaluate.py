@@ -14,7 +14,7 @@ from tuner.compile.artifacts import Artifact
 from tuner.compile.compiler import Compiler
 from tuner.config import Config
 from tuner.errors import BenchmarkError, CompileError, RenderError, StoreError
-from tuner.families.base import FOREIGN, Family, KernelSpec
+from tuner.families.base import INCOMPATIBLE_CONFIG_ERRORS, Family, KernelSpec
 from tuner.hardware import Gpu
 from tuner.measure.gate import REFERENCE
 from tuner.measure.request import Outcome
@@ -96,7 +96,7 @@ class Evaluator:
         for index, config in enumerate(group):
             try:
                 kernels.append(self._members[config.family].kernels(problem, config))
-            except FOREIGN as exc:
+            except INCOMPATIBLE_CONFIG_ERRORS as exc:
                 kernels.append({})
                 log = f"{config.family} cannot express this config: {type(exc).__name__}: {exc}"
                 failures[index] = self._failed(problem, config, Status.COMPILE_ERROR, log)

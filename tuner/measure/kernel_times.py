@@ -1,7 +1,7 @@
 """The kernels of one call: each alone, and by the profiler.
 
-What a call takes beside the kernels timed alone lies between its launches. What it takes beside
-the profiler's durations is the launch itself, and what its predecessor left in the caches.
+A call's time beside its kernels timed alone lies between its launches. Its time beside the
+profiler's durations is the launch itself, and the effect of its predecessor on the caches.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def alone_us(
     scale: float,
     stopwatch: Stopwatch,
 ) -> dict[str, float]:
-    """Microseconds of each kernel of a call, of all its launches where they are several, timed
-    quickly and repeated without the others; empty where there is but one kernel.
+    """Microseconds of each kernel of a call (of all its launches), timed quickly and repeated
+    without the others. Empty for a call of one kernel.
 
     Args:
         subject: has run on these buffers.

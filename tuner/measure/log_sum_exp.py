@@ -22,7 +22,7 @@ def score_rows(problem: Problem) -> int:
 
 
 def lse_bytes(problem: Problem) -> int:
-    """Of the log-sum-exp of attention: fp32 (B, H, SQ), of packed sequences (H, total_q).
+    """Bytes of attention's log-sum-exp: fp32 (B, H, SQ), or (H, total_q) of packed sequences.
 
     Raises:
         BenchmarkError: for another operation.

@@ -23,7 +23,8 @@ class Part(NamedTuple):
     """One sequence of a paged problem, as dense attention."""
 
     problem: AttentionProblem
-    """Of one sequence without mask; of one key where it has none, which nothing sees."""
+    """Problem of one sequence without mask; it has one key, which no query sees, instead of
+    none."""
     keys: int
     left: int
     """Query i sees keys i - left..i + right."""
@@ -33,8 +34,8 @@ class Part(NamedTuple):
 def lengths_of(problem: AttentionProblem, kind: str) -> tuple[int, ...]:
     """Keys of each sequence under a kind of inputs.
 
-    A kernel that is timed on one distribution serves any: all kinds but `random`, whose inputs are
-    timed, come with lengths at the edges of pages, and none.
+    A kernel that is timed on one distribution serves any. All kinds but `random`, whose inputs are
+    timed, have lengths at the edges of pages, and zero.
     """
     if kind == "random":
         return problem.lengths_kv
@@ -58,7 +59,7 @@ def table_of(problem: AttentionProblem, kind: str, seed: int) -> list[list[int]]
 
 
 def written(problem: AttentionProblem, name: str, kind: str, seed: int) -> bytes:
-    """What the operand `page_table` or `seqused_k` holds."""
+    """Contents of the operand `page_table` or `seqused_k`."""
     values = lengths_of(problem, kind)
     if name == "page_table":
         values = tuple(chain.from_iterable(table_of(problem, kind, seed)))
@@ -66,7 +67,7 @@ def written(problem: AttentionProblem, name: str, kind: str, seed: int) -> bytes
 
 
 def row_bytes(problem: AttentionProblem) -> int:
-    """Of the packed rows that keys, or values, are drawn as."""
+    """Bytes of the packed rows that keys, or values, are drawn as."""
     return 2 * problem.total_kv * problem.heads_kv * problem.head_dim
 
 

@@ -1,7 +1,7 @@
 """The ordinary kernel that stands before each timed call, as one does in a model.
 
-It is launched without attributes, so that nothing behind it begins before it ends, and it writes
-the call's first operand, which is then as warm as in a model.
+It is launched without attributes, so that nothing behind it begins before it ends. It writes the
+call's first operand, which is then as warm as in a model.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Predecessor(ABC):
 
 
 class ElementWise(Predecessor):
-    """Copies the operand from a buffer of its own, 16 bytes a thread at a time: the reads and
-    writes of any element-wise kernel, here without arithmetic, so that every type will do.
+    """Copies the operand from a buffer of its own, 16 bytes a thread at a time. These are the reads
+    and writes of any element-wise kernel; without arithmetic every type is possible.
     """
 
     def __init__(self, gate: Gate, source: int, size: int) -> None:
@@ -44,8 +44,8 @@ class ElementWise(Predecessor):
 
 
 class Product(Predecessor):
-    """Computes the operand as a product of random matrices by PyTorch's own GEMM. What the operand
-    held before is lost.
+    """Computes the operand as a product of random matrices by PyTorch's own GEMM. The operand's
+    former contents are lost.
     """
 
     def __init__(self, device: Device, operand: Operand) -> None:

@@ -163,7 +163,7 @@ class Profile:
         """The inverse of `to_json`.
 
         Raises:
-            ConfigError: when it is no profile, or of another version.
+            ConfigError: when it is not a profile, or is of another version.
         """
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise ConfigError(f"not a profile (its 'format' is not '{FORMAT}')")
@@ -198,7 +198,7 @@ class Profile:
 
 
 def folder() -> Path:
-    """Where this machine's profiles are kept."""
+    """Folder of this machine's profiles."""
     return settings.cache_dir() / "profiles"
 
 
@@ -235,10 +235,10 @@ def find(problem: Problem, gpu: Gpu, config: Config) -> Profile | None:
 
 
 def read_csv(text: str) -> tuple[KernelCounters, ...]:
-    """What ``ncu --csv --page raw --print-units base`` wrote, a row a launch.
+    """Output of ``ncu --csv --page raw --print-units base``, a row a launch.
 
-    Lines before the table (``==PROF==``, what the program printed) are passed over; so is a value
-    that is no number, as ``n/a``.
+    Lines before the table (``==PROF==``, what the program printed) are passed over, and so are
+    values like ``n/a``.
 
     Raises:
         BenchmarkError: when there is no table, or no launch in it.

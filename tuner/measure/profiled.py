@@ -1,9 +1,9 @@
 """The process that is profiled: ``python -m tuner.measure.profiled REQUEST.json``, started under
 ncu.
 
-It prepares a call as the numerics gate does (normal inputs), runs it a few times, and then once
-between the marks of the CUDA profiler; ncu counts what lies between them (``--profile-from-start
-off``), so neither the gate's own kernels nor the first call's.
+It prepares a call as the numerics gate does (normal inputs) and runs it a few times. Then it runs
+the call once between the marks of the CUDA profiler. ncu counts only between them
+(``--profile-from-start off``), so neither the gate's own kernels nor the first call's.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CALLS_BEFORE = 2
 def request(
     problem: Problem, config: Config, reference: Artifact, kernels: Mapping[str, Artifact]
 ) -> dict[str, Any]:
-    """What `main` reads."""
+    """Input of `main`."""
     return {
         "problem": problem.to_json(),
         "config": config.to_json(),

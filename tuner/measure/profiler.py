@@ -1,8 +1,8 @@
 """Counts one call of a config with Nsight Compute, in a process that can be killed.
 
-Clocks are left as they are (``--clock-control none``): what is counted is what runs. The call is
-replayed once for each set of counters that the hardware can hold, so its duration here is no
-timing; times come from the stopwatch alone.
+Clocks are left as they are (``--clock-control none``), so the counters are of an ordinary run. The
+call is replayed once for each set of counters that the hardware can hold, so its duration here is
+not a time. Times come only from the stopwatch.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def profile(
 
     Raises:
         BenchmarkError: when the counters may not be read, time is up, the call failed, or the
-            profiler's table cannot be read; with status UNAVAILABLE where it is the machine.
+            table cannot be read. Status UNAVAILABLE stands for the machine.
     """
     with tempfile.TemporaryDirectory(prefix="tuner-profile-") as name:
         folder = Path(name)

@@ -1,4 +1,4 @@
-"""What a worker is asked, and what it answers of each candidate."""
+"""Requests to a worker, and its answer for each candidate."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tuner.problem import Problem, problem_from_json
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one candidate; the part of a `Measurement` that only the GPU knows."""
+    """Result of one candidate; the part of a `Measurement` that only the GPU knows."""
 
     status: Status
     latency_us: float | None = None
@@ -60,9 +60,10 @@ class Job:
     problem: Problem
     regime: Regime
     mode: str
-    """quick: check and time each; final: interleave all; probe: check only; probe_lse: the
-    same, attention's log-sum-exp among what is checked; kernels: each one's time by the profiler,
-    unchecked."""
+    """- quick: check and time each
+    - final: interleave all
+    - probe: check only; probe_lse: also attention's log-sum-exp
+    - kernels: each one's time by the profiler, unchecked"""
     seed: int
     rounds: int
     careful: bool
@@ -70,7 +71,8 @@ class Job:
     reference: Artifact
     candidates: Sequence[Candidate]
     strides: Strides = field(default_factory=dict)
-    """Of a product's matrices that lie otherwise than the problem's; where nothing is timed."""
+    """Strides of a product's matrices that differ from the problem's; for requests without
+    timing."""
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Job:

@@ -1,4 +1,4 @@
-"""Who follows whom where kernels are timed side by side."""
+"""Round order of kernels that are timed side by side: a Williams design, shuffled."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ CONTENDING = 1.5
 SETTLE_US = 40_000.0
 
 
-class Rota:
-    """Who follows whom in the rounds of a final pass: at the power limit that decides the clocks.
+class RoundOrder:
+    """Order of the subjects in each round of a final pass. A subject's clocks depend on its
+    predecessor.
 
-    Contenders follow one another equally often (Williams designs, each dealt anew). What is no
-    contender comes after them, always in the same order, and the next round begins untimed, until
-    its clocks have settled.
+    Contenders follow one another equally often (Williams designs, each shuffled). The other
+    subjects come after them in a fixed order, and the next round begins untimed, until its clocks
+    have settled.
 
     Args:
         burst_us: time of each burst.
@@ -33,7 +34,7 @@ class Rota:
         self._burst_us = burst_us
         self._others_us = bursts * sum(burst_us[i] for i in self._others)
         self.orders = self._deal()
-        """Of all indices, without end."""
+        """Indices in their order, without end."""
 
     def settling(self, first: int) -> int:
         """Bursts of a round's first that are not timed: as long as what ran before it, at most

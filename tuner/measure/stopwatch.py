@@ -18,7 +18,7 @@ from tuner.errors import BenchmarkError
 from tuner.measure import device as device_room
 from tuner.measure.bursts import Burst, Entrant, Step, count_calls, median_of, times_of
 from tuner.measure.device import Device
-from tuner.measure.round_order import Rota
+from tuner.measure.round_order import RoundOrder
 from tuner.measure.subjects import Call
 from tuner.measurement import Clocks, Regime
 
@@ -96,12 +96,12 @@ class Stopwatch:
         *,
         careful: bool,
     ) -> tuple[list[Timing], Clocks]:
-        """Interleave all bursts over at least `rounds` accepted rounds, in the orders of `Rota`.
+        """Interleave all bursts over at least `rounds` accepted rounds, by `RoundOrder`.
 
-        Rounds under a thermal or hardware slowdown are taken again, as many as asked for at most;
-        beyond that they stay and everything is flagged ``throttled``. When any deviation is
-        `MOST_DEVIATION` or more, all is timed once more with twice the rounds; what still is gets
-        the flag ``noisy``.
+        Rounds under a thermal or hardware slowdown are taken again, at most as many as asked for.
+        Beyond that they stay, and everything is flagged ``throttled``. When any deviation is
+        `MOST_DEVIATION` or more, all is timed once more with twice the rounds. A deviation that
+        stays gets the flag ``noisy``.
 
         Args:
             bursts: prepared bursts, own kernels and vendors'.
@@ -109,10 +109,12 @@ class Stopwatch:
             progress: called with a burst's index before it is enqueued, -1 once a round.
             careful: wait for each burst, so that the one that hangs is known.
         """
-        rota = self._rota(bursts, progress, careful)
-        timings, clocks, throttled = self._rounds(bursts, rota, rounds, progress, careful)
+        round_order = self._round_order(bursts, progress, careful)
+        timings, clocks, throttled = self._rounds(bursts, round_order, rounds, progress, careful)
         if any(timing.is_noisy for timing in timings):
-            timings, clocks, throttled = self._rounds(bursts, rota, 2 * rounds, progress, careful)
+            timings, clocks, throttled = self._rounds(
+                bursts, round_order, 2 * rounds, progress, careful
+            )
         flagged = []
         for timing in timings:
             flags = (
@@ -122,20 +124,20 @@ class Stopwatch:
             flagged.append(replace(timing, flags=flags))
         return flagged, clocks
 
-    def _rota(
+    def _round_order(
         self, bursts: Sequence[Burst], progress: Callable[[int], None], careful: bool
-    ) -> Rota:
+    ) -> RoundOrder:
         times = []
         for index, burst in enumerate(bursts):
             if careful:
                 progress(index)
             times.append(self._time(burst.enqueue))
-        return Rota(times, [burst.n for burst in bursts], REPLAYS_A_ROUND + 1)
+        return RoundOrder(times, [burst.n for burst in bursts], REPLAYS_A_ROUND + 1)
 
     def _rounds(
         self,
         bursts: Sequence[Burst],
-        rota: Rota,
+        round_order: RoundOrder,
         rounds: int,
         progress: Callable[[int], None],
         careful: bool,
@@ -145,7 +147,7 @@ class Stopwatch:
         spare, throttled = rounds, False
         while len(seen) < rounds:
             progress(-1)
-            times, clocks = self._round(bursts, rota, progress, careful)
+            times, clocks = self._round(bursts, round_order, progress, careful)
             if device_room.SLOWDOWNS.intersection(clocks.throttle):
                 if spare > 0:
                     spare -= 1
@@ -157,14 +159,18 @@ class Stopwatch:
         return [Timing.of(series) for series in samples], summarize(seen), throttled
 
     def _round(
-        self, bursts: Sequence[Burst], rota: Rota, progress: Callable[[int], None], careful: bool
+        self,
+        bursts: Sequence[Burst],
+        round_order: RoundOrder,
+        progress: Callable[[int], None],
+        careful: bool,
     ) -> tuple[list[float], Clocks]:
         """One burst after the other."""
         steps = [burst.steps(REPLAYS_A_ROUND, self._chance) for burst in bursts]
         taken = iter(self._take(sum(len(mine) + 1 for mine in steps)))
         events = [list(itertools.islice(taken, len(mine) + 1)) for mine in steps]
-        order = next(rota.orders)
-        untimed = rota.settling(order[0])
+        order = next(round_order.orders)
+        untimed = round_order.settling(order[0])
         for index in order:
             if careful:
                 progress(index)

@@ -1,4 +1,4 @@
-"""What can be timed: an own config with its artifacts loaded, or a vendor's kernel.
+"""Subjects of timing: an own config with its artifacts loaded, or a vendor's kernel.
 
 `CompiledSubject` launches artifacts and is captured into a CUDA graph by cuda-python;
 `VendorSubject` calls PyTorch and is captured by it. Both read the same buffers.
@@ -51,7 +51,7 @@ class Subject(ABC):
     workspace_bytes = 0
     """Its kernels' workspaces together."""
     temporary_bytes = 0
-    """What a call allocates by itself beside its output, seen when it was checked."""
+    """Memory that a call allocates beside its output, seen when it was checked."""
 
     @abstractmethod
     def bind(self, buffers: Mapping[str, int], scale: float, *, deliver: bool = False) -> Bound:
@@ -163,7 +163,7 @@ class CompiledSubject(Subject):
 
 
 def _address(buffers: Mapping[str, int], ref: Ref) -> int:
-    """Where a launch finds a tensor; null for the log-sum-exp where nobody wants it."""
+    """Address of a launch's tensor; null for a log-sum-exp that is not wanted."""
     if ref.operand == LSE and LSE not in buffers:
         return 0
     return buffers[ref.operand] + ref.offset_bytes

@@ -1,4 +1,4 @@
-"""What an output may be off by, and what follows from a comparison or a time. Nothing runs here.
+"""Limits of an output's error, and verdicts on comparisons and times. Nothing runs here.
 
 A time that the chip cannot reach is a failure too (`too_fast`).
 """
@@ -32,7 +32,7 @@ _FP16_SUBNORMAL_STEP = 2.0**-24
 
 @dataclass(frozen=True)
 class Limits:
-    """What an output may be off by."""
+    """Limits of an output's error."""
 
     frobenius: float
     """Relative Frobenius norm of the error."""
@@ -42,7 +42,7 @@ class Limits:
     """Every element: `allowed`."""
 
     def allowed(self, reference: float, row_rms: float = 0.0) -> float:
-        """What an element may be off by, as the gate's compare kernel has it.
+        """Limit of an element's error, as the gate's compare kernel computes it.
 
         Args:
             reference: its reference.
@@ -102,7 +102,7 @@ E4M3_DEVIATIONS = 8
 
 
 def limits_of(problem: Problem) -> Limits:
-    """What the output of `problem` may be off by.
+    """Limits of the error of `problem`'s output.
 
     e4m3 products may be off by what the accumulators lose over the products that stay in them, on
     top of what 16-bit ones may. e4m3 attention is judged against the exact result of its quantised
@@ -113,8 +113,8 @@ def limits_of(problem: Problem) -> Limits:
     relative roundings d_j are at most 2^-4: e4m3 has three mantissa bits (Micikevicius et al., "FP8
     Formats for Deep Learning", 2022, table 1). They are independent from key to key.
 
-    - Many keys count: relative to the root mean square of the row the error is normal with the
-      deviation `E4M3_ROUNDING`, for both grow alike with the keys. Eight deviations are 0.21.
+    - Many keys count: the error over the row's root mean square is normal with the deviation
+      `E4M3_ROUNDING`, for both grow alike with the keys. Eight deviations are 0.21.
     - One key counts: the row is its value, and an element is off by 2^-4 of itself. None of a row
       exceeds eight times the row's root mean square: 0.5. Kernels that scale the largest
       probability to a power of two round it exactly; vendors' need not.
@@ -172,7 +172,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a check found; `status` OK passes."""
+    """Result of a check; `status` OK passes."""
 
     status: Status
     error: float | None = None

@@ -12,9 +12,9 @@ log. One request at a time. Answers are streamed, so that what is finished survi
     {"event": "done"}
 
 After a result that is `fatal` the process ends: its CUDA context is lost, or the rest of its
-request. It ends without one where finalists that are timed interleaved fail and nobody knows which:
-asked again with care, it names the one. When the pipe of requests closes, as it does when the
-driver is killed, it ends its whole process group at once, whatever it is doing.
+request. It ends without one when interleaved finalists fail and the faulty one is not known; asked
+again with care, it names it. When the pipe of requests closes, as by a killed driver, it ends its
+whole process group at once.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class Worker:
         return alive
 
     def _facts(self) -> dict[str, str]:
-        """What the vendor families say of this machine; torch is imported for it."""
+        """Facts of the vendor families about this machine; imports torch."""
         self._phase(None, "versions of the vendors' libraries", VENDOR_ALLOWANCE_S)
         facts: dict[str, str] = {}
         for member in self._members.values():

@@ -42,7 +42,7 @@ LOG_TAIL_BYTES = 2000
 
 @dataclass(frozen=True)
 class Ask:
-    """What a worker is asked to do with candidates of one problem."""
+    """Work of a worker on candidates of one problem."""
 
     problem: Problem
     regime: Regime
@@ -95,7 +95,7 @@ class _Ending:
 
 
 class AnyWorker(Protocol):
-    """What measures on one GPU: a process of this machine, or an actor of a cluster."""
+    """A worker on one GPU: a process of this machine, or an actor of a cluster."""
 
     def renew(self) -> None:
         """A request begins: forget an interruption of the one before. Neither waits nor raises."""
@@ -148,7 +148,7 @@ class WorkerClient:
         return None if self._process is None else self._process.pid
 
     def facts(self) -> dict[str, str]:
-        """What the vendor families say about their libraries' versions.
+        """Versions of the vendor families' libraries.
 
         Raises:
             BenchmarkError: when the worker cannot say.
@@ -212,8 +212,8 @@ class WorkerClient:
             self._is_interrupted = False
 
     def interrupt(self) -> None:
-        """Kill the worker from another thread: what asks it, or comes to ask before `renew`, ends
-        in `CancelledError`, and the next request is a fresh worker's.
+        """Kill the worker from another thread. Requests to it before `renew` end in
+        `CancelledError`, and the next request is a fresh worker's.
         """
         with self._lock:
             self._is_interrupted = True
@@ -349,7 +349,7 @@ class _Process:
         return self._popen.pid
 
     def alive(self) -> bool:
-        """Whether it may be asked; one that was sent its signal is as good as gone."""
+        """True when it may be asked; one that was sent its signal is as good as gone."""
         return not self._signalled and self._popen.poll() is None
 
     def send(self, request: Mapping[str, Any]) -> None:

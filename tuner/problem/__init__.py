@@ -1,4 +1,4 @@
-"""What is asked: one frozen dataclass an operation, parsed from ``S=1024,D=64``.
+"""Problems: one frozen dataclass an operation, parsed from ``S=1024,D=64``.
 
 A problem is the first of the three identities (problem, artifact, environment). It holds the
 operation, data types, layouts, mask and shape; the GPU is named beside it by `hardware.Gpu`.
@@ -114,6 +114,6 @@ def problem_from_json(data: Mapping[str, Any]) -> Problem:
 
 @cache
 def _types(cls: type[Problem]) -> dict[str, type]:
-    """Of what type each field is in JSON."""
+    """JSON type of each field."""
     known = {"int": int, "bool": bool, "float": float}
     return {field.name: known.get(str(field.type), str) for field in fields(cls)}

@@ -29,8 +29,8 @@ as Transformers' models have them that fill a cache.
 """
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 Axes = Literal["", "1", "b", "h", "bh", "k", "bk", "hk", "bhk"]
-"""Axes of a mask operand, whose last one is that of the keys: B, H, and the queries unless it is
-``k``, which has one row for all of them; 1: neither B nor H."""
+"""Axes of a mask operand beside the keys. ``b``, ``h``: it has B, H; 1: neither; ``k``: it has one
+row for all queries."""
 #: Head dimensions above this have no instance on Hopper (a 64 x 256 output fills the registers).
 MAX_HEAD_DIM = 256
 MAX_LISTED_HEADS = 1024
@@ -65,58 +65,69 @@ class AttentionProblem(Problem):
     The causal mask is PyTorch's SDPA's: query i sees keys 0..i (top-left). The default scale is
     1/sqrt(D); it is a run-time argument and no part of the problem.
 
-    With `dtype` e4m3 Q, K and V are quantised: what they stand for is their elements times fp32
-    factors, `descale_q` (B, H) of each query head, `descale_k` and `descale_v` (B, HKV) of each
-    key and value head. The output is bf16. D must be a multiple of 16, the bytes of TMA's pitch.
+    With `dtype` e4m3 Q, K and V are quantised: their elements times fp32 factors are their values.
+    The factors are `descale_q` (B, H), `descale_k` and `descale_v` (B, HKV). The output is bf16. D
+    must be a multiple of 16, the bytes of TMA's pitch.
 
     A sliding window is FlashAttention's ``window_size=(left, right)``, laid along the same
-    diagonal: query i sees keys i - left..i + right, its own among them, and -1 is no limit.
-    ``window=W`` sets both sides, ``left=`` and ``right=`` one. One form stands for each mask: under
-    a causal one the right side is -1, ``right=0`` alone is causal, and a side that cuts nothing off
-    is -1. A query that sees no key has zeros for its output.
+    diagonal: query i sees keys i - left..i + right, its own among them, and -1 means all.
+    ``window=W`` sets both sides, ``left=`` and ``right=`` one. Each mask has one form. Under a
+    causal mask the right side is -1; ``right=0`` alone is causal; a side that cuts nothing off is
+    -1. A query that sees no key has zeros for its output.
 
     A soft cap replaces each scaled score s by ``softcap * tanh(s / softcap)``, before the mask; 0
     is none. Neither comes with e4m3.
 
     An additive bias is SDPA's float `attn_mask`: `bias`, of Q's type, is added to the scaled scores
-    behind the soft cap (FlashAttention's order); -inf hides a key. ``bias=1`` is one (SQ, SKV) for
-    everything (a mask by position), ``b`` has one for each sequence, ``h`` for each head (relative
-    positions, shared by the batch), ``bh`` for each of both (pair representations). With a ``k``
-    behind it all queries share one row over the keys: ``bk`` is padding, (B, 1, 1, SKV). As an
-    operand it is (B or 1, H or 1, SQ or 1, SKV), contiguous. A boolean one is `mask`, with the same
-    axes: a query sees the keys at which it is true, and one that sees none has zeros for its
-    output, as with SDPA's math, flash and efficient kernels. A problem has one of both.
+    behind the soft cap. -inf hides a key. As an operand it is (B or 1, H
+    or 1, SQ or 1, SKV), contiguous.
 
-    ``alibi=1`` adds -slope * |i - j| to the score of query i and key j, with fp32 `slopes` (H,):
-    along the diagonal of our masks, as windows lie. FlashAttention's has the diagonal bottom-right,
-    which is the same where SQ = SKV. It may come with a bias. None comes with e4m3 or varlen.
+    - ``bias=1``: one (SQ, SKV) for everything, a mask by position
+    - ``b``: one for each sequence
+    - ``h``: one for each head, as relative positions
+    - ``bh``: one for each of both, as pair representations
+    - ``k`` behind it: all queries share one row, so ``bk`` is padding
 
-    With ``varlen=1`` the B sequences differ in length, SQ and SKV being the longest's, and lie one
-    after the other in packed tensors: query and out (total_q, H, D), key and value (total_kv, HKV,
-    D), whose layout is called bshd. Two int32 operands, `cu_seqlens_q` and `cu_seqlens_kv` (B + 1),
-    hold the rows where each sequence starts, and the last one's end. Each sequence is attention of
-    its own, a causal mask top-left in each. Tuned and measured on `lengths_q` and `lengths_kv`.
+    A boolean one is `mask`, with the same axes: a query sees the keys at which it is true. A query
+    that sees no key has zeros for its output, as with SDPA's math, flash and efficient kernels. A
+    problem has one of both.
+
+    ``alibi=1`` adds -slope * |i - j| to the score of query i and key j, with fp32 `slopes` (H,). It
+    lies along the diagonal of our masks, as windows do. FlashAttention's has the diagonal
+    bottom-right, which is the same where SQ = SKV. It may come with a bias. None comes with e4m3 or
+    varlen.
+
+    With ``varlen=1`` the B sequences differ in length, and lie one after the other in packed
+    tensors. SQ and SKV are the longest lengths. Query and out are (total_q, H, D), key and value
+    (total_kv, HKV, D), in a layout called bshd. int32 `cu_seqlens_q` and `cu_seqlens_kv` (B + 1)
+    hold each sequence's first row, and the last one's end.
+
+    A causal mask is top-left in each sequence. Tuned and measured on `lengths_q` and `lengths_kv`.
     It comes with no window, soft cap, bias, mask or ALiBi, and not with e4m3.
 
-    With ``page_size=P`` keys and values lie in a cache of pages, key and value (pages, HKV, P, D)
-    seen so whatever their strides, and int32 `page_table` (B, ceil(SKV / P)) names each sequence's
-    pages in order; int32 `seqused_k` (B) holds how many keys each sequence has, and query and out
-    are packed as with ``varlen=1``, `cu_seqlens_q` saying where sequences start. Masks are
-    bottom-right: the last query of a sequence is at its last key, as in engines that serve. With
-    ``varlen=1`` lengths differ as there. ``sinks=1``: fp32 `sinks` (H,), a logit for each head
+    With ``page_size=P`` keys and values lie in a cache of pages, (pages, HKV, P, D) with any
+    strides. int32 `page_table` (B, ceil(SKV / P)) names each sequence's pages in order, and int32
+    `seqused_k` (B) holds its keys. Query and out are packed as with ``varlen=1``, with
+    `cu_seqlens_q`. Masks are bottom-right: the last query of a sequence is at its last key, as in
+    serving engines.
+
+    With ``varlen=1`` lengths differ as there. ``sinks=1``: fp32 `sinks` (H,), a logit for each head
     that takes part in the softmax and has no value. Windows and soft caps may come with it, e4m3,
     bias, mask and ALiBi not. A query that sees no key has zeros for its output.
 
     A block-sparse mask is FlexAttention's `BlockMask` as tables over blocks of 128 queries and 128
-    keys: ``block_mask=1`` one for all, ``b``, ``h``, ``bh`` as of a bias. With QB and KB blocks of
-    queries and keys, and 1 in place of B and H along axes that it has not, int32 `block_counts`
-    (B, H, QB, 2) holds how many blocks of keys each block of queries sees whole, and how many in
-    part; `block_indices` (B, H, QB, KB) the former's numbers, then the latter's; `block_bits`
-    (B, H, QB, KB, 128, 4) of each of them 128 bits a query, set where it sees a key. Word q of the
-    four holds the keys 8 j + 2 q and 8 j + 2 q + 1 of the block as its bits 2 j and 2 j + 1. A
-    query that sees no key has zeros for its output. It comes with a soft cap, and with no other
-    mask, e4m3, varlen or pages. It is timed on `block_prefix` keys seen by all, and a causal mask
-    that ends at the last query and key.
+    keys. ``block_mask=1`` is one for all; ``b``, ``h`` and ``bh`` are as of a bias. With QB and KB
+    blocks of queries and keys it has three int32 operands. B and H are 1 along axes that the mask
+    lacks.
+
+    - `block_counts` (B, H, QB, 2): blocks of keys that a block of queries sees whole, and in part
+    - `block_indices` (B, H, QB, KB): numbers of the whole ones, then of the others
+    - `block_bits` (B, H, QB, KB, 128, 4): 128 bits a query, set where it sees a key
+
+    Word q of the four holds the keys 8 j + 2 q and 8 j + 2 q + 1 of the block as its bits 2 j and
+    2 j + 1. A query that sees no key has zeros for its output. A soft cap may come with it, other
+    masks, e4m3, varlen and pages not. It is timed on `block_prefix` keys seen by all, and a causal
+    mask that ends at the last query and key.
     """
 
     op: ClassVar[str] = "attention"
@@ -370,7 +381,7 @@ class AttentionProblem(Problem):
 
     @property
     def extras(self) -> str:
-        """What a kernel of plain attention, full or causal, lacks for this problem; or empty."""
+        """Features of this problem beyond plain attention, full or causal, in words; or empty."""
         parts = (
             ("sliding window", self.is_windowed),
             ("soft cap", self.softcap > 0),
@@ -383,7 +394,7 @@ class AttentionProblem(Problem):
 
     @property
     def modifiers(self) -> str:
-        """Of the extras those that change single scores; or empty."""
+        """The extras that change single scores, in words; or empty."""
         parts = (
             ("additive bias", bool(self.bias)),
             ("boolean mask", bool(self.mask)),
@@ -440,7 +451,7 @@ class AttentionProblem(Problem):
         )
 
     def to_json(self) -> dict[str, Any]:
-        """What is off is absent, as it was before there was any: window, soft cap, ..."""
+        """As in the base class. Features that are off are absent: window, soft cap, ..."""
         absent = {name for name, off in _OFF.items() if getattr(self, name) == off}
         return {name: value for name, value in super().to_json().items() if name not in absent}
 
@@ -577,8 +588,8 @@ class AttentionProblem(Problem):
 
     @property
     def matrices(self) -> tuple[Operand, Operand, Operand, Operand]:
-        """Of the operands query, key, value and out, all (B, H, S, D); packed sequences are a batch
-        of one, and each page of a cache is one of many.
+        """The operands query, key, value and out, all (B, H, S, D). Packed sequences are a batch of
+        one; each page of a cache is one of many.
         """
         parts_q, rows_q = self.batch, self.seqlen_q
         parts_kv, rows_kv = self.batch, self.seqlen_kv

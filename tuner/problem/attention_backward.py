@@ -22,8 +22,8 @@ _SHARED = (
 class AttentionBackwardProblem(Problem):
     """Gradients of query, key and value from that of attention's output.
 
-    Inputs are what attention read and wrote: query, key, value, out, its log-sum-exp (fp32 (B, H,
-    SQ), natural logarithm, -inf for a query that sees no key) and the gradient of out. Shapes,
+    Inputs are query, key, value, out, the log-sum-exp of attention, and the gradient of out. The
+    log-sum-exp is fp32 (B, H, SQ), a natural logarithm, -inf for a query that sees no key. Shapes,
     masks, layouts and the scale are those of `AttentionProblem`, whose soft caps, biases, variable
     lengths and e4m3 have no gradients here. Each gradient lies as its tensor does; those of a KV
     head are sums over its query heads.
@@ -103,7 +103,7 @@ class AttentionBackwardProblem(Problem):
 
     @property
     def flops(self) -> int:
-        """Of five products where attention has two."""
+        """Five products; attention has two."""
         return self.forward.flops * 5 // 2
 
     @property

@@ -1,4 +1,4 @@
-"""What every problem is: a frozen dataclass with textual keys, JSON, operands and its work."""
+"""Base class of problems: a frozen dataclass with textual keys, JSON, operands and its work."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Meaning(NamedTuple):
 
     text: str
     unit: str = ""
-    """What its number counts; empty where it is not a count."""
+    """Unit of its number; empty when it is not a count."""
     default: str = ""
     """Text where the field's default stands for the value of another key."""
 
@@ -161,7 +161,7 @@ class Problem(ABC):
 
     @classmethod
     def _missing(cls, key: str, parsed: Mapping[str, Any]) -> str:
-        """What is to be given for a required key: itself, or the parts of it that are left."""
+        """Text to give for a required key: itself, or the parts of it that are left."""
         names = cls.keys[key].split("+")
         absent = [name for name in names if name not in parsed]
         if absent and len(absent) < len(names):

@@ -54,7 +54,7 @@ ENGINES: Mapping[str, Engine] = {
 
 @dataclass(frozen=True)
 class Decoder:
-    """What decides the attention problems of a decoder."""
+    """Sizes that decide the attention problems of a decoder."""
 
     heads_q: int
     heads_kv: int

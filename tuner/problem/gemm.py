@@ -29,7 +29,7 @@ EPILOGUES = (
     *ACTIVATIONS,
     *(f"bias_{activation}" for activation in ACTIVATIONS),
 )
-"""What a GEMM may do with its product besides storing it."""
+"""Epilogues of a GEMM besides storing the product."""
 Scales = Literal["tensor", "row", "block"]
 SCALES: tuple[Scales, ...] = get_args(Scales)
 EPILOGUE_SCALES = SCALES[:2]
@@ -55,17 +55,16 @@ class GemmProblem(Problem):
     `epilogue` is one of `EPILOGUES`: D = activation(A @ B + bias) or A @ B + bias + residual, with
     what it names of them. The bias is (N), of A's type; the residual is (M, N), of D's.
 
-    With `scales` D = scale_a * (A @ B) * scale_b, fp32 factors in memory: ``tensor`` has one of
-    each operand, ``row`` one of each row of A, (M), and of each column of B, (N). They come with no
-    epilogue and no batch. With `dtype` e4m3 they are what makes A and B of their elements: `tensor`
-    unless said otherwise. D is then bf16 (the default) or fp16, and both operands lie along K, as
-    8-bit WGMMA wants them.
+    With `scales` D = scale_a * (A @ B) * scale_b, with fp32 factors in memory. ``tensor`` has one
+    of each operand; ``row`` has one of each row of A, (M), and of each column of B, (N). They come
+    without an epilogue and without a batch. With `dtype` e4m3 the default is `tensor`. D is then
+    bf16 (the default) or fp16, and both operands lie along K, as 8-bit WGMMA wants them.
 
-    ``block`` is e4m3's alone, with D in bf16. Each row of A has a factor for every `SCALE_BLOCK` of
-    K, and B one for every `SCALE_BLOCK` of columns and of K; a block's sum times its two factors is
-    added to an fp32 sum, whatever `fast_accum` is, which stays 1. scale_a is (K / 128, M) with M
-    contiguous and rounded up to `SCALE_ROWS`, scale_b (N / 128, K / 128); blocks at an end may be
-    cut off.
+    ``block`` is for e4m3 only, with D in bf16. Each row of A has a factor for every `SCALE_BLOCK`
+    of K, and B one for every `SCALE_BLOCK` of columns and of K. A block's sum times its two factors
+    is added to an fp32 sum, whatever `fast_accum` is, which stays 1. scale_a is (K / 128, M) with M
+    contiguous and rounded up to `SCALE_ROWS`; scale_b is (N / 128, K / 128). Blocks at an end may
+    be cut off.
 
     `fast_accum` is `torch._scaled_mm`'s of e4m3 products: whether a kernel may leave the whole sum
     over K in the tensor cores' accumulators, which keep about 14 bits. Without, it adds parts to
@@ -148,17 +147,17 @@ class GemmProblem(Problem):
 
     @property
     def has_bias(self) -> bool:
-        """Whether a vector is added to every row."""
+        """True when a vector is added to every row."""
         return self.epilogue.startswith("bias")
 
     @property
     def has_residual(self) -> bool:
-        """Whether a matrix is added."""
+        """True when a matrix is added."""
         return self.epilogue.endswith("residual")
 
     @property
     def activation(self) -> Activation:
-        """What is applied to the sum, if anything."""
+        """Activation of the sum, or the empty text."""
         text = self.epilogue.removeprefix("bias").removeprefix("_")
         return next((known for known in ACTIVATIONS if known == text), "")
 

@@ -36,18 +36,22 @@ _ORDER_SEED = 0
 class GroupedGemmProblem(Problem):
     """D[s:e] = A[s:e] @ B[g]^T of each group g, with s = offsets[g] and e = offsets[g + 1].
 
-    A is (M, K), the rows of all groups one after the other, B is (G, N, K), D is (M, N), all
+    A is (M, K), the rows of all groups one after the other. B is (G, N, K), D is (M, N). All are
     row-major; accumulation is fp32. Offsets are G + 1 int32 on the device, from 0 to M. It is
     ``torch._grouped_mm(a, b.transpose(-2, -1), offs=offsets[1:])``.
 
-    With `dtype` e4m3 the operands have factors of blocks, as those of `GemmProblem` have with
-    ``scales=block``: scale_a is (K / 128, M) with the rows of all groups, scale_b (G, N / 128,
-    K / 128). D is then bf16.
+    With `dtype` e4m3 the operands have factors of blocks, as `GemmProblem` with ``scales=block``.
+    scale_a is (K / 128, M) with the rows of all groups, scale_b (G, N / 128, K / 128). D is then
+    bf16.
 
-    M is the number of all rows. Kernels read the offsets when they run and take any; `sizes` names
-    those that a problem is measured with, always the same: ``uniform``, as equal as they can be;
-    ``zipf``, the r-th largest group a share of 1 / r, in a shuffled order; ``sparse``, equal in
-    every other group, none in the rest. With few rows the first two have empty groups too.
+    M is the number of all rows. Kernels read the offsets when they run and take any. `sizes` names
+    the fixed sizes that a problem is measured with:
+
+    - ``uniform``: as equal as they can be
+    - ``zipf``: the r-th largest group has a share of 1 / r, in a shuffled order
+    - ``sparse``: equal in every other group, none in the rest
+
+    With few rows the first two also have empty groups.
     """
 
     op: ClassVar[str] = "grouped_gemm"

@@ -1,8 +1,8 @@
 """Public models whose sizes ship as data (``cache/population/models.yaml``), read and checked.
 
-A model is one or several stacks of equal layers: a decoder has one, a decoder whose layers
-alternate between a window and all keys has two, and an encoder with a decoder has three, cross
-attention being a stack of its own. `cache/README.md` explains the fields of the file.
+A model is one or several stacks of equal layers. A decoder has one; one whose layers alternate
+between a window and all keys has two. An encoder with a decoder has three: cross attention is a
+stack of its own. `cache/README.md` explains the fields of the file.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ TENSORS: Mapping[str, tuple[str, str, str]] = {
 }
 """Memory of query, key and value, as a layer without a cache hands them to attention.
 
-``bshd`` and ``bhsd`` are dense. ``joined`` is a view of one projection whose rows hold all query
-heads, then all key heads, then all value heads; ``per_head`` of one whose rows hold query, key and
-value of a head side by side. Rotary positions leave dense tensors: element-wise operations keep the
+``bshd`` and ``bhsd`` are dense. ``joined`` is a view of one projection, whose rows hold all query
+heads, then all key heads, then all value heads. In ``per_head`` the rows hold query, key and value
+of a head side by side. Rotary positions leave dense tensors: element-wise operations keep the
 order of the dimensions, a concatenation of rotated and other columns has heads first.
 """
 

@@ -3,15 +3,15 @@ that the models give them.
 
 How a call is drawn, each choice by its own number from a hash of seed, index and name:
 
-- the model: each equally likely; its layer: by how many of the model's layers are of its kind;
-  its tensor-parallel ranks: each that the model names. Half of the calls are attention.
+- the model: each equally likely; its tensor-parallel ranks: each that the model names.
+- its layer: by how many of the model's layers are of its kind. Half of the calls are attention.
 - the type: the checkpoint's; float32 ones are run in float16 or bfloat16, each half of the time.
 - a decoder: half prompts, half decoding. Prompts have 128 to 16384 tokens (at most the model's) at
-  batch 1 to 32, `MAX_TOKENS` together. Decoding has batch 1 to 128 and 128 to 32768 cached tokens;
-  three in four have one query, the others 2 to 16, and half of these verify drafts: each query sees
-  the keys up to its own (``lower_right``).
-- lengths and batches are drawn by octaves, each equally likely; within one every whole number is,
-  but half of the lengths are rounded to a multiple of 64, and half of the batches are 1.
+  batch 1 to 32, `MAX_TOKENS` together. Decoding has batch 1 to 128 and 128 to 32768 cached tokens.
+  Three in four have one query, the others 2 to 16. Half of these verify drafts: each query sees the
+  keys up to its own (``lower_right``).
+- lengths and batches are drawn by octaves, each equally likely, and within one by whole numbers.
+  Half of the lengths are rounded to a multiple of 64, and half of the batches are 1.
 - half of the prompts fill a cache, which holds keys and values heads first. Caches that are decoded
   from are heads first (half), tokens first, or a beginning of a longer allocation, tokens first.
 - a quarter of the text encoders' batches come with a mask of padding.
@@ -54,8 +54,8 @@ MAX_BYTES, MAX_FLOPS = 12 << 30, 4e13
 HELD_OUT_OF = 4
 """One group of models in so many is held out."""
 HELD_OUT_SALT = 3
-"""First whole number with which both sides have models of every field, and a fifth to a third of
-all are held out; chosen before anything was measured.
+"""First whole number that holds out a fifth to a third of the models, with models of every field on
+both sides. It was chosen before anything was measured.
 """
 HALF_TYPES: tuple[DType, ...] = ("float16", "bfloat16")
 """Types that a float32 checkpoint is run in."""
@@ -65,8 +65,11 @@ TRIES = 20
 """Draws for each call that is wanted, before a small population counts as exhausted."""
 
 PADDING, LOWER_RIGHT, POSITIONS = "padding", "lower_right", "positions"
-"""Masks: (B, 1, 1, SKV) booleans of real keys; (SQ, SKV) booleans along the diagonal that ends at
-the last query and key; (1, H, SQ, SKV) of the query's type, added to the scores."""
+"""Masks, in this order:
+
+- (B, 1, 1, SKV) booleans of real keys
+- (SQ, SKV) booleans along the diagonal that ends at the last query and key
+- (1, H, SQ, SKV) of the query's type, added to the scores"""
 
 _T = TypeVar("_T")
 
@@ -99,8 +102,8 @@ class Call:
     """Prompt, decoding, encoding or cross; of a product the linear layer's name."""
     ranks: int
     problem: Problem
-    """The operation and its sizes. Its layout is the one of `views` where that has a name, else the
-    one nearest to it; `mask` other than ``positions`` has no word in it.
+    """The operation and its sizes. Its layout is the one of `views` if that has a name, else the
+    nearest one. A `mask` other than ``positions`` is not a part of it.
     """
     views: tuple[View, ...] = ()
     """Query, key and value; empty for a product, whose operands are dense."""
@@ -175,8 +178,8 @@ class Chance:
 def is_held_out(model: PublicModel) -> bool:
     """True for a model whose calls judge selections, and never make one.
 
-    Decided by a hash of the heads of its largest stack: models of equal attention are on one side,
-    so that a held-out model has no twin among those that a selection is made from.
+    Decided by a hash of the heads of its largest stack. Models of equal attention are on one side,
+    so that a selection is not made from a held-out model's twin.
     """
     largest = max(model.stacks, key=lambda stack: stack.layers * stack.hidden**2)
     text = f"{HELD_OUT_SALT}: {largest.heads}/{largest.heads_kv}/{largest.head_dim}"

@@ -1,9 +1,9 @@
 """Lists of problems: those that a dense Transformers model poses, from its ``config.json``, and
 those of a range of shapes.
 
-A layer is one attention and the GEMMs around it, as Transformers computes them: a decoder fills a
-cache, whose keys lie head by head; each projection by itself, the weights of `nn.Linear` as (N, K),
-those of GPT-2's `Conv1D` as (K, N).
+A layer is one attention and the GEMMs around it, as Transformers computes them. A decoder fills a
+cache, whose keys lie head by head. Each projection is a product of its own. Weights of `nn.Linear`
+are (N, K), those of GPT-2's `Conv1D` (K, N).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Model:
-    """What decides the shapes of a dense Transformer."""
+    """Sizes of a dense Transformer."""
 
     kind: str
     hidden_size: int
@@ -63,7 +63,7 @@ class Model:
     """Keys that a query sees at most; 0 for all."""
     dtype: str
     has_swiglu: bool = False
-    """Whether the feed-forward layer is a gated product with SiLU."""
+    """True when the feed-forward layer is a gated product with SiLU."""
 
     @classmethod
     def read(cls, path: Path) -> Model:

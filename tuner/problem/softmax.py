@@ -22,8 +22,8 @@ from tuner.problem.base import (
 class SoftmaxProblem(Problem):
     """P = softmax(scale * scores + mask) over rows; scores are (batch, rows, cols) fp32.
 
-    `query_rows` is the period of the causal mask: row r of a matrix is query r % query_rows and
-    sees columns 0..r % query_rows (grouped query heads stack their rows over one key head).
+    `query_rows` is the period of the causal mask: row r of a matrix sees columns
+    0..r % query_rows. Grouped query heads stack their rows over one key head.
     """
 
     op: ClassVar[str] = "softmax"

@@ -27,10 +27,10 @@ PAIRINGS: tuple[Pairing, ...] = get_args(Pairing)
 class SwigluProblem(Problem):
     """D = silu(A @ gate) * (A @ up); A is (M, K), gate and up are (K, N), D is (M, N), row-major.
 
-    The two weights are one operand ``weights`` of 2 N rows of K, in one of two `PAIRINGS`, with
-    axes (gate or up, N / 32, 4, 8, K): ``interleaved`` puts gate and up of output column
-    32 g + 8 t + c into the rows 64 g + 8 c + 2 t and the next one, so that one thread of a kernel
-    gets both, and those of eight neighbours; ``concatenated`` puts all of gate before all of up.
+    The two weights are one operand ``weights`` of 2 N rows of K, in one of two `PAIRINGS`.
+    ``interleaved`` puts gate and up of output column 32 g + 8 t + c into the rows
+    64 g + 8 c + 2 t and the next one. So one thread of a kernel gets both, for eight neighbouring
+    columns. ``concatenated`` puts all of gate before all of up.
     """
 
     op: ClassVar[str] = "swiglu"

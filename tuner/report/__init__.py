@@ -1,1 +1,1 @@
-"""What was measured, as a page, as words and as a comparison. Reads; decides nothing."""
+"""Measurements as a page, as words and as a comparison. Reads; decides nothing."""

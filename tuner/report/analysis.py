@@ -18,8 +18,8 @@ from tuner.store.entry import is_vendor
 LEAST_CANDIDATES = 20
 """Passed candidates of a family below which the importance of its parameters is not told."""
 TREES, DEPTH = 16, 6
-"""Of the forest that shares are read from: a tenth of the time of Optuna's 64 and 64, and no share
-of the shipped recordings changes by 0.05."""
+"""Size of the forest that shares are read from: a tenth of the time of Optuna's 64 and 64. Shares
+of the shipped recordings change by less than 0.05."""
 #: Axes of a heat map: the first of these that a family has; a family with none is drawn over the
 #: two parameters with the most values.
 ROWS = ("tile_m", "warp_groups", "rows_per_block", "heads_per_launch")
@@ -79,7 +79,7 @@ def differences(one: Config, other: Config) -> dict[str, tuple[Value | None, Val
 
 @dataclass(frozen=True)
 class Change:
-    """What changing one parameter alone did, quick pass against quick pass."""
+    """Effect of changing one parameter alone, quick pass against quick pass."""
 
     name: str
     winner: Value | None
@@ -131,7 +131,7 @@ def predicted_us(measurement: Measurement) -> float | None:
 
 
 def quick_of(subject: Subject, config: Config) -> Measurement | None:
-    """A config's quick time: comparable with those of candidates that were no finalists."""
+    """A config's quick time: comparable with other candidates' quick times."""
     return next((m for m in subject.quick if m.ok and m.config == config), None)
 
 
@@ -142,8 +142,8 @@ class Importance:
     family: str
     candidates: int
     shares: dict[str, float]
-    """Of the variance of the times' logarithm that single parameters explain; they add up to 1,
-    largest first.
+    """Shares of the variance of the times' logarithm that single parameters explain, largest first.
+    They add up to 1.
     """
 
 
@@ -287,7 +287,7 @@ class Standing:
 
     @property
     def is_tied(self) -> bool:
-        """Whether the two are equal within their noise."""
+        """True when the two are equal within their noise."""
         return is_tie(self.own, self.vendor)
 
     @property

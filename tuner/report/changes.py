@@ -91,7 +91,7 @@ class Pair:
         return max(self.tolerance, math.hypot(deviation(pair[0]), deviation(pair[1])))
 
     def change(self, pair: tuple[Measurement, Measurement]) -> Change:
-        """Whether the second of two times is another one beyond noise."""
+        """True when the second of two times is another one beyond noise."""
         ratio, limit = self.ratio(pair), 1 + self.limit(pair)
         if ratio > limit:
             return Change.SLOWER
@@ -99,7 +99,7 @@ class Pair:
 
     @property
     def new_winner(self) -> str:
-        """What B serves in place of A's winner; empty where that is still as good in B."""
+        """B's choice in place of A's winner; empty when that is still as good in B."""
         before, after = self.served
         if before.config == after.config:
             return ""
@@ -110,7 +110,7 @@ class Pair:
 
     @property
     def is_slower(self) -> bool:
-        """Whether what is served or the best own kernel got slower."""
+        """True when what is served or the best own kernel got slower."""
         pairs = [self.served, *([self.own] if self.own else [])]
         return any(self.change(pair) is Change.SLOWER for pair in pairs)
 

@@ -251,7 +251,7 @@ def _rates(subject: Subject) -> list[dict[str, Any]]:
 
 
 def busy(subject: Subject, measurement: Measurement) -> Spec:
-    """What each unit needs at the least, against the measured time."""
+    """Least time of each unit, against the measured time."""
     values = [
         {
             "unit": name,

@@ -9,7 +9,7 @@ from tuner.report.spec import INK, SERIES, Spec, channel, picture, tips
 
 
 def shares(kernel: KernelCounters) -> Spec:
-    """What the profiler says of each unit, of what it can do at most."""
+    """Utilisation of each unit by the profiler, as a part of its peak."""
     values = [
         {
             "unit": counter.label,
@@ -33,7 +33,7 @@ def shares(kernel: KernelCounters) -> Spec:
 
 
 def stalls(kernel: KernelCounters) -> Spec:
-    """What warps wait for when an instruction is issued, the most frequent first."""
+    """Stall reasons of warps, the most frequent first."""
     shown = sorted(kernel.shown(STALLS), key=lambda item: -item[1].value)
     values = [
         {

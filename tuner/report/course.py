@@ -16,8 +16,8 @@ from tuner.report.subject import Subject
 from tuner.store.entry import is_vendor
 
 BREAK_S = 120.0
-"""Longer without a measurement is a break between two runs of a sweep: a unit of four kernels takes
-a minute and a half to compile on a full machine."""
+"""Longest time without a measurement in one run of a sweep. A unit of four kernels takes a minute
+and a half to compile on a full machine."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def steps_of(measurements: Iterable[Measurement]) -> list[Step]:
 
 @dataclass(frozen=True)
 class Stop:
-    """What stopping after some of the candidates would have lost, and what it would have cost."""
+    """Loss and cost of stopping after some of the candidates."""
 
     candidates: int
     best_us: float
@@ -62,7 +62,7 @@ class Stop:
 
 
 def stopping(steps: Sequence[Step]) -> list[Stop]:
-    """What stopping after 1, 2, 5, 10, ... candidates and after all would have lost."""
+    """Loss of stopping after 1, 2, 5, 10, ... candidates and after all."""
     if not steps or math.isinf(steps[-1].best_us):
         return []
     total = len(steps)
@@ -95,7 +95,7 @@ def found_at(steps: Sequence[Step]) -> int:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a sweep cost, stages included."""
+    """Cost of a sweep, stages included."""
 
     candidates: int
     kernel_sets: int
@@ -109,7 +109,7 @@ class Cost:
 
 
 def cost(subject: Subject) -> Cost:
-    """What the search cost, of what the measurements say."""
+    """Cost of the search, by the measurements."""
     every = [m for part in subject.recording.walk() for m in part.measurements]
     own = [m for m in every if not m.is_final and not is_vendor(m.config)]
     spent = [m.compile_cpu_s for m in own if m.compile_cpu_s]

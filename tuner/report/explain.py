@@ -1,9 +1,8 @@
 """Why a configuration won, in plain words; every claim from a number that it names.
 
-Times, registers and memory beside the operands were measured (by the stopwatch and by ptxas);
-tiles, waves, occupancy, bytes and instructions are computed (`work`); what Nsight Compute counted
-is told where `tuner profile` was run. Computed numbers say what a config asks of the chip, not what
-that cost: only times do.
+Times, registers and memory beside the operands were measured, by the stopwatch and by ptxas. Tiles,
+waves, occupancy, bytes and instructions are computed (`work`). Counters of Nsight Compute are shown
+after `tuner profile`. Computed numbers are a config's demands on the chip; only times are its cost.
 """
 
 from __future__ import annotations
@@ -65,10 +64,10 @@ class Explanation:
     """The best own kernel: what is explained."""
     contrasts: tuple[Contrast, ...]
     single: tuple[Claim, ...]
-    """What changing one parameter alone did."""
+    """Effect of changing one parameter alone."""
     limits: tuple[Claim, ...]
     counted: tuple[Claim, ...] = ()
-    """What `tuner profile` counted; empty where it was not run."""
+    """Counters of `tuner profile`; empty when it was not run."""
 
     def to_json(self) -> dict[str, Any]:
         """The account as one JSON object."""
@@ -163,7 +162,7 @@ def _value(value: Value | None) -> str:
 
 
 def _compiled(own: Measurement, other: Measurement) -> list[Claim]:
-    """What ptxas and the launch reported."""
+    """Reports of ptxas and the launch."""
     claims = []
     for kernel in sorted(set(own.resources) & set(other.resources)):
         mine, theirs = own.resources[kernel], other.resources[kernel]

@@ -31,7 +31,7 @@ class Length:
 
     @property
     def bytes(self) -> int:
-        """Of the operands and what the kernel uses beside them."""
+        """Memory of the operands and of the kernel beside them."""
         return self.measurement.problem.bytes + self.measurement.workspace_bytes
 
     @property
@@ -93,7 +93,7 @@ def _is_sibling(subject: Subject, theirs: Problem, gpu: Gpu, regime: Regime) -> 
 
 
 def crossings(lengths: Sequence[Length]) -> list[tuple[float, str, str]]:
-    """Where another kernel becomes the fastest.
+    """Lengths at which another kernel becomes the fastest.
 
     Returns:
         (sequence length, the one before, the one after); between two measured lengths it is
@@ -148,9 +148,9 @@ MAX_SERIES = 6
 def drawn(lengths: Sequence[Length]) -> list[str]:
     """The kernels of a picture, at most `MAX_SERIES`, own ones first.
 
-    In this order: the fastest at some length, the best own one of each of `KINDS`, the fastest
-    vendor's at some length, the other vendors', the other own ones; among equals the one with the
-    least mean loss against the fastest at its lengths.
+    The order: the fastest at some length, the best own one of each of `KINDS`, the fastest
+    vendor's at some length, the others. Among equals the one with the least mean loss against the
+    fastest at its lengths comes first.
     """
     vendors = {length.kernel for length in lengths if length.is_vendor}
     losses = _losses(lengths)
@@ -201,5 +201,5 @@ def _against(times: Mapping[int, float], vendors: Mapping[int, float]) -> str:
 
 
 def _meeting(short: int, long: int, start: float, end: float) -> float:
-    """Where a straight line over the length's logarithm is 0, between two lengths."""
+    """Zero of a straight line over the length's logarithm, between two lengths."""
     return math.exp(math.log(short) + start / (start - end) * math.log(long / short))

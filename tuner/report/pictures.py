@@ -20,7 +20,7 @@ from tuner.report.subject import Subject
 _OF_MARKS = re.compile(r' (?:role|aria-[a-z]+)="[^"]*"')
 _VARIABLE = re.compile(r"var\(--([a-z0-9-]+)\)")
 WIDTH = 560
-"""Of the area in which is drawn; axes and labels come beside it."""
+"""Width of the drawing; axes and labels come beside it."""
 
 PADDING = {"left": 40, "right": 24, "top": 8, "bottom": 8}
 """Text is laid out here and drawn with the reader's fonts, which may be wider."""

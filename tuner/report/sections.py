@@ -73,7 +73,7 @@ class Section:
     terms: Sequence[tuple[str, str]] = ()
     """(name, meaning) of a glossary."""
     level: int = 2
-    """Of its heading; 3 belongs to the 2 before it."""
+    """Level of the heading; 3 is a part of the 2 before it."""
 
 
 def sections(subject: Subject) -> list[Section]:
@@ -215,7 +215,7 @@ def _per_token(m: Measurement) -> Iterable[str]:
 
 
 def _counted(subject: Subject, account: Explanation) -> Iterable[Section]:
-    """What `tuner profile` counted of the best own kernel, a part of the section before."""
+    """Counters of the best own kernel (`tuner profile`), a part of the section before."""
     found = subject.profile_of(account.config.config)
     if found is None:
         return

@@ -1,7 +1,7 @@
 """The parts of which the pictures' Vega-Lite specifications are made.
 
-Colours are CSS variables (`palette`), so that one picture serves light and dark; what a colour
-says is said by a shape, a position or a word too. Widths follow the page.
+Colours are CSS variables (`palette`), so that one picture serves light and dark. A shape, a
+position or a word repeats the meaning of each colour. Widths follow the page.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _WORDS = {
     "labelLimit": 0,  # whole, however long
 }
 LEGEND_COLUMNS = 2
-"""Of a legend on a wide page; ``figures.js`` takes one on a narrow one."""
+"""Columns of a legend on a wide page; ``figures.js`` takes one on a narrow page."""
 #: Vega-Lite's configuration of every picture.
 CONFIG: Mapping[str, Any] = {
     "background": "transparent",
@@ -103,7 +103,7 @@ def series_of(names: Sequence[str]) -> Spec:
 
 
 LINE, MAX_LINE = 14, 40
-"""Of a name above its bar: pixels a line, and characters that fit a page of 390 pixels."""
+"""Name above its bar: pixels a line, and characters that fit a page of 390 pixels."""
 
 
 @dataclass(frozen=True)
@@ -120,12 +120,12 @@ class Rows:
 
     @property
     def height(self) -> int:
-        """Of the picture."""
+        """Height of the picture."""
         return self._row * len(dict.fromkeys(self.names))
 
     @property
     def at_bar(self) -> Spec:
-        """Of a mark at the bar's height."""
+        """Position of a mark at the bar's height."""
         return {"yOffset": self._row // 2 - 10}
 
     @property
@@ -165,5 +165,5 @@ def lines_of(name: str) -> list[str]:
 
 
 def tips(*fields: tuple[str, str]) -> list[Spec]:
-    """What is shown of a mark under the pointer: (field, title)."""
+    """Tooltip of a mark: (field, title)."""
     return [{"field": field, "title": title} for field, title in fields]

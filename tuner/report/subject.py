@@ -38,7 +38,7 @@ class Subject:
 
     recording: Recording
     source: str
-    """Where they were read, for people."""
+    """Source of the measurements, for people."""
     known: tuple[Entry, ...] = ()
     """Measured decisions of every problem, this one's too: what scaling is drawn from."""
     benches: tuple[Results, ...] = ()
@@ -96,7 +96,7 @@ class Subject:
         return (self.ranking[0].clocks or Clocks()).sm_mhz or self.gpu.clock_max_mhz
 
     def profile_of(self, config: Config) -> Profile | None:
-        """What was counted of a config on this GPU model; None where nobody did."""
+        """Counters of a config on this GPU model; None when it was not profiled."""
         return profile.find(self.problem, self.gpu, config)
 
     @property

@@ -1,7 +1,7 @@
-"""What a config asks of the chip: tiles, waves, occupancy, bytes, instructions.
+"""A config's demands on the chip: tiles, waves, occupancy, bytes, instructions.
 
-Computed from the config and the problem, never measured, for the families named in `works`; a
-family that is not there has none, and what is shown of it ends at its measurements.
+Computed from the config and the problem, never measured, for the families named in `works`. Reports
+show other families' measurements only.
 """
 
 from __future__ import annotations
@@ -86,11 +86,11 @@ class Work:
     slots: int
     """Pieces that the chip holds at once."""
     is_even: bool
-    """Whether the pieces are equal; under a causal mask they are not."""
+    """True when the pieces are equal; under a causal mask they are not."""
     threads: int
-    """Of a block."""
+    """Threads of a block."""
     smem_bytes: int
-    """Of a block."""
+    """Shared memory of a block, bytes."""
     blocks_per_sm: int
     tensor_flops: float
     """Executed by tensor cores, padding and masked elements of visited tiles counted."""
@@ -121,8 +121,8 @@ class Work:
 
 
 def works(problem: Problem, config: Config, gpu: Gpu) -> tuple[Work, ...]:
-    """The kernels of a call in order; empty for a family that is not known here, and for a config
-    that lacks a parameter, as one that another version measured.
+    """The kernels of a call in order. Empty for a family that is not known here, and for a config
+    of another version that lacks a parameter.
     """
     try:
         return _works(problem, config, gpu)

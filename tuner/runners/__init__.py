@@ -1,1 +1,1 @@
-"""Where evaluations happen: on a GPU, in a recording, or by estimate."""
+"""Runners evaluate candidates: on a GPU, from a recording, or by estimate."""

@@ -33,14 +33,14 @@ class Runner(Protocol):
 
     @property
     def environment(self) -> Environment:
-        """What the machine is; may take seconds to find out the first time."""
+        """Environment of the machine; may take seconds the first time."""
         ...
 
     def candidates(
         self, problem: Problem, family: Family, space: Sequence[Config]
     ) -> Sequence[Config]:
-        """What can be evaluated here: `space`, as far as it was recorded in a replay; of a family
-        with `is_listed` what its library lists, which is asked for now.
+        """Candidates that can be evaluated here: `space`, or its recorded part in a replay. A
+        family with `is_listed` asks its library for its list now.
         """
         ...
 

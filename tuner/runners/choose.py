@@ -41,7 +41,7 @@ class ClusterPlace:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where to evaluate."""
+    """Runners of a command."""
 
     devices: tuple[int, ...] | None = (0,)
     """CUDA devices of one kind; None: all that are alike and free (`gpus.choose`)."""
@@ -136,7 +136,7 @@ class Runners:
 
     @cached_property
     def gpu(self) -> Gpu | None:
-        """What the GPUs to measure on are; None where nothing is measured.
+        """GPUs to measure on; None when nothing is measured.
 
         Raises:
             ConfigError: as `devices`.
@@ -167,7 +167,7 @@ class Runners:
         return WorkerPool([WorkerClient(index) for index in self.devices])
 
     def _facts(self) -> Mapping[str, str | int | float] | None:
-        """Of the GPUs' environment, where this machine cannot be asked."""
+        """Environment of the GPUs, when this machine does not have it."""
         return None
 
     def _create_other(self, problem: Problem, regime: Regime) -> Runner:

@@ -28,8 +28,8 @@ def parse_devices(text: str) -> tuple[int, ...] | None:
 def choose(devices: tuple[int, ...] | None, note: Callable[[str], None]) -> tuple[int, ...]:
     """The devices to measure on, all of one kind; empty where nothing can be measured.
 
-    Times of unlike GPUs must not meet in one search. Of all devices those that differ from the
-    first and those that somebody else computes on are left out; a device that was named is not.
+    Times of unlike GPUs must not meet in one search. Devices that differ from the first,
+    and devices at work, are left out unless they were named.
 
     Args:
         devices: by number; None: all of this machine.

@@ -86,7 +86,7 @@ class LocalRunner:
         self._lock = threading.Lock()
         self._open: list[Pending] = []
         self._is_cancelled = False
-        """Whether nothing was submitted since the last `cancel`."""
+        """True when nothing was submitted since the last `cancel`."""
         self._timing: set[Future[list[Measurement]]] = set()
         self._asking: set[Future[list[Config]]] = set()
         self._done: queue.SimpleQueue[_Done | None] = queue.SimpleQueue()

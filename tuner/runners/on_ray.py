@@ -1,8 +1,8 @@
 """A Ray cluster to evaluate on: units of kernels are tasks on CPU nodes, GPUs are actors.
 
 The process that opens a `Cluster` stays what it is without one: it owns the search of its problem
-and alone writes the store. Tasks and actors know nothing of either. What they lose (a node, an
-actor, an object of the store) is done again, here; what arrives is checked by its hash.
+and alone writes the store. Tasks and actors know nothing of either. Lost work (a node, an
+actor, an object of the store) is done again, here. Arriving objects are checked by their hash.
 """
 
 from __future__ import annotations
@@ -103,11 +103,11 @@ class Cluster:
         self._ray.shutdown()
 
     def runners(self, machine: Machine, note: Note) -> list[ClusterRunners]:
-        """Of each kind of GPU, those with the most GPUs first."""
+        """Runners of each kind of GPU, those with the most GPUs first."""
         return [ClusterRunners(self, kind, machine, note) for kind in self.kinds]
 
     def only(self, machine: Machine, note: Note) -> ClusterRunners:
-        """Where there is one kind of GPU.
+        """Runner of a cluster with one kind of GPU.
 
         Raises:
             ConfigError: when there are several.
@@ -192,7 +192,7 @@ class Cluster:
         return node["Resources"].get("CPU", 0) >= 1 and _has(node, self._place.compile_labels)
 
     def _compile_selector(self) -> dict[str, str]:
-        """Where the next task may run; asked each time, for nodes come and go."""
+        """Nodes on which the next task may run; asked each time, for nodes come and go."""
         if self._place.compile_labels:
             return dict(self._place.compile_labels)
         bare = [
@@ -290,8 +290,8 @@ class ClusterRunners(Runners):
 
 
 class ClusterCompiler(Compiler):
-    """Has units built on the cluster's compile nodes, and keeps what they built here too: a sweep
-    that goes on later does not compile again, and what it decides can be served from here.
+    """Has units built on the cluster's compile nodes, and also keeps their artifacts here. A sweep
+    that goes on later does not compile again, and its decisions can be served from here.
     """
 
     def __init__(
@@ -356,7 +356,7 @@ class ClusterPool(WorkerPool):
 
 
 class RemoteWorker:
-    """What `WorkerClient` is to a process of this machine, for an actor: one thread asks it,
+    """Counterpart of `WorkerClient` for an actor: one thread asks it,
     `interrupt` may come from another, and holds until `renew`.
 
     Args:
@@ -372,7 +372,7 @@ class RemoteWorker:
         self._lock = threading.Lock()
         self._is_interrupted = False
         self.card: Card | None = None
-        """Of the first actor; those that replace it must have a like one."""
+        """Facts of the first actor; its replacements must have equal ones."""
         self.reason = ""
         """Why there is no actor."""
 
@@ -388,7 +388,7 @@ class RemoteWorker:
         return self.card
 
     def begin(self, timeout_s: float) -> bool:
-        """Whether there is an actor; creates one, and waits this long for it."""
+        """True when there is an actor; creates one, and waits this long for it."""
         if self._actor is not None and self._coming is None:
             return True
         if self._actor is None:
@@ -480,7 +480,7 @@ class RemoteWorker:
 
 
 class Parcels:
-    """Where in Ray's object store each library lies, by its hash: put there once. Safe between
+    """References in Ray's object store of each library, by its hash: put there once. Safe between
     threads.
     """
 

@@ -29,7 +29,7 @@ def open_runners(machine: Machine, note: Callable[[str], None]) -> Iterator[Sequ
 def open_creator(
     machine: Machine, note: Callable[[str], None]
 ) -> Iterator[Callable[[Machine, Callable[[str], None]], Runners]]:
-    """What makes the runners of a controller, again and again, where there is one kind of GPU.
+    """Maker of a controller's runners, for machines with one kind of GPU.
 
     Raises:
         ConfigError: as `open_runners`; and when the cluster has several kinds.

@@ -1,12 +1,12 @@
 """One worker process for each GPU of a machine; requests are dealt to whichever is free.
 
-A request runs from its first candidate to its last on one GPU. That is what makes a final pass one
-chip's word: finalists and the vendors' kernels are timed interleaved in one request, so their
-ratios hold whichever GPU it was. Quick timings of one search may come from several chips of a
-kind; they only choose who is in the final pass.
+A request runs from its first candidate to its last on one GPU. So a final pass is one chip's:
+finalists and vendors' kernels are timed interleaved in one request, and their ratios are of one
+GPU. Quick times of one search may come from several chips of a kind; they only choose the
+finalists.
 
-Requests about one thing (`home`) go to one worker where that leaves no worker idle: it has the
-vendors' plans for it, which cost more than the timings.
+Requests with one affinity key (`home`) go to one worker unless another one is idle. That worker has
+the vendors' plans, which cost more than the timings.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class WorkerPool:
         self._waiting: list[_Request] = []
         self._running: dict[Future[Any], AnyWorker] = {}
         self._homes: dict[Hashable, AnyWorker] = {}
-        """Who had the first request of each home."""
+        """Worker of the first request of each affinity key."""
         self._threads: list[threading.Thread] = []
         self._numbers = itertools.count()
         self._facts: dict[str, str] | None = None
@@ -99,7 +99,7 @@ class WorkerPool:
 
     def cancel(self, futures: Iterable[Future[Any]]) -> None:
         """Give requests up: those that wait are dropped, and the workers of the others are killed,
-        so that their GPUs are free at once. What is done stays done.
+        so that their GPUs are free at once. Finished requests stay.
         """
         with self._changed:
             for future in futures:

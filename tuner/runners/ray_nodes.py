@@ -1,4 +1,4 @@
-"""What runs on the nodes of a Ray cluster: building units of kernels, and measuring on one GPU.
+"""Code on the nodes of a Ray cluster: building units of kernels, and measuring on one GPU.
 
 `on_ray` makes a task of `build` and actors of `Gauge`. Libraries travel beside the requests, as
 *parcels*: objects of Ray's store that hold libraries by the SHA-256 of their bytes. Whoever opens
@@ -47,15 +47,15 @@ class Built:
 
 @dataclass(frozen=True)
 class Card:
-    """What an actor says of itself."""
+    """Description of an actor."""
 
     node: str
     """Name of the machine."""
     version: str
-    """Of the tuner there."""
+    """Version of the tuner there."""
     gpu: Gpu
     facts: Mapping[str, str | int | float]
-    """Of the environment: driver, limits of the chip, the vendors' libraries."""
+    """Environment of the node: driver, limits of the chip, the vendors' libraries."""
 
     def differs(self, other: Card) -> str:
         """In what the times of two actors cannot be compared; empty when they can."""
@@ -175,7 +175,7 @@ class Gauge:
         self._cache = ArtifactCache()
 
     def card(self) -> Card:
-        """What this actor measures on; creates the worker process.
+        """GPU of this actor; creates the worker process.
 
         Raises:
             BenchmarkError: when there is no GPU that can be used.
@@ -223,7 +223,7 @@ class Gauge:
         return Reply(outcomes, is_spent=process is not None and self._client.pid != process)
 
     def _open(self, reference: Any) -> tuple[Parcel, str]:
-        """What a reference stands for, or why it cannot be had."""
+        """Object of a reference, or the reason that it cannot be fetched."""
         import ray
 
         try:

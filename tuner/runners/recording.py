@@ -39,7 +39,7 @@ FORMAT = "cutlass-tuner recording"
 VERSION = 1
 SUFFIX = ".json.gz"
 LOG_CHARACTERS = 400
-"""Of a failure's log; its end is kept, where compilers and CUDA say what was wrong."""
+"""Length of a failure's log. Its end is kept, which has the compiler's or CUDA's reason."""
 ROW = (
     "config",
     "status",
@@ -99,15 +99,14 @@ def file_name(problem: Problem, gpu: Gpu, regime: Regime) -> str:
 
 
 def folder() -> Path:
-    """Where the shipped recordings lie."""
+    """Folder of the shipped recordings."""
     return resources.cache() / "recordings"
 
 
 def find(
     problem: Problem, gpu: Gpu, regimes: Regimes, where: Sequence[Path] | None = None
 ) -> Recording | None:
-    """The recording of a problem, None when there is none. Of several regimes the first that has
-    one answers.
+    """The recording of a problem in the first regime that has one; None when there is none.
 
     Args:
         problem: what was recorded.
@@ -132,9 +131,10 @@ def find(
 
 
 def from_store(store: Store, problem: Problem, gpu: Gpu, regimes: Regimes) -> Recording:
-    """What a store holds of the sweeps of a problem: the environment of the newest decision (or
-    of the newest measurement), each config's newest quick time, the final pass of the decision. Of
-    several regimes the first that was measured.
+    """Recording of a problem's sweeps in a store, in the first regime that was measured.
+
+    It has the environment of the newest decision or measurement, each config's newest quick time,
+    and the final pass of the decision.
 
     Raises:
         ConfigError: when nothing was measured.

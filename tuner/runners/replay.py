@@ -41,9 +41,9 @@ class ReplayRunner:
             self._configs.setdefault((problem, config.family), []).append(config)
 
     def candidates(self, problem: Problem, family: Family, space: Sequence[Config]) -> list[Config]:
-        """The members of `space` that were recorded; when there is none (a composite family
-        whose best stages were others), and of what a library listed, every recorded candidate
-        that is still legal.
+        """The members of `space` that were recorded. If there are none (a composite family whose
+        best stages were others), or a library listed them: every recorded candidate that is
+        still legal.
         """
         recorded = self._configs.get((problem.key, family.name), [])
         members = set(recorded)
@@ -69,8 +69,8 @@ class ReplayRunner:
     def retime(
         self, problem: Problem, finalists: Sequence[Config], rounds: int
     ) -> list[Measurement]:
-        """Times of one pass: those finalists that the recorded final pass timed, or all of them in
-        the quick pass (`is_final` is false then) where no own one passed in the final pass.
+        """Times of one pass: of the finalists in the recorded final pass. When no own one passed
+        there, of all in the quick pass (`is_final` is then false).
 
         Quick and final times never come together: a final pass runs longer, beside the vendors'
         kernels, and at lower clocks.

@@ -1,4 +1,4 @@
-"""What a model calls. Reads the store and the artifacts; compiles and tunes nothing."""
+"""The runtime that a model calls. Reads the store and the artifacts; compiles and tunes nothing."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ def find_plan(
     scale: float | None,
     enable_gqa: bool = True,
 ) -> Plan | Refusal:
-    """What serves plain attention of such tensors, or the reason that nothing does."""
+    """Plan for plain attention of such tensors, or the reason that there is none."""
     table.refresh(query)
     return find(AttentionCall(query, key, value, None, 0.0, is_causal, scale, enable_gqa))
 

@@ -31,7 +31,7 @@ Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def has_backward(query: torch.Tensor, key: torch.Tensor, is_causal: bool) -> bool:
-    """Whether PyTorch has a fused backward kernel for half-precision tensors of such shapes.
+    """True when PyTorch has a fused backward kernel for half-precision tensors of such shapes.
 
     FlashAttention-2 aligns a causal mask bottom-right, so SQ and SKV must be equal under one.
     """
@@ -143,7 +143,7 @@ def _backend(
 def _takes_cudnn(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool
 ) -> bool:
-    """Whether cuDNN's kernels may run: they are switched on, take such tensors, and the program
+    """True when cuDNN's kernels may run: they are switched on, take such tensors, and the program
     does not want equal bits in every run, which they do not promise.
     """
     backends = torch.backends.cuda
@@ -163,7 +163,7 @@ def _takes_cudnn(
 
 
 def _random_state(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the backward kernels take as the state of dropout's generator, and never read."""
+    """State of dropout's generator for the backward kernels, which do not read it."""
     return (
         torch.empty(2, dtype=torch.uint64, device=query.device),
         torch.empty((), dtype=torch.uint64, device=query.device),

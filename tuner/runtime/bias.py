@@ -1,4 +1,4 @@
-"""What an `attn_mask` is: the mask operand that tuned kernels take, or a mask to compute with."""
+"""Meaning of an `attn_mask`: the mask operand that tuned kernels take, or one to compute with."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def steps_of(operand: torch.Tensor) -> tuple[int, int, int, int]:
 
 
 def axes_of(operand: torch.Tensor) -> Axes:
-    """What a problem calls such an operand; see `AttentionProblem`."""
+    """Name of such an operand in a problem; see `AttentionProblem`."""
     batch, head, query, _ = (step != 0 for step in steps_of(operand))
     axes: dict[tuple[bool, bool], tuple[Axes, Axes]] = {
         (False, False): ("1", "k"),

@@ -18,7 +18,7 @@ _SCORES_BYTES = 1 << 28
 
 
 class Extras(NamedTuple):
-    """What a call asks for beside plain attention; `AttentionProblem` says what it means."""
+    """Features of a call beyond plain attention; `AttentionProblem` defines them."""
 
     left: int = -1
     right: int = -1

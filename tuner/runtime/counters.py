@@ -1,4 +1,4 @@
-"""What the runtime did: calls by what answered them, counted in every thread, said once.
+"""Counters of the runtime: calls by their answer, counted in every thread, logged once.
 
 A *reason* is one line that says why no tuned kernel ran: a kind, of which there are few, and after
 a colon what it was about. Counts go by kind. Each whole reason is logged once, the first of its
@@ -34,7 +34,7 @@ class Stats:
     """Calls that PyTorch, or an engine's own kernel, answered, by kind of reason, most frequent
     first."""
     errors: Mapping[str, int] = field(default_factory=dict)
-    """What went wrong meanwhile, by kind: a refused launch, a store that cannot be read."""
+    """Failures beside the calls, by kind: a refused launch, a store that cannot be read."""
 
     @property
     def calls(self) -> int:
@@ -113,7 +113,7 @@ def add_source(source: Source) -> None:
 
 
 def kind_of(reason: str) -> str:
-    """What a reason is counted under."""
+    """Kind of a reason, under which it is counted."""
     return reason.partition(":")[0]
 
 

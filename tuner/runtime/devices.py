@@ -90,7 +90,7 @@ def use(index: int) -> contextlib.AbstractContextManager[Any]:
 
 
 def is_capturing() -> bool:
-    """Whether the current stream records a CUDA graph."""
+    """True when the current stream records a CUDA graph."""
     return bool(torch.cuda.is_current_stream_capturing())
 
 
@@ -111,7 +111,7 @@ def burst_us(function: Callable[[], object], count: int) -> float:
 
 @cache
 def environment() -> Environment:
-    """What times depend on, as far as it is known without asking the GPU: driver, torch, cuDNN,
+    """Environment of times, as far as it is known without asking the GPU: driver, torch, cuDNN,
     cuBLAS.
     """
     facts: dict[str, str | int | float] = dict(installed_versions())

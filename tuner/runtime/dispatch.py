@@ -56,7 +56,7 @@ matmul: Callable[..., torch.Tensor | Literal[False] | None] = _unknown
 
 _module: Any = None
 _kinds: list[str] = []
-"""Of the reasons of refusals, in the order in which the dispatcher counts them."""
+"""Kinds of refusals, in the order in which the dispatcher counts them."""
 _thread: threading.Thread | None = None
 _lock = threading.Lock()
 
@@ -141,7 +141,7 @@ def load(artifact: Artifact) -> ModuleType:
 
 
 def is_loaded() -> bool:
-    """Whether calls are answered by a dispatcher."""
+    """True when calls are answered by a dispatcher."""
     return _module is not None
 
 

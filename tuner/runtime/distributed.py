@@ -47,13 +47,13 @@ _log = logging.getLogger("tuner.runtime")
 TIMEOUT_S = 60.0
 _PREFIX = "tuner/agreement"
 _CHUNK_BYTES = 4 << 20
-"""Of the snapshot; torch 2.13's TCPStore refuses messages of more than 8 MiB."""
+"""Size of a chunk of the snapshot; torch 2.13's TCPStore refuses messages of more than 8 MiB."""
 _PROPOSAL, _VERDICT = "proposal", "verdict"
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """What the ranks agreed on, the same in each."""
+    """The ranks' agreement, the same in each."""
 
     refusal: str = ""
     """Why no tuned kernel is launched on any rank; empty where they agreed."""
@@ -110,7 +110,7 @@ def agree(store: dist.Store | None = None, *, timeout_s: float = TIMEOUT_S) -> A
 
 @dataclass
 class _Answer:
-    """What one rank says of the proposal."""
+    """One rank's answer to the proposal."""
 
     lacking: list[str] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
@@ -231,7 +231,7 @@ class _Meeting:
 
 
 def _differences(rank: int, facts: Mapping[str, Any], first: Mapping[str, Any]) -> list[str]:
-    """What a rank runs on that rank 0 does not; a fact that one lacks says nothing."""
+    """Facts of a rank that differ from rank 0's; a fact that one lacks is left out."""
     return [
         f"rank {rank} has {name} {facts[name]}, rank 0 {first[name]}"
         for name in sorted(facts.keys() & first.keys())

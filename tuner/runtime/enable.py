@@ -108,8 +108,8 @@ def _answer(name: str, *arguments: Any) -> Found | None:
 
 
 def _with_lse(name: str, *arguments: Any) -> Found | None:
-    """Of a backend's operator that returns the log-sum-exp; its name is one of
-    `dispatch.OPERATIONS`, the arguments are those of attention.
+    """Answer to a backend's operator that returns the log-sum-exp. Its name is one of
+    `dispatch.OPERATIONS`; the arguments are those of attention.
     """
     query, key, value, attn_mask, dropout_p, is_causal, scale, _ = arguments
     generation = table.refresh(query)

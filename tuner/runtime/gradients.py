@@ -78,8 +78,8 @@ def is_measured(
     is_causal: bool,
     scale: float | None,
 ) -> bool:
-    """Whether something was measured for the gradients of such tensors, and can run here: then the
-    forward pass is to keep its log-sum-exp, whoever computes it.
+    """True when a measured backward kernel of such tensors can run here. The forward pass then
+    keeps its log-sum-exp.
     """
     if query.dtype not in guards.DTYPES or query.dim() != 4:
         return False

@@ -1,4 +1,4 @@
-"""What must hold of tensors before any tuned kernel may take them, whatever the store says."""
+"""Conditions that tensors must meet for any tuned kernel, whatever the store holds."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def unserved(tensors: Sequence[torch.Tensor]) -> Refusal | None:
 
 
 def wants_gradient(*tensors: torch.Tensor) -> bool:
-    """Whether autograd records a call with these tensors."""
+    """True when autograd records a call with these tensors."""
     if torch.is_grad_enabled():
         for tensor in tensors:
             if tensor.requires_grad:

@@ -42,7 +42,7 @@ class TunedLinear(torch.nn.Linear):  # type: ignore[misc]  # torch is skipped
 
 @dataclass
 class LinearCalls:
-    """What the linear layers of a model were called with."""
+    """Calls of a model's linear layers."""
 
     problems: Counter[Problem] = field(default_factory=Counter)
     """Calls by the problem that they pose, in the order in which those first came."""
@@ -70,14 +70,14 @@ class LinearCalls:
 
 @dataclass(frozen=True)
 class TunedLayers:
-    """What `tune_linear_` did."""
+    """Result of `tune_linear_`."""
 
     replaced: tuple[str, ...]
     """Names of the layers that call `tuner.linear` from now on."""
     left: Mapping[str, str]
     """Names of linear layers that stay as they are, each with the reason."""
     calls: LinearCalls
-    """Of the examples."""
+    """Calls of the linear layers that the examples made."""
 
 
 def tune_linear_(
@@ -212,7 +212,7 @@ def _sort_out(model: torch.nn.Module) -> tuple[dict[str, torch.nn.Module], dict[
 
 
 def _is_linear(module: torch.nn.Module) -> bool:
-    """Whether it is a linear layer of any make: those of quantising libraries, too, tell both
+    """True when it is a linear layer of any make: those of quantising libraries, too, tell both
     sizes; so do wrappers of a layer, which are judged by what they hold.
     """
     holds = any(type(child) in (torch.nn.Linear, TunedLinear) for child in module.children())

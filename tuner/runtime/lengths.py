@@ -44,7 +44,7 @@ class Lengths:
 
 
 def grows(problem: Problem) -> bool:
-    """Whether the keys are a cache, whose length is another at the next call."""
+    """True when the keys are a cache, whose length is another at the next call."""
     return isinstance(problem, AttentionProblem) and problem.seqlen_q != problem.seqlen_kv
 
 
@@ -144,14 +144,14 @@ def _lines(plans: Sequence[tuple[int, KernelPlan]]) -> tuple[WireStep, ...] | No
 
 
 def _shape(plan: KernelPlan) -> Any:
-    """What must be the same at every length."""
+    """Parts of a plan that must be equal at every length."""
     counts = tuple((len(step.tensors), len(step.integers)) for step in plan.steps)
     return plan.shape, plan.strides, plan.workspace_bytes, counts
 
 
 def _fit(lengths: Sequence[int], rows: Sequence[Sequence[int]]) -> tuple[Line, ...] | None:
-    """Of each column the line through its values at these lengths, ascending; None where one is
-    not a line with whole numbers.
+    """For each column, the line through its values at these ascending lengths; None when one is not
+    a line of whole numbers.
     """
     fitted: list[Line] = []
     for values in zip(*rows, strict=True):

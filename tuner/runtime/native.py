@@ -15,7 +15,7 @@ class _Thread(threading.local):
 
 
 is_watched = False
-"""Whether `tuner.enable` overrides PyTorch's attention: else nothing reads the thread's flag."""
+"""True when `tuner.enable` overrides PyTorch's attention: else nothing reads the thread's flag."""
 thread = _Thread()
 """`is_native` is true where a call of PyTorch's attention must stay PyTorch's: a fallback, or a
 vendor's kernel that a plan calls."""
@@ -33,7 +33,7 @@ exchange: Callable[[bool], bool] = exchange_here
 
 
 def call(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """What `function` returns where all attention that it calls stays PyTorch's."""
+    """Result of `function`, with PyTorch's attention for every call that it makes."""
     swap = exchange
     before = swap(True)
     try:

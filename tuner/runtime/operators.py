@@ -237,7 +237,7 @@ def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> Non
 
 
 def _recompute(ctx: Any, grad_out: torch.Tensor) -> tuple[Any, ...]:
-    """Of `tuner::attention`, which keeps no log-sum-exp: a second forward pass writes one.
+    """Backward of `tuner::attention`: a second forward pass writes the log-sum-exp.
 
     Raises:
         ConfigError: beside a mask.

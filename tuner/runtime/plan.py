@@ -53,7 +53,7 @@ class Posed:
 
 @dataclass(frozen=True, eq=False)
 class Plan(ABC):
-    """What serves the calls of one problem and scale on one device."""
+    """Launches for the calls of one problem and scale on one device."""
 
     problem: Problem
     config: Config
@@ -65,12 +65,12 @@ class Plan(ABC):
 
     @property
     def has_lse(self) -> bool:
-        """Whether `run_with_lse` can be called."""
+        """True when `run_with_lse` can be called."""
         return False
 
     @property
     def out_shape(self) -> tuple[int, ...]:
-        """Of the output."""
+        """Shape of the output."""
         return self.problem.output.shape
 
     def run(self, *inputs: torch.Tensor) -> torch.Tensor:
@@ -138,7 +138,7 @@ class VendorPlan(Plan):
 
     call: Callable[..., torch.Tensor]
     shape: tuple[int, ...] = ()
-    """Of the output; the problem's own where it is empty."""
+    """Shape of the output; the problem's own where it is empty."""
 
     def _enqueue(self, inputs: Sequence[torch.Tensor], lse: torch.Tensor | None) -> torch.Tensor:
         out: torch.Tensor = self._called(inputs)
@@ -164,7 +164,7 @@ class Step:
     launch: Callable[[Sequence[int], int, int], None]
     """The kernel with `integers` and `scalars` bound to it."""
     tensors: tuple[tuple[int, int], ...]
-    """Of each tensor: which of the call's addresses, and the offset in bytes from it. Addresses
+    """For each tensor: index of the call's address, and the offset in bytes from it. Addresses
     are the inputs, the outputs, the workspace, the log-sum-exp."""
     integers: tuple[int, ...]
     scalars: tuple[float, ...]
@@ -177,7 +177,7 @@ class KernelPlan(Plan):
     """Own kernels, launched one after the other."""
 
     shape: tuple[int, ...]
-    """Of the output."""
+    """Shape of the output."""
     strides: tuple[int, ...]
     steps: tuple[Step, ...]
     workspace_bytes: int

@@ -1,4 +1,4 @@
-"""What the portfolio serves: shapes that nobody tuned, by kernels that were proven.
+"""Serving by a portfolio: shapes that nobody tuned, by proven kernels.
 
 The portfolio selects by expected time (`tuner.selection.portfolio`), the kernel lists say what was
 built and proven (`tuner.selection.kernels`). An own kernel is launched only with a proof, and only
@@ -39,7 +39,7 @@ _ASKED_LENGTHS = (128, 256)
 
 @dataclass(frozen=True)
 class Choice:
-    """What the portfolio says of a problem, and what of that runs here."""
+    """A portfolio's answer for a problem, and the part of it that runs here."""
 
     selection: Selection
     plan: Plan | Refusal
@@ -52,7 +52,7 @@ def portfolios() -> Sequence[Portfolio]:
 
 
 def knows(problem: Problem, gpu: Gpu) -> bool:
-    """Whether a portfolio was made for problems like this one on this GPU.
+    """True when a portfolio was made for problems like this one on this GPU.
 
     Raises:
         StoreError: when what ships is damaged.
@@ -75,7 +75,7 @@ def choose(
     withdrawn: Collection[Config],
     absent: Collection[str],
 ) -> Choice | None:
-    """What the portfolio has for a problem; None where nothing of it takes the problem.
+    """A portfolio's candidates for a problem; None when none of them takes it.
 
     Args:
         posed: a problem that nobody tuned.
@@ -143,7 +143,9 @@ def _timed(
     withdrawn: Collection[Config],
     absent: Collection[str],
 ) -> Choice | None:
-    """What was fastest here, timed now if it was not before; None where nothing can be timed."""
+    """The fastest candidate here, timed now if it was not before; None when nothing can be
+    timed.
+    """
     problem, run = posed.problem, posed.run
     assert run is not None
     plans: dict[Config, Plan] = {}

@@ -72,8 +72,8 @@ class Refusal:
     """Equal calls are refused up to this time (`time.monotonic`), or until the store changes; 0:
     the reason may be another at the next call."""
     lengths: tuple[int, int] | None = None
-    """Of a cache of keys, the first and the last for which it was found out; None where it is not
-    a matter of lengths."""
+    """First and last length of a cache for which it was found; None when it does not depend on
+    lengths."""
 
     @property
     def reason(self) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 
 from tuner.config import Config
 from tuner.families import families, families_of
-from tuner.families.base import Family, without_spare
+from tuner.families.base import Family, without_fallbacks
 from tuner.hardware import Gpu
 from tuner.measurement import Measurement, Provenance
 from tuner.problem import Problem
@@ -166,7 +166,7 @@ def _times(
     if predict:
         past = [m for other, ms in measured.items() if other != problem for m in ms]
         own = [f for f in families_of(problem.op).values() if not f.is_vendor]
-        for family in without_spare([f for f in own if not f.supports(problem, gpu)]):
+        for family in without_fallbacks([f for f in own if not f.supports(problem, gpu)]):
             found |= _predicted(family, problem, gpu, past, passed)
     for config, us in passed.items():
         family_of = known.get(config.family)

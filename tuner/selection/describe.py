@@ -83,7 +83,7 @@ def against_fastest(entry: Entry) -> str:
 
 
 def caveats(provenance: Provenance, gpu: Gpu, pass_name: str = "final") -> list[str]:
-    """What a headline must say of times that were not measured here, or not in a final pass.
+    """Remark of a headline on times that were not measured here, or not in a final pass.
 
     Args:
         provenance: where the times come from.
@@ -203,7 +203,7 @@ def answer_text(answer: Answer, asked: Problem, source: str) -> str:
 
 
 def _winner_rows(answer: Answer, width: int) -> list[tuple[str, list[str]]]:
-    """What serves, its time or what is expected of it, and the best own kernel beside it."""
+    """The serving kernel, its measured or expected time, and the best own kernel beside it."""
     winner, own = answer.entry.winner, answer.entry.best_own
     is_tied = answer.entry.is_tied and winner is own
     rows = [("tied first" if is_tied else "winner", config_lines(winner.config, width))]
@@ -288,7 +288,7 @@ def ranking_text(entry: Entry) -> str:
 
 
 def kernels_text(measurement: Measurement) -> str:
-    """What ptxas said of each compiled kernel, and its artifact.
+    """Report of ptxas on each compiled kernel, and its artifact.
 
     Its shared memory is the static one: what is asked for at the launch ptxas does not see.
     """

@@ -39,7 +39,7 @@ most. Each epilogue is a kernel of its own; the others are PyTorch's."""
 
 
 class Domain:
-    """What the domains of all operations have; each is a `NamedTuple` too."""
+    """Interface of the domains of all operations; each is also a `NamedTuple`."""
 
     __slots__ = ()
     op: ClassVar[str]
@@ -65,7 +65,7 @@ class Domain:
 
     @staticmethod
     def sizes(problem: Any) -> tuple[int, ...]:
-        """What a kernel was measured at, and is trusted near to."""
+        """Sizes at which a kernel was measured, and near which it is trusted."""
         raise NotImplementedError
 
     @staticmethod
@@ -179,9 +179,10 @@ class AttentionDomain(_Attention, Domain):
 
     @property
     def kin(self) -> Iterator[Self]:
-        """Of paged caches dense ones, nearest head dimension first; under a bottom-right mask few
-        queries see nearly all keys. What PyTorch composes of operations, or has only a slow kernel
-        for, takes kernels of other phases where none of its own was measured.
+        """Related domains whose kernels may serve this one. For paged caches: dense ones, nearest
+        head dimension first; under a bottom-right mask few queries see nearly all keys. What
+        PyTorch composes of operations, or has only a slow kernel for, takes kernels of other phases
+        where none of its own was measured.
         """
         if self.is_paged:
             mask: Mask = "causal" if self.phase == "prompt" else "full"

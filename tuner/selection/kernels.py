@@ -26,7 +26,7 @@ from tuner.compile.artifacts import KEY, Artifact, ArtifactCache
 from tuner.config import Config
 from tuner.errors import ConfigError, StoreError
 from tuner.families import families
-from tuner.families.base import FOREIGN, Family, KernelSpec
+from tuner.families.base import INCOMPATIBLE_CONFIG_ERRORS, Family, KernelSpec
 from tuner.hardware import Gpu
 from tuner.problem import AttentionProblem, DType, Problem
 from tuner.selection.domains import Domain
@@ -62,7 +62,7 @@ class Target:
         return self.family.kernels(self.problem, self.config)
 
     def has_use(self, gpu: Gpu) -> bool:
-        """Whether the kernel takes any problem. Of products with few rows the small one needs the
+        """True when the kernel takes any problem. Of products with few rows the small one needs the
         least shared memory; attention's need not have the heads that a config packs.
         """
         if isinstance(self.problem, AttentionProblem):
@@ -108,7 +108,7 @@ class Proof:
     problems: int
     """Problems that passed; with one that failed there is no proof."""
     seed: int
-    """What they were drawn by."""
+    """Seed of the draw."""
     gpu: str
     driver: str
     date: str
@@ -124,7 +124,7 @@ class Kernel:
     artifact: str
     """Key in the artifact cache."""
     sha256: str
-    """Of the library that was checked."""
+    """SHA-256 of the library that was checked."""
     proof: Proof | None = None
     fault: str = ""
     """How it failed the gate, in one line: it is not launched."""
@@ -190,7 +190,7 @@ class KernelList:
             facts = document.checked(cls, data)
             named = {name: facts[name] for name in _FACTS}
             return cls(**named, kernels={kernel.spec: kernel for kernel in kernels})
-        except FOREIGN as exc:
+        except INCOMPATIBLE_CONFIG_ERRORS as exc:
             raise ConfigError(f"it cannot be read: {exc!r}") from exc
 
     def text(self) -> str:

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families import families
-from tuner.families.base import FOREIGN, KernelSpec
+from tuner.families.base import INCOMPATIBLE_CONFIG_ERRORS, KernelSpec
 from tuner.families.vendor import BESIDE_PYTORCH
 from tuner.hardware import TMA_ALIGNMENT_BYTES
 from tuner.measurement import Measurement
@@ -319,7 +319,7 @@ def _fits(
     try:
         is_legal = not member.violations(problem, config, measurement.gpu)
         return is_legal and member.kernels(problem, config) == needed
-    except FOREIGN:
+    except INCOMPATIBLE_CONFIG_ERRORS:
         return False
 
 
@@ -330,7 +330,7 @@ def _kernels(problem: Problem, config: Config) -> Mapping[str, KernelSpec] | Non
         return None
     try:
         return member.kernels(problem, config)
-    except FOREIGN:
+    except INCOMPATIBLE_CONFIG_ERRORS:
         return None
 
 
@@ -435,7 +435,7 @@ class _Lent:
             rival = rivals.get(m.problem)
             if member is None or m.latency_us is None or rival is None:
                 continue
-            with contextlib.suppress(*FOREIGN):
+            with contextlib.suppress(*INCOMPATIBLE_CONFIG_ERRORS):
                 estimate = member.predict_us(m.problem, m.config, m.gpu)
                 margin = MARGIN.get(m.problem.op, MARGIN_OF_OTHERS)
                 is_win = rival >= (1 + margin) * m.latency_us

@@ -26,7 +26,7 @@ from tuner.base import document, output, resources
 from tuner.config import Config
 from tuner.errors import ConfigError, StoreError
 from tuner.families import families
-from tuner.families.base import FOREIGN, Family
+from tuner.families.base import INCOMPATIBLE_CONFIG_ERRORS, Family
 from tuner.families.fused_attention import paged
 from tuner.families.vendor.sdpa import BACKENDS
 from tuner.families.work import Sizes, sizes_of
@@ -50,7 +50,7 @@ class Spread(NamedTuple):
     """Smallest and largest sizes that a kernel was measured at."""
 
     bounds: tuple[tuple[int, int], ...]
-    """Of each of the domain's `axes`."""
+    """Bounds of each of the domain's `axes`."""
 
     @classmethod
     def of(cls, sizes: Iterable[tuple[int, ...]]) -> Spread:
@@ -70,7 +70,7 @@ class Spread(NamedTuple):
         return tuple((low / REACH, high * REACH) for low, high in self.bounds)
 
     def holds(self, sizes: tuple[int, ...]) -> bool:
-        """Whether none is beyond `REACH` times the measured ones."""
+        """True when none is beyond `REACH` times the measured ones."""
         return _is_near(self.reached, sizes)
 
 
@@ -85,7 +85,7 @@ class Candidate:
     points: int
     """Measurements that the rates were fitted to."""
     median_error: float
-    """Of problems left out of the fit: the median of |expected / measured - 1|."""
+    """Median of |expected / measured - 1| at problems left out of the fit."""
     p90_error: float
     spread: Spread
 
@@ -152,7 +152,7 @@ class DomainModels:
     _legal: dict[Hashable, bool] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
-    """What `config` found out, by candidate, splits and `Family.legality_facts`."""
+    """Results of `config` by candidate, splits and `Family.legality_facts`."""
 
     @property
     def vendors(self) -> list[Candidate]:
@@ -212,7 +212,7 @@ class _Priced(NamedTuple):
     bounds: tuple[tuple[float, float], ...]
     """Sizes within `REACH` of the measured ones."""
     used: Callable[[Sequence[float]], Sequence[float]]
-    """Of the amounts of work those with a rate."""
+    """Selects the amounts of work that have a rate."""
     rates: tuple[float, ...]
     doubt: float
     """Factor of the margin."""
@@ -581,7 +581,7 @@ class Portfolio:
             return cls(data["op"], gpu, {each.domain: each for each in models}, origin)
         except ConfigError:
             raise
-        except (*FOREIGN, ValueError) as exc:
+        except (*INCOMPATIBLE_CONFIG_ERRORS, ValueError) as exc:
             raise ConfigError(f"it cannot be read: {exc!r}") from exc
 
     def write(self, path: Path) -> None:
@@ -633,7 +633,7 @@ def _models_json(models: DomainModels) -> dict[str, Any]:
 
 
 def _domain_json(domain: AnyDomain) -> dict[str, Any]:
-    """What came later than version 2 is there only where it is so."""
+    """Fields that came after version 2 are present only when they are true."""
     later = "is_paged", "has_sinks", "operand"
     absent = {name for name in later if not getattr(domain, name, True)}
     return {name: value for name, value in domain._asdict().items() if name not in absent}

@@ -1,4 +1,4 @@
-"""What a lookup says, and which of several entries it chooses."""
+"""Results of a lookup, and the choice among several entries."""
 
 from __future__ import annotations
 
@@ -16,26 +16,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Answer:
-    """What `lookup` found."""
+    """Result of `lookup`."""
 
     entry: Entry
-    """Of the problem itself, or of the nearest one that was tuned; by a portfolio one without a
-    time (`kind`)."""
+    """Entry of the problem, or of its nearest tuned one; a portfolio's has no time (`kind`)."""
     exact: bool
     """False when the entry is of another problem, of another GPU, or of another environment than
     the caller's."""
     notes: tuple[str, ...] = ()
-    """What the caller should know: another problem's, not measured, another environment, another
+    """Notes for the caller: another problem's, not measured, another environment, another
     GPU, shipped."""
     lent: tuple[Measurement, ...] = ()
-    """Of the nearest problem's own configs those that may serve the one asked for, best first;
-    empty where the entry is the problem's own."""
+    """Configs of the nearest problem that may serve the asked one, best first; empty for an exact
+    answer."""
     selected: Selection | None = None
-    """What a portfolio selects, and why, where nothing was measured."""
+    """Selection of a portfolio and its reason, where nothing was measured."""
 
     @property
     def is_predicted(self) -> bool:
-        """Whether a portfolio chose it: it has no measured time."""
+        """True when a portfolio chose it: it has no measured time."""
         return self.selected is not None
 
     @property
@@ -47,7 +46,8 @@ class Answer:
 
     @property
     def candidates(self) -> tuple[Measurement, ...]:
-        """What may be launched, best first: what is lent, else the winner and the ranking.
+        """Configs that may be launched, best first: transferred ones, else the winner and the
+        ranking.
 
         Each is a measurement of ``entry.problem``; its config and artifacts serve the problem
         asked for.

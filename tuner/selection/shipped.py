@@ -53,7 +53,7 @@ class Shipped:
 
     @cached_property
     def around(self) -> list[Measurement]:
-        """What its configs did at shapes around, oldest first.
+        """Measurements of its configs at other shapes, oldest first.
 
         Raises:
             StoreError: when a row is damaged.
@@ -82,7 +82,7 @@ def _reading(path: Path) -> Iterator[None]:
 
 @cache
 def shipped_index() -> Mapping[tuple[Problem, Regime], list[Shipped]]:
-    """What ships, by problem and regime; no entry is built.
+    """Shipped decisions by problem and regime; no entry is built.
 
     Raises:
         StoreError: when a file is damaged.
@@ -110,7 +110,7 @@ def shipped() -> tuple[Entry, ...]:
 
 
 def shipped_around(entry: Entry) -> list[Measurement]:
-    """What ships of an entry's kernels at shapes around its problem, oldest first.
+    """Shipped measurements of an entry's kernels at other shapes, oldest first.
 
     Raises:
         StoreError: when a file is damaged.

@@ -1,4 +1,4 @@
-"""What the read path needs of a store, as bytes: the decisions, and what their kernels did around
+"""Data of a store for the read path, as bytes: the decisions, and what their kernels did around
 them. Without trials that nothing reads, jobs and logs: kilobytes where the store has megabytes.
 
 Standard library only. `unpack` makes a file that `tuner.selection.reader` reads as any other.

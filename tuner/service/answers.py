@@ -1,4 +1,4 @@
-"""What answers look like, for the OpenAPI document. Objects may hold more than is named here."""
+"""Answers for the OpenAPI document. Objects may hold more than is named here."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Configurations(Answer):
 
 
 class Found(Configuration):
-    """What serves a problem."""
+    """Configuration that serves a problem."""
 
     exact: bool
     notes: list[str]
@@ -99,7 +99,7 @@ class Jobs(Answer):
 
 
 class Result(Answer):
-    """What was decided for a problem of a job."""
+    """Decision for a problem of a job."""
 
     winner: str
     is_vendor: bool
@@ -113,7 +113,7 @@ class Result(Answer):
     vendor_over_own: float | None
     """The fastest vendor's time over the best own kernel's: above 1 ours is faster."""
     is_tie: bool = False
-    """Whether the two are equal within their noise."""
+    """True when the two are equal within their noise."""
 
 
 class Task(Answer):
@@ -162,7 +162,7 @@ class Cancelled(Answer):
 
 
 class Health(Answer):
-    """Whether the store could be read a moment ago."""
+    """True when the store could be read a moment ago."""
 
     status: Literal["ok", "stale"]
     age_s: float

@@ -52,7 +52,7 @@ MAX_JOBS, MAX_PROBLEMS = 600, 100_000
 """Most an hour with the token to write; without tokens, most in all."""
 
 _asked = attrgetter(*Question._fields)
-"""What a `Lookup` holds; by names each, a batch would cost twice as much."""
+"""Fields of a `Lookup` in one call; one by one, a batch would cost twice as much."""
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"description": text, "model": answers.Error}
@@ -80,7 +80,7 @@ async def _knows_its_query(request: Request) -> None:
 
 
 _KNOWN_QUERY = [Depends(_knows_its_query)]
-"""Of every route that answers programs and takes a query."""
+"""Query of every route that answers programs."""
 
 
 class Json(Response):

@@ -1,4 +1,4 @@
-"""What every request passes before anything reads it: host, token, content type, size.
+"""Checks of every request before anything reads it: host, token, content type, size.
 
 Plain ASGI, so that a refused request costs microseconds.
 """
@@ -23,19 +23,19 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 MAX_HEADER_BYTES = 1 << 16
-"""Of all names and values together."""
+"""Limit for all names and values together."""
 MAX_BODY_BYTES = 1 << 20
 BODY_TIMEOUT_S = 10.0
 """For the whole body."""
 DISCARDED_BYTES, DISCARD_S = 16 << 20, 0.5
-"""Of a body that is too large: who sends it all before reading would not see the answer else."""
+"""Part of an oversized body that is read, so that a client which sends it whole sees the answer."""
 
 HEALTH_PATH = "/healthz"
 LOGIN_PATH, LOGOUT_PATH = "/login", "/logout"
 OPEN_PATHS = (HEALTH_PATH, "/openapi.json", LOGIN_PATH, LOGOUT_PATH)
 """They tell nothing about what is stored."""
 STATIC_PATH = "/static/"
-"""What pages are drawn with; the same for everybody."""
+"""Files that pages are drawn with; the same for every user."""
 API_PATH = "/v1/"
 """Below it programs are answered, never with a page."""
 LOOKUP_PATH = "/v1/configs:lookup"
@@ -149,7 +149,7 @@ def _check_origin(headers: Mapping[bytes, bytes]) -> None:
 
 
 def is_for_people(path: str, accept: bytes) -> bool:
-    """Whether a request is answered with a page: a browser's, for no address of the API."""
+    """True when a request is answered with a page: a browser's, for no address of the API."""
     return b"text/html" in accept and not path.startswith(API_PATH)
 
 
@@ -193,7 +193,7 @@ async def _read_body(path: str, headers: Mapping[bytes, bytes], receive: Receive
 
 
 def _is_utf8(body: bytearray) -> bool:
-    """Whether it is text as JSON has to be: the parser would guess UTF-16 and 32 by their zeros."""
+    """True when it is UTF-8, as JSON has to be: the parser would guess UTF-16 and 32."""
     try:
         body.decode()
     except UnicodeDecodeError:

@@ -27,8 +27,8 @@ from tuner.service.guard import (
 )
 
 MAX_HEAD_BYTES = 2 * MAX_HEADER_BYTES
-"""Of a request's line and headers that have not ended yet; the guard, which sees complete ones,
-has the finer limit."""
+"""Limit for a request's line and headers that have not ended yet. The guard, which sees complete
+ones, has the finer limit."""
 HEAD_TIMEOUT_S = 10.0
 """Deadline of a request's whole head, from the connection's begin or the last answer's end."""
 READ_TIMEOUT_S = 10.0

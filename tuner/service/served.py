@@ -35,7 +35,7 @@ STALE_S = 15.0
 """Without a successful look the service calls itself unhealthy after this."""
 _MAX_ANSWERS = 65536
 _COMPRESSION = 1
-"""Of the snapshot: a table of 10,000 entries shrinks to a twentieth already at the fastest."""
+"""Level for the snapshot: the fastest already shrinks a table of 10,000 entries to a twentieth."""
 
 
 class Question(NamedTuple):

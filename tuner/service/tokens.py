@@ -42,7 +42,7 @@ class Tokens:
         return bool(self.read)
 
     def allows(self, given: bytes, *, writes: bool) -> bool:
-        """Whether a token suffices; who may write may read."""
+        """True when a token suffices; who may write may read."""
         # Both are compared, always: the time tells nothing.
         may_read = hmac.compare_digest(given, self.read.encode())
         may_write = hmac.compare_digest(given, self.write.encode())
@@ -56,7 +56,7 @@ class Sessions:
     ends with it, and every session ends with the process.
 
     Args:
-        tokens: of the service; without them there are no sessions, and nobody needs one.
+        tokens: of the service; without them there are not any sessions, and no client needs one.
         clock: seconds since any moment.
     """
 
@@ -83,7 +83,7 @@ class Sessions:
         return session
 
     def is_open(self, cookies: bytes) -> bool:
-        """Whether a ``Cookie`` header holds a session that has not ended."""
+        """True when a ``Cookie`` header holds a session that has not ended."""
         return self._clock() < self._expiries.get(_hash(_session_of(cookies)), -math.inf)
 
     def end(self, cookies: bytes) -> None:

@@ -1,8 +1,7 @@
 """The database of measurements and decisions.
 
-Importing this package needs the standard library only: `open_store` loads SQLAlchemy, reading an
-SQLite store does not (`tuner.selection.reader`), nor does it need the contract of a store that is
-written.
+Importing this package needs the standard library only. `open_store` loads SQLAlchemy; reading an
+SQLite store does not (`tuner.selection.reader`).
 """
 
 from __future__ import annotations

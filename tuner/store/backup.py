@@ -1,6 +1,6 @@
 """Backup and restoration of an SQLite store through SQLite's backup API. Standard library only.
 
-A copy made by other means lacks what lies in the write-ahead log. Where one is put over a store,
+A copy made by other means lacks the rows of the write-ahead log. If one is put over a store,
 SQLite replays the log of the old store over it.
 """
 
@@ -44,8 +44,9 @@ def back_up(store: Path, target: Path) -> dict[str, int]:
 
 
 def restore(backup: Path, store: Path) -> tuple[dict[str, int], Path | None]:
-    """Put a backup in the place of a store; returns the rows that it counts, and where the former
-    store is now, None where there was none.
+    """Put a backup in the place of a store.
+
+    Returns its count of rows, and the path of the former store, None when there was none.
 
     Args:
         backup: what `back_up` wrote.

@@ -57,7 +57,7 @@ class EnvironmentRecord:
 
 @dataclass(frozen=True)
 class ImportReport:
-    """What an import did; nothing of the file is left out unsaid."""
+    """Counts of an import; every line of the file is in one of them."""
 
     measurements_added: int = 0
     measurements_known: int = 0
@@ -79,8 +79,8 @@ class Store(ABC):
     """Measurements, sweeps and decisions.
 
     Measurements are immutable: adding an equal one again gives the id of the first. A decision
-    is kept for each problem, GPU identity, regime and provenance, so that a replayed or predicted
-    one never displaces a measured one; the newest of its kind stands. Every method that writes
+    is kept for each problem, GPU identity, regime and provenance. So a replayed or predicted one
+    never displaces a measured one. The newest of its kind stands. Every method that writes
     is one transaction. All methods raise `StoreError` when the database fails.
     """
 
@@ -137,7 +137,7 @@ class Store(ABC):
 
     @abstractmethod
     def best(self, problem: Problem, gpu: Gpu, regime: Regime) -> Entry | None:
-        """What is decided: the measured entry, else the replayed, else the predicted one."""
+        """The decision: the measured entry, else the replayed, else the predicted one."""
 
     @abstractmethod
     def entries(
@@ -155,7 +155,7 @@ class Store(ABC):
     def evidence(
         self, ranked: Sequence[Measurement], shapes: Sequence[Problem]
     ) -> list[Measurement]:
-        """What measured configs of one problem, GPU and regime did at other shapes: quick
+        """Measurements at other shapes of the configs of one problem, GPU and regime: quick
         measurements, oldest first.
 
         Args:
@@ -264,8 +264,8 @@ class Store(ABC):
     ) -> ImportReport:
         """Hold just those decisions of a service that its snapshot holds, all or none.
 
-        What was mirrored from there before follows the service, pins included, and what it no
-        longer has is dropped. A decision of this store's own, or from elsewhere and newer, stands.
+        Decisions mirrored from there before follow the service, pins included; those that it no
+        longer has are dropped. A decision of this store's own, or from elsewhere and newer, stands.
 
         Args:
             document: the snapshot, as `export` writes it.

@@ -1,8 +1,8 @@
 """Copies a whole store into an empty one of another kind: SQLite to PostgreSQL and back.
 
-What grows only (measurements and what they refer to) goes over in chunks, each durable, and a copy
-that was cut short goes on after the last; the rest (decisions, sweeps, jobs), which may change,
-goes over in one transaction at the end. Then every row is read back and compared.
+Rows that only grow (measurements and their references) go over in durable chunks. A copy that was
+cut short goes on after the last chunk. The rest (decisions, sweeps, jobs) may change, and goes over
+in one transaction at the end. Then every row is read back and compared.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def copy(source: SqlStore, target: SqlStore, progress: Progress) -> dict[str, in
 def _check(
     reading: sa.Connection, there: sa.Connection, source: SqlStore, target: SqlStore
 ) -> bool:
-    """Whether the copy is complete already.
+    """True when the copy is complete already.
 
     Raises:
         StoreError: when the target holds what the source does not.

@@ -46,7 +46,7 @@ class OpenFile:
 
     @property
     def is_lost(self) -> bool:
-        """Whether another file, or none, has the name by now."""
+        """True when another file, or none, has the name by now."""
         try:
             return self._inode is not None and self._find_inode() != self._inode
         except (FileNotFoundError, NotADirectoryError):

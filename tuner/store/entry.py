@@ -1,4 +1,4 @@
-"""What a decision answers, and how it is read from the `best` view. Standard library only.
+"""The answer of a decision, read from the `best` view. Standard library only.
 
 The SQLAlchemy store and the standard-library reader share this module, so a row means the same
 to both.
@@ -81,8 +81,8 @@ STORED = (
 """Selects every measurement, as `checked_measurement` reads it."""
 
 CHECKED_COLUMNS = ("digest", "measured_artifacts")
-"""Columns beside the view's by which `entries_from_rows` checks a row: SHA-256 of the measurement,
-and its own artifacts where the view has those that were built since."""
+"""Columns beside the view's by which `entries_from_rows` checks a row. They are the measurement's
+SHA-256, and its own artifacts where the view has later ones."""
 
 #: Best first: how `Store.best` and `lookup` choose between decisions for one problem.
 PROVENANCES = (Provenance.MEASURED, Provenance.REPLAYED, Provenance.PREDICTED)
@@ -158,8 +158,8 @@ class Entry:
 
     @property
     def pass_name(self) -> str:
-        """The pass that decided: ``final``, or ``quick`` of a replay whose recording has no final
-        time of any own kernel that it tried; empty of estimates.
+        """The deciding pass: ``final``, or ``quick`` of a replay whose recording has no final time
+        of an own kernel. Empty of estimates.
         """
         if self.provenance is Provenance.PREDICTED:
             return ""
@@ -184,7 +184,7 @@ class Entry:
 
     @property
     def is_tied(self) -> bool:
-        """Whether the best own kernel and the fastest vendor's are equal within their noise."""
+        """True when the best own kernel and the fastest vendor's are equal within their noise."""
         vendor, own = self.fastest_vendor, self.best_own
         return vendor is not None and own is not None and is_tie(own, vendor[1])
 
@@ -201,21 +201,21 @@ def ratios_json(entry: Entry | None) -> dict[str, dict[str, float]]:
 
 
 def is_vendor(config: Config) -> bool:
-    """Whether a config calls a vendor's kernel."""
+    """True when a config calls a vendor's kernel."""
     return config.family.startswith(VENDOR_PREFIX)
 
 
 def vendor_name(config: Config) -> str:
     """Short name of a vendor kernel: the words among its parameters, else its family's name.
 
-    The numbers that tell one plan or algorithm of a library from another are no part of it.
+    The numbers of a library's plan or algorithm are not a part of it.
     """
     values = [value for _, value in sorted(config.params.items()) if isinstance(value, str)]
     return "/".join(values) or config.family.removeprefix(VENDOR_PREFIX)
 
 
 def is_of_quick_pass(measurement: Measurement) -> bool:
-    """Whether a time is of the quick pass. Older replays stored such times as final ones, with a
+    """True when a time is of the quick pass. Older replays stored such times as final ones, with a
     flag, beside the vendors' final times.
     """
     return not measurement.is_final or "quick" in measurement.flags

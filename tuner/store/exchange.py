@@ -62,7 +62,7 @@ class Decision:
 
     @property
     def numbers(self) -> list[int]:
-        """What it ranks, and what it pins."""
+        """Its ranked and its pinned configs."""
         return [*self.ranking, *([] if self.pinned is None else [self.pinned])]
 
     def renumbered(self, ids: Sequence[int] | Mapping[int, int]) -> Decision:
@@ -129,7 +129,7 @@ def _row(measurement: Measurement) -> dict[str, Any]:
 
 
 def is_ahead(time: str) -> bool:
-    """Whether a time (UTC, ISO 8601, or empty) lies further ahead than clocks differ."""
+    """True when a time (UTC, ISO 8601, or empty) lies further ahead than clocks differ."""
     limit = datetime.now(UTC) + MAX_AHEAD
     return time[:19] > limit.isoformat(timespec="seconds")[:19]
 
@@ -447,7 +447,7 @@ class Trusted:
         )
 
     def around(self, decision: Decision) -> list[Measurement]:
-        """What the configs of one of the decisions did at other shapes, oldest first."""
+        """Measurements of a decision's configs at other shapes, oldest first."""
         found: list[Measurement] = []
         for line in self._around.get(self.decisions.index(decision), ()):
             row = json.loads(line)

@@ -19,8 +19,8 @@ FAULTS = (
     TypeError,
     ValueError,
 )
-"""What sqlite3, json and the making of a stored object raise on a damaged file: sqlite3 itself a
-UnicodeDecodeError, where its message quotes a damaged schema, and a MemoryError."""
+"""Exceptions of sqlite3, json and the making of a stored object on a damaged file. sqlite3
+itself raises a UnicodeDecodeError when its message quotes a damaged schema, and a MemoryError."""
 
 _LOCKED = "is locked by another program; nothing was written: try again when it is done"
 _KEPT = (
@@ -61,7 +61,7 @@ def store_error(where: str, error: BaseException) -> StoreError:
 
 
 def is_busy(error: BaseException | None) -> bool:
-    """Whether SQLite's error says that another connection holds a lock."""
+    """True when SQLite's error says that another connection holds a lock."""
     return _code(error) in _BUSY
 
 

@@ -20,7 +20,7 @@ MOST_ATTEMPTS = 100
 
 TASK_STATES = ("queued", "running", "done", "failed", "cancelled")
 OPEN_STATES = TASK_STATES[:2]
-"""What may still change by itself."""
+"""States that may still change by themselves."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,10 @@ class Claim:
 
 
 def result_of(entry: Entry) -> dict[str, Any]:
-    """What a finished task tells of its decision, as names and numbers.
+    """A finished task's decision, as names and numbers.
 
     ``vendor_over_own`` is the fastest vendor's time over the best own kernel's, above 1 where ours
-    is faster; it and the names are null where one of the two is missing. ``is_tie``: the two are
+    is faster. It and the names are null when one of the two is missing. ``is_tie``: the two are
     equal within their noise. Times are microseconds.
     """
     winner, own, vendor = entry.winner, entry.best_own, entry.fastest_vendor
@@ -121,14 +121,14 @@ class Task:
     reason: str
     """Why its last attempt ended without a decision; empty when none did."""
     holder: str
-    """Who works on it, as ``host:pid``."""
+    """Holder of the lease, as ``host:pid``."""
     sweep: str
     progress: Mapping[str, Any]
-    """What its holder said last: phase, done, goal, candidates, failures, times so far."""
+    """Last report of its holder: phase, done, goal, candidates, failures, times so far."""
     trials: int
     """Quick measurements that its sweep has stored."""
     result: Mapping[str, Any] | None = None
-    """What was decided (`result_of`); None before it is done, and where nothing was recorded."""
+    """The decision (`result_of`); None before it is done, or when nothing was recorded."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -169,7 +169,7 @@ class JobRecord:
 
     @property
     def is_open(self) -> bool:
-        """Whether something is left to do."""
+        """True when something is left to do."""
         return self.state in OPEN_STATES
 
     def to_json(self) -> dict[str, Any]:
@@ -256,11 +256,11 @@ class Jobs(ABC):
 
     @abstractmethod
     def events(self, job: str, *, after: int = 0, limit: int = 1000) -> list[Event]:
-        """What happened to a job, oldest first, of ids above `after`."""
+        """Events of a job, oldest first, of ids above `after`."""
 
     @abstractmethod
     def cancel(self, job: str) -> int:
-        """End every open task; returns how many. What was measured is kept, nothing decided."""
+        """End every open task; returns how many. Measurements are kept; nothing is decided."""
 
     @abstractmethod
     def retry(self, job: str) -> int:
@@ -287,7 +287,7 @@ class Jobs(ABC):
 
     @abstractmethod
     def is_held(self, lease: Lease) -> bool:
-        """Whether a lease is still its holder's; writes nothing."""
+        """True when a lease is still its holder's; writes nothing."""
 
     @abstractmethod
     def begin(self, lease: Lease, sweep: str) -> None:

@@ -113,7 +113,7 @@ class StoreFile:
         raise store_error(str(self._path), exc) from exc
 
     def _identify(self, status: os.stat_result) -> tuple[int, ...]:
-        """What must stay the same for the open connection to be good."""
+        """Identity of the file for which the open connection is good."""
         if not self._is_immutable:
             return status.st_dev, status.st_ino
         # SQLite does not look whether such a file changes: its own times must tell.
@@ -121,7 +121,7 @@ class StoreFile:
         return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size, has_wal
 
     def _check_schema(self) -> bool:
-        """Whether there are tables; false in a file that is being made just now.
+        """True when there are tables; false in a file that is being made just now.
 
         Raises:
             StoreError: when they are another program's or of another revision.

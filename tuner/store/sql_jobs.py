@@ -1,7 +1,7 @@
 """The jobs of an SQL store.
 
-Times are the database's own on a server, so that the clocks of its clients do not matter; a clock
-that is set back or forward costs a change of controllers at most.
+Times are the database's own on a server, so that the clocks of its clients do not matter. A clock
+that is set back or forward costs at most a change of controllers.
 """
 
 from __future__ import annotations
@@ -467,7 +467,7 @@ def check(connection: sa.Connection, lease: Lease) -> sa.Row[Any]:
 
 
 def lost(lease: Lease) -> LeaseLostError:
-    """What a former holder is told."""
+    """Message to a former holder."""
     return LeaseLostError(
         f"lease {lease.token} on task {lease.task} is lost: the job was cancelled, or another "
         "controller took over; nothing was written"

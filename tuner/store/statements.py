@@ -50,7 +50,7 @@ MEASUREMENTS: sa.Select[Any] = sa.select(
 
 
 _PARAMETERS = 500
-"""Of one statement; SQLite takes 999 at least."""
+"""Parameters of one statement; SQLite takes 999 at least."""
 
 
 def now() -> str:
@@ -59,7 +59,7 @@ def now() -> str:
 
 
 def identity(measurement: Measurement) -> tuple[Problem, str, Regime]:
-    """What a decision is about."""
+    """Key of a decision."""
     return measurement.problem, measurement.gpu.identity, measurement.regime
 
 
@@ -340,7 +340,7 @@ def adopt_all(
         follows: see `adopt`.
 
     Returns:
-        What was done, and the ids of the decisions that are now as given.
+        Counts of the import, and the ids of the decisions that are now as given.
     """
     stored = insert(connection, measured, origin)
     ids = [id for id, _ in stored]
@@ -380,8 +380,8 @@ def adopt(
         follows: a decision from this origin is replaced whatever its age and pin.
 
     Returns:
-        ``added``, ``known`` (equal to the stored one), ``replaced`` (newer than the stored one,
-        which was imported too) or ``kept`` (the stored one stands); and the decision's id.
+        ``added``, ``known`` (equal to the stored one), ``replaced`` (newer than the stored one)
+        or ``kept`` (the stored one stands); and the decision's id.
     """
     winner, is_new = ensure_winner(connection, first)
     if not is_new:

@@ -1,7 +1,7 @@
 """Pulls a service's snapshot into the local store. Standard library only.
 
-Nothing that a service sends is trusted: one deadline holds for all of it, and its size, what it
-unpacks to, and what that holds have limits.
+Nothing that a service sends is trusted. One deadline holds for all of it, and its packed size,
+unpacked size and contents have limits.
 """
 
 from __future__ import annotations

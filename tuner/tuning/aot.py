@@ -1,9 +1,9 @@
 """Which kernels to compile before a job has its GPU: those that its searches expect most from.
 
-Problems that differ in their sizes share kernels. The next kernel is the one whose expected gain,
-summed over the problems that it is legal for, is largest, given those chosen before: first what
-serves many problems well, then what may be better at some. A GPU then measures what was compiled
-and waits for no compiler (`SweepOptions.compiled_only`).
+Problems that differ in their sizes share kernels. The next kernel has the largest expected
+gain over the chosen ones, summed over the problems that it is legal for. Kernels that serve many
+problems come first, then those that may be better at some. A GPU then measures compiled kernels
+without waiting for a compiler (`SweepOptions.compiled_only`).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def wanted(
     catalogue: Catalogue = families_of,
     note: Callable[[str], None] = lambda text: None,
 ) -> list[Wanted]:
-    """What to compile for a job, what is worth most first; whatever is compiled already, so that
+    """Kernels to compile for a job, most valuable first; compiled ones included, so that
     the same job wants the same again.
 
     Args:
@@ -125,7 +125,7 @@ class _Plan:
     _labels: dict[tuple[str, str], str] = field(default_factory=dict)
 
     def worths(self) -> Mapping[tuple[str, str], float]:
-        """Of the groups that are left."""
+        """Values of the groups that are left."""
         if self._worths is None:
             self._worths = self.search.worths(self.taken)
         return self._worths

@@ -1,10 +1,11 @@
 """Works off the jobs of a store: takes one problem at a time under a lease and sweeps it.
 
 The controller owns the search of its problem and is that problem's only writer: all it writes is
-fenced by the lease. A thread extends the lease and sees when it is lost, be it that the job was
-cancelled or that this process was stopped for so long that another one took over; the sweep is
-then abandoned at once. Ctrl-C, SIGTERM and SIGHUP put the problem back into the queue. What was
-measured is in the store in every case, and whoever takes the problem next goes on from there.
+fenced by the lease. A thread extends the lease and sees when it is lost: by a cancelled job, or
+to another controller while this process was stopped. The sweep is then abandoned at once.
+
+Ctrl-C, SIGTERM and SIGHUP put the problem back into the queue. All measurements are in the store,
+and the next controller goes on from there.
 """
 
 from __future__ import annotations
@@ -333,14 +334,14 @@ class Controller:
 
 
 def longer_pause(pause_s: float) -> float:
-    """Of an idle controller, after it waited so long."""
+    """Next pause of an idle controller, after a pause of so many seconds."""
     return min(1.5 * pause_s, LONGEST_POLL_S)
 
 
 class Pulse:
-    """Keeps one lease. It is written again when it has lost a quarter of its time or progress is to
-    be told; else it is only asked whether it is still held: a fleet of idle or slow workers would
-    keep the database busy otherwise.
+    """Keeps one lease. It is written again when it has lost a quarter of its time, or with
+    progress. Otherwise it is only read: writes of idle or slow workers would keep the database
+    busy.
     """
 
     def __init__(self, jobs: Jobs, lease: Lease, lease_s: float) -> None:
@@ -350,11 +351,11 @@ class Pulse:
 
     @property
     def may_hold(self) -> bool:
-        """Whether the lease lasts still if nobody cancelled it."""
+        """True when the lease lasts still if nobody cancelled it."""
         return time.monotonic() - self._written < self._lease_s
 
     def beat(self, progress: Mapping[str, Any]) -> bool:
-        """Whether the lease is held.
+        """True when the lease is held.
 
         Raises:
             StoreError: when the store cannot say.
@@ -420,7 +421,7 @@ class _Leases:
                 self.remove(held)
 
     def report(self, lease: Lease, progress: Mapping[str, Any]) -> None:
-        """What the next extension tells of a task."""
+        """Progress of a task for the next extension."""
         if lease in self._progress:
             self._progress[lease] = progress
 
@@ -489,7 +490,7 @@ class _Reporter(Watcher):
 
 
 def progress_of(state: SweepState) -> dict[str, Any]:
-    """What a job's row says of a sweep that is running."""
+    """Progress of a running sweep for the job's row."""
     own, vendor = state.best_own, state.best_vendor
     return {
         "phase": state.phase,

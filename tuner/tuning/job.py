@@ -48,7 +48,7 @@ MAX_ERRORS = 20
 
 @dataclass(frozen=True)
 class JobOptions:
-    """What is common to all problems of a job."""
+    """Options common to all problems of a job."""
 
     sweep: SweepOptions = field(default_factory=SweepOptions)
     launch: str | None = None
@@ -165,10 +165,10 @@ class Job:
         self._lock = threading.Lock()
 
     def run(self) -> JobResult:
-        """Sweep one problem after the other; with several GPUs, as many at a time: the others
-        go on with their searches while the finalists of one are timed on one GPU. The costliest
-        begin then, so that no GPU works on one alone when the others have ended. Where nothing is
-        to be compiled one GPU has two at a time, so that it is busy while one search thinks.
+        """Sweep one problem after the other; with several GPUs, as many at a time. The others go on
+        with their searches while one problem's finalists are timed on one GPU. The costliest
+        problems begin, so that none is left alone at the end. Without anything to compile one
+        GPU has two at a time, so that it is busy while one search computes.
 
         Raises:
             ConfigError: when the device that was chosen is not there.
@@ -315,7 +315,7 @@ class Job:
 
 
 def _floor_us(problem: Problem) -> float:
-    """What a call takes at least, to order problems by what timing them costs."""
+    """Least time of a call, to order problems by the cost of timing them."""
     return DEFAULT_GPU.floor_us(*floor_work(problem))
 
 

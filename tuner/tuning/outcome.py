@@ -16,7 +16,7 @@ from tuner.store.entry import ratios_json
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a sweep decided, and what it cost."""
+    """Decision of a sweep, and its cost."""
 
     problem: Problem
     gpu: Gpu
@@ -25,9 +25,9 @@ class Outcome:
     provenance: Provenance
     sweep: str
     ranking: tuple[Measurement, ...]
-    """Measurements of one pass that passed, best first; empty only when it was interrupted. Of the
-    final pass, but for a replay whose recording has no final time of any own finalist: the quick
-    pass then."""
+    """Measurements of one pass that passed, best first; empty only when it was interrupted. It is
+    the final pass. A replay whose recording has no final time of an own finalist has the quick
+    pass."""
     candidates: int
     """Own candidates with a measurement, those of stages counted."""
     kernels: int

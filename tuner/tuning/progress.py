@@ -1,4 +1,4 @@
-"""What a face sees of a sweep, and how a request to end reaches it."""
+"""Progress of a sweep for displays, and the request to end it."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Interruption:
 
 @dataclass
 class SweepState:
-    """What a display shows; changes as the sweep goes on."""
+    """State of a sweep for a display; changes as it goes on."""
 
     problem: Problem
     gpu: Gpu

@@ -36,13 +36,13 @@ from tuner.tuning.trials import Trial, trials
 PROBLEMS = 64
 """Trials of a kernel, at least."""
 _REGIME = Regime()
-"""Of a request; nothing is timed."""
+"""Regime of a request; nothing is timed."""
 _FAULT_CHARACTERS = 400
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What one kernel list has to prove."""
+    """Kernels of one list that need a proof."""
 
     path: Path
     kernels: KernelList
@@ -54,7 +54,7 @@ class Plan:
     """Kernels of the targets that are not built, or not there any more."""
     proven: int
     failed: Sequence[str]
-    """What failed in an earlier run."""
+    """Failures of an earlier run."""
 
 
 @dataclass
@@ -65,7 +65,7 @@ class Progress:
     """To be proven in this run."""
     done: int = 0
     trials: int = 0
-    """Of the kernel at work, those that passed."""
+    """Passed trials of the kernel at work."""
     faults: list[str] = field(default_factory=list)
     started: float = field(default_factory=time.monotonic)
 

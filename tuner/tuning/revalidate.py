@@ -34,7 +34,7 @@ RIVALS = 2
 
 @dataclass(frozen=True)
 class Revalidation:
-    """What became of one entry."""
+    """Result for one entry."""
 
     before: Entry
     after: Entry
@@ -43,7 +43,7 @@ class Revalidation:
 
     @property
     def is_replaced(self) -> bool:
-        """Whether another config wins now; a pin is not the tuner's to replace."""
+        """True when another config wins now; a pin is not the tuner's to replace."""
         return self.before.ranking[0].config != self.after.ranking[0].config
 
 
@@ -120,7 +120,7 @@ class Lender:
 
     @property
     def lends(self) -> bool:
-        """Whether it may serve shapes that nobody tuned (`tuner.selection.nearest`)."""
+        """True when it may serve shapes that nobody tuned (`tuner.selection.nearest`)."""
         return nearest.may_serve(self.passed, len(self.failed))
 
 
@@ -133,7 +133,7 @@ def widen(
 ) -> list[Lender]:
     """Check an entry's best own configs, and time them beside PyTorch's, at drawn shapes.
 
-    What the store holds from this environment is not measured again.
+    Measurements in the store from this environment are not repeated.
 
     Args:
         entry: measured on the runner's GPU.
@@ -191,7 +191,7 @@ def _known(
     problem: Problem,
     wanted: Sequence[Measurement],
 ) -> dict[str, Measurement]:
-    """What the store holds of these kernels at a drawn shape, from this environment."""
+    """Measurements in the store of these kernels at a drawn shape, from this environment."""
     artifacts = {m.config.digest: dict(m.artifacts) for m in wanted}
     found = store.measurements(
         problem=problem,

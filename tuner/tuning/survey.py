@@ -1,11 +1,12 @@
 """Survey: measure a sample of a problem's space that was drawn before anything was measured.
 
 A sweep measures what looks good, so its recording flatters whatever chose it. A survey draws
-kernels at random, by a hash of the seed and of what is compiled: the same command draws the same
-ones, and problems whose spaces share kernels draw the same of them, so that each is compiled once.
+kernels at random, by a hash of the seed and of the compiled text. The same command draws the same
+ones, and problems whose spaces share kernels draw the same of them.
+
 `pooled` takes the kernels that a portfolio may be made of in their place (`tuner.search.pool`).
-What is measured lies in one recording a problem, written after every request; what a recording
-holds of this environment is not measured again.
+Each problem has one recording, written after every request. Its measurements of this environment
+are not repeated.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pathlib import Path
 from tuner.config import Config, Value
 from tuner.errors import BenchmarkError, ConfigError
 from tuner.families import families_of
-from tuner.families.base import Family, group_by_kernels, without_spare
+from tuner.families.base import Family, group_by_kernels, without_fallbacks
 from tuner.hardware import Gpu
 from tuner.measurement import Measurement, Provenance, Regime
 from tuner.problem import Problem
@@ -36,8 +37,8 @@ from tuner.tuning.sweep import Catalogue, check_families
 
 NO_GPU = "no GPU found: a survey is measured on a GPU; --compile compiles its kernels without one"
 REQUEST_KERNELS = 4
-"""Kernels that are timed in one request: as many as a translation unit holds, so that all are
-there at once; and each request computes the references of its problem anew."""
+"""Kernels that are timed in one request: as many as a translation unit holds. Each request computes
+the references of its problem anew."""
 POOL_REQUEST_KERNELS = 64
 """The same of a portfolio's kernels, which are compiled ahead."""
 
@@ -52,7 +53,7 @@ class Draw:
     """Run-time variants of each kernel at most."""
     seed: int = 0
     families: tuple[str, ...] = ()
-    """Own families; empty means all that compete and are no composite of others."""
+    """Own families; empty means all competing ones that are not composed of others."""
 
     def __post_init__(self) -> None:
         for name in ("kernels", "variants"):
@@ -60,13 +61,13 @@ class Draw:
                 raise ConfigError(f"{name}={value} is out of range (allowed: 1 or more)")
 
     def rank(self, text: str) -> str:
-        """Where a kernel or a variant stands among others; the first ones are drawn."""
+        """Rank of a kernel or a variant among others; the first ones are drawn."""
         return hashlib.sha256(f"{self.seed}:{text}".encode()).hexdigest()
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What was drawn of one problem."""
+    """Draw of one problem."""
 
     problem: Problem
     groups: tuple[tuple[Config, ...], ...]
@@ -111,7 +112,7 @@ def draw(problem: Problem, gpu: Gpu, how: Draw, catalogue: Catalogue = families_
         if not family.is_vendor and not family.stages(problem) and not family.supports(problem, gpu)
     ]
     named = [family for family in serving if family.name in how.families]
-    kept = named if how.families else without_spare(serving)
+    kept = named if how.families else without_fallbacks(serving)
     spaces = {family: family.space(problem, gpu) for family in kept}
     groups = {family: group_by_kernels(family, space) for family, space in spaces.items()}
     sizes = {family.name: len(of_family) for family, of_family in groups.items()}
@@ -147,7 +148,7 @@ def pooled(op: str, gpu: Gpu, portfolio: Portfolio | None) -> list[Sample]:
 
 
 def _kernel(family: Family, problem: Problem, group: Sequence[Config]) -> str:
-    """What is compiled for a group, whatever problem it is for."""
+    """Key of a group's compiled kernels, whatever the problem."""
     return "\n".join(sorted(spec.key for spec in family.kernels(problem, group[0]).values()))
 
 
@@ -251,7 +252,7 @@ class Survey:
         return runner
 
     def _open(self, sample: Sample) -> Progress:
-        """What a recording in the folder holds of the problem already."""
+        """Measurements of the problem in a recording of the folder."""
         problem, regime = sample.problem, self._regime_of(sample.problem)
         runner = self._runner(problem)
         path = self._folder / recording.file_name(problem, runner.gpu, regime)
@@ -312,7 +313,7 @@ class _Alarm:
 
 
 def _missing(progress: Progress) -> list[list[Config]]:
-    """What was drawn and is not measured, by kernel."""
+    """Drawn candidates that are not measured, by kernel."""
     seen = {m.config for m in progress.seen}
     left = ([c for c in group if c not in seen] for group in progress.sample.groups)
     return [group for group in left if group]

@@ -29,7 +29,7 @@ from tuner.errors import (
     StoreError,
 )
 from tuner.families import families_of
-from tuner.families.base import Family, without_spare
+from tuner.families.base import Family, without_fallbacks
 from tuner.measurement import Measurement, Provenance, Regime, Status
 from tuner.problem import Problem
 from tuner.runners.base import Runner
@@ -228,7 +228,7 @@ class Sweep:
         if named and not own:
             vendors = [f for f in vendors if f.name in named]
         serving = self._serving(own, self.problem)
-        kept = serving if named else self._without_hopeless(without_spare(serving))
+        kept = serving if named else self._without_hopeless(without_fallbacks(serving))
         return kept, self._serving(vendors, self.problem)
 
     def _without_hopeless(self, families: list[Family]) -> list[Family]:

@@ -1,10 +1,14 @@
 """Problems that a kernel is proven on: drawn by a seed from all of its domain, edges planted.
 
 Sizes, strides and counts of heads are arguments of a launch, so a kernel's domain is all of them.
-Each *axis* has values that errors hide at. Of attention: one query, one key, lengths beside a
-tile's edge, head dimensions below the compiled one, odd counts of heads, every legal ratio of
-heads, the most splits. Of products: one row, extents beside a tile's edge, odd multiples of the
-alignment, a vocabulary's columns, rows that lie apart. Each value is in one trial at least; the
+Each *axis* has values at which errors hide:
+
+- attention: one query, one key, lengths beside a tile's edge
+- heads: dimensions below the compiled one, odd counts, every legal ratio; the most splits
+- products: one row, extents beside a tile's edge, odd multiples of the alignment, a vocabulary's
+  columns, rows that lie apart
+
+Each value is in one trial at least; the
 others are drawn. A trial is bounded in memory and time.
 """
 
@@ -28,13 +32,13 @@ from tuner.problem.swiglu import STEP as SWIGLU_STEP
 from tuner.selection.kernels import Target
 
 MAX_FLOPS = 1 << 32
-"""Of a trial's problem without its mask: its reference in fp64 takes four passes of as many."""
+"""Limit for a trial's problem without its mask; the fp64 reference takes four passes of as many."""
 MAX_BYTES = 96 << 20
-"""Of a trial's operands, and of the outputs of its splits."""
+"""Limit for a trial's operands, and for the outputs of its splits."""
 MAX_LENGTH = 4096
-"""Of a drawn sequence; planted ones may be longer."""
+"""Longest drawn sequence; planted ones may be longer."""
 MAX_LSE_ROWS = 1 << 15
-"""Of a trial with log-sum-exp, which is compared on the host."""
+"""Most rows of a log-sum-exp, which is compared on the host."""
 _ATTEMPTS = 1000
 _BATCHES = (1, 2, 3, 5, 8, 17, 32)
 #: Query and key heads as public models have them: Falcon's 71 on 1, Qwen2.5's 14 on 2 and 28 on
@@ -52,7 +56,7 @@ _LONG = 16384 + 1
 #: Elements of 16 bits of which a product's rows are whole multiples.
 _ALIGNED = 8
 MAX_EXTENT = 8192
-"""Of a drawn product's columns and depth; planted ones may be longer."""
+"""Limit for a drawn product's columns and depth; planted ones may be longer."""
 #: Columns of a public model's logits, and a depth beyond every pipeline.
 _VOCABULARY, _DEEP = 128256, 16384 + 8
 #: Elements that lie between the rows of A, and of the weights.
@@ -75,7 +79,7 @@ class Trial:
 
     @property
     def strides(self) -> Strides:
-        """Of the tensors that lie otherwise than the problem's."""
+        """Strides of the tensors that lie otherwise than the problem's."""
         found = {}
         for operand, apart in zip(self.problem.operands, self.apart, strict=False):
             if apart:
@@ -304,7 +308,7 @@ class _AttentionDraw(_Draw):
         return self._family.kernels(problem, self._target.config) == self._target.kernels
 
     def _pages_of(self, size: int) -> bool:
-        """Whether the kernel's copies divide pages of this size."""
+        """True when the kernel's copies divide pages of this size."""
         problem, kernels = replace(self._usual, page_size=size), self._target.kernels
         is_divided = all(size % int(one.variables["box_rows"]) == 0 for one in kernels.values())
         return is_divided and self._family.kernels(problem, self._target.config) == kernels
@@ -353,7 +357,7 @@ class _ProductDraw(_Draw):
         return sorted({step, odd, *(extent for extent in near if extent > 0)})
 
     def _holds(self, m: int) -> bool:
-        """Whether it is the kernel for so many rows, and takes them."""
+        """True when it is the kernel for so many rows, and takes them."""
         problem = replace(self._usual, m=m)
         if self._family.supports(problem, self._gpu):
             return False

@@ -231,7 +231,7 @@ class CutlassFmha(Family):
 
 
 def _nests(problem: AttentionProblem) -> bool:
-    """Whether one call serves every batch.
+    """True when one call serves every batch.
 
     The collectives iterate two outer modes with one coordinate for all tensors. Without groups
     they are batch and head. With groups they are (heads of a group, batch x key head): the group
@@ -250,7 +250,7 @@ def _outer_modes(problem: AttentionProblem) -> tuple[int, int]:
 
 
 def _presence_violations(problem: AttentionProblem, config: Config) -> list[str]:
-    """What is there and does not apply, or applies and is not there."""
+    """Parameters that are present and do not apply, or apply and are absent."""
     expected = fields(config["kernel_schedule"], config.get("tile_scheduler"), problem)
     present = config.params.keys()
     if present == expected:

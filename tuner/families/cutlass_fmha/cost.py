@@ -1,4 +1,4 @@
-"""What a config of `cutlass_fmha` should cost."""
+"""Estimated time of a config of `cutlass_fmha`."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def predict_us(
 ) -> float:
     """Rounds of the busiest multiprocessor, each the steps of the blocks that share it.
 
-    The collectives wait for S before the softmax and queue no other product behind it, so within
-    a warp group product and softmax take turns, and only other groups fill the gaps.
+    The collectives wait for S before the softmax and queue no other product behind it. So product
+    and softmax take turns within a warp group, and only other groups fill the gaps.
 
     Args:
         problem: what is computed.

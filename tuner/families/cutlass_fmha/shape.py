@@ -1,4 +1,4 @@
-"""What a config of `cutlass_fmha` means: its fields, its shared memory and its registers."""
+"""Meaning of a config of `cutlass_fmha`: its fields, its shared memory and its registers."""
 
 from __future__ import annotations
 
@@ -135,12 +135,12 @@ class Shape:
 
     @property
     def is_epilogue_apart(self) -> bool:
-        """Whether the epilogue needs memory of its own instead of the mainloop's.
+        """True when the epilogue needs memory of its own instead of the mainloop's.
 
-        A persistent block's does, as the next tile's loads arrive meanwhile. Of others the output
-        of warp group i starts i TensorStorages into the slots of Q, and the remainders push it
-        into the slot of group i + 1, which may still be multiplying, unless slots are larger.
-        The last group's may spread anywhere: the groups' epilogues take turns.
+        A persistent block's does, as the next tile's loads arrive meanwhile. In other blocks the
+        output of warp group i starts i TensorStorages into the slots of Q. Unless slots are larger,
+        it reaches into the slot of group i + 1, which may still be multiplying. The last group's
+        may spread anywhere: the groups' epilogues take turns.
         """
         slot = self.group_rows * self.head_tile * WIDTH
         written = self._epilogue_bytes - ALIGNMENT
@@ -184,7 +184,7 @@ class Shape:
         return (supply - LOAD_REGISTERS) // self.warp_groups // 8 * 8
 
     def spills(self, others: int) -> bool:
-        """Whether S, O, P and `others` exceed the registers: then ptxas spills or serialises."""
+        """True when S, O, P and `others` exceed the registers: then ptxas spills or serialises."""
         s = self.group_rows * self.tile_n // WARP_GROUP
         o = self.group_rows * self.head_tile // WARP_GROUP
         return s + o + s // 2 + others > self.consumer_registers

@@ -204,7 +204,7 @@ class FusedAttention(Family):
 
     @staticmethod
     def _sharing(problem: AttentionProblem, config: Config) -> list[str]:
-        """What is wrong with `key_groups` and `stages_output`, there only where they are on."""
+        """Violations of `key_groups` and `stages_output`, present only when they are on."""
         found = []
         groups, sharing = config["warp_groups"], config.get("key_groups", 1)
         if "key_groups" in config.params:
@@ -230,7 +230,7 @@ class FusedAttention(Family):
 
     @staticmethod
     def _paging(problem: AttentionProblem, config: Config) -> list[str]:
-        """What is wrong with a config for a paged cache; elsewhere with `box_rows`."""
+        """Violations of a config for a paged cache; otherwise of `box_rows`."""
         found, rows = [], config.get("box_rows", PAGE_MULTIPLE)
         if not problem.is_paged:
             return ["box_rows is for paged caches, only"] * ("box_rows" in config.params)
@@ -266,7 +266,7 @@ class FusedAttention(Family):
 
     @staticmethod
     def _packing(problem: AttentionProblem, config: Config) -> list[str]:
-        """What is wrong with `packed_heads`."""
+        """Violations of `packed_heads`."""
         group = problem.heads_q // problem.heads_kv
         if ("packed_heads" in config.params) != (group > 1):
             return ["packed_heads is for several query heads to a KV head, only"]
@@ -283,9 +283,13 @@ class FusedAttention(Family):
 
     @staticmethod
     def smem_bytes(problem: AttentionProblem, config: Config) -> int:
-        """Dynamic shared memory: one Q tile, the K and the V ring, or in their place what a block
-        leaves to its cluster, fp32 rows of O padded by 8 and their log-sum-exp; the output's tile
-        with `stages_output`; fp32 O, maxima and sums of all key groups but one; the barriers.
+        """Dynamic shared memory of a block, bytes.
+
+        - one Q tile, and the stages of K and V
+        - in their place the partials for its cluster: fp32 rows of O padded by 8, log-sum-exp
+        - the output's tile with `stages_output`
+        - fp32 O, maxima and sums of all key groups but one
+        - the barriers
         """
         columns, tile_m = instance(problem.head_dim), _tile_m(config.params)
         rows = tile_m + 2 * config["kv_stages"] * config["tile_n"]
@@ -307,7 +311,7 @@ class FusedAttention(Family):
         ]
 
     def _pays(self, problem: AttentionProblem, config: Config) -> bool:
-        """Whether nothing spills, there are keys for each split, and room on a multiprocessor for
+        """True when nothing spills, there are keys for each split, and room on a multiprocessor for
         its blocks; what has none is legal, and slow.
         """
         blocks = config["blocks_per_sm"]
@@ -317,7 +321,7 @@ class FusedAttention(Family):
         return bool(fits and not _spills(problem, config))
 
     def _grid(self, problem: AttentionProblem, gpu: Gpu) -> Iterator[Config]:
-        """What can pay: one block a tile where all tiles find room at once, else persistent
+        """Candidates that can win: one block a tile where all tiles fit at once, else persistent
         blocks; one group at an SM only where there are no more tiles than SMs; wide tiles and
         several groups only where they have rows.
         """
@@ -387,10 +391,9 @@ class FusedAttention(Family):
                 yield Config(self.name, params)
 
     def carried(self, problem: Problem, config: Config) -> Config:
-        """Without grouped heads there is no `packed_heads`, which is to kernels as 1, and with
-        variable lengths or paged caches no `stages_output`; a mask operand leaves registers for
-        narrower tiles. Where the queries of a head fill no tile the choice is another: nothing is
-        carried to there.
+        """Without grouped heads `packed_heads` is absent, which means 1 to kernels. With variable
+        lengths or paged caches `stages_output` is absent. A mask operand leaves registers for
+        narrower tiles. Nothing is carried to heads whose queries fill no tile.
         """
         attention = _attention(problem)
         if attention.mask_operand:
@@ -409,8 +412,8 @@ class FusedAttention(Family):
     def draw(
         self, problem: Problem, gpu: Gpu, members: Sequence[Config], rng: random.Random
     ) -> Config:
-        """As drawn, with `ping_pong`, `early_exp` and `combine` only where they apply; `key_groups`
-        and `stages_output` are each off half of the time; boxes are as wide as they can be.
+        """As drawn, with `ping_pong`, `early_exp` and `combine` only where they apply. `key_groups`
+        and `stages_output` are each off half of the time. Boxes are as wide as possible.
         """
         params = dict(super().draw(problem, gpu, members, rng).params)
         params.pop("box_rows", None)
@@ -556,7 +559,7 @@ class FusedAttention(Family):
 
 
 def _spills(problem: AttentionProblem, config: Config) -> bool:
-    """Whether ptxas runs out of a consumer's registers, as found by compiling: a kernel whose
+    """True when ptxas runs out of a consumer's registers, as found by compiling: a kernel whose
     accumulators are stored and loaded again between its WGMMAs works, and is many times slower.
     """
     head_dim, width = instance(problem.head_dim), DTYPE_BYTES[problem.dtype]
@@ -579,7 +582,7 @@ def _spills(problem: AttentionProblem, config: Config) -> bool:
 
 
 def _registers(problem: AttentionProblem, config: Config) -> tuple[int, int]:
-    """Of a producer's and of a consumer's thread."""
+    """Registers of a producer's and of a consumer's thread."""
     table = PAGED_REGISTERS if problem.is_paged or problem.block_mask else REGISTERS
     return table[config["warp_groups"], config["blocks_per_sm"]]
 
@@ -598,7 +601,7 @@ def _narrowed(problem: AttentionProblem, config: Config) -> Config:
 
 
 def _mask_variables(problem: AttentionProblem) -> Mapping[str, Value]:
-    """What is compiled in of a mask operand: that there is one, and its kind."""
+    """Compiled-in part of a mask operand: its presence and kind."""
     kind = "additive" if problem.bias else "bool"
     return {"mask_operand": kind} if problem.mask_operand else {}
 

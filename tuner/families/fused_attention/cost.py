@@ -1,4 +1,4 @@
-"""What a config of `fused_attention` should cost."""
+"""Estimated time of a config of `fused_attention`."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ def predict_us(
     gpu: Gpu,
     constants: Mapping[str, float],
 ) -> float:
-    """Rounds of the busiest multiprocessor, each the steps of the blocks that share it; or the
-    bytes through memory, if they take longer: of decoding all, as nothing is in the L2 then.
+    """Rounds of the busiest multiprocessor, each the steps of the blocks that share it; at least
+    the time of the bytes through memory. Decoding reads all bytes: nothing is in the L2 then.
 
     Args:
         problem: what is computed.
@@ -142,7 +142,7 @@ def predict_us(
 
 
 def _combine_us(problem: AttentionProblem, config: Config, constants: Mapping[str, float]) -> float:
-    """What the splits of a tile take to become one output."""
+    """Time to combine the splits of a tile."""
     splits = int(config["splits"])
     if config["combine"] == "cluster":
         rows = min(64, problem.seqlen_q * int(config.get("packed_heads", 1)))

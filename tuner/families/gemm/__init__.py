@@ -2,8 +2,10 @@
 
 Rules read in CUTLASS 4.2's headers name the file under ``include/cutlass`` that holds them; [c]
 was compiled with nvcc 13.0. A swapped config computes D^T = B^T A^T: M and N, the operands and
-their layouts change places and D is written column-major; a bias of the columns is then one of the
-rows, and a factor of each row one of each column. Epilogues are CUTLASS's stock fusion operations,
+their layouts change places, and D is written column-major. A bias of the columns is then one of the
+rows, and a factor of each row one of each column.
+
+Epilogues are CUTLASS's stock fusion operations,
 factors a tree of its nodes. Tables and formulas are in `gemm_shape`, the candidates in
 `gemm_space`, the estimate of their time in `gemm_cost`.
 """
@@ -331,7 +333,7 @@ def split(config: Config, splits: int) -> Config:
 
 
 def legality_facts(problem: GemmProblem) -> Hashable:
-    """Of a plain product without a batch; vast ones may have too many tiles for a grid."""
+    """Facts of a plain product without a batch; vast ones may have too many tiles for a grid."""
     if max(problem.m, problem.n, problem.k) >= VAST:
         return problem
     return problem.dtype, problem.n % ALIGNED, problem.k % ALIGNED
@@ -344,7 +346,7 @@ def _gemm(problem: Problem) -> GemmProblem:
 
 
 def _presence_violations(config: Config) -> list[str]:
-    """What is there and does not apply, or applies and is not there."""
+    """Parameters that are present and do not apply, or apply and are absent."""
     found, params = [], config.params
     for name in Gemm.optional:
         if name in params:
@@ -356,7 +358,7 @@ def _presence_violations(config: Config) -> list[str]:
 
 
 def _applies(name: str, params: Mapping[str, Value]) -> bool:
-    """Whether an optional parameter means something beside the others."""
+    """True when an optional parameter means something beside the others."""
     match name:
         case "tile_scheduler":  # stream-K exists for cooperative kernels only
             return params["kernel_schedule"] == COOPERATIVE

@@ -1,4 +1,4 @@
-"""What a CollectiveBuilder GEMM should cost, and NVIDIA's opinion on what to try first.
+"""Estimated time of a CollectiveBuilder GEMM, and NVIDIA's proposal of the first candidates.
 
 The estimate ranks candidates. Constants of the hardware are in `hardware`; what only measurements
 say is in `CONSTANTS`, fitted by `scripts/bench cost`.
@@ -227,8 +227,8 @@ def heuristic_seeds(
 ) -> list[Config]:
     """Members of `space` that nvidia-matmul-heuristics suggests, best first.
 
-    It names a tile and a cluster, seldom a schedule: of the members that match, the cheapest by
-    `predict_us` stands for them; where the cluster is not in the space the tile alone decides.
+    It names a tile and a cluster, seldom a schedule: the cheapest matching member by `predict_us`
+    stands for it. If the cluster is not in the space, only the tile decides.
     Empty where the package is missing or does not know the GPU.
     """
     by_tile: dict[tuple[object, ...], list[Config]] = {}

@@ -1,4 +1,4 @@
-"""What the families that run CollectiveBuilder GEMMs share: words, shapes, sizes."""
+"""Words, shapes and sizes of the families that run CollectiveBuilder GEMMs."""
 
 from __future__ import annotations
 
@@ -68,11 +68,12 @@ def instruction_columns(shape: Shape, tile_n: int) -> int:
 def smem_bytes(problem: GemmProblem, config: Config) -> tuple[int, int]:
     """Stages and shared memory of the compiled kernel, bytes.
 
-    A residual shares the output's buffers, as it has its type; a bias along N, and so the columns'
-    factors, adds a tile's part of it. The sizes of SharedStorage in
-    gemm/kernel/sm90_gemm_tma_warpspecialized*.hpp and
-    epilogue/collective/sm90_epilogue_tma_warpspecialized.hpp, the automatic stage count of
-    gemm/collective/builders/sm90_gmma_builder.inl; equal to sizeof in every kernel compiled [c].
+    A residual shares the output's buffers, as it has its type. A bias along N, or the columns'
+    factors, adds a tile's part of it. Equal to sizeof in every kernel compiled [c]. Sources:
+
+    - gemm/kernel/sm90_gemm_tma_warpspecialized*.hpp and
+      epilogue/collective/sm90_epilogue_tma_warpspecialized.hpp: sizes of SharedStorage
+    - gemm/collective/builders/sm90_gmma_builder.inl: the automatic stage count
     """
     tile_m, tile_n, schedule = config["tile_m"], config["tile_n"], config["kernel_schedule"]
     width = DTYPE_BYTES[problem.dtype_d]

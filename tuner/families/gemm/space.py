@@ -201,7 +201,7 @@ def _filling_widths(shape: Shape, schedule: str, tile_m: int, gpu: Gpu) -> Itera
 
 
 def _fits(shape: Shape, params: dict[str, Value], atom: int) -> bool:
-    """Whether no smaller tile or cluster does the same: the rest would be padding."""
+    """True when no smaller tile or cluster does the same: the rest would be padding."""
     m, n, k = (int(params[f"tile_{x}"]) for x in "mnk")
     least_m = 64 * CONSUMERS[str(params["kernel_schedule"])]
     if (m > least_m and m >= 2 * shape.m) or (n > 16 and n >= 2 * round_up(shape.n, 8)):

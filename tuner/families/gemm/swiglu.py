@@ -1,8 +1,8 @@
 """SwiGLU as one GEMM of twice as many columns, whose epilogue multiplies them in pairs.
 
 The kernel is `gemm`'s with another epilogue: columns of the gate and of the up projection come
-interleaved, so that each thread holds both of a result and stores eight neighbouring results (four
-where a tile ends within a group) by itself, without shared memory. Everything else of a config is
+interleaved. So each thread holds both of a result, and stores eight neighbouring results without
+shared memory (four when a tile ends within a group). Everything else of a config is
 `gemm`'s.
 """
 

@@ -1,4 +1,4 @@
-"""What the vendors' families share: one parameter ``kernel``, and calls through torch that are
+"""Base of the vendors' families: one parameter ``kernel``, and calls through torch that are
 tried once before they are handed out.
 """
 
@@ -30,11 +30,11 @@ FAILURES = (
     AssertionError,
     StopIteration,
 )
-"""What a vendor's or a peer's code raises when it cannot serve: each becomes a reason."""
+"""Exceptions of a vendor's or a peer's code that cannot serve: each becomes a reason."""
 
 
 _served: set[tuple[Config, Problem]] = set()
-"""What ran once in this process: not tried again for each new scale and each new buffer."""
+"""Calls that ran once in this process: not tried again for each new scale or buffer."""
 
 
 #: Packages behind each fact of `installed_versions`, first found wins.
@@ -51,8 +51,8 @@ MEASURED_ONLY: frozenset[str] = frozenset(
         *("flash4_128x128", "flash4_128x160", "flash4_192x128", "flash4_192x144"),
     }
 )
-"""Kernels that the runtime does not call where they win: they compile in a call, or keep a state
-(FlashAttention-3's metadata) that one stream at a time may use."""
+"""Kernels that the runtime does not call, also when they win. They compile in a call, or keep a
+state that only one stream at a time may use (FlashAttention-3's metadata)."""
 
 BESIDE_PYTORCH: frozenset[str] = MEASURED_ONLY | {
     *("cudnn_plans", "cublaslt_search", "flash3", "flash3_splits", "flash4")
@@ -235,8 +235,8 @@ def compiled(function: Callable[..., Any], mode: str | None = None) -> Callable[
 
     Compiled when it is first called, which `tried` does outside of any timing. It gets no CUDA
     graphs of its own (``max-autotune`` would replay one inside ours): its calls are captured like
-    all others'. What cannot be compiled as a whole is an error, never partly eager. Its code is
-    copied, because Dynamo compiles one code eight times (`recompile_limit`) and then calls the
+    all others'. Code that cannot be compiled as a whole is an error, never partly eager. Its code
+    is copied, because Dynamo compiles one code eight times (`recompile_limit`) and then calls the
     Python, and several problems' functions share one.
 
     Args:

@@ -26,13 +26,16 @@ FUSED_ACTIVATIONS = {"bias_relu": False, "bias_gelu_tanh": True}
 
 
 class VendorBlas(Vendor):
-    """``kernel``: which library torch calls, cublas or cublaslt, each with the epilogue in kernels
-    of torch behind it, and operands with factors of blocks made bf16 in front; addmm, the product
-    with a bias or onto a residual in one call, and the rest behind it; addmm_activation,
-    cuBLASLt's fused epilogue; scaled_mm, torch's product of e4m3, with the problem's accumulation;
-    torch_compile, what torch.compile makes of an epilogue; on request inductor, the same when it
-    searches longest; where it is installed deep_gemm, DeepGEMM's product of bf16, or of e4m3 with
-    factors of blocks.
+    """Products by the libraries that torch calls; `kernel` is one of these.
+
+    - cublas, cublaslt: the library that torch calls. The epilogue is in kernels of torch behind it,
+      and operands with factors of blocks are made bf16 in front
+    - addmm: the product with a bias or onto a residual in one call, the rest behind it
+    - addmm_activation: cuBLASLt's fused epilogue
+    - scaled_mm: torch's product of e4m3, with the problem's accumulation
+    - torch_compile: an epilogue compiled by torch.compile
+    - inductor, on request: the same when it searches longest
+    - deep_gemm, where installed: DeepGEMM's product of bf16, or of e4m3 with factors of blocks
     """
 
     name: ClassVar[str] = "vendor_blas"
@@ -114,13 +117,13 @@ class VendorBlas(Vendor):
         return call
 
     def legality_facts(self, problem: Problem) -> Hashable:
-        """Of problems of a domain all are taken."""
+        """Every problem of a domain is taken."""
         return ()
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
-        """A fixed part, the longer of the products and the bytes at cuBLAS's rates, and for each
-        kernel behind it the result read and written once more. 8-bit products are taken for twice
-        as fast; nobody has fitted that.
+        """A fixed part, and the longer of the products and the bytes at cuBLAS's rates. Each kernel
+        behind it reads and writes the result once more. 8-bit products count as twice as fast,
+        which is not fitted.
         """
         rate = PEAK_TFLOPS * gpu.peak_tflops / DEFAULT_GPU.peak_tflops * problem.tensor_rate
         stream = STREAM_GBS * gpu.memory_gbs / DEFAULT_GPU.memory_gbs
@@ -150,7 +153,7 @@ def _deep_gemm_refusal(problem: GemmProblem) -> str:
 
 
 def _block_refusal(problem: GemmProblem) -> str:
-    """What cuBLASLt's factors of blocks do not take, as torch hands them over."""
+    """Problems that cuBLASLt's factors of blocks do not take, as torch calls them."""
     blocks, cut = divmod(problem.k, SCALE_BLOCK)
     if cut or blocks % 4 or problem.m % 4:
         return "scaled_mm with factors of blocks takes K in 512s and M in fours"
@@ -199,8 +202,8 @@ def matmul(problem: GemmProblem) -> Callable[[Any, Any], Any]:
 
 
 def unfused(problem: GemmProblem) -> Callable[..., Any]:
-    """call(a, b, *others) -> d: the product, and a kernel a part of the epilogue; with factors of
-    blocks the product of what they make of both operands, in bf16.
+    """call(a, b, *others) -> d: the product, and a kernel for each part of the epilogue. Operands
+    with factors of blocks are multiplied in bf16.
     """
     if problem.scales == "block":
         return _of_wide_operands(problem)
@@ -321,7 +324,7 @@ def as_in_a_model(problem: GemmProblem) -> Callable[..., Any]:
 
 
 def _after_bias(problem: GemmProblem) -> str:
-    """What its epilogue does beside adding a bias."""
+    """Part of its epilogue beside a bias."""
     return problem.epilogue.removeprefix("bias").removeprefix("_")
 
 

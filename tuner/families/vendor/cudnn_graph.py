@@ -1,7 +1,7 @@
 """Attention as a graph of cuDNN's Python frontend, and its execution plans.
 
-A plan is named by what rebuilds it on any graph of the problem: its engine's number, the values of
-its knobs, and which of two operations the graph has. A heuristic's order changes with the version.
+A plan's name rebuilds it on any graph of the problem. It has the engine's number, the values of its
+knobs, and which of two operations the graph has. A heuristic's order changes with the version.
 Tested with nvidia-cudnn-frontend 1.32.
 """
 

@@ -67,8 +67,8 @@ def in_turn(problem: GroupedGemmProblem) -> Callable[..., Any]:
     """call(a, b, offsets) -> d by a torch.mm a group; operands with factors are made bf16 before.
 
     It needs the offsets on the host: each call reads them back, which waits for the device. While a
-    graph is captured they cannot be read, and the last call's stand for them: what is timed there
-    is the loop's kernels, as if the host had known. Not to be captured for anything but timing.
+    graph is captured they cannot be read, and the last call's stand for them. So a captured call
+    times the loop's kernels, as if the host had known. Capture it only for timing.
     """
     import torch
 

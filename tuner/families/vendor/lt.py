@@ -178,8 +178,8 @@ def library() -> Library:
 class Product:
     """Descriptors of a problem, for all of its algorithms and calls.
 
-    cuBLASLt's matrices lie by columns. A row-major D is its transpose by columns, so the product
-    asked for is D^T = B^T A^T: the library's A is our B, and its rows are our columns.
+    cuBLASLt's matrices lie by columns. A row-major D is its transpose by columns, so the product is
+    D^T = B^T A^T. The library's A is our B, and its rows are our columns.
 
     Args:
         library: whose they are.

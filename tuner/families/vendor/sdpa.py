@@ -71,9 +71,9 @@ right)`` and ``softcap=`` where the problem has them."""
 
 class VendorSdpa(Vendor):
     """``kernel``: a backend of torch (cudnn, flash2, efficient), a peer (flash3, flash4) or a
-    variant of one; where they are installed FlashAttention-3's serving build and FlashAttention-4
-    over its tiles; naive on request. ``layout``, if given: how it gets its operands, whatever the
-    problem's layout is.
+    variant of one. FlashAttention-3's serving build and FlashAttention-4 over its tiles take part
+    where they are installed; naive on request. ``layout``, if given: layout of its operands,
+    whatever the problem's is.
     """
 
     name: ClassVar[str] = "vendor_sdpa"

@@ -43,7 +43,7 @@ class VendorSwiglu(Vendor):
         return compiled(swiglu(problem), MAX_AUTOTUNE if kernel == "inductor" else None)
 
     def legality_facts(self, problem: Problem) -> Hashable:
-        """Of problems of a domain all are taken."""
+        """Every problem of a domain is taken."""
         return ()
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:

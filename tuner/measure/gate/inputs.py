@@ -170,7 +170,7 @@ def _scaled(
 
 
 def starts_of(problem: Problem, operand: Operand, kind: str) -> bytes:
-    """Where each of the packed sequences or groups starts, and the last one's end."""
+    """Starts of the packed sequences or groups, and the last one's end."""
     lengths = _lengths(problem, operand, kind)
     return struct.pack(f"<{operand.elements}i", 0, *accumulate(lengths))
 
@@ -193,10 +193,10 @@ def group_rows(problem: GroupedGemmProblem, kind: str) -> tuple[int, ...]:
 
 
 def prominence(problem: AttentionBackwardProblem) -> float:
-    """What a query is times its key: the key then has about a quarter of the row's probability.
+    """Factor of a query over its key: the key then has about a quarter of the row's probability.
 
-    Where it has nearly all, as under `dominant`, derivatives of the scores are differences of equal
-    numbers, and all that is left of them is the rounding of the output.
+    If it had nearly all, as under `dominant`, derivatives would be differences of equal numbers:
+    only the rounding of the output would be left.
     """
     keys = max(4, problem.seqlen_kv)
     return math.log(keys / 2) / (SCALE_FACTOR * math.sqrt(problem.head_dim))
@@ -205,7 +205,7 @@ def prominence(problem: AttentionBackwardProblem) -> float:
 def parts_of(
     problem: AttentionProblem, kind: str
 ) -> Iterator[tuple[AttentionProblem, Mapping[str, int], tuple[int, int]]]:
-    """What the reference is given at once; where that lies, bytes beyond each tensor's start; and
+    """Problem that the reference is given at once; bytes of it beyond each tensor's start; and
     left and right of its mask.
 
     Sequences of variable lengths, and those of a paged cache, one by one; any other problem is
@@ -231,7 +231,7 @@ def parts_of(
 
 
 def sees_nothing(one: AttentionProblem, sides: tuple[int, int]) -> bool:
-    """Whether not even the last query of a part sees a key.
+    """True when not even the last query of a part sees a key.
 
     Args:
         one: a part as of `parts_of`.

@@ -146,8 +146,9 @@ class Buffers:
             for operand in self._memory()
         }
         self.rows: dict[str, Guarded] = {}
-        """Of a paged cache keys and values as packed rows, which are copied to its pages; of a
-        block-sparse mask the dense one. Read by the reference alone."""
+        """Tensors that the reference alone reads: keys and values of a paged cache as packed rows,
+        which are copied to its pages; the dense form of a block-sparse mask.
+        """
         if isinstance(problem, AttentionProblem) and problem.is_paged:
             size = pages.row_bytes(problem)
             self.rows = {name: guarded(self._pool, name, size) for name in ("key", "value")}

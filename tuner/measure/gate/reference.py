@@ -49,9 +49,9 @@ class References:
         self._outputs: dict[str, dict[str, int]] = {}
         """Address of each output's fp32 reference."""
         self._kept: dict[str, tuple[int, int]] = {}
-        """Of inputs to gradients: attention's exact output and row statistics."""
+        """Inputs of gradients: attention's exact output and row statistics."""
         self._statistics: dict[str, int] = {}
-        """Of each row of attention, maximum and sum of exponentials, where they are kept."""
+        """Maximum and sum of exponentials of each row of attention, where they are kept."""
 
     def outputs(self, kind: str) -> Mapping[str, int]:
         """Address of each output's fp32 reference."""
@@ -69,7 +69,7 @@ class References:
             with_lse: of attention: keep the row statistics.
 
         Returns:
-            Whether it was computed.
+            True when it was computed.
         """
         problem = self._buffers.problem
         if with_lse and kind not in self._statistics:

@@ -1,3 +1,3 @@
-"""What a browser sees of the service: templates filled here, and a little script that keeps them
+"""The service's pages: templates filled here, and a small script that keeps them
 current. Everything is readable without the script, but for the pictures.
 """

@@ -29,7 +29,7 @@ class Known:
     newest: str
     """Time of its newest final measurement, UTC."""
     is_shipped: bool
-    """Of what ships alone."""
+    """True for shipped decisions only."""
 
     @property
     def digest(self) -> str:
@@ -63,14 +63,14 @@ def differing(environments: Sequence[Environment]) -> list[str]:
 
 
 def label(one: Known, names: Iterable[str]) -> str:
-    """What tells an environment from the others: when, and the facts that differ."""
+    """Differences of an environment from the others: dates, and facts."""
     facts = [f"{name} {one.environment.facts.get(name, '-')}" for name in names]
     marks = [one.newest[:10] or "undated", *(["shipped"] if one.is_shipped else [])]
     return ", ".join([*marks, *facts])
 
 
 def entries_in(store: Store, digest: str) -> list[Entry]:
-    """What the newest final pass of each problem, GPU and regime in an environment ranks.
+    """Ranking of the newest final pass of each problem, GPU and regime in an environment.
 
     Raises:
         StoreError: when the store cannot be read.
@@ -101,7 +101,8 @@ class Sides:
 
     comparison: Comparison
     pairs: Sequence[Pair]
-    """What both measured: slower winners first, then faster ones, the largest change first."""
+    """Problems that both measured: slower winners first, then faster ones, the largest change
+    first."""
     counts: Mapping[Change, int]
     """How many served winners became slower, faster, or neither."""
 

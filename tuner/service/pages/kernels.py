@@ -28,7 +28,7 @@ class Kernel:
     """CUDA or Python text; empty where this version of the program cannot render it."""
     language: Language
     resources: Resources | None
-    """What ptxas said; None where it was not recorded."""
+    """Report of ptxas; None where it was not recorded."""
     artifact: str
     """Empty where it was not built here."""
 
@@ -40,8 +40,8 @@ class Subject:
     problem: Problem
     config: Config
     measurements: Sequence[Measurement]
-    """Of it, those of the GPU and regime that were asked for first, of these the final ones, the
-    newest first; not empty."""
+    """Measurements of it, not empty. Order: of the asked GPU and regime, final ones, newest
+    ones."""
     kernels: Sequence[Kernel]
     silence: str
     """Why there is no source; empty where there is."""

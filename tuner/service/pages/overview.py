@@ -52,7 +52,7 @@ class Coverage:
 
 @dataclass(frozen=True)
 class Overview:
-    """What a table of decisions covers."""
+    """Coverage of a table of decisions."""
 
     parts: Sequence[Coverage]
     losses: Sequence[Entry]

@@ -78,14 +78,14 @@ def page(
 
 
 def wants_page(request: Request) -> bool:
-    """Whether an error is told as a page."""
+    """True when an error is told as a page."""
     return is_for_people(request.url.path, request.headers.get("accept", "").encode("latin-1"))
 
 
 def error_page(
     request: Request, status: int, detail: str, headers: Mapping[str, str] | None = None
 ) -> HTMLResponse:
-    """What went wrong, in the frame of the other pages."""
+    """Error message, in the frame of the other pages."""
     values = {"detail": detail, "code": status}
     return page(request, "error", values, status=status, headers=headers)
 

@@ -12,7 +12,7 @@ from tuner.selection.reader import Entry
 from tuner.service.served import Table
 
 ROWS = 100
-"""Of one page."""
+"""Rows of one page."""
 
 Order = Literal["problem", "us", "-tflops", "-speed", "speed", "-decided"]
 """A leading minus begins with the largest."""
@@ -22,7 +22,7 @@ Standing = Literal["ahead", "tied", "behind", "alone"]
 
 @dataclass(frozen=True)
 class Filter:
-    """What entries must have; empty fields let all through."""
+    """Filter of entries; an empty field filters nothing."""
 
     op: str = ""
     gpu: str = ""
@@ -30,7 +30,7 @@ class Filter:
     standing: str = ""
 
     def lets(self, entry: Entry) -> bool:
-        """Whether an entry has all of it."""
+        """True when an entry has all of it."""
         return (
             self.op in ("", entry.problem.op)
             and self.gpu in ("", entry.gpu.name)

@@ -26,7 +26,7 @@ from tuner.store.entry import is_of_quick_pass, is_vendor
 from tuner.tuning.outcome import first_line
 
 ROWS = 100
-"""Of one page of trials."""
+"""Rows of one page of trials."""
 Show = Literal["all", "final", "quick", "failed"]
 SHOWN: tuple[Show, ...] = get_args(Show)
 """Which trials a page lists."""
@@ -44,12 +44,12 @@ class Failures:
 
 @dataclass(frozen=True)
 class Run:
-    """What one sweep measured of a problem, on one GPU, in one environment and regime."""
+    """Measurements of one sweep of a problem, on one GPU, in one environment and regime."""
 
     measurements: Sequence[Measurement]
     """In the order in which they were stored: a replayed one has the time of its recording."""
     source: str
-    """Where they lie: ``store``, or what ships."""
+    """Source of the measurements: ``store`` or shipped."""
 
     @property
     def key(self) -> str:
@@ -88,7 +88,7 @@ class Run:
 
     @property
     def entry(self) -> Entry | None:
-        """What the final pass ranks; None before there is one."""
+        """Ranking of the final pass; None before there is one."""
         ranked = rank([m for m in self.measurements if not is_of_quick_pass(m)])
         return Entry.of(ranked) if ranked else None
 
@@ -112,7 +112,7 @@ class Run:
 
     @property
     def failures(self) -> list[Failures]:
-        """What failed, most frequent reason first; vendors' kernels too."""
+        """Failures, most frequent reason first; vendors' kernels also."""
         groups: dict[tuple[Status, str], list[Measurement]] = defaultdict(list)
         for m in self.measurements:
             if not m.ok:

@@ -1,0 +1,154 @@
+"""Prose of pages and public docstrings: openings, "is no", length of sentences and paragraphs.
+
+Code blocks and inline code are left out. Table cells and headings are held to the wording, not to
+the lengths.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MAX_SENTENCE_WORDS, MAX_PARAGRAPH_WORDS = 25, 80
+#: A sentence opens with a noun phrase or an imperative.
+OPENINGS = ("What", "Who", "Whether", "Of", "Where")
+#: Wording that the rules name, and what to write in its place.
+WORDING = {r"(?<!there )\b(?:is|are|was|were) no\b(?! longer)": "is not a"}
+
+FOLDERS = ("cache", "scripts", "templates", "tests", "tuner")
+#: Every page is held, and of the changelog the entries above this heading.
+HISTORY = "\n## 0.1.0"
+PAGES = sorted([*ROOT.glob("*.md"), *(p for f in FOLDERS for p in (ROOT / f).rglob("*.md"))])
+#: Packages and modules of `tuner` whose public docstrings are held.
+STRICT: tuple[str, ...] = (
+    "base",
+    "bench",
+    "bundle",
+    "cli",
+    "compile",
+    "config",
+    "errors",
+    "families",
+    "hardware",
+    "measure",
+    "measurement",
+    "report",
+    "problem",
+    "runners",
+    "service",
+    "settings",
+)
+
+
+def plain(text: str) -> str:
+    """Markdown without code, pictures and targets of links; code counts as one word."""
+    text = re.sub(r"!\[([^\]]*)\]\([^)]*\)", r"", text)
+    text = re.sub(r"(``?)[^`]+?\1", "Code", text, flags=re.DOTALL)
+    return re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text).replace("*", "").replace("_", " ")
+
+
+def sentences(paragraph: str) -> list[str]:
+    """A paragraph's sentences."""
+    text = re.sub(r"\b(e\.g|i\.e|vs|cf|approx)\.", r"\1", " ".join(paragraph.split()))
+    return [part for part in re.split(r"(?<=[.!?])(?<!\.\.)[)\"']?\s+", text) if part]
+
+
+def words(text: str) -> int:
+    """Words with a letter, as a reader counts them."""
+    return sum(any(c.isalpha() for c in word) for word in text.split())
+
+
+def faults(text: str, lengths: bool = True) -> Iterator[str]:
+    """The rules that a paragraph breaks, each with the words that break it."""
+    text = plain(text)
+    if lengths and words(text) > MAX_PARAGRAPH_WORDS:
+        yield f"{words(text)} words in a paragraph (at most {MAX_PARAGRAPH_WORDS}): {text[:60]}"
+    for sentence in sentences(text):
+        if sentence.split()[0].strip("(\"'").rstrip(",:") in OPENINGS:
+            yield f"opens with {sentence.split()[0]}: {sentence[:60]}"
+        if lengths and words(sentence) > MAX_SENTENCE_WORDS:
+            yield f"{words(sentence)} words (at most {MAX_SENTENCE_WORDS}): {sentence[:60]}"
+    for pattern, instead in WORDING.items():
+        for match in re.finditer(pattern, text):
+            yield f"'{match[0]}' (say '{instead}'): {text[match.start() :][:60]}"
+
+
+def paragraphs(page: str) -> Iterator[tuple[str, bool]]:
+    """Paragraphs, list items, headings and cells of a page; True where lengths are held."""
+    page = re.sub(r"^\s*```.*?^\s*```", "\n", page, flags=re.DOTALL | re.MULTILINE)
+    block: list[str] = []
+    for line in [*page.splitlines(), ""]:
+        bare = line.strip()
+        starts = re.match(r"(?:[-*]|\d+\.)\s+|#|\|", bare)
+        if block and (not bare or starts):
+            yield " ".join(block), True
+            block = []
+        if bare.startswith("|"):
+            for cell in re.split(r"(?<!\\)\|", bare):
+                if cell.strip(" -:"):
+                    yield cell.strip(), False
+        elif bare.startswith("#"):
+            yield bare.lstrip("# "), False
+        elif bare:
+            block.append(bare[starts.end() :] if starts else bare)
+
+
+def documented(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """Public docstrings of a module by name: its own, and those of its attributes among them."""
+
+    def below(node: ast.Module | ast.ClassDef, prefix: str) -> Iterator[tuple[str, str]]:
+        for before, child in pairwise(node.body):
+            match before, child:
+                case (ast.Assign() | ast.AnnAssign(), ast.Expr(ast.Constant(str() as text))):
+                    target = before.targets[0] if isinstance(before, ast.Assign) else before.target
+                    yield prefix + ast.unparse(target), text
+        for child in node.body:
+            if not isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            if child.name.startswith("_"):
+                continue
+            if text := ast.get_docstring(child):
+                yield prefix + child.name, text
+            if isinstance(child, ast.ClassDef):
+                yield from below(child, f"{prefix}{child.name}.")
+
+    if text := ast.get_docstring(tree):
+        yield "module", text
+    yield from below(tree, "")
+
+
+def docstring_faults(text: str) -> Iterator[str]:
+    for block in re.split(r"\n\s*\n", text):
+        if "::" in block or re.match(r" {4,}\S", block):
+            continue
+        parts = re.split(r"\n(?=\s*(?:\w+: |[-*] |Args:|Returns:|Raises:|Yields:))", block)
+        for part in parts:
+            body = re.sub(r"^\s*(?:[-*] |Args:|Returns:|Raises:|Yields:|\w+: )", "", part)
+            if body.strip():
+                yield from faults(body)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_pages(page: Path) -> None:
+    text, *_ = page.read_text().split(HISTORY)
+    found = [fault for part, lengths in paragraphs(text) for fault in faults(part, lengths)]
+    assert found == []
+
+
+@pytest.mark.parametrize("place", STRICT)
+def test_public_docstrings(place: str) -> None:
+    path = ROOT / "tuner" / place
+    files = sorted(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
+    found = [
+        f"{file.relative_to(ROOT)} {name}: {fault}"
+        for file in files
+        for name, text in documented(ast.parse(file.read_text()))
+        for fault in docstring_faults(text)
+    ]
+    assert found == []

@@ -1,0 +1,38 @@
+"""The examples of the runtime's README, run in their order; without a GPU PyTorch answers them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tuner
+from tuner import settings
+
+torch = pytest.importorskip("torch", reason="the runtime needs PyTorch")
+
+README = Path(tuner.__file__).parent / "runtime" / "README.md"
+
+
+def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TUNER_CACHE_DIR", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
+    assert len(blocks) > 10
+    names: dict[str, Any] = {}
+    calls = 0
+    for block in blocks:
+        exec(compile(block, str(README), "exec"), names)
+        if isinstance(out := names.pop("out", None), torch.Tensor):
+            assert out.isfinite().all()
+            calls += 1
+    assert calls > 10
+    assert (tmp_path / "problems.json").is_file()
+
+
+def test_the_table_of_variables_is_whole() -> None:
+    text = README.read_text()
+    table = text[text.index("## Environment variables") :]
+    assert set(re.findall(r"TUNER_[A-Z_]+", table)) == set(settings.VARIABLES)
