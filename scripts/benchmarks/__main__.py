@@ -12,6 +12,7 @@ from tuner.errors import ConfigError, TunerError
 NAMES = (
     "backward",
     "block",
+    "context_parallel",
     "cost",
     "dispatch",
     "fleet",

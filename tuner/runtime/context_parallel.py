@@ -30,7 +30,7 @@ results right within rounding.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -93,23 +93,12 @@ def ring_attention(
             every rank where ranks differ.
         RankLostError: when another rank is gone.
     """
-    ring = Ring(group)
-    query, key, value = guards.autocast(query.device.type, query, key, value)
-    is_recorded = guards.wants_gradient(query, key, value)
+    arguments = query, key, value, attn_mask, dropout_p, group
     options = _Options(is_causal, scale, deterministic)
-    ring.check(
-        {
-            "query": str(tuple(query.shape)),
-            "key": str(tuple(key.shape)),
-            "type": str(query.dtype),
-            "layout of keys": "bshd" if _is_token_major(key) else "bhsd",
-            "gradient": is_recorded,
-            **options._asdict(),
-        },
-        _refusal(query, key, value, attn_mask, dropout_p, is_causal and ring.size > 1),
-    )
-    out: torch.Tensor = _RingAttention.apply(query, key, value, ring, options)
-    return out
+    if torch.compiler.is_compiling():  # transfers are not a graph's
+        out: torch.Tensor = torch.compiler.disable(_attend)(*arguments, options)
+        return out
+    return _attend(*arguments, options)
 
 
 def split_sequence(
@@ -171,7 +160,7 @@ def join_sequence(
         refusal = f"a part of {part.shape[dim]} has no halves (allowed: an even length)"
     options = {"dim": dim, "is_causal": is_causal}
     ring.check({"part": str(tuple(part.shape)), "type": str(part.dtype), **options}, refusal)
-    chunks = {}
+    chunks: dict[int, torch.Tensor] = {}
     for order, found in zip(orders, ring.gather(part.contiguous()), strict=True):
         chunks.update(zip(order, found.chunk(len(order), dim), strict=True))
     return torch.cat([chunks[number] for number in range(len(chunks))], dim)
@@ -205,6 +194,32 @@ class _Options(NamedTuple):
     is_causal: bool
     scale: float | None
     deterministic: bool | None
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    dropout_p: float,
+    group: dist.ProcessGroup | None,
+    options: _Options,
+) -> torch.Tensor:
+    """`ring_attention` outside of graphs."""
+    ring = Ring(group)
+    query, key, value = guards.autocast(query.device.type, query, key, value)
+    call = {
+        "query": str(tuple(query.shape)),
+        "key": str(tuple(key.shape)),
+        "type": str(query.dtype),
+        "layout of keys": "bshd" if _is_token_major(key) else "bhsd",
+        "gradient": guards.wants_gradient(query, key, value),
+        **options._asdict(),
+    }
+    is_zigzag = options.is_causal and ring.size > 1
+    ring.check(call, _refusal(query, key, value, attn_mask, dropout_p, is_zigzag))
+    out: torch.Tensor = _RingAttention.apply(query, key, value, ring, options)
+    return out
 
 
 def _refusal(
@@ -311,7 +326,7 @@ class _Merged:
         total.copy_(torch.logaddexp(total, lse))
 
 
-class _RingAttention(torch.autograd.Function):
+class _RingAttention(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(
         ctx: Any,
@@ -328,10 +343,10 @@ class _RingAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         with _determinism(ctx.options.deterministic):
-            grads = _backward(grad_out, *ctx.saved_tensors, ctx.ring, ctx.options)
+            grads = _backward(grad_out, ctx.saved_tensors, ctx.ring, ctx.options)
         return (*grads, None, None)
 
 
@@ -361,20 +376,20 @@ def _forward(
 
 
 def _backward(
-    grad_out: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    ring: Ring,
-    options: _Options,
+    grad_out: torch.Tensor, saved: Sequence[torch.Tensor], ring: Ring, options: _Options
 ) -> Three:
     """Gradients of this rank's query, key and value.
 
     The sums of a rank's key and value gradients start there, follow its keys from rank to rank a
     step behind, and come home at the end.
+
+    Args:
+        grad_out: (B, H, L, D), gradient of the output.
+        saved: query, key, value, and the output and log-sum-exp over the keys of all ranks.
+        ring: the ranks.
+        options: as of the forward pass.
     """
+    query, key, value, out, lse = saved
     is_causal, scale, _ = options
     if ring.size == 1:
         return partial_gradients(grad_out, query, key, value, out, lse, is_causal, scale)
@@ -415,7 +430,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 def _is_token_major(key: torch.Tensor) -> bool:
     """Whether keys lie token by token, (B, S, H, D), as the kernels of that layout want them."""
-    return key.dim() == 4 and key.stride(1) < key.stride(2)
+    return key.dim() == 4 and bool(key.stride(1) < key.stride(2))
 
 
 def _pack(key: torch.Tensor, value: torch.Tensor, is_token_major: bool) -> torch.Tensor:

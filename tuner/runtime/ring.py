@@ -65,7 +65,8 @@ class Ring:
         if dist.get_rank(group) < 0:
             raise ConfigError(f"rank {dist.get_rank()} is not in the group (allowed: its members)")
         self._group = group
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.rank: int = dist.get_rank(group)
+        self.size: int = dist.get_world_size(group)
         shared = dist.distributed_c10d._get_process_group_store(group)
         self._store = dist.PrefixStore(_PREFIX, shared)
         self._checks = _checks.setdefault(group, _Checks())
@@ -139,9 +140,9 @@ class Ring:
 
     @property
     def _timeout(self) -> timedelta:
-        """The process group's."""
-        device = self._group._device_types[0]
-        found: timedelta = self._group._get_backend(device).options._timeout
+        """The process group's; PyTorch's default where its backend names none."""
+        options = self._group._get_backend(self._group._device_types[0]).options
+        found: timedelta = getattr(options, "_timeout", dist.distributed_c10d.default_pg_timeout)
         return found
 
     def start(self, *tensors: torch.Tensor) -> Passing:
