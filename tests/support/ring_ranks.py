@@ -60,7 +60,7 @@ def watched() -> Iterator[list[Any]]:
         (
             context_parallel,
             "partial_gradients",
-            lambda *a: [a[1].shape[2], a[2].shape[2], a[6], is_deterministic()],
+            lambda *a: [a[1].shape[2], a[2].shape[2], a[5].is_contiguous(), is_deterministic()],
         ),
     )
     kept = [(place, name, getattr(place, name)) for place, name, _ in places]

@@ -68,6 +68,25 @@ def test_a_full_mask_takes_keys_of_another_length(found: Found, size: int) -> No
     assert all(f[f"error {size} cross float64"] < TOLERANCE["float64"] for f in found.values())
 
 
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("ranks", [3, 5])
+def test_any_number_of_ranks_may_share_a_sequence(ranks: int, is_causal: bool) -> None:
+    from threaded_ring import attend
+
+    torch.manual_seed(0)
+    inputs = [
+        torch.randn(1, heads, 12 * ranks, 8, dtype=torch.float64, requires_grad=True)
+        for heads in (4, 1, 1)
+    ]
+    grad_out = torch.randn(1, 4, 12 * ranks, 8, dtype=torch.float64)
+    attention = torch.nn.functional.scaled_dot_product_attention
+    wanted = attention(*inputs, is_causal=is_causal, enable_gqa=True)
+    grads = torch.autograd.grad(wanted, inputs, grad_out)
+    found = attend([*inputs, grad_out], ranks, is_causal)
+    for ours, theirs in zip(found, (wanted, *grads), strict=True):
+        torch.testing.assert_close(ours, theirs.detach(), rtol=0, atol=TOLERANCE["float64"])
+
+
 def test_positions_are_in_zigzag_order_under_a_causal_mask(found: Found) -> None:
     assert found[0]["positions 4 True"] == [0, 1, 14, 15]
     assert found[1]["positions 4 True"] == [2, 3, 12, 13]
@@ -116,6 +135,12 @@ def test_a_transfer_runs_beside_each_step_s_one_kernel(found: Found) -> None:
     # The last keys are sent to nobody; the gradients' sums go home at the end. The kind of call was
     # known, so nothing was published.
     assert events == [*step * (RANKS - 1), "partial", *back * RANKS, "start", "wait"]
+
+
+def test_kernels_get_a_contiguous_log_sum_exp(found: Found) -> None:
+    for seen in found.values():
+        events = seen["repeated None"]["events"]
+        assert all(event[3] for event in events if event[0] == "partial_gradients")
 
 
 def test_gradients_of_keys_are_summed_in_single_precision(found: Found) -> None:

@@ -303,10 +303,10 @@ def partial_gradients(
     is_causal: bool,
     scale: float | None,
 ) -> Three:
-    """What some of the keys add to the gradients of query, key and value; `out` and `lse` are those
-    of attention over all keys.
+    """What some of the keys add to the gradients of query, key and value; `out` and `lse`,
+    contiguous, are those of attention over all keys.
     """
-    tensors = grad_out, query, key, value, out, lse.contiguous()
+    tensors = grad_out, query, key, value, out, lse
     grads = torch.ops.tuner.attention_backward(*tensors, is_causal, scale)
     return grads[0], grads[1], grads[2]
 
@@ -404,10 +404,9 @@ def _backward(
         passing = ring.start(*sent)
         source = (ring.rank - step) % ring.size
         rows, keys, is_masked = step_of(ring.rank, source, query.shape[2], is_causal)
-        ours = (t[:, :, rows] for t in (grad_out, query, out, lse))
-        grad_rows, query_rows, out_rows, lse_rows = ours
+        grad_rows, query_rows, out_rows = (t[:, :, rows] for t in (grad_out, query, out))
         theirs = key[:, :, keys], value[:, :, keys]
-        tensors = grad_rows, query_rows, *theirs, out_rows, lse_rows
+        tensors = grad_rows, query_rows, *theirs, out_rows, lse[:, :, rows].contiguous()
         grads = partial_gradients(*tensors, is_masked, scale)
         grad_query[:, :, rows] += grads[0]
         received = passing.wait()
