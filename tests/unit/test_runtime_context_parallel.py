@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -209,6 +210,37 @@ def test_a_program_without_a_process_group_is_told_so() -> None:
 
     with pytest.raises(ConfigError, match="init_process_group first"):
         position_ids(8, is_causal=True)
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """This process is a group of one rank."""
+    distributed = torch.distributed
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # Dynamo's, at each break
+def test_a_compiled_model_calls_it_outside_of_its_graph() -> None:
+    from tuner.runtime.context_parallel import ring_attention
+
+    def model(tensor: Any) -> Any:
+        return ring_attention(2 * tensor, tensor, tensor, is_causal=True) + 1
+
+    tensor = torch.randn(1, 2, 8, 8, requires_grad=True)
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    found = torch.compile(model, backend=backend)(tensor)
+    wanted = model(tensor)
+    assert torch.equal(found, wanted) and len(graphs) == 2
+    grads = [torch.autograd.grad(out.sum(), tensor)[0] for out in (found, wanted)]
+    assert torch.equal(*grads)
 
 
 def test_a_killed_rank_ends_the_others_with_an_error_that_names_it(found: Found) -> None:

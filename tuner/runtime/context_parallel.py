@@ -1,14 +1,14 @@
 """Attention over a sequence that is split over the ranks of a process group.
 
-Every rank holds its own part of the queries, keys and values. Keys and values go round in a ring
-while each rank computes attention of its queries and the keys that it holds; the partial results
-are merged by their log-sum-exp. The backward pass sends keys and values round again, and with them
-the sums of their gradients, in at least single precision.
+Every rank holds its own part of the queries, keys and values. Keys and values go round in a ring;
+each rank computes attention of its queries over the keys that it holds by then. The partial results
+are merged by their log-sum-exp. The backward pass sends keys and values round again. The sums of
+their gradients go with them, in at least single precision.
 
-Of a full mask rank r holds the r-th part of the sequence. Under a causal mask that would leave the
-first ranks idle, so the sequence is cut into twice as many chunks as ranks, and of n ranks rank r
-holds chunks r and 2n - 1 - r (zigzag). Each step is one kernel call then, of the same work in each
-rank; L is the length of a rank's part:
+Under a full mask rank r holds the r-th part of the sequence. Under a causal mask that order would
+leave the first ranks idle. There the sequence is cut into twice as many chunks as ranks, and rank r
+of n holds chunks r and 2n - 1 - r (zigzag). Each step is then one kernel call, of the same work in
+each rank; L is the length of a rank's part:
 
 | keys come from | queries | keys | mask |
 |---|---|---|---|
@@ -17,15 +17,19 @@ rank; L is the length of a rank's part:
 | a rank after it | last L / 2 | all L | full |
 
 Partial results are those of `tuner::attention_with_lse` and `tuner::attention_backward`: a tuned
-kernel where there is one, PyTorch's elsewhere. `tuner.runtime.distributed.agree` has every rank
-look them up in one list of decisions; without it each rank looks in its own store, which leaves the
-results right within rounding.
+kernel where there is one, else PyTorch's. After `tuner.runtime.distributed.agree` every rank looks
+them up in one list of decisions. Without it each rank looks in its own store; the results are then
+the same within rounding.
 
     from tuner.runtime.context_parallel import position_ids, ring_attention, split_sequence
 
     tokens = split_sequence(tokens, dim=1, is_causal=True)  # (B, S) -> (B, S / ranks)
     positions = position_ids(length, is_causal=True)  # for rotary embeddings
     out = ring_attention(query, key, value, is_causal=True)  # in each layer
+
+PyTorch's own ``torch.distributed.tensor.experimental.context_parallel`` computes each step by the
+operators that `tuner.enable` overrides on CUDA. Its CPU attention has no such ring: PyTorch 2.13
+refuses the call, with `tuner.enable` and without.
 """
 
 from __future__ import annotations
@@ -63,13 +67,17 @@ def ring_attention(
     """softmax(scale * Q K^T + mask) V of a whole sequence, for this rank's queries.
 
     Call it in every rank of the group, with parts as `split_sequence` makes them. The ranks compare
-    shapes, types and options at the first call of each kind; every kind must come first in all of
-    them at once. The order in which partial results and gradients are added is fixed, so with
-    deterministic kernels equal calls give equal bits while the store's decisions stay.
+    shapes, types and options at the first call of each kind, which all of them must make together.
 
-    A rank that is lost ends the others: over gloo with an error as soon as its connection closes,
-    or after the process group's timeout; over NCCL as the group's watchdog has it after that
-    timeout (``TORCH_NCCL_BLOCKING_WAIT=1``: with an error).
+    Partial results and gradients are added in a fixed order. With deterministic kernels equal calls
+    give equal bits while the store's decisions stay.
+
+    A rank that is lost ends the others. Over gloo they raise an error as soon as its connection
+    closes, or after the process group's timeout. Over NCCL the group's watchdog ends the process
+    after that timeout; with ``TORCH_NCCL_BLOCKING_WAIT=1`` it is an error.
+
+    Under torch.compile the call stays outside of the graph. Second derivatives and transforms of
+    `torch.func` are refused by PyTorch.
 
     Args:
         query: (B, H, L, D), this rank's queries; L is even under `is_causal` with several ranks.
@@ -78,12 +86,11 @@ def ring_attention(
         attn_mask: None; masks are refused.
         dropout_p: 0; dropout is refused.
         is_causal: a token sees itself and those before it in the whole sequence, which is split in
-            zigzag order; else all, and it is split in order.
+            zigzag order; else it sees all, and the sequence is split in order.
         scale: of the scores; 1/sqrt(D) when None.
         group: process group; None: the default one.
-        deterministic: run deterministic kernels only, as under `use_deterministic_algorithms`,
-            which is switched for the whole process while kernels are enqueued; None: as the
-            program has it.
+        deterministic: run deterministic kernels, as under `torch.use_deterministic_algorithms`;
+            that switch is set for the whole process while kernels are enqueued. None: as it is.
 
     Returns:
         (B, H, L, D), of the inputs' type: the output for this rank's queries.
@@ -267,7 +274,7 @@ class Step(NamedTuple):
 
 
 def step_of(rank: int, source: int, length: int, is_causal: bool) -> Step:
-    """The step of a rank with the keys of another: see the table above.
+    """The step of a rank with the keys of another, by the table above.
 
     Args:
         rank: whose queries.
@@ -303,8 +310,17 @@ def partial_gradients(
     is_causal: bool,
     scale: float | None,
 ) -> Three:
-    """What some of the keys add to the gradients of query, key and value; `out` and `lse`,
-    contiguous, are those of attention over all keys.
+    """Gradients of query, key and value as far as some of the keys go.
+
+    Args:
+        grad_out: (B, H, L, D), gradient of the output.
+        query: (B, H, L, D).
+        key: (B, HKV, LKV, D), some of the keys.
+        value: as `key`.
+        out: output of attention over all keys.
+        lse: its log-sum-exp, contiguous (B, H, L).
+        is_causal: mask between these queries and keys.
+        scale: as of the attention.
     """
     tensors = grad_out, query, key, value, out, lse
     grads = torch.ops.tuner.attention_backward(*tensors, is_causal, scale)
@@ -428,7 +444,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _is_token_major(key: torch.Tensor) -> bool:
-    """Whether keys lie token by token, (B, S, H, D), as the kernels of that layout want them."""
+    """True where keys lie token by token, (B, S, H, D), as the kernels of that layout want them."""
     return key.dim() == 4 and bool(key.stride(1) < key.stride(2))
 
 

@@ -1,16 +1,16 @@
 """Ranks of a process group in a ring: checks before the first transfer, transfers, lost ranks.
 
 On CUDA a transfer is issued from a side stream (`devices.beside`), which waits for what the current
-stream holds by then; the compute that is enqueued afterwards runs at the same time. `Passing.wait`
-has the current stream wait for the transfer. Tensors that are received are new ones: a buffer goes
-back to torch's allocator when the stream that read it last is past it, so two are alive at once.
+stream holds by then. Kernels that are enqueued afterwards run at the same time. `Passing.wait` has
+the current stream wait for the transfer. Received tensors are new ones, so two are alive at once: a
+buffer goes back to torch's allocator once its last reader is enqueued.
 
-A transfer takes multiprocessors (NCCL's kernel). Own persistent kernels launch one block for every
-multiprocessor of the device, and their launch has no argument for fewer: blocks that find their
-place taken start when the transfer ends. Under a causal mask, where tiles are handed out by a
-counter, the others take their tiles meanwhile. A high-priority NCCL stream
+NCCL's transfers run on multiprocessors. Own persistent kernels launch one block for every
+multiprocessor of the device, and their launch has no argument for fewer. Blocks without a place
+start when the transfer ends. Under a causal mask a counter hands out the tiles, so the other blocks
+take theirs meanwhile. Two options of the process group help: a high-priority stream
 (``ProcessGroupNCCL.Options(is_high_priority_stream=True)``) lets the transfer start first, and
-``options.config.max_ctas`` bounds its multiprocessors.
+``options.config.max_ctas`` bounds its multiprocessors. None of this has been timed yet.
 """
 
 from __future__ import annotations
@@ -84,9 +84,9 @@ class Ring:
     def check(self, call: Mapping[str, str | int | float | bool | None], refusal: str = "") -> None:
         """Refuse a call that this rank cannot make, or that another rank makes differently.
 
-        The ranks compare each new kind of call once, in the key-value store of the group, so that
-        no collective is open when one of them refuses. A rank that makes another call later, when
-        the others' is known, is found out by the group's timeout only.
+        The ranks compare each new kind of call once, in the key-value store of the group: no
+        collective is open when one of them refuses, and a rank that does not come has a name. Later
+        calls are not compared: a rank that makes another one shows by the group's timeout only.
 
         Args:
             call: everything that must be equal, by name.
@@ -226,8 +226,8 @@ class Passing:
     def wait(self) -> tuple[torch.Tensor, ...]:
         """The previous rank's tensors, once they are here and this rank's are sent.
 
-        On CUDA the current stream waits, not the host; what a lost rank does there is the process
-        group's: NCCL's watchdog ends the process after the timeout.
+        On CUDA the current stream waits, not the host. A lost rank shows there by the process
+        group's timeout: NCCL's watchdog ends the process.
 
         Raises:
             RankLostError: when a neighbour is gone, or the group's timeout is over.
