@@ -13,6 +13,7 @@
     │   ├── StoreBusyError         another program has the database locked
     │   ├── StoreLostError         an SQLite file that was removed or replaced while it was open
     │   └── LeaseLostError         a job's problem that another controller works on by now
+    ├── RankLostError              a rank of a process group that does not answer any more
     └── NoValidConfigError         no candidate passed
 
 A cache miss is None and a failed candidate is a measurement with a status: neither is an error.
@@ -72,6 +73,10 @@ class StoreLostError(StoreError):
 
 class LeaseLostError(StoreError):
     """The lease on a job's problem is gone: whoever held it must not write."""
+
+
+class RankLostError(TunerError):
+    """A rank of a process group does not answer any more: the group cannot be used again."""
 
 
 class NoValidConfigError(TunerError):

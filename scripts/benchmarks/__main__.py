@@ -13,6 +13,7 @@ NAMES = (
     "backward",
     "batching",
     "block",
+    "context_parallel",
     "cost",
     "dispatch",
     "engines",

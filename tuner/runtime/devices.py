@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -87,6 +87,26 @@ def use(index: int) -> contextlib.AbstractContextManager[Any]:
     """Make a device the current one for a while."""
     context: contextlib.AbstractContextManager[Any] = torch.cuda.device(index)
     return context
+
+
+_sides: dict[int, Any] = {}
+"""Streams of `beside`, by device."""
+
+
+@contextlib.contextmanager
+def beside(device: torch.device) -> Iterator[None]:
+    """Enqueue on a stream that waits for what the current stream holds by now, and runs beside what
+    it gets later. Off CUDA: at once.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    index = device.index
+    if index not in _sides:
+        _sides[index] = torch.cuda.Stream(device, priority=-1)
+    _sides[index].wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(_sides[index]):
+        yield
 
 
 def is_capturing() -> bool:
