@@ -27,6 +27,7 @@ NAMES = (
     "search",
     "select",
     "service",
+    "stopping",
     "suites",
 )
 

@@ -5,9 +5,6 @@ problem's own results reaches what searches it: the cost models are fitted again
 `model` learns from the other problems' recordings alone. A seed decides what a sampler draws, and
 draws each timing anew from the deviation that was recorded with it; regret is judged by the
 recorded time of what then looks best, against the recorded best.
-
-``--stopping`` judges what ends a search: each threshold of expected gain under a sweep's budget,
-with one, four and sixteen compiles at once.
 """
 
 from __future__ import annotations
@@ -21,6 +18,7 @@ import os
 import random
 import statistics
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
@@ -43,7 +41,7 @@ from tuner.problem import Problem
 from tuner.runners import recording
 from tuner.search import ranking
 from tuner.search.family_search import FamilySearch
-from tuner.search.study import DEFAULT_TRIALS, EFFORTS, SAMPLERS, Search
+from tuner.search.study import EFFORTS, SAMPLERS, Search
 from tuner.selection.describe import table
 
 COMPILED = (1, 2, 4, 8, 12, 16, 40)
@@ -53,10 +51,6 @@ EFFORT = "quick"
 STOPPED = "model-stopping"
 """The sampler `model` as a sweep uses it: it ends when no gain is expected."""
 METHODS = (*SAMPLERS, STOPPED)
-CORES = (1, 4, 16)
-"""Compiles at once when what ends a search is judged."""
-GAINS = (0.0, 0.001, 0.002, 0.005, 0.01, 0.02)
-"""Thresholds of expected gain that are compared, and the effort's."""
 MOST_DEVIATION = 0.1
 """Of a timing, as a share: more is a round that was interrupted, which moves no median. Of
 9,400 recorded quick timings 28 are so."""
@@ -138,8 +132,6 @@ class Run:
     """After each compiled group, as a share of the recorded best."""
     timed: int
     """Candidates that were timed."""
-    rounds: int = 0
-    """Compiles one after the other, where every group takes equally long."""
     winner: float = math.inf
     """What the final pass among the leaders of the end chooses, as a share over the best."""
 
@@ -152,8 +144,6 @@ class Pace:
     """Groups that are asked for before the first one's result is told."""
     trials: int | None = None
     """Groups at most, a family; None: `COMPILED`'s last in all."""
-    least_gain: float | None = None
-    """Expected gain below which `STOPPED` ends; None: the effort's."""
 
 
 def replay(case: Case, method: str, seed: int, pace: Pace = Pace()) -> Run:
@@ -166,24 +156,19 @@ def replay(case: Case, method: str, seed: int, pace: Pace = Pace()) -> Run:
         pace: how many groups at once, and when it ends.
     """
     rng = random.Random(seed)
-    search = _search(case, method, seed, pace)
+    search = started(case, method, seed, pace)
     families = {family.name: family for family in case.families}
     leader: tuple[float, float] = (math.inf, math.inf)
     regrets: dict[int, float] = {}
     compiled: set[str] = set()
     seen: list[Measurement] = []
-    now = 0
-    queue: list[tuple[int, list[Config]]] = []
+    queue: deque[list[Config]] = deque()
     while True:
         while len(queue) < pace.in_flight and (group := search.ask()) is not None:
-            # What is left of a group after its first heat is compiled already.
-            is_new = families[group[0].family].compile_digest(group[0]) not in compiled
-            queue.append((now + is_new, group))
+            queue.append(group)
         if not queue:
-            return Run(list(regrets.values()), len(seen), now, _final(case, families, seen))
-        done, group = queue.pop(0)
-        now = max(now, done)
-        told = [_timed_again(case.recorded[config], rng) for config in group]
+            return Run(list(regrets.values()), len(seen), won(case, seen)[1])
+        told = [timed_again(case.recorded[config], rng) for config in queue.popleft()]
         search.tell(told)
         seen += told
         compiled.add(families[told[0].config.family].compile_digest(told[0].config))
@@ -194,13 +179,17 @@ def replay(case: Case, method: str, seed: int, pace: Pace = Pace()) -> Run:
         regrets[len(compiled)] = leader[1] / case.best_us - 1
 
 
-def _final(case: Case, families: Mapping[str, Family], seen: Sequence[Measurement]) -> float:
-    """Regret of the finalist that is fastest by the recorded times, as timing them again says."""
+def won(case: Case, seen: Sequence[Measurement]) -> tuple[Config | None, float]:
+    """The finalist that is fastest by the recorded times, as timing them again says, and its time
+    over the recorded best, as a share; None and infinity where nothing passed.
+    """
+    families = {family.name: family for family in case.families}
     chosen = ranking.finalists(
         seen, EFFORTS[EFFORT].finalists, lambda c: families[c.family].compile_digest(c)
     )
-    times = [case.recorded[m.config].latency_us or math.inf for m in chosen]
-    return min(times, default=math.inf) / case.best_us - 1
+    times = {m.config: case.recorded[m.config].latency_us or math.inf for m in chosen}
+    winner = min(times, key=times.__getitem__, default=None)
+    return winner, times[winner] / case.best_us - 1 if winner else math.inf
 
 
 def _members(case: Case, sampler: str, seed: int) -> list[FamilySearch]:
@@ -227,7 +216,8 @@ def _copied(member: FamilySearch) -> FamilySearch:
     return copy.deepcopy(member, {id(one): one for one in shared})
 
 
-def _search(case: Case, method: str, seed: int, pace: Pace) -> Search:
+def started(case: Case, method: str, seed: int, pace: Pace) -> Search:
+    """A search of a case that knows nothing of its results."""
     effort = EFFORTS[EFFORT]
     sampler = "model" if method == STOPPED else method
     if sampler in ("model", "cost"):
@@ -236,12 +226,11 @@ def _search(case: Case, method: str, seed: int, pace: Pace) -> Search:
         members = [_copied(member) for member in case.prepared[sampler]]
     else:
         members = _members(case, sampler, seed)
-    least = effort.least_gain if pace.least_gain is None else pace.least_gain
     total = COMPILED[-1] if pace.trials is None else pace.trials * len(members)
-    return Search(members, total, effort.seeds, least if method == STOPPED else 0.0)
+    return Search(members, total, effort.seeds, effort.least_gain if method == STOPPED else 0.0)
 
 
-def _timed_again(m: Measurement, rng: random.Random) -> Measurement:
+def timed_again(m: Measurement, rng: random.Random) -> Measurement:
     """A timing drawn from the recorded median and deviation."""
     if m.latency_us is None:
         return m
@@ -282,18 +271,6 @@ def summarise(runs: Sequence[Run]) -> dict[str, Any]:
     }
 
 
-def summarise_stops(runs: Sequence[Run]) -> dict[str, float]:
-    """What searches that ended by themselves found, and what they compiled for it."""
-    ends = sorted(run.winner for run in runs)
-    return {
-        "compiled": statistics.median(len(run.regrets) for run in runs),
-        "rounds": statistics.median(run.rounds for run in runs),
-        "median": statistics.median(ends),
-        "p90": ends[math.ceil(0.9 * len(ends)) - 1],
-        "worst": ends[-1],
-    }
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Replay, write the JSON after every result, print the table.
 
@@ -310,8 +287,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError("seeds and in-flight must be 1 or more")
     check_place(args.json)
     _CASES[:] = cases(cost.read(args.recordings), args.least_groups)
-    if args.stopping:
-        return _judge_stops(args)
     document = _resumed(args) or {
         "seeds": args.seeds,
         "in_flight": args.in_flight,
@@ -373,44 +348,6 @@ def _together(
             raise
 
 
-def _judge_stops(args: argparse.Namespace) -> int:
-    """Replay every problem with every threshold; write the JSON and print a table a problem."""
-    effort = EFFORTS[EFFORT]
-    gains = sorted({*GAINS, effort.least_gain})
-    works = {
-        (position, cores, gain): partial(
-            _run,
-            position,
-            STOPPED,
-            range(args.seeds),
-            Pace(cores, effort.trials.get(case.problem.op, DEFAULT_TRIALS), gain),
-        )
-        for position, case in enumerate(_CASES)
-        for cores in CORES
-        for gain in gains
-    }
-    found = {key: summarise_stops(runs) for key, runs in _together(works, args.jobs)}
-    document: dict[str, Any] = {"seeds": args.seeds, "cases": {}}
-    for position, case in enumerate(_CASES):
-        stops = {
-            str(cores): {str(gain): found[position, cores, gain] for gain in gains}
-            for cores in CORES
-        }
-        document["cases"][case.label] = {"groups": case.groups, "at_once": stops}
-        print(f"\n{case.label}: {case.groups} groups, best {case.best_us:.4g} us")
-        rows = [
-            [cores, gain, f"{stop['compiled']:.0f}", f"{stop['rounds']:.0f}"]
-            + [f"{100 * stop[name]:.2f}" for name in ("median", "p90", "worst")]
-            for cores, by_gain in stops.items()
-            for gain, stop in by_gain.items()
-        ]
-        head = ["at once", "least gain", "compiled", "rounds", "regret, %", "p90", "worst"]
-        print(_table(head, rows))
-    if args.json is not None:
-        write_json(args.json, document)
-    return DONE
-
-
 def summary(document: Mapping[str, Any], methods: Sequence[str]) -> dict[str, Any]:
     """Over the wide recordings of an operation: median of the medians, worst of them, worst p90."""
     found: dict[str, Any] = {}
@@ -453,9 +390,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--in-flight", type=int, default=1, metavar="N", help="groups compiled at once"
-    )
-    parser.add_argument(
-        "--stopping", action="store_true", help="compare thresholds of expected gain instead"
     )
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--json", type=Path, metavar="FILE")

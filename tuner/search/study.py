@@ -17,6 +17,7 @@ import importlib.util
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from tuner import settings
 from tuner.config import Config
@@ -102,6 +103,9 @@ EFFORTS: dict[str, Effort] = {
     ),
 }
 DEFAULT_TRIALS = 40
+
+Place = tuple[str, str]
+"""A group: name of its family, and key."""
 
 SAMPLERS = ("model", "tpe", "gp", "cost", "random")
 PROMISE_EXPONENT = 4
@@ -263,7 +267,7 @@ class Search:
             for key in member.open
         }
         known = [means[name, key] for name, keys in taken.items() for key in keys]
-        measured = min((member.best_us for member in self.members), default=math.inf)
+        measured = self.best_us
         if not known and math.isinf(measured):
             slowest = max(means.values(), default=0.0)
             return {place: UNSERVED + slowest - mean for place, mean in means.items()}
@@ -276,6 +280,40 @@ class Search:
                 gains = member.surrogate.gains(keys, best, [*member.underway, *assumed])
                 found |= {(member.family.name, key): gain for key, gain in gains.items()}
         return found
+
+    @property
+    def is_modelled(self) -> bool:
+        """Whether every family's sampler is `model`."""
+        return bool(self.members) and all(member.surrogate is not None for member in self.members)
+
+    @property
+    def best_us(self) -> float:
+        """The best time so far; infinite before there is one."""
+        return min((member.best_us for member in self.members), default=math.inf)
+
+    def joint_gains(self, places: Sequence[Place]) -> list[float]:
+        """Expected improvement on the best time by the first one, two, ... of some groups
+        together: differences of logarithms, so about the share of the time that they save.
+
+        Args:
+            places: groups of members with a surrogate.
+        """
+        if math.isinf(self.best_us):
+            return [math.inf] * len(places)
+        least: Any = math.inf
+        drawn: dict[Place, Any] = {}
+        for seed, member in enumerate(self.members):
+            keys = [key for name, key in places if name == member.family.name]
+            if keys and member.surrogate is not None:
+                columns = member.surrogate.draws(keys, seed).T
+                drawn |= {
+                    (member.family.name, key): c for key, c in zip(keys, columns, strict=True)
+                }
+        gains = []
+        for place in places:
+            least = drawn[place].clip(max=least)
+            gains.append(float((math.log(self.best_us) - least).clip(min=0.0).mean()))
+        return gains
 
     # By expected gain
 
@@ -301,9 +339,8 @@ class Search:
 
     def _best(self) -> float:
         """Logarithm of the best time so far; before there is one, of the best expected."""
-        best_us = min(member.best_us for member in self.members)
-        if math.isfinite(best_us):
-            return math.log(best_us)
+        if math.isfinite(self.best_us):
+            return math.log(self.best_us)
         return min(
             member.surrogate.mean(key)
             for member in self.members
@@ -340,8 +377,9 @@ class Search:
         for waiting in (seeding, enumerated):
             if waiting:
                 return min(waiting, key=lambda m: (m.started, m.family.name))
-        best = min(member.best_us for member in self.members)
-        return max(available, key=lambda m: (_promise(m, best) / (m.started + 1), m.family.name))
+        return max(
+            available, key=lambda m: (_promise(m, self.best_us) / (m.started + 1), m.family.name)
+        )
 
 
 def _promise(member: FamilySearch, best_us: float) -> float:
