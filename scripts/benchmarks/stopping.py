@@ -43,7 +43,7 @@ CORES = 16
 SEEDS = 10
 LEAST_GROUPS = 32
 """Groups from which on a recording is searched: the best of fewer is soon found."""
-PRICES = (0.0, 5e-5, 1e-4, 2e-4, 3e-4, 5e-4, 1e-3, 2e-3)
+PRICES = (0.0, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2)
 TIMING_S = 0.4
 """Seconds of the GPU for a candidate: reference, check and quick timing of a call below 1 ms."""
 EFFORT = "quick"
@@ -97,7 +97,7 @@ class Simulation:
         while True:
             while sought.pending < sought.at_once and (group := sought.ask()) is not None:
                 self._submit(families[group[0].family], group)
-            if not self.queue or stopping.is_over(self._left(times)):
+            if not self.queue or self._is_over(times, stopping):
                 return self._end(sought, seen, passed)
             if self.queue[0][0] > self.now + POLL_S:
                 self.now += POLL_S
@@ -131,21 +131,23 @@ class Simulation:
         known = self.durations.get(family.name) or [FALLBACK_S]
         return random.Random(f"{self.seed} {digest}").choice(known)
 
-    def _left(self, times: CompileTimes) -> dict[Place, float]:
-        """What the rule knows of the groups under way: when each began, never when it ends."""
+    def _is_over(self, times: CompileTimes, stopping: Stopping) -> bool:
+        """The rule, by what a sweep knows: when each compile began, never when it ends. What is
+        compiled is always timed.
+        """
         running, waiting = [], []
         left: dict[Place, float] = {}
         for _, _, place, _ in sorted(self.queue, key=lambda one: one[1]):
             begin, end = self.compiles[place]
             if end <= self.now:
-                left[place] = TIMING_S
-            elif begin <= self.now:
+                return False
+            if begin <= self.now:
                 left[place] = times.left_s(place[0], self.now - begin)
                 running.append(left[place])
             else:
                 waiting.append(place)
         ends = queued(running, [times.left_s(place[0]) for place in waiting])
-        return left | dict(zip(waiting, ends, strict=True))
+        return stopping.is_over(left | dict(zip(waiting, ends, strict=True)))
 
     def _end(
         self, sought: Search, seen: Sequence[Measurement], passed: Mapping[Config, float]

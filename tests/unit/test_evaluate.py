@@ -68,7 +68,9 @@ class FakeCompiler:
         self.futures: dict[KernelSpec, Future[Artifact]] = {}
         self.submitted: list[KernelSpec] = []
 
-    def submit(self, specs: Sequence[KernelSpec]) -> list[tuple[KernelSpec, Future[Artifact]]]:
+    def submit(
+        self, specs: Sequence[KernelSpec], owner: Any = None
+    ) -> list[tuple[KernelSpec, Future[Artifact]]]:
         for spec in specs:
             self.submitted.append(spec)
             if spec not in self.futures:

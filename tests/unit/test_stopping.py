@@ -5,7 +5,6 @@ the rule.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest

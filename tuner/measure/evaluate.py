@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import secrets
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -85,6 +85,10 @@ class Evaluator:
         self._lock = threading.Lock()
         [(_, self._reference)] = compiler.submit([REFERENCE])
 
+    def owner(self, problem: Problem) -> Hashable:
+        """Names to the compiler what is submitted for a problem here."""
+        return self, problem
+
     def prefetch(self, problem: Problem, configs: Sequence[Config]) -> None:
         """Compile without waiting; what fails is reported by the evaluation that needs it."""
         self.start(problem, configs)
@@ -101,7 +105,8 @@ class Evaluator:
                 log = f"{config.family} cannot express this config: {type(exc).__name__}: {exc}"
                 failures[index] = self._failed(problem, config, Status.COMPILE_ERROR, log)
         wanted = list(dict.fromkeys(spec for named in kernels for spec in named.values()))
-        futures = dict(self._compiler.submit(wanted)) if wanted else {}
+        owner = self.owner(problem)
+        futures = dict(self._compiler.submit(wanted, owner)) if wanted else {}
         with self._lock:
             self._fresh |= {spec for spec, future in futures.items() if not future.done()}
         return Pending(problem, group, kernels, futures, failures)

@@ -23,9 +23,10 @@ from typing import Any, Self
 import tuner
 from tuner.base.install import extra_command
 from tuner.compile.artifacts import Artifact, ArtifactCache
-from tuner.compile.compiler import Compiler, Unit
+from tuner.compile.compiler import Compiler
 from tuner.compile.render import render
 from tuner.compile.toolchain import Toolchain
+from tuner.compile.units import Unit
 from tuner.config import Config
 from tuner.errors import BenchmarkError, ConfigError, WorkerLostError
 from tuner.families.base import KernelSpec

@@ -44,6 +44,8 @@ class Effort:
     family that may be compiled before any result."""
     least_gain: float
     """Share of the time that a trial must be expected to save; below, `model` ends."""
+    price: float
+    """Share of the time that a second of waiting must be expected to save (`stopping`); 0 waits."""
     hopeless: float
     """A family whose best estimate is so many times the best of all is left out unless named."""
     heat: int
@@ -57,11 +59,13 @@ class Effort:
     """Trials ranked by their estimates where nothing can be timed."""
 
 
-#: Quick: at most 16 kernels a family of attention or 40 of GEMM. It ends where no further group is
-#: expected to save 0.2 %: replayed on 19 recordings (`scripts/bench search --stopping`) with 16
-#: compiles at once that takes 149 groups where 0.1 % takes 169 and loses nothing (0.5 %: 128, and
-#: 0.5 % on one of them); with 4 at once it takes 118 for 133 and loses 1.4 % on one. Full: 200
-#: groups a family, which enumerates every space that is not larger.
+#: Quick: at most 16 kernels a family of attention or 40 of GEMM. No group is started that is not
+#: expected to save 0.2 %: with 16 compiles at once that took 149 groups in 19 replayed recordings
+#: where 0.1 % took 169, and lost nothing (evidence/search-stopping.json). No wait is longer than
+#: its gain is worth at 0.05 % a second: simulated on 16 cores (`scripts/bench stopping`) the median
+#: search of 11 recordings ends after 46 s where waiting for all takes 66, and loses nothing; twice
+#: that price loses nothing more, four times it 0.8 % in one of ten. Full: 200 groups a family,
+#: which enumerates every space that is not larger, and every one is waited for.
 EFFORTS: dict[str, Effort] = {
     "quick": Effort(
         trials={
@@ -76,6 +80,7 @@ EFFORTS: dict[str, Effort] = {
         stage_keep=2,
         seeds=6,
         least_gain=0.002,
+        price=0.0005,
         hopeless=2.5,
         heat=2,
         finalists=4,
@@ -95,6 +100,7 @@ EFFORTS: dict[str, Effort] = {
         stage_keep=4,
         seeds=12,
         least_gain=0.0,
+        price=0.0,
         hopeless=math.inf,
         heat=0,
         finalists=8,
@@ -108,6 +114,8 @@ Place = tuple[str, str]
 """A group: name of its family, and key."""
 
 SAMPLERS = ("model", "tpe", "gp", "cost", "random")
+MAX_JUDGED = 64
+"""Groups whose joint gain is drawn."""
 PROMISE_EXPONENT = 4
 """A family twice as slow as the best one gets 1/16 of its share."""
 UNSERVED = 1.0
@@ -222,6 +230,14 @@ class Search:
         chosen = self._most_gain({})
         return None if chosen is None else chosen[0].take()
 
+    def take(self, config: Config) -> list[Config]:
+        """Start the group of a config ahead of its turn; what is to be measured of it."""
+        for member in self.members:
+            if member.family.name == config.family:
+                key = member.family.compile_digest(config)
+                return member.take(key) if key in member.trials.groups.open else []
+        return []
+
     def tell(self, measurements: Sequence[Measurement]) -> None:
         for member in self.members:
             member.tell(m for m in measurements if m.config.family == member.family.name)
@@ -314,6 +330,21 @@ class Search:
             least = drawn[place].clip(max=least)
             gains.append(float((math.log(self.best_us) - least).clip(min=0.0).mean()))
         return gains
+
+    def expected_loss(self) -> float | None:
+        """Share of the best time that the groups without a result are expected to save, the
+        `MAX_JUDGED` most promising of them together; None without a model or a time.
+        """
+        if not self.is_modelled or math.isinf(self.best_us):
+            return None
+        gains: dict[Place, float] = {}
+        for member in self.members:
+            keys = [*member.open, *member.underway]
+            if keys and member.surrogate is not None:
+                found = member.surrogate.gains(keys, math.log(self.best_us))
+                gains |= {(member.family.name, key): gain for key, gain in found.items()}
+        chosen = sorted(gains, key=lambda place: -gains[place])[:MAX_JUDGED]
+        return -math.expm1(-self.joint_gains(chosen)[-1]) if chosen else 0.0
 
     # By expected gain
 

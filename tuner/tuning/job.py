@@ -26,15 +26,11 @@ from tuner.problem import PROBLEMS, Problem
 from tuner.runners.base import Runner
 from tuner.runners.choose import Runners
 from tuner.store import Store, SweepRecord
+from tuner.tuning.options import Catalogue, SweepOptions, check_families
 from tuner.tuning.outcome import Outcome
 from tuner.tuning.progress import Interruption, Watcher
 from tuner.tuning.revalidate import widen
-from tuner.tuning.sweep import (
-    Catalogue,
-    Sweep,
-    SweepOptions,
-    check_families,
-)
+from tuner.tuning.sweep import Sweep
 
 if TYPE_CHECKING:
     from tuner.search.storage import StudyStorage
