@@ -41,21 +41,22 @@ from tuner.problem import Problem
 from tuner.runners import recording
 from tuner.search import ranking
 from tuner.search.family_search import FamilySearch
-from tuner.search.study import EFFORTS, SAMPLERS, Search
+from tuner.search.study import EFFORTS, SAMPLERS, Search, sampler_name
 from tuner.selection.describe import table
 
 COMPILED = (1, 2, 4, 8, 12, 16, 40)
 """Compiled groups after which the regret is read."""
 SEEDS = 30
 EFFORT = "quick"
+TOGETHER = "all operations"
 STOPPED = "model-stopping"
 """The sampler `model` as a sweep uses it: it ends when no gain is expected."""
 METHODS = (*SAMPLERS, STOPPED)
 MOST_DEVIATION = 0.1
 """Of a timing, as a share: more is a round that was interrupted, which moves no median. Of
 9,400 recorded quick timings 28 are so."""
-WIDE = 120
-"""Groups from which on a recording counts in the summary: the best of few is soon found."""
+WIDE = COMPILED[-1] + 1
+"""Groups from which on a recording counts in the summary: no budget enumerates it."""
 
 
 @dataclass(frozen=True)
@@ -255,10 +256,11 @@ def _run(position: int, method: str, seeds: Iterable[int], pace: Pace) -> list[R
 
 def summarise(runs: Sequence[Run]) -> dict[str, Any]:
     """Median, 90th percentile and worst of the regret after k groups, over the seeds' runs."""
-    regrets: dict[str, dict[str, float]] = {}
+    regrets: dict[str, dict[str, Any]] = {}
     for k in COMPILED:
         values = sorted(run.regrets[min(k, len(run.regrets)) - 1] for run in runs)
         regrets[str(k)] = {
+            "runs": [run.regrets[min(k, len(run.regrets)) - 1] for run in runs],
             "median": statistics.median(values),
             "p90": values[math.ceil(0.9 * len(values)) - 1],
             "worst": values[-1],
@@ -279,10 +281,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = _parser().parse_args(argv)
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the children share the cores
-    methods = args.samplers.split(",")
-    for method in methods:
-        if method not in METHODS:
-            raise ConfigError(f"sampler={method} is not known (allowed: {', '.join(METHODS)})")
+    methods = _methods(args.samplers)
     if args.seeds < 1 or args.in_flight < 1:
         raise ConfigError("seeds and in-flight must be 1 or more")
     check_place(args.json)
@@ -317,6 +316,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
+def _methods(named: str | None) -> list[str]:
+    """The samplers to compare: those named, else all whose packages are installed.
+
+    Raises:
+        ConfigError: when one that was named is not known, or needs a package.
+    """
+    methods = []
+    for method in METHODS if named is None else named.split(","):
+        if method not in METHODS:
+            raise ConfigError(f"sampler={method} is not known (allowed: {', '.join(METHODS)})")
+        try:
+            sampler_name("model" if method == STOPPED else method)
+        except ConfigError as exc:
+            if named is not None:
+                raise
+            _say(f"left out: {exc}")
+            continue
+        methods.append(method)
+    return methods
+
+
 def _results(
     document: Mapping[str, Any], methods: Sequence[str], args: argparse.Namespace
 ) -> Iterator[tuple[int, str, list[Run]]]:
@@ -349,30 +369,36 @@ def _together(
 
 
 def summary(document: Mapping[str, Any], methods: Sequence[str]) -> dict[str, Any]:
-    """Over the wide recordings of an operation: median of the medians, worst of them, worst p90."""
+    """Over the wide recordings, together and by operation: median and 90th percentile of all runs,
+    and the worst problem's median.
+    """
     found: dict[str, Any] = {}
     for label, case in document["cases"].items():
         if case["groups"] < WIDE:
             continue
-        for method in methods:
-            if method not in case["samplers"]:
-                continue
-            rows = found.setdefault(label.split()[0], {}).setdefault(method, {})
-            for k, regret in case["samplers"][method]["regret"].items():
-                rows.setdefault(k, []).append(regret)
+        for op in (TOGETHER, label.split()[0]):
+            for method in methods:
+                if method not in case["samplers"]:
+                    continue
+                rows = found.setdefault(op, {}).setdefault(method, {})
+                for k, regret in case["samplers"][method]["regret"].items():
+                    rows.setdefault(k, []).append(regret)
     return {
         op: {
-            method: {
-                k: {
-                    "median": statistics.median(r["median"] for r in regrets),
-                    "worst_median": max(r["median"] for r in regrets),
-                    "worst_p90": max(r["p90"] for r in regrets),
-                }
-                for k, regrets in rows.items()
-            }
+            method: {k: _pooled(regrets) for k, regrets in rows.items()}
             for method, rows in by_method.items()
         }
         for op, by_method in found.items()
+    }
+
+
+def _pooled(regrets: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    values = sorted(value for regret in regrets for value in regret["runs"])
+    return {
+        "recordings": len(regrets),
+        "median": statistics.median(values),
+        "p90": values[math.ceil(0.9 * len(values)) - 1],
+        "worst_median": max(regret["median"] for regret in regrets),
     }
 
 
@@ -383,7 +409,7 @@ def _parser() -> argparse.ArgumentParser:
         "recorded best each sampler is after how many compiled groups.",
     )
     parser.add_argument("--recordings", type=Path, default=recording.folder(), metavar="DIR")
-    parser.add_argument("--samplers", default=",".join(METHODS), metavar="NAME,...")
+    parser.add_argument("--samplers", metavar="NAME,...", help="default: all that are installed")
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument(
         "--least-groups", type=int, default=1, metavar="N", help="search only what has so many"
@@ -425,14 +451,19 @@ def _show(document: Mapping[str, Any], methods: Sequence[str]) -> None:
         ]
         print(_table(["median regret, %", "compiled", "timed", *after], rows))
     for op, by_method in document["summary"].items():
-        print(f"\n{op}: worst problem of the recordings with {WIDE} groups or more")
+        count = max(found["8"]["recordings"] for found in by_method.values())
+        print(f"\n{op}, {count} recordings with {WIDE} groups or more, {document['seeds']} seeds")
         rows = [
             [method]
-            + [f"{100 * found[str(k)]['worst_median']:.1f}" for k in COMPILED]
-            + [f"{100 * found['16']['worst_p90']:.1f}"]
+            + [
+                f"{100 * found[str(k)]['median']:.1f} / {100 * found[str(k)]['p90']:.1f}"
+                for k in COMPILED
+            ]
+            + [f"{100 * found['16']['worst_median']:.1f}"]
             for method, found in by_method.items()
         ]
-        print(_table(["median regret, %", *after], rows))
+        head = ["median / p90 of the regret, %", *(f"after {k}" for k in COMPILED)]
+        print(_table([*head, "worst problem after 16"], rows))
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -122,9 +122,43 @@ def test_an_interrupted_round_is_no_noise_of_the_median(cases: list[search.Case]
 def test_summary_of_runs() -> None:
     runs = [search.Run(r, 9) for r in ([0.5, 0.1], [0.4, 0.2], [0.3, 0.3])]
     found = search.summarise(runs)
-    assert found["regret"]["1"] == {"median": 0.4, "p90": 0.5, "worst": 0.5}
-    assert found["regret"]["40"] == {"median": 0.2, "p90": 0.3, "worst": 0.3}
+    one, forty = found["regret"]["1"], found["regret"]["40"]
+    assert one == {"runs": [0.5, 0.4, 0.3], "median": 0.4, "p90": 0.5, "worst": 0.5}
+    assert forty == {"runs": [0.1, 0.2, 0.3], "median": 0.2, "p90": 0.3, "worst": 0.3}
     assert (found["compiled"], found["timed"]) == (2, 9)
+
+
+def test_the_summary_is_over_every_run_of_the_wide_recordings() -> None:
+    def case(groups: int, *regrets: float) -> dict[str, object]:
+        found = search.summarise([search.Run([regret], 1) for regret in regrets])
+        return {"groups": groups, "samplers": {"cost": found}}
+
+    cases = {
+        "gemm a": case(100, 0.1, 0.3),
+        "attention b": case(100, 0.2, 0.6),
+        "gemm c": case(9, 9),
+    }
+    found = search.summary({"cases": cases}, ["cost", "random"])
+    assert set(found) == {search.TOGETHER, "gemm", "attention"}
+    assert set(found["gemm"]) == {"cost"}, "random was not run"
+    every = found[search.TOGETHER]["cost"]["8"]
+    assert every["recordings"] == 2
+    assert (every["median"], every["p90"]) == (pytest.approx(0.25), 0.6)
+    assert every["worst_median"] == pytest.approx(0.4)
+
+
+def test_a_sampler_whose_package_is_missing_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tuner.search.study.importlib.util.find_spec", lambda name: None)
+    assert search._methods(None) == [m for m in search.METHODS if m not in ("gp", "cmaes")]
+    said = capsys.readouterr().err.splitlines()
+    assert [line.startswith("left out: sampler=") and "pip install" in line for line in said] == [
+        True,
+        True,
+    ]
+    with pytest.raises(ConfigError, match=r"sampler=cmaes needs cmaes: .*pip install cmaes"):
+        search._methods("model,cmaes")
 
 
 def test_the_final_pass_sees_through_the_noise(cases: list[search.Case]) -> None:

@@ -6,7 +6,7 @@ part (compiling) is spent once. A group is one trial of its family's Optuna stud
 The sampler `model` proposes the group with the largest expected gain over all families: a
 Gaussian-process residual over each family's cost model (`surrogate`). It ends when no gain worth
 its compile is expected. The other samplers are for comparison (`scripts/bench search`): random,
-the cost models' order, and Optuna's TPE and GP from the families' seeds on.
+the cost models' order, and Optuna's TPE, GP and CMA-ES from the families' seeds on.
 Studies live in memory: measurements are told again from the store, which alone is durable.
 `storage` keeps copies of the studies for Optuna's tools.
 """
@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tuner import settings
+from tuner.base.install import install_command
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families.base import Family
@@ -113,7 +114,9 @@ DEFAULT_TRIALS = 40
 Place = tuple[str, str]
 """A group: name of its family, and key."""
 
-SAMPLERS = ("model", "tpe", "gp", "cost", "random")
+SAMPLERS = ("model", "tpe", "gp", "cmaes", "cost", "random")
+NEEDED = {"gp": ("torch", "scipy"), "cmaes": ("cmaes",)}
+"""Packages that samplers of Optuna need."""
 MAX_JUDGED = 64
 """Groups whose joint gain is drawn."""
 PROMISE_EXPONENT = 4
@@ -144,9 +147,12 @@ def sampler_name(given: str | None) -> str:
     name = given or settings.sampler() or "model"
     if name not in SAMPLERS:
         raise ConfigError(f"sampler={name} is not known (allowed: {', '.join(SAMPLERS)})")
-    missing = [m for m in ("torch", "scipy") if importlib.util.find_spec(m) is None]
-    if name == "gp" and missing:
-        raise ConfigError(f"sampler=gp needs {' and '.join(missing)} (or use sampler=model)")
+    missing = [m for m in NEEDED.get(name, ()) if importlib.util.find_spec(m) is None]
+    if missing:
+        command = install_command(*missing)
+        raise ConfigError(
+            f"sampler={name} needs {' and '.join(missing)}: {command} (or use sampler=model)"
+        )
     return name
 
 
