@@ -115,7 +115,7 @@ def cases(recordings: Sequence[recording.Recording], least_groups: int = 1) -> l
         )
         families = tuple(fit.without(one))
         found.append(Case(one.problem, one.gpu, recorded, families, history))
-        _say(f"fitted without {found[-1].label}")
+        say(f"fitted without {found[-1].label}")
     return found
 
 
@@ -304,7 +304,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for position, method, runs in _results(document, methods, args):
             label = _CASES[position].label
             document["cases"][label]["samplers"][method] = summarise(runs)
-            _say(f"{method}: {label}")
+            say(f"{method}: {label}")
             if args.json is not None:
                 write_json(args.json, document)
     except KeyboardInterrupt as exc:
@@ -331,7 +331,7 @@ def _methods(named: str | None) -> list[str]:
         except ConfigError as exc:
             if named is not None:
                 raise
-            _say(f"left out: {exc}")
+            say(f"left out: {exc}")
             continue
         methods.append(method)
     return methods
@@ -470,5 +470,6 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return table([head, *rows], frozenset(range(1, len(head))))
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """Tell a person how far it is, beside the results."""
     print(text, file=sys.stderr, flush=True)

@@ -33,6 +33,8 @@ from tuner.errors import ConfigError
 from tuner.families.base import Family
 from tuner.measurement import Measurement
 from tuner.runners import recording
+from tuner.search import expectation
+from tuner.search.expectation import Expectation
 from tuner.search.stopping import FALLBACK_S, CompileTimes, Stopping, queued
 from tuner.search.study import DEFAULT_TRIALS, EFFORTS, Place, Search
 from tuner.selection.describe import table
@@ -40,6 +42,7 @@ from tuner.selection.describe import table
 POLL_S = 2.0
 """Between two looks at the rule while nothing is measured."""
 CORES = 16
+LEARNT_CORES = (4, 16)
 SEEDS = 10
 LEAST_GROUPS = 32
 """Groups from which on a recording is searched: the best of fewer is soon found."""
@@ -76,6 +79,7 @@ class Simulation:
     seed: int
     price: float
     cores: int
+    effort: str
     durations: Mapping[str, Sequence[float]]
     """Recorded seconds of a group, by family, of all recordings."""
     now: float = 0.0
@@ -89,7 +93,7 @@ class Simulation:
         """Search to the end."""
         case, rng = self.case, random.Random(self.seed)
         families = {family.name: family for family in case.families}
-        sought = searched(case, self.seed, self.cores)
+        sought = searched(case, self.seed, self.cores, self.effort)
         times, stopping = CompileTimes(case.history), Stopping(sought, self.price)
         self.core_free = [0.0] * self.cores
         seen: list[Measurement] = []
@@ -164,16 +168,47 @@ class Simulation:
 
 
 def simulate(
-    case: Case, seed: int, price: float, cores: int, durations: Mapping[str, Sequence[float]]
+    case: Case,
+    seed: int,
+    price: float,
+    cores: int,
+    durations: Mapping[str, Sequence[float]],
+    effort: str = EFFORT,
 ) -> End:
     """One search of a case: see `Simulation`."""
-    return Simulation(case, seed, price, cores, durations).run()
+    return Simulation(case, seed, price, cores, effort, durations).run()
 
 
-def searched(case: Case, seed: int, cores: int) -> Search:
-    """A quick sweep's search of a case."""
-    trials = EFFORTS[EFFORT].trials.get(case.problem.op, DEFAULT_TRIALS)
-    return search.started(case, search.STOPPED, seed, search.Pace(cores, trials))
+def searched(case: Case, seed: int, cores: int, effort: str) -> Search:
+    """A sweep's search of a case."""
+    trials = EFFORTS[effort].trials.get(case.problem.op, DEFAULT_TRIALS)
+    sought = search.started(case, search.STOPPED, seed, search.Pace(cores, trials))
+    sought.least_gain = EFFORTS[effort].least_gain
+    return sought
+
+
+def learnt(
+    cases: Sequence[Case], seeds: int, durations: Mapping[str, Sequence[float]]
+) -> list[Expectation]:
+    """What each effort takes and loses on each number of cores, by operation."""
+    found = []
+    for op in sorted({case.problem.op for case in cases}):
+        mine = [case for case in cases if case.problem.op == op]
+        for effort in EFFORTS:
+            for cores in LEARNT_CORES:
+                price = EFFORTS[effort].price
+                summary = summarise(
+                    [
+                        simulate(case, seed, price, cores, durations, effort)
+                        for case in mine
+                        for seed in range(seeds)
+                    ]
+                )
+                names = ("seconds", "seconds_p90", "loss", "loss_p90")
+                values = {name: round(summary[name], 4) for name in names}
+                found.append(Expectation(op, effort, cores, len(mine), **values))
+                search.say(found[-1].text(cores))
+    return found
 
 
 def recorded_durations(recordings: Iterable[recording.Recording]) -> dict[str, list[float]]:
@@ -219,6 +254,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     recordings = cost.read(args.recordings)
     durations = recorded_durations(recordings)
     _CASES[:] = search.cases(recordings, args.least_groups)
+    if args.write:
+        rows = [one.to_json() for one in learnt(_CASES, args.seeds, durations)]
+        what = "seconds simulated, losses replayed: scripts/bench stopping --write"
+        expectation.file().parent.mkdir(parents=True, exist_ok=True)
+        write_json(expectation.file(), {"what": what, "seeds": args.seeds, "expected": rows})
+        return DONE
     ends: dict[float, dict[str, list[End]]] = {price: {} for price in prices}
     context = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(args.jobs, mp_context=context) as pool:
@@ -273,6 +314,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prices", default=",".join(map(str, PRICES)), metavar="SHARE,...")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument(
+        "--write", action="store_true", help="store what each effort takes and loses, as it ships"
+    )
     return parser
 
 

@@ -13,6 +13,8 @@ from tuner.errors import ConfigError
 from tuner.problem import GemmProblem
 from tuner.runners import recording
 from tuner.runners.recording import Recording
+from tuner.search import expectation
+from tuner.search.study import EFFORTS
 
 pytest.importorskip("scipy", reason="fits need scipy")
 
@@ -97,3 +99,24 @@ def test_the_command_writes_every_price(
     assert "Simulated seconds" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="prices: 'x' is not a number"):
         stopping.main([*arguments, "--prices", "x"])
+
+
+def test_what_each_effort_takes_is_stored_as_it_ships(
+    tmp_path: Path, recordings: list[Recording], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cost, "STEPS", 2)
+    monkeypatch.setattr(expectation, "file", lambda: tmp_path / "effort" / "expected.json")
+    folder = tmp_path / "recordings"
+    for number, one in enumerate(recordings):
+        recording.write(folder / f"{number}{recording.SUFFIX}", one)
+    arguments = ["--recordings", str(folder), "--seeds", "1", "--jobs", "1", "--write"]
+    assert stopping.main([*arguments, "--least-groups", "1"]) == 0
+    expectation.shipped.cache_clear()
+    found = expectation.shipped()
+    expectation.shipped.cache_clear()
+    assert [(one.effort, one.cores) for one in found] == [
+        (effort, cores) for effort in EFFORTS for cores in stopping.LEARNT_CORES
+    ]
+    quick, full = (next(one for one in found if one.effort == effort) for effort in EFFORTS)
+    assert {one.op for one in found} == {"gemm"} and quick.recordings == 2
+    assert quick.seconds < full.seconds and full.loss == 0 <= quick.loss

@@ -5,8 +5,12 @@ answer before anything is waited for. Every second is the test's own.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import TrialState
 from timed_runner import TimedRunner
 from toys import BEST, GEMM, REGIME, Clock, Toy, catalogue, latency, recording
 
@@ -15,6 +19,7 @@ from tuner.errors import NoValidConfigError
 from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Measurement
 from tuner.search import history
+from tuner.search.storage import open_storage
 from tuner.store import Store, open_store
 from tuner.tuning import competition
 from tuner.tuning.finals import PROVISIONAL
@@ -98,6 +103,23 @@ class TestStragglers:
         assert clock.now > 60
         assert outcome.ranking[0].config["m"] == 64
 
+    def test_their_trials_fail_with_the_reason_where_studies_are_kept(
+        self, store: Store, clock: Clock, tmp_path: Path
+    ) -> None:
+        journal = str(tmp_path / "journal")
+        runner = TimedRunner(recording(), clock, slow_tail)
+        with open_storage(journal, print) as studies:
+            chosen = SweepOptions(sampler="model", trials=27)
+            made = Sweep(GEMM, REGIME, runner, store, chosen, catalogue=catalogue, studies=studies)
+            outcome = made.run()
+        (study,) = JournalStorage(JournalFileBackend(journal)).get_all_studies()
+        trials = JournalStorage(JournalFileBackend(journal)).get_all_trials(study._study_id)
+        left = [t for t in trials if t.user_attrs.get("reason") == GIVEN_UP]
+        assert len(left) == outcome.given_up > 0
+        assert {t.state for t in left} == {TrialState.FAIL}
+        assert {t.params["m"] for t in left} == {256}
+        assert {t.user_attrs["provenance"] for t in trials} == {"measured"}
+
 
 class TestTimeLimit:
     def test_it_is_kept_with_the_final_pass(self, store: Store, clock: Clock) -> None:
@@ -180,6 +202,7 @@ class TestFirstAnswer:
         assert when < 15 and first.config == GOOD and PROVISIONAL in first.flags
         assert first.is_final and first.ok
         assert runner.events[0][1] == "timed toy", "before the vendors' kernels"
+        assert outcome.resumed == 0, "nothing was known before"
         assert any("us verified after" in text and "provisional" in text for text in notes.texts)
         _, last = found[-1]
         assert PROVISIONAL not in last.flags and last == outcome.ranking[0]

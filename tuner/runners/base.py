@@ -38,6 +38,8 @@ class Runner(Protocol):
     provenance: Provenance
     capacity: int
     """Groups worth having in flight."""
+    compiles: int
+    """Compiles at a time."""
 
     @property
     def building(self) -> int:

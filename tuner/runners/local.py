@@ -82,6 +82,7 @@ class LocalRunner:
         )
         # Full translation units on every core, or two groups a GPU where the compiler is small;
         # a search that learns submits fewer.
+        self.compiles = compiler.jobs
         self.capacity = max(compiler.batch * compiler.jobs, 2 * len(self._pool))
         self._evaluator = Evaluator(
             found, regime, compiler, members, lambda: self.environment, max_workspace

@@ -32,7 +32,7 @@ class PredictRunner:
     ) -> None:
         self.gpu = gpu
         self.provenance = Provenance.PREDICTED
-        self.capacity = 1
+        self.capacity = self.compiles = 1
         self.building = 0
         self.environment = Environment()
         self.regime = regime

@@ -22,7 +22,7 @@ class ReplayRunner:
         self.regime = recording.regime
         self.environment = recording.environment
         self.provenance = Provenance.REPLAYED
-        self.capacity = 1
+        self.capacity = self.compiles = 1
         self.building = 0
         self._quick: dict[tuple[str, str], Measurement] = {}
         self._final: dict[tuple[str, str], Measurement] = {}

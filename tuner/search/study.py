@@ -61,12 +61,12 @@ class Effort:
 
 
 #: Quick: at most 16 kernels a family of attention or 40 of GEMM. No group is started that is not
-#: expected to save 0.2 %: with 16 compiles at once that took 149 groups in 19 replayed recordings
-#: where 0.1 % took 169, and lost nothing (evidence/search-stopping.json). No wait is longer than
-#: its gain is worth at 0.05 % a second: simulated on 16 cores (`scripts/bench stopping`) the median
-#: search of 11 recordings ends after 46 s where waiting for all takes 66, and loses nothing; twice
-#: that price loses nothing more, four times it 0.8 % in one of ten. Full: 200 groups a family,
-#: which enumerates every space that is not larger, and every one is waited for.
+#: expected to save 0.2 %: replayed on 19 recordings with 16 compiles at once that took 149 groups
+#: where 0.1 % took 169, and lost nothing. No wait is longer than its gain is worth at 0.05 % a
+#: second: simulated on 16 cores (`scripts/bench stopping`, 11 recordings) half of the searches end
+#: within 46 s, where waiting for all takes 66; one in ten loses 0.27 %, where waiting loses 0.19 %.
+#: Four times that price loses 0.8 % in one of ten. Full: 200 groups a family, which enumerates
+#: every space that is not larger, and all are waited for.
 EFFORTS: dict[str, Effort] = {
     "quick": Effort(
         trials={

@@ -14,6 +14,7 @@ from tuner.measurement import Measurement, Provenance, Regime
 from tuner.problem import Problem
 from tuner.runners.base import Runner
 from tuner.search import ranking
+from tuner.search.expectation import expected
 from tuner.search.family_search import FamilySearch
 from tuner.search.study import DEFAULT_TRIALS, Search, effort, least_estimate_us, sampler_name
 from tuner.selection.portfolio import shipped
@@ -72,6 +73,17 @@ class Competition:
         stages; it has been told what the store holds.
         """
         return self.main_search([f for f in self.own if not f.stages(self.problem)])
+
+    def expectation(self) -> str:
+        """What a search of this effort is expected to take and to lose; empty where that was not
+        learnt: for another sampler or budget, and where nothing is measured.
+        """
+        options, cores = self.options, self.runner.compiles
+        is_usual = options.trials is None and options.time_limit_s is None
+        if self.runner.provenance is not Provenance.MEASURED or self.sampler != "model":
+            return ""
+        found = expected(self.problem.op, options.effort, cores) if is_usual else None
+        return f"{self.problem.label()}: {found.text(cores)}" if found else ""
 
     # What competes
 

@@ -49,10 +49,9 @@ STAGES_TIME = 0.5
 """Part of the time limit that the stages of composite families may use."""
 POLL_S = 2.0
 """Between two looks at the rule that ends a search, while nothing is measured."""
+#: Reasons of a trial that had no result when its sweep ended.
 INTERRUPTED = "interrupted"
-"""Reason of a trial that had no result when its sweep was interrupted."""
 GIVEN_UP = "given up: not expected to change the answer by what its wait costs"
-"""Reason of a trial that had no result when its sweep ended."""
 
 
 class Sweep:
@@ -150,6 +149,8 @@ class Sweep:
         state.started = budget.started = Budget.now() if began is None else began
         state.deadline = budget.deadline
         self._write(lambda: self.store.begin_sweep(self._record))
+        if text := self.competition.expectation():
+            self._watcher.note(text)
         try:
             self.prefetch()
             outcome = self._run(on_drained)
@@ -196,6 +197,8 @@ class Sweep:
         groups = [search.take(config) for config in ready]
         if any(groups):
             self._drive("first answer", self.problem, search, first=groups, is_whole=True)
+            # What the search is told of these was not known before.
+            self._state.resumed -= search.spent - search.told
             self._finals.provide()
 
     def _standing_group(self, search: Search) -> list[list[Config]]:
@@ -248,9 +251,9 @@ class Sweep:
         limit = min(self.runner.capacity, search.at_once)
         for member in search.members:
             self._studies.copy(member)
-        burst = [group for group in first if group]
+        burst, is_told = [group for group in first if group], not is_whole
         while True:
-            while not is_whole and search.pending < limit and not self._is_late(share):
+            while is_told and search.pending < limit and not self._is_late(share):
                 group = search.ask()
                 if group is None:
                     break
@@ -264,7 +267,7 @@ class Sweep:
             if waits.is_over(problem, search) or self._is_late(share):
                 self._give_up(problem, search)
                 return
-            self._collect(share)
+            is_told = self._collect(share) and not is_whole
 
     def _submit(self, problem: Problem, burst: list[list[Config]]) -> None:
         if len(burst) > 1:
@@ -319,8 +322,9 @@ class Sweep:
         self.runner.abandon(problem)
         self._state.in_flight = 0
 
-    def _collect(self, share: float) -> None:
-        """Wait for one request, up to `POLL_S`; store it before anything else happens.
+    def _collect(self, share: float) -> bool:
+        """Wait for one request, up to `POLL_S`; store it before anything else happens. False where
+        nothing came.
 
         Raises:
             BenchmarkError: when it was given up, and not by Ctrl-C.
@@ -332,30 +336,35 @@ class Sweep:
             with self._interruption.waiting():
                 collected = self.runner.collect(wait_s)
         except TimeoutError:
-            return
+            return False
         if not collected:
             if not self._interruption.requested:
                 raise BenchmarkError(
                     f"the search of {self.problem.label()} was given up: its runner was cancelled "
                     "or closed"
                 )
-            return
+            return False
         measured = [self._signed(m) for m in collected]
         self._write(lambda: self.store.add(measured))
         first = measured[0]
         self._times.observe(measured)
         member = self.competition.members.get((first.problem.key, first.config.family))
         if member is None:
-            return  # Left over from the problem before, whose time was over: kept, nothing more.
+            return (
+                True  # Left over from the problem before, whose time was over: kept, nothing more.
+            )
         member.tell(measured)
         self._studies.copy(member)
         self._state.in_flight = max(0, self._state.in_flight - 1)
         for m in measured:
-            self._count(m)
+            if m.status is not Status.UNAVAILABLE:
+                self._state.candidates += 1
+                self._state.failures.update([] if m.ok else [m.status.value])
         building, is_first = self.runner.building, not self._finals.provided
         is_idle = building >= self._state.in_flight
         if (building and (is_idle or is_first)) or (is_first and self._budget.limit_s is not None):
             self._finals.provide()
+        return True
 
     def _write(self, write: Callable[[], object]) -> None:
         """Write to the store, again while another program has it locked, up to Ctrl-C.
@@ -375,11 +384,6 @@ class Sweep:
     def _signed(self, m: Measurement) -> Measurement:
         now = datetime.now(UTC).isoformat(timespec="seconds")
         return m.but(sweep=self._record.id, created_at=m.created_at or now)
-
-    def _count(self, m: Measurement) -> None:
-        if m.status is not Status.UNAVAILABLE:
-            self._state.candidates += 1
-            self._state.failures.update([] if m.ok else [m.status.value])
 
     def _show(self) -> None:
         passed = sorted(
