@@ -279,7 +279,7 @@ class Sweep:
 
     def _requests(self, burst: list[list[Config]]) -> list[list[Config]]:
         """A group each, that none waits for another's compiling. Where nothing is to be compiled a
-        family's go together: each request computes the references of its problem anew, which takes
+        family's go together: each request allocates and rotates its inputs anew, which takes
         longer than timing some kernels.
         """
         if not self.options.compiled_only:
