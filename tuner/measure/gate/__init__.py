@@ -1,8 +1,9 @@
 """The compulsory numerics check, wholly on the GPU: inputs, reference, comparison, guards.
 
 Every check fills the inputs anew from the request's seed, runs a candidate into a poisoned output
-between guard bands, and compares all of it with a reference computed in fp64 (products of up to 32 elements summed in
-fp32 first) by the kernels of ``templates/reference.cu.j2``. PyTorch and numpy take no part.
+between guard bands, and compares all of it with a reference computed in fp64 (products of up to 32
+elements summed in fp32 first) by the kernels of ``templates/reference.cu.j2``. PyTorch and numpy
+take no part.
 `inputs` says what the inputs are, `filling` puts them on the device, `reference` computes what
 belongs to them, and `measure.tolerance` says how far an output may deviate.
 """
