@@ -46,6 +46,7 @@ from tuner.search.study import Search
 from tuner.store import Store, open_store
 from tuner.store.jobs import Claim, Lease
 from tuner.store.sql import SqlStore
+from tuner.tuning.competition import Competition
 from tuner.tuning.controller import (
     BEAT_S,
     POLL_S,
@@ -115,8 +116,8 @@ class Worn(ReplayRunner):
         super().__init__(recorded)
         self._speed, self._told = speed, told
 
-    def collect(self) -> list[Measurement]:
-        measured = super().collect()
+    def collect(self, timeout_s: float | None = None) -> list[Measurement]:
+        measured = super().collect(timeout_s)
         self._told()
         compile_s = sum(m.compile_cpu_s or 0.0 for m in measured)
         time.sleep((LEAST_TRIAL_S + compile_s) / self._speed)
@@ -371,7 +372,7 @@ def counted_apart(clock: Clock) -> Iterator[None]:
         ("search", Search, "ask"),
         ("search", FamilySearch, "tell"),
         ("search", FamilySearch, "__init__"),
-        ("space", Sweep, "_space"),
+        ("space", Competition, "_space"),
         ("store", SqlStore, "add"),
     )
     patches = [

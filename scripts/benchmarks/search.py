@@ -5,9 +5,6 @@ problem's own results reaches what searches it: the cost models are fitted again
 `model` learns from the other problems' recordings alone. A seed decides what a sampler draws, and
 draws each timing anew from the deviation that was recorded with it; regret is judged by the
 recorded time of what then looks best, against the recorded best.
-
-``--stopping`` judges what ends a search: each threshold of expected gain under a sweep's budget,
-with one, four and sixteen compiles at once.
 """
 
 from __future__ import annotations
@@ -21,6 +18,7 @@ import os
 import random
 import statistics
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
@@ -43,25 +41,22 @@ from tuner.problem import Problem
 from tuner.runners import recording
 from tuner.search import ranking
 from tuner.search.family_search import FamilySearch
-from tuner.search.study import DEFAULT_TRIALS, EFFORTS, SAMPLERS, Search
+from tuner.search.study import EFFORTS, SAMPLERS, Search, sampler_name
 from tuner.selection.describe import table
 
 COMPILED = (1, 2, 4, 8, 12, 16, 40)
 """Compiled groups after which the regret is read."""
 SEEDS = 30
 EFFORT = "quick"
+TOGETHER = "all operations"
 STOPPED = "model-stopping"
 """The sampler `model` as a sweep uses it: it ends when no gain is expected."""
 METHODS = (*SAMPLERS, STOPPED)
-CORES = (1, 4, 16)
-"""Compiles at once when what ends a search is judged."""
-GAINS = (0.0, 0.001, 0.002, 0.005, 0.01, 0.02)
-"""Thresholds of expected gain that are compared, and the effort's."""
 MOST_DEVIATION = 0.1
 """Of a timing, as a share: more is a round that was interrupted, which moves no median. Of
 9,400 recorded quick timings 28 are so."""
-WIDE = 120
-"""Groups from which on a recording counts in the summary: the best of few is soon found."""
+WIDE = COMPILED[-1] + 1
+"""Groups from which on a recording counts in the summary: no budget enumerates it."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +115,7 @@ def cases(recordings: Sequence[recording.Recording], least_groups: int = 1) -> l
         )
         families = tuple(fit.without(one))
         found.append(Case(one.problem, one.gpu, recorded, families, history))
-        _say(f"fitted without {found[-1].label}")
+        say(f"fitted without {found[-1].label}")
     return found
 
 
@@ -138,8 +133,6 @@ class Run:
     """After each compiled group, as a share of the recorded best."""
     timed: int
     """Candidates that were timed."""
-    rounds: int = 0
-    """Compiles one after the other, where every group takes equally long."""
     winner: float = math.inf
     """What the final pass among the leaders of the end chooses, as a share over the best."""
 
@@ -152,8 +145,6 @@ class Pace:
     """Groups that are asked for before the first one's result is told."""
     trials: int | None = None
     """Groups at most, a family; None: `COMPILED`'s last in all."""
-    least_gain: float | None = None
-    """Expected gain below which `STOPPED` ends; None: the effort's."""
 
 
 def replay(case: Case, method: str, seed: int, pace: Pace = Pace()) -> Run:
@@ -166,24 +157,19 @@ def replay(case: Case, method: str, seed: int, pace: Pace = Pace()) -> Run:
         pace: how many groups at once, and when it ends.
     """
     rng = random.Random(seed)
-    search = _search(case, method, seed, pace)
+    search = started(case, method, seed, pace)
     families = {family.name: family for family in case.families}
     leader: tuple[float, float] = (math.inf, math.inf)
     regrets: dict[int, float] = {}
     compiled: set[str] = set()
     seen: list[Measurement] = []
-    now = 0
-    queue: list[tuple[int, list[Config]]] = []
+    queue: deque[list[Config]] = deque()
     while True:
         while len(queue) < pace.in_flight and (group := search.ask()) is not None:
-            # What is left of a group after its first heat is compiled already.
-            is_new = families[group[0].family].compile_digest(group[0]) not in compiled
-            queue.append((now + is_new, group))
+            queue.append(group)
         if not queue:
-            return Run(list(regrets.values()), len(seen), now, _final(case, families, seen))
-        done, group = queue.pop(0)
-        now = max(now, done)
-        told = [_timed_again(case.recorded[config], rng) for config in group]
+            return Run(list(regrets.values()), len(seen), won(case, seen)[1])
+        told = [timed_again(case.recorded[config], rng) for config in queue.popleft()]
         search.tell(told)
         seen += told
         compiled.add(families[told[0].config.family].compile_digest(told[0].config))
@@ -194,13 +180,17 @@ def replay(case: Case, method: str, seed: int, pace: Pace = Pace()) -> Run:
         regrets[len(compiled)] = leader[1] / case.best_us - 1
 
 
-def _final(case: Case, families: Mapping[str, Family], seen: Sequence[Measurement]) -> float:
-    """Regret of the finalist that is fastest by the recorded times, as timing them again says."""
+def won(case: Case, seen: Sequence[Measurement]) -> tuple[Config | None, float]:
+    """The finalist that is fastest by the recorded times, as timing them again says, and its time
+    over the recorded best, as a share; None and infinity where nothing passed.
+    """
+    families = {family.name: family for family in case.families}
     chosen = ranking.finalists(
         seen, EFFORTS[EFFORT].finalists, lambda c: families[c.family].compile_digest(c)
     )
-    times = [case.recorded[m.config].latency_us or math.inf for m in chosen]
-    return min(times, default=math.inf) / case.best_us - 1
+    times = {m.config: case.recorded[m.config].latency_us or math.inf for m in chosen}
+    winner = min(times, key=times.__getitem__, default=None)
+    return winner, times[winner] / case.best_us - 1 if winner else math.inf
 
 
 def _members(case: Case, sampler: str, seed: int) -> list[FamilySearch]:
@@ -227,7 +217,8 @@ def _copied(member: FamilySearch) -> FamilySearch:
     return copy.deepcopy(member, {id(one): one for one in shared})
 
 
-def _search(case: Case, method: str, seed: int, pace: Pace) -> Search:
+def started(case: Case, method: str, seed: int, pace: Pace) -> Search:
+    """A search of a case that knows nothing of its results."""
     effort = EFFORTS[EFFORT]
     sampler = "model" if method == STOPPED else method
     if sampler in ("model", "cost"):
@@ -236,12 +227,11 @@ def _search(case: Case, method: str, seed: int, pace: Pace) -> Search:
         members = [_copied(member) for member in case.prepared[sampler]]
     else:
         members = _members(case, sampler, seed)
-    least = effort.least_gain if pace.least_gain is None else pace.least_gain
     total = COMPILED[-1] if pace.trials is None else pace.trials * len(members)
-    return Search(members, total, effort.seeds, least if method == STOPPED else 0.0)
+    return Search(members, total, effort.seeds, effort.least_gain if method == STOPPED else 0.0)
 
 
-def _timed_again(m: Measurement, rng: random.Random) -> Measurement:
+def timed_again(m: Measurement, rng: random.Random) -> Measurement:
     """A timing drawn from the recorded median and deviation."""
     if m.latency_us is None:
         return m
@@ -266,10 +256,11 @@ def _run(position: int, method: str, seeds: Iterable[int], pace: Pace) -> list[R
 
 def summarise(runs: Sequence[Run]) -> dict[str, Any]:
     """Median, 90th percentile and worst of the regret after k groups, over the seeds' runs."""
-    regrets: dict[str, dict[str, float]] = {}
+    regrets: dict[str, dict[str, Any]] = {}
     for k in COMPILED:
         values = sorted(run.regrets[min(k, len(run.regrets)) - 1] for run in runs)
         regrets[str(k)] = {
+            "runs": [run.regrets[min(k, len(run.regrets)) - 1] for run in runs],
             "median": statistics.median(values),
             "p90": values[math.ceil(0.9 * len(values)) - 1],
             "worst": values[-1],
@@ -282,18 +273,6 @@ def summarise(runs: Sequence[Run]) -> dict[str, Any]:
     }
 
 
-def summarise_stops(runs: Sequence[Run]) -> dict[str, float]:
-    """What searches that ended by themselves found, and what they compiled for it."""
-    ends = sorted(run.winner for run in runs)
-    return {
-        "compiled": statistics.median(len(run.regrets) for run in runs),
-        "rounds": statistics.median(run.rounds for run in runs),
-        "median": statistics.median(ends),
-        "p90": ends[math.ceil(0.9 * len(ends)) - 1],
-        "worst": ends[-1],
-    }
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Replay, write the JSON after every result, print the table.
 
@@ -302,16 +281,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = _parser().parse_args(argv)
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the children share the cores
-    methods = args.samplers.split(",")
-    for method in methods:
-        if method not in METHODS:
-            raise ConfigError(f"sampler={method} is not known (allowed: {', '.join(METHODS)})")
+    methods = _methods(args.samplers)
     if args.seeds < 1 or args.in_flight < 1:
         raise ConfigError("seeds and in-flight must be 1 or more")
     check_place(args.json)
     _CASES[:] = cases(cost.read(args.recordings), args.least_groups)
-    if args.stopping:
-        return _judge_stops(args)
     document = _resumed(args) or {
         "seeds": args.seeds,
         "in_flight": args.in_flight,
@@ -330,7 +304,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for position, method, runs in _results(document, methods, args):
             label = _CASES[position].label
             document["cases"][label]["samplers"][method] = summarise(runs)
-            _say(f"{method}: {label}")
+            say(f"{method}: {label}")
             if args.json is not None:
                 write_json(args.json, document)
     except KeyboardInterrupt as exc:
@@ -340,6 +314,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         write_json(args.json, document)
     _show(document, methods)
     return code
+
+
+def _methods(named: str | None) -> list[str]:
+    """The samplers to compare: those named, else all whose packages are installed.
+
+    Raises:
+        ConfigError: when one that was named is not known, or needs a package.
+    """
+    methods = []
+    for method in METHODS if named is None else named.split(","):
+        if method not in METHODS:
+            raise ConfigError(f"sampler={method} is not known (allowed: {', '.join(METHODS)})")
+        try:
+            sampler_name("model" if method == STOPPED else method)
+        except ConfigError as exc:
+            if named is not None:
+                raise
+            say(f"left out: {exc}")
+            continue
+        methods.append(method)
+    return methods
 
 
 def _results(
@@ -373,69 +368,37 @@ def _together(
             raise
 
 
-def _judge_stops(args: argparse.Namespace) -> int:
-    """Replay every problem with every threshold; write the JSON and print a table a problem."""
-    effort = EFFORTS[EFFORT]
-    gains = sorted({*GAINS, effort.least_gain})
-    works = {
-        (position, cores, gain): partial(
-            _run,
-            position,
-            STOPPED,
-            range(args.seeds),
-            Pace(cores, effort.trials.get(case.problem.op, DEFAULT_TRIALS), gain),
-        )
-        for position, case in enumerate(_CASES)
-        for cores in CORES
-        for gain in gains
-    }
-    found = {key: summarise_stops(runs) for key, runs in _together(works, args.jobs)}
-    document: dict[str, Any] = {"seeds": args.seeds, "cases": {}}
-    for position, case in enumerate(_CASES):
-        stops = {
-            str(cores): {str(gain): found[position, cores, gain] for gain in gains}
-            for cores in CORES
-        }
-        document["cases"][case.label] = {"groups": case.groups, "at_once": stops}
-        print(f"\n{case.label}: {case.groups} groups, best {case.best_us:.4g} us")
-        rows = [
-            [cores, gain, f"{stop['compiled']:.0f}", f"{stop['rounds']:.0f}"]
-            + [f"{100 * stop[name]:.2f}" for name in ("median", "p90", "worst")]
-            for cores, by_gain in stops.items()
-            for gain, stop in by_gain.items()
-        ]
-        head = ["at once", "least gain", "compiled", "rounds", "regret, %", "p90", "worst"]
-        print(_table(head, rows))
-    if args.json is not None:
-        write_json(args.json, document)
-    return DONE
-
-
 def summary(document: Mapping[str, Any], methods: Sequence[str]) -> dict[str, Any]:
-    """Over the wide recordings of an operation: median of the medians, worst of them, worst p90."""
+    """Over the wide recordings, together and by operation: median and 90th percentile of all runs,
+    and the worst problem's median.
+    """
     found: dict[str, Any] = {}
     for label, case in document["cases"].items():
         if case["groups"] < WIDE:
             continue
-        for method in methods:
-            if method not in case["samplers"]:
-                continue
-            rows = found.setdefault(label.split()[0], {}).setdefault(method, {})
-            for k, regret in case["samplers"][method]["regret"].items():
-                rows.setdefault(k, []).append(regret)
+        for op in (TOGETHER, label.split()[0]):
+            for method in methods:
+                if method not in case["samplers"]:
+                    continue
+                rows = found.setdefault(op, {}).setdefault(method, {})
+                for k, regret in case["samplers"][method]["regret"].items():
+                    rows.setdefault(k, []).append(regret)
     return {
         op: {
-            method: {
-                k: {
-                    "median": statistics.median(r["median"] for r in regrets),
-                    "worst_median": max(r["median"] for r in regrets),
-                    "worst_p90": max(r["p90"] for r in regrets),
-                }
-                for k, regrets in rows.items()
-            }
+            method: {k: _pooled(regrets) for k, regrets in rows.items()}
             for method, rows in by_method.items()
         }
         for op, by_method in found.items()
+    }
+
+
+def _pooled(regrets: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    values = sorted(value for regret in regrets for value in regret["runs"])
+    return {
+        "recordings": len(regrets),
+        "median": statistics.median(values),
+        "p90": values[math.ceil(0.9 * len(values)) - 1],
+        "worst_median": max(regret["median"] for regret in regrets),
     }
 
 
@@ -446,16 +409,13 @@ def _parser() -> argparse.ArgumentParser:
         "recorded best each sampler is after how many compiled groups.",
     )
     parser.add_argument("--recordings", type=Path, default=recording.folder(), metavar="DIR")
-    parser.add_argument("--samplers", default=",".join(METHODS), metavar="NAME,...")
+    parser.add_argument("--samplers", metavar="NAME,...", help="default: all that are installed")
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument(
         "--least-groups", type=int, default=1, metavar="N", help="search only what has so many"
     )
     parser.add_argument(
         "--in-flight", type=int, default=1, metavar="N", help="groups compiled at once"
-    )
-    parser.add_argument(
-        "--stopping", action="store_true", help="compare thresholds of expected gain instead"
     )
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--json", type=Path, metavar="FILE")
@@ -491,19 +451,25 @@ def _show(document: Mapping[str, Any], methods: Sequence[str]) -> None:
         ]
         print(_table(["median regret, %", "compiled", "timed", *after], rows))
     for op, by_method in document["summary"].items():
-        print(f"\n{op}: worst problem of the recordings with {WIDE} groups or more")
+        count = max(found["8"]["recordings"] for found in by_method.values())
+        print(f"\n{op}, {count} recordings with {WIDE} groups or more, {document['seeds']} seeds")
         rows = [
             [method]
-            + [f"{100 * found[str(k)]['worst_median']:.1f}" for k in COMPILED]
-            + [f"{100 * found['16']['worst_p90']:.1f}"]
+            + [
+                f"{100 * found[str(k)]['median']:.1f} / {100 * found[str(k)]['p90']:.1f}"
+                for k in COMPILED
+            ]
+            + [f"{100 * found['16']['worst_median']:.1f}"]
             for method, found in by_method.items()
         ]
-        print(_table(["median regret, %", *after], rows))
+        head = ["median / p90 of the regret, %", *(f"after {k}" for k in COMPILED)]
+        print(_table([*head, "worst problem after 16"], rows))
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return table([head, *rows], frozenset(range(1, len(head))))
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """Tell a person how far it is, beside the results."""
     print(text, file=sys.stderr, flush=True)

@@ -47,7 +47,9 @@ class FakeCompiler:
         self.refused = ""
         self.submitted: list[KernelSpec] = []
 
-    def submit(self, specs: Sequence[KernelSpec]) -> list[tuple[KernelSpec, Future[Artifact]]]:
+    def submit(
+        self, specs: Sequence[KernelSpec], owner: Any = None
+    ) -> list[tuple[KernelSpec, Future[Artifact]]]:
         self.submitted += specs
         made = []
         for spec in specs:

@@ -79,10 +79,10 @@ class SlowRunner(ReplayRunner):
         super().__init__(recording(problem))
         self._problem, self._after, self._pause_s = problem, after, pause_s
 
-    def collect(self) -> list[Measurement]:
+    def collect(self, timeout_s: float | None = None) -> list[Measurement]:
         time.sleep(self._pause_s)
         self._after(self._problem)
-        return super().collect()
+        return super().collect(timeout_s)
 
 
 class Replays:

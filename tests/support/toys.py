@@ -178,17 +178,21 @@ class CountingRunner(ReplayRunner):
     def prefetch(self, problem: Problem, groups: Sequence[Sequence[Config]]) -> None:
         self.prefetched.append(problem)
 
-    def collect(self) -> list[Measurement]:
-        measured = super().collect()
+    def collect(self, timeout_s: float | None = None) -> list[Measurement]:
+        measured = super().collect(timeout_s)
         self.collected += 1
         self.after(self)
         return measured
 
     def retime(
-        self, problem: Problem, finalists: Sequence[Config], rounds: int
+        self,
+        problem: Problem,
+        finalists: Sequence[Config],
+        rounds: int,
+        timeout_s: float | None = None,
     ) -> list[Measurement]:
         self.retimed.append(rounds)
-        return super().retime(problem, finalists, rounds)
+        return super().retime(problem, finalists, rounds, timeout_s)
 
 
 class Clock:
@@ -197,7 +201,7 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
         stand_in = SimpleNamespace(monotonic=lambda: self.now)
-        monkeypatch.setattr("tuner.tuning.sweep.time", stand_in)
+        monkeypatch.setattr("tuner.tuning.budget.time", stand_in)
 
     def pass_by(self, seconds: float) -> None:
         self.now += seconds

@@ -116,27 +116,49 @@ def test_noise_misleads_the_leader_but_not_the_judge(cases: list[search.Case]) -
 def test_an_interrupted_round_is_no_noise_of_the_median(cases: list[search.Case]) -> None:
     timed = next(m for m in cases[0].recorded.values() if m.latency_us)
     interrupted = timed.but(std_us=7 * (timed.latency_us or 0.0))
-    assert all(search._timed_again(interrupted, random.Random(n)) == interrupted for n in range(9))
+    assert all(search.timed_again(interrupted, random.Random(n)) == interrupted for n in range(9))
 
 
 def test_summary_of_runs() -> None:
     runs = [search.Run(r, 9) for r in ([0.5, 0.1], [0.4, 0.2], [0.3, 0.3])]
     found = search.summarise(runs)
-    assert found["regret"]["1"] == {"median": 0.4, "p90": 0.5, "worst": 0.5}
-    assert found["regret"]["40"] == {"median": 0.2, "p90": 0.3, "worst": 0.3}
+    one, forty = found["regret"]["1"], found["regret"]["40"]
+    assert one == {"runs": [0.5, 0.4, 0.3], "median": 0.4, "p90": 0.5, "worst": 0.5}
+    assert forty == {"runs": [0.1, 0.2, 0.3], "median": 0.2, "p90": 0.3, "worst": 0.3}
     assert (found["compiled"], found["timed"]) == (2, 9)
 
 
-def test_a_higher_threshold_ends_sooner(cases: list[search.Case]) -> None:
-    runs = [
-        search.replay(cases[0], search.STOPPED, 0, search.Pace(4, 40, gain))
-        for gain in (0.0, 0.01, 0.5)
+def test_the_summary_is_over_every_run_of_the_wide_recordings() -> None:
+    def case(groups: int, *regrets: float) -> dict[str, object]:
+        found = search.summarise([search.Run([regret], 1) for regret in regrets])
+        return {"groups": groups, "samplers": {"cost": found}}
+
+    cases = {
+        "gemm a": case(100, 0.1, 0.3),
+        "attention b": case(100, 0.2, 0.6),
+        "gemm c": case(9, 9),
+    }
+    found = search.summary({"cases": cases}, ["cost", "random"])
+    assert set(found) == {search.TOGETHER, "gemm", "attention"}
+    assert set(found["gemm"]) == {"cost"}, "random was not run"
+    every = found[search.TOGETHER]["cost"]["8"]
+    assert every["recordings"] == 2
+    assert (every["median"], every["p90"]) == (pytest.approx(0.25), 0.6)
+    assert every["worst_median"] == pytest.approx(0.4)
+
+
+def test_a_sampler_whose_package_is_missing_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tuner.search.study.importlib.util.find_spec", lambda name: None)
+    assert search._methods(None) == [m for m in search.METHODS if m not in ("gp", "cmaes")]
+    said = capsys.readouterr().err.splitlines()
+    assert [line.startswith("left out: sampler=") and "pip install" in line for line in said] == [
+        True,
+        True,
     ]
-    compiled = [len(run.regrets) for run in runs]
-    assert compiled[0] == cases[0].groups and compiled == sorted(compiled, reverse=True)
-    assert compiled[-1] < compiled[0]
-    # Four at once, none of which fails: a round is four groups.
-    assert runs[0].rounds == -(-cases[0].groups // 4)
+    with pytest.raises(ConfigError, match=r"sampler=cmaes needs cmaes: .*pip install cmaes"):
+        search._methods("model,cmaes")
 
 
 def test_the_final_pass_sees_through_the_noise(cases: list[search.Case]) -> None:
@@ -154,26 +176,6 @@ def test_a_replay_leaves_nothing_for_the_next(cases: list[search.Case]) -> None:
     first = search.replay(cases[0], "model", 3)
     search.replay(cases[0], "model", 4)
     assert search.replay(cases[0], "model", 3) == first
-
-
-def test_thresholds_are_compared(
-    tmp_path: Path, recordings: list[Recording], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cost, "STEPS", 2)
-    for number, one in enumerate(recordings):
-        recording.write(tmp_path / f"{number}{recording.SUFFIX}", one)
-    out = tmp_path / "out.json"
-    arguments = ["--recordings", str(tmp_path), "--seeds", "2", "--jobs", "1", "--json", str(out)]
-    assert search.main([*arguments, "--stopping"]) == 0
-    document = json.loads(out.read_text())
-    assert len(document["cases"]) == 2
-    for case in document["cases"].values():
-        assert list(case["at_once"]) == [str(cores) for cores in search.CORES]
-        for stops in case["at_once"].values():
-            by_gain = {float(gain): found for gain, found in stops.items()}
-            assert {*search.GAINS, search.EFFORTS["quick"].least_gain} == set(by_gain)
-            assert by_gain[0.0]["compiled"] >= by_gain[max(by_gain)]["compiled"]
-            assert by_gain[0.0]["median"] <= by_gain[0.0]["p90"] <= by_gain[0.0]["worst"]
 
 
 def test_the_command_writes_resumes_and_refuses(

@@ -176,7 +176,7 @@ class Compiler:
     def __init__(self) -> None:
         self.asked: list[Any] = []
 
-    def submit(self, specs: Sequence[Any]) -> list[Any]:
+    def submit(self, specs: Sequence[Any], owner: Any = None) -> list[Any]:
         self.asked += specs
         made = SimpleNamespace(result=lambda: SimpleNamespace(key="0" * 32))
         return [(spec, made) for spec in specs]

@@ -313,6 +313,8 @@ class Processes:
             result=lambda: Artifact("k" * 32, Path("/k.so"), "0" * 64, None, 0.0)
         )
         compiler: Any = SimpleNamespace(
+            underway=dict,
+            release=lambda owner: None,
             jobs=2,
             batch=1,
             toolchain=SimpleNamespace(nvcc_version="13.0.88", cutlass_version="4.2.0"),

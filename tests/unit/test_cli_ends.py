@@ -64,8 +64,8 @@ from tuner.runners.replay import ReplayRunner
 device.detect = lambda index=0: None
 recording.folder = lambda: Path(sys.argv[1])
 collect, collected = ReplayRunner.collect, []
-def pause(self):
-    collected.append(collect(self))
+def pause(self, timeout_s=None):
+    collected.append(collect(self, timeout_s))
     if len(collected) == 8:
         print("collected 8", file=sys.stderr, flush=True)
         with contextlib.suppress(OSError):  # a terminal that is closed meanwhile

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +22,7 @@ from tuner.base.processes import ProcessPool
 from tuner.compile import compiler
 from tuner.compile.artifacts import ArtifactCache
 from tuner.compile.compiler import Compiler, Toolchain
+from tuner.compile.units import KernelJob
 from tuner.config import Config
 from tuner.errors import CompileError, RenderError, StoreError
 from tuner.families.base import KernelSpec
@@ -114,6 +115,13 @@ def specs(count: int, template: str = "a.cu.j2") -> list[KernelSpec]:
     return [spec(n, template) for n in range(count)]
 
 
+def taken(made: Compiler) -> Sequence[KernelJob]:
+    """Jobs of the next unit."""
+    unit = made._take()
+    assert unit is not None
+    return unit.jobs
+
+
 def test_kernels_are_built_in_units(fake: Fake) -> None:
     with fake.compiler(jobs=1, batch=4) as made:
         submitted = made.submit(specs(8))
@@ -141,8 +149,9 @@ def test_few_kernels_are_spread_over_the_cores(
     made = fake.compiler(jobs=jobs)
     monkeypatch.setattr(made, "_wake", lambda times: None)
     made.submit(specs(count))
-    assert [len(made._take()) for _ in range(jobs)] == expected  # as `jobs` threads would
-    assert made._take() == []
+    taken = [made._take() for _ in range(jobs)]  # as `jobs` threads would
+    assert [len(unit.jobs) if unit else 0 for unit in taken] == expected
+    assert made._take() is None
     made.close(cancel=True)
 
 
@@ -154,11 +163,11 @@ def test_a_core_that_becomes_free_takes_a_full_unit(
     for one in specs(17):
         made.submit([one])
     made._take(), made._take()
-    made._busy -= 1
-    assert len(made._take()) == 1
+    made._units.pop()
+    assert len(taken(made)) == 1
     made.submit([spec(n) for n in range(20, 30)])
-    made._busy -= 1
-    assert len(made._take()) == 8
+    made._units.pop()
+    assert len(taken(made)) == 8
     made.close(cancel=True)
 
 
@@ -173,9 +182,9 @@ def test_a_unit_holds_the_oldest_kernel_and_those_most_like_it(
             for n, (tile, stages) in enumerate([(64, 2), (128, 3), (64, 3), (128, 2), (64, 2)])
         ]
     )
-    assert [job.spec.variables["n"] for job in made._take()] == [0, 4, 2]
-    made._busy -= 1
-    assert [job.spec.variables["n"] for job in made._take()] == [1, 3]
+    assert [job.spec.variables["n"] for job in taken(made)] == [0, 4, 2]
+    made._units.pop()
+    assert [job.spec.variables["n"] for job in taken(made)] == [1, 3]
     made.close(cancel=True)
 
 
@@ -380,9 +389,9 @@ def test_two_processes_build_a_kernel_once(fake: Fake) -> None:
     assert fake.leftovers() == []
 
 
-def wait_for_a_run(fake: Fake) -> None:
+def wait_for_a_run(fake: Fake, count: int = 1) -> None:
     for _ in range(1000):
-        if fake.runs and list((fake.cache.root / ".building").glob("*/tmpxft")):
+        if len(fake.runs) >= count and list((fake.cache.root / ".building").glob("*/tmpxft")):
             return
         time.sleep(0.01)
     pytest.fail("nvcc was not started")
@@ -396,6 +405,15 @@ def alive(pid: int) -> bool:
     return state != "Z"
 
 
+def until_dead(process: int) -> None:
+    """SIGKILL is sent; a busy machine takes its time to deliver it."""
+    for _ in range(1000):
+        if not alive(process):
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"process {process} lives")
+
+
 def test_cancelling_kills_nvcc_and_its_children_and_leaves_nothing(fake: Fake) -> None:
     made = fake.compiler(jobs=1)
     (_, running), (_, waiting) = made.submit([spec("CHILD SLEEP600"), spec(1, "b.cu.j2")])
@@ -406,14 +424,57 @@ def test_cancelling_kills_nvcc_and_its_children_and_leaves_nothing(fake: Fake) -
     for future in (running, waiting):
         with pytest.raises(CancelledError):
             future.result()
-    for _ in range(1000):  # SIGKILL is sent; a busy machine takes its time to deliver it
-        if not alive(child):
-            break
-        time.sleep(0.01)
-    assert not alive(child)
+    until_dead(child)
     assert fake.cache.keys() == []
     assert fake.leftovers() == []
     assert made.submit([spec(5)])[0][1].cancelled()
+
+
+def test_what_its_owner_releases_is_killed_and_not_begun(fake: Fake) -> None:
+    with fake.compiler(jobs=1) as made:
+        ((_, running),) = made.submit([spec("CHILD SLEEP600")], "mine")
+        wait_for_a_run(fake)
+        child = int(Path(f"{fake.log}.child").read_text())
+        (_, waiting), (_, wanted) = made.submit([spec(1, "b.cu.j2"), spec(2, "b.cu.j2")], "mine")
+        made.submit([spec(2, "b.cu.j2")], "theirs")
+        made.release("mine")
+        for future in (running, waiting):
+            with pytest.raises(CancelledError):
+                future.result()
+        assert wanted.result().key == made.key(spec(2, "b.cu.j2"))
+        until_dead(child)
+        # Whoever wants it after that begins anew.
+        ((_, again),) = made.submit([spec(1, "b.cu.j2")], "mine")
+        assert again.result().key == made.key(spec(1, "b.cu.j2"))
+    assert fake.runs == [1, 1, 1]
+    assert fake.leftovers() == []
+
+
+def test_a_unit_of_which_one_kernel_is_wanted_goes_on(fake: Fake) -> None:
+    with fake.compiler(jobs=1) as made:
+        futures = [f for _, f in made.submit([spec("SLEEP0_3"), spec("SLEEP0_4")], "mine")]
+        wait_for_a_run(fake)
+        made.submit([spec("SLEEP0_4")])
+        made.release("mine")
+        assert len([future.result() for future in futures]) == 2
+    assert fake.runs == [2]
+
+
+def test_one_can_come_back_while_its_unit_is_killed(fake: Fake) -> None:
+    with fake.compiler(jobs=1) as made:
+        ((_, first),) = made.submit([spec("SLEEP600")], "mine")
+        wait_for_a_run(fake)
+        assert [one.kernels for one in made.underway().values()] == [1]
+        made.release("mine")
+        ((_, second),) = made.submit([spec("SLEEP600")], "mine")
+        assert second is not first
+        with pytest.raises(CancelledError):
+            first.result()
+        wait_for_a_run(fake, 2)
+        made.release("mine")
+        with pytest.raises(CancelledError):
+            second.result()
+    assert made.underway() == {}
 
 
 def test_a_killed_process_leaves_nothing_that_counts(

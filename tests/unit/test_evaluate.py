@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,9 @@ class FakeCompiler:
         self.futures: dict[KernelSpec, Future[Artifact]] = {}
         self.submitted: list[KernelSpec] = []
 
-    def submit(self, specs: Sequence[KernelSpec]) -> list[tuple[KernelSpec, Future[Artifact]]]:
+    def submit(
+        self, specs: Sequence[KernelSpec], owner: Any = None
+    ) -> list[tuple[KernelSpec, Future[Artifact]]]:
         for spec in specs:
             self.submitted.append(spec)
             if spec not in self.futures:
@@ -148,12 +151,30 @@ def test_a_measurement_says_everything() -> None:
     assert worker.asked[0].max_workspace == 4096 and worker.asked[0].mode == "quick"
 
 
-def test_every_group_has_its_own_seed() -> None:
+def test_quick_requests_of_a_problem_share_their_inputs_and_others_do_not() -> None:
     worker = FakeWorker()
     made = evaluator(FakeCompiler(), worker)
-    for _ in range(3):
-        made.evaluate(PROBLEM, [toy(64)])
-    assert len({ask.seed for ask in worker.asked}) == 3
+    for problem in (PROBLEM, replace(PROBLEM, m=128), PROBLEM):
+        made.evaluate(problem, [toy(64)])
+    for mode in ("final", "final", "probe"):
+        made.finish(made.start(PROBLEM, [toy(64)]), mode=mode)
+    first, other, again, *others = (ask.seed for ask in worker.asked)
+    assert first == again, "a worker keeps the references of the latest seed"
+    assert len({first, other, *others}) == 5
+
+
+@pytest.mark.parametrize("status", [Status.WRONG_RESULT, Status.ILLEGAL_ACCESS, Status.TIMEOUT])
+def test_what_fails_leaves_its_inputs_to_nobody(status: Status) -> None:
+    worker = FakeWorker()
+    made = evaluator(FakeCompiler(), worker)
+    made.evaluate(PROBLEM, [toy(64)])
+    measure = worker.measure
+    worker.measure = lambda ask: [replace(one, status=status) for one in measure(ask)]  # type: ignore[method-assign]
+    made.evaluate(PROBLEM, [toy(64)])
+    worker.measure = measure  # type: ignore[method-assign]
+    made.evaluate(PROBLEM, [toy(64)])
+    first, failed, after = (ask.seed for ask in worker.asked)
+    assert first == failed != after
 
 
 def test_a_kernel_is_paid_for_once() -> None:

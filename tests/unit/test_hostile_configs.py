@@ -310,7 +310,7 @@ class Recorder:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def submit(self, specs: Any) -> list[Any]:
+    def submit(self, specs: Any, owner: Any = None) -> list[Any]:
         self._submitted += specs
         return []
 

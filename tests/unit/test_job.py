@@ -62,7 +62,12 @@ class FakeCompiler:
     def compiled(self, family: Family, problem: Problem, space: Any) -> Any:
         return space
 
-    def submit(self, specs: Any) -> list[Any]:
+    def underway(self) -> dict[Any, Any]:
+        return {}
+
+    def release(self, owner: Any) -> None: ...
+
+    def submit(self, specs: Any, owner: Any = None) -> list[Any]:
         done: list[Any] = []
         for spec in specs:
             future: Future[Artifact] = Future()

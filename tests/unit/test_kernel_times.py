@@ -57,7 +57,7 @@ class Machines:
 
     def compiler(self) -> Any:
         class Done:
-            def submit(self, specs: Any) -> list[Any]:
+            def submit(self, specs: Any, owner: Any = None) -> list[Any]:
                 return []
 
         return Done()

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tuner.compile.artifacts import Artifact
+from tuner.compile.units import Underway
 from tuner.config import Config
 from tuner.errors import BenchmarkError, ConfigError
 from tuner.families import families_in
@@ -26,6 +27,7 @@ from tuner.measure.request import Outcome
 from tuner.measure.worker_client import Ask
 from tuner.measurement import Environment, Regime, Status
 from tuner.problem import GemmProblem
+from tuner.runners.base import Building
 from tuner.runners.local import LocalRunner
 from tuner.runners.pool import WorkerPool
 
@@ -59,11 +61,21 @@ class FakeCompiler:
 
     def __init__(self) -> None:
         self.futures: dict[KernelSpec, Future[Artifact]] = {}
+        self.begun: list[KernelSpec] = []
+        self.released: list[Any] = []
         self.submit([REFERENCE])
         self.build(REFERENCE)
 
-    def submit(self, specs: Sequence[KernelSpec]) -> list[tuple[KernelSpec, Future[Artifact]]]:
+    def submit(
+        self, specs: Sequence[KernelSpec], owner: Any = None
+    ) -> list[tuple[KernelSpec, Future[Artifact]]]:
         return [(spec, self.futures.setdefault(spec, Future())) for spec in specs]
+
+    def underway(self) -> dict[Future[Artifact], Underway]:
+        return {self.futures[spec]: Underway(6.0, 2) for spec in self.begun}
+
+    def release(self, owner: Any) -> None:
+        self.released.append(owner)
 
     def build(self, spec: KernelSpec) -> None:
         self.futures[spec].set_result(Artifact(spec.key, Path("/k.so"), "0" * 64, None, 2.0))
@@ -247,6 +259,63 @@ def test_close_ends_a_worker_of_its_own(make: Callable[[], Made]) -> None:
     assert pool.submit(lambda worker: worker.pid).cancelled()
 
 
+class TestAbandoning:
+    def test_what_compiles_is_given_up_and_what_is_timed_is_not(
+        self, make: Callable[[], Made]
+    ) -> None:
+        runner, compiler, worker = make()
+        other = GemmProblem(m=128, n=64, k=64)
+        begun, goes_on = threading.Event(), threading.Event()
+
+        def measure(ask: Ask) -> list[Outcome]:
+            begun.set()
+            assert goes_on.wait(PATIENCE_S)
+            return [Outcome(Status.OK, 10.0, 0.1, 7) for _ in ask.candidates]
+
+        worker.measure = measure  # type: ignore[method-assign]
+        for tile, problem in ((64, PROBLEM), (128, PROBLEM), (256, PROBLEM), (512, other)):
+            runner.submit(problem, [config(tile)])
+        compiler.build_tile(64)
+        assert begun.wait(PATIENCE_S)
+        compiler.build_tile(128)  # waits for the GPU
+        runner.abandon(PROBLEM)
+        assert compiler.released == [runner._evaluator.owner(PROBLEM)]
+        compiler.build_tile(256)
+        compiler.build_tile(512)
+        goes_on.set()
+        assert [runner.collect()[0].config["tile"] for _ in range(2)] == [64, 512]
+        with pytest.raises(BenchmarkError, match="nothing was submitted"):
+            runner.collect()
+
+    def test_what_is_under_way_says_how_long(self, make: Callable[[], Made]) -> None:
+        runner, compiler, _ = make()
+        for tile in (64, 128, 256):
+            runner.submit(PROBLEM, [config(tile)])
+        compiler.build_tile(64)
+        compiler.begun = [KernelSpec("planted.cu.j2", {"tile": 128})]
+        found = runner.under_way(PROBLEM)
+        assert found == [Building(config(128), 6.0, 2), Building(config(256), None, 1)]
+        assert runner.under_way(GemmProblem(m=128, n=64, k=64)) == []
+
+    def test_no_wait_is_longer_than_its_limit(self, make: Callable[[], Made]) -> None:
+        runner, compiler, worker = make()
+        runner.submit(PROBLEM, [config(64)])
+        with pytest.raises(TimeoutError):
+            runner.collect(0.0)
+        assert runner.retime(PROBLEM, [config(64)], 20, 0.0) == [], "it is not compiled"
+        compiler.build_tile(64)
+        assert tiles(runner.collect(PATIENCE_S)) == [64]
+        worker.holds = threading.Event()
+
+        def hang(ask: Ask) -> list[Outcome]:
+            assert worker.holds is not None and worker.holds.wait(PATIENCE_S)
+            raise CancelledError
+
+        worker.measure = hang  # type: ignore[method-assign]
+        assert runner.retime(PROBLEM, [config(64)], 20, 0.05) == []
+        assert worker.holds.is_set(), "the worker was ended"
+
+
 class TestCuttingShort:
     """A request that hangs until its worker is interrupted."""
 
@@ -279,10 +348,10 @@ class TestCuttingShort:
             timing: Future[Any] = submit(*args, **options)
             result = timing.result
 
-            def wait() -> Any:
+            def wait(timeout_s: float | None = None) -> Any:
                 for act in on_wait:
                     act()
-                return result()
+                return result(timeout_s)
 
             monkeypatch.setattr(timing, "result", wait)
             return timing

@@ -151,11 +151,11 @@ class Losing(ReplayRunner):
         super().__init__(recording())
         self._path, self._requests = path, 0
 
-    def collect(self) -> list[Measurement]:
+    def collect(self, timeout_s: float | None = None) -> list[Measurement]:
         self._requests += 1
         if self._requests == 3:
             self._path.unlink()
-        return super().collect()
+        return super().collect(timeout_s)
 
 
 def test_a_sweep_ends_with_the_fault_and_all_that_it_measured(path: Path) -> None:

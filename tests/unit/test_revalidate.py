@@ -75,7 +75,11 @@ class FakeRunner:
         return found.but(std_us=us * 0.001)
 
     def retime(
-        self, problem: Problem, finalists: Sequence[Config], rounds: int
+        self,
+        problem: Problem,
+        finalists: Sequence[Config],
+        rounds: int,
+        timeout_s: float | None = None,
     ) -> list[Measurement]:
         self.retimed.append(list(finalists))
         return [self._measure(problem, config, True) for config in finalists]
@@ -84,7 +88,7 @@ class FakeRunner:
         self.submitted.append((problem, list(group)))
         self.open.append(self.submitted[-1])
 
-    def collect(self) -> list[Measurement]:
+    def collect(self, timeout_s: float | None = None) -> list[Measurement]:
         problem, group = self.open.popleft()
         return [self._measure(problem, config, False) for config in group]
 

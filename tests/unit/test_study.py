@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from itertools import product
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import optuna
 import pytest
@@ -17,10 +17,11 @@ from tuner.families.base import Domain, Family
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.measurement import Measurement, Regime, Status
 from tuner.problem import GemmProblem, Problem
+from tuner.search import samplers
 from tuner.search import study as module
 from tuner.search.family_search import FamilySearch
-from tuner.search.samplers import ABSENT, KERNEL, ModelSampler, choices_of
-from tuner.search.study import SAMPLERS, Search, sampler_name
+from tuner.search.samplers import ABSENT, KERNEL, STARTUP, ModelSampler, choices_of
+from tuner.search.study import NEEDED, SAMPLERS, Search, sampler_name
 from tuner.search.surrogate import Surrogate, features_of
 
 PROBLEM = GemmProblem(512, 512, 512)
@@ -155,7 +156,7 @@ def test_suggestions_are_legal_distinct_and_find_the_optimum(sampler: str, seed:
     assert toy.best_us <= 10.0 * 1.05
 
 
-@pytest.mark.parametrize("sampler", [name for name in SAMPLERS if name != "gp"])
+@pytest.mark.parametrize("sampler", [name for name in SAMPLERS if name not in NEEDED])
 def test_equal_seeds_ask_equally(sampler: str) -> None:
     first, second = (
         run(Search([member(Toy(), sampler=sampler, seed=7)], total=25, seeds=4)) for _ in range(2)
@@ -272,7 +273,8 @@ def test_sampler_is_one_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TUNER_SAMPLER", "tpe")
     assert sampler_name(None) == "tpe"
     with pytest.raises(
-        ConfigError, match=r"sampler=cma is not known \(allowed: model, tpe, gp, cost, random\)"
+        ConfigError,
+        match=r"sampler=cma is not known \(allowed: model, tpe, gp, cmaes, cost, random\)",
     ):
         sampler_name("cma")
 
@@ -280,8 +282,10 @@ def test_sampler_is_one_setting(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_sampler_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
     assert sampler_name(None) == "model"
-    with pytest.raises(ConfigError, match="sampler=gp needs torch and scipy"):
+    with pytest.raises(ConfigError, match=r"sampler=gp needs torch and scipy: .*pip install torch"):
         sampler_name("gp")
+    with pytest.raises(ConfigError, match=r"sampler=cmaes needs cmaes: .*pip install cmaes"):
+        sampler_name("cmaes")
 
 
 def test_the_cost_models_order_and_nothing_else() -> None:
@@ -374,6 +378,44 @@ def test_gp_sampler_where_torch_is() -> None:
     toy = member(Toy(), sampler="gp")
     asked = run(Search([toy], total=10, seeds=4))
     assert len({Toy().compile_digest(g[0]) for g in asked}) == 10
+
+
+def test_cmaes_sampler_where_it_is() -> None:
+    pytest.importorskip("cmaes", reason="CmaEsSampler needs cmaes")
+    toys = [member(Toy(), sampler="cmaes", seed=7) for _ in range(2)]
+    first, second = (run(Search([toy], total=30, seeds=4)) for toy in toys)
+    assert first == second and len({Toy().compile_digest(g[0]) for g in first}) == 30
+
+
+class Positions(optuna.samplers.BaseSampler):  # type: ignore[misc]
+    """Draws the last position of each parameter, as CMA-ES might."""
+
+    def infer_relative_search_space(self, study: Any, trial: Any) -> dict[str, Any]:
+        return {}
+
+    def sample_relative(self, study: Any, trial: Any, search_space: Any) -> dict[str, Any]:
+        return {}
+
+    def sample_independent(self, study: Any, trial: Any, name: str, distribution: Any) -> float:
+        return float(distribution.high)
+
+
+def test_a_position_study_takes_the_nearest_open_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samplers, "library_sampler", lambda *arguments: Positions())
+    toy = member(Toy(), sampler="cmaes")
+    ranked = toy.open
+    asked = run(Search([toy], total=10, seeds=4))
+    keys = [Toy().compile_digest(group[0]) for group in asked]
+    assert keys[:STARTUP] == ranked[:STARTUP] and len(set(keys)) == 10
+    study = toy.trials
+    assert isinstance(study, samplers.PositionStudy)
+    last = study._last
+    left = [key for key in toy.groups if key not in keys[:STARTUP]]
+
+    def distance(key: str) -> float:
+        return sum((last[n] - position) / last[n] for n, position in study._positions[key].items())
+
+    assert distance(keys[STARTUP]) == min(map(distance, left))
 
 
 def test_unknown_effort() -> None:

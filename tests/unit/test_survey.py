@@ -81,7 +81,7 @@ class FakeRunner:
         self.submitted.append(list(group))
         self.queue.append((problem, group))
 
-    def collect(self) -> list[Measurement]:
+    def collect(self, timeout_s: float | None = None) -> list[Measurement]:
         problem, group = self.queue.pop()
         return [self.measured(problem, config) for config in group]
 
@@ -259,11 +259,11 @@ def test_a_replay_is_not_recorded_as_measured(tmp_path: Path) -> None:
 
 def test_a_time_limit_ends_a_wait(tmp_path: Path) -> None:
     class Slow(FakeRunner):
-        def collect(self) -> list[Measurement]:
+        def collect(self, timeout_s: float | None = None) -> list[Measurement]:
             if len(self.queue) < len(self.submitted):
                 assert self.cancelled.wait(60), "nobody woke who waited"
                 return []
-            return super().collect()
+            return super().collect(timeout_s)
 
     [progress] = surveyed([drawn(LARGE)], Slow(), tmp_path, time_limit_s=0.2)
     assert 0 < len(progress.seen) < progress.sample.candidates
@@ -332,7 +332,7 @@ class FakeCompiler:
         self.refuses, self.leaves = refuses, leaves
         self.specs: list[Any] = []
 
-    def submit(self, specs: Sequence[Any]) -> list[tuple[Any, Future[Any]]]:
+    def submit(self, specs: Sequence[Any], owner: Any = None) -> list[tuple[Any, Future[Any]]]:
         self.specs += specs
         futures: list[tuple[Any, Future[Any]]] = []
         for number, spec in enumerate(specs):
@@ -375,7 +375,7 @@ def test_a_signal_ends_compiling(
     number: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Signalled(FakeCompiler):
-        def submit(self, specs: Sequence[Any]) -> list[tuple[Any, Future[Any]]]:
+        def submit(self, specs: Sequence[Any], owner: Any = None) -> list[tuple[Any, Future[Any]]]:
             os.kill(os.getpid(), number)
             return super().submit(specs)
 

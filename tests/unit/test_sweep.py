@@ -22,7 +22,6 @@ from toys import (
     GEMM,
     REGIME,
     TOYS,
-    Clock,
     Composite,
     CountingRunner,
     Toy,
@@ -437,17 +436,6 @@ def test_wrong_options(options: dict[str, object], message: str) -> None:
         SweepOptions(**options)  # type: ignore[arg-type]
 
 
-def test_time_limit_ends_the_search_and_not_the_final_pass(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = Clock(monkeypatch)
-    runner = CountingRunner(recording(), lambda runner: clock.pass_by(10))
-    outcome = sweep(runner, store, trials=27, time_limit_s=45).run()
-    assert runner.collected == 5, "the first that ends after the limit is the last"
-    assert not outcome.interrupted
-    assert outcome.ranking
-
-
 class TestInterruption:
     """Ctrl-C through a real signal."""
 
@@ -498,10 +486,14 @@ class TestInterruption:
     ) -> None:
         class Twice(CountingRunner):
             def retime(
-                self, problem: Problem, finalists: Sequence[Config], rounds: int
+                self,
+                problem: Problem,
+                finalists: Sequence[Config],
+                rounds: int,
+                timeout_s: float | None = None,
             ) -> list[Measurement]:
                 os.kill(os.getpid(), number)
-                return super().retime(problem, finalists, rounds)
+                return super().retime(problem, finalists, rounds, timeout_s)
 
         def after(runner: CountingRunner) -> None:
             if runner.collected == 6:
@@ -516,12 +508,16 @@ class TestInterruption:
     def test_one_during_the_final_pass_makes_it_brief(self, store: Store) -> None:
         class Late(CountingRunner):
             def retime(
-                self, problem: Problem, finalists: Sequence[Config], rounds: int
+                self,
+                problem: Problem,
+                finalists: Sequence[Config],
+                rounds: int,
+                timeout_s: float | None = None,
             ) -> list[Measurement]:
                 if not self.retimed:
                     self.retimed.append(rounds)
                     os.kill(os.getpid(), signal.SIGINT)
-                return super().retime(problem, finalists, rounds)
+                return super().retime(problem, finalists, rounds, timeout_s)
 
         runner = Late(recording())
         with Interruption() as interruption:
@@ -535,9 +531,13 @@ class TestInterruption:
     def test_a_brief_one_that_a_job_gives_up_late_is_taken_once_more(self, store: Store) -> None:
         class Late(CountingRunner):
             def retime(
-                self, problem: Problem, finalists: Sequence[Config], rounds: int
+                self,
+                problem: Problem,
+                finalists: Sequence[Config],
+                rounds: int,
+                timeout_s: float | None = None,
             ) -> list[Measurement]:
-                found = super().retime(problem, finalists, rounds)
+                found = super().retime(problem, finalists, rounds, timeout_s)
                 if len(self.retimed) == 1:
                     os.kill(os.getpid(), signal.SIGINT)
                 return found if len(self.retimed) == 3 else []
@@ -556,7 +556,11 @@ class TestInterruption:
     ) -> None:
         class Cancelled(CountingRunner):
             def retime(
-                self, problem: Problem, finalists: Sequence[Config], rounds: int
+                self,
+                problem: Problem,
+                finalists: Sequence[Config],
+                rounds: int,
+                timeout_s: float | None = None,
             ) -> list[Measurement]:
                 self.retimed.append(rounds)
                 if is_interrupted and len(self.retimed) == 1:
@@ -575,9 +579,9 @@ class TestInterruption:
         class Cancelled(CountingRunner):
             empty = 0
 
-            def collect(self) -> list[Measurement]:
+            def collect(self, timeout_s: float | None = None) -> list[Measurement]:
                 if self.collected < 6:
-                    return super().collect()
+                    return super().collect(timeout_s)
                 self.empty += 1
                 assert self.empty == 1, "it waits for what will never come"
                 return []

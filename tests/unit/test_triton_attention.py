@@ -293,7 +293,7 @@ def competitors(
     runner: Any = FakeRunner(gpu, provenance)
     store: Any = NoSweeps()
     made = Sweep(PLAIN, Regime.default("attention"), runner, store, SweepOptions(families=named))
-    return [member.name for member in made._own], made._notes
+    return [member.name for member in made.competition.own], made._notes
 
 
 def test_it_competes_where_no_other_family_does(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,13 +25,13 @@ def extra_command(name: str) -> str:
     return _command("-e", f"{checkout}[{name}]")
 
 
-def install_command(requirement: str) -> str:
-    """The command that installs a package of an index into this environment.
+def install_command(*requirements: str) -> str:
+    """The command that installs packages of an index into this environment.
 
     Args:
-        requirement: as pip reads it, as ``nvidia-cutlass==4.2.0.0``.
+        requirements: as pip reads them, as ``nvidia-cutlass==4.2.0.0``.
     """
-    return _command(requirement)
+    return _command(*requirements)
 
 
 def _command(*arguments: str) -> str:

@@ -223,7 +223,7 @@ class Finished:
 
 
 class ProcessPool:
-    """The compiler processes of one owner; `run` from any thread, `kill` ends them all.
+    """The compiler processes of one owner; `run` and `kill` from any thread.
 
     They also end with this process, however it ends.
     """
@@ -233,7 +233,10 @@ class ProcessPool:
         self._lock = threading.Lock()
         self._groups: dict[int, int] = {}
         """Process groups by their leader, each with its end of the pipe that keeps it alive."""
+        self._folders: dict[int, Path] = {}
+        """Working folder of each group."""
         self._killed = False
+        self._killed_folders: set[Path] = set()
 
     def run(self, command: Sequence[str], folder: Path) -> Finished:
         """Run `command` in its own process group and wait for it.
@@ -265,6 +268,7 @@ class ProcessPool:
             self._kill_group(pid)  # nothing that it started outlives it
             with self._lock:
                 os.close(self._groups.pop(pid))
+                del self._folders[pid]
                 _, status, usage = os.wait4(pid, 0)
         return Finished(
             returncode=os.waitstatus_to_exitcode(status),
@@ -274,11 +278,18 @@ class ProcessPool:
             log=log.read_text(encoding="utf-8", errors="replace"),
         )
 
-    def kill(self) -> None:
-        """Kill every process group now and any that would still be started."""
+    def kill(self, folder: Path | None = None) -> None:
+        """Kill every process group now and any that would still be started.
+
+        Args:
+            folder: only groups with this working folder; default: all.
+        """
         with self._lock:
-            self._killed = True
-            groups = list(self._groups)
+            if folder is None:
+                self._killed = True
+            else:
+                self._killed_folders.add(folder)
+            groups = [pid for pid in self._groups if folder in (None, self._folders[pid])]
         for pid in groups:
             self._kill_group(pid)
 
@@ -304,8 +315,8 @@ class ProcessPool:
             finally:
                 os.close(theirs)
             process.returncode = 0  # reaped by wait4 in `run`, not by Popen
-            self._groups[process.pid] = ours
-            killed = self._killed
+            self._groups[process.pid], self._folders[process.pid] = ours, folder
+            killed = self._killed or folder in self._killed_folders
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PGRP, process.pid, _NICE)
         if killed:

@@ -38,7 +38,7 @@ def outcome_text(outcome: Outcome, store: str) -> str:
     lines += [f"flagged: {short_name(m)}: {', '.join(m.flags)}" for m in _shown(entry) if m.flags]
     for name, why in outcome.unavailable.items():
         lines += wrapped(f"not measured: {name}: {why}")
-    lines.append(_effort_text(outcome))
+    lines += wrapped(_effort_text(outcome))
     if outcome.failures:
         counts = sorted(outcome.failures.items(), key=lambda item: (-item[1], item[0]))
         lines += wrapped("failed: " + ", ".join(f"{n} {status}" for status, n in counts))
@@ -65,9 +65,12 @@ def _unranked_lines(outcome: Outcome) -> list[str]:
 def _effort_text(outcome: Outcome) -> str:
     minutes, seconds = divmod(round(outcome.elapsed_s), 60)
     known = f", {outcome.resumed} sets known before" if outcome.resumed else ""
+    given_up = f", {outcome.given_up} sets not waited for" if outcome.given_up else ""
+    loss = outcome.expected_loss
+    saves = "" if loss is None else f"; by the estimate the sets left would save {100 * loss:.1f} %"
     return (
         f"{outcome.candidates} own candidates of {outcome.kernels} sets of kernels in "
-        f"{minutes} min {seconds:02d} s{known}"
+        f"{minutes} min {seconds:02d} s{known}{given_up}{saves}"
     )
 
 

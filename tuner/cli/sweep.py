@@ -82,10 +82,10 @@ def add_budget(parser: argparse.ArgumentParser) -> None:
         "--trials", type=int, metavar="N", help="sets of compiled kernels, those known included"
     )
     parser.add_argument(
-        "--time-limit", type=float, metavar="SECONDS", help="start no candidate after this"
+        "--time-limit", type=float, metavar="SECONDS", help="for all of it, the final pass included"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the search (default 0)")
-    parser.add_argument("--sampler", help="model (default), tpe, gp, cost or random")
+    parser.add_argument("--sampler", help="model (default), tpe, gp, cmaes, cost or random")
     parser.add_argument(
         "--compiled-only",
         action="store_true",

@@ -20,9 +20,10 @@ import os
 import re
 import shlex
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Hashable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -34,6 +35,7 @@ from tuner.compile.artifacts import Artifact, ArtifactCache
 from tuner.compile.ptxas import parse_advice, parse_resources
 from tuner.compile.render import included, render, template_digest
 from tuner.compile.toolchain import Toolchain, find_toolchain, include_dirs
+from tuner.compile.units import KernelJob, Underway, Unit, available_bytes, shared
 from tuner.config import Config
 from tuner.errors import CompileError, StoreError, TunerError
 from tuner.families.base import Family, KernelSpec
@@ -73,19 +75,6 @@ _PLACEHOLDER = "KERNEL_ID"
 """Stands for the id in the text that a key is made of."""
 
 
-@dataclass
-class KernelJob:
-    """A kernel that is to be compiled."""
-
-    spec: KernelSpec
-    key: str
-    future: Future[Artifact]
-    alone: bool = False
-    """Set when its unit failed: build it by itself."""
-    cpu_s: float = 0.0
-    """Its share of the units that failed."""
-
-
 class Compiler:
     """Compiles kernel specs in the background; one per process is enough.
 
@@ -117,9 +106,9 @@ class Compiler:
         self._threads = ThreadPoolExecutor(self.jobs, thread_name_prefix="compile")
         self._lock = threading.Lock()
         self._pending: list[KernelJob] = []
-        self._in_flight: dict[str, Future[Artifact]] = {}
+        self._in_flight: dict[str, KernelJob] = {}
         self._rejected: dict[str, CompileError] = {}
-        self._busy = 0
+        self._units: set[Unit] = set()
         self._stop = threading.Event()
         artifacts.sweep()
 
@@ -185,17 +174,24 @@ class Compiler:
 
         return [c for c in space if all(map(is_built, family.kernels(problem, c).values()))]
 
-    def submit(self, specs: Sequence[KernelSpec]) -> list[tuple[KernelSpec, Future[Artifact]]]:
+    def submit(
+        self, specs: Sequence[KernelSpec], owner: Hashable = None
+    ) -> list[tuple[KernelSpec, Future[Artifact]]]:
         """Have `specs` compiled; returns at once, in the same order.
 
         A spec that is cached, or compiling already, is not compiled again. Kernels that wait
         together are grouped into units when a core becomes free, smaller ones where that keeps
         more cores busy.
 
+        Args:
+            specs: what is wanted.
+            owner: may `release` it later; of None it stays wanted.
+
         Returns:
             Futures of the artifacts. They raise CompileError (nvcc refused, with `command` and
             `log`), RenderError (the spec does not render), StoreError (the cache cannot be
-            written) or concurrent.futures.CancelledError (after `close`).
+            written) or concurrent.futures.CancelledError (after `close` or
+            `release`).
         """
         futures: list[tuple[KernelSpec, Future[Artifact]]] = []
         added = 0
@@ -216,20 +212,59 @@ class Compiler:
                 elif key in self._rejected:
                     future.set_exception(self._rejected[key])
                 elif key in self._in_flight:
-                    future = self._in_flight[key]
+                    self._in_flight[key].owners.add(owner)
+                    future = self._in_flight[key].future
                 else:
-                    self._in_flight[key] = future
-                    self._pending.append(KernelJob(spec, key, future))
+                    job = self._in_flight[key] = KernelJob(spec, key, future, owners={owner})
+                    self._pending.append(job)
                     added += 1
             futures.append((spec, future))
         self._wake(added)
         return futures
+
+    def release(self, owner: Hashable) -> None:
+        """Give up what `owner` submitted. Kernels that nobody else wants are not begun, and a unit
+        of only such kernels is killed; returns at once.
+        """
+        with self._lock:
+            unwanted = [job for job in self._in_flight.values() if owner in job.owners]
+            for job in unwanted:
+                job.owners.discard(owner)
+            dropped = [job for job in self._pending if not job.owners]
+            self._pending = [job for job in self._pending if job.owners]
+            units = [
+                unit
+                for unit in self._units
+                if not unit.cancelled.is_set() and not any(job.owners for job in unit.jobs)
+            ]
+            for unit in units:
+                unit.cancelled.set()
+            for job in (*dropped, *(job for unit in units for job in unit.jobs)):
+                self._forget(job)  # whoever wants it from here on begins anew
+        for job in dropped:
+            if not job.future.cancel():
+                self._fail([job], CancelledError())
+        for unit in units:
+            if unit.folder is not None:
+                self._processes.kill(unit.folder)
+
+    def underway(self) -> dict[Future[Artifact], Underway]:
+        """What is being built at this moment."""
+        now = time.monotonic()
+        with self._lock:
+            return {
+                job.future: Underway(now - unit.began, len(unit.jobs))
+                for unit in self._units
+                for job in unit.jobs
+            }
 
     def close(self, cancel: bool = False) -> None:
         """End: wait for what was submitted, or with `cancel` kill it and leave nothing behind."""
         if cancel:
             with self._lock:
                 self._stop.set()
+                for unit in self._units:
+                    unit.cancelled.set()
                 dropped, self._pending = self._pending, []
             for job in dropped:
                 if not job.future.cancel():
@@ -244,64 +279,73 @@ class Compiler:
                 self._threads.submit(self._work)
 
     def _work(self) -> None:
-        while jobs := self._take():
+        while (unit := self._take()) is not None:
             try:
-                self._build(jobs)
+                self._build(unit)
             except (TunerError, CancelledError) as exc:
-                self._fail(jobs, exc)
+                self._fail(unit.jobs, exc)
             except OSError as exc:
-                self._fail(jobs, self.artifacts.write_error(exc))
+                self._fail(unit.jobs, self.artifacts.write_error(exc))
             except Exception as exc:  # a fault of ours must not leave a future waiting forever
-                self._fail(jobs, exc)
+                self._fail(unit.jobs, exc)
             finally:
                 with self._lock:
-                    self._busy -= 1
+                    self._units.discard(unit)
 
-    def _take(self) -> list[KernelJob]:
+    def _take(self) -> Unit | None:
         """The next unit: the oldest job and those most like it, fairly to idle threads."""
         with self._lock:
             self._pending = [job for job in self._pending if self._starts(job)]
             if not self._pending:
-                return []
+                return None
             first = self._pending[0]
             alike = [
                 job
                 for job in self._pending
                 if job.spec.template == first.spec.template and not job.alone
             ]
-            idle = self.jobs - self._busy
+            idle = self.jobs - len(self._units)
             size = min(self.batch, -(-len(self._pending) // idle))
-            alike.sort(key=lambda job: -_shared(first.spec, job.spec))
-            unit = [first] if first.alone else alike[:size]
-            self._pending = [job for job in self._pending if job not in unit]
-            self._busy += 1
+            alike.sort(key=lambda job: -shared(first.spec, job.spec))
+            unit = Unit([first] if first.alone else alike[:size])
+            self._pending = [job for job in self._pending if job not in unit.jobs]
+            self._units.add(unit)
+            if self._stop.is_set():
+                unit.cancelled.set()
         return unit
 
     def _starts(self, job: KernelJob) -> bool:
         """Past this point a future cannot be cancelled from outside; one that was is dropped."""
         if job.future.running() or job.future.set_running_or_notify_cancel():
             return True
-        self._in_flight.pop(job.key, None)
+        self._forget(job)
         return False
 
-    def _build(self, jobs: Sequence[KernelJob]) -> None:
+    def _forget(self, job: KernelJob) -> None:
+        """Take a job off what compiles, unless another one has its place; with the lock."""
+        if self._in_flight.get(job.key) is job:
+            del self._in_flight[job.key]
+
+    def _build(self, unit: Unit) -> None:
         """Compile one unit and settle its futures, or put its jobs back to be built alone."""
         with contextlib.ExitStack() as stack:
             # In one order everywhere, so that two processes never wait for each other.
-            for job in sorted(jobs, key=lambda j: j.key):
-                stack.enter_context(self.artifacts.lock(job.key, self._stop))
-            if self._stop.is_set():
-                raise CancelledError
-            todo = [job for job in jobs if not self._settle_found(job)]
+            for job in sorted(unit.jobs, key=lambda j: j.key):
+                stack.enter_context(self.artifacts.lock(job.key, unit.cancelled))
+            todo = [job for job in unit.jobs if not self._settle_found(job)]
             if not todo:
                 return
             folder = stack.enter_context(self.artifacts.workspace())
+            with self._lock:  # from here on a kill finds it
+                unit.folder = folder
+            if unit.cancelled.is_set():
+                raise CancelledError
             sources = {job.key: render(job.spec, job.key) for job in todo}
             commands = self._write(folder, todo[0].spec.template, "\n".join(sources.values()))
             command, done = self._run(commands, folder)
             for job in todo:
                 job.cpu_s += done.cpu_s / len(todo)
-            if self._stop.is_set():
+            if done.returncode != 0 and unit.cancelled.is_set():
                 raise CancelledError
             elif done.returncode == 0:
                 self._store(todo, folder / "kernel.so", sources, done.log)
@@ -398,13 +442,13 @@ class Compiler:
 
     def _settle(self, job: KernelJob, artifact: Artifact) -> None:
         with self._lock:
-            self._in_flight.pop(job.key, None)
+            self._forget(job)
         job.future.set_result(artifact)
 
     def _fail(self, jobs: Sequence[KernelJob], exc: Exception) -> None:
         with self._lock:
             for job in jobs:
-                self._in_flight.pop(job.key, None)
+                self._forget(job)
                 if isinstance(exc, CompileError) and exc.command:
                     self._rejected[job.key] = exc
         for job in jobs:
@@ -419,34 +463,6 @@ def flags(capability: str) -> tuple[str, ...]:
     number = capability.replace(".", "")
     target = f"-gencode=arch=compute_{number},code=sm_{number}"
     return tuple(target if flag.startswith("-gencode") else flag for flag in FLAGS)
-
-
-def available_bytes(proc: Path = Path("/proc"), group: Path = Path("/sys/fs/cgroup")) -> int:
-    """Memory that can be used now: the machine's, or the control group's where that is less."""
-    machine = _table(proc / "meminfo").get("MemAvailable:", 64 << 20) * 1024
-    limit, used = (next(_lines(group / f"memory.{n}"), "") for n in ("max", "current"))
-    if not (limit.isdigit() and used.isdigit()):
-        return machine
-    held = _table(group / "memory.stat")  # the page cache counts as used and can be dropped
-    cached = held.get("inactive_file", 0) + held.get("active_file", 0)
-    return max(0, min(machine, int(limit) - int(used) + cached))
-
-
-def _table(path: Path) -> dict[str, int]:
-    rows = (line.split() for line in _lines(path))
-    return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
-
-
-def _lines(path: Path) -> Iterator[str]:
-    try:
-        yield from path.read_text().splitlines()
-    except OSError:
-        return
-
-
-def _shared(spec: KernelSpec, other: KernelSpec) -> int:
-    """How many variables of two kernels are equal: the more, the more instantiations they share."""
-    return sum(other.variables.get(name) == value for name, value in spec.variables.items())
 
 
 def _disk_full(log: str) -> bool:

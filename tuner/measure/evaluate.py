@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import secrets
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -82,8 +82,14 @@ class Evaluator:
         self._gpu, self._regime, self._compiler = gpu, regime, compiler
         self._members, self._environment, self._max_workspace = members, environment, max_workspace
         self._fresh: set[KernelSpec] = set()
+        self._seeds: dict[Problem, int] = {}
+        """Of the inputs of each problem's quick pass."""
         self._lock = threading.Lock()
         [(_, self._reference)] = compiler.submit([REFERENCE])
+
+    def owner(self, problem: Problem) -> Hashable:
+        """Names to the compiler what is submitted for a problem here."""
+        return self, problem
 
     def prefetch(self, problem: Problem, configs: Sequence[Config]) -> None:
         """Compile without waiting; what fails is reported by the evaluation that needs it."""
@@ -101,7 +107,8 @@ class Evaluator:
                 log = f"{config.family} cannot express this config: {type(exc).__name__}: {exc}"
                 failures[index] = self._failed(problem, config, Status.COMPILE_ERROR, log)
         wanted = list(dict.fromkeys(spec for named in kernels for spec in named.values()))
-        futures = dict(self._compiler.submit(wanted)) if wanted else {}
+        owner = self.owner(problem)
+        futures = dict(self._compiler.submit(wanted, owner)) if wanted else {}
         with self._lock:
             self._fresh |= {spec for spec, future in futures.items() if not future.done()}
         return Pending(problem, group, kernels, futures, failures)
@@ -140,15 +147,35 @@ class Evaluator:
                 problem=pending.problem,
                 regime=self._regime,
                 mode=mode,
-                seed=secrets.randbits(62),
+                seed=self._seed(pending.problem, mode),
                 reference=self._reference_artifact(),
                 candidates=[(pending.group[i], _artifacts(pending, i)) for i in ready],
                 rounds=rounds,
                 max_workspace=self._max_workspace,
             )
-            for index, outcome in zip(ready, worker.measure(ask), strict=True):
+            outcomes = worker.measure(ask)
+            if any(outcome.status not in (Status.OK, Status.UNAVAILABLE) for outcome in outcomes):
+                self._renew(pending.problem)
+            for index, outcome in zip(ready, outcomes, strict=True):
                 found[index] = self._measurement(pending, index, outcome, is_final=mode == "final")
         return [found[index] for index in range(len(pending.group))]
+
+    def _seed(self, problem: Problem, mode: str) -> int:
+        """Seed of a request's inputs. Quick requests of a problem share one, so that a worker
+        computes its references once; other modes draw their own: finalists are checked anew.
+        """
+        drawn = secrets.randbits(62)
+        if mode != "quick":
+            return drawn
+        with self._lock:
+            return self._seeds.setdefault(problem, drawn)
+
+    def _renew(self, problem: Problem) -> None:
+        """Have the next quick request of a problem draw its inputs anew: what failed may have
+        written into the references that a worker keeps.
+        """
+        with self._lock:
+            self._seeds.pop(problem, None)
 
     def _reference_artifact(self) -> Artifact:
         try:

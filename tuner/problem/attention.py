@@ -572,7 +572,7 @@ class AttentionProblem(Problem):
     @property
     def mask_strides(self) -> tuple[int, int, int]:
         """Elements from one batch, head and query of the bias or mask to the next; 0 along an axis
-        that it has not, and without either. Of a block-sparse mask those of its dense form.
+        that it has not, and without either. A block-sparse mask has the strides of its dense form.
         """
         if self.block_mask:
             of_batch, of_heads, *_ = self.block_shape

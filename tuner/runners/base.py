@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from tuner.config import Config
@@ -10,6 +11,18 @@ from tuner.families.base import Family
 from tuner.hardware import Gpu
 from tuner.measurement import Environment, Measurement, Provenance, Regime
 from tuner.problem import Problem
+
+
+@dataclass(frozen=True)
+class Building:
+    """A submitted group whose kernels are not compiled yet."""
+
+    config: Config
+    """The first of the group."""
+    elapsed_s: float | None
+    """Seconds since its compile began; None while it waits for a core."""
+    kernels: int
+    """Of the translation unit: these share its time."""
 
 
 class Runner(Protocol):
@@ -25,6 +38,8 @@ class Runner(Protocol):
     provenance: Provenance
     capacity: int
     """Groups worth having in flight."""
+    compiles: int
+    """Compiles at a time."""
 
     @property
     def building(self) -> int:
@@ -58,20 +73,38 @@ class Runner(Protocol):
         """Start evaluating a group."""
         ...
 
-    def collect(self) -> list[Measurement]:
-        """Wait until a submitted group is done; one measurement a config. None once `cancel` gave
-        it up, and after it until something is submitted again.
+    def under_way(self, problem: Problem) -> list[Building]:
+        """Submitted groups of a problem that are not compiled yet."""
+        ...
+
+    def abandon(self, problem: Problem) -> None:
+        """Give up what was submitted and prefetched for a problem, but for what is being timed.
+        Compiles that nobody else wants are killed.
+        """
+        ...
+
+    def collect(self, timeout_s: float | None = None) -> list[Measurement]:
+        """Wait until a submitted group is done; one measurement a config. An empty list once
+        `cancel` gave it up, and after it until something is submitted again.
+
+        Args:
+            timeout_s: longest wait.
 
         Raises:
+            TimeoutError: when nothing was done by then.
             BenchmarkError: when nothing was submitted.
         """
         ...
 
     def retime(
-        self, problem: Problem, finalists: Sequence[Config], rounds: int
+        self,
+        problem: Problem,
+        finalists: Sequence[Config],
+        rounds: int,
+        timeout_s: float | None = None,
     ) -> list[Measurement]:
         """Time finalists interleaved in one run, on one GPU: one measurement each, `is_final`;
-        none after `cancel`.
+        none after `cancel`, or where that takes longer than `timeout_s`.
         """
         ...
 

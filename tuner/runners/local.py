@@ -7,10 +7,12 @@ from __future__ import annotations
 import concurrent.futures
 import queue
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 from tuner.compile.compiler import Compiler
 from tuner.config import Config
@@ -23,6 +25,7 @@ from tuner.measure.evaluate import Evaluator, Pending
 from tuner.measure.worker_client import TIMEOUT_S, AnyWorker, WorkerClient
 from tuner.measurement import Environment, Measurement, Provenance, Regime
 from tuner.problem import Problem
+from tuner.runners.base import Building
 from tuner.runners.pool import WorkerPool
 
 _Done = tuple[Pending, "Future[list[Measurement]]"]
@@ -79,6 +82,7 @@ class LocalRunner:
         )
         # Full translation units on every core, or two groups a GPU where the compiler is small;
         # a search that learns submits fewer.
+        self.compiles = compiler.jobs
         self.capacity = max(compiler.batch * compiler.jobs, 2 * len(self._pool))
         self._evaluator = Evaluator(
             found, regime, compiler, members, lambda: self.environment, max_workspace
@@ -87,8 +91,10 @@ class LocalRunner:
         self._open: list[Pending] = []
         self._is_cancelled = False
         """True when nothing was submitted since the last `cancel`."""
-        self._timing: set[Future[list[Measurement]]] = set()
-        self._asking: set[Future[list[Config]]] = set()
+        self._timed_as: dict[Pending, Future[list[Measurement]]] = {}
+        """Requests of the groups that are compiled."""
+        self._asked: set[Future[Any]] = set()
+        """Requests that somebody waits for: final passes, libraries' lists."""
         self._done: queue.SimpleQueue[_Done | None] = queue.SimpleQueue()
 
     @cached_property
@@ -116,7 +122,7 @@ class LocalRunner:
         work = partial(_listing, problem=problem, name=family.name, most=self._max_workspace)
         asking = self._pool.submit(work, first=True, home=problem)
         with self._lock:
-            self._asking.add(asking)
+            self._asked.add(asking)
         try:
             listed = [c for c in asking.result() if family.accepts(problem, c, self.gpu)]
         except CancelledError:
@@ -126,7 +132,7 @@ class LocalRunner:
             raise
         finally:
             with self._lock:
-                self._asking.discard(asking)
+                self._asked.discard(asking)
         # A library that lists nothing says why when its first choice is measured.
         return listed or space
 
@@ -146,73 +152,119 @@ class LocalRunner:
             done = self._done
         pending.when_ready(partial(self._measure, pending, done))
 
-    def collect(self) -> list[Measurement]:
+    def under_way(self, problem: Problem) -> list[Building]:
+        underway = self._compiler.underway()
+        found = []
+        for pending in [*self._open]:
+            if pending.problem == problem and not pending.is_ready:
+                begun = [underway[f] for f in pending.futures.values() if f in underway]
+                elapsed_s = max((one.elapsed_s for one in begun), default=None)
+                kernels = max((one.kernels for one in begun), default=1)
+                found.append(Building(pending.group[0], elapsed_s, kernels))
+        return found
+
+    def abandon(self, problem: Problem) -> None:
+        with self._lock:
+            kept = []
+            for pending in self._open:
+                timing = self._timed_as.get(pending)
+                if pending.problem != problem or (timing is not None and not timing.cancel()):
+                    kept.append(pending)
+                else:
+                    self._timed_as.pop(pending, None)
+            self._open = kept
+        self._compiler.release(self._evaluator.owner(problem))
+
+    def collect(self, timeout_s: float | None = None) -> list[Measurement]:
         """The group that is measured first.
 
         Raises:
+            TimeoutError: when nothing was done within `timeout_s`.
             BenchmarkError: when nothing was submitted, or a GPU cannot be used.
         """
-        with self._lock:
-            if self._is_cancelled:
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            with self._lock:
+                if self._is_cancelled:
+                    return []
+                if not self._open:
+                    raise BenchmarkError("nothing was submitted to collect")
+                # What `cancel` wakes is whoever waits at this one.
+                results = self._done
+            try:
+                left_s = None if until is None else max(0.0, until - time.monotonic())
+                done = results.get(timeout=left_s)
+            except queue.Empty:
+                raise TimeoutError from None
+            except BaseException:
+                self.cancel()
+                raise
+            if done is None:
                 return []
-            if not self._open:
-                raise BenchmarkError("nothing was submitted to collect")
-            # What `cancel` wakes is whoever waits at this one.
-            results = self._done
-        try:
-            done = results.get()
-        except BaseException:
-            self.cancel()
-            raise
-        if done is None:
-            return []
-        pending, timing = done
-        with self._lock:
-            self._open = [other for other in self._open if other is not pending]
-            self._timing.discard(timing)
-        try:
-            return timing.result()
-        except CancelledError:
-            return []
+            pending, timing = done
+            with self._lock:
+                is_open = pending in self._open  # else it was abandoned
+                self._open = [other for other in self._open if other is not pending]
+                self._timed_as.pop(pending, None)
+            if is_open:
+                try:
+                    return timing.result()
+                except CancelledError:
+                    return []
 
     def retime(
-        self, problem: Problem, finalists: Sequence[Config], rounds: int
+        self,
+        problem: Problem,
+        finalists: Sequence[Config],
+        rounds: int,
+        timeout_s: float | None = None,
     ) -> list[Measurement]:
-        """One request, and so one GPU's times; empty after `cancel`."""
-        return self._together(problem, finalists, mode="final", rounds=rounds)
+        """One request, and so one GPU's times; empty after `cancel` or `timeout_s`."""
+        return self._together(problem, finalists, mode="final", rounds=rounds, timeout_s=timeout_s)
 
     def kernel_times(self, problem: Problem, configs: Sequence[Config]) -> list[Measurement]:
         return self._together(problem, configs, mode="kernels")
 
     def _together(
-        self, problem: Problem, configs: Sequence[Config], *, mode: str, rounds: int = 0
+        self,
+        problem: Problem,
+        configs: Sequence[Config],
+        *,
+        mode: str,
+        rounds: int = 0,
+        timeout_s: float | None = None,
     ) -> list[Measurement]:
         """One request to one GPU."""
+        until = None if timeout_s is None else time.monotonic() + timeout_s
         pending = self._start(problem, configs)
         # A GPU waits for no compiler.
-        concurrent.futures.wait(pending.futures.values())
+        if concurrent.futures.wait(pending.futures.values(), timeout_s).not_done:
+            return []
         work = partial(self._evaluator.finish, pending, mode=mode, rounds=rounds)
         timing = self._pool.submit(work, first=True, home=problem)
         with self._lock:
-            self._timing.add(timing)
+            self._asked.add(timing)
         try:
-            return timing.result()
+            return timing.result(None if until is None else max(0.0, until - time.monotonic()))
         except CancelledError:
+            return []
+        except TimeoutError:
+            self._pool.cancel([timing])
             return []
         except BaseException:
             self._pool.cancel([timing])
             raise
         finally:
             with self._lock:
-                self._timing.discard(timing)
+                self._asked.discard(timing)
 
     def cancel(self) -> None:
         with self._lock:
-            timing, self._timing, self._open = self._timing, set(), []
-            asking, self._asking = self._asking, set()
+            timing, self._timed_as, self._open = [*self._timed_as.values()], {}, []
+            asked, self._asked = self._asked, set()
             self._is_cancelled = True
             waiting, self._done = self._done, queue.SimpleQueue()
-        self._pool.cancel([*timing, *asking])
+        self._pool.cancel([*timing, *asked])
         waiting.put(None)
 
     def close(self) -> None:
@@ -232,7 +284,7 @@ class LocalRunner:
             timing = self._pool.submit(
                 partial(self._evaluator.finish, pending), home=pending.problem
             )
-            self._timing.add(timing)
+            self._timed_as[pending] = timing
         timing.add_done_callback(lambda timing: done.put((pending, timing)))
 
 

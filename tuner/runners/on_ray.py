@@ -23,9 +23,10 @@ from typing import Any, Self
 import tuner
 from tuner.base.install import extra_command
 from tuner.compile.artifacts import Artifact, ArtifactCache
-from tuner.compile.compiler import Compiler, KernelJob
+from tuner.compile.compiler import Compiler
 from tuner.compile.render import render
 from tuner.compile.toolchain import Toolchain
+from tuner.compile.units import Unit
 from tuner.config import Config
 from tuner.errors import BenchmarkError, ConfigError, WorkerLostError
 from tuner.families.base import KernelSpec
@@ -308,13 +309,13 @@ class ClusterCompiler(Compiler):
     def _most_units(self, jobs: int | None) -> int:
         return jobs or self._cluster.cores
 
-    def _build(self, jobs: Sequence[KernelJob]) -> None:
+    def _build(self, unit: Unit) -> None:
         """As the base's, without its lock: a node that shares the cache takes that one itself."""
-        todo = [job for job in jobs if not self._settle_found(job)]
+        todo = [job for job in unit.jobs if not self._settle_found(job)]
         if not todo:
             return
         built, parcel = self._cluster.build(
-            [job.spec for job in todo], [job.key for job in todo], self.capability, self._stop
+            [job.spec for job in todo], [job.key for job in todo], self.capability, unit.cancelled
         )
         for job, result in zip(todo, built, strict=True):
             if isinstance(result, Built):

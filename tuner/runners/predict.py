@@ -12,6 +12,7 @@ from tuner.families.base import Family
 from tuner.hardware import Gpu
 from tuner.measurement import Environment, Measurement, Provenance, Regime, Status
 from tuner.problem import Problem
+from tuner.runners.base import Building
 
 
 class PredictRunner:
@@ -31,7 +32,7 @@ class PredictRunner:
     ) -> None:
         self.gpu = gpu
         self.provenance = Provenance.PREDICTED
-        self.capacity = 1
+        self.capacity = self.compiles = 1
         self.building = 0
         self.environment = Environment()
         self.regime = regime
@@ -58,7 +59,15 @@ class PredictRunner:
         self._is_cancelled = False
         self._queue.append((problem, list(group)))
 
-    def collect(self) -> list[Measurement]:
+    def under_way(self, problem: Problem) -> list[Building]:
+        """None: nothing compiles."""
+        return []
+
+    def abandon(self, problem: Problem) -> None:
+        """Drop what was submitted."""
+        self._queue.clear()
+
+    def collect(self, timeout_s: float | None = None) -> list[Measurement]:
         """The oldest group.
 
         Raises:
@@ -73,7 +82,11 @@ class PredictRunner:
         return [self._estimate(problem, config) for config in group]
 
     def retime(
-        self, problem: Problem, finalists: Sequence[Config], rounds: int
+        self,
+        problem: Problem,
+        finalists: Sequence[Config],
+        rounds: int,
+        timeout_s: float | None = None,
     ) -> list[Measurement]:
         """The estimates again; there is nothing to time."""
         return [self._estimate(problem, config).but(is_final=True) for config in finalists]

@@ -9,6 +9,7 @@ from tuner.config import Config
 from tuner.families.base import Family
 from tuner.measurement import Measurement, Provenance
 from tuner.problem import Problem
+from tuner.runners.base import Building
 from tuner.runners.recording import Recording
 from tuner.store.entry import is_vendor
 
@@ -21,7 +22,7 @@ class ReplayRunner:
         self.regime = recording.regime
         self.environment = recording.environment
         self.provenance = Provenance.REPLAYED
-        self.capacity = 1
+        self.capacity = self.compiles = 1
         self.building = 0
         self._quick: dict[tuple[str, str], Measurement] = {}
         self._final: dict[tuple[str, str], Measurement] = {}
@@ -63,11 +64,23 @@ class ReplayRunner:
         """Queue a group; a candidate that was not recorded does not exist."""
         self._queue.append([self._quick[problem.key, config.digest] for config in group])
 
-    def collect(self) -> list[Measurement]:
+    def under_way(self, problem: Problem) -> list[Building]:
+        """None: nothing compiles."""
+        return []
+
+    def abandon(self, problem: Problem) -> None:
+        """Drop what was submitted."""
+        self._queue.clear()
+
+    def collect(self, timeout_s: float | None = None) -> list[Measurement]:
         return self._queue.popleft()
 
     def retime(
-        self, problem: Problem, finalists: Sequence[Config], rounds: int
+        self,
+        problem: Problem,
+        finalists: Sequence[Config],
+        rounds: int,
+        timeout_s: float | None = None,
     ) -> list[Measurement]:
         """Times of one pass: of the finalists in the recorded final pass. When no own one passed
         there, of all in the quick pass (`is_final` is then false).

@@ -105,6 +105,8 @@ class FamilySearch:
             rest = sorted(self.groups, key=lambda key: self._predicted[key])
             order = [key for key in dict.fromkeys(first + rest) if key in self.groups]
         groups = samplers.Groups(features, dict.fromkeys(order))
+        if sampler == "cmaes":
+            return samplers.PositionStudy(groups, seed)
         if sampler in samplers.MISSES:
             return samplers.GroupStudy(
                 groups,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -151,9 +152,13 @@ def library_sampler(name: str, seed: int) -> BaseSampler:
     """Optuna's own sampler.
 
     Args:
-        name: tpe or gp.
+        name: tpe, gp or cmaes.
         seed: of what is drawn.
     """
+    if name == "cmaes":
+        return optuna.samplers.CmaEsSampler(
+            seed=seed, n_startup_trials=0, warn_independent_sampling=False
+        )
     if name == "gp":
         return optuna.samplers.GPSampler(
             seed=seed, n_startup_trials=STARTUP, warn_independent_sampling=False
@@ -273,6 +278,52 @@ class GroupStudy:
             _, trial = self.groups.running.popitem()
             trial.set_user_attr("reason", reason)
             self.study.tell(trial, state=TrialState.FAIL)
+
+
+class PositionStudy(GroupStudy):
+    """A study in numbers, for CMA-ES: each parameter is the position of its value among its
+    choices, and the open group nearest to a proposal is evaluated in its place.
+    """
+
+    def __init__(self, groups: Groups, seed: int) -> None:
+        """Begin without a trial.
+
+        Args:
+            groups: their state, which this study keeps.
+            seed: of what is drawn.
+        """
+        choices = {n: list(d.choices) for n, d in groups.distributions.items()}
+        self._last = {name: len(kept) - 1 for name, kept in choices.items() if len(kept) > 1}
+        self._positions = {
+            key: {
+                name: choices[name].index(groups.params(key).get(name, choices[name][0])) * 1.0
+                for name in self._last
+            }
+            for key in groups.features
+        }
+        super().__init__(groups, library_sampler("cmaes", seed), startup=STARTUP)
+
+    def start(self, key: str | None = None) -> str:
+        if key is None and (len(self.groups.values) < self._startup or not self._last):
+            key = next(iter(self.groups.open))
+        if key is not None:
+            self.study.enqueue_trial(self._positions[key])
+        trial = self.study.ask()
+        drawn = {n: trial.suggest_float(n, 0.0, last) for n, last in self._last.items()}
+        return self._begin(trial, self._nearest(drawn) if key is None else key)
+
+    def _tell(self, trial: optuna.Trial, value: float | None) -> None:
+        with warnings.catch_warnings():
+            # CMA-ES reads no constraint: it learns from the worst value, as which a failure is told
+            warnings.filterwarnings("ignore", "Constraints have been set", UserWarning)
+            super()._tell(trial, value)
+
+    def _nearest(self, drawn: Mapping[str, float]) -> str:
+        def distance(key: str) -> float:
+            mine = self._positions[key]
+            return sum(abs(mine[name] - drawn[name]) / self._last[name] for name in drawn)
+
+        return min(self.groups.open, key=distance)
 
 
 def choices_of(features: Sequence[Features]) -> dict[str, tuple[Value, ...]]:

@@ -30,7 +30,7 @@ from tuner.errors import ConfigError, StoreError
 from tuner.hardware import Gpu
 from tuner.measurement import Environment, Provenance, Regime
 from tuner.problem import Problem
-from tuner.search.samplers import KERNEL, GroupStudy
+from tuner.search.samplers import KERNEL, Groups, GroupStudy
 
 WAIT_S = 10
 """Longest wait for a lock of SQLite and for a connection to PostgreSQL."""
@@ -208,16 +208,18 @@ class _Copy:
             kernel, reason = trial.user_attrs.get(KERNEL), trial.user_attrs.get("reason")
             if kernel in self._kernels if kernel else not reason:
                 continue  # copied by an earlier sweep, or a draw that led to a known group
-            self._study.add_trial(_copied(trial, self._provenance))
+            self._study.add_trial(_copied(trial, self._trials.groups, self._provenance))
 
 
-def _copied(trial: FrozenTrial, provenance: str) -> FrozenTrial:
-    latency_us = trial.user_attrs.get("latency_us")
+def _copied(trial: FrozenTrial, groups: Groups, provenance: str) -> FrozenTrial:
+    """A trial with its group's parameters, in whatever form the sampler drew them."""
+    latency_us, key = trial.user_attrs.get("latency_us"), trial.user_attrs.get(KERNEL)
+    params = trial.params if key is None else groups.params(key)
     made = optuna.trial.create_trial(
         state=TrialState.FAIL if latency_us is None else TrialState.COMPLETE,
         value=latency_us,
-        params=trial.params,
-        distributions=trial.distributions,
+        params=params,
+        distributions={name: groups.distributions[name] for name in params},
         user_attrs={"provenance": provenance, **trial.user_attrs},
         constraints=dict(trial.constraints),
     )

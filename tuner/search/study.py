@@ -6,7 +6,7 @@ part (compiling) is spent once. A group is one trial of its family's Optuna stud
 The sampler `model` proposes the group with the largest expected gain over all families: a
 Gaussian-process residual over each family's cost model (`surrogate`). It ends when no gain worth
 its compile is expected. The other samplers are for comparison (`scripts/bench search`): random,
-the cost models' order, and Optuna's TPE and GP from the families' seeds on.
+the cost models' order, and Optuna's TPE, GP and CMA-ES from the families' seeds on.
 Studies live in memory: measurements are told again from the store, which alone is durable.
 `storage` keeps copies of the studies for Optuna's tools.
 """
@@ -17,8 +17,10 @@ import importlib.util
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from tuner import settings
+from tuner.base.install import install_command
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families.base import Family
@@ -43,6 +45,8 @@ class Effort:
     family that may be compiled before any result."""
     least_gain: float
     """Share of the time that a trial must be expected to save; below, `model` ends."""
+    price: float
+    """Share of the time that a second of waiting must be expected to save (`stopping`); 0 waits."""
     hopeless: float
     """A family whose best estimate is so many times the best of all is left out unless named."""
     heat: int
@@ -56,11 +60,13 @@ class Effort:
     """Trials ranked by their estimates where nothing can be timed."""
 
 
-#: Quick: at most 16 kernels a family of attention or 40 of GEMM. It ends where no further group is
-#: expected to save 0.2 %: replayed on 19 recordings (`scripts/bench search --stopping`) with 16
-#: compiles at once that takes 149 groups where 0.1 % takes 169 and loses nothing (0.5 %: 128, and
-#: 0.5 % on one of them); with 4 at once it takes 118 for 133 and loses 1.4 % on one. Full: 200
-#: groups a family, which enumerates every space that is not larger.
+#: Quick: at most 16 kernels a family of attention or 40 of GEMM. No group is started that is not
+#: expected to save 0.2 %: replayed on 19 recordings with 16 compiles at once that took 149 groups
+#: where 0.1 % took 169, and lost nothing. No wait is longer than its gain is worth at 0.05 % a
+#: second: simulated on 16 cores (`scripts/bench stopping`, 11 recordings) half of the searches end
+#: within 46 s, where waiting for all takes 66; one in ten loses 0.27 %, where waiting loses 0.19 %.
+#: Four times that price loses 0.8 % in one of ten. Full: 200 groups a family, which enumerates
+#: every space that is not larger, and all are waited for.
 EFFORTS: dict[str, Effort] = {
     "quick": Effort(
         trials={
@@ -75,6 +81,7 @@ EFFORTS: dict[str, Effort] = {
         stage_keep=2,
         seeds=6,
         least_gain=0.002,
+        price=0.0005,
         hopeless=2.5,
         heat=2,
         finalists=4,
@@ -94,6 +101,7 @@ EFFORTS: dict[str, Effort] = {
         stage_keep=4,
         seeds=12,
         least_gain=0.0,
+        price=0.0,
         hopeless=math.inf,
         heat=0,
         finalists=8,
@@ -103,7 +111,14 @@ EFFORTS: dict[str, Effort] = {
 }
 DEFAULT_TRIALS = 40
 
-SAMPLERS = ("model", "tpe", "gp", "cost", "random")
+Place = tuple[str, str]
+"""A group: name of its family, and key."""
+
+SAMPLERS = ("model", "tpe", "gp", "cmaes", "cost", "random")
+NEEDED = {"gp": ("torch", "scipy"), "cmaes": ("cmaes",)}
+"""Packages that samplers of Optuna need."""
+MAX_JUDGED = 64
+"""Groups whose joint gain is drawn."""
 PROMISE_EXPONENT = 4
 """A family twice as slow as the best one gets 1/16 of its share."""
 UNSERVED = 1.0
@@ -132,9 +147,12 @@ def sampler_name(given: str | None) -> str:
     name = given or settings.sampler() or "model"
     if name not in SAMPLERS:
         raise ConfigError(f"sampler={name} is not known (allowed: {', '.join(SAMPLERS)})")
-    missing = [m for m in ("torch", "scipy") if importlib.util.find_spec(m) is None]
-    if name == "gp" and missing:
-        raise ConfigError(f"sampler=gp needs {' and '.join(missing)} (or use sampler=model)")
+    missing = [m for m in NEEDED.get(name, ()) if importlib.util.find_spec(m) is None]
+    if missing:
+        command = install_command(*missing)
+        raise ConfigError(
+            f"sampler={name} needs {' and '.join(missing)}: {command} (or use sampler=model)"
+        )
     return name
 
 
@@ -218,6 +236,14 @@ class Search:
         chosen = self._most_gain({})
         return None if chosen is None else chosen[0].take()
 
+    def take(self, config: Config) -> list[Config]:
+        """Start the group of a config ahead of its turn; what is to be measured of it."""
+        for member in self.members:
+            if member.family.name == config.family:
+                key = member.family.compile_digest(config)
+                return member.take(key) if key in member.trials.groups.open else []
+        return []
+
     def tell(self, measurements: Sequence[Measurement]) -> None:
         for member in self.members:
             member.tell(m for m in measurements if m.config.family == member.family.name)
@@ -263,7 +289,7 @@ class Search:
             for key in member.open
         }
         known = [means[name, key] for name, keys in taken.items() for key in keys]
-        measured = min((member.best_us for member in self.members), default=math.inf)
+        measured = self.best_us
         if not known and math.isinf(measured):
             slowest = max(means.values(), default=0.0)
             return {place: UNSERVED + slowest - mean for place, mean in means.items()}
@@ -276,6 +302,55 @@ class Search:
                 gains = member.surrogate.gains(keys, best, [*member.underway, *assumed])
                 found |= {(member.family.name, key): gain for key, gain in gains.items()}
         return found
+
+    @property
+    def is_modelled(self) -> bool:
+        """Whether every family's sampler is `model`."""
+        return bool(self.members) and all(member.surrogate is not None for member in self.members)
+
+    @property
+    def best_us(self) -> float:
+        """The best time so far; infinite before there is one."""
+        return min((member.best_us for member in self.members), default=math.inf)
+
+    def joint_gains(self, places: Sequence[Place]) -> list[float]:
+        """Expected improvement on the best time by the first one, two, ... of some groups
+        together: differences of logarithms, so about the share of the time that they save.
+
+        Args:
+            places: groups of members with a surrogate.
+        """
+        if math.isinf(self.best_us):
+            return [math.inf] * len(places)
+        least: Any = math.inf
+        drawn: dict[Place, Any] = {}
+        for seed, member in enumerate(self.members):
+            keys = [key for name, key in places if name == member.family.name]
+            if keys and member.surrogate is not None:
+                columns = member.surrogate.draws(keys, seed).T
+                drawn |= {
+                    (member.family.name, key): c for key, c in zip(keys, columns, strict=True)
+                }
+        gains = []
+        for place in places:
+            least = drawn[place].clip(max=least)
+            gains.append(float((math.log(self.best_us) - least).clip(min=0.0).mean()))
+        return gains
+
+    def expected_loss(self) -> float | None:
+        """Share of the best time that the groups without a result are expected to save, the
+        `MAX_JUDGED` most promising of them together; None without a model or a time.
+        """
+        if not self.is_modelled or math.isinf(self.best_us):
+            return None
+        gains: dict[Place, float] = {}
+        for member in self.members:
+            keys = [*member.open, *member.underway]
+            if keys and member.surrogate is not None:
+                found = member.surrogate.gains(keys, math.log(self.best_us))
+                gains |= {(member.family.name, key): gain for key, gain in found.items()}
+        chosen = sorted(gains, key=lambda place: -gains[place])[:MAX_JUDGED]
+        return -math.expm1(-self.joint_gains(chosen)[-1]) if chosen else 0.0
 
     # By expected gain
 
@@ -301,9 +376,8 @@ class Search:
 
     def _best(self) -> float:
         """Logarithm of the best time so far; before there is one, of the best expected."""
-        best_us = min(member.best_us for member in self.members)
-        if math.isfinite(best_us):
-            return math.log(best_us)
+        if math.isfinite(self.best_us):
+            return math.log(self.best_us)
         return min(
             member.surrogate.mean(key)
             for member in self.members
@@ -340,8 +414,9 @@ class Search:
         for waiting in (seeding, enumerated):
             if waiting:
                 return min(waiting, key=lambda m: (m.started, m.family.name))
-        best = min(member.best_us for member in self.members)
-        return max(available, key=lambda m: (_promise(m, best) / (m.started + 1), m.family.name))
+        return max(
+            available, key=lambda m: (_promise(m, self.best_us) / (m.started + 1), m.family.name)
+        )
 
 
 def _promise(member: FamilySearch, best_us: float) -> float:

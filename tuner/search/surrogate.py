@@ -43,6 +43,8 @@ SAME_PROBLEM = 0.97
 #: Results of other problems that are used, the nearest problems' first: conditioning takes their
 #: cube, half a second at this many.
 MOST_PAST = 1500
+DRAWS = 4096
+"""Of times of several groups together: a gain of 0.1 % is then known to a tenth of it."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +147,19 @@ class Surrogate:
             key: _expected_improvement(float(improvement), float(deviation))
             for key, improvement, deviation in zip(keys, improvements, deviations, strict=True)
         }
+
+    def draws(self, keys: Sequence[str], seed: int) -> Array:
+        """Logarithms of the times of `keys` drawn together, `DRAWS` of each: shape
+        (`DRAWS`, keys). Equal for equal seeds.
+        """
+        rows = [self._row[key] for key in keys]
+        covariance = self._inflation * self._covariance[np.ix_(rows, rows)]
+        sizes, axes = np.linalg.eigh(covariance)
+        root = axes * np.sqrt(np.maximum(sizes, 0.0))
+        half = np.random.default_rng(seed).standard_normal((DRAWS // 2, len(rows)))
+        normals = np.concatenate([half, -half])
+        drawn: Array = self._mean[rows] + normals @ root.T
+        return drawn
 
 
 def _expected_improvement(improvement: float, deviation: float) -> float:

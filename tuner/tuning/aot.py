@@ -83,7 +83,7 @@ def wanted(
     for problem in every:
         regime = regime_of(problem)
         sweep = Sweep(problem, regime, _Absent(gpu, regime), store, options, catalogue=catalogue)
-        plans.append(_Plan(problem, sweep.plain_search()))
+        plans.append(_Plan(problem, sweep.competition.plain_search()))
         note(f"the spaces of {len(plans)} of {len(every)} problems")
     found: list[Wanted] = []
     while True:

@@ -26,15 +26,12 @@ from tuner.problem import PROBLEMS, Problem
 from tuner.runners.base import Runner
 from tuner.runners.choose import Runners
 from tuner.store import Store, SweepRecord
+from tuner.tuning.budget import Budget
+from tuner.tuning.options import Catalogue, SweepOptions, check_families
 from tuner.tuning.outcome import Outcome
 from tuner.tuning.progress import Interruption, Watcher
 from tuner.tuning.revalidate import widen
-from tuner.tuning.sweep import (
-    Catalogue,
-    Sweep,
-    SweepOptions,
-    check_families,
-)
+from tuner.tuning.sweep import Sweep
 
 if TYPE_CHECKING:
     from tuner.search.storage import StudyStorage
@@ -254,12 +251,13 @@ class Job:
         on_drained: Callable[[], None] | None = None,
     ) -> None:
         """Sweep one problem, and add to the result how that ended."""
+        began = Budget.now()  # asking the machine for its environment counts
         try:
             sweep = self._prepare(problem, runner_of)
             if sweep is None:
                 result.skipped.append(problem)
                 return
-            outcome = sweep.run(on_drained)
+            outcome = sweep.run(on_drained, began)
             result.outcomes.append(outcome)
             result.interrupted |= outcome.interrupted
             with self._lock:

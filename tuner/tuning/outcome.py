@@ -47,6 +47,12 @@ class Outcome:
     quick_vendor: Measurement | None = None
     """The fastest vendor's kernel of the quick pass: what `unranked` compares with."""
 
+    given_up: int = 0
+    """Sets of kernels that were asked for and not waited for."""
+    expected_loss: float | None = None
+    """Share of the best own time that the sets without a result were expected to save, by the
+    surrogate; None where it does not say."""
+
     @property
     def entry(self) -> Entry | None:
         """The decision as the store answers it."""
@@ -78,6 +84,8 @@ class Outcome:
             "interrupted": self.interrupted,
             "elapsed_s": round(self.elapsed_s, 3),
             "notes": list(self.notes),
+            "given_up": self.given_up,
+            "expected_loss": None if self.expected_loss is None else round(self.expected_loss, 5),
         }
 
 

@@ -32,8 +32,8 @@ from tuner.runners.base import Runner
 from tuner.runners.recording import Recording
 from tuner.search import pool
 from tuner.selection.portfolio import Portfolio
+from tuner.tuning.options import Catalogue, check_families
 from tuner.tuning.progress import Interruption
-from tuner.tuning.sweep import Catalogue, check_families
 
 NO_GPU = "no GPU found: a survey is measured on a GPU; --compile compiles its kernels without one"
 REQUEST_KERNELS = 4

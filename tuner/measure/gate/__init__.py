@@ -1,7 +1,7 @@
 """The compulsory numerics check, wholly on the GPU: inputs, reference, comparison, guards.
 
-Every check runs a candidate on freshly drawn inputs into a poisoned output between guard bands. It
-compares all of the output with a reference in fp64, by the kernels of
+Every check fills the inputs anew from the request's seed. It runs a candidate into a poisoned
+output between guard bands, and compares all of it with a reference in fp64, by the kernels of
 ``templates/reference.cu.j2``. Products of up to 32 elements are summed in fp32 first. PyTorch and
 numpy take no part.
 

@@ -1,0 +1,261 @@
+"""Sweeps against a clock: compiles that are not waited for, a time limit that is kept, and an
+answer before anything is waited for. Every second is the test's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import TrialState
+from timed_runner import TimedRunner
+from toys import BEST, GEMM, REGIME, Clock, Toy, catalogue, latency, recording
+
+from tuner.config import Config
+from tuner.errors import NoValidConfigError
+from tuner.hardware import DEFAULT_GPU
+from tuner.measurement import Measurement
+from tuner.search import history
+from tuner.search.storage import open_storage
+from tuner.store import Store, open_store
+from tuner.tuning import competition
+from tuner.tuning.finals import PROVISIONAL
+from tuner.tuning.progress import Watcher
+from tuner.tuning.sweep import GIVEN_UP, Sweep, SweepOptions
+
+GOOD = Config("toy", {"m": 128, "n": 128, "k": 32, "raster": "n"})
+"""Not the best, and not much slower."""
+
+
+class Notes(Watcher):
+    """Keeps what is said."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.texts.append(text)
+
+
+@pytest.fixture
+def store() -> Iterator[Store]:
+    with open_store("sqlite://") as opened:
+        yield opened
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    monkeypatch.setattr(history, "_shipped", lambda: ())
+    return Clock(monkeypatch)
+
+
+def portfolio(monkeypatch: pytest.MonkeyPatch, *configs: Config) -> None:
+    monkeypatch.setattr(competition, "_portfolio", lambda problem, gpu: iter(configs))
+
+
+def swept(
+    runner: TimedRunner, store: Store, notes: Notes | None = None, **options: object
+) -> Sweep:
+    chosen = SweepOptions(**{"sampler": "model", "trials": 27, **options})  # type: ignore[arg-type]
+    return Sweep(GEMM, REGIME, runner, store, chosen, watcher=notes, catalogue=catalogue)
+
+
+def slow_tail(config: Config) -> float:
+    """Large tiles, none of which is among the best, compile for a quarter of an hour."""
+    return 900.0 if config["m"] == 256 else 20.0
+
+
+class TestStragglers:
+    def test_they_are_not_waited_for(self, store: Store, clock: Clock) -> None:
+        runner = TimedRunner(recording(), clock, slow_tail)
+        made = swept(runner, store)
+        outcome = made.run()
+        assert clock.now < 120
+        assert {config["m"] for config in runner.abandoned} == {256}
+        assert outcome.given_up == len(runner.abandoned) > 0
+        assert not outcome.interrupted
+        assert outcome.ranking[0].latency_us == pytest.approx(10.0, rel=0.06)
+        (member,) = (m for m in made.competition.members.values() if m.family.name == "toy")
+        reasons = {trial.user_attrs.get("reason") for trial in member.trials.study.trials}
+        assert GIVEN_UP in reasons
+        assert outcome.expected_loss is not None and 0 <= outcome.expected_loss < 0.1
+
+    def test_the_whole_effort_waits_for_them(self, store: Store, clock: Clock) -> None:
+        runner = TimedRunner(recording(), clock, slow_tail)
+        outcome = swept(runner, store, effort="full").run()
+        assert clock.now > 900
+        assert (outcome.given_up, outcome.kernels, runner.abandoned) == (0, 27, [])
+
+    def test_what_may_still_win_is_waited_for(self, store: Store, clock: Clock) -> None:
+        """The tiles that the estimates put first compile longest; they are the best indeed."""
+
+        def faster(m: Measurement) -> Measurement:
+            return m.but(latency_us=0.6 * (m.latency_us or 0.0)) if m.config.get("m") == 64 else m
+
+        def seconds(config: Config) -> float:
+            return 60.0 if config["m"] == 64 else 10.0
+
+        runner = TimedRunner(recording(change=faster), clock, seconds)
+        outcome = swept(runner, store).run()
+        assert clock.now > 60
+        assert outcome.ranking[0].config["m"] == 64
+
+    def test_their_trials_fail_with_the_reason_where_studies_are_kept(
+        self, store: Store, clock: Clock, tmp_path: Path
+    ) -> None:
+        journal = str(tmp_path / "journal")
+        runner = TimedRunner(recording(), clock, slow_tail)
+        with open_storage(journal, print) as studies:
+            chosen = SweepOptions(sampler="model", trials=27)
+            made = Sweep(GEMM, REGIME, runner, store, chosen, catalogue=catalogue, studies=studies)
+            outcome = made.run()
+        (study,) = JournalStorage(JournalFileBackend(journal)).get_all_studies()
+        trials = JournalStorage(JournalFileBackend(journal)).get_all_trials(study._study_id)
+        left = [t for t in trials if t.user_attrs.get("reason") == GIVEN_UP]
+        assert len(left) == outcome.given_up > 0
+        assert {t.state for t in left} == {TrialState.FAIL}
+        assert {t.params["m"] for t in left} == {256}
+        assert {t.user_attrs["provenance"] for t in trials} == {"measured"}
+
+
+class TestTimeLimit:
+    def test_it_is_kept_with_the_final_pass(self, store: Store, clock: Clock) -> None:
+        runner = TimedRunner(recording(), clock, lambda config: 25.0, cores=2)
+        outcome = swept(runner, store, time_limit_s=60, effort="full").run()
+        assert 40 < clock.now <= 60
+        assert all(m.is_final for m in outcome.ranking) and outcome.ranking
+        assert not any(PROVISIONAL in m.flags for m in outcome.ranking)
+        assert outcome.given_up == len(runner.abandoned) > 0
+
+    def test_a_compile_that_never_ends_costs_no_second_of_it(
+        self, store: Store, clock: Clock
+    ) -> None:
+        def seconds(config: Config) -> float:
+            return 10.0 if config["m"] == 64 else 1e9
+
+        runner = TimedRunner(recording(), clock, seconds, cores=27)
+        outcome = swept(runner, store, time_limit_s=60, effort="full").run()
+        assert clock.now <= 60
+        own = {m.config["m"] for m in outcome.ranking if m.config.family == "toy"}
+        assert own == {64}
+
+    def test_a_final_pass_that_does_not_fit_leaves_the_best_so_far(
+        self, store: Store, clock: Clock
+    ) -> None:
+        notes = Notes()
+        runner = TimedRunner(recording(), clock, lambda config: 5.0)
+        retime = runner.retime
+
+        def slower(*arguments: object) -> object:
+            """The third pass hangs."""
+            runner._finalist_s = 0.5 if len(runner.events) < 8 else 1e6
+            return retime(*arguments)  # type: ignore[arg-type]
+
+        runner.retime = slower  # type: ignore[method-assign, assignment]
+        outcome = swept(runner, store, notes, time_limit_s=60, effort="full").run()
+        assert clock.now <= 65
+        assert [PROVISIONAL in m.flags for m in outcome.ranking] == [True] * len(outcome.ranking)
+        assert any("did not fit into 60 s: the best so far stands" in text for text in notes.texts)
+        stored = store.best(GEMM, DEFAULT_GPU, REGIME)
+        assert stored is not None and stored.ranking == outcome.ranking
+
+    def test_nothing_within_it_is_said(self, store: Store, clock: Clock) -> None:
+        runner = TimedRunner(recording(), clock, lambda config: 5.0, finalist_s=1e6)
+        with pytest.raises(NoValidConfigError, match="was verified within 30 s: allow more time"):
+            swept(runner, store, time_limit_s=30, effort="full").run()
+        assert clock.now <= 35
+
+    def test_it_counts_from_when_the_job_began(self, store: Store, clock: Clock) -> None:
+        made = swept(
+            TimedRunner(recording(), clock, lambda config: 25.0, cores=2),
+            store,
+            time_limit_s=60,
+            effort="full",
+        )
+        clock.pass_by(20)
+        outcome = made.run(began=0.0)
+        assert clock.now <= 60 and outcome.elapsed_s == clock.now
+
+
+class TestFirstAnswer:
+    def test_the_portfolio_s_kernels_answer_before_any_compile(
+        self, store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        missing = Config("toy", {**GOOD.params, "n": 64})
+        portfolio(monkeypatch, missing, GOOD)
+        notes, found = Notes(), []
+        runner = TimedRunner(recording(), clock, lambda config: 25.0, compiled=[GOOD])
+        decide = store.decide
+
+        def watched(*arguments: object) -> None:
+            decide(*arguments)  # type: ignore[arg-type]
+            entry = store.best(GEMM, DEFAULT_GPU, REGIME)
+            assert entry is not None
+            found.append((clock.now, entry.winner))
+
+        monkeypatch.setattr(store, "decide", watched)
+        outcome = swept(runner, store, notes).run()
+        when, first = found[0]
+        assert when < 15 and first.config == GOOD and PROVISIONAL in first.flags
+        assert first.is_final and first.ok
+        assert runner.events[0][1] == "timed toy", "before the vendors' kernels"
+        assert outcome.resumed == 0, "nothing was known before"
+        assert any("us verified after" in text and "provisional" in text for text in notes.texts)
+        _, last = found[-1]
+        assert PROVISIONAL not in last.flags and last == outcome.ranking[0]
+        assert last.latency_us == pytest.approx(10.0, rel=0.06)
+
+    def test_a_better_one_replaces_it_while_others_compile(
+        self, store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        portfolio(monkeypatch)
+        decided: list[tuple[float, float]] = []
+        decide = store.decide
+
+        def watched(*arguments: object) -> None:
+            decide(*arguments)  # type: ignore[arg-type]
+            ranked = arguments[3]
+            decided.append((clock.now, ranked[0].latency_us))  # type: ignore[index]
+
+        monkeypatch.setattr(store, "decide", watched)
+        runner = TimedRunner(recording(vendor_us=99.0), clock, lambda config: 25.0, cores=2)
+        swept(runner, store, effort="full").run()
+        times = [us for _, us in decided]
+        assert len(times) > 2 and times == sorted(times, reverse=True)
+
+    def test_a_vendor_s_faster_kernel_is_not_forgotten(self, store: Store, clock: Clock) -> None:
+        runner = TimedRunner(recording(vendor_us=1.0), clock, lambda config: 25.0, cores=2)
+        decide = store.decide
+        winners = []
+        store.decide = lambda *a: (winners.append(a[3][0].config.family), decide(*a))  # type: ignore[method-assign, assignment]
+        swept(runner, store, effort="full").run()
+        assert set(winners) == {"vendor_toy"}
+
+    def test_a_decision_is_not_replaced_by_a_provisional_one(
+        self, store: Store, clock: Clock
+    ) -> None:
+        swept(TimedRunner(recording(), clock, lambda config: 25.0), store).run()
+        notes = Notes()
+        decided = store.best(GEMM, DEFAULT_GPU, REGIME)
+        assert decided is not None and not any(PROVISIONAL in m.flags for m in decided.ranking)
+        runner = TimedRunner(recording(), clock, lambda config: 25.0)
+        made = swept(runner, store, notes, effort="full")
+        made.run()
+        assert not any("provisional" in text for text in notes.texts)
+
+    def test_what_is_decided_is_tried_first(self, store: Store, clock: Clock) -> None:
+        swept(TimedRunner(recording(), clock, lambda config: 25.0), store, effort="full").run()
+        other = store.best(GEMM, DEFAULT_GPU, REGIME)
+        assert other is not None and other.winner.config == BEST
+        changed = recording(change=lambda m: m.but(latency_us=1.01 * latency(m.config)))
+        runner = TimedRunner(changed, clock, lambda config: 25.0)
+        runner.environment = type(runner.environment)({"driver": "2"})
+        asked: list[Config] = []
+        submit = runner.submit
+        runner.submit = lambda p, group: (asked.extend(group), submit(p, group))[1]  # type: ignore[method-assign, assignment]
+        swept(runner, store).run()
+        own = [config for config in asked if config.family == "toy"]
+        assert Toy().compile_digest(own[0]) == Toy().compile_digest(BEST)

@@ -1,0 +1,86 @@
+"""Expected time and loss of a search, by operation, effort and cores, learnt from recordings.
+
+``scripts/bench stopping --write`` simulates searches of the recorded problems and stores what they
+took and lost as ``cache/effort/expected.json``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tuner.base import document, resources
+from tuner.errors import StoreError
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """What searches of recorded problems took and lost."""
+
+    op: str
+    effort: str
+    cores: int
+    recordings: int
+    seconds: float
+    """Simulated, until nothing is waited for, in the median; the final pass follows."""
+    seconds_p90: float
+    loss: float
+    """Replayed: time of the chosen kernel over the recorded best less 1, in the median."""
+    loss_p90: float
+
+    def text(self, cores: int) -> str:
+        """For people.
+
+        Args:
+            cores: compiles at a time where the search will run.
+        """
+        here = "" if cores == self.cores else f" ({cores} here)"
+        return (
+            f"effort {self.effort}: about {self.seconds:.0f} s of search on {self.cores} "
+            f"cores{here}, {self.seconds_p90:.0f} s in one of ten, and a kernel within "
+            f"{100 * self.loss:.1f} % of the best, {100 * self.loss_p90:.1f} % in one of ten "
+            f"(simulated over {self.recordings} recordings)"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Names and numbers."""
+        return asdict(self)
+
+
+def file() -> Path:
+    """Where the expectations ship."""
+    return resources.cache() / "effort" / "expected.json"
+
+
+@cache
+def shipped() -> tuple[Expectation, ...]:
+    """Every expectation that ships.
+
+    Raises:
+        StoreError: when the file is damaged.
+    """
+    try:
+        data = document.parse(file().read_bytes())
+        return tuple(_read(row) for row in data["expected"])
+    except FileNotFoundError:
+        return ()
+    except (OSError, LookupError, TypeError, ValueError) as exc:
+        raise StoreError(f"{file()} cannot be read: {exc}") from exc
+
+
+def _read(row: Mapping[str, Any]) -> Expectation:
+    return Expectation(**document.checked(Expectation, row))
+
+
+def expected(op: str, effort: str, cores: int) -> Expectation | None:
+    """The expectation for the most cores that are no more than those here, else for the fewest;
+    None of an operation that was not simulated.
+    """
+    found = [one for one in shipped() if (one.op, one.effort) == (op, effort)]
+    within = [one for one in found if one.cores <= cores]
+    if within:
+        return max(within, key=lambda one: one.cores)
+    return min(found, key=lambda one: one.cores, default=None)

@@ -1,0 +1,289 @@
+"""Families and candidates that compete in a sweep, and the searches among them."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from tuner.config import Config
+from tuner.errors import NoValidConfigError
+from tuner.families.base import Family, without_fallbacks
+from tuner.hardware import Gpu
+from tuner.measurement import Measurement, Provenance, Regime
+from tuner.problem import Problem
+from tuner.runners.base import Runner
+from tuner.search import ranking
+from tuner.search.expectation import expected
+from tuner.search.family_search import FamilySearch
+from tuner.search.study import DEFAULT_TRIALS, Search, effort, least_estimate_us, sampler_name
+from tuner.selection.portfolio import shipped
+from tuner.store import Store
+from tuner.tuning.options import Catalogue, SweepOptions, check_families
+from tuner.tuning.outcome import summary
+from tuner.tuning.progress import Interruption
+
+PORTFOLIO_FIRST = 3
+"""Kernels of a portfolio that are timed before anything is waited for."""
+
+
+class Competition:
+    """Own and vendors' families of one problem, and what was measured of each.
+
+    Args:
+        problem: what is tuned.
+        regime: how it is timed.
+        runner: says what can be evaluated.
+        store: tells searches what was measured.
+        options: narrow what competes.
+        catalogue: finds the families of an operation.
+        interruption: cuts waits short.
+        note: told what a person should know.
+
+    Raises:
+        ConfigError: when a family that the options name does not serve the problem.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        regime: Regime,
+        runner: Runner,
+        store: Store,
+        options: SweepOptions,
+        *,
+        catalogue: Catalogue,
+        interruption: Interruption,
+        note: Callable[[str], None],
+    ) -> None:
+        self.problem, self.regime, self.runner = problem, regime, runner
+        self.options, self.effort = options, effort(options.effort)
+        is_predicted = runner.provenance is Provenance.PREDICTED
+        # Estimates can only be ranked: nothing is learned from what the cost model says itself.
+        self.sampler = "cost" if is_predicted else sampler_name(options.sampler)
+        self._store, self._catalogue = store, catalogue
+        self._interruption, self._note = interruption, note
+        self.members: dict[tuple[str, str], FamilySearch] = {}
+        """Searches by their problem's key and their family's name."""
+        self._histories: dict[Problem, Sequence[Measurement]] = {}
+        self.own, self.vendors = self._competitors()
+
+    def plain_search(self) -> Search:
+        """The search of those own families that are no composite of others, which wait for their
+        stages; it has been told what the store holds.
+        """
+        return self.main_search([f for f in self.own if not f.stages(self.problem)])
+
+    def expectation(self) -> str:
+        """What a search of this effort is expected to take and to lose; empty where that was not
+        learnt: for another sampler or budget, and where nothing is measured.
+        """
+        options, cores = self.options, self.runner.compiles
+        is_usual = options.trials is None and options.time_limit_s is None
+        if self.runner.provenance is not Provenance.MEASURED or self.sampler != "model":
+            return ""
+        found = expected(self.problem.op, options.effort, cores) if is_usual else None
+        return f"{self.problem.label()}: {found.text(cores)}" if found else ""
+
+    # What competes
+
+    def _competitors(self) -> tuple[list[Family], list[Family]]:
+        """Own families as asked for, and vendors'; only vendors' when only those are named."""
+        known = self._catalogue(self.problem.op)
+        check_families(self.options.families, self.problem.op, known)
+        named = set(self.options.families)
+        own = [f for f in known.values() if not f.is_vendor and (not named or f.name in named)]
+        vendors = [f for f in known.values() if f.is_vendor]
+        if named and not own:
+            vendors = [f for f in vendors if f.name in named]
+        serving = self._serving(own, self.problem)
+        kept = serving if named else self._without_hopeless(without_fallbacks(serving))
+        return kept, self._serving(vendors, self.problem)
+
+    def _without_hopeless(self, families: list[Family]) -> list[Family]:
+        """Those that may win by their estimates: a composite family costs its stages' kernels."""
+        gpu, problem = self.runner.gpu, self.problem
+        if len(families) < 2 or math.isinf(self.effort.hopeless):
+            return families
+        estimates = [least_estimate_us(f, problem, gpu, self._catalogue) for f in families]
+        limit = self.effort.hopeless * min(estimates)
+        for family, estimate in zip(families, estimates, strict=True):
+            if estimate > limit:
+                ratio = estimate / min(estimates)
+                self._note(f"{family.name} is left out: {ratio:.1f} times the best estimate")
+        return [f for f, estimate in zip(families, estimates, strict=True) if estimate <= limit]
+
+    def _serving(self, families: Sequence[Family], problem: Problem) -> list[Family]:
+        found = []
+        for family in families:
+            reason = family.supports(problem, self.runner.gpu)
+            if not reason and self.runner.provenance is Provenance.MEASURED:
+                reason = family.lacks()
+            if reason:
+                stage = "" if problem == self.problem else f" for the stage {problem.op}"
+                self._note(f"{family.name} does not compete{stage}: {reason}")
+            else:
+                found.append(family)
+        return found
+
+    def stage_families(self, sub: Problem) -> list[Family]:
+        own = [f for f in self._catalogue(sub.op).values() if not f.is_vendor]
+        return self._serving(own, sub)
+
+    def best_configs(self, search: Search) -> list[Config]:
+        """The best config of each of the best kernels."""
+        best: dict[str, Measurement] = {}
+        passed = [
+            (m, member.family) for member in search.members for m in member.seen.values() if m.ok
+        ]
+        for m, family in sorted(passed, key=lambda pair: ranking.by_latency(pair[0])):
+            best.setdefault(family.compile_digest(m.config), m)
+        return [m.config for m in best.values()][: self.effort.stage_keep]
+
+    # Searches
+
+    def vendor_search(self) -> Search:
+        members = self._competing(self.problem, self.vendors)
+        return self._start(self.problem, members, sum(len(m.groups) for m in members))
+
+    def main_search(self, families: Sequence[Family]) -> Search:
+        members = self._competing(self.problem, families)
+        each = self.effort.trials.get(self.problem.op, DEFAULT_TRIALS)
+        total = self.options.trials or each * len(members)
+        return self._start(self.problem, members, total, self.effort.least_gain)
+
+    def stage_search(self, sub: Problem, families: Sequence[Family] | None = None) -> Search:
+        if families is None:
+            families = [f for f in self.stage_families(sub) if not f.stages(sub)]
+        members = self._competing(sub, families)
+        return self._start(sub, members, self.effort.stage_trials, self.effort.least_gain)
+
+    def _start(
+        self, problem: Problem, members: list[FamilySearch], total: int, least_gain: float = 0.0
+    ) -> Search:
+        """A search that has been told what the store holds."""
+        if self.runner.provenance is Provenance.PREDICTED:
+            total = min(total, self.effort.predicted * len(members))
+        search = Search(members, total, self.effort.seeds, least_gain)
+        search.tell_known(
+            self._store.measurements(
+                problem=problem,
+                gpu=self.runner.gpu,
+                regime=self.regime,
+                environment=self.runner.environment.digest,
+                provenance=self.runner.provenance,
+                final=False,
+            )
+        )
+        return search
+
+    def _competing(self, problem: Problem, families: Sequence[Family]) -> list[FamilySearch]:
+        members = [self._member(problem, family) for family in families]
+        return [member for member in members if member.groups]
+
+    def _member(self, problem: Problem, family: Family) -> FamilySearch:
+        """The search of a family, kept from `prefetch` to `run`; a composite family's is new."""
+        key = (problem.key, family.name)
+        if key not in self.members or family.stages(problem):
+            self.members[key] = FamilySearch(
+                family,
+                problem,
+                self.runner.gpu,
+                self._space(problem, family),
+                seeds=self.effort.seeds,
+                sampler=self.sampler,
+                seed=self.options.seed,
+                heat=0 if family.is_vendor else self.effort.heat,
+                history=() if family.is_vendor else self.history(problem),
+            )
+        return self.members[key]
+
+    def history(self, problem: Problem) -> Sequence[Measurement]:
+        """What was measured of other problems, read once; for the sampler that learns from it."""
+        if self.sampler != "model":
+            return ()
+        if problem not in self._histories:
+            from tuner.search.history import history
+
+            environment = self.runner.environment.digest
+            self._histories[problem] = history(
+                problem, self.runner.gpu, self.regime, environment, self._store
+            )
+        return self._histories[problem]
+
+    def _space(self, problem: Problem, family: Family) -> Sequence[Config]:
+        space = family.space(problem, self.runner.gpu)
+        most = self.options.max_workspace
+        if most is not None:
+            space = [c for c in space if family.scratch_bytes(problem, c) <= most]
+        is_slow = family.is_listed  # a library's list takes seconds
+        with self._interruption.waiting() if is_slow else contextlib.nullcontext():
+            space = self.runner.candidates(problem, family, space)
+        if family.is_listed and space:
+            self._note(f"{family.name}: {len(space)} listed by its library")
+        return self.runner.compiled(problem, family, space) if self.options.compiled_only else space
+
+    def check_compiled(self) -> None:
+        """See that an own kernel will compete; vendors' alone are not worth the GPU's time.
+
+        Raises:
+            NoValidConfigError: when none is compiled.
+        """
+        is_plain = any(not family.stages(self.problem) for family in self.own)
+        if is_plain and not self.plain_search().members:
+            raise NoValidConfigError(
+                f"no kernel for {self.problem.label()} is compiled, and only compiled ones may "
+                "compete: compile some first (`tuner sweep --compile`)"
+            )
+
+    def seen(self, problem: Problem | None = None) -> list[Measurement]:
+        """Every quick measurement told to the searches, of one problem or of all."""
+        wanted = problem.key if problem is not None else None
+        return [
+            m
+            for (key, _), member in self.members.items()
+            if wanted in (None, key)
+            for m in member.seen.values()
+        ]
+
+    def family(self, name: str) -> Family | None:
+        """A family of the operation by name."""
+        return self._catalogue(self.problem.op).get(name)
+
+    def ready(self, wanted: Iterable[Config]) -> list[Config]:
+        """Those of `wanted` that are compiled already, and those of the shape's portfolio: the
+        first `PORTFOLIO_FIRST` that are.
+        """
+        found: dict[str, Config] = {}
+        for config in (*wanted, *_portfolio(self.problem, self.runner.gpu)):
+            member = self.members.get((self.problem.key, config.family))
+            family = self.family(config.family)
+            if member is None or family is None or len(found) == PORTFOLIO_FIRST:
+                continue
+            key = family.compile_digest(config)
+            if key in member.open and self.runner.compiled(self.problem, family, [config]):
+                found.setdefault(key, config)
+        return list(found.values())
+
+    def kernel(self, config: Config) -> str:
+        return self.members[self.problem.key, config.family].family.compile_digest(config)
+
+    def fits(self, m: Measurement) -> bool:
+        most = self.options.max_workspace
+        return most is None or m.workspace_bytes <= most
+
+    def why_nothing(self, notes: Sequence[str]) -> str:
+        """Why no candidate passed."""
+        seen = self.seen()
+        if not seen:
+            reasons = "; ".join(notes) or "the search had no candidate"
+            return f"no candidate for {self.problem.label()}: {reasons}"
+        return f"no candidate for {self.problem.label()} passed: {summary(seen)}"
+
+
+def _portfolio(problem: Problem, gpu: Gpu) -> Iterator[Config]:
+    """Own kernels of a shape's portfolio, the most promising first."""
+    for portfolio in shipped():
+        if (portfolio.op, portfolio.gpu.identity) == (problem.op, gpu.identity):
+            selection = portfolio.select(problem, gpu)
+            yield from (config for _, config in selection.ranked()) if selection else ()

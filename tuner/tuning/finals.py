@@ -1,0 +1,247 @@
+"""The final pass of a sweep: finalists timed side by side, and the decision that it makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from tuner.config import Config
+from tuner.errors import BenchmarkError, NoValidConfigError
+from tuner.hardware import Gpu
+from tuner.measurement import Measurement, Provenance, Regime
+from tuner.search import ranking
+from tuner.selection.shipped import shipped_index
+from tuner.store import Store
+from tuner.store.entry import Entry, is_vendor
+from tuner.tuning.budget import Budget
+from tuner.tuning.competition import Competition
+from tuner.tuning.outcome import summary
+from tuner.tuning.progress import Interruption
+
+BRIEF_FINALISTS = 2
+"""Own finalists of a pass that is to be over soon."""
+LEAST_ROUNDS = 20
+PROVISIONAL = "provisional"
+"""Flag of the times of a decision that its sweep may still replace."""
+PROVISIONAL_GAIN = 0.05
+"""Share of the time that a better kernel must save to replace what is provisional."""
+
+
+@dataclass
+class FinalPass:
+    """Final passes of one sweep.
+
+    Args:
+        competition: what was measured.
+        store: takes what fails, and decisions.
+        budget: the sweep's clock.
+        interruption: cuts a wait short.
+        sign: completes a measurement before it is stored.
+        write: writes to the store, again while it is locked.
+        show: told how many are timed.
+        sweep: identity of the sweep.
+        note: told what a person should know.
+    """
+
+    competition: Competition
+    store: Store
+    budget: Budget
+    interruption: Interruption
+    sign: Callable[[Measurement], Measurement]
+    write: Callable[[Callable[[], object]], None]
+    show: Callable[[int], None]
+    note: Callable[[str], None]
+    sweep: str
+    unranked: list[Measurement] = field(default_factory=list)
+    """Quick times of finalists that the ranking lacks."""
+    provided: list[Measurement] = field(default_factory=list)
+    """Ranking of the provisional decision; empty where there is none."""
+    _provided_us: float | None = None
+
+    def rank(self, notes: Sequence[str], again: bool = False) -> list[Measurement]:
+        """Time the finalists side by side; best first. Where the time limit ends it, the ranking
+        of the provisional decision.
+
+        Args:
+            notes: what was said of the competition, for the error.
+            again: whether the last one was brief already.
+
+        Raises:
+            NoValidConfigError: when none passed, or none was verified within the limit.
+            BenchmarkError: when it was given up, and not to be brief.
+        """
+        interrupted, problem = self.interruption.requested, self.competition.problem
+        chosen, rounds = self._chosen(brief=interrupted)
+        if not chosen:
+            if interrupted:
+                return []
+            raise NoValidConfigError(self.competition.why_nothing(notes))
+        self.show(len(chosen))
+        finals = self._retime([*(m.config for m in chosen), *self._standing()], rounds)
+        timed = {m.config for m in finals}
+        self.unranked = [m for m in chosen if m.config not in timed]
+        if not finals:
+            left_s = self.budget.left_s()
+            if left_s is not None and left_s <= 0:
+                return self._best_so_far()
+            if again or not self.interruption.requested:
+                raise BenchmarkError(
+                    f"the final pass of {problem.label()} was given up: its runner was "
+                    "cancelled or closed"
+                )
+            # The first Ctrl-C came during it, or a job that saw it later gave a brief one up.
+            return self.rank(notes, again=interrupted)
+        return self._ranked(chosen, finals)
+
+    def _chosen(self, brief: bool) -> tuple[list[Measurement], int]:
+        """The finalists, and rounds of their pass; few where little time is left."""
+        effort = self.competition.effort
+        count = BRIEF_FINALISTS if brief else effort.finalists
+        rounds = LEAST_ROUNDS if brief else effort.rounds
+        seen = self.competition.seen(self.competition.problem)
+        chosen = ranking.finalists(seen, count, self.competition.kernel)
+        chosen = [m for m in chosen if self.competition.fits(m)]
+        left_s = self.budget.left_s()
+        is_short = left_s is not None and left_s < self.budget.final_s(_times(chosen), rounds)
+        return self._chosen(brief=True) if is_short and not brief else (chosen, rounds)
+
+    def _ranked(
+        self, chosen: Sequence[Measurement], finals: Sequence[Measurement]
+    ) -> list[Measurement]:
+        seen = {m.config: m for m in chosen}
+        # Quick times, as a replay may answer with, are in the store already.
+        finals = [m if m.is_final else seen.get(m.config, m) for m in finals]
+        ranked = ranking.rank([m for m in finals if self.competition.fits(m)])
+        self.write(lambda: self.store.add([m for m in finals if not m.ok]))
+        if not ranked:
+            raise NoValidConfigError(
+                f"none of the {len(chosen)} finalists for {self.competition.problem.label()} "
+                f"passed again: {summary(finals)}"
+            )
+        return ranked
+
+    def _best_so_far(self) -> list[Measurement]:
+        label, limit = self.competition.problem.label(), self.budget.limit_s
+        if not self.provided:
+            raise NoValidConfigError(
+                f"no candidate for {label} was verified within {limit:g} s: allow more time"
+            )
+        self.unranked = []
+        self.note(f"the final pass of {label} did not fit into {limit:g} s: the best so far stands")
+        return self.provided
+
+    def provide(self) -> None:
+        """Verify the best own candidate beside the fastest vendor's kernel so far, and let them
+        decide for now, where nothing else is decided or it is much better than what is provisional.
+        """
+        problem = self.competition.problem
+        passed = sorted(
+            (m for m in self.competition.seen(problem) if m.ok and self.competition.fits(m)),
+            key=ranking.by_latency,
+        )
+        own = next((m for m in passed if not is_vendor(m.config)), None)
+        vendor = next((m for m in passed if is_vendor(m.config)), None)
+        if own is None or own.latency_us is None or not self._is_wanted(own, vendor):
+            return
+        self._provided_us = own.latency_us
+        began = self.budget.now()
+        configs = [m.config for m in (own, vendor) if m is not None]
+        found = [m for m in self._retime(configs, LEAST_ROUNDS) if m.ok and m.is_final]
+        self.budget.pass_s = self.budget.now() - began
+        if not any(m.config == own.config for m in found):
+            return
+        flagged = [m.but(flags=(*m.flags, PROVISIONAL)) for m in ranking.rank(found)]
+        self.provided = flagged
+        self.decide(flagged)
+        latency_us = flagged[0].latency_us or 0.0
+        self.note(
+            f"{problem.label()}: {latency_us:.4g} us verified after {self.budget.spent_s:.1f} s, "
+            "provisional"
+        )
+
+    def _is_wanted(self, own: Measurement, vendor: Measurement | None) -> bool:
+        """Whether these are worth a provisional decision."""
+        if self.competition.runner.provenance is not Provenance.MEASURED or self._is_decided:
+            return False
+        if self._provided_us is None or own.latency_us is None:
+            return True
+        if vendor is not None and vendor.config not in {m.config for m in self.provided}:
+            speed = own.speedup(vendor)
+            if speed is not None and speed < 1:
+                return True
+        return own.latency_us <= (1 - PROVISIONAL_GAIN) * self._provided_us
+
+    @cached_property
+    def _is_decided(self) -> bool:
+        """Whether the store has more than a provisional decision."""
+        place = self.competition.problem, self.competition.runner.gpu, self.competition.regime
+        entry = self.store.best(*place)
+        if entry is None or entry.provenance is not Provenance.MEASURED:
+            return False
+        return not any(PROVISIONAL in m.flags for m in entry.ranking)
+
+    def decide(self, ranked: Sequence[Measurement]) -> None:
+        """Store a ranking as the decision."""
+        place = self.competition.problem, self.competition.runner.gpu, self.competition.regime
+        self.write(lambda: self.store.decide(*place, ranked, self.sweep))
+
+    def standing(self) -> Config | None:
+        """The best own config of what is decided, as far as it is legal still. Where nothing is
+        decided in a stream, that of the chained decision.
+        """
+        problem = self.competition.problem
+        regimes = Regime.preferred(self.competition.regime)
+        entry = next(filter(None, map(self._decided, regimes)), None)
+        best = entry.best_own if entry else None
+        family = None if best is None else self.competition.family(best.config.family)
+        if best is None or family is None:
+            return None
+        return best.config if family.accepts(problem, best.config, self._gpu) else None
+
+    def _standing(self) -> list[Config]:
+        """The standing config where this sweep did not try it: a search among fewer candidates is
+        not to take its place untimed. Under a time limit only one that is compiled.
+        """
+        config, problem = self.standing(), self.competition.problem
+        family = None if config is None else self.competition.family(config.family)
+        if config is None or family is None:
+            return []
+        if config in {m.config for m in self.competition.seen(problem)}:
+            return []
+        is_hasty = self.competition.options.compiled_only or self.budget.limit_s is not None
+        if is_hasty and not self.competition.runner.compiled(problem, family, [config]):
+            return []
+        return [config]
+
+    @property
+    def _gpu(self) -> Gpu:
+        return self.competition.runner.gpu
+
+    def _decided(self, regime: Regime) -> Entry | None:
+        """What the store decides under a regime, else what ships."""
+        problem, provenance = self.competition.problem, self.competition.runner.provenance
+        entries = self.store.entries(
+            problem=problem, gpu=self._gpu, regime=regime, provenance=provenance
+        )
+        if not entries and provenance is Provenance.MEASURED:
+            found = (one.entry for one in shipped_index().get((problem, regime), ()))
+            entries = [entry for entry in found if entry.gpu == self._gpu]
+        return entries[0] if entries else None
+
+    def _retime(self, configs: Sequence[Config], rounds: int) -> list[Measurement]:
+        """One final pass; empty when the first Ctrl-C came during it, or the time limit."""
+        runner, problem = self.competition.runner, self.competition.problem
+        left_s = self.budget.left_s()
+        if left_s is not None and left_s <= 0:
+            return []
+        if self.interruption.requested:
+            return [self.sign(m) for m in runner.retime(problem, configs, rounds, left_s)]
+        finals: list[Measurement] = []
+        with self.interruption.waiting():
+            finals = runner.retime(problem, configs, rounds, left_s)
+        return [self.sign(m) for m in finals]
+
+
+def _times(measurements: Sequence[Measurement]) -> list[float]:
+    return [m.latency_us for m in measurements if m.latency_us is not None]

@@ -1,0 +1,50 @@
+"""Waits of a sweep for its compiler: how long each still is, and which are worth their time."""
+
+from __future__ import annotations
+
+from tuner.problem import Problem
+from tuner.runners.base import Building, Runner
+from tuner.search.stopping import CompileTimes, Stopping, queued
+from tuner.search.study import Place, Search
+
+
+class Waits:
+    """Judges the compiles that a search waits for.
+
+    Args:
+        runner: says what compiles.
+        times: durations of compiles.
+        price: as `Effort.price`.
+    """
+
+    def __init__(self, runner: Runner, times: CompileTimes, price: float) -> None:
+        self._runner, self._times, self._price = runner, times, price
+
+    def is_over(self, problem: Problem, search: Search) -> bool:
+        """Whether nothing is left but compiles that are not worth their wait. What is compiled is
+        always timed: that takes a second or two.
+        """
+        under_way = {_place(one, search): one for one in self._runner.under_way(problem)}
+        pending = {(m.family.name, key) for m in search.members for key in m.pending}
+        if not pending <= under_way.keys():
+            return False
+        left_s = self._left_s({place: under_way[place] for place in sorted(pending)})
+        return Stopping(search, self._price).is_over(left_s)
+
+    def _left_s(self, compiling: dict[Place, Building]) -> dict[Place, float]:
+        """Seconds until each group is expected to be compiled."""
+        left: dict[Place, float] = {}
+        for place, one in compiling.items():
+            if one.elapsed_s is not None:
+                # The kernels of a unit are compiled one after the other.
+                share_s = one.elapsed_s / one.kernels
+                left[place] = one.kernels * self._times.left_s(place[0], share_s)
+        waiting = [place for place in compiling if place not in left]
+        ends = queued(list(left.values()), [self._times.left_s(name) for name, _ in waiting])
+        return left | dict(zip(waiting, ends, strict=True))
+
+
+def _place(one: Building, search: Search) -> Place:
+    name = one.config.family
+    member = next((m for m in search.members if m.family.name == name), None)
+    return name, "" if member is None else member.family.compile_digest(one.config)
