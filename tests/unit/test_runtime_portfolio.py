@@ -34,16 +34,10 @@ from tuner.families import families
 from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Environment, Regime
 from tuner.problem import AttentionProblem
+from tuner.selection.candidates import Candidate, DomainModels, Regret, Spread
 from tuner.selection.domains import AttentionDomain, ProductDomain
 from tuner.selection.kernels import BUILD, PROVE
-from tuner.selection.portfolio import (
-    Candidate,
-    DomainModels,
-    Portfolio,
-    Regret,
-    Spread,
-    shipped,
-)
+from tuner.selection.portfolio import Portfolio, shipped
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 benchmark = importlib.import_module("tuner.runtime.benchmark")

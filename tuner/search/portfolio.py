@@ -26,15 +26,9 @@ from tuner.families import families
 from tuner.hardware import Gpu
 from tuner.measurement import Measurement, Regime
 from tuner.problem import Problem
+from tuner.selection.candidates import Candidate, DomainModels, Regret, Spread
 from tuner.selection.domains import AnyDomain, Domain
-from tuner.selection.portfolio import (
-    Candidate,
-    DomainModels,
-    Portfolio,
-    Regret,
-    Spread,
-    preferred,
-)
+from tuner.selection.portfolio import Portfolio, preferred
 from tuner.selection.shipped import shipped_index
 from tuner.store import Store
 

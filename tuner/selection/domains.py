@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self, get_args
 from tuner.config import Config
 from tuner.families.fused_attention import INSTANCES, instance
 from tuner.families.vendor.sdpa import BACKENDS
+from tuner.families.work import sizes_of
 from tuner.problem import E4M3, AttentionProblem, DType, GemmProblem, Problem, SwigluProblem
 
 Mask = Literal["full", "causal", "windowed"]
@@ -64,14 +65,28 @@ class Domain:
         raise NotImplementedError
 
     @staticmethod
-    def sizes(problem: Any) -> tuple[int, ...]:
-        """What a kernel was measured at, and is trusted near to."""
+    def axes_of(sizes: Any) -> tuple[int, ...]:
+        """What a kernel was measured at, and is trusted near to, of the sizes that work is counted
+        from (`tuner.families.work`); may be traced.
+        """
         raise NotImplementedError
+
+    @classmethod
+    def sizes(cls, problem: Problem) -> tuple[int, ...]:
+        """`axes_of` a problem."""
+        return cls.axes_of(sizes_of(problem))
 
     @staticmethod
     def group(problem: Any) -> tuple[int, ...]:
         """Equal for the problems of one model: they are left out of a fit together."""
         raise NotImplementedError
+
+    @property
+    def fixed(self) -> Mapping[str, Any]:
+        """Of the sizes that work is counted from (`tuner.families.work`) those that all problems of
+        the domain have in common, by name.
+        """
+        return {}
 
     @property
     def kin(self) -> Iterator[Self]:
@@ -156,26 +171,31 @@ class AttentionDomain(_Attention, Domain):
             return None
         operand: MaskOperand = "bool" if problem.mask else "additive" if problem.bias else ""
         mask: Mask = "causal" if problem.is_causal else "full"
-        phase: Phase = "few" if problem.is_decoding else "prompt"
+        few: Phase = "one" if problem.seqlen_q == 1 else "few"
+        is_paged = problem.is_paged
         return cls(
             instance(problem.head_dim),
             "windowed" if problem.is_windowed else mask,
-            "one" if problem.is_decoding and problem.seqlen_q == 1 else phase,
+            few if problem.is_decoding else "prompt",
             problem.softcap > 0,
-            problem.is_varlen and not problem.is_paged,
-            problem.is_paged,
+            problem.is_varlen and not is_paged,
+            is_paged,
             problem.has_sinks,
             operand,
         )
 
     @staticmethod
-    def sizes(problem: Any) -> tuple[int, ...]:
+    def axes_of(sizes: Any) -> tuple[int, ...]:
         """Rows of scores (sequences times query heads times queries), and keys."""
-        return problem.batch * problem.heads_q * problem.seqlen_q, problem.seqlen_kv
+        return sizes.heads * sizes.seqlen_q, sizes.seqlen_kv
 
     @staticmethod
     def group(problem: Any) -> tuple[int, ...]:
         return problem.heads_q, problem.heads_kv, problem.head_dim
+
+    @property
+    def fixed(self) -> Mapping[str, Any]:
+        return {"is_masked": self.mask != "full"}
 
     @property
     def kin(self) -> Iterator[Self]:
@@ -318,8 +338,8 @@ class ProductDomain(_Product, Domain):
         return None if problem.has_residual else cls(rows_of(problem.m), problem.epilogue)
 
     @staticmethod
-    def sizes(problem: Any) -> tuple[int, ...]:
-        return problem.m, problem.n, problem.k
+    def axes_of(sizes: Any) -> tuple[int, ...]:
+        return sizes.m, sizes.n, sizes.k
 
     @staticmethod
     def group(problem: Any) -> tuple[int, ...]:
@@ -374,12 +394,16 @@ class GatedDomain(_Gated, Domain):
     axes = ProductDomain.axes
     has_rival_kin = True
     reaches_far = False
-    sizes = staticmethod(ProductDomain.sizes)
     group = staticmethod(ProductDomain.group)
 
     @classmethod
     def holding(cls, problem: Any) -> Self | None:
         return cls(rows_of(problem.m)) if problem.weights == "interleaved" else None
+
+    @staticmethod
+    def axes_of(sizes: Any) -> tuple[int, ...]:
+        """Work is counted from the columns of both projections; these are those of D."""
+        return sizes.m, sizes.n // 2, sizes.k
 
     @property
     def kin(self) -> Iterator[Self]:
