@@ -11,7 +11,7 @@ from itertools import chain
 from operator import itemgetter
 from typing import NamedTuple
 
-from tuner.families.tape import called, larger
+from tuner.families.tape import called, larger, smaller, where
 from tuner.hardware import Gpu
 from tuner.problem import DTYPE_BYTES, AttentionProblem
 
@@ -106,11 +106,17 @@ def work(sizes: Sizes, tiling: Tiling, gpu: Gpu) -> tuple[float, ...]:
     queries = rows // packed or 1
     tiles = -(-seqlen_q // queries)
     blocks = tiles * heads // packed * splits
-    if is_masked:
+    longest = -(-seqlen_kv // keys)
+    mean: float = longest
+    if is_masked and right == 0 and left == seqlen_q:  # the last block has the most
+        longest = smaller(longest, -(-seqlen_q // keys))
+        others = called(_others, tiles, queries, keys)
+        cut = called(_steps, seqlen_q, seqlen_kv, left, right, queries, keys)
+        uncut = (longest + others[0]) / others[1]
+        mean = where((tiles - 1) * queries, seqlen_kv, cut[1], uncut)
+    elif is_masked:
         steps = called(_steps, seqlen_q, seqlen_kv, left, right, queries, keys)
         longest, mean = steps[0], steps[1]
-    else:
-        mean = longest = -(-seqlen_kv // keys)
     is_split = splits != 1
     if is_split:
         longest, mean = -(-longest // splits), mean / splits
@@ -168,17 +174,15 @@ def _steps(
 ) -> tuple[int, float]:
     """Key steps of a block: the most, and the mean of at most 16 blocks, evenly spread."""
     tiles = -(-seqlen_q // queries)
-    if left >= seqlen_q:  # no key is hidden on that side: the last block has the most
-        all_steps, last = -(-seqlen_kv // keys), -(-(seqlen_q + right) // keys)
-        most = last if last < all_steps else all_steps
-        if right == 0 and (tiles - 1) * queries <= seqlen_kv:
-            total, count = _others(tiles, queries, keys)
-            return most, (most + total) / count
-        step = -(-tiles // 16)
-        ends = range((tiles - step) * queries + right, right, -step * queries)
-        steps = [-(-end // keys) if end < seqlen_kv else all_steps for end in ends]
-        return most, (most + sum(steps)) / (1 + len(steps))
     step, found = -(-tiles // 16), []
+    if (
+        left >= seqlen_q and right == 0
+    ):  # no key is hidden on that side: the last block has the most
+        whole = -(-seqlen_kv // keys)
+        ends = range((tiles - step) * queries, 0, -step * queries)
+        steps = [-(-end // keys) if end < seqlen_kv else whole for end in ends]
+        most = min(whole, -(-seqlen_q // keys))
+        return most, (most + sum(steps)) / (1 + len(steps))
     for tile in range(tiles - 1, -1, -step):
         first = tile * queries
         end = min(seqlen_kv, min(first + queries, seqlen_q) + right)
@@ -189,7 +193,9 @@ def _steps(
 
 @lru_cache(1 << 14)
 def _others(tiles: int, queries: int, keys: int) -> tuple[int, int]:
-    """Key steps of all chosen blocks but the last under a causal mask, and the number of chosen."""
+    """Key steps of the blocks of `_steps` but the last, under a causal mask and with keys for all;
+    and the number of blocks.
+    """
     step = -(-tiles // 16)
     ends = range((tiles - step) * queries, 0, -step * queries)
     return sum(-(-end // keys) for end in ends), 1 + len(ends)

@@ -160,6 +160,8 @@ class DomainModels:
         return found
 
 
+Legality = tuple[Hashable, ...]
+"""Equal for problems of a domain that the same configs are legal for."""
 _LegalVendors = tuple[Mapping[str, tuple[int, Config]], str | None]
 
 
@@ -183,6 +185,9 @@ class Times:
         """The vendors' kernels of this version, in the order of their times."""
         self._vendor_places = [place for place, _, family in known if family.is_vendor]
         self._families = list(dict.fromkeys(family for *_, family in known))
+        self._family_at = {place: self._families.index(family) for place, _, family in known}
+        vendors_at = (self._family_at[place] for place in self._vendor_places)
+        self._vendors_at = tuple(dict.fromkeys(vendors_at))
         self._vendors_reached = [one.spread.reached for one in self.vendors]
         self._configs: dict[Hashable, Config | None] = {}
         self._legal_vendors: dict[Hashable, _LegalVendors] = {}
@@ -198,11 +203,11 @@ class Times:
         found = self._traced(self._sizes_of(problem), problem)
         return found
 
-    def legality(self, problem: Problem) -> Hashable:
-        """Equal for problems of the domain that the same configs are legal for."""
+    def legality(self, problem: Problem) -> Legality:
+        """`Family.legality_facts` of each family of the domain."""
         return tuple([family.legality_facts(problem) for family in self._families])
 
-    def config(self, problem: Problem, place: int, splits: int, facts: Hashable) -> Config | None:
+    def config(self, problem: Problem, place: int, splits: int, facts: Legality) -> Config | None:
         """The config of a candidate as it is called; None where it is not legal for the problem.
 
         Args:
@@ -211,7 +216,7 @@ class Times:
             splits: as its estimate has them.
             facts: the problem's `legality`.
         """
-        key = place, splits, facts
+        key = place, splits, facts[self._family_at[place]]
         try:
             return self._configs[key]
         except KeyError:
@@ -221,11 +226,12 @@ class Times:
             is_legal = one.family.accepts(problem, config, self.gpu)
             return self._configs.setdefault(key, config if is_legal else None)
 
-    def legal_vendors(self, problem: Problem, facts: Hashable) -> _LegalVendors:
+    def legal_vendors(self, problem: Problem, facts: Legality) -> _LegalVendors:
         """Of `vendors` those that take a problem: their place there and config, by kernel; and the
         one that PyTorch chooses, None where there is none.
         """
-        found = self._legal_vendors.get(facts)
+        key = tuple([facts[at] for at in self._vendors_at])
+        found = self._legal_vendors.get(key)
         if found is None:
             configs = [self.config(problem, place, 1, facts) for place in self._vendor_places]
             legal = {
@@ -234,7 +240,7 @@ class Times:
                 if config is not None
             }
             found = legal, pytorchs_choice(legal) if legal else None
-            self._legal_vendors[facts] = found
+            self._legal_vendors[key] = found
         return found
 
     def is_vendor_near(self, number: int, sizes: tuple[int, ...]) -> bool:
@@ -247,7 +253,7 @@ class Times:
         """
         tape, uses, loops = Tape(), Counter[str](), list[str]()
         sizes = self._kind(*map(tape.argument, self._kind._fields))
-        sizes = sizes._replace(**self.models.domain.fixed)
+        sizes = self.models.domain.with_known(sizes)
         rows = []
         for place, one in self._own.items():
             family, config, doubt = one.family, one.config, 1 + self.models.margin * one.p90_error

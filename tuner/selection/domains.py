@@ -81,12 +81,11 @@ class Domain:
         """Equal for the problems of one model: they are left out of a fit together."""
         raise NotImplementedError
 
-    @property
-    def fixed(self) -> Mapping[str, Any]:
-        """Of the sizes that work is counted from (`tuner.families.work`) those that all problems of
-        the domain have in common, by name.
+    def with_known(self, sizes: Any) -> Any:
+        """Sizes to trace (`tuner.families.tape`), with what all problems of the domain have in
+        common in its place.
         """
-        return {}
+        return sizes
 
     @property
     def kin(self) -> Iterator[Self]:
@@ -193,9 +192,10 @@ class AttentionDomain(_Attention, Domain):
     def group(problem: Any) -> tuple[int, ...]:
         return problem.heads_q, problem.heads_kv, problem.head_dim
 
-    @property
-    def fixed(self) -> Mapping[str, Any]:
-        return {"is_masked": self.mask != "full"}
+    def with_known(self, sizes: Any) -> Any:
+        if self.mask == "causal" and not self.is_paged:
+            return sizes._replace(is_masked=True, left=sizes.seqlen_q, right=0)
+        return sizes._replace(is_masked=self.mask != "full")
 
     @property
     def kin(self) -> Iterator[Self]:

@@ -35,6 +35,7 @@ from tuner.selection.candidates import (
     Candidate,
     DomainModels,
     Estimate,
+    Legality,
     Regret,
     Spread,
     Times,
@@ -72,7 +73,7 @@ def preferred(expected: Mapping[str, float], near: Collection[str] | None = None
 
 
 def _vendors_best(
-    times: Times, problem: Problem, expected: Sequence[float], facts: Hashable
+    times: Times, problem: Problem, expected: Sequence[float], facts: Legality
 ) -> tuple[float, Config | None, str]:
     """Expected microseconds, config and name of the vendor's kernel to leave a problem to; infinity
     where none takes it.
@@ -125,7 +126,7 @@ class Selection(NamedTuple):
     problem: Problem
     times: Times
     """What the domain's candidates are expected to take on the GPU."""
-    facts: Hashable
+    facts: Legality
     """The problem's `Times.legality`."""
     estimates: Sequence[Estimate]
     """Of own kernels, legal or not."""
@@ -175,7 +176,7 @@ class Selection(NamedTuple):
 def _legal(
     times: Times,
     problem: Problem,
-    facts: Hashable,
+    facts: Legality,
     estimates: Iterable[Estimate],
     bound_us: float,
 ) -> Iterator[tuple[float, Config]]:

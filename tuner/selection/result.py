@@ -19,17 +19,12 @@ class Answer:
     """What `lookup` found."""
 
     entry: Entry
-    """Of the problem itself, or of the nearest one that was tuned; by a portfolio one without a
-    time (`kind`)."""
+    """Of the problem itself; by a portfolio one without a time (`kind`)."""
     exact: bool
-    """False when the entry is of another problem, of another GPU, or of another environment than
-    the caller's."""
+    """False when the entry is selected, of another GPU, or of another environment than the
+    caller's."""
     notes: tuple[str, ...] = ()
-    """What the caller should know: another problem's, not measured, another environment, another
-    GPU, shipped."""
-    lent: tuple[Measurement, ...] = ()
-    """Of the nearest problem's own configs those that may serve the one asked for, best first;
-    empty where the entry is the problem's own."""
+    """What the caller should know: not measured, another environment, another GPU, shipped."""
     selected: Selection | None = None
     """What a portfolio selects, and why, where nothing was measured."""
 
@@ -40,20 +35,12 @@ class Answer:
 
     @property
     def kind(self) -> str:
-        """``exact``, ``nearest`` or ``portfolio``."""
-        if self.selected is not None:
-            return "portfolio"
-        return "nearest" if self.lent else "exact"
+        """``exact`` or ``portfolio``."""
+        return "exact" if self.selected is None else "portfolio"
 
     @property
     def candidates(self) -> tuple[Measurement, ...]:
-        """What may be launched, best first: what is lent, else the winner and the ranking.
-
-        Each is a measurement of ``entry.problem``; its config and artifacts serve the problem
-        asked for.
-        """
-        if self.lent:
-            return self.lent
+        """What may be launched, best first: the winner, then the ranking."""
         winner = self.entry.winner
         return (winner, *(m for m in self.entry.ranking if m.config != winner.config))
 
