@@ -229,10 +229,6 @@ class Clocks:
     """Names of the throttle reasons seen during the accepted rounds."""
 
 
-#: The machine was full, or a vendor's library was not there.
-_NO_VERDICT = (Status.OUT_OF_MEMORY, Status.UNAVAILABLE)
-
-
 @dataclass(frozen=True)
 class Measurement:
     """One evaluation of one config on one problem, GPU, environment and regime. Immutable."""
@@ -271,11 +267,6 @@ class Measurement:
     @property
     def ok(self) -> bool:
         return self.status is Status.OK and self.latency_us is not None
-
-    @property
-    def is_fault(self) -> bool:
-        """True when it speaks against its kernels: they ran and did not pass."""
-        return not self.ok and self.status not in _NO_VERDICT
 
     @property
     def tflops(self) -> float | None:
@@ -340,20 +331,6 @@ class Measurement:
             if isinstance(exc, ConfigError):
                 raise
             raise ConfigError(f"not a measurement: {type(exc).__name__} {exc}") from exc
-
-
-def same_kernels(one: Measurement, other: Measurement) -> bool:
-    """True when two measurements ran the same machine code. An edit of a template may leave it
-    equal in another artifact.
-    """
-    if dict(one.artifacts) == dict(other.artifacts):
-        return True
-    codes = [
-        {name: m.resources[name].code for name in m.artifacts if name in m.resources}
-        for m in (one, other)
-    ]
-    is_known = all(codes[0].values()) and set(codes[0]) == set(one.artifacts)
-    return bool(codes[0]) and is_known and codes[0] == codes[1]
 
 
 _EVEN = 0.995

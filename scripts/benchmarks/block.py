@@ -221,7 +221,6 @@ def measure(what: Pass, layers: int, rounds: int, dtype: DType) -> dict[str, Any
             found[name] = {
                 "calls": {
                     "hits": stats.hits,
-                    "nearest_hits": stats.nearest_hits,
                     "fallbacks": dict(stats.fallbacks),
                 }
             }

@@ -286,7 +286,7 @@ def _answers(run: Run, way: Way, tuned: tuple[str, ...]) -> dict[str, dict[str, 
             tuner.stats(reset=True)
             out = function(*tensors, **options)
             stats = tuner.stats()
-            found[name].update(hits=stats.hits, nearest_hits=stats.nearest_hits)
+            found[name].update(hits=stats.hits)
             fallbacks[name].update(stats.fallbacks)
             return out
 
@@ -365,7 +365,7 @@ def was_tuned(answers: Mapping[str, Any]) -> bool:
 
 def _answered(answers: Mapping[str, Any]) -> str:
     reasons = [f"{count} {reason}" for reason, count in answers["fallbacks"].items()]
-    told = "; ".join([f"{answers['hits']} hits ({answers['nearest_hits']} nearest)", *reasons])
+    told = "; ".join([f"{answers['hits']} hits", *reasons])
     return told if was_tuned(answers) else f"nothing tuned ran: {told}"
 
 

@@ -125,16 +125,13 @@ def _build(problems: Sequence[Problem]) -> None:
         if answer is None or answer.entry.provenance is not Provenance.MEASURED:
             _note(f"not tuned: {label}")
             continue
-        if answer.kind == "nearest":
-            _note(f"served by the nearest, {answer.entry.problem.label()}: {label}")
         own = [m for m in answer.candidates if not is_vendor(m.config)]
         keys = list(own[0].artifacts.values()) if own else []
         if own and not (keys and all(artifacts.find(key) for key in keys)):
-            lender = answer.entry.problem
-            command = python_command("-m", "tuner", "build", "--op", lender.op)
+            command = python_command("-m", "tuner", "build", "--op", wanted.op)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 subprocess.run(
-                    [*command, "--shape", lender.label()],
+                    [*command, "--shape", wanted.label()],
                     stdout=sys.stderr,
                     env=python_environment(),
                     timeout=BUILD_TIMEOUT_S,

@@ -394,7 +394,6 @@ def simulate(args: argparse.Namespace, url: str, folder: Path) -> dict[str, Any]
     problems = problems_like(recorded, args.problems)
     options = JobOptions(
         SweepOptions(families=FAMILIES, effort="full", trials=args.trials, sampler="cost"),
-        widen=False,
     )
     with open_store(url) as store:
         job = store.jobs.submit(problems, options.to_json(), attempts=ATTEMPTS)

@@ -46,7 +46,7 @@ FAMILY = "fused_attention"
 
 def options_of(trials: int) -> JobOptions:
     """Of both jobs; the order of the candidates follows from them alone."""
-    return JobOptions(SweepOptions(families=(FAMILY,), trials=trials, sampler="cost"), widen=False)
+    return JobOptions(SweepOptions(families=(FAMILY,), trials=trials, sampler="cost"))
 
 
 def kernels(problems: Sequence[Problem], options: SweepOptions) -> list[KernelSpec]:

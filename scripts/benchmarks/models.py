@@ -41,7 +41,7 @@ LIMIT_S = 300.0
 """For all ways of a model in one mode; compiling takes most of it."""
 ROUNDS, PASSES = 9, 3
 HEADING = (
-    "model", "mode", "way", "hits", "nearest", "refused", "unseen", "tokens/s", "over torch",
+    "model", "mode", "way", "hits", "selected", "refused", "unseen", "tokens/s", "over torch",
     "error", "reasons",
 )  # fmt: skip
 
@@ -177,7 +177,7 @@ def _answers(run: Callable[[], Any]) -> dict[str, Any]:
     stats = tuner.stats(reset=True)
     return {
         "hits": stats.hits,
-        "nearest": stats.nearest_hits,
+        "selected": stats.portfolio_hits,
         "fallbacks": dict(stats.fallbacks),
         "errors": dict(stats.errors),
     }
@@ -233,5 +233,5 @@ def _cells(row: Mapping[str, Any], way: str, found: Mapping[str, Any]) -> tuple[
     said = [f"{count} {reason}" for reason, count in (refused | found["errors"]).items()]
     hits, refusals = found["hits"], sum(refused.values())
     unseen = str(max(0, row["layers"] - hits - refusals)) if way != TORCH else ""
-    counts = str(hits), str(found["nearest"]), str(refusals), unseen
+    counts = str(hits), str(found["selected"]), str(refusals), unseen
     return (*counts, f"{speed:.0f}", ratio, error, "; ".join(said))

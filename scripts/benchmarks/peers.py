@@ -117,7 +117,7 @@ def swept(problem: Problem, runners: Runners) -> tuple[Outcome, list[dict[str, A
         BenchmarkError: when it failed.
     """
     vendors = tuple(n for n, member in families_of(problem.op).items() if member.is_vendor)
-    options = JobOptions(SweepOptions(families=vendors), widen=False)
+    options = JobOptions(SweepOptions(families=vendors))
     with tempfile.TemporaryDirectory() as folder, open_store(f"{folder}/store.sqlite") as store:
         result = Job([problem], runners, store, options).run()
         for _, error in result.failed:

@@ -26,9 +26,9 @@ REFERENCE_ROWS = 128
 """Rows at either end that the reference is computed for."""
 LIMITS = {torch.float16: 5e-3, torch.bfloat16: 3e-2}
 """Relative Frobenius error that an output may have, or twice PyTorch's own."""
-OWN, SELECTED, TRANSFERRED = "own decision", "selection", "transferred"
+OWN, SELECTED = "own decision", "selection"
 CHOSEN, REFUSED, FAILED = "PyTorch's by choice", "refused", "failed"
-KINDS = {"exact": OWN, "portfolio": SELECTED, "nearest": TRANSFERRED}
+KINDS = {"exact": OWN, "portfolio": SELECTED}
 """Kinds of a lookup result as the report names them; a kind that is not here keeps its name."""
 
 
@@ -46,9 +46,7 @@ def answered(stats: Any, answer: Answer | None) -> tuple[str, str]:
         return (CHOSEN if reason == Kind.VENDOR else REFUSED), reason
     if not stats.hits:
         return REFUSED, "not counted"
-    kind = OWN if answer is None else KINDS.get(answer.kind, answer.kind)
-    if stats.nearest_hits and kind == OWN:
-        kind = TRANSFERRED
+    kind = OWN if answer is None else KINDS[answer.kind]
     if answer is not None and is_vendor(answer.candidates[0].config):
         return CHOSEN, str(answer.candidates[0].config.get("kernel"))
     return kind, ""

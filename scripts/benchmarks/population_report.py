@@ -14,7 +14,7 @@ Row = Mapping[str, Any]
 OPERATIONS = ("attention", "products")
 NOT_PEERS = ("tuner", "enabled", "pytorch", "pytorch again")
 """Every other contender is a peer."""
-KINDS = ("own decision", "selection", "transferred", "PyTorch's by choice", "refused", "failed")
+KINDS = ("own decision", "selection", "PyTorch's by choice", "refused", "failed")
 """Kinds of answers in the order of the table; others follow them."""
 WORST = 10
 HEADING = (

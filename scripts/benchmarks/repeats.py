@@ -136,7 +136,7 @@ def main(argv: Sequence[str]) -> int:
     sweep = SweepOptions(
         families=tuple(args.family), trials=args.trials, compiled_only=args.compiled_only
     )
-    options = JobOptions(sweep, widen=False)
+    options = JobOptions(sweep)
     with Runners(Machine(parse_devices(args.device), args.jobs), _note) as runners:
         if runners.gpu is None:
             raise BenchmarkError("no GPU was found: sweeps that agree have to be measured")

@@ -300,8 +300,7 @@ PyObject* take_counts(PyObject*, PyObject* reset) {
     PyTuple_SET_ITEM(counts, i, count);
   }
   auto& hits = table().hits;
-  return Py_BuildValue("NNNN", take(hits[kExact]), take(hits[kNearest]), take(hits[kPortfolio]),
-                       counts);
+  return Py_BuildValue("NNN", take(hits[kExact]), take(hits[kPortfolio]), counts);
 }
 
 PyObject* exchange_native(PyObject*, PyObject* value) {

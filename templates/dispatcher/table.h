@@ -46,7 +46,7 @@ struct Step {
 };
 
 // Where a plan's configuration comes from (tuner/runtime/dispatch.py).
-enum Source : int { kExact, kNearest, kPortfolio, kSources };
+enum Source : int { kExact, kPortfolio, kSources };
 
 struct Plan {
   std::vector<int64_t> sizes, strides;

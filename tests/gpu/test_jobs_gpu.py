@@ -22,9 +22,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
 #: Both need the kernels that `test_serving_policy_gpu` compiles too.
 FIRST, SECOND = (AttentionProblem.parse(f"S={s},D=64,H=4") for s in (384, 512))
-OPTIONS = JobOptions(
-    SweepOptions(families=("fused_attention",), trials=4, sampler="tpe"), widen=False
-)
+OPTIONS = JobOptions(SweepOptions(families=("fused_attention",), trials=4, sampler="tpe"))
 
 
 @contextlib.contextmanager

@@ -143,9 +143,7 @@ def test_the_same_kernel_gives_the_same_bits_on_every_gpu(
 
 def test_a_job_goes_over_all_gpus_and_stores_each_trial_once(tmp_path: Path) -> None:
     notes: list[str] = []
-    options = JobOptions(
-        SweepOptions(families=("fused_attention",), trials=4, sampler="tpe"), widen=False
-    )
+    options = JobOptions(SweepOptions(families=("fused_attention",), trials=4, sampler="tpe"))
     with (
         open_store(str(tmp_path / "swept.sqlite")) as store,
         Runners(Machine(tuple(range(device.count()))), notes.append) as runners,

@@ -158,7 +158,7 @@ def packed_fixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("packed")
     machine = made(folder / "maker")
     out = folder / "b.tar"
-    pack(machine.store.entries(), machine.store, machine.cache, out)
+    pack(machine.store.entries(), machine.cache, out)
     machine.store.close()
     return out
 

@@ -47,7 +47,7 @@ def fill(path: Path) -> None:
 
 
 def _elsewhere(document: dict[str, object]) -> dict[str, object]:
-    return {**document, "measurements": [], "entries": [], "around": []}
+    return {**document, "measurements": [], "entries": []}
 
 
 def files_of(path: Path) -> dict[str, bytes]:

@@ -48,7 +48,7 @@ def paged_kernels(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> S
         plan = on_cpu.plan
         (launch,) = member.launches(problem, config, asked.scale)
         return plan.KernelPlan(
-            problem, config, -1, False,
+            problem, config, -1,
             shape=problem.output.shape,
             strides=problem.output.strides,
             steps=(plan._step(problem, kernel, launch, 0),),

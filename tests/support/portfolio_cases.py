@@ -17,14 +17,9 @@ from tuner.measurement import Measurement, Regime, Status
 from tuner.problem import AttentionProblem
 from tuner.search import portfolio as fitting
 from tuner.selection import portfolio
+from tuner.selection.candidates import Candidate, DomainModels, Regret, Spread
 from tuner.selection.domains import AttentionDomain
-from tuner.selection.portfolio import (
-    Candidate,
-    DomainModels,
-    Portfolio,
-    Regret,
-    Spread,
-)
+from tuner.selection.portfolio import Portfolio
 from tuner.selection.reader import close
 
 WARM = Regime("stream", "warm")

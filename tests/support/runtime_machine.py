@@ -137,7 +137,6 @@ class Machine:
         gpu: Gpu,
         path: Path | None,
         with_portfolio: bool,
-        with_nearest: bool = True,
     ) -> Answer | None:
         assert not with_portfolio, "the portfolio is asked with a look at the proofs"
         self.lookups += 1
@@ -145,8 +144,6 @@ class Machine:
         assert gpu == DEFAULT_GPU
         if self.broken:
             raise self.broken
-        if self.answer is not None and self.answer.lent and not with_nearest:
-            return None
         return self.answer if problem in (PROBLEM, OTHER) else None
 
     def family(self, name: str) -> Any:

@@ -206,7 +206,7 @@ def tuned(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleNam
         if is_backward and not made.differentiates:
             return on_cpu.refusal.Refusal(on_cpu.refusal.Kind.MISS, posed.problem.label())
         kind_of = ExactGradients if is_backward else Exact
-        return kind_of(posed.problem, Config("exact", {}), device, False, posed.scale)
+        return kind_of(posed.problem, Config("exact", {}), device, posed.scale)
 
     made = SimpleNamespace(**vars(on_cpu), writes_lse=True, differentiates=False, problems=[])
     monkeypatch.setattr(on_cpu.table.table, "get", lambda kind: None)

@@ -160,14 +160,14 @@ def test_calls_are_counted_by_what_answered_them(tuned: Any) -> None:
     with torch.inference_mode():
         way = decoder.ways()["attention"]
         answers = decoder._answers(decoder._prefill(model, tokens), way, ("attention",))
-    assert answers == {"attention": {"hits": 2, "nearest_hits": 0, "fallbacks": {}}}
+    assert answers == {"attention": {"hits": 2, "fallbacks": {}}}
 
 
 def test_a_figure_is_told_where_something_was_tuned(runtime: Any) -> None:
     """A block is measured by its linear layers: attention has a line of its own."""
-    lost = {"hits": 0, "nearest_hits": 0, "fallbacks": {runtime.refusal.Kind.VENDOR: 13}}
-    missed = {"hits": 0, "nearest_hits": 0, "fallbacks": {"no measured winner": 4}}
-    served = {"hits": 4, "nearest_hits": 1, "fallbacks": {}}
+    lost = {"hits": 0, "fallbacks": {runtime.refusal.Kind.VENDOR: 13}}
+    missed = {"hits": 0, "fallbacks": {"no measured winner": 4}}
+    served = {"hits": 4, "fallbacks": {}}
 
     def figures(**answers: Any) -> list[str]:
         part = {

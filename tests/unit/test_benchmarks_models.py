@@ -73,7 +73,7 @@ def test_names_agree() -> None:
 
 
 def figures(speed: float, **changes: Any) -> dict[str, Any]:
-    counts = {"hits": 0, "nearest": 0, "fallbacks": {}, "errors": {}}
+    counts = {"hits": 0, "selected": 0, "fallbacks": {}, "errors": {}}
     return {**counts, "tokens_per_s": speed, "error": 1e-3, **changes}
 
 
@@ -85,7 +85,7 @@ def test_the_table_has_a_line_for_each_way() -> None:
             "layers": 5,
             "ways": {
                 TORCH: figures(1000.0, error=0.0),
-                "attn_implementation": figures(1200.0, hits=3, nearest=1, fallbacks={"why": 1}),
+                "attn_implementation": figures(1200.0, hits=3, selected=1, fallbacks={"why": 1}),
                 "enable": {"failed": "no registry"},
             },
         },

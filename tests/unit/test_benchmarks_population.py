@@ -157,14 +157,13 @@ def test_caches_and_weights_are_rotated_and_prompts_are_not(calls: Any) -> None:
     assert calls.copies_of(attention("B=64,H=32,SQ=1,SKV=8192,D=128", "decoding")) == 1
 
 
-STATS = {"hits": 0, "nearest_hits": 0, "fallbacks": {}, "errors": {}}
+STATS = {"hits": 0, "fallbacks": {}, "errors": {}}
 
 
 @pytest.mark.parametrize(
     ("stats", "kind", "said"),
     [
         ({"hits": 1}, "exact", ("own decision", "")),
-        ({"hits": 1, "nearest_hits": 1}, "nearest", ("transferred", "")),
         ({"hits": 1}, "portfolio", ("selection", "")),
         ({"fallbacks": {"PyTorch's own kernel was the fastest": 1}}, "exact",
          ("PyTorch's by choice", "PyTorch's own kernel was the fastest")),

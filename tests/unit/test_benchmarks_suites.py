@@ -31,11 +31,11 @@ from tuner.runtime import counters
 forced = bool(os.environ.get("PLANTED"))
 def test_served():
     if forced:
-        counters.count_hit(False)
+        counters.count_hit()
         counters.count_fallback("a mask: of some kind")
 def test_wrong():
     if forced:
-        counters.count_hit(False)
+        counters.count_hit()
     assert not forced, "another result"
 def test_fails_anyway():
     assert False

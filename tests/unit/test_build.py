@@ -208,7 +208,7 @@ def test_the_runtime_s_dispatcher_is_built_too(
 @pytest.mark.parametrize(
     ("shape", "said"),
     [
-        ("S=1999,D=64", "nearest: tuned for B=1,H=16,S=2048,D=64"),
+        ("S=1999,D=64", "selected from a portfolio: D=64, full, prompts"),
         ("B=128,H=64,S=1999,D=64", "selected from a portfolio: D=64, full, prompts"),
     ],
 )

@@ -13,7 +13,6 @@ from bundle_machines import (
     H200,
     KEYS,
     LIBRARY,
-    MEMBER,
     OTHER,
     PROBLEM,
     RANKING,
@@ -32,7 +31,6 @@ from tuner.cli import main
 from tuner.errors import NoValidConfigError, StoreError
 from tuner.measurement import Resources
 from tuner.problem import GemmProblem, SoftmaxProblem
-from tuner.selection.nearest import drawn
 from tuner.selection.reader import lookup
 
 nothing_shipped = nothing_shipped_fixture  # for every test here
@@ -64,7 +62,7 @@ class TestRoundTrip:
     def test_equal_content_equal_file(self, maker: Machine, tmp_path: Path) -> None:
         files = [tmp_path / name for name in ("one.tar", "two.tar")]
         for file in files:
-            done = pack(maker.store.entries(), maker.store, maker.cache, file)
+            done = pack(maker.store.entries(), maker.cache, file)
         assert files[0].read_bytes() == files[1].read_bytes()
         assert done.sha256 == hashlib.sha256(files[0].read_bytes()).hexdigest()
 
@@ -74,25 +72,10 @@ class TestRoundTrip:
         assert names[0] == "manifest.json"
         assert len([name for name in names if name.startswith("libraries/")]) == 1
 
-    def test_what_passed_around_comes_along(
-        self, maker: Machine, user: Machine, tmp_path: Path
-    ) -> None:
-        near = SoftmaxProblem(1000, 1024, 4)
-        shapes = [p for p in drawn(PROBLEM) if not MEMBER.violations(p, SPACE[0], H200)]
-        timed = (RANKING[0], RANKING[-1])  # ours, and the vendor's that it is faster than
-        maker.store.add(m.but(problem=p, is_final=False) for p in shapes for m in timed)
-        assert lookup(near, gpu=H200, path=maker.path) is not None
-        out = tmp_path / "wide.tar"
-        pack(maker.store.entries(), maker.store, maker.cache, out)
-        user.install(out)
-        answer = lookup(near, gpu=H200, path=user.path)
-        assert answer is not None
-        assert (answer.kind, answer.lent) == ("nearest", (RANKING[0],))
-
     def test_a_pin_comes_along(self, maker: Machine, user: Machine, tmp_path: Path) -> None:
         maker.store.pin(PROBLEM, H200, WARM, OTHER)
         out = tmp_path / "pinned.tar"
-        pack(maker.store.entries(), maker.store, maker.cache, out)
+        pack(maker.store.entries(), maker.cache, out)
         user.install(out)
         (entry,) = user.store.entries()
         assert (entry.pinned, entry.winner.config) == (True, OTHER)
@@ -106,7 +89,7 @@ class TestRoundTrip:
         maker.build(built)
         maker.store.record_build(PROBLEM, SPACE[0], built.artifacts)
         out = tmp_path / "built.tar"
-        pack(maker.store.entries(), maker.store, maker.cache, out)
+        pack(maker.store.entries(), maker.cache, out)
         user.install(out)
         answer = lookup(PROBLEM, gpu=H200, path=user.path)
         assert answer is not None
@@ -128,14 +111,14 @@ class TestPacking:
         with pytest.raises(
             NoValidConfigError, match=r"not in the cache: `tuner build --op softmax"
         ):
-            pack(maker.store.entries(), maker.store, maker.cache, tmp_path / "b.tar")
+            pack(maker.store.entries(), maker.cache, tmp_path / "b.tar")
         assert not (tmp_path / "b.tar").exists()
 
     def test_a_kernel_that_is_not_needed_may_be_missing(
         self, maker: Machine, user: Machine, tmp_path: Path
     ) -> None:
         maker.cache.remove(KEYS[1])
-        done = pack(maker.store.entries(), maker.store, maker.cache, tmp_path / "b.tar")
+        done = pack(maker.store.entries(), maker.cache, tmp_path / "b.tar")
         assert done.kernels == 1
         assert user.install(tmp_path / "b.tar").kernels_added == 1
 
@@ -143,11 +126,11 @@ class TestPacking:
         maker.cache.remove(KEYS[0])
         maker.build(RANKING[0], source="// of an older version")
         with pytest.raises(NoValidConfigError, match="of other templates"):
-            pack(maker.store.entries(), maker.store, maker.cache, tmp_path / "b.tar")
+            pack(maker.store.entries(), maker.cache, tmp_path / "b.tar")
 
     def test_a_folder_that_is_not_there(self, maker: Machine, tmp_path: Path) -> None:
         with pytest.raises(StoreError, match="cannot be written"):
-            pack(maker.store.entries(), maker.store, maker.cache, tmp_path / "no" / "b.tar")
+            pack(maker.store.entries(), maker.cache, tmp_path / "no" / "b.tar")
 
 
 class TestNothingHalfInstalled:

@@ -301,7 +301,7 @@ class TestWhatIsRefused:
         for key, m in zip(KEYS, RANKING[:2], strict=True):
             maker.cache.remove(key)
             maker.build(m, b"#!/bin/sh\n")
-        pack(maker.store.entries(), maker.store, maker.cache, tmp_path / "evil.tar")
+        pack(maker.store.entries(), maker.cache, tmp_path / "evil.tar")
         self.refused(user, tmp_path / "evil.tar", "is not a shared library")
 
     @pytest.mark.parametrize("length", [0, 100, 700, -3000])
@@ -329,7 +329,7 @@ class TestWhatIsRefused:
     ) -> None:
         right = hashlib.sha256(packed.read_bytes()).hexdigest()
         other = packed.with_name("other.tar")
-        assert pack(maker.store.entries(), maker.store, rebuilt(maker), other).sha256 != right
+        assert pack(maker.store.entries(), rebuilt(maker), other).sha256 != right
         is_open = tarfile.open
 
         def overwritten(*arguments: Any, **options: Any) -> tarfile.TarFile:

@@ -9,7 +9,7 @@ import pytest
 from tuner.compile.device_code import DIGITS, device_code
 from tuner.config import Config
 from tuner.hardware import DEFAULT_GPU
-from tuner.measurement import Measurement, Regime, Resources, Status, same_kernels
+from tuner.measurement import Measurement, Regime, Resources, Status
 from tuner.problem import GemmProblem
 
 KEY, OTHER = "0123456789abcdef" * 2, "fedcba9876543210" * 2
@@ -85,21 +85,6 @@ def measured(artifact: str, code: str) -> Measurement:
         GemmProblem(64, 64, 64), Config("gemm", {"tile": 1}), DEFAULT_GPU, Regime(), Status.OK
     )
     return made.but(artifacts={"main": artifact}, resources=resources)
-
-
-@pytest.mark.parametrize(
-    ("other", "same"),
-    [
-        (measured(KEY, ""), True),
-        (measured(OTHER, "c" * 32), True),
-        (measured(OTHER, "d" * 32), False),
-        (measured(OTHER, ""), False),
-        (measured(OTHER, "c" * 32).but(artifacts={"a": OTHER, "b": OTHER}), False),
-    ],
-)
-def test_evidence_is_of_the_same_code(other: Measurement, same: bool) -> None:
-    assert same_kernels(measured(KEY, "c" * 32), other) == same
-    assert same_kernels(other, measured(KEY, "c" * 32)) == same
 
 
 def test_the_code_is_stored_where_it_is_known() -> None:

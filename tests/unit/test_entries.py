@@ -162,6 +162,7 @@ class TestLookup:
         assert captured.out == ""
         assert captured.err.count("\n") == 1
         assert captured.err.startswith("tuner: nothing known for attention B=1,H=16,S=512,D=64")
+        assert "; `tuner sweep` measures it (nearest: B=1,H=16,S=1024,D=64" in captured.err
         assert run("lookup", *SHAPE, "--gpu", "H100", "--json") == 1
         captured = capsys.readouterr()
         assert captured.out == "null\n"

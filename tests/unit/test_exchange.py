@@ -6,14 +6,12 @@ import copy
 import json
 import sqlite3
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tuner.cli import main
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.hardware import GPUS
@@ -26,8 +24,7 @@ from tuner.measurement import (
     Resources,
     Status,
 )
-from tuner.problem import AttentionProblem, GemmProblem, Problem
-from tuner.selection.nearest import Loans, drawn
+from tuner.problem import AttentionProblem, GemmProblem
 from tuner.store import Store, open_store
 from tuner.store.entry import sort_key
 from tuner.store.exchange import Trusted, load, parse, to_text
@@ -131,7 +128,6 @@ def test_filters(filled: Store) -> None:
         "version": 2,
         "measurements": [],
         "entries": [],
-        "around": [],
     }
     assert len(filled.export(regime=COLD, trials=True)["measurements"]) == 1
 
@@ -287,177 +283,25 @@ BAD: dict[str, tuple[Callable[[Document], None], str]] = {
 }
 
 
-AROUND = "around.0"
-
-
-def row_of_many(number: int) -> Document:
-    shapes = [[{"batch": 99 + 40 * number + n}, [1.0], ""] for n in range(40)]
-    return {"entry": 0, "sweep": "", "environment": {}, "configs": [0], "shapes": shapes}
-
-
-BAD_AROUND: dict[str, tuple[Callable[[Document], None], str]] = {
-    "no such entry": (at(f"{AROUND}.entry", 9), r"around\[0\]: entries\[9\] is not there"),
-    "another's row": (at(f"{AROUND}.configs", [4]), r"around\[0\]: entries\[0\] does not rank .*4"),
-    "no config": (at(f"{AROUND}.configs", []), r"around\[0\]: configs: \[\]"),
-    "more values": (
-        at(f"{AROUND}.shapes.0.1", [1.0, 2.0, 3.0]),
-        r"around\[0\]: shapes: 3 values of 2 configs",
-    ),
-    "no time": (at(f"{AROUND}.shapes.0.1.0", 0), r"around\[0\]: shapes\[0\]\[1\]\[0\]: 0 is not"),
-    "passed without a time": (at(f"{AROUND}.shapes.0.1.0", "ok"), r"\[1\]\[0\]: 'ok' is not valid"),
-    "unknown failure": (at(f"{AROUND}.shapes.0.1.0", "sad"), r"\[1\]\[0\]: 'sad' is not valid"),
-    "endless time": (at(f"{AROUND}.shapes.0.1.0", 10**400), r"shapes\[0\]\[1\]\[0\]: it is not"),
-    "to come": (
-        at(f"{AROUND}.shapes.0.2", "9999-01-01T00:00:00+00:00"),
-        r"around\[0\]: shapes: 9999-\S+ is more than a day ahead",
-    ),
-    "wrong size": (at(f"{AROUND}.shapes.0.0.head_dim", 63), r"around\[0\]: shapes: D=63 has no"),
-    "another operation": (at(f"{AROUND}.shapes.0.0.op", "gemm"), r"shapes: unknown field"),
-    "unknown field": (at(f"{AROUND}.code", "x"), r"around\[0\]: .*'code' was unexpected"),
-    "row is text": (at(AROUND, "x"), r"around\[0\]: 'x' is not of type 'object'"),
-    "half a character": (at(f"{AROUND}.environment.driver", "\ud800"), r"surrogates not allowed"),
-    "half a name": (at(f"{AROUND}.sweep", "\ud800"), r"around\[0\]: sweep: .* does not match"),
-    "told twice": (
-        lambda document: document["around"].append(document["around"][0]),
-        r"around\[1\]: shapes: a config at one shape is told twice",
-    ),
-    "more shapes than anyone draws": (
-        lambda document: document["around"].extend(row_of_many(n) for n in range(2)),
-        r"around: entries\[0\] has 82 shapes \(allowed: 64\)",
-    ),
-}
-
-
-@pytest.fixture
-def widened(filled: Store) -> Store:
-    """What the winner, cuDNN and others did at shapes around."""
-
-    def quick(config: Config, problem: Problem, us: float | None, **changes: Any) -> Measurement:
-        status = Status.OK if us else Status.WRONG_RESULT
-        row = measured(config, 1, problem=problem, is_final=False, sweep="w")
-        return row.but(status=status, latency_us=us, **changes)
-
-    first, second, third, *_ = drawn(PROBLEM)
-    filled.add(
-        [
-            quick(OWN, first, 20.1234),
-            quick(OWN, first, 99.0, sweep="older", created_at="2026-09-01T12:00:00+00:00"),
-            quick(CUDNN, second, None).but(
-                status=Status.OUT_OF_MEMORY, created_at="2026-11-01T12:00:00+00:00"
-            ),
-            quick(CUDNN, first, 21.0),
-            quick(OWN, second, None),
-            quick(OWN, third, 5.0, artifacts={"main": "f" * 32}),
-            quick(OWN, third, 5.0, provenance=Provenance.REPLAYED),
-            quick(OWN, third, 5.0, regime=COLD),
-            quick(OWN, third, 5.0, gpu=H100),
-            quick(Config("cutlass_fmha", {"tile_m": 256}), third, 5.0),
-            quick(OWN, replace(PROBLEM, batch=512), 5.0),
-        ]
-    )
-    return filled
-
-
-def test_what_is_around_travels(widened: Store) -> None:
-    document = widened.export(around=drawn)
-    first, second, *_ = drawn(PROBLEM)
-    told = {name: value for name, value in document["around"][0].items() if name != "shapes"}
-    assert told == {
+def test_what_earlier_programs_wrote_around_decisions_is_not_read(filled: Store) -> None:
+    """Whatever it says: quick times at other shapes, which served these."""
+    row = {
         "entry": 0,
         "sweep": "w",
-        "environment": {"driver": "580.159", "power_limit_w": 700},
-        "configs": [0, 1],
-    }, "the newest verdict of the same kernels, GPU and regime at the shapes that are asked for"
-    shapes = {values[0]: when for _, values, when in document["around"][0]["shapes"]}
-    assert shapes == dict.fromkeys((20.123, "wrong_result"), "2026-10-01T12:00:00.123+00:00")
-    assert [len(document["around"]), len(document["around"][0]["shapes"])] == [1, 2]
+        "environment": {"driver": "580.159"},
+        "configs": [0],
+        "shapes": [[{"batch": 2}, [20.123], "2026-10-01T12:00:00+00:00"]],
+    }
+    document = {**filled.export(), "around": [row, "and text"]}
+    assert Trusted(json.dumps(document).encode()).decisions
     with open_store("sqlite://") as other:
-        assert other.import_(parse(to_text(document))).measurements_added == 5 + 3
-        assert other.export(around=drawn) == document
-        (bad,) = other.measurements(problem=second)
-        assert (bad.config, bad.status, bad.latency_us) == (OWN, Status.WRONG_RESULT, None)
-        own, cudnn = other.measurements(problem=first, final=False)
-        assert (own.latency_us, cudnn.latency_us) == (20.123, 21.0)
-        assert own.artifacts == measured().artifacts and own.error is None
-        again = other.import_(document)
-        assert again.measurements_added == 0
-    assert widened.export()["around"] == [], "where nobody asks"
-
-
-@pytest.mark.parametrize("trials", [[], ["--trials"]])
-def test_the_command_exports_what_is_around(
-    widened: Store, tmp_path: Path, trials: list[str]
-) -> None:
-    url, file = f"sqlite:///{tmp_path}/s.sqlite", tmp_path / "e.json"
-    with open_store(url) as store:
-        store.import_(widened.export(trials=True))
-    command = ["export", str(file), "--store", url, "--gpu", "H200", *trials]
-    assert main([*command, "--shape", PROBLEM.label()]) == 0
-    assert len(load(file)["around"]) == 1
-    assert main(command) == 0
-    held = [m for m in load(file)["measurements"] if m["problem"] != PROBLEM.to_json()]
-    assert (len(load(file)["around"]), len(held) > 5) == ((0, True) if trials else (1, False))
-
-
-def test_what_is_around_ships(widened: Store) -> None:
-    text = to_text(widened.export(around=drawn))
-    document = Trusted(text.encode())
-    around = {decision.sweep: document.around(decision) for decision in document.decisions}
-    assert [m.problem for m in around["s1"]] == [
-        *sorted((drawn(PROBLEM)[0], drawn(PROBLEM)[0], drawn(PROBLEM)[1]), key=lambda p: p.key)
-    ]
-    assert around["s2"] == around["s3"] == []
-    assert to_text(parse(text)) == text
-    for other in (json.dumps(parse(text), sort_keys=True), json.dumps(parse(text), indent=1)):
-        assert Trusted(other.encode()).around(document.decisions[0]) == around["s1"]
-
-
-@pytest.mark.parametrize("case", BAD_AROUND)
-def test_what_does_not_fit_around_is_refused(widened: Store, case: str) -> None:
-    change, reason = BAD_AROUND[case]
-    document = copy.deepcopy(widened.export(around=drawn))
-    change(document)
-    with open_store("sqlite://") as other:
-        with pytest.raises(ConfigError, match=reason):
-            other.import_(document)
-        assert other.measurements() == [], "nothing is imported"
-
-
-def test_an_old_file_takes_no_verdict_back(widened: Store) -> None:
-    """Measured here, exported, found to be wrong, and imported again."""
-    (entry,) = widened.entries(problem=PROBLEM, provenance=Provenance.MEASURED)
-    shapes = drawn(PROBLEM)
-    passed = measured(OWN, 9.0, is_final=False, created_at="2026-10-01T12:00:00+00:00")
-    widened.unpin(PROBLEM, H200, WARM)
-    widened.add([passed.but(problem=shape) for shape in shapes[3:12]])
-    document = widened.export(around=drawn)
-    bad = passed.but(status=Status.WRONG_RESULT, latency_us=None, created_at="2026-10-02")
-    widened.add([bad.but(problem=shape) for shape in shapes[3:12]])
-    widened.import_(document)
-    assert Loans(entry, widened.evidence(entry.ranking, shapes)).configs == ()
-    told = [v for row in widened.export(around=drawn)["around"] for _, v, _ in row["shapes"]]
-    assert [values[0] for values in told].count("wrong_result") == 1 + 9
-
-
-def test_what_two_decisions_have_around_is_one_measurement(store: Store) -> None:
-    near = next(s for s in drawn(PROBLEM) if set(drawn(s)) & set(drawn(PROBLEM)))
-    (shared, *_) = sorted(set(drawn(near)) & set(drawn(PROBLEM)), key=lambda p: p.key)
-    for number, problem in enumerate((PROBLEM, near)):
-        store.decide(problem, H200, WARM, [measured(problem=problem)], f"s{number}")
-        apart = [s for s in drawn(problem) if s != shared][number]
-        when = f"2026-10-0{5 - number}T12:00:00+00:00"
-        store.add([measured(problem=apart, is_final=False, sweep="w", created_at=when)])
-    store.add([measured(problem=shared, is_final=False, sweep="w")])
-    document = store.export(around=drawn)
-    with open_store("sqlite://") as other:
-        other.import_(document)
-        assert len(other.measurements(problem=shared)) == 1
-        assert other.export(around=drawn) == document
+        assert other.import_(document).measurements_added == 5
+        assert other.export() == filled.export()
+    assert "around" not in filled.export() and "around" not in to_text(document)
 
 
 def test_a_document_of_the_first_version_is_read(filled: Store) -> None:
     document = {**filled.export(), "version": 1}
-    del document["around"]
     assert Trusted(json.dumps(document).encode()).decisions
     with open_store("sqlite://") as other:
         other.import_(document)

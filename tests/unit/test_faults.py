@@ -17,8 +17,8 @@ from stored import CUDNN, H200, OTHER, OWN, PROBLEM, SLOWER, WARM, full, measure
 
 from tuner import settings
 from tuner.errors import ConfigError, StoreError
-from tuner.problem import AttentionProblem, Problem
-from tuner.selection import describe, nearest, snapshot
+from tuner.problem import Problem
+from tuner.selection import describe, snapshot
 from tuner.store import Store, SweepRecord, open_store
 from tuner.store.entry import canonical
 from tuner.store.exchange import to_text
@@ -54,7 +54,6 @@ def looks(path: Path) -> dict[str, Call]:
     return {
         "lookup": lambda: answer(PROBLEM),
         "lookup of another": lambda: answer(OTHER),
-        "nearest": lambda: answer(AttentionProblem(1100, 1100, 64)),
         "entries": lambda: describe.list_text(lookup.entries(path)),
         "gpus": lambda: lookup.find_gpu("H200", lookup.gpus(path)),
         "decided": lambda: lookup.decided(path),
@@ -102,8 +101,7 @@ def uses(store: Store) -> dict[str, Call]:
         "environments": lambda: [
             (e.environment.digest, e.newest[:4]) for e in store.environments()
         ],
-        "export": lambda: to_text(store.export(trials=True, around=nearest.drawn)),
-        "evidence": lambda: store.evidence([measured()], [AttentionProblem(1088, 1088, 64)]),
+        "export": lambda: to_text(store.export(trials=True)),
         "find a sweep": lambda: store.find_sweep(PROBLEM, H200, WARM, "e", "quick"),
         "mirrored": lambda: (store.mirrored("http://host:1") or "").encode(),
         "version": store.decisions_version,
@@ -202,7 +200,7 @@ def test_a_measurement_that_changed_is_not_shown(change: str, tmp_path: Path) ->
         connection.execute(f"UPDATE measurements SET {change}")
     shown = {name for name, call in looks(path).items() if not meets(name, call)}
     lookup.close()
-    assert shown <= {"gpus", "decided", "stamp", "nearest", "snapshot"}
+    assert shown <= {"gpus", "decided", "stamp", "snapshot"}
     with open_store(str(path)) as store:
         called = uses(store)
         for name in ("measurements", "all entries", "export"):

@@ -207,7 +207,7 @@ def test_what_ships_is_made_of_declared_values() -> None:
             seen |= dict.fromkeys((m.config for m in part.measurements), path.name)
     for same in shipped_index().values():
         for one in same:
-            ranked = [*one.entry.ranking, one.entry.winner, *one.around]
+            ranked = [*one.entry.ranking, one.entry.winner]
             seen |= dict.fromkeys((m.config for m in ranked), f"tuned {one.problem.label()}")
     assert len(seen) > 2000 and {c.family for c in seen} >= {m for m in families() if "_" in m} - {
         "block_scaled_gemm",
@@ -230,7 +230,7 @@ def test_what_ships_is_made_of_declared_values() -> None:
 def test_what_ships_is_legal_where_it_was_measured() -> None:
     for same in shipped_index().values():
         for one in same:
-            for m in (*one.entry.ranking, *one.around):
+            for m in one.entry.ranking:
                 if m.ok:
                     reasons = family(m.config.family).violations(m.problem, m.config, m.gpu)
                     assert not reasons, (m.problem.label(), m.config.to_json(), reasons)

@@ -52,7 +52,7 @@ class ToyVendor(Toy):
     def space(self, problem, gpu): return [Config("vendor_toy", {"library": "blas"})]
     def kernels(self, problem, config): return {}
 """
-OPTIONS = JobOptions(SweepOptions(trials=12, sampler="cost"), l2="warm", widen=False)
+OPTIONS = JobOptions(SweepOptions(trials=12, sampler="cost"), l2="warm")
 
 
 class FakeCompiler:

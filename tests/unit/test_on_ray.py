@@ -315,7 +315,7 @@ class TestPlacing:
                     [fakes.PROBLEM],
                     first,
                     setting.store,
-                    JobOptions(OPTIONS, widen=False),
+                    JobOptions(OPTIONS),
                     catalogue=catalogue,
                     further=[second],
                 ).run()
@@ -370,7 +370,7 @@ class TestPlacing:
         assert not fakes.events("actor")
 
     def test_a_controller_works_off_a_job(self, setting: Setting) -> None:
-        options = JobOptions(OPTIONS, widen=False)
+        options = JobOptions(OPTIONS)
         job = setting.store.jobs.submit([fakes.PROBLEM], options.to_json())
         with setting.cluster(gpu="H200") as cluster:
             worker = Controller(

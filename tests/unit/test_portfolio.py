@@ -31,12 +31,10 @@ from tuner.hardware import DEFAULT_GPU, GPUS
 from tuner.measurement import Provenance
 from tuner.problem import AttentionProblem
 from tuner.selection import portfolio
+from tuner.selection.candidates import DomainModels
 from tuner.selection.domains import AttentionDomain, Domain, Mask
 from tuner.selection.kernels import targets
-from tuner.selection.portfolio import (
-    DomainModels,
-    Portfolio,
-)
+from tuner.selection.portfolio import Portfolio
 from tuner.selection.reader import lookup
 
 known = known_fixture
@@ -218,8 +216,8 @@ class TestKin:
         known = made(9.0, 5.0, 0.0)
         assert known.select(attention("S=1999,D=64")) is not None
         kin = known.models_of(AttentionDomain(64, "full", "prompt", has_softcap=True))
-        assert kin is not None and not kin._legal
-        assert known.domains[AttentionDomain(64, "full", "prompt")]._legal
+        assert kin is not None and not kin._times
+        assert known.domains[AttentionDomain(64, "full", "prompt")]._times
         assert replace(known, domains={})._found == {}
 
     @pytest.mark.parametrize(("text", "width"), [("bias=h", 128), ("mask=1", 144)])

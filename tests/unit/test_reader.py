@@ -289,17 +289,6 @@ class TestShipped:
             lookup(PROBLEM, gpu=H200, path=path)
         assert lookup(replace(PROBLEM, batch=64), gpu=H200, path=path) is None, "out of reach"
 
-    def test_a_damaged_row_around_is_named_when_it_is_asked_for(
-        self, path: Path, tuned: Path
-    ) -> None:
-        ship(tuned, measured(13.5))
-        document = json.loads((tuned / "a.json").read_text())
-        row = {"entry": 0, "sweep": "", "environment": {}, "configs": [0], "shapes": [[{}, [1.0]]]}
-        (tuned / "a.json").write_text(to_text({**document, "around": [row]}))
-        assert us(lookup(PROBLEM, gpu=H200, path=path)) == 13.5
-        with pytest.raises(StoreError, match=r"the shipped file .*a\.json cannot be read"):
-            lookup(replace(PROBLEM, batch=2), gpu=H200, path=path)
-
     def test_only_the_decision_that_is_asked_for_is_built(
         self, path: Path, tuned: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

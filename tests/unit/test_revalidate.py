@@ -1,4 +1,4 @@
-"""Timing stored entries again, and at the shapes around them; the runner is scripted."""
+"""Timing stored entries again; the runner is scripted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lenders import OWN, toy_family
+from toy_attention import OWN, toy_family
 
 from tuner.cli import main
 from tuner.config import Config
@@ -20,21 +20,16 @@ from tuner.hardware import GPUS
 from tuner.measurement import Environment, Measurement, Provenance, Regime, Status
 from tuner.problem import AttentionProblem, Problem
 from tuner.runners import choose
-from tuner.selection.nearest import LEAST_PASSED, drawn
-from tuner.selection.reader import close, lookup
+from tuner.selection.reader import close
 from tuner.store import Entry, Store, open_store
 from tuner.store.entry import is_vendor
-from tuner.tuning.job import JobOptions, widen_winner
-from tuner.tuning.outcome import Outcome
-from tuner.tuning.revalidate import LENDERS, revalidate, widen
-from tuner.tuning.sweep import SweepOptions
+from tuner.tuning.revalidate import revalidate
 
 LOOKUP = importlib.import_module("tuner.selection.reader")
 H200, WARM = GPUS["H200"], Regime("stream", "warm")
 PROBLEM = AttentionProblem.parse("S=1024,D=64")
 BEFORE, NOW = Environment({"driver": "1"}), Environment({"driver": "2"})
 CUDNN = Config("vendor_sdpa", {"kernel": "cudnn"})
-DRAWN = len(drawn(PROBLEM))
 
 toy = toy_family  # for every test here
 
@@ -186,144 +181,6 @@ class TestRevalidate:
         assert result.after.winner.latency_us == 13.0
 
 
-class TestWiden:
-    def test_what_passes_around_may_serve_there(self, store: Store) -> None:
-        entry = decide(store, measured(OWN[0], 12.0), measured(CUDNN, 14.0))
-        near = AttentionProblem.parse("S=1000,D=64")
-        before = lookup(near, gpu=H200)
-        assert before is None or not before.lent
-        seen: list[tuple[int, int]] = []
-        (lender,) = widen(
-            entry,
-            runner_of({OWN[0]: 10.0, CUDNN: 20.0}),
-            store,
-            progress=lambda *at: seen.append(at),
-        )
-        assert (lender.lends, lender.passed, lender.failed) == (True, DRAWN, ())
-        assert lender.over_pytorch == pytest.approx(0.5)
-        assert seen[0] == (0, DRAWN) and seen[-1] == (DRAWN, DRAWN)
-        answer = lookup(near, gpu=H200, with_portfolio=False)
-        assert answer is not None
-        assert (answer.kind, [m.config for m in answer.lent]) == ("nearest", [OWN[0]])
-
-    def test_one_fault_keeps_it_at_home(self, store: Store) -> None:
-        entry = decide(store, measured(OWN[0], 12.0))
-        bad = drawn(PROBLEM)[5]
-        runner: Any = FakeRunner(lambda problem, config: None if problem == bad else 10.0)
-        (lender,) = widen(entry, runner, store)
-        assert not lender.lends
-        assert [m.problem for m in lender.failed] == [bad]
-        answer = lookup(AttentionProblem.parse("S=1000,D=64"), gpu=H200)
-        assert answer is None or not answer.lent
-
-    def test_the_best_few_and_pytorchs_two(self, store: Store) -> None:
-        rivals = [Config("vendor_sdpa", {"kernel": k}) for k in ("flash4", "cudnn", "flash2")]
-        ranking = [measured(config, 12.0 + i) for i, config in enumerate(OWN[:5])]
-        ranking += [measured(c, 30.0 + i) for i, c in enumerate(rivals)]
-        runner = runner_of({})
-        assert len(widen(decide(store, *ranking), runner, store)) == LENDERS
-        for _, group in runner.submitted:
-            assert group == [*OWN[:LENDERS], *rivals[1:]]
-
-    def test_it_goes_on_where_it_stopped(self, store: Store) -> None:
-        entry = decide(store, measured(OWN[0], 12.0))
-        first, asked = runner_of({}), iter([False] * LEAST_PASSED + [True])
-        (lender,) = widen(entry, first, store, stopped=lambda: next(asked))
-        assert lender.passed == len(first.submitted) == LEAST_PASSED
-        second = runner_of({})
-        (lender,) = widen(entry, second, store)
-        assert lender.passed == DRAWN
-        assert len(second.submitted) == DRAWN - LEAST_PASSED
-        third = runner_of({})
-        widen(entry, third, store)
-        assert third.submitted == []
-
-    def test_kernels_of_another_compiler_prove_nothing(self, store: Store) -> None:
-        entry = decide(store, measured(OWN[0], 12.0, artifacts={"attention": "f" * 32}))
-        runner = runner_of({})
-        with pytest.raises(NoValidConfigError, match="tuner revalidate --op attention --shape"):
-            widen(entry, runner, store)
-        assert len(runner.submitted) == 1
-
-    def test_what_a_sweep_left_behind_is_kept_and_proves_nothing(self, store: Store) -> None:
-        """Of another problem, or of one of the shapes with other configs."""
-        entry = decide(store, measured(OWN[0], 12.0))
-        other, near = AttentionProblem.parse("S=77,D=64"), drawn(PROBLEM)[3]
-        runner = runner_of({OWN[1]: None})
-        left = [(other, OWN[0]), (near, OWN[1]), (other, OWN[1])]
-        for problem, config in left:
-            runner.submit(problem, [config])
-        (lender,) = widen(entry, runner, store)
-        assert (lender.passed, lender.failed) == (DRAWN, ()) and not runner.open
-        found = [(m.problem, m.config) for m in store.measurements(final=False)]
-        assert set(left) < set(found) and len(found) == len(left) + DRAWN
-
-    def test_an_entry_of_vendors_lends_nothing(self, store: Store) -> None:
-        runner = runner_of({})
-        assert widen(decide(store, measured(CUDNN, 14.0)), runner, store) == []
-        assert runner.submitted == []
-
-
-class TestTheEndOfASweep:
-    def outcome(self, store: Store, **changes: Any) -> Outcome:
-        ranking = (measured(OWN[0], 12.0),)
-        decide(store, *ranking)
-        facts: dict[str, Any] = {
-            "problem": PROBLEM,
-            "gpu": H200,
-            "regime": WARM,
-            "environment": NOW,
-            "provenance": Provenance.MEASURED,
-            "sweep": "s",
-            "ranking": ranking,
-            "candidates": 1,
-            "kernels": 1,
-            "resumed": 0,
-            "failures": {},
-            "unavailable": {},
-            "interrupted": False,
-            "elapsed_s": 1.0,
-        }
-        return Outcome(**{**facts, **changes})
-
-    def run(self, store: Store, outcome: Outcome, options: JobOptions, runner: Any) -> list[str]:
-        notes: list[str] = []
-        widen_winner(outcome, runner, store, options, note=notes.append, stopped=lambda: False)
-        return notes
-
-    def test_it_widens(self, store: Store) -> None:
-        runner = runner_of({})
-        notes = self.run(store, self.outcome(store), JobOptions(), runner)
-        assert len(runner.submitted) == DRAWN
-        assert len(notes) == 1
-
-    @pytest.mark.parametrize(
-        ("changes", "options"),
-        [
-            ({"provenance": Provenance.REPLAYED}, JobOptions()),
-            ({"interrupted": True}, JobOptions()),
-            ({"ranking": ()}, JobOptions()),
-            ({}, JobOptions(widen=False)),
-            ({}, JobOptions(SweepOptions(time_limit_s=60.0))),
-        ],
-    )
-    def test_and_when_it_does_not(
-        self, store: Store, changes: dict[str, Any], options: JobOptions
-    ) -> None:
-        runner = runner_of({})
-        assert self.run(store, self.outcome(store, **changes), options, runner) == []
-        assert runner.submitted == []
-
-    def test_a_fault_takes_nothing_from_the_sweep(self, store: Store) -> None:
-        ranking = (measured(OWN[0], 12.0, artifacts={"attention": "f" * 32}),)
-        notes = self.run(store, self.outcome(store, ranking=ranking), JobOptions(), runner_of({}))
-        assert "serves no other shape" in notes[-1]
-
-    def test_the_option_survives_a_queue(self) -> None:
-        options = JobOptions(widen=False)
-        assert JobOptions.from_json(json.loads(json.dumps(options.to_json()))) == options
-
-
 class FakeRunners:
     """Stands in for `Runners`: the GPU is there, and one runner measures all."""
 
@@ -396,19 +253,9 @@ class TestCommands:
         self, store: Store, machine: type[FakeRunners], capsys: pytest.CaptureFixture[str]
     ) -> None:
         decide(store, measured(OWN[0], 12.0))
-        for command in ("revalidate", "widen"):
-            assert main([command, "--all", "--op", "gemm"]) == 1
-            assert "nothing is measured for gemm on" in capsys.readouterr().err
+        assert main(["revalidate", "--all", "--op", "gemm"]) == 1
+        assert "nothing is measured for gemm on" in capsys.readouterr().err
         assert main(["revalidate", "--all", "--op", "attention"]) == 0
-
-    def test_widen_says_where_it_stands(
-        self, store: Store, machine: type[FakeRunners], capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        decide(store, measured(OWN[0], 12.0))
-        assert main(["widen", *SHAPE]) == 0
-        out, err = capsys.readouterr()
-        assert f"serves shapes around: passed at {DRAWN}" in out
-        assert f"3 of {DRAWN} shapes" in err
 
     def test_without_a_gpu(
         self, store: Store, machine: type[FakeRunners], capsys: pytest.CaptureFixture[str]
@@ -420,14 +267,13 @@ class TestCommands:
     def test_a_shape_that_nobody_tuned(
         self, store: Store, machine: type[FakeRunners], capsys: pytest.CaptureFixture[str]
     ) -> None:
-        assert main(["widen", "--shape", "S=77,D=64"]) == 1
+        assert main(["revalidate", "--shape", "S=77,D=64"]) == 1
         assert "nothing is measured for attention" in capsys.readouterr().err
 
     @pytest.mark.parametrize(
         "arguments",
         [
-            ["widen"],
-            ["widen", "--all", *SHAPE],
+            ["revalidate", "--all", *SHAPE],
             ["revalidate", "--shape", "S=0,D=64"],
             ["revalidate", "--jobs", "0"],
             ["revalidate", "--device", "-1"],

@@ -107,7 +107,7 @@ def test_a_measured_kernel_is_launched(machine: Machine) -> None:
     # 100 bytes of scratch, then a workspace of 300 for each launch, apart from each other.
     assert work_one - scratch >= 100 and work_two - work_one >= 300
     assert (work_one - scratch) % 256 == (work_two - scratch) % 256 == 0
-    assert (machine.stats().hits, machine.stats().nearest_hits) == (1, 0)
+    assert (machine.stats().hits, machine.stats().portfolio_hits) == (1, 0)
 
 
 def test_a_window_has_a_plan_of_its_own(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,7 +104,7 @@ def test_a_tuned_linear_layer_multiplies_quantised_rows(
             of_blocks = scale_b.repeat_interleave(128, 0)[:K].repeat_interleave(128, 1)[:, :N]
             return ((a.float() * of_rows) @ (b.float() * of_blocks)).bfloat16()
 
-        return on_cpu.plan.VendorPlan(pose().problem, Config("own", {}), -1, False, run)
+        return on_cpu.plan.VendorPlan(pose().problem, Config("own", {}), -1, run)
 
     monkeypatch.setattr(on_cpu.table.table, "find_out", plan)
     linear = on_cpu.products.linear
@@ -175,7 +175,7 @@ def test_a_kernel_is_given_the_factors_of_all_rows_side_by_side(
             seen.extend(tensors)
             return torch.zeros(15, N)
 
-        return on_cpu.plan.VendorPlan(pose().problem, Config("own", {}), -1, False, run)
+        return on_cpu.plan.VendorPlan(pose().problem, Config("own", {}), -1, run)
 
     monkeypatch.setattr(on_cpu.table.table, "find_out", plan)
     a, b, offsets, scale_a, scale_b = experts()

@@ -52,7 +52,7 @@ def own(posed, member, measurement, device):
         return torch.nn.functional.scaled_dot_product_attention(*tensors, scale=posed.scale)
     if plan.ArtifactCache().find(measurement.artifacts["attention"]) is None:
         return "it is not in the cache"
-    return plan.VendorPlan(posed.problem, measurement.config, device, is_nearest=False, call=call)
+    return plan.VendorPlan(posed.problem, measurement.config, device, call=call)
 
 plan.own_plan = own
 devices.TYPE, devices.current = "cpu", lambda: -1

@@ -176,7 +176,7 @@ def test_a_vendor_s_kernel_that_is_pytorch_s_own_is_not_answered_by_itself(
     tuned: SimpleNamespace, backends: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = tuned.plan.VendorPlan(
-        AttentionProblem.parse("B=2,H=4,S=6,D=8"), Config("vendor_sdpa", {}), 0, False, flash
+        AttentionProblem.parse("B=2,H=4,S=6,D=8"), Config("vendor_sdpa", {}), 0, flash
     )
     monkeypatch.setattr(tuned.table.table, "get", lambda kind: plan)
     q, k, v = tensors()

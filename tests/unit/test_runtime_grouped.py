@@ -106,7 +106,7 @@ def serve(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleNam
         plan = on_cpu.plan
         (launch,) = member.launches(problem, config, scale)
         return plan.KernelPlan(
-            problem, config, -1, False,
+            problem, config, -1,
             shape=problem.output.shape,
             strides=problem.output.strides,
             steps=(plan._step(problem, kernel, launch, 0),),

@@ -68,7 +68,7 @@ def served(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Iterator
             asked.append(posed.problem)
             return tensors[0].new_zeros(posed.shape)
 
-        return on_cpu.plan.VendorPlan(posed.problem, Config("own", {}), -1, False, run)
+        return on_cpu.plan.VendorPlan(posed.problem, Config("own", {}), -1, run)
 
     monkeypatch.setattr(on_cpu.table.table, "find_out", plan)
     yield asked

@@ -292,6 +292,23 @@ def test_a_decided_length_is_served_within_a_refused_block(server: Server) -> No
             assert not launched or by_kernel(out, q, length)
 
 
+def test_a_length_decided_later_is_served_within_a_refused_block(server: Server) -> None:
+    """Its neighbours' refusal held for it too."""
+    shape = "B=2,H=4,HKV=2,SQ=1,SKV={},D=8"
+
+    def launched(length: int) -> bool:
+        q, k, v = cache(length)
+        return server.went(lambda: server.attention(q, k, v, enable_gqa=True))[2]
+
+    server.decide(AttentionProblem.parse("S=16,D=8,H=2"))
+    assert not launched(300)
+    server.decide(AttentionProblem.parse("S=24,D=8,H=2"))
+    assert not launched(300) and not launched(305)
+    server.decide(AttentionProblem.parse(shape.format(310)))
+    for _ in range(2):
+        assert [launched(length) for length in (305, 310, 311)] == [False, True, False]
+
+
 def test_a_cache_as_long_as_the_queries_is_another_kind(everywhere: Server) -> None:
     for length in (2, 3, 4, 3):
         q, k, v = cache(length, queries=3)

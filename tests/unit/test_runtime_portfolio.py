@@ -6,7 +6,6 @@ import ctypes
 import importlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,16 +33,10 @@ from tuner.families import families
 from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Environment, Regime
 from tuner.problem import AttentionProblem
+from tuner.selection.candidates import Candidate, DomainModels, Regret, Spread
 from tuner.selection.domains import AttentionDomain, ProductDomain
 from tuner.selection.kernels import BUILD, PROVE
-from tuner.selection.portfolio import (
-    Candidate,
-    DomainModels,
-    Portfolio,
-    Regret,
-    Spread,
-    shipped,
-)
+from tuner.selection.portfolio import Portfolio, shipped
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 benchmark = importlib.import_module("tuner.runtime.benchmark")
@@ -156,7 +149,7 @@ def test_a_proven_kernel_serves_a_shape_that_nobody_tuned(serving: Serving) -> N
     assert serving.call() and serving.call((2, 4, 40, 56))
     assert serving.launched == ["key-wide"] * 2
     stats = serving.machine.stats()
-    assert (stats.hits, stats.nearest_hits, stats.portfolio_hits) == (2, 0, 2)
+    assert (stats.hits, stats.portfolio_hits) == (2, 2)
 
 
 def test_what_is_not_proven_is_passed_over_for_the_next_that_wins(serving: Serving) -> None:
@@ -228,21 +221,6 @@ def test_a_decision_whose_kernels_are_not_here_leaves_it_to_the_portfolio(
     assert serving.call() and serving.launched == ["key-wide"]
     serving.proven = {}
     assert not serving.call((1, 2, 24, 64))
-
-
-def test_the_nearest_answers_where_nothing_is_proven(
-    serving: Serving, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    serving.proven = {}
-    theirs = measured()
-    lent = replace(answer(theirs), exact=False, lent=(theirs,))
-    monkeypatch.setattr(
-        serving.runtime.table,
-        "lookup",
-        lambda problem, *, with_nearest=True, **_: lent if with_nearest else None,
-    )
-    assert serving.call() and serving.launched == []
-    assert serving.machine.stats().nearest_hits == 1
 
 
 def test_a_refused_launch_withdraws_that_kernel_for_the_problem(
@@ -457,7 +435,7 @@ class TestProducts:
         assert serving.fallbacks == ["the portfolio chose PyTorch's"]
         assert serving.machine.lookups == 1, "what stays so is not asked for again"
 
-    def test_rows_that_no_domain_holds_are_the_nearest_s(
+    def test_rows_that_no_domain_holds_are_pytorch_s(
         self, serving: Serving, linear: Callable[..., bool]
     ) -> None:
         assert not linear(300) and serving.launched == []

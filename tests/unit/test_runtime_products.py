@@ -135,7 +135,6 @@ def test_gradients_are_pytorch_s(on_cpu: SimpleNamespace, monkeypatch: pytest.Mo
             GemmProblem(m=8, n=16, k=32),
             Config("own", {}),
             -1,
-            False,
             lambda *tensors: tensors[0].new_zeros(8, 16),
         )
 
@@ -320,7 +319,7 @@ def test_a_tuned_swiglu_is_run_with_both_tensors(
             seen.append(tensors)
             return tensors[0].new_zeros(posed.shape)
 
-        return on_cpu.plan.VendorPlan(posed.problem, Config("own", {}), -1, False, run)
+        return on_cpu.plan.VendorPlan(posed.problem, Config("own", {}), -1, run)
 
     monkeypatch.setattr(on_cpu.table.table, "find_out", plan)
     weights = torch.randn(128, 32).half()
@@ -409,7 +408,7 @@ def test_a_tuned_scaled_product_is_run_with_its_factors(
             seen.append(tensors)
             return torch.zeros(posed.shape)
 
-        return on_cpu.plan.VendorPlan(posed.problem, Config("own", {}), -1, False, run)
+        return on_cpu.plan.VendorPlan(posed.problem, Config("own", {}), -1, run)
 
     monkeypatch.setattr(on_cpu.table.table, "find_out", plan)
     given = (E4M3_A, E4M3_B, ROWS, COLUMNS)

@@ -63,7 +63,7 @@ def test_a_kernel_is_given_tensors_and_factors(
     def find_out(kind: Any, told: Any, pose: Any, device: int, _: Any = None) -> Any:
         assert told is None, "the dispatcher in C++ knows no factors"
         posed.append(pose().problem)
-        return Recorded(posed[-1], Config("recorded", {}), -1, False)
+        return Recorded(posed[-1], Config("recorded", {}), -1)
 
     seen: list[Any] = []
     posed: list[AttentionProblem] = []

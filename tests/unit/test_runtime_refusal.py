@@ -138,21 +138,19 @@ def test_the_store_is_looked_at_while_calls_are_refused(server: Server, slow: li
     assert len(slow) == 3
 
 
-@pytest.mark.parametrize("name", ["MISS_EVERY_S", "RETRY_EVERY_S"])
 def test_what_is_worth_asking_again_is_asked_again(
-    server: Server, slow: list[str], monkeypatch: pytest.MonkeyPatch, name: str
+    server: Server, slow: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What nothing was decided for, and a kernel that is not here yet."""
-    if name == "RETRY_EVERY_S":
-        server.decide(PROBLEM)
-        plan = server.runtime.plan
-        monkeypatch.setattr(plan, "loaded", lambda key: None)
-        monkeypatch.setattr(plan, "ArtifactCache", lambda: SimpleNamespace(find=lambda key: None))
+    """A kernel that is not here yet."""
+    server.decide(PROBLEM)
+    plan = server.runtime.plan
+    monkeypatch.setattr(plan, "loaded", lambda key: None)
+    monkeypatch.setattr(plan, "ArtifactCache", lambda: SimpleNamespace(find=lambda key: None))
     q, k, v = inputs()
     for _ in range(3):
         server.attention(q, k, v)
     assert len(slow) == 1
-    monkeypatch.setattr(server.runtime.table, name, -1.0)
+    monkeypatch.setattr(server.runtime.table, "RETRY_EVERY_S", -1.0)
     server.runtime.table.table._clear()
     for _ in range(3):
         server.attention(q, k, v)

@@ -70,7 +70,7 @@ def planned(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleN
     def find_out(kind: Any, told: Any, pose: Any, device: int, pose_over: Any) -> Any:
         made.kinds.append(kind)
         try:
-            return Noted(pose().problem, Config("noted", {}), -1, False)
+            return Noted(pose().problem, Config("noted", {}), -1)
         except ConfigError as exc:
             return Refusal(Kind.TENSORS, str(exc))
 

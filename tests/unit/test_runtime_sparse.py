@@ -122,7 +122,7 @@ def served(
         launches = member.strided_launches(problem, config, asked.scale, asked.strides)
         assert not isinstance(launches, str)
         return plan.KernelPlan(
-            problem, config, -1, False,
+            problem, config, -1,
             shape=problem.output.shape,
             strides=problem.output.strides,
             steps=(plan._step(problem, kernel, launches[0], 0),),

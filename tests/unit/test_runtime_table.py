@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 from runtime_machine import (
     OTHER,
+    PROBLEM,
     SDPA,
     Machine,
     answer,
@@ -94,12 +94,10 @@ def test_an_artifact_that_is_built_later_is_taken_up(
     assert was_tuned(machine.attention(*inputs()))
 
 
-def test_a_nearest_entry_is_launched_and_counted(machine: Machine) -> None:
-    theirs = measured().but(problem=OTHER)
-    machine.decide(theirs)
-    machine.answer = replace(answer(theirs), exact=False, lent=(theirs,))
-    assert was_tuned(machine.attention(*inputs()))
-    assert (machine.stats().hits, machine.stats().nearest_hits) == (1, 1)
+def test_a_miss_says_what_to_run(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
+    assert not was_tuned(machine.attention(*inputs()))
+    command = f"(tuner sweep --op attention --shape {PROBLEM.label()})"
+    assert any(record.message.endswith(command) for record in caplog.records)
 
 
 @pytest.mark.parametrize("provenance", [Provenance.PREDICTED, Provenance.REPLAYED])

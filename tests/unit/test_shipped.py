@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import geometric_mean
 
@@ -28,9 +28,7 @@ from tuner.problem import (
     SwigluProblem,
 )
 from tuner.runners import recording
-from tuner.selection.nearest import Loans, is_pytorchs
 from tuner.selection.reader import lookup, shipped
-from tuner.selection.shipped import shipped_around
 from tuner.store import open_store
 from tuner.store.entry import Entry
 from tuner.store.exchange import parse, to_text
@@ -303,9 +301,6 @@ def test_every_file_of_evidence_is_explained_and_none_is_missing() -> None:
         ("M=3000,N=6144,K=4096,dtype=bf16", "gemm", "portfolio"),
         ("M=100,N=6144,K=4096,dtype=bf16,epilogue=bias", "gemm", "portfolio"),
         ("M=600,N=12288,K=4096,dtype=bf16", "swiglu", "portfolio"),
-        # No portfolio knows these.
-        ("M=4505,N=14336,K=4096,dtype=e4m3", "gemm", "nearest"),
-        ("G=64,M=1843,N=1408,K=2048,sizes=zipf,dtype=bf16", "grouped_gemm", "nearest"),
     ],
 )
 def test_what_ships_serves_the_sizes_between(
@@ -317,57 +312,20 @@ def test_what_ships_serves_the_sizes_between(
 
 
 @pytest.mark.parametrize(
-    ("op", "served", "slower"), [("gemm", 94, 2), ("swiglu", 59, 2), ("grouped_gemm", 36, 0)]
+    ("shape", "op"),
+    [
+        ("M=4505,N=14336,K=4096,dtype=e4m3", "gemm"),
+        ("G=64,M=1843,N=1408,K=2048,sizes=zipf,dtype=bf16", "grouped_gemm"),
+        ("M=1000,N=1024,B=16", "softmax"),
+        ("S=1000,D=64,H=16", "attention_backward"),
+    ],
 )
-def test_a_neighbour_s_kernel_is_faster_where_its_measurement_was_left_out(
-    op: str, served: int, slower: int
+def test_what_has_no_portfolio_is_served_where_it_was_tuned(
+    shape: str, op: str, tmp_path: Path
 ) -> None:
-    """Each measured shape is asked for as one that nobody measured: how many are served, and how
-    many of those by a kernel that is more than 2 % slower there than PyTorch's.
-    """
-    ratios = [ratio for e in shipped() if (e.problem.op, e.gpu) == (op, H200) for ratio in left(e)]
-    assert (len(ratios), sum(ratio < 0.98 for ratio in ratios)) == (served, slower)
-
-
-def left(entry: Entry) -> Iterator[float]:
-    """PyTorch's time over the lent kernel's, at each shape around an entry that is left out."""
-    evidence = shipped_around(entry)
-    for shape in dict.fromkeys(m.problem for m in evidence):
-        here = {m.config: m.latency_us for m in evidence if m.problem == shape and m.latency_us}
-        rivals = [us for config, us in here.items() if is_pytorchs(config)]
-        lent = Loans(entry, [m for m in evidence if m.problem != shape]).to(shape)
-        if rivals and lent and lent[0].config in here:
-            yield min(rivals) / here[lent[0].config]
-
-
-def test_how_much_ships_that_serves_the_sizes_between() -> None:
-    """As cache/README.md says."""
-    found = {
-        gpu: (sum(bool(Loans(e, shipped_around(e)).configs) for e in of_gpu), len(of_gpu))
-        for gpu in ("H200", "H100")
-        if (of_gpu := [e for e in shipped() if e.gpu == GPUS[gpu]])
-    }
-    assert found == {"H200": (231, 251), "H100": (17, 46)}
-    around = [(e.problem, m) for e in shipped() if e.gpu == H200 for m in shipped_around(e)]
-    assert len({(home, m.regime, m.problem) for home, m in around}) == 3923
-    assert all(m.ok for _, m in around)
-
-
-def test_how_many_lengths_what_ships_serves(tmp_path: Path) -> None:
-    """As the README says."""
-
-    def served(*shapes: str) -> int:
-        none, problems = tmp_path / "none.sqlite", map(AttentionProblem.parse, shapes)
-        return sum(bool(lookup(p, gpu=H200, path=none, with_portfolio=False)) for p in problems)
-
-    prompts = [
-        f"{model},S={length},causal={causal}"
-        for model in ("H=16,D=64", "H=32,D=128", "H=12,D=64")
-        for length in range(128, 8192, 211)
-        for causal in (0, 1)
-    ]
-    assert (served(*prompts), len(prompts)) == (226, 234)
-    assert served(*(f"{shape},layout=bshd" for shape in prompts)) == 17
-    decoding = [f"H=32,HKV=8,SQ=1,SKV={length},D=128" for length in range(512, 33000, 317)]
-    assert (served(*decoding), len(decoding)) == (14, 103)
-    assert served(*(f"{shape},dtype=bf16" for shape in decoding)) == 15
+    problem, none = PROBLEMS[op].parse(shape), tmp_path / "none.sqlite"
+    assert lookup(problem, gpu=H200, path=none) is None
+    tuned = [entry for entry in shipped() if entry.problem.op == op and entry.gpu == H200]
+    for entry in tuned:
+        answer = lookup(entry.problem, gpu=H200, path=none)
+        assert answer is not None and answer.kind == "exact"

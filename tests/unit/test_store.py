@@ -57,27 +57,6 @@ class TestContract:
         assert store.measurements() == given
         assert [m.to_json() for m in store.measurements()] == [m.to_json() for m in given]
 
-    def test_evidence_is_of_the_same_configs_gpu_and_regime_elsewhere(self, store: Store) -> None:
-        near, far = AttentionProblem(1100, 1100, 64), AttentionProblem(1200, 1200, 64)
-        first = measured(problem=near, is_final=False)
-        ran = {"artifacts": first.artifacts, "created_at": "2026-10-01T12:00:00+00:00"}
-        fault = failed().but(problem=near, **ran)
-        store.add(
-            [
-                first,
-                first.but(problem=far),
-                first.but(is_final=True),
-                first.but(config=SLOWER),
-                first.but(gpu=H100),
-                first.but(regime=Regime("stream", "cold")),
-                first.but(provenance=Provenance.REPLAYED),
-                fault,
-            ]
-        )
-        assert store.evidence([measured(), measured(CUDNN)], [near, OTHER]) == [first, fault]
-        assert store.evidence([measured(provenance=Provenance.REPLAYED)], [near]) == []
-        assert store.evidence([measured()], []) == []
-
     def test_environments_of_final_passes(self, store: Store) -> None:
         later = {"environment": Environment({"driver": "590"}), "created_at": "2026-10-02"}
         others = [

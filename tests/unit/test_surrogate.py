@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from tuner.problem import AttentionProblem, GemmProblem
+from tuner.problem.base import doublings
 from tuner.search.surrogate import Past, Surrogate
-from tuner.selection.nearest import doublings
 
 PROBLEM = GemmProblem(1024, 1024, 1024)
 FEATURES = {

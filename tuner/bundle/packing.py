@@ -24,10 +24,7 @@ from tuner.bundle.format import (
 from tuner.compile.artifacts import Artifact, ArtifactCache
 from tuner.errors import NoValidConfigError
 from tuner.measurement import Measurement
-from tuner.selection import nearest
 from tuner.selection.describe import first_few
-from tuner.selection.shipped import shipped_around
-from tuner.store import Store
 from tuner.store.entry import Entry, canonical, digest_of, is_vendor
 from tuner.store.exchange import Decision, write
 
@@ -47,7 +44,6 @@ class Packed:
 
 def pack(
     entries: Sequence[Entry],
-    store: Store,
     artifacts: ArtifactCache,
     out: Path,
     *,
@@ -57,14 +53,13 @@ def pack(
 
     Args:
         entries: what is packed.
-        store: holds what was measured around them (`tuner widen`).
         artifacts: holds the kernels.
         out: the file; an older one is replaced at the end.
         leave_out: leave out an entry whose best own kernel is not here, in place of an error.
 
     Raises:
         NoValidConfigError: when the kernels of an entry, or of all, are not here.
-        StoreError: when the file cannot be written or the store not be read.
+        StoreError: when the file cannot be written.
     """
     taken: list[Entry] = []
     kernels: dict[str, Artifact] = {}
@@ -79,7 +74,7 @@ def pack(
             left_out.append(str(exc))
     if not taken:
         raise NoValidConfigError(first_few(left_out) or "nothing to pack: no entry is measured")
-    members = _members(taken, store, kernels)
+    members = _members(taken, kernels)
     size, digest = _write(out, members)
     return Packed(len(taken), len(kernels), size, digest, tuple(left_out))
 
@@ -124,11 +119,9 @@ def _source(artifact: Artifact) -> str:
         return ""
 
 
-def _members(
-    entries: Sequence[Entry], store: Store, kernels: Mapping[str, Artifact]
-) -> dict[str, bytes | Path]:
+def _members(entries: Sequence[Entry], kernels: Mapping[str, Artifact]) -> dict[str, bytes | Path]:
     """Name and content of every member but the manifest."""
-    document = _document(entries, store)
+    document = _document(entries)
     members: dict[str, bytes | Path] = {ENTRIES: canonical(document).encode()}
     for key, artifact in sorted(kernels.items()):
         facts = {
@@ -143,8 +136,8 @@ def _members(
     return members
 
 
-def _document(entries: Sequence[Entry], store: Store) -> dict[str, Any]:
-    """The entries as they are served, with what speaks for their kernels elsewhere."""
+def _document(entries: Sequence[Entry]) -> dict[str, Any]:
+    """The entries as they are served."""
     measured: dict[int, Measurement] = {}
     numbers: dict[str, int] = {}
 
@@ -158,12 +151,7 @@ def _document(entries: Sequence[Entry], store: Store) -> dict[str, Any]:
         pinned = number(entry.winner) if entry.pinned else None
         ranking = [number(m) for m in entry.ranking]
         decisions.append(Decision(ranking, pinned, entry.sweep, entry.decided_at))
-    return write(measured, decisions, [_around(entry, store) for entry in entries])
-
-
-def _around(entry: Entry, store: Store) -> list[Measurement]:
-    shapes = nearest.drawn(entry.problem)
-    return [*shipped_around(entry), *store.evidence(entry.ranked, shapes)]
+    return write(measured, decisions)
 
 
 def _write(out: Path, members: Mapping[str, bytes | Path]) -> tuple[int, str]:

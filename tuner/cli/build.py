@@ -54,9 +54,9 @@ def register(subparsers: Any) -> None:
         help="compile the kernels that the cache names",
         description=(
             "Compiles the best own kernel of every measured entry, imported and shipped ones "
-            "too, with this machine's compiler; for a --shape that has none, what the nearest one "
-            "lends, or what the portfolio selects. Nothing is timed. A machine runs one build "
-            "at a time; another waits."
+            "too, with this machine's compiler; for a --shape that has none, what the "
+            "portfolio selects. Nothing is timed. A machine runs one build at a time; another "
+            "waits."
         ),
     )
     parser.add_argument("--op", help="only this operation; of --shape, default attention")
@@ -204,15 +204,13 @@ def _dispatcher(artifacts: ArtifactCache) -> str:
 
 def _entries(store: Store, args: argparse.Namespace) -> Iterable[Entry]:
     """Measured decisions of the store, and the shipped ones that it does not have itself; for one
-    problem without any what the nearest lends, else a portfolio's choice.
+    problem without any a portfolio's choice.
     """
-    from tuner import settings
     from tuner.measurement import Provenance
     from tuner.problem import PROBLEMS
     from tuner.selection.reader import find_gpu, lookup, shipped
     from tuner.selection.shipped import in_use
     from tuner.store.entry import Entry, sort_key
-    from tuner.store.reading import sqlite_file
     from tuner.tuning.job import DEFAULT_OP
 
     if args.jobs is not None and args.jobs < 1:
@@ -232,10 +230,7 @@ def _entries(store: Store, args: argparse.Namespace) -> Iterable[Entry]:
         and (gpu is None or entry.gpu.identity == gpu.identity)
     ]
     if problem is not None and not chosen:
-        path = sqlite_file(args.store or settings.store_url())
-        answer = lookup(problem, gpu=gpu, path=path, with_portfolio=False) if path else None
-        if answer is None or answer.kind != "nearest":
-            answer = lookup(problem, gpu=gpu, among=())
+        answer = lookup(problem, gpu=gpu, among=())
         if answer is not None:
             print(f"nothing is measured there: {answer.notes[0]}", file=sys.stderr)
             chosen = [Entry.of(answer.candidates)]

@@ -72,16 +72,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _pack(args: argparse.Namespace) -> int:
-    from tuner import settings
     from tuner.bundle import pack
     from tuner.compile.artifacts import ArtifactCache
     from tuner.selection.describe import counted
-    from tuner.store import open_store
 
     out = Path(args.words[0])
-    with open_store(args.store or settings.store_url()) as store:
-        entries = _chosen(args)
-        packed = pack(entries, store, ArtifactCache(), out, leave_out=args.all)
+    packed = pack(_chosen(args), ArtifactCache(), out, leave_out=args.all)
     if args.json:
         print(json.dumps({**vars(packed), "file": str(out)}))
         return 0

@@ -201,16 +201,12 @@ def export(args: argparse.Namespace) -> int:
     Raises:
         NoValidConfigError: when nothing is to be written.
     """
-    from tuner.selection import nearest
     from tuner.store.exchange import to_text
 
     with open_store(_url(args), create=False) as store:
         found = store.entries()
         wanted = _wanted(args, found)
-        # All measurements of all problems hold what is around, too.
-        has_all = args.trials and wanted["problem"] is None
-        around = None if has_all else nearest.drawn
-        document = store.export(**wanted, trials=args.trials, around=around)
+        document = store.export(**wanted, trials=args.trials)
     if not document["entries"] and not document["measurements"]:
         raise NoValidConfigError(f"nothing to export: no such entry in {_source(args)}")
     text = to_text(document)
@@ -468,12 +464,13 @@ def _answer(args: argparse.Namespace) -> Answer | None:
     answer = ask(allow_other_gpu=args.allow_other_gpu)
     if answer is None:
         name = (gpu or DEFAULT_GPU).name
-        others = sorted(
-            {f"{e.gpu.name} ({e.regime})" for e in known_entries(args) if e.problem == problem}
-        )
+        known = known_entries(args)
+        others = sorted({f"{e.gpu.name} ({e.regime})" for e in known if e.problem == problem})
         hint = f"; known for {', '.join(others)}" if others else ""
         if ask(allow_other_gpu=True) is not None:
             hint += "; --allow-other-gpu answers from another GPU"
+        if labels := describe.nearest_labels(problem, known):
+            hint += f"; `tuner sweep` measures it (nearest: {describe.first_few(labels)})"
         message = (
             f"tuner: nothing known for {problem.op} {problem.label()} on {name} "
             f"({(regimes or Regime.choices(problem.op))[0]}){hint}"

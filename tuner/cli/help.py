@@ -22,8 +22,8 @@ WORDS: Mapping[str, str] = {
     "pass": "Run that times candidates: the quick one each alone, the final one all by turns.",
     "regime": "Way of timing: stream (behind an ordinary kernel), chained, eager; L2 warm or cold.",
     "decision": "Ranking of a final pass in the store, with the kernel that serves the problem.",
+    "portfolio": "Few kernels with time models, which serve shapes that nobody tuned.",
     "provenance": "Source of a time: measured here, replayed from a recording, or predicted.",
-    "neighbour": "Measured problem whose kernel may serve a shape that nobody tuned.",
     "tie": "Two times that are equal within their noise, at most 1 %.",
 }
 """Words that every face uses."""
@@ -43,7 +43,7 @@ GROUPS = (
     Group(
         "tune",
         "tuner sweep --shape S=1024,D=64",
-        ("sweep", "shapes", "plan", "jobs", "worker", "revalidate", "widen"),
+        ("sweep", "shapes", "plan", "jobs", "worker", "revalidate"),
     ),
     Group(
         "look up",

@@ -1,4 +1,4 @@
-"""``tuner revalidate`` and ``tuner widen``: measure again what is stored."""
+"""``tuner revalidate``: measure again what is stored."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from tuner.errors import BenchmarkError, ConfigError, NoValidConfigError, StoreError, TunerError
-from tuner.measurement import speedup_text
 from tuner.problem import PROBLEMS
 from tuner.selection.describe import against_fastest, microseconds, short_name
 from tuner.store.entry import ratios_json
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from tuner.runners.base import Runner
     from tuner.runners.choose import Runners
     from tuner.store import Entry, Store
-    from tuner.tuning.revalidate import Lender, Revalidation
+    from tuner.tuning.revalidate import Revalidation
 
     Work = Callable[[Entry, Runner, Store], dict[str, Any]]
 
@@ -28,33 +27,25 @@ side, and decides anew: seconds an entry, nothing is searched. Without --shape a
 the entries that were measured in another environment than this one (driver, torch, cuDNN, ...);
 those are served all the while."""
 
-WIDEN = """Checks the best own configs of stored entries at shapes drawn around theirs, in
-attention's other layouts too, and times them there beside PyTorch's kernels. A config that passes
-may then serve shapes that nobody tuned, where it is nearest; `tuner lookup` says so. What is known
-from this environment is not measured again. `tuner sweep` ends with this; exports and bundles carry
-it."""
-
 
 def register(subparsers: Any) -> None:
-    """Add the commands."""
-    for name, about, description, run in (
-        ("revalidate", "time stored winners again, after an update", REVALIDATE, revalidate),
-        ("widen", "let stored winners serve the shapes around theirs", WIDEN, widen),
-    ):
-        parser = subparsers.add_parser(name, help=about, description=description)
-        which = parser.add_mutually_exclusive_group(required=name == "widen")
-        which.add_argument("--shape", metavar="KEY=VALUE,...", help="only this problem")
-        which.add_argument("--all", action="store_true", help="every entry of this GPU")
-        parser.add_argument(
-            "--op",
-            choices=sorted(PROBLEMS),
-            help="only this operation; of --shape, default attention",
-        )
-        parser.add_argument("--device", type=int, default=0, help="CUDA device (default 0)")
-        parser.add_argument("--jobs", type=int, metavar="N", help="nvcc processes at a time")
-        parser.add_argument("--store", metavar="URL", help="SQLAlchemy URL or SQLite file")
-        parser.add_argument("--json", action="store_true", help="one JSON object")
-        parser.set_defaults(run=run)
+    """Add the command."""
+    parser = subparsers.add_parser(
+        "revalidate", help="time stored winners again, after an update", description=REVALIDATE
+    )
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--shape", metavar="KEY=VALUE,...", help="only this problem")
+    which.add_argument("--all", action="store_true", help="every entry of this GPU")
+    parser.add_argument(
+        "--op",
+        choices=sorted(PROBLEMS),
+        help="only this operation; of --shape, default attention",
+    )
+    parser.add_argument("--device", type=int, default=0, help="CUDA device (default 0)")
+    parser.add_argument("--jobs", type=int, metavar="N", help="nvcc processes at a time")
+    parser.add_argument("--store", metavar="URL", help="SQLAlchemy URL or SQLite file")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.set_defaults(run=revalidate)
 
 
 def revalidate(args: argparse.Namespace) -> int:
@@ -67,22 +58,6 @@ def revalidate(args: argparse.Namespace) -> int:
         if not args.json:
             print("\n".join(_revalidated_lines(result)), flush=True)
         return _revalidated_json(result)
-
-    return _each(args, work)
-
-
-def widen(args: argparse.Namespace) -> int:
-    """Widen; 1 when an entry could not be measured."""
-    from tuner.tuning import revalidate as room
-
-    def work(entry: Entry, runner: Runner, store: Store) -> dict[str, Any]:
-        def progress(done: int, goal: int) -> None:
-            print(f"{_label(entry)}: {done} of {goal} shapes", file=sys.stderr, flush=True)
-
-        lenders = room.widen(entry, runner, store, progress)
-        if not args.json:
-            print("\n".join(widened_lines(entry, lenders)), flush=True)
-        return {**_entry_json(entry), "lenders": [_lender_json(lender) for lender in lenders]}
 
     return _each(args, work)
 
@@ -202,31 +177,3 @@ def _revalidated_lines(result: Revalidation) -> Iterator[str]:
         yield f"  pinned: {short_name(result.after.winner)} is served all the same"
     for m in result.failed:
         yield f"  does not pass any more: {short_name(m)}, {m.status}"
-
-
-def widened_lines(entry: Entry, lenders: list[Lender]) -> Iterator[str]:
-    """One line a config: where it passed, and whether it may serve other shapes."""
-    if not lenders:
-        yield f"{_label(entry)}: no own config to lend"
-    for lender in lenders:
-        verdict = "serves shapes around" if lender.lends else "stays at its own shape"
-        over = lender.over_pytorch
-        ratio = "" if over is None else f", {speedup_text(1 / over, 'PyTorch')}"
-        faults = "".join(f"; {m.status} at {m.problem.label()}" for m in lender.failed)
-        yield (
-            f"{_label(entry)}: {short_name(lender.measurement)} {verdict}: "
-            f"passed at {lender.passed}{ratio}{faults}"
-        )
-
-
-def _lender_json(lender: Lender) -> dict[str, Any]:
-    return {
-        **_config_json(lender.measurement),
-        "lends": lender.lends,
-        "passed": lender.passed,
-        "failed": [
-            {"problem": m.problem.to_json(), "status": m.status.value, "log": m.log}
-            for m in lender.failed
-        ],
-        "over_pytorch": lender.over_pytorch,
-    }

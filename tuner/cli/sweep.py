@@ -91,11 +91,6 @@ def add_budget(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="only candidates whose kernels are compiled already: the GPU waits for no compiler",
     )
-    parser.add_argument(
-        "--no-widen",
-        action="store_true",
-        help="do not check the winner at the shapes around its own, which then it cannot serve",
-    )
 
 
 def add_studies(parser: argparse.ArgumentParser) -> None:
@@ -352,7 +347,6 @@ def options_of(args: argparse.Namespace) -> JobOptions:
         args.regime,
         args.l2,
         skip_tuned=args.problems is not None,
-        widen=not args.no_widen,
     )
 
 

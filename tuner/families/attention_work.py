@@ -11,6 +11,7 @@ from itertools import chain
 from operator import itemgetter
 from typing import NamedTuple
 
+from tuner.families.tape import called, larger, smaller, where
 from tuner.hardware import Gpu
 from tuner.problem import DTYPE_BYTES, AttentionProblem
 
@@ -80,35 +81,49 @@ class Sizes(NamedTuple):
 
     @classmethod
     def of(cls, problem: AttentionProblem) -> Sizes:
-        """The sizes of a problem."""
+        """The sizes of a problem. A selection begins with them: it is kept short."""
         queries, keys, batch = problem.seqlen_q, problem.seqlen_kv, problem.batch
-        heads, width = batch * problem.heads_q, DTYPE_BYTES[problem.dtype] * problem.head_dim
+        head_dim, heads = problem.head_dim, batch * problem.heads_q
+        width = DTYPE_BYTES[problem.dtype] * head_dim
         moved = 2 * width * (batch * problem.heads_kv * keys + heads * queries)
-        left, right = problem.visible
-        left, right = left - problem.position, max(0, right + problem.position)
-        is_masked = problem.is_causal or problem.is_windowed
-        outputs = heads * queries * problem.head_dim
+        is_masked = problem.is_causal
+        left, right = queries, 0 if is_masked else keys
+        if problem.page_size or problem.window_left >= 0 or problem.window_right >= 0:
+            is_masked = is_masked or problem.is_windowed
+            left, right = problem.visible
+            left, right = left - problem.position, max(0, right + problem.position)
+        outputs = heads * queries * head_dim
         return cls(queries, keys, heads, is_masked, left, right, width, moved, outputs)
 
 
 def work(sizes: Sizes, tiling: Tiling, gpu: Gpu) -> tuple[float, ...]:
-    """The amount of each of `TERMS`. A selection calls it for each candidate: it is kept short."""
+    """The amount of each of `TERMS`; it may be traced (`tuner.families.tape`), where the mask's
+    presence is known, and several splits are a symbol.
+    """
     rows, keys, resident, packed, splits, _ = tiling
     seqlen_q, seqlen_kv, heads, is_masked, left, right, row_bytes, moved, outputs = sizes
     sm_count = gpu.sm_count
     queries = rows // packed or 1
     tiles = -(-seqlen_q // queries)
     blocks = tiles * heads // packed * splits
-    if is_masked:
-        longest, mean = _steps(seqlen_q, seqlen_kv, left, right, queries, keys)
-    else:
-        longest = -(-seqlen_kv // keys)
-        mean = float(longest)
-    if splits > 1:
+    longest = -(-seqlen_kv // keys)
+    mean: float = longest
+    if is_masked and right == 0 and left == seqlen_q:  # the last block has the most
+        longest = smaller(longest, -(-seqlen_q // keys))
+        others = called(_others, tiles, queries, keys)
+        cut = called(_steps, seqlen_q, seqlen_kv, left, right, queries, keys)
+        uncut = (longest + others[0]) / others[1]
+        mean = where((tiles - 1) * queries, seqlen_kv, cut[1], uncut)
+    elif is_masked:
+        steps = called(_steps, seqlen_q, seqlen_kv, left, right, queries, keys)
+        longest, mean = steps[0], steps[1]
+    is_split = splits != 1
+    if is_split:
         longest, mean = -(-longest // splits), mean / splits
     rounds = -(-blocks // (sm_count * resident))
     share = blocks / sm_count
-    waiting = LATENCY_SHARE * rounds * resident * longest * 2 * keys * row_bytes * sm_count
+    at_once = LATENCY_SHARE * resident * 2 * keys * sm_count / MEGABYTE
+    memory = moved / MEGABYTE
     return (
         1.0,
         rounds,
@@ -117,10 +132,10 @@ def work(sizes: Sizes, tiling: Tiling, gpu: Gpu) -> tuple[float, ...]:
         share * mean,
         longest,
         share,
-        moved / MEGABYTE,
-        (moved if moved > waiting else waiting) / MEGABYTE,
-        4 * splits * outputs / MEGABYTE if splits > 1 else 0.0,
-        splits if splits > 1 else 0.0,
+        memory,
+        larger(memory, at_once * (rounds * longest * row_bytes)),
+        splits * outputs * (4 / MEGABYTE) if is_split else 0.0,
+        splits if is_split else 0.0,
     )
 
 
@@ -154,23 +169,33 @@ def closed_work(sizes: Sizes, tiling: None, gpu: Gpu) -> tuple[float, ...]:
 _of_tiles = itemgetter(*(TERMS.index(name) for name in _OF_TILES))
 
 
-@lru_cache(1 << 12)
 def _steps(
     seqlen_q: int, seqlen_kv: int, left: int, right: int, queries: int, keys: int
 ) -> tuple[int, float]:
     """Key steps of a block: the most, and the mean of at most 16 blocks, evenly spread."""
     tiles = -(-seqlen_q // queries)
-    step = -(-tiles // 16)
-    if left >= seqlen_q:  # no key is hidden on that side: the last block has the most
-        all_steps = -(-seqlen_kv // keys)
-        most = min(all_steps, -(-(seqlen_q + right) // keys))
-        ends = range((tiles - step) * queries + right, right, -step * queries)
-        steps = [-(-end // keys) if end < seqlen_kv else all_steps for end in ends]
+    step, found = -(-tiles // 16), []
+    if (
+        left >= seqlen_q and right == 0
+    ):  # no key is hidden on that side: the last block has the most
+        whole = -(-seqlen_kv // keys)
+        ends = range((tiles - step) * queries, 0, -step * queries)
+        steps = [-(-end // keys) if end < seqlen_kv else whole for end in ends]
+        most = min(whole, -(-seqlen_q // keys))
         return most, (most + sum(steps)) / (1 + len(steps))
-    found = []
     for tile in range(tiles - 1, -1, -step):
         first = tile * queries
         end = min(seqlen_kv, min(first + queries, seqlen_q) + right)
         start = first - left if first > left else 0
         found.append(-(-end // keys) - start // keys if end > start else 0)
     return max(found), sum(found) / len(found)
+
+
+@lru_cache(1 << 14)
+def _others(tiles: int, queries: int, keys: int) -> tuple[int, int]:
+    """Key steps of the blocks of `_steps` but the last, under a causal mask and with keys for all;
+    and the number of blocks.
+    """
+    step = -(-tiles // 16)
+    ends = range((tiles - step) * queries, 0, -step * queries)
+    return sum(-(-end // keys) for end in ends), 1 + len(ends)

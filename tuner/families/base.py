@@ -369,7 +369,9 @@ class Family(ABC):
 
     @staticmethod
     def amounts(sizes: Any, tiling: Any, gpu: Gpu) -> tuple[float, ...]:
-        """`work` of `tuner.families.work.sizes_of` a problem and of a `tiling`."""
+        """`work` of `tuner.families.work.sizes_of` a problem and of a `tiling`; it may be traced
+        (`tuner.families.tape`).
+        """
         return ()
 
     def tiling(self, config: Config) -> Any:
@@ -391,13 +393,22 @@ class Family(ABC):
         counts = self.splits(problem, config, gpu)
         return [self.called(problem, config, count) for count in counts]
 
+    @final
     def splits(self, problem: Problem, config: Config, gpu: Gpu) -> Sequence[int]:
         """Counts of splits of the schedules of `scheduled`."""
-        return (1,)
+        return self.splitter(config, gpu)(problem)
+
+    def splitter(self, config: Config, gpu: Gpu) -> Callable[[Any], Sequence[int]]:
+        """`splits` of any problem, made once: a selection calls it for each new shape."""
+        return lambda problem: (1,)
 
     def is_scheduled(self, config: Config) -> bool:
         """True when `splits` depends on the problem; else they are those of `tiling`."""
         return False
+
+    def is_split(self, config: Config) -> bool:
+        """Whether `splits` of a scheduled config are always two or more; else they are one."""
+        return self.is_scheduled(config)
 
     def called(self, problem: Problem, config: Config, splits: int) -> Config:
         """The config of the schedule with as many splits."""

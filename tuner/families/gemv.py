@@ -206,9 +206,9 @@ class Gemv(Family):
         return product_work.Rows(block_rows(config), step_k(config), resident, is_persistent)
 
     def legality_facts(self, problem: Problem) -> Hashable:
-        """Shared memory holds all of A."""
+        """Shared memory holds all of A, whose rows are padded to whole pieces at least."""
         product = _gemm(problem)
-        return product.dtype, product.m, product.k
+        return product.dtype, product.m, ceil(product.k / PIECE), product.k % VECTOR
 
 
 def block_rows(config: Config) -> int:

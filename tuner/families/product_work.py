@@ -12,6 +12,7 @@ from itertools import chain
 from operator import itemgetter
 from typing import NamedTuple
 
+from tuner.families.tape import larger, smaller, where
 from tuner.hardware import Gpu
 from tuner.problem import DTYPE_BYTES, GemmProblem, SwigluProblem
 
@@ -20,7 +21,7 @@ NOMINAL_GBS, NOMINAL_TFLOPS = 4300.0, 800.0
 """Rates of `bound`: what one H200 reads of memory, and multiplies below its power limit."""
 STREAM_K = 0
 """`Tiling.splits` of stream-K: every multiprocessor has an equal share of all K steps."""
-_LEAST_TILES = {8: 6, 4: 3, 2: 2}
+_LEAST_TILES = {2: 2, 4: 3, 8: 6}
 """Tiles of each mode from which a swizzle is used (tile_scheduler_params.h of CUTLASS)."""
 
 
@@ -66,7 +67,7 @@ class Sizes(NamedTuple):
         """The sizes of a product, of a gated one with the columns of both projections."""
         m, n, k, width = problem.m, problem.n, problem.k, DTYPE_BYTES[problem.dtype]
         output = width * m * n / MEGABYTE
-        if isinstance(problem, SwigluProblem):
+        if not isinstance(problem, GemmProblem):
             n *= 2
         elif problem.has_residual:
             output *= 2
@@ -98,36 +99,40 @@ TERMS = (
 
 
 def work(sizes: Sizes, tiling: Tiling, gpu: Gpu) -> tuple[float, ...]:
-    """The amount of each of `TERMS`. A selection calls it for each candidate: it is kept short."""
-    rows, columns, depth, by_m, by_n, is_swapped, resident, spared, swizzle, along, splits = tiling
+    """The amount of each of `TERMS`; it may be traced (`tuner.families.tape`), where several splits
+    are a symbol.
+    """
+    rows, columns, depth, by_m, by_n, is_swapped, resident, spared, most, along, splits = tiling
     m, n, k, width, inputs, output = sizes
     sm_count = gpu.sm_count
     if is_swapped:
         m, n = n, m
     filled_m, filled_n = -(-m // rows), -(-n // columns)
     tiles_m, tiles_n = -(-filled_m // by_m) * by_m, -(-filled_n // by_n) * by_n
-    while swizzle > 1 and min(tiles_m, tiles_n) < _LEAST_TILES[swizzle]:
-        swizzle >>= 1
-    if swizzle > 1:
+    swizzle = 1
+    if most > 1:
+        fewest = smaller(tiles_m, tiles_n)
+        for mode, least in _LEAST_TILES.items():
+            swizzle = where(fewest, least - 1, mode, swizzle) if mode <= most else swizzle
         tiles_m = -(-tiles_m // (swizzle * by_m)) * swizzle * by_m
         tiles_n = -(-tiles_n // (swizzle * by_n)) * swizzle * by_n
     tiles, steps = tiles_m * tiles_n, -(-k // depth)
     slots = int(sm_count * (1 - spared)) * resident
-    if splits > 1:
+    blocks, is_split = tiles, splits not in (STREAM_K, 1)
+    if is_split:
         steps = -(-steps // splits)
-        waves = float(-(-tiles * splits // slots))
         blocks = tiles * splits
+        waves = -(-blocks // slots)
     else:
-        waves = -(-tiles // slots) if splits else max(1.0, tiles / slots)
-        blocks = tiles
+        waves = -(-tiles // slots) if splits else larger(1.0, tiles / slots)
     step_us = 2e-6 * rows * columns * depth * sm_count / NOMINAL_TFLOPS
     # Tiles of a wave: so many of the minor mode, and of the major one what is left.
-    wave = slots if slots < tiles else tiles
+    wave = smaller(slots, tiles)
     major, band = (tiles_n, by_m * swizzle) if along else (tiles_m, by_n * swizzle)
-    across = max(band, -(-wave // major))
+    across = larger(band, -(-wave // major))
     beside = -(-wave // across)
     read = across * rows + beside * columns if along else across * columns + beside * rows
-    repeated = tiles / wave * width * k * read / MEGABYTE - inputs
+    repeated = tiles / wave * read * (width * k / MEGABYTE) - inputs
     wave_steps, memory = waves * steps, inputs + output
     bound, slowest = memory * 1e3 / NOMINAL_GBS, wave_steps * resident * step_us
     return (
@@ -138,11 +143,11 @@ def work(sizes: Sizes, tiling: Tiling, gpu: Gpu) -> tuple[float, ...]:
         blocks / sm_count,
         (tiles - filled_m * filled_n) * steps / sm_count,
         memory,
-        bound if bound > slowest else slowest,
-        repeated if repeated > 0.0 else 0.0,
+        larger(bound, slowest),
+        larger(repeated, 0.0),
         output,
-        4e-6 * splits * m * n if splits > 1 else 0.0,
-        splits if splits > 1 else 0.0,
+        4e-6 * splits * m * n if is_split else 0.0,
+        splits if is_split else 0.0,
     )
 
 
@@ -189,7 +194,7 @@ def row_work(sizes: Sizes, tiling: Rows, gpu: Gpu) -> tuple[float, ...]:
     sm_count = gpu.sm_count
     tiles, steps = -(-n // rows), -(-k // depth)
     rounds, slots = -(-tiles // sm_count), sm_count * resident
-    blocks = min(tiles, slots) if is_persistent else tiles
+    blocks = smaller(tiles, slots) if is_persistent else tiles
     memory, share = inputs + output, rounds * sm_count / tiles
     return (
         1.0,

@@ -8,7 +8,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from tuner.errors import ConfigError
@@ -286,3 +286,22 @@ def check_choice(key: str, value: str, allowed: tuple[str, ...]) -> None:
         names = ", ".join(DTYPE_SHORT.get(name, name) for name in allowed)
         given = DTYPE_SHORT.get(value, value)
         raise ConfigError(f"{key}={given} is not known (allowed: {names})")
+
+
+def doublings(one: Problem, other: Problem) -> float:
+    """Doublings between two problems' sizes, and one for every other difference: finite between
+    the classes of an operation too.
+    """
+    here, there = _facts(one), _facts(other)
+
+    def between(a: Any, b: Any) -> float:  # None where only one of them has a feature
+        if type(a) is int and type(b) is int and a and b:
+            return abs(math.log2(a / b))
+        return float(a != b)
+
+    return sum(between(here.get(name), there.get(name)) for name in {**here, **there})
+
+
+@lru_cache(1 << 12)
+def _facts(problem: Problem) -> Mapping[str, Any]:
+    return problem.to_json()

@@ -19,8 +19,7 @@ from tuner.problem import Problem
 from tuner.runners import recording
 from tuner.runners.recording import Recording
 from tuner.search.ranking import rank
-from tuner.selection.describe import first_few
-from tuner.selection.nearest import doublings
+from tuner.selection.describe import first_few, nearest_labels
 from tuner.selection.reader import (
     Entry,
     entries,
@@ -209,14 +208,8 @@ def _shipped(
         f"nothing was measured for {problem.op} {problem.label()} on {gpu.name} "
         f"({listed(regimes)[0]}): "
         f"`tuner sweep` measures it (measured for {problem.op}, nearest first: "
-        f"{first_few(_nearest(problem, known)) or 'none'})"
+        f"{first_few(nearest_labels(problem, known)) or 'none'})"
     )
-
-
-def _nearest(problem: Problem, known: Sequence[Entry]) -> list[str]:
-    """Labels of the measured problems of one's operation, nearest first."""
-    others = {e.problem for e in known if e.problem.op == problem.op}
-    return [p.label() for p in sorted(others, key=lambda p: (doublings(problem, p), p.key))]
 
 
 def _in_store(store: Store, problem: Problem, gpu: Gpu, regime: Regime) -> Recording | None:

@@ -26,8 +26,6 @@ class Stats:
 
     hits: int = 0
     """Calls that a tuned kernel, own or a vendor's, answered."""
-    nearest_hits: int = 0
-    """Those of them answered by the configuration of a neighbouring shape."""
     portfolio_hits: int = 0
     """Those of them answered by what a portfolio selected."""
     fallbacks: Mapping[str, int] = field(default_factory=dict)
@@ -48,7 +46,6 @@ class _Counts:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.hits = 0
-        self.nearest_hits = 0
         self.portfolio_hits = 0
         self.fallbacks: Counter[str] = Counter()
         self.errors: Counter[str] = Counter()
@@ -56,7 +53,7 @@ class _Counts:
 
 
 _counts = _Counts()
-Source = Callable[[bool], tuple[int, int, int, Mapping[str, int]]]
+Source = Callable[[bool], tuple[int, int, Mapping[str, int]]]
 _sources: list[Source] = []
 
 
@@ -67,27 +64,26 @@ def stats(reset: bool = False) -> Stats:
         reset: start again from zero after this.
     """
     with _counts.lock:
-        hits = [_counts.hits, _counts.nearest_hits, _counts.portfolio_hits]
+        hits = [_counts.hits, _counts.portfolio_hits]
         fallbacks = Counter(_counts.fallbacks)
         for source in _sources:
             *more, more_fallbacks = source(reset)
             hits = [a + b for a, b in zip(hits, more, strict=True)]
             fallbacks.update(more_fallbacks)
         errors = dict(_counts.errors.most_common())
-        all_hits, nearest, selected = hits
-        found = Stats(all_hits, nearest, selected, dict(fallbacks.most_common()), errors)
+        all_hits, selected = hits
+        found = Stats(all_hits, selected, dict(fallbacks.most_common()), errors)
         if reset:
-            _counts.hits = _counts.nearest_hits = _counts.portfolio_hits = 0
+            _counts.hits = _counts.portfolio_hits = 0
             _counts.fallbacks.clear()
             _counts.errors.clear()
     return found
 
 
-def count_hit(is_nearest: bool, by_portfolio: bool = False) -> None:
+def count_hit(by_portfolio: bool = False) -> None:
     """A tuned kernel answered a call."""
     with _counts.lock:
         _counts.hits += 1
-        _counts.nearest_hits += is_nearest
         _counts.portfolio_hits += by_portfolio
 
 
@@ -106,7 +102,7 @@ def count_error(reason: str) -> None:
 
 
 def add_source(source: Source) -> None:
-    """Have what is counted elsewhere added: hits, nearest ones, a portfolio's, and fallbacks by
+    """Have what is counted elsewhere added: hits, a portfolio's among them, and fallbacks by
     kind of reason; the argument is `reset`.
     """
     _sources.append(source)

@@ -39,8 +39,8 @@ _log = logging.getLogger("tuner.runtime")
 OPERATIONS = ("attention", "linear", "matmul", "flash", "cudnn_with_lse")
 """In the order of the dispatcher's `Operation`; the last two are backends of PyTorch's attention
 that return the log-sum-exp."""
-_PORTFOLIO = 2
-"""The dispatcher's `Source` of plans that a portfolio selected; 1 is a neighbour's, 0 the rest."""
+_EXACT, _PORTFOLIO = 0, 1
+"""The dispatcher's `Source`: plans of decisions, and those that a portfolio selected."""
 REFUSED: Final = False
 """The answer to a call that is PyTorch's, which was counted."""
 _PRODUCTS = "linear", "matmul"
@@ -175,7 +175,7 @@ def put(
     steps, first, last = constant(plan), 0, 0
     if lengths is not None:
         steps, first, last = lengths.steps, lengths.first, lengths.last
-    source = _PORTFOLIO if plan.by_portfolio else int(plan.is_nearest)
+    source = _PORTFOLIO if plan.by_portfolio else _EXACT
     made = (plan.shape, plan.strides, plan.workspace_bytes, source, steps)
     _module.put(OPERATIONS.index(operation), arguments, made, first, last, generation)
 
@@ -245,13 +245,16 @@ def serve_until(end: float, with_plans: bool = True) -> None:
         _module.serve_until(end if with_plans else 0.0, end)
 
 
-def _take_counts(reset: bool) -> tuple[int, int, int, Mapping[str, int]]:
-    """Hits, nearest ones and a portfolio's among them, and refused calls by kind of reason."""
+def _take_counts(reset: bool) -> tuple[int, int, Mapping[str, int]]:
+    """Hits, a portfolio's among them, and refused calls by kind of reason."""
     if _module is None:
-        return 0, 0, 0, {}
-    exact, nearest, selected, refused = _module.take_counts(reset)
-    hits = exact + nearest + selected, nearest, selected
-    return *hits, {kind: n for kind, n in zip(_kinds, refused, strict=False) if n}
+        return 0, 0, {}
+    exact, selected, refused = _module.take_counts(reset)
+    return (
+        exact + selected,
+        selected,
+        {kind: n for kind, n in zip(_kinds, refused, strict=False) if n},
+    )
 
 
 counters.add_source(_take_counts)

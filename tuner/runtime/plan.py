@@ -58,8 +58,6 @@ class Plan(ABC):
     problem: Problem
     config: Config
     device: int
-    is_nearest: bool
-    """The configuration was measured for a neighbouring problem."""
     by_portfolio: bool = field(default=False, kw_only=True)
     """A portfolio selected the configuration by expected time."""
 
@@ -90,7 +88,7 @@ class Plan(ABC):
                 context is lost, whatever is called next.
         """
         out = self._on_device(inputs, None)
-        counters.count_hit(self.is_nearest, self.by_portfolio)
+        counters.count_hit(self.by_portfolio)
         return out
 
     def run_uncounted(self, *inputs: torch.Tensor) -> torch.Tensor:
@@ -104,7 +102,7 @@ class Plan(ABC):
         batch, heads, rows, _ = self.out_shape
         lse = torch.empty((batch, heads, rows), dtype=torch.float32, device=inputs[0].device)
         out = self._on_device(inputs, lse)
-        counters.count_hit(self.is_nearest, self.by_portfolio)
+        counters.count_hit(self.by_portfolio)
         return out, lse
 
     def run_all(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -114,7 +112,7 @@ class Plan(ABC):
         else:
             with devices.use(self.device):
                 outs = self._enqueue_all(inputs)
-        counters.count_hit(self.is_nearest, self.by_portfolio)
+        counters.count_hit(self.by_portfolio)
         return outs
 
     def _on_device(self, inputs: Sequence[torch.Tensor], lse: torch.Tensor | None) -> torch.Tensor:
@@ -245,7 +243,7 @@ class KernelPlan(Plan):
         else:
             with devices.use(self.device):
                 self._launch(inputs, (out,), lse)
-        counters.count_hit(self.is_nearest, self.by_portfolio)
+        counters.count_hit(self.by_portfolio)
         return out
 
     def _enqueue(self, inputs: Sequence[torch.Tensor], lse: torch.Tensor | None) -> torch.Tensor:
@@ -318,12 +316,11 @@ def resolve(
         absent: keys of artifacts that it must not launch, though they may be here.
     """
     problem, reasons = posed.problem, list[str]()
-    wanted = answer.entry.problem if answer.kind == "nearest" else problem
     for measurement in answer.candidates:
         config = measurement.config
         if measurement.provenance is not Provenance.MEASURED:
             reasons.append(f"{config.family} is {measurement.provenance}, not measured")
-        elif not measurement.ok or measurement.problem != wanted:
+        elif not measurement.ok or measurement.problem != problem:
             reasons.append(f"{config.family} did not pass for this problem")
         elif config in withdrawn:
             reasons.append(f"{config.family} failed in this process")
@@ -361,13 +358,11 @@ def plan_of(posed: Posed, measurement: Measurement, device: int) -> Plan | Refus
         return f"{config.family} here is another version than the entry's ({exc!r})"
     if isinstance(call, str):
         return call
-    is_nearest = measurement.problem != problem
     is_selected = measurement.provenance is Provenance.PREDICTED
     return VendorPlan(
         problem,
         config,
         device,
-        is_nearest=is_nearest,
         call=call,
         shape=posed.shape,
         by_portfolio=is_selected,
@@ -412,7 +407,6 @@ def own_plan(
         problem,
         config,
         device,
-        is_nearest=measurement.problem != problem,
         shape=shape or output.shape,
         strides=_contiguous(shape) if shape else posed.strides.get(output.name, output.strides),
         steps=tuple(steps),

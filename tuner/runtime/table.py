@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,7 +32,6 @@ from tuner.problem import AttentionProblem, Problem, problem_from_json
 from tuner.runtime import counters, devices, dispatch, lengths, portfolio
 from tuner.runtime.plan import KernelPlan, Plan, Posed, resolve
 from tuner.runtime.refusal import Kind, Refusal, once
-from tuner.selection.nearest import class_pattern
 from tuner.selection.reader import (
     Answer,
     decided,
@@ -42,6 +40,7 @@ from tuner.selection.reader import (
     differences,
     is_decided,
     lookup,
+    of_any_length,
 )
 
 _log = logging.getLogger("tuner.runtime")
@@ -50,9 +49,6 @@ LOOK_EVERY_S = 0.5
 """A call later than this after the last look at the store looks again."""
 RETRY_EVERY_S = 5.0
 """What of an entry cannot run, for want of an artifact say, is tried again after this."""
-MISS_EVERY_S = 60.0
-"""A problem that nothing is decided for is looked up again after this: kernels may have passed
-the gate around it. A decision within its class is seen at once."""
 GROWS_BY = 64
 """Keys of a cache: a length that nothing serves stands for the others of as many."""
 #: Kinds of call kept; more start over, so that a server of ever new shapes stays small.
@@ -92,7 +88,7 @@ class Table:
     def __init__(self) -> None:
         self._known: dict[Hashable, _Known] = {}
         self._near: dict[Hashable, _Known] = {}
-        """What was refused for want of a neighbour, by `_neighbourhood`."""
+        """What was refused of a growing cache, by `_neighbourhood`."""
         self._withdrawn: dict[str, set[Config]] = {}
         self._lock = threading.RLock()
         self._look_at = 0.0
@@ -295,8 +291,8 @@ class Table:
             self._lock.release()
 
     def _drop(self) -> None:
-        """Forget what was decided anew, and distrust what the new decisions may be about: shapes
-        near theirs. At the first change everything is distrusted.
+        """Forget what was decided anew, and distrust refusals that hold for the lengths of a
+        growing cache beside. At the first change everything is distrusted.
         """
         if not self._known:
             self._decided = None
@@ -309,14 +305,13 @@ class Table:
             return
         now = self._decided
         changed = {key for key in {*before, *now} if before.get(key) != now.get(key)}
-        classes = set(_classes(changed))
+        alike = set(_of_any_length(changed))
         kept: dict[Hashable, _Known] = {}
         for kind, known in self._known.items():
             problem, plan = known.problem, known.plan
             if problem is not None and problem.key in changed:
                 continue
-            is_exact = isinstance(plan, Plan) and not plan.is_nearest
-            if problem is not None and not is_exact and class_pattern(problem) in classes:
+            if isinstance(plan, Refusal) and problem and of_any_length(problem) in alike:
                 known = known.stale
             kept[kind] = known
         if kept != self._known:
@@ -334,7 +329,7 @@ class Table:
         if self._fault is not None:
             return self._fault
         problem = posed.problem
-        # Refused for its strides: neighbours may have others.
+        # Refused for its strides: other lengths may have others.
         near = None if posed.strides else _neighbourhood(problem, device)
         try:
             known = self._near.get(near)
@@ -349,39 +344,33 @@ class Table:
 
     def _serving(self, posed: Posed, device: int) -> tuple[_Known, bool]:
         """What serves a problem, and whether a decision of its own says so: else the portfolio's
-        choice, else the nearest tuned problem's kernels.
+        choice.
 
         Raises:
             StoreError: when the store cannot be read.
         """
-        problem = posed.problem
+        problem, is_strided = posed.problem, bool(posed.strides)
         gpu = devices.gpu_of(device)
-        ask = partial(self._ask, problem, gpu)
+        own: _Known | None = None
+        answer = self._ask(problem, gpu)
+        is_measured = answer is not None and answer.entry.provenance is Provenance.MEASURED
+        if answer is not None:
+            own = self._resolve(posed, answer, device)
+            if isinstance(own.plan, Plan) or (is_measured and own.until == math.inf):
+                return self._bounded(own, is_strided), True
         chosen: _Known | None = None
         # Ranks that agreed on decisions may have unlike kernel lists.
         if self._path is None and portfolio.knows(problem, gpu):
-            own: _Known | None = None
-            answer = ask(with_nearest=False)
-            if answer is not None and answer.entry.provenance is Provenance.MEASURED:
-                own = self._resolve(posed, answer, device)
-                if isinstance(own.plan, Plan) or own.until == math.inf:
-                    return self._bounded(own, bool(posed.strides)), True
             chosen = self._choose(posed, device)
-            if chosen is not None and isinstance(chosen.plan, Plan):
-                return chosen, False
-            if own is not None:
-                return self._bounded(own, bool(posed.strides)), True
-            if chosen is not None and chosen.until == math.inf:
-                return self._bounded(chosen, bool(posed.strides)), False
-        # The nearest tuned problem's kernels; of problems without a portfolio decisions, too.
-        answer = ask()
-        if answer is None:
-            miss = _refused(problem, Refusal(Kind.MISS, problem.label()), MISS_EVERY_S)
-            return self._bounded(chosen or miss, is_alone=False), False
-        found = self._resolve(posed, answer, device)
-        if chosen is not None and not isinstance(found.plan, Plan):
-            found = chosen
-        return self._bounded(found, bool(posed.strides)), answer.kind != "nearest"
+        if chosen is not None and isinstance(chosen.plan, Plan):
+            return chosen, False
+        if own is not None and (is_measured or chosen is None):
+            return self._bounded(own, is_strided), True
+        if chosen is not None:
+            return self._bounded(chosen, is_strided and chosen.until == math.inf), False
+        label = problem.label()
+        miss = Refusal(Kind.MISS, f"{label} (tuner sweep --op {problem.op} --shape {label})")
+        return self._bounded(_refused(problem, miss, math.inf), is_alone=False), False
 
     def _choose(self, posed: Posed, device: int) -> _Known | None:
         """What the portfolio serves; None where it knows nothing of such problems."""
@@ -440,16 +429,14 @@ class Table:
             ends = lengths.between(problem.seqlen_kv, decided_lengths(problem, self._path))
         return replace(known, plan=replace(refusal, lengths=ends))
 
-    def _ask(self, problem: Problem, gpu: Gpu, with_nearest: bool = True) -> Answer | None:
+    def _ask(self, problem: Problem, gpu: Gpu) -> Answer | None:
         """The store's answer for a problem on a GPU, or None: the only look-up of the runtime.
 
         Raises:
             StoreError: when the store cannot be read.
         """
         # The portfolio's choices are made with a look at the proofs (`_choose`).
-        return lookup(
-            problem, gpu=gpu, path=self._path, with_portfolio=False, with_nearest=with_nearest
-        )
+        return lookup(problem, gpu=gpu, path=self._path, with_portfolio=False)
 
     def _resolve(self, posed: Posed, answer: Answer, device: int) -> _Known:
         """The part of the store's answer that can run here."""
@@ -498,11 +485,11 @@ def _neighbourhood(problem: Problem, device: int) -> Hashable | None:
     return device, *(facts | {"seqlen_kv": problem.seqlen_kv // GROWS_BY}).values()
 
 
-def _classes(keys: Iterable[str]) -> Iterator[str]:
-    """The classes of problems, by key; those that another version wrote are nobody's here."""
+def _of_any_length(keys: Iterable[str]) -> Iterator[str]:
+    """`of_any_length` of problems, by key; those that another version wrote are nobody's here."""
     for key in keys:
         with contextlib.suppress(TypeError, ValueError):
-            yield class_pattern(problem_from_json(json.loads(key)))
+            yield of_any_length(problem_from_json(json.loads(key)))
 
 
 table = Table()

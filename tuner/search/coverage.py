@@ -23,11 +23,11 @@ from typing import Any
 from tuner.config import Config
 from tuner.families import families, families_of
 from tuner.families.base import Family, without_fallbacks
+from tuner.families.vendor import BESIDE_PYTORCH
 from tuner.hardware import Gpu
 from tuner.measurement import Measurement, Provenance
 from tuner.problem import Problem
 from tuner.search.family_search import FamilySearch
-from tuner.selection.nearest import is_pytorchs
 from tuner.store.entry import is_vendor, vendor_name
 
 
@@ -171,7 +171,7 @@ def _times(
     for config, us in passed.items():
         family_of = known.get(config.family)
         # A vendor's kernel from a package of its own is not everywhere.
-        is_there = not is_vendor(config) or is_pytorchs(config)
+        is_there = not is_vendor(config) or config.get("kernel") not in BESIDE_PYTORCH
         if family_of and is_there and family_of.accepts(problem, config, gpu):
             found[config] = Time(us, Provenance.MEASURED)
     for config in {m.config for m in rows if not m.ok} - passed.keys():

@@ -10,9 +10,9 @@ from tuner.families import families
 from tuner.hardware import Gpu
 from tuner.measurement import Measurement, Provenance, Regime
 from tuner.problem import Problem
+from tuner.problem.base import doublings
 from tuner.runners import recording
 from tuner.runners.recording import Recording
-from tuner.selection.nearest import doublings
 from tuner.store import Store
 
 MOST_PROBLEMS = 12

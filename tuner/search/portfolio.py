@@ -26,16 +26,9 @@ from tuner.families import families
 from tuner.hardware import Gpu
 from tuner.measurement import Measurement, Regime
 from tuner.problem import Problem
+from tuner.selection.candidates import Candidate, DomainModels, Regret, Spread
 from tuner.selection.domains import AnyDomain, Domain
-from tuner.selection.portfolio import (
-    Candidate,
-    DomainModels,
-    Portfolio,
-    Regret,
-    Spread,
-    preferred,
-)
-from tuner.selection.shipped import shipped_index
+from tuner.selection.portfolio import Portfolio, preferred
 from tuner.store import Store
 
 MIN_POINTS = 6
@@ -125,16 +118,11 @@ def points(measurements: Iterable[Measurement], gpu: Gpu) -> list[Point]:
 
 
 def measurements(op: str, gpu: Gpu, regime: Regime, store: Store) -> list[Measurement]:
-    """The store's, the shipped recordings' and what ships of decisions' neighbours."""
+    """The store's, and the shipped recordings'."""
     from tuner.search.history import measured
 
-    found = [
-        m for rows in measured(op, gpu, regime, store, with_finals=True).values() for m in rows
-    ]
-    for ships in (one for same in shipped_index().values() for one in same):
-        if (ships.problem.op, ships.gpu.identity, ships.regime) == (op, gpu.identity, regime):
-            found += ships.around
-    return found
+    known = measured(op, gpu, regime, store, with_finals=True)
+    return [m for rows in known.values() for m in rows]
 
 
 def make(op: str, measured: Mapping[Regime, Sequence[Measurement]], gpu: Gpu) -> Portfolio:
@@ -168,7 +156,7 @@ def make(op: str, measured: Mapping[Regime, Sequence[Measurement]], gpu: Gpu) ->
     if not made:
         raise ConfigError(
             f"no domain has a kernel with {MIN_POINTS} measurements on {gpu.name}: "
-            "tuner sweep and tuner widen measure them"
+            "tuner sweep measures them"
         )
     return Portfolio(op, gpu, made, _origin(measured.values()))
 

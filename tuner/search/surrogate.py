@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from tuner.config import Config, Value
 from tuner.families.base import Family
 from tuner.problem import Problem
-from tuner.selection.nearest import doublings
+from tuner.problem.base import doublings
 
 Features = Mapping[str, Value]
 Array = NDArray[np.float64]

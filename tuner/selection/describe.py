@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -12,6 +12,7 @@ from tuner.config import Config
 from tuner.hardware import Gpu
 from tuner.measurement import Environment, Measurement, Provenance, versus
 from tuner.problem import Problem
+from tuner.problem.base import doublings
 from tuner.selection.portfolio import Selection
 from tuner.selection.reader import Answer, Entry
 from tuner.store.entry import is_vendor, ratios_json, vendor_name
@@ -138,6 +139,12 @@ def first_few(texts: Sequence[str], separator: str = "; ") -> str:
     return separator.join(texts[:FEW]) + (f" and {rest} more" if rest > 0 else "")
 
 
+def nearest_labels(problem: Problem, known: Iterable[Entry]) -> list[str]:
+    """Labels of the decided problems of one's operation, nearest first."""
+    others = {e.problem for e in known if e.problem.op == problem.op}
+    return [p.label() for p in sorted(others, key=lambda p: (doublings(problem, p), p.key))]
+
+
 def order_of(entry: Entry) -> tuple[Any, ...]:
     """Order of a list: operation, GPU and regime, then the shape's sizes as numbers."""
     label = re.split(r"(\d+)", entry.problem.label())  # text and digits by turns
@@ -174,19 +181,14 @@ def answer_text(answer: Answer, asked: Problem, source: str) -> str:
     """A few lines: what serves the problem, how fast, against what, and where that is known from.
 
     Args:
-        answer: what was found; of a neighbour the heading names both shapes, and the transferred
-            configs stand in the winner's place with their times there; a portfolio's choice has
-            an expected time.
+        answer: what was found; a portfolio's choice has an expected time.
         asked: the problem that was looked up.
         source: the store's name.
     """
     entry = answer.entry
     width = WIDTH - _LABEL
     rows = [("answer", [answer.kind])]
-    if answer.lent:
-        rows += [("transferred", _transferred_lines(m, entry, width)) for m in answer.lent]
-    else:
-        rows += _winner_rows(answer, width)
+    rows += _winner_rows(answer, width)
     decided = f", {entry.decided_at}" if entry.decided_at else ""
     rows += [
         ("provenance", [where_from(entry) + decided]),
@@ -219,27 +221,12 @@ def _winner_rows(answer: Answer, width: int) -> list[tuple[str, list[str]]]:
     return rows
 
 
-def _transferred_lines(measurement: Measurement, entry: Entry, width: int) -> list[str]:
-    """A config that a neighbour's entry lends, and how fast it was at the neighbour."""
-    text = f"at {entry.problem.label()}: {_time(measurement)}"
-    if entry.fastest_vendor is not None:
-        name, vendor = entry.fastest_vendor
-        speed = versus(measurement, vendor, name)
-        text += f"; {speed}" if speed else ""
-    return [*config_lines(measurement.config, width), *wrapped(text, width)]
-
-
 def _answer_head(answer: Answer, asked: Problem) -> list[str]:
     """The shape that was asked for, and what must be known of the times below before they are
     read.
     """
     entry = answer.entry
     lines = [f"{asked.op} {asked.label()} on {entry.gpu.name}, {entry.regime}"]
-    if answer.lent:
-        lines += wrapped(
-            f"answered by its neighbour {entry.problem.label()}: every time below was measured at "
-            "that shape, not at this one"
-        )
     if not answer.is_predicted:
         lines += caveats(entry.provenance, entry.gpu, entry.pass_name)
     return lines
@@ -346,14 +333,11 @@ def _selection_json(selection: Selection) -> dict[str, Any]:
 
 
 def answer_json(answer: Answer, asked: Problem, *, ranking: bool) -> dict[str, Any]:
-    """An answer as one JSON object; ``shape`` and the times are of the problem that was tuned,
-    which is another than ``asked`` where the kind is ``nearest``.
-    """
+    """An answer as one JSON object."""
     data = {
         **entry_json(answer.entry),
         "kind": answer.kind,
         "asked": {"shape": asked.label(), "problem": asked.to_json()},
-        "lent": [m.config.to_json() for m in answer.lent],
         "exact": answer.exact,
         "notes": list(answer.notes),
     }

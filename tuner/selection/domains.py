@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self, get_args
 from tuner.config import Config
 from tuner.families.fused_attention import INSTANCES, instance
 from tuner.families.vendor.sdpa import BACKENDS
+from tuner.families.work import sizes_of
 from tuner.problem import E4M3, AttentionProblem, DType, GemmProblem, Problem, SwigluProblem
 
 Mask = Literal["full", "causal", "windowed"]
@@ -64,14 +65,27 @@ class Domain:
         raise NotImplementedError
 
     @staticmethod
-    def sizes(problem: Any) -> tuple[int, ...]:
-        """Sizes at which a kernel was measured, and near which it is trusted."""
+    def axes_of(sizes: Any) -> tuple[int, ...]:
+        """Sizes at which a kernel was measured, and near which it is trusted, of those that work is
+        counted from (`tuner.families.work`); may be traced.
+        """
         raise NotImplementedError
+
+    @classmethod
+    def sizes(cls, problem: Problem) -> tuple[int, ...]:
+        """`axes_of` a problem."""
+        return cls.axes_of(sizes_of(problem))
 
     @staticmethod
     def group(problem: Any) -> tuple[int, ...]:
         """Equal for the problems of one model: they are left out of a fit together."""
         raise NotImplementedError
+
+    def with_known(self, sizes: Any) -> Any:
+        """Sizes to trace (`tuner.families.tape`), with what all problems of the domain have in
+        common in its place.
+        """
+        return sizes
 
     @property
     def kin(self) -> Iterator[Self]:
@@ -156,26 +170,32 @@ class AttentionDomain(_Attention, Domain):
             return None
         operand: MaskOperand = "bool" if problem.mask else "additive" if problem.bias else ""
         mask: Mask = "causal" if problem.is_causal else "full"
-        phase: Phase = "few" if problem.is_decoding else "prompt"
+        few: Phase = "one" if problem.seqlen_q == 1 else "few"
+        is_paged = problem.is_paged
         return cls(
             instance(problem.head_dim),
             "windowed" if problem.is_windowed else mask,
-            "one" if problem.is_decoding and problem.seqlen_q == 1 else phase,
+            few if problem.is_decoding else "prompt",
             problem.softcap > 0,
-            problem.is_varlen and not problem.is_paged,
-            problem.is_paged,
+            problem.is_varlen and not is_paged,
+            is_paged,
             problem.has_sinks,
             operand,
         )
 
     @staticmethod
-    def sizes(problem: Any) -> tuple[int, ...]:
+    def axes_of(sizes: Any) -> tuple[int, ...]:
         """Rows of scores (sequences times query heads times queries), and keys."""
-        return problem.batch * problem.heads_q * problem.seqlen_q, problem.seqlen_kv
+        return sizes.heads * sizes.seqlen_q, sizes.seqlen_kv
 
     @staticmethod
     def group(problem: Any) -> tuple[int, ...]:
         return problem.heads_q, problem.heads_kv, problem.head_dim
+
+    def with_known(self, sizes: Any) -> Any:
+        if self.mask == "causal" and not self.is_paged:
+            return sizes._replace(is_masked=True, left=sizes.seqlen_q, right=0)
+        return sizes._replace(is_masked=self.mask != "full")
 
     @property
     def kin(self) -> Iterator[Self]:
@@ -319,8 +339,8 @@ class ProductDomain(_Product, Domain):
         return None if problem.has_residual else cls(rows_of(problem.m), problem.epilogue)
 
     @staticmethod
-    def sizes(problem: Any) -> tuple[int, ...]:
-        return problem.m, problem.n, problem.k
+    def axes_of(sizes: Any) -> tuple[int, ...]:
+        return sizes.m, sizes.n, sizes.k
 
     @staticmethod
     def group(problem: Any) -> tuple[int, ...]:
@@ -375,12 +395,16 @@ class GatedDomain(_Gated, Domain):
     axes = ProductDomain.axes
     has_rival_kin = True
     reaches_far = False
-    sizes = staticmethod(ProductDomain.sizes)
     group = staticmethod(ProductDomain.group)
 
     @classmethod
     def holding(cls, problem: Any) -> Self | None:
         return cls(rows_of(problem.m)) if problem.weights == "interleaved" else None
+
+    @staticmethod
+    def axes_of(sizes: Any) -> tuple[int, ...]:
+        """Work is counted from the columns of both projections; these are those of D."""
+        return sizes.m, sizes.n // 2, sizes.k
 
     @property
     def kin(self) -> Iterator[Self]:

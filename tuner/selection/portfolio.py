@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache, cached_property, partial
+from functools import cache
 from itertools import islice
-from operator import itemgetter, mul
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,272 +25,31 @@ from tuner.base import document, output, resources
 from tuner.config import Config
 from tuner.errors import ConfigError, StoreError
 from tuner.families import families
-from tuner.families.base import INCOMPATIBLE_CONFIG_ERRORS, Family
+from tuner.families.base import INCOMPATIBLE_CONFIG_ERRORS
 from tuner.families.fused_attention import paged
-from tuner.families.vendor.sdpa import BACKENDS
-from tuner.families.work import Sizes, sizes_of
 from tuner.hardware import Gpu
 from tuner.measurement import Regime
 from tuner.problem import Problem
+from tuner.selection.candidates import (
+    REACH,
+    Candidate,
+    DomainModels,
+    Estimate,
+    Legality,
+    Regret,
+    Spread,
+    Times,
+    pytorchs_choice,
+)
 from tuner.selection.domains import DOMAINS, AnyDomain, AttentionDomain, Domain
 
 FORMAT = "cutlass-tuner portfolio"
 VERSION = 2
-REACH = 2
-"""Factor by which a size may exceed the measured ones: beyond it a time model is not trusted."""
 _FAR = f"no kernel was measured within {REACH} times these sizes"
 VENDOR_MARGIN = 0.25
 """Share of its time by which another of PyTorch's kernels has to beat PyTorch's choice."""
 #: Rates of a time model are written with as many digits.
 _DIGITS = 5
-
-
-class Spread(NamedTuple):
-    """Smallest and largest sizes that a kernel was measured at."""
-
-    bounds: tuple[tuple[int, int], ...]
-    """Bounds of each of the domain's `axes`."""
-
-    @classmethod
-    def of(cls, sizes: Iterable[tuple[int, ...]]) -> Spread:
-        """The spread of problems' `Domain.sizes`."""
-        return cls(tuple((min(each), max(each)) for each in zip(*sizes, strict=True)))
-
-    @classmethod
-    def over(cls, spreads: Iterable[Spread]) -> Spread:
-        """The smallest that holds all of some."""
-        axes = zip(*(one.bounds for one in spreads), strict=True)
-        return cls(tuple((min(low for low, _ in axis), max(high for _, high in axis))
-                         for axis in axes))  # fmt: skip
-
-    @property
-    def reached(self) -> tuple[tuple[float, float], ...]:
-        """The bounds within `REACH` times the measured sizes."""
-        return tuple((low / REACH, high * REACH) for low, high in self.bounds)
-
-    def holds(self, sizes: tuple[int, ...]) -> bool:
-        """True when none is beyond `REACH` times the measured ones."""
-        return _is_near(self.reached, sizes)
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A kernel of a domain with its time model."""
-
-    config: Config
-    """Without the parameters that `Family.scheduled` chooses for a shape."""
-    rates: Mapping[str, float]
-    """Microseconds of one unit of each of the family's `work_terms`; a missing one is 0."""
-    points: int
-    """Measurements that the rates were fitted to."""
-    median_error: float
-    """Median of |expected / measured - 1| at problems left out of the fit."""
-    p90_error: float
-    spread: Spread
-
-    @cached_property
-    def family(self) -> Family | None:
-        """None for a family that this version does not have."""
-        return families().get(self.config.family)
-
-    @cached_property
-    def is_vendor(self) -> bool:
-        return self.family is not None and self.family.is_vendor
-
-    @cached_property
-    def priced(self) -> tuple[float, ...]:
-        """The rate of each of the family's work terms."""
-        terms = self.family.work_terms if self.family else ()
-        return tuple(self.rates.get(term, 0.0) for term in terms)
-
-
-Estimate = tuple[float, float, int, int]
-"""A candidate as it may be called for a problem: its expected microseconds with the margin times
-the model's error, and without; its place in the domain, of equal times the first is taken; splits.
-"""
-
-
-@dataclass(frozen=True)
-class Regret:
-    """How selections did at problems whose models were left out when the rates were fitted; the
-    kernels and the margin were chosen with them.
-    """
-
-    problems: int
-    mean: float
-    """Time of the chosen kernel over the fastest measured one, less 1."""
-    worst: float
-    over_vendor: float
-    """Geometric mean of the fastest vendor's time over the chosen kernel's."""
-    least_over_vendor: float
-    own_share: float
-    """Share of the problems at which an own kernel was chosen."""
-
-    def text(self) -> str:
-        """For people, in one line."""
-        return (
-            f"left out: mean {100 * self.mean:.1f} %, worst {100 * self.worst:.1f} % over "
-            f"{self.problems} problems; {self.over_vendor:.2f}x the fastest vendor, "
-            f"{self.least_over_vendor:.2f}x at the worst"
-        )
-
-
-@dataclass(frozen=True)
-class DomainModels:
-    """The candidates of one domain, and how well they are known."""
-
-    domain: AnyDomain
-    regime: Regime
-    candidates: Sequence[Candidate]
-    margin: float
-    """An own kernel is chosen that is expected to beat the vendor's by so many times its model's
-    `Candidate.p90_error`, at least."""
-    regret: Regret
-    kin: AnyDomain | None = None
-    """Domain whose rates these are, where this one was not measured."""
-    _legal: dict[Hashable, bool] = field(
-        default_factory=dict, init=False, compare=False, repr=False
-    )
-    """Results of `config` by candidate, splits and `Family.legality_facts`."""
-
-    @property
-    def vendors(self) -> list[Candidate]:
-        """The vendors' kernels among the candidates."""
-        return [one for one in self.candidates if one.is_vendor]
-
-    @cached_property
-    def _own(self) -> Sequence[_Alike]:
-        return _alike(self.candidates, self.margin, is_vendor=False)
-
-    @cached_property
-    def _vendors(self) -> Sequence[_Alike]:
-        return _alike(self.candidates, 0.0, is_vendor=True)
-
-    @cached_property
-    def _shared(self) -> tuple[tuple[float, float], ...]:
-        """The sizes that all own candidates were measured near."""
-        reached = [one.bounds for alike in self._own for one in alike.members]
-        return tuple(
-            (max(low for low, _ in each), min(high for _, high in each))
-            for each in zip(*reached, strict=True)
-        )
-
-    def estimates(self, problem: Problem, gpu: Gpu) -> tuple[list[Estimate], list[Estimate], bool]:
-        """Own kernels and vendor's, fastest first, legal or not; and whether an own one was
-        measured near: else all are here.
-        """
-        sizes, measured = sizes_of(problem), self.domain.sizes(problem)
-        are_near = bool(self._own) and _is_near(self._shared, measured)
-        own = _estimated(self._own, problem, sizes, None if are_near else measured, gpu)
-        vendors = _estimated(self._vendors, problem, sizes, None, gpu)
-        is_near = bool(own)
-        if not is_near:
-            own = _estimated(self._own, problem, sizes, None, gpu)
-        own.sort()
-        vendors.sort()
-        return own, vendors, is_near
-
-    def config(self, problem: Problem, estimate: Estimate, gpu: Gpu) -> Config | None:
-        """The config of an estimate; None where it is not legal for the problem."""
-        _, _, place, splits = estimate
-        one = self.candidates[place]
-        if one.family is None:
-            return None
-        config = one.family.called(problem, one.config, splits)
-        key = place, splits, gpu.identity, one.family.legality_facts(problem)
-        is_legal = self._legal.get(key)
-        if is_legal is None:
-            is_legal = self._legal[key] = one.family.accepts(problem, config, gpu)
-        return config if is_legal else None
-
-
-class _Priced(NamedTuple):
-    """A candidate as its time is added up."""
-
-    place: int
-    bounds: tuple[tuple[float, float], ...]
-    """Sizes within `REACH` of the measured ones."""
-    used: Callable[[Sequence[float]], Sequence[float]]
-    """Selects the amounts of work that have a rate."""
-    rates: tuple[float, ...]
-    doubt: float
-    """Factor of the margin."""
-
-
-class _Alike(NamedTuple):
-    """Candidates of equal work: they cut the problem alike, and are launched in several ways."""
-
-    family: Family
-    config: Config
-    """One of them."""
-    tilings: dict[int, Any]
-    """By splits."""
-    splits: Sequence[int] | None
-    """None: the problem's."""
-    members: list[_Priced]
-
-
-def _alike(candidates: Sequence[Candidate], margin: float, *, is_vendor: bool) -> list[_Alike]:
-    """Own candidates, or the vendors', that this version has a family for."""
-    found: dict[Hashable, _Alike] = {}
-    for place, one in enumerate(candidates):
-        family, config = one.family, one.config
-        if family is None or family.is_vendor != is_vendor:
-            continue
-        tiling, is_scheduled = family.tiling(config), family.is_scheduled(config)
-        splits = None if is_scheduled else (1,) if tiling is None else (tiling.splits,)
-        tilings = _Tilings(tiling)
-        # Those with a schedule may have unlike ones.
-        key = family.name, tiling, config if is_scheduled else None
-        alike = found.setdefault(key, _Alike(family, config, tilings, splits, []))
-        # At least two, so that what is taken is a tuple.
-        used = [place for place, us in enumerate(one.priced) if us]
-        used = used if len(used) > 1 else [0, 1]
-        rates, doubt = tuple(one.priced[term] for term in used), 1 + margin * one.p90_error
-        alike.members.append(_Priced(place, one.spread.reached, itemgetter(*used), rates, doubt))
-    return list(found.values())
-
-
-class _Tilings(dict[int, Any]):
-    """Tilings that differ in their splits, each made once."""
-
-    def __init__(self, one: Any) -> None:
-        super().__init__({1 if one is None else one.splits: one})
-        self._one = one
-
-    def __missing__(self, splits: int) -> Any:
-        self[splits] = found = self._one._replace(splits=splits)
-        return found
-
-
-def _estimated(
-    groups: Sequence[_Alike],
-    problem: Problem,
-    sizes: Sizes,
-    measured: tuple[int, ...] | None,
-    gpu: Gpu,
-) -> list[Estimate]:
-    """The estimates of candidates that were measured near some sizes; of all without those."""
-    found = []
-    for family, config, tilings, splits, members in groups:
-        near = members
-        if measured is not None:
-            near = [one for one in members if _is_near(one.bounds, measured)]
-            if not near:
-                continue
-        for count in family.splits(problem, config, gpu) if splits is None else splits:
-            amounts = family.amounts(sizes, tilings[count], gpu)
-            for place, _, used, rates, doubt in near:
-                us = sum(map(mul, rates, used(amounts)))
-                found.append((us * doubt, us, place, count))
-    return found
-
-
-def _is_near(bounds: tuple[tuple[float, float], ...], sizes: tuple[int, ...]) -> bool:
-    for (low, high), size in zip(bounds, sizes, strict=True):
-        if not low <= size <= high:
-            return False
-    return True
 
 
 def _unpacked(one: Candidate) -> Candidate:
@@ -308,17 +66,33 @@ def preferred(expected: Mapping[str, float], near: Collection[str] | None = None
         expected: microseconds by kernel; one at least.
         near: kernels whose expectations are trusted at these sizes; None: all.
     """
-    usual = next((name for name in BACKENDS if name in expected), min(expected))
+    usual = pytorchs_choice(expected)
     trusted = [name for name in expected if name == usual or near is None or name in near]
     best = min(trusted, key=lambda name: (expected[name], name))
     return best if expected[best] * (1 + VENDOR_MARGIN) < expected[usual] else usual
 
 
-def _doubts(models: DomainModels, is_near: bool) -> Iterator[str]:
-    if models.kin is not None:
-        yield f"the rates are those of {models.kin.label()}"
-    if not is_near:
-        yield _FAR
+def _vendors_best(
+    times: Times, problem: Problem, expected: Sequence[float], facts: Legality
+) -> tuple[float, Config | None, str]:
+    """Expected microseconds, config and name of the vendor's kernel to leave a problem to; infinity
+    where none takes it.
+    """
+    legal, name = times.legal_vendors(problem, facts)
+    if name is None:
+        return math.inf, None, ""
+    number, config = legal[name]
+    usual_us = expected[number]
+    for other, _ in legal.values():
+        if expected[other] * (1 + VENDOR_MARGIN) < usual_us:
+            break
+    else:
+        return usual_us, config, name
+    found = {one: expected[number] for one, (number, _) in legal.items()}
+    sizes = times.models.domain.sizes(problem)
+    near = [one for one, (number, _) in legal.items() if times.is_vendor_near(number, sizes)]
+    name = preferred(found, near)
+    return found[name], legal[name][1], name
 
 
 def _like(kernel: Config, combine: str | None, candidates: Iterable[Candidate]) -> Candidate | None:
@@ -341,8 +115,7 @@ def _like(kernel: Config, combine: str | None, candidates: Iterable[Candidate]) 
     return min(found, key=unlike, default=None)
 
 
-@dataclass(frozen=True)
-class Selection:
+class Selection(NamedTuple):
     """The kernel chosen for a shape, and why."""
 
     config: Config
@@ -350,25 +123,69 @@ class Selection:
     vendor: str
     """The vendor's fastest kernel, by expectation; empty where none has a time model."""
     vendor_us: float
-    domain: AnyDomain
-    regime: Regime
-    regret: Regret
-    doubts: tuple[str, ...] = ()
-    own: Callable[[], Iterator[tuple[float, Config]]] = field(
-        default=lambda: iter(()), compare=False, repr=False
-    )
-    """Own kernels that are expected to beat the vendor's by the margin, with their expected
-    microseconds, the most promising first; their configs are made one by one."""
-    ranked: Callable[[], Iterator[tuple[float, Config]]] = field(
-        default=lambda: iter(()), compare=False, repr=False
-    )
-    """All own kernels, likewise."""
+    problem: Problem
+    times: Times
+    """What the domain's candidates are expected to take on the GPU."""
+    facts: Legality
+    """The problem's `Times.legality`."""
+    estimates: Sequence[Estimate]
+    """Of own kernels, legal or not."""
+    bound_us: float
+    """An own kernel is chosen up to this expectation, the margin included."""
+    is_near: bool
+    """An own kernel was measured near these sizes."""
+
+    @property
+    def domain(self) -> AnyDomain:
+        return self.times.models.domain
+
+    @property
+    def regime(self) -> Regime:
+        """That of the measurements."""
+        return self.times.models.regime
+
+    @property
+    def regret(self) -> Regret:
+        """How the domain's selections did."""
+        return self.times.models.regret
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """Reasons why the expectations may be wrong, for people."""
+        kin = self.times.models.kin
+        lent = () if kin is None else (f"the rates are those of {kin.label()}",)
+        return lent if self.is_near else (*lent, _FAR)
 
     @property
     def source(self) -> str:
         """Why this kernel, for people."""
         versus = f", {self.vendor} {self.vendor_us:.1f}" if self.vendor else ""
         return f"{self.domain.label()}: expected {self.expected_us:.1f} us{versus}"
+
+    def own(self) -> Iterator[tuple[float, Config]]:
+        """Own kernels that are expected to beat the vendor's by the margin, with their expected
+        microseconds, the most promising first; their configs are made one by one.
+        """
+        return _legal(self.times, self.problem, self.facts, sorted(self.estimates), self.bound_us)
+
+    def ranked(self) -> Iterator[tuple[float, Config]]:
+        """All own kernels, likewise."""
+        return _legal(self.times, self.problem, self.facts, sorted(self.estimates), math.inf)
+
+
+def _legal(
+    times: Times,
+    problem: Problem,
+    facts: Legality,
+    estimates: Iterable[Estimate],
+    bound_us: float,
+) -> Iterator[tuple[float, Config]]:
+    """Expected microseconds and config of the legal ones of some estimates, up to a bound."""
+    for cautious_us, us, place, splits in estimates:
+        if cautious_us > bound_us:
+            return
+        if (config := times.config(problem, place, splits, facts)) is not None:
+            yield us, config
 
 
 @dataclass(frozen=True)
@@ -390,9 +207,11 @@ class Portfolio:
         """
         if domain is None:
             return None
-        if domain not in self._found:
-            self._found[domain] = self.domains.get(domain) or self._kin_of(domain)
-        return self._found[domain]
+        try:
+            return self._found[domain]
+        except KeyError:
+            found = self.domains.get(domain) or self._kin_of(domain)
+            return self._found.setdefault(domain, found)
 
     def served(self) -> Iterator[tuple[AnyDomain, DomainModels]]:
         """The domains that were measured, and those of their kin, in a fixed order."""
@@ -504,49 +323,34 @@ class Portfolio:
         models = self.models_of(Domain.of(problem))
         if models is None:
             return None
-        target = gpu or self.gpu
-        own, vendors, is_near = models.estimates(problem, target)
-        known = {
-            str(config["kernel"]): (estimate[1], config)
-            for estimate in vendors
-            if (config := models.config(problem, estimate, target)) is not None
-        }
-        vendor_us, vendor = math.inf, None
-        if known:
-            sizes = models.domain.sizes(problem)
-            near = {str(one.config["kernel"]) for one in models.vendors if one.spread.holds(sizes)}
-            vendor_us, vendor = known[
-                preferred({name: us for name, (us, _) in known.items()}, near)
-            ]
-
-        def ranked(bound: float = math.inf) -> Iterator[tuple[float, Config]]:
-            for estimate in own:
-                cautious_us, us, *_ = estimate
-                if cautious_us > bound:
-                    return
-                if (config := models.config(problem, estimate, target)) is not None:
-                    yield us, config
-
+        times = models.times(gpu or self.gpu)
+        estimates, vendors_us, is_near = times.estimates(problem)
+        facts = times.legality(problem)
+        vendor_us, vendor, name = _vendors_best(times, problem, vendors_us, facts)
         is_trusted = is_near or vendor is None or models.domain.reaches_far
-        faster = partial(ranked, vendor_us if is_trusted else 0.0)
-        best = next(faster(), None)
-        if best is not None:
-            chosen_us, chosen = best
-        elif vendor is not None:
-            chosen_us, chosen = vendor_us, vendor
-        else:
+        bound_us = vendor_us if is_trusted else 0.0
+        # Most often the first is legal: the others are sorted where somebody asks for them.
+        chosen_us, chosen = vendor_us, vendor
+        if estimates and (first := min(estimates))[0] <= bound_us:
+            _, us, place, splits = first
+            if (config := times.config(problem, place, splits, facts)) is not None:
+                chosen_us, chosen = us, config
+            else:
+                others = _legal(times, problem, facts, sorted(estimates), bound_us)
+                chosen_us, chosen = next(others, (vendor_us, vendor))
+        if chosen is None:
             return None
         return Selection(
             chosen,
             chosen_us,
-            "" if vendor is None else str(vendor["kernel"]),
+            name,
             vendor_us,
-            models.domain,
-            models.regime,
-            models.regret,
-            tuple(_doubts(models, is_near)),
-            faster,
-            ranked,
+            problem,
+            times,
+            facts,
+            estimates,
+            bound_us,
+            is_near,
         )
 
     def to_json(self) -> dict[str, Any]:

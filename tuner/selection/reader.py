@@ -1,8 +1,7 @@
 """The read path: what is decided for a problem, from the user's store, then from what ships.
 
 A problem that nobody tuned is answered by a shipped portfolio (`tuner.selection.portfolio`), which
-names a configuration, its expected time and its regret. Where no portfolio knows such problems, the
-nearest tuned one answers, as far as `tuner.selection.nearest` allows it.
+names a configuration, its expected time and its regret.
 
 Needs the standard library only. A dict stands in front of SQLite; it is good as long as
 ``PRAGMA data_version`` and the file itself stay the same (under write-ahead logging the file's
@@ -17,9 +16,9 @@ import threading
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tuner import settings
 from tuner.errors import ConfigError
@@ -30,31 +29,23 @@ from tuner.selection.result import Answer, choose, differences, noted
 from tuner.selection.shipped import (
     SHIPPED,
     shipped,
-    shipped_around,
     shipped_index,
     with_builds,
     with_shipped,
 )
-from tuner.store import evidence
 from tuner.store.entry import (
     BEST_COLUMNS,
     CHECKED_COLUMNS,
     PROVENANCES,
-    STORED,
-    STORED_COLUMNS,
     Entry,
     artifacts_from_row,
     as_text,
-    checked_measurement,
     entries_from_rows,
     gpu_from_row,
     problem_from_row,
 )
 from tuner.store.faults import decoding
 from tuner.store.reading import StoreFile, sqlite_file
-
-if TYPE_CHECKING:
-    from tuner.selection import nearest
 
 __all__ = [
     "Answer",
@@ -70,6 +61,7 @@ __all__ = [
     "gpus",
     "is_decided",
     "lookup",
+    "of_any_length",
     "shipped",
     "store_file",
     "with_shipped",
@@ -112,10 +104,6 @@ _OF_PROBLEM = (
 _ALIKE = (
     "SELECT DISTINCT p.key FROM winners w JOIN problems p ON p.id = w.problem_id WHERE p.key GLOB ?"
 )
-_OF_CLASS = (
-    "SELECT p.key FROM winners w JOIN problems p ON p.id = w.problem_id "
-    "WHERE p.key GLOB ? AND w.gpu = ? AND w.regime = ? AND w.provenance = 'measured'"
-)
 
 
 def lookup(
@@ -128,7 +116,6 @@ def lookup(
     environment: Environment | None = None,
     among: Sequence[Entry] | None = None,
     with_portfolio: bool = True,
-    with_nearest: bool = True,
 ) -> Answer | None:
     """What is decided for `problem`, or None.
 
@@ -138,10 +125,8 @@ def lookup(
     which serves until it is replaced; where the operation's usual inputs have no measurement of the
     problem itself, those in the other state answer: decoding is tuned with cold caches, say, and
     served whatever state they are in. Where nothing is measured for the problem itself, a shipped
-    portfolio selects: the answer is predicted, and tells its regret. Of problems without a
-    portfolio the nearest measured one may lend its configs (`tuner.selection.nearest`;
-    `Answer.kind` says so). Both come before what is predicted for the problem, and before another
-    GPU; what is lent comes before a replay, too.
+    portfolio selects: the answer is predicted, and tells its regret (`Answer.kind` says so). It
+    comes before what is predicted for the problem, and before another GPU.
 
     Args:
         problem: what is asked, or the text of an attention shape, as ``S=1024,D=64``.
@@ -152,10 +137,8 @@ def lookup(
         allow_other_gpu: answer a miss from another GPU of the same compute capability, the one
             with the nearest count of multiprocessors; the answer notes it.
         environment: the caller's; an answer from another one notes what differs.
-        among: choose from these in place of a file's, as from a store that is not SQLite; they
-            lend nothing, for they do not tell what passed elsewhere.
+        among: choose from these in place of a file's, as from a store that is not SQLite.
         with_portfolio: False: ask no portfolio, for a caller that launches the answer.
-        with_nearest: False: only what is decided for the problem itself.
 
     Raises:
         StoreError: when the file exists and cannot be read.
@@ -172,15 +155,10 @@ def lookup(
     asked = gpu or DEFAULT_GPU
     if among is None:
         path = path or store_file()
-    known = partial(_best, problem, asked.identity, regimes, path, allow_other_gpu, among)
-    answer = known(with_nearest=False)
-    selected = None
+    answer = _best(problem, asked.identity, regimes, path, allow_other_gpu, among)
     if with_portfolio and _is_open(answer):
-        selected = _selected(problem, asked, regimes, allow_other_gpu and answer is None)
-    if selected is not None:
-        answer = selected
-    elif with_nearest and _rank(answer):
-        answer = known(with_nearest=True)
+        any_gpu = allow_other_gpu and answer is None
+        answer = _selected(problem, asked, regimes, any_gpu) or answer
     if answer is None:
         return None
     if gpu is None:
@@ -202,17 +180,13 @@ def _best(
     path: Path | None,
     allow_other_gpu: bool,
     among: Sequence[Entry] | None,
-    *,
-    with_nearest: bool,
 ) -> Answer | None:
     """What is decided, under the first of the regimes that knows the problem best."""
     answer: Answer | None = None
     for one in regimes:
         if not (rank := _rank(answer)):
             break
-        # The nearest is of rank 1 itself.
-        lends = with_nearest and rank > 1
-        found = _known(problem, identity, one, path, allow_other_gpu, among, lends)
+        found = _known(problem, identity, one, path, allow_other_gpu, among)
         if found is not None and _rank(found) < rank:
             note = f"timed {one}: nothing better is known {regimes[0]}"
             answer = found if one == regimes[0] else noted(found, note)
@@ -233,23 +207,22 @@ def _known(
     path: Path | None,
     allow_other_gpu: bool,
     among: Sequence[Entry] | None,
-    with_nearest: bool,
 ) -> Answer | None:
     """What is decided under one regime."""
     if among is None:
         reader = _reader(path or store_file())
-        return reader.answer(problem, identity, regime, allow_other_gpu, with_nearest)
+        return reader.answer(problem, identity, regime, allow_other_gpu)
     matching = [e for e in among if (e.problem, e.regime) == (problem, regime)]
     return choose(matching, identity, allow_other_gpu)
 
 
 def _rank(answer: Answer | None) -> int:
-    """What is measured comes first, of the problem itself before what another one lends."""
+    """What is measured comes first, on the GPU that was asked for before on another one."""
     if answer is None:
         return 3
     if answer.entry.provenance is not PROVENANCES[0]:
         return 2
-    return 1 if answer.lent or not answer.exact else 0
+    return 0 if answer.exact else 1
 
 
 def entries(path: Path | None = None) -> list[Entry]:
@@ -341,18 +314,22 @@ def find_gpu(name: str, known: Iterable[Gpu] = ()) -> Gpu:
         raise ConfigError(f"{exc}; in the store: {', '.join(stored) or 'none'}") from exc
 
 
-def _of_any_length(problem: AttentionProblem) -> str:
-    """A GLOB that finds the keys of problems which differ in the length of their keys only."""
+def of_any_length(problem: Problem) -> str:
+    """A GLOB that finds the keys of problems which differ in the length of their keys only; the
+    problem's key of other operations than attention.
+    """
+    if not isinstance(problem, AttentionProblem):
+        return problem.key
     return problem.key.replace(f'"seqlen_kv":{problem.seqlen_kv}', '"seqlen_kv":*')
 
 
 @cache
 def _shipped_lengths() -> Mapping[str, set[int]]:
-    """What ships: lengths of keys by `_of_any_length`."""
+    """What ships: lengths of keys by `of_any_length`."""
     found: dict[str, set[int]] = {}
     for problem, _ in shipped_index():
         if isinstance(problem, AttentionProblem):
-            found.setdefault(_of_any_length(problem), set()).add(problem.seqlen_kv)
+            found.setdefault(of_any_length(problem), set()).add(problem.seqlen_kv)
     return found
 
 
@@ -389,29 +366,19 @@ class _Reader:
         self._lock = threading.Lock()
         self._stamp: Hashable = None
         self._latest: tuple[Problem, list[Entry], Mapping[str, Mapping[str, str]]] | None = None
-        self._answers: dict[tuple[Problem, str, Regime, bool, bool], Answer | None] = {}
-        self._classes: dict[tuple[Hashable, str, Regime], list[Problem]] = {}
-        self._lenders: dict[tuple[Problem, str, Regime], tuple[Answer, nearest.Loans] | None] = {}
+        self._answers: dict[tuple[Problem, str, Regime, bool], Answer | None] = {}
 
     def answer(
-        self,
-        problem: Problem,
-        identity: str,
-        regime: Regime,
-        allow_other_gpu: bool,
-        with_nearest: bool,
+        self, problem: Problem, identity: str, regime: Regime, allow_other_gpu: bool
     ) -> Answer | None:
-        key = (problem, identity, regime, allow_other_gpu, with_nearest)
+        key = (problem, identity, regime, allow_other_gpu)
         with self._lock:
             self._file.refresh()
             if key not in self._answers:
                 if len(self._answers) >= _MAX_ANSWERS:
                     self._forget()
                 candidates = self._candidates(problem, regime)
-                found = choose(candidates, identity, allow_other_gpu)
-                if with_nearest and _rank(found):
-                    found = self._nearest(problem, identity, regime) or found
-                self._answers[key] = found
+                self._answers[key] = choose(candidates, identity, allow_other_gpu)
             return self._answers[key]
 
     def all(self) -> list[Entry]:
@@ -441,7 +408,7 @@ class _Reader:
             return self._file.has_tables and bool(self._file.select(_OF_PROBLEM, (problem.key,)))
 
     def decided_lengths(self, problem: AttentionProblem) -> set[int]:
-        alike = _of_any_length(problem)
+        alike = of_any_length(problem)
         with self._lock:
             self._file.refresh()
             rows = self._file.select(_ALIKE, (alike,)) if self._file.has_tables else []
@@ -481,8 +448,6 @@ class _Reader:
         self._latest = None
         self._stamp = None
         self._answers.clear()
-        self._classes.clear()
-        self._lenders.clear()
 
     def _candidates(self, problem: Problem, regime: Regime) -> list[Entry]:
         shipped_ones = [one.entry for one in shipped_index().get((problem, regime), [])]
@@ -500,67 +465,6 @@ class _Reader:
                 made = {config: artifacts_from_row(artifacts) for config, artifacts in builds}
             self._latest = problem, found, made
         return self._latest[1:]
-
-    def _nearest(self, problem: Problem, identity: str, regime: Regime) -> Answer | None:
-        """What the nearest tuned problem lends, None where none lends anything."""
-        from tuner.selection import nearest
-
-        for other in nearest.nearest_first(problem, self._tuned(problem, identity, regime)):
-            lender = self._lender(other, identity, regime)
-            if lender is not None and (lent := lender[1].to(problem)):
-                note = f"nearest: tuned for {other.label()}, checked around it"
-                return replace(lender[0], exact=False, notes=(note, *lender[0].notes), lent=lent)
-        return None
-
-    def _tuned(self, problem: Problem, identity: str, regime: Regime) -> list[Problem]:
-        """The problems of one's class with a measured decision, shipped ones too."""
-        from tuner.selection.nearest import class_of, class_pattern
-
-        key = (class_of(problem), identity, regime)
-        if key not in self._classes:
-            asked = class_pattern(problem), identity, regime.key
-            rows = self._file.select(_OF_CLASS, asked) if self._file.has_tables else []
-            with self._decoding():
-                known = [problem_from_row(text) for (text,) in rows]
-            known += [
-                one.problem
-                for same in shipped_index().values()
-                for one in same
-                if one.gpu.identity == identity and one.regime == regime
-            ]
-            self._classes[key] = [p for p in dict.fromkeys(known) if class_of(p) == key[0]]
-        return self._classes[key]
-
-    def _lender(
-        self, problem: Problem, identity: str, regime: Regime
-    ) -> tuple[Answer, nearest.Loans] | None:
-        """A tuned problem's measured answer, and what it lends."""
-        key = (problem, identity, regime)
-        if key not in self._lenders:
-            from tuner.selection.nearest import Loans, drawn
-
-            found = choose(self._candidates(problem, regime), identity, allow_other_gpu=False)
-            if found is None or found.entry.provenance != PROVENANCES[0]:
-                self._lenders[key] = None
-            else:
-                around = self._evidence(found.entry, drawn(problem))
-                self._lenders[key] = found, Loans(found.entry, around)
-        return self._lenders[key]
-
-    def _evidence(self, entry: Entry, problems: Sequence[Problem]) -> list[Measurement]:
-        """What an entry's configs did at other problems: what ships, then what is stored, oldest
-        first.
-        """
-        shipped_ones = shipped_around(entry)
-        if not self._file.has_tables:
-            return shipped_ones
-        ranked = entry.ranked
-        condition, values = evidence.query(ranked, problems)
-        rows = self._file.select(f"{STORED} WHERE {condition} ORDER BY measurements.id", values)
-        with self._decoding():
-            found = (dict(zip(STORED_COLUMNS, row, strict=True)) for row in rows)
-            stored = [checked_measurement(row) for row in found]
-        return [*shipped_ones, *evidence.counted(stored, ranked)]
 
     def _entries(self, where: str, values: tuple[str, ...]) -> list[Entry]:
         if not self._file.has_tables:

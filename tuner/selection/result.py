@@ -19,16 +19,12 @@ class Answer:
     """Result of `lookup`."""
 
     entry: Entry
-    """Entry of the problem, or of its nearest tuned one; a portfolio's has no time (`kind`)."""
+    """Entry of the problem itself; a portfolio's has no time (`kind`)."""
     exact: bool
-    """False when the entry is of another problem, of another GPU, or of another environment than
-    the caller's."""
+    """False when the entry is selected, of another GPU, or of another environment than the
+    caller's."""
     notes: tuple[str, ...] = ()
-    """Notes for the caller: another problem's, not measured, another environment, another
-    GPU, shipped."""
-    lent: tuple[Measurement, ...] = ()
-    """Configs of the nearest problem that may serve the asked one, best first; empty for an exact
-    answer."""
+    """Notes for the caller: not measured, another environment, another GPU, shipped."""
     selected: Selection | None = None
     """Selection of a portfolio and its reason, where nothing was measured."""
 
@@ -39,21 +35,12 @@ class Answer:
 
     @property
     def kind(self) -> str:
-        """``exact``, ``nearest`` or ``portfolio``."""
-        if self.selected is not None:
-            return "portfolio"
-        return "nearest" if self.lent else "exact"
+        """``exact`` or ``portfolio``."""
+        return "exact" if self.selected is None else "portfolio"
 
     @property
     def candidates(self) -> tuple[Measurement, ...]:
-        """Configs that may be launched, best first: transferred ones, else the winner and the
-        ranking.
-
-        Each is a measurement of ``entry.problem``; its config and artifacts serve the problem
-        asked for.
-        """
-        if self.lent:
-            return self.lent
+        """Configs that may be launched, best first: the winner, then the ranking."""
         winner = self.entry.winner
         return (winner, *(m for m in self.entry.ranking if m.config != winner.config))
 

@@ -40,27 +40,6 @@ class Shipped:
         self.regime = Regime.parse(first["regime"])
         self.gpu = Gpu(**first["gpu"])
 
-    @property
-    def digests(self) -> list[str]:
-        """Those of the configs that it ranks.
-
-        Raises:
-            StoreError: when one is damaged.
-        """
-        with _reading(self._path):
-            rows = map(self._document.row, self._decision.ranking)
-            return [row["config_digest"] for row in rows]
-
-    @cached_property
-    def around(self) -> list[Measurement]:
-        """Measurements of its configs at other shapes, oldest first.
-
-        Raises:
-            StoreError: when a row is damaged.
-        """
-        with _reading(self._path):
-            return self._document.around(self._decision)
-
     @cached_property
     def entry(self) -> Entry:
         """The whole decision.
@@ -107,20 +86,6 @@ def shipped() -> tuple[Entry, ...]:
         StoreError: when such a file is damaged.
     """
     return tuple(one.entry for same in shipped_index().values() for one in same)
-
-
-def shipped_around(entry: Entry) -> list[Measurement]:
-    """Shipped measurements of an entry's kernels at other shapes, oldest first.
-
-    Raises:
-        StoreError: when a file is damaged.
-    """
-    return [
-        m
-        for one in shipped_index().get((entry.problem, entry.regime), ())
-        if one.gpu.identity == entry.gpu.identity
-        for m in one.around
-    ]
 
 
 def with_shipped(

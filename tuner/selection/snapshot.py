@@ -1,5 +1,6 @@
-"""Data of a store for the read path, as bytes: the decisions, and what their kernels did around
-them. Without trials that nothing reads, jobs and logs: kilobytes where the store has megabytes.
+"""Data of a store for the read path, as bytes: the decisions, without trials, jobs and logs.
+
+Kilobytes where the store has megabytes.
 
 Standard library only. `unpack` makes a file that `tuner.selection.reader` reads as any other.
 """
@@ -13,7 +14,6 @@ from pathlib import Path
 
 from tuner.errors import StoreError
 from tuner.selection.reader import copy_store, store_file
-from tuner.selection.shipped import shipped_index
 from tuner.store.entry import (
     MEASUREMENT_COLUMNS,
     STORED,
@@ -21,13 +21,10 @@ from tuner.store.entry import (
     check_digest,
     row_digest,
 )
-from tuner.store.evidence import QUICK_AND_MEASURED
 from tuner.store.faults import FAULTS, decoding, store_error
 
-#: Ranked measurements stay, and those that may count as evidence for a ranked config.
-_DROP = f"""
-DELETE FROM measurements WHERE id NOT IN (SELECT measurement_id FROM rankings)
-  AND NOT ({QUICK_AND_MEASURED} AND config_digest IN (SELECT config_digest FROM ranked));
+_DROP = """
+DELETE FROM measurements WHERE id NOT IN (SELECT measurement_id FROM rankings);
 DELETE FROM job_events;
 DELETE FROM tasks;
 DELETE FROM jobs;
@@ -49,14 +46,7 @@ def take(path: Path | None = None) -> bytes:
     with contextlib.closing(sqlite3.connect(":memory:", isolation_level=None)) as copy:
         if not copy_store(source, copy):
             return b""
-        ships = (one for same in shipped_index().values() for one in same)
-        digests = {(digest,) for one in ships for digest in one.digests}
         try:
-            copy.execute(
-                "CREATE TEMP TABLE ranked AS SELECT DISTINCT config_digest FROM measurements "
-                "WHERE id IN (SELECT measurement_id FROM rankings)"
-            )
-            copy.executemany("INSERT INTO ranked VALUES (?)", digests)
             # They keep measurements as they are, in a store that somebody writes.
             triggers = copy.execute("SELECT name FROM sqlite_master WHERE type = 'trigger'")
             for (name,) in triggers.fetchall():

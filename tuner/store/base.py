@@ -20,9 +20,6 @@ SWEEP_STATES = ("running", "done", "interrupted")
 Check = Callable[[Measurement], Sequence[str]]
 """Reasons why an imported measurement cannot be served, beyond what the schema can see."""
 
-Around = Callable[[Problem], Sequence[Problem]]
-"""The shapes around a problem."""
-
 
 @dataclass(frozen=True)
 class SweepRecord:
@@ -152,18 +149,6 @@ class Store(ABC):
         """All decisions that match, of every provenance, in a fixed order."""
 
     @abstractmethod
-    def evidence(
-        self, ranked: Sequence[Measurement], shapes: Sequence[Problem]
-    ) -> list[Measurement]:
-        """Measurements at other shapes of the configs of one problem, GPU and regime: quick
-        measurements, oldest first.
-
-        Args:
-            ranked: those of a decision.
-            shapes: as `nearest.drawn` names them.
-        """
-
-    @abstractmethod
     def environments(self) -> list[EnvironmentRecord]:
         """Those of measured final passes, newest first."""
 
@@ -225,7 +210,6 @@ class Store(ABC):
         regime: Regimes | None = None,
         provenance: Provenance | None = None,
         trials: bool = False,
-        around: Around | None = None,
     ) -> dict[str, Any]:
         """Decisions and their measurements as the document that `import_` reads.
 
@@ -236,8 +220,6 @@ class Store(ABC):
             regime: only of this regime or of these.
             provenance: only of this provenance.
             trials: every measurement, not only those that decisions rank.
-            around: the shapes around a decision's problem at which what its configs did is told,
-                as `nearest.drawn`; default: none.
         """
 
     @abstractmethod

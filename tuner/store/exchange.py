@@ -1,5 +1,4 @@
-"""Export and import: a JSON document of measurements, the decisions that rank them, and what
-speaks for their kernels at shapes around (`tuner.store.around`).
+"""Export and import: a JSON document of measurements, and the decisions that rank them.
 
 A document holds data only. `to_text` writes it with one line a measurement. `read` is for documents
 from outside: it checks everything and takes all or nothing. `Trusted` is for the documents that
@@ -22,7 +21,6 @@ from tuner.base import resources
 from tuner.base.printable import printable
 from tuner.errors import ConfigError, StoreError
 from tuner.measurement import Measurement, Provenance, Status
-from tuner.store import around
 from tuner.store.entry import Entry, digest_of, ranking_fault, to_row
 
 if TYPE_CHECKING:
@@ -30,21 +28,16 @@ if TYPE_CHECKING:
 
 FORMAT = "cutlass-tuner-entries"
 VERSION = 2
-"""1 had nothing around the decisions; it is read too."""
+"""1 is read too. Earlier programs wrote rows ``around`` decisions too, which are not read."""
 
 MAX_AHEAD = timedelta(days=1)
 """How far a time may lie ahead of this machine's clock: what came later than any decision to come
 would never be replaced."""
 
-MOST_SHAPES = 64
-"""Around one decision; `nearest.drawn` names 20."""
-
 _HEAD = f'{{\n "format": "{FORMAT}",\n "version": {VERSION},\n "measurements": [\n'
 _BETWEEN = '\n ],\n "entries": [\n'
-_AROUND = '\n ],\n "around": [\n'
 _END = "\n ]\n}\n"
 _COMMA = ",\n"
-_ENTRY = '{"entry":'
 """The layout of `to_text`: a line break ends a row, for JSON escapes those in texts."""
 
 #: Most of a row's faults are consequences of the first ones.
@@ -71,46 +64,31 @@ class Decision:
         return Decision([ids[n] for n in self.ranking], pinned, self.sweep, self.decided_at)
 
 
-def write(
-    measured: Mapping[int, Measurement],
-    decisions: Sequence[Decision],
-    evidence: Sequence[Iterable[Measurement]] = (),
-) -> dict[str, Any]:
+def write(measured: Mapping[int, Measurement], decisions: Sequence[Decision]) -> dict[str, Any]:
     """The document of some measurements and decisions; equal content, equal document.
 
     Args:
         measured: by number.
         decisions: by these numbers.
-        evidence: of each decision, quick measurements of its configs at other shapes.
     """
     order = sorted(measured, key=lambda id: _order(measured[id]))
     row = {id: number for number, id in enumerate(order)}
-    pairs = zip(decisions, evidence or ((),) * len(decisions), strict=True)
-    entries = [(d.renumbered(row), of_decision) for d, of_decision in pairs]
-    entries.sort(key=lambda pair: pair[0].ranking)
+    entries = sorted((d.renumbered(row) for d in decisions), key=lambda one: one.ranking)
     return {
         "format": FORMAT,
         "version": VERSION,
         "measurements": [_row(measured[id]) for id in order],
-        "entries": [asdict(decision) for decision, _ in entries],
-        "around": [
-            found
-            for number, (decision, of_decision) in enumerate(entries)
-            for found in around.rows(
-                number, {n: measured[order[n]] for n in decision.numbers}, of_decision
-            )
-        ],
+        "entries": [asdict(decision) for decision in entries],
     }
 
 
 def to_text(document: Mapping[str, Any]) -> str:
     """A document as JSON text, each of its rows on a line of its own."""
-    nearby = [{"entry": row["entry"], **row} for row in document.get("around", ())]
-    measurements, entries, last = (
+    measurements, entries = (
         _COMMA.join(json.dumps(row, separators=(",", ":"), allow_nan=False) for row in rows)
-        for rows in (document["measurements"], document["entries"], nearby)
+        for rows in (document["measurements"], document["entries"])
     )
-    return f"{_HEAD}{measurements}{_BETWEEN}{entries}{_AROUND}{last}{_END}"
+    return f"{_HEAD}{measurements}{_BETWEEN}{entries}{_END}"
 
 
 def _order(measurement: Measurement) -> tuple[Any, ...]:
@@ -200,10 +178,10 @@ def _validators() -> dict[str, Draft202012Validator]:
         raise StoreError(f"the schema of imports is missing: {path}") from exc
     # The document's own schema looks at its outline; rows are looked at one by one.
     outline = {**schema, "properties": {**schema["properties"]}}
-    for name in ("measurements", "entries", "around"):
+    for name in ("measurements", "entries"):
         outline["properties"][name] = {"type": "array"}
     parts = {"outline": outline}
-    for name in ("measurement", "entry", "around"):
+    for name in ("measurement", "entry"):
         parts[name] = {"$defs": schema["$defs"], "$ref": f"#/$defs/{name}"}
     return {name: Draft202012Validator(part) for name, part in parts.items()}
 
@@ -219,8 +197,7 @@ def _schema_faults(kind: str, value: Any) -> Iterator[str]:
 def read(
     document: Any, check: Callable[[Measurement], Sequence[str]] | None = None
 ) -> tuple[list[Measurement], list[Decision]]:
-    """Check a document from outside and take its content; what it tells around its decisions comes
-    behind its measurements.
+    """Check a document from outside and take its content.
 
     Args:
         document: parsed JSON.
@@ -245,23 +222,13 @@ def read(
         measurement, reasons = _measurement(row)
         faults += [f"measurements[{number}]: {reason}" for reason in reasons[:_FAULTS_PER_ROW]]
         measured.append(measurement)
-    sound: dict[int, Decision] = {}
+    decisions: list[Decision] = []
     for number, row in enumerate(document["entries"]):
         reasons = list(_schema_faults("entry", row)) or _entry_faults(row, measured)
         faults += [f"entries[{number}]: {reason}" for reason in reasons[:_FAULTS_PER_ROW]]
         if not reasons:
-            sound[number] = Decision(**row)
-    decisions = list(sound.values())
+            decisions.append(Decision(**row))
     faults += _repeated(decisions, measured)
-    nearby: dict[tuple[int, str, str], Measurement] = {}
-    for number, row in enumerate(document.get("around", ())):
-        found, reasons = _around(row, sound, measured)
-        places = [(row["entry"], m.problem.key, m.config.digest) for m in found]
-        if nearby.keys() & places or len(set(places)) < len(places):
-            reasons = ["shapes: a config at one shape is told twice"]
-        faults += [f"around[{number}]: {reason}" for reason in reasons[:_FAULTS_PER_ROW]]
-        nearby.update(zip(places, found, strict=True))
-    faults += _too_many(nearby)
     if check is not None:
         served = {n for d in decisions for n in d.numbers}
         for number in sorted(served):
@@ -272,40 +239,7 @@ def read(
         rows = "row does" if count == 1 else "rows do"
         told = [f"nothing was imported, {count} {rows} not fit:", *map(printable, faults)]
         raise ConfigError("\n  ".join(told))
-    return [*(m for m in measured if m is not None), *nearby.values()], decisions
-
-
-def _around(
-    row: Any, entries: Mapping[int, Decision], measured: Sequence[Measurement | None]
-) -> tuple[list[Measurement], list[str]]:
-    """The measurements of a row of ``around``, or why it does not fit."""
-    try:
-        reasons = list(_schema_faults("around", row))
-        reasons += [f"{name}: it is not finite" for name in _infinite(row)]
-        if reasons:
-            return [], reasons
-        json.dumps(row, ensure_ascii=False).encode()
-        entry = entries.get(row["entry"])
-        if entry is None:
-            return [], [f"entries[{row['entry']}] is not there, or does not fit"]
-        if other := set(row["configs"]) - set(entry.numbers):
-            return [], [f"entries[{row['entry']}] does not rank measurements[{min(other)}]"]
-        ranked = [m for n in row["configs"] if (m := measured[n]) is not None]
-        found = around.measurements(row, ranked)
-        return found, _ahead_faults("shapes", {m.created_at: None for m in found})
-    except RecursionError:
-        return [], ["shapes: nested too deeply"]
-    except (ValueError, KeyError, TypeError) as exc:  # ConfigError among them
-        return [], [f"shapes: {exc}"]
-
-
-def _too_many(nearby: Iterable[tuple[int, str, str]]) -> Iterator[str]:
-    shapes: dict[int, set[str]] = {}
-    for entry, problem, _ in nearby:
-        shapes.setdefault(entry, set()).add(problem)
-    for entry, found in shapes.items():
-        if len(found) > MOST_SHAPES:
-            yield f"around: entries[{entry}] has {len(found)} shapes (allowed: {MOST_SHAPES})"
+    return [m for m in measured if m is not None], decisions
 
 
 def _measurement(row: Any) -> tuple[Measurement | None, list[str]]:
@@ -422,14 +356,9 @@ class Trusted:
         if not text.startswith(_HEAD.encode()):
             raise ValueError("another layout")
         measurements, rest = text[len(_HEAD) :].split(_BETWEEN.encode())
-        entries, nearby = rest.removesuffix(_END.encode()).split(_AROUND.encode())
+        entries = rest.removesuffix(_END.encode())
         self._measurements = measurements.split(_COMMA.encode())
         self.decisions = [Decision(**row) for row in json.loads(b"[%b]" % entries)]
-        self._around: dict[int, list[bytes]] = {}
-        for line in nearby.split(_COMMA.encode()) if nearby else ():
-            # "entry" comes first: of a line that is not asked for no more is read.
-            number = int(line[len(_ENTRY) : line.index(b",")])
-            self._around.setdefault(number, []).append(line)
 
     def row(self, number: int) -> dict[str, Any]:
         """A measurement as it is written."""
@@ -445,14 +374,6 @@ class Trusted:
             sweep=decision.sweep,
             decided_at=decision.decided_at,
         )
-
-    def around(self, decision: Decision) -> list[Measurement]:
-        """Measurements of a decision's configs at other shapes, oldest first."""
-        found: list[Measurement] = []
-        for line in self._around.get(self.decisions.index(decision), ()):
-            row = json.loads(line)
-            found += around.measurements(row, [self._measurement(n) for n in row["configs"]])
-        return found
 
     def _measurement(self, number: int) -> Measurement:
         row = self.row(number)

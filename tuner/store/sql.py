@@ -18,11 +18,10 @@ from tuner.errors import ConfigError, StoreError, TunerError
 from tuner.hardware import Gpu
 from tuner.measurement import Measurement, Provenance, Regime, Regimes, Status, regime_keys
 from tuner.problem import Problem
-from tuner.store import evidence, exchange, models
+from tuner.store import exchange, models
 from tuner.store import statements as run
 from tuner.store.base import (
     SWEEP_STATES,
-    Around,
     Check,
     EnvironmentRecord,
     ImportReport,
@@ -347,7 +346,6 @@ class SqlStore(Store):
         regime: Regimes | None = None,
         provenance: Provenance | None = None,
         trials: bool = False,
-        around: Around | None = None,
     ) -> dict[str, Any]:
         chosen = run.matching(_CHOSEN, _W.c.gpu, _W, problem, gpu, regime, provenance)
         rows = run.matching(run.MEASUREMENTS, _G.c.identity, _M, problem, gpu, regime, provenance)
@@ -356,14 +354,10 @@ class SqlStore(Store):
         if not trials:
             rows = rows.where(_M.c.id.in_(sa.select(_R.c.measurement_id)))
         with self.transaction(write=False) as connection:
-            return self._export(connection, rows, chosen, around)
+            return self._export(connection, rows, chosen)
 
     def _export(
-        self,
-        connection: sa.Connection,
-        rows: sa.Select[Any],
-        chosen: sa.Select[Any],
-        around: Around | None = None,
+        self, connection: sa.Connection, rows: sa.Select[Any], chosen: sa.Select[Any]
     ) -> dict[str, Any]:
         """The document of some measurements, and of those decisions that are chosen."""
         measured = dict(self._read(connection.execute(rows)))
@@ -382,27 +376,7 @@ class SqlStore(Store):
                 check_ranking([measured[id] for id in decision.ranking])
                 if decision.pinned is not None and decision.pinned not in measured:
                     raise LookupError(f"there is no measurement {decision.pinned}")
-        nearby: list[list[Measurement]] = []
-        if around is not None:
-            for decision in decisions:
-                ranked = [measured[id] for id in decision.numbers]
-                shapes = around(ranked[0].problem)
-                nearby.append(self._evidence(connection, ranked, shapes))
-        return exchange.write(measured, decisions, nearby)
-
-    def evidence(
-        self, ranked: Sequence[Measurement], shapes: Sequence[Problem]
-    ) -> list[Measurement]:
-        with self.transaction(write=False) as connection:
-            return self._evidence(connection, ranked, shapes)
-
-    def _evidence(
-        self, connection: sa.Connection, ranked: Sequence[Measurement], shapes: Sequence[Problem]
-    ) -> list[Measurement]:
-        condition, values = evidence.query(ranked, shapes)
-        query = run.MEASUREMENTS.where(sa.text(condition)).order_by(_M.c.id)
-        rows = self._read(connection.execute(query, values))
-        return evidence.counted((m for _, m in rows), ranked)
+        return exchange.write(measured, decisions)
 
     def import_(
         self, document: Mapping[str, Any], *, origin: str = "imported", check: Check | None = None

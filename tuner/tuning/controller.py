@@ -37,7 +37,7 @@ from tuner.runners.base import Runner
 from tuner.runners.choose import Machine, Runners
 from tuner.store import Store
 from tuner.store.jobs import LEASE_S, Claim, Jobs, Lease, result_of, result_text
-from tuner.tuning.job import JobOptions, widen_winner
+from tuner.tuning.job import JobOptions
 from tuner.tuning.progress import SweepState, Watcher
 from tuner.tuning.sweep import Catalogue, Sweep
 
@@ -222,14 +222,6 @@ class Controller:
             return
         self._watcher.note(f"{problem.op} {problem.label()} of job {turn.claim.job}")
         outcome = sweep.run(self._claim_ahead)
-        widen_winner(
-            outcome,
-            sweep.runner,
-            self._store.under(lease),
-            turn.options,
-            note=self._watcher.note,
-            stopped=lambda: self._leases.stopping,
-        )
         self._leases.remove(lease)
         if outcome.entry is None:
             jobs.finish(lease, "nothing was decided")

@@ -21,7 +21,7 @@ from tuner.errors import ConfigError, StoreError, TunerError
 from tuner.families import families_of
 from tuner.hardware import DEFAULT_GPU
 from tuner.measure.tolerance import floor_work
-from tuner.measurement import Provenance, Regime
+from tuner.measurement import Regime
 from tuner.problem import PROBLEMS, Problem
 from tuner.runners.base import Runner
 from tuner.runners.choose import Runners
@@ -30,7 +30,6 @@ from tuner.tuning.budget import Budget
 from tuner.tuning.options import Catalogue, SweepOptions, check_families
 from tuner.tuning.outcome import Outcome
 from tuner.tuning.progress import Interruption, Watcher
-from tuner.tuning.revalidate import widen
 from tuner.tuning.sweep import Sweep
 
 if TYPE_CHECKING:
@@ -54,9 +53,6 @@ class JobOptions:
     """L2 regime, in place of the operation's default."""
     skip_tuned: bool = True
     """Skip a problem whose sweep with equal settings ended in this environment."""
-    widen: bool = True
-    """Check what a sweep measured at shapes around its problem's (`revalidate.widen`); never
-    under a time limit."""
 
     def regime(self, problem: Problem) -> Regime:
         default = Regime.default(problem.op)
@@ -97,8 +93,9 @@ class JobOptions:
         Raises:
             ConfigError: when an option is unknown or out of range.
         """
-        own = {name: data[name] for name in ("launch", "l2", "skip_tuned", "widen") if name in data}
-        rest = {name: value for name, value in data.items() if name not in own}
+        own = {name: data[name] for name in ("launch", "l2", "skip_tuned") if name in data}
+        # "widen" is of earlier versions.
+        rest = {name: data[name] for name in data if name not in own and name != "widen"}
         rest["families"] = tuple(rest.get("families", ()))
         try:
             return cls(SweepOptions(**rest), **own)
@@ -262,14 +259,6 @@ class Job:
             result.interrupted |= outcome.interrupted
             with self._lock:
                 self._watcher.finished(outcome)
-            widen_winner(
-                outcome,
-                sweep.runner,
-                self._store,
-                self._options,
-                note=self._watcher.note,
-                stopped=lambda: self._interruption.requested,
-            )
         except StoreError:
             raise
         except TunerError as exc:
@@ -315,34 +304,6 @@ class Job:
 def _floor_us(problem: Problem) -> float:
     """Least time of a call, to order problems by the cost of timing them."""
     return DEFAULT_GPU.floor_us(*floor_work(problem))
-
-
-def widen_winner(
-    outcome: Outcome,
-    runner: Runner,
-    store: Store,
-    options: JobOptions,
-    *,
-    note: Callable[[str], None],
-    stopped: Callable[[], bool],
-) -> None:
-    """Let what a sweep decided serve the shapes around it; a fault there takes nothing from it.
-
-    Raises:
-        StoreError: when the store fails.
-    """
-    entry = outcome.entry
-    is_wanted = options.widen and options.sweep.time_limit_s is None and not outcome.interrupted
-    if not is_wanted or entry is None or outcome.provenance is not Provenance.MEASURED:
-        return
-    label = f"{outcome.problem.op} {outcome.problem.label()}"
-    note(f"{label}: checking the winner at the shapes around it")
-    try:
-        widen(entry, runner, store, stopped=stopped)
-    except StoreError:
-        raise
-    except TunerError as exc:
-        note(f"{label}: the winner serves no other shape: {exc}")
 
 
 def read_problems(path: Path, op: str = DEFAULT_OP) -> list[Problem]:

@@ -1,35 +1,25 @@
-"""Measure again what is stored: in another environment, and around the shape that was tuned.
-
-Neither searches. `revalidate` times the stored best configs and the vendors' kernels side by side
-and decides anew. `widen` checks the stored best at the shapes that `nearest.drawn` names, so that
-they may serve what nobody tuned. Each entry, and each shape, is stored before the next begins.
+"""Measure again what is stored, in another environment: nothing is searched. The stored best
+configs and the vendors' kernels are timed side by side, and decided anew.
 """
 
 from __future__ import annotations
 
-import math
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from tuner.config import Config
 from tuner.errors import NoValidConfigError
-from tuner.families import families_of
+from tuner.families import families, families_of
 from tuner.measurement import Measurement
 from tuner.problem import Problem
 from tuner.runners.base import Runner
 from tuner.search import ranking
 from tuner.search.study import effort
-from tuner.selection import nearest
 from tuner.store import Store
 from tuner.store.entry import Entry, is_vendor
 from tuner.tuning.outcome import summary
-
-LENDERS = 3
-"""Own configs of an entry that `widen` checks."""
-RIVALS = 2
-"""PyTorch's own kernels that it times beside them."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +50,7 @@ def revalidate(entry: Entry, runner: Runner, store: Store) -> Revalidation:
         StoreError: when the store cannot be written.
     """
     problem = entry.problem
-    stored = [m for m in entry.ranked if nearest.fits(problem, m)]
+    stored = [m for m in entry.ranked if _fits(m)]
     vendors = _vendors(problem, runner)
     configs = list(dict.fromkeys([*(m.config for m in stored), *vendors]))
     finals, ranked = _time(problem, configs, runner)
@@ -107,131 +97,12 @@ def _time(
     return finals, ranking.rank(finals)
 
 
-@dataclass(frozen=True)
-class Lender:
-    """How one own config of an entry did at the shapes drawn around it."""
-
-    measurement: Measurement
-    """At the tuned problem."""
-    passed: int
-    failed: tuple[Measurement, ...]
-    over_pytorch: float | None
-    """Geometric mean of its time over the fastest of PyTorch's; None where none was timed."""
-
-    @property
-    def lends(self) -> bool:
-        """True when it may serve shapes that nobody tuned (`tuner.selection.nearest`)."""
-        return nearest.may_serve(self.passed, len(self.failed))
-
-
-def widen(
-    entry: Entry,
-    runner: Runner,
-    store: Store,
-    progress: Callable[[int, int], None] = lambda done, goal: None,
-    stopped: Callable[[], bool] = lambda: False,
-) -> list[Lender]:
-    """Check an entry's best own configs, and time them beside PyTorch's, at drawn shapes.
-
-    Measurements in the store from this environment are not repeated.
-
-    Args:
-        entry: measured on the runner's GPU.
-        runner: of the entry's regime.
-        store: where the measurements go; `tuner.selection.nearest` reads them there.
-        progress: told how many of the shapes are done.
-        stopped: asked before each shape whether to leave it at what is known.
-
-    Raises:
-        NoValidConfigError: when the entry's kernels are others than those that are built here.
-        StoreError: when the store cannot be written.
-    """
-    lenders = [m for m in nearest.lenders(entry) if nearest.fits(entry.problem, m)][:LENDERS]
-    rivals = [m for m in entry.ranking if nearest.is_pytorchs(m.config)][:RIVALS]
-    shapes = nearest.drawn(entry.problem) if lenders else ()
-    sweep = uuid.uuid4().hex[:16]
-    seen: list[Measurement] = []
-    for done, problem in enumerate(shapes):
-        progress(done, len(shapes))
-        if stopped():
-            return [_lender(m, seen) for m in lenders]
-        fitting = [m for m in lenders if nearest.fits(problem, m)]
-        wanted = {m.config.digest: m for m in (*fitting, *(rivals if fitting else ()))}
-        known = _known(store, runner, entry, problem, list(wanted.values()))
-        missing = [m.config for digest, m in wanted.items() if digest not in known]
-        if missing:
-            measured = _measure(problem, missing, runner, store, sweep)
-            _check_kernels(measured, wanted)
-            known |= {m.config.digest: m for m in measured}
-        seen += known.values()
-    progress(len(shapes), len(shapes))
-    return [_lender(m, seen) for m in lenders]
-
-
-def _measure(
-    problem: Problem, configs: Sequence[Config], runner: Runner, store: Store, sweep: str
-) -> list[Measurement]:
-    """One measurement a config, stored. What is left over of other requests comes before it: of a
-    sweep whose time was over, or that was given up. That is kept, nothing more.
-    """
-    runner.submit(problem, configs)
-    while True:
-        measured = [_signed(m, sweep) for m in runner.collect()]
-        store.add(measured)
-        if not measured or [(m.problem, m.config) for m in measured] == [
-            (problem, config) for config in configs
-        ]:
-            return measured
-
-
-def _known(
-    store: Store,
-    runner: Runner,
-    entry: Entry,
-    problem: Problem,
-    wanted: Sequence[Measurement],
-) -> dict[str, Measurement]:
-    """Measurements in the store of these kernels at a drawn shape, from this environment."""
-    artifacts = {m.config.digest: dict(m.artifacts) for m in wanted}
-    found = store.measurements(
-        problem=problem,
-        gpu=runner.gpu,
-        regime=entry.regime,
-        environment=runner.environment.digest,
-        provenance=runner.provenance,
-        final=False,
-    )
-    return {
-        m.config.digest: m
-        for m in found
-        if m.config.digest in artifacts and dict(m.artifacts) == artifacts[m.config.digest]
-    }
-
-
-def _check_kernels(measured: Sequence[Measurement], wanted: dict[str, Measurement]) -> None:
-    for m in measured:
-        if m.ok and dict(m.artifacts) != dict(wanted[m.config.digest].artifacts):
-            stored = wanted[m.config.digest].problem
-            raise NoValidConfigError(
-                f"the stored kernels of {stored.op} {stored.label()} were built by another "
-                f"compiler: `tuner revalidate --op {stored.op} --shape {stored.label()}` first"
-            )
-
-
-def _lender(measurement: Measurement, seen: Sequence[Measurement]) -> Lender:
-    mine = [m for m in seen if m.config == measurement.config]
-    logs = []
-    for m in mine:
-        theirs = [r.latency_us for r in seen if r.problem == m.problem and is_vendor(r.config)]
-        fastest = min((us for us in theirs if us is not None), default=None)
-        if m.latency_us is not None and fastest is not None:
-            logs.append(math.log(m.latency_us / fastest))
-    return Lender(
-        measurement,
-        passed=sum(m.ok for m in mine),
-        failed=tuple(m for m in mine if m.is_fault),
-        over_pytorch=math.exp(sum(logs) / len(logs)) if logs else None,
-    )
+def _fits(measurement: Measurement) -> bool:
+    """True when a stored config is an own one that this version has and that is legal."""
+    member = families().get(measurement.config.family)
+    if member is None or member.is_vendor:
+        return False
+    return member.accepts(measurement.problem, measurement.config, measurement.gpu)
 
 
 def _signed(measurement: Measurement, sweep: str) -> Measurement:

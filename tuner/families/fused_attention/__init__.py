@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import cache
 from itertools import product
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from tuner.config import Config, Value
 from tuner.families import attention_work
@@ -104,9 +105,12 @@ def launch_registers(warp_groups: int, blocks_per_sm: int) -> int:
     return min(255, 65536 // (threads * blocks_per_sm)) // 8 * 8
 
 
+_INSTANCE = [next(d for d in INSTANCES if d >= size) for size in range(INSTANCES[-1] + 1)]
+
+
 def instance(head_dim: int) -> int:
     """The smallest instance that holds `head_dim` columns."""
-    return next(d for d in INSTANCES if d >= head_dim)
+    return _INSTANCE[head_dim]
 
 
 class FusedAttention(Family):
@@ -524,24 +528,30 @@ class FusedAttention(Family):
             splits=int(config.get("splits", 1)),
         )
 
-    def splits(self, problem: Problem, config: Config, gpu: Gpu) -> Sequence[int]:
-        attention, params = _attention(problem), config.params
+    def splitter(self, config: Config, gpu: Gpu) -> Callable[[Any], Sequence[int]]:
+        params, rows = config.params, _tile_m(config.params)
         packed = int(params.get("packed_heads", 1))
-        if packed != 1 and attention.heads_q // attention.heads_kv % packed:
-            return ()
-        if "combine" not in params:
-            return (1,)
-        tiles = -(-attention.seqlen_q * packed // _tile_m(params))
-        tiles *= attention.batch * attention.heads_q // packed
+        is_split, is_clustered = "combine" in params, params.get("combine") == "cluster"
         room = gpu.sm_count * int(params["blocks_per_sm"])
-        if params["combine"] == "cluster":
-            room = min(int(CLUSTERED_SHARE * room), MOST_CLUSTERED * tiles)
-        most = min(room // tiles, attention.seqlen_kv // LEAST_SPLIT_KEYS)
-        counts = {2**i for i in range(1, max(1, most).bit_length())} | {most}
-        return sorted(count for count in counts if count > 1)
+        room = int(CLUSTERED_SHARE * room) if is_clustered else room
+
+        def splits(problem: AttentionProblem) -> Sequence[int]:
+            heads = problem.heads_q
+            if packed != 1 and heads // problem.heads_kv % packed:
+                return ()
+            if not is_split:
+                return (1,)
+            tiles = -(-problem.seqlen_q * packed // rows) * problem.batch * heads // packed
+            most = min(room // tiles, problem.seqlen_kv // LEAST_SPLIT_KEYS)
+            return _counts(min(most, MOST_CLUSTERED) if is_clustered else most)
+
+        return splits
 
     def is_scheduled(self, config: Config) -> bool:
         return "combine" in config.params or config.get("packed_heads", 1) != 1
+
+    def is_split(self, config: Config) -> bool:
+        return "combine" in config.params
 
     def called(self, problem: Problem, config: Config, splits: int) -> Config:
         """To kernels an absent `packed_heads` is 1."""
@@ -556,6 +566,13 @@ class FusedAttention(Family):
         if attention.block_mask:
             return (*facts, "h" in attention.block_mask)
         return (*facts, attention.page_size) if attention.is_paged else facts
+
+
+@cache
+def _counts(most: int) -> tuple[int, ...]:
+    """Counts of splits that are tried, up to the most that are worth it."""
+    counts = {2**i for i in range(1, max(1, most).bit_length())} | {most}
+    return tuple(sorted(count for count in counts if count > 1))
 
 
 def _spills(problem: AttentionProblem, config: Config) -> bool:

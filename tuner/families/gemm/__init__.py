@@ -13,8 +13,8 @@ factors a tree of its nodes. Tables and formulas are in `gemm_shape`, the candid
 from __future__ import annotations
 
 import random
-from collections.abc import Hashable, Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, ClassVar
 
 from tuner.config import Config, Value
 from tuner.errors import ConfigError
@@ -61,6 +61,7 @@ from tuner.problem import (
     DTYPE_BYTES,
     E4M3,
     EPILOGUE_SCALES,
+    DType,
     GemmProblem,
     Problem,
 )
@@ -272,8 +273,8 @@ class Gemm(Family):
     def tiling(self, config: Config) -> product_work.Tiling:
         return tiling_of(config)
 
-    def splits(self, problem: Problem, config: Config, gpu: Gpu) -> Sequence[int]:
-        return splits_of(product_work.Sizes.of(_gemm(problem)), config, gpu)
+    def splitter(self, config: Config, gpu: Gpu) -> Callable[[Any], Sequence[int]]:
+        return lambda problem: splits_of(product_work.Sizes.of(_gemm(problem)), config, gpu)
 
     def is_scheduled(self, config: Config) -> bool:
         return bool(config.get("decomposition_mode") == "SplitK")
@@ -282,7 +283,8 @@ class Gemm(Family):
         return split(config, splits)
 
     def legality_facts(self, problem: Problem) -> Hashable:
-        return legality_facts(_gemm(problem))
+        product = _gemm(problem)
+        return legality_facts(problem, product.m, product.n, product.k, product.dtype)
 
 
 def tiling_of(config: Config) -> product_work.Tiling:
@@ -332,11 +334,19 @@ def split(config: Config, splits: int) -> Config:
     return Config(config.family, {**config.params, "splits": max(splits, gemm_space.SPLITS[0])})
 
 
-def legality_facts(problem: GemmProblem) -> Hashable:
-    """Facts of a plain product without a batch; vast ones may have too many tiles for a grid."""
-    if max(problem.m, problem.n, problem.k) >= VAST:
+def legality_facts(problem: Problem, m: int, n: int, k: int, dtype: DType) -> Hashable:
+    """Facts of a plain product without a batch; vast ones may have too many tiles for a grid.
+
+    Args:
+        problem: of the family.
+        m: rows of its product.
+        n: columns of its product.
+        k: length of its sums.
+        dtype: of its operands.
+    """
+    if m >= VAST or n >= VAST or k >= VAST:
         return problem
-    return problem.dtype, problem.n % ALIGNED, problem.k % ALIGNED
+    return dtype, n % ALIGNED, k % ALIGNED
 
 
 def _gemm(problem: Problem) -> GemmProblem:

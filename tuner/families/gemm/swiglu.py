@@ -9,8 +9,8 @@ shared memory (four when a tile ends within a group). Everything else of a confi
 from __future__ import annotations
 
 import random
-from collections.abc import Hashable, Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, ClassVar
 
 from tuner.config import Config
 from tuner.errors import ConfigError
@@ -118,8 +118,8 @@ class GemmSwiglu(Family):
     def tiling(self, config: Config) -> product_work.Tiling:
         return tiling_of(config)
 
-    def splits(self, problem: Problem, config: Config, gpu: Gpu) -> Sequence[int]:
-        return splits_of(product_work.Sizes.of(product_of(problem)), config, gpu)
+    def splitter(self, config: Config, gpu: Gpu) -> Callable[[Any], Sequence[int]]:
+        return lambda problem: splits_of(product_work.Sizes.of(product_of(problem)), config, gpu)
 
     def is_scheduled(self, config: Config) -> bool:
         return bool(config.get("decomposition_mode") == "SplitK")
@@ -128,7 +128,9 @@ class GemmSwiglu(Family):
         return split(config, splits)
 
     def legality_facts(self, problem: Problem) -> Hashable:
-        return legality_facts(product_of(problem))
+        if not isinstance(problem, SwigluProblem):
+            return problem
+        return legality_facts(problem, problem.m, 2 * problem.n, problem.k, problem.dtype)
 
 
 def product_of(problem: Problem) -> GemmProblem:

@@ -1,0 +1,148 @@
+"""What is selected, beside a plain evaluation of the time models: every candidate, one by one."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from tuner.config import Config
+from tuner.errors import ConfigError
+from tuner.families.vendor.sdpa import BACKENDS
+from tuner.hardware import Gpu
+from tuner.problem import AttentionProblem, GemmProblem, Problem, SwigluProblem, population
+from tuner.selection.candidates import Candidate, DomainModels
+from tuner.selection.domains import Domain
+from tuner.selection.portfolio import VENDOR_MARGIN, Portfolio, shipped
+
+HEADS = ((16, 16), (32, 8), (28, 4), (71, 1), (14, 2), (1, 1), (64, 8))
+SIZES = (1, 8, 16, 17, 100, 256, 257, 1000, 4104, 50000, 1 << 20)
+WIDTHS = (8, 64, 800, 4096, 14336, 28672, 151936)
+
+
+def expected_us(problem: Problem, one: Candidate, config: Config, gpu: Gpu) -> float:
+    assert one.family is not None
+    amounts = one.family.work(problem, config, gpu)
+    return math.fsum(us * amount for us, amount in zip(one.priced, amounts, strict=True))
+
+
+def own_by_hand(
+    models: DomainModels, problem: Problem, gpu: Gpu
+) -> tuple[list[tuple[float, float, Config]], bool]:
+    """Legal own kernels with margin, microseconds and config; and whether one is near."""
+    found = [
+        (us * (1 + models.margin * one.p90_error), us, config, one.spread.holds(sizes), legal)
+        for one in models.candidates
+        if one.family is not None and not one.is_vendor
+        for sizes in [models.domain.sizes(problem)]
+        for config in one.family.scheduled(problem, one.config, gpu)
+        for us in [expected_us(problem, one, config, gpu)]
+        for legal in [one.family.accepts(problem, config, gpu)]
+    ]
+    near = [one for one in found if one[3]]
+    kept = [(cautious, us, config) for cautious, us, config, _, legal in near or found if legal]
+    return sorted(kept, key=lambda one: one[0]), bool(near)
+
+
+def vendor_by_hand(models: DomainModels, problem: Problem, gpu: Gpu) -> tuple[float, str]:
+    known = {
+        str(one.config["kernel"]): (expected_us(problem, one, one.config, gpu), one)
+        for one in models.vendors
+        if one.family is not None and one.family.accepts(problem, one.config, gpu)
+    }
+    if not known:
+        return math.inf, ""
+    usual = next((name for name in BACKENDS if name in known), min(known))
+    sizes = models.domain.sizes(problem)
+    others = {name: us for name, (us, one) in known.items() if one.spread.holds(sizes)}
+    best = min(others, key=lambda name: others[name], default=usual)
+    is_better = best in others and others[best] * (1 + VENDOR_MARGIN) < known[usual][0]
+    name = best if is_better else usual
+    return known[name][0], name
+
+
+def drawn(portfolio: Portfolio, rng: random.Random) -> Iterator[Problem]:
+    """Problems of each domain that is served, and sizes far beyond what was measured among them."""
+    for domain, _ in portfolio.served():
+        (usual, *_) = domain.problems(rng.choice(("float16", "bfloat16")))
+        for _ in range(4):
+            try:
+                yield varied(usual, rng)
+            except ConfigError:
+                continue
+
+
+def varied(usual: Problem, rng: random.Random) -> Problem:
+    if not isinstance(usual, AttentionProblem):
+        assert isinstance(usual, GemmProblem | SwigluProblem)
+        n, k = (rng.choice(WIDTHS) for _ in range(2))
+        return replace(usual, m=rng.choice(SIZES), n=n, k=k)
+    heads_q, heads_kv = rng.choice(HEADS)
+    queries = rng.choice((1, 4, 63, rng.randint(64, 20000)))
+    return replace(
+        usual,
+        seqlen_q=queries,
+        seqlen_kv=rng.choice((queries, rng.randint(64, 4096), rng.randint(64, 200000))),
+        batch=rng.choice((1, 7, 64)),
+        heads_q=heads_q,
+        heads_kv=heads_kv,
+        window_left=rng.choice((0, 64, 4096)) if usual.is_windowed else -1,
+        window_right=rng.choice((-1, 5)) if usual.is_windowed else -1,
+    )
+
+
+def check(portfolio: Portfolio, problem: Problem, gpu: Gpu) -> bool:
+    """Compare a selection with what is found by hand; whether an own kernel was chosen."""
+    models = portfolio.models_of(Domain.of(problem))
+    found = portfolio.select(problem, gpu)
+    if models is None:
+        assert found is None
+        return False
+    own, is_near = own_by_hand(models, problem, gpu)
+    vendor_us, vendor = vendor_by_hand(models, problem, gpu)
+    if found is None:
+        assert not own and not vendor, problem.label()
+        return False
+    is_trusted = is_near or not vendor or models.domain.reaches_far
+    bound = vendor_us if is_trusted else 0.0
+    wanted = [(us, config) for cautious, us, config in own if cautious <= bound]
+    alike = pytest.approx(1.0, rel=1e-9)
+    assert found.vendor == vendor and (not vendor or found.vendor_us / vendor_us == alike)
+    for mine, theirs in (
+        (list(found.own()), wanted),
+        (list(found.ranked()), [(us, config) for _, us, config in own]),
+    ):
+        assert len(mine) == len(theirs), problem.label()
+        assert all(a / b == alike for (a, _), (b, _) in zip(mine, theirs, strict=True))
+        assert sorted(c.digest for _, c in mine) == sorted(c.digest for _, c in theirs)
+    if wanted:
+        assert found.expected_us / wanted[0][0] == alike and found.config == wanted[0][1]
+    else:
+        assert found.config["kernel"] == vendor and found.expected_us == found.vendor_us
+    assert ("no kernel was measured" in " ".join(found.doubts)) == (not is_near)
+    return bool(wanted)
+
+
+@pytest.mark.parametrize("portfolio", shipped(), ids=lambda one: one.op)
+def test_every_domain_selects_what_the_time_models_say(portfolio: Portfolio) -> None:
+    rng = random.Random(25)
+    smaller = replace(portfolio.gpu, sm_count=100)
+    chosen = [
+        check(portfolio, problem, rng.choice((portfolio.gpu, smaller)))
+        for problem in drawn(portfolio, rng)
+    ]
+    assert any(chosen) and not all(chosen)
+
+
+def test_calls_of_models_select_what_the_time_models_say() -> None:
+    by_op = {one.op: one for one in shipped()}
+    calls = population.draw("selected", 300, population.subset("all"))
+    chosen = [
+        check(by_op[call.problem.op], call.problem, by_op[call.problem.op].gpu)
+        for call in calls
+        if call.problem.op in by_op
+    ]
+    assert any(chosen) and not all(chosen)

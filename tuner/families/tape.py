@@ -1,0 +1,182 @@
+"""Formulas traced once, and run as straight lines.
+
+The work of a kernel is counted by plain functions of numbers (`Family.amounts`), each stated once.
+Called with a `Symbol` in the place of a number such a function leaves its operations on a `Tape`;
+`Tape.lines` gives them for a function that is `compiled`. What is known is folded, equal operations
+are done once, and what no result needs is left out. A traced function branches on known numbers
+only, and takes `larger`, `smaller` and `where` for the rest. Needs the standard library only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import count
+from typing import Any
+
+#: Of a result, in a line.
+_NAME = re.compile(r"\b_\d+\b")
+
+
+class Symbol:
+    """A number that is known when the traced function runs; equal to none that is known before.
+    Whole numbers are divided by ``//``, as the functions that are traced do.
+    """
+
+    __slots__ = ("name", "negated", "tape")
+
+    def __init__(self, tape: Tape, name: str, negated: Symbol | None = None) -> None:
+        self.tape, self.name, self.negated = tape, name, negated
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def __bool__(self) -> bool:
+        raise TypeError(f"{self.name} is not known while it is traced (allowed: larger, smaller)")
+
+    def __neg__(self) -> Symbol:
+        return self.tape.emit("-{}", self) if self.negated is None else self.negated
+
+    def __add__(self, other: Any) -> Any:
+        return self.tape.emit("{} + {}", self, other)
+
+    def __radd__(self, other: Any) -> Any:
+        return self.tape.emit("{} + {}", other, self)
+
+    def __sub__(self, other: Any) -> Any:
+        return self.tape.emit("{} - {}", self, other)
+
+    def __rsub__(self, other: Any) -> Any:
+        return self.tape.emit("{} - {}", other, self)
+
+    def __mul__(self, other: Any) -> Any:
+        return self if _is_one(other) else self.tape.emit("{} * {}", self, other)
+
+    def __rmul__(self, other: Any) -> Any:
+        return self if _is_one(other) else self.tape.emit("{} * {}", other, self)
+
+    def __truediv__(self, other: Any) -> Any:
+        return self.tape.emit("{} / {}", self, other)
+
+    def __rtruediv__(self, other: Any) -> Any:
+        return self.tape.emit("{} / {}", other, self)
+
+    def __floordiv__(self, other: Any) -> Any:
+        return self if _is_one(other) else self.tape.emit("{} // {}", self, other)
+
+    def __rfloordiv__(self, other: Any) -> Any:
+        return self.tape.emit("{} // {}", other, self)
+
+    def __pow__(self, other: Any) -> Any:
+        return self.tape.emit("{} ** {}", self, other)
+
+    def __getitem__(self, place: int) -> Any:
+        return self.tape.emit(f"{{}}[{place}]", self)
+
+
+def _is_one(number: Any) -> bool:
+    return isinstance(number, int | float) and number == 1
+
+
+class Tape:
+    """Operations in the order in which they were traced.
+
+    Args:
+        around: the tape of the lines before a loop; what the loop does not change goes there.
+    """
+
+    def __init__(self, around: Tape | None = None) -> None:
+        self._depth: int = 0 if around is None else around._depth + 1
+        self._numbers: Iterator[int] = count() if around is None else around._numbers
+        self._known: dict[str, Symbol] = {}
+        self.names: dict[str, Any] = {} if around is None else around.names
+        """What the lines call by name."""
+
+    def argument(self, name: str) -> Symbol:
+        """A number that is given when the function runs."""
+        return Symbol(self, name)
+
+    def emit(self, text: str, *operands: Any) -> Symbol:
+        """The result of an operation, on the innermost tape of its operands.
+
+        Args:
+            text: of the operation, with places for the operands as `str.format` has them.
+            operands: numbers and symbols.
+        """
+        tapes = [one.tape for one in operands if isinstance(one, Symbol)]
+        tape = max(tapes, key=lambda one: one._depth, default=self)
+        line = text.format(*map(repr, operands))
+        if line not in tape._known:
+            negated = operands[0] if text == "-{}" else None
+            tape._known[line] = Symbol(tape, f"_{next(tape._numbers)}", negated)
+        return tape._known[line]
+
+    def lines(self, uses: Counter[str]) -> list[str]:
+        """Assignments that some results need, in their order; what one line uses is written there.
+
+        Args:
+            uses: counts of `names_in` the lines behind these; those of what they need are added.
+        """
+        kept, elsewhere = dict[str, str](), frozenset(uses)
+        for line, symbol in reversed(self._known.items()):
+            if uses[symbol.name]:
+                kept[symbol.name] = line
+                uses.update(names_in(line))
+        found, once = [], dict[str, str]()
+        for name, line in reversed(kept.items()):
+            text = _NAME.sub(lambda match: once.get(match[0], match[0]), line)
+            if uses[name] == 1 and name not in elsewhere:
+                once[name] = f"({text})"
+            else:
+                found.append(f"{name} = {text}")
+        return found
+
+
+def names_in(text: str) -> list[str]:
+    """Names of a tape's results in a text, once for each use."""
+    return _NAME.findall(text)
+
+
+def compiled(name: str, lines: Iterable[str], names: Mapping[str, Any]) -> Any:
+    """A function of its text.
+
+    Args:
+        name: of the function.
+        lines: its text, made of a tape's assignments: it holds numbers, and names of ours.
+        names: what the lines call by name.
+    """
+    space = dict(names)
+    exec("\n".join(lines), space)
+    return space[name]
+
+
+def where(one: Any, other: Any, then: Any, otherwise: Any) -> Any:
+    """`then` where the first number is the larger one, else `otherwise`; traced or not."""
+    if isinstance(one, Symbol) or isinstance(other, Symbol):
+        operands = one, other, then, otherwise
+        return _tape_of(*operands).emit("{2} if {0} > {1} else {3}", *operands)
+    return then if one > other else otherwise
+
+
+def larger(one: Any, other: Any) -> Any:
+    """The larger of two numbers, traced or not."""
+    return where(one, other, one, other)
+
+
+def smaller(one: Any, other: Any) -> Any:
+    """The smaller of two numbers, traced or not."""
+    return where(other, one, one, other)
+
+
+def called(function: Callable[..., Any], *operands: Any) -> Any:
+    """The result of a function that is not traced into."""
+    if not any(isinstance(one, Symbol) for one in operands):
+        return function(*operands)
+    tape, name = _tape_of(*operands), f"{function.__module__}.{function.__qualname__}"
+    tape.names[name := name.replace(".", "_")] = function
+    return tape.emit(f"{name}({', '.join('{}' for _ in operands)})", *operands)
+
+
+def _tape_of(*operands: Any) -> Tape:
+    return next(one.tape for one in operands if isinstance(one, Symbol))

@@ -1,0 +1,324 @@
+"""The candidates of a portfolio's domain, and the time that each is expected to take.
+
+A *time model* has the microseconds of each amount of work that `Family.amounts` counts. To choose
+among a dozen kernels takes the amounts of each, so what a domain's candidates have in common is
+found once: `Times` traces the amounts (`tuner.families.tape`) and compiles one function for all.
+Needs the standard library only.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from tuner.config import Config
+from tuner.families import families
+from tuner.families.base import Family
+from tuner.families.tape import Tape, compiled, names_in
+from tuner.families.vendor.sdpa import BACKENDS
+from tuner.families.work import kind_of
+from tuner.hardware import Gpu
+from tuner.measurement import Regime
+from tuner.problem import Problem
+from tuner.selection.domains import AnyDomain
+
+REACH = 2
+"""Factor by which a size may exceed the measured ones: beyond it a time model is not trusted."""
+
+
+class Spread(NamedTuple):
+    """Smallest and largest sizes that a kernel was measured at."""
+
+    bounds: tuple[tuple[int, int], ...]
+    """Of each of the domain's `axes`."""
+
+    @classmethod
+    def of(cls, sizes: Iterable[tuple[int, ...]]) -> Spread:
+        """The spread of problems' `Domain.sizes`."""
+        return cls(tuple((min(each), max(each)) for each in zip(*sizes, strict=True)))
+
+    @classmethod
+    def over(cls, spreads: Iterable[Spread]) -> Spread:
+        """The smallest that holds all of some."""
+        axes = zip(*(one.bounds for one in spreads), strict=True)
+        return cls(tuple((min(low for low, _ in axis), max(high for _, high in axis))
+                         for axis in axes))  # fmt: skip
+
+    @property
+    def reached(self) -> tuple[tuple[float, float], ...]:
+        """The bounds within `REACH` times the measured sizes."""
+        return tuple((low / REACH, high * REACH) for low, high in self.bounds)
+
+    def holds(self, sizes: tuple[int, ...]) -> bool:
+        """Whether none is beyond `REACH` times the measured ones."""
+        return is_near(self.reached, sizes)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A kernel of a domain with its time model."""
+
+    config: Config
+    """Without the parameters that `Family.scheduled` chooses for a shape."""
+    rates: Mapping[str, float]
+    """Microseconds of one unit of each of the family's `work_terms`; a missing one is 0."""
+    points: int
+    """Measurements that the rates were fitted to."""
+    median_error: float
+    """Of problems left out of the fit: the median of |expected / measured - 1|."""
+    p90_error: float
+    spread: Spread
+
+    @cached_property
+    def family(self) -> Family | None:
+        """None for a family that this version does not have."""
+        return families().get(self.config.family)
+
+    @cached_property
+    def is_vendor(self) -> bool:
+        return self.family is not None and self.family.is_vendor
+
+    @cached_property
+    def priced(self) -> tuple[float, ...]:
+        """The rate of each of the family's work terms."""
+        terms = self.family.work_terms if self.family else ()
+        return tuple(self.rates.get(term, 0.0) for term in terms)
+
+    def us(self, sizes: Any, tiling: Any, gpu: Gpu) -> Any:
+        """The expected microseconds; may be traced.
+
+        Args:
+            sizes: a problem's, as of `tuner.families.work.sizes_of`.
+            tiling: `Family.tiling`, with the splits that are called.
+            gpu: where it runs.
+        """
+        amounts = self.family.amounts(sizes, tiling, gpu) if self.family else ()
+        priced = [us * amount for us, amount in zip(self.priced, amounts, strict=True) if us]
+        return sum(priced[1:], priced[0]) if priced else 0.0
+
+
+Estimate = tuple[float, float, int, int]
+"""An own candidate as it may be called for a problem: its expected microseconds with the margin
+times the model's error, and without; its place in the domain, of equal times the first is taken;
+splits.
+"""
+
+
+@dataclass(frozen=True)
+class Regret:
+    """How selections did at problems whose models were left out when the rates were fitted; the
+    kernels and the margin were chosen with them.
+    """
+
+    problems: int
+    mean: float
+    """Time of the chosen kernel over the fastest measured one, less 1."""
+    worst: float
+    over_vendor: float
+    """Geometric mean of the fastest vendor's time over the chosen kernel's."""
+    least_over_vendor: float
+    own_share: float
+    """Share of the problems at which an own kernel was chosen."""
+
+    def text(self) -> str:
+        """For people, in one line."""
+        return (
+            f"left out: mean {100 * self.mean:.1f} %, worst {100 * self.worst:.1f} % over "
+            f"{self.problems} problems; {self.over_vendor:.2f}x the fastest vendor, "
+            f"{self.least_over_vendor:.2f}x at the worst"
+        )
+
+
+@dataclass(frozen=True)
+class DomainModels:
+    """The candidates of one domain, and how well they are known."""
+
+    domain: AnyDomain
+    regime: Regime
+    candidates: Sequence[Candidate]
+    margin: float
+    """An own kernel is chosen that is expected to beat the vendor's by so many times its model's
+    `Candidate.p90_error`, at least."""
+    regret: Regret
+    kin: AnyDomain | None = None
+    """Domain whose rates these are, where this one was not measured."""
+    _times: dict[str, Times] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    @property
+    def vendors(self) -> list[Candidate]:
+        """The vendors' kernels among the candidates."""
+        return [one for one in self.candidates if one.is_vendor]
+
+    def times(self, gpu: Gpu) -> Times:
+        """What the candidates are expected to take on a GPU."""
+        found = self._times.get(gpu.name)
+        if found is None or (found.gpu is not gpu and found.gpu != gpu):
+            found = self._times[gpu.name] = Times(self, gpu)
+        return found
+
+
+Legality = tuple[Hashable, ...]
+"""Equal for problems of a domain that the same configs are legal for."""
+_LegalVendors = tuple[Mapping[str, tuple[int, Config]], str | None]
+
+
+class Times:
+    """What the candidates of a domain are expected to take on one GPU.
+
+    Args:
+        models: of the domain.
+        gpu: where they run.
+    """
+
+    def __init__(self, models: DomainModels, gpu: Gpu) -> None:
+        self.models, self.gpu = models, gpu
+        known = [
+            (place, one, one.family)
+            for place, one in enumerate(models.candidates)
+            if one.family is not None
+        ]
+        self._own = {place: one for place, one, family in known if not family.is_vendor}
+        self.vendors = [one for _, one, family in known if family.is_vendor]
+        """The vendors' kernels of this version, in the order of their times."""
+        self._vendor_places = [place for place, _, family in known if family.is_vendor]
+        self._families = list(dict.fromkeys(family for *_, family in known))
+        self._family_at = {place: self._families.index(family) for place, _, family in known}
+        vendors_at = (self._family_at[place] for place in self._vendor_places)
+        self._vendors_at = tuple(dict.fromkeys(vendors_at))
+        self._vendors_reached = [one.spread.reached for one in self.vendors]
+        self._configs: dict[Hashable, Config | None] = {}
+        self._legal_vendors: dict[Hashable, _LegalVendors] = {}
+        self._kind: Any = kind_of(models.domain.problems("float16")[0])
+        self._sizes_of: Any = self._kind.of
+        self._traced = self._compiled()
+
+    def estimates(self, problem: Problem) -> tuple[list[Estimate], Sequence[float], bool]:
+        """Own kernels, legal or not; microseconds of `vendors`; and whether an own one was measured
+        near: the others are left out then, else all are here.
+        """
+        found: tuple[list[Estimate], Sequence[float], bool]
+        found = self._traced(self._sizes_of(problem), problem)
+        return found
+
+    def legality(self, problem: Problem) -> Legality:
+        """`Family.legality_facts` of each family of the domain."""
+        return tuple([family.legality_facts(problem) for family in self._families])
+
+    def config(self, problem: Problem, place: int, splits: int, facts: Legality) -> Config | None:
+        """The config of a candidate as it is called; None where it is not legal for the problem.
+
+        Args:
+            problem: of the domain.
+            place: of the candidate, in the domain.
+            splits: as its estimate has them.
+            facts: the problem's `legality`.
+        """
+        key = place, splits, facts[self._family_at[place]]
+        try:
+            return self._configs[key]
+        except KeyError:
+            one = self.models.candidates[place]
+            assert one.family is not None
+            config = one.family.called(problem, one.config, splits)
+            is_legal = one.family.accepts(problem, config, self.gpu)
+            return self._configs.setdefault(key, config if is_legal else None)
+
+    def legal_vendors(self, problem: Problem, facts: Legality) -> _LegalVendors:
+        """Of `vendors` those that take a problem: their place there and config, by kernel; and the
+        one that PyTorch chooses, None where there is none.
+        """
+        key = tuple([facts[at] for at in self._vendors_at])
+        found = self._legal_vendors.get(key)
+        if found is None:
+            configs = [self.config(problem, place, 1, facts) for place in self._vendor_places]
+            legal = {
+                str(config["kernel"]): (number, config)
+                for number, config in enumerate(configs)
+                if config is not None
+            }
+            found = legal, pytorchs_choice(legal) if legal else None
+            self._legal_vendors[key] = found
+        return found
+
+    def is_vendor_near(self, number: int, sizes: tuple[int, ...]) -> bool:
+        """Whether one of `vendors` was measured near some sizes."""
+        return is_near(self._vendors_reached[number], sizes)
+
+    def _compiled(self) -> Any:
+        """A function of a problem's sizes, and the problem: own estimates, vendors' times, and
+        whether all own candidates were measured near.
+        """
+        tape, uses, loops = Tape(), Counter[str](), list[str]()
+        sizes = self._kind(*map(tape.argument, self._kind._fields))
+        sizes = self.models.domain.with_known(sizes)
+        rows = []
+        for place, one in self._own.items():
+            family, config, doubt = one.family, one.config, 1 + self.models.margin * one.p90_error
+            assert family is not None
+            tiling, is_scheduled = family.tiling(config), family.is_scheduled(config)
+            inner, splits = Tape(tape), 1 if tiling is None else tiling.splits
+            if is_scheduled:
+                splits = inner.argument("count")
+                tape.names[f"splits_{place}"] = family.splitter(config, self.gpu)
+            if is_scheduled and family.is_split(config):
+                tiling = tiling._replace(splits=splits)
+            us = one.us(sizes, tiling, self.gpu)
+            row = f"({us * doubt}, {us}, {place}, {splits})"
+            uses.update(names_in(row))
+            if not is_scheduled:
+                rows.append(row)
+                continue
+            loops += [f" for count in splits_{place}(problem):"]
+            loops += [f"  {line}" for line in inner.lines(uses)]
+            loops += [f"  own.append({row})"]
+        reached = [one.spread.reached for one in self._own.values()]
+        axes = self.models.domain.axes_of(sizes)
+        every = [_within(bounds, axes) for bounds in reached]
+        tightest = [
+            (max(low for low, _ in axis), min(high for _, high in axis))
+            for axis in zip(*reached, strict=True)
+        ]
+        shared = _within(tightest, axes) if reached else "False"
+        near = ", ".join(f"{place}: {text}" for place, text in zip(self._own, every, strict=True))
+        vendors = [str(one.us(sizes, self._tiling(one), self.gpu)) for one in self.vendors]
+        uses.update(names_in(" ".join((shared, near, *vendors))))
+        lines = [
+            "def times(sizes, problem):",
+            f" {', '.join(self._kind._fields)} = sizes",
+            *(f" {line}" for line in tape.lines(uses)),
+            f" own = [{', '.join(rows)}]",
+            *loops,
+            f" vendors = [{', '.join(vendors)}]",
+            f" if own and {shared}:",
+            "  return own, vendors, True",
+            f" is_near = {{{near}}}",
+            " near = [one for one in own if is_near[one[2]]]",
+            " return near or own, vendors, bool(near)",
+        ]
+        return compiled("times", lines, tape.names)
+
+    @staticmethod
+    def _tiling(one: Candidate) -> Any:
+        return None if one.family is None else one.family.tiling(one.config)
+
+
+def is_near(bounds: Iterable[tuple[float, float]], sizes: Sequence[int]) -> bool:
+    """Whether each size is within its bounds."""
+    for (low, high), size in zip(bounds, sizes, strict=True):
+        if not low <= size <= high:
+            return False
+    return True
+
+
+def _within(bounds: Iterable[tuple[float, float]], sizes: Iterable[Any]) -> str:
+    """The text of `is_near`."""
+    pairs = zip(bounds, sizes, strict=True)
+    return " and ".join(f"{low} <= {size} <= {high}" for (low, high), size in pairs)
+
+
+def pytorchs_choice(kernels: Collection[str]) -> str:
+    """The one of some vendors' kernels that PyTorch chooses by itself."""
+    return next((name for name in BACKENDS if name in kernels), min(kernels))
