@@ -71,7 +71,7 @@ def layer(
         config = config_of(problem.seqlen_q)
         (launch,) = FAMILY.launches(problem, config, posed.scale)
         return plans.KernelPlan(
-            problem, config, index, False,
+            problem, config, index,
             shape=problem.output.shape,
             strides=problem.output.strides,
             steps=(plans._step(problem, kernel, launch, 0),),
