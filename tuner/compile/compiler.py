@@ -189,9 +189,8 @@ class Compiler:
 
         Returns:
             Futures of the artifacts. They raise CompileError (nvcc refused, with `command` and
-            `log`), RenderError (the spec does not render), StoreError (the cache cannot be
-            written) or concurrent.futures.CancelledError (after `close` or
-            `release`).
+            `log`), RenderError (the spec does not render) or StoreError (the cache cannot be
+            written). After `close` or `release` they raise concurrent.futures.CancelledError.
         """
         futures: list[tuple[KernelSpec, Future[Artifact]]] = []
         added = 0
@@ -249,7 +248,7 @@ class Compiler:
                 self._processes.kill(unit.folder)
 
     def underway(self) -> dict[Future[Artifact], Underway]:
-        """What is being built at this moment."""
+        """Kernels that are being built at this moment."""
         now = time.monotonic()
         with self._lock:
             return {

@@ -37,7 +37,7 @@ class Unit:
     cancelled: threading.Event = field(default_factory=threading.Event)
     """Set when nobody wants any of it."""
     folder: Path | None = None
-    """Where its compiler works."""
+    """Folder that its compiler works in."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Underway:
     elapsed_s: float
     """Since its unit began."""
     kernels: int
-    """Of its unit."""
+    """Kernels of its unit."""
 
 
 def available_bytes(proc: Path = Path("/proc"), group: Path = Path("/sys/fs/cgroup")) -> int:

@@ -407,7 +407,7 @@ class Family(ABC):
         return False
 
     def is_split(self, config: Config) -> bool:
-        """Whether `splits` of a scheduled config are always two or more; else they are one."""
+        """True if `splits` of a scheduled config are always two or more; else they are one."""
         return self.is_scheduled(config)
 
     def called(self, problem: Problem, config: Config, splits: int) -> Config:

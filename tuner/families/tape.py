@@ -1,10 +1,12 @@
 """Formulas traced once, and run as straight lines.
 
-The work of a kernel is counted by plain functions of numbers (`Family.amounts`), each stated once.
-Called with a `Symbol` in the place of a number such a function leaves its operations on a `Tape`;
-`Tape.lines` gives them for a function that is `compiled`. What is known is folded, equal operations
-are done once, and what no result needs is left out. A traced function branches on known numbers
-only, and takes `larger`, `smaller` and `where` for the rest. Needs the standard library only.
+Plain functions of numbers count the work of a kernel (`Family.amounts`), each stated once. Called
+with a `Symbol` in place of a number, such a function leaves its operations on a `Tape`. `Tape.lines`
+gives them for a function that is `compiled`.
+
+Constants are folded, equal operations are done once, and operations that no result needs are left
+out. A traced function branches on known numbers only, and takes `larger`, `smaller` and `where` for
+the rest. Needs the standard library only.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ class Building:
     elapsed_s: float | None
     """Seconds since its compile began; None while it waits for a core."""
     kernels: int
-    """Of the translation unit: these share its time."""
+    """Kernels of the translation unit, which share its time."""
 
 
 class Runner(Protocol):

@@ -2,7 +2,7 @@
 
 A *time model* has the microseconds of each amount of work that `Family.amounts` counts. To choose
 among a dozen kernels takes the amounts of each, so what a domain's candidates have in common is
-found once: `Times` traces the amounts (`tuner.families.tape`) and compiles one function for all.
+found once: `DomainTimes` traces the amounts (`tuner.families.tape`) and compiles one function for all.
 Needs the standard library only.
 """
 
@@ -145,18 +145,20 @@ class DomainModels:
     regret: Regret
     kin: AnyDomain | None = None
     """Domain whose rates these are, where this one was not measured."""
-    _times: dict[str, Times] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _times: dict[str, DomainTimes] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
 
     @property
     def vendors(self) -> list[Candidate]:
         """The vendors' kernels among the candidates."""
         return [one for one in self.candidates if one.is_vendor]
 
-    def times(self, gpu: Gpu) -> Times:
+    def times(self, gpu: Gpu) -> DomainTimes:
         """What the candidates are expected to take on a GPU."""
         found = self._times.get(gpu.name)
         if found is None or (found.gpu is not gpu and found.gpu != gpu):
-            found = self._times[gpu.name] = Times(self, gpu)
+            found = self._times[gpu.name] = DomainTimes(self, gpu)
         return found
 
 
@@ -165,7 +167,7 @@ Legality = tuple[Hashable, ...]
 _LegalVendors = tuple[Mapping[str, tuple[int, Config]], str | None]
 
 
-class Times:
+class DomainTimes:
     """What the candidates of a domain are expected to take on one GPU.
 
     Args:
