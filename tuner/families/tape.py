@@ -1,8 +1,8 @@
 """Formulas traced once, and run as straight lines.
 
 Plain functions of numbers count the work of a kernel (`Family.amounts`), each stated once. Called
-with a `Symbol` in place of a number, such a function leaves its operations on a `Tape`. `Tape.lines`
-gives them for a function that is `compiled`.
+with a `Symbol` in place of a number, such a function leaves its operations on a `Tape`.
+`Tape.lines` gives them for a function that is `compiled`.
 
 Constants are folded, equal operations are done once, and operations that no result needs are left
 out. A traced function branches on known numbers only, and takes `larger`, `smaller` and `where` for

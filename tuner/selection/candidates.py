@@ -1,9 +1,8 @@
 """The candidates of a portfolio's domain, and the time that each is expected to take.
 
-A *time model* has the microseconds of each amount of work that `Family.amounts` counts. To choose
-among a dozen kernels takes the amounts of each, so what a domain's candidates have in common is
-found once: `DomainTimes` traces the amounts (`tuner.families.tape`) and compiles one function for all.
-Needs the standard library only.
+A *time model* has the microseconds of each amount of work that `Family.amounts` counts. Choosing
+among a dozen kernels needs the amounts of each. `DomainTimes` traces them (`tuner.families.tape`)
+and compiles one function for all candidates of a domain. Needs the standard library only.
 """
 
 from __future__ import annotations

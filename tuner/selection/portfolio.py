@@ -38,7 +38,7 @@ from tuner.selection.candidates import (
     Legality,
     Regret,
     Spread,
-    Times,
+    DomainTimes,
     pytorchs_choice,
 )
 from tuner.selection.domains import DOMAINS, AnyDomain, AttentionDomain, Domain
@@ -73,7 +73,7 @@ def preferred(expected: Mapping[str, float], near: Collection[str] | None = None
 
 
 def _vendors_best(
-    times: Times, problem: Problem, expected: Sequence[float], facts: Legality
+    times: DomainTimes, problem: Problem, expected: Sequence[float], facts: Legality
 ) -> tuple[float, Config | None, str]:
     """Expected microseconds, config and name of the vendor's kernel to leave a problem to; infinity
     where none takes it.
@@ -124,10 +124,10 @@ class Selection(NamedTuple):
     """The vendor's fastest kernel, by expectation; empty where none has a time model."""
     vendor_us: float
     problem: Problem
-    times: Times
+    times: DomainTimes
     """What the domain's candidates are expected to take on the GPU."""
     facts: Legality
-    """The problem's `Times.legality`."""
+    """The problem's `DomainTimes.legality`."""
     estimates: Sequence[Estimate]
     """Of own kernels, legal or not."""
     bound_us: float
@@ -174,7 +174,7 @@ class Selection(NamedTuple):
 
 
 def _legal(
-    times: Times,
+    times: DomainTimes,
     problem: Problem,
     facts: Legality,
     estimates: Iterable[Estimate],
