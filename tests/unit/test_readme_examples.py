@@ -16,6 +16,8 @@ torch = pytest.importorskip("torch", reason="the runtime needs PyTorch")
 README = Path(tuner.__file__).parent / "runtime" / "README.md"
 
 
+# FlexAttention on a CPU, which is not compiled there.
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
 def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TUNER_CACHE_DIR", str(tmp_path))
     monkeypatch.chdir(tmp_path)

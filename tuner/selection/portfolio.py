@@ -34,11 +34,11 @@ from tuner.selection.candidates import (
     REACH,
     Candidate,
     DomainModels,
+    DomainTimes,
     Estimate,
     Legality,
     Regret,
     Spread,
-    DomainTimes,
     pytorchs_choice,
 )
 from tuner.selection.domains import DOMAINS, AnyDomain, AttentionDomain, Domain
