@@ -57,7 +57,7 @@ HEADING = ("attention", "requests/s", "tokens/s", "over sdpa", "same tokens", "h
 
 @dataclass(frozen=True)
 class Load:
-    """What the model is asked."""
+    """Requests that the model is given."""
 
     model: str
     requests: int

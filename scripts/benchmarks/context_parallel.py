@@ -32,7 +32,7 @@ Calls = Mapping[str, Callable[[], Any]]
 
 
 def is_splittable(problem: AttentionProblem, chunks: int) -> bool:
-    """Whether ring attention computes a problem, cut into so many chunks."""
+    """True if ring attention computes a problem, cut into so many chunks."""
     names = "batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_kv", "head_dim", "is_causal"
     plain = AttentionProblem(
         dtype=problem.dtype, **{name: getattr(problem, name) for name in names}
@@ -71,7 +71,7 @@ def transfers(ring: Any, packed: Any, sums: Any | None) -> None:
 
 
 def calls_of(problem: AttentionProblem, device: Any) -> dict[str, Calls]:
-    """What is timed, by pass and name; ranks but the first have nothing to do for ``one``."""
+    """Timed calls, by pass and name; ranks but the first have nothing to do for ``one``."""
     import torch
 
     import tuner

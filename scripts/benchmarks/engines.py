@@ -57,7 +57,7 @@ FEW_QUERIES = "16"
 LIMIT_S = 240.0
 PASSES = 3
 PROMPTS, PROMPT = 4, 2048
-"""Of the pass that measures prompts."""
+"""Prompts of the pass that measures them, and their length."""
 #: One process, no network.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

@@ -32,7 +32,7 @@ FAMILY = family("fused_attention")
 BATCH, HEADS, LENGTH = 4, 16, 4096
 HEAD_DIMS = (64, 128)
 DOCUMENT, WINDOW, PREFIX = 512, 1024, 512
-#: What a mask lets query q see of key k; of numbers, and of tensors of them.
+#: True where query q sees key k; of numbers, and of tensors of them.
 MASKS: Mapping[str, Callable[[Any, Any], Any]] = {
     "causal": lambda q, k: k <= q,
     "documents": lambda q, k: q // DOCUMENT == k // DOCUMENT,

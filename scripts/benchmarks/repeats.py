@@ -1,4 +1,4 @@
-"""Whether sweeps of a problem agree: the same sweep again and again, its winners side by side.
+"""True if sweeps of a problem agree: the same sweep again and again, its winners side by side.
 
 ``scripts/bench repeats --shape S=1024,D=64`` sweeps with a seed of its own each time, into
 a store of its own, so that no sweep knows of another; what was compiled stays compiled. Then every

@@ -243,7 +243,7 @@ def timed_again(m: Measurement, rng: random.Random) -> Measurement:
 
 Key = TypeVar("Key")
 _CASES: list[Case] = []
-"""What the child processes inherit."""
+"""Environment that the child processes inherit."""
 
 
 def _run(position: int, method: str, seeds: Iterable[int], pace: Pace) -> list[Run]:

@@ -52,7 +52,7 @@ TIMING_S = 0.4
 EFFORT = "quick"
 
 _CASES: list[Case] = []
-"""What the child processes inherit."""
+"""Environment that the child processes inherit."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class End:
     compiled: int
     cancelled: int
     loss: float
-    """What the final pass chooses, as a share over the recorded best."""
+    """Loss of the final pass's choice, as a share over the recorded best."""
 
 
 @dataclass
@@ -190,7 +190,7 @@ def searched(case: Case, seed: int, cores: int, effort: str) -> Search:
 def learnt(
     cases: Sequence[Case], seeds: int, durations: Mapping[str, Sequence[float]]
 ) -> list[Expectation]:
-    """What each effort takes and loses on each number of cores, by operation."""
+    """Time and loss of each effort on each number of cores, by operation."""
     found = []
     for op in sorted({case.problem.op for case in cases}):
         mine = [case for case in cases if case.problem.op == op]

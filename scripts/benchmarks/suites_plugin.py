@@ -72,7 +72,7 @@ def read(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def is_complete(path: Path) -> bool:
-    """Whether the last process of a record came to its end."""
+    """True if the last process of a record came to its end."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return bool(lines) and lines[-1].startswith(f'{{"{END}"')
 

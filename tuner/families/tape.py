@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import count
 from typing import Any
 
-#: Of a result, in a line.
+#: Name of a result, in a line.
 _NAME = re.compile(r"\b_\d+\b")
 
 
@@ -93,7 +93,7 @@ class Tape:
         self._numbers: Iterator[int] = count() if around is None else around._numbers
         self._known: dict[str, Symbol] = {}
         self.names: dict[str, Any] = {} if around is None else around.names
-        """What the lines call by name."""
+        """Functions that the lines call by name."""
 
     def argument(self, name: str) -> Symbol:
         """A number that is given when the function runs."""

@@ -149,7 +149,7 @@ def _blocks(problem: AttentionProblem, rng: random.Random) -> Rows:
 
 
 def _ragged(problem: AttentionProblem, rng: random.Random) -> Rows:
-    """Of each row keys at random, one, or none."""
+    """For each row keys at random, one, or none."""
     keys, base = problem.seqlen_kv, rng.getrandbits(32)
 
     def row(query: int) -> int:

@@ -83,7 +83,7 @@ class Evaluator:
         self._members, self._environment, self._max_workspace = members, environment, max_workspace
         self._fresh: set[KernelSpec] = set()
         self._seeds: dict[Problem, int] = {}
-        """Of the inputs of each problem's quick pass."""
+        """Seed of the inputs of each problem's quick pass."""
         self._lock = threading.Lock()
         [(_, self._reference)] = compiler.submit([REFERENCE])
 

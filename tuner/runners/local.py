@@ -189,7 +189,7 @@ class LocalRunner:
                     return []
                 if not self._open:
                     raise BenchmarkError("nothing was submitted to collect")
-                # What `cancel` wakes is whoever waits at this one.
+                # `cancel` wakes whoever waits at this one.
                 results = self._done
             try:
                 left_s = None if until is None else max(0.0, until - time.monotonic())

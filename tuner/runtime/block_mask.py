@@ -33,7 +33,7 @@ _known: WeakKeyDictionary[BlockMask, dict[int, BlockTables]] = WeakKeyDictionary
 
 
 def axes_of(mask: BlockMask) -> Axes:
-    """What a problem calls the mask's axes."""
+    """Name that a problem has for the mask's axes."""
     batches, heads = mask.kv_num_blocks.shape[:2]
     by_axes: dict[tuple[bool, bool], Axes] = {
         (False, False): "1",
@@ -138,7 +138,7 @@ def _seen(
 
 
 def _blocks(seen: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each block of 128 queries and keys 0 where it is seen whole, 1 in part, 2 not at all; and
+    """For each block of 128 queries and keys 0 where it is seen whole, 1 in part, 2 not at all; and
     its bits, int32 (B, H, rows, columns, 128, 4).
     """
     behind_q = -seen.shape[2] % BLOCK_SIZE

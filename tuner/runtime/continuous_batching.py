@@ -54,7 +54,7 @@ KEYWORDS = frozenset({
 
 
 class _Layer(NamedTuple):
-    """Where a cache keeps the keys and values of a layer."""
+    """Place where a cache keeps the keys and values of a layer."""
 
     group: int
     """Place of the layer's block table and indices in a step's lists."""
@@ -107,7 +107,7 @@ class _Batch(NamedTuple):
 
     @classmethod
     def of(cls, layer: _Layer, rows: int, given: Mapping[str, Any]) -> _Batch:
-        """Of the keywords that a step hands to a layer's attention."""
+        """Batch of the keywords that a step hands to a layer's attention."""
         kind = "sliding_attention" if layer.window else "full_attention"
         starts_k, longest_kv = given["cu_seq_lens_k"], _either(given, "max_length_k")
         if isinstance(starts_k, Mapping):
@@ -167,7 +167,7 @@ class _Group:
     copies: _Copies | None = None
     """None: the cache's own pages are read."""
     mask: torch.Tensor | None = None
-    """What Transformers' own attention adds to the scores; made where that is called."""
+    """Mask that Transformers' own attention adds to the scores; made where that is called."""
 
 
 @dataclass
@@ -183,7 +183,7 @@ _steps: weakref.WeakKeyDictionary[Any, _Step] = weakref.WeakKeyDictionary()
 
 
 def _group(cache: Any, index: int, layer: _Layer, rows: int, given: Mapping[str, Any]) -> _Group:
-    """What the step has derived for the layer's kind.
+    """Tensors that the step has derived for the layer's kind.
 
     Each pass derives it anew, also over the same tensors: what a CUDA graph captures has to hold
     the operations.

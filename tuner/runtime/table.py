@@ -88,7 +88,7 @@ class Table:
     def __init__(self) -> None:
         self._known: dict[Hashable, _Known] = {}
         self._near: dict[Hashable, _Known] = {}
-        """What was refused of a growing cache, by `_neighbourhood`."""
+        """Refused calls of a growing cache, by `_neighbourhood`."""
         self._withdrawn: dict[str, set[Config]] = {}
         self._lock = threading.RLock()
         self._look_at = 0.0

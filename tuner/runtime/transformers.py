@@ -236,7 +236,7 @@ def _is_causal(
     mask: torch.Tensor | None,
     is_causal: bool | None,
 ) -> bool:
-    """Whether query i sees keys 0..i: several queries of a causal layer without a mask.
+    """True if query i sees keys 0..i: several queries of a causal layer without a mask.
 
     Raises:
         ValueError: when nothing says whether the layer is causal.
@@ -327,7 +327,7 @@ def _is_told_by_shape(
     allow_is_bidirectional_skip: bool = False,
     **_: Any,
 ) -> bool:
-    """Whether sizes alone say that `sdpa_mask` may leave out the mask.
+    """True if sizes alone say that `sdpa_mask` may leave out the mask.
 
     Before PyTorch 2.14 `torch.compiler.is_exporting` is true in every graph, and `sdpa_mask` makes
     a tensor, which no tuned kernel takes. A padding mask is data: no graph can look at it.
@@ -357,7 +357,7 @@ def _look(context: Any) -> None:
 
 
 def _counts_up(node: Any) -> bool:
-    """Whether a node of the graph is a `torch.arange` by ones, shifted and expanded at most."""
+    """True if a node of the graph is a `torch.arange` by ones, shifted and expanded at most."""
     while node.op in ("call_function", "call_method"):
         before, *others = node.args
         if node.target is torch.arange:

@@ -18,7 +18,7 @@ from tuner.errors import StoreError
 
 @dataclass(frozen=True)
 class Expectation:
-    """What searches of recorded problems took and lost."""
+    """Time and loss of searches of recorded problems."""
 
     op: str
     effort: str
@@ -51,7 +51,7 @@ class Expectation:
 
 
 def file() -> Path:
-    """Where the expectations ship."""
+    """File in which the expectations ship."""
     return resources.cache() / "effort" / "expected.json"
 
 

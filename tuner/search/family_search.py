@@ -185,7 +185,7 @@ class FamilySearch:
                 self._survivors.append(key)
 
     def _has_lost(self, key: str) -> bool:
-        """Whether a first heat was timed, and none of it is worth timing the rest for."""
+        """True if a first heat was timed, and none of it is worth timing the rest for."""
         seen = [self.seen[c.digest] for c in self.groups[key] if c.digest in self.seen]
         if not self._heat or len(seen) < self._heat:
             return False

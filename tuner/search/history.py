@@ -113,7 +113,7 @@ def measured_in(
 
 
 def _is_own(m: Measurement) -> bool:
-    """Whether it is of a kernel that exists still; an old store or recording may hold others."""
+    """True if it is of a kernel that exists still; an old store or recording may hold others."""
     family = families().get(m.config.family)
     if family is None or family.is_vendor:
         return False

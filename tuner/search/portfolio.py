@@ -218,7 +218,7 @@ class _Judge:
                 self._rows[row.point.problem.key].append(row)
 
     def is_known(self, kernel: _Kernel) -> bool:
-        """Whether its expected times are near what was measured."""
+        """True if its expected times are near what was measured."""
         return self._error(kernel, 0.5) <= MAX_MEDIAN_ERROR
 
     def _error(self, kernel: _Kernel, quantile: float) -> float:
@@ -305,7 +305,7 @@ class _Judge:
         return cost, found
 
     def _is_offered(self, row: _Row) -> bool:
-        """Whether a selection would consider the schedule that was measured."""
+        """True if a selection would consider the schedule that was measured."""
         problem, config = row.point.problem, row.point.config
         offered = families()[config.family].scheduled(problem, row.kernel.config, self._gpu)
         return config in offered

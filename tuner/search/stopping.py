@@ -67,7 +67,7 @@ class Stopping:
     price: float
 
     def is_over(self, left_s: Mapping[Place, float]) -> bool:
-        """Whether no wait is worth its time.
+        """True if no wait is worth its time.
 
         Args:
             left_s: seconds until each group under way has a result.

@@ -305,7 +305,7 @@ class Search:
 
     @property
     def is_modelled(self) -> bool:
-        """Whether every family's sampler is `model`."""
+        """True if every family's sampler is `model`."""
         return bool(self.members) and all(member.surrogate is not None for member in self.members)
 
     @property

@@ -44,7 +44,7 @@ SAME_PROBLEM = 0.97
 #: cube, half a second at this many.
 MOST_PAST = 1500
 DRAWS = 4096
-"""Of times of several groups together: a gain of 0.1 % is then known to a tenth of it."""
+"""Draws of times of several groups together: a gain of 0.1 % is then known to a tenth of it."""
 
 
 @dataclass(frozen=True)

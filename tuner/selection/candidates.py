@@ -32,7 +32,7 @@ class Spread(NamedTuple):
     """Smallest and largest sizes that a kernel was measured at."""
 
     bounds: tuple[tuple[int, int], ...]
-    """Of each of the domain's `axes`."""
+    """Bounds of each of the domain's `axes`."""
 
     @classmethod
     def of(cls, sizes: Iterable[tuple[int, ...]]) -> Spread:
@@ -52,7 +52,7 @@ class Spread(NamedTuple):
         return tuple((low / REACH, high * REACH) for low, high in self.bounds)
 
     def holds(self, sizes: tuple[int, ...]) -> bool:
-        """Whether none is beyond `REACH` times the measured ones."""
+        """True if none is beyond `REACH` times the measured ones."""
         return is_near(self.reached, sizes)
 
 
@@ -67,7 +67,7 @@ class Candidate:
     points: int
     """Measurements that the rates were fitted to."""
     median_error: float
-    """Of problems left out of the fit: the median of |expected / measured - 1|."""
+    """At problems left out of the fit: the median of |expected / measured - 1|."""
     p90_error: float
     spread: Spread
 
@@ -154,7 +154,7 @@ class DomainModels:
         return [one for one in self.candidates if one.is_vendor]
 
     def times(self, gpu: Gpu) -> DomainTimes:
-        """What the candidates are expected to take on a GPU."""
+        """Times that the candidates are expected to take on a GPU."""
         found = self._times.get(gpu.name)
         if found is None or (found.gpu is not gpu and found.gpu != gpu):
             found = self._times[gpu.name] = DomainTimes(self, gpu)
@@ -167,7 +167,7 @@ _LegalVendors = tuple[Mapping[str, tuple[int, Config]], str | None]
 
 
 class DomainTimes:
-    """What the candidates of a domain are expected to take on one GPU.
+    """Times that the candidates of a domain are expected to take on one GPU.
 
     Args:
         models: of the domain.
@@ -228,7 +228,7 @@ class DomainTimes:
             return self._configs.setdefault(key, config if is_legal else None)
 
     def legal_vendors(self, problem: Problem, facts: Legality) -> _LegalVendors:
-        """Of `vendors` those that take a problem: their place there and config, by kernel; and the
+        """Those of `vendors` that take a problem: their place there and config, by kernel; and the
         one that PyTorch chooses, None where there is none.
         """
         key = tuple([facts[at] for at in self._vendors_at])
@@ -245,7 +245,7 @@ class DomainTimes:
         return found
 
     def is_vendor_near(self, number: int, sizes: tuple[int, ...]) -> bool:
-        """Whether one of `vendors` was measured near some sizes."""
+        """True if one of `vendors` was measured near some sizes."""
         return is_near(self._vendors_reached[number], sizes)
 
     def _compiled(self) -> Any:
@@ -307,7 +307,7 @@ class DomainTimes:
 
 
 def is_near(bounds: Iterable[tuple[float, float]], sizes: Sequence[int]) -> bool:
-    """Whether each size is within its bounds."""
+    """True if each size is within its bounds."""
     for (low, high), size in zip(bounds, sizes, strict=True):
         if not low <= size <= high:
             return False

@@ -125,11 +125,11 @@ class Selection(NamedTuple):
     vendor_us: float
     problem: Problem
     times: DomainTimes
-    """What the domain's candidates are expected to take on the GPU."""
+    """Times that the domain's candidates are expected to take on the GPU."""
     facts: Legality
     """The problem's `DomainTimes.legality`."""
     estimates: Sequence[Estimate]
-    """Of own kernels, legal or not."""
+    """Estimates of own kernels, legal or not."""
     bound_us: float
     """An own kernel is chosen up to this expectation, the margin included."""
     is_near: bool

@@ -194,7 +194,7 @@ def _best(
 
 
 def _is_open(answer: Answer | None) -> bool:
-    """Whether a portfolio's choice is better than what is decided for the problem itself."""
+    """True if a portfolio's choice is better than what is decided for the problem itself."""
     if answer is None or not answer.exact:
         return True
     return answer.entry.provenance is Provenance.PREDICTED
@@ -217,7 +217,7 @@ def _known(
 
 
 def _rank(answer: Answer | None) -> int:
-    """What is measured comes first, on the GPU that was asked for before on another one."""
+    """Order of answers: measured before others, the asked GPU before another one."""
     if answer is None:
         return 3
     if answer.entry.provenance is not PROVENANCES[0]:
@@ -253,7 +253,7 @@ def decided(path: Path | None = None) -> Mapping[str, Hashable]:
 
 
 def is_decided(problem: Problem, path: Path | None = None) -> bool:
-    """Whether something is decided for a problem itself, on any GPU and under any regime.
+    """True if something is decided for a problem itself, on any GPU and under any regime.
 
     Raises:
         StoreError: when the file exists and cannot be read.
@@ -325,7 +325,7 @@ def of_any_length(problem: Problem) -> str:
 
 @cache
 def _shipped_lengths() -> Mapping[str, set[int]]:
-    """What ships: lengths of keys by `of_any_length`."""
+    """Shipped decisions: lengths of keys by `of_any_length`."""
     found: dict[str, set[int]] = {}
     for problem, _ in shipped_index():
         if isinstance(problem, AttentionProblem):

@@ -75,7 +75,7 @@ class Competition:
         return self.main_search([f for f in self.own if not f.stages(self.problem)])
 
     def expectation(self) -> str:
-        """What a search of this effort is expected to take and to lose; empty where that was not
+        """Time and loss that a search of this effort is expected to have; empty where that was not
         learnt: for another sampler or budget, and where nothing is measured.
         """
         options, cores = self.options, self.runner.compiles
@@ -199,7 +199,7 @@ class Competition:
         return self.members[key]
 
     def history(self, problem: Problem) -> Sequence[Measurement]:
-        """What was measured of other problems, read once; for the sampler that learns from it."""
+        """Measurements of other problems, read once; for the sampler that learns from it."""
         if self.sampler != "model":
             return ()
         if problem not in self._histories:

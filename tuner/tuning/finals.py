@@ -161,7 +161,7 @@ class FinalPass:
         )
 
     def _is_wanted(self, own: Measurement, vendor: Measurement | None) -> bool:
-        """Whether these are worth a provisional decision."""
+        """True if these are worth a provisional decision."""
         if self.competition.runner.provenance is not Provenance.MEASURED or self._is_decided:
             return False
         if self._provided_us is None or own.latency_us is None:
@@ -174,7 +174,7 @@ class FinalPass:
 
     @cached_property
     def _is_decided(self) -> bool:
-        """Whether the store has more than a provisional decision."""
+        """True if the store has more than a provisional decision."""
         place = self.competition.problem, self.competition.runner.gpu, self.competition.regime
         entry = self.store.best(*place)
         if entry is None or entry.provenance is not Provenance.MEASURED:
@@ -219,7 +219,7 @@ class FinalPass:
         return self.competition.runner.gpu
 
     def _decided(self, regime: Regime) -> Entry | None:
-        """What the store decides under a regime, else what ships."""
+        """Decision of the store under a regime, else the shipped one."""
         problem, provenance = self.competition.problem, self.competition.runner.provenance
         entries = self.store.entries(
             problem=problem, gpu=self._gpu, regime=regime, provenance=provenance

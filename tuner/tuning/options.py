@@ -1,4 +1,4 @@
-"""What decides what a sweep measures."""
+"""Options of a sweep: what it measures, and when it ends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Catalogue = Callable[[str], Mapping[str, Family]]
 
 @dataclass(frozen=True)
 class SweepOptions:
-    """What decides what a sweep measures."""
+    """Options of a sweep: what it measures, and when it ends."""
 
     families: tuple[str, ...] = ()
     """Own families to try; empty means all. Vendors' kernels are always measured beside them."""

@@ -197,7 +197,7 @@ class Sweep:
         groups = [search.take(config) for config in ready]
         if any(groups):
             self._drive("first answer", self.problem, search, first=groups, is_whole=True)
-            # What the search is told of these was not known before.
+            # The search did not know these before.
             self._state.resumed -= search.spent - search.told
             self._finals.provide()
 
@@ -290,7 +290,7 @@ class Sweep:
         return list(together.values())
 
     def _is_late(self, share: float = 1.0) -> bool:
-        """Whether a search must end: by Ctrl-C, or for the final pass to fit into the limit."""
+        """True if a search must end: by Ctrl-C, or for the final pass to fit into the limit."""
         if self._interruption.requested:
             return True
         deadline = self._search_deadline(share)

@@ -21,7 +21,7 @@ class Waits:
         self._runner, self._times, self._price = runner, times, price
 
     def is_over(self, problem: Problem, search: Search) -> bool:
-        """Whether nothing is left but compiles that are not worth their wait. What is compiled is
+        """True if nothing is left but compiles that are not worth their wait. What is compiled is
         always timed: that takes a second or two.
         """
         under_way = {_place(one, search): one for one in self._runner.under_way(problem)}

@@ -249,7 +249,7 @@ class FusedAttention(Family):
 
     @staticmethod
     def _blocks(problem: AttentionProblem, config: Config) -> list[str]:
-        """What is wrong with a config for a block-sparse mask."""
+        """Violations of a config for a block-sparse mask."""
         if not problem.block_mask:
             return []
         found = []

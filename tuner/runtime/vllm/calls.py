@@ -83,9 +83,9 @@ class Step:
     """Keys of each sequence."""
     starts: torch.Tensor
     queries: int
-    """Of the longest sequence."""
+    """Queries of the longest sequence."""
     keys: int
-    """Of the longest sequence, or more."""
+    """Keys of the longest sequence, or more."""
     tokens: int
     """Queries of all sequences."""
     is_causal: bool
