@@ -87,7 +87,7 @@ def test_what_the_runtime_poses(tmp_path: Path) -> None:
     """A call of an engine's layer asks for a problem of the list."""
     torch = pytest.importorskip("torch", reason="torch is not installed")
     from tuner.runtime.composed import Extras
-    from tuner.runtime.paged import call_of
+    from tuner.runtime.paged import paged_call
 
     model, engine = decoder(tmp_path, GPT_OSS), ENGINES["vllm"]
     found = problems(model, engine, [30], [3000])
@@ -99,7 +99,7 @@ def test_what_the_runtime_poses(tmp_path: Path) -> None:
             query = torch.empty(count * longest, 64, 64, dtype=torch.bfloat16)
             tensors = query, cache, cache, table[:count], lengths[:count], None, torch.zeros(64)
             extras = Extras(window, -1)
-            call = call_of(*tensors, longest, 3000, True, extras, 0.125, False)
+            call = paged_call(*tensors, longest, 3000, True, extras, 0.125, False)
             posed.append(call.pose().problem)
     assert found == posed
 
