@@ -38,7 +38,7 @@ Found = dict[str, Any]
 
 @contextmanager
 def watched() -> Iterator[list[Any]]:
-    """What happens inside, in order: transfers with their types, kernels with their sizes."""
+    """Events inside, in order: transfers with their types, kernels with their sizes."""
     events: list[Any] = []
 
     def before(name: str, function: Any, facts: Callable[..., Any]) -> Any:
@@ -172,7 +172,7 @@ def refused(rank: int) -> dict[str, list[str]]:
 
 
 def lost(rank: int, pair: Any) -> dict[str, list[str]]:
-    """What ranks say of those that make no call, then of one that is killed.
+    """Errors of ranks beside some that make no call, then beside one that is killed.
 
     Args:
         rank: this one.

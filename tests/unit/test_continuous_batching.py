@@ -237,7 +237,7 @@ def test_the_name_with_its_prefix(calls: list[Any]) -> None:
 
 
 def derived(window: int, **given: Any) -> Any:
-    """What is derived of one sequence of 17 keys, two of which are new, and a row of padding."""
+    """Tables of one sequence of 17 keys, two of which are new, and a row of padding."""
     rows = torch.zeros(64, 1, 16)
     layer = continuous_batching._Layer(0, rows, rows, 16, window, trash=63, zeros=62)
     starts = {"cu_seq_lens_q": [0, 2, 2], "cu_seq_lens_k": [0, 17, 17]}

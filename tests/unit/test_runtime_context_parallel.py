@@ -32,7 +32,7 @@ TOLERANCE = {"float64": 1e-13, "float32": 1e-5}
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
-    """What each rank found; the killed one writes nothing."""
+    """Results of each rank; the killed one writes nothing."""
     folder = tmp_path_factory.mktemp("ranks")
     environment = {
         **os.environ,

@@ -1,4 +1,4 @@
-"""What is selected, beside a plain evaluation of the time models: every candidate, one by one."""
+"""Selections beside a plain evaluation of the time models: every candidate, one by one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ends a search: expected gain against the wait for it; and the simulated clock that judges
+"""End of a search: expected gain against the wait for it; and the simulated clock that judges
 the rule.
 """
 

@@ -76,7 +76,7 @@ def _read(row: Mapping[str, Any]) -> Expectation:
 
 
 def expected(op: str, effort: str, cores: int) -> Expectation | None:
-    """The expectation for the most cores that are no more than those here, else for the fewest;
+    """The expectation for the most cores that this machine has, else for the fewest;
     None of an operation that was not simulated.
     """
     found = [one for one in shipped() if (one.op, one.effort) == (op, effort)]

@@ -69,7 +69,7 @@ class Competition:
         self.own, self.vendors = self._competitors()
 
     def plain_search(self) -> Search:
-        """The search of those own families that are no composite of others, which wait for their
+        """The search of own families that are not composites of others, which wait for their
         stages; it has been told what the store holds.
         """
         return self.main_search([f for f in self.own if not f.stages(self.problem)])
