@@ -56,6 +56,7 @@ def register(subparsers: Any) -> None:
     ahead.add_argument(
         "--compiled-only", action="store_true", help="leave out kernels that are not compiled yet"
     )
+    parser.add_argument("--gpu", help="with --compile: entries of this GPU (default H200)")
     parser.add_argument(
         "--time-limit", type=float, metavar="SECONDS", help="begin no entry after this"
     )
@@ -72,6 +73,8 @@ def revalidate(args: argparse.Namespace) -> int:
 
     if args.compile:
         return _compile(args)
+    if args.gpu:
+        raise ConfigError("--gpu is for --compile (allowed elsewhere: --device)")
 
     def work(entry: Entry, runner: Runner, store: Store) -> dict[str, Any]:
         print(f"{_label(entry)}: timing", file=sys.stderr, flush=True)
@@ -89,14 +92,16 @@ def _compile(args: argparse.Namespace) -> int:
     from tuner.families import families
     from tuner.hardware import DEFAULT_GPU
     from tuner.runners.choose import Machine, Runners
+    from tuner.selection.reader import find_gpu
     from tuner.tuning.revalidate import candidates
 
+    gpu = find_gpu(args.gpu) if args.gpu else DEFAULT_GPU
     with Runners(Machine(jobs=args.jobs, replay=True), _note) as runners:
         compiler = runners.compiler()
         specs = [
             spec
-            for entry in _known(args, _problem(args), DEFAULT_GPU)
-            for config in candidates(entry, DEFAULT_GPU)
+            for entry in _known(args, _problem(args), gpu)
+            for config in candidates(entry, gpu)
             for spec in families()[config.family].kernels(entry.problem, config).values()
         ]
         return compile_ahead(list(dict.fromkeys(specs)), compiler, args.time_limit)

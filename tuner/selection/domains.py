@@ -46,9 +46,6 @@ class Domain:
     op: ClassVar[str]
     axes: ClassVar[tuple[str, ...]]
     """Names of `sizes`."""
-    has_rival_kin: ClassVar[bool]
-    """PyTorch serves its kin by the same kernels, whose time models hold there too. Else it has no
-    such operator, and composes the call, which takes several times as long."""
     reaches_far: ClassVar[bool]
     """An own kernel is chosen at sizes far from measured ones, too: of attention PyTorch's kernels
     are slower nearly everywhere, of products seldom."""
@@ -121,6 +118,13 @@ class Domain:
         """Kernels that PyTorch itself has for such calls, by the vendor family's names."""
         raise NotImplementedError
 
+    @property
+    def has_rival_kin(self) -> bool:
+        """PyTorch serves such calls by the kernels of its kin, whose time models hold there too.
+        Else it has no such operator, and composes the call, which takes several times as long.
+        """
+        return True
+
     def problems(self, dtype: DType) -> tuple[Problem, ...]:
         """A small problem for each kernel that a config needs in this domain and type."""
         raise NotImplementedError
@@ -161,7 +165,6 @@ class AttentionDomain(_Attention, Domain):
     __slots__ = ()
     op = AttentionProblem.op
     axes = ("rows", "keys")
-    has_rival_kin = False
     reaches_far = True
 
     @classmethod
@@ -256,6 +259,12 @@ class AttentionDomain(_Attention, Domain):
         return 8
 
     @property
+    def has_rival_kin(self) -> bool:
+        """So cuDNN's kernels take additive masks."""
+        is_plain = self.mask != "windowed" and not (self.has_softcap or self.is_varlen)
+        return self.operand == "additive" and is_plain
+
+    @property
     def vendors(self) -> frozenset[str]:
         return frozenset(BACKENDS)
 
@@ -328,7 +337,6 @@ class ProductDomain(_Product, Domain):
     __slots__ = ()
     op = GemmProblem.op
     axes = ("m", "n", "k")
-    has_rival_kin = True
     reaches_far = False
 
     @classmethod
@@ -393,7 +401,6 @@ class GatedDomain(_Gated, Domain):
     __slots__ = ()
     op = SwigluProblem.op
     axes = ProductDomain.axes
-    has_rival_kin = True
     reaches_far = False
     group = staticmethod(ProductDomain.group)
 

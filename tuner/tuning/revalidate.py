@@ -90,7 +90,7 @@ def candidates(entry: Entry, gpu: Gpu) -> list[Config]:
     selections = (
         one.select(entry.problem, gpu)
         for one in portfolio.shipped()
-        if one.op == entry.problem.op and one.gpu.identity == gpu.identity
+        if one.op == entry.problem.op and one.gpu.compute_capability == gpu.compute_capability
     )
     promising = [
         config
