@@ -130,15 +130,14 @@ def _samples(args: argparse.Namespace, gpu: Gpu, how: Draw) -> list[Sample]:
     """Candidates that are measured for each problem."""
     from tuner.errors import ConfigError
     from tuner.selection.domains import DOMAINS
-    from tuner.selection.portfolio import shipped
+    from tuner.selection.portfolio import serving, shipped
     from tuner.tuning.survey import draw, pooled
 
     if args.portfolio and args.op not in DOMAINS:
         raise ConfigError(f"--op {args.op} has no portfolio (allowed: {', '.join(DOMAINS)})")
     if not args.portfolio:
         return [draw(problem, gpu, how) for problem in _problems(args)]
-    wanted = args.op, gpu.identity
-    known = (one for one in shipped() if (one.op, one.gpu.identity) == wanted)
+    known = (one for one in serving(shipped(), gpu) if one.op == args.op)
     return pooled(args.op, gpu, next(known, None))
 
 
