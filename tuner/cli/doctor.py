@@ -140,7 +140,7 @@ def _gpu(index: int) -> Iterator[Finding]:
 
 
 def serving_finding(gpu: Gpu) -> Finding:
-    """What of all that ships serves on a GPU, and the kernels that are proven for it here."""
+    """Shipped data that serves on a GPU, and the kernels that are proven here."""
     from tuner.selection.kernels import BUILD, PROVE, lists
     from tuner.selection.portfolio import serving, shipped
     from tuner.selection.shipped import shipped_index

@@ -28,8 +28,8 @@ REACH = 2
 """Factor by which a size may exceed the measured ones: beyond it a time model is not trusted."""
 RESCALED_MARGIN = 0.05
 """Share of its time by which an own kernel has to be faster in addition, where the rates are those
-of another GPU. Of 50 prompts' times of own kernels over the fastest of PyTorch's, those on an H100
-were 2.4 % above what an H200's and the datasheets make of them, 4.2 % in root mean square
+of another GPU. Ratios of own kernels' times of prompts to the fastest of PyTorch's were on an H100
+2.4 % above what an H200's and the datasheets make of them, 4.2 % in root mean square of 50
 (``cache/tuned/``, 22 November 2026)."""
 
 
