@@ -27,7 +27,7 @@ from portfolio_cases import (
 from tuner.cli import main
 from tuner.config import Config
 from tuner.families.attention_work import Tiling
-from tuner.hardware import DEFAULT_GPU, GPUS
+from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.measurement import Provenance
 from tuner.problem import AttentionProblem
 from tuner.selection import portfolio
@@ -373,10 +373,11 @@ class TestLookup:
         assert lookup(UNTUNED, gpu="H200", path=tmp_path / "none", with_portfolio=False) is None
 
     def test_another_gpu_only_where_it_is_allowed(self, ships: Portfolio, tmp_path: Path) -> None:
-        path = tmp_path / "none"
-        assert lookup(UNTUNED, gpu="H100", path=path) is None
-        answer = lookup(UNTUNED, gpu="H100", path=path, allow_other_gpu=True)
-        assert answer is not None and answer.entry.gpu == GPUS["H100"]
+        """Of a part without a description: its datasheet is not known."""
+        path, gh200 = tmp_path / "none", Gpu("NVIDIA GH200 480GB", "9.0", 132, 1980, 4000.0, 1)
+        assert lookup(UNTUNED, gpu=gh200, path=path) is None
+        answer = lookup(UNTUNED, gpu=gh200, path=path, allow_other_gpu=True)
+        assert answer is not None and answer.entry.gpu == gh200
         assert any("made on NVIDIA H200, not on" in note for note in answer.notes)
 
     def test_the_command_says_it(

@@ -30,7 +30,7 @@ from tuner.compile.artifacts import Artifact
 from tuner.config import Config
 from tuner.errors import BenchmarkError
 from tuner.families import families
-from tuner.hardware import DEFAULT_GPU
+from tuner.hardware import DEFAULT_GPU, GPUS, Gpu
 from tuner.measurement import Environment, Regime
 from tuner.problem import AttentionProblem
 from tuner.selection.candidates import Candidate, DomainModels, Regret, Spread
@@ -150,6 +150,23 @@ def test_a_proven_kernel_serves_a_shape_that_nobody_tuned(serving: Serving) -> N
     assert serving.launched == ["key-wide"] * 2
     stats = serving.machine.stats()
     assert (stats.hits, stats.portfolio_hits) == (2, 2)
+
+
+def test_an_h200_s_portfolio_serves_on_an_h100(serving: Serving) -> None:
+    """By the same kernels and their proofs, where they are faster by more."""
+    serving.machine.gpu = GPUS["H100"]
+    assert serving.call() and serving.launched == ["key-wide"]
+    serving.portfolio = made(candidate(FIRST, 9.95), candidate(FLASH, 10.0), margin=0.0)
+    serving.runtime.table.table.forget()
+    assert not serving.call()
+    serving.machine.gpu = DEFAULT_GPU
+    serving.runtime.table.table.forget()
+    assert serving.call()
+
+
+def test_on_a_gpu_without_a_description_pytorch_answers(serving: Serving) -> None:
+    serving.machine.gpu = Gpu("NVIDIA GH200 480GB", "9.0", 132, 0, 0.0, 0)
+    assert not serving.call() and serving.launched == []
 
 
 def test_what_is_not_proven_is_passed_over_for_the_next_that_wins(serving: Serving) -> None:

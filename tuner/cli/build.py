@@ -67,7 +67,9 @@ def register(subparsers: Any) -> None:
         action="store_true",
         help="the kernels of the shipped portfolio, which serve shapes that nobody tuned",
     )
-    parser.add_argument("--gpu", help="only entries, or the portfolio, of this GPU, as in H200")
+    parser.add_argument(
+        "--gpu", help="only entries, or the portfolio, that serve on this GPU, as in H200"
+    )
     parser.add_argument(
         "--only",
         metavar="TEXT,...",
@@ -227,7 +229,7 @@ def _entries(store: Store, args: argparse.Namespace) -> Iterable[Entry]:
         if entry.provenance is Provenance.MEASURED
         and args.op in (None, entry.problem.op)
         and problem in (None, entry.problem)
-        and (gpu is None or entry.gpu.identity == gpu.identity)
+        and (gpu is None or gpu.shares_decisions(entry.gpu))
     ]
     if problem is not None and not chosen:
         answer = lookup(problem, gpu=gpu, among=())

@@ -137,21 +137,16 @@ def _samples(args: argparse.Namespace, gpu: Gpu, how: Draw) -> list[Sample]:
     """Candidates that are measured for each problem."""
     from tuner.errors import ConfigError
     from tuner.selection.domains import DOMAINS
-    from tuner.selection.portfolio import shipped
+    from tuner.selection.portfolio import serving, shipped
     from tuner.tuning.survey import draw, pooled
 
     if args.portfolio and args.op not in DOMAINS:
         raise ConfigError(f"--op {args.op} has no portfolio (allowed: {', '.join(DOMAINS)})")
     if not args.portfolio:
         return [draw(problem, gpu, how) for problem in _problems(args)]
-    alike = [
-        one
-        for one in shipped()
-        if one.op == args.op and one.gpu.compute_capability == gpu.compute_capability
-    ]
-    alike.sort(key=lambda one: one.gpu.identity != gpu.identity)
+    known = (one for one in serving(shipped(), gpu) if one.op == args.op)
     only = args.only.split(",") if args.only else ()
-    samples = pooled(args.op, gpu, next(iter(alike), None), only)
+    samples = pooled(args.op, gpu, next(known, None), only)
     if not samples:
         raise ConfigError(f"--only {args.only}: no domain of {args.op} has this in its name")
     return samples

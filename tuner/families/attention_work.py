@@ -79,6 +79,11 @@ class Sizes(NamedTuple):
     outputs: int
     """Elements."""
 
+    @property
+    def megabytes(self) -> float:
+        """Read and written at least."""
+        return self.moved / MEGABYTE
+
     @classmethod
     def of(cls, problem: AttentionProblem) -> Sizes:
         """The sizes of a problem. A selection begins with them: it is kept short."""
@@ -159,6 +164,9 @@ CLOSED_TERMS = (
 )
 """Names of what `closed_work` counts. ``repeated_memory``: megabytes where each query head reads
 its keys and values anew; ``first_keys``: the part of `FIRST_KEYS` that a sequence has."""
+
+CONSTANT_TERMS = frozenset({"launch", "memory", "stream", "partials", "repeated_memory"})
+"""Terms whose rates do not follow the clock."""
 
 
 def closed_work(sizes: Sizes, tiling: None, gpu: Gpu) -> tuple[float, ...]:

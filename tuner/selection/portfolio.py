@@ -7,7 +7,9 @@ selection: a *time model* for each kernel, the microseconds of each amount of wo
 terms up for each candidate, and chooses an own kernel only where it is expected to be faster than
 the vendor's even if its model errs: by the domain's margin times the error found of that model.
 
-What ships lies under ``cache/portfolio/``. Needs the standard library only.
+What ships lies under ``cache/portfolio/``. A GPU without a portfolio of its own has that of one
+whose kernels it shares, rescaled by the datasheets' ratios (`serving`). Needs the standard library
+only.
 """
 
 from __future__ import annotations
@@ -154,6 +156,8 @@ class Selection(NamedTuple):
         """Reasons why the expectations may be wrong, for people."""
         kin = self.times.models.kin
         lent = () if kin is None else (f"the rates are those of {kin.label()}",)
+        if (made_on := self.times.models.made_on) is not None:
+            lent = (f"made on {made_on.name}, rescaled to {self.times.gpu.name}", *lent)
         return lent if self.is_near else (*lent, _FAR)
 
     @property
@@ -197,9 +201,28 @@ class Portfolio:
     domains: Mapping[AnyDomain, DomainModels]
     origin: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """First and last day of the measurements (``days``), and versions of the machines."""
+    made_on: Gpu | None = None
+    """GPU that was measured, where the rates are rescaled."""
     _found: dict[AnyDomain, DomainModels | None] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
+    _rescaled: dict[str, Portfolio] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
+
+    def rescaled(self, gpu: Gpu) -> Portfolio:
+        """It as it is expected to be on another GPU of the same compute capability; made once.
+
+        Rates of a multiprocessor's work are rescaled by the clock, amounts are counted over the
+        GPU's multiprocessors, and the time that the bytes take is the bandwidth's: of own kernels
+        and of vendors' alike. Own ones must win by `RESCALED_MARGIN` more.
+        """
+        try:
+            return self._rescaled[gpu.identity]
+        except KeyError:
+            domains = {key: one.rescaled(self.gpu, gpu) for key, one in self.domains.items()}
+            made = Portfolio(self.op, gpu, domains, self.origin, made_on=self.gpu)
+            return self._rescaled.setdefault(gpu.identity, made)
 
     def models_of(self, domain: AnyDomain | None) -> DomainModels | None:
         """The candidates of a domain; one that was not measured, with a window, say, or a bias, has
@@ -424,6 +447,37 @@ def shipped() -> tuple[Portfolio, ...]:
         return tuple(Portfolio.read(path) for path in sorted(_folder().glob("*.json")))
     except ConfigError as exc:
         raise StoreError(f"a shipped file cannot be read: {exc}") from exc
+
+
+def serving(known: Iterable[Portfolio], gpu: Gpu) -> list[Portfolio]:
+    """The portfolios that serve on a GPU, one an operation: its own, else that of a GPU whose
+    kernels it shares, rescaled; of several that with the nearest count of multiprocessors.
+
+    Args:
+        known: portfolios to choose from.
+        gpu: where they serve. One that is not in `hardware.GPUS` has no rescaled ones, for its
+            bandwidth is not known everywhere.
+    """
+    nearest: dict[str, Portfolio] = {}
+    for one in known:
+        if not one.gpu.shares_kernels(gpu):
+            continue
+        held = nearest.get(one.op)
+        if held is None or _distance(one.gpu, gpu) < _distance(held.gpu, gpu):
+            nearest[one.op] = one
+    return [
+        one if one.gpu.identity == gpu.identity else one.rescaled(gpu)
+        for one in nearest.values()
+        if one.gpu.identity == gpu.identity or gpu.is_described
+    ]
+
+
+def _distance(one: Gpu, other: Gpu) -> tuple[bool, int, str]:
+    return (
+        one.identity != other.identity,
+        abs(one.sm_count - other.sm_count),
+        one.identity,
+    )
 
 
 def _models_json(models: DomainModels) -> dict[str, Any]:
