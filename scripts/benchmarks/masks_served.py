@@ -110,7 +110,8 @@ class Calls:
         """What the runtime answers."""
         import tuner
 
-        return tuner.sparse_attention(*self.tensors, self.block_mask, softcap=self.softcap)
+        query, key, value = self.tensors
+        return tuner.sparse_attention(query, key, value, self.block_mask, softcap=self.softcap)
 
 
 def timed(case: Served, calls: Calls) -> dict[str, Any]:
@@ -125,7 +126,7 @@ def timed(case: Served, calls: Calls) -> dict[str, Any]:
     if is_own:
         ways.append(Contender("own", calls.own))
     times: Times = time_calls(ways, calls.before, 1)
-    reason = "" if is_own else next(reversed(tuner.stats().fallbacks), "")
+    reason = "" if is_own else ", ".join(tuner.stats().fallbacks)
     failed = {**times.failed, **({"own": reason} if reason else {})}
     return {"case": case.label(), "us": times.us, "failed": failed, "difference": error}
 

@@ -51,9 +51,16 @@ def reference(problem: AttentionProblem, inputs: list[Any], dense: Any, scale: f
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=AttentionProblem.label)
 @pytest.mark.parametrize("kind", ["random", "dominant"])
-def test_the_dense_mask_is_that_of_the_tables(problem: AttentionProblem, kind: str) -> None:
+def test_a_mask_by_tables_is_the_dense_mask(problem: AttentionProblem, kind: str) -> None:
+    from torch.nn.attention.flex_attention import create_mask
+
     made, dense = tables(problem, kind)
-    assert torch.equal(flex.dense_of(problem, *made), dense)
+    assert torch.equal(create_mask(flex.seen_by(*made), *dense.shape, "cpu"), dense)
+    mask = flex.mask_by(*dense.shape[2:], *made)
+    padded = torch.nn.functional.pad(dense, (0, -dense.shape[3] % 128, 0, -dense.shape[2] % 128))
+    blocks = padded.unflatten(3, (-1, 128)).unflatten(2, (-1, 128))
+    assert torch.equal(mask.to_dense().bool(), blocks.any(5).any(3))
+    assert mask.seq_lengths == tuple(dense.shape[2:])
 
 
 @quiet
@@ -63,8 +70,8 @@ def test_a_call_has_the_mask_of_its_tables(
     problem: AttentionProblem, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked: list[bool] = []
-    own = flex._looked_up
-    monkeypatch.setattr(flex, "_looked_up", lambda dense: looked.append(True) or own(dense))
+    own = flex.mask_by
+    monkeypatch.setattr(flex, "mask_by", lambda *tables: looked.append(True) or own(*tables))
     made, dense = tables(problem, kind)
     torch.manual_seed(0)
     inputs = [torch.randn(operand.shape) for operand in problem.matrices[:3]]

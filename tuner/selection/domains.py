@@ -209,8 +209,9 @@ class AttentionDomain(_Attention, Domain):
     def kin(self) -> Iterator[Self]:
         """Related domains whose kernels may serve this one. For paged caches: dense ones, nearest
         head dimension first; under a bottom-right mask few queries see nearly all keys. For
-        block-sparse masks: that of a mask that hides nothing. What PyTorch composes of operations, or has only a slow kernel for, takes kernels of other phases
-        where none of its own was measured.
+        block-sparse masks: that of a mask that hides nothing. What PyTorch composes of operations,
+        or has only a slow kernel for, takes kernels of other phases where none of its own was
+        measured.
         """
         if self.is_sparse:
             yield type(self)(self.head_dim, "full", "prompt")

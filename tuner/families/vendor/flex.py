@@ -1,10 +1,11 @@
-"""FlexAttention as torch.compile makes it: PyTorch's only kernel under block-sparse masks, with soft
+"""FlexAttention as torch.compile makes it: all that PyTorch has under block-sparse masks, with soft
 caps, and of windows over unlike lengths.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any, ClassVar
 
 from tuner.config import Config
@@ -39,7 +40,7 @@ class VendorFlex(Vendor):
         is_square = problem.seqlen_q == problem.seqlen_kv
         if problem.block_mask or problem.softcap or (problem.is_windowed and not is_square):
             return ""
-        return f"{kernel} is for block masks, soft caps, and windows with SQ != SKV: others have more"
+        return f"{kernel} is for block masks, soft caps, and windows with SQ != SKV"
 
     def connect(
         self, problem: AttentionProblem, kernel: str, scale: float
@@ -60,7 +61,7 @@ class VendorFlex(Vendor):
 
 class MaskedCall(PreparedCall):
     """FlexAttention under the mask that the tables hold. A mask function is made of them for each
-    set: as a program writes it where it is the timed mask, else a look into the dense mask.
+    set: as a program writes it where it is the timed mask, else a look into the tables.
 
     Args:
         problem: with a block-sparse mask.
@@ -73,11 +74,17 @@ class MaskedCall(PreparedCall):
     def prepared(self, *inputs: Any) -> Callable[..., Any]:
         import torch
 
-        dense = dense_of(self._problem, *inputs[3:])
-        timed = _timed(self._problem)
-        queries, keys = (torch.arange(n, device=dense.device) for n in dense.shape[2:])
-        is_timed = torch.equal(dense, timed(0, 0, queries[:, None], keys).expand(dense.shape))
-        mask = mask_of(self._problem, timed if is_timed else _looked_up(dense), dense.device)
+        problem, tables, seen = self._problem, inputs[3:], seen_by(*inputs[3:])
+        batches, heads, *_ = problem.block_shape
+        lengths = problem.seqlen_q, problem.seqlen_kv
+        device, timed = inputs[0].device, _timed(problem)
+        queries, keys = (torch.arange(length, device=device) for length in lengths)
+        wanted = timed(0, 0, queries[:, None], keys)
+        is_timed = all(
+            torch.equal(seen(*one, queries[:, None], keys), wanted)
+            for one in product(range(batches), range(heads))
+        )
+        mask = mask_of(problem, timed, device) if is_timed else mask_by(*lengths, *tables)
         return lambda query, key, value, *_: self._attend(query, key, value, mask)
 
 
@@ -104,36 +111,46 @@ def mask_of(problem: AttentionProblem, seen: Seen, device: Any = "cuda") -> Any:
     return create_block_mask(seen, batches, heads, *lengths, device=device)
 
 
-def dense_of(problem: AttentionProblem, counts: Any, indices: Any, bits: Any) -> Any:
-    """(B or 1, H or 1, SQ, SKV), true where a query sees a key, from a problem's tables."""
+def seen_by(counts: Any, indices: Any, bits: Any) -> Seen:
+    """The mask function that looks into the tables of a block-sparse mask (`AttentionProblem`)."""
     import torch
 
-    batches, heads, rows, columns = problem.block_shape
-    key = torch.arange(BLOCK_SIZE, device=bits.device)
-    places = torch.arange(columns, device=bits.device)
-    listed = torch.where(places < counts.sum(-1, keepdim=True), indices, columns).long()
-    size = rows * BLOCK_SIZE, columns * BLOCK_SIZE
-    found = torch.zeros((batches, heads, *size), dtype=torch.bool, device=bits.device)
-    every = torch.arange(rows, device=bits.device)[:, None]
-    for batch in range(batches):
-        for head in range(heads):  # all at once would hold four bytes a query and key
-            words = bits[batch, head][..., key % 8 // 2]
-            # Places behind a row's last block go to a column that is dropped.
-            blocks = torch.zeros(
-                (rows, columns + 1, BLOCK_SIZE, BLOCK_SIZE), dtype=torch.bool, device=bits.device
-            )
-            blocks[every, listed[batch, head]] = (words >> (key // 8 * 2 + key % 2) & 1).bool()
-            found[batch, head] = blocks[:, :columns].transpose(1, 2).reshape(size)
-    return found[:, :, : problem.seqlen_q, : problem.seqlen_kv]
-
-
-def _looked_up(dense: Any) -> Seen:
-    has_batch, has_heads = dense.shape[0] > 1, dense.shape[1] > 1
+    columns = indices.shape[-1]
+    places = torch.arange(columns, device=indices.device, dtype=torch.int32).expand_as(indices)
+    # Places behind a row's last block go to a column that is dropped.
+    of_place = torch.where(places < counts.sum(-1, keepdim=True), indices, columns).long()
+    place_of = indices.new_full((*indices.shape[:-1], columns + 1), columns)
+    place_of = place_of.scatter_(-1, of_place, places)[..., :columns].contiguous()
+    has_batch, has_heads = indices.shape[0] > 1, indices.shape[1] > 1
 
     def seen(b: Any, h: Any, q: Any, k: Any) -> Any:
-        return dense[b * has_batch, h * has_heads, q, k]
+        row = b * has_batch, h * has_heads, q // BLOCK_SIZE
+        place = place_of[(*row, k // BLOCK_SIZE)]
+        word = bits[(*row, place % columns, q % BLOCK_SIZE, k % 8 // 2)]
+        bit = word >> (k % BLOCK_SIZE // 8 * 2 + k % 2) & 1
+        return (place < columns) & (bit > 0)
 
     return seen
+
+
+def mask_by(queries: int, keys: int, counts: Any, indices: Any, bits: Any) -> Any:
+    """The `BlockMask` of tables of so many queries and keys."""
+    import torch
+    from torch.nn.attention.flex_attention import BlockMask
+
+    columns = indices.shape[-1]
+    whole, partly = (counts[..., which].contiguous() for which in (0, 1))
+    places = torch.arange(columns, device=indices.device).expand_as(indices)
+    behind = (places + whole[..., None]).clamp_max(columns - 1)
+    return BlockMask.from_kv_blocks(
+        partly,
+        indices.gather(-1, behind).clamp_min(0),
+        whole,
+        indices.clamp_min(0),
+        BLOCK_SIZE,
+        seen_by(counts, indices, bits),
+        (queries, keys),
+    )
 
 
 def _timed(problem: AttentionProblem) -> Seen:
