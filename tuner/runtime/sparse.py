@@ -222,10 +222,10 @@ def _served(
     guards.check_heads(query, key, value)
     masks.check_tables(tables, query, key)
     factor = scale_of(query, scale)
+    query, key, value = (t.detach() for t in (query, key, value))  # autograd has had the call
     call = SparseCall(query, key, value, tables, Extras.of(None, softcap), factor, with_lse)
-    with torch.no_grad():  # autograd has had the call
-        out = answer(call)
-        return call.by_pytorch() if out is None else out
+    out = answer(call)
+    return call.by_pytorch() if out is None else out
 
 
 def _fake(query: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
