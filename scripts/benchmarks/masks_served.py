@@ -34,7 +34,7 @@ SHAPES = (
     "B=2,H=8,HKV=4,S=4096,D=256,softcap=50",
 )
 """Problems, all bf16."""
-NAMES = "causal", "documents", "window"
+NAMES = "causal", "documents"
 """Masks of each."""
 
 
