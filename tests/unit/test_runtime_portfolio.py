@@ -271,6 +271,31 @@ def test_an_artifact_that_a_rank_lacks_is_not_launched(serving: Serving) -> None
     assert serving.call() and serving.launched == ["key-narrow"]
 
 
+def test_a_kernel_of_block_masks_serves_a_shape_that_nobody_tuned(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    sparse = importlib.import_module("tuner.runtime.sparse")
+    monkeypatch.setattr(sparse, "_compiled", lambda: lambda *_, **options: None)
+    serving.portfolio = next(one for one in shipped() if one.op == "attention")
+
+    def answered(queries: int, **options: Any) -> bool:
+        tensors = inputs((1, 2, queries, 64))
+        mask = create_block_mask(
+            lambda b, h, q, k: k <= q, None, None, queries, queries, device="cpu"
+        )
+        out = sparse.sparse_attention(*tensors, mask, **options)
+        return out is not None and bool((out == WRITTEN).all())
+
+    assert answered(150) and answered(300, softcap=20) and serving.launched == ["key-wide"] * 2
+    stats = serving.machine.stats()
+    assert (stats.hits, stats.portfolio_hits, stats.fallbacks) == (2, 2, {})
+    assert not answered(127) and serving.fallbacks == ["no measured winner"]
+    serving.proven = {}
+    assert not answered(151)
+
+
 def test_pytorch_is_asked_about_small_tensors(on_cpu: SimpleNamespace) -> None:
     problem = AttentionProblem.parse("B=64,S=131072,D=64,H=64,causal=1")
     assert on_cpu.portfolio.pytorchs(problem, 0) in ("flash2", "efficient", "cudnn", "")

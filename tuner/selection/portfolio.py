@@ -28,7 +28,7 @@ from tuner.config import Config
 from tuner.errors import ConfigError, StoreError
 from tuner.families import families
 from tuner.families.base import INCOMPATIBLE_CONFIG_ERRORS
-from tuner.families.fused_attention import paged
+from tuner.families.fused_attention import paged, sparse
 from tuner.hardware import Gpu
 from tuner.measurement import Regime
 from tuner.problem import Problem
@@ -48,6 +48,7 @@ from tuner.selection.domains import DOMAINS, AnyDomain, AttentionDomain, Domain
 FORMAT = "cutlass-tuner portfolio"
 VERSION = 2
 _FAR = f"no kernel was measured within {REACH} times these sizes"
+_WHOLE = "the time is that of a mask that hides nothing: what a block mask hides is not known"
 VENDOR_MARGIN = 0.25
 """Share of its time by which another of PyTorch's kernels has to beat PyTorch's choice."""
 #: Rates of a time model are written with as many digits.
@@ -95,6 +96,14 @@ def _vendors_best(
     near = [one for one, (number, _) in legal.items() if times.is_vendor_near(number, sizes)]
     name = preferred(found, near)
     return found[name], legal[name][1], name
+
+
+def _named(domain: AttentionDomain) -> tuple[Config, ...]:
+    """The kernels that the family names for a domain."""
+    if domain.is_sparse:
+        return sparse.kernels(domain.head_dim)
+    is_plain = domain.mask != "windowed" and not domain.has_sinks
+    return paged.kernels(domain.head_dim, domain.phase, is_plain=is_plain)
 
 
 def _like(kernel: Config, combine: str | None, candidates: Iterable[Candidate]) -> Candidate | None:
@@ -155,10 +164,12 @@ class Selection(NamedTuple):
     def doubts(self) -> tuple[str, ...]:
         """Reasons why the expectations may be wrong, for people."""
         kin = self.times.models.kin
-        lent = () if kin is None else (f"the rates are those of {kin.label()}",)
+        found = [] if kin is None else [f"the rates are those of {kin.label()}"]
         if (made_on := self.times.models.made_on) is not None:
-            lent = (f"made on {made_on.name}, rescaled to {self.times.gpu.name}", *lent)
-        return lent if self.is_near else (*lent, _FAR)
+            found.insert(0, f"made on {made_on.name}, rescaled to {self.times.gpu.name}")
+        if isinstance(self.domain, AttentionDomain) and self.domain.is_sparse:
+            found.append(_WHOLE)
+        return tuple(found) if self.is_near else (*found, _FAR)
 
     @property
     def source(self) -> str:
@@ -247,16 +258,16 @@ class Portfolio:
             if one not in self.domains and (kin := self.models_of(one)) is not None:
                 yield one, kin
 
-    def _paged_of(self, domain: AttentionDomain) -> DomainModels | None:
-        """The kernels of a paged domain, each schedule with the rates of the dense kernel that is
-        most like it. None are made for other domains.
+    def _named_of(self, domain: AttentionDomain) -> DomainModels | None:
+        """The kernels that the family names for a domain of paged caches or block-sparse masks,
+        each schedule with the rates of the dense kernel that is most like it. None are made for
+        other domains.
         """
         if domain not in tuple(domain.others()):
             return None
-        is_plain = domain.mask != "windowed" and not domain.has_sinks
         found: list[Candidate] = []
         donor: DomainModels | None = None
-        for kernel in paged.kernels(domain.head_dim, domain.phase, is_plain=is_plain):
+        for kernel in _named(domain):
             is_short = kernel["warp_groups"] == 1  # others are for prompts, whoever else comes
             like = domain if is_short else domain._replace(phase="prompt")
             for combine in (None, "cluster", "kernel") if is_short else (None,):
@@ -277,8 +288,8 @@ class Portfolio:
         return replace(donor, domain=domain, candidates=lent, margin=0.0, kin=donor.domain)
 
     def _kin_of(self, domain: AnyDomain) -> DomainModels | None:
-        if isinstance(domain, AttentionDomain) and domain.is_paged:
-            return self._paged_of(domain)
+        if isinstance(domain, AttentionDomain) and domain.has_named_kernels:
+            return self._named_of(domain)
         for other in domain.kin:
             models = self.domains.get(other)
             if models is None:
@@ -492,7 +503,7 @@ def _models_json(models: DomainModels) -> dict[str, Any]:
 
 def _domain_json(domain: AnyDomain) -> dict[str, Any]:
     """Fields that came after version 2 are present only when they are true."""
-    later = "is_paged", "has_sinks", "operand"
+    later = "is_paged", "has_sinks", "operand", "is_sparse"
     absent = {name for name in later if not getattr(domain, name, True)}
     return {name: value for name, value in domain._asdict().items() if name not in absent}
 
