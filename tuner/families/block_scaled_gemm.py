@@ -41,7 +41,7 @@ MAX_SUMS = 192
 MIN_STAGES, MAX_STAGES = 2, 24
 RASTER_ORDERS = {"AlongM": 1, "AlongN": 2}
 #: Factors of B's columns that a stage has room for, and bytes of its two barriers.
-COLUMN_PLACES, BARRIER_BYTES = 4, 16
+COLUMN_PLACES, BARRIER_BYTES = 12, 16
 #: Rows and columns of a warp's box of results, and its bytes.
 BOX_ROWS, BOX_COLUMNS = 16, 64
 BOX_BYTES = 2 * BOX_ROWS * BOX_COLUMNS
@@ -82,7 +82,8 @@ class BlockScaledGemm(Family):
         "cluster_m": (1, 2),
         "cluster_n": (1, 2),
         "split_k": (1, 2, 4, 8),
-        "store_buffers": (0, 1, 2),
+        "store_buffers": (0, 1, 2, 3, 4),
+        "ordered": (False, True),
         "raster_order": tuple(RASTER_ORDERS),
         "max_swizzle_size": (1, 2, 4, 8, 16),
         "pdl": (False, True),
@@ -184,8 +185,9 @@ def spec_of(config: Config, *, is_grouped: bool) -> KernelSpec:
     """The kernel of a config, of one product or of groups."""
     at_run_time = BlockScaledGemm.runtime_parameters
     compiled = {k: v for k, v in config.params.items() if k not in at_run_time}
-    alone: dict[str, Value] = {"split_k": 1, "store_buffers": 0}
-    return KernelSpec(TEMPLATE, {**alone, **compiled, "grouped": is_grouped})
+    alone: dict[str, Value] = {"split_k": 1}
+    variables = {**alone, **compiled, "grouped": is_grouped}
+    return KernelSpec(TEMPLATE, variables)
 
 
 def launched(config: Config) -> tuple[int, int, int]:
@@ -262,6 +264,8 @@ def tile_violations(config: Config) -> list[str]:
         reasons.append(
             f"{used} bytes of shared memory at {stages} stages exceed {SMEM_PER_BLOCK_BYTES}"
         )
+    if config["ordered"] and tile_m <= INSTRUCTION_ROWS:
+        reasons.append(f"tile_m={tile_m} has one warp group: no turns (ordered=True)")
     return reasons
 
 

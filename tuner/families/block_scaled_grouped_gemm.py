@@ -40,7 +40,7 @@ class BlockScaledGroupedGemm(Family):
     domains: ClassVar[Mapping[str, Domain]] = {
         name: domain
         for name, domain in BlockScaledGemm.domains.items()
-        if name not in ("split_k", "store_buffers")
+        if name != "split_k"
     }
     draws = BlockScaledGemm.draws
 
