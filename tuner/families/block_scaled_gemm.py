@@ -45,6 +45,7 @@ COLUMN_PLACES, BARRIER_BYTES = 12, 16
 #: Rows and columns of a warp's box of results, and its bytes.
 BOX_ROWS, BOX_COLUMNS = 16, 64
 BOX_BYTES = 2 * BOX_ROWS * BOX_COLUMNS
+MAX_BOXES = 4
 #: Largest extents, as the template checks them: tiles beyond the last one fit 32 bits.
 MAX_EXTENT = 1 << 30
 MAX_TILES = 1 << 30
@@ -82,7 +83,7 @@ class BlockScaledGemm(Family):
         "cluster_m": (1, 2),
         "cluster_n": (1, 2),
         "split_k": (1, 2, 4, 8),
-        "store_buffers": (0, 1, 2, 3, 4),
+        "store_buffers": (0, 1, 2, 3, MAX_BOXES),
         "ordered": (False, True),
         "raster_order": tuple(RASTER_ORDERS),
         "max_swizzle_size": (1, 2, 4, 8, 16),
@@ -344,7 +345,9 @@ def _compiled(problem: GemmProblem, gpu: Gpu) -> Iterator[dict[str, Value]]:
                 continue
             if cluster_m * cluster_n > 1 and count < _MIN_CLUSTERED:
                 continue
-            for buffers in (0,) if swapped or splits > 1 else (1, 0):
+            buffers = _buffers(tile_m, tile_n) if not swapped and splits == 1 else [0]
+            turns = (True, False) if tile_m > INSTRUCTION_ROWS else (False,)
+            for store_buffers, ordered in product(buffers, turns):
                 params: dict[str, Value] = {
                     "swap_ab": swapped,
                     "tile_m": tile_m,
@@ -353,9 +356,16 @@ def _compiled(problem: GemmProblem, gpu: Gpu) -> Iterator[dict[str, Value]]:
                     "cluster_m": cluster_m,
                     "cluster_n": cluster_n,
                     "split_k": splits,
-                    "store_buffers": buffers,
+                    "store_buffers": store_buffers,
+                    "ordered": ordered,
                 }
                 yield dict(deepened(Config(BlockScaledGemm.name, params)).params)
+
+
+def _buffers(tile_m: int, tile_n: int) -> list[int]:
+    """Numbers of a warp's boxes: all of its part of a tile, where they are few, and one."""
+    boxes = max(1, tile_m // (2 * INSTRUCTION_ROWS)) * ceil(tile_n / BOX_COLUMNS)
+    return sorted({min(boxes, MAX_BOXES), 1}, reverse=True)
 
 
 def _launched(problem: GemmProblem, compiled: dict[str, Value]) -> Iterator[dict[str, Value]]:
