@@ -100,6 +100,7 @@ def run(args: argparse.Namespace) -> int:
         CompileError: when there is no compiler.
         StoreError: when the store or the artifact cache cannot be opened or written.
     """
+    from tuner.compile import block_quantiser
     from tuner.compile.artifacts import ArtifactCache
     from tuner.compile.compiler import Compiler
     from tuner.compile.toolchain import find_toolchain
@@ -140,6 +141,9 @@ def run(args: argparse.Namespace) -> int:
                 if not args.json:
                     print(f"{target.label}: {_said(target)}")
             print(f"the runtime's dispatcher: {_dispatcher(artifacts)}", file=sys.stderr)
+            if any(getattr(t.measurement.problem, "scales", "") == "block" for t in targets):
+                said = _beside(block_quantiser, artifacts)
+                print(f"the quantiser of activations: {said}", file=sys.stderr)
     failed = [target for target in targets if target.reason]
     if args.json:
         rows = [
@@ -192,13 +196,23 @@ def _alone(artifacts: ArtifactCache) -> Iterator[None]:
 
 
 def _dispatcher(artifacts: ArtifactCache) -> str:
-    """Compile what the runtime loads beside the kernels; without it calls go through Python."""
+    """Compile what the runtime calls kernels through; without it calls go through Python."""
     from tuner.compile import dispatcher
 
+    return _beside(dispatcher, artifacts)
+
+
+def _beside(library: Any, artifacts: ArtifactCache) -> str:
+    """Compile a library that the runtime loads beside the kernels.
+
+    Args:
+        library: module with `find` and `build`.
+        artifacts: where it is kept.
+    """
     try:
-        if dispatcher.find(artifacts):
+        if library.find(artifacts):
             return "there already"
-        dispatcher.build(artifacts)
+        library.build(artifacts)
     except TunerError as exc:
         return f"not built, {exc}"
     return "compiled"
