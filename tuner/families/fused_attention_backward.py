@@ -80,6 +80,8 @@ class FusedAttentionBackward(Family):
         "swap_dq": (False, True),
         "dq": WORDS["dq"],
         "early_exp": (0, 50, 100),
+        "early_dq": (False, True),
+        "early_dv": (False, True),
         "section_heads": tuple(2**i for i in range(MOST_HEADS.bit_length())),
         "pdl": (False, True),
     }
@@ -121,12 +123,14 @@ class FusedAttentionBackward(Family):
 
     @staticmethod
     def registers(problem: AttentionBackwardProblem, config: Config) -> int:
-        """Most accumulators and operands of products that a thread holds at once. They are dK, dV
-        and an operand of theirs, with S^T and dP^T, or with the next S^T and dQ.
+        """Most accumulators and operands of products that a thread holds at once. They are dK and
+        dV with S^T and dP^T, and P^T as an operand beside both where dV's product is early; or with
+        dQ and either S^T or the operands of dK and dV.
         """
         head_dim, tile_m = instance(problem.head_dim), int(config["tile_m"])
         of_dq = tile_m * head_dim // int(config["warp_groups"]) // 128
-        return head_dim + tile_m // 4 + max(tile_m, tile_m // 2 + of_dq)
+        operand = tile_m // 4 if config["early_dv"] else 0
+        return head_dim + max(tile_m + operand, tile_m // 2 + of_dq)
 
     @staticmethod
     def smem_bytes(problem: AttentionBackwardProblem, config: Config) -> int:
@@ -154,8 +158,13 @@ class FusedAttentionBackward(Family):
         sections = sorted({1, 8, 32, 1 << (heads - 1).bit_length()})
         most = 1 << (heads - 1).bit_length()
         ways = ("ordered",) if problem.is_deterministic else ("bulk", "direct")
-        levers = product((1, 2), (64, 96, 128), (2, 3), (2, 1), (False, True), ways, (50, 0, 100))
-        for groups, tile_m, stages, ds_stages, swaps, way, early in levers:
+        # Early dQ leaves all exponentials to the time of dP^T.
+        orders = [
+            *product((True,), (0,), (True, False)),
+            *product((False,), (50, 0, 100), (True, False)),
+        ]
+        levers = product((1, 2), (64, 96, 128), (2, 3), (2, 1), (False, True), ways, orders)
+        for groups, tile_m, stages, ds_stages, swaps, way, order in levers:
             if GROUP_KEYS * (groups - 1) >= problem.seqlen_kv or swaps != bool(tile_m % 64):
                 continue
             for section, pdl in product([s for s in sections if s <= most], (True, False)):
@@ -166,7 +175,7 @@ class FusedAttentionBackward(Family):
                     "ds_stages": ds_stages,
                     "swap_dq": swaps,
                     "dq": way,
-                    "early_exp": early,
+                    **dict(zip(("early_dq", "early_exp", "early_dv"), order, strict=True)),
                     "section_heads": section,
                     "pdl": pdl,
                 }
