@@ -69,9 +69,9 @@ def attention(
 
     A gradient is computed by what was measured for it (`AttentionBackwardProblem`), else by
     PyTorch's backward kernels, from the output and the log-sum-exp of the tuned kernel, where it
-    writes one. Of what PyTorch answers, they are computed so where something was measured, or where
-    cuDNN's kernels gain over FlashAttention-2's (`gains_by_cudnn`). Autocast casts the inputs, as it
-    does PyTorch's.
+    writes one. Of what PyTorch answers, they are computed so where something was measured, or
+    where cuDNN's kernels gain over FlashAttention-2's (`gains_by_cudnn`). Autocast casts the
+    inputs, as it does PyTorch's.
 
     PyTorch's operator has no `window` and no `softcap`. With either, what no tuned kernel answers,
     gradients and graphs of torch.compile among it, is composed of PyTorch's operations

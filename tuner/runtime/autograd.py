@@ -24,9 +24,9 @@ from tuner.runtime import native
 _FLASH, _CUDNN = (int(b.value) for b in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION))
 #: Bytes of scores that are alive at once where PyTorch has no kernel.
 _SCORES_BYTES = 1 << 28
-#: Floating-point operations of a backward pass from which cuDNN's is expected to save 67 us or more
-#: over FlashAttention-2's (`RATES` of `families/vendor/sdpa_backward.py`), and its forward pass some
-#: more: what the operators' way through Python may cost the host of an eager program.
+#: Floating-point operations of a backward pass from which cuDNN's is expected to save 67 us or
+#: more over FlashAttention-2's (`RATES` of `families/vendor/sdpa_backward.py`), and its forward
+#: pass some more: what the operators' way through Python may cost the host of an eager program.
 CUDNN_FLOPS = 4e10
 #: Kinds of tensors that cuDNN was asked about, at most.
 _MAX_KNOWN = 4096

@@ -138,8 +138,8 @@ def _huge_moments(problem: Problem) -> tuple[dict[str, float], dict[str, float]]
 
     What a bias or ALiBi adds would be lost beside them in fp32, and not in the reference.
 
-    Gradients have an output's gradient of zero, and are zero. A log-sum-exp of 1e12 in fp32 does not
-    tell a probability of one from another; but none is infinite, and then it makes no NaN.
+    Gradients have an output's gradient of zero, and are zero. A log-sum-exp of 1e12 in fp32 does
+    not tell a probability of one from another; but none is infinite, and then it makes no NaN.
     """
     means: dict[str, float] = {}
     if isinstance(problem, AttentionBackwardProblem):
