@@ -5,8 +5,9 @@ part (compiling) is spent once. A group is one trial of its family's Optuna stud
 (`samplers.GroupStudy`). Its value is the logarithm of the best latency among its run-time variants.
 The sampler `model` is a Gaussian-process residual over each family's cost model (`surrogate`). It
 proposes the groups of the least expected times first, then that with the largest expected gain over
-all families. It ends when no gain worth its compile is expected. The other samplers are for comparison (`scripts/bench search`): random,
-the cost models' order, and Optuna's TPE, GP and CMA-ES from the families' seeds on.
+all families. It ends when no gain worth its compile is expected. The other samplers are for
+comparison (`scripts/bench search`): random, the cost models' order, and Optuna's TPE, GP and CMA-ES
+from the families' seeds on.
 Studies live in memory: measurements are told again from the store, which alone is durable.
 `storage` keeps copies of the studies for Optuna's tools.
 """
@@ -189,9 +190,12 @@ class Search:
     """The families of one problem over one budget.
 
     With `model`, the group of the least expected time is next, of whichever family; once `LEADING`
-    are begun, that of the largest expected gain. With another sampler every family gets its seeds; a family whose groups fit its equal share of the budget
-    is enumerated; the rest goes one by one to the family with the largest promise / (trials + 1),
-    promise being (best latency of all / best latency of the family) ** `PROMISE_EXPONENT`.
+    are begun, that of the largest expected gain.
+
+    With another sampler every family gets its seeds; a family whose groups fit its equal share of
+    the budget is enumerated; the rest goes one by one to the family with the largest
+    promise / (trials + 1), promise being (best latency of all / best latency of the family) **
+    `PROMISE_EXPONENT`.
     """
 
     members: list[FamilySearch]
