@@ -97,16 +97,29 @@ class TestRates:
 
 class TestServing:
     def test_a_gpu_s_own_portfolio_is_as_it_was_made(self) -> None:
-        assert serving(shipped(), H200) == list(shipped())
+        own = [one for one in shipped() if one.gpu == H200]
+        assert serving(shipped(), H200) == own
         assert all(one.made_on is None for one in serving(shipped(), H200))
+
+    def test_domains_that_were_not_measured_are_another_one_s(self) -> None:
+        (own,) = (one for one in shipped() if one.gpu == H100)
+        (theirs,) = (one for one in shipped() if (one.gpu, one.op) == (H200, own.op))
+        (found,) = (one for one in serving(shipped(), H100) if one.op == own.op)
+        assert (found.gpu, found.made_on) == (H100, H200)
+        assert found.domains.keys() == theirs.domains.keys() | own.domains.keys()
+        for domain, models in found.domains.items():
+            expected = own.domains.get(domain) or theirs.rescaled(H100).domains[domain]
+            assert models == expected
+        assert found in serving(reversed(shipped()), H100)
 
     @pytest.mark.parametrize("gpu", [H100, PCIE], ids=lambda gpu: gpu.name)
     def test_another_one_s_is_rescaled_once(self, gpu: Gpu) -> None:
-        found = serving(shipped(), gpu)
+        known = [one for one in shipped() if one.gpu == H200]
+        found = serving(known, gpu)
         assert [(one.op, one.gpu, one.made_on) for one in found] == [
-            (one.op, gpu, H200) for one in shipped()
+            (one.op, gpu, H200) for one in known
         ]
-        assert all(one is again for one, again in zip(found, serving(shipped(), gpu), strict=True))
+        assert all(one is again for one, again in zip(found, serving(known, gpu), strict=True))
 
     @pytest.mark.parametrize("gpu", [GH200, B200, replace(H100, name=f"{H100.name} MIG 3g.40gb")])
     def test_a_gpu_without_a_description_or_of_other_kernels_has_none(self, gpu: Gpu) -> None:

@@ -29,7 +29,7 @@ from tuner.errors import ConfigError, StoreError
 from tuner.families import families
 from tuner.families.base import INCOMPATIBLE_CONFIG_ERRORS
 from tuner.families.fused_attention import paged, sparse
-from tuner.hardware import Gpu
+from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.measurement import Regime
 from tuner.problem import Problem
 from tuner.selection.candidates import (
@@ -213,13 +213,15 @@ class Portfolio:
     origin: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """First and last day of the measurements (``days``), and versions of the machines."""
     made_on: Gpu | None = None
-    """GPU that was measured, where the rates are rescaled."""
+    """GPU that was measured, where rates are rescaled; of all domains, or of those that were not
+    measured on this one (`beside`)."""
     _found: dict[AnyDomain, DomainModels | None] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
     _rescaled: dict[str, Portfolio] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
+    """By the other GPU: as of `rescaled` or `beside`."""
 
     def rescaled(self, gpu: Gpu) -> Portfolio:
         """It as it is expected to be on another GPU of the same compute capability; made once.
@@ -234,6 +236,19 @@ class Portfolio:
             domains = {key: one.rescaled(self.gpu, gpu) for key, one in self.domains.items()}
             made = Portfolio(self.op, gpu, domains, self.origin, made_on=self.gpu)
             return self._rescaled.setdefault(gpu.identity, made)
+
+    def beside(self, other: Portfolio) -> Portfolio:
+        """It with another GPU's domains, rescaled, where it has none itself; made once."""
+        missing = other.domains.keys() - self.domains.keys()
+        if not missing:
+            return self
+        try:
+            return self._rescaled[other.gpu.identity]
+        except KeyError:
+            rescaled = other.rescaled(self.gpu).domains
+            lent = {domain: models for domain, models in rescaled.items() if domain in missing}
+            made = replace(self, domains={**self.domains, **lent}, made_on=other.gpu)
+            return self._rescaled.setdefault(other.gpu.identity, made)
 
     def models_of(self, domain: AnyDomain | None) -> DomainModels | None:
         """The candidates of a domain; one that was not measured, with a window, say, or a bias, has
@@ -449,38 +464,41 @@ def _folder() -> Path:
 
 @cache
 def shipped() -> tuple[Portfolio, ...]:
-    """The portfolios that ship with the package, under ``cache/portfolio/``.
+    """The portfolios that ship with the package, under ``cache/portfolio/``, the default GPU's
+    first. One of another GPU may have few domains: `serving` has all that serve there.
 
     Raises:
         StoreError: when such a file is damaged.
     """
     try:
-        return tuple(Portfolio.read(path) for path in sorted(_folder().glob("*.json")))
+        found = [Portfolio.read(path) for path in sorted(_folder().glob("*.json"))]
+        return tuple(sorted(found, key=lambda one: one.gpu != DEFAULT_GPU))
     except ConfigError as exc:
         raise StoreError(f"a shipped file cannot be read: {exc}") from exc
 
 
 def serving(known: Iterable[Portfolio], gpu: Gpu) -> list[Portfolio]:
-    """The portfolios that serve on a GPU, one an operation: its own, else that of a GPU whose
-    kernels it shares, rescaled; of several that with the nearest count of multiprocessors.
+    """The portfolios that serve on a GPU, one an operation: its own; for domains that were not
+    measured there that of a GPU whose kernels it shares, rescaled; of several that with the nearest
+    count of multiprocessors.
 
     Args:
         known: portfolios to choose from.
         gpu: where they serve. One that is not in `hardware.GPUS` has no rescaled ones, for its
             bandwidth is not known everywhere.
     """
-    nearest: dict[str, Portfolio] = {}
+    alike: dict[str, list[Portfolio]] = {}
     for one in known:
-        if not one.gpu.shares_kernels(gpu):
-            continue
-        held = nearest.get(one.op)
-        if held is None or _distance(one.gpu, gpu) < _distance(held.gpu, gpu):
-            nearest[one.op] = one
-    return [
-        one if one.gpu.identity == gpu.identity else one.rescaled(gpu)
-        for one in nearest.values()
-        if one.gpu.identity == gpu.identity or gpu.is_described
-    ]
+        if one.gpu.shares_kernels(gpu):
+            alike.setdefault(one.op, []).append(one)
+    found = []
+    for portfolios in alike.values():
+        first, *others = sorted(portfolios, key=lambda one: _distance(one.gpu, gpu))
+        if first.gpu.identity == gpu.identity:
+            found.append(first.beside(others[0]) if others and gpu.is_described else first)
+        elif gpu.is_described:
+            found.append(first.rescaled(gpu))
+    return found
 
 
 def _distance(one: Gpu, other: Gpu) -> tuple[bool, int, str]:
