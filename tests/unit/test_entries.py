@@ -163,7 +163,7 @@ class TestLookup:
         assert captured.err.count("\n") == 1
         assert captured.err.startswith("tuner: nothing known for attention B=1,H=16,S=512,D=64")
         assert "; `tuner sweep` measures it (nearest: B=1,H=16,S=1024,D=64" in captured.err
-        assert run("lookup", *SHAPE, "--gpu", "H100", "--json") == 1
+        assert run("lookup", *SHAPE, "--gpu", "H100-PCIe", "--json") == 1
         captured = capsys.readouterr()
         assert captured.out == "null\n"
         assert "known for NVIDIA H200 (stream-warm); --allow-other-gpu answers" in captured.err
@@ -171,7 +171,13 @@ class TestLookup:
     def test_another_gpu_when_allowed(
         self, filled: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        out = printed(capsys, "lookup", *SHAPE, "--gpu", "H100", "--allow-other-gpu")
+        out = printed(capsys, "lookup", *SHAPE, "--gpu", "H100-PCIe", "--allow-other-gpu")
+        assert "measured on NVIDIA H200, not on NVIDIA H100 PCIe" in out
+
+    def test_a_gpu_that_shares_the_decision_has_it(
+        self, filled: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        out = printed(capsys, "lookup", *SHAPE, "--gpu", "H100")
         assert f"measured on NVIDIA H200, not on {H100.name}" in out
 
     def test_the_regime(self, filled: Path) -> None:

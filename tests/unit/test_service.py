@@ -63,8 +63,8 @@ class TestConfigs:
     def test_gpu_and_regime_are_heeded(self, client: TestClient) -> None:
         other, allowed, cold = self.look_up(
             client,
-            {"shape": SHAPE, "gpu": "H100"},
-            {"shape": SHAPE, "gpu": "H100", "allow_other_gpu": True},
+            {"shape": SHAPE, "gpu": "H100-PCIe"},
+            {"shape": SHAPE, "gpu": "H100-PCIe", "allow_other_gpu": True},
             {"shape": SHAPE, "l2": "cold"},
         )
         assert other is None
