@@ -138,14 +138,14 @@ def test_axes_that_no_block_mask_has() -> None:
         AttentionProblem.parse("B=2,S=300,D=64,block_mask=bk")
 
 
-def test_no_other_family_takes_one() -> None:
+def test_no_other_family_but_flex_attention_takes_one() -> None:
     problem = AttentionProblem.parse("S=1024,D=64,block_mask=1")
     own = {
         name
         for name, member in families().items()
         if not member.supports(problem, DEFAULT_GPU) and member.space(problem, DEFAULT_GPU)
     }
-    assert own == {"fused_attention"}
+    assert own == {"fused_attention", "vendor_flex"}
 
 
 @pytest.mark.parametrize(

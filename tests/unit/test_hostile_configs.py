@@ -41,6 +41,7 @@ PROBLEM_TEXTS = {
 #: Of families that serve some of an operation's problems.
 FAMILY_TEXTS = {
     "fused_attention": (*PROBLEM_TEXTS["attention"], "S=1024,D=64,block_mask=1"),
+    "vendor_flex": ("S=1024,D=64,block_mask=1", "S=1024,D=64,softcap=30"),
     "block_scaled_gemm": ("M=16,N=4096,K=4096,dtype=e4m3,scales=block",),
     "block_scaled_grouped_gemm": ("G=16,M=2000,N=1408,K=2048,sizes=zipf,dtype=e4m3",),
 }
@@ -218,6 +219,7 @@ def test_what_ships_is_made_of_declared_values() -> None:
         "triton_attention",
         "vendor_cublaslt_search",
         "vendor_cudnn_plans",
+        "vendor_flex",
     }
     wrong = {
         (where, reason): config.to_json()

@@ -129,6 +129,8 @@ class TestScheduled:
             AttentionDomain(96, "full", "prompt", True, is_sparse=True),
         ),
         ("SQ=127,SKV=1024,D=64,block_mask=1", None),
+        ("H=16,S=1024,D=72,block_mask=1", None),
+        ("H=17,S=1024,D=96,block_mask=1", AttentionDomain(96, "full", "prompt", is_sparse=True)),
         ("S=1024,D=64,dtype=e4m3", None),
     ],
 )
@@ -410,7 +412,7 @@ class TestBlockMasks:
     def test_one_kernel_takes_all_heads_and_axes(
         self, head_dim: int, axes: str, heads: str
     ) -> None:
-        text = f"B=2,SQ=300,SKV=1000,{heads},D={head_dim},dtype=bf16,block_mask={axes}"
+        text = f"B=9,SQ=600,SKV=1000,{heads},D={head_dim},dtype=bf16,block_mask={axes}"
         problem = attention(text)
         found = self.SHIPPED.select(problem)
         assert found is not None and found.vendor == ""
@@ -442,5 +444,6 @@ class TestBlockMasks:
                 kind = target.problem.head_dim, target.problem.softcap > 0
                 counts[kind] = counts.get(kind, 0) + 1
                 assert "block mask" in target.label()
+                assert Domain.of(target.problem) in AttentionDomain.others()
         plain = {(head_dim, False): 2 for head_dim in (64, 96, 128, 256)}
         assert counts == {**plain, (64, True): 2, (128, True): 2, (256, True): 2}

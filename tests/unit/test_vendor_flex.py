@@ -75,7 +75,9 @@ def test_a_call_has_the_mask_of_its_tables(
     made, dense = tables(problem, kind)
     torch.manual_seed(0)
     inputs = [torch.randn(operand.shape) for operand in problem.matrices[:3]]
-    call = flex.MaskedCall(problem, flex.flex_call(problem, 0.3))
+    call = flex.MaskedCall(
+        problem, flex.flex_call(problem, 0.3), flex.flex_call(problem, 0.3, flex.BY_TABLES)
+    )
     out = call.prepared(*inputs, *made)(*inputs, *made)
     torch.testing.assert_close(out, reference(problem, inputs, dense, 0.3).float())
     assert bool(looked) == (kind != "random"), "the timed mask is a function without a table"

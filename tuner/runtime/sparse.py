@@ -12,7 +12,7 @@ from torch.library import Library, register_autograd, register_fake
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from tuner.errors import ConfigError
-from tuner.families.vendor.flex import mask_by
+from tuner.families.vendor.flex import BY_TABLES, mask_by
 from tuner.problem import AttentionProblem
 from tuner.runtime import block_mask as masks
 from tuner.runtime import devices, guards
@@ -81,9 +81,12 @@ class SparseCall(_Sparse, Call):
     def by_pytorch(self) -> Any:
         query, key, value = self[:3]
         softcap, mask = self.extras.softcap, self.block_mask
+        by_tables: dict[str, Any] = {}
         if isinstance(mask, masks.BlockTables):
             mask = mask_by(query.shape[2], key.shape[2], *mask)
+            by_tables = {"kernel_options": dict(BY_TABLES)}
         options: dict[str, Any] = {
+            **by_tables,
             "block_mask": mask,
             "scale": self.scale,
             "enable_gqa": query.shape[1] != key.shape[1],

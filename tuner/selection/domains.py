@@ -175,9 +175,10 @@ class AttentionDomain(_Attention, Domain):
         if problem.dtype == E4M3 or problem.is_alibi:
             return None
         if problem.block_mask:
-            # Under fewer queries FlexAttention splits the keys, which own kernels do not.
-            is_served = problem.seqlen_q >= BLOCK_SIZE
             width, has_softcap = instance(problem.head_dim), problem.softcap > 0
+            tiles = problem.batch * problem.heads_q * -(-problem.seqlen_q // BLOCK_SIZE)
+            # Under fewer queries FlexAttention splits the keys, which own kernels do not.
+            is_served = problem.seqlen_q >= BLOCK_SIZE and tiles >= sparse.MIN_TILES.get(width, 1)
             return cls(width, "full", "prompt", has_softcap, is_sparse=True) if is_served else None
         operand: MaskOperand = "bool" if problem.mask else "additive" if problem.bias else ""
         mask: Mask = "causal" if problem.is_causal else "full"
@@ -294,7 +295,7 @@ class AttentionDomain(_Attention, Domain):
         needs no causal mask, and others come with one.
         """
         both = (False, True) if self.mask == "windowed" else (self.mask == "causal",)
-        queries = 256
+        queries = 2048 if self.is_sparse else 256  # the tiles that every instance needs
         if self.is_paged:
             both, queries = (self.phase != "one",), {"one": 1, "few": 8, "prompt": 256}[self.phase]
         return tuple(

@@ -14,6 +14,11 @@ from tuner.config import Config, Value
 _NAME = "fused_attention"
 HEAD_DIMS = (64, 96, 128, 256)
 """Instances that have a kernel."""
+MIN_TILES: Mapping[int, int] = {96: 132}
+"""Tiles of 128 queries that an instance needs to be served: one for each multiprocessor of an H100
+or H200. At D = 96 the kernel took up to 1.05 of FlexAttention's time with 32, and at most 0.56 with
+1024 (``scripts/benchmarks/evidence/served-block-masks.json``).
+"""
 #: Keys of a tile, stages, and an output tile in shared memory, by head dimension.
 _TILES: Mapping[int, tuple[int, int, bool]] = {
     64: (128, 3, True),

@@ -205,8 +205,8 @@ class ListedVendor(Vendor):
 
 
 class PreparedCall(ABC):
-    """A vendor's call that is prepared for the contents of its inputs, as a program does it once
-    for many calls: a mask made of tables, say. That is no part of a call's time.
+    """A vendor's call that is prepared for the contents of its inputs: a mask made of tables, say.
+    A program does that once for many calls, so it is not timed.
     """
 
     @abstractmethod

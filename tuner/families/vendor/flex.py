@@ -4,7 +4,7 @@ caps, and of windows over unlike lengths.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import product
 from typing import Any, ClassVar
 
@@ -18,6 +18,9 @@ from tuner.problem.attention import BLOCK_SIZE
 #: under a causal mask, D <= 64 and above: ``scripts/benchmarks/evidence/block-masks.json``.
 _START_US, _RATES = 7.0, (327.0, 341.0)
 
+BY_TABLES: Mapping[str, int] = {"num_stages": 1}
+"""`kernel_options` for a mask of `mask_by`. Triton would keep the table's words of further stages
+in shared memory, more than there is."""
 Seen = Callable[[Any, Any, Any, Any], Any]
 """True where query q of batch b and head h sees key k: a mask function of FlexAttention."""
 
@@ -47,7 +50,7 @@ class VendorFlex(Vendor):
     ) -> Callable[..., Any] | str:
         attend = compiled(flex_call(problem, scale))
         if problem.block_mask:
-            return MaskedCall(problem, attend)
+            return MaskedCall(problem, attend, compiled(flex_call(problem, scale, BY_TABLES)))
         mask = mask_of(problem, _visible(problem)) if _hides(problem) else None
         return lambda query, key, value: attend(query, key, value, mask)
 
@@ -66,10 +69,16 @@ class MaskedCall(PreparedCall):
     Args:
         problem: with a block-sparse mask.
         attend: attend(query, key, value, mask).
+        by_tables: as `attend`, for a mask that looks into tables.
     """
 
-    def __init__(self, problem: AttentionProblem, attend: Callable[..., Any]) -> None:
-        self._problem, self._attend = problem, attend
+    def __init__(
+        self,
+        problem: AttentionProblem,
+        attend: Callable[..., Any],
+        by_tables: Callable[..., Any],
+    ) -> None:
+        self._problem, self._attend, self._by_tables = problem, attend, by_tables
 
     def prepared(self, *inputs: Any) -> Callable[..., Any]:
         import torch
@@ -84,17 +93,22 @@ class MaskedCall(PreparedCall):
             torch.equal(seen(*one, queries[:, None], keys), wanted)
             for one in product(range(batches), range(heads))
         )
+        attend = self._attend if is_timed else self._by_tables
         mask = mask_of(problem, timed, device) if is_timed else mask_by(*lengths, *tables)
-        return lambda query, key, value, *_: self._attend(query, key, value, mask)
+        return lambda query, key, value, *_: attend(query, key, value, mask)
 
 
-def flex_call(problem: AttentionProblem, scale: float) -> Callable[..., Any]:
+def flex_call(
+    problem: AttentionProblem, scale: float, kernel_options: Mapping[str, int] | None = None
+) -> Callable[..., Any]:
     """call(query, key, value, mask) of FlexAttention, not compiled."""
     from torch.nn.attention.flex_attention import flex_attention
 
     options: dict[str, Any] = {"scale": scale, "enable_gqa": problem.heads_q != problem.heads_kv}
     if problem.softcap:
         options["score_mod"] = _capped(problem.softcap)
+    if kernel_options:
+        options["kernel_options"] = dict(kernel_options)
 
     def call(query: Any, key: Any, value: Any, mask: Any) -> Any:
         return flex_attention(query, key, value, block_mask=mask, **options)
