@@ -147,9 +147,9 @@ def _backend(
     is_causal: bool,
     scale: float | None,
 ) -> int:
-    """The `SDPBackend` that PyTorch would choose, or cuDNN's in place of flash's where there is work
-    for it; ERROR, which is none, off the GPU, of empty tensors, and of flash where its operators
-    would align a causal mask otherwise.
+    """The `SDPBackend` that PyTorch would choose, or cuDNN's in place of flash's where there is
+    work for it; ERROR, which is none, off the GPU, of empty tensors, and of flash where its
+    operators would align a causal mask otherwise.
     """
     none = int(SDPBackend.ERROR.value)
     if not query.is_cuda or not (query.numel() and key.numel()):
@@ -165,7 +165,8 @@ def _backend(
 def _flops(query: torch.Tensor, key: torch.Tensor, is_causal: bool) -> float:
     """Floating-point operations of a backward pass: five products."""
     batch, heads, length, head_dim = query.shape
-    return 10 * batch * heads * length * key.shape[2] * head_dim / (2 if is_causal else 1)
+    flops: float = 10 * batch * heads * length * key.shape[2] * head_dim
+    return flops / 2 if is_causal else flops
 
 
 def _choice(
