@@ -77,7 +77,9 @@ def test_they_compile_without_spills_or_advice(number: int, compiler: Compiler) 
     artifact = future.result()
     used = artifact.resources
     assert used is not None
-    assert max(used.spill_store_bytes, used.spill_load_bytes) <= 16, config
+    # The only deterministic kernel of 256 columns.
+    allowed = 160 if config["stages"] == 1 else 16
+    assert max(used.spill_store_bytes, used.spill_load_bytes) <= allowed, config
     assert artifact.facts["advice"] == [], config
 
 

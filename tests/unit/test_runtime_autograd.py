@@ -219,6 +219,23 @@ def test_large_training_calls_that_nobody_tuned_take_cudnn_s_kernels(
     assert not autograd.gains_by_cudnn(query, query, query, True, None) or length > 1024
 
 
+@pytest.mark.parametrize(
+    ("batch", "length", "wanted"),
+    [
+        (1, 128, autograd._FLASH),  # 84 MFLOP, where cuDNN's took longer
+        (32, 128, autograd._CUDNN),
+    ],
+)
+def test_tiny_gradients_stay_pytorch_s_choice(
+    monkeypatch: pytest.MonkeyPatch, batch: int, length: int, wanted: int
+) -> None:
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_, **__: autograd._FLASH)
+    monkeypatch.setattr(autograd, "_takes_cudnn", lambda *_: True)
+    shape = (batch, 16, length, 32)
+    query = SimpleNamespace(shape=shape, is_cuda=True, numel=lambda: 1)
+    assert autograd._backend(query, query, query, False, None) == wanted
+
+
 def test_what_cudnn_gains_goes_through_the_operators(
     on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

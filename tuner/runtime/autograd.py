@@ -5,9 +5,10 @@ kernel: natural logarithm, fp32, (B, H, SQ) for the one and (B, H, SQ, 1) for th
 random state is read for dropout only, which no tuned kernel has.
 
 The kernel that runs is the one that PyTorch would choose for these tensors, except that cuDNN's
-replaces FlashAttention-2's where it takes them: it was 1.5 to 2.1 times faster at each of 19 shapes
-measured in bf16 (one H200, torch 2.11, cuDNN 9.19). Where PyTorch would choose neither, the scores
-are recomputed a block of rows at a time.
+replaces FlashAttention-2's where it takes them and the work is not tiny. Behind an ordinary kernel,
+in bf16 (one H200, torch 2.11, cuDNN 9.19), it was faster at each of 14 shapes of 0.5 GFLOP and
+more: 1.09 to 1.92 times. At (1,16,128,32), 0.08 GFLOP, it took 12.8 us and FlashAttention-2's 10.3.
+Where PyTorch would choose neither, the scores are recomputed a block of rows at a time.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ _SCORES_BYTES = 1 << 28
 #: more over FlashAttention-2's (`RATES` of `families/vendor/sdpa_backward.py`), and its forward
 #: pass some more: what the operators' way through Python may cost the host of an eager program.
 CUDNN_FLOPS = 4e10
+#: The same from which cuDNN's backward kernel replaces FlashAttention-2's where the gradient is
+#: computed here anyway: it is between the shapes measured where it lost and where it won.
+LEAST_CUDNN_FLOPS = 4e8
 #: Kinds of tensors that cuDNN was asked about, at most.
 _MAX_KNOWN = 4096
 _cudnn_takes: dict[Hashable, bool] = {}
@@ -54,9 +58,7 @@ def gains_by_cudnn(
     """True when PyTorch would choose FlashAttention-2's kernels for such tensors, cuDNN's may run,
     and the work is large enough for the difference to count.
     """
-    batch, heads, length, head_dim = query.shape
-    pairs = length * key.shape[2] / (2 if is_causal else 1)
-    if 10 * batch * heads * pairs * head_dim < CUDNN_FLOPS or not query.is_cuda:
+    if _flops(query, key, is_causal) < CUDNN_FLOPS or not query.is_cuda:
         return False
     chosen = _choice(query, key, value, is_causal, scale)
     return chosen == _FLASH and _takes_cudnn(query, key, value, is_causal)
@@ -145,18 +147,26 @@ def _backend(
     is_causal: bool,
     scale: float | None,
 ) -> int:
-    """The `SDPBackend` that PyTorch would choose, or cuDNN's in place of flash's; ERROR, which is
-    none, off the GPU, of empty tensors, and of flash where its operators would align a causal mask
-    otherwise.
+    """The `SDPBackend` that PyTorch would choose, or cuDNN's in place of flash's where there is
+    work for it; ERROR, which is none, off the GPU, of empty tensors, and of flash where its
+    operators would align a causal mask otherwise.
     """
     none = int(SDPBackend.ERROR.value)
     if not query.is_cuda or not (query.numel() and key.numel()):
         return none
     chosen = _choice(query, key, value, is_causal, scale)
-    if chosen == _FLASH and _takes_cudnn(query, key, value, is_causal):
+    is_large = _flops(query, key, is_causal) >= LEAST_CUDNN_FLOPS
+    if chosen == _FLASH and is_large and _takes_cudnn(query, key, value, is_causal):
         return _CUDNN
     is_bottom_right = is_causal and chosen == _FLASH and query.shape[2] != key.shape[2]
     return none if is_bottom_right else chosen
+
+
+def _flops(query: torch.Tensor, key: torch.Tensor, is_causal: bool) -> float:
+    """Floating-point operations of a backward pass: five products."""
+    batch, heads, length, head_dim = query.shape
+    flops: float = 10 * batch * heads * length * key.shape[2] * head_dim
+    return flops / 2 if is_causal else flops
 
 
 def _choice(
