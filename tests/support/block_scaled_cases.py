@@ -42,9 +42,7 @@ def config(
 CASES: dict[str, Config] = {
     "square": config((128, 128), 6, store_buffers=1),
     "two stages": config((128, 128), 2, pdl=False),
-    "columns of two blocks": config(
-        (128, 192), 4, cluster=(2, 1), store_buffers=3, ordered=True
-    ),
+    "columns of two blocks": config((128, 192), 4, cluster=(2, 1), store_buffers=3, ordered=True),
     "columns of three blocks": config((128, 176), 5, cluster=(1, 2), ordered=True),
     "odd octets": config((128, 144), 6, cluster=(2, 1), raster=("AlongN", 1)),
     "narrow": config((128, 80), 7, store_buffers=2, raster=("AlongN", 16)),

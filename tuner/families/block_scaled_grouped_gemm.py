@@ -38,9 +38,7 @@ class BlockScaledGroupedGemm(Family):
     capabilities = (HOPPER,)
     runtime_parameters: ClassVar[frozenset[str]] = BlockScaledGemm.runtime_parameters
     domains: ClassVar[Mapping[str, Domain]] = {
-        name: domain
-        for name, domain in BlockScaledGemm.domains.items()
-        if name != "split_k"
+        name: domain for name, domain in BlockScaledGemm.domains.items() if name != "split_k"
     }
     draws = BlockScaledGemm.draws
 
