@@ -108,10 +108,6 @@ MUTANTS = {
         "factors + lane.first(part) * 4 + 4)",
     ),
     "a box of a group's end": ("if (!kGrouped || tile.row + last <= tile.end)", "if (true)"),
-    "a group does not pass its turn": (
-        "if constexpr (kOrdered) named_barrier_arrive(kTurnOfGroup + 1 - lane.group,",
-        "if (false) named_barrier_arrive(kTurnOfGroup + 1 - lane.group,",
-    ),
 }
 
 
@@ -186,7 +182,6 @@ def test_the_emulator_finds_what_is_wrong(compiler: Compiler, name: str, tmp_pat
         "a neighbour's rows": config((128, 128), 2, cluster=(2, 1)),
         "the tile's first block of columns for all": config((128, 192), 2),
         "a box of a group's end": grouped(config((64, 64), 2, store_buffers=1)),
-        "a group does not pass its turn": config((128, 128), 2, ordered=True),
     }
     one = chosen.get(name, CASES["two stages"])
     is_grouped = "split_k" not in one.params

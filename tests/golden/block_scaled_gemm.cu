@@ -21,7 +21,6 @@ constexpr int kClusterY = 1;
 constexpr int kSplits = 1;
 constexpr int kStoreBuffers = 1;
 constexpr bool kGrouped = false;
-constexpr bool kOrdered = false;
 
 constexpr int kBlock = 128;  // of K, and of B's columns: what one factor is for
 constexpr int kWarp = 32;
@@ -59,7 +58,6 @@ static_assert(kClusterX == 1 || kClusterY == 1, "multicast goes one way");
 static_assert(kSplits == 1 || (kMulticast == 1 && !kGrouped), "blocks that divide K share no tile, nor groups");
 static_assert(kSplits == 1 || kTileX * kTileY * 4 <= kFirstFactor, "partial sums take the ring's place");
 static_assert(kStoreBuffers == 0 || (!kSwapped && kSplits == 1 && kTileY >= kBoxColumns), "whole boxes");
-static_assert(!kOrdered || kGroups == 2, "two warp groups take turns");
 static_assert(kTileY % (kSwapped ? 8 : 16) == 0 && kTileY % (8 * kClusterX) == 0, "whole swizzle atoms");
 
 // A producer waits for a stage that all consumers of the blocks it writes to have left; its TMA thread and
@@ -67,7 +65,7 @@ static_assert(kTileY % (kSwapped ? 8 : 16) == 0 && kTileY % (8 * kClusterX) == 0
 constexpr int kFullArrivals = 1 + kWarp;
 constexpr int kEmptyArrivals = kGroups * (kWarpGroup / kWarp) * kMulticast;
 
-enum NamedBarrier { kConsumersMeet = 1, kTurnOfGroup = 2 };
+enum NamedBarrier { kConsumersMeet = 1 };
 
 struct Params {
   CUtensorMap x, y, d_map;
@@ -458,16 +456,14 @@ __device__ __forceinline__ void store_reduced(Params const& p, Tile const& tile,
     }
 }
 
-// Products of 64 rows of a warp group by 128 of K, under way. Turns are taken in the groups' order.
-__device__ __forceinline__ void begin_products(Accumulators& d, uint64_t x, uint64_t y, Lane const& lane, int part) {
-  if constexpr (kOrdered) named_barrier(kTurnOfGroup + lane.group, kGroups * kWarpGroup);
+// Products of 64 rows of a warp group by 128 of K, under way.
+__device__ __forceinline__ void begin_products(Accumulators& d, uint64_t x, uint64_t y, int part) {
   fence(d);
   products_begin();
 #pragma unroll
   for (int k = 0; k < kBlock / 32; ++k) multiply(d, x + (part * 64 * kBlock + k * 32) / 16, y + k * 32 / 16, k);
   products_commit();
   fence(d);
-  if constexpr (kOrdered) named_barrier_arrive(kTurnOfGroup + 1 - lane.group, kGroups * kWarpGroup);
 }
 
 __device__ __forceinline__ void store_tile(Params const& p, Tile const& tile, Ring ring, Lane const& lane, uint32_t rank,
@@ -495,9 +491,6 @@ __device__ __forceinline__ void store_tile(Params const& p, Tile const& tile, Ri
 
 __device__ __forceinline__ void multiply_tiles(Params const& p, Ring ring, Part const& of_k) {
   const Lane lane;
-  if constexpr (kOrdered) {
-    if (lane.group == 1) named_barrier_arrive(kTurnOfGroup, kGroups * kWarpGroup);
-  }
   Stage stage;
   Tiles tiles(p);
   Tile tile, next;
@@ -512,7 +505,7 @@ __device__ __forceinline__ void multiply_tiles(Params const& p, Ring ring, Part 
       const Factors factors(ring.factors(stage.index), lane, p.alpha);
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
-        begin_products(d, x, y, lane, part);
+        begin_products(d, x, y, part);
         // The next tile is found while the last products of this one run.
         if (part == kParts - 1 && block == of_k.end - 1) has_tile = tiles.take(p, of_k, next);
         products_wait();
@@ -523,9 +516,6 @@ __device__ __forceinline__ void multiply_tiles(Params const& p, Ring ring, Part 
       if (!kRowsEarly) leave(ring.empty(stage.index));
     }
     store_tile(p, tile, ring, lane, of_k.rank, sums);
-  }
-  if constexpr (kOrdered) {  // the other group's last arrival
-    if (lane.group == 0) named_barrier(kTurnOfGroup, kGroups * kWarpGroup);
   }
   if constexpr (kStoreBuffers > 0) {
     if (threadIdx.x % kWarp == 0) boxes_stored();

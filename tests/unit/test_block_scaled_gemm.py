@@ -73,7 +73,6 @@ def test_no_other_own_family_serves_factors_of_blocks() -> None:
         (config((128, 64), 4, swap_ab=True, store_buffers=1), "is for neither swapped operands"),
         (config((128, 48), 4, store_buffers=1), "tile_n=48 has no box of 64 columns"),
         (config((128, 128), 6, store_buffers=2), "232832 bytes of shared memory at 6 stages"),
-        (config((64, 128), 6, ordered=True), "tile_m=64 has one warp group: no turns"),
         (config((128, 64), 4, split_k=8), "split_k=8 has more parts than K=512 has blocks"),
         (Config("block_scaled_gemm", {}), "parameter tile_m is missing"),
     ],

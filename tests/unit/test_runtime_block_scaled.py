@@ -88,9 +88,7 @@ class Quantiser:
         self.is_right = is_right
         self.launches: list[tuple[int, ...]] = []
 
-    def launch(
-        self, tensors: Any, integers: Any, scalars: Any, workspace: int, stream: int
-    ) -> None:
+    def launch(self, tensors: Any, integers: Any, *_: Any) -> None:
         from tuner.runtime.block_scaled import composed
 
         m, k, stride, block, _ = integers

@@ -84,7 +84,6 @@ class BlockScaledGemm(Family):
         "cluster_n": (1, 2),
         "split_k": (1, 2, 4, 8),
         "store_buffers": (0, 1, 2, 3, MAX_BOXES),
-        "ordered": (False, True),
         "raster_order": tuple(RASTER_ORDERS),
         "max_swizzle_size": (1, 2, 4, 8, 16),
         "pdl": (False, True),
@@ -265,8 +264,6 @@ def tile_violations(config: Config) -> list[str]:
         reasons.append(
             f"{used} bytes of shared memory at {stages} stages exceed {SMEM_PER_BLOCK_BYTES}"
         )
-    if config["ordered"] and tile_m <= INSTRUCTION_ROWS:
-        reasons.append(f"tile_m={tile_m} has one warp group: no turns (ordered=True)")
     return reasons
 
 
@@ -346,8 +343,7 @@ def _compiled(problem: GemmProblem, gpu: Gpu) -> Iterator[dict[str, Value]]:
             if cluster_m * cluster_n > 1 and count < _MIN_CLUSTERED:
                 continue
             buffers = _buffers(tile_m, tile_n) if not swapped and splits == 1 else [0]
-            turns = (True, False) if tile_m > INSTRUCTION_ROWS else (False,)
-            for store_buffers, ordered in product(buffers, turns):
+            for store_buffers in buffers:
                 params: dict[str, Value] = {
                     "swap_ab": swapped,
                     "tile_m": tile_m,
@@ -357,7 +353,6 @@ def _compiled(problem: GemmProblem, gpu: Gpu) -> Iterator[dict[str, Value]]:
                     "cluster_n": cluster_n,
                     "split_k": splits,
                     "store_buffers": store_buffers,
-                    "ordered": ordered,
                 }
                 yield dict(deepened(Config(BlockScaledGemm.name, params)).params)
 

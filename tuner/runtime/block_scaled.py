@@ -12,8 +12,8 @@ from tuner.problem import SCALE_BLOCK
 from tuner.runtime import quantiser
 
 RECIPROCAL = 1 / 448
-"""Of the largest e4m3 number. PyTorch's division by a number is this product on a GPU, and a division
-on a CPU: the product has the same bits on both."""
+"""Of the largest e4m3 number. PyTorch's division by a number is this product on a GPU, and a
+division on a CPU; the product has the same bits on both."""
 MIN_MAXIMUM = 1e-4
 """A block whose elements are all smaller has the factor of this maximum: none is zero."""
 

@@ -67,7 +67,7 @@ def _takes(rows: torch.Tensor) -> bool:
     m, k = rows.shape
     stride, step = rows.stride()
     is_dense = (step == 1 or k == 1) and (m == 1 or (stride >= k and stride % _VECTOR == 0))
-    return is_dense and k % _VECTOR == 0 and rows.data_ptr() % _ALIGNMENT == 0
+    return bool(is_dense and k % _VECTOR == 0 and rows.data_ptr() % _ALIGNMENT == 0)
 
 
 def _kernel_of(device: torch.device, composed: Composed) -> LoadedKernel | None:

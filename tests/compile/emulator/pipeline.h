@@ -335,11 +335,6 @@ inline void cluster_sync() {
   emulator::meet(m.meeting, int(m.fibers.size()));
 }
 inline void named_barrier(int name, int threads) { emulator::meet(emulator::self().block->meetings[name], threads); }
-inline void named_barrier_arrive(int name, int threads) {
-  emulator::Meeting& meeting = emulator::self().block->meetings[name];
-  if (++meeting.here == threads) meeting.here = 0, ++meeting.round;
-  ++emulator::machine().progress;
-}
 template <int kRegisters> void give_registers() {}
 template <int kRegisters> void take_registers() {}
 inline uint32_t in_block(uint32_t address, uint32_t rank) { return address | (rank + 1) << emulator::kBlockBits; }
