@@ -147,9 +147,9 @@ class Stopwatch:
         `MOST_DEVIATION` or more, all is timed once more with twice the rounds. A deviation that
         stays gets the flag ``noisy``.
 
-        Once the rounds of a pass took `LONG_PASS_US`, the noise that is seen decides how many
-        there are: from `LEAST_ROUNDS` on it ends when everything `is_decided`, and what is not
-        has up to `MOST_PASSES` times the rounds within `PASS_LIMIT_US`. It is not repeated.
+        Once the rounds of a pass took `LONG_PASS_US`, the noise that is seen decides their number.
+        From `LEAST_ROUNDS` on the pass ends when everything `is_decided`. Else it goes on to
+        `MOST_PASSES` times the rounds, within `PASS_LIMIT_US`. It is not repeated.
 
         Args:
             bursts: prepared bursts, own kernels and vendors'.
@@ -277,8 +277,10 @@ class Stopwatch:
 
 
 def is_decided(samples: Sequence[Sequence[float]]) -> bool:
-    """True if no further round would change who is the fastest by more than a tie: of every other
-    subject the interval of its ratio to the fastest is narrower than `TIE`, or above 1 + `TIE`.
+    """True if no further round would change who is the fastest by more than a tie.
+
+    The interval of each other subject's ratio to the fastest is then narrower than `TIE`, or above
+    1 + `TIE`.
 
     Args:
         samples: times of each subject, one a round, from the same first rounds.
@@ -295,8 +297,9 @@ def is_decided(samples: Sequence[Sequence[float]]) -> bool:
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Interval of the median by its sign test, whatever the distribution: it misses the median
-    with a chance of `MISS` at most, from six values on; of fewer it is their range.
+    """Interval of the median by its sign test, whatever the distribution.
+
+    From six values on it misses the median with a chance of `MISS` at most. Fewer have their range.
     """
     ordered, count = sorted(values), len(values)
     rank, below = 0, 0.0  # chance that at most `rank` values are below the median

@@ -14,7 +14,6 @@ from optuna.samplers import BaseSampler
 from optuna.trial import FrozenTrial, TrialState
 
 from tuner.config import Value
-from tuner.search.family_search import LEADING
 from tuner.search.surrogate import Features, Surrogate
 
 STARTUP = 6
@@ -115,13 +114,18 @@ class Offer:
 
 
 class ModelSampler(GroupSampler):
-    """The open group with the least expected time under the surrogate; once `LEADING` groups are
+    """The open group with the least expected time under the surrogate; once some groups are
     begun, that with the largest expected improvement.
+
+    Args:
+        groups: their state.
+        surrogate: of the family.
+        leading: groups of the least expected times before expected improvement decides.
     """
 
-    def __init__(self, groups: Groups, surrogate: Surrogate) -> None:
+    def __init__(self, groups: Groups, surrogate: Surrogate, leading: int = 0) -> None:
         super().__init__(groups)
-        self.surrogate = surrogate
+        self.surrogate, self._leading = surrogate, leading
         self._offered: str | None = None
 
     def offer(
@@ -148,7 +152,7 @@ class ModelSampler(GroupSampler):
     def propose(self) -> str:
         if self._offered not in self.groups.open:
             begun = len(self.groups.values) + len(self.groups.running)
-            self.offer(self._best(), leads=begun < LEADING)
+            self.offer(self._best(), leads=begun < self._leading)
         assert self._offered is not None
         return self._offered
 

@@ -3,10 +3,11 @@
 Every check fills the inputs anew from the request's seed. It runs a candidate into a poisoned
 output between guard bands, and compares every element with a reference in fp64. Kernels of
 ``templates/reference.cu.j2`` compute the reference. Products of up to 32 elements are summed in
-fp32 first. PyTorch and numpy take no part.
+fp32 first. PyTorch and numpy take no part. A final pass compares a sample of the rows of problems
+whose reference takes long (`chunks`).
 
 `inputs` draws the inputs, `filling` puts them on the device, `reference` computes the references,
-and `measure.tolerance` limits the deviation.
+`chunks` draws samples, and `measure.tolerance` limits the deviation.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Chunks of a long attention that a final pass checks in place of all rows. Pure functions.
 
 The quick pass compares every element of every candidate; a final pass draws other inputs, whose
-whole reference would take minutes. A fault that a share f of the chunks has is missed by one kind
-of inputs with probability (1 - f) ** `CHUNKS`: 0.7 % where one chunk of 20 has it, 38 % where one
-of 100 has it. Each kind of inputs draws its own. Guard bands and inputs are checked whole.
+whole reference would take minutes. Let a fault be in a share f of the chunks. One kind of inputs
+misses it with probability (1 - f) ** `CHUNKS`: 0.7 % for one chunk of 20, 38 % for one of 100.
+Each kind of inputs draws its own. Guard bands and inputs are checked whole.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ CHUNKS = 96
 ROWS = 128
 """Queries of a chunk, a tile of most kernels."""
 LONG_REFERENCE_S = 60.0
-"""Of `reference_seconds`, an upper estimate: about 5 s a kind of inputs on an H200."""
+"""Seconds of `reference_seconds`, an upper estimate, from which on a reference is long."""
 
 
 @dataclass(frozen=True)
-class Chunk:
+class RowChunk:
     """Queries of one batch and one head; of all heads where a query's heads lie side by side."""
 
     batch: int
@@ -77,7 +77,7 @@ def is_sampled(problem: Problem) -> bool:
     return problem.dtype != E4M3 and not has_more
 
 
-def chunks_of(problem: AttentionProblem, kind: str, seed: int) -> list[Chunk]:
+def chunks_of(problem: AttentionProblem, kind: str, seed: int) -> list[RowChunk]:
     """`CHUNKS` different chunks, or all where there are fewer.
 
     Args:
@@ -96,5 +96,5 @@ def chunks_of(problem: AttentionProblem, kind: str, seed: int) -> list[Chunk]:
         rest, tile = divmod(number, tiles)
         batch, head = divmod(rest, of_heads)
         first = tile * ROWS
-        found.append(Chunk(batch, head, heads, first, min(ROWS, problem.seqlen_q - first)))
+        found.append(RowChunk(batch, head, heads, first, min(ROWS, problem.seqlen_q - first)))
     return found

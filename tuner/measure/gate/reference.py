@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from tuner.measure.device import Pool
-from tuner.measure.gate.chunks import Chunk, chunks_of, is_sampled
+from tuner.measure.gate.chunks import RowChunk, chunks_of, is_sampled
 from tuner.measure.gate.inputs import group_rows, parts_of, scale_of
 from tuner.measure.gate.kernels import (
     DTYPES,
@@ -59,7 +59,7 @@ class References:
         """Address of each output's fp32 reference."""
         return self._outputs[kind]
 
-    def chunks(self, kind: str) -> list[Chunk]:
+    def chunks(self, kind: str) -> list[RowChunk]:
         """Chunks that are computed in place of the whole; empty where it is whole."""
         problem = self._buffers.problem
         if self._sample is None or not isinstance(problem, AttentionProblem):
@@ -167,7 +167,7 @@ class References:
             self._kernels.device.wait()
 
     def _compute_chunks(
-        self, problem: AttentionProblem, chunks: Sequence[Chunk], scale: float, reference: int
+        self, problem: AttentionProblem, chunks: Sequence[RowChunk], scale: float, reference: int
     ) -> None:
         at, width = self._buffers.sources, DTYPE_BYTES[problem.dtype]
         with Pool(self._kernels.device) as pool:
