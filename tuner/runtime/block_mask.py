@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.nn.attention.flex_attention import BlockMask, create_mask
 
 from tuner.problem import Axes
 from tuner.problem.attention import BLOCK_SIZE
 from tuner.runtime import devices
 from tuner.runtime.refusal import Kind, Refusal, once
+
+if TYPE_CHECKING:  # all of Dynamo comes with it
+    from torch.nn.attention.flex_attention import BlockMask
 
 MAX_BITS_BYTES = 1 << 30
 """Memory of a mask's bits at most: those of one mask for 92,000 queries and keys."""
@@ -125,6 +127,8 @@ def _seen(
     mask: BlockMask, listed: torch.Tensor, whole: torch.Tensor, first: int, last: int
 ) -> torch.Tensor:
     """(B, H, last - first, SKV): true where queries first..last see a key."""
+    from torch.nn.attention.flex_attention import create_mask
+
     device, keys = listed.device, mask.seq_lengths[1]
 
     def of_rows(b: Any, h: Any, query: Any, key: Any) -> Any:

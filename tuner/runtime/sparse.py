@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from tuner.errors import ConfigError
 from tuner.problem import AttentionProblem
@@ -20,6 +19,9 @@ from tuner.runtime.plan import Plan, Posed
 from tuner.runtime.refusal import Kind, Refusal
 from tuner.runtime.serving import Call, serve
 from tuner.runtime.table import table
+
+if TYPE_CHECKING:  # all of Dynamo comes with it: functions import it where a mask is given
+    from torch.nn.attention.flex_attention import BlockMask
 
 
 class _Sparse(NamedTuple):
@@ -77,6 +79,8 @@ class SparseCall(_Sparse, Call):
         return run(plan, *self[:3], *tables)
 
     def by_pytorch(self) -> Any:
+        from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
         query, key, value = self[:3]
         softcap = self.extras.softcap
         options: dict[str, Any] = {
@@ -136,6 +140,8 @@ def sparse_attention(
         Whatever `flex_attention` raises on arguments that it refuses, and what CUDA reports of an
         earlier kernel.
     """
+    from torch.nn.attention.flex_attention import BlockMask
+
     if not isinstance(block_mask, BlockMask):
         raise ConfigError(
             f"block_mask is {type(block_mask).__name__} (allowed: BlockMask, which "
@@ -150,6 +156,8 @@ def sparse_attention(
 @cache
 def _compiled() -> Callable[..., Any]:
     """FlexAttention as a fused kernel; called plainly it holds all scores."""
+    from torch.nn.attention.flex_attention import flex_attention
+
     compiled: Callable[..., Any] = torch.compile(flex_attention)
     return compiled
 
