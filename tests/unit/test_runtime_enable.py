@@ -74,6 +74,7 @@ def restored(request: pytest.FixtureRequest, path: str) -> Iterator[None]:
     assert state() == before
 
 
+@pytest.mark.parametrize("path", ["python"], indirect=True)  # another process, whatever it is here
 def test_it_is_not_enabled_by_importing() -> None:
     code = (
         "import torch, tuner; tuner.attention, tuner.enable\n"
