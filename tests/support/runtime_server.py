@@ -88,7 +88,7 @@ def built_dispatcher(
     """
     if _built:
         return _built[0]
-    dispatchers = ArtifactCache(shared_cache / "dispatchers")
+    dispatchers = ArtifactCache(shared_cache / "tests" / "dispatchers")
     try:
         made = dispatcher.build(dispatchers)
     except CompileError as exc:
