@@ -66,7 +66,9 @@ def device_compiler(
     """Builds what they name in `DEVICE_SPECS`."""
     if missing_compiler:
         pytest.skip(missing_compiler)
-    yield from _at_work(request, DeviceCompiler(shared_cache / "tests" / "device", turns), "DEVICE_SPECS")
+    yield from _at_work(
+        request, DeviceCompiler(shared_cache / "tests" / "device", turns), "DEVICE_SPECS"
+    )
 
 
 def _at_work(request: pytest.FixtureRequest, compiler: Compiler, wanted: str) -> Iterator[Compiler]:
