@@ -48,6 +48,7 @@ RUNTIME_READS = (
     *ORDER[: ORDER.index("store")],
     "compile.artifacts",
     "compile.background",
+    "compile.block_quantiser",
     "compile.dispatcher",
     "selection",
 )

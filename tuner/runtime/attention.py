@@ -37,7 +37,7 @@ from tuner.runtime import devices, dispatch, guards, native, quantised, serving
 from tuner.runtime.attention_plan import AttentionCall
 from tuner.runtime.bias import as_operand
 from tuner.runtime.composed import NONE, Extras, compose
-from tuner.runtime.gradients import is_measured
+from tuner.runtime.gradients import is_differentiable
 from tuner.runtime.operators import operate
 from tuner.runtime.table import table
 
@@ -69,7 +69,8 @@ def attention(
 
     A gradient is computed by what was measured for it (`AttentionBackwardProblem`), else by
     PyTorch's backward kernels, from the output and the log-sum-exp of the tuned kernel, where it
-    writes one; of what PyTorch answers, only where something was measured. Autocast casts the
+    writes one. Of what PyTorch answers, they are computed so where something was measured, or
+    where cuDNN's kernels gain over FlashAttention-2's (`gains_by_cudnn`). Autocast casts the
     inputs, as it does PyTorch's.
 
     PyTorch's operator has no `window` and no `softcap`. With either, what no tuned kernel answers,
@@ -133,7 +134,7 @@ def attention(
     is_plain = attn_mask is None and not dropout_p
     if is_plain and guards.wants_gradient(query, key, value):
         table.refresh(query)
-        if is_measured(query, key, value, is_causal, scale):
+        if is_differentiable(query, key, value, is_causal, scale):
             out = operate(query, key, value, None, 0.0, is_causal, scale, enable_gqa)
             if out is not None:
                 return out

@@ -9,27 +9,44 @@ from torch.nn import functional
 
 from tuner.errors import ConfigError
 from tuner.problem import SCALE_BLOCK
+from tuner.runtime import quantiser
 
-E4M3_MAX = 448.0
-"""Largest e4m3 number."""
+RECIPROCAL = 1 / 448
+"""Of the largest e4m3 number. PyTorch's division by a number is this product on a GPU, and a division
+on a CPU: the product has the same bits on both."""
 MIN_MAXIMUM = 1e-4
 """A block whose elements are all smaller has the factor of this maximum: none is zero."""
 
 
 def quantised(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows in e4m3, and a factor for each block: its largest magnitude over 448.
+    """Rows in e4m3, and a factor for each block: its largest magnitude times 1 / 448.
+
+    One kernel where it is built and serves these rows (`quantiser`), else PyTorch's operations;
+    both give the same bits.
 
     Args:
         rows: (M, K), bf16.
 
     Returns:
-        (M, K) float8_e4m3fn, and (M, K / 128), rounded up, fp32, the rows' factors side by side.
+        (M, K) float8_e4m3fn, and (M, K / 128), rounded up, fp32, the rows' factors side by side,
+        as the products' operands have them.
+    """
+    found = quantiser.run(rows, composed)
+    return composed(rows) if found is None else found
+
+
+def composed(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`quantised` by PyTorch's operations.
+
+    Rounded are, in fp32, the factor's product, each element's quotient, and that to e4m3, to
+    nearest even. A NaN makes its block NaN.
     """
     m, k = rows.shape
     blocks = ceil(k / SCALE_BLOCK)
     padded = functional.pad(rows.float(), (0, blocks * SCALE_BLOCK - k)).view(m, blocks, -1)
     largest = padded.abs().amax(-1).clamp_min(MIN_MAXIMUM)
-    scale = largest.t().contiguous().t() / E4M3_MAX
+    scale = quantiser.empty_factors(rows)
+    torch.mul(largest, RECIPROCAL, out=scale)
     elements = (padded / scale.unsqueeze(-1)).view(m, -1)[:, :k]
     return elements.to(torch.float8_e4m3fn).contiguous(), scale
 

@@ -3,7 +3,9 @@
 The portfolio selects by expected time (`tuner.selection.portfolio`), the kernel lists say what was
 built and proven (`tuner.selection.kernels`). An own kernel is launched only with a proof, and only
 where it is expected to be faster than the vendor's; else the vendor's kernel answers, which is
-PyTorch's own call where PyTorch would choose it too.
+PyTorch's own call where PyTorch would choose it too. A GPU without a portfolio of its own is served
+by that of another one, rescaled (`tuner.selection.portfolio.serving`); a kernel's proof holds on
+both.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from tuner.runtime.plan import Plan, Posed, plan_of
 from tuner.runtime.refusal import Kind, Refusal
 from tuner.selection.domains import Domain
 from tuner.selection.kernels import lists
-from tuner.selection.portfolio import Portfolio, Selection, shipped
+from tuner.selection.portfolio import Portfolio, Selection, serving, shipped
 
 _BACKENDS = {
     SDPBackend.FLASH_ATTENTION.value: "flash2",
@@ -52,7 +54,7 @@ def portfolios() -> Sequence[Portfolio]:
 
 
 def knows(problem: Problem, gpu: Gpu) -> bool:
-    """True when a portfolio was made for problems like this one on this GPU.
+    """True when a portfolio that serves on this GPU was made for problems like this one.
 
     Raises:
         StoreError: when what ships is damaged.
@@ -62,10 +64,7 @@ def knows(problem: Problem, gpu: Gpu) -> bool:
 
 
 def _portfolio_of(problem: Problem, gpu: Gpu) -> Portfolio | None:
-    return next(
-        (one for one in portfolios() if one.op == problem.op and one.gpu.identity == gpu.identity),
-        None,
-    )
+    return next(iter(serving((one for one in portfolios() if one.op == problem.op), gpu)), None)
 
 
 def choose(
@@ -89,7 +88,7 @@ def choose(
     """
     problem = posed.problem
     mine = _portfolio_of(problem, gpu)
-    selection = None if mine is None else mine.select(problem, gpu)
+    selection = None if mine is None else mine.select(problem)
     if selection is None:
         return None
 

@@ -48,6 +48,9 @@ MARGINS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
 """Margins that are tried (`DomainModels.margin`)."""
 SLOWER_COSTS = 3.0
 """What is lost to the vendor's kernel counts as often, beside what is lost to the fastest one."""
+MAX_LOSS = 0.25
+"""Most that one problem's loss counts for where a margin is chosen: one that the models miss by far
+says little about the others."""
 SCHEDULE = frozenset({"splits", "layout"})
 """Parameters that a kernel's model leaves to `Family.scheduled`, or to the vendor's preference."""
 
@@ -300,7 +303,8 @@ class _Judge:
         if not count:
             return 0.0, Regret(0, 0.0, 0.0, 1.0, 1.0, 1.0)
         geometric = math.exp(fmean(map(math.log, ratios)))
-        cost = fmean(losses) + SLOWER_COSTS * fmean(max(0.0, 1 / ratio - 1) for ratio in ratios)
+        slower = [min(MAX_LOSS, max(0.0, 1 / ratio - 1)) for ratio in ratios]
+        cost = fmean(min(MAX_LOSS, loss) for loss in losses) + SLOWER_COSTS * fmean(slower)
         found = Regret(count, fmean(losses), max(losses), geometric, min(ratios), owns / count)
         return cost, found
 

@@ -14,6 +14,7 @@ from optuna.samplers import BaseSampler
 from optuna.trial import FrozenTrial, TrialState
 
 from tuner.config import Value
+from tuner.search.family_search import LEADING
 from tuner.search.surrogate import Features, Surrogate
 
 STARTUP = 6
@@ -100,34 +101,54 @@ class OrderSampler(GroupSampler):
         return self.named or next(iter(self.groups.open))
 
 
+@dataclass(frozen=True)
+class Offer:
+    """The group that a `ModelSampler` would begin next."""
+
+    key: str
+    mean: float
+    """Expected logarithm of its time."""
+    gain: float
+    """Its expected improvement."""
+    most_gain: float
+    """The largest expected improvement of any open group of the family."""
+
+
 class ModelSampler(GroupSampler):
-    """The open group with the largest expected improvement under the surrogate."""
+    """The open group with the least expected time under the surrogate; once `LEADING` groups are
+    begun, that with the largest expected improvement.
+    """
 
     def __init__(self, groups: Groups, surrogate: Surrogate) -> None:
         super().__init__(groups)
         self.surrogate = surrogate
         self._offered: str | None = None
 
-    def offer(self, best: float, assumed: Collection[str] = ()) -> tuple[float, str] | None:
-        """Expected improvement and key of the best open group; None when no group is open. The
-        next trial has this group, unless `assumed` holds some.
+    def offer(
+        self, best: float, assumed: Collection[str] = (), *, leads: bool = False
+    ) -> Offer | None:
+        """The best open group; None when no group is open. The next trial has this group, unless
+        `assumed` holds some.
 
         Args:
             best: logarithm of the time to improve on; several families may share it.
             assumed: open groups to take for running.
+            leads: the least expected time decides.
         """
         keys = [key for key in self.groups.open if key not in assumed]
         if not keys:
             return None
         gains = self.surrogate.gains(keys, best, [*self.groups.running, *assumed])
-        key = max(keys, key=lambda key: gains[key])
+        most = max(keys, key=lambda key: gains[key])
+        key = min(keys, key=self.surrogate.mean) if leads else most
         if not assumed:
             self._offered = key
-        return gains[key], key
+        return Offer(key, self.surrogate.mean(key), gains[key], gains[most])
 
     def propose(self) -> str:
         if self._offered not in self.groups.open:
-            self.offer(self._best())
+            begun = len(self.groups.values) + len(self.groups.running)
+            self.offer(self._best(), leads=begun < LEADING)
         assert self._offered is not None
         return self._offered
 

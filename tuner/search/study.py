@@ -3,10 +3,11 @@
 The unit of search is a *group*: candidates that share their compiled kernels, so that the costly
 part (compiling) is spent once. A group is one trial of its family's Optuna study
 (`samplers.GroupStudy`). Its value is the logarithm of the best latency among its run-time variants.
-The sampler `model` proposes the group with the largest expected gain over all families: a
-Gaussian-process residual over each family's cost model (`surrogate`). It ends when no gain worth
-its compile is expected. The other samplers are for comparison (`scripts/bench search`): random,
-the cost models' order, and Optuna's TPE, GP and CMA-ES from the families' seeds on.
+The sampler `model` is a Gaussian-process residual over each family's cost model (`surrogate`). It
+proposes the groups of the least expected times first, then that with the largest expected gain over
+all families. It ends when no gain worth its compile is expected. The other samplers are for
+comparison (`scripts/bench search`): random, the cost models' order, and Optuna's TPE, GP and CMA-ES
+from the families' seeds on.
 Studies live in memory: measurements are told again from the store, which alone is durable.
 `storage` keeps copies of the studies for Optuna's tools.
 """
@@ -17,7 +18,7 @@ import importlib.util
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tuner import settings
 from tuner.base.install import install_command
@@ -27,7 +28,10 @@ from tuner.families.base import Family
 from tuner.hardware import Gpu
 from tuner.measurement import Measurement
 from tuner.problem import Problem
-from tuner.search.family_search import FamilySearch
+from tuner.search.family_search import LEADING, FamilySearch
+
+if TYPE_CHECKING:
+    from tuner.search.samplers import Offer
 
 
 @dataclass(frozen=True)
@@ -185,10 +189,13 @@ def least_estimate_us(
 class Search:
     """The families of one problem over one budget.
 
-    With `model`, the group of largest expected gain is next, of whichever family. With another
-    sampler every family gets its seeds; a family whose groups fit its equal share of the budget
-    is enumerated; the rest goes one by one to the family with the largest promise / (trials + 1),
-    promise being (best latency of all / best latency of the family) ** `PROMISE_EXPONENT`.
+    With `model`, the group of the least expected time is next, of whichever family; once `LEADING`
+    are begun, that of the largest expected gain.
+
+    With another sampler every family gets its seeds; a family whose groups fit its equal share of
+    the budget is enumerated; the rest goes one by one to the family with the largest
+    promise / (trials + 1), promise being (best latency of all / best latency of the family) **
+    `PROMISE_EXPONENT`.
     """
 
     members: list[FamilySearch]
@@ -233,7 +240,7 @@ class Search:
             return None
         if any(member.surrogate is None for member in self.members):
             return self._ask_in_turn()
-        chosen = self._most_gain({})
+        chosen = self._offered({})
         return None if chosen is None else chosen[0].take()
 
     def take(self, config: Config) -> list[Config]:
@@ -266,7 +273,7 @@ class Search:
             return groups
         taken_of: dict[str, list[str]] = {}
         while len(groups) < min(left, self.seeds * len(self.members)):
-            chosen = self._most_gain(taken_of)
+            chosen = self._offered(taken_of)
             if chosen is None:
                 break
             member, key = chosen
@@ -354,8 +361,10 @@ class Search:
 
     # By expected gain
 
-    def _most_gain(self, taken: Mapping[str, Sequence[str]]) -> tuple[FamilySearch, str] | None:
-        """The open group that is expected to gain most, and its family.
+    def _offered(self, taken: Mapping[str, Sequence[str]]) -> tuple[FamilySearch, str] | None:
+        """The open group to begin next, and its family: of the first `LEADING` that of the least
+        expected time, then that of the largest expected gain. None where no gain is worth its
+        compile.
 
         Args:
             taken: groups to think of as pending, by family.
@@ -363,16 +372,21 @@ class Search:
         if not self.members:
             return None
         best = self._best()
-        found: tuple[float, FamilySearch, str] | None = None
+        leads = self.spent + sum(map(len, taken.values())) < LEADING
+        offers: list[tuple[FamilySearch, Offer]] = []
         for member in self.members:
-            if member.model is None:
-                continue
-            offer = member.model.offer(best, taken.get(member.family.name, ()))
-            if offer is not None and (found is None or offer[0] > found[0]):
-                found = offer[0], member, offer[1]
-        if found is None or found[0] < self.least_gain:
+            if member.model is not None:
+                assumed = taken.get(member.family.name, ())
+                offer = member.model.offer(best, assumed, leads=leads)
+                if offer is not None:
+                    offers.append((member, offer))
+        if max((offer.most_gain for _, offer in offers), default=-1.0) < self.least_gain:
             return None
-        return found[1:]
+        if leads:
+            member, offer = min(offers, key=lambda pair: pair[1].mean)
+        else:
+            member, offer = max(offers, key=lambda pair: pair[1].gain)
+        return member, offer.key
 
     def _best(self) -> float:
         """Logarithm of the best time so far; before there is one, of the best expected."""

@@ -5,8 +5,13 @@ the versions and the rendered text. A *kernel list* brings both together: for ea
 artifact that was built from it, and its `Proof`. ``tuner build --portfolio`` writes the user's,
 ``tuner prove`` enters the proofs, and a wheel of prebuilt kernels carries its own. The arguments of
 a launch are declared by the templates: a list of other templates is not used. Proofs of one
-compiler's artifacts ship (`shipped_proofs`): whoever builds the same need not prove it again. Needs
-the standard library only.
+compiler's artifacts ship (`shipped_proofs`): whoever builds the same need not prove it again.
+
+A proof holds on every GPU of the list's compute capability, whichever it was made on
+(`Gpu.shares_kernels`): it is of machine code, whose instructions, shared memory and registers are
+the capability's. The count of multiprocessors is an argument of a launch or asked of the device;
+sizes on both sides of a full chip are among a proof's problems, so both of its cases are proven.
+Needs the standard library only.
 """
 
 from __future__ import annotations
@@ -110,6 +115,7 @@ class Proof:
     seed: int
     """Seed of the draw."""
     gpu: str
+    """Name of the GPU it was made on, for people; it holds on others (see above)."""
     driver: str
     date: str
     """UTC, as ``2026-11-23``."""
@@ -326,7 +332,13 @@ class Lists:
         return self._known
 
     def proven(self, specs: Mapping[str, KernelSpec], capability: str) -> dict[str, str] | str:
-        """The artifacts of proven kernels, by the keys of `specs`; else why one is not served."""
+        """The artifacts of proven kernels, by the keys of `specs`; else why one is not served.
+
+        Args:
+            specs: by name within a family.
+            capability: compute capability of the GPU. Whether a config is legal there for a
+                problem is the family's to say (`Family.accepts`), before this is asked.
+        """
         reasons = []
         for one in reversed(self.known()):
             if one.capability != capability:

@@ -1,7 +1,8 @@
 """The read path: what is decided for a problem, from the user's store, then from what ships.
 
 A problem that nobody tuned is answered by a shipped portfolio (`tuner.selection.portfolio`), which
-names a configuration, its expected time and its regret.
+names a configuration, its expected time and its regret. A GPU without decisions and portfolios of
+its own has those of a GPU that shares them (`Gpu.shares_decisions`, `portfolio.serving`).
 
 Needs the standard library only. A dict stands in front of SQLite; it is good as long as
 ``PRAGMA data_version`` and the file itself stay the same (under write-ahead logging the file's
@@ -126,7 +127,12 @@ def lookup(
     problem itself, those in the other state answer: decoding is tuned with cold caches, say, and
     served whatever state they are in. Where nothing is measured for the problem itself, a shipped
     portfolio selects: the answer is predicted, and tells its regret (`Answer.kind` says so). It
-    comes before what is predicted for the problem, and before another GPU.
+    comes before what is predicted for the problem.
+
+    A decision of a GPU that shares them, as of an H200 for an H100, comes behind the asked GPU's
+    own and before a portfolio: it ranks the same machine code for this very problem, where a
+    portfolio predicts. Where both kernels wait for memory the lead over the vendor's is smaller
+    there, but does not turn (`Gpu.shares_decisions` has the figures); the answer notes it.
 
     Args:
         problem: what is asked, or the text of an attention shape, as ``S=1024,D=64``.
@@ -134,8 +140,8 @@ def lookup(
         regime: this one answers, or of several the first that knows the problem best; default: as
             above.
         path: the SQLite file; default: `store_file`.
-        allow_other_gpu: answer a miss from another GPU of the same compute capability, the one
-            with the nearest count of multiprocessors; the answer notes it.
+        allow_other_gpu: answer a miss from another GPU of the same compute capability with another
+            count of multiprocessors, the nearest; the answer notes it.
         environment: the caller's; an answer from another one notes what differs.
         among: choose from these in place of a file's, as from a store that is not SQLite.
         with_portfolio: False: ask no portfolio, for a caller that launches the answer.
@@ -155,8 +161,8 @@ def lookup(
     asked = gpu or DEFAULT_GPU
     if among is None:
         path = path or store_file()
-    answer = _best(problem, asked.identity, regimes, path, allow_other_gpu, among)
-    if with_portfolio and _is_open(answer):
+    answer = _best(problem, asked, regimes, path, allow_other_gpu, among)
+    if with_portfolio and _is_open(answer, asked):
         any_gpu = allow_other_gpu and answer is None
         answer = _selected(problem, asked, regimes, any_gpu) or answer
     if answer is None:
@@ -175,7 +181,7 @@ def lookup(
 
 def _best(
     problem: Problem,
-    identity: str,
+    gpu: Gpu,
     regimes: Sequence[Regime],
     path: Path | None,
     allow_other_gpu: bool,
@@ -186,23 +192,23 @@ def _best(
     for one in regimes:
         if not (rank := _rank(answer)):
             break
-        found = _known(problem, identity, one, path, allow_other_gpu, among)
+        found = _known(problem, gpu, one, path, allow_other_gpu, among)
         if found is not None and _rank(found) < rank:
             note = f"timed {one}: nothing better is known {regimes[0]}"
             answer = found if one == regimes[0] else noted(found, note)
     return answer
 
 
-def _is_open(answer: Answer | None) -> bool:
+def _is_open(answer: Answer | None, gpu: Gpu) -> bool:
     """True if a portfolio's choice is better than what is decided for the problem itself."""
-    if answer is None or not answer.exact:
+    if answer is None or not gpu.shares_decisions(answer.entry.gpu):
         return True
     return answer.entry.provenance is Provenance.PREDICTED
 
 
 def _known(
     problem: Problem,
-    identity: str,
+    gpu: Gpu,
     regime: Regime,
     path: Path | None,
     allow_other_gpu: bool,
@@ -211,9 +217,9 @@ def _known(
     """What is decided under one regime."""
     if among is None:
         reader = _reader(path or store_file())
-        return reader.answer(problem, identity, regime, allow_other_gpu)
+        return reader.answer(problem, gpu, regime, allow_other_gpu)
     matching = [e for e in among if (e.problem, e.regime) == (problem, regime)]
-    return choose(matching, identity, allow_other_gpu)
+    return choose(matching, gpu, allow_other_gpu)
 
 
 def _rank(answer: Answer | None) -> int:
@@ -336,14 +342,15 @@ def _shipped_lengths() -> Mapping[str, set[int]]:
 def _selected(
     problem: Problem, gpu: Gpu, regimes: Sequence[Regime], allow_other_gpu: bool
 ) -> Answer | None:
-    """What a shipped portfolio of the GPU selects, else of another one where that is allowed."""
+    """What a shipped portfolio selects that serves on the GPU, else of another one where that is
+    allowed.
+    """
     from tuner.selection import portfolio
 
     known = [p for p in portfolio.shipped() if p.op == problem.op]
-    own = [p for p in known if p.gpu.identity == gpu.identity]
-    others = [p for p in known if p.gpu.compute_capability == gpu.compute_capability]
-    for one in own or (others if allow_other_gpu else []):
-        selection = one.select(problem, gpu)
+    others = [p for p in known if p.gpu.shares_kernels(gpu)] if allow_other_gpu else []
+    for one in portfolio.serving(known, gpu) or others:
+        selection = one.select(problem)
         if selection is None or selection.regime not in regimes:
             continue
         notes = [f"selected from a portfolio: {selection.source}", *selection.doubts, SHIPPED]
@@ -369,16 +376,16 @@ class _Reader:
         self._answers: dict[tuple[Problem, str, Regime, bool], Answer | None] = {}
 
     def answer(
-        self, problem: Problem, identity: str, regime: Regime, allow_other_gpu: bool
+        self, problem: Problem, gpu: Gpu, regime: Regime, allow_other_gpu: bool
     ) -> Answer | None:
-        key = (problem, identity, regime, allow_other_gpu)
+        key = (problem, gpu.identity, regime, allow_other_gpu)
         with self._lock:
             self._file.refresh()
             if key not in self._answers:
                 if len(self._answers) >= _MAX_ANSWERS:
                     self._forget()
                 candidates = self._candidates(problem, regime)
-                self._answers[key] = choose(candidates, identity, allow_other_gpu)
+                self._answers[key] = choose(candidates, gpu, allow_other_gpu)
             return self._answers[key]
 
     def all(self) -> list[Entry]:
