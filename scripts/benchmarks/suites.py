@@ -171,12 +171,17 @@ class Runner:
 
     def _start(self, suite: Suite, share: Share) -> Process:
         command = python_command("-m", "pytest", "-p", "benchmarks.suites_plugin")
-        # Settings and hooks of the checkout want plug-ins that are not here.
+        # Settings and hooks of the checkout want plug-ins that are not here. None that is installed
+        # is loaded either: their imports take longer than torch's.
         command += ["-q", "--tb=short", "-p", "no:cacheprovider", "--noconftest", "-c", os.devnull]
         command += ["--rootdir", str(suite.path.parent), str(suite.path)]
         command += ["-k", suite.keyword] if suite.keyword else []
         paths = [str(TOP), str(TOP / "scripts"), os.environ.get("PYTHONPATH", "")]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        }
         known = len(read(Path(share.record)))
         with Path(share.record).with_suffix(".log").open("ab") as log:
             popen = subprocess.Popen(

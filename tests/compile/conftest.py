@@ -1,7 +1,8 @@
-"""One compiler for all tests here."""
+"""The compilers of all tests here: one makes libraries, one the device half of kernels alone."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,18 +10,70 @@ import pytest
 
 from tuner.compile.artifacts import ArtifactCache
 from tuner.compile.compiler import Compiler, find_toolchain
+from tuner.compile.units import Unit
+
+
+class LibraryCompiler(Compiler):
+    """Takes turns with the other compiler of a run: as many units at a time as one of them has."""
+
+    def __init__(self, folder: Path, turns: list[threading.Semaphore]) -> None:
+        super().__init__(find_toolchain(), ArtifactCache(folder))
+        turns += [] if turns else [threading.Semaphore(self.jobs)]
+        self._turns = turns[0]
+
+    def _build(self, unit: Unit) -> None:
+        with self._turns:
+            super()._build(unit)
+
+
+class DeviceCompiler(LibraryCompiler):
+    """Compiles device code by the same options, for what ptxas says of it: its artifacts cannot be
+    loaded. The host's half of an attention kernel takes 40 % of the compile.
+    """
+
+    def _write(self, folder: Path, template: str, text: str) -> list[list[str]]:
+        [[*nvcc, source, _, library]] = super()._write(folder, template, text)
+        ptx = str(folder / "unit.ptx")
+        return [[*nvcc, "-ptx", source, "-o", ptx], [*nvcc, "-fatbin", ptx, "-o", library]]
+
+
+@pytest.fixture(scope="session")
+def turns() -> list[threading.Semaphore]:
+    """The one that the compilers share, once there is one of them."""
+    return []
 
 
 @pytest.fixture(scope="session")
 def compiler(
-    request: pytest.FixtureRequest, shared_cache: Path, missing_compiler: str
+    request: pytest.FixtureRequest,
+    shared_cache: Path,
+    missing_compiler: str,
+    turns: list[threading.Semaphore],
 ) -> Iterator[Compiler]:
     """Builds from the start what the modules of this run name in `SPECS`: no core waits."""
     if missing_compiler:
         pytest.skip(missing_compiler)
+    yield from _at_work(request, LibraryCompiler(shared_cache / "artifacts", turns), "SPECS")
+
+
+@pytest.fixture(scope="session")
+def device_compiler(
+    request: pytest.FixtureRequest,
+    shared_cache: Path,
+    missing_compiler: str,
+    turns: list[threading.Semaphore],
+) -> Iterator[Compiler]:
+    """Builds what they name in `DEVICE_SPECS`."""
+    if missing_compiler:
+        pytest.skip(missing_compiler)
+    yield from _at_work(
+        request, DeviceCompiler(shared_cache / "tests" / "device", turns), "DEVICE_SPECS"
+    )
+
+
+def _at_work(request: pytest.FixtureRequest, compiler: Compiler, wanted: str) -> Iterator[Compiler]:
     modules = dict.fromkeys(getattr(item, "module", None) for item in request.session.items)
-    compiler = Compiler(find_toolchain(), ArtifactCache(shared_cache / "artifacts"))
-    compiler.submit([spec for module in modules for spec in getattr(module, "SPECS", ())])
+    compiler.submit([spec for module in modules for spec in getattr(module, wanted, ())])
     try:
         yield compiler
     finally:

@@ -67,6 +67,7 @@ PAGED = [
         ),
     )
 ]
+DEVICE_SPECS = [FAMILY.kernels(problem, config)["attention"] for problem, config in PAGED]
 #: Instances, groups, rings and blocks at an SM, to be counted by the compiler.
 SIZES = [
     *KERNELS,
@@ -120,9 +121,9 @@ def test_a_sample_compiles_without_spills_or_advice(compiler: Compiler) -> None:
         assert artifact.facts["advice"] == [], config
 
 
-def test_paged_kernels_compile_without_spills_or_advice(compiler: Compiler) -> None:
-    specs = [FAMILY.kernels(problem, config)["attention"] for problem, config in PAGED]
-    for (problem, config), (spec, future) in zip(PAGED, compiler.submit(specs), strict=True):
+def test_paged_kernels_compile_without_spills_or_advice(device_compiler: Compiler) -> None:
+    submitted = device_compiler.submit(DEVICE_SPECS)
+    for (problem, config), (spec, future) in zip(PAGED, submitted, strict=True):
         assert FAMILY.violations(problem, config, DEFAULT_GPU) == []
         used = future.result().resources
         assert used is not None

@@ -58,7 +58,7 @@ KERNELS = [
         ("B=3,H=2,S=1000,D=128,varlen=1,causal=1", make(2, 128, 1, persistent=True)),
     )
 ]
-SPECS = [FAMILY.kernels(problem, config)["attention"] for problem, config in KERNELS]
+DEVICE_SPECS = [FAMILY.kernels(problem, config)["attention"] for problem, config in KERNELS]
 
 PREAMBLE = """
 #include <algorithm>
@@ -236,10 +236,10 @@ def launches(windowed: int, causal: int) -> list[tuple[int, int, int, int]]:
 
 
 @pytest.mark.parametrize("number", range(len(KERNELS)))
-def test_they_compile_without_spills_or_advice(number: int, compiler: Compiler) -> None:
+def test_they_compile_without_spills_or_advice(number: int, device_compiler: Compiler) -> None:
     problem, config = KERNELS[number]
     assert FAMILY.violations(problem, config, DEFAULT_GPU) == []
-    [(_, future)] = compiler.submit([SPECS[number]])
+    [(_, future)] = device_compiler.submit([DEVICE_SPECS[number]])
     artifact = future.result()
     used = artifact.resources
     assert used is not None

@@ -48,7 +48,7 @@ KERNELS = [
         ),
     )
 ]
-SPECS = [FAMILY.kernels(problem, config)["attention"] for problem, config in KERNELS]
+DEVICE_SPECS = [FAMILY.kernels(problem, config)["attention"] for problem, config in KERNELS]
 
 PREAMBLE = """
 #include <algorithm>
@@ -252,10 +252,10 @@ def test_each_query_sees_the_keys_of_its_mask_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", range(len(KERNELS)))
-def test_they_compile_without_spills_or_advice(number: int, compiler: Compiler) -> None:
+def test_they_compile_without_spills_or_advice(number: int, device_compiler: Compiler) -> None:
     problem, config = KERNELS[number]
     assert FAMILY.violations(problem, config, DEFAULT_GPU) == []
-    [(_, future)] = compiler.submit([SPECS[number]])
+    [(_, future)] = device_compiler.submit([DEVICE_SPECS[number]])
     artifact = future.result()
     used = artifact.resources
     assert used is not None

@@ -40,14 +40,14 @@ CONFIG = Config(
         "pdl": True,
     },
 )
-SPECS = [*FAMILY.kernels(PROBLEM, CONFIG).values()]
+DEVICE_SPECS = [*FAMILY.kernels(PROBLEM, CONFIG).values()]
 
 
-def test_both_kernels_compile_without_spills_or_advice(compiler: Compiler) -> None:
+def test_both_kernels_compile_without_spills_or_advice(device_compiler: Compiler) -> None:
     """ptxas advises where it serializes WGMMAs or ignores setmaxnreg: C7504 to C7515."""
     assert FAMILY.violations(PROBLEM, CONFIG, DEFAULT_GPU) == []
     stages = FAMILY.kernels(PROBLEM, CONFIG)
-    for stage, (spec, future) in zip(stages, compiler.submit(SPECS), strict=True):
+    for stage, (spec, future) in zip(stages, device_compiler.submit(DEVICE_SPECS), strict=True):
         artifact = future.result()
         used = artifact.resources
         assert used is not None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -79,26 +80,29 @@ _built: list[SimpleNamespace] = []
 
 
 @pytest.fixture(scope="session")
-def built_dispatcher(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
-    """The dispatcher (13 CPU-seconds) and the fake kernel, compiled once for all modules: a process
-    loads one library of a key.
+def built_dispatcher(
+    tmp_path_factory: pytest.TempPathFactory, shared_cache: Path
+) -> SimpleNamespace:
+    """The dispatcher (13 CPU-seconds), compiled once for all processes of a run, and the fake
+    kernel, once for all modules: a process loads one library of a key.
     """
     if _built:
         return _built[0]
-    cache = ArtifactCache(tmp_path_factory.mktemp("artifacts"))
+    dispatchers = ArtifactCache(shared_cache / "tests" / "dispatchers")
     try:
-        made = dispatcher.build(cache)
+        made = dispatcher.build(dispatchers)
     except CompileError as exc:
         if exc.command:
             raise
         pytest.skip(str(exc))
+    cache = ArtifactCache(tmp_path_factory.mktemp("artifacts"))
     folder = tmp_path_factory.mktemp("kernel")
     source, library = folder / "kernel.cpp", folder / "kernel.so"
     source.write_text(KERNEL.replace("KEY", KEY))
     command = [find_host_compiler()[0], "-std=c++20", "-O2", "-shared", "-fPIC", source]
     subprocess.run([*command, "-o", library], check=True)
     cache.put(KEY, library, resources=None, compile_cpu_s=0.0, source="", facts={})
-    _built.append(SimpleNamespace(cache=cache, dispatcher=made))
+    _built.append(SimpleNamespace(cache=cache, dispatchers=dispatchers, dispatcher=made))
     return _built[0]
 
 

@@ -521,10 +521,10 @@ def test_threads_over_many_shapes_with_a_writer_beside_them(
 def test_it_is_built_once_for_a_torch_and_a_python(
     built: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert dispatcher.find(built.cache) == built.dispatcher
-    assert dispatcher.build(built.cache) == built.dispatcher
+    assert dispatcher.find(built.dispatchers) == built.dispatcher
+    assert dispatcher.build(built.dispatchers) == built.dispatcher
     monkeypatch.setattr(dispatcher.importlib.metadata, "version", lambda name: "0.0")
-    assert dispatcher.find(built.cache) is None
+    assert dispatcher.find(built.dispatchers) is None
 
 
 def test_what_cannot_be_built_leaves_python_s_path(

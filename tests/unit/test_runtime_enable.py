@@ -74,10 +74,12 @@ def restored(request: pytest.FixtureRequest, path: str) -> Iterator[None]:
     assert state() == before
 
 
-def test_it_is_not_enabled_by_importing() -> None:
+@pytest.mark.parametrize("path", ["python"], indirect=True)  # another process, whatever it is here
+def test_importing_enables_nothing_and_loads_no_dynamo() -> None:
     code = (
-        "import torch, tuner; tuner.attention, tuner.enable\n"
+        "import sys, torch, tuner; tuner.attention, tuner.enable\n"
         "import tuner.runtime.enable\n"
+        "assert 'torch._dynamo' not in sys.modules, 'a second of every start'\n"
         f"for name in ('{FLASH}', 'scaled_dot_product_attention'):\n"
         "    assert 'tuner' not in torch._C._dispatch_dump('aten::' + name)"
     )

@@ -27,6 +27,7 @@ from tuner.problem import AttentionProblem
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
+from torch.nn.attention.bias import causal_lower_right  # noqa: E402
 
 built, server, backends = built_dispatcher, dispatched_server, sdpa_backends
 SDPA = torch.nn.functional.scaled_dot_product_attention
@@ -227,9 +228,7 @@ CASES: dict[str, Case] = {
     "a mask": lambda q, k, v: SDPA(q, k, v, torch.ones(16, 16).tril().log().half()),
     "a boolean mask": lambda q, k, v: SDPA(q, k, v, torch.ones(16, 16).tril() > 0),
     "causal": lambda q, k, v: SDPA(q, k, v, is_causal=True),
-    "lower right": lambda q, k, v: SDPA(
-        q[:, :, :8], k, v, torch.nn.attention.bias.causal_lower_right(8, 16)
-    ),
+    "lower right": lambda q, k, v: SDPA(q[:, :, :8], k, v, causal_lower_right(8, 16)),
     "a negative scale": lambda q, k, v: SDPA(q, k, v, scale=-0.5),
     "single precision": lambda q, k, v: SDPA(q.float(), k.float(), v.float()),
     "misaligned": lambda q, k, v: SDPA(misaligned(q), k, v),

@@ -289,7 +289,7 @@ class TestOperator:
             return (out, SimpleNamespace(lse=query.sum(-1))) if return_aux else out
 
         monkeypatch.setattr(sparse, "mask_by", lambda *_: None)
-        monkeypatch.setattr(sparse, "flex_attention", attend)
+        monkeypatch.setattr("torch.nn.attention.flex_attention.flex_attention", attend)
         tables = block_mask.tabulated(masked())
         operator = getattr(torch.ops.tuner, name).default
         in_order = tensors()
@@ -335,7 +335,7 @@ class TestOperator:
         def attend(query: Any, key: Any, value: Any, **options: Any) -> Any:
             return query + (key + value).sum(2, keepdim=True)[:, :1]
 
-        monkeypatch.setattr(sparse, "flex_attention", attend)
+        monkeypatch.setattr("torch.nn.attention.flex_attention.flex_attention", attend)
         given, mask = tensors(torch.float16), prepare_block_mask(masked())
         given[1].requires_grad_()
         compiled = torch.compile(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from tuner.problem import Axes
 from tuner.runtime.refusal import Kind, Refusal
@@ -74,6 +73,11 @@ def with_elements(mask: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The mask, (SQ, SKV) of booleans in place of a `CausalBias`: that is a tensor in name only,
     which `scaled_dot_product_attention` alone understands.
     """
+    if type(mask) is torch.Tensor:
+        return mask
+    # All of Dynamo comes with it, a second more for each process that imports the runtime.
+    from torch.nn.attention.bias import CausalBias, CausalVariant
+
     if not isinstance(mask, CausalBias):
         return mask
     is_lower_right = mask.variant == CausalVariant.LOWER_RIGHT

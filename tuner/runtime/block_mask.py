@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.nn.attention.flex_attention import BlockMask, create_mask
 
 from tuner.errors import ConfigError
 from tuner.problem import Axes
 from tuner.problem.attention import BLOCK_SIZE
 from tuner.runtime import devices
 from tuner.runtime.refusal import Kind, Refusal, once
+
+if TYPE_CHECKING:  # all of Dynamo comes with it
+    from torch.nn.attention.flex_attention import BlockMask
 
 MAX_BITS_BYTES = 1 << 30
 """Memory of a mask's bits at most: those of one mask for 92,000 queries and keys."""
@@ -34,7 +36,7 @@ _ATTRIBUTE = "_tuner_tables"
 _known: WeakKeyDictionary[BlockMask, dict[int, BlockTables]] = WeakKeyDictionary()
 
 
-Mask: TypeAlias = BlockMask | BlockTables
+Mask: TypeAlias = "BlockMask | BlockTables"
 """A mask in both forms."""
 
 
@@ -115,6 +117,8 @@ def prepare_block_mask(block_mask: BlockMask) -> BlockMask:
 
 def check(block_mask: object) -> None:
     """Raises: ConfigError: when it is not a `BlockMask`."""
+    from torch.nn.attention.flex_attention import BlockMask
+
     if not isinstance(block_mask, BlockMask):
         raise ConfigError(
             f"block_mask is {type(block_mask).__name__} (allowed: BlockMask, which "
@@ -206,6 +210,8 @@ def _seen(
     mask: BlockMask, listed: torch.Tensor, whole: torch.Tensor, first: int, last: int
 ) -> torch.Tensor:
     """(B, H, last - first, SKV): true where queries first..last see a key."""
+    from torch.nn.attention.flex_attention import create_mask
+
     device, keys = listed.device, mask.seq_lengths[1]
 
     def of_rows(b: Any, h: Any, query: Any, key: Any) -> Any:

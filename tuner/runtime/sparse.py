@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.library import Library, register_autograd, register_fake
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from tuner.errors import ConfigError
 from tuner.families.vendor.flex import BY_TABLES, mask_by
@@ -22,6 +21,9 @@ from tuner.runtime.plan import Plan, Posed
 from tuner.runtime.refusal import Kind, Refusal
 from tuner.runtime.serving import Call, answer, serve
 from tuner.runtime.table import table
+
+if TYPE_CHECKING:  # all of Dynamo comes with it: functions import it where a mask is given
+    from torch.nn.attention.flex_attention import BlockMask
 
 
 class _Sparse(NamedTuple):
@@ -79,6 +81,8 @@ class SparseCall(_Sparse, Call):
         return run(plan, *self[:3], *tables)
 
     def by_pytorch(self) -> Any:
+        from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
         query, key, value = self[:3]
         softcap, mask = self.extras.softcap, self.block_mask
         by_tables: dict[str, Any] = {}
@@ -268,6 +272,8 @@ for _name, _result, _real, _faked in (
 @cache
 def _compiled() -> Callable[..., Any]:
     """FlexAttention as a fused kernel; called plainly it holds all scores."""
+    from torch.nn.attention.flex_attention import flex_attention
+
     compiled: Callable[..., Any] = torch.compile(flex_attention)
     return compiled
 
