@@ -78,8 +78,8 @@ class Parser(argparse.ArgumentParser):
         return action
 
     def error(self, message: str) -> NoReturn:
-        """End with exit code 2 and the message, without the usage; a word that is none of the
-        allowed ones is told with the nearest of them.
+        """End with exit code 2 and the message, without the usage. A wrong choice is told with the
+        nearest allowed one.
         """
         if given := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
             allowed = [word.strip(" '") for word in given[2].split(",")]
