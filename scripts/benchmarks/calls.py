@@ -20,8 +20,8 @@ from tuner.families.vendor.sdpa import peer
 from tuner.problem import AttentionProblem
 
 PROBLEM = AttentionProblem.parse("S=1024,D=64")
-REFUSED = AttentionProblem.parse("H=3,S=200,D=64")
-"""Far from everything that ships: PyTorch answers."""
+REFUSED = AttentionProblem.parse("H=3,S=200,D=192")
+"""Of a head dimension that no portfolio has, and not tuned: PyTorch answers."""
 HOST_LIMIT_US, TABLE_LIMIT_US = 5.0, 0.5
 REFUSED_LIMIT_US = 1.0
 """Beyond PyTorch's own call, also under `tuner.enable` and over a growing cache."""
@@ -78,6 +78,10 @@ def host() -> dict[str, Any]:
     for call in calls.values():
         _burst(call)
     answered = _dispatched(module)
+    hits = tuner.stats().hits
+    calls["refused"]()
+    if tuner.stats().hits != hits:
+        raise BenchmarkError(f"{REFUSED.label()} is served: there is no refused call to time")
     for _ in range(ROUNDS):
         times["bare"].append(_bare(plan, tensors))
         for name, call in calls.items():

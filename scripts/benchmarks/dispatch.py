@@ -1,6 +1,6 @@
 """``scripts/bench dispatch``: what a call of `tuner.attention` costs beside its kernel.
 
-Four parts, each a process of its own with a time-out, on one GPU:
+Five parts, each a process of its own with a time-out, on one GPU:
 
 - host: host time a call in bursts that the launch queue holds, beside the bare launch (a loop in C
   over the kernel's entry point) and PyTorch's and FlashAttention-4's own calls; the table's share;
@@ -10,6 +10,8 @@ Four parts, each a process of its own with a time-out, on one GPU:
   kernels, attention tuned, and the whole block tuned, attention and linear layers.
 - first-call: the first call after `import tuner`, with 10,000 entries in the store; what the import
   put off is in it.
+- wheel: the same with an empty cache, without a compiler, and with the package of prebuilt kernels
+  that `scripts/build-kernels` packs; the part of it that loads the kernels is shown.
 
 Limits stand beside the figures they are for; nothing here fails for being slow. Own kernels run
 where they are tuned: what ships has `host`'s and `wall`'s shape, and the decoder's are tuned by
@@ -22,6 +24,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import platform
 import sqlite3
 import statistics
@@ -31,6 +34,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from benchmarks import calls, decoder
@@ -39,6 +43,7 @@ from tuner import settings
 from tuner.base.output import check_place
 from tuner.base.processes import python_command, python_environment
 from tuner.bench.results import write_json
+from tuner.bundle.wheel import write_package
 from tuner.compile import dispatcher
 from tuner.compile.artifacts import ArtifactCache
 from tuner.errors import BenchmarkError, ConfigError, TunerError
@@ -47,14 +52,23 @@ from tuner.measure import device
 from tuner.measurement import Provenance
 from tuner.problem import Problem, problem_from_json
 from tuner.selection.describe import table
+from tuner.selection.kernels import KernelList, users
 from tuner.selection.reader import lookup, store_file
 from tuner.store import exchange, open_store
 from tuner.store.entry import digest_of, is_vendor
 
-PARTS: Mapping[str, float] = {"host": 180, "wall": 120, "first-call": 180, "decoder": 300}
+PARTS: Mapping[str, float] = {
+    "host": 180,
+    "wall": 120,
+    "first-call": 180,
+    "wheel": 180,
+    "decoder": 300,
+}
 """Each part's time-out, seconds."""
 BUILD_TIMEOUT_S = 300.0
-FIRST_CALL_LIMIT_MS = 100.0
+FIRST_CALL_LIMIT_MS, WHEEL_LIMIT_MS = 100.0, 150.0
+RUNS = 5
+"""Processes whose median is the time of a first call."""
 ENTRIES = 10_000
 
 
@@ -62,21 +76,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run all parts, or one in this process; 0 when every part gave figures."""
     args = _parser().parse_args(argv)
     if args.part:
-        measure = {"host": calls.host, "wall": calls.wall, "first-call": first_call}.get(args.part)
-        write_json(args.json, measure() if measure else decoder.measure(args.layers))
+        write_json(args.json, _measured(args.part, args.layers, args.runs))
         return 0
-    if args.layers < 1:
-        raise ConfigError(f"layers={args.layers} is out of range (allowed: 1 or more)")
+    for name, value in (("layers", args.layers), ("runs", args.runs)):
+        if value < 1:
+            raise ConfigError(f"{name}={value} is out of range (allowed: 1 or more)")
     if args.list_problems:
         for problem in called(args.parts):
             print(f"- op={problem.op},{problem.label()}")
         return 0
     check_place(args.json)
     results: dict[str, Any] = {"environment": environment(), "parts": {}}
-    _build(called(args.parts))
+    if set(args.parts) != {"wheel"}:  # whose machine has neither a compiler nor a dispatcher
+        _build(called(args.parts), args.built_only)
     for name in args.parts:
         _note(f"{name} ...")
-        results["parts"][name] = _in_child(name, args.layers)
+        results["parts"][name] = _in_child(name, args.layers, args.runs)
         if args.json:
             write_json(args.json, results)
     print(report(results))
@@ -97,6 +112,12 @@ def _parser() -> argparse.ArgumentParser:
         help="only print what the parts call, as YAML for `tuner sweep --problems`",
     )
     parser.add_argument("--layers", type=int, default=decoder.LAYERS, help="of the decoder's 32")
+    parser.add_argument(
+        "--built-only", action="store_true", help="compile no kernel: the portfolio's serve instead"
+    )
+    parser.add_argument(
+        "--runs", type=int, default=RUNS, help=f"processes of a first call (default {RUNS})"
+    )
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     return parser
 
@@ -114,9 +135,13 @@ def called(parts: Sequence[str]) -> list[Problem]:
     return [calls.PROBLEM, *(decoder.problems() if "decoder" in parts else ())]
 
 
-def _build(problems: Sequence[Problem]) -> None:
+def _build(problems: Sequence[Problem], built_only: bool) -> None:
     """Compile what would be launched for the problems, and the dispatcher, where they are not here;
-    name the problems that nothing would be launched for.
+    name the problems that nothing was decided for.
+
+    Args:
+        problems: calls of the parts.
+        built_only: compile the dispatcher only: the portfolio's kernels serve in the others' place.
     """
     gpu, artifacts = device.detect(), ArtifactCache()
     for wanted in problems:
@@ -127,7 +152,7 @@ def _build(problems: Sequence[Problem]) -> None:
             continue
         own = [m for m in answer.candidates if not is_vendor(m.config)]
         keys = list(own[0].artifacts.values()) if own else []
-        if own and not (keys and all(artifacts.find(key) for key in keys)):
+        if own and not built_only and not (keys and all(artifacts.find(key) for key in keys)):
             command = python_command("-m", "tuner", "build", "--op", wanted.op)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 subprocess.run(
@@ -147,12 +172,21 @@ def _note(text: str) -> None:
     print(f"dispatch: {text}", file=sys.stderr, flush=True)
 
 
-def _in_child(name: str, layers: int) -> dict[str, Any]:
+def _measured(part: str, layers: int, runs: int) -> dict[str, Any]:
+    """A part's figures, in this process."""
+    if part == "decoder":
+        return decoder.measure(layers)
+    if part in ("host", "wall"):
+        return calls.host() if part == "host" else calls.wall()
+    return first_call(runs) if part == "first-call" else wheel(runs)
+
+
+def _in_child(name: str, layers: int, runs: int) -> dict[str, Any]:
     """A part's figures, or why there are none."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "part.json"
         command = python_command("-m", "benchmarks", "dispatch", "--part", name)
-        command += ["--json", str(out), "--layers", str(layers)]
+        command += ["--json", str(out), "--layers", str(layers), "--runs", str(runs)]
         try:
             done = subprocess.run(
                 command,
@@ -204,7 +238,7 @@ def _cpu() -> str:
     return platform.processor()
 
 
-def first_call() -> dict[str, Any]:
+def first_call(runs: int = RUNS) -> dict[str, Any]:
     """Milliseconds of the first call, in fresh processes over a store with `ENTRIES` more."""
     with tempfile.TemporaryDirectory() as folder:
         cache = Path(folder)
@@ -218,23 +252,52 @@ def first_call() -> dict[str, Any]:
             ):
                 source.backup(target)
         fill(store, ENTRIES)
-        variables = {**python_environment(), "TUNER_CACHE_DIR": str(cache)}
-        variables.pop("TUNER_STORE", None)
-        # An installed package has its bytecode: here the first process writes it for the others.
-        variables.pop("PYTHONDONTWRITEBYTECODE", None)
-        runs = []
-        for _ in range(5):
-            command = python_command("-c", _FIRST_CALL)
-            done = subprocess.run(
-                command, capture_output=True, text=True, env=variables, check=False
-            )
-            if done.returncode:
-                raise BenchmarkError(f"the first call failed: {_last_words(done)}")
-            runs.append(json.loads(done.stdout))
-    found: dict[str, Any] = {
-        name: statistics.median(run[name] for run in runs) for name in ("returned", "done")
-    }
-    return found | {"hits": sum(run["hits"] for run in runs), "entries": ENTRIES}
+        return _first_calls(cache, runs) | {"entries": ENTRIES}
+
+
+def wheel(runs: int = RUNS) -> dict[str, Any]:
+    """As `first_call`, of a machine with prebuilt kernels, no compiler and an empty cache.
+
+    Raises:
+        BenchmarkError: when no kernel list is there, or a call fails.
+        ConfigError: when a kernel of the list is missing, or none is proven.
+    """
+    lists = users()
+    if not lists:
+        raise BenchmarkError("there is no kernel list: tuner build --portfolio")
+    with tempfile.TemporaryDirectory() as folder:
+        packages, cache = Path(folder) / "packages", Path(folder) / "cache"
+        cache.mkdir()
+        kernels = write_package(KernelList.read(lists[-1]), ArtifactCache(), packages)
+        variables = {"CXX": str(cache / "no-compiler"), "PYTHONPATH": str(packages)}
+        return _first_calls(cache, runs, variables) | {"kernels": kernels}
+
+
+def _first_calls(
+    cache: Path, runs: int, more: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, Any]:
+    """Medians of fresh processes.
+
+    Raises:
+        BenchmarkError: when one fails.
+    """
+    variables = {**python_environment(), "TUNER_CACHE_DIR": str(cache)}
+    paths = more.get("PYTHONPATH"), variables.get("PYTHONPATH")
+    variables |= {**more, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    variables.pop("TUNER_STORE", None)
+    # An installed package has its bytecode: here the first process writes it for the others.
+    variables.pop("PYTHONDONTWRITEBYTECODE", None)
+    found = []
+    for _ in range(runs):
+        command = python_command("-c", _FIRST_CALL)
+        done = subprocess.run(command, capture_output=True, text=True, env=variables, check=False)
+        if done.returncode:
+            raise BenchmarkError(f"the first call failed: {_last_words(done)}")
+        found.append(json.loads(done.stdout))
+    times = ("returned", "done", "load")
+    medians = {name: statistics.median(one[name] for one in found) for name in times}
+    hits = sum(one["hits"] for one in found)
+    return {**medians, "hits": hits, "runs": runs, "loaded": found[-1]["loaded"], "each": found}
 
 
 def fill(store: Path, count: int) -> None:
@@ -284,8 +347,24 @@ tuner.attention(*tensors)
 returned = time.perf_counter()
 torch.cuda.synchronize()
 done = time.perf_counter()
+hits = tuner.stats().hits
+# The libraries of the call once more, from copies: the process keeps what it has loaded.
+import shutil, tempfile
+from pathlib import Path
+from tuner.compile import artifacts
+load, keys = 0.0, list(artifacts._loaded)
+with tempfile.TemporaryDirectory() as folder:
+    for key in keys:
+        artifact = artifacts.ArtifactCache().find(key)
+        copy = Path(folder) / f"{key}.so"
+        shutil.copyfile(artifact.library, copy)
+        at = time.perf_counter()
+        artifacts.verify(artifact)
+        artifacts.LoadedKernel(key, copy)
+        load += time.perf_counter() - at
 print(json.dumps({
-    "returned": (returned - start) * 1e3, "done": (done - start) * 1e3, "hits": tuner.stats().hits,
+    "returned": (returned - start) * 1e3, "done": (done - start) * 1e3, "hits": hits,
+    "load": load * 1e3, "loaded": len(keys),
 }))
 """
 
@@ -306,8 +385,22 @@ def report(results: Mapping[str, Any]) -> str:
 
 
 def _first_rows(part: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
-    beside = f"{part['entries']} entries, {part['hits']} of 5 served, done {part['done']:.1f}"
-    return [("first call ms", f"{part['returned']:.1f}", f"{FIRST_CALL_LIMIT_MS:.0f}", beside)]
+    return [_first_row("first call ms", part, FIRST_CALL_LIMIT_MS, f"{part['entries']} entries")]
+
+
+def _wheel_rows(part: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
+    where = f"{part['kernels']} prebuilt kernels"
+    return [_first_row("first call ms, wheel", part, WHEEL_LIMIT_MS, where)]
+
+
+def _first_row(
+    name: str, part: Mapping[str, Any], limit: float, where: str
+) -> tuple[str, str, str, str]:
+    beside = (
+        f"{where}, {part['hits']} of {part['runs']} served, done {part['done']:.1f}, "
+        f"of it hashing and loading {part['loaded']} {part['load']:.1f}"
+    )
+    return name, f"{part['returned']:.1f}", f"{limit:.0f}", beside
 
 
 _ROWS: Mapping[str, Callable[[Mapping[str, Any]], Iterable[tuple[str, str, str, str]]]] = {
@@ -315,4 +408,5 @@ _ROWS: Mapping[str, Callable[[Mapping[str, Any]], Iterable[tuple[str, str, str, 
     "wall": calls.wall_rows,
     "decoder": decoder.rows,
     "first-call": _first_rows,
+    "wheel": _wheel_rows,
 }

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 from tuner.compile.artifacts import ArtifactCache
@@ -32,13 +33,18 @@ FAMILIES = ("fused_attention", "two_kernel_attention")
 """Tried in this order; the second one has ALiBi."""
 LENGTH = 512
 """Queries and keys that configs are chosen for."""
+QUERIES = (LENGTH, 8)
+"""Queries of prompts, and of fewer rows than a tile has."""
+HEADS_KV = (6, 1)
+"""Key heads beside 6 query heads: without groups, and in one."""
 HEAD_DIMS = (64, 96, 128, 192, 256)
 """Widths that the fused kernel is compiled for; others are padded to the next one."""
 VARIANTS = (
     "",
     "causal=1",
-    "left=64",
+    "left=64,right=20",
     "softcap=50",
+    "softcap=50,causal=1,left=64",
     "varlen=1",
     "varlen=1,causal=1",
     "bias=h",
@@ -58,10 +64,19 @@ class Forced:
         compiler: compiles what is not in the artifact cache yet.
         gpu: device that the kernels run on.
         families: names, tried in this order.
+        built_only: compile nothing; PyTorch answers what needs a kernel that is not built.
     """
 
-    def __init__(self, compiler: Compiler, gpu: Gpu, families: Sequence[str] = FAMILIES) -> None:
+    def __init__(
+        self,
+        compiler: Compiler,
+        gpu: Gpu,
+        families: Sequence[str] = FAMILIES,
+        *,
+        built_only: bool = False,
+    ) -> None:
         self._compiler, self._gpu, self._families = compiler, gpu, tuple(families)
+        self._built_only = built_only
         self._orders: dict[tuple[str, Problem], list[Config]] = {}
         self._answers: dict[Problem, Answer | None] = {}
 
@@ -108,7 +123,8 @@ class Forced:
         return self._orders[name, canonical]
 
     def measurement(self, problem: AttentionProblem) -> Measurement | None:
-        """The config with its compiled kernels, marked as measured; its time means nothing.
+        """The config with its compiled kernels, marked as measured; its time means nothing. None
+        where no family takes the problem, or a kernel is not built and only built ones are wanted.
 
         Raises:
             CompileError: when a kernel does not compile.
@@ -117,6 +133,8 @@ class Forced:
         if config is None:
             return None
         specs = family(config.family).kernels(problem, config)
+        if self._built_only and any(self._compiler.cached(one) is None for one in specs.values()):
+            return None
         built = self._compiler.submit(list(specs.values()))
         keys = {name: future.result().key for name, (_, future) in zip(specs, built, strict=True)}
         return Measurement(
@@ -154,14 +172,15 @@ class Forced:
 
 def usual_problems() -> Iterator[AttentionProblem]:
     """Problems of every width, type and variant at the canonical length."""
-    for head_dim in HEAD_DIMS:
-        for dtype in ("fp16", "bf16"):
-            for variant in VARIANTS:
-                text = f"H=8,S={LENGTH},D={head_dim},dtype={dtype}"
-                yield AttentionProblem.parse(f"{text},{variant}" if variant else text)
+    every = product(HEAD_DIMS, ("fp16", "bf16"), VARIANTS, QUERIES, HEADS_KV)
+    for head_dim, dtype, variant, queries, heads_kv in every:
+        text = f"H=6,HKV={heads_kv},SQ={queries},SKV={LENGTH},D={head_dim},dtype={dtype}"
+        yield AttentionProblem.parse(f"{text},{variant}" if variant else text)
 
 
-def made(families: Sequence[str] = FAMILIES, *, needs_gpu: bool = True) -> Forced:
+def made(
+    families: Sequence[str] = FAMILIES, *, needs_gpu: bool = True, built_only: bool = False
+) -> Forced:
     """For this machine; its compiler lives as long as the process.
 
     Raises:
@@ -171,11 +190,16 @@ def made(families: Sequence[str] = FAMILIES, *, needs_gpu: bool = True) -> Force
     gpu = detect()
     if gpu is None and needs_gpu:
         raise BenchmarkError("no GPU found: forced kernels run on one")
-    return Forced(Compiler(find_toolchain(), ArtifactCache()), gpu or DEFAULT_GPU, families)
+    compiler = Compiler(find_toolchain(), ArtifactCache())
+    return Forced(compiler, gpu or DEFAULT_GPU, families, built_only=built_only)
 
 
-def install(families: Sequence[str] = FAMILIES) -> None:
+def install(families: Sequence[str] = FAMILIES, *, built_only: bool = False) -> None:
     """Have the runtime of this process serve every attention call so, PyTorch's own ones too.
+
+    Args:
+        families: as of `Forced`.
+        built_only: as of `Forced`.
 
     Raises:
         TunerError: where there is no GPU, no compiler, or no registry of attention providers.
@@ -184,7 +208,7 @@ def install(families: Sequence[str] = FAMILIES) -> None:
 
     # The package gives the module's name to the table itself.
     table = importlib.import_module("tuner.runtime.table")
-    forced = made(families)
+    forced = made(families, built_only=built_only)
 
     def lookup(problem: Problem, **options: Any) -> Answer | None:
         try:

@@ -13,15 +13,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import os
 import re
 import signal
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,10 @@ from tuner.errors import BenchmarkError, ConfigError
 
 TOP = Path(__file__).resolve().parents[2]
 MODES = (ALONE, FORCED)
+POLL_S = 0.2
+"""Seconds between two looks at the processes."""
+Tests = dict[str, dict[str, Any]]
+"""What became of each test, by its name."""
 EXPECTED: Mapping[str, str] = {
     r"sdp_choice|sdp_priority|sdp_backend|backend_(?:selection|priority)|test_dispatch": (
         "asserts which backend answers"
@@ -84,6 +90,7 @@ class Suite:
 class Process:
     """One running share of a suite."""
 
+    suite: Suite
     share: Share
     popen: subprocess.Popen[bytes]
     known: int
@@ -122,37 +129,51 @@ def suites_of(args: argparse.Namespace) -> list[Suite]:
 
 
 class Runner:
-    """Runs the shares of a suite as processes, and again those whose CUDA context was lost.
+    """Runs the shares of suites as processes, and again those whose CUDA context was lost.
 
     Args:
         work: folder of records and logs; what they hold is not run again.
-        processes: of one suite and mode at a time.
+        processes: of each suite and mode, all side by side.
         deadline: of `time.monotonic`; what runs then is ended.
+        built_only: as of `Share`.
     """
 
-    def __init__(self, work: Path, processes: int, deadline: float) -> None:
+    def __init__(
+        self, work: Path, processes: int, deadline: float, *, built_only: bool = False
+    ) -> None:
         self._work, self._processes, self._deadline = work, processes, deadline
+        self._built_only = built_only
 
-    def run(self, suite: Suite, mode: str) -> dict[str, dict[str, Any]]:
-        """The tests of a suite by name, as far as they were run.
+    def run(self, suite: Suite, modes: Sequence[str] = MODES) -> list[Tests]:
+        """The tests of a suite by name in each mode, as far as they were run.
+
+        Raises:
+            BenchmarkError: as of `run_all`.
+        """
+        return self.run_all([suite], modes)[0]
+
+    def run_all(self, suites: Sequence[Suite], modes: Sequence[str] = MODES) -> list[list[Tests]]:
+        """As `run`, for each suite, all at the same time.
 
         Raises:
             BenchmarkError: when a process ends before its first test, or there is none.
         """
         self._work.mkdir(parents=True, exist_ok=True)
-        running = [self._start(suite, share) for share in self._shares(suite, mode)]
-        shares = [process.share for process in running]
+        shares = [[list(self._shares(suite, mode)) for mode in modes] for suite in suites]
+        running: list[Process] = []
         try:
+            for suite, of_modes in zip(suites, shares, strict=True):
+                running += [self._start(suite, share) for share in chain(*of_modes)]
             while running:
-                running = [next for process in running for next in self._next(suite, process)]
+                running = [later for process in running for later in self._next(process)]
+                time.sleep(POLL_S)
         finally:
             for process in running:
                 _end(process.popen)
-        found: dict[str, dict[str, Any]] = {}
-        for share in shares:
-            found |= read(Path(share.record))
-        if not found and time.monotonic() < self._deadline:
-            raise BenchmarkError(f"no test of {suite.path} was run (-k '{suite.keyword}')")
+        found = [[_read_all(own) for own in of_modes] for of_modes in shares]
+        for suite, tests in zip(suites, found, strict=True):
+            if not any(tests) and time.monotonic() < self._deadline:
+                raise BenchmarkError(f"no test of {suite.path} was run (-k '{suite.keyword}')")
         return found
 
     def _shares(self, suite: Suite, mode: str) -> Iterator[Share]:
@@ -166,22 +187,20 @@ class Runner:
                 self._processes,
                 suite.sample,
                 suite.forcing,
+                self._built_only,
                 checkout,
             )
 
     def _start(self, suite: Suite, share: Share) -> Process:
         command = python_command("-m", "pytest", "-p", "benchmarks.suites_plugin")
-        # Settings and hooks of the checkout want plug-ins that are not here. None that is installed
-        # is loaded either: their imports take longer than torch's.
+        # Settings and hooks of the checkout want plug-ins that are not here.
         command += ["-q", "--tb=short", "-p", "no:cacheprovider", "--noconftest", "-c", os.devnull]
         command += ["--rootdir", str(suite.path.parent), str(suite.path)]
         command += ["-k", suite.keyword] if suite.keyword else []
         paths = [str(TOP), str(TOP / "scripts"), os.environ.get("PYTHONPATH", "")]
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-        }
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        # Plug-ins that happen to be installed change nothing, and take seconds to import.
+        environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
         known = len(read(Path(share.record)))
         with Path(share.record).with_suffix(".log").open("ab") as log:
             popen = subprocess.Popen(
@@ -192,17 +211,14 @@ class Runner:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        return Process(share, popen, known)
+        return Process(suite, share, popen, known)
 
-    def _next(self, suite: Suite, process: Process) -> Iterator[Process]:
+    def _next(self, process: Process) -> Iterator[Process]:
         """The process while it runs; the one that goes on after it; nothing after the last."""
-        left_s = self._deadline - time.monotonic()
-        if left_s <= 0:
+        if time.monotonic() >= self._deadline:
             _end(process.popen)
             return
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.popen.wait(min(left_s, 1.0))
-        if process.popen.returncode is None:
+        if process.popen.poll() is None:
             yield process
             return
         record = Path(process.share.record)
@@ -211,7 +227,12 @@ class Runner:
         if len(read(record)) == process.known:
             tail = record.with_suffix(".log").read_text(errors="replace").splitlines()[-5:]
             raise BenchmarkError(f"{record.stem} ended without a test: {' | '.join(tail)}")
-        yield self._start(suite, process.share)
+        yield self._start(process.suite, process.share)
+
+
+def _read_all(shares: Iterable[Share]) -> Tests:
+    """The tests of all records."""
+    return {name: row for share in shares for name, row in read(Path(share.record)).items()}
 
 
 def _end(popen: subprocess.Popen[bytes]) -> None:
@@ -290,13 +311,9 @@ def _environment(suites: Sequence[Suite]) -> dict[str, Any]:
     """Versions that the counts stand for."""
     import torch
 
-    commits = {}
-    for suite in suites:
-        command = ["git", "-C", str(suite.checkout), "rev-parse", "HEAD"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        commits[suite.name] = done.stdout.strip() or "not a git checkout"
+    files = {one.name: hashlib.sha256(one.path.read_bytes()).hexdigest() for one in suites}
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
-    return {"gpu": gpu, "torch": torch.__version__, "commits": commits}
+    return {"gpu": gpu, "torch": torch.__version__, "sha256": files}
 
 
 def run_suites(suites: Sequence[Suite], runner: Runner) -> dict[str, Any]:
@@ -306,9 +323,8 @@ def run_suites(suites: Sequence[Suite], runner: Runner) -> dict[str, Any]:
         BenchmarkError: when the tests of one cannot be run.
     """
     found = {}
-    for suite in suites:
-        alone, forced = (runner.run(suite, mode) for mode in MODES)
-        found[suite.name] = compared(alone, forced)
+    for suite, tests in zip(suites, runner.run_all(suites), strict=True):
+        found[suite.name] = compared(*tests)
         options = {**asdict(suite), "checkout": suite.checkout.name}
         found[suite.name]["options"] = options
     return {"environment": _environment(suites), "suites": found}
@@ -331,13 +347,20 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--pytorch-sample", type=float, default=1.0, help="part of PyTorch's tests (default 1)"
     )
-    parser.add_argument("--processes", type=int, default=4, help="side by side (default 4)")
+    parser.add_argument(
+        "--processes", type=int, default=2, help="of each suite and mode, side by side (default 2)"
+    )
     parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="end what runs then")
     parser.add_argument(
         "--work", type=Path, default=Path("suites"), metavar="DIR", help="records (default suites)"
     )
     parser.add_argument(
         "--compile-only", action="store_true", help="compile the usual kernels; needs no GPU"
+    )
+    parser.add_argument(
+        "--built-only",
+        action="store_true",
+        help="compile nothing: PyTorch answers where a forced kernel is not built",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all of it here")
     args = parser.parse_args(argv)
@@ -352,8 +375,10 @@ def main(argv: Sequence[str]) -> int:
         return 0
     suites = suites_of(args)
     deadline = time.monotonic() + (args.time_limit or float("inf"))
-    forced.made().compile_usual()
-    document = run_suites(suites, Runner(args.work, args.processes, deadline))
+    if not args.built_only:
+        forced.made().compile_usual()
+    runner = Runner(args.work, args.processes, deadline, built_only=args.built_only)
+    document = run_suites(suites, runner)
     for name, found in document["suites"].items():
         print(text_of(name, found))
     if args.json:

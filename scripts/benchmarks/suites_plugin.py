@@ -11,8 +11,9 @@ import importlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ LOST = ("CUDA error", "AcceleratorError", "unspecified launch failure", "illegal
 """Texts of an error after which nothing else of the process can be believed."""
 MAX_MESSAGE = 300
 COMPLETE = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
+PLAIN = (str, int, float, bool, complex)
+"""Types of values that pytest names by their text, others by argument and place."""
 END = "end"
 """Key of the line that says that the share is complete."""
 
@@ -42,20 +45,27 @@ class Share:
     sample: float = 1.0
     """Part of the tests that are run, the same ones in every run and mode."""
     forcing: str = "benchmarks.forced"
-    """Module whose ``install()`` forces the kernels."""
+    """Module whose ``install(built_only=...)`` forces the kernels."""
+    built_only: bool = False
+    """Only kernels that are compiled already are forced."""
     flash_attention: str = ""
     """Checkout of FlashAttention, whose functions are then stood in for."""
 
     def wants(self, name: str) -> bool:
         """True for a test of the sample and of this share."""
-        digest = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8])
-        return digest % 10**6 < self.sample * 10**6 and digest // 10**6 % self.of == self.number
+        rank = rank_of(name)
+        return rank % 10**6 < self.sample * 10**6 and rank // 10**6 % self.of == self.number
 
     def environment(self) -> dict[str, str]:
         """Variables of the process."""
         # The switch that a user has: the same calls, answered by PyTorch.
         off = {"TUNER_DISABLE": "1"} if self.mode == ALONE else {}
         return {VARIABLE: json.dumps(asdict(self)), **off}
+
+
+def rank_of(name: str) -> int:
+    """A test's place in a random order that is the same everywhere."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8])
 
 
 def read(path: Path) -> dict[str, dict[str, Any]]:
@@ -85,11 +95,37 @@ class Recorder:
         self._path = Path(share.record)
         self._outcomes: dict[str, tuple[str, str]] = {}
 
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Draw the share from a parametrisation before pytest makes a test of each set of values:
+        of FlashAttention's half a million that takes minutes. Names are pytest's own.
+        """
+        definition = metafunc.definition
+        marks = list(definition.iter_markers("parametrize"))
+        if not marks or any(mark not in definition.own_markers for mark in marks):
+            return
+        names = [_argument_names(mark) for mark in marks]
+        columns = [_named(*each) for each in zip(marks, names, strict=True)]
+        ids, values = [], []
+        for chosen in product(*columns) if all(columns) else ():
+            name = "-".join(one for one, _ in chosen)
+            if self._share.wants(f"{definition.nodeid}[{name}]"):
+                ids.append(name)
+                values.append([value for _, own in chosen for value in own])
+        if values:
+            definition.own_markers[:] = [m for m in definition.own_markers if m not in marks]
+            metafunc.parametrize(list(chain(*names)), values, ids=ids)
+
+    @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(
         self, config: pytest.Config, items: list[pytest.Item]
     ) -> None:
+        """Keep the share's tests that have no result yet, in a random order: the tests of a run
+        that is ended early are a sample, too, and both modes begin with the same ones.
+        """
         known = read(self._path)
         wanted = [i for i in items if self._share.wants(i.nodeid) and i.nodeid not in known]
+        wanted.sort(key=lambda item: rank_of(item.nodeid))
         kept = set(wanted)
         config.hook.pytest_deselected(items=[i for i in items if i not in kept])
         items[:] = wanted
@@ -134,6 +170,31 @@ class Recorder:
             file.write(json.dumps(row) + "\n")
 
 
+def _argument_names(mark: pytest.Mark) -> list[str]:
+    """Arguments that a mark of ``parametrize`` gives values to."""
+    given = mark.args[0] if mark.args else ()
+    return [name.strip() for name in given.split(",")] if isinstance(given, str) else [*given]
+
+
+def _named(mark: pytest.Mark, names: Sequence[str]) -> list[tuple[str, Sequence[Any]]]:
+    """The sets of values of a mark with pytest's name of each; empty where it has options or sets
+    with marks of their own, which pytest names.
+    """
+    if mark.kwargs or len(mark.args) != 2:
+        return []
+    found = []
+    for at, given in enumerate(mark.args[1]):
+        values = [given] if len(names) == 1 else given
+        if isinstance(given, type(pytest.param())):
+            return []
+        words = (
+            str(value) if value is None or isinstance(value, PLAIN) else f"{name}{at}"
+            for name, value in zip(names, values, strict=True)
+        )
+        found.append(("-".join(words), values))
+    return found
+
+
 def _message(report: pytest.TestReport) -> str:
     """One line of what went wrong, or why a test was skipped."""
     if isinstance(report.longrepr, tuple):
@@ -151,5 +212,5 @@ def pytest_configure(config: pytest.Config) -> None:
 
         flash_attention_adapter.install(Path(share.flash_attention))
     if share.mode == FORCED:
-        importlib.import_module(share.forcing).install()
+        importlib.import_module(share.forcing).install(built_only=share.built_only)
     config.pluginmanager.register(Recorder(share), "tuner-suites")

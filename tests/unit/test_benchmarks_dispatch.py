@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
 import time
 from dataclasses import replace
@@ -18,11 +19,13 @@ from benchmarks import (
     service,
 )
 from benchmarks.decoder import Decoder, Sizes, Way
+from tuner.compile.artifacts import ArtifactCache
 from tuner.config import Config
 from tuner.errors import BenchmarkError, CompileError, ConfigError
 from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Measurement, Regime, Status
 from tuner.problem import GemmProblem
+from tuner.selection.kernels import Kernel, KernelList, Proof
 from tuner.selection.reader import decided, lookup
 from tuner.store import open_store
 from tuner.tuning.job import read_problems
@@ -47,6 +50,7 @@ HOST = {
     "has_dispatcher": True,
     "dispatched": 0.998,
 }
+PROOF = Proof(64, 0, "NVIDIA H200", "580.159.04", "2026-11-24")
 WALL = {"attention": 13.0, "sdpa": 26.0, "flash4": 16.0, "graph": 12.5}
 SMALL = Sizes(64, 4, 2, 16, 96, 50)
 
@@ -244,13 +248,56 @@ def test_the_report_names_figures_and_their_limits() -> None:
 def test_a_part_that_fails_or_hangs_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     done: Any = subprocess.CompletedProcess([], 1, "", "tracing\nhost: no kernel serves\n")
     monkeypatch.setattr(dispatch.subprocess, "run", lambda *_, **__: done)
-    assert dispatch._in_child("host", 1) == {"failed": "host: no kernel serves"}
+    assert dispatch._in_child("host", 1, 1) == {"failed": "host: no kernel serves"}
 
     def hangs(command: Any, timeout: float, **_: Any) -> None:
         raise subprocess.TimeoutExpired(command, timeout)
 
     monkeypatch.setattr(dispatch.subprocess, "run", hangs)
-    assert dispatch._in_child("wall", 1) == {"failed": "no end after 120 s"}
+    assert dispatch._in_child("wall", 1, 1) == {"failed": "no end after 120 s"}
+
+
+FIRST_CALL = """
+import json, os, tempfile
+path = os.environ["PYTHONPATH"].split(os.pathsep)[0]
+print(json.dumps({
+    "returned": float(os.environ["TOLD"]), "done": 2.0, "hits": 1, "load": 0.5, "loaded": 1,
+    "packages": sorted(os.listdir(path)), "cache": os.listdir(os.environ["TUNER_CACHE_DIR"]),
+    "compiler": os.path.exists(os.environ["CXX"]), "store": "TUNER_STORE" in os.environ,
+}))
+"""
+
+
+def test_prebuilt_kernels_serve_without_cache_and_compiler(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TUNER_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TUNER_STORE", "sqlite:///elsewhere")
+    monkeypatch.setenv("TOLD", "42.0")
+    monkeypatch.setattr(dispatch, "_FIRST_CALL", FIRST_CALL)
+    with pytest.raises(BenchmarkError, match="no kernel list: tuner build --portfolio"):
+        dispatch.wheel(1)
+    (tmp_path / "kernels").mkdir()
+    kernel = Kernel("spec", "k1", hashlib.sha256(b"kernel").hexdigest(), PROOF)
+    library = tmp_path / "made.so"
+    library.write_bytes(b"kernel")
+    ArtifactCache().put("k1", library, resources=None, compile_cpu_s=1.0, source="", facts={})
+    known = KernelList("13.0.88", "4.2.0", "9.0", "ef" * 32, {"spec": kernel})
+    known.write(tmp_path / "kernels" / "13.0.88-9.0.json")
+    found = dispatch.wheel(2)
+    assert (found["kernels"], found["hits"], found["runs"], found["returned"]) == (1, 2, 2, 42.0)
+    for each in found["each"]:
+        assert each["packages"] == ["cutlass_tuner_kernels"] and each["cache"] == []
+        assert not each["compiler"] and not each["store"]
+    lines = dispatch.report({"environment": {}, "parts": {"wheel": found}})
+    assert "first call ms, wheel  42.0      150  1 prebuilt kernels, 2 of 2 served" in lines
+    assert "hashing and loading 1 0.5" in lines
+
+
+def test_a_first_call_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(dispatch, "_FIRST_CALL", "raise RuntimeError('no such device')")
+    with pytest.raises(BenchmarkError, match=r"the first call failed: .*no such device"):
+        dispatch._first_calls(tmp_path, 1)
 
 
 def test_a_store_is_filled_with_what_can_be_looked_up(tmp_path: Path) -> None:
@@ -303,13 +350,15 @@ def test_what_would_be_launched_is_built_once(
     with open_store() as store:
         store.decide(problem, DEFAULT_GPU, own.regime, [own], "s")
     asked = [problem, GemmProblem(997, 4096, 4096)]  # tuned nowhere
-    dispatch._build(asked)
+    dispatch._build(asked, built_only=False)
     assert built.commands == [["build", "--op", "gemm", "--shape", problem.label()]]
     said = capsys.readouterr().err.splitlines()
     assert said[0] == f"dispatch: not tuned: gemm {asked[1].label()}"
     assert "no dispatcher, calls go through Python: no g++" in said[1]
+    dispatch._build(asked, built_only=True)
+    assert len(built.commands) == 1
     built.here.add("k")
-    dispatch._build(asked)
+    dispatch._build(asked, built_only=False)
     assert len(built.commands) == 1
 
 
@@ -325,6 +374,7 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     ("arguments", "match"),
     [
         (["--layers", "0"], "layers=0 is out of range"),
+        (["--runs", "0"], "runs=0 is out of range"),
         (["--json", "/nonexistent/x.json"], "there is no folder /nonexistent"),
     ],
 )

@@ -52,7 +52,7 @@ def test_teardown(broken):
 def test_unselected():
     assert False
 """
-FORCING = "import os\ndef install():\n    os.environ['PLANTED'] = '1'\n"
+FORCING = "import os\ndef install(built_only):\n    os.environ['PLANTED'] = '1'\n"
 LOST = """
 import pathlib
 here = pathlib.Path(__file__).with_name("runs")
@@ -112,10 +112,10 @@ def test_a_suite_in_both_modes(planted: suites.Suite, tmp_path: Path) -> None:
 def test_what_was_run_is_not_run_again(planted: suites.Suite, tmp_path: Path) -> None:
     """Not even the tests before the one that lost the CUDA context."""
     planted.path.write_text(LOST)
-    found = runner(tmp_path).run(planted, ALONE)
+    (found,) = runner(tmp_path).run(planted, [ALONE])
     outcomes = {name.rpartition("::")[2]: row["outcome"] for name, row in found.items()}
     assert outcomes == {"test_first": "passed", "test_loses": "failed", "test_last": "passed"}
-    assert runner(tmp_path).run(planted, ALONE) == found
+    assert runner(tmp_path).run(planted, [ALONE]) == [found]
     assert planted.path.with_name("runs").read_text() == "x"
     (record,) = (tmp_path / "work").glob("*.jsonl")
     assert is_complete(record)
@@ -124,11 +124,11 @@ def test_what_was_run_is_not_run_again(planted: suites.Suite, tmp_path: Path) ->
 def test_a_suite_that_cannot_be_imported_says_why(planted: suites.Suite, tmp_path: Path) -> None:
     planted.path.write_text("import no_such_module\n")
     with pytest.raises(BenchmarkError, match="no_such_module"):
-        runner(tmp_path).run(replace(planted, keyword=""), ALONE)
+        runner(tmp_path).run(replace(planted, keyword=""))
 
 
 def test_nothing_is_started_after_the_deadline(planted: suites.Suite, tmp_path: Path) -> None:
-    assert runner(tmp_path, limit_s=-1).run(planted, ALONE) == {}
+    assert runner(tmp_path, limit_s=-1).run(planted, [ALONE]) == [{}]
 
 
 def test_every_test_belongs_to_one_share() -> None:
@@ -254,7 +254,7 @@ class TestForced:
         """The only thing that is put in place: everything behind the look-up is the runtime's."""
         table = importlib.import_module("tuner.runtime.table")
         monkeypatch.setattr(table, "lookup", table.lookup)  # put back at the end
-        monkeypatch.setattr(forced, "made", lambda families: made)
+        monkeypatch.setattr(forced, "made", lambda families, built_only: made)
         monkeypatch.setattr("tuner.enable", lambda: None)
         forced.install()
         import tuner

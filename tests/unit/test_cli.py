@@ -178,6 +178,8 @@ class TestWrongInput:
         [
             ([], "arguments are required: COMMAND"),
             (["tune"], "invalid choice: 'tune' (choose from "),
+            (["sweeep"], "; did you mean sweep?"),
+            (["cache", "prun"], "; did you mean prune?"),
             (["sweep"], "one of the arguments --shape --problems is required"),
             (["sweep", "--shape", "S=0,D=64"], "S=0 is out of range"),
             (["sweep", "--shape", "S=1024,D=63"], "D=63 has no tuned kernel"),
@@ -205,7 +207,10 @@ class TestWrongInput:
                 "--max-workspace 5 is not a size (allowed: a number and B, KB, MB, GB",
             ),
             (["sweep", *SHAPE, "--store", "nothing://x"], "nothing"),
-            (["sweep", "--problems", "/none.yaml"], "problems file /none.yaml cannot be read"),
+            (
+                ["sweep", "--problems", "/none.yaml"],
+                "/none.yaml cannot be read: No such file",
+            ),
             (["record", "out", *SHAPE, "--gpu", "B200"], "B200"),
         ],
     )

@@ -240,6 +240,24 @@ def test_a_decision_whose_kernels_are_not_here_leaves_it_to_the_portfolio(
     assert not serving.call((1, 2, 24, 64))
 
 
+def test_the_portfolio_s_kernel_comes_before_the_vendor_s_that_the_decided_one_beat(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine with prebuilt kernels only has none of a shipped decision's own."""
+    own = measured().but(problem=PROBLEM)
+    decided = answer(own, own.but(config=CUDNN, artifacts={}, latency_us=14.0))
+    monkeypatch.setattr(serving.runtime.table, "lookup", lambda problem, **_: decided)
+    serving.machine.present.discard("key-second")
+    assert serving.call() and serving.launched == ["key-wide"]
+    serving.runtime.table.table.forget()
+    serving.proven = {}
+    assert not serving.call() and serving.vendors == ["cudnn"]
+    serving.runtime.table.table.forget()
+    serving.machine.present.add("key-second")
+    assert serving.call(), "the decided kernel is built"
+    assert (serving.launched, serving.vendors) == (["key-wide"], ["cudnn"])
+
+
 def test_a_refused_launch_withdraws_that_kernel_for_the_problem(
     serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import tuner
-from tuner.bundle.wheel import PACKAGE, main, newest_glibc, write_wheel
+from tuner.bundle.wheel import PACKAGE, main, newest_glibc, write_package, write_wheel
 from tuner.cli.doctor import _prebuilt
 from tuner.compile import prebuilt
 from tuner.compile.artifacts import ArtifactCache, load
@@ -95,6 +95,16 @@ class TestWriting:
         put(again, library, "prebuilt1", compile_cpu_s=7.0)
         second = write_wheel(known, again, tmp_path / "b")
         assert first.sha256 == second.sha256 == hashlib.sha256(second.path.read_bytes()).hexdigest()
+
+    def test_its_package_as_pip_installs_it(
+        self, known: KernelList, cache: ArtifactCache, tmp_path: Path
+    ) -> None:
+        made = write_wheel(known, cache, tmp_path / "out")
+        assert write_package(known, cache, tmp_path / "site") == 1
+        packed = {name: data for name, data in members(made.path).items() if PACKAGE + "/" in name}
+        written = {name: (tmp_path / "site" / name).read_bytes() for name in packed}
+        assert written == packed
+        assert len([p for p in (tmp_path / "site").rglob("*") if p.is_file()]) == len(packed)
 
     def test_unproven_ones_on_request(
         self, known: KernelList, cache: ArtifactCache, tmp_path: Path

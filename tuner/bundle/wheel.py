@@ -75,20 +75,48 @@ def write_wheel(
             library needs a newer glibc, or the wheel exceeds `MAX_BYTES`.
         StoreError: when it cannot be written.
     """
-    chosen = [k for k in kernels.kernels.values() if k.proof is not None or with_unproven]
-    if not chosen:
-        raise ConfigError(f"none of {len(kernels.kernels)} kernels is proven: tuner prove")
-    packed = replace(kernels, kernels={kernel.spec: kernel for kernel in chosen})
+    packed = _packed(kernels, with_unproven)
     name = f"{PACKAGE}-{tuner.__version__}"
     path = folder / f"{name}-py3-none-{PLATFORM}.whl"
-    members = dict(_members(packed, artifacts, name))
+    members = {**dict(_package(packed, artifacts)), **dict(_info(packed, name))}
     members[f"{name}.dist-info/RECORD"] = _record(members, f"{name}.dist-info/RECORD")
     data = _zipped(members)
     if len(data) > MAX_BYTES:
         raise ConfigError(f"the wheel has {len(data):,} bytes (allowed: {MAX_BYTES:,})")
     output.write(path, data, make_folder=True)
-    left_out = len(kernels.kernels) - len(chosen)
-    return Wheel(path, len(chosen), len(data), hashlib.sha256(data).hexdigest(), left_out)
+    count = len(packed.kernels)
+    left_out = len(kernels.kernels) - count
+    return Wheel(path, count, len(data), hashlib.sha256(data).hexdigest(), left_out)
+
+
+def write_package(kernels: KernelList, artifacts: ArtifactCache, folder: Path) -> int:
+    """Write the wheel's package into a folder, as pip installs it; returns the number of kernels.
+
+    Args:
+        kernels: as of `write_wheel`.
+        artifacts: as of `write_wheel`.
+        folder: folder that Python is to find the package in.
+
+    Raises:
+        ConfigError: as `write_wheel`, whatever the size.
+        StoreError: when it cannot be written.
+    """
+    packed = _packed(kernels, with_unproven=False)
+    for member, data in _package(packed, artifacts):
+        output.write(folder / member, data, make_folder=True)
+    return len(packed.kernels)
+
+
+def _packed(kernels: KernelList, with_unproven: bool) -> KernelList:
+    """The part of a list that is packed.
+
+    Raises:
+        ConfigError: when nothing is left.
+    """
+    chosen = [k for k in kernels.kernels.values() if k.proof is not None or with_unproven]
+    if not chosen:
+        raise ConfigError(f"none of {len(kernels.kernels)} kernels is proven: tuner prove")
+    return replace(kernels, kernels={kernel.spec: kernel for kernel in chosen})
 
 
 def newest_glibc(library: bytes) -> tuple[int, int]:
@@ -109,10 +137,8 @@ def _zipped(members: Mapping[str, bytes]) -> bytes:
     return whole.getvalue()
 
 
-def _members(
-    kernels: KernelList, artifacts: ArtifactCache, name: str
-) -> Iterator[tuple[str, bytes]]:
-    """Path and content of each file but the record."""
+def _package(kernels: KernelList, artifacts: ArtifactCache) -> Iterator[tuple[str, bytes]]:
+    """Path and content of each file of the package."""
     yield f"{PACKAGE}/__init__.py", b'"""Prebuilt kernels of cutlass-tuner: data only."""\n'
     yield f"{PACKAGE}/{KERNELS}", kernels.text().encode()
     for kernel in kernels.kernels.values():
@@ -127,6 +153,10 @@ def _members(
             raise ConfigError(f"artifact {kernel.artifact} needs glibc {version} (allowed: 2.34)")
         yield f"{PACKAGE}/{ARTIFACTS}/{kernel.artifact}/kernel.so", data
         yield f"{PACKAGE}/{ARTIFACTS}/{kernel.artifact}/meta.json", _meta(artifact)
+
+
+def _info(kernels: KernelList, name: str) -> Iterator[tuple[str, bytes]]:
+    """As `_package`, of the facts about it, but for the record."""
     info = f"{name}.dist-info"
     metadata = {
         "Metadata-Version": "2.1",

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import importlib
 import io
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn, TextIO, cast
@@ -76,7 +78,13 @@ class Parser(argparse.ArgumentParser):
         return action
 
     def error(self, message: str) -> NoReturn:
-        """End with exit code 2 and the message, without the usage."""
+        """End with exit code 2 and the message, without the usage. A wrong choice is told with the
+        nearest allowed one.
+        """
+        if given := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
+            allowed = [word.strip(" '") for word in given[2].split(",")]
+            for nearest in difflib.get_close_matches(given[1], allowed, 1):
+                message += f"; did you mean {nearest}?"
         self.exit(WRONG_INPUT, f"{self.prog}: {message}\n")
 
 

@@ -246,7 +246,8 @@ def configuration(path: Path) -> Mapping[str, Any]:
     try:
         data = document.parse(path.read_text())
     except (OSError, ValueError) as exc:
-        raise ConfigError(f"model {path} cannot be read: {exc}") from exc
+        reason = exc.strerror if isinstance(exc, OSError) else exc
+        raise ConfigError(f"model {path} cannot be read: {reason}") from exc
     if not isinstance(data, dict):
         raise ConfigError(f"model {path} is not a configuration of Transformers (an object)")
     text = data.get("text_config")

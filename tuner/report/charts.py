@@ -331,7 +331,8 @@ def standing(found: Sequence[Standing], subject: Subject) -> Spec:
         "legend": {"orient": "top", "title": None},
     }
     tooltip = tips(("problem", "problem"), ("own", "own"), ("vendor", "fastest vendor"))
-    even = {"type": "rule", "color": SOFT}
+    # A line through all rows would strike the names out.
+    even = {"type": "tick", "color": SOFT, "size": 20, "thickness": 1.5, **rows.at_bar}
     return picture(
         values,
         "Speed of the best own kernel as a multiple of the fastest vendor's, of every tuned "
@@ -352,11 +353,7 @@ def standing(found: Sequence[Standing], subject: Subject) -> Spec:
                 "mark": {"type": "text", "align": "left", "dx": 6, "color": INK, **rows.at_bar},
                 "encoding": {"y": y, "x": {**x, "field": "at"}, "text": {"field": "text"}},
             },
-            {
-                "data": {"values": [{"ratio": 1}]},
-                "mark": even,
-                "encoding": {"x": x},
-            },
+            {"mark": even, "encoding": {"y": y, "x": {**x, "field": "even"}}},
             rows.layer,
         ],
     )

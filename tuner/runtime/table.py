@@ -30,7 +30,7 @@ from tuner.hardware import Gpu
 from tuner.measurement import Provenance
 from tuner.problem import AttentionProblem, Problem, problem_from_json
 from tuner.runtime import counters, devices, dispatch, lengths, portfolio
-from tuner.runtime.plan import KernelPlan, Plan, Posed, resolve
+from tuner.runtime.plan import KernelPlan, Plan, Posed, VendorPlan, resolve
 from tuner.runtime.refusal import Kind, Refusal, once
 from tuner.selection.reader import (
     Answer,
@@ -70,6 +70,14 @@ class _Known:
     plan: Plan | Refusal
     is_stale: bool = False
     """The store may say something else by now."""
+
+    @property
+    def is_vendors(self) -> bool:
+        """True where a vendor's kernel answers."""
+        plan = self.plan
+        return (
+            plan.kind is Kind.VENDOR if isinstance(plan, Refusal) else isinstance(plan, VendorPlan)
+        )
 
     @property
     def stale(self) -> _Known:
@@ -344,7 +352,8 @@ class Table:
 
     def _serving(self, posed: Posed, device: int) -> tuple[_Known, bool]:
         """What serves a problem, and whether a decision of its own says so: else the portfolio's
-        choice.
+        choice, which also comes before a vendor's kernel that stands in for a decided own one: a
+        machine with prebuilt kernels has the portfolio's only.
 
         Raises:
             StoreError: when the store cannot be read.
@@ -352,17 +361,22 @@ class Table:
         problem, is_strided = posed.problem, bool(posed.strides)
         gpu = devices.gpu_of(device)
         own: _Known | None = None
+        stands_in = False
         answer = self._ask(problem, gpu)
         is_measured = answer is not None and answer.entry.provenance is Provenance.MEASURED
         if answer is not None:
             own = self._resolve(posed, answer, device)
-            if isinstance(own.plan, Plan) or (is_measured and own.until == math.inf):
+            entry = answer.entry
+            stands_in = own.is_vendors and entry.winner not in entry.vendors.values()
+            is_final = isinstance(own.plan, Plan) or (is_measured and own.until == math.inf)
+            if is_final and not stands_in:
                 return self._bounded(own, is_strided), True
         chosen: _Known | None = None
         # Ranks that agreed on decisions may have unlike kernel lists.
         if self._path is None and portfolio.knows(problem, gpu):
             chosen = self._choose(posed, device)
-        if chosen is not None and isinstance(chosen.plan, Plan):
+        wanted = KernelPlan if stands_in else Plan
+        if chosen is not None and isinstance(chosen.plan, wanted):
             return chosen, False
         if own is not None and (is_measured or chosen is None):
             return self._bounded(own, is_strided), True

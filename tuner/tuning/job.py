@@ -373,7 +373,8 @@ def _read(path: Path) -> str:
             raise ConfigError(f"problems file {path} is too large (allowed: {MAX_BYTES} bytes)")
         return text.decode()
     except (OSError, UnicodeDecodeError) as exc:
-        raise ConfigError(f"problems file {path} cannot be read: {exc}") from exc
+        reason = exc.strerror if isinstance(exc, OSError) else exc
+        raise ConfigError(f"problems file {path} cannot be read: {reason}") from exc
 
 
 def _load(path: Path, text: str) -> Any:

@@ -73,7 +73,9 @@ function tell(line) {
   const item = document.createElement("li"), time = document.createElement("time");
   time.dateTime = line.at;
   time.textContent = line.at.slice(0, 19).replace("T", " ");
-  item.append(time, line.shape ? `${line.op} ${line.shape}: ${line.text}` : line.text);
+  // A shape is broken behind a comma, as everywhere on the pages.
+  const shape = line.shape?.replaceAll(",", ",\u200b");
+  item.append(time, shape ? `${line.op} ${shape}: ${line.text}` : line.text);
   log.append(item);
   while (log.children.length > MOST_LINES) log.firstChild.remove();
   if (follows) log.scrollTop = log.scrollHeight;
