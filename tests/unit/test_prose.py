@@ -38,11 +38,16 @@ STRICT: tuple[str, ...] = (
     "hardware",
     "measure",
     "measurement",
-    "report",
     "problem",
+    "report",
     "runners",
+    "runtime",
+    "search",
+    "selection",
     "service",
     "settings",
+    "store",
+    "tuning",
 )
 
 

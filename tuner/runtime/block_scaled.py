@@ -1,4 +1,4 @@
-"""e4m3 tensors with factors of blocks: activations are quantised, weights read back."""
+"""e4m3 tensors with block-wise scales: quantisation of activations, dequantisation of weights."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from tuner.problem import SCALE_BLOCK
 E4M3_MAX = 448.0
 """Largest e4m3 number."""
 MIN_MAXIMUM = 1e-4
-"""A block whose elements are all smaller has the factor of this maximum: none is zero."""
+"""Smallest maximum that a block's factor is computed from, so that no factor is zero."""
 
 
 def quantised(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows in e4m3, and a factor for each block: its largest magnitude over 448.
+    """Quantise rows to e4m3 with a factor for each block of 128: its largest magnitude over 448.
 
     Args:
         rows: (M, K), bf16.
 
     Returns:
-        (M, K) float8_e4m3fn, and (M, K / 128), rounded up, fp32, the rows' factors side by side.
+        (M, K) float8_e4m3fn, and fp32 (M, K / 128), rounded up, stored with stride 1 along M.
     """
     m, k = rows.shape
     blocks = ceil(k / SCALE_BLOCK)
@@ -35,23 +35,23 @@ def quantised(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dequantised_rows(rows: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """(M, K) in bf16 of e4m3 rows and their blocks' factors."""
+    """(M, K), bf16: e4m3 rows (M, K) times their blocks' factors (M, K / 128)."""
     each = scale.repeat_interleave(SCALE_BLOCK, 1)[:, : rows.shape[1]]
     return (rows.float() * each).to(torch.bfloat16)
 
 
 def dequantised(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """(N, K) in bf16 of e4m3 weights and their blocks' factors."""
+    """(N, K), bf16: e4m3 weights (N, K) times their blocks' factors (N / 128, K / 128)."""
     n, k = weight.shape
     each = scale.repeat_interleave(SCALE_BLOCK, 0)[:n].repeat_interleave(SCALE_BLOCK, 1)[:, :k]
     return (weight.float() * each).to(torch.bfloat16)
 
 
 def check(input: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> None:
-    """Refuse what is no input, weight and weight_scale of `tuner.linear`.
+    """Check the input, weight and weight_scale of `tuner.linear`.
 
     Raises:
-        ConfigError: says which types or shapes are wrong, and what is allowed.
+        ConfigError: names the types or shapes that are wrong, and the allowed ones.
     """
     types = (input.dtype, weight.dtype, scale.dtype)
     if types != (torch.bfloat16, torch.float8_e4m3fn, torch.float32):
@@ -59,7 +59,7 @@ def check(input: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> Non
         raise ConfigError(f"{found} (allowed: bf16 input, float8_e4m3fn weight, fp32 weight_scale)")
     if weight.dim() != 2 or input.dim() < 1 or input.shape[-1] != weight.shape[-1]:
         shapes = f"{tuple(input.shape)} and {tuple(weight.shape)}"
-        raise ConfigError(f"{shapes} make no product (allowed: (..., K) and (N, K))")
+        raise ConfigError(f"{shapes} cannot be multiplied (allowed: (..., K) and (N, K))")
     wanted = tuple(ceil(size / SCALE_BLOCK) for size in weight.shape)
     if tuple(scale.shape) != wanted:
         raise ConfigError(f"weight_scale is {tuple(scale.shape)} (allowed: {wanted})")
