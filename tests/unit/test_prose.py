@@ -132,6 +132,10 @@ def docstring_faults(text: str) -> Iterator[str]:
     for block in re.split(r"\n\s*\n", text):
         if "::" in block or re.match(r" {4,}\S", block):
             continue
+        if block.lstrip().startswith("|"):
+            for cell in block.replace("\n", "").split("|"):
+                yield from faults(cell, lengths=False)
+            continue
         parts = re.split(r"\n(?=\s*(?:\w+: |[-*] |Args:|Returns:|Raises:|Yields:))", block)
         for part in parts:
             body = re.sub(r"^\s*(?:[-*] |Args:|Returns:|Raises:|Yields:|\w+: )", "", part)

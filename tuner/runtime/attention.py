@@ -88,7 +88,7 @@ def attention(
         is_causal: query i sees keys 0..i.
         scale: factor of the scores; 1/sqrt(D) when None.
         enable_gqa: let HKV be a divisor of H.
-        window: (left, right): query i sees keys i - left..i + right; -1 is no limit. Under
+        window: (left, right): query i sees keys i - left..i + right; -1: unlimited. Under
             `is_causal` it sees no key beyond i. One number stands for both sides, as ``window=`` of
             a shape. Queries without a key have zeros for their output.
         softcap: each scaled score s becomes softcap * tanh(s / softcap), before the mask; 0 is

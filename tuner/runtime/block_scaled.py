@@ -59,7 +59,7 @@ def check(input: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> Non
         raise ConfigError(f"{found} (allowed: bf16 input, float8_e4m3fn weight, fp32 weight_scale)")
     if weight.dim() != 2 or input.dim() < 1 or input.shape[-1] != weight.shape[-1]:
         shapes = f"{tuple(input.shape)} and {tuple(weight.shape)}"
-        raise ConfigError(f"{shapes} cannot be multiplied (allowed: (..., K) and (N, K))")
+        raise ConfigError(f"{shapes} make no product (allowed: (..., K) and (N, K))")
     wanted = tuple(ceil(size / SCALE_BLOCK) for size in weight.shape)
     if tuple(scale.shape) != wanted:
         raise ConfigError(f"weight_scale is {tuple(scale.shape)} (allowed: {wanted})")

@@ -1,7 +1,7 @@
 """Attention over a sequence that is split over the ranks of a process group.
 
 Every rank holds its own part of the queries, keys and values. Keys and values pass from rank to
-rank in a ring; in each step a rank computes attention of its queries over the keys that it holds.
+rank in a ring. In each step a rank computes attention of its queries over the keys that it holds.
 The partial results are merged by their log-sum-exp. The backward pass sends keys and values round
 again, together with the sums of their gradients, in at least single precision.
 

@@ -405,8 +405,7 @@ def _needs_no_mask(
     requested_attention_implementation: str | None = None,
     version: int | list[int] | None = None,
 ) -> bool:
-    """`is_flash_attention_requested` of continuous batching, which takes it for "needs no masks".
-    """
+    """`is_flash_attention_requested` of continuous batching, which means "needs no masks" there."""
     if config is not None and requested_attention_implementation is None and _is_ours(config):
         return True
     if config is None and requested_attention_implementation in NAMES:

@@ -165,9 +165,9 @@ def put(
 
     Args:
         operation: one of `OPERATIONS`.
-        arguments: query, key, value, attn_mask, dropout_p, is_causal, scale and enable_gqa of
-            attention and of its backends; input, weight, bias and activation of linear; the two
-            tensors of matmul.
+        arguments: the call's arguments. Attention and its backends have query, key, value,
+            attn_mask, dropout_p, is_causal, scale and enable_gqa. Linear has input, weight, bias
+            and activation, matmul its two tensors.
         plan: launches for these calls.
         lengths: launches at other lengths of a growing cache.
         generation: value of `generation` before the plan was looked up; needed unless the table's

@@ -193,8 +193,7 @@ class _Meeting:
         return _Answer(lacking, {"GPU": gpu.name, **devices.environment().facts})
 
     def _verdict(self) -> Agreement:
-        """Rank 0's verdict from the answers up to half of the time limit; the others wait for it.
-        """
+        """Rank 0's verdict, from the answers up to half of the time limit."""
         answers: dict[int, _Answer] = {}
         for rank in range(self._world):
             if self._has(f"answer/{rank}", 0.5):
