@@ -7,7 +7,7 @@
 3. The regret is computed with *models left out*. Problems of one model (equal heads and head
    dimension, or a layer's widths) are answered by rates fitted to the other models.
 
-The regret is optimistic: kernels and margin are chosen with all problems, and a choice is judged
+The regret is optimistic. Kernels and margin are chosen with all problems, and a choice is judged
 only among the kernels and schedules measured at a problem.
 """
 

@@ -64,7 +64,7 @@ class Effort:
 
 
 #: Quick: at most 16 kernels for each family of attention, 40 for GEMM. A group is started if it is
-#: expected to save 0.2 %. Replayed on 19 recordings with 16 parallel compiles, that took 149 groups,
+#: expected to save 0.2 %. Replayed on 19 recordings with 16 parallel compiles that took 149 groups,
 #: 0.1 % took 169, and no time was lost. The price of waiting is 0.05 % a second. Simulated on 16
 #: cores (`scripts/bench stopping`, 11 recordings), half of the searches end within 46 s, and one in
 #: ten loses 0.27 %. Waiting for all kernels takes 66 s, and one in ten loses 0.19 %. Four times the

@@ -30,14 +30,14 @@ Array = NDArray[np.float64]
 PROBLEM_ERROR = 0.2
 CONFIG_ERROR = 0.15
 NOISE = 0.01
-#: Noise of another problem's result, for effects of its config at that problem only. With `NOISE` in
+#: Noise of another problem's result, for effects of a config at that problem only. With `NOISE` in
 #: its place the groups of recorded problems were ranked worse.
 PAST_NOISE = 0.1
 #: Weight of the deviations above as a prior, in results.
 CONFIDENCE = 8.0
-#: Length scales: distances over which the correlation falls by a factor e. Between configs a doubled
-#: parameter or another choice counts 1. Between problems a doubled extent, or another mask, type or
-#: layout, counts 1.
+#: Length scales: distances over which the correlation falls by a factor e. Between configs a
+#: doubled parameter or another choice counts 1. Between problems a doubled extent, or another mask,
+#: type or layout, counts 1.
 CONFIG_LENGTH = 3.0
 PROBLEM_LENGTH = 10.0
 #: Correlation of one problem's results in two environments.

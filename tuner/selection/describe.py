@@ -114,7 +114,7 @@ def where_from(entry: Entry) -> str:
 
 
 def table(rows: Sequence[Sequence[str]], right: frozenset[int] = frozenset()) -> str:
-    """Table with aligned columns under a heading, the first row; `right` columns are flush right."""
+    """Table with aligned columns under a heading, the first row; `right` ones are flush right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(
