@@ -61,7 +61,7 @@ def test_a_problem_is_read_off_its_matrices(
         (A.expand(3, 8, 32), B, "cannot be folded"),
         (A.expand(3, 8, 32).contiguous(), B.expand(1, 32, 16), "broadcasts"),
         (A, B.expand(3, 32, 16).contiguous(), "broadcasts"),
-        (A[:, ::2], B[:16], "neither in rows nor in columns"),
+        (A[:, ::2], B[:16], "neither rows nor columns"),
         (torch.randn(2, 4, 8, 32).half()[:, :3], B.expand(2, 3, 32, 16), "cannot be folded"),
     ],
 )
@@ -354,9 +354,9 @@ def test_a_scaled_problem_is_read_off_its_factors(
     [
         (E4M3_A[0], E4M3_B, (ONE, ONE), torch.bfloat16, "not two matrices"),
         (A, B, (ONE, ONE), torch.bfloat16, "float16 is not tuned"),
-        (E4M3_A, E4M3_B.contiguous(), (ONE, ONE), torch.bfloat16, "does not lie along K"),
-        (E4M3_A[:, :16], E4M3_B[:16], (ONE, ONE), torch.bfloat16, "does not lie along K"),
-        (E4M3_A, E4M3_B[:16], (ONE, ONE), torch.bfloat16, "does not lie along K"),
+        (E4M3_A, E4M3_B.contiguous(), (ONE, ONE), torch.bfloat16, "by rows and .K, N. by columns"),
+        (E4M3_A[:, :16], E4M3_B[:16], (ONE, ONE), torch.bfloat16, "by rows and .K, N. by columns"),
+        (E4M3_A, E4M3_B[:16], (ONE, ONE), torch.bfloat16, "by rows and .K, N. by columns"),
         (E4M3_A, E4M3_B, (ONE, ONE), None, "out_dtype=None is not tuned"),
         (E4M3_A, E4M3_B, (ONE, ONE), torch.float32, "out_dtype=torch.float32 is not tuned"),
         (E4M3_A, E4M3_B, (ONE.double(), ONE), torch.bfloat16, "not fp32"),
